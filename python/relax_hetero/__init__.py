@@ -1,0 +1,49 @@
+"""relax_hetero: one TVM Relax model over several devices.
+
+Names are resolved on first use, so that a process with only TVM's runtime can still load and run an
+executable: nothing here imports the compiler before a compiler name is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+# Public name -> (module, attribute); attribute None means the module itself.
+_EXPORTS: dict[str, tuple[str, str | None]] = {
+    "HeteroError": (".errors", "HeteroError"),
+    "VDeviceError": (".errors", "VDeviceError"),
+    "PlacementError": (".errors", "PlacementError"),
+    "EncodingError": (".errors", "EncodingError"),
+    "FrontendError": (".errors", "FrontendError"),
+    "BuildError": (".errors", "BuildError"),
+    "BindingError": (".errors", "BindingError"),
+    "VDevice": (".vdevice", "VDevice"),
+    "native": (".vdevice", "native"),
+    "op": (".op", None),
+    "transform": (".transform", None),
+    "vm": (".vm", None),
+    "from_onnx": (".frontend", "from_onnx"),
+    "compile": (".build", "compile"),
+    "get_pipeline": (".build", "get_pipeline"),
+    "load": (".vm", "load"),
+}
+
+__all__ = ["__version__", *_EXPORTS]
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        module_name, attribute = _EXPORTS[name]
+    except KeyError:
+        raise AttributeError(f"module 'relax_hetero' has no attribute {name!r}") from None
+    module = importlib.import_module(module_name, __name__)
+    value = module if attribute is None else getattr(module, attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""From a module at any stage to an executable."""
