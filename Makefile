@@ -1,0 +1,71 @@
+# Every target sets up what it needs: a virtual environment in .venv, reinstalled only when pyproject.toml changes.
+# Settings: PYTHON=/path/to/python3.12 (3.10 to 3.12; else the first suitable one on PATH), WORKERS=2, PYTEST_ARGS=...
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --quiet --quiet --disable-pip-version-check
+WORKERS ?= 2
+PYTEST_ARGS ?=
+CHECKED := python apps tests
+
+.PHONY: help demo test lint format conformance clean distclean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo         rank sentences with a real embedding model, cut over two devices"
+	@echo "make test         the test suite (about ten minutes on two cores)"
+	@echo "make lint         ruff check, ruff format --check, mypy"
+	@echo "make format       let ruff rewrite what lint would complain about"
+	@echo "make conformance  ONNX's own backend suite, against stock TVM (long)"
+	@echo "make clean        remove caches and build outputs; make distclean also .cache and $(VENV)"
+
+demo: $(VENV)/.stamp-demo
+	@$(PY) apps/sentence_similarity/run.py
+
+test: $(VENV)/.stamp-dev
+	$(PY) -m pytest -q -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+lint: $(VENV)/.stamp-dev
+	$(PY) -m ruff check $(CHECKED)
+	$(PY) -m ruff format --check $(CHECKED)
+	$(PY) -m mypy
+
+format: $(VENV)/.stamp-dev
+	$(PY) -m ruff check --fix $(CHECKED)
+	$(PY) -m ruff format $(CHECKED)
+
+conformance: $(VENV)/.stamp-dev
+	$(PY) apps/onnx_backend/run.py
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis python/*.egg-info
+	find python apps tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV) .cache
+
+# The interpreter is tried, not only looked up: version managers put names on PATH that do not run,
+# and some distributions ship a Python whose venv module lacks pip.
+$(PY):
+	@ok='import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))'; \
+	for p in $(PYTHON) python3 python3.12 python3.11 python3.10 python; do \
+	  if "$$p" -c "$$ok" >/dev/null 2>&1; then \
+	    echo "Creating $(VENV) with $$("$$p" --version)"; \
+	    "$$p" -m venv --clear $(VENV) && exit 0; \
+	    rm -rf $(VENV); exit 1; \
+	  fi; \
+	done; \
+	echo "relax-hetero needs Python 3.10, 3.11 or 3.12 with the venv and ensurepip modules, and found none on PATH" >&2; \
+	echo "(python3 is $$(python3 --version 2>&1 | head -n 1)). On Debian or Ubuntu: apt install python3-venv." >&2; \
+	echo "Another interpreter is chosen with: make PYTHON=/path/to/python3.12" >&2; \
+	exit 1
+
+$(VENV)/.stamp-demo: pyproject.toml | $(PY)
+	@echo "Installing relax-hetero and its dependencies into $(VENV) (first time: a few minutes)"
+	@$(PIP) install --editable '.[demo]'
+	@touch $@
+
+$(VENV)/.stamp-dev: pyproject.toml | $(PY)
+	@echo "Installing relax-hetero and its development tools into $(VENV) (first time: a few minutes)"
+	@$(PIP) install --editable '.[dev]'
+	@touch $(VENV)/.stamp-demo $@
