@@ -1,0 +1,157 @@
+"""What an executable says about itself: its devices, signatures, constants and dispatches.
+
+Written by the compiler, read where only TVM's runtime is: plain data, no TVM object inside.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ..errors import BuildError
+from .signature import FunctionSignature
+
+# DLPack device type of each TVM target kind (dlpack.h, DLDeviceType).
+DEVICE_TYPES: dict[str, int] = {
+    "llvm": 1,
+    "c": 1,
+    "cuda": 2,
+    "nvptx": 2,
+    "opencl": 4,
+    "vulkan": 7,
+    "metal": 8,
+    "rocm": 10,
+    "ext_dev": 12,
+    "webgpu": 15,
+    "hexagon": 16,
+}
+CPU = 1
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """One entry of the manifest: a vdevice of the model.
+
+    Attributes
+    ----------
+    target : str
+        The compilation target as JSON text, with at least ``kind``.
+    vdevice_id : int
+        Which physical device of that type it is by default.
+    memory_scope : str
+        Memory on that device (``"global"``).
+    default : bool
+        Whether values without any annotation were placed here; true for the first entry.
+    """
+
+    target: str
+    vdevice_id: int = 0
+    memory_scope: str = "global"
+    default: bool = False
+
+    @property
+    def kind(self) -> str:
+        """The target kind: ``"llvm"``, ``"cuda"``."""
+        data = json.loads(self.target)
+        return data if isinstance(data, str) else str(data["kind"])
+
+    @property
+    def device_type(self) -> int:
+        """The DLPack device type its kernels run on; BuildError for a kind without one."""
+        kind = self.kind
+        if kind not in DEVICE_TYPES:
+            raise BuildError(f"device target kind {kind!r} is unknown; expected one of {', '.join(DEVICE_TYPES)}")
+        return DEVICE_TYPES[kind]
+
+
+@dataclass(frozen=True)
+class ConstantSpec:
+    """A lifted constant: its Relax name, static shape, element type and manifest index (-1: implicit host)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    device: int
+
+
+@dataclass(frozen=True)
+class DispatchSpec:
+    """A kernel symbol: the manifest index it runs on (-1: implicit host) and the model ops it computes."""
+
+    device: int
+    ops: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """Everything an executable knows besides code and weights.
+
+    Attributes
+    ----------
+    devices : tuple of DeviceSpec
+        The manifest, in the module's vdevice order.
+    host_index : int
+        Which of them is the host; -1 where the host is the implicit ``cpu(0)``.
+    signatures : dict of str to FunctionSignature
+        The functions a user can call.
+    constants : tuple of ConstantSpec
+        The module's constants, in the order of the tuple that functions take.
+    placement : object
+        The placement report as JSON data, or None.
+    dispatches : dict of str to DispatchSpec
+        Kernel symbol to where it runs and what it computes.
+    """
+
+    devices: tuple[DeviceSpec, ...]
+    host_index: int
+    signatures: dict[str, FunctionSignature]
+    constants: tuple[ConstantSpec, ...] = ()
+    placement: Any = None
+    dispatches: dict[str, DispatchSpec] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "devices", tuple(self.devices))
+        object.__setattr__(self, "constants", tuple(self.constants))
+
+    def to_json(self) -> str:
+        """This metadata as JSON text."""
+        data = {
+            "devices": [asdict(device) for device in self.devices],
+            "host_index": self.host_index,
+            "signatures": [signature.to_json() for signature in self.signatures.values()],
+            "constants": [asdict(constant) for constant in self.constants],
+            "placement": self.placement,
+            "dispatches": {symbol: asdict(dispatch) for symbol, dispatch in self.dispatches.items()},
+        }
+        return json.dumps(data, separators=(",", ":"))
+
+    @staticmethod
+    def from_json(text: str) -> Metadata:
+        """The inverse of `to_json`; ValueError, KeyError or TypeError for anything else."""
+        data = json.loads(text)
+        signatures = [FunctionSignature.from_json(signature) for signature in data["signatures"]]
+        return Metadata(
+            devices=tuple(DeviceSpec(**device) for device in data["devices"]),
+            host_index=data["host_index"],
+            signatures={signature.name: signature for signature in signatures},
+            constants=tuple(
+                ConstantSpec(**{**constant, "shape": tuple(constant["shape"])}) for constant in data["constants"]
+            ),
+            placement=data["placement"],
+            dispatches={
+                symbol: DispatchSpec(dispatch["device"], tuple(dispatch["ops"]))
+                for symbol, dispatch in data["dispatches"].items()
+            },
+        )
+
+
+def device_names(devices: tuple[DeviceSpec, ...]) -> list[str]:
+    """``kind:i`` of every entry: the i-th of its kind, as messages and placement rules write it."""
+    seen: dict[str, int] = {}
+    names: list[str] = []
+    for device in devices:
+        index = seen.get(device.kind, 0)
+        seen[device.kind] = index + 1
+        names.append(f"{device.kind}:{index}")
+    return names
