@@ -1,0 +1,1 @@
+"""Relax operators of this library."""

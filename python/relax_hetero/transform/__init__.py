@@ -1,0 +1,33 @@
+"""Passes: one a file, named after what it does. Every public name is a function that returns a ``tvm.transform.Pass``.
+
+Importing this package makes TVMScript's device look-up strict (see `relax_hetero.op`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from .. import op as _op  # noqa: F401 (makes TVMScript strict before a pass sees a module)
+
+# Public name -> module of this package that defines it.
+_EXPORTS: dict[str, str] = {
+    "UpdateVDevice": ".update_vdevice",
+    "RealizeVDevice": ".realize_vdevice",
+}
+
+__all__ = [*_EXPORTS]
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        module_name = _EXPORTS[name]
+    except KeyError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    value = getattr(importlib.import_module(module_name, __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
