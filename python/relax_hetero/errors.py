@@ -1,11 +1,26 @@
-"""Errors of relax_hetero: one base class, one subclass per stage a user can be in."""
+"""Errors of relax_hetero: one base class, one subclass per stage a user can be in.
+
+Passes written in Python are called from TVM's C++ `Sequential`, which carries an exception as a name and a message.
+Every class here is registered under its name, so that it arrives as the class it was raised as.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm_ffi import register_error  # the small foreign-function layer, not TVM and not its compiler
 
 
 class HeteroError(Exception):
     """Base of every error this library raises.
 
-    The message names what it is about (op, variable, file), what was found and what was expected.
+    The message names what it is about (op, variable, file), what was found and what was expected. It is all that
+    survives a crossing of TVM's C++ code: a subclass must be constructible from its message alone.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        register_error(f"relax_hetero.{cls.__name__}", cls)
 
 
 class VDeviceError(HeteroError):
@@ -30,3 +45,6 @@ class BuildError(HeteroError):
 
 class BindingError(HeteroError):
     """Arguments, devices or bindings that do not fit what the executable expects."""
+
+
+register_error("relax_hetero.HeteroError", HeteroError)
