@@ -1,1 +1,9 @@
 """From a module at any stage to an executable."""
+
+from . import guard_tvm_compile
+from .compile import compile
+from .pipeline import get_pipeline
+
+__all__ = ["compile", "get_pipeline"]
+
+guard_tvm_compile.install()

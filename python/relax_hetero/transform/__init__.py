@@ -14,6 +14,12 @@ from .. import op as _op  # noqa: F401 (makes TVMScript strict before a pass see
 _EXPORTS: dict[str, str] = {
     "UpdateVDevice": ".update_vdevice",
     "RealizeVDevice": ".realize_vdevice",
+    "BindTargets": ".bind_targets",
+    "FormDispatches": ".form_dispatches",
+    "ScheduleGPU": ".schedule_gpu",
+    "PlanMemoryPerDevice": ".plan_memory",
+    "LowerTransfers": ".lower_transfers",
+    "LowerToVM": ".lower_to_vm",
 }
 
 __all__ = [*_EXPORTS]

@@ -1,0 +1,106 @@
+"""rh.compile: a module at any stage becomes an executable."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import tvm
+from tvm import relax
+
+from ..errors import BuildError
+from ..native_target import native
+from ..transform.bind_targets import call_vdevice, called_prim_func
+from ..transform.realize_vdevice import collect_placement
+from ..transform.rewriting import relax_functions, walk_bindings
+from ..vdevice import VDevice, device_name, host_vdevice, is_cpu, vdevice_index, vdevices_of, with_vdevices
+from ..vm.executable import Executable
+from ..vm.metadata import DeviceSpec, DispatchSpec, Metadata
+from .lift_constants import lift_constants
+from .link import link
+from .pipeline import get_pipeline
+from .signatures import function_signatures
+
+_log = logging.getLogger("relax_hetero")
+
+
+def compile(mod: tvm.IRModule, params: Mapping[str, Any] | None = None) -> Executable:  # noqa: A001 (the contract's name)
+    """Compile a Relax module for the devices it names.
+
+    Parameters
+    ----------
+    mod : tvm.IRModule
+        At any stage: free, annotated, placed or lowered. Without vdevices it is compiled for the native CPU.
+    params : mapping of str to tensor, optional
+        Weights by parameter name, bound to ``main`` as constants. Parameters after the function's ``num_input``
+        that are not bound are given to the machine once, with ``set_params``.
+
+    Returns
+    -------
+    rh.vm.Executable
+
+    Raises
+    ------
+    HeteroError
+        Placement conflicts, ops without kernels, kernels that do not compile, unknown parameter names.
+    """
+    if not isinstance(mod, tvm.IRModule):
+        raise BuildError(f"rh.compile: found {type(mod).__name__}, expected a tvm.IRModule")
+    if not vdevices_of(mod):
+        mod = with_vdevices(mod, [VDevice(native("llvm"))])
+    if params:
+        mod = _bind_params(mod, params)
+    vdevices = vdevices_of(mod)
+    _warn_if_generic(vdevices)
+    with collect_placement() as reports:
+        mod = get_pipeline()(mod)
+    lifted = lift_constants(mod)
+    host = host_vdevice(vdevices)
+    metadata = Metadata(
+        devices=tuple(device_spec(vdevice, default=i == 0) for i, vdevice in enumerate(vdevices)),
+        host_index=vdevice_index(host, vdevices) if host is not None else -1,
+        signatures=function_signatures(mod, lifted.takers),
+        constants=tuple(lifted.specs),
+        placement=json.loads(reports[0].to_json()) if reports else None,
+        dispatches=_dispatches(mod, vdevices),
+    )
+    return Executable(link(lifted.mod), metadata, lifted.tensors)
+
+
+def device_spec(vdevice: relax.VDevice, default: bool) -> DeviceSpec:
+    """A vdevice as the manifest keeps it."""
+    return DeviceSpec(str(vdevice.target), int(vdevice.vdevice_id), str(vdevice.memory_scope), default)
+
+
+def _bind_params(mod: tvm.IRModule, params: Mapping[str, Any]) -> tvm.IRModule:
+    mains = [func for gv, func in relax_functions(mod) if gv.name_hint == "main"]
+    if not mains:
+        raise BuildError("params= binds weights of function 'main', and the module has none")
+    names = [param.name for param in mains[0].params]
+    unknown = [name for name in params if name not in names]
+    if unknown:
+        raise BuildError(f"params= names {unknown}, which function 'main' does not have; it has {names}")
+    tensors = {n: p if isinstance(p, tvm.runtime.Tensor) else tvm.runtime.tensor(p) for n, p in params.items()}
+    return relax.transform.BindParams("main", tensors)(mod)
+
+
+def _warn_if_generic(vdevices: list[relax.VDevice]) -> None:
+    for vdevice in vdevices:
+        if is_cpu(vdevice) and vdevice.target.kind.name == "llvm" and "mcpu" not in vdevice.target.attrs:
+            _log.warning(
+                "%s is TVM's generic CPU target, several times slower than this CPU's own: rh.native('llvm')",
+                device_name(vdevice, vdevices),
+            )
+
+
+def _dispatches(mod: tvm.IRModule, vdevices: list[relax.VDevice]) -> dict[str, DispatchSpec]:
+    found: dict[str, DispatchSpec] = {}
+    for _, func in relax_functions(mod):
+        for binding in walk_bindings(func):
+            gv = called_prim_func(mod, binding.value)
+            if gv is not None and gv.name_hint not in found:
+                vdevice = call_vdevice(binding.value)
+                found[gv.name_hint] = DispatchSpec(vdevice_index(vdevice, vdevices) if vdevice is not None else -1)
+    return found

@@ -1,0 +1,98 @@
+"""Kernels become code: one TIR module per target, linked with the bytecode into one executable.
+
+TVM builds all host kernels of a module for the first target it meets, and CUDA kernels as host code where none is
+given. Here kernels are grouped by their own target, and each group is built alone.
+"""
+
+from __future__ import annotations
+
+import tvm
+from tvm import relax, tirx
+from tvm.relax import _ffi_api as relax_ffi
+from tvm.relax import vm_build
+
+from ..errors import BuildError
+from ..native_target import native
+from ..vdevice import host_vdevice, vdevices_of
+
+
+def link(mod: tvm.IRModule) -> tvm.runtime.Module:
+    """Build a lowered module without constants.
+
+    Parameters
+    ----------
+    mod : tvm.IRModule
+        Lowered (LowerToVM), constants lifted; each PrimFunc has a target, or none if it computes shapes on the host.
+
+    Returns
+    -------
+    tvm.runtime.Module
+        Of kind ``relax.VMExecutable``.
+
+    Raises
+    ------
+    BuildError
+        A kernel does not compile, or TVM has no code generator for its target; names the kernel and the target.
+    """
+    host = host_vdevice(vdevices_of(mod))
+    host_target = host.target if host is not None else native("llvm")
+    external = list(mod.attrs["external_mods"]) if mod.attrs and "external_mods" in mod.attrs else []
+    builder = relax.ExecBuilder()
+    rest = vm_build._vmcodegen(builder, mod)
+    libraries = [build_group(target, group, host_target) for target, group in group_by_target(rest, host_target)]
+    first = libraries[0] if libraries else None
+    return relax_ffi.VMLink(builder, host_target, first, libraries[1:] + external, {})
+
+
+def group_by_target(mod: tvm.IRModule, host: tvm.target.Target) -> list[tuple[tvm.target.Target, tvm.IRModule]]:
+    """The module's PrimFuncs, a module for each distinct target, in order of the targets' text."""
+    groups: dict[str, tuple[tvm.target.Target, dict[tvm.ir.GlobalVar, tirx.PrimFunc]]] = {}
+    for gv, func in mod.functions.items():
+        if isinstance(func, tirx.PrimFunc):
+            target = func.attrs.get("target") or host
+            groups.setdefault(str(target), (target, {}))[1][gv] = func
+    return [(target, tvm.IRModule(functions)) for _, (target, functions) in sorted(groups.items())]
+
+
+def build_group(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Target) -> tvm.runtime.Module:
+    """Compile kernels of one target; BuildError names the first that does not compile."""
+    kind = target.kind.name
+    if tvm.get_global_func(f"target.build.{kind}", allow_missing=True) is None:
+        names = ", ".join(sorted(gv.name_hint for gv in group.get_global_vars())[:3])
+        raise BuildError(
+            f"kernels for target kind {kind!r} ({names}, ...) cannot be built: this TVM has no code generator for it; "
+            f"expected one of {', '.join(_code_generators())}"
+        )
+    try:
+        library = _build(target, group, host)
+    except Exception as error:  # what TVM raises here has no common class
+        raise _blame(target, group, host, error) from error
+    if _is_gpu(target) and not any(module.kind != library.kind for module in library.imports):
+        raise BuildError(f"kernels for {kind!r} were built without a device module: none of them binds GPU threads")
+    return library
+
+
+def _build(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Target) -> tvm.runtime.Module:
+    full = target if target.host is not None else target.with_host(host if _is_gpu(target) else target)
+    return tirx.build(group, target=full)
+
+
+def _is_gpu(target: tvm.target.Target) -> bool:
+    return "gpu" in target.keys
+
+
+def _code_generators() -> list[str]:
+    prefix = "target.build."
+    return sorted(n[len(prefix) :] for n in tvm.ffi.registry.list_global_func_names() if n.startswith(prefix))
+
+
+def _blame(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Target, error: Exception) -> BuildError:
+    for gv, func in sorted(group.functions.items(), key=lambda pair: pair[0].name_hint):
+        try:
+            _build(target, tvm.IRModule({gv: func}), host)
+        except Exception as single:  # the same errors as above
+            reason = str(single).strip().splitlines()
+            return BuildError(
+                f"kernel {gv.name_hint!r} does not compile for target {target}: {reason[-1] if reason else single!r}"
+            )
+    return BuildError(f"kernels {sorted(g.name_hint for g in group.get_global_vars())} for {target}: {error}")

@@ -1,0 +1,67 @@
+"""LowerTransfers: `to_vdevice` becomes a call of the run-time's own `to_device`.
+
+Before::
+
+    y: R.Tensor((4,), "float32", "llvm:1") = R.to_vdevice(x, "llvm:1")
+
+After::
+
+    y: R.Tensor((4,), "float32", "llvm:1") = R.call_packed("relax_hetero.to_device", x, 1, 0)
+
+The operands are the value, the destination's index in the module's device list (the virtual machine knows which
+physical device that is today), and whether the result must be a new tensor even if the value is there already:
+it must in a module that writes in place, since the source may have other readers.
+
+Assumes no dataflow blocks (ToNonDataflow) and purity checks removed; runs before CallTIRRewrite hides what writes.
+"""
+
+from __future__ import annotations
+
+import tvm
+from tvm import relax
+
+from ..vdevice import vdevice_index, vdevices_of
+from .rewriting import copy_module, map_bindings, op_name, relax_functions, walk_bindings
+
+TO_DEVICE = "relax_hetero.to_device"
+
+
+def LowerTransfers() -> tvm.transform.Pass:
+    """Lower transfers to run-time calls.
+
+    Returns
+    -------
+    tvm.transform.Pass
+    """
+
+    @tvm.transform.module_pass(opt_level=0, name="LowerTransfers")
+    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        return lower_transfers(mod)
+
+    return run
+
+
+def lower_transfers(mod: tvm.IRModule) -> tvm.IRModule:
+    """See the module's docstring."""
+    vdevices = vdevices_of(mod)
+    must_copy = relax.prim_value(int(_writes_in_place(mod)))
+
+    def change(binding: relax.Binding) -> relax.Binding:
+        value = binding.value
+        if op_name(value) != "relax.to_vdevice":
+            return binding
+        destination = relax.prim_value(vdevice_index(value.attrs.dst_vdevice, vdevices))
+        operands = [value.args[0], destination, must_copy]
+        ty = binding.var.ty
+        call = relax.Call(relax.ExternFunc(TO_DEVICE), operands, None, [ty], value.span, ret_ty=ty)
+        return relax.VarBinding(binding.var, call, binding.span)
+
+    functions = dict(mod.functions.items())
+    functions.update({gv: map_bindings(func, change) for gv, func in relax_functions(mod)})
+    return copy_module(mod, functions)
+
+
+def _writes_in_place(mod: tvm.IRModule) -> bool:
+    # Of the whole module: views, aliases and calls can carry a transfer's result to any in-place op.
+    in_place = ("relax.call_tir_inplace", "relax.call_inplace_packed")
+    return any(op_name(b.value) in in_place for _, func in relax_functions(mod) for b in walk_bindings(func))

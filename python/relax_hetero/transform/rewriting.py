@@ -1,0 +1,112 @@
+"""Walks over Relax functions that keep every type as written.
+
+TVM's own mutators infer types again while they rebuild, and stock inference raises on, or loses, the
+device of n-ary ops. These walks rebuild exactly what changed and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import tvm
+from tvm import relax
+
+BindingMap = Callable[[relax.Binding], "relax.Binding | list[relax.Binding]"]
+
+
+def relax_functions(mod: tvm.IRModule) -> list[tuple[tvm.ir.GlobalVar, relax.Function]]:
+    """The Relax functions of a module, by name: a fixed order whatever the module's hash map says."""
+    pairs = [(gv, f) for gv, f in mod.functions.items() if isinstance(f, relax.Function)]
+    return sorted(pairs, key=lambda pair: pair[0].name_hint)
+
+
+def copy_module(mod: tvm.IRModule, functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] | None = None) -> tvm.IRModule:
+    """A new module with the same attributes and global infos; `functions` replaces the function table."""
+    table = dict(mod.functions.items()) if functions is None else functions
+    return tvm.IRModule(table, attrs=mod.attrs, global_infos=mod.global_infos)
+
+
+def walk_bindings(body: relax.Expr) -> Iterator[relax.Binding]:
+    """Every binding below `body` in program order, those of `If` branches after their `If`'s own."""
+    pending = [body]
+    while pending:
+        expr = pending.pop()
+        if isinstance(expr, relax.Function):
+            pending.append(expr.body)
+        elif isinstance(expr, relax.SeqExpr):
+            for block in expr.blocks:
+                for binding in block.bindings:
+                    yield binding
+                    value = binding.value
+                    if isinstance(value, relax.If):
+                        pending += [value.false_branch, value.true_branch]
+                    elif isinstance(value, relax.Function):
+                        pending.append(value.body)
+
+
+def map_bindings(func: relax.Function, change: BindingMap) -> relax.Function:
+    """`func` with each binding replaced by what `change` makes of it.
+
+    `change` returns its argument itself to keep it, another binding, or a list of bindings in order. Bindings
+    inside `If` branches are visited first; what is unchanged is shared with the old function.
+    """
+    body = _map_expr(func.body, change)
+    return func if body is func.body else with_body(func, body)
+
+
+def with_body(func: relax.Function, body: relax.Expr, params: list[relax.Var] | None = None) -> relax.Function:
+    """`func` with another body (and parameters), its return type, purity, attributes and span kept."""
+    return relax.Function(
+        list(func.params) if params is None else params, body, func.ret_ty, func.is_pure, func.attrs, func.span
+    )
+
+
+def _map_expr(expr: relax.Expr, change: BindingMap) -> relax.Expr:
+    if not isinstance(expr, relax.SeqExpr):
+        return expr
+    blocks, changed = [], False
+    for block in expr.blocks:
+        bindings: list[relax.Binding] = []
+        block_changed = False
+        for old in block.bindings:
+            binding = _map_nested(old, change)
+            result = change(binding)
+            if result is not old:
+                block_changed = True
+            if isinstance(result, list):
+                bindings += result
+            else:
+                bindings.append(result)
+        if block_changed:
+            block, changed = type(block)(bindings, block.span), True
+        blocks.append(block)
+    return relax.SeqExpr(blocks, expr.body, expr.span) if changed else expr
+
+
+def _map_nested(binding: relax.Binding, change: BindingMap) -> relax.Binding:
+    value = binding.value
+    if isinstance(value, relax.If):
+        then, other = _map_expr(value.true_branch, change), _map_expr(value.false_branch, change)
+        if then is not value.true_branch or other is not value.false_branch:
+            return relax.VarBinding(binding.var, relax.If(value.cond, then, other, value.span), binding.span)
+    elif isinstance(value, relax.Function):
+        func = map_bindings(value, change)
+        if func is not value:
+            return relax.VarBinding(binding.var, func, binding.span)
+    return binding
+
+
+def tensor_types(ty: tvm.ir.Type) -> Iterator[relax.TensorType]:
+    """The tensor types inside a type, tuples flattened in order."""
+    if isinstance(ty, relax.TensorType):
+        yield ty
+    elif isinstance(ty, tvm.ir.TupleType):
+        for field in ty.fields:
+            yield from tensor_types(field)
+
+
+def op_name(value: relax.Expr) -> str | None:
+    """The name of the op that `value` calls, None for anything else."""
+    if isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op):
+        return value.op.name
+    return None
