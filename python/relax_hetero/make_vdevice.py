@@ -24,7 +24,7 @@ _SCOPE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*([.\-][A-Za-z0-9_]+)*")
 _NUMBERED = re.compile(r"(?P<target>[^\s:{}]+)(:(?P<id>0|[1-9][0-9]*))?")
 
 
-def VDevice(  # noqa: N802 (named like the class it makes)
+def VDevice(
     target: str | dict[str, Any] | Target | tvm.runtime.Device,
     vdevice_id: int = 0,
     memory_scope: str = "global",

@@ -39,7 +39,8 @@ __all__ = [
 VDeviceSpec: TypeAlias = "str | tvm.runtime.Device | tvm.relax.VDevice"
 
 _CPU = 1  # kDLCPU
-_NAME = re.compile(r"(?P<kind>[A-Za-z_][A-Za-z0-9_]*)(:(?P<index>0|[1-9][0-9]*))?")
+# TVMScript prints "kind:i:scope", so that form is read too.
+_NAME = re.compile(r"(?P<kind>[A-Za-z_][A-Za-z0-9_]*)(:(?P<index>0|[1-9][0-9]*)(:(?P<scope>[^\s:]+))?)?")
 # Words people write for a device type where a target kind is meant.
 _KINDS_MEANT = {"cpu": ("llvm", "c"), "gpu": ("cuda", "rocm", "vulkan", "metal", "opencl"), "nvidia": ("cuda",)}
 
@@ -67,7 +68,7 @@ def vdevices_of(mod: tvm.IRModule) -> list[tvm.relax.VDevice]:
     Raises
     ------
     VDeviceError
-        If the module's list holds anything but vdevices.
+        If the module's list holds anything but vdevices with a target and an id >= 0.
     """
     found = list((mod.global_infos or {}).get("vdevice", []))
     for index, entry in enumerate(found):
@@ -75,6 +76,8 @@ def vdevices_of(mod: tvm.IRModule) -> list[tvm.relax.VDevice]:
             raise VDeviceError(f"entry {index} of the module's vdevice list is a {type(entry).__name__}, not a VDevice")
         if entry.target is None:
             raise VDeviceError(f"entry {index} of the module's vdevice list has no target")
+        if entry.vdevice_id < 0:
+            raise VDeviceError(f"entry {index} of the module's vdevice list has the id {entry.vdevice_id}, not >= 0")
     return found
 
 
@@ -133,7 +136,8 @@ def lookup(spec: VDeviceSpec, vdevices: Sequence[tvm.relax.VDevice]) -> tvm.rela
     Parameters
     ----------
     spec : str, tvm.runtime.Device or VDevice
-        ``"kind:i"`` is the i-th vdevice of that target kind, ``"kind"`` the first, ``"vdevice:j"`` the j-th of all.
+        ``"kind:i"`` is the i-th vdevice of that target kind, ``"kind"`` the first, ``"vdevice:j"`` the j-th of all
+        (TVMScript's printed form ``"kind:i:scope"`` is the same vdevice, whose scope must be that one).
         A device matches the first entry of its device type whose ``vdevice_id`` is its index. A VDevice matches
         this very entry, else the first that equals it.
     vdevices : Sequence[VDevice]
@@ -158,7 +162,7 @@ def lookup(spec: VDeviceSpec, vdevices: Sequence[tvm.relax.VDevice]) -> tvm.rela
         for entry in vdevices:
             if physical(entry) == wanted:
                 return entry
-        raise VDeviceError(f"no vdevice is on device {spec}; {_available(vdevices)}")
+        raise VDeviceError(f"no vdevice is on the physical device {spec!r}; {_available(vdevices)}")
     raise VDeviceError(
         f"a vdevice is named by a string, a tvm device or a VDevice, got {spec!r} ({type(spec).__name__}); "
         f"{_available(vdevices)}"
@@ -175,7 +179,10 @@ def _lookup_name(name: str, vdevices: Sequence[tvm.relax.VDevice]) -> tvm.relax.
     kind, index = match["kind"], int(match["index"] or 0)
     candidates = [entry for entry in vdevices if kind == "vdevice" or _kind(entry) == kind]
     if index < len(candidates):
-        return candidates[index]
+        found = candidates[index]
+        if match["scope"] in (None, found.memory_scope):
+            return found
+        raise VDeviceError(f"vdevice {name!r} has memory_scope {found.memory_scope!r}; {_available(vdevices)}")
     if not candidates and vdevices:
         meant = [entry for entry in dict.fromkeys(map(_kind, vdevices)) if entry in _KINDS_MEANT.get(kind, ())]
         hint = f"; did you mean {' or '.join(map(repr, meant))}?" if meant else ""

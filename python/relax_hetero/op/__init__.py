@@ -1,1 +1,16 @@
-"""Relax operators of this library."""
+"""Relax operators for placement: hints and explicit transfers.
+
+They build TVM's own ``relax.hint_on_device`` and ``relax.to_vdevice`` calls, so that ``R.hint_on_device`` and
+``R.to_vdevice`` in TVMScript are the same thing to every pass. Importing this package makes TVMScript's look-up of
+vdevices strict (see `strict_tvmscript`).
+"""
+
+from __future__ import annotations
+
+from .hints import encode_hint, hint_on_device, hinted_vdevice, is_hint
+from .strict_tvmscript import make_tvmscript_strict
+from .transfers import to_vdevice
+
+__all__ = ["encode_hint", "hint_on_device", "hinted_vdevice", "is_hint", "to_vdevice"]
+
+make_tvmscript_strict()

@@ -1,0 +1,96 @@
+"""Make TVMScript look vdevices up strictly.
+
+Stock TVMScript (0.27) splits ``"kind:i"`` itself. An unknown kind becomes a log line and a tensor without a device, a
+malformed number a Python error about ``int()``, and a VDevice object that is not the module's own is kept, although
+passes compare vdevices by identity. `make_tvmscript_strict` replaces the three places where names are looked up:
+
+- ``TensorProxy.as_ty``, behind ``R.Tensor(..., vdevice)``;
+- ``R.to_vdevice`` and ``R.hint_on_device``, which become the operators of this package under stock parameter names;
+- ``I.lookup_vdevice``, which whatever else looks vdevices up goes through.
+
+Nothing else changes: what stock TVMScript accepts and resolves is resolved to the same vdevice. Errors are raised as
+`VDeviceError`; TVM's parser turns them into its own ``DiagnosticError`` with the same message.
+"""
+
+from __future__ import annotations
+
+import copy
+from types import ModuleType
+from typing import Any
+
+import tvm
+import tvm.relax.script.builder
+import tvm.relax.script.parser
+import tvm.script.ir_builder.ir
+import tvm.script.parser.ir
+from tvm import relax
+from tvm.relax.script.builder import ir as relax_builder
+from tvm.relax.script.parser import entry as relax_entry
+from tvm.relax.script.parser.entry import TensorProxy
+from tvm.script.ir_builder.ir import ir as ir_builder
+
+from ..errors import VDeviceError
+from ..vdevice import VDeviceSpec
+from . import hints, transfers
+from .each_tensor import Operand
+from .under_construction import resolve, vdevices_under_construction
+
+# Modules that hold a stock function under its own name; `from ... import *` copied it around.
+_RELAX_NAMESPACES: tuple[ModuleType, ...] = (
+    relax_builder,
+    tvm.relax.script.builder,
+    tvm.relax.script.parser,
+    tvm.relax.script,
+)
+_IR_NAMESPACES: tuple[ModuleType, ...] = (
+    ir_builder,
+    tvm.script.ir_builder.ir,
+    tvm.script.parser.ir,
+    relax_builder,
+    relax_entry,
+)
+
+_stock_as_ty = TensorProxy.as_ty
+
+
+def make_tvmscript_strict() -> None:
+    """Replace TVMScript's look-up of vdevices by the strict one; calling it again changes nothing."""
+    TensorProxy.as_ty = _as_ty
+    for namespace in _RELAX_NAMESPACES:
+        namespace.to_vdevice = to_vdevice  # type: ignore[attr-defined]
+        namespace.hint_on_device = hint_on_device  # type: ignore[attr-defined]
+    for namespace in _IR_NAMESPACES:
+        namespace.lookup_vdevice = lookup_vdevice  # type: ignore[attr-defined]
+
+
+def to_vdevice(data: Operand, dst_vdevice: VDeviceSpec) -> relax.Expr:
+    """`relax_hetero.op.to_vdevice` with the parameter names of stock TVMScript, which its printer writes."""
+    return transfers.to_vdevice(data, dst_vdevice)
+
+
+def hint_on_device(data: Operand, dst_vdevice: VDeviceSpec, memory_scope: str | None = None) -> relax.Expr:
+    """`relax_hetero.op.hint_on_device` with the parameter names of stock TVMScript."""
+    return hints.hint_on_device(data, dst_vdevice, memory_scope)
+
+
+def lookup_vdevice(target_kind: str | None = None, device_index: int = -1) -> tvm.relax.VDevice:
+    """The `device_index`-th vdevice of a kind ("vdevice": of all) in the module under construction.
+
+    Raises
+    ------
+    VDeviceError
+        If there is no such vdevice, or no module under construction.
+    """
+    if not isinstance(target_kind, str):
+        raise VDeviceError(f"lookup_vdevice needs a target kind or 'vdevice', got {target_kind!r}")
+    return resolve(f"{target_kind}:{device_index}")
+
+
+def _as_ty(proxy: TensorProxy, dict_globals: dict[str, Any] | None = None) -> tvm.relax.TensorType:
+    """Resolve the proxy's vdevice, then let the stock method make the type."""
+    vdevice: Any = proxy.vdevice
+    unchecked = isinstance(vdevice, tvm.relax.VDevice) and vdevices_under_construction() is None
+    if vdevice is not None and not unchecked:
+        proxy = copy.copy(proxy)
+        proxy.vdevice = resolve(vdevice)
+    return _stock_as_ty(proxy, dict_globals)
