@@ -1,0 +1,163 @@
+"""Run any ONNX model on one device, then cut over two, and compare.
+
+python apps/onnx_two_devices/run.py model.onnx                          # half of the nodes on each of two CPU devices
+python apps/onnx_two_devices/run.py model.onnx --fraction 0.8 --vdevice llvm --vdevice cuda
+python apps/onnx_two_devices/run.py model.onnx --place 'Conv=vdevice:1'
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import json
+import platform
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from rich.console import Console
+from rich.table import Table
+
+import relax_hetero as rh
+
+SECOND = "vdevice:1"
+
+
+def baseline() -> dict[str, str]:
+    """A target for any CPU of this architecture, next to the native one: other code for the same model."""
+    x86 = platform.machine().lower() in ("x86_64", "amd64")
+    return {"kind": "llvm", "mcpu": "x86-64-v2" if x86 else "generic"}
+
+
+def cut(model: onnx.ModelProto, fraction: float) -> dict[str, str]:
+    """A placement with the first `fraction` of the nodes on the first device and the others on the second."""
+    # The names that from_onnx gives: a node's own, else its op type and position.
+    names = [node.name or f"{node.op_type}_{index}" for index, node in enumerate(model.graph.node)]
+    return {glob.escape(name): SECOND for name in names[round(len(names) * fraction) :]}
+
+
+def random_inputs(executable: Any, seed: int) -> dict[str, np.ndarray]:
+    """Standard normal floats; zeros and ones for integers, which are valid as masks and as indices."""
+    generator = np.random.default_rng(seed)
+    made = {}
+    for spec in executable.signature().inputs:
+        if any(not isinstance(extent, int) for extent in spec.shape):
+            raise SystemExit(f"input {spec.name} has the symbolic shape {spec.shape}: say --shape {spec.name}=…")
+        if spec.dtype.startswith("float"):
+            made[spec.name] = generator.standard_normal(spec.shape).astype(spec.dtype)
+        else:
+            made[spec.name] = generator.integers(0, 2, spec.shape).astype(spec.dtype)
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the example; returns the exit code: 0 where both results agree."""
+    options = _parse(arguments)
+    screen = Console(highlight=False)
+    placement = options.place or cut(onnx.load(str(options.model), load_external_data=False), options.fraction)
+    built = {}
+    for label, vdevices, rules in (
+        ("one device", options.vdevice[:1], None),
+        ("two devices", options.vdevice, placement),
+    ):
+        with screen.status(f"Compiling for {label}"):
+            module = rh.from_onnx(str(options.model), vdevices=vdevices, placement=rules, shapes=options.shape)
+            built[label] = rh.compile(module)
+    screen.print(placement_table(built["two devices"]))
+
+    inputs = random_inputs(built["one device"], options.seed)
+    outputs = {}
+    for label, executable in built.items():
+        machine = rh.vm.VirtualMachine(executable)
+        outputs[label], seconds = _timed(machine, inputs, options.repeat)
+        screen.print(f"{label}: {seconds * 1e3:.2f} ms, median of {options.repeat} calls", markup=False)
+    return _compare(executable, outputs["one device"], outputs["two devices"], screen)
+
+
+def placement_table(executable: Any) -> Table:
+    """What each device holds, from the executable's own placement report."""
+    table = Table(title="Placement", title_justify="left")
+    for column in ("device", "ops", "constants MiB", "transfers in", "target"):
+        table.add_column(column, justify="right" if column not in ("device", "target") else "left")
+    for index, device in enumerate(executable.devices):
+        here = [entry for entry in executable.metadata.placement if entry["device_index"] == index]
+        kinds = Counter(entry["kind"] for entry in here)
+        constants = sum(entry["bytes"] or 0 for entry in here if entry["kind"] == "constant")
+        target = json.loads(device.target)
+        described = f"{target['kind']} {target.get('mcpu', target.get('arch', ''))}"
+        row = [str(kinds["op"]), f"{constants / 2**20:.1f}", str(kinds["transfer"])]
+        table.add_row(here[0]["device"] if here else target["kind"], *row, described)
+    return table
+
+
+def _timed(machine: Any, inputs: dict[str, np.ndarray], repeat: int) -> tuple[list[np.ndarray], float]:
+    """The outputs, and the median seconds of a call whose outputs are copied to the host."""
+    taken = []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        result = machine["main"](**inputs)
+        arrays = [tensor.numpy() for tensor in (result if isinstance(result, tuple) else (result,))]
+        taken.append(time.perf_counter() - start)
+    return arrays, statistics.median(taken)
+
+
+def _compare(executable: Any, one: list[np.ndarray], two: list[np.ndarray], screen: Console) -> int:
+    same = True
+    for spec, a, b in zip(executable.signature().outputs, one, two, strict=True):
+        agrees = np.allclose(a, b, rtol=1e-3, atol=1e-4, equal_nan=True)
+        difference = float(np.max(np.abs(a.astype("float64") - b.astype("float64")), initial=0.0))
+        verdict = "same" if agrees else "DIFFERS"
+        screen.print(f"{spec.name} {list(a.shape)}: {verdict}, largest difference {difference:.1e}", markup=False)
+        same = same and agrees
+    return 0 if same else 1
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    summary, _, usage = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=summary, epilog=usage, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path, help="an ONNX file")
+    parser.add_argument("--vdevice", action="append", type=_vdevice, help="a device; repeat it (default: two CPUs)")
+    parser.add_argument("--fraction", type=float, default=0.5, help="of the nodes, how many are on the first device")
+    parser.add_argument("--place", action="append", type=_place, metavar="PATTERN=DEVICE", help="instead of --fraction")
+    parser.add_argument("--shape", action="append", type=_shape, metavar="NAME=1x3x224x224", help="an input's shape")
+    parser.add_argument("--seed", type=int, default=0, help="of the random inputs")
+    parser.add_argument("--repeat", type=int, default=5, help="timed calls (default 5)")
+    options = parser.parse_args(arguments)
+    options.vdevice = options.vdevice or ["llvm", baseline()]
+    if len(options.vdevice) < 2:
+        parser.error("--vdevice: two devices are needed")
+    if not options.model.is_file():
+        parser.error(f"there is no file {options.model}")
+    options.place = dict(options.place or ())
+    options.shape = dict(options.shape or ()) or None
+    return options
+
+
+def _vdevice(text: str) -> str | dict[str, Any]:
+    return json.loads(text) if text.startswith("{") else text
+
+
+def _place(text: str) -> tuple[str, str]:
+    pattern, divider, device = text.rpartition("=")
+    if not divider:
+        raise argparse.ArgumentTypeError(f"{text!r} is not PATTERN=DEVICE")
+    return pattern, device
+
+
+def _shape(text: str) -> tuple[str, list[int]]:
+    name, divider, extents = text.rpartition("=")
+    if not divider:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=SHAPE")
+    return name, [int(extent) for extent in extents.split("x") if extent]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

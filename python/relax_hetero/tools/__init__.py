@@ -1,0 +1,1 @@
+"""The command line ``relax-hetero``: compile, run, bench, explain."""

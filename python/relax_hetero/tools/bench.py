@@ -1,0 +1,189 @@
+"""``relax-hetero bench``: a table against stock TVM and ONNX Runtime, measured in the same run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..errors import HeteroError
+from .command import command, json_option
+from .console import console, print_json, print_table
+from .placing import Placing, placing_options
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from .engines import Call, Engine
+    from .rounds import Timing
+
+REFERENCE = "ONNX Runtime"
+OURS = "relax-hetero"
+
+
+@command("bench")
+@click.argument("model", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True, help="Timed calls of each.")
+@click.option("--threads", type=click.IntRange(min=1), help="Threads of each; default: the cores of this machine.")
+@click.option(
+    "--budget",
+    type=click.FloatRange(min=0),
+    default=30.0,
+    show_default=True,
+    help="Seconds after which a slow one sits out the remaining rounds.",
+)
+@click.option("--stock/--no-stock", default=True, show_default=True, help="Whether stock TVM takes part.")
+@click.option("--seed", default=0, show_default=True, help="Of the random inputs.")
+@placing_options
+@json_option
+def bench_command(
+    model: Path,
+    rounds: int,
+    threads: int | None,
+    budget: float,
+    stock: bool,
+    seed: int,
+    placing: Placing,
+    as_json: bool,
+) -> None:
+    """Time MODEL (an ONNX file) here, in stock TVM and in ONNX Runtime, in interleaved rounds.
+
+    \b
+    relax-hetero bench model.onnx
+    relax-hetero bench model.onnx --vdevice llvm --vdevice cuda:0 --place-auto --json
+    """
+    threads = threads or _cores()
+    # Read once, when TVM starts its threads: before anything below imports it.
+    os.environ["TVM_NUM_THREADS"] = str(threads)
+    os.environ.setdefault("TVM_BIND_THREADS", "0")
+    from .arrays import random_arrays
+    from .engines import onnx_runtime, ours, stock_tvm
+    from .models import compile_onnx
+
+    compiled = compile_onnx(model, placing)
+    signature = compiled.executable.signature()
+    inputs = random_arrays(signature, dict(placing.shapes), seed, {})
+    engines = [ours(compiled), onnx_runtime(model, threads)]
+    if stock:
+        engines.insert(1, stock_tvm(model, dict(placing.shapes)))
+    results = _measure(engines, inputs, rounds, budget)
+    if as_json:
+        print_json(
+            {"model": str(model), "threads": threads, "rounds": rounds, "engines": [r.to_json() for r in results]}
+        )
+    else:
+        _print(model, threads, results)
+    if results[0].failure:
+        raise HeteroError(f"{OURS} fails on {model}: {results[0].failure}")
+
+
+def _cores() -> int:
+    # Where a container or taskset allows fewer than the machine has, the affinity says so (Linux only).
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass
+class Result:
+    """A row of the table; `failure` says why there are no times."""
+
+    name: str
+    failure: str = ""
+    max_abs_diff: float | None = None
+    timing: Timing | None = None
+    ratios: dict[str, float] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as JSON data, times in milliseconds."""
+        timing = self.timing
+        return {
+            "name": self.name,
+            "fails": self.failure or None,
+            "median_ms": timing.median * 1e3 if timing else None,
+            "fastest_ms": timing.fastest * 1e3 if timing else None,
+            "calls": len(timing.seconds) if timing else 0,
+            "max_abs_diff": self.max_abs_diff,
+            "times_slower_than": self.ratios,
+        }
+
+
+def _measure(engines: list[Engine], inputs: Mapping[str, np.ndarray], rounds: int, budget: float) -> list[Result]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from .rounds import interleave
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console(stderr=True), transient=True) as progress:
+        task = progress.add_task("Preparing", total=len(engines))
+        calls: dict[str, Call] = {}
+        outputs: dict[str, list[np.ndarray]] = {}
+        results = {engine.name: Result(engine.name) for engine in engines}
+        for engine in engines:
+            progress.update(task, description=f"Preparing {engine.name}")
+            try:
+                call = engine.make()
+                outputs[engine.name] = call(inputs)
+                calls[engine.name] = call
+            # Whatever a program does on this model belongs in its row of the table.
+            except Exception as error:
+                results[engine.name].failure = _first_line(error)
+            progress.advance(task)
+        task = progress.add_task("Timing", total=rounds * len(calls))
+
+        def advance(name: str) -> None:
+            progress.update(task, description=f"Timing {name}", advance=1)
+
+        timings = interleave({name: _bound(call, inputs) for name, call in calls.items()}, rounds, budget, advance)
+    for name, timing in timings.items():
+        results[name].timing = timing
+        results[name].max_abs_diff = _largest_difference(outputs[name], outputs.get(REFERENCE))
+        results[name].ratios = {
+            other: timing.median / timings[other].median for other in (OURS, REFERENCE) if other in timings
+        }
+    return list(results.values())
+
+
+def _bound(call: Call, inputs: Mapping[str, np.ndarray]) -> Callable[[], object]:
+    return lambda: call(inputs)
+
+
+def _largest_difference(found: list[np.ndarray], expected: list[np.ndarray] | None) -> float | None:
+    import numpy as np
+
+    if expected is None or [array.shape for array in found] != [array.shape for array in expected]:
+        return None
+    differences = [
+        np.max(np.abs(a.astype("float64") - b.astype("float64")), initial=0.0)
+        for a, b in zip(found, expected, strict=True)
+    ]
+    return float(max(differences, default=0.0))
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1].strip()}" if lines else type(error).__name__
+
+
+def _print(model: Path, threads: int, results: list[Result]) -> None:
+    columns = ["", "median ms", "fastest ms", "calls", f"vs {OURS}", f"vs {REFERENCE}", "max abs diff"]
+    rows = []
+    for result in results:
+        if result.timing is None:
+            rows.append([result.name, f"fails: {result.failure}", "", "", "", "", ""])
+            continue
+        timing, ratios = result.timing, result.ratios or {}
+        rows.append(
+            [
+                result.name,
+                f"{timing.median * 1e3:.3f}",
+                f"{timing.fastest * 1e3:.3f}",
+                str(len(timing.seconds)),
+                *(f"{ratios[other]:.2f}x" if other in ratios else "" for other in (OURS, REFERENCE)),
+                "" if result.max_abs_diff is None else f"{result.max_abs_diff:.2g}",
+            ]
+        )
+    print_table(f"{model.name}, {threads} threads, one call from numpy to numpy", columns, rows, right=columns[1:])
+    console().print(f"Differences are from {REFERENCE}'s outputs; times over 1x are slower.", markup=False)

@@ -1,0 +1,67 @@
+"""``relax-hetero compile``: an ONNX file to a library."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..errors import BuildError
+from .command import command, json_option
+from .console import bytes_text, console, print_json
+from .models import compile_onnx
+from .placing import Placing, placing_options
+
+
+@command("compile")
+@click.argument("model", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    metavar="OUT.so",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The library to write; it holds code and weights.",
+)
+@placing_options
+@json_option
+def compile_command(model: Path, output: Path, placing: Placing, as_json: bool) -> None:
+    """Compile MODEL (an ONNX file) into one library for all its devices.
+
+    \b
+    relax-hetero compile model.onnx -o model.so
+    relax-hetero compile model.onnx -o model.so --vdevice llvm --vdevice cuda:0 --place '/encoder/*=cuda:0'
+    relax-hetero compile model.onnx -o model.so --vdevice '{"kind":"llvm","mcpu":"x86-64-v2"}'
+    """
+    if not output.parent.is_dir():
+        raise BuildError(f"cannot write {output}: there is no folder {output.parent}")
+    built = compile_onnx(model, placing)
+    start = time.perf_counter()
+    built.executable.export_library(str(output))
+    built.seconds["export"] = time.perf_counter() - start
+    summary = _summary(built.executable, output, built.seconds)
+    if as_json:
+        print_json(summary)
+        return
+    screen = console()
+    screen.print(f"Wrote {output} ({bytes_text(summary['bytes'])}): {summary['signature']}", markup=False)
+    for device in summary["devices"]:
+        screen.print(f"  {device['name']}  {device['target']}", markup=False)
+    screen.print("  " + ", ".join(f"{step} {taken:.1f} s" for step, taken in built.seconds.items()), markup=False)
+
+
+def _summary(executable: Any, output: Path, seconds: dict[str, float]) -> dict[str, Any]:
+    from ..vm.metadata import device_names
+
+    return {
+        "output": str(output),
+        "bytes": output.stat().st_size,
+        "devices": [
+            {"name": name, "target": device.target, "vdevice_id": device.vdevice_id, "default": device.default}
+            for name, device in zip(device_names(executable.devices), executable.devices, strict=True)
+        ],
+        "signature": str(executable.signature()),
+        "seconds": {step: round(taken, 4) for step, taken in seconds.items()},
+    }

@@ -1,0 +1,76 @@
+"""What people see: tables on stdout, progress on stderr."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# Columns where the output is no terminal and so has no width of its own.
+FILE_WIDTH = 160
+
+
+def console(stderr: bool = False) -> Console:
+    """A console; stdout's is wide enough for a table where it is redirected."""
+    from rich.console import Console
+
+    made = Console(stderr=stderr, highlight=False)
+    if not made.is_terminal:
+        made = Console(stderr=stderr, highlight=False, width=max(made.width, FILE_WIDTH))
+    return made
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], right: Sequence[str] = ()) -> None:
+    """Print a table on stdout; the columns named in `right` hold numbers."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    for row in rows:
+        # Text from a model is no markup: a name may well hold "[1]".
+        table.add_row(*(_plain(cell) for cell in row))
+    console().print(table)
+
+
+def print_json(data: Any) -> None:
+    """Print JSON on stdout; NaN and infinities, which JSON lacks, become null."""
+    import json
+
+    click.echo(json.dumps(_finite(data), indent=2, allow_nan=False))
+
+
+def plural(count: int, noun: str) -> str:
+    """``1 op``, ``2 ops``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def bytes_text(count: int | None) -> str:
+    """A number of bytes as people read it; ``?`` where it depends on a symbolic shape."""
+    if count is None:
+        return "?"
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def _plain(cell: Any) -> Any:
+    from rich.text import Text
+
+    return Text(cell) if isinstance(cell, str) else cell

@@ -1,0 +1,65 @@
+"""``relax-hetero explain``: what runs where, what crosses between devices, and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..errors import HeteroError
+from .command import command, json_option
+from .console import print_json
+from .models import is_onnx, load_library, placed_onnx
+from .placing import Placing, placing_options
+
+if TYPE_CHECKING:
+    from .explanation import Explanation
+
+
+@command("explain")
+@click.argument("model", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--summary", is_flag=True, help="Only the totals and the transfers, not every op.")
+@placing_options
+@json_option
+def explain_command(model: Path, summary: bool, placing: Placing, as_json: bool) -> None:
+    """Show where every op of MODEL (an ONNX file or a compiled library) is placed, and why.
+
+    An ONNX file is imported and placed, but not compiled.
+
+    \b
+    relax-hetero explain model.onnx --vdevice llvm --vdevice cuda:0 --place '/encoder/*=cuda:0'
+    relax-hetero explain model.so --summary
+    """
+    explanation = _of_onnx(model, placing) if is_onnx(model) else _of_library(model, placing)
+    if as_json:
+        print_json(explanation.to_json())
+    else:
+        explanation.print(every_op=not summary)
+
+
+def _of_onnx(path: Path, placing: Placing) -> Explanation:
+    from ..vdevice import device_name, vdevices_of
+    from .explanation import Explanation
+
+    module, placement = placed_onnx(path, placing)
+    vdevices = vdevices_of(module)
+    return Explanation(path.name, {device_name(v, vdevices): str(v.target) for v in vdevices}, _entries(placement))
+
+
+def _of_library(path: Path, placing: Placing) -> Explanation:
+    from ..vm.metadata import device_names
+    from .explanation import Explanation
+
+    executable = load_library(path, placing).executable
+    placement = executable.metadata.placement
+    if placement is None:
+        raise HeteroError(f"{path} holds no placement report; it was not made by this library's compiler")
+    names = device_names(executable.devices)
+    targets = {name: device.target for name, device in zip(names, executable.devices, strict=True)}
+    return Explanation(path.name, targets, _entries(placement))
+
+
+def _entries(placement: Any) -> list[dict[str, Any]]:
+    """The entries of a placement report's JSON data."""
+    return list(placement["entries"] if isinstance(placement, dict) else placement)

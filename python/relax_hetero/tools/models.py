@@ -1,0 +1,97 @@
+"""From a path on the command line to an executable."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .console import console
+from .placing import Placing
+
+if TYPE_CHECKING:
+    from tvm import IRModule
+
+    from ..vm import Executable
+
+
+@dataclass(frozen=True)
+class Model:
+    """An executable and where it came from.
+
+    Attributes
+    ----------
+    executable
+        Loaded, or compiled in this process.
+    onnx
+        The ONNX file it was compiled from, if that is known.
+    seconds
+        How long each step took: ``import`` and ``compile``, or ``load``.
+    """
+
+    executable: Executable
+    onnx: Path | None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def is_onnx(path: Path) -> bool:
+    """Whether a path names an ONNX file rather than a compiled library."""
+    return path.suffix.lower() not in (".so", ".dylib", ".dll", ".tar")
+
+
+def obtain(path: Path, placing: Placing) -> Model:
+    """Compile an ONNX file, or load an exported library.
+
+    Raises
+    ------
+    HeteroError
+        If the model cannot be imported, placed, compiled or loaded.
+    click.UsageError
+        If placement options are given for a library, which is placed already.
+    """
+    return compile_onnx(path, placing) if is_onnx(path) else load_library(path, placing)
+
+
+def placed_onnx(path: Path, placing: Placing) -> tuple[IRModule, Any]:
+    """Import and place an ONNX file: the module and its placement report as JSON data."""
+    import relax_hetero as rh
+
+    from ..transform.realize_vdevice import collect_placement
+
+    with collect_placement() as reports:
+        module = rh.from_onnx(str(path), **placing.import_options())
+    return module, json.loads(reports[-1].to_json())
+
+
+def compile_onnx(path: Path, placing: Placing) -> Model:
+    """Import, place and compile an ONNX file, with a spinner on stderr."""
+    import relax_hetero as rh
+
+    with console(stderr=True).status(f"Importing {path.name}") as status:
+        start = time.perf_counter()
+        module, placement = placed_onnx(path, placing)
+        imported = time.perf_counter()
+        status.update(f"Compiling {path.name}")
+        executable = rh.compile(module)
+        seconds = {"import": imported - start, "compile": time.perf_counter() - imported}
+    # The import placed every op and knows why; to the compiler all of them were annotated.
+    executable.metadata = dataclasses.replace(executable.metadata, placement=placement)
+    return Model(executable, path, seconds)
+
+
+def load_library(path: Path, placing: Placing) -> Model:
+    """Load an exported library."""
+    if placing.given:
+        raise click.UsageError(
+            f"{path.name} is compiled and so placed already: --vdevice, --place and --place-auto go with an ONNX file"
+        )
+    import relax_hetero as rh
+
+    start = time.perf_counter()
+    executable = rh.load(str(path))
+    return Model(executable, None, {"load": time.perf_counter() - start})

@@ -1,0 +1,92 @@
+"""ONNX Runtime as the reference to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import HeteroError
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One output against the reference.
+
+    Attributes
+    ----------
+    name
+        The output's ONNX name.
+    max_abs, max_rel
+        The largest absolute and relative difference; NaN where shapes differ.
+    wrong, total
+        How many elements are outside the tolerance, and of how many.
+    problem
+        What makes the two incomparable (shapes, element types), or an empty string.
+    """
+
+    name: str
+    max_abs: float
+    max_rel: float
+    wrong: int
+    total: int
+    problem: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether every element is within tolerance."""
+        return self.wrong == 0 and not self.problem
+
+
+def reference(model: Path, threads: int = 0) -> Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]:
+    """A function that runs `model` with ONNX Runtime on the CPU.
+
+    Raises
+    ------
+    HeteroError
+        If ONNX Runtime is not installed or refuses the model.
+    """
+    try:
+        import onnxruntime
+    except ImportError:
+        raise HeteroError("comparing needs ONNX Runtime, which is not installed: pip install onnxruntime") from None
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = threads
+    try:
+        session = onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # every error class of ONNX Runtime derives from Exception alone
+        raise HeteroError(f"ONNX Runtime refuses {model}: {error}") from error
+    names = [output.name for output in session.get_outputs()]
+
+    def run(inputs: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        try:
+            return dict(zip(names, session.run(None, dict(inputs)), strict=True))
+        except Exception as error:
+            raise HeteroError(f"ONNX Runtime fails on {model}: {error}") from error
+
+    return run
+
+
+def compare(name: str, found: np.ndarray, expected: np.ndarray, rtol: float, atol: float) -> Comparison:
+    """Compare as `numpy.isclose` does, NaN equal to NaN."""
+    if not isinstance(expected, np.ndarray):
+        return Comparison(name, np.nan, np.nan, 0, 0, f"the reference gives a {type(expected).__name__}")
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        got, wanted = f"{found.dtype}{list(found.shape)}", f"{expected.dtype}{list(expected.shape)}"
+        return Comparison(name, np.nan, np.nan, 0, expected.size, f"is {got}, expected {wanted}")
+    if found.dtype.kind not in "fiub":
+        wrong = int((found != expected).sum())
+        return Comparison(name, float(wrong > 0), float(wrong > 0), wrong, expected.size)
+    a, b = found.astype("float64"), expected.astype("float64")
+    with np.errstate(invalid="ignore"):
+        # Equal infinities differ by NaN; they agree.
+        difference = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
+        scale = np.maximum(np.abs(b), np.finfo("float32").tiny)
+        relative = difference / scale
+    wrong = int((~np.isclose(a, b, rtol=rtol, atol=atol, equal_nan=True)).sum())
+    largest = [float(np.max(values, initial=0.0)) for values in (difference, relative)]
+    return Comparison(name, largest[0], largest[1], wrong, expected.size)

@@ -1,0 +1,146 @@
+"""Options that say on which devices a model runs and what goes where, shared by all commands."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class VDeviceParam(click.ParamType):
+    """``llvm``, ``cuda:1``, or a TVM target as a JSON object."""
+
+    name = "device"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str | dict[str, Any]:
+        """The string itself, or the object that its JSON text holds."""
+        if not isinstance(value, str) or not value.lstrip().startswith("{"):
+            return value  # type: ignore[no-any-return]
+        try:
+            return json.loads(value)  # type: ignore[no-any-return]
+        except json.JSONDecodeError as error:
+            self.fail(f"{value!r} is not JSON: {error}", param, ctx)
+
+
+class PlaceParam(click.ParamType):
+    """``PATTERN=DEVICE``; the last ``=`` divides, since a node's name may hold others."""
+
+    name = "pattern=device"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
+        """The pattern and the device name."""
+        if isinstance(value, tuple):
+            return value
+        pattern, divider, device = value.rpartition("=")
+        if not divider or not pattern or not device:
+            self.fail(f"{value!r} is not PATTERN=DEVICE, such as '/encoder/*=cuda:0'", param, ctx)
+        return pattern, device
+
+
+class ShapeParam(click.ParamType):
+    """``NAME=1x128``; ``NAME=`` is a scalar."""
+
+    name = "name=shape"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, list[int]]:
+        """The input's name and its extents."""
+        if isinstance(value, tuple):
+            return value
+        name, divider, extents = value.rpartition("=")
+        try:
+            shape = [int(extent) for extent in extents.split("x")] if extents else []
+        except ValueError:
+            shape = [-1]
+        if not divider or not name or any(extent < 0 for extent in shape):
+            self.fail(f"{value!r} is not NAME=SHAPE, such as input_ids=1x128", param, ctx)
+        return name, shape
+
+
+@dataclass(frozen=True)
+class Placing:
+    """What the options said.
+
+    Attributes
+    ----------
+    vdevices
+        One entry per ``--vdevice``; empty for the native CPU alone.
+    rules
+        ``--place`` in order: pattern over node names or op types, and device.
+    auto
+        Whether the cost model places the nodes.
+    shapes
+        ``--shape``: input name to extents.
+    """
+
+    vdevices: tuple[str | dict[str, Any], ...]
+    rules: tuple[tuple[str, str], ...]
+    auto: bool
+    shapes: tuple[tuple[str, list[int]], ...]
+
+    @property
+    def given(self) -> bool:
+        """Whether any option was used that only an ONNX file can take."""
+        return bool(self.vdevices or self.rules or self.auto)
+
+    def import_options(self) -> dict[str, Any]:
+        """The keyword arguments of ``rh.from_onnx``."""
+        placement = "auto" if self.auto else dict(self.rules) or None
+        return {
+            "vdevices": list(self.vdevices) or ["llvm"],
+            "placement": placement,
+            "shapes": dict(self.shapes) or None,
+        }
+
+
+def placing_options(work: F) -> F:
+    """Add ``--vdevice``, ``--place``, ``--place-auto`` and ``--shape``; the command gets one `Placing`."""
+
+    @functools.wraps(work)
+    def gathered(
+        vdevice: tuple[Any, ...], place: tuple[Any, ...], place_auto: bool, shape: tuple[Any, ...], **options: Any
+    ) -> None:
+        if place and place_auto:
+            raise click.UsageError("--place and --place-auto exclude each other")
+        _once("--place", [pattern for pattern, _ in place])
+        _once("--shape", [name for name, _ in shape])
+        work(placing=Placing(vdevice, place, place_auto, shape), **options)
+
+    for option in (
+        click.option(
+            "--shape",
+            multiple=True,
+            type=ShapeParam(),
+            metavar="NAME=1x128",
+            help="Shape of an input. Repeatable.",
+        ),
+        click.option("--place-auto", is_flag=True, help="Let the cost model place every node."),
+        click.option(
+            "--place",
+            multiple=True,
+            type=PlaceParam(),
+            metavar="PATTERN=DEVICE",
+            help="Put the nodes whose name or op type matches a glob pattern on a device; the first that matches "
+            "decides, other nodes go to the first device. Repeatable.",
+        ),
+        click.option(
+            "--vdevice",
+            multiple=True,
+            type=VDeviceParam(),
+            metavar="DEVICE",
+            help="A device of the model: llvm (this CPU), cuda:1, or a TVM target as JSON. Repeatable; default: llvm.",
+        ),
+    ):
+        option(gathered)
+    return gathered  # type: ignore[return-value]
+
+
+def _once(option: str, keys: list[str]) -> None:
+    for key in keys:
+        if keys.count(key) > 1:
+            raise click.UsageError(f"{option} names {key!r} twice")

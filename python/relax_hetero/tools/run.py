@@ -1,0 +1,152 @@
+"""``relax-hetero run``: one call, its outputs, and a comparison with ONNX Runtime."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from ..errors import HeteroError
+from .arrays import random_arrays, read_arrays, write_arrays
+from .command import command, json_option
+from .console import print_json
+from .models import Model, is_onnx, obtain
+from .onnxruntime_reference import Comparison, compare, reference
+from .placing import Placing, placing_options
+from .run_report import Ran
+
+
+@command("run")
+@click.argument("model", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "--input",
+    "files",
+    multiple=True,
+    metavar="[NAME=]FILE",
+    help="An .npy file for one input, or an .npz file with several. Repeatable; inputs not given are random.",
+)
+@click.option("--seed", default=0, show_default=True, help="Of the random inputs.")
+@click.option("--function", "function_name", default="main", show_default=True, help="Which function to call.")
+@click.option(
+    "--device",
+    "remap",
+    multiple=True,
+    metavar="VDEVICE=DEVICE",
+    help="Run a device of the model on another one, such as cuda:1=cuda:0. Repeatable.",
+)
+@click.option(
+    "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="OUT.npz", help="Where to keep the outputs."
+)
+@click.option("--check", is_flag=True, help="Compare with ONNX Runtime; exit with 1 where they differ.")
+@click.option(
+    "--onnx",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="MODEL.onnx",
+    help="The model that a library was compiled from, for --check.",
+)
+@click.option("--rtol", default=1e-3, show_default=True, help="Relative tolerance of --check.")
+@click.option("--atol", default=1e-4, show_default=True, help="Absolute tolerance of --check.")
+@placing_options
+@json_option
+def run_command(
+    model: Path,
+    files: tuple[str, ...],
+    seed: int,
+    function_name: str,
+    remap: tuple[str, ...],
+    output: Path | None,
+    check: bool,
+    onnx: Path | None,
+    rtol: float,
+    atol: float,
+    placing: Placing,
+    as_json: bool,
+) -> None:
+    """Run MODEL, a compiled library or an ONNX file, once.
+
+    \b
+    relax-hetero run model.so --input inputs.npz --output outputs.npz
+    relax-hetero run model.onnx --vdevice llvm --vdevice cuda:0 --place-auto --check
+    """
+    if check and onnx is None and not is_onnx(model):
+        raise click.UsageError("--check needs the ONNX file that the library was compiled from: --onnx MODEL.onnx")
+    devices = _device_map(remap)
+    obtained = obtain(model, placing)
+    inputs = _inputs(obtained, function_name, files, dict(placing.shapes), seed)
+    outputs, places, seconds = _call(obtained, function_name, inputs, devices)
+    if output is not None:
+        write_arrays(output, outputs)
+    compared: list[Comparison] = []
+    if check:
+        expected = reference(onnx or model)(inputs)
+        compared = _compare_all(outputs, expected, rtol, atol)
+    ran = Ran(inputs, outputs, places, {**obtained.seconds, "run": seconds}, compared if check else None, output)
+    if as_json:
+        print_json(ran.to_json())
+    else:
+        ran.print()
+    if not all(comparison.passed for comparison in compared):
+        click.echo(f"error: {model.name} differs from ONNX Runtime (rtol {rtol:g}, atol {atol:g})", err=True)
+        sys.exit(1)
+
+
+def _device_map(remap: tuple[str, ...]) -> dict[str, str] | None:
+    devices: dict[str, str] = {}
+    for text in remap:
+        source, divider, destination = text.partition("=")
+        if not divider or not source or not destination:
+            raise click.UsageError(f"--device {text!r} is not VDEVICE=DEVICE, such as cuda:1=cuda:0")
+        devices[source] = destination
+    return devices or None
+
+
+def _inputs(
+    model: Model, function_name: str, files: tuple[str, ...], shapes: dict[str, list[int]], seed: int
+) -> dict[str, np.ndarray]:
+    signature = model.executable.signature(function_name)
+    names = [spec.name for spec in signature.inputs[: signature.num_input]]
+    unknown = [name for name in shapes if name not in names]
+    if unknown:
+        raise HeteroError(f"--shape names {unknown[0]!r}, which is no input; the model takes {', '.join(names)}")
+    return random_arrays(signature, shapes, seed, read_arrays(files, names))
+
+
+def _call(
+    model: Model, function_name: str, inputs: dict[str, np.ndarray], devices: dict[str, str] | None
+) -> tuple[dict[str, np.ndarray], dict[str, str], float]:
+    """The outputs and their devices by ONNX name, and the seconds of the call with the copies to the host."""
+    import relax_hetero as rh
+
+    machine = rh.vm.VirtualMachine(model.executable, devices=devices)
+    signature = model.executable.signature(function_name)
+    start = time.perf_counter()
+    result = machine[function_name](*inputs.values())
+    values = flatten(result)
+    arrays = [value.numpy() for value in values]
+    seconds = time.perf_counter() - start
+    names = [spec.name for spec in signature.outputs]
+    if len(names) != len(values):
+        names = [f"output_{index}" for index in range(len(values))]
+    places = {name: str(value.device) for name, value in zip(names, values, strict=True)}
+    return dict(zip(names, arrays, strict=True)), places, seconds
+
+
+def flatten(result: Any) -> list[Any]:
+    """The tensors of a result, nested tuples opened, in order."""
+    if isinstance(result, (tuple, list)):
+        return [tensor for part in result for tensor in flatten(part)]
+    return [result]
+
+
+def _compare_all(
+    found: dict[str, np.ndarray], expected: dict[str, np.ndarray], rtol: float, atol: float
+) -> list[Comparison]:
+    if len(found) != len(expected):
+        raise HeteroError(f"ONNX Runtime gives {len(expected)} outputs ({', '.join(expected)}), here are {len(found)}")
+    # By name where the names agree, by position otherwise.
+    pairs = zip(found, expected, strict=True) if set(found) != set(expected) else ((name, name) for name in found)
+    return [compare(there, found[here], expected[there], rtol, atol) for here, there in pairs]
