@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import tvm
 import tvm_ffi
 from tvm import relax
+from tvm.relax.op.op_attrs import HintOnDeviceAttrs
 
 from ..errors import VDeviceError
 from ..vdevice import VDeviceSpec, device_name, lookup, physical, same_object, vdevice_index
@@ -78,7 +79,11 @@ def hinted_vdevice(hint: relax.Call, vdevices: Sequence[tvm.relax.VDevice]) -> t
     VDeviceError
         If the list has no such vdevice.
     """
-    attrs = hint.attrs
+    return decode_hint(hint.attrs, vdevices)
+
+
+def decode_hint(attrs: HintOnDeviceAttrs, vdevices: Sequence[tvm.relax.VDevice]) -> tvm.relax.VDevice:
+    """`hinted_vdevice` from the attributes alone."""
     return _decode(int(attrs.device_type), int(attrs.index), str(attrs.memory_scope), vdevices)
 
 
