@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from . import shapes
+from .table import Converter, converters
 
-CONVERTERS: dict[str, Any] = {}
+CONVERTERS: dict[str, Converter] = converters()
+"""Op type to converter, in the form of stock TVM's: `get_converter(opset)(builder, inputs, attributes, scope)`."""
+
+__all__ = ["CONVERTERS", "shapes"]

@@ -1,0 +1,131 @@
+"""Command line of the conformance run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from . import store
+from .cases import case_names
+from .outcome import CRASHED, PASSED, RAISED, STATUSES, WRONG, Outcome
+from .pool import APP, run_cases
+from .report import markdown
+
+DOCUMENT = APP.parent.parent / "docs" / "conformance.md"
+TITLES = {"a": "(a) stock TVM", "b": "(b) one CPU device", "c": "(c) two CPU devices"}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="run.py", description="Run ONNX's backend suite on stock TVM and relax_hetero."
+    )
+    parser.add_argument("--config", default="abc", help="configurations to run, letters of 'abc' (default: all)")
+    parser.add_argument("--filter", default="", help="regular expression that a case's name must contain")
+    parser.add_argument("--status", default="", help="only cases whose last outcome in the store is this, e.g. wrong")
+    parser.add_argument("--lost", action="store_true", help="only cases that (a) passes and this configuration did not")
+    parser.add_argument("--every", type=int, default=1, help="only each N-th of the cases selected")
+    parser.add_argument("--resume", action="store_true", help="skip cases that are already in the store")
+    parser.add_argument("--results", type=Path, default=APP / ".results", help="folder of the store")
+    parser.add_argument("--workers", type=int, default=2, help="processes (default 2)")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds a case may take (default 120)")
+    parser.add_argument("--json", type=Path, help="write all outcomes of the configurations run to this file")
+    parser.add_argument("--write-docs", action="store_true", help=f"write {DOCUMENT.name} from the store")
+    parser.add_argument("--no-run", action="store_true", help="run nothing, report what the store holds")
+    parser.add_argument("--list", action="store_true", help="list every case that did not pass")
+    return parser
+
+
+def _select(arguments: argparse.Namespace, configuration: str) -> list[str]:
+    known = store.read(arguments.results, configuration)
+    names = [name for name in case_names() if re.search(arguments.filter, name)]
+    if arguments.status:
+        names = [name for name in names if name in known and known[name].status == arguments.status]
+    if arguments.lost:
+        stock = store.read(arguments.results, "a")
+        passed = {name for name, outcome in stock.items() if outcome.status == PASSED}
+        names = [name for name in names if name in passed and name in known and known[name].status != PASSED]
+    if arguments.resume:
+        names = [name for name in names if name not in known]
+    return names[:: arguments.every]
+
+
+def _run(arguments: argparse.Namespace, configuration: str, console: Console) -> list[Outcome]:
+    names = _select(arguments, configuration)
+    outcomes: list[Outcome] = []
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+        TextColumn("{task.fields[counts]}"),
+    )  # fmt: skip
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(TITLES[configuration], total=len(names), counts="")
+        counts: Counter[str] = Counter()
+
+        def report(outcome: Outcome) -> None:
+            store.append(arguments.results, configuration, outcome)
+            outcomes.append(outcome)
+            counts[outcome.status] += 1
+            text = "  ".join(f"{status} {counts[status]}" for status in STATUSES if counts[status])
+            progress.update(task, advance=1, counts=text)
+
+        run_cases(names, configuration, report, arguments.workers, arguments.timeout)
+    return outcomes
+
+
+def _print(results: dict[str, list[Outcome]], console: Console, list_all: bool) -> None:
+    table = Table("", *STATUSES, "total")
+    for configuration, outcomes in results.items():
+        counts = Counter(outcome.status for outcome in outcomes)
+        table.add_row(TITLES[configuration], *(str(counts[status]) for status in STATUSES), str(len(outcomes)))
+    console.print(table)
+    shown = set(STATUSES) - {PASSED} if list_all else {WRONG, CRASHED}
+    for configuration, outcomes in results.items():
+        for outcome in sorted(outcomes, key=lambda each: each.name):
+            ours_raised = configuration != "a" and outcome.status == RAISED
+            if outcome.status in shown or ours_raised:
+                text = f"({configuration}) {outcome.status}: {outcome.name}: {outcome.detail.splitlines()[0][:300]}"
+                console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _is_conformant(results: dict[str, list[Outcome]], stock: dict[str, Outcome], console: Console) -> bool:
+    """Whether (b) and (c) pass what (a) passes, give no wrong answer, and only ever raise a HeteroError."""
+    good = True
+    for configuration in ("b", "c"):
+        for outcome in results.get(configuration, []):
+            bad = outcome.status in (WRONG, RAISED, CRASHED)
+            lost = outcome.status != PASSED and outcome.name in stock and stock[outcome.name].status == PASSED
+            if lost and not bad:
+                console.print(f"({configuration}) lost: {outcome.name}: {outcome.detail}", markup=False, soft_wrap=True)
+            good = good and not bad and not lost
+    return good
+
+
+def main() -> None:
+    """Run, print the table, optionally write the document; exit 1 if (b) or (c) is not conformant."""
+    arguments = _parser().parse_args()
+    console = Console()
+    os.nice(5)  # a sweep is long, and the machine has other users
+    results: dict[str, list[Outcome]] = {}
+    for configuration in arguments.config:
+        if arguments.no_run:
+            held = store.read(arguments.results, configuration)
+            results[configuration] = [held[name] for name in _select(arguments, configuration) if name in held]
+        else:
+            results[configuration] = _run(arguments, configuration, console)
+    _print(results, console, arguments.list)
+    if arguments.json:
+        document = {key: [outcome.to_json() for outcome in outcomes] for key, outcomes in results.items()}
+        arguments.json.write_text(json.dumps(document, indent=1))
+    if arguments.write_docs:
+        DOCUMENT.write_text(markdown({key: store.read(arguments.results, key) for key in "abc"}))
+        console.print(f"wrote {DOCUMENT}")
+    if not _is_conformant(results, store.read(arguments.results, "a"), console):
+        sys.exit(1)

@@ -1,0 +1,126 @@
+"""Worker processes: one dies, runs out of memory or hangs, and only the case it was running is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from select import select
+
+from .outcome import CRASHED, Outcome
+
+APP = Path(__file__).resolve().parent.parent
+MEMORY_BYTES = 8 << 30
+START_SECONDS = 120.0  # importing TVM and generating the suite's cases, on a busy machine
+
+
+class Worker:
+    """One worker process, started on first use and again after every crash."""
+
+    def __init__(self, configuration: str, timeout: float) -> None:
+        self._configuration = configuration
+        self._timeout = timeout
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log = tempfile.TemporaryFile()
+        self._fresh = True
+
+    def run(self, name: str) -> Outcome:
+        """Run one case; a crash or a timeout is an outcome, not an error."""
+        process = self._process or self._start()
+        assert process.stdin is not None and process.stdout is not None
+        self._log.seek(0)
+        self._log.truncate()
+        try:
+            process.stdin.write(name.encode() + b"\n")
+            process.stdin.flush()
+        except BrokenPipeError:
+            return self._lost(name, "the process was gone before the case began")
+        limit = self._timeout + (START_SECONDS if self._fresh else 0.0)
+        self._fresh = False
+        ready, _, _ = select([process.stdout], [], [], limit)
+        if not ready:
+            return self._lost(name, f"no answer within {self._timeout:g} s")
+        line = process.stdout.readline()
+        if not line.endswith(b"\n"):
+            return self._lost(name, None)
+        return Outcome(**json.loads(line))
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        self._log.close()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        paths = [str(APP), os.environ.get("PYTHONPATH", "")]
+        environment = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in paths if path))
+        environment.setdefault("TVM_NUM_THREADS", "2")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "conformance.worker", self._configuration, str(MEMORY_BYTES)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=environment,
+        )
+        self._fresh = True
+        return self._process
+
+    def _lost(self, name: str, reason: str | None) -> Outcome:
+        assert self._process is not None
+        self._process.kill()
+        code = self._process.wait()
+        self._process = None
+        if reason is None:
+            reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+        self._log.seek(0)
+        tail = self._log.read()[-500:].decode(errors="replace").strip()
+        return Outcome(name, CRASHED, [], f"{reason}; last words: {tail}")
+
+
+def run_cases(
+    names: Iterable[str],
+    configuration: str,
+    report: Callable[[Outcome], None],
+    workers: int = 2,
+    timeout: float = 120.0,
+) -> None:
+    """Run `names` in `configuration` over `workers` processes and hand every outcome to `report`.
+
+    Parameters
+    ----------
+    report: called from one thread at a time, in order of completion.
+    timeout: seconds one case may take.
+    """
+    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for name in names:
+        waiting.put(name)
+    lock = threading.Lock()
+
+    def serve() -> None:
+        worker = Worker(configuration, timeout)
+        try:
+            while True:
+                try:
+                    name = waiting.get_nowait()
+                except queue.Empty:
+                    return
+                outcome = worker.run(name)
+                with lock:
+                    report(outcome)
+        finally:
+            worker.close()
+
+    threads = [threading.Thread(target=serve) for _ in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

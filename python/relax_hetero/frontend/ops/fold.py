@@ -1,0 +1,92 @@
+"""Compute a node at import time when everything it reads is known, with ONNX's own reference implementation.
+
+Exporters spell out shape arithmetic as chains of small nodes (Shape, Gather, Concat, ...). Folding them here, by the
+definition of the ops, leaves the shapes, axes and sizes that converters need as plain constants.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import numpy as np
+import onnx
+from onnx.reference import ReferenceEvaluator
+from tvm import relax
+
+from .node import Node, as_constant, const
+
+MAX_ELEMENTS = 1 << 16
+"""Larger inputs or results stay in the graph: they are weights, not shape arithmetic."""
+
+# Ops whose result is not a function of tensors alone, or that have a meaning of their own here.
+_NEVER = {
+    "Bernoulli", "Constant", "Dropout", "If", "Loop", "Multinomial", "Optional", "OptionalGetElement",
+    "OptionalHasElement", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Scan",
+    "SequenceAt", "SequenceConstruct", "SequenceEmpty", "SequenceErase", "SequenceInsert", "SequenceLength",
+    "SequenceMap", "SplitToSequence", "ConcatFromSequence", "BatchNormalization",
+}  # fmt: skip
+# Element types that relax constants and numpy agree on.
+_DTYPES = {
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
+}  # fmt: skip
+
+
+def _result_elements(op_type: str, arrays: list[np.ndarray | None]) -> float:
+    """Elements of the result of an op that can make a large tensor of small ones; 0 for other ops."""
+    first = arrays[0] if arrays else None
+    second = arrays[1] if len(arrays) > 1 else None
+    if op_type == "ConstantOfShape" and first is not None:
+        return math.prod(abs(int(dim)) for dim in first.reshape(-1))
+    if op_type == "Expand" and first is not None and second is not None:
+        return first.size * math.prod(abs(int(dim)) for dim in second.reshape(-1))
+    if op_type == "Tile" and first is not None and second is not None:
+        return first.size * math.prod(abs(int(dim)) for dim in second.reshape(-1))
+    if op_type == "Range" and len(arrays) == 3 and all(array is not None for array in arrays):
+        start, limit, delta = (float(array.reshape(())) for array in arrays if array is not None)
+        return abs(limit - start) / abs(delta) if delta else math.inf
+    if op_type in ("OneHot", "Pad", "Resize", "Upsample", "EyeLike", "CenterCropPad"):
+        return math.inf
+    return 0
+
+
+def fold(node: Node) -> relax.Expr | None:
+    """The node's outputs as constants, or None where it cannot or should not be computed now.
+
+    Returns
+    -------
+    A constant, or a `relax.Tuple` of constants for a node with several outputs.
+    """
+    if node.op_type in _NEVER or not any(node.has(i) for i in range(len(node.inputs))):
+        return None
+    arrays = [as_constant(value) if value is not None else None for value in node.inputs]
+    for value, array in zip(node.inputs, arrays, strict=True):
+        if value is not None and (array is None or array.size > MAX_ELEMENTS or str(array.dtype) not in _DTYPES):
+            return None
+    if _result_elements(node.op_type, arrays) > MAX_ELEMENTS:
+        return None
+    if any(isinstance(value, onnx.GraphProto) for value in node.attributes.values()):
+        return None
+    results = _evaluate(node, arrays)
+    if results is None or len(results) != node.num_outputs:
+        return None
+    constants = [const(array) for array in results]
+    return constants[0] if len(constants) == 1 else relax.Tuple(constants)
+
+
+def _evaluate(node: Node, arrays: list[np.ndarray | None]) -> list[np.ndarray] | None:
+    names = [f"x{i}" if array is not None else "" for i, array in enumerate(arrays)]
+    outputs = [f"y{i}" for i in range(node.num_outputs)]
+    attributes = {name: value for name, value in node.attributes.items() if name != "tvm_custom"}
+    try:
+        proto = onnx.helper.make_node(node.op_type, names, outputs, **attributes)
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore")
+            evaluator = ReferenceEvaluator(proto, opsets={"": node.opset})
+            results = evaluator.run(None, {name: array for name, array in zip(names, arrays, strict=True) if name})
+    except Exception:  # the reference does not cover every op and type; the converter then does the work or refuses
+        return None
+    checked = [np.asarray(value) for value in results if isinstance(value, (np.ndarray, np.generic))]
+    if len(checked) != len(results) or any(str(array.dtype) not in _DTYPES for array in checked):
+        return None
+    return checked

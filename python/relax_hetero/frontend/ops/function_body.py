@@ -1,0 +1,127 @@
+"""Convert a node through the function body that ONNX defines its op by.
+
+The inner nodes are converted under the name of the outer node: to placement it stays one node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import onnx
+from tvm import relax, tirx
+
+from .node import Node, dtype_of
+
+ConvertNode = Callable[[Node], Any]
+
+
+def has_body(op_type: str, opset: int) -> bool:
+    """Whether ONNX defines the op, in this opset, by a function over other ops."""
+    schema = _schema(op_type, opset)
+    return schema is not None and (schema.has_function or schema.has_context_dependent_function)
+
+
+def expand(node: Node, convert: ConvertNode) -> relax.Expr:
+    """Convert every node of the body with `convert` and return the outer node's outputs.
+
+    Raises
+    ------
+    FrontendError: if the body needs something that cannot be converted.
+    """
+    body = _body(node)
+    opset = next((entry.version for entry in body.opset_import if entry.domain in ("", "ai.onnx")), node.opset)
+    values: dict[str, Any] = {"": None}
+    for index, name in enumerate(body.input):
+        values[name] = node.inputs[index] if node.has(index) else None
+    defaults = {attribute.name: _value(attribute) for attribute in body.attribute_proto}
+    given = {**defaults, **{name: value for name, value in node.attributes.items() if name != "tvm_custom"}}
+    for inner in body.node:
+        attributes = {}
+        for attribute in inner.attribute:
+            if not attribute.ref_attr_name:
+                attributes[attribute.name] = _value(attribute)
+            elif attribute.ref_attr_name in given:
+                attributes[attribute.name] = given[attribute.ref_attr_name]
+        inputs = [values[name] for name in inner.input]
+        inner_node = Node(inner.op_type, node.name, opset, node.builder, inputs, attributes, len(inner.output))
+        result = convert(inner_node)
+        if len(inner.output) == 1:
+            values[inner.output[0]] = result
+            continue
+        for index, name in enumerate(inner.output):
+            values[name] = _item(node, result, index)
+    outputs = [values[name] for name in body.output[: node.num_outputs]]
+    return outputs[0] if len(outputs) == 1 else relax.Tuple([node.builder.normalize(value) for value in outputs])
+
+
+def _item(node: Node, result: relax.Expr, index: int) -> relax.Expr:
+    if isinstance(result, relax.Tuple):
+        return result.fields[index]
+    return node.emit(relax.TupleGetItem(node.builder.normalize(result), index))
+
+
+def _schema(op_type: str, opset: int) -> Any:
+    try:
+        return onnx.defs.get_schema(op_type, opset, "")
+    except onnx.defs.SchemaError:
+        return None
+
+
+def _value(attribute: onnx.AttributeProto) -> Any:
+    value = onnx.helper.get_attribute_value(attribute)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _body(node: Node) -> onnx.FunctionProto:
+    schema = _schema(node.op_type, node.opset)
+    proto = _proto(node)
+    if schema.has_context_dependent_function:
+        types = [_type(value).SerializeToString() for value in node.inputs]
+        versions = [v for v in schema.context_dependent_function_opset_versions if v <= node.opset]
+        if versions:
+            text = schema.get_context_dependent_function_with_opset_version(
+                max(versions), proto.SerializeToString(), types
+            )
+            return _parse(node, text)
+    versions = [v for v in schema.function_opset_versions if v <= node.opset]
+    if not versions:
+        raise node.refusal(f"its definition in opset {node.opset} has no body to convert")
+    return _parse(node, schema.get_function_with_opset_version(max(versions)))
+
+
+def _parse(node: Node, text: bytes) -> onnx.FunctionProto:
+    if not text:
+        raise node.refusal(f"its definition in opset {node.opset} has no body for these inputs")
+    body = onnx.FunctionProto()
+    body.ParseFromString(text)
+    return body
+
+
+def _proto(node: Node) -> onnx.NodeProto:
+    inputs = [f"x{i}" if value is not None else "" for i, value in enumerate(node.inputs)]
+    attributes = {name: value for name, value in node.attributes.items() if name != "tvm_custom"}
+    return onnx.helper.make_node(node.op_type, inputs, [f"y{i}" for i in range(node.num_outputs)], **attributes)
+
+
+def _type(value: Any) -> onnx.TypeProto:
+    """Type of an input as ONNX writes it; an absent input has the empty type."""
+    if value is None:
+        return onnx.TypeProto()
+    if isinstance(value, relax.ShapeExpr):
+        return onnx.helper.make_tensor_type_proto(onnx.TensorProto.INT64, [len(value.values)])
+    if not isinstance(value.ty, relax.TensorType):
+        return onnx.helper.make_tensor_type_proto(onnx.TensorProto.INT64, [])
+    dtype = onnx.helper.np_dtype_to_tensor_dtype(_numpy_dtype(dtype_of(value)))
+    shape = value.ty.shape
+    if shape is None or not isinstance(shape, relax.ShapeExpr):
+        return onnx.helper.make_tensor_type_proto(dtype, None)
+    dims = [int(dim) if isinstance(dim, tirx.IntImm) else None for dim in shape.values]
+    return onnx.helper.make_tensor_type_proto(dtype, dims)
+
+
+def _numpy_dtype(dtype: str) -> Any:
+    import ml_dtypes
+    import numpy as np
+
+    return np.dtype(getattr(ml_dtypes, dtype, dtype))

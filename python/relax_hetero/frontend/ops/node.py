@@ -1,0 +1,185 @@
+"""One ONNX node while it is converted: its inputs and attributes, read the way converters need them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import onnx
+import tvm
+from tvm import relax, tirx
+
+from ...errors import FrontendError
+
+Dim: TypeAlias = "int | tirx.Expr"
+"""A dimension: an integer, or an int64 expression over symbolic sizes."""
+
+
+@dataclass
+class Node:
+    """A node, the values it reads and the builder it writes to.
+
+    Attributes
+    ----------
+    inputs: one expression per input, None where an optional input is absent. An entry may also be a shape
+        (`relax.ShapeExpr`) or a scalar of a shape (a TIR expression): what ONNX calls int64 tensors.
+    attributes: as the importer parses them: Python numbers, bytes, tuples, `onnx.TensorProto`, `onnx.GraphProto`.
+    num_outputs: how many outputs the node names.
+    """
+
+    op_type: str
+    name: str
+    opset: int
+    builder: relax.BlockBuilder
+    inputs: Sequence[Any]
+    attributes: dict[str, Any]
+    num_outputs: int
+
+    def refusal(self, reason: str) -> FrontendError:
+        """The error to raise where this node cannot be converted."""
+        name = f" {self.name!r}" if self.name else ""
+        return FrontendError(f"{self.op_type} node{name}: {reason}")
+
+    def has(self, index: int) -> bool:
+        """Whether input `index` is given."""
+        return index < len(self.inputs) and self.inputs[index] is not None
+
+    def tensor(self, index: int) -> relax.Expr:
+        """Input `index` as a normalized tensor expression.
+
+        Raises
+        ------
+        FrontendError: if the input is absent, a sequence or an optional.
+        """
+        if not self.has(index):
+            raise self.refusal(f"input {index} is missing")
+        value = self.inputs[index]
+        if not isinstance(value, relax.Expr):
+            raise self.refusal(f"input {index} is an empty optional, expected a tensor")
+        if isinstance(value, relax.ShapeExpr) or tvm.ir.is_prim_expr(value):
+            return self._shape_tensor(value)
+        value = self.builder.normalize(value)
+        if isinstance(value.ty, relax.ShapeType):
+            return self.emit(relax.op.shape_to_tensor(value))
+        if not isinstance(value.ty, relax.TensorType):
+            raise self.refusal(f"input {index} is of type {value.ty}, expected a tensor")
+        return value
+
+    def _shape_tensor(self, value: relax.Expr) -> relax.Expr:
+        if isinstance(value, relax.ShapeExpr):
+            if all(isinstance(dim, tirx.IntImm) for dim in value.values):
+                return const([int(dim) for dim in value.values], "int64")
+            return self.emit(relax.op.shape_to_tensor(value))
+        if isinstance(value, tirx.IntImm):
+            return const(int(value), "int64")
+        if isinstance(value, tirx.FloatImm):
+            return const(value.value, str(value.ty))
+        vector = self.emit(relax.op.shape_to_tensor(relax.ShapeExpr([tirx.Cast("int64", value)])))
+        return self.emit(relax.op.reshape(vector, ()))
+
+    def constant(self, index: int) -> np.ndarray | None:
+        """Value of input `index` if it is known now, else None (also where the input is absent)."""
+        return as_constant(self.inputs[index]) if self.has(index) else None
+
+    def dims(self, index: int) -> list[Dim] | None:
+        """Input `index`, a vector of sizes, as dimensions; None if it is only known when the model runs."""
+        value = self.inputs[index] if self.has(index) else None
+        if isinstance(value, relax.ShapeExpr):
+            return [as_dim(dim) for dim in value.values]
+        array = self.constant(index)
+        return None if array is None else [int(dim) for dim in array.reshape(-1)]
+
+    def attribute(self, name: str, default: Any = None) -> Any:
+        """Attribute `name`, bytes as str, or `default` if it is not given."""
+        value = self.attributes.get(name, default)
+        return value.decode() if isinstance(value, bytes) else value
+
+    def emit(self, expr: relax.Expr) -> relax.Var:
+        """Bind `expr` to a new variable."""
+        return self.builder.emit(expr)
+
+    def shape(self, value: relax.Expr) -> list[Dim]:
+        """Dimensions of a tensor.
+
+        Raises
+        ------
+        FrontendError: if they are not known, not even symbolically.
+        """
+        shape = value.ty.shape
+        if shape is None or not isinstance(shape, relax.ShapeExpr):
+            raise self.refusal("the shape of its input is unknown; give it with shapes=")
+        return [as_dim(dim) for dim in shape.values]
+
+    def static_shape(self, value: relax.Expr) -> list[int]:
+        """Dimensions of a tensor, all of them integers.
+
+        Raises
+        ------
+        FrontendError: if one of them is symbolic or unknown.
+        """
+        dims = self.shape(value)
+        integers = [dim for dim in dims if isinstance(dim, int)]
+        if len(integers) != len(dims):
+            raise self.refusal(f"needs a static input shape, found {dims}; give it with shapes=")
+        return integers
+
+    def rank(self, value: relax.Expr) -> int:
+        """Number of dimensions of a tensor.
+
+        Raises
+        ------
+        FrontendError: if it is unknown.
+        """
+        if value.ty.ndim < 0:
+            raise self.refusal("the rank of its input is unknown; give its shape with shapes=")
+        return int(value.ty.ndim)
+
+    def axis(self, axis: int, rank: int) -> int:
+        """`axis` counted from the front.
+
+        Raises
+        ------
+        FrontendError: if it is out of [-rank, rank).
+        """
+        if not -rank <= axis < rank:
+            raise self.refusal(f"axis {axis} is out of range for rank {rank}")
+        return axis % rank if rank else 0
+
+
+def as_constant(value: Any) -> np.ndarray | None:
+    """The value of an expression that is known at import, else None."""
+    if isinstance(value, tvm.ir.GenericConst):
+        return value.value.numpy()
+    if isinstance(value, relax.ShapeExpr) and all(isinstance(dim, tirx.IntImm) for dim in value.values):
+        return np.array([int(dim) for dim in value.values], "int64")
+    if isinstance(value, tirx.IntImm):
+        return np.array(int(value), "int64")
+    return None
+
+
+def const(value: Any, dtype: str | None = None) -> relax.Expr:
+    """A constant of exactly this element type (`relax.const` alone narrows int64 and float64)."""
+    array = np.asarray(value) if dtype is None else np.asarray(value).astype(dtype)
+    return relax.const(array, str(array.dtype))
+
+
+def as_dim(dim: Any) -> Dim:
+    """A dimension with integer constants as Python integers."""
+    return int(dim) if isinstance(dim, (int, tirx.IntImm)) else dim
+
+
+def dtype_of(value: relax.Expr) -> str:
+    """Element type of a tensor expression, as TVM writes it."""
+    return str(value.ty.dtype)
+
+
+def is_float(dtype: str) -> bool:
+    """Whether a dtype is a floating-point one."""
+    return dtype.startswith(("float", "bfloat"))
+
+
+def onnx_dtype(elem_type: int) -> str:
+    """The name of an ONNX element type."""
+    return str(onnx.helper.tensor_dtype_to_np_dtype(elem_type))

@@ -1,0 +1,127 @@
+"""How a node is converted: folded, by a converter of ours, by stock TVM's, or through its ONNX function body."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import onnx
+import tvm
+from tvm import relax
+from tvm.relax.frontend.onnx.onnx_frontend import _get_convert_map
+
+from .fold import fold
+from .function_body import expand, has_body
+from .node import Node
+
+Convert = Callable[[Node], Any]
+"""A converter of ours: from a node to its output, or to a `relax.Tuple` of its outputs."""
+
+_OURS: dict[str, Convert] = {}
+_STOCK: dict[str, Any] = dict(_get_convert_map())
+
+
+def converts(*op_types: str) -> Callable[[Convert], Convert]:
+    """Register a function as the converter of these op types."""
+
+    def register(function: Convert) -> Convert:
+        for op_type in op_types:
+            assert op_type not in _OURS, op_type
+            _OURS[op_type] = function
+        return function
+
+    return register
+
+
+def convert_node(node: Node) -> Any:
+    """Convert one node.
+
+    Raises
+    ------
+    FrontendError: if the op, or this form of it, cannot be imported.
+    """
+    folded = fold(node)
+    if folded is not None:
+        return folded
+    ours = _OURS.get(node.op_type)
+    value = ours(node) if ours is not None else convert_by_default(node)
+    return node.builder.normalize(value) if isinstance(value, relax.Expr) else value
+
+
+def convert_by_default(node: Node) -> Any:
+    """Convert a node without a converter of ours: by stock TVM's, else through its function body."""
+    if node.op_type in _STOCK:
+        return convert_by_stock(node)
+    if has_body(node.op_type, node.opset):
+        return expand(node, convert_node)
+    raise node.refusal("this op cannot be imported")
+
+
+def convert_by_body(node: Node) -> Any:
+    """Convert a node through the function that ONNX defines its op by."""
+    if not has_body(node.op_type, node.opset):
+        raise node.refusal(f"ONNX opset {node.opset} does not define it by other ops")
+    return expand(node, convert_node)
+
+
+def convert_by_stock(node: Node) -> Any:
+    """Convert a node by stock TVM's converter; what it raises becomes a `FrontendError`."""
+    attributes = dict(node.attributes)
+    attributes["tvm_custom"] = {"name": node.name, "num_outputs": node.num_outputs}
+    inputs = _StockInputs(_stock_input(node, index) for index in range(len(node.inputs)))
+    try:
+        return _STOCK[node.op_type].get_converter(node.opset)(node.builder, inputs, attributes, [{}, {}])
+    except Exception as error:
+        raise node.refusal(f"stock TVM's converter failed: {type(error).__name__}: {error}") from error
+
+
+# Ops whose stock converter takes a shape, or a scalar of one, as it is.
+_TAKES_SHAPES = {
+    "Reshape", "Resize", "ConstantOfShape", "Gather", "Slice", "Shape", "Expand", "Concat", "Equal", "Where", "Cast",
+    "CastLike", "Squeeze",
+}  # fmt: skip
+
+
+def _stock_input(node: Node, index: int) -> Any:
+    value = node.inputs[index]
+    is_value = isinstance(value, relax.Expr) and not tvm.ir.is_prim_expr(value)
+    is_shape = is_value and isinstance(value.ty, relax.ShapeType)
+    return node.tensor(index) if is_shape and node.op_type not in _TAKES_SHAPES else value
+
+
+class _StockInputs(list[Any]):
+    """The inputs of a stock converter, which reads past the end to find an optional input absent."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(max(len(self), index.stop or 0)))]
+        return super().__getitem__(index) if index < len(self) else None
+
+    def __iter__(self) -> Iterator[Any]:
+        return super().__iter__()
+
+
+@dataclass(frozen=True)
+class Converter:
+    """An entry of the table, called as stock TVM calls its converters."""
+
+    op_type: str
+
+    def get_converter(self, opset: int) -> Callable[..., Any]:
+        """The conversion for one opset: `(builder, inputs, attributes, scope) -> expression`."""
+
+        def convert(builder: relax.BlockBuilder, inputs: Any, attributes: dict[str, Any], scope: Any) -> Any:
+            custom = attributes.get("tvm_custom", {})
+            outputs = custom.get("num_outputs", 1)
+            node = Node(self.op_type, custom.get("name", ""), opset, builder, list(inputs), attributes, outputs)
+            return convert_node(node)
+
+        return convert
+
+
+def converters() -> dict[str, Converter]:
+    """The whole table: every op type that can be imported, by name."""
+    schemas = (schema for schema in onnx.defs.get_all_schemas() if schema.domain == "")
+    bodies = {schema.name for schema in schemas if has_body(schema.name, schema.since_version)}
+    return {op_type: Converter(op_type) for op_type in sorted({*_OURS, *_STOCK, *bodies})}
