@@ -12,7 +12,7 @@ import tvm
 from tvm import relax
 from tvm_ffi import structural_map, structural_walk
 
-from ..transform.rewriting import copy_module, relax_functions, with_body
+from ..transform.rewriting import copy_module, relax_functions, typed, with_body
 from ..vdevice import vdevice_index, vdevices_of
 from ..vm.metadata import ConstantSpec
 
@@ -72,7 +72,7 @@ def lift_constants(mod: tvm.IRModule) -> LiftedConstants:
         body = structural_map(body, (relax.Call, lambda call, c=constants: _pass_on(call, takers, c)))
         fetches = [relax.VarBinding(var, _get_item(constants, i, var.ty)) for i, var in used.items()]
         if fetches:
-            body = relax.SeqExpr([relax.BindingBlock(fetches), *body.blocks], body.body, body.span)
+            body = typed(relax.SeqExpr([relax.BindingBlock(fetches), *body.blocks], body.body, body.span), body.ty)
         result[gv] = with_body(functions[gv], body, [*functions[gv].params, constants])
     names = {gv.name_hint for gv in takers}
     return LiftedConstants(copy_module(mod, result), table.specs, table.tensors, names)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import tvm
 from tvm import relax, tirx
 
@@ -89,7 +91,7 @@ class _NoTextError(Exception):
     """An extent that the signature's small expression language cannot say."""
 
 
-def dim_text(expr: object) -> Dim:
+def dim_text(expr: Any) -> Dim:
     """One extent: an int, or an expression over the function's symbolic variables."""
     if isinstance(expr, int):
         return expr

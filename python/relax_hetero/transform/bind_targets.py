@@ -21,7 +21,7 @@ from tvm_ffi import structural_map, structural_walk
 
 from ..errors import BuildError
 from ..vdevice import default_vdevice, device_name, vdevices_of
-from .rewriting import copy_module, map_bindings, op_name, relax_functions, tensor_types
+from .rewriting import copy_module, map_bindings, op_name, relax_functions, tensor_types, typed
 
 CALL_TIR_OPS = ("relax.call_tir", "relax.call_tir_inplace", "relax.call_tir_with_grad")
 
@@ -140,9 +140,7 @@ class _Binder:
             count += 1
             name = f"{base}_{count}"
         self.taken.add(name)
-        new = tvm.ir.GlobalVar(name)
-        tvm.relax.expr._update_type(new, gv.ty)
-        return new
+        return typed(tvm.ir.GlobalVar(name), gv.ty)
 
 
 def _callees(mod: tvm.IRModule, func: tirx.PrimFunc) -> list[tvm.ir.GlobalVar]:

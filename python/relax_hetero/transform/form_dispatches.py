@@ -17,14 +17,17 @@ ones), and the target of fused kernels (FuseTIR drops it).
 
 from __future__ import annotations
 
+import re
+
 import tvm
 from tvm import relax, tirx
+from tvm_ffi import StructuralKey, structural_map
 
 from ..errors import BuildError
 from ..vdevice import vdevices_of
 from .bind_targets import bind_targets
 from .realize_vdevice import realize_vdevice
-from .rewriting import copy_module, map_bindings, op_name, relax_functions, tensor_types, walk_bindings
+from .rewriting import copy_module, map_bindings, op_name, relax_functions, tensor_types, typed, walk_bindings
 from .schedule_gpu import schedule_gpu
 
 # Relax ops that later passes or the VM itself carry out; anything else left after legalizing has no kernel.
@@ -56,10 +59,10 @@ def FormDispatches() -> tvm.transform.Pass:
 
 def form_dispatches(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring."""
+    written = {gv.name_hint for gv in mod.get_global_vars()}
     mod = legalize_creations(mod)
     mod = relax.transform.LegalizeOps()(mod)
     check_legalized(mod)
-    # Without targets equal kernels of different devices compare equal and fold on the CPU; bind_targets puts them back.
     mod = tvm.transform.Sequential(
         [
             relax.transform.AnnotateTIROpPattern(),
@@ -69,7 +72,7 @@ def form_dispatches(mod: tvm.IRModule) -> tvm.IRModule:
             relax.transform.DeadCodeElimination(),
             relax.transform.CanonicalizeBindings(),
         ]
-    )(_without_targets(mod))
+    )(forget_targets(mod, written))
     mod, _ = realize_vdevice(mod)  # places what folding made
     return schedule_gpu(bind_targets(mod))
 
@@ -124,9 +127,39 @@ def check_legalized(mod: tvm.IRModule) -> None:
             )
 
 
-def _without_targets(mod: tvm.IRModule) -> tvm.IRModule:
-    functions = {
-        gv: func.without_attr("target") if isinstance(func, tirx.PrimFunc) and "target" in func.attrs else func
-        for gv, func in mod.functions.items()
-    }
+def forget_targets(mod: tvm.IRModule, written: set[str]) -> tvm.IRModule:
+    """Take kernels' targets off, and merge those that differed in nothing else.
+
+    LegalizeOps makes `add_llvm` and `add_cuda` of one addition. Without targets they are one `add` again, which folds
+    on the CPU wherever it runs; BindTargets gives each device its own later. Functions named in `written`, the
+    user's, are left alone.
+    """
+    suffix = re.compile(rf"_({'|'.join({v.target.kind.name for v in vdevices_of(mod)} or {'llvm'})})\d*$")
+    functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = {}
+    renamed: dict[tvm.ir.GlobalVar, tvm.ir.GlobalVar] = {}
+    known: dict[StructuralKey, tvm.ir.GlobalVar] = {}
+    taken = set(written)
+    for gv, func in sorted(mod.functions.items(), key=lambda pair: pair[0].name_hint):
+        if isinstance(func, tirx.PrimFunc) and gv.name_hint not in written:
+            func = func.without_attr("target") if "target" in func.attrs else func
+            key = StructuralKey(func)
+            if key not in known:
+                known[key] = _fresh_name(gv, suffix.sub("", gv.name_hint), taken)
+            renamed[gv] = known[key]
+        functions[renamed.get(gv, gv)] = func
+    for gv, func in functions.items():
+        if isinstance(func, relax.Function):
+            functions[gv] = structural_map(func, (tvm.ir.GlobalVar, lambda old: renamed.get(old, old)))
     return copy_module(mod, functions)
+
+
+def _fresh_name(gv: tvm.ir.GlobalVar, base: str, taken: set[str]) -> tvm.ir.GlobalVar:
+    name, count = base, 0
+    while name in taken:
+        count += 1
+        name = f"{base}{count}"
+    taken.add(name)
+    if name == gv.name_hint:
+        return gv
+    new = tvm.ir.GlobalVar(name)
+    return typed(new, gv.ty)

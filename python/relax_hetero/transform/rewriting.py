@@ -80,7 +80,7 @@ def _map_expr(expr: relax.Expr, change: BindingMap) -> relax.Expr:
         if block_changed:
             block, changed = type(block)(bindings, block.span), True
         blocks.append(block)
-    return relax.SeqExpr(blocks, expr.body, expr.span) if changed else expr
+    return typed(relax.SeqExpr(blocks, expr.body, expr.span), expr.ty) if changed else expr
 
 
 def _map_nested(binding: relax.Binding, change: BindingMap) -> relax.Binding:
@@ -88,12 +88,19 @@ def _map_nested(binding: relax.Binding, change: BindingMap) -> relax.Binding:
     if isinstance(value, relax.If):
         then, other = _map_expr(value.true_branch, change), _map_expr(value.false_branch, change)
         if then is not value.true_branch or other is not value.false_branch:
-            return relax.VarBinding(binding.var, relax.If(value.cond, then, other, value.span), binding.span)
+            branches = typed(relax.If(value.cond, then, other, value.span), value.ty)
+            return relax.VarBinding(binding.var, branches, binding.span)
     elif isinstance(value, relax.Function):
         func = map_bindings(value, change)
         if func is not value:
             return relax.VarBinding(binding.var, func, binding.span)
     return binding
+
+
+def typed(expr: relax.Expr, ty: tvm.ir.Type) -> relax.Expr:
+    """`expr`, freshly made, with its type set: constructors leave SeqExpr and If without one."""
+    relax.expr._update_type(expr, ty)
+    return expr
 
 
 def tensor_types(ty: tvm.ir.Type) -> Iterator[relax.TensorType]:

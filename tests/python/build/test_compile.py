@@ -1,0 +1,230 @@
+"""rh.compile: a module at any stage; constants, signatures, weights, errors."""
+
+import logging
+
+import numpy as np
+import pytest
+import tvm
+from tvm import relax
+from tvm.ir import assert_structural_equal
+from tvm.script import ir as I
+from tvm.script import relax as R
+from tvm.script import tirx as T
+
+import relax_hetero as rh
+from relax_hetero.errors import BuildError, HeteroError
+from relax_hetero.transform import FormDispatches, LowerToVM, RealizeVDevice
+
+V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
+V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}
+
+
+def two_devices():
+    return [rh.VDevice(rh.native("llvm"), 0), rh.VDevice({"kind": "llvm", "mcpu": rh.native("llvm").attrs["mcpu"]}, 1)]
+
+
+def shared_weight(weight):
+    """`weight` is used on both devices."""
+    bb = relax.BlockBuilder()
+    first, second = two_devices()
+    n = tvm.tirx.Var("n", "int64")
+    x = relax.Var("x", relax.TensorType((n, 4), "float32", first))
+    w = relax.const(weight)
+    with bb.function("main", [x]):
+        with bb.dataflow():
+            a = bb.emit(relax.op.matmul(x, w))
+            b = bb.emit(relax.op.to_vdevice(a, second))
+            c = bb.emit_output(relax.op.matmul(b, w))
+        bb.emit_func_output(c)
+    mod = bb.get()
+    mod.update_global_info("vdevice", [first, second])
+    return mod
+
+
+def test_a_constant_lives_where_it_is_used():
+    """Upstream row 2: stock TVM puts all constants on the first device."""
+    weight = np.random.default_rng(0).random((4, 4), "float32")
+    exe = rh.compile(shared_weight(weight))
+    assert sorted(spec.device for spec in exe.metadata.constants) == [0, 1]
+    vm = rh.vm.VirtualMachine(exe)
+    for rows in (1, 3):
+        x = np.random.default_rng(rows).random((rows, 4), "float32")
+        out = vm["main"](x)
+        assert out.device == tvm.cpu(1)
+        np.testing.assert_allclose(out.numpy(), x @ weight @ weight, rtol=1e-5)
+
+
+def test_every_stage_compiles_to_the_same_numbers():
+    weight = np.random.default_rng(0).random((4, 4), "float32")
+    stages = [shared_weight(weight)]
+    for step in (RealizeVDevice(), FormDispatches(), LowerToVM()):
+        stages.append(step(stages[-1]))
+        assert_structural_equal(step(stages[-1]), stages[-1])  # each pass is idempotent
+    x = np.random.default_rng(1).random((3, 4), "float32")
+    for mod in stages:
+        out = rh.vm.VirtualMachine(rh.compile(mod))["main"](x)
+        np.testing.assert_allclose(out.numpy(), x @ weight @ weight, rtol=1e-5)
+
+
+def test_the_input_module_is_not_changed():
+    mod = shared_weight(np.ones((4, 4), "float32"))
+    before = tvm.ir.load_json(tvm.ir.save_json(mod))
+    rh.compile(mod)
+    assert_structural_equal(mod, before)
+
+
+def test_equal_constants_of_one_device_are_stored_once():
+    bb = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((4, 4), "float32"))
+    w = relax.const(np.random.default_rng(0).random((4, 4), "float32"))
+    with bb.function("main", [x]):
+        y = bb.emit(relax.op.matmul(bb.emit(relax.op.matmul(x, w)), w))
+        bb.emit_func_output(y)
+    exe = rh.compile(bb.get())
+    assert len(exe.metadata.constants) == 1
+
+
+def test_constants_reach_called_functions():
+    weight = np.arange(4, dtype="float32")
+    bb = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((4,), "float32"))
+    with bb.function("inner", [x], private=True):
+        bb.emit_func_output(bb.emit(relax.op.add(x, relax.const(weight))))
+    inner = bb.get().get_global_var("inner")
+    z = relax.Var("z", relax.TensorType((4,), "float32"))
+    with bb.function("main", [z]):
+        bb.emit_func_output(bb.emit(relax.Call(inner, [bb.emit(relax.Call(inner, [z]))])))
+    exe = rh.compile(bb.get())
+    assert list(exe.metadata.signatures) == ["main"]
+    out = rh.vm.VirtualMachine(exe)["main"](np.ones(4, "float32"))
+    np.testing.assert_array_equal(out.numpy(), 1 + 2 * weight)
+
+
+def test_a_returned_constant_and_an_if():
+    @I.ir_module
+    class Mod:
+        @R.function
+        def main(x: R.Tensor((4,), "float32"), c: R.Tensor((), "bool")) -> R.Tensor((4,), "float32"):
+            if c:
+                y = R.add(x, R.const([1.0, 2.0, 3.0, 4.0], "float32"))
+            else:
+                y = R.multiply(x, R.const([4.0, 3.0, 2.0, 1.0], "float32"))
+            return y
+
+    vm = rh.vm.VirtualMachine(rh.compile(Mod))
+    x = np.random.default_rng(0).random(4, "float32")
+    np.testing.assert_allclose(vm["main"](x, np.array(True)).numpy(), x + [1, 2, 3, 4], rtol=1e-6)
+    np.testing.assert_allclose(vm["main"](x, np.array(False)).numpy(), x * [4, 3, 2, 1], rtol=1e-6)
+
+
+def test_params_are_bound_by_name():
+    @I.ir_module
+    class Mod:
+        @R.function
+        def main(x: R.Tensor((2, 3), "float32"), w: R.Tensor((3, 2), "float32")) -> R.Tensor((2, 2), "float32"):
+            R.func_attr({"num_input": 1})
+            return R.matmul(x, w)
+
+    rng = np.random.default_rng(0)
+    x, w = rng.random((2, 3), "float32"), rng.random((3, 2), "float32")
+    exe = rh.compile(Mod, params={"w": w})
+    assert [spec.name for spec in exe.signature().inputs] == ["x"]
+    np.testing.assert_allclose(rh.vm.VirtualMachine(exe)["main"](x).numpy(), x @ w, rtol=1e-6)
+    with pytest.raises(BuildError, match=r"\['v'\].*\['x', 'w'\]"):
+        rh.compile(Mod, params={"v": w})
+
+
+def test_an_op_without_kernel_is_named():
+    @I.ir_module
+    class Mod:
+        @R.function
+        def main(x: R.Tensor(ndim=2, dtype="float32")) -> R.Tensor(ndim=2, dtype="float32"):
+            y = R.exp(x)
+            return y
+
+    with pytest.raises(BuildError, match=r"relax.exp.*'y'.*'main'"):
+        rh.compile(Mod)
+
+
+def test_not_a_module():
+    with pytest.raises(HeteroError, match="found str, expected a tvm.IRModule"):
+        rh.compile("model.onnx")
+
+
+def test_the_generic_cpu_is_said_to_be_slow(caplog):
+    @I.ir_module
+    class Mod:
+        I.module_global_infos({"vdevice": [I.vdevice("llvm")]})
+
+        @R.function
+        def main(x: R.Tensor((4,), "float32", "llvm")) -> R.Tensor((4,), "float32", "llvm"):
+            return R.exp(x)
+
+    with caplog.at_level(logging.WARNING, "relax_hetero"):
+        rh.compile(Mod)
+    assert "llvm:0" in caplog.text and "rh.native" in caplog.text
+
+
+def test_tvm_compile_works_on_one_device_and_refuses_two():
+    @I.ir_module
+    class One:
+        I.module_global_infos({"vdevice": [I.vdevice(V2)]})
+
+        @R.function
+        def main(x: R.Tensor((4,), "float32", "llvm")) -> R.Tensor((4,), "float32", "llvm"):
+            return R.add(x, R.const([1.0, 2.0, 3.0, 4.0], "float32"))
+
+    exe = tvm.compile(One, relax_pipeline=rh.get_pipeline())
+    out = relax.VirtualMachine(exe, tvm.cpu())["main"](tvm.runtime.tensor(np.zeros(4, "float32")))
+    np.testing.assert_array_equal(out.numpy(), [1, 2, 3, 4])
+    two = shared_weight(np.ones((4, 4), "float32"))
+    with pytest.raises(BuildError, match=r"2 vdevices.*relax_hetero.compile"):
+        tvm.compile(two, relax_pipeline=rh.get_pipeline())
+
+
+def test_creation_ops_stay_on_their_device():
+    @I.ir_module
+    class Mod:
+        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
+
+        @R.function
+        def main(x: R.Tensor(("n", 4), "float32", "llvm:0")) -> R.Tensor(("n", 4), "float32", "llvm:0"):
+            n = T.int64()
+            with R.dataflow():
+                z: R.Tensor((n, 4), "float32", "llvm:1") = R.full(R.shape([n, 4]), R.const(2, "float32"), "float32")
+                z0: R.Tensor((n, 4), "float32", "llvm:0") = R.to_vdevice(z, "llvm:0")
+                y = R.add(x, z0)
+                R.output(y)
+            return y
+
+    dispatches = rh.compile(Mod).metadata.dispatches
+    assert {d.device for name, d in dispatches.items() if "full" in name} == {1}
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "tuple"])
+def test_signatures(kind):
+    if kind == "dynamic":
+
+        @I.ir_module
+        class Mod:
+            @R.function
+            def main(x: R.Tensor(("n", 4), "float32"), s: R.Shape(["n", 2])) -> R.Tensor(("n * 2 + 1", 4), "float32"):
+                n = T.int64()
+                y = R.full(R.shape([n * 2 + 1, 4]), R.const(2, "float32"), "float32")
+                return y
+
+        assert str(rh.compile(Mod).signature()).replace("(n * 2)", "n * 2") == (
+            "main(x: float32[n, 4], s: shape(n, 2)) -> output: float32[(n * 2 + 1), 4]"
+        )
+    else:
+
+        @I.ir_module
+        class Mod:
+            @R.function
+            def main(t: R.Tuple(R.Tensor((2,), "int8"), R.Tuple(R.Tensor((), "bool")))):
+                a = R.add(t[0], t[0])
+                return (a, t[1])
+
+        signature = rh.compile(Mod).signature()
+        assert str(signature) == "main(t: (int8[2], (bool[]))) -> (output_0: int8[2], output_1: (bool[]))"
+        assert signature.output_is_tuple

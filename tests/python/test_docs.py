@@ -1,0 +1,41 @@
+"""Every ```python block of the documents runs as it stands, in a file of its own (TVMScript needs one).
+
+A block followed by a ```text block must print exactly that.
+"""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\s*```text\n(.*?)^```)?", re.MULTILINE | re.DOTALL)
+
+
+def blocks():
+    for document in DOCUMENTS:
+        text = document.read_text()
+        for match in BLOCK.finditer(text):
+            line = text.count("\n", 0, match.start()) + 1
+            yield pytest.param(match[1], match[2], id=f"{document.relative_to(ROOT)}:{line}")
+
+
+@pytest.mark.parametrize(("code", "output"), blocks())
+def test_block_runs(code, output, tmp_path):
+    path = tmp_path / "example.py"
+    path.write_text(code)
+    env = {**os.environ, "TVM_NUM_THREADS": "2", "TVM_BIND_THREADS": "0", "PYTHONPATH": str(ROOT / "python")}
+    done = subprocess.run([sys.executable, path], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    if output is not None:
+        assert done.stdout.strip() == output.strip()
+
+
+def test_links_between_documents_lead_somewhere():
+    for document in DOCUMENTS:
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document.relative_to(ROOT)} links to {target}"
