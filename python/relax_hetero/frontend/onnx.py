@@ -1,31 +1,109 @@
-"""ONNX import that keeps node names and takes placement rules."""
+"""ONNX import that keeps node names and takes placement rules.
+
+Stock TVM's importer converts single ops well, and loses what a placement needs: the names of the nodes, and on which
+device a shape is read. This one keeps its converters (with corrections, in ``ops/``) and replaces what is around them.
+"""
 
 from __future__ import annotations
 
-import os
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Literal
 
-import onnx
 import tvm
-from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter, _get_convert_map
+from tvm import relax
 
-from .ops import CONVERTERS
+from ..errors import FrontendError
+from ..vdevice import parse_vdevices, with_vdevices
+from .name_bindings import build_function
+from .onnx_functions import function_table
+from .onnx_importer import ImportedGraph, import_graph
+from .onnx_inputs import Shapes, graph_inputs
+from .onnx_model import ModelSource, OnnxModel, load_model
+from .onnx_names import NodeInfo, name_nodes
+from .onnx_support import check_supported
+from .placement_rules import PlacementRules, assign_devices
+
+if TYPE_CHECKING:
+    from ..make_vdevice import VDeviceEntry
+    from .cost_model import CostModel
 
 
-class NodeImporter(ONNXGraphImporter):
-    """Stock TVM's graph importer, with this library's converters in front of its own."""
+def from_onnx(
+    model_or_path: ModelSource,
+    vdevices: VDeviceEntry | Iterable[VDeviceEntry] | None = None,
+    placement: PlacementRules | Literal["auto"] | None = None,
+    shapes: Shapes | None = None,
+    cost_model: CostModel | None = None,
+) -> tvm.IRModule:
+    """Import an ONNX model as a Relax module, placed over several devices if any are named.
 
-    def _convert_operator(self, op_name: str, inputs: list[Any], attrs: dict[str, Any], opset: int) -> Any:
-        converter = CONVERTERS.get(op_name) or _get_convert_map()[op_name]
-        value = converter.get_converter(opset)(self.bb, inputs, attrs, [self._nodes, self._params])
-        return self.bb.normalize(value) if isinstance(value, tvm.relax.Expr) else value
+    Parameters
+    ----------
+    model_or_path : str, PathLike, bytes or onnx.ModelProto
+        External data lies relative to the file.
+    vdevices : list of str, dict, Target or VDevice, optional
+        The devices, the first one the default. Without them the module is free, and compiles for the native CPU.
+    placement : mapping, or list of (pattern, device) pairs, or "auto", optional
+        Glob patterns over node names and op types, in order: the first that matches a node fixes what it becomes to
+        its device; a node that none matches goes to the default device. ``"auto"`` lets `cost_model` choose.
+    shapes : mapping, optional
+        ``{"input": [1, 128]}`` or ``{"batch": 1}``: sizes of inputs, or of named dimensions. What is left open stays
+        symbolic.
+    cost_model : CostModel, optional
+        For ``placement="auto"``; default ``CostModel.for_vdevices(vdevices)``.
+
+    Returns
+    -------
+    mod : tvm.IRModule
+        With one function, "main". Its parameters are the graph's inputs, in order, under their names; its attributes
+        "input_names" and "output_names" hold the ONNX names. A binding has the name of the node it comes from, a
+        nameless node being ``OpType_index`` (its position in the graph). Weights are constants. With vdevices,
+        transfers are in place: an input lives on the device of its first use, an output where it is made.
+
+    Raises
+    ------
+    FrontendError
+        If the model cannot be read or imported (naming file, node and op), or a shape or pattern does not fit it.
+    VDeviceError
+        If a device string names nothing in `vdevices`.
+    """
+    if vdevices is None and (placement is not None or cost_model is not None):
+        raise FrontendError("placement and cost_model choose among vdevices, but vdevices is not given: list them there")
+    if isinstance(placement, str) and placement != "auto":
+        raise FrontendError(f"placement is {placement!r}; expected a mapping of patterns to devices, or 'auto'")
+    if cost_model is not None and placement != "auto":
+        raise FrontendError("cost_model is given, which only placement='auto' reads")
+    devices = None if vdevices is None else parse_vdevices(vdevices)
+    model = load_model(model_or_path)
+    nodes = name_nodes(model.proto)
+    by_rule = None if devices is None or placement == "auto" else assign_devices(nodes, placement or {}, devices)
+    graph = import_nodes(model, nodes, shapes)
+    if devices is None:
+        return _module(model, graph, build_function(graph))
+    from ..transform.realize_vdevice import realize_vdevice
+    from .auto_placement import place_graph
+
+    if by_rule is None:
+        by_rule = place_graph(graph, devices, cost_model).vdevices
+    assigned = by_rule
+    mod = with_vdevices(_module(model, graph, build_function(graph, lambda node: assigned[node.name])), devices)
+    return realize_vdevice(mod, insert_copies=True)[0]
 
 
-def from_onnx(model: os.PathLike[str] | str | bytes | onnx.ModelProto) -> tvm.IRModule:
-    """Import an ONNX model."""
-    if isinstance(model, bytes):
-        model = onnx.load_model_from_string(model)
-    elif not isinstance(model, onnx.ModelProto):
-        model = onnx.load(os.fspath(model))
-    opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 1)
-    return NodeImporter(None, None).from_onnx(model.graph, opset)
+def import_nodes(model: OnnxModel, nodes: list[NodeInfo], shapes: Shapes | None) -> ImportedGraph:
+    """Check that every op of a model can be imported, then import them."""
+    functions = function_table(model.proto)
+    check_supported(nodes, model, functions)
+    return import_graph(model, nodes, graph_inputs(model.proto.graph, shapes))
+
+
+def _module(model: OnnxModel, graph: ImportedGraph, func: relax.Function) -> tvm.IRModule:
+    names = {
+        "global_symbol": "main",
+        "num_input": len(func.params),
+        "input_names": [param.name for param in func.params],
+        "output_names": [output.name for output in model.proto.graph.output],
+    }
+    mod = graph.module.clone()
+    mod["main"] = func.with_attrs(names)
+    return mod
