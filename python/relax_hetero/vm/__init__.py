@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from .executable import Executable
+from .load import load
+from .machine import BoundFunction, VirtualMachine
 from .metadata import ConstantSpec, DeviceSpec, DispatchSpec, Metadata
+from .profile import Profile, ProfileRow
 from .signature import FunctionSignature, ObjectSpec, PrimSpec, ShapeSpec, TensorSpec, TupleSpec
 
 __all__ = [
+    "BoundFunction",
     "ConstantSpec",
     "DeviceSpec",
     "DispatchSpec",
@@ -15,7 +19,11 @@ __all__ = [
     "Metadata",
     "ObjectSpec",
     "PrimSpec",
+    "Profile",
+    "ProfileRow",
     "ShapeSpec",
     "TensorSpec",
     "TupleSpec",
+    "VirtualMachine",
+    "load",
 ]

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from tvm import runtime
 
+from ..errors import BuildError
+from .constants import PlacedConstants
+from .container import Container
+from .export import link_library, needs_linking, write_copy, write_executable
 from .metadata import DeviceSpec, Metadata
 from .names import unknown_name
 from .signature import FunctionSignature
@@ -20,8 +30,10 @@ class Executable:
         A module of kind ``relax.VMExecutable`` with its kernel modules imported.
     metadata : Metadata
         Manifest, signatures, constants, placement, dispatches.
-    constants : list of tvm.runtime.Tensor
-        One tensor per entry of ``metadata.constants``.
+    constants : sequence of tvm.runtime.Tensor
+        One tensor per entry of ``metadata.constants``, usually on the host.
+    container : Container, optional
+        The file it was loaded from.
 
     Attributes
     ----------
@@ -29,10 +41,23 @@ class Executable:
         As given.
     """
 
-    def __init__(self, module: Any, metadata: Metadata, constants: list[Any]) -> None:
+    def __init__(
+        self,
+        module: Any,
+        metadata: Metadata,
+        constants: Sequence[runtime.Tensor],
+        container: Container | None = None,
+    ) -> None:
+        if len(constants) != len(metadata.constants):
+            raise BuildError(f"{len(constants)} constants given, expected {len(metadata.constants)}")
         self.module: runtime.Module = getattr(module, "mod", module)
         self.metadata = metadata
-        self.constants: list[runtime.Tensor] = list(constants)
+        self.constants = list(constants)
+        self._container = container
+        self._runnable: runtime.Module | None = None
+        self._lock = threading.Lock()
+        # Machines on the same devices share their copies of the weights.
+        self._placed: WeakValueDictionary[tuple[tuple[int, int], ...], PlacedConstants] = WeakValueDictionary()
 
     @property
     def devices(self) -> tuple[DeviceSpec, ...]:
@@ -48,5 +73,57 @@ class Executable:
         """What function `name` takes and returns; BindingError where there is none."""
         signature = self.metadata.signatures.get(name)
         if signature is None:
-            raise unknown_name("function", name, self.function_names, "executable")
+            raise unknown_name("function", name, self.function_names, "the executable")
         return signature
+
+    def export_library(self, path: str | os.PathLike[str]) -> None:
+        """Write one file with code, metadata and weights, for `relax_hetero.load`.
+
+        The file at `path` is replaced in one step, so it may be one that is loaded. Linking needs a C compiler
+        (``CXX`` or cc) and TVM's; an executable that was itself loaded needs neither.
+
+        Raises
+        ------
+        BuildError
+            No compiler, a failing one, or a path that cannot be written.
+        """
+        if self._container is not None:
+            write_copy(Path(path), self._container.data)
+        else:
+            write_executable(Path(path), self.module, self.metadata, self.constants)
+
+    def runnable(self) -> runtime.Module:
+        """The module in a form that runs in this process; code of ``c`` devices is compiled now, once.
+
+        Raises
+        ------
+        BuildError
+            Such code without a C compiler.
+        """
+        with self._lock:
+            if self._runnable is None:
+                self._runnable = self._linked() if needs_linking(self.module) else self.module
+            return self._runnable
+
+    def _linked(self) -> runtime.Module:
+        from .load import load_code
+
+        with tempfile.TemporaryDirectory(prefix="relax_hetero_") as folder:
+            library = Path(folder) / "library.so"
+            link_library(self.module, library, "running code of a 'c' device")
+            return load_code(library)
+
+    def constants_on(self, devices: Sequence[runtime.Device]) -> PlacedConstants:
+        """The constants where functions take them; machines on the same devices share the result.
+
+        Parameters
+        ----------
+        devices : sequence of Device
+            By manifest index, the host last.
+        """
+        key = tuple((device.dlpack_device_type(), device.index) for device in devices)
+        with self._lock:
+            placed = self._placed.get(key)
+            if placed is None:
+                placed = self._placed[key] = PlacedConstants(self.constants, self.metadata.constants, devices)
+            return placed

@@ -1,0 +1,65 @@
+"""Functions that bytecode calls by name: ``relax_hetero.to_device``.
+
+Bytecode names a device by its manifest index, so that one executable runs on whatever devices a machine was
+made with. The machine that runs on the calling thread says which device that is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import tvm_ffi
+from tvm import runtime
+
+from ..errors import HeteroError
+from .tensors import copy_to
+
+
+class _Running(threading.local):
+    """What the machine on this thread runs with; None outside of a call."""
+
+    devices: Sequence[runtime.Device] | None = None
+    scopes: Sequence[str] = ()
+
+
+_running = _Running()
+
+
+@contextmanager
+def running_on(devices: Sequence[runtime.Device], scopes: Sequence[str]) -> Iterator[None]:
+    """Within the block, manifest index ``i`` means ``devices[i]`` on this thread; -1 is the last, the host.
+
+    Blocks nest, so that a kernel written in Python may call another machine.
+    """
+    before = _running.devices, _running.scopes
+    _running.devices, _running.scopes = devices, scopes
+    try:
+        yield
+    finally:
+        _running.devices, _running.scopes = before
+
+
+@tvm_ffi.register_global_func("relax_hetero.to_device", override=True)
+def to_device(value: Any, index: int, must_copy: int = 0) -> Any:
+    """`value` on the device of manifest entry `index` (-1: the host): itself if it is there, else a copy.
+
+    Works between any two devices, and through nested tuples. With `must_copy` always a copy: the module writes in
+    place, and the value may have other readers (LowerTransfers).
+    """
+    devices = _running.devices
+    if devices is None:
+        raise HeteroError(
+            "relax_hetero.to_device was called outside of relax_hetero.vm.VirtualMachine, which alone knows "
+            f"what device manifest entry {index} is"
+        )
+    if not isinstance(value, tvm_ffi.core.Tensor):
+        return tuple(to_device(part, index, must_copy) for part in value)
+    device = devices[index]
+    # A tensor does not know its memory scope, so one bound for a special scope is always copied.
+    scope = _running.scopes[index]
+    if not must_copy and scope == "global" and value.__dlpack_device__() == (device.dlpack_device_type(), device.index):
+        return value
+    return copy_to(value, device, None if scope == "global" else scope)

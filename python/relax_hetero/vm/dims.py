@@ -1,0 +1,112 @@
+"""Symbolic dimensions at run time: each name takes one value per call."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from ..errors import BindingError
+from .signature import Dim
+
+_BINARY: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_CALLS: dict[str, Callable[..., int]] = {"min": min, "max": max}
+
+
+@dataclass(frozen=True)
+class DimExpression:
+    """A parsed dimension text: its names, and its value once they are known.
+
+    `evaluate` is None for text outside the grammar; such text is a name of its own.
+    """
+
+    text: str
+    names: frozenset[str]
+    evaluate: Callable[[Mapping[str, int]], int] | None
+
+
+@functools.lru_cache(maxsize=4096)
+def parse_dim(text: str) -> DimExpression:
+    """Parse a dimension text; never fails (see `DimExpression.evaluate`)."""
+    try:
+        tree = ast.parse(text, mode="eval").body
+        evaluate = _compile(tree)
+    except (SyntaxError, ValueError):
+        return DimExpression(text, frozenset({text}), None)
+    names = frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name)) - _CALLS.keys()
+    return DimExpression(text, names, evaluate)
+
+
+def _compile(node: ast.expr) -> Callable[[Mapping[str, int]], int]:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        value = node.value
+        return lambda env: value
+    if isinstance(node, ast.Name):
+        name = node.id
+        return lambda env: env[name]
+    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+        apply, left, right = _BINARY[type(node.op)], _compile(node.left), _compile(node.right)
+        return lambda env: apply(left(env), right(env))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        operand = _compile(node.operand)
+        return lambda env: -operand(env)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
+        if node.func.id in _CALLS and node.args:
+            function, parts = _CALLS[node.func.id], [_compile(part) for part in node.args]
+            return lambda env: function(*[part(env) for part in parts])
+    raise ValueError(f"not a dimension: {ast.dump(node)}")
+
+
+@dataclass
+class DimValues:
+    """The values that names have taken in one call, and which argument gave each.
+
+    Expressions over names that later arguments give wait until `settle`.
+    """
+
+    values: dict[str, int] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    _waiting: list[tuple[DimExpression, int, str]] = field(default_factory=list)
+
+    def copy(self) -> DimValues:
+        """An independent copy with the same values, for a further call."""
+        return DimValues(dict(self.values), dict(self.origins))
+
+    def match(self, dim: Dim, found: int, where: str) -> None:
+        """Require `dim` to be `found` at `where` (``argument 'x' dimension 0``); BindingError if it is not."""
+        if not isinstance(dim, str):
+            if dim != found:
+                raise BindingError(f"{where} is {found}, expected {dim}")
+        elif dim.isidentifier():
+            self._bind(dim, found, where)
+        else:
+            self._waiting.append((parse_dim(dim), found, where))
+
+    def _bind(self, name: str, found: int, where: str) -> None:
+        known = self.values.setdefault(name, found)
+        if known != found:
+            raise BindingError(f"{where} is {found}, expected {known}: {name} is {known} by {self.origins[name]}")
+        self.origins.setdefault(name, where)
+
+    def settle(self) -> None:
+        """Check the expressions that waited; one whose names nobody gives counts as a name itself."""
+        waiting, self._waiting = self._waiting, []
+        for expression, found, where in waiting:
+            if expression.evaluate is None or not expression.names <= self.values.keys():
+                self._bind(expression.text, found, where)
+                continue
+            try:
+                expected = expression.evaluate(self.values)
+            except ZeroDivisionError:
+                continue  # the machine's own check of the shape reports it
+            if expected != found:
+                given = ", ".join(f"{name} is {self.values[name]}" for name in sorted(expression.names))
+                raise BindingError(f"{where} is {found}, expected {expression.text} = {expected} ({given})")

@@ -1,0 +1,94 @@
+"""Files to executables: check, map the weights, load the code."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from pathlib import Path
+
+import tvm
+import tvm_ffi
+from tvm import runtime
+
+from ..errors import BuildError
+from .backends import load_backend
+from .container import Container, open_container
+from .executable import Executable
+from .metadata import CPU, Metadata
+from .tensors import view_bytes
+
+_lock = threading.Lock()
+# The file (device, inode) that each path stood for when its code was loaded.
+_loaded: dict[str, tuple[int, int]] = {}
+
+
+def load(path: str | os.PathLike[str], verify: bool = False) -> Executable:
+    """Load what `Executable.export_library` wrote; needs nothing but this file and TVM's runtime.
+
+    Weights are mapped: pages are read when a kernel touches them, and processes that load one file share them.
+    Replace a file by renaming another over it (as ``export_library`` does), do not write into it while it is loaded.
+
+    Parameters
+    ----------
+    path : str or path
+        The file.
+    verify : bool
+        Also read all weights and compare their checksums. Code and metadata are always checked.
+
+    Returns
+    -------
+    Executable
+
+    Raises
+    ------
+    BuildError
+        A file that is missing, foreign, truncated, corrupt, or of another version; names what was found and
+        expected.
+    """
+    file = Path(path)
+    container = open_container(file)
+    _check_version(container)
+    if verify:
+        container.verify_weights()
+    try:
+        metadata = Metadata.from_json(container.header["metadata"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise BuildError(f"{file}: the metadata cannot be read: {error!r}") from error
+    for device in metadata.devices:
+        if device.device_type != CPU:
+            load_backend(device.kind)
+    load_backend("extra")
+    constants = [
+        view_bytes(container.weight(index), spec.shape, spec.dtype) for index, spec in enumerate(metadata.constants)
+    ]
+    return Executable(load_code(file, container.identity), metadata, constants, container)
+
+
+def _check_version(container: Container) -> None:
+    found = str(container.header.get("tvm"))
+    if found.split(".")[:2] != tvm.__version__.split(".")[:2]:
+        raise BuildError(f"{container.path}: compiled by TVM {found}, expected {tvm.__version__}; compile it again")
+
+
+def load_code(path: Path, expected: tuple[int, int] | None = None) -> runtime.Module:
+    """Load a shared library, also where another file of the same name is loaded already.
+
+    The dynamic loader knows libraries by name first and would return the older one; a new name helps. `expected`
+    are the device and inode numbers of the file that was checked.
+    """
+    real = os.path.realpath(path)
+    with _lock:
+        try:
+            status = os.stat(real)
+            identity = (status.st_dev, status.st_ino)
+            if expected not in (None, identity):
+                raise OSError("it was replaced while it was being loaded")
+            if _loaded.setdefault(real, identity) == identity:
+                return tvm_ffi.load_module(real, keep_module_alive=False)
+            with tempfile.TemporaryDirectory(prefix="relax_hetero_") as folder:
+                link = os.path.join(folder, os.path.basename(real))
+                os.symlink(real, link)
+                return tvm_ffi.load_module(link, keep_module_alive=False)
+        except Exception as error:  # TVM raises its own kinds
+            raise BuildError(f"{path}: its code cannot be loaded: {error}") from error

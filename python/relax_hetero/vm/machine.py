@@ -1,0 +1,266 @@
+"""The virtual machine: an executable on devices of this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tvm import runtime
+
+from ..errors import BindingError, HeteroError
+from .arguments import Placement, match_names, place
+from .builtins import running_on
+from .constants import PlacedConstants
+from .devices import bind_devices, host_device
+from .dims import DimValues
+from .executable import Executable
+from .failure import explain_failure
+from .names import unknown_name
+from .profile import Profile, Recorder
+from .results import MemoryRanges, check_out, fill, to_python
+from .signature import FunctionSignature
+
+# TVM's kinds of allocator; the pooled one keeps freed buffers for the next call.
+_POOLED_ALLOCATOR = 2
+
+
+class BoundFunction:
+    """A function of a machine, as ``vm["main"]`` gives it.
+
+    Attributes
+    ----------
+    machine : VirtualMachine
+    name : str
+    """
+
+    __slots__ = ("machine", "name")
+
+    def __init__(self, machine: VirtualMachine, name: str) -> None:
+        self.machine = machine
+        self.name = name
+
+    @property
+    def signature(self) -> FunctionSignature:
+        """What the function takes and returns."""
+        return self.machine.executable.signature(self.name)
+
+    def __call__(self, *args: Any, out: Any = None, **kwargs: Any) -> Any:
+        """Run the function; see `VirtualMachine.__getitem__`."""
+        return self.machine.call(self.name, args, kwargs, out)
+
+    def __repr__(self) -> str:
+        return f"<{self.signature} on {', '.join(map(str, self.machine.devices))}>"
+
+
+class VirtualMachine:
+    """An executable, ready to run on devices of this process.
+
+    Calls from several threads wait for each other; machines of their own run side by side.
+
+    Parameters
+    ----------
+    executable : Executable
+        What to run.
+    devices : None, sequence or mapping
+        None: the manifest's. A sequence: one device per manifest entry. A mapping from entries (``"llvm:1"``,
+        ``"llvm"``, ``"vdevice:1"``, an index, a VDevice, a ``tvm.Device``) to devices (``tvm.Device`` or text such as
+        ``"cpu:1"``): these, else the manifest's.
+
+    Raises
+    ------
+    BindingError
+        A wrong count, an unknown entry, a device of another type than compiled for or that is not here.
+    HeteroError
+        Code that this process cannot load.
+    """
+
+    def __init__(self, executable: Executable, devices: object = None) -> None:
+        if not isinstance(executable, Executable):
+            raise BindingError(f"VirtualMachine runs an Executable, found {type(executable).__name__}")
+        self.executable = executable
+        bound = bind_devices(executable.metadata, devices)
+        self._devices = (*bound, host_device(executable.metadata, bound))
+        self._scopes = (*(spec.memory_scope for spec in executable.devices), "global")
+        self._constants: PlacedConstants = executable.constants_on(self._devices)
+        self._lock = threading.RLock()
+        self._params: dict[str, tuple[dict[int, Any], DimValues, list[runtime.Tensor]]] = {}
+        self._inputs: dict[str, tuple[list[Any], DimValues, list[runtime.Tensor]]] = {}
+        self._outputs: dict[str, Any] = {}
+        self._closures: dict[str, Any] = {}
+        module = executable.runnable()
+        try:
+            self._module = module["vm_load_executable"]()
+            self._module["vm_initialization"](
+                *(n for d in self._devices for n in (d.dlpack_device_type(), d.index, _POOLED_ALLOCATOR))
+            )
+        except Exception as error:  # TVM raises its own kinds
+            raise explain_failure("making the machine", error, executable.metadata) from error
+
+    @property
+    def devices(self) -> list[runtime.Device]:
+        """The device of every manifest entry, in order."""
+        return list(self._devices[:-1])
+
+    def __getitem__(self, name: str) -> BoundFunction:
+        """The function `name`, to be called with the model's inputs by position or by name.
+
+        Arguments are numpy arrays, tvm tensors, objects with ``__dlpack__``, Python scalars for 0-d tensors, tuples
+        of these, and sequences of integers for shapes. Each is moved to its parameter's device. ``out=`` takes
+        buffers for the results (numpy or tensors, a tuple for a tuple) and returns them.
+
+        Returns
+        -------
+        BoundFunction
+            Calling it returns tvm tensors on the devices where they were made, a tuple for a Relax tuple. Results
+            never share memory with arguments or weights.
+
+        Raises
+        ------
+        BindingError
+            No such function; when called, arguments that do not fit, before anything runs.
+        HeteroError
+            When called, a kernel that fails. The machine remains usable.
+        """
+        self.executable.signature(name)
+        return BoundFunction(self, name)
+
+    def call(
+        self, name: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, out: Any = None
+    ) -> Any:
+        """Run function `name`; ``vm[name](*args, **kwargs, out=out)``, also for an input that is called "out"."""
+        signature = self.executable.signature(name)
+        with self._lock:
+            values, dims, lent = self._bind(signature, args, kwargs or {}, keep=False)
+            return self._run(signature, values, dims, lent, out)
+
+    def _bind(
+        self, signature: FunctionSignature, args: Sequence[Any], kwargs: Mapping[str, Any], keep: bool
+    ) -> tuple[list[Any], DimValues, list[runtime.Tensor]]:
+        params, dims, lent = self._params.get(signature.name, ({}, DimValues(), []))
+        to = Placement(self._devices, self._scopes, dims.copy(), keep, list(lent))
+        values = [
+            value if placed else place(value, spec, f"argument {spec.name!r} of {signature.name!r}", to)
+            for spec, (value, placed) in zip(
+                signature.inputs, match_names(signature, args, kwargs, params), strict=True
+            )
+        ]
+        to.dims.settle()
+        return values, to.dims, to.lent
+
+    def _run(
+        self, signature: FunctionSignature, values: list[Any], dims: DimValues, lent: list[runtime.Tensor], out: Any
+    ) -> Any:
+        if out is not None:
+            check_out(out, signature, dims.copy())
+        name = signature.name
+        function = self._closures.get(name)
+        if function is None:
+            function = self._closures[name] = self._module[name]
+        if signature.takes_constants:
+            values = [*values, self._constants.values]
+        try:
+            with running_on(self._devices, self._scopes):
+                result = function(*values)
+        except HeteroError:
+            raise
+        except Exception as error:  # a kernel may raise anything
+            raise explain_failure(f"function {name!r}", error, self.executable.metadata) from error
+        if out is not None:
+            return fill(out, result)
+        return to_python(result, (self._constants.ranges, MemoryRanges(lent)))
+
+    def set_params(self, params: Mapping[str, Any] | Sequence[Any], function: str = "main") -> None:
+        """Give the parameters of a function (its inputs after ``num_input``) once, for all later calls.
+
+        Parameters
+        ----------
+        params : mapping or sequence
+            By name, then some may be given now and others later; or all of them in order.
+        function : str
+            Which function takes them.
+
+        Raises
+        ------
+        BindingError
+            Unknown names, a wrong count, values that do not fit. Nothing is changed then.
+        """
+        signature = self.executable.signature(function)
+        specs = dict(list(enumerate(signature.inputs))[signature.num_input :])
+        names = [spec.name for spec in specs.values()]
+        if not isinstance(params, Mapping):
+            if len(params) != len(names):
+                raise BindingError(f"{function!r} takes {len(names)} parameters, found {len(params)}: {names}")
+            params = dict(zip(names, params, strict=True))
+        for name in params:
+            if name not in names:
+                raise unknown_name("parameter", name, names, f"function {function!r}")
+        with self._lock:
+            given = dict(self._params.get(function, ({}, None, None))[0])
+            to = Placement(self._devices, self._scopes, keep=True)
+            for index, spec in specs.items():
+                if spec.name in params:
+                    where = f"parameter {spec.name!r} of {function!r}"
+                    given[index] = place(params[spec.name], spec, where, to)
+                elif index in given:  # again, for its symbolic dimensions
+                    place(given[index], spec, f"parameter {spec.name!r} of {function!r}", to)
+            to.dims.settle()
+            self._params[function] = (given, to.dims, _tensors(given.values()))
+
+    def set_input(self, name: str, *args: Any, **kwargs: Any) -> None:
+        """Place the arguments of function `name` for `invoke_stateful`; checked as in a call."""
+        signature = self.executable.signature(name)
+        with self._lock:
+            self._inputs[name] = self._bind(signature, args, kwargs, keep=True)
+
+    def invoke_stateful(self, name: str) -> None:
+        """Run function `name` on what `set_input` was given; BindingError without it."""
+        signature = self.executable.signature(name)
+        with self._lock:
+            if name not in self._inputs:
+                raise BindingError(f"function {name!r} has no inputs set; expected set_input({name!r}, ...) first")
+            values, dims, lent = self._inputs[name]
+            self._outputs[name] = self._run(signature, values, dims, lent, None)
+
+    def get_outputs(self, name: str) -> Any:
+        """The result of the last `invoke_stateful` of function `name`."""
+        self.executable.signature(name)
+        with self._lock:
+            if name not in self._outputs:
+                raise BindingError(f"function {name!r} has no outputs; expected invoke_stateful({name!r}) first")
+            return self._outputs[name]
+
+    def get_output(self, name: str, index: int = 0) -> Any:
+        """One result of the last `invoke_stateful`: field `index` of a tuple, or the result itself for 0."""
+        outputs = self.get_outputs(name)
+        fields = outputs if isinstance(outputs, tuple) else (outputs,)
+        if not 0 <= index < len(fields):
+            raise BindingError(f"function {name!r} has {len(fields)} outputs, found index {index}")
+        return fields[index]
+
+    def profile(self, name: str, *args: Any, **kwargs: Any) -> Profile:
+        """Run function `name` once and measure every kernel and transfer; see `Profile`.
+
+        Devices other than CPUs are synchronised around each kernel, so a profile shows less overlap than a call.
+        """
+        signature = self.executable.signature(name)
+        with self._lock:
+            values, dims, lent = self._bind(signature, args, kwargs, keep=False)
+            recorder = Recorder(self._devices)
+            self._module["set_instrument"](recorder.instrument)
+            try:
+                self._run(signature, values, dims, lent, None)
+            finally:
+                self._module["set_instrument"](None)
+            return recorder.profile(name, self.executable.metadata)
+
+
+def _tensors(values: Any) -> list[runtime.Tensor]:
+    """The tensors among placed values, tuples opened."""
+    found: list[runtime.Tensor] = []
+    for value in values:
+        if isinstance(value, runtime.Tensor):
+            found.append(value)
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            found.extend(_tensors(value))
+    return found

@@ -1,0 +1,140 @@
+"""Time per kernel and transfer of one call."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tvm import runtime
+
+from .metadata import CPU, Metadata, device_names
+
+_TRANSFER = "relax_hetero.to_device"
+_BUILTIN = "vm.builtin."
+
+
+@dataclass(frozen=True)
+class ProfileRow:
+    """One kernel symbol, transfers to one device, or the machine's own work.
+
+    Attributes
+    ----------
+    symbol : str
+        The kernel's name; ``to_device`` for transfers; ``(machine)`` for allocation, shapes and bytecode.
+    device : str
+        ``kind:i``, the destination for transfers; ``host`` for the implicit one and the machine.
+    ops : tuple of str
+        The model's ops that the kernel computes.
+    calls : int
+        How often it ran.
+    microseconds : float
+        All calls together.
+    share : float
+        Of the whole call, 0 to 1.
+    """
+
+    symbol: str
+    device: str
+    ops: tuple[str, ...]
+    calls: int
+    microseconds: float
+    share: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What `VirtualMachine.profile` measured, longest row first; printing it gives a table.
+
+    Attributes
+    ----------
+    function : str
+    rows : tuple of ProfileRow
+    microseconds : float
+        The whole call, measuring included.
+    """
+
+    function: str
+    rows: tuple[ProfileRow, ...]
+    microseconds: float
+
+    def to_json(self) -> str:
+        """This profile as JSON text."""
+        return json.dumps(asdict(self))
+
+    def __str__(self) -> str:
+        head = ("kernel", "device", "ops", "calls", "us", "share")
+        body = [
+            (row.symbol, row.device, _shorten(row.ops), str(row.calls), f"{row.microseconds:.1f}", f"{row.share:.1%}")
+            for row in self.rows
+        ]
+        lines = [head, *body, ("total", "", "", "", f"{self.microseconds:.1f}", "100.0%")]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+        left = 3  # text columns; the rest are numbers
+        return "\n".join(
+            "  ".join(
+                cell.ljust(width) if column < left else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        )
+
+
+def _shorten(ops: Sequence[str], limit: int = 48) -> str:
+    text = ", ".join(ops)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+class Recorder:
+    """Measures the calls that a machine's bytecode makes; a call's own time is without the calls inside it."""
+
+    def __init__(self, devices: Sequence[runtime.Device]) -> None:
+        distinct = {(d.dlpack_device_type(), d.index): d for d in devices if d.dlpack_device_type() != CPU}
+        self._devices = list(distinct.values())
+        self._stack: list[tuple[float, list[float]]] = []
+        self._own: dict[tuple[str, int | None], list[float]] = {}
+        self._begin = self._end = 0.0
+
+    def instrument(self, function: Any, symbol: str, before: bool, result: Any, *args: Any) -> int:
+        """What TVM calls before and after each bytecode call."""
+        self._synchronise(symbol)
+        now = time.perf_counter()
+        if before:
+            self._begin = self._begin or now
+            self._stack.append((time.perf_counter(), []))
+            return 0
+        start, inner = self._stack.pop()
+        elapsed = now - start
+        if self._stack:
+            self._stack[-1][1].append(elapsed)
+        key = (symbol, int(args[1])) if symbol == _TRANSFER else (symbol, None)
+        self._own.setdefault(key, []).append(elapsed - sum(inner))
+        self._end = now
+        return 0
+
+    def _synchronise(self, symbol: str) -> None:
+        if not symbol.startswith(_BUILTIN):
+            for device in self._devices:
+                device.sync()
+
+    def profile(self, function: str, metadata: Metadata) -> Profile:
+        """The rows, longest first."""
+        total = (self._end - self._begin) * 1e6
+        names = [*device_names(metadata.devices), "host"]
+        rows: list[ProfileRow] = []
+        for (symbol, index), times in self._own.items():
+            microseconds = sum(times) * 1e6
+            share = microseconds / total if total else 0.0
+            if symbol == _TRANSFER and index is not None:
+                rows.append(ProfileRow("to_device", names[index], (), len(times), microseconds, share))
+            elif symbol in metadata.dispatches:
+                dispatch = metadata.dispatches[symbol]
+                device = names[dispatch.device]
+                rows.append(ProfileRow(symbol, device, dispatch.ops, len(times), microseconds, share))
+            elif not symbol.startswith(_BUILTIN) and symbol not in metadata.signatures:
+                rows.append(ProfileRow(symbol, "host", (), len(times), microseconds, share))
+        rest = max(0.0, total - sum(row.microseconds for row in rows))
+        rows.append(ProfileRow("(machine)", "host", (), 1, rest, rest / total if total else 0.0))
+        return Profile(function, tuple(sorted(rows, key=lambda row: -row.microseconds)), total)

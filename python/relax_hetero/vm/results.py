@@ -1,0 +1,106 @@
+"""From what a function returns to what a caller gets: Python tuples of tensors, or filled buffers."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import tvm_ffi
+from tvm import runtime
+
+from ..errors import BindingError
+from .arguments import as_tensor, check_tensor
+from .dims import DimValues
+from .signature import FunctionSignature, TensorSpec, TupleSpec, ValueSpec, describe
+from .tensors import bytes_of, copy_into, copy_to, dtype_name, nbytes_of
+
+_Tensor = tvm_ffi.core.Tensor
+
+
+class MemoryRanges:
+    """Address ranges that results must not share: arguments of the caller, constants."""
+
+    def __init__(self, tensors: Iterable[runtime.Tensor] = ()) -> None:
+        spans = sorted((tensor.data_ptr(), tensor.data_ptr() + nbytes_of(tensor)) for tensor in tensors)
+        self._starts = [start for start, _ in spans]
+        self._ends: list[int] = []
+        for _, end in spans:  # of overlapping ranges, the farthest end so far
+            self._ends.append(max(end, self._ends[-1] if self._ends else 0))
+
+    def holds(self, tensor: runtime.Tensor) -> bool:
+        """Whether a tensor begins inside one of the ranges."""
+        address = tensor.data_ptr()
+        position = bisect_right(self._starts, address)
+        return position > 0 and address < self._ends[position - 1]
+
+
+def to_python(value: Any, owned: Sequence[MemoryRanges]) -> Any:
+    """A result with tuples as Python tuples; tensors in memory that somebody else owns are copied."""
+    if isinstance(value, _Tensor):
+        if any(ranges.holds(value) for ranges in owned):
+            return copy_to(value, value.device)
+        return value
+    if isinstance(value, tvm_ffi.Array):
+        return tuple(to_python(part, owned) for part in value)
+    return value
+
+
+def check_out(out: Any, signature: FunctionSignature, dims: DimValues) -> None:
+    """Require the structure, element types and extents of a function's results; BindingError if they differ."""
+    if signature.output_is_tuple:
+        _check_buffer(out, TupleSpec("out", signature.outputs), "out", dims)
+    else:
+        _check_buffer(out, signature.outputs[0], "out", dims)
+    dims.settle()
+
+
+def _check_buffer(out: Any, spec: ValueSpec, where: str, dims: DimValues) -> None:
+    if isinstance(spec, TupleSpec):
+        if not isinstance(out, Sequence) or isinstance(out, str):
+            raise BindingError(f"{where} is a {type(out).__name__}, expected a tuple of buffers: {describe(spec)}")
+        if len(out) != len(spec.fields):
+            raise BindingError(f"{where} has {len(out)} buffers, expected {len(spec.fields)}: {describe(spec)}")
+        for i, (part, field) in enumerate(zip(out, spec.fields, strict=True)):
+            _check_buffer(part, field, f"{where}[{i}] ({field.name!r})", dims)
+        return
+    if not isinstance(spec, TensorSpec):
+        raise BindingError(f"{where}: a {describe(spec)} cannot be written into a buffer")
+    if isinstance(out, np.ndarray):
+        if not out.flags.writeable:
+            raise BindingError(f"{where} is read-only")
+        check_tensor(dtype_name(out), out.shape, spec, where, dims)
+        return
+    tensor = _buffer(out, where, spec)
+    check_tensor(str(tensor.dtype), tensor.shape, spec, where, dims)
+    if not tensor.is_contiguous():
+        raise BindingError(f"{where} has strides {tensor.strides}, expected a contiguous tensor")
+
+
+def _buffer(out: Any, where: str, spec: ValueSpec) -> runtime.Tensor:
+    tensor = as_tensor(out, where, f"expected a buffer {describe(spec)}")
+    if isinstance(tensor, np.ndarray):
+        raise BindingError(f"{where} ({type(out).__name__}) gives no memory to write to")
+    return tensor
+
+
+def fill(out: Any, result: Any, where: str = "out") -> Any:
+    """Copy a result into checked buffers; returns the buffers, tuples as Python tuples.
+
+    Raises
+    ------
+    BindingError
+        Where an extent that was not known before the call turns out to differ.
+    """
+    if not isinstance(result, _Tensor):
+        parts = enumerate(zip(out, result, strict=True))
+        return tuple(fill(buffer, part, f"{where}[{i}]") for i, (buffer, part) in parts)
+    if tuple(out.shape) != tuple(result.shape):
+        raise BindingError(f"{where} has shape {tuple(out.shape)}, the result has {tuple(result.shape)}")
+    if not isinstance(out, np.ndarray):
+        copy_into(result, as_tensor(out, where, "expected a buffer"))
+    elif out.nbytes:
+        raw = bytes_of(result).view(out.dtype.newbyteorder("="))
+        out[...] = raw.reshape(out.shape)
+    return out

@@ -1,0 +1,148 @@
+"""Tensors as memory: aliases of one buffer on another device id, copies between any two devices.
+
+CPU device ids name the same memory, yet kernels check the id. An alias changes the id and nothing else,
+so a host buffer (a mapped weight, say) serves ``cpu(0)`` and ``cpu(1)`` without a copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import tvm_ffi
+from tvm import runtime
+
+from .metadata import CPU
+
+# TVM's allocations have this alignment (kAllocAlignment) and its kernels rely on it.
+ALIGNMENT = 64
+
+_empty = tvm_ffi.get_global_func("runtime.TVMTensorAllocWithScope")
+_copy = tvm_ffi.get_global_func("runtime.TVMTensorCopyFromTo")
+_copy_from_bytes = tvm_ffi.get_global_func("runtime.TVMTensorCopyFromBytes")
+_view = tvm_ffi.get_global_func("runtime.TVMTensorCreateView")
+
+
+class _DLTensor(ctypes.Structure):
+    """The head of a DLPack capsule of the unversioned kind (dlpack.h, DLTensor)."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("dtype_code", ctypes.c_uint8),
+        ("dtype_bits", ctypes.c_uint8),
+        ("dtype_lanes", ctypes.c_uint16),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_capsule_pointer.restype = ctypes.c_void_p
+_capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+
+
+def _head(capsule: object) -> _DLTensor:
+    return _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor"))
+
+
+def nbytes_of(tensor: runtime.Tensor) -> int:
+    """Bytes of a contiguous tensor's elements."""
+    dtype = tensor.dtype
+    return (int(tensor.numel()) * int(dtype.bits) * int(dtype.lanes) + 7) // 8
+
+
+def same_device(a: runtime.Device, b: runtime.Device) -> bool:
+    """Whether two devices are the same physical one."""
+    return bool(a.dlpack_device_type() == b.dlpack_device_type() and a.index == b.index)
+
+
+def is_host(device: runtime.Device) -> bool:
+    """Whether a device is a CPU, whatever its id."""
+    return bool(device.dlpack_device_type() == CPU)
+
+
+def alias(tensor: runtime.Tensor, device: runtime.Device) -> runtime.Tensor:
+    """The same memory as `tensor`, seen from `device`, with its byte offset folded into the pointer.
+
+    `device` must be able to read that memory: the same device type, and for other than CPUs the same id.
+    """
+    capsule = tensor.__dlpack__()
+    head = _head(capsule)
+    head.device_id = device.index
+    if head.byte_offset:
+        head.data += head.byte_offset
+        head.byte_offset = 0
+    return tvm_ffi.from_dlpack(capsule)
+
+
+def has_offset(tensor: runtime.Tensor) -> bool:
+    """Whether a tensor starts inside its allocation by a byte offset, which kernels do not accept."""
+    return bool(_head(tensor.__dlpack__()).byte_offset)
+
+
+def view_bytes(data: np.ndarray, shape: tuple[int, ...], dtype: str) -> runtime.Tensor:
+    """A tensor over the bytes of `data` (writable, one-dimensional ``uint8``), which it keeps alive."""
+    flat = tvm_ffi.from_dlpack(data)
+    return _view(flat, tvm_ffi.Shape(shape), dtype, 0)
+
+
+def bytes_of(tensor: runtime.Tensor) -> np.ndarray:
+    """The bytes of a contiguous tensor as ``uint8``; shared with it where it is on a CPU."""
+    if not is_host(tensor.device):
+        tensor = copy_to(tensor, runtime.device("cpu", 0))
+    if nbytes_of(tensor) == 0:
+        return np.empty(0, "uint8")
+    flat = _view(tensor, tvm_ffi.Shape((nbytes_of(tensor),)), "uint8", 0)
+    return np.from_dlpack(alias(flat, runtime.device("cpu", 0)))
+
+
+def from_numpy(array: np.ndarray, device: runtime.Device, scope: str | None = None) -> runtime.Tensor:
+    """A copy of `array` (any strides, byte order, element type that TVM has a name for) on `device`."""
+    dtype = dtype_name(array)
+    if dtype.startswith("float4"):  # two elements a byte: the stock conversion packs them
+        return runtime.tensor(array, device)
+    array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")).reshape(array.shape)
+    tensor = _empty(tvm_ffi.Shape(array.shape), dtype, device, scope)
+    if array.nbytes:
+        _copy_from_bytes(tensor, ctypes.c_void_p(array.__array_interface__["data"][0]), array.nbytes)
+    return tensor
+
+
+def dtype_name(array: np.ndarray) -> str:
+    """TVM's name of a numpy element type; for one that TVM lacks (text, object) numpy's own name."""
+    return str(array.dtype.newbyteorder("="))
+
+
+def empty(shape: tuple[int, ...], dtype: str, device: runtime.Device, scope: str | None = None) -> runtime.Tensor:
+    """An uninitialised tensor on `device`."""
+    return _empty(tvm_ffi.Shape(shape), dtype, device, scope)
+
+
+def copy_into(source: runtime.Tensor, target: runtime.Tensor) -> None:
+    """Copy between tensors of equal size on any two devices; the copy has ended on return.
+
+    Two different device types of which neither is a CPU cannot exchange bytes directly: these go through
+    the host.
+    """
+    from_device, to_device = source.device, target.device
+    from_type, to_type = from_device.dlpack_device_type(), to_device.dlpack_device_type()
+    if from_type != to_type and CPU not in (from_type, to_type):
+        source = copy_to(source, runtime.device("cpu", 0))
+        from_type = CPU
+    _copy(source, target)
+    # TVM copies to and from a device on that device's stream, and between two on the source's.
+    if from_type != CPU:
+        from_device.sync()
+    elif to_type != CPU:
+        to_device.sync()
+
+
+def copy_to(tensor: runtime.Tensor, device: runtime.Device, scope: str | None = None) -> runtime.Tensor:
+    """A copy of a contiguous tensor on `device`, in new memory."""
+    result = _empty(tvm_ffi.Shape(tensor.shape), tensor.dtype, device, scope)
+    copy_into(tensor, result)
+    return result
