@@ -55,7 +55,8 @@ def random_arrays(
 ) -> dict[str, np.ndarray]:
     """One array per input: those in `given`, else random ones from `seed`.
 
-    Floats are standard normal. Integers are zeros and ones, so that they are valid as masks and as indices.
+    `shapes` holds shapes of inputs and, as one extent, sizes of symbolic dimensions. Floats are standard normal.
+    Integers are zeros and ones, so that they are valid as masks and as indices.
 
     Raises
     ------
@@ -68,7 +69,7 @@ def random_arrays(
         if spec.name in given:
             made[spec.name] = given[spec.name]
         else:
-            made[spec.name] = _random(tensor_spec(spec), shapes.get(spec.name), generator)
+            made[spec.name] = _random(tensor_spec(spec), shapes, generator)
     return made
 
 
@@ -90,12 +91,18 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
                 np.lib.format.write_array(member, np.asanyarray(array), allow_pickle=False)
 
 
-def _random(spec: TensorSpec, shape: Sequence[int] | None, generator: np.random.Generator) -> np.ndarray:
+def _random(spec: TensorSpec, shapes: Mapping[str, Sequence[int]], generator: np.random.Generator) -> np.ndarray:
+    shape = shapes.get(spec.name)
     if shape is None:
-        if spec.shape is None or not all(isinstance(extent, int) for extent in spec.shape):
-            known = "of unknown rank" if spec.shape is None else "x".join(map(str, spec.shape))
+        if spec.shape is None:
+            raise BindingError(f"input {spec.name!r} is of unknown rank: give its --shape or --input")
+        # A dimension by its name is one extent.
+        sizes = {name: extents[0] for name, extents in shapes.items() if len(extents) == 1}
+        found = [extent if isinstance(extent, int) else sizes.get(extent) for extent in spec.shape]
+        shape = [extent for extent in found if extent is not None]
+        if len(shape) < len(found):
+            known = "x".join(map(str, spec.shape))
             raise BindingError(f"input {spec.name!r} is {known}: give its shape (--shape '{spec.name}=…') or --input")
-        shape = [int(extent) for extent in spec.shape]
     dtype = _numpy_dtype(spec.dtype or "float32")
     if dtype.kind in "biu":
         return generator.integers(0, 2, shape).astype(dtype)

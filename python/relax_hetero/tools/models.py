@@ -64,7 +64,7 @@ def placed_onnx(path: Path, placing: Placing) -> tuple[IRModule, Any]:
     from ..transform.realize_vdevice import collect_placement
 
     with collect_placement() as reports:
-        module = rh.from_onnx(str(path), **placing.import_options())
+        module = rh.from_onnx(str(path), **placing.import_options(_input_names(path) if placing.shapes else ()))
     return module, json.loads(reports[-1].to_json())
 
 
@@ -95,3 +95,13 @@ def load_library(path: Path, placing: Placing) -> Model:
     start = time.perf_counter()
     executable = rh.load(str(path))
     return Model(executable, None, {"load": time.perf_counter() - start})
+
+
+def _input_names(path: Path) -> list[str]:
+    import onnx
+
+    try:
+        return [value.name for value in onnx.load(str(path), load_external_data=False).graph.input]
+    # Every parser of onnx.load raises its own; from_onnx says properly what is wrong with the file.
+    except Exception:
+        return []

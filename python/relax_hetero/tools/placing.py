@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -75,7 +75,7 @@ class Placing:
     auto
         Whether the cost model places the nodes.
     shapes
-        ``--shape``: input name to extents.
+        ``--shape``: name of an input, or of a symbolic dimension, to extents.
     """
 
     vdevices: tuple[str | dict[str, Any], ...]
@@ -88,14 +88,13 @@ class Placing:
         """Whether any option was used that only an ONNX file can take."""
         return bool(self.vdevices or self.rules or self.auto)
 
-    def import_options(self) -> dict[str, Any]:
-        """The keyword arguments of ``rh.from_onnx``."""
+    def import_options(self, inputs: Collection[str] = ()) -> dict[str, Any]:
+        """The keyword arguments of ``rh.from_onnx``; `inputs` are the model's, other names are dimensions."""
         placement = "auto" if self.auto else dict(self.rules) or None
-        return {
-            "vdevices": list(self.vdevices) or ["llvm"],
-            "placement": placement,
-            "shapes": dict(self.shapes) or None,
-        }
+        shapes: dict[str, list[int] | int] = {}
+        for name, extents in self.shapes:
+            shapes[name] = extents[0] if name not in inputs and len(extents) == 1 else extents
+        return {"vdevices": list(self.vdevices) or ["llvm"], "placement": placement, "shapes": shapes or None}
 
 
 def placing_options(work: F) -> F:
@@ -117,7 +116,7 @@ def placing_options(work: F) -> F:
             multiple=True,
             type=ShapeParam(),
             metavar="NAME=1x128",
-            help="Shape of an input. Repeatable.",
+            help="Shape of an input, or (batch=8) size of a symbolic dimension. Repeatable.",
         ),
         click.option("--place-auto", is_flag=True, help="Let the cost model place every node."),
         click.option(

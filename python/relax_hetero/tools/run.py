@@ -10,7 +10,7 @@ from typing import Any
 import click
 import numpy as np
 
-from ..errors import HeteroError
+from ..errors import BindingError, HeteroError
 from .arrays import random_arrays, read_arrays, write_arrays
 from .command import command, json_option
 from .console import print_json
@@ -109,9 +109,11 @@ def _inputs(
 ) -> dict[str, np.ndarray]:
     signature = model.executable.signature(function_name)
     names = [spec.name for spec in signature.inputs[: signature.num_input]]
-    unknown = [name for name in shapes if name not in names]
-    if unknown:
-        raise HeteroError(f"--shape names {unknown[0]!r}, which is no input; the model takes {', '.join(names)}")
+    symbols = {extent for spec in signature.inputs for extent in getattr(spec, "shape", None) or ()}
+    unknown = [name for name in shapes if name not in names and name not in symbols]
+    # from_onnx has checked the names for an ONNX file, whose dimensions that were given are numbers now.
+    if unknown and model.onnx is None:
+        raise BindingError(f"--shape names {unknown[0]!r}, which is neither an input nor a dimension of {signature}")
     return random_arrays(signature, shapes, seed, read_arrays(files, names))
 
 

@@ -82,6 +82,7 @@ def test_symbolic_dimensions_need_a_shape():
         random_arrays(main, {}, 0, {})
     made = random_arrays(main, {"x": [2, 4]}, 0, {})["x"]
     assert made.shape == (2, 4) and str(made.dtype) == "bfloat16"
+    assert random_arrays(main, {"n": [3]}, 0, {})["x"].shape == (3, 4)
 
 
 def test_inputs_that_are_no_tensors_are_errors():

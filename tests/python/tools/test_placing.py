@@ -44,7 +44,16 @@ def test_place_auto():
 
 def test_shapes():
     placing = parse("--shape", "x=1x128", "--shape", "scalar=", "--shape", "input.1=3")
-    assert placing.import_options()["shapes"] == {"x": [1, 128], "scalar": [], "input.1": [3]}
+    assert placing.import_options(inputs=["x", "scalar", "input.1"])["shapes"] == {
+        "x": [1, 128],
+        "scalar": [],
+        "input.1": [3],
+    }
+
+
+def test_a_single_extent_of_what_is_no_input_sizes_a_dimension():
+    placing = parse("--shape", "x=3", "--shape", "batch=8")
+    assert placing.import_options(inputs=["x"])["shapes"] == {"x": [3], "batch": 8}
 
 
 @pytest.mark.parametrize(
