@@ -122,6 +122,9 @@ def _replace(func: relax.Function, table: _Table) -> tuple[relax.Expr, dict[int,
 
 
 def _pass_on(call: relax.Call, takers: set[tvm.ir.GlobalVar], constants: relax.Var) -> relax.Call:
-    if isinstance(call.op, tvm.ir.GlobalVar) and call.op in takers:
+    # A closure binds its function's last parameters, so the constants go last there too.
+    is_closure = isinstance(call.op, relax.ExternFunc) and call.op.global_symbol == "vm.builtin.make_closure"
+    callee = call.args[0] if is_closure else call.op
+    if isinstance(callee, tvm.ir.GlobalVar) and callee in takers:
         return relax.Call(call.op, [*call.args, constants], call.attrs, call.ty_args, call.span, ret_ty=call.ty)
     return call

@@ -7,22 +7,23 @@ from typing import Any
 import tvm
 from tvm import relax, tirx
 
+from ..transform.lower_to_vm import public_functions
 from ..transform.rewriting import relax_functions
 from ..vdevice import vdevice_index, vdevices_of
 from ..vm.signature import Dim, FunctionSignature, ObjectSpec, PrimSpec, ShapeSpec, TensorSpec, TupleSpec, ValueSpec
 
-_INFIX: tuple[tuple[type, str], ...] = (
+_INFIX: tuple[tuple[type[Any], str], ...] = (
     (tirx.Add, "+"),
     (tirx.Sub, "-"),
     (tirx.Mul, "*"),
     (tirx.FloorDiv, "//"),
     (tirx.FloorMod, "%"),
 )
-_PREFIX: tuple[tuple[type, str], ...] = ((tirx.Min, "min"), (tirx.Max, "max"))
+_PREFIX: tuple[tuple[type[Any], str], ...] = ((tirx.Min, "min"), (tirx.Max, "max"))
 
 
 def function_signatures(mod: tvm.IRModule, takers: set[str]) -> dict[str, FunctionSignature]:
-    """Signatures of the module's callable functions (those with a global symbol), by name.
+    """Signatures of the module's callable functions, by name.
 
     Parameters
     ----------
@@ -33,10 +34,10 @@ def function_signatures(mod: tvm.IRModule, takers: set[str]) -> dict[str, Functi
     """
     reader = _TypeReader(vdevices_of(mod))
     signatures = {}
+    public = public_functions(mod)
     for gv, func in relax_functions(mod):
-        if "global_symbol" in func.attrs:
-            name = str(func.attrs["global_symbol"])
-            signatures[name] = reader.signature(name, func, gv.name_hint in takers)
+        if gv.name_hint in public:
+            signatures[gv.name_hint] = reader.signature(gv.name_hint, func, gv.name_hint in takers)
     return signatures
 
 

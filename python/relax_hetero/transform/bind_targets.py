@@ -15,6 +15,8 @@ Assumes a placed module (RealizeVDevice). Functions that other PrimFuncs call fo
 
 from __future__ import annotations
 
+from functools import partial
+
 import tvm
 from tvm import relax, tirx
 from tvm_ffi import structural_map, structural_walk
@@ -59,7 +61,7 @@ def bind_targets(mod: tvm.IRModule) -> tvm.IRModule:
     binder = _Binder(mod, vdevices)
     functions = dict(mod.functions.items())
     for gv, func in relax_functions(mod):
-        functions[gv] = map_bindings(func, lambda binding, name=gv.name_hint: binder.retarget(binding, name))
+        functions[gv] = map_bindings(func, partial(binder.retarget, gv.name_hint))
     functions.update(binder.functions)
     default = default_vdevice(vdevices).target
     for gv, func in functions.items():
@@ -93,7 +95,7 @@ class _Binder:
         self.made: dict[tuple[tvm.ir.GlobalVar, str], tvm.ir.GlobalVar] = {}
         self.taken = {gv.name_hint for gv in mod.get_global_vars()}
 
-    def retarget(self, binding: relax.Binding, function: str) -> relax.Binding:
+    def retarget(self, function: str, binding: relax.Binding) -> relax.Binding:
         value = binding.value
         gv = called_prim_func(self.mod, value)
         if gv is None:

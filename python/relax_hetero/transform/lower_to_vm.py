@@ -12,8 +12,10 @@ from tvm import relax
 from ..vdevice import vdevices_of
 from .lower_transfers import LowerTransfers
 from .plan_memory import PlanMemoryPerDevice
+from .rewriting import relax_functions
 
 LOWERED = "relax_hetero.lowered"
+PUBLIC = "relax_hetero.public"
 
 
 def LowerToVM() -> tvm.transform.Pass:
@@ -42,7 +44,11 @@ def LowerToVM() -> tvm.transform.Pass:
 
     @tvm.transform.module_pass(opt_level=0, name="LowerToVM")
     def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        return mod if is_lowered(mod) else steps(mod).with_attr(LOWERED, len(vdevices_of(mod)))
+        if is_lowered(mod):
+            return mod
+        # Lowering gives private functions a symbol too; a caller may use those that have one now.
+        public = [gv.name_hint for gv, func in relax_functions(mod) if "global_symbol" in func.attrs]
+        return steps(mod).with_attrs({LOWERED: len(vdevices_of(mod)), PUBLIC: public})
 
     return run
 
@@ -50,6 +56,11 @@ def LowerToVM() -> tvm.transform.Pass:
 def is_lowered(mod: tvm.IRModule) -> bool:
     """Whether LowerToVM has been applied."""
     return bool(mod.attrs and LOWERED in mod.attrs)
+
+
+def public_functions(mod: tvm.IRModule) -> list[str]:
+    """Names of the functions of a lowered module that a caller may use."""
+    return [str(name) for name in mod.attrs[PUBLIC]]
 
 
 def device_count(mod: tvm.IRModule) -> int:
