@@ -48,12 +48,16 @@ distclean: clean
 # and some distributions ship a Python whose venv module lacks pip.
 $(PY):
 	@ok='import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))'; \
-	for p in $(PYTHON) python3 python3.12 python3.11 python3.10 python; do \
-	  if "$$p" -c "$$ok" >/dev/null 2>&1; then \
-	    echo "Creating $(VENV) with $$("$$p" --version)"; \
-	    "$$p" -m venv --clear $(VENV) && exit 0; \
-	    rm -rf $(VENV); exit 1; \
-	  fi; \
+	for name in $(or $(PYTHON),python3 python3.12 python3.11 python3.10); do \
+	  IFS=:; \
+	  for folder in $$PATH; do \
+	    case "$$name" in */*) p=$$name ;; *) p=$$folder/$$name ;; esac; \
+	    if "$$p" -c "$$ok" >/dev/null 2>&1; then \
+	      echo "Creating $(VENV) with $$("$$p" --version)"; \
+	      "$$p" -m venv --clear $(VENV) && exit 0; \
+	      rm -rf $(VENV); exit 1; \
+	    fi; \
+	  done; \
 	done; \
 	echo "relax-hetero needs Python 3.10, 3.11 or 3.12 with the venv and ensurepip modules, and found none on PATH" >&2; \
 	echo "(python3 is $$(python3 --version 2>&1 | head -n 1)). On Debian or Ubuntu: apt install python3-venv." >&2; \

@@ -73,7 +73,8 @@ def inputs_of(model: onnx.ModelProto, seed: int = 0) -> dict[str, np.ndarray]:
             continue
         shape = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
         if value.name == "attention_mask":
-            made[value.name] = (np.arange(shape[-1]) < max(1, shape[-1] * 3 // 4)).astype("int64") * np.ones(shape, "int64")
+            tokens = np.arange(shape[-1]) < max(1, shape[-1] * 3 // 4)
+            made[value.name] = np.broadcast_to(tokens, shape).astype("int64")
         elif value.type.tensor_type.elem_type == onnx.TensorProto.INT64:
             made[value.name] = generator.integers(0, 30000, shape)
         else:
