@@ -14,6 +14,7 @@ from tvm import relax
 
 from ..errors import FrontendError
 from ..vdevice import parse_vdevices, with_vdevices
+from .auto_placement import place_graph
 from .name_bindings import build_function
 from .onnx_functions import function_table
 from .onnx_importer import ImportedGraph, import_graph
@@ -68,7 +69,7 @@ def from_onnx(
         If a device string names nothing in `vdevices`.
     """
     if vdevices is None and (placement is not None or cost_model is not None):
-        raise FrontendError("placement and cost_model choose among vdevices, but vdevices is not given: list them there")
+        raise FrontendError("placement and cost_model choose among vdevices, which are not given")
     if isinstance(placement, str) and placement != "auto":
         raise FrontendError(f"placement is {placement!r}; expected a mapping of patterns to devices, or 'auto'")
     if cost_model is not None and placement != "auto":
@@ -76,24 +77,26 @@ def from_onnx(
     devices = None if vdevices is None else parse_vdevices(vdevices)
     model = load_model(model_or_path)
     nodes = name_nodes(model.proto)
+    # Patterns are looked at before the work of importing.
     by_rule = None if devices is None or placement == "auto" else assign_devices(nodes, placement or {}, devices)
-    graph = import_nodes(model, nodes, shapes)
+    graph = _import_nodes(model, nodes, shapes)
     if devices is None:
         return _module(model, graph, build_function(graph))
+    assigned = place_graph(graph, devices, cost_model).vdevices if by_rule is None else by_rule
+    mod = _module(model, graph, build_function(graph, lambda node: assigned[node.name]))
     from ..transform.realize_vdevice import realize_vdevice
-    from .auto_placement import place_graph
 
-    if by_rule is None:
-        by_rule = place_graph(graph, devices, cost_model).vdevices
-    assigned = by_rule
-    mod = with_vdevices(_module(model, graph, build_function(graph, lambda node: assigned[node.name])), devices)
-    return realize_vdevice(mod, insert_copies=True)[0]
+    return realize_vdevice(with_vdevices(mod, devices), insert_copies=True)[0]
 
 
-def import_nodes(model: OnnxModel, nodes: list[NodeInfo], shapes: Shapes | None) -> ImportedGraph:
-    """Check that every op of a model can be imported, then import them."""
-    functions = function_table(model.proto)
-    check_supported(nodes, model, functions)
+def import_onnx(model_or_path: ModelSource, shapes: Shapes | None = None) -> ImportedGraph:
+    """An ONNX model as bindings that know their nodes, without names or devices; arguments as in `from_onnx`."""
+    model = load_model(model_or_path)
+    return _import_nodes(model, name_nodes(model.proto), shapes)
+
+
+def _import_nodes(model: OnnxModel, nodes: list[NodeInfo], shapes: Shapes | None) -> ImportedGraph:
+    check_supported(nodes, model, function_table(model.proto))
     return import_graph(model, nodes, graph_inputs(model.proto.graph, shapes))
 
 

@@ -1,0 +1,218 @@
+"""How much work the parts of a graph are, and what passes between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import tvm
+from tvm import relax
+
+# What reads a value after everything else: the caller.
+OUTSIDE = -1
+
+# Arithmetic per element of ops that are more than one instruction each.
+_FLOPS_PER_ELEMENT = {
+    "relax.exp": 10,
+    "relax.log": 10,
+    "relax.erf": 20,
+    "relax.tanh": 20,
+    "relax.sigmoid": 15,
+    "relax.power": 30,
+    "relax.nn.gelu": 25,
+    "relax.nn.gelu_tanh": 25,
+    "relax.nn.silu": 15,
+    "relax.nn.softmax": 20,
+    "relax.nn.log_softmax": 20,
+    "relax.nn.layer_norm": 10,
+    "relax.nn.batch_norm": 4,
+}
+
+# Views and renamings: nothing runs.
+_FREE = frozenset({"relax.reshape", "relax.expand_dims", "relax.squeeze", "relax.flatten", "relax.shape_of"})
+
+_POOLS = frozenset({"relax.nn.max_pool1d", "relax.nn.max_pool2d", "relax.nn.max_pool3d"}) | frozenset(
+    {"relax.nn.avg_pool1d", "relax.nn.avg_pool2d", "relax.nn.avg_pool3d"}
+)
+
+NamesOf = Callable[[relax.Var], str]
+
+
+@dataclass
+class Unit:
+    """What is placed as a whole: the bindings of one ONNX node, or of one `If` with everything in its branches.
+
+    Attributes
+    ----------
+    names : list of str
+        The nodes in it.
+    ops : list of (float, float)
+        Arithmetic operations, and bytes read and written, of each op.
+    """
+
+    names: list[str]
+    ops: list[tuple[float, float]] = field(default_factory=list)
+
+
+@dataclass
+class Value:
+    """What passes from one unit to others: bytes, maker and readers, as positions; OUTSIDE is the caller."""
+
+    size: float
+    maker: int
+    readers: list[int]
+
+
+@dataclass
+class WorkGraph:
+    """Units in program order, and the values between them."""
+
+    units: list[Unit]
+    values: list[Value]
+
+
+def work_graph(
+    params: Iterable[relax.Var],
+    bindings: Iterable[relax.Binding],
+    outputs: Iterable[relax.Expr],
+    name_of: NamesOf,
+    symbolic_extent: int,
+) -> WorkGraph:
+    """Measure a function.
+
+    Parameters
+    ----------
+    params, bindings, outputs
+        Of the function; bindings in program order.
+    name_of : callable
+        Variable -> name; consecutive bindings of one name are one unit, whatever stands between them.
+    symbolic_extent : int
+        Size of a symbolic dimension.
+    """
+    return _Measure(name_of, symbolic_extent).graph(params, bindings, outputs)
+
+
+class _Measure:
+    def __init__(self, name_of: NamesOf, symbolic_extent: int) -> None:
+        self._name_of = name_of
+        self._extent = symbolic_extent
+        self._units: list[Unit] = []
+        self._unit_of: dict[str, int] = {}
+        self._values: dict[relax.Var, Value] = {}
+
+    def graph(
+        self, params: Iterable[relax.Var], bindings: Iterable[relax.Binding], outputs: Iterable[relax.Expr]
+    ) -> WorkGraph:
+        for param in params:
+            self._values[param] = Value(self._size(param.ty), OUTSIDE, [])
+        for binding in bindings:
+            unit = self._place(binding)
+            self._units[unit].ops += self._work(binding.value)
+            for var in relax.analysis.free_vars(binding.value):
+                self._read(var, unit)
+            self._values[binding.var] = Value(self._size(binding.var.ty), unit, [])
+        for output in outputs:
+            for var in relax.analysis.free_vars(output):
+                self._read(var, OUTSIDE)
+        crossing = [value for value in self._values.values() if value.readers and value.size > 0]
+        for value in crossing:
+            value.readers = list(dict.fromkeys(value.readers))
+        return WorkGraph(self._units, crossing)
+
+    def _place(self, binding: relax.Binding) -> int:
+        name = self._name_of(binding.var)
+        if name not in self._unit_of:
+            self._unit_of[name] = len(self._units)
+            self._units.append(Unit([name]))
+        unit = self._unit_of[name]
+        for inner in _inner_bindings(binding.value):
+            inner_name = self._name_of(inner.var)
+            if self._unit_of.setdefault(inner_name, unit) == unit and inner_name not in self._units[unit].names:
+                self._units[unit].names.append(inner_name)
+        return unit
+
+    def _read(self, var: relax.Var, reader: int) -> None:
+        value = self._values.get(var)
+        if value is not None and value.maker != reader and reader not in value.readers[-1:]:
+            value.readers.append(reader)
+
+    def _work(self, value: relax.Expr) -> list[tuple[float, float]]:
+        """Flops and bytes of each op in a bound value; of both branches of an `If`, the larger."""
+        if isinstance(value, relax.If):
+            branches = [
+                [work for binding in _bindings(branch) for work in self._work(binding.value)]
+                for branch in (value.true_branch, value.false_branch)
+            ]
+            return max(branches, key=lambda ops: (sum(flops for flops, _ in ops), sum(moved for _, moved in ops)))
+        if not isinstance(value, relax.Call) or self._size(value.ty) == 0 or _op_name(value) in _FREE:
+            return []
+        moved = self._size(value.ty) + sum(self._size(arg.ty) for arg in _tensor_args(value))
+        return [(self._flops(value), moved)]
+
+    def _flops(self, call: relax.Call) -> float:
+        name, made = _op_name(call), self._elements(call.ty)
+        if name == "relax.matmul":
+            return 2 * made * self._dims(call.args[0].ty)[-1]
+        if name.startswith("relax.nn.conv") and name.endswith("_transpose"):
+            return 2 * self._elements(call.args[0].ty) * math.prod(self._dims(call.args[1].ty)[1:])
+        if name.startswith("relax.nn.conv"):
+            return 2 * made * math.prod(self._dims(call.args[1].ty)[1:])
+        if name.startswith("relax.nn.attention"):
+            keys = self._dims(call.args[1].ty)
+            return 4 * self._elements(call.args[0].ty) * (keys[1] if len(keys) > 1 else 1)
+        if name == "relax.einsum":
+            return 2 * math.prod(self._elements(arg.ty) for arg in _tensor_args(call)) / max(made, 1)
+        if name in _POOLS:
+            return made * math.prod(int(size) for size in call.attrs.pool_size)
+        largest = max([made, *(self._elements(arg.ty) for arg in _tensor_args(call))])
+        return largest * _FLOPS_PER_ELEMENT.get(name, 1)
+
+    def _dims(self, ty: tvm.ir.Type) -> list[int]:
+        if not isinstance(ty, relax.TensorType):
+            return [1]
+        if isinstance(ty.shape, relax.ShapeExpr):
+            return [int(dim) if isinstance(dim, tvm.tirx.IntImm) else self._extent for dim in ty.shape.values] or [1]
+        return [self._extent] * max(int(ty.ndim), 1)
+
+    def _elements(self, ty: tvm.ir.Type) -> float:
+        if isinstance(ty, tvm.ir.TupleType):
+            return sum(self._elements(field) for field in ty.fields)
+        return math.prod(self._dims(ty)) if isinstance(ty, relax.TensorType) else 0
+
+    def _size(self, ty: tvm.ir.Type) -> float:
+        """Bytes of all tensors in a type; 0 for shapes and numbers, which the host keeps."""
+        if isinstance(ty, tvm.ir.TupleType):
+            return sum(self._size(field) for field in ty.fields)
+        return self._elements(ty) * _itemsize(ty) if isinstance(ty, relax.TensorType) else 0
+
+
+def _itemsize(ty: relax.TensorType) -> float:
+    bits = tvm.DataType(str(ty.dtype)).bits if ty.dtype is not None and str(ty.dtype) not in ("", "void") else 32
+    return bits / 8 if bits != 1 else 1
+
+
+def _op_name(call: relax.Call) -> str:
+    return str(call.op.name) if isinstance(call.op, tvm.ir.Op) else ""
+
+
+def _tensor_args(call: relax.Call) -> Iterator[relax.Expr]:
+    for arg in call.args:
+        if isinstance(arg, relax.Tuple):
+            yield from arg.fields
+        elif not tvm.ir.is_prim_expr(arg):
+            yield arg
+
+
+def _bindings(expr: relax.Expr) -> Iterator[relax.Binding]:
+    if isinstance(expr, relax.SeqExpr):
+        for block in expr.blocks:
+            yield from block.bindings
+
+
+def _inner_bindings(value: relax.Expr) -> Iterator[relax.Binding]:
+    if isinstance(value, relax.If):
+        for branch in (value.true_branch, value.false_branch):
+            for binding in _bindings(branch):
+                yield binding
+                yield from _inner_bindings(binding.value)
