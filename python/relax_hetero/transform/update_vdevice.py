@@ -9,11 +9,13 @@ import tvm
 import tvm_ffi
 from tvm import relax
 from tvm.relax import VDevice
+from tvm.relax.expr import _update_type
 from tvm.relax.op.op_attrs import HintOnDeviceAttrs
 
 from ..errors import VDeviceError
 from ..op.hints import decode_hint, encode_hint
 from ..vdevice import device_name, vdevice_index, vdevices_of, with_vdevices
+from .rewriting import copy_module
 from .vdevice_uses import first_use, follow_targets
 
 # An old vdevice to the new one; None where it has no successor.
@@ -104,7 +106,7 @@ def _position(vdevice: VDevice, vdevices: Sequence[VDevice]) -> int | None:
 def _map_references(
     mod: tvm.IRModule, successor: Successor, old: Sequence[VDevice], new: Sequence[VDevice]
 ) -> tvm.IRModule:
-    """The module with every reference to a vdevice mapped; its own list is left empty."""
+    """The module with every reference to a vdevice mapped; its own list stays the old one."""
     # Keyed by address; holding the old vdevice keeps the address from being used again.
     mapped: dict[int, tuple[VDevice, VDevice | None]] = {}
     lost_hints: list[tvm.ir.Attrs] = []
@@ -134,11 +136,30 @@ def _map_references(
             return call
         return relax.Call(call.op, call.args, attrs, call.ty_args, call.span, call.ty)
 
-    updated = tvm_ffi.structural_map(with_vdevices(mod, []), [(VDevice, map_vdevice), (relax.Call, map_call)])
+    # The walk keeps a function's own variable, and with it a type that would be stale.
+    gvars = {
+        gvar.name_hint: _with_type(gvar, tvm_ffi.structural_map(gvar.ty, (VDevice, map_vdevice)))
+        for gvar in mod.get_global_vars()
+    }
+    callbacks = [
+        (VDevice, map_vdevice),
+        (relax.Call, map_call),
+        (tvm.ir.GlobalVar, lambda gvar: gvars.get(gvar.name_hint, gvar)),
+    ]
+    functions = {gvars[gvar.name_hint]: tvm_ffi.structural_map(func, callbacks) for gvar, func in mod.functions.items()}
     lost = [before for before, after in mapped.values() if after is None] + lost_hints
     if lost:
         raise VDeviceError(_describe_lost(mod, lost[0], old, new))
-    return updated
+    return copy_module(mod, functions)
+
+
+def _with_type(gvar: tvm.ir.GlobalVar, ty: tvm.ir.Type) -> tvm.ir.GlobalVar:
+    """`gvar` if that is its type already, else a new one (the old module keeps its own)."""
+    if tvm_ffi.Object.same_as(ty, gvar.ty):
+        return gvar
+    typed = tvm.ir.GlobalVar(gvar.name_hint)
+    _update_type(typed, ty)
+    return typed
 
 
 def _describe_lost(
