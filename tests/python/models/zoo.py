@@ -19,9 +19,10 @@ def light_model(name: str) -> onnx.ModelProto:
 
 
 def random_model(name: str, seed: int = 0) -> onnx.ModelProto:
-    """The same network with random weights, at the scale that keeps activations of order one through the layers.
+    """The same network with random weights, and what enters its last softmax as a second output, ``logits``.
 
-    Constant weights hide mistakes: channels swapped or read from the wrong place give the same numbers.
+    Constant weights hide mistakes (channels swapped or read from the wrong place give the same numbers), and so does
+    a softmax that saturates.
     """
     model = light_model(name)
     generator = np.random.default_rng(seed)
@@ -39,10 +40,20 @@ def random_model(name: str, seed: int = 0) -> onnx.ModelProto:
     initializers = [each for each in model.graph.initializer if each.name in used] + weights
     names = {each.name for each in initializers}
     inputs = [each for each in model.graph.input if each.name in used - names]
-    graph = onnx.helper.make_graph(kept, name, inputs, model.graph.output, initializers)
+    outputs = [*model.graph.output, _expose_logits(kept)]
+    graph = onnx.helper.make_graph(kept, name, inputs, outputs, initializers)
     made = onnx.helper.make_model(graph, opset_imports=model.opset_import)
     made.ir_version = 8
     return made
+
+
+def _expose_logits(nodes: list[onnx.NodeProto]) -> onnx.ValueInfoProto:
+    softmax = next(node for node in reversed(nodes) if node.op_type == "Softmax")
+    inner = softmax.input[0]
+    for node in nodes:
+        for names in (node.input, node.output):
+            names[:] = ["logits" if name == inner else name for name in names]
+    return onnx.helper.make_tensor_value_info("logits", onnx.TensorProto.FLOAT, None)
 
 
 def _weight(shape: tuple[int, ...], op_type: str, index: int, generator: np.random.Generator) -> np.ndarray:

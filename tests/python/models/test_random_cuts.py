@@ -1,0 +1,76 @@
+"""Models cut over two devices at random places give what ONNX Runtime gives."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import relax_hetero as rh
+from models.running import (
+    TWO_DEVICES,
+    assert_both_devices_hold_ops,
+    assert_same,
+    cut,
+    expected_outputs,
+    outputs_after_export,
+    outputs_of,
+)
+from models.zoo import inputs_of, minilm, node_names, random_model
+
+Case = tuple[onnx.ModelProto, dict[str, np.ndarray], list[np.ndarray]]
+MODELS: dict[str, Callable[[], onnx.ModelProto]] = {
+    "minilm": lambda: minilm(1, 16),
+    "squeezenet": lambda: random_model("squeezenet"),
+}
+# A cut is a handful of points of the whole; as fractions they fit every model.
+FRACTIONS = st.lists(st.integers(1, 199), min_size=1, max_size=6, unique=True)
+
+
+@functools.cache
+def case(name: str) -> Case:
+    model = MODELS[name]()
+    inputs = inputs_of(model)
+    return model, inputs, expected_outputs(model, inputs)
+
+
+def switches(names: Sequence[str], fractions: Sequence[int]) -> list[int]:
+    return sorted({min(len(names) - 1, max(1, len(names) * fraction // 200)) for fraction in fractions})
+
+
+@pytest.mark.parametrize("name", MODELS)
+@given(fractions=FRACTIONS)
+@settings(max_examples=12)
+def test_random_cut(name: str, fractions: list[int]):
+    model, inputs, expected = case(name)
+    names = node_names(model)
+    placement = cut(names, switches(names, fractions))
+    executable = rh.compile(rh.from_onnx(model, vdevices=TWO_DEVICES, placement=placement))
+    assert_both_devices_hold_ops(executable)
+    assert_same(outputs_of(executable, inputs), expected)
+
+
+@given(choices=st.lists(st.booleans(), min_size=221, max_size=221))
+@settings(max_examples=3)
+def test_every_node_anywhere(choices: list[bool]):
+    model, inputs, expected = case("minilm")
+    names = node_names(model)
+    placement = {name: f"vdevice:{int(choice)}" for name, choice in zip(names, choices, strict=True)}
+    placement |= {names[0]: "vdevice:0", names[-1]: "vdevice:1"}
+    executable = rh.compile(rh.from_onnx(model, vdevices=TWO_DEVICES, placement=placement))
+    assert_both_devices_hold_ops(executable)
+    assert_same(outputs_of(executable, inputs), expected)
+
+
+@pytest.mark.parametrize("vdevices", [["llvm"], TWO_DEVICES])
+def test_minilm_after_export_and_load(vdevices: list[object], tmp_path: Path):
+    model, inputs, expected = case("minilm")
+    placement = {"/encoder/layer.[345]/*": "vdevice:1"} if len(vdevices) > 1 else None
+    executable = rh.compile(rh.from_onnx(model, vdevices=vdevices, placement=placement))
+    assert_same(outputs_after_export(executable, inputs, tmp_path), expected)
