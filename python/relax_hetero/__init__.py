@@ -2,12 +2,16 @@
 
 Names are resolved on first use, so that a process with only TVM's runtime can still load and run an
 executable: nothing here imports the compiler before a compiler name is asked for.
+
+Importing this package makes TVMScript look vdevices up strictly, whenever TVM is imported.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
+
+from .watch_tvmscript import watch_tvmscript
 
 __version__ = "0.1.0"
 
@@ -47,3 +51,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+watch_tvmscript()

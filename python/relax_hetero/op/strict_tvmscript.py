@@ -19,15 +19,16 @@ from types import ModuleType
 from typing import Any
 
 import tvm
-import tvm.relax.script.builder
-import tvm.relax.script.parser
-import tvm.script.ir_builder.ir
-import tvm.script.parser.ir
 from tvm import relax
+from tvm.relax import script as relax_script
+from tvm.relax.script import builder as relax_builder_package
+from tvm.relax.script import parser as relax_parser
 from tvm.relax.script.builder import ir as relax_builder
 from tvm.relax.script.parser import entry as relax_entry
 from tvm.relax.script.parser.entry import TensorProxy
+from tvm.script.ir_builder import ir as ir_builder_package
 from tvm.script.ir_builder.ir import ir as ir_builder
+from tvm.script.parser import ir as ir_parser
 
 from ..errors import VDeviceError
 from ..vdevice import VDeviceSpec
@@ -36,19 +37,8 @@ from .each_tensor import Operand
 from .under_construction import resolve, vdevices_under_construction
 
 # Modules that hold a stock function under its own name; `from ... import *` copied it around.
-_RELAX_NAMESPACES: tuple[ModuleType, ...] = (
-    relax_builder,
-    tvm.relax.script.builder,
-    tvm.relax.script.parser,
-    tvm.relax.script,
-)
-_IR_NAMESPACES: tuple[ModuleType, ...] = (
-    ir_builder,
-    tvm.script.ir_builder.ir,
-    tvm.script.parser.ir,
-    relax_builder,
-    relax_entry,
-)
+_RELAX_NAMESPACES: tuple[ModuleType, ...] = (relax_builder, relax_builder_package, relax_parser, relax_script)
+_IR_NAMESPACES: tuple[ModuleType, ...] = (ir_builder, ir_builder_package, ir_parser, relax_builder, relax_entry)
 
 _stock_as_ty = TensorProxy.as_ty
 

@@ -154,8 +154,7 @@ def test_again_changes_nothing():
 
 
 STOCK = """
-from tvm.script import ir as I, relax as R
-{first}
+{imports}
 @I.ir_module
 class Module:
     I.module_global_infos({{"vdevice": [I.vdevice("llvm")]}})
@@ -164,17 +163,35 @@ class Module:
         return x
 assert Module["main"].params[0].ty.vdevice is None
 """
+TVMSCRIPT = "from tvm.script import ir as I, relax as R"
 
 
-@pytest.mark.parametrize("first", ["", "import relax_hetero.op", "import relax_hetero.transform"])
-def test_stock_loses_the_device(tmp_path, first):
-    """Stock TVM turns the unknown kind into a log line; importing us makes it an error."""
-    script = tmp_path / "stock.py"
-    script.write_text(STOCK.format(first=first))
+def run(script: Path, text: str) -> subprocess.CompletedProcess[str]:
+    script.write_text(text)
     environment = {**os.environ, "PYTHONPATH": str(Path(rh.__file__).parents[1])}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
-    if first:
-        assert done.returncode != 0
-        assert "no vdevice of kind 'metal'" in done.stderr
-    else:
-        assert done.returncode == 0, done.stderr
+    return subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+
+
+def test_stock_loses_the_device(tmp_path):
+    done = run(tmp_path / "stock.py", STOCK.format(imports=TVMSCRIPT))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        ["import relax_hetero", TVMSCRIPT],
+        [TVMSCRIPT, "import relax_hetero"],
+        [TVMSCRIPT, "import relax_hetero.op"],
+        ["import relax_hetero.vdevice", TVMSCRIPT],
+    ],
+)
+def test_importing_us_makes_it_an_error(tmp_path, imports):
+    done = run(tmp_path / "strict.py", STOCK.format(imports="\n".join(imports)))
+    assert done.returncode != 0
+    assert "no vdevice of kind 'metal'" in done.stderr
+
+
+def test_importing_us_does_not_import_tvm(tmp_path):
+    done = run(tmp_path / "light.py", "import sys, relax_hetero; assert 'tvm' not in sys.modules")
+    assert done.returncode == 0, done.stderr
