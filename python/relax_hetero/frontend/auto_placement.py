@@ -1,8 +1,8 @@
 """``placement="auto"``: the plan of least estimated time for one call.
 
-A plan gives every node a device; its cost is the sum of what ops and transfers take by a `CostModel`, a value going to a
-device at most once. For two devices that is a minimum cut, found exactly. For more, pairs of devices exchange nodes by
-minimum cuts until no pair can improve. The search starts from the best single device and never accepts a worse plan.
+A plan gives every node a device; its cost is the sum of what ops and transfers take by a `CostModel`, a value going to
+a device at most once. For two devices the cheapest plan is a minimum cut, found exactly. For more, pairs of devices
+exchange nodes by minimum cuts. The search starts from the best single device and never accepts a worse plan.
 """
 
 from __future__ import annotations
@@ -175,7 +175,8 @@ class _Planner:
         What does not move (units elsewhere, the caller) stands on neither side: its transfers are paid to the
         source or the sink.
         """
-        node_of = {unit: node for node, unit in enumerate(u for u, device in enumerate(plan) if device in (first, second))}
+        active = [unit for unit, device in enumerate(plan) if device in (first, second)]
+        node_of = {unit: node for node, unit in enumerate(active)}
         values = [value for value in self._graph.values if not node_of.keys().isdisjoint((value.maker, *value.readers))]
         source = len(node_of) + 2 * len(values)
         sink = source + 1

@@ -80,6 +80,7 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
     def __init__(self, model: OnnxModel) -> None:
         super().__init__(None, None)
         self.opset = model.opset
+        self._nodes: dict[str, Any] = {}
         self._graph = model.proto.graph
         self._functions = function_table(model.proto)
         self._owners: dict[relax.Var, NodeInfo] = {}

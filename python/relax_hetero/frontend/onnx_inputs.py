@@ -52,6 +52,8 @@ def graph_inputs(graph: onnx.GraphProto, shapes: Shapes | None) -> dict[str, rel
     dims = {info.name: _declared_dims(info) for info in infos}
     pinned = _apply_shapes(dims, dict(shapes or {}))
     symbols = _Symbols(pinned, {dim for shape in dims.values() for dim in shape or () if isinstance(dim, str)})
+    for name in pinned:
+        symbols.value(name)  # an expression that is given a size has to come to it
     return {info.name: _parameter(info, dims[info.name], symbols) for info in infos}
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from . import shapes
+from . import elementwise, products, reductions, shapes
 from .table import Converter, converters
 
 CONVERTERS: dict[str, Converter] = converters()
 """Op type to converter, in the form of stock TVM's: `get_converter(opset)(builder, inputs, attributes, scope)`."""
 
-__all__ = ["CONVERTERS", "shapes"]
+__all__ = ["CONVERTERS", "elementwise", "products", "reductions", "shapes"]

@@ -96,7 +96,8 @@ def reshape(node: Node) -> relax.Expr:
     if has_zero and node.attribute("allowzero", 0):
         return relax.op.reshape(data, relax.ShapeExpr(target))
     dims = node.shape(data) if has_zero else []
-    return relax.op.reshape(data, [dims[i] if isinstance(dim, int) and dim == 0 else dim for i, dim in enumerate(target)])
+    resolved = [dims[i] if isinstance(dim, int) and dim == 0 else dim for i, dim in enumerate(target)]
+    return relax.op.reshape(data, resolved)
 
 
 def _target_at_run_time(node: Node, data: relax.Expr) -> list[tirx.Var]:

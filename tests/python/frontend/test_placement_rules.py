@@ -1,0 +1,102 @@
+"""Glob patterns over node names and op types."""
+
+import pytest
+import relax_hetero as rh
+from onnx import parser
+from relax_hetero.frontend.onnx_names import name_nodes
+from relax_hetero.frontend.placement_rules import assign_devices
+from relax_hetero.vdevice import device_name, parse_vdevices
+
+MODEL = parser.parse_model("""
+    <ir_version: 9, opset_import: ["" : 17, "my": 1]>
+    g (float[2] x, bool c) => (float[2] y) {
+        [enc_0] a = Relu(x)
+        [enc_1] b = Neg(a)
+        d = Relu(b)
+        [call] e = my.Twice(d)
+        [choice] y = If(c) <
+            then_branch = t () => (float[2] p) { [inner] p = Neg(e) },
+            else_branch = u () => (float[2] q) { q = Relu(e) }>
+    }
+    <opset_import: ["" : 17], domain: "my">
+    Twice (v) => (w) { [half] h = Relu(v) w = Neg(h) }""")
+
+
+def assigned(rules, model=MODEL, vdevices=("llvm", "c")):
+    devices = parse_vdevices(list(vdevices))
+    return {name: device_name(v, devices) for name, v in assign_devices(name_nodes(model), rules, devices).items()}
+
+
+def on(device, rules, **options):
+    return {name for name, found in assigned(rules, **options).items() if found == device}
+
+
+def test_without_rules_everything_is_on_the_first_device():
+    assert set(assigned({}).values()) == {"llvm:0"}
+
+
+def test_names_in_any_graph_are_looked_at():
+    assert set(assigned({})) == {
+        "enc_0", "enc_1", "Relu_2", "call", "call/half", "call/Neg_1", "choice", "inner",
+        "choice/else_branch/Relu_0",
+    }  # fmt: skip
+
+
+def test_patterns_match_names_and_op_types():
+    assert on("c:0", {"enc_*": "c"}) == {"enc_0", "enc_1"}
+    assert on("c:0", {"Neg": "c"}) == {"enc_1", "call/Neg_1", "inner"}
+    assert on("c:0", {"enc_[1-9]": "c"}) == {"enc_1"}
+    assert on("c:0", {"Relu_2": "vdevice:1"}) == {"Relu_2"}
+
+
+def test_a_call_takes_its_body_along():
+    body = {"call", "call/half", "call/Neg_1"}
+    assert on("c:0", {"call": "c"}) == body
+    assert on("c:0", {"Twice": "c"}) == body
+    assert on("c:0", {"call/half": "c"}) == {"call/half"}
+
+
+def test_the_first_match_wins():
+    rules = [("enc_1", "llvm"), ("enc_*", "c"), ("*", "llvm")]
+    assert on("c:0", rules) == {"enc_0"}
+    assert on("c:0", dict(rules)) == {"enc_0"}
+    assert on("c:0", list(reversed(rules))) == set()
+
+
+def test_patterns_are_case_sensitive():
+    with pytest.raises(rh.FrontendError, match="'relu' matches no node.*'Relu'"):
+        assigned({"relu": "c"})
+
+
+def test_names_with_brackets_match_themselves():
+    model = parser.parse_model(
+        '<ir_version: 9, opset_import: ["" : 17]> g (float[2] x) => (float[2] y) { t = Relu(x) y = Neg(t) }'
+    )
+    model.graph.node[0].name = "block[0]"
+    assert on("c:0", {"block[0]": "c"}, model=model) == {"block[0]"}
+
+
+def test_nodes_of_one_name_are_matched_together():
+    model = parser.parse_model(
+        '<ir_version: 9, opset_import: ["" : 17]> g (float[2] x) => (float[2] y) { [n] t = Relu(x) [n] y = Neg(t) }'
+    )
+    assert on("c:0", {"n": "c"}, model=model) == {"n", "n_1"}
+    assert on("c:0", {"n_1": "c"}, model=model) == {"n_1"}
+
+
+def test_a_pattern_that_matches_nothing_lists_near_misses():
+    with pytest.raises(rh.FrontendError, match="'end_0' matches no node's name or op type; near misses: 'enc_0'"):
+        assigned({"end_0": "c"})
+    with pytest.raises(rh.FrontendError, match="op types Relu, Neg, Twice, If"):
+        assigned({"/transformer/*": "c"})
+
+
+def test_a_device_that_is_not_listed():
+    with pytest.raises(rh.VDeviceError, match="cuda.*available: llvm:0, c:0"):
+        assigned({"*": "cuda"})
+
+
+@pytest.mark.parametrize("rules", [["abc"], [("a",)], [(1, "llvm")], {1: "llvm"}])
+def test_rules_of_another_shape(rules):
+    with pytest.raises(rh.FrontendError, match="a pattern .* and a device"):
+        assigned(rules)
