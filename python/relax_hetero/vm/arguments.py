@@ -19,7 +19,7 @@ from ..errors import BindingError
 from .dims import DimValues
 from .names import unknown_name
 from .signature import FunctionSignature, PrimSpec, ShapeSpec, TensorSpec, TupleSpec, ValueSpec, describe
-from .tensors import ALIGNMENT, alias, copy_to, from_numpy, has_offset, is_host, same_device
+from .tensors import ALIGNMENT, alias, copy_to, dtype_name, from_numpy, has_offset, is_host, same_device
 
 _Tensor = tvm_ffi.core.Tensor
 
@@ -176,7 +176,7 @@ def check_tensor(dtype: str, shape: Sequence[int], spec: TensorSpec, where: str,
 def _array_dtype(array: np.ndarray, spec: TensorSpec, where: str) -> str:
     if array.dtype.kind in "OSUMm" or array.dtype.names is not None:
         raise BindingError(f"{where} has numpy dtype {array.dtype}, expected {describe(spec)}")
-    return str(array.dtype.newbyteorder("="))
+    return dtype_name(array.dtype)
 
 
 def _scalar(value: bool | int | float, spec: TensorSpec, where: str) -> np.ndarray:
@@ -264,4 +264,3 @@ def _place_prim(value: Any, spec: PrimSpec, where: str, to: Placement) -> bool |
     if spec.dtype.startswith(("float", "bfloat")):
         return float(value)
     return bool(value) if spec.dtype == "bool" else int(value)
-

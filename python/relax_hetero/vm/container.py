@@ -5,8 +5,8 @@ multiples of `WEIGHT_ALIGNMENT` and are mapped into memory, not read. Layout::
 
     library | padding | weight | padding | weight ... | metadata (JSON) | footer
 
-The footer (`_BODY` and `_CHECKSUM`, little endian): magic, format version, checksum of the library, checksum of the metadata, end
-of the library, begin and end of the metadata, and a checksum of all that.
+The footer (`_BODY` and `_CHECKSUM`, little endian): magic, format version, checksums of the library and of the
+metadata, end of the library, begin and end of the metadata, and a checksum of all that.
 """
 
 from __future__ import annotations

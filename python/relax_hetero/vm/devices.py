@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,16 @@ _TYPE_NAMES: dict[int, str] = {
     15: "webgpu",
     16: "hexagon",
 }
+
+
+def _make_vdevices_hashable() -> None:
+    """Let VDevices be keys: TVM compares them by structure and gives them no hash."""
+    relax = sys.modules.get("tvm.relax")  # absent where TVM has no compiler, and then there are no VDevices
+    if relax is not None and relax.VDevice.__hash__ is None:
+        relax.VDevice.__hash__ = lambda vdevice: hash((str(vdevice.target), vdevice.vdevice_id))
+
+
+_make_vdevices_hashable()
 
 
 def bind_devices(metadata: Metadata, devices: object = None) -> list[runtime.Device]:

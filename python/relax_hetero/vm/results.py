@@ -70,7 +70,7 @@ def _check_buffer(out: Any, spec: ValueSpec, where: str, dims: DimValues) -> Non
     if isinstance(out, np.ndarray):
         if not out.flags.writeable:
             raise BindingError(f"{where} is read-only")
-        check_tensor(dtype_name(out), out.shape, spec, where, dims)
+        check_tensor(dtype_name(out.dtype), out.shape, spec, where, dims)
         return
     tensor = _buffer(out, where, spec)
     check_tensor(str(tensor.dtype), tensor.shape, spec, where, dims)

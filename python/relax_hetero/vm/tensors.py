@@ -7,6 +7,7 @@ so a host buffer (a mapped weight, say) serves ``cpu(0)`` and ``cpu(1)`` without
 from __future__ import annotations
 
 import ctypes
+import functools
 
 import numpy as np
 import tvm_ffi
@@ -102,24 +103,26 @@ def bytes_of(tensor: runtime.Tensor) -> np.ndarray:
 
 def from_numpy(array: np.ndarray, device: runtime.Device, scope: str | None = None) -> runtime.Tensor:
     """A copy of `array` (any strides, byte order, element type that TVM has a name for) on `device`."""
-    dtype = dtype_name(array)
+    dtype = dtype_name(array.dtype)
     if dtype.startswith("float4"):  # two elements a byte: the stock conversion packs them
         return runtime.tensor(array, device)
-    array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")).reshape(array.shape)
-    tensor = _empty(tvm_ffi.Shape(array.shape), dtype, device, scope)
+    if not (array.flags.c_contiguous and array.dtype.isnative):
+        array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")).reshape(array.shape)
+    tensor = _empty(array.shape, dtype, device, scope)
     if array.nbytes:
         _copy_from_bytes(tensor, ctypes.c_void_p(array.__array_interface__["data"][0]), array.nbytes)
     return tensor
 
 
-def dtype_name(array: np.ndarray) -> str:
-    """TVM's name of a numpy element type; for one that TVM lacks (text, object) numpy's own name."""
-    return str(array.dtype.newbyteorder("="))
+@functools.cache
+def dtype_name(dtype: np.dtype) -> str:
+    """TVM's name of a numpy element type, whatever its byte order; for one that TVM lacks (text) numpy's own."""
+    return str(dtype.newbyteorder("="))
 
 
 def empty(shape: tuple[int, ...], dtype: str, device: runtime.Device, scope: str | None = None) -> runtime.Tensor:
     """An uninitialised tensor on `device`."""
-    return _empty(tvm_ffi.Shape(shape), dtype, device, scope)
+    return _empty(shape, dtype, device, scope)
 
 
 def copy_into(source: runtime.Tensor, target: runtime.Tensor) -> None:
@@ -143,6 +146,6 @@ def copy_into(source: runtime.Tensor, target: runtime.Tensor) -> None:
 
 def copy_to(tensor: runtime.Tensor, device: runtime.Device, scope: str | None = None) -> runtime.Tensor:
     """A copy of a contiguous tensor on `device`, in new memory."""
-    result = _empty(tvm_ffi.Shape(tensor.shape), tensor.dtype, device, scope)
+    result = _empty(tensor.shape, tensor.dtype, device, scope)
     copy_into(tensor, result)
     return result
