@@ -10,6 +10,8 @@ import tvm
 from tvm import relax, tirx
 from tvm.relax import _ffi_api as relax_ffi
 from tvm.relax import vm_build
+from tvm_ffi import VisitInterrupt, structural_walk
+from tvm_ffi.registry import list_global_func_names
 
 from ..errors import BuildError
 from ..native_target import native
@@ -32,7 +34,8 @@ def link(mod: tvm.IRModule) -> tvm.runtime.Module:
     Raises
     ------
     BuildError
-        A kernel does not compile, or TVM has no code generator for its target; names the kernel and the target.
+        A kernel does not compile, is written for another kind of device, or TVM has no code generator for its
+        target; names the kernel and the target.
     """
     host = host_vdevice(vdevices_of(mod))
     host_target = host.target if host is not None else native("llvm")
@@ -63,13 +66,23 @@ def build_group(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target
             f"kernels for target kind {kind!r} ({names}, ...) cannot be built: this TVM has no code generator for it; "
             f"expected one of {', '.join(_code_generators())}"
         )
+    for gv, func in group.functions.items():
+        if binds_threads(func) != _is_gpu(target):
+            found = "binds GPU threads" if binds_threads(func) else "binds no GPU threads, so it would run on the host"
+            raise BuildError(f"kernel {gv.name_hint!r} for target kind {kind!r} {found}")
     try:
-        library = _build(target, group, host)
+        return _build(target, group, host)
     except Exception as error:  # what TVM raises here has no common class
         raise _blame(target, group, host, error) from error
-    if _is_gpu(target) and not any(module.kind != library.kind for module in library.imports):
-        raise BuildError(f"kernels for {kind!r} were built without a device module: none of them binds GPU threads")
-    return library
+
+
+def binds_threads(func: tirx.PrimFunc) -> bool:
+    """Whether any loop of a kernel is bound to a GPU thread axis."""
+
+    def on_loop(loop: tirx.For) -> VisitInterrupt | None:
+        return VisitInterrupt(loop) if loop.kind == tirx.ForKind.THREAD_BINDING else None
+
+    return structural_walk(func.body, (tirx.For, on_loop)) is not None
 
 
 def _build(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Target) -> tvm.runtime.Module:
@@ -83,7 +96,7 @@ def _is_gpu(target: tvm.target.Target) -> bool:
 
 def _code_generators() -> list[str]:
     prefix = "target.build."
-    return sorted(n[len(prefix) :] for n in tvm.ffi.registry.list_global_func_names() if n.startswith(prefix))
+    return sorted(n[len(prefix) :] for n in list_global_func_names() if n.startswith(prefix))
 
 
 def _blame(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Target, error: Exception) -> BuildError:

@@ -25,7 +25,7 @@ from tvm_ffi import StructuralKey, structural_map
 
 from ..errors import BuildError
 from ..vdevice import vdevices_of
-from .bind_targets import bind_targets
+from .bind_targets import bind_targets, called_prim_func
 from .realize_vdevice import realize_vdevice
 from .rewriting import copy_module, map_bindings, op_name, relax_functions, tensor_types, typed, walk_bindings
 from .schedule_gpu import schedule_gpu
@@ -59,6 +59,8 @@ def FormDispatches() -> tvm.transform.Pass:
 
 def form_dispatches(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring."""
+    if is_formed(mod):
+        return schedule_gpu(bind_targets(mod))
     written = {gv.name_hint for gv in mod.get_global_vars()}
     mod = legalize_creations(mod)
     mod = relax.transform.LegalizeOps()(mod)
@@ -75,6 +77,18 @@ def form_dispatches(mod: tvm.IRModule) -> tvm.IRModule:
     )(forget_targets(mod, written))
     mod, _ = realize_vdevice(mod)  # places what folding made
     return schedule_gpu(bind_targets(mod))
+
+
+def is_formed(mod: tvm.IRModule) -> bool:
+    """Whether nothing is left to legalize and every kernel has its target: fusing again would change the kernels."""
+    for _, func in relax_functions(mod):
+        for binding in walk_bindings(func):
+            kernel = called_prim_func(mod, binding.value)
+            if kernel is not None and "target" not in mod.functions[kernel].attrs:
+                return False
+            if op_name(binding.value) is not None and not _is_kept(op_name(binding.value)):
+                return False
+    return True
 
 
 def legalize_creations(mod: tvm.IRModule) -> tvm.IRModule:
@@ -106,6 +120,10 @@ def _is_creation(value: relax.Expr) -> bool:
     return isinstance(shape, relax.ShapeExpr) and not any(True for arg in value.args for _ in tensor_types(arg.ty))
 
 
+def _is_kept(name: str) -> bool:
+    return name in _KEPT_OPS or name.startswith(_KEPT_PREFIXES)
+
+
 def check_legalized(mod: tvm.IRModule) -> None:
     """Refuse what would fail at run time: an op that is neither a kernel nor the VM's own.
 
@@ -118,7 +136,7 @@ def check_legalized(mod: tvm.IRModule) -> None:
         for binding in walk_bindings(func):
             value = binding.value
             name = op_name(value)
-            if name is None or name in _KEPT_OPS or name.startswith(_KEPT_PREFIXES):
+            if name is None or _is_kept(name):
                 continue
             operands = ", ".join(str(arg.ty) for arg in value.args)
             raise BuildError(

@@ -7,12 +7,12 @@ computed on the host. Assumes FormDispatches. A module that is lowered already i
 from __future__ import annotations
 
 import tvm
-from tvm import relax
+from tvm import relax, s_tir, tirx
 
 from ..vdevice import vdevices_of
 from .lower_transfers import LowerTransfers
 from .plan_memory import PlanMemoryPerDevice
-from .rewriting import relax_functions
+from .rewriting import copy_module, relax_functions
 
 LOWERED = "relax_hetero.lowered"
 PUBLIC = "relax_hetero.public"
@@ -48,9 +48,19 @@ def LowerToVM() -> tvm.transform.Pass:
             return mod
         # Lowering gives private functions a symbol too; a caller may use those that have one now.
         public = [gv.name_hint for gv, func in relax_functions(mod) if "global_symbol" in func.attrs]
-        return steps(mod).with_attrs({LOWERED: len(vdevices_of(mod)), PUBLIC: public})
+        return steps(with_root_blocks(mod)).with_attrs({LOWERED: len(vdevices_of(mod)), PUBLIC: public})
 
     return run
+
+
+def with_root_blocks(mod: tvm.IRModule) -> tvm.IRModule:
+    """Kernels written without blocks get the root block that RewriteDataflowReshape asserts (it crashes otherwise)."""
+    functions = dict(mod.functions.items())
+    for gv, func in functions.items():
+        if isinstance(func, tirx.PrimFunc) and not isinstance(func.body, s_tir.SBlockRealize):
+            root = s_tir.SBlockRealize([], True, s_tir.SBlock([], [], [], "root", func.body))
+            functions[gv] = func.with_body(root)
+    return copy_module(mod, functions)
 
 
 def is_lowered(mod: tvm.IRModule) -> bool:
