@@ -15,6 +15,7 @@ from tvm.target import codegen
 import relax_hetero as rh
 from relax_hetero import native_target
 from relax_hetero.errors import VDeviceError
+from relax_hetero.vdevice import parse_vdevices
 
 
 def test_llvm_describes_this_cpu():
@@ -54,3 +55,32 @@ def test_other_kinds():
 def test_unknown_kind(kind):
     with pytest.raises(VDeviceError, match="kinds are c, cuda"):
         rh.native(kind)
+
+
+class FakeGPU:
+    """What the driver would say about one GPU."""
+
+    exist = True
+    compute_version = "10.0"
+    max_threads_per_block = 1024
+    max_shared_memory_per_block = 49152
+    warp_size = 32
+
+
+def test_cuda_asks_the_driver(monkeypatch):
+    """Each GPU of the machine is asked itself."""
+    other = FakeGPU()
+    other.compute_version = "8.0"
+    monkeypatch.setattr(tvm, "cuda", lambda index: [FakeGPU(), other][index])
+    monkeypatch.setattr(native_target, "_native_cuda", native_target._native_cuda.__wrapped__)  # without its cache
+    assert rh.native("cuda").arch == "sm_100"
+    assert rh.native("cuda", 1).arch == "sm_80"
+    assert rh.native("cuda").attrs["thread_warp_size"] == 32
+    assert [entry.target.arch for entry in parse_vdevices(["cuda", "cuda", "cuda:0"])] == ["sm_100", "sm_80", "sm_100"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not tvm.cuda(0).exist, reason="needs an NVIDIA GPU")
+def test_cuda_describes_this_gpu():
+    assert rh.native("cuda").arch == "sm_" + tvm.cuda(0).compute_version.replace(".", "")
+    assert rh.native("cuda").attrs["max_threads_per_block"] == tvm.cuda(0).max_threads_per_block
