@@ -42,6 +42,11 @@ def running_on(devices: Sequence[runtime.Device], scopes: Sequence[str]) -> Iter
         _running.devices, _running.scopes = before
 
 
+def running_host() -> runtime.Device:
+    """The host of the machine that runs on this thread; ``cpu(0)`` outside of a call."""
+    return _running.devices[-1] if _running.devices is not None else runtime.device("cpu", 0)
+
+
 @tvm_ffi.register_global_func("relax_hetero.to_device", override=True)
 def to_device(value: Any, index: int, must_copy: int = 0) -> Any:
     """`value` on the device of manifest entry `index` (-1: the host): itself if it is there, else a copy.

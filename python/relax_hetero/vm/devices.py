@@ -11,6 +11,7 @@ from tvm import runtime
 
 from ..errors import BindingError
 from .backends import load_backend
+from .cpu_features import check_cpu
 from .metadata import CPU, DeviceSpec, Metadata, device_names
 from .names import unknown_name
 
@@ -153,6 +154,7 @@ def _check(name: str, spec: DeviceSpec, device: runtime.Device) -> runtime.Devic
         raise BindingError(
             f"{name} was compiled for a {_type_name(spec.device_type)} device (kind {spec.kind!r}), found {device}"
         )
+    check_cpu(name, spec)
     if device.dlpack_device_type() != CPU:
         load_backend(_type_name(spec.device_type))
     if device.index < 0 or not device.exist:

@@ -7,8 +7,9 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tvm
 import tvm_ffi
@@ -17,10 +18,9 @@ from tvm.base import _RUNTIME_ONLY
 
 from ..errors import BuildError
 from .container import write_container
+from .cpu_features import with_features
+from .metadata import Metadata
 from .tensors import bytes_of
-
-if TYPE_CHECKING:
-    from .metadata import Metadata
 
 # Modules that hold source or objects, and run only after they were linked.
 _NEEDS_LINKING = ("c", "static_library")
@@ -85,6 +85,7 @@ def write_copy(path: Path, data: Any) -> None:
 
 def header_of(metadata: Metadata) -> dict[str, Any]:
     """What the file says beside its code, as JSON data."""
+    metadata = replace(metadata, devices=tuple(with_features(spec) for spec in metadata.devices))
     return {"tvm": tvm.__version__, "tvm_ffi": tvm_ffi.__version__, "metadata": metadata.to_json()}
 
 

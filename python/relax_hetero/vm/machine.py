@@ -9,6 +9,7 @@ from typing import Any
 from tvm import runtime
 
 from ..errors import BindingError, HeteroError
+from . import run_functions as _run_functions  # noqa: F401 (registers what bytecode calls)
 from .arguments import Placement, match_names, place
 from .builtins import running_on
 from .constants import PlacedConstants

@@ -43,12 +43,19 @@ class DeviceSpec:
         Memory on that device (``"global"``).
     default : bool
         Whether values without any annotation were placed here; true for the first entry.
+    cpu_features : tuple of str, optional
+        LLVM's names of the instruction sets that the code may use; exporting fills it in.
     """
 
     target: str
     vdevice_id: int = 0
     memory_scope: str = "global"
     default: bool = False
+    cpu_features: tuple[str, ...] | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.cpu_features is not None:
+            object.__setattr__(self, "cpu_features", tuple(self.cpu_features))
 
     @property
     def kind(self) -> str:
