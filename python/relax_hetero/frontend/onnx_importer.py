@@ -21,6 +21,7 @@ from .onnx_functions import body_of_call, function_of, function_table
 from .onnx_model import OnnxModel, opset_in
 from .onnx_names import NodeInfo
 from .onnx_support import SEQUENCE_OPS, find_converter, takes_shapes
+from .symbolic_sizes import compute_sizes
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
         self._nodes: dict[str, Any] = {}
         self._graph = model.proto.graph
         self._functions = function_table(model.proto)
+        self._makers: dict[str, NodeInfo] = {}
         self._owners: dict[relax.Var, NodeInfo] = {}
         self._results: dict[NodeInfo, list[relax.Var]] = {}
 
@@ -129,11 +131,16 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
                 raise FrontendError(
                     f"node {info} of opset {self.opset} cannot be imported: {type(error).__name__}: {_reason(error)}"
                 ) from error
-            for binding in bindings:
-                self._owners.setdefault(binding.var, info)
-                self.bb.emit_normalized(binding)
+            self._adopt(bindings, info)
+
+    def _adopt(self, bindings: list[relax.Binding], info: NodeInfo) -> None:
+        """Emit bindings again where the builder stands, as what a node became unless an inner one owns them."""
+        for binding in bindings:
+            self._owners.setdefault(binding.var, info)
+            self.bb.emit_normalized(binding)
 
     def _convert_node(self, node: onnx.NodeProto, info: NodeInfo) -> None:
+        self._makers.update(dict.fromkeys(node.output, info))
         operands = stock.onnx_input(self._read(name, info) for name in node.input)
         folded = self._fold(node, operands)
         if folded is not None:
@@ -157,6 +164,9 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
     def _fold(self, node: onnx.NodeProto, operands: list[Any]) -> list[relax.Expr] | None:
         if node.op_type == "Constant":
             return [make_const(constant_value(node))]
+        sizes = compute_sizes(node, operands)
+        if sizes is not None:
+            return [sizes]
         is_known = all(operand is None or isinstance(operand, tvm.ir.GenericConst) for operand in operands)
         if node.op_type not in FOLDED_OPS or not is_known:
             return None
@@ -258,7 +268,11 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
             raise FrontendError(f"the graph output {name!r} is made by no node, input or initializer")
         if not isinstance(value, relax.Expr):
             raise FrontendError(f"the graph output {name!r} is an empty optional, which Relax has no value for")
-        return self._as_tensor(value)
+        with self._block() as bindings:
+            tensor = self._as_tensor(value)
+        if bindings:
+            self._adopt(bindings, self._makers[name])
+        return tensor
 
     def _as_tensor(self, value: relax.Expr) -> relax.Expr:
         """A shape or a symbolic number as the int64 tensor it stands for in ONNX; other values as they are."""

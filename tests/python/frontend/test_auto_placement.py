@@ -6,10 +6,11 @@ import time
 
 import numpy as np
 import pytest
-import relax_hetero as rh
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper, parser
+
+import relax_hetero as rh
 from relax_hetero.frontend import CostModel, DeviceCost, LinkCost, auto_placement
 from relax_hetero.frontend.auto_placement import _Planner
 from relax_hetero.frontend.work_graph import OUTSIDE, Unit, Value, WorkGraph

@@ -5,10 +5,11 @@ import warnings
 import numpy as np
 import onnx
 import pytest
-import relax_hetero as rh
 import tvm
 from onnx import TensorProto, helper, numpy_helper, parser
 from tvm import relax
+
+import relax_hetero as rh
 
 
 def imported(text, **options):
@@ -50,7 +51,10 @@ def test_bindings_carry_the_names_of_their_nodes():
 
 def test_text_of_the_module_parses_again():
     graph = helper.make_graph(
-        [helper.make_node("Relu", ["in.put/0:1"], ["t"], name="a/b"), helper.make_node("Neg", ["t"], ["y"], name="a.b")],
+        [
+            helper.make_node("Relu", ["in.put/0:1"], ["t"], name="a/b"),
+            helper.make_node("Neg", ["t"], ["y"], name="a.b"),
+        ],
         "g",
         [helper.make_tensor_value_info("in.put/0:1", TensorProto.FLOAT, [2, "seq-len"])],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, [2, "seq-len"])],

@@ -3,8 +3,9 @@
 import numpy as np
 import onnx
 import pytest
-import relax_hetero as rh
 from onnx import TensorProto, helper, numpy_helper, parser
+
+import relax_hetero as rh
 
 
 def refused(model, *words, **options):

@@ -1,8 +1,9 @@
 """Glob patterns over node names and op types."""
 
 import pytest
-import relax_hetero as rh
 from onnx import parser
+
+import relax_hetero as rh
 from relax_hetero.frontend.onnx_names import name_nodes
 from relax_hetero.frontend.placement_rules import assign_devices
 from relax_hetero.vdevice import device_name, parse_vdevices

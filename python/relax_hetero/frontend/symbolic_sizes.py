@@ -1,0 +1,248 @@
+"""Arithmetic of sizes that are known only by name.
+
+Exporters compute shapes with nodes: ``Concat(Gather(Shape(x), [0]), [-1, 768])``. Where a dimension is symbolic its
+values are carried through such nodes as expressions, so that the reshape at their end has a shape that kernels can be
+compiled for, and no device is asked to add two integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import tvm
+from onnx import helper
+from tvm import relax, sym, tirx
+
+from .onnx_model import STANDARD_DOMAINS
+
+# Longer vectors than shapes are.
+_MAX_ELEMENTS = 64
+
+# Objects in an array: ints and int64 expressions. A rule returns one, or None where it cannot say.
+_Sizes = np.ndarray
+_Rule = Callable[[list["_Sizes | None"], dict[str, Any]], "_Sizes | None"]
+
+
+def compute_sizes(node: onnx.NodeProto, operands: Sequence[Any]) -> relax.Expr | tvm.tirx.Expr | None:
+    """The output of a node over sizes: a shape for a vector, an expression for a scalar, a constant of known numbers.
+
+    Parameters
+    ----------
+    node : onnx.NodeProto
+    operands : sequence
+        A value per input, None where an optional one is left out.
+
+    Returns
+    -------
+    value : Expr or None
+        None if the node does something else, or on other operands than sizes and small integer constants.
+    """
+    rule = _RULES.get(node.op_type)
+    if rule is None or node.domain not in STANDARD_DOMAINS or not any(map(_is_symbolic, operands)):
+        return None
+    arrays = [None if operand is None else _as_sizes(operand) for operand in operands]
+    if any(array is None and operand is not None for array, operand in zip(arrays, operands, strict=True)):
+        return None
+    attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+    try:
+        result = rule(arrays, attributes)
+    except (ValueError, IndexError, TypeError):
+        return None  # malformed for this rule: the op's converter says what is wrong with it
+    return None if result is None else _as_expr(result)
+
+
+def _is_symbolic(value: Any) -> bool:
+    return isinstance(value, relax.ShapeExpr) or (
+        tvm.ir.is_prim_expr(value) and str(value.ty.dtype) == "int64" and not isinstance(value, tirx.IntImm)
+    )
+
+
+def _as_sizes(value: Any) -> _Sizes | None:
+    if isinstance(value, relax.ShapeExpr):
+        return _array(list(value.values))
+    if _is_symbolic(value) or isinstance(value, tirx.IntImm):
+        return _array([value]).reshape(())
+    if isinstance(value, tvm.ir.GenericConst):
+        array = value.value.numpy()
+        if array.dtype in (np.int64, np.int32, np.bool_) and array.size <= _MAX_ELEMENTS:
+            return _array([bool(x) if array.dtype == np.bool_ else int(x) for x in array.flat]).reshape(array.shape)
+    return None
+
+
+def _array(values: Sequence[Any]) -> _Sizes:
+    """A vector of these objects (numpy would look into expressions for more dimensions)."""
+    array = np.empty(len(values), object)
+    for index, value in enumerate(values):
+        array[index] = int(value) if isinstance(value, tirx.IntImm) else value
+    return array
+
+
+def _as_expr(sizes: _Sizes) -> relax.Expr | tvm.tirx.Expr | None:
+    values = [value if isinstance(value, (bool, int)) else _simplified(value) for value in sizes.reshape(-1)]
+    if all(isinstance(value, bool) for value in values):
+        return relax.const(np.array(values, np.bool_).reshape(sizes.shape))
+    if all(isinstance(value, int) for value in values):
+        return relax.const(np.array(values, np.int64).reshape(sizes.shape))
+    if sizes.ndim == 0:
+        return values[0]
+    return relax.ShapeExpr(values) if sizes.ndim == 1 else None
+
+
+def _analyzer_for(*values: Any) -> sym.Analyzer:
+    """An analyzer that knows sizes are not negative."""
+    analyzer = sym.Analyzer()
+    for value in values:
+        if not isinstance(value, int):
+            for var in tirx.analysis.undefined_vars(value):
+                analyzer.update(var, sym.ConstIntBound(0, sym.ConstIntBound.POS_INF))
+    return analyzer
+
+
+def _simplified(value: tvm.tirx.Expr) -> Any:
+    simple = _analyzer_for(value).simplify(value)
+    return int(simple) if isinstance(simple, tirx.IntImm) else simple
+
+
+def _ints(array: _Sizes | None) -> list[int] | None:
+    if array is None:
+        return None
+    values = list(array.reshape(-1))
+    if not all(isinstance(value, int) for value in values):
+        raise ValueError("not known")
+    return values
+
+
+def _data(operands: list[_Sizes | None], index: int = 0) -> _Sizes:
+    value = operands[index] if index < len(operands) else None
+    if value is None:
+        raise ValueError("missing")
+    return value
+
+
+def _axes(operands: list[_Sizes | None], attributes: dict[str, Any]) -> list[int] | None:
+    """Axes as second input, or as an attribute (before opset 13)."""
+    return _ints(operands[1]) if len(operands) > 1 else attributes.get("axes")
+
+
+def _gather(operands: list[_Sizes | None], attributes: dict[str, Any]) -> _Sizes:
+    indices = _data(operands, 1)
+    where = np.array(_ints(indices), np.int64).reshape(indices.shape)
+    return np.asarray(np.take(_data(operands), where, axis=attributes.get("axis", 0)), object)
+
+
+def _concat(operands: list[_Sizes | None], attributes: dict[str, Any]) -> _Sizes:
+    return np.concatenate([_data(operands, index) for index in range(len(operands))], axis=attributes["axis"])
+
+
+def _slice(operands: list[_Sizes | None], attributes: dict[str, Any]) -> _Sizes:
+    data = _data(operands)
+    if len(operands) < 3:  # before opset 10 these are attributes
+        starts, ends, axes, steps = attributes["starts"], attributes["ends"], attributes.get("axes"), None
+    else:
+        starts, ends = _ints(_data(operands, 1)), _ints(_data(operands, 2))
+        axes, steps = (_ints(operands[index]) if len(operands) > index else None for index in (3, 4))
+    if data.ndim != 1 or len(starts) != 1 or (axes or [0])[0] not in (0, -1):
+        raise ValueError("not a vector")
+    return data[slice(starts[0], ends[0], (steps or [1])[0])]
+
+
+def _unsqueeze(operands: list[_Sizes | None], attributes: dict[str, Any]) -> _Sizes:
+    return np.expand_dims(_data(operands), tuple(_axes(operands, attributes) or ()))
+
+
+def _squeeze(operands: list[_Sizes | None], attributes: dict[str, Any]) -> _Sizes:
+    axes = _axes(operands, attributes)
+    return np.squeeze(_data(operands), None if axes is None else tuple(axes))
+
+
+def _reshape(operands: list[_Sizes | None], attributes: dict[str, Any]) -> _Sizes:
+    target = _ints(_data(operands, 1))
+    if target not in ([-1], [1], []):
+        raise ValueError("not a vector")
+    return _data(operands).reshape(tuple(target))
+
+
+def _cast(operands: list[_Sizes | None], attributes: dict[str, Any]) -> _Sizes | None:
+    return _data(operands) if attributes["to"] == onnx.TensorProto.INT64 else None
+
+
+def _same(operands: list[_Sizes | None], attributes: dict[str, Any]) -> _Sizes:
+    return _data(operands)
+
+
+def _reduce_prod(operands: list[_Sizes | None], attributes: dict[str, Any]) -> _Sizes:
+    data = _data(operands)
+    product: Any = 1
+    for value in data.reshape(-1):
+        product = value * product
+    keeps = attributes.get("keepdims", 1)
+    return _array([product]).reshape((1,) * data.ndim if keeps else ())
+
+
+def _elementwise(operation: Callable[..., Any]) -> _Rule:
+    def rule(operands: list[_Sizes | None], attributes: dict[str, Any]) -> _Sizes | None:
+        arrays = np.broadcast_arrays(*(_data(operands, index) for index in range(len(operands))))
+        results = [operation(*values) for values in zip(*(array.reshape(-1) for array in arrays), strict=True)]
+        return None if any(result is None for result in results) else _array(results).reshape(arrays[0].shape)
+
+    return rule
+
+
+def _divide(a: Any, b: Any) -> Any:
+    """ONNX divides integers towards zero; for sizes that is the same as down, which simplifies further."""
+    if isinstance(a, int) and isinstance(b, int):
+        return None
+    analyzer = _analyzer_for(a, b)
+    is_size = analyzer.can_prove(tirx.all(_expr(a) >= 0, _expr(b) > 0))
+    return tirx.floordiv(_expr(a), _expr(b)) if is_size else tirx.truncdiv(_expr(a), _expr(b))
+
+
+def _equal(a: Any, b: Any) -> bool | None:
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    analyzer = _analyzer_for(a, b)
+    if analyzer.can_prove_equal(_expr(a), _expr(b)):
+        return True
+    return False if analyzer.can_prove(tirx.NE(_expr(a), _expr(b))) else None
+
+
+def _choose(condition: Any, a: Any, b: Any) -> Any:
+    return (a if condition else b) if isinstance(condition, bool) else None
+
+
+def _extreme(whole: Callable[..., int], symbolic: Callable[..., Any]) -> Callable[..., Any]:
+    def operation(first: Any, *rest: Any) -> Any:
+        for value in rest:
+            both_known = isinstance(first, int) and isinstance(value, int)
+            first = whole(first, value) if both_known else symbolic(_expr(first), _expr(value))
+        return first
+
+    return operation
+
+
+def _expr(value: Any) -> tvm.tirx.Expr:
+    return tirx.IntImm("int64", value) if isinstance(value, int) else value
+
+
+_RULES: dict[str, _Rule] = {
+    "Add": _elementwise(lambda a, b: a + b),
+    "Cast": _cast,
+    "Concat": _concat,
+    "Div": _elementwise(_divide),
+    "Equal": _elementwise(_equal),
+    "Gather": _gather,
+    "Identity": _same,
+    "Max": _elementwise(_extreme(max, tirx.max)),
+    "Min": _elementwise(_extreme(min, tirx.min)),
+    "Mul": _elementwise(lambda a, b: a * b),
+    "ReduceProd": _reduce_prod,
+    "Reshape": _reshape,
+    "Slice": _slice,
+    "Squeeze": _squeeze,
+    "Sub": _elementwise(lambda a, b: a - b),
+    "Unsqueeze": _unsqueeze,
+    "Where": _elementwise(_choose),
+}

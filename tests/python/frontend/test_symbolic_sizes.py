@@ -1,0 +1,83 @@
+"""Sizes computed by nodes from symbolic dimensions become expressions of them."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import parser
+from onnx.reference import ReferenceEvaluator
+from tvm import relax, sym, tirx
+
+import relax_hetero as rh
+
+HEAD = """
+    <ir_version: 8, opset_import: ["" : 17]>
+    g (float[N, M, 6] x) => (float[A, B] y)
+    <int64 i0 = {0}, int64 i2 = {2}, int64[1] v0 = {0}, int64[1] v1 = {1}, int64[1] v2 = {2}, int64[1] v3 = {3},
+     int64[1] last = {-1}, int64[1] four = {4}, int64[2] v01 = {0, 1}, int64[2] v21 = {-1, 0},
+     int64[1] least = {-9999}> {
+        s = Shape(x)
+"""
+TAIL = """
+        y = ConstantOfShape(dims)
+    }"""
+
+BODIES = {
+    "gather a vector": "dims = Gather(s, v21)",
+    "gather scalars": """
+        a = Gather(s, i0) ua = Unsqueeze(a, v0)
+        c = Gather(s, i2) uc = Unsqueeze(c, v0)
+        dims = Concat<axis = 0>(ua, uc)""",
+    "slice": "dims = Slice(s, v1, v3)",
+    "slice to the end": "a = Slice(s, v1, v3, v0, v1) dims = Identity(a)",
+    "slice backwards": "a = Slice(s, last, least, v0, last) dims = Gather(a, v01)",
+    "arithmetic": """
+        a = Slice(s, v0, v1) b = Slice(s, v1, v2)
+        p = Mul(a, four) q = Add(p, b) r = Sub(q, b) t = Div(r, v2)
+        dims = Concat<axis = 0>(q, t)""",
+    "division that does not come out even": """
+        a = Slice(s, v0, v1) b = Slice(s, v1, v2)
+        p = Div(a, four) q = Div(v3, b)
+        dims = Concat<axis = 0>(p, q)""",
+    "product of all": "p = ReduceProd(s) dims = Concat<axis = 0>(p, v1)",
+    "product to a scalar": "p = ReduceProd<keepdims = 0>(s) q = Reshape(p, last) dims = Concat<axis = 0>(q, v1)",
+    "least and greatest": """
+        a = Slice(s, v0, v1) b = Slice(s, v1, v2)
+        p = Min(a, b, four) q = Max(a, v1)
+        dims = Concat<axis = 0>(p, q)""",
+    "squeezed": "a = Slice(s, v0, v1) p = Squeeze(a, v0) q = Unsqueeze(p, v0) dims = Concat<axis = 0>(q, q)",
+    "cast": "a = Gather(s, v01) dims = Cast<to = 7>(a)",
+    "where a dimension is left out": """
+        a = Gather(s, v01) minus = Constant<value = int64[2] {-1, -1}>()
+        e = Equal(a, minus) one = Constant<value = int64[2] {1, 1}>()
+        dims = Where(e, one, a)""",
+    "compared with itself": "a = Gather(s, v01) e = Equal(a, a) dims = Where(e, a, four)",
+}
+
+
+def ops_of(func):
+    return [b.value.op.name for block in func.body.blocks for b in block.bindings if isinstance(b.value, relax.Call)]
+
+
+@pytest.mark.parametrize("name", BODIES)
+@given(sizes=st.tuples(st.integers(1, 9), st.integers(1, 9)))
+@settings(max_examples=5)
+def test_sizes_are_those_of_the_reference(name, sizes):
+    model = parser.parse_model(HEAD + BODIES[name] + TAIL)
+    func = rh.from_onnx(model)["main"]
+    # Nothing but the fill is left to run.
+    assert set(ops_of(func)) <= {"relax.broadcast_to", "relax.full"}
+    analyzer = sym.Analyzer()
+    for dim, value in zip(func.params[0].ty.shape, sizes, strict=False):
+        analyzer.bind(dim, tirx.IntImm("int64", value))
+    found = [int(analyzer.simplify(dim)) for dim in func.ret_ty.shape]
+    (expected,) = ReferenceEvaluator(model).run(None, {"x": np.zeros((*sizes, 6), "float32")})
+    assert found == list(expected.shape)
+
+
+def test_what_is_not_a_size_is_computed_when_the_model_runs():
+    model = parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        g (float[N, M] x) => (float[2] y) { s = Shape(x) f = Cast<to = 1>(s) y = Sqrt(f) }""")
+    ops = ops_of(rh.from_onnx(model)["main"])
+    assert ops[-1] == "relax.sqrt" and "relax.shape_to_tensor" in ops
