@@ -13,7 +13,7 @@ import tvm
 from tvm.relax import vm_build
 
 from ..errors import BuildError
-from ..transform.lower_to_vm import device_count
+from ..transform.stage import device_count
 
 
 def install() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import tvm
 from tvm import relax, tirx
 
-from ..transform.lower_to_vm import public_functions
 from ..transform.rewriting import relax_functions
+from ..transform.stage import public_functions
 from ..vdevice import vdevice_index, vdevices_of
 from ..vm.signature import Dim, FunctionSignature, ObjectSpec, PrimSpec, ShapeSpec, TensorSpec, TupleSpec, ValueSpec
 

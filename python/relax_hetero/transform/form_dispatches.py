@@ -29,6 +29,7 @@ from .bind_targets import bind_targets, called_prim_func
 from .realize_vdevice import realize_vdevice
 from .rewriting import copy_module, map_bindings, op_name, relax_functions, tensor_types, typed, walk_bindings
 from .schedule_gpu import schedule_gpu
+from .stage import is_lowered
 
 # Relax ops that later passes or the VM itself carry out; anything else left after legalizing has no kernel.
 _KEPT_OPS = frozenset(
@@ -59,6 +60,8 @@ def FormDispatches() -> tvm.transform.Pass:
 
 def form_dispatches(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring."""
+    if is_lowered(mod):
+        return mod
     if is_formed(mod):
         return schedule_gpu(bind_targets(mod))
     written = {gv.name_hint for gv in mod.get_global_vars()}
@@ -92,7 +95,7 @@ def is_formed(mod: tvm.IRModule) -> bool:
 
 
 def legalize_creations(mod: tvm.IRModule) -> tvm.IRModule:
-    """Lower ops without tensor operands (zeros, full, arange) here, where their device is still known."""
+    """Lower ops without operands but constants (zeros, full, arange) here, where their device is still known."""
     if not vdevices_of(mod):
         return mod
     builder = relax.BlockBuilder(mod)
@@ -117,7 +120,9 @@ def _is_creation(value: relax.Expr) -> bool:
     if op_name(value) is None or not value.op.has_attr("FLegalize"):
         return False
     shape = value.ty.shape if isinstance(value.ty, relax.TensorType) else None
-    return isinstance(shape, relax.ShapeExpr) and not any(True for arg in value.args for _ in tensor_types(arg.ty))
+    if not isinstance(shape, relax.ShapeExpr):
+        return False
+    return all(isinstance(arg, tvm.ir.GenericConst) or not any(tensor_types(arg.ty)) for arg in value.args)
 
 
 def _is_kept(name: str) -> bool:

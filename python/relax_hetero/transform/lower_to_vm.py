@@ -13,9 +13,7 @@ from ..vdevice import vdevices_of
 from .lower_transfers import LowerTransfers
 from .plan_memory import PlanMemoryPerDevice
 from .rewriting import copy_module, relax_functions
-
-LOWERED = "relax_hetero.lowered"
-PUBLIC = "relax_hetero.public"
+from .stage import is_lowered, mark_lowered
 
 
 def LowerToVM() -> tvm.transform.Pass:
@@ -46,9 +44,8 @@ def LowerToVM() -> tvm.transform.Pass:
     def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
         if is_lowered(mod):
             return mod
-        # Lowering gives private functions a symbol too; a caller may use those that have one now.
         public = [gv.name_hint for gv, func in relax_functions(mod) if "global_symbol" in func.attrs]
-        return steps(with_root_blocks(mod)).with_attrs({LOWERED: len(vdevices_of(mod)), PUBLIC: public})
+        return mark_lowered(steps(with_root_blocks(mod)), len(vdevices_of(mod)), public)
 
     return run
 
@@ -61,18 +58,3 @@ def with_root_blocks(mod: tvm.IRModule) -> tvm.IRModule:
             root = s_tir.SBlockRealize([], True, s_tir.SBlock([], [], [], "root", func.body))
             functions[gv] = func.with_body(root)
     return copy_module(mod, functions)
-
-
-def is_lowered(mod: tvm.IRModule) -> bool:
-    """Whether LowerToVM has been applied."""
-    return bool(mod.attrs and LOWERED in mod.attrs)
-
-
-def public_functions(mod: tvm.IRModule) -> list[str]:
-    """Names of the functions of a lowered module that a caller may use."""
-    return [str(name) for name in mod.attrs[PUBLIC]]
-
-
-def device_count(mod: tvm.IRModule) -> int:
-    """How many vdevices a lowered module has; 0 for any other module."""
-    return int(mod.attrs[LOWERED]) if is_lowered(mod) else 0

@@ -1,0 +1,37 @@
+"""What has been done to a module, where its text does not say: attributes that LowerToVM leaves."""
+
+from __future__ import annotations
+
+import tvm
+
+LOWERED = "relax_hetero.lowered"
+PUBLIC = "relax_hetero.public"
+
+
+def mark_lowered(mod: tvm.IRModule, vdevices: int, public: list[str]) -> tvm.IRModule:
+    """`mod`, marked as in the virtual machine's form.
+
+    Parameters
+    ----------
+    mod : tvm.IRModule
+    vdevices : int
+        How many vdevices it has.
+    public : list of str
+        The functions a caller may use; lowering gives private ones a symbol too.
+    """
+    return mod.with_attrs({LOWERED: vdevices, PUBLIC: public})
+
+
+def is_lowered(mod: tvm.IRModule) -> bool:
+    """Whether LowerToVM has been applied."""
+    return bool(mod.attrs and LOWERED in mod.attrs)
+
+
+def device_count(mod: tvm.IRModule) -> int:
+    """How many vdevices a lowered module has; 0 for any other module."""
+    return int(mod.attrs[LOWERED]) if is_lowered(mod) else 0
+
+
+def public_functions(mod: tvm.IRModule) -> list[str]:
+    """Names of the functions of a lowered module that a caller may use."""
+    return [str(name) for name in mod.attrs[PUBLIC]]
