@@ -19,7 +19,8 @@ Convert = Callable[[Node], Any]
 """A converter of ours: from a node to its output, or to a `relax.Tuple` of its outputs."""
 
 _OURS: dict[str, Convert] = {}
-_STOCK: dict[str, Any] = dict(_get_convert_map())
+# Stock TVM looks up ops of onnxruntime's own domain by the same names; ONNX does not define those.
+_STOCK: dict[str, Any] = {name: converter for name, converter in _get_convert_map().items() if onnx.defs.has(name)}
 
 
 def converts(*op_types: str) -> Callable[[Convert], Convert]:

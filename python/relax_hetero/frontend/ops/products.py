@@ -1,0 +1,80 @@
+"""Matrix products: MatMul, Gemm, their integer forms, and attention."""
+
+from __future__ import annotations
+
+from tvm import relax
+
+from .node import Node, const, dtype_of
+from .table import convert_by_body, converts
+
+_HALF = ("float16", "bfloat16")
+
+
+def matmul(node: Node, a: relax.Expr, b: relax.Expr) -> relax.Expr:
+    """Product in the operands' type; half precision is accumulated in float32."""
+    dtype = dtype_of(a)
+    if dtype not in _HALF:
+        return node.emit(relax.op.matmul(a, b))
+    return node.emit(relax.op.astype(node.emit(relax.op.matmul(a, b, out_dtype="float32")), dtype))
+
+
+@converts("MatMul")
+def convert_matmul(node: Node) -> relax.Expr:
+    """numpy's matmul: leading dimensions broadcast."""
+    return matmul(node, node.tensor(0), node.tensor(1))
+
+
+@converts("Gemm")
+def gemm(node: Node) -> relax.Expr:
+    """alpha * A' @ B' + beta * C, scaled after the product; A and B are matrices, C broadcasts."""
+    a, b = node.tensor(0), node.tensor(1)
+    dtype = dtype_of(a)
+    if node.attribute("transA", 0):
+        a = node.emit(relax.op.permute_dims(a, [1, 0]))
+    if node.attribute("transB", 0):
+        b = node.emit(relax.op.permute_dims(b, [1, 0]))
+    result = matmul(node, a, b)
+    alpha, beta = node.attribute("alpha", 1.0), node.attribute("beta", 1.0)
+    if alpha != 1.0:
+        result = node.emit(relax.op.multiply(result, const(alpha, dtype)))
+    if not node.has(2) or beta == 0.0:
+        return result
+    addend = node.tensor(2)
+    if beta != 1.0:
+        addend = node.emit(relax.op.multiply(addend, const(beta, dtype)))
+    return node.emit(relax.op.add(result, addend))
+
+
+def shifted(node: Node, value: relax.Expr, zero_point: relax.Expr | None, along: int | None) -> relax.Expr:
+    """`value - zero_point` in int32; a vector of zero points runs along axis `along`."""
+    wide = node.emit(relax.op.astype(value, "int32"))
+    if zero_point is None:
+        return wide
+    point = node.emit(relax.op.astype(zero_point, "int32"))
+    if along is not None and node.rank(point) == 1 and node.static_shape(point) != [1]:
+        rank = node.rank(value)
+        shape = [1] * rank
+        shape[along % rank] = node.static_shape(point)[0]
+        point = node.emit(relax.op.reshape(point, shape))
+    elif node.rank(point) == 1:
+        point = node.emit(relax.op.reshape(point, ()))
+    return node.emit(relax.op.subtract(wide, point))
+
+
+@converts("MatMulInteger")
+def matmul_integer(node: Node) -> relax.Expr:
+    """(A - a_zero_point) @ (B - b_zero_point) in int32; zero points per tensor, per row of A, per column of B."""
+    a, b = node.tensor(0), node.tensor(1)
+    a_point = node.tensor(2) if node.has(2) else None
+    b_point = node.tensor(3) if node.has(3) else None
+    if node.rank(a) == 1 and a_point is not None:
+        a_shifted = shifted(node, a, a_point, None)
+    else:
+        a_shifted = shifted(node, a, a_point, -2)
+    return node.emit(relax.op.matmul(a_shifted, shifted(node, b, b_point, -1), out_dtype="int32"))
+
+
+@converts("Attention")
+def attention(node: Node) -> relax.Expr:
+    """By its definition over other ops (stock TVM's converter of this name is of onnxruntime's contrib op)."""
+    return convert_by_body(node)

@@ -1,0 +1,202 @@
+"""Reductions, and the index of the largest or smallest element."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax, te, tirx
+
+from .node import Node, const, dtype_of, is_float
+from .table import converts
+
+Reduce = Callable[[Node, relax.Expr, list[int], bool], relax.Expr]
+
+
+def _axes(node: Node, rank: int) -> list[int]:
+    """The axes to reduce, counted from the front; none for a node that reduces nothing."""
+    given = node.attributes.get("axes")
+    if node.has(1):
+        array = node.constant(1)
+        if array is not None:
+            given = [int(axis) for axis in array.reshape(-1)]
+        elif node.static_shape(node.tensor(1)) == [0]:
+            given = []
+        else:
+            raise node.refusal("its axes are computed when the model runs; they must be known at import")
+    if given:
+        return sorted({node.axis(int(axis), rank) for axis in given})
+    return [] if node.attribute("noop_with_empty_axes", 0) else list(range(rank))
+
+
+def _register(op_type: str, reduce: Reduce) -> None:
+    def convert(node: Node) -> relax.Expr:
+        data = node.tensor(0)
+        return reduce(node, data, _axes(node, node.rank(data)), bool(node.attribute("keepdims", 1)))
+
+    converts(op_type)(convert)
+
+
+def _sum(node: Node, data: relax.Expr, axes: list[int], keepdims: bool) -> relax.Expr:
+    """Sum; half precision is accumulated in float32."""
+    dtype = dtype_of(data)
+    if not axes:
+        return data
+    if dtype in ("float16", "bfloat16"):
+        wide = node.emit(relax.op.sum(node.emit(relax.op.astype(data, "float32")), axes, keepdims))
+        return node.emit(relax.op.astype(wide, dtype))
+    return node.emit(relax.op.sum(data, axes, keepdims))
+
+
+def _mean(node: Node, data: relax.Expr, axes: list[int], keepdims: bool) -> relax.Expr:
+    dtype = dtype_of(data)
+    if not axes:
+        return data
+    if dtype in ("float16", "bfloat16"):
+        wide = node.emit(relax.op.mean(node.emit(relax.op.astype(data, "float32")), axes, keepdims))
+        return node.emit(relax.op.astype(wide, dtype))
+    if is_float(dtype):
+        return node.emit(relax.op.mean(data, axes, keepdims))
+    shape = node.static_shape(data)
+    count = int(np.prod([shape[axis] for axis in axes]))
+    # numpy's mean of integers, cast back: the quotient is rounded towards zero.
+    total = node.emit(relax.op.sum(node.emit(relax.op.astype(data, "float64")), axes, keepdims))
+    return node.emit(relax.op.astype(node.emit(relax.op.divide(total, const(count, "float64"))), dtype))
+
+
+def _prod(node: Node, data: relax.Expr, axes: list[int], keepdims: bool) -> relax.Expr:
+    return node.emit(relax.op.prod(data, axes, keepdims)) if axes else data
+
+
+def _l1(node: Node, data: relax.Expr, axes: list[int], keepdims: bool) -> relax.Expr:
+    return _sum(node, node.emit(relax.op.abs(data)), axes, keepdims)
+
+
+def _sum_square(node: Node, data: relax.Expr, axes: list[int], keepdims: bool) -> relax.Expr:
+    return _sum(node, node.emit(relax.op.multiply(data, data)), axes, keepdims)
+
+
+def _l2(node: Node, data: relax.Expr, axes: list[int], keepdims: bool) -> relax.Expr:
+    """Square root of the sum of squares, taken in float for integers (float64 where they are wide)."""
+    dtype = dtype_of(data)
+    compute = dtype if dtype in ("float32", "float64") else "float64" if dtype.endswith("64") else "float32"
+    wide = node.emit(relax.op.astype(data, compute)) if compute != dtype else data
+    root = node.emit(relax.op.sqrt(_sum_square(node, wide, axes, keepdims)))
+    return node.emit(relax.op.astype(root, dtype)) if compute != dtype else root
+
+
+def _float_only(node: Node, data: relax.Expr) -> None:
+    if not is_float(dtype_of(data)):
+        raise node.refusal(f"is not defined for {dtype_of(data)}")
+
+
+def _log_sum(node: Node, data: relax.Expr, axes: list[int], keepdims: bool) -> relax.Expr:
+    _float_only(node, data)
+    return node.emit(relax.op.log(_sum(node, data, axes, keepdims)))
+
+
+def _log_sum_exp(node: Node, data: relax.Expr, axes: list[int], keepdims: bool) -> relax.Expr:
+    """log(sum(exp(x - max))) + max, so that large values do not overflow; an infinite maximum is not subtracted."""
+    _float_only(node, data)
+    if not axes:
+        return data
+    largest = _extreme(node, data, axes, keepdims=True, largest=True)
+    finite = node.emit(relax.op.isfinite(largest))
+    shift = node.emit(relax.op.where(finite, largest, const(0, dtype_of(data))))
+    exponentials = node.emit(relax.op.exp(node.emit(relax.op.subtract(data, shift))))
+    total = node.emit(relax.op.log(_sum(node, exponentials, axes, keepdims=True)))
+    result = node.emit(relax.op.add(total, shift))
+    return result if keepdims else node.emit(relax.op.squeeze(result, axes))
+
+
+def _lowest(dtype: str) -> tirx.Expr:
+    return tirx.const(float("-inf"), dtype) if is_float(dtype) else tvm.tirx.min_value(dtype)
+
+
+def _highest(dtype: str) -> tirx.Expr:
+    return tirx.const(float("inf"), dtype) if is_float(dtype) else tvm.tirx.max_value(dtype)
+
+
+def _reduced_shape(shape: Sequence[Any], axes: Sequence[int], keepdims: bool) -> list[Any]:
+    return [1 if i in axes else dim for i, dim in enumerate(shape) if keepdims or i not in axes]
+
+
+def _source_index(position: Sequence[Any], reduced: dict[int, Any], rank: int, keepdims: bool) -> list[Any]:
+    kept = iter([p for i, p in enumerate(position) if not (keepdims and i in reduced)])
+    return [reduced[i] if i in reduced else next(kept) for i in range(rank)]
+
+
+def _extreme(node: Node, data: relax.Expr, axes: list[int], keepdims: bool, largest: bool) -> relax.Expr:
+    """Maximum or minimum that starts from the infinities (stock TVM starts from the largest finite numbers)."""
+    if not axes:
+        return data
+    dtype = dtype_of(data)
+    if dtype == "bool":
+        number = _extreme(node, node.emit(relax.op.astype(data, "int8")), axes, keepdims, largest)
+        return node.emit(relax.op.astype(number, "bool"))
+    if dtype == "bfloat16":  # exact in float32, and targets without bfloat16 arithmetic have no infinity for it
+        number = _extreme(node, node.emit(relax.op.astype(data, "float32")), axes, keepdims, largest)
+        return node.emit(relax.op.astype(number, "bfloat16"))
+
+    def combine(one: tirx.Expr, other: tirx.Expr) -> tirx.Expr:
+        return tirx.max(one, other) if largest else tirx.min(one, other)
+
+    def compute(x: te.Tensor) -> te.Tensor:
+        reducer = te.comm_reducer(combine, lambda kind: _lowest(kind) if largest else _highest(kind), name="extreme")
+        reduced = {axis: te.reduce_axis((0, x.shape[axis]), name=f"r{axis}") for axis in axes}
+        return te.compute(
+            _reduced_shape(x.shape, axes, keepdims),
+            lambda *i: reducer(x(*_source_index(i, reduced, len(x.shape), keepdims)), axis=list(reduced.values())),
+            name="extreme",
+        )
+
+    return node.builder.emit_te(compute, data, primfunc_name_hint="reduce_max" if largest else "reduce_min")
+
+
+_register("ReduceSum", _sum)
+_register("ReduceMean", _mean)
+_register("ReduceProd", _prod)
+_register("ReduceL1", _l1)
+_register("ReduceL2", _l2)
+_register("ReduceSumSquare", _sum_square)
+_register("ReduceLogSum", _log_sum)
+_register("ReduceLogSumExp", _log_sum_exp)
+_register("ReduceMax", lambda node, data, axes, keepdims: _extreme(node, data, axes, keepdims, largest=True))
+_register("ReduceMin", lambda node, data, axes, keepdims: _extreme(node, data, axes, keepdims, largest=False))
+
+
+@converts("ArgMax", "ArgMin")
+def arg_extreme(node: Node) -> relax.Expr:
+    """Index of the first (or last) largest or smallest element along an axis, also where all are infinite."""
+    data = node.tensor(0)
+    rank = node.rank(data)
+    axis = node.axis(node.attribute("axis", 0), rank)
+    keepdims, last = bool(node.attribute("keepdims", 1)), bool(node.attribute("select_last_index", 0))
+    largest = node.op_type == "ArgMax"
+    if dtype_of(data) == "bfloat16":
+        data = node.emit(relax.op.astype(data, "float32"))
+
+    def better(one: Sequence[tirx.Expr], other: Sequence[tirx.Expr]) -> tuple[tirx.Expr, tirx.Expr]:
+        is_more = one[1] > other[1] if largest else one[1] < other[1]
+        is_sooner = one[0] > other[0] if last else one[0] < other[0]
+        wins = tirx.any(is_more, tirx.all(one[1] == other[1], is_sooner))
+        return tirx.Select(wins, one[0], other[0]), tirx.Select(wins, one[1], other[1])
+
+    def worst(index_type: str, value_type: str) -> tuple[tirx.Expr, tirx.Expr]:
+        # An index that loses every tie against a real element.
+        nowhere = tirx.const(-1, index_type) if last else tvm.tirx.max_value(index_type)
+        return nowhere, _lowest(value_type) if largest else _highest(value_type)
+
+    def compute(x: te.Tensor) -> te.Tensor:
+        reducer = te.comm_reducer(better, worst, name="arg_extreme")
+        along = te.reduce_axis((0, x.shape[axis]), name="along")
+
+        def pair(*i: Any) -> Any:
+            source = _source_index(i, {axis: along}, rank, keepdims)
+            return reducer((tirx.Cast("int64", along), x(*source)), axis=along)
+
+        return te.compute(_reduced_shape(x.shape, [axis], keepdims), pair, name="arg_extreme")[0]
+
+    return node.builder.emit_te(compute, data, primfunc_name_hint="argmax" if largest else "argmin")
