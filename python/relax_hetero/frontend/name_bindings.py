@@ -35,7 +35,7 @@ def build_function(imported: ImportedGraph, device_of: DeviceOf | None = None) -
 
 
 class _Rebuild:
-    """Copies bindings with new variables; values keep the types they were inferred with.
+    """Copies bindings with new variables; types are those that were inferred, on the node's device.
 
     (TVM's mutators would infer again, and stock inference refuses operands on several devices.)
     """
@@ -80,11 +80,11 @@ class _Rebuild:
 
     def _binding(self, binding: relax.Binding, kind: type[relax.Var]) -> relax.Binding:
         value = self._expr(binding.value)
-        if isinstance(binding.value, relax.If):
-            relax.expr._update_type(value, binding.value.ty)
         ty = binding.ty if isinstance(binding, relax.MatchCast) else binding.var.ty
         if self._device_of is not None:
             ty = on_device(ty, self._device_of(self._imported.owners[binding.var]))
+        if value is not binding.value and isinstance(value, (relax.Call, relax.If)):
+            relax.expr._update_type(value, ty)
         var = kind(self._names[binding.var], ty)
         self._vars[binding.var] = var
         return relax.MatchCast(var, value, ty) if isinstance(binding, relax.MatchCast) else relax.VarBinding(var, value)
@@ -98,7 +98,7 @@ class _Rebuild:
             return relax.TupleGetItem(self._expr(expr.tuple_value), expr.index)
         if isinstance(expr, relax.Call) and not tvm.ir.is_prim_expr(expr):
             args = [self._expr(arg) for arg in expr.args]
-            return relax.Call(expr.op, args, expr.attrs, expr.ty_args, expr.span, expr.ty)
+            return relax.Call(expr.op, args, expr.attrs, expr.ty_args, expr.span)
         if isinstance(expr, relax.If):
             return relax.If(self._expr(expr.cond), self._branch(expr.true_branch), self._branch(expr.false_branch))
         return expr
