@@ -13,6 +13,7 @@ import tvm
 from tvm import relax
 
 from ..errors import FrontendError
+from ..transform.realize_vdevice import realize_vdevice
 from ..vdevice import parse_vdevices, with_vdevices
 from .auto_placement import place_graph
 from .name_bindings import build_function
@@ -84,8 +85,6 @@ def from_onnx(
         return _module(model, graph, build_function(graph))
     assigned = place_graph(graph, devices, cost_model).vdevices if by_rule is None else by_rule
     mod = _module(model, graph, build_function(graph, lambda node: assigned[node.name]))
-    from ..transform.realize_vdevice import realize_vdevice
-
     return realize_vdevice(with_vdevices(mod, devices), insert_copies=True)[0]
 
 
