@@ -1,0 +1,440 @@
+"""Read the functions of one recursion group into a graph, and keep what the rewriting needs of every binding."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import tvm
+from tvm import relax
+
+from ...errors import HeteroError, PlacementError
+from ...op.hints import hinted_vdevice
+from . import ops
+from .graph import ANY, HOST, ConstLeaf, FuncTree, Graph, Origin, Spot, Tree, handle, nodes_of, tensors_of
+from .instantiate import Group, mention
+from .program import CallRef, Program, Record, Scope, Unit
+from .trampoline import run
+from .trees import Trees, fits, names_device
+
+_PLAIN = (relax.Var, relax.DataflowVar)
+
+
+def collect(program: Program, units: Sequence[Unit], groups: Sequence[Group]) -> Graph:
+    """The graph of one recursion group.
+
+    Parameters
+    ----------
+    program : Program
+    units : sequence of Unit
+        The functions of the group; their trees and scopes are filled in.
+    groups : sequence of Group
+        All groups they call, solved.
+
+    Returns
+    -------
+    graph : Graph
+
+    Raises
+    ------
+    PlacementError
+        For a module that is not in normal form, a device that is not in the list, a call whose callee cannot be known.
+    """
+    collector = _Collector(program, {unit.name: unit for unit in units}, groups)
+    for unit in units:
+        collector.signature(unit)
+    for unit in units:
+        run(collector.function(unit))
+    return collector.graph
+
+
+class _Collector:
+    def __init__(self, program: Program, units: dict[str, Unit], groups: Sequence[Group]) -> None:
+        self.program = program
+        self.units = units
+        self.groups = groups
+        self.graph = Graph()
+        self.trees = Trees(program, self.graph)
+        self.access = self.trees.access
+        self.unit: Unit
+        self.name = ""
+        self.callees: list[CallRef] = []
+        self.spot = Spot("", None)
+        # Sites that make values of unknown kind: a match_cast to a tensor ties them.
+        self.makers: dict[int, int] = {}
+
+    def signature(self, unit: Unit) -> None:
+        """Nodes of parameters and result, before any body refers to them."""
+        unit.access = self.access
+        params = [self._parameter(param, unit.name) for param in unit.func.params]
+        unit.tree.params = tuple(params)
+        unit.tree.ret = self.trees.make(unit.func.ret_ty, None, unit.name)
+        self.graph.interface.update(nodes_of(unit.tree))
+
+    def _parameter(self, param: relax.Var, function: str) -> Tree:
+        tree = self.trees.make(param.ty, param, function)
+        self.trees.declare(param.ty, tree, Origin("parameter", param.name, function))
+        self.trees.env[handle(param)] = tree
+        return tree
+
+    def function(self, unit: Unit) -> Generator[Any, Any, None]:
+        """Walk one function of the module."""
+        self.unit, self.name = unit, unit.name
+        unit.scope = yield self._scope(unit.func.body, None, 0)
+        self._result(unit.scope, unit.func.ret_ty, unit.tree.ret, unit.name)
+
+    def _result(self, scope: Scope, ret_ty: tvm.ir.Type, ret: Tree, name: str) -> None:
+        scope.body_want = self.trees.tie(scope.body_tree, ret, Spot(self.name, None, "return"))
+        self.trees.declare(ret_ty, ret, Origin("return", name, self.name), list(nodes_of(scope.body_tree)))
+
+    def _scope(self, seq: relax.Expr, parent: Scope | None, index: int) -> Generator[Any, Any, Scope]:
+        if not isinstance(seq, relax.SeqExpr):
+            seq = relax.SeqExpr([], seq)
+        scope = Scope(seq, parent, index, 0 if parent is None else parent.depth + 1)
+        records = scope.records
+        for block in seq.blocks:
+            start = len(records)
+            for binding in block.bindings:
+                value = binding.value
+                record = Record(binding, binding.var, value, len(records))
+                self.callees = record.callees
+                self.spot = Spot(self.name, record.var)
+                try:
+                    nested = self._binding(record)
+                except HeteroError as error:
+                    raise _located(error, record, self.name) from error
+                if nested is not None:
+                    scopes = []
+                    for branch in nested:
+                        scopes.append((yield self._scope(branch, scope, record.index)))
+                    record.scopes = scopes
+                    self._after(record)
+                self.trees.env[handle(record.var)] = record.home
+                records.append(record)
+            scope.blocks.append((block, start, len(records)))
+        self.callees = scope.callees
+        self.spot = Spot(self.name, None)
+        scope.body = seq.body
+        scope.body_tree = self._of(scope.body)
+        return scope
+
+    def _of(self, expr: relax.Expr) -> Tree:
+        if type(expr) in _PLAIN:
+            return self.trees.env.get(handle(expr))
+        return self.trees.of(expr, self._mention)
+
+    def _mention(self, gvar: tvm.ir.GlobalVar) -> Tree:
+        """The tree of a Relax function, None for a PrimFunc; notes which instance of it this place needs."""
+        name = str(gvar.name_hint)
+        unit = self.units.get(name)
+        if unit is not None:
+            self.callees.append(CallRef(unit, {}))
+            return unit.tree
+        callee = self.program.units.get(name)
+        if callee is None:
+            return None
+        spot = Spot(self.name, self.spot.var, f"call of '{name}'")
+        tree, ref = mention(self.graph, callee, self.groups[callee.group], spot)
+        self.callees.append(ref)
+        self.unit.calls.append(ref)
+        return tree
+
+    def _binding(self, record: Record) -> Sequence[relax.Expr] | None:
+        """Read a binding; the scopes inside it, if any, are read by the caller."""
+        value, var = record.value, record.var
+        kind = type(value)
+        if kind is relax.Call:
+            self._call(record, value)
+        elif kind is relax.If:
+            record.kind, record.op = "if", "If"
+            self._host_read(record, [value.cond])
+            return (value.true_branch, value.false_branch)
+        elif kind is relax.Function:
+            record.kind, record.op = "function", "function"
+            params = tuple(self._parameter(param, self.name) for param in value.params)
+            record.home = record.func = FuncTree(params, self.trees.make(value.ret_ty, None, self.name))
+            self.trees.env[handle(var)] = record.home
+            return (value.body,)
+        elif kind is relax.SeqExpr:
+            raise PlacementError("found a nested SeqExpr; run relax.transform.Normalize() first")
+        else:
+            record.kind, record.op = _BINDING_KINDS.get(kind, ("other", "binding"))
+            if isinstance(record.binding, relax.MatchCast):
+                record.kind, record.op = "alias", "match_cast"
+            self._alias(record, self._of(value))
+        return None
+
+    def _after(self, record: Record) -> None:
+        """What remains of an `If` or a local function once the scopes inside are read."""
+        if record.kind == "function":
+            assert record.func is not None
+            self._result(record.scopes[0], record.value.ret_ty, record.func.ret, record.var.name)
+            return
+        spot = self._spot(record)
+        record.home = self.trees.make(record.var.ty, record.var, self.name)
+        operands: list[int] = []
+        for branch in record.scopes:
+            operands += nodes_of(branch.body_tree)
+        for branch in record.scopes:
+            branch.body_want = self.trees.tie(branch.body_tree, record.home, spot)
+        self.trees.declare(record.var.ty, record.home, Origin("variable", record.var.name, self.name), operands)
+
+    def _spot(self, record: Record) -> Spot:
+        return Spot(self.name, record.var, record.op)
+
+    def _alias(self, record: Record, tree: Tree) -> None:
+        """A variable that is another value, a tuple of values, a field, a constant or a checked view of one."""
+        var, binding = record.var, record.binding
+        is_cast = isinstance(binding, relax.MatchCast)
+        ty = binding.ty if is_cast else var.ty
+        record.args, record.trees = [record.value], [tree]
+        if is_cast and isinstance(tree, int) and tree in self.makers and isinstance(ty, relax.TensorType):
+            self.graph.connect(self.makers.pop(tree), tree)
+        declared = names_device(ty)
+        if fits(tree, ty) and not declared:
+            record.home = tree
+            record.produced = tree
+            record.wants = ANY
+            if isinstance(tree, int) and tree not in self.access:
+                self.access[tree] = (var, ())
+            return
+        spot = self._spot(record)
+        home = self.trees.make(ty, var, self.name)
+        record.home = record.produced = home
+        origin = Origin("match_cast" if is_cast else "variable", var.name, self.name)
+        operands = () if is_cast else list(nodes_of(tree))
+        record.wants = [self.trees.tie(tree, home, spot)]
+        self.trees.declare(ty, home, origin, operands)
+        if isinstance(tree, ConstLeaf) and isinstance(home, int):
+            self.graph.constants[home] = tree.expr
+
+    def _host_read(self, record: Record, args: list[relax.Expr]) -> None:
+        record.args = args
+        record.trees = [self._of(arg) for arg in args]
+        record.wants, record.host_read = HOST, True
+        for tree in record.trees:
+            for leaf in tensors_of(tree):
+                if isinstance(leaf, ConstLeaf):
+                    leaf.use(HOST)
+
+    def _call(self, record: Record, call: relax.Call) -> None:
+        op = call.op
+        args = list(call.args)
+        if type(op) is tvm.ir.Op:
+            name = str(op.name)
+            record.op = name
+            if name == ops.HINT or name == ops.TRANSFER:
+                self._crossing(record, call, args)
+                return
+            if name in ops.CALLS_OF_FIRST_ARGUMENT:
+                self._op(record, call, args, ops.callee_name(call) or "")
+                return
+            if name == ops.MAKE_CLOSURE:
+                self._make_closure(record, args)
+                return
+            if name in ops.INVOKE_CLOSURE:
+                self._invoke(record, call, self._of(args[0]), args, first=1)
+                return
+            self._op(record, call, args, name)
+            return
+        record.op = ops.callee_name(call) or ""
+        if record.op:
+            self._op(record, call, args, record.op)
+        elif isinstance(op, tvm.ir.GlobalVar):
+            name = str(op.name_hint)
+            tree = self._mention(op)
+            record.op = f"call of '{name}'"
+            if tree is None:
+                record.op = name
+                self._op(record, call, args, name)
+            else:
+                self._invoke(record, call, tree, args)
+        elif type(op) in _PLAIN and not isinstance(op.ty, relax.PackedFuncType):
+            record.op = f"call of '{op.name}'"
+            self._invoke(record, call, self._of(op), args)
+        else:
+            record.op = "call"
+            self._op(record, call, args, "")
+
+    def _op(self, record: Record, call: relax.Call, args: list[relax.Expr], name: str) -> None:
+        """An op whose tensors share a device, or that the host reads, makes, or copies."""
+        record.kind = "op"
+        graph, var = self.graph, record.var
+        if name in ops.HOST_READS:
+            self._host_read(record, args)
+        else:
+            record.args = args
+            record.trees = [self._of(arg) for arg in args]
+        operands: list[int] = []
+        constants: list[ConstLeaf] = []
+        for tree in record.trees:
+            if type(tree) is int:
+                operands.append(tree)
+            elif tree is not None:
+                for leaf in tensors_of(tree):
+                    if isinstance(leaf, ConstLeaf):
+                        constants.append(leaf)
+                    else:
+                        operands.append(leaf)
+        ties = not (record.host_read or name in ops.CROSSING)
+        site = ANY
+        if ties and (operands or constants or names_tensor(var.ty)):
+            site = graph.add(self._spot(record))
+            opaque = graph.opaque
+            for node in operands:
+                if node not in opaque:
+                    graph.connect(node, site)
+            for leaf in constants:
+                leaf.use(site)
+            record.wants = site
+        record.site = site
+        record.stale = (not record.host_read) and ops.may_write(call)
+        home = record.home = self.trees.make(var.ty, var, self.name)
+        record.produced = home
+        self.trees.declare(var.ty, home, Origin("variable", var.name, self.name), operands)
+        if len(call.ty_args) and names_device_in(call.ty_args):
+            self._declare_ty_args(record, call)
+        made_on_host = name in ops.HOST_MADE and self.program.host >= 0
+        for node in nodes_of(home):
+            if made_on_host:
+                graph.made_on_host.add(node)
+            elif site != ANY:
+                if node in graph.opaque:
+                    self.makers[node] = site
+                else:
+                    graph.connect(site, node)
+        if made_on_host:
+            record.produced = HOST
+
+    def _declare_ty_args(self, record: Record, call: relax.Call) -> None:
+        """``out_ty`` fixes results as an annotation does; where both differ, it fixes the op and they the results."""
+        types = list(call.ty_args)
+        ty = types[0] if len(types) == 1 else tvm.ir.TupleType(types)
+        origin = Origin("out_ty", record.var.name, self.name)
+        self._declare_out(ty, record.home, record.site, origin)
+
+    def _declare_out(self, ty: tvm.ir.Type, tree: Tree, site: int, origin: Origin) -> None:
+        if isinstance(ty, relax.TensorType) and ty.vdevice is not None and isinstance(tree, int):
+            device = self.program.index_of(ty.vdevice, f"'{origin.name}' in function '{origin.function}'")
+            known = self.graph.fixed.get(tree)
+            if known is None:
+                self.graph.fixed[tree] = (device, origin)
+            elif known[0] != device and site != ANY:
+                self.graph.fixed.setdefault(site, (device, origin))
+        elif isinstance(ty, tvm.ir.TupleType) and isinstance(tree, tuple):
+            for sub_ty, sub in zip(ty.fields, tree, strict=False):
+                self._declare_out(sub_ty, sub, site, origin)
+
+    def _crossing(self, record: Record, call: relax.Call, args: list[relax.Expr]) -> None:
+        """A hint or a transfer: the result is fixed, the operand is not tied to it."""
+        var, is_hint = record.var, record.op == ops.HINT
+        vdevices = self.program.vdevices
+        vdevice = hinted_vdevice(call, vdevices) if is_hint else call.attrs.dst_vdevice
+        device = self.program.index_of(vdevice, record.op)
+        record.kind, record.device = ("hint" if is_hint else "to_vdevice"), device
+        record.args, record.trees = args, [self._of(args[0])]
+        home = record.home = record.produced = self.trees.make(var.ty, var, self.name)
+        origin = Origin(record.kind, var.name, self.name)
+        for leaf in tensors_of(record.trees[0]):
+            if isinstance(leaf, ConstLeaf):
+                leaf.use(ANY, device)
+            elif is_hint:
+                self.graph.hints.setdefault(leaf, []).append((device, origin))
+        for node in nodes_of(home):
+            self.graph.fixed[node] = (device, origin)
+        self._check_crossing(var.ty, args[0].ty, home, record)
+
+    def _check_crossing(self, ty: tvm.ir.Type, source: tvm.ir.Type, tree: Tree, record: Record) -> None:
+        """The annotation of a crossing's result must agree, unless inference took it over from the operand."""
+        if isinstance(ty, tvm.ir.TupleType) and isinstance(tree, tuple):
+            sources = source.fields if isinstance(source, tvm.ir.TupleType) else [source] * len(tree)
+            for sub, sub_source, sub_tree in zip(ty.fields, sources, tree, strict=False):
+                self._check_crossing(sub, sub_source, sub_tree, record)
+        elif isinstance(ty, relax.TensorType) and ty.vdevice is not None and isinstance(tree, int):
+            declared = self.program.index_of(ty.vdevice, record.op)
+            if declared == record.device:
+                return
+            names = self.program.names
+            inherits = isinstance(source, relax.TensorType) and source.vdevice is not None
+            if not inherits or self.program.index_of(source.vdevice, record.op) != declared:
+                raise PlacementError(
+                    f"{record.op} of '{record.var.name}' in function '{self.name}' is to {names[record.device]}, but "
+                    f"its annotation says {names[declared]}"
+                )
+            self.trees.hearsay[tree] = declared
+
+    def _make_closure(self, record: Record, args: list[relax.Expr]) -> None:
+        """The function with its last parameters bound."""
+        record.kind, record.args = "op", args
+        func, bound = self._of(args[0]), self._of(args[1])
+        record.trees = [func, bound]
+        if not isinstance(func, FuncTree) or not isinstance(bound, tuple):
+            self._unknown_callee(record)
+            record.home = record.produced = self.trees.make(record.var.ty, record.var, self.name)
+            return
+        free = len(func.params) - len(bound)
+        record.wants = [None, self.trees.tie(bound, func.params[free:], self._spot(record))]
+        record.home = record.produced = FuncTree(func.params[:free], func.ret)
+
+    def _invoke(self, record: Record, call: relax.Call, func: Tree, args: list[relax.Expr], first: int = 0) -> None:
+        """A call of a Relax function, a local function or a closure: arguments are passed, results received."""
+        if not isinstance(func, FuncTree):
+            self._unknown_callee(record)
+            self._op(record, call, args, "")
+            return
+        record.kind, record.args = "call", args
+        record.stale = ops.may_write(call)
+        spot = self._spot(record)
+        record.trees = [None] * first + [self._of(arg) for arg in args[first:]]
+        if first:
+            passed = record.trees[1]
+            record.wants = [None, self.trees.tie(passed, func.params, spot)]
+        else:
+            record.wants = [
+                self.trees.tie(tree, param, spot) for tree, param in zip(record.trees, func.params, strict=False)
+            ]
+        var = record.var
+        record.home = self.trees.make(var.ty, var, self.name) if not isinstance(func.ret, FuncTree) else func.ret
+        record.produced = func.ret
+        if record.home is not func.ret:
+            self.trees.tie(func.ret, record.home, spot)
+            self.trees.declare(
+                var.ty, record.home, Origin("variable", var.name, self.name), list(nodes_of(func.ret))
+            )
+
+    def _unknown_callee(self, record: Record) -> None:
+        if len(self.program.vdevices) > 1:
+            raise PlacementError(
+                f"{record.op} of '{record.var.name}' in function '{self.name}': the function it calls is not known "
+                "here, so neither are the devices it takes its arguments on; call it by name, or as a local function"
+            )
+
+
+_BINDING_KINDS: dict[type, tuple[str, str]] = {
+    relax.Var: ("alias", "binding"),
+    relax.DataflowVar: ("alias", "binding"),
+    relax.Tuple: ("tuple", "tuple"),
+    relax.TupleGetItem: ("getitem", "tuple field"),
+    tvm.ir.GenericConst: ("const", "constant"),
+}
+
+
+def names_tensor(ty: tvm.ir.Type) -> bool:
+    """Whether an op with a result of this type makes something that may be a tensor."""
+    if isinstance(ty, tvm.ir.TupleType):
+        return any(names_tensor(field) for field in ty.fields)
+    return isinstance(ty, (relax.TensorType, relax.AnyType))
+
+
+def names_device_in(types: Sequence[tvm.ir.Type]) -> bool:
+    """Whether any of the types names a vdevice."""
+    return any(names_device(ty) for ty in types)
+
+
+def _located(error: HeteroError, record: Record, function: str) -> HeteroError:
+    """The error with function, variable and op in front, unless it says so already."""
+    text = str(error)
+    if f"function '{function}'" in text:
+        return error
+    op = f"{record.op} of " if record.op else ""
+    return type(error)(f"{op}'{record.var.name}' in function '{function}': {text}")

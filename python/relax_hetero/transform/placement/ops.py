@@ -1,0 +1,78 @@
+"""What placement knows about single ops. An op that stands in no table here ties all its tensors together."""
+
+from __future__ import annotations
+
+import tvm
+from tvm import relax
+
+HINT = "relax.hint_on_device"
+TRANSFER = "relax.to_vdevice"
+
+# Their tensors are read by the host while the machine runs: shapes, messages, assertions.
+HOST_READS = frozenset(
+    {
+        "relax.tensor_to_shape",
+        "relax.print",
+        "relax.assert_op",
+        "vm.builtin.tensor_to_shape",
+        "vm.builtin.read_if_cond",
+    }
+)
+
+# Their result is made by the host.
+HOST_MADE = frozenset({"relax.shape_to_tensor", "relax.run.shape_to_tensor"})
+
+# Packed functions that copy to the device their result is annotated with.
+CROSSING = frozenset({"relax_hetero.to_device", "vm.builtin.to_device"})
+
+# The callee is their first argument; they are known by its name.
+CALLS_OF_FIRST_ARGUMENT = frozenset(
+    {
+        "relax.call_tir",
+        "relax.call_tir_inplace",
+        "relax.call_tir_with_grad",
+        "relax.call_dps_packed",
+        "relax.call_pure_packed",
+        "relax.call_inplace_packed",
+        "relax.call_builtin_with_ctx",
+        "relax.call_py_func",
+        "relax.vm.call_tir_dyn",
+        "relax.dist.call_tir_local_view",
+    }
+)
+
+MAKE_CLOSURE = "relax.make_closure"
+INVOKE_CLOSURE = frozenset({"relax.invoke_closure", "relax.invoke_pure_closure"})
+
+# They may write to tensors they are given.
+_WRITING = frozenset({"relax.call_tir_inplace", "relax.call_inplace_packed", "relax.call_builtin_with_ctx"})
+
+
+def callee_name(call: relax.Call) -> str | None:
+    """The packed function a call is of, if any: called directly, or as the first argument of ``call_pure_packed`` etc.
+
+    Returns
+    -------
+    name : str or None
+        None for an op, a PrimFunc or a Relax function.
+    """
+    op = call.op
+    if isinstance(op, relax.ExternFunc):
+        return str(op.global_symbol)
+    if isinstance(op, tvm.ir.Op) and op.name in CALLS_OF_FIRST_ARGUMENT and len(call.args) > 0:
+        first = call.args[0]
+        if isinstance(first, relax.ExternFunc):
+            return str(first.global_symbol)
+    return None
+
+
+def may_write(call: relax.Call) -> bool:
+    """Whether a call may change its operands in place, so that copies of them made before are out of date."""
+    op = call.op
+    if isinstance(op, tvm.ir.Op):
+        return op.name in _WRITING
+    if isinstance(op, relax.ExternFunc):
+        return str(op.global_symbol) not in HOST_READS | CROSSING
+    if isinstance(op, (tvm.ir.GlobalVar, relax.Var)):
+        return isinstance(op.ty, relax.FuncType) and not op.ty.purity
+    return True

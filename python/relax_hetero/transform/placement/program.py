@@ -1,0 +1,188 @@
+"""What a module looks like to placement: functions, scopes and bindings, read once, with trees for their values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tvm
+from tvm import relax
+
+from ...errors import PlacementError, VDeviceError
+from ...vdevice import device_name, host_vdevice, vdevice_index, vdevices_of
+from .graph import ANY, FuncTree, Tree, handle
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """One binding.
+
+    Attributes
+    ----------
+    binding : relax.Binding
+    kind : str
+        "op", "call" (of a Relax function), "hint", "to_vdevice", "alias" (also match_cast), "tuple", "getitem",
+        "const", "if", "function" or "other".
+    op : str
+        For messages and reports.
+    args : list of Expr
+        The expressions that may hold tensors: of a call its arguments, of an ``If`` its condition.
+    trees : list of Tree
+        Of those.
+    wants : int, or list of Tree
+        The node (HOST, ANY) whose device they are wanted on: one for all, or one tree for each.
+    home : Tree
+        Where the variable's tensors live.
+    produced : Tree
+        Where the value makes them; differs from `home` only where a transfer follows.
+    scopes : list of Scope
+        Branches of an ``If``; body of a local function.
+    device : int
+        Of a hint or `to_vdevice`: where to.
+    callee : list of CallRef
+        Instances of Relax functions that the value refers to.
+    func : FuncTree
+        Of a local function: its parameters and result.
+    stale : bool
+        Whether the op may write to its operands: transfers made before it are not reused after it.
+    host_read : bool
+        Whether the host reads the operands.
+    """
+
+    binding: relax.Binding
+    var: relax.Var
+    value: relax.Expr
+    index: int
+    kind: str = "other"
+    op: str = ""
+    args: list[relax.Expr] = field(default_factory=list)
+    trees: list[Tree] = field(default_factory=list)
+    wants: Any = ANY
+    home: Tree = None
+    produced: Tree = None
+    site: int = ANY
+    device: int = ANY
+    scopes: list[Scope] = field(default_factory=list)
+    callees: list[CallRef] = field(default_factory=list)
+    func: FuncTree | None = None
+    stale: bool = False
+    host_read: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Scope:
+    """One ``SeqExpr``: the body of a function or a branch.
+
+    Attributes
+    ----------
+    blocks : list
+        (block, index of its first record, index past its last).
+    body_tree, body_want : Tree
+        Of the value of the sequence, and where it is wanted.
+    parent, parent_index
+        The scope and record it is nested in; None for the body of a module's function.
+    """
+
+    seq: relax.SeqExpr
+    parent: Scope | None
+    parent_index: int
+    depth: int
+    body: relax.Expr | None = None
+    records: list[Record] = field(default_factory=list)
+    blocks: list[tuple[relax.BindingBlock, int, int]] = field(default_factory=list)
+    body_tree: Tree = None
+    body_want: Tree = None
+    callees: list[CallRef] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class CallRef:
+    """One mention of a Relax function outside the caller's own recursion group.
+
+    Attributes
+    ----------
+    callee : Unit
+    classes : dict
+        Open class of the callee's group -> the site in the caller that decides its device.
+    """
+
+    callee: Unit
+    classes: dict[int, int]
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """One Relax function of the module.
+
+    Attributes
+    ----------
+    index : int
+        Position in the module.
+    tree : FuncTree
+    scope : Scope
+        Its body; a placeholder until it is read.
+    group : int
+        Its recursion group.
+    access : dict
+        Value node -> the variable, and the path into its tuple, that holds it.
+    calls : list of CallRef
+        Its mentions of functions of other groups, in program order.
+    """
+
+    index: int
+    gvar: tvm.ir.GlobalVar
+    func: relax.Function
+    name: str
+    tree: FuncTree
+    scope: Scope
+    group: int = -1
+    access: dict[int, tuple[relax.Var, tuple[int, ...]]] = field(default_factory=dict)
+    calls: list[CallRef] = field(default_factory=list)
+
+
+class Program:
+    """A module's functions and devices.
+
+    Parameters
+    ----------
+    mod : IRModule
+        With at least one vdevice.
+    """
+
+    def __init__(self, mod: tvm.IRModule) -> None:
+        self.mod = mod
+        self.vdevices: Sequence[relax.VDevice] = vdevices_of(mod)
+        self.names = [device_name(vdevice, self.vdevices) for vdevice in self.vdevices]
+        # Equal entries share a position: two devices that nothing can tell apart would be two to the solver.
+        host = host_vdevice(self.vdevices)
+        self.host = ANY if host is None else vdevice_index(host, self.vdevices)
+        self._index = {handle(vdevice): index for index, vdevice in reversed(list(enumerate(self.vdevices)))}
+        self._foreign: list[relax.VDevice] = []  # kept alive, so that their handles stay theirs
+        self.units: dict[str, Unit] = {}
+        for gvar, func in mod.functions.items():
+            if isinstance(func, relax.Function):
+                name = str(gvar.name_hint)
+                unread = Scope(func.body, None, 0, 0)
+                self.units[name] = Unit(len(self.units), gvar, func, name, FuncTree((), None), unread)
+
+    def index_of(self, vdevice: relax.VDevice, where: str) -> int:
+        """Position of a vdevice in the module's list.
+
+        Raises
+        ------
+        PlacementError
+            If the list has none that equals it; the message starts with `where`.
+        """
+        key = handle(vdevice)
+        found = self._index.get(key)
+        if found is None:
+            try:
+                found = vdevice_index(vdevice, self.vdevices)
+            except VDeviceError as error:
+                raise PlacementError(f"{where}: {error}") from error
+            self._index[key] = found
+            self._foreign.append(vdevice)
+        return found
+
+

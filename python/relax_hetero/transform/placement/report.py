@@ -1,0 +1,164 @@
+"""What was placed where, and why, in words."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import tvm
+from tvm import relax
+
+from .graph import HOST, Graph
+from .instances import Instance
+from .operands import Note
+from .solve import Path, shortest_paths
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementEntry:
+    """One op, transfer, parameter or constant of a placed module.
+
+    Attributes
+    ----------
+    function : str
+    variable : str
+        The variable that is bound; for a constant the one whose binding uses it first.
+    op : str
+        E.g. "relax.add", "relax.to_vdevice", "parameter", "constant".
+    device : str
+        ``kind:i``.
+    device_index : int
+        Position in the module's vdevice list.
+    reason : str
+        A sentence.
+    bytes : int, optional
+        Size of the result; None where it depends on a symbolic or unknown shape.
+    kind : str
+        "op", "transfer", "param" or "constant".
+    """
+
+    function: str
+    variable: str
+    op: str
+    device: str
+    device_index: int
+    reason: str
+    bytes: int | None
+    kind: str
+
+
+@dataclass(slots=True)
+class PlacementReport:
+    """The entries of one `RealizeVDevice` run, in program order."""
+
+    entries: list[PlacementEntry] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        """As a JSON array of objects."""
+        return json.dumps([asdict(entry) for entry in self.entries])
+
+    @staticmethod
+    def from_json(text: str) -> PlacementReport:
+        """Read what `to_json` wrote."""
+        return PlacementReport([PlacementEntry(**entry) for entry in json.loads(text)])
+
+
+_COLLECTED: ContextVar[list[PlacementReport] | None] = ContextVar("relax_hetero_placements", default=None)
+
+
+@contextlib.contextmanager
+def collect_placement() -> Iterator[list[PlacementReport]]:
+    """A list to which every `RealizeVDevice` that runs inside the ``with`` block adds its report."""
+    reports: list[PlacementReport] = []
+    token = _COLLECTED.set(reports)
+    try:
+        yield reports
+    finally:
+        _COLLECTED.reset(token)
+
+
+def publish(report: PlacementReport) -> None:
+    """Give a report to the innermost `collect_placement`, if any."""
+    reports = _COLLECTED.get()
+    if reports is not None:
+        reports.append(report)
+
+
+def entries_of(function: str, notes: Sequence[Note], instance: Instance, names: list[str]) -> list[PlacementEntry]:
+    """Put the notes of one written function into words."""
+    reasons = _Reasons(instance, names)
+    return [
+        PlacementEntry(
+            function, note.name, note.op, names[note.device], note.device, reasons(note), _bytes(note.ty), note.kind
+        )
+        for note in notes
+    ]
+
+
+class _Reasons:
+    def __init__(self, instance: Instance, names: list[str]) -> None:
+        self.instance = instance
+        self.names = names
+        self.graph: Graph = instance.group.graph
+        self.fixed, _ = shortest_paths(self.graph, self.graph.fixed)
+        hints = {node: found[0] for node, found in self.graph.hints.items() if node not in self.fixed}
+        self.hinted: dict[int, Path] = shortest_paths(self.graph, hints)[0] if hints else {}
+
+    def __call__(self, note: Note) -> str:
+        device = self.names[note.device]
+        if note.kind == "transfer":
+            return f"transfer: needed by {note.needed_by} on {device}"
+        if note.node == HOST:
+            return "read or made by the host"
+        if note.kind == "constant":
+            return f"constant: used by '{note.needed_by}' on {device}"
+        path = self.fixed.get(note.node)
+        if path is not None:
+            if path.device == note.device:
+                return self._follows(note.node, path, self.fixed)
+            return "goes with its first use" if note.kind == "param" else "goes with its operands and users"
+        if note.node in self.instance.group.solution.class_of and self.instance.caller:
+            return f"called by '{self.instance.caller}' on {device}"
+        path = self.hinted.get(note.node)
+        if path is not None and path.device == note.device:
+            return self._follows(note.node, path, self.hinted)
+        return "default device"
+
+    def _follows(self, node: int, path: Path, paths: dict[int, Path]) -> str:
+        """The nearest fixed value, and the first op on the way to it."""
+        start = self.graph.spots[path.start]
+        if path.start == node or (self.graph.is_site(node) and path.start in self.graph.targets[node]):
+            return f"fixed by {path.origin}"
+        via = node if self.graph.is_site(node) else path.before
+        op = f" through {self.graph.spots[via].op}" if via >= 0 and self.graph.spots[via].op else ""
+        what = f"'{start.variable}'" if not start.op else f"the {start.op}"
+        return f"follows {what}{op}, which is on {self.names[path.device]} by {path.origin}"
+
+
+def _bytes(ty: tvm.ir.Type) -> int | None:
+    """Size of a value of static shape; 0 for what holds no tensor."""
+    if isinstance(ty, tvm.ir.TupleType):
+        total = 0
+        for field_ty in ty.fields:
+            size = _bytes(field_ty)
+            if size is None:
+                return None
+            total += size
+        return total
+    if not isinstance(ty, relax.TensorType):
+        return 0
+    shape, dtype = ty.shape, ty.dtype
+    if dtype is None or not isinstance(shape, relax.ShapeExpr):
+        return None
+    elements = 1
+    for dim in shape.values:
+        if not isinstance(dim, tvm.tirx.IntImm):
+            return None
+        elements *= int(dim.value)
+    data_type: Any = tvm.DataType(str(dtype.dtype) if isinstance(dtype, tvm.ir.PrimType) else str(dtype))
+    return (elements * data_type.bits * data_type.lanes + 7) // 8
+

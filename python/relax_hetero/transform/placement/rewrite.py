@@ -1,0 +1,287 @@
+"""Write one instance of a function: explicit devices in every type, transfers where they are planned, no hints.
+
+Types are written, never inferred: stock inference refuses or forgets the device of n-ary ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import tvm
+from tvm import relax
+
+from .graph import ANY, HOST, ConstLeaf, Tree, handle, tensors_of
+from .instances import Instance
+from .operands import Note, Operands
+from .program import CallRef, Program, Record, Scope, Unit
+from .trampoline import run
+from .transfers import Transfer, plan_transfers
+
+# The global variable that a mention of a function becomes.
+Callee = Callable[[CallRef], tvm.ir.GlobalVar]
+Place = tuple[int, int]
+
+
+def rewrite(program: Program, unit: Unit, instance: Instance, callee: Callee) -> tuple[relax.Function, list[Note]]:
+    """The function on the instance's devices, and what is to report about it.
+
+    Returns
+    -------
+    func, notes
+        The very function of the module if nothing changes.
+    """
+    writer = _Writer(program, unit, instance, callee)
+    func = run(writer.function(unit.func, unit.scope, unit.tree.params, unit.tree.ret))
+    return func, writer.notes
+
+
+class _Writer(Operands):
+    def __init__(self, program: Program, unit: Unit, instance: Instance, callee: Callee) -> None:
+        super().__init__(program, unit, instance, plan_transfers(program, instance, unit.scope))
+        self._callee = callee
+
+    def callee(self, ref: CallRef) -> tvm.ir.GlobalVar:
+        return self._callee(ref)
+
+    def function(
+        self, func: relax.Function, scope: Scope, params: tuple[Tree, ...], ret: Tree
+    ) -> Generator[Any, Any, relax.Function]:
+        """A function of the module, or a local one."""
+        old_params = list(func.params)
+        new_params = [self.define(param, tree) for param, tree in zip(old_params, params, strict=True)]
+        for var, tree in zip(new_params, params, strict=True):
+            first = next((leaf for leaf in tensors_of(tree) if isinstance(leaf, int)), None)
+            if first is not None:
+                self.notes.append(Note("param", var.name, var.ty, "parameter", self.devices[first], first, ""))
+        body = yield self._scope(scope)
+        ret_ty = self.retyped(func.ret_ty, ret)
+        same = all(new is old for new, old in zip(new_params, old_params, strict=True))
+        if same and body is scope.seq and ret_ty is func.ret_ty:
+            return func
+        return relax.Function(new_params, body, ret_ty, func.is_pure, func.attrs, func.span)
+
+    def _scope(self, scope: Scope) -> Generator[Any, Any, relax.SeqExpr]:
+        changed = False
+        blocks: list[relax.BindingBlock] = []
+        before = self.plan.before
+        for block, start, stop in scope.blocks:
+            bindings: list[relax.Binding] = []
+            self._open(block, bindings)
+            for record in scope.records[start:stop]:
+                place = (id(scope), record.index)
+                for transfer in before.get(place, ()):
+                    self._insert(transfer)
+                inner = []
+                for nested in record.scopes:
+                    inner.append((yield self._nested(record, nested)))
+                    self._open(block, bindings)
+                self.mentions = iter(record.callees)
+                self._write(record, inner, place)
+            old = [record.binding for record in scope.records[start:stop]]
+            if len(bindings) != len(old) or any(new is not was for new, was in zip(bindings, old, strict=True)):
+                changed = True
+                block = type(block)(bindings, block.span)
+            blocks.append(block)
+        self.out, self.dataflow, self.current = [], False, "the result"
+        place = (id(scope), len(scope.records))
+        for transfer in before.get(place, ()):
+            self._insert(transfer)
+        self.mentions = iter(scope.callees)
+        body = self.coerce(scope.body, scope.body_tree, scope.body_want, place)
+        if self.out:
+            blocks.append(relax.BindingBlock(self.out))
+        if not changed and not self.out and body is scope.body:
+            return scope.seq
+        sequence = relax.SeqExpr(blocks, body, scope.seq.span)
+        relax.expr._update_type(sequence, body.ty)
+        return sequence
+
+    def _open(self, block: relax.BindingBlock, bindings: list[relax.Binding]) -> None:
+        self.out, self.dataflow = bindings, isinstance(block, relax.DataflowBlock)
+
+    def _nested(self, record: Record, scope: Scope) -> Generator[Any, Any, Any]:
+        if record.func is None:
+            return self._scope(scope)
+        self.define(record.var, record.home)  # a local function may call itself
+        return self.function(record.value, scope, record.func.params, record.func.ret)
+
+    def _insert(self, transfer: Transfer) -> None:
+        """Write a planned transfer."""
+        var, path = self.unit.access[transfer.node]
+        local = self.dataflow and transfer.is_local()
+        value = self.env.get(handle(var), var)
+        name = str(var.name)
+        for index in path:
+            name = f"{name}_{index}"
+            value = self.bind(name, relax.TupleGetItem(value, index), self.dataflow)
+        device = transfer.device
+        name = f"{name}_{self.program.names[device].replace(':', '_')}"
+        copy = self.bind(name, self.transferred(value, device), local)
+        transfer.var = copy
+        self.notes.append(Note("transfer", name, copy.ty, "relax.to_vdevice", device, ANY, transfer.needed_by))
+
+    def _write(self, record: Record, inner: list[Any], place: Place) -> None:
+        self.current = record.var.name
+        kind = record.kind
+        if kind == "op" or kind == "call":
+            self._write_call(record, place)
+        elif kind == "hint" or kind == "to_vdevice":
+            self._write_crossing(record, place)
+        elif kind == "if":
+            self._write_if(record, inner, place)
+        elif kind == "function":
+            self._bind(record, inner[0], self.env.get(handle(record.var), record.var))
+        else:
+            want = None if isinstance(record.wants, int) else record.wants[0]
+            self._bind(record, self.coerce(record.value, record.trees[0], want, place))
+
+    def _bind(self, record: Record, value: relax.Expr, var: relax.Var | None = None) -> relax.Var:
+        """Write a binding of the program with its new value; the very binding where nothing changed."""
+        binding = record.binding
+        if var is None:
+            var = self.define(record.var, record.home)
+        same = value is record.value and var is record.var
+        if isinstance(binding, relax.MatchCast):
+            ty = self.retyped(binding.ty, record.home)
+            if not same or ty is not binding.ty:
+                binding = relax.MatchCast(var, value, ty, binding.span)
+        elif not same:
+            binding = relax.VarBinding(var, value, binding.span)
+        self.out.append(binding)
+        return var
+
+    def _write_if(self, record: Record, inner: list[Any], place: Place) -> None:
+        value = record.value
+        cond = self.coerce(record.args[0], record.trees[0], HOST, place)
+        ty = self.retyped(value.ty, record.home)
+        same = inner[0] is value.true_branch and inner[1] is value.false_branch
+        if not same or cond is not record.args[0] or ty is not value.ty:
+            value = relax.If(cond, inner[0], inner[1], value.span)
+            relax.expr._update_type(value, ty)
+        self._bind(record, value)
+
+    def _write_call(self, record: Record, place: Place) -> None:
+        call = record.value
+        op = call.op if type(call.op) is tvm.ir.Op else self.mapped(call.op)
+        wants = record.wants
+        args = []
+        for position, (arg, tree) in enumerate(zip(record.args, record.trees, strict=True)):
+            want = wants if isinstance(wants, int) else wants[position]
+            args.append(self.mapped(arg) if tree is None else self.coerce(arg, tree, want, place))
+        made = self._made(record)
+        ty = self.retyped(call.ty, made)
+        old_ty_args = list(call.ty_args)
+        ty_args = self._ty_args(old_ty_args, made)
+        changed = op is not call.op and handle(op) != handle(call.op)
+        changed = changed or ty is not call.ty or any(a is not b for a, b in zip(args, record.args, strict=True))
+        changed = changed or any(a is not b for a, b in zip(ty_args, old_ty_args, strict=True))
+        value = relax.Call(op, args, call.attrs, ty_args, call.span, ty) if changed else call
+        if made is record.home:
+            self._note_op(record, self._bind(record, value), made)
+            return
+        raw = self.bind(f"{record.var.name}_made", value, self.dataflow)
+        self._note_op(record, raw, made)
+        var = self._bind(record, self._brought_home(raw, record.home, made))
+        for leaf in tensors_of(record.home):
+            why = f"its result belongs on {self.program.names[self.device(leaf)]}"
+            self.notes.append(Note("transfer", var.name, var.ty, "relax.to_vdevice", self.device(leaf), ANY, why))
+            break
+
+    def _note_op(self, record: Record, var: relax.Var, made: Tree) -> None:
+        if record.host_read or record.produced == HOST:
+            device = max(0, self.program.host)
+            self.notes.append(Note("op", var.name, var.ty, record.op, device, HOST, ""))
+        elif record.kind == "op" and record.site >= 0 and not isinstance(var.ty, (relax.ShapeType, tvm.ir.PrimType)):
+            site = record.site
+            self.notes.append(Note("op", var.name, var.ty, record.op, self.devices[site], site, ""))
+
+    def _made(self, record: Record) -> Tree:
+        """Where a call makes its result: a tree, `record.home` itself if the variable stays there."""
+        home = record.home
+        if record.produced == HOST:
+            return home if self._all_on(home, self.program.host) else _everywhere(home, HOST)
+        if not self.mixed:
+            return home
+        if record.kind == "call":
+            here, there = list(tensors_of(home)), list(tensors_of(record.produced))
+            same = [self.device(leaf) for leaf in here] == [self.device(leaf) for leaf in there]
+            return home if same else record.produced
+        if record.site < 0 or self._all_on(home, self.devices[record.site]):
+            return home
+        return _everywhere(home, record.site)
+
+    def _all_on(self, tree: Tree, device: int) -> bool:
+        return all(self.device(leaf) == device for leaf in tensors_of(tree))
+
+    def _brought_home(self, value: relax.Expr, home: Tree, made: Tree) -> relax.Expr:
+        """What was made elsewhere, transferred tensor by tensor."""
+        if isinstance(home, tuple) and isinstance(made, tuple):
+            fields = []
+            for index, (sub, sub_made) in enumerate(zip(home, made, strict=True)):
+                item = self.bind(f"{value.name}_{index}", relax.TupleGetItem(value, index), self.dataflow)
+                moved = self._brought_home(item, sub, sub_made)
+                fields.append(moved if moved is item else self._named(f"{item.name}_moved", moved))
+            return relax.Tuple(fields)
+        if not isinstance(home, (int, ConstLeaf)) or not isinstance(made, (int, ConstLeaf)):
+            return value
+        return value if self.device(home) == self.device(made) else self.transferred(value, self.device(home))
+
+    def _named(self, name: str, value: relax.Expr) -> relax.Expr:
+        return value if isinstance(value, relax.Tuple) else self.bind(name, value, self.dataflow)
+
+    def _ty_args(self, ty_args: list[tvm.ir.Type], made: Tree) -> list[tvm.ir.Type]:
+        """The explicit result types of ``call_tir`` and its kin; several of them are the fields of a tuple."""
+        if len(ty_args) == 1:
+            return [self.retyped(ty_args[0], made)]
+        if isinstance(made, tuple) and len(made) == len(ty_args):
+            return [self.retyped(ty, sub) for ty, sub in zip(ty_args, made, strict=True)]
+        return ty_args
+
+    def _write_crossing(self, record: Record, place: Place) -> None:
+        """A hint or `to_vdevice`: an alias where the operand already is on the device, else a transfer."""
+        arg, tree, device = record.args[0], record.trees[0], record.device
+        transfer = None
+        if isinstance(tree, int) and self.mixed:
+            transfer = self.plan.by_use.get((place[0], place[1], tree, device))
+        if transfer is not None and transfer.provider is not record:
+            assert transfer.var is not None, "a transfer is written before its uses"
+            self._bind(record, transfer.var)
+            return
+        value = self._crossed(record, self.mapped(arg), tree)
+        var = self._bind(record, value)
+        if transfer is not None:
+            transfer.var = var
+        if isinstance(value, relax.Call):
+            self.notes.append(Note("transfer", var.name, var.ty, "relax.to_vdevice", device, ANY, f"'{record.op}'"))
+
+    def _crossed(self, record: Record, value: relax.Expr, tree: Tree) -> relax.Expr:
+        device = record.device
+        if isinstance(tree, ConstLeaf):
+            return self.constant(tree.expr, device)
+        if isinstance(tree, int):
+            if self.devices[tree] == device:
+                return value
+            if tree in self.constants:
+                return self.constant(self.constants[tree], device)
+            call = record.value
+            if record.kind == "to_vdevice" and value is record.args[0]:
+                if handle(call.attrs.dst_vdevice) == handle(self.vdevices[device]):
+                    ty = self.retyped(call.ty, record.home)
+                    if ty is call.ty:
+                        return call
+            return self.transferred(value, device)
+        if not isinstance(tree, tuple):
+            return value
+        fields = []
+        for index, sub in enumerate(tree):
+            item = self.bind(f"{record.var.name}_{index}", relax.TupleGetItem(value, index), self.dataflow)
+            moved = self._crossed(record, item, sub)
+            fields.append(moved if moved is item else self._named(f"{item.name}_moved", moved))
+        return relax.Tuple(fields)
+
+
+def _everywhere(tree: Tree, node: int) -> Tree:
+    if isinstance(tree, tuple):
+        return tuple(_everywhere(sub, node) for sub in tree)
+    return node if isinstance(tree, (int, ConstLeaf)) else tree

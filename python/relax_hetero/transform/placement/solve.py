@@ -1,0 +1,217 @@
+"""Give every connected part of the graph its device.
+
+Round one: a part with fixed devices has that one device; two that meet are an error, or go to `flow` where copies are
+allowed. Round two: a part without gets the device that is hinted for one of its values. A part that callers can still
+place stays open, as a numbered class.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from ...errors import PlacementError
+from .flow import flow
+from .graph import Graph, Origin, Spot
+
+# Node to its fixed device (index), and where that comes from.
+Seeds: TypeAlias = "dict[int, tuple[int, Origin]]"
+
+ADVICE = (
+    "All tensors of one op share a device; put a relax.to_vdevice between them, or let "
+    "RealizeVDevice(insert_copies=True) do so"
+)
+
+
+@dataclass(slots=True)
+class Solution:
+    """Where everything in a graph is that does not depend on callers.
+
+    Attributes
+    ----------
+    devices : list of int
+        Of every node the device (index), or -1 where its class is open.
+    class_of : dict
+        Of the open nodes: the class.
+    classes : list of list of int
+        The nodes of every open class.
+    """
+
+    devices: list[int]
+    class_of: dict[int, int] = field(default_factory=dict)
+    classes: list[list[int]] = field(default_factory=list)
+
+
+def solve(graph: Graph, names: list[str], host: int, insert_copies: bool) -> Solution:
+    """Place every node that can be placed without knowing the callers.
+
+    Parameters
+    ----------
+    graph : Graph
+    names : list of str
+        Device names by index; the first is the default device.
+    host : int
+        Index of the host device; negative if there is none.
+    insert_copies : bool
+        Whether devices may meet.
+
+    Raises
+    ------
+    PlacementError
+        If two fixed devices, or two hints where nothing is fixed, meet and copies are not allowed.
+    """
+    solution = Solution([-1] * len(graph.spots))
+    for part in _connected_parts(graph):
+        fixed = {node: graph.fixed[node] for node in part if node in graph.fixed}
+        if not fixed and not graph.interface.isdisjoint(part):
+            for node in part:
+                solution.class_of[node] = len(solution.classes)
+            solution.classes.append(part)
+            continue
+        for node, device in place_part(graph, part, fixed, names, host, insert_copies).items():
+            solution.devices[node] = device
+    check_rigid(graph, solution.devices, names)
+    return solution
+
+
+def place_part(
+    graph: Graph, part: list[int], fixed: Seeds, names: list[str], host: int, insert_copies: bool
+) -> dict[int, int]:
+    """Device of every node of a connected part, given what is fixed in it: rounds one and two, and the default."""
+    seeds = fixed or _hinted(graph, part, names, insert_copies)
+    devices = {device for device, _ in seeds.values()}
+    if not devices:
+        alone_on_host = host >= 0 and len(part) == 1 and part[0] in graph.made_on_host
+        return dict.fromkeys(part, host if alone_on_host else 0)
+    if len(devices) == 1:
+        return dict.fromkeys(part, devices.pop())
+    if not insert_copies:
+        raise PlacementError(explain_conflict(graph, seeds, names, hinted=not fixed))
+    return flow(graph, part, {node: device for node, (device, _) in seeds.items()})
+
+
+def _hinted(
+    graph: Graph, part: Iterable[int], names: list[str], insert_copies: bool
+) -> Seeds:
+    """What round two fixes: the first hint of every hinted node."""
+    seeds: Seeds = {}
+    for node in part:
+        hints = graph.hints.get(node, ())
+        if not hints:
+            continue
+        device, origin = seeds[node] = hints[0]
+        for other, other_origin in hints:
+            if other != device and not insert_copies:
+                raise PlacementError(_two_hints(graph.spots[node], names[device], origin, names[other], other_origin))
+    return seeds
+
+
+def _two_hints(spot: Spot, first: str, first_origin: Origin, second: str, second_origin: Origin) -> str:
+    return (
+        f"relax.hint_on_device of '{second_origin.name}' in function '{spot.function}': two devices meet: "
+        f"'{spot.variable}' is hinted for {first} (from {first_origin}), but also for {second} (from {second_origin}), "
+        f"and nothing else places it. {ADVICE}"
+    )
+
+
+def _connected_parts(graph: Graph) -> Iterable[list[int]]:
+    """The nodes of every connected part, ascending; parts in order of their first node."""
+    seen = bytearray(len(graph.spots))
+    sources, targets = graph.sources, graph.targets
+    for start in range(len(seen)):
+        if seen[start]:
+            continue
+        seen[start] = 1
+        part = [start]
+        for node in part:  # grows while it is read
+            for near in sources[node]:
+                if not seen[near]:
+                    seen[near] = 1
+                    part.append(near)
+            for near in targets[node]:
+                if not seen[near]:
+                    seen[near] = 1
+                    part.append(near)
+        part.sort()
+        yield part
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """How a device reaches a node: the fixed node it starts from, and the node before this one."""
+
+    device: int
+    origin: Origin
+    start: int
+    before: int
+
+
+def shortest_paths(graph: Graph, seeds: Seeds) -> tuple[dict[int, Path], tuple[int, int] | None]:
+    """From all fixed nodes at once, breadth first; also the first edge at which two devices meet."""
+    paths = {node: Path(device, origin, node, -1) for node, (device, origin) in sorted(seeds.items())}
+    queue = deque(paths)
+    meeting: tuple[int, int] | None = None
+    while queue:
+        node = queue.popleft()
+        path = paths[node]
+        for near in graph.neighbours(node):
+            other = paths.get(near)
+            if other is None:
+                paths[near] = Path(path.device, path.origin, path.start, node)
+                queue.append(near)
+            elif other.device != path.device and meeting is None:
+                meeting = node, near
+    return paths, meeting
+
+
+def nearest_origin(graph: Graph, node: int) -> Origin | None:
+    """What fixes a placed node: the origin of the nearest fixed node."""
+    seen = {node}
+    queue = deque(seen)
+    while queue:
+        here = queue.popleft()
+        if here in graph.fixed:
+            return graph.fixed[here][1]
+        for near in graph.neighbours(here):
+            if near not in seen:
+                seen.add(near)
+                queue.append(near)
+    return None
+
+
+def explain_conflict(graph: Graph, seeds: Seeds, names: list[str], hinted: bool) -> str:
+    """The message for a part whose seeds disagree: where they meet, both devices, where each comes from."""
+    paths, meeting = shortest_paths(graph, seeds)
+    assert meeting is not None, "a connected part with two devices has an edge where they meet"
+    site, value = meeting if graph.is_site(meeting[0]) else (meeting[1], meeting[0])
+    spot = graph.spots[site]
+    sides = []
+    for here in (site, value):
+        path = paths[here]
+        shown = here if not graph.is_site(here) else path.before
+        name = f"'{graph.spots[shown].variable}'" if shown >= 0 else f"the {spot.op}"
+        needs = "is hinted for" if hinted else "is on"
+        sides.append(f"{name} {needs} {names[path.device]} (from {path.origin})")
+    where = f"'{spot.variable}'" if spot.var is not None else "its result"
+    return (
+        f"{spot.op} of {where} in function '{spot.function}': two devices meet: {sides[0]}, but {sides[1]}. "
+        f"{ADVICE}"
+    )
+
+
+def check_rigid(graph: Graph, devices: list[int], names: list[str]) -> None:
+    """Refuse function values and ``R.Object`` whose two ends are apart: no transfer can join them."""
+    for left, right, site in graph.rigid:
+        if devices[left] != devices[right] and devices[left] >= 0 and devices[right] >= 0:
+            spot, name = graph.spots[site], graph.spots[left].variable
+            raise PlacementError(
+                f"{spot.op} of '{spot.variable}' in function '{spot.function}': '{name}' is on {names[devices[left]]} "
+                f"but is needed on {names[devices[right]]}, and an object or a function value cannot be transferred"
+            )
+
+
+def is_mixed(graph: Graph, devices: list[int]) -> bool:
+    """Whether an edge joins two devices, so that a value is used on another device than its own."""
+    return any(devices[node] != devices[near] for node, targets in enumerate(graph.targets) for near in targets)

@@ -1,0 +1,193 @@
+"""Plan the transfers of one instance: one per (value, destination), placed so that all its uses can share it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from tvm import relax
+
+from .graph import ANY, HOST, Tree, tensors_of
+from .instances import Instance
+from .program import Program, Record, Scope
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """A copy of one value to one device.
+
+    Attributes
+    ----------
+    node : int
+        The value.
+    device : int
+        The destination.
+    scope : Scope
+        The innermost scope that holds all uses.
+    first, last : int
+        Records of that scope which use it, or hold a use; one past the last record is the scope's result. The transfer
+        stands before the first.
+    provider : Record, optional
+        A `to_vdevice` of the program that is this transfer, being its first use itself.
+    needed_by : str
+        The variable of the first use, for reports.
+    var : relax.Var, optional
+        The copy, once it is written.
+    """
+
+    node: int
+    device: int
+    scope: Scope
+    first: int
+    last: int
+    needed_by: str
+    provider: Record | None = None
+    var: relax.Var | None = None
+
+    def include(self, scope: Scope, index: int) -> None:
+        """Widen to one more use, later in program order."""
+        while self.scope is not scope:
+            if self.scope.depth > scope.depth or (self.scope.depth == scope.depth and scope.parent is not None):
+                self.first = self.last = self.scope.parent_index
+                assert self.scope.parent is not None, "all scopes of a function share its body"
+                self.scope = self.scope.parent
+                self.provider = None
+            if scope.depth > self.scope.depth:
+                index = scope.parent_index
+                assert scope.parent is not None, "all scopes of a function share its body"
+                scope = scope.parent
+        self.last = max(self.last, index)
+
+    def is_local(self) -> bool:
+        """Whether all uses are in one dataflow block, so that the copy can be a dataflow variable."""
+        for block, start, stop in self.scope.blocks:
+            if start <= self.first and self.last < stop:
+                return isinstance(block, relax.DataflowBlock)
+        return False
+
+
+@dataclass(slots=True)
+class TransferPlan:
+    """All transfers of one function.
+
+    Attributes
+    ----------
+    by_use : dict
+        (scope, record index, node, device) -> transfer.
+    before : dict
+        (scope, record index) -> transfers to write there.
+    """
+
+    by_use: dict[tuple[int, int, int, int], Transfer] = field(default_factory=dict)
+    before: dict[tuple[int, int], list[Transfer]] = field(default_factory=dict)
+
+
+def plan_transfers(program: Program, instance: Instance, body: Scope) -> TransferPlan:
+    """Find what is used on another device than its own, in a function body.
+
+    Without fixed devices that meet, only what the host reads is. Where they meet, transfers of the program itself count
+    as uses, so that they are reused, too.
+    """
+    return _Planner(program, instance).run(body)
+
+
+class _Planner:
+    def __init__(self, program: Program, instance: Instance) -> None:
+        self.program = program
+        self.devices = instance.devices
+        self.mixed = instance.mixed
+        self.constants = instance.group.graph.constants
+        self.plan = TransferPlan()
+        self.transfers: dict[tuple[int, int, int], Transfer] = {}
+        # Value node -> a number that changes when something may have written to it.
+        self.version: dict[int, int] = {}
+        self.writes = 0
+
+    def run(self, body: Scope) -> TransferPlan:
+        # (scope, next record, values written in it): an explicit stack, for programs nested deeper than Python's.
+        stack: list[tuple[Scope, Iterator[Record], set[int]]] = [(body, iter(body.records), set())]
+        while stack:
+            scope, records, written = stack[-1]
+            descended = False
+            for record in records:
+                self._record(scope, record, written)
+                if record.scopes:
+                    stack += [(inner, iter(inner.records), set()) for inner in reversed(record.scopes)]
+                    descended = True
+                    break
+            if descended:
+                continue
+            if self.mixed:
+                self._uses(scope, len(scope.records), scope.body_tree, scope.body_want, "the result")
+            stack.pop()
+            self._forget(written)
+            if stack:
+                _outer(stack, scope).update(written)
+        for transfer in self.transfers.values():
+            if transfer.provider is not None and _is_dataflow(transfer.provider.var) and not transfer.is_local():
+                transfer.provider = None
+            if transfer.provider is None:
+                self.plan.before.setdefault((id(transfer.scope), transfer.first), []).append(transfer)
+        return self.plan
+
+    def _record(self, scope: Scope, record: Record, written: set[int]) -> None:
+        if not (self.mixed or record.host_read):
+            return
+        name = record.var.name
+        wants = record.wants
+        for position, tree in enumerate(record.trees):
+            if tree is None:
+                continue
+            want = wants if isinstance(wants, int) else wants[position]
+            self._uses(scope, record.index, tree, want, name)
+            if record.device != ANY and isinstance(tree, int) and self.devices[tree] != record.device:
+                transfer = self._use(scope, record.index, tree, record.device, name)
+                if transfer.scope is scope and transfer.first == record.index:
+                    transfer.provider = record
+        if record.stale and self.mixed:
+            touched = [leaf for tree in record.trees for leaf in tensors_of(tree) if isinstance(leaf, int)]
+            self._forget(touched)
+            written.update(touched)
+
+    def _forget(self, nodes: list[int] | set[int]) -> None:
+        for node in nodes:
+            self.writes += 1
+            self.version[node] = self.writes
+
+    def _uses(self, scope: Scope, index: int, tree: Tree, want: Tree, name: str) -> None:
+        if isinstance(tree, int):
+            device = self.wanted(want)
+            if device >= 0 and device != self.devices[tree] and tree not in self.constants:
+                self._use(scope, index, tree, device, name)
+        elif isinstance(tree, tuple):
+            for position, sub in enumerate(tree):
+                sub_want = want[position] if isinstance(want, tuple) else want
+                self._uses(scope, index, sub, sub_want, name)
+
+    def wanted(self, want: Tree) -> int:
+        """The device a node stands for; negative where any will do."""
+        if not isinstance(want, int) or want == ANY:
+            return ANY
+        return self.program.host if want == HOST else self.devices[want]
+
+    def _use(self, scope: Scope, index: int, node: int, device: int, name: str) -> Transfer:
+        key = (node, self.version.get(node, 0), device)
+        transfer = self.transfers.get(key)
+        if transfer is None:
+            transfer = self.transfers[key] = Transfer(node, device, scope, index, index, name)
+        else:
+            transfer.include(scope, index)
+        self.plan.by_use[id(scope), index, node, device] = transfer
+        return transfer
+
+
+def _outer(stack: list[tuple[Scope, Iterator[Record], set[int]]], scope: Scope) -> set[int]:
+    """What the scope around `scope` has written so far; sibling branches stand between them on the stack."""
+    for other, _, written in reversed(stack):
+        if other is scope.parent:
+            return written
+    raise AssertionError("a nested scope stands above its parent")
+
+
+def _is_dataflow(var: relax.Var) -> bool:
+    return isinstance(var, relax.DataflowVar)

@@ -1,0 +1,197 @@
+"""Trees of nodes for types and expressions, and the ties between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import tvm
+from tvm import relax
+
+from ...errors import PlacementError
+from .graph import ConstLeaf, FuncTree, Graph, Origin, Spot, Tree, handle, nodes_of
+from .program import Program
+
+TupleType = tvm.ir.TupleType
+
+
+class Trees:
+    """The variables of a recursion group and their trees.
+
+    Parameters
+    ----------
+    program : Program
+    graph : Graph
+        Filled by the methods.
+    """
+
+    def __init__(self, program: Program, graph: Graph) -> None:
+        self.program = program
+        self.graph = graph
+        self.env: dict[int, Tree] = {}
+        # Value node -> how to write it: a variable, and the path into its tuple.
+        self.access: dict[int, tuple[relax.Var, tuple[int, ...]]] = {}
+        # Value node -> a device its type names only because stock inference took it over from the operand of a hint.
+        self.hearsay: dict[int, int] = {}
+
+    def make(self, ty: tvm.ir.Type, var: relax.Var | None, function: str, path: tuple[int, ...] = ()) -> Tree:
+        """New value nodes for a variable of this type; for its result where `var` is None."""
+        if isinstance(ty, relax.TensorType) or isinstance(ty, relax.AnyType):
+            node = self.graph.add(Spot(function, var, "", path))
+            if var is not None:
+                self.access[node] = (var, path)
+            if isinstance(ty, relax.AnyType):
+                self.graph.opaque.add(node)
+            return node
+        if isinstance(ty, TupleType):
+            return tuple(self.make(sub, var, function, (*path, index)) for index, sub in enumerate(ty.fields))
+        if isinstance(ty, relax.FuncType) and ty.params is not None:
+            params = tuple(self.make(sub, None, function) for sub in ty.params)
+            return FuncTree(params, self.make(ty.ret, None, function))
+        return None
+
+    def declare(self, ty: tvm.ir.Type, tree: Tree, origin: Origin, operands: Iterable[int] = ()) -> None:
+        """Fix nodes to the devices that their type names.
+
+        `operands` are the nodes the value is made from. TVM infers the type of a hint's result from its operand, and
+        that of later results from there, so a device that only such an operand names is hearsay, no annotation.
+        """
+        if isinstance(ty, relax.TensorType):
+            vdevice = ty.vdevice
+            if vdevice is None or not isinstance(tree, int):
+                return
+            device = self.program.index_of(vdevice, f"'{origin.name}' in function '{origin.function}'")
+            if self.hearsay and self._is_hearsay(device, operands):
+                self.hearsay[tree] = device
+            else:
+                self.graph.fixed[tree] = (device, origin)
+        elif isinstance(ty, TupleType) and isinstance(tree, tuple):
+            for sub_ty, sub_tree in zip(ty.fields, tree, strict=False):
+                self.declare(sub_ty, sub_tree, origin, operands)
+        elif isinstance(ty, relax.FuncType) and isinstance(tree, FuncTree):
+            for sub_ty, sub_tree in zip(ty.params, tree.params, strict=False):
+                self.declare(sub_ty, sub_tree, origin)
+            self.declare(ty.ret, tree.ret, origin)
+
+    def _is_hearsay(self, device: int, operands: Iterable[int]) -> bool:
+        told = False
+        for node in operands:
+            told = told or self.hearsay.get(node) == device
+            if self.graph.fixed.get(node, (-1,))[0] == device and self.hearsay.get(node) is None:
+                return False
+        return told
+
+    def tie(self, source: Tree, target: Tree, spot: Spot) -> Tree:
+        """Let one value become the other: an alias, an argument, the result of a branch.
+
+        Returns
+        -------
+        want : Tree
+            For every tensor of `source` the node whose device it is wanted on.
+        """
+        if source is None or target is None:
+            return None
+        if isinstance(target, int):
+            if isinstance(source, int):
+                return self._join(source, target, spot)
+            if isinstance(source, ConstLeaf):
+                site = target if self.graph.is_site(target) else self.graph.add(spot)
+                if site != target:
+                    self.graph.connect(site, target)
+                source.use(site)
+                return site
+            for node in nodes_of(source):
+                self._join(node, target, spot, rigid=True)
+            return None
+        if isinstance(source, tuple) and isinstance(target, tuple):
+            return tuple(self.tie(sub, other, spot) for sub, other in zip(source, target, strict=False))
+        if isinstance(source, FuncTree) and isinstance(target, FuncTree):
+            for sub, other in zip(source.params, target.params, strict=False):
+                self._tie_rigidly(other, sub, spot)
+            self._tie_rigidly(source.ret, target.ret, spot)
+        elif isinstance(source, int):
+            for node in nodes_of(target):
+                self._join(source, node, spot, rigid=True)
+        return None
+
+    def _tie_rigidly(self, source: Tree, target: Tree, spot: Spot) -> None:
+        if isinstance(source, int) and isinstance(target, int):
+            self._join(source, target, spot, rigid=True)
+        elif isinstance(source, tuple) and isinstance(target, tuple):
+            for sub, other in zip(source, target, strict=False):
+                self._tie_rigidly(sub, other, spot)
+        elif isinstance(source, FuncTree) and isinstance(target, FuncTree):
+            self.tie(source, target, spot)
+
+    def _join(self, source: int, target: int, spot: Spot, rigid: bool = False) -> int:
+        graph = self.graph
+        if graph.is_site(source) and not graph.is_site(target) or graph.is_site(target) and not graph.is_site(source):
+            graph.connect(source, target)
+            site = source if graph.is_site(source) else target
+        else:
+            site = graph.add(spot)
+            graph.connect(source, site)
+            graph.connect(site, target)
+        if rigid or source in graph.opaque or target in graph.opaque:
+            graph.rigid.append((source, target, site))
+        return site
+
+    def of(self, expr: relax.Expr, mention: Callable[[tvm.ir.GlobalVar], Tree]) -> Tree:
+        """The tree of an argument; `mention` gives that of a Relax function named by a GlobalVar.
+
+        Raises
+        ------
+        PlacementError
+            If the argument is itself a call: the module is not in A-normal form.
+        """
+        kind = type(expr)
+        if kind is relax.DataflowVar or kind is relax.Var:
+            return self.env.get(handle(expr))
+        if kind is relax.Tuple:
+            return tuple(self.of(field, mention) for field in expr.fields)
+        if kind is tvm.ir.GenericConst:
+            return ConstLeaf(expr) if isinstance(expr.ty, relax.TensorType) else None
+        if kind is relax.TupleGetItem:
+            whole = self.of(expr.tuple_value, mention)
+            return whole[int(expr.index)] if isinstance(whole, tuple) else None
+        if kind is tvm.ir.GlobalVar:
+            return mention(expr)
+        if kind in (relax.Call, relax.If, relax.SeqExpr, relax.Function) and holds_tensors(expr.ty):
+            raise PlacementError(
+                f"found a nested {kind.__name__} where a variable is expected; run relax.transform.Normalize() first: "
+                f"{str(expr)[:200]}"
+            )
+        return None
+
+
+def holds_tensors(ty: tvm.ir.Type) -> bool:
+    """Whether a value of this type is, or contains, a tensor."""
+    if isinstance(ty, TupleType):
+        return any(holds_tensors(field) for field in ty.fields)
+    return isinstance(ty, (relax.TensorType, relax.FuncType))
+
+
+def names_device(ty: tvm.ir.Type) -> bool:
+    """Whether a tensor of this type names a vdevice."""
+    if isinstance(ty, relax.TensorType):
+        return ty.vdevice is not None
+    if isinstance(ty, TupleType):
+        return any(names_device(field) for field in ty.fields)
+    if isinstance(ty, relax.FuncType):
+        return any(names_device(param) for param in ty.params or ()) or names_device(ty.ret)
+    return False
+
+
+def fits(tree: Tree, ty: tvm.ir.Type) -> bool:
+    """Whether a tree has the structure of a type, so that a variable of this type can share it."""
+    if isinstance(ty, TupleType):
+        return (
+            isinstance(tree, tuple)
+            and len(tree) == len(ty.fields)
+            and all(fits(sub, field) for sub, field in zip(tree, ty.fields, strict=True))
+        )
+    if isinstance(ty, relax.TensorType):
+        return isinstance(tree, (int, ConstLeaf))
+    if isinstance(ty, relax.FuncType):
+        return isinstance(tree, FuncTree)
+    return True
+
