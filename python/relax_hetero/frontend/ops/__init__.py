@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
-from . import elementwise, products, reductions, shapes
+# Each of these registers the converters it defines.
+from . import (
+    convolution,
+    elementwise,
+    gathering,
+    moving,
+    normalization,
+    pooling,
+    products,
+    quantization,
+    reductions,
+    shapes,
+)
 from .table import Converter, converters
 
 CONVERTERS: dict[str, Converter] = converters()
 """Op type to converter, in the form of stock TVM's: `get_converter(opset)(builder, inputs, attributes, scope)`."""
 
-__all__ = ["CONVERTERS", "elementwise", "products", "reductions", "shapes"]
+__all__ = [
+    "CONVERTERS",
+    "convolution",
+    "elementwise",
+    "gathering",
+    "moving",
+    "normalization",
+    "pooling",
+    "products",
+    "quantization",
+    "reductions",
+    "shapes",
+]

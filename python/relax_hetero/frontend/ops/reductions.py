@@ -155,6 +155,11 @@ def _extreme(node: Node, data: relax.Expr, axes: list[int], keepdims: bool, larg
     return node.builder.emit_te(compute, data, primfunc_name_hint="reduce_max" if largest else "reduce_min")
 
 
+def largest_along(node: Node, data: relax.Expr, axes: list[int]) -> relax.Expr:
+    """Maximum over `axes`, which are kept."""
+    return _extreme(node, data, axes, keepdims=True, largest=True)
+
+
 _register("ReduceSum", _sum)
 _register("ReduceMean", _mean)
 _register("ReduceProd", _prod)

@@ -1,0 +1,170 @@
+"""Convolutions, with the padding rules of ONNX worked out here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from tvm import relax, te, tirx
+
+from .node import Node, dtype_of
+from .table import converts
+
+_LAYOUTS = {1: ("NCW", "OIW", "IOW"), 2: ("NCHW", "OIHW", "IOHW"), 3: ("NCDHW", "OIDHW", "IODHW")}
+
+
+def spatial(node: Node, name: str, count: int, default: int) -> list[int]:
+    """An attribute with a number per spatial axis."""
+    given = node.attribute(name)
+    values = [default] * count if given is None else [int(value) for value in given]
+    if len(values) != count:
+        raise node.refusal(f"{name} is {values}, expected {count} numbers")
+    return values
+
+
+def pads_of(node: Node, sizes: list[Any], kernel: list[int], strides: list[int], dilations: list[int]) -> list[int]:
+    """Padding before, then after, each spatial axis: as given, or for an output of ceil(size / stride) places."""
+    count = len(kernel)
+    mode = node.attribute("auto_pad", "NOTSET")
+    if mode in ("NOTSET", ""):
+        given = node.attribute("pads")
+        pads = [0] * (2 * count) if given is None else [int(pad) for pad in given]
+        if len(pads) != 2 * count:
+            raise node.refusal(f"pads is {pads}, expected {2 * count} numbers")
+        return pads
+    if mode == "VALID":
+        return [0] * (2 * count)
+    if mode not in ("SAME_UPPER", "SAME_LOWER"):
+        raise node.refusal(f"auto_pad is {mode!r}")
+    before, after = [], []
+    for size, window, stride, dilation in zip(sizes, kernel, strides, dilations, strict=True):
+        extent = (window - 1) * dilation + 1
+        if stride == 1:
+            total = extent - 1
+        elif isinstance(size, int):
+            total = max((-(-size // stride) - 1) * stride + extent - size, 0)
+        else:
+            raise node.refusal(f"auto_pad {mode} with strides needs a static image size")
+        small, large = total // 2, total - total // 2
+        before.append(small if mode == "SAME_UPPER" else large)
+        after.append(large if mode == "SAME_UPPER" else small)
+    return before + after
+
+
+def _kernel_shape(node: Node, weight: relax.Expr) -> list[int]:
+    shape = node.static_shape(weight)[2:]
+    if len(shape) not in _LAYOUTS:
+        raise node.refusal(f"has {len(shape)} spatial axes, expected 1 to 3")
+    given = node.attribute("kernel_shape")
+    if given is not None and [int(size) for size in given] != shape:
+        raise node.refusal(f"kernel_shape is {list(given)}, but the weight has {shape}")
+    return shape
+
+
+def _convolve(node: Node, data: relax.Expr, weight: relax.Expr, out_dtype: str) -> relax.Expr:
+    kernel = _kernel_shape(node, weight)
+    count = len(kernel)
+    strides, dilations = spatial(node, "strides", count, 1), spatial(node, "dilations", count, 1)
+    pads = pads_of(node, list(node.shape(data)[2:]), kernel, strides, dilations)
+    operation = (relax.op.nn.conv1d, relax.op.nn.conv2d, relax.op.nn.conv3d)[count - 1]
+    layout, kernel_layout, _ = _LAYOUTS[count]
+    return node.emit(
+        operation(
+            data, weight, strides, pads, dilations, node.attribute("group", 1), layout, kernel_layout, layout, out_dtype
+        )
+    )
+
+
+def _with_bias(node: Node, result: relax.Expr, index: int) -> relax.Expr:
+    if not node.has(index):
+        return result
+    bias = node.emit(relax.op.reshape(node.tensor(index), [1, -1] + [1] * (node.rank(result) - 2)))
+    return node.emit(relax.op.add(result, bias))
+
+
+@converts("Conv")
+def convolution(node: Node) -> relax.Expr:
+    """1 to 3 spatial axes, any padding rule, groups; half precision is accumulated in float32."""
+    data, weight = node.tensor(0), node.tensor(1)
+    dtype = dtype_of(data)
+    if dtype not in ("float16", "bfloat16"):
+        return _with_bias(node, _convolve(node, data, weight, dtype), 2)
+    wide = _convolve(node, data, weight, "float32")
+    return _with_bias(node, node.emit(relax.op.astype(wide, dtype)), 2)
+
+
+def integer_convolution(node: Node, data: relax.Expr, weight: relax.Expr) -> relax.Expr:
+    """The node's convolution of two int32 tensors, in int32."""
+    return _convolve(node, data, weight, "int32")
+
+
+@converts("ConvTranspose")
+def transposed_convolution(node: Node) -> relax.Expr:
+    """1 to 3 spatial axes; `output_shape` and `auto_pad` decide the padding as ONNX defines it."""
+    data, weight = node.tensor(0), node.tensor(1)
+    kernel = _kernel_shape(node, weight)
+    count = len(kernel)
+    strides, dilations = spatial(node, "strides", count, 1), spatial(node, "dilations", count, 1)
+    extra = spatial(node, "output_padding", count, 0)
+    extents = [(size - 1) * dilation + 1 for size, dilation in zip(kernel, dilations, strict=True)]
+    pads, extra = _transposed_pads(node, list(node.shape(data)[2:]), extents, strides, extra)
+    operation = (relax.op.nn.conv1d_transpose, relax.op.nn.conv2d_transpose, relax.op.nn.conv3d_transpose)[count - 1]
+    layout, _, kernel_layout = _LAYOUTS[count]
+    # Output padding of a stride or more is refused by the kernel, and a negative pad too: such output is cut or
+    # filled afterwards.
+    trimmed = [max(pad, 0) for pad in pads]
+    within = [min(value, stride - 1) for value, stride in zip(extra, strides, strict=True)]
+    groups = node.attribute("group", 1)
+    result = node.emit(operation(data, weight, strides, trimmed, within, dilations, groups, layout, kernel_layout))
+    missing = [max(-pad, 0) for pad in pads]
+    for axis in range(count):
+        missing[count + axis] += extra[axis] - within[axis]
+    if any(missing):
+        result = _fill(node, result, missing)
+    return _with_bias(node, result, 2)
+
+
+def _transposed_pads(
+    node: Node, sizes: list[Any], extents: list[int], strides: list[int], extra: list[int]
+) -> tuple[list[int], list[int]]:
+    """Pads before and after each axis, and output padding, after ONNX's formulas for `output_shape` and `auto_pad`."""
+    count, mode = len(extents), node.attribute("auto_pad", "NOTSET")
+    wanted = node.attribute("output_shape")
+    if wanted is None and mode in ("NOTSET", "", "VALID"):
+        given = None if mode == "VALID" else node.attribute("pads")
+        return [0] * (2 * count) if given is None else [int(pad) for pad in given], extra
+    before, after = [], []
+    for axis in range(count):
+        if wanted is not None:
+            if not isinstance(sizes[axis], int):
+                raise node.refusal("output_shape needs a static image size")
+            full = strides[axis] * (sizes[axis] - 1) + extra[axis] + extents[axis]
+            total = full - int(list(wanted)[-count:][axis])
+        else:
+            total = extents[axis] + extra[axis] - strides[axis]
+        total_used = max(total, 0)
+        small, large = total_used // 2, total_used - total_used // 2
+        upper = mode == "SAME_UPPER"
+        before.append(small if upper else large)
+        after.append(large if upper else small)
+        if total < 0:  # the output is larger than what is computed: the rest is the bias alone
+            extra = [value - total if i == axis else value for i, value in enumerate(extra)]
+    return before + after, extra
+
+
+def _fill(node: Node, value: relax.Expr, amounts: list[int]) -> relax.Expr:
+    """Zeros before and after the spatial axes."""
+    shape = node.shape(value)
+    count = len(amounts) // 2
+    before, after = np.array(amounts[:count]), np.array(amounts[count:])
+
+    def compute(x: te.Tensor) -> te.Tensor:
+        def element(*i: tirx.Expr) -> tirx.Expr:
+            places = [i[2 + axis] - int(before[axis]) for axis in range(count)]
+            inside = [tirx.all(place >= 0, place < shape[2 + axis]) for axis, place in enumerate(places)]
+            return tirx.if_then_else(tirx.all(*inside), x(i[0], i[1], *places), tirx.const(0, str(x.dtype)))
+
+        sizes = [shape[2 + axis] + int(before[axis] + after[axis]) for axis in range(count)]
+        return te.compute([*shape[:2], *sizes], element, name="fill")
+
+    return node.builder.emit_te(compute, value, primfunc_name_hint="fill")

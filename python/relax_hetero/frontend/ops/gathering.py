@@ -1,0 +1,236 @@
+"""Ops that read or write elements at computed places: Gather, Scatter, OneHot, TopK and their kin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from tvm import relax, te, tirx, topi
+
+from .elementwise import cast
+from .node import Node, as_constant, const, dtype_of, onnx_dtype
+from .shapes import sizes_of
+from .table import converts
+
+
+def from_front(node: Node, indices: relax.Expr, extent: relax.Expr) -> relax.Expr:
+    """Indices with the negative ones counted from the back; `extent` broadcasts to them, in int64."""
+    if dtype_of(indices).startswith("uint"):
+        return indices
+    extent = cast(node, extent, dtype_of(indices))
+    is_negative = node.emit(relax.op.less(indices, const(0, dtype_of(indices))))
+    return node.emit(relax.op.where(is_negative, node.emit(relax.op.add(indices, extent)), indices))
+
+
+def _extent(node: Node, data: relax.Expr, axis: int) -> relax.Expr:
+    """Size of one axis as an int64 scalar, a constant where it is known."""
+    if data.ty.shape is not None:
+        dim = node.shape(data)[axis]
+        if isinstance(dim, int):
+            return const(dim, "int64")
+    vector = sizes_of(node, data)
+    return node.emit(relax.op.reshape(node.emit(relax.op.strided_slice(vector, [0], [axis], [axis + 1])), ()))
+
+
+def _inside(node: Node, indices: relax.Expr, extent: relax.Expr) -> relax.Expr:
+    """Indices from the front and inside the axis: ONNX leaves others undefined, and they must not reach other memory.
+
+    Raises
+    ------
+    FrontendError: if an index that is known now is outside.
+    """
+    known, sizes = as_constant(indices), as_constant(extent)
+    if known is not None and sizes is not None:
+        if np.any((known < -sizes) | (known >= sizes)):
+            raise node.refusal(f"indices from {known.min()} to {known.max()} are out of an axis of {sizes.tolist()}")
+        return const(np.where(known < 0, known + sizes, known), "int64")
+    dtype = dtype_of(indices)
+    last = node.emit(relax.op.subtract(cast(node, extent, dtype), const(1, dtype)))
+    below = node.emit(relax.op.minimum(from_front(node, indices, extent), last))
+    return below if dtype.startswith("uint") else node.emit(relax.op.maximum(below, const(0, dtype)))
+
+
+@converts("Gather")
+def gather(node: Node) -> relax.Expr:
+    """Slices of one axis at indices of any rank, negative ones from the back."""
+    data = node.inputs[0]
+    if isinstance(data, relax.ShapeExpr):
+        index = node.constant(1)
+        if index is not None and index.ndim == 0:
+            return data.values[int(index)]
+    data, indices = node.tensor(0), node.tensor(1)
+    axis = node.axis(node.attribute("axis", 0), node.rank(data))
+    extent = _extent(node, data, axis)
+    if as_constant(indices) is not None and as_constant(extent) is not None:
+        return node.emit(relax.op.take(data, _inside(node, indices, extent), axis, "fast"))
+    return node.emit(relax.op.take(data, from_front(node, indices, extent), axis, "clip"))
+
+
+@converts("GatherElements")
+def gather_elements(node: Node) -> relax.Expr:
+    """Elements at indices along one axis, the other coordinates being those of the index."""
+    data, indices = node.tensor(0), node.tensor(1)
+    axis = node.axis(node.attribute("axis", 0), node.rank(data))
+    return node.emit(relax.op.gather_elements(data, _inside(node, indices, _extent(node, data, axis)), axis))
+
+
+@converts("GatherND")
+def gather_nd(node: Node) -> relax.Expr:
+    """Slices at coordinates, which are the last axis of the indices."""
+    data, indices = node.tensor(0), node.tensor(1)
+    batch_dims = node.attribute("batch_dims", 0)
+    return node.emit(relax.op.gather_nd(data, _coordinates(node, data, indices, batch_dims), batch_dims))
+
+
+def _coordinates(node: Node, data: relax.Expr, indices: relax.Expr, first: int) -> relax.Expr:
+    length = node.shape(indices)[-1]
+    if not isinstance(length, int):
+        raise node.refusal("needs a static number of coordinates")
+    sizes = node.shape(data)[first : first + length] if data.ty.shape is not None else [None]
+    if all(isinstance(size, int) for size in sizes):
+        return _inside(node, indices, const(sizes, "int64"))
+    vector = node.emit(relax.op.strided_slice(sizes_of(node, data), [0], [first], [first + length]))
+    return _inside(node, indices, vector)
+
+
+def _reduction(node: Node) -> str:
+    reduction = node.attribute("reduction", "none")
+    if reduction not in ("none", "add", "mul", "min", "max"):
+        raise node.refusal(f"reduction {reduction!r} is unknown")
+    return "update" if reduction == "none" else reduction
+
+
+@converts("ScatterElements")
+def scatter_elements(node: Node) -> relax.Expr:
+    """A copy of the data with elements replaced by, or reduced with, updates."""
+    data, indices, updates = node.tensor(0), node.tensor(1), node.tensor(2)
+    axis = node.axis(node.attribute("axis", 0), node.rank(data))
+    indices = _inside(node, indices, _extent(node, data, axis))
+    return node.emit(relax.op.scatter_elements(data, indices, updates, axis, _reduction(node)))
+
+
+@converts("Scatter")
+def scatter(node: Node) -> relax.Expr:
+    """The old name of ScatterElements without a reduction."""
+    return scatter_elements(node)
+
+
+@converts("ScatterND")
+def scatter_nd(node: Node) -> relax.Expr:
+    """A copy of the data with slices at coordinates replaced by, or reduced with, updates."""
+    data, indices, updates = node.tensor(0), node.tensor(1), node.tensor(2)
+    return node.emit(relax.op.scatter_nd(data, _coordinates(node, data, indices, 0), updates, _reduction(node)))
+
+
+@converts("OneHot")
+def one_hot(node: Node) -> relax.Expr:
+    """A new axis of `depth` places, on where the index is (negative from the back), off elsewhere and out of range."""
+    indices, values = node.tensor(0), node.tensor(2)
+    depth = node.dims(1)
+    if depth is None:
+        raise node.refusal("its depth is computed when the model runs; it must be known at import")
+    rank = node.rank(indices) + 1
+    axis = node.axis(node.attribute("axis", -1), rank)
+    wide = cast(node, indices, "int64")  # of any numeric type
+    counted = from_front(node, wide, const(depth[0], "int64"))
+    places = np.arange(int(depth[0])).reshape([-1 if i == axis else 1 for i in range(rank)])
+    is_on = node.emit(relax.op.equal(node.emit(relax.op.expand_dims(counted, axis)), const(places, "int64")))
+    off, on = (
+        node.emit(relax.op.reshape(node.emit(relax.op.strided_slice(values, [0], [i], [i + 1])), ())) for i in (0, 1)
+    )
+    return node.emit(relax.op.where(is_on, on, off))
+
+
+@converts("TopK")
+def top_k(node: Node) -> relax.Expr:
+    """The k largest or smallest along an axis, in order, with their indices."""
+    data = node.tensor(0)
+    k = [node.attribute("k", 1)] if node.opset < 10 else node.dims(1)
+    if k is None:
+        raise node.refusal("its k is computed when the model runs; it must be known at import")
+    axis = node.axis(node.attribute("axis", -1), node.rank(data))
+    size = node.shape(data)[axis]
+    if isinstance(size, int) and not 0 <= k[0] <= size:
+        raise node.refusal(f"k is {k[0]}, but the axis has {size} elements")
+    if k[0] == 0:
+        raise node.refusal("k is 0")
+    largest = bool(node.attribute("largest", 1))
+    return node.emit(relax.op.topk(data, int(k[0]), axis, "both", largest, "int64"))
+
+
+@converts("ReverseSequence")
+def reverse_sequence(node: Node) -> relax.Expr:
+    """The first `sequence_lens[b]` steps of each sequence in reverse order, the rest as it is."""
+    data, lengths = node.tensor(0), node.tensor(1)
+    time, batch = node.attribute("time_axis", 0), node.attribute("batch_axis", 1)
+
+    def compute(x: te.Tensor, length: te.Tensor) -> te.Tensor:
+        def element(*i: tirx.Expr) -> tirx.Expr:
+            steps = length(i[batch])
+            step = tirx.Select(i[time] < steps, steps - 1 - i[time], i[time])
+            held = tirx.max(tirx.min(step, x.shape[time] - 1), 0)  # a length beyond the axis reads nothing else
+            return x(*i[:time], held, *i[time + 1 :])
+
+        return te.compute(x.shape, element, name="reverse_sequence")
+
+    return node.builder.emit_te(compute, data, cast(node, lengths, "int64"), primfunc_name_hint="reverse_sequence")
+
+
+@converts("TensorScatter")
+def tensor_scatter(node: Node) -> relax.Expr:
+    """A cache with an update written along an axis, per batch from an index on, possibly around the end."""
+    data, update = node.tensor(0), node.tensor(1)
+    rank = node.rank(data)
+    axis = node.axis(node.attribute("axis", -2), rank)
+    is_circular = node.attribute("mode", "linear") == "circular"
+    starts = node.tensor(2) if node.has(2) else const(np.zeros(node.static_shape(data)[0]), "int64")
+
+    def compute(cache: te.Tensor, new: te.Tensor, start: te.Tensor) -> te.Tensor:
+        def element(*i: tirx.Expr) -> tirx.Expr:
+            step = i[axis] - start(i[0])
+            if is_circular:
+                step = topi.floor_mod(step, cache.shape[axis])
+            inside = tirx.all(step >= 0, step < new.shape[axis])
+            return tirx.if_then_else(inside, new(*i[:axis], step, *i[axis + 1 :]), cache(*i))
+
+        return te.compute(cache.shape, element, name="tensor_scatter")
+
+    return node.builder.emit_te(compute, data, update, starts, primfunc_name_hint="tensor_scatter")
+
+
+
+
+@converts("EyeLike")
+def eye_like(node: Node) -> relax.Expr:
+    """Ones on a diagonal, of the input's shape."""
+    data = node.tensor(0)
+    rows, columns = node.static_shape(data)
+    dtype = onnx_dtype(node.attribute("dtype")) if "dtype" in node.attributes else dtype_of(data)
+    return const(np.eye(rows, columns, k=node.attribute("k", 0)), dtype)
+
+
+def scan_axis(node: Node, data: relax.Expr) -> int:
+    """The axis input of CumSum and CumProd."""
+    axis = node.constant(1)
+    if axis is not None:
+        return node.axis(int(axis.reshape(())), node.rank(data))
+    if node.rank(data) == 1:
+        return 0
+    raise node.refusal("its axis is computed when the model runs; it must be known at import")
+
+
+@converts("CumSum", "CumProd")
+def cumulate(node: Node) -> relax.Expr:
+    """Running sum or product along an axis, with or without the element itself, from either end."""
+    data = node.tensor(0)
+    dtype = dtype_of(data)
+    axis = scan_axis(node, data)
+    operation: Any = relax.op.cumsum if node.op_type == "CumSum" else relax.op.cumprod
+    wide = cast(node, data, "float32") if dtype in ("float16", "bfloat16") else data
+    backwards = bool(node.attribute("reverse", 0))
+    if backwards:
+        wide = node.emit(relax.op.flip(wide, axis))
+    result = node.emit(operation(wide, axis, dtype_of(wide), bool(node.attribute("exclusive", 0))))
+    if backwards:
+        result = node.emit(relax.op.flip(result, axis))
+    return cast(node, result, dtype)

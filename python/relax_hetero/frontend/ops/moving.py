@@ -1,0 +1,189 @@
+"""Ops that move elements without computing: Pad, Slice, SpaceToDepth, Col2Im and the like."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from tvm import relax, te, tirx, topi
+
+from .elementwise import cast
+from .node import Dim, Node, const, dtype_of
+from .table import convert_by_stock, converts
+
+
+@converts("Slice")
+def slice_(node: Node) -> relax.Expr:
+    """As stock; before opset 10 what to cut is given by attributes."""
+    if node.opset >= 10:
+        return convert_by_stock(node)
+    given = [node.attributes.get(name) for name in ("starts", "ends", "axes")]
+    inputs = [node.inputs[0], *(None if values is None else const(values, "int64") for values in given), None]
+    return convert_by_stock(Node("Slice", node.name, 13, node.builder, inputs, {}, 1))
+
+
+def _padding(node: Node, rank: int) -> tuple[list[int], list[int]]:
+    """Elements to add (or, negative, to cut) before and after each axis."""
+    pads = node.dims(1) if node.has(1) else node.attribute("pads") or node.attribute("paddings")
+    if pads is None:
+        raise node.refusal("its pads are computed when the model runs; they must be known at import")
+    amounts = [int(pad) for pad in pads if isinstance(pad, int)]
+    axes = node.dims(3) if node.has(3) else list(range(rank))
+    if axes is None or len(amounts) != len(pads):
+        raise node.refusal("its pads or axes are computed when the model runs; they must be known at import")
+    if len(amounts) != 2 * len(axes):
+        raise node.refusal(f"has {len(amounts)} pads for {len(axes)} axes")
+    before, after = [0] * rank, [0] * rank
+    for position, axis in enumerate(axes):
+        before[node.axis(int(axis), rank)] = amounts[position]
+        after[node.axis(int(axis), rank)] = amounts[len(axes) + position]
+    return before, after
+
+
+def _wrapped(place: tirx.Expr, size: Any, mode: str) -> tirx.Expr:
+    """The element that a place outside of [0, size) repeats."""
+    if mode == "edge":
+        return tirx.max(tirx.min(place, size - 1), 0)
+    if mode == "wrap":
+        return topi.floor_mod(place, size)
+    period = tirx.max(2 * (size - 1), 1)
+    inside = topi.floor_mod(place, period)
+    return tirx.Select(inside < size, inside, period - inside)
+
+
+@converts("Pad")
+def pad(node: Node) -> relax.Expr:
+    """Constant, edge, reflect or wrap; a negative pad cuts elements off. The constant may be an input."""
+    data = node.tensor(0)
+    dims, dtype = node.shape(data), dtype_of(data)
+    mode = node.attribute("mode", "constant")
+    if mode not in ("constant", "edge", "reflect", "wrap"):
+        raise node.refusal(f"mode is {mode!r}")
+    before, after = _padding(node, len(dims))
+    moved = [axis for axis in range(len(dims)) if before[axis] or after[axis]]
+    if not moved:
+        return data
+    sizes: list[Dim] = [dim + before[i] + after[i] for i, dim in enumerate(dims)]
+    if any(isinstance(size, int) and size < 0 for size in sizes):
+        raise node.refusal(f"cuts more off shape {dims} than there is: pads {before + after}")
+    if node.has(2):
+        value = node.tensor(2)
+        fill = node.emit(relax.op.reshape(value, ())) if node.rank(value) else value
+    else:
+        fill = const(node.attribute("value", 0), dtype)
+
+    def compute(x: te.Tensor, filling: te.Tensor) -> te.Tensor:
+        def element(*i: tirx.Expr) -> tirx.Expr:
+            places = [place - before[axis] if axis in moved else place for axis, place in enumerate(i)]
+            if mode != "constant":
+                for axis in moved:
+                    places[axis] = _wrapped(places[axis], dims[axis], mode)
+                return x(*places)
+            checks = [places[axis] >= 0 for axis in moved if before[axis] > 0]
+            checks += [places[axis] < dims[axis] for axis in moved if after[axis] > 0]
+            return tirx.if_then_else(tirx.all(*checks), x(*places), filling()) if checks else x(*places)
+
+        return te.compute(sizes, element, name="pad")
+
+    return node.builder.emit_te(compute, data, fill, primfunc_name_hint="pad")
+
+
+@converts("SpaceToDepth")
+def space_to_depth(node: Node) -> relax.Expr:
+    """Blocks of an image become channels; in mode CRD (opset 26 on) the original channel varies slowest."""
+    data = node.tensor(0)
+    batch, channels, height, width = node.shape(data)
+    block = int(node.attribute("blocksize"))
+    if any(isinstance(size, int) and size % block for size in (height, width)):
+        raise node.refusal(f"an image of {height} x {width} does not divide into blocks of {block}")
+    inner = [batch, channels, height // block, block, width // block, block]
+    grouped = node.emit(relax.op.reshape(data, inner))
+    slowest_channel = node.attribute("mode", "DCR") == "CRD"
+    moved = node.emit(relax.op.permute_dims(grouped, [0, 1, 3, 5, 2, 4] if slowest_channel else [0, 3, 5, 1, 2, 4]))
+    return node.emit(relax.op.reshape(moved, [batch, channels * block * block, height // block, width // block]))
+
+
+@converts("Col2Im")
+def col2im(node: Node) -> relax.Expr:
+    """Columns of blocks added back into an image of any number of spatial axes."""
+    data = node.tensor(0)
+    image, block = node.dims(1), node.dims(2)
+    if image is None or block is None:
+        raise node.refusal("its shapes are computed when the model runs; they must be known at import")
+    count = len(image)
+    strides, dilations = node.attribute("strides", (1,) * count), node.attribute("dilations", (1,) * count)
+    pads = node.attribute("pads", (0,) * (2 * count))
+    batch, columns, _ = node.shape(data)
+    elements = math.prod(int(size) for size in block)
+    steps = [
+        (int(image[a]) + pads[a] + pads[count + a] - dilations[a] * (int(block[a]) - 1) - 1) // strides[a] + 1
+        for a in range(count)
+    ]
+
+    def compute(x: te.Tensor) -> te.Tensor:
+        offsets = [te.reduce_axis((0, int(size)), name=f"k{a}") for a, size in enumerate(block)]
+
+        def element(n: tirx.Expr, c: tirx.Expr, *place: tirx.Expr) -> tirx.Expr:
+            row, column, checks = c, tirx.const(0, "int64"), []
+            for a in range(count):
+                distance = place[a] + pads[a] - offsets[a] * dilations[a]
+                step = topi.floor_divide(distance, strides[a])
+                checks += [distance >= 0, topi.floor_mod(distance, strides[a]) == 0, step < steps[a]]
+                row, column = row * int(block[a]) + offsets[a], column * steps[a] + step
+            inside = tirx.if_then_else(tirx.all(*checks), x(n, row, column), tirx.const(0, str(x.dtype)))
+            return te.sum(inside, axis=offsets)
+
+        return te.compute([batch, columns // elements, *(int(size) for size in image)], element, name="col2im")
+
+    return node.builder.emit_te(compute, data, primfunc_name_hint="col2im")
+
+
+@converts("MaxUnpool")
+def max_unpool(node: Node) -> relax.Expr:
+    """Elements put back at flat indices of the pooled image, which counts in the default output size; the rest is 0."""
+    data, indices = node.tensor(0), node.tensor(1)
+    shape = node.static_shape(data)
+    kernel = [int(size) for size in node.attribute("kernel_shape")]
+    count = len(kernel)
+    strides, pads = node.attribute("strides", (1,) * count), node.attribute("pads", (0,) * (2 * count))
+    natural = [
+        (shape[2 + a] - 1) * strides[a] + kernel[a] - pads[a] - pads[count + a] for a in range(count)
+    ]
+    sizes = [*shape[:2], *natural]
+    if node.has(2):
+        given = node.dims(2)
+        if given is None:
+            raise node.refusal("its output_shape is computed when the model runs; it must be known at import")
+        sizes = [int(size) for size in given]
+    elements = math.prod([*shape[:2], *natural])
+    flat = node.emit(relax.op.full(relax.ShapeExpr([elements]), const(0, dtype_of(data)), dtype_of(data)))
+    held = node.emit(relax.op.clip(cast(node, indices, "int64"), 0, elements - 1))
+    placed = node.emit(
+        relax.op.scatter_elements(
+            flat, node.emit(relax.op.reshape(held, (-1,))), node.emit(relax.op.reshape(data, (-1,))), 0
+        )
+    )
+    result = node.emit(relax.op.reshape(placed, [*shape[:2], *natural]))
+    if sizes == [*shape[:2], *natural]:
+        return result
+    width = [0] * 2 + [0] * count + [0] * 2 + [sizes[2 + a] - natural[a] for a in range(count)]
+    padding = Node("Pad", node.name, 13, node.builder, [result, const(np.array(width), "int64")], {}, 1)
+    return pad(padding)
+
+
+@converts("CenterCropPad")
+def center_crop_pad(node: Node) -> relax.Expr:
+    """Cut or padded with zeros to a target size, evenly on both sides (the odd element goes after)."""
+    data, target = node.tensor(0), node.dims(1)
+    dims = node.static_shape(data)
+    if target is None:
+        raise node.refusal("its shape is computed when the model runs; it must be known at import")
+    axes = [node.axis(axis, len(dims)) for axis in node.attribute("axes", range(len(dims)))]
+    before, after = [0] * len(dims), [0] * len(dims)
+    for axis, size in zip(axes, target, strict=True):
+        change = int(size) - dims[axis]
+        before[axis] = change // 2 if change >= 0 else -(-change // 2)
+        after[axis] = change - before[axis]
+    padding = Node("Pad", node.name, 13, node.builder, [data, const(np.array(before + after), "int64")], {}, 1)
+    return pad(padding)

@@ -1,0 +1,254 @@
+"""Pooling over windows, and over whole images."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax, te, tirx
+
+from .convolution import pads_of, spatial
+from .elementwise import cast
+from .node import Dim, Node, const, dtype_of, is_float
+from .table import converts
+
+_HALF = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The windows of a pooling node, per spatial axis.
+
+    Attributes
+    ----------
+    image: sizes of the image.
+    before, after: padding; windows may also reach beyond it where sizes are rounded up (`ceil_mode`).
+    output: how many windows there are.
+    """
+
+    image: list[Dim]
+    kernel: list[int]
+    strides: list[int]
+    dilations: list[int]
+    before: list[int]
+    after: list[int]
+    output: list[Dim]
+    reaches_beyond: bool
+
+    def places(self, windows: Sequence[Any], steps: Sequence[Any]) -> list[tirx.Expr]:
+        """The element of the image (or of its padding) that step `steps` of window `windows` is at."""
+        return [
+            window * self.strides[a] + step * self.dilations[a] - self.before[a]
+            for a, (window, step) in enumerate(zip(windows, steps, strict=True))
+        ]
+
+    def inside(self, places: Sequence[tirx.Expr]) -> tirx.Expr:
+        """Whether a place is in the image."""
+        checks = [tirx.all(place >= 0, place < self.image[a]) for a, place in enumerate(places)]
+        return tirx.all(*checks)
+
+
+def windows_of(node: Node, data: relax.Expr) -> Windows:
+    """Work out the windows from the node's attributes."""
+    image = node.shape(data)[2:]
+    kernel = [int(size) for size in node.attribute("kernel_shape")]
+    count = len(kernel)
+    if count != len(image):
+        raise node.refusal(f"kernel_shape is {kernel}, but the image has {len(image)} axes")
+    strides, dilations = spatial(node, "strides", count, 1), spatial(node, "dilations", count, 1)
+    pads = pads_of(node, list(image), kernel, strides, dilations)
+    before, after = pads[:count], pads[count:]
+    # With auto_pad the number of windows is given by the padding; only explicit padding is rounded up.
+    rounds_up = bool(node.attribute("ceil_mode", 0)) and node.attribute("auto_pad", "NOTSET") in ("NOTSET", "", "VALID")
+    output: list[Dim] = []
+    for a, size in enumerate(image):
+        span = size + before[a] + after[a] - (kernel[a] - 1) * dilations[a] - 1
+        if not rounds_up:
+            output.append(span // strides[a] + 1)
+            continue
+        if not isinstance(size, int):
+            raise node.refusal("ceil_mode needs a static image size")
+        windows = -(-span // strides[a]) + 1
+        # A window that would start in the padding after the image is dropped.
+        output.append(windows - 1 if (windows - 1) * strides[a] >= size + before[a] else windows)
+    return Windows(image, kernel, strides, dilations, before, after, output, rounds_up)
+
+
+def _lowest(dtype: str) -> tirx.Expr:
+    return tirx.const(float("-inf"), dtype) if is_float(dtype) else tvm.tirx.min_value(dtype)
+
+
+@converts("MaxPool")
+def max_pool(node: Node) -> relax.Expr:
+    """Largest element of every window, with its flat index where that is asked for."""
+    data = node.tensor(0)
+    windows = windows_of(node, data)
+    count = len(windows.kernel)
+    if node.num_outputs > 1:
+        return _max_pool_with_indices(node, data, windows)
+    if windows.reaches_beyond or count > 3 or dtype_of(data) == "bfloat16":
+        return _max_pool(node, data, windows)
+    operation = (relax.op.nn.max_pool1d, relax.op.nn.max_pool2d, relax.op.nn.max_pool3d)[count - 1]
+    pads = [*windows.before, *windows.after]
+    return node.emit(operation(data, windows.kernel, windows.strides, pads, windows.dilations))
+
+
+def _max_pool(node: Node, data: relax.Expr, windows: Windows) -> relax.Expr:
+    def compute(x: te.Tensor) -> te.Tensor:
+        steps = [te.reduce_axis((0, size), name=f"k{a}") for a, size in enumerate(windows.kernel)]
+        reducer = te.comm_reducer(tirx.max, lambda dtype: _lowest(str(dtype)), name="largest")
+
+        def element(n: tirx.Expr, c: tirx.Expr, *window: tirx.Expr) -> tirx.Expr:
+            places = windows.places(window, steps)
+            value = tirx.if_then_else(windows.inside(places), x(n, c, *places), _lowest(str(x.dtype)))
+            return reducer(value, axis=steps)
+
+        return te.compute([*x.shape[:2], *windows.output], element, name="max_pool")
+
+    dtype = dtype_of(data)
+    wide = cast(node, data, "float32") if dtype == "bfloat16" else data
+    return cast(node, node.builder.emit_te(compute, wide, primfunc_name_hint="max_pool"), dtype)
+
+
+def _max_pool_with_indices(node: Node, data: relax.Expr, windows: Windows) -> relax.Expr:
+    dtype, count = dtype_of(data), len(windows.kernel)
+    column_major = bool(node.attribute("storage_order", 0))
+
+    def better(one: Sequence[tirx.Expr], other: Sequence[tirx.Expr]) -> tuple[tirx.Expr, tirx.Expr]:
+        wins = tirx.any(one[1] > other[1], tirx.all(one[1] == other[1], one[0] < other[0]))
+        return tirx.Select(wins, one[0], other[0]), tirx.Select(wins, one[1], other[1])
+
+    def worst(index_type: str, value_type: str) -> tuple[tirx.Expr, tirx.Expr]:
+        return tvm.tirx.max_value(index_type), _lowest(value_type)
+
+    def compute(x: te.Tensor) -> list[te.Tensor]:
+        steps = [te.reduce_axis((0, size), name=f"k{a}") for a, size in enumerate(windows.kernel)]
+        reducer = te.comm_reducer(better, worst, name="largest_at")
+
+        def pair(n: tirx.Expr, c: tirx.Expr, *window: tirx.Expr) -> Any:
+            places = windows.places(window, steps)
+            index = tirx.Cast("int64", n * x.shape[1] + c)
+            for a in range(count):
+                index = index * windows.image[a]
+            offset = tirx.const(0, "int64")
+            for a in reversed(range(count)) if column_major else range(count):
+                offset = offset * windows.image[a] + places[a]
+            inside = windows.inside(places)
+            where = tirx.if_then_else(inside, index + offset, tvm.tirx.max_value("int64"))
+            return reducer((where, tirx.if_then_else(inside, x(n, c, *places), _lowest(dtype))), axis=steps)
+
+        found = te.compute([*x.shape[:2], *windows.output], pair, name="max_pool_at")
+        return [found[1], found[0]]
+
+    return node.builder.emit_te(compute, data, primfunc_name_hint="max_pool_with_indices")
+
+
+def _window_sum(node: Node, data: relax.Expr, windows: Windows, term: Any) -> relax.Expr:
+    """Sum of `term(element)` over the elements of every window that are in the image."""
+
+    def compute(x: te.Tensor) -> te.Tensor:
+        steps = [te.reduce_axis((0, size), name=f"k{a}") for a, size in enumerate(windows.kernel)]
+
+        def element(n: tirx.Expr, c: tirx.Expr, *window: tirx.Expr) -> tirx.Expr:
+            places = windows.places(window, steps)
+            value = tirx.if_then_else(windows.inside(places), term(x(n, c, *places)), tirx.const(0, str(x.dtype)))
+            return te.sum(value, axis=steps)
+
+        return te.compute([*x.shape[:2], *windows.output], element, name="window_sum")
+
+    return node.builder.emit_te(compute, data, primfunc_name_hint="window_sum")
+
+
+def _window_sizes(node: Node, windows: Windows, counts_padding: bool, dtype: str) -> relax.Expr:
+    """How many elements of every window count, shaped to broadcast with the sums."""
+    output = [size for size in windows.output if isinstance(size, int)]
+    if len(output) != len(windows.output):
+        raise node.refusal("this form of pooling needs a static image size")
+    counts: Any = 1
+    for a, size in enumerate(output):
+        bound = windows.image[a] + (windows.after[a] if counts_padding else 0)
+        first = -windows.before[a] if counts_padding else 0
+        per_axis = [
+            sum(
+                first <= window * windows.strides[a] + step * windows.dilations[a] - windows.before[a] < bound
+                for step in range(windows.kernel[a])
+            )
+            for window in range(size)
+        ]
+        shape = [1] * (2 + len(output))
+        shape[2 + a] = size
+        counts = counts * np.array(per_axis).reshape(shape)
+    return const(counts, dtype)
+
+
+@converts("AveragePool")
+def average_pool(node: Node) -> relax.Expr:
+    """Mean of every window, over its elements in the image or (`count_include_pad`) in the padding too."""
+    data = node.tensor(0)
+    dtype = dtype_of(data)
+    wide = cast(node, data, "float32") if dtype in _HALF else data
+    windows = windows_of(node, data)
+    counts_padding = bool(node.attribute("count_include_pad", 0))
+    count = len(windows.kernel)
+    if windows.reaches_beyond or count > 3 or any(dilation != 1 for dilation in windows.dilations):
+        total = _window_sum(node, wide, windows, lambda value: value)
+        sizes = _window_sizes(node, windows, counts_padding, dtype_of(wide))
+        return cast(node, node.emit(relax.op.divide(total, sizes)), dtype)
+    operation = (relax.op.nn.avg_pool1d, relax.op.nn.avg_pool2d, relax.op.nn.avg_pool3d)[count - 1]
+    pads = [*windows.before, *windows.after]
+    result = operation(
+        wide, windows.kernel, windows.strides, pads, windows.dilations, ceil_mode=False, count_include_pad=counts_padding
+    )
+    return cast(node, node.emit(result), dtype)
+
+
+def _powers(node: Node) -> int:
+    order = node.attribute("p", 2)
+    if order < 1:
+        raise node.refusal(f"p is {order}, expected 1 or more")
+    return int(order)
+
+
+def _root(node: Node, total: relax.Expr, order: int) -> relax.Expr:
+    if order == 1:
+        return total
+    if order == 2:
+        return node.emit(relax.op.sqrt(total))
+    return node.emit(relax.op.power(total, const(1.0 / order, dtype_of(total))))
+
+
+@converts("LpPool")
+def lp_pool(node: Node) -> relax.Expr:
+    """The p-norm of every window."""
+    data = node.tensor(0)
+    order, dtype = _powers(node), dtype_of(data)
+    wide = cast(node, data, "float32") if dtype in _HALF else data
+
+    def term(value: tirx.Expr) -> tirx.Expr:
+        size = tirx.abs(value)
+        return math.prod([size] * (order - 1), start=size)
+
+    return cast(node, _root(node, _window_sum(node, wide, windows_of(node, data), term), order), dtype)
+
+
+@converts("GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool")
+def global_pool(node: Node) -> relax.Expr:
+    """Over all spatial axes, which become 1."""
+    data = node.tensor(0)
+    dtype, axes = dtype_of(data), list(range(2, node.rank(data)))
+    if node.op_type == "GlobalMaxPool":
+        return node.emit(relax.op.max(data, axes, keepdims=True))
+    wide = cast(node, data, "float32") if dtype in _HALF else data
+    if node.op_type == "GlobalAveragePool":
+        return cast(node, node.emit(relax.op.mean(wide, axes, keepdims=True)), dtype)
+    order = _powers(node)
+    size = node.emit(relax.op.abs(wide))
+    power = size
+    for _ in range(order - 1):
+        power = node.emit(relax.op.multiply(power, size))
+    total = node.emit(relax.op.sum(power, axes, keepdims=True))
+    return cast(node, _root(node, total, order), dtype)

@@ -1,0 +1,190 @@
+"""Quantized tensors: QuantizeLinear, DequantizeLinear, and products and convolutions of integers; casts of types."""
+
+from __future__ import annotations
+
+import tvm
+from tvm import relax
+
+from .convolution import integer_convolution
+from .elementwise import cast
+from .node import Dim, Node, const, dtype_of, is_float, onnx_dtype
+from .products import shifted
+from .table import convert_by_stock, converts
+
+_RANGES = {"uint8": (0, 255), "int8": (-128, 127), "uint16": (0, 65535), "int16": (-32768, 32767)}
+
+
+def is_narrow(dtype: str) -> bool:
+    """Whether a type has fewer bits than a byte, or is a float of 8 bits: TVM stores those, and miscomputes them."""
+    return dtype not in ("bool", "bfloat16") and (dtype.startswith("float8") or tvm.DataType(dtype).bits < 8)
+
+
+def _check_cast(node: Node, source: str, target: str) -> None:
+    # Powers of two (float8_e8m0fnu) are read right; everything else of these types is not.
+    if is_narrow(target) or (is_narrow(source) and not (source == "float8_e8m0fnu" and is_float(target))):
+        raise node.refusal(f"{source} to {target}: types below 8 bits, and floats of 8 bits, cannot be computed with")
+
+
+@converts("Cast")
+def convert_cast(node: Node) -> relax.Expr:
+    """To another type; a float to an integer is rounded towards zero."""
+    value = node.inputs[0]
+    target = onnx_dtype(node.attribute("to")) if isinstance(node.attribute("to"), int) else node.attribute("to")
+    if isinstance(value, relax.ShapeExpr) or tvm.ir.is_prim_expr(value):
+        return value if target == "int64" else cast(node, node.tensor(0), target)
+    data = node.tensor(0)
+    _check_cast(node, dtype_of(data), target)
+    if dtype_of(data) == target:
+        return data
+    return convert_by_stock(Node(node.op_type, node.name, node.opset, node.builder, [data], {"to": target}, 1))
+
+
+@converts("CastLike")
+def cast_like(node: Node) -> relax.Expr:
+    """To the type of the second input."""
+    like = dtype_of(node.tensor(1))
+    return convert_cast(Node("Cast", node.name, node.opset, node.builder, [node.inputs[0]], {"to": like}, 1))
+
+
+def _along(node: Node, parameter: relax.Expr, shape: list[Dim]) -> relax.Expr:
+    """A scale or zero point made to broadcast with the data: one number, a vector along an axis, or one per block."""
+    rank = len(shape)
+    own = node.static_shape(parameter)
+    if own in ([], [1]):
+        return node.emit(relax.op.reshape(parameter, ())) if own else parameter
+    axis = node.axis(node.attribute("axis", 1), rank)
+    block = node.attribute("block_size", 0)
+    if block:
+        repeated = node.emit(relax.op.repeat(parameter, block, axis))
+        size = shape[axis]
+        if not isinstance(size, int):
+            raise node.refusal("blocks along a symbolic dimension cannot be imported")
+        if own[axis] * block == size:
+            return repeated
+        return node.emit(relax.op.strided_slice(repeated, [axis], [0], [size]))
+    if len(own) != 1:
+        raise node.refusal(f"scale or zero point of shape {own} without block_size")
+    return node.emit(relax.op.reshape(parameter, [own[0] if i == axis else 1 for i in range(rank)]))
+
+
+def quantize(node: Node, scaled: relax.Expr, zero_point: relax.Expr | None, dtype: str) -> relax.Expr:
+    """round(scaled) + zero point, halves to even, held in the range of `dtype`."""
+    compute = "float64" if dtype_of(scaled) == "float64" else "float32"
+    value = node.emit(relax.op.round(cast(node, scaled, compute)))
+    if zero_point is not None:
+        value = node.emit(relax.op.add(value, cast(node, zero_point, compute)))
+    low, high = _RANGES[dtype]
+    return cast(node, node.emit(relax.op.clip(value, low, high)), dtype)
+
+
+@converts("QuantizeLinear")
+def quantize_linear(node: Node) -> relax.Expr:
+    """round(x / scale) + zero point to 8 or 16 bits: per tensor, per axis, or per block."""
+    data = node.tensor(0)
+    shape = node.shape(data)
+    zero_point = node.tensor(2) if node.has(2) else None
+    dtype = dtype_of(zero_point) if zero_point is not None else "uint8"
+    if node.attribute("output_dtype", 0):
+        dtype = onnx_dtype(node.attribute("output_dtype"))
+    if dtype not in _RANGES:
+        raise node.refusal(f"to {dtype} cannot be imported; expected one of {', '.join(_RANGES)}")
+    scale = node.tensor(1)
+    compute = onnx_dtype(node.attribute("precision")) if node.attribute("precision", 0) else None
+    if not is_float(dtype_of(scale)):
+        compute = compute or "float32"
+    compute = compute or (dtype_of(data) if dtype_of(data) == dtype_of(scale) else "float32")
+    scaled = node.emit(relax.op.divide(cast(node, data, compute), cast(node, _along(node, scale, shape), compute)))
+    return quantize(node, scaled, None if zero_point is None else _along(node, zero_point, shape), dtype)
+
+
+@converts("DequantizeLinear")
+def dequantize_linear(node: Node) -> relax.Expr:
+    """(x - zero point) * scale: per tensor, per axis, or per block."""
+    data, scale = node.tensor(0), node.tensor(1)
+    shape, source = node.shape(data), dtype_of(data)
+    if is_narrow(source):
+        raise node.refusal(f"from {source} cannot be imported")
+    target = dtype_of(scale)
+    if node.attribute("output_dtype", 0):
+        target = onnx_dtype(node.attribute("output_dtype"))
+    if node.has(2):
+        point = cast(node, _along(node, node.tensor(2), shape), "int32")
+        data = node.emit(relax.op.subtract(cast(node, data, "int32"), point))
+    factor = cast(node, _along(node, scale, shape), "float32")
+    return cast(node, node.emit(relax.op.multiply(cast(node, data, "float32"), factor)), target)
+
+
+@converts("DynamicQuantizeLinear")
+def dynamic_quantize_linear(node: Node) -> relax.Expr:
+    """To uint8 over the range of the data, which always includes 0; outputs the scale and the zero point too."""
+    data = node.tensor(0)
+    zero = const(0, "float32")
+    high = node.emit(relax.op.maximum(node.emit(relax.op.max(data)), zero))
+    low = node.emit(relax.op.minimum(node.emit(relax.op.min(data)), zero))
+    scale = node.emit(relax.op.divide(node.emit(relax.op.subtract(high, low)), const(255, "float32")))
+    is_flat = node.emit(relax.op.equal(scale, zero))  # all zeros: any scale will do, but not 0 / 0
+    safe = node.emit(relax.op.where(is_flat, const(1, "float32"), scale))
+    wanted = node.emit(relax.op.divide(node.emit(relax.op.subtract(zero, low)), safe))
+    point = cast(node, node.emit(relax.op.round(node.emit(relax.op.clip(wanted, 0, 255)))), "uint8")
+    return relax.Tuple([quantize(node, node.emit(relax.op.divide(data, safe)), point, "uint8"), scale, point])
+
+
+def _requantize(node: Node, total: relax.Expr, scales: list[relax.Expr], zero_point: relax.Expr) -> relax.Expr:
+    """int32 sums to the output's 8 bits: total * (scale of A * scale of B / scale of the result) + zero point."""
+    first, second, result = (cast(node, scale, "float32") for scale in scales)
+    factor = node.emit(relax.op.divide(node.emit(relax.op.multiply(first, second)), result))
+    scaled = node.emit(relax.op.multiply(cast(node, total, "float32"), factor))
+    return quantize(node, scaled, zero_point, dtype_of(zero_point))
+
+
+def _scalar(node: Node, index: int) -> relax.Expr:
+    value = node.tensor(index)
+    if node.static_shape(value) not in ([], [1]):
+        raise node.refusal(f"input {index} has shape {node.static_shape(value)}, expected one number")
+    return node.emit(relax.op.reshape(value, ()))
+
+
+def _vector_along(node: Node, index: int, rank: int, axis: int) -> relax.Expr:
+    """A scalar input, or a vector laid along an axis."""
+    value = node.tensor(index)
+    if node.static_shape(value) in ([], [1]):
+        return node.emit(relax.op.reshape(value, ()))
+    if node.rank(value) == rank:
+        return value
+    return node.emit(relax.op.reshape(value, [-1 if i == axis % rank else 1 for i in range(rank)]))
+
+
+@converts("QLinearMatMul")
+def qlinear_matmul(node: Node) -> relax.Expr:
+    """A product of quantized matrices, quantized; scales per tensor, per row of A, per column of B."""
+    a, b = node.tensor(0), node.tensor(3)
+    product = node.emit(
+        relax.op.matmul(
+            shifted(node, a, node.tensor(2), -2), shifted(node, b, node.tensor(5), -1), out_dtype="int32"
+        )
+    )
+    rank = node.rank(product)
+    scales = [_vector_along(node, 1, rank, -2), _vector_along(node, 4, rank, -1), _scalar(node, 6)]
+    return _requantize(node, product, scales, _scalar(node, 7))
+
+
+@converts("QLinearConv")
+def qlinear_conv(node: Node) -> relax.Expr:
+    """A convolution of quantized tensors, quantized; the weight's scale per tensor or per output channel."""
+    data, weight = node.tensor(0), node.tensor(3)
+    shifted_weight = shifted(node, weight, node.tensor(5), 0)
+    total = integer_convolution(node, shifted(node, data, node.tensor(2), None), shifted_weight)
+    rank = node.rank(data)
+    if node.has(8):
+        bias = node.emit(relax.op.reshape(node.tensor(8), [1, -1] + [1] * (rank - 2)))
+        total = node.emit(relax.op.add(total, bias))
+    scales = [_scalar(node, 1), _vector_along(node, 4, rank, 1), _scalar(node, 6)]
+    return _requantize(node, total, scales, _scalar(node, 7))
+
+
+@converts("ConvInteger")
+def conv_integer(node: Node) -> relax.Expr:
+    """A convolution of 8-bit integers less their zero points, in int32."""
+    data, weight = node.tensor(0), node.tensor(1)
+    data_point, weight_point = (node.tensor(i) if node.has(i) else None for i in (2, 3))
+    return integer_convolution(node, shifted(node, data, data_point, None), shifted(node, weight, weight_point, 0))
