@@ -64,6 +64,8 @@ def form_dispatches(mod: tvm.IRModule) -> tvm.IRModule:
         return mod
     if is_formed(mod):
         return schedule_gpu(bind_targets(mod))
+    if any(isinstance(b.value, relax.Function) for _, func in relax_functions(mod) for b in walk_bindings(func)):
+        mod = relax.transform.LambdaLift()(mod)
     written = {gv.name_hint for gv in mod.get_global_vars()}
     mod = legalize_creations(mod)
     mod = relax.transform.LegalizeOps()(mod)
