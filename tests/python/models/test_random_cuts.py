@@ -46,7 +46,7 @@ def switches(names: Sequence[str], fractions: Sequence[int]) -> list[int]:
 
 @pytest.mark.parametrize("name", MODELS)
 @given(fractions=FRACTIONS)
-@settings(max_examples=12)
+@settings(max_examples=10)
 def test_random_cut(name: str, fractions: list[int]):
     model, inputs, expected = case(name)
     names = node_names(model)
