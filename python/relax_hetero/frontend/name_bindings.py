@@ -9,7 +9,7 @@ import tvm
 from tvm import relax
 
 from .onnx_importer import ImportedGraph
-from .onnx_names import NodeInfo
+from .onnx_names import NodeInfo, variable_name
 
 # The vdevice of a node.
 DeviceOf = Callable[[NodeInfo], "tvm.relax.VDevice"]
@@ -49,7 +49,9 @@ class _Rebuild:
     def function(self) -> relax.Function:
         imported = self._imported
         outputs = imported.outputs
-        result = outputs[0] if len(outputs) == 1 else relax.Tuple(outputs)
+        # A sequence is a tuple itself: alone, it would look like several outputs.
+        is_alone = len(outputs) == 1 and not isinstance(outputs[0].ty, tvm.ir.TupleType)
+        result = outputs[0] if is_alone else relax.Tuple(outputs)
         body = self._sequence(imported.bindings, result)
         return relax.Function(imported.params, body, body.body.ty, True)
 
@@ -130,14 +132,14 @@ def _binding_names(imported: ImportedGraph) -> dict[relax.Var, str]:
     for var, info in imported.owners.items():
         bound.setdefault(info, []).append(var)
     parameters = {param.name for param in imported.params}
-    taken = parameters | {info.name for info in bound}
+    taken = parameters | {variable_name(info.name) for info in bound}
     names: dict[relax.Var, str] = {}
     for info, variables in bound.items():
         own = [var for var in imported.results.get(info, ()) if imported.owners.get(var) is info]
         main = own[0] if own else variables[-1]
         rest = [var for var in variables if var is not main and not var.same_as(main)]
-        for var, name in zip([main, *rest], _candidates(info.name, parameters, taken), strict=False):
-            names[var] = name
+        candidates = _candidates(variable_name(info.name), parameters, taken)
+        names.update(zip([main, *rest], candidates, strict=False))
     return names
 
 

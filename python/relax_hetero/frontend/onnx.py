@@ -103,7 +103,7 @@ def _module(model: OnnxModel, graph: ImportedGraph, func: relax.Function) -> tvm
     names = {
         "global_symbol": "main",
         "num_input": len(func.params),
-        "input_names": [param.name for param in func.params],
+        "input_names": list(graph.input_names),
         "output_names": [output.name for output in model.proto.graph.output],
     }
     mod = graph.module.clone()

@@ -32,8 +32,9 @@ class ImportedGraph:
     ----------
     module : tvm.IRModule
         PrimFuncs that converters made.
+    input_names : list of str
     params : list of Var
-        One per graph input, named like it.
+        One per graph input, named like it as far as TVMScript can read names.
     bindings : list of Binding
         In program order, all variables plain `Var`; branches of an `If` hold their own.
     outputs : list of Expr
@@ -45,6 +46,7 @@ class ImportedGraph:
     """
 
     module: tvm.IRModule
+    input_names: list[str]
     params: list[relax.Var]
     bindings: list[relax.Binding]
     outputs: list[relax.Expr]
@@ -101,7 +103,7 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
                 outputs = [self._graph_output(output.name) for output in graph.output]
         finally:
             self.bb.end_scope()
-        return ImportedGraph(self.bb.get(), params, bindings, outputs, self._owners, self._results)
+        return ImportedGraph(self.bb.get(), list(inputs), params, bindings, outputs, self._owners, self._results)
 
     @contextmanager
     def _block(self) -> Iterator[list[relax.Binding]]:
@@ -212,7 +214,8 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
             value = relax.Tuple(list(value))
         if not isinstance(value, relax.Expr):
             return {node.output[0]: value}  # stock TVM's marker of an empty optional
-        if node.op_type in SEQUENCE_OPS or not isinstance(value.ty, tvm.ir.TupleType):
+        is_sequence = node.op_type in SEQUENCE_OPS or (node.op_type == "If" and len(node.output) == 1)
+        if is_sequence or not isinstance(value.ty, tvm.ir.TupleType):
             fields = [value]
         elif isinstance(value, relax.Tuple):
             fields = list(value.fields)

@@ -12,6 +12,7 @@ import onnx
 from tvm import relax, tirx
 
 from ..errors import FrontendError
+from .onnx_names import variable_name
 
 # `shapes=`: dimensions per input, or the value of a named dimension.
 Shapes: TypeAlias = "Mapping[str, Sequence[int | str | None] | int]"
@@ -39,8 +40,8 @@ def graph_inputs(graph: onnx.GraphProto, shapes: Shapes | None) -> dict[str, rel
     Returns
     -------
     inputs : dict
-        ONNX name -> variable of that name. Dimensions of one name share one symbolic variable; nameless ones get
-        their own, ``<input>_d<axis>``.
+        ONNX name -> variable of that name, as far as TVMScript can read it. Dimensions of one name share one symbolic
+        variable; nameless ones get their own, ``<input>_d<axis>``.
 
     Raises
     ------
@@ -218,13 +219,14 @@ def _symbols_in(name: str) -> set[str]:
 
 def _parameter(info: onnx.ValueInfoProto, dims: list[_Dim] | None, symbols: _Symbols) -> relax.Var:
     dtype = dtype_name(info.type.tensor_type.elem_type, f"input {info.name!r}")
+    name = variable_name(info.name)
     if dims is None:
-        return relax.Var(info.name, relax.TensorType(None, dtype, ndim=-1))
+        return relax.Var(name, relax.TensorType(None, dtype, ndim=-1))
     shape = [
         symbols.fresh(f"{info.name}_d{axis}") if dim is None else symbols.value(dim) if isinstance(dim, str) else dim
         for axis, dim in enumerate(dims)
     ]
-    return relax.Var(info.name, relax.TensorType(shape, dtype))
+    return relax.Var(name, relax.TensorType(shape, dtype))
 
 
 def dtype_name(elem_type: int, what: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -56,6 +57,12 @@ def walk_nodes(nodes: list[NodeInfo]) -> Iterator[NodeInfo]:
         yield node
         for inner in node.subgraphs.values():
             yield from walk_nodes(inner)
+
+
+def variable_name(name: str) -> str:
+    """The name itself, or with "_" before it where TVMScript could not read it back ("1", "if", "main")."""
+    is_readable = name[:1].isidentifier() or not (name[:1].isalnum() or name == "")
+    return name if is_readable and not keyword.iskeyword(name) and name != "main" else f"_{name}"
 
 
 def subgraphs_of(node: onnx.NodeProto) -> list[tuple[str, onnx.GraphProto]]:

@@ -64,6 +64,23 @@ def test_text_of_the_module_parses_again():
     tvm.ir.assert_structural_equal(tvm.script.from_source(mod.script()), mod)
 
 
+def test_names_that_text_cannot_have_get_an_underscore():
+    graph = helper.make_graph(
+        [
+            helper.make_node("Relu", ["0"], ["1"], name="1"),
+            helper.make_node("Neg", ["1"], ["2"], name="if"),
+            helper.make_node("Abs", ["2"], ["3"], name="main"),
+        ],
+        "g",
+        [helper.make_tensor_value_info("0", TensorProto.FLOAT, [2])],
+        [helper.make_tensor_value_info("3", TensorProto.FLOAT, [2])],
+    )
+    mod = rh.from_onnx(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]))
+    assert [name for name, _ in bindings(mod)] == ["_1", "_if", "_main"]
+    assert list(mod["main"].attrs["input_names"]) == ["0"]
+    tvm.ir.assert_structural_equal(tvm.script.from_source(mod.script()), mod)
+
+
 def test_nodes_of_one_name_and_names_of_inputs_stay_apart():
     mod = imported("""
         <ir_version: 9, opset_import: ["" : 17]>
@@ -183,6 +200,17 @@ def test_a_condition_of_one_element_becomes_a_scalar():
     mod = imported(IF.replace("bool c", "bool[1] c"))
     value = mod["main"].body.blocks[-2].bindings[0].value
     assert value.cond.ty.ndim == 0
+
+
+def test_a_sequence_is_one_output():
+    mod = imported("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        g (float[2] x, bool c) => (seq(float[2]) y) {
+            y = If(c) <then_branch = t () => (seq(float[2]) p) { a = Neg(x) p = SequenceConstruct(a, x) },
+                       else_branch = e () => (seq(float[2]) q) { q = SequenceConstruct(x, x) }>
+        }""")
+    (sequence,) = mod["main"].ret_ty.fields
+    assert [list(map(int, field.shape)) for field in sequence.fields] == [[2], [2]]
 
 
 FUNCTION = """
