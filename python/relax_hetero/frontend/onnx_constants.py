@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
+import tvm
 from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
+from tvm import relax
 
 from ..errors import FrontendError
 from .onnx_inputs import dtype_name
@@ -67,6 +69,22 @@ def sparse_value(sparse: onnx.SparseTensorProto) -> np.ndarray:
     else:
         dense[tuple(indices.T)] = values
     return dense
+
+
+def make_const(array: np.ndarray) -> tvm.ir.GenericConst:
+    """A Relax constant of this array, dtype and rank included.
+
+    Raises
+    ------
+    FrontendError
+        If TVM has no tensors of its dtype (4-bit integers).
+    """
+    try:
+        return relax.const(tvm.runtime.tensor(np.ascontiguousarray(array).reshape(array.shape)))
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise FrontendError(
+            f"a constant of shape {list(array.shape)} has elements of type {array.dtype}, which TVM has no tensors of"
+        ) from error
 
 
 def fold_node(node: onnx.NodeProto, operands: list[np.ndarray | None], opset: int) -> list[np.ndarray] | None:

@@ -16,7 +16,7 @@ from tvm import relax
 from tvm.relax.frontend.onnx import onnx_frontend as stock
 
 from ..errors import FrontendError
-from .onnx_constants import FOLDED_OPS, constant_value, fold_node, sparse_value, tensor_value
+from .onnx_constants import FOLDED_OPS, constant_value, fold_node, make_const, sparse_value, tensor_value
 from .onnx_functions import body_of_call, function_of, function_table
 from .onnx_model import OnnxModel, opset_in
 from .onnx_names import NodeInfo
@@ -287,11 +287,6 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
             vector = self.bb.emit(relax.op.shape_to_tensor(relax.ShapeExpr([value])))
             return self.bb.emit(relax.op.reshape(vector, ()))
         return value
-
-
-def make_const(array: np.ndarray) -> tvm.ir.GenericConst:
-    """A Relax constant of this array, dtype and rank included."""
-    return relax.const(tvm.runtime.tensor(np.ascontiguousarray(array).reshape(array.shape)))
 
 
 def _reason(error: BaseException) -> str:

@@ -131,3 +131,10 @@ def test_options_that_do_not_fit_together():
     refused(model, "vdevices", placement={"*": "llvm"})
     refused(model, "'automatic'", "'auto'", placement="automatic", vdevices=["llvm"])
     refused(model, "cost_model", cost_model=rh.frontend.CostModel([]), vdevices=["llvm"])
+
+
+def test_weights_of_types_without_tensors():
+    for elem_type, values in ((TensorProto.INT4, [1, 2]), (TensorProto.STRING, [b"a", b"b"])):
+        model = simple([helper.make_node("Relu", ["x"], ["y"])],
+                       initializer=[helper.make_tensor("w", elem_type, [2], values)])  # fmt: skip
+        refused(model, "which TVM has no tensors of")
