@@ -10,7 +10,7 @@ from typing import Any
 import tvm
 from tvm import relax
 
-from ..errors import BuildError
+from ..errors import BuildError, HeteroError
 from ..native_target import native
 from ..transform.bind_targets import call_vdevice, called_prim_func
 from ..transform.realize_vdevice import collect_placement
@@ -19,7 +19,7 @@ from ..vdevice import VDevice, device_name, host_vdevice, is_cpu, vdevice_index,
 from ..vm.executable import Executable
 from ..vm.metadata import DeviceSpec, DispatchSpec, Metadata
 from .lift_constants import lift_constants
-from .link import link
+from .link import link, reason
 from .pipeline import get_pipeline
 from .signatures import function_signatures
 
@@ -55,7 +55,7 @@ def compile(mod: tvm.IRModule, params: Mapping[str, Any] | None = None) -> Execu
     vdevices = vdevices_of(mod)
     _warn_if_generic(vdevices)
     with collect_placement() as reports:
-        mod = get_pipeline()(mod)
+        mod = _lower(mod)
     lifted = lift_constants(mod)
     host = host_vdevice(vdevices)
     metadata = Metadata(
@@ -67,6 +67,15 @@ def compile(mod: tvm.IRModule, params: Mapping[str, Any] | None = None) -> Execu
         dispatches=_dispatches(mod, vdevices),
     )
     return Executable(link(lifted.mod), metadata, lifted.tensors)
+
+
+def _lower(mod: tvm.IRModule) -> tvm.IRModule:
+    try:
+        return get_pipeline()(mod)
+    except HeteroError:
+        raise
+    except Exception as error:  # stock passes raise what has no common class
+        raise BuildError(f"this module cannot be lowered: {reason(error)}") from error
 
 
 def device_spec(vdevice: relax.VDevice, default: bool) -> DeviceSpec:

@@ -41,7 +41,10 @@ def link(mod: tvm.IRModule) -> tvm.runtime.Module:
     host_target = host.target if host is not None else native("llvm")
     external = list(mod.attrs["external_mods"]) if mod.attrs and "external_mods" in mod.attrs else []
     builder = relax.ExecBuilder()
-    rest = vm_build._vmcodegen(builder, mod)
+    try:
+        rest = vm_build._vmcodegen(builder, mod)
+    except Exception as error:  # as below
+        raise BuildError(f"no bytecode can be made of this module: {reason(error)}") from error
     libraries = [build_group(target, group, host_target) for target, group in group_by_target(rest, host_target)]
     first = libraries[0] if libraries else None
     return relax_ffi.VMLink(builder, host_target, first, libraries[1:] + external, {})
@@ -99,13 +102,17 @@ def _code_generators() -> list[str]:
     return sorted(n[len(prefix) :] for n in list_global_func_names() if n.startswith(prefix))
 
 
+def reason(error: Exception) -> str:
+    """The line of TVM's or a compiler's message that says what is wrong."""
+    lines = [line.strip(" \0\n") for line in str(error).splitlines()]
+    telling = [line for line in lines if "error:" in line.lower() or "check failed" in line.lower()]
+    return next(iter(telling or [line for line in reversed(lines) if line]), repr(error))
+
+
 def _blame(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Target, error: Exception) -> BuildError:
     for gv, func in sorted(group.functions.items(), key=lambda pair: pair[0].name_hint):
         try:
             _build(target, tvm.IRModule({gv: func}), host)
         except Exception as single:  # the same errors as above
-            reason = str(single).strip().splitlines()
-            return BuildError(
-                f"kernel {gv.name_hint!r} does not compile for target {target}: {reason[-1] if reason else single!r}"
-            )
+            return BuildError(f"kernel {gv.name_hint!r} does not compile for target {target}: {reason(single)}")
     return BuildError(f"kernels {sorted(g.name_hint for g in group.get_global_vars())} for {target}: {error}")

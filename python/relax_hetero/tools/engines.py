@@ -59,7 +59,7 @@ def stock_tvm(path: Path, shapes: Mapping[str, list[int]]) -> Engine:
         from ..native_target import native
 
         module = from_onnx(onnx.load(str(path)), shape_dict=dict(shapes) or None, keep_params_in_input=False)
-        names = [parameter.name_hint for parameter in module["main"].params]
+        names = [parameter.name for parameter in module["main"].params]
         machine = tvm.relax.VirtualMachine(tvm.compile(module, native("llvm")), tvm.cpu())
 
         def call(inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:

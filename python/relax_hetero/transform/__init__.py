@@ -1,4 +1,4 @@
-"""Passes: one a file, named after what it does. Every public name is a function that returns a ``tvm.transform.Pass``.
+"""Passes: one a file, named after what it does. A pass is a function in CamelCase that returns a ``tvm.transform.Pass``.
 
 Importing this package makes TVMScript's device look-up strict (see `relax_hetero.op`).
 """
@@ -14,6 +14,11 @@ from .. import op as _op  # noqa: F401 (makes TVMScript strict before a pass see
 _EXPORTS: dict[str, str] = {
     "UpdateVDevice": ".update_vdevice",
     "RealizeVDevice": ".realize_vdevice",
+    "verify_placement": ".realize_vdevice",
+    "collect_placement": ".realize_vdevice",
+    "PlacementEntry": ".realize_vdevice",
+    "PlacementReport": ".realize_vdevice",
+    "NameKernelVariables": ".name_kernel_variables",
     "BindTargets": ".bind_targets",
     "FormDispatches": ".form_dispatches",
     "ScheduleGPU": ".schedule_gpu",

@@ -26,7 +26,7 @@ _IDENTIFIER = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _OTHER = re.compile(r"\W", re.ASCII)
 
 
-def NameKernelVariables() -> tvm.transform.Pass:  # noqa: N802 (named like TVM's passes)
+def NameKernelVariables() -> tvm.transform.Pass:
     """Give variables of PrimFuncs names of ASCII letters, digits and underscores.
 
     Returns

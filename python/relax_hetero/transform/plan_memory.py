@@ -10,24 +10,26 @@ After::
     storage = R.memory.alloc_storage(R.shape([16]), 0, "global", "float32")
     storage1 = R.memory.alloc_storage(R.shape([16]), 1, "global", "float32")
 
-TVM's planner pools free storage by scope and type but not by device. So each device plans under a scope of its
+TVM's planner pools free storage by scope and type but not by device, and hands storage that one branch of an `If`
+allocates to the other branch, where it does not exist. So each device, and each branch, plans under a scope of its
 own, taken off again afterwards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import tvm
 from tvm import relax
 
-from .rewriting import copy_module, map_bindings, op_name, relax_functions
+from .rewriting import copy_module, map_bindings, op_name, relax_functions, walk_bindings
 
 _MARK = "#device"
 
 
 def PlanMemoryPerDevice() -> tvm.transform.Pass:
-    """Plan static storage, one pool a device.
+    """Plan static storage, one pool for each device and branch.
 
     Returns
     -------
@@ -43,27 +45,42 @@ def PlanMemoryPerDevice() -> tvm.transform.Pass:
 
 def plan_memory_per_device(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring."""
-    mod = _change_scopes(mod, lambda scope, device: f"{scope}{_MARK}{device}")
+    mod = _change_scopes(mod, lambda scope, device, branch: f"{scope}{_MARK}{device}.{branch}")
     mod = relax.transform.StaticPlanBlockMemory()(mod)
-    return _change_scopes(mod, lambda scope, _device: scope.split(_MARK)[0])
+    return _change_scopes(mod, lambda scope, _device, _branch: scope.split(_MARK)[0])
 
 
 # Where the allocating ops keep their device index and their scope.
 _OPERANDS = {"relax.builtin.alloc_tensor": (2, 3), "relax.memory.alloc_storage": (1, 2)}
 
 
-def _change_scopes(mod: tvm.IRModule, rename: Callable[[str, int], str]) -> tvm.IRModule:
-    def change(binding: relax.Binding) -> relax.Binding:
+def _change_scopes(mod: tvm.IRModule, rename: Callable[[str, int, int], str]) -> tvm.IRModule:
+    def change(branches: dict[relax.Var, int], binding: relax.Binding) -> relax.Binding:
         value = binding.value
         operands = _OPERANDS.get(op_name(value) or "")
         if operands is None:
             return binding
         device, scope = operands
         args = list(value.args)
-        args[scope] = tvm.ir.StringImm(rename(args[scope].value, int(args[device].value)))
+        args[scope] = tvm.ir.StringImm(rename(args[scope].value, int(args[device].value), branches[binding.var]))
         call = relax.Call(value.op, args, value.attrs, value.ty_args, value.span, ret_ty=value.ty)
         return relax.VarBinding(binding.var, call, binding.span)
 
     functions = dict(mod.functions.items())
-    functions.update({gv: map_bindings(func, change) for gv, func in relax_functions(mod)})
+    functions.update({gv: map_bindings(func, partial(change, _branches(func))) for gv, func in relax_functions(mod)})
     return copy_module(mod, functions)
+
+
+def _branches(func: relax.Function) -> dict[relax.Var, int]:
+    """The branch each variable is bound in: 0 outside of any `If`, else a number of its own."""
+    branches: dict[relax.Var, int] = {}
+    pending = [(func.body, 0)]
+    count = 0
+    while pending:
+        body, branch = pending.pop()
+        for binding in walk_bindings(body, nested=False):
+            branches[binding.var] = branch
+            if isinstance(binding.value, relax.If):
+                pending += [(binding.value.true_branch, count + 1), (binding.value.false_branch, count + 2)]
+                count += 2
+    return branches

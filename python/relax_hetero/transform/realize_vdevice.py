@@ -16,9 +16,17 @@ from .placement.report import PlacementEntry, PlacementReport, collect_placement
 from .placement.rewrite import rewrite
 from .placement.solve import solve
 from .placement.types import on_devices
+from .placement.verify import verify_placement
 from .stage import is_lowered
 
-__all__ = ["PlacementEntry", "PlacementReport", "RealizeVDevice", "collect_placement", "realize_vdevice"]
+__all__ = [
+    "PlacementEntry",
+    "PlacementReport",
+    "RealizeVDevice",
+    "collect_placement",
+    "realize_vdevice",
+    "verify_placement",
+]
 
 
 def RealizeVDevice(insert_copies: bool = False) -> tvm.transform.Pass:
@@ -131,4 +139,3 @@ def _write_function(
     if not instance.first:
         func = copy_with_new_vars(func.without_attr("global_symbol"))
     return func, notes
-

@@ -26,8 +26,8 @@ def copy_module(mod: tvm.IRModule, functions: dict[tvm.ir.GlobalVar, tvm.ir.Base
     return tvm.IRModule(table, attrs=mod.attrs, global_infos=mod.global_infos)
 
 
-def walk_bindings(body: relax.Expr) -> Iterator[relax.Binding]:
-    """Every binding below `body` in program order, those of `If` branches after their `If`'s own."""
+def walk_bindings(body: relax.Expr, nested: bool = True) -> Iterator[relax.Binding]:
+    """Every binding below `body` in program order, those of `If` branches and local functions last if `nested`."""
     pending = [body]
     while pending:
         expr = pending.pop()
@@ -38,9 +38,9 @@ def walk_bindings(body: relax.Expr) -> Iterator[relax.Binding]:
                 for binding in block.bindings:
                     yield binding
                     value = binding.value
-                    if isinstance(value, relax.If):
+                    if nested and isinstance(value, relax.If):
                         pending += [value.false_branch, value.true_branch]
-                    elif isinstance(value, relax.Function):
+                    elif nested and isinstance(value, relax.Function):
                         pending.append(value.body)
 
 

@@ -158,8 +158,6 @@ def alternating(model):
 @pytest.mark.parametrize("two_devices", [False, True], ids=["one", "two"])
 @pytest.mark.parametrize("name", MODELS)
 def test_results_are_onnx_runtimes(name, two_devices):
-    if name == "branches" and two_devices:
-        pytest.skip("TVM's memory planner hands one branch the other's storage: the process dies")
     build, sizes = MODELS[name]
     model = build()
     where = {"vdevices": TWO_CPUS, "placement": alternating(model)} if two_devices else {}

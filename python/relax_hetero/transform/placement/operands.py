@@ -47,6 +47,8 @@ class Note(NamedTuple):
 class Operands:
     """Variables as they are now, and the bindings written so far.
 
+    What does not change stays the very Python object it was read as (TVM makes a new one at every access).
+
     Attributes
     ----------
     out : list of Binding
@@ -131,8 +133,9 @@ class Operands:
         key = (handle(expr), device)
         known = self._constants.get(key)
         if known is None:
-            ty = tensor_on(expr.ty, self.vdevices[device])
-            known = expr if ty is expr.ty else relax.expr._ffi_api.MakeTensorConst(expr.value, ty, expr.span)
+            old = expr.ty
+            ty = tensor_on(old, self.vdevices[device])
+            known = expr if ty is old else relax.expr._ffi_api.MakeTensorConst(expr.value, ty, expr.span)
             self._constants[key] = known
             self.notes.append(Note("constant", self.current, known.ty, "constant", device, ANY, self.current))
         return known
@@ -147,8 +150,9 @@ class Operands:
             fields = [self.mapped(field) for field in old]
             return _same_or_tuple(expr, old, fields)
         if kind is relax.TupleGetItem:
-            whole = self.mapped(expr.tuple_value)
-            return expr if whole is expr.tuple_value else relax.TupleGetItem(whole, int(expr.index), expr.span)
+            old_whole = expr.tuple_value
+            whole = self.mapped(old_whole)
+            return expr if whole is old_whole else relax.TupleGetItem(whole, int(expr.index), expr.span)
         if kind is tvm.ir.GlobalVar and str(expr.name_hint) in self.program.units:
             new = self.callee(next(self.mentions))
             return expr if handle(new) == handle(expr) else new

@@ -55,9 +55,10 @@ class _Writer(Operands):
             if first is not None:
                 self.notes.append(Note("param", var.name, var.ty, "parameter", self.devices[first], first, ""))
         body = yield self._scope(scope)
-        ret_ty = self.retyped(func.ret_ty, ret)
+        old_ret_ty = func.ret_ty
+        ret_ty = self.retyped(old_ret_ty, ret)
         same = all(new is old for new, old in zip(new_params, old_params, strict=True))
-        if same and body is scope.seq and ret_ty is func.ret_ty:
+        if same and body is scope.seq and ret_ty is old_ret_ty:
             return func
         return relax.Function(new_params, body, ret_ty, func.is_pure, func.attrs, func.span)
 
@@ -143,8 +144,9 @@ class _Writer(Operands):
             var = self.define(record.var, record.home)
         same = value is record.value and var is record.var
         if isinstance(binding, relax.MatchCast):
-            ty = self.retyped(binding.ty, record.home)
-            if not same or ty is not binding.ty:
+            old_ty = binding.ty
+            ty = self.retyped(old_ty, record.home)
+            if not same or ty is not old_ty:
                 binding = relax.MatchCast(var, value, ty, binding.span)
         elif not same:
             binding = relax.VarBinding(var, value, binding.span)
@@ -154,28 +156,28 @@ class _Writer(Operands):
     def _write_if(self, record: Record, inner: list[Any], place: Place) -> None:
         value = record.value
         cond = self.coerce(record.args[0], record.trees[0], HOST, place)
-        ty = self.retyped(value.ty, record.home)
-        same = inner[0] is value.true_branch and inner[1] is value.false_branch
-        if not same or cond is not record.args[0] or ty is not value.ty:
+        old_ty = value.ty
+        ty = self.retyped(old_ty, record.home)
+        same = all(new is nested.seq for new, nested in zip(inner, record.scopes, strict=True))
+        if not same or cond is not record.args[0] or ty is not old_ty:
             value = relax.If(cond, inner[0], inner[1], value.span)
             relax.expr._update_type(value, ty)
         self._bind(record, value)
 
     def _write_call(self, record: Record, place: Place) -> None:
         call = record.value
-        op = call.op if type(call.op) is tvm.ir.Op else self.mapped(call.op)
+        old_op, old_ty, old_ty_args = call.op, call.ty, list(call.ty_args)
+        op = old_op if type(old_op) is tvm.ir.Op else self.mapped(old_op)
         wants = record.wants
         args = []
         for position, (arg, tree) in enumerate(zip(record.args, record.trees, strict=True)):
             want = wants if isinstance(wants, int) else wants[position]
             args.append(self.mapped(arg) if tree is None else self.coerce(arg, tree, want, place))
         made = self._made(record)
-        ty = self.retyped(call.ty, made)
-        old_ty_args = list(call.ty_args)
+        ty = self.retyped(old_ty, made)
         ty_args = self._ty_args(old_ty_args, made)
-        changed = op is not call.op and handle(op) != handle(call.op)
-        changed = changed or ty is not call.ty or any(a is not b for a, b in zip(args, record.args, strict=True))
-        changed = changed or any(a is not b for a, b in zip(ty_args, old_ty_args, strict=True))
+        parts = zip([op, ty, *args, *ty_args], [old_op, old_ty, *record.args, *old_ty_args], strict=True)
+        changed = any(new is not old for new, old in parts)
         value = relax.Call(op, args, call.attrs, ty_args, call.span, ty) if changed else call
         if made is record.home:
             self._note_op(record, self._bind(record, value), made)
@@ -267,8 +269,8 @@ class _Writer(Operands):
             call = record.value
             if record.kind == "to_vdevice" and value is record.args[0]:
                 if handle(call.attrs.dst_vdevice) == handle(self.vdevices[device]):
-                    ty = self.retyped(call.ty, record.home)
-                    if ty is call.ty:
+                    ty = call.ty
+                    if self.retyped(ty, record.home) is ty:
                         return call
             return self.transferred(value, device)
         if not isinstance(tree, tuple):

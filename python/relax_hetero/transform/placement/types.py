@@ -44,8 +44,9 @@ def on_devices(ty: tvm.ir.Type, tree: Tree, resolve: Resolve) -> tvm.ir.Type:
     if isinstance(ty, relax.FuncType) and ty.params is not None and isinstance(tree, FuncTree):
         old = list(ty.params)
         params = [on_devices(param, sub, resolve) for param, sub in zip(old, tree.params, strict=True)]
-        ret = on_devices(ty.ret, tree.ret, resolve)
-        if ret is ty.ret and all(new is param for new, param in zip(params, old, strict=True)):
+        old_ret = ty.ret
+        ret = on_devices(old_ret, tree.ret, resolve)
+        if ret is old_ret and all(new is param for new, param in zip(params, old, strict=True)):
             return ty
         return relax.FuncType(params, ret, bool(ty.purity), ty.span)
     return ty

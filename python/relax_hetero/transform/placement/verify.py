@@ -1,0 +1,215 @@
+"""Check that a module is placed: rule 5, read off the written types alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NoReturn
+
+import tvm
+from tvm import relax
+
+from ...errors import PlacementError
+from ...vdevice import vdevices_of
+from . import ops
+from .graph import handle
+from .program import Program
+
+
+def verify_placement(mod: tvm.IRModule) -> None:
+    """Check that every tensor names a device of the module's list, and that nothing but transfers crosses devices.
+
+    Parameters
+    ----------
+    mod : IRModule
+        As `RealizeVDevice` leaves it. One without vdevices has nothing to check.
+
+    Raises
+    ------
+    PlacementError
+        Naming function, variable and op, for: a tensor type without a device or with one that is not the list's own
+        object; an op whose operands and results are on different devices; arguments that are not on their parameters'
+        devices; a value that the host reads elsewhere; a hint.
+    """
+    if not vdevices_of(mod):
+        return
+    program = Program(mod)
+    for unit in program.units.values():
+        _Verifier(program, unit.name).function(unit.func)
+
+
+class _Verifier:
+    def __init__(self, program: Program, function: str) -> None:
+        self.program = program
+        self.function_name = function
+        self.index = {handle(vdevice): index for index, vdevice in enumerate(program.vdevices)}
+        self.op = ""
+        self.variable = ""
+
+    def function(self, func: relax.Function) -> None:
+        """A function of the module, with those inside it."""
+        pending = [func]
+        while pending:
+            current = pending.pop()
+            self.op = "parameter"
+            for param in current.params:
+                self.variable = param.name
+                self.devices(param.ty)
+            pending += self._body(current.body)
+            self.variable, self.op = "the result", "return"
+            self._alike(current.ret_ty, current.body.ty, "its annotation", "what is returned")
+
+    def _body(self, body: relax.Expr) -> list[relax.Function]:
+        """Check a body; returns the functions inside it."""
+        local: list[relax.Function] = []
+        pending = [body]
+        while pending:
+            seq = pending.pop()
+            if not isinstance(seq, relax.SeqExpr):
+                continue
+            for block in seq.blocks:
+                for binding in block.bindings:
+                    value = binding.value
+                    self._binding(binding, value)
+                    if isinstance(value, relax.Function):
+                        local.append(value)
+                    elif isinstance(value, relax.If):
+                        pending += [value.true_branch, value.false_branch]
+            self.variable, self.op = "the result", "return"
+            self._constants(seq.body)
+        return local
+
+    def _binding(self, binding: relax.Binding, value: relax.Expr) -> None:
+        var = binding.var
+        self.variable, self.op = var.name, "binding"
+        ty = var.ty
+        kind = type(value)
+        if isinstance(binding, relax.MatchCast):
+            self.op = "match_cast"
+            self._alike(ty, binding.ty, "the variable", "the type it is cast to")
+            source = value.ty
+            if not isinstance(source, relax.AnyType):
+                self._alike(ty, source, "the variable", "the value")
+        elif kind is relax.Call:
+            self._call(ty, value)
+        elif kind is relax.If:
+            self.op = "If"
+            self._on_host([value.cond])
+            for branch in (value.true_branch, value.false_branch):
+                self._alike(ty, branch.body.ty if isinstance(branch, relax.SeqExpr) else branch.ty, "it", "a branch")
+        else:
+            self.devices(ty)
+            self._constants(value)
+            if kind is not relax.Function:
+                self._alike(ty, value.ty, "the variable", "the value")
+
+    def _call(self, ty: tvm.ir.Type, call: relax.Call) -> None:
+        op, args = call.op, call.args
+        name = str(op.name) if isinstance(op, tvm.ir.Op) else ops.callee_name(call) or ""
+        self.op = name or "call"
+        if name == ops.HINT:
+            self.fail("the hint is still there; run RealizeVDevice first")
+        self._alike(ty, call.ty, "the variable", "the call")
+        if name == ops.TRANSFER:
+            self.devices(args[0].ty)
+            target = self.index.get(handle(call.attrs.dst_vdevice))
+            if target is None:
+                self.fail("its destination is not the module's own vdevice object")
+            if any(device != target for device in self.devices(ty)):
+                self.fail(f"it copies to {self.name(target)}, but the variable is elsewhere")
+            return
+        called = ops.callee_name(call)
+        if name in ops.HOST_READS or called in ops.HOST_READS:
+            self._on_host(args)
+            self.devices(ty)
+            return
+        if called in ops.CROSSING:
+            return
+        callee = op.ty if isinstance(op, (tvm.ir.GlobalVar, relax.Var)) else None
+        if isinstance(op, tvm.ir.GlobalVar) and str(op.name_hint) in self.program.units:
+            self.op = f"call of '{op.name_hint}'"
+            callee = self.program.units[str(op.name_hint)].func.ty
+        if isinstance(callee, relax.FuncType) and callee.params is not None:
+            for arg, param in zip(args, callee.params, strict=False):
+                self._alike(param, arg.ty, "the parameter", f"the argument {_short(arg)}")
+            self._alike(ty, callee.ret, "the variable", "what it returns")
+        elif name not in ops.INVOKE_CLOSURE and name != ops.MAKE_CLOSURE:
+            self._one_device(ty, call, name in ops.HOST_MADE or called in ops.HOST_MADE)
+
+    def _one_device(self, ty: tvm.ir.Type, call: relax.Call, made_on_host: bool) -> None:
+        where: int | None = None
+        what = ""
+        for text, tensors in self._tensors(ty, call):
+            for device in tensors:
+                if where is None:
+                    where, what = device, text
+                elif where != device:
+                    self.fail(f"{what} is on {self.name(where)}, {text} on {self.name(device)}")
+        if made_on_host and self.program.host >= 0 and where not in (None, self.program.host):
+            self.fail(f"the host makes it, so it must be on {self.name(self.program.host)}")
+
+    def _tensors(self, ty: tvm.ir.Type, call: relax.Call) -> Iterator[tuple[str, list[int]]]:
+        for arg in call.args:
+            if not isinstance(arg, (tvm.ir.GlobalVar, relax.ExternFunc)):
+                self._constants(arg)
+                yield f"operand {_short(arg)}", self.devices(arg.ty)
+        for explicit in call.ty_args:
+            yield "out_ty", self.devices(explicit)
+        yield "the result", self.devices(ty)
+
+    def _on_host(self, args: list[relax.Expr]) -> None:
+        host = self.program.host
+        for arg in args:
+            for device in self.devices(arg.ty):
+                if host >= 0 and device != host:
+                    self.fail(f"the host reads {_short(arg)}, which is on {self.name(device)}, not {self.name(host)}")
+
+    def _constants(self, expr: relax.Expr) -> None:
+        if isinstance(expr, tvm.ir.GenericConst):
+            self.devices(expr.ty)
+        elif isinstance(expr, relax.Tuple):
+            for field in expr.fields:
+                self._constants(field)
+
+    def _alike(self, ty: tvm.ir.Type, other: tvm.ir.Type, what: str, other_what: str) -> None:
+        """Two types that must have the same devices; where their structure differs each is checked alone."""
+        here, there = self.devices(ty), self.devices(other)
+        if len(here) != len(there):
+            return
+        for device, other_device in zip(here, there, strict=True):
+            if device != other_device:
+                self.fail(f"{what} is on {self.name(device)}, {other_what} on {self.name(other_device)}")
+
+    def devices(self, ty: tvm.ir.Type) -> list[int]:
+        """The devices of all tensors in a type, each of which must name one of the list."""
+        if isinstance(ty, relax.TensorType):
+            vdevice = ty.vdevice
+            if vdevice is None:
+                self.fail("a tensor has no device")
+            found = self.index.get(handle(vdevice))
+            if found is None:
+                known = self.program.index_of(vdevice, self.where())
+                self.fail(f"its device equals {self.name(known)} but is not the module's own vdevice object")
+            return [found]
+        if isinstance(ty, tvm.ir.TupleType):
+            return [device for field in ty.fields for device in self.devices(field)]
+        if isinstance(ty, relax.FuncType) and ty.params is not None:
+            return [device for param in (*ty.params, ty.ret) for device in self.devices(param)]
+        return []
+
+    def name(self, device: int) -> str:
+        """``kind:i``."""
+        return self.program.names[device]
+
+    def where(self) -> str:
+        """Op, variable and function, for messages."""
+        return f"{self.op} of '{self.variable}' in function '{self.function_name}'"
+
+    def fail(self, message: str) -> NoReturn:
+        """Raise a PlacementError about the current binding."""
+        raise PlacementError(f"{self.where()}: {message}")
+
+
+def _short(expr: relax.Expr) -> str:
+    if isinstance(expr, relax.Var):
+        return f"'{expr.name}'"
+    return "a constant" if isinstance(expr, tvm.ir.GenericConst) else "a tuple"
