@@ -226,3 +226,38 @@ def test_signature_of_tuples():
     signature = rh.compile(Mod).signature()
     assert str(signature) == "main(t: (int8[2], (bool[]))) -> (output_0: int8[2], output_1: (bool[]))"
     assert signature.output_is_tuple
+
+
+def test_local_functions_become_closures():
+    @I.ir_module
+    class Mod:
+        @R.function
+        def main(x: R.Tensor((4,), "float32")) -> R.Tensor((4,), "float32"):
+            w = R.multiply(x, R.const([1.0, 2.0, 3.0, 4.0], "float32"))
+
+            @R.function
+            def inner(y: R.Tensor((4,), "float32")) -> R.Tensor((4,), "float32"):
+                z = R.add(y, R.const([4.0, 3.0, 2.0, 1.0], "float32"))
+                s = R.add(z, w)
+                return s
+
+            a = inner(x)
+            b = inner(a)
+            return b
+
+    exe = rh.compile(Mod)
+    assert list(exe.metadata.signatures) == ["main"]
+    x = np.random.default_rng(0).random(4, "float32")
+    expected = x + 2 * (np.array([4, 3, 2, 1]) + x * [1, 2, 3, 4])
+    np.testing.assert_allclose(rh.vm.VirtualMachine(exe)["main"](x).numpy(), expected, rtol=1e-6)
+
+
+def test_a_failing_stock_pass_is_a_build_error():
+    """BlockBuilder lets a module through whose symbolic extent no parameter gives; a stock pass finds out."""
+    n = tvm.tirx.Var("n", "int64")
+    bb = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((n * n,), "float32"))
+    with bb.function("main", [x]):
+        bb.emit_func_output(bb.emit(relax.op.zeros((n,), "float32")))
+    with pytest.raises(BuildError, match="cannot be lowered: .*n"):
+        rh.compile(bb.get())

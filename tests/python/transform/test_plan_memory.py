@@ -83,3 +83,33 @@ def test_the_upstream_failure_runs(shape):
     out = vm["main"](data)
     assert out.device == tvm.cpu(1)
     np.testing.assert_allclose(out.numpy(), np.tanh(np.exp(np.tanh(np.exp(data)))), rtol=1e-5)
+
+
+def test_branches_share_no_storage():
+    """Stock TVM hands the else branch storage that only the then branch allocated, and the process dies."""
+
+    @I.ir_module
+    class Mod:
+        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
+
+        @R.function
+        def main(c: R.Tensor((), "bool", "llvm:1"), x: R.Tensor((64,), "float32", "llvm:0")) -> R.Tensor(
+            (64,), "float32", "llvm:0"
+        ):
+            if c:
+                a = R.call_dps_packed("test.plan.exp", (x,), out_ty=R.Tensor((64,), "float32", "llvm:0"))
+                b = R.exp(a)
+                b1 = R.exp(b)
+                y = R.multiply(b1, b1)
+            else:
+                a = R.exp(x)
+                b = R.multiply(a, a)
+                y = R.exp(b)
+            return y
+
+    tvm.register_global_func("test.plan.exp", lambda x, out: out.copyfrom(np.exp(x.numpy())), override=True)
+    vm = rh.vm.VirtualMachine(rh.compile(Mod))
+    x = np.random.default_rng(0).random(64, "float32") / 4
+    for _ in range(3):
+        np.testing.assert_allclose(vm["main"](np.array(True), x).numpy(), np.exp(np.exp(np.exp(x))) ** 2, rtol=1e-4)
+        np.testing.assert_allclose(vm["main"](np.array(False), x).numpy(), np.exp(np.exp(x) ** 2), rtol=1e-4)

@@ -1,0 +1,100 @@
+"""Legalizing keeps every variable's device, whatever stock legalization makes of its type."""
+
+import numpy as np
+import pytest
+import tvm
+from tvm import relax
+from tvm.script import ir as I
+from tvm.script import relax as R
+
+import relax_hetero as rh
+from relax_hetero.errors import BuildError
+from relax_hetero.transform import FormDispatches, RealizeVDevice
+from relax_hetero.transform.legalize import legalize
+from relax_hetero.transform.rewriting import tensor_types, walk_bindings
+from relax_hetero.vdevice import device_name, vdevices_of
+
+V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
+V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}
+
+
+def devices_of(mod):
+    """Of each binding of main: the devices of its tensors."""
+    vdevices = vdevices_of(mod)
+    return {
+        binding.var.name: {device_name(tensor.vdevice, vdevices) for tensor in tensor_types(binding.var.ty)}
+        for binding in walk_bindings(mod["main"])
+    }
+
+
+def batch_norm_module():
+    bb = relax.BlockBuilder()
+    devices = [rh.VDevice(V4, 0), rh.VDevice(V2, 1)]
+    x = relax.Var("x", relax.TensorType((1, 3, 4, 4), "float32", devices[1]))
+    parameters = [relax.const(np.full(3, value, "float32")) for value in (2.0, 0.5, 0.25, 4.0)]
+    with bb.function("main", [x]):
+        with bb.dataflow():
+            normal = bb.emit(relax.op.nn.batch_norm(x, *parameters, axis=1, training=False), "normal")
+            first = bb.emit(relax.TupleGetItem(relax.Tuple([bb.emit(relax.TupleGetItem(normal, 0))]), 0), "first")
+            y = bb.emit_output(relax.op.nn.relu(first), "y")
+        bb.emit_func_output(y)
+    mod = bb.get()
+    mod.update_global_info("vdevice", devices)
+    return mod
+
+
+def test_results_of_tuple_ops_stay_where_they_were():
+    """Stock LegalizeOps drops the device of batch_norm's results, and of everything after it."""
+    placed = RealizeVDevice()(batch_norm_module())
+    assert all(devices == {"llvm:1"} for devices in devices_of(placed).values())
+    stock = relax.transform.LegalizeOps()(placed)
+    types = {b.var.name: b.var.ty for b in walk_bindings(stock["main"])}
+    assert any(tensor.vdevice is None for tensor in tensor_types(types["y"]))
+    legal = legalize(placed)
+    assert all(devices == {"llvm:1"} for devices in devices_of(legal).values())
+    formed = FormDispatches()(placed)
+    targets = {f.attrs["target"].attrs["mcpu"] for gv, f in formed.functions.items() if gv.name_hint != "main"}
+    assert targets == {"x86-64-v2"}
+
+
+def test_a_projection_of_a_written_tuple_runs():
+    """FuseOps loses the fields of `(a, b)[0]`."""
+    vm = rh.vm.VirtualMachine(rh.compile(batch_norm_module()))
+    x = np.random.default_rng(0).standard_normal((1, 3, 4, 4)).astype("float32")
+    out = vm["main"](x)
+    assert out.device == tvm.cpu(1)
+    np.testing.assert_allclose(
+        out.numpy(), np.maximum((x - 0.25) / np.sqrt(4.0 + 1e-5) * 2 + 0.5, 0), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_variables_of_one_name_keep_their_own_devices():
+    bb = relax.BlockBuilder()
+    devices = [rh.VDevice(V4, 0), rh.VDevice(V2, 1)]
+    x = relax.Var("x", relax.TensorType((4,), "float32", devices[0]))
+    first = relax.Var("same", relax.TensorType((4,), "float32", devices[0]))
+    moved = relax.Var("same", relax.TensorType((4,), "float32", devices[1]))
+    last = relax.Var("same", relax.TensorType((4,), "float32", devices[1]))
+    with bb.function("main", [x]):
+        bb.emit_normalized(relax.VarBinding(first, bb.normalize(relax.op.exp(x))))
+        bb.emit_normalized(relax.VarBinding(moved, bb.normalize(relax.op.to_vdevice(first, devices[1]))))
+        bb.emit_normalized(relax.VarBinding(last, bb.normalize(relax.op.exp(moved))))
+        bb.emit_func_output(last)
+    mod = bb.get()
+    mod.update_global_info("vdevice", devices)
+    legal = legalize(RealizeVDevice()(mod))
+    assert list(devices_of(legal).values()) == [{"llvm:0"}, {"llvm:1"}, {"llvm:1"}]
+
+
+def test_an_op_without_kernel_is_named():
+    @I.ir_module
+    class Mod:
+        I.module_global_infos({"vdevice": [I.vdevice(V4)]})
+
+        @R.function
+        def main(x: R.Tensor(ndim=2, dtype="float32")) -> R.Tensor(ndim=2, dtype="float32"):
+            y = R.exp(x)
+            return y
+
+    with pytest.raises(BuildError, match=r"relax.exp of variable 'y' in function 'main'.*ndim=2"):
+        legalize(RealizeVDevice()(Mod))
