@@ -6,11 +6,13 @@ Before::
 
 After::
 
-    y: R.Tensor((4,), "float32", "llvm:1") = R.call_packed("relax_hetero.to_device", x, 1, 0)
+    room: R.Tensor((4,), "float32", "llvm:1") = R.builtin.alloc_tensor(R.shape([4]), "float32", 1, "global")
+    y: R.Tensor((4,), "float32", "llvm:1") = R.call_packed("relax_hetero.to_device", x, 1, 0, room)
 
 The operands are the value, the destination's index in the module's device list (the virtual machine knows which
 physical device that is today), and whether the result must be a new tensor even if the value is there already:
-it must in a module that writes in place, since the source may have other readers.
+it must in a module that writes in place, since the source may have other readers. A tensor of known shape gets
+room from the machine's pool, whose memory is in use already; fresh memory costs a page fault each 4 KB.
 
 Assumes no dataflow blocks (ToNonDataflow) and purity checks removed; runs before CallTIRRewrite hides what writes.
 """
@@ -46,19 +48,31 @@ def lower_transfers(mod: tvm.IRModule) -> tvm.IRModule:
     vdevices = vdevices_of(mod)
     must_copy = relax.prim_value(int(_writes_in_place(mod)))
 
-    def change(binding: relax.Binding) -> relax.Binding:
+    def change(binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
         value = binding.value
         if op_name(value) != "relax.to_vdevice":
             return binding
-        destination = relax.prim_value(vdevice_index(value.attrs.dst_vdevice, vdevices))
-        operands = [value.args[0], destination, must_copy]
+        index = vdevice_index(value.attrs.dst_vdevice, vdevices)
+        room = _room(binding.var, index)
+        operands = [value.args[0], relax.prim_value(index), must_copy, *(r.var for r in room)]
         ty = binding.var.ty
         call = relax.Call(relax.ExternFunc(TO_DEVICE), operands, None, [ty], value.span, ret_ty=ty)
-        return relax.VarBinding(binding.var, call, binding.span)
+        return [*room, relax.VarBinding(binding.var, call, binding.span)]
 
     functions = dict(mod.functions.items())
     functions.update({gv: map_bindings(func, change) for gv, func in relax_functions(mod)})
     return copy_module(mod, functions)
+
+
+def _room(result: relax.Var, index: int) -> list[relax.VarBinding]:
+    """A binding that allocates the result of a transfer; none where its shape or memory is not plain."""
+    ty = result.ty
+    plain = isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr) and ty.dtype is not None
+    if not plain or ty.vdevice.memory_scope != "global":
+        return []
+    alloc = relax.op.builtin.alloc_tensor(ty.shape, str(ty.dtype.dtype), index, "global")
+    call = relax.Call(alloc.op, list(alloc.args), ret_ty=ty)
+    return [relax.VarBinding(relax.Var(f"{result.name}_room", ty), call)]
 
 
 def _writes_in_place(mod: tvm.IRModule) -> bool:

@@ -15,7 +15,7 @@ import tvm_ffi
 from tvm import runtime
 
 from ..errors import HeteroError
-from .tensors import copy_to
+from .tensors import copy_into, copy_to
 
 
 class _Running(threading.local):
@@ -48,11 +48,12 @@ def running_host() -> runtime.Device:
 
 
 @tvm_ffi.register_global_func("relax_hetero.to_device", override=True)
-def to_device(value: Any, index: int, must_copy: int = 0) -> Any:
+def to_device(value: Any, index: int, must_copy: int = 0, room: Any = None) -> Any:
     """`value` on the device of manifest entry `index` (-1: the host): itself if it is there, else a copy.
 
     Works between any two devices, and through nested tuples. With `must_copy` always a copy: the module writes in
-    place, and the value may have other readers (LowerTransfers).
+    place, and the value may have other readers (LowerTransfers). A copy goes into `room`, a tensor of the machine's
+    pool, where the compiler could allocate one; else into new memory.
     """
     devices = _running.devices
     if devices is None:
@@ -67,4 +68,7 @@ def to_device(value: Any, index: int, must_copy: int = 0) -> Any:
     scope = _running.scopes[index]
     if not must_copy and scope == "global" and value.__dlpack_device__() == (device.dlpack_device_type(), device.index):
         return value
+    if room is not None:
+        copy_into(value, room)
+        return room
     return copy_to(value, device, None if scope == "global" else scope)

@@ -27,8 +27,9 @@ def test_transfer_becomes_a_call():
 
         @R.function(pure=False)
         def main(x: R.Tensor((4,), "float32", "llvm:0")) -> R.Tensor((4,), "float32", "llvm:1"):
+            room: R.Tensor((4,), "float32", "llvm:1") = R.builtin.alloc_tensor(R.shape([4]), "float32", 1, "global")
             y: R.Tensor((4,), "float32", "llvm:1") = R.call_packed(
-                "relax_hetero.to_device", x, 1, 0, ty_args=(R.Tensor((4,), "float32", "llvm:1"),)
+                "relax_hetero.to_device", x, 1, 0, room, ty_args=(R.Tensor((4,), "float32", "llvm:1"),)
             )
             return y
 
@@ -55,5 +56,19 @@ def test_in_place_writers_need_a_new_tensor():
             )
             return z
 
-    call = LowerTransfers()(Before)["main"].body.blocks[0].bindings[0].value
-    assert [int(arg.value) for arg in call.args[1:]] == [1, 1]
+    call = LowerTransfers()(Before)["main"].body.blocks[0].bindings[1].value
+    assert [int(arg.value) for arg in call.args[1:3]] == [1, 1]
+
+
+def test_a_tensor_of_unknown_shape_gets_no_room():
+    @I.ir_module
+    class Before:
+        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
+
+        @R.function(pure=False)
+        def main(x: R.Tensor(ndim=2, dtype="float32", vdevice="llvm:0")):
+            y: R.Tensor(ndim=2, dtype="float32", vdevice="llvm:1") = R.to_vdevice(x, "llvm:1")
+            return y
+
+    (binding,) = LowerTransfers()(Before)["main"].body.blocks[0].bindings
+    assert len(binding.value.args) == 3

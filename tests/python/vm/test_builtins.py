@@ -58,3 +58,14 @@ def test_machines_nest():
 def test_outside_of_a_machine():
     with pytest.raises(rh.HeteroError, match="called outside of relax_hetero.vm.VirtualMachine"):
         to_device(tvm.runtime.tensor(DATA), 0)
+
+
+def test_a_copy_goes_where_there_is_room():
+    x = tvm.runtime.tensor(DATA)
+    room = tvm.runtime.tensor(np.full((2, 3), np.nan, "float32"), tvm.cpu(4))
+    with running_on(DEVICES, SCOPES):
+        assert to_device(x, 0, 0, room).same_as(x)
+        assert np.isnan(room.numpy()).all()  # nothing was copied
+        moved = to_device(x, 1, 0, room)
+    assert moved.data_ptr() == room.data_ptr()
+    np.testing.assert_array_equal(moved.numpy(), DATA)
