@@ -181,7 +181,7 @@ def _print(model: Path, threads: int, results: list[Result]) -> None:
                 f"{timing.median * 1e3:.3f}",
                 f"{timing.fastest * 1e3:.3f}",
                 str(len(timing.seconds)),
-                *(f"{ratios[other]:.2f}x" if other in ratios else "" for other in (OURS, REFERENCE)),
+                *(f"{ratios[other]:.3g}x" if other in ratios else "" for other in (OURS, REFERENCE)),
                 "" if result.max_abs_diff is None else f"{result.max_abs_diff:.2g}",
             ]
         )

@@ -10,7 +10,7 @@ import click
 
 from ..errors import BuildError
 from .command import command, json_option
-from .console import bytes_text, console, print_json
+from .console import bytes_text, console, print_json, target_text
 from .models import compile_onnx
 from .placing import Placing, placing_options
 
@@ -48,7 +48,7 @@ def compile_command(model: Path, output: Path, placing: Placing, as_json: bool) 
     screen = console()
     screen.print(f"Wrote {output} ({bytes_text(summary['bytes'])}): {summary['signature']}", markup=False)
     for device in summary["devices"]:
-        screen.print(f"  {device['name']}  {device['target']}", markup=False)
+        screen.print(f"  {device['name']}  {target_text(device['target'])}", markup=False)
     screen.print("  " + ", ".join(f"{step} {taken:.1f} s" for step, taken in built.seconds.items()), markup=False)
 
 

@@ -62,6 +62,18 @@ def bytes_text(count: int | None) -> str:
     return f"{size:.1f} GiB"
 
 
+def target_text(target: str) -> str:
+    """A target's kind and processor out of its JSON text: ``llvm znver5``, ``cuda sm_90``."""
+    import json
+
+    try:
+        fields = json.loads(target)
+    except json.JSONDecodeError:
+        return target
+    processor = fields.get("mcpu", fields.get("arch", ""))
+    return f"{fields['kind']} {processor}".strip()
+
+
 def _finite(data: Any) -> Any:
     if isinstance(data, dict):
         return {key: _finite(value) for key, value in data.items()}

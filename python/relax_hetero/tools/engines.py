@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +59,9 @@ def stock_tvm(path: Path, shapes: Mapping[str, list[int]]) -> Engine:
 
         from ..native_target import native
 
-        module = from_onnx(onnx.load(str(path)), shape_dict=dict(shapes) or None, keep_params_in_input=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module = from_onnx(onnx.load(str(path)), shape_dict=dict(shapes) or None, keep_params_in_input=False)
         names = [parameter.name for parameter in module["main"].params]
         machine = tvm.relax.VirtualMachine(tvm.compile(module, native("llvm")), tvm.cpu())
 

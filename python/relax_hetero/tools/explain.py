@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -42,9 +42,9 @@ def _of_onnx(path: Path, placing: Placing) -> Explanation:
     from ..vdevice import device_name, vdevices_of
     from .explanation import Explanation
 
-    module, placement = placed_onnx(path, placing)
+    module, entries = placed_onnx(path, placing)
     vdevices = vdevices_of(module)
-    return Explanation(path.name, {device_name(v, vdevices): str(v.target) for v in vdevices}, _entries(placement))
+    return Explanation(path.name, {device_name(v, vdevices): str(v.target) for v in vdevices}, entries)
 
 
 def _of_library(path: Path, placing: Placing) -> Explanation:
@@ -52,14 +52,8 @@ def _of_library(path: Path, placing: Placing) -> Explanation:
     from .explanation import Explanation
 
     executable = load_library(path, placing).executable
-    placement = executable.metadata.placement
-    if placement is None:
+    if executable.metadata.placement is None:
         raise HeteroError(f"{path} holds no placement report; it was not made by this library's compiler")
     names = device_names(executable.devices)
     targets = {name: device.target for name, device in zip(names, executable.devices, strict=True)}
-    return Explanation(path.name, targets, _entries(placement))
-
-
-def _entries(placement: Any) -> list[dict[str, Any]]:
-    """The entries of a placement report's JSON data."""
-    return list(placement["entries"] if isinstance(placement, dict) else placement)
+    return Explanation(path.name, targets, executable.metadata.placement)

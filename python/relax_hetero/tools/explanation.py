@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .console import bytes_text, console, plural, print_table
+from .console import bytes_text, console, plural, print_table, target_text
 
 # The fields of an entry that programs get: those of `relax_hetero.transform.PlacementEntry`.
 FIELDS = ("function", "variable", "op", "device", "kind", "bytes", "reason")
@@ -99,7 +99,7 @@ class Explanation:
                 bytes_text(total.param_bytes),
                 bytes_text(total.constant_bytes),
                 f"{total.transfers_in:,} ({bytes_text(total.transfer_bytes)})",
-                total.target,
+                target_text(total.target),
             ]
             for total in self.totals()
         ]

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..errors import FrontendError
 from .console import console
 from .placing import Placing
 
 if TYPE_CHECKING:
+    import onnx
     from tvm import IRModule
 
     from ..vm import Executable
@@ -57,15 +59,17 @@ def obtain(path: Path, placing: Placing) -> Model:
     return compile_onnx(path, placing) if is_onnx(path) else load_library(path, placing)
 
 
-def placed_onnx(path: Path, placing: Placing) -> tuple[IRModule, Any]:
-    """Import and place an ONNX file: the module and its placement report as JSON data."""
+def placed_onnx(path: Path, placing: Placing) -> tuple[IRModule, list[dict[str, Any]]]:
+    """Import and place an ONNX file: the module, and the entries of its placement report."""
     import relax_hetero as rh
 
     from ..transform.realize_vdevice import collect_placement
+    from .rules import with_rules
 
+    proto = _without_weights(path)
     with collect_placement() as reports:
-        module = rh.from_onnx(str(path), **placing.import_options(_input_names(path) if placing.shapes else ()))
-    return module, json.loads(reports[-1].to_json())
+        module = rh.from_onnx(str(path), **placing.import_options([value.name for value in proto.graph.input]))
+    return module, with_rules(json.loads(reports[-1].to_json()), proto, placing)
 
 
 def compile_onnx(path: Path, placing: Placing) -> Model:
@@ -97,11 +101,12 @@ def load_library(path: Path, placing: Placing) -> Model:
     return Model(executable, None, {"load": time.perf_counter() - start})
 
 
-def _input_names(path: Path) -> list[str]:
+def _without_weights(path: Path) -> onnx.ModelProto:
+    """The model as the file has it; weights that lie in files of their own stay there."""
     import onnx
 
     try:
-        return [value.name for value in onnx.load(str(path), load_external_data=False).graph.input]
-    # Every parser of onnx.load raises its own; from_onnx says properly what is wrong with the file.
-    except Exception:
-        return []
+        return onnx.load(str(path), load_external_data=False)
+    # Every parser of onnx.load raises its own.
+    except Exception as error:
+        raise FrontendError(f"{path} is not a readable ONNX file: {error}") from error

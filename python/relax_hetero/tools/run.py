@@ -138,10 +138,8 @@ def _call(
 
 
 def flatten(result: Any) -> list[Any]:
-    """The tensors of a result, nested tuples opened, in order."""
-    if isinstance(result, (tuple, list)):
-        return [tensor for part in result for tensor in flatten(part)]
-    return [result]
+    """The tensors of a result, nested tuples (Python's, or TVM's arrays) opened, in order."""
+    return [result] if hasattr(result, "numpy") else [tensor for part in result for tensor in flatten(part)]
 
 
 def _compare_all(

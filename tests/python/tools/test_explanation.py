@@ -16,7 +16,7 @@ def entry(kind: str, variable: str, device: str, size: int | None) -> dict[str, 
 
 EXPLANATION = Explanation(
     "model.onnx",
-    {"llvm:0": '{"kind":"llvm"}', "cuda:0": '{"kind":"cuda"}'},
+    {"llvm:0": '{"kind":"llvm"}', "cuda:0": '{"kind":"cuda","arch":"sm_90"}'},
     [
         entry("param", "x", "llvm:0", 8),
         entry("op", "a", "llvm:0", 16),
@@ -43,7 +43,7 @@ def test_a_device_outside_the_manifest_is_shown_too():
 def test_every_op_is_printed_with_its_reason(capsys: pytest.CaptureFixture[str]):
     EXPLANATION.print(every_op=True)
     shown = capsys.readouterr().out
-    for text in ("because of [a]", "because of [b]", "because of [a_cuda]", "2.0 KiB", '{"kind":"cuda"}'):
+    for text in ("because of [a]", "because of [b]", "because of [a_cuda]", "2.0 KiB", "cuda sm_90"):
         assert text in shown
     assert "3 ops on 2 devices, 1 transfer of 16 B in all." in shown
 

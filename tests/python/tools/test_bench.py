@@ -1,0 +1,42 @@
+"""bench: every program in one table, whatever one of them does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+
+from relax_hetero.tools import engines
+
+from .conftest import TWO, parsed
+
+Invoke = Callable[..., Result]
+
+
+def test_all_three_give_the_same_numbers(invoke: Invoke, model: Path):
+    data = parsed(invoke("bench", model, *TWO, "--place", "/upper/*=llvm:1", "--rounds", 3, "--threads", 1, "--json"))
+    assert (data["threads"], data["rounds"]) == (1, 3)
+    rows = {row["name"]: row for row in data["engines"]}
+    assert list(rows) == ["relax-hetero", "stock TVM", "ONNX Runtime"]
+    for row in rows.values():
+        assert row["fails"] is None and row["calls"] == 3 and 0 < row["fastest_ms"] <= row["median_ms"]
+        assert row["max_abs_diff"] < 1e-5
+    ratio = rows["stock TVM"]["median_ms"] / rows["ONNX Runtime"]["median_ms"]
+    assert rows["stock TVM"]["times_slower_than"]["ONNX Runtime"] == pytest.approx(ratio)
+
+
+def test_a_program_that_fails_is_a_row(invoke: Invoke, model: Path, monkeypatch: pytest.MonkeyPatch):
+    def fail() -> engines.Call:
+        raise ValueError("no such op\n  in this model")
+
+    monkeypatch.setattr(engines, "stock_tvm", lambda path, shapes: engines.Engine("stock TVM", fail))
+    shown = invoke("bench", model, "--rounds", 1)
+    assert shown.exit_code == 0
+    assert "fails: ValueError: in this model" in shown.stdout and "ONNX Runtime" in shown.stdout
+
+
+def test_stock_tvm_can_be_left_out(invoke: Invoke, model: Path):
+    data = parsed(invoke("bench", model, "--rounds", 1, "--no-stock", "--json"))
+    assert [row["name"] for row in data["engines"]] == ["relax-hetero", "ONNX Runtime"]

@@ -1,0 +1,161 @@
+"""compile, run and explain, from the command line to the result."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from click.testing import Result
+from onnx import numpy_helper
+
+from .conftest import TWO, parsed, save, two_layers
+
+Invoke = Callable[..., Result]
+
+
+def expected(model: Path, x: np.ndarray) -> np.ndarray:
+    weights = {each.name: numpy_helper.to_array(each) for each in onnx.load(str(model)).graph.initializer}
+    return np.maximum(x @ weights["a"], 0) @ weights["b"]
+
+
+def test_help_does_not_import_tvm():
+    code = "import sys, relax_hetero.tools.cli; sys.exit('tvm' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    shown = subprocess.run([sys.executable, "-m", "relax_hetero", "--help"], capture_output=True, text=True)
+    assert shown.returncode == 0 and "Usage: relax-hetero" in shown.stdout
+
+
+def test_compile_then_run_then_check(invoke: Invoke, model: Path, tmp_path: Path):
+    library = tmp_path / "model.so"
+    summary = parsed(invoke("compile", model, "-o", library, *TWO, "--place", "/upper/*=llvm:1", "--json"))
+    assert [device["name"] for device in summary["devices"]] == ["llvm:0", "llvm:1"]
+    assert summary["bytes"] == library.stat().st_size
+    assert set(summary["seconds"]) == {"import", "compile", "export"}
+
+    x = np.random.default_rng(1).standard_normal((2, 3)).astype("float32")
+    np.save(tmp_path / "x.npy", x)
+    out = tmp_path / "out.npz"
+    ran = parsed(
+        invoke("run", library, "--input", tmp_path / "x.npy", "--output", out, "--check", "--onnx", model, "--json")
+    )
+    assert ran["check"]["passed"] and ran["outputs"][0]["name"] == "class"
+    assert ran["outputs"][0]["device"] == "cpu:1"
+    np.testing.assert_allclose(np.load(out)["class"], expected(model, x), rtol=1e-5, atol=1e-6)
+
+
+def test_run_an_onnx_file_on_random_inputs(invoke: Invoke, model: Path):
+    first, again, other = (parsed(invoke("run", model, "--seed", seed, "--json")) for seed in (1, 1, 2))
+    assert first["outputs"] == again["outputs"] != other["outputs"]
+    assert first["check"] is None
+    shown = invoke("run", model, "--check")
+    assert shown.exit_code == 0
+    assert "Against ONNX Runtime" in shown.stdout and "class" in shown.stdout
+
+
+def test_a_device_of_the_model_runs_on_another(invoke: Invoke, model: Path):
+    ran = parsed(invoke("run", model, *TWO, "--place", "/upper/*=llvm:1", "--device", "llvm:1=cpu:0", "--json"))
+    assert ran["outputs"][0]["device"] == "cpu:0"
+
+
+def test_a_mismatch_exits_with_1(invoke: Invoke, model: Path, tmp_path: Path):
+    other = two_layers()
+    doubled = numpy_helper.to_array(other.graph.initializer[0]) * 2
+    other.graph.initializer[0].CopyFrom(numpy_helper.from_array(doubled, "a"))
+    library = tmp_path / "model.so"
+    assert invoke("compile", model, "-o", library).exit_code == 0
+    result = invoke("run", library, "--check", "--onnx", save(other, tmp_path / "other.onnx"), "--json")
+    assert result.exit_code == 1
+    assert "differs from ONNX Runtime" in result.stderr
+    check = parsed(result)["check"]
+    assert not check["passed"] and check["outputs"][0]["wrong"] > 0
+
+
+def test_symbolic_dimensions(invoke: Invoke, symbolic_model: Path, tmp_path: Path):
+    sized = parsed(invoke("run", symbolic_model, "--shape", "batch=4", "--json"))
+    assert sized["outputs"][0]["shape"] == [4, 5]
+    library = tmp_path / "model.so"
+    assert invoke("compile", symbolic_model, "-o", library).exit_code == 0
+    for shape, rows in (("x=7x3", 7), ("batch=3", 3)):
+        assert parsed(invoke("run", library, "--shape", shape, "--json"))["outputs"][0]["shape"] == [rows, 5]
+    result = invoke("run", library)
+    assert result.exit_code == 1 and "input 'x' is batchx3" in result.stderr
+    result = invoke("run", library, "--shape", "rows=3")
+    assert result.exit_code == 1 and "'rows'" in result.stderr
+
+
+def test_explain_says_which_rule_placed_an_op(invoke: Invoke, model: Path, tmp_path: Path):
+    options = [*TWO, "--place", "/upper/*=llvm:1"]
+    data = parsed(invoke("explain", model, *options, "--json"))
+    assert [(device["name"], device["ops"]) for device in data["devices"]] == [("llvm:0", 2), ("llvm:1", 1)]
+    ops = {entry["variable"]: entry for entry in data["entries"] if entry["kind"] == "op"}
+    assert ops["/upper/MatMul"]["reason"] == "rule '/upper/*'" and ops["/upper/MatMul"]["device"] == "llvm:1"
+    assert ops["/lower/Relu"]["reason"] == "no rule matches: default device"
+    (transfer,) = (entry for entry in data["entries"] if entry["kind"] == "transfer")
+    assert (transfer["device"], transfer["bytes"]) == ("llvm:1", 2 * 4 * 4)
+
+    library = tmp_path / "model.so"
+    assert invoke("compile", model, "-o", library, *options).exit_code == 0
+    assert parsed(invoke("explain", library, "--json"))["entries"] == data["entries"]
+    shown = invoke("explain", library)
+    assert "3 ops on 2 devices, 1 transfer of 32 B in all." in shown.stdout
+
+
+def test_place_auto_is_the_cost_models_choice(invoke: Invoke, model: Path):
+    data = parsed(invoke("explain", model, *TWO, "--place-auto", "--json"))
+    assert {entry["reason"] for entry in data["entries"] if entry["kind"] == "op"} == {"chosen by the cost model"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--vdevice", "llvm", "--vdevice", "gpu"], "gpu"),
+        (["--vdevice", "llvm", "--place", "/upper/*=cuda:0"], "cuda"),
+        (["--vdevice", "llvm", "--place", "/absent/*=llvm:0"], "matches no node"),
+        (["--shape", "y=1x3"], "'y'"),
+        (["--shape", "x=1x3x1"], "'x'"),
+    ],
+)
+def test_errors_are_one_line_and_exit_with_1(invoke: Invoke, model: Path, arguments: list[str], message: str):
+    result = invoke("explain", model, *arguments)
+    assert result.exit_code == 1 and result.stdout == ""
+    assert result.stderr.startswith("error: ") and message in result.stderr and "Traceback" not in result.stderr
+    traced = invoke("explain", model, *arguments, "--debug")
+    assert traced.exit_code == 1 and "Traceback" in traced.stderr
+
+
+def test_files_that_cannot_be_read_or_written(invoke: Invoke, model: Path, tmp_path: Path):
+    junk = tmp_path / "junk.onnx"
+    junk.write_bytes(b"\xff" * 64)
+    assert "not a readable ONNX file" in invoke("run", junk).stderr
+    (tmp_path / "junk.so").write_bytes(b"\xff" * 64)
+    for arguments in (
+        ["run", junk],
+        ["run", tmp_path / "junk.so"],
+        ["compile", model, "-o", tmp_path / "no" / "folder" / "m.so"],
+        ["run", model, "--output", tmp_path / "no" / "folder" / "out.npz"],
+        ["run", model, "--input", junk],
+    ):
+        result = invoke(*arguments)
+        assert result.exit_code == 1 and result.stderr.startswith("error: "), result.output
+
+
+def test_wrong_usage_exits_with_2(invoke: Invoke, model: Path, tmp_path: Path):
+    library = tmp_path / "model.so"
+    library.touch()
+    for arguments in (
+        ["run", tmp_path / "absent.onnx"],
+        ["run", model, "--no-such-option"],
+        ["run", library, "--check"],
+        ["run", library, "--vdevice", "llvm"],
+        ["run", model, "--device", "llvm"],
+        ["compile", model],
+        ["explain", model, "--place", "nothing"],
+        ["bench", model, "--rounds", "0"],
+        ["no-such-command"],
+    ):
+        assert invoke(*arguments).exit_code == 2, arguments
