@@ -10,7 +10,7 @@ import tvm
 from tvm import relax, s_tir, tirx
 
 from ..vdevice import vdevices_of
-from .lower_transfers import LowerTransfers
+from .lower_transfers import LowerTransfers, writes_in_place
 from .plan_memory import PlanMemoryPerDevice
 from .rewriting import copy_module, relax_functions
 from .stage import is_lowered, mark_lowered
@@ -23,29 +23,32 @@ def LowerToVM() -> tvm.transform.Pass:
     -------
     tvm.transform.Pass
     """
-    steps = tvm.transform.Sequential(
-        [
-            relax.transform.RewriteDataflowReshape(),
-            relax.transform.ToNonDataflow(),
-            relax.transform.RemovePurityChecking(),
-            LowerTransfers(),
-            relax.transform.CallTIRRewrite(),
-            PlanMemoryPerDevice(),
-            relax.transform.LowerAllocTensor(),
-            relax.transform.KillAfterLastUse(),
-            relax.transform.LowerRuntimeBuiltin(),
-            relax.transform.ComputePrimValue(),
-            relax.transform.VMShapeLower(),
-            relax.transform.AttachGlobalSymbol(),
-        ]
-    )
+
+    def steps(must_copy: bool) -> tvm.transform.Pass:
+        return tvm.transform.Sequential(
+            [
+                relax.transform.RewriteDataflowReshape(),
+                relax.transform.ToNonDataflow(),
+                relax.transform.RemovePurityChecking(),
+                relax.transform.CallTIRRewrite(),
+                PlanMemoryPerDevice(),
+                LowerTransfers(must_copy),
+                relax.transform.LowerAllocTensor(),
+                relax.transform.KillAfterLastUse(),
+                relax.transform.LowerRuntimeBuiltin(),
+                relax.transform.ComputePrimValue(),
+                relax.transform.VMShapeLower(),
+                relax.transform.AttachGlobalSymbol(),
+            ]
+        )
 
     @tvm.transform.module_pass(opt_level=0, name="LowerToVM")
     def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
         if is_lowered(mod):
             return mod
         public = [gv.name_hint for gv, func in relax_functions(mod) if "global_symbol" in func.attrs]
-        return mark_lowered(steps(with_root_blocks(mod)), len(vdevices_of(mod)), public)
+        lowered = steps(writes_in_place(mod))(with_root_blocks(mod))
+        return mark_lowered(lowered, len(vdevices_of(mod)), public)
 
     return run
 

@@ -14,7 +14,8 @@ physical device that is today), and whether the result must be a new tensor even
 it must in a module that writes in place, since the source may have other readers. A tensor of known shape gets
 room from the machine's pool, whose memory is in use already; fresh memory costs a page fault each 4 KB.
 
-Assumes no dataflow blocks (ToNonDataflow) and purity checks removed; runs before CallTIRRewrite hides what writes.
+Runs after memory is planned. The planner takes a call for done with its operands, while the result of this one may be
+an operand; it never reuses what a `to_vdevice` reads. Assumes no dataflow blocks and purity checks removed.
 """
 
 from __future__ import annotations
@@ -28,8 +29,13 @@ from .rewriting import copy_module, map_bindings, op_name, relax_functions, walk
 TO_DEVICE = "relax_hetero.to_device"
 
 
-def LowerTransfers() -> tvm.transform.Pass:
+def LowerTransfers(must_copy: bool | None = None) -> tvm.transform.Pass:
     """Lower transfers to run-time calls.
+
+    Parameters
+    ----------
+    must_copy : bool, optional
+        Whether results must be new tensors; None finds out, which CallTIRRewrite makes impossible.
 
     Returns
     -------
@@ -38,15 +44,14 @@ def LowerTransfers() -> tvm.transform.Pass:
 
     @tvm.transform.module_pass(opt_level=0, name="LowerTransfers")
     def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        return lower_transfers(mod)
+        return lower_transfers(mod, writes_in_place(mod) if must_copy is None else must_copy)
 
     return run
 
 
-def lower_transfers(mod: tvm.IRModule) -> tvm.IRModule:
+def lower_transfers(mod: tvm.IRModule, must_copy: bool) -> tvm.IRModule:
     """See the module's docstring."""
     vdevices = vdevices_of(mod)
-    must_copy = relax.prim_value(int(_writes_in_place(mod)))
 
     def change(binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
         value = binding.value
@@ -54,7 +59,7 @@ def lower_transfers(mod: tvm.IRModule) -> tvm.IRModule:
             return binding
         index = vdevice_index(value.attrs.dst_vdevice, vdevices)
         room = _room(binding.var, index)
-        operands = [value.args[0], relax.prim_value(index), must_copy, *(r.var for r in room)]
+        operands = [value.args[0], relax.prim_value(index), relax.prim_value(int(must_copy)), *(r.var for r in room)]
         ty = binding.var.ty
         call = relax.Call(relax.ExternFunc(TO_DEVICE), operands, None, [ty], value.span, ret_ty=ty)
         return [*room, relax.VarBinding(binding.var, call, binding.span)]
@@ -75,7 +80,7 @@ def _room(result: relax.Var, index: int) -> list[relax.VarBinding]:
     return [relax.VarBinding(relax.Var(f"{result.name}_room", ty), call)]
 
 
-def _writes_in_place(mod: tvm.IRModule) -> bool:
-    # Of the whole module: views, aliases and calls can carry a transfer's result to any in-place op.
+def writes_in_place(mod: tvm.IRModule) -> bool:
+    """Whether any op writes into an operand. Views, aliases and calls can carry a transfer's result to each of them."""
     in_place = ("relax.call_tir_inplace", "relax.call_inplace_packed")
     return any(op_name(b.value) in in_place for _, func in relax_functions(mod) for b in walk_bindings(func))
