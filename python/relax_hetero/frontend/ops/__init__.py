@@ -5,6 +5,7 @@ from __future__ import annotations
 # Each of these registers the converters it defines.
 from . import (
     convolution,
+    detection,
     elementwise,
     gathering,
     moving,
@@ -12,7 +13,10 @@ from . import (
     pooling,
     products,
     quantization,
+    recurrent,
     reductions,
+    resizing,
+    sequences,
     shapes,
 )
 from .table import Converter, converters
@@ -23,6 +27,7 @@ CONVERTERS: dict[str, Converter] = converters()
 __all__ = [
     "CONVERTERS",
     "convolution",
+    "detection",
     "elementwise",
     "gathering",
     "moving",
@@ -30,6 +35,9 @@ __all__ = [
     "pooling",
     "products",
     "quantization",
+    "recurrent",
     "reductions",
+    "resizing",
+    "sequences",
     "shapes",
 ]

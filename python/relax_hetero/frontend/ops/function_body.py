@@ -34,8 +34,10 @@ def expand(node: Node, convert: ConvertNode) -> relax.Expr:
     values: dict[str, Any] = {"": None}
     for index, name in enumerate(body.input):
         values[name] = node.inputs[index] if node.has(index) else None
-    defaults = {attribute.name: _value(attribute) for attribute in body.attribute_proto}
-    given = {**defaults, **{name: value for name, value in node.attributes.items() if name != "tvm_custom"}}
+    given = {name: value for name, value in node.attributes.items() if name != "tvm_custom"}
+    for name, attribute in _schema(node.op_type, node.opset).attributes.items():
+        if attribute.default_value.type != onnx.AttributeProto.UNDEFINED:
+            given.setdefault(name, _value(attribute.default_value))
     for inner in body.node:
         attributes = {}
         for attribute in inner.attribute:

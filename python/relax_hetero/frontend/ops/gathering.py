@@ -141,6 +141,13 @@ def one_hot(node: Node) -> relax.Expr:
     return node.emit(relax.op.where(is_on, on, off))
 
 
+# Types that TVM does not sort, and wider ones that hold their values.
+_SORTED_AS = {
+    "float16": "float32", "bfloat16": "float32", "int8": "int32", "uint8": "int32", "int16": "int32",
+    "uint16": "int32", "uint32": "int64",
+}  # fmt: skip
+
+
 @converts("TopK")
 def top_k(node: Node) -> relax.Expr:
     """The k largest or smallest along an axis, in order, with their indices."""
@@ -154,8 +161,13 @@ def top_k(node: Node) -> relax.Expr:
         raise node.refusal(f"k is {k[0]}, but the axis has {size} elements")
     if k[0] == 0:
         raise node.refusal("k is 0")
-    largest = bool(node.attribute("largest", 1))
-    return node.emit(relax.op.topk(data, int(k[0]), axis, "both", largest, "int64"))
+    largest, dtype = bool(node.attribute("largest", 1)), dtype_of(data)
+    sortable = _SORTED_AS.get(dtype, dtype)
+    if sortable not in ("float32", "float64", "int32", "int64"):
+        raise node.refusal(f"elements of type {dtype} cannot be sorted")
+    found = node.emit(relax.op.topk(cast(node, data, sortable), int(k[0]), axis, "both", largest, "int64"))
+    values, indices = (node.emit(relax.TupleGetItem(found, i)) for i in (0, 1))
+    return relax.Tuple([cast(node, values, dtype), indices])
 
 
 @converts("ReverseSequence")

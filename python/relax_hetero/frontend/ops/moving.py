@@ -23,6 +23,33 @@ def slice_(node: Node) -> relax.Expr:
     return convert_by_stock(Node("Slice", node.name, 13, node.builder, inputs, {}, 1))
 
 
+@converts("Split")
+def split(node: Node) -> relax.Expr:
+    """Parts of an axis, of given sizes (some may be empty) or of equal ones, the last one then possibly smaller."""
+    data = node.tensor(0)
+    axis = node.axis(node.attribute("axis", 0), node.rank(data))
+    size = node.shape(data)[axis]
+    sizes = node.dims(1) if node.has(1) else node.attribute("split")
+    if node.has(1) and sizes is None:
+        raise node.refusal("the sizes of its parts are computed when the model runs; they must be known at import")
+    if sizes is None:
+        parts = node.attribute("num_outputs", node.num_outputs)
+        if not isinstance(size, int):
+            if node.opset >= 18:
+                raise node.refusal("splits a symbolic dimension evenly; give its size with shapes=")
+            return node.emit(relax.op.split(data, parts, axis))
+        part = -(-size // parts)
+        sizes = [min(part, max(size - i * part, 0)) for i in range(parts)]
+    if isinstance(size, int) and sum(sizes) != size:
+        raise node.refusal(f"splits an axis of {size} into parts of {list(sizes)}")
+    ends = np.cumsum([int(part) for part in sizes]).tolist()
+    fields = [
+        node.emit(relax.op.strided_slice(data, [axis], [end - int(part)], [end]))
+        for part, end in zip(sizes, ends, strict=True)
+    ]
+    return relax.Tuple(fields) if len(fields) > 1 else fields[0]
+
+
 def _padding(node: Node, rank: int) -> tuple[list[int], list[int]]:
     """Elements to add (or, negative, to cut) before and after each axis."""
     pads = node.dims(1) if node.has(1) else node.attribute("pads") or node.attribute("paddings")

@@ -100,7 +100,7 @@ def max_pool(node: Node) -> relax.Expr:
 def _max_pool(node: Node, data: relax.Expr, windows: Windows) -> relax.Expr:
     def compute(x: te.Tensor) -> te.Tensor:
         steps = [te.reduce_axis((0, size), name=f"k{a}") for a, size in enumerate(windows.kernel)]
-        reducer = te.comm_reducer(tirx.max, lambda dtype: _lowest(str(dtype)), name="largest")
+        reducer = te.comm_reducer(lambda one, other: tirx.max(one, other), lambda dtype: _lowest(str(dtype)))
 
         def element(n: tirx.Expr, c: tirx.Expr, *window: tirx.Expr) -> tirx.Expr:
             places = windows.places(window, steps)
@@ -200,9 +200,7 @@ def average_pool(node: Node) -> relax.Expr:
         return cast(node, node.emit(relax.op.divide(total, sizes)), dtype)
     operation = (relax.op.nn.avg_pool1d, relax.op.nn.avg_pool2d, relax.op.nn.avg_pool3d)[count - 1]
     pads = [*windows.before, *windows.after]
-    result = operation(
-        wide, windows.kernel, windows.strides, pads, windows.dilations, ceil_mode=False, count_include_pad=counts_padding
-    )
+    result = operation(wide, windows.kernel, windows.strides, pads, windows.dilations, False, counts_padding)
     return cast(node, node.emit(result), dtype)
 
 

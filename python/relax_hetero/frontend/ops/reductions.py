@@ -39,11 +39,23 @@ def _register(op_type: str, reduce: Reduce) -> None:
     converts(op_type)(convert)
 
 
+def _of_nothing(node: Node, data: relax.Expr, axes: list[int], keepdims: bool, value: Any) -> relax.Expr | None:
+    """The reduction of no elements, if there are none: a kernel without iterations would leave memory as it was."""
+    dims = node.shape(data) if data.ty.shape is not None else []
+    if not any(isinstance(dims[axis], int) and dims[axis] == 0 for axis in axes if dims):
+        return None
+    dtype = dtype_of(data)
+    return node.emit(relax.op.full(relax.ShapeExpr(_reduced_shape(dims, axes, keepdims)), const(value, dtype), dtype))
+
+
 def _sum(node: Node, data: relax.Expr, axes: list[int], keepdims: bool) -> relax.Expr:
     """Sum; half precision is accumulated in float32."""
     dtype = dtype_of(data)
     if not axes:
         return data
+    empty = _of_nothing(node, data, axes, keepdims, 0)
+    if empty is not None:
+        return empty
     if dtype in ("float16", "bfloat16"):
         wide = node.emit(relax.op.sum(node.emit(relax.op.astype(data, "float32")), axes, keepdims))
         return node.emit(relax.op.astype(wide, dtype))
@@ -58,7 +70,8 @@ def _mean(node: Node, data: relax.Expr, axes: list[int], keepdims: bool) -> rela
         wide = node.emit(relax.op.mean(node.emit(relax.op.astype(data, "float32")), axes, keepdims))
         return node.emit(relax.op.astype(wide, dtype))
     if is_float(dtype):
-        return node.emit(relax.op.mean(data, axes, keepdims))
+        empty = _of_nothing(node, data, axes, keepdims, np.nan)
+        return empty if empty is not None else node.emit(relax.op.mean(data, axes, keepdims))
     shape = node.static_shape(data)
     count = int(np.prod([shape[axis] for axis in axes]))
     # numpy's mean of integers, cast back: the quotient is rounded towards zero.
@@ -67,7 +80,8 @@ def _mean(node: Node, data: relax.Expr, axes: list[int], keepdims: bool) -> rela
 
 
 def _prod(node: Node, data: relax.Expr, axes: list[int], keepdims: bool) -> relax.Expr:
-    return node.emit(relax.op.prod(data, axes, keepdims)) if axes else data
+    empty = _of_nothing(node, data, axes, keepdims, 1)
+    return empty if empty is not None else node.emit(relax.op.prod(data, axes, keepdims)) if axes else data
 
 
 def _l1(node: Node, data: relax.Expr, axes: list[int], keepdims: bool) -> relax.Expr:
@@ -133,6 +147,14 @@ def _extreme(node: Node, data: relax.Expr, axes: list[int], keepdims: bool, larg
     if not axes:
         return data
     dtype = dtype_of(data)
+    if is_float(dtype):
+        nothing: Any = -np.inf if largest else np.inf
+    else:
+        limits = (False, True) if dtype == "bool" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+        nothing = limits[0 if largest else 1]
+    empty = _of_nothing(node, data, axes, keepdims, nothing)
+    if empty is not None:
+        return empty
     if dtype == "bool":
         number = _extreme(node, node.emit(relax.op.astype(data, "int8")), axes, keepdims, largest)
         return node.emit(relax.op.astype(number, "bool"))

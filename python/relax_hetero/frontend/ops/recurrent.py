@@ -1,0 +1,247 @@
+"""Recurrent layers: RNN, GRU and LSTM, unrolled over a static number of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from tvm import relax
+
+from .node import Node, const, dtype_of
+from .table import converts
+
+MAX_STEPS = 1024
+"""Longer sequences would become too much code."""
+
+Activation = Callable[[relax.Expr], relax.Expr]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One direction of a recurrent node.
+
+    Attributes
+    ----------
+    node: it converts for.
+    hidden: size of the state.
+    recurrent: state weights, transposed, [hidden, gates * hidden].
+    recurrent_bias: bias of the state's part, [gates * hidden], or None.
+    activations: as ONNX orders them.
+    peepholes: LSTM's weights of the cell in its gates, i, o, f, or None.
+    """
+
+    node: Node
+    hidden: int
+    recurrent: relax.Expr
+    recurrent_bias: relax.Expr | None
+    activations: list[Activation]
+    peepholes: list[relax.Expr] | None
+
+    def emit(self, expr: relax.Expr) -> relax.Expr:
+        """Bind an expression."""
+        return self.node.emit(expr)
+
+    def add(self, one: relax.Expr, other: relax.Expr) -> relax.Expr:
+        """The sum, bound."""
+        return self.emit(relax.op.add(one, other))
+
+    def multiply(self, one: relax.Expr, other: relax.Expr) -> relax.Expr:
+        """The product, bound."""
+        return self.emit(relax.op.multiply(one, other))
+
+    def gates(self, value: relax.Expr, count: int) -> list[relax.Expr]:
+        """Columns of a [batch, count * hidden] tensor, one part per gate."""
+        return [
+            self.emit(relax.op.strided_slice(value, [1], [i * self.hidden], [(i + 1) * self.hidden]))
+            for i in range(count)
+        ]
+
+    def project(self, state: relax.Expr) -> relax.Expr:
+        """The state's contribution to all gates."""
+        product = self.emit(relax.op.matmul(state, self.recurrent))
+        return product if self.recurrent_bias is None else self.add(product, self.recurrent_bias)
+
+    def clipped(self, value: relax.Expr) -> relax.Expr:
+        """The argument of an activation, within `clip` where that is given."""
+        limit = self.node.attribute("clip", 0.0)
+        return self.emit(relax.op.clip(value, -limit, limit)) if limit > 0 else value
+
+    def activate(self, index: int, value: relax.Expr) -> relax.Expr:
+        """Activation number `index` of the (clipped) value."""
+        return self.activations[index](self.clipped(value))
+
+
+def _activation(node: Node, name: str, alpha: float | None, beta: float | None, dtype: str) -> Activation:
+    def scaled(value: relax.Expr, factor: float) -> relax.Expr:
+        return node.emit(relax.op.multiply(value, const(factor, dtype)))
+
+    def moved(value: relax.Expr, amount: float) -> relax.Expr:
+        return node.emit(relax.op.add(value, const(amount, dtype)))
+
+    def of(value: float | None, default: float) -> float:
+        return default if value is None else value
+
+    def leaky(value: relax.Expr) -> relax.Expr:
+        is_negative = node.emit(relax.op.less(value, const(0, dtype)))
+        return node.emit(relax.op.where(is_negative, scaled(value, of(alpha, 0.01)), value))
+
+    def hard_sigmoid(value: relax.Expr) -> relax.Expr:
+        return node.emit(relax.op.clip(moved(scaled(value, of(alpha, 0.2)), of(beta, 0.5)), 0, 1))
+
+    def softsign(value: relax.Expr) -> relax.Expr:
+        return node.emit(relax.op.divide(value, moved(node.emit(relax.op.abs(value)), 1.0)))
+
+    known: dict[str, Activation] = {
+        "sigmoid": lambda value: node.emit(relax.op.sigmoid(value)),
+        "tanh": lambda value: node.emit(relax.op.tanh(value)),
+        "relu": lambda value: node.emit(relax.op.nn.relu(value)),
+        "leakyrelu": leaky,
+        "hardsigmoid": hard_sigmoid,
+        "softsign": softsign,
+        "affine": lambda value: moved(scaled(value, of(alpha, 1.0)), of(beta, 0.0)),
+    }
+    if name.lower() not in known:
+        raise node.refusal(f"activation {name!r} cannot be imported; expected one of {', '.join(known)}")
+    return known[name.lower()]
+
+
+def _activations(node: Node, defaults: list[str], direction: int, count: int, dtype: str) -> list[Activation]:
+    """The activations of one direction; alphas and betas are handed out in order to those that take one."""
+    names = [name.decode() if isinstance(name, bytes) else name for name in node.attribute("activations", ())]
+    names = names or defaults * count
+    takes = {"leakyrelu": (1, 0), "hardsigmoid": (1, 1), "affine": (1, 1)}
+    alphas, betas = list(node.attribute("activation_alpha", ())), list(node.attribute("activation_beta", ()))
+    made = []
+    for name in names:
+        alpha = alphas.pop(0) if takes.get(name.lower(), (0, 0))[0] and alphas else None
+        beta = betas.pop(0) if takes.get(name.lower(), (0, 0))[1] and betas else None
+        made.append(_activation(node, name, alpha, beta, dtype))
+    size = len(defaults)
+    return made[direction * size : (direction + 1) * size]
+
+
+def _rnn_step(layer: Layer, x: relax.Expr, states: list[relax.Expr]) -> list[relax.Expr]:
+    return [layer.activate(0, layer.add(x, layer.project(states[0])))]
+
+
+def _gru_step(layer: Layer, x: relax.Expr, states: list[relax.Expr]) -> list[relax.Expr]:
+    """z and r gate the state; `linear_before_reset` says on which side of the product r stands."""
+    state = states[0]
+    xz, xr, xh = layer.gates(x, 3)
+    hidden = layer.hidden
+    after = bool(layer.node.attribute("linear_before_reset", 0))
+    hz, hr, hh = layer.gates(layer.project(state), 3)
+    z, r = layer.activate(0, layer.add(xz, hz)), layer.activate(0, layer.add(xr, hr))
+    if after:
+        candidate = layer.add(xh, layer.multiply(r, hh))
+    else:
+        weight = layer.emit(relax.op.strided_slice(layer.recurrent, [1], [2 * hidden], [3 * hidden]))
+        inner = layer.emit(relax.op.matmul(layer.multiply(r, state), weight))
+        if layer.recurrent_bias is not None:
+            bias = layer.emit(relax.op.strided_slice(layer.recurrent_bias, [0], [2 * hidden], [3 * hidden]))
+            inner = layer.add(inner, bias)
+        candidate = layer.add(xh, inner)
+    h = layer.activate(1, candidate)
+    keep = layer.multiply(z, state)
+    one = const(1, dtype_of(state))
+    return [layer.add(layer.multiply(layer.emit(relax.op.subtract(one, z)), h), keep)]
+
+
+def _lstm_step(layer: Layer, x: relax.Expr, states: list[relax.Expr]) -> list[relax.Expr]:
+    """Gates in ONNX's order i, o, f, c; peepholes look at the old cell, the output gate's at the new one."""
+    state, cell = states
+    i, o, f, c = layer.gates(layer.add(x, layer.project(state)), 4)
+    if layer.peepholes is not None:
+        i = layer.add(i, layer.multiply(layer.peepholes[0], cell))
+        f = layer.add(f, layer.multiply(layer.peepholes[2], cell))
+    i = layer.activate(0, i)
+    if layer.node.attribute("input_forget", 0):
+        f = layer.emit(relax.op.subtract(const(1, dtype_of(i)), i))
+    else:
+        f = layer.activate(0, f)
+    new_cell = layer.add(layer.multiply(f, cell), layer.multiply(i, layer.activate(1, c)))
+    if layer.peepholes is not None:
+        o = layer.add(o, layer.multiply(layer.peepholes[1], new_cell))
+    return [layer.multiply(layer.activate(0, o), layer.activations[2](new_cell)), new_cell]
+
+
+Step = Callable[[Layer, relax.Expr, list[relax.Expr]], list[relax.Expr]]
+_STEPS: dict[str, tuple[Step, int, list[str]]] = {
+    "RNN": (_rnn_step, 1, ["Tanh"]),
+    "GRU": (_gru_step, 3, ["Sigmoid", "Tanh"]),
+    "LSTM": (_lstm_step, 4, ["Sigmoid", "Tanh", "Tanh"]),
+}
+
+
+def _row(node: Node, value: relax.Expr, index: int) -> relax.Expr:
+    """Element `index` of the first axis, which is dropped."""
+    cut = node.emit(relax.op.strided_slice(value, [0], [index], [index + 1]))
+    return node.emit(relax.op.squeeze(cut, [0]))
+
+
+def _run_direction(
+    node: Node, data: relax.Expr, direction: int, count: int, backwards: bool
+) -> tuple[list[relax.Expr], list[relax.Expr]]:
+    """Outputs of every step, in time order, and the last states."""
+    step, gates, defaults = _STEPS[node.op_type]
+    steps, batch, _ = node.static_shape(data)
+    dtype, hidden = dtype_of(data), int(node.attribute("hidden_size") or node.static_shape(node.tensor(2))[2])
+    transposed = [node.emit(relax.op.permute_dims(_row(node, node.tensor(i), direction), [1, 0])) for i in (1, 2)]
+    inputs = node.emit(relax.op.matmul(data, transposed[0]))
+    recurrent_bias = None
+    if node.has(3):
+        bias = _row(node, node.tensor(3), direction)
+        size = gates * hidden
+        inputs = node.emit(relax.op.add(inputs, node.emit(relax.op.strided_slice(bias, [0], [0], [size]))))
+        recurrent_bias = node.emit(relax.op.strided_slice(bias, [0], [size], [2 * size]))
+    peepholes = None
+    if node.op_type == "LSTM" and node.has(7):
+        row = _row(node, node.tensor(7), direction)
+        peepholes = [node.emit(relax.op.strided_slice(row, [0], [i * hidden], [(i + 1) * hidden])) for i in range(3)]
+    activations = _activations(node, defaults, direction, count, dtype)
+    layer = Layer(node, hidden, transposed[1], recurrent_bias, activations, peepholes)
+    states = []
+    for index in (5, 6) if node.op_type == "LSTM" else (5,):
+        given = node.tensor(index) if node.has(index) else None
+        if given is not None and node.attribute("layout", 0):
+            given = node.emit(relax.op.permute_dims(given, [1, 0, 2]))
+        zeros = const(np.zeros((batch, hidden)), dtype)
+        states.append(zeros if given is None else _row(node, given, direction))
+    lengths = node.emit(relax.op.reshape(node.tensor(4), (batch, 1))) if node.has(4) else None
+    outputs: list[relax.Expr] = []
+    for time in reversed(range(steps)) if backwards else range(steps):
+        new = step(layer, _row(node, inputs, time), states)
+        output = new[0]
+        if lengths is not None:  # a sequence that is over keeps its state and puts out zeros
+            runs = node.emit(relax.op.greater(lengths, const(time, dtype_of(lengths))))
+            output = node.emit(relax.op.where(runs, output, const(0, dtype)))
+            new = [node.emit(relax.op.where(runs, value, old)) for value, old in zip(new, states, strict=True)]
+        states = new
+        outputs.append(output)
+    return (outputs[::-1] if backwards else outputs), states
+
+
+@converts("RNN", "GRU", "LSTM")
+def recurrent(node: Node) -> relax.Expr:
+    """Forward, reverse or both, with sequence lengths, initial states, peepholes and clipping."""
+    data = node.tensor(0)
+    is_batch_first = bool(node.attribute("layout", 0))
+    if is_batch_first:
+        data = node.emit(relax.op.permute_dims(data, [1, 0, 2]))
+    steps = node.static_shape(data)[0]
+    if not 0 < steps <= MAX_STEPS:
+        raise node.refusal(f"has sequences of {steps} steps, expected 1 to {MAX_STEPS}")
+    direction = node.attribute("direction", "forward")
+    backwards = {"forward": [False], "reverse": [True], "bidirectional": [False, True]}[direction]
+    results = [_run_direction(node, data, i, len(backwards), back) for i, back in enumerate(backwards)]
+    per_direction = [node.emit(relax.op.stack(outputs, axis=0)) for outputs, _ in results]
+    sequence = node.emit(relax.op.stack(per_direction, axis=1))
+    finals = [
+        node.emit(relax.op.stack([states[i] for _, states in results], axis=0)) for i in range(len(results[0][1]))
+    ]
+    if is_batch_first:
+        sequence = node.emit(relax.op.permute_dims(sequence, [2, 0, 1, 3]))
+        finals = [node.emit(relax.op.permute_dims(value, [1, 0, 2])) for value in finals]
+    outputs = [sequence, *finals][: node.num_outputs]
+    return relax.Tuple(outputs) if node.num_outputs > 1 else outputs[0]

@@ -1,0 +1,264 @@
+"""Resize and Upsample: per axis, every output element is a fixed sum over a few input elements.
+
+Which ones and with which weights is worked out here at import, after the definitions of ONNX's Resize (opset 19 and
+its earlier forms), so that all modes, coordinate transformations and the antialiasing filter are one kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from tvm import relax, te
+
+from .elementwise import cast
+from .node import Node, const, dtype_of, is_float
+from .table import convert_by_stock, converts
+
+
+@dataclass(frozen=True)
+class Axis:
+    """How one axis is resized.
+
+    Attributes
+    ----------
+    axis: which one.
+    before, after: its size in the input and in the output.
+    scale: as given, or after / before; the two need not agree, as sizes are rounded.
+    region: the part of the axis, from 0 to 1, that `tf_crop_and_resize` enlarges.
+    """
+
+    axis: int
+    before: int
+    after: int
+    scale: float
+    region: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Taps:
+    """Input elements and their weights, a row per output element; `outside` marks outputs that are extrapolated."""
+
+    places: np.ndarray
+    weights: np.ndarray
+    outside: np.ndarray | None
+
+
+def source_coordinates(axis: Axis, transformation: str) -> np.ndarray:
+    """Where in the input, in elements, every output element lies."""
+    position = np.arange(axis.after, dtype=np.float64)
+    width = axis.scale * axis.before
+    low, high = axis.region
+    if transformation == "align_corners":
+        return np.zeros_like(position) if width == 1 else position * (axis.before - 1) / (width - 1)
+    if transformation == "asymmetric":
+        return position / axis.scale
+    if transformation == "half_pixel":
+        return (position + 0.5) / axis.scale - 0.5
+    if transformation == "pytorch_half_pixel":
+        return np.full_like(position, -0.5) if width == 1 else (position + 0.5) / axis.scale - 0.5
+    if transformation == "half_pixel_symmetric":
+        offset = axis.before / 2 * (1 - axis.after / width)
+        return offset + (position + 0.5) / axis.scale - 0.5
+    if transformation == "tf_half_pixel_for_nn":
+        return (position + 0.5) / axis.scale
+    if transformation == "tf_crop_and_resize":
+        start = low * (axis.before - 1)
+        if width == 1:
+            return start + np.full_like(position, (high - low) * (axis.before - 1) / 2)
+        return start + position * (high - low) * (axis.before - 1) / (width - 1)
+    raise ValueError(transformation)
+
+
+def _nearest(distance: np.ndarray, mode: str) -> np.ndarray:
+    """Whether the right neighbour is taken; `distance` from the left one is in (0, 1], whole coordinates having 1."""
+    is_whole = distance == 1.0
+    right = {
+        "round_prefer_floor": distance > 0.5,
+        "round_prefer_ceil": distance >= 0.5,
+        "floor": np.zeros_like(is_whole),
+        "ceil": np.ones_like(is_whole),
+    }[mode]
+    return right | is_whole
+
+
+def _linear_kernel(distance: np.ndarray) -> np.ndarray:
+    return np.clip(1 - np.abs(distance), 0, 1)
+
+
+def _cubic_kernel(distance: np.ndarray, a: float) -> np.ndarray:
+    x = np.abs(distance)
+    near = ((a + 2) * x - (a + 3)) * x * x + 1
+    far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+    return np.where(x <= 1, near, np.where(x < 2, far, 0.0))
+
+
+def taps(axis: Axis, mode: str, transformation: str, node: Node) -> Taps:
+    """The input elements of every output element along one axis, and their weights."""
+    source = source_coordinates(axis, transformation)
+    left = np.ceil(source).astype(np.int64) - 1  # the element before, also for a whole coordinate
+    distance = source - left
+    outside = (source < 0) | (source > axis.before - 1) if transformation == "tf_crop_and_resize" else None
+    if mode == "nearest":
+        nearest = left + _nearest(distance, node.attribute("nearest_mode", "round_prefer_floor"))
+        places = np.clip(nearest, 0, axis.before - 1)[:, None]
+        return Taps(places, np.ones(places.shape), outside)
+    # The antialiasing filter widens the kernel where the axis shrinks.
+    shrink = min(axis.scale, 1.0) if node.attribute("antialias", 0) else 1.0
+    reach = 1 if mode == "linear" else 2
+    first = math.floor(-reach / shrink) + 1
+    offsets = np.arange(first, 2 - first)
+    away = (offsets[None, :] - distance[:, None]) * shrink
+    weights = _linear_kernel(away) if mode == "linear" else _cubic_kernel(away, node.attribute("cubic_coeff_a", -0.75))
+    if shrink != 1.0 or node.attribute("antialias", 0):
+        weights = weights / weights.sum(axis=1, keepdims=True)
+    places = left[:, None] + offsets[None, :]
+    if node.attribute("exclude_outside", 0):
+        weights = np.where((places >= 0) & (places < axis.before), weights, 0.0)
+        total = weights.sum(axis=1, keepdims=True)
+        weights = weights / np.where(total == 0, 1.0, total)
+    return Taps(np.clip(places, 0, axis.before - 1), weights, outside)
+
+
+def _apply(node: Node, data: relax.Expr, axis: int, table: Taps) -> relax.Expr:
+    dtype = dtype_of(data)
+    if table.places.shape[1] == 1:
+        result = node.emit(relax.op.take(data, const(table.places[:, 0], "int64"), axis, "fast"))
+    else:
+        result = _weighted_sum(node, data, axis, table)
+    if table.outside is None or not table.outside.any():
+        return result
+    mask = table.outside.reshape([-1 if i == axis else 1 for i in range(node.rank(data))])
+    return node.emit(relax.op.where(const(mask), const(node.attribute("extrapolation_value", 0.0), dtype), result))
+
+
+def _weighted_sum(node: Node, data: relax.Expr, axis: int, table: Taps) -> relax.Expr:
+    def compute(x: te.Tensor, places: te.Tensor, weights: te.Tensor) -> te.Tensor:
+        tap = te.reduce_axis((0, table.places.shape[1]), name="tap")
+        shape = [table.places.shape[0] if i == axis else size for i, size in enumerate(x.shape)]
+        return te.compute(
+            shape,
+            lambda *i: te.sum(
+                weights(i[axis], tap) * x(*i[:axis], places(i[axis], tap), *i[axis + 1 :]),
+                axis=tap,
+            ),
+            name="resize",
+        )
+
+    places, weights = const(table.places, "int32"), const(table.weights, dtype_of(data))
+    return node.builder.emit_te(compute, data, places, weights, primfunc_name_hint="resize")
+
+
+def _resized(node: Node, data: relax.Expr, axes: list[Axis], mode: str, transformation: str) -> relax.Expr:
+    dtype = dtype_of(data)
+    is_kept = mode == "nearest" or dtype in ("float32", "float64")
+    value = data if is_kept else cast(node, data, "float32")
+    for axis in axes:
+        is_whole = axis.region == (0.0, 1.0) or transformation != "tf_crop_and_resize"
+        if axis.before != axis.after or not math.isclose(axis.scale, 1.0) or not is_whole:
+            value = _apply(node, value, axis.axis, taps(axis, mode, transformation, node))
+    if is_kept or is_float(dtype):
+        return cast(node, value, dtype)
+    limits = np.iinfo(dtype)
+    rounded = node.emit(relax.op.round(value))
+    return cast(node, node.emit(relax.op.clip(rounded, int(limits.min), int(limits.max))), dtype)
+
+
+def _mode(node: Node) -> str:
+    mode = str(node.attribute("mode", "nearest"))
+    mode = {"bilinear": "linear"}.get(mode, mode)
+    if mode not in ("nearest", "linear", "cubic"):
+        raise node.refusal(f"mode is {mode!r}")
+    return mode
+
+
+def _axes_by_scale(node: Node, data: relax.Expr, which: list[int], scales: list[float]) -> list[Axis] | None:
+    """None if an axis to be resized is symbolic."""
+    dims, axes = node.shape(data), []
+    for axis, scale in zip(which, scales, strict=True):
+        size = dims[axis]
+        if scale == 1.0 and not isinstance(size, int):
+            continue
+        if not isinstance(size, int):
+            return None
+        axes.append(Axis(axis, size, int(size * scale), scale, (0.0, 1.0)))
+    return axes
+
+
+def _axes_by_size(node: Node, data: relax.Expr, which: list[int], sizes: list[int]) -> list[Axis] | None:
+    dims = node.shape(data)
+    known = {axis: dims[axis] for axis in which}
+    if any(not isinstance(size, int) for size in known.values()):
+        return None
+    scales = [size / int(dims[axis]) for axis, size in zip(which, sizes, strict=True)]
+    policy = node.attribute("keep_aspect_ratio_policy", "stretch")
+    if policy != "stretch":
+        common = min(scales) if policy == "not_larger" else max(scales)
+        scales = [common] * len(which)
+        sizes = [int(common * int(dims[axis]) + 0.5) for axis in which]
+    return [
+        Axis(axis, int(dims[axis]), size, scale, (0.0, 1.0))
+        for axis, size, scale in zip(which, sizes, scales, strict=True)
+    ]
+
+
+def _with_regions(node: Node, axes: list[Axis], which: list[int]) -> list[Axis]:
+    region = node.constant(1)
+    if region is None or region.size != 2 * len(which):
+        raise node.refusal("tf_crop_and_resize needs a roi that is known at import")
+    low, high = region[: len(which)], region[len(which) :]
+    by_axis = {axis: (float(low[i]), float(high[i])) for i, axis in enumerate(which)}
+    return [Axis(a.axis, a.before, a.after, a.scale, by_axis[a.axis]) for a in axes]
+
+
+@converts("Resize")
+def resize(node: Node) -> relax.Expr:
+    """All modes of all opsets, with scales or sizes that are known at import."""
+    data = node.tensor(0)
+    rank, mode = node.rank(data), _mode(node)
+    if node.opset < 11:
+        return _upsampled(node, data, node.constant(1), mode)
+    which = [node.axis(axis, rank) for axis in node.attribute("axes", tuple(range(rank)))]
+    transformation = node.attribute("coordinate_transformation_mode", "half_pixel")
+    has_scales = node.has(2) and (node.constant(2) is None or node.constant(2).size > 0)  # type: ignore[union-attr]
+    given = node.constant(2) if has_scales else node.constant(3)
+    if given is None:
+        raise node.refusal("its scales or sizes are computed when the model runs; they must be known at import")
+    if given.size != len(which):
+        raise node.refusal(f"has {given.size} scales or sizes for {len(which)} axes")
+    if has_scales:
+        axes = _axes_by_scale(node, data, which, [float(scale) for scale in given])
+    else:
+        axes = _axes_by_size(node, data, which, [int(size) for size in given])
+    if axes is None:
+        return convert_by_stock(node)
+    if transformation == "tf_crop_and_resize":
+        axes = _with_regions(node, axes, which)
+    return _resized(node, data, axes, mode, transformation)
+
+
+@converts("Upsample")
+def upsample(node: Node) -> relax.Expr:
+    """Resize before opset 10: scales as an input, as an attribute, or as height_scale and width_scale."""
+    data = node.tensor(0)
+    if node.opset >= 9:
+        scales = node.constant(1)
+    elif "scales" in node.attributes:
+        scales = np.array(node.attribute("scales"), np.float64)
+    else:
+        scales = np.array([1.0, 1.0, node.attribute("height_scale"), node.attribute("width_scale")])
+    return _upsampled(node, data, scales, _mode(node))
+
+
+def _upsampled(node: Node, data: relax.Expr, scales: np.ndarray | None, mode: str) -> relax.Expr:
+    """The form of Resize before opset 11: coordinates are divided by the scale, the nearest is the one below."""
+    if scales is None:
+        raise node.refusal("its scales are computed when the model runs; they must be known at import")
+    axes = _axes_by_scale(node, data, list(range(node.rank(data))), [float(scale) for scale in scales])
+    if axes is None:
+        raise node.refusal("needs a static image size; give it with shapes=")
+    floored = Node(
+        node.op_type, node.name, node.opset, node.builder, node.inputs, {**node.attributes, "nearest_mode": "floor"}, 1
+    )
+    return _resized(floored, data, axes, mode, "asymmetric")
