@@ -19,7 +19,18 @@ from ..errors import BindingError
 from .dims import DimValues
 from .names import unknown_name
 from .signature import FunctionSignature, PrimSpec, ShapeSpec, TensorSpec, TupleSpec, ValueSpec, describe
-from .tensors import ALIGNMENT, alias, copy_to, dtype_name, from_numpy, has_offset, is_host, same_device
+from .tensors import (
+    ALIGNMENT,
+    AddressRange,
+    address_range,
+    alias,
+    copy_to,
+    dtype_name,
+    from_numpy,
+    has_offset,
+    is_host,
+    same_device,
+)
 
 _Tensor = tvm_ffi.core.Tensor
 
@@ -38,15 +49,15 @@ class Placement:
         Symbolic dimensions met so far.
     keep : bool
         Whether foreign memory must be copied even where it could be lent: the values outlive the call.
-    lent : list of Tensor
-        Tensors of the caller that were taken as they are.
+    lent : list of (int, int)
+        Address ranges of the caller's tensors that were taken as they are.
     """
 
     devices: Sequence[runtime.Device]
     scopes: Sequence[str]
     dims: DimValues = field(default_factory=DimValues)
     keep: bool = False
-    lent: list[runtime.Tensor] = field(default_factory=list)
+    lent: list[AddressRange] = field(default_factory=list)
 
 
 def match_names(
@@ -130,7 +141,7 @@ def place_tensor(value: Any, spec: TensorSpec, where: str, to: Placement) -> run
     tensor = as_tensor(value, where, f"expected a tensor {describe(spec)}")
     if isinstance(tensor, np.ndarray):
         return place_tensor(tensor, spec, where, to)
-    check_tensor(str(tensor.dtype), tensor.shape, spec, where, to.dims)
+    check_tensor(tensor.dtype, tensor.shape, spec, where, to.dims)
     return _move(tensor, device, scope, tensor is not value, where, to)
 
 
@@ -170,7 +181,7 @@ def check_tensor(dtype: str, shape: Sequence[int], spec: TensorSpec, where: str,
         )
     for axis, dim in enumerate(spec.shape or ()):
         if dim != shape[axis]:
-            dims.match(dim, shape[axis], f"{where} dimension {axis}")
+            dims.match(dim, shape[axis], where, axis)
 
 
 def _array_dtype(array: np.ndarray, spec: TensorSpec, where: str) -> str:
@@ -210,7 +221,7 @@ def _move(
     reachable = here or (is_host(device) and is_host(tensor.device))
     if not reachable or scope is not None or tensor.data_ptr() % ALIGNMENT or (foreign and to.keep):
         return copy_to(tensor, device, scope)
-    to.lent.append(tensor)
+    to.lent.append(address_range(tensor))
     return tensor if here and not has_offset(tensor) else alias(tensor, device)
 
 
@@ -243,7 +254,7 @@ def _place_shape(value: Any, spec: ShapeSpec, where: str, to: Placement) -> tvm_
     if spec.ndim >= 0 and len(dims) != spec.ndim:
         raise BindingError(f"{where} has {len(dims)} dimensions, expected {spec.ndim}: {describe(spec)}")
     for axis, dim in enumerate(spec.values or ()):
-        to.dims.match(dim, dims[axis], f"{where} dimension {axis}")
+        to.dims.match(dim, dims[axis], where, axis)
     return tvm_ffi.Shape(dims)
 
 

@@ -10,7 +10,7 @@ from tvm import runtime
 
 from .metadata import ConstantSpec
 from .results import MemoryRanges
-from .tensors import alias, copy_to, has_offset, is_host, same_device
+from .tensors import address_range, alias, copy_to, has_offset, is_host, same_device
 
 
 class PlacedConstants:
@@ -31,7 +31,7 @@ class PlacedConstants:
     ) -> None:
         placed = [place_constant(t, devices[spec.device]) for t, spec in zip(tensors, specs, strict=True)]
         self.values: Any = tvm_ffi.convert(placed)
-        self.ranges = MemoryRanges(placed)
+        self.ranges = MemoryRanges(map(address_range, placed))
 
 
 def place_constant(tensor: runtime.Tensor, device: runtime.Device) -> runtime.Tensor:

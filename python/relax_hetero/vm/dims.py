@@ -7,6 +7,7 @@ import functools
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from ..errors import BindingError
 from .signature import Dim
@@ -65,6 +66,15 @@ def _compile(node: ast.expr) -> Callable[[Mapping[str, int]], int]:
     raise ValueError(f"not a dimension: {ast.dump(node)}")
 
 
+# An argument, and which of its dimensions (None: the value itself). Joined only for a message: calls are many.
+Place: TypeAlias = tuple[str, int | None]
+
+
+def _text(place: Place) -> str:
+    where, axis = place
+    return where if axis is None else f"{where} dimension {axis}"
+
+
 @dataclass
 class DimValues:
     """The values that names have taken in one call, and which argument gave each.
@@ -73,35 +83,39 @@ class DimValues:
     """
 
     values: dict[str, int] = field(default_factory=dict)
-    origins: dict[str, str] = field(default_factory=dict)
-    _waiting: list[tuple[DimExpression, int, str]] = field(default_factory=list)
+    origins: dict[str, Place] = field(default_factory=dict)
+    _waiting: list[tuple[DimExpression, int, Place]] = field(default_factory=list)
 
     def copy(self) -> DimValues:
         """An independent copy with the same values, for a further call."""
         return DimValues(dict(self.values), dict(self.origins))
 
-    def match(self, dim: Dim, found: int, where: str) -> None:
-        """Require `dim` to be `found` at `where` (``argument 'x' dimension 0``); BindingError if it is not."""
+    def match(self, dim: Dim, found: int, where: str, axis: int | None = None) -> None:
+        """Require `dim` to be `found` at `where` (``argument 'x'``); BindingError if it is not."""
         if not isinstance(dim, str):
             if dim != found:
-                raise BindingError(f"{where} is {found}, expected {dim}")
+                raise BindingError(f"{_text((where, axis))} is {found}, expected {dim}")
         elif dim.isidentifier():
-            self._bind(dim, found, where)
+            self._bind(dim, found, (where, axis))
         else:
-            self._waiting.append((parse_dim(dim), found, where))
+            self._waiting.append((parse_dim(dim), found, (where, axis)))
 
-    def _bind(self, name: str, found: int, where: str) -> None:
-        known = self.values.setdefault(name, found)
-        if known != found:
-            raise BindingError(f"{where} is {found}, expected {known}: {name} is {known} by {self.origins[name]}")
-        self.origins.setdefault(name, where)
+    def _bind(self, name: str, found: int, place: Place) -> None:
+        known = self.values.get(name)
+        if known is None:
+            self.values[name] = found
+            self.origins[name] = place
+        elif known != found:
+            raise BindingError(
+                f"{_text(place)} is {found}, expected {known}: {name} is {known} by {_text(self.origins[name])}"
+            )
 
     def settle(self) -> None:
         """Check the expressions that waited; one whose names nobody gives counts as a name itself."""
         waiting, self._waiting = self._waiting, []
-        for expression, found, where in waiting:
+        for expression, found, place in waiting:
             if expression.evaluate is None or not expression.names <= self.values.keys():
-                self._bind(expression.text, found, where)
+                self._bind(expression.text, found, place)
                 continue
             try:
                 expected = expression.evaluate(self.values)
@@ -109,4 +123,4 @@ class DimValues:
                 continue  # the machine's own check of the shape reports it
             if expected != found:
                 given = ", ".join(f"{name} is {self.values[name]}" for name in sorted(expression.names))
-                raise BindingError(f"{where} is {found}, expected {expression.text} = {expected} ({given})")
+                raise BindingError(f"{_text(place)} is {found}, expected {expression.text} = {expected} ({given})")

@@ -19,8 +19,9 @@ from .executable import Executable
 from .failure import explain_failure
 from .names import unknown_name
 from .profile import Profile, Recorder
-from .results import MemoryRanges, check_out, fill, to_python
+from .results import check_out, fill, to_python
 from .signature import FunctionSignature
+from .tensors import AddressRange, address_range
 
 # TVM's kinds of allocator; the pooled one keeps freed buffers for the next call.
 _POOLED_ALLOCATOR = 2
@@ -85,8 +86,8 @@ class VirtualMachine:
         self._scopes = (*(spec.memory_scope for spec in executable.devices), "global")
         self._constants: PlacedConstants = executable.constants_on(self._devices)
         self._lock = threading.RLock()
-        self._params: dict[str, tuple[dict[int, Any], DimValues, list[runtime.Tensor]]] = {}
-        self._inputs: dict[str, tuple[list[Any], DimValues, list[runtime.Tensor]]] = {}
+        self._params: dict[str, tuple[dict[int, Any], DimValues, list[AddressRange]]] = {}
+        self._inputs: dict[str, tuple[list[Any], DimValues, list[AddressRange]]] = {}
         self._outputs: dict[str, Any] = {}
         self._closures: dict[str, Any] = {}
         module = executable.runnable()
@@ -137,7 +138,7 @@ class VirtualMachine:
 
     def _bind(
         self, signature: FunctionSignature, args: Sequence[Any], kwargs: Mapping[str, Any], keep: bool
-    ) -> tuple[list[Any], DimValues, list[runtime.Tensor]]:
+    ) -> tuple[list[Any], DimValues, list[AddressRange]]:
         params, dims, lent = self._params.get(signature.name, ({}, DimValues(), []))
         to = Placement(self._devices, self._scopes, dims.copy(), keep, list(lent))
         values = [
@@ -150,7 +151,7 @@ class VirtualMachine:
         return values, to.dims, to.lent
 
     def _run(
-        self, signature: FunctionSignature, values: list[Any], dims: DimValues, lent: list[runtime.Tensor], out: Any
+        self, signature: FunctionSignature, values: list[Any], dims: DimValues, lent: list[AddressRange], out: Any
     ) -> Any:
         if out is not None:
             check_out(out, signature, dims.copy())
@@ -169,7 +170,7 @@ class VirtualMachine:
             raise explain_failure(f"function {name!r}", error, self.executable.metadata) from error
         if out is not None:
             return fill(out, result)
-        return to_python(result, (self._constants.ranges, MemoryRanges(lent)))
+        return to_python(result, self._constants.ranges, lent)
 
     def set_params(self, params: Mapping[str, Any] | Sequence[Any], function: str = "main") -> None:
         """Give the parameters of a function (its inputs after ``num_input``) once, for all later calls.
@@ -206,13 +207,14 @@ class VirtualMachine:
                 elif index in given:  # again, for its symbolic dimensions
                     place(given[index], spec, f"parameter {spec.name!r} of {function!r}", to)
             to.dims.settle()
-            self._params[function] = (given, to.dims, _tensors(given.values()))
+            self._params[function] = (given, to.dims, _ranges(given.values()))
 
     def set_input(self, name: str, *args: Any, **kwargs: Any) -> None:
         """Place the arguments of function `name` for `invoke_stateful`; checked as in a call."""
         signature = self.executable.signature(name)
         with self._lock:
-            self._inputs[name] = self._bind(signature, args, kwargs, keep=True)
+            values, dims, _ = self._bind(signature, args, kwargs, keep=True)
+            self._inputs[name] = (values, dims, _ranges(values))
 
     def invoke_stateful(self, name: str) -> None:
         """Run function `name` on what `set_input` was given; BindingError without it."""
@@ -256,12 +258,12 @@ class VirtualMachine:
             return recorder.profile(name, self.executable.metadata)
 
 
-def _tensors(values: Any) -> list[runtime.Tensor]:
-    """The tensors among placed values, tuples opened."""
-    found: list[runtime.Tensor] = []
+def _ranges(values: Any) -> list[AddressRange]:
+    """Where the tensors among placed values lie, tuples opened."""
+    found: list[AddressRange] = []
     for value in values:
         if isinstance(value, runtime.Tensor):
-            found.append(value)
+            found.append(address_range(value))
         elif isinstance(value, Sequence) and not isinstance(value, str):
-            found.extend(_tensors(value))
+            found.extend(_ranges(value))
     return found

@@ -14,36 +14,36 @@ from ..errors import BindingError
 from .arguments import as_tensor, check_tensor
 from .dims import DimValues
 from .signature import FunctionSignature, TensorSpec, TupleSpec, ValueSpec, describe
-from .tensors import bytes_of, copy_into, copy_to, dtype_name, nbytes_of
+from .tensors import AddressRange, bytes_of, copy_into, copy_to, dtype_name
 
 _Tensor = tvm_ffi.core.Tensor
 
 
 class MemoryRanges:
-    """Address ranges that results must not share: arguments of the caller, constants."""
+    """Many address ranges that results must not share; found in logarithmic time."""
 
-    def __init__(self, tensors: Iterable[runtime.Tensor] = ()) -> None:
-        spans = sorted((tensor.data_ptr(), tensor.data_ptr() + nbytes_of(tensor)) for tensor in tensors)
-        self._starts = [start for start, _ in spans]
+    def __init__(self, ranges: Iterable[AddressRange] = ()) -> None:
+        ordered = sorted(ranges)
+        self._starts = [start for start, _ in ordered]
         self._ends: list[int] = []
-        for _, end in spans:  # of overlapping ranges, the farthest end so far
+        for _, end in ordered:  # of overlapping ranges, the farthest end so far
             self._ends.append(max(end, self._ends[-1] if self._ends else 0))
 
-    def holds(self, tensor: runtime.Tensor) -> bool:
-        """Whether a tensor begins inside one of the ranges."""
-        address = tensor.data_ptr()
+    def hold(self, address: int) -> bool:
+        """Whether an address is inside one of the ranges."""
         position = bisect_right(self._starts, address)
         return position > 0 and address < self._ends[position - 1]
 
 
-def to_python(value: Any, owned: Sequence[MemoryRanges]) -> Any:
-    """A result with tuples as Python tuples; tensors in memory that somebody else owns are copied."""
+def to_python(value: Any, constants: MemoryRanges, lent: Sequence[AddressRange]) -> Any:
+    """A result with tuples as Python tuples; tensors in the memory of constants or of the caller are copied."""
     if isinstance(value, _Tensor):
-        if any(ranges.holds(value) for ranges in owned):
+        address = value.data_ptr()
+        if constants.hold(address) or any(begin <= address < end for begin, end in lent):
             return copy_to(value, value.device)
         return value
     if isinstance(value, tvm_ffi.Array):
-        return tuple(to_python(part, owned) for part in value)
+        return tuple(to_python(part, constants, lent) for part in value)
     return value
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from typing import TypeAlias
 
 import numpy as np
 import tvm_ffi
@@ -17,6 +18,8 @@ from .metadata import CPU
 
 # TVM's allocations have this alignment (kAllocAlignment) and its kernels rely on it.
 ALIGNMENT = 64
+
+AddressRange: TypeAlias = tuple[int, int]
 
 _empty = tvm_ffi.get_global_func("runtime.TVMTensorAllocWithScope")
 _copy = tvm_ffi.get_global_func("runtime.TVMTensorCopyFromTo")
@@ -52,8 +55,18 @@ def _head(capsule: object) -> _DLTensor:
 
 def nbytes_of(tensor: runtime.Tensor) -> int:
     """Bytes of a contiguous tensor's elements."""
-    dtype = tensor.dtype
-    return (int(tensor.numel()) * int(dtype.bits) * int(dtype.lanes) + 7) // 8
+    return (int(tensor.numel()) * _bits(tensor.dtype) + 7) // 8
+
+
+@functools.cache
+def _bits(dtype: tvm_ffi.dtype) -> int:
+    return int(dtype.bits) * int(dtype.lanes)
+
+
+def address_range(tensor: runtime.Tensor) -> AddressRange:
+    """Where a contiguous tensor's elements begin and end."""
+    begin = tensor.data_ptr()
+    return begin, begin + nbytes_of(tensor)
 
 
 def same_device(a: runtime.Device, b: runtime.Device) -> bool:

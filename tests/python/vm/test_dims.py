@@ -31,8 +31,8 @@ def test_any_text_parses(text):
 
 def test_expressions_wait_for_their_names():
     dims = DimValues()
-    dims.match("n*2 + 1", 7, "argument 'x' dimension 0")
-    dims.match("n", 3, "argument 'y' dimension 0")
+    dims.match("n*2 + 1", 7, "argument 'x'", 0)
+    dims.match("n", 3, "argument 'y'", 0)
     dims.settle()
     dims.match("n // 2", 2, "argument 'z' dimension 1")
     with pytest.raises(rh.BindingError, match=r"argument 'z' dimension 1 is 2, expected n // 2 = 1 \(n is 3\)"):
