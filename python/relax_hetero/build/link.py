@@ -70,7 +70,7 @@ def build_group(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target
             f"expected one of {', '.join(_code_generators())}"
         )
     for gv, func in group.functions.items():
-        if binds_threads(func) != _is_gpu(target):
+        if "global_symbol" in func.attrs and binds_threads(func) != _is_gpu(target):
             found = "binds GPU threads" if binds_threads(func) else "binds no GPU threads, so it would run on the host"
             raise BuildError(f"kernel {gv.name_hint!r} for target kind {kind!r} {found}")
     try:

@@ -23,7 +23,7 @@ from tvm_ffi import structural_map, structural_walk
 
 from ..errors import BuildError
 from ..vdevice import default_vdevice, device_name, vdevices_of
-from .rewriting import copy_module, map_bindings, op_name, relax_functions, tensor_types, typed
+from .rewriting import copy_module, fresh_global_var, map_bindings, op_name, relax_functions, tensor_types
 
 CALL_TIR_OPS = ("relax.call_tir", "relax.call_tir_inplace", "relax.call_tir_with_grad")
 
@@ -137,12 +137,7 @@ class _Binder:
 
     def fresh(self, gv: tvm.ir.GlobalVar, vdevice: relax.VDevice) -> tvm.ir.GlobalVar:
         base = f"{gv.name_hint}_{device_name(vdevice, self.vdevices).replace(':', '_')}"
-        name, count = base, 0
-        while name in self.taken:
-            count += 1
-            name = f"{base}_{count}"
-        self.taken.add(name)
-        return typed(tvm.ir.GlobalVar(name), gv.ty)
+        return fresh_global_var(base, gv.ty, self.taken)
 
 
 def _callees(mod: tvm.IRModule, func: tirx.PrimFunc) -> list[tvm.ir.GlobalVar]:

@@ -27,7 +27,7 @@ from .bind_targets import bind_targets, called_prim_func
 from .legalize import is_kept, legalize
 from .name_kernel_variables import name_kernel_variables
 from .realize_vdevice import realize_vdevice
-from .rewriting import copy_module, op_name, relax_functions, typed, walk_bindings
+from .rewriting import copy_module, fresh_global_var, op_name, relax_functions, walk_bindings
 from .schedule_gpu import schedule_gpu
 from .stage import is_lowered
 
@@ -106,22 +106,10 @@ def forget_targets(mod: tvm.IRModule, written: set[str]) -> tvm.IRModule:
             func = func.without_attr("target") if "target" in func.attrs else func
             key = StructuralKey(func)
             if key not in known:
-                known[key] = _fresh_name(gv, suffix.sub("", gv.name_hint), taken)
+                known[key] = fresh_global_var(suffix.sub("", gv.name_hint), gv.ty, taken)
             renamed[gv] = known[key]
         functions[renamed.get(gv, gv)] = func
     for gv, func in functions.items():
         if isinstance(func, relax.Function):
             functions[gv] = structural_map(func, (tvm.ir.GlobalVar, lambda old: renamed.get(old, old)))
     return copy_module(mod, functions)
-
-
-def _fresh_name(gv: tvm.ir.GlobalVar, base: str, taken: set[str]) -> tvm.ir.GlobalVar:
-    name, count = base, 0
-    while name in taken:
-        count += 1
-        name = f"{base}{count}"
-    taken.add(name)
-    if name == gv.name_hint:
-        return gv
-    new = tvm.ir.GlobalVar(name)
-    return typed(new, gv.ty)

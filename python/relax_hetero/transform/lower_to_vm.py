@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import tvm
 from tvm import relax, s_tir, tirx
+from tvm_ffi import structural_map
 
 from ..vdevice import vdevices_of
 from .lower_transfers import LowerTransfers, writes_in_place
 from .plan_memory import PlanMemoryPerDevice
-from .rewriting import copy_module, relax_functions
+from .private_kernels import keep_private_kernels
+from .rewriting import copy_module, relax_functions, typed
 from .stage import is_lowered, mark_lowered
 
 
@@ -47,10 +49,36 @@ def LowerToVM() -> tvm.transform.Pass:
         if is_lowered(mod):
             return mod
         public = [gv.name_hint for gv, func in relax_functions(mod) if "global_symbol" in func.attrs]
-        lowered = steps(writes_in_place(mod))(with_root_blocks(mod))
+        lowered = keep_private_kernels(steps(writes_in_place(mod))(with_root_blocks(without_callee_devices(mod))))
         return mark_lowered(lowered, len(vdevices_of(mod)), public)
 
     return run
+
+
+def without_callee_devices(mod: tvm.IRModule) -> tvm.IRModule:
+    """Take devices off the types by which functions are called; the functions' own parameters keep them.
+
+    Lowered allocations have types without a device, and passing one to a function that wants one is a type error.
+    """
+
+    def plain(ty: relax.TensorType) -> relax.TensorType:
+        if ty.vdevice is None:
+            return ty
+        ndim = -1 if ty.shape is not None else int(ty.ndim)
+        return relax.TensorType(ty.shape, ty.dtype, None, ndim, ty.span)
+
+    renamed: dict[tvm.ir.GlobalVar, tvm.ir.GlobalVar] = {}
+    for gv, _ in relax_functions(mod):
+        if isinstance(gv.ty, relax.FuncType):
+            ty = structural_map(gv.ty, (relax.TensorType, plain))
+            renamed[gv] = typed(tvm.ir.GlobalVar(gv.name_hint), ty)
+    if not renamed:
+        return mod
+    functions = {renamed.get(gv, gv): func for gv, func in mod.functions.items()}
+    for gv, func in functions.items():
+        if isinstance(func, relax.Function):
+            functions[gv] = structural_map(func, (tvm.ir.GlobalVar, lambda old: renamed.get(old, old)))
+    return copy_module(mod, functions)
 
 
 def with_root_blocks(mod: tvm.IRModule) -> tvm.IRModule:

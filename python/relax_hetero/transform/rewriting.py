@@ -103,6 +103,16 @@ def typed(expr: relax.Expr, ty: tvm.ir.Type) -> relax.Expr:
     return expr
 
 
+def fresh_global_var(base: str, ty: tvm.ir.Type, taken: set[str]) -> tvm.ir.GlobalVar:
+    """A new global variable named `base`, with a number where that is taken; its name is added to `taken`."""
+    name, count = base, 0
+    while name in taken:
+        count += 1
+        name = f"{base}_{count}"
+    taken.add(name)
+    return typed(tvm.ir.GlobalVar(name), ty)
+
+
 def tensor_types(ty: tvm.ir.Type) -> Iterator[relax.TensorType]:
     """The tensor types inside a type, tuples flattened in order."""
     if isinstance(ty, relax.TensorType):
