@@ -14,19 +14,7 @@ from .backends import load_backend
 from .cpu_features import check_cpu
 from .metadata import CPU, DeviceSpec, Metadata, device_names
 from .names import unknown_name
-
-# Name of each DLPack device type, as tvm.runtime.device takes it.
-_TYPE_NAMES: dict[int, str] = {
-    1: "cpu",
-    2: "cuda",
-    4: "opencl",
-    7: "vulkan",
-    8: "metal",
-    10: "rocm",
-    12: "ext_dev",
-    15: "webgpu",
-    16: "hexagon",
-}
+from .peer_access import enable_peer_access
 
 
 def _make_vdevices_hashable() -> None:
@@ -59,7 +47,7 @@ def bind_devices(metadata: Metadata, devices: object = None) -> list[runtime.Dev
         that this machine does not have.
     """
     specs = metadata.devices
-    chosen: list[Any] = [runtime.device(_type_name(spec.device_type), spec.vdevice_id) for spec in specs]
+    chosen: list[Any] = [runtime.device(spec.type_name, spec.vdevice_id) for spec in specs]
     if isinstance(devices, Mapping):
         _remap(chosen, devices, specs)
     elif isinstance(devices, Sequence) and not isinstance(devices, str):
@@ -74,7 +62,9 @@ def bind_devices(metadata: Metadata, devices: object = None) -> list[runtime.Dev
             f"the manifest ({', '.join(device_names(specs))}), or a mapping from entries to devices"
         )
     names = device_names(specs)
-    return [_check(name, spec, to_device(device)) for name, spec, device in zip(names, specs, chosen, strict=True)]
+    bound = [_check(name, spec, to_device(device)) for name, spec, device in zip(names, specs, chosen, strict=True)]
+    enable_peer_access(bound)
+    return bound
 
 
 def host_device(metadata: Metadata, devices: Sequence[runtime.Device]) -> runtime.Device:
@@ -92,10 +82,6 @@ def to_device(device: object) -> runtime.Device:
         except ValueError as error:
             raise BindingError(f"{device!r} is no device ({error}); expected text like 'cpu:1' or 'cuda:0'") from None
     raise BindingError(f"{device!r} ({type(device).__name__}) is no device; expected a tvm.Device or text like 'cpu:1'")
-
-
-def _type_name(device_type: int) -> str:
-    return _TYPE_NAMES.get(device_type, str(device_type))
 
 
 def _remap(chosen: list[Any], devices: Mapping[object, object], specs: tuple[DeviceSpec, ...]) -> None:
@@ -151,12 +137,10 @@ def _find_spec(key: DeviceSpec, specs: tuple[DeviceSpec, ...]) -> int | None:
 
 def _check(name: str, spec: DeviceSpec, device: runtime.Device) -> runtime.Device:
     if device.dlpack_device_type() != spec.device_type:
-        raise BindingError(
-            f"{name} was compiled for a {_type_name(spec.device_type)} device (kind {spec.kind!r}), found {device}"
-        )
+        raise BindingError(f"{name} was compiled for a {spec.type_name} device (kind {spec.kind!r}), found {device}")
     check_cpu(name, spec)
     if device.dlpack_device_type() != CPU:
-        load_backend(_type_name(spec.device_type))
+        load_backend(spec.type_name)
     if device.index < 0 or not device.exist:
         raise BindingError(f"{name} is to run on {device}, which this machine does not have")
     return device

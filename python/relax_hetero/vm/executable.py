@@ -26,8 +26,9 @@ class Executable:
 
     Parameters
     ----------
-    module : tvm.runtime.Module
-        A module of kind ``relax.VMExecutable`` with its kernel modules imported.
+    module : tvm.runtime.Module or None
+        A module of kind ``relax.VMExecutable`` with its kernel modules imported; None if it is to be loaded from
+        the file when it is first run.
     metadata : Metadata
         Manifest, signatures, constants, placement, dispatches.
     constants : sequence of tvm.runtime.Tensor
@@ -37,7 +38,7 @@ class Executable:
 
     Attributes
     ----------
-    module, metadata, constants
+    metadata, constants
         As given.
     """
 
@@ -50,7 +51,7 @@ class Executable:
     ) -> None:
         if len(constants) != len(metadata.constants):
             raise BuildError(f"{len(constants)} constants given, expected {len(metadata.constants)}")
-        self.module: runtime.Module = getattr(module, "mod", module)
+        self._module: runtime.Module | None = getattr(module, "mod", module)
         self.metadata = metadata
         self.constants = list(constants)
         self._container = container
@@ -58,6 +59,17 @@ class Executable:
         self._lock = threading.Lock()
         # Machines on the same devices share their copies of the weights.
         self._placed: WeakValueDictionary[tuple[tuple[int, int], ...], PlacedConstants] = WeakValueDictionary()
+
+    @property
+    def module(self) -> runtime.Module:
+        """The code; BuildError where it has to be loaded from the file, and cannot."""
+        if self._module is None:
+            from .load import load_code
+
+            if self._container is None:
+                raise BuildError("an Executable needs a module, or a file to load it from")
+            self._module = load_code(self._container.path, self._container.identity)
+        return self._module
 
     @property
     def devices(self) -> tuple[DeviceSpec, ...]:

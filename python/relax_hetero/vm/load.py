@@ -46,7 +46,7 @@ def load(path: str | os.PathLike[str], verify: bool = False) -> Executable:
         A file that is missing, foreign, truncated, corrupt, or of another version; names what was found and
         expected.
     """
-    file = Path(path)
+    file = Path(os.path.abspath(path))
     container = open_container(file)
     _check_version(container)
     if verify:
@@ -55,14 +55,14 @@ def load(path: str | os.PathLike[str], verify: bool = False) -> Executable:
         metadata = Metadata.from_json(container.header["metadata"])
     except (ValueError, KeyError, TypeError) as error:
         raise BuildError(f"{file}: the metadata cannot be read: {error!r}") from error
-    for device in metadata.devices:
-        if device.device_type != CPU:
-            load_backend(device.kind)
     load_backend("extra")
+    here = [load_backend(device.type_name) for device in metadata.devices if device.device_type != CPU]
     constants = [
         view_bytes(container.weight(index), spec.shape, spec.dtype) for index, spec in enumerate(metadata.constants)
     ]
-    return Executable(load_code(file, container.identity), metadata, constants, container)
+    # Code of a device that this process knows nothing of cannot be loaded; making the machine says so.
+    module = load_code(file, container.identity) if all(here) else None
+    return Executable(module, metadata, constants, container)
 
 
 def _check_version(container: Container) -> None:

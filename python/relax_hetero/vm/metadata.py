@@ -27,6 +27,18 @@ DEVICE_TYPES: dict[str, int] = {
     "hexagon": 16,
 }
 CPU = 1
+# Name of each device type, as tvm.device takes it and TVM's runtime libraries are called.
+TYPE_NAMES: dict[int, str] = {
+    1: "cpu",
+    2: "cuda",
+    4: "opencl",
+    7: "vulkan",
+    8: "metal",
+    10: "rocm",
+    12: "ext_dev",
+    15: "webgpu",
+    16: "hexagon",
+}
 
 
 @dataclass(frozen=True)
@@ -70,6 +82,11 @@ class DeviceSpec:
         if kind not in DEVICE_TYPES:
             raise BuildError(f"device target kind {kind!r} is unknown; expected one of {', '.join(DEVICE_TYPES)}")
         return DEVICE_TYPES[kind]
+
+    @property
+    def type_name(self) -> str:
+        """The device type's name: ``"cpu"`` for ``llvm`` and ``c``."""
+        return TYPE_NAMES[self.device_type]
 
 
 @dataclass(frozen=True)

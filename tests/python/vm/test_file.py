@@ -11,6 +11,8 @@ import zlib
 import numpy as np
 import pytest
 import tvm
+from tvm.script import ir as I
+from tvm.script import relax as R
 
 import relax_hetero as rh
 from relax_hetero.vm import container as container_format
@@ -136,6 +138,30 @@ def test_exporting_over_a_loaded_file(lifted, chain, tmp_path):
 def test_many_files_and_machines_come_and_go(exported):
     for _ in range(20):
         check(rh.load(exported))
+
+
+@I.ir_module
+class OnCuda:
+    I.module_global_infos({"vdevice": [I.vdevice({"kind": "cuda", "arch": "sm_90"})]})
+
+    @R.function
+    def main(x: R.Tensor((64,), "float32", "cuda:0")):
+        with R.dataflow():
+            y: R.Tensor((64,), "float32", "cuda:0") = R.exp(x)
+            R.output(y)
+        return y
+
+
+def test_code_for_absent_devices_can_be_loaded_and_looked_at(tmp_path, monkeypatch):
+    rh.compile(OnCuda).export_library(tmp_path / "model.so")
+    monkeypatch.chdir(tmp_path)
+    exe = rh.load("model.so")
+    monkeypatch.chdir("/")
+    assert [device.kind for device in exe.devices] == ["cuda"]
+    assert exe.signature("main").inputs[0].shape == (64,)
+    with pytest.raises(rh.BindingError, match="cuda:0 is to run on cuda:99, which this machine does not have"):
+        rh.vm.VirtualMachine(exe, ["cuda:99"])
+    exe.export_library(tmp_path / "again.so")
 
 
 # What is no executable.
