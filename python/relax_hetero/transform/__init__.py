@@ -1,4 +1,4 @@
-"""Passes: one a file, named after what it does. A pass is a function in CamelCase that returns a ``tvm.transform.Pass``.
+"""Passes: one a file, named after what it does. A pass is a CamelCase function that returns a ``tvm.transform.Pass``.
 
 Importing this package makes TVMScript's device look-up strict (see `relax_hetero.op`).
 """

@@ -106,7 +106,8 @@ def _write_module(program: Program, instances: list[list[Instance]], report: Pla
     if not changed:
         return mod
     for gvar, base_func in mod.functions.items():
-        functions.update(written.get(str(gvar.name_hint), [(gvar, base_func)]))
+        first, *clones = written.get(str(gvar.name_hint), [(gvar, base_func)])
+        functions.update([first, *((clone, copy_with_new_vars(func)) for clone, func in clones)])
     return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
 
 
@@ -137,5 +138,5 @@ def _write_function(
 
     func, notes = rewrite(program, unit, instance, callee)
     if not instance.first:
-        func = copy_with_new_vars(func.without_attr("global_symbol"))
+        func = func.without_attr("global_symbol")
     return func, notes

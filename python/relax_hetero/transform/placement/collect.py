@@ -9,15 +9,12 @@ import tvm
 from tvm import relax
 
 from ...errors import HeteroError, PlacementError
-from ...op.hints import hinted_vdevice
-from . import ops
-from .graph import ANY, HOST, ConstLeaf, FuncTree, Graph, Origin, Spot, Tree, handle, nodes_of, tensors_of
-from .instantiate import Group, mention
-from .program import CallRef, Program, Record, Scope, Unit
+from .graph import ANY, FuncTree, Graph, Origin, Spot, Tree, handle, nodes_of
+from .instantiate import Group
+from .program import Program, Record, Scope, Unit
+from .read_calls import CallReader
 from .trampoline import run
-from .trees import Trees, fits, names_device
-
-_PLAIN = (relax.Var, relax.DataflowVar)
+from .trees import fits, names_device
 
 
 def collect(program: Program, units: Sequence[Unit], groups: Sequence[Group]) -> Graph:
@@ -48,21 +45,7 @@ def collect(program: Program, units: Sequence[Unit], groups: Sequence[Group]) ->
     return collector.graph
 
 
-class _Collector:
-    def __init__(self, program: Program, units: dict[str, Unit], groups: Sequence[Group]) -> None:
-        self.program = program
-        self.units = units
-        self.groups = groups
-        self.graph = Graph()
-        self.trees = Trees(program, self.graph)
-        self.access = self.trees.access
-        self.unit: Unit
-        self.name = ""
-        self.callees: list[CallRef] = []
-        self.spot = Spot("", None)
-        # Sites that make values of unknown kind: a match_cast to a tensor ties them.
-        self.makers: dict[int, int] = {}
-
+class _Collector(CallReader):
     def signature(self, unit: Unit) -> None:
         """Nodes of parameters and result, before any body refers to them."""
         unit.access = self.access
@@ -118,27 +101,6 @@ class _Collector:
         scope.body_tree = self._of(scope.body)
         return scope
 
-    def _of(self, expr: relax.Expr) -> Tree:
-        if type(expr) in _PLAIN:
-            return self.trees.env.get(handle(expr))
-        return self.trees.of(expr, self._mention)
-
-    def _mention(self, gvar: tvm.ir.GlobalVar) -> Tree:
-        """The tree of a Relax function, None for a PrimFunc; notes which instance of it this place needs."""
-        name = str(gvar.name_hint)
-        unit = self.units.get(name)
-        if unit is not None:
-            self.callees.append(CallRef(unit, {}))
-            return unit.tree
-        callee = self.program.units.get(name)
-        if callee is None:
-            return None
-        spot = Spot(self.name, self.spot.var, f"call of '{name}'")
-        tree, ref = mention(self.graph, callee, self.groups[callee.group], spot)
-        self.callees.append(ref)
-        self.unit.calls.append(ref)
-        return tree
-
     def _binding(self, record: Record) -> Sequence[relax.Expr] | None:
         """Read a binding; the scopes inside it, if any, are read by the caller."""
         value, var = record.value, record.var
@@ -179,9 +141,6 @@ class _Collector:
             branch.body_want = self.trees.tie(branch.body_tree, record.home, spot)
         self.trees.declare(record.var.ty, record.home, Origin("variable", record.var.name, self.name), operands)
 
-    def _spot(self, record: Record) -> Spot:
-        return Spot(self.name, record.var, record.op)
-
     def _alias(self, record: Record, tree: Tree) -> None:
         """A variable that is another value, a tuple of values, a field, a constant or a checked view of one."""
         var, binding = record.var, record.binding
@@ -205,209 +164,9 @@ class _Collector:
         operands = () if is_cast else list(nodes_of(tree))
         record.wants = [self.trees.tie(tree, home, spot)]
         self.trees.declare(ty, home, origin, operands)
-        if isinstance(tree, ConstLeaf) and isinstance(home, int):
-            self.graph.constants[home] = tree.expr
-
-    def _host_read(self, record: Record, args: list[relax.Expr]) -> None:
-        record.args = args
-        record.trees = [self._of(arg) for arg in args]
-        record.wants, record.host_read = HOST, True
-        for tree in record.trees:
-            for leaf in tensors_of(tree):
-                if isinstance(leaf, ConstLeaf):
-                    leaf.use(HOST)
-
-    def _call(self, record: Record, call: relax.Call) -> None:
-        op = call.op
-        args = list(call.args)
-        if type(op) is tvm.ir.Op:
-            name = str(op.name)
-            record.op = name
-            if name == ops.HINT or name == ops.TRANSFER:
-                self._crossing(record, call, args)
-                return
-            if name in ops.CALLS_OF_FIRST_ARGUMENT:
-                self._op(record, call, args, ops.callee_name(call) or "")
-                return
-            if name == ops.MAKE_CLOSURE:
-                self._make_closure(record, args)
-                return
-            if name in ops.INVOKE_CLOSURE:
-                self._invoke(record, call, self._of(args[0]), args, first=1)
-                return
-            self._op(record, call, args, name)
-            return
-        record.op = ops.callee_name(call) or ""
-        if record.op:
-            self._op(record, call, args, record.op)
-        elif isinstance(op, tvm.ir.GlobalVar):
-            name = str(op.name_hint)
-            tree = self._mention(op)
-            record.op = f"call of '{name}'"
-            if tree is None:
-                record.op = name
-                self._op(record, call, args, name)
-            else:
-                self._invoke(record, call, tree, args)
-        elif type(op) in _PLAIN and not isinstance(op.ty, relax.PackedFuncType):
-            record.op = f"call of '{op.name}'"
-            self._invoke(record, call, self._of(op), args)
-        else:
-            record.op = "call"
-            self._op(record, call, args, "")
-
-    def _op(self, record: Record, call: relax.Call, args: list[relax.Expr], name: str) -> None:
-        """An op whose tensors share a device, or that the host reads, makes, or copies."""
-        record.kind = "op"
-        graph, var = self.graph, record.var
-        if name in ops.HOST_READS:
-            self._host_read(record, args)
-        else:
-            record.args = args
-            record.trees = [self._of(arg) for arg in args]
-        operands: list[int] = []
-        constants: list[ConstLeaf] = []
-        for tree in record.trees:
-            if type(tree) is int:
-                operands.append(tree)
-            elif tree is not None:
-                for leaf in tensors_of(tree):
-                    if isinstance(leaf, ConstLeaf):
-                        constants.append(leaf)
-                    else:
-                        operands.append(leaf)
-        ties = not (record.host_read or name in ops.CROSSING)
-        site = ANY
-        if ties and (operands or constants or names_tensor(var.ty)):
-            site = graph.add(self._spot(record))
-            opaque = graph.opaque
-            for node in operands:
-                if node not in opaque:
-                    graph.connect(node, site)
-            for leaf in constants:
-                leaf.use(site)
-            record.wants = site
-        record.site = site
-        record.stale = (not record.host_read) and ops.may_write(call)
-        home = record.home = self.trees.make(var.ty, var, self.name)
-        record.produced = home
-        self.trees.declare(var.ty, home, Origin("variable", var.name, self.name), operands)
-        if len(call.ty_args) and names_device_in(call.ty_args):
-            self._declare_ty_args(record, call)
-        made_on_host = name in ops.HOST_MADE and self.program.host >= 0
-        for node in nodes_of(home):
-            if made_on_host:
-                graph.made_on_host.add(node)
-            elif site != ANY:
-                if node in graph.opaque:
-                    self.makers[node] = site
-                else:
-                    graph.connect(site, node)
-        if made_on_host:
-            record.produced = HOST
-
-    def _declare_ty_args(self, record: Record, call: relax.Call) -> None:
-        """``out_ty`` fixes results as an annotation does; where both differ, it fixes the op and they the results."""
-        types = list(call.ty_args)
-        ty = types[0] if len(types) == 1 else tvm.ir.TupleType(types)
-        origin = Origin("out_ty", record.var.name, self.name)
-        self._declare_out(ty, record.home, record.site, origin)
-
-    def _declare_out(self, ty: tvm.ir.Type, tree: Tree, site: int, origin: Origin) -> None:
-        if isinstance(ty, relax.TensorType) and ty.vdevice is not None and isinstance(tree, int):
-            device = self.program.index_of(ty.vdevice, f"'{origin.name}' in function '{origin.function}'")
-            known = self.graph.fixed.get(tree)
-            if known is None:
-                self.graph.fixed[tree] = (device, origin)
-            elif known[0] != device and site != ANY:
-                self.graph.fixed.setdefault(site, (device, origin))
-        elif isinstance(ty, tvm.ir.TupleType) and isinstance(tree, tuple):
-            for sub_ty, sub in zip(ty.fields, tree, strict=False):
-                self._declare_out(sub_ty, sub, site, origin)
-
-    def _crossing(self, record: Record, call: relax.Call, args: list[relax.Expr]) -> None:
-        """A hint or a transfer: the result is fixed, the operand is not tied to it."""
-        var, is_hint = record.var, record.op == ops.HINT
-        vdevices = self.program.vdevices
-        vdevice = hinted_vdevice(call, vdevices) if is_hint else call.attrs.dst_vdevice
-        device = self.program.index_of(vdevice, record.op)
-        record.kind, record.device = ("hint" if is_hint else "to_vdevice"), device
-        record.args, record.trees = args, [self._of(args[0])]
-        home = record.home = record.produced = self.trees.make(var.ty, var, self.name)
-        origin = Origin(record.kind, var.name, self.name)
-        for leaf in tensors_of(record.trees[0]):
-            if isinstance(leaf, ConstLeaf):
-                leaf.use(ANY, device)
-            elif is_hint:
-                self.graph.hints.setdefault(leaf, []).append((device, origin))
-        for node in nodes_of(home):
-            self.graph.fixed[node] = (device, origin)
-        self._check_crossing(var.ty, args[0].ty, home, record)
-
-    def _check_crossing(self, ty: tvm.ir.Type, source: tvm.ir.Type, tree: Tree, record: Record) -> None:
-        """The annotation of a crossing's result must agree, unless inference took it over from the operand."""
-        if isinstance(ty, tvm.ir.TupleType) and isinstance(tree, tuple):
-            sources = source.fields if isinstance(source, tvm.ir.TupleType) else [source] * len(tree)
-            for sub, sub_source, sub_tree in zip(ty.fields, sources, tree, strict=False):
-                self._check_crossing(sub, sub_source, sub_tree, record)
-        elif isinstance(ty, relax.TensorType) and ty.vdevice is not None and isinstance(tree, int):
-            declared = self.program.index_of(ty.vdevice, record.op)
-            if declared == record.device:
-                return
-            names = self.program.names
-            inherits = isinstance(source, relax.TensorType) and source.vdevice is not None
-            if not inherits or self.program.index_of(source.vdevice, record.op) != declared:
-                raise PlacementError(
-                    f"{record.op} of '{record.var.name}' in function '{self.name}' is to {names[record.device]}, but "
-                    f"its annotation says {names[declared]}"
-                )
-            self.trees.hearsay[tree] = declared
-
-    def _make_closure(self, record: Record, args: list[relax.Expr]) -> None:
-        """The function with its last parameters bound."""
-        record.kind, record.args = "op", args
-        func, bound = self._of(args[0]), self._of(args[1])
-        record.trees = [func, bound]
-        if not isinstance(func, FuncTree) or not isinstance(bound, tuple):
-            self._unknown_callee(record)
-            record.home = record.produced = self.trees.make(record.var.ty, record.var, self.name)
-            return
-        free = len(func.params) - len(bound)
-        record.wants = [None, self.trees.tie(bound, func.params[free:], self._spot(record))]
-        record.home = record.produced = FuncTree(func.params[:free], func.ret)
-
-    def _invoke(self, record: Record, call: relax.Call, func: Tree, args: list[relax.Expr], first: int = 0) -> None:
-        """A call of a Relax function, a local function or a closure: arguments are passed, results received."""
-        if not isinstance(func, FuncTree):
-            self._unknown_callee(record)
-            self._op(record, call, args, "")
-            return
-        record.kind, record.args = "call", args
-        record.stale = ops.may_write(call)
-        spot = self._spot(record)
-        record.trees = [None] * first + [self._of(arg) for arg in args[first:]]
-        if first:
-            passed = record.trees[1]
-            record.wants = [None, self.trees.tie(passed, func.params, spot)]
-        else:
-            record.wants = [
-                self.trees.tie(tree, param, spot) for tree, param in zip(record.trees, func.params, strict=False)
-            ]
-        var = record.var
-        record.home = self.trees.make(var.ty, var, self.name) if not isinstance(func.ret, FuncTree) else func.ret
-        record.produced = func.ret
-        if record.home is not func.ret:
-            self.trees.tie(func.ret, record.home, spot)
-            self.trees.declare(
-                var.ty, record.home, Origin("variable", var.name, self.name), list(nodes_of(func.ret))
-            )
-
-    def _unknown_callee(self, record: Record) -> None:
-        if len(self.program.vdevices) > 1:
-            raise PlacementError(
-                f"{record.op} of '{record.var.name}' in function '{self.name}': the function it calls is not known "
-                "here, so neither are the devices it takes its arguments on; call it by name, or as a local function"
-            )
+        constant = self.constant_of(tree)
+        if constant is not None and isinstance(home, int):
+            self.graph.constants[home] = constant
 
 
 _BINDING_KINDS: dict[type, tuple[str, str]] = {
@@ -417,18 +176,6 @@ _BINDING_KINDS: dict[type, tuple[str, str]] = {
     relax.TupleGetItem: ("getitem", "tuple field"),
     tvm.ir.GenericConst: ("const", "constant"),
 }
-
-
-def names_tensor(ty: tvm.ir.Type) -> bool:
-    """Whether an op with a result of this type makes something that may be a tensor."""
-    if isinstance(ty, tvm.ir.TupleType):
-        return any(names_tensor(field) for field in ty.fields)
-    return isinstance(ty, (relax.TensorType, relax.AnyType))
-
-
-def names_device_in(types: Sequence[tvm.ir.Type]) -> bool:
-    """Whether any of the types names a vdevice."""
-    return any(names_device(ty) for ty in types)
 
 
 def _located(error: HeteroError, record: Record, function: str) -> HeteroError:

@@ -31,8 +31,8 @@ class Note(NamedTuple):
     device : int
     node : int
         Where to ask why; HOST for what the host reads or makes, ANY where a use decides.
-    needed_by : str
-        Of a transfer or constant: its first use.
+    reason : str
+        A sentence; empty where `node` tells.
     """
 
     kind: str
@@ -41,7 +41,7 @@ class Note(NamedTuple):
     op: str
     device: int
     node: int
-    needed_by: str
+    reason: str
 
 
 class Operands:
@@ -76,7 +76,9 @@ class Operands:
         self.dataflow = False
         self.mentions: Iterator[CallRef] = iter(())
         self.notes: list[Note] = []
-        self.current = "the result"
+        self.current = "result"
+        # Values that the host made and that live elsewhere: the variable on the host.
+        self.on_host: dict[int, relax.Var] = {}
         self._constants: dict[tuple[int, int], relax.Expr] = {}
 
     def callee(self, ref: CallRef) -> tvm.ir.GlobalVar:
@@ -137,8 +139,9 @@ class Operands:
             ty = tensor_on(old, self.vdevices[device])
             known = expr if ty is old else relax.expr._ffi_api.MakeTensorConst(expr.value, ty, expr.span)
             self._constants[key] = known
-            self.notes.append(Note("constant", self.current, known.ty, "constant", device, ANY, self.current))
-        return known
+            why = f"constant: used by '{self.current}' on {self.program.names[device]}"
+            self.notes.append(Note("constant", self.current, ty, "constant", device, ANY, why))
+        return expr if handle(known) == key[0] else known
 
     def mapped(self, expr: relax.Expr) -> relax.Expr:
         """An expression in terms of the new variables, on whatever device it is."""
@@ -201,6 +204,8 @@ class Operands:
             return self.constant(tree.expr, device)
         if tree in self.constants:
             return self.constant(self.constants[tree], device)
+        if device == self.program.host and tree in self.on_host:
+            return self.on_host[tree]
         copy = self.plan.by_use[place[0], place[1], tree, device].var
         assert copy is not None, "a transfer is written before its uses"
         return copy

@@ -110,12 +110,10 @@ class _Reasons:
 
     def __call__(self, note: Note) -> str:
         device = self.names[note.device]
-        if note.kind == "transfer":
-            return f"transfer: needed by {note.needed_by} on {device}"
+        if note.reason:
+            return note.reason
         if note.node == HOST:
             return "read or made by the host"
-        if note.kind == "constant":
-            return f"constant: used by '{note.needed_by}' on {device}"
         path = self.fixed.get(note.node)
         if path is not None:
             if path.device == note.device:

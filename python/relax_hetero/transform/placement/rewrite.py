@@ -52,7 +52,7 @@ class _Writer(Operands):
         new_params = [self.define(param, tree) for param, tree in zip(old_params, params, strict=True)]
         for var, tree in zip(new_params, params, strict=True):
             first = next((leaf for leaf in tensors_of(tree) if isinstance(leaf, int)), None)
-            if first is not None:
+            if first is not None and not isinstance(var.ty, relax.AnyType):
                 self.notes.append(Note("param", var.name, var.ty, "parameter", self.devices[first], first, ""))
         body = yield self._scope(scope)
         old_ret_ty = func.ret_ty
@@ -84,7 +84,7 @@ class _Writer(Operands):
                 changed = True
                 block = type(block)(bindings, block.span)
             blocks.append(block)
-        self.out, self.dataflow, self.current = [], False, "the result"
+        self.out, self.dataflow, self.current = [], False, "result"
         place = (id(scope), len(scope.records))
         for transfer in before.get(place, ()):
             self._insert(transfer)
@@ -120,7 +120,8 @@ class _Writer(Operands):
         name = f"{name}_{self.program.names[device].replace(':', '_')}"
         copy = self.bind(name, self.transferred(value, device), local)
         transfer.var = copy
-        self.notes.append(Note("transfer", name, copy.ty, "relax.to_vdevice", device, ANY, transfer.needed_by))
+        why = f"transfer: needed by '{transfer.needed_by}' on {self.program.names[device]}"
+        self.notes.append(Note("transfer", name, copy.ty, "relax.to_vdevice", device, ANY, why))
 
     def _write(self, record: Record, inner: list[Any], place: Place) -> None:
         self.current = record.var.name
@@ -182,13 +183,16 @@ class _Writer(Operands):
         if made is record.home:
             self._note_op(record, self._bind(record, value), made)
             return
-        raw = self.bind(f"{record.var.name}_made", value, self.dataflow)
+        raw = self.bind(f"{record.var.name}_made", value, isinstance(record.var, relax.DataflowVar))
         self._note_op(record, raw, made)
+        if made == HOST and isinstance(record.home, int):
+            self.on_host[record.home] = raw
         var = self._bind(record, self._brought_home(raw, record.home, made))
-        for leaf in tensors_of(record.home):
-            why = f"its result belongs on {self.program.names[self.device(leaf)]}"
-            self.notes.append(Note("transfer", var.name, var.ty, "relax.to_vdevice", self.device(leaf), ANY, why))
-            break
+        for here, there in zip(tensors_of(record.home), tensors_of(made), strict=True):
+            device, names = self.device(here), self.program.names
+            if device != self.device(there):
+                why = f"transfer: made on {names[self.device(there)]}, belongs on {names[device]}"
+                self.notes.append(Note("transfer", var.name, var.ty, "relax.to_vdevice", device, ANY, why))
 
     def _note_op(self, record: Record, var: relax.Var, made: Tree) -> None:
         if record.host_read or record.produced == HOST:
@@ -255,7 +259,8 @@ class _Writer(Operands):
         if transfer is not None:
             transfer.var = var
         if isinstance(value, relax.Call):
-            self.notes.append(Note("transfer", var.name, var.ty, "relax.to_vdevice", device, ANY, f"'{record.op}'"))
+            why = f"transfer: {record.op} to {self.program.names[device]}"
+            self.notes.append(Note("transfer", var.name, var.ty, "relax.to_vdevice", device, ANY, why))
 
     def _crossed(self, record: Record, value: relax.Expr, tree: Tree) -> relax.Expr:
         device = record.device

@@ -97,6 +97,7 @@ class _Planner:
         self.devices = instance.devices
         self.mixed = instance.mixed
         self.constants = instance.group.graph.constants
+        self.made_on_host = instance.group.graph.made_on_host
         self.plan = TransferPlan()
         self.transfers: dict[tuple[int, int, int], Transfer] = {}
         # Value node -> a number that changes when something may have written to it.
@@ -118,7 +119,7 @@ class _Planner:
             if descended:
                 continue
             if self.mixed:
-                self._uses(scope, len(scope.records), scope.body_tree, scope.body_want, "the result")
+                self._uses(scope, len(scope.records), scope.body_tree, scope.body_want, "result")
             stack.pop()
             self._forget(written)
             if stack:
@@ -157,12 +158,16 @@ class _Planner:
     def _uses(self, scope: Scope, index: int, tree: Tree, want: Tree, name: str) -> None:
         if isinstance(tree, int):
             device = self.wanted(want)
-            if device >= 0 and device != self.devices[tree] and tree not in self.constants:
+            if device >= 0 and device != self.devices[tree] and not self._at_hand(tree, device):
                 self._use(scope, index, tree, device, name)
         elif isinstance(tree, tuple):
             for position, sub in enumerate(tree):
                 sub_want = want[position] if isinstance(want, tuple) else want
                 self._uses(scope, index, sub, sub_want, name)
+
+    def _at_hand(self, node: int, device: int) -> bool:
+        """Whether the value is there without a transfer: a constant, or what the host made."""
+        return node in self.constants or (device == self.program.host and node in self.made_on_host)
 
     def wanted(self, want: Tree) -> int:
         """The device a node stands for; negative where any will do."""
