@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import stat
 import struct
 import zlib
 from collections.abc import Sequence
@@ -143,6 +144,8 @@ def open_container(path: Path) -> Container:
         A file that is missing, unreadable, truncated, corrupt, of another format version, or no executable.
     """
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise BuildError(_foreign(path, "no regular file"))
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
             size = status.st_size

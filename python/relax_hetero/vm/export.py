@@ -96,7 +96,7 @@ class replacing:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = path = Path(os.path.realpath(path))  # of a link, the file it leads to
         self.temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
 
     def __enter__(self) -> Path:

@@ -51,18 +51,23 @@ def load(path: str | os.PathLike[str], verify: bool = False) -> Executable:
     _check_version(container)
     if verify:
         container.verify_weights()
-    try:
-        metadata = Metadata.from_json(container.header["metadata"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise BuildError(f"{file}: the metadata cannot be read: {error!r}") from error
+    metadata, constants = _read(container)
     load_backend("extra")
     here = [load_backend(device.type_name) for device in metadata.devices if device.device_type != CPU]
-    constants = [
-        view_bytes(container.weight(index), spec.shape, spec.dtype) for index, spec in enumerate(metadata.constants)
-    ]
     # Code of a device that this process knows nothing of cannot be loaded; making the machine says so.
     module = load_code(file, container.identity) if all(here) else None
     return Executable(module, metadata, constants, container)
+
+
+def _read(container: Container) -> tuple[Metadata, list[runtime.Tensor]]:
+    try:
+        metadata = Metadata.from_json(container.header["metadata"])
+        constants = [
+            view_bytes(container.weight(index), spec.shape, spec.dtype) for index, spec in enumerate(metadata.constants)
+        ]
+    except (ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
+        raise BuildError(f"{container.path}: the metadata cannot be read: {error!r}") from error
+    return metadata, constants
 
 
 def _check_version(container: Container) -> None:

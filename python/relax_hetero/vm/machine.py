@@ -18,10 +18,11 @@ from .dims import DimValues
 from .executable import Executable
 from .failure import explain_failure
 from .names import unknown_name
+from .pool import PoolWatch
 from .profile import Profile, Recorder
 from .results import check_out, fill, to_python
 from .signature import FunctionSignature
-from .tensors import AddressRange, address_range
+from .tensors import AddressRange, address_ranges
 
 # TVM's kinds of allocator; the pooled one keeps freed buffers for the next call.
 _POOLED_ALLOCATOR = 2
@@ -90,6 +91,7 @@ class VirtualMachine:
         self._inputs: dict[str, tuple[list[Any], DimValues, list[AddressRange]]] = {}
         self._outputs: dict[str, Any] = {}
         self._closures: dict[str, Any] = {}
+        self._pool = PoolWatch()
         module = executable.runnable()
         try:
             self._module = module["vm_load_executable"]()
@@ -159,15 +161,16 @@ class VirtualMachine:
         function = self._closures.get(name)
         if function is None:
             function = self._closures[name] = self._module[name]
-        if signature.takes_constants:
-            values = [*values, self._constants.values]
+        constants = (self._constants.values,) if signature.takes_constants else ()
         try:
             with running_on(self._devices, self._scopes):
-                result = function(*values)
+                result = function(*values, *constants)
         except HeteroError:
             raise
         except Exception as error:  # a kernel may raise anything
             raise explain_failure(f"function {name!r}", error, self.executable.metadata) from error
+        if dims.values:
+            self._pool.note((name, *dims.values.values()), (values, result))
         if out is not None:
             return fill(out, result)
         return to_python(result, self._constants.ranges, lent)
@@ -207,14 +210,14 @@ class VirtualMachine:
                 elif index in given:  # again, for its symbolic dimensions
                     place(given[index], spec, f"parameter {spec.name!r} of {function!r}", to)
             to.dims.settle()
-            self._params[function] = (given, to.dims, _ranges(given.values()))
+            self._params[function] = (given, to.dims, address_ranges(given.values()))
 
     def set_input(self, name: str, *args: Any, **kwargs: Any) -> None:
         """Place the arguments of function `name` for `invoke_stateful`; checked as in a call."""
         signature = self.executable.signature(name)
         with self._lock:
             values, dims, _ = self._bind(signature, args, kwargs, keep=True)
-            self._inputs[name] = (values, dims, _ranges(values))
+            self._inputs[name] = (values, dims, address_ranges(values))
 
     def invoke_stateful(self, name: str) -> None:
         """Run function `name` on what `set_input` was given; BindingError without it."""
@@ -256,14 +259,3 @@ class VirtualMachine:
             finally:
                 self._module["set_instrument"](None)
             return recorder.profile(name, self.executable.metadata)
-
-
-def _ranges(values: Any) -> list[AddressRange]:
-    """Where the tensors among placed values lie, tuples opened."""
-    found: list[AddressRange] = []
-    for value in values:
-        if isinstance(value, runtime.Tensor):
-            found.append(address_range(value))
-        elif isinstance(value, Sequence) and not isinstance(value, str):
-            found.extend(_ranges(value))
-    return found

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import TypeAlias
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import tvm_ffi
@@ -67,6 +68,15 @@ def address_range(tensor: runtime.Tensor) -> AddressRange:
     """Where a contiguous tensor's elements begin and end."""
     begin = tensor.data_ptr()
     return begin, begin + nbytes_of(tensor)
+
+
+def address_ranges(values: Any) -> list[AddressRange]:
+    """Where the tensors among run-time values lie, tuples opened."""
+    if isinstance(values, tvm_ffi.core.Tensor):
+        return [address_range(values)]
+    if isinstance(values, Sequence) and not isinstance(values, str | tvm_ffi.Shape):
+        return [found for value in values for found in address_ranges(value)]
+    return []
 
 
 def same_device(a: runtime.Device, b: runtime.Device) -> bool:

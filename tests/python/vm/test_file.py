@@ -11,6 +11,8 @@ import zlib
 import numpy as np
 import pytest
 import tvm
+from hypothesis import given
+from hypothesis import strategies as st
 from tvm.script import ir as I
 from tvm.script import relax as R
 
@@ -175,7 +177,8 @@ def refused(path, message):
 
 def test_missing_files_and_folders(tmp_path):
     refused(tmp_path / "none.so", "No such file or directory; expected a file of Executable.export_library")
-    refused(tmp_path, "Is a directory")
+    refused(tmp_path, "found no regular file")
+    refused("/dev/zero", "found no regular file")
 
 
 @pytest.mark.parametrize("content", [b"", b"x", b"\x00" * 10_000, b"GGUF" * 1000])
@@ -217,6 +220,20 @@ def flip(path, place):
         byte = file.read(1)[0]
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ 0xFF]))
+
+
+@given(st.floats(0, 1, exclude_max=True), st.integers(1, 255))
+def test_any_flipped_byte_is_found_or_harmless(exported, tmp_path_factory, place, bits):
+    data = bytearray(exported.read_bytes())
+    data[int(place * len(data))] ^= bits
+    path = tmp_path_factory.mktemp("flipped") / "model.so"
+    path.write_bytes(data)
+    try:
+        exe = rh.load(path, verify=True)
+    except rh.BuildError as error:
+        assert str(path) in str(error)
+    else:  # it was in the padding between weights
+        check(exe)
 
 
 def test_flipped_weights_are_found_on_request(exported, copy):
@@ -263,6 +280,13 @@ def test_metadata_of_another_shape(exported, tmp_path):
     refused(path, "the metadata cannot be read: KeyError")
 
 
+def test_fewer_weights_than_constants(exported, tmp_path):
+    path = tmp_path / "few.so"
+    old = container_format.open_container(exported)
+    container_format.write_container(path, exported, {k: v for k, v in old.header.items() if k != "weights"}, [])
+    refused(path, "the metadata cannot be read: IndexError")
+
+
 def test_code_for_another_machine(exported, tmp_path):
     library = tmp_path / "library"
     library.write_bytes(b"\x7fELF" + b"\0" * 500)
@@ -273,6 +297,13 @@ def test_code_for_another_machine(exported, tmp_path):
 
 
 # What cannot be exported.
+
+
+def test_a_link_keeps_leading_to_its_file(exported, copy, tmp_path):
+    os.symlink(copy, tmp_path / "link.so")
+    rh.load(exported).export_library(tmp_path / "link.so")
+    assert os.readlink(tmp_path / "link.so") == str(copy)
+    check(rh.load(tmp_path / "link.so"))
 
 
 def test_paths_that_cannot_be_written(lifted, tmp_path):

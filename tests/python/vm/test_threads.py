@@ -121,6 +121,16 @@ def test_a_thousand_machines_leave_nothing_behind(lifted):
     assert resident_bytes() - before < 8 << 20
 
 
+def test_memory_is_bounded_over_many_shapes(chain):
+    # Each call needs buffers of sizes that no call before it had; TVM's pool would keep them all (600 MB here).
+    vm = rh.vm.VirtualMachine(chain)
+    vm["main"](np.zeros((256 * 400, 4), "float32"), W)
+    before = resident_bytes()
+    for k in range(400):
+        vm["main"](np.zeros((256 * k, 4), "float32"), W)
+    assert resident_bytes() - before < 200 << 20
+
+
 def test_a_function_outlives_the_name_of_its_machine(chain):
     run = rh.vm.VirtualMachine(chain)["twice"]
     gc.collect()
