@@ -80,6 +80,8 @@ def match_names(
         Too many, too few, unknown or repeated arguments.
     """
     names = signature.input_names
+    if len(args) == len(names) and not kwargs:
+        return [(value, False) for value in args]
     if len(args) > len(names):
         raise BindingError(f"{signature.name!r} takes {_count(signature)}, found {len(args)}: {signature}")
     values: dict[int, Any] = dict(enumerate(args))
@@ -138,20 +140,20 @@ def place_tensor(value: Any, spec: TensorSpec, where: str, to: Placement) -> run
         array = _scalar(value, spec, where)
         check_tensor(spec.dtype or str(array.dtype), (), spec, where, to.dims)
         return from_numpy(array, device, scope)
-    tensor = as_tensor(value, where, f"expected a tensor {describe(spec)}")
+    tensor = as_tensor(value, where, spec)
     if isinstance(tensor, np.ndarray):
         return place_tensor(tensor, spec, where, to)
     check_tensor(tensor.dtype, tensor.shape, spec, where, to.dims)
     return _move(tensor, device, scope, tensor is not value, where, to)
 
 
-def as_tensor(value: Any, where: str, expected: str) -> runtime.Tensor | np.ndarray:
+def as_tensor(value: Any, where: str, spec: TensorSpec) -> runtime.Tensor | np.ndarray:
     """A tvm tensor over an object's memory, or a numpy array where that cannot be had without a copy."""
     if isinstance(value, _Tensor):
         return value
     if hasattr(value, "__dlpack__"):
         try:
-            return _from_dlpack(value)
+            return from_dlpack(value)
         except Exception as error:  # each library raises its own
             if not hasattr(value, "__array__"):
                 raise BindingError(f"{where} ({type(value).__name__}) gives no DLPack tensor: {error}") from error
@@ -160,10 +162,12 @@ def as_tensor(value: Any, where: str, expected: str) -> runtime.Tensor | np.ndar
             return np.asarray(value)
         except Exception as error:  # each library raises its own
             raise BindingError(f"{where} ({type(value).__name__}) gives no array: {error}") from error
-    raise BindingError(f"{where} is a {type(value).__name__}, {expected} as numpy array, tvm tensor or DLPack object")
+    expected = f"expected a tensor {describe(spec)} as numpy array, tvm tensor or DLPack object"
+    raise BindingError(f"{where} is a {type(value).__name__}, {expected}")
 
 
-def _from_dlpack(value: Any) -> runtime.Tensor:
+def from_dlpack(value: Any) -> runtime.Tensor:
+    """A tvm tensor over the memory of an object with ``__dlpack__``."""
     device_type = int(value.__dlpack_device__()[0])
     if device_type == 2:
         # Work that the producer queued on its own stream comes before ours on the legacy default stream (1).

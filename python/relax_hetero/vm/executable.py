@@ -16,7 +16,7 @@ from ..errors import BuildError
 from .constants import PlacedConstants
 from .container import Container
 from .export import link_library, needs_linking, write_copy, write_executable
-from .metadata import DeviceSpec, Metadata
+from .metadata import DeviceSpec, Metadata, device_names
 from .names import unknown_name
 from .signature import FunctionSignature
 
@@ -59,6 +59,10 @@ class Executable:
         self._lock = threading.Lock()
         # Machines on the same devices share their copies of the weights.
         self._placed: WeakValueDictionary[tuple[tuple[int, int], ...], PlacedConstants] = WeakValueDictionary()
+
+    def __repr__(self) -> str:
+        devices = ", ".join(device_names(self.devices))
+        return f"<Executable of {', '.join(self.function_names)} for {devices or 'the host'}>"
 
     @property
     def module(self) -> runtime.Module:

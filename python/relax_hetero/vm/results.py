@@ -11,7 +11,7 @@ import tvm_ffi
 from tvm import runtime
 
 from ..errors import BindingError
-from .arguments import as_tensor, check_tensor
+from .arguments import as_tensor, check_tensor, from_dlpack
 from .dims import DimValues
 from .signature import FunctionSignature, TensorSpec, TupleSpec, ValueSpec, describe
 from .tensors import AddressRange, bytes_of, copy_into, copy_to, dtype_name
@@ -78,8 +78,8 @@ def _check_buffer(out: Any, spec: ValueSpec, where: str, dims: DimValues) -> Non
         raise BindingError(f"{where} has strides {tensor.strides}, expected a contiguous tensor")
 
 
-def _buffer(out: Any, where: str, spec: ValueSpec) -> runtime.Tensor:
-    tensor = as_tensor(out, where, f"expected a buffer {describe(spec)}")
+def _buffer(out: Any, where: str, spec: TensorSpec) -> runtime.Tensor:
+    tensor = as_tensor(out, where, spec)
     if isinstance(tensor, np.ndarray):
         raise BindingError(f"{where} ({type(out).__name__}) gives no memory to write to")
     return tensor
@@ -99,7 +99,7 @@ def fill(out: Any, result: Any, where: str = "out") -> Any:
     if tuple(out.shape) != tuple(result.shape):
         raise BindingError(f"{where} has shape {tuple(out.shape)}, the result has {tuple(result.shape)}")
     if not isinstance(out, np.ndarray):
-        copy_into(result, as_tensor(out, where, "expected a buffer"))
+        copy_into(result, out if isinstance(out, _Tensor) else from_dlpack(out))
     elif out.nbytes:
         raw = bytes_of(result).view(out.dtype.newbyteorder("="))
         out[...] = raw.reshape(out.shape)

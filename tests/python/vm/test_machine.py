@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import tvm
+from tvm.script import ir as I
+from tvm.script import relax as R
 
 import relax_hetero as rh
 
@@ -240,6 +242,30 @@ def test_a_failing_kernel_leaves_the_machine_usable(failing):
         np.testing.assert_array_equal(machine["main"](good).numpy(), good)
 
 
+@I.ir_module
+class Unknown:
+    I.module_global_infos({"vdevice": [I.vdevice("llvm", 0)]})
+
+    @R.function(pure=False)
+    def main(x: R.Tensor((2,), "float32", "llvm:0")):
+        y: R.Tensor((2,), "float32", "llvm:0") = R.call_packed(
+            "relax_hetero.test.nowhere", x, ty_args=[R.Tensor((2,), "float32", "llvm:0")]
+        )
+        return y
+
+
+def test_functions_that_the_process_lacks_are_named():
+    exe = rh.compile(Unknown)
+    with pytest.raises(rh.HeteroError, match="the code calls 'relax_hetero.test.nowhere', which this process has not"):
+        rh.vm.VirtualMachine(exe)
+
+
+def test_out_takes_dlpack_objects(vm):
+    z, y = np.empty((3, 4), "float32"), np.empty((3, 4), "float32")
+    vm["main"](X, W, out=(OnlyDLPack(z), y))
+    np.testing.assert_allclose(z, np.exp(X) + W, rtol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float16", "bool", "int8", "uint64"])
 def test_every_element_type_passes(dtype):
     import ml_dtypes
@@ -263,4 +289,5 @@ def test_the_machine_takes_executables_only(chain):
 def test_signature_and_repr(vm):
     assert str(vm["main"].signature).startswith("main(x: float32[n, 4], w: float32[4]) -> (")
     assert "cpu:0, cpu:1" in repr(vm["main"])
+    assert repr(vm.executable) == "<Executable of main, twice for llvm:0, llvm:1>"
     assert [str(device) for device in vm.devices] == ["cpu:0", "cpu:1"]
