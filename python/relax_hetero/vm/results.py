@@ -96,11 +96,11 @@ def fill(out: Any, result: Any, where: str = "out") -> Any:
     if not isinstance(result, _Tensor):
         parts = enumerate(zip(out, result, strict=True))
         return tuple(fill(buffer, part, f"{where}[{i}]") for i, (buffer, part) in parts)
-    if tuple(out.shape) != tuple(result.shape):
-        raise BindingError(f"{where} has shape {tuple(out.shape)}, the result has {tuple(result.shape)}")
-    if not isinstance(out, np.ndarray):
-        copy_into(result, out if isinstance(out, _Tensor) else from_dlpack(out))
-    elif out.nbytes:
-        raw = bytes_of(result).view(out.dtype.newbyteorder("="))
-        out[...] = raw.reshape(out.shape)
+    target = out if isinstance(out, np.ndarray | _Tensor) else from_dlpack(out)
+    if tuple(target.shape) != tuple(result.shape):
+        raise BindingError(f"{where} has shape {tuple(target.shape)}, the result has {tuple(result.shape)}")
+    if not isinstance(target, np.ndarray):
+        copy_into(result, target)
+    elif target.nbytes:
+        target[...] = bytes_of(result).view(target.dtype.newbyteorder("=")).reshape(target.shape)
     return out
