@@ -9,7 +9,7 @@ import tvm
 from tvm import relax
 
 from ...errors import HeteroError, PlacementError
-from .graph import ANY, FuncTree, Graph, Origin, Spot, Tree, handle, nodes_of
+from .graph import ANY, FuncTree, Graph, Origin, Spot, Tree, handle, nodes_of, place_text
 from .instantiate import Group
 from .program import Program, Record, Scope, Unit
 from .read_calls import CallReader
@@ -120,7 +120,7 @@ class _Collector(CallReader):
         elif kind is relax.SeqExpr:
             raise PlacementError("found a nested SeqExpr; run relax.transform.Normalize() first")
         else:
-            record.kind, record.op = _BINDING_KINDS.get(kind, ("other", "binding"))
+            record.kind, record.op = _BINDING_KINDS.get(kind, ("other", "value"))
             if isinstance(record.binding, relax.MatchCast):
                 record.kind, record.op = "alias", "match_cast"
             self._alias(record, self._of(value))
@@ -147,8 +147,8 @@ class _Collector(CallReader):
         is_cast = isinstance(binding, relax.MatchCast)
         ty = binding.ty if is_cast else var.ty
         record.args, record.trees = [record.value], [tree]
-        if is_cast and isinstance(tree, int) and tree in self.makers and isinstance(ty, relax.TensorType):
-            self.graph.connect(self.makers.pop(tree), tree)
+        if is_cast and isinstance(tree, int) and tree in self.graph.opaque and isinstance(ty, relax.TensorType):
+            self._reveal(tree, var)
         declared = names_device(ty)
         if fits(tree, ty) and not declared:
             record.home = tree
@@ -168,10 +168,17 @@ class _Collector(CallReader):
         if constant is not None and isinstance(home, int):
             self.graph.constants[home] = constant
 
+    def _reveal(self, node: int, var: relax.Var) -> None:
+        """An ``R.Object`` turns out to be a tensor: from here on it ties as one, and to the call that made it."""
+        self.graph.opaque.discard(node)
+        self.access[node] = (var, ())
+        if node in self.makers:
+            self.graph.connect(self.makers.pop(node), node)
+
 
 _BINDING_KINDS: dict[type, tuple[str, str]] = {
-    relax.Var: ("alias", "binding"),
-    relax.DataflowVar: ("alias", "binding"),
+    relax.Var: ("alias", "alias"),
+    relax.DataflowVar: ("alias", "alias"),
     relax.Tuple: ("tuple", "tuple"),
     relax.TupleGetItem: ("getitem", "tuple field"),
     tvm.ir.GenericConst: ("const", "constant"),
@@ -183,5 +190,4 @@ def _located(error: HeteroError, record: Record, function: str) -> HeteroError:
     text = str(error)
     if f"function '{function}'" in text:
         return error
-    op = f"{record.op} of " if record.op else ""
-    return type(error)(f"{op}'{record.var.name}' in function '{function}': {text}")
+    return type(error)(f"{place_text(record.op or 'value', record.var.name, function)}: {text}")

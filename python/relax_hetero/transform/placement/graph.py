@@ -120,6 +120,11 @@ class Spot(NamedTuple):
         name = "result" if self.var is None else str(self.var.name)
         return name + "".join(f"[{index}]" for index in self.path)
 
+    @property
+    def where(self) -> str:
+        """The place in words: op, variable, function."""
+        return place_text(self.op, "" if self.var is None else str(self.var.name), self.function)
+
 
 @dataclass(slots=True)
 class Graph:
@@ -199,6 +204,13 @@ def tensors_of(tree: Tree) -> Iterator[int | ConstLeaf]:
     elif isinstance(tree, tuple):
         for sub in tree:
             yield from tensors_of(sub)
+
+
+def place_text(op: str, variable: str, function: str) -> str:
+    """Where something is, as messages say it; no variable is the result of the function."""
+    if not variable:
+        return f"{op} of function '{function}'"
+    return f"{op} binding '{variable}' in function '{function}'"
 
 
 def handle(obj: Any) -> int:

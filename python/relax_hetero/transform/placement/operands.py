@@ -69,6 +69,7 @@ class Operands:
         self.unit = unit
         self.devices = instance.devices
         self.constants = instance.group.graph.constants
+        self.opaque = instance.group.graph.opaque
         self.mixed = instance.mixed
         self.plan = plan
         self.env: dict[int, relax.Expr] = {}
@@ -213,7 +214,7 @@ class Operands:
     def _differs(self, tree: Tree, want: Tree) -> bool:
         if isinstance(tree, tuple):
             return any(self._differs(sub, _field(want, index)) for index, sub in enumerate(tree))
-        if not isinstance(tree, (int, ConstLeaf)):
+        if not isinstance(tree, (int, ConstLeaf)) or tree in self.opaque:
             return False
         device = self.wanted(want)
         return device >= 0 and device != self.device(tree)

@@ -10,7 +10,7 @@ from tvm import relax
 from ...errors import PlacementError
 from ...op.hints import hinted_vdevice
 from . import ops
-from .graph import ANY, HOST, ConstLeaf, FuncTree, Graph, Origin, Spot, Tree, handle, nodes_of, tensors_of
+from .graph import ANY, HOST, ConstLeaf, FuncTree, Graph, Origin, Spot, Tree, handle, nodes_of, place_text, tensors_of
 from .instantiate import Group, mention
 from .program import CallRef, Program, Record, Unit
 from .trees import Trees, names_device
@@ -229,8 +229,8 @@ class CallReader:
             inherits = isinstance(source, relax.TensorType) and source.vdevice is not None
             if not inherits or self.program.index_of(source.vdevice, record.op) != declared:
                 raise PlacementError(
-                    f"{record.op} of '{record.var.name}' in function '{self.name}' is to {names[record.device]}, but "
-                    f"its annotation says {names[declared]}"
+                    f"{place_text(record.op, record.var.name, self.name)} is to {names[record.device]}, but its "
+                    f"annotation says {names[declared]}"
                 )
             self.trees.hearsay[tree] = declared
 
@@ -276,8 +276,8 @@ class CallReader:
     def _unknown_callee(self, record: Record) -> None:
         if len(self.program.vdevices) > 1:
             raise PlacementError(
-                f"{record.op} of '{record.var.name}' in function '{self.name}': the function it calls is not known "
-                "here, so neither are the devices it takes its arguments on; call it by name, or as a local function"
+                f"{place_text(record.op, record.var.name, self.name)}: the function it calls is not known here, so "
+                "neither are the devices it takes its arguments on; call it by name, or as a local function"
             )
 
 

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from ...errors import PlacementError
 from .flow import flow
-from .graph import Graph, Origin, Spot
+from .graph import Graph, Origin, Spot, place_text
 
 # Node to its fixed device (index), and where that comes from.
 Seeds: TypeAlias = "dict[int, tuple[int, Origin]]"
@@ -110,7 +110,7 @@ def _hinted(
 
 def _two_hints(spot: Spot, first: str, first_origin: Origin, second: str, second_origin: Origin) -> str:
     return (
-        f"relax.hint_on_device of '{second_origin.name}' in function '{spot.function}': two devices meet: "
+        f"{place_text('relax.hint_on_device', second_origin.name, spot.function)}: two devices meet: "
         f"'{spot.variable}' is hinted for {first} (from {first_origin}), but also for {second} (from {second_origin}), "
         f"and nothing else places it. {ADVICE}"
     )
@@ -194,11 +194,7 @@ def explain_conflict(graph: Graph, seeds: Seeds, names: list[str], hinted: bool)
         name = f"'{graph.spots[shown].variable}'" if shown >= 0 else f"the {spot.op}"
         needs = "is hinted for" if hinted else "is on"
         sides.append(f"{name} {needs} {names[path.device]} (from {path.origin})")
-    where = f"'{spot.variable}'" if spot.var is not None else "its result"
-    return (
-        f"{spot.op} of {where} in function '{spot.function}': two devices meet: {sides[0]}, but {sides[1]}. "
-        f"{ADVICE}"
-    )
+    return f"{spot.where}: two devices meet: {sides[0]}, but {sides[1]}. {ADVICE}"
 
 
 def check_rigid(graph: Graph, devices: list[int], names: list[str]) -> None:
@@ -207,8 +203,8 @@ def check_rigid(graph: Graph, devices: list[int], names: list[str]) -> None:
         if devices[left] != devices[right] and devices[left] >= 0 and devices[right] >= 0:
             spot, name = graph.spots[site], graph.spots[left].variable
             raise PlacementError(
-                f"{spot.op} of '{spot.variable}' in function '{spot.function}': '{name}' is on {names[devices[left]]} "
-                f"but is needed on {names[devices[right]]}, and an object or a function value cannot be transferred"
+                f"{spot.where}: '{name}' is on {names[devices[left]]} but is needed on {names[devices[right]]}, "
+                "and an object or a function value cannot be transferred"
             )
 
 

@@ -97,6 +97,7 @@ class _Planner:
         self.devices = instance.devices
         self.mixed = instance.mixed
         self.constants = instance.group.graph.constants
+        self.opaque = instance.group.graph.opaque
         self.made_on_host = instance.group.graph.made_on_host
         self.plan = TransferPlan()
         self.transfers: dict[tuple[int, int, int], Transfer] = {}
@@ -166,8 +167,10 @@ class _Planner:
                 self._uses(scope, index, sub, sub_want, name)
 
     def _at_hand(self, node: int, device: int) -> bool:
-        """Whether the value is there without a transfer: a constant, or what the host made."""
-        return node in self.constants or (device == self.program.host and node in self.made_on_host)
+        """Whether no transfer is due: an object without a device, a constant, what the host made."""
+        if node in self.made_on_host and device == self.program.host:
+            return True
+        return node in self.opaque or node in self.constants
 
     def wanted(self, want: Tree) -> int:
         """The device a node stands for; negative where any will do."""

@@ -11,7 +11,7 @@ from tvm import relax
 from ...errors import PlacementError
 from ...vdevice import vdevices_of
 from . import ops
-from .graph import handle
+from .graph import handle, place_text
 from .program import Program
 
 
@@ -55,7 +55,7 @@ class _Verifier:
                 self.variable = param.name
                 self.devices(param.ty)
             pending += self._body(current.body)
-            self.variable, self.op = "the result", "return"
+            self.variable, self.op = "", "return"
             self._alike(current.ret_ty, current.body.ty, "its annotation", "what is returned")
 
     def _body(self, body: relax.Expr) -> list[relax.Function]:
@@ -74,13 +74,13 @@ class _Verifier:
                         local.append(value)
                     elif isinstance(value, relax.If):
                         pending += [value.true_branch, value.false_branch]
-            self.variable, self.op = "the result", "return"
+            self.variable, self.op = "", "return"
             self._constants(seq.body)
         return local
 
     def _binding(self, binding: relax.Binding, value: relax.Expr) -> None:
         var = binding.var
-        self.variable, self.op = var.name, "binding"
+        self.variable, self.op = var.name, "value"
         ty = var.ty
         kind = type(value)
         if isinstance(binding, relax.MatchCast):
@@ -202,7 +202,7 @@ class _Verifier:
 
     def where(self) -> str:
         """Op, variable and function, for messages."""
-        return f"{self.op} of '{self.variable}' in function '{self.function_name}'"
+        return place_text(self.op, self.variable, self.function_name)
 
     def fail(self, message: str) -> NoReturn:
         """Raise a PlacementError about the current binding."""
