@@ -13,8 +13,14 @@ from onnx.backend.base import Backend, BackendRep
 SECOND_CPU = {"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "x86-64-v2"}
 
 
-def _flat(value: Any) -> tuple[Any, ...]:
-    return (value,) if hasattr(value, "numpy") else tuple(value)
+def _outputs(result: Any) -> tuple[Any, ...]:
+    """The graph's outputs: tensors as arrays, sequences as lists of them. One tensor comes without a tuple around."""
+    values = [result] if hasattr(result, "numpy") else list(result)
+    return tuple(_to_host(value) for value in values)
+
+
+def _to_host(value: Any) -> Any:
+    return value.numpy() if hasattr(value, "numpy") else [_to_host(item) for item in value]
 
 
 class StockRep(BackendRep):
@@ -33,7 +39,7 @@ class StockRep(BackendRep):
         import tvm
 
         result = self._machine["main"](*[tvm.runtime.tensor(np.asarray(value)) for value in inputs])
-        return tuple(_to_host(value) for value in _flat(result))
+        return _outputs(result)
 
 
 class HeteroRep(BackendRep):
@@ -48,13 +54,7 @@ class HeteroRep(BackendRep):
 
     def run(self, inputs: Sequence[Any], **kwargs: Any) -> tuple[Any, ...]:
         result = self._machine["main"](*inputs)
-        return tuple(_to_host(value) for value in _flat(result))
-
-
-def _to_host(value: Any) -> Any:
-    if hasattr(value, "numpy"):
-        return value.numpy()
-    return [_to_host(item) for item in value]
+        return _outputs(result)
 
 
 class StockBackend(Backend):

@@ -83,10 +83,13 @@ class _Rebuild:
     def _binding(self, binding: relax.Binding, kind: type[relax.Var]) -> relax.Binding:
         value = self._expr(binding.value)
         ty = binding.ty if isinstance(binding, relax.MatchCast) else binding.var.ty
+        # What a match_cast checks has less of a type than what it makes; with the same type it would be dropped.
+        value_ty = binding.value.ty if isinstance(binding, relax.MatchCast) else ty
         if self._device_of is not None:
-            ty = on_device(ty, self._device_of(self._imported.owners[binding.var]))
+            device = self._device_of(self._imported.owners[binding.var])
+            ty, value_ty = on_device(ty, device), on_device(value_ty, device)
         if value is not binding.value and isinstance(value, (relax.Call, relax.If)):
-            relax.expr._update_type(value, ty)
+            relax.expr._update_type(value, value_ty)
         var = kind(self._names[binding.var], ty)
         self._vars[binding.var] = var
         return relax.MatchCast(var, value, ty) if isinstance(binding, relax.MatchCast) else relax.VarBinding(var, value)

@@ -23,6 +23,9 @@ _KEPT_OPS = frozenset(
     relax.make_closure relax.invoke_closure relax.invoke_pure_closure relax.null_value relax.reshape
     relax.memory.view relax.memory.ensure_zero_offset""".split()
 )
+_SORTS_AND_SCANS = frozenset(
+    f"relax.{name}" for name in ("bucketize", "sort", "argsort", "topk", "cumsum", "cumprod")
+)
 _KEPT_PREFIXES = ("relax.builtin.", "relax.memory.", "relax.vm.", "relax.inspect.", "relax.hetero.")
 
 
@@ -35,6 +38,8 @@ def legalize(mod: tvm.IRModule) -> tvm.IRModule:
         An op has no kernel for its operands.
     """
     mod, variables = with_unique_names(_without_projections(mod))
+    if any(op_name(binding.value) in _SORTS_AND_SCANS for _, f in relax_functions(mod) for binding in walk_bindings(f)):
+        mod = relax.backend.DispatchSortScan()(mod)  # these have no legalization but a kernel per kind of target
     legal = relax.transform.LegalizeOps()(mod)
     _check(legal, variables)
     functions = dict(legal.functions.items())

@@ -106,6 +106,26 @@ def mish(node: Node) -> relax.Expr:
     return cast(node, node.emit(relax.op.multiply(wide, factor)), dtype)
 
 
+@converts("Softplus")
+def softplus(node: Node) -> relax.Expr:
+    """log(1 + exp(x)) as max(x, 0) + log(1 + e) with e = exp(-|x|), whose small values the sum with 1 must not lose."""
+    data = node.tensor(0)
+    dtype = dtype_of(data)
+    wide = cast(node, data, "float32") if dtype in ("float16", "bfloat16") else data
+    compute = dtype_of(wide)
+    one = const(1, compute)
+    small = node.emit(relax.op.exp(node.emit(relax.op.negative(node.emit(relax.op.abs(wide))))))
+    grown = node.emit(relax.op.add(small, one))
+    # log(1 + e) * e / ((1 + e) - 1): the rounding of 1 + e cancels out (Kahan); where nothing is left it is e itself.
+    excess = node.emit(relax.op.subtract(grown, one))
+    is_lost = node.emit(relax.op.equal(excess, const(0, compute)))
+    divisor = node.emit(relax.op.where(is_lost, one, excess))
+    ratio = node.emit(relax.op.divide(small, divisor))
+    logarithm = node.emit(relax.op.multiply(node.emit(relax.op.log(grown)), ratio))
+    rest = node.emit(relax.op.where(is_lost, small, logarithm))
+    return cast(node, node.emit(relax.op.add(node.emit(relax.op.maximum(wide, const(0, compute))), rest)), dtype)
+
+
 @converts("Pow")
 def power(node: Node) -> relax.Expr:
     """x ** y in x's type, whatever y's; integers through float64, as onnxruntime computes them."""

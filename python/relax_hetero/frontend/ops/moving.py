@@ -116,6 +116,26 @@ def pad(node: Node) -> relax.Expr:
     return node.builder.emit_te(compute, data, fill, primfunc_name_hint="pad")
 
 
+@converts("Trilu")
+def trilu(node: Node) -> relax.Expr:
+    """The part of the last two axes on and above (or below) diagonal k, zeros elsewhere; k may be an input."""
+    data = node.tensor(0)
+    rows, columns = node.shape(data)[-2:]
+    dtype, is_upper = dtype_of(data), bool(node.attribute("upper", 1))
+    given = node.tensor(1) if node.has(1) else const(0, "int64")
+    diagonal = node.emit(relax.op.reshape(given, ())) if node.rank(given) else given
+
+    def compute(x: te.Tensor, k: te.Tensor) -> te.Tensor:
+        def element(*i: tirx.Expr) -> tirx.Expr:
+            offset = i[-1] - i[-2]
+            kept = offset >= k() if is_upper else offset <= k()
+            return tirx.Select(kept, x(*i), tirx.const(0, dtype))
+
+        return te.compute([*x.shape[:-2], rows, columns], element, name="trilu")
+
+    return node.builder.emit_te(compute, data, diagonal, primfunc_name_hint="trilu")
+
+
 @converts("SpaceToDepth")
 def space_to_depth(node: Node) -> relax.Expr:
     """Blocks of an image become channels; in mode CRD (opset 26 on) the original channel varies slowest."""

@@ -118,3 +118,9 @@ def split_to_sequence(node: Node) -> relax.Expr:
         parts.append(node.emit(relax.op.squeeze(cut, [axis])) if drops else cut)
         start += part
     return relax.Tuple(parts)
+
+
+@converts("OptionalHasElement")
+def optional_has_element(node: Node) -> relax.Expr:
+    """Whether there is a value: known at import, as an empty optional is never made when the model runs."""
+    return const(node.has(0) and isinstance(node.inputs[0], relax.Expr))
