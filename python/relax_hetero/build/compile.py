@@ -13,6 +13,7 @@ from tvm import relax
 from ..errors import BuildError, HeteroError
 from ..native_target import native
 from ..transform.bind_targets import call_vdevice, called_prim_func
+from ..transform.kernel_ops import ops_of
 from ..transform.realize_vdevice import collect_placement
 from ..transform.rewriting import relax_functions, walk_bindings
 from ..vdevice import VDevice, device_name, host_vdevice, is_cpu, vdevice_index, vdevices_of, with_vdevices
@@ -111,5 +112,6 @@ def _dispatches(mod: tvm.IRModule, vdevices: list[relax.VDevice]) -> dict[str, D
             gv = called_prim_func(mod, binding.value)
             if gv is not None and gv.name_hint not in found:
                 vdevice = call_vdevice(binding.value)
-                found[gv.name_hint] = DispatchSpec(vdevice_index(vdevice, vdevices) if vdevice is not None else -1)
+                device = vdevice_index(vdevice, vdevices) if vdevice is not None else -1
+                found[gv.name_hint] = DispatchSpec(device, ops_of(mod.functions[gv]))
     return found

@@ -22,6 +22,7 @@ _EXPORTS: dict[str, str] = {
     "BindTargets": ".bind_targets",
     "FormDispatches": ".form_dispatches",
     "ScheduleGPU": ".schedule_gpu",
+    "SettlePackedResults": ".settle_packed_results",
     "PlanMemoryPerDevice": ".plan_memory",
     "LowerTransfers": ".lower_transfers",
     "LowerToVM": ".lower_to_vm",

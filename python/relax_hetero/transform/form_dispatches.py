@@ -24,6 +24,7 @@ from tvm_ffi import StructuralKey, structural_map
 
 from ..vdevice import vdevices_of
 from .bind_targets import bind_targets, called_prim_func
+from .kernel_ops import fused_ops, with_ops
 from .legalize import is_kept, legalize
 from .name_kernel_variables import name_kernel_variables
 from .realize_vdevice import realize_vdevice
@@ -58,16 +59,12 @@ def form_dispatches(mod: tvm.IRModule) -> tvm.IRModule:
         mod = relax.transform.LambdaLift()(mod)
     written = {gv.name_hint for gv in mod.get_global_vars()}
     mod = legalize(mod)
-    mod = tvm.transform.Sequential(
-        [
-            relax.transform.AnnotateTIROpPattern(),
-            relax.transform.FoldConstant(),
-            relax.transform.FuseOps(),
-            relax.transform.FuseTIR(),
-            relax.transform.DeadCodeElimination(),
-            relax.transform.CanonicalizeBindings(),
-        ]
-    )(forget_targets(mod, written))
+    stock = relax.transform
+    fold = [stock.AnnotateTIROpPattern(), stock.FoldConstant(), stock.FuseOps()]
+    mod = tvm.transform.Sequential(fold)(forget_targets(mod, written))
+    ops = fused_ops(mod)
+    fuse = [stock.FuseTIR(), stock.DeadCodeElimination(), stock.CanonicalizeBindings()]
+    mod = with_ops(tvm.transform.Sequential(fuse)(mod), ops)
     mod, _ = realize_vdevice(mod)  # places what folding made
     return _for_their_devices(mod)
 

@@ -15,6 +15,7 @@ from .lower_transfers import LowerTransfers, writes_in_place
 from .plan_memory import PlanMemoryPerDevice
 from .private_kernels import keep_private_kernels
 from .rewriting import copy_module, relax_functions, typed
+from .settle_packed_results import SettlePackedResults
 from .stage import is_lowered, mark_lowered
 
 
@@ -32,6 +33,7 @@ def LowerToVM() -> tvm.transform.Pass:
                 relax.transform.RewriteDataflowReshape(),
                 relax.transform.ToNonDataflow(),
                 relax.transform.RemovePurityChecking(),
+                SettlePackedResults(),
                 relax.transform.CallTIRRewrite(),
                 PlanMemoryPerDevice(),
                 LowerTransfers(must_copy),

@@ -261,3 +261,21 @@ def test_a_failing_stock_pass_is_a_build_error():
         bb.emit_func_output(bb.emit(relax.op.zeros((n,), "float32")))
     with pytest.raises(BuildError, match="cannot be lowered: .*n"):
         rh.compile(bb.get())
+
+
+def test_dispatches_say_what_they_compute():
+    @I.ir_module
+    class Mod:
+        @R.function
+        def main(x: R.Tensor((2, 4), "float32"), w: R.Tensor((4, 4), "float32")) -> R.Tensor((2, 4), "float32"):
+            with R.dataflow():
+                y = R.matmul(x, w)
+                z = R.nn.relu(y)
+                s = R.nn.softmax(z)
+                R.output(s)
+            return s
+
+    exe = rh.compile(Mod)
+    assert sorted(d.ops for d in exe.metadata.dispatches.values()) == [("matmul", "relu"), ("softmax",)]
+    profile = rh.vm.VirtualMachine(exe).profile("main", np.ones((2, 4), "float32"), np.ones((4, 4), "float32"))
+    assert {row.ops for row in profile.rows} >= {("matmul", "relu"), ("softmax",)}

@@ -1,0 +1,59 @@
+"""SettlePackedResults: results of packed functions end where their variables are."""
+
+import numpy as np
+import tvm
+from tvm.ir import assert_structural_equal
+from tvm.script import ir as I
+from tvm.script import relax as R
+
+import relax_hetero as rh
+from relax_hetero.transform import SettlePackedResults
+
+V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
+V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}
+
+
+def test_before_and_after():
+    @I.ir_module
+    class Before:
+        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
+
+        @R.function(pure=False)
+        def main(x: R.Tensor((4,), "float32", "llvm:1")) -> R.Tensor((4,), "float32", "llvm:1"):
+            y = R.call_packed("test.settle.twice", x, ty_args=(R.Tensor((4,), "float32", "llvm:1"),))
+            z = R.call_packed("vm.builtin.copy", y, ty_args=(R.Tensor((4,), "float32", "llvm:1"),))
+            return z
+
+    @I.ir_module
+    class Expected:
+        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
+
+        @R.function(pure=False)
+        def main(x: R.Tensor((4,), "float32", "llvm:1")) -> R.Tensor((4,), "float32", "llvm:1"):
+            y_packed = R.call_packed("test.settle.twice", x, ty_args=(R.Tensor((4,), "float32", "llvm:1"),))
+            y: R.Tensor((4,), "float32", "llvm:1") = R.to_vdevice(y_packed, "llvm:1")
+            z = R.call_packed("vm.builtin.copy", y, ty_args=(R.Tensor((4,), "float32", "llvm:1"),))
+            return z
+
+    assert_structural_equal(SettlePackedResults()(Before), Expected)
+
+
+def test_a_function_that_returns_on_the_first_cpu():
+    tvm.register_global_func("test.settle.twice", lambda x: tvm.runtime.tensor(2 * x.numpy()), override=True)
+
+    @I.ir_module
+    class Mod:
+        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
+
+        @R.function
+        def main(x: R.Tensor((4,), "float32", "llvm:1")) -> R.Tensor((4,), "float32", "llvm:1"):
+            with R.dataflow():
+                y = R.call_pure_packed("test.settle.twice", x, ty_args=(R.Tensor((4,), "float32", "llvm:1"),))
+                z = R.exp(y)
+                R.output(z)
+            return z
+
+    x = np.random.default_rng(0).random(4, "float32")
+    out = rh.vm.VirtualMachine(rh.compile(Mod))["main"](x)
+    assert out.device == tvm.cpu(1)
+    np.testing.assert_allclose(out.numpy(), np.exp(2 * x), rtol=1e-6)
