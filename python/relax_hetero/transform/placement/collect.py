@@ -68,7 +68,7 @@ class _Collector(CallReader):
 
     def _result(self, scope: Scope, ret_ty: tvm.ir.Type, ret: Tree, name: str) -> None:
         scope.body_want = self.trees.tie(scope.body_tree, ret, Spot(self.name, None, "return"))
-        self.trees.declare(ret_ty, ret, Origin("return", name, self.name), list(nodes_of(scope.body_tree)))
+        self.trees.declare(ret_ty, ret, Origin("return", name, self.name), [scope.body_tree], fieldwise=True)
 
     def _scope(self, seq: relax.Expr, parent: Scope | None, index: int) -> Generator[Any, Any, Scope]:
         if not isinstance(seq, relax.SeqExpr):
@@ -134,12 +134,11 @@ class _Collector(CallReader):
             return
         spot = self._spot(record)
         record.home = self.trees.make(record.var.ty, record.var, self.name)
-        operands: list[int] = []
-        for branch in record.scopes:
-            operands += nodes_of(branch.body_tree)
+        operands = [branch.body_tree for branch in record.scopes]
         for branch in record.scopes:
             branch.body_want = self.trees.tie(branch.body_tree, record.home, spot)
-        self.trees.declare(record.var.ty, record.home, Origin("variable", record.var.name, self.name), operands)
+        origin = Origin("variable", record.var.name, self.name)
+        self.trees.declare(record.var.ty, record.home, origin, operands, fieldwise=True)
 
     def _alias(self, record: Record, tree: Tree) -> None:
         """A variable that is another value, a tuple of values, a field, a constant or a checked view of one."""
@@ -161,9 +160,9 @@ class _Collector(CallReader):
         home = self.trees.make(ty, var, self.name)
         record.home = record.produced = home
         origin = Origin("match_cast" if is_cast else "variable", var.name, self.name)
-        operands = () if is_cast else list(nodes_of(tree))
+        operands = () if is_cast else (tree,)
         record.wants = [self.trees.tie(tree, home, spot)]
-        self.trees.declare(ty, home, origin, operands)
+        self.trees.declare(ty, home, origin, operands, fieldwise=True)
         constant = self.constant_of(tree)
         if constant is not None and isinstance(home, int):
             self.graph.constants[home] = constant

@@ -269,9 +269,8 @@ class CallReader:
         record.produced = func.ret
         if record.home is not func.ret:
             self.trees.tie(func.ret, record.home, spot)
-            self.trees.declare(
-                var.ty, record.home, Origin("variable", var.name, self.name), list(nodes_of(func.ret))
-            )
+            origin = Origin("variable", var.name, self.name)
+            self.trees.declare(var.ty, record.home, origin, (func.ret,), fieldwise=True)
 
     def _unknown_callee(self, record: Record) -> None:
         if len(self.program.vdevices) > 1:

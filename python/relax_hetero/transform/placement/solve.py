@@ -193,8 +193,23 @@ def explain_conflict(graph: Graph, seeds: Seeds, names: list[str], hinted: bool)
         shown = here if not graph.is_site(here) else path.before
         name = f"'{graph.spots[shown].variable}'" if shown >= 0 else f"the {spot.op}"
         needs = "is hinted for" if hinted else "is on"
-        sides.append(f"{name} {needs} {names[path.device]} (from {path.origin})")
+        sides.append(f"{name} {needs} {names[path.device]} (from {_root(graph, path)})")
     return f"{spot.where}: two devices meet: {sides[0]}, but {sides[1]}. {ADVICE}"
+
+
+def _root(graph: Graph, path: Path) -> Origin:
+    """The first of the annotations that a fixed value repeats: TVM's inference copies them from operand to result."""
+    node, origin = path.start, path.origin
+    seen = {node}
+    while origin.kind in ("variable", "return"):
+        operands = [before for site in graph.sources[node] for before in graph.sources[site]]
+        same = [at for at in operands if at not in seen and graph.fixed.get(at, (-1,))[0] == path.device]
+        if not same:
+            break
+        node = same[0]
+        seen.add(node)
+        origin = graph.fixed[node][1]
+    return origin
 
 
 def check_rigid(graph: Graph, devices: list[int], names: list[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 import tvm
 from tvm import relax
@@ -49,30 +49,34 @@ class Trees:
             return FuncTree(params, self.make(ty.ret, None, function))
         return None
 
-    def declare(self, ty: tvm.ir.Type, tree: Tree, origin: Origin, operands: Iterable[int] = ()) -> None:
+    def declare(
+        self, ty: tvm.ir.Type, tree: Tree, origin: Origin, operands: Sequence[Tree] = (), fieldwise: bool = False
+    ) -> None:
         """Fix nodes to the devices that their type names.
 
-        `operands` are the nodes the value is made from. TVM infers the type of a hint's result from its operand, and
-        that of later results from there, so a device that only such an operand names is hearsay, no annotation.
+        `operands` are what the value is made from; with `fieldwise` each field from the same field of theirs. TVM
+        infers the type of a hint's result from its operand, and that of later results from there, so a device that
+        only such an operand names is hearsay, no annotation.
         """
         if isinstance(ty, relax.TensorType):
             vdevice = ty.vdevice
             if vdevice is None or not isinstance(tree, int):
                 return
             device = self.program.index_of(vdevice, f"'{origin.name}' in function '{origin.function}'")
-            if self.hearsay and self._is_hearsay(device, operands):
+            if self.hearsay and self._is_hearsay(device, [node for sub in operands for node in nodes_of(sub)]):
                 self.hearsay[tree] = device
             else:
                 self.graph.fixed[tree] = (device, origin)
         elif isinstance(ty, TupleType) and isinstance(tree, tuple):
-            for sub_ty, sub_tree in zip(ty.fields, tree, strict=False):
-                self.declare(sub_ty, sub_tree, origin, operands)
+            for index, (sub_ty, sub_tree) in enumerate(zip(ty.fields, tree, strict=False)):
+                parts = [_field(sub, index) for sub in operands] if fieldwise else operands
+                self.declare(sub_ty, sub_tree, origin, parts, fieldwise)
         elif isinstance(ty, relax.FuncType) and isinstance(tree, FuncTree):
             for sub_ty, sub_tree in zip(ty.params, tree.params, strict=False):
                 self.declare(sub_ty, sub_tree, origin)
             self.declare(ty.ret, tree.ret, origin)
 
-    def _is_hearsay(self, device: int, operands: Iterable[int]) -> bool:
+    def _is_hearsay(self, device: int, operands: list[int]) -> bool:
         told = False
         for node in operands:
             told = told or self.hearsay.get(node) == device
@@ -161,6 +165,10 @@ class Trees:
                 f"{str(expr)[:200]}"
             )
         return None
+
+
+def _field(tree: Tree, index: int) -> Tree:
+    return tree[index] if isinstance(tree, tuple) and index < len(tree) else tree
 
 
 def holds_tensors(ty: tvm.ir.Type) -> bool:
