@@ -89,7 +89,8 @@ def placement_table(executable: Any) -> Table:
         matmuls = sum(entry["op"] == "relax.matmul" for entry in here)
         target = json.loads(device.target)
         described = f"{target['kind']} {target.get('mcpu', target.get('arch', ''))}"
-        table.add_row(here[0]["device"], str(kinds["op"]), str(matmuls), str(kinds["transfer"]), described)
+        name = here[0]["device"] if here else target["kind"]
+        table.add_row(name, str(kinds["op"]), str(matmuls), str(kinds["transfer"]), described)
     return table
 
 

@@ -16,6 +16,7 @@ from ..transform.bind_targets import call_vdevice, called_prim_func
 from ..transform.kernel_ops import ops_of
 from ..transform.realize_vdevice import collect_placement
 from ..transform.rewriting import relax_functions, walk_bindings
+from ..transform.stage import placement_report
 from ..vdevice import VDevice, device_name, host_vdevice, is_cpu, vdevice_index, vdevices_of, with_vdevices
 from ..vm.executable import Executable
 from ..vm.metadata import DeviceSpec, DispatchSpec, Metadata
@@ -55,8 +56,11 @@ def compile(mod: tvm.IRModule, params: Mapping[str, Any] | None = None) -> Execu
         mod = _bind_params(mod, params)
     vdevices = vdevices_of(mod)
     _warn_if_generic(vdevices)
+    report = placement_report(mod)
     with collect_placement() as reports:
         mod = _lower(mod)
+    if report is None and reports:
+        report = reports[0].to_json()
     lifted = lift_constants(mod)
     host = host_vdevice(vdevices)
     metadata = Metadata(
@@ -64,7 +68,7 @@ def compile(mod: tvm.IRModule, params: Mapping[str, Any] | None = None) -> Execu
         host_index=vdevice_index(host, vdevices) if host is not None else -1,
         signatures=function_signatures(mod, lifted.takers),
         constants=tuple(lifted.specs),
-        placement=json.loads(reports[0].to_json()) if reports else None,
+        placement=json.loads(report) if report is not None else None,
         dispatches=_dispatches(mod, vdevices),
     )
     return Executable(link(lifted.mod), metadata, lifted.tensors)

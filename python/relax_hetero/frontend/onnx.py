@@ -23,6 +23,7 @@ from .onnx_inputs import Shapes, graph_inputs
 from .onnx_model import ModelSource, OnnxModel, load_model
 from .onnx_names import NodeInfo, name_nodes
 from .onnx_support import check_supported
+from .placement_reasons import with_reasons
 from .placement_rules import PlacementRules, assign_devices
 
 if TYPE_CHECKING:
@@ -85,7 +86,8 @@ def from_onnx(
         return _module(model, graph, build_function(graph))
     assigned = place_graph(graph, devices, cost_model).vdevices if by_rule is None else by_rule
     mod = _module(model, graph, build_function(graph, lambda node: assigned[node.name]))
-    return realize_vdevice(with_vdevices(mod, devices), insert_copies=True)[0]
+    placed, report = realize_vdevice(with_vdevices(mod, devices), insert_copies=True)
+    return with_reasons(placed, report, nodes, placement)
 
 
 def import_onnx(model_or_path: ModelSource, shapes: Shapes | None = None) -> ImportedGraph:

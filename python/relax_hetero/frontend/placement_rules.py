@@ -66,6 +66,18 @@ def assign_devices(
     return devices
 
 
+def matching_patterns(nodes: list[NodeInfo], rules: PlacementRules) -> dict[str, str]:
+    """Unique node name -> the pattern that decides where it goes, of the nodes that some rule matches."""
+    compiled = [(pattern, _matcher(pattern)) for pattern, _ in _pairs(rules)]
+    found: dict[str, str] = {}
+    for node in walk_nodes(nodes):
+        hits = (pattern for pattern, matches in compiled if any(map(matches, (node.name, *node.aliases))))
+        pattern = next(hits, None)
+        if pattern is not None:
+            found[node.name] = pattern
+    return found
+
+
 def _pairs(rules: PlacementRules) -> list[tuple[str, VDeviceSpec]]:
     pairs = list(rules.items() if isinstance(rules, Mapping) else rules)
     for pair in pairs:

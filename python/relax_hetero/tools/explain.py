@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,12 +40,14 @@ def explain_command(model: Path, summary: bool, placing: Placing, as_json: bool)
 
 
 def _of_onnx(path: Path, placing: Placing) -> Explanation:
+    from ..transform.stage import placement_report
     from ..vdevice import device_name, vdevices_of
     from .explanation import Explanation
 
-    module, entries = placed_onnx(path, placing)
+    module = placed_onnx(path, placing)
     vdevices = vdevices_of(module)
-    return Explanation(path.name, {device_name(v, vdevices): str(v.target) for v in vdevices}, entries)
+    targets = {device_name(v, vdevices): str(v.target) for v in vdevices}
+    return Explanation(path.name, targets, json.loads(placement_report(module) or "[]"))
 
 
 def _of_library(path: Path, placing: Placing) -> Explanation:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -59,17 +57,12 @@ def obtain(path: Path, placing: Placing) -> Model:
     return compile_onnx(path, placing) if is_onnx(path) else load_library(path, placing)
 
 
-def placed_onnx(path: Path, placing: Placing) -> tuple[IRModule, list[dict[str, Any]]]:
-    """Import and place an ONNX file: the module, and the entries of its placement report."""
+def placed_onnx(path: Path, placing: Placing) -> IRModule:
+    """Import and place an ONNX file."""
     import relax_hetero as rh
 
-    from ..transform.realize_vdevice import collect_placement
-    from .rules import with_rules
-
     proto = _without_weights(path)
-    with collect_placement() as reports:
-        module = rh.from_onnx(str(path), **placing.import_options([value.name for value in proto.graph.input]))
-    return module, with_rules(json.loads(reports[-1].to_json()), proto, placing)
+    return rh.from_onnx(str(path), **placing.import_options([value.name for value in proto.graph.input]))
 
 
 def compile_onnx(path: Path, placing: Placing) -> Model:
@@ -78,13 +71,11 @@ def compile_onnx(path: Path, placing: Placing) -> Model:
 
     with console(stderr=True).status(f"Importing {path.name}") as status:
         start = time.perf_counter()
-        module, placement = placed_onnx(path, placing)
+        module = placed_onnx(path, placing)
         imported = time.perf_counter()
         status.update(f"Compiling {path.name}")
         executable = rh.compile(module)
         seconds = {"import": imported - start, "compile": time.perf_counter() - imported}
-    # The import placed every op and knows why; to the compiler all of them were annotated.
-    executable.metadata = dataclasses.replace(executable.metadata, placement=placement)
     return Model(executable, path, seconds)
 
 

@@ -1,4 +1,4 @@
-"""What has been done to a module, where its text does not say: attributes that LowerToVM leaves."""
+"""What has been done to a module, where its text does not say: attributes that LowerToVM and the import leave."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ import tvm
 
 LOWERED = "relax_hetero.lowered"
 PUBLIC = "relax_hetero.public"
+PLACEMENT = "relax_hetero.placement"
+
+
+def placement_report(mod: tvm.IRModule) -> str | None:
+    """The placement report (JSON) that the import of an ONNX model left; None for other modules."""
+    return str(mod.attrs[PLACEMENT]) if mod.attrs and PLACEMENT in mod.attrs else None
 
 
 def mark_lowered(mod: tvm.IRModule, vdevices: int, public: list[str]) -> tvm.IRModule:

@@ -16,6 +16,7 @@ from ..errors import VDeviceError
 from ..op.hints import decode_hint, encode_hint
 from ..vdevice import device_name, vdevice_index, vdevices_of, with_vdevices
 from .rewriting import copy_module
+from .stage import PLACEMENT, placement_report
 from .vdevice_uses import first_use, follow_targets
 
 # An old vdevice to the new one; None where it has no successor.
@@ -71,6 +72,8 @@ def update_vdevices(
         copied = _position(vdevice, new)
         return None if copied is None else new[copied]
 
+    if placement_report(mod) is not None:  # it names the old devices
+        mod = mod.without_attr(PLACEMENT)
     updated = _map_references(mod, successor, old, new)
     return with_vdevices(follow_targets(updated, mod, old, new), new)
 

@@ -1,10 +1,11 @@
 """`placement=`: where the bindings, inputs, outputs and transfers of an imported model end."""
 
 import pytest
-from onnx import parser
+from onnx import TensorProto, helper, parser
 from tvm import relax
 
 import relax_hetero as rh
+from relax_hetero.transform import UpdateVDevice
 from relax_hetero.transform.realize_vdevice import collect_placement
 from relax_hetero.vdevice import device_name, vdevices_of
 
@@ -157,3 +158,25 @@ def test_auto_places_by_the_cost_model():
 def test_a_pattern_that_matches_nothing():
     with pytest.raises(rh.FrontendError, match="'fith' matches no node.*'first'"):
         imported(CHAIN, CPU_AND_C, placement={"fith": "c"})
+
+
+def test_the_reasons_travel_with_the_module(tmp_path):
+    model = helper.make_model(
+        helper.make_graph(
+            [
+                helper.make_node("Exp", ["x"], ["a"], name="first"),
+                helper.make_node("Relu", ["a"], ["y"], name="second"),
+            ],
+            "g",
+            [helper.make_tensor_value_info("x", TensorProto.FLOAT, [4])],
+            [helper.make_tensor_value_info("y", TensorProto.FLOAT, [4])],
+        ),
+        opset_imports=[helper.make_opsetid("", 17)],
+    )
+    mod = rh.from_onnx(model, vdevices=["llvm", {"kind": "llvm", "mcpu": "x86-64-v2"}], placement={"Relu": "llvm:1"})
+    placement = rh.compile(mod).metadata.placement
+    reasons = {entry["variable"]: entry["reason"] for entry in placement if entry["kind"] == "op"}
+    assert reasons == {"first": "no rule matches: default device", "second": "rule 'Relu'"}
+    changed = UpdateVDevice(rh.VDevice("c", 1), 1)(mod)
+    kinds = {entry["device"] for entry in rh.compile(changed).metadata.placement}
+    assert kinds == {"llvm:0", "c:0"}
