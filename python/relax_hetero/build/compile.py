@@ -17,7 +17,7 @@ from ..transform.kernel_ops import ops_of
 from ..transform.realize_vdevice import collect_placement
 from ..transform.rewriting import relax_functions, walk_bindings
 from ..transform.stage import placement_report
-from ..vdevice import VDevice, device_name, host_vdevice, is_cpu, vdevice_index, vdevices_of, with_vdevices
+from ..vdevice import VDevice, device_name, host_vdevice, vdevice_index, vdevices_of, with_vdevices
 from ..vm.executable import Executable
 from ..vm.metadata import DeviceSpec, DispatchSpec, Metadata
 from .lift_constants import lift_constants
@@ -101,12 +101,16 @@ def _bind_params(mod: tvm.IRModule, params: Mapping[str, Any]) -> tvm.IRModule:
 
 
 def _warn_if_generic(vdevices: list[relax.VDevice]) -> None:
-    for vdevice in vdevices:
-        if is_cpu(vdevice) and vdevice.target.kind.name == "llvm" and "mcpu" not in vdevice.target.attrs:
-            _log.warning(
-                "%s is TVM's generic CPU target, several times slower than this CPU's own: rh.native('llvm')",
-                device_name(vdevice, vdevices),
-            )
+    generic = [
+        device_name(vdevice, vdevices)
+        for vdevice in vdevices
+        if vdevice.target.kind.name == "llvm" and "mcpu" not in vdevice.target.attrs
+    ]
+    if generic:
+        _log.warning(
+            "%s: TVM's generic CPU target, several times slower than this CPU's own, which is rh.native('llvm')",
+            ", ".join(generic),
+        )
 
 
 def _dispatches(mod: tvm.IRModule, vdevices: list[relax.VDevice]) -> dict[str, DispatchSpec]:
