@@ -597,7 +597,7 @@ def test_constants_live_where_they_are_used():
     verify_placement(after)
     relax.analysis.well_formed(after)
     bindings = after["main"].body.blocks[0].bindings
-    where = {binding.var.name: int(binding.var.ty.vdevice.vdevice_id) for binding in bindings if binding.var.name != "t"}
+    where = {b.var.name: int(b.var.ty.vdevice.vdevice_id) for b in bindings if b.var.name != "t"}
     assert where == {"c": 1, "a": 1, "b": 0, "d": 0, "e": 0}
     first, other = bindings[1].value.args[1], bindings[2].value.args[1]
     assert isinstance(first, relax.Var) and first.name == "c"

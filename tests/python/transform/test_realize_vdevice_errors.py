@@ -139,7 +139,9 @@ def test_match_cast():
             y = R.match_cast(a, R.Tensor((2,), "float32", "llvm:1"))
             return y
 
-    refused(Mod, "match_cast binding 'y'", "'a' is on llvm:0", "'y' is on llvm:1 (from the match_cast of 'y' in 'main')")
+    refused(
+        Mod, "match_cast binding 'y'", "'a' is on llvm:0", "'y' is on llvm:1 (from the match_cast of 'y' in 'main')"
+    )
 
 
 def test_out_ty():
@@ -194,7 +196,9 @@ def test_two_hints_in_round_two():
             c = R.hint_on_device(a, tvm.cpu(1))
             return (b, c)
 
-    refused(Mod, "relax.exp binding 'a' in function 'main'", "is hinted for llvm:0", "'b'", "is hinted for llvm:1", "'c'")
+    refused(
+        Mod, "relax.exp binding 'a' in function 'main'", "is hinted for llvm:0", "'b'", "is hinted for llvm:1", "'c'"
+    )
 
 
 def test_two_hints_for_one_value():
@@ -243,7 +247,9 @@ def test_hints_in_caller_and_callee():
             b = R.hint_on_device(x, tvm.cpu(0))
             return (y, b)
 
-    refused(Mod, "call of 'f' binding 'y'", "hinted for llvm:1 (from the hint_on_device of 'a' in 'f')", "hinted for llvm:0")
+    refused(
+        Mod, "call of 'f' binding 'y'", "hinted for llvm:1 (from the hint_on_device of 'a' in 'f')", "hinted for llvm:0"
+    )
 
 
 def test_annotation_of_a_transfer_that_disagrees_with_it():

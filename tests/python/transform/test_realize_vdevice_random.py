@@ -1,15 +1,11 @@
 """RealizeVDevice on random programs: placed as the verifier says, idempotent, and the same program as before."""
 
-import pytest
 import tvm
-import tvm_ffi
 from hypothesis import given, settings
-from hypothesis import strategies as st
-from transform.placement_programs import meaning, modules
 from tvm import relax
 
-from relax_hetero import PlacementError
 from relax_hetero.transform.realize_vdevice import realize_vdevice, verify_placement
+from transform.placement_programs import meaning, modules
 
 
 def check_placed(mod: tvm.IRModule, placed: tvm.IRModule) -> None:
