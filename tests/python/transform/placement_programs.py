@@ -301,8 +301,8 @@ class _Evaluator:
         return self.term("tuple", *map(self._flat, term)) if isinstance(term, tuple) else term
 
 
-def transfers(func: relax.Function) -> Iterator[tuple[relax.Var, relax.Call]]:
-    """All transfers below a function: the copy and the call."""
+def calls(func: relax.Function, name: str) -> Iterator[relax.VarBinding]:
+    """All bindings below a function to calls of one op."""
     pending: list[relax.Expr] = [func.body]
     while pending:
         seq = pending.pop()
@@ -313,5 +313,94 @@ def transfers(func: relax.Function) -> Iterator[tuple[relax.Var, relax.Call]]:
                     pending += [value.true_branch, value.false_branch]
                 elif isinstance(value, relax.Function):
                     pending.append(value.body)
-                elif isinstance(value, relax.Call) and isinstance(value.op, Op) and value.op.name == "relax.to_vdevice":
-                    yield binding.var, value
+                elif isinstance(value, relax.Call) and isinstance(value.op, Op) and value.op.name == name:
+                    yield binding
+
+
+def transfers(func: relax.Function) -> Iterator[relax.VarBinding]:
+    """All transfers below a function."""
+    return calls(func, "relax.to_vdevice")
+
+
+def hints(func: relax.Function) -> Iterator[relax.VarBinding]:
+    """All hints below a function."""
+    return calls(func, "relax.hint_on_device")
+
+
+# --- taking annotations away -----------------------------------------------------------------------------------------
+
+
+def erased(mod: tvm.IRModule, forget: Callable[[str], bool]) -> tvm.IRModule:
+    """The module without the devices in the types of the variables whose names `forget` holds for, and in all calls."""
+    eraser = _Eraser(forget)
+    functions = {gvar: eraser.function(func) for gvar, func in mod.functions.items()}
+    return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+
+
+class _Eraser:
+    def __init__(self, forget: Callable[[str], bool]) -> None:
+        self.forget = forget
+        self.vars: dict[relax.Var, relax.Var] = {}
+
+    def ty(self, ty: relax.Type) -> relax.Type:
+        if isinstance(ty, relax.TensorType):
+            return relax.TensorType(ty.shape, ty.dtype)
+        if isinstance(ty, tvm.ir.TupleType):
+            return tvm.ir.TupleType([self.ty(field) for field in ty.fields])
+        if isinstance(ty, relax.FuncType):
+            return relax.FuncType([self.ty(param) for param in ty.params], self.ty(ty.ret), ty.purity)
+        return ty
+
+    def define(self, var: relax.Var) -> relax.Var:
+        ty = self.ty(var.ty) if self.forget(str(var.name)) else var.ty
+        new = self.vars[var] = type(var)(var.name, ty)
+        return new
+
+    def function(self, func: relax.Function) -> relax.Function:
+        params = [self.define(param) for param in func.params]
+        ret_ty = self.ty(func.ret_ty) if self.forget("return") else func.ret_ty
+        seq = self.sequence(func.body, ret_ty)
+        return relax.Function(params, seq, ret_ty, func.is_pure, func.attrs)
+
+    def sequence(self, seq: relax.SeqExpr, ty: relax.Type) -> relax.SeqExpr:
+        blocks = []
+        for block in seq.blocks:
+            bindings = []
+            for binding in block.bindings:
+                if isinstance(binding.value, relax.Function):
+                    var = self.define(binding.var)  # it may call itself
+                    bindings.append(relax.VarBinding(var, self.value(binding.value)))
+                    continue
+                value = self.value(binding.value)
+                var = self.define(binding.var)
+                if isinstance(binding, relax.MatchCast):
+                    bindings.append(relax.MatchCast(var, value, var.ty))
+                else:
+                    bindings.append(relax.VarBinding(var, value))
+            blocks.append(type(block)(bindings))
+        new = relax.SeqExpr(blocks, self.value(seq.body))
+        relax.expr._update_type(new, ty)
+        return new
+
+    def value(self, expr: relax.Expr) -> relax.Expr:
+        if isinstance(expr, relax.Var):
+            return self.vars.get(expr, expr)
+        if isinstance(expr, relax.Tuple):
+            return relax.Tuple([self.value(field) for field in expr.fields])
+        if isinstance(expr, relax.TupleGetItem):
+            return relax.TupleGetItem(self.value(expr.tuple_value), int(expr.index))
+        if isinstance(expr, tvm.ir.GenericConst):
+            return relax.expr._ffi_api.MakeTensorConst(expr.value, self.ty(expr.ty), None)
+        if isinstance(expr, relax.Function):
+            return self.function(expr)
+        if isinstance(expr, relax.If):
+            ty = self.ty(expr.ty)
+            branches = [self.sequence(branch, ty) for branch in (expr.true_branch, expr.false_branch)]
+            new = relax.If(self.value(expr.cond), *branches)
+            relax.expr._update_type(new, ty)
+            return new
+        if isinstance(expr, relax.Call):
+            args = [self.value(arg) for arg in expr.args]
+            ty_args = [self.ty(ty) for ty in expr.ty_args]
+            return relax.Call(self.value(expr.op), args, expr.attrs, ty_args, ret_ty=self.ty(expr.ty))
+        return expr

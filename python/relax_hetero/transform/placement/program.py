@@ -76,6 +76,8 @@ class Scope:
 
     Attributes
     ----------
+    body : relax.Expr
+        The value of the sequence.
     blocks : list
         (block, index of its first record, index past its last).
     body_tree, body_want : Tree
@@ -88,7 +90,7 @@ class Scope:
     parent: Scope | None
     parent_index: int
     depth: int
-    body: relax.Expr | None = None
+    body: Any = None
     records: list[Record] = field(default_factory=list)
     blocks: list[tuple[relax.BindingBlock, int, int]] = field(default_factory=list)
     body_tree: Tree = None

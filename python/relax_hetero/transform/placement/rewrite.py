@@ -17,6 +17,7 @@ from .operands import Note, Operands
 from .program import CallRef, Program, Record, Scope, Unit
 from .trampoline import run
 from .transfers import Transfer, plan_transfers
+from .types import same_devices
 
 # The global variable that a mention of a function becomes.
 Callee = Callable[[CallRef], tvm.ir.GlobalVar]
@@ -92,7 +93,7 @@ class _Writer(Operands):
         body = self.coerce(scope.body, scope.body_tree, scope.body_want, place)
         if self.out:
             blocks.append(relax.BindingBlock(self.out))
-        if not changed and not self.out and body is scope.body:
+        if not changed and not self.out and body is scope.body and same_devices(scope.seq.ty, body.ty):
             return scope.seq
         sequence = relax.SeqExpr(blocks, body, scope.seq.span)
         relax.expr._update_type(sequence, body.ty)

@@ -52,10 +52,13 @@ def on_devices(ty: tvm.ir.Type, tree: Tree, resolve: Resolve) -> tvm.ir.Type:
     return ty
 
 
-def on_one_device(ty: tvm.ir.Type, vdevice: relax.VDevice) -> tvm.ir.Type:
-    """A type with all tensors in it on one vdevice."""
-    if isinstance(ty, relax.TensorType):
-        return tensor_on(ty, vdevice)
-    if isinstance(ty, tvm.ir.TupleType):
-        return tvm.ir.TupleType([on_one_device(field, vdevice) for field in ty.fields], ty.span)
-    return ty
+def same_devices(ty: tvm.ir.Type, other: tvm.ir.Type) -> bool:
+    """Whether two types of one structure name the same vdevice objects; a missing type has none."""
+    if isinstance(ty, relax.TensorType) and isinstance(other, relax.TensorType):
+        here, there = ty.vdevice, other.vdevice
+        if here is None or there is None:
+            return here is there
+        return handle(here) == handle(there)
+    if isinstance(ty, tvm.ir.TupleType) and isinstance(other, tvm.ir.TupleType):
+        return all(same_devices(sub, other_sub) for sub, other_sub in zip(ty.fields, other.fields, strict=True))
+    return type(ty) is type(other)
