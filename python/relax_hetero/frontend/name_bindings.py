@@ -56,10 +56,10 @@ class _Rebuild:
         return relax.Function(imported.params, body, body.body.ty, True)
 
     def _sequence(self, bindings: Iterable[relax.Binding], result: relax.Expr) -> relax.SeqExpr:
-        """Bindings cut into dataflow blocks at each `If`, which cannot be in one."""
+        """Bindings cut into dataflow blocks at each one that stands alone."""
         groups: list[list[relax.Binding]] = []
         for binding in bindings:
-            if not groups or _is_if(binding) or _is_if(groups[-1][-1]):
+            if not groups or _stands_alone(binding) or _stands_alone(groups[-1][-1]):
                 groups.append([])
             groups[-1].append(binding)
         # Per group, the variables that are read after it.
@@ -74,7 +74,7 @@ class _Rebuild:
         return sequence
 
     def _block(self, group: list[relax.Binding], read_later: set[relax.Var]) -> relax.BindingBlock:
-        if _is_if(group[0]):
+        if _stands_alone(group[0]):
             return relax.BindingBlock([self._binding(binding, relax.Var) for binding in group])
         return relax.DataflowBlock(
             [self._binding(binding, relax.Var if binding.var in read_later else relax.DataflowVar) for binding in group]
@@ -125,8 +125,12 @@ def on_device(ty: tvm.ir.Type, vdevice: tvm.relax.VDevice) -> tvm.ir.Type:
     return ty
 
 
-def _is_if(binding: relax.Binding) -> bool:
-    return isinstance(binding.value, relax.If)
+def _stands_alone(binding: relax.Binding) -> bool:
+    """Whether a binding is kept out of dataflow blocks.
+
+    An `If` cannot be in one. A match_cast makes sizes, and FuseOps would move kernels that need them before it.
+    """
+    return isinstance(binding, relax.MatchCast) or isinstance(binding.value, relax.If)
 
 
 def _binding_names(imported: ImportedGraph) -> dict[relax.Var, str]:

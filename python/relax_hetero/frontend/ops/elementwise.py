@@ -272,7 +272,7 @@ def dropout(node: Node) -> relax.Expr:
     training = node.tensor(2) if node.opset >= 12 and node.has(2) else None
     known = node.constant(2) if training is not None else np.array(False)
     shape = node.shape(data)
-    ones = node.emit(relax.op.full(relax.ShapeExpr(shape), const(True), "bool"))
+    ones = node.filled(shape, True, "bool")
     if training is None or (known is not None and not known.any()):
         if node.opset < 10:
             ones = cast(node, ones, dtype_of(data))

@@ -204,7 +204,7 @@ def max_unpool(node: Node) -> relax.Expr:
             raise node.refusal("its output_shape is computed when the model runs; it must be known at import")
         sizes = [int(size) for size in given]
     elements = math.prod([*shape[:2], *natural])
-    flat = node.emit(relax.op.full(relax.ShapeExpr([elements]), const(0, dtype_of(data)), dtype_of(data)))
+    flat = node.filled([elements], 0, dtype_of(data))
     held = node.emit(relax.op.clip(cast(node, indices, "int64"), 0, elements - 1))
     placed = node.emit(
         relax.op.scatter_elements(

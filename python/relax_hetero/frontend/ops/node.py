@@ -100,6 +100,10 @@ class Node:
         """Bind `expr` to a new variable."""
         return self.builder.emit(expr)
 
+    def filled(self, dims: Sequence[Dim], value: Any, dtype: str) -> relax.Expr:
+        """A tensor of one value (`relax.op.full` cannot be built with an infinity)."""
+        return self.emit(relax.op.broadcast_to(const(value, dtype), relax.ShapeExpr(list(dims))))
+
     def shape(self, value: relax.Expr) -> list[Dim]:
         """Dimensions of a tensor.
 

@@ -44,8 +44,7 @@ def _of_nothing(node: Node, data: relax.Expr, axes: list[int], keepdims: bool, v
     dims = node.shape(data) if data.ty.shape is not None else []
     if not any(isinstance(dims[axis], int) and dims[axis] == 0 for axis in axes if dims):
         return None
-    dtype = dtype_of(data)
-    return node.emit(relax.op.full(relax.ShapeExpr(_reduced_shape(dims, axes, keepdims)), const(value, dtype), dtype))
+    return node.filled(_reduced_shape(dims, axes, keepdims), value, dtype_of(data))
 
 
 def _sum(node: Node, data: relax.Expr, axes: list[int], keepdims: bool) -> relax.Expr:

@@ -94,7 +94,7 @@ def reshape(node: Node) -> relax.Expr:
         return relax.op.reshape(data, relax.ShapeExpr(_target_at_run_time(node, data)))
     has_zero = any(isinstance(dim, int) and dim == 0 for dim in target)
     if has_zero and node.attribute("allowzero", 0):  # no elements: only the shape is left to say
-        return relax.op.full(relax.ShapeExpr(target), const(0, dtype_of(data)), dtype_of(data))
+        return node.filled(target, 0, dtype_of(data))
     dims = node.shape(data) if has_zero else []
     resolved = [dims[i] if isinstance(dim, int) and dim == 0 else dim for i, dim in enumerate(target)]
     return relax.op.reshape(data, resolved)
