@@ -301,8 +301,8 @@ class _Evaluator:
         return self.term("tuple", *map(self._flat, term)) if isinstance(term, tuple) else term
 
 
-def calls(func: relax.Function, name: str) -> Iterator[relax.VarBinding]:
-    """All bindings below a function to calls of one op."""
+def all_bindings(func: relax.Function) -> Iterator[relax.Binding]:
+    """All bindings below a function."""
     pending: list[relax.Expr] = [func.body]
     while pending:
         seq = pending.pop()
@@ -313,16 +313,28 @@ def calls(func: relax.Function, name: str) -> Iterator[relax.VarBinding]:
                     pending += [value.true_branch, value.false_branch]
                 elif isinstance(value, relax.Function):
                     pending.append(value.body)
-                elif isinstance(value, relax.Call) and isinstance(value.op, Op) and value.op.name == name:
-                    yield binding
+                yield binding
 
 
-def transfers(func: relax.Function) -> Iterator[relax.VarBinding]:
+def calls(func: relax.Function, name: str) -> Iterator[relax.Binding]:
+    """All bindings below a function to calls of one op."""
+    for binding in all_bindings(func):
+        value = binding.value
+        if isinstance(value, relax.Call) and isinstance(value.op, Op) and value.op.name == name:
+            yield binding
+
+
+def transfers(func: relax.Function) -> Iterator[relax.Binding]:
     """All transfers below a function."""
     return calls(func, "relax.to_vdevice")
 
 
-def hints(func: relax.Function) -> Iterator[relax.VarBinding]:
+def constants(func: relax.Function) -> Iterator[relax.Binding]:
+    """All bindings below a function to constants."""
+    return (binding for binding in all_bindings(func) if isinstance(binding.value, tvm.ir.GenericConst))
+
+
+def hints(func: relax.Function) -> Iterator[relax.Binding]:
     """All hints below a function."""
     return calls(func, "relax.hint_on_device")
 
