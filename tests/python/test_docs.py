@@ -24,7 +24,7 @@ def blocks():
             yield pytest.param(match[1], match[2], id=f"{document.relative_to(ROOT)}:{line}")
 
 
-@pytest.mark.parametrize(("code", "output"), blocks())
+@pytest.mark.parametrize(("code", "output"), list(blocks()))
 def test_block_runs(code, output, tmp_path):
     path = tmp_path / "example.py"
     path.write_text(code)
