@@ -97,8 +97,9 @@ def test_erasing_what_the_pass_derived_changes_nothing(mod, kept):
         placed, _ = realize_vdevice(mod)
     except PlacementError:
         return
-    # A hint or transfer of a constant leaves no trace but the device of the constant.
-    fixed = {binding.var.name for binding in (*hints(mod["main"]), *constants(placed["main"]))}
+    # Hints, and transfers that went away, leave no trace but the device of their variable.
+    named = (*hints(mod["main"]), *transfers(mod["main"]), *constants(placed["main"]))
+    fixed = {binding.var.name for binding in named}
     fixed |= {f"v{number}" for number in kept}
     again, _ = realize_vdevice(erased(placed, lambda name: name not in fixed))
     assert_structural_equal(again, placed)
