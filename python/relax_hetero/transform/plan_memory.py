@@ -13,6 +13,9 @@ After::
 TVM's planner pools free storage by scope and type but not by device, and hands storage that one branch of an `If`
 allocates to the other branch, where it does not exist. So each device, and each branch, plans under a scope of its
 own, taken off again afterwards.
+
+It also takes what a packed function reads for free after the call, while the user's may return an operand. So calls of
+those are disguised as `call_pure_packed` while planning, whose operands the planner leaves to the machine's pool.
 """
 
 from __future__ import annotations
@@ -23,9 +26,11 @@ from functools import partial
 import tvm
 from tvm import relax
 
-from .rewriting import copy_module, map_bindings, op_name, relax_functions, walk_bindings
+from .rewriting import BindingMap, copy_module, map_bindings, op_name, relax_functions, walk_bindings
+from .settle_packed_results import is_foreign
 
 _MARK = "#device"
+_DISGUISE = tvm.ir.Op.get("relax.call_pure_packed")
 
 
 def PlanMemoryPerDevice() -> tvm.transform.Pass:
@@ -46,8 +51,30 @@ def PlanMemoryPerDevice() -> tvm.transform.Pass:
 def plan_memory_per_device(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring."""
     mod = _change_scopes(mod, lambda scope, device, branch: f"{scope}{_MARK}{device}.{branch}")
-    mod = relax.transform.StaticPlanBlockMemory()(mod)
+    mod = _map_module(relax.transform.StaticPlanBlockMemory()(_map_module(mod, _disguise)), _undisguise)
     return _change_scopes(mod, lambda scope, _device, _branch: scope.split(_MARK)[0])
+
+
+def _map_module(mod: tvm.IRModule, change: BindingMap) -> tvm.IRModule:
+    functions = dict(mod.functions.items())
+    functions.update({gv: map_bindings(func, change) for gv, func in relax_functions(mod)})
+    return copy_module(mod, functions)
+
+
+def _disguise(binding: relax.Binding) -> relax.Binding:
+    call = binding.value
+    if not is_foreign(call):
+        return binding
+    disguised = relax.Call(_DISGUISE, [call.op, *call.args], call.attrs, call.ty_args, call.span, ret_ty=call.ty)
+    return relax.VarBinding(binding.var, disguised, binding.span)
+
+
+def _undisguise(binding: relax.Binding) -> relax.Binding:
+    call = binding.value
+    if op_name(call) != _DISGUISE.name:
+        return binding
+    plain = relax.Call(call.args[0], call.args[1:], call.attrs, call.ty_args, call.span, ret_ty=call.ty)
+    return relax.VarBinding(binding.var, plain, binding.span)
 
 
 # Where the allocating ops keep their device index and their scope.

@@ -113,3 +113,28 @@ def test_branches_share_no_storage():
     for _ in range(3):
         np.testing.assert_allclose(vm["main"](np.array(True), x).numpy(), np.exp(np.exp(np.exp(x))) ** 2, rtol=1e-4)
         np.testing.assert_allclose(vm["main"](np.array(False), x).numpy(), np.exp(np.exp(x) ** 2), rtol=1e-4)
+
+
+def test_what_a_packed_function_reads_is_not_reused():
+    """A packed function may return an operand; stock TVM takes operands for free after the call."""
+    tvm.register_global_func("test.plan.same", lambda x: x, override=True)
+
+    @I.ir_module
+    class Mod:
+        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
+
+        @R.function
+        def main(x: R.Tensor((4,), "float32", "llvm:1")) -> R.Tensor((4,), "float32", "llvm:1"):
+            with R.dataflow():
+                a = R.exp(x)
+                b = R.call_pure_packed("test.plan.same", a, ty_args=(R.Tensor((4,), "float32", "llvm:1"),))
+                c = R.call_dps_packed("test.plan.exp", (x,), out_ty=R.Tensor((4,), "float32", "llvm:1"))
+                d = R.call_dps_packed("test.plan.exp", (c,), out_ty=R.Tensor((4,), "float32", "llvm:1"))
+                e = R.add(b, d)
+                R.output(e)
+            return e
+
+    tvm.register_global_func("test.plan.exp", lambda x, out: out.copyfrom(np.exp(x.numpy())), override=True)
+    vm = rh.vm.VirtualMachine(rh.compile(Mod))
+    x = np.random.default_rng(0).random(4, "float32")
+    np.testing.assert_allclose(vm["main"](x).numpy(), np.exp(x) + np.exp(np.exp(x)), rtol=1e-5)

@@ -57,3 +57,35 @@ def test_a_function_that_returns_on_the_first_cpu():
     out = rh.vm.VirtualMachine(rh.compile(Mod))["main"](x)
     assert out.device == tvm.cpu(1)
     np.testing.assert_allclose(out.numpy(), np.exp(2 * x), rtol=1e-6)
+
+
+def test_fields_of_tuples_are_moved():
+    tvm.register_global_func(
+        "test.settle.pair",
+        lambda x: [tvm.runtime.tensor(x.numpy() + 1), [tvm.runtime.tensor(x.numpy() + 2)]],
+        override=True,
+    )
+
+    @I.ir_module
+    class Mod:
+        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
+
+        @R.function
+        def main(x: R.Tensor((4,), "float32", "llvm:1")) -> R.Tensor((4,), "float32", "llvm:1"):
+            with R.dataflow():
+                both = R.call_pure_packed(
+                    "test.settle.pair",
+                    x,
+                    ty_args=(
+                        R.Tuple(R.Tensor((4,), "float32", "llvm:1"), R.Tuple(R.Tensor((4,), "float32", "llvm:1"))),
+                    ),
+                )
+                inner = both[1]
+                y = R.multiply(both[0], inner[0])
+                R.output(y)
+            return y
+
+    x = np.random.default_rng(0).random(4, "float32")
+    out = rh.vm.VirtualMachine(rh.compile(Mod))["main"](x)
+    assert out.device == tvm.cpu(1)
+    np.testing.assert_allclose(out.numpy(), (x + 1) * (x + 2), rtol=1e-6)
