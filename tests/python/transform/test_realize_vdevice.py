@@ -10,7 +10,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
-from relax_hetero import VDevice
+from relax_hetero import PlacementError, VDevice
 from relax_hetero.transform import RealizeVDevice, verify_placement
 from relax_hetero.transform.realize_vdevice import realize_vdevice
 
@@ -788,3 +788,16 @@ def test_work_is_linear_in_bindings():
 
     short, long = calls(200), calls(400)
     assert long <= 2 * short
+
+
+def test_types_that_another_pass_left_behind():
+    """A sequence keeps the type it was made with; it follows its value."""
+    here, free = relax.TensorType([2], "float32", device := VDevice("llvm")), relax.TensorType([2], "float32")
+    x = relax.Var("x", here)
+    seq = relax.SeqExpr([], relax.Tuple([x, x]))
+    relax.expr._update_type(seq, tvm.ir.TupleType([free, free]))
+    mod = tvm.IRModule({"main": relax.Function([x], seq, tvm.ir.TupleType([here, here]))})
+    mod.update_global_info("vdevice", [device])
+    with pytest.raises(PlacementError, match="return of function 'main': a tensor has no device"):
+        verify_placement(mod)
+    verify_placement(RealizeVDevice()(mod))

@@ -12,7 +12,7 @@ from .graph import ANY, HOST, ConstLeaf, FuncTree, Tree, handle
 from .instances import Instance
 from .program import CallRef, Program, Unit
 from .transfers import TransferPlan
-from .types import on_devices, tensor_on
+from .types import on_devices, same_devices, tensor_on
 
 _VARS = (relax.Var, relax.DataflowVar)
 
@@ -156,7 +156,8 @@ class Operands:
         if kind is relax.TupleGetItem:
             old_whole = expr.tuple_value
             whole = self.mapped(old_whole)
-            return expr if whole is old_whole else relax.TupleGetItem(whole, int(expr.index), expr.span)
+            item = relax.TupleGetItem(whole, int(expr.index), expr.span)
+            return expr if whole is old_whole and same_devices(expr.ty, item.ty) else item
         if kind is tvm.ir.GlobalVar and str(expr.name_hint) in self.program.units:
             new = self.callee(next(self.mentions))
             return expr if handle(new) == handle(expr) else new
@@ -225,6 +226,7 @@ def _field(want: Tree, index: int) -> Tree:
 
 
 def _same_or_tuple(expr: relax.Tuple, old: list[relax.Expr], fields: list[relax.Expr]) -> relax.Tuple:
-    if all(new is field for new, field in zip(fields, old, strict=True)):
-        return expr
-    return relax.Tuple(fields, expr.span)
+    """The tuple itself where no field changed, and its own type, which other passes may leave behind, fits them."""
+    made = relax.Tuple(fields, expr.span)
+    same = all(new is field for new, field in zip(fields, old, strict=True))
+    return expr if same and same_devices(expr.ty, made.ty) else made
