@@ -6,6 +6,7 @@ from tvm.ir import assert_structural_equal
 from tvm.script import ir as I
 from tvm.script import relax as R
 
+from relax_hetero import VDevice
 from relax_hetero.transform import RealizeVDevice, verify_placement
 
 
@@ -288,6 +289,38 @@ def test_a_dataflow_variable_is_copied_inside_its_block():
     kinds = {binding.var.name: isinstance(binding.var, relax.DataflowVar) for binding in bindings}
     assert kinds == {"a": True, "a_llvm_1": True, "b": False, "x_llvm_1": False, "d": False}
     assert after.script().count("to_vdevice") == 2
+
+
+def test_a_local_function_cannot_see_dataflow_variables():
+    """A copy that a function inside a dataflow block uses is no dataflow variable."""
+    devices = [VDevice("llvm"), VDevice("llvm", 1)]
+    here, there = (relax.TensorType([2], "float32", device) for device in devices)
+    x, y, z = relax.Var("x", here), relax.Var("y", there), relax.Var("z", there)
+    free = relax.TensorType([4], "float32")
+
+    def concat(name, var, kind=relax.DataflowVar):
+        call = relax.op.concat([var, x])
+        value = relax.Call(call.op, call.args, call.attrs, ret_ty=free)
+        return relax.VarBinding(kind(name, free), value)
+
+    inside = concat("inside", z, relax.Var)
+    inner = relax.Function([z], sequence(relax.BindingBlock([inside]), inside.var), free)
+    f, after = relax.DataflowVar("f", inner.ty), concat("after", y, relax.Var)
+    body = sequence(relax.DataflowBlock([relax.VarBinding(f, inner), after]), after.var)
+    mod = tvm.IRModule({"main": relax.Function([x, y], body, free)})
+    mod.update_global_info("vdevice", devices)
+    bindings = place(mod)["main"].body.blocks[0].bindings
+    assert [(b.var.name, isinstance(b.var, relax.DataflowVar)) for b in bindings] == [
+        ("x_llvm_1", False),
+        ("f", True),
+        ("after", False),
+    ]
+
+
+def sequence(block: relax.BindingBlock, result: relax.Var) -> relax.SeqExpr:
+    seq = relax.SeqExpr([block], result)
+    relax.expr._update_type(seq, result.ty)
+    return seq
 
 
 def test_constants_are_not_transferred():

@@ -294,6 +294,15 @@ def test_nested_calls_are_not_normal_form():
     refused(mod, "relax.exp binding 'y' in function 'main'", "nested Call", "relax.transform.Normalize()")
 
 
+def test_undefined_variable():
+    device = rh.VDevice("llvm")
+    x, y = (relax.Var(name, relax.TensorType([2], "float32")) for name in "xy")
+    seq = relax.SeqExpr([], y)
+    mod = tvm.IRModule({"main": relax.Function([x], seq, x.ty)})
+    mod.update_global_info("vdevice", [device])
+    refused(mod, "return of function 'main'", "variable 'y' is used where it is not defined")
+
+
 def test_message_does_not_depend_on_the_order_of_functions():
     @I.ir_module
     class Mod:

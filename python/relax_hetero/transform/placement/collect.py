@@ -90,6 +90,7 @@ class _Collector(CallReader):
                     scopes = []
                     for branch in nested:
                         scopes.append((yield self._scope(branch, scope, record.index)))
+                        scopes[-1].is_function = record.func is not None
                     record.scopes = scopes
                     self._after(record)
                 self.trees.env[handle(record.var)] = record.home
@@ -98,7 +99,10 @@ class _Collector(CallReader):
         self.callees = scope.callees
         self.spot = Spot(self.name, None)
         scope.body = seq.body
-        scope.body_tree = self._of(scope.body)
+        try:
+            scope.body_tree = self._of(scope.body)
+        except HeteroError as error:
+            raise type(error)(f"{place_text('return', '', self.name)}: {error}") from error
         return scope
 
     def _binding(self, record: Record) -> Sequence[relax.Expr] | None:

@@ -84,6 +84,8 @@ class Scope:
         Of the value of the sequence, and where it is wanted.
     parent, parent_index
         The scope and record it is nested in; None for the body of a module's function.
+    is_function : bool
+        Whether it is the body of a local function.
     """
 
     seq: relax.SeqExpr
@@ -96,6 +98,7 @@ class Scope:
     body_tree: Tree = None
     body_want: Tree = None
     callees: list[CallRef] = field(default_factory=list)
+    is_function: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -10,7 +10,7 @@ from tvm import relax
 from ...errors import PlacementError
 from ...op.hints import hinted_vdevice
 from . import ops
-from .graph import ANY, HOST, ConstLeaf, FuncTree, Graph, Origin, Spot, Tree, handle, nodes_of, place_text, tensors_of
+from .graph import ANY, HOST, ConstLeaf, FuncTree, Graph, Origin, Spot, Tree, nodes_of, place_text, tensors_of
 from .instantiate import Group, mention
 from .program import CallRef, Program, Record, Unit
 from .trees import Trees, names_device
@@ -48,7 +48,7 @@ class CallReader:
 
     def _of(self, expr: relax.Expr) -> Tree:
         if type(expr) in PLAIN:
-            return self.trees.env.get(handle(expr))
+            return self.trees.variable(expr)
         return self.trees.of(expr, self._mention)
 
     def _mention(self, gvar: tvm.ir.GlobalVar) -> Tree:

@@ -31,6 +31,8 @@ class Transfer:
         A `to_vdevice` of the program that is this transfer, being its first use itself.
     needed_by : str
         The variable of the first use, for reports.
+    captured : bool
+        Whether a function inside the scope uses it, which cannot see dataflow variables around it.
     var : relax.Var, optional
         The copy, once it is written.
     """
@@ -42,17 +44,20 @@ class Transfer:
     last: int
     needed_by: str
     provider: Record | None = None
+    captured: bool = False
     var: relax.Var | None = None
 
     def include(self, scope: Scope, index: int) -> None:
         """Widen to one more use, later in program order."""
         while self.scope is not scope:
             if self.scope.depth > scope.depth or (self.scope.depth == scope.depth and scope.parent is not None):
+                self.captured = self.captured or self.scope.is_function
                 self.first = self.last = self.scope.parent_index
                 assert self.scope.parent is not None, "all scopes of a function share its body"
                 self.scope = self.scope.parent
                 self.provider = None
             if scope.depth > self.scope.depth:
+                self.captured = self.captured or scope.is_function
                 index = scope.parent_index
                 assert scope.parent is not None, "all scopes of a function share its body"
                 scope = scope.parent
@@ -62,7 +67,7 @@ class Transfer:
         """Whether all uses are in one dataflow block, so that the copy can be a dataflow variable."""
         for block, start, stop in self.scope.blocks:
             if start <= self.first and self.last < stop:
-                return isinstance(block, relax.DataflowBlock)
+                return isinstance(block, relax.DataflowBlock) and not self.captured
         return False
 
 

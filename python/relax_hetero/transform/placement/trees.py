@@ -139,6 +139,19 @@ class Trees:
             graph.rigid.append((source, target, site))
         return site
 
+    def variable(self, var: relax.Var) -> Tree:
+        """The tree of a variable; None for one without tensors.
+
+        Raises
+        ------
+        PlacementError
+            If it should hold tensors and is not defined here.
+        """
+        tree = self.env.get(handle(var))
+        if tree is None and holds_tensors(var.ty) and handle(var) not in self.env:
+            raise PlacementError(f"variable '{var.name}' is used where it is not defined")
+        return tree
+
     def of(self, expr: relax.Expr, mention: Callable[[tvm.ir.GlobalVar], Tree]) -> Tree:
         """The tree of an argument; `mention` gives that of a Relax function named by a GlobalVar.
 
@@ -149,7 +162,7 @@ class Trees:
         """
         kind = type(expr)
         if kind is relax.DataflowVar or kind is relax.Var:
-            return self.env.get(handle(expr))
+            return self.variable(expr)
         if kind is relax.Tuple:
             return tuple(self.of(field, mention) for field in expr.fields)
         if kind is tvm.ir.GenericConst:
