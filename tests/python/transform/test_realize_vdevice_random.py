@@ -50,6 +50,14 @@ def test_programs_with_hints(mod):
 
 
 @settings(max_examples=60)
+@given(modules(fixed=False))
+def test_programs_in_dataflow_blocks(mod):
+    """Copies stay inside the blocks whose variables they copy."""
+    mod = relax.transform.ConvertToDataflow(1)(mod)
+    check_placed(mod, realize_vdevice(mod, insert_copies=True)[0])
+
+
+@settings(max_examples=60)
 @given(modules(size=5))
 def test_programs_without_copies(mod):
     """Placed without a transfer the program did not ask for, or refused; what is placed is the same with copies."""
