@@ -35,7 +35,7 @@ format: $(VENV)/.stamp-dev
 	$(PY) -m ruff format $(CHECKED)
 
 conformance: $(VENV)/.stamp-dev
-	$(PY) apps/onnx_backend/run.py
+	$(PY) apps/onnx_backend/run.py --write-docs
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis python/*.egg-info
