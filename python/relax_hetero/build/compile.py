@@ -20,6 +20,7 @@ from ..transform.stage import placement_report
 from ..vdevice import VDevice, device_name, host_vdevice, vdevice_index, vdevices_of, with_vdevices
 from ..vm.executable import Executable
 from ..vm.metadata import DeviceSpec, DispatchSpec, Metadata
+from .bind_params import bind_params
 from .lift_constants import lift_constants
 from .link import link, reason
 from .pipeline import get_pipeline
@@ -50,10 +51,11 @@ def compile(mod: tvm.IRModule, params: Mapping[str, Any] | None = None) -> Execu
     """
     if not isinstance(mod, tvm.IRModule):
         raise BuildError(f"rh.compile: found {type(mod).__name__}, expected a tvm.IRModule")
+    _check_globals(mod)
     if not vdevices_of(mod):
         mod = with_vdevices(mod, [VDevice(native("llvm"))])
     if params:
-        mod = _bind_params(mod, params)
+        mod = bind_params(mod, params)
     vdevices = vdevices_of(mod)
     _warn_if_generic(vdevices)
     report = placement_report(mod)
@@ -83,21 +85,17 @@ def _lower(mod: tvm.IRModule) -> tvm.IRModule:
         raise BuildError(f"this module cannot be lowered: {reason(error)}") from error
 
 
+def _check_globals(mod: tvm.IRModule) -> None:
+    """TVM compiles a call of a function that the module lacks, and fails when it is run."""
+    for gv, func in relax_functions(mod):
+        for callee in relax.analysis.all_global_vars(func):
+            if callee not in mod.functions:
+                raise BuildError(f"function {gv.name_hint!r} refers to {callee.name_hint!r}, which the module lacks")
+
+
 def device_spec(vdevice: relax.VDevice, default: bool) -> DeviceSpec:
     """A vdevice as the manifest keeps it."""
     return DeviceSpec(str(vdevice.target), int(vdevice.vdevice_id), str(vdevice.memory_scope), default)
-
-
-def _bind_params(mod: tvm.IRModule, params: Mapping[str, Any]) -> tvm.IRModule:
-    mains = [func for gv, func in relax_functions(mod) if gv.name_hint == "main"]
-    if not mains:
-        raise BuildError("params= binds weights of function 'main', and the module has none")
-    names = [param.name for param in mains[0].params]
-    unknown = [name for name in params if name not in names]
-    if unknown:
-        raise BuildError(f"params= names {unknown}, which function 'main' does not have; it has {names}")
-    tensors = {n: p if isinstance(p, tvm.runtime.Tensor) else tvm.runtime.tensor(p) for n, p in params.items()}
-    return relax.transform.BindParams("main", tensors)(mod)
 
 
 def _warn_if_generic(vdevices: list[relax.VDevice]) -> None:

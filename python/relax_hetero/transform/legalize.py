@@ -12,7 +12,7 @@ from tvm_ffi import structural_map
 
 from ..errors import BuildError
 from .realize_vdevice import realize_vdevice
-from .rewriting import copy_module, map_bindings, op_name, relax_functions, walk_bindings
+from .rewriting import copy_module, map_bindings, op_name, relax_functions, typed, walk_bindings
 from .unique_names import with_unique_names
 
 # Relax ops that later passes or the VM itself carry out; anything else left after legalizing has no kernel.
@@ -23,9 +23,7 @@ _KEPT_OPS = frozenset(
     relax.make_closure relax.invoke_closure relax.invoke_pure_closure relax.null_value relax.reshape
     relax.memory.view relax.memory.ensure_zero_offset""".split()
 )
-_SORTS_AND_SCANS = frozenset(
-    f"relax.{name}" for name in ("bucketize", "sort", "argsort", "topk", "cumsum", "cumprod")
-)
+_SORTS_AND_SCANS = frozenset(f"relax.{name}" for name in ("bucketize", "sort", "argsort", "topk", "cumsum", "cumprod"))
 _KEPT_PREFIXES = ("relax.builtin.", "relax.memory.", "relax.vm.", "relax.inspect.", "relax.hetero.")
 
 
@@ -37,10 +35,12 @@ def legalize(mod: tvm.IRModule) -> tvm.IRModule:
     BuildError
         An op has no kernel for its operands.
     """
-    mod, variables = with_unique_names(_without_projections(mod))
-    if any(op_name(binding.value) in _SORTS_AND_SCANS for _, f in relax_functions(mod) for binding in walk_bindings(f)):
-        mod = relax.backend.DispatchSortScan()(mod)  # these have no legalization but a kernel per kind of target
-    legal = relax.transform.LegalizeOps()(mod)
+    mod, variables = with_unique_names(_simplified(mod))
+    try:
+        legal = _with_kernels(mod)
+    except Exception:  # an op's own legalization raises what it likes, and names nothing
+        _blame(mod, variables)
+        raise
     _check(legal, variables)
     functions = dict(legal.functions.items())
     for gv, func in relax_functions(legal):
@@ -48,23 +48,44 @@ def legalize(mod: tvm.IRModule) -> tvm.IRModule:
     return realize_vdevice(copy_module(legal, functions))[0]
 
 
+def _with_kernels(mod: tvm.IRModule) -> tvm.IRModule:
+    if any(op_name(binding.value) in _SORTS_AND_SCANS for _, f in relax_functions(mod) for binding in walk_bindings(f)):
+        mod = relax.backend.DispatchSortScan()(mod)  # these have no legalization but a kernel per kind of target
+    return relax.transform.LegalizeOps()(mod)
+
+
 def is_kept(name: str) -> bool:
     """Whether an op is carried out as it is, not by a kernel."""
     return name in _KEPT_OPS or name.startswith(_KEPT_PREFIXES)
 
 
-def _without_projections(mod: tvm.IRModule) -> tvm.IRModule:
-    """``(a, b)[0]`` becomes ``a``: FuseOps takes apart a tuple written inside an expression and loses its fields."""
+def _simplified(mod: tvm.IRModule) -> tvm.IRModule:
+    """``(a, b)[0]`` becomes ``a``: FuseOps takes apart a tuple written inside an expression and loses its fields.
+
+    Operands that are variables of a known shape become that shape: legalizations want it written out.
+    """
 
     def change(binding: relax.Binding) -> relax.Binding:
         value = binding.value
         if isinstance(value, relax.TupleGetItem) and isinstance(value.tuple_value, relax.Tuple):
             return relax.VarBinding(binding.var, value.tuple_value.fields[value.index], binding.span)
-        return binding
+        name = op_name(value)
+        if name is None or is_kept(name) and name != "relax.reshape":
+            return binding
+        args = [_written_out(arg) for arg in value.args]
+        if all(new is old for new, old in zip(args, value.args, strict=True)):
+            return binding
+        call = relax.Call(value.op, args, value.attrs, value.ty_args, value.span, ret_ty=value.ty)
+        return relax.VarBinding(binding.var, call, binding.span)
 
     functions = dict(mod.functions.items())
     functions.update({gv: map_bindings(func, change) for gv, func in relax_functions(mod)})
     return relax.transform.CanonicalizeBindings()(copy_module(mod, functions))
+
+
+def _written_out(arg: relax.Expr) -> relax.Expr:
+    is_shape = isinstance(arg, relax.Var) and isinstance(arg.ty, relax.ShapeType) and arg.ty.values is not None
+    return relax.ShapeExpr(arg.ty.values) if is_shape else arg
 
 
 def _with_types(func: relax.Function, variables: dict[str, relax.Var]) -> relax.Function:
@@ -82,11 +103,28 @@ def _check(mod: tvm.IRModule, variables: dict[str, dict[str, relax.Var]]) -> Non
     for gv, func in relax_functions(mod):
         for binding in walk_bindings(func):
             name = op_name(binding.value)
-            if name is None or is_kept(name):
+            if name is not None and not is_kept(name):
+                raise _no_kernel(binding, gv.name_hint, variables)
+
+
+def _blame(mod: tvm.IRModule, variables: dict[str, dict[str, relax.Var]]) -> None:
+    """Raise for the first op whose legalization fails alone; nothing where each succeeds."""
+    for gv, func in relax_functions(mod):
+        for binding in walk_bindings(func):
+            if op_name(binding.value) is None or isinstance(binding, relax.MatchCast):
                 continue
-            var = variables.get(gv.name_hint, {}).get(binding.var.name, binding.var)
-            operands = ", ".join(str(arg.ty) for arg in binding.value.args)
-            raise BuildError(
-                f"op {name} of variable {var.name!r} in function {gv.name_hint!r} has no kernel for operands "
-                f"({operands}): expected an op with a legalization and operand shapes that are known (or symbolic)"
-            )
+            body = typed(relax.SeqExpr([relax.BindingBlock([binding])], binding.var), binding.var.ty)
+            alone = relax.Function(relax.analysis.free_vars(binding.value), body, binding.var.ty, is_pure=False)
+            try:
+                _with_kernels(copy_module(mod, {tvm.ir.GlobalVar("alone"): alone}))
+            except Exception as error:  # as above
+                raise _no_kernel(binding, gv.name_hint, variables) from error
+
+
+def _no_kernel(binding: relax.Binding, function: str, variables: dict[str, dict[str, relax.Var]]) -> BuildError:
+    var = variables.get(function, {}).get(binding.var.name, binding.var)
+    operands = ", ".join(str(arg.ty) for arg in binding.value.args)
+    return BuildError(
+        f"op {op_name(binding.value)} of variable {var.name!r} in function {function!r} has no kernel for operands "
+        f"({operands}): expected an op with a legalization and operand shapes that are known (or symbolic)"
+    )

@@ -279,3 +279,17 @@ def test_dispatches_say_what_they_compute():
     assert sorted(d.ops for d in exe.metadata.dispatches.values()) == [("matmul", "relu"), ("softmax",)]
     profile = rh.vm.VirtualMachine(exe).profile("main", np.ones((2, 4), "float32"), np.ones((4, 4), "float32"))
     assert {row.ops for row in profile.rows} >= {("matmul", "relu"), ("softmax",)}
+
+
+def test_what_the_module_lacks_is_named():
+    x = relax.Var("x", relax.TensorType((4,), "float32"))
+    bb = relax.BlockBuilder()
+    with bb.function("inner", [x], private=True):
+        bb.emit_func_output(x)
+    inner = bb.get().get_global_var("inner")
+    with bb.function("main", [x]):
+        bb.emit_func_output(bb.emit(relax.Call(inner, [x])))
+    mod = bb.get()
+    del mod[inner]
+    with pytest.raises(BuildError, match="'main' refers to 'inner'"):
+        rh.compile(mod)

@@ -6,6 +6,7 @@ import tvm
 from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
+from tvm.script import tirx as T
 
 import relax_hetero as rh
 from relax_hetero.errors import BuildError
@@ -98,3 +99,35 @@ def test_an_op_without_kernel_is_named():
 
     with pytest.raises(BuildError, match=r"relax.exp of variable 'y' in function 'main'.*ndim=2"):
         legalize(RealizeVDevice()(Mod))
+
+
+def test_shapes_in_variables_are_known():
+    """Stock legalization of reshape and zeros asserts that a shape is written out."""
+
+    @I.ir_module
+    class Mod:
+        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
+
+        @R.function
+        def main(x: R.Tensor(("n", "m"), "float32", "llvm:0"), t: R.Tensor((2,), "int64", "llvm:1")) -> R.Tensor(
+            ndim=2, dtype="float32", vdevice="llvm:0"
+        ):
+            a, b = T.int64(), T.int64()
+            shape = R.match_cast(R.tensor_to_shape(t), R.Shape([a, b]))
+            y = R.exp(R.reshape(x, shape))
+            z: R.Tensor((a, b), "float32", "llvm:0") = R.ones(shape, "float32")
+            return R.add(y, z)
+
+    vm = rh.vm.VirtualMachine(rh.compile(Mod))
+    x = np.random.default_rng(0).random((3, 4), "float32")
+    np.testing.assert_allclose(vm["main"](x, np.array([2, 6])).numpy(), np.exp(x).reshape(2, 6) + 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("op", [relax.op.sort, lambda x: relax.op.mean(x, axis=[0])])
+def test_an_op_whose_legalization_fails_is_named(op):
+    bb = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType(ndim=-1, dtype="float32"))
+    with bb.function("main", [x]):
+        bb.emit_func_output(bb.emit(op(x), "y"))
+    with pytest.raises(BuildError, match=r"op relax\.\w+ of variable 'y' in function 'main'"):
+        rh.compile(bb.get())
