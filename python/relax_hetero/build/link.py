@@ -16,6 +16,7 @@ from tvm_ffi.registry import list_global_func_names
 from ..errors import BuildError
 from ..native_target import native
 from ..vdevice import host_vdevice, vdevices_of
+from .external_symbols import check_external_symbols
 
 
 def link(mod: tvm.IRModule) -> tvm.runtime.Module:
@@ -34,8 +35,8 @@ def link(mod: tvm.IRModule) -> tvm.runtime.Module:
     Raises
     ------
     BuildError
-        A kernel does not compile, is written for another kind of device, or TVM has no code generator for its
-        target; names the kernel and the target.
+        A kernel does not compile, is written for another kind of device or calls a symbol that is nowhere, or TVM
+        has no code generator for its target; names the kernel and the target.
     """
     host = host_vdevice(vdevices_of(mod))
     host_target = host.target if host is not None else native("llvm")
@@ -45,7 +46,11 @@ def link(mod: tvm.IRModule) -> tvm.runtime.Module:
         rest = vm_build._vmcodegen(builder, mod)
     except Exception as error:  # as below
         raise BuildError(f"no bytecode can be made of this module: {reason(error)}") from error
-    libraries = [build_group(target, group, host_target) for target, group in group_by_target(rest, host_target)]
+    groups = group_by_target(rest, host_target)
+    for target, group in groups:
+        if target.kind.name == "llvm" and not external:
+            check_external_symbols(group)
+    libraries = [build_group(target, group, host_target) for target, group in groups]
     first = libraries[0] if libraries else None
     return relax_ffi.VMLink(builder, host_target, first, libraries[1:] + external, {})
 
