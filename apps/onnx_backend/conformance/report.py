@@ -41,7 +41,7 @@ def _head(held: dict[str, dict[str, Outcome]]) -> str:
     count = max(map(len, held.values()), default=0)
     return f"""# Conformance
 
-ONNX's own backend suite: {count:,} cases of the kinds node, simple and pytorch-\\*, as the installed `onnx` package holds
+ONNX's own backend suite: {count:,} cases of the kinds node, simple and pytorch-\\*, as the `onnx` package holds
 them. In (c) the nodes of each model are dealt out in turn to two CPU devices with different targets, and transfers
 are inserted. Written by
 
