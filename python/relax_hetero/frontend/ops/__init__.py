@@ -18,6 +18,7 @@ from . import (
     resizing,
     sequences,
     shapes,
+    slicing,
 )
 from .table import Converter, converters
 
@@ -40,4 +41,5 @@ __all__ = [
     "resizing",
     "sequences",
     "shapes",
+    "slicing",
 ]

@@ -142,6 +142,8 @@ def _transposed_pads(
             total = full - int(list(wanted)[-count:][axis])
         else:
             total = extents[axis] + extra[axis] - strides[axis]
+            if total < 0:
+                raise node.refusal("auto_pad with a stride beyond the kernel: ONNX does not say what the rest is")
         total_used = max(total, 0)
         small, large = total_used // 2, total_used - total_used // 2
         upper = mode == "SAME_UPPER"

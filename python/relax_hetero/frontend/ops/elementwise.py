@@ -28,9 +28,7 @@ def is_inf(node: Node) -> relax.Expr:
     data = node.tensor(0)
     dtype = dtype_of(data)
     signs = [
-        sign
-        for sign, name in ((np.inf, "detect_positive"), (-np.inf, "detect_negative"))
-        if node.attribute(name, 1)
+        sign for sign, name in ((np.inf, "detect_positive"), (-np.inf, "detect_negative")) if node.attribute(name, 1)
     ]
     if not signs:
         return node.emit(relax.op.not_equal(zero := node.emit(relax.op.zeros_like(data)), zero))
@@ -257,6 +255,22 @@ def hard_sigmoid(node: Node) -> relax.Expr:
     scaled = node.emit(relax.op.multiply(const(node.attribute("alpha", 0.2), dtype), data))
     moved = node.emit(relax.op.add(scaled, const(node.attribute("beta", 0.5), dtype)))
     return node.emit(relax.op.clip(moved, 0, 1))
+
+
+_RARE = {
+    "Acos": relax.op.acos, "Acosh": relax.op.acosh, "Asin": relax.op.asin, "Asinh": relax.op.asinh,
+    "Atan": relax.op.atan, "Atanh": relax.op.atanh, "Cosh": relax.op.cosh, "Sinh": relax.op.sinh,
+    "Tan": relax.op.tan, "Erf": relax.op.erf,
+}  # fmt: skip
+
+
+@converts(*_RARE)
+def rare_unary(node: Node) -> relax.Expr:
+    """Half precision is computed in float32, as not every target has these functions for it."""
+    data = node.tensor(0)
+    dtype = dtype_of(data)
+    wide = cast(node, data, "float32") if dtype in ("float16", "bfloat16") else data
+    return cast(node, node.emit(_RARE[node.op_type](wide)), dtype)
 
 
 @converts("Where")

@@ -11,6 +11,7 @@ from typing import Any
 import onnx
 from tvm import relax, tirx
 
+from ..symbolic_sizes import compute_sizes
 from .node import Node, dtype_of
 
 ConvertNode = Callable[[Node], Any]
@@ -46,6 +47,10 @@ def expand(node: Node, convert: ConvertNode) -> relax.Expr:
             elif attribute.ref_attr_name in given:
                 attributes[attribute.name] = given[attribute.ref_attr_name]
         inputs = [values[name] for name in inner.input]
+        sizes = compute_sizes(onnx.helper.make_node(inner.op_type, inner.input, inner.output, **attributes), inputs)
+        if sizes is not None:
+            values[inner.output[0]] = sizes
+            continue
         inner_node = Node(inner.op_type, node.name, opset, node.builder, inputs, attributes, len(inner.output))
         result = convert(inner_node)
         if len(inner.output) == 1:

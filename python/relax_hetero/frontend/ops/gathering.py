@@ -210,8 +210,6 @@ def tensor_scatter(node: Node) -> relax.Expr:
     return node.builder.emit_te(compute, data, update, starts, primfunc_name_hint="tensor_scatter")
 
 
-
-
 @converts("EyeLike")
 def eye_like(node: Node) -> relax.Expr:
     """Ones on a diagonal, of the input's shape."""

@@ -1,4 +1,4 @@
-"""Ops that move elements without computing: Pad, Slice, SpaceToDepth, Col2Im and the like."""
+"""Ops that move elements without computing: Pad, Concat, SpaceToDepth, Col2Im and the like."""
 
 from __future__ import annotations
 
@@ -10,44 +10,7 @@ from tvm import relax, te, tirx, topi
 
 from .elementwise import cast
 from .node import Dim, Node, const, dtype_of
-from .table import convert_by_stock, converts
-
-
-@converts("Slice")
-def slice_(node: Node) -> relax.Expr:
-    """As stock; before opset 10 what to cut is given by attributes."""
-    if node.opset >= 10:
-        return convert_by_stock(node)
-    given = [node.attributes.get(name) for name in ("starts", "ends", "axes")]
-    inputs = [node.inputs[0], *(None if values is None else const(values, "int64") for values in given), None]
-    return convert_by_stock(Node("Slice", node.name, 13, node.builder, inputs, {}, 1))
-
-
-@converts("Split")
-def split(node: Node) -> relax.Expr:
-    """Parts of an axis, of given sizes (some may be empty) or of equal ones, the last one then possibly smaller."""
-    data = node.tensor(0)
-    axis = node.axis(node.attribute("axis", 0), node.rank(data))
-    size = node.shape(data)[axis]
-    sizes = node.dims(1) if node.has(1) else node.attribute("split")
-    if node.has(1) and sizes is None:
-        raise node.refusal("the sizes of its parts are computed when the model runs; they must be known at import")
-    if sizes is None:
-        parts = node.attribute("num_outputs", node.num_outputs)
-        if not isinstance(size, int):
-            if node.opset >= 18:
-                raise node.refusal("splits a symbolic dimension evenly; give its size with shapes=")
-            return node.emit(relax.op.split(data, parts, axis))
-        part = -(-size // parts)
-        sizes = [min(part, max(size - i * part, 0)) for i in range(parts)]
-    if isinstance(size, int) and sum(sizes) != size:
-        raise node.refusal(f"splits an axis of {size} into parts of {list(sizes)}")
-    ends = np.cumsum([int(part) for part in sizes]).tolist()
-    fields = [
-        node.emit(relax.op.strided_slice(data, [axis], [end - int(part)], [end]))
-        for part, end in zip(sizes, ends, strict=True)
-    ]
-    return relax.Tuple(fields) if len(fields) > 1 else fields[0]
+from .table import converts
 
 
 def _padding(node: Node, rank: int) -> tuple[list[int], list[int]]:
@@ -136,6 +99,13 @@ def trilu(node: Node) -> relax.Expr:
     return node.builder.emit_te(compute, data, diagonal, primfunc_name_hint="trilu")
 
 
+@converts("Concat")
+def concat(node: Node) -> relax.Expr:
+    """The inputs side by side."""
+    values = [node.tensor(i) for i in range(len(node.inputs))]
+    return node.emit(relax.op.concat(values, node.attribute("axis", 1 if node.opset < 4 else None)))
+
+
 @converts("SpaceToDepth")
 def space_to_depth(node: Node) -> relax.Expr:
     """Blocks of an image become channels; in mode CRD (opset 26 on) the original channel varies slowest."""
@@ -194,9 +164,7 @@ def max_unpool(node: Node) -> relax.Expr:
     kernel = [int(size) for size in node.attribute("kernel_shape")]
     count = len(kernel)
     strides, pads = node.attribute("strides", (1,) * count), node.attribute("pads", (0,) * (2 * count))
-    natural = [
-        (shape[2 + a] - 1) * strides[a] + kernel[a] - pads[a] - pads[count + a] for a in range(count)
-    ]
+    natural = [(shape[2 + a] - 1) * strides[a] + kernel[a] - pads[a] - pads[count + a] for a in range(count)]
     sizes = [*shape[:2], *natural]
     if node.has(2):
         given = node.dims(2)

@@ -6,7 +6,7 @@ from tvm import relax, te, tirx
 
 from .elementwise import cast
 from .node import Dim, Node, const, dtype_of
-from .reductions import largest_along
+from .reductions import arg_extreme, largest_along
 from .table import convert_by_stock, converts
 
 _HALF = ("float16", "bfloat16")
@@ -29,6 +29,32 @@ def softmax(node: Node) -> relax.Expr:
     exponentials = node.emit(relax.op.exp(moved))
     total = node.emit(relax.op.sum(cast(node, exponentials, "float32"), axis, keepdims=True))
     return node.emit(relax.op.divide(exponentials, cast(node, total, dtype)))
+
+
+@converts("Hardmax")
+def hardmax(node: Node) -> relax.Expr:
+    """One where the first largest element of an axis is, zeros elsewhere; flattened first before opset 13."""
+    data = node.tensor(0)
+    dims = node.shape(data)
+    axis = node.axis(node.attribute("axis", -1 if node.opset >= 13 else 1), len(dims))
+    value = data
+    if node.opset < 13:
+        parts: list[Dim] = [1, 1]
+        for position, dim in enumerate(dims):
+            parts[position >= axis] = parts[position >= axis] * dim
+        value, axis = node.emit(relax.op.reshape(data, parts)), 1
+    found = Node("ArgMax", node.name, 13, node.builder, [value], {"axis": axis, "keepdims": 1}, 1)
+    largest = node.builder.normalize(arg_extreme(found))
+
+    def compute(x: te.Tensor, index: te.Tensor) -> te.Tensor:
+        def element(*i: tirx.Expr) -> tirx.Expr:
+            is_first = tirx.Cast("int64", i[axis]) == index(*i[:axis], 0, *i[axis + 1 :])
+            return tirx.Select(is_first, tirx.const(1, str(x.dtype)), tirx.const(0, str(x.dtype)))
+
+        return te.compute(x.shape, element, name="hardmax")
+
+    result = node.builder.emit_te(compute, value, largest, primfunc_name_hint="hardmax")
+    return result if value is data else node.emit(relax.op.reshape(result, dims))
 
 
 def _moments(node: Node, data: relax.Expr, axes: list[int]) -> tuple[relax.Expr, relax.Expr, relax.Expr]:

@@ -159,9 +159,7 @@ def qlinear_matmul(node: Node) -> relax.Expr:
     """A product of quantized matrices, quantized; scales per tensor, per row of A, per column of B."""
     a, b = node.tensor(0), node.tensor(3)
     product = node.emit(
-        relax.op.matmul(
-            shifted(node, a, node.tensor(2), -2), shifted(node, b, node.tensor(5), -1), out_dtype="int32"
-        )
+        relax.op.matmul(shifted(node, a, node.tensor(2), -2), shifted(node, b, node.tensor(5), -1), out_dtype="int32")
     )
     rank = node.rank(product)
     scales = [_vector_along(node, 1, rank, -2), _vector_along(node, 4, rank, -1), _scalar(node, 6)]

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import onnx
-from tvm import relax, tirx
+import tvm_ffi
+from tvm import relax, te, tirx
 
 from .node import Dim, Node, const, dtype_of
 from .table import converts
@@ -120,25 +121,39 @@ def _target_at_run_time(node: Node, data: relax.Expr) -> list[tirx.Var]:
     return dims_at_run_time(node, node.emit(relax.op.where(is_open, rest, target)), "reshape_dim")
 
 
-def broadcast_dims(node: Node, first: list[Dim], second: list[Dim]) -> list[Dim]:
-    """Shape of two operands broadcast together, dimensions aligned from the back.
+def _joined(node: Node, own: Dim, wanted: Dim) -> Dim:
+    """One dimension of a tensor of size `own` broadcast with `wanted`, either of which may turn out to be 1."""
+    if isinstance(own, int) and isinstance(wanted, int):
+        if own != wanted and 1 not in (own, wanted):
+            raise node.refusal(f"size {own} does not broadcast to {wanted}")
+        return wanted if own == 1 else own
+    if isinstance(own, int):
+        return wanted if own == 1 else own
+    if isinstance(wanted, int):
+        return own if wanted == 1 else wanted
+    return own if tvm_ffi.structural_equal(own, wanted) else tirx.max(own, wanted)
 
-    Raises
-    ------
-    FrontendError: if two known dimensions differ and neither is 1.
-    """
-    rank = max(len(first), len(second))
-    result: list[Dim] = []
-    for one, other in zip([1] * (rank - len(first)) + first, [1] * (rank - len(second)) + second, strict=True):
-        if isinstance(one, int) and one == 1:
-            result.append(other)
-        elif isinstance(other, int) and (other == 1 or isinstance(one, int) and one == other):
-            result.append(one)
-        elif isinstance(one, int) and isinstance(other, int):
-            raise node.refusal(f"shapes {first} and {second} do not broadcast")
-        else:  # a symbolic dimension against another, or against a number above 1, which it can only equal
-            result.append(other if isinstance(other, int) else one)
-    return result
+
+def broadcast(node: Node, data: relax.Expr, target: list[Dim]) -> relax.Expr:
+    """`data` with its last axes stretched to `target`; an axis whose size is only known by name may be 1 or equal."""
+    dims = node.shape(data)
+    aligned: list[Dim] = [1] * (len(target) - len(dims)) + dims
+    pairs = list(zip(aligned, target, strict=True))
+    if all(dim == 1 if isinstance(dim, int) else tvm_ffi.structural_equal(dim, size) for dim, size in pairs) or all(
+        isinstance(dim, int) and isinstance(size, int) for dim, size in pairs
+    ):
+        return node.emit(relax.op.broadcast_to(data, relax.ShapeExpr(target)))
+    offset = len(target) - len(dims)
+
+    def compute(x: te.Tensor) -> te.Tensor:
+        # Held inside the axis, the index is 0 where the size is 1 and itself where it is the target's.
+        def element(*i: tirx.Expr) -> tirx.Expr:
+            own = i[offset:]
+            return x(*(tirx.min(place, size - 1) for place, size in zip(own, x.shape, strict=True)))
+
+        return te.compute(target, element, name="broadcast")
+
+    return node.builder.emit_te(compute, data, primfunc_name_hint="broadcast")
 
 
 @converts("Expand")
@@ -149,10 +164,12 @@ def expand(node: Node) -> relax.Expr:
     if target is None:
         return _expand_at_run_time(node, data)
     dims = node.shape(data)
-    aligned = [1] * (len(target) - len(dims)) + dims
-    offset = len(aligned) - len(target)
-    target = [aligned[offset + i] if isinstance(dim, int) and dim == -1 else dim for i, dim in enumerate(target)]
-    return relax.op.broadcast_to(data, relax.ShapeExpr(broadcast_dims(node, dims, target)))
+    rank = max(len(dims), len(target))
+    aligned: list[Dim] = [1] * (rank - len(dims)) + dims
+    wanted: list[Dim] = [1] * (rank - len(target)) + target
+    # Exporters write -1 for a dimension that stays.
+    wanted = [dim if isinstance(size, int) and size == -1 else size for dim, size in zip(aligned, wanted, strict=True)]
+    return broadcast(node, data, [_joined(node, dim, size) for dim, size in zip(aligned, wanted, strict=True)])
 
 
 def _expand_at_run_time(node: Node, data: relax.Expr) -> relax.Expr:
@@ -167,7 +184,7 @@ def _expand_at_run_time(node: Node, data: relax.Expr) -> relax.Expr:
     # A broadcast of an empty tensor stays empty: only a 1 gives way to the other's size.
     is_one = relax.op.equal(target, relax.const(1, "int64"))
     dims = dims_at_run_time(node, node.emit(relax.op.where(is_one, sizes, target)), "expand_dim")
-    return relax.op.broadcast_to(data, relax.ShapeExpr(dims))
+    return broadcast(node, data, list(dims))
 
 
 @converts("ConstantOfShape")
@@ -180,5 +197,3 @@ def constant_of_shape(node: Node) -> relax.Expr:
         dims = dims_at_run_time(node, node.tensor(0), "filled_dim")
     scalar = const(value.reshape(()))
     return relax.op.broadcast_to(scalar, relax.ShapeExpr(dims))
-
-

@@ -77,18 +77,11 @@ def convert_by_stock(node: Node) -> Any:
         raise node.refusal(f"stock TVM's converter failed: {type(error).__name__}: {error}") from error
 
 
-# Ops whose stock converter takes a shape, or a scalar of one, as it is.
-_TAKES_SHAPES = {
-    "Reshape", "Resize", "ConstantOfShape", "Gather", "Slice", "Shape", "Expand", "Concat", "Equal", "Where", "Cast",
-    "CastLike", "Squeeze",
-}  # fmt: skip
-
-
 def _stock_input(node: Node, index: int) -> Any:
+    """An input as a tensor where it is one in ONNX; sequences and empty optionals as they are."""
     value = node.inputs[index]
-    is_value = isinstance(value, relax.Expr) and not tvm.ir.is_prim_expr(value)
-    is_shape = is_value and isinstance(value.ty, relax.ShapeType)
-    return node.tensor(index) if is_shape and node.op_type not in _TAKES_SHAPES else value
+    is_shape = isinstance(value, relax.Expr) and isinstance(value.ty, (relax.ShapeType, tvm.ir.PrimType))
+    return node.tensor(index) if is_shape else value
 
 
 class _StockInputs(list[Any]):

@@ -1,0 +1,182 @@
+"""Slice, by numbers that are known at import or computed when the model runs, and Split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax, te, tirx
+
+from .elementwise import cast
+from .node import Dim, Node, const, dtype_of
+from .shapes import dims_at_run_time, sizes_of
+from .table import converts
+
+_UNBOUNDED = 2**31 - 1  # what exporters write for "to the end"
+
+
+@converts("Slice")
+def slice_(node: Node) -> relax.Expr:
+    """Python's slicing on some axes; numbers beyond an axis are held at its ends."""
+    if node.opset < 10:
+        given = [node.attributes.get(name) for name in ("starts", "ends", "axes")]
+        inputs = [node.inputs[0], *(None if values is None else const(values, "int64") for values in given), None]
+        node = Node("Slice", node.name, 13, node.builder, inputs, {}, 1)
+    data = node.tensor(0)
+    rank = node.rank(data)
+    starts, ends = node.constant(1), node.constant(2)
+    axes, steps = _optional_numbers(node, 3), _optional_numbers(node, 4)
+    if starts is None or ends is None or axes is None or steps is None:
+        return _slice_at_run_time(node, data)
+    which = [node.axis(int(axis), rank) for axis in axes] if axes.size else list(range(starts.size))
+    strides = [int(step) for step in steps] if steps.size else [1] * starts.size
+    if not len(which) == len(strides) == starts.size == ends.size:
+        raise node.refusal(f"has {starts.size} starts, {ends.size} ends, {len(which)} axes and {len(strides)} steps")
+    if 0 in strides:
+        raise node.refusal("a step is 0")
+    dims = node.shape(data)
+    ranges = [
+        _range(dims[axis], int(start), int(end), step)
+        for axis, start, end, step in zip(which, starts.reshape(-1), ends.reshape(-1), strides, strict=True)
+    ]
+    return _cut(node, data, dict(zip(which, ranges, strict=True)))
+
+
+def _optional_numbers(node: Node, index: int) -> np.ndarray | None:
+    """An optional vector input: its value, nothing where it is left out, None where it is computed."""
+    return node.constant(index) if node.has(index) else np.zeros(0, "int64")
+
+
+def _range(size: Dim, start: int, end: int, step: int) -> tuple[Dim, Dim, int]:
+    """First element, number of elements and step, for one axis."""
+    if isinstance(size, int):
+        # As ONNX holds them, which for a start before the axis and a negative step is not as Python does.
+        ends = (0, size, 0, size) if step > 0 else (0, size - 1, -1, size - 1)
+        first = min(max(start + size if start < 0 else start, ends[0]), ends[1])
+        last = min(max(end + size if end < 0 else end, ends[2]), ends[3])
+        return first, len(range(first, last, step)), step
+    low, high = (0, size) if step > 0 else (-1, size - 1)
+
+    def held(position: int, is_end: bool) -> Any:
+        if position >= _UNBOUNDED:
+            return high
+        if position <= -_UNBOUNDED or (position == 0 and step > 0):
+            return low if is_end or step > 0 else 0
+        place = tirx.const(position, "int64") + (size if position < 0 else 0)
+        return tirx.max(tirx.min(place, high), low if is_end or step > 0 else 0)
+
+    first, last = held(start, False), held(end, True)
+    distance = last - first if step > 0 else first - last
+    count = tvm.tirx.floordiv(distance + (abs(step) - 1), abs(step)) if abs(step) > 1 else distance
+    is_whole = not isinstance(distance, int) and distance is size
+    return first, size if is_whole else _not_negative(count), step
+
+
+def _not_negative(count: Any) -> Dim:
+    if isinstance(count, int):
+        return max(count, 0)
+    simple = tvm.sym.Analyzer().simplify(tirx.max(count, 0))
+    return int(simple) if isinstance(simple, tirx.IntImm) else simple
+
+
+def _cut(node: Node, data: relax.Expr, ranges: dict[int, tuple[Dim, Dim, int]]) -> relax.Expr:
+    dims = node.shape(data)
+    sizes = [ranges[axis][1] if axis in ranges else dim for axis, dim in enumerate(dims)]
+    if any(isinstance(size, int) and size == 0 for size in sizes):
+        return node.filled(sizes, 0, dtype_of(data))
+    is_simple = all(isinstance(size, int) for size in dims) and all(step > 0 for _, _, step in ranges.values())
+    if is_simple:
+        axes = sorted(ranges)
+        chosen = [(int(ranges[axis][0]), int(ranges[axis][1]), ranges[axis][2]) for axis in axes]
+        first, steps = [start for start, _, _ in chosen], [step for _, _, step in chosen]
+        last = [start + (count - 1) * step + 1 for start, count, step in chosen]
+        return node.emit(relax.op.strided_slice(data, axes, first, last, steps))
+
+    axes = list(ranges)
+
+    def compute(x: te.Tensor, first: list[Any]) -> te.Tensor:
+        def element(*i: tirx.Expr) -> tirx.Expr:
+            places = list(i)
+            for axis, start in zip(axes, first, strict=True):
+                places[axis] = start + i[axis] * ranges[axis][2]
+            return x(*places)
+
+        return te.compute(sizes, element, name="slice")
+
+    # The starts are arguments: a size in one of them may be no size of an operand or of the result.
+    starts = [tirx.const(start, "int64") if isinstance(start, int) else start for start, _, _ in ranges.values()]
+    return node.builder.emit_te(compute, data, starts, primfunc_name_hint="slice")
+
+
+def _slice_at_run_time(node: Node, data: relax.Expr) -> relax.Expr:
+    """All numbers become vectors over all axes; the sizes of the result are read from one when the model runs."""
+    rank = node.rank(data)
+    starts, ends = (cast(node, node.tensor(i), "int64") for i in (1, 2))
+    (count,) = node.static_shape(starts)
+    axes = cast(node, node.tensor(3), "int64") if node.has(3) else const(np.arange(count), "int64")
+    steps = cast(node, node.tensor(4), "int64") if node.has(4) else const(np.ones(count), "int64")
+    zero, one = const(0, "int64"), const(1, "int64")
+
+    def emit(expr: relax.Expr) -> relax.Expr:
+        return node.emit(expr)
+
+    def spread(default: relax.Expr, values: relax.Expr) -> relax.Expr:
+        return emit(relax.op.scatter_elements(default, axes, values, 0))
+
+    axes = emit(relax.op.where(emit(relax.op.less(axes, zero)), emit(relax.op.add(axes, const(rank, "int64"))), axes))
+    axes = emit(relax.op.clip(axes, 0, rank - 1))
+    size = sizes_of(node, data)
+    step = spread(const(np.ones(rank), "int64"), steps)
+    forward = emit(relax.op.greater(step, zero))
+    last = emit(relax.op.subtract(size, one))
+    high = emit(relax.op.where(forward, size, last))
+    begin = spread(emit(relax.op.where(forward, const(np.zeros(rank), "int64"), last)), starts)
+    end = spread(emit(relax.op.where(forward, size, const(np.full(rank, -(2**62)), "int64"))), ends)
+
+    def held(position: relax.Expr, low: relax.Expr) -> relax.Expr:
+        is_negative = emit(relax.op.less(position, zero))
+        from_back = emit(relax.op.where(is_negative, emit(relax.op.add(position, size)), position))
+        return emit(relax.op.maximum(emit(relax.op.minimum(from_back, high)), low))
+
+    begin = held(begin, zero)
+    end = held(end, emit(relax.op.where(forward, zero, const(-1, "int64"))))
+    distance = emit(relax.op.subtract(end, begin))
+    distance = emit(relax.op.where(forward, distance, emit(relax.op.negative(distance))))
+    width = emit(relax.op.maximum(emit(relax.op.abs(step)), one))
+    rounded = emit(relax.op.subtract(emit(relax.op.add(distance, width)), one))
+    counts = emit(relax.op.maximum(emit(relax.op.floor_divide(rounded, width)), zero))
+    dims = dims_at_run_time(node, counts, "slice_dim")
+
+    def compute(x: te.Tensor, first: te.Tensor, stride: te.Tensor) -> te.Tensor:
+        # An axis that is not sliced starts at 0 with step 1, like any other.
+        return te.compute(dims, lambda *i: x(*(first(a) + p * stride(a) for a, p in enumerate(i))), name="slice")
+
+    return node.builder.emit_te(compute, data, begin, step, primfunc_name_hint="slice")
+
+
+@converts("Split")
+def split(node: Node) -> relax.Expr:
+    """Parts of an axis, of given sizes (some may be empty) or of equal ones, the last one then possibly smaller."""
+    data = node.tensor(0)
+    axis = node.axis(node.attribute("axis", 0), node.rank(data))
+    size = node.shape(data)[axis]
+    sizes = node.dims(1) if node.has(1) else node.attribute("split")
+    if node.has(1) and sizes is None:
+        raise node.refusal("the sizes of its parts are computed when the model runs; they must be known at import")
+    if sizes is None:
+        parts = node.attribute("num_outputs", node.num_outputs)
+        if not isinstance(size, int):
+            if node.opset >= 18:
+                raise node.refusal("splits a symbolic dimension evenly; give its size with shapes=")
+            return node.emit(relax.op.split(data, parts, axis))
+        part = -(-size // parts)
+        sizes = [min(part, max(size - i * part, 0)) for i in range(parts)]
+    is_known = all(isinstance(part, int) for part in sizes)
+    if isinstance(size, int) and is_known and sum(sizes) != size:
+        raise node.refusal(f"splits an axis of {size} into parts of {list(sizes)}")
+    fields, start = [], 0
+    for part in sizes:
+        fields.append(_cut(node, data, {axis: (start, part, 1)}))
+        start = start + part
+    return relax.Tuple(fields) if len(fields) > 1 else fields[0]
