@@ -66,9 +66,7 @@ class _Rebuild:
         read_later = [set(relax.analysis.free_vars(result))]
         for group in reversed(groups[1:]):
             read_later.append(read_later[-1].union(*(relax.analysis.free_vars(binding.value) for binding in group)))
-        blocks = [
-            self._block(group, later) for group, later in zip(groups, reversed(read_later), strict=False)
-        ]
+        blocks = [self._block(group, later) for group, later in zip(groups, reversed(read_later), strict=False)]
         sequence = relax.SeqExpr(blocks, self._expr(result))
         relax.expr._update_type(sequence, sequence.body.ty)
         return sequence

@@ -53,9 +53,7 @@ def _bound(node: onnx.NodeProto, given: Mapping[str, onnx.AttributeProto]) -> on
     return result
 
 
-def _with_bound_graphs(
-    attribute: onnx.AttributeProto, given: Mapping[str, onnx.AttributeProto]
-) -> onnx.AttributeProto:
+def _with_bound_graphs(attribute: onnx.AttributeProto, given: Mapping[str, onnx.AttributeProto]) -> onnx.AttributeProto:
     if not attribute.HasField("g"):
         return attribute
     result = onnx.AttributeProto()

@@ -93,9 +93,7 @@ class _Namer:
             raise FrontendError(f"the model nests graphs or calls its functions more than {_MAX_DEPTH} deep: {prefix}")
         return [self._node(node, index, prefix, aliases, depth) for index, node in enumerate(nodes)]
 
-    def _node(
-        self, node: onnx.NodeProto, index: int, prefix: str, aliases: tuple[str, ...], depth: int
-    ) -> NodeInfo:
+    def _node(self, node: onnx.NodeProto, index: int, prefix: str, aliases: tuple[str, ...], depth: int) -> NodeInfo:
         in_call = bool(aliases)
         own = node.name if node.name and not in_call else ""
         name = self._unique(own or f"{prefix}{node.name or f'{node.op_type}_{index}'}", is_own=bool(own))

@@ -28,9 +28,7 @@ def links(num_devices, host, bandwidth=1e10, latency=1e-6):
 def problems(draw, num_devices):
     count = draw(st.integers(1, 6))
     rates = st.sampled_from([1e9, 1e10, 1e11, 1e12])
-    units = [
-        Unit([str(i)], [(draw(st.sampled_from([0.0, 1e6, 1e8])), draw(st.floats(0, 1e6)))]) for i in range(count)
-    ]
+    units = [Unit([str(i)], [(draw(st.sampled_from([0.0, 1e6, 1e8])), draw(st.floats(0, 1e6)))]) for i in range(count)]
     values = []
     for maker in (OUTSIDE, *range(count)):
         readers = draw(st.lists(st.sampled_from([*range(maker + 1, count), OUTSIDE]), unique=True, max_size=4))

@@ -32,9 +32,9 @@ def test_rfc_return_annotation():
         I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("cuda")]})
 
         @R.function
-        def func1(
-            x: R.Tensor((2, 3), "float32"), y: R.Tensor((2, 3), "float32")
-        ) -> R.Tensor((2, 3), "float32", "cuda:0"):
+        def func1(x: R.Tensor((2, 3), "float32"), y: R.Tensor((2, 3), "float32")) -> R.Tensor(
+            (2, 3), "float32", "cuda:0"
+        ):
             a = R.add(x, y)
             b = R.multiply(a, x)
             return b
@@ -44,9 +44,9 @@ def test_rfc_return_annotation():
         I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("cuda")]})
 
         @R.function
-        def func1(
-            x: R.Tensor((2, 3), "float32", "cuda:0"), y: R.Tensor((2, 3), "float32", "cuda:0")
-        ) -> R.Tensor((2, 3), "float32", "cuda:0"):
+        def func1(x: R.Tensor((2, 3), "float32", "cuda:0"), y: R.Tensor((2, 3), "float32", "cuda:0")) -> R.Tensor(
+            (2, 3), "float32", "cuda:0"
+        ):
             a: R.Tensor((2, 3), "float32", "cuda:0") = R.add(x, y)
             b: R.Tensor((2, 3), "float32", "cuda:0") = R.multiply(a, x)
             return b
@@ -168,9 +168,9 @@ def test_rfc_forward():
         I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("cuda")]})
 
         @R.function
-        def before(
-            x: R.Tensor((2, 3), "float32", "cuda"), y: R.Tensor((2, 3), "float32", "cuda")
-        ) -> R.Tensor((2, 3), "float32"):
+        def before(x: R.Tensor((2, 3), "float32", "cuda"), y: R.Tensor((2, 3), "float32", "cuda")) -> R.Tensor(
+            (2, 3), "float32"
+        ):
             a = R.add(x, y)
             b = R.multiply(a, x)
             return b
@@ -180,9 +180,9 @@ def test_rfc_forward():
         I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("cuda")]})
 
         @R.function
-        def before(
-            x: R.Tensor((2, 3), "float32", "cuda"), y: R.Tensor((2, 3), "float32", "cuda")
-        ) -> R.Tensor((2, 3), "float32", "cuda"):
+        def before(x: R.Tensor((2, 3), "float32", "cuda"), y: R.Tensor((2, 3), "float32", "cuda")) -> R.Tensor(
+            (2, 3), "float32", "cuda"
+        ):
             a: R.Tensor((2, 3), "float32", "cuda") = R.add(x, y)
             b: R.Tensor((2, 3), "float32", "cuda") = R.multiply(a, x)
             return b

@@ -55,9 +55,9 @@ def test_devices_that_meet_far_from_where_they_are_fixed():
         I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("cuda")]})
 
         @R.function
-        def main(
-            x: R.Tensor((2, 3), "float32", "cuda"), y: R.Tensor((2, 3), "float32")
-        ) -> R.Tensor((2, 3), "float32", "llvm"):
+        def main(x: R.Tensor((2, 3), "float32", "cuda"), y: R.Tensor((2, 3), "float32")) -> R.Tensor(
+            (2, 3), "float32", "llvm"
+        ):
             t = (y, x)
             b = R.concat((t[0], t[1]))
             d = R.concat((b, b))
@@ -97,9 +97,9 @@ def test_return_annotation_against_parameter():
         I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
 
         @R.function
-        def main(
-            x: R.Tensor((2, 3), "float32", "llvm:0"), y: R.Tensor((2, 3), "float32")
-        ) -> R.Tuple(R.Tensor((2, 3), "float32"), R.Tensor((2, 3), "float32", "llvm:1")):
+        def main(x: R.Tensor((2, 3), "float32", "llvm:0"), y: R.Tensor((2, 3), "float32")) -> R.Tuple(
+            R.Tensor((2, 3), "float32"), R.Tensor((2, 3), "float32", "llvm:1")
+        ):
             return (y, x)
 
     refused(

@@ -448,9 +448,7 @@ def test_closures():
         def main(x: R.Tensor((2,), "float32"), y: R.Tensor((3,), "float32", "llvm:1")):
             cls = Before
             closure = R.make_closure(cls.body, (y,))
-            t = R.invoke_closure(
-                closure, (x,), ty_args=R.Tuple(R.Tensor((2,), "float32"), R.Tensor((3,), "float32"))
-            )
+            t = R.invoke_closure(closure, (x,), ty_args=R.Tuple(R.Tensor((2,), "float32"), R.Tensor((3,), "float32")))
             return t
 
     after = place(Before)

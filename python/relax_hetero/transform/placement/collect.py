@@ -151,7 +151,8 @@ class _Collector(CallReader):
         ty = binding.ty if is_cast else var.ty
         record.args, record.trees = [record.value], [tree]
         if is_cast and isinstance(tree, int) and tree in self.graph.opaque and isinstance(ty, relax.TensorType):
-            self._reveal(tree, var)
+            self._reveal(record, tree, ty)
+            return
         declared = names_device(ty)
         if fits(tree, ty) and not declared:
             record.home = tree
@@ -171,12 +172,18 @@ class _Collector(CallReader):
         if constant is not None and isinstance(home, int):
             self.graph.constants[home] = constant
 
-    def _reveal(self, node: int, var: relax.Var) -> None:
-        """An ``R.Object`` turns out to be a tensor: from here on it ties as one, and to the call that made it."""
-        self.graph.opaque.discard(node)
-        self.access[node] = (var, ())
+    def _reveal(self, record: Record, node: int, ty: relax.TensorType) -> None:
+        """An ``R.Object`` turns out to be a tensor, where the object is, and that is with the call that made it."""
+        var = record.var
         if node in self.makers:
             self.graph.connect(self.makers.pop(node), node)
+        home = self.trees.make(ty, var, self.name)
+        assert isinstance(home, int)
+        site = self.graph.add(self._spot(record))
+        self.graph.connect(node, site)
+        self.graph.connect(site, home)
+        record.home, record.produced = home, node
+        self.trees.declare(ty, home, Origin("match_cast", var.name, self.name))
 
 
 _BINDING_KINDS: dict[type, tuple[str, str]] = {

@@ -133,4 +133,3 @@ def _unique(name: str, taken: set[str]) -> str:
         candidate = f"{name}_{number}"
     taken.add(candidate)
     return candidate
-

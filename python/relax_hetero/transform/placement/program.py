@@ -159,9 +159,9 @@ class Program:
         self.mod = mod
         self.vdevices: Sequence[relax.VDevice] = vdevices_of(mod)
         self.names = [device_name(vdevice, self.vdevices) for vdevice in self.vdevices]
-        # Equal entries share a position: two devices that nothing can tell apart would be two to the solver.
         host = host_vdevice(self.vdevices)
         self.host = ANY if host is None else vdevice_index(host, self.vdevices)
+        # By identity first: entries of the list that equal each other stay two devices.
         self._index = {handle(vdevice): index for index, vdevice in reversed(list(enumerate(self.vdevices)))}
         self._foreign: list[relax.VDevice] = []  # kept alive, so that their handles stay theirs
         self.units: dict[str, Unit] = {}
@@ -189,5 +189,3 @@ class Program:
             self._index[key] = found
             self._foreign.append(vdevice)
         return found
-
-

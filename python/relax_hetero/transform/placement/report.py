@@ -159,4 +159,3 @@ def _bytes(ty: tvm.ir.Type) -> int | None:
         elements *= int(dim.value)
     data_type: Any = tvm.DataType(str(dtype.dtype) if isinstance(dtype, tvm.ir.PrimType) else str(dtype))
     return (elements * data_type.bits * data_type.lanes + 7) // 8
-

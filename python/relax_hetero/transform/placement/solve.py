@@ -92,9 +92,7 @@ def place_part(
     return flow(graph, part, {node: device for node, (device, _) in seeds.items()})
 
 
-def _hinted(
-    graph: Graph, part: Iterable[int], names: list[str], insert_copies: bool
-) -> Seeds:
+def _hinted(graph: Graph, part: Iterable[int], names: list[str], insert_copies: bool) -> Seeds:
     """What round two fixes: the first hint of every hinted node."""
     seeds: Seeds = {}
     for node in part:

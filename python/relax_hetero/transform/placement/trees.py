@@ -215,4 +215,3 @@ def fits(tree: Tree, ty: tvm.ir.Type) -> bool:
     if isinstance(ty, relax.FuncType):
         return isinstance(tree, FuncTree)
     return True
-
