@@ -323,6 +323,29 @@ def sequence(block: relax.BindingBlock, result: relax.Var) -> relax.SeqExpr:
     return seq
 
 
+def test_objects_have_no_device():
+    """They are made and used next to tensors on any device; one that turns out to be a tensor is where it was made."""
+
+    @I.ir_module
+    class Before:
+        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
+
+        @R.function(pure=False)
+        def main(x: R.Tensor((2,), "float32", "llvm:1"), y: R.Tensor((2,), "float32", "llvm:0")):
+            cache = R.call_packed("cache.create", x, ty_args=R.Object)
+            a = R.call_packed("cache.store", cache, y, ty_args=R.Object)
+            o = R.call_packed("cache.load", cache, x, ty_args=R.Object)
+            t = R.match_cast(o, R.Tensor((2,), "float32"))
+            u = R.match_cast(o, R.Tensor((2,), "float32", "llvm:0"))
+            b = R.concat((y, t))
+            return (a, b, u)
+
+    after = place(Before)
+    types = {b.var.name: b.var.ty for block in after["main"].body.blocks for b in block.bindings}
+    where = {name: int(ty.vdevice.vdevice_id) for name, ty in types.items() if isinstance(ty, relax.TensorType)}
+    assert where == {"t": 1, "u_made": 1, "u": 0, "t_llvm_0": 0, "b": 0}
+
+
 def test_constants_are_not_transferred():
     @I.ir_module
     class Before:

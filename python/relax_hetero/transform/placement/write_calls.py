@@ -33,6 +33,7 @@ class CallWriter(Operands):
         return var
 
     def write_call(self, record: Record, place: Place) -> None:
+        """Write an op, or a call of a Relax function."""
         call = record.value
         old_op, old_ty, old_ty_args = call.op, call.ty, list(call.ty_args)
         op = old_op if type(old_op) is tvm.ir.Op else self.mapped(old_op)
@@ -58,9 +59,10 @@ class CallWriter(Operands):
         self.note_brought_home(record, var, made)
 
     def note_brought_home(self, record: Record, var: relax.Var, made: Tree) -> None:
+        """Report what a result needed to get from where it was made to where its variable lives."""
         for here, there in zip(tensors_of(record.home), tensors_of(made), strict=True):
             device, names = self.device(here), self.program.names
-            if device != self.device(there):
+            if device != self.device(there) and here not in self.opaque:
                 why = f"transfer: made on {names[self.device(there)]}, belongs on {names[device]}"
                 self.notes.append(Note("transfer", var.name, var.ty, "relax.to_vdevice", device, ANY, why))
 
@@ -88,7 +90,8 @@ class CallWriter(Operands):
         return _everywhere(home, record.site)
 
     def all_on(self, tree: Tree, device: int) -> bool:
-        return all(self.device(leaf) == device for leaf in tensors_of(tree))
+        """Whether all tensors of a tree live on this device; an ``R.Object`` lives on none."""
+        return all(self.device(leaf) == device or leaf in self.opaque for leaf in tensors_of(tree))
 
     def _brought_home(self, value: relax.Expr, home: Tree, made: Tree) -> relax.Expr:
         """What was made elsewhere, transferred tensor by tensor."""
@@ -99,7 +102,7 @@ class CallWriter(Operands):
                 moved = self._brought_home(item, sub, sub_made)
                 fields.append(moved if moved is item else self._named(f"{item.name}_moved", moved))
             return relax.Tuple(fields)
-        if not isinstance(home, (int, ConstLeaf)) or not isinstance(made, (int, ConstLeaf)):
+        if not isinstance(home, (int, ConstLeaf)) or not isinstance(made, (int, ConstLeaf)) or home in self.opaque:
             return value
         return value if self.device(home) == self.device(made) else self.transferred(value, self.device(home))
 
