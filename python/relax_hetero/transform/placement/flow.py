@@ -42,6 +42,7 @@ class _Flow:
             self._place(node, device)
 
     def run(self) -> dict[int, int]:
+        """Forward and backward until nothing is left."""
         while self.forward or self.backward:
             while self.forward:
                 self._visit_site(heapq.heappop(self.forward))

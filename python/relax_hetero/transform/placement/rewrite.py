@@ -43,6 +43,7 @@ class _Writer(CallWriter):
         self._callee = callee
 
     def callee(self, ref: CallRef) -> tvm.ir.GlobalVar:
+        """The function that a mention means."""
         return self._callee(ref)
 
     def function(

@@ -111,6 +111,7 @@ class _Planner:
         self.writes = 0
 
     def run(self, body: Scope) -> TransferPlan:
+        """Visit a body in program order."""
         # (scope, next record, values written in it): an explicit stack, for programs nested deeper than Python's.
         stack: list[tuple[Scope, Iterator[Record], set[int]]] = [(body, iter(body.records), set())]
         while stack:
