@@ -133,6 +133,6 @@ def test_collecting():
         with collect_placement() as inner:
             RealizeVDevice()(Example)
         realize_vdevice(Example)
-    assert (len(outer), len(inner)) == (2, 1)
+    assert (len(outer), len(inner)) == (3, 1) and outer[1] is inner[0]
     RealizeVDevice()(Example)
-    assert len(outer) == 2 and outer[0] == inner[0]
+    assert len(outer) == 3

@@ -545,3 +545,34 @@ def test_the_order_of_functions_does_not_matter():
     for order in ((2, 1, 0), (1, 2, 0), (0, 2, 1)):
         mod = tvm.IRModule(dict(functions[index] for index in order), global_infos=Before.global_infos)
         assert_structural_equal(place(mod), expected)
+
+
+def test_what_tvm_infers_from_a_hint_is_no_annotation():
+    """Stock inference types the result of a hint like its operand, here llvm:0, and so all that follows from it."""
+
+    @I.ir_module
+    class Before:
+        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
+
+        @R.function
+        def f(x: R.Tensor((4,), "float32", "llvm:0")):
+            b = R.hint_on_device(x, tvm.cpu(1))
+            d = R.exp(b)
+            return d
+
+        @R.function
+        def main(x: R.Tensor((4,), "float32", "llvm:0"), c: R.Tensor((), "bool", "llvm:1")):
+            cls = Before
+            y = cls.f(x)
+            if c:
+                w = R.exp(y)
+            else:
+                w = R.hint_on_device(x, tvm.cpu(1))
+            t = (w, x)
+            u = t[0]
+            v = R.add(u, y)
+            return (v, x)
+
+    assert Before["f"].ret_ty.vdevice.vdevice_id == 0  # what makes this hard
+    after = place(Before)
+    assert devices(after["f"]) == [0, 1] and devices(after["main"]) == [0, 1, 1, 0]

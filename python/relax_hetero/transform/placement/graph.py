@@ -147,6 +147,8 @@ class Graph:
         Values that the host makes, and copies to their device.
     constants : dict
         Value nodes of annotated variables that are bound to a constant.
+    hearsay : dict
+        Node to a device that its type names only because TVM's inference took it over from the operand of a hint.
     rigid : list
         Pairs that cannot be joined by a transfer: (node, node, site that joins them).
     """
@@ -160,6 +162,7 @@ class Graph:
     interface: set[int] = field(default_factory=set)
     made_on_host: set[int] = field(default_factory=set)
     constants: dict[int, relax.Expr] = field(default_factory=dict)
+    hearsay: dict[int, int] = field(default_factory=dict)
     rigid: list[tuple[int, int, int]] = field(default_factory=list)
 
     def add(self, spot: Spot) -> int:

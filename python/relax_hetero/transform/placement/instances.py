@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .instantiate import Group
-from .program import Program, Unit
+from .program import CallRef, Program, Unit
 from .solve import Solution, check_rigid, is_mixed, place_part
 
 
@@ -59,11 +59,9 @@ def make_instances(program: Program, groups: Sequence[Group], insert_copies: boo
     callers = _callers(groups)
     for group in reversed(groups):
         requests: dict[tuple[int, ...], str] = {}
-        for unit in callers[group.index]:
+        for unit, refs in callers[group.index]:
             for caller in made[unit.group]:
-                for ref in unit.calls:
-                    if ref.callee.group != group.index:
-                        continue
+                for ref in refs:
                     asked = [-1] * len(group.solution.classes)
                     for class_index, site in ref.classes.items():
                         asked[class_index] = caller.devices[site]
@@ -94,14 +92,14 @@ def instance_for(instances: Sequence[Instance], caller: Instance, classes: dict[
     raise AssertionError("every call was asked for when instances were made")
 
 
-def _callers(groups: Sequence[Group]) -> list[list[Unit]]:
-    """By group, the units of other groups that mention it, in module order."""
-    found: list[dict[int, Unit]] = [{} for _ in groups]
+def _callers(groups: Sequence[Group]) -> list[list[tuple[Unit, list[CallRef]]]]:
+    """By group, the units of other groups that mention it, in module order, with their mentions in program order."""
+    found: list[dict[int, tuple[Unit, list[CallRef]]]] = [{} for _ in groups]
     for group in groups:
         for unit in group.units:
             for ref in unit.calls:
-                found[ref.callee.group][unit.index] = unit
-    return [[units[index] for index in sorted(units)] for units in found]
+                found[ref.callee.group].setdefault(unit.index, (unit, []))[1].append(ref)
+    return [[by_unit[index] for index in sorted(by_unit)] for by_unit in found]
 
 
 def _devices(program: Program, group: Group, asked: tuple[int, ...], insert_copies: bool) -> list[int]:

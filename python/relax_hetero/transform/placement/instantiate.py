@@ -65,6 +65,8 @@ def mention(graph: Graph, callee: Unit, group: Group, spot: Spot) -> tuple[Tree,
         if device >= 0:
             site = graph.add(spot)
             graph.fixed[site] = (device, Origin("callee", callee.name, spot.function, _because(group, node)))
+            if node in group.graph.hearsay:
+                graph.hearsay[site] = group.graph.hearsay[node]
         else:
             class_index = group.solution.class_of[node]
             known = sites.get(class_index)

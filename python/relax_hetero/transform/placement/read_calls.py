@@ -232,7 +232,7 @@ class CallReader:
                     f"{place_text(record.op, record.var.name, self.name)} is to {names[record.device]}, but its "
                     f"annotation says {names[declared]}"
                 )
-            self.trees.hearsay[tree] = declared
+            self.graph.hearsay[tree] = declared
 
     def _make_closure(self, record: Record, args: list[relax.Expr]) -> None:
         """The function with its last parameters bound."""

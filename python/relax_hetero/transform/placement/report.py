@@ -67,24 +67,24 @@ class PlacementReport:
         return PlacementReport([PlacementEntry(**entry) for entry in json.loads(text)])
 
 
-_COLLECTED: ContextVar[list[PlacementReport] | None] = ContextVar("relax_hetero_placements", default=None)
+# The lists of all `collect_placement` blocks that are open here, outermost first.
+_OPEN: ContextVar[tuple[list[PlacementReport], ...]] = ContextVar("relax_hetero_placements", default=())
 
 
 @contextlib.contextmanager
 def collect_placement() -> Iterator[list[PlacementReport]]:
     """A list to which every `RealizeVDevice` that runs inside the ``with`` block adds its report."""
     reports: list[PlacementReport] = []
-    token = _COLLECTED.set(reports)
+    token = _OPEN.set((*_OPEN.get(), reports))
     try:
         yield reports
     finally:
-        _COLLECTED.reset(token)
+        _OPEN.reset(token)
 
 
 def publish(report: PlacementReport) -> None:
-    """Give a report to the innermost `collect_placement`, if any."""
-    reports = _COLLECTED.get()
-    if reports is not None:
+    """Give a report to every `collect_placement` that is open."""
+    for reports in _OPEN.get():
         reports.append(report)
 
 

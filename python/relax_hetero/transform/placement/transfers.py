@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -65,10 +66,12 @@ class Transfer:
 
     def is_local(self) -> bool:
         """Whether all uses are in one dataflow block, so that the copy can be a dataflow variable."""
-        for block, start, stop in self.scope.blocks:
-            if start <= self.first and self.last < stop:
-                return isinstance(block, relax.DataflowBlock) and not self.captured
-        return False
+        blocks = self.scope.blocks
+        at = bisect.bisect_right(blocks, self.first, key=lambda entry: entry[2])
+        if at == len(blocks) or self.captured:  # the result of the scope stands in no block
+            return False
+        block, _, stop = blocks[at]
+        return self.last < stop and isinstance(block, relax.DataflowBlock)
 
 
 @dataclass(slots=True)

@@ -30,8 +30,6 @@ class Trees:
         self.env: dict[int, Tree] = {}
         # Value node -> how to write it: a variable, and the path into its tuple.
         self.access: dict[int, tuple[relax.Var, tuple[int, ...]]] = {}
-        # Value node -> a device its type names only because stock inference took it over from the operand of a hint.
-        self.hearsay: dict[int, int] = {}
 
     def make(self, ty: tvm.ir.Type, var: relax.Var | None, function: str, path: tuple[int, ...] = ()) -> Tree:
         """New value nodes for a variable of this type; for its result where `var` is None."""
@@ -63,8 +61,8 @@ class Trees:
             if vdevice is None or not isinstance(tree, int):
                 return
             device = self.program.index_of(vdevice, f"'{origin.name}' in function '{origin.function}'")
-            if self.hearsay and self._is_hearsay(device, [node for sub in operands for node in nodes_of(sub)]):
-                self.hearsay[tree] = device
+            if self.graph.hearsay and self._is_hearsay(device, [node for sub in operands for node in nodes_of(sub)]):
+                self.graph.hearsay[tree] = device
             else:
                 self.graph.fixed[tree] = (device, origin)
         elif isinstance(ty, TupleType) and isinstance(tree, tuple):
@@ -79,8 +77,8 @@ class Trees:
     def _is_hearsay(self, device: int, operands: list[int]) -> bool:
         told = False
         for node in operands:
-            told = told or self.hearsay.get(node) == device
-            if self.graph.fixed.get(node, (-1,))[0] == device and self.hearsay.get(node) is None:
+            told = told or self.graph.hearsay.get(node) == device
+            if self.graph.fixed.get(node, (-1,))[0] == device and self.graph.hearsay.get(node) is None:
                 return False
         return told
 
