@@ -4,6 +4,7 @@ from __future__ import annotations
 
 # Each of these registers the converters it defines.
 from . import (
+    activations,
     convolution,
     detection,
     elementwise,
@@ -27,6 +28,7 @@ CONVERTERS: dict[str, Converter] = converters()
 
 __all__ = [
     "CONVERTERS",
+    "activations",
     "convolution",
     "detection",
     "elementwise",

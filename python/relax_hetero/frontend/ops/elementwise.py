@@ -89,41 +89,6 @@ def bit_cast(node: Node) -> relax.Expr:
     return node.builder.emit_te(lambda x: topi.reinterpret(x, target), data, primfunc_name_hint="bit_cast")
 
 
-@converts("Mish")
-def mish(node: Node) -> relax.Expr:
-    """x * tanh(log(1 + exp(x))), which with e = exp(x) is x * (e^2 + 2e) / (e^2 + 2e + 2), without cancellation."""
-    data = node.tensor(0)
-    dtype = dtype_of(data)
-    wide = cast(node, data, "float32") if dtype in ("float16", "bfloat16") else data
-    compute = dtype_of(wide)
-    # Beyond 20 the factor is 1 to the last bit, and exp would overflow.
-    exponential = node.emit(relax.op.exp(node.emit(relax.op.minimum(wide, const(20, compute)))))
-    two = const(2, compute)
-    grown = node.emit(relax.op.multiply(exponential, node.emit(relax.op.add(exponential, two))))
-    factor = node.emit(relax.op.divide(grown, node.emit(relax.op.add(grown, two))))
-    return cast(node, node.emit(relax.op.multiply(wide, factor)), dtype)
-
-
-@converts("Softplus")
-def softplus(node: Node) -> relax.Expr:
-    """log(1 + exp(x)) as max(x, 0) + log(1 + e) with e = exp(-|x|), whose small values the sum with 1 must not lose."""
-    data = node.tensor(0)
-    dtype = dtype_of(data)
-    wide = cast(node, data, "float32") if dtype in ("float16", "bfloat16") else data
-    compute = dtype_of(wide)
-    one = const(1, compute)
-    small = node.emit(relax.op.exp(node.emit(relax.op.negative(node.emit(relax.op.abs(wide))))))
-    grown = node.emit(relax.op.add(small, one))
-    # log(1 + e) * e / ((1 + e) - 1): the rounding of 1 + e cancels out (Kahan); where nothing is left it is e itself.
-    excess = node.emit(relax.op.subtract(grown, one))
-    is_lost = node.emit(relax.op.equal(excess, const(0, compute)))
-    divisor = node.emit(relax.op.where(is_lost, one, excess))
-    ratio = node.emit(relax.op.divide(small, divisor))
-    logarithm = node.emit(relax.op.multiply(node.emit(relax.op.log(grown)), ratio))
-    rest = node.emit(relax.op.where(is_lost, small, logarithm))
-    return cast(node, node.emit(relax.op.add(node.emit(relax.op.maximum(wide, const(0, compute))), rest)), dtype)
-
-
 @converts("Pow")
 def power(node: Node) -> relax.Expr:
     """x ** y in x's type, whatever y's; integers through float64, as onnxruntime computes them."""
@@ -139,70 +104,6 @@ def power(node: Node) -> relax.Expr:
     if not is_float(dtype) and not is_float(exponent_type):
         result = node.emit(relax.op.round(result))  # whole up to an error of pow, or a fraction below one half
     return cast(node, result, dtype)
-
-
-@converts("PRelu")
-def prelu(node: Node) -> relax.Expr:
-    """x where x >= 0, else slope * x; the slope broadcasts to x (before opset 7: a vector runs along the channels)."""
-    data, slope = node.tensor(0), node.tensor(1)
-    rank = node.rank(data)
-    if node.opset < 7 and node.rank(slope) == 1 and rank > 2 and node.shape(slope) != [1]:
-        slope = node.emit(relax.op.reshape(slope, [1, -1] + [1] * (rank - 2)))
-    is_negative = node.emit(relax.op.less(data, const(0, dtype_of(data))))
-    return node.emit(relax.op.where(is_negative, node.emit(relax.op.multiply(data, slope)), data))
-
-
-@converts("LeakyRelu")
-def leaky_relu(node: Node) -> relax.Expr:
-    """x where x >= 0, else alpha * x."""
-    data = node.tensor(0)
-    dtype = dtype_of(data)
-    scaled = node.emit(relax.op.multiply(data, const(node.attribute("alpha", 0.01), dtype)))
-    return node.emit(relax.op.where(node.emit(relax.op.less(data, const(0, dtype))), scaled, data))
-
-
-def _exponential_unit(node: Node, data: relax.Expr, alpha: float, inverse: float = 1.0) -> relax.Expr:
-    """x where x > 0, else alpha * (exp(x / inverse) - 1), in x's type."""
-    dtype = dtype_of(data)
-    # exp of the negative part only, so that a large x does not overflow on the branch that is not taken
-    below = node.emit(relax.op.minimum(data, const(0, dtype)))
-    if inverse != 1.0:
-        below = node.emit(relax.op.divide(below, const(inverse, dtype)))
-    grown = node.emit(relax.op.subtract(node.emit(relax.op.exp(below)), const(1, dtype)))
-    scaled = node.emit(relax.op.multiply(const(alpha, dtype), grown))
-    return node.emit(relax.op.where(node.emit(relax.op.greater(data, const(0, dtype))), data, scaled))
-
-
-@converts("Elu")
-def elu(node: Node) -> relax.Expr:
-    """x where x > 0, else alpha * (exp(x) - 1)."""
-    return _exponential_unit(node, node.tensor(0), node.attribute("alpha", 1.0))
-
-
-@converts("Celu")
-def celu(node: Node) -> relax.Expr:
-    """x where x > 0, else alpha * (exp(x / alpha) - 1)."""
-    alpha = node.attribute("alpha", 1.0)
-    return _exponential_unit(node, node.tensor(0), alpha, alpha)
-
-
-@converts("Selu")
-def selu(node: Node) -> relax.Expr:
-    """gamma * elu(x)."""
-    data = node.tensor(0)
-    alpha = node.attribute("alpha", 1.67326319217681884765625)
-    gamma = node.attribute("gamma", 1.05070102214813232421875)
-    unit = _exponential_unit(node, data, alpha)
-    return node.emit(relax.op.multiply(const(gamma, dtype_of(data)), unit))
-
-
-@converts("ThresholdedRelu")
-def thresholded_relu(node: Node) -> relax.Expr:
-    """x where x > alpha, else 0."""
-    data = node.tensor(0)
-    dtype = dtype_of(data)
-    above = node.emit(relax.op.greater(data, const(node.attribute("alpha", 1.0), dtype)))
-    return node.emit(relax.op.where(above, data, const(0, dtype)))
 
 
 @converts("Clip")
@@ -245,16 +146,6 @@ def divide(node: Node) -> relax.Expr:
     if known is not None and known.dtype.kind in "iu" and np.any(known == 0):
         raise node.refusal("divides integers by a constant 0")
     return node.emit(relax.op.divide(node.tensor(0), node.tensor(1)))
-
-
-@converts("HardSigmoid")
-def hard_sigmoid(node: Node) -> relax.Expr:
-    """max(0, min(1, alpha * x + beta))."""
-    data = node.tensor(0)
-    dtype = dtype_of(data)
-    scaled = node.emit(relax.op.multiply(const(node.attribute("alpha", 0.2), dtype), data))
-    moved = node.emit(relax.op.add(scaled, const(node.attribute("beta", 0.5), dtype)))
-    return node.emit(relax.op.clip(moved, 0, 1))
 
 
 _RARE = {

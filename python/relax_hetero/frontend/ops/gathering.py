@@ -170,6 +170,32 @@ def top_k(node: Node) -> relax.Expr:
     return relax.Tuple([cast(node, values, dtype), indices])
 
 
+@converts("Compress")
+def compress(node: Node) -> relax.Expr:
+    """The slices of an axis (or elements of the flat tensor) where the condition holds; it may be shorter than they."""
+    data, condition = node.tensor(0), node.tensor(1)
+    given = node.attribute("axis")
+    if given is None:
+        data = node.emit(relax.op.reshape(data, (-1,)))
+    axis = 0 if given is None else node.axis(given, node.rank(data))
+    places = node.emit(relax.op.nonzero(condition))
+    number = tirx.Var("number_kept", "int64")
+    places = node.builder.match_cast(places, relax.TensorType((1, number), "int64"))
+    flat = node.emit(relax.op.reshape(places, (number,)))
+    return node.emit(relax.op.take(data, flat, axis, "clip"))
+
+
+@converts("NonZero")
+def non_zero(node: Node) -> relax.Expr:
+    """Coordinates of the elements that are not 0, a column each."""
+    data = node.tensor(0)
+    if node.rank(data) == 0:
+        raise node.refusal("of a scalar cannot be imported")
+    places = node.emit(relax.op.nonzero(data))
+    number = tirx.Var("number_nonzero", "int64")
+    return node.builder.match_cast(places, relax.TensorType((node.rank(data), number), "int64"))
+
+
 @converts("ReverseSequence")
 def reverse_sequence(node: Node) -> relax.Expr:
     """The first `sequence_lens[b]` steps of each sequence in reverse order, the rest as it is."""

@@ -13,8 +13,9 @@ import numpy as np
 from tvm import relax, te
 
 from .elementwise import cast
+from .enlarging import enlarged
 from .node import Node, const, dtype_of, is_float
-from .table import convert_by_stock, converts
+from .table import converts
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def source_coordinates(axis: Axis, transformation: str) -> np.ndarray:
     if transformation == "half_pixel":
         return (position + 0.5) / axis.scale - 0.5
     if transformation == "pytorch_half_pixel":
-        return np.full_like(position, -0.5) if width == 1 else (position + 0.5) / axis.scale - 0.5
+        return np.zeros_like(position) if axis.after == 1 else (position + 0.5) / axis.scale - 0.5
     if transformation == "half_pixel_symmetric":
         offset = axis.before / 2 * (1 - axis.after / width)
         return offset + (position + 0.5) / axis.scale - 0.5
@@ -231,11 +232,25 @@ def resize(node: Node) -> relax.Expr:
         axes = _axes_by_scale(node, data, which, [float(scale) for scale in given])
     else:
         axes = _axes_by_size(node, data, which, [int(size) for size in given])
+    if axes is None and has_scales:
+        return enlarged(node, data, dict(zip(which, map(float, given), strict=True)), mode, transformation)
     if axes is None:
-        return convert_by_stock(node)
+        raise node.refusal("resizes a symbolic dimension to a size; give its size with shapes=")
     if transformation == "tf_crop_and_resize":
         axes = _with_regions(node, axes, which)
+    if has_scales and transformation in ("align_corners", "pytorch_half_pixel", "tf_crop_and_resize"):
+        _check_whole(node, axes, transformation)
     return _resized(node, data, axes, mode, transformation)
+
+
+def _check_whole(node: Node, axes: list[Axis], transformation: str) -> None:
+    """Refuse scales by which a size does not become a whole number: ONNX's reference and onnxruntime then differ."""
+    for axis in axes:
+        if axis.scale * axis.before != axis.after:
+            raise node.refusal(
+                f"{transformation} with scale {axis.scale:g} of {axis.before} elements makes no whole number of them, "
+                "and implementations differ on what that means; give sizes instead of scales"
+            )
 
 
 @converts("Upsample")
@@ -256,9 +271,8 @@ def _upsampled(node: Node, data: relax.Expr, scales: np.ndarray | None, mode: st
     if scales is None:
         raise node.refusal("its scales are computed when the model runs; they must be known at import")
     axes = _axes_by_scale(node, data, list(range(node.rank(data))), [float(scale) for scale in scales])
+    attributes = {**node.attributes, "nearest_mode": "floor"}
+    floored = Node(node.op_type, node.name, node.opset, node.builder, node.inputs, attributes, 1)
     if axes is None:
-        raise node.refusal("needs a static image size; give it with shapes=")
-    floored = Node(
-        node.op_type, node.name, node.opset, node.builder, node.inputs, {**node.attributes, "nearest_mode": "floor"}, 1
-    )
+        return enlarged(floored, data, dict(enumerate(map(float, scales))), mode, "asymmetric")
     return _resized(floored, data, axes, mode, "asymmetric")
