@@ -43,10 +43,23 @@ def __getattr__(name: str) -> Any:
         module_name, attribute = _EXPORTS[name]
     except KeyError:
         raise AttributeError(f"module 'relax_hetero' has no attribute {name!r}") from None
-    module = importlib.import_module(module_name, __name__)
+    try:
+        module = importlib.import_module(module_name, __name__)
+    except Exception as error:  # TVM's own modules fail in many ways without the compiler
+        if not _runtime_only():
+            raise
+        from .errors import HeteroError
+
+        raise HeteroError(f"relax_hetero.{name} needs TVM's compiler: found TVM's runtime only") from error
     value = module if attribute is None else getattr(module, attribute)
     globals()[name] = value
     return value
+
+
+def _runtime_only() -> bool:
+    from tvm import base
+
+    return bool(base._RUNTIME_ONLY)
 
 
 def __dir__() -> list[str]:

@@ -53,6 +53,8 @@ def constant_value(node: onnx.NodeProto) -> np.ndarray:
 def tensor_value(tensor: onnx.TensorProto, what: str) -> np.ndarray:
     """The array of a tensor, of a dtype TVM has; `what` is named in the error."""
     dtype_name(tensor.data_type, what)
+    if any(dim < 0 for dim in tensor.dims):
+        raise FrontendError(f"{what} has the shape {list(tensor.dims)}; expected sizes >= 0")
     try:
         return numpy_helper.to_array(tensor)
     except (ValueError, TypeError, OSError) as error:

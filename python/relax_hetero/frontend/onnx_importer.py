@@ -22,6 +22,7 @@ from .onnx_model import OnnxModel, opset_in
 from .onnx_names import NodeInfo
 from .onnx_support import SEQUENCE_OPS, find_converter, takes_shapes
 from .symbolic_sizes import compute_sizes
+from .tvm_messages import reason
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
                 raise
             except Exception as error:
                 raise FrontendError(
-                    f"node {info} of opset {self.opset} cannot be imported: {type(error).__name__}: {_reason(error)}"
+                    f"node {info} of opset {self.opset} cannot be imported: {type(error).__name__}: {reason(error)}"
                 ) from error
             self._adopt(bindings, info)
 
@@ -287,9 +288,3 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
             vector = self.bb.emit(relax.op.shape_to_tensor(relax.ShapeExpr([value])))
             return self.bb.emit(relax.op.reshape(vector, ()))
         return value
-
-
-def _reason(error: BaseException) -> str:
-    """The error's message without the stack that TVM appends to it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:3])[:400] or "no reason given"

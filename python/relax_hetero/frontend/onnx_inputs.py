@@ -18,6 +18,8 @@ from .onnx_names import variable_name
 Shapes: TypeAlias = "Mapping[str, Sequence[int | str | None] | int]"
 _Dim: TypeAlias = "int | str | None"
 
+_LARGEST_SIZE = 2**63 - 1
+
 _OPERATORS: dict[type[ast.operator], Callable[..., object]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -48,6 +50,8 @@ def graph_inputs(graph: onnx.GraphProto, shapes: Shapes | None) -> dict[str, rel
     FrontendError
         If an input is no tensor, or `shapes` names what the model lacks or contradicts it or itself.
     """
+    if shapes is not None and not isinstance(shapes, Mapping):
+        raise FrontendError(f"shapes is {shapes!r}; expected a mapping of inputs or named dimensions to sizes")
     weights = {tensor.name for tensor in graph.initializer} | {t.values.name for t in graph.sparse_initializer}
     infos = [info for info in graph.input if info.name not in weights]
     dims = {info.name: _declared_dims(info) for info in infos}
@@ -133,7 +137,10 @@ def _is_int(value: object) -> bool:
 def _size(value: object, where: str) -> int:
     if isinstance(value, bool) or not _is_int(value) or operator.index(value) < 0:  # type: ignore[arg-type]
         raise FrontendError(f"{where} must be a whole number >= 0, got {value!r}")
-    return operator.index(value)  # type: ignore[arg-type]
+    size = operator.index(value)  # type: ignore[arg-type]
+    if size > _LARGEST_SIZE:
+        raise FrontendError(f"{where} is {size}, which no 64-bit size can be")
+    return size
 
 
 def _bad_key(key: object, value: object, inputs: list[str], names: list[str]) -> str:

@@ -109,6 +109,10 @@ def _check(proto: onnx.ModelProto, source: str, path: Path | None) -> None:
         raise FrontendError(f"{source} has IR version {proto.ir_version}; expected 3 (ONNX 1.1) or later")
     if not proto.opset_import:
         raise FrontendError(f"{source} imports no operator set; a model of IR version {proto.ir_version} has to")
+    newest = onnx.defs.onnx_opset_version()
+    for entry in proto.opset_import:
+        if entry.domain in STANDARD_DOMAINS and entry.version > newest:
+            raise FrontendError(f"{source} is of opset {entry.version}; the installed onnx knows those up to {newest}")
     _check_external_files(proto, source, path)
     try:
         # By path where there is one: a model in memory is serialised again, which fails past 2 GB.

@@ -79,6 +79,8 @@ def matching_patterns(nodes: list[NodeInfo], rules: PlacementRules) -> dict[str,
 
 
 def _pairs(rules: PlacementRules) -> list[tuple[str, VDeviceSpec]]:
+    if not isinstance(rules, Iterable):
+        raise FrontendError(f"placement is {rules!r}; expected a mapping of patterns to devices, or a list of pairs")
     pairs = list(rules.items() if isinstance(rules, Mapping) else rules)
     for pair in pairs:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):

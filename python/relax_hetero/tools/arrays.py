@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import uuid
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -85,10 +87,18 @@ def tensor_spec(spec: object) -> TensorSpec:
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Write an ``.npz`` file whose members may have any name (``numpy.savez`` takes none called ``file``)."""
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, array in arrays.items():
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                np.lib.format.write_array(member, np.asanyarray(array), allow_pickle=False)
+    # A file may be mapped by whoever loaded it: it is replaced, never written into.
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    target = path if path.exists() and not path.is_file() else temporary
+    try:
+        with zipfile.ZipFile(target, "w") as archive:
+            for name, array in arrays.items():
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                    np.lib.format.write_array(member, np.asanyarray(array), allow_pickle=False)
+        if target is temporary:
+            os.replace(temporary, os.path.realpath(path))
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _random(spec: TensorSpec, shapes: Mapping[str, Sequence[int]], generator: np.random.Generator) -> np.ndarray:

@@ -37,7 +37,7 @@ OURS = "relax-hetero"
     help="Seconds after which a slow one sits out the remaining rounds.",
 )
 @click.option("--stock/--no-stock", default=True, show_default=True, help="Whether stock TVM takes part.")
-@click.option("--seed", default=0, show_default=True, help="Of the random inputs.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the random inputs.")
 @placing_options
 @json_option
 def bench_command(

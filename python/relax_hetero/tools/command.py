@@ -6,6 +6,7 @@ import functools
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -36,6 +37,13 @@ def command(name: str) -> Callable[[Callable[..., None]], click.Command]:
         return click.command(name)(shown)
 
     return declare
+
+
+def refuse_overwriting(output: Path, *sources: Path) -> None:
+    """Usage error where the file to write is one that is read: the model would be lost, and a loaded one crash."""
+    for source in sources:
+        if output.exists() and output.samefile(source):
+            raise click.UsageError(f"the output {output} is the model itself; give it another name")
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout, for programs.")

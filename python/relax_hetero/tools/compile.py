@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from ..errors import BuildError
-from .command import command, json_option
+from .command import command, json_option, refuse_overwriting
 from .console import bytes_text, console, print_json, target_text
 from .models import compile_onnx
 from .placing import Placing, placing_options
@@ -37,6 +37,7 @@ def compile_command(model: Path, output: Path, placing: Placing, as_json: bool) 
     """
     if not output.parent.is_dir():
         raise BuildError(f"cannot write {output}: there is no folder {output.parent}")
+    refuse_overwriting(output, model)
     built = compile_onnx(model, placing)
     start = time.perf_counter()
     built.executable.export_library(str(output))

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..errors import BindingError, HeteroError
 from .arrays import random_arrays, read_arrays, write_arrays
-from .command import command, json_option
+from .command import command, json_option, refuse_overwriting
 from .console import print_json
 from .models import Model, is_onnx, obtain
 from .onnxruntime_reference import Comparison, compare, reference
@@ -29,7 +29,7 @@ from .run_report import Ran
     metavar="[NAME=]FILE",
     help="An .npy file for one input, or an .npz file with several. Repeatable; inputs not given are random.",
 )
-@click.option("--seed", default=0, show_default=True, help="Of the random inputs.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the random inputs.")
 @click.option("--function", "function_name", default="main", show_default=True, help="Which function to call.")
 @click.option(
     "--device",
@@ -48,8 +48,12 @@ from .run_report import Ran
     metavar="MODEL.onnx",
     help="The model that a library was compiled from, for --check.",
 )
-@click.option("--rtol", default=1e-3, show_default=True, help="Relative tolerance of --check.")
-@click.option("--atol", default=1e-4, show_default=True, help="Absolute tolerance of --check.")
+@click.option(
+    "--rtol", type=click.FloatRange(min=0), default=1e-3, show_default=True, help="Relative tolerance of --check."
+)
+@click.option(
+    "--atol", type=click.FloatRange(min=0), default=1e-4, show_default=True, help="Absolute tolerance of --check."
+)
 @placing_options
 @json_option
 def run_command(
@@ -75,6 +79,8 @@ def run_command(
     if check and onnx is None and not is_onnx(model):
         raise click.UsageError("--check needs the ONNX file that the library was compiled from: --onnx MODEL.onnx")
     devices = _device_map(remap)
+    if output is not None:
+        refuse_overwriting(output, model, *filter(None, [onnx]))
     obtained = obtain(model, placing)
     inputs = _inputs(obtained, function_name, files, dict(placing.shapes), seed)
     outputs, places, seconds = _call(obtained, function_name, inputs, devices)

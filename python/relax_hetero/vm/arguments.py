@@ -132,6 +132,8 @@ def place_tensor(value: Any, spec: TensorSpec, where: str, to: Placement) -> run
     """A tensor argument; see `place`."""
     device = to.devices[spec.device]
     scope = None if to.scopes[spec.device] == "global" else to.scopes[spec.device]
+    if isinstance(value, np.ma.MaskedArray):
+        raise BindingError(f"{where} is a masked array, whose mask would be lost; expected {describe(spec)}")
     if isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
         check_tensor(_array_dtype(array, spec, where), array.shape, spec, where, to.dims)
@@ -202,8 +204,9 @@ def _scalar(value: bool | int | float, spec: TensorSpec, where: str) -> np.ndarr
     if not fits or spec.ndim > 0:
         raise BindingError(f"{where} is the Python {type(value).__name__} {value!r}, expected {describe(spec)}")
     try:
-        return np.array(value, dtype=_numpy_dtype(dtype))
-    except (OverflowError, TypeError, ValueError) as error:
+        with np.errstate(over="raise"):  # a number that would become infinite
+            return np.array(value, dtype=_numpy_dtype(dtype))
+    except (ArithmeticError, TypeError, ValueError) as error:
         raise BindingError(f"{where}: {value!r} does not fit {dtype} ({error})") from None
 
 

@@ -7,7 +7,7 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
 from tvm import runtime
@@ -15,7 +15,7 @@ from tvm import runtime
 from ..errors import BuildError
 from .constants import PlacedConstants
 from .container import Container
-from .export import link_library, needs_linking, write_copy, write_executable
+from .export import checked_path, link_library, needs_linking, write_copy, write_executable
 from .metadata import DeviceSpec, Metadata, device_names
 from .names import unknown_name
 from .signature import FunctionSignature
@@ -64,6 +64,9 @@ class Executable:
         devices = ", ".join(device_names(self.devices))
         return f"<Executable of {', '.join(self.function_names)} for {devices or 'the host'}>"
 
+    def __reduce__(self) -> NoReturn:
+        raise BuildError("an Executable cannot be pickled or copied: use export_library, and relax_hetero.load")
+
     @property
     def module(self) -> runtime.Module:
         """The code; BuildError where it has to be loaded from the file, and cannot."""
@@ -103,10 +106,11 @@ class Executable:
         BuildError
             No compiler, a failing one, or a path that cannot be written.
         """
+        file = Path(checked_path(path, "exporting an executable"))
         if self._container is not None:
-            write_copy(Path(path), self._container.data)
+            write_copy(file, self._container.data)
         else:
-            write_executable(Path(path), self.module, self.metadata, self.constants)
+            write_executable(file, self.module, self.metadata, self.constants)
 
     def runnable(self) -> runtime.Module:
         """The module in a form that runs in this process; code of ``c`` devices is compiled now, once.

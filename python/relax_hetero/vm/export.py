@@ -67,6 +67,14 @@ def link_library(module: runtime.Module, path: Path, what: str) -> None:
             raise BuildError(f"{what}: linking failed: {error}") from error
 
 
+def checked_path(path: object, what: str) -> str:
+    """`path` as text; BuildError, beginning with `what`, where it is no path."""
+    try:
+        return os.fsdecode(path)  # type: ignore[arg-type]
+    except TypeError:
+        raise BuildError(f"{what}: {path!r} ({type(path).__name__}) is no path") from None
+
+
 def write_executable(
     path: Path, module: runtime.Module, metadata: Metadata, constants: Sequence[runtime.Tensor]
 ) -> None:

@@ -15,6 +15,7 @@ from ..errors import BuildError
 from .backends import load_backend
 from .container import Container, open_container
 from .executable import Executable
+from .export import checked_path
 from .metadata import CPU, Metadata
 from .tensors import view_bytes
 
@@ -46,7 +47,7 @@ def load(path: str | os.PathLike[str], verify: bool = False) -> Executable:
         A file that is missing, foreign, truncated, corrupt, or of another version; names what was found and
         expected.
     """
-    file = Path(os.path.abspath(path))
+    file = Path(os.path.abspath(checked_path(path, "loading an executable")))
     container = open_container(file)
     _check_version(container)
     if verify:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from tvm import runtime
 
@@ -101,6 +101,9 @@ class VirtualMachine:
         except Exception as error:  # TVM raises its own kinds
             raise explain_failure("making the machine", error, executable.metadata) from error
 
+    def __reduce__(self) -> NoReturn:
+        raise BindingError("a VirtualMachine cannot be pickled or copied: make one from the Executable in each process")
+
     @property
     def devices(self) -> list[runtime.Device]:
         """The device of every manifest entry, in order."""
@@ -194,6 +197,9 @@ class VirtualMachine:
         specs = dict(list(enumerate(signature.inputs))[signature.num_input :])
         names = [spec.name for spec in specs.values()]
         if not isinstance(params, Mapping):
+            if not isinstance(params, Sequence) or isinstance(params, str):
+                kind = type(params).__name__
+                raise BindingError(f"the parameters of {function!r} are a {kind}, expected a mapping or a sequence")
             if len(params) != len(names):
                 raise BindingError(f"{function!r} takes {len(names)} parameters, found {len(params)}: {names}")
             params = dict(zip(names, params, strict=True))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from ..errors import BindingError
 from .arguments import as_tensor, check_tensor, from_dlpack
 from .dims import DimValues
 from .signature import FunctionSignature, TensorSpec, TupleSpec, ValueSpec, describe
-from .tensors import AddressRange, bytes_of, copy_into, copy_to, dtype_name
+from .tensors import AddressRange, bytes_of, copy_into, copy_to, dtype_name, is_host
 
 _Tensor = tvm_ffi.core.Tensor
 
@@ -51,6 +52,7 @@ def check_out(out: Any, signature: FunctionSignature, dims: DimValues) -> None:
     """Require the structure, element types and extents of a function's results; BindingError if they differ."""
     if signature.output_is_tuple:
         _check_buffer(out, TupleSpec("out", signature.outputs), "out", dims)
+        _check_apart(out)
     else:
         _check_buffer(out, signature.outputs[0], "out", dims)
     dims.settle()
@@ -76,6 +78,27 @@ def _check_buffer(out: Any, spec: ValueSpec, where: str, dims: DimValues) -> Non
     check_tensor(str(tensor.dtype), tensor.shape, spec, where, dims)
     if not tensor.is_contiguous():
         raise BindingError(f"{where} has strides {tensor.strides}, expected a contiguous tensor")
+
+
+def _check_apart(out: Any) -> None:
+    """Refuse buffers of which one would overwrite another."""
+    buffers = list(_numpy_views(out, "out"))
+    for (first, a), (second, b) in itertools.combinations(buffers, 2):
+        if np.shares_memory(a, b):
+            raise BindingError(f"{first} and {second} share memory, expected a buffer of its own for each result")
+
+
+def _numpy_views(out: Any, where: str) -> Iterator[tuple[str, np.ndarray]]:
+    """The buffers that are in the host's memory, by what messages call them."""
+    if isinstance(out, np.ndarray):
+        yield where, out
+    elif isinstance(out, _Tensor) or hasattr(out, "__dlpack__"):
+        tensor = out if isinstance(out, _Tensor) else from_dlpack(out)
+        if is_host(tensor.device):
+            yield where, bytes_of(tensor)
+    else:
+        for index, part in enumerate(out):
+            yield from _numpy_views(part, f"{where}[{index}]")
 
 
 def _buffer(out: Any, where: str, spec: TensorSpec) -> runtime.Tensor:

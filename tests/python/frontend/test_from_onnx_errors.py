@@ -126,6 +126,28 @@ def test_a_function_that_calls_itself():
     refused(model)
 
 
+def test_an_opset_of_the_future():
+    newest = onnx.defs.onnx_opset_version()
+    model = simple([helper.make_node("Relu", ["x"], ["y"])])
+    model.opset_import[0].version = newest + 1
+    refused(model, f"is of opset {newest + 1}; the installed onnx knows those up to {newest}")
+
+
+def test_weights_of_negative_size():
+    model = simple(
+        [helper.make_node("Relu", ["x"], ["y"])],
+        initializer=[helper.make_tensor("w", TensorProto.FLOAT, [2], [1, 2])],
+    )
+    model.graph.initializer[0].dims[0] = -2
+    refused(model, "initializer 'w'", "sizes >= 0")
+
+
+def test_messages_name_ops_without_their_fields():
+    model = simple([helper.make_node("Softmax", ["x"], ["y"], axis=7)])
+    error = refused(model, "relax.nn.softmax")
+    assert "ir.Op(" not in str(error)
+
+
 def test_options_that_do_not_fit_together():
     model = simple([helper.make_node("Relu", ["x"], ["y"])])
     refused(model, "vdevices", placement={"*": "llvm"})

@@ -136,6 +136,10 @@ def test_sequences_are_refused():
         ({"x": [-1, 2, 7]}, "whole number >= 0, got -1"),
         ({"x": [1.5, 2, 7]}, "whole number >= 0, got 1.5"),
         ({"batch": True}, "whole number >= 0, got True"),
+        ({"batch": 10**20}, "no 64-bit size"),
+        ([1, 2], "expected a mapping"),
+        ("batch", "expected a mapping"),
+        (5, "expected a mapping"),
     ],
 )
 def test_shapes_that_do_not_fit_are_errors(shapes, message):

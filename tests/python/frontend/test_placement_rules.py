@@ -101,3 +101,8 @@ def test_a_device_that_is_not_listed():
 def test_rules_of_another_shape(rules):
     with pytest.raises(rh.FrontendError, match="a pattern .* and a device"):
         assigned(rules)
+
+
+def test_rules_that_are_no_collection():
+    with pytest.raises(rh.FrontendError, match="placement is 5; expected a mapping"):
+        assigned(5)

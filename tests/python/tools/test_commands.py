@@ -13,6 +13,8 @@ import pytest
 from click.testing import Result
 from onnx import numpy_helper
 
+import relax_hetero as rh
+
 from .conftest import TWO, parsed, save, two_layers
 
 Invoke = Callable[..., Result]
@@ -156,6 +158,36 @@ def test_wrong_usage_exits_with_2(invoke: Invoke, model: Path, tmp_path: Path):
         ["compile", model],
         ["explain", model, "--place", "nothing"],
         ["bench", model, "--rounds", "0"],
+        ["bench", model, "--seed", "-1"],
+        ["run", model, "--seed", "-1"],
+        ["run", model, "--check", "--rtol", "-1"],
         ["no-such-command"],
     ):
         assert invoke(*arguments).exit_code == 2, arguments
+
+
+def test_what_is_read_is_not_written_over(invoke: Invoke, model: Path, tmp_path: Path):
+    library = tmp_path / "model.so"
+    assert invoke("compile", model, "-o", library).exit_code == 0
+    link = tmp_path / "link.npz"
+    link.symlink_to(library)
+    before = model.read_bytes(), library.read_bytes()
+    for arguments in (
+        ["compile", model, "-o", model],
+        ["run", model, "--output", model],
+        ["run", library, "--output", link],
+        ["run", library, "--check", "--onnx", model, "--output", model],
+    ):
+        result = invoke(*arguments)
+        assert result.exit_code == 2 and "is the model itself" in result.stderr, result.output
+    assert (model.read_bytes(), library.read_bytes()) == before
+
+
+def test_outputs_replace_a_file_that_is_mapped(invoke: Invoke, model: Path, tmp_path: Path):
+    library = tmp_path / "model.so"
+    assert invoke("compile", model, "-o", library).exit_code == 0
+    executable = rh.load(library)
+    assert invoke("run", model, "--output", library).exit_code == 0
+    found = rh.vm.VirtualMachine(executable)["main"](np.ones((2, 3), "float32"))
+    np.testing.assert_allclose(found.numpy(), expected(model, np.ones((2, 3), "float32")), rtol=1e-5)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["model.onnx", "model.so"]
