@@ -72,27 +72,45 @@ def _promise(held: dict[str, dict[str, Outcome]]) -> str:
 
 
 def _refusals(outcomes: dict[str, Outcome]) -> str:
-    groups: dict[str, list[str]] = defaultdict(list)
+    groups: dict[str, list[Outcome]] = defaultdict(list)
     for outcome in outcomes.values():
         if outcome.status == REFUSED:
-            groups[_group(outcome)].append(outcome.name.removeprefix("test_"))
-    lines = ["## What (b) refuses", "", "| why | cases | for example |", "| --- | ---: | --- |"]
-    for why, names in sorted(groups.items(), key=lambda item: (-len(item[1]), item[0])):
-        lines.append(f"| {why} | {len(names)} | {', '.join(f'`{name}`' for name in sorted(names)[:3])} |")
+            groups[_reason(outcome)].append(outcome)
+    lines = ["## What (b) refuses", "", "| why | cases | ops | for example |", "| --- | ---: | --- | --- |"]
+    for why, refused in sorted(groups.items(), key=lambda item: (-len(item[1]), item[0])):
+        named = Counter(_op(outcome) for outcome in refused)
+        ops = ", ".join(f"{op} ({count})" for op, count in sorted(named.items(), key=lambda each: (-each[1], each[0])))
+        names = sorted(outcome.name.removeprefix("test_") for outcome in refused)
+        lines.append(f"| {why} | {len(refused)} | {ops} | {', '.join(f'`{name}`' for name in names[:2])} |")
     return "\n".join([*lines, ""])
 
 
-def _group(outcome: Outcome) -> str:
-    """A refusal without the names of its case: op and kind of reason."""
+_REASONS = (
+    (r"known at import|at import time|starts length", "shapes, axes or sizes that are inputs of the graph"),
+    (r"STRING|string", "strings"),
+    (
+        r"8 bits|from (?:float8|float4|u?int[24])|to (?:float8|float4)|type u?int[24]|int[24],",
+        "types below 8 bits, 8-bit floats",
+    ),
+    (r"is a (?:sequence|optional)|empty optional", "sequences or optionals as inputs, empty optionals as outputs"),
+    (r"domain 'ai\.onnx\.", "ops of other domains (ml, training, preview)"),
+    (r"have no |TVM cannot import|cannot be imported$", "ops without a converter"),
+    (r"cannot be lowered|no kernel", "kernels that cannot be built"),
+)
+
+
+def _reason(outcome: Outcome) -> str:
     text = outcome.detail.splitlines()[0]
-    if re.search(r"sequence|optional", text):
-        return "sequence or optional values as inputs"
-    if re.search(r"string", text):
-        return "strings"
-    if re.search(r"float8|float4|int4|int2|uint2|e8m0|e4m3|e5m2|e2m1|below 8 bits|4-bit|8 bits", text):
-        return "types below 8 bits, and 8-bit floats"
-    if re.search(r"domain", text):
-        return "ops of other domains"
-    ops = re.findall(r"\b([A-Z][A-Za-z0-9]+) \(|op type '?([A-Z][A-Za-z0-9]+)|\b([A-Z][A-Za-z0-9]+) node", text)
-    names = sorted({name for match in ops for name in match if name})
-    return f"op {', '.join(names)}" if names else f"graph of {', '.join(outcome.ops[:3])}"
+    for pattern, reason in _REASONS:
+        if re.search(pattern, text):
+            return reason
+    return "other forms of an op"
+
+
+def _op(outcome: Outcome) -> str:
+    """The op a refusal is about, else the first of the graph's."""
+    text = outcome.detail.splitlines()[0]
+    found = re.search(r"FrontendError: (\w+) node|: (\w+) of domain|node '[^']*' \((\w+)\)", text)
+    if found is None:
+        return outcome.ops[0] if len(outcome.ops) == 1 else "several"
+    return next(name for name in found.groups() if name)

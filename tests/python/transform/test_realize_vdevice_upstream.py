@@ -48,7 +48,8 @@ def test_row_6_stock_rules_differ(op):
         if STOCK_RULE[op] == "raises":
             with pytest.raises(Exception, match="same VDevice"):
                 builder.emit(nary_ops(here, there)[op])
-            return builder.emit_func_output(here)
+            builder.emit_func_output(here)
+            return
         made = builder.emit(nary_ops(here, there)[op])
         builder.emit_func_output(made)
     assert (made.ty.vdevice is None) == (STOCK_RULE[op] == "loses")

@@ -7,9 +7,7 @@ from tvm import relax, te, tirx
 from .node import Node, dtype_of
 
 
-def enlarged(
-    node: Node, data: relax.Expr, scales: dict[int, float], mode: str, transformation: str
-) -> relax.Expr:
+def enlarged(node: Node, data: relax.Expr, scales: dict[int, float], mode: str, transformation: str) -> relax.Expr:
     """Images of symbolic size, enlarged by whole numbers: coordinates are computed by the kernel.
 
     Raises
