@@ -60,12 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the example; returns the exit code: 0 where both results agree."""
     options = _parse(arguments)
     screen = Console(highlight=False)
-    placement = options.place or cut(onnx.load(str(options.model), load_external_data=False), options.fraction)
-    built = {}
-    for label, vdevices, rules in (
-        ("one device", options.vdevice[:1], None),
-        ("two devices", options.vdevice, placement),
-    ):
+    built: dict[str, Any] = {}
+    for label, vdevices in (("one device", options.vdevice[:1]), ("two devices", options.vdevice)):
+        # The cut comes after the import for one device, which says what is wrong with a file that is no model.
+        rules = _rules(options) if built else None
         with screen.status(f"Compiling for {label}"):
             module = rh.from_onnx(str(options.model), vdevices=vdevices, placement=rules, shapes=options.shape)
             built[label] = rh.compile(module)
@@ -78,6 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outputs[label], seconds = _timed(machine, inputs, options.repeat)
         screen.print(f"{label}: {seconds * 1e3:.2f} ms, median of {options.repeat} calls", markup=False)
     return _compare(executable, outputs["one device"], outputs["two devices"], screen)
+
+
+def _rules(options: argparse.Namespace) -> Any:
+    return options.place or cut(onnx.load(str(options.model), load_external_data=False), options.fraction)
 
 
 def placement_table(executable: Any) -> Table:
@@ -160,4 +162,7 @@ def _shape(text: str) -> tuple[str, list[int]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except rh.HeteroError as error:
+        sys.exit(f"error: {error}")

@@ -170,4 +170,7 @@ def _place(text: str) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except rh.HeteroError as error:
+        sys.exit(f"error: {error}")

@@ -51,6 +51,15 @@ def test_two_devices_give_what_one_gives(model: Path, options: list[str]):
     assert "llvm:0" in done.stdout and "llvm:1" in done.stdout
 
 
+def test_errors_are_one_line(model: Path, tmp_path: Path):
+    junk = tmp_path / "junk.onnx"
+    junk.write_bytes(b"\xff" * 64)
+    for arguments, message in (((junk,), "is not an ONNX model"), ((model, "--place", "none=llvm"), "pattern 'none'")):
+        done = run(*arguments)
+        assert done.returncode == 1 and message in done.stderr
+        assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
+
+
 def test_wrong_usage(model: Path, tmp_path: Path):
     assert run(tmp_path / "absent.onnx").returncode == 2
     assert run(model, "--vdevice", "llvm").returncode == 2
