@@ -1,0 +1,101 @@
+"""Gather, Scatter and their kin: negative indices, every axis, indices that are constants or inputs."""
+
+import numpy as np
+import pytest
+
+from frontend.ops.checking import check, integers, node_model, refused, run, uniform
+
+
+@pytest.mark.parametrize("constant", [[], [1]])
+@pytest.mark.parametrize("axis", [0, -1])
+def test_gather(axis, constant):
+    data = uniform(4, 3, 5)
+    check("Gather", data, integers(2, 3, low=-data.shape[axis], high=data.shape[axis]), axis=axis, constant=constant)
+
+
+def test_gather_of_a_scalar_index():
+    check("Gather", uniform(4, 3), np.array(-2), axis=1)
+
+
+def test_gather_with_an_index_out_of_range():
+    refused("Gather", uniform(3, 2), np.array([0, 3]), constant=[1], match="out of an axis of 3")
+    # Known only when the model runs, it stays inside the tensor.
+    (got,) = run(*node_model("Gather", [np.arange(3, dtype="float32"), np.array([1, 9, -9])], 18))
+    assert got.tolist() == [1, 2, 0]
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_gather_elements(axis):
+    data = uniform(3, 4, 2)
+    check("GatherElements", data, integers(3, 4, 2, low=-2, high=2, dtype="int32"), axis=axis)
+
+
+@pytest.mark.parametrize("batch_dims", [0, 1])
+def test_gather_nd(batch_dims):
+    check("GatherND", uniform(2, 3, 4), integers(2, 5, 1, low=-2, high=2), batch_dims=batch_dims)
+
+
+@pytest.mark.parametrize("reduction", ["none", "add", "mul", "min", "max"])
+def test_scatter_elements(reduction):
+    indices = np.array([[0, -1, 2], [1, 0, -3]])
+    indices = indices if reduction != "none" else np.array([[0, 1, 2], [2, 0, 1]])
+    check("ScatterElements", uniform(2, 5), indices, uniform(2, 3, low=-1), axis=1, reduction=reduction)
+
+
+@pytest.mark.parametrize("reduction", ["none", "add", "max"])
+def test_scatter_nd(reduction):
+    indices = np.array([[0, 1], [-1, 2], [1, 0]])
+    check("ScatterND", uniform(3, 4, 2), indices, uniform(3, 2), reduction=reduction)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1, -2])
+def test_one_hot_leaves_out_of_range_off(axis):
+    indices = np.array([[0, 4, -1], [5, -5, -6]])
+    check("OneHot", indices, np.array(5), np.array([2, 7], "float32"), axis=axis, constant=[1])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int64", "uint8"])
+@pytest.mark.parametrize("largest", [0, 1])
+def test_top_k(dtype, largest):
+    data = np.random.default_rng(0).permutation(60).reshape(3, 4, 5).astype(dtype)
+    check("TopK", data, np.array([3]), outputs=2, constant=[1], axis=1, largest=largest, reference="onnx")
+
+
+def test_top_k_that_is_computed_is_refused():
+    refused("TopK", uniform(3, 4), np.array([2]), outputs=2, match="k is computed")
+
+
+@pytest.mark.parametrize("op", ["CumSum", "CumProd"])
+@pytest.mark.parametrize("exclusive", [0, 1])
+@pytest.mark.parametrize("reverse", [0, 1])
+def test_cumulate(op, exclusive, reverse):
+    opset = 18 if op == "CumSum" else 26
+    options = {"exclusive": exclusive, "reverse": reverse, "reference": "onnx", "opset": opset}
+    check(op, uniform(3, 4, 2), np.array(1), constant=[1], **options)
+
+
+@pytest.mark.parametrize("time_axis", [0, 1])
+def test_reverse_sequence(time_axis):
+    lengths = np.array([1, 3, 2, 4])[: 4 if time_axis else 3]
+    check("ReverseSequence", uniform(4, 3 + time_axis, 2), lengths, time_axis=time_axis, batch_axis=1 - time_axis)
+
+
+@pytest.mark.parametrize("mode", ["linear", "circular"])
+def test_tensor_scatter(mode):
+    operands = [uniform(2, 3, 6, 4), uniform(2, 3, 2, 4), np.array([1, 4 if mode == "linear" else 5])]
+    check("TensorScatter", *operands, opset=24, reference="onnx", mode=mode)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1, None])
+def test_compress(axis):
+    options = {} if axis is None else {"axis": axis}
+    check("Compress", uniform(3, 4), np.array([True, False, True]), opset=11, **options)
+
+
+@pytest.mark.parametrize("k", [-2, 0, 1])
+def test_eye_like(k):
+    check("EyeLike", integers(3, 5, dtype="int32"), k=k, dtype=1)
+
+
+def test_non_zero():
+    check("NonZero", np.array([[1, 0, 2], [0, 0, 3]], "float32"))
