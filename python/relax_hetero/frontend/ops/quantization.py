@@ -122,11 +122,11 @@ def dynamic_quantize_linear(node: Node) -> relax.Expr:
     high = node.emit(relax.op.maximum(node.emit(relax.op.max(data)), zero))
     low = node.emit(relax.op.minimum(node.emit(relax.op.min(data)), zero))
     scale = node.emit(relax.op.divide(node.emit(relax.op.subtract(high, low)), const(255, "float32")))
-    is_flat = node.emit(relax.op.equal(scale, zero))  # all zeros: any scale will do, but not 0 / 0
+    is_flat = node.emit(relax.op.equal(scale, zero))  # all zeros: any scale will do but 0, and onnxruntime takes 1
     safe = node.emit(relax.op.where(is_flat, const(1, "float32"), scale))
     wanted = node.emit(relax.op.divide(node.emit(relax.op.subtract(zero, low)), safe))
     point = cast(node, node.emit(relax.op.round(node.emit(relax.op.clip(wanted, 0, 255)))), "uint8")
-    return relax.Tuple([quantize(node, node.emit(relax.op.divide(data, safe)), point, "uint8"), scale, point])
+    return relax.Tuple([quantize(node, node.emit(relax.op.divide(data, safe)), point, "uint8"), safe, point])
 
 
 def _requantize(node: Node, total: relax.Expr, scales: list[relax.Expr], zero_point: relax.Expr) -> relax.Expr:

@@ -47,23 +47,27 @@ class Taps:
 
 
 def source_coordinates(axis: Axis, transformation: str) -> np.ndarray:
-    """Where in the input, in elements, every output element lies."""
-    position = np.arange(axis.after, dtype=np.float64)
-    width = axis.scale * axis.before
-    low, high = axis.region
+    """Where in the input, in elements, every output element lies.
+
+    In single precision, as implementations compute it: which of two neighbours is nearest can hang on the last bit.
+    """
+    position = np.arange(axis.after, dtype=np.float32)
+    scale, half = np.float32(axis.scale), np.float32(0.5)
+    width = scale * np.float32(axis.before)
+    low, high = (np.float32(end) for end in axis.region)
     if transformation == "align_corners":
         return np.zeros_like(position) if width == 1 else position * (axis.before - 1) / (width - 1)
     if transformation == "asymmetric":
-        return position / axis.scale
+        return position / scale
     if transformation == "half_pixel":
-        return (position + 0.5) / axis.scale - 0.5
+        return (position + half) / scale - half
     if transformation == "pytorch_half_pixel":
-        return np.zeros_like(position) if axis.after == 1 else (position + 0.5) / axis.scale - 0.5
+        return np.zeros_like(position) if axis.after == 1 else (position + half) / scale - half
     if transformation == "half_pixel_symmetric":
-        offset = axis.before / 2 * (1 - axis.after / width)
-        return offset + (position + 0.5) / axis.scale - 0.5
+        offset = np.float32(axis.before / 2) * (1 - np.float32(axis.after) / width)
+        return offset + (position + half) / scale - half
     if transformation == "tf_half_pixel_for_nn":
-        return (position + 0.5) / axis.scale
+        return (position + half) / scale
     if transformation == "tf_crop_and_resize":
         start = low * (axis.before - 1)
         if width == 1:
@@ -97,7 +101,7 @@ def _cubic_kernel(distance: np.ndarray, a: float) -> np.ndarray:
 
 def taps(axis: Axis, mode: str, transformation: str, node: Node) -> Taps:
     """The input elements of every output element along one axis, and their weights."""
-    source = source_coordinates(axis, transformation)
+    source = source_coordinates(axis, transformation).astype(np.float64)
     left = np.ceil(source).astype(np.int64) - 1  # the element before, also for a whole coordinate
     distance = source - left
     outside = (source < 0) | (source > axis.before - 1) if transformation == "tf_crop_and_resize" else None

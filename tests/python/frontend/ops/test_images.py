@@ -1,0 +1,143 @@
+"""Convolution, pooling, resizing and detection against onnxruntime over ragged shapes."""
+
+import numpy as np
+import pytest
+
+from frontend.ops.checking import check, refused, uniform
+
+
+@pytest.mark.parametrize("axes", [1, 2, 3])
+@pytest.mark.parametrize("auto_pad", ["SAME_UPPER", "SAME_LOWER", "VALID", None])
+def test_convolution(axes, auto_pad):
+    options = {"auto_pad": auto_pad} if auto_pad else {"pads": [1, 0, 2, 1, 0, 1][: 2 * axes]}
+    data, weight = uniform(2, 4, *(9, 7, 6)[:axes]), uniform(6, 2, *(3, 2, 3)[:axes])
+    check("Conv", data, weight, uniform(6), constant=[1, 2], group=2, strides=[2, 3, 1][:axes], **options)
+
+
+def test_convolution_of_symbolic_batch_and_size():
+    check("Conv", uniform(2, 3, 8, 7), uniform(4, 3, 3, 3), constant=[1], symbolic=[0], pads=[1, 1, 1, 1])
+
+
+def test_convolution_in_half_precision():
+    data, weight = uniform(1, 64, 5, 5, dtype="float16"), uniform(2, 64, 3, 3, dtype="float16")
+    check("Conv", data, weight, opset=22, reference="onnx", rtol=5e-3, atol=5e-2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strides": [3, 2], "pads": [1, 0, 0, 1]},
+        {"strides": [2, 2], "output_padding": [1, 0]},
+        {"strides": [2, 2], "auto_pad": "SAME_UPPER"},
+        {"strides": [2, 2], "auto_pad": "SAME_LOWER"},
+        {"strides": [3, 2], "output_shape": [11, 5]},
+        {"dilations": [2, 1], "group": 2},
+    ],
+)
+def test_transposed_convolution(options):
+    weight = uniform(4, 3, 3, 2)
+    check("ConvTranspose", uniform(2, 4, 4, 3), weight, uniform(3 * options.get("group", 1)), **options)
+
+
+def test_transposed_convolution_beyond_what_is_computed():
+    options = {"strides": [3, 2], "output_shape": [10, 8], "output_padding": [1, 1]}
+    check("ConvTranspose", uniform(1, 1, 3, 3), uniform(1, 2, 3, 3), reference="onnx", **options)
+
+
+@pytest.mark.parametrize("op", ["MaxPool", "AveragePool", "LpPool"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strides": [2, 3], "pads": [1, 0, 1, 1]},
+        {"strides": [2, 2], "ceil_mode": 1},
+        {"strides": [2, 3], "auto_pad": "SAME_LOWER"},
+        {"strides": [2, 3], "auto_pad": "SAME_UPPER"},
+        {"dilations": [2, 1]},
+    ],
+)
+def test_pooling(op, options):
+    extra = {"count_include_pad": 1} if op == "AveragePool" else {"p": 3} if op == "LpPool" else {}
+    check(op, uniform(2, 3, 7, 8), opset=22, kernel_shape=[3, 2], **options, **extra)
+
+
+def test_average_pooling_leaves_padding_out():
+    check("AveragePool", uniform(2, 3, 7), opset=22, kernel_shape=[3], strides=[3], pads=[1, 1], ceil_mode=1)
+
+
+@pytest.mark.parametrize("storage_order", [0, 1])
+def test_max_pooling_with_indices(storage_order):
+    options = {"kernel_shape": [2, 3], "strides": [2, 2], "pads": [0, 1, 1, 1], "storage_order": storage_order}
+    check("MaxPool", uniform(2, 3, 5, 6), outputs=2, **options)
+
+
+@pytest.mark.parametrize("op", ["GlobalAveragePool", "GlobalMaxPool"])
+def test_global_pooling(op):
+    check(op, uniform(2, 3, 4, 5, 2))
+
+
+def resize(mode, coordinates, *, scales=None, sizes=None, symbolic=(), **options):
+    given = np.array(sizes) if scales is None else np.array(scales, "float32")
+    operands = [uniform(1, 2, 5, 4), None, given] if scales is not None else [uniform(1, 2, 5, 4), None, None, given]
+    options = {"mode": mode, "coordinate_transformation_mode": coordinates, **options}
+    check("Resize", *operands, constant=[len(operands) - 1], symbolic=symbolic, opset=19, **options)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "linear", "cubic"])
+@pytest.mark.parametrize("coordinates", ["half_pixel", "asymmetric", "align_corners", "pytorch_half_pixel"])
+def test_resize_to_sizes(mode, coordinates):
+    resize(mode, coordinates, sizes=[1, 2, 8, 3])
+
+
+@pytest.mark.parametrize("nearest_mode", ["floor", "ceil", "round_prefer_floor", "round_prefer_ceil"])
+def test_resize_by_scales(nearest_mode):
+    resize("nearest", "half_pixel", scales=[1, 1, 0.6, 1.5], nearest_mode=nearest_mode)
+
+
+def test_resize_with_antialiasing():
+    resize("linear", "half_pixel", sizes=[1, 2, 3, 2], antialias=1)
+    resize("cubic", "half_pixel", scales=[1, 1, 0.4, 0.5], antialias=1, cubic_coeff_a=-0.5, exclude_outside=1)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "linear"])
+def test_resize_of_a_symbolic_image(mode):
+    resize(mode, "half_pixel", scales=[1, 1, 2, 3], symbolic=[0])
+    resize(mode, "asymmetric", scales=[1, 1, 3, 1], symbolic=[0], nearest_mode="floor")
+
+
+def test_resize_that_is_ambiguous_is_refused():
+    operands = [uniform(1, 1, 2, 4), None, np.array([1, 1, 0.6, 0.6], "float32")]
+    options = {"mode": "linear", "coordinate_transformation_mode": "align_corners"}
+    refused("Resize", *operands, constant=[2], match="no whole number", **options)
+
+
+def test_upsample():
+    check("Upsample", uniform(1, 2, 3, 4), np.array([1, 1, 2, 3], "float32"), opset=9, constant=[1], mode="linear")
+
+
+@pytest.mark.parametrize("coordinates", ["half_pixel", "output_half_pixel"])
+@pytest.mark.parametrize("sampling_ratio", [0, 2])
+def test_roi_align(coordinates, sampling_ratio):
+    regions = np.array([[0, 1, 12, 9], [3, 3, 8, 14], [1, 0, 2, 2]], "float32")
+    options = {"output_height": 2, "output_width": 3, "spatial_scale": 0.5, "sampling_ratio": sampling_ratio}
+    operands = [uniform(2, 3, 8, 9), regions, np.array([0, 1, 1])]
+    check("RoiAlign", *operands, coordinate_transformation_mode=coordinates, **options)
+
+
+@pytest.mark.parametrize("constant", [[], [2, 3, 4]])
+@pytest.mark.parametrize("center_point_box", [0, 1])
+def test_non_max_suppression(constant, center_point_box):
+    boxes, scores = uniform(2, 9, 4, low=0, high=1), uniform(2, 3, 9, low=0, high=1)
+    limits = [np.array([4]), np.array([0.3], "float32"), np.array([0.2], "float32")]
+    check("NonMaxSuppression", boxes, scores, *limits, constant=constant, center_point_box=center_point_box)
+
+
+def test_non_max_suppression_without_threshold_keeps_negative_scores():
+    boxes = np.array([[[0, 0, 1, 1], [0, 2, 1, 3]]], "float32")
+    check("NonMaxSuppression", boxes, np.array([[[-1, -2]]], "float32"), np.array([2]), opset=11)
+
+
+@pytest.mark.parametrize("mode", ["linear", "nearest", "cubic"])
+@pytest.mark.parametrize("padding_mode", ["zeros", "border", "reflection"])
+def test_grid_sample(mode, padding_mode):
+    grid = uniform(2, 3, 4, 2, low=-1.2, high=1.2)
+    check("GridSample", uniform(2, 3, 5, 4), grid, opset=20, mode=mode, padding_mode=padding_mode)
