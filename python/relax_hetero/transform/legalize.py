@@ -19,7 +19,7 @@ from .unique_names import with_unique_names
 _KEPT_OPS = frozenset(
     """relax.call_tir relax.call_tir_inplace relax.call_tir_with_grad relax.call_dps_packed relax.call_pure_packed
     relax.call_inplace_packed relax.call_builtin_with_ctx relax.call_py_func relax.to_vdevice relax.hint_on_device
-    relax.shape_of relax.tensor_to_shape relax.shape_to_tensor relax.size relax.print relax.assert_op
+    relax.shape_of relax.tensor_to_shape
     relax.make_closure relax.invoke_closure relax.invoke_pure_closure relax.null_value relax.reshape
     relax.memory.view relax.memory.ensure_zero_offset""".split()
 )

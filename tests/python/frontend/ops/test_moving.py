@@ -1,0 +1,113 @@
+"""Ops that move elements: slices, splits, padding, blocks, broadcasting, shapes that are computed."""
+
+import numpy as np
+import pytest
+
+from frontend.ops.checking import check, integers, refused, uniform
+
+INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
+
+
+@pytest.mark.parametrize("constant", [[1, 2, 3, 4], []])
+@pytest.mark.parametrize(
+    ("start", "end", "step"),
+    [(1, 4, 1), (-3, INT_MAX, 1), (5, INT_MIN, -2), (9, -9, -1), (0, 9, 3), (3, 1, 1), (-9, 2, 1), (-9, INT_MIN, -1)],
+)
+def test_slice(start, end, step, constant):
+    numbers = [np.array([value, other]) for value, other in ((start, 0), (end, 1), (1, 0), (step, 1))]
+    check("Slice", uniform(2, 6, 3), *numbers, constant=constant)
+
+
+@pytest.mark.parametrize(("start", "end", "step"), [(1, INT_MAX, 1), (-2, INT_MAX, 1), (0, -1, 2), (-1, INT_MIN, -1)])
+def test_slice_of_a_symbolic_axis(start, end, step):
+    numbers = [np.array([value]) for value in (start, end, 1, step)]
+    check("Slice", uniform(3, 7), *numbers, constant=[1, 2, 3, 4], symbolic=[0])
+
+
+def test_slice_by_attributes():
+    check("Slice", uniform(4, 5), opset=9, starts=[1, -3], ends=[3, INT_MAX], axes=[0, 1])
+
+
+def test_split_by_sizes_of_which_one_is_empty():
+    check("Split", uniform(7, 2), np.array([3, 0, 4]), outputs=3, constant=[1], axis=0)
+
+
+def test_split_evenly_with_a_smaller_last_part():
+    check("Split", uniform(2, 7), outputs=3, axis=-1, num_outputs=3)
+
+
+def test_split_into_computed_parts_is_refused():
+    refused("Split", uniform(4), np.array([1, 3]), outputs=2, match="sizes of its parts")
+
+
+@pytest.mark.parametrize("mode", ["constant", "edge", "reflect", "wrap"])
+def test_pad(mode):
+    pads = [0, 2, 1, 1, 0, 3] if mode != "constant" else [-1, 2, 1, 1, 0, -2]
+    check("Pad", uniform(3, 4, 5), np.array(pads), opset=19, constant=[1], mode=mode)
+
+
+def test_pad_with_a_computed_value_on_some_axes():
+    operands = [uniform(3, 4), np.array([1, 2]), np.array(7, "float32"), np.array([-1])]
+    check("Pad", *operands, constant=[1, 3])
+
+
+def test_pad_of_a_symbolic_size():
+    check("Pad", uniform(3, 4), np.array([1, 0, 0, 2]), constant=[1], symbolic=[0], mode="reflect")
+
+
+@pytest.mark.parametrize("upper", [0, 1])
+@pytest.mark.parametrize("constant", [[], [1]])
+def test_trilu(upper, constant):
+    check("Trilu", integers(2, 4, 5), np.array(-1), opset=14, upper=upper, constant=constant)
+
+
+@pytest.mark.parametrize("mode", ["DCR", "CRD"])
+def test_depth_to_space(mode):
+    check("DepthToSpace", uniform(2, 12, 2, 3), blocksize=2, mode=mode)
+
+
+def test_space_to_depth():
+    check("SpaceToDepth", uniform(2, 3, 4, 6), blocksize=2)
+
+
+def test_col2im():
+    columns = uniform(1, 2 * 6, 12)
+    options = {"strides": [1, 2], "pads": [0, 1, 1, 1], "opset": 18}
+    check("Col2Im", columns, np.array([4, 6]), np.array([2, 3]), constant=[1, 2], **options)
+
+
+def test_center_crop_pad():
+    check("CenterCropPad", uniform(7, 4, 3), np.array([4, 9]), constant=[1], axes=[0, 1], reference="onnx")
+
+
+def test_max_unpool():
+    indices = np.array([[[[0, 3], [9, 14]]]])
+    check("MaxUnpool", uniform(1, 1, 2, 2), indices, opset=22, kernel_shape=[2, 2], strides=[2, 2], reference="onnx")
+
+
+@pytest.mark.parametrize("constant", [[], [1]])
+@pytest.mark.parametrize("shape", [(2, 3, 4), (1, 4), (3, 1)])
+def test_expand_broadcasts_both_ways(shape, constant):
+    check("Expand", uniform(3, 1), np.array(shape), constant=constant)
+
+
+def test_expand_of_an_axis_that_turns_out_to_be_one():
+    check("Expand", uniform(2, 1), np.array([2, 3]), constant=[1], symbolic=[0])
+    check("Expand", uniform(2, 3), np.array([2, 3]), constant=[1], symbolic=[0])
+
+
+@pytest.mark.parametrize("shape", [(4, -1), (0, 2, 3), (-1,), (2, 0, -1)])
+def test_reshape_to_a_computed_shape(shape):
+    check("Reshape", uniform(2, 6), np.array(shape))
+
+
+def test_constant_of_a_computed_shape():
+    from onnx import numpy_helper
+
+    check("ConstantOfShape", np.array([2, 3]), value=numpy_helper.from_array(np.array([7], "int32")))
+
+
+@pytest.mark.parametrize("options", [{}, {"start": 1}, {"start": -2, "end": -1}, {"end": 9}, {"start": 2, "end": 1}])
+def test_shape(options):
+    check("Shape", uniform(2, 3, 4), opset=19, **options)
+    check("Shape", uniform(2, 3, 4), opset=19, symbolic=[0], **options)
