@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from select import select
 
@@ -22,10 +22,16 @@ START_SECONDS = 120.0  # importing TVM and generating the suite's cases, on a bu
 
 
 class Worker:
-    """One worker process, started on first use and again after every crash."""
+    """One worker process, started on first use and again after every crash.
 
-    def __init__(self, configuration: str, timeout: float) -> None:
-        self._configuration = configuration
+    Parameters
+    ----------
+    command: what to start; it reads names and answers each with an outcome, as `conformance.worker` does.
+    timeout: seconds one case may take.
+    """
+
+    def __init__(self, command: Sequence[str], timeout: float) -> None:
+        self._command = list(command)
         self._timeout = timeout
         self._process: subprocess.Popen[bytes] | None = None
         self._log = tempfile.TemporaryFile()
@@ -65,7 +71,7 @@ class Worker:
         environment = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in paths if path))
         environment.setdefault("TVM_NUM_THREADS", "2")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "conformance.worker", self._configuration, str(MEMORY_BYTES)],
+            self._command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -100,13 +106,14 @@ def run_cases(
     report: called from one thread at a time, in order of completion.
     timeout: seconds one case may take.
     """
+    command = [sys.executable, "-m", "conformance.worker", configuration, str(MEMORY_BYTES)]
     waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
     for name in names:
         waiting.put(name)
     lock = threading.Lock()
 
     def serve() -> None:
-        worker = Worker(configuration, timeout)
+        worker = Worker(command, timeout)
         try:
             while True:
                 try:

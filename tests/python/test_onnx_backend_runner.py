@@ -1,0 +1,106 @@
+"""The runner of ONNX's backend suite: comparing outputs, dealing nodes out, and surviving crashes."""
+
+import json
+import pathlib
+import sys
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "apps" / "onnx_backend"))
+
+from conformance import pool, store  # noqa: E402
+from conformance.backends import OneDeviceBackend, TwoDeviceBackend, deal_out  # noqa: E402
+from conformance.cases import load_case, mismatch  # noqa: E402
+from conformance.outcome import CRASHED, NOT_RUN, PASSED, REFUSED, Outcome, run_case  # noqa: E402
+from conformance.report import markdown  # noqa: E402
+
+WORKER = """
+import json, os, sys, time
+for line in sys.stdin:
+    name = line.strip()
+    if name == "dies":
+        sys.stderr.write("last words"); sys.stderr.flush(); os.abort()
+    if name == "hangs":
+        time.sleep(60)
+    answer = dict(name=name, status="passed", ops=[], detail="", seconds=0.0, where="")
+    sys.stdout.write(json.dumps(answer) + "\\n"); sys.stdout.flush()
+"""
+
+
+@pytest.mark.parametrize(
+    ("got", "problem"),
+    [
+        ([np.float32([1, np.nan, np.inf])], None),
+        ([np.float32([1.0005, np.nan, np.inf])], None),
+        ([np.float32([1.01, np.nan, np.inf])], "1 of 3 values differ"),
+        ([np.float32([1, 2, np.inf])], "1 of 3 values differ"),
+        ([np.float64([1, np.nan, np.inf])], "dtype float64"),
+        ([np.float32([[1, np.nan, np.inf]])], "shape"),
+        ([], "0 outputs"),
+    ],
+)
+def test_outputs_are_compared_as_onnx_does(got, problem):
+    found = mismatch([np.float32([1, np.nan, np.inf])], got, 1e-3, 1e-7)
+    assert found is None if problem is None else problem in str(found)
+
+
+def test_bfloat16_has_its_own_tolerance():
+    want = np.array([1, 2], ml_dtypes.bfloat16)
+    assert mismatch([want], [want * want.dtype.type(1.01)], 1e-3, 1e-7) is None
+    assert mismatch([want], [want * want.dtype.type(1.1)], 1e-3, 1e-7) is not None
+
+
+def test_nodes_are_dealt_out_in_turn_from_the_second_device():
+    model = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["": 17]> g (float[2] x) => (float[2] y) '
+        "{ a = Relu(x) b = Tanh(a) c = Exp(b) y = Neg(c) }"
+    )
+    named, placement = deal_out(model)
+    assert placement == {"node0": "llvm:1", "node1": "llvm:0", "node2": "llvm:1", "node3": "llvm:0"}
+    assert not any(node.name for node in model.graph.node)
+    assert [node.name for node in named.graph.node] == list(placement)
+    rep = TwoDeviceBackend.prepare(model)
+    entries = rep.executable.metadata.placement
+    assert {entry["device"] for entry in entries if entry["kind"] == "op"} == {"llvm:0", "llvm:1"}
+    x = np.float32([-1, 1])
+    (want,) = OneDeviceBackend.prepare(model).run([x])
+    np.testing.assert_array_equal(rep.run([x])[0], want)
+
+
+def test_a_crash_and_a_hang_cost_one_case_each(monkeypatch):
+    monkeypatch.setattr(pool, "START_SECONDS", 0.0)
+    worker = pool.Worker([sys.executable, "-c", WORKER], timeout=3.0)
+    try:
+        outcomes = [worker.run(name) for name in ("one", "dies", "two", "hangs", "three")]
+    finally:
+        worker.close()
+    assert [outcome.status for outcome in outcomes] == [PASSED, CRASHED, PASSED, CRASHED, PASSED]
+    assert "SIGABRT" in outcomes[1].detail and "last words" in outcomes[1].detail
+    assert "no answer within 3 s" in outcomes[3].detail
+
+
+def test_the_last_run_of_a_case_counts_and_a_torn_line_is_dropped(tmp_path):
+    store.append(tmp_path, "b", Outcome("test_add", REFUSED, ["Add"]))
+    store.append(tmp_path, "b", Outcome("test_add", PASSED, ["Add"]))
+    with store.path_of(tmp_path, "b").open("a") as file:
+        file.write(json.dumps({"name": "test_sub"})[:-3])
+    assert {name: outcome.status for name, outcome in store.read(tmp_path, "b").items()} == {"test_add": PASSED}
+
+
+def test_stock_is_not_run_on_sequences_and_this_library_refuses_them():
+    name = "test_sequence_insert_at_back"
+    assert not load_case(name).has_only_tensors
+    assert run_case(name, "a").status == NOT_RUN
+    outcome = run_case(name, "b")
+    assert outcome.status == REFUSED and "sequence" in outcome.detail
+
+
+def test_the_document_counts_what_is_lost():
+    stock = {"test_add": Outcome("test_add", PASSED, ["Add"])}
+    ours = {"test_add": Outcome("test_add", REFUSED, ["Add"], "FrontendError: Add node 'a': no")}
+    text = markdown({"a": stock, "b": ours})
+    assert "Of what (a) passes, (b) loses 1" in text
+    assert "Add (1)" in text
