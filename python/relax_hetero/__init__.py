@@ -26,6 +26,7 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "BindingError": (".errors", "BindingError"),
     "VDevice": (".vdevice", "VDevice"),
     "native": (".vdevice", "native"),
+    "encoding": (".encoding", None),
     "op": (".op", None),
     "transform": (".transform", None),
     "vm": (".vm", None),

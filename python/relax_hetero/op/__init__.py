@@ -1,4 +1,4 @@
-"""Relax operators for placement: hints and explicit transfers.
+"""Relax operators for placement (hints and explicit transfers) and for encoded tensors (``relax.hetero.*``).
 
 They build TVM's own ``relax.hint_on_device`` and ``relax.to_vdevice`` calls, so that ``R.hint_on_device`` and
 ``R.to_vdevice`` in TVMScript are the same thing to every pass. Importing this package makes TVMScript's look-up of
@@ -7,10 +7,32 @@ vdevices strict (see `strict_tvmscript`).
 
 from __future__ import annotations
 
+from .encoded import (
+    elementwise,
+    matmul,
+    prepacked,
+    register_encoded_ops,
+    relayout,
+    set_encoding,
+    unset_encoding,
+)
 from .hints import encode_hint, hint_on_device, hinted_vdevice, is_hint
 from .strict_tvmscript import make_tvmscript_strict
 from .transfers import to_vdevice
 
-__all__ = ["encode_hint", "hint_on_device", "hinted_vdevice", "is_hint", "to_vdevice"]
+__all__ = [
+    "elementwise",
+    "encode_hint",
+    "hint_on_device",
+    "hinted_vdevice",
+    "is_hint",
+    "matmul",
+    "prepacked",
+    "relayout",
+    "set_encoding",
+    "to_vdevice",
+    "unset_encoding",
+]
 
 make_tvmscript_strict()
+register_encoded_ops()

@@ -1,0 +1,22 @@
+"""What tensors are for and how they are stored: encodings, packed layouts, and the resolvers that know a device's own."""
+
+from __future__ import annotations
+
+from .encoding import Encoding
+from .expression import Expression
+from .packed_layout import PackedLayout
+from .problem import ElementwiseProblem, Epilogue, MatmulProblem, Operand
+from .resolver import EncodingResolver, register_resolver, resolver_for
+
+__all__ = [
+    "ElementwiseProblem",
+    "Encoding",
+    "EncodingResolver",
+    "Epilogue",
+    "Expression",
+    "MatmulProblem",
+    "Operand",
+    "PackedLayout",
+    "register_resolver",
+    "resolver_for",
+]

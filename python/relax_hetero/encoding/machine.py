@@ -1,0 +1,91 @@
+"""Facts about CPUs that layouts and kernels are chosen by, in one table.
+
+A row is an instruction set; a target gets the first row all of whose features it has. Adding a machine is adding a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import tvm
+from tvm.target import codegen
+
+
+@dataclass(frozen=True)
+class InstructionSet:
+    """What one level of an architecture's vector instructions offers.
+
+    Attributes
+    ----------
+    name : str
+    arch : str
+        LLVM's name of the architecture: "x86_64", "aarch64", or "" for any.
+    features : tuple of str
+        LLVM features that a target needs for this row.
+    vector_bytes : int
+        Bytes of a vector register; 0: no vector code is written, the compiler may do as it likes.
+    registers : int
+        Vector registers.
+    """
+
+    name: str
+    arch: str
+    features: tuple[str, ...]
+    vector_bytes: int
+    registers: int
+
+
+# The best first. Sources: Intel SDM and AMD64 manuals; Arm ARM (Advanced SIMD).
+INSTRUCTION_SETS: tuple[InstructionSet, ...] = (
+    InstructionSet("avx512", "x86_64", ("avx512f", "avx512bw", "avx512vl", "avx512dq"), 64, 32),
+    InstructionSet("avx2", "x86_64", ("avx2", "fma", "f16c"), 32, 16),
+    InstructionSet("sse", "x86_64", ("sse2",), 16, 16),
+    InstructionSet("neon", "aarch64", ("neon",), 16, 32),
+    InstructionSet("generic", "", (), 0, 16),
+)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A CPU target as kernels see it.
+
+    Attributes
+    ----------
+    isa : InstructionSet
+    features : frozenset of str
+        Every LLVM feature of the target ("avx512vnni", "dotprod", ...), for instructions beyond the row's.
+    cores : int
+        ``num-cores`` of the target, 1 where it has none: how many parts parallel loops are cut into.
+    kind : str
+        Target kind: "llvm" or "c".
+    """
+
+    isa: InstructionSet
+    features: frozenset[str]
+    cores: int
+    kind: str
+
+    def lanes(self, dtype: str) -> int:
+        """Elements of a vector register, 1 on a machine without vectors."""
+        return max(1, self.isa.vector_bytes * 8 // tvm.DataType(dtype).bits)
+
+
+def machine_of(target: tvm.target.Target) -> Machine:
+    """The facts of a CPU target; targets that are no CPU of the table get the generic row."""
+    return _machine_of(str(target))
+
+
+@cache
+def _machine_of(text: str) -> Machine:
+    target = tvm.target.Target(text)
+    cores = max(1, int(target.attrs.get("num-cores", 1)))
+    if target.kind.name != "llvm":
+        return Machine(INSTRUCTION_SETS[-1], frozenset(), cores, target.kind.name)
+    features = frozenset(str(f) for f in codegen.llvm_get_cpu_features(target))
+    arch = str(codegen.llvm_get_system_triple() if not target.attrs.get("mtriple") else target.attrs["mtriple"])
+    arch = arch.split("-")[0].replace("arm64", "aarch64")
+    for isa in INSTRUCTION_SETS:
+        if isa.arch in ("", arch) and features.issuperset(isa.features):
+            return Machine(isa, features, cores, "llvm")
+    raise AssertionError("the last row fits every target")

@@ -1,0 +1,166 @@
+"""How a tensor is stored: which dimensions are cut into tiles, and in what order tiles and outer dimensions lie.
+
+The same description as MLIR's ``tensor.pack``: ``outer_perm``, ``inner_dims`` and ``inner_tiles``. A ``(k, n)`` weight
+as ``[n/32, k/4, 32, 4]`` has ``outer_perm=(1, 0)``, ``inner_dims=(1, 0)``, ``inner_tiles=(32, 4)``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from ..errors import EncodingError
+
+_TEXT = re.compile(r"pack<outer=\[([\d, ]*)\] inner=\[([\d:, ]*)\]( \+compensation)?>")
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """Storage order of a tensor of `len(outer_perm)` dimensions, the last of a tile padded with zeros.
+
+    Attributes
+    ----------
+    outer_perm : tuple of int
+        Logical dimension of each outer axis, in storage order.
+    inner_dims : tuple of int
+        Logical dimension of each tile axis, in storage order, after the outer axes.
+    inner_tiles : tuple of int
+        Elements of each tile axis.
+    compensation : bool
+        The right operand of an s8*s8 product that is computed as u8*s8 (the left one has 128 added): one more block, in
+        front, along the outer axis of the last inner dimension (k, in tiles of 4 bytes). It holds -128 times the sum
+        over k of every column, as int32.
+    """
+
+    outer_perm: tuple[int, ...]
+    inner_dims: tuple[int, ...] = ()
+    inner_tiles: tuple[int, ...] = ()
+    compensation: bool = False
+
+    def __post_init__(self) -> None:
+        if sorted(self.outer_perm) != list(range(len(self.outer_perm))):
+            raise EncodingError(f"layout {self}: outer is not a permutation")
+        if len(self.inner_dims) != len(self.inner_tiles) or len(set(self.inner_dims)) != len(self.inner_dims):
+            raise EncodingError(f"layout {self}: every tiled dimension has one tile")
+        if any(d not in self.outer_perm for d in self.inner_dims) or any(t < 1 for t in self.inner_tiles):
+            raise EncodingError(f"layout {self}: a tiled dimension is out of range, or a tile is empty")
+        if self.compensation and (not self.inner_tiles or self.inner_tiles[-1] != 4):
+            raise EncodingError(f"layout {self}: compensation needs k in tiles of 4 bytes, innermost")
+
+    @staticmethod
+    def identity(rank: int) -> PackedLayout:
+        """Row-major, as tensors are outside of encodings."""
+        return PackedLayout(tuple(range(rank)))
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether this is plain row-major storage."""
+        return self.outer_perm == tuple(range(len(self.outer_perm))) and not self.inner_dims
+
+    def __str__(self) -> str:
+        if not self.inner_dims and self.outer_perm == tuple(range(len(self.outer_perm))):
+            return f"identity<{len(self.outer_perm)}>"
+        outer = ", ".join(map(str, self.outer_perm))
+        inner = ", ".join(f"{d}:{t}" for d, t in zip(self.inner_dims, self.inner_tiles, strict=True))
+        return f"pack<outer=[{outer}] inner=[{inner}]{' +compensation' if self.compensation else ''}>"
+
+    @staticmethod
+    def parse(text: str) -> PackedLayout:
+        """The layout that `str` wrote; EncodingError for other text."""
+        return _parse(text)
+
+    def tile(self, dim: int) -> int:
+        """The tile of a logical dimension, 1 where it has none."""
+        return self.inner_tiles[self.inner_dims.index(dim)] if dim in self.inner_dims else 1
+
+    def packed_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
+        """Shape of the stored tensor; extents may be symbolic (anything with + and //)."""
+        if len(shape) != len(self.outer_perm):
+            raise EncodingError(f"layout {self} is for {len(self.outer_perm)} dimensions, found shape {tuple(shape)}")
+        outer = [_ceil_div(shape[d], self.tile(d)) for d in self.outer_perm]
+        if self.compensation:
+            outer[self.outer_perm.index(self.inner_dims[-1])] += 1
+        return (*outer, *self.inner_tiles)
+
+    def storage_bytes(self, shape: Sequence[Any], dtype: str) -> Any:
+        """Bytes of the stored tensor, an expression where an extent is symbolic."""
+        total: Any = np.dtype(dtype if dtype != "bfloat16" else "uint16").itemsize
+        for extent in self.packed_shape(shape):
+            total = total * extent
+        return total
+
+    def transposed(self, perm: Sequence[int]) -> PackedLayout:
+        """The layout under which ``permute_dims(x, perm)`` has the very bytes that `x` has under this one."""
+        position = {old: new for new, old in enumerate(perm)}
+        return PackedLayout(
+            tuple(position[d] for d in self.outer_perm),
+            tuple(position[d] for d in self.inner_dims),
+            self.inner_tiles,
+            self.compensation,
+        )
+
+    def pack(self, array: np.ndarray) -> np.ndarray:
+        """`array` as it is stored: what the pack kernel computes, for constants at compile time."""
+        padded = np.pad(array, [(0, -extent % self.tile(d)) for d, extent in enumerate(array.shape)])
+        split: list[int] = []
+        outer_axis, inner_axis = {}, {}
+        for d, extent in enumerate(padded.shape):
+            outer_axis[d] = len(split)
+            split.append(extent // self.tile(d))
+            if d in self.inner_dims:
+                inner_axis[d] = len(split)
+                split.append(self.tile(d))
+        order = [outer_axis[d] for d in self.outer_perm] + [inner_axis[d] for d in self.inner_dims]
+        packed = padded.reshape(split).transpose(order)
+        if self.compensation:
+            return self._with_compensation(packed)
+        return np.ascontiguousarray(packed)
+
+    def _with_compensation(self, packed: np.ndarray) -> np.ndarray:
+        axis = self.outer_perm.index(self.inner_dims[-1])
+        sums = packed.astype("int32").sum(axis=(axis, -1), dtype="int32") * np.int32(-128)
+        block = np.ascontiguousarray(sums)[..., np.newaxis].view(packed.dtype)
+        return np.concatenate([np.expand_dims(block, axis), packed], axis=axis)
+
+    def unpack(self, stored: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+        """The tensor of `shape` that is stored as `stored`."""
+        if self.compensation:
+            axis = self.outer_perm.index(self.inner_dims[-1])
+            stored = np.delete(stored, 0, axis=axis)
+        rank = len(self.outer_perm)
+        order: list[int] = []
+        for d in range(rank):
+            order.append(self.outer_perm.index(d))
+            if d in self.inner_dims:
+                order.append(rank + self.inner_dims.index(d))
+        whole = stored.transpose(order).reshape([_ceil_div(shape[d], self.tile(d)) * self.tile(d) for d in range(rank)])
+        return np.ascontiguousarray(whole[tuple(slice(0, extent) for extent in shape)])
+
+
+def _ceil_div(extent: Any, tile: int) -> Any:
+    return extent if tile == 1 else (extent + (tile - 1)) // tile
+
+
+@cache
+def _parse(text: str) -> PackedLayout:
+    plain = re.fullmatch(r"identity<(\d+)>", text)
+    if plain is not None:
+        return PackedLayout.identity(int(plain[1]))
+    match = _TEXT.fullmatch(text)
+    if match is None:
+        raise EncodingError(
+            f"{text!r} is not a layout; expected identity<rank> or pack<outer=[..] inner=[dim:tile, ..]>"
+        )
+    outer, inner, compensation = match.groups()
+    pairs = [pair.split(":") for pair in inner.split(", ") if pair]
+    return PackedLayout(
+        tuple(int(d) for d in outer.split(", ")),
+        tuple(int(d) for d, _ in pairs),
+        tuple(int(t) for _, t in pairs),
+        compensation is not None,
+    )

@@ -1,0 +1,83 @@
+"""What a compute kernel has to do, all of it: the operands, how each is stored, what happens to the result.
+
+A problem is plain data: equal problems are one kernel. Symbolic extents are names, numbered in order of appearance
+("s0", "s1", ...), so that two dispatches that differ in the names of their symbols share a kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .encoding import IndexMap
+from .expression import Expression
+from .packed_layout import PackedLayout
+
+Dim = int | str
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor that a kernel reads or writes.
+
+    Attributes
+    ----------
+    shape : tuple of int or str
+        Logical shape; a symbolic extent is a name.
+    dtype : str
+    index_map : IndexMap
+        The iteration dimension of each dimension ("1": size one, broadcast).
+    layout : PackedLayout
+        How it is stored; the kernel's buffer has ``layout.packed_shape(shape)``.
+    """
+
+    shape: tuple[Dim, ...]
+    dtype: str
+    index_map: IndexMap
+    layout: PackedLayout
+
+    def size(self, name: str) -> Dim:
+        """Extent of iteration dimension `name`."""
+        return self.shape[self.index_map.index(name)]
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What is applied to the accumulators before they are stored.
+
+    Attributes
+    ----------
+    expression : Expression
+        ``x0`` is the accumulator, ``x1``, ``x2``, ... the operands.
+    operands : tuple of Operand
+        Index maps over batch dimensions, m and n; any may be missing or "1" (a bias has ("n",), a scalar ()).
+    """
+
+    expression: Expression
+    operands: tuple[Operand, ...] = ()
+
+
+@dataclass(frozen=True)
+class MatmulProblem:
+    """A matrix product: ``result = epilogue(init + sum over k of lhs * rhs)``.
+
+    Parameters of its kernel, in order: lhs, rhs, init (if any), the epilogue's operands, result.
+    """
+
+    lhs: Operand
+    rhs: Operand
+    result: Operand
+    acc_dtype: str
+    init: Operand | None = None
+    epilogue: Epilogue | None = None
+
+
+@dataclass(frozen=True)
+class ElementwiseProblem:
+    """``result = expression(x0, x1, ...)`` with broadcast; x0 has the result's shape and layout.
+
+    Parameters of its kernel, in order: operands, result. Index maps name the result's dimensions "d0", "d1", ...
+    """
+
+    expression: Expression
+    operands: tuple[Operand, ...]
+    result: Operand

@@ -1,0 +1,98 @@
+"""Who turns an encoding into a layout: resolvers, found by target.
+
+A resolver is asked three things about a target that it was registered for: how an operand is stored (`resolve`), how
+many bytes that takes (`storage_size`), and what computes on operands so stored (`kernel`). "None" to the first means
+"no layout here", and the encoding is cancelled. Others register theirs without touching ours::
+
+    register_resolver(MyResolver(), kind="llvm", features=["sve2"], priority=10)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import tvm
+from tvm import tirx
+
+from ..errors import EncodingError
+from .encoding import Encoding
+from .machine import machine_of
+from .packed_layout import PackedLayout
+from .problem import ElementwiseProblem, MatmulProblem
+
+
+@runtime_checkable
+class EncodingResolver(Protocol):
+    """What a target does with encodings."""
+
+    name: str
+
+    def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
+        """How the operand is stored on this target, identity included; None: not at all, cancel the encoding.
+
+        Asked for each of the three operands of a product; None for one of them cancels all.
+        """
+
+    def storage_size(self, encoding: Encoding, shape: Sequence[Any], target: tvm.target.Target) -> Any:
+        """Bytes of a tensor of `shape` (extents may be PrimExprs) under its layout; an int or a PrimExpr."""
+
+    def kernel(self, problem: MatmulProblem | ElementwiseProblem, target: tvm.target.Target) -> tirx.PrimFunc:
+        """The code that solves `problem` on this target; parameters as the problem's class says."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    resolver: EncodingResolver
+    kind: str
+    features: frozenset[str]
+    priority: int
+
+
+_entries: list[_Entry] = []
+
+
+def register_resolver(
+    resolver: EncodingResolver, kind: str, features: Sequence[str] = (), priority: int = 0
+) -> Callable[[], None]:
+    """Register a resolver for targets of a kind that have all of some LLVM features.
+
+    Parameters
+    ----------
+    resolver : EncodingResolver
+    kind : str
+        Target kind: "llvm", "c", "cuda", ...
+    features : sequence of str
+        LLVM features a target must have ("avx512f"); a target's own attributes "tag" and "keys" count as features too.
+    priority : int
+        The highest that fits answers; among equals the one with more features, then the latest. Ours have 0.
+
+    Returns
+    -------
+    Callable
+        Takes the registration back.
+    """
+    for method in ("resolve", "storage_size", "kernel"):
+        if not callable(getattr(resolver, method, None)):
+            raise EncodingError(f"resolver {resolver!r} has no method {method!r}; see EncodingResolver")
+    entry = _Entry(resolver, kind, frozenset(features), priority)
+    _entries.append(entry)
+    return lambda: _entries.remove(entry)
+
+
+def resolver_for(target: tvm.target.Target | str) -> EncodingResolver | None:
+    """The resolver that answers for a target, None if there is none."""
+    target = tvm.target.Target(target)
+    known = _features(target)
+    fitting = [
+        (entry.priority, len(entry.features), position)
+        for position, entry in enumerate(_entries)
+        if entry.kind == target.kind.name and known.issuperset(entry.features)
+    ]
+    return _entries[max(fitting)[2]].resolver if fitting else None
+
+
+def _features(target: tvm.target.Target) -> frozenset[str]:
+    tag = str(target.tag)
+    return machine_of(target).features | frozenset(map(str, target.keys)) | frozenset([tag] if tag else [])

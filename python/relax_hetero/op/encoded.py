@@ -1,0 +1,286 @@
+"""Operators of encoded tensors: ``relax.hetero.*``, in TVMScript ``R.hetero.*``.
+
+Tensor types stay logical until materialization; what an encoded tensor is for (`Encoding`, as text) and, once
+specialized, how it is stored (`PackedLayout`, as text) stands in the attributes of the op that makes it.
+
+============================================================  =========================================================
+``set_encoding(x, encoding, layout)``                         lay a plain tensor out
+``unset_encoding(x, encoding, layout)``                       back to row-major; encoding and layout are the operand's
+``relayout(x, encoding, layout, from_layout)``                from one layout to another
+``prepacked(data, shape, encoding, layout)``                  stored bytes that are an encoded tensor of `shape` already
+``matmul(lhs, rhs, init?, encoding, layout, kernel)``         product of encoded tensors (encoding: the result's)
+``elementwise(x0, x1, ..., expression, encoding, layout)``    elementwise on encoded x0; plain operands broadcast
+============================================================  =========================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import relax
+from tvm.relax import script as relax_script
+from tvm.relax.script import parser as relax_parser
+
+from ..encoding.encoding import LHS, RESULT, RHS, Encoding
+from ..encoding.expression import Expression
+from ..encoding.packed_layout import PackedLayout
+from ..errors import EncodingError
+
+SET, UNSET, RELAYOUT, PREPACKED, MATMUL, ELEMENTWISE = (
+    f"relax.hetero.{name}"
+    for name in ("set_encoding", "unset_encoding", "relayout", "prepacked", "matmul", "elementwise")
+)
+ENCODED_OPS = (SET, UNSET, RELAYOUT, PREPACKED, MATMUL, ELEMENTWISE)
+
+EncodingLike = Encoding | str
+LayoutLike = PackedLayout | str
+
+
+@tvm_ffi.dataclasses.py_class("relax_hetero.EncodingAttrs")
+class EncodingAttrs(tvm.ir.Attrs):
+    """Of set_encoding and unset_encoding; `layout` is empty before SpecializeEncodings."""
+
+    encoding: str
+    layout: str
+
+
+@tvm_ffi.dataclasses.py_class("relax_hetero.RelayoutAttrs")
+class RelayoutAttrs(tvm.ir.Attrs):
+    """Of relayout: encoding and layout of its result, layout of its operand."""
+
+    encoding: str
+    layout: str
+    from_layout: str
+
+
+@tvm_ffi.dataclasses.py_class("relax_hetero.PrepackedAttrs")
+class PrepackedAttrs(tvm.ir.Attrs):
+    """Of prepacked: the logical shape, and encoding and layout of the stored operand."""
+
+    shape: list[int]
+    encoding: str
+    layout: str
+
+
+@tvm_ffi.dataclasses.py_class("relax_hetero.EncodedMatmulAttrs")
+class EncodedMatmulAttrs(tvm.ir.Attrs):
+    """Of matmul: encoding and layout of its result; `kernel`, the variant's name, is empty before SpecializeEncodings."""
+
+    encoding: str
+    layout: str
+    kernel: str
+
+
+@tvm_ffi.dataclasses.py_class("relax_hetero.EncodedElementwiseAttrs")
+class EncodedElementwiseAttrs(tvm.ir.Attrs):
+    """Of elementwise: the expression over operands x0, x1, ..., encoding and layout of the result."""
+
+    expression: str
+    encoding: str
+    layout: str
+
+
+def set_encoding(x: relax.Expr, encoding: EncodingLike, layout: LayoutLike = "") -> relax.Call:
+    """Lay a tensor out for what `encoding` says; the type stays the logical one.
+
+    Parameters
+    ----------
+    x : relax.Expr
+        A plain tensor.
+    encoding : Encoding or str
+    layout : PackedLayout or str
+        How it is stored; empty until SpecializeEncodings asks the device's resolver.
+
+    Raises
+    ------
+    EncodingError
+        If text is no encoding or layout, or the tensor's type is not the one the encoding is for.
+    """
+    return _call(SET, [x], EncodingAttrs(_encoding(encoding), _layout(layout)))
+
+
+def unset_encoding(x: relax.Expr, encoding: EncodingLike, layout: LayoutLike = "") -> relax.Call:
+    """An encoded tensor as a plain one; `encoding` and `layout` are those of `x`. Raises as `set_encoding`."""
+    return _call(UNSET, [x], EncodingAttrs(_encoding(encoding), _layout(layout)))
+
+
+def relayout(x: relax.Expr, encoding: EncodingLike, layout: LayoutLike, from_layout: LayoutLike) -> relax.Call:
+    """An encoded tensor from one layout to another, for `encoding`."""
+    return _call(RELAYOUT, [x], RelayoutAttrs(_encoding(encoding), _layout(layout), _layout(from_layout)))
+
+
+def prepacked(data: relax.Expr, shape: Sequence[int], encoding: EncodingLike, layout: LayoutLike) -> relax.Call:
+    """Bytes that are stored under `layout` already, as an encoded tensor of logical `shape`."""
+    attrs = PrepackedAttrs([int(extent) for extent in shape], _encoding(encoding), _layout(layout))
+    return _call(PREPACKED, [data], attrs)
+
+
+def matmul(
+    lhs: relax.Expr,
+    rhs: relax.Expr,
+    init: relax.Expr | None = None,
+    *,
+    encoding: EncodingLike,
+    layout: LayoutLike = "",
+    kernel: str = "",
+) -> relax.Call:
+    """The product of encoded tensors, ``init + lhs * rhs`` where an initial accumulator is given.
+
+    Parameters
+    ----------
+    lhs, rhs : relax.Expr
+        Encoded as operands 0 and 1 of the same op.
+    init : relax.Expr, optional
+        Of the accumulator's type; encoded as operand 2, or plain and broadcast against the result.
+    encoding : Encoding or str
+        The result's (operand 2).
+    layout, kernel : str
+        The result's layout and the name of the kernel's variant; empty until SpecializeEncodings.
+    """
+    operands = [lhs, rhs] if init is None else [lhs, rhs, init]
+    return _call(MATMUL, operands, EncodedMatmulAttrs(_encoding(encoding), _layout(layout), kernel))
+
+
+def elementwise(
+    *operands: relax.Expr, expression: Expression | str, encoding: EncodingLike, layout: LayoutLike = ""
+) -> relax.Call:
+    """An elementwise expression on encoded tensors.
+
+    Parameters
+    ----------
+    operands : relax.Expr
+        The first is encoded and has the result's shape; others are encoded alike, or plain and broadcast against it.
+    expression : Expression or str
+        Over ``x0``, ``x1``, ...
+    encoding, layout
+        The result's.
+    """
+    text = str(expression if isinstance(expression, Expression) else Expression.parse(expression))
+    return _call(ELEMENTWISE, list(operands), EncodedElementwiseAttrs(text, _encoding(encoding), _layout(layout)))
+
+
+def encoded_op(expr: relax.Expr) -> str | None:
+    """The name of the encoded op that `expr` calls, None for anything else."""
+    if isinstance(expr, relax.Call) and isinstance(expr.op, tvm.ir.Op) and expr.op.name in ENCODED_OPS:
+        return expr.op.name
+    return None
+
+
+def _encoding(encoding: EncodingLike) -> str:
+    return str(encoding if isinstance(encoding, Encoding) else Encoding.parse(encoding))
+
+
+def _layout(layout: LayoutLike) -> str:
+    return str(layout if isinstance(layout, PackedLayout) or layout == "" else PackedLayout.parse(layout))
+
+
+def _call(name: str, operands: list[relax.Expr], attrs: tvm.ir.Attrs) -> relax.Call:
+    return relax.Call(tvm.ir.Op.get(name), operands, attrs)
+
+
+# ---- type inference ----
+
+
+def _tensor(call: relax.Call, index: int) -> relax.TensorType:
+    ty = call.args[index].ty
+    if not isinstance(ty, relax.TensorType):
+        raise EncodingError(f"{call.op.name}: operand {index} is a {ty}, expected a tensor")
+    return ty
+
+
+def _check_encoded(call: relax.Call, ty: relax.TensorType, encoding: Encoding, what: str) -> None:
+    if ty.ndim not in (-1, len(encoding.index_map)):
+        raise EncodingError(f"{call.op.name}: {what} has {ty.ndim} dimensions, encoding {encoding} is for others")
+    if ty.shape is not None:
+        for extent, name, size in zip(ty.shape.values, encoding.index_map, encoding.shape(), strict=True):
+            if isinstance(extent, tvm.tirx.IntImm) and size >= 0 and int(extent) != size:
+                raise EncodingError(f"{call.op.name}: {what} has {name} = {extent}, encoding {encoding} says {size}")
+
+
+def _infer_same(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
+    ty = _tensor(call, 0)
+    encoding = Encoding.parse(call.attrs.encoding)
+    _check_encoded(call, ty, encoding, "the operand")
+    return ty
+
+
+def _infer_prepacked(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
+    ty = _tensor(call, 0)
+    attrs = call.attrs
+    shape = [int(extent) for extent in attrs.shape]
+    stored = PackedLayout.parse(attrs.layout).packed_shape(shape)
+    found = tuple(int(extent) for extent in ty.shape.values) if ty.shape is not None else None
+    if found != stored:
+        raise EncodingError(
+            f"{PREPACKED}: the operand has shape {found}; {tuple(shape)} stored as {attrs.layout} has {stored}"
+        )
+    return relax.TensorType(shape, ty.dtype, ty.vdevice)
+
+
+def _infer_matmul(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
+    encoding = Encoding.parse(call.attrs.encoding)
+    if encoding.operand_index != RESULT or len(call.args) not in (2, 3):
+        raise EncodingError(f"{MATMUL}: takes 2 or 3 operands and the encoding of its result, found {encoding}")
+    extents: dict[str, Any] = {}
+    for index in (LHS, RHS):
+        ty, operand = _tensor(call, index), encoding.of(index)
+        _check_encoded(call, ty, operand, f"operand {index}")
+        if str(ty.dtype) != operand.element_type:
+            raise EncodingError(f"{MATMUL}: operand {index} is {ty.dtype}, its encoding is for {operand.element_type}")
+        if ty.shape is None:
+            continue
+        for name, extent in zip(operand.index_map, ty.shape.values, strict=True):
+            known = extents.setdefault(name, extent)
+            if name != "1" and tvm.sym.Analyzer().can_prove(known != extent):
+                raise EncodingError(f"{MATMUL}: {name} is {known} in one operand and {extent} in another")
+    lhs = _tensor(call, LHS)
+    vdevice = lhs.vdevice or _tensor(call, RHS).vdevice
+    names = encoding.index_map
+    if any(name != "1" and name not in extents for name in names):
+        return relax.TensorType(None, encoding.element_type, vdevice, len(names))
+    one = tvm.tirx.IntImm("int64", 1)
+    shape = [one if name == "1" else extents[name] for name in names]
+    return relax.TensorType(shape, encoding.element_type, vdevice)
+
+
+def _infer_elementwise(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
+    expression = Expression.parse(call.attrs.expression)
+    if expression.num_operands > len(call.args):
+        raise EncodingError(f"{ELEMENTWISE}: {expression} needs {expression.num_operands} operands")
+    first = _tensor(call, 0)
+    dtype = expression.dtype([str(_tensor(call, i).dtype) for i in range(len(call.args))])
+    return relax.TensorType(first.shape, dtype, first.vdevice, first.ndim if first.shape is None else -1)
+
+
+_INFER = {
+    SET: _infer_same,
+    UNSET: _infer_same,
+    RELAYOUT: _infer_same,
+    PREPACKED: _infer_prepacked,
+    MATMUL: _infer_matmul,
+    ELEMENTWISE: _infer_elementwise,
+}
+
+
+class _Namespace:
+    """``R.hetero``."""
+
+    set_encoding = staticmethod(set_encoding)
+    unset_encoding = staticmethod(unset_encoding)
+    relayout = staticmethod(relayout)
+    prepacked = staticmethod(prepacked)
+    matmul = staticmethod(matmul)
+    elementwise = staticmethod(elementwise)
+
+
+def register_encoded_ops() -> None:
+    """Make TVM know the ops, and TVMScript the namespace; once, when `relax_hetero.op` is imported."""
+    for name, infer in _INFER.items():
+        tvm.ir._ffi_api.RegisterOp(name, f"{name}: see relax_hetero.op.encoded")
+        tvm.ir.register_op_attr(name, "FInferType", infer)
+        tvm.ir.register_op_attr(name, "FPurity", True)
+    for namespace in (relax_script, relax_parser):
+        namespace.hetero = _Namespace  # type: ignore[attr-defined]

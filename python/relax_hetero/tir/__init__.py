@@ -1,0 +1,1 @@
+"""Generators of TIR: pack, unpack, relayout, matrix products, elementwise; one definition per family."""
