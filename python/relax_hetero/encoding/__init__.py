@@ -1,4 +1,4 @@
-"""What tensors are for and how they are stored: encodings, packed layouts, and the resolvers that know a device's own."""
+"""What tensors are for and how they are stored: encodings, packed layouts, and the resolvers of devices."""
 
 from __future__ import annotations
 

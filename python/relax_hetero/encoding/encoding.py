@@ -136,9 +136,9 @@ def _check(encoding: Encoding, text: str) -> None:
         names = [n for n in encoding.index_maps[OPERAND_NAMES.index(operand)] if n != "1" and not n.startswith("b")]
         if sorted(names) != sorted(wanted):
             raise EncodingError(f"encoding {text!r}: {operand} runs along {names}, expected {list(wanted)}")
-    for names in encoding.index_maps:
-        if len({n for n in names if n != "1"}) != len([n for n in names if n != "1"]):
-            raise EncodingError(f"encoding {text!r}: an operand runs along a dimension twice: {names}")
-        unknown = [n for n in names if n != "1" and n not in encoding.sizes]
+    for index_map in encoding.index_maps:
+        if len({n for n in index_map if n != "1"}) != len([n for n in index_map if n != "1"]):
+            raise EncodingError(f"encoding {text!r}: an operand runs along a dimension twice: {index_map}")
+        unknown = [n for n in index_map if n != "1" and n not in encoding.sizes]
         if unknown:
             raise EncodingError(f"encoding {text!r}: no size for {unknown}")

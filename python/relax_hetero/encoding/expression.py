@@ -1,8 +1,8 @@
 """Elementwise work on encoded tensors, as text: ``"maximum(add(x0, x1), 0.0)"``.
 
 ``x0``, ``x1``, ... are operands, numbers are constants of the type of what they meet. The grammar is a subset of
-Python's, and Python's own parser reads it. What every op computes is said by the table `OPS`; `relax_hetero.tir` turns an
-expression into vector code, and cancelled encodings turn it back into Relax ops.
+Python's, and Python's own parser reads it. What every op computes is said by the table `OPS`; `relax_hetero.tir`
+turns an expression into vector code, and cancelled encodings turn it back into Relax ops.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..errors import EncodingError
 T = TypeVar("T")
 
 # Op name -> number of tensor arguments. Names are those of Relax ops (``relax.add``, ``relax.nn.relu``), so that the
-# way there and back is a table look-up; "cast" takes a dtype as its last argument, "clip" two numbers, "leaky_relu" one.
+# way there and back is a table look-up.
 OPS: dict[str, int] = {
     "add": 2, "subtract": 2, "multiply": 2, "divide": 2, "maximum": 2, "minimum": 2,
     "relu": 1, "gelu": 1, "gelu_tanh": 1, "silu": 1, "sigmoid": 1, "tanh": 1, "erf": 1, "exp": 1, "log": 1,
@@ -97,7 +97,7 @@ class Expression:
         return list(seen)
 
     def evaluate(self, operands: Sequence[T], apply: Callable[[str, list[T], tuple[Any, ...]], T]) -> T:
-        """Fold the expression: `apply` computes op(args, params), and makes "number"s; equal terms are computed once."""
+        """Fold the expression: `apply` computes op(args, params), and makes numbers; equal terms are computed once."""
         done: dict[Term, T] = {}
         for term in self.terms():
             if term.op == "operand":

@@ -58,16 +58,16 @@ class RelayoutAttrs(tvm.ir.Attrs):
 
 @tvm_ffi.dataclasses.py_class("relax_hetero.PrepackedAttrs")
 class PrepackedAttrs(tvm.ir.Attrs):
-    """Of prepacked: the logical shape, and encoding and layout of the stored operand."""
+    """Of prepacked: the logical shape ("5x3"), and encoding and layout of the stored operand."""
 
-    shape: list[int]
+    shape: str
     encoding: str
     layout: str
 
 
 @tvm_ffi.dataclasses.py_class("relax_hetero.EncodedMatmulAttrs")
 class EncodedMatmulAttrs(tvm.ir.Attrs):
-    """Of matmul: encoding and layout of its result; `kernel`, the variant's name, is empty before SpecializeEncodings."""
+    """Of matmul: encoding and layout of its result; `kernel`, its variant, is empty before SpecializeEncodings."""
 
     encoding: str
     layout: str
@@ -112,9 +112,10 @@ def relayout(x: relax.Expr, encoding: EncodingLike, layout: LayoutLike, from_lay
     return _call(RELAYOUT, [x], RelayoutAttrs(_encoding(encoding), _layout(layout), _layout(from_layout)))
 
 
-def prepacked(data: relax.Expr, shape: Sequence[int], encoding: EncodingLike, layout: LayoutLike) -> relax.Call:
+def prepacked(data: relax.Expr, shape: Sequence[int] | str, encoding: EncodingLike, layout: LayoutLike) -> relax.Call:
     """Bytes that are stored under `layout` already, as an encoded tensor of logical `shape`."""
-    attrs = PrepackedAttrs([int(extent) for extent in shape], _encoding(encoding), _layout(layout))
+    text = shape if isinstance(shape, str) else "x".join(str(int(extent)) for extent in shape)
+    attrs = PrepackedAttrs(text, _encoding(encoding), _layout(layout))
     return _call(PREPACKED, [data], attrs)
 
 
@@ -210,7 +211,7 @@ def _infer_same(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
 def _infer_prepacked(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
     ty = _tensor(call, 0)
     attrs = call.attrs
-    shape = [int(extent) for extent in attrs.shape]
+    shape = [int(extent) for extent in attrs.shape.split("x")]
     stored = PackedLayout.parse(attrs.layout).packed_shape(shape)
     found = tuple(int(extent) for extent in ty.shape.values) if ty.shape is not None else None
     if found != stored:
