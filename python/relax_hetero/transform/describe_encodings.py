@@ -1,0 +1,196 @@
+"""Reads from a module what is encoded in it: ops, layouts, sizes and encoded transfers."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tvm
+from tvm import relax
+
+from ..encoding.expression import Expression
+from ..encoding.packed_layout import PackedLayout
+from ..op.encoded import ELEMENTWISE, MATMUL, PREPACKED, RELAYOUT, SET, UNSET, encoded_op
+from ..vdevice import device_name, vdevices_of
+from .encoding_report import CancelledEntry, EncodedOpEntry, EncodedTransferEntry, EncodingReport, OperandEntry, Size
+from .placement.ops import TRANSFER
+from .rewriting import op_name, relax_functions, walk_bindings
+
+
+def describe_encodings(mod: tvm.IRModule, cancelled: Sequence[CancelledEntry] = ()) -> EncodingReport:
+    """What is encoded in a module, at any stage between SetEncoding and MaterializeEncodings.
+
+    Parameters
+    ----------
+    mod : tvm.IRModule
+        A placed module.
+    cancelled : sequence of CancelledEntry
+        What SpecializeEncodings took back; a module does not remember that.
+
+    Returns
+    -------
+    EncodingReport
+        Layouts are empty, and sizes after packing those before it, where the module is not specialized yet.
+    """
+    report = EncodingReport(cancelled=list(cancelled))
+    vdevices = vdevices_of(mod)
+    for gv, func in relax_functions(mod):
+        reader = _Reader(gv.name_hint, func, vdevices)
+        for binding in walk_bindings(func):
+            name = encoded_op(binding.value)
+            if name == MATMUL or name == ELEMENTWISE and binding.var not in reader.fused:
+                report.ops.append(reader.op(binding))
+            elif op_name(binding.value) == TRANSFER and binding.var in reader.encoded:
+                report.transfers.append(reader.transfer(binding))
+    return report
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    encoding: str
+    layout: str
+    packed: str
+
+
+class _Reader:
+    """One function: which variables hold encoded tensors, who uses them, what is fused into which product."""
+
+    def __init__(self, function: str, func: relax.Function, vdevices: Sequence[relax.VDevice]) -> None:
+        self.function = function
+        self.vdevices = vdevices
+        self.encoded: dict[relax.Var, _Encoded] = {}
+        self.values: dict[relax.Var, relax.Expr] = {}
+        self.users: dict[relax.Var, list[relax.Binding]] = defaultdict(list)
+        for binding in walk_bindings(func):
+            self.values[binding.var] = binding.value
+            for var in _operands(binding.value):
+                self.users[var].append(binding)
+            found = self._made_by(binding)
+            if found is not None:
+                self.encoded[binding.var] = found
+        self.chains = {var: self._chain_of(var) for var, value in self.values.items() if encoded_op(value) == MATMUL}
+        self.fused = {binding.var for chain in self.chains.values() for binding in chain}
+
+    def op(self, binding: relax.Binding) -> EncodedOpEntry:
+        """The entry of a matmul and what is fused into it, or of an elementwise op that stands alone."""
+        call = binding.value
+        chain = self.chains.get(binding.var, [])
+        roles = [*zip(("lhs", "rhs", "init"), call.args, strict=False)]
+        if encoded_op(call) == ELEMENTWISE:
+            roles = [(f"x{index}", arg) for index, arg in enumerate(call.args)]
+        roles += [("epilogue", arg) for link in chain for arg in link.value.args[1:]]
+        roles.append(("result", chain[-1].var if chain else binding.var))
+        return EncodedOpEntry(
+            function=self.function,
+            variable=str(binding.var.name),
+            op=str(encoded_op(call)).rpartition(".")[2],
+            device=self._device(binding.var),
+            kernel=str(call.attrs.kernel) if encoded_op(call) == MATMUL else "",
+            operands=tuple(self._operand(role, arg) for role, arg in roles if arg in self.encoded),
+            epilogue=_composed(chain),
+        )
+
+    def transfer(self, binding: relax.Binding) -> EncodedTransferEntry:
+        """The entry of a transfer of an encoded tensor."""
+        source = binding.value.args[0]
+        on_wire = self.encoded[source]
+        before, after = self.values.get(source), self.users[binding.var]
+        relayout = ""
+        if encoded_op(before) == RELAYOUT:
+            relayout = self._relayout(source, before)
+        elif len(after) == 1 and encoded_op(after[0].value) == RELAYOUT:
+            relayout = self._relayout(after[0].var, after[0].value)
+        return EncodedTransferEntry(
+            function=self.function,
+            variable=str(binding.var.name),
+            source=self._device(source),
+            destination=self._device(binding.var),
+            layout=on_wire.layout,
+            bytes=_bytes(binding.var.ty, on_wire.layout),
+            relayout=relayout,
+        )
+
+    def _relayout(self, var: relax.Var, call: relax.Call) -> str:
+        return f"on {self._device(var)}: {call.attrs.from_layout} to {call.attrs.layout}"
+
+    def _made_by(self, binding: relax.Binding) -> _Encoded | None:
+        value, name = binding.value, encoded_op(binding.value)
+        if op_name(value) == TRANSFER:
+            source = self.encoded.get(value.args[0])
+            return source and _Encoded(source.encoding, source.layout, source.packed and "by transfer")
+        if name is None or name == UNSET:
+            return None
+        layout, packed = str(value.attrs.layout), "by op"
+        if layout == "" or PackedLayout.parse(layout).is_identity:
+            packed = ""
+        elif name in (SET, PREPACKED, RELAYOUT):
+            packed = "at run time" if isinstance(value.args[0], relax.Var) else "at compile time"
+        return _Encoded(str(value.attrs.encoding), layout, packed)
+
+    def _chain_of(self, var: relax.Var) -> list[relax.Binding]:
+        """The elementwise ops that are applied to a product one after another, each the only user of the last."""
+        chain: list[relax.Binding] = []
+        while len(users := self.users[var]) == 1:
+            link = users[0]
+            if encoded_op(link.value) != ELEMENTWISE or link.value.args[0] != var:
+                break
+            chain.append(link)
+            var = link.var
+        return chain
+
+    def _operand(self, role: str, var: relax.Var) -> OperandEntry:
+        found, ty = self.encoded[var], var.ty
+        return OperandEntry(
+            role=role,
+            variable=str(var.name),
+            shape="x".join(map(_text, ty.shape.values)) if ty.shape is not None else "?",
+            dtype=str(ty.dtype),
+            encoding=found.encoding,
+            layout=found.layout,
+            bytes_before=_bytes(ty, ""),
+            bytes_after=_bytes(ty, found.layout),
+            packed=found.packed or "never",
+        )
+
+    def _device(self, var: relax.Var) -> str:
+        return device_name(var.ty.vdevice, self.vdevices) if var.ty.vdevice is not None else ""
+
+
+def _operands(value: relax.Expr) -> Iterator[relax.Var]:
+    """The variables among a call's arguments, tuples flattened."""
+    fields = value.args if isinstance(value, relax.Call) else getattr(value, "fields", ())
+    for field in fields:
+        if isinstance(field, relax.Var):
+            yield field
+        elif isinstance(field, relax.Tuple):
+            yield from _operands(field)
+
+
+def _composed(chain: Sequence[relax.Binding]) -> str:
+    """One expression for a chain of them: x0 is the product, further operands are numbered on."""
+    whole, count = None, 1
+    for link in chain:
+        others = len(link.value.args) - 1
+        operands = [whole or Expression.operand(0), *(Expression.operand(count + i) for i in range(others))]
+        whole = Expression.parse(str(link.value.attrs.expression)).substitute(operands)
+        count += others
+    return str(whole or "")
+
+
+def _bytes(ty: relax.TensorType, layout: str) -> Size:
+    """Bytes of a tensor under a layout, row-major for none; an expression where they depend on a symbolic extent."""
+    if ty.shape is None:
+        return "?"
+    stored = PackedLayout.parse(layout) if layout else PackedLayout.identity(len(ty.shape.values))
+    size = stored.storage_bytes(list(ty.shape.values), str(ty.dtype))
+    if not isinstance(size, int):
+        size = tvm.sym.Analyzer().simplify(size)
+    return int(size) if isinstance(size, (int, tvm.tirx.IntImm)) else _text(size)
+
+
+def _text(extent: Any) -> str:
+    """An extent without TVMScript's ``T.int64(...)`` around its numbers."""
+    return re.sub(r"T\.int64\((-?\d+)\)", r"\1", str(extent))
