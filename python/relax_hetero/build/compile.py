@@ -13,6 +13,7 @@ from tvm import relax
 from ..errors import BuildError, HeteroError
 from ..native_target import native
 from ..transform.bind_targets import call_vdevice, called_prim_func
+from ..transform.encoding_report import collect_encodings
 from ..transform.kernel_ops import ops_of
 from ..transform.realize_vdevice import collect_placement
 from ..transform.rewriting import relax_functions, walk_bindings
@@ -59,7 +60,7 @@ def compile(mod: tvm.IRModule, params: Mapping[str, Any] | None = None) -> Execu
     vdevices = vdevices_of(mod)
     _warn_if_generic(vdevices)
     report = placement_report(mod)
-    with collect_placement() as reports:
+    with collect_placement() as reports, collect_encodings() as encodings:
         mod = _lower(mod)
     if report is None and reports:
         report = reports[0].to_json()
@@ -72,6 +73,7 @@ def compile(mod: tvm.IRModule, params: Mapping[str, Any] | None = None) -> Execu
         constants=tuple(lifted.specs),
         placement=json.loads(report) if report is not None else None,
         dispatches=_dispatches(mod, vdevices),
+        encodings=encodings[-1].to_data() if encodings else None,
     )
     return Executable(link(lifted.mod), metadata, lifted.tensors)
 

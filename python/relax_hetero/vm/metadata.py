@@ -123,6 +123,8 @@ class Metadata:
         The module's constants, in the order of the tuple that functions take.
     placement : object
         The placement report as JSON data, or None.
+    encodings : object
+        What encodings became on each device, as JSON data of `relax_hetero.transform.EncodingReport`, or None.
     dispatches : dict of str to DispatchSpec
         Kernel symbol to where it runs and what it computes.
     """
@@ -133,6 +135,7 @@ class Metadata:
     constants: tuple[ConstantSpec, ...] = ()
     placement: Any = None
     dispatches: dict[str, DispatchSpec] = field(default_factory=dict)
+    encodings: Any = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(self.devices))
@@ -146,6 +149,7 @@ class Metadata:
             "signatures": [signature.to_json() for signature in self.signatures.values()],
             "constants": [asdict(constant) for constant in self.constants],
             "placement": self.placement,
+            "encodings": self.encodings,
             "dispatches": {symbol: asdict(dispatch) for symbol, dispatch in self.dispatches.items()},
         }
         return json.dumps(data, separators=(",", ":"))
@@ -163,6 +167,7 @@ class Metadata:
                 ConstantSpec(**{**constant, "shape": tuple(constant["shape"])}) for constant in data["constants"]
             ),
             placement=data["placement"],
+            encodings=data.get("encodings"),
             dispatches={
                 symbol: DispatchSpec(dispatch["device"], tuple(dispatch["ops"]))
                 for symbol, dispatch in data["dispatches"].items()
