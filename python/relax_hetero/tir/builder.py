@@ -1,0 +1,143 @@
+"""Writing PrimFuncs from Python: parameters, vectors and registers over TVM's IRBuilder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import tvm
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from ..encoding.problem import Dim
+
+Expr = Any
+"""A PrimExpr, or a number where TVM takes one."""
+
+
+class Function:
+    """A PrimFunc under construction; a context manager, `result` stands after it.
+
+    Attributes
+    ----------
+    result : tirx.PrimFunc
+        What was built.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._symbols: dict[str, tirx.Var] = {}
+        self.result: tirx.PrimFunc = None
+
+    def __enter__(self) -> Function:
+        self._builder, self._frame = IRBuilder(), T.prim_func(s_tir=True)
+        self._builder.__enter__()
+        self._frame.__enter__()
+        T.func_name(self._name)
+        T.func_attr({"tirx.noalias": True, "global_symbol": self._name})
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._frame.__exit__(*error)
+        self._builder.__exit__(*error)
+        if error[0] is None:
+            self.result = self._builder.get()
+
+    def symbol(self, name: str) -> tirx.Var:
+        """The variable of a symbolic extent, int64; the same one for the same name."""
+        return self._symbols.setdefault(name, tirx.Var(name, "int64"))
+
+    def extent(self, dim: Dim) -> Expr:
+        """An extent of a problem as an int64 expression."""
+        return self.symbol(dim) if isinstance(dim, str) else tirx.IntImm("int64", dim)
+
+    def argument(self, name: str, shape: Sequence[Expr], dtype: str) -> Any:
+        """The next parameter: a buffer of `shape`."""
+        return T.arg(name, T.buffer(list(shape), dtype, buffer_name=name))
+
+    def body(self) -> Any:
+        """The context of the statements: Relax passes want a block at the root of a PrimFunc."""
+        return T.sblock("root")
+
+
+def flat(buffer: Any, extents: Sequence[Expr], dtype: str | None = None) -> Any:
+    """The elements of a parameter as one dimension, perhaps read as another `dtype` of the same width or wider."""
+    count: Expr = tirx.IntImm("int64", 1)
+    for extent in extents:
+        count = count * extent
+    own, other = tvm.DataType(buffer.dtype), tvm.DataType(dtype or buffer.dtype)
+    if own.bits != other.bits:
+        count = tirx.floordiv(count * own.bits, other.bits)
+    return T.decl_buffer((count,), dtype or buffer.dtype, data=buffer.data)
+
+
+def vector_type(dtype: str, lanes: int) -> str:
+    """Name of the vector type, the scalar's for one lane."""
+    return dtype if lanes == 1 else f"{dtype}x{lanes}"
+
+
+def broadcast(value: Expr, lanes: int) -> Expr:
+    """A scalar in every lane."""
+    return value if lanes == 1 else T.broadcast(value, lanes)
+
+
+def zeros(dtype: str, lanes: int) -> Expr:
+    """A vector of zeros."""
+    return broadcast(tirx.const(0, dtype), lanes)
+
+
+def lane_indices(start: Expr, lanes: int, step: Expr = 1) -> Expr:
+    """``start, start + step, ...``: the index of `lanes` elements."""
+    return start if lanes == 1 else T.ramp(start, tirx.const(step, "int64") if isinstance(step, int) else step, lanes)
+
+
+class Registers:
+    """Vector registers that a kernel may write: accumulators.
+
+    Each is a buffer of its own. Only allocations of the scope "global" under 1,024 bytes become stack slots, which
+    LLVM promotes to registers; a "local" one becomes a call to the runtime's workspace allocator.
+    """
+
+    def __init__(self, count: int, dtype: str, lanes: int) -> None:
+        self._slots = [T.alloc_buffer((lanes,), dtype, scope="global") for _ in range(count)]
+        self._index = lane_indices(tirx.const(0, "int64"), lanes)
+
+    def __getitem__(self, number: int) -> Expr:
+        return self._slots[number][self._index]
+
+    def __setitem__(self, number: int, value: Expr) -> None:
+        T.buffer_store(self._slots[number], value, [self._index])
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+
+@contextmanager
+def when(condition: Expr) -> Iterator[None]:
+    """Statements for where `condition` holds; no branch where it is known to."""
+    if isinstance(condition, bool):
+        assert condition, "a branch that is never taken is not written"
+        yield
+        return
+    with T.If(condition), T.Then():
+        yield
+
+
+def loop(extent: Expr, parallel: bool = False) -> Any:
+    """A loop from 0, whose context gives the int64 variable."""
+    stop = tirx.IntImm("int64", extent) if isinstance(extent, int) else extent
+    return T.parallel(stop) if parallel else T.serial(stop)
+
+
+def ceil_div(value: Expr, by: int) -> Expr:
+    """``ceil(value / by)`` of ints or expressions that are not negative."""
+    if by == 1:
+        return value
+    return (value + (by - 1)) // by if isinstance(value, int) else tirx.floordiv(value + (by - 1), by)
+
+
+def smaller(left: Expr, right: Expr) -> Expr:
+    """The minimum, folded where both are ints."""
+    return min(left, right) if isinstance(left, int) and isinstance(right, int) else T.min(left, right)
