@@ -59,4 +59,4 @@ def _of_library(path: Path, placing: Placing) -> Explanation:
         raise HeteroError(f"{path} holds no placement report; it was not made by this library's compiler")
     names = device_names(executable.devices)
     targets = {name: device.target for name, device in zip(names, executable.devices, strict=True)}
-    return Explanation(path.name, targets, executable.metadata.placement)
+    return Explanation(path.name, targets, executable.metadata.placement, executable.metadata.encodings)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .console import bytes_text, console, plural, print_table, target_text
+from .encoding_tables import encoding_totals, print_encodings
 
 # The fields of an entry that programs get: those of `relax_hetero.transform.PlacementEntry`.
 FIELDS = ("function", "variable", "op", "device", "kind", "bytes", "reason")
@@ -43,11 +44,14 @@ class Explanation:
         Device name (``llvm:0``) to its target, in manifest order.
     entries
         The placement report's entries as JSON objects.
+    encodings
+        The report of encodings as JSON data, None where there is none.
     """
 
     model: str
     targets: Mapping[str, str]
     entries: Sequence[Mapping[str, Any]]
+    encodings: Mapping[str, Any] | None = None
 
     def of_kind(self, kind: str) -> list[Mapping[str, Any]]:
         """The entries of one kind: ``op``, ``transfer``, ``param`` or ``constant``."""
@@ -80,12 +84,18 @@ class Explanation:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON data: totals per device, then every entry."""
+        """As JSON data: totals per device, every entry, and what is encoded."""
         return {
             "model": self.model,
             "devices": [total.to_json() for total in self.totals()],
             "entries": [{field: entry[field] for field in FIELDS} for entry in self.entries],
+            "encodings": self._encodings_json(),
         }
+
+    def _encodings_json(self) -> dict[str, Any] | None:
+        if self.encodings is None:
+            return None
+        return {"devices": [dict(vars(total)) for total in encoding_totals(self.encodings)], **self.encodings}
 
     def print(self, every_op: bool) -> None:
         """Print tables: the devices, the transfers and, if asked for, every op with its reason."""
@@ -117,6 +127,8 @@ class Explanation:
             f"{plural(len(transfers), 'transfer')} of {bytes_text(moved)} in all.",
             markup=False,
         )
+        if self.encodings is not None:
+            print_encodings(self.encodings, every_op)
 
 
 def _rows(entries: Sequence[Mapping[str, Any]], *fields: str) -> list[list[str]]:
