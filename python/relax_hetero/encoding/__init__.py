@@ -7,6 +7,7 @@ from .expression import Expression
 from .packed_layout import PackedLayout
 from .problem import ElementwiseProblem, Epilogue, MatmulProblem, Operand
 from .resolver import EncodingResolver, register_resolver, resolver_for
+from .resolvers import register_resolvers as _register_resolvers
 
 __all__ = [
     "ElementwiseProblem",
@@ -20,3 +21,5 @@ __all__ = [
     "register_resolver",
     "resolver_for",
 ]
+
+_register_resolvers()

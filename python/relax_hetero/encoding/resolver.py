@@ -64,7 +64,8 @@ def register_resolver(
     kind : str
         Target kind: "llvm", "c", "cuda", ...
     features : sequence of str
-        LLVM features a target must have ("avx512f"); a target's own attributes "tag" and "keys" count as features too.
+        LLVM features a target must have ("avx512f"); a target's tag, its keys and the name of its row in
+        `INSTRUCTION_SETS` count as features too.
     priority : int
         The highest that fits answers; among equals the one with more features, then the latest. Ours have 0.
 
@@ -94,5 +95,5 @@ def resolver_for(target: tvm.target.Target | str) -> EncodingResolver | None:
 
 
 def _features(target: tvm.target.Target) -> frozenset[str]:
-    tag = str(target.tag)
-    return machine_of(target).features | frozenset(map(str, target.keys)) | frozenset([tag] if tag else [])
+    machine = machine_of(target)
+    return machine.features | frozenset(map(str, target.keys)) | {machine.isa.name, str(target.tag)}

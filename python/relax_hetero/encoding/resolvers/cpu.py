@@ -1,0 +1,59 @@
+"""CPUs with vector instructions: x86 from SSE2 to AVX-512, and AArch64. The tables decide; nothing here names one.
+
+The left operand and the result stay row-major: the kernel broadcasts elements of the left one from where they lie, as
+fast as from packed storage, and stores rows of the result with a mask at their end. The right operand is packed into
+panels of n0 columns, ``[b.., n/n0, k/k0, n0, k0]``: a k-step reads one stretch of memory.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..encoding import DYNAMIC, RHS, Encoding
+from ..machine import Machine, machine_of
+from ..packed_layout import PackedLayout
+from ..products import Product, product_for
+from .layouts import ResolverBase, tiled
+
+if TYPE_CHECKING:
+    import tvm
+
+IN_PLACE_BYTES = 256 * 1024
+"""A row-major right operand that is no larger is read in place: it fits the second-level cache, and packing it for one
+product would cost more than it saves."""
+
+
+class CpuResolver(ResolverBase):
+    """Row-major left operand and result, packed right operand."""
+
+    name = "cpu"
+
+    def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
+        """Identity for left operand and result; panels for the right one, unless it is a small activation."""
+        machine = machine_of(target)
+        product = product_for(machine, *encoding.element_types)
+        if product is None:
+            return None
+        if encoding.operand_index != RHS or _read_in_place(encoding, product):
+            return PackedLayout.identity(len(encoding.index_map))
+        tiles = {"n": panel_width(machine, product, encoding.sizes["n"]), "k": product.k0}
+        return tiled(encoding.index_map, ("n", "k"), tiles, product.compensation != 0)
+
+
+def panel_width(machine: Machine, product: Product, n: int) -> int:
+    """Columns of a packed panel: two vectors of accumulators, one where N is no wider."""
+    lanes = machine.lanes(product.types[2])
+    return lanes if 0 <= n <= lanes else 2 * lanes
+
+
+def _read_in_place(encoding: Encoding, product: Product) -> bool:
+    """Whether the right operand is an activation (it runs along a batch dimension; weights are shared by all) that the
+    kernel can read as it lies: rows of n, one k a step."""
+    index_map = encoding.of(RHS).index_map
+    if product.k0 != 1 or index_map[-2:] != ("k", "n") or not any(name.startswith("b") for name in index_map):
+        return False
+    k, n = encoding.sizes["k"], encoding.sizes["n"]
+    item = np.dtype(encoding.element_types[RHS]).itemsize
+    return DYNAMIC in (k, n) or k * n * item <= IN_PLACE_BYTES

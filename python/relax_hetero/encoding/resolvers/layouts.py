@@ -1,0 +1,65 @@
+"""Layouts by the names of iteration dimensions, and what every resolver of this library shares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..encoding import Encoding, IndexMap
+from ..machine import machine_of
+from ..packed_layout import PackedLayout
+from ..problem import ElementwiseProblem, MatmulProblem
+
+if TYPE_CHECKING:
+    import tvm
+    from tvm import tirx
+
+
+def tiled(
+    index_map: IndexMap, outer: Sequence[str], tiles: Mapping[str, int], compensation: bool = False
+) -> PackedLayout:
+    """The layout with batch dimensions outermost, then the dimensions `outer`, then the tiles.
+
+    Parameters
+    ----------
+    index_map : IndexMap
+        Of the operand, as its shape has it: transposes are composed here.
+    outer : sequence of str
+        Order of the other dimensions: ("n", "k").
+    tiles : mapping of str to int
+        Tile of each dimension, in storage order; tiles of one are left out.
+    compensation : bool
+        See `PackedLayout`.
+    """
+    batch = [dim for dim, name in enumerate(index_map) if name not in outer]
+    inner = [(index_map.index(name), tile) for name, tile in tiles.items() if tile > 1]
+    return PackedLayout(
+        (*batch, *(index_map.index(name) for name in outer)),
+        tuple(dim for dim, _ in inner),
+        tuple(tile for _, tile in inner),
+        compensation,
+    )
+
+
+class ResolverBase:
+    """Storage sizes and kernels, which follow from the layout and the machine alone."""
+
+    name = "base"
+
+    def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
+        """See `EncodingResolver.resolve`."""
+        raise NotImplementedError
+
+    def storage_size(self, encoding: Encoding, shape: Sequence[Any], target: tvm.target.Target) -> Any:
+        """Bytes of a tensor of `shape` under its layout, row-major where it has none."""
+        layout = self.resolve(encoding, target) or PackedLayout.identity(len(shape))
+        return layout.storage_bytes(shape, encoding.element_type)
+
+    def kernel(self, problem: MatmulProblem | ElementwiseProblem, target: tvm.target.Target) -> tirx.PrimFunc:
+        """The project's own kernel for the target's machine."""
+        from ...tir.elementwise import elementwise_kernel
+        from ...tir.matmul import matmul_kernel
+
+        if isinstance(problem, MatmulProblem):
+            return matmul_kernel(problem, machine_of(target))
+        return elementwise_kernel(problem, machine_of(target))
