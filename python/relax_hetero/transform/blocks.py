@@ -1,0 +1,186 @@
+"""Rewriting a function block by block: what a pass needs that looks at several bindings at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import relax
+
+from .rewriting import copy_module, relax_functions, typed, with_body
+
+
+@dataclass
+class Block:
+    """The bindings of one block of a function, and who uses them.
+
+    Attributes
+    ----------
+    bindings : list of relax.Binding
+    is_dataflow : bool
+    used_later : frozenset of relax.Var
+        Variables used after the block: by later blocks, or as the result of the sequence it stands in.
+    """
+
+    bindings: list[relax.Binding]
+    is_dataflow: bool
+    used_later: frozenset[relax.Var] = frozenset()
+    users: dict[relax.Var, list[int]] = field(init=False)
+    definitions: dict[relax.Var, relax.Expr] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.users, self.definitions = {}, {}
+        for index, binding in enumerate(self.bindings):
+            for var in used_vars(binding.value):
+                self.users.setdefault(var, []).append(index)
+            if isinstance(binding, relax.VarBinding):
+                self.definitions[binding.var] = binding.value
+
+    def definition(self, expr: relax.Expr) -> relax.Expr:
+        """The value of a variable of this block, `expr` itself if it is none."""
+        return self.definitions.get(expr, expr) if isinstance(expr, relax.Var) else expr
+
+    def sole_user(self, var: relax.Var) -> int | None:
+        """Index of the only binding that uses `var`, None if there are others, or uses after the block."""
+        users = self.users.get(var, [])
+        return users[0] if len(users) == 1 and self.stays(var) else None
+
+    def stays(self, var: relax.Var) -> bool:
+        """Whether nothing after the block uses `var`."""
+        return var not in self.used_later and (not self.is_dataflow or isinstance(var, relax.DataflowVar))
+
+
+Rewrite = Callable[[Block], "list[relax.Binding] | None"]
+
+
+@dataclass
+class Emitter:
+    """New bindings of a block, every one with its type written."""
+
+    is_dataflow: bool
+    bindings: list[relax.Binding] = field(default_factory=list)
+
+    def emit(self, value: relax.Expr, ty: tvm.ir.Type, name: str) -> relax.Var:
+        """Bind `value` to a new variable."""
+        var = (relax.DataflowVar if self.is_dataflow else relax.Var)(name, ty)
+        self.bind(var, value)
+        return var
+
+    def bind(self, var: relax.Var, value: relax.Expr) -> None:
+        """Bind `value` to a variable that exists already, whose type it takes."""
+        self.bindings.append(relax.VarBinding(var, value if isinstance(value, relax.Var) else typed(value, var.ty)))
+
+
+def used_vars(expr: relax.Expr) -> list[relax.Var]:
+    """The Relax variables an expression uses, each once; those that bind sizes in shapes are not meant."""
+    if isinstance(expr, relax.Var):
+        return [expr]
+    if isinstance(expr, relax.Call) and all(isinstance(arg, (relax.Var, tvm.ir.GenericConst)) for arg in expr.args):
+        operands = [expr.op, *expr.args] if isinstance(expr.op, relax.Var) else list(expr.args)
+        return list(dict.fromkeys(arg for arg in operands if isinstance(arg, relax.Var)))
+    return list(relax.analysis.free_vars(expr))
+
+
+def rewrite_blocks(mod: tvm.IRModule, rewrite: Rewrite) -> tvm.IRModule:
+    """Every block of every Relax function through `rewrite`, which returns new bindings, or None for no change.
+
+    Blocks inside `If` branches and local functions come before the block around them. The very module is returned if
+    nothing changes.
+    """
+    functions = dict(mod.functions.items())
+    changed = False
+    for gv, func in relax_functions(mod):
+        new = _rewrite_function(func, rewrite)
+        if new is not func:
+            functions[gv], changed = new, True
+    return copy_module(mod, functions) if changed else mod
+
+
+def _rewrite_function(func: relax.Function, rewrite: Rewrite) -> relax.Function:
+    body = _rewrite_sequence(func.body, rewrite)
+    return func if body is func.body else with_body(func, body)
+
+
+def _rewrite_sequence(expr: relax.Expr, rewrite: Rewrite) -> relax.Expr:
+    if not isinstance(expr, relax.SeqExpr):
+        return expr
+    blocks: list[relax.BindingBlock] = []
+    used_later = set(used_vars(expr.body))
+    changed = False
+    for block in reversed(expr.blocks):
+        bindings = [_rewrite_nested(binding, rewrite) for binding in block.bindings]
+        is_changed = any(new is not old for new, old in zip(bindings, block.bindings, strict=True))
+        found = Block(bindings, isinstance(block, relax.DataflowBlock), frozenset(used_later))
+        new_bindings = rewrite(found)
+        used_later.update(found.users)
+        if new_bindings is not None or is_changed:
+            block = type(block)(bindings if new_bindings is None else new_bindings, block.span)
+            changed = True
+        blocks.append(block)
+    blocks.reverse()
+    return typed(relax.SeqExpr(blocks, expr.body, expr.span), expr.ty) if changed else expr
+
+
+def _rewrite_nested(binding: relax.Binding, rewrite: Rewrite) -> relax.Binding:
+    value = binding.value
+    if isinstance(value, relax.If):
+        then, other = (_rewrite_sequence(branch, rewrite) for branch in (value.true_branch, value.false_branch))
+        if then is not value.true_branch or other is not value.false_branch:
+            branches = typed(relax.If(value.cond, then, other, value.span), value.ty)
+            return relax.VarBinding(binding.var, branches, binding.span)
+    elif isinstance(value, relax.Function):
+        func = _rewrite_function(value, rewrite)
+        if func is not value:
+            return relax.VarBinding(binding.var, func, binding.span)
+    return binding
+
+
+def without_unused(
+    bindings: list[relax.Binding], block: Block, is_droppable: Callable[[relax.Expr], bool]
+) -> list[Any]:
+    """`bindings`, new ones of `block`, less those that nobody uses and whose value may be dropped."""
+    used: set[relax.Var] = set(block.used_later)
+    kept: list[relax.Binding] = []
+    for binding in reversed(bindings):
+        var, value = binding.var, binding.value
+        is_local = isinstance(var, relax.DataflowVar) if block.is_dataflow else var not in block.used_later
+        if is_local and var not in used and isinstance(binding, relax.VarBinding) and is_droppable(value):
+            continue
+        used.update(used_vars(value))
+        kept.append(binding)
+    kept.reverse()
+    return kept
+
+
+def shape_of(expr: relax.Expr) -> list[Any] | None:
+    """The extents of a tensor, PrimExprs; None where they are not written in its type."""
+    ty = expr.ty
+    if not isinstance(ty, relax.TensorType) or not isinstance(ty.shape, relax.ShapeExpr):
+        return None
+    return list(ty.shape.values)
+
+
+def same_extent(a: Any, b: Any) -> bool:
+    """Whether two extents are provably one."""
+    if isinstance(a, tvm.tirx.IntImm) and isinstance(b, tvm.tirx.IntImm):
+        return int(a) == int(b)
+    return bool(a is b or tvm_ffi.structural_equal(a, b) or tvm.sym.Analyzer().can_prove_equal(a, b))
+
+
+def is_one(extent: Any) -> bool:
+    """Whether an extent is the number 1."""
+    return isinstance(extent, (int, tvm.tirx.IntImm)) and int(extent) == 1
+
+
+def same_shape(a: Iterable[Any], b: Iterable[Any]) -> bool:
+    """Whether two shapes are provably one."""
+    first, second = list(a), list(b)
+    return len(first) == len(second) and all(same_extent(x, y) for x, y in zip(first, second, strict=True))
+
+
+def tensor_type(shape: Iterable[Any], dtype: str, like: relax.TensorType) -> relax.TensorType:
+    """A tensor type on the device of another one."""
+    return relax.TensorType(list(shape), dtype, like.vdevice)
