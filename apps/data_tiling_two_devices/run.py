@@ -1,0 +1,162 @@
+"""One matrix product on two CPU devices that want their tensors in different layouts.
+
+python apps/data_tiling_two_devices/run.py                      # 2x3 times 3x5, this CPU and portable C
+python apps/data_tiling_two_devices/run.py --m 500 --k 300 --n 700
+python apps/data_tiling_two_devices/run.py --vdevice llvm --vdevice '{"kind": "llvm", "mcpu": "x86-64-v3"}' --ir
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+import numpy as np
+import tvm
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from tvm.script import ir as I
+from tvm.script import relax as R
+
+import relax_hetero as rh
+from relax_hetero.vdevice import parse_vdevices
+
+PASSES = ("RealizeVDevice", "SetEncoding", "PropagateEncodings", "SpecializeEncodings")
+DIMS = {"lhs": "mk", "rhs": "kn", "result": "mn"}
+
+
+@I.ir_module
+class Product:
+    """``lhs * rhs`` on both devices, added on the second, returned to the first; every extent is symbolic."""
+
+    I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice("c", 1)]})
+
+    @R.function
+    def main(lhs: R.Tensor(("m", "k"), "float32", "vdevice:0"), rhs: R.Tensor(("k", "n"), "float32", "vdevice:0")):  # noqa: F821
+        with R.dataflow():
+            product = R.matmul(lhs, rhs)
+            product_moved = R.to_vdevice(product, "vdevice:1")
+            lhs_moved = R.to_vdevice(lhs, "vdevice:1")
+            rhs_moved = R.to_vdevice(rhs, "vdevice:1")
+            product_there = R.matmul(lhs_moved, rhs_moved)
+            total = R.add(product_moved, product_there)
+            result = R.to_vdevice(total, "vdevice:0")
+            R.output(result)
+        return result
+
+
+def inputs(m: int, k: int, n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """1, 2, ... 6 and ones for the document's shapes, else small random integers: sums of them are exact."""
+    if (m, k, n) == (2, 3, 5):
+        return np.arange(1, 7, dtype="float32").reshape(2, 3), np.ones((3, 5), "float32")
+    generator = np.random.default_rng(seed)
+    lhs, rhs = (generator.integers(-8, 9, shape).astype("float32") for shape in ((m, k), (k, n)))
+    return lhs, rhs
+
+
+def stages(module: tvm.IRModule) -> dict[str, tvm.IRModule]:
+    """The module after each pass up to the one that asks the devices for layouts."""
+    found = {}
+    for name in PASSES:
+        module = getattr(rh.transform, name)()(module)
+        found[name] = module
+    return found
+
+
+def encodings_table(title: str, report: rh.transform.EncodingReport, sizes: dict[str, int]) -> Table:
+    """The operands of every encoded op: before specialization what they are for, after it how they are stored."""
+    table = Table(title=title, title_justify="left")
+    for column in ("device", "op", "operand", "encoding", "layout", "stored as", "bytes before", "bytes after"):
+        table.add_column(column, overflow="fold", justify="right" if column.startswith("bytes") else "left")
+    for op in report.ops:
+        head = [op.device, f"{op.variable}: {op.op}"]
+        for operand in op.operands:
+            shape = [sizes[dim] for dim in DIMS[operand.role]]
+            stored = shape
+            if operand.layout:
+                stored = rh.encoding.PackedLayout.parse(operand.layout).packed_shape(shape)
+            count = [str(int(np.prod(extents)) * np.dtype(operand.dtype).itemsize) for extents in (shape, stored)]
+            row = [*head, operand.role, operand.encoding, operand.layout or "not known yet"]
+            stored_text = "×".join(map(str, stored)) if operand.layout else ""
+            table.add_row(*map(Text, [*row, stored_text, count[0], count[1] if operand.layout else ""]))
+            head = ["", ""]
+    return table
+
+
+def transfers_table(executable: Any) -> Table:
+    """What crosses devices, and how it is stored on the way."""
+    table = Table(title="Transfers", title_justify="left")
+    for column in ("tensor", "to", "layout on the way", "laid out anew"):
+        table.add_column(column, overflow="fold")
+    encoded = {entry["variable"]: entry for entry in (executable.metadata.encodings or {"transfers": []})["transfers"]}
+    plain = [entry for entry in executable.metadata.placement if entry["kind"] == "transfer"]
+    for entry in plain:
+        if entry["variable"] not in encoded:
+            table.add_row(*map(Text, (entry["variable"], entry["device"], "row-major", "no")))
+    for entry in encoded.values():
+        cells = (entry["variable"], entry["destination"], entry["layout"], entry["relayout"] or "no")
+        table.add_row(*map(Text, cells))
+    return table
+
+
+@click.command(epilog="\b\n" + (__doc__ or "").partition("\n\n")[2])
+@click.option("--m", default=2, show_default=True, type=click.IntRange(min=1), help="Rows of the left matrix.")
+@click.option("--k", default=3, show_default=True, type=click.IntRange(min=1), help="Columns of the left matrix.")
+@click.option("--n", default=5, show_default=True, type=click.IntRange(min=1), help="Columns of the right matrix.")
+@click.option("--vdevice", multiple=True, help="A device; give two of them. [default: llvm and c]")
+@click.option("--seed", default=0, show_default=True, help="Of the random matrices (sizes other than 2, 3, 5).")
+@click.option("--ir", is_flag=True, help="Print the module after each pass, too.")
+def main(m: int, k: int, n: int, vdevice: Sequence[str], seed: int, ir: bool) -> None:
+    """Multiply two matrices on two devices, add both products, and show the encodings on the way."""
+    screen = Console(highlight=False)
+    if not screen.is_terminal:
+        screen = Console(highlight=False, width=max(screen.width, 180))
+    if vdevice and len(vdevice) != 2:
+        raise click.UsageError(f"two --vdevice are needed, found {len(vdevice)}")
+    devices = parse_vdevices(vdevice or default_devices(screen))
+    sizes = {"m": m, "k": k, "n": n}
+
+    module = rh.transform.UpdateVDevice(devices)(Product)
+    passed = stages(module)
+    if ir:
+        for name, stage in passed.items():
+            screen.rule(f"after {name}", align="left")
+            screen.print(stage.script(), markup=False)
+    before, after = (rh.transform.describe_encodings(passed[name]) for name in PASSES[-2:])
+    screen.print(encodings_table("Before specialization: what tensors are for", before, sizes))
+    screen.print(encodings_table("After specialization: how each device stores them", after, sizes))
+
+    executable = rh.compile(module)
+    screen.print(transfers_table(executable))
+    for entry in (executable.metadata.encodings or {"cancelled": []})["cancelled"]:
+        screen.print(f"Cancelled on {entry['device']}: {entry['variable']}, {entry['reason']}", markup=False)
+
+    lhs, rhs = inputs(m, k, n, seed)
+    found = rh.vm.VirtualMachine(executable)["main"](lhs, rhs).numpy()
+    expected = 2 * (lhs.astype("int64") @ rhs.astype("int64"))
+    if found.size <= 100:
+        screen.print(f"{found}", markup=False)
+    if not np.array_equal(found, expected):
+        wrong = int(np.sum(found != expected))
+        raise rh.HeteroError(f"{wrong} of {found.size} results are wrong")
+    screen.print(f"The same as exact integer arithmetic: {m}×{k} times {k}×{n}, on both devices, added.", markup=False)
+
+
+def default_devices(screen: Console) -> tuple[str, str]:
+    """This CPU and portable C; without a C compiler, the baseline of this CPU's architecture."""
+    if tvm.support.cc.get_cc():
+        return "llvm", "c"
+    baseline = "x86-64-v2" if platform.machine().lower() in ("x86_64", "amd64") else "generic"
+    screen.print(f"There is no C compiler here: the second device is llvm {baseline}, not c.", markup=False)
+    return "llvm", json.dumps({"kind": "llvm", "mcpu": baseline})
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except rh.HeteroError as error:
+        sys.exit(f"error: {error}")
