@@ -1,0 +1,213 @@
+"""Functions of float32 vectors as arithmetic, because ``T.exp`` of a vector becomes one libm call per lane.
+
+Every function takes and returns a float32 expression of any number of lanes and is called while a PrimFunc is being
+built (it binds intermediates). Only arithmetic, comparison and reinterpretation are used, so the same formulas serve
+LLVM and the ``c`` target; the one exception, sqrt, is an instruction on both.
+
+Against float64 the results are within 4 units in the last place over all of float32, with infinities, NaN, denormals
+and signed zeros as IEEE 754 has them; those of `gelu` and `gelu_tanh` within 4 units in the last place *of x*.
+
+The coefficients are minimax fits of the relative error (iteratively reweighted least squares in float64), given with
+the error of the fit itself. The rational ones have positive coefficients only, so nothing cancels.
+
+Infinite and NaN constants are not written: TVM's C code generator has no way to. They are made of the operand's bits.
+"""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+# tanh(x) = x P(x^2) / Q(x^2) for |x| <= 9.02, relative error 2.1e-8; beyond, tanh is 1 in float32.
+_TANH_LIMIT = 9.02
+_TANH_P = (1.0, 0.133797199, 0.00349403615, 2.05835058e-05, 1.33191023e-08)
+_TANH_Q = (1.0, 0.467130333, 0.0258710794, 0.000328309543, 7.76203251e-07)
+
+# erf(x) = x P(x^2) / Q(x^2) for |x| <= 3.925, relative error 1.9e-8; beyond, erf is 1 in float32.
+_ERF_LIMIT = 3.925
+_ERF_P = (1.12837911, 0.190595433, 0.0527695194, 0.00377262034, 0.000284844718, 2.0460102e-06)
+_ERF_Q = (1.0, 0.502243519, 0.114183411, 0.0149833411, 0.00116387394, 3.80476558e-05)
+
+# exp(r) = 1 + r + r^2 P(r) for |r| <= log(2)/2, relative error 3.3e-9.
+_EXP_P = (0.49999994, 0.166665152, 0.041668456, 0.00836941879, 0.00138131483)
+
+# log(1 + f) = f - f^2/2 + f^3 P(f) for sqrt(1/2) <= 1 + f < sqrt(2), relative error 7.6e-10.
+_LOG_P = (
+    0.333333135, -0.250000089, 0.200021341, -0.166680068, 0.1421922, -0.124051243, 0.118903495, -0.11679738,
+    0.0674664378,
+)  # fmt: skip
+
+_LOG2_E = 1.44269504088896341
+# log(2) in two parts: the first has 9 significant bits, so that its product with an exponent is exact.
+_LN2_HI, _LN2_LO = 0.693359375, -2.12194440e-4
+_ROUNDER, _ROUNDER_BITS = 12582912.0, 0x4B400000
+"""1.5 * 2^23: adding it leaves a float32 rounded to an integer, in two's complement in the low bits."""
+_MAX = 3.4028234663852886e38
+_MIN_NORMAL = 1.1754943508222875e-38
+_SQRT_HALF_BITS = 0x3F3504F3
+
+
+def dtype_of(x: tirx.Expr) -> str:
+    """The type of a TIR expression as text, lanes included: ``"float32x16"``."""
+    return str(x.ty.dtype)
+
+
+def constant(x: tirx.Expr, value: float) -> tirx.Expr:
+    """`value` in the type of `x`, lanes included."""
+    return tirx.const(value, dtype_of(x))
+
+
+def bits(x: tirx.Expr) -> tirx.Expr:
+    """The bits of a float32 expression as int32."""
+    return T.reinterpret(_int32(x), x)
+
+
+def from_bits(x: tirx.Expr) -> tirx.Expr:
+    """The float32 expression that has the bits of an int32 one."""
+    return T.reinterpret(dtype_of(x).replace("int32", "float32"), x)
+
+
+def absolute(x: tirx.Expr) -> tirx.Expr:
+    """|x|."""
+    raw = bits(x)
+    return from_bits(T.bitwise_and(raw, constant(raw, 0x7FFFFFFF)))
+
+
+def clamp(x: tirx.Expr, low: float, high: float) -> tirx.Expr:
+    """`x` between two numbers; NaN stays."""
+    x = at_least(x, low)
+    return at_most(x, high)
+
+
+def at_least(x: tirx.Expr, low: float) -> tirx.Expr:
+    """The greater of `x` and a number; NaN stays."""
+    x = T.bind(x)
+    return T.bind(T.Select(x < constant(x, low), constant(x, low), x))
+
+
+def at_most(x: tirx.Expr, high: float) -> tirx.Expr:
+    """The lesser of `x` and a number; NaN stays."""
+    x = T.bind(x)
+    return T.bind(T.Select(x > constant(x, high), constant(x, high), x))
+
+
+def polynomial(x: tirx.Expr, coefficients: tuple[float, ...]) -> tirx.Expr:
+    """Horner's rule; coefficients of the lowest power first."""
+    result = constant(x, coefficients[-1])
+    for coefficient in reversed(coefficients[:-1]):
+        result = result * x + constant(x, coefficient)
+    return result
+
+
+def exp(x: tirx.Expr) -> tirx.Expr:
+    """e^x, denormal results included."""
+    mantissa, scale = _exp_parts(x, -104.0, 89.0)
+    return T.bind(mantissa * scale)
+
+
+def log(x: tirx.Expr) -> tirx.Expr:
+    """The natural logarithm: -inf of zeros, NaN of negative numbers."""
+    x = T.bind(x)
+    tiny = x < constant(x, _MIN_NORMAL)
+    raw = T.bind(bits(T.Select(tiny, x * constant(x, 8388608.0), x)))
+    # The exponent that leaves a mantissa between sqrt(1/2) and sqrt(2).
+    offset = T.bind(raw - constant(raw, _SQRT_HALF_BITS))
+    exponent = T.cast(T.shift_right(offset, constant(raw, 23)), dtype_of(x)) - T.Select(
+        tiny, constant(x, 23.0), constant(x, 0.0)
+    )
+    exponent = T.bind(exponent)
+    mantissa = T.bitwise_and(offset, constant(raw, 0x007FFFFF)) + constant(raw, _SQRT_HALF_BITS)
+    f = T.bind(from_bits(mantissa) - constant(x, 1.0))
+    square = T.bind(f * f)
+    tail = T.bind(square * f * polynomial(f, _LOG_P) + exponent * constant(x, _LN2_LO))
+    result = (tail - square * constant(x, 0.5)) + f + exponent * constant(x, _LN2_HI)
+    own = T.bind(bits(x))
+    not_positive = from_bits(
+        T.bitwise_or(own, T.Select(x < constant(x, 0.0), constant(own, 0x7FC00000), constant(own, -0x00800000)))
+    )
+    # Of what is left, infinity and NaN are their own logarithms.
+    finite = T.Select(x <= constant(x, _MAX), result, x)
+    return T.bind(T.Select(x <= constant(x, 0.0), not_positive, finite))
+
+
+def tanh(x: tirx.Expr) -> tirx.Expr:
+    """The hyperbolic tangent."""
+    return _odd_rational(x, _TANH_LIMIT, _TANH_P, _TANH_Q)
+
+
+def erf(x: tirx.Expr) -> tirx.Expr:
+    """The error function."""
+    return _odd_rational(x, _ERF_LIMIT, _ERF_P, _ERF_Q)
+
+
+def sigmoid(x: tirx.Expr) -> tirx.Expr:
+    """1 / (1 + e^-x)."""
+    return _times_sigmoid(x, None)
+
+
+def silu(x: tirx.Expr) -> tirx.Expr:
+    """x / (1 + e^-x)."""
+    x = T.bind(x)
+    return _times_sigmoid(x, x)
+
+
+def gelu(x: tirx.Expr) -> tirx.Expr:
+    """x (1 + erf(x / sqrt(2))) / 2."""
+    x = T.bind(x)
+    half = T.bind(x * constant(x, 0.5))
+    return T.bind(half * erf(x * constant(x, 0.70710678118654752)) + half)
+
+
+def gelu_tanh(x: tirx.Expr) -> tirx.Expr:
+    """x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2."""
+    x = T.bind(x)
+    half = T.bind(x * constant(x, 0.5))
+    inner = x * (constant(x, 0.79788456080286536) + x * x * constant(x, 0.79788456080286536 * 0.044715))
+    return T.bind(half * tanh(inner) + half)
+
+
+def rsqrt(x: tirx.Expr) -> tirx.Expr:
+    """1 / sqrt(x)."""
+    return T.bind(constant(x, 1.0) / T.sqrt(x))
+
+
+def _int32(x: tirx.Expr) -> str:
+    return dtype_of(x).replace("float32", "int32")
+
+
+def _odd_rational(x: tirx.Expr, limit: float, p: tuple[float, ...], q: tuple[float, ...]) -> tirx.Expr:
+    x = clamp(x, -limit, limit)
+    square = T.bind(x * x)
+    return T.bind(x * polynomial(square, p) / polynomial(square, q))
+
+
+def _times_sigmoid(x: tirx.Expr, factor: tirx.Expr | None) -> tirx.Expr:
+    """factor / (1 + e^-x), factor 1 where there is none; of e^-|x|, which cannot overflow."""
+    x = T.bind(x)
+    # -112: factor * e^-|x| is 0 in float32 for less.
+    mantissa, scale = _exp_parts(constant(x, 0.0) - absolute(x), -112.0, 0.0)
+    one = constant(x, 1.0)
+    denominator = one + mantissa * scale
+    negative = x < constant(x, 0.0)
+    # The scale comes last: the mantissa times the factor is rounded as a normal number even where the result is none.
+    numerator = T.Select(negative, mantissa, one)
+    if factor is not None:
+        numerator = numerator * factor
+    return T.bind(numerator / denominator * T.Select(negative, scale, one))
+
+
+def _exp_parts(x: tirx.Expr, low: float, high: float) -> tuple[tirx.Expr, tirx.Expr]:
+    """e^x as a product of two numbers, of which neither overflows nor is denormal; x clamped to -125 <= low, high."""
+    x = clamp(x, low, high)
+    shifted = T.bind(x * constant(x, _LOG2_E) + constant(x, _ROUNDER))
+    raw = T.bind(bits(shifted))
+    exponent = T.bind(raw - constant(raw, _ROUNDER_BITS))
+    n = T.bind(T.cast(exponent, dtype_of(x)))  # shifted - _ROUNDER would be simplified to what it was before
+    r = T.bind(x - n * constant(x, _LN2_HI) - n * constant(x, _LN2_LO))
+    value = polynomial(r, _EXP_P) * (r * r) + r + constant(x, 1.0)
+    half = T.bind(T.shift_right(exponent, constant(raw, 1)))
+    return T.bind(value * _power_of_two(half)), T.bind(_power_of_two(exponent - half))
+
+
+def _power_of_two(exponent: tirx.Expr) -> tirx.Expr:
+    return from_bits(T.shift_left(exponent + constant(exponent, 127), constant(exponent, 23)))
