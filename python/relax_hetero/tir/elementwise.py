@@ -92,11 +92,29 @@ def emit(expression: Expression, values: Sequence[tirx.Expr], dtypes: Sequence[s
 
 
 def cast(value: tirx.Expr, dtype: str) -> tirx.Expr:
-    """`value` converted to an element type, its lanes kept."""
+    """`value` converted to an element type, its lanes kept.
+
+    Between bfloat16 and others by way of the bits: TVM's own casts of bfloat16 convert the bits as if they were a
+    number where the value is bound, and vanish in pairs, rounding and all.
+    """
     found = value.ty.dtype
     lanes = found.lanes
-    vector = f"{dtype}x{lanes}" if lanes > 1 else dtype
-    return value if str(found) == vector else T.cast(value, vector)
+    element = str(found).partition("x")[0]
+    if element == dtype:
+        return value
+    if element == "bfloat16":
+        wide = T.cast(T.reinterpret(_vector("uint16", lanes), value), _vector("uint32", lanes))
+        single = T.reinterpret(_vector("float32", lanes), T.shift_left(wide, vector_math.constant(wide, 16)))
+        return cast(single, dtype)
+    if dtype == "bfloat16":
+        rounded = T.reinterpret(_vector("uint32", lanes), round_to_bfloat16(cast(value, "float32")))
+        high = T.cast(T.shift_right(rounded, vector_math.constant(rounded, 16)), _vector("uint16", lanes))
+        return T.reinterpret(_vector("bfloat16", lanes), high)
+    return T.cast(value, _vector(dtype, lanes))
+
+
+def _vector(dtype: str, lanes: int) -> str:
+    return f"{dtype}x{lanes}" if lanes > 1 else dtype
 
 
 def _known(expression: Expression, value: Any) -> _Value:
@@ -111,7 +129,6 @@ def _is_float(dtype: str) -> bool:
 
 def _cast(value: _Value, dtype: str) -> _Value:
     if dtype == "bfloat16" and value.dtype != dtype:
-        # Written out: TVM takes a cast to bfloat16 and back for nothing.
         return _Value(dtype, round_to_bfloat16(cast(value.value, "float32")))
     if dtype == "float16":
         return _Value(dtype, T.bind(cast(cast(value.value, "float16"), "float32")))
