@@ -1,7 +1,7 @@
 """From what a caller gives to what a function takes: checked, and each on its parameter's device.
 
-Numpy arrays and Python scalars are copied. Tensors (TVM's own, or any object with ``__dlpack__``) that are on the
-right device, contiguous and aligned are lent for the call; others are copied.
+Tensors (TVM's own, numpy arrays, any object with ``__dlpack__``) that are on the right device, contiguous and aligned
+are lent for the call; others, and Python scalars, are copied. Numpy arrays are copied for code that may write in place.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from .tensors import (
     alias,
     copy_to,
     dtype_name,
+    from_array,
     from_numpy,
     has_offset,
     is_host,
@@ -49,6 +50,10 @@ class Placement:
         Symbolic dimensions met so far.
     keep : bool
         Whether foreign memory must be copied even where it could be lent: the values outlive the call.
+    alignment : int
+        What kernels need of a tensor's address, in bytes.
+    lends_arrays : bool
+        Whether numpy arrays may be lent: no kernel writes to an argument.
     lent : list of (int, int)
         Address ranges of the caller's tensors that were taken as they are.
     """
@@ -57,6 +62,8 @@ class Placement:
     scopes: Sequence[str]
     dims: DimValues = field(default_factory=DimValues)
     keep: bool = False
+    alignment: int = ALIGNMENT
+    lends_arrays: bool = False
     lent: list[AddressRange] = field(default_factory=list)
 
 
@@ -137,7 +144,8 @@ def place_tensor(value: Any, spec: TensorSpec, where: str, to: Placement) -> run
     if isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
         check_tensor(_array_dtype(array, spec, where), array.shape, spec, where, to.dims)
-        return from_numpy(array, device, scope)
+        lent = from_array(array) if to.lends_arrays and array.flags.c_contiguous else None
+        return from_numpy(array, device, scope) if lent is None else _move(lent, device, scope, True, where, to)
     if isinstance(value, bool | int | float):
         array = _scalar(value, spec, where)
         check_tensor(spec.dtype or str(array.dtype), (), spec, where, to.dims)
@@ -226,7 +234,7 @@ def _move(
         return from_numpy(_gather(tensor, where), device, scope)
     here = same_device(tensor.device, device)
     reachable = here or (is_host(device) and is_host(tensor.device))
-    if not reachable or scope is not None or tensor.data_ptr() % ALIGNMENT or (foreign and to.keep):
+    if not reachable or scope is not None or tensor.data_ptr() % to.alignment or (foreign and to.keep):
         return copy_to(tensor, device, scope)
     to.lent.append(address_range(tensor))
     return tensor if here and not has_offset(tensor) else alias(tensor, device)

@@ -19,13 +19,12 @@ from .tensors import copy_into, copy_to
 
 
 class _Running(threading.local):
-    """What the machine on this thread runs with; None outside of a call."""
+    """Devices and memory scopes of the machine on this thread; None outside of a call."""
 
-    devices: Sequence[runtime.Device] | None = None
-    scopes: Sequence[str] = ()
+    machine: tuple[Sequence[runtime.Device], Sequence[str]] | None = None
 
 
-_running = _Running()
+running = _Running()
 
 
 @contextmanager
@@ -34,17 +33,17 @@ def running_on(devices: Sequence[runtime.Device], scopes: Sequence[str]) -> Iter
 
     Blocks nest, so that a kernel written in Python may call another machine.
     """
-    before = _running.devices, _running.scopes
-    _running.devices, _running.scopes = devices, scopes
+    outer = running.machine
+    running.machine = devices, scopes
     try:
         yield
     finally:
-        _running.devices, _running.scopes = before
+        running.machine = outer
 
 
 def running_host() -> runtime.Device:
     """The host of the machine that runs on this thread; ``cpu(0)`` outside of a call."""
-    return _running.devices[-1] if _running.devices is not None else runtime.device("cpu", 0)
+    return running.machine[0][-1] if running.machine is not None else runtime.device("cpu", 0)
 
 
 @tvm_ffi.register_global_func("relax_hetero.to_device", override=True)
@@ -55,17 +54,16 @@ def to_device(value: Any, index: int, must_copy: int = 0, room: Any = None) -> A
     place, and the value may have other readers (LowerTransfers). A copy goes into `room`, a tensor of the machine's
     pool, where the compiler could allocate one; else into new memory.
     """
-    devices = _running.devices
-    if devices is None:
+    if running.machine is None:
         raise HeteroError(
             "relax_hetero.to_device was called outside of relax_hetero.vm.VirtualMachine, which alone knows "
             f"what device manifest entry {index} is"
         )
     if not isinstance(value, tvm_ffi.core.Tensor):
         return tuple(to_device(part, index, must_copy) for part in value)
-    device = devices[index]
+    devices, scopes = running.machine
     # A tensor does not know its memory scope, so one bound for a special scope is always copied.
-    scope = _running.scopes[index]
+    device, scope = devices[index], scopes[index]
     if not must_copy and scope == "global" and value.__dlpack_device__() == (device.dlpack_device_type(), device.index):
         return value
     if room is not None:

@@ -127,6 +127,10 @@ class Metadata:
         What encodings became on each device, as JSON data of `relax_hetero.transform.EncodingReport`, or None.
     dispatches : dict of str to DispatchSpec
         Kernel symbol to where it runs and what it computes.
+    alignment : int
+        What kernels need of an argument's address, in bytes; a power of two.
+    writes_arguments : bool
+        Whether functions may write to their arguments.
     """
 
     devices: tuple[DeviceSpec, ...]
@@ -136,6 +140,8 @@ class Metadata:
     placement: Any = None
     dispatches: dict[str, DispatchSpec] = field(default_factory=dict)
     encodings: Any = None
+    alignment: int = 64
+    writes_arguments: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(self.devices))
@@ -151,6 +157,8 @@ class Metadata:
             "placement": self.placement,
             "encodings": self.encodings,
             "dispatches": {symbol: asdict(dispatch) for symbol, dispatch in self.dispatches.items()},
+            "alignment": self.alignment,
+            "writes_arguments": self.writes_arguments,
         }
         return json.dumps(data, separators=(",", ":"))
 
@@ -172,6 +180,8 @@ class Metadata:
                 symbol: DispatchSpec(dispatch["device"], tuple(dispatch["ops"]))
                 for symbol, dispatch in data["dispatches"].items()
             },
+            alignment=data.get("alignment", 64),
+            writes_arguments=data.get("writes_arguments", True),
         )
 
 

@@ -40,9 +40,10 @@ def to_python(value: Any, constants: MemoryRanges, lent: Sequence[AddressRange])
     """A result with tuples as Python tuples; tensors in the memory of constants or of the caller are copied."""
     if isinstance(value, _Tensor):
         address = value.data_ptr()
-        if constants.hold(address) or any(begin <= address < end for begin, end in lent):
-            return copy_to(value, value.device)
-        return value
+        for begin, end in lent:
+            if begin <= address < end:
+                return copy_to(value, value.device)
+        return copy_to(value, value.device) if constants.hold(address) else value
     if isinstance(value, tvm_ffi.Array):
         return tuple(to_python(part, constants, lent) for part in value)
     return value

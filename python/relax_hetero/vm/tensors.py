@@ -17,7 +17,7 @@ from tvm import runtime
 
 from .metadata import CPU
 
-# TVM's allocations have this alignment (kAllocAlignment) and its kernels rely on it.
+# TVM's allocations have this alignment in bytes (kAllocAlignment) and its kernels rely on it unless told otherwise.
 ALIGNMENT = 64
 
 AddressRange: TypeAlias = tuple[int, int]
@@ -135,6 +135,18 @@ def from_numpy(array: np.ndarray, device: runtime.Device, scope: str | None = No
     if array.nbytes:
         _copy_from_bytes(tensor, ctypes.c_void_p(array.__array_interface__["data"][0]), array.nbytes)
     return tensor
+
+
+def from_array(array: np.ndarray) -> runtime.Tensor | None:
+    """A tensor over the memory of `array`, also of a read-only one; None where DLPack has no name for its elements.
+
+    Whoever takes it must not write to it.
+    """
+    try:
+        # Arrays that are read-only are exported to whom says that it knows such a thing exists.
+        return tvm_ffi.from_dlpack(array if array.flags.writeable else array.__dlpack__(max_version=(1, 0)))
+    except (BufferError, TypeError, ValueError):  # dates, text, foreign byte order; numpy 1 and read-only
+        return None
 
 
 @functools.cache

@@ -1,0 +1,195 @@
+"""Calls that look like one before: what was found to fit once is recognised, not checked again.
+
+Checking a call costs several times what the virtual machine takes to start a small kernel. All that checks depend
+on is each argument's *look*: its device, element type, shape, contiguity and alignment. A call whose arguments were
+taken as they are is remembered by their looks; every other call takes the long road (`place`), which also words
+the errors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import tvm_ffi
+from tvm import runtime
+
+from .arguments import from_dlpack
+from .dims import DimValues, parse_dim
+from .signature import FunctionSignature, TensorSpec
+from .tensors import AddressRange, alias, from_array, nbytes_of
+
+Look: TypeAlias = tuple[bytes, tuple[int, ...]]
+
+# So many different extents are remembered for each function; a model with more takes them as it meets them.
+MANY_CALLS = 256
+
+_Tensor = tvm_ffi.core.Tensor
+# A tensor object is a header (tvm/ffi/c_api.h, TVMFFIObject) and a DLTensor (dlpack.h): the pointer (8 bytes); device
+# type and id, rank and element type (16); pointers to shape and strides (16); the byte offset (8).
+_HEADER_BYTES = 24
+_read = (ctypes.c_char * 48).from_address
+_NO_OFFSET = bytes(8)
+_NOTHING = b"\1" * 48
+
+
+@dataclass(slots=True)
+class KnownCall:
+    """A call that was found to fit.
+
+    Attributes
+    ----------
+    nbytes : tuple of int
+        Size of each argument.
+    moves : tuple of (int, Device)
+        Arguments that kernels must see from another device id.
+    rest : tuple
+        Parameters that follow, placed before.
+    rest_lent : list of (int, int)
+        Their address ranges.
+    dims : DimValues
+        The values of its symbolic dimensions.
+    outs : set
+        Looks of ``out=`` that were found to fit.
+    """
+
+    nbytes: tuple[int, ...]
+    moves: tuple[tuple[int, runtime.Device], ...]
+    rest: tuple[Any, ...]
+    rest_lent: list[AddressRange]
+    dims: DimValues
+    outs: set[Look] = field(default_factory=set)
+
+    @property
+    def changes(self) -> bool:
+        """Whether the function takes anything but the arguments as they are."""
+        return bool(self.moves or self.rest)
+
+    def settles(self, signature: FunctionSignature) -> bool:
+        """Whether the arguments alone decide the shape of the function's one result."""
+        if signature.output_is_tuple:
+            return False
+        (spec,) = signature.outputs
+        known = self.dims.values.keys()
+        return (
+            isinstance(spec, TensorSpec)
+            and spec.shape is not None
+            and all(isinstance(dim, int) or parse_dim(dim).names <= known for dim in spec.shape)
+        )
+
+    def values(self, tensors: Sequence[runtime.Tensor]) -> Sequence[Any]:
+        """What the function takes for these arguments."""
+        values = [*tensors, *self.rest]
+        for index, device in self.moves:
+            values[index] = alias(values[index], device)
+        return values
+
+    def lent(self, tensors: Sequence[runtime.Tensor]) -> list[AddressRange]:
+        """The memory that results must not share with the caller."""
+        ranges = self.rest_lent
+        for tensor, size in zip(tensors, self.nbytes):  # noqa: B905 (strict costs)
+            begin = tensor.data_ptr()
+            ranges = [*ranges, (begin, begin + size)]
+        return ranges
+
+
+class KnownCalls:
+    """The known calls of one function of one machine.
+
+    Parameters
+    ----------
+    alignment : int
+        Of tensors in bytes, a power of two, as kernels need it.
+    takes_arrays : bool
+        Whether numpy arrays may be lent to kernels.
+    """
+
+    __slots__ = ("_calls", "_mask", "_takes_arrays")
+
+    def __init__(self, alignment: int, takes_arrays: bool) -> None:
+        self._calls: dict[tuple[Look, ...], KnownCall] = {}
+        self._mask = alignment - 1
+        self._takes_arrays = takes_arrays
+
+    def clear(self) -> None:
+        """Forget all calls: parameters have changed."""
+        self._calls.clear()
+
+    def recall(self, args: Sequence[Any]) -> tuple[KnownCall | None, list[runtime.Tensor]]:
+        """The known call that these arguments make, and they as tensors; None where there is none."""
+        tensors: list[Any] = []
+        looks: list[Look] = []
+        for value in args:
+            tensor = value if isinstance(value, _Tensor) else self._tensor(value)
+            # As `_look` does, in line: this is the shortest way through the machine.
+            head = _read(tensor.__chandle__() + _HEADER_BYTES).raw if tensor is not None else _NOTHING
+            if head[0] & self._mask or head[40:] != _NO_OFFSET or not tensor.is_contiguous():
+                return None, tensors
+            tensors.append(tensor)
+            looks.append((head[8:24], tensor.shape))
+        return self._calls.get(tuple(looks)), tensors
+
+    def remember(self, args: Sequence[Any], values: Sequence[Any], dims: DimValues, lent: list[AddressRange]) -> None:
+        """Keep a call that fits, if its arguments were taken where they are.
+
+        Parameters
+        ----------
+        args : sequence
+            What the caller gave, all by position.
+        values : sequence
+            What the function takes for it; parameters that were placed before follow.
+        dims : DimValues
+            The values of symbolic dimensions.
+        lent : list of (int, int)
+            Address ranges of those parameters.
+        """
+        looks: list[Look] = []
+        moves: list[tuple[int, runtime.Device]] = []
+        nbytes: list[int] = []
+        for index, (arg, value) in enumerate(zip(args, values, strict=False)):
+            tensor = arg if isinstance(arg, _Tensor) else self._tensor(arg)
+            look = None if tensor is None else self._look(tensor)
+            if look is None or not isinstance(value, _Tensor) or value.data_ptr() != tensor.data_ptr():
+                return
+            here, there = tensor.__dlpack_device__(), value.__dlpack_device__()
+            if here[0] != there[0]:
+                return  # nothing is at the same address as nothing elsewhere
+            looks.append(look)
+            nbytes.append(nbytes_of(tensor))
+            if here != there:
+                moves.append((index, value.device))
+        if len(self._calls) >= MANY_CALLS:
+            self._calls.clear()
+        self._calls[tuple(looks)] = KnownCall(tuple(nbytes), tuple(moves), tuple(values[len(args) :]), lent, dims)
+
+    def look_of_out(self, out: Any) -> tuple[Look, runtime.Tensor] | None:
+        """A result buffer's look, and the buffer as a tensor; None for what is no single writable one."""
+        if type(out) is np.ndarray and not out.flags.writeable:
+            return None
+        tensor = out if isinstance(out, _Tensor) else _as_tensor(out)
+        look = None if tensor is None else self._look(tensor)
+        return None if look is None else (look, tensor)
+
+    def _tensor(self, value: Any) -> runtime.Tensor | None:
+        return None if isinstance(value, np.ndarray) and not self._takes_arrays else _as_tensor(value)
+
+    def _look(self, tensor: runtime.Tensor) -> Look | None:
+        head: bytes = _read(tensor.__chandle__() + _HEADER_BYTES).raw
+        if head[0] & self._mask or head[40:] != _NO_OFFSET or not tensor.is_contiguous():
+            return None
+        return head[8:24], tensor.shape
+
+
+def _as_tensor(value: Any) -> runtime.Tensor | None:
+    """A tensor over the memory of an array or a DLPack object; None for anything else."""
+    if type(value) is np.ndarray:
+        return from_array(value)
+    if isinstance(value, np.ndarray) or not hasattr(value, "__dlpack__"):
+        return None
+    try:
+        return from_dlpack(value)
+    except Exception:  # each library raises its own; the long road asks again, and words the error
+        return None
