@@ -160,9 +160,7 @@ def _f16_bits(product: Product, acc: Expr, group: Expr, rhs: Expr, lanes: int) -
         floats = _vector("float32", count)
         bits = tirx.Cast(_vector("uint32", count), tirx.reinterpret(_vector("uint16", count), value))
         magnitude = tirx.bitwise_and(bits, _constant(0x7FFF, "uint32", count))
-        sign = tirx.shift_left(
-            tirx.bitwise_and(bits, _constant(0x8000, "uint32", count)), _constant(16, "uint32", count)
-        )
+        sign = tirx.bitwise_and(bits, _constant(0x8000, "uint32", count))
         moved = tirx.shift_left(magnitude, _constant(13, "uint32", count))
         scaled = tirx.reinterpret(floats, moved) * _all(tirx.const(2.0**112, "float32"), count)
         # infinities and NaNs keep their fraction and get the largest exponent
