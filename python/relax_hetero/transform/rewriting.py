@@ -127,3 +127,9 @@ def op_name(value: relax.Expr) -> str | None:
     if isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op):
         return value.op.name
     return None
+
+
+def with_vdevice(ty: relax.TensorType, vdevice: relax.VDevice | None) -> relax.TensorType:
+    """A tensor type on another device, or on none."""
+    ndim = -1 if ty.shape is not None else int(ty.ndim)
+    return relax.TensorType(ty.shape, ty.dtype, vdevice, ndim, ty.span)

@@ -1,0 +1,190 @@
+"""Kernels of encoded ops: the problem a call states, and one PrimFunc per distinct problem and target.
+
+Problems name symbolic extents "s0", "s1", ... in order of appearance, so that dispatches that differ only in the names
+of their symbols share a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tvm
+from tvm import relax, tirx
+from tvm_ffi import StructuralKey
+
+from ..encoding.encoding import LHS, RESULT, RHS, Encoding, IndexMap
+from ..encoding.expression import Expression
+from ..encoding.packed_layout import PackedLayout
+from ..encoding.problem import Dim, ElementwiseProblem, Epilogue, MatmulProblem, Operand
+from ..errors import EncodingError
+from .kernel_ops import OPS
+from .rewriting import fresh_global_var
+
+_OPAQUE = 8  # TVM's kOpaque: stock fusion leaves such a kernel alone
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor operand of an encoded op: what the program means by it, and how it is stored.
+
+    Attributes
+    ----------
+    ty : relax.TensorType
+        The logical type.
+    layout : PackedLayout
+        Identity for plain tensors.
+    """
+
+    ty: relax.TensorType
+    layout: PackedLayout
+
+    @staticmethod
+    def plain(ty: relax.TensorType) -> Stored:
+        """A tensor outside of encodings."""
+        return Stored(ty, PackedLayout.identity(len(shape_of(ty))))
+
+
+class Symbols:
+    """Names of symbolic extents, in order of appearance; equal expressions have one name."""
+
+    def __init__(self) -> None:
+        self._names: dict[StructuralKey, str] = {}
+
+    def dim(self, extent: tvm.tirx.PrimExpr | int) -> Dim:
+        """An extent as problems have it."""
+        if isinstance(extent, (int, tirx.IntImm)):
+            return int(extent)
+        key = StructuralKey(extent)
+        return self._names.setdefault(key, f"s{len(self._names)}")
+
+    def operand(self, stored: Stored, index_map: IndexMap) -> Operand:
+        """A tensor as problems have it."""
+        shape = tuple(self.dim(extent) for extent in shape_of(stored.ty))
+        return Operand(shape, str(stored.ty.dtype), index_map, stored.layout)
+
+
+def shape_of(ty: relax.TensorType) -> list[tvm.tirx.PrimExpr]:
+    """Extents of a tensor type.
+
+    Raises
+    ------
+    EncodingError
+        Where the type does not know them: encodings need extents, if only symbolic ones.
+    """
+    if ty.shape is None or not isinstance(ty.shape, relax.ShapeExpr):
+        raise EncodingError(f"an encoded op on a {ty}: found no shape, expected extents (symbolic ones will do)")
+    return list(ty.shape.values)
+
+
+def physical_type(stored: Stored, vdevice: relax.VDevice | None = None) -> relax.TensorType:
+    """The type of the bytes of a tensor under its layout."""
+    if stored.layout.is_identity:
+        return stored.ty
+    shape = stored.layout.packed_shape([_int_if_known(extent) for extent in shape_of(stored.ty)])
+    analyzer = tvm.sym.Analyzer()
+    simple = [e if isinstance(e, int) else analyzer.simplify(e) for e in shape]
+    return relax.TensorType(simple, stored.ty.dtype, vdevice or stored.ty.vdevice)
+
+
+def _int_if_known(extent: tvm.tirx.PrimExpr) -> Any:
+    return int(extent) if isinstance(extent, tirx.IntImm) else extent
+
+
+def matmul_problem(
+    encoding: Encoding,
+    lhs: Stored,
+    rhs: Stored,
+    result: Stored,
+    init: Stored | None = None,
+    expression: Expression | None = None,
+    others: Sequence[Stored] = (),
+) -> MatmulProblem:
+    """The problem of a product of encoded tensors.
+
+    Parameters
+    ----------
+    encoding : Encoding
+        Of the op.
+    lhs, rhs, result : Stored
+    init : Stored, optional
+        Initial accumulator: broadcast against the result.
+    expression : Expression, optional
+        The epilogue, ``x0`` the accumulator.
+    others : sequence of Stored
+        The epilogue's operands x1, x2, ..., broadcast against the result.
+    """
+    symbols = Symbols()
+    maps = encoding.index_maps
+    operands = [symbols.operand(s, maps[i]) for s, i in ((lhs, LHS), (rhs, RHS))]
+    first = None if init is None else symbols.operand(init, _broadcast_map(init, result, maps[RESULT]))
+    epilogue = None
+    if expression is not None:
+        inputs = tuple(symbols.operand(s, _broadcast_map(s, result, maps[RESULT])) for s in others)
+        epilogue = Epilogue(expression, inputs)
+    out = symbols.operand(result, maps[RESULT])
+    return MatmulProblem(operands[0], operands[1], out, encoding.element_type, first, epilogue)
+
+
+def elementwise_problem(expression: Expression, operands: Sequence[Stored], result: Stored) -> ElementwiseProblem:
+    """The problem of an elementwise op: operands broadcast against the result."""
+    symbols = Symbols()
+    names = tuple(f"d{i}" for i in range(len(shape_of(result.ty))))
+    inputs = tuple(symbols.operand(s, _broadcast_map(s, result, names)) for s in operands)
+    return ElementwiseProblem(expression, inputs, symbols.operand(result, names))
+
+
+def _broadcast_map(stored: Stored, result: Stored, names: IndexMap) -> IndexMap:
+    """Trailing dimensions align; an extent of one where the result's is another is broadcast."""
+    shape, full = shape_of(stored.ty), shape_of(result.ty)
+    if len(shape) > len(names):
+        raise EncodingError(f"an operand of {len(shape)} dimensions cannot be broadcast to {len(names)}")
+    start = len(names) - len(shape)
+    aligned = zip(shape, full[start:], names[start:], strict=True)
+    return tuple("1" if _is_one(extent) and not _is_one(whole) else name for extent, whole, name in aligned)
+
+
+def _is_one(extent: tvm.tirx.PrimExpr) -> bool:
+    return isinstance(extent, tirx.IntImm) and int(extent) == 1
+
+
+@dataclass
+class KernelTable:
+    """The PrimFuncs of one module: one per distinct key and target, made on first request."""
+
+    taken: set[str]
+    functions: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = field(default_factory=dict)
+    _known: dict[tuple[Any, str], tvm.ir.GlobalVar] = field(default_factory=dict)
+
+    def get(
+        self,
+        key: Any,
+        target: tvm.target.Target,
+        name: str,
+        ops: Sequence[str],
+        make: Callable[[], tirx.PrimFunc],
+    ) -> tvm.ir.GlobalVar:
+        """The kernel that solves `key` on `target`; `make` writes it, once.
+
+        Parameters
+        ----------
+        key : hashable
+            What it computes, entirely.
+        target : tvm.target.Target
+        name : str
+            What it is called if it is new, with a number where that is taken.
+        ops : sequence of str
+            What profiles say it computes.
+        make : Callable
+            Writes the PrimFunc.
+        """
+        full_key = (key, str(target))
+        if full_key not in self._known:
+            func = make().with_attr({"target": target, "op_pattern": _OPAQUE, OPS: list(ops)})
+            if "global_symbol" in func.attrs:
+                func = func.without_attr("global_symbol")
+            gvar = fresh_global_var(name, func.ty, self.taken)
+            self.functions[gvar] = func
+            self._known[full_key] = gvar
+        return self._known[full_key]

@@ -1,0 +1,162 @@
+"""The kernels of a module's encoded ops: asked of resolvers, checked, named and shared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tvm
+from tvm import relax, tirx
+
+from ..encoding.encoding import Encoding
+from ..encoding.expression import Expression
+from ..encoding.machine import machine_of
+from ..encoding.problem import ElementwiseProblem, MatmulProblem, Operand
+from ..encoding.resolver import resolver_for
+from ..errors import EncodingError
+from .encoded_kernels import KernelTable, Stored, Symbols, elementwise_problem, matmul_problem
+from .encoding_layouts import target_of
+from .kernel_names import VariantNames, shape_text
+
+_NAMED_OPS = 3
+"""Ops of an epilogue that a kernel's name tells."""
+
+
+class EncodingKernels:
+    """One PrimFunc for each distinct problem and target.
+
+    Parameters
+    ----------
+    mod : tvm.IRModule
+    vdevices : sequence of relax.VDevice
+        The module's.
+    """
+
+    def __init__(self, mod: tvm.IRModule, vdevices: Sequence[relax.VDevice]) -> None:
+        self._names = VariantNames(mod, vdevices)
+        self._table = KernelTable({gv.name_hint for gv in mod.get_global_vars()})
+
+    @property
+    def functions(self) -> dict[tvm.ir.GlobalVar, tirx.PrimFunc]:
+        """Those made so far."""
+        return self._table.functions
+
+    def matmul(
+        self,
+        encoding: Encoding,
+        operands: Sequence[Stored],
+        result: Stored,
+        expression: Expression | None,
+        others: Sequence[Stored],
+        name: str,
+        where: str,
+    ) -> tvm.ir.GlobalVar:
+        """The kernel of a product (lhs, rhs, perhaps an initial accumulator) and its epilogue."""
+        target = target_of(result.ty.vdevice)
+        init = operands[2] if len(operands) > 2 else None
+        problem = matmul_problem(encoding, operands[0], operands[1], result, init, expression, others)
+        epilogue = _op_names(expression)
+        full_name = "_".join([name or self._names.name(problem, target), *epilogue[:_NAMED_OPS]])
+        return self._solve(problem, target, full_name, [encoding.op_type, *epilogue], where)
+
+    def elementwise(
+        self, expression: Expression, operands: Sequence[Stored], result: Stored, where: str
+    ) -> tvm.ir.GlobalVar:
+        """The kernel of elementwise work that no product takes along."""
+        target = target_of(result.ty.vdevice)
+        problem = elementwise_problem(expression, operands, result)
+        op_names = _op_names(expression)
+        name = "_".join([*op_names[: _NAMED_OPS + 1], shape_text(problem.result.shape), self._names.device(target)])
+        return self._solve(problem, target, name, op_names, where)
+
+    def relayout(self, source: Stored, result: Stored, where: str) -> tvm.ir.GlobalVar:
+        """The kernel that lays a tensor out anew; one of both is row-major for packing and unpacking."""
+        from ..tir import pack  # compiler parts load when they are needed
+
+        target = target_of(result.ty.vdevice)
+        machine = machine_of(target)
+        symbols = Symbols()
+        shape = tuple(symbols.dim(extent) for extent in result.ty.shape.values)
+        dtype = str(result.ty.dtype)
+        if source.layout.is_identity:
+            op, make = "pack", lambda: pack.pack_kernel(shape, dtype, result.layout, machine)
+        elif result.layout.is_identity:
+            op, make = "unpack", lambda: pack.unpack_kernel(shape, dtype, source.layout, machine)
+        else:
+            op, make = "relayout", lambda: pack.relayout_kernel(shape, dtype, source.layout, result.layout, machine)
+        names = tuple(f"d{i}" for i in range(len(shape)))
+        buffers = [Operand(shape, dtype, names, stored.layout) for stored in (source, result)]
+        name = f"{op}_{shape_text(shape)}_{self._names.device(target)}"
+        key = (op, shape, dtype, source.layout, result.layout)
+        return self._table.get(key, target, name, [op], lambda: _checked(make(), buffers, target, where))
+
+    def _solve(
+        self,
+        problem: MatmulProblem | ElementwiseProblem,
+        target: tvm.target.Target,
+        name: str,
+        ops: Sequence[str],
+        where: str,
+    ) -> tvm.ir.GlobalVar:
+        def make() -> tirx.PrimFunc:
+            resolver = resolver_for(target)
+            if resolver is None:
+                raise EncodingError(f"{where}: no resolver for target {target}")
+            try:
+                func = resolver.kernel(problem, target)
+            except EncodingError as error:
+                raise EncodingError(f"{where}, on target {target}: {error}") from error
+            except Exception as error:  # a third party's code raises what it likes, and names nothing
+                raise EncodingError(
+                    f"{where}: resolver {resolver.name!r} wrote no kernel for target {target}: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+            return _checked(func, _buffers(problem), target, f"{where}, resolver {resolver.name!r}")
+
+        return self._table.get(problem, target, name, ops, make)
+
+
+def _op_names(expression: Expression | None) -> list[str]:
+    """The ops of an expression, each once, in order."""
+    if expression is None:
+        return []
+    return list(dict.fromkeys(term.op for term in expression.terms() if term.op not in ("operand", "number")))
+
+
+def _buffers(problem: MatmulProblem | ElementwiseProblem) -> list[Operand]:
+    """A problem's operands in the order of its kernel's parameters."""
+    if isinstance(problem, ElementwiseProblem):
+        return [*problem.operands, problem.result]
+    others: Sequence[Operand] = problem.epilogue.operands if problem.epilogue is not None else ()
+    init = [] if problem.init is None else [problem.init]
+    return [problem.lhs, problem.rhs, *init, *others, problem.result]
+
+
+def _checked(func: Any, buffers: Sequence[Operand], target: tvm.target.Target, where: str) -> tirx.PrimFunc:
+    """A kernel that takes the buffers of its problem; anything else would read memory as what it is not."""
+    what = f"{where}, on target {target}: found"
+    if not isinstance(func, tirx.PrimFunc):
+        raise EncodingError(f"{what} {type(func).__name__}, expected a PrimFunc")
+    found = [func.buffer_map.get(param) for param in func.params]
+    if len(found) != len(buffers) or any(buffer is None for buffer in found):
+        raise EncodingError(f"{what} a kernel of {len(found)} parameters, expected {len(buffers)} buffers")
+    for index, (buffer, operand) in enumerate(zip(found, buffers, strict=True)):
+        _check_buffer(buffer, operand, f"{what} parameter {index}")
+    return func
+
+
+def _check_buffer(buffer: tirx.Buffer, operand: Operand, what: str) -> None:
+    if str(buffer.dtype) != operand.dtype:
+        raise EncodingError(f"{what} of type {buffer.dtype}, expected {operand.dtype}")
+    wanted = _stored_extents(operand)
+    extents = [int(extent) if isinstance(extent, tirx.IntImm) else None for extent in buffer.shape]
+    if len(extents) != len(wanted) or any(
+        w is not None and f is not None and w != f for f, w in zip(extents, wanted, strict=True)
+    ):
+        raise EncodingError(f"{what} of shape {list(buffer.shape)}, expected {wanted} (None: symbolic)")
+
+
+def _stored_extents(operand: Operand) -> list[int | None]:
+    """The extents of an operand's buffer, None where they are symbolic."""
+    shape = [tirx.Var(extent, "int64") if isinstance(extent, str) else extent for extent in operand.shape]
+    return [extent if isinstance(extent, int) else None for extent in operand.layout.packed_shape(shape)]

@@ -1,0 +1,85 @@
+"""What the resolver of a device says about encodings, asked once, its answers checked."""
+
+from __future__ import annotations
+
+import tvm
+from tvm import relax
+
+from ..encoding.encoding import LHS, OPERAND_NAMES, RESULT, RHS, Encoding
+from ..encoding.packed_layout import PackedLayout
+from ..encoding.resolver import EncodingResolver, resolver_for
+from ..errors import EncodingError
+from ..native_target import native
+
+
+def target_of(vdevice: relax.VDevice | None) -> tvm.target.Target:
+    """The target of a device; without devices TVM's current one, else this CPU's."""
+    if vdevice is not None:
+        return vdevice.target
+    return tvm.target.Target.current(allow_none=True) or native("llvm")
+
+
+class Layouts:
+    """Answers by (encoding, target)."""
+
+    def __init__(self) -> None:
+        self._resolvers: dict[str, EncodingResolver | None] = {}
+        self._products: dict[tuple[Encoding, str], tuple[PackedLayout, ...] | str] = {}
+
+    def resolver(self, target: tvm.target.Target) -> EncodingResolver | None:
+        """The resolver of a target."""
+        key = str(target)
+        if key not in self._resolvers:
+            self._resolvers[key] = resolver_for(target)
+        return self._resolvers[key]
+
+    def layout(self, encoding: Encoding, target: tvm.target.Target, where: str) -> PackedLayout | None:
+        """How an operand is stored; None where its product has no layouts on this target.
+
+        Parameters
+        ----------
+        encoding : Encoding
+        target : tvm.target.Target
+        where : str
+            The variable, for messages.
+
+        Raises
+        ------
+        EncodingError
+            If the resolver answers with anything but a layout of the operand's rank, or raises.
+        """
+        found = self._product(encoding, target, where)
+        return None if isinstance(found, str) else found[encoding.operand_index]
+
+    def why_not(self, encoding: Encoding, target: tvm.target.Target) -> str:
+        """Why there is no layout."""
+        found = self._product(encoding, target, "")
+        return found if isinstance(found, str) else ""
+
+    def _product(self, encoding: Encoding, target: tvm.target.Target, where: str) -> tuple[PackedLayout, ...] | str:
+        key = (encoding.of(RESULT), str(target))
+        if key not in self._products:
+            self._products[key] = self._ask(key[0], target, where)
+        return self._products[key]
+
+    def _ask(self, encoding: Encoding, target: tvm.target.Target, where: str) -> tuple[PackedLayout, ...] | str:
+        resolver = self.resolver(target)
+        if resolver is None:
+            return f"no resolver for target kind {target.kind.name!r}"
+        layouts = []
+        for index in (LHS, RHS, RESULT):
+            operand = encoding.of(index)
+            asked = f"resolver {resolver.name!r}, asked how target {target} stores {operand} for {where}"
+            try:
+                layout = resolver.resolve(operand, target)
+            except EncodingError:
+                raise
+            except Exception as error:  # a third party's code raises what it likes, and names nothing
+                raise EncodingError(f"{asked}: {type(error).__name__}: {error}") from error
+            if layout is None:
+                return f"resolver {resolver.name!r} has no layout for the {OPERAND_NAMES[index]} of {encoding}"
+            rank = len(operand.index_map)
+            if not isinstance(layout, PackedLayout) or len(layout.outer_perm) != rank:
+                raise EncodingError(f"{asked}: found {layout!r}, expected a PackedLayout of {rank} dimensions, or None")
+            layouts.append(layout)
+        return tuple(layouts)

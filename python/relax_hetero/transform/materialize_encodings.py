@@ -1,0 +1,169 @@
+"""MaterializeEncodings: encoded ops become kernels on tensors as they are stored.
+
+Before::
+
+    a = R.hetero.set_encoding(x, "matmul[0]<...>", layout="identity<2>")
+    b = R.hetero.prepacked(weight, "768x3072", "matmul[1]<...>", layout="pack<outer=[1, 0] inner=[1:32]>")
+    c = R.hetero.matmul(a, b, encoding="matmul[2]<...>", layout="identity<2>", kernel="matmul_128x768x3072_llvm_0")
+    d = R.hetero.elementwise(c, bias, expression="relu(add(x0, x1))", ...)
+    y = R.hetero.unset_encoding(d, "matmul[2]<...>", layout="identity<2>")
+
+After::
+
+    y = R.call_tir(cls.matmul_128x768x3072_llvm_0_add_relu, (x, weight, bias), out_ty=R.Tensor((128, 3072), ...))
+
+What lays tensors out becomes a kernel too, and vanishes where the layout is identity. Types become those of the bytes.
+Elementwise ops of which each is the only user of the one before, the first of a product's, become the epilogue of the
+product's kernel: its accumulators never leave registers before bias, activation and residual are applied.
+
+Assumes SpecializeEncodings. Kernels are written by the resolver of the device's target (products, elementwise) or by
+`relax_hetero.tir.pack`; equal problems on equal targets share one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tvm
+from tvm import relax
+
+from ..encoding.encoding import Encoding
+from ..encoding.expression import Expression
+from ..encoding.packed_layout import PackedLayout
+from ..errors import EncodingError
+from ..op.encoded import MATMUL, PREPACKED, RELAYOUT, SET, UNSET, encoded_op
+from ..vdevice import vdevices_of
+from .encoded_kernels import Stored, physical_type
+from .encoding_kernels import EncodingKernels
+from .epilogues import Chain, fused_variables
+from .merge_variables import Merges
+from .placement.ops import TRANSFER
+from .rewriting import copy_module, map_bindings, op_name, relax_functions, typed
+
+
+def MaterializeEncodings() -> tvm.transform.Pass:
+    """Lower encoded ops to call_tir of kernels on stored tensors.
+
+    Returns
+    -------
+    tvm.transform.Pass
+        Raises EncodingError where an op has no layout yet, or a resolver's kernel does not fit its problem.
+    """
+
+    @tvm.transform.module_pass(opt_level=0, name="MaterializeEncodings")
+    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        return materialize_encodings(mod)
+
+    return run
+
+
+def materialize_encodings(mod: tvm.IRModule) -> tvm.IRModule:
+    """See the module's docstring."""
+    kernels = EncodingKernels(mod, vdevices_of(mod))
+    functions = dict(mod.functions.items())
+    for gv, func in relax_functions(mod):
+        functions[gv] = _Function(gv.name_hint, kernels, func).materialize()
+    functions.update(kernels.functions)
+    return copy_module(mod, functions)
+
+
+class _Function:
+    """One function: what each encoded variable has become."""
+
+    def __init__(self, name: str, kernels: EncodingKernels, func: relax.Function) -> None:
+        self.name = name
+        self.kernels = kernels
+        self.func = func
+        self.fused = fused_variables(func)
+        self.chains: dict[relax.Var, Chain] = {}
+        self.stored: dict[relax.Var, Stored] = {}
+        self.merges = Merges()
+
+    def materialize(self) -> relax.Function:
+        return self.merges.apply(map_bindings(self.func, self._change))
+
+    def _change(self, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
+        value = binding.value
+        name = encoded_op(value)
+        if name is not None:
+            return self._encoded(name, binding)
+        if op_name(value) == TRANSFER and value.args[0] in self.stored:
+            stored = self.stored[value.args[0]]
+            there = Stored(binding.var.ty, stored.layout)
+            moved = relax.op.to_vdevice(self.merges.resolve(value.args[0]), binding.var.ty.vdevice)
+            return self._bind(binding, moved, there)
+        return binding
+
+    def _encoded(self, name: str, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
+        var, call = binding.var, binding.value
+        where = f"{name} of variable {var.name!r} in function {self.name!r}"
+        if not call.attrs.layout:
+            raise EncodingError(f"{where} has no layout; expected a module that SpecializeEncodings has been through")
+        layout = PackedLayout.parse(call.attrs.layout)
+        stored = Stored(var.ty, layout)
+        if name == PREPACKED:
+            self.stored[var] = stored
+            return self.merges.drop(var, call.args[0])
+        if name == SET:
+            return self._laid_out(binding, Stored.plain(call.args[0].ty), stored, where)
+        if name == RELAYOUT:
+            return self._laid_out(binding, Stored(var.ty, PackedLayout.parse(call.attrs.from_layout)), stored, where)
+        if name == UNSET:
+            if layout.is_identity:
+                return self.merges.alias(var, call.args[0])
+            kernel = self.kernels.relayout(stored, Stored.plain(var.ty), where)
+            return relax.VarBinding(var, self._call(kernel, call.args, var.ty), binding.span)
+        if name == MATMUL:
+            chain = Chain(call)
+        else:
+            chain = self.chains.pop(call.args[0], None)
+            if chain is None:
+                return self._elementwise(binding, stored, where)
+            chain = chain.then(call)
+        if var in self.fused:
+            self.chains[var] = chain
+            return []
+        return self._product(binding, chain, stored, where)
+
+    def _laid_out(
+        self, binding: relax.Binding, source: Stored, stored: Stored, where: str
+    ) -> relax.Binding | list[relax.Binding]:
+        if source.layout == stored.layout:
+            self.stored[binding.var] = stored
+            return self.merges.drop(binding.var, binding.value.args[0])
+        kernel = self.kernels.relayout(source, stored, where)
+        return self._bind(binding, self._call(kernel, binding.value.args, physical_type(stored)), stored)
+
+    def _product(self, binding: relax.Binding, chain: Chain, stored: Stored, where: str) -> relax.Binding:
+        encoding = Encoding.parse(chain.product.attrs.encoding)
+        operands = [self._stored(arg) for arg in chain.product.args]
+        expression = None if chain.expression == Expression.operand(0) else chain.expression
+        others = [self._stored(arg) for arg in chain.others]
+        name = str(chain.product.attrs.kernel)
+        kernel = self.kernels.matmul(encoding, operands, stored, expression, others, name, where)
+        call = self._call(kernel, [*chain.product.args, *chain.others], physical_type(stored))
+        return self._bind(binding, call, stored)
+
+    def _elementwise(self, binding: relax.Binding, stored: Stored, where: str) -> relax.Binding:
+        call = binding.value
+        expression = Expression.parse(call.attrs.expression)
+        kernel = self.kernels.elementwise(expression, [self._stored(arg) for arg in call.args], stored, where)
+        return self._bind(binding, self._call(kernel, call.args, physical_type(stored)), stored)
+
+    def _stored(self, expr: relax.Expr) -> Stored:
+        known = self.stored.get(expr) if isinstance(expr, relax.Var) else None
+        return known or Stored.plain(expr.ty)
+
+    def _call(self, kernel: tvm.ir.GlobalVar, args: Sequence[relax.Expr], ty: relax.TensorType) -> relax.Call:
+        operands = relax.Tuple([self.merges.resolve(arg) for arg in args])
+        return typed(relax.call_tir(kernel, operands, ty), ty)
+
+    def _bind(self, binding: relax.Binding, value: relax.Call, stored: Stored) -> relax.Binding:
+        """`value` bound to a variable of the stored tensor's type; the old one stands for it from now on."""
+        self.stored[binding.var] = stored
+        ty = physical_type(stored)
+        var = binding.var
+        if not stored.layout.is_identity:
+            var = type(var)(var.name, ty, var.span)
+            self.merges.drop(binding.var, var)
+        return relax.VarBinding(var, typed(value, ty), binding.span)
