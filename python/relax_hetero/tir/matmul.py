@@ -1,0 +1,225 @@
+"""Matrix products: one definition for every type, layout, tail and epilogue.
+
+The loops, from outside: tasks, batches, blocks of rows, blocks of k, panels of columns, tiles. A panel of the right
+operand stays in the second-level cache while the tiles of a block of rows go over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import tvm
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ..encoding.machine import Machine
+from ..encoding.problem import MatmulProblem
+from ..encoding.products import product_for
+from ..encoding.tiles import tile_sizes
+from ..errors import EncodingError
+from .builder import Expr, Function, ceil_div, loop, smaller
+from .inner_product import llvm_import
+from .matmul_tile import KRange, Product2D, Tile, emit_tile
+from .operand_view import Coordinates, OperandView, extent_of
+from .work_split import part, split_work
+
+# Bytes of a row of the left operand in one block of k: a panel of 32 such columns is a fraction of the second-level
+# cache. Rows of a block: they fill about half of it.
+K_BLOCK_BYTES = 4096
+ROWS_PER_BLOCK = 192
+
+
+def matmul_kernel(problem: MatmulProblem, machine: Machine) -> tirx.PrimFunc:
+    """The kernel of a matrix product.
+
+    Parameters
+    ----------
+    problem : MatmulProblem
+    machine : Machine
+
+    Returns
+    -------
+    tirx.PrimFunc
+        Its parameters are those that `MatmulProblem` says; it is parallel over the machine's cores.
+
+    Raises
+    ------
+    EncodingError
+        If the machine has no product of these element types, or an operand is stored in a way the product cannot read.
+    """
+    types = (problem.lhs.dtype, problem.rhs.dtype, problem.acc_dtype)
+    product = product_for(machine, *types)
+    if product is None:
+        raise EncodingError(
+            "matmul: found element types {} * {} -> {}, expected ones that {} multiplies".format(
+                *types, machine.isa.name
+            )
+        )
+    function = Function("matmul")
+    with function:
+        lhs = OperandView(function, "lhs", problem.lhs)
+        rhs = OperandView(function, "rhs", problem.rhs)
+        init = OperandView(function, "init", problem.init) if problem.init else None
+        operands = problem.epilogue.operands if problem.epilogue else ()
+        more = tuple(OperandView(function, f"x{i + 1}", operand) for i, operand in enumerate(operands))
+        result = OperandView(function, "result", problem.result)
+        views = [lhs, rhs, *([init] if init else []), *more, result]
+        batch = merge_batches(views, lhs, rhs, result)
+        lanes = machine.lanes(problem.acc_dtype)
+        m, n, k = (extent_of(views, name) for name in "mnk")
+        spec = Product2D(lhs, rhs, result, init, problem.epilogue, more, product, lanes, m, n, k)
+        with function.body():
+            for view in views:
+                view.open()
+            text = llvm_import(product, lanes)
+            if text is None:
+                _emit_loops(spec, machine, batch)
+            else:
+                with T.attr(0, "pragma_import_llvm", text):
+                    _emit_loops(spec, machine, batch)
+    return function.result
+
+
+def merge_batches(views: list[OperandView], lhs: OperandView, rhs: OperandView, result: OperandView) -> list[str]:
+    """Make batch dimensions that the right operand lacks part of m, where storage allows; the names of the others."""
+    batch = [name for name in result.index_map if name.startswith("b")]
+    while (
+        batch
+        and not rhs.runs_along(batch[-1])
+        and all(_can_merge(view, batch[-1]) for view in views if view is not rhs)
+    ):
+        for view in views:
+            view.merge(batch[-1], "m")
+        batch.pop()
+    return batch
+
+
+def _can_merge(view: OperandView, name: str) -> bool:
+    if not view.runs_along(name) or not view.runs_along("m"):
+        return not view.runs_along(name) and not view.runs_along("m")
+    return view.layout.is_identity and view.index_map.index(name) + 1 == view.index_map.index("m")
+
+
+def _emit_loops(spec: Product2D, machine: Machine, batch: list[str]) -> None:
+    if 0 in (spec.m, spec.n):
+        T.evaluate(0)
+        return
+    rows, vectors = _tile_size(spec, machine)
+    tiles, panels = ceil_div(spec.m, rows), ceil_div(spec.n, vectors * spec.lanes)
+    extents = {name: extent_of([spec.result], name) for name in batch}
+    count: Expr = 1
+    for extent in extents.values():
+        count = count * extent
+    blocks_k, block_k = _k_blocks(spec, tiles)
+    split = split_work(machine.cores, count, tiles, panels, (rows, vectors * spec.lanes), spec.k)
+    with loop(split.tasks, parallel=split.tasks > 1) as task:
+        place = split.place(task)
+        first_b, last_b = part(count, split.batch, place[0])
+        first_m, last_m = part(tiles, split.rows, place[1])
+        first_n, last_n = part(panels, split.columns, place[2])
+        block_m = max(1, ROWS_PER_BLOCK // rows)
+        with loop(last_b - first_b) as b, loop(ceil_div(last_m - first_m, block_m)) as block:
+            at = _unravel(first_b + b, extents)
+            begin_m = first_m + block * block_m
+            end_m = smaller(begin_m + block_m, last_m)
+            with loop(blocks_k) as kb, loop(last_n - first_n) as panel, loop(end_m - begin_m) as tile:
+                step = KRange.of(spec.k, blocks_k, block_k, kb)
+                _emit_place(
+                    spec, at, (begin_m + tile) * rows, (first_n + panel) * vectors * spec.lanes, rows, vectors, step
+                )
+
+
+def _tile_size(spec: Product2D, machine: Machine) -> tuple[int, int]:
+    """Rows and vectors of a tile: as wide as the right operand is packed, as high as registers allow."""
+    sizes = tile_sizes(machine)
+    packed = spec.rhs.layout.tile(spec.rhs.index_map.index("n")) // spec.lanes
+    vectors = packed if 0 < packed <= sizes.vectors * 2 else sizes.vectors
+    rows = max(1, min(sizes.rows, (machine.isa.registers - vectors - 1) // vectors))
+    return (min(rows, spec.m) if isinstance(spec.m, int) else rows), vectors
+
+
+def _k_blocks(spec: Product2D, tiles: Expr) -> tuple[Expr, int]:
+    """How many blocks k is cut into, and the k of one."""
+    item = tvm.DataType(spec.lhs.dtype).bits // 8
+    block = K_BLOCK_BYTES // item
+    whole = spec.result.dtype != spec.product.types[2] or (isinstance(tiles, int) and tiles <= 2)
+    if not isinstance(spec.k, int):
+        return (1, 0) if whole else (T.max(ceil_div(spec.k, block), tirx.const(1, "int64")), block)
+    if whole or spec.k <= block * 3 // 2:
+        return 1, 0
+    count = ceil_div(spec.k, block)
+    return count, ceil_div(ceil_div(spec.k, count), spec.product.k0) * spec.product.k0
+
+
+def _unravel(number: Expr, extents: Mapping[str, Expr]) -> Coordinates:
+    at = {}
+    for name, extent in reversed(extents.items()):
+        at[name] = number if name == next(iter(extents)) else number % extent
+        number = number // extent
+    return at
+
+
+Case = tuple[Expr, int, Expr]
+"""When a form of the tile is used (None: otherwise), its rows or vectors, and where existing ones end (None: no end)."""
+
+
+def _row_cases(spec: Product2D, row: Expr, rows: int) -> list[Case]:
+    """The forms of a tile along m: whole, and what is left at the end."""
+    views = (spec.lhs, spec.result, *([spec.init] if spec.init else []), *spec.epilogue_views)
+    if all(view.is_padded("m", rows) for view in views if view.runs_along("m")):
+        return [(None, rows, None)]
+    if isinstance(spec.m, int):
+        left = spec.m % rows
+        if left == 0:
+            return [(None, rows, None)]
+        return [(row + rows <= spec.m, rows, None), (None, left, None)]
+    forms = [form for form in (4, 2, 1) if form < rows]
+    cases: list[Case] = [
+        (row + fewer < spec.m, form, spec.m) for form, fewer in zip([rows, *forms], forms, strict=False)
+    ]
+    return [*cases, (None, 1, None)]
+
+
+def _column_cases(spec: Product2D, column: Expr, vectors: int) -> list[Case]:
+    """The forms of a tile along n."""
+    views = (spec.rhs, spec.result, *([spec.init] if spec.init else []), *spec.epilogue_views)
+    columns = vectors * spec.lanes
+    if all(view.is_padded("n", spec.lanes) for view in views if view.runs_along("n")):
+        left = spec.n % columns if isinstance(spec.n, int) else 0
+        whole = ceil_div(left, spec.lanes)
+        return (
+            [(None, vectors, None)] if left == 0 else [(column + columns <= spec.n, vectors, None), (None, whole, None)]
+        )
+    if not isinstance(spec.n, int):
+        return [(column + columns <= spec.n, vectors, None), (None, vectors, spec.n)]
+    left = spec.n % columns
+    last: Case = (None, ceil_div(left, spec.lanes), left)
+    if left == 0:
+        return [(None, vectors, None)]
+    return [last] if spec.n < columns else [(column + columns <= spec.n, vectors, None), last]
+
+
+def _emit_place(
+    spec: Product2D, at: Coordinates, row: Expr, column: Expr, rows: int, vectors: int, step: KRange
+) -> None:
+    """The tile at a place, in the form that the place needs."""
+
+    def columns_of(rows: int, rows_end: Expr) -> None:
+        _choose(
+            _column_cases(spec, column, vectors),
+            lambda vectors, end: emit_tile(spec, Tile(at, row, column, rows, vectors, rows_end, end), step),
+        )
+
+    _choose(_row_cases(spec, row, rows), columns_of)
+
+
+def _choose(cases: list[Case], emit: Callable[[int, Expr], None]) -> None:
+    condition, size, end = cases[0]
+    if condition is None:
+        emit(size, end)
+        return
+    with T.If(condition):
+        with T.Then():
+            emit(size, end)
+        with T.Else():
+            _choose(cases[1:], emit)

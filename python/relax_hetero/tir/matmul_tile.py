@@ -1,0 +1,265 @@
+"""The register tile of a matrix product: accumulators start, run along k, get their epilogue and are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ..encoding.expression import Expression
+from ..encoding.problem import Epilogue
+from ..encoding.products import Product
+from . import elementwise
+from .builder import Expr, Registers, broadcast, loop, smaller, vector_type, when
+from .inner_product import emit_step, lhs_group, zero
+from .operand_view import Coordinates, OperandView
+
+# Multiply-adds that must be in flight: 4 cycles of latency times 2 a cycle on every core of the table.
+IN_FLIGHT = 8
+
+
+@dataclass(frozen=True)
+class Product2D:
+    """What every tile of a kernel shares.
+
+    Attributes
+    ----------
+    lhs, rhs, result : OperandView
+    init : OperandView or None
+    epilogue : Epilogue or None
+    epilogue_views : tuple of OperandView
+    product : Product
+    lanes : int
+        Of an accumulator.
+    m, n, k : PrimExpr or int
+        Iteration sizes; m and n rounded up where no operand needs them exact.
+    """
+
+    lhs: OperandView
+    rhs: OperandView
+    result: OperandView
+    init: OperandView | None
+    epilogue: Epilogue | None
+    epilogue_views: tuple[OperandView, ...]
+    product: Product
+    lanes: int
+    m: Expr
+    n: Expr
+    k: Expr
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One tile, at a place that is known when the kernel runs.
+
+    Attributes
+    ----------
+    batch : Coordinates
+        Of the batch dimensions.
+    row, column : PrimExpr
+        Of its first element.
+    rows, vectors : int
+        Its size.
+    rows_end : PrimExpr or None
+        Rows from here on are not there: the last existing one is computed in their place, and not stored.
+    columns_end : PrimExpr, int or None
+        Columns from here on are not there.
+    """
+
+    batch: Coordinates
+    row: Expr
+    column: Expr
+    rows: int
+    vectors: int
+    rows_end: Expr | None
+    columns_end: Expr | None
+
+
+@dataclass(frozen=True)
+class KRange:
+    """A range of k. Between ranges, partial sums wait in the result, which then has the accumulator's type.
+
+    Attributes
+    ----------
+    begin, end : PrimExpr or int
+        `begin` is a multiple of the product's k0, and `end` too unless it is the end of k.
+    first, last : bool or PrimExpr
+        Whether it is the first, and the last range.
+    """
+
+    begin: Expr
+    end: Expr
+    first: Expr
+    last: Expr
+
+    @staticmethod
+    def of(k: Expr, count: Expr, block: int, number: Expr) -> KRange:
+        """Range `number` of `count`, each of `block` but the last."""
+        if isinstance(count, int) and count == 1:
+            return KRange(0, k, True, True)
+        begin = number * block
+        return KRange(begin, smaller(begin + block, k), number < 1, number >= count - 1)
+
+
+def emit_tile(spec: Product2D, tile: Tile, k: KRange) -> None:
+    """Write the code of a tile for a range of k."""
+    count = tile.rows * tile.vectors
+    unroll = max(1, IN_FLIGHT // count) if spec.lanes > 1 else 1
+    accs = Registers(count * unroll, spec.product.types[2], spec.lanes)
+    for spare in range(count, count * unroll):
+        accs[spare] = zero(spec.product, spec.lanes)
+    _either(k.first, lambda: _start(spec, tile, accs), lambda: _resume(spec, tile, accs))
+    _accumulate(spec, tile, accs, k, unroll)
+    for spare in range(count, count * unroll):
+        accs[spare % count] = accs[spare % count] + accs[spare]
+    _either(k.last, lambda: _finish(spec, tile, accs), lambda: _suspend(spec, tile, accs))
+
+
+def _either(condition: Expr, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
+    if isinstance(condition, bool):
+        (then if condition else otherwise)()
+        return
+    with T.If(condition):
+        with T.Then():
+            then()
+        with T.Else():
+            otherwise()
+
+
+def _row(tile: Tile, view: OperandView, i: int) -> Expr:
+    """Row i of the tile, one that exists in the view."""
+    row = tile.row + i
+    if tile.rows_end is None or view.is_padded("m", tile.rows):
+        return row
+    return T.min(row, tile.rows_end - 1)
+
+
+def _at(spec: Product2D, tile: Tile, view: OperandView, i: int, j: int) -> Coordinates:
+    return {**tile.batch, "m": _row(tile, view, i), "n": tile.column + j * spec.lanes}
+
+
+def _mask(spec: Product2D, tile: Tile, view: OperandView, j: int) -> Expr | None:
+    """Which lanes of vector j exist in the view; None: all of them."""
+    column = j * spec.lanes
+    if tile.columns_end is None or not view.runs_along("n") or view.is_padded("n", spec.lanes):
+        return None
+    if isinstance(tile.columns_end, int) and column + spec.lanes <= tile.columns_end:
+        return None
+    left = tile.columns_end - column if isinstance(tile.columns_end, int) else tile.columns_end - tile.column - column
+    if spec.lanes == 1:
+        return left > 0
+    return T.ramp(tirx.const(0, "int32"), 1, spec.lanes) < broadcast(tirx.Cast("int32", left), spec.lanes)
+
+
+def _start(spec: Product2D, tile: Tile, accs: Registers) -> None:
+    for j in range(tile.vectors):
+        for i in range(tile.rows):
+            value = zero(spec.product, spec.lanes)
+            if spec.init is not None:
+                value = spec.init.load(
+                    _at(spec, tile, spec.init, i, j), "n", spec.lanes, _mask(spec, tile, spec.init, j)
+                )
+            accs[i * tile.vectors + j] = value
+
+
+def _resume(spec: Product2D, tile: Tile, accs: Registers) -> None:
+    for i in range(tile.rows):
+        for j in range(tile.vectors):
+            at = _at(spec, tile, spec.result, i, j)
+            accs[i * tile.vectors + j] = spec.result.load(at, "n", spec.lanes, _mask(spec, tile, spec.result, j))
+
+
+def _accumulate(spec: Product2D, tile: Tile, accs: Registers, k: KRange, unroll: int) -> None:
+    k0 = spec.product.k0
+    rows = [T.bind(_row(tile, spec.lhs, i)) for i in range(tile.rows)] if tile.rows_end is not None else None
+
+    def step(at_k: Expr, bank: int, end: Expr | None = None) -> None:
+        right = [T.bind(_right(spec, tile, at_k, j, end)) for j in range(tile.vectors)]
+        for i in range(tile.rows):
+            at = {**tile.batch, "m": rows[i] if rows else tile.row + i, "k": at_k}
+            group = T.bind(lhs_group(spec.product, _left(spec, at, end)))
+            for j in range(tile.vectors):
+                number = (bank * tile.rows + i) * tile.vectors + j
+                accs[number] = emit_step(spec.product, accs[number], group, right[j], spec.lanes)
+
+    size = k.end - k.begin
+    steps = size // k0
+    with loop(steps // unroll) as s:
+        for bank in range(unroll):
+            step(k.begin + s * (k0 * unroll) + bank * k0, bank)
+    if unroll > 1 and not (isinstance(steps, int) and steps % unroll == 0):
+        with loop(steps % unroll) as s:
+            step(k.begin + (steps // unroll * unroll + s) * k0, 0)
+    if k0 > 1 and not (isinstance(size, int) and size % k0 == 0):
+        with when(size % k0 > 0):
+            step(k.begin + steps * k0, 0, k.end)
+
+
+def _left(spec: Product2D, at: Coordinates, end: Expr | None) -> Expr | list[Expr]:
+    """The k0 left factors from a place, zeros from k = end on."""
+    k0 = spec.product.k0
+    contiguous = spec.lhs.stride("k") == 1 and (spec.lhs.layout.tile(spec.lhs.index_map.index("k")) in (1, k0))
+    if end is None and contiguous:
+        return spec.lhs.load(at, "k", k0)
+    return [
+        spec.lhs.load({**at, "k": at["k"] + i}, "k", 1, None if end is None else at["k"] + i < end) for i in range(k0)
+    ]
+
+
+def _right(spec: Product2D, tile: Tile, k: Expr, j: int, end: Expr | None) -> Expr:
+    """The right factors of vector j: k0 of every column together, zeros from k = end on where storage has no padding."""
+    k0, lanes = spec.product.k0, spec.lanes
+    at = {**tile.batch, "k": k, "n": tile.column + j * lanes}
+    mask = _mask(spec, tile, spec.rhs, j)
+    if k0 == 1:
+        return spec.rhs.load(at, "n", lanes, mask)
+    if spec.rhs.layout.tile(spec.rhs.index_map.index("k")) == k0 and spec.rhs.stride("n") == k0:
+        return spec.rhs.load_run(at, lanes * k0)
+    rows = []
+    for i in range(k0):
+        exists = mask
+        if end is not None:
+            here = broadcast(k + i < end, lanes)
+            exists = here if mask is None else tirx.And(here, mask)
+        rows.append(spec.rhs.load({**at, "k": k + i}, "n", lanes, exists))
+    return T.Shuffle(rows, [i * lanes + lane for lane in range(lanes) for i in range(k0)])
+
+
+def _suspend(spec: Product2D, tile: Tile, accs: Registers) -> None:
+    _store(spec, tile, lambda i, j: accs[i * tile.vectors + j])
+
+
+def _finish(spec: Product2D, tile: Tile, accs: Registers) -> None:
+    expression = spec.epilogue.expression if spec.epilogue else Expression.operand(0)
+    acc_dtype = spec.product.types[2]
+    dtypes = [acc_dtype, *(view.dtype for view in spec.epilogue_views)]
+
+    def value(i: int, j: int) -> Expr:
+        values = [accs[i * tile.vectors + j]]
+        for view in spec.epilogue_views:
+            at = _at(spec, tile, view, i, j)
+            values.append(view.load(at, "n", spec.lanes, _mask(spec, tile, view, j)))
+        result = elementwise.emit(expression, values, dtypes, spec.lanes)
+        if expression.dtype(dtypes) == spec.result.dtype:
+            return result
+        return tirx.Cast(vector_type(spec.result.dtype, spec.lanes), result)
+
+    _store(spec, tile, value)
+
+
+def _store(spec: Product2D, tile: Tile, value: Callable[[int, int], Expr]) -> None:
+    guarded = tile.rows_end is not None and not spec.result.is_padded("m", tile.rows)
+
+    def row(i: int) -> None:
+        for j in range(tile.vectors):
+            at = {**tile.batch, "m": tile.row + i, "n": tile.column + j * spec.lanes}
+            spec.result.store(at, "n", value(i, j), spec.lanes, _mask(spec, tile, spec.result, j))
+
+    for i in range(tile.rows):
+        if guarded and i > 0:
+            with T.If(tile.row + i < tile.rows_end), T.Then():
+                row(i)
+        else:
+            row(i)

@@ -1,0 +1,177 @@
+"""A kernel's parameters as iteration coordinates address them, whatever their layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tvm import sym, tirx
+from tvm.script.ir_builder import tirx as T
+
+from ..encoding.packed_layout import PackedLayout
+from ..encoding.problem import Operand
+from .builder import Expr, Function, broadcast, flat, lane_indices, vector_type
+
+Coordinates = Mapping[str, Expr]
+"""A position in the iteration space: an int64 expression for each iteration dimension."""
+
+
+class OperandView:
+    """A parameter, its elements found by coordinates.
+
+    Make one for each parameter in order, then call `open` inside the function's body.
+
+    Attributes
+    ----------
+    extents : list of PrimExpr or int
+        Logical extents: ints where static.
+    index_map : list of str
+        The iteration dimension of each logical dimension, "1" for none.
+    layout : PackedLayout
+    dtype : str
+    """
+
+    def __init__(self, function: Function, name: str, operand: Operand) -> None:
+        self.dtype = operand.dtype
+        self.layout = operand.layout
+        self.index_map = list(operand.index_map)
+        self.extents: list[Expr] = []
+        physical = []
+        for d, dim in enumerate(operand.shape):
+            tile = operand.layout.tile(d)
+            if isinstance(dim, int):
+                self.extents.append(dim)
+            elif tile == 1:
+                self.extents.append(function.symbol(dim))
+            else:
+                # A parameter of this shape cannot say what the extent is, only how many tiles there are.
+                self.extents.append(function.symbol(f"{name}_tiles_{d}") * tile)
+        for extent in operand.layout.packed_shape(self.extents):
+            physical.append(tirx.IntImm("int64", extent) if isinstance(extent, int) else _simplify(extent))
+        self._buffer = function.argument(name, physical, operand.dtype)
+        self._physical = physical
+
+    def open(self) -> None:
+        """Declare the flat view of the parameter; inside the function's body."""
+        self.data = flat(self._buffer, self._physical)
+
+    def runs_along(self, name: str) -> bool:
+        """Whether the operand has the iteration dimension (else it is broadcast along it)."""
+        return name in self.index_map
+
+    def exact_extent(self, name: str) -> Expr | None:
+        """The extent of an iteration dimension, None where only the number of its tiles is known."""
+        d = self.index_map.index(name)
+        known = isinstance(self.extents[d], (int, tirx.Var)) or self.layout.tile(d) == 1
+        return self.extents[d] if known else None
+
+    def is_padded(self, name: str, unit: int) -> bool:
+        """Whether storage goes on to the next multiple of `unit` along an iteration dimension."""
+        return self.runs_along(name) and self.layout.tile(self.index_map.index(name)) % unit == 0
+
+    def merge(self, first: str, second: str) -> None:
+        """Make dimensions `first` and `second`, neighbours in row-major storage, one that is called `second`."""
+        if not self.runs_along(second):
+            return
+        d = self.index_map.index(first)
+        self.extents[d : d + 2] = [self.extents[d] * self.extents[d + 1]]
+        self.index_map[d : d + 2] = [second]
+        self.layout = PackedLayout.identity(len(self.extents))
+
+    def address(self, at: Coordinates, skip_compensation: bool = True) -> Expr:
+        """Position of an element in the flat view; coordinates of dimensions it lacks are ignored."""
+        outer, inner = {}, {}
+        for d, name in enumerate(self.index_map):
+            value = tirx.const(0, "int64") if name == "1" else at[name]
+            tile = self.layout.tile(d)
+            outer[d] = value if tile == 1 else tirx.floordiv(value, tile)
+            inner[d] = tirx.const(0, "int64") if tile == 1 else tirx.floormod(value, tile)
+        if self.layout.compensation and skip_compensation:
+            outer[self.layout.inner_dims[-1]] = outer[self.layout.inner_dims[-1]] + 1
+        offset: Expr = tirx.const(0, "int64")
+        positions = [outer[d] for d in self.layout.outer_perm] + [inner[d] for d in self.layout.inner_dims]
+        for extent, position in zip(self.layout.packed_shape(self.extents), positions, strict=True):
+            offset = offset * extent + position
+        return _simplify(offset)
+
+    def stride(self, name: str) -> Expr:
+        """Distance of neighbours along an iteration dimension, within a tile where it is tiled."""
+        d = self.index_map.index(name)
+        rank = len(self.extents)
+        axis = (
+            rank + self.layout.inner_dims.index(d) if d in self.layout.inner_dims else self.layout.outer_perm.index(d)
+        )
+        distance: Expr = 1
+        for extent in self.layout.packed_shape(self.extents)[axis + 1 :]:
+            distance = distance * extent
+        return distance
+
+    def load(self, at: Coordinates, along: str, lanes: int, mask: Expr | None = None) -> Expr:
+        """`lanes` elements from a position along an iteration dimension, all the same where the operand lacks it.
+
+        Parameters
+        ----------
+        at : Coordinates
+            Of the first element. Where the dimension is tiled, the lanes do not leave the tile.
+        along : str
+        lanes : int
+        mask : PrimExpr, optional
+            Which lanes may be read (the others are zero), a vector of bool.
+        """
+        if not self.runs_along(along):
+            return broadcast(self.data[self.address(at)], lanes)
+        stride = self.stride(along)
+        if lanes == 1:
+            scalar = self.data[self.address(at)]
+            return scalar if mask is None else T.if_then_else(mask, scalar, tirx.const(0, self.dtype))
+        if mask is None:
+            return self.data[lane_indices(self.address(at), lanes, stride)]
+        if isinstance(stride, int) and stride == 1:
+            return T.masked_load(vector_type(self.dtype, lanes), self.data, lane_indices(self.address(at), lanes), mask)
+        return T.Shuffle(
+            [self.load(_moved(at, along, lane), along, 1, lane_of(mask, lane)) for lane in range(lanes)],
+            list(range(lanes)),
+        )
+
+    def load_run(self, at: Coordinates, count: int) -> Expr:
+        """`count` elements that lie one after the other in storage, from a position on."""
+        return self.data[lane_indices(self.address(at), count)]
+
+    def store(self, at: Coordinates, along: str, value: Expr, lanes: int, mask: Expr | None = None) -> None:
+        """Write `lanes` elements from a position along an iteration dimension, those of the mask where there is one."""
+        stride = self.stride(along)
+        index = lane_indices(self.address(at), lanes, stride)
+        if mask is None:
+            T.buffer_store(self.data, value, [index])
+        elif lanes == 1:
+            with T.If(mask), T.Then():
+                T.buffer_store(self.data, value, [index])
+        elif isinstance(stride, int) and stride == 1:
+            T.evaluate(T.masked_store(self.data, value, index, mask))
+        else:
+            kept = T.bind(value)
+            for lane in range(lanes):
+                with T.If(lane_of(mask, lane)), T.Then():
+                    T.buffer_store(self.data, lane_of(kept, lane), [self.address(_moved(at, along, lane))])
+
+
+def lane_of(vector: Expr, lane: int) -> Expr:
+    """One lane of a vector."""
+    return T.Shuffle([vector], [lane])
+
+
+def _moved(at: Coordinates, along: str, by: int) -> Coordinates:
+    return {**at, along: at[along] + by}
+
+
+def _simplify(expression: Expr) -> Expr:
+    return sym.Analyzer().simplify(expression)
+
+
+def extent_of(views: Sequence[OperandView], name: str) -> Expr:
+    """The extent of an iteration dimension: exact where a view knows it, else rounded up to whole tiles."""
+    fitting = [view for view in views if view.runs_along(name)]
+    for view in fitting:
+        exact = view.exact_extent(name)
+        if exact is not None:
+            return exact
+    return fitting[0].extents[fitting[0].index_map.index(name)]
