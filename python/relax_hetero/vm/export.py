@@ -25,6 +25,9 @@ from .tensors import bytes_of
 # Modules that hold source or objects, and run only after they were linked.
 _NEEDS_LINKING = ("c", "static_library")
 
+# For the source of `c` devices: TVM's generator reinterprets through pointers, and calls float16 "half".
+_C_OPTIONS = ("-O2", "-fno-strict-aliasing", "-Dhalf=_Float16")
+
 
 def needs_linking(module: runtime.Module) -> bool:
     """Whether a module or one it imports cannot run in the process as it is."""
@@ -62,7 +65,7 @@ def link_library(module: runtime.Module, path: Path, what: str) -> None:
     find_compiler(what)
     with tempfile.TemporaryDirectory(prefix="relax_hetero_") as workspace:
         try:
-            module.export_library(str(path), workspace_dir=workspace)
+            module.export_library(str(path), workspace_dir=workspace, options=list(_C_OPTIONS))
         except Exception as error:  # TVM and the linker raise their own kinds
             raise BuildError(f"{what}: linking failed: {error}") from error
 
