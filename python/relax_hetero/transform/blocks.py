@@ -64,14 +64,15 @@ class Emitter:
     bindings: list[relax.Binding] = field(default_factory=list)
 
     def emit(self, value: relax.Expr, ty: tvm.ir.Type, name: str) -> relax.Var:
-        """Bind `value` to a new variable."""
+        """Bind `value`, which has no type yet, to a new variable."""
+        value = typed(value, ty)
         var = (relax.DataflowVar if self.is_dataflow else relax.Var)(name, ty)
         self.bind(var, value)
         return var
 
     def bind(self, var: relax.Var, value: relax.Expr) -> None:
-        """Bind `value` to a variable that exists already, whose type it takes."""
-        self.bindings.append(relax.VarBinding(var, value if isinstance(value, relax.Var) else typed(value, var.ty)))
+        """Bind `value` to a variable that exists already."""
+        self.bindings.append(relax.VarBinding(var, value))
 
 
 def used_vars(expr: relax.Expr) -> list[relax.Var]:
@@ -184,3 +185,17 @@ def same_shape(a: Iterable[Any], b: Iterable[Any]) -> bool:
 def tensor_type(shape: Iterable[Any], dtype: str, like: relax.TensorType) -> relax.TensorType:
     """A tensor type on the device of another one."""
     return relax.TensorType(list(shape), dtype, like.vdevice)
+
+
+def broadcast(*shapes: Iterable[Any]) -> list[Any] | None:
+    """The shape that tensors of these shapes have together, None where they do not provably broadcast."""
+    lists = [list(shape) for shape in shapes]
+    rank = max(map(len, lists), default=0)
+    result: list[Any] = [tvm.tirx.IntImm("int64", 1)] * rank
+    for shape in lists:
+        for axis, extent in enumerate(shape, rank - len(shape)):
+            if is_one(result[axis]):
+                result[axis] = extent
+            elif not is_one(extent) and not same_extent(extent, result[axis]):
+                return None
+    return result

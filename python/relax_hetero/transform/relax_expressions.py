@@ -16,7 +16,7 @@ from tvm import relax, tirx
 
 from ..encoding.expression import OPS, Expression, Term
 from ..errors import EncodingError
-from .blocks import is_one, same_extent, shape_of
+from .blocks import broadcast, is_one, shape_of
 from .rewriting import op_name
 
 Emit = Callable[[relax.Expr, relax.TensorType], relax.Expr]
@@ -171,11 +171,7 @@ def _broadcast_type(op: str, args: list[relax.Expr], dtype: str, vdevice: relax.
     ndim = max(int(arg.ty.ndim) for arg in args)
     if any(shape is None for shape in shapes):
         return relax.TensorType(None, dtype, vdevice, ndim)
-    result = [tirx.IntImm("int64", 1)] * ndim
-    for shape in shapes:
-        for axis, extent in enumerate(shape or [], ndim - len(shape or [])):
-            if is_one(result[axis]):
-                result[axis] = extent
-            elif not is_one(extent) and not same_extent(extent, result[axis]):
-                raise EncodingError(f"{op}: operands of shapes {shapes} do not broadcast")
+    result = broadcast(*(shape or [] for shape in shapes))
+    if result is None:
+        raise EncodingError(f"{op}: operands of shapes {shapes} do not broadcast")
     return relax.TensorType(result, dtype, vdevice)

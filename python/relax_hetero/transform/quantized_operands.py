@@ -1,0 +1,202 @@
+"""Reading an operand of a product as ``(data - zero) * scale`` with 8-bit data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax
+
+from ..encoding.encoding import LHS
+from .blocks import Block, is_one, shape_of
+from .placement.graph import handle
+from .rewriting import op_name
+
+_NARROW = ("int8", "uint8")
+# What reading sees through, and what is left without a use once it has.
+_SEEN_THROUGH = frozenset(
+    f"relax.{name}" for name in ("astype", "subtract", "multiply", "permute_dims", "reshape", "divide")
+)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A zero point or a scale: one number, or one per row (of a left operand) or column (of a right one).
+
+    Attributes
+    ----------
+    expr : relax.Expr
+        The tensor, which has further dimensions of size one.
+    shape : tuple
+        () or (size,).
+    value : np.ndarray, optional
+        The numbers, in `shape`, where it is constant.
+    """
+
+    expr: relax.Expr
+    shape: tuple[Any, ...]
+    value: np.ndarray | None = None
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether it is one number for the whole operand."""
+        return not self.shape
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """An operand ``permute_dims((data - zero) * scale, perm)``.
+
+    Attributes
+    ----------
+    data : relax.Expr
+        Of uint8 or int8.
+    perm : tuple of int
+    zero, scale : Parameter, optional
+    is_float : bool
+        Whether the operand was float32, not int32.
+    """
+
+    data: relax.Expr
+    perm: tuple[int, ...]
+    zero: Parameter | None = None
+    scale: Parameter | None = None
+    is_float: bool = False
+
+    @property
+    def data_value(self) -> np.ndarray | None:
+        """The data where they are constant."""
+        return self.data.value.numpy() if isinstance(self.data, tvm.ir.GenericConst) else None
+
+
+def read_quantized(expr: relax.Expr, index: int, block: Block) -> Quantized | None:
+    """Operand `index` of a product as a quantized one, None if it is not.
+
+    Casts from 8 bits, differences with a zero point, products with a scale and permutations are seen through, as long
+    as zero point and scale do not depend on the reduced dimension or on the batch.
+    """
+    shape = shape_of(expr)
+    if not shape:
+        return None
+    free = None if len(shape) == 1 else len(shape) - 2 if index == LHS else len(shape) - 1
+    return _read(expr, tuple(range(len(shape))), free, block)
+
+
+def _read(expr: relax.Expr, perm: tuple[int, ...], free: int | None, block: Block) -> Quantized | None:
+    dtype, shape = str(expr.ty.dtype), shape_of(expr)
+    if shape is None or len(shape) != len(perm):
+        return None
+    if dtype in _NARROW:
+        return Quantized(expr, perm)
+    value = block.definition(expr)
+    name = op_name(value)
+    if name == "relax.permute_dims":
+        axes = permutation(value)
+        return _read(value.args[0], tuple(axes[d] for d in perm), free, block)
+    if name == "relax.astype" and dtype in ("int32", "float32"):
+        source = str(value.args[0].ty.dtype)
+        if source not in (*_NARROW, "int32"):
+            return None
+        found = _read(value.args[0], perm, free, block)
+        return None if found is None else replace(found, is_float=dtype == "float32")
+    if (name, dtype) == ("relax.subtract", "int32"):
+        return _with_parameter("zero", value.args[0], value.args[1], perm, free, block)
+    if (name, dtype) == ("relax.multiply", "float32"):
+        first, second = value.args
+        found = _with_parameter("scale", first, second, perm, free, block)
+        return found or _with_parameter("scale", second, first, perm, free, block)
+    return None
+
+
+def _with_parameter(
+    which: str, data: relax.Expr, parameter: relax.Expr, perm: tuple[int, ...], free: int | None, block: Block
+) -> Quantized | None:
+    found = _read(data, perm, free, block)
+    if found is None or getattr(found, which) is not None:
+        return None
+    shape = shape_of(parameter)
+    if shape is None or len(shape) > len(perm):
+        return None
+    first = len(perm) - len(shape)
+    along = {perm.index(axis): extent for axis, extent in enumerate(shape, first) if not is_one(extent)}
+    if not set(along) <= {free}:
+        return None
+    own = tuple(along.values())
+    value = _constant(parameter, block)
+    if value is not None:
+        value = value.reshape([int(extent) for extent in own])
+        if which == "zero" and not value.any():
+            return found
+    return replace(found, **{which: Parameter(parameter, own, value)})
+
+
+def _constant(expr: relax.Expr, block: Block) -> np.ndarray | None:
+    """The value of a small constant, casts and reshapes of it included; the shape does not matter."""
+    value = block.definition(expr)
+    if isinstance(value, tvm.ir.GenericConst):
+        return value.value.numpy()
+    if op_name(value) == "relax.astype" and str(value.attrs.dtype) in ("int32", "float32"):
+        array = _constant(value.args[0], block)
+        return None if array is None else array.astype(str(value.attrs.dtype))
+    if op_name(value) == "relax.reshape":
+        return _constant(value.args[0], block)
+    return None
+
+
+def signed_constant(rhs: Quantized, constants: dict[Any, relax.Expr]) -> Quantized | None:
+    """A constant right operand as int8: less its zero point where that fits, else less 128 if it is uint8.
+
+    None if the zero point of uint8 data is not known, or int8 data are best left as they are.
+    """
+    array, zero = rhs.data_value, rhs.zero
+    assert array is not None, "only constants are shifted at compile time"
+    if zero is not None and zero.value is None:
+        return None
+    if zero is None and array.dtype == np.int8:
+        return rhs
+    points = np.array(0, "int32") if zero is None or zero.value is None else zero.value
+    if points.ndim:
+        axes = [1] * array.ndim
+        axes[rhs.perm[-1]] = -1
+        along = points.reshape(axes)
+    else:
+        along = points
+    if np.all(np.abs(points) < 1 << 15):
+        wide = array.astype("int16") - along.astype("int16")
+        if wide.size == 0 or (wide.min() >= -128 and wide.max() <= 127):
+            key = (handle(rhs.data), points.tobytes(), rhs.perm[-1])
+            return replace(rhs, data=_shared(key, wide.astype("int8"), rhs, constants), zero=None)
+    if array.dtype == np.int8:
+        return None
+    moved = points - np.int32(128)
+    key = (handle(rhs.data), b"", 128)
+    data = _shared(key, (array ^ 0x80).view("int8"), rhs, constants)
+    return replace(rhs, data=data, zero=Parameter(constant_like(moved, data), moved.shape, moved))
+
+
+def _shared(key: Any, array: np.ndarray, rhs: Quantized, constants: dict[Any, Any]) -> relax.Expr:
+    if key not in constants:
+        constants[key] = (constant_like(array, rhs.data), rhs.data)  # the old one too: its identity is the key
+    return constants[key][0]
+
+
+def constant_like(array: np.ndarray, like: relax.Expr) -> relax.Expr:
+    """A constant on the device of another tensor."""
+    array = np.ascontiguousarray(array) if array.ndim else array
+    ty = relax.TensorType(list(array.shape), str(array.dtype), like.ty.vdevice)
+    return tvm.ir.GenericConst(tvm.runtime.tensor(np.asarray(array)), ty)
+
+
+def permutation(call: relax.Call) -> Sequence[int]:
+    """The axes of a permute_dims, every one written out and counted from the front."""
+    ndim = int(call.args[0].ty.ndim)
+    axes = call.attrs.axes
+    return [ndim - 1 - i for i in range(ndim)] if axes is None else [int(axis) % ndim for axis in axes]
+
+
+def is_part_of_quantized(value: relax.Expr) -> bool:
+    """Whether a value that nobody uses any more may be dropped: reading has seen through it."""
+    return op_name(value) in _SEEN_THROUGH
