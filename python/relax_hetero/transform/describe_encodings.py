@@ -16,6 +16,7 @@ from ..encoding.packed_layout import PackedLayout
 from ..op.encoded import ELEMENTWISE, MATMUL, PREPACKED, RELAYOUT, SET, UNSET, encoded_op
 from ..vdevice import device_name, vdevices_of
 from .encoding_report import CancelledEntry, EncodedOpEntry, EncodedTransferEntry, EncodingReport, OperandEntry, Size
+from .epilogues import Chain, fused_variables
 from .placement.ops import TRANSFER
 from .rewriting import op_name, relax_functions, walk_bindings
 
@@ -40,9 +41,8 @@ def describe_encodings(mod: tvm.IRModule, cancelled: Sequence[CancelledEntry] = 
     for gv, func in relax_functions(mod):
         reader = _Reader(gv.name_hint, func, vdevices)
         for binding in walk_bindings(func):
-            name = encoded_op(binding.value)
-            if name == MATMUL or name == ELEMENTWISE and binding.var not in reader.fused:
-                report.ops.append(reader.op(binding))
+            if encoded_op(binding.value) in (MATMUL, ELEMENTWISE):
+                report.ops += reader.op(binding)
             elif op_name(binding.value) == TRANSFER and binding.var in reader.encoded:
                 report.transfers.append(reader.transfer(binding))
     return report
@@ -71,27 +71,38 @@ class _Reader:
             found = self._made_by(binding)
             if found is not None:
                 self.encoded[binding.var] = found
-        self.chains = {var: self._chain_of(var) for var, value in self.values.items() if encoded_op(value) == MATMUL}
-        self.fused = {binding.var for chain in self.chains.values() for binding in chain}
+        self.fused = fused_variables(func)
+        self.products: dict[relax.Var, tuple[relax.Var, Chain]] = {}
 
-    def op(self, binding: relax.Binding) -> EncodedOpEntry:
-        """The entry of a matmul and what is fused into it, or of an elementwise op that stands alone."""
-        call = binding.value
-        chain = self.chains.get(binding.var, [])
-        roles = [*zip(("lhs", "rhs", "init"), call.args, strict=False)]
-        if encoded_op(call) == ELEMENTWISE:
+    def op(self, binding: relax.Binding) -> list[EncodedOpEntry]:
+        """The entry of a product with what is fused into it, at its end, or of elementwise work that stands alone."""
+        var, call = binding.var, binding.value
+        product, chain = var, Chain(call)
+        if encoded_op(call) == MATMUL:
+            roles = [*zip(("lhs", "rhs", "init"), call.args, strict=False)]
+        elif call.args[0] in self.products:
+            product, chain = self.products.pop(call.args[0])
+            chain = chain.then(call)
+            roles = [*zip(("lhs", "rhs", "init"), chain.product.args, strict=False)]
+        else:
             roles = [(f"x{index}", arg) for index, arg in enumerate(call.args)]
-        roles += [("epilogue", arg) for link in chain for arg in link.value.args[1:]]
-        roles.append(("result", chain[-1].var if chain else binding.var))
-        return EncodedOpEntry(
+            chain = Chain(call, Expression.parse(str(call.attrs.expression)))
+        if var in self.fused:
+            self.products[var] = product, chain
+            return []
+        roles += [(f"x{index}", arg) for index, arg in enumerate(chain.others, 1)]
+        is_product = encoded_op(chain.product) == MATMUL
+        has_epilogue = is_product and chain.expression != Expression.operand(0)
+        entry = EncodedOpEntry(
             function=self.function,
-            variable=str(binding.var.name),
-            op=str(encoded_op(call)).rpartition(".")[2],
-            device=self._device(binding.var),
-            kernel=str(call.attrs.kernel) if encoded_op(call) == MATMUL else "",
-            operands=tuple(self._operand(role, arg) for role, arg in roles if arg in self.encoded),
-            epilogue=_composed(chain),
+            variable=str(product.name),
+            op="matmul" if is_product else str(chain.expression),
+            device=self._device(var),
+            kernel=str(chain.product.attrs.kernel) if is_product else "",
+            operands=tuple(self._operand(role, arg) for role, arg in (*roles, ("result", var)) if arg in self.encoded),
+            epilogue=str(chain.expression) if has_epilogue else "",
         )
+        return [entry]
 
     def transfer(self, binding: relax.Binding) -> EncodedTransferEntry:
         """The entry of a transfer of an encoded tensor."""
@@ -130,17 +141,6 @@ class _Reader:
             packed = "at run time" if isinstance(value.args[0], relax.Var) else "at compile time"
         return _Encoded(str(value.attrs.encoding), layout, packed)
 
-    def _chain_of(self, var: relax.Var) -> list[relax.Binding]:
-        """The elementwise ops that are applied to a product one after another, each the only user of the last."""
-        chain: list[relax.Binding] = []
-        while len(users := self.users[var]) == 1:
-            link = users[0]
-            if encoded_op(link.value) != ELEMENTWISE or link.value.args[0] != var:
-                break
-            chain.append(link)
-            var = link.var
-        return chain
-
     def _operand(self, role: str, var: relax.Var) -> OperandEntry:
         found, ty = self.encoded[var], var.ty
         return OperandEntry(
@@ -167,17 +167,6 @@ def _operands(value: relax.Expr) -> Iterator[relax.Var]:
             yield field
         elif isinstance(field, relax.Tuple):
             yield from _operands(field)
-
-
-def _composed(chain: Sequence[relax.Binding]) -> str:
-    """One expression for a chain of them: x0 is the product, further operands are numbered on."""
-    whole, count = None, 1
-    for link in chain:
-        others = len(link.value.args) - 1
-        operands = [whole or Expression.operand(0), *(Expression.operand(count + i) for i in range(others))]
-        whole = Expression.parse(str(link.value.attrs.expression)).substitute(operands)
-        count += others
-    return str(whole or "")
 
 
 def _bytes(ty: relax.TensorType, layout: str) -> Size:

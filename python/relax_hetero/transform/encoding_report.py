@@ -20,7 +20,7 @@ class OperandEntry:
     Attributes
     ----------
     role : str
-        "lhs", "rhs", "init" or "result".
+        "lhs", "rhs", "init", "result", or "x1", "x2", ... for what an expression reads besides.
     variable : str
         The encoded tensor's variable.
     shape, dtype : str
@@ -58,7 +58,7 @@ class EncodedOpEntry:
     function, variable : str
         Where it is.
     op : str
-        "matmul", or "elementwise" for one that follows no product of its own.
+        "matmul", or the expression of elementwise work that no product takes along.
     device : str
         ``kind:i``.
     kernel : str

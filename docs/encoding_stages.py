@@ -1,0 +1,132 @@
+"""The IR that encodings.md shows: one small model after each pass.
+
+python docs/encoding_stages.py            # prints every stage
+python docs/encoding_stages.py --write    # puts them into encodings.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax
+from tvm.script import ir as I
+from tvm.script import relax as R
+
+import relax_hetero as rh
+
+PAGE = Path(__file__).with_name("encodings.md")
+STAGES = (
+    "RealizeVDevice",
+    "SetEncoding",
+    "PropagateEncodings",
+    "SpecializeEncodings",
+    "HoistEncodings",
+    "MaterializeEncodings",
+)
+# A block of the page that belongs to a stage: <!-- SetEncoding --> and the fenced block after it.
+BLOCK = re.compile(r"(<!-- (\w+) -->\n```text\n).*?(^```\n)", re.DOTALL | re.MULTILINE)
+ENCODING = re.compile(r'"((?:batch_)?matmul\[\d\]<[^"]*>)"')
+
+
+@I.ir_module
+class Model:
+    """A layer on an AVX-512 CPU and, with the same weight, on a portable device; targets are fixed, so is the page."""
+
+    I.module_global_infos(
+        {
+            "vdevice": [
+                I.vdevice({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "x86-64-v4", "num-cores": 2}, 0),
+                I.vdevice({"kind": "c"}, 1),
+            ]
+        }
+    )
+
+    @R.function
+    def main(
+        x: R.Tensor(("m", 40), "float32", "llvm:0"),  # noqa: F821 (the name of an extent)
+        w: R.Tensor((40, 64), "float32"),
+        bias: R.Tensor((64,), "float32"),
+    ):
+        with R.dataflow():
+            y = R.matmul(x, w)
+            z = R.add(y, bias)
+            here = R.nn.relu(z)
+            x_there = R.to_vdevice(x, "c:0")
+            there = R.matmul(x_there, w)
+            R.output(here, there)
+        return (here, there)
+
+
+def stages() -> dict[str, str]:
+    """Text of ``main`` after each pass."""
+    generator = np.random.default_rng(0)
+    weights = {
+        "w": generator.standard_normal((40, 64)).astype("float32"),
+        "bias": generator.standard_normal(64).astype("float32"),
+    }
+    module = relax.transform.BindParams("main", weights)(Model)
+    found = {}
+    for name in STAGES:
+        module = getattr(rh.transform, name)()(module)
+        found[name] = shown(module)
+    return found
+
+
+def shown(module: tvm.IRModule) -> str:
+    """``main`` with encodings as aliases that are listed before it, as MLIR prints its attributes."""
+    lines = module.script(show_meta=False).splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("    def main("))
+    end = next(i for i, line in enumerate(lines[start:], start) if line.startswith("        return"))
+    text = "\n".join(line[4:] for line in lines[start : end + 1])
+    for index, shape in enumerate(constant_shapes(module["main"])):
+        text = text.replace(f'metadata["ir.GenericConst"][{index}]', f"constant<{'x'.join(map(str, shape))}>")
+    for noise in (", out_dtype=None", ", layout=\"\"", ", kernel=\"\"", "dtype=", "dst_vdevice=", "vdevice=", ":global"):
+        text = text.replace(noise, "")
+    aliases = {}
+    for encoding in dict.fromkeys(ENCODING.findall(text)):
+        name = ("lhs", "rhs", "result")[rh.encoding.Encoding.parse(encoding).operand_index]
+        name = f"#{name}{sum(alias.startswith('#' + name) for alias in aliases) or ''}"
+        aliases[name] = encoding
+        text = text.replace(f'"{encoding}"', name)
+    legend = [f"{name} = {encoding}" for name, encoding in aliases.items()]
+    return "\n".join([*legend, *([""] if legend else []), text])
+
+
+def constant_shapes(func: relax.Function) -> list[tuple[int, ...]]:
+    """Shapes of the constants, in the order of their numbers in the printed text."""
+    found: dict[Any, tuple[int, ...]] = {}
+
+    def visit(expr: relax.Expr) -> None:
+        if isinstance(expr, tvm.ir.GenericConst):
+            found.setdefault(expr, tuple(expr.value.shape))
+
+    relax.analysis.post_order_visit(func, visit)
+    return list(found.values())
+
+
+def main() -> None:
+    """Print the stages, or write them into the page."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--write", action="store_true", help="replace the blocks of encodings.md")
+    write = parser.parse_args().write
+    found = stages()
+    if write:
+        PAGE.write_text(updated(PAGE.read_text(), found))
+        return
+    for name, text in found.items():
+        sys.stdout.write(f"# after {name}\n{text}\n\n")
+
+
+def updated(page: str, found: dict[str, str]) -> str:
+    """The page with the blocks of all stages as they are now."""
+    return BLOCK.sub(lambda match: f"{match[1]}{found[match[2]]}\n{match[3]}", page)
+
+
+if __name__ == "__main__":
+    main()
