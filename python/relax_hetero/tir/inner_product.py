@@ -21,6 +21,7 @@ from tvm import tirx
 from tvm.ir import Expr
 
 from ..encoding.products import Product
+from .elementwise import cast
 
 _FLIP = -0x7F7F7F80  # 0x80808080 as int32
 _SHIM = "relax_hetero_bf16_dot"
@@ -117,9 +118,7 @@ def _constant(value: int, dtype: str, lanes: int) -> Expr:
 def _fma(product: Product, acc: Expr, group: Expr, rhs: Expr, lanes: int) -> Expr:
     """One k a step, both factors converted to the accumulator's type."""
     _, _, dtype = product.types
-    left = group if product.types[0] == dtype else tirx.Cast(dtype, group)
-    right = rhs if product.types[1] == dtype else tirx.Cast(_vector(dtype, lanes), rhs)
-    return acc + _all(left, lanes) * right
+    return acc + _all(cast(group, dtype), lanes) * cast(rhs, dtype)
 
 
 def _dot(product: Product, acc: Expr, group: Expr, rhs: Expr, lanes: int) -> Expr:
