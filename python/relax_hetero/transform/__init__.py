@@ -19,7 +19,7 @@ _EXPORTS: dict[str, str] = {
     "PlacementEntry": ".realize_vdevice",
     "PlacementReport": ".realize_vdevice",
     "collect_encodings": ".encoding_report",
-    "describe_encodings": ".describe_encodings",
+    "describe_encodings": ".encoding_description",
     "EncodingReport": ".encoding_report",
     "SpecializeEncodings": ".specialize_encodings",
     "HoistEncodings": ".hoist_encodings",

@@ -36,7 +36,7 @@ from ..op import encoded as ops
 from ..op.encoded import ELEMENTWISE, MATMUL, SET, UNSET, encoded_op
 from ..vdevice import device_name, vdevices_of
 from .cancel_encodings import stock_elementwise, stock_matmul
-from .describe_encodings import describe_encodings
+from .encoding_description import describe_encodings
 from .emitting import Emitter, dataflow_variables
 from .encoded_kernels import Stored, matmul_problem
 from .encoded_values import layout_of
@@ -92,6 +92,8 @@ class _Function:
         self.values: dict[relax.Var, tuple[Encoding, PackedLayout | None]] = {}
         self.merges = Merges()
         self.local: set[relax.Var] = set()
+        self.settled: set[relax.Var] = set()  # whose layout stood in the text, and so those of its transfers
+        self.plain: dict[relax.Var, relax.Expr] = {}  # what was encoded
 
     def specialize(self, func: relax.Function) -> relax.Function:
         self.local = dataflow_variables(func)
@@ -114,6 +116,10 @@ class _Function:
         operands = [self.merges.resolve(arg) for arg in call.args]
         if name != UNSET:
             self.values[var] = (encoding, layout)
+        if name == SET:
+            self.plain[var] = operands[0]
+        if call.attrs.layout:
+            self.settled.add(var)
         if layout is None:
             return self._cancel(name, encoding, binding, operands)
         if call.attrs.layout:
@@ -161,6 +167,10 @@ class _Function:
         var, call = binding.var, binding.value
         source = call.args[0]
         encoding, old = self.values[source]
+        if source in self.settled:
+            self.values[var] = (encoding, old)
+            self.settled.add(var)
+            return binding
         new = self._layout(encoding, var)
         self.values[var] = (encoding, new)
         out = Emitter(var, var in self.local)
@@ -172,7 +182,9 @@ class _Function:
                 return binding
             crossing = Crossing(encoding, source.ty, source.ty.vdevice, var.ty.vdevice, old, new)
             return moved(value, crossing, out)
-        if old is not None:
+        if source in self.plain:
+            value = self.plain[source]
+        elif old is not None:
             value = out.bind(ops.unset_encoding(value, encoding, old), source.ty, "plain")
         value = out.bind(relax.op.to_vdevice(value, var.ty.vdevice), var.ty, "there")
         if new is not None:

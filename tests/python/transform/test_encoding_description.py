@@ -6,7 +6,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero  # noqa: F401 (registers R.hetero)
-from relax_hetero.transform.describe_encodings import describe_encodings
+from relax_hetero.transform.encoding_description import describe_encodings
 from relax_hetero.transform.encoding_report import (
     CancelledEntry,
     EncodedTransferEntry,
