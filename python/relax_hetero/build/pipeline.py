@@ -5,16 +5,22 @@ from __future__ import annotations
 import tvm
 
 from ..transform.form_dispatches import FormDispatches
+from ..transform.hoist_encodings import HoistEncodings
 from ..transform.lower_to_vm import LowerToVM
+from ..transform.materialize_encodings import MaterializeEncodings
 from ..transform.realize_vdevice import RealizeVDevice
+from ..transform.set_encoding import SetEncoding
+from ..transform.specialize_encodings import SpecializeEncodings
 
 
 def get_pipeline() -> tvm.transform.Pass:
-    """Place, form dispatches, lower: what ``rh.compile`` runs, for ``tvm.compile`` and for looking at stages.
+    """Place, encode, form dispatches, lower: what ``rh.compile`` runs, for ``tvm.compile`` and for looking at stages.
 
     Returns
     -------
     tvm.transform.Sequential
         Each pass can be run alone, and does nothing to a module that has been through it.
     """
-    return tvm.transform.Sequential([RealizeVDevice(), FormDispatches(), LowerToVM()], name="relax_hetero")
+    encode = [SetEncoding(), SpecializeEncodings(), HoistEncodings(), MaterializeEncodings()]
+    passes = [RealizeVDevice(), *encode, FormDispatches(), LowerToVM()]
+    return tvm.transform.Sequential(passes, name="relax_hetero")

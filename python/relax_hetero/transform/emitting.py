@@ -38,9 +38,10 @@ class Emitter:
     def finish(self, value: relax.Expr) -> list[relax.Binding]:
         """All bindings, the last of them of `var` itself to `value`; a last temporary takes its place."""
         last = self.bindings[-1] if self.bindings else None
-        if last is not None and last.var is value:
+        if last is not None and last.var.same_as(value):
             call = last.value
-            self.bindings[-1] = relax.VarBinding(self.var, typed(call, self.var.ty))
+            call = relax.Call(call.op, call.args, call.attrs, call.ty_args, call.span, ret_ty=self.var.ty)
+            self.bindings[-1] = relax.VarBinding(self.var, call)
         else:
             self.bindings.append(relax.VarBinding(self.var, value))
         return self.bindings

@@ -7,6 +7,7 @@ from typing import Any
 
 import tvm
 from tvm import relax, tirx
+from tvm.tirx.buffer import is_buffer_var
 
 from ..encoding.encoding import Encoding
 from ..encoding.expression import Expression
@@ -137,10 +138,9 @@ def _checked(func: Any, buffers: Sequence[Operand], target: tvm.target.Target, w
     what = f"{where}, on target {target}: found"
     if not isinstance(func, tirx.PrimFunc):
         raise EncodingError(f"{what} {type(func).__name__}, expected a PrimFunc")
-    found = [func.buffer_map.get(param) for param in func.params]
-    if len(found) != len(buffers) or any(buffer is None for buffer in found):
-        raise EncodingError(f"{what} a kernel of {len(found)} parameters, expected {len(buffers)} buffers")
-    for index, (buffer, operand) in enumerate(zip(found, buffers, strict=True)):
+    if len(func.params) != len(buffers) or not all(map(is_buffer_var, func.params)):
+        raise EncodingError(f"{what} a kernel of parameters {list(func.params)}, expected {len(buffers)} buffers")
+    for index, (buffer, operand) in enumerate(zip(func.params, buffers, strict=True)):
         _check_buffer(buffer, operand, f"{what} parameter {index}")
     return func
 

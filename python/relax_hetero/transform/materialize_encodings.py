@@ -39,6 +39,7 @@ from .epilogues import Chain, fused_variables
 from .merge_variables import Merges
 from .placement.ops import TRANSFER
 from .rewriting import copy_module, map_bindings, op_name, relax_functions, typed
+from .verify_encodings import verify_encodings
 
 
 def MaterializeEncodings() -> tvm.transform.Pass:
@@ -59,6 +60,7 @@ def MaterializeEncodings() -> tvm.transform.Pass:
 
 def materialize_encodings(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring."""
+    verify_encodings(mod)
     kernels = EncodingKernels(mod, vdevices_of(mod))
     functions = dict(mod.functions.items())
     for gv, func in relax_functions(mod):
@@ -91,7 +93,7 @@ class _Function:
             stored = self.stored[value.args[0]]
             there = Stored(binding.var.ty, stored.layout)
             moved = relax.op.to_vdevice(self.merges.resolve(value.args[0]), binding.var.ty.vdevice)
-            return self._bind(binding, moved, there)
+            return self._bind(binding, typed(moved, physical_type(there)), there)
         return binding
 
     def _encoded(self, name: str, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
@@ -166,4 +168,4 @@ class _Function:
         if not stored.layout.is_identity:
             var = type(var)(var.name, ty, var.span)
             self.merges.drop(binding.var, var)
-        return relax.VarBinding(var, typed(value, ty), binding.span)
+        return relax.VarBinding(var, value, binding.span)

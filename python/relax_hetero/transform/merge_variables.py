@@ -59,7 +59,7 @@ class Merges:
             elif inner or not isinstance(value, relax.DataflowVar):
                 replaced[var] = value
         func = structural_map(func, (relax.Var, now))
-        return map_bindings(func, lambda binding: [] if binding.value is binding.var or _is_self(binding) else binding)
+        return map_bindings(func, lambda binding: [] if _is_self(binding) else binding)
 
 
 def _is_self(binding: relax.Binding) -> bool:

@@ -36,10 +36,10 @@ from ..op import encoded as ops
 from ..op.encoded import ELEMENTWISE, MATMUL, SET, UNSET, encoded_op
 from ..vdevice import device_name, vdevices_of
 from .cancel_encodings import stock_elementwise, stock_matmul
-from .encoding_description import describe_encodings
 from .emitting import Emitter, dataflow_variables
 from .encoded_kernels import Stored, matmul_problem
 from .encoded_values import layout_of
+from .encoding_description import describe_encodings
 from .encoding_layouts import Layouts, target_of
 from .encoding_report import CancelledEntry, is_collecting, publish
 from .kernel_names import VariantNames
@@ -47,6 +47,7 @@ from .merge_variables import Merges
 from .placement.ops import TRANSFER
 from .relayout_transfers import Crossing, moved
 from .rewriting import copy_module, map_bindings, op_name, relax_functions, typed
+from .verify_encodings import verify_encodings
 
 
 def SpecializeEncodings() -> tvm.transform.Pass:
@@ -67,12 +68,14 @@ def SpecializeEncodings() -> tvm.transform.Pass:
 
 def specialize_encodings(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring."""
+    verify_encodings(mod)
     functions = dict(mod.functions.items())
     layouts, names = Layouts(), VariantNames(mod, vdevices_of(mod))
     cancelled: list[CancelledEntry] = []
     for gv, func in relax_functions(mod):
         functions[gv] = _Function(gv.name_hint, layouts, names, cancelled, mod).specialize(func)
     mod = copy_module(mod, functions)
+    verify_encodings(mod)
     if is_collecting():
         publish(describe_encodings(mod, cancelled))
     return mod

@@ -57,9 +57,10 @@ class ResolverBase:
 
     def kernel(self, problem: MatmulProblem | ElementwiseProblem, target: tvm.target.Target) -> tirx.PrimFunc:
         """The project's own kernel for the target's machine."""
-        from ...tir.elementwise import elementwise_kernel
-        from ...tir.matmul import matmul_kernel
-
         if isinstance(problem, MatmulProblem):
+            from ...tir.matmul import matmul_kernel
+
             return matmul_kernel(problem, machine_of(target))
+        from ...tir.elementwise import elementwise_kernel
+
         return elementwise_kernel(problem, machine_of(target))
