@@ -9,6 +9,7 @@ from typing import Any
 import tvm
 import tvm_ffi
 from tvm import relax
+from tvm_ffi import structural_map
 
 from .rewriting import copy_module, relax_functions, typed, with_body
 
@@ -23,6 +24,12 @@ class Block:
     is_dataflow : bool
     used_later : frozenset of relax.Var
         Variables used after the block: by later blocks, or as the result of the sequence it stands in.
+    users : dict
+        From variable to the indices of bindings that use it.
+    definitions : dict
+        From variable of the block to its value, where that is no match_cast.
+    positions : dict
+        From variable of the block to the index of its binding.
     """
 
     bindings: list[relax.Binding]
@@ -30,12 +37,14 @@ class Block:
     used_later: frozenset[relax.Var] = frozenset()
     users: dict[relax.Var, list[int]] = field(init=False)
     definitions: dict[relax.Var, relax.Expr] = field(init=False)
+    positions: dict[relax.Var, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.users, self.definitions = {}, {}
+        self.users, self.definitions, self.positions = {}, {}, {}
         for index, binding in enumerate(self.bindings):
             for var in used_vars(binding.value):
                 self.users.setdefault(var, []).append(index)
+            self.positions[binding.var] = index
             if isinstance(binding, relax.VarBinding):
                 self.definitions[binding.var] = binding.value
 
@@ -199,3 +208,18 @@ def broadcast(*shapes: Iterable[Any]) -> list[Any] | None:
             elif not is_one(extent) and not same_extent(extent, result[axis]):
                 return None
     return result
+
+
+def renamed(binding: relax.Binding, names: dict[relax.Var, relax.Expr]) -> relax.Binding:
+    """The binding with variables in its value replaced; its very self where it uses none of them."""
+    value = binding.value
+    if not any(var in names for var in used_vars(value)):
+        return binding
+    if isinstance(value, relax.Call) and all(isinstance(arg, (relax.Var, tvm.ir.GenericConst)) for arg in value.args):
+        args = [names.get(arg, arg) if isinstance(arg, relax.Var) else arg for arg in value.args]
+        new = relax.Call(value.op, args, value.attrs, value.ty_args, value.span, ret_ty=value.ty)
+    else:
+        new = structural_map(value, (relax.Var, lambda var: names.get(var, var)))
+    if isinstance(binding, relax.MatchCast):
+        return relax.MatchCast(binding.var, new, binding.ty, binding.span)
+    return relax.VarBinding(binding.var, new, binding.span)

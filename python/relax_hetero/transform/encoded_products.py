@@ -31,7 +31,7 @@ class ProductWriter(Emitter):
         self, lhs: relax.Expr, rhs: relax.Expr, encoding: Encoding, name: str, init: relax.Expr | None = None
     ) -> relax.Var:
         """The encoded product of two plain tensors of two or more dimensions; `encoding` is of any operand."""
-        operands = [self._lay_out(x, encoding.of(index), name) for index, x in ((LHS, lhs), (RHS, rhs))]
+        operands = [self.lay_out(x, encoding.of(index), name) for index, x in ((LHS, lhs), (RHS, rhs))]
         extents: dict[str, Any] = {"1": ONE}
         for index, operand in ((LHS, lhs), (RHS, rhs)):
             extents.update(zip(encoding.index_maps[index], shape_of(operand) or [], strict=True))
@@ -65,7 +65,8 @@ class ProductWriter(Emitter):
         last = self.bindings.pop()
         self.bind(var, last.value)
 
-    def _lay_out(self, x: relax.Expr, encoding: Encoding, name: str) -> relax.Var:
+    def lay_out(self, x: relax.Expr, encoding: Encoding, name: str) -> relax.Var:
+        """`x` encoded, the same variable for the same operand and encoding."""
         key = (x, str(encoding))
         if isinstance(x, relax.Var) and key in self.laid_out:
             return self.laid_out[key]

@@ -99,5 +99,5 @@ def _emit_float_product(writer: ProductWriter, binding: relax.VarBinding) -> boo
     ]
     out = writer.product(*operands, encoding, name)
     plain = writer.plain(out, encoding, f"{name}_plain")
-    writer.end_as(writer.cast(plain, wanted, name), var)
+    writer.end_as(writer.cast(plain, wanted, f"{name}_{wanted}"), var)
     return True
