@@ -111,7 +111,7 @@ def rewrite_blocks(mod: tvm.IRModule, rewrite: Rewrite) -> tvm.IRModule:
 
 def _rewrite_function(func: relax.Function, rewrite: Rewrite) -> relax.Function:
     body = _rewrite_sequence(func.body, rewrite)
-    return func if body is func.body else with_body(func, body)
+    return func if body.same_as(func.body) else with_body(func, body)
 
 
 def _rewrite_sequence(expr: relax.Expr, rewrite: Rewrite) -> relax.Expr:
@@ -122,7 +122,7 @@ def _rewrite_sequence(expr: relax.Expr, rewrite: Rewrite) -> relax.Expr:
     changed = False
     for block in reversed(expr.blocks):
         bindings = [_rewrite_nested(binding, rewrite) for binding in block.bindings]
-        is_changed = any(new is not old for new, old in zip(bindings, block.bindings, strict=True))
+        is_changed = any(not new.same_as(old) for new, old in zip(bindings, block.bindings, strict=True))
         found = Block(bindings, isinstance(block, relax.DataflowBlock), frozenset(used_later))
         new_bindings = rewrite(found)
         used_later.update(found.users)
@@ -138,7 +138,7 @@ def _rewrite_nested(binding: relax.Binding, rewrite: Rewrite) -> relax.Binding:
     value = binding.value
     if isinstance(value, relax.If):
         then, other = (_rewrite_sequence(branch, rewrite) for branch in (value.true_branch, value.false_branch))
-        if then is not value.true_branch or other is not value.false_branch:
+        if not (then.same_as(value.true_branch) and other.same_as(value.false_branch)):
             branches = typed(relax.If(value.cond, then, other, value.span), value.ty)
             return relax.VarBinding(binding.var, branches, binding.span)
     elif isinstance(value, relax.Function):
