@@ -26,7 +26,7 @@ import relax_hetero as rh
 from relax_hetero.vdevice import parse_vdevices
 
 PASSES = ("RealizeVDevice", "SetEncoding", "PropagateEncodings", "SpecializeEncodings")
-DIMS = {"lhs": "mk", "rhs": "kn", "result": "mn"}
+DIMS = {"lhs": "mk", "rhs": "kn"}  # what else there is has the result's extents
 
 
 @I.ir_module
@@ -67,24 +67,42 @@ def stages(module: tvm.IRModule) -> dict[str, tvm.IRModule]:
     return found
 
 
-def encodings_table(title: str, report: rh.transform.EncodingReport, sizes: dict[str, int]) -> Table:
-    """The operands of every encoded op: before specialization what they are for, after it how they are stored."""
-    table = Table(title=title, title_justify="left")
-    for column in ("device", "op", "operand", "encoding", "layout", "stored as", "bytes before", "bytes after"):
-        table.add_column(column, overflow="fold", justify="right" if column.startswith("bytes") else "left")
+def purposes_table(report: rh.transform.EncodingReport) -> Table:
+    """What every tensor is for."""
+    table = Table(title="Before specialization: what tensors are for", title_justify="left")
+    for column in ("device", "op", "operand", "encoding"):
+        table.add_column(column, overflow="fold")
     for op in report.ops:
-        head = [op.device, f"{op.variable}: {op.op}"]
+        head = [op.device, shown_op(op)]
         for operand in op.operands:
-            shape = [sizes[dim] for dim in DIMS[operand.role]]
-            stored = shape
-            if operand.layout:
-                stored = rh.encoding.PackedLayout.parse(operand.layout).packed_shape(shape)
-            count = [str(int(np.prod(extents)) * np.dtype(operand.dtype).itemsize) for extents in (shape, stored)]
-            row = [*head, operand.role, operand.encoding, operand.layout or "not known yet"]
-            stored_text = "×".join(map(str, stored)) if operand.layout else ""
-            table.add_row(*map(Text, [*row, stored_text, count[0], count[1] if operand.layout else ""]))
+            table.add_row(*map(Text, (*head, operand.role, operand.encoding)))
             head = ["", ""]
     return table
+
+
+def layouts_table(report: rh.transform.EncodingReport, sizes: dict[str, int]) -> Table:
+    """How the device of each op stores them, in how many bytes: for any extents, and for those of this run."""
+    table = Table(title="After specialization: how each device stores them", title_justify="left")
+    run = "m={m}, k={k}, n={n}".format(**sizes)
+    for column in ("device", "op", "operand", "layout", "packed", "bytes stored", f"stored for {run}", "bytes", "of"):
+        table.add_column(column, overflow="fold", justify="right" if column in ("bytes", "of") else "left")
+    for op in report.ops:
+        head = [op.device, shown_op(op)]
+        for operand in op.operands:
+            shape = [sizes[dim] for dim in DIMS.get(operand.role, "mn")]
+            layout = rh.encoding.PackedLayout.parse(operand.layout)
+            stored = "×".join(map(str, layout.packed_shape(shape)))
+            before = int(np.prod(shape)) * np.dtype(operand.dtype).itemsize
+            after = layout.storage_bytes(shape, operand.dtype)
+            cells = (operand.role, operand.layout, operand.packed, operand.bytes_after, stored, after, before)
+            table.add_row(*(Text(str(cell)) for cell in (*head, *cells)))
+            head = ["", ""]
+    return table
+
+
+def shown_op(op: Any) -> str:
+    """An encoded op and what its kernel does before it stores."""
+    return f"{op.variable}: {op.op}" + (f", then {op.epilogue}" if op.epilogue else "")
 
 
 def transfers_table(executable: Any) -> Table:
@@ -127,8 +145,8 @@ def main(m: int, k: int, n: int, vdevice: Sequence[str], seed: int, ir: bool) ->
             screen.rule(f"after {name}", align="left")
             screen.print(stage.script(), markup=False)
     before, after = (rh.transform.describe_encodings(passed[name]) for name in PASSES[-2:])
-    screen.print(encodings_table("Before specialization: what tensors are for", before, sizes))
-    screen.print(encodings_table("After specialization: how each device stores them", after, sizes))
+    screen.print(purposes_table(before))
+    screen.print(layouts_table(after, sizes))
 
     executable = rh.compile(module)
     screen.print(transfers_table(executable))
