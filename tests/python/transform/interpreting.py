@@ -1,0 +1,143 @@
+"""Relax functions with encoded ops by numpy, one op at a time: what a pass must not change.
+
+Layouts are ignored: encoded values are their logical tensors. Products are summed in float64 or int64.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax
+
+from relax_hetero.encoding.encoding import Encoding
+from relax_hetero.encoding.expression import Expression
+from relax_hetero.op.encoded import ELEMENTWISE, MATMUL, SET, UNSET
+from relax_hetero.transform.rewriting import op_name
+
+_erf = np.vectorize(math.erf, otypes=["float64"])
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def _softmax(x: np.ndarray, axis: int) -> np.ndarray:
+    grown = np.exp(x - x.max(axis=axis, keepdims=True))
+    return grown / grown.sum(axis=axis, keepdims=True)
+
+
+_UNARY = {
+    "relu": lambda x: np.maximum(x, 0),
+    "gelu": lambda x: x * 0.5 * (1 + _erf(x / np.sqrt(2))),
+    "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
+    "silu": lambda x: x * _sigmoid(x),
+    "sigmoid": _sigmoid,
+    "erf": _erf,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "tanh": np.tanh, "exp": np.exp, "log": np.log, "sqrt": np.sqrt, "square": np.square, "abs": np.abs,
+    "negative": np.negative, "round": np.round, "floor": np.floor, "ceil": np.ceil,
+}  # fmt: skip
+_BINARY = {
+    name: getattr(np, name) for name in ("add", "subtract", "multiply", "divide", "maximum", "minimum", "power", "less")
+}
+
+
+def run(mod: tvm.IRModule, *arguments: np.ndarray) -> Any:
+    """What ``main`` of a module with one dataflow block returns, arrays or tuples of them."""
+    func = mod["main"]
+    values: dict[relax.Var, Any] = dict(zip(func.params, arguments, strict=True))
+
+    def evaluate(expr: relax.Expr) -> Any:
+        if isinstance(expr, relax.Tuple):
+            return tuple(evaluate(field) for field in expr.fields)
+        if isinstance(expr, tvm.ir.GenericConst):
+            return expr.value.numpy()
+        if isinstance(expr, relax.Call):
+            return _call(expr, [evaluate(arg) for arg in expr.args if isinstance(arg.ty, relax.TensorType)])
+        return values[expr]
+
+    for block in func.body.blocks:
+        for binding in block.bindings:
+            result = evaluate(binding.value)
+            if isinstance(binding.var.ty, relax.TensorType):
+                assert str(result.dtype) == str(binding.var.ty.dtype), binding
+            values[binding.var] = result
+    return evaluate(func.body.body)
+
+
+def _call(call: relax.Call, args: list[np.ndarray]) -> np.ndarray:
+    name = op_name(call) or ""
+    short = name.rpartition(".")[2]
+    dtype = str(call.ty.dtype)
+    if name in (SET, UNSET, "relax.to_vdevice"):
+        return args[0]
+    if name == MATMUL:
+        return _product(Encoding.parse(call.attrs.encoding), *args)
+    if name == ELEMENTWISE:
+        return _expression(Expression.parse(call.attrs.expression), args).astype(dtype)
+    if name == "relax.matmul":
+        wide = "int64" if "int" in dtype else "float64"
+        return np.matmul(args[0].astype(wide), args[1].astype(wide)).astype(dtype)
+    if name == "relax.astype":
+        return args[0].astype(dtype)
+    if name == "relax.permute_dims":
+        return args[0].transpose(None if call.attrs.axes is None else [int(axis) for axis in call.attrs.axes])
+    if name == "relax.reshape":
+        return args[0].reshape([_extent(extent, args[0], call) for extent in call.args[1].values])
+    if name == "relax.sum":
+        axes = None if call.attrs.axis is None else tuple(int(axis) for axis in call.attrs.axis)
+        return args[0].sum(axis=axes, keepdims=bool(call.attrs.keepdims), dtype=dtype)
+    if name == "relax.clip":
+        return np.clip(args[0], call.args[1].value, call.args[2].value).astype(dtype)
+    if name == "relax.nn.leakyrelu":
+        return np.where(args[0] > 0, args[0], args[0] * np.float32(call.attrs.alpha)).astype(dtype)
+    if name == "relax.nn.softmax":
+        return _softmax(args[0], int(call.attrs.axis))
+    if name == "relax.where":
+        return np.where(*args)
+    result = (_UNARY.get(short) or _BINARY[short])(*args)
+    return result if dtype == "bool" else result.astype(dtype)
+
+
+def _extent(extent: Any, array: np.ndarray, call: relax.Call) -> int:
+    if isinstance(extent, tvm.tirx.IntImm):
+        return int(extent)
+    shape = dict(zip(map(str, call.args[0].ty.shape.values), array.shape, strict=True))
+    return shape[str(extent)]
+
+
+def _product(encoding: Encoding, lhs: np.ndarray, rhs: np.ndarray, init: np.ndarray | None = None) -> np.ndarray:
+    accumulator = encoding.element_types[2]
+    wide = "int64" if "int" in accumulator else "float64"
+    letters = {name: chr(ord("a") + i) for i, name in enumerate(encoding.sizes)}
+    operands, subscripts = [], []
+    for index, array in enumerate((lhs, rhs)):
+        assert str(array.dtype) == encoding.element_types[index]
+        names = encoding.index_maps[index]
+        squeezed = array.reshape([extent for extent, name in zip(array.shape, names, strict=True) if name != "1"])
+        operands.append(squeezed.astype(wide))
+        subscripts.append("".join(letters[name] for name in names if name != "1"))
+    result = encoding.index_maps[2]
+    out = "".join(letters[name] for name in result)
+    product = np.einsum(f"{','.join(subscripts)}->{out}", *operands)
+    return (product if init is None else product + init).astype(accumulator)
+
+
+def _expression(expression: Expression, operands: list[np.ndarray]) -> np.ndarray:
+    def apply(op: str, args: list[Any], params: tuple[Any, ...]) -> Any:
+        if op == "number":
+            return params[0]
+        if op == "cast":
+            return args[0].astype(params[0])
+        if op == "clip":
+            return np.clip(args[0], *params).astype(args[0].dtype)
+        if op == "leaky_relu":
+            return np.where(args[0] > 0, args[0], args[0] * np.float32(params[0])).astype(args[0].dtype)
+        dtype = next(arg.dtype for arg in args if isinstance(arg, np.ndarray))
+        typed = [arg if isinstance(arg, np.ndarray) else np.asarray(arg, dtype) for arg in args]
+        return (_UNARY.get(op) or _BINARY[op])(*typed).astype(dtype)
+
+    return expression.evaluate(operands, apply)
