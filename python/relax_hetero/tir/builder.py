@@ -57,9 +57,14 @@ class Function:
         """The next parameter: a buffer of `shape`."""
         return T.arg(name, T.buffer(list(shape), dtype, buffer_name=name))
 
-    def body(self) -> Any:
+    @contextmanager
+    def body(self) -> Iterator[None]:
         """The context of the statements: Relax passes want a block at the root of a PrimFunc."""
-        return T.sblock("root")
+        with T.sblock("root"):
+            # Said, so that TVM does not set out to find them: that can take ten seconds.
+            T.reads()
+            T.writes()
+            yield
 
 
 def flat(buffer: Any, extents: Sequence[Expr], dtype: str | None = None) -> Any:
@@ -112,6 +117,19 @@ class Registers:
 
     def __len__(self) -> int:
         return len(self._slots)
+
+
+def settled(value: Expr) -> Expr:
+    """An int64 whose making later passes do not look into.
+
+    TVM's simplifier substitutes bound integers wherever they are used, and takes minutes over the nested minima of a
+    kernel with symbolic extents; it does not look into memory, and LLVM makes a register of this memory again.
+    """
+    if isinstance(value, int) or not isinstance(value, tirx.Expr) or isinstance(value, (tirx.IntImm, tirx.Var)):
+        return value
+    slot = T.alloc_buffer((1,), "int64", scope="global")
+    T.buffer_store(slot, value, [tirx.const(0, "int64")])
+    return T.bind(slot[tirx.const(0, "int64")])
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from ..encoding.problem import MatmulProblem
 from ..encoding.products import product_for
 from ..encoding.tiles import tile_sizes
 from ..errors import EncodingError
-from .builder import Expr, Function, ceil_div, loop, smaller
+from .builder import Expr, Function, ceil_div, loop, settled, smaller
 from .inner_product import llvm_import
 from .matmul_tile import KRange, Product2D, Tile, emit_tile
 from .operand_view import Coordinates, OperandView, extent_of
@@ -111,6 +111,7 @@ def _emit_loops(spec: Product2D, machine: Machine, batch: list[str]) -> None:
     for extent in extents.values():
         count = count * extent
     blocks_k, block_k = _k_blocks(spec, tiles)
+    count, tiles, panels, blocks_k = (settled(value) for value in (count, tiles, panels, blocks_k))
     split = split_work(machine.cores, count, tiles, panels, (rows, vectors * spec.lanes), spec.k)
     with loop(split.tasks, parallel=split.tasks > 1) as task:
         place = split.place(task)
@@ -118,10 +119,10 @@ def _emit_loops(spec: Product2D, machine: Machine, batch: list[str]) -> None:
         first_m, last_m = part(tiles, split.rows, place[1])
         first_n, last_n = part(panels, split.columns, place[2])
         block_m = max(1, ROWS_PER_BLOCK // rows)
-        with loop(last_b - first_b) as b, loop(ceil_div(last_m - first_m, block_m)) as block:
-            at = _unravel(first_b + b, extents)
-            begin_m = first_m + block * block_m
-            end_m = smaller(begin_m + block_m, last_m)
+        with loop(last_b - first_b) as b, loop(settled(ceil_div(last_m - first_m, block_m))) as block:
+            at = {name: settled(place) for name, place in _unravel(first_b + b, extents).items()}
+            begin_m = settled(first_m + block * block_m)
+            end_m = settled(smaller(begin_m + block_m, last_m))
             with loop(blocks_k) as kb, loop(last_n - first_n) as panel, loop(end_m - begin_m) as tile:
                 step = KRange.of(spec.k, blocks_k, block_k, kb)
                 _emit_place(
@@ -160,7 +161,7 @@ def _unravel(number: Expr, extents: Mapping[str, Expr]) -> Coordinates:
 
 
 Case = tuple[Expr, int, Expr]
-"""When a form of the tile is used (None: otherwise), its rows or vectors, and where existing ones end (None: no end)."""
+"""When a form of the tile is used (None: otherwise), its rows or vectors, where existing ones end (None: no end)."""
 
 
 def _row_cases(spec: Product2D, row: Expr, rows: int) -> list[Case]:

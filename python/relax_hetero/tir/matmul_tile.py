@@ -12,8 +12,8 @@ from ..encoding.expression import Expression
 from ..encoding.problem import Epilogue
 from ..encoding.products import Product
 from . import elementwise
-from .builder import Expr, Registers, broadcast, loop, smaller, vector_type, when
-from .inner_product import emit_step, lhs_group, zero
+from .builder import Expr, Registers, broadcast, loop, settled, smaller, vector_type, when
+from .inner_product import emit_step, lhs_group, rhs_groups, zero
 from .operand_view import Coordinates, OperandView
 
 # Multiply-adds that must be in flight: 4 cycles of latency times 2 a cycle on every core of the table.
@@ -99,8 +99,8 @@ class KRange:
         """Range `number` of `count`, each of `block` but the last."""
         if isinstance(count, int) and count == 1:
             return KRange(0, k, True, True)
-        begin = number * block
-        return KRange(begin, smaller(begin + block, k), number < 1, number >= count - 1)
+        begin = settled(number * block)
+        return KRange(begin, settled(smaller(begin + block, k)), number < 1, number >= count - 1)
 
 
 def emit_tile(spec: Product2D, tile: Tile, k: KRange) -> None:
@@ -155,13 +155,24 @@ def _mask(spec: Product2D, tile: Tile, view: OperandView, j: int) -> Expr | None
 
 def _start(spec: Product2D, tile: Tile, accs: Registers) -> None:
     for j in range(tile.vectors):
+        compensation = _compensation(spec, tile, j)
         for i in range(tile.rows):
             value = zero(spec.product, spec.lanes)
             if spec.init is not None:
                 value = spec.init.load(
                     _at(spec, tile, spec.init, i, j), "n", spec.lanes, _mask(spec, tile, spec.init, j)
                 )
-            accs[i * tile.vectors + j] = value
+            accs[i * tile.vectors + j] = value if compensation is None else value + compensation
+
+
+def _compensation(spec: Product2D, tile: Tile, j: int) -> Expr | None:
+    """What makes up for the flipped sign of the left operand in vector j, None where nothing was flipped."""
+    sign = spec.product.compensation
+    if sign == 0:
+        return None
+    at = {**tile.batch, "k": tirx.const(0, "int64"), "n": tile.column + j * spec.lanes}
+    sums = T.bind(spec.rhs.load_compensation(at, spec.lanes))
+    return sums if sign > 0 else zero(spec.product, spec.lanes) - sums
 
 
 def _resume(spec: Product2D, tile: Tile, accs: Registers) -> None:
@@ -173,10 +184,12 @@ def _resume(spec: Product2D, tile: Tile, accs: Registers) -> None:
 
 def _accumulate(spec: Product2D, tile: Tile, accs: Registers, k: KRange, unroll: int) -> None:
     k0 = spec.product.k0
-    rows = [T.bind(_row(tile, spec.lhs, i)) for i in range(tile.rows)] if tile.rows_end is not None else None
+    rows = [settled(_row(tile, spec.lhs, i)) for i in range(tile.rows)] if tile.rows_end is not None else None
 
     def step(at_k: Expr, bank: int, end: Expr | None = None) -> None:
-        right = [T.bind(_right(spec, tile, at_k, j, end)) for j in range(tile.vectors)]
+        right = [
+            T.bind(rhs_groups(spec.product, _right(spec, tile, at_k, j, end), spec.lanes)) for j in range(tile.vectors)
+        ]
         for i in range(tile.rows):
             at = {**tile.batch, "m": rows[i] if rows else tile.row + i, "k": at_k}
             group = T.bind(lhs_group(spec.product, _left(spec, at, end)))
@@ -185,12 +198,12 @@ def _accumulate(spec: Product2D, tile: Tile, accs: Registers, k: KRange, unroll:
                 accs[number] = emit_step(spec.product, accs[number], group, right[j], spec.lanes)
 
     size = k.end - k.begin
-    steps = size // k0
-    with loop(steps // unroll) as s:
+    steps = settled(size // k0)
+    with loop(settled(steps // unroll)) as s:
         for bank in range(unroll):
             step(k.begin + s * (k0 * unroll) + bank * k0, bank)
     if unroll > 1 and not (isinstance(steps, int) and steps % unroll == 0):
-        with loop(steps % unroll) as s:
+        with loop(settled(steps % unroll)) as s:
             step(k.begin + (steps // unroll * unroll + s) * k0, 0)
     if k0 > 1 and not (isinstance(size, int) and size % k0 == 0):
         with when(size % k0 > 0):
@@ -209,7 +222,7 @@ def _left(spec: Product2D, at: Coordinates, end: Expr | None) -> Expr | list[Exp
 
 
 def _right(spec: Product2D, tile: Tile, k: Expr, j: int, end: Expr | None) -> Expr:
-    """The right factors of vector j: k0 of every column together, zeros from k = end on where storage has no padding."""
+    """The right factors of vector j: k0 of a column together, zeros from k = end on where storage is not padded."""
     k0, lanes = spec.product.k0, spec.lanes
     at = {**tile.batch, "k": k, "n": tile.column + j * lanes}
     mask = _mask(spec, tile, spec.rhs, j)

@@ -136,6 +136,11 @@ class OperandView:
         """`count` elements that lie one after the other in storage, from a position on."""
         return self.data[lane_indices(self.address(at), count)]
 
+    def load_compensation(self, at: Coordinates, lanes: int) -> Expr:
+        """The layout's compensation of `lanes` columns from a position on, whose k is 0; as int32."""
+        start = self.address(at, skip_compensation=False)
+        return tirx.reinterpret(vector_type("int32", lanes), self.data[lane_indices(start, 4 * lanes)])
+
     def store(self, at: Coordinates, along: str, value: Expr, lanes: int, mask: Expr | None = None) -> None:
         """Write `lanes` elements from a position along an iteration dimension, those of the mask where there is one."""
         stride = self.stride(along)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tvm.script.ir_builder import tirx as T
+from tvm import tirx
 
-from .builder import Expr, ceil_div
+from .builder import Expr, ceil_div, settled
 
 # Multiply-adds that are done in the time it takes to hand work to another core and wait for it (about 2 us).
 WORTH_A_TASK = 250_000
@@ -40,7 +40,7 @@ def part(units: Expr, parts: Expr, number: Expr) -> tuple[Expr, Expr]:
     """Begin and end of one of `parts` parts, of sizes that differ by one at most."""
     if isinstance(parts, int) and parts == 1:
         return 0, units
-    return T.bind(number * units // parts), T.bind((number + 1) * units // parts)
+    return settled(number * units // parts), settled((number + 1) * units // parts)
 
 
 def split_work(cores: int, batch: Expr, rows: Expr, columns: Expr, tile: tuple[int, int], k: Expr) -> Split:
@@ -60,7 +60,7 @@ def split_work(cores: int, batch: Expr, rows: Expr, columns: Expr, tile: tuple[i
         return Split(1, 1, 1, 1)
     if not isinstance(rows, int) and not isinstance(columns, int):
         wide = columns * tile[1] >= rows * tile[0]
-        return Split(1, T.bind(T.Select(wide, 1, cores)), T.bind(T.Select(wide, cores, 1)), cores)
+        return Split(1, settled(_either(wide, 1, cores)), settled(_either(wide, cores, 1)), cores)
     # Unknown: batches may be one, rows may be few, columns are many.
     guess = [size if isinstance(size, int) else unknown for size, unknown in ((batch, 1), (rows, 2), (columns, 256))]
     few = guess[1] * tile[0] <= FEW_ROWS
@@ -78,6 +78,10 @@ def split_work(cores: int, batch: Expr, rows: Expr, columns: Expr, tile: tuple[i
         for size, count in zip((batch, rows, columns), best, strict=True)
     )
     return Split(*best, tasks=_volume(list(best)))
+
+
+def _either(condition: Expr, then: int, otherwise: int) -> Expr:
+    return tirx.Select(condition, tirx.const(then, "int64"), tirx.const(otherwise, "int64"))
 
 
 def _volume(sizes: list[int]) -> int:
