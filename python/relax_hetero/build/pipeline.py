@@ -8,6 +8,7 @@ from ..transform.form_dispatches import FormDispatches
 from ..transform.hoist_encodings import HoistEncodings
 from ..transform.lower_to_vm import LowerToVM
 from ..transform.materialize_encodings import MaterializeEncodings
+from ..transform.propagate_encodings import PropagateEncodings
 from ..transform.realize_vdevice import RealizeVDevice
 from ..transform.set_encoding import SetEncoding
 from ..transform.specialize_encodings import SpecializeEncodings
@@ -21,6 +22,6 @@ def get_pipeline() -> tvm.transform.Pass:
     tvm.transform.Sequential
         Each pass can be run alone, and does nothing to a module that has been through it.
     """
-    encode = [SetEncoding(), SpecializeEncodings(), HoistEncodings(), MaterializeEncodings()]
+    encode = [SetEncoding(), PropagateEncodings(), SpecializeEncodings(), HoistEncodings(), MaterializeEncodings()]
     passes = [RealizeVDevice(), *encode, FormDispatches(), LowerToVM()]
     return tvm.transform.Sequential(passes, name="relax_hetero")

@@ -51,7 +51,7 @@ def map_bindings(func: relax.Function, change: BindingMap) -> relax.Function:
     inside `If` branches are visited first; what is unchanged is shared with the old function.
     """
     body = _map_expr(func.body, change)
-    return func if body is func.body else with_body(func, body)
+    return func if body.same_as(func.body) else with_body(func, body)
 
 
 def with_body(func: relax.Function, body: relax.Expr, params: list[relax.Var] | None = None) -> relax.Function:
@@ -87,7 +87,7 @@ def _map_nested(binding: relax.Binding, change: BindingMap) -> relax.Binding:
     value = binding.value
     if isinstance(value, relax.If):
         then, other = _map_expr(value.true_branch, change), _map_expr(value.false_branch, change)
-        if then is not value.true_branch or other is not value.false_branch:
+        if not (then.same_as(value.true_branch) and other.same_as(value.false_branch)):
             branches = typed(relax.If(value.cond, then, other, value.span), value.ty)
             return relax.VarBinding(binding.var, branches, binding.span)
     elif isinstance(value, relax.Function):
