@@ -6,8 +6,9 @@ broadcast of a reinterpreted four-byte load into one ``vpbroadcastd`` from memor
 
 Use, for one row i and one vector j of columns::
 
-    group = lhs_group(product, A[i, T.ramp(k * k0, 1, k0)])         # or a list of k0 scalars, zeros beyond K
-    acc = emit_step(product, acc, group, B[..., T.ramp(j * lanes * k0, 1, lanes * k0)], lanes)
+    lhs = lhs_group(product, A[i, T.ramp(k * k0, 1, k0)])         # or a list of k0 scalars, zeros beyond K
+    rhs = rhs_groups(product, B[..., T.ramp(j * lanes * k0, 1, lanes * k0)], lanes)
+    acc = emit_step(product, acc, lhs, rhs, lanes)
 
 with the whole body under ``T.attr(0, "pragma_import_llvm", text)`` where `llvm_import` gives a text. A group that
 reaches beyond K must have zeros there, not what memory holds: zero times NaN is NaN.
@@ -28,54 +29,78 @@ _SHIM = "relax_hetero_bf16_dot"
 
 
 def lhs_group(product: Product, values: Expr | Sequence[Expr]) -> Expr:
-    """The k0 left factors of a step as one scalar.
+    """The k0 left factors of a step as one scalar, which may be bound to a variable.
 
     Parameters
     ----------
     product : Product
-    values : Expr or sequence of Expr
+    values : PrimExpr or sequence of PrimExpr
         A vector of k0 elements (a contiguous load; a scalar where k0 is 1), or k0 scalars, of the left operand's type.
 
     Returns
     -------
-    Expr
-        The element itself where k0 is 1, else its k0 elements as an int32, the first in the low bits.
+    PrimExpr
+        Where k0 is 1 the element, in the accumulator's type; else its k0 elements as an int32, the first in the low
+        bits.
     """
-    if isinstance(values, Expr):
-        return values if product.k0 == 1 else tirx.reinterpret("int32", values)
     if product.k0 == 1:
-        return values[0]
-    bits = 32 // product.k0
-    group = tirx.const(0, "int32")
-    for position, value in enumerate(values):
-        if isinstance(value, (tirx.IntImm, tirx.FloatImm)) and not value.value:
-            continue
-        wide = tirx.Cast("int32", tirx.reinterpret(f"uint{bits}", value))
-        group = tirx.bitwise_or(group, tirx.shift_left(wide, tirx.const(bits * position, "int32")))
+        value = values if isinstance(values, Expr) else values[0]
+        return _widened(product, value, 1)
+    group: Expr = tirx.const(0, "int32")
+    if isinstance(values, Expr):
+        group = tirx.reinterpret("int32", values)
+    else:
+        bits = 32 // product.k0
+        for position, value in enumerate(values):
+            if isinstance(value, (tirx.IntImm, tirx.FloatImm)) and not value.value:
+                continue
+            wide = tirx.Cast("int32", tirx.reinterpret(f"uint{bits}", value))
+            group = tirx.bitwise_or(group, tirx.shift_left(wide, tirx.const(bits * position, "int32")))
+    if product.flip:
+        group = tirx.bitwise_xor(group, tirx.const(_FLIP, "int32"))
     return group
 
 
-def emit_step(product: Product, acc: Expr, group: Expr, rhs: Expr, lanes: int) -> Expr:
-    """The accumulators after one k-step.
+def rhs_groups(product: Product, values: Expr, lanes: int) -> Expr:
+    """The right factors of a step, a group for each lane, which may be bound to a variable.
 
     Parameters
     ----------
     product : Product
-    acc : Expr
-        `lanes` accumulators: a vector of the accumulator's type, a scalar where lanes is 1.
-    group : Expr
-        From `lhs_group`.
-    rhs : Expr
+    values : PrimExpr
         ``lanes * k0`` elements of the right operand's type, column after column, the k of a column together.
     lanes : int
         The machine's lanes of the accumulator's type.
 
     Returns
     -------
-    Expr
+    PrimExpr
+        Where k0 is 1 the elements, in the accumulator's type; else an int32 for each lane.
+    """
+    if product.k0 == 1:
+        return _widened(product, values, lanes)
+    return tirx.reinterpret(_vector("int32", lanes), values)
+
+
+def emit_step(product: Product, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
+    """The accumulators after one k-step.
+
+    Parameters
+    ----------
+    product : Product
+    acc : PrimExpr
+        `lanes` accumulators: a vector of the accumulator's type, a scalar where lanes is 1.
+    lhs, rhs : PrimExpr
+        From `lhs_group` and `rhs_groups`.
+    lanes : int
+        The machine's lanes of the accumulator's type.
+
+    Returns
+    -------
+    PrimExpr
         Of the type of `acc`.
     """
-    return FORMS[product.form](product, acc, group, rhs, lanes)
+    return FORMS[product.form](product, acc, lhs, rhs, lanes)
 
 
 def zero(product: Product, lanes: int) -> Expr:
@@ -115,29 +140,45 @@ def _constant(value: int, dtype: str, lanes: int) -> Expr:
     return _all(tirx.const(value, dtype), lanes)
 
 
-def _fma(product: Product, acc: Expr, group: Expr, rhs: Expr, lanes: int) -> Expr:
-    """One k a step, both factors converted to the accumulator's type."""
-    _, _, dtype = product.types
-    return acc + _all(cast(group, dtype), lanes) * cast(rhs, dtype)
+def _widened(product: Product, values: Expr, lanes: int) -> Expr:
+    """Elements of an operand in the accumulator's type."""
+    return _decode_float16(values, lanes) if product.form == "f16_bits" else cast(values, product.types[2])
 
 
-def _dot(product: Product, acc: Expr, group: Expr, rhs: Expr, lanes: int) -> Expr:
+def _decode_float16(values: Expr, lanes: int) -> Expr:
+    """float16 where the machine cannot convert it: exponent and fraction moved into place, scaled by 2^112."""
+    floats = _vector("float32", lanes)
+    bits = tirx.Cast(_vector("uint32", lanes), tirx.reinterpret(_vector("uint16", lanes), values))
+    magnitude = tirx.bitwise_and(bits, _constant(0x7FFF, "uint32", lanes))
+    sign = tirx.bitwise_and(bits, _constant(0x8000, "uint32", lanes))
+    moved = tirx.shift_left(magnitude, _constant(13, "uint32", lanes))
+    scaled = tirx.reinterpret(floats, moved) * _all(tirx.const(2.0**112, "float32"), lanes)
+    # infinities and NaNs keep their fraction and get the largest exponent
+    special = tirx.bitwise_or(moved, _constant(0x7F800000, "uint32", lanes))
+    finite = tirx.reinterpret(_vector("uint32", lanes), scaled)
+    whole = tirx.Select(magnitude >= _constant(0x7C00, "uint32", lanes), special, finite)
+    return tirx.reinterpret(floats, tirx.bitwise_or(whole, tirx.shift_left(sign, _constant(16, "uint32", lanes))))
+
+
+def _fma(product: Product, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
+    """One k a step."""
+    return acc + _all(lhs, lanes) * rhs
+
+
+def _dot(product: Product, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
     """Four bytes by four bytes in one instruction."""
-    if product.flip:
-        group = tirx.bitwise_xor(group, tirx.const(_FLIP, "int32"))
-    left = tirx.reinterpret(f"int8x{4 * lanes}", tirx.Broadcast(group, lanes))
+    left = tirx.reinterpret(f"int8x{4 * lanes}", tirx.Broadcast(lhs, lanes))
     right = tirx.reinterpret(f"int8x{4 * lanes}", rhs)
     first, second = (right, left) if product.swapped else (left, right)
     return tirx.call_llvm_pure_intrin(f"int32x{lanes}", product.instruction, acc, first, second)
 
 
-def _bf16_dot(product: Product, acc: Expr, group: Expr, rhs: Expr, lanes: int) -> Expr:
+def _bf16_dot(product: Product, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
     """Two bfloat16 by two in one instruction, through the function of `llvm_import`."""
-    right = tirx.reinterpret(f"int32x{lanes}", rhs)
-    return tirx.call_pure_extern(f"float32x{lanes}", _SHIM, acc, tirx.Broadcast(group, lanes), right)
+    return tirx.call_pure_extern(f"float32x{lanes}", _SHIM, acc, tirx.Broadcast(lhs, lanes), rhs)
 
 
-def _bf16_pairs(product: Product, acc: Expr, group: Expr, rhs: Expr, lanes: int) -> Expr:
+def _bf16_pairs(product: Product, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
     """Two bfloat16 by two as float32: a bfloat16 is the upper half of a float32."""
 
     def low(bits: Expr, count: int) -> Expr:
@@ -146,35 +187,15 @@ def _bf16_pairs(product: Product, acc: Expr, group: Expr, rhs: Expr, lanes: int)
     def high(bits: Expr, count: int) -> Expr:
         return tirx.reinterpret(_vector("float32", count), tirx.bitwise_and(bits, _constant(-65536, "int32", count)))
 
-    right = tirx.reinterpret(f"int32x{lanes}", rhs)
     for half in (low, high):
-        acc = acc + tirx.Broadcast(half(group, 1), lanes) * half(right, lanes)
+        acc = acc + tirx.Broadcast(half(lhs, 1), lanes) * half(rhs, lanes)
     return acc
 
 
-def _f16_bits(product: Product, acc: Expr, group: Expr, rhs: Expr, lanes: int) -> Expr:
-    """float16 where the machine cannot convert it: exponent and fraction moved into place, scaled by 2^112."""
-
-    def decode(value: Expr, count: int) -> Expr:
-        floats = _vector("float32", count)
-        bits = tirx.Cast(_vector("uint32", count), tirx.reinterpret(_vector("uint16", count), value))
-        magnitude = tirx.bitwise_and(bits, _constant(0x7FFF, "uint32", count))
-        sign = tirx.bitwise_and(bits, _constant(0x8000, "uint32", count))
-        moved = tirx.shift_left(magnitude, _constant(13, "uint32", count))
-        scaled = tirx.reinterpret(floats, moved) * _all(tirx.const(2.0**112, "float32"), count)
-        # infinities and NaNs keep their fraction and get the largest exponent
-        special = tirx.bitwise_or(moved, _constant(0x7F800000, "uint32", count))
-        finite = tirx.reinterpret(_vector("uint32", count), scaled)
-        whole = tirx.Select(magnitude >= _constant(0x7C00, "uint32", count), special, finite)
-        return tirx.reinterpret(floats, tirx.bitwise_or(whole, tirx.shift_left(sign, _constant(16, "uint32", count))))
-
-    return acc + _all(decode(group, 1), lanes) * decode(rhs, lanes)
-
-
-def _i16_pairs(product: Product, acc: Expr, group: Expr, rhs: Expr, lanes: int) -> Expr:
+def _i16_pairs(product: Product, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
     """Bytes 0 and 2, then 1 and 3 of every group, widened to int16: PMADDWD multiplies and adds pairs, exactly."""
     count = 2 * lanes
-    left = tirx.reinterpret(f"int16x{count}", tirx.Broadcast(group, lanes))
+    left = tirx.reinterpret(f"int16x{count}", tirx.Broadcast(lhs, lanes))
     right = tirx.reinterpret(f"int16x{count}", rhs)
     for half in (_even_bytes, _odd_bytes):
         factors = (half(value, dtype, count) for value, dtype in zip((left, right), product.types[:2], strict=True))
@@ -198,9 +219,8 @@ def _odd_bytes(pairs: Expr, dtype: str, count: int) -> Expr:
     return tirx.reinterpret(f"int16x{count}", shifted)
 
 
-def _i32_bytes(product: Product, acc: Expr, group: Expr, rhs: Expr, lanes: int) -> Expr:
+def _i32_bytes(product: Product, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
     """The four bytes of a group one after the other, each widened to int32."""
-    right = tirx.reinterpret(f"int32x{lanes}", rhs)
 
     def byte(position: int, bits: Expr, dtype: str, count: int) -> Expr:
         if dtype == "uint8":
@@ -210,8 +230,8 @@ def _i32_bytes(product: Product, acc: Expr, group: Expr, rhs: Expr, lanes: int) 
         return tirx.shift_right(moved, _constant(24, "int32", count))
 
     for position in range(4):
-        left = tirx.Broadcast(byte(position, group, product.types[0], 1), lanes)
-        acc = acc + left * byte(position, right, product.types[1], lanes)
+        left = tirx.Broadcast(byte(position, lhs, product.types[0], 1), lanes)
+        acc = acc + left * byte(position, rhs, product.types[1], lanes)
     return acc
 
 
@@ -220,7 +240,7 @@ FORMS: dict[str, Callable[[Product, Expr, Expr, Expr, int], Expr]] = {
     "dot": _dot,
     "bf16_dot": _bf16_dot,
     "bf16_pairs": _bf16_pairs,
-    "f16_bits": _f16_bits,
+    "f16_bits": _fma,
     "i16_pairs": _i16_pairs,
     "i32_bytes": _i32_bytes,
 }

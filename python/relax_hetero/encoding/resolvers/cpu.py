@@ -15,6 +15,7 @@ from ..encoding import DYNAMIC, RHS, Encoding
 from ..machine import Machine, machine_of
 from ..packed_layout import PackedLayout
 from ..products import Product, product_for
+from ..tiles import tile_columns
 from .layouts import ResolverBase, tiled
 
 if TYPE_CHECKING:
@@ -43,9 +44,9 @@ class CpuResolver(ResolverBase):
 
 
 def panel_width(machine: Machine, product: Product, n: int) -> int:
-    """Columns of a packed panel: two vectors of accumulators, one where N is no wider."""
+    """Columns of a packed panel: those of the kernel's tile, one vector where N is no wider."""
     lanes = machine.lanes(product.types[2])
-    return lanes if 0 <= n <= lanes else 2 * lanes
+    return lanes if 0 <= n <= lanes else tile_columns(machine, product.types[2])
 
 
 def _read_in_place(encoding: Encoding, product: Product) -> bool:
