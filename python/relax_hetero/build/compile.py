@@ -15,15 +15,16 @@ from ..native_target import native
 from ..transform.bind_targets import call_vdevice, called_prim_func
 from ..transform.encoding_report import collect_encodings
 from ..transform.kernel_ops import ops_of
+from ..transform.lower_transfers import writes_in_place
 from ..transform.realize_vdevice import collect_placement
 from ..transform.rewriting import relax_functions, walk_bindings
-from ..transform.stage import placement_report
+from ..transform.stage import is_lowered, placement_report
 from ..vdevice import VDevice, device_name, host_vdevice, vdevice_index, vdevices_of, with_vdevices
 from ..vm.executable import Executable
 from ..vm.metadata import DeviceSpec, DispatchSpec, Metadata
 from .bind_params import bind_params
 from .lift_constants import lift_constants
-from .link import link, reason
+from .link import argument_alignment, link, reason
 from .pipeline import get_pipeline
 from .signatures import function_signatures
 
@@ -60,6 +61,7 @@ def compile(mod: tvm.IRModule, params: Mapping[str, Any] | None = None) -> Execu
     vdevices = vdevices_of(mod)
     _warn_if_generic(vdevices)
     report = placement_report(mod)
+    writes = may_write_arguments(mod)
     with collect_placement() as reports, collect_encodings() as encodings:
         mod = _lower(mod)
     if report is None and reports:
@@ -74,6 +76,8 @@ def compile(mod: tvm.IRModule, params: Mapping[str, Any] | None = None) -> Execu
         placement=json.loads(report) if report is not None else None,
         dispatches=_dispatches(mod, vdevices),
         encodings=encodings[-1].to_data() if encodings else None,
+        alignment=argument_alignment(mod),
+        writes_arguments=writes,
     )
     return Executable(link(lifted.mod), metadata, lifted.tensors)
 
@@ -93,6 +97,11 @@ def _check_globals(mod: tvm.IRModule) -> None:
         for callee in relax.analysis.all_global_vars(func):
             if callee not in mod.functions:
                 raise BuildError(f"function {gv.name_hint!r} refers to {callee.name_hint!r}, which the module lacks")
+
+
+def may_write_arguments(mod: tvm.IRModule) -> bool:
+    """Whether functions of a module may write to what they are given; True where lowering has hidden it."""
+    return is_lowered(mod) or writes_in_place(mod) or not all(func.is_pure for _, func in relax_functions(mod))
 
 
 def device_spec(vdevice: relax.VDevice, default: bool) -> DeviceSpec:

@@ -16,7 +16,9 @@ from tvm_ffi.registry import list_global_func_names
 from ..errors import BuildError
 from ..native_target import native
 from ..vdevice import host_vdevice, vdevices_of
+from ..vm.tensors import ALIGNMENT
 from .external_symbols import check_external_symbols
+from .loosen_alignment import ARGUMENT_ALIGNMENT, loosen_alignment
 
 
 def link(mod: tvm.IRModule) -> tvm.runtime.Module:
@@ -40,7 +42,7 @@ def link(mod: tvm.IRModule) -> tvm.runtime.Module:
     """
     host = host_vdevice(vdevices_of(mod))
     host_target = host.target if host is not None else native("llvm")
-    external = list(mod.attrs["external_mods"]) if mod.attrs and "external_mods" in mod.attrs else []
+    external = external_modules(mod)
     builder = relax.ExecBuilder()
     try:
         rest = vm_build._vmcodegen(builder, mod)
@@ -53,6 +55,16 @@ def link(mod: tvm.IRModule) -> tvm.runtime.Module:
     libraries = [build_group(target, group, host_target) for target, group in groups]
     first = libraries[0] if libraries else None
     return relax_ffi.VMLink(builder, host_target, first, libraries[1:] + external, {})
+
+
+def external_modules(mod: tvm.IRModule) -> list[tvm.runtime.Module]:
+    """Code that a module brings along compiled."""
+    return list(mod.attrs["external_mods"]) if mod.attrs and "external_mods" in mod.attrs else []
+
+
+def argument_alignment(mod: tvm.IRModule) -> int:
+    """What the linked code needs of a host tensor's address, in bytes."""
+    return ALIGNMENT if external_modules(mod) else ARGUMENT_ALIGNMENT
 
 
 def group_by_target(mod: tvm.IRModule, host: tvm.target.Target) -> list[tuple[tvm.target.Target, tvm.IRModule]]:
@@ -95,6 +107,8 @@ def binds_threads(func: tirx.PrimFunc) -> bool:
 
 def _build(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Target) -> tvm.runtime.Module:
     full = target if target.host is not None else target.with_host(host if _is_gpu(target) else target)
+    if not _is_gpu(target):
+        group = tvm.IRModule({gv: loosen_alignment(func) for gv, func in group.functions.items()})
     return tirx.build(group, target=full)
 
 

@@ -233,7 +233,8 @@ def _move(
     if not tensor.is_contiguous():
         return from_numpy(_gather(tensor, where), device, scope)
     here = same_device(tensor.device, device)
-    reachable = here or (is_host(device) and is_host(tensor.device))
+    # Libraries give tensors without elements strides of zero, which kernels refuse: these are made anew.
+    reachable = (here or (is_host(device) and is_host(tensor.device))) and tensor.numel() > 0
     if not reachable or scope is not None or tensor.data_ptr() % to.alignment or (foreign and to.keep):
         return copy_to(tensor, device, scope)
     to.lent.append(address_range(tensor))

@@ -154,9 +154,9 @@ class KnownCalls:
             look = None if tensor is None else self._look(tensor)
             if look is None or not isinstance(value, _Tensor) or value.data_ptr() != tensor.data_ptr():
                 return
+            if tensor.numel() == 0:
+                return  # the same address says nothing, and some such tensors have strides that kernels refuse
             here, there = tensor.__dlpack_device__(), value.__dlpack_device__()
-            if here[0] != there[0]:
-                return  # nothing is at the same address as nothing elsewhere
             looks.append(look)
             nbytes.append(nbytes_of(tensor))
             if here != there:
