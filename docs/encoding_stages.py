@@ -2,11 +2,15 @@
 
 python docs/encoding_stages.py            # prints every stage
 python docs/encoding_stages.py --write    # puts them into encodings.md
+python docs/encoding_stages.py --check    # fails where encodings.md shows others
+
+The model's targets are fixed, so that every machine prints the same.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 import sys
 from pathlib import Path
@@ -36,7 +40,7 @@ ENCODING = re.compile(r'"((?:batch_)?matmul\[\d\]<[^"]*>)"')
 
 @I.ir_module
 class Model:
-    """A layer on an AVX-512 CPU and, with the same weight, on a portable device; targets are fixed, so is the page."""
+    """A layer on an AVX-512 CPU, added to a product with its weight on a portable device."""
 
     I.module_global_infos(
         {
@@ -57,10 +61,12 @@ class Model:
             y = R.matmul(x, w)
             z = R.add(y, bias)
             here = R.nn.relu(z)
-            x_there = R.to_vdevice(x, "c:0")
-            there = R.matmul(x_there, w)
-            R.output(here, there)
-        return (here, there)
+            here_moved = R.to_vdevice(here, "c:0")
+            x_moved = R.to_vdevice(x, "c:0")
+            there = R.matmul(x_moved, w)
+            total = R.add(there, here_moved)
+            R.output(total)
+        return total
 
 
 def stages() -> dict[str, str]:
@@ -86,7 +92,7 @@ def shown(module: tvm.IRModule) -> str:
     text = "\n".join(line[4:] for line in lines[start : end + 1])
     for index, shape in enumerate(constant_shapes(module["main"])):
         text = text.replace(f'metadata["ir.GenericConst"][{index}]', f"constant<{'x'.join(map(str, shape))}>")
-    for noise in (", out_dtype=None", ", layout=\"\"", ", kernel=\"\"", "dtype=", "dst_vdevice=", "vdevice=", ":global"):
+    for noise in (", out_dtype=None", ', layout=""', ', kernel=""', "dtype=", "dst_vdevice=", "vdevice=", ":global"):
         text = text.replace(noise, "")
     aliases = {}
     for encoding in dict.fromkeys(ENCODING.findall(text)):
@@ -110,23 +116,24 @@ def constant_shapes(func: relax.Function) -> list[tuple[int, ...]]:
     return list(found.values())
 
 
-def main() -> None:
-    """Print the stages, or write them into the page."""
+def main() -> int:
+    """Print the stages, write them into the page, or compare; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--write", action="store_true", help="replace the blocks of encodings.md")
-    write = parser.parse_args().write
-    found = stages()
-    if write:
-        PAGE.write_text(updated(PAGE.read_text(), found))
-        return
+    parser.add_argument("--check", action="store_true", help="compare them with encodings.md")
+    options = parser.parse_args()
+    found, page = stages(), PAGE.read_text()
+    current = BLOCK.sub(lambda match: f"{match[1]}{found[match[2]]}\n{match[3]}", page)
+    if options.check:
+        sys.stdout.writelines(difflib.unified_diff(page.splitlines(True), current.splitlines(True), "page", "now"))
+        return int(current != page)
+    if options.write:
+        PAGE.write_text(current)
+        return 0
     for name, text in found.items():
         sys.stdout.write(f"# after {name}\n{text}\n\n")
-
-
-def updated(page: str, found: dict[str, str]) -> str:
-    """The page with the blocks of all stages as they are now."""
-    return BLOCK.sub(lambda match: f"{match[1]}{found[match[2]]}\n{match[3]}", page)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -105,19 +105,23 @@ def shown_op(op: Any) -> str:
     return f"{op.variable}: {op.op}" + (f", then {op.epilogue}" if op.epilogue else "")
 
 
-def transfers_table(executable: Any) -> Table:
+def transfers_table(module: tvm.IRModule, sizes: dict[str, int]) -> Table:
     """What crosses devices, and how it is stored on the way."""
     table = Table(title="Transfers", title_justify="left")
-    for column in ("tensor", "to", "layout on the way", "laid out anew"):
-        table.add_column(column, overflow="fold")
-    encoded = {entry["variable"]: entry for entry in (executable.metadata.encodings or {"transfers": []})["transfers"]}
-    plain = [entry for entry in executable.metadata.placement if entry["kind"] == "transfer"]
-    for entry in plain:
-        if entry["variable"] not in encoded:
-            table.add_row(*map(Text, (entry["variable"], entry["device"], "row-major", "no")))
-    for entry in encoded.values():
-        cells = (entry["variable"], entry["destination"], entry["layout"], entry["relayout"] or "no")
-        table.add_row(*map(Text, cells))
+    for column in ("tensor", "to", "stored as", "bytes", "laid out anew"):
+        table.add_column(column, overflow="fold", justify="right" if column == "bytes" else "left")
+    encoded = {entry.variable: entry for entry in rh.transform.describe_encodings(module).transfers}
+    for block in module["main"].body.blocks:
+        for binding in block.bindings:
+            if isinstance(binding.value, tvm.relax.Call) and binding.value.op.name == "relax.to_vdevice":
+                ty, entry = binding.var.ty, encoded.get(binding.var.name)
+                shape = [sizes[str(extent)] for extent in ty.shape.values]
+                layout = rh.encoding.PackedLayout.parse(entry.layout if entry else f"identity<{len(shape)}>")
+                size = layout.storage_bytes(shape, str(ty.dtype))
+                anew = entry.relayout if entry and entry.relayout else "no"
+                device = ty.vdevice.target.kind.name
+                cells = (binding.var.name, device, layout, size, anew)
+                table.add_row(*(Text(str(cell)) for cell in cells))
     return table
 
 
@@ -147,10 +151,10 @@ def main(m: int, k: int, n: int, vdevice: Sequence[str], seed: int, ir: bool) ->
     before, after = (rh.transform.describe_encodings(passed[name]) for name in PASSES[-2:])
     screen.print(purposes_table(before))
     screen.print(layouts_table(after, sizes))
+    screen.print(transfers_table(passed[PASSES[-1]], sizes))
 
     executable = rh.compile(module)
-    screen.print(transfers_table(executable))
-    for entry in (executable.metadata.encodings or {"cancelled": []})["cancelled"]:
+    for entry in executable.metadata.encodings["cancelled"]:
         screen.print(f"Cancelled on {entry['device']}: {entry['variable']}, {entry['reason']}", markup=False)
 
     lhs, rhs = inputs(m, k, n, seed)

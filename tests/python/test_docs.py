@@ -35,6 +35,18 @@ def test_block_runs(code, output, tmp_path):
         assert done.stdout.strip() == output.strip()
 
 
+def test_the_page_on_encodings_shows_what_the_passes_make():
+    """On failure: python docs/encoding_stages.py --write, and see whether its text still fits."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "docs" / "encoding_stages.py", "--check"],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "python")},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_links_between_documents_lead_somewhere():
     for document in DOCUMENTS:
         prose = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
