@@ -12,19 +12,22 @@ Rules of arithmetic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import tvm
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..encoding.expression import Expression
+from ..encoding.machine import Machine
+from ..encoding.problem import ElementwiseProblem
 from ..errors import EncodingError
 from . import vector_math
-
-Number = bool | int | float
+from .builder import Expr, Function, lane_indices, loop, vector_type
+from .expression_ops import FLOAT32_OPS, FLOAT_OPS, INT_OPS, cast, round_to_bfloat16
+from .storage import Storage, for_parts, nest_loops, whole
+from .tile_copy import EMPTY, masked_vector, split_run, tail_mask
 
 
 @dataclass(frozen=True)
@@ -82,39 +85,13 @@ def emit(expression: Expression, values: Sequence[tirx.Expr], dtypes: Sequence[s
             raise EncodingError(f"{op} in expression {expression} meets element types {found}; expected one")
         like = known[0]
         terms = [arg.value if isinstance(arg, _Value) else vector_math.constant(like.value, arg) for arg in args]
-        function = (_FLOAT_OPS if _is_float(like.dtype) else _INT_OPS).get(op)
-        if function is None or (op in _FLOAT32_OPS and like.dtype == "float64"):
+        function = (FLOAT_OPS if _is_float(like.dtype) else INT_OPS).get(op)
+        if function is None or (op in FLOAT32_OPS and like.dtype == "float64"):
             raise EncodingError(f"{op} in expression {expression} does not exist for {like.dtype}")
         return _Value(like.dtype, T.bind(function(*terms, *params)))
 
     result = _known(expression, expression.evaluate(operands, apply))
     return cast(result.value, result.dtype)
-
-
-def cast(value: tirx.Expr, dtype: str) -> tirx.Expr:
-    """`value` converted to an element type, its lanes kept.
-
-    Between bfloat16 and others by way of the bits: TVM's own casts of bfloat16 convert the bits as if they were a
-    number where the value is bound, and vanish in pairs, rounding and all.
-    """
-    found = value.ty.dtype
-    lanes = found.lanes
-    element = str(found).partition("x")[0]
-    if element == dtype:
-        return value
-    if element == "bfloat16":
-        wide = T.cast(T.reinterpret(_vector("uint16", lanes), value), _vector("uint32", lanes))
-        single = T.reinterpret(_vector("float32", lanes), T.shift_left(wide, vector_math.constant(wide, 16)))
-        return cast(single, dtype)
-    if dtype == "bfloat16":
-        rounded = T.reinterpret(_vector("uint32", lanes), round_to_bfloat16(cast(value, "float32")))
-        high = T.cast(T.shift_right(rounded, vector_math.constant(rounded, 16)), _vector("uint16", lanes))
-        return T.reinterpret(_vector("bfloat16", lanes), high)
-    return T.cast(value, _vector(dtype, lanes))
-
-
-def _vector(dtype: str, lanes: int) -> str:
-    return f"{dtype}x{lanes}" if lanes > 1 else dtype
 
 
 def _known(expression: Expression, value: Any) -> _Value:
@@ -138,105 +115,180 @@ def _cast(value: _Value, dtype: str) -> _Value:
     return _Value(dtype, T.bind(cast(value.value, computed_in(dtype))))
 
 
-def round_to_bfloat16(x: tirx.Expr) -> tirx.Expr:
-    """A float32 expression rounded to the nearest bfloat16 (halves to even), as float32."""
-    raw = T.bind(vector_math.bits(x))
-    one = vector_math.constant(raw, 1)
-    odd = T.bitwise_and(T.shift_right(raw, vector_math.constant(raw, 16)), one)
-    rounded = T.bitwise_and(raw + vector_math.constant(raw, 0x7FFF) + odd, vector_math.constant(raw, -0x10000))
-    return T.bind(T.Select(T.isnan(x), x, vector_math.from_bits(rounded)))
+def elementwise_kernel(problem: ElementwiseProblem, machine: Machine) -> tirx.PrimFunc:
+    """An elementwise expression alone, on packed or row-major storage.
+
+    Padding of the result is whatever the expression makes of the operands' padding; it is never read by what consumes
+    results of products.
+
+    Parameters
+    ----------
+    problem : ElementwiseProblem
+        Operands stored as the result are read tile by tile; row-major ones are broadcast against it.
+    machine : Machine
+    """
+    function = Function("elementwise")
+    with function:
+        bound: set[str] = set()
+        storages = [
+            Storage(function, name, operand.shape, operand.dtype, operand.layout, bound)
+            for name, operand in [
+                *((f"x{i}", operand) for i, operand in enumerate(problem.operands)),
+                ("result", problem.result),
+            ]
+        ]
+        with function.body():
+            for storage in storages:
+                # TVM has no masked loads of bfloat16.
+                storage.open(raw=storage.dtype == "bfloat16")
+            work = _Work(problem, storages[:-1], storages[-1], machine)
+            if all(work.is_alike(i) or not work.axes(i) for i in range(len(problem.operands))):
+                work.as_one_dimension()
+            else:
+                work.by_tiles()
+    return function.result
 
 
-# ---- ops ----
+class _Work:
+    """The loops of one elementwise kernel, while it is being built."""
+
+    def __init__(self, problem: ElementwiseProblem, operands: list[Storage], result: Storage, machine: Machine) -> None:
+        self.problem, self.operands, self.result, self.machine = problem, operands, result, machine
+        self.names = list(problem.result.index_map)
+        types = [operand.dtype for operand in (*problem.operands, problem.result)]
+        self.lanes = min(machine.lanes(computed_in(dtype)) for dtype in types)
+        self.extents = [self._extent(d) for d in range(len(self.names))]
+
+    def is_alike(self, index: int) -> bool:
+        """Whether an operand lies exactly as the result does."""
+        operand = self.problem.operands[index]
+        return operand.index_map == self.problem.result.index_map and operand.layout == self.problem.result.layout
+
+    def axes(self, index: int) -> list[int]:
+        """The result's dimension for each of the operand's that is not broadcast."""
+        return [self.names.index(name) for name in self.problem.operands[index].index_map if name != "1"]
+
+    def _extent(self, d: int) -> Expr:
+        shown = [(self.result, d)]
+        for operand, storage in zip(self.problem.operands, self.operands, strict=True):
+            if self.names[d] in operand.index_map:
+                shown.append((storage, operand.index_map.index(self.names[d])))
+        for storage, own in shown:
+            if storage.extents[own] is not None:
+                return storage.extents[own]
+        return self.result.tiles[d] * self.result.layout.tile(d)
+
+    def as_one_dimension(self) -> None:
+        """No operand needs to know where in the tensor it is."""
+        total: Expr = 1
+        for extent in self.result.physical:
+            total = total * (int(extent) if isinstance(extent, tirx.IntImm) else extent)
+        vectors = total // self.lanes if isinstance(total, int) else tirx.floordiv(total, self.lanes)
+
+        def at(start: Expr, width: int) -> None:
+            values = []
+            for i, storage in enumerate(self.operands):
+                where = lane_indices(start, width) if self.is_alike(i) else tirx.const(0, "int64")
+                values.append(_loaded(storage, where, None, width))
+            self._store(values, lane_indices(start, width), width)
+
+        for_parts(
+            [vectors], self.result.bytes(), self.machine, lambda positions: at(positions[0] * self.lanes, self.lanes)
+        )
+        if self.lanes > 1 and not (isinstance(total, int) and total % self.lanes == 0):
+            with loop(total - vectors * self.lanes) as rest:
+                at(vectors * self.lanes + rest, 1)
+
+    def by_tiles(self) -> None:
+        """Every vector of the innermost axis of the result, with broadcast operands read where it lies."""
+        layout = self.result.layout
+        outer_dims, inner_dims = list(layout.outer_perm), list(layout.inner_dims)
+        last = inner_dims.pop() if inner_dims else outer_dims.pop()
+
+        def visit(positions: list[Expr]) -> None:
+            outer = dict(zip(outer_dims, positions, strict=True))
+            nest_loops(
+                [layout.tile(d) for d in inner_dims],
+                lambda within: self._run(last, outer, dict(zip(inner_dims, within, strict=True))),
+            )
+
+        for_parts([self.result.tiles[d] for d in outer_dims], self.result.bytes(), self.machine, visit)
+
+    def _run(self, last: int, outer: dict[int, Expr], inner: dict[int, Expr]) -> None:
+        layout = self.result.layout
+        if layout.inner_dims:
+            tile, extent = layout.tile(last), self.extents[last]
+            first = outer[last] * tile
+
+            def vectors(full: bool) -> None:
+                for start, width in split_run(tile, self.lanes):
+                    mask = None if full else tail_mask(extent, tile, first, start, width)
+                    self._at(outer, {**inner, last: tirx.const(start, "int64")}, last, width, mask)
+
+            if whole(extent, tile):
+                vectors(True)
+                return
+            with T.If(first + tile <= extent):
+                with T.Then():
+                    vectors(True)
+                with T.Else():
+                    vectors(False)
+            return
+        extent = self.extents[last]
+        count = extent // self.lanes if isinstance(extent, int) else tirx.floordiv(extent, self.lanes)
+        with loop(count) as vector:
+            self._at({**outer, last: vector * self.lanes}, inner, last, self.lanes, None)
+        if self.lanes > 1 and not whole(extent, self.lanes):
+            with loop(extent - count * self.lanes) as rest:
+                self._at({**outer, last: count * self.lanes + rest}, inner, last, 1, None)
+
+    def _at(self, outer: dict[int, Expr], inner: dict[int, Expr], last: int, width: int, mask: Expr | None) -> None:
+        layout = self.result.layout
+        here = lane_indices(self.result.offset(outer, inner), width)
+        values = []
+        for i, storage in enumerate(self.operands):
+            if self.is_alike(i):
+                values.append(_loaded(storage, here, None, width))
+                continue
+            at: dict[int, Expr] = {}
+            step: Expr | None = None
+            for own, name in enumerate(self.problem.operands[i].index_map):
+                if name == "1":
+                    continue
+                d = self.names.index(name)
+                position = outer[d] * layout.tile(d) + inner.get(d, 0)
+                if d == last:
+                    step = storage.outer_stride(own)
+                elif not whole(self.extents[d], layout.tile(d)):
+                    position = T.min(position, self.extents[d] - 1)
+                at[own] = position
+            offset = storage.offset(at, {})
+            if step is None:
+                values.append(_loaded(storage, offset, None, width))
+            elif isinstance(step, int) and step == 1:
+                values.append(_loaded(storage, lane_indices(offset, width), mask, width))
+            else:
+                values.append(_gathered(storage, offset, step, mask, width))
+        self._store(values, here, width)
+
+    def _store(self, values: list[tirx.Expr], where: Expr, width: int) -> None:
+        dtypes = [operand.dtype for operand in self.problem.operands]
+        value = emit(self.problem.expression, values, dtypes, width)
+        if self.result.dtype == "bfloat16":
+            value = T.reinterpret(vector_type("uint16", width), value)
+        T.buffer_store(self.result.data, value, [where])
 
 
-def _maximum(a: tirx.Expr, b: tirx.Expr) -> tirx.Expr:
-    # NaN in b is the result of the comparison's false side. (Nested comparisons would be simplified as if total.)
-    return T.Select(T.isnan(a), a, T.Select(a > b, a, b))
+def _loaded(storage: Storage, where: Expr, mask: Expr | None, width: int) -> tirx.Expr:
+    value = masked_vector(storage, where, width, mask)
+    if storage.dtype == "bfloat16":
+        value = T.reinterpret(vector_type("bfloat16", value.ty.dtype.lanes), value)
+    return value
 
 
-def _minimum(a: tirx.Expr, b: tirx.Expr) -> tirx.Expr:
-    return T.Select(T.isnan(a), a, T.Select(a < b, a, b))
-
-
-def _leaky_relu(x: tirx.Expr, alpha: Number) -> tirx.Expr:
-    return T.Select(x > vector_math.constant(x, 0), x, x * vector_math.constant(x, alpha))
-
-
-def _clip(x: tirx.Expr, low: Number, high: Number) -> tirx.Expr:
-    if low != float("-inf"):
-        x = vector_math.at_least(x, low)
-    return x if high == float("inf") else vector_math.at_most(x, high)
-
-
-def _absolute_float(x: tirx.Expr) -> tirx.Expr:
-    return vector_math.absolute(x) if x.ty.dtype.type_code == _FLOAT32.type_code and x.ty.dtype.bits == 32 else T.abs(x)
-
-
-def _divide_int(a: tirx.Expr, b: tirx.Expr) -> tirx.Expr:
-    zero, one = vector_math.constant(b, 0), vector_math.constant(b, 1)
-    if str(b.ty.dtype).startswith("uint"):
-        return T.truncdiv(a, T.Select(tirx.EQ(b, zero), one, b))
-    # The least integer by -1 traps like a division by zero.
-    by_minus_one = tirx.EQ(b, vector_math.constant(b, -1))
-    safe = T.Select(tirx.Or(by_minus_one, tirx.EQ(b, zero)), one, b)
-    return T.Select(by_minus_one, zero - a, T.truncdiv(a, safe))
-
-
-def _square(x: tirx.Expr) -> tirx.Expr:
-    return x * x
-
-
-def _negative(x: tirx.Expr) -> tirx.Expr:
-    return vector_math.constant(x, 0) - x
-
-
-def _negative_float(x: tirx.Expr) -> tirx.Expr:
-    # 0 - x would lose the sign of a zero.
-    return x * vector_math.constant(x, -1)
-
-
-def _same(x: tirx.Expr) -> tirx.Expr:
-    return x
-
-
-_FLOAT32 = tvm.DataType("float32")
-
-_ARITHMETIC: dict[str, Callable[..., tirx.Expr]] = {
-    "add": lambda a, b: a + b,
-    "subtract": lambda a, b: a - b,
-    "multiply": lambda a, b: a * b,
-    "relu": lambda x: vector_math.at_least(x, 0),
-    "square": _square,
-    "leaky_relu": _leaky_relu,
-    "clip": _clip,
-}
-_FLOAT32_OPS: dict[str, Callable[..., tirx.Expr]] = {
-    name: getattr(vector_math, name)
-    for name in ("exp", "log", "tanh", "erf", "sigmoid", "silu", "gelu", "gelu_tanh")
-}
-_FLOAT_OPS: dict[str, Callable[..., tirx.Expr]] = {
-    **_ARITHMETIC,
-    **_FLOAT32_OPS,
-    "divide": lambda a, b: a / b,
-    "maximum": _maximum,
-    "minimum": _minimum,
-    "abs": _absolute_float,
-    "negative": _negative_float,
-    "sqrt": T.sqrt,
-    "rsqrt": vector_math.rsqrt,
-    "round": T.nearbyint,
-    "floor": T.floor,
-    "ceil": T.ceil,
-}
-_INT_OPS: dict[str, Callable[..., tirx.Expr]] = {
-    **_ARITHMETIC,
-    "divide": _divide_int,
-    "maximum": T.max,
-    "minimum": T.min,
-    "abs": T.abs,
-    "negative": _negative,
-    "round": _same,
-    "floor": _same,
-    "ceil": _same,
-}
+def _gathered(storage: Storage, offset: Expr, step: Expr, mask: Expr | None, width: int) -> tirx.Expr:
+    lanes = []
+    for lane in range(width):
+        inside = None if mask is None or mask is EMPTY or width == 1 else T.Shuffle([mask], [lane])
+        lanes.append(_loaded(storage, offset + lane * step, EMPTY if mask is EMPTY else inside, 1))
+    return lanes[0] if width == 1 else T.Shuffle(lanes, list(range(width)))

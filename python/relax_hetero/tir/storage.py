@@ -1,4 +1,4 @@
-"""A kernel's parameter under a layout, addressed by tile and position in the tile; and work cut into parts for cores."""
+"""A kernel's parameter under a layout, addressed by tile and position in it; and work cut into parts for cores."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def copy_runs(source: Storage, destination: Storage, machine: Machine) -> bool:
         return False
     extents = extents_of([source, destination])
     tile = packed.layout.tile(last)
-    vectors = _vectors(tile, lanes)
+    vectors = split_run(tile, lanes)
 
     def run(outer: dict[int, Expr], within: dict[int, Expr], full: bool) -> None:
         at = {d: outer[d] * packed.layout.tile(d) + within.get(d, 0) for d in outer}
@@ -42,7 +42,7 @@ def copy_runs(source: Storage, destination: Storage, machine: Machine) -> bool:
         for start, width in vectors:
             there = lane_indices(packed.offset(outer, {**within, last: start}), width)
             here = lane_indices(plain.offset({**at, last: column + start}, {}), width)
-            mask = None if full else _mask(extents[last], tile, column, start, width)
+            mask = None if full else tail_mask(extents[last], tile, column, start, width)
             _move(plain, here, packed, there, width, mask, packing)
 
     def clear(outer: dict[int, Expr], within: dict[int, Expr]) -> None:
@@ -97,13 +97,13 @@ def interleave_rows(source: Storage, destination: Storage, machine: Machine) -> 
         for start in range(0, tile, width):
             first = outer[columns] * tile
             column = first + start
-            mask = None if full else _mask(extents[columns], tile, first, start, width)
+            mask = None if full else tail_mask(extents[columns], tile, first, start, width)
             loaded = []
             for i in range(group):
                 row = outer[rows] * group + i
                 safe = row if full_rows else T.min(row, extents[rows] - 1)
                 base = source.offset({**outer, rows: safe, columns: column}, {})
-                value = _load(source, lane_indices(base, width), width, mask)
+                value = masked_vector(source, lane_indices(base, width), width, mask)
                 if not full_rows:
                     value = T.Select(T.broadcast(row < extents[rows], width), value, zeros(raw, width))
                 loaded.append(T.bind(value))
@@ -173,7 +173,7 @@ def _real_inner(storage: Storage) -> list[int]:
     return [d for d in storage.layout.inner_dims if storage.layout.tile(d) > 1]
 
 
-def _vectors(length: int, lanes: int) -> list[tuple[int, int]]:
+def split_run(length: int, lanes: int) -> list[tuple[int, int]]:
     """Starts and widths (powers of two) of the vectors that cover a run."""
     found, start = [], 0
     while start < length:
@@ -183,7 +183,7 @@ def _vectors(length: int, lanes: int) -> list[tuple[int, int]]:
     return found
 
 
-def _mask(extent: Expr, tile: int, column: Expr, start: int, width: int) -> Expr | None:
+def tail_mask(extent: Expr, tile: int, column: Expr, start: int, width: int) -> Expr | None:
     """Which lanes of a vector in the last, partial tile exist; `EMPTY` and None where it is known that none, all do.
 
     Known cases are told apart here: TVM drops a store of a masked load whose mask it can prove empty.
@@ -202,7 +202,8 @@ def _wide(value: Expr) -> Expr:
     return tirx.IntImm("int64", value) if isinstance(value, int) else value
 
 
-def _load(storage: Storage, index: Expr, width: int, mask: Expr | None) -> Expr:
+def masked_vector(storage: Storage, index: Expr, width: int, mask: Expr | None) -> Expr:
+    """Elements of a storage, zeros where the mask does not hold."""
     raw = str(storage.data.dtype)
     if mask is None:
         return storage.data[index]
@@ -217,7 +218,7 @@ def _move(
     plain: Storage, here: Expr, packed: Storage, there: Expr, width: int, mask: Expr | None, packing: bool
 ) -> None:
     if packing:
-        T.buffer_store(packed.data, _load(plain, here, width, mask), [there])
+        T.buffer_store(packed.data, masked_vector(plain, here, width, mask), [there])
     elif mask is None:
         T.buffer_store(plain.data, packed.data[there], [here])
     elif mask is EMPTY:
