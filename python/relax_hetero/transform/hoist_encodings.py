@@ -29,7 +29,7 @@ from ..op.encoded import PREPACKED, RELAYOUT, SET, encoded_op
 from .blocks import Block, rewrite_blocks, without_unused
 from .encoded_kernels import Stored, physical_type
 from .placement.ops import TRANSFER
-from .rewriting import copy_module, map_bindings, op_name, relax_functions, typed
+from .rewriting import map_bindings, op_name, relax_functions, typed, with_functions
 
 PERMUTE, RESHAPE, CAST = "relax.permute_dims", "relax.reshape", "relax.astype"
 _COMPUTED = (PERMUTE, RESHAPE, CAST, TRANSFER)
@@ -98,12 +98,10 @@ def HoistEncodings() -> tvm.transform.Pass:
 def hoist_encodings(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring."""
     packer = _Packer()
-    functions = dict(mod.functions.items())
-    for gv, func in relax_functions(mod):
-        functions[gv] = map_bindings(func, packer.change)
+    changed = with_functions(mod, {gv: map_bindings(func, packer.change) for gv, func in relax_functions(mod)})
     if not packer.packed:
         return mod
-    return rewrite_blocks(copy_module(mod, functions), _without_sources)
+    return mod if changed.same_as(mod) else rewrite_blocks(changed, _without_sources)
 
 
 def _without_sources(block: Block) -> list[relax.Binding] | None:

@@ -38,7 +38,7 @@ from .encoding_kernels import EncodingKernels
 from .epilogues import Chain, fused_variables
 from .merge_variables import Merges
 from .placement.ops import TRANSFER
-from .rewriting import copy_module, map_bindings, op_name, relax_functions, typed
+from .rewriting import map_bindings, op_name, relax_functions, typed, with_functions
 from .verify_encodings import verify_encodings
 
 
@@ -62,11 +62,8 @@ def materialize_encodings(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring."""
     verify_encodings(mod)
     kernels = EncodingKernels(mod, vdevices_of(mod))
-    functions = dict(mod.functions.items())
-    for gv, func in relax_functions(mod):
-        functions[gv] = _Function(gv.name_hint, kernels, func).materialize()
-    functions.update(kernels.functions)
-    return copy_module(mod, functions)
+    functions = {gv: _Function(gv.name_hint, kernels, func).materialize() for gv, func in relax_functions(mod)}
+    return with_functions(mod, {**functions, **kernels.functions})
 
 
 class _Function:

@@ -26,6 +26,13 @@ def copy_module(mod: tvm.IRModule, functions: dict[tvm.ir.GlobalVar, tvm.ir.Base
     return tvm.IRModule(table, attrs=mod.attrs, global_infos=mod.global_infos)
 
 
+def with_functions(mod: tvm.IRModule, functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc]) -> tvm.IRModule:
+    """`mod` with some functions replaced or added; the very module where all are the ones it has."""
+    if all(gv in mod.functions and func.same_as(mod.functions[gv]) for gv, func in functions.items()):
+        return mod
+    return copy_module(mod, {**dict(mod.functions.items()), **functions})
+
+
 def walk_bindings(body: relax.Expr, nested: bool = True) -> Iterator[relax.Binding]:
     """Every binding below `body` in program order, those of `If` branches and local functions last if `nested`."""
     pending = [body]

@@ -46,7 +46,7 @@ from .kernel_names import VariantNames
 from .merge_variables import Merges
 from .placement.ops import TRANSFER
 from .relayout_transfers import Crossing, moved
-from .rewriting import copy_module, map_bindings, op_name, relax_functions, typed
+from .rewriting import map_bindings, op_name, relax_functions, typed, with_functions
 from .verify_encodings import verify_encodings
 
 
@@ -69,12 +69,12 @@ def SpecializeEncodings() -> tvm.transform.Pass:
 def specialize_encodings(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring."""
     verify_encodings(mod)
-    functions = dict(mod.functions.items())
+    functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = {}
     layouts, names = Layouts(), VariantNames(mod, vdevices_of(mod))
     cancelled: list[CancelledEntry] = []
     for gv, func in relax_functions(mod):
         functions[gv] = _Function(gv.name_hint, layouts, names, cancelled, mod).specialize(func)
-    mod = copy_module(mod, functions)
+    mod = with_functions(mod, functions)
     verify_encodings(mod)
     if is_collecting():
         publish(describe_encodings(mod, cancelled))

@@ -1,0 +1,68 @@
+"""Resolvers with small, fixed layouts, so that tests of passes do not change with the tile sizes of real machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import tvm
+from tvm import tirx
+
+from relax_hetero.encoding import ElementwiseProblem, Encoding, MatmulProblem, Operand, PackedLayout, register_resolver
+from relax_hetero.tir.builder import Function
+
+PANELS = PackedLayout((1, 0), (1,), (4,))
+TILES = (PackedLayout((0, 1), (0,), (2,)), PackedLayout((1, 0), (1,), (2,)), PackedLayout((0, 1), (0, 1), (2, 2)))
+
+
+class Toy:
+    """Answers with the given layouts for matmul, and writes kernels that do nothing."""
+
+    def __init__(self, name: str, layouts: Sequence[PackedLayout | None]) -> None:
+        self.name = name
+        self.layouts = layouts
+        self.problems: list[MatmulProblem | ElementwiseProblem] = []
+
+    def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
+        return self.layouts[encoding.operand_index] if encoding.op_type == "matmul" else None
+
+    def storage_size(self, encoding: Encoding, shape: Sequence[Any], target: tvm.target.Target) -> Any:
+        return self.layouts[encoding.operand_index].storage_bytes(shape, encoding.element_type)
+
+    def kernel(self, problem: MatmulProblem | ElementwiseProblem, target: tvm.target.Target) -> tirx.PrimFunc:
+        self.problems.append(problem)
+        return empty_kernel(buffers(problem))
+
+
+def buffers(problem: MatmulProblem | ElementwiseProblem) -> list[Operand]:
+    """Operands in the order of the kernel's parameters."""
+    if isinstance(problem, ElementwiseProblem):
+        return [*problem.operands, problem.result]
+    init = [] if problem.init is None else [problem.init]
+    others = problem.epilogue.operands if problem.epilogue else ()
+    return [problem.lhs, problem.rhs, *init, *others, problem.result]
+
+
+def empty_kernel(operands: Sequence[Operand]) -> tirx.PrimFunc:
+    """A PrimFunc with the right parameters."""
+    function = Function("toy")
+    with function:
+        for index, operand in enumerate(operands):
+            shape = operand.layout.packed_shape([function.extent(dim) for dim in operand.shape])
+            function.argument(f"p{index}", shape, operand.dtype)
+        tvm.script.ir_builder.tirx.evaluate(0)
+    return function.result
+
+
+@contextmanager
+def toy_resolvers() -> Iterator[dict[str, Toy]]:
+    """llvm: identity, panels of 4 columns, identity. c: everything in tiles of two."""
+    identity = PackedLayout.identity(2)
+    toys = {"llvm": Toy("toy", (identity, PANELS, identity)), "c": Toy("toy_c", TILES)}
+    undo = [register_resolver(toy, kind, priority=100) for kind, toy in toys.items()]
+    try:
+        yield toys
+    finally:
+        for take_back in undo:
+            take_back()
