@@ -98,6 +98,11 @@ def lane_indices(start: Expr, lanes: int, step: Expr = 1) -> Expr:
     return start if lanes == 1 else T.ramp(start, tirx.const(step, "int64") if isinstance(step, int) else step, lanes)
 
 
+def lane_numbers(lanes: int) -> Expr:
+    """0, 1, 2, ... in the lanes of an int32 vector."""
+    return T.ramp(tirx.const(0, "int32"), 1, lanes)
+
+
 class Registers:
     """Vector registers that a kernel may write: accumulators.
 

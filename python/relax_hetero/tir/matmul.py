@@ -17,9 +17,9 @@ from ..encoding.problem import MatmulProblem
 from ..encoding.products import product_for
 from ..encoding.tiles import tile_sizes
 from ..errors import EncodingError
-from .builder import Expr, Function, ceil_div, loop, settled, smaller
+from .builder import Expr, Function, Registers, ceil_div, loop, settled, smaller
 from .inner_product import llvm_import
-from .matmul_tile import KRange, Product2D, Tile, emit_tile
+from .matmul_tile import KRange, Product2D, accumulators, emit_tile, make_tile
 from .operand_view import Coordinates, OperandView, extent_of
 from .work_split import part, split_work
 
@@ -114,6 +114,7 @@ def _emit_loops(spec: Product2D, machine: Machine, batch: list[str]) -> None:
     count, tiles, panels, blocks_k = (settled(value) for value in (count, tiles, panels, blocks_k))
     split = split_work(machine.cores, count, tiles, panels, (rows, vectors * spec.lanes), spec.k)
     with loop(split.tasks, parallel=split.tasks > 1) as task:
+        accs = Registers(accumulators(rows, vectors), spec.product.types[2], spec.lanes)
         place = split.place(task)
         first_b, last_b = part(count, split.batch, place[0])
         first_m, last_m = part(tiles, split.rows, place[1])
@@ -125,9 +126,8 @@ def _emit_loops(spec: Product2D, machine: Machine, batch: list[str]) -> None:
             end_m = settled(smaller(begin_m + block_m, last_m))
             with loop(blocks_k) as kb, loop(last_n - first_n) as panel, loop(end_m - begin_m) as tile:
                 step = KRange.of(spec.k, blocks_k, block_k, kb)
-                _emit_place(
-                    spec, at, (begin_m + tile) * rows, (first_n + panel) * vectors * spec.lanes, rows, vectors, step
-                )
+                row, column = settled(begin_m + tile) * rows, settled(first_n + panel) * (vectors * spec.lanes)
+                _emit_place(spec, at, (row, column), (rows, vectors), step, accs)
 
 
 def _tile_size(spec: Product2D, machine: Machine) -> tuple[int, int]:
@@ -201,17 +201,17 @@ def _column_cases(spec: Product2D, column: Expr, vectors: int) -> list[Case]:
 
 
 def _emit_place(
-    spec: Product2D, at: Coordinates, row: Expr, column: Expr, rows: int, vectors: int, step: KRange
+    spec: Product2D, at: Coordinates, place: tuple[Expr, Expr], size: tuple[int, int], step: KRange, accs: Registers
 ) -> None:
     """The tile at a place, in the form that the place needs."""
 
     def columns_of(rows: int, rows_end: Expr) -> None:
-        _choose(
-            _column_cases(spec, column, vectors),
-            lambda vectors, end: emit_tile(spec, Tile(at, row, column, rows, vectors, rows_end, end), step),
-        )
+        def tile_of(vectors: int, columns_end: Expr) -> None:
+            emit_tile(spec, make_tile(spec, at, place, (rows, vectors), (rows_end, columns_end)), step, accs)
 
-    _choose(_row_cases(spec, row, rows), columns_of)
+        _choose(_column_cases(spec, place[1], size[1]), tile_of)
+
+    _choose(_row_cases(spec, place[0], size[0]), columns_of)
 
 
 def _choose(cases: list[Case], emit: Callable[[int, Expr], None]) -> None:

@@ -12,7 +12,7 @@ from ..encoding.expression import Expression
 from ..encoding.problem import Epilogue
 from ..encoding.products import Product
 from . import elementwise
-from .builder import Expr, Registers, broadcast, loop, settled, smaller, vector_type, when
+from .builder import Expr, Registers, broadcast, lane_numbers, loop, settled, smaller, vector_type, when
 from .inner_product import emit_step, lhs_group, rhs_groups, zero
 from .operand_view import Coordinates, OperandView
 
@@ -62,10 +62,12 @@ class Tile:
         Of its first element.
     rows, vectors : int
         Its size.
+    existing_rows : tuple of PrimExpr or None
+        Row i, or the last one that exists where it does not; None: all exist.
+    masks : tuple of (PrimExpr or None)
+        Which lanes of vector j exist; None: all.
     rows_end : PrimExpr or None
-        Rows from here on are not there: the last existing one is computed in their place, and not stored.
-    columns_end : PrimExpr, int or None
-        Columns from here on are not there.
+        Rows from here on do not exist.
     """
 
     batch: Coordinates
@@ -73,8 +75,39 @@ class Tile:
     column: Expr
     rows: int
     vectors: int
+    existing_rows: tuple[Expr, ...] | None
+    masks: tuple[Expr | None, ...]
     rows_end: Expr | None
-    columns_end: Expr | None
+
+
+def make_tile(
+    spec: Product2D, batch: Coordinates, place: tuple[Expr, Expr], size: tuple[int, int], ends: tuple[Expr, Expr]
+) -> Tile:
+    """The tile of some rows and vectors at a place (row, column).
+
+    `ends` are the row from which on none exist, and the column: a PrimExpr, or an int that counts from the tile's own
+    first column; None where all of the tile exists.
+    """
+    row, column = place
+    rows_end, columns_end = ends
+    rows = None
+    if rows_end is not None:
+        rows = tuple(settled(T.min(row + i, rows_end - 1)) for i in range(size[0]))
+    if not isinstance(columns_end, int) and columns_end is not None:
+        columns_end = settled(columns_end - column)
+    masks = tuple(_mask(columns_end, j * spec.lanes, spec.lanes) for j in range(size[1]))
+    return Tile(batch, row, column, *size, rows, masks, rows_end)
+
+
+def _mask(columns: Expr | None, first: int, lanes: int) -> Expr | None:
+    if columns is None or (isinstance(columns, int) and first + lanes <= columns):
+        return None
+    left = columns - first
+    if lanes == 1:
+        return left > 0
+    if isinstance(left, int):
+        return lane_numbers(lanes) < broadcast(tirx.const(left, "int32"), lanes)
+    return lane_numbers(lanes) < broadcast(tirx.Cast("int32", left), lanes)
 
 
 @dataclass(frozen=True)
@@ -103,11 +136,15 @@ class KRange:
         return KRange(begin, settled(smaller(begin + block, k)), number < 1, number >= count - 1)
 
 
-def emit_tile(spec: Product2D, tile: Tile, k: KRange) -> None:
-    """Write the code of a tile for a range of k."""
+def accumulators(rows: int, vectors: int) -> int:
+    """How many registers a tile of at most so many rows and vectors accumulates in."""
+    return max(rows * vectors, IN_FLIGHT)
+
+
+def emit_tile(spec: Product2D, tile: Tile, k: KRange, accs: Registers) -> None:
+    """Write the code of a tile for a range of k; `accs` are at least those of `accumulators`."""
     count = tile.rows * tile.vectors
     unroll = max(1, IN_FLIGHT // count) if spec.lanes > 1 else 1
-    accs = Registers(count * unroll, spec.product.types[2], spec.lanes)
     for spare in range(count, count * unroll):
         accs[spare] = zero(spec.product, spec.lanes)
     _either(k.first, lambda: _start(spec, tile, accs), lambda: _resume(spec, tile, accs))
@@ -130,27 +167,20 @@ def _either(condition: Expr, then: Callable[[], None], otherwise: Callable[[], N
 
 def _row(tile: Tile, view: OperandView, i: int) -> Expr:
     """Row i of the tile, one that exists in the view."""
-    row = tile.row + i
-    if tile.rows_end is None or view.is_padded("m", tile.rows):
-        return row
-    return T.min(row, tile.rows_end - 1)
+    if tile.existing_rows is None or view.is_padded("m", tile.rows):
+        return tile.row + i
+    return tile.existing_rows[i]
 
 
 def _at(spec: Product2D, tile: Tile, view: OperandView, i: int, j: int) -> Coordinates:
     return {**tile.batch, "m": _row(tile, view, i), "n": tile.column + j * spec.lanes}
 
 
-def _mask(spec: Product2D, tile: Tile, view: OperandView, j: int) -> Expr | None:
-    """Which lanes of vector j exist in the view; None: all of them."""
-    column = j * spec.lanes
-    if tile.columns_end is None or not view.runs_along("n") or view.is_padded("n", spec.lanes):
+def _mask_in(spec: Product2D, tile: Tile, view: OperandView, j: int) -> Expr | None:
+    """Which lanes of vector j may be read or written in the view; None: all of them."""
+    if not view.runs_along("n") or view.is_padded("n", spec.lanes):
         return None
-    if isinstance(tile.columns_end, int) and column + spec.lanes <= tile.columns_end:
-        return None
-    left = tile.columns_end - column if isinstance(tile.columns_end, int) else tile.columns_end - tile.column - column
-    if spec.lanes == 1:
-        return left > 0
-    return T.ramp(tirx.const(0, "int32"), 1, spec.lanes) < broadcast(tirx.Cast("int32", left), spec.lanes)
+    return tile.masks[j]
 
 
 def _start(spec: Product2D, tile: Tile, accs: Registers) -> None:
@@ -160,7 +190,7 @@ def _start(spec: Product2D, tile: Tile, accs: Registers) -> None:
             value = zero(spec.product, spec.lanes)
             if spec.init is not None:
                 value = spec.init.load(
-                    _at(spec, tile, spec.init, i, j), "n", spec.lanes, _mask(spec, tile, spec.init, j)
+                    _at(spec, tile, spec.init, i, j), "n", spec.lanes, _mask_in(spec, tile, spec.init, j)
                 )
             accs[i * tile.vectors + j] = value if compensation is None else value + compensation
 
@@ -179,19 +209,18 @@ def _resume(spec: Product2D, tile: Tile, accs: Registers) -> None:
     for i in range(tile.rows):
         for j in range(tile.vectors):
             at = _at(spec, tile, spec.result, i, j)
-            accs[i * tile.vectors + j] = spec.result.load(at, "n", spec.lanes, _mask(spec, tile, spec.result, j))
+            accs[i * tile.vectors + j] = spec.result.load(at, "n", spec.lanes, _mask_in(spec, tile, spec.result, j))
 
 
 def _accumulate(spec: Product2D, tile: Tile, accs: Registers, k: KRange, unroll: int) -> None:
     k0 = spec.product.k0
-    rows = [settled(_row(tile, spec.lhs, i)) for i in range(tile.rows)] if tile.rows_end is not None else None
 
     def step(at_k: Expr, bank: int, end: Expr | None = None) -> None:
         right = [
             T.bind(rhs_groups(spec.product, _right(spec, tile, at_k, j, end), spec.lanes)) for j in range(tile.vectors)
         ]
         for i in range(tile.rows):
-            at = {**tile.batch, "m": rows[i] if rows else tile.row + i, "k": at_k}
+            at = {**tile.batch, "m": _row(tile, spec.lhs, i), "k": at_k}
             group = T.bind(lhs_group(spec.product, _left(spec, at, end)))
             for j in range(tile.vectors):
                 number = (bank * tile.rows + i) * tile.vectors + j
@@ -225,7 +254,7 @@ def _right(spec: Product2D, tile: Tile, k: Expr, j: int, end: Expr | None) -> Ex
     """The right factors of vector j: k0 of a column together, zeros from k = end on where storage is not padded."""
     k0, lanes = spec.product.k0, spec.lanes
     at = {**tile.batch, "k": k, "n": tile.column + j * lanes}
-    mask = _mask(spec, tile, spec.rhs, j)
+    mask = _mask_in(spec, tile, spec.rhs, j)
     if k0 == 1:
         return spec.rhs.load(at, "n", lanes, mask)
     if spec.rhs.layout.tile(spec.rhs.index_map.index("k")) == k0 and spec.rhs.stride("n") == k0:
@@ -253,7 +282,7 @@ def _finish(spec: Product2D, tile: Tile, accs: Registers) -> None:
         values = [accs[i * tile.vectors + j]]
         for view in spec.epilogue_views:
             at = _at(spec, tile, view, i, j)
-            values.append(view.load(at, "n", spec.lanes, _mask(spec, tile, view, j)))
+            values.append(view.load(at, "n", spec.lanes, _mask_in(spec, tile, view, j)))
         result = elementwise.emit(expression, values, dtypes, spec.lanes)
         if expression.dtype(dtypes) == spec.result.dtype:
             return result
@@ -263,12 +292,12 @@ def _finish(spec: Product2D, tile: Tile, accs: Registers) -> None:
 
 
 def _store(spec: Product2D, tile: Tile, value: Callable[[int, int], Expr]) -> None:
-    guarded = tile.rows_end is not None and not spec.result.is_padded("m", tile.rows)
+    guarded = tile.existing_rows is not None and not spec.result.is_padded("m", tile.rows)
 
     def row(i: int) -> None:
         for j in range(tile.vectors):
             at = {**tile.batch, "m": tile.row + i, "n": tile.column + j * spec.lanes}
-            spec.result.store(at, "n", value(i, j), spec.lanes, _mask(spec, tile, spec.result, j))
+            spec.result.store(at, "n", value(i, j), spec.lanes, _mask_in(spec, tile, spec.result, j))
 
     for i in range(tile.rows):
         if guarded and i > 0:
