@@ -9,7 +9,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..encoding.machine import Machine
-from .builder import Expr, ceil_div, lane_indices, loop, smaller, vector_type, when, zeros
+from .builder import Expr, ceil_div, lane_indices, loop, smaller, vector_type, zeros
 from .storage import Storage, extents_of, for_parts, nest_loops, whole
 
 EMPTY = tirx.const(False, "bool")
@@ -211,7 +211,9 @@ def masked_vector(storage: Storage, index: Expr, width: int, mask: Expr | None) 
         return zeros(raw, width)
     if width == 1:
         return T.if_then_else(mask, storage.data[index], tirx.const(0, raw))
-    return T.masked_load(vector_type(raw, width), storage.data, index, mask)
+    # LLVM is told that the lanes left out are poison; the selection becomes part of the load.
+    loaded = T.masked_load(vector_type(raw, width), storage.data, index, mask)
+    return T.Select(mask, loaded, zeros(raw, width))
 
 
 def _move(
@@ -224,7 +226,7 @@ def _move(
     elif mask is EMPTY:
         return
     elif width == 1:
-        with when(mask):
+        with T.If(mask), T.Then():
             T.buffer_store(plain.data, packed.data[there], [here])
     else:
         T.evaluate(T.masked_store(plain.data, packed.data[there], here, mask))
