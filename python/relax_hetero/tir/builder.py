@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -137,6 +137,18 @@ def settled(value: Expr) -> Expr:
     return T.bind(slot[tirx.const(0, "int64")])
 
 
+def either(condition: Expr, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
+    """Write a branch; none where the condition is a bool."""
+    if isinstance(condition, bool):
+        (then if condition else otherwise)()
+        return
+    with T.If(_settled_condition(condition)):
+        with T.Then():
+            then()
+        with T.Else():
+            otherwise()
+
+
 @contextmanager
 def when(condition: Expr) -> Iterator[None]:
     """Statements for where `condition` holds; no branch where it is known to."""
@@ -144,8 +156,15 @@ def when(condition: Expr) -> Iterator[None]:
         assert condition, "a branch that is never taken is not written"
         yield
         return
-    with T.If(condition), T.Then():
+    with T.If(_settled_condition(condition)), T.Then():
         yield
+
+
+def _settled_condition(condition: Expr) -> Expr:
+    # As in `settled`: TVM would intersect the condition with every region that the branch accesses, a millisecond each.
+    slot = T.alloc_buffer((1,), "bool", scope="global")
+    T.buffer_store(slot, condition, [tirx.const(0, "int64")])
+    return slot[tirx.const(0, "int64")]
 
 
 def loop(extent: Expr, parallel: bool = False) -> Any:

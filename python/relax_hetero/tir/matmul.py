@@ -17,7 +17,7 @@ from ..encoding.problem import MatmulProblem
 from ..encoding.products import product_for
 from ..encoding.tiles import tile_sizes
 from ..errors import EncodingError
-from .builder import Expr, Function, Registers, ceil_div, loop, settled, smaller
+from .builder import Expr, Function, Registers, ceil_div, either, loop, settled, smaller
 from .inner_product import llvm_import
 from .matmul_tile import KRange, Product2D, accumulators, emit_tile, make_tile
 from .operand_view import Coordinates, OperandView, extent_of
@@ -216,11 +216,4 @@ def _emit_place(
 
 def _choose(cases: list[Case], emit: Callable[[int, Expr], None]) -> None:
     condition, size, end = cases[0]
-    if condition is None:
-        emit(size, end)
-        return
-    with T.If(condition):
-        with T.Then():
-            emit(size, end)
-        with T.Else():
-            _choose(cases[1:], emit)
+    either(True if condition is None else condition, lambda: emit(size, end), lambda: _choose(cases[1:], emit))

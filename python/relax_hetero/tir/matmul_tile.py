@@ -12,7 +12,7 @@ from ..encoding.expression import Expression
 from ..encoding.problem import Epilogue
 from ..encoding.products import Product
 from . import elementwise
-from .builder import Expr, Registers, broadcast, lane_numbers, loop, settled, smaller, vector_type, when
+from .builder import Expr, Registers, broadcast, either, lane_numbers, loop, settled, smaller, vector_type, when
 from .inner_product import emit_step, lhs_group, rhs_groups, zero
 from .operand_view import Coordinates, OperandView
 
@@ -147,22 +147,11 @@ def emit_tile(spec: Product2D, tile: Tile, k: KRange, accs: Registers) -> None:
     unroll = max(1, IN_FLIGHT // count) if spec.lanes > 1 else 1
     for spare in range(count, count * unroll):
         accs[spare] = zero(spec.product, spec.lanes)
-    _either(k.first, lambda: _start(spec, tile, accs), lambda: _resume(spec, tile, accs))
+    either(k.first, lambda: _start(spec, tile, accs), lambda: _resume(spec, tile, accs))
     _accumulate(spec, tile, accs, k, unroll)
     for spare in range(count, count * unroll):
         accs[spare % count] = accs[spare % count] + accs[spare]
-    _either(k.last, lambda: _finish(spec, tile, accs), lambda: _suspend(spec, tile, accs))
-
-
-def _either(condition: Expr, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
-    if isinstance(condition, bool):
-        (then if condition else otherwise)()
-        return
-    with T.If(condition):
-        with T.Then():
-            then()
-        with T.Else():
-            otherwise()
+    either(k.last, lambda: _finish(spec, tile, accs), lambda: _suspend(spec, tile, accs))
 
 
 def _row(tile: Tile, view: OperandView, i: int) -> Expr:
@@ -235,7 +224,7 @@ def _accumulate(spec: Product2D, tile: Tile, accs: Registers, k: KRange, unroll:
         with loop(settled(steps % unroll)) as s:
             step(k.begin + (steps // unroll * unroll + s) * k0, 0)
     if k0 > 1 and not (isinstance(size, int) and size % k0 == 0):
-        with when(size % k0 > 0):
+        with when(True if isinstance(size, int) else size % k0 > 0):
             step(k.begin + steps * k0, 0, k.end)
 
 
@@ -300,8 +289,5 @@ def _store(spec: Product2D, tile: Tile, value: Callable[[int, int], Expr]) -> No
             spec.result.store(at, "n", value(i, j), spec.lanes, _mask_in(spec, tile, spec.result, j))
 
     for i in range(tile.rows):
-        if guarded and i > 0:
-            with T.If(tile.row + i < tile.rows_end), T.Then():
-                row(i)
-        else:
+        with when(tile.row + i < tile.rows_end if guarded and i > 0 else True):
             row(i)
