@@ -211,8 +211,9 @@ def masked_vector(storage: Storage, index: Expr, width: int, mask: Expr | None) 
         return zeros(raw, width)
     if width == 1:
         return T.if_then_else(mask, storage.data[index], tirx.const(0, raw))
-    # LLVM is told that the lanes left out are poison; the selection becomes part of the load.
-    loaded = T.masked_load(vector_type(raw, width), storage.data, index, mask)
+    # LLVM is told that the lanes left out are poison; the selection becomes part of the load. Bound, because TVM takes
+    # the inner mask for true where the outer one is.
+    loaded = T.bind(T.masked_load(vector_type(raw, width), storage.data, index, mask))
     return T.Select(mask, loaded, zeros(raw, width))
 
 
