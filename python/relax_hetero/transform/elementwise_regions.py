@@ -22,7 +22,7 @@ from .blocks import Block, Emitter, broadcast, is_one, same_extent, same_shape, 
 from .relax_expressions import to_expression
 from .rewriting import op_name
 
-# An expression is written out as text, each use of a value anew.
+# An expression is written out as text, each use of a value anew; what is one chain behind a product becomes one text.
 _MAX_TERMS = 128
 
 
@@ -105,7 +105,7 @@ class _Growth:
         self.block, self.root, self.taken = block, root, taken
         self.shape = shape_of(root) or []
         self.values = {root: Expression.operand(0)}
-        self.sizes = {root: 1}
+        self.sizes = {root: _terms(block, block.definition(root))}
         self.views = {root: self.shape}
         self.operands: list[Operand] = []
 
@@ -150,7 +150,7 @@ class _Growth:
             return False
         known = len(self.operands)
         terms = [self._term(tensor, view) for tensor in tensors]
-        size = 1 + sum(self.sizes.get(tensor, 1) for tensor in tensors)
+        size = _written_size(expression, [self.sizes.get(tensor, 1) for tensor in tensors])
         if any(term is None for term in terms) or size > _MAX_TERMS:
             del self.operands[known:]
             return False
@@ -189,6 +189,23 @@ class _Growth:
         if wide == [len(shape) - 1] and same_extent(view[-1], self.shape[-1]):
             return Operand(tensor, [shape[-1]], False)
         return None
+
+
+def _terms(block: Block, value: relax.Expr) -> int:
+    """Terms in the text of what is applied to a product already, behind which `value` stands."""
+    above: list[relax.Call] = []
+    while op_name(value) in (op.UNSET, op.ELEMENTWISE):
+        above.append(value)
+        value = block.definition(value.args[0])
+    size = 1
+    for call in reversed(above):
+        if op_name(call) == op.ELEMENTWISE:
+            size = _written_size(Expression.parse(call.attrs.expression), [size] + [1] * (len(call.args) - 1))
+    return size
+
+
+def _written_size(expression: Expression, operands: list[int]) -> int:
+    return expression.evaluate(operands, lambda _op, args, _params: 1 + sum(args))
 
 
 def _write(emitter: Emitter, region: Region, var: relax.Var, block: Block) -> None:

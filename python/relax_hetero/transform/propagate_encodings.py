@@ -17,8 +17,8 @@ What moves, and where it stops:
 - Permutations of operands and results become index maps (`absorb_permutes`).
 - Elementwise work on a product's result becomes one expression (`elementwise_regions`), up to the last value through
   which all uses of the product go: no product is computed or stored twice for it.
-- `unset_encoding` moves below a transfer if everything on the other side sets an encoding again; work never moves from
-  one device to another.
+- `unset_encoding` moves below a transfer if everything on the other side sets that encoding again; work never moves
+  from one device to another.
 - A pair of unset and set with one encoding cancels.
 
 Asks no device anything; SpecializeEncodings undoes all of it where a device has no layout.
@@ -64,18 +64,12 @@ def propagate_encodings(mod: tvm.IRModule) -> tvm.IRModule:
 
 def _propagate(block: Block) -> list[relax.Binding] | None:
     changed = False
-    for step in (
-        cancel_pairs,
-        absorb_permutes,
-        absorb_elementwise,
-        absorb_permutes,
-        unset_below_transfers,
-        cancel_pairs,
-    ):
+    for step in _STEPS:
         bindings = step(block)
         if bindings is not None:
-            block, changed = Block(bindings, block.is_dataflow, block.used_later), True
-    return without_unused(block.bindings, block, _is_droppable) if changed else None
+            used = without_unused(bindings, block, _is_droppable)
+            block, changed = Block(used, block.is_dataflow, block.used_later), True
+    return block.bindings if changed else None
 
 
 def _is_droppable(value: relax.Expr) -> bool:
@@ -83,14 +77,14 @@ def _is_droppable(value: relax.Expr) -> bool:
 
 
 def unset_below_transfers(block: Block) -> list[relax.Binding] | None:
-    """``to_vdevice(unset(x))`` becomes ``unset(to_vdevice(x))`` where only `set_encoding` uses it."""
+    """``to_vdevice(unset(x))`` becomes ``unset(to_vdevice(x))`` where only `set_encoding` of that encoding uses it."""
     emitter, changed = Emitter(block.is_dataflow), False
     definitions = dict(block.definitions)
     for binding in block.bindings:
         var, value = binding.var, binding.value
         source = definitions.get(value.args[0]) if op_name(value) == "relax.to_vdevice" else None
-        users = [op_name(block.bindings[index].value) for index in block.users.get(var, [])]
-        if source is None or op_name(source) != op.UNSET or set(users) != {op.SET} or not block.stays(var):
+        users = [block.bindings[index].value for index in block.users.get(var, [])]
+        if source is None or op_name(source) != op.UNSET or not _all_set(users, source) or not block.stays(var):
             emitter.bindings.append(binding)
             continue
         encoded = source.args[0]
@@ -102,6 +96,14 @@ def unset_below_transfers(block: Block) -> list[relax.Binding] | None:
         definitions[var] = unset
         changed = True
     return emitter.bindings if changed else None
+
+
+def _all_set(users: list[relax.Expr], source: relax.Call) -> bool:
+    """Whether there are users and all set the encoding that `source` unsets.
+
+    For another one it would be laid out on one side, undone on the other, and laid out again.
+    """
+    return bool(users) and all(op_name(user) == op.SET and _same_attrs(user, source) for user in users)
 
 
 def cancel_pairs(block: Block) -> list[relax.Binding] | None:
