@@ -27,6 +27,7 @@ OPS: dict[str, int] = {
 }  # fmt: skip
 # Further arguments: numbers, or a dtype for cast.
 PARAMETERS: dict[str, int] = {"leaky_relu": 1, "clip": 2, "cast": 1}
+_NUMBERS = ("inf", "nan")
 
 
 @dataclass(frozen=True)
@@ -149,13 +150,13 @@ def _term(tree: ast.expr, text: str) -> Term:
             raise EncodingError(f"expression {text!r}: {op} takes {count + PARAMETERS.get(op, 0)} arguments")
         params = tuple(_literal(arg, text) for arg in tree.args[count:])
         return Term(op, tuple(_term(arg, text) for arg in tree.args[:count]), params)
-    if isinstance(tree, (ast.Constant, ast.UnaryOp)):
+    if isinstance(tree, (ast.Constant, ast.UnaryOp)) or (isinstance(tree, ast.Name) and tree.id in _NUMBERS):
         return Term("number", (), (_literal(tree, text),))
     raise EncodingError(f"expression {text!r}: found {ast.unparse(tree)}, expected an operand, a number or an op")
 
 
 def _literal(tree: ast.expr, text: str) -> Any:
-    if isinstance(tree, ast.Name) and tree.id in ("inf", "nan"):
+    if isinstance(tree, ast.Name) and tree.id in _NUMBERS:
         return float(tree.id)
     if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.USub):
         return -_literal(tree.operand, text)

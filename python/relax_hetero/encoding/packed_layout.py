@@ -66,7 +66,7 @@ class PackedLayout:
         if not self.inner_dims and self.outer_perm == tuple(range(len(self.outer_perm))):
             return f"identity<{len(self.outer_perm)}>"
         outer = ", ".join(map(str, self.outer_perm))
-        inner = ", ".join(f"{d}:{t}" for d, t in zip(self.inner_dims, self.inner_tiles, strict=True))
+        inner = ", ".join(f"{d}:{t}" for d, t in zip(self.inner_dims, self.inner_tiles, strict=False))
         return f"pack<outer=[{outer}] inner=[{inner}]{' +compensation' if self.compensation else ''}>"
 
     @staticmethod

@@ -64,8 +64,8 @@ def register_resolver(
     kind : str
         Target kind: "llvm", "c", "cuda", ...
     features : sequence of str
-        LLVM features a target must have ("avx512f"); a target's tag, its keys and the name of its row in
-        `INSTRUCTION_SETS` count as features too.
+        LLVM features a target must have ("avx512f"); a target's tag, its keys and "isa=" with the
+        name of its row of `INSTRUCTION_SETS` count as features too.
     priority : int
         The highest that fits answers; among equals the one with more features, then the latest. Ours have 0.
 
@@ -79,7 +79,7 @@ def register_resolver(
             raise EncodingError(f"resolver {resolver!r} has no method {method!r}; see EncodingResolver")
     entry = _Entry(resolver, kind, frozenset(features), priority)
     _entries.append(entry)
-    return lambda: _entries.remove(entry)
+    return lambda: _take_back(entry)
 
 
 def resolver_for(target: tvm.target.Target | str) -> EncodingResolver | None:
@@ -96,4 +96,9 @@ def resolver_for(target: tvm.target.Target | str) -> EncodingResolver | None:
 
 def _features(target: tvm.target.Target) -> frozenset[str]:
     machine = machine_of(target)
-    return machine.features | frozenset(map(str, target.keys)) | {machine.isa.name, str(target.tag)}
+    return machine.features | frozenset(map(str, target.keys)) | {f"isa={machine.isa.name}", str(target.tag)}
+
+
+def _take_back(entry: _Entry) -> None:
+    # By identity: equal registrations are different ones.
+    _entries[:] = [other for other in _entries if other is not entry]

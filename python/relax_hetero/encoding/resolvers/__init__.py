@@ -18,5 +18,5 @@ def register_resolvers() -> None:
     register_resolver(generic, "llvm")
     for isa in INSTRUCTION_SETS:
         if isa.vector_bytes:
-            register_resolver(cpu, "llvm", [isa.name])
+            register_resolver(cpu, "llvm", [f"isa={isa.name}"])
     register_resolver(CudaResolver(), "cuda")
