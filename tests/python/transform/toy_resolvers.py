@@ -50,7 +50,9 @@ def empty_kernel(operands: Sequence[Operand]) -> tirx.PrimFunc:
     with function:
         for index, operand in enumerate(operands):
             shape = operand.layout.packed_shape([function.extent(dim) for dim in operand.shape])
-            function.argument(f"p{index}", shape, operand.dtype)
+            function.argument(
+                f"p{index}", [tirx.IntImm("int64", e) if isinstance(e, int) else e for e in shape], operand.dtype
+            )
         tvm.script.ir_builder.tirx.evaluate(0)
     return function.result
 
