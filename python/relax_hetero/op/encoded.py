@@ -198,7 +198,13 @@ def _check_encoded(call: relax.Call, ty: relax.TensorType, encoding: Encoding, w
     if ty.shape is not None:
         for extent, name, size in zip(ty.shape.values, encoding.index_map, encoding.shape(), strict=True):
             if isinstance(extent, tvm.tirx.IntImm) and size >= 0 and int(extent) != size:
-                raise EncodingError(f"{call.op.name}: {what} has {name} = {extent}, encoding {encoding} says {size}")
+                raise EncodingError(
+                    f"{call.op.name}: {what} has {name} = {int(extent)}, encoding {encoding} says {size}"
+                )
+
+
+def _number(extent: Any) -> Any:
+    return int(extent) if isinstance(extent, tvm.tirx.IntImm) else extent
 
 
 def _infer_same(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
@@ -236,7 +242,9 @@ def _infer_matmul(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorTyp
         for name, extent in zip(operand.index_map, ty.shape.values, strict=True):
             known = extents.setdefault(name, extent)
             if name != "1" and tvm.sym.Analyzer().can_prove(known != extent):
-                raise EncodingError(f"{MATMUL}: {name} is {known} in one operand and {extent} in another")
+                raise EncodingError(
+                    f"{MATMUL}: {name} is {_number(known)} in one operand and {_number(extent)} in another"
+                )
     lhs = _tensor(call, LHS)
     vdevice = lhs.vdevice or _tensor(call, RHS).vdevice
     names = encoding.index_map
