@@ -33,10 +33,6 @@ class PlacedConstants:
         self.values: Any = tvm_ffi.convert(placed)
         self.ranges = MemoryRanges(map(address_range, placed))
 
-    def hold(self, tensor: runtime.Tensor) -> bool:
-        """Whether a tensor begins in the memory of a constant."""
-        return self.ranges.hold(tensor.data_ptr())
-
 
 def place_constant(tensor: runtime.Tensor, device: runtime.Device) -> runtime.Tensor:
     """A constant on `device`: itself, an alias, or a copy where the device cannot reach its memory."""

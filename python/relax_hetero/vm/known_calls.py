@@ -9,7 +9,7 @@ the errors.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -89,11 +89,15 @@ class KnownCall:
 
     def lent(self, tensors: Sequence[runtime.Tensor]) -> list[AddressRange]:
         """The memory that results must not share with the caller."""
-        ranges = self.rest_lent
-        for tensor, size in zip(tensors, self.nbytes):  # noqa: B905 (strict costs)
-            begin = tensor.data_ptr()
-            ranges = [*ranges, (begin, begin + size)]
-        return ranges
+        begins = [tensor.data_ptr() for tensor in tensors]
+        return [(begin, begin + size) for begin, size in zip(begins, self.nbytes, strict=True)] + self.rest_lent
+
+    def shares(self, address: int, tensors: Sequence[runtime.Tensor]) -> bool:
+        """Whether an address is in memory of these arguments (or may be in that of parameters)."""
+        for tensor, size in zip(tensors, self.nbytes):  # noqa: B905 (strict takes as long as the rest)
+            if 0 <= address - tensor.data_ptr() < size:
+                return True
+        return bool(self.rest_lent)
 
 
 class KnownCalls:
@@ -105,18 +109,27 @@ class KnownCalls:
         Of tensors in bytes, a power of two, as kernels need it.
     takes_arrays : bool
         Whether numpy arrays may be lent to kernels.
+    names : tuple of str
+        The function's inputs.
     """
 
-    __slots__ = ("_calls", "_mask", "_takes_arrays")
+    __slots__ = ("_calls", "_mask", "_names", "_takes_arrays")
 
-    def __init__(self, alignment: int, takes_arrays: bool) -> None:
+    def __init__(self, alignment: int, takes_arrays: bool, names: tuple[str, ...] = ()) -> None:
         self._calls: dict[tuple[Look, ...], KnownCall] = {}
         self._mask = alignment - 1
         self._takes_arrays = takes_arrays
+        self._names = names
 
-    def clear(self) -> None:
-        """Forget all calls: parameters have changed."""
-        self._calls.clear()
+    def in_order(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any] | None:
+        """All arguments by position, if those by name are the inputs that follow; else None."""
+        expected = self._names[len(args) : len(args) + len(kwargs)]
+        if len(expected) != len(kwargs):
+            return None
+        try:
+            return [*args, *[kwargs[name] for name in expected]]
+        except KeyError:
+            return None
 
     def recall(self, args: Sequence[Any]) -> tuple[KnownCall | None, list[runtime.Tensor]]:
         """The known call that these arguments make, and they as tensors; None where there is none."""

@@ -143,26 +143,23 @@ class VirtualMachine:
     ) -> Any:
         """Run function `name`; ``vm[name](*args, **kwargs, out=out)``, also for an input that is called "out"."""
         with self._lock:
-            if not kwargs and name in self._known:
-                known = self._known[name]
-                call, tensors = known.recall(args)
+            known = self._known.get(name) or self._known_calls(name)
+            ordered = known.in_order(args, kwargs) if kwargs else args
+            if ordered is not None:
+                call, tensors = known.recall(ordered)
                 if call is not None:
                     return self._run_known(name, known, call, tensors, out)
             signature = self.executable.signature(name)
             values, dims, lent = self._bind(signature, args, kwargs or {}, keep=False)
-            if not kwargs:
-                self._remember(signature, args, values, dims)
+            if ordered is not None:
+                _, _, rest_lent = self._params.get(name, ({}, None, []))
+                known.remember(ordered, values, dims, rest_lent)
             return self._run(signature, values, dims, lent, out)
 
-    def _remember(
-        self, signature: FunctionSignature, args: Sequence[Any], values: Sequence[Any], dims: DimValues
-    ) -> None:
-        known = self._known.get(signature.name)
-        if known is None:
-            about = self.executable.metadata
-            known = self._known[signature.name] = KnownCalls(about.alignment, not about.writes_arguments)
-        _, _, lent = self._params.get(signature.name, ({}, None, []))
-        known.remember(args, values, dims, lent)
+    def _known_calls(self, name: str) -> KnownCalls:
+        about, names = self.executable.metadata, self.executable.signature(name).input_names
+        known = self._known[name] = KnownCalls(about.alignment, not about.writes_arguments, names)
+        return known
 
     def _run_known(
         self, name: str, known: KnownCalls, call: KnownCall, tensors: Sequence[runtime.Tensor], out: Any
@@ -182,7 +179,12 @@ class VirtualMachine:
         if call.dims.values:
             self._pool.note((name, *call.dims.values.values()), (tensors, result))
         if out is None:
-            return to_python(result, self._constants.ranges, call.lent(tensors))
+            ranges = self._constants.ranges
+            if isinstance(result, _Tensor):  # as `to_python` does, without a list of ranges
+                address = result.data_ptr()
+                if not call.shares(address, tensors) and not ranges.hold(address):
+                    return result
+            return to_python(result, ranges, call.lent(tensors))
         if buffer is None:
             return fill(out, result)
         copy_into(result, buffer)

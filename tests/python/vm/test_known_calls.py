@@ -122,6 +122,21 @@ def test_new_parameters_are_taken(weighted):
         machine["main"](x)
 
 
+def test_names_of_known_calls(vm):
+    calls = [((), {"x": X, "w": W}), ((), {"w": W, "x": X}), ((X,), {"w": W}), ((X, W), {})]
+    for args, kwargs in calls * 2:
+        np.testing.assert_allclose(vm["main"](*args, **kwargs)[0].numpy(), np.exp(X) + W, rtol=1e-6)
+    assert len(vm._known["main"]._calls) == 1
+    for args, kwargs, message in [
+        ((X,), {"v": W}, "no input 'v'"),
+        ((X,), {"x": X}, "'x' is given by position and by name"),
+        ((X, W), {"w": W}, "'w' is given by position and by name"),
+        ((), {"w": W}, "'x' missing"),
+    ]:
+        with pytest.raises(rh.BindingError, match=message):
+            vm["main"](*args, **kwargs)
+
+
 def test_out_of_known_calls(plumber):
     a, b = np.arange(4, dtype="float32"), np.ones(4, "float32")
     buffer, tensor = np.empty(4, "float32"), tvm.runtime.empty((4,), "float32", tvm.cpu(2))
