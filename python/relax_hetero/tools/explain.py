@@ -1,4 +1,4 @@
-"""``relax-hetero explain``: what runs where, what crosses between devices, and why."""
+"""``relax-hetero explain``: what runs where, how it is stored, what crosses between devices, and why."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 @placing_options
 @json_option
 def explain_command(model: Path, summary: bool, placing: Placing, as_json: bool) -> None:
-    """Show where every op of MODEL (an ONNX file or a compiled library) is placed, and why.
+    """Show where every op of MODEL (an ONNX file or a compiled library) is placed and how it is stored, and why.
 
-    An ONNX file is imported and placed, but not compiled.
+    An ONNX file is imported, placed and given layouts, but not compiled.
 
     \b
     relax-hetero explain model.onnx --vdevice llvm --vdevice cuda:0 --place '/encoder/*=cuda:0'
@@ -40,6 +40,7 @@ def explain_command(model: Path, summary: bool, placing: Placing, as_json: bool)
 
 
 def _of_onnx(path: Path, placing: Placing) -> Explanation:
+    from ..transform import PropagateEncodings, SetEncoding, SpecializeEncodings, collect_encodings
     from ..transform.stage import placement_report
     from ..vdevice import device_name, vdevices_of
     from .explanation import Explanation
@@ -47,7 +48,10 @@ def _of_onnx(path: Path, placing: Placing) -> Explanation:
     module = placed_onnx(path, placing)
     vdevices = vdevices_of(module)
     targets = {device_name(v, vdevices): str(v.target) for v in vdevices}
-    return Explanation(path.name, targets, json.loads(placement_report(module) or "[]"))
+    with collect_encodings() as reports:
+        for encode in (SetEncoding(), PropagateEncodings(), SpecializeEncodings()):
+            module = encode(module)
+    return Explanation(path.name, targets, json.loads(placement_report(module) or "[]"), reports[-1].to_data())
 
 
 def _of_library(path: Path, placing: Placing) -> Explanation:

@@ -48,6 +48,11 @@ def describe_encodings(mod: tvm.IRModule, cancelled: Sequence[CancelledEntry] = 
     return report
 
 
+def name_in_model(var: relax.Var) -> str:
+    """The name of a value before SetEncoding and PropagateEncodings, which call its encoded form ``<name>_encoded``."""
+    return str(var.name).removesuffix("_encoded")
+
+
 @dataclass(frozen=True)
 class _Encoded:
     encoding: str
@@ -95,7 +100,7 @@ class _Reader:
         has_epilogue = is_product and chain.expression != Expression.operand(0)
         entry = EncodedOpEntry(
             function=self.function,
-            variable=str(product.name),
+            variable=name_in_model(product),
             op="matmul" if is_product else str(chain.expression),
             device=self._device(var),
             kernel=str(chain.product.attrs.kernel) if is_product else "",
@@ -116,7 +121,7 @@ class _Reader:
             relayout = self._relayout(after[0].var, after[0].value)
         return EncodedTransferEntry(
             function=self.function,
-            variable=str(binding.var.name),
+            variable=name_in_model(binding.var),
             source=self._device(source),
             destination=self._device(binding.var),
             layout=on_wire.layout,

@@ -56,7 +56,7 @@ class EncodedOpEntry:
     Attributes
     ----------
     function, variable : str
-        Where it is.
+        Where it is; the variable as the model calls it.
     op : str
         "matmul", or the expression of elementwise work that no product takes along.
     device : str

@@ -39,7 +39,7 @@ from .cancel_encodings import stock_elementwise, stock_matmul
 from .emitting import Emitter, dataflow_variables
 from .encoded_kernels import Stored, matmul_problem
 from .encoded_values import layout_of
-from .encoding_description import describe_encodings
+from .encoding_description import describe_encodings, name_in_model
 from .encoding_layouts import Layouts, target_of
 from .encoding_report import CancelledEntry, is_collecting, publish
 from .kernel_names import VariantNames
@@ -162,7 +162,7 @@ class _Function:
         vdevice = var.ty.vdevice
         device = device_name(vdevice, self.vdevices) if vdevice is not None else ""
         reason = self.layouts.why_not(encoding, target_of(vdevice))
-        self.cancelled.append(CancelledEntry(self.name, str(var.name), "matmul", device, reason))
+        self.cancelled.append(CancelledEntry(self.name, name_in_model(var), "matmul", device, reason))
         return stock_matmul(encoding, operands, out)
 
     def _transfer(self, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -105,6 +106,26 @@ def test_explain_says_which_rule_placed_an_op(invoke: Invoke, model: Path, tmp_p
     assert parsed(invoke("explain", library, "--json"))["entries"] == data["entries"]
     shown = invoke("explain", library)
     assert "3 ops on 2 devices, 1 transfer of 32 B in all." in shown.stdout
+
+
+def test_explain_says_how_things_are_stored_and_why_not(invoke: Invoke, symbolic_model: Path, tmp_path: Path):
+    cuda = json.dumps({"kind": "cuda", "arch": "sm_90"})
+    options = ["--vdevice", "llvm", "--vdevice", cuda, "--place", "/upper/*=cuda:0"]
+    data = parsed(invoke("explain", symbolic_model, *options, "--json"))["encodings"]
+    (op,) = data["ops"]
+    assert (op["device"], op["op"], op["epilogue"]) == ("llvm:0", "matmul", "relu(x0)")
+    weight = next(operand for operand in op["operands"] if operand["role"] == "rhs")
+    assert (weight["shape"], weight["bytes_before"], weight["packed"]) == ("3x4", 48, "at compile time")
+    assert weight["bytes_after"] > 48 and weight["layout"].startswith("pack<")
+    assert [(entry["variable"], entry["device"]) for entry in data["cancelled"]] == [("/upper/MatMul", "cuda:0")]
+    shown = invoke("explain", symbolic_model, *options).stdout
+    assert "1 encoded op, 0 encoded transfers, 1 cancelled." in shown and "resolver 'cuda' has no layout" in shown
+
+    library = tmp_path / "model.so"
+    parsed(invoke("compile", symbolic_model, "-o", library, *TWO, "--json"))
+    of_library = parsed(invoke("explain", library, "--json"))["encodings"]
+    assert of_library == parsed(invoke("explain", symbolic_model, *TWO, "--json"))["encodings"]
+    assert len(of_library["ops"]) == 2 and not of_library["cancelled"]
 
 
 def test_place_auto_is_the_cost_models_choice(invoke: Invoke, model: Path):
