@@ -31,13 +31,14 @@ class ProductWriter(Emitter):
         self, lhs: relax.Expr, rhs: relax.Expr, encoding: Encoding, name: str, init: relax.Expr | None = None
     ) -> relax.Var:
         """The encoded product of two plain tensors of two or more dimensions; `encoding` is of any operand."""
-        operands = [self.lay_out(x, encoding.of(index), name) for index, x in ((LHS, lhs), (RHS, rhs))]
+        encoded_lhs = self.lay_out(lhs, encoding.of(LHS), name)
+        encoded_rhs = self.lay_out(rhs, encoding.of(RHS), name)
         extents: dict[str, Any] = {"1": ONE}
         for index, operand in ((LHS, lhs), (RHS, rhs)):
             extents.update(zip(encoding.index_maps[index], shape_of(operand) or [], strict=True))
         result = encoding.of(RESULT)
         ty = tensor_type([extents[name] for name in result.index_map], result.element_type, lhs.ty)
-        return self.emit(op.matmul(*operands, init, encoding=result), ty, f"{name}_encoded")
+        return self.emit(op.matmul(encoded_lhs, encoded_rhs, init, encoding=result), ty, f"{name}_encoded")
 
     def plain(self, x: relax.Var, encoding: Encoding, name: str) -> relax.Var:
         """The plain tensor of an encoded one."""

@@ -130,7 +130,8 @@ def _with_parameter(
         value = value.reshape([int(extent) for extent in own])
         if which == "zero" and not value.any():
             return found
-    return replace(found, **{which: Parameter(parameter, own, value)})
+    read = Parameter(parameter, own, value)
+    return replace(found, zero=read) if which == "zero" else replace(found, scale=read)
 
 
 def _constant(expr: relax.Expr, block: Block) -> np.ndarray | None:

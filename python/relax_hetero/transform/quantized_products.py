@@ -55,8 +55,8 @@ def emit_quantized_product(
         return False
     if str(var.ty.dtype) != ("float32" if lhs.is_float else _ACCUMULATOR):
         return False
-    shapes = [as_matrix(shape_of(binding.value.args[index]) or [], index) for index in (LHS, RHS)]
-    encoding = product_encoding(*shapes, (str(lhs.data.ty.dtype), "int8", _ACCUMULATOR))
+    a_shape, b_shape = (as_matrix(shape_of(binding.value.args[index]) or [], index) for index in (LHS, RHS))
+    encoding = product_encoding(a_shape, b_shape, (str(lhs.data.ty.dtype), "int8", _ACCUMULATOR))
     if encoding is None:
         return False
     plain = _emit_integers(writer, lhs, _signed(writer, rhs, constants, var.name), encoding, var.name)
@@ -156,8 +156,8 @@ def _scaled(writer: ProductWriter, plain: relax.Var, lhs: Quantized, rhs: Quanti
         if lhs.scale.value is not None and rhs.scale.value is not None:
             scale = constant_like(lhs.scale.value * rhs.scale.value, plain)
         else:
-            factors = [_emitted(writer, p, f"{name}_scale_{i}") for i, p in enumerate((lhs.scale, rhs.scale))]
-            scale = _binary(writer, relax.op.multiply, *factors, f"{name}_scale")
+            first, second = (_emitted(writer, p, f"{name}_scale_{i}") for i, p in enumerate((lhs.scale, rhs.scale)))
+            scale = _binary(writer, relax.op.multiply, first, second, f"{name}_scale")
         return _binary(writer, relax.op.multiply, value, scale, name)
     for index, scale_of in ((LHS, lhs.scale), (RHS, rhs.scale)):
         if scale_of is not None:

@@ -93,11 +93,11 @@ def _emit_float_product(writer: ProductWriter, binding: relax.VarBinding) -> boo
     if encoding is None or shape_of(var) is None:
         return False
     name = var.name
-    operands = [
+    first, second = (
         writer.matrix(writer.cast(x, dtype, f"{name}_{side}_{dtype}"), index, f"{name}_{side}")
         for index, side, x in ((LHS, "lhs", lhs), (RHS, "rhs", rhs))
-    ]
-    out = writer.product(*operands, encoding, name)
+    )
+    out = writer.product(first, second, encoding, name)
     plain = writer.plain(out, encoding, f"{name}_plain")
     writer.end_as(writer.cast(plain, wanted, f"{name}_{wanted}"), var)
     return True
