@@ -114,13 +114,15 @@ def transfers_table(module: tvm.IRModule, sizes: dict[str, int]) -> Table:
     for block in module["main"].body.blocks:
         for binding in block.bindings:
             if isinstance(binding.value, tvm.relax.Call) and binding.value.op.name == "relax.to_vdevice":
-                ty, entry = binding.var.ty, encoded.get(binding.var.name)
+                # What crosses encoded is another variable than the model's, and named after it.
+                name, ty = str(binding.var.name).removesuffix("_encoded"), binding.var.ty
+                entry = encoded.get(name)
                 shape = [sizes[str(extent)] for extent in ty.shape.values]
                 layout = rh.encoding.PackedLayout.parse(entry.layout if entry else f"identity<{len(shape)}>")
                 size = layout.storage_bytes(shape, str(ty.dtype))
                 anew = entry.relayout if entry and entry.relayout else "no"
                 device = ty.vdevice.target.kind.name
-                cells = (binding.var.name, device, layout, size, anew)
+                cells = (name, device, layout, size, anew)
                 table.add_row(*(Text(str(cell)) for cell in cells))
     return table
 
