@@ -14,8 +14,8 @@ from ..encoding.packed_layout import PackedLayout
 from ..encoding.problem import Dim
 from .builder import Expr, Function, ceil_div, flat, loop
 
-PARALLEL_BYTES = 1 << 16
-"""Work on fewer bytes than this stays on one core: waking another takes about as long as copying them."""
+PARALLEL_BYTES = 1 << 18
+"""Work on no more bytes than this stays on one core: waking another takes about as long as copying them."""
 
 
 class Storage:
@@ -170,7 +170,7 @@ def for_parts(
             index = tirx.floordiv(index, by)
         return [index, *reversed(found)]
 
-    small = isinstance(size, int) and size < PARALLEL_BYTES
+    small = isinstance(size, int) and size <= PARALLEL_BYTES
     if small or machine.cores == 1 or (isinstance(total, int) and total < 2 * unit):
         with loop(total) as index:
             body(positions(index))

@@ -7,24 +7,39 @@ LLVM and the ``c`` target; the one exception, sqrt, is an instruction on both.
 Against float64 the results are within 4 units in the last place over all of float32, with infinities, NaN, denormals
 and signed zeros as IEEE 754 has them; those of `gelu` and `gelu_tanh` within 4 units in the last place *of x*.
 
-The coefficients are minimax fits of the relative error (iteratively reweighted least squares in float64), given with
-the error of the fit itself. The rational ones have positive coefficients only, so nothing cancels.
+The coefficients are minimax fits (iteratively reweighted least squares in float64), given with the error of the fit
+itself. The rational ones have positive coefficients only, so nothing cancels.
 
 Infinite and NaN constants are not written: TVM's C code generator has no way to. They are made of the operand's bits.
 """
 
 from __future__ import annotations
 
+import math
+import struct
+from itertools import zip_longest
+
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+# tanh(x) = x + x^3 P(x^2) for |x| < 0.625, relative error 4.5e-9.
+_TANH_SMALL = (-0.333332802, 0.133313837, -0.0537340027, 0.0206181305, -0.00567931253)
+
+# erf(x) = x + x P(x^2) for |x| < 0.92, relative error 1.7e-8, and 1 - exp(-P(x)) for 0.92 <= x <= 3.93, error 1.5e-9.
+_ERF_SMALL = (0.12837915, -0.376124943, 0.112818028, -0.0267655669, 0.00499098016, -0.000597689362)
+_ERF_LARGE = (
+    0.000191925366, 1.12768963, 0.637161137, 0.103948022, -0.0222338696, 0.00304473191, -0.000196069951,
+)  # fmt: skip
+_ERF_LIMIT = 3.93  # beyond, erf is 1 in float32
+
+# Cheaper, of some more ulps, for gelu, where they count for less:
 # tanh(x) = x P(x^2) / Q(x^2) for |x| <= 9.02, relative error 2.1e-8; beyond, tanh is 1 in float32.
-_TANH_LIMIT = 9.02
-_TANH_P = (1.0, 0.133797199, 0.00349403615, 2.05835058e-05, 1.33191023e-08)
-_TANH_Q = (1.0, 0.467130333, 0.0258710794, 0.000328309543, 7.76203251e-07)
+_TANH_RATIONAL_LIMIT = 9.02
+_TANH_P = (1.0, 0.133797199, 0.00349403615, 2.0583504e-05, 1.33190987e-08)
+_TANH_Q = (1.0, 0.467130363, 0.0258710813, 0.000328309485, 7.76203592e-07)
 
 # erf(x) = x P(x^2) / Q(x^2) for |x| <= 3.925, relative error 1.9e-8; beyond, erf is 1 in float32.
-_ERF_LIMIT = 3.925
+_ERF_RATIONAL_LIMIT = 3.925
 _ERF_P = (1.12837911, 0.190595433, 0.0527695194, 0.00377262034, 0.000284844718, 2.0460102e-06)
 _ERF_Q = (1.0, 0.502243519, 0.114183411, 0.0149833411, 0.00116387394, 3.80476558e-05)
 
@@ -54,7 +69,24 @@ def dtype_of(x: tirx.Expr) -> str:
 
 def constant(x: tirx.Expr, value: float) -> tirx.Expr:
     """`value` in the type of `x`, lanes included."""
-    return tirx.const(value, dtype_of(x))
+    dtype = dtype_of(x)
+    if dtype == "float32" and not (math.isfinite(value) and float(f"{value:e}") == _single(value)):
+        return _exact(value)
+    return tirx.const(value, dtype)
+
+
+def _exact(value: float) -> tirx.Expr:
+    """A float32 number by its bits: TVM's C code generator prints 7 digits of a float, and no more.
+
+    The bits are split in two because a literal has no address to reinterpret, and xor is not folded.
+    """
+    (raw,) = struct.unpack("i", struct.pack("f", value))
+    halves = tirx.IntImm("int32", raw & ~0xFFFF), tirx.IntImm("int32", raw & 0xFFFF)
+    return tirx.call_intrin("float32", "tirx.reinterpret", T.BitwiseXor(*halves))
+
+
+def _single(value: float) -> float:
+    return struct.unpack("f", struct.pack("f", value))[0]
 
 
 def bits(x: tirx.Expr) -> tirx.Expr:
@@ -132,12 +164,23 @@ def log(x: tirx.Expr) -> tirx.Expr:
 
 def tanh(x: tirx.Expr) -> tirx.Expr:
     """The hyperbolic tangent."""
-    return _odd_rational(x, _TANH_LIMIT, _TANH_P, _TANH_Q)
+    x = T.bind(x)
+    magnitude, square = T.bind(absolute(x)), T.bind(x * x)
+    small = x * (square * polynomial(square, _TANH_SMALL)) + x
+    mantissa, scale = _exp_parts(magnitude + magnitude, 0.0, 20.0)
+    one = constant(x, 1.0)
+    large = one - constant(x, 2.0) / (mantissa * scale + one)
+    return T.bind(_with_sign(T.Select(magnitude < constant(x, 0.625), small, large), x))
 
 
 def erf(x: tirx.Expr) -> tirx.Expr:
     """The error function."""
-    return _odd_rational(x, _ERF_LIMIT, _ERF_P, _ERF_Q)
+    x = T.bind(x)
+    magnitude, square = at_most(absolute(x), _ERF_LIMIT), T.bind(x * x)
+    small = x * polynomial(square, _ERF_SMALL) + x
+    mantissa, scale = _exp_parts(constant(x, 0.0) - polynomial(magnitude, _ERF_LARGE), -20.0, 0.0)
+    large = constant(x, 1.0) - mantissa * scale
+    return T.bind(_with_sign(T.Select(magnitude < constant(x, 0.92), small, large), x))
 
 
 def sigmoid(x: tirx.Expr) -> tirx.Expr:
@@ -155,7 +198,9 @@ def gelu(x: tirx.Expr) -> tirx.Expr:
     """x (1 + erf(x / sqrt(2))) / 2."""
     x = T.bind(x)
     half = T.bind(x * constant(x, 0.5))
-    return T.bind(half * erf(x * constant(x, 0.70710678118654752)) + half)
+    return T.bind(
+        half * _odd_rational(x * constant(x, 0.70710678118654752), _ERF_RATIONAL_LIMIT, _ERF_P, _ERF_Q) + half
+    )
 
 
 def gelu_tanh(x: tirx.Expr) -> tirx.Expr:
@@ -163,7 +208,7 @@ def gelu_tanh(x: tirx.Expr) -> tirx.Expr:
     x = T.bind(x)
     half = T.bind(x * constant(x, 0.5))
     inner = x * (constant(x, 0.79788456080286536) + x * x * constant(x, 0.79788456080286536 * 0.044715))
-    return T.bind(half * tanh(inner) + half)
+    return T.bind(half * _odd_rational(inner, _TANH_RATIONAL_LIMIT, _TANH_P, _TANH_Q) + half)
 
 
 def rsqrt(x: tirx.Expr) -> tirx.Expr:
@@ -175,16 +220,38 @@ def _int32(x: tirx.Expr) -> str:
     return dtype_of(x).replace("float32", "int32")
 
 
+def _with_sign(magnitude: tirx.Expr, x: tirx.Expr) -> tirx.Expr:
+    own = bits(x)
+    return from_bits(T.bitwise_or(bits(magnitude), T.bitwise_and(own, constant(own, -0x80000000))))
+
+
 def _odd_rational(x: tirx.Expr, limit: float, p: tuple[float, ...], q: tuple[float, ...]) -> tirx.Expr:
+    """x P(x^2) / Q(x^2), and exactly 1 or -1 from the limit on: what is left of gelu far below zero is zero."""
     x = clamp(x, -limit, limit)
     square = T.bind(x * x)
-    return T.bind(x * polynomial(square, p) / polynomial(square, q))
+    fourth = T.bind(square * square)
+    ratio = x * _paired(square, fourth, p) / _paired(square, fourth, q)
+    one, edge = constant(x, 1.0), constant(x, limit)
+    below = T.Select(x <= constant(x, -limit), constant(x, -1.0), ratio)
+    return T.bind(T.Select(x >= edge, one, below))
+
+
+def _paired(x: tirx.Expr, square: tirx.Expr, coefficients: tuple[float, ...]) -> tirx.Expr:
+    """A polynomial as one in x^2 whose coefficients are linear in x: half the roundings one after the other."""
+    pairs = [
+        constant(x, low) if high is None else constant(x, high) * x + constant(x, low)
+        for low, high in zip_longest(coefficients[::2], coefficients[1::2])
+    ]
+    result = pairs[-1]
+    for pair in reversed(pairs[:-1]):
+        result = result * square + pair
+    return result
 
 
 def _times_sigmoid(x: tirx.Expr, factor: tirx.Expr | None) -> tirx.Expr:
     """factor / (1 + e^-x), factor 1 where there is none; of e^-|x|, which cannot overflow."""
     x = T.bind(x)
-    # -112: factor * e^-|x| is 0 in float32 for less.
+    # Below -112 the result is 0 in float32.
     mantissa, scale = _exp_parts(constant(x, 0.0) - absolute(x), -112.0, 0.0)
     one = constant(x, 1.0)
     denominator = one + mantissa * scale
@@ -193,6 +260,7 @@ def _times_sigmoid(x: tirx.Expr, factor: tirx.Expr | None) -> tirx.Expr:
     numerator = T.Select(negative, mantissa, one)
     if factor is not None:
         numerator = numerator * factor
+        scale = T.Select(x < constant(x, -112.0), constant(x, 0.0), scale)
     return T.bind(numerator / denominator * T.Select(negative, scale, one))
 
 
