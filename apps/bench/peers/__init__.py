@@ -1,0 +1,63 @@
+"""The contestants of the matmul benchmark, one file per library."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import dataclass
+
+from .product import Contestant, Product
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A way to compute products.
+
+    Attributes
+    ----------
+    name : str
+        As tables show it.
+    package : str
+        What has to be installed for it, and how ``--peers`` names it.
+    module : str
+        The file here that knows it.
+    function : str
+        Which of its functions makes the contestant.
+    """
+
+    name: str
+    package: str
+    module: str
+    function: str = "matmul"
+
+    @property
+    def installed(self) -> bool:
+        """Whether its package is there; nothing is loaded."""
+        try:
+            return importlib.util.find_spec(self.package) is not None
+        except ModuleNotFoundError:  # of a package's parent
+            return False
+
+    def make(self, product: Product, threads: int) -> Contestant:
+        """Compile it for a product; `product.Unsupported`, or whatever the library raises, where it cannot."""
+        made: Contestant = getattr(importlib.import_module(f".{self.module}", __name__), self.function)(
+            product, threads
+        )
+        return made
+
+
+OURS = Peer("relax-hetero", "relax_hetero", "ours")
+PEERS = (
+    Peer("stock TVM", "tvm", "stock_tvm"),
+    Peer("numpy", "numpy", "numpy_blas"),
+    Peer("ONNX Runtime", "onnxruntime", "onnx_runtime"),
+    Peer("torch", "torch", "torch_cpu", "plain"),
+    Peer("torch packed", "torch", "torch_cpu", "packed"),
+    Peer("OpenVINO", "openvino", "openvino_cpu"),
+    Peer("IREE", "iree.compiler", "iree_cpu"),
+)
+
+
+def installed(packages: tuple[str, ...] = ()) -> list[Peer]:
+    """The peers whose packages are installed; only those of `packages` if any are given (``iree`` is enough)."""
+    return [peer for peer in PEERS if peer.installed and (not packages or peer.package.split(".")[0] in packages)]

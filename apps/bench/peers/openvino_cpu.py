@@ -1,0 +1,71 @@
+"""OpenVINO: one MatMul on the CPU plugin, tensors shared with numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import openvino as ov
+from openvino import opset13 as op
+
+from .product import BF16, Contestant, Product, aligned, empty
+
+
+def matmul(product: Product, threads: int) -> Contestant:
+    """``InferRequest.infer`` with tensors set once; integers as a quantized graph with a float32 result.
+
+    The plugin makes an int8 product of two FakeQuantize whose steps are 1, as its own quantizer writes them; a
+    MatMul of integers would be computed in float32.
+    """
+    model, held = _model(product)
+    settings: dict[str, Any] = {
+        "INFERENCE_NUM_THREADS": threads,
+        "NUM_STREAMS": 1,
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_PRECISION_HINT": "bf16" if product.kind == "bf16" else "f32",
+    }
+    core = ov.Core()
+    compiled = core.compile_model(model, "CPU", settings)
+    request = compiled.create_infer_request()
+    operands = [_tensor(product.lhs)] + ([] if product.weight else [_tensor(product.rhs)])
+    for index, operand in enumerate(operands):
+        request.set_input_tensor(index, operand)
+    dtype = BF16 if product.kind == "bf16" else np.dtype("float32")
+    y = empty(product.result_shape, dtype)
+    output = _tensor(y)
+    request.set_output_tensor(0, output)
+    note = "FakeQuantize graph, float32 result" if product.kind in ("u8s8", "s8s8") else ""
+    # The request keeps none of these alive, and writes to freed memory where nobody does.
+    alive = (core, model, compiled, held, operands, output, y)
+    return Contestant(lambda alive=alive: request.infer(share_outputs=True), lambda: y, note)
+
+
+def _model(product: Product) -> tuple[ov.Model, object]:
+    x = op.parameter(product.lhs.shape, _element(product.lhs.dtype))
+    parameters, held = [x], None
+    if product.weight:
+        held = aligned(product.rhs)
+        w = op.constant(_tensor(held), shared_memory=True)
+    else:
+        w = op.parameter(product.rhs.shape, _element(product.rhs.dtype))
+        parameters.append(w)
+    left, right = x, w
+    if product.kind in ("u8s8", "s8s8"):
+        left, right = _quantized(x, product.lhs.dtype), _quantized(w, product.rhs.dtype)
+    return ov.Model([op.matmul(left, right, False, False)], parameters), held
+
+
+def _quantized(value: Any, dtype: np.dtype[Any]) -> Any:
+    limits = np.iinfo(dtype)
+    low, high = np.float32(limits.min), np.float32(limits.max)
+    return op.fake_quantize(op.convert(value, "f32"), low, high, low, high, 256)
+
+
+def _element(dtype: np.dtype[Any]) -> ov.Type:
+    return ov.Type.bf16 if dtype == BF16 else ov.Type(dtype)
+
+
+def _tensor(array: np.ndarray) -> ov.Tensor:
+    if array.dtype == BF16:
+        return ov.Tensor(array.view("uint16"), ov.Shape(array.shape), ov.Type.bf16)
+    return ov.Tensor(array, shared_memory=True)

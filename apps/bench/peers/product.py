@@ -1,0 +1,162 @@
+"""The product that every contestant computes: its operands, and whether a result is right."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+# Element types of both operands and of the result.
+KINDS: dict[str, tuple[np.dtype[Any], np.dtype[Any], np.dtype[Any]]] = {
+    "f32": (np.dtype("float32"), np.dtype("float32"), np.dtype("float32")),
+    "u8s8": (np.dtype("uint8"), np.dtype("int8"), np.dtype("int32")),
+    "s8s8": (np.dtype("int8"), np.dtype("int8"), np.dtype("int32")),
+    "bf16": (BF16, BF16, BF16),
+}
+# A cache line and a vector register: the alignment that all allocators of the contestants give.
+ALIGNMENT = 64
+
+
+class Unsupported(Exception):
+    """What a contestant cannot compute, and why; its row says so."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Extents of a product: ``batch`` times (m, k) by (k, n); batch 0 means two plain matrices."""
+
+    m: int
+    k: int
+    n: int
+    batch: int = 0
+
+    @staticmethod
+    def parse(text: str) -> Shape:
+        """``128x768x3072``, ``256`` for a cube, ``12*128x64x128`` for a batch; ValueError for other text."""
+        found = re.fullmatch(r"(?:(\d+)\*)?(\d+)(?:x(\d+)x(\d+))?", text)
+        if found is None:
+            raise ValueError(f"{text!r} is no shape; expected MxKxN, N for a cube, or BATCH*MxKxN")
+        batch, m, k, n = (int(size) if size else 0 for size in found.groups())
+        return Shape(m, k or m, n or m, batch)
+
+    def __str__(self) -> str:
+        return (f"{self.batch}*" if self.batch else "") + f"{self.m}x{self.k}x{self.n}"
+
+    @property
+    def operations(self) -> int:
+        """Multiplications and additions of one product."""
+        return 2 * max(1, self.batch) * self.m * self.k * self.n
+
+    def tensor(self, rows: int, columns: int) -> tuple[int, ...]:
+        """Shape of a matrix, or of the batch of them."""
+        return (self.batch, rows, columns) if self.batch else (rows, columns)
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product with its operands.
+
+    Attributes
+    ----------
+    shape : Shape
+    kind : str
+        A key of `KINDS`.
+    weight : bool
+        Whether the right operand is a constant that may be packed before the call; never so for a batch, where
+        both are activations.
+    seed : int
+    """
+
+    shape: Shape
+    kind: str
+    weight: bool
+    seed: int = 0
+
+    @cached_property
+    def lhs(self) -> np.ndarray:
+        """The row-major left operand."""
+        return aligned(self._random(self.shape.tensor(self.shape.m, self.shape.k), KINDS[self.kind][0], 0))
+
+    @cached_property
+    def rhs(self) -> np.ndarray:
+        """The row-major right operand."""
+        return aligned(self._random(self.shape.tensor(self.shape.k, self.shape.n), KINDS[self.kind][1], 1))
+
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        """Shape of the result."""
+        return self.shape.tensor(self.shape.m, self.shape.n)
+
+    @property
+    def result_dtype(self) -> np.dtype[Any]:
+        """Element type of the result; some contestants give float32 instead, and their notes say so."""
+        return KINDS[self.kind][2]
+
+    @cached_property
+    def reference(self) -> np.ndarray:
+        """The product in float64, which is exact for integers."""
+        return np.matmul(self.lhs.astype("float64"), self.rhs.astype("float64"))
+
+    def error(self, found: np.ndarray) -> float:
+        """Largest difference of a result over what is allowed; up to 1 is right.
+
+        Integers have to be exact. Floats may differ by 1e-5 sqrt(K) and one rounding of the result's type.
+        """
+        if tuple(found.shape) != self.result_shape:
+            return float("inf")
+        difference = np.abs(found.astype("float64") - self.reference)
+        if self.kind in ("u8s8", "s8s8"):
+            return 0.0 if not difference.any() else float("inf")
+        rounding = 2.0**-8 if found.dtype == BF16 else 2.0**-23
+        worst = np.max(difference / (1e-5 * np.sqrt(self.shape.k) + rounding * np.abs(self.reference)))
+        return float(worst) if np.isfinite(worst) else float("inf")
+
+    def _random(self, shape: tuple[int, ...], dtype: np.dtype[Any], stream: int) -> np.ndarray:
+        generator = np.random.default_rng((self.seed, stream))
+        if dtype.kind in "iu":
+            limits = np.iinfo(dtype)
+            return generator.integers(limits.min, limits.max + 1, shape, dtype=dtype)
+        return generator.standard_normal(shape, dtype="float32").astype(dtype)
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A program that computes one product.
+
+    Attributes
+    ----------
+    call : Callable
+        Computes it once, from row-major operands to a row-major result; what is timed.
+    result : Callable
+        The result of the last call as a numpy array.
+    note : str
+        What exactly is timed, where that is not plain.
+    kernel : Callable, optional
+        The same without the public call around it, for an extra column.
+    """
+
+    call: Callable[[], object]
+    result: Callable[[], np.ndarray]
+    note: str = ""
+    kernel: Callable[[], object] | None = None
+
+
+def aligned(array: np.ndarray) -> np.ndarray:
+    """A row-major copy that begins at a cache line."""
+    room = empty(array.shape, array.dtype)
+    room[...] = array
+    return room
+
+
+def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    """A row-major array that begins at a cache line, its bytes 0xAB: no right result is there before a call."""
+    size = int(np.prod(shape)) * dtype.itemsize
+    raw = np.full(size + ALIGNMENT, 0xAB, np.uint8)
+    begin = -raw.ctypes.data % ALIGNMENT
+    return raw[begin : begin + size].view(dtype).reshape(shape)

@@ -1,0 +1,113 @@
+"""Timing programs that have thread pools of their own against each other in one process."""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+# How long a program is timed per turn, and how many calls it gets at least and at most.
+SLICE_SECONDS = 0.02
+MOST_CALLS = 200
+# A slower program gets no untimed call in front of its turn, and two turns in all.
+SLOW_SECONDS = 0.5
+SLOW_TURNS = 2
+# Idle threads of a pool spin for some milliseconds before they sleep.
+_IDLE_STEP, _IDLE_LIMIT, _IDLE_SHARE = 0.002, 0.25, 0.2
+
+
+@dataclass
+class Timing:
+    """The timed calls of one program, in seconds.
+
+    Attributes
+    ----------
+    seconds : list of float
+    restless : int
+        Turns after which the process was still computing a quarter of a second later.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    restless: int = 0
+    turns: int = 0
+
+    @property
+    def median(self) -> float:
+        """The median call."""
+        return statistics.median(self.seconds)
+
+    @property
+    def fastest(self) -> float:
+        """The fastest call."""
+        return min(self.seconds)
+
+
+def take_turns(calls: Mapping[str, Callable[[], object]], rounds: int, seed: int = 0) -> dict[str, Timing]:
+    """Time every program for a slice per round, in an order shuffled anew.
+
+    In a turn a program is called without being timed until its caches and threads are back, then timed call by call;
+    after it, the next one waits until all threads of the process sleep.
+
+    Parameters
+    ----------
+    calls : mapping of str to callable
+        Programs by name; each was called before.
+    rounds : int
+        Turns of each program.
+    seed : int
+        Of the orders.
+
+    Returns
+    -------
+    dict of str to Timing
+    """
+    timings = {name: Timing() for name in calls}
+    order, shuffle = list(calls), random.Random(seed)
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        wait_until_idle()
+        for _ in range(rounds):
+            shuffle.shuffle(order)
+            for name in order:
+                timing = timings[name]
+                if timing.turns < SLOW_TURNS or timing.fastest < SLOW_SECONDS:
+                    _take_turn(calls[name], timing)
+                    timing.restless += not wait_until_idle()
+    finally:
+        if collected:
+            gc.enable()
+    return timings
+
+
+def wait_until_idle() -> bool:
+    """Sleep until this process uses no processor time; False where it still does after a quarter of a second."""
+    end = time.perf_counter() + _IDLE_LIMIT
+    while time.perf_counter() < end:
+        before = time.process_time(), time.perf_counter()
+        time.sleep(_IDLE_STEP)
+        if time.process_time() - before[0] < _IDLE_SHARE * (time.perf_counter() - before[1]):
+            return True
+    return False
+
+
+def _take_turn(call: Callable[[], object], timing: Timing) -> None:
+    timing.turns += 1
+    clock = time.perf_counter
+    begin = clock()
+    if not timing.seconds or timing.fastest < SLOW_SECONDS:
+        for _ in range(3):
+            call()
+            if clock() - begin > SLICE_SECONDS / 4:
+                break
+    begin = end = clock()
+    for _ in range(MOST_CALLS):
+        start = clock()
+        call()
+        end = clock()
+        timing.seconds.append(end - start)
+        if end - begin > SLICE_SECONDS:
+            break

@@ -1,0 +1,112 @@
+"""One process of the matmul benchmark: every product at one thread count.
+
+Thread counts of some libraries are fixed when a process starts, so `matmul.py` starts one of these for each. Its
+arguments come as JSON in ``argv``; each result leaves as a line of JSON on what was standard output, everything
+that libraries print goes to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+ENVIRONMENT = ("TVM_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker does.
+
+    Attributes
+    ----------
+    kinds, shapes, peers : tuple of str
+        Keys of `peers.product.KINDS`, texts of `Shape`, names of packages (none: all that are installed).
+    threads, rounds, seed : int
+    no_weight : bool
+        Both operands are activations.
+    """
+
+    kinds: tuple[str, ...]
+    shapes: tuple[str, ...]
+    peers: tuple[str, ...]
+    threads: int
+    rounds: int
+    no_weight: bool
+    seed: int = 0
+
+    def command(self) -> list[str]:
+        """What runs it."""
+        return [sys.executable, os.path.abspath(__file__), json.dumps(asdict(self))]
+
+    def environment(self) -> dict[str, str]:
+        """The environment it has to start in."""
+        return {**os.environ, **dict.fromkeys(ENVIRONMENT, str(self.threads)), "TVM_BIND_THREADS": "0"}
+
+
+def measure(job: Job, kind: str, shape_text: str) -> dict[str, Any]:
+    """Make, verify and time all contestants of one product; a row of the report as JSON data."""
+    from peers import OURS, Product, installed
+    from peers.peak import peak
+    from peers.product import Shape, Unsupported
+    from turns import take_turns
+
+    shape = Shape.parse(shape_text)
+    product = Product(shape, kind, weight=not (job.no_weight or shape.batch), seed=job.seed)
+    rows: dict[str, dict[str, Any]] = {}
+    calls: dict[Any, Any] = {}
+    contestants = []  # their results' buffers live as long as they do
+    for peer in [OURS, *installed(job.peers)]:
+        row = rows[peer.name] = {}
+        try:
+            contestant = peer.make(product, job.threads)
+            contestants.append(contestant)
+            contestant.call()
+            row.update(note=contestant.note, error=product.error(contestant.result()))
+        except Unsupported as reason:
+            row["unsupported"] = str(reason)
+        except Exception as error:  # whatever a library raises belongs in its row
+            row["failure"] = f"{type(error).__name__}: {_first_line(error)}"
+        else:
+            if row["error"] > 1:
+                row["failure"] = f"wrong numbers: {row['error']:.3g} times what is allowed"
+            else:
+                calls[peer.name] = contestant.call
+                if contestant.kernel is not None:
+                    calls[peer.name, "kernel"] = contestant.kernel
+    result = {"kind": kind, "shape": shape_text, "threads": job.threads, "weight": product.weight, "rows": rows}
+    operations = {name: shape.operations for name in calls}
+    try:
+        calls["peak"] = peak(kind, job.threads)
+        operations["peak"] = calls["peak"].operations
+        result["peak"] = rows["peak"] = {}
+    except Unsupported:
+        pass
+    for name, timing in take_turns(calls, job.rounds, job.seed).items():
+        row = rows[name] if isinstance(name, str) else rows[name[0]].setdefault("kernel", {})
+        speeds = {"median": timing.median, "fastest": timing.fastest}
+        row.update({f"{key}_gops": operations[name] / seconds / 1e9 for key, seconds in speeds.items()})
+        row.update(calls=len(timing.seconds), restless=timing.restless)
+    rows.pop("peak", None)
+    return result
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), "")[:200]
+
+
+def main() -> None:
+    fields = json.loads(sys.argv[1])
+    job = Job(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+    # Libraries print to standard output, from C++ too: results leave by a descriptor of their own.
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for kind in job.kinds:
+        for shape in job.shapes:
+            print(json.dumps(measure(job, kind, shape)), file=results, flush=True)
+
+
+if __name__ == "__main__":
+    main()
