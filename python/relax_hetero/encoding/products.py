@@ -105,7 +105,7 @@ PRODUCTS: tuple[Product, ...] = (
     Product("bfdot", ("neon",), ("bf16",), _BF16, "bf16_dot", 2, "llvm.aarch64.neon.bfdot.v4f32.v8bf16"),
     Product("bf16", _VECTOR, (), _BF16, "bf16_pairs", 2),
     Product("fma", ("generic",), (), _BF16, "fma"),
-    Product("cvtph", ("avx512", "avx2", "neon"), (), _F16, "fma"),
+    Product("cvtph", ("avx512", "avx2", "neon"), (), _F16, "f16_fma"),
     Product("f16", ("sse", "generic"), (), _F16, "f16_bits"),
 )
 

@@ -40,12 +40,12 @@ def lhs_group(product: Product, values: Expr | Sequence[Expr]) -> Expr:
     Returns
     -------
     PrimExpr
-        Where k0 is 1 the element, in the accumulator's type; else its k0 elements as an int32, the first in the low
-        bits.
+        Where k0 is 1 the element, as the step wants it (float16, or the accumulator's type); else its k0 elements as
+        an int32, the first in the low bits.
     """
     if product.k0 == 1:
         value = values if isinstance(values, Expr) else values[0]
-        return _widened(product, value, 1)
+        return value if product.form == "f16_fma" else _widened(product, value, 1)
     group: Expr = tirx.const(0, "int32")
     if isinstance(values, Expr):
         group = tirx.reinterpret("int32", values)
@@ -165,6 +165,12 @@ def _fma(product: Product, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
     return acc + _all(lhs, lanes) * rhs
 
 
+def _f16_fma(product: Product, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
+    """One k a step. The left factor is converted in every lane: twice as fast as converting it alone, since the
+    instruction that loads one float16 keeps the rest of its register and so waits for it."""
+    return acc + cast(tirx.Broadcast(lhs, lanes), product.types[2]) * rhs
+
+
 def _dot(product: Product, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
     """Four bytes by four bytes in one instruction."""
     left = tirx.reinterpret(f"int8x{4 * lanes}", tirx.Broadcast(lhs, lanes))
@@ -237,6 +243,7 @@ def _i32_bytes(product: Product, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) ->
 
 FORMS: dict[str, Callable[[Product, Expr, Expr, Expr, int], Expr]] = {
     "fma": _fma,
+    "f16_fma": _f16_fma,
     "dot": _dot,
     "bf16_dot": _bf16_dot,
     "bf16_pairs": _bf16_pairs,
