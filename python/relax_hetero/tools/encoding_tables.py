@@ -96,9 +96,8 @@ def print_encodings(encodings: Mapping[str, Any], every_op: bool) -> None:
         rows = [[entry[field] for field in ("variable", "op", "device", "reason")] for entry in encodings["cancelled"]]
         print_table("Cancelled encodings", ["variable", "op", "device", "why"], rows)
     if every_op and encodings["ops"]:
-        columns = ["variable", "op", "device", "operand", "shape", "layout", "packed", "bytes before", "bytes after"]
-        operands = [row for op in encodings["ops"] for row in _operand_rows(op)]
-        print_table("Layouts", columns, operands, right=columns[-2:])
+        columns = ["variable", "op", "device", "operand", "shape", "layout", "packed", "bytes"]
+        print_table("Layouts", columns, [row for op in encodings["ops"] for row in _operand_rows(op)])
     ops = len(encodings["ops"])
     console().print(
         f"{plural(ops, 'encoded op')}, {plural(len(encodings['transfers']), 'encoded transfer')}, "
@@ -116,13 +115,13 @@ def _operand_rows(op: Mapping[str, Any]) -> Iterator[list[str]]:
     what = op["op"] + (f", then {op['epilogue']}" if op["epilogue"] else "")
     head = [op["variable"], what, op["device"]]
     for operand in op["operands"]:
+        before, after = size_text(operand["bytes_before"]), size_text(operand["bytes_after"])
         yield [
             *head,
             operand["role"],
             f"{operand['dtype']} {operand['shape']}",
             operand["layout"] or "none yet",
             operand["packed"],
-            size_text(operand["bytes_before"]),
-            size_text(operand["bytes_after"]),
+            before if before == after else f"{before}, stored in {after}",
         ]
         head = ["", "", ""]
