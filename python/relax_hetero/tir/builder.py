@@ -137,6 +137,20 @@ def settled(value: Expr) -> Expr:
     return T.bind(slot[tirx.const(0, "int64")])
 
 
+def held(value: Expr) -> Expr:
+    """A vector or scalar that is computed once.
+
+    Only floats are bound. Integers are held in memory, which LLVM makes a register: the analyses of `settled` look
+    into variables that are bound to them, be they data. (And TVM's legalization of bfloat16 fails on such variables.)
+    """
+    dtype = value.ty.dtype
+    if str(dtype).startswith(("float32", "float64")):
+        return T.bind(value)
+    register = Registers(1, str(dtype).split("x")[0], dtype.lanes)
+    register[0] = value
+    return register[0]
+
+
 def either(condition: Expr, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
     """Write a branch; none where the condition is a bool."""
     if isinstance(condition, bool):
@@ -183,3 +197,24 @@ def ceil_div(value: Expr, by: int) -> Expr:
 def smaller(left: Expr, right: Expr) -> Expr:
     """The minimum, folded where both are ints."""
     return min(left, right) if isinstance(left, int) and isinstance(right, int) else T.min(left, right)
+
+
+def lane_of(vector: Expr, lane: int) -> Expr:
+    """One lane of a vector."""
+    return T.Shuffle([vector], [lane])
+
+
+def masked_store(buffer: Any, index: Expr, value: Expr, mask: Expr) -> None:
+    """Write the lanes of `value` that a mask, true up to some lane, holds for.
+
+    A single lane of a narrow type is written as a scalar: LLVM 22 makes a truncating store of one lane, where it knows
+    the mask, a store of the type before truncation, which overwrites the neighbours.
+    """
+    if tvm.DataType(buffer.dtype).bits >= 32:
+        T.evaluate(T.masked_store(buffer, value, index, mask))
+        return
+    with T.If(tirx.all(lane_of(mask, 0), tirx.Not(lane_of(mask, 1)))):
+        with T.Then():
+            T.buffer_store(buffer, lane_of(value, 0), [index.base])
+        with T.Else():
+            T.evaluate(T.masked_store(buffer, value, index, mask))

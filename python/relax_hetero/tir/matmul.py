@@ -135,7 +135,8 @@ def _tile_size(spec: Product2D, machine: Machine) -> tuple[int, int]:
     sizes = tile_sizes(machine)
     packed = spec.rhs.layout.tile(spec.rhs.index_map.index("n")) // spec.lanes
     vectors = packed if 0 < packed <= sizes.vectors * 2 else sizes.vectors
-    rows = max(1, min(sizes.rows, (machine.isa.registers - vectors - 1) // vectors))
+    free = machine.isa.registers - vectors - 1 - spec.product.temporaries
+    rows = max(1, min(sizes.rows, free // vectors))
     return (min(rows, spec.m) if isinstance(spec.m, int) else rows), vectors
 
 

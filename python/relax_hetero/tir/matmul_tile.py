@@ -12,7 +12,20 @@ from ..encoding.expression import Expression
 from ..encoding.problem import Epilogue
 from ..encoding.products import Product
 from . import elementwise
-from .builder import Expr, Registers, broadcast, either, lane_numbers, loop, settled, smaller, vector_type, when
+from .builder import (
+    Expr,
+    Registers,
+    broadcast,
+    either,
+    held,
+    lane_numbers,
+    loop,
+    settled,
+    smaller,
+    vector_type,
+    when,
+    zeros,
+)
 from .inner_product import emit_step, lhs_group, rhs_groups, zero
 from .operand_view import Coordinates, OperandView
 
@@ -132,7 +145,7 @@ class KRange:
         """Range `number` of `count`, each of `block` but the last."""
         if isinstance(count, int) and count == 1:
             return KRange(0, k, True, True)
-        begin = settled(number * block)
+        begin = settled(number) * block
         return KRange(begin, settled(smaller(begin + block, k)), number < 1, number >= count - 1)
 
 
@@ -204,13 +217,13 @@ def _resume(spec: Product2D, tile: Tile, accs: Registers) -> None:
 def _accumulate(spec: Product2D, tile: Tile, accs: Registers, k: KRange, unroll: int) -> None:
     k0 = spec.product.k0
 
-    def step(at_k: Expr, bank: int, end: Expr | None = None) -> None:
+    def step(at_k: Expr, bank: int, left: Expr | None = None) -> None:
         right = [
-            T.bind(rhs_groups(spec.product, _right(spec, tile, at_k, j, end), spec.lanes)) for j in range(tile.vectors)
+            held(rhs_groups(spec.product, _right(spec, tile, at_k, j, left), spec.lanes)) for j in range(tile.vectors)
         ]
         for i in range(tile.rows):
             at = {**tile.batch, "m": _row(tile, spec.lhs, i), "k": at_k}
-            group = T.bind(lhs_group(spec.product, _left(spec, at, end)))
+            group = held(lhs_group(spec.product, _left(spec, at, left)))
             for j in range(tile.vectors):
                 number = (bank * tile.rows + i) * tile.vectors + j
                 accs[number] = emit_step(spec.product, accs[number], group, right[j], spec.lanes)
@@ -224,23 +237,39 @@ def _accumulate(spec: Product2D, tile: Tile, accs: Registers, k: KRange, unroll:
         with loop(settled(steps % unroll)) as s:
             step(k.begin + (steps // unroll * unroll + s) * k0, 0)
     if k0 > 1 and not (isinstance(size, int) and size % k0 == 0):
-        with when(True if isinstance(size, int) else size % k0 > 0):
-            step(k.begin + steps * k0, 0, k.end)
+        left = settled(size % k0)
+        with when(True if isinstance(left, int) else left > 0):
+            step(k.begin + steps * k0, 0, left)
 
 
-def _left(spec: Product2D, at: Coordinates, end: Expr | None) -> Expr | list[Expr]:
-    """The k0 left factors from a place, zeros from k = end on."""
+def _left(spec: Product2D, at: Coordinates, left: Expr | None) -> Expr | list[Expr]:
+    """The k0 left factors from a place; where only `left` of them exist, zeros for the others."""
     k0 = spec.product.k0
-    contiguous = spec.lhs.stride("k") == 1 and (spec.lhs.layout.tile(spec.lhs.index_map.index("k")) in (1, k0))
-    if end is None and contiguous:
+    if left is None and spec.lhs.stride("k") == 1 and spec.lhs.layout.tile(spec.lhs.index_map.index("k")) in (1, k0):
         return spec.lhs.load(at, "k", k0)
-    return [
-        spec.lhs.load({**at, "k": at["k"] + i}, "k", 1, None if end is None else at["k"] + i < end) for i in range(k0)
-    ]
+    return [_one_of(spec.lhs, at, i, left, 1) for i in range(k0)]
 
 
-def _right(spec: Product2D, tile: Tile, k: Expr, j: int, end: Expr | None) -> Expr:
-    """The right factors of vector j: k0 of a column together, zeros from k = end on where storage is not padded."""
+def _one_of(
+    view: OperandView, at: Coordinates, i: int, left: Expr | None, lanes: int, mask: Expr | None = None
+) -> Expr:
+    """The element at k + i (of every lane), zero where that is not one of the `left` that exist."""
+    if left is None or i == 0:
+        return view.load({**at, "k": at["k"] + i}, "n", lanes, mask)
+    if isinstance(left, int):
+        return view.load({**at, "k": at["k"] + i}, "n", lanes, mask) if i < left else zeros(view.dtype, lanes)
+    # No branch: the last that exists is read in the place of one that does not.
+    value = view.load({**at, "k": at["k"] + T.min(left - 1, i)}, "n", lanes, mask)
+    if view.dtype != "bfloat16":
+        return tirx.Select(broadcast(left > i, lanes), held(value), zeros(view.dtype, lanes))
+    # As bits: TVM's legalization makes a choice between bfloat16 values one between float32 ones.
+    bits = held(tirx.reinterpret(vector_type("uint16", lanes), value))
+    chosen = tirx.Select(broadcast(left > i, lanes), bits, zeros("uint16", lanes))
+    return tirx.reinterpret(vector_type(view.dtype, lanes), chosen)
+
+
+def _right(spec: Product2D, tile: Tile, k: Expr, j: int, left: Expr | None) -> Expr:
+    """The right factors of vector j, k0 of a column together; `left` as for the left ones."""
     k0, lanes = spec.product.k0, spec.lanes
     at = {**tile.batch, "k": k, "n": tile.column + j * lanes}
     mask = _mask_in(spec, tile, spec.rhs, j)
@@ -248,13 +277,7 @@ def _right(spec: Product2D, tile: Tile, k: Expr, j: int, end: Expr | None) -> Ex
         return spec.rhs.load(at, "n", lanes, mask)
     if spec.rhs.layout.tile(spec.rhs.index_map.index("k")) == k0 and spec.rhs.stride("n") == k0:
         return spec.rhs.load_run(at, lanes * k0)
-    rows = []
-    for i in range(k0):
-        exists = mask
-        if end is not None:
-            here = broadcast(k + i < end, lanes)
-            exists = here if mask is None else tirx.And(here, mask)
-        rows.append(spec.rhs.load({**at, "k": k + i}, "n", lanes, exists))
+    rows = [_one_of(spec.rhs, at, i, left, lanes, mask) for i in range(k0)]
     return T.Shuffle(rows, [i * lanes + lane for lane in range(lanes) for i in range(k0)])
 
 

@@ -9,7 +9,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ..encoding.packed_layout import PackedLayout
 from ..encoding.problem import Operand
-from .builder import Expr, Function, broadcast, flat, lane_indices, vector_type
+from .builder import Expr, Function, broadcast, flat, lane_indices, lane_of, masked_store, settled, vector_type
 
 Coordinates = Mapping[str, Expr]
 """A position in the iteration space: an int64 expression for each iteration dimension."""
@@ -44,15 +44,22 @@ class OperandView:
                 self.extents.append(function.symbol(dim))
             else:
                 # A parameter of this shape cannot say what the extent is, only how many tiles there are.
-                self.extents.append(function.symbol(f"{name}_tiles_{d}") * tile)
+                blocks = function.symbol(f"{name}_tiles_{d}")
+                compensated = operand.layout.compensation and d == operand.layout.inner_dims[-1]
+                self.extents.append((blocks - 1 if compensated else blocks) * tile)
         for extent in operand.layout.packed_shape(self.extents):
             physical.append(tirx.IntImm("int64", extent) if isinstance(extent, int) else _simplify(extent))
         self._buffer = function.argument(name, physical, operand.dtype)
         self._physical = physical
 
     def open(self) -> None:
-        """Declare the flat view of the parameter; inside the function's body."""
+        """Declare the flat view of the parameter; inside the function's body, after merging."""
         self.data = flat(self._buffer, self._physical)
+        self._strides: list[Expr] = []
+        distance: Expr = 1
+        for extent in reversed(self.layout.packed_shape(self.extents)):
+            self._strides.insert(0, distance)
+            distance = settled(distance * extent)
 
     def runs_along(self, name: str) -> bool:
         """Whether the operand has the iteration dimension (else it is broadcast along it)."""
@@ -89,21 +96,16 @@ class OperandView:
             outer[self.layout.inner_dims[-1]] = outer[self.layout.inner_dims[-1]] + 1
         offset: Expr = tirx.const(0, "int64")
         positions = [outer[d] for d in self.layout.outer_perm] + [inner[d] for d in self.layout.inner_dims]
-        for extent, position in zip(self.layout.packed_shape(self.extents), positions, strict=True):
-            offset = offset * extent + position
+        for stride, position in zip(self._strides, positions, strict=True):
+            offset = offset + position * stride
         return _simplify(offset)
 
     def stride(self, name: str) -> Expr:
         """Distance of neighbours along an iteration dimension, within a tile where it is tiled."""
         d = self.index_map.index(name)
-        rank = len(self.extents)
-        axis = (
-            rank + self.layout.inner_dims.index(d) if d in self.layout.inner_dims else self.layout.outer_perm.index(d)
-        )
-        distance: Expr = 1
-        for extent in self.layout.packed_shape(self.extents)[axis + 1 :]:
-            distance = distance * extent
-        return distance
+        if d in self.layout.inner_dims:
+            return self._strides[len(self.extents) + self.layout.inner_dims.index(d)]
+        return self._strides[self.layout.outer_perm.index(d)]
 
     def load(self, at: Coordinates, along: str, lanes: int, mask: Expr | None = None) -> Expr:
         """`lanes` elements from a position along an iteration dimension, all the same where the operand lacks it.
@@ -122,7 +124,7 @@ class OperandView:
         stride = self.stride(along)
         if lanes == 1:
             scalar = self.data[self.address(at)]
-            return scalar if mask is None else T.if_then_else(mask, scalar, tirx.const(0, self.dtype))
+            return scalar if mask is None else _guarded(scalar, mask, self.dtype)
         if mask is None:
             return self.data[lane_indices(self.address(at), lanes, stride)]
         if isinstance(stride, int) and stride == 1:
@@ -151,7 +153,7 @@ class OperandView:
             with T.If(mask), T.Then():
                 T.buffer_store(self.data, value, [index])
         elif isinstance(stride, int) and stride == 1:
-            T.evaluate(T.masked_store(self.data, value, index, mask))
+            masked_store(self.data, index, value, mask)
         else:
             kept = T.bind(value)
             for lane in range(lanes):
@@ -159,9 +161,14 @@ class OperandView:
                     T.buffer_store(self.data, lane_of(kept, lane), [self.address(_moved(at, along, lane))])
 
 
-def lane_of(vector: Expr, lane: int) -> Expr:
-    """One lane of a vector."""
-    return T.Shuffle([vector], [lane])
+def _guarded(scalar: Expr, mask: Expr, dtype: str) -> Expr:
+    """A load that happens only where the mask holds, zero elsewhere."""
+    if dtype != "bfloat16":
+        return T.if_then_else(mask, scalar, tirx.const(0, dtype))
+    # As bits: TVM's legalization makes a choice between bfloat16 values one between float32 ones.
+    bits = T.if_then_else(mask, tirx.reinterpret("uint16", scalar), tirx.const(0, "uint16"))
+    return tirx.reinterpret("bfloat16", bits)
+
 
 
 def _moved(at: Coordinates, along: str, by: int) -> Coordinates:
