@@ -45,6 +45,9 @@ class Product:
     compensation : int
         What the layout's compensation block is multiplied by before it starts the accumulators: 1, -1, or 0 where the
         layout has none. K=0 has a block of zeros.
+    temporaries : int
+        Vector registers that a step needs beside the accumulators, the right factors and one left factor, with two
+        vectors of columns; a machine with few registers takes fewer rows for them.
     """
 
     name: str
@@ -57,6 +60,7 @@ class Product:
     swapped: bool = False
     flip: bool = False
     compensation: int = 0
+    temporaries: int = 0
 
 
 _VECTOR = ("avx512", "avx2", "sse", "neon")
@@ -85,28 +89,33 @@ _SDOT, _UDOT, _USDOT = (f"llvm.aarch64.neon.{name}.v4i32.v16i8" for name in ("sd
 
 # Sources: Intel SDM vol. 2 (VPDPBUSD, VDPBF16PS, PMADDWD, VCVTPH2PS); Arm ARM (SDOT, UDOT, USDOT, BFDOT).
 PRODUCTS: tuple[Product, ...] = (
-    *(Product("fma", _ANY, (), (t, t, t), "fma") for t in ("float32", "float64", "int32", "uint32", "int64")),
+    *(Product("fma", _ANY, (), (t, t, t), "fma") for t in ("float32", "float64")),
+    *(Product("mla", _ANY, (), (t, t, t), "fma", temporaries=2) for t in ("int32", "uint32")),
+    Product("mla", _ANY, (), ("int64",) * 3, "fma", temporaries=7),
     # bytes
     *_unsigned_by_signed("vnni", "avx512", ("avx512vnni",), "llvm.x86.avx512.vpdpbusd.512"),
     *_unsigned_by_signed("avxvnni", "avx2", ("avxvnni",), "llvm.x86.avx512.vpdpbusd.256"),
-    *(Product("pmaddwd", ("avx512",), (), t, "i16_pairs", 4, "llvm.x86.avx512.pmaddw.d.512") for t in _BYTES),
-    *(Product("pmaddwd", ("avx2",), (), t, "i16_pairs", 4, "llvm.x86.avx2.pmadd.wd") for t in _BYTES),
-    *(Product("pmaddwd", ("sse",), (), t, "i16_pairs", 4, "llvm.x86.sse2.pmadd.wd") for t in _BYTES),
+    *(
+        Product("pmaddwd", ("avx512",), (), t, "i16_pairs", 4, "llvm.x86.avx512.pmaddw.d.512", temporaries=5)
+        for t in _BYTES
+    ),
+    *(Product("pmaddwd", ("avx2",), (), t, "i16_pairs", 4, "llvm.x86.avx2.pmadd.wd", temporaries=5) for t in _BYTES),
+    *(Product("pmaddwd", ("sse",), (), t, "i16_pairs", 4, "llvm.x86.sse2.pmadd.wd", temporaries=5) for t in _BYTES),
     Product("usdot", ("neon",), ("i8mm",), _U8S8, "dot", 4, _USDOT),
     Product("usdot", ("neon",), ("i8mm",), _S8U8, "dot", 4, _USDOT, swapped=True),
     Product("sdot", ("neon",), ("dotprod",), _S8S8, "dot", 4, _SDOT),
     Product("udot", ("neon",), ("dotprod",), _U8U8, "dot", 4, _UDOT),
     Product("sdot", ("neon",), ("dotprod",), _U8S8, "dot", 4, _SDOT, flip=True, compensation=-1),
     Product("udot", ("neon",), ("dotprod",), _S8U8, "dot", 4, _UDOT, flip=True, compensation=1),
-    *(Product("mla", ("neon",), (), t, "i32_bytes", 4) for t in _BYTES),
+    *(Product("mla", ("neon",), (), t, "i32_bytes", 4, temporaries=5) for t in _BYTES),
     *(Product("fma", ("generic",), (), t, "fma") for t in _BYTES),
     # halves
     Product("dpbf16", ("avx512",), ("avx512bf16",), _BF16, "bf16_dot", 2, "llvm.x86.avx512bf16.dpbf16ps.512"),
     Product("bfdot", ("neon",), ("bf16",), _BF16, "bf16_dot", 2, "llvm.aarch64.neon.bfdot.v4f32.v8bf16"),
-    Product("bf16", _VECTOR, (), _BF16, "bf16_pairs", 2),
+    Product("bf16", _VECTOR, (), _BF16, "bf16_pairs", 2, temporaries=4),
     Product("fma", ("generic",), (), _BF16, "fma"),
-    Product("cvtph", ("avx512", "avx2", "neon"), (), _F16, "f16_fma"),
-    Product("f16", ("sse", "generic"), (), _F16, "f16_bits"),
+    Product("cvtph", ("avx512", "avx2", "neon"), (), _F16, "f16_fma", temporaries=2),
+    Product("f16", ("sse", "generic"), (), _F16, "f16_bits", temporaries=7),
 )
 
 
