@@ -70,7 +70,7 @@ def emit(expression: Expression, values: Sequence[tirx.Expr], dtypes: Sequence[s
         vector = cast(value, computed_in(dtype))
         if lanes > 1 and vector.ty.dtype.lanes == 1:
             vector = T.broadcast(vector, lanes)
-        operands.append(_Value(dtype, vector if dtype == "bool" else T.bind(vector)))
+        operands.append(_Value(dtype, vector if dtype == "bool" else vector_math.once(vector)))
 
     def apply(op: str, args: list[Any], params: tuple[Any, ...]) -> Any:
         if op == "number":
@@ -88,7 +88,7 @@ def emit(expression: Expression, values: Sequence[tirx.Expr], dtypes: Sequence[s
         function = (FLOAT_OPS if _is_float(like.dtype) else INT_OPS).get(op)
         if function is None or (op in FLOAT32_OPS and like.dtype == "float64"):
             raise EncodingError(f"{op} in expression {expression} does not exist for {like.dtype}")
-        return _Value(like.dtype, T.bind(function(*terms, *params)))
+        return _Value(like.dtype, vector_math.once(function(*terms, *params)))
 
     result = _known(expression, expression.evaluate(operands, apply))
     return cast(result.value, result.dtype)
@@ -108,11 +108,11 @@ def _cast(value: _Value, dtype: str) -> _Value:
     if dtype == "bfloat16" and value.dtype != dtype:
         return _Value(dtype, round_to_bfloat16(cast(value.value, "float32")))
     if dtype == "float16":
-        return _Value(dtype, T.bind(cast(cast(value.value, "float16"), "float32")))
+        return _Value(dtype, vector_math.once(cast(cast(value.value, "float16"), "float32")))
     if dtype == "bool":
         # Not bound: TVM's analyzer fails on bound vectors of bool.
         return _Value(dtype, tirx.NE(value.value, vector_math.constant(value.value, 0)))
-    return _Value(dtype, T.bind(cast(value.value, computed_in(dtype))))
+    return _Value(dtype, vector_math.once(cast(value.value, computed_in(dtype))))
 
 
 def elementwise_kernel(problem: ElementwiseProblem, machine: Machine) -> tirx.PrimFunc:

@@ -37,11 +37,11 @@ def cast(value: tirx.Expr, dtype: str) -> tirx.Expr:
 
 def round_to_bfloat16(x: tirx.Expr) -> tirx.Expr:
     """A float32 expression rounded to the nearest bfloat16 (halves to even), as float32."""
-    raw = T.bind(vector_math.bits(x))
+    raw = vector_math.once(vector_math.bits(x))
     one = vector_math.constant(raw, 1)
     odd = T.bitwise_and(T.shift_right(raw, vector_math.constant(raw, 16)), one)
     rounded = T.bitwise_and(raw + vector_math.constant(raw, 0x7FFF) + odd, vector_math.constant(raw, -0x10000))
-    return T.bind(T.Select(T.isnan(x), x, vector_math.from_bits(rounded)))
+    return vector_math.once(T.Select(T.isnan(x), x, vector_math.from_bits(rounded)))
 
 
 def _maximum(a: tirx.Expr, b: tirx.Expr) -> tirx.Expr:

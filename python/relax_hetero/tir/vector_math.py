@@ -22,6 +22,8 @@ from itertools import zip_longest
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from .builder import Registers
+
 # tanh(x) = x + x^3 P(x^2) for |x| < 0.625, relative error 4.5e-9.
 _TANH_SMALL = (-0.333332802, 0.133313837, -0.0537340027, 0.0206181305, -0.00567931253)
 
@@ -60,6 +62,19 @@ _ROUNDER, _ROUNDER_BITS = 12582912.0, 0x4B400000
 _MAX = 3.4028234663852886e38
 _MIN_NORMAL = 1.1754943508222875e-38
 _SQRT_HALF_BITS = 0x3F3504F3
+
+
+def once(value: tirx.Expr) -> tirx.Expr:
+    """A value that is computed once, however often it is used.
+
+    It goes through memory of its own, which LLVM makes a register. TVM's simplifier substitutes variables that are
+    bound to expressions wherever they are used, so that code with a chain of choices doubles at every one of them: an
+    epilogue with gelu took half a minute to compile. It does not look into memory.
+    """
+    dtype = value.ty.dtype
+    register = Registers(1, str(dtype).partition("x")[0], dtype.lanes)
+    register[0] = value
+    return register[0]
 
 
 def dtype_of(x: tirx.Expr) -> str:
@@ -113,14 +128,14 @@ def clamp(x: tirx.Expr, low: float, high: float) -> tirx.Expr:
 
 def at_least(x: tirx.Expr, low: float) -> tirx.Expr:
     """The greater of `x` and a number; NaN stays."""
-    x = T.bind(x)
-    return T.bind(T.Select(x < constant(x, low), constant(x, low), x))
+    x = once(x)
+    return once(T.Select(x < constant(x, low), constant(x, low), x))
 
 
 def at_most(x: tirx.Expr, high: float) -> tirx.Expr:
     """The lesser of `x` and a number; NaN stays."""
-    x = T.bind(x)
-    return T.bind(T.Select(x > constant(x, high), constant(x, high), x))
+    x = once(x)
+    return once(T.Select(x > constant(x, high), constant(x, high), x))
 
 
 def polynomial(x: tirx.Expr, coefficients: tuple[float, ...]) -> tirx.Expr:
@@ -134,53 +149,53 @@ def polynomial(x: tirx.Expr, coefficients: tuple[float, ...]) -> tirx.Expr:
 def exp(x: tirx.Expr) -> tirx.Expr:
     """e^x, denormal results included."""
     mantissa, scale = _exp_parts(x, -104.0, 89.0)
-    return T.bind(mantissa * scale)
+    return once(mantissa * scale)
 
 
 def log(x: tirx.Expr) -> tirx.Expr:
     """The natural logarithm: -inf of zeros, NaN of negative numbers."""
-    x = T.bind(x)
+    x = once(x)
     tiny = x < constant(x, _MIN_NORMAL)
-    raw = T.bind(bits(T.Select(tiny, x * constant(x, 8388608.0), x)))
+    raw = once(bits(T.Select(tiny, x * constant(x, 8388608.0), x)))
     # The exponent that leaves a mantissa between sqrt(1/2) and sqrt(2).
-    offset = T.bind(raw - constant(raw, _SQRT_HALF_BITS))
+    offset = once(raw - constant(raw, _SQRT_HALF_BITS))
     exponent = T.cast(T.shift_right(offset, constant(raw, 23)), dtype_of(x)) - T.Select(
         tiny, constant(x, 23.0), constant(x, 0.0)
     )
-    exponent = T.bind(exponent)
+    exponent = once(exponent)
     mantissa = T.bitwise_and(offset, constant(raw, 0x007FFFFF)) + constant(raw, _SQRT_HALF_BITS)
-    f = T.bind(from_bits(mantissa) - constant(x, 1.0))
-    square = T.bind(f * f)
-    tail = T.bind(square * f * polynomial(f, _LOG_P) + exponent * constant(x, _LN2_LO))
+    f = once(from_bits(mantissa) - constant(x, 1.0))
+    square = once(f * f)
+    tail = once(square * f * polynomial(f, _LOG_P) + exponent * constant(x, _LN2_LO))
     result = (tail - square * constant(x, 0.5)) + f + exponent * constant(x, _LN2_HI)
-    own = T.bind(bits(x))
+    own = once(bits(x))
     not_positive = from_bits(
         T.bitwise_or(own, T.Select(x < constant(x, 0.0), constant(own, 0x7FC00000), constant(own, -0x00800000)))
     )
     # Of what is left, infinity and NaN are their own logarithms.
     finite = T.Select(x <= constant(x, _MAX), result, x)
-    return T.bind(T.Select(x <= constant(x, 0.0), not_positive, finite))
+    return once(T.Select(x <= constant(x, 0.0), not_positive, finite))
 
 
 def tanh(x: tirx.Expr) -> tirx.Expr:
     """The hyperbolic tangent."""
-    x = T.bind(x)
-    magnitude, square = T.bind(absolute(x)), T.bind(x * x)
+    x = once(x)
+    magnitude, square = once(absolute(x)), once(x * x)
     small = x * (square * polynomial(square, _TANH_SMALL)) + x
     mantissa, scale = _exp_parts(magnitude + magnitude, 0.0, 20.0)
     one = constant(x, 1.0)
     large = one - constant(x, 2.0) / (mantissa * scale + one)
-    return T.bind(_with_sign(T.Select(magnitude < constant(x, 0.625), small, large), x))
+    return once(_with_sign(T.Select(magnitude < constant(x, 0.625), small, large), x))
 
 
 def erf(x: tirx.Expr) -> tirx.Expr:
     """The error function."""
-    x = T.bind(x)
-    magnitude, square = at_most(absolute(x), _ERF_LIMIT), T.bind(x * x)
+    x = once(x)
+    magnitude, square = at_most(absolute(x), _ERF_LIMIT), once(x * x)
     small = x * polynomial(square, _ERF_SMALL) + x
     mantissa, scale = _exp_parts(constant(x, 0.0) - polynomial(magnitude, _ERF_LARGE), -20.0, 0.0)
     large = constant(x, 1.0) - mantissa * scale
-    return T.bind(_with_sign(T.Select(magnitude < constant(x, 0.92), small, large), x))
+    return once(_with_sign(T.Select(magnitude < constant(x, 0.92), small, large), x))
 
 
 def sigmoid(x: tirx.Expr) -> tirx.Expr:
@@ -190,30 +205,28 @@ def sigmoid(x: tirx.Expr) -> tirx.Expr:
 
 def silu(x: tirx.Expr) -> tirx.Expr:
     """x / (1 + e^-x)."""
-    x = T.bind(x)
+    x = once(x)
     return _times_sigmoid(x, x)
 
 
 def gelu(x: tirx.Expr) -> tirx.Expr:
     """x (1 + erf(x / sqrt(2))) / 2."""
-    x = T.bind(x)
-    half = T.bind(x * constant(x, 0.5))
-    return T.bind(
-        half * _odd_rational(x * constant(x, 0.70710678118654752), _ERF_RATIONAL_LIMIT, _ERF_P, _ERF_Q) + half
-    )
+    x = once(x)
+    half = once(x * constant(x, 0.5))
+    return once(half * _odd_rational(x * constant(x, 0.70710678118654752), _ERF_RATIONAL_LIMIT, _ERF_P, _ERF_Q) + half)
 
 
 def gelu_tanh(x: tirx.Expr) -> tirx.Expr:
     """x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2."""
-    x = T.bind(x)
-    half = T.bind(x * constant(x, 0.5))
+    x = once(x)
+    half = once(x * constant(x, 0.5))
     inner = x * (constant(x, 0.79788456080286536) + x * x * constant(x, 0.79788456080286536 * 0.044715))
-    return T.bind(half * _odd_rational(inner, _TANH_RATIONAL_LIMIT, _TANH_P, _TANH_Q) + half)
+    return once(half * _odd_rational(inner, _TANH_RATIONAL_LIMIT, _TANH_P, _TANH_Q) + half)
 
 
 def rsqrt(x: tirx.Expr) -> tirx.Expr:
     """1 / sqrt(x)."""
-    return T.bind(constant(x, 1.0) / T.sqrt(x))
+    return once(constant(x, 1.0) / T.sqrt(x))
 
 
 def _int32(x: tirx.Expr) -> str:
@@ -228,12 +241,12 @@ def _with_sign(magnitude: tirx.Expr, x: tirx.Expr) -> tirx.Expr:
 def _odd_rational(x: tirx.Expr, limit: float, p: tuple[float, ...], q: tuple[float, ...]) -> tirx.Expr:
     """x P(x^2) / Q(x^2), and exactly 1 or -1 from the limit on: what is left of gelu far below zero is zero."""
     x = clamp(x, -limit, limit)
-    square = T.bind(x * x)
-    fourth = T.bind(square * square)
+    square = once(x * x)
+    fourth = once(square * square)
     ratio = x * _paired(square, fourth, p) / _paired(square, fourth, q)
     one, edge = constant(x, 1.0), constant(x, limit)
     below = T.Select(x <= constant(x, -limit), constant(x, -1.0), ratio)
-    return T.bind(T.Select(x >= edge, one, below))
+    return once(T.Select(x >= edge, one, below))
 
 
 def _paired(x: tirx.Expr, square: tirx.Expr, coefficients: tuple[float, ...]) -> tirx.Expr:
@@ -250,7 +263,7 @@ def _paired(x: tirx.Expr, square: tirx.Expr, coefficients: tuple[float, ...]) ->
 
 def _times_sigmoid(x: tirx.Expr, factor: tirx.Expr | None) -> tirx.Expr:
     """factor / (1 + e^-x), factor 1 where there is none; of e^-|x|, which cannot overflow."""
-    x = T.bind(x)
+    x = once(x)
     # Below -112 the result is 0 in float32.
     mantissa, scale = _exp_parts(constant(x, 0.0) - absolute(x), -112.0, 0.0)
     one = constant(x, 1.0)
@@ -261,20 +274,20 @@ def _times_sigmoid(x: tirx.Expr, factor: tirx.Expr | None) -> tirx.Expr:
     if factor is not None:
         numerator = numerator * factor
         scale = T.Select(x < constant(x, -112.0), constant(x, 0.0), scale)
-    return T.bind(numerator / denominator * T.Select(negative, scale, one))
+    return once(numerator / denominator * T.Select(negative, scale, one))
 
 
 def _exp_parts(x: tirx.Expr, low: float, high: float) -> tuple[tirx.Expr, tirx.Expr]:
     """e^x as a product of two numbers, of which neither overflows nor is denormal; x clamped to -125 <= low, high."""
     x = clamp(x, low, high)
-    shifted = T.bind(x * constant(x, _LOG2_E) + constant(x, _ROUNDER))
-    raw = T.bind(bits(shifted))
-    exponent = T.bind(raw - constant(raw, _ROUNDER_BITS))
-    n = T.bind(T.cast(exponent, dtype_of(x)))  # shifted - _ROUNDER would be simplified to what it was before
-    r = T.bind(x - n * constant(x, _LN2_HI) - n * constant(x, _LN2_LO))
+    shifted = once(x * constant(x, _LOG2_E) + constant(x, _ROUNDER))
+    raw = once(bits(shifted))
+    exponent = once(raw - constant(raw, _ROUNDER_BITS))
+    n = once(T.cast(exponent, dtype_of(x)))  # shifted - _ROUNDER would be simplified to what it was before
+    r = once(x - n * constant(x, _LN2_HI) - n * constant(x, _LN2_LO))
     value = polynomial(r, _EXP_P) * (r * r) + r + constant(x, 1.0)
-    half = T.bind(T.shift_right(exponent, constant(raw, 1)))
-    return T.bind(value * _power_of_two(half)), T.bind(_power_of_two(exponent - half))
+    half = once(T.shift_right(exponent, constant(raw, 1)))
+    return once(value * _power_of_two(half)), once(_power_of_two(exponent - half))
 
 
 def _power_of_two(exponent: tirx.Expr) -> tirx.Expr:
