@@ -1,7 +1,8 @@
 """Copies between row-major and packed storage that transpose in registers.
 
 ``(n, k) -> [n/32, k, 32]``, ``(m, k) -> [m/8, k, 8]``, and with k in groups of a word,
-``(n, k) -> [n/32, k/4, 32, 4]``: blocks of rows are read as vectors along k and go through a network of two-register shuffles.
+``(n, k) -> [n/32, k/4, 32, 4]``: blocks of rows are read as vectors along k and go through a network of two-register
+shuffles.
 """
 
 from __future__ import annotations

@@ -1,0 +1,89 @@
+"""Building PrimFuncs for several CPUs, and inputs and outputs that show what a kernel must not do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tvm
+import tvm_ffi
+from tvm import tirx
+
+from relax_hetero.encoding import PackedLayout
+from relax_hetero.encoding.machine import Machine, machine_of
+
+TARGETS = {
+    "avx512": {"kind": "llvm", "mcpu": "x86-64-v4", "num-cores": 2},
+    "avx2": {"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 2},
+    "sse": {"kind": "llvm", "mcpu": "x86-64"},
+    "c": {"kind": "c"},
+}
+
+
+def target_of(name: str) -> tvm.target.Target:
+    return tvm.target.Target(TARGETS[name])
+
+
+def machine_named(name: str) -> Machine:
+    return machine_of(target_of(name))
+
+
+def runs_here(name: str) -> bool:
+    if TARGETS[name]["kind"] == "c":
+        return True
+    if not str(tvm.target.codegen.llvm_get_system_triple()).startswith("x86_64"):
+        return False
+    host = tvm_ffi.get_global_func("tvm.codegen.llvm.GetHostCPUFeatures")()
+    present = {str(feature) for feature, has in host.items() if has}
+    return set(machine_named(name).isa.features) <= present
+
+
+NAMES = [name for name in TARGETS if runs_here(name)]
+VECTOR_NAMES = [name for name in NAMES if name != "c"]
+
+
+def built(functions: dict[str, tirx.PrimFunc], name: str, folder: Path) -> Any:
+    """A module with functions for a target, loaded."""
+    module = tvm.IRModule({key: f.with_attr("global_symbol", key) for key, f in functions.items()})
+    executable = tvm.compile(module, target=target_of(name))
+    if name != "c":
+        return executable
+    path = folder / "kernels.so"
+    executable.export_library(str(path))
+    return tvm.runtime.load_module(str(path))
+
+
+def assembly(function: tirx.PrimFunc, name: str) -> str:
+    module = tvm.IRModule({"kernel": function.with_attr("global_symbol", "kernel")})
+    return tvm.compile(module, target=target_of(name)).mod.inspect_source("asm")
+
+
+def kernel(function: tirx.PrimFunc, name: str, folder: Path) -> Callable[..., None]:
+    return built({"kernel": function}, name, folder)["kernel"]
+
+
+def random_bits(shape: Sequence[int], dtype: str, rng: np.random.Generator) -> np.ndarray:
+    """Any bits at all: NaN payloads and denormals included."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return rng.integers(0, 256, size, dtype=np.uint8).view(dtype).reshape(shape)
+
+
+def poisoned(shape: Sequence[int], dtype: str) -> tvm.runtime.Tensor:
+    """An output that shows every element that is not written."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return tvm.runtime.tensor(np.full(size, 0xAB, np.uint8).view(dtype).reshape(shape))
+
+
+def stored(array: np.ndarray, layout: PackedLayout, padding: int = 0xFF) -> np.ndarray:
+    """`array` as `layout` stores it, every byte of padding as given: 0xFF is NaN."""
+    packed = layout.pack(array)
+    real = layout.pack(np.ones(array.shape, np.uint8)).reshape(-1) != 0
+    raw = packed.reshape(-1).view(np.uint8).reshape(packed.size, array.dtype.itemsize)
+    raw[~real] = padding
+    return packed
+
+
+def same_bits(left: np.ndarray, right: np.ndarray) -> bool:
+    return left.shape == right.shape and left.dtype == right.dtype and left.tobytes() == right.tobytes()
