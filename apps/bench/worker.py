@@ -65,8 +65,11 @@ def measure(job: Job, kind: str, shape_text: str) -> dict[str, Any]:
             contestants.append(contestant)
             contestant.call()
             row.update(note=contestant.note, error=product.error(contestant.result()))
+            row["compile_seconds"] = contestant.compile_seconds
         except Unsupported as reason:
             row["unsupported"] = str(reason)
+        except ImportError as error:  # found, but it does not load here
+            row["unsupported"] = f"not usable: {_first_line(error)}"
         except Exception as error:  # whatever a library raises belongs in its row
             row["failure"] = f"{type(error).__name__}: {_first_line(error)}"
         else:
@@ -76,7 +79,15 @@ def measure(job: Job, kind: str, shape_text: str) -> dict[str, Any]:
                 calls[peer.name] = contestant.call
                 if contestant.kernel is not None:
                     calls[peer.name, "kernel"] = contestant.kernel
-    result = {"kind": kind, "shape": shape_text, "threads": job.threads, "weight": product.weight, "rows": rows}
+    full = str(shape)
+    result = {
+        "kind": kind,
+        "shape": shape_text,
+        "full_shape": full,
+        "threads": job.threads,
+        "weight": product.weight,
+        "rows": rows,
+    }
     operations = {name: shape.operations for name in calls}
     try:
         calls["peak"] = peak(kind, job.threads)
@@ -105,6 +116,7 @@ def main() -> None:
     os.dup2(2, 1)
     for kind in job.kinds:
         for shape in job.shapes:
+            print(json.dumps({"begins": f"{kind} {shape}"}), file=results, flush=True)
             print(json.dumps(measure(job, kind, shape)), file=results, flush=True)
 
 

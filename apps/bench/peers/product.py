@@ -139,12 +139,15 @@ class Contestant:
         What exactly is timed, where that is not plain.
     kernel : Callable, optional
         The same without the public call around it, for an extra column.
+    compile_seconds : float, optional
+        How long compiling the product took.
     """
 
     call: Callable[[], object]
     result: Callable[[], np.ndarray]
     note: str = ""
     kernel: Callable[[], object] | None = None
+    compile_seconds: float | None = None
 
 
 def aligned(array: np.ndarray) -> np.ndarray:

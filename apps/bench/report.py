@@ -1,0 +1,176 @@
+"""What the matmul benchmark says: ratios to the best peer of each shape, geometric means, and the bars for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+OURS = "relax-hetero"
+# Geometric mean, least of any shape and least at M = 1, of our speed over the best peer's.
+BARS: dict[str, tuple[float, float, float]] = {
+    "f32": (1.02, 0.94, 0.90),
+    "u8s8": (1.05, 0.0, 0.0),
+    "s8s8": (1.00, 0.0, 0.0),
+    "bf16": (1.05, 0.0, 0.0),
+}
+NO_WEIGHT_BAR = 0.95
+# Of the peak, on one thread; and over stock TVM.
+PEAK_BAR, STOCK_BAR, LARGE = 0.95, 100.0, "1024x1024x1024"
+COMPILE_BAR = 1.0  # seconds for a product, at most
+
+
+@dataclass(frozen=True)
+class Check:
+    """A number and the least, or the most, it should be."""
+
+    what: str
+    found: float
+    bar: float
+    at_most: bool = False
+
+    @property
+    def passed(self) -> bool:
+        """Whether the bar is reached."""
+        return self.found <= self.bar if self.at_most else self.found >= self.bar
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.found:.3f}, at {'most' if self.at_most else 'least'} {self.bar:g}"
+
+
+def speed(row: dict[str, Any] | None) -> float | None:
+    """Median Gop/s of a contestant's row, None if it has none."""
+    return row.get("median_gops") if row else None
+
+
+def best_peer(result: dict[str, Any]) -> tuple[str, float] | None:
+    """The fastest other contestant of a result by its median."""
+    speeds = {name: speed(row) for name, row in result["rows"].items() if name != OURS}
+    known = {name: value for name, value in speeds.items() if value is not None}
+    return max(known.items(), key=lambda item: item[1]) if known else None
+
+
+def ratio(result: dict[str, Any]) -> float | None:
+    """Our speed over the best peer's."""
+    own, best = speed(result["rows"].get(OURS)), best_peer(result)
+    return own / best[1] if own is not None and best is not None else None
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Of positive numbers; NaN of none."""
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
+
+
+def checks(results: Sequence[dict[str, Any]]) -> list[Check]:
+    """What the results have to reach, for each type and thread count; a right number missing is not reached."""
+    found = []
+    for (kind, threads), group in grouped(results).items():
+        title = f"{kind}, {threads} thread{'s' if threads > 1 else ''}"
+        for weight in (True, False):
+            part = [result for result in group if result["weight"] == weight]
+            ratios = {result["shape"]: ratio(result) or math.nan for result in part}
+            if not ratios:
+                continue
+            mean = geometric_mean(list(ratios.values()))
+            if not weight:
+                found.append(Check(f"{title}: geometric mean without weights", mean, NO_WEIGHT_BAR))
+                continue
+            least_mean, least, least_row = BARS[kind]
+            found.append(Check(f"{title}: geometric mean over the best peer", mean, least_mean))
+            for shape, value in ratios.items():
+                bar = least_row if shape.startswith("1x") else least
+                if bar and not value >= bar:
+                    found.append(Check(f"{title}: {shape}", value, bar))
+        found += _large(title, group, kind, threads)
+    seconds = [result["rows"].get(OURS, {}).get("compile_seconds") for result in results]
+    slowest = max((value for value in seconds if value is not None), default=None)
+    if slowest is not None:
+        found.append(Check("longest compilation of a product, seconds", slowest, COMPILE_BAR, at_most=True))
+    return found
+
+
+def _large(title: str, group: Sequence[dict[str, Any]], kind: str, threads: int) -> list[Check]:
+    found = []
+    for result in group:
+        own, peak = speed(result["rows"].get(OURS)), speed(result.get("peak"))
+        stock = speed(result["rows"].get("stock TVM"))
+        if result["full_shape"] != LARGE or own is None or kind != "f32":
+            continue
+        if peak is not None and threads == 1 and result["weight"]:
+            found.append(Check(f"{title}: {result['shape']} over the peak", own / peak, PEAK_BAR))
+        if stock is not None:
+            found.append(Check(f"{title}: {result['shape']} over stock TVM", own / stock, STOCK_BAR))
+    return found
+
+
+def grouped(results: Iterable[dict[str, Any]]) -> dict[tuple[str, int], list[dict[str, Any]]]:
+    """Results by type and thread count, in order of appearance."""
+    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for result in results:
+        groups.setdefault((result["kind"], result["threads"]), []).append(result)
+    return groups
+
+
+def tables(results: Sequence[dict[str, Any]]) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Title, columns and cells of a table per type and thread count; speeds are Gop/s, median (fastest)."""
+    made = []
+    for (kind, threads), group in grouped(results).items():
+        names = [name for name in group[0]["rows"] if any(speed(result["rows"].get(name)) for result in group)]
+        columns = ["shape", *names, "kernel alone", "peak", "best peer", "ratio"]
+        rows = []
+        for result in group:
+            best, value = best_peer(result), ratio(result)
+            kernel = result["rows"].get(OURS, {}).get("kernel")
+            rows.append(
+                [
+                    result["shape"] + ("" if result["weight"] else " (no weight)"),
+                    *(_cell(result["rows"].get(name)) for name in names),
+                    _cell(kernel),
+                    _cell(result.get("peak")),
+                    best[0] if best else "",
+                    f"{value:.3f}" if value is not None else "",
+                ]
+            )
+        made.append((f"{kind}, {threads} thread{'s' if threads > 1 else ''}: Gop/s, median (fastest)", columns, rows))
+    return made
+
+
+def remarks(results: Sequence[dict[str, Any]]) -> list[str]:
+    """What contestants compute where that is not plain, what they cannot, and what went wrong; each once."""
+    found: dict[str, None] = {}
+    for result in results:
+        for name, row in result["rows"].items():
+            if row.get("note") and name != OURS:
+                found[f"{result['kind']}, {name}: {row['note']}"] = None
+            if row.get("unsupported"):
+                found[f"{result['kind']}, {name}: none, {row['unsupported']}"] = None
+            if row.get("failure"):
+                found[f"{result['kind']}, {name}, {result['shape']}: {row['failure']}"] = None
+    return list(found)
+
+
+def markdown(results: Sequence[dict[str, Any]]) -> str:
+    """The whole report as Markdown."""
+    lines = []
+    for title, columns, rows in tables(results):
+        lines += [f"### {title}", "", _line(columns), _line(["---"] * len(columns)), *map(_line, rows), ""]
+    lines += [f"- {verdict(check)}: {check}" for check in checks(results)]
+    return "\n".join([*lines, "", *(f"- {remark}" for remark in remarks(results)), ""])
+
+
+def verdict(check: Check) -> str:
+    """``reached`` or ``missed``."""
+    return "reached" if check.passed else "missed"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _cell(row: dict[str, Any] | None) -> str:
+    value = speed(row)
+    if row is None or value is None:
+        return "–"
+    digits = 1 if value < 100 else 0
+    return f"{value:.{digits}f} ({row['fastest_gops']:.{digits}f})"
