@@ -14,6 +14,7 @@ from tvm.script.ir_builder import tirx as T
 from ..encoding.machine import Machine
 from .builder import Expr, ceil_div, lane_indices, loop, smaller, zeros
 from .storage import Storage, extents_of, for_parts, whole
+from .vector_math import once
 
 
 def transpose_tiles(source: Storage, destination: Storage, machine: Machine) -> bool:
@@ -170,7 +171,7 @@ def _riffle(vectors: list[Expr], lanes: int) -> list[Expr]:
     while len(groups) > 1:
         half = len(groups) // 2
         groups = [
-            [T.bind(T.Shuffle([a, b], order)) for a, b in zip(first, second, strict=True) for order in (low, high)]
+            [once(T.Shuffle([a, b], order)) for a, b in zip(first, second, strict=True) for order in (low, high)]
             for first, second in zip(groups[:half], groups[half:], strict=True)
         ]
     return groups[0]
