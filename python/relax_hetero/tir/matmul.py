@@ -186,7 +186,7 @@ def _column_cases(spec: Product2D, column: Expr, vectors: int) -> list[Case]:
     """The forms of a tile along n."""
     views = (spec.rhs, spec.result, *([spec.init] if spec.init else []), *spec.epilogue_views)
     columns = vectors * spec.lanes
-    if all(view.is_padded("n", spec.lanes) for view in views if view.runs_along("n")):
+    if all(view.is_padded("n", columns) for view in views if view.runs_along("n")):
         left = spec.n % columns if isinstance(spec.n, int) else 0
         whole = ceil_div(left, spec.lanes)
         return (

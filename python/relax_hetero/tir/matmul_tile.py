@@ -180,7 +180,7 @@ def _at(spec: Product2D, tile: Tile, view: OperandView, i: int, j: int) -> Coord
 
 def _mask_in(spec: Product2D, tile: Tile, view: OperandView, j: int) -> Expr | None:
     """Which lanes of vector j may be read or written in the view; None: all of them."""
-    if not view.runs_along("n") or view.is_padded("n", spec.lanes):
+    if not view.runs_along("n") or view.is_padded("n", tile.vectors * spec.lanes):
         return None
     return tile.masks[j]
 
