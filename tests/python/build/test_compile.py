@@ -276,7 +276,7 @@ def test_dispatches_say_what_they_compute():
             return s
 
     exe = rh.compile(Mod)
-    assert sorted(d.ops for d in exe.metadata.dispatches.values()) == [("matmul", "relu"), ("softmax",)]
+    assert sorted(d.ops for d in exe.metadata.dispatches.values()) == [("matmul", "relu"), ("pack",), ("softmax",)]
     profile = rh.vm.VirtualMachine(exe).profile("main", np.ones((2, 4), "float32"), np.ones((4, 4), "float32"))
     assert {row.ops for row in profile.rows} >= {("matmul", "relu"), ("softmax",)}
 
