@@ -143,7 +143,7 @@ class _Packer:
         name = encoded_op(value)
         if name == SET and value.attrs.layout:
             source = self._source(value.args[0])
-            return source and _Encoded(source, str(value.attrs.encoding), str(value.attrs.layout))
+            return None if source is None else _Encoded(source, str(value.attrs.encoding), str(value.attrs.layout))
         known = self.encoded.get(value.args[0]) if name == RELAYOUT or op_name(value) == TRANSFER else None
         if known is None or name is None:
             return known
@@ -155,7 +155,7 @@ class _Packer:
             return self.sources.get(value)
         if isinstance(value, tvm.ir.GenericConst):
             return _Source(value.value) if isinstance(value.value, tvm.runtime.Tensor) else None
-        name = op_name(value)
+        name = op_name(value) or ""
         source = self._source(value.args[0]) if name in _COMPUTED else None
         if source is None or name == TRANSFER:
             return source

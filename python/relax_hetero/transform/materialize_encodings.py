@@ -114,11 +114,10 @@ class _Function:
             return relax.VarBinding(var, self._call(kernel, call.args, var.ty), binding.span)
         if name == MATMUL:
             chain = Chain(call)
+        elif call.args[0] in self.chains:
+            chain = self.chains[call.args[0]].then(call)
         else:
-            chain = self.chains.pop(call.args[0], None)
-            if chain is None:
-                return self._elementwise(binding, stored, where)
-            chain = chain.then(call)
+            return self._elementwise(binding, stored, where)
         if var in self.fused:
             self.chains[var] = chain
             return []

@@ -128,7 +128,8 @@ class _Function:
         if call.attrs.layout:
             return binding
         if name == MATMUL:
-            new = ops.matmul(*operands, encoding=encoding, layout=layout, kernel=self._kernel(encoding, binding))
+            kernel = self._kernel(encoding, layout, binding)
+            new = ops.matmul(*operands, encoding=encoding, layout=layout, kernel=kernel)
         elif name == ELEMENTWISE:
             new = ops.elementwise(*operands, expression=call.attrs.expression, encoding=encoding, layout=layout)
         else:
@@ -138,11 +139,11 @@ class _Function:
     def _layout(self, encoding: Encoding, var: relax.Var) -> PackedLayout | None:
         return self.layouts.layout(encoding, target_of(var.ty.vdevice), f"{var.name!r} in function {self.name!r}")
 
-    def _kernel(self, encoding: Encoding, binding: relax.Binding) -> str:
-        stored = [self._stored(arg) for arg in binding.value.args]
-        target = target_of(binding.var.ty.vdevice)
-        result = Stored(binding.var.ty, self.values[binding.var][1])
-        return self.names.name(matmul_problem(encoding, stored[0], stored[1], result, *stored[2:]), target)
+    def _kernel(self, encoding: Encoding, layout: PackedLayout, binding: relax.Binding) -> str:
+        lhs, rhs, *init = (self._stored(arg) for arg in binding.value.args)
+        result = Stored(binding.var.ty, layout)
+        problem = matmul_problem(encoding, lhs, rhs, result, init[0] if init else None)
+        return self.names.name(problem, target_of(binding.var.ty.vdevice))
 
     def _stored(self, expr: relax.Expr) -> Stored:
         known = self.values.get(expr) if isinstance(expr, relax.Var) else None
