@@ -15,15 +15,19 @@ from typing import Any
 from tvm import relax
 
 from ..encoding.encoding import Encoding
-from ..encoding.expression import Expression
+from ..encoding.expression import Expression, Term
 from ..op import encoded as op
 from ..vdevice import same_object
 from .blocks import Block, Emitter, broadcast, is_one, same_extent, same_shape, shape_of, tensor_type
-from .relax_expressions import to_expression
+from .relax_expressions import scalar_of, to_expression
 from .rewriting import op_name
 
 # An expression is written out as text, each use of a value anew; what is one chain behind a product becomes one text.
 _MAX_TERMS = 128
+
+
+# A region that ended at one of these would gain nothing, or has no value there.
+_NO_END = ("relax.reshape", "relax.less")
 
 
 @dataclass
@@ -107,6 +111,7 @@ class _Growth:
         self.values = {root: Expression.operand(0)}
         self.sizes = {root: _terms(block, block.definition(root))}
         self.views = {root: self.shape}
+        self.negative: dict[relax.Var, Expression] = {}  # from where(x < 0, ...)'s condition to x
         self.operands: list[Operand] = []
 
     def region(self) -> Region | None:
@@ -123,7 +128,7 @@ class _Growth:
             binding = block.bindings[index]
             if index in self.taken or not self._take(binding):
                 break
-            if set(pending) <= {index} and op_name(binding.value) != "relax.reshape":
+            if set(pending) <= {index} and op_name(binding.value) not in _NO_END:
                 best = Region(self.root, index, list(inside), self.values[binding.var], list(self.operands))
             inside.append(index)
             if not block.stays(binding.var):
@@ -141,6 +146,10 @@ class _Growth:
             self.values[var], self.sizes[var] = self.values[source], self.sizes[source]
             self.views[var] = shape_of(var) or []
             return True
+        if op_name(value) == "relax.less":
+            return self._take_comparison(var, value)
+        if op_name(value) == "relax.where":
+            return self._take_leaky_relu(var, value)
         found = to_expression(value)
         if found is None:
             return False
@@ -157,6 +166,26 @@ class _Growth:
         self.values[var] = expression.substitute([term for term in terms if term is not None])
         self.sizes[var], self.views[var] = size, view
         return True
+
+    def _take_comparison(self, var: relax.Var, value: relax.Call) -> bool:
+        source = value.args[0]
+        if source not in self.values or scalar_of(value.args[1]) != 0:
+            return False
+        self.negative[var] = self.values[source]
+        return True
+
+    def _take_leaky_relu(self, var: relax.Var, value: relax.Call) -> bool:
+        """``where(x < 0, x * alpha, x)``, as ONNX's LeakyRelu arrives."""
+        condition, scaled, source = value.args
+        below, term = self.values.get(scaled), self.values.get(source)
+        if below is None or term is None or self.negative.get(condition) != term or below.term.op != "multiply":
+            return False
+        factors = [arg for arg in below.term.args if arg != term.term]
+        if len(factors) != 1 or factors[0].op != "number":
+            return False
+        self.values[var] = Expression(Term("leaky_relu", (term.term,), (float(factors[0].params[0]),)))
+        self.sizes[var], self.views[var] = self.sizes[source] + 1, self.views[source]
+        return same_shape(shape_of(var) or [], self.views[source])
 
     def _term(self, tensor: relax.Expr, view: list[Any]) -> Expression | None:
         if tensor in self.values:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import tvm
 from tvm import relax
+from tvm_ffi import structural_map
 
 from relax_hetero.encoding.encoding import Encoding
 from relax_hetero.encoding.expression import Expression
@@ -48,6 +49,7 @@ _BINARY = {
 def run(mod: tvm.IRModule, *arguments: np.ndarray) -> Any:
     """What ``main`` of a module with one dataflow block returns, arrays or tuples of them."""
     func = mod["main"]
+    sizes = _sizes(func, arguments)
     values: dict[relax.Var, Any] = dict(zip(func.params, arguments, strict=True))
 
     def evaluate(expr: relax.Expr) -> Any:
@@ -56,7 +58,8 @@ def run(mod: tvm.IRModule, *arguments: np.ndarray) -> Any:
         if isinstance(expr, tvm.ir.GenericConst):
             return expr.value.numpy()
         if isinstance(expr, relax.Call):
-            return _call(expr, [evaluate(arg) for arg in expr.args if isinstance(arg.ty, relax.TensorType)])
+            operands = [evaluate(arg) for arg in expr.args if isinstance(arg.ty, relax.TensorType)]
+            return _call(expr, operands, sizes)
         return values[expr]
 
     for block in func.body.blocks:
@@ -68,7 +71,7 @@ def run(mod: tvm.IRModule, *arguments: np.ndarray) -> Any:
     return evaluate(func.body.body)
 
 
-def _call(call: relax.Call, args: list[np.ndarray]) -> np.ndarray:
+def _call(call: relax.Call, args: list[np.ndarray], sizes: dict[str, int]) -> np.ndarray:
     name = op_name(call) or ""
     short = name.rpartition(".")[2]
     dtype = str(call.ty.dtype)
@@ -86,7 +89,7 @@ def _call(call: relax.Call, args: list[np.ndarray]) -> np.ndarray:
     if name == "relax.permute_dims":
         return args[0].transpose(None if call.attrs.axes is None else [int(axis) for axis in call.attrs.axes])
     if name == "relax.reshape":
-        return args[0].reshape([_extent(extent, args[0], call) for extent in call.args[1].values])
+        return args[0].reshape([_extent(extent, sizes) for extent in call.args[1].values])
     if name == "relax.sum":
         axes = None if call.attrs.axis is None else tuple(int(axis) for axis in call.attrs.axis)
         return args[0].sum(axis=axes, keepdims=bool(call.attrs.keepdims), dtype=dtype)
@@ -102,11 +105,19 @@ def _call(call: relax.Call, args: list[np.ndarray]) -> np.ndarray:
     return result if dtype == "bool" else result.astype(dtype)
 
 
-def _extent(extent: Any, array: np.ndarray, call: relax.Call) -> int:
-    if isinstance(extent, tvm.tirx.IntImm):
-        return int(extent)
-    shape = dict(zip(map(str, call.args[0].ty.shape.values), array.shape, strict=True))
-    return shape[str(extent)]
+def _sizes(func: relax.Function, arguments: tuple[np.ndarray, ...]) -> dict[str, int]:
+    """Symbolic extents of the parameters by name."""
+    found: dict[str, int] = {}
+    for param, array in zip(func.params, arguments, strict=True):
+        for extent, size in zip(param.ty.shape.values, array.shape, strict=True):
+            if isinstance(extent, tvm.tirx.Var):
+                assert found.setdefault(str(extent.name), size) == size
+    return found
+
+
+def _extent(extent: Any, sizes: dict[str, int]) -> int:
+    number = structural_map(extent, (tvm.tirx.Var, lambda var: tvm.tirx.IntImm("int64", sizes[str(var.name)])))
+    return int(tvm.sym.Analyzer().simplify(number))
 
 
 def _product(encoding: Encoding, lhs: np.ndarray, rhs: np.ndarray, init: np.ndarray | None = None) -> np.ndarray:

@@ -263,6 +263,51 @@ def test_activations(activation, expression):
     check_numbers(Before, after)
 
 
+def test_leaky_relu_as_onnx_means_it():
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((2, 3), "float32"), w: R.Tensor((3, 4), "float32"), bias: R.Tensor((4,), "float32")):
+            with R.dataflow():
+                y = R.add(R.matmul(x, w), bias)
+                scaled = R.multiply(y, R.const(0.25, "float32"))
+                negative = R.less(y, R.const(0.0, "float32"))
+                z = R.where(negative, scaled, y)
+                R.output(z)
+            return z
+
+    after = propagated(Before)
+    assert expressions(after) == ["leaky_relu(add(x0, x1), 0.25)"]
+    assert ops(after) == [SET, SET, MATMUL, ELEMENTWISE, UNSET]
+    check_numbers(Before, after)
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda y, other: R.where(R.less(y, R.const(1.0, "float32")), R.multiply(y, R.const(0.25, "float32")), y),
+        lambda y, other: R.where(R.less(y, R.const(0.0, "float32")), R.multiply(other, R.const(0.25, "float32")), y),
+        lambda y, other: R.where(R.less(y, R.const(0.0, "float32")), R.multiply(y, other), y),
+        lambda y, other: R.where(R.less(other, R.const(0.0, "float32")), R.multiply(y, R.const(0.25, "float32")), y),
+    ],
+)
+def test_other_choices_stay(choose):
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((2, 3), "float32"), w: R.Tensor((3, 4), "float32"), other: R.Tensor((2, 4), "float32")):
+            with R.dataflow():
+                y = R.matmul(x, w)
+                z = choose(y, other)
+                R.output(z)
+            return z
+
+    after = propagated(Before)
+    assert ops(after)[:4] == [SET, SET, MATMUL, UNSET]
+    assert ops(after)[-1] == "relax.where"
+    check_numbers(Before, after)
+
+
 def test_half_precision_is_rounded_once():
     @I.ir_module
     class Before:
@@ -433,6 +478,7 @@ def test_work_behind_a_reshape():
     after = propagated(Before)
     assert expressions(after) == ["add(relu(add(x0, x1)), x2)"]
     assert ops(after)[-3:] == [ELEMENTWISE, UNSET, "relax.reshape"]
+    check_numbers(Before, after)
 
 
 def test_vector_with_bias():
