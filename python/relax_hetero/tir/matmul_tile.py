@@ -16,6 +16,7 @@ from .builder import (
     Expr,
     Registers,
     broadcast,
+    ceil_div,
     either,
     held,
     lane_numbers,
@@ -31,6 +32,10 @@ from .operand_view import Coordinates, OperandView
 
 # Multiply-adds that must be in flight: 4 cycles of latency times 2 a cycle on every core of the table.
 IN_FLIGHT = 8
+
+# Steps that are added up in one accumulator: the error of a sum of random numbers grows with their count, that of
+# shorter sums added up with its square root.
+MAX_CHAIN = 1024
 
 
 @dataclass(frozen=True)
@@ -140,6 +145,11 @@ class KRange:
     first: Expr
     last: Expr
 
+    @property
+    def whole(self) -> bool:
+        """Whether this is all of k."""
+        return self.first is True and self.last is True
+
     @staticmethod
     def of(k: Expr, count: Expr, block: int, number: Expr) -> KRange:
         """Range `number` of `count`, each of `block` but the last."""
@@ -158,13 +168,43 @@ def emit_tile(spec: Product2D, tile: Tile, k: KRange, accs: Registers) -> None:
     """Write the code of a tile for a range of k; `accs` are at least those of `accumulators`."""
     count = tile.rows * tile.vectors
     unroll = max(1, IN_FLIGHT // count) if spec.lanes > 1 else 1
-    for spare in range(count, count * unroll):
-        accs[spare] = zero(spec.product, spec.lanes)
-    either(k.first, lambda: _start(spec, tile, accs), lambda: _resume(spec, tile, accs))
-    _accumulate(spec, tile, accs, k, unroll)
+    either(k.first, lambda: _start(spec, tile, accs), lambda: _clear(spec, accs, range(count)))
+    _clear(spec, accs, range(count, count * unroll))
+    _accumulate_chains(spec, tile, accs, k, unroll)
     for spare in range(count, count * unroll):
         accs[spare % count] = accs[spare % count] + accs[spare]
+    if k.first is not True:
+        with when(tirx.Not(k.first)):
+            _resume(spec, tile, accs)
     either(k.last, lambda: _finish(spec, tile, accs), lambda: _suspend(spec, tile, accs))
+
+
+def _clear(spec: Product2D, accs: Registers, numbers: range) -> None:
+    for number in numbers:
+        accs[number] = zero(spec.product, spec.lanes)
+
+
+def _accumulate_chains(spec: Product2D, tile: Tile, accs: Registers, k: KRange, unroll: int) -> None:
+    """Accumulate a range of k, in several chains where it is long, so that rounding errors do not pile up."""
+    length = MAX_CHAIN * spec.product.k0
+    inexact = "float" in spec.product.types[2] and spec.product.types[2] != "float64"
+    size = k.end - k.begin
+    if not inexact or not k.whole or (isinstance(size, int) and size * 2 <= length * 3):
+        _accumulate(spec, tile, accs, k, unroll)
+        return
+    count = tile.rows * tile.vectors
+    totals = Registers(count, spec.product.types[2], spec.lanes)
+    for number in range(count):
+        totals[number] = accs[number]
+    _clear(spec, accs, range(count))
+    with loop(settled(ceil_div(size, length))) as chain:
+        begin = settled(chain) * length
+        _accumulate(spec, tile, accs, KRange(begin, settled(smaller(begin + length, k.end)), True, True), unroll)
+        for number in range(count):
+            totals[number] = totals[number] + accs[number]
+        _clear(spec, accs, range(count))
+    for number in range(count):
+        accs[number] = totals[number]
 
 
 def _row(tile: Tile, view: OperandView, i: int) -> Expr:
@@ -211,7 +251,8 @@ def _resume(spec: Product2D, tile: Tile, accs: Registers) -> None:
     for i in range(tile.rows):
         for j in range(tile.vectors):
             at = _at(spec, tile, spec.result, i, j)
-            accs[i * tile.vectors + j] = spec.result.load(at, "n", spec.lanes, _mask_in(spec, tile, spec.result, j))
+            sums = spec.result.load(at, "n", spec.lanes, _mask_in(spec, tile, spec.result, j))
+            accs[i * tile.vectors + j] = accs[i * tile.vectors + j] + sums
 
 
 def _accumulate(spec: Product2D, tile: Tile, accs: Registers, k: KRange, unroll: int) -> None:
