@@ -6,15 +6,13 @@ target without ``arch`` is sm_50. The functions here ask LLVM, the CUDA driver a
 
 from __future__ import annotations
 
-import math
-import os
 from functools import cache
-from pathlib import Path
 
 import tvm
 import tvm_ffi
 from tvm.target import Target, codegen
 
+from .cpu_cores import num_cores
 from .errors import VDeviceError
 
 # The GPU generation assumed for CUDA code that is compiled where no GPU can be asked (H100, H200).
@@ -61,39 +59,6 @@ def native(kind: str = "llvm", index: int = 0) -> Target:
 def device_kinds() -> tuple[str, ...]:
     """The target kinds a vdevice can have, in alphabetical order."""
     return tuple(sorted(str(kind) for kind in Target.list_kinds() if str(kind) not in _NOT_DEVICES))
-
-
-@cache
-def num_cores() -> int:
-    """Physical CPU cores this process may use, at least 1.
-
-    Hyper-threads of one core count once (they share its arithmetic units), and so does the CPU quota of a
-    container where Linux tells it.
-    """
-    try:
-        allowed = os.sched_getaffinity(0)
-    except AttributeError:  # not on this operating system
-        allowed = set(range(os.cpu_count() or 1))
-    cores = len({_core_of(cpu) for cpu in allowed})
-    quota = _cgroup_cpus()
-    return max(1, cores if quota is None else min(cores, quota))
-
-
-def _core_of(cpu: int) -> str:
-    """A name shared by the hyper-threads of one core."""
-    try:
-        return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip()
-    except OSError:
-        return str(cpu)
-
-
-def _cgroup_cpus() -> int | None:
-    """CPUs granted by the container's quota (cgroup v2), rounded up; None if there is no quota."""
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return None if quota == "max" else max(1, math.ceil(int(quota) / int(period)))
-    except (OSError, ValueError):
-        return None
 
 
 @cache

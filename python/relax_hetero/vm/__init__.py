@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from .bound_function import BoundFunction
 from .executable import Executable
 from .load import load
-from .machine import BoundFunction, VirtualMachine
+from .machine import VirtualMachine
 from .metadata import ConstantSpec, DeviceSpec, DispatchSpec, Metadata
 from .profile import Profile, ProfileRow
 from .signature import FunctionSignature, ObjectSpec, PrimSpec, ShapeSpec, TensorSpec, TupleSpec

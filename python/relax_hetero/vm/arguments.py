@@ -7,7 +7,7 @@ are lent for the call; others, and Python scalars, are copied. Numpy arrays are 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,7 @@ from tvm import runtime
 
 from ..errors import BindingError
 from .dims import DimValues
-from .names import unknown_name
-from .signature import FunctionSignature, PrimSpec, ShapeSpec, TensorSpec, TupleSpec, ValueSpec, describe
+from .signature import PrimSpec, ShapeSpec, TensorSpec, TupleSpec, ValueSpec, describe
 from .tensors import (
     ALIGNMENT,
     AddressRange,
@@ -65,55 +64,6 @@ class Placement:
     alignment: int = ALIGNMENT
     lends_arrays: bool = False
     lent: list[AddressRange] = field(default_factory=list)
-
-
-def match_names(
-    signature: FunctionSignature, args: Sequence[Any], kwargs: Mapping[str, Any], given: Mapping[int, Any]
-) -> list[tuple[Any, bool]]:
-    """One (value, whether it is already placed) per input, from positions, names and earlier parameters.
-
-    Parameters
-    ----------
-    signature : FunctionSignature
-        The function's.
-    args, kwargs
-        What this call gives.
-    given : mapping of int to object
-        Parameters that were placed before, by input index.
-
-    Raises
-    ------
-    BindingError
-        Too many, too few, unknown or repeated arguments.
-    """
-    names = signature.input_names
-    if len(args) == len(names) and not kwargs:
-        return [(value, False) for value in args]
-    if len(args) > len(names):
-        raise BindingError(f"{signature.name!r} takes {_count(signature)}, found {len(args)}: {signature}")
-    values: dict[int, Any] = dict(enumerate(args))
-    for name, value in kwargs.items():
-        if name not in names:
-            raise unknown_name("input", name, names, f"function {signature.name!r}")
-        index = names.index(name)
-        if index in values:
-            raise BindingError(f"{signature.name!r}: input {name!r} is given by position and by name")
-        values[index] = value
-    missing = [name for i, name in enumerate(names) if i not in values and i not in given]
-    if missing:
-        parameters = set(names[signature.num_input :])
-        unset = ", ".join(repr(name) for name in missing if name in parameters)
-        hint = f"; {unset}: parameters that set_params gives once" if unset else ""
-        raise BindingError(
-            f"{signature.name!r} takes {_count(signature)}, found {len(values)}: "
-            f"{', '.join(map(repr, missing))} missing{hint}"
-        )
-    return [(values[i], False) if i in values else (given[i], True) for i in range(len(names))]
-
-
-def _count(signature: FunctionSignature) -> str:
-    inputs, params = signature.num_input, len(signature.inputs) - signature.num_input
-    return f"{inputs} input{'s' * (inputs != 1)}" + (f" and {params} parameters" if params else "")
 
 
 def place(value: Any, spec: ValueSpec, where: str, to: Placement) -> Any:

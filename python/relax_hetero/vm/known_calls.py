@@ -136,7 +136,7 @@ class KnownCalls:
         tensors: list[Any] = []
         looks: list[Look] = []
         for value in args:
-            tensor = value if isinstance(value, _Tensor) else self._tensor(value)
+            tensor: Any = value if isinstance(value, _Tensor) else self._tensor(value)
             # As `_look` does, in line: this is the shortest way through the machine.
             head = _read(tensor.__chandle__() + _HEADER_BYTES).raw if tensor is not None else _NOTHING
             if head[0] & self._mask or head[40:] != _NO_OFFSET or not tensor.is_contiguous():
@@ -163,7 +163,7 @@ class KnownCalls:
         moves: list[tuple[int, runtime.Device]] = []
         nbytes: list[int] = []
         for index, (arg, value) in enumerate(zip(args, values, strict=False)):
-            tensor = arg if isinstance(arg, _Tensor) else self._tensor(arg)
+            tensor: Any = arg if isinstance(arg, _Tensor) else self._tensor(arg)
             look = None if tensor is None else self._look(tensor)
             if look is None or not isinstance(value, _Tensor) or value.data_ptr() != tensor.data_ptr():
                 return

@@ -11,7 +11,9 @@ from tvm import runtime
 
 from ..errors import BindingError, HeteroError
 from . import run_functions as _run_functions  # noqa: F401 (registers what bytecode calls)
-from .arguments import Placement, match_names, place
+from .argument_names import match_names, named_params
+from .arguments import Placement, place
+from .bound_function import BoundFunction
 from .builtins import running
 from .constants import PlacedConstants
 from .devices import bind_devices, host_device
@@ -19,45 +21,17 @@ from .dims import DimValues
 from .executable import Executable
 from .failure import explain_failure
 from .known_calls import KnownCall, KnownCalls
-from .names import unknown_name
 from .pool import PoolWatch
 from .profile import Profile, Recorder
 from .results import check_out, fill, to_python
 from .signature import FunctionSignature
 from .tensors import AddressRange, address_ranges, copy_into
+from .threads import enter_call, leave_call, leave_threads_unpinned, threads_for
 
 # TVM's kinds of allocator; the pooled one keeps freed buffers for the next call.
 _POOLED_ALLOCATOR = 2
 
 _Tensor = tvm_ffi.core.Tensor
-
-
-class BoundFunction:
-    """A function of a machine, as ``vm["main"]`` gives it.
-
-    Attributes
-    ----------
-    machine : VirtualMachine
-    name : str
-    """
-
-    __slots__ = ("machine", "name")
-
-    def __init__(self, machine: VirtualMachine, name: str) -> None:
-        self.machine = machine
-        self.name = name
-
-    @property
-    def signature(self) -> FunctionSignature:
-        """What the function takes and returns."""
-        return self.machine.executable.signature(self.name)
-
-    def __call__(self, *args: Any, out: Any = None, **kwargs: Any) -> Any:
-        """Run the function; see `VirtualMachine.__getitem__`."""
-        return self.machine.call(self.name, args, kwargs, out)
-
-    def __repr__(self) -> str:
-        return f"<{self.signature} on {', '.join(map(str, self.machine.devices))}>"
 
 
 class VirtualMachine:
@@ -98,6 +72,8 @@ class VirtualMachine:
         self._running = (self._devices, self._scopes)
         self._known: dict[str, KnownCalls] = {}
         self._pool = PoolWatch()
+        self._threads = threads_for(executable.devices)
+        leave_threads_unpinned()
         module = executable.runnable()
         try:
             self._module = module["vm_load_executable"]()
@@ -233,6 +209,7 @@ class VirtualMachine:
         function, constants = closure
         outer = running.machine
         running.machine = self._running
+        counted = enter_call(self._threads)
         try:
             return function(*values, *constants)
         except HeteroError:
@@ -241,6 +218,8 @@ class VirtualMachine:
             raise explain_failure(f"function {name!r}", error, self.executable.metadata) from error
         finally:
             running.machine = outer
+            if counted:
+                leave_call()
 
     def set_params(self, params: Mapping[str, Any] | Sequence[Any], function: str = "main") -> None:
         """Give the parameters of a function (its inputs after ``num_input``) once, for all later calls.
@@ -259,24 +238,14 @@ class VirtualMachine:
         """
         signature = self.executable.signature(function)
         specs = dict(list(enumerate(signature.inputs))[signature.num_input :])
-        names = [spec.name for spec in specs.values()]
-        if not isinstance(params, Mapping):
-            if not isinstance(params, Sequence) or isinstance(params, str):
-                kind = type(params).__name__
-                raise BindingError(f"the parameters of {function!r} are a {kind}, expected a mapping or a sequence")
-            if len(params) != len(names):
-                raise BindingError(f"{function!r} takes {len(names)} parameters, found {len(params)}: {names}")
-            params = dict(zip(names, params, strict=True))
-        for name in params:
-            if name not in names:
-                raise unknown_name("parameter", name, names, f"function {function!r}")
+        named = named_params(params, signature)
         with self._lock:
             given = dict(self._params.get(function, ({}, None, None))[0])
             to = Placement(self._devices, self._scopes, keep=True)
             for index, spec in specs.items():
-                if spec.name in params:
+                if spec.name in named:
                     where = f"parameter {spec.name!r} of {function!r}"
-                    given[index] = place(params[spec.name], spec, where, to)
+                    given[index] = place(named[spec.name], spec, where, to)
                 elif index in given:  # again, for its symbolic dimensions
                     place(given[index], spec, f"parameter {spec.name!r} of {function!r}", to)
             to.dims.settle()

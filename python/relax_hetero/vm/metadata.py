@@ -88,6 +88,12 @@ class DeviceSpec:
         """The device type's name: ``"cpu"`` for ``llvm`` and ``c``."""
         return TYPE_NAMES[self.device_type]
 
+    @property
+    def num_cores(self) -> int:
+        """How many cores its code is cut for; 0 where the target does not say."""
+        data = json.loads(self.target)
+        return 0 if isinstance(data, str) else int(data.get("num-cores", 0))
+
 
 @dataclass(frozen=True)
 class ConstantSpec:

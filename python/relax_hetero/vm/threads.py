@@ -1,0 +1,78 @@
+"""The threads that kernels run on: as many as the code was compiled for, shared by callers that run at once.
+
+TVM gives every calling thread a pool of its own, as wide as half the CPUs it sees, and pins it and the caller to the
+first cores. Two callers then compete for the same cores with twice the threads. Here each call first settles how many
+threads are its own: all cores where it is alone, a share of them where other threads are in calls of theirs.
+``TVM_NUM_THREADS`` and ``TVM_BIND_THREADS``, where they are set, still say how many there are and whether to pin them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+
+import tvm_ffi
+
+from ..cpu_cores import num_cores
+from .metadata import CPU, DeviceSpec
+
+# A caller that shared takes all cores again after so many calls alone: changing costs microseconds.
+PATIENCE = 32
+
+# TVM's mode of choosing cores for pinned threads (ThreadGroup::kBig): its default, the fastest ones.
+_FASTEST_CORES = 1
+
+_configure = tvm_ffi.get_global_func("runtime.config_threadpool")
+_calling: set[int] = set()
+
+
+class _Pool(threading.local):
+    """This thread's pool: its width once settled, how much of that is used, and how many calls since another's."""
+
+    width = 0
+    used = 0
+    alone = 0
+
+
+_pool = _Pool()
+
+
+def threads_for(devices: Sequence[DeviceSpec]) -> int:
+    """How many threads code for these devices is to run on, the caller included."""
+    given = os.environ.get("TVM_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS") or ""
+    if given.isdigit() and int(given) > 0:
+        return int(given)
+    compiled = [device.num_cores for device in devices if device.device_type == CPU]
+    return min(num_cores(), max([cores for cores in compiled if cores], default=num_cores()))
+
+
+def leave_threads_unpinned() -> None:
+    """Have TVM pin no threads unless the environment says so; it reads that when it starts or changes a pool."""
+    os.environ.setdefault("TVM_BIND_THREADS", "0")
+
+
+def enter_call(width: int) -> bool:
+    """Settle this thread's pool for a call that may use `width` threads; whether `leave_call` must follow."""
+    if width == _pool.width == 1:
+        return False
+    thread = threading.get_ident()
+    if thread in _calling:  # a kernel written in Python calls a machine
+        return False
+    _calling.add(thread)
+    callers = len(_calling)
+    share = max(1, width // callers)
+    if callers > 1:
+        _pool.alone = 0
+    else:
+        _pool.alone += 1
+    if width != _pool.width or share < _pool.used or (share > _pool.used and _pool.alone > PATIENCE):
+        # TVM takes the length of the list for the width; the numbers in it are not used in this mode.
+        _configure(_FASTEST_CORES, share, ["0"] * width)
+        _pool.width, _pool.used = width, share
+    return True
+
+
+def leave_call() -> None:
+    """The call has ended."""
+    _calling.discard(threading.get_ident())
