@@ -10,7 +10,9 @@ from tvm_ffi import structural_walk
 
 from ..encoding.expression import Expression
 from ..op.encoded import ELEMENTWISE, MATMUL, encoded_op
-from .rewriting import walk_bindings
+from .rewriting import op_name, walk_bindings
+
+_WRITING = ("relax.call_tir_inplace", "relax.call_inplace_packed")
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,18 @@ class Chain:
 
 
 def fused_variables(func: relax.Function) -> set[relax.Var]:
-    """Products and elementwise results that exist only inside a kernel: their one user is the next of their chain."""
+    """Products and elementwise results that exist only inside a kernel: their one user is the next of their chain.
+
+    A product is computed where its chain ends; none is moved past an op that may write into an operand.
+    """
     users = _users(func)
     scopes: dict[relax.Var, int] = {}
     chained: set[relax.Var] = set()
     fused: set[relax.Var] = set()
     for number, bindings in enumerate(_scopes(func)):
         for binding in bindings:
+            if _may_write(binding.value):
+                chained.clear()
             var, call = binding.var, binding.value
             scopes[var] = number
             name = encoded_op(call)
@@ -65,6 +72,14 @@ def fused_variables(func: relax.Function) -> set[relax.Var]:
                     fused.add(first)
                     chained.add(var)
     return fused
+
+
+def _may_write(value: relax.Expr) -> bool:
+    """Whether this may change a tensor in place: by its op, or by code that is not Relax's."""
+    if not isinstance(value, relax.Call):
+        return False
+    name = op_name(value)
+    return name in _WRITING or (name is None and not isinstance(value.op, relax.Var))
 
 
 def _users(func: relax.Function) -> dict[relax.Var, int]:

@@ -356,6 +356,35 @@ def test_two_results_that_are_one_value():
     assert [field.same_as(binding.var) for field in after.body.body.fields] == [True, True]
 
 
+def test_no_product_moves_past_what_writes_into_its_operands(toys):
+    @I.ir_module
+    class Before:
+        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
+
+        @T.prim_func(private=True, s_tir=True)
+        def double(x: T.Buffer((T.int64(5), T.int64(3)), "float32")):
+            for i, j in T.grid(T.int64(5), T.int64(3)):
+                x[i, j] = x[i, j] * T.float32(2)
+
+        @R.function
+        def main(x: R.Tensor((5, 3), "float32", "llvm:0"), w: R.Tensor((2, 3, 4), "float32", "llvm:0")):
+            cls = Before
+            with R.dataflow():
+                x1 = R.hetero.set_encoding(x, LHS, layout=ROWS)
+                w1 = R.hetero.prepacked(w, "3x7", RHS, layout=W_PANELS)
+                c = R.hetero.matmul(x1, w1, encoding=OUT, layout=ROWS, kernel="product")
+                x2 = R.call_tir_inplace(
+                    cls.double, (x,), inplace_indices=[0], out_ty=R.Tensor((5, 3), "float32", "llvm:0")
+                )
+                d = R.hetero.elementwise(c, expression="relu(x0)", encoding=OUT, layout=ROWS)
+                y = R.hetero.unset_encoding(d, OUT, layout=ROWS)
+                R.output(x2, y)
+            return (x2, y)
+
+    (block,) = MaterializeEncodings()(Before)["main"].body.blocks
+    assert [b.value.args[0].name_hint for b in block.bindings] == ["product", "double", "relu_5x7_llvm_0"]
+
+
 def a_product():
     @I.ir_module
     class Mod:
