@@ -27,6 +27,8 @@ from .quantized_operands import Parameter, Quantized, constant_like, read_quanti
 from .relax_expressions import scalar_of
 
 _ACCUMULATOR = "int32"
+# The longest sum of products of two differences of 8-bit integers that int32 certainly holds.
+_LONGEST_SUM = (1 << 31) // (255 * 255)
 
 
 def emit_quantized_product(
@@ -57,8 +59,8 @@ def emit_quantized_product(
         return False
     a_shape, b_shape = (as_matrix(shape_of(binding.value.args[index]) or [], index) for index in (LHS, RHS))
     encoding = product_encoding(a_shape, b_shape, (str(lhs.data.ty.dtype), "int8", _ACCUMULATOR))
-    if encoding is None:
-        return False
+    if encoding is None or (lhs.is_float and not 0 <= encoding.sizes["k"] <= _LONGEST_SUM):
+        return False  # in int32 sums wrap by definition, but not in float32
     plain = _emit_integers(writer, lhs, _signed(writer, rhs, constants, var.name), encoding, var.name)
     writer.end_as(_scaled(writer, plain, lhs, rhs, var.name) if lhs.is_float else plain, var)
     return True

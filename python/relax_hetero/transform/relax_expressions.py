@@ -35,6 +35,8 @@ _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _INTEGERS = ("int8", "uint8", "int16", "uint16", "int32")
 # Of integers these mean one thing in every language; a quotient or a root does not.
 _FOR_INTEGERS = ("add", "subtract", "multiply", "maximum", "minimum", "clip", "cast", "relu", "negative", "abs")
+# Kernels compute these as polynomials fit for single precision.
+_NOT_IN_DOUBLE = ("exp", "log", "tanh", "erf", "sigmoid", "silu", "gelu", "gelu_tanh")
 # x**2 and x**3 are products: exact powers of the same value, which every exporter's tanh-gelu is written with.
 _MAX_POWER = 3
 
@@ -110,17 +112,21 @@ def from_expression(
 
 
 def scalar_of(expr: relax.Expr) -> int | float | None:
-    """The number that a constant of one element is, None for anything else."""
+    """The number that a constant of one element is, None for anything else, and for numbers that are not finite."""
     if not isinstance(expr, tvm.ir.GenericConst) or not all(is_one(extent) for extent in shape_of(expr) or []):
         return None
     array = expr.value.numpy()
     value = array.reshape(-1)[0] if array.size == 1 else None
     if value is None or str(expr.ty.dtype) not in _FLOATS + _INTEGERS:
         return None
-    return int(value) if str(expr.ty.dtype) in _INTEGERS else float(value)
+    if str(expr.ty.dtype) in _INTEGERS:
+        return int(value)
+    return float(value) if math.isfinite(float(value)) else None
 
 
 def _is_supported(op: str, dtype: str) -> bool:
+    if dtype == "float64":
+        return op not in _NOT_IN_DOUBLE
     return dtype in _FLOATS or (dtype in _INTEGERS and op in _FOR_INTEGERS)
 
 
@@ -148,7 +154,10 @@ def _bound(arg: relax.Expr, dtype: str) -> int | float | None:
     value = arg.value if isinstance(arg, (tirx.IntImm, tirx.FloatImm)) else None
     if value is None or math.isnan(value):
         return None
-    return int(value) if dtype in _INTEGERS else float(value)
+    if dtype not in _INTEGERS:
+        return float(value)
+    limits = np.iinfo(dtype)
+    return int(min(max(value, limits.min), limits.max))
 
 
 def _number(value: int | float, dtype: str, vdevice: relax.VDevice | None) -> tvm.ir.GenericConst:

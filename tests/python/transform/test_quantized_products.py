@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
+from tvm import relax
 from tvm.ir import assert_structural_equal
 from tvm.script import ir as I
 from tvm.script import relax as R
@@ -210,6 +211,20 @@ def test_qlinear_matmul():
     assert {op_name(value).rpartition(".")[0] for value in of_results_shape} == {"relax.hetero"}
     for mod in (after, propagated):
         np.testing.assert_array_equal(run(mod, *feeds.values()), run(before, *feeds.values()))
+
+
+@pytest.mark.parametrize(("size", "types"), [(33025, "uint8 * int8 -> int32"), (33026, "float32 * float32 -> float32")])
+def test_sums_that_int32_might_not_hold_stay_float(size, types):
+    x, w = (
+        relax.Var(name, relax.TensorType(s, t)) for name, s, t in (("x", [1, size], "uint8"), ("w", [size, 1], "int8"))
+    )
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x, w]):
+        wide = [builder.emit(relax.op.astype(value, "float32")) for value in (x, w)]
+        builder.emit_func_output(builder.emit(relax.op.matmul(*wide)))
+    after = SetEncoding()(builder.get())
+    products = [b.value for b in walk_bindings(after["main"]) if op_name(b.value) == MATMUL]
+    assert [call.attrs.encoding.split(";")[0] for call in products] == [f"matmul[2]<{types}"]
 
 
 def test_parameters_along_the_reduced_dimension_stay_float():

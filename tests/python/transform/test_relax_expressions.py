@@ -14,6 +14,7 @@ from relax_hetero.vdevice import same_object
 
 x = relax.Var("x", relax.TensorType([2, 3], "float32"))
 b = relax.Var("b", relax.TensorType([3], "float32"))
+d = relax.Var("d", relax.TensorType([2, 3], "float64"))
 q = relax.Var("q", relax.TensorType([2, 3], "int32"))
 HALF = relax.const(0.5, "float32")
 
@@ -72,6 +73,14 @@ def test_there_and_back(call, text, operands):
     [
         (relax.op.clip(x, 0, 6), "clip(x0, 0.0, 6.0)"),
         (relax.op.clip(q, 0, 6), "clip(x0, 0, 6)"),
+        (relax.op.clip(q, -(2**40), 6), "clip(x0, -2147483648, 6)"),
+        (relax.op.add(d, relax.const(0.1, "float64")), "add(x0, 0.1)"),
+        (relax.op.minimum(x, relax.const(float("inf"), "float32")), "minimum(x0, x1)"),
+        (relax.op.add(x, relax.const(float("nan"), "float32")), "add(x0, x1)"),
+        (
+            relax.op.multiply(relax.Var("h", relax.TensorType([2], "bfloat16")), relax.const(0.5, "bfloat16")),
+            "multiply(x0, 0.5)",
+        ),
         (relax.op.power(x, relax.const(2.0, "float32")), "multiply(x0, x0)"),
         (relax.op.add(x, relax.const([[1.5]], "float32")), "add(x0, 1.5)"),
     ],
@@ -90,6 +99,8 @@ def test_other_spellings(call, text):
         relax.op.power(x, HALF),
         relax.op.power(x, b),
         relax.op.divide(q, q),
+        relax.op.tanh(d),
+        relax.op.clip(x, 0, float("nan")),
         relax.op.astype(x, "bool"),
         relax.op.astype(x, "int64"),
     ],
