@@ -106,7 +106,8 @@ class PackedLayout:
 
     def pack(self, array: np.ndarray) -> np.ndarray:
         """`array` as it is stored: what the pack kernel computes, for constants at compile time."""
-        padded = np.pad(array, [(0, -extent % self.tile(d)) for d, extent in enumerate(array.shape)])
+        missing = [-extent % self.tile(d) for d, extent in enumerate(array.shape)]
+        padded = np.pad(array, [(0, count) for count in missing]) if any(missing) else array
         split: list[int] = []
         outer_axis, inner_axis = {}, {}
         for d, extent in enumerate(padded.shape):
@@ -123,7 +124,7 @@ class PackedLayout:
 
     def _with_compensation(self, packed: np.ndarray) -> np.ndarray:
         axis = self.outer_perm.index(self.inner_dims[-1])
-        sums = packed.astype("int32").sum(axis=(axis, -1), dtype="int32") * np.int32(-128)
+        sums = packed.sum(axis=(axis, -1), dtype="int32") * np.int32(-128)
         block = np.ascontiguousarray(sums)[..., np.newaxis].view(packed.dtype)
         return np.concatenate([np.expand_dims(block, axis), packed], axis=axis)
 
