@@ -35,6 +35,7 @@ from ..encoding.packed_layout import PackedLayout
 from ..op import encoded as ops
 from ..op.encoded import ELEMENTWISE, MATMUL, SET, UNSET, encoded_op
 from ..vdevice import device_name, vdevices_of
+from .blocks import Block, rewrite_blocks, without_unused
 from .cancel_encodings import stock_elementwise, stock_matmul
 from .emitting import Emitter, dataflow_variables
 from .encoded_kernels import Stored, matmul_problem
@@ -74,11 +75,17 @@ def specialize_encodings(mod: tvm.IRModule) -> tvm.IRModule:
     cancelled: list[CancelledEntry] = []
     for gv, func in relax_functions(mod):
         functions[gv] = _Function(gv.name_hint, layouts, names, cancelled, mod).specialize(func)
-    mod = with_functions(mod, functions)
+    mod = rewrite_blocks(with_functions(mod, functions), _without_idle_packing)
     verify_encodings(mod)
     if is_collecting():
         publish(describe_encodings(mod, cancelled))
     return mod
+
+
+def _without_idle_packing(block: Block) -> list[relax.Binding] | None:
+    """A tensor is laid out for nobody where transfers take the plain one."""
+    kept = without_unused(block.bindings, block, lambda value: encoded_op(value) == SET)
+    return kept if len(kept) < len(block.bindings) else None
 
 
 class _Function:

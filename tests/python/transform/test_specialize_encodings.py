@@ -322,6 +322,37 @@ def test_one_side_without_layouts_gets_plain_tensors():
     check(Before, Expected)
 
 
+def test_nothing_is_laid_out_for_nobody():
+    @I.ir_module
+    class Before:
+        I.module_global_infos({"vdevice": [I.vdevice("c", 0), I.vdevice("cuda", 0)]})
+
+        @R.function
+        def main(x: R.Tensor((5, 3), "float32", "c:0"), w: R.Tensor((3, 7), "float32", "cuda:0")):
+            with R.dataflow():
+                x1 = R.hetero.set_encoding(x, LHS)
+                x2 = R.to_vdevice(x1, "cuda:0")
+                w1 = R.hetero.set_encoding(w, RHS)
+                c = R.hetero.matmul(x2, w1, encoding=OUT)
+                y = R.hetero.unset_encoding(c, OUT)
+                R.output(y)
+            return y
+
+    @I.ir_module
+    class Expected:
+        I.module_global_infos({"vdevice": [I.vdevice("c", 0), I.vdevice("cuda", 0)]})
+
+        @R.function
+        def main(x: R.Tensor((5, 3), "float32", "c:0"), w: R.Tensor((3, 7), "float32", "cuda:0")):
+            with R.dataflow():
+                x2 = R.to_vdevice(x, "cuda:0")
+                y: R.Tensor((5, 7), "float32", "cuda:0") = R.matmul(x2, w)
+                R.output(y)
+            return y
+
+    check(Before, Expected)
+
+
 def test_inside_branches():
     """A branch reads what was encoded outside of it, and is cancelled or specialized like the rest."""
 
