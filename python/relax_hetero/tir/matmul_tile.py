@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import tvm
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
@@ -36,6 +37,9 @@ IN_FLIGHT = 8
 # Steps that are added up in one accumulator: the error of a sum of random numbers grows with their count, that of
 # shorter sums added up with its square root.
 MAX_CHAIN = 1024
+
+CACHE_LINE_BYTES = 64
+MAX_TURN = 8
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,25 @@ class Product2D:
 
 
 @dataclass(frozen=True)
+class Sweep:
+    """The tiles that go over one panel of the right operand, and between them prefetch the next panel.
+
+    Attributes
+    ----------
+    number : PrimExpr
+        Of the tile.
+    tiles : int
+        How many there are.
+    panel : PrimExpr
+        The first column of the next panel.
+    """
+
+    number: Expr
+    tiles: int
+    panel: Expr
+
+
+@dataclass(frozen=True)
 class Tile:
     """One tile, at a place that is known when the kernel runs.
 
@@ -86,6 +109,8 @@ class Tile:
         Which lanes of vector j exist; None: all.
     rows_end : PrimExpr or None
         Rows from here on do not exist.
+    sweep : Sweep or None
+        Where prefetching pays.
     """
 
     batch: Coordinates
@@ -96,10 +121,16 @@ class Tile:
     existing_rows: tuple[Expr, ...] | None
     masks: tuple[Expr | None, ...]
     rows_end: Expr | None
+    sweep: Sweep | None
 
 
 def make_tile(
-    spec: Product2D, batch: Coordinates, place: tuple[Expr, Expr], size: tuple[int, int], ends: tuple[Expr, Expr]
+    spec: Product2D,
+    batch: Coordinates,
+    place: tuple[Expr, Expr],
+    size: tuple[int, int],
+    ends: tuple[Expr, Expr],
+    sweep: Sweep | None,
 ) -> Tile:
     """The tile of some rows and vectors at a place (row, column).
 
@@ -114,7 +145,7 @@ def make_tile(
     if not isinstance(columns_end, int) and columns_end is not None:
         columns_end = settled(columns_end - column)
     masks = tuple(_mask(columns_end, j * spec.lanes, spec.lanes) for j in range(size[1]))
-    return Tile(batch, row, column, *size, rows, masks, rows_end)
+    return Tile(batch, row, column, *size, rows, masks, rows_end, sweep)
 
 
 def _mask(columns: Expr | None, first: int, lanes: int) -> Expr | None:
@@ -271,16 +302,33 @@ def _accumulate(spec: Product2D, tile: Tile, accs: Registers, k: KRange, unroll:
 
     size = k.end - k.begin
     steps = settled(size // k0)
-    with loop(settled(steps // unroll)) as s:
-        for bank in range(unroll):
-            step(k.begin + s * (k0 * unroll) + bank * k0, bank)
-    if unroll > 1 and not (isinstance(steps, int) and steps % unroll == 0):
-        with loop(settled(steps % unroll)) as s:
-            step(k.begin + (steps // unroll * unroll + s) * k0, 0)
+    # Steps of one turn of the loop, and cache lines of the next panel that it prefetches.
+    turn, lines = unroll, 0
+    if tile.sweep is not None:
+        lines = max(1, unroll * tile.vectors // tile.sweep.tiles)
+        turn = max(unroll, min(MAX_TURN, tile.sweep.tiles // tile.vectors))
+    turns = settled(steps // turn)
+    with loop(turns) as s:
+        for line in range(lines):
+            _prefetch(spec, tile, k.begin, (tile.sweep.number * turns + s) * lines + line)
+        for number in range(turn):
+            step(k.begin + s * (k0 * turn) + number * k0, number % unroll)
+    if turn > 1 and not (isinstance(steps, int) and steps % turn == 0):
+        with loop(settled(steps % turn)) as s:
+            step(k.begin + (turns * turn + s) * k0, 0)
     if k0 > 1 and not (isinstance(size, int) and size % k0 == 0):
         left = settled(size % k0)
         with when(True if isinstance(left, int) else left > 0):
             step(k.begin + steps * k0, 0, left)
+
+
+def _prefetch(spec: Product2D, tile: Tile, k: Expr, line: Expr) -> None:
+    """Ask for a cache line of the next panel, counted from its row k; beyond the last panel it asks for nothing."""
+    elements = CACHE_LINE_BYTES * 8 // tvm.DataType(spec.rhs.dtype).bits
+    start = spec.rhs.address({**tile.batch, "k": tirx.const(0, "int64") + k, "n": tile.sweep.panel})
+    place = T.address_of(spec.rhs.data[start + line * elements])
+    read, keep, data = tirx.const(0, "int32"), tirx.const(3, "int32"), tirx.const(1, "int32")
+    T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", place, read, keep, data))
 
 
 def _left(spec: Product2D, at: Coordinates, left: Expr | None) -> Expr | list[Expr]:
