@@ -209,7 +209,7 @@ class VirtualMachine:
         function, constants = closure
         outer = running.machine
         running.machine = self._running
-        counted = enter_call(self._threads)
+        pool = enter_call(self._threads)
         try:
             return function(*values, *constants)
         except HeteroError:
@@ -218,8 +218,7 @@ class VirtualMachine:
             raise explain_failure(f"function {name!r}", error, self.executable.metadata) from error
         finally:
             running.machine = outer
-            if counted:
-                leave_call()
+            leave_call(pool)
 
     def set_params(self, params: Mapping[str, Any] | Sequence[Any], function: str = "main") -> None:
         """Give the parameters of a function (its inputs after ``num_input``) once, for all later calls.

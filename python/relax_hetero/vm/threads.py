@@ -24,18 +24,34 @@ PATIENCE = 32
 _FASTEST_CORES = 1
 
 _configure = tvm_ffi.get_global_func("runtime.config_threadpool")
-_calling: set[int] = set()
 
 
-class _Pool(threading.local):
-    """This thread's pool: its width once settled, how much of that is used, and how many calls since another's."""
+class Pool:
+    """A thread's pool.
 
-    width = 0
-    used = 0
-    alone = 0
+    Attributes
+    ----------
+    width : int
+        How many threads it has, the caller included; 0 before its first call.
+    used : int
+        How many of them kernels are cut for.
+    alone : int
+        Calls since another thread was in one.
+    """
+
+    __slots__ = ("alone", "used", "width")
+
+    def __init__(self) -> None:
+        self.width = self.used = self.alone = 0
 
 
-_pool = _Pool()
+class _Mine(threading.local):
+    def __init__(self) -> None:
+        self.pool = Pool()
+
+
+_mine = _Mine()
+_calling: set[Pool] = set()
 
 
 def threads_for(devices: Sequence[DeviceSpec]) -> int:
@@ -52,27 +68,28 @@ def leave_threads_unpinned() -> None:
     os.environ.setdefault("TVM_BIND_THREADS", "0")
 
 
-def enter_call(width: int) -> bool:
-    """Settle this thread's pool for a call that may use `width` threads; whether `leave_call` must follow."""
-    if width == _pool.width == 1:
-        return False
-    thread = threading.get_ident()
-    if thread in _calling:  # a kernel written in Python calls a machine
-        return False
-    _calling.add(thread)
+def enter_call(width: int) -> Pool | None:
+    """Settle this thread's pool for a call that may use `width` threads; `leave_call` follows unless it is None."""
+    pool = _mine.pool
+    if pool in _calling:  # a kernel written in Python calls a machine
+        return None
+    _calling.add(pool)
     callers = len(_calling)
+    if callers > 1 or pool.used != width or pool.width != width:
+        _settle(pool, width, callers)
+    return pool
+
+
+def leave_call(pool: Pool | None) -> None:
+    """The call has ended."""
+    if pool is not None:
+        _calling.discard(pool)
+
+
+def _settle(pool: Pool, width: int, callers: int) -> None:
     share = max(1, width // callers)
-    if callers > 1:
-        _pool.alone = 0
-    else:
-        _pool.alone += 1
-    if width != _pool.width or share < _pool.used or (share > _pool.used and _pool.alone > PATIENCE):
+    pool.alone = pool.alone + 1 if callers == 1 else 0
+    if width != pool.width or share < pool.used or (share > pool.used and pool.alone > PATIENCE):
         # TVM takes the length of the list for the width; the numbers in it are not used in this mode.
         _configure(_FASTEST_CORES, share, ["0"] * width)
-        _pool.width, _pool.used = width, share
-    return True
-
-
-def leave_call() -> None:
-    """The call has ended."""
-    _calling.discard(threading.get_ident())
+        pool.width, pool.used = width, share
