@@ -179,6 +179,9 @@ def _layout(layout: LayoutLike) -> str:
 
 
 def _call(name: str, operands: list[relax.Expr], attrs: tvm.ir.Attrs) -> relax.Call:
+    for index, operand in enumerate(operands):
+        if not isinstance(operand, relax.Expr):
+            raise EncodingError(f"{name}: operand {index} is a {type(operand).__name__}, expected a Relax expression")
     return relax.Call(tvm.ir.Op.get(name), operands, attrs)
 
 

@@ -34,8 +34,8 @@ class OperandEntry:
     bytes_after : int or str
         As it is stored, in bytes; equal to `bytes_before` where no layout is known yet.
     packed : str
-        Where its layout comes from: "never" (row-major as it is), "at compile time", "at run time", "by transfer"
-        (it arrives packed), or "by op" (the op that makes it writes this layout).
+        Where its layout comes from: "never" (row-major as it is, or no layout yet), "at compile time", "at run time",
+        "by transfer" (it arrives packed), or "by op" (the op that makes it writes this layout).
     """
 
     role: str

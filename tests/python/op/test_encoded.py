@@ -179,6 +179,7 @@ def test_types():
             ),
             ["matmul", "k is 4", "6 in another"],
         ),
+        (lambda: set_encoding([[1.0]], "matmul[0]" + ENC), ["set_encoding", "operand 0 is a list"]),
         (lambda: set_encoding(relax.ShapeExpr([5, 4]), "matmul[0]" + ENC), ["set_encoding", "expected a tensor"]),
     ],
 )

@@ -73,3 +73,38 @@ def test_reports_reach_every_open_collection():
         publish(EncodingReport())
     publish(EncodingReport())
     assert outer == inner == [EncodingReport()]
+
+
+@I.ir_module
+class Uncommon:
+    """An initial accumulator, a product that two read, and elementwise work that follows no product of its own."""
+
+    @R.function
+    def main(
+        x: R.Tensor((2, 40), "float32"), w: R.Tensor((40, 64), "float32"), c: R.Tensor((2, 64), "float32")
+    ) -> R.Tensor((2, 64), "float32"):
+        a = R.hetero.set_encoding(x, LHS)
+        b = R.hetero.set_encoding(w, RHS)
+        start = R.hetero.set_encoding(c, OUT)
+        y_encoded = R.hetero.matmul(a, b, start, encoding=OUT)
+        z_encoded = R.hetero.elementwise(y_encoded, y_encoded, start, expression="add(x0, x2)", encoding=OUT)
+        s_encoded = R.hetero.elementwise(start, y_encoded, expression="multiply(x0, x1)", encoding=OUT)
+        t_encoded = R.hetero.elementwise(s_encoded, z_encoded, expression="add(x0, x1)", encoding=OUT)
+        t = R.hetero.unset_encoding(t_encoded, OUT)
+        return t
+
+
+def test_what_two_read_is_fused_into_neither_and_names_are_the_model_s():
+    entries = describe_encodings(Uncommon).ops
+    assert [(entry.variable, entry.op, entry.epilogue, entry.device) for entry in entries] == [
+        ("y", "matmul", "", ""),
+        ("z", "add(x0, x2)", "", ""),
+        ("s", "multiply(x0, x1)", "", ""),
+        ("t", "add(x0, x1)", "", ""),
+    ]
+    assert [operand.role for operand in entries[0].operands] == ["lhs", "rhs", "init", "result"]
+    assert [operand.variable for operand in entries[1].operands] == ["y_encoded", "y_encoded", "start", "z_encoded"]
+    # No device has been asked yet.
+    assert {(o.layout, o.packed, o.bytes_after - o.bytes_before) for e in entries for o in e.operands} == {
+        ("", "never", 0)
+    }
