@@ -4,6 +4,7 @@ Each module is run on its own devices and with all of its CPUs exchanged for oth
 report of the executable, and the kernels from its dispatches.
 """
 
+import ml_dtypes
 import numpy as np
 import pytest
 import tvm
@@ -238,6 +239,62 @@ def test_integers_between_devices():
         x = rng.integers(-128, 128, (m, 9)).astype("int8")
         got = rh.vm.VirtualMachine(exe)["main"](x).numpy()
         np.testing.assert_array_equal(got, 2 * (x.astype("int32") @ w.astype("int32")))
+
+
+_TYPED = """
+@I.ir_module
+class Mod:
+    I.module_global_infos({{"vdevice": [I.vdevice(NATIVE, 0), I.vdevice("c", 1), I.vdevice(V3, 2)]}})
+
+    @R.function
+    def main(x: R.Tensor(("m", 11), "{lhs}", "llvm:0"), w: R.Tensor((11, 37), "{rhs}", "llvm:0")):
+        with R.dataflow():
+            x1 = R.hetero.set_encoding(x, "matmul[0]{sizes}")
+            w1 = R.hetero.set_encoding(w, "matmul[1]{sizes}")
+            p = R.hetero.matmul(x1, w1, encoding="matmul[2]{sizes}")
+            x2 = R.to_vdevice(x1, "c:0")
+            w2 = R.to_vdevice(w1, "c:0")
+            q = R.hetero.matmul(x2, w2, encoding="matmul[2]{sizes}")
+            x3 = R.to_vdevice(x2, "llvm:1")
+            w3 = R.to_vdevice(w2, "llvm:1")
+            r = R.hetero.matmul(x3, w3, encoding="matmul[2]{sizes}")
+            w4 = R.to_vdevice(w3, "llvm:0")
+            s = R.hetero.matmul(x1, w4, p, encoding="matmul[2]{sizes}")
+            q1 = R.to_vdevice(q, "llvm:0")
+            r1 = R.to_vdevice(r, "llvm:0")
+            t = R.hetero.elementwise(s, q1, r1, expression="add(add(x0, x1), x2)", encoding="matmul[2]{sizes}")
+            y = R.hetero.unset_encoding(t, "matmul[2]{sizes}")
+            R.output(y)
+        return y
+"""
+
+
+@pytest.mark.parametrize("bound", [True, False])
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "accumulator"),
+    [("int8", "int8", "int32"), ("uint8", "int8", "int32"), ("bfloat16", "bfloat16", "float32")],
+)
+def test_every_layout_of_a_weight_in_turn(lhs, rhs, accumulator, bound):
+    """From this CPU to c, to AVX2 and back: with column sums and without, k in tiles of 1, 2 and 4."""
+    sizes = f"<{lhs} * {rhs} -> {accumulator}; (m, k) * (k, n) -> (m, n); m=?, n=37, k=11>"
+    scope = {"I": I, "R": R, "V3": V3, "NATIVE": rh.native("llvm")}
+    mod = tvm.script.from_source(_TYPED.format(lhs=lhs, rhs=rhs, sizes=sizes), scope)
+    rng = np.random.default_rng(6)
+
+    def random(dtype, *shape):
+        if "int" not in dtype:
+            return rng.standard_normal(shape).astype(ml_dtypes.bfloat16)
+        limits = np.iinfo(dtype)
+        return rng.integers(limits.min, limits.max + 1, shape).astype(dtype)
+
+    w = random(rhs, 11, 37)
+    weight = tvm.runtime.tensor(w)
+    vm = rh.vm.VirtualMachine(compiled(mod, **({"w": weight} if bound else {})))
+    for m in (1, 6, 33):
+        x = random(lhs, m, 11)
+        got = vm["main"](tvm.runtime.tensor(x), *(() if bound else (weight,))).numpy()
+        want = 4 * (x.astype("float64") @ w.astype("float64"))
+        np.testing.assert_allclose(got, want, rtol=0, atol=0 if accumulator == "int32" else 1e-4)
 
 
 def test_a_cuda_device_gets_plain_tensors():
