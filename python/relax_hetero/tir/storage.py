@@ -67,7 +67,7 @@ class Storage:
                 blocks[d] = function.symbol(f"{name}_blocks_{d}")
                 self.extents.append(None)
                 self.tiles.append(blocks[d] - extra if extra else blocks[d])
-        bound.update(dim for dim, extent in zip(shape, self.extents, strict=True) if isinstance(extent, tirx.Var))
+        bound.update(d for d, e in zip(self.shape, self.extents, strict=True) if isinstance(d, str) and e is not None)
         for d in layout.outer_perm:
             self.physical.append(_int64(blocks[d]))
         self.physical += [_int64(tile) for tile in layout.inner_tiles]
