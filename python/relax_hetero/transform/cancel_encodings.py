@@ -13,8 +13,8 @@ from tvm import relax, tirx
 from ..encoding.encoding import LHS, RESULT, RHS, Encoding
 from ..encoding.expression import Expression
 from .emitting import Emitter
-from .encoded_kernels import shape_of
 from .relax_expressions import from_expression
+from .stored_tensors import shape_of
 
 
 def stock_matmul(encoding: Encoding, operands: Sequence[relax.Expr], out: Emitter) -> list[relax.Binding]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import tvm
@@ -15,12 +16,56 @@ from ..encoding.machine import machine_of
 from ..encoding.problem import ElementwiseProblem, MatmulProblem, Operand
 from ..encoding.resolver import resolver_for
 from ..errors import EncodingError
-from .encoded_kernels import KernelTable, Stored, Symbols, elementwise_problem, matmul_problem
 from .encoding_layouts import target_of
 from .kernel_names import VariantNames, shape_text
+from .kernel_ops import OPS
+from .rewriting import fresh_global_var
+from .stored_tensors import Stored, Symbols, elementwise_problem, matmul_problem
 
+_OPAQUE = 8  # TVM's kOpaque: stock fusion leaves such a kernel alone
 _NAMED_OPS = 3
 """Ops of an epilogue that a kernel's name tells."""
+
+
+@dataclass
+class KernelTable:
+    """The PrimFuncs of one module: one per distinct key and target, made on first request."""
+
+    taken: set[str]
+    functions: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = field(default_factory=dict)
+    _known: dict[tuple[Any, str], tvm.ir.GlobalVar] = field(default_factory=dict)
+
+    def get(
+        self,
+        key: Any,
+        target: tvm.target.Target,
+        name: str,
+        ops: Sequence[str],
+        make: Callable[[], tirx.PrimFunc],
+    ) -> tvm.ir.GlobalVar:
+        """The kernel that solves `key` on `target`; `make` writes it, once.
+
+        Parameters
+        ----------
+        key : hashable
+            What it computes, entirely.
+        target : tvm.target.Target
+        name : str
+            What it is called if it is new, with a number where that is taken.
+        ops : sequence of str
+            What profiles say it computes.
+        make : Callable
+            Writes the PrimFunc.
+        """
+        full_key = (key, str(target))
+        if full_key not in self._known:
+            func = make().with_attr({"target": target, "op_pattern": _OPAQUE, OPS: list(ops)})
+            if "global_symbol" in func.attrs:
+                func = func.without_attr("global_symbol")
+            gvar = fresh_global_var(name, func.ty, self.taken)
+            self.functions[gvar] = func
+            self._known[full_key] = gvar
+        return self._known[full_key]
 
 
 class EncodingKernels:

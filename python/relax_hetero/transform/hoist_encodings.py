@@ -27,9 +27,9 @@ from ..encoding.packed_layout import PackedLayout
 from ..op import encoded as ops
 from ..op.encoded import PREPACKED, RELAYOUT, SET, encoded_op
 from .blocks import Block, rewrite_blocks, without_unused
-from .encoded_kernels import Stored, physical_type
 from .placement.ops import TRANSFER
 from .rewriting import map_bindings, op_name, relax_functions, typed, with_functions
+from .stored_tensors import Stored, physical_type
 
 PERMUTE, RESHAPE, CAST = "relax.permute_dims", "relax.reshape", "relax.astype"
 _COMPUTED = (PERMUTE, RESHAPE, CAST, TRANSFER)

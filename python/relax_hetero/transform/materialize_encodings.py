@@ -33,12 +33,12 @@ from ..encoding.packed_layout import PackedLayout
 from ..errors import EncodingError
 from ..op.encoded import MATMUL, PREPACKED, RELAYOUT, SET, UNSET, encoded_op
 from ..vdevice import vdevices_of
-from .encoded_kernels import Stored, physical_type
 from .encoding_kernels import EncodingKernels
 from .epilogues import Chain, fused_variables
 from .merge_variables import Merges
 from .placement.ops import TRANSFER
 from .rewriting import map_bindings, op_name, relax_functions, typed, with_functions
+from .stored_tensors import Stored, physical_type
 from .verify_encodings import verify_encodings
 
 

@@ -14,8 +14,8 @@ from ..encoding.packed_layout import PackedLayout
 from ..op import encoded as ops
 from ..vdevice import physical
 from .emitting import Emitter
-from .encoded_kernels import shape_of
 from .rewriting import with_vdevice
+from .stored_tensors import shape_of
 
 # Bytes a second: of one core that lays data out with vectors and without, and of a copy between two memories. Only
 # their ratios matter. (Sources: packing kernels measured at 10 to 40 GB/s a core from memory, scalar loops at about 1;

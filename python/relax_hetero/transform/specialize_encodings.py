@@ -38,7 +38,6 @@ from ..vdevice import device_name, vdevices_of
 from .blocks import Block, rewrite_blocks, without_unused
 from .cancel_encodings import stock_elementwise, stock_matmul
 from .emitting import Emitter, dataflow_variables
-from .encoded_kernels import Stored, matmul_problem
 from .encoded_values import layout_of
 from .encoding_description import describe_encodings, name_in_model
 from .encoding_layouts import Layouts, target_of
@@ -48,6 +47,7 @@ from .merge_variables import Merges
 from .placement.ops import TRANSFER
 from .relayout_transfers import Crossing, moved
 from .rewriting import map_bindings, op_name, relax_functions, typed, with_functions
+from .stored_tensors import Stored, matmul_problem
 from .verify_encodings import verify_encodings
 
 

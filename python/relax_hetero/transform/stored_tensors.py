@@ -1,4 +1,4 @@
-"""Kernels of encoded ops: the problem a call states, and one PrimFunc per distinct problem and target.
+"""Tensors as they are stored, and the problems that calls of encoded ops state about them.
 
 Problems name symbolic extents "s0", "s1", ... in order of appearance, so that dispatches that differ only in the names
 of their symbols share a kernel.
@@ -6,8 +6,8 @@ of their symbols share a kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tvm
@@ -19,10 +19,6 @@ from ..encoding.expression import Expression
 from ..encoding.packed_layout import PackedLayout
 from ..encoding.problem import Dim, ElementwiseProblem, Epilogue, MatmulProblem, Operand
 from ..errors import EncodingError
-from .kernel_ops import OPS
-from .rewriting import fresh_global_var
-
-_OPAQUE = 8  # TVM's kOpaque: stock fusion leaves such a kernel alone
 
 
 @dataclass(frozen=True)
@@ -147,44 +143,3 @@ def _broadcast_map(stored: Stored, result: Stored, names: IndexMap) -> IndexMap:
 
 def _is_one(extent: tvm.tirx.PrimExpr) -> bool:
     return isinstance(extent, tirx.IntImm) and int(extent) == 1
-
-
-@dataclass
-class KernelTable:
-    """The PrimFuncs of one module: one per distinct key and target, made on first request."""
-
-    taken: set[str]
-    functions: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = field(default_factory=dict)
-    _known: dict[tuple[Any, str], tvm.ir.GlobalVar] = field(default_factory=dict)
-
-    def get(
-        self,
-        key: Any,
-        target: tvm.target.Target,
-        name: str,
-        ops: Sequence[str],
-        make: Callable[[], tirx.PrimFunc],
-    ) -> tvm.ir.GlobalVar:
-        """The kernel that solves `key` on `target`; `make` writes it, once.
-
-        Parameters
-        ----------
-        key : hashable
-            What it computes, entirely.
-        target : tvm.target.Target
-        name : str
-            What it is called if it is new, with a number where that is taken.
-        ops : sequence of str
-            What profiles say it computes.
-        make : Callable
-            Writes the PrimFunc.
-        """
-        full_key = (key, str(target))
-        if full_key not in self._known:
-            func = make().with_attr({"target": target, "op_pattern": _OPAQUE, OPS: list(ops)})
-            if "global_symbol" in func.attrs:
-                func = func.without_attr("global_symbol")
-            gvar = fresh_global_var(name, func.ty, self.taken)
-            self.functions[gvar] = func
-            self._known[full_key] = gvar
-        return self._known[full_key]
