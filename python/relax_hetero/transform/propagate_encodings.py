@@ -32,6 +32,7 @@ import tvm
 from tvm import relax
 
 from ..op import encoded as op
+from ..op.encoded import encoded_op
 from .absorb_permutes import absorb_permutes
 from .blocks import Block, Emitter, renamed, rewrite_blocks, without_unused
 from .elementwise_regions import absorb_elementwise
@@ -63,13 +64,21 @@ def propagate_encodings(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def _propagate(block: Block) -> list[relax.Binding] | None:
+    if not any(encoded_op(binding.value) for binding in block.bindings):
+        return None
     changed = False
     for step in _STEPS:
         bindings = step(block)
         if bindings is not None:
-            used = without_unused(bindings, block, _is_droppable)
-            block, changed = Block(used, block.is_dataflow, block.used_later), True
+            kept = without_unused(bindings, block, _is_droppable)
+            block, changed = Block(kept, block.is_dataflow, block.used_later), True
     return block.bindings if changed else None
+
+
+def drop_unused(block: Block) -> list[relax.Binding] | None:
+    """Without what nobody reads, so that it does not count as a reader of what work moves away from."""
+    kept = without_unused(block.bindings, block, _is_droppable)
+    return kept if len(kept) < len(block.bindings) else None
 
 
 def _is_droppable(value: relax.Expr) -> bool:
@@ -130,6 +139,7 @@ def _same_attrs(first: relax.Call, second: relax.Call) -> bool:
 
 # Permutations first, so that elementwise work behind them is seen; again, for those behind elementwise work.
 _STEPS: tuple[Step, ...] = (
+    drop_unused,
     cancel_pairs,
     absorb_permutes,
     absorb_elementwise,
