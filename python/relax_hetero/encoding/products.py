@@ -99,7 +99,7 @@ PRODUCTS: tuple[Product, ...] = (
         Product("pmaddwd", ("avx512",), (), t, "i16_pairs", 4, "llvm.x86.avx512.pmaddw.d.512", temporaries=5)
         for t in _BYTES
     ),
-    *(Product("pmaddwd", ("avx2",), (), t, "i16_pairs", 4, "llvm.x86.avx2.pmadd.wd", temporaries=5) for t in _BYTES),
+    *(Product("pmaddwd", ("avx2",), (), t, "i16_pairs", 4, "llvm.x86.avx2.pmadd.wd", temporaries=6) for t in _BYTES),
     *(Product("pmaddwd", ("sse",), (), t, "i16_pairs", 4, "llvm.x86.sse2.pmadd.wd", temporaries=5) for t in _BYTES),
     Product("usdot", ("neon",), ("i8mm",), _U8S8, "dot", 4, _USDOT),
     Product("usdot", ("neon",), ("i8mm",), _S8U8, "dot", 4, _USDOT, swapped=True),
