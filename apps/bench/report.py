@@ -75,6 +75,8 @@ def checks(results: Sequence[dict[str, Any]]) -> list[Check]:
             mean = geometric_mean(list(ratios.values()))
             if not weight:
                 found.append(Check(f"{title}: geometric mean without weights", mean, NO_WEIGHT_BAR))
+                low = {shape: value for shape, value in ratios.items() if not value >= NO_WEIGHT_BAR}
+                found += [Check(f"{title}: {shape} without weights", low[shape], NO_WEIGHT_BAR) for shape in low]
                 continue
             least_mean, least, least_row = BARS[kind]
             found.append(Check(f"{title}: geometric mean over the best peer", mean, least_mean))

@@ -8,6 +8,7 @@ that libraries print goes to standard error.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from dataclasses import asdict, dataclass
@@ -64,8 +65,9 @@ def measure(job: Job, kind: str, shape_text: str) -> dict[str, Any]:
             contestant = peer.make(product, job.threads)
             contestants.append(contestant)
             contestant.call()
-            row.update(note=contestant.note, error=product.error(contestant.result()))
-            row["compile_seconds"] = contestant.compile_seconds
+            error = product.error(contestant.result())
+            row.update(note=contestant.note, compile_seconds=contestant.compile_seconds)
+            row["error"] = error if math.isfinite(error) else None  # JSON has no infinity
         except Unsupported as reason:
             row["unsupported"] = str(reason)
         except ImportError as error:  # found, but it does not load here
@@ -73,8 +75,8 @@ def measure(job: Job, kind: str, shape_text: str) -> dict[str, Any]:
         except Exception as error:  # whatever a library raises belongs in its row
             row["failure"] = f"{type(error).__name__}: {_first_line(error)}"
         else:
-            if row["error"] > 1:
-                row["failure"] = f"wrong numbers: {row['error']:.3g} times what is allowed"
+            if error > 1:
+                row["failure"] = f"wrong numbers: {error:.3g} times what is allowed"
             else:
                 calls[peer.name] = contestant.call
                 if contestant.kernel is not None:

@@ -150,6 +150,7 @@ def test_bars_for_one_row_no_weights_stock_and_peak() -> None:
     found = {check.what: check for check in checks(rows)}
     assert "f32, 1 thread: 1x64x64" not in found
     assert not found["f32, 1 thread: geometric mean without weights"].passed
+    assert not found["f32, 1 thread: 7x64x64 without weights"].passed
     assert not found[f"f32, 1 thread: {LARGE} over stock TVM"].passed
     assert found[f"f32, 1 thread: {LARGE} over the peak"].found == pytest.approx(240 / 260)
 
