@@ -126,6 +126,11 @@ def elementwise_kernel(problem: ElementwiseProblem, machine: Machine) -> tirx.Pr
     problem : ElementwiseProblem
         Operands stored as the result are read tile by tile; row-major ones are broadcast against it.
     machine : Machine
+
+    Raises
+    ------
+    EncodingError
+        If an operand is packed in another way than the result, and as `emit` does.
     """
     function = Function("elementwise")
     with function:
@@ -158,6 +163,12 @@ class _Work:
         types = [operand.dtype for operand in (*problem.operands, problem.result)]
         self.lanes = min(machine.lanes(computed_in(dtype)) for dtype in types)
         self.extents = [self._extent(d) for d in range(len(self.names))]
+        for i, operand in enumerate(problem.operands):
+            if not operand.layout.is_identity and not self.is_alike(i):
+                raise EncodingError(
+                    f"elementwise {problem.expression}: x{i} is stored as {operand.layout}; expected the result's "
+                    f"{problem.result.layout}, or row-major"
+                )
 
     def is_alike(self, index: int) -> bool:
         """Whether an operand lies exactly as the result does."""

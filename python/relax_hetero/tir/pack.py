@@ -3,12 +3,13 @@
 Parameters of every kernel: source, destination. Symbolic extents are bound from the buffer that shows them; between two
 layouts that both pad a symbolic dimension, whole tiles are copied, padding included.
 
-Bytes are moved as integers, so every type of a width shares its code and NaN payloads stay. The ways, fastest first:
-runs along the last dimension (`tile_copy`), transposes in registers (`tile_transpose`), and element by element.
+Bytes are moved as integers, so every type of a width shares its code and NaN payloads stay. The ways that are tried, in
+order: transposes in registers (`tile_transpose`), runs along the last dimension (`tile_copy`), element by element.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from tvm import tirx
@@ -17,10 +18,11 @@ from tvm.script.ir_builder import tirx as T
 from ..encoding.machine import Machine
 from ..encoding.packed_layout import PackedLayout
 from ..encoding.problem import Dim
-from .builder import Expr, Function, loop
-from .storage import Storage, extents_of, for_parts, nest_loops, whole
+from .builder import Expr, Function, Registers, broadcast, lane_indices, loop, zeros
+from .storage import Storage, extents_of, for_parts, whole
 from .tile_copy import copy_runs, interleave_rows
 from .tile_transpose import transpose_tiles
+from .vector_math import once
 
 
 def pack_kernel(shape: Sequence[Dim], dtype: str, layout: PackedLayout, machine: Machine) -> tirx.PrimFunc:
@@ -63,11 +65,11 @@ def _kernel(
         with function.body():
             for side in sides:
                 side.open(raw=True)
-            ways = (copy_runs, interleave_rows, transpose_tiles)
+            ways = (transpose_tiles, copy_runs, interleave_rows)
             if not any(way(sides[0], sides[1], machine) for way in ways):
                 _copy_elements(sides[0], sides[1], machine)
             if destination.compensation:
-                _compensate(sides[1])
+                _compensate(sides[1], machine)
     return function.result
 
 
@@ -113,7 +115,7 @@ def _split(layout: PackedLayout, at: Sequence[Expr]) -> tuple[dict[int, Expr], d
     return outer, inner
 
 
-def _compensate(destination: Storage) -> None:
+def _compensate(destination: Storage, machine: Machine) -> None:
     """Fill the blocks of ``-128 * column sum`` from what was packed."""
     layout = destination.layout
     *columns, last = layout.inner_dims
@@ -122,22 +124,25 @@ def _compensate(destination: Storage) -> None:
     width = 1
     for d in columns:
         width *= layout.tile(d)
+    lanes = math.gcd(width, machine.lanes("int32"))
 
     def block(positions: list[Expr]) -> None:
         at = dict(zip(dims, positions, strict=True))
         # Storage.offset skips the block that is written here.
         first = tirx.floordiv(destination.offset(at, {}), 4)
         stride = tirx.floordiv(destination.outer_stride(last), 4)
-        with loop(width) as column:
-            total = T.alloc_buffer((1,), "int32", scope="global")
-            T.buffer_store(total, tirx.const(0, "int32"), [0])
+        with loop(width // lanes) as vector:
+            column = vector * lanes
+            total = Registers(1, "int32", lanes)
+            total[0] = zeros("int32", lanes)
             with loop(destination.tiles[last]) as index:
-                word = T.bind(words[first + index * stride + column])
-                added = T.shift_right(word, tirx.const(24, "int32"))
+                word = once(words[lane_indices(first + index * stride + column, lanes)])
+                added = T.shift_right(word, broadcast(tirx.const(24, "int32"), lanes))
                 for left in (8, 16, 24):
-                    high = T.shift_left(word, tirx.const(left, "int32"))
-                    added = added + T.shift_right(high, tirx.const(24, "int32"))
-                T.buffer_store(total, total[0] + added, [0])
-            T.buffer_store(words, total[0] * tirx.const(-128, "int32"), [first - stride + column])
+                    high = T.shift_left(word, broadcast(tirx.const(left, "int32"), lanes))
+                    added = added + T.shift_right(high, broadcast(tirx.const(24, "int32"), lanes))
+                total[0] = total[0] + added
+            here = lane_indices(first - stride + column, lanes)
+            T.buffer_store(words, total[0] * broadcast(tirx.const(-128, "int32"), lanes), [here])
 
-    nest_loops([destination.tiles[d] for d in dims], block)
+    for_parts([destination.tiles[d] for d in dims], destination.bytes(), machine, block)

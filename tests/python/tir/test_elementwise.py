@@ -301,3 +301,14 @@ def test_errors(text, dtypes, message):
 def _emit_alone(text, values, dtypes):
     with Function("alone") as function, function.body():
         emit(Expression.parse(text), values, dtypes, 1)
+
+
+def test_an_operand_in_another_layout_is_refused():
+    tiles, columns = PackedLayout.parse(TILES), PackedLayout.parse(COLUMNS)
+    names = ("d0", "d1")
+    operands = (Operand(SHAPE, "float32", names, tiles), Operand(SHAPE, "float32", names, columns))
+    problem = ElementwiseProblem(Expression.parse("add(x0, x1)"), operands, operands[0])
+    with pytest.raises(
+        EncodingError, match=r"x1 is stored as pack<outer=\[1, 0\] .*; expected the result's pack<outer="
+    ):
+        elementwise_kernel(problem, machine_named(NAMES[0]))

@@ -119,11 +119,14 @@ def test_relayout_of_symbolic_extents(tmp_path):
     assert same_bits(new.unpack(out.numpy(), shape), array)
 
 
-@pytest.mark.parametrize(("layout", "shuffle"), [(RUNS, False), (TRANSPOSED, True)])
+@pytest.mark.parametrize(
+    ("layout", "dtype", "shuffle"),
+    [(RUNS, "float32", False), (TRANSPOSED, "float32", True), (WORDS, "int8", True), (GROUPED, "int8", True)],
+)
 @pytest.mark.parametrize("target", [name for name in ("avx512", "avx2") if name in NAMES])
-def test_moves_whole_vectors(layout, shuffle, target):
-    """The main loop of a float32 pack loads and stores registers, and transposes by shuffles if at all."""
-    text = assembly(pack_kernel((512, 512), "float32", PackedLayout.parse(layout), machine_named(target)), target)
+def test_moves_whole_vectors(layout, dtype, shuffle, target):
+    """A pack loads and stores whole registers, and transposes by shuffles if at all."""
+    text = assembly(pack_kernel((512, 512), dtype, PackedLayout.parse(layout), machine_named(target)), target)
     register = {"avx512": "%zmm", "avx2": "%ymm"}[target]
     assert re.search(rf"vmov(up|ap|dq)\S*\s+{register}\d+, \S*\(", text)
-    assert bool(re.search(rf"v(perm|unpck|punpck)\S*\s.*{register}", text)) == shuffle
+    assert bool(re.search(r"v(perm|unpck|punpck|pshuf)\S*\s.*%[xyz]mm", text)) == shuffle
