@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import tvm
-from tvm import relax
+from tvm import relax, tirx
 
 from ..errors import BuildError, HeteroError
 from ..native_target import native
@@ -128,7 +128,19 @@ def _dispatches(mod: tvm.IRModule, vdevices: list[relax.VDevice]) -> dict[str, D
         for binding in walk_bindings(func):
             gv = called_prim_func(mod, binding.value)
             if gv is not None and gv.name_hint not in found:
-                vdevice = call_vdevice(binding.value)
+                kernel = mod.functions[gv]
+                vdevice = call_vdevice(binding.value) or _built_for(kernel, vdevices)
                 device = vdevice_index(vdevice, vdevices) if vdevice is not None else -1
-                found[gv.name_hint] = DispatchSpec(device, ops_of(mod.functions[gv]))
+                found[gv.name_hint] = DispatchSpec(device, ops_of(kernel))
     return found
+
+
+def _built_for(kernel: tirx.PrimFunc, vdevices: list[relax.VDevice]) -> relax.VDevice | None:
+    """The first device of a kernel's target: lowered calls between intermediate tensors do not name theirs.
+
+    None for kernels that TVM adds, which compute shapes.
+    """
+    target = kernel.attrs.get("target")
+    if target is None or not ops_of(kernel):
+        return None
+    return next((vdevice for vdevice in vdevices if str(vdevice.target) == str(target)), None)
