@@ -23,7 +23,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
-from relax_hetero.vdevice import parse_vdevices
+from relax_hetero.vdevice import device_name, parse_vdevices, vdevices_of
 
 PASSES = ("RealizeVDevice", "SetEncoding", "PropagateEncodings", "SpecializeEncodings")
 DIMS = {"lhs": "mk", "rhs": "kn"}  # what else there is has the result's extents
@@ -121,8 +121,8 @@ def transfers_table(module: tvm.IRModule, sizes: dict[str, int]) -> Table:
                 layout = rh.encoding.PackedLayout.parse(entry.layout if entry else f"identity<{len(shape)}>")
                 size = layout.storage_bytes(shape, str(ty.dtype))
                 anew = entry.relayout if entry and entry.relayout else "no"
-                device = ty.vdevice.target.kind.name
-                cells = (name, device, layout, size, anew)
+                device = device_name(ty.vdevice, vdevices_of(module))
+                cells = (name, device, layout if entry else "row-major", size, anew)
                 table.add_row(*(Text(str(cell)) for cell in cells))
     return table
 
