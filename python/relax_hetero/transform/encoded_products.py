@@ -10,7 +10,7 @@ from tvm import relax, tirx
 
 from ..encoding.encoding import DYNAMIC, LHS, RESULT, RHS, Encoding, IndexMap
 from ..op import encoded as op
-from .blocks import Emitter, broadcast, is_one, same_extent, shape_of, tensor_type
+from .blocks import Emitter, broadcast, is_one, same_extent, same_shape, shape_of, tensor_type
 
 ONE = tirx.IntImm("int64", 1)
 
@@ -59,6 +59,15 @@ class ProductWriter(Emitter):
         shape = shape_of(x) or []
         return x if len(shape) > 1 else self.reshape(x, as_matrix(shape, index), f"{name}_matrix")
 
+    def matched(self, x: relax.Expr, shape: Sequence[Any], name: str) -> relax.Expr:
+        """`x`, checked at run time to have a shape that its type only may have; itself where the type has it."""
+        if same_shape(shape_of(x) or [], shape):
+            return x
+        ty = tensor_type(shape, str(x.ty.dtype), x.ty)
+        var = (relax.DataflowVar if self.is_dataflow else relax.Var)(name, ty)
+        self.bindings.append(relax.MatchCast(var, x, ty))
+        return var
+
     def end_as(self, result: relax.Var, var: relax.Var) -> None:
         """Give the last binding, which made `result`, the variable `var` that a product had before."""
         if len(shape_of(result) or []) > len(shape_of(var) or []):
@@ -83,6 +92,18 @@ def as_matrix(shape: Sequence[Any], index: int) -> list[Any]:
     if len(shape) > 1:
         return list(shape)
     return [ONE, *shape] if index == LHS else [*shape, ONE]
+
+
+def with_one_k(lhs: Sequence[Any], rhs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Shapes of operands that have one extent along k, as far as types tell whether they have: see `matched`.
+
+    ``(m, k)`` times ``(6, n)`` is ``(m, 6)`` times ``(6, n)``: a product is valid for nothing else.
+    """
+    left, right = list(lhs), list(rhs)
+    numbers = [isinstance(extent, tirx.IntImm) for extent in (left[-1], right[-2])]
+    if not all(numbers) and not same_extent(left[-1], right[-2]):
+        left[-1] = right[-2] = right[-2] if numbers[1] else left[-1]
+    return left, right
 
 
 def product_encoding(

@@ -12,7 +12,7 @@ signed (u8 less 128 is s8, and so is its zero point), since u8*s8 and s8*s8 are 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from tvm import relax
 from ..encoding.encoding import LHS, RESULT, RHS, Encoding
 from ..op import encoded as op
 from .blocks import Block, broadcast, shape_of, tensor_type
-from .encoded_products import ProductWriter, as_matrix, product_encoding
+from .encoded_products import ProductWriter, as_matrix, product_encoding, with_one_k
 from .quantized_operands import Parameter, Quantized, constant_like, read_quantized, signed_constant
 from .relax_expressions import scalar_of
 
@@ -58,18 +58,25 @@ def emit_quantized_product(
     if str(var.ty.dtype) != ("float32" if lhs.is_float else _ACCUMULATOR):
         return False
     a_shape, b_shape = (as_matrix(shape_of(binding.value.args[index]) or [], index) for index in (LHS, RHS))
-    encoding = product_encoding(a_shape, b_shape, (str(lhs.data.ty.dtype), "int8", _ACCUMULATOR))
+    shapes = with_one_k(a_shape, b_shape)
+    encoding = product_encoding(*shapes, (str(lhs.data.ty.dtype), "int8", _ACCUMULATOR))
     if encoding is None or (lhs.is_float and not 0 <= encoding.sizes["k"] <= _LONGEST_SUM):
         return False  # in int32 sums wrap by definition, but not in float32
-    plain = _emit_integers(writer, lhs, _signed(writer, rhs, constants, var.name), encoding, var.name)
+    plain = _emit_integers(writer, lhs, _signed(writer, rhs, constants, var.name), encoding, shapes, var.name)
     writer.end_as(_scaled(writer, plain, lhs, rhs, var.name) if lhs.is_float else plain, var)
     return True
 
 
-def _emit_integers(writer: ProductWriter, lhs: Quantized, rhs: Quantized, encoding: Encoding, name: str) -> relax.Var:
-    """``(a - za) * (b - zb)`` in int32, plain."""
+def _emit_integers(
+    writer: ProductWriter, lhs: Quantized, rhs: Quantized, encoding: Encoding, shapes: Sequence[list[Any]], name: str
+) -> relax.Var:
+    """``(a - za) * (b - zb)`` in int32, plain, of operands that have `shapes` as matrices."""
     a, b = (
-        writer.matrix(_permuted(writer, side, f"{name}_{text}"), index, f"{name}_{text}")
+        writer.matched(
+            writer.matrix(_permuted(writer, side, f"{name}_{text}"), index, f"{name}_{text}"),
+            shapes[index],
+            f"{name}_{text}_matched",
+        )
         for index, text, side in ((LHS, "lhs", lhs), (RHS, "rhs", rhs))
     )
     result = encoding.of(RESULT)

@@ -25,7 +25,7 @@ from tvm import relax
 
 from ..encoding.encoding import LHS, RHS
 from .blocks import Block, rewrite_blocks, shape_of, without_unused
-from .encoded_products import ProductWriter, as_matrix, product_encoding
+from .encoded_products import ProductWriter, as_matrix, product_encoding, with_one_k
 from .quantized_operands import is_part_of_quantized
 from .quantized_products import emit_quantized_product
 from .rewriting import op_name
@@ -87,17 +87,16 @@ def _emit_float_product(writer: ProductWriter, binding: relax.VarBinding) -> boo
         return False
     if wanted == "float64":
         dtype = wanted
-    encoding = product_encoding(
-        as_matrix(lhs_shape, LHS), as_matrix(rhs_shape, RHS), (dtype, dtype, _ACCUMULATORS[dtype])
-    )
+    shapes = with_one_k(as_matrix(lhs_shape, LHS), as_matrix(rhs_shape, RHS))
+    encoding = product_encoding(*shapes, (dtype, dtype, _ACCUMULATORS[dtype]))
     if encoding is None or shape_of(var) is None:
         return False
     name = var.name
-    first, second = (
-        writer.matrix(writer.cast(x, dtype, f"{name}_{side}_{dtype}"), index, f"{name}_{side}")
-        for index, side, x in ((LHS, "lhs", lhs), (RHS, "rhs", rhs))
-    )
-    out = writer.product(first, second, encoding, name)
+    operands = []
+    for index, side, x in ((LHS, "lhs", lhs), (RHS, "rhs", rhs)):
+        matrix = writer.matrix(writer.cast(x, dtype, f"{name}_{side}_{dtype}"), index, f"{name}_{side}")
+        operands.append(writer.matched(matrix, shapes[index], f"{name}_{side}_matched"))
+    out = writer.product(operands[LHS], operands[RHS], encoding, name)
     plain = writer.plain(out, encoding, f"{name}_plain")
     writer.end_as(writer.cast(plain, wanted, f"{name}_{wanted}"), var)
     return True

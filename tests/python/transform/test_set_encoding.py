@@ -11,6 +11,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
+import relax_hetero as rh
 from relax_hetero.op.encoded import MATMUL
 from relax_hetero.transform import SetEncoding, VerifyEncodings
 from relax_hetero.transform.rewriting import op_name, walk_bindings
@@ -215,6 +216,33 @@ def test_element_types(dtype, out_dtype, types, result):
     after = set_encoding(product((2, 3), (3, 4), dtype, out_dtype))
     assert encodings(after) == [f"matmul[2]<{types}; (m, k) * (k, n) -> (m, n); m=2, n=4, k=3>"]
     assert str(after["main"].ret_ty.dtype) == result
+
+
+def test_a_reduced_extent_that_only_one_operand_knows_is_checked_at_run_time():
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(x: R.Tensor((2, "k"), "float32"), w: R.Tensor((3, 4), "float32")):
+            with R.dataflow():
+                matched = R.match_cast(x, R.Tensor((2, 3), "float32"))
+                lhs = R.hetero.set_encoding(matched, "matmul[0]" + F32)
+                rhs = R.hetero.set_encoding(w, "matmul[1]" + F32)
+                out = R.hetero.matmul(lhs, rhs, encoding="matmul[2]" + F32)
+                y = R.hetero.unset_encoding(out, "matmul[2]" + F32)
+                z = y
+                R.output(z)
+            return z
+
+    after = set_encoding(product((2, "k"), (3, 4)))
+    assert_structural_equal(after, Expected)
+    assert relax.analysis.check_well_formed(after)
+    two_names = set_encoding(product((2, "k"), ("l", 4)))
+    assert encodings(two_names) == ["matmul[2]" + F32.replace("k=3", "k=?")]
+    machine = rh.vm.VirtualMachine(rh.compile(product((2, "k"), ("l", 4))))
+    x, w = (np.ones(shape, "float32") for shape in ((2, 5), (5, 4)))
+    np.testing.assert_array_equal(machine["main"](x, w).numpy(), np.full((2, 4), 5, "float32"))
+    with pytest.raises(rh.HeteroError):
+        machine["main"](x, w[:3])
 
 
 def test_inside_branches_and_outside_dataflow():
