@@ -33,6 +33,7 @@ from ..encoding.packed_layout import PackedLayout
 from ..errors import EncodingError
 from ..op.encoded import MATMUL, PREPACKED, RELAYOUT, SET, UNSET, encoded_op
 from ..vdevice import vdevices_of
+from .blame import blaming
 from .encoding_kernels import EncodingKernels
 from .epilogues import Chain, fused_variables
 from .merge_variables import Merges
@@ -79,7 +80,7 @@ class _Function:
         self.merges = Merges()
 
     def materialize(self) -> relax.Function:
-        return self.merges.apply(map_bindings(self.func, self._change))
+        return self.merges.apply(map_bindings(self.func, blaming(self._change, self.name)))
 
     def _change(self, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
         value = binding.value

@@ -35,6 +35,7 @@ from ..encoding.packed_layout import PackedLayout
 from ..op import encoded as ops
 from ..op.encoded import ELEMENTWISE, MATMUL, SET, UNSET, encoded_op
 from ..vdevice import device_name, vdevices_of
+from .blame import blaming
 from .blocks import Block, rewrite_blocks, without_unused
 from .cancel_encodings import stock_elementwise, stock_matmul
 from .emitting import Emitter, dataflow_variables
@@ -107,7 +108,7 @@ class _Function:
 
     def specialize(self, func: relax.Function) -> relax.Function:
         self.local = dataflow_variables(func)
-        return self.merges.apply(map_bindings(func, self._change))
+        return self.merges.apply(map_bindings(func, blaming(self._change, self.name)))
 
     def _change(self, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
         name = encoded_op(binding.value)
@@ -144,7 +145,9 @@ class _Function:
         return relax.VarBinding(var, typed(new, call.ty), binding.span)
 
     def _layout(self, encoding: Encoding, var: relax.Var) -> PackedLayout | None:
-        return self.layouts.layout(encoding, target_of(var.ty.vdevice), f"{var.name!r} in function {self.name!r}")
+        return self.layouts.layout(
+            encoding, target_of(var.ty.vdevice), f"variable {var.name!r} in function {self.name!r}"
+        )
 
     def _kernel(self, encoding: Encoding, layout: PackedLayout, binding: relax.Binding) -> str:
         lhs, rhs, *init = (self._stored(arg) for arg in binding.value.args)

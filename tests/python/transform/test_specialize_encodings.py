@@ -443,6 +443,25 @@ def test_a_resolver_that_raises_is_named():
         undo()
 
 
+def test_unknown_shapes_are_refused():
+    @I.ir_module
+    class Mod:
+        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
+
+        @R.function
+        def main(x: R.Tensor("float32", ndim=2, vdevice="llvm:0"), w: R.Tensor((3, 7), "float32", "llvm:0")):
+            with R.dataflow():
+                x1 = R.hetero.set_encoding(x, LHS)
+                w1 = R.hetero.set_encoding(w, RHS)
+                c = R.hetero.matmul(x1, w1, encoding=OUT)
+                y = R.hetero.unset_encoding(c, OUT)
+                R.output(y)
+            return y
+
+    with pytest.raises(EncodingError, match=r"variable 'c' in function 'main'.*found no shape, expected extents"):
+        SpecializeEncodings()(Mod)
+
+
 def test_a_module_without_encodings_stays():
     @I.ir_module
     class Mod:
