@@ -112,7 +112,7 @@ PRODUCTS: tuple[Product, ...] = (
     # halves
     Product("dpbf16", ("avx512",), ("avx512bf16",), _BF16, "bf16_dot", 2, "llvm.x86.avx512bf16.dpbf16ps.512"),
     Product("bfdot", ("neon",), ("bf16",), _BF16, "bf16_dot", 2, "llvm.aarch64.neon.bfdot.v4f32.v8bf16"),
-    Product("bf16", _VECTOR, (), _BF16, "bf16_pairs", 2, temporaries=4),
+    Product("bf16", _VECTOR, (), _BF16, "bf16_pairs", 2, temporaries=6),
     Product("fma", ("generic",), (), _BF16, "fma"),
     Product("cvtph", ("avx512", "avx2", "neon"), (), _F16, "f16_fma", temporaries=2),
     Product("f16", ("sse", "generic"), (), _F16, "f16_bits", temporaries=7),

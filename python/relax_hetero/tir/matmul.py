@@ -72,8 +72,10 @@ def matmul_kernel(problem: MatmulProblem, machine: Machine) -> tirx.PrimFunc:
         views = [lhs, rhs, *([init] if init else []), *more, result]
         batch = merge_batches(views, lhs, rhs, result)
         lanes = machine.lanes(problem.acc_dtype)
+        # One register holds what is broadcast of the left operand.
+        free = machine.isa.registers - 1 - product.temporaries
         m, n, k = (extent_of(views, name) for name in "mnk")
-        spec = Product2D(lhs, rhs, result, init, problem.epilogue, more, product, lanes, m, n, k)
+        spec = Product2D(lhs, rhs, result, init, problem.epilogue, more, product, lanes, free, m, n, k)
         with function.body():
             for view in views:
                 view.open()
@@ -145,8 +147,7 @@ def _tile_size(spec: Product2D, machine: Machine) -> tuple[int, int]:
     sizes = tile_sizes(machine)
     packed = spec.rhs.layout.tile(spec.rhs.index_map.index("n")) // spec.lanes
     vectors = packed if 0 < packed <= sizes.vectors * 2 else sizes.vectors
-    free = machine.isa.registers - vectors - 1 - spec.product.temporaries
-    rows = max(1, min(sizes.rows, free // vectors))
+    rows = max(1, min(sizes.rows, (spec.registers - vectors) // vectors))
     return (min(rows, spec.m) if isinstance(spec.m, int) else rows), vectors
 
 

@@ -55,6 +55,8 @@ class Product2D:
     product : Product
     lanes : int
         Of an accumulator.
+    registers : int
+        That are left for accumulators and the right operand's vectors.
     m, n, k : PrimExpr or int
         Iteration sizes; m and n rounded up where no operand needs them exact.
     """
@@ -67,6 +69,7 @@ class Product2D:
     epilogue_views: tuple[OperandView, ...]
     product: Product
     lanes: int
+    registers: int
     m: Expr
     n: Expr
     k: Expr
@@ -198,7 +201,7 @@ def accumulators(rows: int, vectors: int) -> int:
 def emit_tile(spec: Product2D, tile: Tile, k: KRange, accs: Registers) -> None:
     """Write the code of a tile for a range of k; `accs` are at least those of `accumulators`."""
     count = tile.rows * tile.vectors
-    unroll = max(1, IN_FLIGHT // count) if spec.lanes > 1 else 1
+    unroll = max(1, min(IN_FLIGHT, spec.registers - tile.vectors) // count) if spec.lanes > 1 else 1
     either(k.first, lambda: _start(spec, tile, accs), lambda: _clear(spec, accs, range(count)))
     _clear(spec, accs, range(count, count * unroll))
     _accumulate_chains(spec, tile, accs, k, unroll)
