@@ -27,7 +27,7 @@ from . import vector_math
 from .builder import Expr, Function, lane_indices, loop, vector_type
 from .expression_ops import FLOAT32_OPS, FLOAT_OPS, INT_OPS, cast, round_to_bfloat16
 from .storage import Storage, for_parts, nest_loops, whole
-from .tile_copy import EMPTY, masked_vector, split_run, tail_mask
+from .vector_access import gathered, loaded, split_run, tail_mask
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class _Work:
             values = []
             for i, storage in enumerate(self.operands):
                 where = lane_indices(start, width) if self.is_alike(i) else tirx.const(0, "int64")
-                values.append(_loaded(storage, where, None, width))
+                values.append(loaded(storage, where, None, width))
             self._store(values, lane_indices(start, width), width)
 
         for_parts(
@@ -259,7 +259,7 @@ class _Work:
         values = []
         for i, storage in enumerate(self.operands):
             if self.is_alike(i):
-                values.append(_loaded(storage, here, None, width))
+                values.append(loaded(storage, here, None, width))
                 continue
             at: dict[int, Expr] = {}
             step: Expr | None = None
@@ -275,11 +275,11 @@ class _Work:
                 at[own] = position
             offset = storage.offset(at, {})
             if step is None:
-                values.append(_loaded(storage, offset, None, width))
+                values.append(loaded(storage, offset, None, width))
             elif isinstance(step, int) and step == 1:
-                values.append(_loaded(storage, lane_indices(offset, width), mask, width))
+                values.append(loaded(storage, lane_indices(offset, width), mask, width))
             else:
-                values.append(_gathered(storage, offset, step, mask, width))
+                values.append(gathered(storage, offset, step, mask, width))
         self._store(values, here, width)
 
     def _store(self, values: list[tirx.Expr], where: Expr, width: int) -> None:
@@ -288,18 +288,3 @@ class _Work:
         if self.result.dtype == "bfloat16":
             value = T.reinterpret(vector_type("uint16", width), value)
         T.buffer_store(self.result.data, value, [where])
-
-
-def _loaded(storage: Storage, where: Expr, mask: Expr | None, width: int) -> tirx.Expr:
-    value = masked_vector(storage, where, width, mask)
-    if storage.dtype == "bfloat16":
-        value = T.reinterpret(vector_type("bfloat16", value.ty.dtype.lanes), value)
-    return value
-
-
-def _gathered(storage: Storage, offset: Expr, step: Expr, mask: Expr | None, width: int) -> tirx.Expr:
-    lanes = []
-    for lane in range(width):
-        inside = None if mask is None or mask is EMPTY or width == 1 else T.Shuffle([mask], [lane])
-        lanes.append(_loaded(storage, offset + lane * step, EMPTY if mask is EMPTY else inside, 1))
-    return lanes[0] if width == 1 else T.Shuffle(lanes, list(range(width)))

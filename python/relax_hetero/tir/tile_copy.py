@@ -9,11 +9,9 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..encoding.machine import Machine
-from .builder import Expr, ceil_div, lane_indices, loop, smaller, vector_type, zeros
+from .builder import Expr, ceil_div, lane_indices, loop, smaller, zeros
 from .storage import Storage, extents_of, for_parts, nest_loops, whole
-
-EMPTY = tirx.const(False, "bool")
-"""The mask of no lanes."""
+from .vector_access import EMPTY, masked_vector, split_run, tail_mask, wide
 
 ROWS = 16
 """Rows that are copied tile by tile: reads go along rows, writes fill a few kilobytes of each tile column."""
@@ -160,7 +158,7 @@ def _tiles(
         outer[last] = positions[-1]
 
         def inside(full: bool) -> None:
-            with loop(smaller(ROWS, _wide(count) - first) if not whole(count, ROWS) else ROWS) as row:
+            with loop(smaller(ROWS, wide(count) - first) if not whole(count, ROWS) else ROWS) as row:
                 body({**outer, rows: first + row}, full)
 
         visit(outer, inside)
@@ -171,50 +169,6 @@ def _tiles(
 
 def _real_inner(storage: Storage) -> list[int]:
     return [d for d in storage.layout.inner_dims if storage.layout.tile(d) > 1]
-
-
-def split_run(length: int, lanes: int) -> list[tuple[int, int]]:
-    """Starts and widths (powers of two) of the vectors that cover a run."""
-    found, start = [], 0
-    while start < length:
-        width = min(lanes, 1 << ((length - start).bit_length() - 1))
-        found.append((start, width))
-        start += width
-    return found
-
-
-def tail_mask(extent: Expr, tile: int, column: Expr, start: int, width: int) -> Expr | None:
-    """Which lanes of a vector in the last, partial tile exist; `EMPTY` and None where it is known that none, all do.
-
-    Known cases are told apart here: TVM drops a store of a masked load whose mask it can prove empty.
-    """
-    if not isinstance(extent, int):
-        return T.ramp(column + start, 1, width) < T.broadcast(extent, width) if width > 1 else column + start < extent
-    valid = extent % tile - start
-    if valid <= 0:
-        return EMPTY
-    if valid >= width:
-        return None
-    return T.ramp(_wide(0), 1, width) < T.broadcast(_wide(valid), width)
-
-
-def _wide(value: Expr) -> Expr:
-    return tirx.IntImm("int64", value) if isinstance(value, int) else value
-
-
-def masked_vector(storage: Storage, index: Expr, width: int, mask: Expr | None) -> Expr:
-    """Elements of a storage, zeros where the mask does not hold."""
-    raw = str(storage.data.dtype)
-    if mask is None:
-        return storage.data[index]
-    if mask is EMPTY:
-        return zeros(raw, width)
-    if width == 1:
-        return T.if_then_else(mask, storage.data[index], tirx.const(0, raw))
-    # LLVM is told that the lanes left out are poison; the selection becomes part of the load. Bound, because TVM takes
-    # the inner mask for true where the outer one is.
-    loaded = T.bind(T.masked_load(vector_type(raw, width), storage.data, index, mask))
-    return T.Select(mask, loaded, zeros(raw, width))
 
 
 def _move(

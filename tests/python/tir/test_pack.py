@@ -7,6 +7,8 @@ import re
 import ml_dtypes  # noqa: F401 (numpy learns bfloat16)
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tvm import runtime
 
 from relax_hetero.encoding import PackedLayout
@@ -68,6 +70,23 @@ def _pack_and_unpack(shape, dtype, text, target, dynamic, folder):
 @pytest.mark.parametrize(("shape", "dtype", "layout"), CASES)
 def test_pack_and_unpack(shape, dtype, layout, dynamic, tmp_path):
     _pack_and_unpack(shape, dtype, layout, NAMES[0], dynamic, tmp_path)
+
+
+@st.composite
+def _layouts(draw):
+    rank = draw(st.integers(1, 4))
+    tiled = draw(st.lists(st.integers(0, rank - 1), unique=True, max_size=2))
+    tiles = [draw(st.sampled_from([1, 2, 3, 4, 8, 12, 16, 32])) for _ in tiled]
+    layout = PackedLayout(tuple(draw(st.permutations(range(rank)))), tuple(tiled), tuple(tiles))
+    shape = tuple(draw(st.integers(0, 40 if d in tiled or d == rank - 1 else 5)) for d in range(rank))
+    return shape, layout
+
+
+@settings(max_examples=30)
+@given(case=_layouts(), dtype=st.sampled_from(["int8", "bfloat16", "float32", "int64"]), dynamic=st.booleans())
+def test_any_layout(case, dtype, dynamic, tmp_path_factory):
+    shape, layout = case
+    _pack_and_unpack(shape, dtype, str(layout), NAMES[0], dynamic, tmp_path_factory.mktemp("kernels"))
 
 
 @pytest.mark.parametrize("target", NAMES[1:])
