@@ -63,11 +63,6 @@ class KnownCall:
     dims: DimValues
     outs: set[Look] = field(default_factory=set)
 
-    @property
-    def changes(self) -> bool:
-        """Whether the function takes anything but the arguments as they are."""
-        return bool(self.moves or self.rest)
-
     def settles(self, signature: FunctionSignature) -> bool:
         """Whether the arguments alone decide the shape of the function's one result."""
         if signature.output_is_tuple:
@@ -82,6 +77,8 @@ class KnownCall:
 
     def values(self, tensors: Sequence[runtime.Tensor]) -> Sequence[Any]:
         """What the function takes for these arguments."""
+        if not (self.moves or self.rest):
+            return tensors
         values = [*tensors, *self.rest]
         for index, device in self.moves:
             values[index] = alias(values[index], device)

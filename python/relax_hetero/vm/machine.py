@@ -151,7 +151,7 @@ class VirtualMachine:
                 check_out(out, signature, call.dims.copy())
                 if met is not None and call.settles(signature):
                     call.outs.add(met[0])
-        result = self._invoke(name, call.values(tensors) if call.changes else tensors)
+        result = self._invoke(name, call.values(tensors))
         if call.dims.values:
             self._pool.note((name, *call.dims.values.values()), (tensors, result))
         if out is None:
