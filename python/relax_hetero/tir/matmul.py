@@ -19,7 +19,8 @@ from ..encoding.tiles import tile_sizes
 from ..errors import EncodingError
 from .builder import Expr, Function, Registers, ceil_div, either, loop, settled, smaller
 from .inner_product import llvm_import
-from .matmul_tile import KRange, Product2D, Sweep, accumulators, emit_tile, make_tile
+from .matmul_place import KRange, Product2D, Sweep, make_tile
+from .matmul_tile import accumulators, emit_tile
 from .operand_view import Coordinates, OperandView, extent_of
 from .work_split import Split, part, split_work
 
@@ -180,8 +181,8 @@ def _k_blocks(spec: Product2D, tiles: Expr) -> tuple[Expr, int]:
 
 
 def _unravel(number: Expr, extents: Mapping[str, Expr]) -> Coordinates:
-    at = {}
-    for name, extent in reversed(extents.items()):
+    at: dict[str, Expr] = {}
+    for name, extent in reversed(list(extents.items())):
         at[name] = number if name == next(iter(extents)) else number % extent
         number = number // extent
     return at

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import tvm
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..encoding.expression import Expression
-from ..encoding.problem import Epilogue
-from ..encoding.products import Product
 from . import elementwise
 from .builder import (
     Expr,
@@ -20,7 +17,6 @@ from .builder import (
     ceil_div,
     either,
     held,
-    lane_numbers,
     loop,
     settled,
     smaller,
@@ -29,6 +25,7 @@ from .builder import (
     zeros,
 )
 from .inner_product import emit_step, lhs_group, rhs_groups, zero
+from .matmul_place import KRange, Product2D, Tile, mask_in, position_in, row_in
 from .operand_view import Coordinates, OperandView
 
 # Multiply-adds that must be in flight: 4 cycles of latency times 2 a cycle on every core of the table.
@@ -40,157 +37,6 @@ MAX_CHAIN = 1024
 
 CACHE_LINE_BYTES = 64
 MAX_TURN = 8
-
-
-@dataclass(frozen=True)
-class Product2D:
-    """What every tile of a kernel shares.
-
-    Attributes
-    ----------
-    lhs, rhs, result : OperandView
-    init : OperandView or None
-    epilogue : Epilogue or None
-    epilogue_views : tuple of OperandView
-    product : Product
-    lanes : int
-        Of an accumulator.
-    registers : int
-        That are left for accumulators and the right operand's vectors.
-    m, n, k : PrimExpr or int
-        Iteration sizes; m and n rounded up where no operand needs them exact.
-    """
-
-    lhs: OperandView
-    rhs: OperandView
-    result: OperandView
-    init: OperandView | None
-    epilogue: Epilogue | None
-    epilogue_views: tuple[OperandView, ...]
-    product: Product
-    lanes: int
-    registers: int
-    m: Expr
-    n: Expr
-    k: Expr
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """The tiles that go over one panel of the right operand, and between them prefetch the next panel.
-
-    Attributes
-    ----------
-    number : PrimExpr
-        Of the tile.
-    tiles : int
-        How many there are.
-    panel : PrimExpr
-        The first column of the next panel.
-    """
-
-    number: Expr
-    tiles: int
-    panel: Expr
-
-
-@dataclass(frozen=True)
-class Tile:
-    """One tile, at a place that is known when the kernel runs.
-
-    Attributes
-    ----------
-    batch : Coordinates
-        Of the batch dimensions.
-    row, column : PrimExpr
-        Of its first element.
-    rows, vectors : int
-        Its size.
-    existing_rows : tuple of PrimExpr or None
-        Row i, or the last one that exists where it does not; None: all exist.
-    masks : tuple of (PrimExpr or None)
-        Which lanes of vector j exist; None: all.
-    rows_end : PrimExpr or None
-        Rows from here on do not exist.
-    sweep : Sweep or None
-        Where prefetching pays.
-    """
-
-    batch: Coordinates
-    row: Expr
-    column: Expr
-    rows: int
-    vectors: int
-    existing_rows: tuple[Expr, ...] | None
-    masks: tuple[Expr | None, ...]
-    rows_end: Expr | None
-    sweep: Sweep | None
-
-
-def make_tile(
-    spec: Product2D,
-    batch: Coordinates,
-    place: tuple[Expr, Expr],
-    size: tuple[int, int],
-    ends: tuple[Expr, Expr],
-    sweep: Sweep | None,
-) -> Tile:
-    """The tile of some rows and vectors at a place (row, column).
-
-    `ends` are the row from which on none exist, and the column: a PrimExpr, or an int that counts from the tile's own
-    first column; None where all of the tile exists.
-    """
-    row, column = place
-    rows_end, columns_end = ends
-    rows = None
-    if rows_end is not None:
-        rows = tuple(settled(T.min(row + i, rows_end - 1)) for i in range(size[0]))
-    if not isinstance(columns_end, int) and columns_end is not None:
-        columns_end = settled(columns_end - column)
-    masks = tuple(_mask(columns_end, j * spec.lanes, spec.lanes) for j in range(size[1]))
-    return Tile(batch, row, column, *size, rows, masks, rows_end, sweep)
-
-
-def _mask(columns: Expr | None, first: int, lanes: int) -> Expr | None:
-    if columns is None or (isinstance(columns, int) and first + lanes <= columns):
-        return None
-    left = columns - first
-    if lanes == 1:
-        return left > 0
-    if isinstance(left, int):
-        return lane_numbers(lanes) < broadcast(tirx.const(left, "int32"), lanes)
-    return lane_numbers(lanes) < broadcast(tirx.Cast("int32", left), lanes)
-
-
-@dataclass(frozen=True)
-class KRange:
-    """A range of k. Between ranges, partial sums wait in the result, which then has the accumulator's type.
-
-    Attributes
-    ----------
-    begin, end : PrimExpr or int
-        `begin` is a multiple of the product's k0, and `end` too unless it is the end of k.
-    first, last : bool or PrimExpr
-        Whether it is the first, and the last range.
-    """
-
-    begin: Expr
-    end: Expr
-    first: Expr
-    last: Expr
-
-    @property
-    def whole(self) -> bool:
-        """Whether this is all of k."""
-        return self.first is True and self.last is True
-
-    @staticmethod
-    def of(k: Expr, count: Expr, block: int, number: Expr) -> KRange:
-        """Range `number` of `count`, each of `block` but the last."""
-        if isinstance(count, int) and count == 1:
-            return KRange(0, k, True, True)
-        begin = settled(number) * block
-        return KRange(begin, settled(smaller(begin + block, k)), number < 1, number >= count - 1)
 
 
 def accumulators(rows: int, vectors: int) -> int:
@@ -241,24 +87,6 @@ def _accumulate_chains(spec: Product2D, tile: Tile, accs: Registers, k: KRange, 
         accs[number] = totals[number]
 
 
-def _row(tile: Tile, view: OperandView, i: int) -> Expr:
-    """Row i of the tile, one that exists in the view."""
-    if tile.existing_rows is None or view.is_padded("m", tile.rows):
-        return tile.row + i
-    return tile.existing_rows[i]
-
-
-def _at(spec: Product2D, tile: Tile, view: OperandView, i: int, j: int) -> Coordinates:
-    return {**tile.batch, "m": _row(tile, view, i), "n": tile.column + j * spec.lanes}
-
-
-def _mask_in(spec: Product2D, tile: Tile, view: OperandView, j: int) -> Expr | None:
-    """Which lanes of vector j may be read or written in the view; None: all of them."""
-    if not view.runs_along("n") or view.is_padded("n", tile.vectors * spec.lanes):
-        return None
-    return tile.masks[j]
-
-
 def _start(spec: Product2D, tile: Tile, accs: Registers) -> None:
     for j in range(tile.vectors):
         compensation = _compensation(spec, tile, j)
@@ -266,7 +94,7 @@ def _start(spec: Product2D, tile: Tile, accs: Registers) -> None:
             value = zero(spec.product, spec.lanes)
             if spec.init is not None:
                 value = spec.init.load(
-                    _at(spec, tile, spec.init, i, j), "n", spec.lanes, _mask_in(spec, tile, spec.init, j)
+                    position_in(spec, tile, spec.init, i, j), "n", spec.lanes, mask_in(spec, tile, spec.init, j)
                 )
             accs[i * tile.vectors + j] = value if compensation is None else value + compensation
 
@@ -284,8 +112,8 @@ def _compensation(spec: Product2D, tile: Tile, j: int) -> Expr | None:
 def _resume(spec: Product2D, tile: Tile, accs: Registers) -> None:
     for i in range(tile.rows):
         for j in range(tile.vectors):
-            at = _at(spec, tile, spec.result, i, j)
-            sums = spec.result.load(at, "n", spec.lanes, _mask_in(spec, tile, spec.result, j))
+            at = position_in(spec, tile, spec.result, i, j)
+            sums = spec.result.load(at, "n", spec.lanes, mask_in(spec, tile, spec.result, j))
             accs[i * tile.vectors + j] = accs[i * tile.vectors + j] + sums
 
 
@@ -297,7 +125,7 @@ def _accumulate(spec: Product2D, tile: Tile, accs: Registers, k: KRange, unroll:
             held(rhs_groups(spec.product, _right(spec, tile, at_k, j, left), spec.lanes)) for j in range(tile.vectors)
         ]
         for i in range(tile.rows):
-            at = {**tile.batch, "m": _row(tile, spec.lhs, i), "k": at_k}
+            at = {**tile.batch, "m": row_in(tile, spec.lhs, i), "k": at_k}
             group = held(lhs_group(spec.product, _left(spec, at, left)))
             for j in range(tile.vectors):
                 number = (bank * tile.rows + i) * tile.vectors + j
@@ -312,8 +140,10 @@ def _accumulate(spec: Product2D, tile: Tile, accs: Registers, k: KRange, unroll:
         turn = max(unroll, min(MAX_TURN, tile.sweep.tiles // tile.vectors))
     turns = settled(steps // turn)
     with loop(turns) as s:
-        for line in range(lines):
-            _prefetch(spec, tile, k.begin, (tile.sweep.number * turns + s) * lines + line)
+        if tile.sweep is not None:
+            for line in range(lines):
+                at = {**tile.batch, "k": tirx.const(0, "int64") + k.begin, "n": tile.sweep.panel}
+                _prefetch(spec.rhs, at, (tile.sweep.number * turns + s) * lines + line)
         for number in range(turn):
             step(k.begin + s * (k0 * turn) + number * k0, number % unroll)
     if turn > 1 and not (isinstance(steps, int) and steps % turn == 0):
@@ -325,11 +155,10 @@ def _accumulate(spec: Product2D, tile: Tile, accs: Registers, k: KRange, unroll:
             step(k.begin + steps * k0, 0, left)
 
 
-def _prefetch(spec: Product2D, tile: Tile, k: Expr, line: Expr) -> None:
-    """Ask for a cache line of the next panel, counted from its row k; beyond the last panel it asks for nothing."""
-    elements = CACHE_LINE_BYTES * 8 // tvm.DataType(spec.rhs.dtype).bits
-    start = spec.rhs.address({**tile.batch, "k": tirx.const(0, "int64") + k, "n": tile.sweep.panel})
-    place = T.address_of(spec.rhs.data[start + line * elements])
+def _prefetch(view: OperandView, at: Coordinates, line: Expr) -> None:
+    """Ask for a cache line, counted from a position; beyond the end of storage this asks for nothing."""
+    elements = CACHE_LINE_BYTES * 8 // tvm.DataType(view.dtype).bits
+    place = T.address_of(view.data[view.address(at) + line * elements])
     read, keep, data = tirx.const(0, "int32"), tirx.const(3, "int32"), tirx.const(1, "int32")
     T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", place, read, keep, data))
 
@@ -364,7 +193,7 @@ def _right(spec: Product2D, tile: Tile, k: Expr, j: int, left: Expr | None) -> E
     """The right factors of vector j, k0 of a column together; `left` as for the left ones."""
     k0, lanes = spec.product.k0, spec.lanes
     at = {**tile.batch, "k": k, "n": tile.column + j * lanes}
-    mask = _mask_in(spec, tile, spec.rhs, j)
+    mask = mask_in(spec, tile, spec.rhs, j)
     if k0 == 1:
         return spec.rhs.load(at, "n", lanes, mask)
     if spec.rhs.layout.tile(spec.rhs.index_map.index("k")) == k0 and spec.rhs.stride("n") == k0:
@@ -385,8 +214,8 @@ def _finish(spec: Product2D, tile: Tile, accs: Registers) -> None:
     def value(i: int, j: int) -> Expr:
         values = [accs[i * tile.vectors + j]]
         for view in spec.epilogue_views:
-            at = _at(spec, tile, view, i, j)
-            values.append(view.load(at, "n", spec.lanes, _mask_in(spec, tile, view, j)))
+            at = position_in(spec, tile, view, i, j)
+            values.append(view.load(at, "n", spec.lanes, mask_in(spec, tile, view, j)))
         result = elementwise.emit(expression, values, dtypes, spec.lanes)
         if expression.dtype(dtypes) == spec.result.dtype:
             return result
@@ -401,7 +230,7 @@ def _store(spec: Product2D, tile: Tile, value: Callable[[int, int], Expr]) -> No
     def row(i: int) -> None:
         for j in range(tile.vectors):
             at = {**tile.batch, "m": tile.row + i, "n": tile.column + j * spec.lanes}
-            spec.result.store(at, "n", value(i, j), spec.lanes, _mask_in(spec, tile, spec.result, j))
+            spec.result.store(at, "n", value(i, j), spec.lanes, mask_in(spec, tile, spec.result, j))
 
     for i in range(tile.rows):
         with when(tile.row + i < tile.rows_end if guarded and i > 0 else True):

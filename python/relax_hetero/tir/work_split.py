@@ -73,11 +73,11 @@ def split_work(cores: int, batch: Expr, rows: Expr, columns: Expr, tile: tuple[i
         ((b, r, cores // (b * r)) for b in range(1, cores + 1) for r in range(1, cores // b + 1)),
         key=cost,
     )
-    best = tuple(
+    used = [
         min(size, count) if isinstance(size, int) else count
         for size, count in zip((batch, rows, columns), best, strict=True)
-    )
-    return Split(*best, tasks=_volume(list(best)))
+    ]
+    return Split(*used, tasks=_volume(used))
 
 
 def _either(condition: Expr, then: int, otherwise: int) -> Expr:
