@@ -53,7 +53,7 @@ def fused_variables(func: relax.Function) -> set[relax.Var]:
 
     A product is computed where its chain ends; none is moved past an op that may write into an operand.
     """
-    users = _users(func)
+    users = user_counts(func)
     scopes: dict[relax.Var, int] = {}
     chained: set[relax.Var] = set()
     fused: set[relax.Var] = set()
@@ -82,7 +82,7 @@ def _may_write(value: relax.Expr) -> bool:
     return name in _WRITING or (name is None and not isinstance(value.op, relax.Var))
 
 
-def _users(func: relax.Function) -> dict[relax.Var, int]:
+def user_counts(func: relax.Function) -> dict[relax.Var, int]:
     """How many bindings, and results of sequences, use each variable."""
     counts: dict[relax.Var, int] = {}
 

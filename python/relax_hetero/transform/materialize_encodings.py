@@ -12,7 +12,8 @@ After::
 
     y = R.call_tir(cls.matmul_128x768x3072_llvm_0_add_relu, (x, weight, bias), out_ty=R.Tensor((128, 3072), ...))
 
-What lays tensors out becomes a kernel too, and vanishes where the layout is identity. Types become those of the bytes.
+What lays tensors out becomes a kernel too, and vanishes where the layout is identity; what was packed and is unpacked
+only to be packed for another op goes from the one layout to the other. Types become those of the bytes.
 Elementwise ops of which each is the only user of the one before, the first of a product's, become the epilogue of the
 product's kernel: its accumulators never leave registers before bias, activation and residual are applied.
 
@@ -35,10 +36,10 @@ from ..op.encoded import MATMUL, PREPACKED, RELAYOUT, SET, UNSET, encoded_op
 from ..vdevice import vdevices_of
 from .blame import blaming
 from .encoding_kernels import EncodingKernels
-from .epilogues import Chain, fused_variables
+from .epilogues import Chain, fused_variables, user_counts
 from .merge_variables import Merges
 from .placement.ops import TRANSFER
-from .rewriting import map_bindings, op_name, relax_functions, typed, with_functions
+from .rewriting import map_bindings, op_name, relax_functions, typed, walk_bindings, with_functions
 from .stored_tensors import Stored, physical_type
 from .verify_encodings import verify_encodings
 
@@ -75,6 +76,7 @@ class _Function:
         self.kernels = kernels
         self.func = func
         self.fused = fused_variables(func)
+        self.relaid = _relaid_variables(func)
         self.chains: dict[relax.Var, Chain] = {}
         self.stored: dict[relax.Var, Stored] = {}
         self.merges = Merges()
@@ -105,12 +107,15 @@ class _Function:
             self.stored[var] = stored
             return self.merges.drop(var, call.args[0])
         if name == SET:
-            return self._laid_out(binding, Stored.plain(call.args[0].ty), stored, where)
+            return self._laid_out(binding, self._stored(call.args[0]), stored, where)
         if name == RELAYOUT:
             return self._laid_out(binding, Stored(var.ty, PackedLayout.parse(call.attrs.from_layout)), stored, where)
         if name == UNSET:
             if layout.is_identity:
                 return self.merges.alias(var, call.args[0])
+            if var in self.relaid:
+                self.stored[var] = stored
+                return self.merges.drop(var, call.args[0])
             kernel = self.kernels.relayout(stored, Stored.plain(var.ty), where)
             return relax.VarBinding(var, self._call(kernel, call.args, var.ty), binding.span)
         if name == MATMUL:
@@ -166,3 +171,16 @@ class _Function:
             var = type(var)(var.name, ty, var.span)
             self.merges.drop(binding.var, var)
         return relax.VarBinding(var, value, binding.span)
+
+
+def _relaid_variables(func: relax.Function) -> set[relax.Var]:
+    """Plain tensors that only set_encoding reads, and that an unset_encoding made."""
+    unset: set[relax.Var] = set()
+    left = user_counts(func)
+    for binding in walk_bindings(func):
+        name, var = encoded_op(binding.value), binding.var
+        if name == UNSET and isinstance(var, relax.DataflowVar) == isinstance(binding.value.args[0], relax.DataflowVar):
+            unset.add(var)
+        elif name == SET and binding.value.args[0] in unset:
+            left[binding.value.args[0]] -= 1
+    return {var for var in unset if left.get(var, 0) == 0}

@@ -20,8 +20,14 @@ class Merges:
         self._wanted: list[relax.Var] = []
 
     def drop(self, var: relax.Var, value: relax.Expr) -> list[relax.Binding]:
-        """`var`, which no function returns, is `value`: its binding goes. Call `resolve` on operands from now on."""
-        self._gone[var] = self.resolve(value)
+        """`var`, which no function returns, is `value`: its binding goes. Call `resolve` on operands from now on.
+
+        It stays, as an alias, where it is what brings `value` out of a dataflow block.
+        """
+        value = self.resolve(value)
+        if isinstance(value, relax.DataflowVar) and not isinstance(var, relax.DataflowVar):
+            return [relax.VarBinding(var, value)]
+        self._gone[var] = value
         return []
 
     def alias(self, var: relax.Var, value: relax.Expr) -> relax.Binding:

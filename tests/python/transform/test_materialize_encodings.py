@@ -253,6 +253,54 @@ def test_symbolic_extents():
     }
 
 
+_NEXT = "<float32 * float32 -> float32; (m, k) * (k, n) -> (m, n); m=5, n=3, k=7>"
+N_LHS, N_RHS, N_OUT = (f"matmul[{i}]{_NEXT}" for i in range(3))
+
+
+def test_what_is_packed_again_is_not_unpacked_first():
+    """From result to left operand, two of them; another plain reader has the row-major tensor made."""
+
+    @I.ir_module
+    class Before:
+        I.module_global_infos({"vdevice": [I.vdevice("c", 0)]})
+
+        @R.function
+        def main(
+            x: R.Tensor((3, 3, 2), "float32", "c:0"),
+            w: R.Tensor((4, 3, 2), "float32", "c:0"),
+            v: R.Tensor((2, 7, 2), "float32", "c:0"),
+        ):
+            with R.dataflow():
+                x1 = R.hetero.prepacked(x, "5x3", LHS, layout=C_LHS)
+                w1 = R.hetero.prepacked(w, "3x7", RHS, layout=C_RHS)
+                v1 = R.hetero.prepacked(v, "7x3", N_RHS, layout=C_RHS)
+                a = R.hetero.matmul(x1, w1, encoding=OUT, layout=C_OUT, kernel="first")
+                b = R.hetero.unset_encoding(a, OUT, layout=C_OUT)
+                c = R.hetero.set_encoding(b, N_LHS, layout=C_LHS)
+                d = R.hetero.matmul(c, v1, encoding=N_OUT, layout=C_OUT, kernel="second")
+                e = R.hetero.unset_encoding(d, N_OUT, layout=C_OUT)
+                f = R.hetero.set_encoding(e, LHS, layout=C_OUT)
+                g = R.hetero.unset_encoding(f, LHS, layout=C_OUT)
+                h = R.hetero.set_encoding(g, LHS, layout=C_LHS)
+                i: R.Tensor((5, 3), "float32", "c:0") = R.exp(g)
+                j = R.hetero.matmul(h, w1, encoding=OUT, layout=C_OUT, kernel="first")
+                y = R.hetero.unset_encoding(j, OUT, layout=C_OUT)
+                R.output(i, y)
+            return (i, y)
+
+    (block,) = MaterializeEncodings()(Before)["main"].body.blocks
+    made = [(b.var.name, b.value.args[0].name_hint) for b in block.bindings if b.var.name != "i"]
+    assert made == [
+        ("a", "first"),
+        ("c", "relayout_5x7_c_0"),
+        ("d", "second"),
+        ("g", "unpack_5x3_c_0"),
+        ("h", "pack_5x3_c_0"),
+        ("j", "first"),
+        ("y", "unpack_5x7_c_0"),
+    ]
+
+
 def epilogues(toys):
     """(epilogue, its operands' index maps) of every product that was asked for."""
     return [

@@ -110,6 +110,15 @@ def test_dropped_variables_are_replaced_in_chains():
     assert merges.resolve(z).same_as(x)
 
 
+def test_what_brings_a_value_out_of_its_block_stays():
+    merges = Merges()
+    ty = relax.TensorType((4,), "float32")
+    inner, outer = relax.DataflowVar("inner", ty), relax.Var("outer", ty)
+    (alias,) = merges.drop(outer, inner)
+    assert alias.var.same_as(outer) and alias.value.same_as(inner)
+    assert merges.resolve(outer).same_as(outer)
+
+
 def test_nothing_to_merge():
     @I.ir_module
     class Mod:
