@@ -77,7 +77,7 @@ def split_work(cores: int, batch: Expr, rows: Expr, columns: Expr, tile: tuple[i
         min(size, count) if isinstance(size, int) else count
         for size, count in zip((batch, rows, columns), best, strict=True)
     ]
-    return Split(*used, tasks=_volume(used))
+    return Split(used[0], used[1], used[2], _volume(used))
 
 
 def _either(condition: Expr, then: int, otherwise: int) -> Expr:
