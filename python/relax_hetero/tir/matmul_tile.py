@@ -47,7 +47,9 @@ def accumulators(rows: int, vectors: int) -> int:
 def emit_tile(spec: Product2D, tile: Tile, k: KRange, accs: Registers) -> None:
     """Write the code of a tile for a range of k; `accs` are at least those of `accumulators`."""
     count = tile.rows * tile.vectors
-    unroll = max(1, min(IN_FLIGHT, spec.registers - tile.vectors) // count) if spec.lanes > 1 else 1
+    # As in a whole panel, whatever the width: equal columns have equal sums, to the last bit.
+    panel = max(tile.vectors, spec.rhs.layout.tile(spec.rhs.index_map.index("n")) // spec.lanes)
+    unroll = max(1, min(IN_FLIGHT, spec.registers - panel) // (tile.rows * panel)) if spec.lanes > 1 else 1
     either(k.first, lambda: _start(spec, tile, accs), lambda: _clear(spec, accs, range(count)))
     _clear(spec, accs, range(count, count * unroll))
     _accumulate_chains(spec, tile, accs, k, unroll)
