@@ -119,7 +119,7 @@ def _emit_loops(spec: Product2D, machine: Machine, batch: list[str]) -> None:
     count: Expr = 1
     for extent in extents.values():
         count = count * extent
-    blocks_k, block_k = _k_blocks(spec, tiles)
+    blocks_k, block_k = _k_blocks(spec)
     count, tiles, panels, blocks_k = (settled(value) for value in (count, tiles, panels, blocks_k))
     split = split_work(machine.cores, count, tiles, panels, (rows, vectors * spec.lanes), spec.k)
     prefetched = _tiles_per_sweep(spec, machine, tiles, split)
@@ -139,7 +139,9 @@ def _emit_loops(spec: Product2D, machine: Machine, batch: list[str]) -> None:
                 row, column = settled(begin_m + tile) * rows, settled(first_n + panel) * (vectors * spec.lanes)
                 sweep = None
                 if prefetched:
-                    sweep = Sweep(tile, min(prefetched, block_m), column + vectors * spec.lanes)
+                    sweep = Sweep(
+                        tile if isinstance(spec.m, int) else 0, min(prefetched, block_m), column + vectors * spec.lanes
+                    )
                 _emit_place(spec, at, (row, column), (rows, vectors), step, accs, sweep)
 
 
@@ -160,18 +162,21 @@ def _tiles_per_sweep(spec: Product2D, machine: Machine, tiles: Expr, split: Spli
     packed = spec.rhs.layout.tile(spec.rhs.index_map.index("n")) > 1
     if machine.kind != "llvm" or spec.lanes == 1 or not packed or not isinstance(split.rows, int):
         return 0
-    if not all(isinstance(size, int) for size in (spec.m, spec.n, spec.k)):
+    if not isinstance(spec.n, int) or not isinstance(spec.k, int):
         return 0
     size = spec.n * spec.k * tvm.DataType(spec.rhs.dtype).bits // 8
+    if not isinstance(spec.m, int):
+        return 1 if size > PREFETCH_BYTES else 0
     few = spec.m >= PREFETCH_ROWS and tiles <= PREFETCH_TILES
     return ceil_div(tiles, split.rows) if size > PREFETCH_BYTES and few else 0
 
 
-def _k_blocks(spec: Product2D, tiles: Expr) -> tuple[Expr, int]:
+def _k_blocks(spec: Product2D) -> tuple[Expr, int]:
     """How many blocks k is cut into, and the k of one."""
     item = tvm.DataType(spec.lhs.dtype).bits // 8
     block = K_BLOCK_BYTES // item
-    whole = spec.result.dtype != spec.product.types[2] or (isinstance(tiles, int) and tiles <= 2)
+    few = isinstance(spec.m, int) and spec.m < PREFETCH_ROWS
+    whole = spec.result.dtype != spec.product.types[2] or few
     if not isinstance(spec.k, int):
         return (1, 0) if whole else (T.max(ceil_div(spec.k, block), tirx.const(1, "int64")), block)
     if whole or spec.k <= block * 3 // 2:
