@@ -158,7 +158,7 @@ def for_parts(
     total: Expr = 1
     for count in counts:
         total = total * count
-    if isinstance(total, int) and total == 0:
+    if any(isinstance(count, int) and count == 0 for count in counts):  # whatever the symbolic ones are
         return
 
     def positions(index: Expr) -> list[Expr]:

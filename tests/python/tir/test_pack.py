@@ -128,6 +128,13 @@ def test_relayout_writes_zeros_for_what_was_padding(source, destination, target,
     assert same_bits(out.numpy(), wanted)
 
 
+@pytest.mark.parametrize("target", ["avx512", "c"])
+def test_nothing_beside_a_symbolic_extent(target, tmp_path):
+    layout, machine = PackedLayout.parse("pack<outer=[0, 1] inner=[0:8, 1:4]>"), machine_named(target)
+    pack = kernel(pack_kernel(["s0", 0], "float32", layout, machine), target, tmp_path)
+    pack(runtime.tensor(np.zeros((9, 0), "float32")), runtime.tensor(np.zeros((2, 0, 8, 4), "float32")))
+
+
 def test_relayout_of_symbolic_extents(tmp_path):
     """No buffer shows where the last tile ends: what there is moves, padding included."""
     shape, old, new = (37, 70), PackedLayout.parse(RUNS), PackedLayout.parse("pack<outer=[1, 0] inner=[1:16]>")
