@@ -11,7 +11,7 @@ import tvm
 from tvm import relax
 
 from ..encoding.encoding import LHS
-from .blocks import Block, is_one, shape_of
+from .blocks import Block, is_one, same_shape, shape_of
 from .placement.graph import handle
 from .rewriting import op_name
 
@@ -34,11 +34,14 @@ class Parameter:
         () or (size,).
     value : np.ndarray, optional
         The numbers, in `shape`, where it is constant.
+    is_narrow : bool
+        Of a zero point: whether every number certainly is one of the data's own 8-bit type, as ONNX has it.
     """
 
     expr: relax.Expr
     shape: tuple[Any, ...]
     value: np.ndarray | None = None
+    is_narrow: bool = False
 
     @property
     def is_scalar(self) -> bool:
@@ -103,19 +106,27 @@ def _read(expr: relax.Expr, perm: tuple[int, ...], free: int | None, block: Bloc
         found = _read(value.args[0], perm, free, block)
         return None if found is None else replace(found, is_float=dtype == "float32")
     if (name, dtype) == ("relax.subtract", "int32"):
-        return _with_parameter("zero", value.args[0], value.args[1], perm, free, block)
+        return _with_parameter("zero", value.args[0], value.args[1], shape, perm, free, block)
     if (name, dtype) == ("relax.multiply", "float32"):
         first, second = value.args
-        found = _with_parameter("scale", first, second, perm, free, block)
-        return found or _with_parameter("scale", second, first, perm, free, block)
+        found = _with_parameter("scale", first, second, shape, perm, free, block)
+        return found or _with_parameter("scale", second, first, shape, perm, free, block)
     return None
 
 
 def _with_parameter(
-    which: str, data: relax.Expr, parameter: relax.Expr, perm: tuple[int, ...], free: int | None, block: Block
+    which: str,
+    data: relax.Expr,
+    parameter: relax.Expr,
+    result: list[Any],
+    perm: tuple[int, ...],
+    free: int | None,
+    block: Block,
 ) -> Quantized | None:
     found = _read(data, perm, free, block)
     if found is None or getattr(found, which) is not None:
+        return None
+    if not same_shape(shape_of(data) or [], result):  # the parameter broadcasts the data
         return None
     shape = shape_of(parameter)
     if shape is None or len(shape) > len(perm):
@@ -130,8 +141,22 @@ def _with_parameter(
         value = value.reshape([int(extent) for extent in own])
         if which == "zero" and not value.any():
             return found
-    read = Parameter(parameter, own, value)
-    return replace(found, zero=read) if which == "zero" else replace(found, scale=read)
+    if which == "scale":
+        return replace(found, scale=Parameter(parameter, own, value))
+    is_narrow = _is_narrow(parameter, value, str(found.data.ty.dtype), block)
+    return replace(found, zero=Parameter(parameter, own, value, is_narrow))
+
+
+def _is_narrow(expr: relax.Expr, value: np.ndarray | None, dtype: str, block: Block) -> bool:
+    if value is not None:
+        limits = np.iinfo(dtype)
+        return bool(np.all((limits.min <= value) & (value <= limits.max)))
+    while str(expr.ty.dtype) != dtype:
+        expr = block.definition(expr)
+        if op_name(expr) not in ("relax.astype", "relax.reshape", "relax.expand_dims"):
+            return False
+        expr = expr.args[0]
+    return True
 
 
 def _constant(expr: relax.Expr, block: Block) -> np.ndarray | None:

@@ -60,11 +60,16 @@ def emit_quantized_product(
     a_shape, b_shape = (as_matrix(shape_of(binding.value.args[index]) or [], index) for index in (LHS, RHS))
     shapes = with_one_k(a_shape, b_shape)
     encoding = product_encoding(*shapes, (str(lhs.data.ty.dtype), "int8", _ACCUMULATOR))
-    if encoding is None or (lhs.is_float and not 0 <= encoding.sizes["k"] <= _LONGEST_SUM):
+    if encoding is None or (lhs.is_float and not _fits_int32(lhs, rhs, encoding)):
         return False  # in int32 sums wrap by definition, but not in float32
     plain = _emit_integers(writer, lhs, _signed(writer, rhs, constants, var.name), encoding, shapes, var.name)
     writer.end_as(_scaled(writer, plain, lhs, rhs, var.name) if lhs.is_float else plain, var)
     return True
+
+
+def _fits_int32(lhs: Quantized, rhs: Quantized, encoding: Encoding) -> bool:
+    is_short = 0 <= encoding.sizes["k"] <= _LONGEST_SUM
+    return is_short and all(side.zero is None or side.zero.is_narrow for side in (lhs, rhs))
 
 
 def _emit_integers(

@@ -227,6 +227,44 @@ def test_sums_that_int32_might_not_hold_stay_float(size, types):
     assert [call.attrs.encoding.split(";")[0] for call in products] == [f"matmul[2]<{types}"]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "found"), [("int32", "float32 * float32 -> float32"), ("uint8", "uint8 * int8 -> int32")]
+)
+def test_zero_points_that_may_be_large_stay_float(dtype, found):
+    builder = relax.BlockBuilder()
+    types = {"x": ([4, 3], "uint8"), "z": ([], dtype), "w": ([3, 2], "int8")}
+    x, z, w = params = [relax.Var(name, relax.TensorType(*ty)) for name, ty in types.items()]
+    with builder.function("main", params):
+        zero = builder.emit(relax.op.astype(z, "int32"))
+        shifted = builder.emit(relax.op.subtract(builder.emit(relax.op.astype(x, "int32")), zero))
+        wide = [builder.emit(relax.op.astype(value, "float32")) for value in (shifted, w)]
+        builder.emit_func_output(builder.emit(relax.op.matmul(*wide)))
+    products = [b.value for b in walk_bindings(SetEncoding()(builder.get())["main"]) if op_name(b.value) == MATMUL]
+    assert [call.attrs.encoding.split(";")[0] for call in products] == [f"matmul[2]<{found}"]
+
+
+def test_parameters_that_broadcast_the_data_are_not_seen_through():
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(
+            x: R.Tensor((1, 3), "uint8"), s: R.Tensor((4, 1), "float32"), z: R.Tensor((4, 1), "int32"),
+            w: R.Tensor((3, 2), "int8"),
+        ):  # fmt: skip
+            with R.dataflow():
+                scaled = R.multiply(R.astype(x, "float32"), s)
+                y = R.matmul(scaled, R.astype(w, "float32"))
+                shifted = R.subtract(R.astype(x, "int32"), z)
+                total = R.matmul(shifted, R.astype(w, "int32"), out_dtype="int32")
+                R.output(y, total)
+            return y, total
+
+    after = SetEncoding()(Before)
+    products = [b.value for b in walk_bindings(after["main"]) if op_name(b.value) in (MATMUL, "relax.matmul")]
+    assert [op_name(call) for call in products] == [MATMUL, "relax.matmul"]
+    assert products[0].attrs.encoding.startswith("matmul[2]<float32 * float32 -> float32")
+
+
 def test_parameters_along_the_reduced_dimension_stay_float():
     @I.ir_module
     class Before:
