@@ -26,7 +26,9 @@ LHS, RHS, RESULT = 0, 1, 2
 OPERAND_NAMES = ("lhs", "rhs", "result")
 OP_TYPES = ("matmul", "batch_matmul")
 
-_TEXT = re.compile(r"(\w+)\[(\d)\]<([^;]+); ([^;]+); ([^;]+)>")
+_ELEMENT_TYPE = re.compile(r"u?int(8|16|32|64)|float(16|32|64)|bfloat16|bool|float8_e[0-9]m[0-9][a-z0-9]*")
+
+_TEXT = re.compile(r"(\w+)\[([0-9])\]<([^;]+); ([^;]+); ([^;]+)>")
 _SIDES = re.compile(r"(.+) \* (.+) -> (.+)")
 
 IndexMap = tuple[str, ...]
@@ -104,6 +106,11 @@ class Encoding:
         return tuple(1 if name == "1" else self.sizes[name] for name in self.index_map)
 
 
+def is_element_type(text: str) -> bool:
+    """Whether text is a TVM dtype that tensors have elements of: one lane, whole bytes."""
+    return _ELEMENT_TYPE.fullmatch(text) is not None
+
+
 @cache
 def _parse(text: str) -> Encoding:
     match = _TEXT.fullmatch(text)
@@ -116,7 +123,7 @@ def _parse(text: str) -> Encoding:
     pairs = []
     for item in sizes.split(", "):
         name, _, size = item.partition("=")
-        if not re.fullmatch(r"\d+|\?", size):
+        if not re.fullmatch(r"[0-9]+|\?", size):
             raise EncodingError(f"encoding {text!r}: found size {item!r}, expected a name and a number or '?'")
         pairs.append((name, DYNAMIC if size == "?" else int(size)))
     index_maps = tuple(tuple(side.strip("()").split(", ")) for side in map_sides.groups())
@@ -126,6 +133,9 @@ def _parse(text: str) -> Encoding:
 
 
 def _check(encoding: Encoding, text: str) -> None:
+    strange = [ty for ty in encoding.element_types if not is_element_type(ty)]
+    if strange:
+        raise EncodingError(f"encoding {text!r}: found element types {strange}, expected TVM's, of whole bytes")
     if encoding.op_type not in OP_TYPES:
         raise EncodingError(f"encoding {text!r}: found op type {encoding.op_type!r}, expected one of {OP_TYPES}")
     if encoding.operand_index not in (LHS, RHS, RESULT):
@@ -142,3 +152,14 @@ def _check(encoding: Encoding, text: str) -> None:
         unknown = [n for n in index_map if n != "1" and n not in encoding.sizes]
         if unknown:
             raise EncodingError(f"encoding {text!r}: no size for {unknown}")
+    _check_dimensions(encoding, text)
+
+
+def _check_dimensions(encoding: Encoding, text: str) -> None:
+    names, batch = [name for name, _ in encoding.iteration_sizes], encoding.batch_dims
+    if sorted(names) != sorted({*batch, "m", "n", "k"}) or not all(re.fullmatch("b[0-9]+", name) for name in batch):
+        raise EncodingError(f"encoding {text!r}: found sizes of {names}, expected one each of b0, b1, ..., m, n and k")
+    lhs, rhs, result = encoding.index_maps
+    for name in batch:
+        if name not in result or name not in (*lhs, *rhs):
+            raise EncodingError(f"encoding {text!r}: {name} has to be a dimension of the result and of an operand")

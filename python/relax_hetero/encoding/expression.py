@@ -8,12 +8,14 @@ turns an expression into vector code, and cancelled encodings turn it back into 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
 from ..errors import EncodingError
+from .encoding import is_element_type
 
 T = TypeVar("T")
 
@@ -134,32 +136,39 @@ class Expression:
 @cache
 def _parse(text: str) -> Expression:
     try:
-        tree = ast.parse(text, mode="eval").body
+        return Expression(_term(ast.parse(text, mode="eval").body, text))
     except SyntaxError as error:
         raise EncodingError(f"{text!r} is not an elementwise expression: {error.msg}") from error
-    return Expression(_term(tree, text))
+    except (ValueError, RecursionError, MemoryError) as error:  # null bytes; nested too deeply
+        raise EncodingError(f"{text[:80]!r} is not an elementwise expression: {error}") from error
 
 
 def _term(tree: ast.expr, text: str) -> Term:
-    if isinstance(tree, ast.Name) and tree.id[:1] == "x" and tree.id[1:].isdigit():
+    if isinstance(tree, ast.Name) and re.fullmatch("x[0-9]+", tree.id):
         return Term("operand", (), (int(tree.id[1:]),))
     if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and tree.func.id in OPS and not tree.keywords:
         op = tree.func.id
         count = OPS[op]
         if len(tree.args) != count + PARAMETERS.get(op, 0):
             raise EncodingError(f"expression {text!r}: {op} takes {count + PARAMETERS.get(op, 0)} arguments")
-        params = tuple(_literal(arg, text) for arg in tree.args[count:])
+        params = tuple((_element_type if op == "cast" else _number)(arg, text) for arg in tree.args[count:])
         return Term(op, tuple(_term(arg, text) for arg in tree.args[:count]), params)
     if isinstance(tree, (ast.Constant, ast.UnaryOp)) or (isinstance(tree, ast.Name) and tree.id in _NUMBERS):
-        return Term("number", (), (_literal(tree, text),))
+        return Term("number", (), (_number(tree, text),))
     raise EncodingError(f"expression {text!r}: found {ast.unparse(tree)}, expected an operand, a number or an op")
 
 
-def _literal(tree: ast.expr, text: str) -> Any:
+def _number(tree: ast.expr, text: str) -> int | float:
     if isinstance(tree, ast.Name) and tree.id in _NUMBERS:
         return float(tree.id)
     if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.USub):
-        return -_literal(tree.operand, text)
-    if isinstance(tree, ast.Constant) and isinstance(tree.value, (int, float, str)):
+        return -_number(tree.operand, text)
+    if isinstance(tree, ast.Constant) and type(tree.value) in (int, float):
+        return tree.value  # type: ignore[return-value]
+    raise EncodingError(f"expression {text!r}: found {ast.unparse(tree)}, expected a number")
+
+
+def _element_type(tree: ast.expr, text: str) -> str:
+    if isinstance(tree, ast.Constant) and isinstance(tree.value, str) and is_element_type(tree.value):
         return tree.value
-    raise EncodingError(f"expression {text!r}: found {ast.unparse(tree)}, expected a literal")
+    raise EncodingError(f"expression {text!r}: found {ast.unparse(tree)}, expected an element type")

@@ -16,7 +16,11 @@ import numpy as np
 
 from ..errors import EncodingError
 
-_TEXT = re.compile(r"pack<outer=\[([\d, ]*)\] inner=\[([\d:, ]*)\]( \+compensation)?>")
+_MAX_RANK = 64  # far above any tensor's: text does not decide how much memory a layout takes
+_TEXT = re.compile(
+    r"pack<outer=\[([0-9]{1,9}(?:, [0-9]{1,9})*)\] "
+    r"inner=\[((?:[0-9]{1,9}:[0-9]{1,9}(?:, [0-9]{1,9}:[0-9]{1,9})*)?)\]( \+compensation)?>"
+)
 
 
 @dataclass(frozen=True)
@@ -149,8 +153,8 @@ def _ceil_div(extent: Any, tile: int) -> Any:
 
 @cache
 def _parse(text: str) -> PackedLayout:
-    plain = re.fullmatch(r"identity<(\d+)>", text)
-    if plain is not None:
+    plain = re.fullmatch(r"identity<([0-9]{1,2})>", text)
+    if plain is not None and int(plain[1]) <= _MAX_RANK:
         return PackedLayout.identity(int(plain[1]))
     match = _TEXT.fullmatch(text)
     if match is None:

@@ -18,10 +18,13 @@ BATCHED = "batch_matmul[1]<uint8 * int8 -> int32; (b0, m, k) * (k, n) -> (b0, m,
 @st.composite
 def encodings(draw):
     batch = tuple(f"b{i}" for i in range(draw(st.integers(0, 3))))
+    # Every batch dimension is one of the left operand, of the right one, or of both.
+    sides = [draw(st.sampled_from(["l", "r", "lr"])) for _ in batch]
     maps = []
-    for last_two in ("mk", "kn", "mn"):
-        kept = [name if draw(st.booleans()) else "1" for name in batch] if draw(st.booleans()) else []
-        maps.append(tuple(draw(st.permutations([*kept, *last_two]))))
+    for side, last_two in (("l", "mk"), ("r", "kn"), ("", "mn")):
+        kept = [name if side in of else "1" for name, of in zip(batch, sides, strict=True)]
+        some = [name for name in kept if name != "1" or draw(st.booleans())]
+        maps.append(tuple(draw(st.permutations([*some, *last_two]))))
     sizes = tuple((name, draw(st.integers(0, 5000) | st.just(DYNAMIC))) for name in (*batch, "m", "n", "k"))
     types = draw(st.sampled_from([("float32",) * 3, ("uint8", "int8", "int32"), ("bfloat16", "bfloat16", "float32")]))
     return Encoding("batch_matmul" if batch else "matmul", draw(st.integers(0, 2)), types, tuple(maps), sizes)
@@ -66,6 +69,11 @@ GOOD = "matmul[0]<float32 * float32 -> float32; (m, k) * (k, n) -> (m, n); m=2, 
         (" * float32", "", "have the form 'lhs * rhs -> result'"),
         ("m=2", "m=-2", "found size 'm=-2'"),
         ("m=2", "m", "found size 'm'"),
+        ("m=2", "m=\u0663", "found size"),
+        ("<float32", "<half", "found element types ['half']"),
+        ("-> float32", "-> float32x4", "found element types ['float32x4']"),
+        ("k=4", "k=4, k=5", "one each of"),
+        ("k=4", "k=4, q=5", "one each of"),
         (">", "", "is not an encoding"),
         (GOOD, "", "is not an encoding"),
     ],
@@ -77,6 +85,19 @@ def test_text_that_is_no_encoding(old, new, message):
         Encoding.parse(text)
     assert message in str(error.value) and repr(text) in str(error.value)
     assert isinstance(error.value, HeteroError)
+
+
+@pytest.mark.parametrize("maps", ["(b0, m, k) * (k, n) -> (m, n)", "(m, k) * (k, n) -> (b0, m, n)"])
+def test_a_batch_dimension_is_one_of_the_result_and_of_an_operand(maps):
+    text = f"batch_matmul[0]<float32 * float32 -> float32; {maps}; b0=2, m=1, n=1, k=1>"
+    with pytest.raises(EncodingError, match="b0 has to be a dimension of the result and of an operand"):
+        Encoding.parse(text)
+
+
+def test_names_of_batch_dimensions():
+    text = "batch_matmul[0]<float32 * float32 -> float32; (big, m, k) * (k, n) -> (big, m, n); big=2, m=1, n=1, k=1>"
+    with pytest.raises(EncodingError, match="expected one each of b0"):
+        Encoding.parse(text)
 
 
 def test_a_dimension_twice_is_refused():

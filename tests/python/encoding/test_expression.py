@@ -27,7 +27,17 @@ def test_text_round_trips(text):
     assert Expression.parse(str(Expression.parse(text))) == Expression.parse(text)
 
 
-@pytest.mark.parametrize("text", ["", "add(x0)", "x", "y0", "pow(x0, 2)", "x0 + x1", "clip(x0, 1.0)", "add(x0, x1"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "add(x0)", "x", "y0", "pow(x0, 2)", "x0 + x1", "clip(x0, 1.0)", "add(x0, x1", "x\u0663", "x0\0"),
+        *("'abc'", "-'abc'", "relu('abc')", "add(x0, True)", "add(x0, 1j)", "add(x0, None)", "relu(x0, axis=1)"),
+        *("clip(x0, 'a', 'b')", "clip(x0, x1, x2)", "leaky_relu(x0, 'a')"),
+        *("cast(x0, 3)", "cast(x0, 'nope')", "cast(x0, 'int4')", "cast(x0, 'handle')", "cast(x0, True)"),
+        *("relu(" * 5000 + "x0" + ")" * 5000, "-" * 5000 + "1"),
+    ],
+    ids=lambda text: repr(text[:20]),
+)
 def test_text_that_is_no_expression(text):
     with pytest.raises(EncodingError):
         Expression.parse(text)

@@ -137,6 +137,11 @@ def test_identity():
         lambda: PackedLayout.identity(2).packed_shape((1, 2, 3)),
         lambda: PackedLayout.parse("pack<outer=[0] inner=[x:2]>"),
         lambda: PackedLayout.parse(""),
+        lambda: PackedLayout.parse("pack<outer=[] inner=[]>"),
+        lambda: PackedLayout.parse("pack<outer=[, ] inner=[]>"),
+        lambda: PackedLayout.parse("pack<outer=[0, 1] inner=[0]>"),
+        lambda: PackedLayout.parse("pack<outer=[0, 1] inner=[0:1:2]>"),
+        lambda: PackedLayout.parse("identity<99999999999>"),
     ],
 )
 def test_layouts_that_contradict_themselves(make):
