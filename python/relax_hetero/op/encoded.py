@@ -16,7 +16,6 @@ specialized, how it is stored (`PackedLayout`, as text) stands in the attributes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import tvm
 import tvm_ffi
@@ -24,7 +23,7 @@ from tvm import relax
 from tvm.relax import script as relax_script
 from tvm.relax.script import parser as relax_parser
 
-from ..encoding.encoding import LHS, RESULT, RHS, Encoding
+from ..encoding.encoding import Encoding
 from ..encoding.expression import Expression
 from ..encoding.packed_layout import PackedLayout
 from ..errors import EncodingError
@@ -185,98 +184,6 @@ def _call(name: str, operands: list[relax.Expr], attrs: tvm.ir.Attrs) -> relax.C
     return relax.Call(tvm.ir.Op.get(name), operands, attrs)
 
 
-# ---- type inference ----
-
-
-def _tensor(call: relax.Call, index: int) -> relax.TensorType:
-    ty = call.args[index].ty
-    if not isinstance(ty, relax.TensorType):
-        raise EncodingError(f"{call.op.name}: operand {index} is a {ty}, expected a tensor")
-    return ty
-
-
-def _check_encoded(call: relax.Call, ty: relax.TensorType, encoding: Encoding, what: str) -> None:
-    if ty.ndim not in (-1, len(encoding.index_map)):
-        raise EncodingError(f"{call.op.name}: {what} has {ty.ndim} dimensions, encoding {encoding} is for others")
-    if ty.shape is not None:
-        for extent, name, size in zip(ty.shape.values, encoding.index_map, encoding.shape(), strict=True):
-            if isinstance(extent, tvm.tirx.IntImm) and size >= 0 and int(extent) != size:
-                raise EncodingError(
-                    f"{call.op.name}: {what} has {name} = {int(extent)}, encoding {encoding} says {size}"
-                )
-
-
-def _number(extent: Any) -> Any:
-    return int(extent) if isinstance(extent, tvm.tirx.IntImm) else extent
-
-
-def _infer_same(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
-    ty = _tensor(call, 0)
-    encoding = Encoding.parse(call.attrs.encoding)
-    _check_encoded(call, ty, encoding, "the operand")
-    return ty
-
-
-def _infer_prepacked(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
-    ty = _tensor(call, 0)
-    attrs = call.attrs
-    shape = [int(extent) for extent in attrs.shape.split("x")]
-    stored = PackedLayout.parse(attrs.layout).packed_shape(shape)
-    found = tuple(int(extent) for extent in ty.shape.values) if ty.shape is not None else None
-    if found != stored:
-        raise EncodingError(
-            f"{PREPACKED}: the operand has shape {found}; {tuple(shape)} stored as {attrs.layout} has {stored}"
-        )
-    return relax.TensorType(shape, ty.dtype, ty.vdevice)
-
-
-def _infer_matmul(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
-    encoding = Encoding.parse(call.attrs.encoding)
-    if encoding.operand_index != RESULT or len(call.args) not in (2, 3):
-        raise EncodingError(f"{MATMUL}: takes 2 or 3 operands and the encoding of its result, found {encoding}")
-    extents: dict[str, Any] = {}
-    for index in (LHS, RHS):
-        ty, operand = _tensor(call, index), encoding.of(index)
-        _check_encoded(call, ty, operand, f"operand {index}")
-        if str(ty.dtype) != operand.element_type:
-            raise EncodingError(f"{MATMUL}: operand {index} is {ty.dtype}, its encoding is for {operand.element_type}")
-        if ty.shape is None:
-            continue
-        for name, extent in zip(operand.index_map, ty.shape.values, strict=True):
-            known = extents.setdefault(name, extent)
-            if name != "1" and tvm.sym.Analyzer().can_prove(known != extent):
-                raise EncodingError(
-                    f"{MATMUL}: {name} is {_number(known)} in one operand and {_number(extent)} in another"
-                )
-    lhs = _tensor(call, LHS)
-    vdevice = lhs.vdevice or _tensor(call, RHS).vdevice
-    names = encoding.index_map
-    if any(name != "1" and name not in extents for name in names):
-        return relax.TensorType(None, encoding.element_type, vdevice, len(names))
-    one = tvm.tirx.IntImm("int64", 1)
-    shape = [one if name == "1" else extents[name] for name in names]
-    return relax.TensorType(shape, encoding.element_type, vdevice)
-
-
-def _infer_elementwise(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
-    expression = Expression.parse(call.attrs.expression)
-    if expression.num_operands > len(call.args):
-        raise EncodingError(f"{ELEMENTWISE}: {expression} needs {expression.num_operands} operands")
-    first = _tensor(call, 0)
-    dtype = expression.dtype([str(_tensor(call, i).dtype) for i in range(len(call.args))])
-    return relax.TensorType(first.shape, dtype, first.vdevice, first.ndim if first.shape is None else -1)
-
-
-_INFER = {
-    SET: _infer_same,
-    UNSET: _infer_same,
-    RELAYOUT: _infer_same,
-    PREPACKED: _infer_prepacked,
-    MATMUL: _infer_matmul,
-    ELEMENTWISE: _infer_elementwise,
-}
-
-
 class _Namespace:
     """``R.hetero``."""
 
@@ -290,7 +197,9 @@ class _Namespace:
 
 def register_encoded_ops() -> None:
     """Make TVM know the ops, and TVMScript the namespace; once, when `relax_hetero.op` is imported."""
-    for name, infer in _INFER.items():
+    from .encoded_types import INFER  # it knows the attributes above
+
+    for name, infer in INFER.items():
         tvm.ir._ffi_api.RegisterOp(name, f"{name}: see relax_hetero.op.encoded")
         tvm.ir.register_op_attr(name, "FInferType", infer)
         tvm.ir.register_op_attr(name, "FPurity", True)

@@ -12,7 +12,17 @@ from relax_hetero.encoding.encoding import Encoding
 from relax_hetero.encoding.expression import Expression
 from relax_hetero.encoding.packed_layout import PackedLayout
 from relax_hetero.errors import EncodingError
-from relax_hetero.op.encoded import elementwise, encoded_op, matmul, prepacked, relayout, set_encoding, unset_encoding
+from relax_hetero.op.encoded import (
+    SET,
+    EncodingAttrs,
+    elementwise,
+    encoded_op,
+    matmul,
+    prepacked,
+    relayout,
+    set_encoding,
+    unset_encoding,
+)
 
 ENC = "<float32 * float32 -> float32; (m, k) * (k, n) -> (m, n); m=5, n=3, k=4>"
 DYN = "<uint8 * int8 -> int32; (b0, m, k) * (k, n) -> (b0, m, n); b0=?, m=?, n=3, k=4>"
@@ -117,6 +127,11 @@ def infer(call):
     return var.ty
 
 
+def raw(name, attrs, *operands):
+    """A call as no function of ours makes it."""
+    return relax.Call(tvm.ir.Op.get(name), operands, attrs)
+
+
 def tensor(*shape, dtype="float32", name="x"):
     return relax.Var(name, relax.TensorType(list(shape), dtype))
 
@@ -179,6 +194,49 @@ def test_types():
             ),
             ["matmul", "k is 4", "6 in another"],
         ),
+        (
+            lambda: elementwise(
+                tensor(5, 4), tensor(3, name="b"), expression="add(x0, x1)", encoding="matmul[0]" + ENC
+            ),
+            ["elementwise", "operand 1 has shape (3)", "broadcasts to (5, 4)"],
+        ),
+        (
+            lambda: elementwise(
+                tensor(5, 4), tensor(2, 5, 4, name="b"), expression="add(x0, x1)", encoding="matmul[0]" + ENC
+            ),
+            ["elementwise", "operand 1 has 3 dimensions", "the result 2"],
+        ),
+        (
+            lambda: elementwise(tensor(5, 4), expression="add(1.0, 2.0)", encoding="matmul[0]" + ENC),
+            ["elementwise", "add(1.0, 2.0)", "expected one of operands"],
+        ),
+        (lambda: elementwise(tensor(5, 3), expression="relu(x0)", encoding="matmul[0]" + ENC), ["k = 3", "says 4"]),
+        (
+            lambda: matmul(tensor(5, 4), tensor(4, 3, name="w"), tensor(4, 3, name="i"), encoding="matmul[2]" + ENC),
+            ["matmul", "operand 2 has shape (4, 3)", "(5, 3)"],
+        ),
+        (
+            lambda: matmul(
+                tensor(5, 4), tensor(4, 3, name="w"), tensor(3, dtype="int32", name="i"), encoding="matmul[2]" + ENC
+            ),
+            ["matmul", "initial accumulator is int32", "float32"],
+        ),
+        (lambda: set_encoding(tensor(5, 4, dtype="int8"), "matmul[0]" + ENC), ["set_encoding", "operand is int8"]),
+        (
+            lambda: set_encoding(tensor(5, 4), "matmul[0]" + ENC, "identity<3>"),
+            ["set_encoding", "identity<3> is for 3 dimensions"],
+        ),
+        (lambda: prepacked(tensor(4, 3), "4xq", "matmul[1]" + ENC, "identity<2>"), ["prepacked", "'4xq'"]),
+        (lambda: prepacked(tensor(4, 3), "", "matmul[1]" + ENC, "identity<2>"), ["prepacked", "''"]),
+        (lambda: prepacked(tensor(4, 3), "4x3", "matmul[1]" + ENC, ""), ["prepacked", "'' is not a layout"]),
+        (lambda: prepacked(tensor(4, 3), "12", "matmul[1]" + ENC, "identity<2>"), ["prepacked", "(12,)"]),
+        (
+            lambda: prepacked(tensor(5, 3), "5x3", "matmul[1]" + ENC, "identity<2>"),
+            ["prepacked", "stored tensor has k = 5"],
+        ),
+        (lambda: raw(SET, EncodingAttrs("matmul[0]" + ENC, "")), ["set_encoding", "found 0 operands, expected 1"]),
+        (lambda: raw(SET, None, tensor(5, 4)), ["set_encoding", "attributes are a NoneType, expected EncodingAttrs"]),
+        (lambda: raw(SET, EncodingAttrs("junk", ""), tensor(5, 4)), ["set_encoding", "'junk' is not an encoding"]),
         (lambda: set_encoding([[1.0]], "matmul[0]" + ENC), ["set_encoding", "operand 0 is a list"]),
         (lambda: set_encoding(relax.ShapeExpr([5, 4]), "matmul[0]" + ENC), ["set_encoding", "expected a tensor"]),
     ],

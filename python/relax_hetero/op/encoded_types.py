@@ -1,0 +1,197 @@
+"""Type inference of ``relax.hetero.*``: the logical type of a result, and the first thing that is wrong with a call."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import tvm
+from tvm import relax
+
+from ..encoding.encoding import LHS, OPERAND_NAMES, RESULT, RHS, Encoding
+from ..encoding.expression import Expression
+from ..encoding.packed_layout import PackedLayout
+from ..errors import EncodingError
+from .encoded import (
+    ELEMENTWISE,
+    MATMUL,
+    PREPACKED,
+    RELAYOUT,
+    SET,
+    UNSET,
+    EncodedElementwiseAttrs,
+    EncodedMatmulAttrs,
+    EncodingAttrs,
+    PrepackedAttrs,
+    RelayoutAttrs,
+)
+
+Infer = Callable[[relax.Call, relax.BlockBuilder], relax.TensorType]
+
+
+def _tensor(call: relax.Call, index: int) -> relax.TensorType:
+    ty = call.args[index].ty
+    if not isinstance(ty, relax.TensorType):
+        raise EncodingError(f"{call.op.name}: operand {index} is a {ty}, expected a tensor")
+    return ty
+
+
+def _extents(ty: relax.TensorType) -> list[Any] | None:
+    return list(ty.shape.values) if isinstance(ty.shape, relax.ShapeExpr) else None
+
+
+def _check_encoded(call: relax.Call, ty: relax.TensorType, encoding: Encoding, what: str) -> None:
+    if ty.ndim not in (-1, len(encoding.index_map)):
+        raise EncodingError(f"{call.op.name}: {what} has {ty.ndim} dimensions, encoding {encoding} is for others")
+    for extent, name, size in zip(_extents(ty) or [], encoding.index_map, encoding.shape(), strict=False):
+        if isinstance(extent, tvm.tirx.IntImm) and size >= 0 and int(extent) != size:
+            raise EncodingError(f"{call.op.name}: {what} has {name} = {int(extent)}, encoding {encoding} says {size}")
+
+
+def _check_layout(call: relax.Call, encoding: Encoding) -> None:
+    for text in (call.attrs.layout, getattr(call.attrs, "from_layout", "")):
+        layout = PackedLayout.parse(text) if text else None
+        if layout is not None and len(layout.outer_perm) != len(encoding.index_map):
+            raise EncodingError(
+                f"{call.op.name}: layout {text} is for {len(layout.outer_perm)} dimensions, encoding {encoding} "
+                f"for {len(encoding.index_map)}"
+            )
+
+
+def _check_broadcast(call: relax.Call, index: int, onto: relax.TensorType) -> None:
+    """Refuse an operand that certainly does not broadcast to the shape of the result."""
+    ty, wanted = _tensor(call, index), _extents(onto)
+    found = _extents(ty)
+    if onto.ndim >= 0 and ty.ndim > onto.ndim:
+        raise EncodingError(f"{call.op.name}: operand {index} has {ty.ndim} dimensions, the result {onto.ndim}")
+    if found is None or wanted is None:
+        return
+    for extent, size in zip(reversed(found), reversed(wanted), strict=False):
+        is_one = isinstance(extent, tvm.tirx.IntImm) and int(extent) == 1
+        if not is_one and tvm.sym.Analyzer().can_prove(extent != size):
+            raise EncodingError(
+                f"{call.op.name}: operand {index} has shape {_text(found)}, expected one that broadcasts to "
+                f"{_text(wanted)}"
+            )
+
+
+def _text(extents: list[Any]) -> str:
+    return f"({', '.join(str(_number(extent)) for extent in extents)})"
+
+
+def _number(extent: Any) -> Any:
+    return int(extent) if isinstance(extent, tvm.tirx.IntImm) else extent
+
+
+def _infer_same(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
+    ty = _tensor(call, 0)
+    encoding = Encoding.parse(call.attrs.encoding)
+    _check_encoded(call, ty, encoding, "the operand")
+    _check_layout(call, encoding)
+    # What has the result's encoding may be of another type: a residual, or what elementwise work made of the result.
+    if encoding.operand_index != RESULT and str(ty.dtype) not in ("", encoding.element_type):
+        raise EncodingError(f"{call.op.name}: the operand is {ty.dtype}, encoding {encoding} is for others")
+    return ty
+
+
+def _infer_prepacked(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
+    ty = _tensor(call, 0)
+    attrs = call.attrs
+    if not re.fullmatch("[0-9]{1,18}(x[0-9]{1,18})*", attrs.shape):
+        raise EncodingError(f"{PREPACKED}: found shape {attrs.shape!r}, expected extents like '5x3'")
+    shape = [int(extent) for extent in attrs.shape.split("x")]
+    stored = PackedLayout.parse(attrs.layout).packed_shape(shape)
+    extents = _extents(ty)
+    found = None if extents is None else tuple(map(_number, extents))
+    if found != stored:
+        raise EncodingError(
+            f"{PREPACKED}: the operand has shape {found}; {tuple(shape)} stored as {attrs.layout} has {stored}"
+        )
+    logical = relax.TensorType(shape, ty.dtype, ty.vdevice)
+    _check_encoded(call, logical, Encoding.parse(attrs.encoding), "the stored tensor")
+    return logical
+
+
+def _infer_matmul(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
+    encoding = Encoding.parse(call.attrs.encoding)
+    if encoding.operand_index != RESULT:
+        raise EncodingError(
+            f"{MATMUL}: takes the encoding of its result, found {encoding}, which is that of "
+            f"{OPERAND_NAMES[encoding.operand_index]}"
+        )
+    _check_layout(call, encoding)
+    extents: dict[str, Any] = {}
+    for index in (LHS, RHS):
+        ty, operand = _tensor(call, index), encoding.of(index)
+        _check_encoded(call, ty, operand, f"operand {index}")
+        if str(ty.dtype) != operand.element_type:
+            raise EncodingError(f"{MATMUL}: operand {index} is {ty.dtype}, its encoding is for {operand.element_type}")
+        for name, extent in zip(operand.index_map, _extents(ty) or [], strict=False):
+            known = extents.setdefault(name, extent)
+            if name != "1" and tvm.sym.Analyzer().can_prove(known != extent):
+                raise EncodingError(
+                    f"{MATMUL}: {name} is {_number(known)} in one operand and {_number(extent)} in another"
+                )
+    vdevice = _tensor(call, LHS).vdevice or _tensor(call, RHS).vdevice
+    names = encoding.index_map
+    if any(name != "1" and name not in extents for name in names):
+        result = relax.TensorType(None, encoding.element_type, vdevice, len(names))
+    else:
+        one = tvm.tirx.IntImm("int64", 1)
+        result = relax.TensorType(
+            [one if name == "1" else extents[name] for name in names], encoding.element_type, vdevice
+        )
+    if len(call.args) > RESULT:
+        dtype = str(_tensor(call, RESULT).dtype)
+        if dtype != encoding.element_type:
+            raise EncodingError(f"{MATMUL}: the initial accumulator is {dtype}, expected {encoding.element_type}")
+        _check_broadcast(call, RESULT, result)
+    return result
+
+
+def _infer_elementwise(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
+    expression = Expression.parse(call.attrs.expression)
+    if expression.num_operands > len(call.args):
+        raise EncodingError(f"{ELEMENTWISE}: {expression} needs {expression.num_operands} operands")
+    first = _tensor(call, 0)
+    encoding = Encoding.parse(call.attrs.encoding)
+    _check_encoded(call, first, encoding, "operand 0")
+    _check_layout(call, encoding)
+    for index in range(1, len(call.args)):
+        _check_broadcast(call, index, first)
+    dtype = expression.dtype([str(_tensor(call, i).dtype) for i in range(len(call.args))])
+    if not dtype:
+        raise EncodingError(f"{ELEMENTWISE}: {expression} is made of numbers alone, expected one of operands")
+    return relax.TensorType(first.shape, dtype, first.vdevice, first.ndim if first.shape is None else -1)
+
+
+def _named(name: str, attrs: type, counts: range, infer: Infer) -> Infer:
+    """`infer` for calls that have the right attributes and number of operands; its messages begin with the op."""
+
+    def checked(call: relax.Call, ctx: relax.BlockBuilder) -> relax.TensorType:
+        if not isinstance(call.attrs, attrs):
+            raise EncodingError(f"{name}: attributes are a {type(call.attrs).__name__}, expected {attrs.__name__}")
+        if len(call.args) not in counts:
+            expected = counts[0] if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+            raise EncodingError(f"{name}: found {len(call.args)} operands, expected {expected}")
+        try:
+            return infer(call, ctx)
+        except EncodingError as error:
+            if str(error).startswith(f"{name}: "):
+                raise
+            raise EncodingError(f"{name}: {error}") from error
+
+    return checked
+
+
+_MANY = 1 << 10
+INFER: dict[str, Infer] = {
+    SET: _named(SET, EncodingAttrs, range(1, 2), _infer_same),
+    UNSET: _named(UNSET, EncodingAttrs, range(1, 2), _infer_same),
+    RELAYOUT: _named(RELAYOUT, RelayoutAttrs, range(1, 2), _infer_same),
+    PREPACKED: _named(PREPACKED, PrepackedAttrs, range(1, 2), _infer_prepacked),
+    MATMUL: _named(MATMUL, EncodedMatmulAttrs, range(2, 4), _infer_matmul),
+    ELEMENTWISE: _named(ELEMENTWISE, EncodedElementwiseAttrs, range(1, _MANY), _infer_elementwise),
+}
+"""Of every op: what TVM calls to type it."""
