@@ -25,7 +25,11 @@ from .problem import ElementwiseProblem, MatmulProblem
 
 @runtime_checkable
 class EncodingResolver(Protocol):
-    """What a target does with encodings."""
+    """What a target does with encodings.
+
+    A resolver may have a fourth method, ``resolve_activation``, with the parameters of `resolve`: how an operand is
+    stored that is no constant, and so would be laid out anew in every call. Without it, `resolve` answers for all.
+    """
 
     name: str
 

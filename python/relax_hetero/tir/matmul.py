@@ -150,6 +150,11 @@ def _tile_size(spec: Product2D, machine: Machine) -> tuple[int, int]:
     sizes = tile_sizes(machine)
     packed = spec.rhs.layout.tile(spec.rhs.index_map.index("n")) // spec.lanes
     vectors = packed if 0 < packed <= sizes.vectors * 2 else sizes.vectors
+    if packed == 0 and isinstance(spec.m, int) and 0 < spec.m <= sizes.rows and spec.lanes > 1:
+        # Rows of a row-major operand lie far apart: the fewer rows of the left one share it, the more of each is read.
+        # A single row takes its factors straight from memory, others hold them.
+        wide = spec.registers // (spec.m + 1 if spec.m > 1 else 1)
+        vectors = max(vectors, min(wide, 16))
     rows = max(1, min(sizes.rows, (spec.registers - vectors) // vectors))
     return (min(rows, spec.m) if isinstance(spec.m, int) else rows), vectors
 

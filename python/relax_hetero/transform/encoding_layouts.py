@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import tvm
 from tvm import relax
 
@@ -51,6 +53,15 @@ class Layouts:
         found = self._product(encoding, target, where)
         return None if isinstance(found, str) else found[encoding.operand_index]
 
+    def layout_of_activation(self, encoding: Encoding, target: tvm.target.Target, where: str) -> PackedLayout | None:
+        """As `layout`, of an operand that is no constant."""
+        layout = self.layout(encoding, target, where)
+        resolver = self.resolver(target)
+        resolve = getattr(resolver, "resolve_activation", None)
+        if resolver is None or layout is None or resolve is None:
+            return layout
+        return _answer(resolver, resolve, encoding, target, where)
+
     def why_not(self, encoding: Encoding, target: tvm.target.Target) -> str:
         """Why there is no layout."""
         found = self._product(encoding, target, "")
@@ -68,18 +79,29 @@ class Layouts:
             return f"no resolver for target kind {target.kind.name!r}"
         layouts = []
         for index in (LHS, RHS, RESULT):
-            operand = encoding.of(index)
-            asked = f"resolver {resolver.name!r}, asked how target {target} stores {operand} for {where}"
-            try:
-                layout = resolver.resolve(operand, target)
-            except EncodingError:
-                raise
-            except Exception as error:  # a third party's code raises what it likes, and names nothing
-                raise EncodingError(f"{asked}: {type(error).__name__}: {error}") from error
+            layout = _answer(resolver, resolver.resolve, encoding.of(index), target, where)
             if layout is None:
                 return f"resolver {resolver.name!r} has no layout for the {OPERAND_NAMES[index]} of {encoding}"
-            rank = len(operand.index_map)
-            if not isinstance(layout, PackedLayout) or len(layout.outer_perm) != rank:
-                raise EncodingError(f"{asked}: found {layout!r}, expected a PackedLayout of {rank} dimensions, or None")
             layouts.append(layout)
         return tuple(layouts)
+
+
+def _answer(
+    resolver: EncodingResolver,
+    resolve: Callable[[Encoding, tvm.target.Target], PackedLayout | None],
+    operand: Encoding,
+    target: tvm.target.Target,
+    where: str,
+) -> PackedLayout | None:
+    """What a resolver's method says about an operand, checked."""
+    asked = f"resolver {resolver.name!r}, asked how target {target} stores {operand} for {where}"
+    try:
+        layout = resolve(operand, target)
+    except EncodingError:
+        raise
+    except Exception as error:  # a third party's code raises what it likes, and names nothing
+        raise EncodingError(f"{asked}: {type(error).__name__}: {error}") from error
+    rank = len(operand.index_map)
+    if layout is not None and (not isinstance(layout, PackedLayout) or len(layout.outer_perm) != rank):
+        raise EncodingError(f"{asked}: found {layout!r}, expected a PackedLayout of {rank} dimensions, or None")
+    return layout

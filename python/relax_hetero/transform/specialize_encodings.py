@@ -43,6 +43,7 @@ from .encoded_values import layout_of
 from .encoding_description import describe_encodings, name_in_model
 from .encoding_layouts import Layouts, target_of
 from .encoding_report import CancelledEntry, is_collecting, publish
+from .hoist_encodings import CAST, PERMUTE, RESHAPE
 from .kernel_names import VariantNames
 from .merge_variables import Merges
 from .placement.ops import TRANSFER
@@ -50,6 +51,9 @@ from .relayout_transfers import Crossing, moved
 from .rewriting import map_bindings, op_name, relax_functions, typed, with_functions
 from .stored_tensors import Stored, matmul_problem
 from .verify_encodings import verify_encodings
+
+_FOLDED = (CAST, PERMUTE, RESHAPE, TRANSFER)
+"""Ops that make a constant of a constant, since HoistEncodings computes them."""
 
 
 def SpecializeEncodings() -> tvm.transform.Pass:
@@ -105,6 +109,7 @@ class _Function:
         self.local: set[relax.Var] = set()
         self.settled: set[relax.Var] = set()  # whose layout stood in the text, and so those of its transfers
         self.plain: dict[relax.Var, relax.Expr] = {}  # what was encoded
+        self.constants: set[relax.Var] = set()  # not packed in a call
 
     def specialize(self, func: relax.Function) -> relax.Function:
         self.local = dataflow_variables(func)
@@ -118,12 +123,15 @@ class _Function:
             return self._transfer(binding)
         if isinstance(binding.value, relax.Var) and binding.value in self.values:
             self.values[binding.var] = self.values[binding.value]
+        source = binding.value.args[0] if op_name(binding.value) in _FOLDED else binding.value
+        if self._is_constant(source):
+            self.constants.add(binding.var)
         return binding
 
     def _encoded(self, name: str, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
         var, call = binding.var, binding.value
         encoding = Encoding.parse(call.attrs.encoding)
-        layout = layout_of(call) or self._layout(encoding, var)
+        layout = layout_of(call) or self._layout(encoding, var, name == SET and not self._is_constant(call.args[0]))
         operands = [self.merges.resolve(arg) for arg in call.args]
         if name != UNSET:
             self.values[var] = (encoding, layout)
@@ -144,10 +152,12 @@ class _Function:
             new = (ops.set_encoding if name == SET else ops.unset_encoding)(operands[0], encoding, layout)
         return relax.VarBinding(var, typed(new, call.ty), binding.span)
 
-    def _layout(self, encoding: Encoding, var: relax.Var) -> PackedLayout | None:
-        return self.layouts.layout(
-            encoding, target_of(var.ty.vdevice), f"variable {var.name!r} in function {self.name!r}"
-        )
+    def _layout(self, encoding: Encoding, var: relax.Var, activation: bool = False) -> PackedLayout | None:
+        ask = self.layouts.layout_of_activation if activation else self.layouts.layout
+        return ask(encoding, target_of(var.ty.vdevice), f"variable {var.name!r} in function {self.name!r}")
+
+    def _is_constant(self, expr: relax.Expr) -> bool:
+        return isinstance(expr, tvm.ir.GenericConst) or (isinstance(expr, relax.Var) and expr in self.constants)
 
     def _kernel(self, encoding: Encoding, layout: PackedLayout, binding: relax.Binding) -> str:
         lhs, rhs, *init = (self._stored(arg) for arg in binding.value.args)

@@ -107,6 +107,18 @@ def test_a_small_activation_is_read_where_it_lies():
     assert bytes_in_fours == "pack<outer=[0, 2, 1] inner=[2:32, 1:4]>"
 
 
+def test_an_activation_that_few_rows_meet_is_read_where_it_lies():
+    def layout(types, rest, m):
+        encoding = Encoding.parse(f"matmul[1]<{types}; {rest.replace('m=?', f'm={m}')}>")
+        return str(resolver_for(AVX512).resolve_activation(encoding, tvm.target.Target(AVX512)))
+
+    assert {layout(F32, MATMUL, m) for m in (0, 1, 8)} == {"identity<2>"}
+    assert {layout(F32, MATMUL, m) for m in ("?", 9)} == {"pack<outer=[1, 0] inner=[1:32]>"}
+    transposed = MATMUL.replace("* (k, n)", "* (n, k)")
+    assert layout(F32, transposed, 1) == "pack<outer=[0, 1] inner=[0:32]>"
+    assert layout("uint8 * int8 -> int32", MATMUL, 1) == "pack<outer=[1, 0] inner=[1:32, 0:4]>"
+
+
 @pytest.mark.parametrize("target", [AVX512, AVX2, SSE, NEON, C])
 @pytest.mark.parametrize("types", sorted({" * ".join(p.types[:2]) + f" -> {p.types[2]}" for p in PRODUCTS}))
 def test_one_weight_layout_serves_every_m(target, types):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import tvm
 
 from relax_hetero.encoding.expression import Expression
+from relax_hetero.encoding.packed_layout import PackedLayout
 from relax_hetero.encoding.problem import Epilogue
 from tir.products_of import AVX2, AVX512, SYMBOLS, compile_kernel, operand, plain_problem
 
@@ -85,6 +87,16 @@ def test_narrow_forms_keep_the_machine_busy(rows: int) -> None:
     loops = main_loops(AVX512, plain_problem(AVX512, (rows, 512, 512)), "vfmadd231ps")
     most = max(len({line.split()[-1] for line in loop if line.startswith("vfmadd")}) for loop in loops)
     assert most >= 8
+
+
+@pytest.mark.parametrize("rows", range(1, 9))
+@pytest.mark.parametrize("target", [AVX512, AVX2], ids=["avx512", "avx2"])
+def test_few_rows_over_a_row_major_right_operand_do_not_spill(target: tvm.target.Target, rows: int) -> None:
+    problem = plain_problem(target, (rows, 512, 1000))
+    problem = replace(problem, rhs=replace(problem.rhs, layout=PackedLayout.identity(2)))
+    loops = main_loops(target, problem, "vfmadd231ps")
+    assert loops
+    assert not any(spills(loop) for loop in loops)
 
 
 @pytest.mark.parametrize("k", [512, 2048])

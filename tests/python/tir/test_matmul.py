@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import tvm
@@ -166,3 +168,13 @@ def test_unknown_element_types_are_refused_by_name() -> None:
     )
     with pytest.raises(EncodingError, match=r"float32 \* int8 -> float32"):
         matmul_kernel(problem, machine_of(AVX512))
+
+
+@pytest.mark.parametrize("sizes", [(1, 300, 77), (1, 64, 512), (2, 33, 161), (3, 7, 5), (5, 40, 400), (8, 130, 1000)])
+@pytest.mark.parametrize("name", TARGETS)
+def test_few_rows_over_a_row_major_right_operand(name: str, sizes: tuple[int, int, int]) -> None:
+    rng, (m, k, n) = np.random.default_rng(), sizes
+    problem = plain_problem(TARGETS[name], sizes)
+    problem = replace(problem, rhs=replace(problem.rhs, layout=PackedLayout.identity(2)))
+    a, b = random_array(rng, (m, k), "float32"), random_array(rng, (k, n), "float32")
+    check(problem, TARGETS[name], [a, b], a.astype("float64") @ b.astype("float64"), k)

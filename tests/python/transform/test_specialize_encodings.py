@@ -1,5 +1,6 @@
 """SpecializeEncodings: layouts by device, cancellation, transfers between layouts, kernel variants."""
 
+import numpy as np
 import pytest
 from tvm.ir import assert_structural_equal
 from tvm.script import ir as I
@@ -475,3 +476,40 @@ def test_a_module_without_encodings_stays():
             return y
 
     assert SpecializeEncodings()(Mod).same_as(Mod)
+
+
+def test_a_resolver_may_store_activations_differently(toys):
+    """Asked for what is no constant, also behind ops that HoistEncodings computes."""
+    toys["llvm"].resolve_activation = lambda encoding, target: PackedLayout.identity(2)
+
+    @I.ir_module
+    class Mod:
+        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
+
+        @R.function
+        def main(x: R.Tensor((5, 3), "float32", "llvm:0"), w: R.Tensor((3, 7), "float32", "llvm:0")) -> R.Tensor(
+            (5, 7), "float32", "llvm:0"
+        ):
+            with R.dataflow():
+                x1 = R.hetero.set_encoding(x, LHS)
+                w1 = R.hetero.set_encoding(w, RHS)
+                c = R.hetero.matmul(x1, w1, encoding=OUT)
+                y = R.hetero.unset_encoding(c, OUT)
+                zeros = R.reshape(R.const(np.zeros(21, "float32"), "float32"), (3, 7))
+                z1 = R.hetero.set_encoding(zeros, RHS)
+                d = R.hetero.matmul(x1, z1, encoding=OUT)
+                e = R.hetero.unset_encoding(d, OUT)
+                out = R.add(y, e)
+                R.output(out)
+            return out
+
+    after = SpecializeEncodings()(RealizeVDevice()(Mod))
+    layouts = {b.var.name: b.value.attrs.layout for b in walk_bindings(after["main"]) if encoded_op(b.value)}
+    assert layouts["w1"] == ROWS
+    assert layouts["z1"] == PANELS
+    kernels = kernels_of(after)
+    assert kernels["c"] != kernels["d"]
+
+    toys["llvm"].resolve_activation = lambda encoding, target: PackedLayout.identity(3)
+    with pytest.raises(EncodingError, match="expected a PackedLayout of 2 dimensions"):
+        SpecializeEncodings()(RealizeVDevice()(Mod))
