@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import EncodingError
+from .encoding import RHS, Encoding
 
 _MAX_RANK = 64  # far above any tensor's: text does not decide how much memory a layout takes
 _TEXT = re.compile(
@@ -145,6 +146,20 @@ class PackedLayout:
                 order.append(rank + self.inner_dims.index(d))
         whole = stored.transpose(order).reshape([_ceil_div(shape[d], self.tile(d)) * self.tile(d) for d in range(rank)])
         return np.ascontiguousarray(whole[tuple(slice(0, extent) for extent in shape)])
+
+
+def misfit(layout: PackedLayout, encoding: Encoding) -> str:
+    """Why a layout cannot store the operand that an encoding is of; empty where it can."""
+    rank = len(encoding.index_map)
+    if len(layout.outer_perm) != rank:
+        return f"{layout} is for {len(layout.outer_perm)} dimensions, the operand has {rank}"
+    if layout.compensation and not (
+        encoding.operand_index == RHS
+        and encoding.element_type in ("int8", "uint8")
+        and encoding.index_map[layout.inner_dims[-1]] == "k"
+    ):
+        return f"{layout} has compensation, which is for right operands of 8 bits with k in the innermost tiles"
+    return ""
 
 
 def _ceil_div(extent: Any, tile: int) -> Any:

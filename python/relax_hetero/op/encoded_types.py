@@ -11,7 +11,7 @@ from tvm import relax
 
 from ..encoding.encoding import LHS, OPERAND_NAMES, RESULT, RHS, Encoding
 from ..encoding.expression import Expression
-from ..encoding.packed_layout import PackedLayout
+from ..encoding.packed_layout import PackedLayout, misfit
 from ..errors import EncodingError
 from .encoded import (
     ELEMENTWISE,
@@ -51,12 +51,9 @@ def _check_encoded(call: relax.Call, ty: relax.TensorType, encoding: Encoding, w
 
 def _check_layout(call: relax.Call, encoding: Encoding) -> None:
     for text in (call.attrs.layout, getattr(call.attrs, "from_layout", "")):
-        layout = PackedLayout.parse(text) if text else None
-        if layout is not None and len(layout.outer_perm) != len(encoding.index_map):
-            raise EncodingError(
-                f"{call.op.name}: layout {text} is for {len(layout.outer_perm)} dimensions, encoding {encoding} "
-                f"for {len(encoding.index_map)}"
-            )
+        wrong = misfit(PackedLayout.parse(text), encoding) if text else ""
+        if wrong:
+            raise EncodingError(f"{call.op.name}: layout {wrong}: encoding {encoding}")
 
 
 def _check_broadcast(call: relax.Call, index: int, onto: relax.TensorType) -> None:

@@ -8,7 +8,7 @@ import tvm
 from tvm import relax
 
 from ..encoding.encoding import LHS, OPERAND_NAMES, RESULT, RHS, Encoding
-from ..encoding.packed_layout import PackedLayout
+from ..encoding.packed_layout import PackedLayout, misfit
 from ..encoding.resolver import EncodingResolver, resolver_for
 from ..errors import EncodingError
 from ..native_target import native
@@ -104,4 +104,7 @@ def _answer(
     rank = len(operand.index_map)
     if layout is not None and (not isinstance(layout, PackedLayout) or len(layout.outer_perm) != rank):
         raise EncodingError(f"{asked}: found {layout!r}, expected a PackedLayout of {rank} dimensions, or None")
+    wrong = "" if layout is None else misfit(layout, operand)
+    if wrong:
+        raise EncodingError(f"{asked}: {wrong}")
     return layout

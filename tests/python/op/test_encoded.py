@@ -226,6 +226,10 @@ def test_types():
             lambda: set_encoding(tensor(5, 4), "matmul[0]" + ENC, "identity<3>"),
             ["set_encoding", "identity<3> is for 3 dimensions"],
         ),
+        (
+            lambda: set_encoding(tensor(4, 3), "matmul[1]" + ENC, "pack<outer=[1, 0] inner=[1:2, 0:4] +compensation>"),
+            ["set_encoding", "compensation, which is for right operands of 8 bits"],
+        ),
         (lambda: prepacked(tensor(4, 3), "4xq", "matmul[1]" + ENC, "identity<2>"), ["prepacked", "'4xq'"]),
         (lambda: prepacked(tensor(4, 3), "", "matmul[1]" + ENC, "identity<2>"), ["prepacked", "''"]),
         (lambda: prepacked(tensor(4, 3), "4x3", "matmul[1]" + ENC, ""), ["prepacked", "'' is not a layout"]),

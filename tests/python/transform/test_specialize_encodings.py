@@ -431,6 +431,18 @@ def test_an_answer_that_is_no_layout_is_refused(answer):
         assert part in str(error.value)
 
 
+def test_compensation_is_for_right_operands_of_8_bits():
+    answer = PackedLayout((1, 0), (1, 0), (16, 4), compensation=True)
+    undo = register_resolver(
+        Toy("other", (PackedLayout.identity(2), answer, PackedLayout.identity(2))), "llvm", [], 200
+    )
+    try:
+        with pytest.raises(EncodingError, match=r"'other'.*'weight' in function 'main'.*right operands of 8 bits"):
+            SpecializeEncodings()(product_on_llvm())
+    finally:
+        undo()
+
+
 def test_a_resolver_that_raises_is_named():
     class Broken(Toy):
         def resolve(self, encoding, target):
