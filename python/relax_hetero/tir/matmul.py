@@ -25,15 +25,14 @@ from .operand_view import Coordinates, OperandView, extent_of
 from .work_split import Split, part, split_work
 
 # Bytes of a row of the left operand in one block of k: a panel of 32 such columns is a fraction of the second-level
-# cache. Rows of a block: they fill about half of it.
+# # cache. Rows of a block: they fill about half of it.
 K_BLOCK_BYTES = 4096
-ROWS_PER_BLOCK = 192
+ROWS_PER_BLOCK = 96
 
-# Right operands of more bytes are prefetched, panel by panel, where a panel is gone over by 4 rows to so many tiles:
-# measured 20 % faster for 8 rows, 30 % for 32, 8 % for 128; slower for one or two rows, which only read.
+# Right operands of more bytes are prefetched, panel by panel: measured 20 % faster for 8 rows, 30 % for 32, 8 % for
+# 128, 2 % for 2,048; slower for one or two rows, which only read.
 PREFETCH_BYTES = 1 << 20
 PREFETCH_ROWS = 3
-PREFETCH_TILES = 32
 
 
 def matmul_kernel(problem: MatmulProblem, machine: Machine) -> tirx.PrimFunc:
@@ -162,7 +161,7 @@ def _tile_size(spec: Product2D, machine: Machine) -> tuple[int, int]:
 def _tiles_per_sweep(spec: Product2D, machine: Machine, tiles: Expr, split: Split) -> int:
     """How many tiles go over a panel, 0 where the next panel is not to be prefetched.
 
-    Worth it where a packed right operand comes from memory or the last-level cache, and few rows go over it.
+    Worth it where a packed right operand comes from memory or the last-level cache, unless hardly a row goes over it.
     """
     packed = spec.rhs.layout.tile(spec.rhs.index_map.index("n")) > 1
     if machine.kind != "llvm" or spec.lanes == 1 or not packed or not isinstance(split.rows, int):
@@ -172,8 +171,7 @@ def _tiles_per_sweep(spec: Product2D, machine: Machine, tiles: Expr, split: Spli
     size = spec.n * spec.k * tvm.DataType(spec.rhs.dtype).bits // 8
     if not isinstance(spec.m, int):
         return 1 if size > PREFETCH_BYTES else 0
-    few = spec.m >= PREFETCH_ROWS and tiles <= PREFETCH_TILES
-    return ceil_div(tiles, split.rows) if size > PREFETCH_BYTES and few else 0
+    return ceil_div(tiles, split.rows) if size > PREFETCH_BYTES and spec.m >= PREFETCH_ROWS else 0
 
 
 def _k_blocks(spec: Product2D) -> tuple[Expr, int]:
