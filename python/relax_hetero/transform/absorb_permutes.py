@@ -7,7 +7,7 @@ is the unset of a result that is written in that order, if its innermost dimensi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,7 +52,7 @@ def absorb_permutes(block: Block) -> list[relax.Binding] | None:
     products: dict[int, Change] = {}
     roles: dict[int, Change] = {}
     for index, binding in enumerate(block.bindings):
-        change = _change(block, index, binding) if op_name(binding.value) == op.MATMUL else None
+        change = _change(block, binding, roles) if op_name(binding.value) == op.MATMUL else None
         if change is not None:
             products[index] = change
             roles.update(dict.fromkeys(change.chain, change))
@@ -73,7 +73,8 @@ def absorb_permutes(block: Block) -> list[relax.Binding] | None:
     return writer.bindings
 
 
-def _change(block: Block, index: int, binding: relax.Binding) -> Change | None:
+def _change(block: Block, binding: relax.Binding, earlier: Container[int]) -> Change | None:
+    """What becomes of a product; permutations at `earlier` indices are absorbed by the product before them."""
     call = binding.value
     encoding = Encoding.parse(call.attrs.encoding)
     if call.attrs.layout or len(call.args) > 2 and not _is_plain(block, call.args[2]):
@@ -87,7 +88,9 @@ def _change(block: Block, index: int, binding: relax.Binding) -> Change | None:
         if op_name(found) != op.SET or found.attrs.layout:
             return None
         operand = found.args[0]
-        while op_name(block.definition(operand)) == "relax.permute_dims":
+        while (
+            op_name(block.definition(operand)) == "relax.permute_dims" and block.positions.get(operand) not in earlier
+        ):
             permute = block.definition(operand)
             maps[side] = _before(maps[side], permutation(permute))
             operand = permute.args[0]

@@ -547,6 +547,28 @@ def test_modules_without_products_are_the_very_same():
     assert propagate_encodings(Before) is Before
 
 
+def test_a_permutation_between_products_is_absorbed_once():
+    """By the first product, since not only the second one reads what it makes."""
+
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((3, 2, 4), "float32"), w: R.Tensor((4, 5), "float32"), v: R.Tensor((5, 6), "float32")):
+            with R.dataflow():
+                y = R.matmul(x, w)
+                p = R.permute_dims(y, [1, 0, 2])
+                z = R.matmul(p, v)
+                r = R.nn.relu(p)
+                R.output(z, r)
+            return z, r
+
+    after = propagated(Before)
+    products = [b.value for b in walk_bindings(after["main"]) if op_name(b.value) == MATMUL]
+    maps = [call.attrs.encoding.split("; ")[1] for call in products]
+    assert maps == ["(b0, m, k) * (k, n) -> (m, b0, n)", "(b0, m, k) * (k, n) -> (b0, m, n)"]
+    check_numbers(Before, after)
+
+
 def test_long_chains_stay_short_texts():
     builder = relax.BlockBuilder()
     x, w = (relax.Var(name, relax.TensorType([4, 4], "float32")) for name in "xw")
