@@ -11,6 +11,7 @@ from tvm import relax
 from tvm_ffi import structural_map
 
 from ..errors import BuildError
+from .nan_kernels import legalizations
 from .realize_vdevice import realize_vdevice
 from .rewriting import copy_module, map_bindings, op_name, relax_functions, typed, walk_bindings
 from .unique_names import with_unique_names
@@ -51,7 +52,7 @@ def legalize(mod: tvm.IRModule) -> tvm.IRModule:
 def _with_kernels(mod: tvm.IRModule) -> tvm.IRModule:
     if any(op_name(binding.value) in _SORTS_AND_SCANS for _, f in relax_functions(mod) for binding in walk_bindings(f)):
         mod = relax.backend.DispatchSortScan()(mod)  # these have no legalization but a kernel per kind of target
-    return relax.transform.LegalizeOps()(mod)
+    return relax.transform.LegalizeOps(legalizations())(mod)
 
 
 def is_kept(name: str) -> bool:

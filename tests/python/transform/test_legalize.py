@@ -131,3 +131,18 @@ def test_an_op_whose_legalization_fails_is_named(op):
         bb.emit_func_output(bb.emit(op(x), "y"))
     with pytest.raises(BuildError, match=r"op relax\.\w+ of variable 'y' in function 'main'"):
         rh.compile(bb.get())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int32"])
+def test_relu_and_clip_keep_what_is_not_a_number(dtype):
+    x = relax.Var("x", relax.TensorType([6], dtype))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x]):
+        results = [builder.emit(relax.op.nn.relu(x)), builder.emit(relax.op.clip(x, -1, 2))]
+        builder.emit_func_output(relax.Tuple(results))
+    values = np.array([0, 1, -1, -3, 5, 7], dtype)
+    if dtype != "int32":
+        values[[0, 5]] = np.nan, np.inf
+    relu, clipped = rh.vm.VirtualMachine(rh.compile(builder.get()))["main"](values)
+    np.testing.assert_array_equal(relu.numpy(), np.maximum(values, 0))
+    np.testing.assert_array_equal(clipped.numpy(), np.clip(values, -1, 2))
