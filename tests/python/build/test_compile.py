@@ -267,7 +267,7 @@ def test_dispatches_say_what_they_compute():
     @I.ir_module
     class Mod:
         @R.function
-        def main(x: R.Tensor((2, 4), "float32"), w: R.Tensor((4, 4), "float32")) -> R.Tensor((2, 4), "float32"):
+        def main(x: R.Tensor((64, 4), "float32"), w: R.Tensor((4, 4), "float32")) -> R.Tensor((64, 4), "float32"):
             with R.dataflow():
                 y = R.matmul(x, w)
                 z = R.nn.relu(y)
@@ -278,7 +278,7 @@ def test_dispatches_say_what_they_compute():
     exe = rh.compile(Mod)
     assert sorted(d.ops for d in exe.metadata.dispatches.values()) == [("matmul", "relu"), ("pack",), ("softmax",)]
     assert {d.device for d in exe.metadata.dispatches.values()} == {0}  # also where all operands are intermediate
-    profile = rh.vm.VirtualMachine(exe).profile("main", np.ones((2, 4), "float32"), np.ones((4, 4), "float32"))
+    profile = rh.vm.VirtualMachine(exe).profile("main", np.ones((64, 4), "float32"), np.ones((4, 4), "float32"))
     assert {row.ops for row in profile.rows} >= {("matmul", "relu"), ("softmax",)}
 
 
