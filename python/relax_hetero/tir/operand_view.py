@@ -170,7 +170,6 @@ def _guarded(scalar: Expr, mask: Expr, dtype: str) -> Expr:
     return tirx.reinterpret("bfloat16", bits)
 
 
-
 def _moved(at: Coordinates, along: str, by: int) -> Coordinates:
     return {**at, along: at[along] + by}
 
