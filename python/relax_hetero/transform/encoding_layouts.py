@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import tvm
-from tvm import relax
+from tvm import relax, tirx
 
-from ..encoding.encoding import LHS, OPERAND_NAMES, RESULT, RHS, Encoding
+from ..encoding.encoding import DYNAMIC, LHS, OPERAND_NAMES, RESULT, RHS, Encoding
 from ..encoding.packed_layout import PackedLayout, misfit
 from ..encoding.resolver import EncodingResolver, resolver_for
 from ..errors import EncodingError
@@ -79,9 +79,11 @@ class Layouts:
             return f"no resolver for target kind {target.kind.name!r}"
         layouts = []
         for index in (LHS, RHS, RESULT):
-            layout = _answer(resolver, resolver.resolve, encoding.of(index), target, where)
+            operand = encoding.of(index)
+            layout = _answer(resolver, resolver.resolve, operand, target, where)
             if layout is None:
                 return f"resolver {resolver.name!r} has no layout for the {OPERAND_NAMES[index]} of {encoding}"
+            _check_size(resolver, operand, layout, target)
             layouts.append(layout)
         return tuple(layouts)
 
@@ -108,3 +110,16 @@ def _answer(
     if wrong:
         raise EncodingError(f"{asked}: {wrong}")
     return layout
+
+
+def _check_size(resolver: EncodingResolver, operand: Encoding, layout: PackedLayout, target: tvm.target.Target) -> None:
+    """The bytes that a resolver tells a user to keep hold what its kernels write; asked where sizes are numbers."""
+    shape = operand.shape()
+    if DYNAMIC in shape:
+        return
+    told, needed = resolver.storage_size(operand, shape, target), layout.storage_bytes(shape, operand.element_type)
+    if not isinstance(told, (int, tirx.IntImm)) or int(told) < needed:
+        raise EncodingError(
+            f"resolver {resolver.name!r} says that {operand} takes {told} bytes on target {target}; expected at least "
+            f"{needed}, those of its layout {layout}"
+        )

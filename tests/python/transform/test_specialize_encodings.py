@@ -525,3 +525,22 @@ def test_a_resolver_may_store_activations_differently(toys):
     toys["llvm"].resolve_activation = lambda encoding, target: PackedLayout.identity(3)
     with pytest.raises(EncodingError, match="expected a PackedLayout of 2 dimensions"):
         SpecializeEncodings()(RealizeVDevice()(Mod))
+
+
+def test_a_storage_size_that_does_not_hold_the_layout_is_refused(toys):
+    toys["llvm"].storage_size = lambda encoding, shape, target: 8
+
+    @I.ir_module
+    class Mod:
+        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
+
+        @R.function
+        def main(x: R.Tensor((5, 3), "float32", "llvm:0")) -> R.Tensor((5, 3), "float32", "llvm:0"):
+            with R.dataflow():
+                x1 = R.hetero.set_encoding(x, LHS)
+                y = R.hetero.unset_encoding(x1, LHS)
+                R.output(y)
+            return y
+
+    with pytest.raises(EncodingError, match="'toy' says that .* takes 8 bytes .* expected at least 60"):
+        SpecializeEncodings()(RealizeVDevice()(Mod))
