@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ..element_types import bytes_of
 from ..errors import EncodingError
 from .encoding import RHS, Encoding
 
@@ -94,7 +95,7 @@ class PackedLayout:
 
     def storage_bytes(self, shape: Sequence[Any], dtype: str) -> Any:
         """Bytes of the stored tensor, an expression where an extent is symbolic."""
-        total: Any = np.dtype(dtype if dtype != "bfloat16" else "uint16").itemsize
+        total: Any = bytes_of(dtype)
         for extent in self.packed_shape(shape):
             total = total * extent
         return total

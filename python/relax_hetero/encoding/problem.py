@@ -70,6 +70,13 @@ class MatmulProblem:
     init: Operand | None = None
     epilogue: Epilogue | None = None
 
+    @property
+    def parameters(self) -> list[Operand]:
+        """What the kernel takes, in order."""
+        init = [] if self.init is None else [self.init]
+        others = () if self.epilogue is None else self.epilogue.operands
+        return [self.lhs, self.rhs, *init, *others, self.result]
+
 
 @dataclass(frozen=True)
 class ElementwiseProblem:
@@ -81,3 +88,8 @@ class ElementwiseProblem:
     expression: Expression
     operands: tuple[Operand, ...]
     result: Operand
+
+    @property
+    def parameters(self) -> list[Operand]:
+        """What the kernel takes, in order."""
+        return [*self.operands, self.result]

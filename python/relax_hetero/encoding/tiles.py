@@ -43,11 +43,6 @@ def tile_sizes(machine: Machine) -> TileSizes:
     return TILES[machine.isa.name]
 
 
-def tile_rows(machine: Machine) -> int:
-    """m of a tile: what the left operand and the result are packed by, where they are packed."""
-    return tile_sizes(machine).rows
-
-
 def tile_columns(machine: Machine, acc_dtype: str) -> int:
     """n of a tile: what the right operand is packed by."""
     return tile_sizes(machine).vectors * machine.lanes(acc_dtype)

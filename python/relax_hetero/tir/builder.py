@@ -183,8 +183,12 @@ def _settled_condition(condition: Expr) -> Expr:
 
 def loop(extent: Expr, parallel: bool = False) -> Any:
     """A loop from 0, whose context gives the int64 variable."""
-    stop = tirx.IntImm("int64", extent) if isinstance(extent, int) else extent
-    return T.parallel(stop) if parallel else T.serial(stop)
+    return T.parallel(int64(extent)) if parallel else T.serial(int64(extent))
+
+
+def int64(value: Expr) -> Expr:
+    """An int as an int64 expression; expressions as they are."""
+    return tirx.IntImm("int64", value) if isinstance(value, int) else value
 
 
 def ceil_div(value: Expr, by: int) -> Expr:

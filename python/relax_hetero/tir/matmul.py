@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import tvm
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from ..element_types import bytes_of
 from ..encoding.machine import Machine
 from ..encoding.problem import MatmulProblem
 from ..encoding.products import product_for
@@ -168,7 +168,7 @@ def _tiles_per_sweep(spec: Product2D, machine: Machine, tiles: Expr, split: Spli
         return 0
     if not isinstance(spec.n, int) or not isinstance(spec.k, int):
         return 0
-    size = spec.n * spec.k * tvm.DataType(spec.rhs.dtype).bits // 8
+    size = spec.n * spec.k * bytes_of(spec.rhs.dtype)
     if not isinstance(spec.m, int):
         return 1 if size > PREFETCH_BYTES else 0
     return ceil_div(tiles, split.rows) if size > PREFETCH_BYTES and spec.m >= PREFETCH_ROWS else 0
@@ -176,8 +176,7 @@ def _tiles_per_sweep(spec: Product2D, machine: Machine, tiles: Expr, split: Spli
 
 def _k_blocks(spec: Product2D) -> tuple[Expr, int]:
     """How many blocks k is cut into, and the k of one."""
-    item = tvm.DataType(spec.lhs.dtype).bits // 8
-    block = K_BLOCK_BYTES // item
+    block = K_BLOCK_BYTES // bytes_of(spec.lhs.dtype)
     few = isinstance(spec.m, int) and spec.m < PREFETCH_ROWS
     whole = spec.result.dtype != spec.product.types[2] or few
     if not isinstance(spec.k, int):

@@ -172,6 +172,7 @@ def row_in(tile: Tile, view: OperandView, i: int) -> Expr:
 
 
 def position_in(spec: Product2D, tile: Tile, view: OperandView, i: int, j: int) -> Coordinates:
+    """Where row i of vector j begins in the view; a row that does not exist is the last that does."""
     return {**tile.batch, "m": row_in(tile, view, i), "n": tile.column + j * spec.lanes}
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import tvm
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from ..element_types import bytes_of
 from ..encoding.expression import Expression
 from . import elementwise
 from .builder import (
@@ -159,7 +159,7 @@ def _accumulate(spec: Product2D, tile: Tile, accs: Registers, k: KRange, unroll:
 
 def _prefetch(view: OperandView, at: Coordinates, line: Expr) -> None:
     """Ask for a cache line, counted from a position; beyond the end of storage this asks for nothing."""
-    elements = CACHE_LINE_BYTES * 8 // tvm.DataType(view.dtype).bits
+    elements = CACHE_LINE_BYTES // bytes_of(view.dtype)
     place = T.address_of(view.data[view.address(at) + line * elements])
     read, keep, data = tirx.const(0, "int32"), tirx.const(3, "int32"), tirx.const(1, "int32")
     T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", place, read, keep, data))

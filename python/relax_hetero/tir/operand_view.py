@@ -9,7 +9,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ..encoding.packed_layout import PackedLayout
 from ..encoding.problem import Operand
-from .builder import Expr, Function, broadcast, flat, lane_indices, lane_of, masked_store, settled, vector_type
+from .builder import Expr, Function, broadcast, flat, int64, lane_indices, lane_of, masked_store, settled, vector_type
 
 Coordinates = Mapping[str, Expr]
 """A position in the iteration space: an int64 expression for each iteration dimension."""
@@ -48,7 +48,7 @@ class OperandView:
                 compensated = operand.layout.compensation and d == operand.layout.inner_dims[-1]
                 self.extents.append((blocks - 1 if compensated else blocks) * tile)
         for extent in operand.layout.packed_shape(self.extents):
-            physical.append(tirx.IntImm("int64", extent) if isinstance(extent, int) else _simplify(extent))
+            physical.append(int64(extent) if isinstance(extent, int) else _simplify(extent))
         self._buffer = function.argument(name, physical, operand.dtype)
         self._physical = physical
 

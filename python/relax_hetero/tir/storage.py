@@ -9,10 +9,11 @@ import tvm
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from ..element_types import bytes_of
 from ..encoding.machine import Machine
 from ..encoding.packed_layout import PackedLayout
 from ..encoding.problem import Dim
-from .builder import Expr, Function, ceil_div, flat, loop
+from .builder import Expr, Function, ceil_div, flat, int64, loop
 
 PARALLEL_BYTES = 1 << 18
 """Work on no more bytes than this stays on one core: waking another takes about as long as copying them."""
@@ -69,8 +70,8 @@ class Storage:
                 self.tiles.append(blocks[d] - extra if extra else blocks[d])
         bound.update(d for d, e in zip(self.shape, self.extents, strict=True) if isinstance(d, str) and e is not None)
         for d in layout.outer_perm:
-            self.physical.append(_int64(blocks[d]))
-        self.physical += [_int64(tile) for tile in layout.inner_tiles]
+            self.physical.append(int64(blocks[d]))
+        self.physical += [int64(tile) for tile in layout.inner_tiles]
         self.buffer = function.argument(name, self.physical, dtype)
         self.data: Any = None
 
@@ -90,11 +91,11 @@ class Storage:
         offset: Expr = 0
         for position, stride in zip(positions, self._strides(), strict=True):
             offset = offset + position * stride
-        return _int64(offset)
+        return int64(offset)
 
     def bytes(self) -> Expr:
         """Bytes of the parameter: an int if its shape is static."""
-        total: Expr = max(1, tvm.DataType(self.dtype).bits // 8)
+        total: Expr = bytes_of(self.dtype)
         for extent in self.physical:
             total = _times(total, extent)
         return total
@@ -165,7 +166,7 @@ def for_parts(
         found: list[Expr] = []
         for count in reversed(counts[1:]):
             # The analyzer must not find a division by zero, not even where nothing runs.
-            by = _int64(count) if isinstance(count, int) else T.max(count, _int64(1))
+            by = int64(count) if isinstance(count, int) else T.max(count, int64(1))
             found.append(tirx.floormod(index, by))
             index = tirx.floordiv(index, by)
         return [index, *reversed(found)]
@@ -179,7 +180,7 @@ def for_parts(
     share = ceil_div(ceil_div(total, unit), parts) * unit
     with loop(parts, parallel=True) as part:
         start = part * share
-        with loop(T.max(T.min(_int64(share), _int64(total) - start), _int64(0))) as index:
+        with loop(T.max(T.min(int64(share), int64(total) - start), int64(0))) as index:
             body(positions(start + index))
 
 
@@ -198,7 +199,3 @@ def nest_loops(counts: Sequence[Expr], body: Callable[[list[Expr]], None]) -> No
 
 def _times(left: Expr, right: Expr) -> Expr:
     return left * (int(right) if isinstance(right, tirx.IntImm) else right)
-
-
-def _int64(value: Expr) -> Expr:
-    return tirx.IntImm("int64", value) if isinstance(value, int) else value

@@ -9,9 +9,9 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..encoding.machine import Machine
-from .builder import Expr, ceil_div, lane_indices, loop, smaller, zeros
+from .builder import Expr, ceil_div, int64, lane_indices, loop, masked_store, smaller, zeros
 from .storage import Storage, extents_of, for_parts, nest_loops, whole
-from .vector_access import EMPTY, masked_vector, split_run, tail_mask, wide
+from .vector_access import EMPTY, masked_vector, split_run, tail_mask
 
 ROWS = 16
 """Rows that are copied tile by tile: reads go along rows, writes fill a few kilobytes of each tile column."""
@@ -158,7 +158,7 @@ def _tiles(
         outer[last] = positions[-1]
 
         def inside(full: bool) -> None:
-            with loop(smaller(ROWS, wide(count) - first) if not whole(count, ROWS) else ROWS) as row:
+            with loop(smaller(ROWS, int64(count) - first) if not whole(count, ROWS) else ROWS) as row:
                 body({**outer, rows: first + row}, full)
 
         visit(outer, inside)
@@ -184,4 +184,4 @@ def _move(
         with T.If(mask), T.Then():
             T.buffer_store(plain.data, packed.data[there], [here])
     else:
-        T.evaluate(T.masked_store(plain.data, packed.data[there], here, mask))
+        masked_store(plain.data, here, packed.data[there], mask)

@@ -11,8 +11,9 @@ import tvm
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from ..element_types import bytes_of
 from ..encoding.machine import Machine
-from .builder import Expr, ceil_div, lane_indices, loop, smaller, zeros
+from .builder import Expr, ceil_div, int64, lane_indices, loop, smaller, zeros
 from .storage import Storage, extents_of, for_parts, whole
 from .vector_math import once
 
@@ -60,7 +61,7 @@ class _Transpose:
             group = layout.tile(inner.pop())
         if len(inner) != 1 or inner[0] == last or (group == 1 and layout.tile(last) != 1):
             return None
-        size = tvm.DataType(plain.data.dtype).bits // 8 * group
+        size = bytes_of(str(plain.data.dtype)) * group
         lanes = machine.isa.vector_bytes // max(4, size)
         tile = layout.tile(inner[0])
         wide_enough = not isinstance(extents[last], int) or extents[last] // group >= lanes
@@ -105,7 +106,7 @@ class _Transpose:
             # The last block ends with the row: what it has in common with the one before is copied twice.
             start = block * self.lanes
             if not whole(self.width, self.lanes):
-                start = T.bind(smaller(start, _int64(self.width) - self.lanes))
+                start = T.bind(smaller(start, int64(self.width) - self.lanes))
             for first in range(0, self.tile, self.block):
                 (self._pack if self.packing else self._unpack)(outer, start, first, full)
 
@@ -175,7 +176,3 @@ def _riffle(vectors: list[Expr], lanes: int) -> list[Expr]:
             for first, second in zip(groups[:half], groups[half:], strict=True)
         ]
     return groups[0]
-
-
-def _int64(value: Expr) -> Expr:
-    return tirx.IntImm("int64", value) if isinstance(value, int) else value

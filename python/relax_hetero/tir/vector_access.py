@@ -5,7 +5,7 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from .builder import Expr, vector_type, zeros
+from .builder import Expr, int64, lane_of, vector_type, zeros
 from .storage import Storage
 
 EMPTY = tirx.const(False, "bool")
@@ -34,12 +34,7 @@ def tail_mask(extent: Expr, tile: int, column: Expr, start: int, width: int) -> 
         return EMPTY
     if valid >= width:
         return None
-    return T.ramp(wide(0), 1, width) < T.broadcast(wide(valid), width)
-
-
-def wide(value: Expr) -> Expr:
-    """An int64 expression of an int or an expression."""
-    return tirx.IntImm("int64", value) if isinstance(value, int) else value
+    return T.ramp(int64(0), 1, width) < T.broadcast(int64(valid), width)
 
 
 def masked_vector(storage: Storage, index: Expr, width: int, mask: Expr | None) -> Expr:
@@ -71,6 +66,6 @@ def gathered(storage: Storage, offset: Expr, step: Expr, mask: Expr | None, widt
         return loaded(storage, offset, mask, 1)
     lanes = []
     for lane in range(width):
-        inside = mask if mask is None or mask is EMPTY else T.Shuffle([mask], [lane])
+        inside = mask if mask is None or mask is EMPTY else lane_of(mask, lane)
         lanes.append(loaded(storage, offset + lane * step, inside, 1))
     return T.Shuffle(lanes, list(range(width)))

@@ -7,10 +7,11 @@ import uuid
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..element_types import numpy_dtype
 from ..errors import BindingError
 
 if TYPE_CHECKING:
@@ -113,19 +114,10 @@ def _random(spec: TensorSpec, shapes: Mapping[str, Sequence[int]], generator: np
         if len(shape) < len(found):
             known = "x".join(map(str, spec.shape))
             raise BindingError(f"input {spec.name!r} is {known}: give its shape (--shape '{spec.name}=…') or --input")
-    dtype = _numpy_dtype(spec.dtype or "float32")
+    dtype = numpy_dtype(spec.dtype or "float32")
     if dtype.kind in "biu":
         return generator.integers(0, 2, shape).astype(dtype)
     return generator.standard_normal(shape).astype(dtype)
-
-
-def _numpy_dtype(name: str) -> np.dtype[Any]:
-    try:
-        return np.dtype(name)
-    except TypeError:
-        import ml_dtypes
-
-        return np.dtype(getattr(ml_dtypes, name))
 
 
 def _load(path: Path) -> np.ndarray | dict[str, np.ndarray]:

@@ -157,7 +157,7 @@ class EncodingKernels:
                     f"{where}: resolver {resolver.name!r} wrote no kernel for target {target}: "
                     f"{type(error).__name__}: {error}"
                 ) from error
-            return _checked(func, _buffers(problem), target, f"{where}, resolver {resolver.name!r}")
+            return _checked(func, problem.parameters, target, f"{where}, resolver {resolver.name!r}")
 
         return self._table.get(problem, target, name, ops, make)
 
@@ -167,15 +167,6 @@ def _op_names(expression: Expression | None) -> list[str]:
     if expression is None:
         return []
     return list(dict.fromkeys(term.op for term in expression.terms() if term.op not in ("operand", "number")))
-
-
-def _buffers(problem: MatmulProblem | ElementwiseProblem) -> list[Operand]:
-    """A problem's operands in the order of its kernel's parameters."""
-    if isinstance(problem, ElementwiseProblem):
-        return [*problem.operands, problem.result]
-    others: Sequence[Operand] = problem.epilogue.operands if problem.epilogue is not None else ()
-    init = [] if problem.init is None else [problem.init]
-    return [problem.lhs, problem.rhs, *init, *others, problem.result]
 
 
 def _checked(func: Any, buffers: Sequence[Operand], target: tvm.target.Target, where: str) -> tirx.PrimFunc:

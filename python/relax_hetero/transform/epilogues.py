@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tvm import relax
@@ -10,7 +9,7 @@ from tvm_ffi import structural_walk
 
 from ..encoding.expression import Expression
 from ..op.encoded import ELEMENTWISE, MATMUL, encoded_op
-from .rewriting import op_name, walk_bindings
+from .rewriting import op_name, walk_bindings, walk_scopes
 
 _WRITING = ("relax.call_tir_inplace", "relax.call_inplace_packed")
 
@@ -57,7 +56,7 @@ def fused_variables(func: relax.Function) -> set[relax.Var]:
     scopes: dict[relax.Var, int] = {}
     chained: set[relax.Var] = set()
     fused: set[relax.Var] = set()
-    for number, bindings in enumerate(_scopes(func)):
+    for number, bindings in enumerate(walk_scopes(func)):
         for binding in bindings:
             if _may_write(binding.value):
                 chained.clear()
@@ -103,19 +102,3 @@ def user_counts(func: relax.Function) -> dict[relax.Var, int]:
             count(binding.value)
     count(func.body.body)
     return counts
-
-
-def _scopes(func: relax.Function) -> Sequence[list[relax.Binding]]:
-    """The bindings of the function's body, and of every branch, in order."""
-    found: list[list[relax.Binding]] = []
-    pending = [func.body]
-    while pending:
-        bindings = list(walk_bindings(pending.pop(), nested=False))
-        found.append(bindings)
-        for binding in bindings:
-            value = binding.value
-            if isinstance(value, relax.If):
-                pending += [value.true_branch, value.false_branch]
-            elif isinstance(value, relax.Function):
-                pending.append(value.body)
-    return found

@@ -18,11 +18,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import tvm
 from tvm import relax
 
+from ..element_types import numpy_dtype
 from ..encoding.packed_layout import PackedLayout
 from ..op import encoded as ops
 from ..op.encoded import PREPACKED, RELAYOUT, SET, encoded_op
@@ -65,7 +65,7 @@ class _Source:
         array = _array(self.data)
         for step, parameter in self.steps:
             if step == CAST:
-                array = array.astype(_numpy_dtype(parameter))
+                array = array.astype(numpy_dtype(parameter))
             else:
                 array = array.transpose(parameter) if step == PERMUTE else array.reshape(parameter)
         return array
@@ -174,7 +174,3 @@ def _array(data: tvm.runtime.Tensor) -> np.ndarray:
         return np.from_dlpack(data)
     except (BufferError, RuntimeError, TypeError):  # bfloat16 and its kin, other devices
         return data.numpy()
-
-
-def _numpy_dtype(dtype: str) -> np.dtype:
-    return np.dtype(getattr(ml_dtypes, dtype, dtype))

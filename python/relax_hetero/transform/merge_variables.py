@@ -9,7 +9,7 @@ from __future__ import annotations
 from tvm import relax
 from tvm_ffi import structural_map
 
-from .rewriting import map_bindings, walk_bindings
+from .rewriting import map_bindings, walk_bindings, walk_scopes
 
 
 class Merges:
@@ -74,17 +74,4 @@ def _is_self(binding: relax.Binding) -> bool:
 
 def _scopes(func: relax.Function) -> dict[relax.Var, int]:
     """The number of the branch that each bound variable is bound in; parameters have none."""
-    scopes: dict[relax.Var, int] = {}
-    pending = [func.body]
-    count = 0
-    while pending:
-        body = pending.pop()
-        count += 1
-        for binding in walk_bindings(body, nested=False):
-            scopes[binding.var] = count
-            value = binding.value
-            if isinstance(value, relax.If):
-                pending += [value.true_branch, value.false_branch]
-            elif isinstance(value, relax.Function):
-                pending.append(value.body)
-    return scopes
+    return {binding.var: number for number, scope in enumerate(walk_scopes(func)) for binding in scope}

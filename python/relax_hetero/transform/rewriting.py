@@ -51,6 +51,20 @@ def walk_bindings(body: relax.Expr, nested: bool = True) -> Iterator[relax.Bindi
                         pending.append(value.body)
 
 
+def walk_scopes(func: relax.Function) -> Iterator[list[relax.Binding]]:
+    """The bindings of the function's body, and those of every branch and local function, each in order."""
+    pending = [func.body]
+    while pending:
+        bindings = list(walk_bindings(pending.pop(), nested=False))
+        yield bindings
+        for binding in bindings:
+            value = binding.value
+            if isinstance(value, relax.If):
+                pending += [value.true_branch, value.false_branch]
+            elif isinstance(value, relax.Function):
+                pending.append(value.body)
+
+
 def map_bindings(func: relax.Function, change: BindingMap) -> relax.Function:
     """`func` with each binding replaced by what `change` makes of it.
 

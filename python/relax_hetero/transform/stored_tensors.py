@@ -19,6 +19,7 @@ from ..encoding.expression import Expression
 from ..encoding.packed_layout import PackedLayout
 from ..encoding.problem import Dim, ElementwiseProblem, Epilogue, MatmulProblem, Operand
 from ..errors import EncodingError
+from .blocks import is_one
 
 
 @dataclass(frozen=True)
@@ -138,8 +139,4 @@ def _broadcast_map(stored: Stored, result: Stored, names: IndexMap) -> IndexMap:
         raise EncodingError(f"an operand of {len(shape)} dimensions cannot be broadcast to {len(names)}")
     start = len(names) - len(shape)
     aligned = zip(shape, full[start:], names[start:], strict=True)
-    return tuple("1" if _is_one(extent) and not _is_one(whole) else name for extent, whole, name in aligned)
-
-
-def _is_one(extent: tvm.tirx.PrimExpr) -> bool:
-    return isinstance(extent, tirx.IntImm) and int(extent) == 1
+    return tuple("1" if is_one(extent) and not is_one(whole) else name for extent, whole, name in aligned)

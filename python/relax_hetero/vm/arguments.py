@@ -15,6 +15,7 @@ import numpy as np
 import tvm_ffi
 from tvm import runtime
 
+from ..element_types import numpy_dtype
 from ..errors import BindingError
 from .dims import DimValues
 from .signature import PrimSpec, ShapeSpec, TensorSpec, TupleSpec, ValueSpec, describe
@@ -163,18 +164,9 @@ def _scalar(value: bool | int | float, spec: TensorSpec, where: str) -> np.ndarr
         raise BindingError(f"{where} is the Python {type(value).__name__} {value!r}, expected {describe(spec)}")
     try:
         with np.errstate(over="raise"):  # a number that would become infinite
-            return np.array(value, dtype=_numpy_dtype(dtype))
+            return np.array(value, dtype=numpy_dtype(dtype))
     except (ArithmeticError, TypeError, ValueError) as error:
         raise BindingError(f"{where}: {value!r} does not fit {dtype} ({error})") from None
-
-
-def _numpy_dtype(dtype: str) -> Any:
-    try:
-        return np.dtype(dtype)
-    except TypeError:
-        import ml_dtypes  # element types that numpy lacks; a dependency of the caller who uses them
-
-        return np.dtype(getattr(ml_dtypes, dtype))
 
 
 def _move(

@@ -86,8 +86,7 @@ def run_kernel(
 ) -> np.ndarray:
     """The result of a problem's kernel for logical operands; storage of the result is poisoned before."""
     executable = compile_kernel(problem, target)
-    operands = [problem.lhs, problem.rhs, *([problem.init] if problem.init else [])]
-    operands += problem.epilogue.operands if problem.epilogue else ()
+    operands = problem.parameters[:-1]
     stored = [op.layout.pack(array) if array.ndim else array for op, array in zip(operands, arrays, strict=True)]
     return run_stored(executable, problem, target, stored, shape)
 

@@ -32,16 +32,7 @@ class Toy:
 
     def kernel(self, problem: MatmulProblem | ElementwiseProblem, target: tvm.target.Target) -> tirx.PrimFunc:
         self.problems.append(problem)
-        return empty_kernel(buffers(problem))
-
-
-def buffers(problem: MatmulProblem | ElementwiseProblem) -> list[Operand]:
-    """Operands in the order of the kernel's parameters."""
-    if isinstance(problem, ElementwiseProblem):
-        return [*problem.operands, problem.result]
-    init = [] if problem.init is None else [problem.init]
-    others = problem.epilogue.operands if problem.epilogue else ()
-    return [problem.lhs, problem.rhs, *init, *others, problem.result]
+        return empty_kernel(problem.parameters)
 
 
 def empty_kernel(operands: Sequence[Operand]) -> tirx.PrimFunc:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
+from ...element_types import bytes_of
 from ..encoding import DYNAMIC, RHS, Encoding
 from ..machine import Machine, machine_of
 from ..packed_layout import PackedLayout
@@ -69,8 +68,7 @@ def _read_in_place(encoding: Encoding, product: Product) -> bool:
     if not _is_readable(encoding, product) or not any(name.startswith("b") for name in encoding.of(RHS).index_map):
         return False
     k, n = encoding.sizes["k"], encoding.sizes["n"]
-    item = np.dtype(encoding.element_types[RHS]).itemsize
-    return DYNAMIC in (k, n) or k * n * item <= IN_PLACE_BYTES
+    return DYNAMIC in (k, n) or k * n * bytes_of(encoding.element_types[RHS]) <= IN_PLACE_BYTES
 
 
 def _is_readable(encoding: Encoding, product: Product) -> bool:

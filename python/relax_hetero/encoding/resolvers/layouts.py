@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -41,14 +42,14 @@ def tiled(
     )
 
 
-class ResolverBase:
+class ResolverBase(ABC):
     """Storage sizes and kernels, which follow from the layout and the machine alone."""
 
     name = "base"
 
+    @abstractmethod
     def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """See `EncodingResolver.resolve`."""
-        raise NotImplementedError
 
     def storage_size(self, encoding: Encoding, shape: Sequence[Any], target: tvm.target.Target) -> Any:
         """Bytes of a tensor of `shape` under its layout, row-major where it has none."""

@@ -11,6 +11,7 @@ from typing import Any
 import onnx
 from tvm import relax, tirx
 
+from ...element_types import numpy_dtype
 from ..symbolic_sizes import compute_sizes
 from .node import Node, dtype_of
 
@@ -119,16 +120,9 @@ def _type(value: Any) -> onnx.TypeProto:
         return onnx.helper.make_tensor_type_proto(onnx.TensorProto.INT64, [len(value.values)])
     if not isinstance(value.ty, relax.TensorType):
         return onnx.helper.make_tensor_type_proto(onnx.TensorProto.INT64, [])
-    dtype = onnx.helper.np_dtype_to_tensor_dtype(_numpy_dtype(dtype_of(value)))
+    dtype = onnx.helper.np_dtype_to_tensor_dtype(numpy_dtype(dtype_of(value)))
     shape = value.ty.shape
     if shape is None or not isinstance(shape, relax.ShapeExpr):
         return onnx.helper.make_tensor_type_proto(dtype, None)
     dims = [int(dim) if isinstance(dim, tirx.IntImm) else None for dim in shape.values]
     return onnx.helper.make_tensor_type_proto(dtype, dims)
-
-
-def _numpy_dtype(dtype: str) -> Any:
-    import ml_dtypes
-    import numpy as np
-
-    return np.dtype(getattr(ml_dtypes, dtype, dtype))
