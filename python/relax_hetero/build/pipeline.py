@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import tvm
 
+from ..transform.form_attention import FormAttention
 from ..transform.form_dispatches import FormDispatches
+from ..transform.form_rows import FormRows
 from ..transform.hoist_encodings import HoistEncodings
 from ..transform.lower_to_vm import LowerToVM
 from ..transform.materialize_encodings import MaterializeEncodings
+from ..transform.move_permutes import MovePermutes
 from ..transform.propagate_encodings import PropagateEncodings
 from ..transform.realize_vdevice import RealizeVDevice
 from ..transform.set_encoding import SetEncoding
+from ..transform.simplify_convolutions import SimplifyConvolutions
 from ..transform.specialize_encodings import SpecializeEncodings
 
 
@@ -22,6 +26,7 @@ def get_pipeline() -> tvm.transform.Pass:
     tvm.transform.Sequential
         Each pass can be run alone, and does nothing to a module that has been through it.
     """
-    encode = [SetEncoding(), PropagateEncodings(), SpecializeEncodings(), HoistEncodings(), MaterializeEncodings()]
-    passes = [RealizeVDevice(), *encode, FormDispatches(), LowerToVM()]
+    encode = [SetEncoding(), PropagateEncodings(), FormRows(), SpecializeEncodings()]
+    store = [HoistEncodings(), MaterializeEncodings(), MovePermutes()]
+    passes = [RealizeVDevice(), SimplifyConvolutions(), FormAttention(), *encode, *store, FormDispatches(), LowerToVM()]
     return tvm.transform.Sequential(passes, name="relax_hetero")

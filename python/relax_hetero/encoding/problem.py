@@ -79,6 +79,74 @@ class MatmulProblem:
 
 
 @dataclass(frozen=True)
+class Window:
+    """What a convolution or pooling does along one spatial dimension.
+
+    Attributes
+    ----------
+    size : int
+        Places of the window (of the weight).
+    stride, dilation : int
+    before, after : int
+        Padding, in elements; a convolution's padding is zeros.
+    """
+
+    size: int
+    stride: int = 1
+    dilation: int = 1
+    before: int = 0
+    after: int = 0
+
+    @property
+    def reach(self) -> int:
+        """Elements from the first to the last that a window touches."""
+        return (self.size - 1) * self.dilation + 1
+
+    def places(self, extent: int) -> int:
+        """How many windows fit along `extent` elements and the padding."""
+        return (extent + self.before + self.after - self.reach) // self.stride + 1
+
+
+@dataclass(frozen=True)
+class ConvProblem:
+    """A convolution: ``result = epilogue(sum over k, w0, w1, ... of data * weight)``.
+
+    Parameters of its kernel, in order: data, weight, the epilogue's operands, result. Logical shapes are those of
+    NCHW, OIHW and NCHW, with any number of spatial dimensions; the layouts say how each is stored.
+
+    Attributes
+    ----------
+    data : Operand
+        Index map ("b", "c", "x0", "x1", ...): batch, all input channels, the image.
+    weight : Operand
+        Index map ("n", "k", "w0", "w1", ...): output channels, input channels of one group, the window.
+    result : Operand
+        Index map ("b", "n", "y0", "y1", ...).
+    acc_dtype : str
+    windows : tuple of Window
+        One per spatial dimension.
+    groups : int
+        ``c = groups * k``; output channels of a group read only input channels of that group.
+    epilogue : Epilogue, optional
+        Index maps of its operands over "b", "n", "y0", ...
+    """
+
+    data: Operand
+    weight: Operand
+    result: Operand
+    acc_dtype: str
+    windows: tuple[Window, ...]
+    groups: int = 1
+    epilogue: Epilogue | None = None
+
+    @property
+    def parameters(self) -> list[Operand]:
+        """What the kernel takes, in order."""
+        others = () if self.epilogue is None else self.epilogue.operands
+        return [self.data, self.weight, *others, self.result]
+
+
+@dataclass(frozen=True)
 class ElementwiseProblem:
     """``result = expression(x0, x1, ...)`` with broadcast; x0 has the result's shape and layout.
 

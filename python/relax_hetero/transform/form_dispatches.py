@@ -29,6 +29,7 @@ from .legalize import is_kept, legalize
 from .name_kernel_variables import name_kernel_variables
 from .realize_vdevice import realize_vdevice
 from .rewriting import copy_module, fresh_global_var, op_name, relax_functions, walk_bindings
+from .schedule_cpu import schedule_cpu
 from .schedule_gpu import schedule_gpu
 from .stage import is_lowered
 
@@ -70,7 +71,7 @@ def form_dispatches(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def _for_their_devices(mod: tvm.IRModule) -> tvm.IRModule:
-    return schedule_gpu(bind_targets(name_kernel_variables(mod)))
+    return schedule_cpu(schedule_gpu(bind_targets(name_kernel_variables(mod))))
 
 
 def is_formed(mod: tvm.IRModule) -> bool:
