@@ -14,6 +14,7 @@ from ..errors import BuildError, HeteroError
 from ..native_target import native
 from ..transform.bind_targets import call_vdevice, called_prim_func
 from ..transform.encoding_report import collect_encodings
+from ..transform.fusion_report import collect_fusions
 from ..transform.kernel_ops import ops_of
 from ..transform.lower_transfers import writes_in_place
 from ..transform.realize_vdevice import collect_placement
@@ -62,7 +63,7 @@ def compile(mod: tvm.IRModule, params: Mapping[str, Any] | None = None) -> Execu
     _warn_if_generic(vdevices)
     report = placement_report(mod)
     writes = may_write_arguments(mod)
-    with collect_placement() as reports, collect_encodings() as encodings:
+    with collect_placement() as reports, collect_encodings() as encodings, collect_fusions() as fusions:
         mod = _lower(mod)
     if report is None and reports:
         report = reports[0].to_json()
@@ -76,6 +77,7 @@ def compile(mod: tvm.IRModule, params: Mapping[str, Any] | None = None) -> Execu
         placement=json.loads(report) if report is not None else None,
         dispatches=_dispatches(mod, vdevices),
         encodings=encodings[-1].to_data() if encodings else None,
+        fusions=fusions.to_data(),
         alignment=argument_alignment(mod),
         writes_arguments=writes,
     )

@@ -26,7 +26,11 @@ def get_pipeline() -> tvm.transform.Pass:
     tvm.transform.Sequential
         Each pass can be run alone, and does nothing to a module that has been through it.
     """
+    return tvm.transform.Sequential([*passes_to_dispatches(), LowerToVM()], name="relax_hetero")
+
+
+def passes_to_dispatches() -> list[tvm.transform.Pass]:
+    """The passes after which every call of a kernel, and the device it runs on, is there to see."""
     encode = [SetEncoding(), PropagateEncodings(), FormRows(), SpecializeEncodings()]
     store = [HoistEncodings(), MaterializeEncodings(), MovePermutes()]
-    passes = [RealizeVDevice(), SimplifyConvolutions(), FormAttention(), *encode, *store, FormDispatches(), LowerToVM()]
-    return tvm.transform.Sequential(passes, name="relax_hetero")
+    return [RealizeVDevice(), SimplifyConvolutions(), FormAttention(), *encode, *store, FormDispatches()]

@@ -10,7 +10,7 @@ import click
 
 from ..errors import HeteroError
 from .command import command, json_option
-from .console import print_json
+from .console import console, print_json
 from .models import is_onnx, load_library, placed_onnx
 from .placing import Placing, placing_options
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 @placing_options
 @json_option
 def explain_command(model: Path, summary: bool, placing: Placing, as_json: bool) -> None:
-    """Show where every op of MODEL (an ONNX file or a compiled library) is placed and how it is stored, and why.
+    """Show where every op of MODEL (an ONNX file or a compiled library) is placed, stored and fused, and why.
 
-    An ONNX file is imported, placed and given layouts, but not compiled.
+    An ONNX file is imported, placed, given layouts and cut into kernels, but not compiled.
 
     \b
     relax-hetero explain model.onnx --vdevice llvm --vdevice cuda:0 --place '/encoder/*=cuda:0'
@@ -40,7 +40,8 @@ def explain_command(model: Path, summary: bool, placing: Placing, as_json: bool)
 
 
 def _of_onnx(path: Path, placing: Placing) -> Explanation:
-    from ..transform import PropagateEncodings, SetEncoding, SpecializeEncodings, collect_encodings
+    from ..build.pipeline import passes_to_dispatches
+    from ..transform import collect_encodings, collect_fusions
     from ..transform.stage import placement_report
     from ..vdevice import device_name, vdevices_of
     from .explanation import Explanation
@@ -48,10 +49,15 @@ def _of_onnx(path: Path, placing: Placing) -> Explanation:
     module = placed_onnx(path, placing)
     vdevices = vdevices_of(module)
     targets = {device_name(v, vdevices): str(v.target) for v in vdevices}
-    with collect_encodings() as reports:
-        for encode in (SetEncoding(), PropagateEncodings(), SpecializeEncodings()):
-            module = encode(module)
-    return Explanation(path.name, targets, json.loads(placement_report(module) or "[]"), reports[-1].to_data())
+    placement = json.loads(placement_report(module) or "[]")
+    with (
+        console(stderr=True).status(f"Forming the dispatches of {path.name}"),
+        collect_encodings() as reports,
+        collect_fusions() as fusions,
+    ):
+        for step in passes_to_dispatches():
+            module = step(module)
+    return Explanation(path.name, targets, placement, reports[-1].to_data(), fusions.to_data())
 
 
 def _of_library(path: Path, placing: Placing) -> Explanation:
@@ -63,4 +69,6 @@ def _of_library(path: Path, placing: Placing) -> Explanation:
         raise HeteroError(f"{path} holds no placement report; it was not made by this library's compiler")
     names = device_names(executable.devices)
     targets = {name: device.target for name, device in zip(names, executable.devices, strict=True)}
-    return Explanation(path.name, targets, executable.metadata.placement, executable.metadata.encodings)
+    return Explanation(
+        path.name, targets, executable.metadata.placement, executable.metadata.encodings, executable.metadata.fusions
+    )

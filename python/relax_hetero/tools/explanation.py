@@ -8,6 +8,7 @@ from typing import Any
 
 from .console import bytes_text, console, plural, print_table, target_text
 from .encoding_tables import encoding_totals, print_encodings
+from .fusion_tables import print_fusions
 
 # The fields of an entry that programs get: those of `relax_hetero.transform.PlacementEntry`.
 FIELDS = ("function", "variable", "op", "device", "kind", "bytes", "reason")
@@ -46,12 +47,15 @@ class Explanation:
         The placement report's entries as JSON objects.
     encodings
         The report of encodings as JSON data, None where there is none.
+    fusions
+        The report of fusions as JSON data, None where there is none.
     """
 
     model: str
     targets: Mapping[str, str]
     entries: Sequence[Mapping[str, Any]]
     encodings: Mapping[str, Any] | None = None
+    fusions: Mapping[str, Any] | None = None
 
     def of_kind(self, kind: str) -> list[Mapping[str, Any]]:
         """The entries of one kind: ``op``, ``transfer``, ``param`` or ``constant``."""
@@ -84,12 +88,13 @@ class Explanation:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON data: totals per device, every entry, and what is encoded."""
+        """As JSON data: totals per device, every entry, what is encoded and what is fused."""
         return {
             "model": self.model,
             "devices": [total.to_json() for total in self.totals()],
             "entries": [{field: entry[field] for field in FIELDS} for entry in self.entries],
             "encodings": self._encodings_json(),
+            "fusions": self.fusions,
         }
 
     def _encodings_json(self) -> dict[str, Any] | None:
@@ -129,6 +134,8 @@ class Explanation:
         )
         if self.encodings is not None:
             print_encodings(self.encodings, every_op)
+        if self.fusions is not None:
+            print_fusions(self.fusions, every_op)
 
 
 def _rows(entries: Sequence[Mapping[str, Any]], *fields: str) -> list[list[str]]:

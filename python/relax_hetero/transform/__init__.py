@@ -21,6 +21,8 @@ _EXPORTS: dict[str, str] = {
     "collect_encodings": ".encoding_report",
     "describe_encodings": ".encoding_description",
     "EncodingReport": ".encoding_report",
+    "collect_fusions": ".fusion_report",
+    "FusionReport": ".fusion_report",
     "SpecializeEncodings": ".specialize_encodings",
     "HoistEncodings": ".hoist_encodings",
     "MaterializeEncodings": ".materialize_encodings",

@@ -24,6 +24,7 @@ from tvm_ffi import StructuralKey, structural_map
 
 from ..vdevice import vdevices_of
 from .bind_targets import bind_targets, called_prim_func
+from .fusion_report import record_dispatches
 from .kernel_ops import fused_ops, with_ops
 from .legalize import is_kept, legalize
 from .name_kernel_variables import name_kernel_variables
@@ -71,7 +72,9 @@ def form_dispatches(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def _for_their_devices(mod: tvm.IRModule) -> tvm.IRModule:
-    return schedule_cpu(schedule_gpu(bind_targets(name_kernel_variables(mod))))
+    mod = schedule_cpu(schedule_gpu(bind_targets(name_kernel_variables(mod))))
+    record_dispatches(mod)
+    return mod
 
 
 def is_formed(mod: tvm.IRModule) -> bool:

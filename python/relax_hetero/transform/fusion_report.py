@@ -1,18 +1,45 @@
-"""What was not fused, and why: passes say it while they decide, `explain` prints it.
-
-What was fused needs no report: every kernel says which ops it computes (`kernel_ops`).
-"""
+"""Which kernel computes what, and what was not fused and why: the record that ``relax-hetero explain`` prints."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import tvm
 
-@dataclass(frozen=True)
+from ..vdevice import device_name, vdevices_of
+from .bind_targets import call_vdevice, called_prim_func
+from .kernel_ops import ops_of
+from .rewriting import relax_functions, walk_bindings
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchEntry:
+    """One call of a kernel.
+
+    Attributes
+    ----------
+    function, variable : str
+        Where it is; the variable holds its result.
+    kernel : str
+        The PrimFunc's name.
+    device : str
+        ``kind:i``; empty for what computes shapes on the host.
+    ops : tuple of str
+        What it computes, in order: more than one op where ops were fused.
+    """
+
+    function: str
+    variable: str
+    kernel: str
+    device: str
+    ops: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Declined:
     """Work that stayed out of a kernel.
 
@@ -31,30 +58,56 @@ class Declined:
     op: str
     reason: str
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        return asdict(self)
+
+@dataclass(slots=True)
+class FusionReport:
+    """The kernel calls of a module, and what was not fused, in program order."""
+
+    dispatches: list[DispatchEntry] = field(default_factory=list)
+    declined: list[Declined] = field(default_factory=list)
+
+    def to_data(self) -> dict[str, Any]:
+        """As JSON data."""
+        return {name: [asdict(entry) for entry in getattr(self, name)] for name in self.__slots__}
 
 
-_reports: ContextVar[list[Declined] | None] = ContextVar("relax_hetero_declined", default=None)
+_OPEN: ContextVar[tuple[FusionReport, ...]] = ContextVar("relax_hetero_fusions", default=())
 
 
-@contextmanager
-def collect_declined() -> Iterator[list[Declined]]:
-    """The context in which `decline` is heard; gives the list that it fills."""
-    found: list[Declined] = []
-    token = _reports.set(found)
+@contextlib.contextmanager
+def collect_fusions() -> Iterator[FusionReport]:
+    """A report that the passes which run inside the ``with`` block fill."""
+    report = FusionReport()
+    token = _OPEN.set((*_OPEN.get(), report))
     try:
-        yield found
+        yield report
     finally:
-        _reports.reset(token)
+        _OPEN.reset(token)
 
 
 def decline(function: str, variable: str, op: str, reason: str) -> None:
-    """Say why something was not fused; costs nothing where nobody listens."""
-    found = _reports.get()
-    if found is None:
-        return
+    """Say why something was not fused; each reason is kept once, and costs nothing where nobody listens."""
     entry = Declined(function, variable, op, reason)
-    if entry not in found:
-        found.append(entry)
+    for report in _OPEN.get():
+        if entry not in report.declined:
+            report.declined.append(entry)
+
+
+def record_dispatches(mod: tvm.IRModule) -> None:
+    """Note the kernel calls of a module whose dispatches are formed, for those who listen."""
+    reports = _OPEN.get()
+    if not reports:
+        return
+    vdevices = vdevices_of(mod)
+    entries = []
+    for gv, func in relax_functions(mod):
+        for binding in walk_bindings(func):
+            kernel = called_prim_func(mod, binding.value)
+            if kernel is None:
+                continue
+            vdevice = call_vdevice(binding.value)
+            device = device_name(vdevice, vdevices) if vdevice is not None else ""
+            ops = ops_of(mod.functions[kernel])
+            entries.append(DispatchEntry(gv.name_hint, binding.var.name, kernel.name_hint, device, ops))
+    for report in reports:
+        report.dispatches = entries

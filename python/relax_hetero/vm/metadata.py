@@ -131,6 +131,8 @@ class Metadata:
         The placement report as JSON data, or None.
     encodings : object
         What encodings became on each device, as JSON data of `relax_hetero.transform.EncodingReport`, or None.
+    fusions : object
+        Which kernel computes what and what was not fused, as JSON data of `transform.FusionReport`, or None.
     dispatches : dict of str to DispatchSpec
         Kernel symbol to where it runs and what it computes.
     alignment : int
@@ -146,6 +148,7 @@ class Metadata:
     placement: Any = None
     dispatches: dict[str, DispatchSpec] = field(default_factory=dict)
     encodings: Any = None
+    fusions: Any = None
     alignment: int = 64
     writes_arguments: bool = True
 
@@ -162,6 +165,7 @@ class Metadata:
             "constants": [asdict(constant) for constant in self.constants],
             "placement": self.placement,
             "encodings": self.encodings,
+            "fusions": self.fusions,
             "dispatches": {symbol: asdict(dispatch) for symbol, dispatch in self.dispatches.items()},
             "alignment": self.alignment,
             "writes_arguments": self.writes_arguments,
@@ -182,6 +186,7 @@ class Metadata:
             ),
             placement=data["placement"],
             encodings=data.get("encodings"),
+            fusions=data.get("fusions"),
             dispatches={
                 symbol: DispatchSpec(dispatch["device"], tuple(dispatch["ops"]))
                 for symbol, dispatch in data["dispatches"].items()
