@@ -10,6 +10,7 @@ import tvm
 from tvm import relax, tirx
 from tvm.tirx.buffer import is_buffer_var
 
+from ..encoding.activations import named
 from ..encoding.encoding import Encoding
 from ..encoding.expression import Expression
 from ..encoding.machine import machine_of
@@ -100,6 +101,7 @@ class EncodingKernels:
         """The kernel of a product (lhs, rhs, perhaps an initial accumulator) and its epilogue."""
         target = target_of(result.ty.vdevice)
         init = operands[2] if len(operands) > 2 else None
+        expression = expression and _named(expression, result)
         problem = matmul_problem(encoding, operands[0], operands[1], result, init, expression, others)
         epilogue = _op_names(expression)
         full_name = "_".join([name or self._names.name(problem, target), *epilogue[:_NAMED_OPS]])
@@ -110,6 +112,7 @@ class EncodingKernels:
     ) -> tvm.ir.GlobalVar:
         """The kernel of elementwise work that no product takes along."""
         target = target_of(result.ty.vdevice)
+        expression = _named(expression, result)
         problem = elementwise_problem(expression, operands, result)
         op_names = _op_names(expression)
         name = "_".join([*op_names[: _NAMED_OPS + 1], shape_text(problem.result.shape), self._names.device(target)])
@@ -160,6 +163,11 @@ class EncodingKernels:
             return _checked(func, problem.parameters, target, f"{where}, resolver {resolver.name!r}")
 
         return self._table.get(problem, target, name, ops, make)
+
+
+def _named(expression: Expression, result: Stored) -> Expression:
+    """The expression with its activations by name, which there are none of in double precision."""
+    return expression if str(result.ty.dtype) == "float64" else named(expression)
 
 
 def _op_names(expression: Expression | None) -> list[str]:
