@@ -1,4 +1,4 @@
-"""How large the tiles of a matrix product are: a table from instruction set to rows and columns.
+"""How large the tiles of matrix products and convolutions are: a table from instruction set to rows and columns.
 
 A kernel keeps ``rows * vectors`` accumulators in registers, beside `vectors` of the right operand and one broadcast of
 the left one. More rows save loads of the right operand, more vectors save broadcasts.
@@ -46,3 +46,51 @@ def tile_sizes(machine: Machine) -> TileSizes:
 def tile_columns(machine: Machine, acc_dtype: str) -> int:
     """n of a tile: what the right operand is packed by."""
     return tile_sizes(machine).vectors * machine.lanes(acc_dtype)
+
+
+# A tile of a convolution may be wider than that of a matrix product, where this keeps all channels of a group together.
+MOST_VECTORS = 6
+
+
+def conv_columns(
+    machine: Machine, dtype: str, out_channels_per_group: int, in_channels_per_group: int, groups: int
+) -> int:
+    """By how many output channels the weight of a convolution is packed.
+
+    Parameters
+    ----------
+    machine : Machine
+    dtype : str
+        Of the accumulators.
+    out_channels_per_group, in_channels_per_group, groups : int
+
+    Returns
+    -------
+    int
+        The tile along the output channels: the weight is stored as ``[OC/tile, KH, KW, IC/groups, tile]``. 0: a
+        depthwise convolution, whose weight is stored with its channels last, ``[1, KH, KW, OC]``.
+
+    Notes
+    -----
+    A tile never holds a part of one group beside a part of another: it divides the channels of a group, or it is one
+    vector that holds several whole groups.
+    """
+    lanes, preferred = machine.lanes(dtype), tile_columns(machine, dtype)
+    if groups > 1 and in_channels_per_group == 1:
+        return 0
+    channels = out_channels_per_group
+    if groups == 1:
+        wide = preferred + lanes
+        if lanes > 1 and machine.isa.registers >= 32 and preferred < channels <= wide:
+            return wide
+        return min(preferred, -(-channels // lanes) * lanes)
+    if channels < lanes and lanes % channels == 0 and channels == in_channels_per_group:
+        return lanes
+    divisors = [size for size in range(1, MOST_VECTORS * lanes + 1) if channels % size == 0]
+
+    def cost(size: int) -> tuple[int, int]:
+        # Lanes that compute nothing, then the distance from the tile that is best where all sizes fit.
+        vectors = -(-size // lanes)
+        return channels // size * vectors, abs(size - preferred)
+
+    return min(divisors, key=cost)
