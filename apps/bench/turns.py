@@ -74,9 +74,7 @@ def take_turns(calls: Mapping[str, Callable[[], object]], rounds: int, seed: int
             shuffle.shuffle(order)
             for name in order:
                 timing = timings[name]
-                if timing.turns < SLOW_TURNS or timing.fastest < SLOW_SECONDS:
-                    _take_turn(calls[name], timing)
-                    timing.restless += not wait_until_idle()
+                take_turn(calls[name], timing)
     finally:
         if collected:
             gc.enable()
@@ -94,14 +92,30 @@ def wait_until_idle() -> bool:
     return False
 
 
-def _take_turn(call: Callable[[], object], timing: Timing) -> None:
+def take_turn(call: Callable[[], object], timing: Timing, slice_seconds: float = SLICE_SECONDS) -> None:
+    """One turn of a program, and quiet after it; nothing for a slow program that had its turns.
+
+    Parameters
+    ----------
+    call : callable
+    timing : Timing
+        Gets the seconds of each timed call.
+    slice_seconds : float
+        How long calls are timed.
+    """
+    if timing.turns < SLOW_TURNS or timing.fastest < SLOW_SECONDS:
+        _take_turn(call, timing, slice_seconds)
+        timing.restless += not wait_until_idle()
+
+
+def _take_turn(call: Callable[[], object], timing: Timing, slice_seconds: float) -> None:
     timing.turns += 1
     clock = time.perf_counter
     begin = clock()
     if not timing.seconds or timing.fastest < SLOW_SECONDS:
         for _ in range(3):
             call()
-            if clock() - begin > SLICE_SECONDS / 4:
+            if clock() - begin > slice_seconds / 4:
                 break
     begin = end = clock()
     for _ in range(MOST_CALLS):
@@ -109,5 +123,5 @@ def _take_turn(call: Callable[[], object], timing: Timing) -> None:
         call()
         end = clock()
         timing.seconds.append(end - start)
-        if end - begin > SLICE_SECONDS:
+        if end - begin > slice_seconds:
             break

@@ -1,0 +1,37 @@
+"""This library: compiled and exported by one process, loaded and run by another."""
+
+from __future__ import annotations
+
+import tvm
+
+import relax_hetero as rh
+
+from . import Inputs, Session
+
+
+def native_target(threads: int) -> tvm.target.Target:
+    """This CPU, for so many threads."""
+    return tvm.target.Target({**dict(rh.native("llvm").export()), "num-cores": threads})
+
+
+def compile_model(model: str, file: str, inputs: Inputs, threads: int) -> None:
+    """Import, compile for this CPU and export."""
+    shapes = {name: list(array.shape) for name, array in inputs.items()}
+    rh.compile(rh.from_onnx(model, [native_target(threads)], shapes=shapes)).export_library(file)
+
+
+def load(model: str, file: str, inputs: Inputs, threads: int) -> Session:
+    """``vm["main"]`` on tensors; the machine allocates its results, as some of the peers do."""
+    main = rh.vm.VirtualMachine(rh.load(file))["main"]
+    operands = [tvm.runtime.tensor(array) for array in inputs.values()]
+    outputs: list[object] = []
+
+    def call() -> None:
+        outputs[:] = [main(*operands)]
+
+    def results() -> list[object]:
+        (found,) = outputs
+        fields = [found] if isinstance(found, tvm.runtime.Tensor) else list(found)
+        return [field.numpy() for field in fields]
+
+    return Session(call, results)

@@ -1,0 +1,102 @@
+"""What the model benchmark says: times, ratios to the best peer of each model, geometric means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from model_peers import OURS, PEERS
+from report import geometric_mean
+
+Result = dict[str, Any]
+
+
+def best_peer(result: Result) -> tuple[str, float] | None:
+    """The fastest other contestant of a result by its median, in milliseconds."""
+    known = {key: row["median_ms"] for key, row in result["rows"].items() if key != OURS and "median_ms" in row}
+    known.pop("tvm", None)  # for the record only
+    return min(known.items(), key=lambda item: item[1]) if known else None
+
+
+def ratio(result: Result, peer: str | None = None) -> float | None:
+    """A peer's time over ours, the best one's by default: above 1 is faster."""
+    own = result["rows"].get(OURS, {}).get("median_ms")
+    best = best_peer(result)
+    other = result["rows"].get(peer, {}).get("median_ms") if peer else best[1] if best else None
+    return other / own if own and other else None
+
+
+def tables(results: Sequence[Result]) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Title, columns and cells of a table per thread count; milliseconds, median (fastest)."""
+    made = []
+    for threads in dict.fromkeys(result["threads"] for result in results):
+        group = [result for result in results if result["threads"] == threads]
+        keys = [key for key in PEERS if any("median_ms" in result["rows"].get(key, {}) for result in group)]
+        rows = []
+        for result in group:
+            best, value = best_peer(result), ratio(result)
+            cells = [_cell(result["rows"].get(key, {})) for key in keys]
+            own = result["rows"].get(OURS, {})
+            rows.append(
+                [
+                    result["model"],
+                    *cells,
+                    PEERS[best[0]].name if best else "",
+                    f"{value:.3f}" if value else "",
+                    f"{own['compile_seconds']:.1f}" if "compile_seconds" in own else "",
+                    f"{own['error']:.2g}" if "error" in own else "",
+                ]
+            )
+        columns = ["model", *(PEERS[key].name for key in keys), "best peer", "ratio", "compiled, s", "error"]
+        title = f"{threads} thread{'s' if threads > 1 else ''}: ms, median (fastest); error 1 is what is allowed"
+        made.append((title, columns, rows))
+    return made
+
+
+def summary(results: Sequence[Result]) -> list[str]:
+    """Geometric means of ratios, by thread count: to the best peer, and to each."""
+    lines = []
+    for threads in dict.fromkeys(result["threads"] for result in results):
+        group = [result for result in results if result["threads"] == threads]
+        parts = []
+        for key in (None, *(key for key in PEERS if key != OURS)):
+            ratios = [value for result in group if (value := ratio(result, key))]
+            if ratios:
+                name = PEERS[key].name if key else "the best peer"
+                parts.append(f"{geometric_mean(ratios):.3f} of {name} ({len(ratios)})")
+        if parts:
+            lines.append(f"{threads} thread{'s' if threads > 1 else ''}, geometric mean: {', '.join(parts)}")
+    return lines
+
+
+def remarks(results: Sequence[Result]) -> list[str]:
+    """What contestants could not do, or did wrong; each once."""
+    found: dict[str, None] = {}
+    for result in results:
+        for key, row in result["rows"].items():
+            if row.get("unsupported"):
+                found[f"{PEERS[key].name}: {row['unsupported']}"] = None
+            if row.get("failure"):
+                found[f"{PEERS[key].name}, {result['model']}, {result['threads']} threads: {row['failure']}"] = None
+            if row.get("note"):
+                found[f"{PEERS[key].name}: {row['note']}"] = None
+    return list(found)
+
+
+def markdown(results: Sequence[Result]) -> str:
+    """The tables as Markdown."""
+    lines = []
+    for title, columns, rows in tables(results):
+        lines += [f"### {title}", "", _line(columns), _line(["---"] * len(columns)), *map(_line, rows), ""]
+    return "\n".join([*lines, *(f"- {line}" for line in [*summary(results), *remarks(results)]), ""])
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _cell(row: dict[str, Any]) -> str:
+    if "median_ms" not in row:
+        return "–"
+    digits = 1 if row["median_ms"] > 20 else 2
+    return f"{row['median_ms']:.{digits}f} ({row['fastest_ms']:.{digits}f})"

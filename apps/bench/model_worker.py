@@ -1,0 +1,186 @@
+"""One process of the model benchmark: it loads a model into some contestants, checks them, and takes turns on request.
+
+Arguments come as JSON in ``argv``, requests as lines of JSON on standard input; each answer leaves as a line of JSON
+on what was standard output, everything that libraries print goes to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+ENVIRONMENT = ("TVM_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+# Of ONNX Runtime's results: relative, and of the largest number of an output.
+RTOL, ATOL = 1e-3, 1e-5
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker does with one model.
+
+    Attributes
+    ----------
+    action : str
+        ``compile``, ``reference``, ``memory``, ``profile``: done at once; ``turns``: loads, then serves requests.
+    model : str
+        The ONNX file.
+    peers : tuple of str
+        Keys of `model_peers.PEERS`.
+    files : dict of str to str
+        What peers compile to, by peer.
+    threads : int
+    arrays : str
+        A ``.npz`` file: inputs under ``in:NAME``, ONNX Runtime's results under ``out:INDEX``.
+    seconds : float
+        How long a turn is.
+    """
+
+    action: str
+    model: str
+    peers: tuple[str, ...]
+    files: dict[str, str]
+    threads: int
+    arrays: str
+    seconds: float = 0.25
+
+    def command(self) -> list[str]:
+        """What runs it."""
+        return [sys.executable, os.path.abspath(__file__), json.dumps(asdict(self))]
+
+    def environment(self) -> dict[str, str]:
+        """The environment it has to start in."""
+        return {**os.environ, **dict.fromkeys(ENVIRONMENT, str(self.threads)), "TVM_BIND_THREADS": "0"}
+
+
+def _arrays(file: str, kind: str) -> dict[str, Any]:
+    import numpy as np
+
+    with np.load(file) as stored:
+        return {name.split(":", 1)[1]: stored[name] for name in stored.files if name.startswith(kind + ":")}
+
+
+def compile_models(job: Job) -> dict[str, Any]:
+    """Have each peer write its file; seconds, with imports of libraries left out."""
+    from model_peers import PEERS
+
+    found: dict[str, Any] = {}
+    for key in job.peers:
+        peer = PEERS[key].load_module()
+        begin = time.perf_counter()
+        peer.compile_model(job.model, job.files[key], _arrays(job.arrays, "in"), job.threads)
+        found[key] = {"compile_seconds": time.perf_counter() - begin}
+    return found
+
+
+def add_reference(job: Job) -> dict[str, Any]:
+    """Write ONNX Runtime's results beside the inputs."""
+    import numpy as np
+    from model_peers.onnx_runtime import session
+
+    inputs = _arrays(job.arrays, "in")
+    results = session(job.model, job.threads).run(None, inputs)
+    arrays = {f"in:{name}": array for name, array in inputs.items()}
+    np.savez(job.arrays, **arrays, **{f"out:{index}": array for index, array in enumerate(results)})
+    return {"outputs": len(results)}
+
+
+def error_of(results: list[Any], expected: dict[str, Any]) -> float:
+    """Largest difference from the reference over what is allowed; up to 1 is right, infinity for other shapes."""
+    import numpy as np
+
+    worst = 0.0
+    if len(results) != len(expected):
+        return float("inf")
+    for index, found in enumerate(results):
+        wanted = expected[str(index)].astype("float64")
+        if found.shape != wanted.shape:
+            return float("inf")
+        if not found.size:
+            continue
+        difference = np.abs(found.astype("float64") - wanted)
+        allowed = RTOL * np.abs(wanted) + ATOL * float(np.max(np.abs(wanted))) + np.finfo("float32").tiny
+        largest = float(np.max(difference / allowed))
+        worst = max(worst, largest if np.isfinite(largest) else float("inf"))
+    return worst
+
+
+def serve(job: Job, answer: Callable[[Any], None]) -> None:
+    """Load, check and report every contestant; then a turn for each request, until there are no more."""
+    import gc
+
+    from turns import Timing, take_turn
+
+    expected, inputs = _arrays(job.arrays, "out"), _arrays(job.arrays, "in")
+    sessions: dict[str, Any] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    for key in job.peers:
+        rows[key], session = _loaded(key, job, inputs, expected)
+        if session is not None:
+            sessions[key] = session
+    answer(rows)
+    timings = {key: Timing() for key in sessions}
+    gc.disable()
+    for line in sys.stdin:
+        key = json.loads(line)
+        before = len(timings[key].seconds)
+        take_turn(sessions[key].call, timings[key], job.seconds)
+        answer(timings[key].seconds[before:])
+    sys.stdout.flush()
+
+
+def _loaded(key: str, job: Job, inputs: dict[str, Any], expected: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    from model_peers import PEERS, Unsupported
+
+    row: dict[str, Any] = {}
+    try:
+        peer = PEERS[key].load_module()
+        begin = time.perf_counter()
+        session = peer.load(job.model, job.files.get(key, ""), inputs, job.threads)
+        row["load_seconds"] = time.perf_counter() - begin
+        begin = time.perf_counter()
+        session.call()
+        row["first_seconds"] = time.perf_counter() - begin
+        error = error_of(session.results(), expected)
+    except Unsupported as reason:
+        return {"unsupported": str(reason)}, None
+    except ImportError as failure:  # found, but it does not load here
+        return {"unsupported": f"not usable: {first_line(failure)}"}, None
+    except Exception as failure:  # whatever a library raises belongs in its row
+        return {"failure": f"{type(failure).__name__}: {first_line(failure)}"}, None
+    row.update(error=min(error, 1e30), note=session.note)
+    if error > 1:
+        row["failure"] = f"wrong numbers: {error:.3g} times what is allowed"
+        return row, None
+    return row, session
+
+
+def first_line(error: Exception) -> str:
+    """The last line of an error's text that says something."""
+    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), "")[:300]
+
+
+def main() -> None:
+    fields = json.loads(sys.argv[1])
+    job = Job(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+    # Libraries print to standard output, from C++ too: answers leave by a descriptor of their own.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(data: Any) -> None:
+        print(json.dumps(data), file=answers, flush=True)
+
+    if job.action == "turns":
+        serve(job, answer)
+    else:
+        answer({"compile": compile_models, "reference": add_reference}[job.action](job))
+    answers.flush()
+    os._exit(0)  # some libraries hang or crash when their threads meet the interpreter's end
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Models to compare on, made when they are first asked for: weights are random, so nothing is downloaded.
+
+``python apps/bench/models.py`` knows them by the names of `MAKERS`. Files are kept in ``.cache/models`` of the
+checkout, or in ``$RELAX_HETERO_CACHE/models``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from .light import LIGHT, light_model
+
+MAKERS: dict[str, Callable[[], onnx.ModelProto]] = {
+    **{name: (lambda graph=graph: light_model(graph)) for name, graph in LIGHT.items()},
+}
+
+
+def cache() -> Path:
+    """Where models are kept."""
+    chosen = os.environ.get("RELAX_HETERO_CACHE")
+    return (Path(chosen) if chosen else Path(__file__).resolve().parents[3] / ".cache") / "models"
+
+
+def model_path(name: str) -> Path:
+    """The file of a model: itself where `name` is a path, else one of `MAKERS`, made if it is not there yet.
+
+    Raises
+    ------
+    ValueError
+        If there is no such file and no such maker.
+    """
+    if name.endswith(".onnx"):
+        if not Path(name).is_file():
+            raise ValueError(f"no file {name}")
+        return Path(name)
+    path = cache() / f"{name}.onnx"
+    if not path.exists():
+        if name not in MAKERS:
+            raise ValueError(f"{name!r} is no file *.onnx and none of {', '.join(MAKERS)}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Written beside and renamed, so that an interrupted run leaves no half a file.
+        unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+        onnx.save(MAKERS[name](), unfinished)
+        os.replace(unfinished, path)
+    return path
+
+
+def random_inputs(model: Path, dims: Mapping[str, int], seed: int) -> dict[str, np.ndarray]:
+    """Arrays for the inputs of a model.
+
+    Floats are normal; integers lie below 1,000, those of an input named ``*type*`` below 2; a ``*mask*`` has ones,
+    and zeros in its last eighth.
+
+    Parameters
+    ----------
+    model : Path
+    dims : mapping of str to int
+        Sizes of named dimensions; those it lacks are 1.
+    seed : int
+    """
+    graph = onnx.load(str(model), load_external_data=False).graph
+    weights = {initializer.name for initializer in graph.initializer}
+    generator = np.random.default_rng(seed)
+    found = {}
+    for value in graph.input:
+        if value.name in weights:
+            continue
+        tensor = value.type.tensor_type
+        shape = [d.dim_value if d.HasField("dim_value") else dims.get(d.dim_param, 1) for d in tensor.shape.dim]
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)
+        found[value.name] = _random(value.name.lower(), shape, dtype, generator)
+    return found
+
+
+def _random(name: str, shape: list[int], dtype: np.dtype, generator: np.random.Generator) -> np.ndarray:
+    if "mask" in name:
+        ones = np.ones(shape, dtype)
+        ones[..., shape[-1] - shape[-1] // 8 :] = 0
+        return ones
+    if dtype.kind == "f":
+        return generator.standard_normal(shape, "float32").astype(dtype)
+    return generator.integers(0, 2 if dtype.kind == "b" or "type" in name else 1000, shape).astype(dtype)

@@ -1,0 +1,63 @@
+"""Networks of the onnx package's ``light`` graphs, whose weights are constants of one number, with random weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+_FOLDER = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light"
+LIGHT = {
+    "resnet50": "light_resnet50",
+    "squeezenet": "light_squeezenet",
+    "vgg19": "light_vgg19",
+    "inception_v1": "light_inception_v1",
+    "inception_v2": "light_inception_v2",
+    "densenet121": "light_densenet121",
+    "shufflenet": "light_shufflenet",
+    "bvlc_alexnet": "light_bvlc_alexnet",
+    "zfnet512": "light_zfnet512",
+}
+
+
+def light_model(graph: str) -> onnx.ModelProto:
+    """The graph with an initializer in place of each ``ConstantOfShape``, so that no library computes with constants.
+
+    Weights are normal with a variance of 2 over the fan-in (He), scales and variances of batch norms lie between 0.5
+    and 1.5, other vectors are normal with a deviation of 0.1.
+    """
+    model = onnx.load(str(_FOLDER / f"{graph}.onnx"))
+    shapes = {initializer.name: numpy_helper.to_array(initializer) for initializer in model.graph.initializer}
+    first_use: dict[str, tuple[str, int]] = {}
+    for node in model.graph.node:
+        for position, name in enumerate(node.input):
+            first_use.setdefault(name, (node.op_type, position))
+    generator = np.random.default_rng(0)
+    nodes, weights = [], []
+    for node in model.graph.node:
+        if node.op_type == "ConstantOfShape" and node.input[0] in shapes:
+            shape = tuple(int(extent) for extent in shapes[node.input[0]])
+            array = _weight(shape, *first_use.get(node.output[0], ("", 0)), generator)
+            weights.append(numpy_helper.from_array(array.astype("float32"), node.output[0]))
+        else:
+            nodes.append(node)
+    used = {name for node in nodes for name in node.input}
+    weights = [weight for weight in [*model.graph.initializer, *weights] if weight.name in used]
+    initialized = {weight.name for weight in weights}
+    inputs = [value for value in model.graph.input if value.name in used - initialized]
+    for field, values in (("node", nodes), ("initializer", weights), ("input", inputs)):
+        model.graph.ClearField(field)
+        getattr(model.graph, field).extend(values)
+    model.ir_version = 8
+    onnx.checker.check_model(model)
+    return model
+
+
+def _weight(shape: tuple[int, ...], op: str, position: int, generator: np.random.Generator) -> np.ndarray:
+    if op == "BatchNormalization" and position in (1, 4):  # its scale and variance
+        return generator.uniform(0.5, 1.5, shape)
+    if len(shape) <= 1:
+        return generator.standard_normal(shape) * 0.1
+    return generator.standard_normal(shape) * np.sqrt(2.0 / max(1, np.prod(shape[1:])))
