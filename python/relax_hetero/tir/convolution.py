@@ -1,0 +1,116 @@
+"""Convolutions: which kernel computes a problem."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tvm import tirx
+
+from ..encoding.machine import Machine
+from ..encoding.packed_layout import PackedLayout
+from ..encoding.problem import ConvProblem, Epilogue, MatmulProblem, Operand
+from ..errors import EncodingError
+from .builder import Function
+from .conv_place import Convolution
+from .conv_tile import emit_direct
+from .matmul import matmul_kernel
+
+TYPES = ("float32", "float64")
+
+
+def conv_kernel(problem: ConvProblem, machine: Machine) -> tirx.PrimFunc:
+    """The kernel of a convolution.
+
+    Parameters
+    ----------
+    problem : ConvProblem
+        Data and result row-major or permuted (channels last is what kernels are made for); the weight in tiles of
+        output channels, `conv_columns` of them, ``[OC/n0, KH, KW, IC/groups, n0]``.
+    machine : Machine
+
+    Returns
+    -------
+    tirx.PrimFunc
+        Its parameters are those that `ConvProblem` says; it is parallel over the machine's cores.
+
+    Raises
+    ------
+    EncodingError
+        If no kernel computes these element types, stores, or symbolic extents (the batch may be symbolic).
+    """
+    _check(problem)
+    product = as_product(problem)
+    if product is not None:
+        return matmul_kernel(product, machine)
+    function = Function("conv2d")
+    with function:
+        conv = Convolution.of(function, problem, machine)
+        with function.body():
+            conv.open()
+            emit_direct(conv)
+    return function.result
+
+
+def _check(problem: ConvProblem) -> None:
+    types = (problem.data.dtype, problem.weight.dtype, problem.acc_dtype)
+    if len(set(types)) > 1 or types[0] not in TYPES:
+        raise EncodingError(
+            "convolution: found element types {} * {} -> {}, expected float32 or float64".format(*types)
+        )
+    fixed = (*problem.data.shape[1:], *problem.weight.shape, *problem.result.shape[1:])
+    if not all(isinstance(extent, int) for extent in fixed):
+        raise EncodingError(f"convolution: found extents {fixed}, expected numbers for all but the batch")
+    for d, window in enumerate(problem.windows):
+        places = window.places(int(problem.data.shape[2 + d]))
+        if places != problem.result.shape[2 + d]:
+            raise EncodingError(
+                f"convolution: found {problem.result.shape[2 + d]} places along spatial dimension {d}, "
+                f"expected {places}"
+            )
+    for name, operand in (("data", problem.data), ("result", problem.result)):
+        if operand.layout.inner_dims:
+            raise EncodingError(f"convolution: found {name} stored as {operand.layout}, expected no tiles")
+    rank = len(problem.windows) + 2
+    perm = (0, *range(2, rank), 1)
+    if problem.weight.layout.outer_perm != perm or problem.weight.layout.inner_dims != (0,):
+        raise EncodingError(
+            f"convolution: found the weight stored as {problem.weight.layout}, expected outer={list(perm)} and "
+            "tiles of dimension 0"
+        )
+
+
+def as_product(problem: ConvProblem) -> MatmulProblem | None:
+    """The matrix product that a convolution is whose window is one element and which skips none; None for others.
+
+    Its parameters are the very same buffers: rows of the left operand are the elements of a channels-last image.
+    """
+    last = (0, *range(2, len(problem.windows) + 2), 1)
+    if (
+        problem.groups > 1
+        or any((w.size, w.stride, w.before, w.after) != (1, 1, 0, 0) for w in problem.windows)
+        or problem.data.layout.outer_perm != last
+        or problem.result.layout.outer_perm != last
+    ):
+        return None
+    names = {"b": "b0", "c": "k", "n": "n", "1": "1"}
+    for d in range(len(problem.windows)):
+        name = "m" if d == len(problem.windows) - 1 else f"b{d + 1}"
+        names |= {f"x{d}": name, f"y{d}": name}
+    weight = problem.weight
+    rhs = Operand(weight.shape, weight.dtype, ("n", "k", *("1" for _ in problem.windows)), weight.layout)
+    epilogue = problem.epilogue
+    if epilogue is not None:
+        operands = tuple(_physical(operand, names) for operand in epilogue.operands)
+        epilogue = Epilogue(epilogue.expression, operands)
+    lhs, result = _physical(problem.data, names), _physical(problem.result, names)
+    return MatmulProblem(lhs, rhs, result, problem.acc_dtype, epilogue=epilogue)
+
+
+def _physical(operand: Operand, names: dict[str, str]) -> Operand:
+    """An operand without tiles as it is stored, row-major."""
+
+    def stored(values: Sequence) -> tuple:
+        return tuple(values[d] for d in operand.layout.outer_perm)
+
+    index_map = stored([names[name] for name in operand.index_map])
+    return Operand(stored(operand.shape), operand.dtype, index_map, PackedLayout.identity(len(operand.shape)))
