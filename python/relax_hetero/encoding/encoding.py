@@ -1,4 +1,4 @@
-"""What a tensor is for: the operand of a matrix product, before any device has said how it wants it laid out.
+"""What a tensor is for: the operand of a product or convolution, before any device has said how it wants it laid out.
 
 An encoding is written as text, in attributes of ops and in messages::
 
@@ -6,7 +6,14 @@ An encoding is written as text, in attributes of ops and in messages::
 
 that is: operand 1 (the right one) of a batched product; element types; which iteration dimension each dimension of
 each operand runs along; the iteration sizes, "?" where they are symbolic. (Source: the data-tiling design document's
-encoding attribute: operand index, op type, element types, user indexing maps, iteration sizes.)
+encoding attribute: operand index, op type, element types, user indexing maps, iteration sizes.) A convolution's says
+how its windows move, too::
+
+    conv2d[1]<float32 * float32 -> float32; (b, c, x0, x1) * (n, k, w0, w1) -> (b, n, y0, y1); b=1, c=64, x0=56, x1=56,
+    n=128, k=64, w0=3, w1=3, y0=28, y1=28; strides=2x2, padding=1x1x1x1, dilation=1x1, groups=1>
+
+(in one line): batch, input channels and image; output channels, input channels of a group and window; result. Padding
+is zeros, before every spatial dimension and then after every one.
 """
 
 from __future__ import annotations
@@ -21,19 +28,47 @@ DYNAMIC = -1
 """Size of an iteration dimension that is symbolic."""
 
 LHS, RHS, RESULT = 0, 1, 2
-"""Operand indices of a matrix product."""
+"""Operand indices of a matrix product; a convolution's data, weight and result."""
 
 OPERAND_NAMES = ("lhs", "rhs", "result")
-OP_TYPES = ("matmul", "batch_matmul")
+CONV_OPERAND_NAMES = ("data", "weight", "result")
+CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
+"""By number of spatial dimensions, less one."""
+OP_TYPES = ("matmul", "batch_matmul", *CONVOLUTIONS)
 
 _ELEMENT_TYPE = re.compile(r"u?int(8|16|32|64)|float(16|32|64)|bfloat16|bool|float8_e[0-9]m[0-9][a-z0-9]*")
 
-_TEXT = re.compile(r"(\w+)\[([0-9])\]<([^;]+); ([^;]+); ([^;]+)>")
+_TEXT = re.compile(r"(\w+)\[([0-9])\]<([^;]+); ([^;]+); ([^;]+?)(?:; ([^;]+))?>")
+_MOVES = re.compile(r"strides=([0-9x]+), padding=([0-9x]+), dilation=([0-9x]+), groups=([0-9]+)")
 _SIDES = re.compile(r"(.+) \* (.+) -> (.+)")
 
 IndexMap = tuple[str, ...]
 """One name per dimension of an operand: "b0", "b1", ... (batch), "m", "n", "k", or "1" for a size of one that is
-broadcast."""
+broadcast. Of convolutions see `conv_maps`."""
+
+
+@dataclass(frozen=True)
+class Moves:
+    """How the windows of a convolution move over its data.
+
+    Attributes
+    ----------
+    strides, dilation : tuple of int
+        One for each spatial dimension, at least 1.
+    padding : tuple of int
+        Elements of zeros before each spatial dimension, then after each.
+    groups : int
+        Output channels of a group read only the input channels of that group: ``c = groups * k``.
+    """
+
+    strides: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int = 1
+
+    def __str__(self) -> str:
+        strides, padding, dilation = ("x".join(map(str, t)) for t in (self.strides, self.padding, self.dilation))
+        return f"strides={strides}, padding={padding}, dilation={dilation}, groups={self.groups}"
 
 
 @dataclass(frozen=True)
@@ -43,15 +78,18 @@ class Encoding:
     Attributes
     ----------
     op_type : str
-        "matmul", or "batch_matmul" where there are batch dimensions.
+        "matmul", or "batch_matmul" where there are batch dimensions; "conv1d", "conv2d", "conv3d".
     operand_index : int
-        0 for the left operand, 1 for the right one, 2 for the result.
+        0 for the left operand (data), 1 for the right one (weight), 2 for the result.
     element_types : tuple of str
         TVM dtypes of left operand, right operand and accumulator.
     index_maps : tuple of IndexMap
         Of left operand, right operand and result: a transposed right operand has ("n", "k").
     iteration_sizes : tuple of (str, int)
-        Of every iteration dimension, batch dimensions first, then m, n, k; `DYNAMIC` where symbolic.
+        Of every iteration dimension; `DYNAMIC` where symbolic. Batch dimensions first, then m, n, k; those of a
+        convolution in the order of its index maps.
+    moves : Moves, optional
+        Of a convolution.
     """
 
     op_type: str
@@ -59,12 +97,14 @@ class Encoding:
     element_types: tuple[str, str, str]
     index_maps: tuple[IndexMap, IndexMap, IndexMap]
     iteration_sizes: tuple[tuple[str, int], ...]
+    moves: Moves | None = None
 
     def __str__(self) -> str:
         types = "{} * {} -> {}".format(*self.element_types)
         maps = "{} * {} -> {}".format(*(f"({', '.join(names)})" for names in self.index_maps))
         sizes = ", ".join(f"{name}={'?' if size == DYNAMIC else size}" for name, size in self.iteration_sizes)
-        return f"{self.op_type}[{self.operand_index}]<{types}; {maps}; {sizes}>"
+        moves = "" if self.moves is None else f"; {self.moves}"
+        return f"{self.op_type}[{self.operand_index}]<{types}; {maps}; {sizes}{moves}>"
 
     @staticmethod
     def parse(text: str) -> Encoding:
@@ -97,6 +137,11 @@ class Encoding:
         return dict(self.iteration_sizes)
 
     @property
+    def operand_name(self) -> str:
+        """What the operand is called in messages: "lhs", "weight", ..."""
+        return (OPERAND_NAMES if self.moves is None else CONV_OPERAND_NAMES)[self.operand_index]
+
+    @property
     def batch_dims(self) -> tuple[str, ...]:
         """Names of the batch dimensions, outermost first."""
         return tuple(name for name, _ in self.iteration_sizes if name.startswith("b"))
@@ -111,12 +156,22 @@ def is_element_type(text: str) -> bool:
     return _ELEMENT_TYPE.fullmatch(text) is not None
 
 
+def conv_maps(spatial: int) -> tuple[IndexMap, IndexMap, IndexMap]:
+    """Index maps of a convolution with so many spatial dimensions: of data, weight and result.
+
+    "b" is the batch, "c" are all input channels, "n" output channels, "k" input channels of one group; "x0", ... the
+    image, "w0", ... the window, "y0", ... the result's.
+    """
+    images, windows, results = (tuple(f"{letter}{d}" for d in range(spatial)) for letter in "xwy")
+    return ("b", "c", *images), ("n", "k", *windows), ("b", "n", *results)
+
+
 @cache
 def _parse(text: str) -> Encoding:
     match = _TEXT.fullmatch(text)
     if match is None:
         raise EncodingError(f"{text!r} is not an encoding; expected op[operand]<types; index maps; sizes>")
-    op_type, operand, types, maps, sizes = match.groups()
+    op_type, operand, types, maps, sizes, moves = match.groups()
     type_sides, map_sides = _SIDES.fullmatch(types), _SIDES.fullmatch(maps)
     if type_sides is None or map_sides is None:
         raise EncodingError(f"encoding {text!r}: types and index maps have the form 'lhs * rhs -> result'")
@@ -127,9 +182,29 @@ def _parse(text: str) -> Encoding:
             raise EncodingError(f"encoding {text!r}: found size {item!r}, expected a name and a number or '?'")
         pairs.append((name, DYNAMIC if size == "?" else int(size)))
     index_maps = tuple(tuple(side.strip("()").split(", ")) for side in map_sides.groups())
-    encoding = Encoding(op_type, int(operand), type_sides.groups(), index_maps, tuple(pairs))  # type: ignore[arg-type]
+    encoding = Encoding(
+        op_type,
+        int(operand),
+        type_sides.groups(),  # type: ignore[arg-type]
+        index_maps,  # type: ignore[arg-type]
+        tuple(pairs),
+        None if moves is None else _parse_moves(moves, text),
+    )
     _check(encoding, text)
     return encoding
+
+
+def _parse_moves(moves: str, text: str) -> Moves:
+    match = _MOVES.fullmatch(moves)
+    if match is None:
+        raise EncodingError(
+            f"encoding {text!r}: found {moves!r}, expected 'strides=..., padding=..., dilation=..., groups=...'"
+        )
+    try:
+        strides, padding, dilation = (tuple(map(int, match[i].split("x"))) for i in (1, 2, 3))
+    except ValueError as error:
+        raise EncodingError(f"encoding {text!r}: found {moves!r}, expected numbers with an x between") from error
+    return Moves(strides, padding, dilation, int(match[4]))
 
 
 def _check(encoding: Encoding, text: str) -> None:
@@ -140,6 +215,12 @@ def _check(encoding: Encoding, text: str) -> None:
         raise EncodingError(f"encoding {text!r}: found op type {encoding.op_type!r}, expected one of {OP_TYPES}")
     if encoding.operand_index not in (LHS, RHS, RESULT):
         raise EncodingError(f"encoding {text!r}: found operand {encoding.operand_index}, expected 0, 1 or 2")
+    if (encoding.op_type in CONVOLUTIONS) != (encoding.moves is not None):
+        raise EncodingError(f"encoding {text!r}: a convolution has strides, padding, dilation and groups, others none")
+    (_check_product if encoding.moves is None else _check_convolution)(encoding, text)
+
+
+def _check_product(encoding: Encoding, text: str) -> None:
     if (encoding.op_type == "matmul") != (not encoding.batch_dims):
         raise EncodingError(f"encoding {text!r}: a matmul has no batch dimensions, a batch_matmul has some")
     for operand, wanted in zip(OPERAND_NAMES, ("mk", "kn", "mn"), strict=True):
@@ -152,10 +233,6 @@ def _check(encoding: Encoding, text: str) -> None:
         unknown = [n for n in index_map if n != "1" and n not in encoding.sizes]
         if unknown:
             raise EncodingError(f"encoding {text!r}: no size for {unknown}")
-    _check_dimensions(encoding, text)
-
-
-def _check_dimensions(encoding: Encoding, text: str) -> None:
     names, batch = [name for name, _ in encoding.iteration_sizes], encoding.batch_dims
     if sorted(names) != sorted({*batch, "m", "n", "k"}) or not all(re.fullmatch("b[0-9]+", name) for name in batch):
         raise EncodingError(f"encoding {text!r}: found sizes of {names}, expected one each of b0, b1, ..., m, n and k")
@@ -163,3 +240,34 @@ def _check_dimensions(encoding: Encoding, text: str) -> None:
     for name in batch:
         if name not in result or name not in (*lhs, *rhs):
             raise EncodingError(f"encoding {text!r}: {name} has to be a dimension of the result and of an operand")
+
+
+def _check_convolution(encoding: Encoding, text: str) -> None:
+    spatial, moves, sizes = CONVOLUTIONS.index(encoding.op_type) + 1, encoding.moves, encoding.sizes
+    assert moves is not None
+    maps = conv_maps(spatial)
+    if encoding.index_maps != maps:
+        raise EncodingError(f"encoding {text!r}: found index maps {encoding.index_maps}, expected {maps}")
+    names = [name for name, _ in encoding.iteration_sizes]
+    wanted = list(dict.fromkeys(name for index_map in maps for name in index_map))
+    if names != wanted:
+        raise EncodingError(f"encoding {text!r}: found sizes of {names}, expected {wanted}")
+    counts = (len(moves.strides), len(moves.padding), len(moves.dilation))
+    if counts != (spatial, 2 * spatial, spatial) or 0 in (*moves.strides, *moves.dilation, moves.groups):
+        raise EncodingError(
+            f"encoding {text!r}: found '{moves}', expected {spatial} strides and dilations, {2 * spatial} numbers of "
+            "padding, and no stride, dilation or group of 0"
+        )
+    channels, each, made = (sizes[name] for name in ("c", "k", "n"))
+    if DYNAMIC not in (channels, each) and channels != moves.groups * each:
+        raise EncodingError(f"encoding {text!r}: {moves.groups} groups of k={each} channels are not c={channels}")
+    if made != DYNAMIC and made % moves.groups:
+        raise EncodingError(f"encoding {text!r}: n={made} output channels are not divided by {moves.groups} groups")
+    for d in range(spatial):
+        image, window, found = (sizes[f"{letter}{d}"] for letter in "xwy")
+        if DYNAMIC in (image, window, found):
+            continue
+        reach = (window - 1) * moves.dilation[d] + 1
+        places = (image + moves.padding[d] + moves.padding[spatial + d] - reach) // moves.strides[d] + 1
+        if found != places:
+            raise EncodingError(f"encoding {text!r}: found y{d}={found}, the windows have {places} places")

@@ -110,6 +110,12 @@ class PackedLayout:
             self.compensation,
         )
 
+    def permutation_to(self, other: PackedLayout) -> tuple[int, ...] | None:
+        """Axes that permute a tensor stored under this layout into one stored under another; None where one tiles."""
+        if self.inner_dims or other.inner_dims:
+            return None
+        return tuple(self.outer_perm.index(d) for d in other.outer_perm)
+
     def pack(self, array: np.ndarray) -> np.ndarray:
         """`array` as it is stored: what the pack kernel computes, for constants at compile time."""
         missing = [-extent % self.tile(d) for d, extent in enumerate(array.shape)]

@@ -20,7 +20,7 @@ from ..errors import EncodingError
 from .encoding import Encoding
 from .machine import machine_of
 from .packed_layout import PackedLayout
-from .problem import ElementwiseProblem, MatmulProblem
+from .problem import ConvProblem, ElementwiseProblem, MatmulProblem
 
 
 @runtime_checkable
@@ -36,13 +36,16 @@ class EncodingResolver(Protocol):
     def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """How the operand is stored on this target, identity included; None: not at all, cancel the encoding.
 
-        Asked for each of the three operands of a product; None for one of them cancels all.
+        Asked for each of the three operands of a product or convolution (``encoding.moves`` is not None); None for
+        one of them cancels all.
         """
 
     def storage_size(self, encoding: Encoding, shape: Sequence[Any], target: tvm.target.Target) -> Any:
         """Bytes of a tensor of `shape` (extents may be PrimExprs) under its layout; an int or a PrimExpr."""
 
-    def kernel(self, problem: MatmulProblem | ElementwiseProblem, target: tvm.target.Target) -> tirx.PrimFunc:
+    def kernel(
+        self, problem: MatmulProblem | ConvProblem | ElementwiseProblem, target: tvm.target.Target
+    ) -> tirx.PrimFunc:
         """The code that solves `problem` on this target; parameters as the problem's class says."""
 
 

@@ -9,6 +9,7 @@ specialized, how it is stored (`PackedLayout`, as text) stands in the attributes
 ``relayout(x, encoding, layout, from_layout)``                from one layout to another
 ``prepacked(data, shape, encoding, layout)``                  stored bytes that are an encoded tensor of `shape` already
 ``matmul(lhs, rhs, init?, encoding, layout, kernel)``         product of encoded tensors (encoding: the result's)
+``conv(data, weight, encoding, layout, kernel)``              convolution of encoded tensors (encoding: the result's)
 ``elementwise(x0, x1, ..., expression, encoding, layout)``    elementwise on encoded x0; plain operands broadcast
 ============================================================  =========================================================
 """
@@ -28,11 +29,13 @@ from ..encoding.expression import Expression
 from ..encoding.packed_layout import PackedLayout
 from ..errors import EncodingError
 
-SET, UNSET, RELAYOUT, PREPACKED, MATMUL, ELEMENTWISE = (
+SET, UNSET, RELAYOUT, PREPACKED, MATMUL, CONV, ELEMENTWISE = (
     f"relax.hetero.{name}"
-    for name in ("set_encoding", "unset_encoding", "relayout", "prepacked", "matmul", "elementwise")
+    for name in ("set_encoding", "unset_encoding", "relayout", "prepacked", "matmul", "conv", "elementwise")
 )
-ENCODED_OPS = (SET, UNSET, RELAYOUT, PREPACKED, MATMUL, ELEMENTWISE)
+ENCODED_OPS = (SET, UNSET, RELAYOUT, PREPACKED, MATMUL, CONV, ELEMENTWISE)
+PRODUCTS = (MATMUL, CONV)
+"""Encoded ops that sum products of two encoded operands; their kernels take elementwise work along."""
 
 EncodingLike = Encoding | str
 LayoutLike = PackedLayout | str
@@ -67,6 +70,15 @@ class PrepackedAttrs(tvm.ir.Attrs):
 @tvm_ffi.dataclasses.py_class("relax_hetero.EncodedMatmulAttrs")
 class EncodedMatmulAttrs(tvm.ir.Attrs):
     """Of matmul: encoding and layout of its result; `kernel`, its variant, is empty before SpecializeEncodings."""
+
+    encoding: str
+    layout: str
+    kernel: str
+
+
+@tvm_ffi.dataclasses.py_class("relax_hetero.EncodedConvAttrs")
+class EncodedConvAttrs(tvm.ir.Attrs):
+    """Of conv, as of matmul."""
 
     encoding: str
     layout: str
@@ -144,6 +156,23 @@ def matmul(
     return _call(MATMUL, operands, EncodedMatmulAttrs(_encoding(encoding), _layout(layout), kernel))
 
 
+def conv(
+    data: relax.Expr, weight: relax.Expr, *, encoding: EncodingLike, layout: LayoutLike = "", kernel: str = ""
+) -> relax.Call:
+    """The convolution of encoded tensors, of one to three spatial dimensions.
+
+    Parameters
+    ----------
+    data, weight : relax.Expr
+        Encoded as operands 0 and 1 of the same op; logical shapes are those of NCHW and OIHW.
+    encoding : Encoding or str
+        The result's (operand 2), which says strides, padding, dilation and groups.
+    layout, kernel : str
+        As of `matmul`.
+    """
+    return _call(CONV, [data, weight], EncodedConvAttrs(_encoding(encoding), _layout(layout), kernel))
+
+
 def elementwise(
     *operands: relax.Expr, expression: Expression | str, encoding: EncodingLike, layout: LayoutLike = ""
 ) -> relax.Call:
@@ -192,6 +221,7 @@ class _Namespace:
     relayout = staticmethod(relayout)
     prepacked = staticmethod(prepacked)
     matmul = staticmethod(matmul)
+    conv = staticmethod(conv)
     elementwise = staticmethod(elementwise)
 
 

@@ -9,17 +9,19 @@ from typing import Any
 import tvm
 from tvm import relax
 
-from ..encoding.encoding import LHS, OPERAND_NAMES, RESULT, RHS, Encoding
+from ..encoding.encoding import LHS, RESULT, RHS, Encoding
 from ..encoding.expression import Expression
 from ..encoding.packed_layout import PackedLayout, misfit
 from ..errors import EncodingError
 from .encoded import (
+    CONV,
     ELEMENTWISE,
     MATMUL,
     PREPACKED,
     RELAYOUT,
     SET,
     UNSET,
+    EncodedConvAttrs,
     EncodedElementwiseAttrs,
     EncodedMatmulAttrs,
     EncodingAttrs,
@@ -110,39 +112,57 @@ def _infer_prepacked(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.Tensor
     return logical
 
 
-def _infer_matmul(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
-    encoding = Encoding.parse(call.attrs.encoding)
+def _infer_product(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
+    """Of matmul and conv: the result's extents are those of its operands, or follow from the encoding's sizes."""
+    name, encoding = call.op.name, Encoding.parse(call.attrs.encoding)
     if encoding.operand_index != RESULT:
         raise EncodingError(
-            f"{MATMUL}: takes the encoding of its result, found {encoding}, which is that of "
-            f"{OPERAND_NAMES[encoding.operand_index]}"
+            f"{name}: takes the encoding of its result, found {encoding}, which is that of {encoding.operand_name}"
         )
+    if (encoding.moves is not None) != (name == CONV):
+        raise EncodingError(f"{name}: found {encoding}, the encoding of another op")
     _check_layout(call, encoding)
-    extents: dict[str, Any] = {}
+    one = tvm.tirx.IntImm("int64", 1)
+    extents: dict[str, Any] = {"1": one}
     for index in (LHS, RHS):
         ty, operand = _tensor(call, index), encoding.of(index)
         _check_encoded(call, ty, operand, f"operand {index}")
         if str(ty.dtype) != operand.element_type:
-            raise EncodingError(f"{MATMUL}: operand {index} is {ty.dtype}, its encoding is for {operand.element_type}")
-        for name, extent in zip(operand.index_map, _extents(ty) or [], strict=False):
-            known = extents.setdefault(name, extent)
-            if name != "1" and tvm.sym.Analyzer().can_prove(known != extent):
+            raise EncodingError(f"{name}: operand {index} is {ty.dtype}, its encoding is for {operand.element_type}")
+        for dim, extent in zip(operand.index_map, _extents(ty) or [], strict=False):
+            known = extents.setdefault(dim, extent)
+            if dim != "1" and tvm.sym.Analyzer().can_prove(known != extent):
                 raise EncodingError(
-                    f"{MATMUL}: {name} is {_number(known)} in one operand and {_number(extent)} in another"
+                    f"{name}: {dim} is {_number(known)} in one operand and {_number(extent)} in another"
                 )
+    _add_places(encoding, extents)
     vdevice = _tensor(call, LHS).vdevice or _tensor(call, RHS).vdevice
     names = encoding.index_map
-    if any(name != "1" and name not in extents for name in names):
-        result = relax.TensorType(None, encoding.element_type, vdevice, len(names))
-    else:
-        one = tvm.tirx.IntImm("int64", 1)
-        result = relax.TensorType(
-            [one if name == "1" else extents[name] for name in names], encoding.element_type, vdevice
-        )
+    if any(dim not in extents for dim in names):
+        return relax.TensorType(None, encoding.element_type, vdevice, len(names))
+    return relax.TensorType([extents[dim] for dim in names], encoding.element_type, vdevice)
+
+
+def _add_places(encoding: Encoding, extents: dict[str, Any]) -> None:
+    """How many places a convolution's windows have along each spatial dimension whose extents are known."""
+    if encoding.moves is None:
+        return
+    spatial = len(encoding.moves.strides)
+    for d in range(spatial):
+        image, window = extents.get(f"x{d}"), extents.get(f"w{d}")
+        if image is None or window is None:
+            continue
+        padding = encoding.moves.padding[d] + encoding.moves.padding[spatial + d]
+        room = image + padding - ((window - 1) * encoding.moves.dilation[d] + 1)
+        extents[f"y{d}"] = tvm.sym.Analyzer().simplify(tvm.tirx.floordiv(room, encoding.moves.strides[d]) + 1)
+
+
+def _infer_matmul(call: relax.Call, ctx: relax.BlockBuilder) -> relax.TensorType:
+    result = _infer_product(call, ctx)
     if len(call.args) > RESULT:
         dtype = str(_tensor(call, RESULT).dtype)
-        if dtype != encoding.element_type:
-            raise EncodingError(f"{MATMUL}: the initial accumulator is {dtype}, expected {encoding.element_type}")
+        if dtype != str(result.dtype):
+            raise EncodingError(f"{MATMUL}: the initial accumulator is {dtype}, expected {result.dtype}")
         _check_broadcast(call, RESULT, result)
     return result
 
@@ -189,6 +209,7 @@ INFER: dict[str, Infer] = {
     RELAYOUT: _named(RELAYOUT, RelayoutAttrs, range(1, 2), _infer_same),
     PREPACKED: _named(PREPACKED, PrepackedAttrs, range(1, 2), _infer_prepacked),
     MATMUL: _named(MATMUL, EncodedMatmulAttrs, range(2, 4), _infer_matmul),
+    CONV: _named(CONV, EncodedConvAttrs, range(2, 3), _infer_product),
     ELEMENTWISE: _named(ELEMENTWISE, EncodedElementwiseAttrs, range(1, _MANY), _infer_elementwise),
 }
 """Of every op: what TVM calls to type it."""

@@ -1,7 +1,8 @@
 """Encoded ops as stock ops again, where a device has no layout for them: what SetEncoding and PropagateEncodings undid.
 
 ``R.hetero.matmul`` becomes permute_dims (where index maps are permuted), astype (where element types differ), matmul
-and add (of an initial accumulator); ``R.hetero.elementwise`` becomes the Relax ops that its expression names.
+and add (of an initial accumulator), ``R.hetero.conv`` the convolution; ``R.hetero.elementwise`` becomes the Relax ops
+that its expression names.
 """
 
 from __future__ import annotations
@@ -13,8 +14,14 @@ from tvm import relax, tirx
 from ..encoding.encoding import LHS, RESULT, RHS, Encoding
 from ..encoding.expression import Expression
 from .emitting import Emitter
+from .encoded_convolutions import stock_convolution
 from .relax_expressions import from_expression
 from .stored_tensors import shape_of
+
+
+def stock_product(encoding: Encoding, operands: Sequence[relax.Expr], out: Emitter) -> list[relax.Binding]:
+    """Bindings that make `out.var` the product or convolution of plain operands; parameters as of `stock_matmul`."""
+    return (stock_matmul if encoding.moves is None else stock_convolution)(encoding, operands, out)
 
 
 def stock_matmul(encoding: Encoding, operands: Sequence[relax.Expr], out: Emitter) -> list[relax.Binding]:

@@ -1,4 +1,4 @@
-"""Elementwise work on the result of a matrix product, as one expression on the encoded result.
+"""Elementwise work on the result of a product or convolution, as one expression on the encoded result.
 
 A region starts at an `unset_encoding` and takes in users that are elementwise, as long as they are. It ends at the last
 value through which every use of its start goes: in ``x * sigmoid(x)`` that is the product, not the sigmoid. What comes
@@ -99,7 +99,7 @@ def is_root(binding: relax.Binding, block: Block) -> bool:
     value = binding.value
     if op_name(value) != op.UNSET or value.attrs.layout or shape_of(binding.var) is None:
         return False
-    return op_name(block.definition(value.args[0])) in (op.MATMUL, op.ELEMENTWISE)
+    return op_name(block.definition(value.args[0])) in (*op.PRODUCTS, op.ELEMENTWISE)
 
 
 class _Growth:

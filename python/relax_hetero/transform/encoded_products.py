@@ -48,6 +48,14 @@ class ProductWriter(Emitter):
         """`x` in another shape."""
         return self.emit(relax.op.reshape(x, list(shape)), tensor_type(shape, str(x.ty.dtype), x.ty), name)
 
+    def permuted(self, x: relax.Expr, axes: Sequence[int], name: str) -> relax.Expr:
+        """`x` with its dimensions in another order; itself in its own."""
+        if list(axes) == sorted(axes):
+            return x
+        shape = shape_of(x) or []
+        ty = tensor_type([shape[axis] for axis in axes], str(x.ty.dtype), x.ty)
+        return self.emit(relax.op.permute_dims(x, list(axes)), ty, name)
+
     def cast(self, x: relax.Expr, dtype: str, name: str) -> relax.Expr:
         """`x` as another type; itself if it is of that type."""
         if str(x.ty.dtype) == dtype:
@@ -80,8 +88,7 @@ class ProductWriter(Emitter):
         key = (x, str(encoding))
         if isinstance(x, relax.Var) and key in self.laid_out:
             return self.laid_out[key]
-        side = ("lhs", "rhs")[encoding.operand_index]
-        var = self.emit(op.set_encoding(x, encoding), x.ty, f"{name}_{side}")
+        var = self.emit(op.set_encoding(x, encoding), x.ty, f"{name}_{encoding.operand_name}")
         if isinstance(x, relax.Var):
             self.laid_out[key] = var
         return var

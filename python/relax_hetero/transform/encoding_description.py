@@ -11,9 +11,10 @@ from typing import Any
 import tvm
 from tvm import relax
 
+from ..encoding.encoding import CONVOLUTIONS, LHS, RHS, Encoding
 from ..encoding.expression import Expression
 from ..encoding.packed_layout import PackedLayout
-from ..op.encoded import ELEMENTWISE, MATMUL, PREPACKED, RELAYOUT, SET, UNSET, encoded_op
+from ..op.encoded import ELEMENTWISE, PREPACKED, PRODUCTS, RELAYOUT, SET, UNSET, encoded_op
 from ..vdevice import device_name, vdevices_of
 from .encoding_report import CancelledEntry, EncodedOpEntry, EncodedTransferEntry, EncodingReport, OperandEntry, Size
 from .epilogues import Chain, fused_variables
@@ -41,7 +42,7 @@ def describe_encodings(mod: tvm.IRModule, cancelled: Sequence[CancelledEntry] = 
     for gv, func in relax_functions(mod):
         reader = _Reader(gv.name_hint, func, vdevices)
         for binding in walk_bindings(func):
-            if encoded_op(binding.value) in (MATMUL, ELEMENTWISE):
+            if encoded_op(binding.value) in (*PRODUCTS, ELEMENTWISE):
                 report.ops += reader.op(binding)
             elif op_name(binding.value) == TRANSFER and binding.var in reader.encoded:
                 report.transfers.append(reader.transfer(binding))
@@ -51,6 +52,12 @@ def describe_encodings(mod: tvm.IRModule, cancelled: Sequence[CancelledEntry] = 
 def name_in_model(var: relax.Var) -> str:
     """The name of a value before SetEncoding and PropagateEncodings, which call its encoded form ``<name>_encoded``."""
     return str(var.name).removesuffix("_encoded")
+
+
+def product_name(call: relax.Call) -> str:
+    """What reports call an encoded product: "matmul", batched or not, or "conv2d"."""
+    op_type = Encoding.parse(str(call.attrs.encoding)).op_type
+    return op_type if op_type in CONVOLUTIONS else "matmul"
 
 
 @dataclass(frozen=True)
@@ -83,12 +90,12 @@ class _Reader:
         """The entry of a product with what is fused into it, at its end, or of elementwise work that stands alone."""
         var, call = binding.var, binding.value
         product, chain = var, Chain(call)
-        if encoded_op(call) == MATMUL:
-            roles = [*zip(("lhs", "rhs", "init"), call.args, strict=False)]
+        if encoded_op(call) in PRODUCTS:
+            roles = _roles(call)
         elif call.args[0] in self.products:
             product, chain = self.products.pop(call.args[0])
             chain = chain.then(call)
-            roles = [*zip(("lhs", "rhs", "init"), chain.product.args, strict=False)]
+            roles = _roles(chain.product)
         else:
             roles = [(f"x{index}", arg) for index, arg in enumerate(call.args)]
             chain = Chain(call, Expression.parse(str(call.attrs.expression)))
@@ -96,12 +103,12 @@ class _Reader:
             self.products[var] = product, chain
             return []
         roles += [(f"x{index}", arg) for index, arg in enumerate(chain.others, 1)]
-        is_product = encoded_op(chain.product) == MATMUL
+        is_product = encoded_op(chain.product) in PRODUCTS
         has_epilogue = is_product and chain.expression != Expression.operand(0)
         entry = EncodedOpEntry(
             function=self.function,
             variable=name_in_model(product),
-            op="matmul" if is_product else str(chain.expression),
+            op=product_name(chain.product) if is_product else str(chain.expression),
             device=self._device(var),
             kernel=str(chain.product.attrs.kernel) if is_product else "",
             operands=tuple(self._operand(role, arg) for role, arg in (*roles, ("result", var)) if arg in self.encoded),
@@ -162,6 +169,13 @@ class _Reader:
 
     def _device(self, var: relax.Var) -> str:
         return device_name(var.ty.vdevice, self.vdevices) if var.ty.vdevice is not None else ""
+
+
+def _roles(call: relax.Call) -> list[tuple[str, relax.Expr]]:
+    """A product's operands, by what they are."""
+    encoding = Encoding.parse(str(call.attrs.encoding))
+    names = (encoding.of(LHS).operand_name, encoding.of(RHS).operand_name, "init")
+    return [*zip(names, call.args, strict=False)]
 
 
 def _operands(value: relax.Expr) -> Iterator[relax.Var]:

@@ -14,14 +14,14 @@ from ..encoding.activations import named
 from ..encoding.encoding import Encoding
 from ..encoding.expression import Expression
 from ..encoding.machine import machine_of
-from ..encoding.problem import ElementwiseProblem, MatmulProblem, Operand
+from ..encoding.problem import ConvProblem, ElementwiseProblem, MatmulProblem, Operand
 from ..encoding.resolver import resolver_for
 from ..errors import EncodingError
 from .encoding_layouts import target_of
 from .kernel_names import VariantNames, shape_text
 from .kernel_ops import OPS
 from .rewriting import fresh_global_var
-from .stored_tensors import Stored, Symbols, elementwise_problem, matmul_problem
+from .stored_tensors import Stored, Symbols, elementwise_problem, product_problem
 
 _OPAQUE = 8  # TVM's kOpaque: stock fusion leaves such a kernel alone
 _NAMED_OPS = 3
@@ -88,7 +88,7 @@ class EncodingKernels:
         """Those made so far."""
         return self._table.functions
 
-    def matmul(
+    def product(
         self,
         encoding: Encoding,
         operands: Sequence[Stored],
@@ -98,11 +98,10 @@ class EncodingKernels:
         name: str,
         where: str,
     ) -> tvm.ir.GlobalVar:
-        """The kernel of a product (lhs, rhs, perhaps an initial accumulator) and its epilogue."""
+        """The kernel of a product or convolution (its operands, perhaps an initial accumulator) and its epilogue."""
         target = target_of(result.ty.vdevice)
-        init = operands[2] if len(operands) > 2 else None
         expression = expression and _named(expression, result)
-        problem = matmul_problem(encoding, operands[0], operands[1], result, init, expression, others)
+        problem = product_problem(encoding, operands, result, expression, others)
         epilogue = _op_names(expression)
         full_name = "_".join([name or self._names.name(problem, target), *epilogue[:_NAMED_OPS]])
         return self._solve(problem, target, full_name, [encoding.op_type, *epilogue], where)
@@ -141,7 +140,7 @@ class EncodingKernels:
 
     def _solve(
         self,
-        problem: MatmulProblem | ElementwiseProblem,
+        problem: MatmulProblem | ConvProblem | ElementwiseProblem,
         target: tvm.target.Target,
         name: str,
         ops: Sequence[str],

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import tvm
 from tvm import relax, tirx
 
-from ..encoding.encoding import DYNAMIC, LHS, OPERAND_NAMES, RESULT, RHS, Encoding
+from ..encoding.encoding import DYNAMIC, LHS, RESULT, RHS, Encoding
 from ..encoding.packed_layout import PackedLayout, misfit
 from ..encoding.resolver import EncodingResolver, resolver_for
 from ..errors import EncodingError
@@ -82,7 +82,7 @@ class Layouts:
             operand = encoding.of(index)
             layout = _answer(resolver, resolver.resolve, operand, target, where)
             if layout is None:
-                return f"resolver {resolver.name!r} has no layout for the {OPERAND_NAMES[index]} of {encoding}"
+                return f"resolver {resolver.name!r} has no layout for the {operand.operand_name} of {encoding}"
             _check_size(resolver, operand, layout, target)
             layouts.append(layout)
         return tuple(layouts)

@@ -20,7 +20,7 @@ class OperandEntry:
     Attributes
     ----------
     role : str
-        "lhs", "rhs", "init", "result", or "x1", "x2", ... for what an expression reads besides.
+        "lhs", "rhs", "init", "data", "weight", "result", or "x1", "x2", ... for what an expression reads besides.
     variable : str
         The encoded tensor's variable.
     shape, dtype : str
@@ -58,7 +58,7 @@ class EncodedOpEntry:
     function, variable : str
         Where it is; the variable as the model calls it.
     op : str
-        "matmul", or the expression of elementwise work that no product takes along.
+        "matmul", "conv2d", or the expression of elementwise work that no product takes along.
     device : str
         ``kind:i``.
     kernel : str

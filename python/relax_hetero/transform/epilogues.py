@@ -1,4 +1,4 @@
-"""Which elementwise ops the kernel of a matrix product applies to its accumulators before it stores them."""
+"""Which elementwise ops the kernel of a product or convolution applies to its accumulators before it stores them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tvm import relax
 from tvm_ffi import structural_walk
 
 from ..encoding.expression import Expression
-from ..op.encoded import ELEMENTWISE, MATMUL, encoded_op
+from ..op.encoded import ELEMENTWISE, PRODUCTS, encoded_op
 from .rewriting import op_name, walk_bindings, walk_scopes
 
 _WRITING = ("relax.call_tir_inplace", "relax.call_inplace_packed")
@@ -21,7 +21,7 @@ class Chain:
     Attributes
     ----------
     product : relax.Call
-        The matmul.
+        The matmul or conv.
     expression : Expression
         Of all ops together, ``x0`` the product; an operand alone where there are none.
     others : tuple of relax.Expr
@@ -63,7 +63,7 @@ def fused_variables(func: relax.Function) -> set[relax.Var]:
             var, call = binding.var, binding.value
             scopes[var] = number
             name = encoded_op(call)
-            if name == MATMUL:
+            if name in PRODUCTS:
                 chained.add(var)
             elif name == ELEMENTWISE:
                 first = call.args[0]

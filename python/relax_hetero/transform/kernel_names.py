@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import tvm
 from tvm import relax
 
-from ..encoding.problem import Dim, MatmulProblem
-from ..op.encoded import MATMUL, encoded_op
+from ..encoding.problem import ConvProblem, Dim, MatmulProblem
+from ..op.encoded import PRODUCTS, encoded_op
 from ..vdevice import device_name
 from .rewriting import relax_functions, walk_bindings
 
@@ -20,12 +20,12 @@ class VariantNames:
 
     def __init__(self, mod: tvm.IRModule, vdevices: Sequence[relax.VDevice]) -> None:
         self._taken = {gv.name_hint for gv in mod.get_global_vars()} | _named_already(mod)
-        self._names: dict[tuple[MatmulProblem, str], str] = {}
+        self._names: dict[tuple[MatmulProblem | ConvProblem, str], str] = {}
         self._devices: dict[str, str] = {}
         for vdevice in vdevices:
             self._devices.setdefault(str(vdevice.target), device_name(vdevice, vdevices).replace(":", "_"))
 
-    def name(self, problem: MatmulProblem, target: tvm.target.Target) -> str:
+    def name(self, problem: MatmulProblem | ConvProblem, target: tvm.target.Target) -> str:
         """The variant that solves `problem` on `target`; equal ones share it."""
         key = (problem, str(target))
         if key not in self._names:
@@ -45,14 +45,33 @@ class VariantNames:
         return name
 
 
-def _describe(problem: MatmulProblem) -> str:
+def _describe(problem: MatmulProblem | ConvProblem) -> str:
+    return _describe_convolution(problem) if isinstance(problem, ConvProblem) else _describe_product(problem)
+
+
+def _describe_convolution(problem: ConvProblem) -> str:
+    """``conv2d_1x64x56x56_128x3x3_s2``: data, output channels and window, then what is not as it mostly is."""
+    data, weight, windows = problem.data, problem.weight, problem.windows
+    parts = [f"conv{len(windows)}d", shape_text(data.shape), shape_text([weight.shape[0], *weight.shape[2:]])]
+    for letter, values in (("s", [w.stride for w in windows]), ("d", [w.dilation for w in windows])):
+        if any(value != 1 for value in values):
+            parts.append(letter + shape_text(values if len(set(values)) > 1 else values[:1]))
+    if problem.groups != 1:
+        parts.append(f"g{problem.groups}")
+    return "_".join(parts) + _types_text(data.dtype, weight.dtype)
+
+
+def _describe_product(problem: MatmulProblem) -> str:
     lhs, rhs = problem.lhs, problem.rhs
     batch = [n for n in dict.fromkeys((*lhs.index_map, *rhs.index_map)) if n.startswith("b")]
     sizes = [lhs.size(n) if n in lhs.index_map else rhs.size(n) for n in batch]
     sizes += [lhs.size("m"), rhs.size("n"), lhs.size("k")]
-    types = "" if {lhs.dtype, rhs.dtype} == {"float32"} else f"_{_short(lhs.dtype)}{_short(rhs.dtype)}"
     op = "batch_matmul" if batch else "matmul"
-    return f"{op}_{shape_text(sizes)}{types}"
+    return f"{op}_{shape_text(sizes)}{_types_text(lhs.dtype, rhs.dtype)}"
+
+
+def _types_text(lhs: str, rhs: str) -> str:
+    return "" if {lhs, rhs} == {"float32"} else f"_{_short(lhs)}{_short(rhs)}"
 
 
 def shape_text(sizes: Sequence[Dim]) -> str:
@@ -66,5 +85,5 @@ def _short(dtype: str) -> str:
 
 
 def _named_already(mod: tvm.IRModule) -> set[str]:
-    calls = [b.value for _, func in relax_functions(mod) for b in walk_bindings(func) if encoded_op(b.value) == MATMUL]
-    return {str(call.attrs.kernel) for call in calls} - {""}
+    values = [binding.value for _, func in relax_functions(mod) for binding in walk_bindings(func)]
+    return {str(call.attrs.kernel) for call in values if encoded_op(call) in PRODUCTS} - {""}

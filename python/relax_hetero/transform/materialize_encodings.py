@@ -12,7 +12,8 @@ After::
 
     y = R.call_tir(cls.matmul_128x768x3072_llvm_0_add_relu, (x, weight, bias), out_ty=R.Tensor((128, 3072), ...))
 
-What lays tensors out becomes a kernel too, and vanishes where the layout is identity; what was packed and is unpacked
+What lays tensors out becomes a kernel too, a plain `permute_dims` where nothing is tiled (other passes can move that),
+and vanishes where the layout is identity; what was packed and is unpacked
 only to be packed for another op goes from the one layout to the other. Types become those of the bytes.
 Elementwise ops of which each is the only user of the one before, the first of a product's, become the epilogue of the
 product's kernel: its accumulators never leave registers before bias, activation and residual are applied.
@@ -32,7 +33,7 @@ from ..encoding.encoding import Encoding
 from ..encoding.expression import Expression
 from ..encoding.packed_layout import PackedLayout
 from ..errors import EncodingError
-from ..op.encoded import MATMUL, PREPACKED, RELAYOUT, SET, UNSET, encoded_op
+from ..op.encoded import PREPACKED, PRODUCTS, RELAYOUT, SET, UNSET, encoded_op
 from ..vdevice import vdevices_of
 from .blame import blaming
 from .encoding_kernels import EncodingKernels
@@ -116,9 +117,8 @@ class _Function:
             if var in self.relaid:
                 self.stored[var] = stored
                 return self.merges.drop(var, call.args[0])
-            kernel = self.kernels.relayout(stored, Stored.plain(var.ty), where)
-            return relax.VarBinding(var, self._call(kernel, call.args, var.ty), binding.span)
-        if name == MATMUL:
+            return relax.VarBinding(var, self._relaid(call, stored, Stored.plain(var.ty), where), binding.span)
+        if name in PRODUCTS:
             chain = Chain(call)
         elif call.args[0] in self.chains:
             chain = self.chains[call.args[0]].then(call)
@@ -135,8 +135,16 @@ class _Function:
         if source.layout == stored.layout:
             self.stored[binding.var] = stored
             return self.merges.drop(binding.var, binding.value.args[0])
-        kernel = self.kernels.relayout(source, stored, where)
-        return self._bind(binding, self._call(kernel, binding.value.args, physical_type(stored)), stored)
+        return self._bind(binding, self._relaid(binding.value, source, stored, where), stored)
+
+    def _relaid(self, call: relax.Call, source: Stored, stored: Stored, where: str) -> relax.Call:
+        """The operand of `call` from one layout to another: a kernel, or a plain permutation where that is all."""
+        axes = source.layout.permutation_to(stored.layout)
+        if axes is None:
+            kernel = self.kernels.relayout(source, stored, where)
+            return self._call(kernel, call.args, physical_type(stored))
+        permute = relax.op.permute_dims(self.merges.resolve(call.args[0]), list(axes))
+        return typed(permute, physical_type(stored))
 
     def _product(self, binding: relax.Binding, chain: Chain, stored: Stored, where: str) -> relax.Binding:
         encoding = Encoding.parse(chain.product.attrs.encoding)
@@ -144,7 +152,7 @@ class _Function:
         expression = None if chain.expression == Expression.operand(0) else chain.expression
         others = [self._stored(arg) for arg in chain.others]
         name = str(chain.product.attrs.kernel)
-        kernel = self.kernels.matmul(encoding, operands, stored, expression, others, name, where)
+        kernel = self.kernels.product(encoding, operands, stored, expression, others, name, where)
         call = self._call(kernel, [*chain.product.args, *chain.others], physical_type(stored))
         return self._bind(binding, call, stored)
 

@@ -1,4 +1,4 @@
-"""SetEncoding: every matrix product says what its operands are for.
+"""SetEncoding: every matrix product and convolution says what its operands are for.
 
 Before::
 
@@ -10,6 +10,8 @@ After::
     rhs = R.hetero.set_encoding(w, "matmul[1]<...>")
     out = R.hetero.matmul(lhs, rhs, encoding="matmul[2]<...>")
     y: R.Tensor((8, 4), "float32") = R.hetero.unset_encoding(out, "matmul[2]<...>")
+
+Convolutions become `R.hetero.conv` in the same way (`encoded_convolutions`).
 
 Asks no device anything: it does this everywhere, and what a device has no layout for is cancelled by
 SpecializeEncodings. Products of 8-bit integers, written as products of wider numbers, become integer products
@@ -25,6 +27,7 @@ from tvm import relax
 
 from ..encoding.encoding import LHS, RHS
 from .blocks import Block, rewrite_blocks, shape_of, without_unused
+from .encoded_convolutions import emit_convolution
 from .encoded_products import ProductWriter, as_matrix, product_encoding, with_one_k
 from .quantized_operands import is_part_of_quantized
 from .quantized_products import emit_quantized_product
@@ -35,9 +38,10 @@ _ACCUMULATORS = {"float32": "float32", "float64": "float64", "float16": "float32
 
 
 def SetEncoding() -> tvm.transform.Pass:
-    """Give the operands and results of matrix products encodings.
+    """Give the operands and results of matrix products and convolutions encodings.
 
-    `R.matmul` in every form becomes `R.hetero.matmul`: batched and broadcast, of vectors (reshaped to matrices), of
+    `R.nn.conv1d`, `conv2d` and `conv3d` in single and double precision become `R.hetero.conv`. `R.matmul` in every
+    form becomes `R.hetero.matmul`: batched and broadcast, of vectors (reshaped to matrices), of
     half precision (accumulated in float32), of 8-bit integers. Left alone are products of other integers, of unknown
     rank or shape, and of shapes that do not provably fit.
 
@@ -63,6 +67,9 @@ def _encode_block(block: Block, constants: dict[Any, relax.Expr]) -> list[relax.
     writer = ProductWriter(block.is_dataflow)
     changed = quantized = False
     for binding in block.bindings:
+        if isinstance(binding, relax.VarBinding) and emit_convolution(writer, binding):
+            changed = True
+            continue
         if isinstance(binding, relax.VarBinding) and op_name(binding.value) == "relax.matmul":
             if emit_quantized_product(writer, binding, block, constants):
                 changed = quantized = True

@@ -33,14 +33,14 @@ from ..encoding.encoding import Encoding
 from ..encoding.expression import Expression
 from ..encoding.packed_layout import PackedLayout
 from ..op import encoded as ops
-from ..op.encoded import ELEMENTWISE, MATMUL, SET, UNSET, encoded_op
+from ..op.encoded import CONV, ELEMENTWISE, PRODUCTS, SET, UNSET, encoded_op
 from ..vdevice import device_name, vdevices_of
 from .blame import blaming
 from .blocks import Block, rewrite_blocks, without_unused
-from .cancel_encodings import stock_elementwise, stock_matmul
+from .cancel_encodings import stock_elementwise, stock_product
 from .emitting import Emitter, dataflow_variables
 from .encoded_values import layout_of
-from .encoding_description import describe_encodings, name_in_model
+from .encoding_description import describe_encodings, name_in_model, product_name
 from .encoding_layouts import Layouts, target_of
 from .encoding_report import CancelledEntry, is_collecting, publish
 from .hoist_encodings import CAST, PERMUTE, RESHAPE
@@ -49,7 +49,7 @@ from .merge_variables import Merges
 from .placement.ops import TRANSFER
 from .relayout_transfers import Crossing, moved
 from .rewriting import map_bindings, op_name, relax_functions, typed, with_functions
-from .stored_tensors import Stored, matmul_problem
+from .stored_tensors import Stored, product_problem
 from .verify_encodings import verify_encodings
 
 _FOLDED = (CAST, PERMUTE, RESHAPE, TRANSFER)
@@ -143,9 +143,10 @@ class _Function:
             return self._cancel(name, encoding, binding, operands)
         if call.attrs.layout:
             return binding
-        if name == MATMUL:
+        if name in PRODUCTS:
             kernel = self._kernel(encoding, layout, binding)
-            new = ops.matmul(*operands, encoding=encoding, layout=layout, kernel=kernel)
+            make = ops.conv if name == CONV else ops.matmul
+            new = make(*operands, encoding=encoding, layout=layout, kernel=kernel)
         elif name == ELEMENTWISE:
             new = ops.elementwise(*operands, expression=call.attrs.expression, encoding=encoding, layout=layout)
         else:
@@ -160,9 +161,8 @@ class _Function:
         return isinstance(expr, tvm.ir.GenericConst) or (isinstance(expr, relax.Var) and expr in self.constants)
 
     def _kernel(self, encoding: Encoding, layout: PackedLayout, binding: relax.Binding) -> str:
-        lhs, rhs, *init = (self._stored(arg) for arg in binding.value.args)
-        result = Stored(binding.var.ty, layout)
-        problem = matmul_problem(encoding, lhs, rhs, result, init[0] if init else None)
+        operands = [self._stored(arg) for arg in binding.value.args]
+        problem = product_problem(encoding, operands, Stored(binding.var.ty, layout))
         return self.names.name(problem, target_of(binding.var.ty.vdevice))
 
     def _stored(self, expr: relax.Expr) -> Stored:
@@ -183,8 +183,8 @@ class _Function:
         vdevice = var.ty.vdevice
         device = device_name(vdevice, self.vdevices) if vdevice is not None else ""
         reason = self.layouts.why_not(encoding, target_of(vdevice))
-        self.cancelled.append(CancelledEntry(self.name, name_in_model(var), "matmul", device, reason))
-        return stock_matmul(encoding, operands, out)
+        self.cancelled.append(CancelledEntry(self.name, name_in_model(var), product_name(call), device, reason))
+        return stock_product(encoding, operands, out)
 
     def _transfer(self, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
         """A tensor that is encoded on one side, or on both."""

@@ -17,7 +17,7 @@ from tvm_ffi import StructuralKey
 from ..encoding.encoding import LHS, RESULT, RHS, Encoding, IndexMap
 from ..encoding.expression import Expression
 from ..encoding.packed_layout import PackedLayout
-from ..encoding.problem import Dim, ElementwiseProblem, Epilogue, MatmulProblem, Operand
+from ..encoding.problem import ConvProblem, Dim, ElementwiseProblem, Epilogue, MatmulProblem, Operand, Window
 from ..errors import EncodingError
 from .blocks import is_one
 
@@ -89,6 +89,20 @@ def _int_if_known(extent: tvm.tirx.PrimExpr) -> Any:
     return int(extent) if isinstance(extent, tirx.IntImm) else extent
 
 
+def product_problem(
+    encoding: Encoding,
+    operands: Sequence[Stored],
+    result: Stored,
+    expression: Expression | None = None,
+    others: Sequence[Stored] = (),
+) -> MatmulProblem | ConvProblem:
+    """The problem of an encoded product or convolution of `operands`, with its epilogue; see `matmul_problem`."""
+    if encoding.moves is not None:
+        return conv_problem(encoding, operands[0], operands[1], result, expression, others)
+    init = operands[2] if len(operands) > 2 else None
+    return matmul_problem(encoding, operands[0], operands[1], result, init, expression, others)
+
+
 def matmul_problem(
     encoding: Encoding,
     lhs: Stored,
@@ -122,6 +136,37 @@ def matmul_problem(
         epilogue = Epilogue(expression, inputs)
     out = symbols.operand(result, maps[RESULT])
     return MatmulProblem(operands[0], operands[1], out, encoding.element_type, first, epilogue)
+
+
+def conv_problem(
+    encoding: Encoding,
+    data: Stored,
+    weight: Stored,
+    result: Stored,
+    expression: Expression | None = None,
+    others: Sequence[Stored] = (),
+) -> ConvProblem:
+    """The problem of a convolution of encoded tensors; parameters as of `matmul_problem`."""
+    moves, symbols, maps = encoding.moves, Symbols(), encoding.index_maps
+    assert moves is not None
+    spatial = len(moves.strides)
+    windows = tuple(
+        Window(
+            encoding.sizes[f"w{d}"],
+            moves.strides[d],
+            moves.dilation[d],
+            moves.padding[d],
+            moves.padding[spatial + d],
+        )
+        for d in range(spatial)
+    )
+    left, right = symbols.operand(data, maps[LHS]), symbols.operand(weight, maps[RHS])
+    epilogue = None
+    if expression is not None:
+        inputs = tuple(symbols.operand(s, _broadcast_map(s, result, maps[RESULT])) for s in others)
+        epilogue = Epilogue(expression, inputs)
+    out = symbols.operand(result, maps[RESULT])
+    return ConvProblem(left, right, out, encoding.element_types[RESULT], windows, moves.groups, epilogue)
 
 
 def elementwise_problem(expression: Expression, operands: Sequence[Stored], result: Stored) -> ElementwiseProblem:

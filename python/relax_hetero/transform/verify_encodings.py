@@ -10,7 +10,7 @@ from tvm import relax
 from ..encoding.encoding import LHS, RHS, Encoding
 from ..encoding.packed_layout import PackedLayout
 from ..errors import EncodingError
-from ..op.encoded import MATMUL, PREPACKED, RELAYOUT, SET, encoded_op
+from ..op.encoded import PREPACKED, PRODUCTS, RELAYOUT, SET, encoded_op
 from .blocks import used_vars
 from .encoded_values import EncodedValue, encoded_values, layout_of
 from .rewriting import op_name, relax_functions, walk_bindings
@@ -114,7 +114,7 @@ def _expected(name: str, call: relax.Call, index: int) -> tuple[EncodedValue | N
     own = EncodedValue(Encoding.parse(call.attrs.encoding), layout_of(call))
     if name in (SET, PREPACKED):
         return None, True
-    if name == MATMUL and index in (LHS, RHS):
+    if name in PRODUCTS and index in (LHS, RHS):
         return EncodedValue(own.encoding.of(index), None), False
     if name == RELAYOUT:
         source = call.attrs.from_layout

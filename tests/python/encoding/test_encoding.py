@@ -60,7 +60,8 @@ GOOD = "matmul[0]<float32 * float32 -> float32; (m, k) * (k, n) -> (m, n); m=2, 
 @pytest.mark.parametrize(
     "old, new, message",
     [
-        ("matmul[0]", "conv2d[0]", "found op type 'conv2d'"),
+        ("matmul[0]", "conv[0]", "found op type 'conv'"),
+        ("matmul[0]", "conv2d[0]", "a convolution has strides"),
         ("matmul[0]", "matmul[3]", "found operand 3"),
         ("matmul[0]", "batch_matmul[0]", "a batch_matmul has some"),
         ("(m, k)", "(m, n)", "lhs runs along ['m', 'n']"),

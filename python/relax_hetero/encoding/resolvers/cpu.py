@@ -2,7 +2,8 @@
 
 The left operand and the result stay row-major: the kernel broadcasts elements of the left one from where they lie, as
 fast as from packed storage, and stores rows of the result with a mask at their end. The right operand is packed into
-panels of n0 columns, ``[b.., n/n0, k/k0, n0, k0]``: a k-step reads one stretch of memory.
+panels of n0 columns, ``[b.., n/n0, k/k0, n0, k0]``: a k-step reads one stretch of memory. Convolutions: see
+`convolutions`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from ..machine import Machine, machine_of
 from ..packed_layout import PackedLayout
 from ..products import Product, product_for
 from ..tiles import tile_columns
+from .convolutions import conv_layout
 from .layouts import ResolverBase, tiled
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ product costs more than it saves. Measured (AVX-512, float32, M=128): 3 to 8 % f
 1 MiB, a third slower at 4 MiB."""
 
 
+_HAS_KERNELS = False
 FEW_ROWS = 8
 """For no more rows of the left operand than this, laying a right operand out costs more than it saves. Measured
 (AVX-512, float32, 4096x4096): 8 rows take a third of the time in place, one row a tenth."""
@@ -39,6 +42,8 @@ class CpuResolver(ResolverBase):
     def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """Row-major left operand and result; panels for the right one, unless it is a small activation."""
         machine = machine_of(target)
+        if encoding.moves is not None:
+            return conv_layout(encoding, machine) if _HAS_KERNELS else None
         product = product_for(machine, *encoding.element_types)
         if product is None:
             return None
@@ -50,6 +55,8 @@ class CpuResolver(ResolverBase):
 
     def resolve_activation(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """As `resolve`, but a right operand that few rows meet stays as it is."""
+        if encoding.moves is not None:
+            return self.resolve(encoding, target)
         product = product_for(machine_of(target), *encoding.element_types)
         few = 0 <= encoding.sizes["m"] <= FEW_ROWS
         if product is not None and encoding.operand_index == RHS and few and _is_readable(encoding, product):

@@ -26,8 +26,8 @@ class GenericResolver(ResolverBase):
     name = "generic"
 
     def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
-        """``[m/8, k, 8]``, ``[n/8, k, 8]`` and ``[m/8, n/8, 8, 8]``."""
-        if product_for(machine_of(target), *encoding.element_types) is None:
+        """``[m/8, k, 8]``, ``[n/8, k, 8]`` and ``[m/8, n/8, 8, 8]``; convolutions stay stock ops."""
+        if encoding.moves is not None or product_for(machine_of(target), *encoding.element_types) is None:
             return None
         index_map = encoding.index_map
         if encoding.operand_index == LHS:

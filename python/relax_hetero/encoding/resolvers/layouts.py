@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..encoding import Encoding, IndexMap
 from ..machine import machine_of
 from ..packed_layout import PackedLayout
-from ..problem import ElementwiseProblem, MatmulProblem
+from ..problem import ConvProblem, ElementwiseProblem, MatmulProblem
 
 if TYPE_CHECKING:
     import tvm
@@ -56,12 +56,18 @@ class ResolverBase(ABC):
         layout = self.resolve(encoding, target) or PackedLayout.identity(len(shape))
         return layout.storage_bytes(shape, encoding.element_type)
 
-    def kernel(self, problem: MatmulProblem | ElementwiseProblem, target: tvm.target.Target) -> tirx.PrimFunc:
+    def kernel(
+        self, problem: MatmulProblem | ConvProblem | ElementwiseProblem, target: tvm.target.Target
+    ) -> tirx.PrimFunc:
         """The project's own kernel for the target's machine."""
         if isinstance(problem, MatmulProblem):
             from ...tir.matmul import matmul_kernel
 
             return matmul_kernel(problem, machine_of(target))
+        if isinstance(problem, ConvProblem):
+            from ...tir.convolution import conv_kernel
+
+            return conv_kernel(problem, machine_of(target))
         from ...tir.elementwise import elementwise_kernel
 
         return elementwise_kernel(problem, machine_of(target))
