@@ -5,11 +5,12 @@ from __future__ import annotations
 from .encoding import Encoding
 from .expression import Expression
 from .packed_layout import PackedLayout
-from .problem import ElementwiseProblem, Epilogue, MatmulProblem, Operand
+from .problem import ConvProblem, ElementwiseProblem, Epilogue, MatmulProblem, Operand, Window
 from .resolver import EncodingResolver, register_resolver, resolver_for
 from .resolvers import register_resolvers as _register_resolvers
 
 __all__ = [
+    "ConvProblem",
     "ElementwiseProblem",
     "Encoding",
     "EncodingResolver",
@@ -18,6 +19,7 @@ __all__ = [
     "MatmulProblem",
     "Operand",
     "PackedLayout",
+    "Window",
     "register_resolver",
     "resolver_for",
 ]
