@@ -13,10 +13,14 @@ from pathlib import Path
 import numpy as np
 import onnx
 
+from .convolutional import NETWORKS
 from .light import LIGHT, light_model
+from .transformers import TRANSFORMERS
 
 MAKERS: dict[str, Callable[[], onnx.ModelProto]] = {
     **{name: (lambda graph=graph: light_model(graph)) for name, graph in LIGHT.items()},
+    **NETWORKS,
+    **TRANSFORMERS,
 }
 
 
