@@ -18,6 +18,7 @@ from ..native_target import native
 from ..vdevice import host_vdevice, vdevices_of
 from ..vm.tensors import ALIGNMENT
 from .external_symbols import check_external_symbols
+from .llvm_kernels import build_llvm
 from .loosen_alignment import ARGUMENT_ALIGNMENT, loosen_alignment
 
 
@@ -107,6 +108,8 @@ def binds_threads(func: tirx.PrimFunc) -> bool:
 
 def _build(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Target) -> tvm.runtime.Module:
     full = target if target.host is not None else target.with_host(host if _is_gpu(target) else target)
+    if target.kind.name == "llvm":
+        return build_llvm(full, group)
     if not _is_gpu(target):
         group = tvm.IRModule({gv: loosen_alignment(func) for gv, func in group.functions.items()})
     return tirx.build(group, target=full)

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
+from contextvars import ContextVar
 from itertools import zip_longest
 
 from tvm import tirx
@@ -64,6 +66,26 @@ _MIN_NORMAL = 1.1754943508222875e-38
 _SQRT_HALF_BITS = 0x3F3504F3
 
 
+# The values that `once` has named in the expression that is being written, innermost first; None among statements.
+_named: ContextVar[list[tuple[tirx.Var, tirx.Expr]] | None] = ContextVar("_named", default=None)
+
+
+def as_expression(function: Callable[..., tirx.Expr], *operands: tirx.Expr) -> tirx.Expr:
+    """What a function of this module gives as one expression, for where no statements can be written.
+
+    Values used more than once are bound by ``Let``, which TVM's simplifier must not see: it substitutes them.
+    """
+    named: list[tuple[tirx.Var, tirx.Expr]] = []
+    token = _named.set(named)
+    try:
+        result = function(*operands)
+    finally:
+        _named.reset(token)
+    for var, value in reversed(named):
+        result = tirx.Let(var, value, result)
+    return result
+
+
 def once(value: tirx.Expr) -> tirx.Expr:
     """A value that is computed once, however often it is used.
 
@@ -71,6 +93,11 @@ def once(value: tirx.Expr) -> tirx.Expr:
     bound to expressions wherever they are used, so that code with a chain of choices doubles at every one of them: an
     epilogue with gelu took half a minute to compile. It does not look into memory.
     """
+    named = _named.get()
+    if named is not None:
+        var = tirx.Var(f"v{len(named)}", value.ty)
+        named.append((var, value))
+        return var
     dtype = value.ty.dtype
     register = Registers(1, str(dtype).partition("x")[0], dtype.lanes)
     register[0] = value

@@ -1,0 +1,91 @@
+"""LowerVectorMath: functions of vectors become arithmetic.
+
+TVM's code generator hands ``T.exp`` of a vector to LLVM, which calls the C library once per lane. Here such a call
+becomes one of a function in LLVM's language, made of the formulas of `tir.vector_math`, that is imported and inlined.
+
+Before::
+
+    B[i * 16 : i * 16 + 16] = T.exp(A[i * 16 : i * 16 + 16])
+
+After::
+
+    T.attr(0, "pragma_import_llvm", "define <16 x float> @relax_hetero.exp.16(<16 x float> %x0) { ... }")
+    B[i * 16 : i * 16 + 16] = T.call_pure_extern("relax_hetero.exp.16", A[i * 16 : i * 16 + 16], "float32x16")
+
+Vectors of float16 and bfloat16 are computed in float32; float64 and scalars stay the C library's. Assumes vectorized
+loops, kernels of the kind llvm, and that LowerIntrin is still to come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import tvm
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+from tvm_ffi import structural_map
+
+from ..tir import vector_math
+from ..tir.llvm_text import llvm_function
+
+_FUNCTIONS: dict[str, Callable[..., tirx.Expr]] = {
+    "tirx.exp": vector_math.exp,
+    "tirx.log": vector_math.log,
+    "tirx.tanh": vector_math.tanh,
+    "tirx.erf": vector_math.erf,
+    "tirx.sigmoid": vector_math.sigmoid,
+}
+_COMPUTED = ("float32", "float16", "bfloat16")
+_IMPORT = "pragma_import_llvm"
+
+
+def LowerVectorMath() -> tvm.transform.Pass:
+    """Replace functions of vectors in the PrimFuncs of a module.
+
+    Returns
+    -------
+    tvm.transform.Pass
+    """
+
+    @tvm.transform.module_pass(opt_level=0, name="LowerVectorMath")
+    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        return tvm.IRModule({gv: lower_vector_math(func) for gv, func in mod.functions.items()}, attrs=mod.attrs)
+
+    return run
+
+
+def lower_vector_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """See the module's docstring."""
+    used: set[tuple[str, int]] = set()
+
+    def on_call(call: tvm.ir.Call) -> tvm.ir.Call:
+        if not isinstance(call.op, tvm.ir.Op) or call.op.name not in _FUNCTIONS:
+            return call
+        element, _, lanes = str(call.ty.dtype).partition("x")
+        if not lanes or element not in _COMPUTED:
+            return call
+        used.add((call.op.name, int(lanes)))
+        single = f"float32x{lanes}"
+        operands = [arg if element == "float32" else T.cast(arg, single) for arg in call.args]
+        result = T.call_pure_extern(single, _symbol(call.op.name, int(lanes)), *operands)
+        return result if element == "float32" else T.cast(result, str(call.ty.dtype))
+
+    body = structural_map(func.body, (tvm.ir.Call, on_call))
+    if not used:
+        return func
+    for name, lanes in sorted(used, reverse=True):
+        body = tirx.AttrStmt(tirx.IntImm("int32", 0), _IMPORT, tvm.ir.StringImm(_definition(name, lanes)), body)
+    return func.with_body(body)
+
+
+def _symbol(name: str, lanes: int) -> str:
+    return f"relax_hetero.{name.partition('.')[2]}.{lanes}"
+
+
+@cache
+def _definition(name: str, lanes: int) -> str:
+    function = _FUNCTIONS[name]
+    operands = function.__code__.co_argcount
+    params = [tirx.Var(f"x{i}", f"float32x{lanes}") for i in range(operands)]
+    return llvm_function(_symbol(name, lanes), params, vector_math.as_expression(function, *params))

@@ -1,0 +1,155 @@
+"""A vector expression of TIR as a function in LLVM's language.
+
+TVM's code generator for LLVM has no functions that return vectors, and its simplifier substitutes whatever an
+expression binds wherever it is used. A function in LLVM's own language, imported into a module and inlined by LLVM,
+is written once, however often it is called, and neither sees the other.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import tvm
+from tvm import tirx
+
+_TYPES = {"bool": "i1", "int32": "i32", "int64": "i64", "float32": "float", "float64": "double"}
+_ARITHMETIC = {tirx.Add: "add", tirx.Sub: "sub", tirx.Mul: "mul", tirx.Div: "div"}
+_COMPARISONS = {tirx.LT: "lt", tirx.LE: "le", tirx.GT: "gt", tirx.GE: "ge", tirx.EQ: "eq", tirx.NE: "ne"}
+_BITWISE = {
+    tirx.BitwiseAnd: "and", tirx.BitwiseOr: "or", tirx.BitwiseXor: "xor", tirx.LShift: "shl", tirx.RShift: "ashr",
+    tirx.And: "and", tirx.Or: "or",
+}  # fmt: skip
+
+
+def llvm_function(name: str, params: Sequence[tirx.Var], result: tirx.Expr) -> str:
+    """A function definition.
+
+    Parameters
+    ----------
+    name : str
+    params : sequence of tirx.Var
+        Vectors, which `result` is an expression of.
+    result : tirx.Expr
+        Of arithmetic, comparisons, choices, conversions, ``Let`` and the intrinsic sqrt.
+
+    Returns
+    -------
+    str
+        A module in LLVM's language with the function alone and what it declares.
+
+    Raises
+    ------
+    TypeError
+        The expression holds what has no translation here.
+    """
+    writer = _Writer(params)
+    value = writer.value(result)
+    signature = ", ".join(f"{_type(param)} {writer.value(param)}" for param in params)
+    body = "\n  ".join([*writer.lines, f"ret {_type(result)} {value}"])
+    return "\n".join([*sorted(writer.declarations), f"define {_type(result)} @{name}({signature}) {{\n  {body}\n}}\n"])
+
+
+class _Writer:
+    """Instructions in the order of the values they give; a variable's value is written once."""
+
+    def __init__(self, params: Sequence[tirx.Var]) -> None:
+        self.lines: list[str] = []
+        self.declarations: set[str] = set()
+        self._variables = {param: f"%x{i}" for i, param in enumerate(params)}
+
+    def value(self, e: tirx.Expr) -> str:
+        """What stands for an expression as an operand."""
+        while isinstance(e, tirx.Let):
+            self._variables[e.var] = self.value(e.value)
+            e = e.body
+        if isinstance(e, tirx.Var):
+            return self._variables[e]
+        if isinstance(e, (tirx.Broadcast, tirx.IntImm, tirx.FloatImm)):
+            return _constant(e)
+        return self._emit(self._instruction(e))
+
+    def _emit(self, instruction: str) -> str:
+        name = f"%v{len(self.lines)}"
+        self.lines.append(f"{name} = {instruction}")
+        return name
+
+    def _instruction(self, e: tirx.Expr) -> str:
+        kind = type(e)
+        if kind in _ARITHMETIC:
+            # As in code of TVM's own, a product and a sum may become one instruction.
+            prefix = "f" if _is_float(e) else "s" if kind is tirx.Div else ""
+            flag = " contract" if prefix == "f" else ""
+            return f"{prefix}{_ARITHMETIC[kind]}{flag} {self._pair(e.a, e.b)}"
+        if kind in _COMPARISONS:
+            return self._comparison(_COMPARISONS[kind], e.a, e.b)
+        if kind in _BITWISE:
+            return f"{_BITWISE[kind]} {self._pair(e.a, e.b)}"
+        if kind is tirx.Not:
+            return f"xor {_type(e)} {self.value(e.a)}, splat (i1 true)"
+        if kind is tirx.Select:
+            chosen = [f"{_type(v)} {self.value(v)}" for v in (e.condition, e.true_value, e.false_value)]
+            return f"select {', '.join(chosen)}"
+        if kind is tirx.Cast:
+            return f"{_conversion(e.value, e)} {_type(e.value)} {self.value(e.value)} to {_type(e)}"
+        if kind is tvm.ir.Call:
+            return self._call(e)
+        raise TypeError(f"no translation of {kind.__name__} into LLVM's language: {e}")
+
+    def _pair(self, a: tirx.Expr, b: tirx.Expr) -> str:
+        return f"{_type(a)} {self.value(a)}, {self.value(b)}"
+
+    def _comparison(self, relation: str, a: tirx.Expr, b: tirx.Expr) -> str:
+        if _is_float(a):
+            return f"fcmp {'une' if relation == 'ne' else 'o' + relation} {self._pair(a, b)}"
+        return f"icmp {relation if relation in ('eq', 'ne') else 's' + relation} {self._pair(a, b)}"
+
+    def _call(self, call: tvm.ir.Call) -> str:
+        name = call.op.name
+        if name == "tirx.reinterpret":
+            return f"bitcast {_type(call.args[0])} {self.value(call.args[0])} to {_type(call)}"
+        if name == "tirx.sqrt":
+            ty, lanes = _type(call), call.ty.dtype.lanes
+            intrinsic = f"@llvm.sqrt.v{lanes}f{call.ty.dtype.bits}"
+            self.declarations.add(f"declare {ty} {intrinsic}({ty})")
+            return f"call {ty} {intrinsic}({ty} {self.value(call.args[0])})"
+        raise TypeError(f"no translation of {name} into LLVM's language")
+
+
+def _is_float(e: tirx.Expr) -> bool:
+    return str(e.ty.dtype).startswith("float")
+
+
+def _type(e: tirx.Expr) -> str:
+    element, _, lanes = str(e.ty.dtype).partition("x")
+    return f"<{lanes} x {_TYPES[element]}>" if lanes else _TYPES[element]
+
+
+def _constant(e: tirx.Expr) -> str:
+    scalar = e.value if isinstance(e, tirx.Broadcast) else e
+    text = _number(scalar)
+    return f"splat ({_type(scalar)} {text})" if isinstance(e, tirx.Broadcast) else text
+
+
+def _number(scalar: tirx.Expr) -> str:
+    if not isinstance(scalar, (tirx.IntImm, tirx.FloatImm)):
+        raise TypeError(f"no translation of a broadcast of {type(scalar).__name__} into LLVM's language")
+    if isinstance(scalar, tirx.IntImm):
+        return str(int(scalar.value))
+    value = float(scalar.value)
+    if str(scalar.ty.dtype) == "float32":  # written as the double that it equals
+        (value,) = struct.unpack("f", struct.pack("f", value))
+    return f"0x{struct.unpack('Q', struct.pack('d', value))[0]:016X}"
+
+
+def _conversion(source: tirx.Expr, result: tirx.Expr) -> str:
+    if _is_float(source) and _is_float(result):
+        return "fpext" if source.ty.dtype.bits < result.ty.dtype.bits else "fptrunc"
+    if _is_float(source):
+        return "fptosi"
+    unsigned = str(source.ty.dtype).startswith("bool")
+    if _is_float(result):
+        return "uitofp" if unsigned else "sitofp"
+    if source.ty.dtype.bits > result.ty.dtype.bits:
+        return "trunc"
+    return "zext" if unsigned else "sext"
