@@ -13,11 +13,12 @@ from __future__ import annotations
 from ..encoding import DYNAMIC, LHS, RHS, Encoding
 from ..machine import Machine
 from ..packed_layout import PackedLayout
+from ..tiles import conv_columns
 
 FEW_CHANNELS = 4
 """An image of no more channels is read as it lies: they would not fill a vector, and it need not be permuted first."""
 
-_ELEMENT_TYPES = ("float32",)
+_ELEMENT_TYPES = ("float32", "float64")
 
 
 def conv_layout(encoding: Encoding, machine: Machine) -> PackedLayout | None:
@@ -27,6 +28,8 @@ def conv_layout(encoding: Encoding, machine: Machine) -> PackedLayout | None:
     unknown = [name for name, size in sizes.items() if size == DYNAMIC and name != "b"]
     if unknown or any(dtype not in _ELEMENT_TYPES for dtype in encoding.element_types):
         return None
+    if moves.groups > 1 and sizes["k"] == 1:
+        return None
     spatial = tuple(range(2, len(encoding.index_map)))
     channels_last = PackedLayout((0, *spatial, 1))
     if encoding.operand_index == LHS:
@@ -34,15 +37,7 @@ def conv_layout(encoding: Encoding, machine: Machine) -> PackedLayout | None:
         return PackedLayout.identity(len(encoding.index_map)) if few else channels_last
     if encoding.operand_index != RHS:
         return channels_last
-    if is_depthwise(encoding):
+    columns = conv_columns(machine, encoding.element_types[2], sizes["n"] // moves.groups, sizes["k"], moves.groups)
+    if columns == 0:
         return PackedLayout((1, *spatial, 0))
-    from ..tiles import conv_columns
-
-    columns = conv_columns(machine, encoding.element_type, sizes["n"] // moves.groups, sizes["k"], moves.groups)
-    return PackedLayout((0, *spatial, 1), (0,), (columns,)) if columns > 1 else PackedLayout((0, *spatial, 1))
-
-
-def is_depthwise(encoding: Encoding) -> bool:
-    """Whether every output channel reads one input channel of its own group."""
-    assert encoding.moves is not None
-    return encoding.moves.groups > 1 and encoding.sizes["k"] == 1
+    return PackedLayout((0, *spatial, 1), (0,), (columns,))

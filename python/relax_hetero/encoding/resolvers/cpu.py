@@ -28,7 +28,6 @@ product costs more than it saves. Measured (AVX-512, float32, M=128): 3 to 8 % f
 1 MiB, a third slower at 4 MiB."""
 
 
-_HAS_KERNELS = False
 FEW_ROWS = 8
 """For no more rows of the left operand than this, laying a right operand out costs more than it saves. Measured
 (AVX-512, float32, 4096x4096): 8 rows take a third of the time in place, one row a tenth."""
@@ -43,7 +42,7 @@ class CpuResolver(ResolverBase):
         """Row-major left operand and result; panels for the right one, unless it is a small activation."""
         machine = machine_of(target)
         if encoding.moves is not None:
-            return conv_layout(encoding, machine) if _HAS_KERNELS else None
+            return conv_layout(encoding, machine)
         product = product_for(machine, *encoding.element_types)
         if product is None:
             return None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..encoding import Encoding, IndexMap
 from ..machine import machine_of
 from ..packed_layout import PackedLayout
-from ..problem import ConvProblem, ElementwiseProblem, MatmulProblem
+from ..problem import ConvProblem, ElementwiseProblem, MatmulProblem, RowsProblem
 
 if TYPE_CHECKING:
     import tvm
@@ -68,6 +68,10 @@ class ResolverBase(ABC):
             from ...tir.convolution import conv_kernel
 
             return conv_kernel(problem, machine_of(target))
+        if isinstance(problem, RowsProblem):
+            from ...tir.rows import rows_kernel
+
+            return rows_kernel(problem, machine_of(target))
         from ...tir.elementwise import elementwise_kernel
 
         return elementwise_kernel(problem, machine_of(target))
