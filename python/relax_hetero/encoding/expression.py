@@ -25,7 +25,7 @@ OPS: dict[str, int] = {
     "add": 2, "subtract": 2, "multiply": 2, "divide": 2, "maximum": 2, "minimum": 2,
     "relu": 1, "gelu": 1, "gelu_tanh": 1, "silu": 1, "sigmoid": 1, "tanh": 1, "erf": 1, "exp": 1, "log": 1,
     "sqrt": 1, "rsqrt": 1, "square": 1, "abs": 1, "negative": 1, "round": 1, "floor": 1, "ceil": 1,
-    "leaky_relu": 1, "clip": 1, "cast": 1,
+    "leaky_relu": 1, "clip": 1, "cast": 1, "where": 3,
 }  # fmt: skip
 # Further arguments: numbers, or a dtype for cast.
 PARAMETERS: dict[str, int] = {"leaky_relu": 1, "clip": 2, "cast": 1}
@@ -125,7 +125,8 @@ class Expression:
                 return ""
             if op == "cast":
                 return str(params[0])
-            known = {arg for arg in args if arg}
+            # A condition is of another type, bool or bytes.
+            known = {arg for arg in (args[1:] if op == "where" else args) if arg}
             if len(known) > 1:
                 raise EncodingError(f"{op} in expression {self} meets element types {sorted(known)}; expected one")
             return known.pop() if known else ""

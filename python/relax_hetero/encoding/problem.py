@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from .encoding import IndexMap
 from .expression import Expression
 from .packed_layout import PackedLayout
+from .row_program import RowProgram
 
 Dim = int | str
 
@@ -147,6 +148,50 @@ class ConvProblem:
 
 
 @dataclass(frozen=True)
+class AttentionProblem:
+    """``result = softmax(scores(query * key^T)) * value``, every head for itself.
+
+    Parameters of its kernel, in order: query, key, value, the operands of `scores`, result, scratch. The scratch is a
+    float32 tensor whose shape the kernel says.
+
+    Iteration dimensions: "b" batch, "h" heads, "g" heads of key and value, "m" queries, "n" keys, "d" the width of
+    query and key, "e" that of the value. A dimension of an operand may run along several, outermost first: "h*d".
+
+    Attributes
+    ----------
+    query, key, value, result : Operand
+        Plain tensors; query over b, h, m, d; key over b, g, n, d; value over b, g, n, e; result over b, h, m, e. The
+        same tensor may be several of them.
+    starts : tuple of (tuple of int)
+        Of query, key and value: where in each dimension of the tensor it begins (slices of one tensor).
+    sizes : tuple of (str, Dim)
+        Of every iteration dimension; h, g, d and e are ints, h is a multiple of g.
+    scores : Epilogue
+        What is applied to a product before softmax: ``x0`` is the product, ``x1``, ... operands over b, h, m and n
+        ("1": broadcast); those of type bool are conditions of ``where``.
+    causal : str
+        "": every query sees every key; "top_left": query i sees keys up to i; "bottom_right": the last query sees all.
+    nan_to_zero : bool
+        A row whose softmax is NaN, because every score is -inf, gives zeros.
+    """
+
+    query: Operand
+    key: Operand
+    value: Operand
+    result: Operand
+    starts: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+    sizes: tuple[tuple[str, Dim], ...]
+    scores: Epilogue
+    causal: str = ""
+    nan_to_zero: bool = False
+
+    @property
+    def parameters(self) -> list[Operand]:
+        """What the kernel takes, in order, less the scratch."""
+        return [self.query, self.key, self.value, *self.scores.operands, self.result]
+
+
+@dataclass(frozen=True)
 class ElementwiseProblem:
     """``result = expression(x0, x1, ...)`` with broadcast; x0 has the result's shape and layout.
 
@@ -154,6 +199,25 @@ class ElementwiseProblem:
     """
 
     expression: Expression
+    operands: tuple[Operand, ...]
+    result: Operand
+
+    @property
+    def parameters(self) -> list[Operand]:
+        """What the kernel takes, in order."""
+        return [*self.operands, self.result]
+
+
+@dataclass(frozen=True)
+class RowsProblem:
+    """``result = program(x0, x1, ...)`` of every row: what lies along the last dimension, "n".
+
+    Parameters of its kernel, in order: operands, result. All are row-major; index maps name the dimensions before the
+    last "d0", "d1", ...; an operand may lack any of them. The result's last dimension is "1" where its expression does
+    not vary along a row.
+    """
+
+    program: RowProgram
     operands: tuple[Operand, ...]
     result: Operand
 

@@ -77,6 +77,8 @@ def emit(expression: Expression, values: Sequence[tirx.Expr], dtypes: Sequence[s
             return params[0]
         if op == "cast":
             return _cast(_known(expression, args[0]), params[0])
+        if op == "where":
+            return _where(expression, *args)
         known = [arg for arg in args if isinstance(arg, _Value)]
         if not known:
             raise EncodingError(f"{op} in expression {expression} has numbers only; their type is unknown")
@@ -98,6 +100,21 @@ def _known(expression: Expression, value: Any) -> _Value:
     if not isinstance(value, _Value):
         raise EncodingError(f"expression {expression} is a number; its type is unknown")
     return value
+
+
+def _where(expression: Expression, condition: Any, then: Any, otherwise: Any) -> _Value:
+    """The choice between two values, of which one may be a number; a condition of integers holds where not zero."""
+    known = [arg for arg in (then, otherwise) if isinstance(arg, _Value)]
+    if not known or not isinstance(condition, _Value) or any(arg.dtype != known[0].dtype for arg in known):
+        raise EncodingError(f"where in expression {expression}: expected a condition and values of one type")
+    like = known[0]
+    chosen = [
+        arg.value if isinstance(arg, _Value) else vector_math.constant(like.value, arg) for arg in (then, otherwise)
+    ]
+    holds = condition.value
+    if condition.dtype != "bool":
+        holds = tirx.NE(holds, vector_math.constant(holds, 0))
+    return _Value(like.dtype, vector_math.once(T.Select(holds, *chosen)))
 
 
 def _is_float(dtype: str) -> bool:

@@ -130,7 +130,7 @@ class _Transpose:
                 value = T.Select(inside, value, zeros(self.word, self.lanes))
             loaded.append(T.bind(value))
         columns = self.lanes // self.block
-        for i, vector in enumerate(_riffle(loaded, self.lanes)):
+        for i, vector in enumerate(riffle(loaded, self.lanes)):
             there = self._packed(outer, start + i * columns, tirx.const(first, "int64"))
             T.buffer_store(self.packed_words, vector, [lane_indices(there, self.lanes)])
 
@@ -139,7 +139,7 @@ class _Transpose:
         for i in range(self.lanes):
             here = self._packed(outer, start + i, tirx.const(first, "int64"))
             loaded.append(T.bind(self.packed_words[lane_indices(here, self.lanes)]))
-        for i, vector in enumerate(_riffle(loaded, self.lanes)):
+        for i, vector in enumerate(riffle(loaded, self.lanes)):
             row = outer[self.rows] * self.tile + first + i
             there = lane_indices(self._plain(outer, T.min(row, self.height - 1), start), self.lanes)
             if full:
@@ -161,7 +161,7 @@ class _Transpose:
                     T.buffer_store(self.plain_words, self.packed_words[there], [here])
 
 
-def _riffle(vectors: list[Expr], lanes: int) -> list[Expr]:
+def riffle(vectors: list[Expr], lanes: int) -> list[Expr]:
     """Transpose: rows in, columns out, several short columns to a vector.
 
     Every stage merges the rows of two halves element by element, as a deck of cards is riffled.

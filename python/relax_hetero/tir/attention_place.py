@@ -1,0 +1,187 @@
+"""What the parts of an attention kernel share: block sizes, views, and where in scratch things are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tvm import tirx
+
+from ..encoding.machine import Machine
+from ..encoding.problem import AttentionProblem
+from ..encoding.tiles import tile_sizes
+from .builder import Expr, Registers, broadcast, ceil_div, lane_numbers
+from .heads_view import HeadsView
+from .work_split import WORTH_A_TASK
+
+# Keys of a block: the scores of a tile of 8 queries against them take a third of the first-level cache, keys and
+# values of width 64 together a quarter of the second-level one.
+KEYS = 512
+# Queries of a block: packing a block of keys for them costs 1 % of what they compute.
+QUERIES = 256
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Sizes of the parts that an attention is cut into.
+
+    Attributes
+    ----------
+    tasks : int
+    queries, keys : int
+        Of a block; multiples of `rows` and `columns`.
+    is_single : bool
+        One block holds all keys.
+    rows, vectors, lanes : int
+        Of a tile of scores: queries, vectors of keys, and keys of a vector.
+    value_panels : int
+        Panels of `columns` that the width of a value fills.
+    width : int
+        Of query and key.
+    """
+
+    tasks: int
+    queries: int
+    keys: int
+    is_single: bool
+    rows: int
+    vectors: int
+    lanes: int
+    value_panels: int
+    width: int
+
+    @property
+    def columns(self) -> int:
+        """Keys of a tile."""
+        return self.vectors * self.lanes
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        """Where the parts of a task's scratch begin, in elements; "end" is its size, a multiple of cache lines."""
+        found, end = {}, 0
+        state = 0 if self.is_single else self.queries
+        for name, size in {
+            "keys": self.keys * self.width,
+            "values": self.keys * self.value_panels * self.columns,
+            "scores": self.rows * self.keys,
+            "partial": state * self.value_panels * self.columns,
+            "maxima": state,
+            "sums": state,
+        }.items():
+            found[name], end = end, ceil_div(end + size, 16) * 16
+        return {**found, "end": end}
+
+    @property
+    def scratch(self) -> int:
+        """Elements of a task's scratch."""
+        return self.offsets["end"]
+
+
+def block_sizes(problem: AttentionProblem, machine: Machine) -> Blocks:
+    """The blocks of a problem: as few as caches and cores allow."""
+    sizes = dict(problem.sizes)
+    tile, lanes = tile_sizes(machine), machine.lanes("float32")
+    columns = tile.vectors * lanes
+    queries, keys = sizes["m"], sizes["n"]
+    rows = min(tile.rows, queries) if isinstance(queries, int) else tile.rows
+    most_keys = KEYS // columns * columns
+    block_keys = min(most_keys, ceil_div(keys, columns) * columns) if isinstance(keys, int) else most_keys
+    tasks, block_queries = _share(sizes, machine.cores, rows)
+    return Blocks(
+        tasks=tasks,
+        queries=block_queries,
+        keys=block_keys,
+        is_single=isinstance(keys, int) and keys <= block_keys,
+        rows=rows,
+        vectors=tile.vectors,
+        lanes=lanes,
+        value_panels=ceil_div(sizes["e"], columns),
+        width=sizes["d"],
+    )
+
+
+def _share(sizes: Mapping[str, Any], cores: int, rows: int) -> tuple[int, int]:
+    """Tasks, and queries of a block: heads are shared out, and parts of them where that leaves no core idle."""
+    queries = sizes["m"] if isinstance(sizes["m"], int) else QUERIES
+    heads = sizes["h"] * (sizes["b"] if isinstance(sizes["b"], int) else 1)
+    most = max(rows, QUERIES // rows * rows)
+    known = all(isinstance(sizes[name], int) for name in ("b", "m", "n"))
+    work = heads * queries * (sizes["n"] if known else KEYS) * (sizes["d"] + sizes["e"])
+    if cores == 1 or (known and work < WORTH_A_TASK):
+        return 1, min(most, ceil_div(queries, rows) * rows)
+    parts = next((parts for parts in range(1, cores + 1) if heads * parts % cores == 0), cores)
+    if heads >= 4 * cores:
+        parts = 1
+    size = ceil_div(ceil_div(queries, parts), rows) * rows
+    return cores, min(most, size)
+
+
+@dataclass(frozen=True)
+class AttentionPlace:
+    """The views of a kernel, and its task's scratch.
+
+    Attributes
+    ----------
+    problem : AttentionProblem
+    sizes : mapping of str to PrimExpr or int
+        Of every iteration dimension.
+    blocks : Blocks
+    operands : tuple of HeadsView
+        Query, key and value.
+    masks : tuple of HeadsView
+        Operands of the scores' expression.
+    result : HeadsView
+    room : tirx.Buffer
+        Scratch of all tasks, as one dimension.
+    machine : Machine
+    task : PrimExpr
+        Where the task's scratch begins.
+    registers : Registers
+        Accumulators of a tile.
+    """
+
+    problem: AttentionProblem
+    sizes: Mapping[str, Expr]
+    blocks: Blocks
+    operands: tuple[HeadsView, HeadsView, HeadsView]
+    masks: tuple[HeadsView, ...]
+    result: HeadsView
+    room: Any
+    machine: Machine
+    task: Expr = 0
+    registers: Registers | None = None
+
+    def in_task(self, start: Expr, registers: Registers) -> AttentionPlace:
+        """The place in a task whose scratch begins at `start`."""
+        return replace(self, task=start, registers=registers)
+
+    @property
+    def query(self) -> HeadsView:
+        """Where queries are."""
+        return self.operands[0]
+
+    @property
+    def key(self) -> HeadsView:
+        """Where keys are."""
+        return self.operands[1]
+
+    @property
+    def value(self) -> HeadsView:
+        """Where values are."""
+        return self.operands[2]
+
+    def at(self, name: str) -> Expr:
+        """Where a part of the task's scratch begins."""
+        return self.task + self.blocks.offsets[name]
+
+    @property
+    def value_masks(self) -> list[Expr | None]:
+        """Of the vectors of a value: which lanes exist, None where all do."""
+        lanes, width = self.blocks.lanes, self.sizes["e"]
+        return [
+            None
+            if first + lanes <= width
+            else lane_numbers(lanes) < broadcast(tirx.const(width - first, "int32"), lanes)
+            for first in range(0, width, lanes)
+        ]
