@@ -53,6 +53,26 @@ def tables(results: Sequence[Result]) -> list[tuple[str, list[str], list[list[st
     return made
 
 
+def memory_tables(results: Sequence[Result]) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Title, columns and cells of a table per thread count; none where no memory was measured."""
+    made = []
+    for threads in dict.fromkeys(result["threads"] for result in results):
+        group = [result for result in results if result["threads"] == threads]
+        keys = [key for key in PEERS if any("running" in _memory(result, key) for result in group)]
+        rows = []
+        for result in group:
+            own, ort = (_memory(result, key).get("running") for key in (OURS, "onnxruntime"))
+            cells = [
+                f"{memory['running'] / 1e6:.0f} ({memory['after'] / 1e6:.0f})" if "running" in memory else "–"
+                for memory in (_memory(result, key) for key in keys)
+            ]
+            rows.append([result["model"], *cells, f"{own / ort:.2f}" if own and ort else ""])
+        if keys:
+            title = f"{threads} thread{'s' if threads > 1 else ''}: MB above the imports, peak (after three calls)"
+            made.append((title, ["model", *(PEERS[key].name for key in keys), "of ONNX Runtime's"], rows))
+    return made
+
+
 def summary(results: Sequence[Result]) -> list[str]:
     """Geometric means of ratios, by thread count: to the best peer, and to each."""
     lines = []
@@ -86,9 +106,14 @@ def remarks(results: Sequence[Result]) -> list[str]:
 def markdown(results: Sequence[Result]) -> str:
     """The tables as Markdown."""
     lines = []
-    for title, columns, rows in tables(results):
+    for title, columns, rows in [*tables(results), *memory_tables(results)]:
         lines += [f"### {title}", "", _line(columns), _line(["---"] * len(columns)), *map(_line, rows), ""]
     return "\n".join([*lines, *(f"- {line}" for line in [*summary(results), *remarks(results)]), ""])
+
+
+def _memory(result: Result, key: str) -> dict[str, Any]:
+    found: dict[str, Any] = result["rows"].get(key, {}).get("memory", {})
+    return found
 
 
 def _line(cells: Sequence[str]) -> str:

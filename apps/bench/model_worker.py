@@ -26,7 +26,7 @@ class Job:
     Attributes
     ----------
     action : str
-        ``compile``, ``reference``, ``memory``, ``profile``: done at once; ``turns``: loads, then serves requests.
+        ``compile``, ``reference``, ``memory``: done at once; ``turns``: loads, then serves requests.
     model : str
         The ONNX file.
     peers : tuple of str
@@ -109,6 +109,22 @@ def error_of(results: list[Any], expected: dict[str, Any]) -> float:
     return worst
 
 
+def measure_memory(job: Job) -> dict[str, Any]:
+    """Bytes above what the process had after its imports: with the model loaded, at the peak, and after three calls."""
+    from memory import Peak, resident
+    from model_peers import PEERS
+
+    (key,) = job.peers
+    inputs = _arrays(job.arrays, "in")
+    peer = PEERS[key].load_module()
+    peak = Peak()
+    session = peer.load(job.model, job.files.get(key, ""), inputs, job.threads)
+    loaded = peak.bytes()
+    for _ in range(3):
+        session.call()
+    return {"loading": loaded, "running": peak.bytes(), "after": max(0, resident("VmRSS") - peak.before)}
+
+
 def serve(job: Job, answer: Callable[[Any], None]) -> None:
     """Load, check and report every contestant; then a turn for each request, until there are no more."""
     import gc
@@ -161,7 +177,12 @@ def _loaded(key: str, job: Job, inputs: dict[str, Any], expected: dict[str, Any]
 
 def first_line(error: Exception) -> str:
     """The last line of an error's text that says something."""
-    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), "")[:300]
+    return shortened(next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), ""))
+
+
+def shortened(text: str) -> str:
+    """Beginning and end of a long message."""
+    return text if len(text) <= 500 else f"{text[:200]} … {text[-300:]}"
 
 
 def main() -> None:
@@ -177,7 +198,7 @@ def main() -> None:
     if job.action == "turns":
         serve(job, answer)
     else:
-        answer({"compile": compile_models, "reference": add_reference}[job.action](job))
+        answer({"compile": compile_models, "reference": add_reference, "memory": measure_memory}[job.action](job))
     answers.flush()
     os._exit(0)  # some libraries hang or crash when their threads meet the interpreter's end
 

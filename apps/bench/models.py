@@ -22,8 +22,8 @@ from typing import Any
 import click
 import numpy as np
 from model_peers import PEERS
-from model_report import markdown, remarks, summary, tables
-from model_worker import Job
+from model_report import markdown, memory_tables, remarks, summary, tables
+from model_worker import Job, shortened
 from model_zoo import MAKERS, model_path, random_inputs
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -69,8 +69,8 @@ def at_once(job: Job, limit: float | None = None) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"failure": f"not done after {limit:.0f} s"}
     if done.returncode or not done.stdout:
-        said = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "")
-        return {"failure": f"status {done.returncode}: {said.strip()[:300]}"}
+        said = next((line.strip() for line in reversed(done.stderr.splitlines()) if line.strip()), "")
+        return {"failure": f"status {done.returncode}: {shortened(said)}"}
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -138,6 +138,13 @@ def time_models(job: Job, rows: dict[str, dict[str, Any]], rounds: int, cap: flo
             rows[key].update(calls=len(found))
 
 
+def add_memory(job: Job, rows: dict[str, dict[str, Any]]) -> None:
+    """Have each contestant of a job load and run in a fresh process; bytes go to its row."""
+    for key in job.peers:
+        if not rows[key].keys() & {"failure", "unsupported"}:
+            rows[key]["memory"] = at_once(replace(job, action="memory", peers=(key,)))
+
+
 def _names(_context: click.Context, _parameter: click.Parameter, names: Sequence[str]) -> list[tuple[str, Path]]:
     try:
         return [(Path(name).stem, model_path(name)) for name in names or MAKERS]
@@ -179,8 +186,10 @@ def _dims(_context: click.Context, parameter: click.Parameter, text: str) -> dic
 @click.option("--executables", type=click.Path(path_type=Path), help="Keeps what is compiled here, and takes it again.")
 @click.option("--compile-limit", default=300.0, show_default=True, help="Seconds that a contestant may compile.")
 @click.option("--compile-only", is_flag=True, help="With --executables: time nothing.")
+@click.option("--memory", is_flag=True, help="Also what a fresh process takes that only loads and runs.")
 @click.option("--seed", default=0, show_default=True, help="Of inputs and of the order of turns.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write results there.")
+@click.option("--png", "png_file", type=click.Path(path_type=Path, dir_okay=False), help="Draw the ratios there.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print Markdown.")
 def main(
     models: list[tuple[str, Path]],
@@ -194,8 +203,10 @@ def main(
     executables: Path | None,
     compile_limit: float,
     compile_only: bool,
+    memory: bool,
     seed: int,
     json_file: Path | None,
+    png_file: Path | None,
     as_markdown: bool,
 ) -> None:
     """Time MODELS (ONNX files, or names of built-in ones; else all of these) here and in the libraries installed."""
@@ -216,9 +227,16 @@ def main(
                 if not compile_only:
                     progress.update(task, description=f"{name}, {count} threads: running")
                     time_models(ready, rows, rounds, cap, isolate, seed)
+                if memory:
+                    progress.update(task, description=f"{name}, {count} threads: memory")
+                    add_memory(ready, rows)
                 results.append({"model": name, "threads": count, "rows": rows})
     if json_file:
         json_file.write_text(json.dumps({"made": time.strftime("%Y-%m-%d"), "results": results}, indent=1))
+    if png_file:
+        from model_chart import draw
+
+        draw(results, png_file)
     if as_markdown:
         click.echo(markdown(results))
     else:
@@ -242,7 +260,7 @@ def _progress() -> Progress:
 
 def _print(results: list[dict[str, Any]]) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
-    for title, columns, rows in tables(results):
+    for title, columns, rows in [*tables(results), *memory_tables(results)]:
         table = Table(title=title, title_justify="left")
         for column in columns:
             table.add_column(column, justify="left" if column in ("model", "best peer") else "right")
