@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tvm import tirx
-from tvm.script.ir_builder import tirx as T
 
 from ..element_types import bytes_of
 from .builder import Expr, Registers, broadcast, ceil_div, either, held, lane_indices, loop, settled, zeros

@@ -11,6 +11,7 @@ from ..encoding.packed_layout import PackedLayout
 from ..encoding.problem import ConvProblem, Epilogue, MatmulProblem, Operand
 from ..errors import EncodingError
 from .builder import Function
+from .conv_channelwise import emit_channelwise
 from .conv_place import Convolution
 from .conv_tile import emit_direct
 from .matmul import matmul_kernel
@@ -47,7 +48,8 @@ def conv_kernel(problem: ConvProblem, machine: Machine) -> tirx.PrimFunc:
         conv = Convolution.of(function, problem, machine)
         with function.body():
             conv.open()
-            emit_direct(conv)
+            emit = emit_channelwise if _is_channelwise(problem) else emit_direct
+            emit(conv)
     return function.result
 
 
@@ -70,13 +72,23 @@ def _check(problem: ConvProblem) -> None:
     for name, operand in (("data", problem.data), ("result", problem.result)):
         if operand.layout.inner_dims:
             raise EncodingError(f"convolution: found {name} stored as {operand.layout}, expected no tiles")
-    rank = len(problem.windows) + 2
-    perm = (0, *range(2, rank), 1)
-    if problem.weight.layout.outer_perm != perm or problem.weight.layout.inner_dims != (0,):
+    rank, layout = len(problem.windows) + 2, problem.weight.layout
+    perm, last = (0, *range(2, rank), 1), (1, *range(2, rank), 0)
+    tiled = layout.outer_perm == perm and layout.inner_dims == (0,)
+    if not tiled and not (problem.weight.shape[1] == 1 and layout == PackedLayout(last)):
         raise EncodingError(
-            f"convolution: found the weight stored as {problem.weight.layout}, expected outer={list(perm)} and "
-            "tiles of dimension 0"
+            f"convolution: found the weight stored as {layout}, expected outer={list(perm)} and tiles of dimension 0, "
+            f"or outer={list(last)} where groups have one input channel"
         )
+
+
+def _is_channelwise(problem: ConvProblem) -> bool:
+    """Whether a vector of output channels holds several groups."""
+    return problem.weight.layout.tile(0) == 1 or problem.weight.layout.tile(0) > _channels(problem) // problem.groups
+
+
+def _channels(problem: ConvProblem) -> int:
+    return int(problem.weight.shape[0])
 
 
 def as_product(problem: ConvProblem) -> MatmulProblem | None:
