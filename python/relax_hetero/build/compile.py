@@ -16,6 +16,7 @@ from ..transform.bind_targets import call_vdevice, called_prim_func
 from ..transform.encoding_report import collect_encodings
 from ..transform.fusion_report import collect_fusions
 from ..transform.kernel_ops import ops_of
+from ..transform.kernel_work import bytes_of, operations_of
 from ..transform.lower_transfers import writes_in_place
 from ..transform.realize_vdevice import collect_placement
 from ..transform.rewriting import relax_functions, walk_bindings
@@ -133,7 +134,7 @@ def _dispatches(mod: tvm.IRModule, vdevices: list[relax.VDevice]) -> dict[str, D
                 kernel = mod.functions[gv]
                 vdevice = call_vdevice(binding.value) or _built_for(kernel, vdevices)
                 device = vdevice_index(vdevice, vdevices) if vdevice is not None else -1
-                found[gv.name_hint] = DispatchSpec(device, ops_of(kernel))
+                found[gv.name_hint] = DispatchSpec(device, ops_of(kernel), operations_of(kernel), bytes_of(kernel))
     return found
 
 

@@ -107,10 +107,24 @@ class ConstantSpec:
 
 @dataclass(frozen=True)
 class DispatchSpec:
-    """A kernel symbol: the manifest index it runs on (-1: implicit host) and the model ops it computes."""
+    """A kernel symbol.
+
+    Attributes
+    ----------
+    device : int
+        The manifest index it runs on; -1: the implicit host.
+    ops : tuple of str
+        The model ops it computes.
+    operations : int
+        Multiplications and additions of its products, in one call; 0 where there are none or nobody counted.
+    bytes : int
+        Of its arguments, each once; 0 where an extent is symbolic.
+    """
 
     device: int
     ops: tuple[str, ...] = ()
+    operations: int = 0
+    bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -188,7 +202,7 @@ class Metadata:
             encodings=data.get("encodings"),
             fusions=data.get("fusions"),
             dispatches={
-                symbol: DispatchSpec(dispatch["device"], tuple(dispatch["ops"]))
+                symbol: DispatchSpec(**{**dispatch, "ops": tuple(dispatch["ops"])})
                 for symbol, dispatch in data["dispatches"].items()
             },
             alignment=data.get("alignment", 64),

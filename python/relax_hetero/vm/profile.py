@@ -34,6 +34,8 @@ class ProfileRow:
         All calls together.
     share : float
         Of the whole call, 0 to 1.
+    operations, bytes : int
+        Of each call, as `DispatchSpec` has them; 0 where they are not known.
     """
 
     symbol: str
@@ -42,6 +44,8 @@ class ProfileRow:
     calls: int
     microseconds: float
     share: float
+    operations: int = 0
+    bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,8 @@ class Recorder:
             elif symbol in metadata.dispatches:
                 dispatch = metadata.dispatches[symbol]
                 device = names[dispatch.device]
-                rows.append(ProfileRow(symbol, device, dispatch.ops, len(times), microseconds, share))
+                work = dispatch.operations, dispatch.bytes
+                rows.append(ProfileRow(symbol, device, dispatch.ops, len(times), microseconds, share, *work))
             elif not symbol.startswith(_BUILTIN) and symbol not in metadata.signatures:
                 rows.append(ProfileRow(symbol, "host", (), len(times), microseconds, share))
         rest = max(0.0, total - sum(row.microseconds for row in rows))

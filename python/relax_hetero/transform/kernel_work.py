@@ -1,0 +1,39 @@
+"""How much a kernel computes and moves: what its time is compared with."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from tvm import tirx
+from tvm.tirx.buffer import is_buffer_var
+
+from ..encoding.work import operations
+
+OPERATIONS = "relax_hetero.operations"
+
+
+def work_attribute(problem: Any) -> dict[str, int]:
+    """The attribute of a kernel that solves a problem; none where its arithmetic is not counted."""
+    counted = operations(problem)
+    return {OPERATIONS: counted} if counted else {}
+
+
+def operations_of(func: tirx.PrimFunc) -> int:
+    """Multiplications and additions of the products in a kernel; 0 where they are not known."""
+    return int(func.attrs.get(OPERATIONS, 0))
+
+
+def bytes_of(func: tirx.PrimFunc) -> int:
+    """Bytes of a kernel's arguments, each read or written once; 0 where an extent is symbolic."""
+    return sum(_bytes(param) for param in func.params if is_buffer_var(param)) if _static(func) else 0
+
+
+def _static(func: tirx.PrimFunc) -> bool:
+    buffers = [param for param in func.params if is_buffer_var(param)]
+    return all(isinstance(extent, tirx.IntImm) for buffer in buffers for extent in buffer.shape)
+
+
+def _bytes(buffer: tirx.Buffer) -> int:
+    bits = buffer.dtype.bits * buffer.dtype.lanes
+    return (prod(int(extent) for extent in buffer.shape) * bits + 7) // 8
