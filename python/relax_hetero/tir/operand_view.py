@@ -10,6 +10,7 @@ from tvm.script.ir_builder import tirx as T
 from ..encoding.packed_layout import PackedLayout
 from ..encoding.problem import Operand
 from .builder import Expr, Function, broadcast, flat, int64, lane_indices, lane_of, masked_store, settled, vector_type
+from .storage import raw_type
 
 Coordinates = Mapping[str, Expr]
 """A position in the iteration space: an int64 expression for each iteration dimension."""
@@ -28,10 +29,12 @@ class OperandView:
         The iteration dimension of each logical dimension, "1" for none.
     layout : PackedLayout
     dtype : str
+        Of what is loaded and stored: `nominal`, the operand's type, or the type of its bits if opened raw.
+    nominal : str
     """
 
     def __init__(self, function: Function, name: str, operand: Operand) -> None:
-        self.dtype = operand.dtype
+        self.dtype = self.nominal = operand.dtype
         self.layout = operand.layout
         self.index_map = list(operand.index_map)
         self.extents: list[Expr] = []
@@ -52,9 +55,11 @@ class OperandView:
         self._buffer = function.argument(name, physical, operand.dtype)
         self._physical = physical
 
-    def open(self) -> None:
-        """Declare the flat view of the parameter; inside the function's body, after merging."""
-        self.data = flat(self._buffer, self._physical)
+    def open(self, raw: bool = False) -> None:
+        """Declare the flat view of the parameter, as unsigned integers if `raw`; inside the body, after merging."""
+        if raw:
+            self.dtype = raw_type(self.nominal)
+        self.data = flat(self._buffer, self._physical, self.dtype)
         self._strides: list[Expr] = []
         distance: Expr = 1
         for extent in reversed(self.layout.packed_shape(self.extents)):

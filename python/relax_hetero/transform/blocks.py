@@ -103,13 +103,14 @@ def rewrite_blocks(mod: tvm.IRModule, rewrite: Rewrite) -> tvm.IRModule:
     functions = dict(mod.functions.items())
     changed = False
     for gv, func in relax_functions(mod):
-        new = _rewrite_function(func, rewrite)
+        new = rewrite_function(func, rewrite)
         if new is not func:
             functions[gv], changed = new, True
     return copy_module(mod, functions) if changed else mod
 
 
-def _rewrite_function(func: relax.Function, rewrite: Rewrite) -> relax.Function:
+def rewrite_function(func: relax.Function, rewrite: Rewrite) -> relax.Function:
+    """As `rewrite_blocks`, of one function."""
     body = _rewrite_sequence(func.body, rewrite)
     return func if body.same_as(func.body) else with_body(func, body)
 
@@ -142,7 +143,7 @@ def _rewrite_nested(binding: relax.Binding, rewrite: Rewrite) -> relax.Binding:
             branches = typed(relax.If(value.cond, then, other, value.span), value.ty)
             return relax.VarBinding(binding.var, branches, binding.span)
     elif isinstance(value, relax.Function):
-        func = _rewrite_function(value, rewrite)
+        func = rewrite_function(value, rewrite)
         if func is not value:
             return relax.VarBinding(binding.var, func, binding.span)
     return binding

@@ -1,0 +1,118 @@
+"""Work on rows, as text: ``"r0 = max(x0); r1 = sum(exp(subtract(x0, r0))); divide(exp(subtract(x0, r0)), r1)"``.
+
+A row is what lies along the last axis. A program makes one result of every row of its operands: reductions in order,
+each of an elementwise expression over the operands and the reductions before it, then the expression of the result.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ..errors import EncodingError
+from .expression import Expression, Term
+
+KINDS = ("sum", "mean", "max", "min", "prod")
+"""Kinds of reductions. The greatest and the least of a row with NaN are NaN, as in numpy."""
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """One number of a row.
+
+    Attributes
+    ----------
+    kind : str
+        One of `KINDS`.
+    expression : Expression
+        What is reduced: operands are the program's, followed by the reductions before this one.
+    """
+
+    kind: str
+    expression: Expression
+
+
+@dataclass(frozen=True)
+class RowProgram:
+    """What is computed of every row.
+
+    Attributes
+    ----------
+    num_operands : int
+    reductions : tuple of Reduction
+    result : Expression
+        ``x0`` to ``x<num_operands - 1>`` are the operands, those after them the reductions.
+    """
+
+    num_operands: int
+    reductions: tuple[Reduction, ...]
+    result: Expression
+
+    def __str__(self) -> str:
+        statements = [f"r{i} = {r.kind}({self._text(r.expression)})" for i, r in enumerate(self.reductions)]
+        return "; ".join([*statements, self._text(self.result)])
+
+    @property
+    def expressions(self) -> list[Expression]:
+        """Of the reductions, then of the result."""
+        return [*(reduction.expression for reduction in self.reductions), self.result]
+
+    @staticmethod
+    def parse(text: str) -> RowProgram:
+        """The program that `str` wrote.
+
+        Raises
+        ------
+        EncodingError
+            For other text: an unknown kind, a reduction that is used before it is made, an operand that is never used.
+        """
+        *statements, last = (part.strip() for part in text.split(";"))
+        count = 1 + max(map(int, re.findall(r"\bx([0-9]{1,6})\b", text)), default=-1)
+        reductions: list[Reduction] = []
+        for number, statement in enumerate(statements):
+            found = re.fullmatch(r"r([0-9]+) = ([a-z]+)\((.*)\)", statement)
+            if found is None or int(found[1]) != number or found[2] not in KINDS:
+                raise EncodingError(
+                    f"found {statement!r} in {text!r}, expected 'r{number} = kind(expression)' of {KINDS}"
+                )
+            reductions.append(Reduction(found[2], _parse(found[3], count, number, text)))
+        program = RowProgram(count, tuple(reductions), _parse(last, count, len(reductions), text))
+        used = {index for expression in program.expressions for index in operands_of(expression)}
+        if not used.issuperset(range(count)) or count == 0:
+            raise EncodingError(f"{text!r} uses operands {sorted(used)}, expected all of x0, x1, ... up to the last")
+        return program
+
+    def dtype(self, operands: list[str]) -> str:
+        """Element type of the result for operands of these types; EncodingError where two differ in one op."""
+        types = list(operands)
+        for reduction in self.reductions:
+            types.append(reduction.expression.dtype(types))
+        return self.result.dtype(types)
+
+    def _text(self, expression: Expression) -> str:
+        named = re.sub(r"\bx([0-9]+)\b", lambda m: self._name(int(m[1])), str(expression))
+        return named
+
+    def _name(self, index: int) -> str:
+        return f"x{index}" if index < self.num_operands else f"r{index - self.num_operands}"
+
+
+def operands_of(expression: Expression) -> list[int]:
+    """The indices of operands that an expression uses, in order."""
+    return sorted(term.params[0] for term in expression.terms() if term.op == "operand")
+
+
+def replaced(term: Term, table: dict[Term, Term]) -> Term:
+    """`term` with subterms replaced, the outermost first."""
+    if term in table:
+        return table[term]
+    if not term.args:
+        return term
+    return Term(term.op, tuple(replaced(arg, table) for arg in term.args), term.params)
+
+
+def _parse(text: str, operands: int, reductions: int, whole: str) -> Expression:
+    for name in re.findall(r"\br([0-9]+)\b", text):
+        if int(name) >= reductions:
+            raise EncodingError(f"{whole!r} uses r{name} before it is made")
+    return Expression.parse(re.sub(r"\br([0-9]+)\b", lambda m: f"x{operands + int(m[1])}", text))

@@ -1,0 +1,102 @@
+"""The operator of work on rows: ``relax.hetero.rows``, in TVMScript ``R.hetero.rows``.
+
+Its operands and result are plain row-major tensors. FormRows makes it where a device has a kernel for it,
+MaterializeEncodings makes kernels of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import relax
+from tvm.relax import script as relax_script
+from tvm.relax.script import parser as relax_parser
+
+from ..encoding.row_program import RowProgram, operands_of
+from ..errors import EncodingError
+
+ROWS = "relax.hetero.rows"
+
+
+@tvm_ffi.dataclasses.py_class("relax_hetero.RowsAttrs")
+class RowsAttrs(tvm.ir.Attrs):
+    """Of rows: the program over operands x0, x1, ..., and the ops that it was made of, separated by commas."""
+
+    program: str
+    ops: str
+
+
+def rows(*operands: relax.Expr, program: RowProgram | str, ops: str = "") -> relax.Call:
+    """What a program makes of every row: of what lies along the last dimension.
+
+    Parameters
+    ----------
+    operands : relax.Expr
+        Tensors whose shapes broadcast together; those that do give the shape of the rows. An operand whose last
+        extent is 1 has one value for a row.
+    program : RowProgram or str
+        ``"r0 = max(x0); r1 = sum(exp(subtract(x0, r0))); ..."``. The result's last extent is 1 where its
+        expression uses none of the operands that run along a row.
+    ops : str
+        Names of what the kernel computes, for profiles.
+
+    Raises
+    ------
+    EncodingError
+        If text is no program, or an operand is no Relax expression.
+    """
+    text = str(program if isinstance(program, RowProgram) else RowProgram.parse(program))
+    for index, operand in enumerate(operands):
+        if not isinstance(operand, relax.Expr):
+            raise EncodingError(f"{ROWS}: operand {index} is a {type(operand).__name__}, expected a Relax expression")
+    return relax.Call(tvm.ir.Op.get(ROWS), list(operands), RowsAttrs(text, ops))
+
+
+def infer_rows(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
+    """The type of `rows`; EncodingError for operands that do not fit its program, or each other."""
+    if not isinstance(call.attrs, RowsAttrs):
+        raise EncodingError(f"{ROWS}: attributes are a {type(call.attrs).__name__}, expected {RowsAttrs.__name__}")
+    program = RowProgram.parse(call.attrs.program)
+    types = [arg.ty for arg in call.args]
+    if len(types) != program.num_operands:
+        raise EncodingError(f"{ROWS}: found {len(types)} operands, {program} has {program.num_operands}")
+    for index, ty in enumerate(types):
+        if not isinstance(ty, relax.TensorType) or not isinstance(ty.shape, relax.ShapeExpr):
+            raise EncodingError(f"{ROWS}: operand {index} is a {ty}, expected a tensor of known extents")
+    shapes = [list(ty.shape.values) for ty in types]
+    whole = _broadcast(shapes)
+    if not whole:
+        raise EncodingError(f"{ROWS}: found scalars only, expected an operand of rows")
+    used = [shapes[index] for index in operands_of(program.result) if index < program.num_operands]
+    shape = whole[:-1] + [_broadcast([*used, [tvm.tirx.IntImm("int64", 1)]])[-1]]
+    vdevice = next((ty.vdevice for ty in types if ty.vdevice is not None), None)
+    return relax.TensorType(shape, program.dtype([str(ty.dtype) for ty in types]), vdevice)
+
+
+def _broadcast(shapes: list[list[Any]]) -> list[Any]:
+    """The shape of all together; EncodingError where two extents certainly differ."""
+    result: list[Any] = [tvm.tirx.IntImm("int64", 1)] * max(map(len, shapes))
+    for index, shape in enumerate(shapes):
+        for axis, extent in enumerate(shape, len(result) - len(shape)):
+            if _is_one(result[axis]):
+                result[axis] = extent
+            elif not _is_one(extent) and tvm.sym.Analyzer().can_prove(extent != result[axis]):
+                raise EncodingError(
+                    f"{ROWS}: operand {index} has extent {extent} where others have {result[axis]}; expected 1 or that"
+                )
+    return result
+
+
+def _is_one(extent: Any) -> bool:
+    return isinstance(extent, tvm.tirx.IntImm) and int(extent) == 1
+
+
+def register_rows_op() -> None:
+    """Make TVM know the op, and TVMScript its name; once, after `register_encoded_ops`."""
+    tvm.ir._ffi_api.RegisterOp(ROWS, f"{ROWS}: see relax_hetero.op.rows")
+    tvm.ir.register_op_attr(ROWS, "FInferType", infer_rows)
+    tvm.ir.register_op_attr(ROWS, "FPurity", True)
+    for namespace in (relax_script, relax_parser):
+        namespace.hetero.rows = staticmethod(rows)
