@@ -1,4 +1,4 @@
-"""Convolutions of few channels a group, depthwise ones among them: the lanes of a vector are channels of several groups.
+"""Convolutions of few channels a group, depthwise ones too: the lanes of a vector are channels of several groups.
 
 The loops, from outside: tasks, rows, tiles of neighbouring places, vectors of channels, outer places of the window.
 Data streams through in the order of storage. Where a group has several input channels, each of them is brought to the
