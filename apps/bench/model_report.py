@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from model_dispatches import COLUMNS, Dispatch, Roof, dispatch_cells
 from model_peers import OURS, PEERS
 from report import geometric_mean
 
 Result = dict[str, Any]
+Table = tuple[str, list[str], list[list[str]]]
+LEFT = ("model", "best peer", "dispatch", "bound by")
+"""Columns of words."""
 
 
 def best_peer(result: Result) -> tuple[str, float] | None:
@@ -26,7 +30,7 @@ def ratio(result: Result, peer: str | None = None) -> float | None:
     return other / own if own and other else None
 
 
-def tables(results: Sequence[Result]) -> list[tuple[str, list[str], list[list[str]]]]:
+def tables(results: Sequence[Result]) -> list[Table]:
     """Title, columns and cells of a table per thread count; milliseconds, median (fastest)."""
     made = []
     for threads in dict.fromkeys(result["threads"] for result in results):
@@ -53,7 +57,7 @@ def tables(results: Sequence[Result]) -> list[tuple[str, list[str], list[list[st
     return made
 
 
-def memory_tables(results: Sequence[Result]) -> list[tuple[str, list[str], list[list[str]]]]:
+def memory_tables(results: Sequence[Result]) -> list[Table]:
     """Title, columns and cells of a table per thread count; none where no memory was measured."""
     made = []
     for threads in dict.fromkeys(result["threads"] for result in results):
@@ -71,6 +75,26 @@ def memory_tables(results: Sequence[Result]) -> list[tuple[str, list[str], list[
             title = f"{threads} thread{'s' if threads > 1 else ''}: MB above the imports, peak (after three calls)"
             made.append((title, ["model", *(PEERS[key].name for key in keys), "of ONNX Runtime's"], rows))
     return made
+
+
+def dispatch_tables(results: Sequence[Result], count: int) -> list[Table]:
+    """A table of our heaviest kernels for each model and thread count that was profiled."""
+    made = []
+    for result in results:
+        profile = result["rows"].get(OURS, {}).get("profile", {})
+        if "dispatches" not in profile:
+            continue
+        roof = Roof(**profile["roof"])
+        rows = [dispatch_cells(Dispatch(**row), roof) for row in profile["dispatches"][:count]]
+        title = f"{result['model']}, {result['threads']} thread{'s' if result['threads'] > 1 else ''}: "
+        title += f"peak {roof.operations / 1e9:.0f} GFLOP/s, memory {roof.bytes / 1e9:.0f} GB/s"
+        made.append((title, COLUMNS, rows))
+    return made
+
+
+def all_tables(results: Sequence[Result], dispatches: int = 0) -> list[Table]:
+    """Times, memory, and the heaviest `dispatches` kernels, as far as they were measured."""
+    return [*tables(results), *memory_tables(results), *dispatch_tables(results, dispatches)]
 
 
 def summary(results: Sequence[Result]) -> list[str]:
@@ -103,10 +127,10 @@ def remarks(results: Sequence[Result]) -> list[str]:
     return list(found)
 
 
-def markdown(results: Sequence[Result]) -> str:
+def markdown(results: Sequence[Result], dispatches: int = 0) -> str:
     """The tables as Markdown."""
     lines = []
-    for title, columns, rows in [*tables(results), *memory_tables(results)]:
+    for title, columns, rows in all_tables(results, dispatches):
         lines += [f"### {title}", "", _line(columns), _line(["---"] * len(columns)), *map(_line, rows), ""]
     return "\n".join([*lines, *(f"- {line}" for line in [*summary(results), *remarks(results)]), ""])
 

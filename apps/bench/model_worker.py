@@ -26,7 +26,7 @@ class Job:
     Attributes
     ----------
     action : str
-        ``compile``, ``reference``, ``memory``: done at once; ``turns``: loads, then serves requests.
+        ``compile``, ``reference``, ``memory``, ``profile``: done at once; ``turns``: loads, then serves requests.
     model : str
         The ONNX file.
     peers : tuple of str
@@ -125,6 +125,17 @@ def measure_memory(job: Job) -> dict[str, Any]:
     return {"loading": loaded, "running": peak.bytes(), "after": max(0, resident("VmRSS") - peak.before)}
 
 
+def profile_dispatches(job: Job) -> dict[str, Any]:
+    """What each of our kernels takes, and the peaks of the machine, measured in the same process."""
+    from model_dispatches import dispatches_of, measured_roof
+    from model_peers import OURS
+    from model_peers.ours import machine_of, tensors_of
+
+    machine, operands = machine_of(job.files[OURS]), tensors_of(_arrays(job.arrays, "in"))
+    dispatches = [asdict(dispatch) for dispatch in dispatches_of(machine, operands)]
+    return {"roof": asdict(measured_roof(job.threads)), "dispatches": dispatches}
+
+
 def serve(job: Job, answer: Callable[[Any], None]) -> None:
     """Load, check and report every contestant; then a turn for each request, until there are no more."""
     import gc
@@ -185,6 +196,14 @@ def shortened(text: str) -> str:
     return text if len(text) <= 500 else f"{text[:200]} … {text[-300:]}"
 
 
+ACTIONS: dict[str, Callable[[Job], dict[str, Any]]] = {
+    "compile": compile_models,
+    "reference": add_reference,
+    "memory": measure_memory,
+    "profile": profile_dispatches,
+}
+
+
 def main() -> None:
     fields = json.loads(sys.argv[1])
     job = Job(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
@@ -198,7 +217,7 @@ def main() -> None:
     if job.action == "turns":
         serve(job, answer)
     else:
-        answer({"compile": compile_models, "reference": add_reference, "memory": measure_memory}[job.action](job))
+        answer(ACTIONS[job.action](job))
     answers.flush()
     os._exit(0)  # some libraries hang or crash when their threads meet the interpreter's end
 

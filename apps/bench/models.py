@@ -21,8 +21,8 @@ from typing import Any
 
 import click
 import numpy as np
-from model_peers import PEERS
-from model_report import markdown, memory_tables, remarks, summary, tables
+from model_peers import OURS, PEERS
+from model_report import LEFT, all_tables, markdown, remarks, summary
 from model_worker import Job, shortened
 from model_zoo import MAKERS, model_path, random_inputs
 from rich.console import Console
@@ -187,6 +187,7 @@ def _dims(_context: click.Context, parameter: click.Parameter, text: str) -> dic
 @click.option("--compile-limit", default=300.0, show_default=True, help="Seconds that a contestant may compile.")
 @click.option("--compile-only", is_flag=True, help="With --executables: time nothing.")
 @click.option("--memory", is_flag=True, help="Also what a fresh process takes that only loads and runs.")
+@click.option("--dispatches", default=0, help="Also our so many heaviest kernels, beside the peaks of the machine.")
 @click.option("--seed", default=0, show_default=True, help="Of inputs and of the order of turns.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write results there.")
 @click.option("--png", "png_file", type=click.Path(path_type=Path, dir_okay=False), help="Draw the ratios there.")
@@ -204,6 +205,7 @@ def main(
     compile_limit: float,
     compile_only: bool,
     memory: bool,
+    dispatches: int,
     seed: int,
     json_file: Path | None,
     png_file: Path | None,
@@ -230,6 +232,9 @@ def main(
                 if memory:
                     progress.update(task, description=f"{name}, {count} threads: memory")
                     add_memory(ready, rows)
+                if dispatches and OURS in ready.peers:
+                    progress.update(task, description=f"{name}, {count} threads: dispatches")
+                    rows[OURS]["profile"] = at_once(replace(ready, action="profile", peers=(OURS,)))
                 results.append({"model": name, "threads": count, "rows": rows})
     if json_file:
         json_file.write_text(json.dumps({"made": time.strftime("%Y-%m-%d"), "results": results}, indent=1))
@@ -238,9 +243,9 @@ def main(
 
         draw(results, png_file)
     if as_markdown:
-        click.echo(markdown(results))
+        click.echo(markdown(results, dispatches))
     else:
-        _print(results)
+        _print(results, dispatches)
 
 
 @contextlib.contextmanager
@@ -258,12 +263,12 @@ def _progress() -> Progress:
     return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
-def _print(results: list[dict[str, Any]]) -> None:
+def _print(results: list[dict[str, Any]], dispatches: int) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
-    for title, columns, rows in [*tables(results), *memory_tables(results)]:
+    for title, columns, rows in all_tables(results, dispatches):
         table = Table(title=title, title_justify="left")
         for column in columns:
-            table.add_column(column, justify="left" if column in ("model", "best peer") else "right")
+            table.add_column(column, justify="left" if column in LEFT else "right")
         for row in rows:
             table.add_row(*row)
         console.print(table)

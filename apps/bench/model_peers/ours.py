@@ -20,10 +20,19 @@ def compile_model(model: str, file: str, inputs: Inputs, threads: int) -> None:
     rh.compile(rh.from_onnx(model, [native_target(threads)], shapes=shapes)).export_library(file)
 
 
+def machine_of(file: str) -> rh.vm.VirtualMachine:
+    """The machine of an exported file."""
+    return rh.vm.VirtualMachine(rh.load(file))
+
+
+def tensors_of(inputs: Inputs) -> list[tvm.runtime.Tensor]:
+    """Arguments, copied to where they are aligned."""
+    return [tvm.runtime.tensor(array) for array in inputs.values()]
+
+
 def load(model: str, file: str, inputs: Inputs, threads: int) -> Session:
     """``vm["main"]`` on tensors; the machine allocates its results, as some of the peers do."""
-    main = rh.vm.VirtualMachine(rh.load(file))["main"]
-    operands = [tvm.runtime.tensor(array) for array in inputs.values()]
+    main, operands = machine_of(file)["main"], tensors_of(inputs)
     outputs: list[object] = []
 
     def call() -> None:

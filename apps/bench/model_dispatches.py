@@ -1,0 +1,135 @@
+"""The heaviest dispatches of a compiled model, beside what the machine could do: a roofline in numbers."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+# Calls that are profiled; the median of each kernel counts.
+_CALLS = 15
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """One kernel of a model, all its calls together.
+
+    Attributes
+    ----------
+    name : str
+    ops : tuple of str
+        What it computes.
+    calls : int
+        Of one run of the model.
+    microseconds : float
+        Of each call.
+    operations, bytes : int
+        Of each call; 0 where they are not known.
+    share : float
+        Of all kernels of a run.
+    """
+
+    name: str
+    ops: tuple[str, ...]
+    calls: int
+    microseconds: float
+    operations: int
+    bytes: int
+    share: float
+
+
+@dataclass(frozen=True)
+class Roof:
+    """What the machine could do: operations and bytes a second."""
+
+    operations: float
+    bytes: float
+
+
+def fastest(run: Callable[[], object], seconds: float = 0.4) -> float:
+    """Seconds of the fastest call."""
+    run()
+    best, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        begin = time.perf_counter()
+        run()
+        best = min(best, time.perf_counter() - begin)
+    return best
+
+
+def measured_roof(threads: int) -> Roof:
+    """Loops of multiply-adds in registers, and of reads of memory, timed now."""
+    from peers.bandwidth import read_bandwidth
+    from peers.peak import peak
+
+    arithmetic, reads = peak("f32", threads), read_bandwidth(threads)
+    return Roof(arithmetic.operations / fastest(arithmetic.run), reads.operations / fastest(reads.run))
+
+
+def dispatches_of(machine: Any, operands: Sequence[Any]) -> list[Dispatch]:
+    """The kernels of ``main``, heaviest first; shares are of their sum, since measuring each of them takes time too."""
+    profiles = []
+    for _ in range(_CALLS):
+        machine["main"](*operands)
+        profiles.append(machine.profile("main", *operands))
+    times: dict[str, list[float]] = {}
+    rows = {}
+    for profile in profiles:
+        for row in profile.rows:
+            if row.symbol == "(machine)":
+                continue
+            times.setdefault(row.symbol, []).append(row.microseconds / row.calls)
+            rows[row.symbol] = row
+    medians = {symbol: statistics.median(found) for symbol, found in times.items()}
+    total = sum(medians[symbol] * row.calls for symbol, row in rows.items())
+    found = [
+        Dispatch(symbol, tuple(row.ops), row.calls, medians[symbol], row.operations, row.bytes, 0.0)
+        for symbol, row in rows.items()
+    ]
+    found = [Dispatch(**{**asdict(one), "share": one.microseconds * one.calls / total}) for one in found]
+    return sorted(found, key=lambda one: -one.share)
+
+
+COLUMNS = [
+    "dispatch",
+    "calls",
+    "µs each",
+    "of the kernels",
+    "GFLOP/s",
+    "of FMA peak",
+    "GB/s",
+    "of bandwidth",
+    "bound by",
+]
+
+
+def dispatch_cells(dispatch: Dispatch, roof: Roof) -> list[str]:
+    """The cells of `COLUMNS`."""
+    seconds = dispatch.microseconds / 1e6
+    operations, moved = dispatch.operations / seconds, dispatch.bytes / seconds
+    shares = operations / roof.operations, moved / roof.bytes
+    return [
+        dispatch.name,
+        str(dispatch.calls),
+        f"{dispatch.microseconds:.1f}",
+        f"{dispatch.share:.1%}",
+        f"{operations / 1e9:.0f}" if dispatch.operations else "",
+        f"{shares[0]:.0%}" if dispatch.operations else "",
+        f"{moved / 1e9:.1f}" if dispatch.bytes else "",
+        f"{shares[1]:.0%}" if dispatch.bytes else "",
+        _bound(dispatch, roof),
+    ]
+
+
+def _bound(dispatch: Dispatch, roof: Roof) -> str:
+    """What it comes nearest to; neither where it reaches half of nothing."""
+    seconds = dispatch.microseconds / 1e6
+    arithmetic = dispatch.operations / seconds / roof.operations
+    memory = dispatch.bytes / seconds / roof.bytes
+    if max(arithmetic, memory) < 0.5:
+        return "" if not dispatch.bytes else "neither"
+    if arithmetic >= memory:
+        return "arithmetic"
+    return "memory" if memory <= 1.05 else "caches"
