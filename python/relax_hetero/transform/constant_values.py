@@ -1,0 +1,115 @@
+"""What can be computed at compile time: values of variables that come from constants alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import tvm
+from tvm import relax
+
+from ..element_types import numpy_dtype
+from .blocks import Block, renamed, shape_of
+from .quantized_operands import permutation
+from .rewriting import op_name
+
+_ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
+    "relax.add": np.add,
+    "relax.subtract": np.subtract,
+    "relax.multiply": np.multiply,
+    "relax.divide": np.divide,
+    "relax.maximum": np.maximum,
+    "relax.minimum": np.minimum,
+    "relax.power": np.power,
+    "relax.negative": np.negative,
+    "relax.abs": np.abs,
+    "relax.exp": np.exp,
+    "relax.sqrt": np.sqrt,
+    "relax.rsqrt": lambda x: np.reciprocal(np.sqrt(x)),
+    "relax.square": np.square,
+}
+"""Of floats; what else means the same in numpy is below."""
+
+_FLOATS = ("float32", "float64")
+_RESHAPING = ("relax.reshape", "relax.expand_dims", "relax.squeeze", "relax.flatten")
+_SMALL = 1 << 16
+"""Elements up to which every constant expression is computed; of larger ones, those that a convolution weighs with."""
+
+_WEIGHING = frozenset(f"relax.nn.conv{n}d{kind}" for n in (1, 2, 3) for kind in ("", "_transpose"))
+
+
+class ConstantValues:
+    """The arrays that expressions of one block are, as far as they are known now; each is computed when asked for."""
+
+    def __init__(self, block: Block) -> None:
+        self._block = block
+        self._known: dict[relax.Var, np.ndarray | None] = {}
+
+    def of(self, expr: relax.Expr) -> np.ndarray | None:
+        """The elements of a tensor, None where they are not known, or of a type that numpy has not."""
+        if isinstance(expr, tvm.ir.GenericConst):
+            is_tensor = isinstance(expr.value, tvm.runtime.Tensor) and str(expr.value.dtype) != "bfloat16"
+            return expr.value.numpy() if is_tensor else None
+        if not isinstance(expr, relax.Var):
+            return None
+        if expr not in self._known:
+            definition = self._block.definition(expr)
+            self._known[expr] = self._computed(definition) if isinstance(definition, relax.Call) else None
+        return self._known[expr]
+
+    def _computed(self, call: relax.Call) -> np.ndarray | None:
+        name, shape = op_name(call), shape_of(call)
+        if shape is None or not all(isinstance(extent, tvm.tirx.IntImm) for extent in shape):
+            return None
+        compute = _computation(call, [int(extent) for extent in shape])
+        if compute is None:
+            return None
+        tensors = [self.of(arg) for arg in call.args if isinstance(arg.ty, relax.TensorType)]
+        arrays = [array for array in tensors if array is not None]
+        if len(arrays) < len(tensors) or (name in _ARITHMETIC and any(str(a.dtype) not in _FLOATS for a in arrays)):
+            return None
+        with np.errstate(all="ignore"):
+            return compute(*arrays)
+
+
+def _computation(call: relax.Call, shape: list[int]) -> Callable[..., np.ndarray] | None:
+    name = op_name(call)
+    if name in _ARITHMETIC:
+        return _ARITHMETIC[name]
+    if name in _RESHAPING:
+        return lambda x: x.reshape(shape)
+    if name == "relax.permute_dims":
+        return lambda x: x.transpose(permutation(call))
+    if name == "relax.broadcast_to":
+        return lambda x: np.broadcast_to(x, shape)
+    if name == "relax.astype" and str(call.attrs.dtype) in _FLOATS:
+        return lambda x: x.astype(numpy_dtype(str(call.attrs.dtype)))
+    return None
+
+
+def constant_like(array: np.ndarray, like: relax.TensorType) -> tvm.ir.GenericConst:
+    """A constant of the element type and on the device of another tensor."""
+    data = np.ascontiguousarray(array.astype(numpy_dtype(str(like.dtype)), copy=False))
+    ty = relax.TensorType(list(array.shape), like.dtype, like.vdevice)
+    return tvm.ir.GenericConst(tvm.runtime.tensor(data), ty)
+
+
+def fold_constants(block: Block) -> list[relax.Binding] | None:
+    """The block with constants in place of expressions of constants; None where there are none.
+
+    Every weight of a convolution is folded, of other expressions the small ones: a large one that a matrix product
+    reads is folded when it is packed, and need not exist twice until then.
+    """
+    values = ConstantValues(block)
+    folded: dict[relax.Var, relax.Expr] = {}
+    weights = {b.value.args[1] for b in block.bindings if op_name(b.value) in _WEIGHING}
+    bindings: list[relax.Binding] = []
+    for binding in block.bindings:
+        var = binding.var
+        is_computed = isinstance(binding, relax.VarBinding) and isinstance(binding.value, relax.Call)
+        array = values.of(var) if is_computed and block.stays(var) else None
+        if array is not None and (array.size <= _SMALL or var in weights):
+            folded[var] = constant_like(array, var.ty)
+        else:
+            bindings.append(renamed(binding, folded))
+    return bindings if folded else None
