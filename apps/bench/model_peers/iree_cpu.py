@@ -1,0 +1,57 @@
+"""IREE: its ONNX importer, compiled for this CPU with data tiling and micro-kernels, weights inside the module."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import iree.compiler
+import iree.runtime
+import numpy as np
+
+from . import Inputs, Session
+
+_OPSET = 17  # what its importer knows best; models of older opsets are raised to it
+_FLAGS = ["--iree-llvmcpu-target-cpu=host", "--iree-opt-data-tiling", "--iree-llvmcpu-enable-ukernels=all"]
+_FLAGS.append("--iree-opt-level=O3")
+
+
+def compile_model(model: str, file: str, inputs: Inputs, threads: int) -> None:
+    """Import to MLIR, compile to a module file."""
+    with tempfile.TemporaryDirectory() as folder:
+        text = str(Path(folder) / "model.mlir")
+        command = [sys.executable, "-m", "iree.compiler.tools.import_onnx", model, "-o", text]
+        done = subprocess.run([*command, "--opset-version", str(_OPSET)], capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"its importer failed: {done.stderr.strip().splitlines()[-1]}")
+        iree.compiler.compile_file(
+            text, input_type="onnx", target_backends=["llvm-cpu"], extra_args=_FLAGS, output_file=file
+        )
+
+
+def load(model: str, file: str, inputs: Inputs, threads: int) -> Session:
+    """The module's function on device buffers; it allocates its results."""
+    if threads > 1:  # flags hold for the process, before its first device
+        iree.runtime.flags.parse_flags(f"--task_topology_group_count={threads}")
+    config = iree.runtime.Config("local-sync" if threads == 1 else "local-task")
+    context = iree.runtime.SystemContext(config=config)
+    context.add_vm_module(iree.runtime.VmModule.mmap(context.instance, file))
+    (module,) = (module for name, module in context.modules.items() if name != "hal")
+    (name,) = (name for name in module.vm_module.function_names if not name.startswith("__") and "$" not in name)
+    main = module[name]
+    operands = [iree.runtime.asdevicearray(config.device, array) for array in inputs.values()]
+    outputs: list[object] = []
+    # The function does not keep its device and modules alive.
+    alive = (config, context)
+
+    def call(alive: object = alive) -> None:
+        outputs[:] = [main(*operands)]
+
+    def results() -> list[np.ndarray]:
+        (found,) = outputs
+        fields = found if isinstance(found, (tuple, list)) else [found]
+        return [np.array(field.to_host()) for field in fields]
+
+    return Session(call, results)
