@@ -20,23 +20,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import tvm
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 from tvm_ffi import structural_map
 
-from ..tir import vector_math
+from ..tir import vector_math, vector_powers, vector_trigonometry
 from ..tir.llvm_text import llvm_function
 
+_MODULES: dict[Any, str] = {
+    vector_math: "exp log tanh erf sigmoid",
+    vector_powers: "exp2 exp10 log10 log1p sinh cosh asinh acosh atanh",
+    vector_trigonometry: "sin cos tan asin acos atan",
+}
 _FUNCTIONS: dict[str, Callable[..., tirx.Expr]] = {
-    "tirx.exp": vector_math.exp,
-    "tirx.log": vector_math.log,
-    "tirx.tanh": vector_math.tanh,
-    "tirx.erf": vector_math.erf,
-    "tirx.sigmoid": vector_math.sigmoid,
+    f"tirx.{name}": getattr(module, name) for module, names in _MODULES.items() for name in names.split()
+} | {
+    "prim.log2": vector_powers.log2,
+    "tirx.pow": vector_powers.power,
+    "square": vector_powers.square,
+    "cube": vector_powers.cube,
 }
 _COMPUTED = ("float32", "float16", "bfloat16")
+_KNOWN_POWERS = {2.0: "square", 3.0: "cube"}
 _IMPORT = "pragma_import_llvm"
 
 
@@ -65,10 +73,11 @@ def lower_vector_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
         element, _, lanes = str(call.ty.dtype).partition("x")
         if not lanes or element not in _COMPUTED:
             return call
-        used.add((call.op.name, int(lanes)))
+        name, operands = _of_known_power(call.op.name, list(call.args))
+        used.add((name, int(lanes)))
         single = f"float32x{lanes}"
-        operands = [arg if element == "float32" else T.cast(arg, single) for arg in call.args]
-        result = T.call_pure_extern(single, _symbol(call.op.name, int(lanes)), *operands)
+        operands = [operand if element == "float32" else T.cast(operand, single) for operand in operands]
+        result = T.call_pure_extern(single, _symbol(name, int(lanes)), *operands)
         return result if element == "float32" else T.cast(result, str(call.ty.dtype))
 
     body = structural_map(func.body, (tvm.ir.Call, on_call))
@@ -79,8 +88,17 @@ def lower_vector_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
     return func.with_body(body)
 
 
+def _of_known_power(name: str, operands: list[tirx.Expr]) -> tuple[str, list[tirx.Expr]]:
+    """Squares and cubes are products."""
+    if name != "tirx.pow" or not isinstance(operands[1], tirx.Broadcast):
+        return name, operands
+    exponent = operands[1].value
+    known = _KNOWN_POWERS.get(float(exponent.value)) if isinstance(exponent, tirx.FloatImm) else None
+    return (known, operands[:1]) if known else (name, operands)
+
+
 def _symbol(name: str, lanes: int) -> str:
-    return f"relax_hetero.{name.partition('.')[2]}.{lanes}"
+    return f"relax_hetero.{name.rpartition('.')[2]}.{lanes}"
 
 
 @cache

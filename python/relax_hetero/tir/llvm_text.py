@@ -20,6 +20,7 @@ _BITWISE = {
     tirx.BitwiseAnd: "and", tirx.BitwiseOr: "or", tirx.BitwiseXor: "xor", tirx.LShift: "shl", tirx.RShift: "ashr",
     tirx.And: "and", tirx.Or: "or",
 }  # fmt: skip
+_INTRINSICS = {"tirx.sqrt": "sqrt", "tirx.sin": "sin", "tirx.cos": "cos", "tirx.tan": "tan"}
 
 
 def llvm_function(name: str, params: Sequence[tirx.Var], result: tirx.Expr) -> str:
@@ -31,7 +32,8 @@ def llvm_function(name: str, params: Sequence[tirx.Var], result: tirx.Expr) -> s
     params : sequence of tirx.Var
         Vectors, which `result` is an expression of.
     result : tirx.Expr
-        Of arithmetic, comparisons, choices, conversions, ``Let`` and the intrinsic sqrt.
+        Of arithmetic, comparisons, choices, conversions, ``Let``, sqrt, the C library's sin, cos and tan, and
+        `vector_math.rarely`.
 
     Returns
     -------
@@ -46,8 +48,9 @@ def llvm_function(name: str, params: Sequence[tirx.Var], result: tirx.Expr) -> s
     writer = _Writer(params)
     value = writer.value(result)
     signature = ", ".join(f"{_type(param)} {writer.value(param)}" for param in params)
-    body = "\n  ".join([*writer.lines, f"ret {_type(result)} {value}"])
-    return "\n".join([*sorted(writer.declarations), f"define {_type(result)} @{name}({signature}) {{\n  {body}\n}}\n"])
+    head = f"define {_type(result)} @{name}({signature}) {{"
+    last = f"ret {_type(result)} {value}"
+    return "\n".join([*sorted(writer.declarations), head, "entry:", *writer.lines, last, "}", ""])
 
 
 class _Writer:
@@ -56,6 +59,7 @@ class _Writer:
     def __init__(self, params: Sequence[tirx.Var]) -> None:
         self.lines: list[str] = []
         self.declarations: set[str] = set()
+        self._block = "entry"
         self._variables = {param: f"%x{i}" for i, param in enumerate(params)}
 
     def value(self, e: tirx.Expr) -> str:
@@ -108,12 +112,30 @@ class _Writer:
         name = call.op.name
         if name == "tirx.reinterpret":
             return f"bitcast {_type(call.args[0])} {self.value(call.args[0])} to {_type(call)}"
-        if name == "tirx.sqrt":
-            ty, lanes = _type(call), call.ty.dtype.lanes
-            intrinsic = f"@llvm.sqrt.v{lanes}f{call.ty.dtype.bits}"
-            self.declarations.add(f"declare {ty} {intrinsic}({ty})")
-            return f"call {ty} {intrinsic}({ty} {self.value(call.args[0])})"
+        if name in _INTRINSICS:
+            return self._intrinsic(f"{_INTRINSICS[name]}.v{call.ty.dtype.lanes}f{call.ty.dtype.bits}", call)
+        if name == "prim.if_then_else":
+            return self._branch(*call.args)
         raise TypeError(f"no translation of {name} into LLVM's language")
+
+    def _intrinsic(self, name: str, call: tvm.ir.Call) -> str:
+        ty = _type(call)
+        self.declarations.add(f"declare {ty} @llvm.{name}({ty})")
+        return f"call {ty} @llvm.{name}({ty} {self.value(call.args[0])})"
+
+    def _branch(self, condition: tirx.Expr, value: tirx.Expr, otherwise: tirx.Expr) -> str:
+        """A choice per lane, whose first value is computed only where it is chosen by any."""
+        common, mask = self.value(otherwise), self.value(condition)
+        ty, lanes = _type(otherwise), otherwise.ty.dtype.lanes
+        self.declarations.add(f"declare i1 @llvm.vector.reduce.or.v{lanes}i1(<{lanes} x i1>)")
+        some = self._emit(f"call i1 @llvm.vector.reduce.or.v{lanes}i1(<{lanes} x i1> {mask})")
+        before, rare, after = self._block, f"rare{len(self.lines)}", f"common{len(self.lines)}"
+        self.lines += [f"br i1 {some}, label %{rare}, label %{after}", f"{rare}:"]
+        self._block = rare
+        chosen = self._emit(f"select <{lanes} x i1> {mask}, {ty} {self.value(value)}, {ty} {common}")
+        self.lines += [f"br label %{after}", f"{after}:"]
+        last, self._block = self._block, after
+        return f"phi {ty} [ {common}, %{before} ], [ {chosen}, %{last} ]"
 
 
 def _is_float(e: tirx.Expr) -> bool:

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from itertools import zip_longest
 
+import tvm
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
@@ -48,7 +49,7 @@ _ERF_P = (1.12837911, 0.190595433, 0.0527695194, 0.00377262034, 0.000284844718, 
 _ERF_Q = (1.0, 0.502243519, 0.114183411, 0.0149833411, 0.00116387394, 3.80476558e-05)
 
 # exp(r) = 1 + r + r^2 P(r) for |r| <= log(2)/2, relative error 3.3e-9.
-_EXP_P = (0.49999994, 0.166665152, 0.041668456, 0.00836941879, 0.00138131483)
+EXP_P = (0.49999994, 0.166665152, 0.041668456, 0.00836941879, 0.00138131483)
 
 # log(1 + f) = f - f^2/2 + f^3 P(f) for sqrt(1/2) <= 1 + f < sqrt(2), relative error 7.6e-10.
 _LOG_P = (
@@ -56,10 +57,10 @@ _LOG_P = (
     0.0674664378,
 )  # fmt: skip
 
-_LOG2_E = 1.44269504088896341
+LOG2_E = 1.44269504088896341
 # log(2) in two parts: the first has 9 significant bits, so that its product with an exponent is exact.
-_LN2_HI, _LN2_LO = 0.693359375, -2.12194440e-4
-_ROUNDER, _ROUNDER_BITS = 12582912.0, 0x4B400000
+LN2_HI, LN2_LO = 0.693359375, -2.12194440e-4
+ROUNDER, _ROUNDER_BITS = 12582912.0, 0x4B400000
 """1.5 * 2^23: adding it leaves a float32 rounded to an integer, in two's complement in the low bits."""
 _MAX = 3.4028234663852886e38
 _MIN_NORMAL = 1.1754943508222875e-38
@@ -102,6 +103,13 @@ def once(value: tirx.Expr) -> tirx.Expr:
     register = Registers(1, str(dtype).partition("x")[0], dtype.lanes)
     register[0] = value
     return register[0]
+
+
+def rarely(condition: tirx.Expr, value: tirx.Expr, otherwise: tirx.Expr) -> tirx.Expr:
+    """A choice per lane; inside `as_expression`, `value` is computed only where the condition holds for some lane."""
+    if _named.get() is None:
+        return T.Select(condition, value, otherwise)
+    return tvm.ir.Call("prim.if_then_else", [condition, value, otherwise], ret_ty=otherwise.ty)
 
 
 def dtype_of(x: tirx.Expr) -> str:
@@ -175,13 +183,20 @@ def polynomial(x: tirx.Expr, coefficients: tuple[float, ...]) -> tirx.Expr:
 
 def exp(x: tirx.Expr) -> tirx.Expr:
     """e^x, denormal results included."""
-    mantissa, scale = _exp_parts(x, -104.0, 89.0)
+    mantissa, scale = exp_parts(x, -104.0, 89.0)
     return once(mantissa * scale)
 
 
 def log(x: tirx.Expr) -> tirx.Expr:
     """The natural logarithm: -inf of zeros, NaN of negative numbers."""
     x = once(x)
+    exponent, f, rest = log_parts(x)
+    rest = once(rest + exponent * constant(x, LN2_LO))
+    return of_positive(x, rest + f + exponent * constant(x, LN2_HI))
+
+
+def log_parts(x: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr, tirx.Expr]:
+    """n, f and r of ``log(x) = n log(2) + f + r``, for positive finite x; n and f are exact, and r is less than f/5."""
     tiny = x < constant(x, _MIN_NORMAL)
     raw = once(bits(T.Select(tiny, x * constant(x, 8388608.0), x)))
     # The exponent that leaves a mantissa between sqrt(1/2) and sqrt(2).
@@ -189,18 +204,20 @@ def log(x: tirx.Expr) -> tirx.Expr:
     exponent = T.cast(T.shift_right(offset, constant(raw, 23)), dtype_of(x)) - T.Select(
         tiny, constant(x, 23.0), constant(x, 0.0)
     )
-    exponent = once(exponent)
     mantissa = T.bitwise_and(offset, constant(raw, 0x007FFFFF)) + constant(raw, _SQRT_HALF_BITS)
     f = once(from_bits(mantissa) - constant(x, 1.0))
     square = once(f * f)
-    tail = once(square * f * polynomial(f, _LOG_P) + exponent * constant(x, _LN2_LO))
-    result = (tail - square * constant(x, 0.5)) + f + exponent * constant(x, _LN2_HI)
+    return once(exponent), f, once(square * f * polynomial(f, _LOG_P) - square * constant(x, 0.5))
+
+
+def of_positive(x: tirx.Expr, logarithm: tirx.Expr) -> tirx.Expr:
+    """`logarithm` of finite positive `x`, -inf of zeros, NaN of negative numbers and NaN, inf of inf."""
     own = once(bits(x))
     not_positive = from_bits(
         T.bitwise_or(own, T.Select(x < constant(x, 0.0), constant(own, 0x7FC00000), constant(own, -0x00800000)))
     )
     # Of what is left, infinity and NaN are their own logarithms.
-    finite = T.Select(x <= constant(x, _MAX), result, x)
+    finite = T.Select(x <= constant(x, _MAX), logarithm, x)
     return once(T.Select(x <= constant(x, 0.0), not_positive, finite))
 
 
@@ -209,10 +226,10 @@ def tanh(x: tirx.Expr) -> tirx.Expr:
     x = once(x)
     magnitude, square = once(absolute(x)), once(x * x)
     small = x * (square * polynomial(square, _TANH_SMALL)) + x
-    mantissa, scale = _exp_parts(magnitude + magnitude, 0.0, 20.0)
+    mantissa, scale = exp_parts(magnitude + magnitude, 0.0, 20.0)
     one = constant(x, 1.0)
     large = one - constant(x, 2.0) / (mantissa * scale + one)
-    return once(_with_sign(T.Select(magnitude < constant(x, 0.625), small, large), x))
+    return once(with_sign(T.Select(magnitude < constant(x, 0.625), small, large), x))
 
 
 def erf(x: tirx.Expr) -> tirx.Expr:
@@ -220,9 +237,9 @@ def erf(x: tirx.Expr) -> tirx.Expr:
     x = once(x)
     magnitude, square = at_most(absolute(x), _ERF_LIMIT), once(x * x)
     small = x * polynomial(square, _ERF_SMALL) + x
-    mantissa, scale = _exp_parts(constant(x, 0.0) - polynomial(magnitude, _ERF_LARGE), -20.0, 0.0)
+    mantissa, scale = exp_parts(constant(x, 0.0) - polynomial(magnitude, _ERF_LARGE), -20.0, 0.0)
     large = constant(x, 1.0) - mantissa * scale
-    return once(_with_sign(T.Select(magnitude < constant(x, 0.92), small, large), x))
+    return once(with_sign(T.Select(magnitude < constant(x, 0.92), small, large), x))
 
 
 def sigmoid(x: tirx.Expr) -> tirx.Expr:
@@ -260,7 +277,8 @@ def _int32(x: tirx.Expr) -> str:
     return dtype_of(x).replace("float32", "int32")
 
 
-def _with_sign(magnitude: tirx.Expr, x: tirx.Expr) -> tirx.Expr:
+def with_sign(magnitude: tirx.Expr, x: tirx.Expr) -> tirx.Expr:
+    """`magnitude`, which is not negative, with the sign of `x`."""
     own = bits(x)
     return from_bits(T.bitwise_or(bits(magnitude), T.bitwise_and(own, constant(own, -0x80000000))))
 
@@ -292,7 +310,7 @@ def _times_sigmoid(x: tirx.Expr, factor: tirx.Expr | None) -> tirx.Expr:
     """factor / (1 + e^-x), factor 1 where there is none; of e^-|x|, which cannot overflow."""
     x = once(x)
     # Below -112 the result is 0 in float32.
-    mantissa, scale = _exp_parts(constant(x, 0.0) - absolute(x), -112.0, 0.0)
+    mantissa, scale = exp_parts(constant(x, 0.0) - absolute(x), -112.0, 0.0)
     one = constant(x, 1.0)
     denominator = one + mantissa * scale
     negative = x < constant(x, 0.0)
@@ -304,18 +322,27 @@ def _times_sigmoid(x: tirx.Expr, factor: tirx.Expr | None) -> tirx.Expr:
     return once(numerator / denominator * T.Select(negative, scale, one))
 
 
-def _exp_parts(x: tirx.Expr, low: float, high: float) -> tuple[tirx.Expr, tirx.Expr]:
+def exp_parts(x: tirx.Expr, low: float, high: float) -> tuple[tirx.Expr, tirx.Expr]:
     """e^x as a product of two numbers, of which neither overflows nor is denormal; x clamped to -125 <= low, high."""
     x = clamp(x, low, high)
-    shifted = once(x * constant(x, _LOG2_E) + constant(x, _ROUNDER))
-    raw = once(bits(shifted))
+    exponent, n = rounded(x * constant(x, LOG2_E))
+    r = once(x - n * constant(x, LN2_HI) - n * constant(x, LN2_LO))
+    return scaled(polynomial(r, EXP_P) * (r * r) + r + constant(x, 1.0), exponent)
+
+
+def rounded(x: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
+    """The integer next to a float32 of magnitude below 2^22, as int32 and as float32."""
+    raw = once(bits(x + constant(x, ROUNDER)))
     exponent = once(raw - constant(raw, _ROUNDER_BITS))
-    n = once(T.cast(exponent, dtype_of(x)))  # shifted - _ROUNDER would be simplified to what it was before
-    r = once(x - n * constant(x, _LN2_HI) - n * constant(x, _LN2_LO))
-    value = polynomial(r, _EXP_P) * (r * r) + r + constant(x, 1.0)
-    half = once(T.shift_right(exponent, constant(raw, 1)))
-    return once(value * _power_of_two(half)), once(_power_of_two(exponent - half))
+    return exponent, once(T.cast(exponent, dtype_of(x)))  # the sum minus ROUNDER would be simplified to x
 
 
-def _power_of_two(exponent: tirx.Expr) -> tirx.Expr:
+def scaled(mantissa: tirx.Expr, exponent: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
+    """Two numbers whose product is ``mantissa * 2^exponent`` and of which neither overflows, for exponents up to 250."""
+    half = once(T.shift_right(exponent, constant(exponent, 1)))
+    return once(mantissa * power_of_two(half)), once(power_of_two(exponent - half))
+
+
+def power_of_two(exponent: tirx.Expr) -> tirx.Expr:
+    """2^exponent of int32 between -126 and 127."""
     return from_bits(T.shift_left(exponent + constant(exponent, 127), constant(exponent, 23)))
