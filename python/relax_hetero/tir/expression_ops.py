@@ -9,6 +9,7 @@ from tvm.script.ir_builder import tirx as T
 
 from . import vector_math
 from .builder import vector_type
+from .exp_nonpositive import exp_nonpositive
 
 Number = bool | int | float
 
@@ -106,6 +107,8 @@ _ARITHMETIC: dict[str, Callable[..., tirx.Expr]] = {
 FLOAT32_OPS: dict[str, Callable[..., tirx.Expr]] = {
     name: getattr(vector_math, name) for name in ("exp", "log", "tanh", "erf", "sigmoid", "silu", "gelu", "gelu_tanh")
 }
+# No op of an expression's text: plans of kernels put it where they know the argument.
+FLOAT32_OPS["exp_nonpositive"] = exp_nonpositive
 FLOAT_OPS: dict[str, Callable[..., tirx.Expr]] = {
     **_ARITHMETIC,
     **FLOAT32_OPS,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..encoding.expression import Expression, Term
@@ -10,8 +9,8 @@ from ..encoding.row_program import RowProgram, replaced
 
 # Instructions of an op on one vector, roughly; 1 for others. A load is one, a store one and a half.
 _COSTS = {
-    "exp": 14, "log": 18, "tanh": 24, "erf": 24, "sigmoid": 18, "silu": 18, "gelu": 24, "gelu_tanh": 24, "divide": 5,
-    "sqrt": 6, "rsqrt": 10,
+    "exp": 14, "exp_nonpositive": 10, "log": 18, "tanh": 24, "erf": 24, "sigmoid": 18, "silu": 18, "gelu": 24,
+    "gelu_tanh": 24, "divide": 5, "sqrt": 6, "rsqrt": 10,
 }  # fmt: skip
 _STORE = 1.5
 
@@ -85,7 +84,7 @@ class _Planner:
         self.keeping = self.kept + 1
         self.next = self.kept + 2
         self.known: dict[Term, Term] = {}  # what is computed once a row already
-        self.terms = [_with_reciprocals(expression.term, self._varies) for expression in program.expressions]
+        self.terms = [self._cheaper(expression.term) for expression in program.expressions]
 
     def plan(self) -> RowPlan:
         kinds = [*(reduction.kind for reduction in self.program.reductions), ""]
@@ -109,6 +108,29 @@ class _Planner:
             index = term.params[0]
             return index in self.varying or index in (self.kept, self.keeping)
         return any(map(self._varies, term.args))
+
+    def _cheaper(self, term: Term) -> Term:
+        """`term` with ops of fewer instructions where a program allows them.
+
+        A quotient by a root that is the same for all of a row is a product with its reciprocal: a root is far from
+        what has no finite reciprocal, so that the difference is one more rounding. An exponential of what the greatest
+        of the row was subtracted from is not above 1.
+        """
+        args = tuple(map(self._cheaper, term.args))
+        if term.op == "divide" and args[1].op == "sqrt" and self._varies(args[0]) and not self._varies(args[1]):
+            return Term("multiply", (args[0], Term("rsqrt", args[1].args)))
+        if term.op == "exp" and self._is_below_greatest(term.args[0]):
+            return Term("exp_nonpositive", args)
+        return Term(term.op, args, term.params)
+
+    def _is_below_greatest(self, term: Term) -> bool:
+        if term.op != "subtract" or term.args[1].op != "operand":
+            return False
+        number = term.args[1].params[0] - self.program.num_operands
+        if not 0 <= number < len(self.program.reductions):
+            return False
+        reduction = self.program.reductions[number]
+        return reduction.kind == "max" and reduction.expression.term == term.args[0]
 
     def _best(self, term: Term, later: list[Term], held: Term | None) -> Term | None:
         """The term that it pays most to keep from this pass on; None: what is held stays, if anything is."""
@@ -159,17 +181,6 @@ class _Planner:
             return self.known[part]
 
         return Expression(visit(term))
-
-
-def _with_reciprocals(term: Term, varies: Callable[[Term], bool]) -> Term:
-    """Quotients by a root that is the same for all of a row as products with its reciprocal.
-
-    A root is far from what has no finite reciprocal, so that the difference is one more rounding.
-    """
-    args = tuple(_with_reciprocals(arg, varies) for arg in term.args)
-    if term.op == "divide" and args[1].op == "sqrt" and varies(args[0]) and not varies(args[1]):
-        return Term("multiply", (args[0], Term("rsqrt", args[1].args)))
-    return Term(term.op, args, term.params)
 
 
 def _contains(term: Term, part: Term) -> bool:

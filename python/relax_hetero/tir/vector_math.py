@@ -338,7 +338,7 @@ def rounded(x: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
 
 
 def scaled(mantissa: tirx.Expr, exponent: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
-    """Two numbers whose product is ``mantissa * 2^exponent`` and of which neither overflows, for exponents up to 250."""
+    """Two numbers whose product is ``mantissa * 2^exponent`` and of which neither overflows, up to 2^250."""
     half = once(T.shift_right(exponent, constant(exponent, 1)))
     return once(mantissa * power_of_two(half)), once(power_of_two(exponent - half))
 
