@@ -85,7 +85,7 @@ PEERS = {
         Peer("onnxruntime", "ONNX Runtime", "onnxruntime", "onnx_runtime"),
         Peer("openvino", "OpenVINO", "openvino", "openvino_cpu"),
         Peer("iree", "IREE", "iree.compiler", "iree_cpu", ".vmfb"),
-        Peer("torch", "torch", "onnx2torch", "torch_cpu"),
+        Peer("torch", "torch", "torch", "torch_cpu"),
         Peer("tvm", "stock TVM", "tvm", "stock_tvm", ".so"),
     )
 }

@@ -1,0 +1,36 @@
+"""torch: the graph node by node in eager ops, then traced, frozen and optimized for inference (oneDNN)."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import onnx
+import torch
+
+from . import Inputs, Session
+from .torch_ops import Runner
+
+
+def load(model: str, file: str, inputs: Inputs, threads: int) -> Session:
+    """The traced graph on tensors; `Unsupported` where a node has no translation."""
+    torch.set_num_threads(threads)
+    runner = Runner(onnx.load(model)).eval()
+    operands = [torch.from_numpy(array) for array in inputs.values()]
+    note = "traced, frozen, optimize_for_inference"
+    with torch.inference_mode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        runner(*operands)  # what it cannot do is said here, not by the tracer
+        program = torch.jit.optimize_for_inference(torch.jit.freeze(torch.jit.trace(runner, operands)))
+        for _ in range(2):  # its executor specializes in these
+            program(*operands)
+    outputs: list[torch.Tensor] = []
+
+    def call() -> None:
+        with torch.inference_mode():
+            outputs[:] = program(*operands)
+
+    def results() -> list[np.ndarray]:
+        return [output.numpy() for output in outputs]
+
+    return Session(call, results, note)

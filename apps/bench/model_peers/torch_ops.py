@@ -1,0 +1,219 @@
+"""ONNX nodes as torch functions: those of the models that the benchmark makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from onnx import numpy_helper
+from torch.nn import functional
+
+from . import Unsupported
+
+Tensor = torch.Tensor
+Attributes = dict[str, Any]
+
+
+class Runner(torch.nn.Module):
+    """Runs a model's nodes in their order.
+
+    Shapes and axes are read while it is traced: they become numbers of the program.
+    """
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        super().__init__()
+        self._opset = model.opset_import[0].version
+        self._nodes = list(model.graph.node)
+        arrays = {weight.name: numpy_helper.to_array(weight) for weight in model.graph.initializer}
+        self._names = {name: f"weight_{index}" for index, name in enumerate(arrays)}
+        self._inputs = [value.name for value in model.graph.input if value.name not in arrays]
+        self._outputs = [value.name for value in model.graph.output]
+        for name, array in arrays.items():
+            self.register_buffer(self._names[name], torch.from_numpy(np.array(array)))
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The model's outputs."""
+        values = dict(zip(self._inputs, inputs, strict=True))
+        values.update({name: getattr(self, buffer) for name, buffer in self._names.items()})
+        for node in self._nodes:
+            attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+            found = self._run(node, [values.get(name) for name in node.input], attributes)
+            for name, value in zip(node.output, found if isinstance(found, tuple) else (found,), strict=False):
+                values[name] = value
+        return tuple(values[name] for name in self._outputs)
+
+    def _run(self, node: onnx.NodeProto, operands: list[Any], attributes: Attributes) -> Any:
+        if node.op_type not in OPS:
+            raise Unsupported(f"no translation of {node.op_type}")
+        return OPS[node.op_type](operands, {"opset": self._opset, **attributes})
+
+
+def _spatial(attributes: Attributes) -> tuple[list[int], list[int]]:
+    """Strides and symmetric padding of a window; `Unsupported` where the padding differs at both ends."""
+    rank = len(attributes["kernel_shape"])
+    pads = list(attributes.get("pads", [0] * 2 * rank))
+    if attributes.get("auto_pad", b"NOTSET") not in (b"NOTSET", b"VALID"):
+        raise Unsupported("auto_pad")
+    if pads[:rank] != pads[rank:]:
+        raise Unsupported("padding that differs at both ends")
+    return list(attributes.get("strides", [1] * rank)), pads[:rank]
+
+
+def _conv(x: list[Any], a: Attributes) -> Tensor:
+    strides, pads = _spatial({"kernel_shape": x[1].shape[2:], **a})
+    function = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}[len(strides)]
+    dilations = list(a.get("dilations", [1] * len(strides)))
+    return function(x[0], x[1], x[2] if len(x) > 2 else None, strides, pads, dilations, a.get("group", 1))
+
+
+def _conv_transpose(x: list[Any], a: Attributes) -> Tensor:
+    strides, pads = _spatial({"kernel_shape": x[1].shape[2:], **a})
+    bias = x[2] if len(x) > 2 else None
+    return functional.conv_transpose2d(x[0], x[1], bias, strides, pads, groups=a.get("group", 1))
+
+
+def _padded(x: Tensor, a: Attributes, value: float) -> tuple[Tensor, Attributes]:
+    """What a pooling reads, where its padding differs at both ends."""
+    rank = len(a["kernel_shape"])
+    pads = list(a.get("pads", [0] * 2 * rank))
+    if pads[:rank] == pads[rank:]:
+        return x, a
+    ends = [pads[side * rank + axis] for axis in reversed(range(rank)) for side in (0, 1)]
+    return functional.pad(x, ends, value=value), {**a, "pads": [0] * 2 * rank}
+
+
+def _max_pool(x: list[Any], a: Attributes) -> Tensor:
+    data, a = _padded(x[0], a, float("-inf"))
+    strides, pads = _spatial(a)
+    return functional.max_pool2d(data, a["kernel_shape"], strides, pads, ceil_mode=bool(a.get("ceil_mode")))
+
+
+def _average_pool(x: list[Any], a: Attributes) -> Tensor:
+    size, strides = list(a["kernel_shape"]), list(a.get("strides", [1, 1]))
+    counted = bool(a.get("count_include_pad", 0))
+    data, padded = _padded(x[0], a, 0.0)
+    _, pads = _spatial(padded)
+    mean = functional.avg_pool2d(data, size, strides, pads, bool(a.get("ceil_mode")), counted)
+    if data is x[0] or counted:
+        return mean
+    # A mean over what is there: that over the zeros, by the share that is there.
+    there, _ = _padded(torch.ones_like(x[0][:, :1]), a, 0.0)
+    return mean / functional.avg_pool2d(there, size, strides)
+
+
+def _gemm(x: list[Any], a: Attributes) -> Tensor:
+    if a.get("alpha", 1.0) != 1 or a.get("beta", 1.0) != 1 or a.get("transA"):
+        raise Unsupported("Gemm with factors")
+    return functional.linear(x[0], x[1] if a.get("transB") else x[1].t(), x[2] if len(x) > 2 else None)
+
+
+def _axes(x: list[Any], a: Attributes, place: int = 1) -> list[int]:
+    return list(a["axes"]) if "axes" in a else _integers(x[place])
+
+
+def _integers(values: Tensor) -> list[int]:
+    return [int(value) for value in values.reshape(-1)]
+
+
+def _reshape(x: list[Any], a: Attributes) -> Tensor:
+    extents = [x[0].shape[axis] if size == 0 else size for axis, size in enumerate(_integers(x[1]))]
+    return x[0].reshape(extents)
+
+
+def _unsqueeze(x: list[Any], a: Attributes) -> Tensor:
+    result = x[0]
+    for axis in sorted(_axes(x, a)):
+        result = result.unsqueeze(axis)
+    return result
+
+
+def _softmax(x: list[Any], a: Attributes) -> Tensor:
+    if a["opset"] >= 13:
+        return torch.softmax(x[0], a.get("axis", -1))
+    axis = a.get("axis", 1) % x[0].ndim
+    return torch.softmax(x[0].flatten(axis), -1).reshape(x[0].shape)
+
+
+def _resize(x: list[Any], a: Attributes) -> Tensor:
+    if a.get("mode", b"nearest") not in (b"linear", b"nearest"):
+        raise Unsupported("Resize other than nearest or linear")
+    scales = [float(value) for value in x[2]][2:]
+    mode = {b"linear": "bilinear", b"nearest": "nearest"}[a["mode"]]
+    return functional.interpolate(x[0], scale_factor=scales, mode=mode)
+
+
+def _split(x: list[Any], a: Attributes) -> tuple[Tensor, ...]:
+    return torch.split(x[0], list(a["split"]) if "split" in a else _integers(x[1]), a.get("axis", 0))
+
+
+def _gather(x: list[Any], a: Attributes) -> Tensor:
+    axis, index = a.get("axis", 0), x[1]
+    if index.ndim == 0:
+        return x[0].select(axis, int(index))
+    if axis == 0 and x[0].ndim == 2:
+        return functional.embedding(index, x[0])
+    return x[0].index_select(axis, index.reshape(-1)).reshape(*x[0].shape[:axis], *index.shape, *x[0].shape[axis + 1 :])
+
+
+def _reduced(function: Callable[..., Tensor]) -> Callable[[list[Any], Attributes], Tensor]:
+    return lambda x, a: function(x[0], dim=_axes(x, a), keepdim=bool(a.get("keepdims", 1)))
+
+
+def _layer_norm(x: list[Any], a: Attributes) -> Tensor:
+    axis = a.get("axis", -1) % x[0].ndim
+    return functional.layer_norm(x[0], x[0].shape[axis:], x[1], x[2] if len(x) > 2 else None, a.get("epsilon", 1e-5))
+
+
+def _clip(x: list[Any], a: Attributes) -> Tensor:
+    return torch.clamp(x[0], float(x[1]), float(x[2])) if len(x) > 2 else torch.clamp(x[0], a["min"], a["max"])
+
+
+OPS: dict[str, Callable[[list[Any], Attributes], Any]] = {
+    "Conv": _conv,
+    "ConvTranspose": _conv_transpose,
+    "BatchNormalization": lambda x, a: functional.batch_norm(
+        x[0], x[3], x[4], x[1], x[2], False, eps=a.get("epsilon", 1e-5)
+    ),
+    "MaxPool": _max_pool,
+    "AveragePool": _average_pool,
+    "GlobalAveragePool": lambda x, a: x[0].mean((2, 3), keepdim=True),
+    "LRN": lambda x, a: functional.local_response_norm(
+        x[0], a["size"], a.get("alpha", 1e-4), a.get("beta", 0.75), a.get("bias", 1.0)
+    ),
+    "Gemm": _gemm,
+    "MatMul": lambda x, a: torch.matmul(x[0], x[1]),
+    "Add": lambda x, a: x[0] + x[1],
+    "Sub": lambda x, a: x[0] - x[1],
+    "Mul": lambda x, a: x[0] * x[1],
+    "Div": lambda x, a: x[0] / x[1],
+    "Pow": lambda x, a: torch.pow(x[0], x[1]),
+    "Sqrt": lambda x, a: torch.sqrt(x[0]),
+    "Erf": lambda x, a: torch.erf(x[0]),
+    "Tanh": lambda x, a: torch.tanh(x[0]),
+    "Sigmoid": lambda x, a: torch.sigmoid(x[0]),
+    "Relu": lambda x, a: torch.relu(x[0]),
+    "Clip": _clip,
+    "HardSwish": lambda x, a: functional.hardswish(x[0]),
+    "HardSigmoid": lambda x, a: torch.clamp(x[0] * a.get("alpha", 0.2) + a.get("beta", 0.5), 0.0, 1.0),
+    "Softmax": _softmax,
+    "LayerNormalization": _layer_norm,
+    "Reshape": _reshape,
+    "Flatten": lambda x, a: x[0].reshape(int(np.prod(x[0].shape[: a.get("axis", 1)])), -1),
+    "Transpose": lambda x, a: x[0].permute(a["perm"]),
+    "Concat": lambda x, a: torch.cat(x, a["axis"]),
+    "Split": _split,
+    "Gather": _gather,
+    "Unsqueeze": _unsqueeze,
+    "Expand": lambda x, a: x[0].expand(_integers(x[1])),
+    "Where": lambda x, a: torch.where(x[0], x[1], x[2]),
+    "Equal": lambda x, a: x[0] == x[1],
+    "Cast": lambda x, a: x[0].to(getattr(torch, str(onnx.helper.tensor_dtype_to_np_dtype(a["to"])))),
+    "Sum": lambda x, a: sum(x[1:], x[0]),
+    "Dropout": lambda x, a: x[0],
+    "ReduceMean": _reduced(torch.mean),
+    "ReduceSum": _reduced(torch.sum),
+    "Resize": _resize,
+}
