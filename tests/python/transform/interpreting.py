@@ -15,8 +15,10 @@ from tvm_ffi import structural_map
 
 from relax_hetero.encoding.encoding import Encoding
 from relax_hetero.encoding.expression import Expression
-from relax_hetero.op.encoded import ELEMENTWISE, MATMUL, SET, UNSET
+from relax_hetero.op.encoded import CONV, ELEMENTWISE, MATMUL, SET, UNSET
+from relax_hetero.transform.encoded_convolutions import CONV_OPS
 from relax_hetero.transform.rewriting import op_name
+from transform.numpy_convolution import convolve
 
 _erf = np.vectorize(math.erf, otypes=["float64"])
 
@@ -79,6 +81,11 @@ def _call(call: relax.Call, args: list[np.ndarray], sizes: dict[str, int]) -> np
         return args[0]
     if name == MATMUL:
         return _product(Encoding.parse(call.attrs.encoding), *args)
+    if name == CONV:
+        moves = Encoding.parse(call.attrs.encoding).moves
+        return convolve(*args, moves.strides, moves.padding, moves.dilation, moves.groups).astype(dtype)
+    if name in CONV_OPS:
+        return _stock_convolution(call.attrs, CONV_OPS[name], *args).astype(dtype)
     if name == ELEMENTWISE:
         return _expression(Expression.parse(call.attrs.expression), args).astype(dtype)
     if name == "relax.matmul":
@@ -103,6 +110,20 @@ def _call(call: relax.Call, args: list[np.ndarray], sizes: dict[str, int]) -> np
         return np.where(*args)
     result = (_UNARY.get(short) or _BINARY[short])(*args)
     return result if dtype == "bool" else result.astype(dtype)
+
+
+def _stock_convolution(attrs: Any, spatial: int, data: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    letters = "DHW"[-spatial:]
+    inputs = [
+        array.transpose([str(layout).index(letter) for letter in order])
+        for array, layout, order in (
+            (data, attrs.data_layout, f"NC{letters}"),
+            (weight, attrs.kernel_layout, f"OI{letters}"),
+        )
+    ]
+    numbers = [[int(n) for n in field] for field in (attrs.strides, attrs.padding, attrs.dilation)]
+    result = convolve(*inputs, *numbers, int(attrs.groups))
+    return result.transpose([f"NC{letters}".index(letter) for letter in str(attrs.out_layout or attrs.data_layout)])
 
 
 def _sizes(func: relax.Function, arguments: tuple[np.ndarray, ...]) -> dict[str, int]:

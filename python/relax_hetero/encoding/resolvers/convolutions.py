@@ -28,8 +28,6 @@ def conv_layout(encoding: Encoding, machine: Machine) -> PackedLayout | None:
     unknown = [name for name, size in sizes.items() if size == DYNAMIC and name != "b"]
     if unknown or any(dtype not in _ELEMENT_TYPES for dtype in encoding.element_types):
         return None
-    if moves.groups > 1 and sizes["k"] == 1:
-        return None
     spatial = tuple(range(2, len(encoding.index_map)))
     channels_last = PackedLayout((0, *spatial, 1))
     if encoding.operand_index == LHS:
