@@ -1,4 +1,4 @@
-"""The IR that encodings.md shows: one small model after each pass.
+"""The IR that encodings.md shows: one small model after each pass, and one of images after the last ones.
 
 python docs/encoding_stages.py            # prints every stage
 python docs/encoding_stages.py --write    # puts them into encodings.md
@@ -33,9 +33,10 @@ STAGES = (
     "HoistEncodings",
     "MaterializeEncodings",
 )
+IMAGE_STAGES = ("MaterializeEncodings", "MovePermutes")
 # A block of the page that belongs to a stage: <!-- SetEncoding --> and the fenced block after it.
 BLOCK = re.compile(r"(<!-- (\w+) -->\n```text\n).*?(^```\n)", re.DOTALL | re.MULTILINE)
-ENCODING = re.compile(r'"((?:batch_)?matmul\[\d\]<[^"]*>)"')
+ENCODING = re.compile(r'"(\w+\[\d\]<[^"]*>)"')
 
 
 @I.ir_module
@@ -69,8 +70,55 @@ class Model:
         return total
 
 
+@I.ir_module
+class Image:
+    """Two convolutions with a pooling between, a bias, a residual and an activation."""
+
+    I.module_global_infos(
+        {
+            "vdevice": [
+                I.vdevice({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "x86-64-v4", "num-cores": 2}, 0)
+            ]
+        }
+    )
+
+    @R.function
+    def main(
+        x: R.Tensor((1, 3, 32, 32), "float32"),
+        w: R.Tensor((48, 3, 3, 3), "float32"),
+        bias: R.Tensor((1, 48, 1, 1), "float32"),
+        v: R.Tensor((48, 48, 3, 3), "float32"),
+    ):
+        with R.dataflow():
+            a = R.nn.conv2d(x, w, padding=[1, 1, 1, 1])
+            b = R.nn.relu(R.add(a, bias))
+            p = R.nn.max_pool2d(b, pool_size=[2, 2], strides=[2, 2])
+            c = R.nn.conv2d(p, v, padding=[1, 1, 1, 1])
+            y = R.nn.relu(R.add(c, p))
+            R.output(y)
+        return y
+
+
 def stages() -> dict[str, str]:
-    """Text of ``main`` after each pass."""
+    """Text of ``main`` after each pass, and of that of `Image` under the names of passes with ``Image`` before."""
+    return {**model_stages(), **image_stages()}
+
+
+def image_stages() -> dict[str, str]:
+    """Of `Image`, after the passes that decide where permutations stay."""
+    generator = np.random.default_rng(0)
+    shapes = {param.name: [int(extent) for extent in param.ty.shape.values] for param in Image["main"].params[1:]}
+    weights = {name: generator.standard_normal(shape).astype("float32") for name, shape in shapes.items()}
+    module, found = relax.transform.BindParams("main", weights)(Image), {}
+    for name in (*STAGES, *IMAGE_STAGES[1:]):
+        module = getattr(rh.transform, name)()(module)
+        if name in IMAGE_STAGES:
+            found[f"Image{name}"] = shown(module)
+    return found
+
+
+def model_stages() -> dict[str, str]:
+    """Of `Model`."""
     generator = np.random.default_rng(0)
     weights = {
         "w": generator.standard_normal((40, 64)).astype("float32"),
