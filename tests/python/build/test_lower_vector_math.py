@@ -212,7 +212,7 @@ def test_squares_and_cubes_are_products():
     imported: list[str] = []
     on_attr = (tirx.AttrStmt, lambda attr: imported.append(str(attr.value.value)))
     structural_walk(LowerVectorMath()(Powers)["main"].body, on_attr)
-    assert [re.findall(r"@relax_hetero\.(\w+)", text) for text in imported] == [["cube"], ["square"]]
+    assert sorted(re.findall(r"@relax_hetero\.(\w+)", "".join(imported))) == ["cube", "square"]
     assert all("fmul" in text and "call" not in text for text in imported)
 
 
