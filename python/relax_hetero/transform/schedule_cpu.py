@@ -1,13 +1,66 @@
-"""Kernels of CPUs that no generator wrote get a schedule: vectors inside, threads outside.
+"""ScheduleCPU: kernels of CPUs that no generator wrote get a schedule, vectors inside and threads outside.
 
-What no rule fits stays as it is: loops that are right for any PrimFunc.
+Assumes BindTargets. A kernel that no rule fits stays as it is: loops that are right for any PrimFunc. What the rules
+do stands in `cpu_schedules`.
 """
 
 from __future__ import annotations
 
+import logging
+
 import tvm
+from tvm import tirx
+from tvm_ffi import StructuralKey
+
+from ..encoding.machine import machine_of
+from .cpu_schedules import NotStages, schedule
+from .fusion_report import decline
+from .kernel_ops import ops_of
+from .rewriting import copy_module
+
+_log = logging.getLogger("relax_hetero")
 
 
 def schedule_cpu(mod: tvm.IRModule) -> tvm.IRModule:
     """Schedule the kernels of `mod` whose target is a CPU and that have no schedule yet."""
-    return mod
+    done: dict[StructuralKey, tirx.PrimFunc] = {}
+    functions = dict(mod.functions.items())
+    for gv, func in mod.functions.items():
+        if not isinstance(func, tirx.PrimFunc) or not _is_cpu(func.attrs.get("target")):
+            continue
+        key = StructuralKey(func)
+        if key not in done:
+            done[key] = _scheduled(gv.name_hint, func)
+        functions[gv] = done[key]
+    return copy_module(mod, functions)
+
+
+def _is_cpu(target: tvm.target.Target | None) -> bool:
+    return target is not None and target.kind.name == "llvm" and machine_of(target).isa.vector_bytes > 0
+
+
+def _scheduled(name: str, func: tirx.PrimFunc) -> tirx.PrimFunc:
+    try:
+        return schedule(func, machine_of(func.attrs["target"]))
+    except NotStages as reason:
+        why = str(reason)
+    except Exception as error:  # a rule that fails must not cost the model: the stock loops are right
+        why = f"{type(error).__name__}: {error}"
+        _log.debug("kernel %s stays unscheduled", name, exc_info=True)
+    decline(name, name, ", ".join(ops_of(func)) or name, f"no schedule for its loops: {why}")
+    return func
+
+
+def ScheduleCPU() -> tvm.transform.Pass:
+    """Schedule the PrimFuncs of CPU devices.
+
+    Returns
+    -------
+    tvm.transform.Pass
+    """
+
+    @tvm.transform.module_pass(opt_level=0, name="ScheduleCPU")
+    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        return schedule_cpu(mod)
+
+    return run

@@ -1,0 +1,36 @@
+"""Boxes in which nothing is reduced: the innermost loop in vectors, the others around it."""
+
+from __future__ import annotations
+
+from tvm import tirx
+
+from ...encoding.machine import Machine
+from ...tir.builder import Expr
+from .flat import FlatBox
+from .points import write_point
+from .runs import nested, run, spread
+from .vectors import lanes_of, varies_inside
+
+# Vectors that are computed in one iteration.
+_TOGETHER = 2
+
+
+def write_map(box: FlatBox, machine: Machine, tasks: int) -> None:
+    """Write the loops of a box."""
+    if not box.spatial:
+        write_point(box, None, tirx.IntImm("int64", 0), 1, {})
+        return
+    var = box.spatial[-1].var
+    lanes = 1 if varies_inside(box, var) else lanes_of(box.nest, machine)
+
+    def write(part: FlatBox) -> None:
+        with nested(part.spatial[:-1]) as position:
+            here = part.at(position)
+
+            def visit(start: Expr, width: int, count: int) -> None:
+                for i in range(count):
+                    write_point(here, var, start + i * width, width, {})
+
+            run(part.spatial[-1], lanes, _TOGETHER, not box.nest.in_place, visit)
+
+    spread(box, tasks, lanes * _TOGETHER, write)

@@ -1,0 +1,75 @@
+"""Nests become code: vectors inside, threads outside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from ...encoding.machine import Machine
+from ...tir.builder import Expr, flat, int64
+from ...tir.work_split import part
+from .boxes import cut
+from .flat import FlatBox, flatten
+from .map_box import write_map
+from .nests import Nest
+from .reduce_box import write_reduction
+from .runs import most_even
+from .stages import known, sources
+from .work import tasks_for
+
+
+def write_function(func: tirx.PrimFunc, nests: Sequence[Nest], machine: Machine) -> tirx.PrimFunc:
+    """A PrimFunc that computes nests in order, with the parameters and attributes of `func`."""
+    with IRBuilder() as builder, T.prim_func(s_tir=True):
+        T.func_name("scheduled")
+        with T.sblock("root"):
+            T.reads()
+            T.writes()
+            views = _views(func, nests)
+            for nest in nests:
+                _write_nest(nest, machine, views)
+    return func.with_body(builder.get().body)
+
+
+def _views(func: tirx.PrimFunc, nests: Sequence[Nest]) -> dict[tirx.Buffer, tirx.Buffer]:
+    used = {buffer for nest in nests for value in nest.expressions() for buffer in sources(value)}
+    stored = {buffer for nest in nests for buffer in nest.stored}
+    views = {p: flat(p, p.shape) for p in func.params if p in used or p in stored}
+    for buffer in [buffer for nest in nests for buffer in nest.made]:
+        if buffer not in views:
+            count: Expr = tirx.IntImm("int64", 1)
+            for extent in buffer.shape:
+                count = count * extent
+            make = T.alloc_buffer if buffer in stored else tirx.decl_buffer
+            views[buffer] = make((count,), buffer.dtype)
+    return views
+
+
+def _write_nest(nest: Nest, machine: Machine, views: dict[tirx.Buffer, tirx.Buffer]) -> None:
+    view = views.__getitem__
+    boxes, tasks = cut(nest), tasks_for(nest, machine)
+    if len(boxes) == 1:
+        _write_box(flatten(boxes[0], None, view), machine, tasks)
+        return
+    wide = [d for d, axis in enumerate(nest.axes[:-1]) if known(axis.extent) != 1]
+    shared = most_even([nest.axes[d].extent for d in wide], tasks)
+    if shared is None or tasks == 1:
+        for box in boxes:
+            _write_box(flatten(box, None, view), machine, tasks)
+        return
+    d = wide[shared]
+    with T.parallel(int64(tasks)) as task:
+        begin, end = part(nest.axes[d].extent, tasks, task)
+        for box in boxes:
+            low, high = box.bounds[d]
+            low = begin if isinstance(low, int) and low == 0 else T.max(begin, low)
+            high = end if high is nest.axes[d].extent or high == nest.axes[d].extent else T.min(end, high)
+            _write_box(flatten(box, (d, low, high), view), machine, 1)
+
+
+def _write_box(box: FlatBox, machine: Machine, tasks: int) -> None:
+    write = write_reduction if box.nest.sums else write_map
+    write(box, machine, tasks)
