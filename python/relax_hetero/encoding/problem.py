@@ -58,10 +58,28 @@ class Epilogue:
 
 
 @dataclass(frozen=True)
-class MatmulProblem:
-    """A matrix product: ``result = epilogue(init + sum over k of lhs * rhs)``.
+class RowPhase:
+    """Work on the rows of a product's result, which takes their place.
 
-    Parameters of its kernel, in order: lhs, rhs, init (if any), the epilogue's operands, result.
+    Attributes
+    ----------
+    program : RowProgram
+    product : int
+        The operand of the program that is the product's result, after its epilogue.
+    operands : tuple of Operand
+        The program's other operands in order; index maps over batch dimensions, m and n.
+    """
+
+    program: RowProgram
+    product: int
+    operands: tuple[Operand, ...]
+
+
+@dataclass(frozen=True)
+class MatmulProblem:
+    """A matrix product: ``result = rows(epilogue(init + sum over k of lhs * rhs))``.
+
+    Parameters of its kernel, in order: lhs, rhs, init (if any), operands of the epilogue and of the rows, result.
     """
 
     lhs: Operand
@@ -70,13 +88,15 @@ class MatmulProblem:
     acc_dtype: str
     init: Operand | None = None
     epilogue: Epilogue | None = None
+    rows: RowPhase | None = None
 
     @property
     def parameters(self) -> list[Operand]:
         """What the kernel takes, in order."""
         init = [] if self.init is None else [self.init]
         others = () if self.epilogue is None else self.epilogue.operands
-        return [self.lhs, self.rhs, *init, *others, self.result]
+        in_rows = () if self.rows is None else self.rows.operands
+        return [self.lhs, self.rhs, *init, *others, *in_rows, self.result]
 
 
 @dataclass(frozen=True)
@@ -225,3 +245,7 @@ class RowsProblem:
     def parameters(self) -> list[Operand]:
         """What the kernel takes, in order."""
         return [*self.operands, self.result]
+
+
+Problem = MatmulProblem | ConvProblem | ElementwiseProblem | RowsProblem | AttentionProblem
+"""Whatever kernels are written for."""

@@ -20,7 +20,7 @@ from ..errors import EncodingError
 from .encoding import Encoding
 from .machine import machine_of
 from .packed_layout import PackedLayout
-from .problem import ConvProblem, ElementwiseProblem, MatmulProblem
+from .problem import Problem
 
 
 @runtime_checkable
@@ -29,6 +29,7 @@ class EncodingResolver(Protocol):
 
     A resolver may have a fourth method, ``resolve_activation``, with the parameters of `resolve`: how an operand is
     stored that is no constant, and so would be laid out anew in every call. Without it, `resolve` answers for all.
+    It may have an attribute ``problems``, the classes of further problems that its `kernel` solves (see `solves`).
     """
 
     name: str
@@ -43,9 +44,7 @@ class EncodingResolver(Protocol):
     def storage_size(self, encoding: Encoding, shape: Sequence[Any], target: tvm.target.Target) -> Any:
         """Bytes of a tensor of `shape` (extents may be PrimExprs) under its layout; an int or a PrimExpr."""
 
-    def kernel(
-        self, problem: MatmulProblem | ConvProblem | ElementwiseProblem, target: tvm.target.Target
-    ) -> tirx.PrimFunc:
+    def kernel(self, problem: Problem, target: tvm.target.Target) -> tirx.PrimFunc:
         """The code that solves `problem` on this target; parameters as the problem's class says."""
 
 
@@ -99,6 +98,11 @@ def resolver_for(target: tvm.target.Target | str) -> EncodingResolver | None:
         if entry.kind == target.kind.name and known.issuperset(entry.features)
     ]
     return _entries[max(fitting)[2]].resolver if fitting else None
+
+
+def solves(target: tvm.target.Target, problem: type) -> bool:
+    """Whether the resolver of a target writes kernels for a class of problems, other than products and elementwise."""
+    return problem in getattr(resolver_for(target), "problems", ())
 
 
 def _features(target: tvm.target.Target) -> frozenset[str]:

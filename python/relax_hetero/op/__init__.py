@@ -7,6 +7,7 @@ vdevices strict (see `strict_tvmscript`).
 
 from __future__ import annotations
 
+from .attention import attention, register_attention_op
 from .encoded import (
     elementwise,
     matmul,
@@ -17,10 +18,12 @@ from .encoded import (
     unset_encoding,
 )
 from .hints import encode_hint, hint_on_device, hinted_vdevice, is_hint
+from .rows import register_rows_op, rows
 from .strict_tvmscript import make_tvmscript_strict
 from .transfers import to_vdevice
 
 __all__ = [
+    "attention",
     "elementwise",
     "encode_hint",
     "hint_on_device",
@@ -29,6 +32,7 @@ __all__ = [
     "matmul",
     "prepacked",
     "relayout",
+    "rows",
     "set_encoding",
     "to_vdevice",
     "unset_encoding",
@@ -36,3 +40,5 @@ __all__ = [
 
 make_tvmscript_strict()
 register_encoded_ops()
+register_rows_op()
+register_attention_op()

@@ -22,6 +22,8 @@ from .inner_product import llvm_import
 from .matmul_place import KRange, Product2D, Sweep, make_tile
 from .matmul_tile import accumulators, emit_tile
 from .operand_view import Coordinates, OperandView, extent_of
+from .row_code import Row, RowCode
+from .rows import emit_rows, phase_code
 from .work_split import Split, part, split_work
 
 # Bytes of a row of the left operand in one block of k: a panel of 32 such columns is a fraction of the second-level
@@ -68,8 +70,11 @@ def matmul_kernel(problem: MatmulProblem, machine: Machine) -> tirx.PrimFunc:
         init = OperandView(function, "init", problem.init) if problem.init else None
         operands = problem.epilogue.operands if problem.epilogue else ()
         more = tuple(OperandView(function, f"x{i + 1}", operand) for i, operand in enumerate(operands))
+        in_rows = [
+            OperandView(function, f"y{i}", o) for i, o in enumerate(problem.rows.operands if problem.rows else ())
+        ]
         result = OperandView(function, "result", problem.result)
-        views = [lhs, rhs, *([init] if init else []), *more, result]
+        views = [lhs, rhs, *([init] if init else []), *more, *in_rows, result]
         batch = merge_batches(views, lhs, rhs, result)
         lanes = machine.lanes(problem.acc_dtype)
         # One register holds what is broadcast of the left operand.
@@ -79,12 +84,13 @@ def matmul_kernel(problem: MatmulProblem, machine: Machine) -> tirx.PrimFunc:
         with function.body():
             for view in views:
                 view.open()
+            rows = phase_code(problem.rows, in_rows, result, machine, n) if problem.rows else None
             text = llvm_import(product, lanes)
             if text is None:
-                _emit_loops(spec, machine, batch)
+                _emit_loops(spec, machine, batch, rows)
             else:
                 with T.attr(0, "pragma_import_llvm", text):
-                    _emit_loops(spec, machine, batch)
+                    _emit_loops(spec, machine, batch, rows)
     return function.result
 
 
@@ -108,7 +114,7 @@ def _can_merge(view: OperandView, name: str) -> bool:
     return view.layout.is_identity and view.index_map.index(name) + 1 == view.index_map.index("m")
 
 
-def _emit_loops(spec: Product2D, machine: Machine, batch: list[str]) -> None:
+def _emit_loops(spec: Product2D, machine: Machine, batch: list[str], rows_code: RowCode | None) -> None:
     if 0 in (spec.m, spec.n):
         T.evaluate(0)
         return
@@ -122,6 +128,7 @@ def _emit_loops(spec: Product2D, machine: Machine, batch: list[str]) -> None:
     count, tiles, panels, blocks_k = (settled(value) for value in (count, tiles, panels, blocks_k))
     split = split_work(machine.cores, count, tiles, panels, (rows, vectors * spec.lanes), spec.k)
     prefetched = _tiles_per_sweep(spec, machine, tiles, split)
+    in_task = isinstance(split.columns, int) and split.columns == 1  # a task makes whole rows
     with loop(split.tasks, parallel=split.tasks > 1) as task:
         accs = Registers(accumulators(rows, vectors), spec.product.types[2], spec.lanes)
         place = split.place(task)
@@ -129,19 +136,26 @@ def _emit_loops(spec: Product2D, machine: Machine, batch: list[str]) -> None:
         first_m, last_m = part(tiles, split.rows, place[1])
         first_n, last_n = part(panels, split.columns, place[2])
         block_m = max(1, ROWS_PER_BLOCK // rows)
+        row = Row(rows_code) if rows_code is not None and in_task else None
         with loop(last_b - first_b) as b, loop(settled(ceil_div(last_m - first_m, block_m))) as block:
             at = {name: settled(place) for name, place in _unravel(first_b + b, extents).items()}
             begin_m = settled(first_m + block * block_m)
             end_m = settled(smaller(begin_m + block_m, last_m))
             with loop(blocks_k) as kb, loop(last_n - first_n) as panel, loop(end_m - begin_m) as tile:
                 step = KRange.of(spec.k, blocks_k, block_k, kb)
-                row, column = settled(begin_m + tile) * rows, settled(first_n + panel) * (vectors * spec.lanes)
+                first_row, column = settled(begin_m + tile) * rows, settled(first_n + panel) * (vectors * spec.lanes)
                 sweep = None
                 if prefetched:
                     sweep = Sweep(
                         tile if isinstance(spec.m, int) else 0, min(prefetched, block_m), column + vectors * spec.lanes
                     )
-                _emit_place(spec, at, (row, column), (rows, vectors), step, accs, sweep)
+                _emit_place(spec, at, (first_row, column), (rows, vectors), step, accs, sweep)
+            if row is not None:
+                first_row = settled(begin_m * rows)
+                with loop(settled(smaller(end_m * rows, spec.m)) - first_row) as number:
+                    row.emit({**at, "m": settled(first_row + number)})
+    if rows_code is not None and not in_task:
+        emit_rows(rows_code, [*batch, "m"], machine)
 
 
 def _tile_size(spec: Product2D, machine: Machine) -> tuple[int, int]:

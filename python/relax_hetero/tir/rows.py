@@ -10,7 +10,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..encoding.machine import Machine
-from ..encoding.problem import RowsProblem
+from ..encoding.problem import RowPhase, RowsProblem
 from ..errors import EncodingError
 from .builder import Expr, Function, loop, settled
 from .elementwise import computed_in
@@ -65,8 +65,29 @@ def rows_kernel(problem: RowsProblem, machine: Machine) -> tirx.PrimFunc:
             for view in views:
                 view.open(raw=view.dtype == "bfloat16")
             code = RowCode(problem.program, plan, operands, result, lanes, n)
-            _emit_rows(code, names, machine)
+            emit_rows(code, names, machine)
     return function.result
+
+
+def phase_code(phase: RowPhase, others: list[OperandView], result: OperandView, machine: Machine, n: Expr) -> RowCode:
+    """The code of work on the rows of a product's result, in place.
+
+    Parameters
+    ----------
+    phase : RowPhase
+    others, result : OperandView
+        Opened: the phase's operands, and the result with the product's rows.
+    machine : Machine
+    n : int or PrimExpr
+        Elements of a row.
+    """
+    operands = [*others[: phase.product], result, *others[phase.product :]]
+    lanes = min(machine.lanes(computed_in(view.dtype)) for view in operands)
+    varying = frozenset(i for i, view in enumerate(operands) if view.runs_along("n"))
+    may_keep = result.dtype == computed_in(result.dtype)
+    return RowCode(
+        phase.program, plan_rows(phase.program, varying, may_keep, phase.product), operands, result, lanes, n
+    )
 
 
 def merge_rows(views: list[OperandView], names: list[str]) -> list[str]:
@@ -86,7 +107,8 @@ def _together(view: OperandView, first: str, second: str) -> bool:
     return not view.runs_along(first) and not view.runs_along(second)
 
 
-def _emit_rows(code: RowCode, names: list[str], machine: Machine) -> None:
+def emit_rows(code: RowCode, names: list[str], machine: Machine) -> None:
+    """The loops over all rows, whose positions run along the dimensions `names`, shared by the machine's cores."""
     extents = {name: settled(extent_of([*code.operands, code.result], name)) for name in names}
     total: Expr = 1
     for extent in extents.values():

@@ -14,14 +14,18 @@ from ..encoding.activations import named
 from ..encoding.encoding import Encoding
 from ..encoding.expression import Expression
 from ..encoding.machine import machine_of
-from ..encoding.problem import ConvProblem, ElementwiseProblem, MatmulProblem, Operand
+from ..encoding.problem import AttentionProblem, Operand, Problem
 from ..encoding.resolver import resolver_for
+from ..encoding.row_program import RowProgram
 from ..errors import EncodingError
 from .encoding_layouts import target_of
 from .kernel_names import VariantNames, shape_text
 from .kernel_ops import OPS
+from .kernel_work import work_attribute
+from .materialize_attention import attention_problem
+from .materialize_rows import rows_problem
 from .rewriting import fresh_global_var
-from .stored_tensors import Stored, Symbols, elementwise_problem, product_problem
+from .stored_tensors import Stored, StoredRows, Symbols, elementwise_problem, product_problem
 
 _OPAQUE = 8  # TVM's kOpaque: stock fusion leaves such a kernel alone
 _NAMED_OPS = 3
@@ -60,7 +64,7 @@ class KernelTable:
         """
         full_key = (key, str(target))
         if full_key not in self._known:
-            func = make().with_attr({"target": target, "op_pattern": _OPAQUE, OPS: list(ops)})
+            func = make().with_attr({"target": target, "op_pattern": _OPAQUE, OPS: list(ops), **work_attribute(key)})
             if "global_symbol" in func.attrs:
                 func = func.without_attr("global_symbol")
             gvar = fresh_global_var(name, func.ty, self.taken)
@@ -97,12 +101,17 @@ class EncodingKernels:
         others: Sequence[Stored],
         name: str,
         where: str,
+        rows: StoredRows | None = None,
+        row_ops: Sequence[str] = (),
     ) -> tvm.ir.GlobalVar:
-        """The kernel of a product or convolution (its operands, perhaps an initial accumulator) and its epilogue."""
+        """The kernel of a product or convolution (its operands, perhaps an initial accumulator), its epilogue and rows.
+
+        `row_ops` are the names of what is done on rows.
+        """
         target = target_of(result.ty.vdevice)
         expression = expression and _named(expression, result)
-        problem = product_problem(encoding, operands, result, expression, others)
-        epilogue = _op_names(expression)
+        problem = product_problem(encoding, operands, result, expression, others, rows)
+        epilogue = [*_op_names(expression), *row_ops]
         full_name = "_".join([name or self._names.name(problem, target), *epilogue[:_NAMED_OPS]])
         return self._solve(problem, target, full_name, [encoding.op_type, *epilogue], where)
 
@@ -116,6 +125,30 @@ class EncodingKernels:
         op_names = _op_names(expression)
         name = "_".join([*op_names[: _NAMED_OPS + 1], shape_text(problem.result.shape), self._names.device(target)])
         return self._solve(problem, target, name, op_names, where)
+
+    def rows(
+        self, program: RowProgram, operands: Sequence[Stored], result: Stored, ops: str, where: str
+    ) -> tvm.ir.GlobalVar:
+        """The kernel of work on rows; `ops` are the names of what it was made of, separated by commas."""
+        target = target_of(result.ty.vdevice)
+        problem = rows_problem(program, operands, result)
+        names = [name for name in ops.split(",") if name] or ["rows"]
+        shape = next((operand.shape for operand in problem.operands if "n" in operand.index_map), problem.result.shape)
+        name = "_".join([*names[: _NAMED_OPS + 1], shape_text(shape), self._names.device(target)])
+        return self._solve(problem, target, name, names, where)
+
+    def attention(
+        self, call: relax.Call, result: relax.TensorType, where: str
+    ) -> tuple[tvm.ir.GlobalVar, relax.TensorType]:
+        """The kernel of an attention, and the type of the scratch that it takes last."""
+        target = target_of(result.vdevice)
+        problem = attention_problem(call, result)
+        sizes = dict(problem.sizes)
+        name = f"attention_{shape_text([sizes[dim] for dim in 'bhmnd'])}_{self._names.device(target)}"
+        ops = ["matmul", *_op_names(problem.scores.expression), "softmax", "matmul"]
+        kernel = self._solve(problem, target, name, ops, where)
+        scratch = self.functions[kernel].params[-1]
+        return kernel, relax.TensorType(list(scratch.shape), str(scratch.dtype), result.vdevice)
 
     def relayout(self, source: Stored, result: Stored, where: str) -> tvm.ir.GlobalVar:
         """The kernel that lays a tensor out anew; one of both is row-major for packing and unpacking."""
@@ -140,7 +173,7 @@ class EncodingKernels:
 
     def _solve(
         self,
-        problem: MatmulProblem | ConvProblem | ElementwiseProblem,
+        problem: Problem,
         target: tvm.target.Target,
         name: str,
         ops: Sequence[str],
@@ -159,7 +192,8 @@ class EncodingKernels:
                     f"{where}: resolver {resolver.name!r} wrote no kernel for target {target}: "
                     f"{type(error).__name__}: {error}"
                 ) from error
-            return _checked(func, problem.parameters, target, f"{where}, resolver {resolver.name!r}")
+            scratch = int(isinstance(problem, AttentionProblem))
+            return _checked(func, problem.parameters, target, f"{where}, resolver {resolver.name!r}", scratch)
 
         return self._table.get(problem, target, name, ops, make)
 
@@ -176,14 +210,20 @@ def _op_names(expression: Expression | None) -> list[str]:
     return list(dict.fromkeys(term.op for term in expression.terms() if term.op not in ("operand", "number")))
 
 
-def _checked(func: Any, buffers: Sequence[Operand], target: tvm.target.Target, where: str) -> tirx.PrimFunc:
-    """A kernel that takes the buffers of its problem; anything else would read memory as what it is not."""
+def _checked(
+    func: Any, buffers: Sequence[Operand], target: tvm.target.Target, where: str, scratch: int = 0
+) -> tirx.PrimFunc:
+    """A kernel that takes the buffers of its problem, and so many of scratch, whose shape is its own.
+
+    Anything else would read memory as what it is not.
+    """
     what = f"{where}, on target {target}: found"
     if not isinstance(func, tirx.PrimFunc):
         raise EncodingError(f"{what} {type(func).__name__}, expected a PrimFunc")
-    if len(func.params) != len(buffers) or not all(map(is_buffer_var, func.params)):
-        raise EncodingError(f"{what} a kernel of parameters {list(func.params)}, expected {len(buffers)} buffers")
-    for index, (buffer, operand) in enumerate(zip(func.params, buffers, strict=True)):
+    count = len(buffers) + scratch
+    if len(func.params) != count or not all(map(is_buffer_var, func.params)):
+        raise EncodingError(f"{what} a kernel of parameters {list(func.params)}, expected {count} buffers")
+    for index, (buffer, operand) in enumerate(zip(func.params, buffers, strict=False)):
         _check_buffer(buffer, operand, f"{what} parameter {index}")
     return func
 

@@ -58,7 +58,7 @@ def fused_variables(func: relax.Function) -> set[relax.Var]:
     fused: set[relax.Var] = set()
     for number, bindings in enumerate(walk_scopes(func)):
         for binding in bindings:
-            if _may_write(binding.value):
+            if may_write(binding.value):
                 chained.clear()
             var, call = binding.var, binding.value
             scopes[var] = number
@@ -73,7 +73,7 @@ def fused_variables(func: relax.Function) -> set[relax.Var]:
     return fused
 
 
-def _may_write(value: relax.Expr) -> bool:
+def may_write(value: relax.Expr) -> bool:
     """Whether this may change a tensor in place: by its op, or by code that is not Relax's."""
     if not isinstance(value, relax.Call):
         return False

@@ -32,16 +32,21 @@ from tvm import relax
 from ..encoding.encoding import Encoding
 from ..encoding.expression import Expression
 from ..encoding.packed_layout import PackedLayout
+from ..encoding.row_program import RowProgram
 from ..errors import EncodingError
+from ..op.attention import ATTENTION
 from ..op.encoded import PREPACKED, PRODUCTS, RELAYOUT, SET, UNSET, encoded_op
+from ..op.rows import ROWS
 from ..vdevice import vdevices_of
 from .blame import blaming
 from .encoding_kernels import EncodingKernels
 from .epilogues import Chain, fused_variables, user_counts
+from .materialize_attention import attention_bindings
 from .merge_variables import Merges
 from .placement.ops import TRANSFER
 from .rewriting import map_bindings, op_name, relax_functions, typed, walk_bindings, with_functions
-from .stored_tensors import Stored, physical_type
+from .row_phases import find_row_phases
+from .stored_tensors import Stored, StoredRows, physical_type
 from .verify_encodings import verify_encodings
 
 
@@ -77,6 +82,8 @@ class _Function:
         self.kernels = kernels
         self.func = func
         self.fused = fused_variables(func)
+        self.phases = find_row_phases(func, self.fused)
+        self.fused |= self.phases.encoded
         self.relaid = _relaid_variables(func)
         self.chains: dict[relax.Var, Chain] = {}
         self.stored: dict[relax.Var, Stored] = {}
@@ -90,6 +97,10 @@ class _Function:
         name = encoded_op(value)
         if name is not None:
             return self._encoded(name, binding)
+        if op_name(value) == ROWS:
+            return self._rows(binding)
+        if op_name(value) == ATTENTION:
+            return self._attention(binding)
         if op_name(value) == TRANSFER and value.args[0] in self.stored:
             stored = self.stored[value.args[0]]
             there = Stored(binding.var.ty, stored.layout)
@@ -112,6 +123,9 @@ class _Function:
         if name == RELAYOUT:
             return self._laid_out(binding, Stored(var.ty, PackedLayout.parse(call.attrs.from_layout)), stored, where)
         if name == UNSET:
+            if var in self.phases.plain:
+                self.chains[var] = self.chains[call.args[0]]
+                return []
             if layout.is_identity:
                 return self.merges.alias(var, call.args[0])
             if var in self.relaid:
@@ -146,14 +160,24 @@ class _Function:
         permute = relax.op.permute_dims(self.merges.resolve(call.args[0]), list(axes))
         return typed(permute, physical_type(stored))
 
-    def _product(self, binding: relax.Binding, chain: Chain, stored: Stored, where: str) -> relax.Binding:
+    def _product(
+        self,
+        binding: relax.Binding,
+        chain: Chain,
+        stored: Stored,
+        where: str,
+        rows: StoredRows | None = None,
+        row_args: Sequence[relax.Expr] = (),
+    ) -> relax.Binding:
+        """The call of a product's kernel; with `rows`, the binding is that of the work on its rows."""
         encoding = Encoding.parse(chain.product.attrs.encoding)
         operands = [self._stored(arg) for arg in chain.product.args]
         expression = None if chain.expression == Expression.operand(0) else chain.expression
         others = [self._stored(arg) for arg in chain.others]
         name = str(chain.product.attrs.kernel)
-        kernel = self.kernels.product(encoding, operands, stored, expression, others, name, where)
-        call = self._call(kernel, [*chain.product.args, *chain.others], physical_type(stored))
+        row_ops = str(binding.value.attrs.ops).split(",") if rows is not None else []
+        kernel = self.kernels.product(encoding, operands, stored, expression, others, name, where, rows, row_ops)
+        call = self._call(kernel, [*chain.product.args, *chain.others, *row_args], physical_type(stored))
         return self._bind(binding, call, stored)
 
     def _elementwise(self, binding: relax.Binding, stored: Stored, where: str) -> relax.Binding:
@@ -161,6 +185,25 @@ class _Function:
         expression = Expression.parse(call.attrs.expression)
         kernel = self.kernels.elementwise(expression, [self._stored(arg) for arg in call.args], stored, where)
         return self._bind(binding, self._call(kernel, call.args, physical_type(stored)), stored)
+
+    def _rows(self, binding: relax.Binding) -> relax.Binding:
+        var, call = binding.var, binding.value
+        program = RowProgram.parse(call.attrs.program)
+        where = f"{ROWS} of variable {var.name!r} in function {self.name!r}"
+        product = self.phases.products.get(var)
+        if product is not None:
+            number = next(i for i, arg in enumerate(call.args) if arg.same_as(product))
+            chain, args = self.chains[product], [arg for arg in call.args if not arg.same_as(product)]
+            rows = StoredRows(program, number, tuple(map(self._stored, args)))
+            return self._product(binding, chain, Stored.plain(var.ty), where, rows, args)
+        operands = [self._stored(arg) for arg in call.args]
+        kernel = self.kernels.rows(program, operands, Stored.plain(var.ty), str(call.attrs.ops), where)
+        return relax.VarBinding(var, self._call(kernel, call.args, var.ty), binding.span)
+
+    def _attention(self, binding: relax.Binding) -> list[relax.Binding]:
+        where = f"{ATTENTION} of variable {binding.var.name!r} in function {self.name!r}"
+        kernel, scratch = self.kernels.attention(binding.value, binding.var.ty, where)
+        return attention_bindings(binding, kernel, scratch, self.merges.resolve)
 
     def _stored(self, expr: relax.Expr) -> Stored:
         known = self.stored.get(expr) if isinstance(expr, relax.Var) else None

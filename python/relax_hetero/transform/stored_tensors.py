@@ -17,7 +17,8 @@ from tvm_ffi import StructuralKey
 from ..encoding.encoding import LHS, RESULT, RHS, Encoding, IndexMap
 from ..encoding.expression import Expression
 from ..encoding.packed_layout import PackedLayout
-from ..encoding.problem import ConvProblem, Dim, ElementwiseProblem, Epilogue, MatmulProblem, Operand, Window
+from ..encoding.problem import ConvProblem, Dim, ElementwiseProblem, Epilogue, MatmulProblem, Operand, RowPhase, Window
+from ..encoding.row_program import RowProgram
 from ..errors import EncodingError
 from .blocks import is_one
 
@@ -41,6 +42,15 @@ class Stored:
     def plain(ty: relax.TensorType) -> Stored:
         """A tensor outside of encodings."""
         return Stored(ty, PackedLayout.identity(len(shape_of(ty))))
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """Work on the rows of a product's result: see `RowPhase`, whose operands are tensors here."""
+
+    program: RowProgram
+    product: int
+    operands: tuple[Stored, ...]
 
 
 class Symbols:
@@ -95,12 +105,16 @@ def product_problem(
     result: Stored,
     expression: Expression | None = None,
     others: Sequence[Stored] = (),
+    rows: StoredRows | None = None,
 ) -> MatmulProblem | ConvProblem:
-    """The problem of an encoded product or convolution of `operands`, with its epilogue; see `matmul_problem`."""
+    """The problem of an encoded product or convolution of `operands`, with its epilogue; see `matmul_problem`.
+
+    No rows stand behind a convolution.
+    """
     if encoding.moves is not None:
         return conv_problem(encoding, operands[0], operands[1], result, expression, others)
     init = operands[2] if len(operands) > 2 else None
-    return matmul_problem(encoding, operands[0], operands[1], result, init, expression, others)
+    return matmul_problem(encoding, operands[0], operands[1], result, init, expression, others, rows)
 
 
 def matmul_problem(
@@ -111,6 +125,7 @@ def matmul_problem(
     init: Stored | None = None,
     expression: Expression | None = None,
     others: Sequence[Stored] = (),
+    rows: StoredRows | None = None,
 ) -> MatmulProblem:
     """The problem of a product of encoded tensors.
 
@@ -125,6 +140,8 @@ def matmul_problem(
         The epilogue, ``x0`` the accumulator.
     others : sequence of Stored
         The epilogue's operands x1, x2, ..., broadcast against the result.
+    rows : StoredRows, optional
+        Work on the result's rows.
     """
     symbols = Symbols()
     maps = encoding.index_maps
@@ -134,8 +151,12 @@ def matmul_problem(
     if expression is not None:
         inputs = tuple(symbols.operand(s, _broadcast_map(s, result, maps[RESULT])) for s in others)
         epilogue = Epilogue(expression, inputs)
+    phase = None
+    if rows is not None:
+        inputs = tuple(symbols.operand(s, _broadcast_map(s, result, maps[RESULT])) for s in rows.operands)
+        phase = RowPhase(rows.program, rows.product, inputs)
     out = symbols.operand(result, maps[RESULT])
-    return MatmulProblem(operands[0], operands[1], out, encoding.element_type, first, epilogue)
+    return MatmulProblem(operands[0], operands[1], out, encoding.element_type, first, epilogue, phase)
 
 
 def conv_problem(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ...errors import EncodingError
 from ..encoding import Encoding
 from ..packed_layout import PackedLayout
-from ..problem import ConvProblem, ElementwiseProblem, MatmulProblem
+from ..problem import Problem
 from .layouts import ResolverBase
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ class CudaResolver(ResolverBase):
         """No layout."""
         return None
 
-    def kernel(
-        self, problem: MatmulProblem | ConvProblem | ElementwiseProblem, target: tvm.target.Target
-    ) -> tirx.PrimFunc:
+    def kernel(self, problem: Problem, target: tvm.target.Target) -> tirx.PrimFunc:
         """There is none."""
         raise EncodingError(f"target {target.kind.name} has no encoded kernels, asked for {problem}")

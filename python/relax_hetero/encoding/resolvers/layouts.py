@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..encoding import Encoding, IndexMap
 from ..machine import machine_of
 from ..packed_layout import PackedLayout
-from ..problem import ConvProblem, ElementwiseProblem, MatmulProblem, RowsProblem
+from ..problem import AttentionProblem, ConvProblem, MatmulProblem, Problem, RowsProblem
 
 if TYPE_CHECKING:
     import tvm
@@ -56,9 +56,7 @@ class ResolverBase(ABC):
         layout = self.resolve(encoding, target) or PackedLayout.identity(len(shape))
         return layout.storage_bytes(shape, encoding.element_type)
 
-    def kernel(
-        self, problem: MatmulProblem | ConvProblem | ElementwiseProblem, target: tvm.target.Target
-    ) -> tirx.PrimFunc:
+    def kernel(self, problem: Problem, target: tvm.target.Target) -> tirx.PrimFunc:
         """The project's own kernel for the target's machine."""
         if isinstance(problem, MatmulProblem):
             from ...tir.matmul import matmul_kernel
@@ -68,6 +66,10 @@ class ResolverBase(ABC):
             from ...tir.convolution import conv_kernel
 
             return conv_kernel(problem, machine_of(target))
+        if isinstance(problem, AttentionProblem):
+            from ...tir.attention import attention_kernel
+
+            return attention_kernel(problem, machine_of(target))
         if isinstance(problem, RowsProblem):
             from ...tir.rows import rows_kernel
 
