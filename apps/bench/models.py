@@ -264,7 +264,7 @@ def _progress() -> Progress:
 
 
 def _print(results: list[dict[str, Any]], dispatches: int) -> None:
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    console = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 200)
     for title, columns, rows in all_tables(results, dispatches):
         table = Table(title=title, title_justify="left")
         for column in columns:
