@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import tvm
 from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
@@ -9,7 +10,7 @@ from tvm.script import relax as R
 import relax_hetero as rh
 from relax_hetero.encoding import PackedLayout
 from transform.numpy_convolution import convolve
-from transform.reference_convolution import NHWC, OHWI16O, reference_resolver
+from transform.reference_convolution import NHWC, reference_resolver
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4", "num-cores": 2}
 V3 = {"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 2}
@@ -90,3 +91,43 @@ def test_layouts_of_another_resolver(name, bound):
     check(run(exe, *(inputs[::3] if bound else inputs)), block_of(*inputs))
     assert len({problem.weight for problem in resolver.problems}) == 2
     assert ("conv2d", "add", "relu") in ops_of(exe)
+
+
+FORMS = {
+    "one dimension": ((2, 8, 19), (24, 4, 3), {"strides": 2, "padding": [2, 1], "groups": 2}, "float32"),
+    "three dimensions": ((1, 5, 4, 6, 7), (8, 5, 3, 1, 2), {"padding": [1, 0, 1, 1, 0, 0]}, "float32"),
+    "an image": ((1, 3, 15, 13), (20, 3, 3, 5), {"strides": [2, 1], "padding": [1, 2, 0, 1]}, "float32"),
+    "depthwise": ((1, 20, 9, 8), (40, 1, 3, 3), {"groups": 20, "padding": 1}, "float32"),
+    "dilation": ((1, 20, 9, 8), (33, 20, 3, 3), {"dilation": [2, 1], "padding": [2, 1, 2, 1]}, "float32"),
+    "double precision": ((1, 20, 9, 8), (33, 20, 3, 3), {"padding": 1}, "float64"),
+    "a symbolic batch": (("b", 20, 9, 8), (33, 20, 3, 3), {"padding": 1}, "float32"),
+    "a symbolic image": ((1, 20, "h", 8), (33, 20, 3, 3), {"padding": 1}, "float32"),
+}
+SIZES = {"b": 3, "h": 6}
+
+
+def convolution(data, weight, attrs, dtype):
+    """A module with one convolution, and its operands."""
+    extents = [tvm.tirx.Var(extent, "int64") if isinstance(extent, str) else extent for extent in data]
+    params = [relax.Var(name, relax.TensorType(list(s), dtype)) for name, s in (("x", extents), ("w", weight))]
+    builder = relax.BlockBuilder()
+    make = (relax.op.nn.conv1d, relax.op.nn.conv2d, relax.op.nn.conv3d)[len(data) - 3]
+    with builder.function("main", params):
+        with builder.dataflow():
+            out = builder.emit_output(builder.emit(relax.op.nn.relu(builder.emit(make(*params, **attrs)))))
+        builder.emit_func_output(out)
+    rng = np.random.default_rng(0)
+    shapes = [[SIZES.get(extent, extent) for extent in data], weight]
+    return builder.get(), [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form(form):
+    mod, (x, w) = convolution(*FORMS[form])
+    call = next(iter(mod["main"].body.blocks[0].bindings)).value
+    numbers = [[int(n) for n in field] for field in (call.attrs.strides, call.attrs.padding, call.attrs.dilation)]
+    exe = rh.compile(on(mod, V4))
+    vm = rh.vm.VirtualMachine(exe)
+    check(vm["main"](x, w).numpy(), np.maximum(convolve(x, w, *numbers, int(call.attrs.groups)), 0))
+    cancelled = [entry["op"] for entry in exe.metadata.encodings["cancelled"]]
+    assert cancelled == (["conv2d"] if form == "a symbolic image" else [])
