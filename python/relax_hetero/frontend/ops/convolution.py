@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-from tvm import relax, te, tirx
+from tvm import relax
 
 from .node import Node, dtype_of
 from .table import converts
@@ -156,17 +155,6 @@ def _transposed_pads(
 
 def _fill(node: Node, value: relax.Expr, amounts: list[int]) -> relax.Expr:
     """Zeros before and after the spatial axes."""
-    shape = node.shape(value)
     count = len(amounts) // 2
-    before, after = np.array(amounts[:count]), np.array(amounts[count:])
-
-    def compute(x: te.Tensor) -> te.Tensor:
-        def element(*i: tirx.Expr) -> tirx.Expr:
-            places = [i[2 + axis] - int(before[axis]) for axis in range(count)]
-            inside = [tirx.all(place >= 0, place < shape[2 + axis]) for axis, place in enumerate(places)]
-            return tirx.if_then_else(tirx.all(*inside), x(i[0], i[1], *places), tirx.const(0, str(x.dtype)))
-
-        sizes = [shape[2 + axis] + int(before[axis] + after[axis]) for axis in range(count)]
-        return te.compute([*shape[:2], *sizes], element, name="fill")
-
-    return node.builder.emit_te(compute, value, primfunc_name_hint="fill")
+    pairs = [(0, 0), (0, 0), *zip(amounts[:count], amounts[count:], strict=True)]
+    return node.emit(relax.op.nn.pad(value, [width for pair in pairs for width in pair]))

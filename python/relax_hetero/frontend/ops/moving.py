@@ -57,6 +57,12 @@ def pad(node: Node) -> relax.Expr:
     sizes: list[Dim] = [dim + before[i] + after[i] for i, dim in enumerate(dims)]
     if any(isinstance(size, int) and size < 0 for size in sizes):
         raise node.refusal(f"cuts more off shape {dims} than there is: pads {before + after}")
+    if mode != "constant" and all(isinstance(dims[axis], int) for axis in moved):
+        return _taken(node, data, before, after, mode)
+    value = node.constant(2) if node.has(2) else np.array(node.attribute("value", 0))
+    if mode == "constant" and value is not None and min(before + after) >= 0 and _is_exact(float(value), dtype):
+        widths = [width for pair in zip(before, after, strict=True) for width in pair]
+        return node.emit(relax.op.nn.pad(data, widths, "constant", float(value)))
     if node.has(2):
         value = node.tensor(2)
         fill = node.emit(relax.op.reshape(value, ())) if node.rank(value) else value
@@ -77,6 +83,25 @@ def pad(node: Node) -> relax.Expr:
         return te.compute(sizes, element, name="pad")
 
     return node.builder.emit_te(compute, data, fill, primfunc_name_hint="pad")
+
+
+def _is_exact(value: float, dtype: str) -> bool:
+    """Whether a number survives as an attribute of `nn.pad`, which is a float, in any type."""
+    return dtype in ("float32", "float64", "float16", "int8", "uint8", "int32") and abs(value) < 2.0**31
+
+
+def _taken(node: Node, data: relax.Expr, before: list[int], after: list[int], mode: str) -> relax.Expr:
+    """Padding that repeats elements, as elements taken along each axis."""
+    for axis, size in enumerate(node.shape(data)):
+        if before[axis] or after[axis]:
+            places = np.arange(-before[axis], int(size) + after[axis])
+            if mode == "reflect":
+                places = int(size) - 1 - np.abs(places % max(2 * (int(size) - 1), 1) - (int(size) - 1))
+            elif mode == "wrap":
+                places = places % int(size)
+            places = np.clip(places, 0, int(size) - 1)
+            data = node.emit(relax.op.take(data, const(places, "int64"), axis, "fast"))
+    return data
 
 
 @converts("Trilu")

@@ -202,22 +202,16 @@ def lp_normalization(node: Node) -> relax.Expr:
 def local_response_normalization(node: Node) -> relax.Expr:
     """x / (bias + alpha / size * sum of squares over `size` neighbouring channels) ** beta."""
     data = node.tensor(0)
-    dims: list[Dim] = node.shape(data)
+    channels, rank = node.shape(data)[1], node.rank(data)
     size, dtype = node.attribute("size"), dtype_of(data)
     before = (size - 1) // 2
-
-    def compute(x: te.Tensor) -> te.Tensor:
-        offset = te.reduce_axis((0, size), name="offset")
-
-        def square(*i: tirx.Expr) -> tirx.Expr:
-            channel = i[1] + offset - before
-            inside = tirx.all(channel >= 0, channel < dims[1])
-            element = x(i[0], channel, *i[2:])
-            return tirx.if_then_else(inside, element * element, tirx.const(0, dtype))
-
-        return te.compute(dims, lambda *i: te.sum(square(*i), axis=offset), name="neighbours")
-
-    squares = node.builder.emit_te(compute, data, primfunc_name_hint="lrn_squares")
+    # A sum of shifted slices and not a kernel: the axis of these can move where images lie channels-last.
+    widths = [0, 0, before, size - 1 - before, *[0, 0] * (rank - 2)]
+    padded = node.emit(relax.op.nn.pad(node.emit(relax.op.multiply(data, data)), widths))
+    squares: relax.Expr | None = None
+    for offset in range(size):
+        part = node.emit(relax.op.strided_slice(padded, [1], [offset], [offset + channels]))
+        squares = part if squares is None else node.emit(relax.op.add(squares, part))
     alpha = const(node.attribute("alpha", 1e-4) / size, dtype)
     bias = const(node.attribute("bias", 1.0), dtype)
     grown = node.emit(relax.op.add(node.emit(relax.op.multiply(squares, alpha)), bias))

@@ -46,6 +46,19 @@ class Windows:
             for a, (window, step) in enumerate(zip(windows, steps, strict=True))
         ]
 
+    def after_reaching(self) -> list[int]:
+        """Padding after the image with which every window is inside, those that reach beyond the node's included."""
+        found = []
+        for a, (size, count) in enumerate(zip(self.image, self.output, strict=True)):
+            extent = (self.kernel[a] - 1) * self.dilations[a] + 1
+            if self.reaches_beyond and isinstance(size, int) and isinstance(count, int):
+                whole = (size + self.before[a] + self.after[a] - extent) // self.strides[a] + 1
+                needed = (count - 1) * self.strides[a] + extent - size - self.before[a]
+                found.append(self.after[a] if whole == count else needed)
+            else:
+                found.append(self.after[a])
+        return found
+
     def inside(self, places: Sequence[tirx.Expr]) -> tirx.Expr:
         """Whether a place is in the image."""
         checks = [tirx.all(place >= 0, place < self.image[a]) for a, place in enumerate(places)]
@@ -90,10 +103,11 @@ def max_pool(node: Node) -> relax.Expr:
     count = len(windows.kernel)
     if node.num_outputs > 1:
         return _max_pool_with_indices(node, data, windows)
-    if windows.reaches_beyond or count > 3 or dtype_of(data) == "bfloat16":
+    after = windows.after_reaching()
+    if count > 3 or dtype_of(data) == "bfloat16" or min(after) < 0:
         return _max_pool(node, data, windows)
     operation = (relax.op.nn.max_pool1d, relax.op.nn.max_pool2d, relax.op.nn.max_pool3d)[count - 1]
-    pads = [*windows.before, *windows.after]
+    pads = [*windows.before, *after]
     return node.emit(operation(data, windows.kernel, windows.strides, pads, windows.dilations))
 
 
@@ -194,12 +208,14 @@ def average_pool(node: Node) -> relax.Expr:
     windows = windows_of(node, data)
     counts_padding = bool(node.attribute("count_include_pad", 0))
     count = len(windows.kernel)
-    if windows.reaches_beyond or count > 3 or any(dilation != 1 for dilation in windows.dilations):
+    after = windows.after_reaching()
+    counts_beyond = counts_padding and after != windows.after
+    if counts_beyond or count > 3 or min(after) < 0 or any(dilation != 1 for dilation in windows.dilations):
         total = _window_sum(node, wide, windows, lambda value: value)
         sizes = _window_sizes(node, windows, counts_padding, dtype_of(wide))
         return cast(node, node.emit(relax.op.divide(total, sizes)), dtype)
     operation = (relax.op.nn.avg_pool1d, relax.op.nn.avg_pool2d, relax.op.nn.avg_pool3d)[count - 1]
-    pads = [*windows.before, *windows.after]
+    pads = [*windows.before, *after]
     result = operation(wide, windows.kernel, windows.strides, pads, windows.dilations, False, counts_padding)
     return cast(node, node.emit(result), dtype)
 

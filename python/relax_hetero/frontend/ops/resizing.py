@@ -17,6 +17,8 @@ from .enlarging import enlarged
 from .node import Node, const, dtype_of, is_float
 from .table import converts
 
+_FEW_TAPS = 4
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -139,6 +141,18 @@ def _apply(node: Node, data: relax.Expr, axis: int, table: Taps) -> relax.Expr:
 
 
 def _weighted_sum(node: Node, data: relax.Expr, axis: int, table: Taps) -> relax.Expr:
+    """A few taps are elements taken along the axis, ops whose axis can move; many taps are a kernel."""
+    count = table.places.shape[1]
+    if count <= _FEW_TAPS:
+        total: relax.Expr | None = None
+        for tap in range(count):
+            taken = node.emit(relax.op.take(data, const(table.places[:, tap], "int64"), axis, "fast"))
+            shape = [-1 if i == axis else 1 for i in range(node.rank(data))]
+            weights = const(table.weights[:, tap].reshape(shape), dtype_of(data))
+            part = node.emit(relax.op.multiply(taken, weights))
+            total = part if total is None else node.emit(relax.op.add(total, part))
+        return total
+
     def compute(x: te.Tensor, places: te.Tensor, weights: te.Tensor) -> te.Tensor:
         tap = te.reduce_axis((0, table.places.shape[1]), name="tap")
         shape = [table.places.shape[0] if i == axis else size for i, size in enumerate(x.shape)]
