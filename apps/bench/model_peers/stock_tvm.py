@@ -1,0 +1,35 @@
+"""Stock TVM: its own importer and ``tvm.compile`` with the default pipeline for this CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import tvm
+from tvm.relax.frontend.onnx import from_onnx
+
+from . import Inputs, Session
+from .ours import native_target, tensors_of
+
+
+def compile_model(model: str, file: str, inputs: Inputs, threads: int) -> None:
+    """Import, compile for this CPU and export."""
+    shapes = {name: list(array.shape) for name, array in inputs.items()}
+    mod = from_onnx(onnx.load(model), shape_dict=shapes, keep_params_in_input=False)
+    tvm.compile(mod, native_target(threads)).export_library(file)
+
+
+def load(model: str, file: str, inputs: Inputs, threads: int) -> Session:
+    """The virtual machine's function on tensors; it allocates its results."""
+    main = tvm.relax.VirtualMachine(tvm.runtime.load_module(file), tvm.cpu())["main"]
+    operands = tensors_of(inputs)
+    outputs: list[object] = []
+
+    def call() -> None:
+        outputs[:] = [main(*operands)]
+
+    def results() -> list[np.ndarray]:
+        (found,) = outputs
+        fields = [found] if isinstance(found, tvm.runtime.Tensor) else list(found)
+        return [field.numpy() for field in fields]
+
+    return Session(call, results)
