@@ -147,10 +147,12 @@ class _Reader:
         if name is None or name == UNSET:
             return None
         layout, packed = str(value.attrs.layout), "by op"
-        if layout == "" or PackedLayout.parse(layout).is_identity:
+        stored = PackedLayout.parse(layout) if layout else None
+        if stored is None or stored.is_identity:
             packed = ""
         elif name in (SET, PREPACKED, RELAYOUT):
-            packed = "at run time" if isinstance(value.args[0], relax.Var) else "at compile time"
+            in_a_call = "at run time" if stored.inner_dims else "as a permutation"
+            packed = in_a_call if isinstance(value.args[0], relax.Var) else "at compile time"
         return _Encoded(str(value.attrs.encoding), layout, packed)
 
     def _operand(self, role: str, var: relax.Var) -> OperandEntry:

@@ -35,6 +35,7 @@ class OperandEntry:
         As it is stored, in bytes; equal to `bytes_before` where no layout is known yet.
     packed : str
         Where its layout comes from: "never" (row-major as it is, or no layout yet), "at compile time", "at run time",
+        "as a permutation" (nothing is tiled: MovePermutes moves it, most often to where it meets its inverse),
         "by transfer" (it arrives packed), or "by op" (the op that makes it writes this layout).
     """
 

@@ -93,6 +93,42 @@ def test_layouts_of_another_resolver(name, bound):
     assert ("conv2d", "add", "relu") in ops_of(exe)
 
 
+@I.ir_module
+class Crossing:
+    """A feature map that crosses to another device between two convolutions, and comes back."""
+
+    I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V3, 1)]})
+
+    @R.function
+    def main(
+        x: R.Tensor((1, 20, 9, 7), "float32", "llvm:0"),
+        w: R.Tensor((20, 20, 3, 3), "float32", "llvm:0"),
+        v: R.Tensor((20, 20, 1, 1), "float32", "llvm:1"),
+    ):
+        with R.dataflow():
+            a = R.nn.conv2d(x, w, padding=[1, 1, 1, 1])
+            there = R.to_vdevice(a, "llvm:1")
+            b = R.nn.conv2d(there, v)
+            c = R.nn.relu(R.add(b, there))
+            back = R.to_vdevice(c, "llvm:0")
+            y = R.add(a, back)
+            R.output(y)
+        return y
+
+
+@pytest.mark.parametrize("tiled", [True, False])
+def test_two_devices(tiled):
+    """With equal layouts on both sides, and with tiles on the first."""
+    inputs = inputs_of(Crossing)
+    with reference_resolver(features=["avx512f"] if tiled else ["none"]):
+        exe = rh.compile(Crossing)
+    x, w, v = inputs
+    a = convolve(x, w, ONES, ONES + ONES, ONES)
+    want = a + np.maximum(convolve(a, v, ONES, (0,) * 4, ONES) + a, 0)
+    got = rh.vm.VirtualMachine(exe, [tvm.cpu(0), tvm.cpu(1)])["main"](*inputs).numpy()
+    check(got, want)
+
+
 FORMS = {
     "one dimension": ((2, 8, 19), (24, 4, 3), {"strides": 2, "padding": [2, 1], "groups": 2}, "float32"),
     "three dimensions": ((1, 5, 4, 6, 7), (8, 5, 3, 1, 2), {"padding": [1, 0, 1, 1, 0, 0]}, "float32"),

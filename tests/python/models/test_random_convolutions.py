@@ -82,7 +82,7 @@ class Chain:
         self.conv(channels, channels * self.draw(st.integers(1, 2)))
 
     def bias(self) -> None:
-        expr, array = self.constant(1, self.array.shape[1], 1, 1)
+        expr, array = self.constant(*(self.draw(st.sampled_from([1, size])) for size in self.array.shape))
         self.become(relax.op.add(self.value, expr), self.array + array)
 
     def scale(self) -> None:

@@ -248,7 +248,9 @@ def test_the_report_names_convolutions():
     assert (entry.op, entry.kernel, entry.epilogue) == (
         "conv2d", "conv2d_1x8x5x7_8x3x3_llvm_0", "relu(add(add(x0, x1), x2))"
     )  # fmt: skip
-    assert [operand.role for operand in entry.operands] == ["data", "weight", "x2", "result"]
+    assert [(operand.role, operand.packed) for operand in entry.operands] == [
+        ("data", "as a permutation"), ("weight", "at run time"), ("x2", "as a permutation"), ("result", "by op")
+    ]  # fmt: skip
 
 
 @given(st.data())
