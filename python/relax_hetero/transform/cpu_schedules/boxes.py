@@ -50,7 +50,7 @@ class Box:
 
 def is_choice(node: Expr) -> bool:
     """Whether a call evaluates one of two values only."""
-    return isinstance(node, tvm.ir.Call) and node.op.name == "tirx.if_then_else"
+    return isinstance(node, tvm.ir.Call) and node.op.name == "prim.if_then_else"
 
 
 def cut(nest: Nest) -> list[Box]:
@@ -97,7 +97,7 @@ def _atoms(condition: Expr) -> Iterable[Expr]:
         yield from _atoms(condition.b)
     elif isinstance(condition, tirx.Not):
         yield from _atoms(condition.a)
-    elif isinstance(condition, tvm.ir.Call) and condition.op.name == "tirx.likely":
+    elif isinstance(condition, tvm.ir.Call) and condition.op.name == "prim.likely":
         yield from _atoms(condition.args[0])
     elif isinstance(condition, _COMPARISONS) and str(condition.a.ty.dtype).startswith("int"):
         yield condition

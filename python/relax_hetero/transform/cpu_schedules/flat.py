@@ -133,8 +133,8 @@ def flatten(box: Box, shared: tuple[int, Expr, Expr] | None, view: Callable[[tir
 
 def _offset(buffer: tirx.Buffer, indices: Sequence[Expr], analyzer: Analyzer) -> Expr:
     offset: Expr = tirx.IntImm("int64", 0)
-    for index, extent in zip(indices, buffer.shape, strict=True):
-        offset = offset * extent + index.astype("int64")
+    for d, (index, extent) in enumerate(zip(indices, buffer.shape, strict=True)):
+        offset = offset * extent + index.astype("int64") if d else index.astype("int64")
 
     def divides(node: Expr) -> VisitInterrupt:
         return VisitInterrupt(node)

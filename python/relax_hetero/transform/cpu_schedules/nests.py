@@ -28,7 +28,7 @@ _CHEAP = 8
 # A value read in another order is stored once its expression has grown beyond this.
 _LARGE = 96
 # Calls that cost no more than an addition.
-_LIGHT_CALLS = frozenset(("tirx.if_then_else", "tirx.likely", "tirx.reinterpret", "tirx.fabs"))
+_LIGHT_CALLS = frozenset(("prim.if_then_else", "prim.likely", "tirx.reinterpret", "tirx.fabs"))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from ...tir.builder import Expr, int64
 from .boxes import is_choice
 from .flat import FlatBox, Loop
 from .nests import Sum
-from .points import over_lanes, reading, slot, write_point
+from .points import LANE, reading, slot, store, write_point
 from .runs import nested, run, spread
 from .stages import Load, loads, replaced, variables
 from .vectors import lanes_of, varies_inside
@@ -107,9 +107,8 @@ class _AlongResults:
         sums = box.nest.sums
         slots = [{s.buffer: slot(s.buffer.dtype, lanes) for s in sums} for _ in range(count)]
         for held in slots:
-            with over_lanes(lanes) as lane:
-                for s in sums:
-                    T.buffer_store(held[s.buffer], s.initial, [lane])
+            for s in sums:
+                store(held[s.buffer], s.initial, LANE, lanes)
         terms = 1
         for loop in box.reduced:
             terms *= loop.count if isinstance(loop.count, int) else _WRITTEN_OUT
@@ -165,12 +164,11 @@ class _AlongResults:
         self, values: list[Expr], sums: list[Sum], start: Expr, lanes: int, held: dict[tirx.Buffer, tirx.Buffer]
     ) -> None:
         new = [slot(s.buffer.dtype, lanes) for s in sums] if len(sums) > 1 else []
-        with over_lanes(lanes) as lane:
-            for i, (s, value) in enumerate(zip(sums, values, strict=True)):
-                at = replaced(value, {self.var: start + lane}) if self.var is not None else value
-                T.buffer_store(new[i] if new else held[s.buffer], reading(at, held, lane, {}), [lane])
-            for s, fresh in zip(sums, new, strict=False):
-                T.buffer_store(held[s.buffer], tirx.BufferLoad(fresh, [lane]), [lane])
+        for i, (s, value) in enumerate(zip(sums, values, strict=True)):
+            at = replaced(value, {self.var: start + LANE}) if self.var is not None else value
+            store(new[i] if new else held[s.buffer], reading(at, held, {}), LANE, lanes)
+        for s, fresh in zip(sums, new, strict=False):
+            store(held[s.buffer], tirx.BufferLoad(fresh, [LANE]), LANE, lanes)
 
 
 class _AlongReduced:
@@ -198,9 +196,8 @@ class _AlongReduced:
         narrow = [slot(p.sum.buffer.dtype, 1) for p in parts]
         zero = int64(0)
         for registers in wide:
-            with over_lanes(self.lanes) as lane:
-                for p, register in zip(parts, registers, strict=True):
-                    T.buffer_store(register, p.neutral, [lane])
+            for p, register in zip(parts, registers, strict=True):
+                store(register, p.neutral, LANE, self.lanes)
         for p, single in zip(parts, narrow, strict=True):
             T.buffer_store(single, p.sum.initial, [zero])
         with nested(self.others) as position:
@@ -219,17 +216,15 @@ class _AlongReduced:
         write_point(box, None, zero, 1, {p.sum.buffer: s for p, s in zip(parts, narrow, strict=True)})
 
     def _accumulate(self, parts: list[Combined], start: Expr, lanes: int, registers: list[tirx.Buffer]) -> None:
-        with over_lanes(lanes) as lane:
-            for p, register in zip(parts, registers, strict=True):
-                term = replaced(p.term, {self.along.var: start + lane})
-                T.buffer_store(register, p.combine(tirx.BufferLoad(register, [lane]), term), [lane])
+        for p, register in zip(parts, registers, strict=True):
+            term = replaced(p.term, {self.along.var: start + LANE})
+            store(register, p.combine(tirx.BufferLoad(register, [LANE]), term), LANE, lanes)
 
     def _few(self, parts: list[Combined], start: Expr, lanes: int, narrow: list[tirx.Buffer]) -> None:
         """Fewer terms than a vector holds, combined one after another."""
         terms = [slot(p.sum.buffer.dtype, lanes) for p in parts]
-        with over_lanes(lanes) as lane:
-            for p, term in zip(parts, terms, strict=True):
-                T.buffer_store(term, replaced(p.term, {self.along.var: start + lane}), [lane])
+        for p, term in zip(parts, terms, strict=True):
+            store(term, replaced(p.term, {self.along.var: start + LANE}), LANE, lanes)
         for p, term, single in zip(parts, terms, narrow, strict=True):
             self._fold(p, term, lanes, single)
 
@@ -237,18 +232,16 @@ class _AlongReduced:
         while len(registers) > 1:
             half = (len(registers) + 1) // 2
             for one, other in zip(registers, registers[half:], strict=False):
-                with over_lanes(self.lanes) as lane:
-                    both = p.combine(tirx.BufferLoad(one, [lane]), tirx.BufferLoad(other, [lane]))
-                    T.buffer_store(one, both, [lane])
+                both = p.combine(tirx.BufferLoad(one, [LANE]), tirx.BufferLoad(other, [LANE]))
+                store(one, both, LANE, self.lanes)
             registers = registers[:half]
         self._fold(p, registers[0], self.lanes, single)
 
     def _fold(self, p: Combined, register: tirx.Buffer, lanes: int, single: tirx.Buffer) -> None:
         while lanes > 1:
             lanes //= 2
-            with over_lanes(lanes) as lane:
-                both = p.combine(tirx.BufferLoad(register, [lane]), tirx.BufferLoad(register, [lane + lanes]))
-                T.buffer_store(register, both, [lane])
+            both = p.combine(tirx.BufferLoad(register, [LANE]), tirx.BufferLoad(register, [LANE + lanes]))
+            store(register, both, LANE, lanes)
         zero = int64(0)
         T.buffer_store(single, p.combine(tirx.BufferLoad(single, [zero]), tirx.BufferLoad(register, [zero])), [zero])
 

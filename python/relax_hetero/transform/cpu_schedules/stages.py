@@ -113,6 +113,8 @@ def _stores(block: SBlock, body: tirx.Stmt, spatial: list[Axis]) -> tuple[tuple[
             continue
         if not isinstance(statement, tirx.BufferStore):
             raise NotStages(f"block {block.name_hint} does more than store")
+        if not statement.indices and all(axis.extent == 1 for axis in spatial):
+            spatial.clear()
         if len(statement.indices) != len(spatial) or not all(
             index.same_as(axis.var) or (axis.extent == 1 and _is_zero(index))
             for index, axis in zip(statement.indices, spatial, strict=True)

@@ -53,7 +53,7 @@ def _point(value: tvm.ir.Expr, machine: Machine) -> float:
     def on_node(node: tvm.ir.Expr) -> None:
         nonlocal nodes, calls
         nodes += 1
-        if isinstance(node, tvm.ir.Call) and node.op.name not in ("tirx.if_then_else", "tirx.likely"):
+        if isinstance(node, tvm.ir.Call) and node.op.name not in ("prim.if_then_else", "prim.likely"):
             calls += 1
 
     structural_walk(value, (tvm.ir.Expr, on_node))
