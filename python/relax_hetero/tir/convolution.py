@@ -84,11 +84,8 @@ def _check(problem: ConvProblem) -> None:
 
 def _is_channelwise(problem: ConvProblem) -> bool:
     """Whether a vector of output channels holds several groups."""
-    return problem.weight.layout.tile(0) == 1 or problem.weight.layout.tile(0) > _channels(problem) // problem.groups
-
-
-def _channels(problem: ConvProblem) -> int:
-    return int(problem.weight.shape[0])
+    channels = int(problem.weight.shape[0]) // problem.groups
+    return not problem.weight.layout.inner_dims or (problem.groups > 1 and problem.weight.layout.tile(0) > channels)
 
 
 def as_product(problem: ConvProblem) -> MatmulProblem | None:
