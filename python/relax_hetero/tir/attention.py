@@ -44,10 +44,10 @@ def attention_kernel(problem: AttentionProblem, machine: Machine) -> tirx.PrimFu
     EncodingError
         If an operand is not float32, or the machine has no vectors.
     """
-    operands = [problem.query, problem.key, problem.value, problem.result]
-    if machine.lanes("float32") < 2 or any(operand.dtype != "float32" for operand in operands):
+    tensors = [problem.query, problem.key, problem.value, problem.result]
+    if machine.lanes("float32") < 2 or any(tensor.dtype != "float32" for tensor in tensors):
         raise EncodingError(
-            f"attention of {[operand.dtype for operand in operands]} on {machine.isa.name}: expected float32 operands "
+            f"attention of {[tensor.dtype for tensor in tensors]} on {machine.isa.name}: expected float32 operands "
             "and a machine with vectors"
         )
     function = Function("attention")
@@ -56,7 +56,7 @@ def attention_kernel(problem: AttentionProblem, machine: Machine) -> tirx.PrimFu
         blocks = block_sizes(problem, machine)
         query, key, value = (
             HeadsView(function, name, operand, start, sizes)
-            for name, operand, start in zip(("query", "key", "value"), operands[:3], problem.starts, strict=True)
+            for name, operand, start in zip(("query", "key", "value"), tensors[:3], problem.starts, strict=True)
         )
         masks = tuple(
             HeadsView(function, f"x{i + 1}", operand, (0,) * len(operand.shape), sizes)
@@ -68,26 +68,28 @@ def attention_kernel(problem: AttentionProblem, machine: Machine) -> tirx.PrimFu
             for view in (query, key, value, *masks, result):
                 view.open()
             room = T.decl_buffer((blocks.tasks * blocks.scratch,), "float32", data=scratch.data)
-            place = AttentionPlace(problem, sizes, blocks, (query, key, value), masks, result, room, machine)
-            _emit_tasks(place)
+            with loop(blocks.tasks, parallel=blocks.tasks > 1) as task:
+                registers = Registers(blocks.rows * blocks.vectors, "float32", blocks.lanes)
+                start = settled(task * blocks.scratch)
+                operands = (query, key, value)
+                _emit_task(
+                    AttentionPlace(problem, sizes, blocks, operands, masks, result, room, start, registers), task
+                )
     return function.result
 
 
-def _emit_tasks(place: AttentionPlace) -> None:
+def _emit_task(place: AttentionPlace, task: Expr) -> None:
     blocks, sizes = place.blocks, place.sizes
     parts = settled(ceil_div(sizes["m"], blocks.queries))
     units = settled(sizes["b"] * sizes["h"] * parts)
-    with loop(blocks.tasks, parallel=blocks.tasks > 1) as task:
-        begin, end = part(units, blocks.tasks, task)
-        registers = Registers(blocks.rows * blocks.vectors, "float32", blocks.lanes)
-        here = place.in_task(settled(task * blocks.scratch), registers)
-        with loop(settled(end - begin)) as number:
-            unit = settled(begin + number)
-            head = settled(unit // parts)
-            at = {"b": settled(head // sizes["h"]), "h": settled(head % sizes["h"])}
-            at["g"] = settled(at["h"] // (sizes["h"] // sizes["g"]))
-            first = settled(unit % parts * blocks.queries)
-            _emit_queries(here, at, first, settled(smaller(first + blocks.queries, sizes["m"])))
+    begin, end = part(units, blocks.tasks, task)
+    with loop(settled(end - begin)) as number:
+        unit = settled(begin + number)
+        head = settled(unit // parts)
+        at = {"b": settled(head // sizes["h"]), "h": settled(head % sizes["h"])}
+        at["g"] = settled(at["h"] // (sizes["h"] // sizes["g"]))
+        first = settled(unit % parts * blocks.queries)
+        _emit_queries(place, at, first, settled(smaller(first + blocks.queries, sizes["m"])))
 
 
 def _emit_queries(place: AttentionPlace, at: dict[str, Expr], begin: Expr, end: Expr) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from tvm import tirx
@@ -80,7 +80,7 @@ class Blocks:
 
 def block_sizes(problem: AttentionProblem, machine: Machine) -> Blocks:
     """The blocks of a problem: as few as caches and cores allow."""
-    sizes = dict(problem.sizes)
+    sizes: dict[str, Any] = dict(problem.sizes)
     tile, lanes = tile_sizes(machine), machine.lanes("float32")
     columns = tile.vectors * lanes
     queries, keys = sizes["m"], sizes["n"]
@@ -96,8 +96,8 @@ def block_sizes(problem: AttentionProblem, machine: Machine) -> Blocks:
         rows=rows,
         vectors=tile.vectors,
         lanes=lanes,
-        value_panels=ceil_div(sizes["e"], columns),
-        width=sizes["d"],
+        value_panels=ceil_div(int(sizes["e"]), columns),
+        width=int(sizes["d"]),
     )
 
 
@@ -134,7 +134,6 @@ class AttentionPlace:
     result : HeadsView
     room : tirx.Buffer
         Scratch of all tasks, as one dimension.
-    machine : Machine
     task : PrimExpr
         Where the task's scratch begins.
     registers : Registers
@@ -148,13 +147,8 @@ class AttentionPlace:
     masks: tuple[HeadsView, ...]
     result: HeadsView
     room: Any
-    machine: Machine
-    task: Expr = 0
-    registers: Registers | None = None
-
-    def in_task(self, start: Expr, registers: Registers) -> AttentionPlace:
-        """The place in a task whose scratch begins at `start`."""
-        return replace(self, task=start, registers=registers)
+    task: Expr
+    registers: Registers
 
     @property
     def query(self) -> HeadsView:

@@ -35,7 +35,7 @@ Span = tuple[Expr, Expr, Expr, Expr]
 
 
 def emit_rows(place: AttentionPlace, at: dict[str, Expr], row: Expr, within: Expr, rows: int, span: Span) -> None:
-    """The work of `rows` queries from `row` on, which are those from `within` on in their block, for a block of keys."""
+    """The work of `rows` queries from `row` on, those from `within` on in their block, for a block of keys."""
     tile = _Rows(place, at, row, within, rows, span)
     tile.scores()
     tile.softmax()

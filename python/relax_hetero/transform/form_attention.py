@@ -1,12 +1,40 @@
-"""FormAttention: scores, mask, softmax and values become one op where the device has a kernel for it."""
+"""FormAttention: scores, mask, softmax and values become one op where the device has a kernel for it.
+
+Before::
+
+    q = R.permute_dims(R.reshape(xq, R.shape([1, 128, 12, 64])), axes=[0, 2, 1, 3])
+    k = R.permute_dims(R.reshape(xk, R.shape([1, 128, 12, 64])), axes=[0, 2, 3, 1])
+    v = R.permute_dims(R.reshape(xv, R.shape([1, 128, 12, 64])), axes=[0, 2, 1, 3])
+    p = R.nn.softmax(R.add(R.multiply(R.matmul(q, k), R.const(0.125)), mask), axis=-1)
+    y = R.reshape(R.permute_dims(R.matmul(p, v), axes=[0, 2, 1, 3]), R.shape([1, 128, 768]))
+
+After::
+
+    y = R.hetero.attention(xq, xk, xv, mask, heads="(b, m, h*d) * (b, n, g*d) * (b, n, g*e) -> (b, m, h*e); b=1, ...",
+                           scores="add(multiply(x0, 0.125), x1)")
+
+Products of one tensor with constant weights whose results only attention reads become one product, of which attention
+reads slices (`merge_products`). Assumes a placed module (RealizeVDevice).
+"""
 
 from __future__ import annotations
 
 import tvm
+from tvm import relax
+
+from ..encoding.problem import AttentionProblem
+from ..encoding.resolver import solves
+from ..op.attention import attention
+from .attention_patterns import Attention, NoAttention, find_attention
+from .blocks import Block, rewrite_blocks, without_unused
+from .encoding_layouts import target_of
+from .fusion_report import decline
+from .merge_products import merge_products
+from .rewriting import op_name
 
 
 def FormAttention() -> tvm.transform.Pass:
-    """scores, mask, softmax and values become one op where the device has a kernel for it.
+    """Scores, mask, softmax and values become one op where the device has a kernel for it.
 
     Returns
     -------
@@ -22,4 +50,52 @@ def FormAttention() -> tvm.transform.Pass:
 
 def form_attention(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring; the very module where there is nothing to do."""
-    return mod
+    return rewrite_blocks(rewrite_blocks(mod, _form), merge_products)
+
+
+def _form(block: Block) -> list[relax.Binding] | None:
+    found: dict[int, Attention] = {}
+    gone: set[int] = set()
+    for index, binding in enumerate(block.bindings):
+        if op_name(binding.value) != "relax.nn.softmax" or not _has_kernel(binding.var):
+            continue
+        try:
+            one = find_attention(block, index)
+        except NoAttention as reason:
+            decline("", binding.var.name, "attention", str(reason))
+            continue
+        if one is not None:
+            found[one.end] = one
+            gone.update(one.inside)
+    if not found:
+        return None
+    bindings = [
+        _formed(binding, found[index]) if index in found else binding
+        for index, binding in enumerate(block.bindings)
+        if index in found or index not in gone
+    ]
+    return without_unused(bindings, block, _is_view)
+
+
+def _has_kernel(var: relax.Var) -> bool:
+    return solves(target_of(var.ty.vdevice), AttentionProblem)
+
+
+def _formed(binding: relax.Binding, found: Attention) -> relax.Binding:
+    call = attention(
+        *found.operands, heads=found.heads, scores=found.scores, causal=found.causal, nan_to_zero=found.nan_to_zero
+    )
+    call = relax.Call(call.op, call.args, call.attrs, ret_ty=binding.var.ty)
+    return relax.VarBinding(binding.var, call, binding.span)
+
+
+def _is_view(value: relax.Expr) -> bool:
+    """Whether a value that nobody uses any more is one that attention looks through."""
+    name = op_name(value)
+    return isinstance(value, relax.TupleGetItem) or name in _VIEWS
+
+
+_VIEWS = frozenset(
+    """relax.permute_dims relax.reshape relax.expand_dims relax.squeeze relax.strided_slice relax.take relax.split
+    relax.multiply relax.divide relax.broadcast_to relax.repeat""".split()
+)

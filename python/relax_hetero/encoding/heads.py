@@ -1,0 +1,145 @@
+"""Where the heads of an attention lie in its tensors, as text.
+
+Written as attributes and messages have it::
+
+    (b, m, h*d) * (b, n, h*d+384) * (b, n, h*e+768) -> (b, m, h*e); b=1, h=12, g=12, m=128, n=128, d=32, e=32
+
+that is: query, key and value, then the result; for each dimension of a tensor the iteration dimensions that it runs
+along, outermost first, and where they begin; the iteration sizes, "?" where symbolic. "b" is the batch, "h" heads, "g"
+heads of key and value, "m" queries, "n" keys, "d" the width of query and key, "e" that of value and result. "1" is a
+dimension of which one place is used, "1+2" the one at 2.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+
+from ..errors import EncodingError
+from .encoding import DYNAMIC
+
+NAMES = ("b", "h", "g", "m", "n", "d", "e")
+"""Iteration dimensions, in the order of sizes."""
+
+STATIC = ("h", "g", "d", "e")
+"""Those whose size is a number."""
+
+_OPERANDS = {"query": "bhmd", "key": "bgnd", "value": "bgne", "result": "bhme"}
+_TEXT = re.compile(r"\((.*)\) \* \((.*)\) \* \((.*)\) -> \((.*)\); (.+)")
+_DIM = re.compile(r"(1|[a-z](?:\*[a-z])*)(?:\+([0-9]+))?")
+
+
+@dataclass(frozen=True)
+class HeadsMap:
+    """Where the heads lie in one tensor.
+
+    Attributes
+    ----------
+    dims : tuple of (tuple of str)
+        Of each dimension of the tensor: the iteration dimensions it runs along, outermost first; none: one place.
+    starts : tuple of int
+        Where it begins in each.
+    """
+
+    dims: tuple[tuple[str, ...], ...]
+    starts: tuple[int, ...]
+
+    def __str__(self) -> str:
+        parts = ["*".join(names) or "1" for names in self.dims]
+        return ", ".join(f"{part}+{start}" if start else part for part, start in zip(parts, self.starts, strict=True))
+
+    @property
+    def index_map(self) -> tuple[str, ...]:
+        """As problems have it: ``("b", "m", "h*d")``."""
+        return tuple("*".join(names) or "1" for names in self.dims)
+
+    def moved(self, by: int) -> HeadsMap:
+        """The same map of a tensor that has `by` more elements in front in its last dimension."""
+        return HeadsMap(self.dims, (*self.starts[:-1], self.starts[-1] + by))
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Where the heads of an attention lie, and how large everything is.
+
+    Attributes
+    ----------
+    query, key, value, result : HeadsMap
+    sizes : tuple of int
+        By `NAMES`; `DYNAMIC` where symbolic, which b, m and n may be.
+    """
+
+    query: HeadsMap
+    key: HeadsMap
+    value: HeadsMap
+    result: HeadsMap
+    sizes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        sizes = ", ".join(
+            f"{name}={'?' if size == DYNAMIC else size}" for name, size in zip(NAMES, self.sizes, strict=True)
+        )
+        return f"({self.query}) * ({self.key}) * ({self.value}) -> ({self.result}); {sizes}"
+
+    @staticmethod
+    def parse(text: str) -> Heads:
+        """What `str` wrote.
+
+        Raises
+        ------
+        EncodingError
+            If the text is no such thing, or contradicts itself.
+        """
+        return _parse(text)
+
+    @property
+    def operands(self) -> tuple[HeadsMap, HeadsMap, HeadsMap]:
+        """Of query, key and value."""
+        return self.query, self.key, self.value
+
+    def size(self, name: str) -> int:
+        """Of an iteration dimension."""
+        return self.sizes[NAMES.index(name)]
+
+
+@cache
+def _parse(text: str) -> Heads:
+    match = _TEXT.fullmatch(text)
+    if match is None:
+        raise EncodingError(f"{text!r} is no map of heads; expected '(query) * (key) * (value) -> (result); sizes'")
+    *maps, sizes = match.groups()
+    pairs = [item.partition("=") for item in sizes.split(", ")]
+    if [name for name, _, _ in pairs] != list(NAMES):
+        raise EncodingError(f"map of heads {text!r}: expected sizes of {', '.join(NAMES)}, in this order")
+    if not all(re.fullmatch(r"[0-9]{1,18}|\?", size) for _, _, size in pairs):
+        raise EncodingError(f"map of heads {text!r}: a size is a number or '?'")
+    numbers = tuple(DYNAMIC if size == "?" else int(size) for _, _, size in pairs)
+    query, key, value, result = (_map(part, text) for part in maps)
+    heads = Heads(query, key, value, result, numbers)
+    _check(heads, text)
+    return heads
+
+
+def _map(text: str, whole: str) -> HeadsMap:
+    dims, starts = [], []
+    for part in text.split(", "):
+        match = _DIM.fullmatch(part)
+        if match is None:
+            raise EncodingError(f"map of heads {whole!r}: found dimension {part!r}, expected one like 'h*d+64'")
+        names, start = match.groups()
+        dims.append(() if names == "1" else tuple(names.split("*")))
+        starts.append(int(start or 0))
+    return HeadsMap(tuple(dims), tuple(starts))
+
+
+def _check(heads: Heads, text: str) -> None:
+    for (operand, names), found in zip(_OPERANDS.items(), (*heads.operands, heads.result), strict=True):
+        named = [name for dim in found.dims for name in dim]
+        missing = [name for name in names if name not in named and heads.size(name) != 1]
+        if len(set(named)) != len(named) or missing or not set(named) <= set(names):
+            raise EncodingError(f"map of heads {text!r}: {operand} runs along {named}, expected {list(names)}")
+    if any(heads.size(name) <= 0 for name in STATIC) or heads.size("h") % heads.size("g"):
+        raise EncodingError(f"map of heads {text!r}: h, g, d and e are numbers, and h is a multiple of g")
+    if any(heads.result.starts):
+        raise EncodingError(f"map of heads {text!r}: the result is a whole tensor")

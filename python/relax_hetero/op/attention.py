@@ -1,0 +1,162 @@
+"""The operator of attention: ``relax.hetero.attention``, in TVMScript ``R.hetero.attention``.
+
+Its operands and result are plain row-major tensors. FormAttention makes it where a device has a kernel for it,
+MaterializeEncodings makes kernels of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import relax
+from tvm.relax import script as relax_script
+from tvm.relax.script import parser as relax_parser
+
+from ..encoding.encoding import DYNAMIC
+from ..encoding.expression import Expression
+from ..encoding.heads import NAMES, Heads
+from ..errors import EncodingError
+
+ATTENTION = "relax.hetero.attention"
+CAUSAL = ("", "top_left", "bottom_right")
+
+
+@tvm_ffi.dataclasses.py_class("relax_hetero.AttentionAttrs")
+class AttentionAttrs(tvm.ir.Attrs):
+    """Of attention; see `attention`."""
+
+    heads: str
+    scores: str
+    causal: str
+    nan_to_zero: bool
+
+
+def attention(
+    query: relax.Expr,
+    key: relax.Expr,
+    value: relax.Expr,
+    *masks: relax.Expr,
+    heads: Heads | str,
+    scores: Expression | str = "x0",
+    causal: str = "",
+    nan_to_zero: bool = False,
+) -> relax.Call:
+    """``softmax(scores(query * key^T)) * value``, every head for itself.
+
+    Parameters
+    ----------
+    query, key, value : relax.Expr
+        Tensors; the same may be all three, as slices of it.
+    masks : relax.Expr
+        Operands ``x1``, ``x2``, ... of `scores`, which broadcast to (batch, heads, queries, keys).
+    heads : Heads or str
+        Where heads lie in the tensors.
+    scores : Expression or str
+        What is done to a product (``x0``) before softmax.
+    causal : str
+        "top_left": query i sees keys up to i; "bottom_right": the last query sees all keys; "": all see all.
+    nan_to_zero : bool
+        Whether a row of which every score is -inf gives zeros, not NaN.
+
+    Raises
+    ------
+    EncodingError
+        If text is no map of heads or expression, or an operand is no Relax expression.
+    """
+    operands = [query, key, value, *masks]
+    for index, operand in enumerate(operands):
+        if not isinstance(operand, relax.Expr):
+            raise EncodingError(
+                f"{ATTENTION}: operand {index} is a {type(operand).__name__}, expected a Relax expression"
+            )
+    if causal not in CAUSAL:
+        raise EncodingError(f"{ATTENTION}: found causal={causal!r}, expected one of {CAUSAL}")
+    text = str(heads if isinstance(heads, Heads) else Heads.parse(heads))
+    expression = str(scores if isinstance(scores, Expression) else Expression.parse(scores))
+    return relax.Call(tvm.ir.Op.get(ATTENTION), operands, AttentionAttrs(text, expression, causal, nan_to_zero))
+
+
+def attention_sizes(call: relax.Call) -> dict[str, Any]:
+    """The extent of every iteration dimension of a call, PrimExprs; EncodingError where a tensor does not fit."""
+    heads = Heads.parse(call.attrs.heads)
+    sizes: dict[str, Any] = {
+        name: tvm.tirx.IntImm("int64", size) for name, size in zip(NAMES, heads.sizes, strict=True) if size != DYNAMIC
+    }
+    for index, found in enumerate(heads.operands):
+        extents = _extents(call, index)
+        if len(extents) != len(found.dims):
+            raise EncodingError(
+                f"{ATTENTION}: operand {index} has {len(extents)} dimensions, its map ({found}) {len(found.dims)}"
+            )
+        for extent, names in zip(extents, found.dims, strict=True):
+            if len(names) == 1:
+                sizes.setdefault(names[0], extent)
+    unknown = [name for name in NAMES if name not in sizes]
+    if unknown:
+        raise EncodingError(f"{ATTENTION}: no operand tells the sizes {unknown} of {heads}")
+    for index, found in enumerate(heads.operands):
+        for extent, names, start in zip(_extents(call, index), found.dims, found.starts, strict=True):
+            _check_fits(extent, [sizes[name] for name in names], start, index, heads)
+    return sizes
+
+
+def _check_fits(extent: Any, sizes: list[Any], start: int, index: int, heads: Heads) -> None:
+    if not all(isinstance(size, tvm.tirx.IntImm) for size in (extent, *sizes)):
+        return
+    needed = 1
+    for size in sizes:
+        needed *= int(size)
+    if start + needed > int(extent):
+        raise EncodingError(
+            f"{ATTENTION}: operand {index} has a dimension of {int(extent)}, {heads} reads {needed} from {start} on"
+        )
+
+
+def _extents(call: relax.Call, index: int) -> list[Any]:
+    ty = call.args[index].ty
+    if not isinstance(ty, relax.TensorType) or not isinstance(ty.shape, relax.ShapeExpr):
+        raise EncodingError(f"{ATTENTION}: operand {index} is a {ty}, expected a tensor of known extents")
+    return list(ty.shape.values)
+
+
+def infer_attention(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
+    """The type of `attention`; EncodingError for operands that do not fit."""
+    if not isinstance(call.attrs, AttentionAttrs):
+        raise EncodingError(f"{ATTENTION}: attributes are a {type(call.attrs).__name__}, expected AttentionAttrs")
+    if len(call.args) < 3 or len(call.args) < 2 + Expression.parse(call.attrs.scores).num_operands:
+        raise EncodingError(
+            f"{ATTENTION}: found {len(call.args)} operands, expected query, key, value and those of {call.attrs.scores}"
+        )
+    sizes = attention_sizes(call)
+    full = [sizes[name] for name in "bhmn"]
+    for index in range(3, len(call.args)):
+        extents = _extents(call, index)
+        aligned = zip(reversed(extents), reversed(full), strict=False)
+        if len(extents) > 4 or any(_differ(extent, size) for extent, size in aligned):
+            raise EncodingError(
+                f"{ATTENTION}: operand {index} has shape {extents}, expected one that broadcasts to {full}"
+            )
+    shape = []
+    for names in Heads.parse(call.attrs.heads).result.dims:
+        extent: Any = tvm.tirx.IntImm("int64", 1)
+        for name in names:
+            extent = extent * sizes[name]
+        shape.append(tvm.sym.Analyzer().simplify(extent))
+    query = call.args[0].ty
+    return relax.TensorType(shape, query.dtype, query.vdevice)
+
+
+def _differ(extent: Any, size: Any) -> bool:
+    is_one = isinstance(extent, tvm.tirx.IntImm) and int(extent) == 1
+    return not is_one and tvm.sym.Analyzer().can_prove(extent != size)
+
+
+def register_attention_op() -> None:
+    """Make TVM know the op, and TVMScript its name; once, when `relax_hetero.op` is imported."""
+    tvm.ir._ffi_api.RegisterOp(ATTENTION, f"{ATTENTION}: see relax_hetero.op.attention")
+    tvm.ir.register_op_attr(ATTENTION, "FInferType", infer_attention)
+    tvm.ir.register_op_attr(ATTENTION, "FPurity", True)
+    for namespace in (relax_script, relax_parser):
+        namespace.hetero.attention = staticmethod(attention)  # type: ignore[attr-defined]

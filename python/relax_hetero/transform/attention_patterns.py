@@ -1,0 +1,323 @@
+"""Finding attention among plain ops: two products with a softmax between them.
+
+Taken in are, between the products, whatever is elementwise (scale, masks, ``where``), before them scales, and around
+them permutations, reshapes, slices and repeated heads. Nothing inside has another user.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import tvm
+from tvm import relax, tirx
+
+from ..encoding.encoding import DYNAMIC
+from ..encoding.expression import Expression, Term
+from ..encoding.heads import NAMES, STATIC, Heads
+from .attention_views import View, followed, regrouped, sharing, traced
+from .blocks import Block, broadcast, is_one, same_shape, shape_of
+from .relax_expressions import scalar_of, to_expression
+from .rewriting import op_name
+
+_MATMUL, _SOFTMAX = "relax.matmul", "relax.nn.softmax"
+
+
+class NoAttention(Exception):
+    """What was found in place of attention; the message is for `decline`."""
+
+
+@dataclass
+class Attention:
+    """What one `R.hetero.attention` will do.
+
+    Attributes
+    ----------
+    end : int
+        Index of the binding it takes the place of.
+    operands : list of relax.Expr
+        Query, key, value, masks.
+    heads : Heads
+    scores : Expression
+    causal : str
+    nan_to_zero : bool
+    inside : list of int
+        Bindings that vanish, beside those that nobody uses any more.
+    """
+
+    end: int
+    operands: list[relax.Expr]
+    heads: Heads
+    scores: Expression
+    causal: str = ""
+    nan_to_zero: bool = False
+    inside: list[int] = field(default_factory=list)
+
+
+def find_attention(block: Block, index: int) -> Attention | None:
+    """The attention around the softmax at an index of a block.
+
+    Returns
+    -------
+    Attention or None
+        None where the softmax is not between two products at all.
+
+    Raises
+    ------
+    NoAttention
+        Where it is, but something does not fit.
+    """
+    softmax = block.bindings[index]
+    if op_name(softmax.value) != _SOFTMAX or not isinstance(softmax, relax.VarBinding):
+        return None
+    found = _scores(block, softmax.value.args[0])
+    after = _weighted(block, index)
+    if found is None or after is None:
+        return None
+    shape = shape_of(softmax.var)
+    if shape is None or int(softmax.value.attrs.axis) % len(shape) != len(shape) - 1 or not 2 <= len(shape) <= 4:
+        raise NoAttention(f"softmax of {softmax.var.ty} along axis {softmax.value.attrs.axis}")
+    return _fit(block, index, found, after, shape)
+
+
+@dataclass
+class _Scores:
+    """What stands before softmax: the product, the bindings between, and what they compute."""
+
+    product: relax.Call
+    inside: list[int]
+    expression: Expression
+    operands: list[relax.Expr]
+
+
+@dataclass
+class _Weighted:
+    """What stands after softmax: the product with values."""
+
+    index: int
+    inside: list[int]
+    nan_to_zero: bool
+
+
+def _scores(block: Block, value: relax.Expr) -> _Scores | None:
+    """Elementwise work from a product to `value`, which has no other users."""
+    if not isinstance(value, relax.Var) or block.sole_user(value) is None or value not in block.definitions:
+        return None
+    call = block.definitions[value]
+    here = block.positions[value]
+    if op_name(call) == _MATMUL:
+        return _Scores(call, [here], Expression.operand(0), [])
+    if op_name(call) == "relax.where":
+        step: tuple[Expression, list[relax.Expr]] | None = _choice(call)
+    else:
+        step = to_expression(call)
+    if step is None:
+        return None
+    expression, operands = step
+    for position, operand in enumerate(operands):
+        shape = shape_of(operand)
+        if shape is None or not same_shape(shape, shape_of(value) or []):
+            continue
+        before = _scores(block, operand)
+        if before is not None:
+            terms = [Expression.operand(0)] * len(operands)
+            masks = list(before.operands)
+            for other, expr in enumerate(operands):
+                terms[other] = before.expression if other == position else _operand(expr, masks)
+            return _Scores(before.product, [*before.inside, here], expression.substitute(terms), masks)
+    return None
+
+
+def _operand(expr: relax.Expr, masks: list[relax.Expr]) -> Expression:
+    for index, known in enumerate(masks):
+        if known.same_as(expr):
+            return Expression.operand(index + 1)
+    masks.append(expr)
+    return Expression.operand(len(masks))
+
+
+def _choice(call: relax.Call) -> tuple[Expression, list[relax.Expr]] | None:
+    """``where`` as an expression; numbers, infinite ones too, stand in it."""
+    operands: list[relax.Expr] = []
+    terms = []
+    for arg in call.args:
+        number = _number(arg)
+        if number is None:
+            terms.append(Term("operand", (), (len(operands),)))
+            operands.append(arg)
+        else:
+            terms.append(Term("number", (), (number,)))
+    if terms[0].op == "number" or (terms[1].op, terms[2].op) == ("number", "number"):
+        return None
+    return Expression(Term("where", tuple(terms))), operands
+
+
+def _number(expr: relax.Expr) -> float | None:
+    if isinstance(expr, tvm.ir.GenericConst) and "float" in str(expr.ty.dtype):
+        array = expr.value.numpy()
+        return float(array.reshape(-1)[0]) if array.size == 1 else None
+    return None
+
+
+def _weighted(block: Block, index: int) -> _Weighted | None:
+    """The product that softmax, perhaps with zeros in place of NaN, is the left operand of."""
+    var = block.bindings[index].var
+    inside = [index]
+    guard = _zero_for_nan(block, var)
+    if guard is not None:
+        inside += guard
+        var = block.bindings[guard[-1]].var
+    user = block.sole_user(var)
+    if user is None:
+        return None
+    call = block.bindings[user].value
+    if op_name(call) != _MATMUL or not call.args[0].same_as(var) or call.args[1].same_as(var):
+        return None
+    return _Weighted(user, [*inside, user], guard is not None)
+
+
+def _zero_for_nan(block: Block, var: relax.Var) -> list[int] | None:
+    """The bindings of ``where(isnan(x), 0, x)`` where they are all that use x."""
+    users = block.users.get(var, [])
+    if len(users) != 2 or not block.stays(var):
+        return None
+    test, choice = (block.bindings[user] for user in users)
+    if op_name(test.value) != "relax.isnan" or op_name(choice.value) != "relax.where":
+        return None
+    condition, then, otherwise = choice.value.args
+    is_guard = condition.same_as(test.var) and scalar_of(then) == 0 and otherwise.same_as(var)
+    return users if is_guard and block.sole_user(test.var) == users[1] else None
+
+
+def _fit(block: Block, index: int, before: _Scores, after: _Weighted, shape: list[Any]) -> Attention:
+    product = before.product
+    query, transposed = product.args
+    second = block.bindings[after.index]
+    value = second.value.args[1]
+    shapes = [shape_of(expr) for expr in (query, transposed, value, second.var)]
+    types = {str(expr.ty.dtype) for expr in (query, transposed, value, second.var, block.bindings[index].var)}
+    if any(found is None or len(found) != len(shape) for found in shapes):
+        raise NoAttention(
+            f"operands of {query.ty}, {transposed.ty} and {value.ty}: expected {len(shape)} dimensions each"
+        )
+    if types != {"float32"}:
+        raise NoAttention(f"found element types {sorted(types)}, expected float32")
+    batch = _batch(block, shape, (query, transposed, value), second.var)
+    if any(not _same_batch(found, shape) for found in shapes if found is not None):
+        raise NoAttention("operands whose batch dimensions broadcast")
+    sizes = {**batch, "m": shape[-2], "n": shape[-1], "d": shapes[0][-1], "e": shapes[2][-1]}  # type: ignore[index]
+    outer = _outer(shape, sizes)
+    if outer is None or not all(isinstance(sizes[name], tirx.IntImm) for name in ("h", "d", "e")):
+        raise NoAttention(
+            f"symbolic heads: found {query.ty} times {transposed.ty}, expected numbers of heads and widths"
+        )
+    view = traced(block, View.of(query, [*outer, ("m",), ("d",)]), sizes, ("d",))
+    keys, values, shared = _shared_heads(block, transposed, value, outer, sizes)
+    result, passed = followed(block, View.of(second.var, [*outer, ("m",), ("e",)]), sizes)
+    expression = _scaled(before.expression, view.factor * keys.factor)
+    masks = _masks(before.operands, shape, sizes, expression)
+    sizes["g"] = tirx.IntImm("int64", int(sizes["h"]) // shared)
+    heads = Heads(view.map, keys.map, values.map, result.map, tuple(_size(sizes[name]) for name in NAMES))
+    _check_known([view, keys, values], sizes)
+    return Attention(
+        passed[-1] if passed else after.index,
+        [view.value, keys.value, values.value, *masks],
+        Heads.parse(str(heads)),
+        expression,
+        "",
+        after.nan_to_zero,
+        [*before.inside, *after.inside, *passed],
+    )
+
+
+def _batch(block: Block, shape: list[Any], operands: tuple[relax.Expr, ...], result: relax.Var) -> dict[str, Any]:
+    """Sizes of batch and heads. One dimension may be both: if a reshape shows which."""
+    one = tirx.IntImm("int64", 1)
+    if len(shape) == 4:
+        return {"b": shape[0], "h": shape[1]}
+    if len(shape) == 2:
+        return {"b": one, "h": one}
+    for operand in operands:
+        call = block.definition(operand)
+        while op_name(call) in ("relax.permute_dims", "relax.multiply"):
+            call = block.definition(call.args[0])
+        found = shape_of(call.args[0]) if op_name(call) == "relax.reshape" else None
+        if (
+            found is not None
+            and len(found) == 4
+            and regrouped((("b", "h"),), shape[:1], {"b": found[0], "h": found[1]})
+        ):
+            return {"b": found[0], "h": found[1]}
+    if isinstance(shape[0], tirx.IntImm):
+        return {"b": one, "h": shape[0]}
+    return {"b": shape[0], "h": one}
+
+
+def _outer(shape: list[Any], sizes: dict[str, Any]) -> list[tuple[str, ...]] | None:
+    """The batch dimensions of all operands."""
+    if len(shape) == 4:
+        return [("b",), ("h",)]
+    if len(shape) == 2:
+        return []
+    if is_one(sizes["h"]):
+        return [("b",)]
+    return [("h",)] if is_one(sizes["b"]) else [("b", "h")]
+
+
+def _same_batch(found: list[Any], shape: list[Any]) -> bool:
+    return same_shape(found[:-2], shape[:-2])
+
+
+def _shared_heads(
+    block: Block, transposed: relax.Expr, value: relax.Expr, outer: list[tuple[str, ...]], sizes: dict[str, Any]
+) -> tuple[View, View, int]:
+    """Views of key and value, and how many heads share one of theirs."""
+    shared = sharing(block, transposed)
+    heads = int(sizes["h"])
+    for ratio in dict.fromkeys((shared, 1)):
+        if heads % ratio:
+            continue
+        sizes = {**sizes, "g": tirx.IntImm("int64", heads // ratio), "r": tirx.IntImm("int64", ratio)}
+        own = ("g",) if ratio == 1 else ("g", "r")
+        dims = [tuple(name for part in dim for name in (own if part == "h" else (part,))) for dim in outer]
+        keys = traced(block, View.of(transposed, [*dims, ("d",), ("n",)]), sizes, ("d", "n"))
+        values = traced(block, View.of(value, [*dims, ("n",), ("e",)]), sizes, ("e",))
+        if values.factor == 1.0 and not any("r" in dim for view in (keys, values) for dim in view.dims):
+            return keys, values, ratio
+    raise NoAttention(f"values of {value.ty} are scaled")
+
+
+def _scaled(expression: Expression, factor: float) -> Expression:
+    if factor == 1.0:
+        return expression
+    scaled = Term("multiply", (Term("operand", (), (0,)), Term("number", (), (factor,))))
+    others = [Expression.operand(index) for index in range(1, expression.num_operands)]
+    return expression.substitute([Expression(scaled), *others])
+
+
+def _masks(
+    operands: list[relax.Expr], shape: list[Any], sizes: dict[str, Any], expression: Expression
+) -> list[relax.Expr]:
+    for operand in operands:
+        found = shape_of(operand)
+        if found is None or broadcast(found, shape) is None or not same_shape(broadcast(found, shape) or [], shape):
+            raise NoAttention(f"a mask of {operand.ty} against scores {shape}")
+        if len(shape) == 3 and len(found) == 3 and not is_one(found[0]) and len(_outer(shape, sizes)[0]) != 1:  # type: ignore[index]
+            raise NoAttention(f"a mask of {operand.ty}, whose first dimension is batch and heads")
+        if str(operand.ty.dtype) not in ("float32", "bool"):
+            raise NoAttention(f"a mask of element type {operand.ty.dtype}, expected float32 or bool")
+    if expression.dtype(["float32", *(str(operand.ty.dtype) for operand in operands)]) != "float32":
+        raise NoAttention(f"scores {expression} of another type than float32")
+    return operands
+
+
+def _size(extent: Any) -> int:
+    return int(extent) if isinstance(extent, tirx.IntImm) else DYNAMIC
+
+
+def _check_known(views: list[View], sizes: dict[str, Any]) -> None:
+    """A symbolic size has to be the extent of a dimension of its own in an operand."""
+    alone = {dim[0] for view in views for dim in view.dims if len(dim) == 1}
+    for name in NAMES:
+        if name not in STATIC and _size(sizes[name]) == DYNAMIC and name not in alone:
+            raise NoAttention(f"no operand tells the size of {name}")
