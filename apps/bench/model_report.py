@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from model_dispatches import COLUMNS, Dispatch, Roof, dispatch_cells
-from model_peers import OURS, PEERS
+from model_peers import NO_PEERS, OURS, PEERS
 from report import geometric_mean
 
 Result = dict[str, Any]
@@ -17,8 +17,8 @@ LEFT = ("model", "best peer", "dispatch", "bound by")
 
 def best_peer(result: Result) -> tuple[str, float] | None:
     """The fastest other contestant of a result by its median, in milliseconds."""
-    known = {key: row["median_ms"] for key, row in result["rows"].items() if key != OURS and "median_ms" in row}
-    known.pop("tvm", None)  # for the record only
+    rows = result["rows"]
+    known = {key: row["median_ms"] for key, row in rows.items() if key not in NO_PEERS and "median_ms" in row}
     return min(known.items(), key=lambda item: item[1]) if known else None
 
 

@@ -78,6 +78,8 @@ class Peer:
 
 
 OURS = "ours"
+NO_PEERS = (OURS, "ours2", "tvm")
+"""Those that ratios are not to; of stock TVM the times are for the record."""
 PEERS = {
     peer.key: peer
     for peer in (
@@ -86,6 +88,7 @@ PEERS = {
         Peer("openvino", "OpenVINO", "openvino", "openvino_cpu"),
         Peer("iree", "IREE", "iree.compiler", "iree_cpu", ".vmfb"),
         Peer("torch", "torch", "torch", "torch_cpu"),
+        Peer("ours2", "relax-hetero, two devices", "relax_hetero", "ours_twice", ".so"),
         Peer("tvm", "stock TVM", "tvm", "stock_tvm", ".so"),
     )
 }
