@@ -29,12 +29,13 @@ from tvm import relax
 from tvm_ffi import structural_equal
 
 from .axes import Axes, identity, inverse, lying, moves_nothing, then
-from .blocks import Block, Emitter, renamed, rewrite_blocks, shape_of, tensor_type, used_vars
+from .blocks import Block, Emitter, renamed, rewrite_function, shape_of, tensor_type, used_vars
+from .fusion_report import decline
 from .permute_rules import Plan, data_operands, plan_for
 from .permute_wishes import wishes_of
 from .permuted_values import PermutedValues, Value
 from .quantized_operands import permutation
-from .rewriting import op_name, typed
+from .rewriting import op_name, relax_functions, typed, with_functions
 
 PERMUTE = "relax.permute_dims"
 
@@ -56,13 +57,19 @@ def MovePermutes() -> tvm.transform.Pass:
 
 def move_permutes(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring; the very module where there is nothing to do."""
-    return rewrite_blocks(mod, _rewrite)
+    return with_functions(
+        mod,
+        {
+            gv: rewrite_function(func, lambda block, name=gv.name_hint: _rewrite(block, name))
+            for gv, func in relax_functions(mod)
+        },
+    )
 
 
-def _rewrite(block: Block) -> list[relax.Binding] | None:
+def _rewrite(block: Block, function: str) -> list[relax.Binding] | None:
     if not any(op_name(binding.value) == PERMUTE for binding in block.bindings):
         return None
-    mover = _Mover(block)
+    mover = _Mover(block, function)
     for binding in block.bindings:
         mover.visit(binding)
     bindings = mover.emitter.bindings
@@ -76,8 +83,8 @@ def _rewrite(block: Block) -> list[relax.Binding] | None:
 class _Mover:
     """The walk over one block."""
 
-    def __init__(self, block: Block) -> None:
-        self.block = block
+    def __init__(self, block: Block, function: str) -> None:
+        self.block, self.function = block, function
         self.emitter = Emitter(block.is_dataflow)
         self.values = PermutedValues(block, self.emitter)
         self.wishes = wishes_of(block)
@@ -141,9 +148,22 @@ class _Mover:
         return fields_known and self.block.stays(var) and all(isinstance(user, relax.TupleGetItem) for user in users)
 
     def _keep(self, binding: relax.Binding) -> None:
+        name = op_name(binding.value)
+        if name is not None:
+            self._report(binding, name)
         names = {var: self.values.at(var) for var in used_vars(binding.value)}
         names = {var: now for var, now in names.items() if not now.same_as(var)}
         self.emitter.bindings.append(renamed(binding, names))
+
+    def _report(self, binding: relax.Binding, op: str) -> None:
+        """Say which op needs a tensor permuted that lies in another order."""
+        for operand in used_vars(binding.value):
+            shape = shape_of(operand)
+            size = 0 if shape is None else self.values.cost(operand, identity(len(shape)))
+            if size:
+                known = "in this order only" if data_operands(binding.value) else "in the order of its dimensions"
+                reason = f"takes {operand.name} {known}: {size} bytes are permuted for it"
+                decline(self.function, binding.var.name, op.removeprefix("relax."), reason)
 
     def _move(self, var: relax.Var, plan: Plan) -> None:
         call = plan.build([self.values.at(operand, axes) for operand, axes in plan.operands])

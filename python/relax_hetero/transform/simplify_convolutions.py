@@ -12,7 +12,8 @@ After::
     z = R.add(y, shift)
 
 Step by step, each in its own file: expressions of constants are computed (`constant_values`), batch norms become
-multiplications and additions (`batch_norms`), which are taken into weights (`channel_scales`).
+multiplications and additions (`batch_norms`), which are taken into weights (`channel_scales`), padding becomes the
+convolution's own (`fold_pads`), and transposed convolutions become plain ones (`transposed_convolutions`).
 
 Needs nothing of devices and keeps those that are written. Assumes nothing; a second run changes nothing.
 """
@@ -25,8 +26,10 @@ from .batch_norms import expand_batch_norms
 from .blocks import rewrite_blocks
 from .channel_scales import fold_channel_scales
 from .constant_values import fold_constants
+from .fold_pads import fold_pads
+from .transposed_convolutions import expand_transposed_convolutions
 
-_STEPS = (fold_constants, expand_batch_norms, fold_channel_scales)
+_STEPS = (fold_constants, expand_batch_norms, fold_channel_scales, fold_pads, expand_transposed_convolutions)
 
 
 def SimplifyConvolutions() -> tvm.transform.Pass:
