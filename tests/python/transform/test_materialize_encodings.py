@@ -88,6 +88,7 @@ def test_one_device(toys):
             T.func_attr(
                 {
                     "op_pattern": 8,
+                    "relax_hetero.operations": 210,
                     "relax_hetero.ops": ["matmul", "add", "relu"],
                     "target": T.target(V4),
                     "tirx.noalias": True,
@@ -167,7 +168,13 @@ def test_two_devices():
             y: T.Buffer((T.int64(3), T.int64(4), T.int64(2), T.int64(2)), "float32"),
         ):
             T.func_attr(
-                {"op_pattern": 8, "relax_hetero.ops": ["matmul"], "target": T.target("c"), "tirx.noalias": True}
+                {
+                    "op_pattern": 8,
+                    "relax_hetero.operations": 210,
+                    "relax_hetero.ops": ["matmul"],
+                    "target": T.target("c"),
+                    "tirx.noalias": True,
+                }
             )
             T.evaluate(0)
 
