@@ -1,7 +1,7 @@
-"""Kernels become code: one TIR module per target, linked with the bytecode into one executable.
+"""Kernels become code: TIR modules of one target each, linked with the bytecode into one executable.
 
 TVM builds all host kernels of a module for the first target it meets, and CUDA kernels as host code where none is
-given. Here kernels are grouped by their own target, and each group is built alone.
+given. Here kernels are grouped by their own target, and no module is of two.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ from ..vm.tensors import ALIGNMENT
 from .external_symbols import check_external_symbols
 from .llvm_kernels import build_llvm
 from .loosen_alignment import ARGUMENT_ALIGNMENT, loosen_alignment
+from .side_by_side import Progress, build_side_by_side, cut
 
 
-def link(mod: tvm.IRModule) -> tvm.runtime.Module:
+def link(mod: tvm.IRModule, progress: Progress | None = None) -> tvm.runtime.Module:
     """Build a lowered module without constants.
 
     Parameters
     ----------
     mod : tvm.IRModule
         Lowered (LowerToVM), constants lifted; each PrimFunc has a target, or none if it computes shapes on the host.
+    progress : callable, optional
+        Told how many modules of kernels are compiled.
 
     Returns
     -------
@@ -53,7 +56,8 @@ def link(mod: tvm.IRModule) -> tvm.runtime.Module:
     for target, group in groups:
         if target.kind.name == "llvm" and not external:
             check_external_symbols(group)
-    libraries = [build_group(target, group, host_target) for target, group in groups]
+    parts = [(target, part) for target, group in groups for part in cut(target, group)]
+    libraries = build_side_by_side(parts, lambda target, part: build_group(target, part, host_target), progress)
     first = libraries[0] if libraries else None
     return relax_ffi.VMLink(builder, host_target, first, libraries[1:] + external, {})
 
