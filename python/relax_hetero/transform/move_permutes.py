@@ -29,7 +29,7 @@ from tvm import relax
 from tvm_ffi import structural_equal
 
 from .axes import Axes, identity, inverse, lying, moves_nothing, then
-from .blocks import Block, Emitter, renamed, rewrite_function, shape_of, tensor_type, used_vars
+from .blocks import Block, Emitter, Rewrite, renamed, rewrite_function, shape_of, tensor_type, used_vars
 from .fusion_report import decline
 from .permute_rules import Plan, data_operands, plan_for
 from .permute_wishes import wishes_of
@@ -57,13 +57,12 @@ def MovePermutes() -> tvm.transform.Pass:
 
 def move_permutes(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring; the very module where there is nothing to do."""
-    return with_functions(
-        mod,
-        {
-            gv: rewrite_function(func, lambda block, name=gv.name_hint: _rewrite(block, name))
-            for gv, func in relax_functions(mod)
-        },
-    )
+    functions = relax_functions(mod)
+    return with_functions(mod, {gv: rewrite_function(func, _in_function(gv.name_hint)) for gv, func in functions})
+
+
+def _in_function(name: str) -> Rewrite:
+    return lambda block: _rewrite(block, name)
 
 
 def _rewrite(block: Block, function: str) -> list[relax.Binding] | None:
