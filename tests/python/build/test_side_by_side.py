@@ -1,4 +1,4 @@
-"""Modules of a few kernels, compiled at once: in order, with the caller's settings, and with the errors of one alone."""
+"""Modules of a few kernels, compiled at once: in order, with the settings of the caller and the errors of one alone."""
 
 from __future__ import annotations
 
