@@ -1,4 +1,4 @@
-"""PropagateEncodings: work around matrix products is done on their encoded operands and results.
+"""PropagateEncodings: work around products and convolutions is done on their encoded operands and results.
 
 Before::
 
@@ -14,9 +14,9 @@ After::
 
 What moves, and where it stops:
 
-- Permutations of operands and results become index maps (`absorb_permutes`).
-- Elementwise work on a product's result becomes one expression (`elementwise_regions`), up to the last value through
-  which all uses of the product go: no product is computed or stored twice for it.
+- Permutations of operands and results of a matrix product become index maps (`absorb_permutes`).
+- Elementwise work on the result of either becomes one expression (`elementwise_regions`), up to the last value through
+  which all uses of it go: nothing is computed or stored twice for it.
 - `unset_encoding` moves below a transfer if everything on the other side sets that encoding again; work never moves
   from one device to another.
 - A pair of unset and set with one encoding cancels.
