@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import tvm_ffi
 from tvm import runtime
 from tvm.base import _RUNTIME_ONLY
 
+from ..cpu_cores import num_cores
 from ..errors import BuildError
 from .container import write_container
 from .cpu_features import with_features
@@ -24,6 +26,9 @@ from .tensors import bytes_of
 
 # Modules that hold source or objects, and run only after they were linked.
 _NEEDS_LINKING = ("c", "static_library")
+
+# Of the symbols of functions (TVM's symbol::tvm_ffi_symbol_prefix).
+_SYMBOL_PREFIX = "__tvm_ffi_"
 
 # For the source of `c` devices: TVM's generator reinterprets through pointers, and calls float16 "half".
 _C_OPTIONS = ("-O2", "-fno-strict-aliasing", "-Dhalf=_Float16")
@@ -38,6 +43,20 @@ def _modules(module: runtime.Module) -> Iterator[runtime.Module]:
     yield module
     for part in module.imports:
         yield from _modules(part)
+
+
+def generate_code(module: runtime.Module) -> None:
+    """Have LLVM write the machine code of every module of its own, all at once: it would do so one by one later."""
+    parts = [part for part in _modules(module) if part.kind == "llvm"]
+    if len(parts) < 2:
+        return
+    with ThreadPoolExecutor(min(len(parts), num_cores()), thread_name_prefix="relax_hetero.code") as threads:
+        list(threads.map(_first_function, parts))
+
+
+def _first_function(part: runtime.Module) -> None:
+    for symbol in list(part["get_func_names"]())[:1]:
+        part.get_function(str(symbol).removeprefix(_SYMBOL_PREFIX))
 
 
 def find_compiler(what: str) -> str:

@@ -19,6 +19,7 @@ from .constants import PlacedConstants
 from .devices import bind_devices, host_device
 from .dims import DimValues
 from .executable import Executable
+from .export import generate_code
 from .failure import explain_failure
 from .known_calls import KnownCall, KnownCalls
 from .pool import PoolWatch
@@ -76,6 +77,7 @@ class VirtualMachine:
         leave_threads_unpinned()
         module = executable.runnable()
         try:
+            generate_code(module)
             self._module = module["vm_load_executable"]()
             self._module["vm_initialization"](
                 *(n for d in self._devices for n in (d.dlpack_device_type(), d.index, _POOLED_ALLOCATOR))
