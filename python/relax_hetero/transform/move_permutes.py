@@ -16,7 +16,9 @@ as its operand read in another order (`PermutedValues`). An op that has a rule (
 at hand, and its result is again remembered in the order in which it came out; two permutations compose, and nothing is
 left of those that cancel. An op without a rule, a result and whatever else needs the program's order has it written,
 once, there. Among the orders that an op can be done in, the one is taken that moves the fewest bytes: those of operands
-that are not at hand in it, and those of the result where its users wish (`permute_wishes`) for another.
+that are not at hand in it, and those of the result where its users wish (`permute_wishes`) for another. The walk is
+repeated while the block's permutations move fewer bytes each time, so that no program comes out worse or in need of
+another run.
 
 Works on a placed module at any stage before FormDispatches. Every permutation stays on the device of its operand, but
 goes with it through a transfer.
@@ -26,14 +28,13 @@ from __future__ import annotations
 
 import tvm
 from tvm import relax
-from tvm_ffi import structural_equal
 
 from .axes import Axes, identity, inverse, lying, moves_nothing, then
 from .blocks import Block, Emitter, Rewrite, renamed, rewrite_function, shape_of, tensor_type, used_vars
 from .fusion_report import decline
 from .permute_rules import Plan, data_operands, plan_for
 from .permute_wishes import wishes_of
-from .permuted_values import PermutedValues, Value
+from .permuted_values import PermutedValues, Value, permuted_name, size_of
 from .quantized_operands import permutation
 from .rewriting import op_name, relax_functions, typed, with_functions
 
@@ -66,17 +67,24 @@ def _in_function(name: str) -> Rewrite:
 
 
 def _rewrite(block: Block, function: str) -> list[relax.Binding] | None:
-    if not any(op_name(binding.value) == PERMUTE for binding in block.bindings):
-        return None
-    mover = _Mover(block, function)
-    for binding in block.bindings:
-        mover.visit(binding)
-    bindings = mover.emitter.bindings
-    same = len(bindings) == len(block.bindings) and all(
-        structural_equal(new.value, old.value) and new.var.same_as(old.var)
-        for new, old in zip(bindings, block.bindings, strict=True)
-    )
-    return None if same else bindings
+    best, least = None, _moved(block.bindings)
+    while least:
+        mover = _Mover(block, function)
+        for binding in block.bindings:
+            mover.visit(binding)
+        moved = _moved(mover.emitter.bindings)
+        if moved >= least:
+            mover.report()
+            break
+        best, least = mover.emitter.bindings, moved
+        block = Block(best, block.is_dataflow, block.used_later)
+    return best
+
+
+def _moved(bindings: list[relax.Binding]) -> int:
+    """Bytes that the permutations among `bindings` move; at least one each."""
+    values = [binding.value for binding in bindings if op_name(binding.value) == PERMUTE]
+    return sum(max(1, size_of(value.ty)) for value in values)
 
 
 class _Mover:
@@ -87,6 +95,7 @@ class _Mover:
         self.emitter = Emitter(block.is_dataflow)
         self.values = PermutedValues(block, self.emitter)
         self.wishes = wishes_of(block)
+        self.declined: list[tuple[str, str, str]] = []
         self.tuples: dict[relax.Var, tuple[relax.Var, tuple[Axes, ...]]] = {}
 
     def visit(self, binding: relax.Binding) -> None:
@@ -136,7 +145,7 @@ class _Mover:
             return 0
         axes = identity(len(shape)) if axes is None else axes
         moved = then(axes, inverse(wish))
-        return 0 if moves_nothing(lying(shape, axes), moved) else Value(shape, var.ty).size
+        return 0 if moves_nothing(lying(shape, axes), moved) else size_of(var.ty)
 
     def _is_possible(self, var: relax.Var, plan: Plan) -> bool:
         """Whether the types of the results can be written, and a tuple is only taken apart."""
@@ -149,26 +158,31 @@ class _Mover:
     def _keep(self, binding: relax.Binding) -> None:
         name = op_name(binding.value)
         if name is not None:
-            self._report(binding, name)
+            self._note(binding, name)
         names = {var: self.values.at(var) for var in used_vars(binding.value)}
         names = {var: now for var, now in names.items() if not now.same_as(var)}
         self.emitter.bindings.append(renamed(binding, names))
 
-    def _report(self, binding: relax.Binding, op: str) -> None:
-        """Say which op needs a tensor permuted that lies in another order."""
+    def _note(self, binding: relax.Binding, op: str) -> None:
+        """Note that an op needs a tensor permuted that lies in another order."""
         for operand in used_vars(binding.value):
             shape = shape_of(operand)
             size = 0 if shape is None else self.values.cost(operand, identity(len(shape)))
             if size:
                 known = "in this order only" if data_operands(binding.value) else "in the order of its dimensions"
                 reason = f"takes {operand.name} {known}: {size} bytes are permuted for it"
-                decline(self.function, binding.var.name, op.removeprefix("relax."), reason)
+                self.declined.append((binding.var.name, op.removeprefix("relax."), reason))
+
+    def report(self) -> None:
+        """Say what was noted; to be called when nothing moves any more."""
+        for variable, op, reason in self.declined:
+            decline(self.function, variable, op, reason)
 
     def _move(self, var: relax.Var, plan: Plan) -> None:
         call = plan.build([self.values.at(operand, axes) for operand, axes in plan.operands])
         if isinstance(var.ty, tvm.ir.TupleType):
             fields = [_lying_type(ty, axes) for ty, axes in zip(var.ty.fields, plan.results, strict=True)]
-            made = self.emitter.emit(call, tvm.ir.TupleType(fields), f"{var.name}_permuted")
+            made = self.emitter.emit(call, tvm.ir.TupleType(fields), permuted_name(var))
             self.tuples[var] = made, plan.results
             return
         axes = plan.results[0]
@@ -176,14 +190,14 @@ class _Mover:
         if axes == identity(len(axes)):
             self.emitter.bind(var, typed(call, ty))
             return
-        made = self.emitter.emit(call, ty, f"{var.name}_permuted")
+        made = self.emitter.emit(call, ty, permuted_name(var))
         self._define(var, made, axes)
 
     def _take_field(self, var: relax.Var, item: relax.TupleGetItem) -> None:
         made, orders = self.tuples[item.tuple_value]
         axes = orders[item.index]
         kind = relax.DataflowVar if self.block.is_dataflow else relax.Var
-        field = kind(f"{var.name}_permuted", _lying_type(var.ty, axes))
+        field = kind(permuted_name(var), _lying_type(var.ty, axes))
         self.emitter.bind(field, relax.TupleGetItem(made, item.index))
         self._define(var, field, axes)
 

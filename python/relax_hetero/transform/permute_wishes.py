@@ -46,8 +46,10 @@ def _vote(var: relax.Var, user: relax.Binding, wishes: dict[relax.Var, Axes], pl
     if op_name(call) == "relax.permute_dims":
         axes = tuple(permutation(call))
         return then(wishes.get(user.var, plain), inverse(axes))
+    if isinstance(call, relax.Var):
+        return wishes.get(user.var, plain)
     if not any(isinstance(operand, relax.Var) and operand.same_as(var) for operand in data_operands(call)):
-        return plain if isinstance(call, (relax.Call, relax.Tuple)) and op_name(call) is not None else None
+        return plain
     wish = wishes.get(user.var)
     if isinstance(call.ty, tvm.ir.TupleType) or wish is None or len(wish) != len(plain):
         return None

@@ -30,7 +30,7 @@ class Value:
     shape : list of PrimExpr
         Of the root, which is the order identity; it need not be at hand.
     ty : relax.TensorType
-        Element type and device.
+        Of the variable it was found as: its element type, size and device.
     """
 
     shape: list[Any]
@@ -39,9 +39,8 @@ class Value:
 
     @property
     def size(self) -> int:
-        """Bytes; nominal ones where extents are symbolic."""
-        extents = [int(dim) if isinstance(dim, tirx.IntImm) else _NOMINAL_EXTENT for dim in self.shape]
-        return math.prod(extents) * max(1, (int(self.ty.dtype.dtype.bits) + 7) // 8)
+        """As `size_of` its type."""
+        return size_of(self.ty)
 
     def source(self, key: Axes) -> tuple[relax.Expr, Axes, bool]:
         """What to make an order from: the tensor, how it is permuted for that, and whether nothing moves then."""
@@ -147,7 +146,7 @@ class PermutedValues:
             call = relax.op.reshape(source, shape) if is_free else relax.op.permute_dims(source, list(axes))
             ty = tensor_type(shape, _dtype(value), value.ty)
             if var is None:
-                made = self.emitter.emit(call, ty, f"{source.name}_permuted")
+                made = self.emitter.emit(call, ty, permuted_name(source))
             else:
                 self.emitter.bind(var, relax.Call(call.op, list(call.args), call.attrs, ret_ty=ty))
                 made = var
@@ -167,6 +166,19 @@ class PermutedValues:
         if key not in self._wide:
             self._wide[key] = self.emitter.emit(relax.op.reshape(plain, wide), ty, f"{plain.name}_wide")
         return self.at(self._wide[key], axes)
+
+
+def size_of(ty: relax.TensorType) -> int:
+    """Bytes of a tensor; nominal ones where extents are symbolic, or not written."""
+    if ty.dtype is None or not isinstance(ty.shape, relax.ShapeExpr):
+        return _NOMINAL_EXTENT
+    extents = [int(dim) if isinstance(dim, tirx.IntImm) else _NOMINAL_EXTENT for dim in ty.shape.values]
+    return math.prod(extents) * max(1, (int(ty.dtype.dtype.bits) + 7) // 8)
+
+
+def permuted_name(var: relax.Var) -> str:
+    """What to call a variable in another order."""
+    return f"{var.name.removesuffix('_permuted')}_permuted"
 
 
 def _widened(shape: list[Any], rank: int) -> list[Any]:
