@@ -9,7 +9,8 @@ from ...tir.builder import Expr
 from .flat import FlatBox
 from .points import write_point
 from .runs import nested, run, spread
-from .vectors import lanes_of, varies_inside
+from .turned import turned, write_turned
+from .vectors import chooses, lanes_of, varies_inside
 
 # Vectors that are computed in one iteration.
 _TOGETHER = 2
@@ -22,6 +23,10 @@ def write_map(box: FlatBox, machine: Machine, tasks: int) -> None:
         return
     var = box.spatial[-1].var
     lanes = 1 if varies_inside(box, var) else lanes_of(box.nest, machine)
+    tiles = turned(box, lanes, tasks) if lanes > 1 and not any(map(chooses, box.nest.expressions())) else None
+    if tiles is not None:
+        write_turned(tiles, tasks)
+        return
 
     def write(part: FlatBox) -> None:
         with nested(part.spatial[:-1]) as position:

@@ -15,24 +15,28 @@ from .stages import loads, variables
 
 def lanes_of(nest: Nest, machine: Machine) -> int:
     """Elements of a vector register of the widest type that is read, computed with or stored."""
-    types = {str(load.ty.dtype) for value in nest.expressions() for load in loads(value) if _is_data(load)}
+    types = {str(load.ty.dtype) for value in nest.expressions() for load in loads(value)}
     types |= {buffer.dtype for buffer in nest.made}
     types -= {"bool"}
     return min((machine.lanes(dtype) for dtype in types), default=machine.lanes("int8"))
 
 
-def _is_data(load: tirx.Expr) -> bool:
-    return True
-
-
 def varies_inside(box: FlatBox, var: tirx.Var) -> bool:
     """Whether a choice of one of two values hangs on a variable: the lanes of a vector cannot choose alone."""
-    found = False
+    return any(var in variables(c) for value in box.nest.expressions() for c in _choices(value))
+
+
+def chooses(value: tirx.Expr) -> bool:
+    """Whether an expression has choices."""
+    return bool(_choices(value))
+
+
+def _choices(value: tirx.Expr) -> list[tirx.Expr]:
+    found: list[tirx.Expr] = []
 
     def on_call(call: tvm.ir.Call) -> None:
-        nonlocal found
-        found = found or (is_choice(call) and var in variables(call.args[0]))
+        if is_choice(call):
+            found.append(call.args[0])
 
-    for value in box.nest.expressions():
-        structural_walk(value, (tvm.ir.Call, on_call))
+    structural_walk(value, (tvm.ir.Call, on_call))
     return found
