@@ -82,7 +82,8 @@ def _computation(call: relax.Call, shape: list[int]) -> Callable[..., np.ndarray
         return lambda x: x.transpose(permutation(call))
     if name == "relax.broadcast_to":
         return lambda x: np.broadcast_to(x, shape)
-    if name == "relax.astype" and str(call.attrs.dtype) in _FLOATS:
+    # Integers made floats are quantized weights, which products read as they are.
+    if name == "relax.astype" and {str(call.attrs.dtype), str(call.args[0].ty.dtype)} <= {*_FLOATS, "float16"}:
         return lambda x: x.astype(numpy_dtype(str(call.attrs.dtype)))
     return None
 

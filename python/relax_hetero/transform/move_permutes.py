@@ -32,7 +32,7 @@ from tvm import relax
 from .axes import Axes, identity, inverse, lying, moves_nothing, then
 from .blocks import Block, Emitter, Rewrite, renamed, rewrite_function, shape_of, tensor_type, used_vars
 from .fusion_report import decline
-from .permute_rules import Plan, data_operands, plan_for
+from .permute_rules import Plan, data_operands, order_for, plan_for
 from .permute_wishes import wishes_of
 from .permuted_values import PermutedValues, Value, permuted_name, size_of
 from .quantized_operands import permutation
@@ -122,8 +122,9 @@ class _Mover:
             return None
         plain = identity(len(shape_of(data[0]) or []))
         at_hand = list(dict.fromkeys(axes for operand in data for axes in self.values.orders(operand)))
-        wish = self.wishes.get(binding.var, plain)
-        orders = [*at_hand, wish] if len(wish) == len(plain) else at_hand
+        wish = self.wishes.get(binding.var)
+        wished = None if wish is None else order_for(call, wish)
+        orders = at_hand if wished is None else [*at_hand, wished]
         is_lazy = any(plain not in self.values.orders(operand) for operand in data)
         cost = sum(self.values.cost(operand, plain) for operand in data) + self._cost_beyond(binding.var, None)
         best: tuple[int, int, Plan | None] = (cost, 1, None)

@@ -58,6 +58,19 @@ def data_operands(call: relax.Expr) -> list[relax.Expr]:
     return [operand for operand, rank in zip(operands, ranks, strict=True) if rank and rank == max(ranks)]
 
 
+def order_for(call: relax.Call, wish: Axes) -> Axes | None:
+    """The order of its data in which an op makes a result that lies in the order `wish`; None where none is known."""
+    data = data_operands(call)
+    source, target = (shape_of(data[0]) if data else None), shape_of(call)
+    if source is None or target is None:
+        return None
+    if RULES[op_name(call) or ""] is not _reshape:
+        return wish if len(source) == len(wish) else None
+    # A reshape undone: the source, made of the target where that lies in the order of the wish.
+    undone = reshaped(target, source, wish)
+    return undone.result if undone is not None and undone.operand == wish else None
+
+
 def changed(attrs: tvm.ir.Attrs, **fields: Any) -> tvm.ir.Attrs:
     """The attributes of an op with some of them replaced."""
     info = type(attrs).__tvm_ffi_type_info__

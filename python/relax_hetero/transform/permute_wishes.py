@@ -9,7 +9,7 @@ from tvm import relax
 
 from .axes import Axes, identity, inverse, then
 from .blocks import Block, shape_of, used_vars
-from .permute_rules import data_operands, plan_for
+from .permute_rules import data_operands, order_for, plan_for
 from .quantized_operands import permutation
 from .rewriting import op_name
 
@@ -51,7 +51,6 @@ def _vote(var: relax.Var, user: relax.Binding, wishes: dict[relax.Var, Axes], pl
     if not any(isinstance(operand, relax.Var) and operand.same_as(var) for operand in data_operands(call)):
         return plain
     wish = wishes.get(user.var)
-    if isinstance(call.ty, tvm.ir.TupleType) or wish is None or len(wish) != len(plain):
-        return None
-    plan = plan_for(call, wish)
-    return wish if plan is not None and plan.results[0] == wish and plan.operands[0][1] == wish else None
+    order = None if wish is None or isinstance(call.ty, tvm.ir.TupleType) else order_for(call, wish)
+    plan = None if order is None else plan_for(call, order)
+    return order if plan is not None and plan.results[0] == wish and plan.operands[0][1] == order else None
