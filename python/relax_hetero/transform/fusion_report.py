@@ -67,8 +67,12 @@ class FusionReport:
     declined: list[Declined] = field(default_factory=list)
 
     def to_data(self) -> dict[str, Any]:
-        """As JSON data."""
-        return {name: [asdict(entry) for entry in getattr(self, name)] for name in self.__slots__}
+        """As JSON data, which has no tuples."""
+
+        def plain(entry: DispatchEntry | Declined) -> dict[str, Any]:
+            return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(entry).items()}
+
+        return {name: [plain(entry) for entry in getattr(self, name)] for name in self.__slots__}
 
 
 _OPEN: ContextVar[tuple[FusionReport, ...]] = ContextVar("relax_hetero_fusions", default=())
