@@ -28,12 +28,15 @@ from .bind_params import bind_params
 from .lift_constants import lift_constants
 from .link import argument_alignment, link, reason
 from .pipeline import get_pipeline
+from .side_by_side import Progress
 from .signatures import function_signatures
 
 _log = logging.getLogger("relax_hetero")
 
 
-def compile(mod: tvm.IRModule, params: Mapping[str, Any] | None = None) -> Executable:  # noqa: A001 (the contract's name)
+def compile(  # noqa: A001 (the contract's name)
+    mod: tvm.IRModule, params: Mapping[str, Any] | None = None, progress: Progress | None = None
+) -> Executable:
     """Compile a Relax module for the devices it names.
 
     Parameters
@@ -43,6 +46,9 @@ def compile(mod: tvm.IRModule, params: Mapping[str, Any] | None = None) -> Execu
     params : mapping of str to tensor, optional
         Weights by parameter name, bound to ``main`` as constants. Parameters after the function's ``num_input``
         that are not bound are given to the machine once, with ``set_params``.
+    progress : callable, optional
+        Called as ``progress(step, done, total)``, in this thread, while it compiles: steps are ``"passes"`` and then
+        ``"kernels"``, of which `done` of `total` parts are done.
 
     Returns
     -------
@@ -65,7 +71,7 @@ def compile(mod: tvm.IRModule, params: Mapping[str, Any] | None = None) -> Execu
     report = placement_report(mod)
     writes = may_write_arguments(mod)
     with collect_placement() as reports, collect_encodings() as encodings, collect_fusions() as fusions:
-        mod = _lower(mod)
+        mod = _lower(mod, progress)
     if report is None and reports:
         report = reports[0].to_json()
     lifted = lift_constants(mod)
@@ -82,16 +88,21 @@ def compile(mod: tvm.IRModule, params: Mapping[str, Any] | None = None) -> Execu
         alignment=argument_alignment(mod),
         writes_arguments=writes,
     )
-    return Executable(link(lifted.mod), metadata, lifted.tensors)
+    return Executable(link(lifted.mod, progress), metadata, lifted.tensors)
 
 
-def _lower(mod: tvm.IRModule) -> tvm.IRModule:
-    try:
-        return get_pipeline()(mod)
-    except HeteroError:
-        raise
-    except Exception as error:  # stock passes raise what has no common class
-        raise BuildError(f"this module cannot be lowered: {reason(error)}") from error
+def _lower(mod: tvm.IRModule, progress: Progress | None) -> tvm.IRModule:
+    passes = get_pipeline().passes
+    for done, step in enumerate(passes, 1):
+        try:
+            mod = step(mod)
+        except HeteroError:
+            raise
+        except Exception as error:  # stock passes raise what has no common class
+            raise BuildError(f"this module cannot be lowered: {reason(error)}") from error
+        if progress is not None:
+            progress("passes", done, len(passes))
+    return mod
 
 
 def _check_globals(mod: tvm.IRModule) -> None:

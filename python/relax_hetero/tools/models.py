@@ -74,7 +74,10 @@ def compile_onnx(path: Path, placing: Placing) -> Model:
         module = placed_onnx(path, placing)
         imported = time.perf_counter()
         status.update(f"Compiling {path.name}")
-        executable = rh.compile(module)
+        executable = rh.compile(
+            module,
+            progress=lambda step, done, total: status.update(f"Compiling {path.name}: {done} of {total} {step}"),
+        )
         seconds = {"import": imported - start, "compile": time.perf_counter() - imported}
     return Model(executable, path, seconds)
 

@@ -135,3 +135,21 @@ def test_an_executable_of_several_modules(two_cores, tmp_path, monkeypatch):
     assert files[0].read_bytes() == files[1].read_bytes()
     monkeypatch.setattr(side_by_side, "KERNELS_A_MODULE", 1000)
     np.testing.assert_array_equal(found, rh.vm.VirtualMachine(rh.compile(Chain))["main"](x).numpy())
+
+
+def test_compiling_tells_of_its_progress(two_cores, monkeypatch):
+    monkeypatch.setattr(side_by_side, "KERNELS_A_MODULE", 2)
+    told: list[tuple[str, int, int]] = []
+    rh.compile(Chain, progress=lambda *step: told.append(step))
+    for step in ("passes", "kernels"):
+        counts = [(done, total) for name, done, total in told if name == step]
+        assert counts == [(i + 1, len(counts)) for i in range(len(counts))]
+    assert [name for name, _, _ in told] == sorted((name for name, _, _ in told), reverse=True)
+
+
+def test_an_error_of_who_is_told_of_progress_is_theirs():
+    def progress(step, done, total):
+        raise KeyError("theirs")
+
+    with pytest.raises(KeyError, match="theirs"):
+        rh.compile(Chain, progress=progress)
