@@ -583,3 +583,48 @@ def test_long_chains_stay_short_texts():
     after = propagated(before)
     assert max(map(len, expressions(after))) < 4000
     check_numbers(before, after)
+
+
+def test_work_behind_a_permutation_that_cancels():
+    """Blocks of ConvNeXt: rows of channels go back to channels first, where the residual is, which was permuted so."""
+
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(
+            x: R.Tensor((2, 3, 5, 4), "float32"), w: R.Tensor((4, 4), "float32"), s: R.Tensor((4, 1, 1), "float32")
+        ):
+            with R.dataflow():
+                r = R.permute_dims(x, [0, 3, 1, 2])
+                y = R.matmul(x, w)
+                p = R.permute_dims(y, [0, 3, 1, 2])
+                a = R.add(R.multiply(p, s), r)
+                y2 = R.matmul(x, w)
+                p2 = R.permute_dims(y2, [0, 3, 1, 2])
+                b = R.nn.relu(R.add(a, p2))
+                R.output(b)
+            return b
+
+    after = propagated(Before)
+    found = [b.value for b in walk_bindings(after["main"]) if op_name(b.value) == "relax.hetero.elementwise"]
+    assert [call.attrs.expression for call in found] == ["add(multiply(x0, x1), x2)", "relu(add(x1, x0))"]
+    assert not any(op_name(b.value) in ("relax.add", "relax.multiply") for b in walk_bindings(after["main"]))
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(shape).astype("float32") for shape in ((2, 3, 5, 4), (4, 4), (4, 1, 1))]
+    np.testing.assert_allclose(run(after, *arrays), run(Before, *arrays), rtol=1e-5, atol=1e-5)
+
+
+def test_work_behind_a_permutation_that_would_stay():
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((3, 4), "float32"), w: R.Tensor((4, 3), "float32"), r: R.Tensor((3, 3), "float32")):
+            with R.dataflow():
+                y = R.matmul(x, w)
+                p = R.permute_dims(y)
+                a = R.add(p, r)
+                R.output(a)
+            return a
+
+    mod = SetEncoding()(Before)
+    assert PropagateEncodings()(mod).same_as(mod)
