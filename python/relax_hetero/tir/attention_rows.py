@@ -26,6 +26,7 @@ from .builder import (
     when,
     zeros,
 )
+from .exp_nonpositive import exp_nonpositive
 
 LOWEST = -3.4028234663852886e38
 """The least finite float32: what a row's maximum is raised to, so that -inf less it is -inf, not NaN."""
@@ -166,7 +167,7 @@ class _Rows:
             total[0] = zeros("float32", self.lanes)
             with loop(settled(ceil_div(self.count, self.lanes))) as vector:
                 where = self._score_at(i, vector * self.lanes)
-                power = vector_math.exp(place.room[where] - greatest)
+                power = exp_nonpositive(place.room[where] - greatest)
                 T.buffer_store(place.room, power, [where])
                 total[0] = total[0] + power
             added = broadcast(held(_over_lanes(total[0], lambda a, b: a + b, self.lanes)), self.lanes)
@@ -177,7 +178,7 @@ class _Rows:
             return self._average(total)
         before = self._state("maxima", i)
         shrunk = T.Select(
-            broadcast(self.is_first, self.lanes), zeros("float32", self.lanes), vector_math.exp(before - greatest)
+            broadcast(self.is_first, self.lanes), zeros("float32", self.lanes), exp_nonpositive(before - greatest)
         )
         shrunk = held(shrunk)
         kept = T.Select(

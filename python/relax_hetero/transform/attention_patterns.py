@@ -17,6 +17,7 @@ from ..encoding.expression import Expression, Term
 from ..encoding.heads import NAMES, STATIC, Heads
 from .attention_views import View, followed, regrouped, sharing, traced
 from .blocks import Block, broadcast, is_one, same_shape, shape_of
+from .causal_masks import without_triangle
 from .relax_expressions import scalar_of, to_expression
 from .rewriting import op_name
 
@@ -216,6 +217,7 @@ def _fit(block: Block, index: int, before: _Scores, after: _Weighted, shape: lis
     result, passed = followed(block, View.of(second.var, [*outer, ("m",), ("e",)]), sizes)
     expression = _scaled(before.expression, view.factor * keys.factor)
     masks = _masks(before.operands, shape, sizes, expression)
+    expression, masks, causal = without_triangle(expression, masks, _size(sizes["m"]), _size(sizes["n"]))
     sizes["g"] = tirx.IntImm("int64", int(sizes["h"]) // shared)
     heads = Heads(view.map, keys.map, values.map, result.map, tuple(_size(sizes[name]) for name in NAMES))
     _check_known([view, keys, values], sizes)
@@ -224,7 +226,7 @@ def _fit(block: Block, index: int, before: _Scores, after: _Weighted, shape: lis
         [view.value, keys.value, values.value, *masks],
         Heads.parse(str(heads)),
         expression,
-        "",
+        causal,
         after.nan_to_zero,
         [*before.inside, *after.inside, *passed],
     )

@@ -142,16 +142,16 @@ def _sliced(view: View, call: relax.Call, _sizes: Mapping[str, Any]) -> View | N
 
 def _taken(view: View, call: relax.Call, _sizes: Mapping[str, Any]) -> View | None:
     """Before ``take`` of one place: that place of a further dimension."""
-    index = scalar_of(call.args[1])
+    index = call.args[1]
     shape = shape_of(call.args[0]) or []
-    if not isinstance(index, int) or (shape_of(call.args[1]) or []) or call.attrs.axis is None:
+    if not isinstance(index, tvm.ir.GenericConst) or shape_of(index) != [] or call.attrs.axis is None:
         return None
     axis = int(call.attrs.axis) % len(shape)
     if not isinstance(shape[axis], tirx.IntImm):
         return None
     dims, starts = list(view.dims), list(view.starts)
     dims.insert(axis, ())
-    starts.insert(axis, index % int(shape[axis]))
+    starts.insert(axis, int(index.value.numpy()) % int(shape[axis]))
     return replace(view, value=call.args[0], dims=tuple(dims), starts=tuple(starts))
 
 

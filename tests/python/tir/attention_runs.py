@@ -1,0 +1,147 @@
+"""Attention as problems, run by their kernels and compared with float64."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import tvm
+
+from relax_hetero.encoding.expression import Expression
+from relax_hetero.encoding.machine import machine_of
+from relax_hetero.encoding.packed_layout import PackedLayout
+from relax_hetero.encoding.problem import AttentionProblem, Epilogue, Operand
+from relax_hetero.tir.attention import attention_kernel
+
+SYMBOLS = {"b": "s0", "m": "s1", "n": "s2"}
+NAMES = ("b", "h", "g", "m", "n", "d", "e")
+
+
+@dataclass
+class Case:
+    """Sizes and options of one attention.
+
+    Attributes
+    ----------
+    sizes : dict
+        By iteration dimension.
+    scores : str
+        Expression; x1 is the mask.
+    mask : np.ndarray or None
+        Of four dimensions; bool: where a score counts, float32: added.
+    symbolic : bool
+        Batch, queries and keys are symbolic.
+    maps : tuple of str
+        Index maps of query, key, value and result.
+    starts : tuple of int
+        Of each of the first three in its last dimension.
+    """
+
+    sizes: Mapping[str, int]
+    scores: str = "multiply(x0, 0.25)"
+    mask: np.ndarray | None = None
+    causal: str = ""
+    nan_to_zero: bool = False
+    symbolic: bool = False
+    maps: tuple[str, str, str, str] = ("b m h*d", "b n g*d", "b n g*e", "b m h*e")
+    starts: tuple[int, int, int] = (0, 0, 0)
+    arrays: list[np.ndarray] = field(default_factory=list)
+
+
+def case(b: int, h: int, g: int, m: int, n: int, d: int, e: int, **options: Any) -> Case:
+    return Case(dict(zip(NAMES, (b, h, g, m, n, d, e), strict=True)), **options)
+
+
+def reference(case: Case, query: np.ndarray, key: np.ndarray, value: np.ndarray) -> np.ndarray:
+    """(b, h, m, e) in float64 of (b, h, m, d), (b, g, n, d) and (b, g, n, e)."""
+    share = case.sizes["h"] // case.sizes["g"]
+    key, value = (np.repeat(x.astype("float64"), share, 1) for x in (key, value))
+    scores = query.astype("float64") @ key.swapaxes(-1, -2) * 0.25
+    if case.mask is not None:
+        scores = np.where(case.mask, scores, -np.inf) if case.mask.dtype == bool else scores + case.mask
+    m, n = case.sizes["m"], case.sizes["n"]
+    if case.causal:
+        ahead = n - m if case.causal == "bottom_right" else 0
+        scores = np.where(np.arange(n) <= np.arange(m)[:, None] + ahead, scores, -np.inf)
+    with np.errstate(invalid="ignore"):
+        powers = np.exp(scores - scores.max(-1, keepdims=True))
+        powers /= powers.sum(-1, keepdims=True)
+    if case.nan_to_zero:
+        powers = np.where(np.isnan(powers), 0, powers)
+    return powers @ value
+
+
+def problem_of(case: Case) -> AttentionProblem:
+    dims = {name: SYMBOLS.get(name, size) if case.symbolic else size for name, size in case.sizes.items()}
+    operands = [
+        _operand(text, dims, case.sizes, start) for text, start in zip(case.maps, (*case.starts, 0), strict=True)
+    ]
+    masks: tuple[Operand, ...] = ()
+    if case.mask is not None:
+        names = tuple(
+            "1" if extent == 1 != case.sizes[name] else name
+            for extent, name in zip(case.mask.shape, "bhmn", strict=True)
+        )
+        shape = tuple(1 if name == "1" else dims[name] for name in names)
+        masks = (Operand(shape, str(case.mask.dtype), names, PackedLayout.identity(4)),)
+    starts = tuple(
+        (0,) * (len(text.split()) - 1) + (start,) for text, start in zip(case.maps[:3], case.starts, strict=True)
+    )
+    epilogue = Epilogue(Expression.parse(case.scores), masks)
+    sizes = tuple((name, dims[name]) for name in NAMES)
+    return AttentionProblem(*operands, starts, sizes, epilogue, case.causal, case.nan_to_zero)
+
+
+def _operand(text: str, dims: Mapping[str, Any], sizes: Mapping[str, int], start: int) -> Operand:
+    names = text.split()
+    shape = []
+    for position, name in enumerate(names):
+        parts = name.split("*")
+        extent = dims[parts[0]] if len(parts) == 1 else int(np.prod([sizes[part] for part in parts]))
+        shape.append(extent + 2 * start if position == len(names) - 1 and start else extent)
+    return Operand(tuple(shape), "float32", tuple(names), PackedLayout.identity(len(names)))
+
+
+def stored(text: str, start: int, heads: np.ndarray, order: str) -> np.ndarray:
+    """A tensor in which heads lie as a map says; what does not belong to it is NaN."""
+    names = text.split()
+    flat = [name for part in names for name in part.split("*")]
+    moved = heads.transpose([order.index(name) for name in flat])
+    shape, position = [], 0
+    for part in names:
+        count = len(part.split("*"))
+        shape.append(int(np.prod(moved.shape[position : position + count])))
+        position += count
+    array = moved.reshape(shape)
+    if start:
+        array = np.pad(array, [(0, 0)] * (len(shape) - 1) + [(start, start)], constant_values=np.nan)
+    return np.ascontiguousarray(array)
+
+
+def check(case: Case, target: tvm.target.Target, rng: np.random.Generator, scale: float = 1.0) -> None:
+    """Run a kernel on random operands, with NaN in what it must write, and compare."""
+    s = case.sizes
+    query = (rng.standard_normal((s["b"], s["h"], s["m"], s["d"])) * scale).astype("float32")
+    key = rng.standard_normal((s["b"], s["g"], s["n"], s["d"])).astype("float32")
+    value = rng.standard_normal((s["b"], s["g"], s["n"], s["e"])).astype("float32")
+    want = reference(case, query, key, value)
+    problem = problem_of(case)
+    function = attention_kernel(problem, machine_of(target))
+    executable = tvm.compile(tvm.IRModule({"attention": function}), target=target)
+    orders = ("bhmd", "bgnd", "bgne")
+    inputs = [
+        stored(text, start, array, order)
+        for text, start, array, order in zip(case.maps, case.starts, (query, key, value), orders, strict=False)
+    ]
+    inputs += [] if case.mask is None else [case.mask]
+    out = stored(case.maps[3], 0, np.full(want.shape, np.nan, "float32"), "bhme")
+    result, scratch = tvm.runtime.tensor(out), nan_tensor(function.params[-1].shape)
+    executable["attention"](*map(tvm.runtime.tensor, inputs), result, scratch)
+    expected = stored(case.maps[3], 0, want, "bhme")
+    np.testing.assert_allclose(result.numpy(), expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def nan_tensor(shape: Sequence[Any]) -> tvm.runtime.Tensor:
+    return tvm.runtime.tensor(np.full([int(extent) for extent in shape], np.nan, "float32"))
