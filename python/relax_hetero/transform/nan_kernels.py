@@ -11,6 +11,8 @@ from collections.abc import Callable
 import tvm
 from tvm import relax, te, tirx
 
+from . import extreme_kernels
+
 Legalize = Callable[[relax.BlockBuilder, relax.Call], relax.Expr]
 
 
@@ -43,4 +45,5 @@ def legalizations() -> dict[str, Legalize]:
     return {
         "relax.nn.relu": _of_floats(stock["nn.relu"], _relu, "relu"),
         "relax.clip": _of_floats(stock["clip"], _clip, "tir_clip"),
+        **extreme_kernels.legalizations(),
     }

@@ -27,7 +27,9 @@ from .blocks import rewrite_blocks
 from .channel_scales import fold_channel_scales
 from .constant_values import fold_constants
 from .fold_pads import fold_pads
-from .transposed_convolutions import expand_transposed_convolutions
+from .fusion_report import decline
+from .rewriting import op_name, relax_functions, walk_bindings
+from .transposed_convolutions import TRANSPOSED, expand_transposed_convolutions
 
 _STEPS = (fold_constants, expand_batch_norms, fold_channel_scales, fold_pads, expand_transposed_convolutions)
 
@@ -51,4 +53,10 @@ def simplify_convolutions(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring; the very module where there is nothing to do."""
     for step in _STEPS:
         mod = rewrite_blocks(mod, step)
+    for gv, func in relax_functions(mod):
+        for binding in walk_bindings(func):
+            name = op_name(binding.value) or ""
+            if name in TRANSPOSED:
+                reason = "stays transposed: its weights or the size of its image are not known at compile time"
+                decline(gv.name_hint, binding.var.name, name.removeprefix("relax."), reason)
     return mod

@@ -32,7 +32,9 @@ from .permute_rules import ELEMENTWISE
 from .rewriting import op_name, typed
 
 _CONVOLUTION = {1: relax.op.nn.conv1d, 2: relax.op.nn.conv2d, 3: relax.op.nn.conv3d}
-_NAMES = {f"relax.nn.conv{n}d_transpose": n for n in (1, 2, 3)}
+TRANSPOSED = {f"relax.nn.conv{n}d_transpose": n for n in (1, 2, 3)}
+"""Transposed convolutions, with their number of spatial axes."""
+
 _LAYOUTS = {1: ("NCW", "IOW", "OIW"), 2: ("NCHW", "IOHW", "OIHW"), 3: ("NCDHW", "IODHW", "OIDHW")}
 
 
@@ -66,7 +68,7 @@ def expand_transposed_convolutions(block: Block) -> list[relax.Binding] | None:
     made: dict[int, list[relax.Binding]] = {}
     gone: set[int] = set()
     for index, binding in enumerate(block.bindings):
-        if op_name(binding.value) in _NAMES and isinstance(binding, relax.VarBinding):
+        if op_name(binding.value) in TRANSPOSED and isinstance(binding, relax.VarBinding):
             expansion = _Expansion.of(block, values, index)
             if expansion is not None:
                 made[index] = expansion.bindings()
@@ -96,7 +98,7 @@ class _Expansion:
         """None where weights or image sizes are not known now, or the layout is another."""
         binding = block.bindings[index]
         call = binding.value
-        count = _NAMES[op_name(call) or ""]
+        count = TRANSPOSED[op_name(call) or ""]
         data_layout, kernel_layout, _ = _LAYOUTS[count]
         weights, shapes = values.of(call.args[1]), (shape_of(call.args[0]), shape_of(binding.var))
         layouts = (

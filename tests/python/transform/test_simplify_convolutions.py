@@ -12,6 +12,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 from relax_hetero.transform import RealizeVDevice, SimplifyConvolutions
+from relax_hetero.transform.fusion_report import collect_fusions
 from relax_hetero.transform.rewriting import op_name, walk_bindings
 
 _RANDOM = np.random.default_rng(5)
@@ -275,6 +276,21 @@ def test_a_convolution_for_each_phase_of_the_stride(kernel, groups, options, sli
     parts = ["conv2d", "add", "relu"] * options["strides"] ** 2
     cut = ["strided_slice"] * slices
     check(*transposed(2, kernel, groups, **options), [*parts, "concat", "reshape", "permute_dims", "reshape", *cut])
+
+
+def test_weights_that_are_not_known_stay_transposed():
+    @I.ir_module
+    class Module:
+        @R.function
+        def main(x: R.Tensor((1, 4, 6, 6), "float32"), w: R.Tensor((4, 3, 2, 2), "float32")):
+            with R.dataflow():
+                y = R.nn.conv2d_transpose(x, w, strides=[2, 2])
+                R.output(y)
+            return y
+
+    with collect_fusions() as report:
+        assert SimplifyConvolutions()(Module).same_as(Module)
+    assert [(each.variable, each.op) for each in report.declined] == [("y", "nn.conv2d_transpose")]
 
 
 def test_every_small_transposed_convolution_of_one_axis():

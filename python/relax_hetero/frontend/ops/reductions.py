@@ -142,7 +142,7 @@ def _source_index(position: Sequence[Any], reduced: dict[int, Any], rank: int, k
 
 
 def _extreme(node: Node, data: relax.Expr, axes: list[int], keepdims: bool, largest: bool) -> relax.Expr:
-    """Maximum or minimum that starts from the infinities (stock TVM starts from the largest finite numbers)."""
+    """Maximum or minimum; of no elements what the reduction starts from."""
     if not axes:
         return data
     dtype = dtype_of(data)
@@ -161,19 +161,7 @@ def _extreme(node: Node, data: relax.Expr, axes: list[int], keepdims: bool, larg
         number = _extreme(node, node.emit(relax.op.astype(data, "float32")), axes, keepdims, largest)
         return node.emit(relax.op.astype(number, "bfloat16"))
 
-    def combine(one: tirx.Expr, other: tirx.Expr) -> tirx.Expr:
-        return tirx.max(one, other) if largest else tirx.min(one, other)
-
-    def compute(x: te.Tensor) -> te.Tensor:
-        reducer = te.comm_reducer(combine, lambda kind: _lowest(kind) if largest else _highest(kind), name="extreme")
-        reduced = {axis: te.reduce_axis((0, x.shape[axis]), name=f"r{axis}") for axis in axes}
-        return te.compute(
-            _reduced_shape(x.shape, axes, keepdims),
-            lambda *i: reducer(x(*_source_index(i, reduced, len(x.shape), keepdims)), axis=list(reduced.values())),
-            name="extreme",
-        )
-
-    return node.builder.emit_te(compute, data, primfunc_name_hint="reduce_max" if largest else "reduce_min")
+    return node.emit((relax.op.max if largest else relax.op.min)(data, axes, keepdims))
 
 
 def largest_along(node: Node, data: relax.Expr, axes: list[int]) -> relax.Expr:
@@ -203,6 +191,9 @@ def arg_extreme(node: Node) -> relax.Expr:
     largest = node.op_type == "ArgMax"
     if dtype_of(data) == "bfloat16":
         data = node.emit(relax.op.astype(data, "float32"))
+
+    if not last and is_float(dtype_of(data)):
+        return node.emit((relax.op.argmax if largest else relax.op.argmin)(data, axis, keepdims))
 
     def better(one: Sequence[tirx.Expr], other: Sequence[tirx.Expr]) -> tuple[tirx.Expr, tirx.Expr]:
         is_more = one[1] > other[1] if largest else one[1] < other[1]

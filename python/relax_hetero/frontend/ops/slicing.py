@@ -85,7 +85,7 @@ def _cut(node: Node, data: relax.Expr, ranges: dict[int, tuple[Dim, Dim, int]]) 
     sizes = [ranges[axis][1] if axis in ranges else dim for axis, dim in enumerate(dims)]
     if any(isinstance(size, int) and size == 0 for size in sizes):
         return node.filled(sizes, 0, dtype_of(data))
-    is_simple = all(isinstance(size, int) for size in dims) and all(step > 0 for _, _, step in ranges.values())
+    is_simple = all(isinstance(dims[axis], int) and step > 0 for axis, (_, _, step) in ranges.items())
     if is_simple:
         axes = sorted(ranges)
         chosen = [(int(ranges[axis][0]), int(ranges[axis][1]), ranges[axis][2]) for axis in axes]
