@@ -97,7 +97,7 @@ TRANSCENDENTAL = {"exp", "log", "tanh", "erf", "sigmoid", "silu", "gelu", "gelu_
 
 def test_every_op_is_tested():
     tested = {term.op for text in FLOAT_OPS for term in Expression.parse(text).terms()}
-    assert set(OPS) - tested - TRANSCENDENTAL == {"cast"}
+    assert set(OPS) - tested - TRANSCENDENTAL == {"cast", "where"}
 
 
 def _pair(dtype):
@@ -120,6 +120,14 @@ def test_ops_of_floats(dtype, tmp_path):
         np.testing.assert_allclose(
             found[text].astype("float32"), wanted.astype("float32"), rtol=tolerance, err_msg=text
         )
+
+
+def test_a_choice_by_bytes_and_numbers(tmp_path):
+    a, b = _pair("float32")
+    condition = np.random.default_rng().integers(0, 2, a.size).astype("int8") * 3
+    for name in sorted({NAMES[0], "c"}):
+        found = _flat("where(x2, where(x2, x0, x1), -1.5)", [a, b, condition], name, tmp_path)
+        np.testing.assert_array_equal(found, np.where(condition != 0, a, np.float32(-1.5)))
 
 
 def test_ops_of_floats_on_c(tmp_path):
