@@ -34,7 +34,7 @@ from .blocks import Block, Emitter, Rewrite, renamed, rewrite_function, shape_of
 from .fusion_report import decline
 from .permute_rules import Plan, data_operands, order_for, plan_for
 from .permute_wishes import wishes_of
-from .permuted_values import PermutedValues, Value, permuted_name, size_of
+from .permuted_values import PermutedValues, Value, size_of
 from .quantized_operands import permutation
 from .rewriting import op_name, relax_functions, typed, with_functions
 
@@ -183,7 +183,7 @@ class _Mover:
         call = plan.build([self.values.at(operand, axes) for operand, axes in plan.operands])
         if isinstance(var.ty, tvm.ir.TupleType):
             fields = [_lying_type(ty, axes) for ty, axes in zip(var.ty.fields, plan.results, strict=True)]
-            made = self.emitter.emit(call, tvm.ir.TupleType(fields), permuted_name(var))
+            made = self.emitter.emit(call, tvm.ir.TupleType(fields), var.name)
             self.tuples[var] = made, plan.results
             return
         axes = plan.results[0]
@@ -191,14 +191,14 @@ class _Mover:
         if axes == identity(len(axes)):
             self.emitter.bind(var, typed(call, ty))
             return
-        made = self.emitter.emit(call, ty, permuted_name(var))
+        made = self.emitter.emit(call, ty, var.name)
         self._define(var, made, axes)
 
     def _take_field(self, var: relax.Var, item: relax.TupleGetItem) -> None:
         made, orders = self.tuples[item.tuple_value]
         axes = orders[item.index]
         kind = relax.DataflowVar if self.block.is_dataflow else relax.Var
-        field = kind(permuted_name(var), _lying_type(var.ty, axes))
+        field = kind(var.name, _lying_type(var.ty, axes))
         self.emitter.bind(field, relax.TupleGetItem(made, item.index))
         self._define(var, field, axes)
 

@@ -146,7 +146,7 @@ class PermutedValues:
             call = relax.op.reshape(source, shape) if is_free else relax.op.permute_dims(source, list(axes))
             ty = tensor_type(shape, _dtype(value), value.ty)
             if var is None:
-                made = self.emitter.emit(call, ty, permuted_name(source))
+                made = self.emitter.emit(call, ty, f"{source.name.removesuffix('_permuted')}_permuted")
             else:
                 self.emitter.bind(var, relax.Call(call.op, list(call.args), call.attrs, ret_ty=ty))
                 made = var
@@ -174,11 +174,6 @@ def size_of(ty: relax.TensorType) -> int:
         return _NOMINAL_EXTENT
     extents = [int(dim) if isinstance(dim, tirx.IntImm) else _NOMINAL_EXTENT for dim in ty.shape.values]
     return math.prod(extents) * max(1, (int(ty.dtype.dtype.bits) + 7) // 8)
-
-
-def permuted_name(var: relax.Var) -> str:
-    """What to call a variable in another order."""
-    return f"{var.name.removesuffix('_permuted')}_permuted"
 
 
 def _widened(shape: list[Any], rank: int) -> list[Any]:
