@@ -11,7 +11,7 @@ from collections.abc import Callable
 import tvm
 from tvm import relax, te, tirx
 
-from . import extreme_kernels
+from . import extreme_kernels, take_kernels
 
 Legalize = Callable[[relax.BlockBuilder, relax.Call], relax.Expr]
 
@@ -46,4 +46,5 @@ def legalizations() -> dict[str, Legalize]:
         "relax.nn.relu": _of_floats(stock["nn.relu"], _relu, "relu"),
         "relax.clip": _of_floats(stock["clip"], _clip, "tir_clip"),
         **extreme_kernels.legalizations(),
+        **take_kernels.legalizations(),
     }
