@@ -1,4 +1,4 @@
-"""Padding with zeros before a convolution or a mean over windows becomes the op's own.
+"""Padding with zeros before a convolution or a mean over windows, or with -inf before a maximum, becomes the op's own.
 
 Before::
 
@@ -22,11 +22,12 @@ from .rewriting import op_name
 
 PAD = "relax.nn.pad"
 _CONVOLUTIONS = tuple(f"relax.nn.conv{n}d" for n in (1, 2, 3))
+_MAXIMA = tuple(f"relax.nn.max_pool{n}d" for n in (1, 2, 3))
 _MEANS = tuple(f"relax.nn.avg_pool{n}d" for n in (1, 2, 3))
 
 
 def fold_pads(block: Block) -> list[relax.Binding] | None:
-    """The block with zeros that only convolutions and means read taken into them; None where there are none."""
+    """The block with padding taken into the ops that would pad alike; None where there is none."""
     bindings = [_folded(block, binding) for binding in block.bindings]
     if all(new is old for new, old in zip(bindings, block.bindings, strict=True)):
         return None
@@ -36,15 +37,17 @@ def fold_pads(block: Block) -> list[relax.Binding] | None:
 def _folded(block: Block, binding: relax.Binding) -> relax.Binding:
     call = binding.value
     name = op_name(call)
-    if name not in _CONVOLUTIONS + _MEANS or not isinstance(call.args[0], relax.Var):
+    if name not in _CONVOLUTIONS + _MAXIMA + _MEANS or not isinstance(call.args[0], relax.Var):
         return binding
     pad = block.definition(call.args[0])
     layout = str(call.attrs.data_layout if name in _CONVOLUTIONS else call.attrs.layout)
-    widths = _zeros(pad, layout)
+    widths = _widths(pad, layout, float("-inf") if name in _MAXIMA else 0.0)
     if widths is None:
         return binding
     own = [int(width) for width in call.attrs.padding]
     fields: dict[str, Any] = {"padding": [a + b for a, b in zip(own, widths, strict=True)]}
+    if name in _MAXIMA and call.attrs.ceil_mode:
+        return binding
     if name in _MEANS:
         if any(own) and not call.attrs.count_include_pad or call.attrs.ceil_mode:
             return binding
@@ -54,9 +57,9 @@ def _folded(block: Block, binding: relax.Binding) -> relax.Binding:
     return relax.VarBinding(binding.var, new, binding.span)
 
 
-def _zeros(pad: relax.Expr, layout: str) -> list[int] | None:
-    """Zeros before each spatial axis, then after each; None for a padding of anything else."""
-    if op_name(pad) != PAD or str(pad.attrs.pad_mode) != "constant" or float(pad.attrs.pad_value) != 0.0:
+def _widths(pad: relax.Expr, layout: str, value: float) -> list[int] | None:
+    """Elements before each spatial axis, then after each; None for a padding with another value, or of other axes."""
+    if op_name(pad) != PAD or str(pad.attrs.pad_mode) != "constant" or float(pad.attrs.pad_value) != value:
         return None
     widths = [int(width) for width in pad.attrs.pad_width]
     spatial = [axis for axis, letter in enumerate(layout) if letter not in "NC"]

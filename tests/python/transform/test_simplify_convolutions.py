@@ -194,6 +194,18 @@ CHAINS = {
         lambda b, x: op.nn.avg_pool2d(b.emit(op.nn.pad(x, [0, 0, 0, 0, 1, 0, 1, 1])), 3),
         ["avg_pool2d"],
     ),
+    "padding of a maximum": (
+        (1, 4, 6, 6),
+        lambda b, x: op.nn.max_pool2d(
+            b.emit(op.nn.pad(x, [0, 0, 0, 0, 1, 0, 0, 1], "constant", float("-inf"))), 3, padding=1
+        ),
+        ["max_pool2d"],
+    ),
+    "zeros before a maximum": (
+        (1, 4, 6, 6),
+        lambda b, x: op.nn.max_pool2d(b.emit(op.nn.pad(x, [0, 0, 0, 0, 1, 0, 0, 1])), 3),
+        ["pad", "max_pool2d"],
+    ),
     "padding of channels": (
         (1, 4, 6, 6),
         lambda b, x: op.nn.conv2d(b.emit(op.nn.pad(x, [0, 0, 1, 0, 1, 0, 1, 1])), constant(3, 5, 3, 3)),

@@ -9,7 +9,7 @@ import numpy as np
 from tvm import relax, te, tirx, topi
 
 from .elementwise import cast
-from .node import Dim, Node, const, dtype_of
+from .node import Dim, Node, const, dtype_of, is_float
 from .table import converts
 
 
@@ -87,7 +87,9 @@ def pad(node: Node) -> relax.Expr:
 
 def _is_exact(value: float, dtype: str) -> bool:
     """Whether a number survives as an attribute of `nn.pad`, which is a float, in any type."""
-    return dtype in ("float32", "float64", "float16", "int8", "uint8", "int32") and abs(value) < 2.0**31
+    if is_float(dtype):
+        return dtype != "bfloat16" and (abs(value) < 2.0**31 or value == float("-inf"))
+    return dtype in ("int8", "uint8", "int32") and abs(value) < 2.0**31
 
 
 def _taken(node: Node, data: relax.Expr, before: list[int], after: list[int], mode: str) -> relax.Expr:
