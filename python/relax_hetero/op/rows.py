@@ -84,9 +84,14 @@ def _broadcast(shapes: list[list[Any]]) -> list[Any]:
                 result[axis] = extent
             elif not _is_one(extent) and tvm.sym.Analyzer().can_prove(extent != result[axis]):
                 raise EncodingError(
-                    f"{ROWS}: operand {index} has extent {extent} where others have {result[axis]}; expected 1 or that"
+                    f"{ROWS}: operand {index} has extent {_text(extent)} where others have {_text(result[axis])}; "
+                    "expected 1 or that"
                 )
     return result
+
+
+def _text(extent: Any) -> str:
+    return str(int(extent) if isinstance(extent, tvm.tirx.IntImm) else extent)
 
 
 def _is_one(extent: Any) -> bool:

@@ -221,7 +221,11 @@ class Row:
 def _value_types(code: RowCode) -> dict[int, str]:
     """The type that every operand of the plan's expressions is computed in, by number."""
     program, plan = code.program, code.plan
-    types = {number: computed_in(view.nominal) for number, view in enumerate(code.operands)}
+    # Conditions are read as bytes: TVM's analyzer fails on vectors of bool in registers.
+    types = {
+        number: "uint8" if view.nominal == "bool" else computed_in(view.nominal)
+        for number, view in enumerate(code.operands)
+    }
     plain = [types[number] for number in range(program.num_operands)]
     for number, reduction in enumerate(program.reductions):
         types[program.num_operands + number] = computed_in(reduction.expression.dtype(plain))
@@ -236,7 +240,7 @@ def _value_types(code: RowCode) -> dict[int, str]:
 
 def _typed(value: Expr, view: OperandView) -> Expr:
     """What was loaded as bits as what it is."""
-    if view.nominal == view.dtype:
+    if view.nominal in (view.dtype, "bool"):
         return value
     return T.reinterpret(vector_type(view.nominal, value.ty.dtype.lanes), value)
 
@@ -275,9 +279,11 @@ def _neutral(kind: str, dtype: str, lanes: int) -> Expr:
 
 def _infinity(value: float, dtype: str) -> Expr:
     """By its bits: TVM's C code generator has no way to write it."""
-    if dtype != "float32":
-        return tirx.const(value, dtype)
-    return vector_math.constant(tirx.const(0, "float32"), value)
+    if dtype == "float32":
+        return vector_math.constant(tirx.const(0, dtype), value)
+    # As there: a literal has no address to reinterpret.
+    raw = tirx.IntImm("int64", -(1 << 52) if value < 0 else 0x7FF << 52)
+    return tirx.call_intrin(dtype, "tirx.reinterpret", T.BitwiseXor(raw, tirx.IntImm("int64", 0)))
 
 
 def _count(n: Expr, dtype: str) -> Expr:

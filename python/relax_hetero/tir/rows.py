@@ -63,7 +63,7 @@ def rows_kernel(problem: RowsProblem, machine: Machine) -> tirx.PrimFunc:
         )
         with function.body():
             for view in views:
-                view.open(raw=view.dtype == "bfloat16")
+                view.open(raw=view.dtype in ("bfloat16", "bool"))
             code = RowCode(problem.program, plan, operands, result, lanes, n)
             emit_rows(code, names, machine)
     return function.result

@@ -60,7 +60,7 @@ def to_expression(call: relax.Expr) -> tuple[Expression, list[relax.Expr]] | Non
         return None
     op = "power" if name == "relax.power" else _TERM_OF_OP.get(name)
     tensors = [arg for arg in call.args if isinstance(arg.ty, relax.TensorType)]
-    if op is None or not all(_is_supported(op, str(ty.dtype)) for ty in (call.ty, *(t.ty for t in tensors))):
+    if op is None or not all(is_supported(op, str(ty.dtype)) for ty in (call.ty, *(t.ty for t in tensors))):
         return None
     operands: list[relax.Expr] = []
     terms = tuple(_argument(arg, operands) for arg in tensors)
@@ -124,7 +124,8 @@ def scalar_of(expr: relax.Expr) -> int | float | None:
     return float(value) if math.isfinite(float(value)) else None
 
 
-def _is_supported(op: str, dtype: str) -> bool:
+def is_supported(op: str, dtype: str) -> bool:
+    """Whether expressions compute an op of an element type."""
     if dtype == "float64":
         return op not in _NOT_IN_DOUBLE
     return dtype in _FLOATS or (dtype in _INTEGERS and op in _FOR_INTEGERS)

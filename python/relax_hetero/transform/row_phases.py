@@ -59,7 +59,7 @@ def find_row_phases(func: relax.Function, fused: set[relax.Var]) -> RowPhases:
                 known.clear()
             known[binding.var] = binding.value
             if op_name(binding.value) == ROWS:
-                found = next((arg for arg in binding.value.args if _joins(arg, binding.var, known, users, fused)), None)
+                found = next((arg for arg in binding.value.args if _joins(arg, binding, known, users, fused)), None)
                 if found is not None:
                     phases.products[binding.var] = found
                     phases.plain.add(found)
@@ -69,7 +69,7 @@ def find_row_phases(func: relax.Function, fused: set[relax.Var]) -> RowPhases:
 
 def _joins(
     arg: relax.Expr,
-    result: relax.Var,
+    rows: relax.Binding,
     known: dict[relax.Var, relax.Expr],
     users: dict[relax.Var, int],
     fused: set[relax.Var],
@@ -82,11 +82,13 @@ def _joins(
         last = known.get(last.args[0])
     if last is None or encoded_op(last) != MATMUL or not PackedLayout.parse(unset.attrs.layout).is_identity:
         return False
-    same_type = str(arg.ty.dtype) == str(result.ty.dtype) and str(arg.ty.dtype) in _TYPES
+    types = [str(other.ty.dtype) for other in rows.value.args]
+    result = rows.var.ty
     names = Encoding.parse(unset.attrs.encoding).index_map
     return (
-        same_type
+        str(arg.ty.dtype) == str(result.dtype)
+        and all(dtype in _TYPES for dtype in types)
         and names[-1] == "n"
-        and same_shape(shape_of(arg.ty), shape_of(result.ty))
-        and solves(target_of(result.ty.vdevice), RowsProblem)
+        and same_shape(shape_of(arg.ty), shape_of(result))
+        and solves(target_of(result.vdevice), RowsProblem)
     )

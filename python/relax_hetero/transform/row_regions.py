@@ -17,7 +17,7 @@ from ..encoding.expression import Expression, Term
 from ..encoding.row_program import Reduction, RowProgram, operands_of, replaced
 from ..vdevice import same_object
 from .blocks import Block, broadcast, is_one, same_shape, shape_of
-from .relax_expressions import to_expression
+from .relax_expressions import is_supported, scalar_of, to_expression
 from .rewriting import op_name
 from .row_terms import RowOp, row_op, row_term
 
@@ -148,6 +148,8 @@ class RowGrowth:
         op = row_op(value)
         if op is not None:
             return self._row_op(op, form)
+        if name == "relax.where":
+            return self._choice(value, form)
         found = to_expression(value)
         if found is None:
             return None
@@ -156,6 +158,18 @@ class RowGrowth:
         if any(term is None for term in terms):
             return None
         return expression.substitute([Expression(term) for term in terms if term is not None]).term
+
+    def _choice(self, value: relax.Call, form: str) -> Term | None:
+        """``where`` of a condition from outside the region: what is computed inside is of floats."""
+        if value.args[0] in self.forms or not is_supported("where", str(value.ty.dtype)):
+            return None
+        terms = [self._term(value.args[0], form)]
+        for arg in value.args[1:]:
+            number = scalar_of(arg)
+            terms.append(self._term(arg, form) if number is None else Term("number", (), (number,)))
+        known = [term for term in terms if term is not None]
+        is_number = [term.op == "number" for term in known]
+        return Term("where", tuple(known)) if len(known) == 3 and not all(is_number[1:]) else None
 
     def _view(self, source: relax.Expr, form: str) -> Term | None:
         """Another shape for one value a row, or that value all along the row."""
@@ -187,7 +201,8 @@ class RowGrowth:
         """A value of the region, or an operand, in an op whose result has a form."""
         known = self.forms.get(tensor) if isinstance(tensor, relax.Var) else None
         if known is not None:
-            fits = known == form or (known == ROW and form == FULL)
+            # Without dimensions before the row, a scalar broadcasts along it too.
+            fits = known == form or (form == FULL and (known == ROW or not self.outer))
             return self.terms[tensor] if fits else None
         operand = self._operand(tensor, form)
         if operand is None:
