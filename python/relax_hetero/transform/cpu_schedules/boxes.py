@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import tvm
 from tvm import tirx
@@ -26,10 +27,18 @@ from ...tir.builder import Expr
 from .nests import Nest
 from .stages import Axis, variables
 
-# More pieces of code than this cost more to compile than they save.
-_MOST_BOXES = 40
+# More pieces of code than this cost more to compile than they save; those of reductions are larger.
+_MOST_BOXES, _MOST_REDUCTIONS = 40, 9
 
-_COMPARISONS = (tirx.LT, tirx.LE, tirx.GT, tirx.GE, tirx.EQ, tirx.NE)
+# Comparisons with zero, and the numbers of which they tell whether they are reached.
+_EDGES: dict[Any, tuple[int, ...]] = {
+    tirx.LT: (0,),
+    tirx.GE: (0,),
+    tirx.LE: (1,),
+    tirx.GT: (1,),
+    tirx.EQ: (0, 1),
+    tirx.NE: (0, 1),
+}
 
 
 @dataclass(frozen=True)
@@ -70,7 +79,7 @@ def cut(nest: Nest) -> list[Box]:
         count = 1
         for found in points:
             count *= len(found) + 1
-        if count > _MOST_BOXES:
+        if count > (_MOST_REDUCTIONS if nest.sums else _MOST_BOXES):
             points[d] = set()
     pieces = []
     for axis, found in zip(nest.axes, points, strict=True):
@@ -91,7 +100,7 @@ def conditions_of(expr: Expr) -> list[Expr]:
     return found
 
 
-def _atoms(condition: Expr) -> Iterable[Expr]:
+def _atoms(condition: Any) -> Iterable[Any]:
     if isinstance(condition, (tirx.And, tirx.Or)):
         yield from _atoms(condition.a)
         yield from _atoms(condition.b)
@@ -99,7 +108,7 @@ def _atoms(condition: Expr) -> Iterable[Expr]:
         yield from _atoms(condition.a)
     elif isinstance(condition, tvm.ir.Call) and condition.op.name == "prim.likely":
         yield from _atoms(condition.args[0])
-    elif isinstance(condition, _COMPARISONS) and str(condition.a.ty.dtype).startswith("int"):
+    elif type(condition) in _EDGES and str(condition.a.ty.dtype).startswith("int"):
         yield condition
 
 
@@ -122,8 +131,8 @@ def _turning_points(atom: Expr, axes: Sequence[Axis], reduced: Sequence[Axis]) -
     step = numbers[own[0]]
     found = []
     for offset in {low, high}:
-        # step * v + offset passes zero: the first v where it is at least zero, and more than zero.
-        for edge in (0, 1):
+        # step * v + offset passes zero: the first v where it is at least zero, or more than zero.
+        for edge in _EDGES[type(atom)]:
             found.append(-((offset - edge) // step) if step > 0 else (offset - edge) // -step + 1)
     return [(own[0], point) for point in found]
 

@@ -72,13 +72,13 @@ def _reduced_vector(box: FlatBox, machine: Machine) -> int | None:
     values = [s.value for s in box.nest.sums]
     if box.spatial:
         var = box.spatial[-1].var
-        contiguous = sum(step == 1 for value in values for step in box.strides(value, var))
+        contiguous = any(_is_one(step) for value in values for step in box.strides(value, var))
         wide = not isinstance(box.spatial[-1].count, int) or box.spatial[-1].count >= 4
         if contiguous and wide:
             return None
     for d, loop in enumerate(box.reduced):
         long = not isinstance(loop.count, int) or loop.count >= 8
-        if long and any(step == 1 for value in values for step in box.strides(value, loop.var)):
+        if long and any(_is_one(step) for value in values for step in box.strides(value, loop.var)):
             return None if varies_inside(box, loop.var) else d
     return None
 
@@ -248,6 +248,10 @@ class _AlongReduced:
 
 def _parts(box: FlatBox) -> list[Combined]:
     return [c for c in (combined(s) for s in box.nest.sums) if c is not None]
+
+
+def _is_one(step: Expr | None) -> bool:
+    return isinstance(step, int) and step == 1
 
 
 def _is_known(loop: Loop) -> bool:

@@ -59,7 +59,8 @@ def turned(box: FlatBox, lanes: int, tasks: int) -> Turned | None:
         step = stride(load.indices[0], last.var)
         if load.source in box.nest.made or not isinstance(step, int) or abs(step) <= 4 or load.ty.dtype == "bool":
             return load
-        found = [loop for loop in outer if stride(load.indices[0], loop.var) == 1]
+        steps = [(loop, stride(load.indices[0], loop.var)) for loop in outer]
+        found = [loop for loop, along in steps if isinstance(along, int) and along == 1]
         if not found or (across is not None and found[-1] is not across):
             return load
         across = found[-1]

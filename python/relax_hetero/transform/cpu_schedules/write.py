@@ -9,7 +9,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from ...encoding.machine import Machine
-from ...tir.builder import Expr, flat, int64
+from ...tir.builder import Expr, flat, int64, settled
 from ...tir.work_split import part
 from .boxes import cut
 from .flat import FlatBox, flatten
@@ -65,8 +65,9 @@ def _write_nest(nest: Nest, machine: Machine, views: dict[tirx.Buffer, tirx.Buff
         begin, end = part(nest.axes[d].extent, tasks, task)
         for box in boxes:
             low, high = box.bounds[d]
-            low = begin if isinstance(low, int) and low == 0 else T.max(begin, low)
-            high = end if high is nest.axes[d].extent or high == nest.axes[d].extent else T.min(end, high)
+            low = settled(T.max(begin, low)) if low != 0 else begin
+            # A task whose part lies outside of the box has nothing to do there: no loop runs backwards.
+            high = settled(T.max(T.min(end, high), low))
             _write_box(flatten(box, (d, low, high), view), machine, 1)
 
 
