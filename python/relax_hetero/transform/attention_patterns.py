@@ -9,19 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import tvm
 from tvm import relax, tirx
 
 from ..encoding.encoding import DYNAMIC
 from ..encoding.expression import Expression, Term
 from ..encoding.heads import NAMES, STATIC, Heads
+from .attention_chain import Scores, Weighted, scores_before, weighted_after
 from .attention_views import View, followed, regrouped, sharing, traced
 from .blocks import Block, broadcast, is_one, same_shape, shape_of
 from .causal_masks import without_triangle
-from .relax_expressions import scalar_of, to_expression
 from .rewriting import op_name
 
-_MATMUL, _SOFTMAX = "relax.matmul", "relax.nn.softmax"
+_SOFTMAX = "relax.nn.softmax"
 
 
 class NoAttention(Exception):
@@ -71,8 +70,8 @@ def find_attention(block: Block, index: int) -> Attention | None:
     softmax = block.bindings[index]
     if op_name(softmax.value) != _SOFTMAX or not isinstance(softmax, relax.VarBinding):
         return None
-    found = _scores(block, softmax.value.args[0])
-    after = _weighted(block, index)
+    found = scores_before(block, softmax.value.args[0])
+    after = weighted_after(block, index)
     if found is None or after is None:
         return None
     shape = shape_of(softmax.var)
@@ -81,116 +80,7 @@ def find_attention(block: Block, index: int) -> Attention | None:
     return _fit(block, index, found, after, shape)
 
 
-@dataclass
-class _Scores:
-    """What stands before softmax: the product, the bindings between, and what they compute."""
-
-    product: relax.Call
-    inside: list[int]
-    expression: Expression
-    operands: list[relax.Expr]
-
-
-@dataclass
-class _Weighted:
-    """What stands after softmax: the product with values."""
-
-    index: int
-    inside: list[int]
-    nan_to_zero: bool
-
-
-def _scores(block: Block, value: relax.Expr) -> _Scores | None:
-    """Elementwise work from a product to `value`, which has no other users."""
-    if not isinstance(value, relax.Var) or block.sole_user(value) is None or value not in block.definitions:
-        return None
-    call = block.definitions[value]
-    here = block.positions[value]
-    if op_name(call) == _MATMUL:
-        return _Scores(call, [here], Expression.operand(0), [])
-    if op_name(call) == "relax.where":
-        step: tuple[Expression, list[relax.Expr]] | None = _choice(call)
-    else:
-        step = to_expression(call)
-    if step is None:
-        return None
-    expression, operands = step
-    for position, operand in enumerate(operands):
-        shape = shape_of(operand)
-        if shape is None or not same_shape(shape, shape_of(value) or []):
-            continue
-        before = _scores(block, operand)
-        if before is not None:
-            terms = [Expression.operand(0)] * len(operands)
-            masks = list(before.operands)
-            for other, expr in enumerate(operands):
-                terms[other] = before.expression if other == position else _operand(expr, masks)
-            return _Scores(before.product, [*before.inside, here], expression.substitute(terms), masks)
-    return None
-
-
-def _operand(expr: relax.Expr, masks: list[relax.Expr]) -> Expression:
-    for index, known in enumerate(masks):
-        if known.same_as(expr):
-            return Expression.operand(index + 1)
-    masks.append(expr)
-    return Expression.operand(len(masks))
-
-
-def _choice(call: relax.Call) -> tuple[Expression, list[relax.Expr]] | None:
-    """``where`` as an expression; numbers, infinite ones too, stand in it."""
-    operands: list[relax.Expr] = []
-    terms = []
-    for arg in call.args:
-        number = _number(arg)
-        if number is None:
-            terms.append(Term("operand", (), (len(operands),)))
-            operands.append(arg)
-        else:
-            terms.append(Term("number", (), (number,)))
-    if terms[0].op == "number" or (terms[1].op, terms[2].op) == ("number", "number"):
-        return None
-    return Expression(Term("where", tuple(terms))), operands
-
-
-def _number(expr: relax.Expr) -> float | None:
-    if isinstance(expr, tvm.ir.GenericConst) and "float" in str(expr.ty.dtype):
-        array = expr.value.numpy()
-        return float(array.reshape(-1)[0]) if array.size == 1 else None
-    return None
-
-
-def _weighted(block: Block, index: int) -> _Weighted | None:
-    """The product that softmax, perhaps with zeros in place of NaN, is the left operand of."""
-    var = block.bindings[index].var
-    inside = [index]
-    guard = _zero_for_nan(block, var)
-    if guard is not None:
-        inside += guard
-        var = block.bindings[guard[-1]].var
-    user = block.sole_user(var)
-    if user is None:
-        return None
-    call = block.bindings[user].value
-    if op_name(call) != _MATMUL or not call.args[0].same_as(var) or call.args[1].same_as(var):
-        return None
-    return _Weighted(user, [*inside, user], guard is not None)
-
-
-def _zero_for_nan(block: Block, var: relax.Var) -> list[int] | None:
-    """The bindings of ``where(isnan(x), 0, x)`` where they are all that use x."""
-    users = block.users.get(var, [])
-    if len(users) != 2 or not block.stays(var):
-        return None
-    test, choice = (block.bindings[user] for user in users)
-    if op_name(test.value) != "relax.isnan" or op_name(choice.value) != "relax.where":
-        return None
-    condition, then, otherwise = choice.value.args
-    is_guard = condition.same_as(test.var) and scalar_of(then) == 0 and otherwise.same_as(var)
-    return users if is_guard and block.sole_user(test.var) == users[1] else None
-
-
-def _fit(block: Block, index: int, before: _Scores, after: _Weighted, shape: list[Any]) -> Attention:
+def _fit(block: Block, index: int, before: Scores, after: Weighted, shape: list[Any]) -> Attention:
     product = before.product
     query, transposed = product.args
     second = block.bindings[after.index]
@@ -216,11 +106,11 @@ def _fit(block: Block, index: int, before: _Scores, after: _Weighted, shape: lis
     keys, values, shared = _shared_heads(block, transposed, value, outer, sizes)
     result, passed = followed(block, View.of(second.var, [*outer, ("m",), ("e",)]), sizes)
     expression = _scaled(before.expression, view.factor * keys.factor)
-    masks = _masks(before.operands, shape, sizes, expression)
-    expression, masks, causal = without_triangle(expression, masks, _size(sizes["m"]), _size(sizes["n"]))
+    masks = checked_masks(before.operands, shape, sizes, expression)
+    expression, masks, causal = without_triangle(expression, masks, size_of(sizes["m"]), size_of(sizes["n"]))
     sizes["g"] = tirx.IntImm("int64", int(sizes["h"]) // shared)
-    heads = Heads(view.map, keys.map, values.map, result.map, tuple(_size(sizes[name]) for name in NAMES))
-    _check_known([view, keys, values], sizes)
+    heads = Heads(view.map, keys.map, values.map, result.map, shared_sizes(sizes))
+    check_known([view, keys, values], sizes)
     return Attention(
         passed[-1] if passed else after.index,
         [view.value, keys.value, values.value, *masks],
@@ -297,9 +187,10 @@ def _scaled(expression: Expression, factor: float) -> Expression:
     return expression.substitute([Expression(scaled), *others])
 
 
-def _masks(
+def checked_masks(
     operands: list[relax.Expr], shape: list[Any], sizes: dict[str, Any], expression: Expression
 ) -> list[relax.Expr]:
+    """The masks of scores of a shape; NoAttention where they do not fit."""
     for operand in operands:
         found = shape_of(operand)
         if found is None or broadcast(found, shape) is None or not same_shape(broadcast(found, shape) or [], shape):
@@ -313,13 +204,19 @@ def _masks(
     return operands
 
 
-def _size(extent: Any) -> int:
+def shared_sizes(sizes: dict[str, Any]) -> tuple[int, ...]:
+    """Sizes as `Heads` has them."""
+    return tuple(size_of(sizes[name]) for name in NAMES)
+
+
+def size_of(extent: Any) -> int:
+    """An extent as a number, `DYNAMIC` where it is symbolic."""
     return int(extent) if isinstance(extent, tirx.IntImm) else DYNAMIC
 
 
-def _check_known(views: list[View], sizes: dict[str, Any]) -> None:
+def check_known(views: list[View], sizes: dict[str, Any]) -> None:
     """A symbolic size has to be the extent of a dimension of its own in an operand."""
     alone = {dim[0] for view in views for dim in view.dims if len(dim) == 1}
     for name in NAMES:
-        if name not in STATIC and _size(sizes[name]) == DYNAMIC and name not in alone:
+        if name not in STATIC and size_of(sizes[name]) == DYNAMIC and name not in alone:
             raise NoAttention(f"no operand tells the size of {name}")

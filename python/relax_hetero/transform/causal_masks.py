@@ -1,5 +1,7 @@
 """Masks that are triangles: constants by which a query sees the keys up to its own place, and no others.
 
+Masks that hide nothing are left out, too.
+
 Before::
 
     scores: where(x1, multiply(x0, 0.125), -3.4e38), where x1 is a constant triangle of conditions
@@ -28,7 +30,7 @@ HIDDEN = -1e30
 def without_triangle(
     expression: Expression, masks: Sequence[relax.Expr], queries: int, keys: int
 ) -> tuple[Expression, list[relax.Expr], str]:
-    """Scores without a mask that is a triangle, the other masks, and how the attention is causal ("" for not).
+    """Scores without masks that are triangles or hide nothing, the others, and how attention is causal ("" for not).
 
     Parameters
     ----------
@@ -39,7 +41,8 @@ def without_triangle(
         How many there are.
     """
     for index, mask in enumerate(masks):
-        if not _is_triangle(mask, queries, keys):
+        is_triangle = _is_triangle(mask, queries, keys)
+        if not is_triangle and not _hides_nothing(mask):
             continue
         term = _stripped(expression.term, index + 1, str(mask.ty.dtype) == "bool")
         if term is None:
@@ -49,7 +52,10 @@ def without_triangle(
             continue
         places = [Expression.operand(number - (number > index + 1)) for number in range(len(masks) + 1)]
         others = [other for number, other in enumerate(masks) if number != index]
-        return stripped.substitute(places), others, "bottom_right"
+        expression = stripped.substitute(places)
+        if is_triangle:
+            return expression, others, "bottom_right"
+        return without_triangle(expression, others, queries, keys)
     return expression, list(masks), ""
 
 
@@ -65,6 +71,14 @@ def _is_triangle(mask: relax.Expr, queries: int, keys: int) -> bool:
     if array.dtype == bool:
         return bool((array == seen).all())
     return bool((array[seen] == 0).all() and (array[~seen] <= HIDDEN).all())
+
+
+def _hides_nothing(mask: relax.Expr) -> bool:
+    """Whether a constant lets every query see every key."""
+    if not isinstance(mask, tvm.ir.GenericConst):
+        return False
+    array = mask.value.numpy()
+    return bool(array.all() if array.dtype == bool else (array == 0).all())
 
 
 def _stripped(term: Term, mask: int, is_condition: bool) -> Term | None:

@@ -25,6 +25,8 @@ from tvm import relax
 from ..encoding.problem import AttentionProblem
 from ..encoding.resolver import solves
 from ..op.attention import attention
+from .attention_ops import OPS as ATTENTION_OPS
+from .attention_ops import find_attention_op
 from .attention_patterns import Attention, NoAttention, find_attention
 from .blocks import Block, rewrite_blocks, without_unused
 from .encoding_layouts import target_of
@@ -57,10 +59,11 @@ def _form(block: Block) -> list[relax.Binding] | None:
     found: dict[int, Attention] = {}
     gone: set[int] = set()
     for index, binding in enumerate(block.bindings):
-        if op_name(binding.value) != "relax.nn.softmax" or not _has_kernel(binding.var):
+        name = op_name(binding.value)
+        if name not in ("relax.nn.softmax", *ATTENTION_OPS) or not _has_kernel(binding.var):
             continue
         try:
-            one = find_attention(block, index)
+            one = (find_attention_op if name in ATTENTION_OPS else find_attention)(block, index)
         except NoAttention as reason:
             decline("", binding.var.name, "attention", str(reason))
             continue

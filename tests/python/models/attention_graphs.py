@@ -53,7 +53,7 @@ class Graph:
         outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in results]
         graph = helper.make_graph(self.nodes, "attention", self.inputs, outputs, self.weights)
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", self.opset)])
-        model.ir_version = 9
+        model.ir_version = 10
         return onnx.shape_inference.infer_shapes(model)
 
 
@@ -174,7 +174,16 @@ def single_head(tokens: int = 40, width: int = 24) -> onnx.ModelProto:
     return graph.model(graph.op("Add", graph.op("MatMul", softmax, v), x))
 
 
+def onnx_op(past: int = 5, tokens: int = 9, heads: int = 4, groups: int = 2, width: int = 16) -> onnx.ModelProto:
+    """ONNX's own op, shared heads, causal, with a past."""
+    graph = Graph(8, 23)
+    q = graph.input("q", [1, heads, tokens, width])
+    k, v = (graph.input(name, [1, groups, tokens, width]) for name in "kv")
+    past_k, past_v = (graph.input(name, [1, groups, past, width]) for name in ("past_k", "past_v"))
+    return graph.model(*graph.op("Attention", q, k, v, "", past_k, past_v, outputs=3, is_causal=1))
+
+
 FORMS: dict[str, Callable[[], onnx.ModelProto]] = {
     form.__name__: form
-    for form in (bert, gpt2, vit, scaled_dot_product, shared_heads, t5, batches_of_heads, single_head)
+    for form in (bert, gpt2, vit, scaled_dot_product, shared_heads, t5, batches_of_heads, single_head, onnx_op)
 }

@@ -63,3 +63,10 @@ def test_triangles(scores: str, masks: list[Any], expected: tuple[str, int]) -> 
 )
 def test_what_is_no_triangle(scores: str, masks: list[Any]) -> None:
     assert stripped(scores, *masks) == (str(Expression.parse(scores)), 1, "")
+
+
+def test_masks_that_hide_nothing() -> None:
+    zeros = np.zeros((1, 1, 5, 7), "float32")
+    assert stripped("add(x0, x1)", zeros) == ("x0", 0, "")
+    assert stripped("where(x1, x0, -inf)", zeros == 0) == ("x0", 0, "")
+    assert stripped("add(where(x1, x0, -inf), x2)", zeros == 0, added(triangle(5, 7))) == ("x0", 0, "bottom_right")

@@ -180,3 +180,29 @@ def test_symbolic_sizes():
     assert str(call.attrs.heads) == (
         "(b, h, m, d) * (b, g, n, d) * (b, g, n, e) -> (b, m, h*e); b=?, h=4, g=4, m=?, n=?, d=8, e=8"
     )
+
+
+@pytest.mark.parametrize("causal", [None, "TopLeft", "BottomRight"])
+@pytest.mark.parametrize("is_biased", [False, True])
+def test_the_attention_op_of_relax(causal: str | None, is_biased: bool):
+    shapes = [(2, 5, 3, 8), (2, 7, 3, 8), (2, 7, 3, 6)] + [(2, 3, 5, 7)] * is_biased
+    params = [relax.Var(f"p{i}", relax.TensorType(shape, "float32")) for i, shape in enumerate(shapes)]
+    builder = relax.BlockBuilder()
+    with builder.function("main", params):
+        with builder.dataflow():
+            call = relax.op.nn.attention(*params, causal_mask=causal, scale=0.3 if is_biased else None)
+            out = builder.emit_output(call)
+        builder.emit_func_output(out)
+    mod = builder.get()
+    formed = FormAttention()(placed(mod))
+    assert names(formed) == [ATTENTION]
+    arrays = [np.random.default_rng().standard_normal(shape).astype("float32") for shape in shapes]
+    found = rh.vm.VirtualMachine(rh.compile(mod))["main"](*arrays).numpy()
+    query, key, value = (array.transpose(0, 2, 1, 3).astype("float64") for array in arrays[:3])
+    scores = query @ key.swapaxes(-1, -2) * (0.3 if is_biased else 8**-0.5)
+    scores = scores + arrays[3] if is_biased else scores
+    if causal:
+        scores = np.where(np.tril(np.ones((5, 7), bool), 0 if causal == "TopLeft" else 2), scores, -np.inf)
+    powers = np.exp(scores - scores.max(-1, keepdims=True))
+    wanted = (powers / powers.sum(-1, keepdims=True) @ value).transpose(0, 2, 1, 3)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
