@@ -14,7 +14,7 @@ from ..encoding.problem import ConvProblem, Window
 from . import elementwise
 from .builder import Expr, Function, broadcast, ceil_div, lane_numbers, settled, vector_type
 from .operand_view import Coordinates, OperandView
-from .work_split import Split
+from .work_split import WORTH_A_TASK, Split
 
 
 @dataclass(frozen=True)
@@ -178,10 +178,6 @@ def store_places(
             if expression.dtype(dtypes) != conv.result.dtype:
                 out = tirx.Cast(vector_type(conv.result.dtype, conv.lanes), out)
             conv.result.store(at, "n", out, conv.lanes, mask)
-
-
-# Multiply-adds that are done in the time it takes to hand work to another core and wait for it (about 2 us).
-WORTH_A_TASK = 250_000
 
 
 def split_rows(conv: Convolution, panels: int, macs: int) -> Split:

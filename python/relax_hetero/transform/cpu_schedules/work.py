@@ -7,11 +7,10 @@ from tvm_ffi import structural_walk
 
 from ...element_types import bytes_of
 from ...encoding.machine import Machine
+from ...tir.work_split import WORTH_THREADS
 from .nests import Nest
 from .stages import loads
 
-# Nanoseconds of work from which a second thread saves more than it costs to wake (about 2 us).
-WORTH_THREADS = 6_000
 # One core: bytes read or written in a nanosecond, and vectors of simple operations.
 _BYTES, _VECTORS = 20.0, 2.0
 # Nanoseconds that a call of a transcendental function takes for a vector.
