@@ -236,8 +236,8 @@ def main(
                     progress.update(task, description=f"{name}, {count} threads: dispatches")
                     rows[OURS]["profile"] = at_once(replace(ready, action="profile", peers=(OURS,)))
                 results.append({"model": name, "threads": count, "rows": rows})
-    if json_file:
-        json_file.write_text(json.dumps({"made": time.strftime("%Y-%m-%d"), "results": results}, indent=1))
+                if json_file:  # each time, so that what was measured is there after an interrupt
+                    json_file.write_text(json.dumps({"made": time.strftime("%Y-%m-%d"), "results": results}, indent=1))
     if png_file:
         from model_chart import draw
 
