@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 import tvm
@@ -29,6 +28,11 @@ from .stages import Axis, variables
 
 # More pieces of code than this cost more to compile than they save; those of reductions are larger.
 _MOST_BOXES, _MOST_REDUCTIONS = 40, 9
+
+# So many rows are a border.
+_THIN = 2
+
+Bounds = tuple[Expr, Expr]
 
 # Comparisons with zero, and the numbers of which they tell whether they are reached.
 _EDGES: dict[Any, tuple[int, ...]] = {
@@ -54,7 +58,7 @@ class Box:
     """
 
     nest: Nest
-    bounds: tuple[tuple[Expr, Expr], ...]
+    bounds: tuple[Bounds, ...]
 
 
 def is_choice(node: Expr) -> bool:
@@ -85,7 +89,18 @@ def cut(nest: Nest) -> list[Box]:
     for axis, found in zip(nest.axes, points, strict=True):
         edges = [0, *sorted(found), axis.extent]
         pieces.append(list(zip(edges[:-1], edges[1:], strict=True)))
-    return [Box(_inside(nest, bounds), bounds) for bounds in product(*pieces)]
+    return [Box(_inside(nest, bounds), bounds) for bounds in _bounds(pieces, whole)]
+
+
+def _bounds(pieces: list[list[Bounds]], whole: Sequence[Bounds], border: bool = False) -> Iterable[tuple[Bounds, ...]]:
+    """The bounds of all boxes. Few rows along a border are not cut further, but where vectors need it."""
+    if not pieces:
+        yield ()
+        return
+    for piece in pieces[0] if len(pieces) == 1 or not border else [whole[0]]:
+        thin = len(pieces[0]) > 1 and piece[1] - piece[0] <= _THIN
+        for rest in _bounds(pieces[1:], whole[1:], border or thin):
+            yield (piece, *rest)
 
 
 def conditions_of(expr: Expr) -> list[Expr]:
@@ -137,7 +152,7 @@ def _turning_points(atom: Expr, axes: Sequence[Axis], reduced: Sequence[Axis]) -
     return [(own[0], point) for point in found]
 
 
-def _inside(nest: Nest, bounds: Sequence[tuple[Expr, Expr]]) -> Nest:
+def _inside(nest: Nest, bounds: Sequence[Bounds]) -> Nest:
     analyzer = Analyzer()
     for axis, (begin, end) in zip(nest.axes, bounds, strict=True):
         analyzer.bind(axis.var, tvm.ir.Range(begin, end))

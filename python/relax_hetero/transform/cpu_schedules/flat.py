@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import tvm
 from tvm import tirx
 from tvm.sym import Analyzer, detect_linear_equation
-from tvm_ffi import VisitInterrupt, structural_walk
 
 from ...tir.builder import Expr
 from .boxes import Box
@@ -136,12 +135,7 @@ def _offset(buffer: tirx.Buffer, indices: Sequence[Expr], analyzer: Analyzer) ->
     for d, (index, extent) in enumerate(zip(indices, buffer.shape, strict=True)):
         offset = offset * extent + index.astype("int64") if d else index.astype("int64")
 
-    def divides(node: Expr) -> VisitInterrupt:
-        return VisitInterrupt(node)
-
-    kinds = (tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod)
-    found = structural_walk(offset, [(kind, divides) for kind in kinds])
-    return analyzer.simplify(offset) if found is not None else offset
+    return analyzer.simplify(offset)
 
 
 def _terms(offset: Expr, variables_: list[tirx.Var]) -> tuple[dict[tirx.Var, Expr], set[tirx.Var]]:

@@ -9,14 +9,14 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...encoding.machine import Machine
-from ...tir.builder import Expr, int64
+from ...tir.builder import Expr, either, int64, when
 from .boxes import is_choice
 from .flat import FlatBox, Loop
 from .nests import Sum
 from .points import LANE, reading, slot, store, write_point
 from .runs import nested, run, spread
 from .stages import Load, loads, replaced, variables
-from .vectors import lanes_of, varies_inside
+from .vectors import chooses, lanes_of, varies_inside
 
 # Vectors of results that are accumulated at once.
 _TOGETHER = 4
@@ -112,7 +112,9 @@ class _AlongResults:
         terms = 1
         for loop in box.reduced:
             terms *= loop.count if isinstance(loop.count, int) else _WRITTEN_OUT
-        self._reduce(box, list(box.reduced), terms * count <= 2 * _WRITTEN_OUT, start, lanes, slots)
+        # The borders of an image, where terms are left out, are not worth code of their own for every term.
+        few = terms * count <= 2 * _WRITTEN_OUT and not any(chooses(s.value) for s in sums)
+        self._reduce(box, list(box.reduced), few, start, lanes, slots)
         for i, held in enumerate(slots):
             write_point(box, self.var, start + i * lanes, lanes, held)
 
@@ -152,12 +154,11 @@ class _AlongResults:
             for i, held in enumerate(slots):
                 self._accumulate([parts.combine(own, term)], [s], start + i * lanes, lanes, held)
 
-        with T.If(condition):
-            with T.Then():
+        if _is_number(otherwise, parts.neutral):
+            with when(condition):
                 accumulate(then)
-            if not _is_number(otherwise, parts.neutral):
-                with T.Else():
-                    accumulate(otherwise)
+        else:
+            either(condition, lambda: accumulate(then), lambda: accumulate(otherwise))
         return True
 
     def _accumulate(
