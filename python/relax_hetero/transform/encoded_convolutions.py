@@ -26,6 +26,7 @@ from ..op import encoded as op
 from .blocks import shape_of, tensor_type
 from .emitting import Emitter
 from .encoded_products import ProductWriter
+from .fusion_report import decline
 from .rewriting import op_name
 
 CONV_OPS = {f"relax.nn.{name}": spatial for spatial, name in enumerate(CONVOLUTIONS, 1)}
@@ -35,7 +36,11 @@ _SPATIAL = "DHW"
 _ELEMENT_TYPES = ("float32", "float64")
 
 
-def emit_convolution(writer: ProductWriter, binding: relax.VarBinding) -> bool:
+class _Refused(Exception):
+    """A convolution that stays a stock op; says why."""
+
+
+def emit_convolution(writer: ProductWriter, binding: relax.VarBinding, function: str) -> bool:
     """Write a stock convolution on encoded operands.
 
     Parameters
@@ -44,6 +49,8 @@ def emit_convolution(writer: ProductWriter, binding: relax.VarBinding) -> bool:
         Where the bindings go.
     binding : relax.VarBinding
         Any.
+    function : str
+        Its name, for the report of what was declined.
 
     Returns
     -------
@@ -54,22 +61,31 @@ def emit_convolution(writer: ProductWriter, binding: relax.VarBinding) -> bool:
     spatial = CONV_OPS.get(op_name(binding.value) or "")
     if spatial is None:
         return False
+    try:
+        _emit(writer, binding, spatial)
+    except _Refused as refused:
+        decline(function, binding.var.name, CONVOLUTIONS[spatial - 1], str(refused))
+        return False
+    return True
+
+
+def _emit(writer: ProductWriter, binding: relax.VarBinding, spatial: int) -> None:
     var, call = binding.var, binding.value
     attrs, (data, weight) = call.attrs, call.args
     letters = _SPATIAL[-spatial:]
     layouts = [str(attrs.data_layout), str(attrs.kernel_layout), str(attrs.out_layout or attrs.data_layout)]
     canonical = [f"NC{letters}", f"OI{letters}", f"NC{letters}"]
     if any(sorted(layout) != sorted(order) for layout, order in zip(layouts, canonical, strict=True)):
-        return False
+        raise _Refused(f"found layouts {layouts}, expected permutations of {canonical}")
     orders = [[layout.index(letter) for letter in order] for layout, order in zip(layouts, canonical, strict=True)]
     known = [shape for shape in map(shape_of, (data, weight, var)) if shape is not None]
     if len(known) < len(orders):
-        return False
+        raise _Refused("found no shape of an operand or of the result")
     shapes = [[shape[axis] for axis in order] for shape, order in zip(known, orders, strict=True)]
-    dtypes = {str(x.ty.dtype) for x in (data, weight, var)}
-    encoding = _encoding(shapes, attrs, dtypes.pop()) if len(dtypes) == 1 else None
-    if encoding is None:
-        return False
+    dtypes = [str(x.ty.dtype) for x in (data, weight, var)]
+    if len(set(dtypes)) > 1 or dtypes[0] not in _ELEMENT_TYPES:
+        raise _Refused(f"found element types {dtypes}, expected one of {_ELEMENT_TYPES} for all")
+    encoding = _encoding(shapes, attrs, dtypes[0])
     name = var.name
     encoded = []
     for index, x in ((LHS, data), (RHS, weight)):
@@ -82,24 +98,25 @@ def emit_convolution(writer: ProductWriter, binding: relax.VarBinding) -> bool:
     back = [canonical[RESULT].index(letter) for letter in layouts[RESULT]]
     writer.permuted(plain, back, name)
     writer.bind(var, writer.bindings.pop().value)
-    return True
 
 
-def _encoding(shapes: Sequence[Sequence[Any]], attrs: Any, dtype: str) -> Encoding | None:
-    """Of the result; None for a convolution that the kernels do not know, or that may not fit its operands."""
+def _encoding(shapes: Sequence[Sequence[Any]], attrs: Any, dtype: str) -> Encoding:
+    """Of the result."""
     maps = conv_maps(len(shapes[0]) - 2)
     sizes: dict[str, int] = {}
     for names, shape in zip(maps, shapes, strict=True):
         for name, extent in zip(names, shape, strict=True):
             size = int(extent) if isinstance(extent, tirx.IntImm) else DYNAMIC
             if sizes.setdefault(name, size) != size:
-                return None
+                raise _Refused(f"found {name}={size} and {name}={sizes[name]}")
     strides, padding, dilation = (tuple(map(int, t)) for t in (attrs.strides, attrs.padding, attrs.dilation))
     groups = int(attrs.groups)
     channels = sizes["c"], sizes["k"], sizes["n"]
     fits = DYNAMIC not in channels and channels[0] == groups * channels[1] and channels[2] % groups == 0
-    if dtype not in _ELEMENT_TYPES or not fits or 0 in sizes.values() or any(pad < 0 for pad in padding):
-        return None
+    if not fits:
+        raise _Refused(f"found channels {channels} of data, weight and result (-1: symbolic) in {groups} groups")
+    if 0 in sizes.values() or any(pad < 0 for pad in padding):
+        raise _Refused(f"found an empty tensor or negative padding: {sizes}, padding {padding}")
     moves = Moves(strides, padding, dilation, groups)
     return Encoding(CONVOLUTIONS[len(strides) - 1], RESULT, (dtype,) * 3, maps, tuple(sizes.items()), moves)
 

@@ -20,18 +20,19 @@ SpecializeEncodings. Products of 8-bit integers, written as products of wider nu
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import tvm
 from tvm import relax
 
 from ..encoding.encoding import LHS, RHS
-from .blocks import Block, rewrite_blocks, shape_of, without_unused
+from .blocks import Block, rewrite_function, shape_of, without_unused
 from .encoded_convolutions import emit_convolution
 from .encoded_products import ProductWriter, as_matrix, product_encoding, with_one_k
 from .quantized_operands import is_part_of_quantized
 from .quantized_products import emit_quantized_product
-from .rewriting import op_name
+from .rewriting import op_name, relax_functions, with_functions
 
 # Type of the operands -> type of the accumulator. Half precision is accumulated in single: one rounding, at the end.
 _ACCUMULATORS = {"float32": "float32", "float64": "float64", "float16": "float32", "bfloat16": "float32"}
@@ -60,14 +61,18 @@ def SetEncoding() -> tvm.transform.Pass:
 def set_encoding(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring; the very module where there is nothing to do."""
     constants: dict[Any, relax.Expr] = {}
-    return rewrite_blocks(mod, lambda block: _encode_block(block, constants))
+    functions = {}
+    for gv, func in relax_functions(mod):
+        rewrite = partial(_encode_block, function=gv.name_hint, constants=constants)
+        functions[gv] = rewrite_function(func, rewrite)
+    return with_functions(mod, functions)
 
 
-def _encode_block(block: Block, constants: dict[Any, relax.Expr]) -> list[relax.Binding] | None:
+def _encode_block(block: Block, function: str, constants: dict[Any, relax.Expr]) -> list[relax.Binding] | None:
     writer = ProductWriter(block.is_dataflow)
     changed = quantized = False
     for binding in block.bindings:
-        if isinstance(binding, relax.VarBinding) and emit_convolution(writer, binding):
+        if isinstance(binding, relax.VarBinding) and emit_convolution(writer, binding, function):
             changed = True
             continue
         if isinstance(binding, relax.VarBinding) and op_name(binding.value) == "relax.matmul":

@@ -21,6 +21,7 @@ from relax_hetero.transform import (
     SpecializeEncodings,
     collect_encodings,
 )
+from relax_hetero.transform.fusion_report import collect_fusions
 from relax_hetero.transform.rewriting import op_name, walk_bindings
 from relax_hetero.transform.set_encoding import set_encoding
 from transform.interpreting import run
@@ -185,7 +186,7 @@ def convolution(data, weight, dtype="float32", **attrs):
         for name, shape in (("x", data), ("w", weight))
     ]
     builder = relax.BlockBuilder()
-    make = (relax.op.nn.conv1d, relax.op.nn.conv2d, relax.op.nn.conv3d)[len(data) - 3]
+    make = (relax.op.nn.conv1d, relax.op.nn.conv2d, relax.op.nn.conv3d)[len(weight) - 3]
     with builder.function("main", params):
         with builder.dataflow():
             out = builder.emit_output(builder.emit(make(*params, **attrs)))
@@ -218,17 +219,21 @@ def test_every_form_is_the_same_convolution(data, weight, attrs):
 
 
 @pytest.mark.parametrize(
-    "data, weight, attrs",
+    "data, weight, attrs, reason",
     [
-        ((1, 4, 9, 8), (6, 4, 3, 3), {"dtype": "int32"}),
-        ((1, 4, 9, 8), (6, 4, 3, 3), {"dtype": "float16"}),
-        ((1, "c", 9, 8), (6, "c", 3, 3), {}),
-        ((0, 4, 9, 8), (6, 4, 3, 3), {}),
+        ((1, 4, 9, 8), (6, 4, 3, 3), {"dtype": "int32"}, "found element types ['int32', 'int32', 'int32']"),
+        ((1, 4, 9, 8), (6, 4, 3, 3), {"dtype": "float16"}, "found element types"),
+        ((1, "c", 9, 8), (6, "c", 3, 3), {}, "found channels (-1, -1, 6)"),
+        ((0, 4, 9, 8), (6, 4, 3, 3), {}, "found an empty tensor"),
+        ((1, 1, 9, 8, 4), (6, 4, 3, 3), {"data_layout": "NCHW4c"}, "found layouts ['NCHW4c', 'OIHW', 'NCHW4c']"),
     ],
 )
-def test_what_stays_a_stock_op(data, weight, attrs):
+def test_what_stays_a_stock_op(data, weight, attrs, reason):
     mod = convolution(data, weight, **attrs)
-    assert set_encoding(mod) is mod
+    with collect_fusions() as report:
+        assert set_encoding(mod) is mod
+    (declined,) = report.declined
+    assert (declined.function, declined.op) == ("main", "conv2d") and declined.reason.startswith(reason)
 
 
 @pytest.mark.parametrize("target, image", [("llvm", "h"), ({"kind": "cuda", "arch": "sm_90"}, 9), ("c", "h"), ("c", 9)])
