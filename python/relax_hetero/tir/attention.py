@@ -99,8 +99,9 @@ def _emit_queries(place: AttentionPlace, at: dict[str, Expr], begin: Expr, end: 
     with loop(count) as number:
         first = settled(number * blocks.keys)
         size = keys if blocks.is_single else settled(smaller(keys - first, blocks.keys))
-        _pack_keys(place, at, first, size)
-        _copy_values(place, at, first, size)
+        if not blocks.is_few:
+            _pack_keys(place, at, first, size)
+            _copy_values(place, at, first, size)
         span = (first, size, number < 1, number >= count - 1)
         whole = settled((end - begin) // blocks.rows)
         with loop(whole) as tile:

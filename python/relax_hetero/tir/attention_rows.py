@@ -9,6 +9,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from . import elementwise, vector_math
+from .attention_few import products_of_keys
 from .attention_place import AttentionPlace
 from .builder import (
     Expr,
@@ -94,15 +95,21 @@ class _Rows:
         """One panel of keys, of which `left` exist (None: all)."""
         place, blocks = self.place, self.place.blocks
         width, columns, accs = place.sizes["d"], blocks.columns, place.registers
-        keys = settled(place.at("keys") + panel * (width * columns))
-        query = settled(place.query.address({**self.at, "m": self.row}))
-        steps = place.query.stride("m"), place.query.stride("d")
         vectors = self.vectors if not isinstance(left, int) else ceil_div(left, self.lanes)
+        if blocks.is_few:
+            for number in range(self.rows * vectors):
+                i, j = divmod(number, vectors)
+                column = settled(panel * columns + j * self.lanes)
+                accs[number] = products_of_keys(place, self.at, self.row + i, self.first, column, self.size)
+        else:
+            keys = settled(place.at("keys") + panel * (width * columns))
+            query = settled(place.query.address({**self.at, "m": self.row}))
+            steps = place.query.stride("m"), place.query.stride("d")
 
-        def factor(i: int, k: Expr) -> Expr:
-            return place.query.data[query + i * steps[0] + k * steps[1]]
+            def factor(i: int, k: Expr) -> Expr:
+                return place.query.data[query + i * steps[0] + k * steps[1]]
 
-        self._product(width, vectors, factor, lambda k, j: keys + k * columns + j * self.lanes)
+            self._product(width, vectors, factor, lambda k, j: self._in_room(keys + k * columns + j * self.lanes))
         loaded: dict[tuple[int, int], Expr] = {}
         for j in range(vectors):
             column = settled(panel * columns + j * self.lanes)
@@ -115,16 +122,19 @@ class _Rows:
     def _product(
         self, steps: Expr, vectors: int, left: Callable[[int, Expr], Expr], right: Callable[[Expr, int], Expr]
     ) -> None:
-        """Accumulate ``left(i, k) * room[right(k, j)]`` over k, from zeros."""
-        accs, room = self.place.registers, self.place.room
+        """Accumulate ``left(i, k) * right(k, j)`` over k, from zeros."""
+        accs = self.place.registers
         for number in range(self.rows * vectors):
             accs[number] = zeros("float32", self.lanes)
         with loop(steps) as k:
-            rights = [held(room[lane_indices(right(k, j), self.lanes)]) for j in range(vectors)]
+            rights = [held(right(k, j)) for j in range(vectors)]
             for i in range(self.rows):
                 one = held(broadcast(left(i, k), self.lanes))
                 for j in range(vectors):
                     accs[i * vectors + j] = accs[i * vectors + j] + one * rights[j]
+
+    def _in_room(self, place: Expr) -> Expr:
+        return self.place.room[lane_indices(place, self.lanes)]
 
     def _score(
         self, product: Expr, i: int, column: Expr, exists: Expr | None, loaded: dict[tuple[int, int], Expr]
@@ -216,13 +226,26 @@ class _Rows:
     def _value_panel(self, panel: Expr, masks: list[Expr | None]) -> None:
         place, blocks = self.place, self.place.blocks
         panel = settled(panel)
-        values = settled(place.at("values") + panel * (blocks.keys * blocks.columns))
         scores = settled(place.at("scores"))
 
         def factor(i: int, k: Expr) -> Expr:
             return place.room[scores + i * blocks.keys + k]
 
-        self._product(self.count, len(masks), factor, lambda k, j: values + k * blocks.columns + j * self.lanes)
+        if blocks.is_few:
+            view = place.value
+            start = settled(view.address({**self.at, "n": self.first, "e": settled(panel * blocks.columns)}))
+            steps = view.stride("n"), view.stride("e") * self.lanes
+            self._product(
+                self.count,
+                len(masks),
+                factor,
+                lambda k, j: view.load(start + k * steps[0] + j * steps[1], "e", self.lanes, masks[j]),
+            )
+        else:
+            values = settled(place.at("values") + panel * (blocks.keys * blocks.columns))
+            self._product(
+                self.count, len(masks), factor, lambda k, j: self._in_room(values + k * blocks.columns + j * self.lanes)
+            )
 
         def finish() -> None:
             for i in range(self.rows):
