@@ -101,6 +101,13 @@ def test_scores_that_overflow_without_their_maximum(rng: np.random.Generator) ->
     check(case(1, 2, 2, 16, 1030, 16, 16), AVX512, rng, scale=200.0)
 
 
+@pytest.mark.parametrize("keys", [37, 1100])
+def test_nan_and_infinity_stay_in_their_rows(keys: int, rng: np.random.Generator) -> None:
+    mask = rng.standard_normal((1, 1, 9, keys)).astype("float32")
+    mask[0, 0, 1, 3], mask[0, 0, 4, keys - 1], mask[0, 0, 7, 0] = np.nan, np.inf, np.nan
+    check(case(1, 2, 2, 9, keys, 16, 16, scores="add(multiply(x0, 0.25), x1)", mask=mask), AVX512, rng)
+
+
 @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     sizes=st.tuples(*(st.integers(1, limit) for limit in (2, 3, 40, 600, 40, 40))),
