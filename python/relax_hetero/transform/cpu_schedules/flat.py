@@ -79,6 +79,11 @@ def stride(offset: Expr, var: tirx.Var) -> Expr | None:
     return int(terms[0]) if isinstance(terms[0], tirx.IntImm) else terms[0]
 
 
+def is_step(step: Expr | None, number: int) -> bool:
+    """Whether a stride is known to be a number."""
+    return isinstance(step, int) and step == number
+
+
 def flatten(box: Box, shared: tuple[int, Expr, Expr] | None, view: Callable[[tirx.Buffer], tirx.Buffer]) -> FlatBox:
     """The flat form of a box.
 

@@ -2,67 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
-from tvm import tirx
-from tvm.script.ir_builder import tirx as T
-
 from ...encoding.machine import Machine
-from ...tir.builder import Expr, either, int64, when
-from .boxes import is_choice
-from .flat import FlatBox, Loop
-from .nests import Sum
-from .points import LANE, reading, slot, store, write_point
-from .runs import nested, run, spread
-from .stages import Load, loads, replaced, variables
-from .vectors import chooses, lanes_of, varies_inside
-
-# Vectors of results that are accumulated at once.
-_TOGETHER = 4
-# Reductions of up to so many terms are written out.
-_WRITTEN_OUT = 32
-
-_COMBINERS: dict[type, Callable[[Expr, Expr], Expr]] = {
-    tirx.Add: lambda a, b: a + b,
-    tirx.Mul: lambda a, b: a * b,
-    tirx.Max: tirx.max,
-    tirx.Min: tirx.min,
-}
-
-
-@dataclass(frozen=True)
-class Combined:
-    """``buffer = combine(buffer, term)``, which may be done in any order."""
-
-    sum: Sum
-    combine: Callable[[Expr, Expr], Expr]
-    term: Expr
-    neutral: Expr
-
-
-def combined(s: Sum) -> Combined | None:
-    """What a reduction combines, if that is one value with what is there so far."""
-    kind = type(s.value)
-    if kind not in _COMBINERS:
-        return None
-    for own, term in ((s.value.a, s.value.b), (s.value.b, s.value.a)):
-        if isinstance(own, Load) and own.source.same_as(s.buffer):
-            if any(load.source.same_as(s.buffer) for load in loads(term)):
-                return None
-            dtype = s.buffer.dtype
-            neutral = {tirx.Add: tirx.const(0, dtype), tirx.Mul: tirx.const(1, dtype)}.get(kind, s.initial)
-            return Combined(s, _COMBINERS[kind], term, neutral)
-    return None
+from .along_reduced import AlongReduced
+from .along_results import AlongResults
+from .combining import combined
+from .flat import FlatBox, is_step
+from .vectors import varies_inside
 
 
 def write_reduction(box: FlatBox, machine: Machine, tasks: int) -> None:
     """Write the loops of a box."""
     along = _reduced_vector(box, machine)
     if along is not None:
-        _AlongReduced(box, machine, along).write(tasks)
+        AlongReduced(box, machine, along).write(tasks)
     else:
-        _AlongResults(box, machine).write(tasks)
+        AlongResults(box, machine).write(tasks)
 
 
 def _reduced_vector(box: FlatBox, machine: Machine) -> int | None:
@@ -72,193 +26,12 @@ def _reduced_vector(box: FlatBox, machine: Machine) -> int | None:
     values = [s.value for s in box.nest.sums]
     if box.spatial:
         var = box.spatial[-1].var
-        contiguous = any(_is_one(step) for value in values for step in box.strides(value, var))
+        contiguous = any(is_step(step, 1) for value in values for step in box.strides(value, var))
         wide = not isinstance(box.spatial[-1].count, int) or box.spatial[-1].count >= 4
         if contiguous and wide:
             return None
     for d, loop in enumerate(box.reduced):
         long = not isinstance(loop.count, int) or loop.count >= 8
-        if long and any(_is_one(step) for value in values for step in box.strides(value, loop.var)):
+        if long and any(is_step(step, 1) for value in values for step in box.strides(value, loop.var)):
             return None if varies_inside(box, loop.var) else d
     return None
-
-
-class _AlongResults:
-    """Every lane accumulates a result of its own."""
-
-    def __init__(self, box: FlatBox, machine: Machine) -> None:
-        self.box = box
-        self.var = box.spatial[-1].var if box.spatial else None
-        scalar = self.var is None or varies_inside(box, self.var)
-        self.lanes = 1 if scalar else lanes_of(box.nest, machine)
-
-    def write(self, tasks: int) -> None:
-        def write(part: FlatBox) -> None:
-            if self.var is None:
-                self._visit(part, tirx.IntImm("int64", 0), 1, 1)
-                return
-            with nested(part.spatial[:-1]) as position:
-                here, overlap = part.at(position), not part.nest.in_place
-                run(part.spatial[-1], self.lanes, _TOGETHER, overlap, lambda *at: self._visit(here, *at))
-
-        spread(self.box, tasks, self.lanes * _TOGETHER, write)
-
-    def _visit(self, box: FlatBox, start: Expr, lanes: int, count: int) -> None:
-        sums = box.nest.sums
-        slots = [{s.buffer: slot(s.buffer.dtype, lanes) for s in sums} for _ in range(count)]
-        for held in slots:
-            for s in sums:
-                store(held[s.buffer], s.initial, LANE, lanes)
-        terms = 1
-        for loop in box.reduced:
-            terms *= loop.count if isinstance(loop.count, int) else _WRITTEN_OUT
-        # The borders of an image, where terms are left out, are not worth code of their own for every term.
-        few = terms * count <= 2 * _WRITTEN_OUT and not any(chooses(s.value) for s in sums)
-        self._reduce(box, list(box.reduced), few, start, lanes, slots)
-        for i, held in enumerate(slots):
-            write_point(box, self.var, start + i * lanes, lanes, held)
-
-    def _reduce(
-        self,
-        box: FlatBox,
-        loops: list[Loop],
-        written_out: bool,
-        start: Expr,
-        lanes: int,
-        slots: list[dict[tirx.Buffer, tirx.Buffer]],
-    ) -> None:
-        if loops:
-            if written_out and _is_known(loops[0]):
-                for i in range(loops[0].begin, loops[0].end):
-                    inner = box.at({loops[0].var: int64(i)})
-                    self._reduce(inner, loops[1:], written_out, start, lanes, slots)
-            else:
-                with nested(loops[:1]) as position:
-                    self._reduce(box.at(position), loops[1:], written_out, start, lanes, slots)
-            return
-        sums = box.nest.sums
-        if len(sums) == 1 and self._by_choice(sums[0], start, lanes, slots):
-            return
-        for i, held in enumerate(slots):
-            self._accumulate([s.value for s in sums], sums, start + i * lanes, lanes, held)
-
-    def _by_choice(self, s: Sum, start: Expr, lanes: int, slots: list[dict[tirx.Buffer, tirx.Buffer]]) -> bool:
-        """Have all vectors choose at once where a term is one of two."""
-        parts = combined(s)
-        if parts is None or not is_choice(parts.term) or (self.var in variables(parts.term.args[0])):
-            return False
-        condition, then, otherwise = parts.term.args
-        own = tirx.BufferLoad(s.buffer, [int64(0)])
-
-        def accumulate(term: Expr) -> None:
-            for i, held in enumerate(slots):
-                self._accumulate([parts.combine(own, term)], [s], start + i * lanes, lanes, held)
-
-        if _is_number(otherwise, parts.neutral):
-            with when(condition):
-                accumulate(then)
-        else:
-            either(condition, lambda: accumulate(then), lambda: accumulate(otherwise))
-        return True
-
-    def _accumulate(
-        self, values: list[Expr], sums: list[Sum], start: Expr, lanes: int, held: dict[tirx.Buffer, tirx.Buffer]
-    ) -> None:
-        new = [slot(s.buffer.dtype, lanes) for s in sums] if len(sums) > 1 else []
-        for i, (s, value) in enumerate(zip(sums, values, strict=True)):
-            at = replaced(value, {self.var: start + LANE}) if self.var is not None else value
-            store(new[i] if new else held[s.buffer], reading(at, held, {}), LANE, lanes)
-        for s, fresh in zip(sums, new, strict=False):
-            store(held[s.buffer], tirx.BufferLoad(fresh, [LANE]), LANE, lanes)
-
-
-class _AlongReduced:
-    """Every lane accumulates a part of one result; the parts are combined at the end."""
-
-    def __init__(self, box: FlatBox, machine: Machine, along: int) -> None:
-        self.box, self.along = box, box.reduced[along]
-        self.others = [loop for loop in box.reduced if loop is not self.along]
-        self.lanes = lanes_of(box.nest, machine)
-        count = self.along.count
-        while isinstance(count, int) and self.lanes > 1 and self.lanes > count:
-            self.lanes //= 2
-        self.together = _TOGETHER if not isinstance(count, int) else max(1, min(_TOGETHER, count // self.lanes))
-
-    def write(self, tasks: int) -> None:
-        def write(part: FlatBox) -> None:
-            with nested(part.spatial) as position:
-                self._row(part.at(position))
-
-        spread(self.box, tasks, 1, write)
-
-    def _row(self, box: FlatBox) -> None:
-        parts = _parts(box)
-        wide = [[slot(p.sum.buffer.dtype, self.lanes) for p in parts] for _ in range(self.together)]
-        narrow = [slot(p.sum.buffer.dtype, 1) for p in parts]
-        zero = int64(0)
-        for registers in wide:
-            for p, register in zip(parts, registers, strict=True):
-                store(register, p.neutral, LANE, self.lanes)
-        for p, single in zip(parts, narrow, strict=True):
-            T.buffer_store(single, p.sum.initial, [zero])
-        with nested(self.others) as position:
-            inner = _parts(box.at(position))
-
-            def visit(start: Expr, lanes: int, count: int) -> None:
-                for i in range(count):
-                    if lanes == self.lanes:
-                        self._accumulate(inner, start + i * lanes, lanes, wide[i])
-                    else:
-                        self._few(inner, start, lanes, narrow)
-
-            run(self.along, self.lanes, self.together, False, visit)
-        for n, (p, single) in enumerate(zip(parts, narrow, strict=True)):
-            self._combine(p, [registers[n] for registers in wide], single)
-        write_point(box, None, zero, 1, {p.sum.buffer: s for p, s in zip(parts, narrow, strict=True)})
-
-    def _accumulate(self, parts: list[Combined], start: Expr, lanes: int, registers: list[tirx.Buffer]) -> None:
-        for p, register in zip(parts, registers, strict=True):
-            term = replaced(p.term, {self.along.var: start + LANE})
-            store(register, p.combine(tirx.BufferLoad(register, [LANE]), term), LANE, lanes)
-
-    def _few(self, parts: list[Combined], start: Expr, lanes: int, narrow: list[tirx.Buffer]) -> None:
-        """Fewer terms than a vector holds, combined one after another."""
-        terms = [slot(p.sum.buffer.dtype, lanes) for p in parts]
-        for p, term in zip(parts, terms, strict=True):
-            store(term, replaced(p.term, {self.along.var: start + LANE}), LANE, lanes)
-        for p, term, single in zip(parts, terms, narrow, strict=True):
-            self._fold(p, term, lanes, single)
-
-    def _combine(self, p: Combined, registers: list[tirx.Buffer], single: tirx.Buffer) -> None:
-        while len(registers) > 1:
-            half = (len(registers) + 1) // 2
-            for one, other in zip(registers, registers[half:], strict=False):
-                both = p.combine(tirx.BufferLoad(one, [LANE]), tirx.BufferLoad(other, [LANE]))
-                store(one, both, LANE, self.lanes)
-            registers = registers[:half]
-        self._fold(p, registers[0], self.lanes, single)
-
-    def _fold(self, p: Combined, register: tirx.Buffer, lanes: int, single: tirx.Buffer) -> None:
-        while lanes > 1:
-            lanes //= 2
-            both = p.combine(tirx.BufferLoad(register, [LANE]), tirx.BufferLoad(register, [LANE + lanes]))
-            store(register, both, LANE, lanes)
-        zero = int64(0)
-        T.buffer_store(single, p.combine(tirx.BufferLoad(single, [zero]), tirx.BufferLoad(register, [zero])), [zero])
-
-
-def _parts(box: FlatBox) -> list[Combined]:
-    return [c for c in (combined(s) for s in box.nest.sums) if c is not None]
-
-
-def _is_one(step: Expr | None) -> bool:
-    return isinstance(step, int) and step == 1
-
-
-def _is_known(loop: Loop) -> bool:
-    return isinstance(loop.begin, int) and isinstance(loop.end, int)
-
-
-def _is_number(value: Expr, number: Expr) -> bool:
-    numbers = (tirx.IntImm, tirx.FloatImm)
-    return isinstance(value, numbers) and isinstance(number, numbers) and float(value) == float(number)

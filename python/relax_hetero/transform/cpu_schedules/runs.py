@@ -110,9 +110,15 @@ def _unknown_run(loop: Loop, lanes: int, unit: int, together: int, visit: Visit)
         with T.serial(tirx.floordiv(loop.count, unit)) as i:
             visit(i * unit + loop.begin, lanes, together)
         return
-    vectors = settled(tirx.floordiv(loop.count, lanes))
-    if lanes > 1:
+    units = settled(tirx.floordiv(loop.count, unit)) if unit > 1 else loop.count
+    with T.serial(units) as i:
+        visit(i * unit + loop.begin, lanes, together)
+    done = units * unit
+    if together > 1 and lanes > 1:
+        vectors = settled(tirx.floordiv(loop.count - done, lanes))
         with T.serial(vectors) as i:
-            visit(i * lanes + loop.begin, lanes, 1)
-    with T.serial(loop.count - vectors * lanes if lanes > 1 else loop.count) as i:
-        visit(vectors * lanes + loop.begin + i if lanes > 1 else i + loop.begin, 1, 1)
+            visit(done + i * lanes + loop.begin, lanes, 1)
+        done = settled(done + vectors * lanes)
+    if unit > 1:
+        with T.serial(loop.count - done) as i:
+            visit(done + i + loop.begin, 1, 1)
