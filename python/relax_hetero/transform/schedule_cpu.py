@@ -1,7 +1,22 @@
 """ScheduleCPU: kernels of CPUs that no generator wrote get a schedule, vectors inside and threads outside.
 
-Assumes BindTargets. A kernel that no rule fits stays as it is: loops that are right for any PrimFunc. What the rules
-do stands in `cpu_schedules`.
+Before::
+
+    for i, j in T.grid(56, 256):                # two stages and a tensor between them
+        with T.sblock("add"): t[i, j] = x[i, j] + b[j]
+    for i, j in T.grid(56, 256):
+        with T.sblock("exp"): y[i, j] = T.exp(t[i, j])
+
+After::
+
+    for task in T.parallel(2):                  # where the work is worth waking a thread
+        for i in range(28 * task, 28 * (task + 1)):
+            for j in range(8):
+                for lane in T.vectorized(16): y[i * 256 + j * 32 + lane] = T.exp(x[...] + b[...])
+                for lane in T.vectorized(16): ...
+
+Assumes BindTargets. A kernel that no rule fits stays as it is, loops that are right for any PrimFunc, and the report
+of what was not fused says so. What the rules do stands in `cpu_schedules`.
 """
 
 from __future__ import annotations
