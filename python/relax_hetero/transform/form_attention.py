@@ -28,11 +28,11 @@ from ..op.attention import attention
 from .attention_ops import OPS as ATTENTION_OPS
 from .attention_ops import find_attention_op
 from .attention_patterns import Attention, NoAttention, find_attention
-from .blocks import Block, rewrite_blocks, without_unused
+from .blocks import Block, rewrite_function, without_unused
 from .encoding_layouts import target_of
 from .fusion_report import decline
 from .merge_products import merge_products
-from .rewriting import op_name
+from .rewriting import op_name, relax_functions, with_functions
 
 
 def FormAttention() -> tvm.transform.Pass:
@@ -52,10 +52,18 @@ def FormAttention() -> tvm.transform.Pass:
 
 def form_attention(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring; the very module where there is nothing to do."""
-    return rewrite_blocks(rewrite_blocks(mod, _form), merge_products)
+    return with_functions(mod, {gv: _formed_function(func, gv.name_hint) for gv, func in relax_functions(mod)})
 
 
-def _form(block: Block) -> list[relax.Binding] | None:
+def _formed_function(func: relax.Function, name: str) -> relax.Function:
+    while True:
+        formed = rewrite_function(func, lambda block: _form(block, name))
+        if formed is func:
+            return rewrite_function(func, merge_products)
+        func = formed
+
+
+def _form(block: Block, function: str) -> list[relax.Binding] | None:
     found: dict[int, Attention] = {}
     gone: set[int] = set()
     for index, binding in enumerate(block.bindings):
@@ -65,9 +73,10 @@ def _form(block: Block) -> list[relax.Binding] | None:
         try:
             one = (find_attention_op if name in ATTENTION_OPS else find_attention)(block, index)
         except NoAttention as reason:
-            decline("", binding.var.name, "attention", str(reason))
+            decline(function, binding.var.name, "attention", str(reason))
             continue
-        if one is not None:
+        # What reads the inside of another one, through views, is formed next time, when that is a value.
+        if one is not None and not any(block.positions.get(x, -1) in gone - found.keys() for x in _variables(one)):
             found[one.end] = one
             gone.update(one.inside)
     if not found:
@@ -78,6 +87,10 @@ def _form(block: Block) -> list[relax.Binding] | None:
         if index in found or index not in gone
     ]
     return without_unused(bindings, block, _is_view)
+
+
+def _variables(found: Attention) -> list[relax.Var]:
+    return [operand for operand in found.operands if isinstance(operand, relax.Var)]
 
 
 def _has_kernel(var: relax.Var) -> bool:

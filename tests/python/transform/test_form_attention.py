@@ -206,3 +206,33 @@ def test_the_attention_op_of_relax(causal: str | None, is_biased: bool):
     powers = np.exp(scores - scores.max(-1, keepdims=True))
     wanted = (powers / powers.sum(-1, keepdims=True) @ value).transpose(0, 2, 1, 3)
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_one_behind_the_other():
+    """Views between two of them are looked through from both sides."""
+
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((1, 5, 32), "float32"), kv: R.Tensor((1, 4, 7, 8), "float32")):
+            with R.dataflow():
+                k = R.permute_dims(kv, axes=[0, 1, 3, 2])
+                q = R.permute_dims(R.reshape(x, R.shape([1, 5, 4, 8])), axes=[0, 2, 1, 3])
+                a = R.permute_dims(R.matmul(R.nn.softmax(R.matmul(q, k)), kv), axes=[0, 2, 1, 3])
+                b = R.permute_dims(
+                    R.reshape(R.reshape(a, R.shape([1, 5, 32])), R.shape([1, 5, 4, 8])), axes=[0, 2, 1, 3]
+                )
+                y = R.matmul(R.nn.softmax(R.matmul(b, k)), kv)
+                R.output(y)
+            return y
+
+    mod = relax.transform.Normalize()(Before)
+    formed = FormAttention()(placed(mod))
+    assert names(formed) == [ATTENTION, ATTENTION]
+    x, kv = (np.random.default_rng().standard_normal(shape).astype("float32") for shape in ((1, 5, 32), (1, 4, 7, 8)))
+    found = rh.vm.VirtualMachine(rh.compile(mod))["main"](x, kv).numpy()
+    wanted = x.reshape(1, 5, 4, 8).transpose(0, 2, 1, 3).astype("float64")
+    for _ in range(2):
+        powers = np.exp(wanted @ kv.swapaxes(-1, -2))
+        wanted = powers / powers.sum(-1, keepdims=True) @ kv
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
