@@ -138,6 +138,25 @@ def test_other_devices_and_forms_are_left_alone():
     assert kernels(schedule_cpu(for_c))[0].same_as(kernels(for_c)[0])
 
 
+def test_what_is_computed_in_place_is_left_alone():
+    @I.ir_module
+    class Module:
+        @T.prim_func(private=True, s_tir=True)
+        def shifted(x: T.Buffer((T.int64(9),), "float32")):
+            T.func_attr({"target": T.target({"kind": "llvm", "mcpu": "x86-64"}), "tirx.noalias": True})
+            t = T.sblock_alloc_buffer((T.int64(9),))
+            for i in range(T.int64(9)):
+                with T.sblock("before"):
+                    v = T.axis.spatial(T.int64(9), i)
+                    t[v] = x[T.max(v - T.int64(1), T.int64(0))]
+            for i in range(T.int64(9)):
+                with T.sblock("after"):
+                    v = T.axis.spatial(T.int64(9), i)
+                    x[v] = t[v]
+
+    assert_structural_equal(schedule_cpu(Module), Module)
+
+
 def test_equal_kernels_are_scheduled_once(monkeypatch: pytest.MonkeyPatch):
     import relax_hetero.transform.schedule_cpu as module
 

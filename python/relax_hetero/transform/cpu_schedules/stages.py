@@ -69,7 +69,14 @@ def read_stages(func: tirx.PrimFunc) -> list[Stage]:
         if buffer.ty.strides or not (isinstance(offset, tirx.IntImm) and int(offset) == 0):
             raise NotStages(f"buffer {buffer} has strides or an offset")
     body = root.block.body
-    return [_read_nest(nest) for nest in (body.seq if isinstance(body, tirx.SeqStmt) else [body])]
+    stages = [_read_nest(nest) for nest in (body.seq if isinstance(body, tirx.SeqStmt) else [body])]
+    given: set[tirx.Buffer] = set()
+    for stage in stages:
+        given.update(source for value in stage.values for source in sources(value) if source not in stage.buffers)
+        for buffer in stage.buffers:
+            if buffer in given:
+                raise NotStages(f"{buffer} is overwritten after it was read")
+    return stages
 
 
 def _read_nest(statement: tirx.Stmt) -> Stage:
