@@ -1,0 +1,200 @@
+"""Models with work on rows: numbers on every kind of CPU and on two devices, and which dispatches they have."""
+
+import numpy as np
+import pytest
+from tvm.script import ir as I
+from tvm.script import relax as R
+
+import relax_hetero as rh
+
+V4 = {"kind": "llvm", "mcpu": "x86-64-v4", "num-cores": 2}
+V3 = {"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 2}
+TARGETS = {"avx512": V4, "avx2": V3, "sse": {"kind": "llvm", "mcpu": "x86-64-v2"}, "c": "c"}
+RNG = np.random.default_rng()
+
+
+def arrays(*shapes):
+    return [RNG.standard_normal(shape).astype("float32") for shape in shapes]
+
+
+def compiled(mod, target):
+    return rh.compile(rh.vdevice.with_vdevices(mod, [rh.VDevice(target)]))
+
+
+def run(exe, *args):
+    result = rh.vm.VirtualMachine(exe)["main"](*args)
+    return [tensor.numpy() for tensor in (result if isinstance(result, tuple) else (result,))]
+
+
+def ops_of(exe):
+    """What each dispatch computes, those of shapes left out."""
+    return [dispatch.ops for dispatch in exe.metadata.dispatches.values() if dispatch.ops]
+
+
+def norm(x, scale, shift):
+    centred = x - x.mean(-1, keepdims=True)
+    return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * scale + shift
+
+
+def softmax(x):
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+@I.ir_module
+class Layer:
+    """A product with bias and residual before a norm; its result has no other user."""
+
+    @R.function
+    def main(
+        x: R.Tensor((1, "s", 40), "float32"),
+        w: R.Tensor((40, 70), "float32"),
+        bias: R.Tensor((70,), "float32"),
+        r: R.Tensor((1, "s", 70), "float32"),
+        scale: R.Tensor((70,), "float32"),
+        shift: R.Tensor((70,), "float32"),
+    ):
+        with R.dataflow():
+            y = R.add(R.add(R.matmul(x, w), bias), r)
+            z = R.nn.layer_norm(y, scale, shift, axes=[-1], epsilon=1e-5)
+            R.output(z)
+        return z
+
+
+@pytest.mark.parametrize("target", ["avx512", "avx2", "c"])
+@pytest.mark.parametrize("rows", [1, 19])
+def test_a_norm_joins_the_product_before_it(target, rows):
+    exe = compiled(Layer, TARGETS[target])
+    operands = arrays((1, rows, 40), (40, 70), (70,), (1, rows, 70), (70,), (70,))
+    x, w, bias, r, scale, shift = (a.astype("float64") for a in operands)
+    np.testing.assert_allclose(run(exe, *operands)[0], norm(x @ w + bias + r, scale, shift), rtol=1e-4, atol=1e-4)
+    joined = [ops for ops in ops_of(exe) if any("matmul" in op for op in ops) and any("norm" in op for op in ops)]
+    assert bool(joined) == (target != "c")
+
+
+@I.ir_module
+class Twice:
+    """The product is also what is added behind the norm, and a result: it is stored, and what follows reads it."""
+
+    @R.function
+    def main(x: R.Tensor((6, 40), "float32"), w: R.Tensor((40, 70), "float32"), scale: R.Tensor((70,), "float32")):
+        with R.dataflow():
+            y = R.matmul(x, w)
+            z = R.nn.rms_norm(y, scale, axes=[-1], epsilon=1e-5)
+            s = R.nn.softmax(R.multiply(R.add(z, y), R.const(0.5, "float32")), axis=-1)
+            R.output(y, s)
+        return (y, s)
+
+
+@pytest.mark.parametrize("target", ["avx512", "sse", "c"])
+def test_a_product_with_another_user_is_stored(target):
+    exe = compiled(Twice, TARGETS[target])
+    operands = arrays((6, 40), (40, 70), (70,))
+    x, w, scale = (a.astype("float64") for a in operands)
+    y = x @ w
+    z = y / np.sqrt((y * y).mean(-1, keepdims=True) + 1e-5) * scale
+    np.testing.assert_allclose(run(exe, *operands)[1], softmax((z + y) * 0.5), rtol=1e-4, atol=1e-5)
+    if target != "c":
+        # The sum, the factor and the softmax are one dispatch with the norm.
+        assert len([ops for ops in ops_of(exe) if ops != ("pack",)]) == 2
+
+
+@I.ir_module
+class TwoDevices:
+    I.module_global_infos(
+        {
+            "vdevice": [
+                I.vdevice({"kind": "llvm", "mcpu": "x86-64-v3"}, 0),
+                I.vdevice({"kind": "llvm", "mcpu": "x86-64-v2"}, 1),
+            ]
+        }
+    )
+
+    @R.function
+    def main(
+        x: R.Tensor((6, 40), "float32", "llvm:0"),
+        w: R.Tensor((40, 70), "float32", "llvm:0"),
+        scale: R.Tensor((70,), "float32", "llvm:1"),
+    ):
+        with R.dataflow():
+            y = R.matmul(x, w)
+            a = R.nn.log_softmax(y, axis=-1)
+            there = R.to_vdevice(a, "llvm:1")
+            t = R.sum(R.abs(R.multiply(there, scale)), axis=[-1], keepdims=True)
+            z = R.divide(there, t)
+            R.output(z)
+        return z
+
+
+def test_two_devices():
+    exe = rh.compile(TwoDevices)
+    operands = arrays((6, 40), (40, 70), (70,))
+    x, w, scale = (a.astype("float64") for a in operands)
+    a = np.log(softmax(x @ w))
+    want = a / np.abs(a * scale).sum(-1, keepdims=True)
+    np.testing.assert_allclose(run(exe, *operands)[0], want, rtol=1e-4, atol=1e-5)
+
+
+@I.ir_module
+class Groups:
+    """What an exporter makes of a group norm, and statistics of rows as results of their own."""
+
+    @R.function
+    def main(x: R.Tensor((2, 8, 5, 7), "float32"), scale: R.Tensor((8, 1, 1), "float32")):
+        with R.dataflow():
+            g = R.reshape(x, (2, 4, 70))
+            m = R.mean(g, axis=[2], keepdims=True)
+            c = R.subtract(g, m)
+            v = R.variance(g, axis=[2], keepdims=True)
+            n = R.divide(c, R.sqrt(R.add(v, R.const(0.1, "float32"))))
+            y = R.multiply(R.reshape(n, (2, 8, 5, 7)), scale)
+            top = R.max(g, axis=[2])
+            R.output(y, top)
+        return (y, top)
+
+
+@pytest.mark.parametrize("target", ["avx512", "avx2"])
+def test_groups_and_statistics(target):
+    operands = arrays((2, 8, 5, 7), (8, 1, 1))
+    y, top = run(compiled(Groups, TARGETS[target]), *operands)
+    x, scale = (a.astype("float64") for a in operands)
+    g = x.reshape(2, 4, 70)
+    n = (g - g.mean(-1, keepdims=True)) / np.sqrt(g.var(-1, keepdims=True) + 0.1)
+    np.testing.assert_allclose(y, n.reshape(x.shape) * scale, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(top, g.max(-1).astype("float32"))
+
+
+@I.ir_module
+class Softmaxes:
+    """Masked in two ways, rows of -inf among them, in half precision too."""
+
+    @R.function
+    def main(
+        x: R.Tensor((2, 3, 9, 50), "float32"),
+        mask: R.Tensor((2, 1, 1, 50), "float32"),
+        keep: R.Tensor((9, 50), "bool"),
+        h: R.Tensor((9, 50), "float16"),
+    ):
+        with R.dataflow():
+            a = R.nn.softmax(R.add(R.multiply(x, R.const(0.25, "float32")), mask), axis=-1)
+            low = R.const(float("-inf"), "float32")
+            b = R.nn.softmax(R.where(keep, x, low), axis=3)
+            c = R.nn.softmax(h, axis=1)
+            R.output(a, b, c)
+        return (a, b, c)
+
+
+@pytest.mark.parametrize("target", ["avx512", "avx2", "sse"])
+def test_masks(target):
+    x, mask = arrays((2, 3, 9, 50), (2, 1, 1, 50))
+    mask[..., 20:] = -np.inf
+    keep = RNG.random((9, 50)) < 0.5
+    keep[4] = False
+    h = RNG.standard_normal((9, 50)).astype("float16")
+    a, b, c = run(compiled(Softmaxes, TARGETS[target]), x, mask, keep, h)
+    wide = x.astype("float64")
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_allclose(a, softmax(wide * 0.25 + mask), rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(b, softmax(np.where(keep, wide, -np.inf)), rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(c.astype("float64"), softmax(h.astype("float64")), rtol=2e-3, atol=1e-4)
+    assert np.isnan(b[:, :, 4]).all() and not np.isnan(np.delete(b, 4, axis=2)).any()
