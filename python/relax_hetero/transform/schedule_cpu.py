@@ -28,7 +28,7 @@ from tvm import tirx
 from tvm_ffi import StructuralKey
 
 from ..encoding.machine import machine_of
-from .cpu_schedules import NotStages, schedule
+from .cpu_schedules import NotStages, is_written, schedule
 from .fusion_report import decline
 from .kernel_ops import ops_of
 from .rewriting import copy_module
@@ -41,7 +41,7 @@ def schedule_cpu(mod: tvm.IRModule) -> tvm.IRModule:
     done: dict[StructuralKey, tirx.PrimFunc] = {}
     functions = dict(mod.functions.items())
     for gv, func in mod.functions.items():
-        if not isinstance(func, tirx.PrimFunc) or not _is_cpu(func.attrs.get("target")):
+        if not isinstance(func, tirx.PrimFunc) or not _is_cpu(func.attrs.get("target")) or is_written(func):
             continue
         key = StructuralKey(func)
         if key not in done:

@@ -10,6 +10,15 @@ from tvm.relax import op
 from tir.kernel_runs import VECTOR_NAMES
 from transform.scheduled_ops import F32, I32, I64, Build, N, Operands, check, const, f32, i64, resize
 
+def shuffle(groups: int) -> Build:
+    def build(x: relax.Var) -> relax.Expr:
+        *outer, channels = [int(extent) for extent in x.ty.shape]
+        apart = op.reshape(x, (*outer, groups, channels // groups))
+        return op.reshape(op.permute_dims(apart, [*range(len(outer)), len(outer) + 1, len(outer)]), x.ty.shape)
+
+    return build
+
+
 # name -> (what is computed, operands)
 CASES: dict[str, tuple[Build, Operands]] = {
     "one element": (lambda x: op.exp(x), [f32()]),
@@ -79,6 +88,9 @@ CASES: dict[str, tuple[Build, Operands]] = {
         lambda x: op.reshape(op.permute_dims(op.reshape(x, (1, 6, 5, 3, 8)), [0, 1, 2, 4, 3]), (1, 6, 5, 24)),
         [f32(1, 6, 5, 24)],
     ),
+    "shuffle of a row": (shuffle(3), [f32(1, 6, 5, 72)]),
+    "shuffle in pairs": (lambda x: op.nn.relu(shuffle(2)(x)), [f32(1, 4, 3, 90)]),
+    "shuffle, ragged": (shuffle(5), [f32(2, 4, 3, 35)]),
     "transpose and add": (
         lambda x, y: op.add(op.permute_dims(x, [2, 0, 1]), y),
         [f32(20, 33, 45), f32(45, 20, 33)],

@@ -13,10 +13,10 @@ from tvm import tirx
 
 from ...encoding.machine import Machine
 from .nests import form_nests
-from .stages import NotStages, read_stages
+from .stages import NotStages, is_written, read_stages
 from .write import write_function
 
-__all__ = ["NotStages", "schedule"]
+__all__ = ["NotStages", "is_written", "schedule"]
 
 
 def schedule(func: tirx.PrimFunc, machine: Machine) -> tirx.PrimFunc:

@@ -111,7 +111,7 @@ def flatten(box: Box, shared: tuple[int, Expr, Expr] | None, view: Callable[[tir
         steps=[(view(buffer), with_loads(value, flat_load)) for buffer, value in nest.steps],
         stored=[view(buffer) for buffer in nest.stored],
     )
-    position = [axis.var for axis in nest.axes]
+    position = nest.position()
     places = {view(buffer): _offset(buffer, position, analyzer) for buffer in nest.stored}
     made = flat.made
     offsets = [*places.values()]

@@ -47,6 +47,8 @@ class Nest:
     Attributes
     ----------
     axes, reduced : tuple of Axis
+    indices : tuple of Var
+        What is stored at: the variables of the axes, before any was split.
     sums : list of Sum
         Computed together, first.
     steps : list of (Buffer, PrimExpr)
@@ -55,19 +57,27 @@ class Nest:
         Of sums and steps, what other nests or the caller read.
     in_place : bool
         A stored buffer is read too, so no element may be computed twice.
+    split : dict of Var to PrimExpr
+        Axes that were split in two, in terms of their parts, which stand in `axes` instead.
     """
 
     axes: tuple[Axis, ...]
+    indices: tuple[tirx.Var, ...]
     reduced: tuple[Axis, ...] = ()
     sums: list[Sum] = field(default_factory=list)
     steps: list[tuple[tirx.Buffer, Expr]] = field(default_factory=list)
     stored: list[tirx.Buffer] = field(default_factory=list)
     in_place: bool = False
+    split: dict[tirx.Var, Expr] = field(default_factory=dict)
 
     @property
     def made(self) -> list[tirx.Buffer]:
         """Buffers whose values this nest computes."""
         return [s.buffer for s in self.sums] + [buffer for buffer, _ in self.steps]
+
+    def position(self) -> list[Expr]:
+        """The indices that are stored at."""
+        return [self.split.get(var, var) for var in self.indices]
 
     def expressions(self) -> list[Expr]:
         """Everything computed at a point."""
@@ -88,7 +98,7 @@ def form_nests(stages: Sequence[Stage], results: Sequence[tirx.Buffer]) -> list[
     for stage in stages:
         nest = _home(nests, stage)
         if nest is None:
-            nest = Nest(stage.spatial, stage.reduced)
+            nest = Nest(stage.spatial, tuple(axis.var for axis in stage.spatial), stage.reduced)
             nests.append(nest)
         vars_ = {mine.var: its.var for mine, its in zip(stage.spatial, nest.axes, strict=True)}
         if stage.initial:

@@ -51,6 +51,13 @@ class NotStages(Exception):
     """Why a PrimFunc cannot be read as stages."""
 
 
+def is_written(func: tirx.PrimFunc) -> bool:
+    """Whether a PrimFunc has no blocks but the one around everything: a generator wrote its loops, or this package."""
+    found: list[SBlockRealize] = []
+    structural_walk(func.body, (SBlockRealize, found.append))
+    return len(found) < 2
+
+
 def read_stages(func: tirx.PrimFunc) -> list[Stage]:
     """The stages of a PrimFunc, in order.
 

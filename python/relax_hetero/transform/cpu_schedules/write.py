@@ -17,6 +17,7 @@ from .map_box import write_map
 from .nests import Nest
 from .reduce_box import write_reduction
 from .runs import most_even
+from .split_axes import split_axes
 from .stages import known, sources
 from .work import tasks_for
 
@@ -30,7 +31,7 @@ def write_function(func: tirx.PrimFunc, nests: Sequence[Nest], machine: Machine)
             T.writes()
             views = _views(func, nests)
             for nest in nests:
-                _write_nest(nest, machine, views)
+                _write_nest(split_axes(nest), machine, views)
     return func.with_body(builder.get().body)
 
 
