@@ -12,6 +12,9 @@ from tvm import relax, te, tirx
 
 Legalize = Callable[[relax.BlockBuilder, relax.Call], relax.Expr]
 
+_INJECTIVE = 2
+"""The pattern of ops that FuseOps joins with what is elementwise; it cannot see that of an op that reads its indices."""
+
 
 def legalizations() -> dict[str, Legalize]:
     """By op, for `relax.transform.LegalizeOps`."""
@@ -23,7 +26,9 @@ def legalizations() -> dict[str, Legalize]:
         if str(call.attrs.mode) != "fast" or call.attrs.axis is None or not is_known:
             return stock(builder, call)
         axis = int(call.attrs.axis) % int(data.ty.ndim)
-        return builder.call_te(_take, data, index, axis, primfunc_name_hint="take")
+        return builder.call_te(
+            _take, data, index, axis, primfunc_name_hint="take", primfunc_attrs={"op_pattern": _INJECTIVE}
+        )
 
     return {"relax.take": legalize}
 

@@ -6,6 +6,7 @@ its earlier forms), so that all modes, coordinate transformations and the antial
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -17,7 +18,8 @@ from .enlarging import enlarged
 from .node import Node, const, dtype_of, is_float
 from .table import converts
 
-_FEW_TAPS = 4
+_FEW_TAPS = 16
+"""Elements up to which an output element is their sum written out: bilinear takes 4, bicubic 16."""
 
 
 @dataclass(frozen=True)
@@ -141,18 +143,6 @@ def _apply(node: Node, data: relax.Expr, axis: int, table: Taps) -> relax.Expr:
 
 
 def _weighted_sum(node: Node, data: relax.Expr, axis: int, table: Taps) -> relax.Expr:
-    """A few taps are elements taken along the axis, ops whose axis can move; many taps are a kernel."""
-    count = table.places.shape[1]
-    if count <= _FEW_TAPS:
-        total: relax.Expr | None = None
-        for tap in range(count):
-            taken = node.emit(relax.op.take(data, const(table.places[:, tap], "int64"), axis, "fast"))
-            shape = [-1 if i == axis else 1 for i in range(node.rank(data))]
-            weights = const(table.weights[:, tap].reshape(shape), dtype_of(data))
-            part = node.emit(relax.op.multiply(taken, weights))
-            total = part if total is None else node.emit(relax.op.add(total, part))
-        return total
-
     def compute(x: te.Tensor, places: te.Tensor, weights: te.Tensor) -> te.Tensor:
         tap = te.reduce_axis((0, table.places.shape[1]), name="tap")
         shape = [table.places.shape[0] if i == axis else size for i, size in enumerate(x.shape)]
@@ -169,14 +159,35 @@ def _weighted_sum(node: Node, data: relax.Expr, axis: int, table: Taps) -> relax
     return node.builder.emit_te(compute, data, places, weights, primfunc_name_hint="resize")
 
 
+def _weighted_sum_at_once(node: Node, data: relax.Expr, tables: dict[int, Taps]) -> relax.Expr:
+    """All axes together, as elements taken and weighed: ops whose axes can move, and which fuse into one kernel."""
+    total = data
+    for number, combination in enumerate(itertools.product(*(range(len(t.weights[0])) for t in tables.values()))):
+        part, weights = data, np.ones((), "float64")
+        for (axis, table), tap in zip(tables.items(), combination, strict=True):
+            part = node.emit(relax.op.take(part, const(table.places[:, tap], "int64"), axis, "fast"))
+            shape = [-1 if i == axis else 1 for i in range(node.rank(data))]
+            weights = weights * table.weights[:, tap].reshape(shape)
+        part = node.emit(relax.op.multiply(part, const(weights, dtype_of(data))))
+        total = node.emit(relax.op.add(total, part)) if number else part
+    return total
+
+
 def _resized(node: Node, data: relax.Expr, axes: list[Axis], mode: str, transformation: str) -> relax.Expr:
     dtype = dtype_of(data)
     is_kept = mode == "nearest" or dtype in ("float32", "float64")
     value = data if is_kept else cast(node, data, "float32")
+    tables = {}
     for axis in axes:
         is_whole = axis.region == (0.0, 1.0) or transformation != "tf_crop_and_resize"
         if axis.before != axis.after or not math.isclose(axis.scale, 1.0) or not is_whole:
-            value = _apply(node, value, axis.axis, taps(axis, mode, transformation, node))
+            tables[axis.axis] = taps(axis, mode, transformation, node)
+    is_inside = all(table.outside is None for table in tables.values())
+    if mode != "nearest" and is_inside and math.prod(len(table.weights[0]) for table in tables.values()) <= _FEW_TAPS:
+        value = _weighted_sum_at_once(node, value, tables)
+    else:
+        for number, table in tables.items():
+            value = _apply(node, value, number, table)
     if is_kept or is_float(dtype):
         return cast(node, value, dtype)
     limits = np.iinfo(dtype)
