@@ -90,6 +90,7 @@ CASES: dict[str, tuple[Build, Operands]] = {
     ),
     "shuffle of a row": (shuffle(3), [f32(1, 6, 5, 72)]),
     "shuffle in pairs": (lambda x: op.nn.relu(shuffle(2)(x)), [f32(1, 4, 3, 90)]),
+    "shuffle, large": (shuffle(4), [f32(3, 40, 40, 272)]),
     "shuffle, ragged": (shuffle(5), [f32(2, 4, 3, 35)]),
     "transpose and add": (
         lambda x, y: op.add(op.permute_dims(x, [2, 0, 1]), y),

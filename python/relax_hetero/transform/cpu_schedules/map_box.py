@@ -7,6 +7,7 @@ from tvm import tirx
 from ...encoding.machine import Machine
 from ...tir.builder import Expr
 from .flat import FlatBox
+from .interleaved import interleaved, write_interleaved
 from .points import write_point
 from .runs import nested, run, spread
 from .turned import turned, write_turned
@@ -23,7 +24,12 @@ def write_map(box: FlatBox, machine: Machine, tasks: int) -> None:
         return
     var = box.spatial[-1].var
     lanes = 1 if varies_inside(box, var) else lanes_of(box.nest, machine)
-    tiles = turned(box, lanes, tasks) if lanes > 1 and not any(map(chooses, box.nest.expressions())) else None
+    free = lanes > 1 and not any(map(chooses, box.nest.expressions()))
+    merge = interleaved(box, lanes, tasks) if free else None
+    if merge is not None:
+        write_interleaved(merge, tasks)
+        return
+    tiles = turned(box, lanes, tasks) if free else None
     if tiles is not None:
         write_turned(tiles, tasks)
         return
