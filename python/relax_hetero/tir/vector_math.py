@@ -5,10 +5,10 @@ built (it binds intermediates). Only arithmetic, comparison and reinterpretation
 LLVM and the ``c`` target; the one exception, sqrt, is an instruction on both.
 
 Against float64 the results are within 4 units in the last place over all of float32, with infinities, NaN, denormals
-and signed zeros as IEEE 754 has them; those of `gelu` and `gelu_tanh` within 4 units in the last place *of x*.
+and signed zeros as IEEE 754 has them.
 
 The coefficients are minimax fits (iteratively reweighted least squares in float64), given with the error of the fit
-itself. The rational ones have positive coefficients only, so nothing cancels.
+itself.
 
 Infinite and NaN constants are not written: TVM's C code generator has no way to. They are made of the operand's bits.
 """
@@ -19,7 +19,6 @@ import math
 import struct
 from collections.abc import Callable
 from contextvars import ContextVar
-from itertools import zip_longest
 
 import tvm
 from tvm import tirx
@@ -36,17 +35,6 @@ _ERF_LARGE = (
     0.000191925366, 1.12768963, 0.637161137, 0.103948022, -0.0222338696, 0.00304473191, -0.000196069951,
 )  # fmt: skip
 _ERF_LIMIT = 3.93  # beyond, erf is 1 in float32
-
-# Cheaper, of some more ulps, for gelu, where they count for less:
-# tanh(x) = x P(x^2) / Q(x^2) for |x| <= 9.02, relative error 2.1e-8; beyond, tanh is 1 in float32.
-_TANH_RATIONAL_LIMIT = 9.02
-_TANH_P = (1.0, 0.133797199, 0.00349403615, 2.0583504e-05, 1.33190987e-08)
-_TANH_Q = (1.0, 0.467130363, 0.0258710813, 0.000328309485, 7.76203592e-07)
-
-# erf(x) = x P(x^2) / Q(x^2) for |x| <= 3.925, relative error 1.9e-8; beyond, erf is 1 in float32.
-_ERF_RATIONAL_LIMIT = 3.925
-_ERF_P = (1.12837911, 0.190595433, 0.0527695194, 0.00377262034, 0.000284844718, 2.0460102e-06)
-_ERF_Q = (1.0, 0.502243519, 0.114183411, 0.0149833411, 0.00116387394, 3.80476558e-05)
 
 # exp(r) = 1 + r + r^2 P(r) for |r| <= log(2)/2, relative error 3.3e-9.
 EXP_P = (0.49999994, 0.166665152, 0.041668456, 0.00836941879, 0.00138131483)
@@ -253,21 +241,6 @@ def silu(x: tirx.Expr) -> tirx.Expr:
     return _times_sigmoid(x, x)
 
 
-def gelu(x: tirx.Expr) -> tirx.Expr:
-    """x (1 + erf(x / sqrt(2))) / 2."""
-    x = once(x)
-    half = once(x * constant(x, 0.5))
-    return once(half * _odd_rational(x * constant(x, 0.70710678118654752), _ERF_RATIONAL_LIMIT, _ERF_P, _ERF_Q) + half)
-
-
-def gelu_tanh(x: tirx.Expr) -> tirx.Expr:
-    """x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2."""
-    x = once(x)
-    half = once(x * constant(x, 0.5))
-    inner = x * (constant(x, 0.79788456080286536) + x * x * constant(x, 0.79788456080286536 * 0.044715))
-    return once(half * _odd_rational(inner, _TANH_RATIONAL_LIMIT, _TANH_P, _TANH_Q) + half)
-
-
 def rsqrt(x: tirx.Expr) -> tirx.Expr:
     """1 / sqrt(x)."""
     return once(constant(x, 1.0) / T.sqrt(x))
@@ -281,29 +254,6 @@ def with_sign(magnitude: tirx.Expr, x: tirx.Expr) -> tirx.Expr:
     """`magnitude`, which is not negative, with the sign of `x`."""
     own = bits(x)
     return from_bits(T.bitwise_or(bits(magnitude), T.bitwise_and(own, constant(own, -0x80000000))))
-
-
-def _odd_rational(x: tirx.Expr, limit: float, p: tuple[float, ...], q: tuple[float, ...]) -> tirx.Expr:
-    """x P(x^2) / Q(x^2), and exactly 1 or -1 from the limit on: what is left of gelu far below zero is zero."""
-    x = clamp(x, -limit, limit)
-    square = once(x * x)
-    fourth = once(square * square)
-    ratio = x * _paired(square, fourth, p) / _paired(square, fourth, q)
-    one, edge = constant(x, 1.0), constant(x, limit)
-    below = T.Select(x <= constant(x, -limit), constant(x, -1.0), ratio)
-    return once(T.Select(x >= edge, one, below))
-
-
-def _paired(x: tirx.Expr, square: tirx.Expr, coefficients: tuple[float, ...]) -> tirx.Expr:
-    """A polynomial as one in x^2 whose coefficients are linear in x: half the roundings one after the other."""
-    pairs = [
-        constant(x, low) if high is None else constant(x, high) * x + constant(x, low)
-        for low, high in zip_longest(coefficients[::2], coefficients[1::2])
-    ]
-    result = pairs[-1]
-    for pair in reversed(pairs[:-1]):
-        result = result * square + pair
-    return result
 
 
 def _times_sigmoid(x: tirx.Expr, factor: tirx.Expr | None) -> tirx.Expr:
