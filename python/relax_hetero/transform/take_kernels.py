@@ -13,7 +13,7 @@ from tvm import relax, te, tirx
 Legalize = Callable[[relax.BlockBuilder, relax.Call], relax.Expr]
 
 _INJECTIVE = 2
-"""The pattern of ops that FuseOps joins with what is elementwise; it cannot see that of an op that reads its indices."""
+"""The pattern of ops that FuseOps joins with elementwise ones; it cannot see that of an op that reads its indices."""
 
 
 def legalizations() -> dict[str, Legalize]:
