@@ -10,6 +10,7 @@ from tvm.relax import op
 from tir.kernel_runs import VECTOR_NAMES
 from transform.scheduled_ops import F32, I32, I64, Build, N, Operands, check, const, f32, i64, resize
 
+
 def shuffle(groups: int) -> Build:
     def build(x: relax.Var) -> relax.Expr:
         *outer, channels = [int(extent) for extent in x.ty.shape]
@@ -97,6 +98,7 @@ CASES: dict[str, tuple[Build, Operands]] = {
         [f32(20, 33, 45), f32(45, 20, 33)],
     ),
     "resize nearest": (resize("NHWC", "nearest_neighbor", (11, 13)), [f32(1, 5, 6, 19)]),
+    "resize to twice": (resize("NCHW", "nearest_neighbor", (10, 42)), [f32(1, 3, 5, 21)]),
     "resize linear": (resize("NHWC", "linear", (11, 13)), [f32(1, 5, 6, 19)]),
     "resize linear, channels first": (resize("NCHW", "linear", (11, 33)), [f32(1, 3, 5, 6)]),
     "rows, symbolic": (lambda x, y: op.nn.relu(op.add(x, y)), [f32(N, 33), f32(33)]),

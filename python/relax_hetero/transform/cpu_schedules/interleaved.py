@@ -55,7 +55,7 @@ def interleaved(box: FlatBox, lanes: int, tasks: int) -> Interleaved | None:
 
     def change(load: Load) -> Load:
         along, step = stride(load.indices[0], outer.var), stride(load.indices[0], last.var)
-        if not is_step(along, 1) or step is None or is_step(step, 0) or load.ty.dtype == "bool":
+        if not is_step(along, 1) or step is None or load.ty.dtype == "bool":
             return load
         stand_in = tirx.decl_buffer((1,), str(load.ty.dtype))
         reads[stand_in] = load

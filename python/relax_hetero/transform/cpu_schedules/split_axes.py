@@ -11,6 +11,7 @@ After::
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import tvm
@@ -22,20 +23,22 @@ from ...tir.builder import Expr
 from .nests import Nest
 from .stages import Axis, replaced
 
+_APART = (tirx.FloorDiv, tirx.FloorMod)
+
 
 def split_axes(nest: Nest) -> Nest:
-    """The nest with such axes split; axes that are taken apart in several ways stay."""
+    """The nest with such axes split; axes that are taken apart in several ways stay, and those of reductions."""
+    if nest.sums:
+        return nest
+    nest = _rewritten(nest, nest.axes, {})
     found: dict[tirx.Var, set[int]] = {}
 
-    def note(node: tirx.FloorDiv | tirx.FloorMod) -> None:
-        if isinstance(node.a, tvm.ir.Var) and isinstance(node.b, tirx.IntImm):
-            found.setdefault(node.a, set()).add(int(node.b))
-
     for value in nest.expressions():
-        structural_walk(value, [(tirx.FloorDiv, note), (tirx.FloorMod, note)])
+        for node in _taken_apart(value):
+            if isinstance(node.a, tvm.ir.Var) and isinstance(node.b, tirx.IntImm):
+                found.setdefault(node.a, set()).add(int(node.b))
     axes: list[Axis] = []
     split: dict[tirx.Var, Expr] = {}
-    analyzer = Analyzer()
     for axis in nest.axes:
         by = next(iter(found.get(axis.var, ())), 1)
         fits = isinstance(axis.extent, int) and 1 < by < axis.extent and axis.extent % by == 0
@@ -45,21 +48,27 @@ def split_axes(nest: Nest) -> Nest:
         outer, inner = tirx.Var(f"{axis.var.name}_o", "int64"), tirx.Var(f"{axis.var.name}_i", "int64")
         axes += [Axis(outer, axis.extent // by), Axis(inner, by)]
         split[axis.var] = outer * by + inner
-    if not split:
+    return replace(_rewritten(nest, axes, split), axes=tuple(axes), split=split) if split else nest
+
+
+def _rewritten(nest: Nest, axes: Sequence[Axis], values: dict[tirx.Var, Expr]) -> Nest:
+    """The nest with variables replaced, and quotients and remainders simplified."""
+    if not any(_taken_apart(value) for value in nest.expressions()):
         return nest
+    analyzer = Analyzer()
     for axis in axes:
         analyzer.bind(axis.var, tvm.ir.Range(0, axis.extent))
 
-    def simpler(node: Expr) -> Expr:
-        return analyzer.simplify(node)
-
     def rewritten(value: Expr) -> Expr:
-        return structural_map(replaced(value, split), [(tirx.FloorDiv, simpler), (tirx.FloorMod, simpler)])
+        return structural_map(replaced(value, values), [(kind, analyzer.simplify) for kind in _APART])
 
     return replace(
         nest,
-        axes=tuple(axes),
-        sums=[replace(s, initial=rewritten(s.initial), value=rewritten(s.value)) for s in nest.sums],
         steps=[(buffer, rewritten(value)) for buffer, value in nest.steps],
-        split=split,
     )
+
+
+def _taken_apart(value: Expr) -> list[Expr]:
+    found: list[Expr] = []
+    structural_walk(value, [(kind, found.append) for kind in _APART])
+    return found
