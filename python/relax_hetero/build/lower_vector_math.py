@@ -12,8 +12,9 @@ After::
     T.attr(0, "pragma_import_llvm", "define <16 x float> @relax_hetero.exp.16(<16 x float> %x0) { ... }")
     B[i * 16 : i * 16 + 16] = T.call_pure_extern("relax_hetero.exp.16", A[i * 16 : i * 16 + 16], "float32x16")
 
-Vectors of float16 and bfloat16 are computed in float32; float64 and scalars stay the C library's. Assumes vectorized
-loops, kernels of the kind llvm, and that LowerIntrin is still to come.
+Vectors of float16 and bfloat16 are computed in float32; float64 and scalars stay the C library's, vectors of float64
+lane by lane where LLVM does not do that itself. Assumes vectorized loops, kernels of the kind llvm, and that
+LowerIntrin is still to come.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm_ffi import structural_map
 
 from ..tir import vector_math, vector_powers, vector_trigonometry
+from ..tir.builder import lane_of
 from ..tir.llvm_text import llvm_function
 
 _MODULES: dict[Any, str] = {
@@ -44,6 +46,8 @@ _FUNCTIONS: dict[str, Callable[..., tirx.Expr]] = {
     "cube": vector_powers.cube,
 }
 _COMPUTED = ("float32", "float16", "bfloat16")
+# Those that LLVM has no vectors of, and so TVM no code for vectors of float64.
+_SCALAR = frozenset(f"tirx.{name}" for name in "erf log1p sinh cosh asinh acosh asin acos atan".split())
 _KNOWN_POWERS = {2.0: "square", 3.0: "cube"}
 _IMPORT = "pragma_import_llvm"
 
@@ -71,6 +75,8 @@ def lower_vector_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
         if not isinstance(call.op, tvm.ir.Op) or call.op.name not in _FUNCTIONS:
             return call
         element, _, lanes = str(call.ty.dtype).partition("x")
+        if lanes and element == "float64" and call.op.name in _SCALAR:
+            return _lane_by_lane(call, int(lanes))
         if not lanes or element not in _COMPUTED:
             return call
         name, operands = _of_known_power(call.op.name, list(call.args))
@@ -82,10 +88,17 @@ def lower_vector_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
     body = structural_map(func.body, (tvm.ir.Call, on_call))
     if not used:
-        return func
+        return func.with_body(body) if not body.same_as(func.body) else func
     for name, lanes in sorted(used, reverse=True):
         body = tirx.AttrStmt(tirx.IntImm("int32", 0), _IMPORT, tvm.ir.StringImm(_definition(name, lanes)), body)
     return func.with_body(body)
+
+
+def _lane_by_lane(call: tvm.ir.Call, lanes: int) -> tirx.Expr:
+    operand = tirx.Var("operand", call.args[0].ty)
+    scalar = tvm.ir.PrimType(str(call.ty.dtype).partition("x")[0])
+    parts = [tvm.ir.Call(call.op, [lane_of(operand, lane)], ret_ty=scalar) for lane in range(lanes)]
+    return tirx.Let(operand, call.args[0], tirx.Shuffle(parts, list(range(lanes))))
 
 
 def _of_known_power(name: str, operands: list[tirx.Expr]) -> tuple[str, list[tirx.Expr]]:

@@ -152,7 +152,7 @@ def power(x: tirx.Expr, y: tirx.Expr) -> tirx.Expr:
     integer = once(T.cast(clamp(T.Select(tirx.EQ(y, y), y, zero), -16777216.0, 16777216.0), _single_int(x)))
     is_small_integer = tirx.EQ(T.cast(integer, dtype_of(x)), y)
     odd = T.Select(is_small_integer, T.shift_left(integer, constant(integer, 31)), constant(integer, 0))
-    wide = dtype_of(x).replace("32", "64")
+    wide = dtype_of(x).replace("float32", "float64")
     product = T.cast(y, wide) * _wide_log2(magnitude)
     # One to the power of infinity is one.
     product = T.Select(tirx.And(tirx.EQ(magnitude, one), exponent > constant(x, _MAX)), tirx.const(0.0, wide), product)
@@ -165,7 +165,7 @@ def power(x: tirx.Expr, y: tirx.Expr) -> tirx.Expr:
 
 def _wide_log2(x: tirx.Expr) -> tirx.Expr:
     """The logarithm to base 2 in float64 of a float32 that is not negative; of 0 and infinity, beyond all others."""
-    wide = dtype_of(x).replace("32", "64")
+    wide = dtype_of(x).replace("float32", "float64")
     value = once(T.cast(x, wide))
     raw = once(T.reinterpret(wide.replace("float", "int"), value))
     high = T.cast(T.shift_right(raw, constant(raw, 32)), _single_int(x))
@@ -186,7 +186,7 @@ def _wide_exp2(x: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
     wide = dtype_of(x)
     raw = T.reinterpret(wide.replace("float", "int"), x + constant(x, _ROUNDER))
     exponent = once(T.cast(raw, wide.replace("float64", "int32")))
-    r = once(T.cast(x - T.cast(exponent, wide), wide.replace("64", "32")))
+    r = once(T.cast(x - T.cast(exponent, wide), wide.replace("float64", "float32")))
     return scaled(polynomial(r, _EXP2_P) * r + constant(r, 1.0), exponent)
 
 

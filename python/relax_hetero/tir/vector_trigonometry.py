@@ -98,7 +98,7 @@ def _asin_parts(x: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
 def _reduced(
     x: tirx.Expr, of_quadrant: Callable[[tirx.Expr, tirx.Expr], tirx.Expr], library: Callable[[tirx.Expr], tirx.Expr]
 ) -> tirx.Expr:
-    wide = dtype_of(x).replace("32", "64")
+    wide = dtype_of(x).replace("float32", "float64")
     value = once(T.cast(x, wide))
     raw = T.reinterpret(wide.replace("float", "int"), value * constant(value, _TWO_OVER_PI) + constant(value, _ROUNDER))
     quadrant = once(T.cast(raw, dtype_of(x).replace("float", "int")))

@@ -179,6 +179,25 @@ def test_halves(target):
             np.testing.assert_allclose(found.astype("float64"), wanted.astype("float64"), rtol=2e-3, atol=1e-7)
 
 
+@pytest.mark.parametrize("target", VECTOR_NAMES)
+def test_doubles(target):
+    library = _built(target, "float64")
+    x = np.random.default_rng().uniform(-2, 2, SIZE)
+    with np.errstate(all="ignore"):
+        for name, reference in REFERENCES.items():
+            np.testing.assert_allclose(_results(library, name, x), reference(x), rtol=1e-10, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("lanes", [2, 32, 64])
+def test_any_number_of_lanes(lanes):
+    target = target_of(VECTOR_NAMES[0])
+    functions = {name: _kernel(name, lanes) for name in FUNCTIONS}
+    library = build_group(target, tvm.IRModule(functions), target)
+    for name, reference in REFERENCES.items():
+        with np.errstate(all="ignore"):
+            check(_results(library, name, _inputs()), reference(_inputs().astype("float64")), [_inputs()], 4)
+
+
 def _bases() -> np.ndarray:
     """Numbers whose powers are worth looking at, and as many exponents."""
     rng = np.random.default_rng()
