@@ -33,7 +33,8 @@ from .blocks import Block, Emitter, rewrite_function, same_shape, shape_of, tens
 from .encoding_layouts import target_of
 from .fusion_report import decline
 from .rewriting import op_name, relax_functions, with_functions
-from .row_regions import RowGrowth, RowRegion
+from .row_region import RowRegion
+from .row_regions import RowGrowth
 from .row_terms import WIDE, RowOp, row_op
 
 MIN_COLUMNS = 4

@@ -17,6 +17,7 @@ and vanishes where the layout is identity; what was packed and is unpacked
 only to be packed for another op goes from the one layout to the other. Types become those of the bytes.
 Elementwise ops of which each is the only user of the one before, the first of a product's, become the epilogue of the
 product's kernel: its accumulators never leave registers before bias, activation and residual are applied.
+`R.hetero.rows` becomes a kernel too, or a phase of the kernel of the product whose result only it reads (`row_phases`).
 
 Assumes SpecializeEncodings. Kernels are written by the resolver of the device's target (products, elementwise) or by
 `relax_hetero.tir.pack`; equal problems on equal targets share one.

@@ -19,6 +19,7 @@ from ..vdevice import same_object
 from .blocks import Block, broadcast, is_one, same_shape, shape_of
 from .relax_expressions import is_supported, scalar_of, to_expression
 from .rewriting import op_name
+from .row_region import RowOperand, RowRegion
 from .row_terms import RowOp, row_op, row_term
 
 FULL, ROW, FLAT = "full", "row", "flat"
@@ -29,47 +30,6 @@ _REDUCED = 1 << 20
 """Operands of terms from here on are reductions."""
 _MAX_TERMS = 400
 """Of the text of a program, in which a term stands as often as it is used."""
-
-
-@dataclass(frozen=True)
-class RowOperand:
-    """A tensor that a region reads.
-
-    Attributes
-    ----------
-    value : relax.Expr
-    shape : tuple or None
-        What it is reshaped to first.
-    """
-
-    value: relax.Expr
-    shape: tuple[Any, ...] | None
-
-
-@dataclass(frozen=True)
-class RowRegion:
-    """Work that one `rows` will do.
-
-    Attributes
-    ----------
-    end : int
-        Index of the binding that it ends at.
-    inside : tuple of int
-        Indices of bindings that vanish.
-    program : RowProgram
-    operands : tuple of RowOperand
-    shape : list
-        Of the result of `rows`.
-    ops : tuple of str
-        Names of what it is made of.
-    """
-
-    end: int
-    inside: tuple[int, ...]
-    program: RowProgram
-    operands: tuple[RowOperand, ...]
-    shape: list[Any]
-    ops: tuple[str, ...]
 
 
 @dataclass(frozen=True)
