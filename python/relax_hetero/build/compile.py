@@ -47,8 +47,8 @@ def compile(  # noqa: A001 (the contract's name)
         Weights by parameter name, bound to ``main`` as constants. Parameters after the function's ``num_input``
         that are not bound are given to the machine once, with ``set_params``.
     progress : callable, optional
-        Called as ``progress(step, done, total)``, in this thread, while it compiles: steps are ``"passes"`` and then
-        ``"kernels"``, of which `done` of `total` parts are done.
+        Called as ``progress(step, done, total)``, in this thread, while it compiles: `done` of `total` ``"passes"``,
+        and then ``"kernels"``, are done.
 
     Returns
     -------

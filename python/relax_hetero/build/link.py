@@ -31,7 +31,7 @@ def link(mod: tvm.IRModule, progress: Progress | None = None) -> tvm.runtime.Mod
     mod : tvm.IRModule
         Lowered (LowerToVM), constants lifted; each PrimFunc has a target, or none if it computes shapes on the host.
     progress : callable, optional
-        Told how many modules of kernels are compiled.
+        Told how many kernels are compiled.
 
     Returns
     -------

@@ -6,7 +6,7 @@ cores there are, so that a model compiles to the same bytes anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import tvm
@@ -46,31 +46,36 @@ def build_side_by_side(
     Exception
         Of the first part, in order, that `build` raises one for.
     """
+    told = _Told(progress, sum(len(part.functions) for _, part in parts))
     context = tvm.transform.PassContext.current()
     # Instruments are the caller's objects: they are asked from the caller's thread only.
     workers = 1 if context.instruments else min(len(parts), num_cores())
     if workers <= 1:
-        return list(_one_after_another(parts, build, progress))
+        return [told.of(part, build(target, part)) for target, part in parts]
 
     def task(target: Target, part: tvm.IRModule) -> tvm.runtime.Module:
         with _copy(context):
             return build(target, part)
 
     with ThreadPoolExecutor(workers, thread_name_prefix="relax_hetero.build") as pool:
-        futures = [pool.submit(task, target, part) for target, part in parts]
-        for done, _ in enumerate(as_completed(futures), 1):
-            if progress is not None:
-                progress("kernels", done, len(parts))
+        futures = {pool.submit(task, target, part): part for target, part in parts}
+        for future in as_completed(futures):
+            told.of(futures[future])
         return [future.result() for future in futures]
 
 
-def _one_after_another(
-    parts: Sequence[tuple[Target, tvm.IRModule]], build: Build, progress: Progress | None
-) -> Iterator[tvm.runtime.Module]:
-    for done, (target, part) in enumerate(parts, 1):
-        yield build(target, part)
-        if progress is not None:
-            progress("kernels", done, len(parts))
+class _Told:
+    """Counts the kernels that are done."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress, self._done, self._total = progress, 0, total
+
+    def of(self, part: tvm.IRModule, library: tvm.runtime.Module = None) -> tvm.runtime.Module:
+        """A part is done; gives back what it was compiled to."""
+        self._done += len(part.functions)
+        if self._progress is not None:
+            self._progress("kernels", self._done, self._total)
+        return library
 
 
 def _copy(context: tvm.transform.PassContext) -> tvm.transform.PassContext:
