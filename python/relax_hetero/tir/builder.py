@@ -222,3 +222,9 @@ def masked_store(buffer: Any, index: Expr, value: Expr, mask: Expr) -> None:
             T.buffer_store(buffer, lane_of(value, 0), [index.base])
         with T.Else():
             T.evaluate(T.masked_store(buffer, value, index, mask))
+
+
+def prefetch(buffer: Any, index: Expr) -> None:
+    """Ask for the cache line of an element; beyond the end of storage this asks for nothing."""
+    read, keep, data = tirx.const(0, "int32"), tirx.const(3, "int32"), tirx.const(1, "int32")
+    T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", T.address_of(buffer[index]), read, keep, data))

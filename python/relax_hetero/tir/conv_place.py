@@ -12,7 +12,7 @@ from ..encoding.expression import Expression
 from ..encoding.machine import Machine
 from ..encoding.problem import ConvProblem, Window
 from . import elementwise
-from .builder import Expr, Function, broadcast, ceil_div, lane_numbers, settled, vector_type
+from .builder import Expr, Function, broadcast, ceil_div, lane_numbers, prefetch, settled, vector_type
 from .operand_view import Coordinates, OperandView
 from .work_split import WORTH_A_TASK, Split
 
@@ -178,6 +178,17 @@ def store_places(
             if expression.dtype(dtypes) != conv.result.dtype:
                 out = tirx.Cast(vector_type(conv.result.dtype, conv.lanes), out)
             conv.result.store(at, "n", out, conv.lanes, mask)
+
+
+def prefetch_operands(conv: Convolution, row: Row, place: Expr, column: Expr, size: tuple[int, int]) -> None:
+    """Ask for what the epilogue reads of every element of a tile, so that it has come when the sums are done."""
+    last = f"y{len(conv.windows) - 1}"
+    for view in conv.more:
+        if view.runs_along("n") and view.runs_along(last) and conv.lanes > 1:
+            for t in range(size[0]):
+                for j in range(size[1]):
+                    at = {**row.at, last: place + t, "n": column + j * conv.lanes}
+                    prefetch(view.data, view.address(at))
 
 
 def split_rows(conv: Convolution, panels: int, macs: int) -> Split:

@@ -22,13 +22,23 @@ from .builder import (
     held,
     lane_indices,
     loop,
+    prefetch,
     settled,
     smaller,
     vector_type,
     zeros,
 )
 from .conv_geometry import Segment, Taps, segments_of
-from .conv_place import Convolution, Row, channel_masks, data_position, make_row, split_rows, store_places
+from .conv_place import (
+    Convolution,
+    Row,
+    channel_masks,
+    data_position,
+    make_row,
+    prefetch_operands,
+    split_rows,
+    store_places,
+)
 from .work_split import part
 
 # More places a tile gain nothing: with two vectors each, this many fill the registers of AVX-512.
@@ -211,6 +221,7 @@ def _make_ahead(conv: Convolution, panel: Panel, number: Expr, sweep: Sweep) -> 
 
 def _emit_tile(conv: Convolution, place: Place, accs: Registers) -> None:
     panel, width = place.panel, place.segment.width
+    prefetch_operands(conv, place.row, place.first, panel.column, (width, panel.vectors))
     for number in range(width * panel.vectors):
         accs[number] = zeros(conv.problem.acc_dtype, conv.lanes)
     _over_taps(conv, place, accs, [])
@@ -291,8 +302,5 @@ def _weights(conv: Convolution, start: Expr, vector: int) -> Expr:
 
 def _prefetch(conv: Convolution, start: Expr, count: int) -> None:
     """Ask for `count` elements of the weight."""
-    line = CACHE_LINE_BYTES // bytes_of(conv.weight.dtype)
-    read, keep, data = tirx.const(0, "int32"), tirx.const(3, "int32"), tirx.const(1, "int32")
-    for ahead in range(0, count, line):
-        place = T.address_of(conv.weight.data[start + ahead])
-        T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", place, read, keep, data))
+    for ahead in range(0, count, CACHE_LINE_BYTES // bytes_of(conv.weight.dtype)):
+        prefetch(conv.weight.data, start + ahead)

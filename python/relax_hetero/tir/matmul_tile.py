@@ -18,6 +18,7 @@ from .builder import (
     either,
     held,
     loop,
+    prefetch,
     settled,
     smaller,
     vector_type,
@@ -50,6 +51,7 @@ def emit_tile(spec: Product2D, tile: Tile, k: KRange, accs: Registers) -> None:
     # As in a whole panel, whatever the width: equal columns have equal sums, to the last bit.
     panel = max(tile.vectors, spec.rhs.layout.tile(spec.rhs.index_map.index("n")) // spec.lanes)
     unroll = max(1, min(IN_FLIGHT, spec.registers - panel) // (tile.rows * panel)) if spec.lanes > 1 else 1
+    _prefetch_operands(spec, tile, k)
     either(k.first, lambda: _start(spec, tile, accs), lambda: _clear(spec, accs, range(count)))
     _clear(spec, accs, range(count, count * unroll))
     _accumulate_chains(spec, tile, accs, k, unroll)
@@ -59,6 +61,17 @@ def emit_tile(spec: Product2D, tile: Tile, k: KRange, accs: Registers) -> None:
         with when(tirx.Not(k.first)):
             _resume(spec, tile, accs)
     either(k.last, lambda: _finish(spec, tile, accs), lambda: _suspend(spec, tile, accs))
+
+
+def _prefetch_operands(spec: Product2D, tile: Tile, k: KRange) -> None:
+    """Ask for what the epilogue reads of every element of the tile, so that it has come when the sums are done."""
+    if not k.whole or spec.lanes == 1:
+        return
+    for view in spec.epilogue_views:
+        if view.runs_along("m") and view.runs_along("n"):
+            for i in range(tile.rows):
+                for j in range(tile.vectors):
+                    prefetch(view.data, view.address(position_in(spec, tile, view, i, j)))
 
 
 def _clear(spec: Product2D, accs: Registers, numbers: range) -> None:
@@ -141,11 +154,13 @@ def _accumulate(spec: Product2D, tile: Tile, accs: Registers, k: KRange, unroll:
         lines = max(1, unroll * tile.vectors // tile.sweep.tiles)
         turn = max(unroll, min(MAX_TURN, tile.sweep.tiles // tile.vectors))
     turns = settled(steps // turn)
+    elements = CACHE_LINE_BYTES // bytes_of(spec.rhs.dtype)
     with loop(turns) as s:
         if tile.sweep is not None:
             for line in range(lines):
                 at = {**tile.batch, "k": tirx.const(0, "int64") + k.begin, "n": tile.sweep.panel}
-                _prefetch(spec.rhs, at, (tile.sweep.number * turns + s) * lines + line)
+                ahead = ((tile.sweep.number * turns + s) * lines + line) * elements
+                prefetch(spec.rhs.data, spec.rhs.address(at) + ahead)
         for number in range(turn):
             step(k.begin + s * (k0 * turn) + number * k0, number % unroll)
     if turn > 1 and not (isinstance(steps, int) and steps % turn == 0):
@@ -155,14 +170,6 @@ def _accumulate(spec: Product2D, tile: Tile, accs: Registers, k: KRange, unroll:
         left = settled(size % k0)
         with when(True if isinstance(left, int) else left > 0):
             step(k.begin + steps * k0, 0, left)
-
-
-def _prefetch(view: OperandView, at: Coordinates, line: Expr) -> None:
-    """Ask for a cache line, counted from a position; beyond the end of storage this asks for nothing."""
-    elements = CACHE_LINE_BYTES // bytes_of(view.dtype)
-    place = T.address_of(view.data[view.address(at) + line * elements])
-    read, keep, data = tirx.const(0, "int32"), tirx.const(3, "int32"), tirx.const(1, "int32")
-    T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", place, read, keep, data))
 
 
 def _left(spec: Product2D, at: Coordinates, left: Expr | None) -> Expr | list[Expr]:
