@@ -35,8 +35,10 @@ ROWS_PER_BLOCK = 96
 # Right operands of more bytes are prefetched, panel by panel: measured 20 % faster for 8 rows, 30 % for 32, 8 % for
 # 128, 2 % for 2,048; slower for one or two rows, which only read. A model's weights come from memory or the last-level
 # cache, however small: 12 % for 128x384 times 384x384.
-PREFETCH_BYTES = 1 << 18
+PREFETCH_BYTES = 1 << 16
 PREFETCH_ROWS = 3
+# Where a product needs registers of its own besides, the addresses of what is fetched drive accumulators out of fewer.
+PREFETCH_REGISTERS = 32
 
 
 def matmul_kernel(problem: MatmulProblem, machine: Machine) -> tirx.PrimFunc:
@@ -192,6 +194,8 @@ def _tiles_per_sweep(spec: Product2D, machine: Machine, tiles: Expr, split: Spli
     if machine.kind != "llvm" or spec.lanes == 1 or not packed or not isinstance(split.rows, int):
         return 0
     if not isinstance(spec.n, int) or not isinstance(spec.k, int):
+        return 0
+    if spec.product.temporaries and machine.isa.registers < PREFETCH_REGISTERS:
         return 0
     size = spec.n * spec.k * bytes_of(spec.rhs.dtype)
     if not isinstance(spec.m, int):
