@@ -21,6 +21,7 @@ from .external_symbols import check_external_symbols
 from .llvm_kernels import build_llvm
 from .loosen_alignment import ARGUMENT_ALIGNMENT, loosen_alignment
 from .side_by_side import Progress, build_side_by_side, cut
+from .spell_c import spell_c
 
 
 def link(mod: tvm.IRModule, progress: Progress | None = None) -> tvm.runtime.Module:
@@ -115,7 +116,7 @@ def _build(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Targ
     if target.kind.name == "llvm":
         return build_llvm(full, group)
     if not _is_gpu(target):
-        group = tvm.IRModule({gv: loosen_alignment(func) for gv, func in group.functions.items()})
+        group = tvm.IRModule({gv: spell_c(loosen_alignment(func)) for gv, func in group.functions.items()})
     return tirx.build(group, target=full)
 
 
