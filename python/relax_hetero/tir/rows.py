@@ -6,11 +6,15 @@ computed once and waits in the result's row (`row_plan`). Rows are shared by the
 
 from __future__ import annotations
 
+from typing import Any
+
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from ..encoding.expression import Expression, Term
 from ..encoding.machine import Machine
 from ..encoding.problem import RowPhase, RowsProblem
+from ..encoding.row_program import Reduction, RowProgram
 from ..errors import EncodingError
 from .builder import Expr, Function, loop, settled
 from .elementwise import computed_in
@@ -56,15 +60,16 @@ def rows_kernel(problem: RowsProblem, machine: Machine) -> tirx.PrimFunc:
             raise EncodingError(f"rows {problem.program}: found no operand that runs along the rows")
         n = extent_of(wide, "n")
         lanes = min(machine.lanes(computed_in(view.dtype)) for view in views)
+        program = _in_single(problem.program)
         plan = plan_rows(
-            problem.program,
+            program,
             frozenset(i for i, view in enumerate(operands) if view.runs_along("n")),
             may_keep=result.runs_along("n") and problem.result.dtype == computed_in(problem.result.dtype),
         )
         with function.body():
             for view in views:
                 view.open(raw=view.dtype in ("bfloat16", "bool"))
-            code = RowCode(problem.program, plan, operands, result, lanes, n)
+            code = RowCode(program, plan, operands, result, lanes, n)
             emit_rows(code, names, machine)
     return function.result
 
@@ -85,9 +90,24 @@ def phase_code(phase: RowPhase, others: list[OperandView], result: OperandView, 
     lanes = min(machine.lanes(computed_in(view.dtype)) for view in operands)
     varying = frozenset(i for i, view in enumerate(operands) if view.runs_along("n"))
     may_keep = result.dtype == computed_in(result.dtype)
-    return RowCode(
-        phase.program, plan_rows(phase.program, varying, may_keep, phase.product), operands, result, lanes, n
-    )
+    program = _in_single(phase.program)
+    return RowCode(program, plan_rows(program, varying, may_keep, phase.product), operands, result, lanes, n)
+
+
+def _in_single(program: RowProgram) -> RowProgram:
+    """The program with a cast back behind every cast to half precision, whose operands too are computed in single."""
+
+    def apply(op: str, args: list[Term], params: tuple[Any, ...]) -> Term:
+        term = Term(op, tuple(args), params)
+        narrow = op == "cast" and computed_in(params[0]) != params[0]
+        return Term("cast", (term,), (computed_in(params[0]),)) if narrow else term
+
+    def widened(expression: Expression) -> Expression:
+        operands = [Expression.operand(index).term for index in range(expression.num_operands)]
+        return Expression(expression.evaluate(operands, apply))
+
+    reductions = tuple(Reduction(r.kind, widened(r.expression)) for r in program.reductions)
+    return RowProgram(program.num_operands, reductions, widened(program.result))
 
 
 def merge_rows(views: list[OperandView], names: list[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -113,8 +114,11 @@ def test_wrong_options_are_refused_by_name(
 ) -> None:
     from click.testing import CliRunner
 
-    import models
-
+    # By its path: a package of tests is called `models` too.
+    spec = importlib.util.spec_from_file_location("bench_models", BENCH / "models.py")
+    assert spec is not None and spec.loader is not None
+    models = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(models)
     monkeypatch.setenv("RELAX_HETERO_CACHE", str(tmp_path))
     done = CliRunner().invoke(models.main, arguments)
     assert done.exit_code == 2 and message in done.output

@@ -32,7 +32,7 @@ MODELS: dict[str, Callable[[], onnx.ModelProto]] = {
     **{name: partial(random_model, name) for name in ("squeezenet", "bvlc_alexnet", "inception_v1", "resnet50")},
 }
 # How many cuts: the larger models take some ten seconds each.
-CUTS = {"minilm": 20, "squeezenet": 20, "bvlc_alexnet": 6, "inception_v1": 6, "resnet50": 6}
+CUTS = {"minilm": 10, "squeezenet": 6, "bvlc_alexnet": 3, "inception_v1": 3, "resnet50": 3}
 # A cut is a handful of points of the whole; as fractions they fit every model.
 FRACTIONS = st.lists(st.integers(1, 199), min_size=1, max_size=6, unique=True)
 
