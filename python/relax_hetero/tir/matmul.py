@@ -37,8 +37,6 @@ ROWS_PER_BLOCK = 96
 # cache, however small: 12 % for 128x384 times 384x384.
 PREFETCH_BYTES = 1 << 16
 PREFETCH_ROWS = 3
-# Where a product needs registers of its own besides, the addresses of what is fetched drive accumulators out of fewer.
-PREFETCH_REGISTERS = 32
 
 
 def matmul_kernel(problem: MatmulProblem, machine: Machine) -> tirx.PrimFunc:
@@ -195,7 +193,8 @@ def _tiles_per_sweep(spec: Product2D, machine: Machine, tiles: Expr, split: Spli
         return 0
     if not isinstance(spec.n, int) or not isinstance(spec.k, int):
         return 0
-    if spec.product.temporaries and machine.isa.registers < PREFETCH_REGISTERS:
+    # Where a product needs registers besides, the addresses of what is fetched would drive accumulators out of theirs.
+    if spec.product.temporaries:
         return 0
     size = spec.n * spec.k * bytes_of(spec.rhs.dtype)
     if not isinstance(spec.m, int):
