@@ -7,12 +7,12 @@ Each file has ``load(model, file, inputs, threads) -> Session``; those that comp
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 
 import numpy as np
+from packages import is_installed
 
 Inputs = Mapping[str, np.ndarray]
 
@@ -67,10 +67,7 @@ class Peer:
     @property
     def installed(self) -> bool:
         """Whether its package is there; nothing is loaded."""
-        try:
-            return importlib.util.find_spec(self.package) is not None
-        except ModuleNotFoundError:  # of a package's parent
-            return False
+        return is_installed(self.package)
 
     def load_module(self) -> ModuleType:
         """Its file here, imported."""

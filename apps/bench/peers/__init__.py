@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from dataclasses import dataclass
+
+from packages import is_installed
 
 from .product import Contestant, Product
 
@@ -33,10 +34,7 @@ class Peer:
     @property
     def installed(self) -> bool:
         """Whether its package is there; nothing is loaded."""
-        try:
-            return importlib.util.find_spec(self.package) is not None
-        except ModuleNotFoundError:  # of a package's parent
-            return False
+        return is_installed(self.package)
 
     def make(self, product: Product, threads: int) -> Contestant:
         """Compile it for a product; `product.Unsupported`, or whatever the library raises, where it cannot."""

@@ -13,6 +13,9 @@ from tvm.script.ir_builder import tirx as T
 
 from ..encoding.problem import Dim
 
+CACHE_LINE_BYTES = 64
+"""What one prefetch asks for."""
+
 Expr = Any
 """A PrimExpr, or a number where TVM takes one."""
 

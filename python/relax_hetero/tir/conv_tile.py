@@ -14,6 +14,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ..element_types import bytes_of
 from .builder import (
+    CACHE_LINE_BYTES,
     Expr,
     Registers,
     broadcast,
@@ -50,7 +51,6 @@ PLACES_IN_ONE_SET = 8
 FEW_CHANNELS = 4
 # Weights of more bytes are prefetched, panel by panel: whoever ran before has most likely put them out of the caches.
 PREFETCH_BYTES = 1 << 16
-CACHE_LINE_BYTES = 64
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from ..element_types import bytes_of
 from ..encoding.expression import Expression
 from . import elementwise
 from .builder import (
+    CACHE_LINE_BYTES,
     Expr,
     Registers,
     broadcast,
@@ -36,7 +37,6 @@ IN_FLIGHT = 8
 # shorter sums added up with its square root.
 MAX_CHAIN = 1024
 
-CACHE_LINE_BYTES = 64
 MAX_TURN = 8
 
 

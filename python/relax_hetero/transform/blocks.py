@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import tvm
 import tvm_ffi
@@ -82,6 +82,42 @@ class Emitter:
     def bind(self, var: relax.Var, value: relax.Expr) -> None:
         """Bind `value` to a variable that exists already."""
         self.bindings.append(relax.VarBinding(var, value))
+
+
+class Spanning(Protocol):
+    """Bindings that become others at the place of the last of them."""
+
+    @property
+    def inside(self) -> Sequence[int]:
+        """Indices of the bindings before the last one, which vanish."""
+
+
+Span = TypeVar("Span", bound=Spanning)
+
+
+def with_regions(
+    block: Block, regions: Mapping[int, Span], write: Callable[[Emitter, Span, relax.Var], None]
+) -> list[relax.Binding] | None:
+    """The block's bindings with regions written anew; None where there is none.
+
+    Parameters
+    ----------
+    block : Block
+    regions : mapping
+        By the index of their last binding.
+    write : Callable
+        Emits what a region becomes; the last binding is of the variable given.
+    """
+    if not regions:
+        return None
+    gone = {index for region in regions.values() for index in region.inside}
+    emitter = Emitter(block.is_dataflow)
+    for index, binding in enumerate(block.bindings):
+        if index in regions:
+            write(emitter, regions[index], binding.var)
+        elif index not in gone:
+            emitter.bindings.append(binding)
+    return emitter.bindings
 
 
 def used_vars(expr: relax.Expr) -> list[relax.Var]:

@@ -12,7 +12,7 @@ from tvm import relax
 
 from ..encoding.encoding import Encoding
 from ..op import encoded as op
-from .blocks import Block, Emitter, same_shape, shape_of, tensor_type
+from .blocks import Block, Emitter, same_shape, shape_of, tensor_type, with_regions
 from .region_growth import Growth, Operand, Region
 from .rewriting import op_name
 
@@ -26,16 +26,7 @@ def absorb_elementwise(block: Block) -> list[relax.Binding] | None:
         if region is not None:
             regions[region.end] = region
             taken.update([*region.inside, region.end])
-    if not regions:
-        return None
-    gone = {index for region in regions.values() for index in region.inside}
-    emitter = Emitter(block.is_dataflow)
-    for index, binding in enumerate(block.bindings):
-        if index in regions:
-            _write(emitter, regions[index], binding.var, block)
-        elif index not in gone:
-            emitter.bindings.append(binding)
-    return emitter.bindings
+    return with_regions(block, regions, lambda emitter, region, var: _write(emitter, region, var, block))
 
 
 def is_root(binding: relax.Binding, block: Block) -> bool:

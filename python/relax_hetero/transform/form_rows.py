@@ -29,7 +29,7 @@ from ..encoding.problem import RowsProblem
 from ..encoding.resolver import solves
 from ..op.encoded import UNSET
 from ..op.rows import rows
-from .blocks import Block, Emitter, rewrite_function, same_shape, shape_of, tensor_type
+from .blocks import Block, Emitter, rewrite_function, same_shape, shape_of, tensor_type, with_regions
 from .encoding_layouts import target_of
 from .fusion_report import decline
 from .rewriting import op_name, relax_functions, with_functions
@@ -81,16 +81,7 @@ class _Former:
             if region is not None:
                 regions[region.end] = region
                 taken.update([*region.inside, region.end])
-        if not regions:
-            return None
-        gone = {index for region in regions.values() for index in region.inside}
-        emitter = Emitter(block.is_dataflow)
-        for index, binding in enumerate(block.bindings):
-            if index in regions:
-                _write(emitter, regions[index], binding.var)
-            elif index not in gone:
-                emitter.bindings.append(binding)
-        return emitter.bindings
+        return with_regions(block, regions, _write)
 
     def _region(self, block: Block, index: int, op: RowOp, taken: set[int]) -> RowRegion | None:
         var = block.bindings[index].var
