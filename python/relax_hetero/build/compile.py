@@ -35,7 +35,10 @@ _log = logging.getLogger("relax_hetero")
 
 
 def compile(  # noqa: A001 (the contract's name)
-    mod: tvm.IRModule, params: Mapping[str, Any] | None = None, progress: Progress | None = None
+    mod: tvm.IRModule,
+    params: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+    command_buffers: bool = True,
 ) -> Executable:
     """Compile a Relax module for the devices it names.
 
@@ -49,6 +52,9 @@ def compile(  # noqa: A001 (the contract's name)
     progress : callable, optional
         Called as ``progress(step, done, total)``, in this thread, while it compiles: `done` of `total` ``"passes"``,
         and then ``"kernels"``, are done.
+
+    command_buffers : bool
+        Whether runs of kernels on one device become command buffers, which costs less than a call for each.
 
     Returns
     -------
@@ -71,7 +77,7 @@ def compile(  # noqa: A001 (the contract's name)
     report = placement_report(mod)
     writes = may_write_arguments(mod)
     with collect_placement() as reports, collect_encodings() as encodings, collect_fusions() as fusions:
-        mod = _lower(mod, progress)
+        mod = _lower(mod, command_buffers, progress)
     if report is None and reports:
         report = reports[0].to_json()
     lifted = lift_constants(mod)
@@ -91,8 +97,8 @@ def compile(  # noqa: A001 (the contract's name)
     return Executable(link(lifted.mod, progress), metadata, lifted.tensors)
 
 
-def _lower(mod: tvm.IRModule, progress: Progress | None) -> tvm.IRModule:
-    passes = get_pipeline().passes
+def _lower(mod: tvm.IRModule, command_buffers: bool, progress: Progress | None) -> tvm.IRModule:
+    passes = get_pipeline(command_buffers).passes
     for done, step in enumerate(passes, 1):
         try:
             mod = step(mod)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tvm
 
 from ..transform.form_attention import FormAttention
+from ..transform.form_command_buffers import FormCommandBuffers
 from ..transform.form_dispatches import FormDispatches
 from ..transform.form_rows import FormRows
 from ..transform.hoist_encodings import HoistEncodings
@@ -18,15 +19,21 @@ from ..transform.simplify_convolutions import SimplifyConvolutions
 from ..transform.specialize_encodings import SpecializeEncodings
 
 
-def get_pipeline() -> tvm.transform.Pass:
+def get_pipeline(command_buffers: bool = True) -> tvm.transform.Pass:
     """Place, encode, form dispatches, lower: what ``rh.compile`` runs, for ``tvm.compile`` and for looking at stages.
+
+    Parameters
+    ----------
+    command_buffers : bool
+        Whether runs of kernels on one device become command buffers.
 
     Returns
     -------
     tvm.transform.Sequential
         Each pass can be run alone, and does nothing to a module that has been through it.
     """
-    return tvm.transform.Sequential([*passes_to_dispatches(), LowerToVM()], name="relax_hetero")
+    record = [FormCommandBuffers()] if command_buffers else []
+    return tvm.transform.Sequential([*passes_to_dispatches(), *record, LowerToVM()], name="relax_hetero")
 
 
 def passes_to_dispatches() -> list[tvm.transform.Pass]:

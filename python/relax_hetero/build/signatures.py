@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import tvm
-from tvm import relax, tirx
+from tvm import relax
 
+from ..transform.dim_text import NoTextError, dim_text
 from ..transform.rewriting import relax_functions
 from ..transform.stage import public_functions
 from ..vdevice import vdevice_index, vdevices_of
 from ..vm.signature import Dim, FunctionSignature, ObjectSpec, PrimSpec, ShapeSpec, TensorSpec, TupleSpec, ValueSpec
-
-_INFIX: tuple[tuple[type[Any], str], ...] = (
-    (tirx.Add, "+"),
-    (tirx.Sub, "-"),
-    (tirx.Mul, "*"),
-    (tirx.FloorDiv, "//"),
-    (tirx.FloorMod, "%"),
-)
-_PREFIX: tuple[tuple[type[Any], str], ...] = ((tirx.Min, "min"), (tirx.Max, "max"))
 
 
 def function_signatures(mod: tvm.IRModule, takers: set[str]) -> dict[str, FunctionSignature]:
@@ -84,28 +74,5 @@ def dims(values: object) -> tuple[Dim, ...] | None:
         return None
     try:
         return tuple(dim_text(value) for value in values)  # type: ignore[attr-defined]
-    except _NoTextError:
+    except NoTextError:
         return None
-
-
-class _NoTextError(Exception):
-    """An extent that the signature's small expression language cannot say."""
-
-
-def dim_text(expr: Any) -> Dim:
-    """One extent: an int, or an expression over the function's symbolic variables."""
-    if isinstance(expr, int):
-        return expr
-    if isinstance(expr, tirx.IntImm):
-        return int(expr.value)
-    if isinstance(expr, tirx.Var):
-        return str(expr.name)
-    if isinstance(expr, tirx.Cast):
-        return dim_text(expr.value)
-    for node, symbol in _INFIX:
-        if isinstance(expr, node):
-            return f"({dim_text(expr.a)} {symbol} {dim_text(expr.b)})"
-    for node, symbol in _PREFIX:
-        if isinstance(expr, node):
-            return f"{symbol}({dim_text(expr.a)}, {dim_text(expr.b)})"
-    raise _NoTextError

@@ -16,6 +16,9 @@ ops before and behind them on the same rows. Work on the results of products tha
 kernels stays there. Reductions over several axes are left alone unless all of the row is normalized by them: images
 lie channels last, and their means over height and width are not of rows.
 
+Kernels compute in single precision. Programs of half-precision ops cast where the results of those ops are rounded,
+so that a model gets the numbers that it gets op by op.
+
 Assumes a placed module (RealizeVDevice); values of two devices never meet in a region.
 """
 

@@ -7,7 +7,7 @@ computed on the host. Assumes FormDispatches. A module that is lowered already i
 from __future__ import annotations
 
 import tvm
-from tvm import relax, s_tir, tirx
+from tvm import relax
 from tvm_ffi import structural_map
 
 from ..vdevice import vdevices_of
@@ -15,6 +15,7 @@ from .lower_transfers import LowerTransfers, writes_in_place
 from .plan_memory import PlanMemoryPerDevice
 from .private_kernels import keep_private_kernels
 from .rewriting import copy_module, relax_functions, typed
+from .root_blocks import with_root_blocks
 from .settle_packed_results import SettlePackedResults
 from .stage import is_lowered, mark_lowered
 
@@ -80,14 +81,4 @@ def without_callee_devices(mod: tvm.IRModule) -> tvm.IRModule:
     for gv, func in functions.items():
         if isinstance(func, relax.Function):
             functions[gv] = structural_map(func, (tvm.ir.GlobalVar, lambda old: renamed.get(old, old)))
-    return copy_module(mod, functions)
-
-
-def with_root_blocks(mod: tvm.IRModule) -> tvm.IRModule:
-    """Kernels written without blocks get the root block that RewriteDataflowReshape asserts (it crashes otherwise)."""
-    functions = dict(mod.functions.items())
-    for gv, func in functions.items():
-        if isinstance(func, tirx.PrimFunc) and not isinstance(func.body, s_tir.SBlockRealize):
-            root = s_tir.SBlockRealize([], True, s_tir.SBlock([], [], [], "root", func.body))
-            functions[gv] = func.with_body(root)
     return copy_module(mod, functions)

@@ -20,7 +20,7 @@ from .blocks import Block, broadcast, is_one, same_shape, shape_of
 from .relax_expressions import is_supported, scalar_of, to_expression
 from .rewriting import op_name
 from .row_region import RowOperand, RowRegion
-from .row_terms import RowOp, row_op, row_term
+from .row_terms import RowOp, rounded, row_op, row_term
 
 FULL, ROW, FLAT = "full", "row", "flat"
 """Shapes of values in a region: all of the rows; one value a row with extents of 1 for its axes, or without them."""
@@ -134,7 +134,7 @@ class RowGrowth:
     def _view(self, source: relax.Expr, form: str) -> Term | None:
         """Another shape for one value a row, or that value all along the row."""
         known = self.forms.get(source) if isinstance(source, relax.Var) else None
-        return self.terms[source] if known == form or (known in (ROW, FLAT)) else None
+        return self._value(source) if known == form or (known in (ROW, FLAT)) else None
 
     def _row_op(self, op: RowOp, form: str) -> Term | None:
         x = self._term(op.call.args[0], FULL)
@@ -163,7 +163,7 @@ class RowGrowth:
         if known is not None:
             # Without dimensions before the row, a scalar broadcasts along it too.
             fits = known == form or (form == FULL and (known == ROW or not self.outer))
-            return self.terms[tensor] if fits else None
+            return self._value(tensor) if fits else None
         operand = self._operand(tensor, form)
         if operand is None:
             return None
@@ -175,6 +175,10 @@ class RowGrowth:
                 return _operand(index)
         self.operands.append(operand)
         return _operand(len(self.operands) - 1)
+
+    def _value(self, var: relax.Var) -> Term:
+        """What is read of a value of the region."""
+        return rounded(self.terms[var], self.block.definition(var))
 
     def _operand(self, tensor: relax.Expr, form: str) -> RowOperand | None:
         """A tensor as an operand: broadcast against the rows, their axes merged into one."""
@@ -235,7 +239,7 @@ class RowGrowth:
             joins = form in (FULL, ROW) and set(block.users.get(operand.value, [])) <= region
             known = len(self.operands)
             term = self._term_of(value, form or "") if joins and row_op(value) is None else None
-            table = {_operand(index): term} if term is not None else {}
+            table = {_operand(index): rounded(term, value)} if term is not None else {}
             if term is None or self._size_with(found.term, table) > _MAX_TERMS or op_name(value) in _VIEWS:
                 del self.operands[known:]
                 index += 1

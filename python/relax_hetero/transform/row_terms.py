@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from tvm import relax
 
 from ..encoding.expression import Term
+from .rewriting import op_name
 
 Reduce = Callable[[str, Term], Term]
 """Adds a reduction of a kind over a term, and gives the term that stands for it."""
@@ -17,6 +18,13 @@ MOMENTS = ("relax.variance", "relax.std")
 WIDE = ("relax.nn.softmax", "relax.nn.log_softmax", "relax.nn.layer_norm", "relax.nn.rms_norm")
 """Ops whose result has all of the row."""
 
+_HALVES = ("float16", "bfloat16")
+# Ops whose result is one of the values that they read, or of the same precision: nothing to round.
+_EXACT = {
+    *(f"relax.{op}" for op in ("max", "min", "maximum", "minimum", "where", "abs", "negative", "astype")),
+    *(f"relax.{op}" for op in ("round", "floor", "ceil", "reshape", "expand_dims", "squeeze", "broadcast_to")),
+    "relax.nn.relu",
+}
 _EXPONENTIAL = ("relax.nn.softmax", "relax.nn.log_softmax")
 
 
@@ -43,6 +51,16 @@ class RowOp:
     def is_wide(self) -> bool:
         """Whether the result has all of the row."""
         return self.call.op.name in WIDE
+
+
+def rounded(term: Term, value: relax.Expr) -> Term:
+    """What users of a value read, where its op computes `term` of values that are rounded.
+
+    Rows are computed in single precision, but every op on half precision rounds its result; softmax and norms only
+    that, not what they compute on the way. A later op may be sensitive to that: a difference of what is nearly equal.
+    """
+    dtype = str(value.ty.dtype)
+    return term if dtype not in _HALVES or op_name(value) in _EXACT else Term("cast", (term,), (dtype,))
 
 
 def row_op(call: relax.Expr) -> RowOp | None:

@@ -7,6 +7,8 @@ import tvm
 LOWERED = "relax_hetero.lowered"
 PUBLIC = "relax_hetero.public"
 PLACEMENT = "relax_hetero.placement"
+COMMANDS = "relax_hetero.commands"
+"""On a PrimFunc: it is a command buffer, and this says which."""
 
 
 def placement_report(mod: tvm.IRModule) -> str | None:

@@ -1,7 +1,9 @@
 """Models with work on rows: numbers on every kind of CPU and on two devices, and which dispatches they have."""
 
+import ml_dtypes
 import numpy as np
 import pytest
+from tvm import relax, tirx
 from tvm.script import ir as I
 from tvm.script import relax as R
 
@@ -198,3 +200,50 @@ def test_masks(target):
         np.testing.assert_allclose(b, softmax(np.where(keep, wide, -np.inf)), rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(c.astype("float64"), softmax(h.astype("float64")), rtol=2e-3, atol=1e-4)
     assert np.isnan(b[:, :, 4]).all() and not np.isnan(np.delete(b, 4, axis=2)).any()
+
+
+def rounded_softmax(dtype, large, small, product):
+    """A softmax op by op, with sums that lose digits in half precision; of a product, or of what is given."""
+
+    def const(value):
+        return relax.const(value, dtype)
+
+    builder = relax.BlockBuilder()
+    m, n = tirx.Var("m", "int64"), tirx.Var("n", "int64")
+    x = relax.Var("x", relax.TensorType((m, 24) if product else (m, n), dtype))
+    w = relax.Var("w", relax.TensorType((24, 70) if product else (1, n), dtype))
+    op = relax.op
+    with builder.function("main", [x, w]):
+        with builder.dataflow():
+            scores = builder.emit((op.matmul if product else op.multiply)(x, w))
+            h = builder.emit(op.subtract(builder.emit(op.add(scores, const(large))), const(large)))
+            low = builder.emit(op.subtract(h, builder.emit(op.max(h, axis=[-1], keepdims=True))))
+            e = builder.emit(op.add(builder.emit(op.exp(low)), const(small)))
+            e = builder.emit(op.subtract(e, const(small)))
+            total = builder.emit(op.reshape(builder.emit(op.sum(e, axis=[-1])), (m, 1)))
+            p = builder.emit(op.divide(e, total))
+            out = builder.emit_output(op.add(p, const(1.0)))
+        builder.emit_func_output(out)
+    return builder.get()
+
+
+@pytest.mark.parametrize("target", ["avx512", "avx2", "sse"])
+@pytest.mark.parametrize("product", [False, True], ids=["rows", "product"])
+@pytest.mark.parametrize(("dtype", "large", "small"), [("float16", 1024.0, 16.0), ("bfloat16", 128.0, 2.0)])
+def test_half_precision_is_rounded_by_every_op(target, product, dtype, large, small):
+    """As numpy rounds, to the last bit: what the exponential is taken of, and what is added up, are few numbers."""
+    half = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16
+    exe = compiled(rounded_softmax(dtype, large, small, product), TARGETS[target])
+    assert any({"max", "exp", "sum", "divide"} <= set(ops) for ops in ops_of(exe))
+    vm = rh.vm.VirtualMachine(exe)
+    for rows, columns in [(1, 1), (3, 37), (5, 64), (2, 1001)]:
+        x, w = RNG.uniform(0, 2, (rows, columns)), RNG.uniform(0, 2, (1, columns))
+        if product:
+            # Scores are whole numbers: what a product's epilogue adds to them is not rounded in between.
+            x, w = RNG.integers(0, 2, (rows, 24)), RNG.integers(0, 2, (24, 70))
+        x, w = x.astype(half), w.astype(half)
+        single = (np.matmul if product else np.multiply)(x.astype("float32"), w.astype("float32"))
+        h = (single.astype(half) + half(large)) - half(large)
+        e = (np.exp(h - h.max(-1, keepdims=True)) + half(small)) - half(small)
+        want = e / e.astype("float32").sum(-1, keepdims=True).astype(half) + half(1)
+        np.testing.assert_array_equal(vm["main"](x, w).numpy().astype("float32"), want.astype("float32"))

@@ -258,3 +258,32 @@ def test_all_of_a_vector(axis):
     mod = builder.get()
     mod.update_global_info("vdevice", [relax.VDevice(tvm.target.Target(V4))])
     assert programs(formed(mod)) == ["r0 = sum(exp(x0)); divide(x0, r0)"]
+
+
+def test_half_precision_is_cast_where_an_op_rounds():
+    """Not the greatest of a row, a choice, a view or a cast; a softmax as a whole; the end by being stored."""
+
+    @I.ir_module
+    class Before:
+        I.module_global_infos({"vdevice": [I.vdevice(V4)]})
+
+        @R.function
+        def main(x: R.Tensor((3, 64), "float16"), s: R.Tensor((), "float16"), keep: R.Tensor((3, 64), "bool")):
+            with R.dataflow():
+                y = R.where(keep, R.multiply(x, s), s)
+                top = R.max(y, axis=[1])
+                low = R.nn.relu(R.subtract(y, R.reshape(top, (3, 1))))
+                e = R.nn.softmax(low, axis=-1)
+                total = R.astype(R.sum(R.astype(e, "float32"), axis=[-1], keepdims=True), "float16")
+                q = R.add(R.divide(e, total), R.mean(e, axis=[-1], keepdims=True))
+                R.output(q)
+            return q
+
+    y = "where(x0, cast(multiply(x2, x1), 'float16'), x1)"
+    low = f"relu(cast(subtract({y}, r0), 'float16'))"
+    e = f"cast(multiply(exp(subtract({low}, r1)), divide(1.0, r2)), 'float16')"
+    assert programs(formed(Before)) == [
+        f"r0 = max({y}); r1 = max({low}); r2 = sum(exp(subtract({low}, r1))); "
+        f"r3 = sum(cast({e}, 'float32')); r4 = mean({e}); "
+        f"add(cast(divide({e}, cast(r3, 'float16')), 'float16'), cast(r4, 'float16'))"
+    ]

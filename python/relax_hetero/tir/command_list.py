@@ -1,0 +1,110 @@
+"""Lists of commands as host functions: kernels called one after the other, over tensors, an arena and numbers.
+
+A kernel is called as a plain function (`raw_kernel`) and says whether it failed; what follows a failure is not run,
+and the host function fails with the kernel's own error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import tvm
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from .builder import Expr, Function
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor parameter of a host function."""
+
+    name: str
+    shape: Sequence[Expr]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Address:
+    """Memory that a command works on: byte `offset` of parameter number `param`, as elements of `dtype`."""
+
+    param: int
+    offset: Expr
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """A kernel, the memory of its tensors and the values of its scalars."""
+
+    kernel: tvm.ir.GlobalVar
+    operands: Sequence[Address]
+    scalars: Sequence[Expr]
+
+
+def host_function(
+    name: str, params: Sequence[Tensor | tirx.Var], calls: Sequence[Call], target: tvm.target.Target
+) -> tirx.PrimFunc:
+    """A PrimFunc that makes the calls in order.
+
+    Parameters
+    ----------
+    name : str
+    params : sequence of Tensor or tirx.Var
+        In order; variables are scalars.
+    calls : sequence of Call
+        Of private PrimFuncs in the same module that return an int32.
+    target : tvm.target.Target
+        Of the kernels. Code of `c` devices reports failures in words of its own; LLVM's leaves the kernel's.
+    """
+    is_llvm = target.kind.name != "c"
+    with Function(name) as function:
+        buffers: list[Any] = []
+        for param in params:
+            if isinstance(param, Tensor):
+                buffers.append(function.argument(param.name, param.shape, param.dtype))
+            else:
+                buffers.append(T.arg(param.name, param))
+        with function.body():
+            with T.attr(tirx.const(0, "int32"), "pragma_import_llvm", _failure(name)) if is_llvm else nullcontext():
+                _write(name, buffers, calls, is_llvm)
+    return function.result.without_attr("global_symbol").with_attr("target", target)
+
+
+def _write(name: str, buffers: Sequence[Any], calls: Sequence[Call], is_llvm: bool) -> None:
+    zero = tirx.const(0, "int64")
+    status = T.alloc_buffer((1,), "int32", scope="global")
+    T.buffer_store(status, tirx.const(0, "int32"), [zero])
+    for call in calls:
+        pointers = [_pointer(buffers[operand.param], operand) for operand in call.operands]
+        with T.If(status[zero] == 0):
+            with T.Then():
+                result = tvm.ir.Call(call.kernel, [*pointers, *call.scalars], ret_ty="int32")
+                T.buffer_store(status, result, [zero])
+    if is_llvm:
+        with T.If(status[zero] != 0):
+            with T.Then():
+                T.evaluate(tirx.call_cpacked(_failed(name)))
+    else:
+        T.Assert(status[zero] == 0, f"a kernel of {name} failed").__enter__()
+
+
+def _pointer(buffer: Any, operand: Address) -> Expr:
+    if isinstance(operand.offset, int) and operand.offset == 0 and str(buffer.dtype) == operand.dtype:
+        return buffer.data
+    ty = tvm.ir.PointerType(tvm.ir.PrimType(operand.dtype), "global")
+    offset = tirx.const(operand.offset, "int64") if isinstance(operand.offset, int) else operand.offset
+    return tvm.ir.Call("tirx.address_of", [buffer[offset]], ret_ty=ty)
+
+
+def _failed(name: str) -> str:
+    return f"{name}_failed"
+
+
+def _failure(name: str) -> str:
+    """A packed function in LLVM's language that fails and leaves the error as it is: TIR has no such statement."""
+    args = "ptr %self, ptr %args, i32 %count, ptr %result"
+    return f"define linkonce_odr hidden i32 @{_failed(name)}({args}) noinline {{\n  ret i32 -1\n}}\n"

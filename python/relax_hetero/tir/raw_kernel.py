@@ -1,0 +1,110 @@
+"""Kernels that other PrimFuncs call: plain functions of pointers and numbers, which say whether they failed.
+
+Before::
+
+    def scale(A: T.Buffer((n, 16), "float32"), B: T.Buffer((n, 16), "float32")): ...
+
+After::
+
+    def scale_raw(A_data: T.handle("float32"), B_data: T.handle("float32"), n: T.int64) -> T.int32:
+        A = T.decl_buffer((n, 16), "float32", data=A_data)
+        B = T.decl_buffer((n, 16), "float32", data=B_data)
+        ...
+        return 0
+
+TVM's own calling convention passes each tensor as a description, which the callee takes apart and checks: tens of
+nanoseconds. Here the caller has checked, once for all its calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import tvm
+from tvm import s_tir, tirx
+from tvm.tirx.buffer import is_buffer_var
+from tvm_ffi import structural_walk
+
+from .builder import Expr
+
+
+@dataclass(frozen=True)
+class RawSignature:
+    """How a kernel is called raw: its buffer parameters, then its scalars.
+
+    Attributes
+    ----------
+    buffers : tuple of tirx.Var
+        The parameters that are tensors, in order.
+    scalars : tuple of tirx.Var
+        The variables of the tensors' extents that are no parameters, in order of appearance; then the parameters that
+        are numbers.
+    """
+
+    buffers: tuple[tirx.Var, ...]
+    scalars: tuple[tirx.Var, ...]
+
+    def matched(self, shapes: Sequence[Sequence[Expr]], given: Mapping[tirx.Var, Expr]) -> list[Expr]:
+        """The scalars' values where the tensors have these shapes, and the parameters the values given."""
+        values = dict(given)
+        for buffer, shape in zip(self.buffers, shapes, strict=True):
+            for extent, value in zip(buffer.ty.shape, shape, strict=True):
+                if isinstance(extent, tirx.Var):
+                    values.setdefault(extent, value)
+        return [values[scalar] for scalar in self.scalars]
+
+
+def raw_signature(kernel: tirx.PrimFunc) -> RawSignature | None:
+    """How a kernel is called raw.
+
+    None for one that cannot be: it takes strided tensors, parts of some or something else, or the extents of its
+    tensors do not say what the variables in them are.
+    """
+    buffers = tuple(param for param in kernel.params if is_buffer_var(param))
+    given = [param for param in kernel.params if not is_buffer_var(param)]
+    found: dict[tirx.Var, None] = {}
+    plain: set[tirx.Var] = set(given)
+    for buffer in buffers:
+        ty = buffer.ty
+        if len(ty.strides) or not _is_zero(ty.elem_offset) or ty.storage_scope not in ("", "global"):
+            return None
+        for extent in ty.shape:
+            structural_walk(extent, (tvm.ir.Var, lambda var: found.setdefault(var)))
+        plain.update(extent for extent in ty.shape if isinstance(extent, tirx.Var))
+    if any(not isinstance(param.ty, tvm.ir.PrimType) for param in given) or not plain.issuperset(found):
+        return None
+    return RawSignature(buffers, tuple([*(var for var in found if var not in given), *given]))
+
+
+def raw_kernel(kernel: tirx.PrimFunc, signature: RawSignature) -> tirx.PrimFunc:
+    """The kernel as a private function of `signature`: pointers and numbers in, an int32 out, 0 unless it failed."""
+    pointers = [tirx.Var(f"{b.name}_data", _pointer_type(b)) for b in signature.buffers]
+    declared = [tirx.DeclBuffer(b, data=p) for b, p in zip(signature.buffers, pointers, strict=True)]
+    body = in_root_block(kernel.body, lambda inner: tirx.SeqStmt([*declared, inner, tirx.stmt.Return(_ZERO)]))
+    raw = tirx.PrimFunc([*pointers, *signature.scalars], body, tvm.ir.PrimType("int32"), kernel.attrs, kernel.span)
+    return raw.without_attr("global_symbol").with_attr("tirx.noalias", kernel.attrs.get("tirx.noalias", False))
+
+
+def in_root_block(body: tirx.Stmt, change: Callable[[tirx.Stmt], tirx.Stmt]) -> tirx.Stmt:
+    """`body` with the statements of its root block replaced by what `change` makes of them; it gets one if needed."""
+    if isinstance(body, s_tir.SBlockRealize):
+        root = body.block
+        inner = change(root.body)
+        block = s_tir.SBlock(
+            root.iter_vars, root.reads, root.writes, root.name_hint, inner, root.init, root.alloc_buffers,
+            root.match_buffers, root.annotations, root.span,
+        )  # fmt: skip
+        return s_tir.SBlockRealize(body.iter_values, body.predicate, block, body.span)
+    return s_tir.SBlockRealize([], True, s_tir.SBlock([], [], [], "root", change(body)))
+
+
+_ZERO = tirx.IntImm("int32", 0)
+
+
+def _pointer_type(buffer: tirx.Var) -> tvm.ir.Type:
+    return tvm.ir.PointerType(tvm.ir.PrimType(str(buffer.ty.dtype)), "global")
+
+
+def _is_zero(value: Expr) -> bool:
+    return value is None or (isinstance(value, tirx.IntImm) and int(value.value) == 0)

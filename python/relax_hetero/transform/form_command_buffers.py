@@ -1,0 +1,117 @@
+"""FormCommandBuffers: runs of kernels on one device become one host function, which calls them one after the other.
+
+Before::
+
+    lv = R.call_tir(cls.scale, (x, w), out_ty=R.Tensor((4,), "float32", "llvm:0"))
+    gv = R.call_tir(cls.shift, (lv,), out_ty=R.Tensor((4,), "float32", "llvm:0"))
+
+After::
+
+    buffer = R.call_tir(cls.main_commands, (x, w), out_ty=[R.Tensor((4,), "float32", "llvm:0"),
+                                                           R.Tensor((64,), "uint8", "llvm:0")])   # gv, and the arena
+    gv = buffer[0]
+
+`main_commands` is a PrimFunc with a target like any other. It takes what the run reads and nothing else gives, what
+others read of the run, and an arena, where the run's transient values lie by lifetime; the kernels become plain
+functions of pointers (`tir.raw_kernel`). Control flow, transfers of what the run made, work on another device and
+calls of unknown functions end a run (`command_regions`). The module stays one that stock TVM can build.
+
+What each buffer does stands in the module's attributes, as data (`vm.commands.RegionSpec`).
+"""
+
+from __future__ import annotations
+
+import tvm
+from tvm import relax
+from tvm_ffi import structural_walk
+
+from ..tir.raw_kernel import raw_kernel
+from ..vdevice import vdevices_of
+from .blocks import Block, Rewrite, rewrite_function
+from .command_regions import Run, RunFinder
+from .record_run import Recorded, RunRecorder
+from .rewriting import copy_module, fresh_global_var, relax_functions, typed
+from .root_blocks import with_root_blocks
+from .stage import COMMANDS, is_lowered
+
+
+def FormCommandBuffers() -> tvm.transform.Pass:
+    """Outline runs of kernels as command buffers.
+
+    Returns
+    -------
+    tvm.transform.Pass
+        Assumes FormDispatches; a lowered module is returned as it is, and so is one whose runs are outlined.
+    """
+
+    @tvm.transform.module_pass(opt_level=0, name="FormCommandBuffers")
+    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        return form_command_buffers(mod)
+
+    return run
+
+
+def form_command_buffers(mod: tvm.IRModule) -> tvm.IRModule:
+    """See the module's docstring."""
+    if is_lowered(mod) or not vdevices_of(mod):
+        return mod
+    # Views must be seen as such: a reshape that is a kernel copies.
+    mod = relax.transform.RewriteDataflowReshape()(with_root_blocks(mod))
+    former = _Former(mod)
+    functions = {gv: rewrite_function(func, former.in_function(gv.name_hint)) for gv, func in relax_functions(mod)}
+    if not former.recorded:
+        return mod
+    return former.finish(functions)
+
+
+class _Former:
+    """Collects the command buffers of a module."""
+
+    def __init__(self, mod: tvm.IRModule) -> None:
+        self.mod = mod
+        self.recorded: list[Recorded] = []
+        self._finder = RunFinder(mod)
+        self._taken = {gv.name_hint for gv in mod.get_global_vars()}
+
+    def in_function(self, name: str) -> Rewrite:
+        """What rewrites the blocks of a function."""
+
+        def rewrite(block: Block) -> list[relax.Binding] | None:
+            order = self._finder.cut(block)
+            if not any(isinstance(item, Run) for item in order):
+                return None
+            bindings: list[relax.Binding] = []
+            for item in order:
+                bindings += self._outlined(name, block, item) if isinstance(item, Run) else [block.bindings[item]]
+            return bindings
+
+        return rewrite
+
+    def _outlined(self, function: str, block: Block, run: Run) -> list[relax.Binding]:
+        gv = fresh_global_var(f"{function}_commands", tvm.ir.Type.missing(), self._taken)
+        recorded, bindings = RunRecorder(self._finder, block, run).record(function, gv)
+        self.recorded.append(recorded)
+        return bindings
+
+    def finish(self, functions: dict[tvm.ir.GlobalVar, relax.Function]) -> tvm.IRModule:
+        """The module with its command buffers; kernels that nobody else calls are raw ones only."""
+        result = {**dict(self.mod.functions.items()), **functions}
+        called = _called(functions.values())
+        replaced: dict[tvm.ir.GlobalVar, tvm.ir.GlobalVar] = {}
+        for kernel in dict.fromkeys(gv for recorded in self.recorded for gv in recorded.kernels):
+            func = self.mod.functions[kernel]
+            stays = kernel in called or "global_symbol" in func.attrs
+            raw = fresh_global_var(f"{kernel.name_hint}_raw", kernel.ty, self._taken) if stays else kernel
+            replaced[kernel] = raw
+            result[raw] = raw_kernel(func, self._finder.signature(kernel))
+        for recorded in self.recorded:
+            host = recorded.host_function(replaced).with_attr(COMMANDS, recorded.function)
+            result[typed(recorded.gv, host.ty)] = host
+        return copy_module(self.mod, result)
+
+
+def _called(functions: Iterable[relax.Function]) -> set[tvm.ir.GlobalVar]:
+    found: set[tvm.ir.GlobalVar] = set()
+    for func in functions:
+        structural_walk(func.body, (tvm.ir.GlobalVar, lambda gv: found.add(gv)))
+    return found

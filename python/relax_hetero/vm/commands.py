@@ -1,0 +1,216 @@
+"""Commands: what a command buffer holds, as plain data that the compiler writes and the runtime reads.
+
+A command finds memory by reference. *Indirect* references name a slot of the binding table that comes with each
+submission; *direct* ones name memory that is there when the buffer is recorded (constants), or the arena, which a
+region's transient values share. Extents, offsets and scalars are integers, or text over the buffer's parameters (the
+symbolic dimensions), in the grammar of `dims.parse_dim`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from .signature import Dim
+
+SLOT, DIRECT, ARENA = "slot", "direct", "arena"
+READ, WRITE, READ_WRITE = "read", "write", "read-write"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Bytes that a command reads or writes.
+
+    Attributes
+    ----------
+    space : str
+        ``"slot"`` (of the binding table), ``"direct"`` (of the table of constants) or ``"arena"``.
+    index : int
+        Which slot or constant; 0 for the arena.
+    offset : int or str
+        First byte, counted from where the binding, the constant or the arena begins.
+    length : int or str
+        Bytes.
+    """
+
+    space: str
+    index: int
+    offset: Dim = 0
+    length: Dim = 0
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """One run of a kernel.
+
+    Attributes
+    ----------
+    kernel : str
+        Its name in `Metadata.kernels`.
+    operands : tuple of Reference
+        One for each tensor parameter, in order.
+    scalars : tuple of int, float or str
+        One for each scalar parameter, in order.
+    grid : tuple of (int or str)
+        Workgroup counts along x, y, z.
+    count : Reference, optional
+        Where the workgroup counts are read when the command runs (int32, as many as `grid` has): an indirect dispatch.
+    when, unless : Reference, optional
+        An int32: the command runs where it is not zero (`when`), or is zero (`unless`).
+    variable : str
+        What the model calls the result; ``""`` where there is no model.
+    """
+
+    kernel: str
+    operands: tuple[Reference, ...]
+    scalars: tuple[Dim | float, ...] = ()
+    grid: tuple[Dim, ...] = (1,)
+    count: Reference | None = None
+    when: Reference | None = None
+    unless: Reference | None = None
+    variable: str = ""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Bytes of `source` are written to `target`, which must not overlap; both have the same length."""
+
+    source: Reference
+    target: Reference
+
+
+@dataclass(frozen=True)
+class Fill:
+    """`pattern` (1, 2, 4 or 8 bytes, as hexadecimal text) is repeated over `target`."""
+
+    target: Reference
+    pattern: str
+
+
+@dataclass(frozen=True)
+class Barrier:
+    """What follows sees what came before. Commands run in order on every device there is today."""
+
+
+Command: TypeAlias = Dispatch | Copy | Fill | Barrier
+
+
+@dataclass(frozen=True)
+class SlotSpec:
+    """What all commands of a buffer together require of what is bound to a slot.
+
+    Attributes
+    ----------
+    name : str
+        What messages call it: the model's variable, or ``slot 3``.
+    device : int
+        Manifest index.
+    nbytes : int or str
+        The least size, in bytes.
+    alignment : int
+        Of the first byte, a power of two.
+    access : str
+        ``"read"``, ``"write"``, ``"read-write"``, or ``""`` for a slot that nothing uses and may stay empty.
+    dtype : str
+        The element type, ``""`` where only bytes are asked for.
+    shape : tuple of (int or str), optional
+        Where one is asked for.
+    """
+
+    name: str
+    device: int
+    nbytes: Dim
+    alignment: int
+    access: str
+    dtype: str = ""
+    shape: tuple[Dim, ...] | None = None
+
+
+@dataclass(frozen=True)
+class TensorParam:
+    """A tensor parameter of a kernel: extents over the names among the kernel's scalars."""
+
+    name: str
+    dtype: str
+    shape: tuple[Dim, ...]
+    alignment: int
+    access: str
+
+
+@dataclass(frozen=True)
+class ScalarParam:
+    """A scalar parameter of a kernel: an extent of its tensors, or a number."""
+
+    name: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """A kernel that command buffers can run.
+
+    Attributes
+    ----------
+    name : str
+        Its symbol.
+    device : int
+        The manifest index of the device it was compiled for.
+    tensors : tuple of TensorParam
+        What `Dispatch.operands` gives.
+    scalars : tuple of ScalarParam
+        What `Dispatch.scalars` gives.
+    workgroups : int
+        How many trailing scalars of those are workgroup numbers (x, y, z), which the command buffer counts through;
+        0 for a kernel that does all its work in one call.
+    ops : tuple of str
+        What it computes.
+    """
+
+    name: str
+    device: int
+    tensors: tuple[TensorParam, ...]
+    scalars: tuple[ScalarParam, ...] = ()
+    workgroups: int = 0
+    ops: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RegionSpec:
+    """A region of a model that is one command buffer.
+
+    Attributes
+    ----------
+    name : str
+        Its symbol.
+    function : str
+        The model's function it was cut from.
+    device : int
+        Manifest index.
+    slots : tuple of SlotSpec
+        The binding table: what the region reads, then what it writes.
+    parameters : tuple of str
+        The symbolic dimensions and scalars that travel in the parameter buffer.
+    directs : tuple of int
+        Indices into `Metadata.constants`.
+    arena : int or str
+        Bytes of its transient values.
+    commands : tuple of Command
+        In order.
+    runs : str
+        ``"host function"``, ``"CUDA graph"`` or ``"stream"``.
+    """
+
+    name: str
+    function: str
+    device: int
+    slots: tuple[SlotSpec, ...]
+    parameters: tuple[str, ...]
+    directs: tuple[int, ...]
+    arena: Dim
+    commands: tuple[Command, ...]
+    runs: str = "host function"
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """The distinct kernels of its dispatches, in order of first use."""
+        return tuple(dict.fromkeys(c.kernel for c in self.commands if isinstance(c, Dispatch)))
