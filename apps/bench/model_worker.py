@@ -26,7 +26,8 @@ class Job:
     Attributes
     ----------
     action : str
-        ``compile``, ``reference``, ``memory``, ``profile``: done at once; ``turns``: loads, then serves requests.
+        ``compile``, ``reference``, ``memory``, ``profile``, ``regions``: done at once; ``turns``: loads, then serves
+        requests.
     model : str
         The ONNX file.
     peers : tuple of str
@@ -136,6 +137,24 @@ def profile_dispatches(job: Job) -> dict[str, Any]:
     return {"roof": asdict(measured_roof(job.threads)), "dispatches": dispatches}
 
 
+def count_regions(job: Job) -> dict[str, Any]:
+    """Command buffers of each peer of ours and what is in them, and whether all of these compute the same bits."""
+    from model_peers.ours import load
+
+    import relax_hetero as rh
+
+    inputs = _arrays(job.arrays, "in")
+    found: dict[str, Any] = {}
+    bits = set()
+    for key in job.peers:
+        regions = rh.load(job.files[key]).metadata.regions
+        found[key] = {"regions": len(regions), "commands": sum(len(region.commands) for region in regions)}
+        session = load(job.model, job.files[key], inputs, job.threads)
+        session.call()
+        bits.add(b"".join(result.tobytes() for result in session.results()))
+    return {"peers": found, "equal": len(bits) == 1}
+
+
 def serve(job: Job, answer: Callable[[Any], None]) -> None:
     """Load, check and report every contestant; then a turn for each request, until there are no more."""
     import gc
@@ -201,6 +220,7 @@ ACTIONS: dict[str, Callable[[Job], dict[str, Any]]] = {
     "reference": add_reference,
     "memory": measure_memory,
     "profile": profile_dispatches,
+    "regions": count_regions,
 }
 
 

@@ -75,7 +75,7 @@ class Peer:
 
 
 OURS = "ours"
-NO_PEERS = (OURS, "ours2", "tvm")
+NO_PEERS = (OURS, "bytecode", "ours2", "tvm")
 """Those that ratios are not to; of stock TVM the times are for the record."""
 PEERS = {
     peer.key: peer
@@ -85,6 +85,7 @@ PEERS = {
         Peer("openvino", "OpenVINO", "openvino", "openvino_cpu"),
         Peer("iree", "IREE", "iree.compiler", "iree_cpu", ".vmfb"),
         Peer("torch", "torch", "torch", "torch_cpu"),
+        Peer("bytecode", "relax-hetero, no command buffers", "relax_hetero", "ours_by_bytecode", ".so"),
         Peer("ours2", "relax-hetero, two devices", "relax_hetero", "ours_twice", ".so"),
         Peer("tvm", "stock TVM", "tvm", "stock_tvm", ".so"),
     )

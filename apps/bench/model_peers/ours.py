@@ -14,10 +14,15 @@ def native_target(threads: int) -> tvm.target.Target:
     return tvm.target.Target({**dict(rh.native("llvm").export()), "num-cores": threads})
 
 
-def compile_model(model: str, file: str, inputs: Inputs, threads: int) -> None:
-    """Import, compile for this CPU and export."""
+def import_model(model: str, inputs: Inputs, threads: int) -> tvm.IRModule:
+    """The model for this CPU."""
     shapes = {name: list(array.shape) for name, array in inputs.items()}
-    rh.compile(rh.from_onnx(model, [native_target(threads)], shapes=shapes)).export_library(file)
+    return rh.from_onnx(model, [native_target(threads)], shapes=shapes)
+
+
+def compile_model(model: str, file: str, inputs: Inputs, threads: int) -> None:
+    """Import, compile and export."""
+    rh.compile(import_model(model, inputs, threads)).export_library(file)
 
 
 def machine_of(file: str) -> rh.vm.VirtualMachine:

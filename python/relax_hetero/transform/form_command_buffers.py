@@ -21,6 +21,8 @@ What each buffer does stands in the module's attributes, as data (`vm.commands.R
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import tvm
 from tvm import relax
 from tvm_ffi import structural_walk
