@@ -1,0 +1,100 @@
+"""What command buffers cost at compile time: `rh.compile` and the making of a machine, each in a fresh process."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+from report import Check
+
+COMPILE_BAR = 1.3  # times without command buffers
+# Chains are written like this: so many distinct small kernels.
+CHAIN = "kernels:"
+
+
+def compile_here(model: str, command_buffers: bool) -> dict[str, Any]:
+    """Compile an ONNX file, or ``kernels:N``, and make its machine; seconds of both, and what came of it.
+
+    Imports, TVM's own start and the reading of the file are not counted.
+    """
+    import numpy as np
+    import tvm
+    from command_buffer_chains import Chain, whole_numbers
+
+    import relax_hetero as rh
+
+    chain = Chain(int(model[len(CHAIN) :]), sys.maxsize, grows=True) if model.startswith(CHAIN) else None
+    mod = chain.module() if chain else rh.from_onnx(model)
+    rh.vm.VirtualMachine(rh.compile(Chain(2).module(), command_buffers=command_buffers))
+    begin = time.perf_counter()
+    executable = rh.compile(mod, command_buffers=command_buffers)
+    compiled = time.perf_counter()
+    machine = rh.vm.VirtualMachine(executable)
+    end = time.perf_counter()
+    if chain:
+        array = whole_numbers(0)
+        if not np.array_equal(machine["main"](tvm.runtime.tensor(array)).numpy(), chain.result(array)):
+            raise SystemExit(f"{model}: wrong numbers")
+    regions = executable.metadata.regions
+    return {
+        "compile": compiled - begin,
+        "machine": end - compiled,
+        "kernels": len(executable.metadata.dispatches),
+        "regions": len(regions),
+        "commands": sum(len(region.commands) for region in regions),
+    }
+
+
+def compile_apart(model: str, command_buffers: bool) -> dict[str, Any]:
+    """`compile_here` in a process of its own; RuntimeError with what it said where it fails."""
+    command = [sys.executable, __file__, model, str(int(command_buffers))]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{model}: status {done.returncode}: {done.stderr.strip()[-500:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def measure_compile(name: str, model: str, rounds: int) -> dict[str, Any]:
+    """Median seconds with and without command buffers, in turns, and the ratio of their sums."""
+    runs: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    for turn in range(rounds):
+        for command_buffers in (True, False) if turn % 2 else (False, True):
+            runs[command_buffers].append(compile_apart(model, command_buffers))
+    row = {"model": name, **{key: runs[True][0][key] for key in ("kernels", "regions", "commands")}}
+    for part in ("compile", "machine"):
+        for command_buffers, suffix in ((True, "with"), (False, "without")):
+            row[f"{part}_{suffix}"] = statistics.median(run[part] for run in runs[command_buffers])
+    with_both, without_both = (
+        statistics.median(run["compile"] + run["machine"] for run in runs[key]) for key in (True, False)
+    )
+    return {**row, "ratio": with_both / without_both}
+
+
+def compile_checks(rows: list[dict[str, Any]]) -> list[Check]:
+    """What the ratios have to reach."""
+    return [Check(f"{row['model']}: times as long", row["ratio"], COMPILE_BAR, at_most=True) for row in rows]
+
+
+def compile_table(rows: list[dict[str, Any]]) -> tuple[str, list[str], list[list[str]]]:
+    """Title, columns and cells."""
+    parts = ("compile_with", "compile_without", "machine_with", "machine_without")
+    cells = [
+        [
+            row["model"],
+            *(str(row[key]) for key in ("kernels", "regions", "commands")),
+            *(f"{row[part]:.2f}" for part in parts),
+            f"{row['ratio']:.3f}",
+        ]
+        for row in rows
+    ]
+    columns = ["model", "kernels", "regions", "commands", "compile", "without", "machine", "without", "ratio"]
+    return "seconds to compile and to make the machine, with command buffers and without", columns, cells
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_here(sys.argv[1], sys.argv[2] == "1")))

@@ -1,0 +1,100 @@
+"""Whether submissions leave anything behind: resident memory while a region gets other bindings each time."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tvm
+from command_buffer_chains import Chain, whole_numbers
+from memory import resident
+from report import Check
+
+import relax_hetero as rh
+
+GROWTH_BAR = 256.0  # KB, over all submissions that are counted
+# So many buffers are held, so that the next submission cannot get their addresses.
+HELD = 64
+# The first submissions fill pools; resident memory is read so many times in the rest.
+WARM_SHARE, SAMPLES = 0.2, 40
+# Extents that a symbolic chain meets.
+EXTENTS = range(1, 257, 15)
+
+
+def growth(submit: Callable[[int], None], submissions: int) -> float:
+    """KB that resident memory grows by from the first quarter to the last of its samples, those of the start left out.
+
+    Parameters
+    ----------
+    submit : callable
+        Given the number of the submission.
+    submissions : int
+    """
+    warm = int(submissions * WARM_SHARE)
+    every = max(1, (submissions - warm) // SAMPLES)
+    samples = []
+    for index in range(submissions):
+        submit(index)
+        if index >= warm and (index - warm) % every == 0:
+            gc.collect()
+            samples.append(resident("VmRSS"))
+    quarter = max(1, len(samples) // 4)
+    return (statistics.median(samples[-quarter:]) - statistics.median(samples[:quarter])) / 1024
+
+
+def measure_memory(kernels: int, submissions: int) -> list[dict[str, Any]]:
+    """A row for each kind of chain: its growth, and how many different addresses were bound.
+
+    Raises
+    ------
+    RuntimeError
+        A wrong result.
+    """
+    return [_measure(Chain(kernels, symbolic=symbolic), submissions) for symbolic in (False, True)]
+
+
+def _measure(chain: Chain, submissions: int) -> dict[str, Any]:
+    executable = rh.compile(chain.module(), command_buffers=True)
+    main = rh.vm.VirtualMachine(executable)["main"]
+    arrays = [whole_numbers(extent, extent) for extent in EXTENTS] if chain.symbolic else [whole_numbers(0)]
+    wanted = [chain.result(array) for array in arrays]
+    held: deque[tvm.runtime.Tensor] = deque(maxlen=2 * HELD)
+    addresses: set[tuple[int, int]] = set()
+
+    def submit(index: int) -> None:
+        case = index % len(arrays)
+        argument = tvm.runtime.tensor(arrays[case])
+        result = main(argument)
+        held.extend((argument, result))
+        if len(addresses) < HELD:
+            addresses.add((argument.data_ptr(), result.data_ptr()))
+        if not np.array_equal(result.numpy(), wanted[case]):
+            raise RuntimeError(f"submission {index} of {chain}: wrong numbers")
+
+    grown = growth(submit, submissions)
+    return {
+        "chain": f"{chain.kernels} kernels, {'symbolic' if chain.symbolic else 'static'} extent",
+        "regions": len(executable.metadata.regions),
+        "submissions": submissions,
+        "bindings": len(addresses),
+        "grown_kb": grown,
+    }
+
+
+def memory_checks(rows: list[dict[str, Any]]) -> list[Check]:
+    """What growth may be."""
+    return [Check(f"{row['chain']}: KB grown", row["grown_kb"], GROWTH_BAR, at_most=True) for row in rows]
+
+
+def memory_table(rows: list[dict[str, Any]]) -> tuple[str, list[str], list[list[str]]]:
+    """Title, columns and cells."""
+    cells = [
+        [row["chain"], str(row["regions"]), f"{row['submissions']:,}", f"{row['bindings']}", f"{row['grown_kb']:.0f}"]
+        for row in rows
+    ]
+    columns = ["region", "regions", "submissions", "different bindings (at least)", "KB grown"]
+    return "resident memory over submissions with other bindings", columns, cells

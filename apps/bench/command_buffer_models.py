@@ -1,0 +1,82 @@
+"""Whole models in command buffers and without, beside ONNX Runtime: the same process, in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from command_buffer_model_report import REFERENCE, WITHOUT
+from model_peers import OURS
+from model_worker import Job
+from model_zoo import random_inputs
+
+from models import at_once, prepare, time_models
+
+MODELS = (
+    "minilm",
+    "squeezenet",
+    "shufflenet",
+    "shufflenet_v2",
+    "mobilenet_v2",
+    "mobilenet_v3",
+    "densenet121",
+    "efficientnet_b0",
+    "gpt2",
+)
+COMPILE_LIMIT, CAP = 300.0, 2.0
+
+
+def measure_models(
+    models: Sequence[tuple[str, Path]],
+    threads: Sequence[int],
+    rounds: int,
+    seconds: float,
+    folder: Path,
+    seed: int,
+    compile_only: bool = False,
+) -> Iterator[dict[str, Any]]:
+    """A result for each model and thread count, as they are measured.
+
+    Parameters
+    ----------
+    models : sequence of (str, Path)
+        Names and ONNX files.
+    threads : sequence of int
+    rounds : int
+        Turns of each contestant.
+    seconds : float
+        How long each is timed, in all its turns.
+    folder : Path
+        Where what is compiled is kept, and taken again.
+    seed : int
+        Of inputs and turns.
+    compile_only : bool
+        Whether to stop before anything is timed.
+
+    Raises
+    ------
+    RuntimeError
+        ONNX Runtime does not run the model.
+    """
+    for name, path in models:
+        arrays = folder / f"{name}.npz"
+        np.savez(arrays, **{f"in:{key}": array for key, array in random_inputs(path, {}, seed).items()})
+        job = Job("reference", str(path), (), {}, max(threads), str(arrays), seconds / max(rounds, 1))
+        reference = at_once(job)
+        if "failure" in reference:
+            raise RuntimeError(f"{name}: no reference by ONNX Runtime: {reference['failure']}")
+        for count in threads:
+            ready = replace(job, action="turns", peers=(OURS, WITHOUT, REFERENCE), threads=count)
+            ready, rows = prepare(ready, folder, name, COMPILE_LIMIT)
+            if not compile_only:
+                time_models(ready, rows, rounds, CAP, False, seed)
+            files = tuple(key for key in (OURS, WITHOUT) if key in ready.peers)
+            yield {
+                "model": name,
+                "threads": count,
+                "rows": rows,
+                **at_once(replace(ready, action="regions", peers=files)),
+            }

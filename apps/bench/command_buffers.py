@@ -1,0 +1,166 @@
+"""Command buffers against the same library without them: kernels, calls, whole models, compile time, memory.
+
+python apps/bench/command_buffers.py elementwise            # 1 to 1,000 kernels on 16 floats, stock TVM beside them
+python apps/bench/command_buffers.py models shufflenet minilm --threads 1 --executables .cache/executables
+python apps/bench/command_buffers.py compile kernels:300 densenet121
+python apps/bench/command_buffers.py memory
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from report import Check, verdict
+from rich.console import Console
+from rich.table import Table
+
+LEFT = ("model", "region", "bits")
+"""Columns of words."""
+COMPILED = ("kernels:300", "densenet121", "shufflenet", "mobilenet_v3")
+
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+_seed = click.option("--seed", default=0, show_default=True, help="Of inputs and of the order of turns.")
+
+
+def _numbers(_context: click.Context, parameter: click.Parameter, text: str) -> tuple[int, ...]:
+    try:
+        found = tuple(int(item) for item in text.split(","))
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r}: expected numbers, as in 1,2", param=parameter) from error
+    if min(found) < 1:
+        raise click.BadParameter(f"{text!r}: expected numbers from 1 on", param=parameter)
+    return found
+
+
+def _model(name: str) -> tuple[str, Path]:
+    from model_zoo import model_path
+
+    try:
+        return Path(name).stem, model_path(name)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+@click.group()
+def main() -> None:
+    """Measure command buffers against the same library without them."""
+
+
+@main.command()
+@click.option("--counts", default="1,10,100,1000", show_default=True, callback=_numbers, help="Kernels of the chains.")
+@click.option("--distinct", default=4, show_default=True, type=click.IntRange(1), help="Different kernels in a chain.")
+@click.option("--symbolic", is_flag=True, help="Chains of a symbolic extent.")
+@click.option("--rounds", default=30, show_default=True, type=click.IntRange(1), help="Turns of each.")
+@_seed
+@_json
+def elementwise(counts: tuple[int, ...], distinct: int, symbolic: bool, rounds: int, seed: int, as_json: bool) -> None:
+    """Chains of small kernels: what one costs, and what a call of few does."""
+    from command_buffer_elementwise import (
+        WrongResult,
+        elementwise_checks,
+        elementwise_table,
+        measure_elementwise,
+    )
+
+    try:
+        found = measure_elementwise(counts, distinct, symbolic, rounds, seed)
+    except WrongResult as error:
+        raise click.ClickException(str(error)) from error
+    _say(found, elementwise_table(found), elementwise_checks(found), as_json)
+
+
+@main.command()
+@click.argument("names", nargs=-1)
+@click.option("--threads", default="1,2", show_default=True, callback=_numbers, help="All contestants get so many.")
+@click.option("--rounds", default=7, show_default=True, type=click.IntRange(0), help="Turns of each; 0 checks only.")
+@click.option("--seconds", default=2.0, show_default=True, help="How long each contestant is timed, in all its turns.")
+@click.option("--executables", type=click.Path(path_type=Path), help="Keeps what is compiled here, and takes it again.")
+@click.option("--compile-only", is_flag=True, help="With --executables: time nothing.")
+@_seed
+@_json
+def models(
+    names: Sequence[str],
+    threads: tuple[int, ...],
+    rounds: int,
+    seconds: float,
+    executables: Path | None,
+    compile_only: bool,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Time NAMES (ONNX files, or names of built-in ones) with command buffers, without, and in ONNX Runtime."""
+    from command_buffer_model_report import model_checks, model_failures, model_table
+    from command_buffer_models import MODELS, measure_models
+
+    chosen = [_model(name) for name in names or MODELS]
+    with contextlib.ExitStack() as stack:
+        folder = executables or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(parents=True, exist_ok=True)
+        results = list(measure_models(chosen, threads, rounds, seconds, folder, seed, compile_only))
+    _say(results, model_table(results), model_checks(results), as_json)
+    if failures := model_failures(results):
+        raise click.ClickException("; ".join(failures))
+
+
+@main.command("compile")
+@click.argument("names", nargs=-1)
+@click.option("--rounds", default=3, show_default=True, type=click.IntRange(1), help="Compilations of each.")
+@_json
+def compile_time(names: Sequence[str], rounds: int, as_json: bool) -> None:
+    """Compile NAMES (as `models`, or kernels:N for so many distinct small kernels) with command buffers and without."""
+    from command_buffer_compile import CHAIN, compile_checks, compile_table, measure_compile
+
+    rows = []
+    for name in names or COMPILED:
+        known, path = (name, name) if name.startswith(CHAIN) else _model(name)
+        try:
+            rows.append(measure_compile(known, str(path), rounds))
+        except RuntimeError as error:
+            raise click.ClickException(str(error)) from error
+    _say(rows, compile_table(rows), compile_checks(rows), as_json)
+
+
+@main.command()
+@click.option("--kernels", default=100, show_default=True, type=click.IntRange(1), help="Of the region.")
+@click.option("--submissions", default=10_000, show_default=True, type=click.IntRange(100))
+@_json
+def memory(kernels: int, submissions: int, as_json: bool) -> None:
+    """Submit a region again and again with other bindings: resident memory must not grow."""
+    from command_buffer_memory import measure_memory, memory_checks, memory_table
+
+    try:
+        rows = measure_memory(kernels, submissions)
+    except RuntimeError as error:
+        raise click.ClickException(str(error)) from error
+    _say(rows, memory_table(rows), memory_checks(rows), as_json)
+
+
+def _say(found: Any, table: tuple[str, list[str], list[list[str]]], checks: Sequence[Check], as_json: bool) -> None:
+    """Print what was measured, and whether it reaches its bars."""
+    if as_json:
+        bars = [
+            {"what": check.what, "found": check.found, "bar": check.bar, "passed": check.passed} for check in checks
+        ]
+        click.echo(json.dumps({"found": found, "checks": bars}, indent=1))
+        return
+    title, columns, rows = table
+    console = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 200)
+    shown = Table(title=title, title_justify="left")
+    for column in columns:
+        shown.add_column(column, justify="left" if column in LEFT else "right")
+    for row in rows:
+        shown.add_row(*row)
+    console.print(shown)
+    for check in checks:
+        console.print(f"{verdict(check)}: {check}", markup=False)
+
+
+if __name__ == "__main__":
+    main()
