@@ -25,6 +25,7 @@ from ..vdevice import VDevice, device_name, host_vdevice, vdevice_index, vdevice
 from ..vm.executable import Executable
 from ..vm.metadata import DeviceSpec, DispatchSpec, Metadata
 from .bind_params import bind_params
+from .direct_references import by_address
 from .lift_constants import lift_constants
 from .link import argument_alignment, link, reason
 from .pipeline import get_pipeline
@@ -80,7 +81,8 @@ def compile(  # noqa: A001 (the contract's name)
         mod = _lower(mod, command_buffers, progress)
     if report is None and reports:
         report = reports[0].to_json()
-    lifted = lift_constants(mod)
+    mod, tables = by_address(mod)
+    lifted = lift_constants(mod, tables)
     host = host_vdevice(vdevices)
     metadata = Metadata(
         devices=tuple(device_spec(vdevice, default=i == 0) for i, vdevice in enumerate(vdevices)),

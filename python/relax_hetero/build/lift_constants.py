@@ -6,7 +6,8 @@ constant is placed once on the device that uses it, and the file's bytes can be 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import tvm
 from tvm import relax
@@ -15,6 +16,7 @@ from tvm_ffi import structural_map, structural_walk
 from ..transform.rewriting import copy_module, relax_functions, typed, with_body
 from ..vdevice import vdevice_index, vdevices_of
 from ..vm.metadata import ConstantSpec
+from .direct_references import DirectTable
 
 
 @dataclass(frozen=True)
@@ -55,12 +57,20 @@ class _Table:
             self.tensors.append(data)
         return self.index[key]
 
+    def add_table(self, direct: DirectTable) -> None:
+        """Add a table of addresses, after the constants it stands for."""
+        entries = [*(self.add(constant) for constant in direct.constants), *direct.kernels]
+        index = self.add(direct.tensor)
+        self.specs[index] = replace(self.specs[index], addresses=tuple(entries))
 
-def lift_constants(mod: tvm.IRModule) -> LiftedConstants:
-    """Lift every tensor constant of a lowered module (LowerToVM)."""
+
+def lift_constants(mod: tvm.IRModule, tables: Sequence[DirectTable] = ()) -> LiftedConstants:
+    """Lift every tensor constant of a lowered module (LowerToVM), and those that tables of addresses stand for."""
     functions = dict(relax_functions(mod))
     takers = _takers(mod, functions)
     table = _Table(vdevices_of(mod))
+    for direct in tables:
+        table.add_table(direct)
     replaced: dict[tvm.ir.GlobalVar, tuple[relax.Expr, dict[int, relax.Var]]] = {}
     for gv, func in functions.items():
         if gv in takers:

@@ -17,6 +17,7 @@ from ..errors import BuildError
 from ..native_target import native
 from ..vdevice import host_vdevice, vdevices_of
 from ..vm.tensors import ALIGNMENT
+from .direct_references import with_address_functions
 from .external_symbols import check_external_symbols
 from .llvm_kernels import build_llvm
 from .loosen_alignment import ARGUMENT_ALIGNMENT, loosen_alignment
@@ -57,7 +58,7 @@ def link(mod: tvm.IRModule, progress: Progress | None = None) -> tvm.runtime.Mod
     for target, group in groups:
         if target.kind.name == "llvm" and not external:
             check_external_symbols(group)
-    parts = [(target, part) for target, group in groups for part in cut(target, group)]
+    parts = [(target, with_address_functions(part)) for target, group in groups for part in cut(target, group)]
     libraries = build_side_by_side(parts, lambda target, part: build_group(target, part, host_target), progress)
     first = libraries[0] if libraries else None
     return relax_ffi.VMLink(builder, host_target, first, libraries[1:] + external, {})

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tvm_ffi
 from tvm import runtime
 
 from .metadata import ConstantSpec
 from .results import MemoryRanges
-from .tensors import address_range, alias, copy_to, has_offset, is_host, same_device
+from .tensors import address_range, alias, copy_into, copy_to, from_array, has_offset, is_host, same_device
 
 
 class PlacedConstants:
@@ -22,16 +23,32 @@ class PlacedConstants:
     Attributes
     ----------
     values : tvm_ffi.Array of Tensor
+        Tables of addresses are filled with those of this process.
     ranges : MemoryRanges
         The memory they occupy.
     """
 
     def __init__(
-        self, tensors: Sequence[runtime.Tensor], specs: Sequence[ConstantSpec], devices: Sequence[runtime.Device]
+        self,
+        tensors: Sequence[runtime.Tensor],
+        specs: Sequence[ConstantSpec],
+        devices: Sequence[runtime.Device],
+        address_of: Callable[[str], int],
     ) -> None:
         placed = [place_constant(t, devices[spec.device]) for t, spec in zip(tensors, specs, strict=True)]
+        for index, spec in enumerate(specs):
+            if spec.addresses is not None:
+                places = [address_of(e) if isinstance(e, str) else placed[e].data_ptr() for e in spec.addresses]
+                placed[index] = _table(places, devices[spec.device])
         self.values: Any = tvm_ffi.convert(placed)
         self.ranges = MemoryRanges(map(address_range, placed))
+
+
+def _table(addresses: Sequence[int], device: runtime.Device) -> runtime.Tensor:
+    """Addresses as a tensor; one entry stands where there are none."""
+    table = runtime.empty((max(len(addresses), 1),), "int64", device)
+    copy_into(from_array(np.array(addresses or [0], "int64")), table)
+    return table
 
 
 def place_constant(tensor: runtime.Tensor, device: runtime.Device) -> runtime.Tensor:

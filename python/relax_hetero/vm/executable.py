@@ -6,6 +6,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
@@ -16,6 +17,7 @@ from ..errors import BuildError
 from .constants import PlacedConstants
 from .container import Container
 from .export import checked_path, link_library, needs_linking, write_copy, write_executable
+from .kernel_addresses import kernel_address
 from .metadata import DeviceSpec, Metadata, device_names
 from .names import unknown_name
 from .signature import FunctionSignature
@@ -142,8 +144,10 @@ class Executable:
             By manifest index, the host last.
         """
         key = tuple((device.dlpack_device_type(), device.index) for device in devices)
+        address_of = partial(kernel_address, self.runnable())
         with self._lock:
             placed = self._placed.get(key)
             if placed is None:
-                placed = self._placed[key] = PlacedConstants(self.constants, self.metadata.constants, devices)
+                placed = PlacedConstants(self.constants, self.metadata.constants, devices, address_of)
+                self._placed[key] = placed
             return placed

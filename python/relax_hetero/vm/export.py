@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import tempfile
@@ -55,8 +56,10 @@ def generate_code(module: runtime.Module) -> None:
 
 
 def _first_function(part: runtime.Module) -> None:
-    for symbol in list(part["get_func_names"]())[:1]:
-        part.get_function(str(symbol).removeprefix(_SYMBOL_PREFIX))
+    # Kernels that are called by address have symbols without the prefix, and no packed function.
+    packed = (str(symbol) for symbol in part["get_func_names"]() if str(symbol).startswith(_SYMBOL_PREFIX))
+    for symbol in itertools.islice(packed, 1):
+        part.get_function(symbol.removeprefix(_SYMBOL_PREFIX))
 
 
 def find_compiler(what: str) -> str:

@@ -64,7 +64,6 @@ class VirtualMachine:
         bound = bind_devices(executable.metadata, devices)
         self._devices = (*bound, host_device(executable.metadata, bound))
         self._scopes = (*(spec.memory_scope for spec in executable.devices), "global")
-        self._constants: PlacedConstants = executable.constants_on(self._devices)
         self._lock = threading.RLock()
         self._params: dict[str, tuple[dict[int, Any], DimValues, list[AddressRange]]] = {}
         self._inputs: dict[str, tuple[list[Any], DimValues, list[AddressRange]]] = {}
@@ -78,6 +77,7 @@ class VirtualMachine:
         module = executable.runnable()
         try:
             generate_code(module)
+            self._constants: PlacedConstants = executable.constants_on(self._devices)
             self._module = module["vm_load_executable"]()
             self._module["vm_initialization"](
                 *(n for d in self._devices for n in (d.dlpack_device_type(), d.index, _POOLED_ALLOCATOR))
