@@ -18,8 +18,9 @@ nanoseconds. Here the caller has checked, once for all its calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import tvm
 from tvm import s_tir, tirx
@@ -40,19 +41,16 @@ class RawSignature:
     scalars : tuple of tirx.Var
         The variables of the tensors' extents that are no parameters, in order of appearance; then the parameters that
         are numbers.
+    extents : tuple of tuple
+        Of each tensor: ints, or expressions over the scalars.
+    dtypes : tuple of str
+        Of each tensor.
     """
 
     buffers: tuple[tirx.Var, ...]
     scalars: tuple[tirx.Var, ...]
-
-    def matched(self, shapes: Sequence[Sequence[Expr]], given: Mapping[tirx.Var, Expr]) -> list[Expr]:
-        """The scalars' values where the tensors have these shapes, and the parameters the values given."""
-        values = dict(given)
-        for buffer, shape in zip(self.buffers, shapes, strict=True):
-            for extent, value in zip(buffer.ty.shape, shape, strict=True):
-                if isinstance(extent, tirx.Var):
-                    values.setdefault(extent, value)
-        return [values[scalar] for scalar in self.scalars]
+    extents: tuple[tuple[Any, ...], ...]
+    dtypes: tuple[str, ...]
 
 
 def raw_signature(kernel: tirx.PrimFunc) -> RawSignature | None:
@@ -65,16 +63,24 @@ def raw_signature(kernel: tirx.PrimFunc) -> RawSignature | None:
     given = [param for param in kernel.params if not is_buffer_var(param)]
     found: dict[tirx.Var, None] = {}
     plain: set[tirx.Var] = set(given)
-    for buffer in buffers:
+    extents = tuple(tuple(map(plain_extent, buffer.ty.shape)) for buffer in buffers)
+    for buffer, shape in zip(buffers, extents, strict=True):
         ty = buffer.ty
         if len(ty.strides) or not _is_zero(ty.elem_offset) or ty.storage_scope not in ("", "global"):
             return None
-        for extent in ty.shape:
-            structural_walk(extent, (tvm.ir.Var, lambda var: found.setdefault(var)))
-        plain.update(extent for extent in ty.shape if isinstance(extent, tirx.Var))
+        for extent in shape:
+            if not isinstance(extent, int):
+                structural_walk(extent, (tvm.ir.Var, lambda var: found.setdefault(var)))
+        plain.update(extent for extent in shape if isinstance(extent, tirx.Var))
     if any(not isinstance(param.ty, tvm.ir.PrimType) for param in given) or not plain.issuperset(found):
         return None
-    return RawSignature(buffers, tuple([*(var for var in found if var not in given), *given]))
+    scalars = (*(var for var in found if var not in given), *given)
+    return RawSignature(buffers, scalars, extents, tuple(str(buffer.ty.dtype) for buffer in buffers))
+
+
+def plain_extent(extent: Expr) -> Any:
+    """An int for a number, the expression itself for any other."""
+    return int(extent.value) if isinstance(extent, tirx.IntImm) else extent
 
 
 def raw_kernel(kernel: tirx.PrimFunc, signature: RawSignature) -> tirx.PrimFunc:

@@ -1,7 +1,9 @@
 """Which bindings of a block become one command buffer: maximal runs of work on one device.
 
 Work is a call of a kernel. What costs nothing on the way, views of what the run made and fields of it, joins. What is
-not work and reads nothing of the run moves before it; what reads something of it, or may have effects, ends it.
+not work and has no effect moves out of the way: before the run if it reads nothing of it, else behind it. A run ends
+where something reads it that does work elsewhere (a transfer, a kernel that no buffer can call), and at everything that
+may have an effect (control flow, unknown functions). Runs of several devices grow side by side.
 """
 
 from __future__ import annotations
@@ -9,14 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import tvm
-from tvm import relax, tirx
+from tvm import relax
 
-from ..tir.raw_kernel import RawSignature, raw_signature
 from ..vdevice import vdevice_index, vdevices_of
-from .bind_targets import call_vdevice
 from .blocks import Block, used_vars
-from .rewriting import op_name, tensor_types
-from .stage import COMMANDS
+from .kernel_calls import KernelCall, KernelCalls, known_extents
+from .rewriting import op_name
 
 WORTH_A_BUFFER = 2
 """A run of fewer kernels gains nothing: one call of a buffer stands for one call of a kernel."""
@@ -34,13 +34,30 @@ class Run:
         Where the work is done.
     members : list of int
         Indices of the bindings, in order.
-    kernels : int
-        How many of them call one.
+    calls : dict of int to KernelCall
+        Those of them that call a kernel; the others are views.
+    ended_by : int, optional
+        The binding that ended it; None for the end of the block.
     """
 
     vdevice: relax.VDevice
     members: list[int] = field(default_factory=list)
-    kernels: int = 0
+    calls: dict[int, KernelCall] = field(default_factory=dict)
+    ended_by: int | None = None
+
+
+@dataclass
+class _Section:
+    """A run, and what stands before it and after the section before."""
+
+    before: list[int] = field(default_factory=list)
+    run: Run | None = None
+
+    def in_order(self) -> list[int | Run]:
+        if self.run is None:
+            return [*self.before]
+        is_small = len(self.run.calls) < WORTH_A_BUFFER
+        return [*self.before, *(self.run.members if is_small else [self.run])]
 
 
 class RunFinder:
@@ -49,108 +66,115 @@ class RunFinder:
     Parameters
     ----------
     mod : tvm.IRModule
-        Of dispatches (FormDispatches).
+        Placed, of dispatches (FormDispatches).
     """
 
     def __init__(self, mod: tvm.IRModule) -> None:
-        self._mod = mod
+        self.calls = KernelCalls(mod)
         self._vdevices = vdevices_of(mod)
-        self._signatures: dict[tvm.ir.GlobalVar, RawSignature | None] = {}
-
-    def signature(self, kernel: tvm.ir.GlobalVar) -> RawSignature:
-        """How a kernel of a run is called raw."""
-        signature = self._signature(kernel)
-        assert signature is not None, f"{kernel.name_hint} is no kernel of a run"
-        return signature
-
-    def _signature(self, kernel: tvm.ir.GlobalVar) -> RawSignature | None:
-        if kernel not in self._signatures:
-            func = self._mod.functions.get(kernel)
-            fits = isinstance(func, tirx.PrimFunc) and COMMANDS not in func.attrs
-            self._signatures[kernel] = raw_signature(func) if fits else None
-        return self._signatures[kernel]
-
-    def params(self, kernel: tvm.ir.GlobalVar) -> list[tirx.Var]:
-        """The parameters of a kernel as `call_tir` gives them: operands, then results."""
-        return list(self._mod.functions[kernel].params)
-
-    def _index(self, vdevice: relax.VDevice) -> int:
-        return vdevice_index(vdevice, self._vdevices)
 
     def cut(self, block: Block) -> list[int | Run]:
-        """The block's bindings in a new order: indices of those that stay, and runs."""
-        order: list[int | Run] = []
-        run: Run | None = None
-        made: set[relax.Var] = set()
+        """The block's bindings in an order in which they may run: indices of those that stay, and runs."""
+        cut = _Cut(block)
         for index, binding in enumerate(block.bindings):
-            work = self.work_of(binding)
-            if work is not None:
-                if run is None or self._index(run.vdevice) != self._index(work):
-                    run, made = Run(work), set()
-                    order.append(run)
-                run.members.append(index)
-                run.kernels += 1
-                made.add(binding.var)
-            elif run is not None and _is_view(binding, made):
-                run.members.append(index)
-                made.add(binding.var)
-            elif run is not None and _may_move(binding) and not made.intersection(used_vars(binding.value)):
-                order.insert(len(order) - 1, index)
-            else:
-                order.append(index)
-                run = None
-        return [part for item in order for part in _unless_small(item)]
-
-    def work_of(self, binding: relax.Binding) -> relax.VDevice | None:
-        """The device of a binding that calls a kernel a command buffer can run; None for any other."""
-        call = binding.value
-        if not isinstance(binding, relax.VarBinding) or op_name(call) != "relax.call_tir":
-            return None
-        signature = self._signature(call.args[0])
-        operands = call.args[1].fields if isinstance(call.args[1], relax.Tuple) else None
-        if signature is None or operands is None or not all(_is_known(ty) for ty in tensor_types(call.ty_args[0])):
-            return None
-        if not all(_is_number(arg) or (_is_tensor(arg) and _is_known(arg.ty)) for arg in operands):
-            return None
-        vdevice = call_vdevice(call)
-        plain = vdevice is not None and vdevice.memory_scope == "global"
-        return vdevice if plain else None
+            call = self.calls.of(binding)
+            if call is not None:
+                cut.work(index, call, vdevice_index(call.vdevice, self._vdevices))
+            elif not (is_view(binding) and cut.view(index)):
+                cut.other(index)
+        return [item for section in cut.sections for item in section.in_order()]
 
 
-def _unless_small(item: int | Run) -> list[int | Run]:
-    if isinstance(item, Run) and item.kernels < WORTH_A_BUFFER:
-        return list(item.members)
-    return [item]
+class _Cut:
+    """A block while it is cut: sections in order, the last without a run.
+
+    A variable's place is twice the number of its section, and one more if the section's run makes it.
+    """
+
+    def __init__(self, block: Block) -> None:
+        self.sections = [_Section()]
+        self._block = block
+        self._places: dict[relax.Var, int] = {}
+        self._open: dict[int, int] = {}
+
+    def work(self, index: int, call: KernelCall, device: int) -> None:
+        """A kernel joins the open run of its device, unless it reads something that is made later."""
+        number = self._open.get(device)
+        if number is None or self._read(index) > 2 * number + 1:
+            self._end(device, index)
+            number = self._open[device] = len(self.sections) - 1
+            self.sections[number].run = Run(call.vdevice)
+            self.sections.append(_Section())
+        self._join(number, index).calls[index] = call
+
+    def view(self, index: int) -> bool:
+        """A view joins the run that made what it shows; False if none did."""
+        place = self._read(index)
+        if place % 2 == 0:
+            return False
+        self._join(place // 2, index)
+        return True
+
+    def other(self, index: int) -> None:
+        """What is no work goes before the open runs if it may, else to the end."""
+        binding = self._block.bindings[index]
+        first = min(self._open.values(), default=len(self.sections) - 1)
+        goes_before = self._read(index) <= 2 * first
+        number = first if goes_before and may_move(binding) else len(self.sections) - 1
+        self.sections[number].before.append(index)
+        self._places[binding.var] = 2 * number
+        if not may_move(binding) or (isinstance(binding, relax.MatchCast) and not goes_before):
+            self._end_all(index)
+        elif not goes_before and isinstance(binding.value, relax.Call):
+            self._end_read(index)
+
+    def _read(self, index: int) -> int:
+        """The last place of what a binding reads."""
+        return max((self._places.get(var, 0) for var in used_vars(self._block.bindings[index].value)), default=0)
+
+    def _join(self, number: int, index: int) -> Run:
+        run = self.sections[number].run
+        assert run is not None, "only sections with a run are joined"
+        run.members.append(index)
+        self._places[self._block.bindings[index].var] = 2 * number + 1
+        return run
+
+    def _end(self, device: int, by: int) -> None:
+        if device in self._open:
+            run = self.sections[self._open.pop(device)].run
+            assert run is not None, "open sections have a run"
+            run.ended_by = by
+
+    def _end_all(self, by: int) -> None:
+        for device in list(self._open):
+            self._end(device, by)
+
+    def _end_read(self, by: int) -> None:
+        read = {self._places.get(var, 0) for var in used_vars(self._block.bindings[by].value)}
+        for device, number in list(self._open.items()):
+            if 2 * number + 1 in read:
+                self._end(device, by)
 
 
-def _is_view(binding: relax.Binding, made: set[relax.Var]) -> bool:
-    """Whether a binding gives the memory of something the run made another shape or name."""
+def is_view(binding: relax.Binding) -> bool:
+    """Whether a binding gives the memory of a variable another shape or name, or names one of several results."""
     value = binding.value
-    if isinstance(value, relax.TupleGetItem):
-        return value.tuple_value in made
+    if not isinstance(binding, relax.VarBinding):
+        return False
     if op_name(value) == _VIEW:
-        return value.args[0] in made and _is_known(binding.var.ty)
-    return isinstance(value, relax.Var) and value in made
+        return isinstance(value.args[0], relax.Var) and known_extents(binding.var.ty) is not None
+    return isinstance(value, (relax.Var, relax.TupleGetItem))
 
 
-def _may_move(binding: relax.Binding) -> bool:
-    """Whether a binding may run earlier than it stands, if what it reads is there: it has no effect, nor a check."""
+def may_move(binding: relax.Binding) -> bool:
+    """Whether a binding may run where what it reads is there: it has no effect and no function of its own.
+
+    A match_cast may, as long as what uses the sizes that it names comes later; work in place may not.
+    """
     value = binding.value
-    if isinstance(binding, relax.MatchCast) or isinstance(value, (relax.If, relax.Function)):
+    if isinstance(value, (relax.If, relax.Function)):
         return False
     if not isinstance(value, relax.Call):
         return True
-    return isinstance(value.op, tvm.ir.Op) and bool(value.op.get_attr("FPurity"))
-
-
-def _is_tensor(arg: relax.Expr) -> bool:
-    is_constant = isinstance(arg, tvm.ir.GenericConst) and isinstance(arg.value, tvm.runtime.Tensor)
-    return is_constant or isinstance(arg, relax.Var)
-
-
-def _is_number(arg: relax.Expr) -> bool:
-    return isinstance(arg.ty, tvm.ir.PrimType)
-
-
-def _is_known(ty: tvm.ir.Type) -> bool:
-    return isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr) and ty.dtype is not None
+    is_in_place = op_name(value) == "relax.call_tir_inplace"
+    return isinstance(value.op, tvm.ir.Op) and bool(value.op.get_attr("FPurity")) and not is_in_place

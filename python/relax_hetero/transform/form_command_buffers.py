@@ -21,20 +21,20 @@ What each buffer does stands in the module's attributes, as data (`vm.commands.R
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import tvm
 from tvm import relax
 from tvm_ffi import structural_walk
 
 from ..tir.raw_kernel import raw_kernel
-from ..vdevice import vdevices_of
-from .blocks import Block, Rewrite, rewrite_function
+from ..vdevice import vdevice_index, vdevices_of
+from .blocks import Block, Rewrite, rewrite_function, without_unused
 from .command_regions import Run, RunFinder
 from .record_run import Recorded, RunRecorder
-from .rewriting import copy_module, fresh_global_var, relax_functions, typed
+from .rewriting import copy_module, fresh_global_var, op_name, relax_functions, typed
 from .root_blocks import with_root_blocks
-from .stage import COMMANDS, is_lowered
+from .stage import COMMANDS, DEVICE, is_lowered
 
 
 def FormCommandBuffers() -> tvm.transform.Pass:
@@ -55,15 +55,14 @@ def FormCommandBuffers() -> tvm.transform.Pass:
 
 def form_command_buffers(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring."""
-    if is_lowered(mod) or not vdevices_of(mod):
+    if is_lowered(mod) or not vdevices_of(mod) or any(COMMANDS in func.attrs for func in mod.functions.values()):
         return mod
     # Views must be seen as such: a reshape that is a kernel copies.
-    mod = relax.transform.RewriteDataflowReshape()(with_root_blocks(mod))
-    former = _Former(mod)
-    functions = {gv: rewrite_function(func, former.in_function(gv.name_hint)) for gv, func in relax_functions(mod)}
-    if not former.recorded:
-        return mod
-    return former.finish(functions)
+    former = _Former(relax.transform.RewriteDataflowReshape()(with_root_blocks(mod)))
+    functions = {
+        gv: rewrite_function(func, former.in_function(gv.name_hint)) for gv, func in relax_functions(former.mod)
+    }
+    return former.finish(functions) if former.recorded else mod
 
 
 class _Former:
@@ -82,38 +81,57 @@ class _Former:
             order = self._finder.cut(block)
             if not any(isinstance(item, Run) for item in order):
                 return None
+            stay = {block.bindings[item].var for item in order if not isinstance(item, Run)}
             bindings: list[relax.Binding] = []
             for item in order:
-                bindings += self._outlined(name, block, item) if isinstance(item, Run) else [block.bindings[item]]
-            return bindings
+                if isinstance(item, Run):
+                    bindings += self._outlined(name, RunRecorder(block, item, stay))
+                else:
+                    bindings.append(block.bindings[item])
+            # Views of what a buffer reads are of no use any more: it takes the tensor itself.
+            return without_unused(bindings, block, _is_view)
 
         return rewrite
 
-    def _outlined(self, function: str, block: Block, run: Run) -> list[relax.Binding]:
+    def _outlined(self, function: str, recorder: RunRecorder) -> list[relax.Binding]:
         gv = fresh_global_var(f"{function}_commands", tvm.ir.Type.missing(), self._taken)
-        recorded, bindings = RunRecorder(self._finder, block, run).record(function, gv)
-        self.recorded.append(recorded)
+        recorded, bindings = recorder.record(function, gv)
+        if bindings:
+            self.recorded.append(recorded)
         return bindings
 
-    def finish(self, functions: dict[tvm.ir.GlobalVar, relax.Function]) -> tvm.IRModule:
+    def finish(self, functions: Mapping[tvm.ir.GlobalVar, relax.Function]) -> tvm.IRModule:
         """The module with its command buffers; kernels that nobody else calls are raw ones only."""
         result = {**dict(self.mod.functions.items()), **functions}
-        called = _called(functions.values())
+        called = _called(result.values())
         replaced: dict[tvm.ir.GlobalVar, tvm.ir.GlobalVar] = {}
         for kernel in dict.fromkeys(gv for recorded in self.recorded for gv in recorded.kernels):
             func = self.mod.functions[kernel]
-            stays = kernel in called or "global_symbol" in func.attrs
+            stays = kernel.name_hint in called or "global_symbol" in func.attrs
             raw = fresh_global_var(f"{kernel.name_hint}_raw", kernel.ty, self._taken) if stays else kernel
             replaced[kernel] = raw
-            result[raw] = raw_kernel(func, self._finder.signature(kernel))
+            signature = self._finder.calls.signature(kernel)
+            assert signature is not None, f"{kernel.name_hint} is no kernel of a run"
+            result[raw] = raw_kernel(func, signature)
+        vdevices = vdevices_of(self.mod)
         for recorded in self.recorded:
-            host = recorded.host_function(replaced).with_attr(COMMANDS, recorded.function)
+            marks = {COMMANDS: recorded.function, DEVICE: vdevice_index(recorded.vdevice, vdevices)}
+            host = recorded.host_function(replaced).with_attr(marks)
             result[typed(recorded.gv, host.ty)] = host
         return copy_module(self.mod, result)
 
 
-def _called(functions: Iterable[relax.Function]) -> set[tvm.ir.GlobalVar]:
-    found: set[tvm.ir.GlobalVar] = set()
+def _is_view(value: relax.Expr) -> bool:
+    return isinstance(value, relax.Var) or op_name(value) == "relax.reshape"
+
+
+def _called(functions: Iterable[tvm.ir.BaseFunc]) -> set[str]:
+    """The names of functions that others refer to: by variable, or as PrimFuncs may, by name."""
+    found: set[str] = set()
+    seen = [
+        (tvm.ir.GlobalVar, lambda gv: found.add(gv.name_hint)),
+        (tvm.ir.StringImm, lambda text: found.add(text.value)),
+    ]
     for func in functions:
-        structural_walk(func.body, (tvm.ir.GlobalVar, lambda gv: found.add(gv)))
+        structural_walk(func.body, seen)
     return found

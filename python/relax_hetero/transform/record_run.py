@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 import tvm
+import tvm_ffi
 from tvm import relax, tirx
 from tvm_ffi import structural_map, structural_walk
 
 from ..tir.command_list import Address, Call, Tensor, host_function
+from ..tir.raw_kernel import plain_extent
 from .blocks import Block
-from .command_regions import Run, RunFinder
+from .command_regions import Run, is_view
+from .kernel_calls import KernelCall, known_extents
 from .plan_arena import Lifetime, plan_arena
-from .rewriting import op_name, tensor_types, typed
+from .rewriting import typed
 
 
 @dataclass(eq=False)
@@ -31,6 +34,7 @@ class Value:
         Whether something after the run reads it.
     offset : int or tirx.Expr
         Of its first byte in the arena, if it lies there.
+    shape : list of (int or tirx.Expr)
     """
 
     ty: relax.TensorType
@@ -39,6 +43,10 @@ class Value:
     end: int = 0
     is_result: bool = False
     offset: Any = 0
+    shape: list[Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shape = [plain_extent(extent) for extent in self.ty.shape.values]
 
     @property
     def dtype(self) -> str:
@@ -46,17 +54,13 @@ class Value:
         return str(self.ty.dtype.dtype)
 
     @property
-    def shape(self) -> list[Any]:
-        """Its extents."""
-        return list(self.ty.shape.values)
-
-    @property
     def nbytes(self) -> Any:
         """Its size: an int, or an expression."""
         dtype = tvm.DataType(self.dtype)
         count: Any = (dtype.bits * dtype.lanes + 7) // 8
-        for extent in self.shape:
-            count = count * (int(extent) if isinstance(extent, tirx.IntImm) else extent)
+        # Numbers first, as an expression cannot be told from zero.
+        for extent in sorted(self.shape, key=lambda extent: not isinstance(extent, int)):
+            count = count * extent
         return count
 
 
@@ -136,7 +140,7 @@ class Recorded:
             return structural_map(expr, (tvm.ir.Var, lambda var: own.get(var, var)))
 
         tensors = [*self.inputs, *self.constants, *self.results]
-        params: list[Any] = [Tensor(v.name, [renamed(e) for e in v.shape], v.dtype) for v in tensors]
+        params: list[Any] = [Tensor(v.name, [renamed(e) for e in v.ty.shape.values], v.dtype) for v in tensors]
         places = {id(value): number for number, value in enumerate(tensors)}
         before = len(self.inputs) + len(self.constants)
         params[before:before] = [own[number] for number in self.numbers]
@@ -163,25 +167,33 @@ class RunRecorder:
 
     Parameters
     ----------
-    finder : RunFinder
-        Which found it.
     block : Block
     run : Run
+        Of the block.
+    stay : set of relax.Var
+        The variables of the block that are bound outside of any run.
     """
 
-    def __init__(self, finder: RunFinder, block: Block, run: Run) -> None:
-        self._finder, self._block, self._run = finder, block, run
+    def __init__(self, block: Block, run: Run, stay: Set[relax.Var]) -> None:
+        self._block, self._run, self._stay = block, run, stay
+        self._members = set(run.members)
         self._made: dict[relax.Var, list[Value]] = {}
+        self._values: list[Value] = []
         self._inputs: dict[relax.Var, Value] = {}
         self._constants: dict[tvm.ir.GenericConst, Value] = {}
         self._steps: list[Step] = []
 
     def record(self, function: str, gv: tvm.ir.GlobalVar) -> tuple[Recorded, list[relax.Binding]]:
-        """The command buffer, to be called `gv`, and the bindings that take the run's place."""
+        """The command buffer, to be called `gv`, and the bindings in the run's place: none if no one reads it."""
         for index in self._run.members:
-            self._take(self._block.bindings[index])
-        results = [value for values in self._distinct() for value in values if value.is_result]
-        transient = [value for values in self._distinct() for value in values if not value.is_result]
+            var = self._block.bindings[index].var
+            call = self._run.calls.get(index)
+            self._made[var] = self._viewed(self._block.definitions[var]) if call is None else self._step(var, call)
+            if self._is_wanted(var):
+                for value in self._made[var]:
+                    value.is_result = True
+        results = [value for value in self._values if value.is_result]
+        transient = [value for value in self._values if not value.is_result]
         arena = plan_arena([Lifetime(value.nbytes, value.begin, value.end) for value in transient])
         for value, offset in zip(transient, arena.offsets, strict=True):
             value.offset = offset
@@ -192,37 +204,18 @@ class RunRecorder:
         recorded.numbers = [symbol for symbol in recorded.symbols() if symbol not in said]
         return recorded, self._bindings(recorded)
 
-    def _distinct(self) -> list[list[Value]]:
-        """The values of each call of a kernel; views name the same ones."""
-        return list({id(values): values for values in self._made.values()}.values())
-
-    def _take(self, binding: relax.Binding) -> None:
-        call = binding.value
-        if op_name(call) != "relax.call_tir":
-            self._made[binding.var] = self._viewed(call)
-        else:
-            self._made[binding.var] = self._step(binding.var, call)
-        if self._is_wanted(binding.var):
-            for value in self._made[binding.var]:
-                value.is_result = True
-
     def _viewed(self, view: relax.Expr) -> list[Value]:
         if isinstance(view, relax.TupleGetItem):
             return [self._made[view.tuple_value][view.index]]
         return self._made[view if isinstance(view, relax.Var) else view.args[0]]
 
-    def _step(self, var: relax.Var, call: relax.Call) -> list[Value]:
+    def _step(self, var: relax.Var, call: KernelCall) -> list[Value]:
         now = len(self._steps)
-        kernel, args = call.args[0], list(call.args[1].fields)
-        signature = self._finder.signature(kernel)
-        types = list(tensor_types(call.ty_args[0]))
-        made = [Value(ty, var.name if len(types) == 1 else f"{var.name}_{i}", now, now) for i, ty in enumerate(types)]
-        read = [self._operand(arg, now) for arg in args if not isinstance(arg.ty, tvm.ir.PrimType)]
-        params = self._finder.params(kernel)
-        given = {param: arg for param, arg in zip(params, args) if isinstance(arg.ty, tvm.ir.PrimType)}  # noqa: B905
-        shapes = [list(arg.ty.shape.values) for arg in args if not isinstance(arg.ty, tvm.ir.PrimType)]
-        scalars = signature.matched([*shapes, *(value.shape for value in made)], given)
-        self._steps.append(Step(kernel, (*read, *made), tuple(scalars), var.name))
+        names = [var.name] if len(call.makes) == 1 else [f"{var.name}_{i}" for i in range(len(call.makes))]
+        made = [Value(ty, name, now, now) for ty, name in zip(call.makes, names, strict=True)]
+        self._values += made
+        read = [self._operand(arg, now) for arg in call.reads]
+        self._steps.append(Step(call.kernel, (*read, *made), call.scalars, var.name))
         return made
 
     def _operand(self, arg: relax.Expr, now: int) -> Value:
@@ -232,11 +225,24 @@ class RunRecorder:
             (value,) = self._made[arg]
             value.end = now
             return value
-        return self._inputs.setdefault(arg, Value(arg.ty, arg.name))
+        shown = self._shown(arg)
+        return self._inputs.setdefault(shown, Value(shown.ty, shown.name))
+
+    def _shown(self, var: relax.Var) -> relax.Var:
+        """The tensor that a view shows, if no run made it: kernels take it as it is, by its address."""
+        while var in self._stay and is_view(self._block.bindings[self._block.positions[var]]):
+            view = self._block.definitions[var]
+            if isinstance(view, relax.TupleGetItem):
+                break
+            source = view if isinstance(view, relax.Var) else view.args[0]
+            if known_extents(source.ty) is None:
+                break
+            var = source
+        return var
 
     def _is_wanted(self, var: relax.Var) -> bool:
-        members = set(self._run.members)
-        return not self._block.stays(var) or any(user not in members for user in self._block.users.get(var, []))
+        users = self._block.users.get(var, [])
+        return not self._block.stays(var) or any(user not in self._members for user in users)
 
     def _bindings(self, recorded: Recorded) -> list[relax.Binding]:
         if not recorded.results:
@@ -246,8 +252,7 @@ class RunRecorder:
             types.append(relax.TensorType([recorded.arena], "uint8", self._run.vdevice))
         args = [*self._inputs, *self._constants, *recorded.numbers]
         call = relax.call_tir(recorded.gv, relax.Tuple(args), types)
-        local = relax.DataflowVar if self._block.is_dataflow else relax.Var
-        buffer = local(recorded.gv.name_hint, tvm.ir.TupleType(types) if len(types) > 1 else types[0])
+        buffer = self._local(recorded.gv.name_hint, tvm.ir.TupleType(types) if len(types) > 1 else types[0])
         bindings = [relax.VarBinding(buffer, typed(call, buffer.ty))]
         fields = {
             id(value): buffer if len(types) == 1 else relax.TupleGetItem(buffer, i)
@@ -256,19 +261,20 @@ class RunRecorder:
         for index in self._run.members:
             var = self._block.bindings[index].var
             if self._is_wanted(var):
-                bindings += self._result(var, index, fields)
+                bindings += self._result(var, fields)
         return bindings
 
-    def _result(self, var: relax.Var, index: int, fields: dict[int, relax.Expr]) -> list[relax.Binding]:
+    def _result(self, var: relax.Var, fields: Mapping[int, relax.Expr]) -> list[relax.Binding]:
         """Bindings of a variable of the run that something after it reads."""
         values = self._made[var]
         if isinstance(var.ty, tvm.ir.TupleType):
             return [relax.VarBinding(var, typed(relax.Tuple([fields[id(v)] for v in values]), var.ty))]
         (value,) = values
-        field_of, view = fields[id(value)], self._block.bindings[index].value
-        if op_name(view) != "relax.reshape":
-            return [relax.VarBinding(var, field_of)]
-        local = relax.DataflowVar if self._block.is_dataflow else relax.Var
-        whole = local(f"{var.name}_whole", value.ty)
-        shaped = relax.Call(view.op, [whole, view.args[1]], view.attrs, view.ty_args, view.span, ret_ty=view.ty)
-        return [relax.VarBinding(whole, field_of), relax.VarBinding(var, shaped)]
+        if tvm_ffi.structural_equal(var.ty, value.ty):
+            return [relax.VarBinding(var, fields[id(value)])]
+        whole = self._local(f"{var.name}_whole", value.ty)
+        shaped = typed(relax.op.reshape(whole, var.ty.shape), var.ty)
+        return [relax.VarBinding(whole, fields[id(value)]), relax.VarBinding(var, shaped)]
+
+    def _local(self, name: str, ty: tvm.ir.Type) -> relax.Var:
+        return (relax.DataflowVar if self._block.is_dataflow else relax.Var)(name, ty)

@@ -1,0 +1,155 @@
+"""Calls of kernels that a command buffer can make: what they read and write, and the numbers they are called with.
+
+A command buffer calls a kernel without TVM's checks of its arguments. So a call qualifies only if its types say all
+that these checks would ask: element types, ranks, and every extent, provably.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tvm
+from tvm import relax, tirx
+from tvm_ffi import structural_map
+
+from ..tir.raw_kernel import RawSignature, plain_extent, raw_signature
+from .bind_targets import call_vdevice
+from .blocks import same_extent
+from .rewriting import op_name
+from .stage import COMMANDS
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """A call of a kernel.
+
+    Attributes
+    ----------
+    kernel : tvm.ir.GlobalVar
+    vdevice : relax.VDevice
+        Where it runs.
+    reads : tuple of relax.Expr
+        Variables and constants, in the order of the kernel's parameters.
+    makes : tuple of relax.TensorType
+        The results.
+    scalars : tuple of tvm.ir.PrimExpr
+        One for each of the kernel's `RawSignature`.
+    """
+
+    kernel: tvm.ir.GlobalVar
+    vdevice: relax.VDevice
+    reads: tuple[relax.Expr, ...]
+    makes: tuple[relax.TensorType, ...]
+    scalars: tuple[Any, ...]
+
+
+class KernelCalls:
+    """Finds the calls of a module's kernels that command buffers can make.
+
+    Parameters
+    ----------
+    mod : tvm.IRModule
+        Placed, of dispatches.
+    """
+
+    def __init__(self, mod: tvm.IRModule) -> None:
+        self._mod = mod
+        self._signatures: dict[tvm.ir.GlobalVar, RawSignature | None] = {}
+
+    def signature(self, kernel: tvm.ir.GlobalVar) -> RawSignature | None:
+        """How a kernel is called raw; None for functions that cannot be."""
+        if kernel not in self._signatures:
+            func = self._mod.functions.get(kernel)
+            fits = isinstance(func, tirx.PrimFunc) and COMMANDS not in func.attrs
+            self._signatures[kernel] = raw_signature(func) if fits else None
+        return self._signatures[kernel]
+
+    def of(self, binding: relax.Binding) -> KernelCall | None:
+        """The call that a binding makes; None for any other work, and for calls that must be checked as they run."""
+        call = binding.value
+        if not isinstance(binding, relax.VarBinding) or op_name(call) != "relax.call_tir":
+            return None
+        kernel, operands = call.args[0], call.args[1]
+        signature = self.signature(kernel)
+        made = _results(call.ty_args[0])
+        vdevice = call_vdevice(call)
+        if signature is None or made is None or not isinstance(operands, relax.Tuple):
+            return None
+        if vdevice is None or vdevice.memory_scope != "global":
+            return None
+        args = list(operands.fields)
+        reads = tuple(arg for arg in args if not isinstance(arg.ty, tvm.ir.PrimType))
+        if not all(_is_tensor(arg) for arg in reads):
+            return None
+        params = list(self._mod.functions[kernel].params)
+        if len(params) != len(args) + len(made):
+            return None
+        given = {p: a for p, a in zip(params, args) if isinstance(a.ty, tvm.ir.PrimType)}  # noqa: B905
+        scalars = _matched(signature, [*(arg.ty for arg in reads), *made], given)
+        return None if scalars is None else KernelCall(kernel, vdevice, reads, made, scalars)
+
+
+def known_extents(ty: tvm.ir.Type) -> list[Any] | None:
+    """The extents of a tensor type, ints where they are numbers; None where they are not written."""
+    if not isinstance(ty, relax.TensorType) or not isinstance(ty.shape, relax.ShapeExpr) or ty.dtype is None:
+        return None
+    return [plain_extent(extent) for extent in ty.shape.values]
+
+
+def _results(ty: tvm.ir.Type) -> tuple[relax.TensorType, ...] | None:
+    """The results of a kernel; None for tuples inside of tuples."""
+    types = tuple(ty.fields) if isinstance(ty, tvm.ir.TupleType) else (ty,)
+    return types if all(isinstance(field, relax.TensorType) for field in types) else None
+
+
+def _is_tensor(arg: relax.Expr) -> bool:
+    is_constant = isinstance(arg, tvm.ir.GenericConst) and isinstance(arg.value, tvm.runtime.Tensor)
+    return is_constant or isinstance(arg, relax.Var)
+
+
+def _matched(
+    signature: RawSignature, types: Sequence[tvm.ir.Type], given: Mapping[tirx.Var, Any]
+) -> tuple[Any, ...] | None:
+    """The values of a kernel's scalars for tensors of these types; None where anything does not provably fit."""
+    if len(types) != len(signature.buffers) or any(param not in signature.scalars for param in given):
+        return None
+    values: dict[tirx.Var, Any] = dict(given)
+    both: list[tuple[Any, Any]] = []
+    for buffer, dtype, ty in zip(signature.extents, signature.dtypes, types, strict=True):
+        extents = known_extents(ty)
+        if extents is None or str(ty.dtype) != dtype or len(extents) != len(buffer):
+            return None
+        for expected, found in zip(buffer, extents, strict=True):
+            if isinstance(expected, tirx.Var):
+                both.append((values.setdefault(expected, found), found))
+            else:
+                both.append((expected, found))
+    if not all(_is_same(expected, found, values) for expected, found in both):
+        return None
+    scalars = [_as(values[scalar], str(scalar.ty.dtype)) for scalar in signature.scalars]
+    return None if any(scalar is None for scalar in scalars) else tuple(scalars)
+
+
+def _is_same(expected: Any, found: Any, values: Mapping[tirx.Var, Any]) -> bool:
+    """Whether an extent that a kernel writes, over its own variables, is provably the one of its operand."""
+    if expected is found:
+        return True
+    if isinstance(expected, int):
+        return isinstance(found, int) and expected == found
+    said = structural_map(
+        expected, (tvm.ir.Var, lambda var: _as(values[var], str(var.ty.dtype)) if var in values else var)
+    )
+    return same_extent(said, _as(found, str(said.ty.dtype)))
+
+
+def _as(value: Any, dtype: str) -> Any:
+    """A number as one of an element type; None where it would not be the same number."""
+    if isinstance(value, int):
+        return tirx.const(value, dtype)
+    own = str(value.ty.dtype)
+    if own == dtype:
+        return value
+    is_integer = all(name.startswith(("int", "uint")) for name in (own, dtype))
+    return value.astype(dtype) if is_integer else None
