@@ -152,7 +152,7 @@ class KernelSpec:
     Attributes
     ----------
     name : str
-        Its symbol.
+        What the model calls it.
     device : int
         The manifest index of the device it was compiled for.
     tensors : tuple of TensorParam
@@ -164,6 +164,8 @@ class KernelSpec:
         0 for a kernel that does all its work in one call.
     ops : tuple of str
         What it computes.
+    symbol : str
+        What `kernel_addresses.kernel_address` finds it by; ``""`` for one that cannot be called by its address.
     """
 
     name: str
@@ -172,6 +174,7 @@ class KernelSpec:
     scalars: tuple[ScalarParam, ...] = ()
     workgroups: int = 0
     ops: tuple[str, ...] = ()
+    symbol: str = ""
 
 
 @dataclass(frozen=True)
@@ -198,6 +201,8 @@ class RegionSpec:
         In order.
     runs : str
         ``"host function"``, ``"CUDA graph"`` or ``"stream"``.
+    ended : str
+        What came after it that could not be a command of it.
     """
 
     name: str
@@ -209,6 +214,7 @@ class RegionSpec:
     arena: Dim
     commands: tuple[Command, ...]
     runs: str = "host function"
+    ended: str = ""
 
     @property
     def kernels(self) -> tuple[str, ...]:

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..errors import BuildError
+from .command_json import kernel_from_json, kernel_to_json, region_from_json, region_to_json
+from .commands import KernelSpec, RegionSpec
 from .signature import FunctionSignature
 
 # DLPack device type of each TVM target kind (dlpack.h, DLDeviceType).
@@ -97,12 +99,29 @@ class DeviceSpec:
 
 @dataclass(frozen=True)
 class ConstantSpec:
-    """A lifted constant: its Relax name, static shape, element type and manifest index (-1: implicit host)."""
+    """A lifted constant.
+
+    Attributes
+    ----------
+    name : str
+        Its Relax name.
+    shape : tuple of int
+    dtype : str
+    device : int
+        Manifest index; -1: the implicit host.
+    addresses : tuple of (int or str), optional
+        Of a table that the machine fills with addresses: of constants, by their index, and of kernels, by symbol.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     device: int
+    addresses: tuple[int | str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.addresses is not None:
+            object.__setattr__(self, "addresses", tuple(self.addresses))
 
 
 @dataclass(frozen=True)
@@ -153,6 +172,10 @@ class Metadata:
         What kernels need of an argument's address, in bytes; a power of two.
     writes_arguments : bool
         Whether functions may write to their arguments.
+    regions : tuple of RegionSpec
+        The command buffers that functions call.
+    kernels : dict of str to KernelSpec
+        By name, the kernels that command buffers can run: those of the regions, and those that the module made public.
     """
 
     devices: tuple[DeviceSpec, ...]
@@ -165,10 +188,13 @@ class Metadata:
     fusions: Any = None
     alignment: int = 64
     writes_arguments: bool = True
+    regions: tuple[RegionSpec, ...] = ()
+    kernels: dict[str, KernelSpec] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(self.devices))
         object.__setattr__(self, "constants", tuple(self.constants))
+        object.__setattr__(self, "regions", tuple(self.regions))
 
     def to_json(self) -> str:
         """This metadata as JSON text."""
@@ -183,6 +209,8 @@ class Metadata:
             "dispatches": {symbol: asdict(dispatch) for symbol, dispatch in self.dispatches.items()},
             "alignment": self.alignment,
             "writes_arguments": self.writes_arguments,
+            "regions": [region_to_json(region) for region in self.regions],
+            "kernels": [kernel_to_json(kernel) for kernel in self.kernels.values()],
         }
         return json.dumps(data, separators=(",", ":"))
 
@@ -207,6 +235,8 @@ class Metadata:
             },
             alignment=data.get("alignment", 64),
             writes_arguments=data.get("writes_arguments", True),
+            regions=tuple(region_from_json(region) for region in data.get("regions", ())),
+            kernels={kernel["name"]: kernel_from_json(kernel) for kernel in data.get("kernels", ())},
         )
 
 
