@@ -172,7 +172,7 @@ def _with_table(func: tirx.PrimFunc, constants: Sequence[int], kernels: Sequence
         if call.op in entries:
             types = [_llvm_type(arg) for arg in call.args]
             name = _THUNK + ".".join(types)
-            thunks[name] = _thunk(name, types)
+            thunks[name] = thunk(name, types)
             return tirx.call_extern("int32", name, entry(call.op), *call.args)
         is_data = isinstance(call.op, tvm.ir.Op) and call.op.name == "tirx.buffer_data"
         return tirx.reinterpret(call.ty, entry(call.args[0])) if is_data and call.args[0] in entries else call
@@ -187,7 +187,7 @@ def _llvm_type(arg: tvm.ir.Expr) -> str:
     return "ptr" if isinstance(arg.ty, tvm.ir.PointerType) else _LLVM_TYPES[str(arg.ty.dtype)]
 
 
-def _thunk(name: str, types: Sequence[str]) -> str:
+def thunk(name: str, types: Sequence[str]) -> str:
     """A function in LLVM's language that calls an address: TIR has no such expression."""
     params = "".join(f", {kind} %a{i}" for i, kind in enumerate(types))
     args = ", ".join(f"{kind} %a{i}" for i, kind in enumerate(types))

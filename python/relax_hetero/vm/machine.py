@@ -28,6 +28,7 @@ from .results import check_out, fill, to_python
 from .signature import FunctionSignature
 from .tensors import AddressRange, address_ranges, copy_into
 from .threads import enter_call, leave_call, leave_threads_unpinned, threads_for
+from .walk_commands import Kernel, load_kernel
 
 # TVM's kinds of allocator; the pooled one keeps freed buffers for the next call.
 _POOLED_ALLOCATOR = 2
@@ -92,6 +93,10 @@ class VirtualMachine:
     def devices(self) -> list[runtime.Device]:
         """The device of every manifest entry, in order."""
         return list(self._devices[:-1])
+
+    def kernel(self, name: str) -> Kernel:
+        """The kernel `name`, for `CommandBuffer.dispatch`; BindingError where the executable has none to call so."""
+        return load_kernel(self.executable, name)
 
     def __getitem__(self, name: str) -> BoundFunction:
         """The function `name`, to be called with the model's inputs by position or by name.

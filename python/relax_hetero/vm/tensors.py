@@ -45,13 +45,13 @@ class _DLTensor(ctypes.Structure):
     ]
 
 
-_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-_capsule_pointer.restype = ctypes.c_void_p
-_capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+capsule_pointer.restype = ctypes.c_void_p
+capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 
 
 def _head(capsule: object) -> _DLTensor:
-    return _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor"))
+    return _DLTensor.from_address(capsule_pointer(capsule, b"dltensor"))
 
 
 def nbytes_of(tensor: runtime.Tensor) -> int:
