@@ -37,6 +37,7 @@ _EXPORTS: dict[str, str] = {
     "NameKernelVariables": ".name_kernel_variables",
     "BindTargets": ".bind_targets",
     "FormDispatches": ".form_dispatches",
+    "FormCommandBuffers": ".form_command_buffers",
     "ScheduleCPU": ".schedule_cpu",
     "ScheduleGPU": ".schedule_gpu",
     "SettlePackedResults": ".settle_packed_results",
