@@ -8,7 +8,13 @@ LOWERED = "relax_hetero.lowered"
 PUBLIC = "relax_hetero.public"
 PLACEMENT = "relax_hetero.placement"
 COMMANDS = "relax_hetero.commands"
-"""On a PrimFunc: it is a command buffer, and this says which."""
+"""On a PrimFunc: it is a command buffer, and this says what it does (`command_report`)."""
+KERNEL = "relax_hetero.kernel"
+"""On a PrimFunc: command buffers call it, and this says how."""
+SINGLE = "relax_hetero.single_calls"
+"""On a module: the kernel calls that no command buffer makes, and why."""
+DEVICE = "relax_hetero.device"
+"""On a command buffer: the index of its vdevice."""
 
 
 def placement_report(mod: tvm.IRModule) -> str | None:
