@@ -28,13 +28,16 @@ from tvm import relax
 from tvm_ffi import structural_walk
 
 from ..tir.raw_kernel import raw_kernel
-from ..vdevice import vdevice_index, vdevices_of
+from ..vdevice import vdevices_of
+from ..vm.commands import SingleCall
 from .blocks import Block, Rewrite, rewrite_function, without_unused
 from .command_regions import Run, RunFinder
+from .command_report import kernel_specs, region_spec, with_kernel, with_region, with_single_calls
 from .record_run import Recorded, RunRecorder
 from .rewriting import copy_module, fresh_global_var, op_name, relax_functions, typed
 from .root_blocks import with_root_blocks
-from .stage import COMMANDS, DEVICE, is_lowered
+from .run_ends import single_calls, why_ended
+from .stage import COMMANDS, is_lowered
 
 
 def FormCommandBuffers() -> tvm.transform.Pass:
@@ -71,6 +74,7 @@ class _Former:
     def __init__(self, mod: tvm.IRModule) -> None:
         self.mod = mod
         self.recorded: list[Recorded] = []
+        self.single: list[SingleCall] = []
         self._finder = RunFinder(mod)
         self._taken = {gv.name_hint for gv in mod.get_global_vars()}
 
@@ -79,13 +83,14 @@ class _Former:
 
         def rewrite(block: Block) -> list[relax.Binding] | None:
             order = self._finder.cut(block)
+            self.single += single_calls(name, block, order, self._finder.calls)
             if not any(isinstance(item, Run) for item in order):
                 return None
             stay = {block.bindings[item].var for item in order if not isinstance(item, Run)}
             bindings: list[relax.Binding] = []
             for item in order:
                 if isinstance(item, Run):
-                    bindings += self._outlined(name, RunRecorder(block, item, stay))
+                    bindings += self._outlined(name, RunRecorder(block, item, stay), why_ended(block, item))
                 else:
                     bindings.append(block.bindings[item])
             # Views of what a buffer reads are of no use any more: it takes the tensor itself.
@@ -93,9 +98,10 @@ class _Former:
 
         return rewrite
 
-    def _outlined(self, function: str, recorder: RunRecorder) -> list[relax.Binding]:
+    def _outlined(self, function: str, recorder: RunRecorder, ended: str) -> list[relax.Binding]:
         gv = fresh_global_var(f"{function}_commands", tvm.ir.Type.missing(), self._taken)
         recorded, bindings = recorder.record(function, gv)
+        recorded.ended = ended
         if bindings:
             self.recorded.append(recorded)
         return bindings
@@ -115,10 +121,12 @@ class _Former:
             result[raw] = raw_kernel(func, signature)
         vdevices = vdevices_of(self.mod)
         for recorded in self.recorded:
-            marks = {COMMANDS: recorded.function, DEVICE: vdevice_index(recorded.vdevice, vdevices)}
-            host = recorded.host_function(replaced).with_attr(marks)
+            host = with_region(recorded.host_function(replaced), region_spec(recorded, vdevices))
             result[typed(recorded.gv, host.ty)] = host
-        return copy_module(self.mod, result)
+            for kernel, spec in kernel_specs(recorded, self.mod, vdevices).items():
+                raw = replaced[kernel]
+                result[raw] = with_kernel(result[raw], spec, raw.name_hint)
+        return with_single_calls(copy_module(self.mod, result), self.single)
 
 
 def _is_view(value: relax.Expr) -> bool:

@@ -92,6 +92,8 @@ class Recorded:
     arena : int or tirx.Expr
         Bytes; 0 for none.
     steps : list of Step
+    ended : str
+        What came after the run and could not join it.
     """
 
     gv: tvm.ir.GlobalVar
@@ -103,6 +105,7 @@ class Recorded:
     numbers: list[tirx.Var]
     arena: Any
     steps: list[Step]
+    ended: str = ""
 
     @property
     def kernels(self) -> list[tvm.ir.GlobalVar]:

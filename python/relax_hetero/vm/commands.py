@@ -220,3 +220,21 @@ class RegionSpec:
     def kernels(self) -> tuple[str, ...]:
         """The distinct kernels of its dispatches, in order of first use."""
         return tuple(dict.fromkeys(c.kernel for c in self.commands if isinstance(c, Dispatch)))
+
+
+@dataclass(frozen=True)
+class SingleCall:
+    """A kernel that a function of the model calls by itself, outside of any region.
+
+    Attributes
+    ----------
+    function, variable : str
+        Where, and what the model calls the result.
+    kernel : str
+    why : str
+    """
+
+    function: str
+    variable: str
+    kernel: str
+    why: str
