@@ -15,6 +15,7 @@ from tvm_ffi.registry import list_global_func_names
 
 from ..errors import BuildError
 from ..native_target import native
+from ..transform.stage import COMMANDS
 from ..vdevice import host_vdevice, vdevices_of
 from ..vm.tensors import ALIGNMENT
 from .direct_references import with_address_functions
@@ -94,13 +95,19 @@ def build_group(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target
             f"expected one of {', '.join(_code_generators())}"
         )
     for gv, func in group.functions.items():
-        if "global_symbol" in func.attrs and binds_threads(func) != _is_gpu(target):
+        if "global_symbol" in func.attrs and not runs_commands(func) and binds_threads(func) != _is_gpu(target):
             found = "binds GPU threads" if binds_threads(func) else "binds no GPU threads, so it would run on the host"
             raise BuildError(f"kernel {gv.name_hint!r} for target kind {kind!r} {found}")
     try:
         return _build(target, group, host)
     except Exception as error:  # what TVM raises here has no common class
         raise _blame(target, group, host, error) from error
+
+
+def runs_commands(func: tirx.PrimFunc) -> bool:
+    """Whether a function is host code for a device: a command buffer, or what calls other functions."""
+    on_global = (tvm.ir.GlobalVar, VisitInterrupt)
+    return COMMANDS in func.attrs or structural_walk(func.body, on_global) is not None
 
 
 def binds_threads(func: tirx.PrimFunc) -> bool:

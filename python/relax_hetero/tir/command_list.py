@@ -58,9 +58,11 @@ def host_function(
     calls : sequence of Call
         Of private PrimFuncs in the same module that return an int32.
     target : tvm.target.Target
-        Of the kernels. Code of `c` devices reports failures in words of its own; LLVM's leaves the kernel's.
+        Of the kernels. Code of `c` devices reports failures in words of its own; LLVM's leaves the kernel's. Kernels
+        of GPUs have no status: a launch that fails ends the host function by itself.
     """
-    is_llvm = target.kind.name != "c"
+    is_gpu = "gpu" in target.keys
+    is_llvm = not is_gpu and target.kind.name != "c"
     with Function(name) as function:
         buffers: list[Any] = []
         for param in params:
@@ -70,7 +72,11 @@ def host_function(
                 buffers.append(T.arg(param.name, param))
         with function.body():
             with T.attr(tirx.const(0, "int32"), "pragma_import_llvm", _failure(name)) if is_llvm else nullcontext():
-                _write(name, buffers, calls, is_llvm)
+                if is_gpu:
+                    for call in calls:
+                        T.evaluate(_called(buffers, call))
+                else:
+                    _write(name, buffers, calls, is_llvm)
     return function.result.without_attr("global_symbol").with_attr("target", target)
 
 
@@ -79,17 +85,22 @@ def _write(name: str, buffers: Sequence[Any], calls: Sequence[Call], is_llvm: bo
     status = T.alloc_buffer((1,), "int32", scope="global")
     T.buffer_store(status, tirx.const(0, "int32"), [zero])
     for call in calls:
-        pointers = [_pointer(buffers[operand.param], operand) for operand in call.operands]
+        result = _called(buffers, call)
         with T.If(status[zero] == 0):
             with T.Then():
-                result = tvm.ir.Call(call.kernel, [*pointers, *call.scalars], ret_ty="int32")
                 T.buffer_store(status, result, [zero])
     if is_llvm:
         with T.If(status[zero] != 0):
             with T.Then():
                 T.evaluate(tirx.call_cpacked(_failed(name)))
     else:
-        T.Assert(status[zero] == 0, f"a kernel of {name} failed").__enter__()
+        with T.Assert(status[zero] == 0, f"a kernel of {name} failed"):
+            pass
+
+
+def _called(buffers: Sequence[Any], call: Call) -> Expr:
+    pointers = [_pointer(buffers[operand.param], operand) for operand in call.operands]
+    return tvm.ir.Call(call.kernel, [*pointers, *call.scalars], ret_ty="int32")
 
 
 def _pointer(buffer: Any, operand: Address) -> Expr:

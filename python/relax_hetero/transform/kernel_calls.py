@@ -15,6 +15,7 @@ from tvm import relax, tirx
 from tvm_ffi import structural_map
 
 from ..tir.raw_kernel import RawSignature, plain_extent, raw_signature
+from ..tir.table_kernel import is_one_launch
 from .bind_targets import call_vdevice
 from .blocks import same_extent
 from .rewriting import op_name
@@ -62,7 +63,7 @@ class KernelCalls:
         """How a kernel is called raw; None for functions that cannot be."""
         if kernel not in self._signatures:
             func = self._mod.functions.get(kernel)
-            fits = isinstance(func, tirx.PrimFunc) and COMMANDS not in func.attrs
+            fits = isinstance(func, tirx.PrimFunc) and COMMANDS not in func.attrs and _can_be_called(func)
             self._signatures[kernel] = raw_signature(func) if fits else None
         return self._signatures[kernel]
 
@@ -89,6 +90,12 @@ class KernelCalls:
         given = {p: a for p, a in zip(params, args) if isinstance(a.ty, tvm.ir.PrimType)}  # noqa: B905
         scalars = _matched(signature, [*(arg.ty for arg in reads), *made], given)
         return None if scalars is None else KernelCall(kernel, vdevice, reads, made, scalars)
+
+
+def _can_be_called(kernel: tirx.PrimFunc) -> bool:
+    """Whether another function can call a kernel, as far as its device goes: those of GPUs must be one launch."""
+    target = kernel.attrs.get("target")
+    return target is None or "gpu" not in target.keys or is_one_launch(kernel)
 
 
 def known_extents(ty: tvm.ir.Type) -> list[Any] | None:
