@@ -20,11 +20,12 @@ from ..transform.kernel_work import bytes_of, operations_of
 from ..transform.lower_transfers import writes_in_place
 from ..transform.realize_vdevice import collect_placement
 from ..transform.rewriting import relax_functions, walk_bindings
-from ..transform.stage import is_lowered, placement_report
+from ..transform.stage import COMMANDS, is_lowered, placement_report
 from ..vdevice import VDevice, device_name, host_vdevice, vdevice_index, vdevices_of, with_vdevices
 from ..vm.executable import Executable
 from ..vm.metadata import DeviceSpec, DispatchSpec, Metadata
 from .bind_params import bind_params
+from .command_metadata import linked_regions, region_dispatches, with_public_kernels
 from .direct_references import by_address
 from .lift_constants import lift_constants
 from .link import argument_alignment, link, reason
@@ -81,11 +82,13 @@ def compile(  # noqa: A001 (the contract's name)
         mod = _lower(mod, command_buffers, progress)
     if report is None and reports:
         report = reports[0].to_json()
+    devices = tuple(device_spec(vdevice, default=i == 0) for i, vdevice in enumerate(vdevices))
+    mod, kernels = with_public_kernels(mod, devices)
     mod, tables = by_address(mod)
     lifted = lift_constants(mod, tables)
     host = host_vdevice(vdevices)
     metadata = Metadata(
-        devices=tuple(device_spec(vdevice, default=i == 0) for i, vdevice in enumerate(vdevices)),
+        devices=devices,
         host_index=vdevice_index(host, vdevices) if host is not None else -1,
         signatures=function_signatures(mod, lifted.takers),
         constants=tuple(lifted.specs),
@@ -95,6 +98,8 @@ def compile(  # noqa: A001 (the contract's name)
         fusions=fusions.to_data(),
         alignment=argument_alignment(mod),
         writes_arguments=writes,
+        regions=linked_regions(lifted, devices, argument_alignment(mod)),
+        kernels=kernels,
     )
     return Executable(link(lifted.mod, progress), metadata, lifted.tensors)
 
@@ -145,11 +150,11 @@ def _warn_if_generic(vdevices: list[relax.VDevice]) -> None:
 
 
 def _dispatches(mod: tvm.IRModule, vdevices: list[relax.VDevice]) -> dict[str, DispatchSpec]:
-    found: dict[str, DispatchSpec] = {}
+    found = region_dispatches(mod)
     for _, func in relax_functions(mod):
         for binding in walk_bindings(func):
             gv = called_prim_func(mod, binding.value)
-            if gv is not None and gv.name_hint not in found:
+            if gv is not None and gv.name_hint not in found and COMMANDS not in mod[gv].attrs:
                 kernel = mod.functions[gv]
                 vdevice = call_vdevice(binding.value) or _built_for(kernel, vdevices)
                 device = vdevice_index(vdevice, vdevices) if vdevice is not None else -1

@@ -210,11 +210,16 @@ def regions_of(mod: tvm.IRModule) -> list[RegionSpec]:
     return [region_from_json(json.loads(str(noted[name]))) for name in sorted(noted, key=_in_order)]
 
 
+def kernel_functions(mod: tvm.IRModule) -> list[tuple[KernelSpec, tirx.PrimFunc]]:
+    """The kernels that the command buffers of a module call, in order of their names."""
+    noted = [func for func in mod.functions.values() if KERNEL in func.attrs]
+    kernels = [(kernel_from_json(json.loads(str(func.attrs[KERNEL]))), func) for func in noted]
+    return sorted(kernels, key=lambda pair: _in_order(pair[0].name))
+
+
 def kernels_of(mod: tvm.IRModule) -> dict[str, KernelSpec]:
     """The kernels that the command buffers of a module call, by name."""
-    noted = [func.attrs[KERNEL] for func in mod.functions.values() if KERNEL in func.attrs]
-    kernels = [kernel_from_json(json.loads(str(text))) for text in noted]
-    return {kernel.name: kernel for kernel in sorted(kernels, key=lambda kernel: _in_order(kernel.name))}
+    return {kernel.name: kernel for kernel, _ in kernel_functions(mod)}
 
 
 def _in_order(name: str) -> list[Any]:

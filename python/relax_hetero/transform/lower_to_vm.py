@@ -7,7 +7,7 @@ computed on the host. Assumes FormDispatches. A module that is lowered already i
 from __future__ import annotations
 
 import tvm
-from tvm import relax
+from tvm import relax, tirx
 from tvm_ffi import structural_map
 
 from ..vdevice import vdevices_of
@@ -51,9 +51,11 @@ def LowerToVM() -> tvm.transform.Pass:
     def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
         if is_lowered(mod):
             return mod
-        public = [gv.name_hint for gv, func in relax_functions(mod) if "global_symbol" in func.attrs]
+        named = {gv.name_hint: func for gv, func in mod.functions.items() if "global_symbol" in func.attrs}
+        public = [name for name, func in named.items() if isinstance(func, relax.Function)]
+        kernels = [name for name, func in named.items() if isinstance(func, tirx.PrimFunc)]
         lowered = keep_private_kernels(steps(writes_in_place(mod))(with_root_blocks(without_callee_devices(mod))))
-        return mark_lowered(lowered, len(vdevices_of(mod)), public)
+        return mark_lowered(lowered, len(vdevices_of(mod)), public, kernels)
 
     return run
 

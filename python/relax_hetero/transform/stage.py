@@ -6,6 +6,7 @@ import tvm
 
 LOWERED = "relax_hetero.lowered"
 PUBLIC = "relax_hetero.public"
+PUBLIC_KERNELS = "relax_hetero.public_kernels"
 PLACEMENT = "relax_hetero.placement"
 COMMANDS = "relax_hetero.commands"
 """On a PrimFunc: it is a command buffer, and this says what it does (`command_report`)."""
@@ -22,7 +23,7 @@ def placement_report(mod: tvm.IRModule) -> str | None:
     return str(mod.attrs[PLACEMENT]) if mod.attrs and PLACEMENT in mod.attrs else None
 
 
-def mark_lowered(mod: tvm.IRModule, vdevices: int, public: list[str]) -> tvm.IRModule:
+def mark_lowered(mod: tvm.IRModule, vdevices: int, public: list[str], kernels: list[str]) -> tvm.IRModule:
     """`mod`, marked as in the virtual machine's form.
 
     Parameters
@@ -32,8 +33,10 @@ def mark_lowered(mod: tvm.IRModule, vdevices: int, public: list[str]) -> tvm.IRM
         How many vdevices it has.
     public : list of str
         The functions a caller may use; lowering gives private ones a symbol too.
+    kernels : list of str
+        The kernels that command buffers recorded by hand may use.
     """
-    return mod.with_attrs({LOWERED: vdevices, PUBLIC: public})
+    return mod.with_attrs({LOWERED: vdevices, PUBLIC: public, PUBLIC_KERNELS: kernels})
 
 
 def is_lowered(mod: tvm.IRModule) -> bool:
@@ -49,3 +52,8 @@ def device_count(mod: tvm.IRModule) -> int:
 def public_functions(mod: tvm.IRModule) -> list[str]:
     """Names of the functions of a lowered module that a caller may use."""
     return [str(name) for name in mod.attrs[PUBLIC]]
+
+
+def public_kernels(mod: tvm.IRModule) -> list[str]:
+    """Names of the kernels of a lowered module that command buffers recorded by hand may use."""
+    return [str(name) for name in mod.attrs[PUBLIC_KERNELS]]

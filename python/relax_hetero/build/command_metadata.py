@@ -1,0 +1,118 @@
+"""What an executable says about command buffers: its regions, and the kernels that can be called by address."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+
+import tvm
+from tvm import relax
+
+from ..tir.raw_kernel import raw_signature
+from ..transform.command_report import kernel_functions, kernel_spec, kernels_of, regions_of
+from ..transform.kernel_work import operations_of
+from ..transform.rewriting import relax_functions, walk_bindings
+from ..transform.stage import COMMANDS, public_kernels
+from ..vm.commands import KernelSpec, RegionSpec
+from ..vm.metadata import CPU, DeviceSpec, DispatchSpec
+from .direct_references import callable_by_hand
+from .lift_constants import LiftedConstants
+
+
+def with_public_kernels(mod: tvm.IRModule, devices: Sequence[DeviceSpec]) -> tuple[tvm.IRModule, dict[str, KernelSpec]]:
+    """A lowered module in which public kernels can be called by address, and the kernels of all command buffers.
+
+    Parameters
+    ----------
+    mod : tvm.IRModule
+    devices : sequence of DeviceSpec
+        The manifest. A kernel is for the first device of its target.
+
+    Raises
+    ------
+    BuildError
+        A kernel whose workgroup numbers are not among its parameters.
+    """
+    targets = [device.target for device in devices]
+    kernels = kernels_of(mod)
+    others = {name: mod[name] for name in public_kernels(mod) if name not in kernels}
+    others = {
+        name: func
+        for name, func in others.items()
+        if raw_signature(func) is not None and str(func.attrs["target"]) in targets
+    }
+    mod, symbols = callable_by_hand(mod, list(others))
+    for name, func in others.items():
+        device = targets.index(str(func.attrs["target"]))
+        kernels[name] = replace(kernel_spec(name, func, device), symbol=symbols.get(name, ""))
+    return mod, kernels
+
+
+def linked_regions(lifted: LiftedConstants, devices: Sequence[DeviceSpec], alignment: int) -> tuple[RegionSpec, ...]:
+    """The regions of a module as they are linked.
+
+    Parameters
+    ----------
+    lifted : LiftedConstants
+        Whose tuple `RegionSpec.directs` index.
+    devices : sequence of DeviceSpec
+        The manifest.
+    alignment : int
+        What CPU code needs of an argument's address, in bytes.
+    """
+    directs = _directs(lifted)
+
+    def linked(region: RegionSpec) -> RegionSpec:
+        slots = region.slots
+        if devices[region.device].device_type == CPU:
+            slots = tuple(replace(slot, alignment=min(slot.alignment, alignment)) for slot in slots)
+        return replace(region, slots=slots, directs=directs.get(region.name, ()))
+
+    return tuple(map(linked, regions_of(lifted.mod)))
+
+
+def _directs(lifted: LiftedConstants) -> dict[str, tuple[int, ...]]:
+    """Which constants each region reads: as entries of its table of addresses, or as arguments."""
+    found: dict[str, tuple[int, ...]] = {}
+    for _, func in relax_functions(lifted.mod):
+        places: dict[relax.Var, int] = {}
+        for binding in walk_bindings(func):
+            call = binding.value
+            if not isinstance(call, relax.Call):
+                continue
+            if _is_fetch(call) and call.args[0].same_as(func.params[-1]):
+                places[binding.var] = int(call.args[1].value)
+            elif isinstance(call.op, tvm.ir.GlobalVar) and COMMANDS in lifted.mod[call.op].attrs:
+                found[call.op.name_hint] = tuple(
+                    index for arg in call.args if arg in places for index in _constants(lifted, places[arg])
+                )
+    return found
+
+
+def _is_fetch(call: relax.Call) -> bool:
+    return isinstance(call.op, relax.ExternFunc) and call.op.global_symbol == "vm.builtin.tuple_getitem"
+
+
+def _constants(lifted: LiftedConstants, index: int) -> list[int]:
+    addresses = lifted.specs[index].addresses
+    return [index] if addresses is None else [entry for entry in addresses if isinstance(entry, int)]
+
+
+def region_dispatches(mod: tvm.IRModule) -> dict[str, DispatchSpec]:
+    """The kernels that command buffers call, as kernels that functions call are listed."""
+    return {
+        spec.name: DispatchSpec(spec.device, spec.ops, operations_of(func), _bytes(spec))
+        for spec, func in kernel_functions(mod)
+    }
+
+
+def _bytes(kernel: KernelSpec) -> int:
+    """Of its tensors, each once; 0 where an extent is symbolic."""
+    total = 0
+    for tensor in kernel.tensors:
+        if any(isinstance(extent, str) for extent in tensor.shape):
+            return 0
+        dtype = tvm.DataType(tensor.dtype)
+        total += (prod(int(extent) for extent in tensor.shape) * dtype.bits * dtype.lanes + 7) // 8
+    return total
