@@ -85,7 +85,7 @@ def _write(name: str, buffers: Sequence[Any], calls: Sequence[Call], is_llvm: bo
     status = T.alloc_buffer((1,), "int32", scope="global")
     T.buffer_store(status, tirx.const(0, "int32"), [zero])
     for call in calls:
-        result = _called(buffers, call)
+        result = _called(buffers, call, is_llvm)
         with T.If(status[zero] == 0):
             with T.Then():
                 T.buffer_store(status, result, [zero])
@@ -98,16 +98,20 @@ def _write(name: str, buffers: Sequence[Any], calls: Sequence[Call], is_llvm: bo
             pass
 
 
-def _called(buffers: Sequence[Any], call: Call) -> Expr:
-    pointers = [_pointer(buffers[operand.param], operand) for operand in call.operands]
+def _called(buffers: Sequence[Any], call: Call, is_untyped: bool = True) -> Expr:
+    pointers = [_pointer(buffers[operand.param], operand, is_untyped) for operand in call.operands]
     return tvm.ir.Call(call.kernel, [*pointers, *call.scalars], ret_ty="int32")
 
 
-def _pointer(buffer: Any, operand: Address) -> Expr:
+def _pointer(buffer: Any, operand: Address, is_untyped: bool) -> Expr:
     if isinstance(operand.offset, int) and operand.offset == 0 and str(buffer.dtype) == operand.dtype:
         return buffer.data
     ty = tvm.ir.PointerType(tvm.ir.PrimType(operand.dtype), "global")
     offset = tirx.const(operand.offset, "int64") if isinstance(operand.offset, int) else operand.offset
+    if not is_untyped:  # In C pointers have types, and that of an address is its buffer's.
+        size = tirx.const((tvm.DataType(operand.dtype).bits + 7) // 8, "int64")
+        buffer = T.decl_buffer([tirx.floordiv(e, size) for e in buffer.shape], operand.dtype, data=buffer.data)
+        offset = tirx.floordiv(offset, size)
     return tvm.ir.Call("tirx.address_of", [buffer[offset]], ret_ty=ty)
 
 

@@ -271,7 +271,7 @@ class RunRecorder:
         """Bindings of a variable of the run that something after it reads."""
         values = self._made[var]
         if isinstance(var.ty, tvm.ir.TupleType):
-            return [relax.VarBinding(var, typed(relax.Tuple([fields[id(v)] for v in values]), var.ty))]
+            return [relax.VarBinding(var, relax.Tuple([fields[id(v)] for v in values]))]
         (value,) = values
         if tvm_ffi.structural_equal(var.ty, value.ty):
             return [relax.VarBinding(var, fields[id(value)])]
