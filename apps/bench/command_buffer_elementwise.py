@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,32 +15,67 @@ from turns import Timing, take_turns
 
 import relax_hetero as rh
 
-WITH, WITHOUT, STOCK = "command buffers", "without", "stock TVM"
+WITH, WITHOUT, HAND, BOUND, STOCK = "command buffers", "without", "by hand", "by hand, bound", "stock TVM"
+NAMES = (WITH, WITHOUT, STOCK, HAND, BOUND)
 KERNEL_BAR, CALL_BAR = 10.0, 5.0  # nanoseconds a kernel, microseconds a call of few
-
-Main = Callable[[tvm.runtime.Tensor], tvm.runtime.Tensor]
 
 
 class WrongResult(Exception):
     """A contestant that computes something else, and so gets no time."""
 
 
-def contestants(module: tvm.IRModule) -> tuple[dict[str, Main], dict[str, int]]:
-    """``main`` of a module in each contestant, and how many regions and commands it has in command buffers."""
-    recorded = rh.compile(module, command_buffers=True)
-    stock = tvm.compile(module, rh.native("llvm"))
-    regions = recorded.metadata.regions
+@dataclass(frozen=True)
+class Contestant:
+    """A way to run a chain on one argument.
+
+    Attributes
+    ----------
+    call : Callable
+        Runs it once; what is timed.
+    result : Callable
+        Runs it once, for what it computes.
+    """
+
+    call: Callable[[], object]
+    result: Callable[[], tvm.runtime.Tensor]
+
+
+def contestants(chain: Chain, argument: tvm.runtime.Tensor) -> tuple[dict[str, Contestant], dict[str, int]]:
+    """Those of a chain, and how many regions and commands it has in command buffers."""
+    module = chain.module()
+    recorded = rh.vm.VirtualMachine(rh.compile(module, command_buffers=True))
     mains = {
-        WITH: rh.vm.VirtualMachine(recorded)["main"],
+        WITH: recorded["main"],
         WITHOUT: rh.vm.VirtualMachine(rh.compile(module, command_buffers=False))["main"],
-        STOCK: tvm.relax.VirtualMachine(stock, tvm.cpu())["main"],
+        STOCK: tvm.relax.VirtualMachine(tvm.compile(module, rh.native("llvm")), tvm.cpu())["main"],
     }
-    return mains, {"regions": len(regions), "commands": sum(len(region.commands) for region in regions)}
+    found = {name: Contestant(call := functools.partial(main, argument), call) for name, main in mains.items()}
+    regions = recorded.executable.metadata.regions
+    facts = {"regions": len(regions), "commands": sum(len(region.commands) for region in regions)}
+    return {**found, **_by_hand(recorded, chain, argument)}, facts
 
 
-def check_result(name: str, chain: Chain, main: Main, array: np.ndarray) -> None:
-    """WrongResult unless `main` computes the chain, exactly."""
-    found, wanted = main(tvm.runtime.tensor(array)).numpy(), chain.result(array)
+def _by_hand(machine: rh.vm.VirtualMachine, chain: Chain, argument: tvm.runtime.Tensor) -> dict[str, Contestant]:
+    """The same kernels recorded by hand, submitted with memory that is bound each time, and with a table of it."""
+    buffer = rh.vm.CommandBuffer(machine, slots=2)
+    scratch = [buffer.buffer(tvm.runtime.empty(argument.shape, "float32")) for _ in range(2)]
+    places = [buffer.slot(0), *(scratch[index % 2] for index in range(chain.kernels - 1)), buffer.slot(1)]
+    buffer.begin()
+    for index in range(chain.kernels):
+        extents = [argument.shape[0]] if chain.symbolic else []
+        buffer.dispatch(f"step_{index % chain.distinct}", 1, places[index : index + 2], extents)
+    buffer.end()
+    made = tvm.runtime.empty(argument.shape, "float32")
+    found = {}
+    for name, bindings in ((HAND, [argument, made]), (BOUND, buffer.bind([argument, made]))):
+        call = functools.partial(buffer.submit, bindings)
+        found[name] = Contestant(call, lambda call=call: (call(), made)[1])
+    return found
+
+
+def check_result(name: str, chain: Chain, contestant: Contestant, array: np.ndarray) -> None:
+    """WrongResult unless it computes the chain, exactly."""
+    found, wanted = contestant.result().numpy(), chain.result(array)
     if not np.array_equal(found, wanted):
         raise WrongResult(f"{name}, {chain.kernels} kernels: found {found}, expected {wanted}")
 
@@ -70,13 +106,13 @@ def measure_elementwise(counts: Sequence[int], distinct: int, symbolic: bool, ro
     calls: dict[str, Callable[[], object]] = {}
     for count in sorted(counts):
         chain = Chain(count, distinct, symbolic=symbolic)
-        mains, chains[count] = contestants(chain.module())
-        for name, main in mains.items():
-            check_result(name, chain, main, array)
-            calls[_key(name, count)] = functools.partial(main, argument)
+        found, chains[count] = contestants(chain, argument)
+        for name, contestant in found.items():
+            check_result(name, chain, contestant, array)
+            calls[_key(name, count)] = contestant.call
     times = take_turns(calls, rounds, seed)
     for count, facts in chains.items():
-        facts["us"] = {name: _microseconds(times[_key(name, count)]) for name in (WITH, WITHOUT, STOCK)}
+        facts["us"] = {name: _microseconds(times[_key(name, count)]) for name in NAMES}
     return {"distinct": distinct, "symbolic": symbolic, "chains": chains, "kernel_ns": kernel_nanoseconds(chains)}
 
 
@@ -91,12 +127,13 @@ def kernel_nanoseconds(chains: dict[int, dict[str, Any]]) -> dict[str, float]:
 
 def elementwise_checks(found: dict[str, Any]) -> list[Check]:
     """What the figures have to reach."""
-    count = min(found["chains"])
-    call = found["chains"][count]["us"][WITH]["median"]
-    checks = [Check(f"µs a call of {count} kernel{'s' * (count > 1)} in command buffers", call, CALL_BAR, at_most=True)]
-    if WITH in found["kernel_ns"]:
-        kernel = found["kernel_ns"][WITH]
-        checks.insert(0, Check("ns a kernel in command buffers", kernel, KERNEL_BAR, at_most=True))
+    checks = []
+    for name in (WITH, HAND):
+        if name in found["kernel_ns"]:
+            checks.append(Check(f"ns a kernel, {name}", found["kernel_ns"][name], KERNEL_BAR, at_most=True))
+        count = min(found["chains"])
+        call = found["chains"][count]["us"][name]["median"]
+        checks.append(Check(f"µs a call of {count} kernel{'s' * (count > 1)}, {name}", call, CALL_BAR, at_most=True))
     return checks
 
 
@@ -115,7 +152,7 @@ def elementwise_table(found: dict[str, Any]) -> tuple[str, list[str], list[list[
         rows.append(["ns a kernel", "", "", *(f"{value:.1f}" for value in found["kernel_ns"].values())])
     extent = "any number of" if found["symbolic"] else "16"
     title = f"{found['distinct']} elementwise kernels on {extent} floats taking turns: µs a call, median (fastest)"
-    return title, ["kernels", "regions", "commands", WITH, WITHOUT, STOCK], rows
+    return title, ["kernels", "regions", "commands", *NAMES], rows
 
 
 def _key(name: str, count: int) -> str:
