@@ -25,7 +25,7 @@ from ..errors import BuildError
 from ..native_target import native
 from ..tir.builder import Expr, Function
 from ..vm.command_buffer_operands import parameter_name, size_name
-from ..vm.commands import SLOT, Command, Copy, Dispatch, Fill, KernelSpec, Reference
+from ..vm.commands import SLOT, Barrier, Command, Copy, Dispatch, Fill, KernelSpec, Reference
 from ..vm.dims import parse_dim
 from ..vm.signature import Dim
 from .direct_references import thunk
@@ -105,13 +105,17 @@ class _Writer:
         return tirx.PrimFunc(func.params, body, func.ret_type, func.attrs)
 
     def _command(self, command: Command) -> None:
-        if isinstance(command, Fill):
-            self._fill(command)
-        elif isinstance(command, Copy):
-            length = self._value(command.target.length)
-            self._do("copy", _COPY, self._address(command.target), self._address(command.source), length)
-        elif isinstance(command, Dispatch):
-            self._dispatch(command)
+        if isinstance(command, Barrier):  # commands run in order
+            return
+        with ExitStack() as stack:
+            self._if(stack, self._status[0] == 0)
+            if isinstance(command, Fill):
+                self._fill(command)
+            elif isinstance(command, Copy):
+                length = self._value(command.target.length)
+                self._do("copy", _COPY, self._address(command.target), self._address(command.source), length)
+            else:
+                self._dispatch(command, stack)
 
     def _fill(self, command: Fill) -> None:
         data = bytes.fromhex(command.pattern)
@@ -121,29 +125,27 @@ class _Writer:
         pattern = tirx.const(int.from_bytes(data, "little", signed=True), f"int{8 * width}")
         self._do(f"fill.{width}", text, self._address(command.target), pattern, count)
 
-    def _dispatch(self, command: Dispatch) -> None:
+    def _dispatch(self, command: Dispatch, stack: ExitStack) -> None:
         number, kernel = self._kernels[command.kernel]
-        with ExitStack() as stack:
+        if command.when is not None:
+            self._if(stack, self._int32(self._address(command.when)) != 0)
+        if command.unless is not None:
+            self._if(stack, self._int32(self._address(command.unless)) == 0)
+        counts = self._counts(command)
+        for count in counts[kernel.workgroups :]:
+            self._if(stack, count > 0)
+        groups: list[Expr] = []
+        for count in reversed([*counts, *[tirx.const(1, "int64")] * kernel.workgroups][: kernel.workgroups]):
+            groups.insert(0, stack.enter_context(T.serial(_held(count))))
             self._if(stack, self._status[0] == 0)
-            if command.when is not None:
-                self._if(stack, self._int32(self._address(command.when)) != 0)
-            if command.unless is not None:
-                self._if(stack, self._int32(self._address(command.unless)) == 0)
-            counts = self._counts(command)
-            for count in counts[kernel.workgroups :]:
-                self._if(stack, count > 0)
-            groups: list[Expr] = []
-            for count in reversed([*counts, *[tirx.const(1, "int64")] * kernel.workgroups][: kernel.workgroups]):
-                groups.insert(0, stack.enter_context(T.serial(count)))
-                self._if(stack, self._status[0] == 0)
-            address = self._load(self._fixed, self._directs + number)
-            operands = [self._address(operand) for operand in command.operands]
-            scalars = [*(self._value(scalar) for scalar in command.scalars), *groups]
-            typed = [_as(v, s.dtype) for v, s in zip(scalars, kernel.scalars, strict=True)]
-            types = [*["i64"] * len(operands), *(_llvm_type(scalar.dtype) for scalar in kernel.scalars)]
-            name = f"relax_hetero.call.{'.'.join(types)}"
-            self._texts[name] = thunk(name, types)
-            self._set_status(tirx.call_extern("int32", name, address, *operands, *typed))
+        address = self._load(self._fixed, self._directs + number)
+        operands = [self._address(operand) for operand in command.operands]
+        scalars = [*(self._value(scalar) for scalar in command.scalars), *groups]
+        typed = [_as(v, s.dtype) for v, s in zip(scalars, kernel.scalars, strict=True)]
+        types = [*["i64"] * len(operands), *(_llvm_type(scalar.dtype) for scalar in kernel.scalars)]
+        name = f"relax_hetero.call.{'.'.join(types)}"
+        self._texts[name] = thunk(name, types)
+        self._set_status(tirx.call_extern("int32", name, address, *operands, *typed))
 
     def _counts(self, command: Dispatch) -> list[Expr]:
         if command.count is None:
@@ -170,7 +172,8 @@ class _Writer:
             return tirx.const(dim, "int64")
         evaluate: Any = parse_dim(dim).evaluate
         sizes = {size_name(slot): self._load(self._table, self._slots + slot) for slot in range(self._slots)}
-        return evaluate({**sizes, **self._values})
+        value = evaluate({**sizes, **self._values})
+        return value if isinstance(value, tirx.Var) else _held(value)
 
     def _load(self, table: Expr, index: int) -> Expr:
         self._texts["load"] = _LOAD.format(name="load", type="i64")
@@ -183,6 +186,13 @@ class _Writer:
     def _do(self, name: str, text: str, *args: Expr) -> None:
         self._texts[name] = text
         T.evaluate(tirx.call_extern("int32", f"{_NAME}.{name}", *args))
+
+
+def _held(value: Expr) -> Expr:
+    """An int64 that passes do not look into: where they see that it is small, they pass an int32 in its place."""
+    slot = T.alloc_buffer((1,), "int64", scope="global")
+    T.buffer_store(slot, value, [tirx.const(0, "int64")])
+    return slot[tirx.const(0, "int64")]
 
 
 def _as(value: Expr, dtype: str) -> Expr:

@@ -202,10 +202,11 @@ class Recordable:
             raise BindingError(
                 f"a kernel is a {type(kernel).__name__}, expected its name or VirtualMachine.kernel(name)"
             )
-        if found.spec.device != self.index:
-            names = device_names(self.machine.executable.devices)
+        devices = self.machine.executable.devices
+        if devices[found.spec.device].target != devices[self.index].target:  # equal devices share code
+            compiled_for = device_names(devices)[found.spec.device]
             raise BindingError(
-                f"kernel {found.spec.name!r} was compiled for {names[found.spec.device]}, expected {self.device_name}"
+                f"kernel {found.spec.name!r} was compiled for {compiled_for}, expected {self.device_name}"
             )
         return found
 
