@@ -24,6 +24,7 @@ from .failure import explain_failure
 from .known_calls import KnownCall, KnownCalls
 from .pool import PoolWatch
 from .profile import Profile, Recorder
+from .profile_regions import RegionCalls
 from .results import check_out, fill, to_python
 from .signature import FunctionSignature
 from .tensors import AddressRange, address_ranges, copy_into
@@ -298,7 +299,7 @@ class VirtualMachine:
         signature = self.executable.signature(name)
         with self._lock:
             values, dims, lent = self._bind(signature, args, kwargs, keep=False)
-            recorder = Recorder(self._devices)
+            recorder = Recorder(self._devices, RegionCalls(self.executable, self._constants.values))
             self._module["set_instrument"](recorder.instrument)
             try:
                 self._run(signature, values, dims, lent, None)

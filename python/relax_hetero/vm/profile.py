@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tvm import runtime
 
+from .commands import Dispatch, RegionSpec
 from .metadata import CPU, Metadata, device_names
+from .profile_regions import RegionCalls
+from .walk_commands import raise_kernel_error
 
 _TRANSFER = "relax_hetero.to_device"
 _BUILTIN = "vm.builtin."
+_RUN, _SKIP_RUN = 0, 1
+"""What an instrument tells TVM (VMInstrumentReturnKind)."""
 
 
 @dataclass(frozen=True)
 class ProfileRow:
-    """One kernel symbol, transfers to one device, or the machine's own work.
+    """One kernel, transfers to one device, a command buffer that runs as a whole, or the machine's own work.
 
     Attributes
     ----------
     symbol : str
-        The kernel's name; ``to_device`` for transfers; ``(machine)`` for allocation, shapes and bytecode.
+        The kernel's name, or the command buffer's; ``to_device`` for transfers; ``(machine)`` for allocation, shapes
+        and bytecode.
     device : str
         ``kind:i``, the destination for transfers; ``host`` for the implicit one and the machine.
     ops : tuple of str
@@ -92,14 +98,23 @@ def _shorten(ops: Sequence[str], limit: int = 48) -> str:
 
 
 class Recorder:
-    """Measures the calls that a machine's bytecode makes; a call's own time is without the calls inside it."""
+    """Measures the calls that a machine's bytecode makes; a call's own time is without the calls inside it.
 
-    def __init__(self, devices: Sequence[runtime.Device]) -> None:
+    Parameters
+    ----------
+    devices : sequence of Device
+        The machine's.
+    regions : RegionCalls, optional
+        Command buffers whose kernels are measured instead of the whole.
+    """
+
+    def __init__(self, devices: Sequence[runtime.Device], regions: RegionCalls | None = None) -> None:
+        self._regions = regions
         distinct = {(d.dlpack_device_type(), d.index): d for d in devices if d.dlpack_device_type() != CPU}
         self._devices = list(distinct.values())
         self._stack: list[tuple[float, list[float]]] = []
         self._own: dict[tuple[str, int | None], list[float]] = {}
-        self._begin = self._end = 0.0
+        self._begin = self._end = self._unseen = 0.0
 
     def instrument(self, function: Any, symbol: str, before: bool, result: Any, *args: Any) -> int:
         """What TVM calls before and after each bytecode call."""
@@ -107,8 +122,12 @@ class Recorder:
         now = time.perf_counter()
         if before:
             self._begin = self._begin or now
+            calls = self._regions.of(symbol, args) if self._regions is not None else None
+            if calls is not None:
+                self._measure(calls, now)
+                return _SKIP_RUN
             self._stack.append((time.perf_counter(), []))
-            return 0
+            return _RUN
         start, inner = self._stack.pop()
         elapsed = now - start
         if self._stack:
@@ -116,7 +135,23 @@ class Recorder:
         key = (symbol, int(args[1])) if symbol == _TRANSFER else (symbol, None)
         self._own.setdefault(key, []).append(elapsed - sum(inner))
         self._end = now
-        return 0
+        return _RUN
+
+    def _measure(self, calls: Iterable[tuple[str, Callable[[], int]]], begin: float) -> None:
+        """Run the kernels of a command buffer; what else it takes to do so one by one counts nowhere."""
+        inside = 0.0
+        for kernel, call in calls:
+            start = time.perf_counter()
+            status = call()
+            elapsed = time.perf_counter() - start
+            if status:
+                raise_kernel_error()
+            self._own.setdefault((kernel, None), []).append(elapsed)
+            inside += elapsed
+        self._end = time.perf_counter()
+        self._unseen += self._end - begin - inside
+        if self._stack:
+            self._stack[-1][1].append(self._end - begin)
 
     def _synchronise(self, symbol: str) -> None:
         if not symbol.startswith(_BUILTIN):
@@ -125,8 +160,9 @@ class Recorder:
 
     def profile(self, function: str, metadata: Metadata) -> Profile:
         """The rows, longest first."""
-        total = (self._end - self._begin) * 1e6
+        total = (self._end - self._begin - self._unseen) * 1e6
         names = [*device_names(metadata.devices), "host"]
+        regions = {region.name: region for region in metadata.regions}
         rows: list[ProfileRow] = []
         for (symbol, index), times in self._own.items():
             microseconds = sum(times) * 1e6
@@ -138,8 +174,19 @@ class Recorder:
                 device = names[dispatch.device]
                 work = dispatch.operations, dispatch.bytes
                 rows.append(ProfileRow(symbol, device, dispatch.ops, len(times), microseconds, share, *work))
+            elif symbol in regions:
+                row = _whole(regions[symbol], metadata)
+                rows.append(replace(row, calls=len(times), microseconds=microseconds, share=share))
             elif not symbol.startswith(_BUILTIN) and symbol not in metadata.signatures:
                 rows.append(ProfileRow(symbol, "host", (), len(times), microseconds, share))
         rest = max(0.0, total - sum(row.microseconds for row in rows))
         rows.append(ProfileRow("(machine)", "host", (), 1, rest, rest / total if total else 0.0))
         return Profile(function, tuple(sorted(rows, key=lambda row: -row.microseconds)), total)
+
+
+def _whole(region: RegionSpec, metadata: Metadata) -> ProfileRow:
+    """The row of a command buffer that runs as a whole, without its times."""
+    kernels = [metadata.dispatches[c.kernel] for c in region.commands if isinstance(c, Dispatch)]
+    ops = tuple(op for kernel in kernels for op in kernel.ops)
+    work = sum(kernel.operations for kernel in kernels), sum(kernel.bytes for kernel in kernels)
+    return ProfileRow(region.name, device_names(metadata.devices)[region.device], ops, 0, 0.0, 0.0, *work)

@@ -140,13 +140,19 @@ def _dispatch(command: Dispatch, kernel: Kernel, memory: Memory, values: Values)
         return
     workgroups = kernel.spec.workgroups
     counts = [*counts, *[1] * (workgroups - len(counts))][:workgroups]
+    call = bound(command, kernel, memory, values)
+    for numbers in itertools.product(*map(range, reversed(counts))):
+        if call(*reversed(numbers)):
+            raise_kernel_error()
+
+
+def bound(command: Dispatch, kernel: Kernel, memory: Memory, values: Values) -> Callable[..., int]:
+    """The kernel's code with the memory and numbers of a dispatch, to be called with the workgroup numbers."""
     addresses = [memory.address(operand, values) for operand in command.operands]
     dtypes = [scalar.dtype for scalar in kernel.spec.scalars]
     given = zip(command.scalars, dtypes, strict=False)  # the workgroup numbers, which are the last, are not given
     scalars = [_converted(value_of(scalar, values), dtype) for scalar, dtype in given]
-    for numbers in itertools.product(*map(range, reversed(counts))):
-        if kernel.function(*addresses, *scalars, *reversed(numbers)):
-            raise_kernel_error()
+    return functools.partial(kernel.function, *addresses, *scalars)
 
 
 def _converted(value: Any, dtype: str) -> Any:

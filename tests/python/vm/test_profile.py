@@ -6,9 +6,14 @@ import threading
 
 import numpy as np
 import pytest
+import tvm
+from tvm.script import ir as I
+from tvm.script import relax as R
+from tvm.script import tirx as T
 
 import relax_hetero as rh
 from relax_hetero.vm.profile import Recorder
+from relax_hetero.vm.profile_regions import RegionCalls
 
 X, W = np.zeros((64, 4), "float32"), np.ones(4, "float32")
 
@@ -87,3 +92,99 @@ def test_a_call_is_charged_without_the_calls_inside_it():
     profile = recorder.profile("main", rh.vm.Metadata((), -1, {}))
     assert {row.symbol for row in profile.rows} == {"outer", "inner", "(machine)"}
     assert sum(row.microseconds for row in profile.rows) == pytest.approx(profile.microseconds)
+
+
+@tvm.register_global_func("relax_hetero.test.refuse", override=True)
+def refuse(value):
+    if value < 0:
+        raise ArithmeticError("refused")
+
+
+@I.ir_module
+class Buffered:
+    """Three kernels of one command buffer, with symbolic extents, numbers and a constant; then one of another."""
+
+    I.module_global_infos({"vdevice": [I.vdevice("llvm", 0)]})
+
+    @T.prim_func
+    def grow(a: T.handle, k: T.int64, s: T.float32, b: T.handle):
+        T.func_attr({"op_pattern": 8})
+        n, m = T.int64(), T.int64()
+        A = T.match_buffer(a, (n,), "float32")
+        B = T.match_buffer(b, (m,), "float32")
+        T.evaluate(T.call_packed("relax_hetero.test.refuse", A[0]))
+        for i in range(m):
+            B[i] = A[T.min(i, n - 1)] * s + T.cast(k, "float32")
+
+    @R.function(private=True)
+    def inner(x: R.Tensor(("m",), "float32", "llvm:0")):
+        m = T.int64()
+        cls = Buffered
+        with R.dataflow():
+            a = R.call_tir(cls.grow, (x, m, T.float32(1)), out_ty=R.Tensor((m,), "float32", "llvm:0"))
+            b = R.call_tir(cls.grow, (a, m, T.float32(1)), out_ty=R.Tensor((m,), "float32", "llvm:0"))
+            R.output(b)
+        return b
+
+    @R.function
+    def main(x: R.Tensor(("n",), "float32", "llvm:0"), shape: R.Shape(["k"])):
+        n, k = T.int64(), T.int64()
+        cls = Buffered
+        a = R.call_tir(cls.grow, (x, k, T.float32(2)), out_ty=R.Tensor((n + 2,), "float32", "llvm:0"))
+        b = R.call_tir(cls.grow, (a, k + 1, T.float32(0.5)), out_ty=R.Tensor((n * 2,), "float32", "llvm:0"))
+        c = R.add(b, R.const(np.arange(1, 2, dtype="float32")))
+        d = cls.inner(c)
+        return d
+
+
+@pytest.fixture(scope="module")
+def buffered():
+    return rh.compile(Buffered)
+
+
+def profiled_call(vm, *args):
+    """A result that was made under a profile, and the profile."""
+    recorder = Recorder(vm.devices, RegionCalls(vm.executable, vm._constants.values))
+    vm._module["set_instrument"](recorder.instrument)
+    try:
+        result = vm["main"](*args).numpy()
+    finally:
+        vm._module["set_instrument"](None)
+    return result, recorder.profile("main", vm.executable.metadata)
+
+
+def expected(x, k):
+    a = np.pad(x, (0, 2), mode="edge") * 2 + k
+    b = a[np.minimum(np.arange(2 * len(x)), len(x) + 1)] / 2 + k + 1
+    return b + 1 + 2 * len(b)
+
+
+def test_kernels_of_command_buffers_are_measured_each(buffered):
+    vm = rh.vm.VirtualMachine(buffered)
+    assert [len(region.commands) for region in buffered.metadata.regions] == [2, 3]
+    for n, k in ((3, 5), (1, 0), (7, 2)):
+        x = np.random.default_rng(n).random(n, "float32")
+        result, profile = profiled_call(vm, x, [k])
+        np.testing.assert_array_equal(result, vm["main"](x, [k]).numpy())
+        np.testing.assert_allclose(result, expected(x, k), rtol=1e-6)
+        calls = {row.symbol: (row.device, row.calls) for row in profile.rows if row.symbol in ("grow", "add")}
+        assert calls == {"grow": ("llvm:0", 4), "add": ("llvm:0", 1)}
+        assert sum(row.share for row in profile.rows) == pytest.approx(1)
+
+
+def test_a_kernel_of_a_command_buffer_that_fails_under_a_profile(buffered):
+    vm = rh.vm.VirtualMachine(buffered)
+    with pytest.raises(rh.HeteroError, match="refused"):
+        vm.profile("main", -np.ones(3, "float32"), [1])
+    assert {row.symbol for row in vm.profile("main", np.ones(3, "float32"), [1]).rows} >= {"grow", "add"}
+
+
+def test_command_buffers_that_run_as_a_whole_are_one_row_each(buffered):
+    metadata = dataclasses.replace(buffered.metadata, kernels={})
+    vm = rh.vm.VirtualMachine(rh.vm.Executable(buffered.module, metadata, buffered.constants))
+    rows = {row.symbol: row for row in vm.profile("main", np.ones(3, "float32"), [1]).rows}
+    assert {name: (rows[name].calls, rows[name].ops) for name in ("inner_commands", "main_commands")} == {
+        "inner_commands": (1, ("grow", "grow")),
+        "main_commands": (1, ("grow", "grow", "add")),
+    }
+    assert "grow" not in rows
