@@ -8,14 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from tvm import runtime
 
 from ..errors import BindingError
-from .binding_table_memory import Lent, check_device, lend
+from .binding_table_memory import BYTES, Lent, check_device, lend
 from .command_buffer_operands import size_name
 from .command_recorder import Recording
 from .commands import READ, SlotSpec
 from .dims import parse_dim
-
-_BYTES = "uint8"
-"""The element type of memory that may hold any other."""
 
 
 class BindingTable:
@@ -110,8 +107,8 @@ def _is_range(number: object) -> bool:
 def _check(lent: Lent | None, spec: SlotSpec) -> None:
     if lent is None:
         raise BindingError(f"{spec.name} is empty, expected a buffer: commands {spec.access} it")
-    if spec.dtype and lent.dtype not in (spec.dtype, _BYTES):
-        raise BindingError(f"{spec.name} has dtype {lent.dtype}, expected {spec.dtype}, or {_BYTES} for mere bytes")
+    if spec.dtype and lent.dtype not in (spec.dtype, BYTES):
+        raise BindingError(f"{spec.name} has dtype {lent.dtype}, expected {spec.dtype}, or {BYTES} for mere bytes")
     if spec.access != READ and not lent.writable:
         raise BindingError(f"{spec.name} is bound to read-only memory, expected writable: commands {spec.access} it")
     if lent.nbytes and lent.address % spec.alignment:

@@ -15,6 +15,9 @@ from .arguments import from_dlpack
 from .metadata import CPU, TYPE_NAMES
 from .tensors import alias, capsule_pointer, dtype_name, has_offset, nbytes_of
 
+BYTES = "uint8"
+"""The element type of memory that may hold any other."""
+
 _Tensor = tvm_ffi.core.Tensor
 
 

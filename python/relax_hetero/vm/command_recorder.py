@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import BindingError
-from .binding_table_memory import Lent
+from .binding_table_memory import BYTES, Lent
 from .command_buffer_limits import Limit, Limits
 from .command_buffer_operands import Integer, MemoryRange, Number, dim, names_in, parameter_name, size_name
 from .command_recorder_operands import KernelCall
@@ -184,6 +184,8 @@ class Recorder:
             lent = self._directs[memory.index]
             if access != READ and not lent.writable:
                 raise BindingError(f"{what} writes to {place}, which is read-only; expected writable memory")
+            if dtype and lent.dtype not in (dtype, BYTES):
+                raise BindingError(f"{what} has dtype {lent.dtype} in {place}, expected {dtype}, or {BYTES}")
             self._limits.ask(f"the address of {what} in {place}", offset + lent.address % alignment, multiple=alignment)
             self._integer(f"the end of {what} in {place}", end, 0, lent.nbytes)
             self._direct_uses[memory.index].add(end, alignment, access, dtype)
