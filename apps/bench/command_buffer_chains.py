@@ -8,6 +8,8 @@ import numpy as np
 import tvm
 from tvm import relax, te, tirx
 
+import relax_hetero as rh
+
 WIDTH = 16
 # TVM's pattern of a kernel that is fused with no other.
 _OPAQUE = 8
@@ -65,6 +67,18 @@ class Chain:
             x = np.append(x, x[-1:]) if self.grows else x
             x = np.float32(add) - x if negate else x + np.float32(add)
         return x
+
+    def record(self, machine: rh.vm.VirtualMachine, extent: int) -> rh.vm.CommandBuffer:
+        """The chain recorded by hand, of the kernels of a machine that has it: slot 0 is read, slot 1 written."""
+        buffer = rh.vm.CommandBuffer(machine, slots=2)
+        scratch = [buffer.buffer(tvm.runtime.empty((extent,), "float32")) for _ in range(2)]
+        places = [buffer.slot(0), *(scratch[index % 2] for index in range(self.kernels - 1)), buffer.slot(1)]
+        buffer.begin()
+        for index in range(self.kernels):
+            extents = [extent] if self.symbolic else []
+            buffer.dispatch(f"step_{index % self.distinct}", 1, places[index : index + 2], extents)
+        buffer.end()
+        return buffer
 
     def _kernel(self, index: int, taken: int, made: int) -> tirx.PrimFunc:
         add, negate = step(index)

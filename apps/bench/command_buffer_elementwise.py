@@ -57,14 +57,7 @@ def contestants(chain: Chain, argument: tvm.runtime.Tensor) -> tuple[dict[str, C
 
 def _by_hand(machine: rh.vm.VirtualMachine, chain: Chain, argument: tvm.runtime.Tensor) -> dict[str, Contestant]:
     """The same kernels recorded by hand, submitted with memory that is bound each time, and with a table of it."""
-    buffer = rh.vm.CommandBuffer(machine, slots=2)
-    scratch = [buffer.buffer(tvm.runtime.empty(argument.shape, "float32")) for _ in range(2)]
-    places = [buffer.slot(0), *(scratch[index % 2] for index in range(chain.kernels - 1)), buffer.slot(1)]
-    buffer.begin()
-    for index in range(chain.kernels):
-        extents = [argument.shape[0]] if chain.symbolic else []
-        buffer.dispatch(f"step_{index % chain.distinct}", 1, places[index : index + 2], extents)
-    buffer.end()
+    buffer = chain.record(machine, argument.shape[0])
     made = tvm.runtime.empty(argument.shape, "float32")
     found = {}
     for name, bindings in ((HAND, [argument, made]), (BOUND, buffer.bind([argument, made]))):
