@@ -25,7 +25,7 @@ from typing import Any
 import tvm
 from tvm import s_tir, tirx
 from tvm.tirx.buffer import is_buffer_var
-from tvm_ffi import structural_walk
+from tvm_ffi import structural_map, structural_walk
 
 from .builder import Expr
 
@@ -41,6 +41,8 @@ class RawSignature:
     scalars : tuple of tirx.Var
         The variables of the tensors' extents that are no parameters, in order of appearance; then the parameters that
         are numbers.
+    numbers : tuple of tirx.Var
+        The parameters that are numbers, in order.
     extents : tuple of tuple
         Of each tensor: ints, or expressions over the scalars.
     dtypes : tuple of str
@@ -49,6 +51,7 @@ class RawSignature:
 
     buffers: tuple[tirx.Var, ...]
     scalars: tuple[tirx.Var, ...]
+    numbers: tuple[tirx.Var, ...]
     extents: tuple[tuple[Any, ...], ...]
     dtypes: tuple[str, ...]
 
@@ -75,7 +78,7 @@ def raw_signature(kernel: tirx.PrimFunc) -> RawSignature | None:
     if any(not isinstance(param.ty, tvm.ir.PrimType) for param in given) or not plain.issuperset(found):
         return None
     scalars = (*(var for var in found if var not in given), *given)
-    return RawSignature(buffers, scalars, extents, tuple(str(buffer.ty.dtype) for buffer in buffers))
+    return RawSignature(buffers, scalars, tuple(given), extents, tuple(str(buffer.ty.dtype) for buffer in buffers))
 
 
 def plain_extent(extent: Expr) -> Any:
@@ -88,7 +91,11 @@ def raw_kernel(kernel: tirx.PrimFunc, signature: RawSignature) -> tirx.PrimFunc:
     pointers = [tirx.Var(f"{b.name}_data", _pointer_type(b)) for b in signature.buffers]
     declared = [tirx.DeclBuffer(b, data=p) for b, p in zip(signature.buffers, pointers, strict=True)]
     body = in_root_block(kernel.body, lambda inner: tirx.SeqStmt([*declared, inner, tirx.stmt.Return(_ZERO)]))
-    raw = tirx.PrimFunc([*pointers, *signature.scalars], body, tvm.ir.PrimType("int32"), kernel.attrs, kernel.span)
+    params = [*pointers, *signature.scalars]
+    empty = tirx.PrimFunc(params, tirx.Evaluate(_ZERO), tvm.ir.PrimType("int32"), kernel.attrs, kernel.span)
+    # Put in afterwards: the constructor searches a body for effects, which takes longer than all else here, and of
+    # functions that only PrimFuncs call nobody asks.
+    raw = structural_map(empty, (tirx.Evaluate, lambda _: body))
     return raw.without_attr("global_symbol").with_attr("tirx.noalias", kernel.attrs.get("tirx.noalias", False))
 
 

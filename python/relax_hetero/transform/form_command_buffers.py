@@ -24,12 +24,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import tvm
-from tvm import relax
+from tvm import relax, tirx
 from tvm_ffi import structural_walk
 
 from ..tir.raw_kernel import raw_kernel
 from ..vdevice import vdevices_of
 from ..vm.commands import SingleCall
+from .bind_targets import bind_targets
 from .blocks import Block, Rewrite, rewrite_function, without_unused
 from .command_regions import Run, RunFinder
 from .command_report import kernel_specs, region_spec, with_kernel, with_region, with_single_calls
@@ -60,8 +61,9 @@ def form_command_buffers(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring."""
     if is_lowered(mod) or not vdevices_of(mod) or any(COMMANDS in func.attrs for func in mod.functions.values()):
         return mod
+    bound = mod if all(map(_has_target, mod.functions.values())) else bind_targets(mod)
     # Views must be seen as such: a reshape that is a kernel copies.
-    former = _Former(relax.transform.RewriteDataflowReshape()(with_root_blocks(mod)))
+    former = _Former(relax.transform.RewriteDataflowReshape()(with_root_blocks(bound)))
     functions = {
         gv: rewrite_function(func, former.in_function(gv.name_hint)) for gv, func in relax_functions(former.mod)
     }
@@ -127,6 +129,10 @@ class _Former:
                 raw = replaced[kernel]
                 result[raw] = with_kernel(result[raw], spec, raw.name_hint)
         return with_single_calls(copy_module(self.mod, result), self.single)
+
+
+def _has_target(func: tvm.ir.BaseFunc) -> bool:
+    return not isinstance(func, tirx.PrimFunc) or "target" in func.attrs
 
 
 def _is_view(value: relax.Expr) -> bool:

@@ -75,20 +75,19 @@ class KernelCalls:
         kernel, operands = call.args[0], call.args[1]
         signature = self.signature(kernel)
         made = _results(call.ty_args[0])
-        vdevice = call_vdevice(call)
         if signature is None or made is None or not isinstance(operands, relax.Tuple):
             return None
+        vdevice = made[0].vdevice or call_vdevice(call)
         if vdevice is None or vdevice.memory_scope != "global":
             return None
-        args = list(operands.fields)
-        reads = tuple(arg for arg in args if not isinstance(arg.ty, tvm.ir.PrimType))
-        if not all(_is_tensor(arg) for arg in reads):
+        args = [(arg, arg.ty) for arg in operands.fields]
+        numbers = [arg for arg, ty in args if isinstance(ty, tvm.ir.PrimType)]
+        reads = tuple(arg for arg, ty in args if isinstance(ty, relax.TensorType) and _is_tensor(arg))
+        if len(numbers) + len(reads) != len(args) or len(numbers) != len(signature.numbers):
             return None
-        params = list(self._mod.functions[kernel].params)
-        if len(params) != len(args) + len(made):
-            return None
-        given = {p: a for p, a in zip(params, args) if isinstance(a.ty, tvm.ir.PrimType)}  # noqa: B905
-        scalars = _matched(signature, [*(arg.ty for arg in reads), *made], given)
+        types = [ty for _, ty in args if isinstance(ty, relax.TensorType)]
+        given = dict(zip(signature.numbers, numbers, strict=True))
+        scalars = _matched(signature, [*types, *made], given)
         return None if scalars is None else KernelCall(kernel, vdevice, reads, made, scalars)
 
 
@@ -106,21 +105,22 @@ def known_extents(ty: tvm.ir.Type) -> list[Any] | None:
 
 
 def _results(ty: tvm.ir.Type) -> tuple[relax.TensorType, ...] | None:
-    """The results of a kernel; None for tuples inside of tuples."""
+    """The results of a kernel; None for tuples inside of tuples, and for none."""
     types = tuple(ty.fields) if isinstance(ty, tvm.ir.TupleType) else (ty,)
-    return types if all(isinstance(field, relax.TensorType) for field in types) else None
+    return types if types and all(isinstance(field, relax.TensorType) for field in types) else None
 
 
 def _is_tensor(arg: relax.Expr) -> bool:
-    is_constant = isinstance(arg, tvm.ir.GenericConst) and isinstance(arg.value, tvm.runtime.Tensor)
-    return is_constant or isinstance(arg, relax.Var)
+    if isinstance(arg, relax.Var):
+        return True
+    return isinstance(arg, tvm.ir.GenericConst) and isinstance(arg.value, tvm.runtime.Tensor)
 
 
 def _matched(
     signature: RawSignature, types: Sequence[tvm.ir.Type], given: Mapping[tirx.Var, Any]
 ) -> tuple[Any, ...] | None:
     """The values of a kernel's scalars for tensors of these types; None where anything does not provably fit."""
-    if len(types) != len(signature.buffers) or any(param not in signature.scalars for param in given):
+    if len(types) != len(signature.buffers):
         return None
     values: dict[tirx.Var, Any] = dict(given)
     both: list[tuple[Any, Any]] = []

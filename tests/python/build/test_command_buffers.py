@@ -28,7 +28,7 @@ def regions(exe):
 def machines(mod, buffers=1):
     """A machine with command buffers, and one without."""
     exe = rh.compile(mod)
-    assert regions(exe) in (0, buffers)
+    assert regions(exe) == buffers
     return rh.vm.VirtualMachine(exe), rh.vm.VirtualMachine(rh.compile(mod, command_buffers=False))
 
 
@@ -73,7 +73,9 @@ def test_element_types_and_extents(dtype, shape):
         with builder.dataflow():
             values = [x, y]
             for i in range(6):
-                values.append(builder.emit(relax.call_tir(builder.add_func(copy(f"copy{i}"), f"copy{i}"), (values[-2],), ty)))
+                values.append(
+                    builder.emit(relax.call_tir(builder.add_func(copy(f"copy{i}"), f"copy{i}"), (values[-2],), ty))
+                )
             out = builder.emit_output(relax.Tuple(values[-2:]))
         builder.emit_func_output(out)
     rng = np.random.default_rng(len(shape))
@@ -354,5 +356,6 @@ def test_kernels_that_others_call_too():
     assert len(seen) == 3
     exe = rh.compile(Nested)
     out = tvm.runtime.tensor(np.zeros(4, "float32"))
-    exe.module["shown"](tvm.runtime.tensor(x), out)
+    (library,) = (library for library in exe.module.imports if library.implements_function("shown"))
+    library["shown"](tvm.runtime.tensor(x), out)
     np.testing.assert_array_equal(out.numpy(), x - np.float32(5))

@@ -42,8 +42,8 @@ def _called(mod, call):
         return call.op.name.removeprefix("relax.")
     name = call.args[0].name_hint
     steps: list[str] = []
-    structural_walk(mod[name].body, (tvm.ir.GlobalVar, lambda gv: steps.append(gv.name_hint.removesuffix("_raw"))))
-    return f"{name}: {' '.join(steps)}" if steps else name
+    structural_walk(mod[name].body, (tvm.ir.GlobalVar, lambda gv: steps.append(gv.name_hint.split("_")[0])))
+    return f"{name}: {' '.join(steps)}" if steps else name.split("_")[0]  # the rest names a device
 
 
 @I.ir_module
