@@ -26,7 +26,8 @@ from ..vm.executable import Executable
 from ..vm.metadata import DeviceSpec, DispatchSpec, Metadata
 from .bind_params import bind_params
 from .command_metadata import linked_regions, region_dispatches, with_public_kernels
-from .direct_references import by_address
+from .cuda_regions import CudaGraphs
+from .direct_references import DirectTable, by_address
 from .lift_constants import lift_constants
 from .link import argument_alignment, link, reason
 from .pipeline import get_pipeline
@@ -79,13 +80,13 @@ def compile(  # noqa: A001 (the contract's name)
     report = placement_report(mod)
     writes = may_write_arguments(mod)
     with collect_placement() as reports, collect_encodings() as encodings, collect_fusions() as fusions:
-        mod = _lower(mod, command_buffers, progress)
+        mod, graphs = _lower(mod, command_buffers, progress)
     if report is None and reports:
         report = reports[0].to_json()
     devices = tuple(device_spec(vdevice, default=i == 0) for i, vdevice in enumerate(vdevices))
     mod, kernels = with_public_kernels(mod, devices)
     mod, tables = by_address(mod)
-    lifted = lift_constants(mod, tables)
+    lifted = lift_constants(mod, [*tables, *graphs])
     host = host_vdevice(vdevices)
     metadata = Metadata(
         devices=devices,
@@ -104,8 +105,13 @@ def compile(  # noqa: A001 (the contract's name)
     return Executable(link(lifted.mod, progress), metadata, lifted.tensors)
 
 
-def _lower(mod: tvm.IRModule, command_buffers: bool, progress: Progress | None) -> tvm.IRModule:
-    passes = get_pipeline(command_buffers).passes
+def _lower(
+    mod: tvm.IRModule, command_buffers: bool, progress: Progress | None
+) -> tuple[tvm.IRModule, list[DirectTable]]:
+    """The module in the virtual machine's form, and what its CUDA graphs need."""
+    graphs = CudaGraphs()
+    *passes, last = get_pipeline(command_buffers).passes
+    passes += [graphs.form(), last]
     for done, step in enumerate(passes, 1):
         try:
             mod = step(mod)
@@ -115,7 +121,7 @@ def _lower(mod: tvm.IRModule, command_buffers: bool, progress: Progress | None) 
             raise BuildError(f"this module cannot be lowered: {reason(error)}") from error
         if progress is not None:
             progress("passes", done, len(passes))
-    return mod
+    return mod, graphs.tables
 
 
 def _check_globals(mod: tvm.IRModule) -> None:

@@ -53,11 +53,14 @@ class DirectTable:
         What lowered code names.
     constants : list of tvm.ir.GenericConst
     kernels : list of str
+    region : str
+        The command buffer whose state it is (`cuda_regions`); ``""`` for a table alone.
     """
 
     tensor: tvm.ir.GenericConst
     constants: list[tvm.ir.GenericConst]
     kernels: list[str]
+    region: str = ""
 
 
 def by_address(mod: tvm.IRModule) -> tuple[tvm.IRModule, list[DirectTable]]:

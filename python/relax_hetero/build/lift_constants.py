@@ -59,9 +59,9 @@ class _Table:
 
     def add_table(self, direct: DirectTable) -> None:
         """Add a table of addresses, after the constants it stands for."""
-        entries = [*(self.add(constant) for constant in direct.constants), *direct.kernels]
+        entries: list[int | str] = [*(self.add(constant) for constant in direct.constants), *direct.kernels]
         index = self.add(direct.tensor)
-        self.specs[index] = replace(self.specs[index], addresses=tuple(entries))
+        self.specs[index] = replace(self.specs[index], addresses=tuple(entries), region=direct.region)
 
 
 def lift_constants(mod: tvm.IRModule, tables: Sequence[DirectTable] = ()) -> LiftedConstants:

@@ -16,6 +16,7 @@ from .arguments import Placement, place
 from .bound_function import BoundFunction
 from .builtins import running
 from .constants import PlacedConstants
+from .cuda_graph import with_graphs
 from .devices import bind_devices, host_device
 from .dims import DimValues
 from .executable import Executable
@@ -84,6 +85,8 @@ class VirtualMachine:
             self._module["vm_initialization"](
                 *(n for d in self._devices for n in (d.dlpack_device_type(), d.index, _POOLED_ALLOCATOR))
             )
+            constants = self._constants.values
+            self._values, self._graphs = with_graphs(executable.metadata, self._devices, constants, module)
         except Exception as error:  # TVM raises its own kinds
             raise explain_failure("making the machine", error, executable.metadata) from error
 
@@ -213,7 +216,7 @@ class VirtualMachine:
         closure = self._closures.get(name)
         if closure is None:
             takes_constants = self.executable.signature(name).takes_constants
-            closure = self._closures[name] = self._module[name], (self._constants.values,) if takes_constants else ()
+            closure = self._closures[name] = self._module[name], (self._values,) if takes_constants else ()
         function, constants = closure
         outer = running.machine
         running.machine = self._running

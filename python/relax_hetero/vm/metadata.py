@@ -111,6 +111,8 @@ class ConstantSpec:
         Manifest index; -1: the implicit host.
     addresses : tuple of (int or str), optional
         Of a table that the machine fills with addresses: of constants, by their index, and of kernels, by symbol.
+    region : str
+        The command buffer whose state it stands for, where that runs as a CUDA graph: each machine makes its own.
     """
 
     name: str
@@ -118,6 +120,7 @@ class ConstantSpec:
     dtype: str
     device: int
     addresses: tuple[int | str, ...] | None = None
+    region: str = ""
 
     def __post_init__(self) -> None:
         if self.addresses is not None:

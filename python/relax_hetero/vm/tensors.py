@@ -96,7 +96,7 @@ def alias(tensor: runtime.Tensor, device: runtime.Device) -> runtime.Tensor:
     """
     capsule = tensor.__dlpack__()
     head = _head(capsule)
-    head.device_id = device.index
+    head.device_type, head.device_id = device.dlpack_device_type(), device.index
     if head.byte_offset:
         head.data += head.byte_offset
         head.byte_offset = 0

@@ -1,0 +1,62 @@
+"""Memory that a command buffer's code and the machine share, where the buffer runs as a CUDA graph: what is where.
+
+All are int64 words. The *state* is pinned host memory that the device reads too; the *table*, device memory that the
+graph's kernels read; the *plan*, host memory that says to the recording function what to record.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ROWS = 8
+"""How many submissions may wait for the device to begin with them; the next one waits for the oldest to begin."""
+
+# Of the state. Some are written by the host alone, one by the device alone: that has a cache line of its own.
+LAUNCH, GET_STREAM, GRAPH, DEVICE, SUBMITTED, CONSUMED = 0, 1, 2, 3, 4, 8
+_STAGED = 16
+
+# Of the table.
+TICKET, ENTRIES = 0, 1
+
+# Of the plan.
+RING, TABLE, CONSUMED_AT, BINDINGS = 0, 1, 2, 3
+
+FILLED_AT_ONCE = 32
+"""How many entries of the table one kernel writes that has them as arguments."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the words of a command buffer with so many slots are.
+
+    Attributes
+    ----------
+    slots : int
+    """
+
+    slots: int
+
+    @property
+    def staged(self) -> int:
+        """Of the state: the bindings of a submission that the code leaves to the machine."""
+        return _STAGED
+
+    @property
+    def ring(self) -> int:
+        """Of the state: the first of `ROWS` rows of bindings."""
+        return _STAGED + self.slots
+
+    @property
+    def state(self) -> int:
+        """Words of the state."""
+        return _STAGED + (1 + ROWS) * self.slots
+
+    @property
+    def table(self) -> int:
+        """Words of the table."""
+        return ENTRIES + -(-self.slots // FILLED_AT_ONCE) * FILLED_AT_ONCE
+
+    @property
+    def directs(self) -> int:
+        """Of the plan: the address of the first constant; that of the arena follows the last one's."""
+        return BINDINGS + self.slots
