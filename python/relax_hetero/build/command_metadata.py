@@ -14,10 +14,12 @@ from ..transform.command_report import kernel_functions, kernel_spec, kernels_of
 from ..transform.kernel_work import operations_of
 from ..transform.rewriting import relax_functions, walk_bindings
 from ..transform.stage import COMMANDS, public_kernels
-from ..vm.commands import KernelSpec, RegionSpec
-from ..vm.metadata import CPU, DeviceSpec, DispatchSpec
+from ..vdevice import vdevices_of
+from ..vm.commands import KernelSpec, RegionSpec, SlotSpec
+from ..vm.metadata import CPU, DEVICE_TYPES, DeviceSpec, DispatchSpec
 from .direct_references import callable_by_hand
 from .lift_constants import LiftedConstants
+from .link import argument_alignment
 
 
 def with_public_kernels(mod: tvm.IRModule, devices: Sequence[DeviceSpec]) -> tuple[tvm.IRModule, dict[str, KernelSpec]]:
@@ -49,27 +51,22 @@ def with_public_kernels(mod: tvm.IRModule, devices: Sequence[DeviceSpec]) -> tup
     return mod, kernels
 
 
-def linked_regions(lifted: LiftedConstants, devices: Sequence[DeviceSpec], alignment: int) -> tuple[RegionSpec, ...]:
-    """The regions of a module as they are linked.
-
-    Parameters
-    ----------
-    lifted : LiftedConstants
-        Whose tuple `RegionSpec.directs` index.
-    devices : sequence of DeviceSpec
-        The manifest.
-    alignment : int
-        What CPU code needs of an argument's address, in bytes.
-    """
+def linked_regions(lifted: LiftedConstants) -> tuple[RegionSpec, ...]:
+    """The regions of a lowered module, their constants by their place in the lifted tuple."""
     directs = _directs(lifted)
+    regions = regions_as_linked(lifted.mod)
+    return tuple(replace(region, directs=directs.get(region.name, ())) for region in regions)
 
-    def linked(region: RegionSpec) -> RegionSpec:
-        slots = region.slots
-        if devices[region.device].device_type == CPU:
-            slots = tuple(replace(slot, alignment=min(slot.alignment, alignment)) for slot in slots)
-        return replace(region, slots=slots, directs=directs.get(region.name, ()))
 
-    return tuple(map(linked, regions_of(lifted.mod)))
+def regions_as_linked(mod: tvm.IRModule) -> list[RegionSpec]:
+    """The regions of a module with what the code that `link` makes of them asks of a slot's address."""
+    alignment = argument_alignment(mod)
+    on_cpu = [DEVICE_TYPES.get(vdevice.target.kind.name) == CPU for vdevice in vdevices_of(mod)]
+
+    def linked(slot: SlotSpec) -> SlotSpec:
+        return replace(slot, alignment=min(slot.alignment, alignment)) if on_cpu[slot.device] else slot
+
+    return [replace(region, slots=tuple(map(linked, region.slots))) for region in regions_of(mod)]
 
 
 def _directs(lifted: LiftedConstants) -> dict[str, tuple[int, ...]]:

@@ -13,6 +13,7 @@ from tvm import relax, tirx
 from ..errors import BuildError, HeteroError
 from ..native_target import native
 from ..transform.bind_targets import call_vdevice, called_prim_func
+from ..transform.command_report import single_calls_of
 from ..transform.encoding_report import collect_encodings
 from ..transform.fusion_report import collect_fusions
 from ..transform.kernel_ops import ops_of
@@ -99,8 +100,9 @@ def compile(  # noqa: A001 (the contract's name)
         fusions=fusions.to_data(),
         alignment=argument_alignment(mod),
         writes_arguments=writes,
-        regions=linked_regions(lifted, devices, argument_alignment(mod)),
+        regions=linked_regions(lifted),
         kernels=kernels,
+        single_calls=tuple(single_calls_of(mod)),
     )
     return Executable(link(lifted.mod, progress), metadata, lifted.tensors)
 

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 def explain_command(model: Path, summary: bool, placing: Placing, as_json: bool) -> None:
     """Show where every op of MODEL (an ONNX file or a compiled library) is placed, stored and fused, and why.
 
-    An ONNX file is imported, placed, given layouts and cut into kernels, but not compiled.
+    Also shows which kernels run as one command buffer, what that takes and what it does. An ONNX file is imported,
+    placed, given layouts and cut into kernels and command buffers, but not compiled.
 
     \b
     relax-hetero explain model.onnx --vdevice llvm --vdevice cuda:0 --place '/encoder/*=cuda:0'
@@ -40,10 +41,14 @@ def explain_command(model: Path, summary: bool, placing: Placing, as_json: bool)
 
 
 def _of_onnx(path: Path, placing: Placing) -> Explanation:
+    from ..build.command_metadata import regions_as_linked
+    from ..build.cuda_regions import CudaGraphs
     from ..build.pipeline import passes_to_dispatches
-    from ..transform import collect_encodings, collect_fusions
+    from ..transform import FormCommandBuffers, collect_encodings, collect_fusions
+    from ..transform.command_report import kernels_of, single_calls_of
     from ..transform.stage import placement_report
     from ..vdevice import device_name, vdevices_of
+    from .command_tables import CommandBuffers
     from .explanation import Explanation
 
     module = placed_onnx(path, placing)
@@ -55,20 +60,22 @@ def _of_onnx(path: Path, placing: Placing) -> Explanation:
         collect_encodings() as reports,
         collect_fusions() as fusions,
     ):
-        for step in passes_to_dispatches():
+        for step in (*passes_to_dispatches(), FormCommandBuffers(), CudaGraphs().form()):
             module = step(module)
-    return Explanation(path.name, targets, placement, reports[-1].to_data(), fusions.to_data())
+    regions = regions_as_linked(module)
+    commands = CommandBuffers(list(targets), regions, kernels_of(module), single_calls_of(module))
+    return Explanation(path.name, targets, placement, reports[-1].to_data(), fusions.to_data(), commands)
 
 
 def _of_library(path: Path, placing: Placing) -> Explanation:
     from ..vm.metadata import device_names
+    from .command_tables import CommandBuffers
     from .explanation import Explanation
 
-    executable = load_library(path, placing).executable
-    if executable.metadata.placement is None:
+    about = load_library(path, placing).executable.metadata
+    if about.placement is None:
         raise HeteroError(f"{path} holds no placement report; it was not made by this library's compiler")
-    names = device_names(executable.devices)
-    targets = {name: device.target for name, device in zip(names, executable.devices, strict=True)}
-    return Explanation(
-        path.name, targets, executable.metadata.placement, executable.metadata.encodings, executable.metadata.fusions
-    )
+    names = device_names(about.devices)
+    targets = {name: device.target for name, device in zip(names, about.devices, strict=True)}
+    commands = CommandBuffers(names, about.regions, about.kernels, about.single_calls)
+    return Explanation(path.name, targets, about.placement, about.encodings, about.fusions, commands)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .command_tables import CommandBuffers
 from .console import bytes_text, console, plural, print_table, target_text
 from .encoding_tables import encoding_totals, print_encodings
 from .fusion_tables import print_fusions
@@ -49,6 +50,8 @@ class Explanation:
         The report of encodings as JSON data, None where there is none.
     fusions
         The report of fusions as JSON data, None where there is none.
+    commands
+        The command buffers, None where nobody looked for any.
     """
 
     model: str
@@ -56,6 +59,7 @@ class Explanation:
     entries: Sequence[Mapping[str, Any]]
     encodings: Mapping[str, Any] | None = None
     fusions: Mapping[str, Any] | None = None
+    commands: CommandBuffers | None = None
 
     def of_kind(self, kind: str) -> list[Mapping[str, Any]]:
         """The entries of one kind: ``op``, ``transfer``, ``param`` or ``constant``."""
@@ -88,13 +92,14 @@ class Explanation:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON data: totals per device, every entry, what is encoded and what is fused."""
+        """As JSON data: totals per device, every entry, what is encoded and fused, and the command buffers."""
         return {
             "model": self.model,
             "devices": [total.to_json() for total in self.totals()],
             "entries": [{field: entry[field] for field in FIELDS} for entry in self.entries],
             "encodings": self._encodings_json(),
             "fusions": self.fusions,
+            "command_buffers": None if self.commands is None else self.commands.to_json(),
         }
 
     def _encodings_json(self) -> dict[str, Any] | None:
@@ -136,6 +141,8 @@ class Explanation:
             print_encodings(self.encodings, every_op)
         if self.fusions is not None:
             print_fusions(self.fusions, every_op)
+        if self.commands is not None:
+            self.commands.print(every_op)
 
 
 def _rows(entries: Sequence[Mapping[str, Any]], *fields: str) -> list[list[str]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import BuildError
 from .command_json import kernel_from_json, kernel_to_json, region_from_json, region_to_json
-from .commands import KernelSpec, RegionSpec
+from .commands import KernelSpec, RegionSpec, SingleCall
 from .signature import FunctionSignature
 
 # DLPack device type of each TVM target kind (dlpack.h, DLDeviceType).
@@ -179,6 +179,8 @@ class Metadata:
         The command buffers that functions call.
     kernels : dict of str to KernelSpec
         By name, the kernels that command buffers can run: those of the regions, and those that the module made public.
+    single_calls : tuple of SingleCall
+        The kernel calls that are in no region, where there are regions.
     """
 
     devices: tuple[DeviceSpec, ...]
@@ -193,11 +195,13 @@ class Metadata:
     writes_arguments: bool = True
     regions: tuple[RegionSpec, ...] = ()
     kernels: dict[str, KernelSpec] = field(default_factory=dict)
+    single_calls: tuple[SingleCall, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(self.devices))
         object.__setattr__(self, "constants", tuple(self.constants))
         object.__setattr__(self, "regions", tuple(self.regions))
+        object.__setattr__(self, "single_calls", tuple(self.single_calls))
 
     def to_json(self) -> str:
         """This metadata as JSON text."""
@@ -214,6 +218,7 @@ class Metadata:
             "writes_arguments": self.writes_arguments,
             "regions": [region_to_json(region) for region in self.regions],
             "kernels": [kernel_to_json(kernel) for kernel in self.kernels.values()],
+            "single_calls": [asdict(call) for call in self.single_calls],
         }
         return json.dumps(data, separators=(",", ":"))
 
@@ -240,6 +245,7 @@ class Metadata:
             writes_arguments=data.get("writes_arguments", True),
             regions=tuple(region_from_json(region) for region in data.get("regions", ())),
             kernels={kernel["name"]: kernel_from_json(kernel) for kernel in data.get("kernels", ())},
+            single_calls=tuple(SingleCall(**call) for call in data.get("single_calls", ())),
         )
 
 

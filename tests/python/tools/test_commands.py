@@ -108,6 +108,27 @@ def test_explain_says_which_rule_placed_an_op(invoke: Invoke, model: Path, tmp_p
     assert "3 ops on 2 devices, 1 transfer of 32 B in all." in shown.stdout
 
 
+def test_explain_lists_command_buffers(invoke: Invoke, model: Path, tmp_path: Path):
+    data = parsed(invoke("explain", model, "--json"))["command_buffers"]
+    (region,) = data["regions"]
+    assert (region["function"], region["device"], region["runs"]) == ("main", "llvm:0", "host function")
+    assert [(slot["name"], slot["nbytes"], slot["access"]) for slot in region["slots"]] == [
+        ("x", 2 * 3 * 4, "read"),
+        ("/upper/MatMul", 2 * 5 * 4, "write"),
+    ]
+    assert region["counts"]["kernels"] == len(region["commands"]) == 2 and len(region["directs"]) == 2
+    assert data["single_calls"] == []
+
+    library = tmp_path / "model.so"
+    assert invoke("compile", model, "-o", library).exit_code == 0
+    of_library = parsed(invoke("explain", library, "--json"))["command_buffers"]
+    assert all(0 <= index < 3 for index in of_library["regions"][0]["directs"])
+    of_library["regions"][0]["directs"] = region["directs"]
+    assert of_library == data
+    shown = invoke("explain", library).stdout
+    assert "Slots of main_commands" in shown and "slot 0, direct 0" in shown
+
+
 def test_explain_says_how_things_are_stored_and_why_not(invoke: Invoke, symbolic_model: Path, tmp_path: Path):
     cuda = json.dumps({"kind": "cuda", "arch": "sm_90"})
     options = ["--vdevice", "llvm", "--vdevice", cuda, "--place", "/upper/*=cuda:0"]
