@@ -55,16 +55,17 @@ def normal(*shape, dtype="float32", seed=0):
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint8", "int64", "float16", "bfloat16", "float64"])
 @pytest.mark.parametrize("shape", [(), (1,), (7, 3), (0, 3)])
 def test_element_types_and_extents(dtype, shape):
-    """Copies by hand, so that bytes are all that matters: a value in the arena has another behind it."""
+    """Each value copies the one before the last, and reads the last one too: else it would be a view, and no kernel."""
     axes = len(shape)
 
-    def copy(name):
-        a, b = (tvm.tirx.decl_buffer(shape, dtype, buffer) for buffer in "ab")
+    def copy():
+        a, b, c = (tvm.tirx.decl_buffer(shape, dtype, buffer) for buffer in "abc")
         indices = [tvm.tirx.Var(f"i{axis}", "int64") for axis in range(axes)]
-        body = tvm.tirx.BufferStore(b, tvm.tirx.BufferLoad(a, indices), indices)
+        stores = [tvm.tirx.BufferStore(c, tvm.tirx.BufferLoad(source, indices), indices) for source in (b, a)]
+        body = tvm.tirx.SeqStmt(stores)
         for index, extent in zip(reversed(indices), reversed(shape), strict=True):
             body = tvm.tirx.For(index, tvm.tirx.const(0, "int64"), tvm.tirx.const(extent, "int64"), 0, body)
-        return tvm.tirx.PrimFunc([a, b], body).with_attr({"op_pattern": 8})
+        return tvm.tirx.PrimFunc([a, b, c], body).with_attr({"op_pattern": 8})
 
     ty = relax.TensorType(shape, dtype)
     builder = relax.BlockBuilder()
@@ -73,9 +74,7 @@ def test_element_types_and_extents(dtype, shape):
         with builder.dataflow():
             values = [x, y]
             for i in range(6):
-                values.append(
-                    builder.emit(relax.call_tir(builder.add_func(copy(f"copy{i}"), f"copy{i}"), (values[-2],), ty))
-                )
+                values.append(builder.emit(relax.call_tir(builder.add_func(copy(), f"copy{i}"), values[-2:], ty)))
             out = builder.emit_output(relax.Tuple(values[-2:]))
         builder.emit_func_output(out)
     rng = np.random.default_rng(len(shape))
@@ -240,13 +239,11 @@ def test_branches_and_two_devices():
     np.testing.assert_array_equal(no, (2 * x + 2) * 2 + 1)
 
 
-def chain(kernel, *others, count=3, target=V4):
-    """A module whose `main` runs a kernel of four floats again and again."""
+def chain(kernel, count=3, target=V4, shape=(4,)):
+    """A module whose `main` runs a kernel of one float tensor again and again."""
     device = rh.VDevice(target)
-    ty = relax.TensorType((4,), "float32", device)
+    ty = relax.TensorType(shape, "float32", device)
     builder = relax.BlockBuilder()
-    for name, other in others:
-        builder.add_func(other, name)
     x = relax.Var("x", ty)
     with builder.function("main", [x]):
         value = x
@@ -304,6 +301,25 @@ def test_kernels_that_fork_threads_or_assert():
     with pytest.raises(Exception, match="the first is ten or more"):
         on["main"](np.full(4, 2, "float32"))
     np.testing.assert_array_equal(on["main"](np.ones(4, "float32")).numpy(), 27)
+
+
+def test_arguments_at_any_address_numpy_has():
+    """Vectors of the widest registers, whose aligned instructions fault on addresses like these."""
+
+    @T.prim_func(private=True, s_tir=True)
+    def kernel(A: T.Buffer((64,), "float32"), B: T.Buffer((64,), "float32")):
+        T.func_attr({"op_pattern": 8})
+        for i in range(4):
+            for j in T.vectorized(16):
+                B[i * 16 + j] = A[i * 16 + j] * T.float32(3)
+
+    on, _ = machines(chain(kernel, shape=(64,)))
+    memory = np.zeros(64 * 4 + 128, "uint8")
+    for offset in (0, 16, 32, 48):
+        start = -memory.ctypes.data % 64 + offset
+        x = memory[start : start + 256].view("float32")
+        x[:] = normal(64)
+        np.testing.assert_allclose(on["main"](x).numpy(), 27 * x, rtol=1e-6)
 
 
 @I.ir_module
