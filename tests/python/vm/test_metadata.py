@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import relax_hetero as rh
+from relax_hetero.vm import commands
 from relax_hetero.vm.metadata import device_names
 from relax_hetero.vm.signature import describe, tensors_of
 
@@ -35,6 +36,46 @@ signatures = st.builds(
 )
 
 
+references = st.builds(
+    commands.Reference, st.sampled_from([commands.SLOT, commands.DIRECT, commands.ARENA]), st.integers(0, 9), dims, dims
+)
+maybe = st.one_of(st.none(), references)
+
+
+def tuples(elements, size=3):
+    return st.lists(elements, max_size=size).map(tuple)
+
+
+each_command = st.one_of(
+    st.builds(
+        commands.Dispatch,
+        names,
+        tuples(references),
+        tuples(st.one_of(dims, st.floats(allow_nan=False))),
+        tuples(dims),
+        maybe,
+        maybe,
+        maybe,
+        st.sampled_from(["", "lv"]),
+    ),
+    st.builds(commands.Copy, references, references),
+    st.builds(commands.Fill, references, st.sampled_from(["00", "0000803f"])),
+    st.just(commands.Barrier()),
+)
+slots = st.builds(commands.SlotSpec, names, devices, dims, st.just(16), names, names, shapes)
+regions = st.builds(
+    commands.RegionSpec,
+    names, names, devices, tuples(slots), tuples(names), tuples(st.integers(0, 9)), dims, tuples(each_command), names,
+    names,
+)  # fmt: skip
+tensor_params = st.builds(commands.TensorParam, names, names, tuples(dims), st.just(4), names)
+scalar_params = st.builds(commands.ScalarParam, names, names)
+kernels = st.builds(
+    commands.KernelSpec,
+    names, devices, tuples(tensor_params), tuples(scalar_params), st.integers(0, 3), tuples(names), names,
+)  # fmt: skip
+
+
 @given(signatures)
 def test_signatures_survive_json(signature):
     assert rh.vm.FunctionSignature.from_json(json.loads(json.dumps(signature.to_json()))) == signature
@@ -50,6 +91,17 @@ def test_metadata_survives_json(manifest, functions, constants, dispatches):
     metadata = rh.vm.Metadata(
         tuple(manifest), -1, {s.name: s for s in functions}, tuple(constants), {"entries": []}, dispatches
     )
+    assert rh.vm.Metadata.from_json(metadata.to_json()) == metadata
+
+
+@given(
+    st.lists(regions, max_size=2),
+    st.lists(kernels, max_size=2, unique_by=lambda kernel: kernel.name),
+    st.lists(st.builds(commands.SingleCall, names, names, names, names), max_size=2),
+)
+def test_command_buffers_survive_json(found, callable_kernels, single):
+    by_name = {kernel.name: kernel for kernel in callable_kernels}
+    metadata = rh.vm.Metadata((), -1, {}, regions=tuple(found), kernels=by_name, single_calls=tuple(single))
     assert rh.vm.Metadata.from_json(metadata.to_json()) == metadata
 
 
