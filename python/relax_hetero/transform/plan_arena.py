@@ -52,7 +52,7 @@ def plan_arena(values: Sequence[Lifetime]) -> Arena:
     for group in _groups(values):
         plan = _best_plan([(count, values[i]) for i, count in group.members])
         for (i, _), offset in zip(group.members, plan, strict=True):
-            offsets[i] = base + group.unit * offset
+            offsets[i] = base + group.unit * offset if offset else base
         base = base + group.unit * _total(plan, [count for _, count in group.members])
     return Arena(offsets, base)
 
