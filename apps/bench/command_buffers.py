@@ -1,6 +1,6 @@
 """Command buffers against the same library without them: kernels, calls, whole models, compile time, memory.
 
-python apps/bench/command_buffers.py elementwise            # 1 to 1,000 kernels on 16 floats, stock TVM beside them
+python apps/bench/command_buffers.py elementwise            # 2 to 1,000 kernels on 16 floats, stock TVM beside them
 python apps/bench/command_buffers.py models shufflenet minilm --threads 1 --executables .cache/executables
 python apps/bench/command_buffers.py compile kernels:300 densenet121
 python apps/bench/command_buffers.py memory
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 @main.command()
-@click.option("--counts", default="1,10,100,1000", show_default=True, callback=_numbers, help="Kernels of the chains.")
+@click.option("--counts", default="2,10,100,1000", show_default=True, callback=_numbers, help="Kernels of the chains.")
 @click.option("--distinct", default=4, show_default=True, type=click.IntRange(1), help="Different kernels in a chain.")
 @click.option("--symbolic", is_flag=True, help="Chains of a symbolic extent.")
 @click.option("--rounds", default=30, show_default=True, type=click.IntRange(1), help="Turns of each.")
