@@ -38,16 +38,14 @@ def with_public_kernels(mod: tvm.IRModule, devices: Sequence[DeviceSpec]) -> tup
     """
     targets = [device.target for device in devices]
     kernels = kernels_of(mod)
-    others = {name: mod[name] for name in public_kernels(mod) if name not in kernels}
-    others = {
-        name: func
-        for name, func in others.items()
-        if raw_signature(func) is not None and str(func.attrs["target"]) in targets
-    }
-    mod, symbols = callable_by_hand(mod, list(others))
-    for name, func in others.items():
-        device = targets.index(str(func.attrs["target"]))
-        kernels[name] = replace(kernel_spec(name, func, device), symbol=symbols.get(name, ""))
+    found: dict[str, KernelSpec] = {}
+    for name in public_kernels(mod):
+        func = mod[name]
+        signature = raw_signature(func)
+        if name not in kernels and signature is not None and str(func.attrs["target"]) in targets:
+            found[name] = kernel_spec(name, func, signature, targets.index(str(func.attrs["target"])))
+    mod, symbols = callable_by_hand(mod, list(found))
+    kernels.update({name: replace(spec, symbol=symbols.get(name, "")) for name, spec in found.items()})
     return mod, kernels
 
 

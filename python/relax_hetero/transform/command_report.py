@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import tvm
 from tvm import relax, tirx
 
 from ..errors import BuildError
-from ..tir.raw_kernel import RawSignature, raw_signature
+from ..tir.raw_kernel import RawSignature
 from ..vdevice import vdevice_index
 from ..vm.command_json import kernel_from_json, kernel_to_json, region_from_json, region_to_json
 from ..vm.commands import (
@@ -109,7 +109,10 @@ def region_spec(recorded: Recorded, vdevices: list[relax.VDevice]) -> RegionSpec
 
 
 def kernel_specs(
-    recorded: Recorded, mod: tvm.IRModule, vdevices: list[relax.VDevice]
+    recorded: Recorded,
+    mod: tvm.IRModule,
+    signatures: Mapping[tvm.ir.GlobalVar, RawSignature],
+    vdevices: list[relax.VDevice],
 ) -> dict[tvm.ir.GlobalVar, KernelSpec]:
     """The kernels of a command buffer, functions of `mod`, to which `call_tir` gave operands and results."""
     given = {id(value) for value in (*recorded.inputs, *recorded.constants)}
@@ -119,18 +122,22 @@ def kernel_specs(
         if step.kernel not in found:
             made = [value.begin == now and id(value) not in given for value in step.operands]
             access = [WRITE if is_made else READ for is_made in made]
-            found[step.kernel] = kernel_spec(step.kernel.name_hint, mod.functions[step.kernel], device, access)
+            func, signature = mod.functions[step.kernel], signatures[step.kernel]
+            found[step.kernel] = kernel_spec(step.kernel.name_hint, func, signature, device, access)
     return found
 
 
-def kernel_spec(name: str, func: tirx.PrimFunc, device: int, access: Sequence[str] | None = None) -> KernelSpec:
+def kernel_spec(
+    name: str, func: tirx.PrimFunc, signature: RawSignature, device: int, access: Sequence[str] | None = None
+) -> KernelSpec:
     """A kernel that can be called raw.
 
     Parameters
     ----------
     name : str
     func : tirx.PrimFunc
-        With a `raw_signature`.
+    signature : RawSignature
+        Its own.
     device : int
         Manifest index.
     access : sequence of str, optional
@@ -141,8 +148,6 @@ def kernel_spec(name: str, func: tirx.PrimFunc, device: int, access: Sequence[st
     BuildError
         A number of workgroup numbers that its parameters do not have.
     """
-    signature = raw_signature(func)
-    assert signature is not None, f"{name} cannot be called raw"
     texts = _Texts(signature.scalars)
     used = buffer_access(func) if access is None else dict(zip(signature.buffers, access, strict=True))
     # LLVM's code of a raw kernel relies on whole elements only; others', on what its buffers are declared to be.

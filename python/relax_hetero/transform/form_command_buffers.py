@@ -27,7 +27,7 @@ import tvm
 from tvm import relax, tirx
 from tvm_ffi import structural_walk
 
-from ..tir.raw_kernel import raw_kernel
+from ..tir.raw_kernel import RawSignature, raw_kernel
 from ..vdevice import vdevices_of
 from ..vm.commands import SingleCall
 from .bind_targets import bind_targets
@@ -113,6 +113,7 @@ class _Former:
         result = {**dict(self.mod.functions.items()), **functions}
         called = _called(result.values())
         replaced: dict[tvm.ir.GlobalVar, tvm.ir.GlobalVar] = {}
+        signatures: dict[tvm.ir.GlobalVar, RawSignature] = {}
         for kernel in dict.fromkeys(gv for recorded in self.recorded for gv in recorded.kernels):
             func = self.mod.functions[kernel]
             stays = kernel.name_hint in called or "global_symbol" in func.attrs
@@ -121,11 +122,12 @@ class _Former:
             signature = self._finder.calls.signature(kernel)
             assert signature is not None, f"{kernel.name_hint} is no kernel of a run"
             result[raw] = raw_kernel(func, signature)
+            signatures[kernel] = signature
         vdevices = vdevices_of(self.mod)
         for recorded in self.recorded:
             host = with_region(recorded.host_function(replaced), region_spec(recorded, vdevices))
             result[typed(recorded.gv, host.ty)] = host
-            for kernel, spec in kernel_specs(recorded, self.mod, vdevices).items():
+            for kernel, spec in kernel_specs(recorded, self.mod, signatures, vdevices).items():
                 raw = replaced[kernel]
                 result[raw] = with_kernel(result[raw], spec, raw.name_hint)
         return with_single_calls(copy_module(self.mod, result), self.single)

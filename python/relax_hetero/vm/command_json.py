@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from .commands import (
@@ -26,7 +25,7 @@ def region_to_json(region: RegionSpec) -> dict[str, Any]:
     """A region as a JSON object."""
     return {
         **vars(region),
-        "slots": [asdict(slot) for slot in region.slots],
+        "slots": [dict(vars(slot)) for slot in region.slots],
         "commands": [_command_to_json(command) for command in region.commands],
     }
 
@@ -42,7 +41,8 @@ def region_from_json(data: dict[str, Any]) -> RegionSpec:
 
 def kernel_to_json(kernel: KernelSpec) -> dict[str, Any]:
     """A kernel as a JSON object."""
-    return asdict(kernel)
+    tensors, scalars = ([dict(vars(param)) for param in params] for params in (kernel.tensors, kernel.scalars))
+    return {**vars(kernel), "tensors": tensors, "scalars": scalars}
 
 
 def kernel_from_json(data: dict[str, Any]) -> KernelSpec:

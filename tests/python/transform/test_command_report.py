@@ -8,6 +8,7 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
+from relax_hetero.tir.raw_kernel import raw_signature
 from relax_hetero.transform.command_report import kernel_spec, kernels_of, region_spec, regions_of, single_calls_of
 from relax_hetero.transform.form_command_buffers import form_command_buffers
 from relax_hetero.transform.record_run import Recorded, Step, Value
@@ -115,8 +116,12 @@ class Grids:
         A[x] = T.float32(1)
 
 
+def spec_of(name, device):
+    return kernel_spec(name, Grids[name], raw_signature(Grids[name]), device)
+
+
 def test_kernels_for_command_buffers_by_hand():
-    kernel = kernel_spec("tiles", Grids["tiles"], 3)
+    kernel = spec_of("tiles", 3)
     assert kernel.tensors == (
         TensorParam("A", "float64", ("n", 4), 8, "read"),
         TensorParam("B", "float64", ("n", 4), 8, "write"),
@@ -129,4 +134,4 @@ def test_kernels_for_command_buffers_by_hand():
 def test_workgroup_numbers_are_the_last_parameters():
     expected = r"kernel 'too_many' has 'relax_hetero.workgroups' = 2, but takes \(A, x\); expected 0 to 3"
     with pytest.raises(rh.BuildError, match=expected):
-        kernel_spec("too_many", Grids["too_many"], 0)
+        spec_of("too_many", 0)
