@@ -31,7 +31,7 @@ class Recording:
     commands : tuple of Command
     slots : tuple of SlotSpec
     parameters : tuple of str
-        ``"int64"`` or ``"float64"`` for each: integers unless a parameter is only used as a floating-point scalar.
+        ``"int64"`` for each that is used as an integer anywhere, ``"float64"`` for the others.
     directs : tuple of Lent
     written_directs : frozenset of int
         Indices of those that commands write.
@@ -74,7 +74,6 @@ class Recorder:
         self._kernels: dict[str, Kernel] = {}
         self._limits = Limits()
         self._integers: set[str] = set()
-        self._floats: set[str] = set()
 
     def keep(self, lent: Lent) -> int:
         """A buffer for as long as the recording lives; its index."""
@@ -143,7 +142,7 @@ class Recorder:
             self._device,
             tuple(self._commands),
             tuple(use.slot(index, self._device) for index, use in enumerate(self._slots)),
-            tuple("float64" if name in self._floats - self._integers else "int64" for name in parameters),
+            tuple("int64" if name in self._integers else "float64" for name in parameters),
             tuple(self._directs),
             frozenset(written),
             self._kernels,
@@ -202,7 +201,6 @@ class Recorder:
 
     def _scalar(self, what: str, dtype: str, value: Integer | float) -> None:
         if dtype.startswith("float"):
-            self._floats |= names_in(value) if isinstance(value, Number) else set()
             return
         assert isinstance(value, int | Number), f"{what} is an integer, as its call says"
         bits = 1 if dtype == "bool" else int(dtype.lstrip("uint"))
