@@ -151,7 +151,7 @@ class Recorded:
             {id(value): number + len(self.numbers) for number, value in enumerate(tensors) if number >= before}
         )
         if self.has_arena:
-            params.append(Tensor("arena", [renamed(self.arena)], "uint8"))
+            params.append(Tensor("arena", [_int64(renamed(self.arena))], "uint8"))
 
         def address(value: Value) -> Address:
             if id(value) in places:
@@ -163,6 +163,10 @@ class Recorded:
             for step in self.steps
         ]
         return host_function(self.gv.name_hint, params, calls, self.vdevice.target)
+
+
+def _int64(extent: Any) -> Any:
+    return tirx.IntImm("int64", extent) if isinstance(extent, int) else extent
 
 
 class RunRecorder:
@@ -271,7 +275,9 @@ class RunRecorder:
         """Bindings of a variable of the run that something after it reads."""
         values = self._made[var]
         if isinstance(var.ty, tvm.ir.TupleType):
-            return [relax.VarBinding(var, relax.Tuple([fields[id(v)] for v in values]))]
+            parts = [self._local(value.name, value.ty) for value in values]
+            bindings = [relax.VarBinding(part, fields[id(v)]) for part, v in zip(parts, values, strict=True)]
+            return [*bindings, relax.VarBinding(var, relax.Tuple(parts))]
         (value,) = values
         if tvm_ffi.structural_equal(var.ty, value.ty):
             return [relax.VarBinding(var, fields[id(value)])]
