@@ -25,8 +25,7 @@ from collections.abc import Collection
 
 import tvm
 from tvm import s_tir, tirx
-
-from .raw_kernel import in_root_block
+from tvm_ffi import structural_map
 
 MOST_ENTRIES = 4096
 """Of a table; its extent in the code, which nothing checks."""
@@ -39,7 +38,7 @@ def is_one_launch(kernel: tirx.PrimFunc) -> bool:
 
     Only such a one can be called by another function: TVM then takes its body for code of the device.
     """
-    return _split(kernel) is not None
+    return _nest(kernel) is not None
 
 
 def table_kernel(raw: tirx.PrimFunc, entries: Collection[int]) -> tirx.PrimFunc:
@@ -58,37 +57,49 @@ def table_kernel(raw: tirx.PrimFunc, entries: Collection[int]) -> tirx.PrimFunc:
         Its parameters are the table, then the kernel's in order, in which an int32 entry of the table stands for each
         of those tensors.
     """
-    found = _split(raw)
-    assert found is not None, "a kernel of one launch is expected"
-    declared, nest = found
+    nest = _nest(raw)
+    assert nest is not None, "a kernel of one launch is expected"
     table = tirx.Var("table", _TABLE_TYPE)
+    words = tirx.decl_buffer((tirx.const(MOST_ENTRIES, "int64"),), "int64", "words")
     pointers = [raw.params[i] for i in entries]
     numbers = {p: tirx.Var(f"{p.name.removesuffix('_data')}_entry", tvm.ir.PrimType("int32")) for p in pointers}
-    words = tirx.decl_buffer((tirx.const(MOST_ENTRIES, "int64"),), "int64", "words")
     inside: list[tirx.Stmt] = [tirx.DeclBuffer(words, data=table)]
-    outside: list[tirx.Stmt] = []
-    for declaration in declared:
-        if declaration.data in numbers:
-            address = words[tirx.Cast("int64", numbers[declaration.data])]
-            pointer = tirx.reinterpret(declaration.data.ty, address)
-            inside.append(tirx.DeclBuffer(declaration.buffer, data=pointer))
-        else:
-            outside.append(declaration)
-    body = tirx.SeqStmt([*inside, nest.body])
-    loop = tirx.For(
-        nest.loop_var, nest.min, nest.extent, nest.kind, body, nest.thread_binding, nest.annotations, nest.step
-    )  # fmt: skip
-    whole = tirx.SeqStmt([*outside, loop, tirx.stmt.Return(tirx.IntImm("int32", 0))])
+
+    def on_declaration(declaration: tirx.DeclBuffer) -> tirx.Stmt:
+        if declaration.data not in numbers:
+            return declaration
+        address = words[tirx.Cast("int64", numbers[declaration.data])]
+        inside.append(tirx.DeclBuffer(declaration.buffer, data=tirx.reinterpret(declaration.data.ty, address)))
+        return tirx.Evaluate(0)
+
+    def on_loop(loop: tirx.For) -> tirx.For:
+        if not loop.loop_var.same_as(nest.loop_var):
+            return loop
+        body = tirx.SeqStmt([*inside, loop.body])
+        return tirx.For(
+            loop.loop_var, loop.min, loop.extent, loop.kind, body, loop.thread_binding, loop.annotations, loop.step
+        )
+
+    body = structural_map(raw.body, (tirx.DeclBuffer, on_declaration))
+    body = structural_map(body, (tirx.For, on_loop))
     params = [table, *(numbers.get(param, param) for param in raw.params)]
-    return tirx.PrimFunc(params, in_root_block(raw.body, lambda _: whole), raw.ret_type, raw.attrs, raw.span)
+    return tirx.PrimFunc(params, body, raw.ret_type, raw.attrs, raw.span)
 
 
-def _split(kernel: tirx.PrimFunc) -> tuple[list[tirx.DeclBuffer], tirx.For] | None:
-    """The declarations and the one thread-bound nest of a kernel; None for one that does anything else."""
-    body = kernel.body.block.body if isinstance(kernel.body, s_tir.SBlockRealize) else kernel.body
-    statements = list(body.seq) if isinstance(body, tirx.SeqStmt) else [body]
-    declared = [statement for statement in statements if isinstance(statement, tirx.DeclBuffer)]
-    work = [s for s in statements if not isinstance(s, (tirx.DeclBuffer, tirx.stmt.Return))]
+def _nest(kernel: tirx.PrimFunc) -> tirx.For | None:
+    """The one thread-bound nest of a kernel; None for one that does anything else."""
+    work: list[tirx.Stmt] = []
+    pending = [kernel.body]
+    while pending:
+        statement = pending.pop()
+        if isinstance(statement, s_tir.SBlockRealize):
+            pending.append(statement.block.body)
+        elif isinstance(statement, tirx.SeqStmt):
+            pending.extend(statement.seq)
+        elif isinstance(statement, tirx.AttrStmt) and statement.attr_key == "device_id":
+            pending.append(statement.body)
+        elif not isinstance(statement, (tirx.DeclBuffer, tirx.stmt.Return)):
+            work.append(statement)
     if len(work) != 1 or not isinstance(work[0], tirx.For) or work[0].kind != tirx.ForKind.THREAD_BINDING:
         return None
-    return declared, work[0]
+    return work[0]

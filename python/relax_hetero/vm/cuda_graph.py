@@ -45,15 +45,18 @@ class CudaGraph:
         A CUDA device.
     constants : sequence of int
         Addresses.
-    record : callable
-        The compiled function that launches all kernels; takes the address of the plan.
+    submit, record : callable
+        The compiled functions: one submits, and takes inputs, the state and results; one launches all kernels, and
+        takes the address of the plan.
     driver : CudaDriver or str
         Why there are no graphs, where there is no driver.
 
     Attributes
     ----------
     state : Tensor
-        What the compiled function that submits takes.
+        For the function that submits.
+    submit_function : callable
+        That function.
     """
 
     def __init__(
@@ -61,10 +64,12 @@ class CudaGraph:
         region: RegionSpec,
         device: runtime.Device,
         constants: Sequence[int],
+        submit: Callable[..., None],
         record: Callable[[Any], None],
         driver: CudaDriver | str,
     ) -> None:
         self._name, self._device, self._record = region.name, device, record
+        self.submit_function = submit
         self._layout = layout = Layout(len(region.slots))
         self._driver = driver if isinstance(driver, CudaDriver) else None
         address = driver.pinned(8 * layout.state) if isinstance(driver, CudaDriver) else 0
@@ -175,8 +180,8 @@ def with_graphs(
     for index, spec in enumerate(metadata.constants):
         if spec.region:
             addresses = [constants[entry].data_ptr() for entry in spec.addresses or () if isinstance(entry, int)]
-            record = module.get_function(f"{spec.region}_record", True)
-            graph = CudaGraph(regions[spec.region], devices[spec.device], addresses, record, cuda_driver())
+            code = [module.get_function(name, True) for name in (spec.region, f"{spec.region}_record")]
+            graph = CudaGraph(regions[spec.region], devices[spec.device], addresses, *code, cuda_driver())
             graphs.append(graph)
             values[index] = graph.state
     return (tvm_ffi.convert(values) if graphs else constants), graphs

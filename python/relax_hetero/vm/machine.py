@@ -52,6 +52,11 @@ class VirtualMachine:
         ``"llvm"``, ``"vdevice:1"``, an index, a VDevice, a ``tvm.Device``) to devices (``tvm.Device`` or text such as
         ``"cpu:1"``): these, else the manifest's.
 
+    Attributes
+    ----------
+    graphs : list of CudaGraph
+        The command buffers of CUDA devices that can run as graphs.
+
     Raises
     ------
     BindingError
@@ -86,7 +91,7 @@ class VirtualMachine:
                 *(n for d in self._devices for n in (d.dlpack_device_type(), d.index, _POOLED_ALLOCATOR))
             )
             constants = self._constants.values
-            self._values, self._graphs = with_graphs(executable.metadata, self._devices, constants, module)
+            self._values, self.graphs = with_graphs(executable.metadata, self._devices, constants, module)
         except Exception as error:  # TVM raises its own kinds
             raise explain_failure("making the machine", error, executable.metadata) from error
 

@@ -1,0 +1,274 @@
+"""On a machine with NVIDIA GPUs: command buffers as CUDA graphs, against numpy; bindings, memory, what is no graph."""
+
+import gc
+import logging
+
+import numpy as np
+import pytest
+import tvm
+import tvm_ffi
+from tvm import relax, te
+
+import relax_hetero as rh
+from relax_hetero.vdevice import with_vdevices
+from relax_hetero.vm import cuda_graph
+from relax_hetero.vm.graph_state import ROWS
+
+GPUS = sum(tvm.cuda(i).exist for i in range(8)) if tvm.runtime.enabled("cuda") else 0
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no NVIDIA GPU")]
+two_gpus = pytest.mark.skipif(GPUS < 2, reason="fewer than two NVIDIA GPUs")
+
+CUDA = {"kind": "cuda", "arch": "sm_90"}
+OPAQUE = 8
+RNG = np.random.default_rng(0)
+
+
+def steps(count, extent=16, symbolic=False):
+    """`count` kernels that nothing fuses, each of which adds its number; exact for small whole numbers."""
+    builder = relax.BlockBuilder()
+    n = tvm.tirx.Var("n", "int64") if symbolic else tvm.tirx.const(extent, "int64")
+
+    def kernel(number):
+        size = te.var("n", "int64") if symbolic else n
+        x = te.placeholder((size,), "float32", "x")
+        y = te.compute((size,), lambda i: x[i] + tvm.tirx.const(number + 1, "float32"), "y")
+        return te.create_prim_func([x, y]).with_attr({"op_pattern": OPAQUE})
+
+    kernels = [builder.add_func(kernel(number), f"step_{number}") for number in range(min(count, 3))]
+    x = relax.Var("x", relax.TensorType((n,), "float32"))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            value = x
+            for number in range(count):
+                value = builder.emit(relax.op.call_tir(kernels[number % 3], [value], x.ty))
+            value = builder.emit_output(value)
+        builder.emit_func_output(value)
+    return with_vdevices(builder.get(), [rh.VDevice(CUDA)])
+
+
+def added(x, count):
+    return x + sum(number % 3 + 1 for number in range(count))
+
+
+def numbers(extent=16):
+    return RNG.integers(-1000, 1000, extent).astype("float32")
+
+
+def layers(count=3, rows=8, devices=None, at=None):
+    """Products by constants and softmax: kernels with shared memory, an arena, constants."""
+    devices = devices or [rh.VDevice(CUDA)]
+    weights = [RNG.standard_normal((64, 64)).astype("float32") for _ in range(count)]
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((rows, 64), "float32", devices[0]))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            value = x
+            for index, weight in enumerate(weights):
+                if at and index:
+                    value = builder.emit(relax.op.to_vdevice(value, devices[at[index]]))
+                value = builder.emit(relax.op.nn.softmax(builder.emit(relax.op.matmul(value, relax.const(weight)))))
+            out = builder.emit_output(value)
+        builder.emit_func_output(out)
+    mod = builder.get()
+    mod.update_global_info("vdevice", devices)
+    return mod, weights
+
+
+def layered(x, weights):
+    x = x.astype("float64")
+    for weight in weights:
+        logits = x @ weight
+        exps = np.exp(logits - logits.max(-1, keepdims=True))
+        x = exps / exps.sum(-1, keepdims=True)
+    return x
+
+
+def graph_of(vm):
+    (graph,) = vm.graphs
+    return graph
+
+
+def is_recorded(graph):
+    return graph._words[2] != 0
+
+
+def test_layers_as_a_graph():
+    mod, weights = layers()
+    exe = rh.compile(mod)
+    assert [region.runs for region in exe.metadata.regions] == ["CUDA graph"]
+    vm = rh.vm.VirtualMachine(exe)
+    plain = rh.vm.VirtualMachine(rh.compile(mod, command_buffers=False))
+    for _ in range(5):
+        x = RNG.standard_normal((8, 64)).astype("float32")
+        out = vm["main"](x).numpy()
+        np.testing.assert_allclose(out, layered(x, weights), rtol=1e-4)
+        np.testing.assert_array_equal(out, plain["main"](x).numpy())
+    assert is_recorded(graph_of(vm))
+
+
+@pytest.mark.parametrize("count", [2, 3, 10, 200])
+def test_other_bindings_each_time(count):
+    vm = rh.vm.VirtualMachine(rh.compile(steps(count)))
+    held = []  # so that no result has the memory of an earlier one
+    for _ in range(3 * ROWS):
+        x = numbers()
+        held.append((x, vm["main"](tvm.runtime.tensor(x, tvm.cuda(0)))))
+    for x, y in held:
+        np.testing.assert_array_equal(y.numpy(), added(x, count))
+    assert is_recorded(graph_of(vm))
+
+
+def test_many_submissions_in_flight():
+    """More than there are rows, with nothing waited for in between."""
+    vm = rh.vm.VirtualMachine(rh.compile(steps(300)))
+    graph, device = graph_of(vm), tvm.cuda(0)
+    vm["main"](numbers())
+    xs = [numbers() for _ in range(6 * ROWS)]
+    inputs = [tvm.runtime.tensor(x, device) for x in xs]
+    results = [tvm.runtime.tensor(np.full(16, np.nan, "float32"), device) for _ in xs]
+    device.sync()
+    for x, y in zip(inputs, results, strict=True):
+        graph.submit_function(x, graph.state, y)
+    for x, y in zip(xs, results, strict=True):
+        np.testing.assert_array_equal(y.numpy(), added(x, 300))
+
+
+def test_results_that_are_read_are_not_overwritten_by_later_calls():
+    vm = rh.vm.VirtualMachine(rh.compile(steps(4)))
+    xs = [numbers() for _ in range(3)]
+    ys = [vm["main"](x) for x in xs]
+    for x, y in zip(xs, ys, strict=True):
+        np.testing.assert_array_equal(y.numpy(), added(x, 4))
+
+
+def test_a_stream_of_the_callers():
+    torch = pytest.importorskip("torch")
+    vm = rh.vm.VirtualMachine(rh.compile(steps(5)))
+    x = torch.zeros(16, device="cuda")
+    stream = torch.cuda.Stream()
+    for _ in range(3):
+        with torch.cuda.stream(stream), tvm_ffi.use_raw_stream(tvm.cuda(0), stream.cuda_stream):
+            x.add_(1.0)
+            y = torch.from_dlpack(vm["main"](x)) * 2.0
+        stream.synchronize()
+        assert torch.equal(y, (x + 9.0) * 2.0)
+
+
+def test_ten_thousand_submissions_leave_nothing():
+    torch = pytest.importorskip("torch")
+    vm = rh.vm.VirtualMachine(rh.compile(steps(20)))
+    x = tvm.runtime.tensor(numbers(), tvm.cuda(0))
+    vm["main"](x)
+    for _ in range(100):
+        vm["main"](x)
+    tvm.cuda(0).sync()
+    before = torch.cuda.mem_get_info()[0]
+    for _ in range(10_000):
+        y = vm["main"](x)
+    np.testing.assert_array_equal(y.numpy(), added(x.numpy(), 20))
+    assert torch.cuda.mem_get_info()[0] >= before
+
+
+def test_machines_come_and_go():
+    torch = pytest.importorskip("torch")
+    exe = rh.compile(steps(50))
+
+    def once():
+        x = numbers()
+        np.testing.assert_array_equal(rh.vm.VirtualMachine(exe)["main"](x).numpy(), added(x, 50))
+        gc.collect()
+
+    for _ in range(3):
+        once()
+    before = torch.cuda.mem_get_info()[0]
+    for _ in range(20):
+        once()
+    assert before - torch.cuda.mem_get_info()[0] < 8 << 20
+    assert not cuda_graph._graphs
+
+
+def test_two_machines_share_a_device():
+    mod, weights = layers()
+    exe = rh.compile(mod)
+    machines = [rh.vm.VirtualMachine(exe) for _ in range(2)]
+    for _ in range(4):
+        xs = [RNG.standard_normal((8, 64)).astype("float32") for _ in machines]
+        ys = [vm["main"](x) for vm, x in zip(machines, xs, strict=True)]
+        for x, y in zip(xs, ys, strict=True):
+            np.testing.assert_allclose(y.numpy(), layered(x, weights), rtol=1e-4)
+
+
+def test_symbolic_extents():
+    vm = rh.vm.VirtualMachine(rh.compile(steps(6, symbolic=True)))
+    for extent in (1, 7, 1000, 3, 4096):
+        x = numbers(extent)
+        np.testing.assert_array_equal(vm["main"](x).numpy(), added(x, 6))
+
+
+def test_without_cuda_bindings(monkeypatch, caplog):
+    monkeypatch.setattr(cuda_graph, "cuda_driver", lambda: "the package is not here")
+    mod, weights = layers()
+    with caplog.at_level(logging.WARNING, "relax_hetero"):
+        vm = rh.vm.VirtualMachine(rh.compile(mod))
+        for _ in range(3):
+            x = RNG.standard_normal((8, 64)).astype("float32")
+            np.testing.assert_allclose(vm["main"](x).numpy(), layered(x, weights), rtol=1e-4)
+    (record,) = [r for r in caplog.records if "kernel by kernel" in r.message]
+    assert "main_commands" in record.message and "the package is not here" in record.message
+
+
+def test_export_and_load(tmp_path):
+    mod, weights = layers()
+    rh.compile(mod).export_library(tmp_path / "model.so")
+    vm = rh.vm.VirtualMachine(rh.load(tmp_path / "model.so"))
+    for _ in range(3):
+        x = RNG.standard_normal((8, 64)).astype("float32")
+        np.testing.assert_allclose(vm["main"](x).numpy(), layered(x, weights), rtol=1e-4)
+    assert is_recorded(graph_of(vm))
+
+
+def test_profile():
+    mod, weights = layers()
+    vm = rh.vm.VirtualMachine(rh.compile(mod))
+    x = RNG.standard_normal((8, 64)).astype("float32")
+    for _ in range(2):
+        assert any(row.device == "cuda:0" for row in vm.profile("main", x).rows)
+        np.testing.assert_allclose(vm["main"](x).numpy(), layered(x, weights), rtol=1e-4)
+
+
+def test_stock_tvm_builds_and_runs_it():
+    mod, weights = layers()
+    vm = relax.VirtualMachine(tvm.compile(mod, relax_pipeline=rh.get_pipeline()), [tvm.cuda(0), tvm.cpu(0)])
+    x = RNG.standard_normal((8, 64)).astype("float32")
+    out = vm["main"](tvm.runtime.tensor(x, tvm.cuda(0)))
+    np.testing.assert_allclose(out.numpy(), layered(x, weights), rtol=1e-4)
+
+
+def test_cpu_and_gpu():
+    mod, weights = layers(4, devices=[rh.VDevice(rh.native("llvm")), rh.VDevice(CUDA)], at=[0, 1, 1, 0])
+    vm = rh.vm.VirtualMachine(rh.compile(mod))
+    for _ in range(3):
+        x = RNG.standard_normal((8, 64)).astype("float32")
+        np.testing.assert_allclose(vm["main"](x).numpy(), layered(x, weights), rtol=1e-4)
+    assert is_recorded(graph_of(vm))
+
+
+@two_gpus
+def test_two_gpus_have_graphs_of_their_own():
+    mod, weights = layers(4, devices=[rh.VDevice(CUDA, 0), rh.VDevice(CUDA, 1)], at=[0, 0, 1, 1])
+    vm = rh.vm.VirtualMachine(rh.compile(mod))
+    for _ in range(4):
+        x = RNG.standard_normal((8, 64)).astype("float32")
+        np.testing.assert_allclose(vm["main"](x).numpy(), layered(x, weights), rtol=1e-4)
+    assert len(vm.graphs) == 2 and all(map(is_recorded, vm.graphs))
+
+
+@two_gpus
+def test_one_executable_on_either_gpu():
+    mod, weights = layers()
+    exe = rh.compile(mod)
+    machines = [rh.vm.VirtualMachine(exe, [tvm.cuda(index)]) for index in (0, 1)]
+    for _ in range(3):
+        for vm in machines:
+            x = RNG.standard_normal((8, 64)).astype("float32")
+            np.testing.assert_allclose(vm["main"](x).numpy(), layered(x, weights), rtol=1e-4)
