@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import tvm
-import tvm_ffi
 from tvm import relax, tirx
 from tvm_ffi import structural_map, structural_walk
 
 from ..tir.command_list import Address, Call, Tensor, host_function
 from ..tir.raw_kernel import plain_extent
-from .blocks import Block
+from .blocks import Block, same_shape
 from .command_regions import Run, is_view
 from .kernel_calls import KernelCall, known_extents
 from .plan_arena import Lifetime, plan_arena
@@ -279,7 +278,7 @@ class RunRecorder:
             bindings = [relax.VarBinding(part, fields[id(v)]) for part, v in zip(parts, values, strict=True)]
             return [*bindings, relax.VarBinding(var, relax.Tuple(parts))]
         (value,) = values
-        if tvm_ffi.structural_equal(var.ty, value.ty):
+        if known_extents(var.ty) is None or same_shape(var.ty.shape.values, value.ty.shape.values):
             return [relax.VarBinding(var, fields[id(value)])]
         whole = self._local(f"{var.name}_whole", value.ty)
         shaped = typed(relax.op.reshape(whole, var.ty.shape), var.ty)
