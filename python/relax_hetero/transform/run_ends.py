@@ -30,7 +30,7 @@ def single_calls(function: str, block: Block, order: list[int | Run], calls: Ker
         binding = None if isinstance(item, Run) else block.bindings[item]
         if binding is not None and op_name(binding.value) in CALL_TIR_OPS:
             fits = calls.of(binding) is not None
-            why = "no other kernel to run with" if fits else "its arguments are checked when it runs"
+            why = "no other kernel to run with" if fits else "it cannot be called as a plain function"
             found.append(SingleCall(function, binding.var.name, binding.value.args[0].name_hint, why))
     return found
 

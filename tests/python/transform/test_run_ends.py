@@ -71,5 +71,5 @@ def test_what_came_after_a_run():
     assert (alone.function, alone.kernel, alone.why) == (
         "checked",
         "every_other",
-        "its arguments are checked when it runs",
+        "it cannot be called as a plain function",
     )
