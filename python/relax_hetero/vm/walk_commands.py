@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import tvm_ffi
 
+from ..errors import BindingError
 from .commands import ARENA, SLOT, Barrier, Command, Copy, Dispatch, Fill, KernelSpec, Reference
 from .dims import parse_dim
 from .executable import Executable
@@ -66,6 +67,9 @@ def load_kernel(executable: Executable, name: str) -> Kernel:
     spec = executable.metadata.kernels.get(name)
     if spec is None:
         raise unknown_name("kernel", name, executable.metadata.kernels, "the executable")
+    if not spec.symbol:
+        kind = executable.devices[spec.device].kind
+        raise BindingError(f"kernel {name!r} is code of the kind {kind!r}, expected one that has an address: 'llvm'")
     return Kernel(spec, kernel_address(executable.runnable(), spec.symbol))
 
 

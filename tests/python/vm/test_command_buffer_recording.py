@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import tvm
+from tvm.script import ir as I
+from tvm.script import tirx as T
 
 import relax_hetero as rh
 from vm.command_kernels import Kernels
@@ -172,3 +174,28 @@ def test_command_buffers_that_cannot_be(vm, options, message):
 def test_command_buffers_need_a_machine(vm):
     with pytest.raises(rh.BindingError, match="takes a VirtualMachine, found Executable"):
         rh.vm.CommandBuffer(vm.executable)
+
+
+@I.ir_module
+class InC:
+    I.module_global_infos({"vdevice": [I.vdevice("c", 0)]})
+
+    @T.prim_func(s_tir=True)
+    def shift(A: T.Buffer((16,), "float32"), B: T.Buffer((16,), "float32")):
+        for i in range(16):
+            with T.sblock("shift"):
+                vi = T.axis.spatial(16, i)
+                B[vi] = A[vi] + T.float32(1)
+
+
+def test_kernels_of_c_devices_have_no_address():
+    cb = rh.vm.CommandBuffer(rh.vm.VirtualMachine(rh.compile(InC)), "c:0", slots=2)
+    cb.begin()
+    with pytest.raises(
+        rh.BindingError, match="kernel 'shift' is code of the kind 'c', expected one that has an address"
+    ):
+        cb.dispatch("shift", 1, [cb.slot(0), cb.slot(1)])
+    cb.copy(cb.slot(0), cb.slot(1))
+    cb.end()
+    cb.submit([np.arange(4), out := np.zeros(4, "int64")])
+    assert out.tolist() == [0, 1, 2, 3]
