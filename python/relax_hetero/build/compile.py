@@ -31,7 +31,7 @@ from .cuda_regions import CudaGraphs
 from .direct_references import DirectTable, by_address
 from .lift_constants import lift_constants
 from .link import argument_alignment, link, reason
-from .pipeline import get_pipeline
+from .pipeline import all_passes
 from .side_by_side import Progress
 from .signatures import function_signatures
 
@@ -112,7 +112,7 @@ def _lower(
 ) -> tuple[tvm.IRModule, list[DirectTable]]:
     """The module in the virtual machine's form, and what its CUDA graphs need."""
     graphs = CudaGraphs()
-    *passes, last = get_pipeline(command_buffers).passes
+    *passes, last = all_passes(command_buffers, temporaries=True)
     passes += [graphs.form(), last]
     for done, step in enumerate(passes, 1):
         try:

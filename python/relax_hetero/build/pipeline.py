@@ -32,8 +32,13 @@ def get_pipeline(command_buffers: bool = True) -> tvm.transform.Pass:
     tvm.transform.Sequential
         Each pass can be run alone, and does nothing to a module that has been through it.
     """
-    record = [FormCommandBuffers()] if command_buffers else []
-    return tvm.transform.Sequential([*passes_to_dispatches(), *record, LowerToVM()], name="relax_hetero")
+    return tvm.transform.Sequential(all_passes(command_buffers), name="relax_hetero")
+
+
+def all_passes(command_buffers: bool, temporaries: bool = False) -> list[tvm.transform.Pass]:
+    """The passes of `get_pipeline`; `temporaries` is that of `FormCommandBuffers`."""
+    record = [FormCommandBuffers(temporaries)] if command_buffers else []
+    return [*passes_to_dispatches(), *record, LowerToVM()]
 
 
 def passes_to_dispatches() -> list[tvm.transform.Pass]:

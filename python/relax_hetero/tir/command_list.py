@@ -7,7 +7,6 @@ and the host function fails with the kernel's own error.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,11 +57,9 @@ def host_function(
     calls : sequence of Call
         Of private PrimFuncs in the same module that return an int32.
     target : tvm.target.Target
-        Of the kernels. Code of `c` devices reports failures in words of its own; LLVM's leaves the kernel's. Kernels
-        of GPUs have no status: a launch that fails ends the host function by itself.
+        Of the kernels. Those of GPUs have no status: a launch that fails ends the host function by itself.
     """
     is_gpu = "gpu" in target.keys
-    is_llvm = not is_gpu and target.kind.name != "c"
     with Function(name) as function:
         buffers: list[Any] = []
         for param in params:
@@ -71,31 +68,26 @@ def host_function(
             else:
                 buffers.append(T.arg(param.name, param))
         with function.body():
-            with T.attr(tirx.const(0, "int32"), "pragma_import_llvm", _failure(name)) if is_llvm else nullcontext():
-                if is_gpu:
-                    for call in calls:
-                        T.evaluate(_called(buffers, call))
-                else:
-                    _write(name, buffers, calls, is_llvm)
+            if is_gpu:
+                for call in calls:
+                    T.evaluate(_called(buffers, call))
+            else:
+                _write(buffers, calls, is_untyped=target.kind.name != "c")
     return function.result.without_attr("global_symbol").with_attr("target", target)
 
 
-def _write(name: str, buffers: Sequence[Any], calls: Sequence[Call], is_llvm: bool) -> None:
+def _write(buffers: Sequence[Any], calls: Sequence[Call], is_untyped: bool) -> None:
     zero = tirx.const(0, "int64")
     status = T.alloc_buffer((1,), "int32", scope="global")
     T.buffer_store(status, tirx.const(0, "int32"), [zero])
     for call in calls:
-        result = _called(buffers, call, is_llvm)
+        result = _called(buffers, call, is_untyped)
         with T.If(status[zero] == 0):
             with T.Then():
                 T.buffer_store(status, result, [zero])
-    if is_llvm:
-        with T.If(status[zero] != 0):
-            with T.Then():
-                T.evaluate(tirx.call_cpacked(_failed(name)))
-    else:
-        with T.Assert(status[zero] == 0, f"a kernel of {name} failed"):
-            pass
+    with T.If(status[zero] != 0):
+        with T.Then():
+            T.evaluate(tvm.ir.Call("tirx.tvm_throw_last_error", [], ret_ty="int32"))
 
 
 def _called(buffers: Sequence[Any], call: Call, is_untyped: bool = True) -> Expr:
@@ -113,13 +105,3 @@ def _pointer(buffer: Any, operand: Address, is_untyped: bool) -> Expr:
         buffer = T.decl_buffer([tirx.floordiv(e, size) for e in buffer.shape], operand.dtype, data=buffer.data)
         offset = tirx.floordiv(offset, size)
     return tvm.ir.Call("tirx.address_of", [buffer[offset]], ret_ty=ty)
-
-
-def _failed(name: str) -> str:
-    return f"{name}_failed"
-
-
-def _failure(name: str) -> str:
-    """A packed function in LLVM's language that fails and leaves the error as it is: TIR has no such statement."""
-    args = "ptr %self, ptr %args, i32 %count, ptr %result"
-    return f"define linkonce_odr hidden i32 @{_failed(name)}({args}) noinline {{\n  ret i32 -1\n}}\n"

@@ -25,7 +25,7 @@ from typing import Any
 import tvm
 from tvm import s_tir, tirx
 from tvm.tirx.buffer import is_buffer_var
-from tvm_ffi import structural_map, structural_walk
+from tvm_ffi import VisitInterrupt, structural_map, structural_walk
 
 from .builder import Expr
 
@@ -121,3 +121,28 @@ def _pointer_type(buffer: tirx.Var) -> tvm.ir.Type:
 
 def _is_zero(value: Expr) -> bool:
     return value is None or (isinstance(value, tirx.IntImm) and int(value.value) == 0)
+
+
+def has_temporaries(kernel: tirx.PrimFunc) -> bool:
+    """Whether a kernel may have temporaries that TVM takes from a workspace: those of a kilobyte and more."""
+
+    def large(buffer: tirx.Var) -> bool:
+        ty = buffer.ty
+        bits: Any = tvm.DataType(str(ty.dtype)).bits
+        for extent in ty.shape:
+            if not isinstance(extent, tirx.IntImm):
+                return True
+            bits *= int(extent)
+        return ty.storage_scope in ("", "global") and bits >= 8 * _ON_STACK
+
+    def in_block(block: s_tir.SBlock) -> VisitInterrupt | None:
+        return VisitInterrupt(block) if any(map(large, block.alloc_buffers)) else None
+
+    def at_statement(alloc: tirx.AllocBuffer) -> VisitInterrupt | None:
+        return VisitInterrupt(alloc) if large(alloc.buffer) else None
+
+    return structural_walk(kernel.body, [(s_tir.SBlock, in_block), (tirx.AllocBuffer, at_statement)]) is not None
+
+
+# Bytes from which on a temporary is not on the stack (TVM's kMaxStackAlloca).
+_ON_STACK = 1024

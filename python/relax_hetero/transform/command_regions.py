@@ -67,10 +67,12 @@ class RunFinder:
     ----------
     mod : tvm.IRModule
         Placed, of dispatches (FormDispatches).
+    temporaries : bool
+        As `KernelCalls` has it.
     """
 
-    def __init__(self, mod: tvm.IRModule) -> None:
-        self.calls = KernelCalls(mod)
+    def __init__(self, mod: tvm.IRModule, temporaries: bool = False) -> None:
+        self.calls = KernelCalls(mod, temporaries)
         self._vdevices = vdevices_of(mod)
 
     def cut(self, block: Block) -> list[int | Run]:
@@ -108,11 +110,11 @@ class _Cut:
         self._join(number, index).calls[index] = call
 
     def view(self, index: int) -> bool:
-        """A view joins the run that made what it shows; False if none did."""
-        place = self._read(index)
-        if place % 2 == 0:
+        """A view joins the run that made what it shows; False if none did, or what came since may name sizes in it."""
+        number, is_made = divmod(self._read(index), 2)
+        if not is_made or number not in self._open.values():
             return False
-        self._join(place // 2, index)
+        self._join(number, index)
         return True
 
     def other(self, index: int) -> None:

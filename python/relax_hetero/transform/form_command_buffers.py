@@ -41,8 +41,14 @@ from .run_ends import single_calls, why_ended
 from .stage import COMMANDS, is_lowered
 
 
-def FormCommandBuffers() -> tvm.transform.Pass:
+def FormCommandBuffers(temporaries: bool = False) -> tvm.transform.Pass:
     """Outline runs of kernels as command buffers.
+
+    Parameters
+    ----------
+    temporaries : bool
+        Whether kernels of llvm devices that have temporaries in TVM's workspace may join. ``rh.compile`` can build
+        them, stock TVM cannot.
 
     Returns
     -------
@@ -52,18 +58,18 @@ def FormCommandBuffers() -> tvm.transform.Pass:
 
     @tvm.transform.module_pass(opt_level=0, name="FormCommandBuffers")
     def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        return form_command_buffers(mod)
+        return form_command_buffers(mod, temporaries)
 
     return run
 
 
-def form_command_buffers(mod: tvm.IRModule) -> tvm.IRModule:
+def form_command_buffers(mod: tvm.IRModule, temporaries: bool = False) -> tvm.IRModule:
     """See the module's docstring."""
     if is_lowered(mod) or not vdevices_of(mod) or any(COMMANDS in func.attrs for func in mod.functions.values()):
         return mod
     bound = mod if all(map(_has_target, mod.functions.values())) else bind_targets(mod)
     # Views must be seen as such: a reshape that is a kernel copies.
-    former = _Former(relax.transform.RewriteDataflowReshape()(with_root_blocks(bound)))
+    former = _Former(relax.transform.RewriteDataflowReshape()(with_root_blocks(bound)), temporaries)
     functions = {
         gv: rewrite_function(func, former.in_function(gv.name_hint)) for gv, func in relax_functions(former.mod)
     }
@@ -73,11 +79,11 @@ def form_command_buffers(mod: tvm.IRModule) -> tvm.IRModule:
 class _Former:
     """Collects the command buffers of a module."""
 
-    def __init__(self, mod: tvm.IRModule) -> None:
+    def __init__(self, mod: tvm.IRModule, temporaries: bool) -> None:
         self.mod = mod
         self.recorded: list[Recorded] = []
         self.single: list[SingleCall] = []
-        self._finder = RunFinder(mod)
+        self._finder = RunFinder(mod, temporaries)
         self._taken = {gv.name_hint for gv in mod.get_global_vars()}
 
     def in_function(self, name: str) -> Rewrite:

@@ -14,7 +14,7 @@ import tvm
 from tvm import relax, tirx
 from tvm_ffi import structural_map
 
-from ..tir.raw_kernel import RawSignature, plain_extent, raw_signature
+from ..tir.raw_kernel import RawSignature, has_temporaries, plain_extent, raw_signature
 from ..tir.table_kernel import is_one_launch
 from .bind_targets import call_vdevice
 from .blocks import same_extent
@@ -53,19 +53,32 @@ class KernelCalls:
     ----------
     mod : tvm.IRModule
         Placed, of dispatches.
+    temporaries : bool
+        Whether kernels of llvm devices may have temporaries in a workspace.
     """
 
-    def __init__(self, mod: tvm.IRModule) -> None:
-        self._mod = mod
+    def __init__(self, mod: tvm.IRModule, temporaries: bool = False) -> None:
+        self._mod, self._temporaries = mod, temporaries
         self._signatures: dict[tvm.ir.GlobalVar, RawSignature | None] = {}
 
     def signature(self, kernel: tvm.ir.GlobalVar) -> RawSignature | None:
         """How a kernel is called raw; None for functions that cannot be."""
         if kernel not in self._signatures:
             func = self._mod.functions.get(kernel)
-            fits = isinstance(func, tirx.PrimFunc) and COMMANDS not in func.attrs and _can_be_called(func)
+            fits = isinstance(func, tirx.PrimFunc) and COMMANDS not in func.attrs and self._can_be_called(func)
             self._signatures[kernel] = raw_signature(func) if fits else None
         return self._signatures[kernel]
+
+    def _can_be_called(self, kernel: tirx.PrimFunc) -> bool:
+        """Whether another function can call a kernel, as far as its device goes: those of GPUs must be one launch.
+
+        Those of CPUs must have no temporaries in a workspace, which only this library's code for llvm allows.
+        """
+        target = kernel.attrs.get("target")
+        if target is not None and "gpu" in target.keys:
+            return is_one_launch(kernel)
+        allowed = self._temporaries and target is not None and target.kind.name == "llvm"
+        return allowed or not has_temporaries(kernel)
 
     def of(self, binding: relax.Binding) -> KernelCall | None:
         """The call that a binding makes; None for any other work, and for calls that must be checked as they run."""
@@ -89,12 +102,6 @@ class KernelCalls:
         given = dict(zip(signature.numbers, numbers, strict=True))
         scalars = _matched(signature, [*types, *made], given)
         return None if scalars is None else KernelCall(kernel, vdevice, reads, made, scalars)
-
-
-def _can_be_called(kernel: tirx.PrimFunc) -> bool:
-    """Whether another function can call a kernel, as far as its device goes: those of GPUs must be one launch."""
-    target = kernel.attrs.get("target")
-    return target is None or "gpu" not in target.keys or is_one_launch(kernel)
 
 
 def known_extents(ty: tvm.ir.Type) -> list[Any] | None:
