@@ -234,6 +234,38 @@ def test_a_match_cast_of_what_a_run_made_ends_it():
     ]
 
 
+def test_a_view_waits_for_the_sizes_in_it():
+    """`m` is named after the run that made what is viewed."""
+
+    @R.function(check_well_formed=False)
+    def main(x: FIRST):
+        m = T.int64()
+        with R.dataflow():
+            a = R.call_tir(ONE, (x,), out_ty=FIRST)
+            b = R.call_tir(ONE, (a,), out_ty=FIRST)
+            v = R.match_cast(b, R.Tensor((m,), "float32", D0))
+            w: R.Tensor((m, 1), "float32", D0) = R.reshape(a, R.shape([m, 1]))
+            gv = (b, w)
+            R.output(gv)
+        return gv
+
+    assert outline(with_main(main)) == ["main_commands: one one", "match_cast", "reshape"]
+
+
+def test_types_that_say_less_than_the_call():
+    @R.function(check_well_formed=False)
+    def main(x: FIRST):
+        with R.dataflow():
+            a: R.Tensor("float32", ndim=1) = R.call_tir(ONE, (x,), out_ty=FIRST)
+            b = R.call_tir(ONE, (x,), out_ty=FIRST)
+            c: R.Tensor(ndim=1) = R.call_tir(TWO, (b,), out_ty=FIRST)
+            gv = (a, c)
+            R.output(gv)
+        return gv
+
+    assert outline(with_main(main)) == ["main_commands: one one two"]
+
+
 def test_functions_with_effects_end_a_run():
     @R.function(pure=False, check_well_formed=False)
     def main(x: FIRST):
