@@ -28,12 +28,11 @@ from ..vm.command_buffer_operands import parameter_name, size_name
 from ..vm.commands import SLOT, Barrier, Command, Copy, Dispatch, Fill, KernelSpec, Reference
 from ..vm.dims import parse_dim
 from ..vm.signature import Dim
-from .direct_references import thunk
+from .direct_references import llvm_scalar, thunk
 from .link import reason
 from .llvm_kernels import build_llvm
 
 _NAME = "relax_hetero.commands"
-_LLVM_TYPES = {"bool": "i1", "float32": "float", "float64": "double"}
 _ZERO = tirx.const(0, "int32")
 
 HostFunction = Callable[..., int]
@@ -142,7 +141,7 @@ class _Writer:
         operands = [self._address(operand) for operand in command.operands]
         scalars = [*(self._value(scalar) for scalar in command.scalars), *groups]
         typed = [_as(v, s.dtype) for v, s in zip(scalars, kernel.scalars, strict=True)]
-        types = [*["i64"] * len(operands), *(_llvm_type(scalar.dtype) for scalar in kernel.scalars)]
+        types = [*["i64"] * len(operands), *(llvm_scalar(scalar.dtype) for scalar in kernel.scalars)]
         name = f"relax_hetero.call.{'.'.join(types)}"
         self._texts[name] = thunk(name, types)
         self._set_status(tirx.call_extern("int32", name, address, *operands, *typed))
@@ -197,10 +196,6 @@ def _held(value: Expr) -> Expr:
 
 def _as(value: Expr, dtype: str) -> Expr:
     return value if str(value.ty.dtype) == dtype else tirx.Cast(dtype, value)
-
-
-def _llvm_type(dtype: str) -> str:
-    return _LLVM_TYPES.get(dtype) or f"i{dtype.lstrip('uint')}"
 
 
 _LOAD = f"""define linkonce_odr hidden {{type}} @{_NAME}.{{name}}(i64 %address) alwaysinline {{{{

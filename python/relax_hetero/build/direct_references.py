@@ -20,6 +20,7 @@ Each kernel that is called by address gets a packed function ``relax_hetero.addr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +41,7 @@ from ..vm.kernel_addresses import address_function
 
 _SYMBOL = "relax_hetero.kernel."
 _THUNK = "relax_hetero.call."
-_LLVM_TYPES = {"int64": "i64", "int32": "i32", "int8": "i8", "bool": "i1", "float32": "float", "float64": "double"}
+_LLVM_TYPES = {"bool": "i1", "float16": "half", "bfloat16": "bfloat", "float32": "float", "float64": "double"}
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def with_address_functions(part: tvm.IRModule) -> tvm.IRModule:
     """A module to be compiled with a function ``relax_hetero.address.NAME`` for each kernel called by address."""
     functions = dict(part.functions.items())
     for gv, func in part.functions.items():
-        if str(func.attrs.get("global_symbol", "")) == _SYMBOL + gv.name_hint:
+        if str(func.attrs.get("global_symbol", "")) == _symbol(gv.name_hint):
             name = address_function(gv.name_hint)
             functions[tvm.ir.GlobalVar(name)] = _address_function(gv.name_hint, name, func.attrs["target"])
     return copy_module(part, functions)
@@ -139,15 +140,16 @@ def with_address_functions(part: tvm.IRModule) -> tvm.IRModule:
 
 def _named(gv: tvm.ir.GlobalVar, raw: tirx.PrimFunc) -> tirx.PrimFunc:
     """A raw kernel with a symbol, which TVM leaves in the calling convention it has."""
-    return raw.with_attr({"global_symbol": _SYMBOL + gv.name_hint, "calling_conv": int(CallingConv.C_PACKED_FUNC)})
+    return raw.with_attr({"global_symbol": _symbol(gv.name_hint), "calling_conv": int(CallingConv.C_PACKED_FUNC)})
 
 
 def _address_function(kernel: str, name: str, target: tvm.target.Target) -> tirx.PrimFunc:
-    getter = f"{_SYMBOL}address.{kernel}"
+    symbol = _symbol(kernel)
+    getter = f"{symbol}.address"
     text = (
-        f"declare i32 @{_SYMBOL}{kernel}()\n"
+        f"declare i32 @{symbol}()\n"
         f"define linkonce_odr hidden i64 @{getter}() alwaysinline {{\n"
-        f"  ret i64 ptrtoint (ptr @{_SYMBOL}{kernel} to i64)\n}}\n"
+        f"  ret i64 ptrtoint (ptr @{symbol} to i64)\n}}\n"
     )
     with Function(name) as function:
         T.func_ret(tvm.ir.PrimType("int64"))
@@ -187,7 +189,17 @@ def _with_table(func: tirx.PrimFunc, constants: Sequence[int], kernels: Sequence
 
 
 def _llvm_type(arg: tvm.ir.Expr) -> str:
-    return "ptr" if isinstance(arg.ty, tvm.ir.PointerType) else _LLVM_TYPES[str(arg.ty.dtype)]
+    return "ptr" if isinstance(arg.ty, tvm.ir.PointerType) else llvm_scalar(str(arg.ty.dtype))
+
+
+def llvm_scalar(dtype: str) -> str:
+    """LLVM's name of an element type of TVM's."""
+    return _LLVM_TYPES.get(dtype) or f"i{tvm.DataType(dtype).bits}"
+
+
+def _symbol(kernel: str) -> str:
+    """The symbol of a kernel called by address: a function may have any name, an LLVM identifier may not."""
+    return _SYMBOL + re.sub(r"[^A-Za-z0-9_.]", lambda match: f"${ord(match[0]):x}$", kernel)
 
 
 def thunk(name: str, types: Sequence[str]) -> str:
