@@ -402,3 +402,37 @@ def test_kernels_that_others_call_too():
     (library,) = (library for library in exe.module.imports if library.implements_function("shown"))
     library["shown"](tvm.runtime.tensor(x), out)
     np.testing.assert_array_equal(out.numpy(), x - np.float32(5))
+
+
+def planned(mod, command_buffers):
+    """Bytes that a lowered module sets aside for what it computes."""
+    lowered = rh.get_pipeline(command_buffers)(mod)
+    found = []
+    relax.analysis.post_order_visit(
+        lowered["main"],
+        lambda e: (
+            found.append(int(e.args[0].values[0]))
+            if isinstance(e, relax.Call) and getattr(e.op, "name", "").endswith("alloc_storage")
+            else None
+        ),
+    )
+    return sum(found)
+
+
+def test_arenas_take_no_more_than_storage_did():
+    """Tensors of several sizes, one of which lives on: a region's arena against TVM's planning of all of them."""
+    device = rh.VDevice(V4)
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((64, 96), "float32", device))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            value = first = x
+            for width in (512, 64, 256, 32, 96):
+                weight = relax.const(normal(int(value.ty.shape.values[1]), width))
+                value = builder.emit(relax.op.nn.relu(builder.emit(relax.op.matmul(value, weight))))
+            out = builder.emit_output(relax.op.nn.softmax(builder.emit(relax.op.add(value, first))))
+        builder.emit_func_output(out)
+    mod = builder.get()
+    mod.update_global_info("vdevice", [device])
+    with_buffers, without = planned(mod, True), planned(mod, False)
+    assert 64 * 512 * 4 <= with_buffers <= without
