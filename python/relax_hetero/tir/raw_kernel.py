@@ -75,10 +75,15 @@ def raw_signature(kernel: tirx.PrimFunc) -> RawSignature | None:
             if not isinstance(extent, int):
                 structural_walk(extent, (tvm.ir.Var, lambda var: found.setdefault(var)))
         plain.update(extent for extent in shape if isinstance(extent, tirx.Var))
-    if any(not isinstance(param.ty, tvm.ir.PrimType) for param in given) or not plain.issuperset(found):
+    if not all(map(_can_be_passed, given)) or not plain.issuperset(found):
         return None
     scalars = (*(var for var in found if var not in given), *given)
     return RawSignature(buffers, scalars, tuple(given), extents, tuple(str(buffer.ty.dtype) for buffer in buffers))
+
+
+def _can_be_passed(param: tirx.Var) -> bool:
+    # TVM passes bfloat16 numbers as integers, but only to packed functions.
+    return isinstance(param.ty, tvm.ir.PrimType) and str(param.ty.dtype) != "bfloat16"
 
 
 def plain_extent(extent: Expr) -> Any:
