@@ -70,10 +70,14 @@ def all_hold(conditions: Sequence[str], names: Sequence[str]) -> Callable[..., b
 
 
 class Limits:
-    """Limits of a recording, each once; a number that is known is checked when it is asked for."""
+    """Limits of a recording, each once; a number that is known is checked when it is asked for.
+
+    Those of a command count from `settle` on: a command that is refused leaves none.
+    """
 
     def __init__(self) -> None:
         self._found: dict[tuple[object, ...], Limit] = {}
+        self._asked: list[Limit] = []
 
     def ask(self, what: str, value: Integer, low: int | None = 0, high: int | None = None, multiple: int = 1) -> None:
         """Require something of a number; BindingError, which begins with `what`, where it is known and breaks it."""
@@ -81,7 +85,17 @@ class Limits:
         if isinstance(value, int):
             limit._check(value, "")
         else:
-            self._found.setdefault((limit.value, low, high, multiple), limit)
+            self._asked.append(limit)
+
+    def forget(self) -> None:
+        """Drop what was asked since `settle`."""
+        self._asked.clear()
+
+    def settle(self) -> None:
+        """Keep what was asked."""
+        for limit in self._asked:
+            self._found.setdefault((limit.value, limit.low, limit.high, limit.multiple), limit)
+        self._asked.clear()
 
     def all(self) -> tuple[Limit, ...]:
         """Those that submissions are asked for."""

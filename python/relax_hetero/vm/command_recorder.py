@@ -73,6 +73,7 @@ class Recorder:
         self._direct_uses: list[Requirement] = []
         self._kernels: dict[str, Kernel] = {}
         self._limits = Limits()
+        self._uses: list[tuple[Requirement, Integer, int, str, str]] = []
         self._integers: set[str] = set()
 
     def keep(self, lent: Lent) -> int:
@@ -83,12 +84,14 @@ class Recorder:
 
     def fill(self, target: MemoryRange, pattern: bytes) -> None:
         """Repeat a pattern over a range."""
+        self._begin()
         reference, length = self._whole(target, len(pattern), WRITE, "the target of fill")
         self._limits.ask(f"the length of fill in {_place(target)}", length, 0, multiple=len(pattern))
-        self._commands.append(Fill(reference, pattern.hex()))
+        self._end(Fill(reference, pattern.hex()))
 
     def copy(self, source: MemoryRange, target: MemoryRange) -> None:
         """Copy a range."""
+        self._begin()
         if source.length is not None and target.length is not None and source.length != target.length:
             raise BindingError(
                 f"copy from {_place(source)} to {_place(target)}: {text_of(source.length)} and "
@@ -100,7 +103,7 @@ class Recorder:
         target = MemoryRange(target.owner, target.space, target.index, target.offset, length)
         write, _ = self._whole(target, 1, WRITE, "the target of copy")
         self._refuse_overlap([("the source", read, READ), ("the target", write, WRITE)], "copy")
-        self._commands.append(Copy(read, write))
+        self._end(Copy(read, write))
 
     def barrier(self) -> None:
         """What follows sees what came before."""
@@ -115,6 +118,7 @@ class Recorder:
         unless: MemoryRange | None,
     ) -> None:
         """Run a kernel."""
+        self._begin()
         spec, where = call.kernel.spec, f"kernel {call.kernel.spec.name!r}"
         for direction, number in zip("xyz", grid, strict=False):
             self._integer(f"the workgroup count of {where} along {direction}", number, 0)
@@ -132,7 +136,18 @@ class Recorder:
         counts = self._int32s(count, len(grid), f"the count of {where}")
         predicates = self._int32s(when, 1, f"when of {where}"), self._int32s(unless, 1, f"unless of {where}")
         self._kernels[spec.name] = call.kernel
-        self._commands.append(Dispatch(spec.name, tuple(operands), scalars, tuple(map(dim, grid)), counts, *predicates))
+        self._end(Dispatch(spec.name, tuple(operands), scalars, tuple(map(dim, grid)), counts, *predicates))
+
+    def _begin(self) -> None:
+        """Of a command: what one that was refused has asked for is forgotten."""
+        self._uses.clear()
+        self._limits.forget()
+
+    def _end(self, command: Command) -> None:
+        for requirement, end, alignment, access, dtype in self._uses:
+            requirement.add(end, alignment, access, dtype)
+        self._limits.settle()
+        self._commands.append(command)
 
     def finish(self) -> Recording:
         """The recording as data."""
@@ -178,7 +193,7 @@ class Recorder:
         end = end_of(offset, length)
         if memory.space == SLOT:
             self._limits.ask(f"the offset of {what} in {place}", offset, multiple=alignment)
-            self._slots[memory.index].add(end, alignment, access, dtype)
+            self._uses.append((self._slots[memory.index], end, alignment, access, dtype))
         else:
             lent = self._directs[memory.index]
             if access != READ and not lent.writable:
@@ -187,7 +202,7 @@ class Recorder:
                 raise BindingError(f"{what} has dtype {lent.dtype} in {place}, expected {dtype}, or {BYTES}")
             self._limits.ask(f"the address of {what} in {place}", offset + lent.address % alignment, multiple=alignment)
             self._integer(f"the end of {what} in {place}", end, 0, lent.nbytes)
-            self._direct_uses[memory.index].add(end, alignment, access, dtype)
+            self._uses.append((self._direct_uses[memory.index], end, alignment, access, dtype))
         return Reference(memory.space, memory.index, dim(offset), dim(nbytes))
 
     def _int32s(self, memory: MemoryRange | None, count: int, what: str) -> Reference | None:

@@ -200,7 +200,7 @@ class RegionSpec:
     commands : tuple of Command
         In order.
     runs : str
-        ``"host function"``, ``"CUDA graph"`` or ``"stream"``.
+        ``"host function"``, ``"CUDA graph"`` or ``"stream"``; ``"walked commands"`` without the compiler.
     ended : str
         What came after it that could not be a command of it.
     """

@@ -126,6 +126,22 @@ def test_what_cannot_be_recorded(recording, record, message):
         record(recording, recording.slot(0), recording.slot(1))
 
 
+def test_a_command_that_is_refused_asks_for_nothing(recording):
+    a, n = recording.slot(0, offset=128), recording.parameter(0)
+    for refused in (
+        lambda: recording.dispatch("scale", 1, [a, recording.slot(1)], [n, "x"]),
+        lambda: recording.dispatch("add", n, [a, a, a]),
+        lambda: recording.copy(a, recording.slot(0, offset=-1)),
+        lambda: recording.fill(recording.slot(1, offset=n, length=3), b"ab"),
+    ):
+        with pytest.raises(rh.BindingError):
+            refused()
+    recording.fill(recording.slot(0, length=4), 0)
+    recording.end()
+    assert [(slot.nbytes, slot.access) for slot in recording.spec.slots] == [(4, "write"), (0, ""), (0, ""), (0, "")]
+    recording.submit([np.zeros(1, "float32")], [-1])
+
+
 def test_ranges_of_another_command_buffer(recording, vm):
     other = rh.vm.CommandBuffer(vm, slots=1)
     with pytest.raises(rh.BindingError, match="the target of fill is a range of another command buffer"):
