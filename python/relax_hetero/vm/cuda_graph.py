@@ -180,8 +180,9 @@ def with_graphs(
     for index, spec in enumerate(metadata.constants):
         if spec.region:
             addresses = [constants[entry].data_ptr() for entry in spec.addresses or () if isinstance(entry, int)]
-            code = [module.get_function(name, True) for name in (spec.region, f"{spec.region}_record")]
-            graph = CudaGraph(regions[spec.region], devices[spec.device], addresses, *code, cuda_driver())
+            region, device = regions[spec.region], devices[spec.device]
+            submit, record = (module.get_function(name, True) for name in (region.name, f"{region.name}_record"))
+            graph = CudaGraph(region, device, addresses, submit, record, cuda_driver())
             graphs.append(graph)
             values[index] = graph.state
     return (tvm_ffi.convert(values) if graphs else constants), graphs
