@@ -11,7 +11,7 @@ import numpy as np
 
 from ..element_types import numpy_dtype
 from ..errors import BindingError
-from .command_buffer_operands import Integer, integer
+from .command_buffer_operands import Integer, as_float, integer, within_int64
 
 _INT64 = 1 << 63
 
@@ -85,14 +85,12 @@ def _number(value: Any, dtype: str, index: int) -> int | float:
         value = _converted(value, dtype, index)
         if dtype == "float64":
             return value
-    if not -_INT64 <= value < _INT64:
-        raise BindingError(f"parameter {index} is {value}, expected a number of type int64")
-    return value
+    return value if -_INT64 <= value < _INT64 else within_int64(value, f"parameter {index}")
 
 
 def _converted(value: object, dtype: str, index: int) -> Any:
     if dtype == "float64" and isinstance(value, numbers.Real) and not isinstance(value, bool):
-        return float(value)
+        return as_float(value, dtype, f"parameter {index}")
     try:
         if dtype == "float64" or isinstance(value, bool):
             raise TypeError

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,6 +13,9 @@ from ..errors import BindingError
 from .dims import parse_dim
 from .signature import Dim
 
+MOST_CHARACTERS = 1000
+_INT64 = 1 << 63
+
 
 @dataclass(frozen=True)
 class Number:
@@ -19,7 +24,7 @@ class Number:
     Attributes
     ----------
     text : str
-        In the grammar of `dims.parse_dim`.
+        In the grammar of `dims.parse_dim`, of at most `MOST_CHARACTERS`: what nests deeper cannot be parsed.
     """
 
     text: str
@@ -103,11 +108,30 @@ def integer(value: object, what: str) -> Integer:
     try:
         if isinstance(value, bool):
             raise TypeError
-        return operator.index(value)  # type: ignore[arg-type]
+        return within_int64(operator.index(value), what)  # type: ignore[arg-type]
     except TypeError:
         raise BindingError(
             f"{what} is {value!r} ({type(value).__name__}), expected an integer or a parameter"
         ) from None
+
+
+def within_int64(value: int, what: str) -> int:
+    """`value`, where it is of the type that commands count in; BindingError, which begins with `what`, where not."""
+    if not -_INT64 <= value < _INT64:
+        raise BindingError(f"{what} is {value:#x}, expected a number of type int64")
+    return value
+
+
+def as_float(value: Any, dtype: str, what: str) -> float:
+    """`value` as a Python float; BindingError, which begins with `what`, where `dtype` has no number of its size."""
+    try:
+        found = float(value)
+        is_there = dtype != "float32" or math.isinf(found) or not math.isinf(ctypes.c_float(found).value)
+    except OverflowError:
+        is_there = False
+    if not is_there:
+        raise BindingError(f"{what} is beyond the numbers of {dtype}")
+    return found
 
 
 def substituted(extent: Dim, values: dict[str, Integer], what: str) -> Integer:
@@ -134,7 +158,12 @@ def _joined(left: Integer, sign: str, right: Integer) -> Number:
     for side in (left, right):
         if not isinstance(side, Number | int) or isinstance(side, bool):
             raise BindingError(f"{side!r} ({type(side).__name__}) in arithmetic of parameters, expected an int")
-    return Number(f"({dim(left)} {sign} {dim(right)})")
+        if isinstance(side, int):
+            within_int64(side, "an int in arithmetic of parameters")
+    text = f"({dim(left)} {sign} {dim(right)})"
+    if len(text) > MOST_CHARACTERS:
+        raise BindingError(f"arithmetic of parameters takes {len(text)} characters, expected at most {MOST_CHARACTERS}")
+    return Number(text)
 
 
 def _divisor(value: int) -> int:

@@ -202,7 +202,10 @@ class Recordable:
             raise BindingError(
                 f"a kernel is a {type(kernel).__name__}, expected its name or VirtualMachine.kernel(name)"
             )
-        devices = self.machine.executable.devices
+        executable = self.machine.executable
+        if found.code is not executable.runnable():  # its name and its device are another executable's
+            raise BindingError(f"kernel {found.spec.name!r} is another executable's, expected one of {executable!r}")
+        devices = executable.devices
         if devices[found.spec.device].target != devices[self.index].target:  # equal devices share code
             compiled_for = device_names(devices)[found.spec.device]
             raise BindingError(

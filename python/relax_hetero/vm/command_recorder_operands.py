@@ -10,7 +10,7 @@ from typing import Any
 import tvm_ffi
 
 from ..errors import BindingError
-from .command_buffer_operands import Integer, MemoryRange, Number, integer, substituted
+from .command_buffer_operands import Integer, MemoryRange, Number, as_float, integer, substituted
 from .commands import KernelSpec, TensorParam
 from .walk_commands import SCALARS, Kernel
 
@@ -86,7 +86,7 @@ def _value(value: object, dtype: str, what: str) -> Any:
     if dtype.startswith("float"):
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise BindingError(f"{what} is {value!r} ({type(value).__name__}), expected a {dtype}")
-        return float(value)
+        return as_float(value, dtype, what)
     return integer(value, what)
 
 

@@ -29,7 +29,7 @@ class RegionCalls:
         metadata, code = executable.metadata, executable.runnable()
         self._constants = constants
         self._kernels = {
-            name: Kernel(spec, kernel_address(code, spec.symbol))
+            name: Kernel(spec, kernel_address(code, spec.symbol), code)
             for name, spec in metadata.kernels.items()
             if spec.symbol
         }

@@ -9,7 +9,7 @@ import ctypes
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import tvm_ffi
@@ -50,10 +50,13 @@ class Kernel:
     spec : KernelSpec
     address : int
         Of its code: a function of pointers and scalars that returns an int32, 0 unless it failed.
+    code : object
+        Whose it is; loaded as long as this lives.
     """
 
     spec: KernelSpec
     address: int
+    code: Any = field(repr=False, compare=False)
 
     @functools.cached_property
     def function(self) -> Callable[..., int]:
@@ -70,7 +73,8 @@ def load_kernel(executable: Executable, name: str) -> Kernel:
     if not spec.symbol:
         kind = executable.devices[spec.device].kind
         raise BindingError(f"kernel {name!r} is code of the kind {kind!r}, expected one that has an address: 'llvm'")
-    return Kernel(spec, kernel_address(executable.runnable(), spec.symbol))
+    code = executable.runnable()
+    return Kernel(spec, kernel_address(code, spec.symbol), code)
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,9 @@ def test_regions_walked_by_what_the_metadata_says(exe):
     region = exe.metadata.regions[0]
     code = exe.runnable()
     rh.vm.VirtualMachine(exe)  # loads the code
-    kernels = {name: Kernel(spec, kernel_address(code, spec.symbol)) for name, spec in exe.metadata.kernels.items()}
+    kernels = {
+        name: Kernel(spec, kernel_address(code, spec.symbol), code) for name, spec in exe.metadata.kernels.items()
+    }
     x, result, arena = RNG.random(8, "float32"), np.full(8, np.nan, "float32"), np.full(region.arena, 0xFF, "uint8")
     directs = [exe.constants[index].data_ptr() for index in region.directs]
     walk(region.commands, kernels, Memory([x.ctypes.data, result.ctypes.data], directs, arena.ctypes.data), {})
@@ -74,7 +76,7 @@ def test_public_kernels_can_be_called_whether_or_not_a_region_does(exe):
     assert {"shift", "spare"} <= set(exe.metadata.kernels)
     spare = exe.metadata.kernels["spare"]
     assert [(tensor.shape, tensor.access) for tensor in spare.tensors] == [(("n",), "read"), (("n",), "write")]
-    kernel = Kernel(spare, kernel_address(exe.runnable(), spare.symbol))
+    kernel = Kernel(spare, kernel_address(exe.runnable(), spare.symbol), exe.runnable())
     x, y = RNG.random(5, "float32"), np.full(6, np.nan, "float32")
     assert kernel.function(x.ctypes.data, y.ctypes.data, 5, ctypes.c_float(3)) == 0
     np.testing.assert_array_equal(y[:5], x * np.float32(3))
