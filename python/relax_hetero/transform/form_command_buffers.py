@@ -34,6 +34,7 @@ from .bind_targets import bind_targets
 from .blocks import Block, Rewrite, rewrite_function, without_unused
 from .command_regions import Run, RunFinder
 from .command_report import kernel_specs, region_spec, with_kernel, with_region, with_single_calls
+from .form_dispatches import is_formed
 from .record_run import Recorded, RunRecorder
 from .rewriting import copy_module, fresh_global_var, op_name, relax_functions, typed
 from .root_blocks import with_root_blocks
@@ -53,7 +54,8 @@ def FormCommandBuffers(temporaries: bool = False) -> tvm.transform.Pass:
     Returns
     -------
     tvm.transform.Pass
-        Assumes FormDispatches; a lowered module is returned as it is, and so is one whose runs are outlined.
+        A module that needs FormDispatches first is returned as it is, and so is a lowered one, and one whose runs are
+        outlined.
     """
 
     @tvm.transform.module_pass(opt_level=0, name="FormCommandBuffers")
@@ -68,6 +70,8 @@ def form_command_buffers(mod: tvm.IRModule, temporaries: bool = False) -> tvm.IR
     if is_lowered(mod) or not vdevices_of(mod) or any(COMMANDS in func.attrs for func in mod.functions.values()):
         return mod
     bound = mod if all(map(_has_target, mod.functions.values())) else bind_targets(mod)
+    if not is_formed(bound):  # FormDispatches would fuse buffers with what it has yet to make kernels of
+        return mod
     # Views must be seen as such: a reshape that is a kernel copies.
     former = _Former(relax.transform.RewriteDataflowReshape()(with_root_blocks(bound)), temporaries)
     functions = {

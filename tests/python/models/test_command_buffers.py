@@ -5,22 +5,24 @@ import gc
 import numpy as np
 import pytest
 from tvm import relax, te
+from tvm.ir import assert_structural_equal
 
 import relax_hetero as rh
 from vm.command_kernels import Kernels
 
 
-def added(amount, name="step"):
-    """A module with a kernel that adds to four numbers, and a function that calls it twice."""
+def added(amount, negated=False):
+    """A module with a kernel that adds to four numbers, and a function that calls it twice, on an input or minus it."""
     builder = relax.BlockBuilder()
     a = te.placeholder((4,), "float32", "a")
     kernel = te.create_prim_func([a, te.compute((4,), lambda i: a[i] + amount)]).with_attr("op_pattern", 8)
-    step = builder.add_func(kernel, name)
+    step = builder.add_func(kernel, "step")
     ty = relax.TensorType((4,), "float32")
     x = relax.Var("x", ty)
     with builder.function("main", [x]):
         with builder.dataflow():
-            y = builder.emit(relax.call_tir(step, [x], ty))
+            first = builder.emit(relax.op.negative(x)) if negated else x
+            y = builder.emit(relax.call_tir(step, [first], ty))
             z = builder.emit_output(relax.call_tir(step, [y], ty))
         builder.emit_func_output(z)
     return builder.get()
@@ -94,3 +96,13 @@ def test_floats_beyond_their_type(compiled):
     assert (x == 1).all() and (y == 0).all()
     buffer.submit([x, y], [-2.5])
     assert (x == np.inf).all() and (y == -np.inf).all()
+
+
+def test_a_pass_that_comes_too_early_leaves_the_module_to_those_before_it():
+    early = rh.transform.RealizeVDevice()(added(1.0, negated=True))
+    formed = rh.transform.FormCommandBuffers()(early)
+    assert_structural_equal(formed, early)
+    exe = rh.compile(formed)
+    assert len(exe.metadata.regions) == 1
+    x = np.arange(4, dtype="float32")
+    np.testing.assert_array_equal(rh.vm.VirtualMachine(exe)["main"](x).numpy(), 2 - x)
