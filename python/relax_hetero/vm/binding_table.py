@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 from tvm import runtime
 
@@ -38,6 +40,9 @@ class BindingTable:
         self.values = {size_name(slot): size for slot, size in enumerate(self.sizes)}
         self._memory = (ctypes.c_int64 * max(1, 2 * len(lent)))(*self.addresses, *self.sizes)
         self.pointer = ctypes.addressof(self._memory)
+
+    def __reduce__(self) -> NoReturn:
+        raise BindingError("a BindingTable cannot be pickled or copied: it stands for memory of this process")
 
     def __repr__(self) -> str:
         parts = (f"{slot}: {part.nbytes} bytes of {part.dtype}" for slot, part in enumerate(self._lent) if part)
@@ -94,14 +99,21 @@ def _by_slot(bindings: object, slots: int) -> dict[int, object]:
 def _lend(binding: object, where: str) -> Lent:
     if not isinstance(binding, tuple):
         return lend(binding, where)
-    if len(binding) not in (2, 3) or not all(_is_range(number) for number in binding[1:]):
-        raise BindingError(f"{where} is bound to {binding!r}, expected a buffer or (buffer, offset, length) in bytes")
-    buffer, offset, *length = binding
-    return lend(buffer, where).part(offset or 0, length[0] if length else None, where)
+    if len(binding) not in (2, 3):
+        raise BindingError(f"{where} is bound to {len(binding)} things, expected a buffer or (buffer, offset, length)")
+    buffer, *numbers = binding
+    offset, length = (_bytes(number, where) for number in [*numbers, None][:2])
+    return lend(buffer, where).part(offset or 0, length, where)
 
 
-def _is_range(number: object) -> bool:
-    return number is None or (isinstance(number, int) and not isinstance(number, bool) and number >= 0)
+def _bytes(number: Any, where: str) -> int | None:
+    try:
+        if isinstance(number, bool):
+            raise TypeError
+        return None if number is None else operator.index(number)
+    except TypeError:
+        expected = "expected (buffer, offset, length) in bytes"
+        raise BindingError(f"{where} is bound to a part by {number!r} ({type(number).__name__}), {expected}") from None
 
 
 def _check(lent: Lent | None, spec: SlotSpec) -> None:

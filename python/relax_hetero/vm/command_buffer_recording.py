@@ -225,6 +225,8 @@ class Recordable:
     ) -> None:
         self.require("recorded into", RECORDING)
         name = kernel.spec.name
+        if not isinstance(operands, Sequence):
+            raise BindingError(f"kernel {name!r} is given a {type(operands).__name__}, expected a sequence of operands")
         own = [self._own(memory, f"operand {i} of kernel {name!r}") for i, memory in enumerate(operands)]
         predicates = [
             None if memory is None else self._own(memory, f"{what} of kernel {name!r}")

@@ -13,7 +13,6 @@ from .command_buffer_operands import Integer, MemoryRange, Number, dim, names_in
 from .command_recorder_operands import KernelCall
 from .command_recorder_requirements import Requirement, end_of, text_of
 from .commands import DIRECT, READ, SLOT, WRITE, Barrier, Command, Copy, Dispatch, Fill, Reference, SlotSpec
-from .signature import Dim
 from .walk_commands import Kernel
 
 COUNT_BYTES = 4
@@ -225,29 +224,32 @@ class Recorder:
 
     def _refuse_overlap(self, uses: Sequence[tuple[str, Reference, str]], what: str) -> None:
         for (name, a, access), (other, b, other_access) in itertools.combinations(uses, 2):
-            if access == other_access == READ or not self._overlap(a, b):
+            if access == other_access == READ or a.space != b.space or (a.space == SLOT and a.index != b.index):
+                continue  # the memory of two slots is compared when it is bound
+            if a.space == SLOT and (a.index, b.index) in self._may_overlap:
                 continue
-            if a.space != SLOT or (a.index, b.index) not in self._may_overlap:
-                both = " and ".join(sorted({_name(a), _name(b)}))
+            both = " and ".join(sorted({_name(a), _name(b)}))
+            (begin, end), (other_begin, other_end) = self._ends(a), self._ends(b)
+            gaps = [begin - other_end, other_begin - end]
+            known = [gap for gap in gaps if isinstance(gap, int)]
+            if any(gap >= 0 for gap in known):
+                continue
+            if len(known) == len(gaps):
                 hint = f" unless may_overlap has ({a.index}, {b.index})" if a.space == SLOT else ""
                 raise BindingError(
                     f"{what}: {name} and {other} share bytes of {both}, and one is written; expected apart{hint}"
                 )
+            gap = Number(f"max({', '.join(str(dim(gap)) for gap in gaps)})")
+            self._limits.ask(f"{what}: the gap between {name} and {other} in {both}, of which one is written,", gap)
 
-    def _overlap(self, a: Reference, b: Reference) -> bool:
-        """Whether two ranges are known to share bytes, as far as the recording knows where they are."""
-        ranges = [self._known_range(a), self._known_range(b)]
-        if a.space != b.space or (a.space == SLOT and a.index != b.index) or None in ranges:
-            return False
-        (begin, end), (other_begin, other_end) = [r for r in ranges if r is not None]
-        return begin < other_end and other_begin < end
-
-    def _known_range(self, reference: Reference) -> tuple[int, int] | None:
-        offset: Dim = reference.offset
-        if isinstance(offset, str) or isinstance(reference.length, str):
-            return None
+    def _ends(self, reference: Reference) -> tuple[Integer, Integer]:
+        """The first byte of a range and the one after its last: of a slot, or of all memory."""
+        offset, length = (
+            Number(part) if isinstance(part, str) else part for part in (reference.offset, reference.length)
+        )
         base = self._directs[reference.index].address if reference.space == DIRECT else 0
-        return base + offset, base + offset + reference.length
+        begin = offset + base if base else offset
+        return begin, end_of(begin, length)
 
 
 def _place(memory: MemoryRange) -> str:

@@ -1,6 +1,8 @@
 """What was tried to break command buffers with: numbers, names, kernels and memory that nobody should give."""
 
+import copy
 import gc
+import pickle
 
 import numpy as np
 import pytest
@@ -96,6 +98,52 @@ def test_floats_beyond_their_type(compiled):
     assert (x == 1).all() and (y == 0).all()
     buffer.submit([x, y], [-2.5])
     assert (x == np.inf).all() and (y == -np.inf).all()
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("kept", [True, False])
+def test_parts_of_one_memory_that_parameters_move_into_each_other(machine, compiled, kept):
+    memory = np.zeros(24, "float32")
+    buffer = recording(machine, parameters=2)
+    first, second = (buffer.parameter(i) * 4 for i in range(2))
+    here = (lambda *place: buffer.buffer(memory, *place)) if kept else (lambda *place: buffer.slot(0, *place))
+    buffer.dispatch("step", 1, [here(first), here(second)])
+    buffer.copy(here(64, 16), here(second + 16))
+    buffer.end(compiled)
+    bindings = [] if kept else [memory]
+    for row in ((0, 0), (0, 3), (3, 0), (0, 9), (0, 12)):
+        with pytest.raises(rh.BindingError, match=r"the gap between .* of which one is written, is -\d+, "):
+            buffer.submit(bindings, row)
+    assert (memory == 0).all()
+    for row in ((0, 4), (4, 0), (12, 8), (20, 8)):
+        memory[:] = np.arange(24)
+        buffer.submit(bindings, row)
+        expected = np.arange(24, dtype="float32")
+        expected[row[1] : row[1] + 4] = expected[row[0] : row[0] + 4] + 1
+        expected[row[1] + 4 : row[1] + 8] = expected[16:20]
+        np.testing.assert_array_equal(memory, expected)
+
+
+def test_odd_bindings_and_operands(machine):
+    buffer = recording(machine)
+    for operands in (5, None):
+        with pytest.raises(rh.BindingError, match="kernel 'step' is given a .*, expected a sequence of operands"):
+            buffer.dispatch("step", 1, operands)
+    buffer.dispatch("step", 1, [buffer.slot(0), buffer.slot(1)])
+    buffer.end()
+    memory = np.zeros(12, "float32")
+    for part in ((memory, 0.0, 16), (memory, True), (memory, 0, "16")):
+        with pytest.raises(rh.BindingError, match="slot 0 is bound to a part by .*, expected .buffer, offset, length."):
+            buffer.bind([part, memory])
+    for part in ((memory, -16, 16), (memory, 16, -16), (memory, 2**70, 16), (memory, 40, 16)):
+        with pytest.raises(rh.BindingError, match="slot 0 takes .* bytes, expected a part of them"):
+            buffer.bind([part, memory])
+    table = buffer.bind([(memory, np.int64(16), np.uint8(16)), (memory, None, 16)])
+    buffer.submit(table, [0])
+    np.testing.assert_array_equal(memory[:5], [1, 1, 1, 1, 0])
+    for take in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(rh.BindingError, match="cannot be pickled or copied"):
+            take(table)
 
 
 def test_a_pass_that_comes_too_early_leaves_the_module_to_those_before_it():

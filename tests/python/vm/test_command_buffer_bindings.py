@@ -69,7 +69,7 @@ def test_unused_slots_may_stay_empty(adding):
         (1, (np.zeros(33, "float32"), 8), "slot 1 is bound to 124 bytes, expected at least 128"),
         (1, (np.zeros(40, "float32"), 8, 64), "slot 1 is bound to 64 bytes, expected at least 128"),
         (1, (np.zeros(40, "float32"), 8, 160), "slot 1 takes 160 from byte 8 on of 160 bytes"),
-        (1, (np.zeros(40, "float32"), -8), "expected a buffer or .buffer, offset, length."),
+        (1, (np.zeros(40, "float32"), -8), "slot 1 takes the rest from byte -8 on of 160 bytes"),
         (1, (np.zeros(40, "float32"), 0, 128, 1), "expected a buffer or .buffer, offset, length."),
         (0, np.zeros(16, "int32"), "slot 0 has dtype int32, expected float32"),
         (
