@@ -121,8 +121,9 @@ def record_function(
 def fetch_kernel(name: str, slots: int, target: tvm.target.Target) -> tirx.PrimFunc:
     """A kernel that copies a row of the ring into the table: that of the submission whose turn it is.
 
-    Reading host memory takes a microsecond, so all rows are read at once, while the device's own count of submissions
-    says which one is meant.
+    Reading host memory takes a microsecond, and so does writing it. So all rows are read at once, while the device's
+    own count of submissions says which one is meant; and meanwhile the host is told that those before this one have
+    read theirs.
     """
     threads = min(ROWS * slots, _MOST_THREADS)
     rounds = -(-ROWS * slots // threads)
@@ -138,14 +139,14 @@ def fetch_kernel(name: str, slots: int, target: tvm.target.Target) -> tirx.PrimF
                 with T.If(place < ROWS * slots), T.Then():
                     T.buffer_store(read, ring[place], [_word(number)])
             T.buffer_store(ticket, table[_word(state.TICKET)], [_word(0)])
+            T.evaluate(T.tvm_storage_sync("shared"))
+            with T.If(thread == 0), T.Then():
+                T.buffer_store(table, ticket[_word(0)] + 1, [_word(state.TICKET)])
+                T.buffer_store(consumed, ticket[_word(0)], [_word(0)])
             for number, place in enumerate(here):
                 is_meant = tirx.floordiv(place, slots) == tirx.truncmod(ticket[_word(0)], _word(ROWS))
                 with T.If(is_meant), T.Then():
                     T.buffer_store(table, read[_word(number)], [state.ENTRIES + tirx.floormod(place, slots)])
-            T.evaluate(T.tvm_storage_sync("shared"))
-            with T.If(thread == 0), T.Then():
-                T.buffer_store(table, ticket[_word(0)] + 1, [_word(state.TICKET)])
-                T.buffer_store(consumed, ticket[_word(0)] + 1, [_word(0)])
     return _private(function, target)
 
 

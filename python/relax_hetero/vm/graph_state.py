@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ROWS = 8
-"""How many submissions may wait for the device to begin with them; the next one waits for the oldest to begin."""
+"""A submission's row is free again when the device has begun with the next one; where none is free, one waits."""
 
 # Of the state. Some are written by the host alone, one by the device alone: that has a cache line of its own.
 LAUNCH, GET_STREAM, GRAPH, DEVICE, SUBMITTED, CONSUMED = 0, 1, 2, 3, 4, 8
