@@ -11,9 +11,7 @@ import numpy as np
 
 from ..element_types import numpy_dtype
 from ..errors import BindingError
-from .command_buffer_operands import Integer, as_float, integer, within_int64
-
-_INT64 = 1 << 63
+from .command_buffer_operands import INT64, Integer, as_float, integer, within_int64
 
 
 def as_count(value: object, what: str) -> int:
@@ -85,7 +83,7 @@ def _number(value: Any, dtype: str, index: int) -> int | float:
         value = _converted(value, dtype, index)
         if dtype == "float64":
             return value
-    return value if -_INT64 <= value < _INT64 else within_int64(value, f"parameter {index}")
+    return value if INT64[0] <= value <= INT64[1] else within_int64(value, f"parameter {index}")
 
 
 def _converted(value: object, dtype: str, index: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import math
 import operator
@@ -14,7 +15,8 @@ from .dims import parse_dim
 from .signature import Dim
 
 MOST_CHARACTERS = 1000
-_INT64 = 1 << 63
+INT64 = -(1 << 63), (1 << 63) - 1
+"""The least and greatest number that commands count with."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,18 @@ def names_in(value: Integer) -> frozenset[str]:
     return parse_dim(value.text).names if isinstance(value, Number) else frozenset()
 
 
+def divided(value: Integer) -> list[Number]:
+    """What ``//`` and ``%`` in a number divide: machine code wraps where it is no int64, which they alone reveal."""
+    if not isinstance(value, Number) or not ("//" in value.text or "%" in value.text):
+        return []
+    nodes = ast.walk(ast.parse(value.text, mode="eval"))
+    return [
+        Number(f"({ast.unparse(node.left)})")
+        for node in nodes
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv | ast.Mod)
+    ]
+
+
 def integer(value: object, what: str) -> Integer:
     """`value`, where it is an int or a Number; BindingError, which begins with `what`, for anything else."""
     if isinstance(value, Number):
@@ -117,7 +131,7 @@ def integer(value: object, what: str) -> Integer:
 
 def within_int64(value: int, what: str) -> int:
     """`value`, where it is of the type that commands count in; BindingError, which begins with `what`, where not."""
-    if not -_INT64 <= value < _INT64:
+    if not INT64[0] <= value <= INT64[1]:
         raise BindingError(f"{what} is {value:#x}, expected a number of type int64")
     return value
 

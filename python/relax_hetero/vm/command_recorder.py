@@ -9,7 +9,17 @@ from dataclasses import dataclass
 from ..errors import BindingError
 from .binding_table_memory import BYTES, Lent
 from .command_buffer_limits import Limit, Limits
-from .command_buffer_operands import Integer, MemoryRange, Number, dim, names_in, parameter_name, size_name
+from .command_buffer_operands import (
+    INT64,
+    Integer,
+    MemoryRange,
+    Number,
+    dim,
+    divided,
+    names_in,
+    parameter_name,
+    size_name,
+)
 from .command_recorder_operands import KernelCall
 from .command_recorder_requirements import Requirement, end_of, text_of
 from .commands import DIRECT, READ, SLOT, WRITE, Barrier, Command, Copy, Dispatch, Fill, Reference, SlotSpec
@@ -120,7 +130,7 @@ class Recorder:
         self._begin()
         spec, where = call.kernel.spec, f"kernel {call.kernel.spec.name!r}"
         for direction, number in zip("xyz", grid, strict=False):
-            self._integer(f"the workgroup count of {where} along {direction}", number, 0)
+            self._integer(f"the workgroup count of {where} along {direction}", number, 0, INT64[1])
         operands = []
         for param, memory, (extents, nbytes) in zip(spec.tensors, call.operands, call.extents, strict=True):
             what = f"tensor {param.name!r} of {where}"
@@ -212,6 +222,8 @@ class Recorder:
     def _integer(self, what: str, value: Integer, low: int | None, high: int | None = None) -> None:
         self._integers |= names_in(value)
         self._limits.ask(what, value, low, high)
+        for part in divided(value):
+            self._limits.ask(f"a part of {what}", part, *INT64)
 
     def _scalar(self, what: str, dtype: str, value: Integer | float) -> None:
         if dtype.startswith("float"):

@@ -82,6 +82,23 @@ def test_numbers_that_commands_cannot_count_in(machine, compiled):
 
 
 @pytest.mark.parametrize("compiled", [True, False])
+def test_arithmetic_that_leaves_int64_on_the_way(machine, compiled):
+    """Python does not mind, machine code does."""
+    buffer = recording(machine)
+    number = buffer.parameter(0)
+    buffer.fill(buffer.slot(0, number * number // 2**58, 1), b"a")
+    buffer.dispatch("step", number * number, [buffer.slot(1, 0, 16), buffer.slot(1, 16, 16)])
+    buffer.end(compiled)
+    given, added_to = np.zeros(512, "int8"), np.zeros(8, "float32")
+    for far in (2**32, -(2**32), 3037000500):
+        with pytest.raises(rh.BindingError, match="is [0-9]*, .parameter_0 . parameter_0., expected at most"):
+            buffer.submit([given, added_to], [far])
+    assert not given.any() and not added_to.any()
+    buffer.submit([given, added_to], [2**31])
+    assert np.flatnonzero(given).tolist() == [16] and (added_to[4:] == 1).all()
+
+
+@pytest.mark.parametrize("compiled", [True, False])
 def test_floats_beyond_their_type(compiled):
     machine = rh.vm.VirtualMachine(rh.compile(Kernels))
     buffer = recording(machine)
