@@ -6,8 +6,12 @@ import pickle
 
 import numpy as np
 import pytest
+import tvm
 from tvm import relax, te
 from tvm.ir import assert_structural_equal
+from tvm.script import ir as I
+from tvm.script import relax as R
+from tvm.script import tirx as T
 
 import relax_hetero as rh
 from vm.command_kernels import Kernels
@@ -171,3 +175,106 @@ def test_a_pass_that_comes_too_early_leaves_the_module_to_those_before_it():
     assert len(exe.metadata.regions) == 1
     x = np.arange(4, dtype="float32")
     np.testing.assert_array_equal(rh.vm.VirtualMachine(exe)["main"](x).numpy(), 2 - x)
+
+
+@tvm.register_global_func("relax_hetero.test.half", override=True)
+def half(x):
+    return tvm.runtime.tensor(x.numpy() / 2, x.device)
+
+
+@I.ir_module
+class Everything:
+    """What ends runs: recursion, a branch, work in place, an unknown function, a transfer, another function."""
+
+    I.module_global_infos({"vdevice": [I.vdevice({"kind": "llvm", "mcpu": "x86-64-v3"}, 0), I.vdevice("llvm", 1)]})
+
+    @T.prim_func(s_tir=True)
+    def next(a: T.handle, b: T.handle):
+        T.func_attr({"op_pattern": 8})
+        n = T.int64()
+        A = T.match_buffer(a, (n,), "float32")
+        B = T.match_buffer(b, (n,), "float32")
+        for i in range(n):
+            B[i] = A[i] + T.float32(1)
+
+    @T.prim_func(private=True, s_tir=True)
+    def add_to(c: T.handle, a: T.handle):
+        T.func_attr({"op_pattern": 8})
+        n = T.int64()
+        C = T.match_buffer(c, (n,), "float32")
+        A = T.match_buffer(a, (n,), "float32")
+        for i in range(n):
+            C[i] = C[i] + A[i]
+
+    @T.prim_func(private=True, s_tir=True)
+    def times(a: T.handle, factor: T.int64, b: T.handle):
+        T.func_attr({"op_pattern": 8})
+        n = T.int64()
+        A = T.match_buffer(a, (n,), "float32")
+        B = T.match_buffer(b, (n,), "float32")
+        for i in range(n):
+            B[i] = A[i] * T.Cast("float32", factor)
+
+    @R.function(private=True)
+    def again(x: R.Tensor(("n",), "float32", "llvm:0"), left: R.Tensor((), "int32", "llvm:0")) -> R.Tensor(
+        ("n",), "float32", "llvm:0"
+    ):
+        n = T.int64()
+        cls = Everything
+        a = R.call_tir(cls.next, (x,), out_ty=R.Tensor((n,), "float32", "llvm:0"))
+        b = R.call_tir(cls.next, (a,), out_ty=R.Tensor((n,), "float32", "llvm:0"))
+        fewer = R.subtract(left, R.const(1, "int32"))
+        more = R.greater(fewer, R.const(0, "int32"))
+        if more:
+            c: R.Tensor((n,), "float32", "llvm:0") = cls.again(b, fewer)
+            d = R.call_tir(cls.next, (c,), out_ty=R.Tensor((n,), "float32", "llvm:0"))
+            result = R.call_tir(cls.next, (d,), out_ty=R.Tensor((n,), "float32", "llvm:0"))
+        else:
+            result = b
+        return result
+
+    @R.function
+    def main(x: R.Tensor(("n",), "float32", "llvm:0"), left: R.Tensor((), "int32", "llvm:0"), factor: R.Prim("int64")):
+        n = T.int64()
+        cls = Everything
+        a = R.call_tir(cls.next, (x,), out_ty=R.Tensor((n,), "float32", "llvm:0"))
+        b = R.call_tir(cls.times, (a, factor), out_ty=R.Tensor((n,), "float32", "llvm:0"))
+        c = R.call_pure_packed("relax_hetero.test.half", b, ty_args=R.Tensor((n,), "float32", "llvm:0"))
+        d = cls.again(c, left)
+        e = R.call_tir(cls.next, (d,), out_ty=R.Tensor((n,), "float32", "llvm:0"))
+        before = R.call_tir(cls.next, (e,), out_ty=R.Tensor((n,), "float32", "llvm:0"))
+        sum_ = R.call_tir_inplace(cls.add_to, (e, a), out_ty=R.Tensor((n,), "float32", "llvm:0"), inplace_indices=[0])
+        after = R.call_tir(cls.next, (sum_,), out_ty=R.Tensor((n,), "float32", "llvm:0"))
+        there = R.to_vdevice(after, "llvm:1")
+        f = R.call_tir(cls.next, (there,), out_ty=R.Tensor((n,), "float32", "llvm:1"))
+        g = R.call_tir(cls.next, (f,), out_ty=R.Tensor((n,), "float32", "llvm:1"))
+        return (before, sum_, after, g)
+
+
+def expected_of_everything(x, left, factor):
+    a = x + 1
+    e = a * factor / 2 + (4 * left - 2) + 1
+    return e + 1, e + a, e + a + 1, e + a + 3
+
+
+def test_modules_at_every_stage():
+    stages, mod = [Everything], Everything
+    for step in rh.get_pipeline().passes:
+        mod = step(mod)
+        if step.info.name in ("RealizeVDevice", "FormDispatches", "FormCommandBuffers", "LowerToVM"):
+            stages.append(mod)
+    stages += [rh.transform.FormCommandBuffers()(stage) for stage in stages[:3]]
+    for stage in stages:
+        exe = rh.compile(stage)
+        assert [(r.function, r.device) for r in exe.metadata.regions] == [
+            ("again", 0),
+            ("again", 0),
+            *[("main", 0)] * 2,
+            ("main", 1),
+        ]
+        machine = rh.vm.VirtualMachine(exe)
+        for n, left, factor in ((4, 1, 3), (0, 3, 1), (100, 5, -2), (1, 2, 0)):
+            x = np.arange(n, dtype="float32")
+            found = machine["main"](x, np.int32(left), factor)
+            for field, expected in zip(found, expected_of_everything(x, left, factor), strict=True):
+                np.testing.assert_array_equal(field.numpy(), expected)
