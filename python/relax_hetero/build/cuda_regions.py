@@ -30,7 +30,7 @@ from tvm_ffi import structural_walk
 
 from ..tir.command_list import Tensor
 from ..tir.graph_functions import Launch, fetch_kernel, fill_kernel, record_function, submit_function
-from ..tir.table_kernel import table_kernel
+from ..tir.table_kernel import fetching_kernel, table_kernel, threads_of_one_block
 from ..transform.blocks import renamed
 from ..transform.command_report import regions_of, with_region
 from ..transform.rewriting import copy_module, fresh_global_var, map_bindings, op_name, relax_functions, typed
@@ -38,8 +38,11 @@ from ..transform.stage import COMMANDS, KERNEL, is_lowered
 from ..vdevice import vdevices_of
 from ..vm.command_json import kernel_from_json
 from ..vm.commands import ARENA, SLOT, Dispatch, Reference, RegionSpec
-from ..vm.graph_state import Layout
+from ..vm.graph_state import ENTRIES, ROWS, TABLE, Layout
 from .direct_references import DirectTable
+
+_MOST_ROUNDS = 8
+"""In which one block of few threads fetches a table; more are left to a kernel of its own."""
 
 GRAPH = "CUDA graph"
 """How a region runs (`RegionSpec.runs`)."""
@@ -116,8 +119,13 @@ class _Writer:
         tensors = [Tensor(str(p.name), list(p.ty.shape), str(p.ty.dtype)) for p in old.params]
         inputs = sum(slot.access == "read" for slot in region.slots)
         results = tensors[inputs + len(region.directs) :][: count - inputs]
-        launches = [self._launch(command, region) for command in region.commands if isinstance(command, Dispatch)]
-        fetch = self._once(("fetch", count, str(target)), lambda name: fetch_kernel(name, count, target))
+        commands = [command for command in region.commands if isinstance(command, Dispatch)]
+        launches = [self._launch(command, region) for command in commands]
+        first = next(i for i, command in enumerate(commands) if _entries(command))
+        launches[first] = self._fetching(launches[first], commands[first], count)
+        fetch = None
+        if launches[first].fetching is None:
+            fetch = self._once(("fetch", count, str(target)), lambda name: fetch_kernel(name, count, target))
         fill = self._once(("fill", str(target)), lambda name: fill_kernel(name, target))
         record = fresh_global_var(f"{gv.name_hint}_record", tvm.ir.Type.missing(), self._taken)
         self._add(record, record_function(record.name_hint, count, launches, fetch, fill, target))
@@ -135,18 +143,30 @@ class _Writer:
     def _launch(self, command: Dispatch, region: RegionSpec) -> Launch:
         kernel = self._kernels[command.kernel]
         raw = self.functions[kernel]
-        entries = tuple(i for i, operand in enumerate(command.operands) if operand.space == SLOT)
+        entries = _entries(command)
         arguments: list[Any] = [
-            tirx.const(operand.index, "int32") if i in entries else (*_word(operand, region), raw.params[i].ty)
+            tirx.const(ENTRIES + operand.index, "int32")
+            if i in entries
+            else (*_word(operand, region), raw.params[i].ty)
             for i, operand in enumerate(command.operands)
         ]
         numbers = raw.params[len(arguments) :]
         arguments += [tirx.const(value, p.ty.dtype) for p, value in zip(numbers, command.scalars, strict=True)]
         if not entries:
             return Launch(kernel, arguments)
-        table = (1, 8, _POINTER)
         variant = self._once((kernel.name_hint, entries), lambda _: table_kernel(raw, entries))
-        return Launch(variant, [table, *arguments])
+        return Launch(variant, [(TABLE, 0, _POINTER), *arguments])
+
+    def _fetching(self, launch: Launch, command: Dispatch, slots: int) -> Launch:
+        """The first launch that needs the table, with the kernel that fetches it where one block does all its work."""
+        kernel, entries = self._kernels[command.kernel], _entries(command)
+        raw = self.functions[kernel]
+        threads = threads_of_one_block(raw)
+        if threads is None or threads * _MOST_ROUNDS < ROWS * slots:
+            return launch
+        fetch = fetch_kernel("fetch", slots, raw.attrs["target"], threads)
+        key = (kernel.name_hint, entries, slots)
+        return replace(launch, fetching=self._once(key, lambda _: fetching_kernel(raw, entries, fetch)))
 
     def _once(self, key: tuple[Any, ...], make: Any) -> tvm.ir.GlobalVar:
         if key not in self._variants:
@@ -160,6 +180,11 @@ class _Writer:
 
 
 _POINTER = tvm.ir.PointerType(tvm.ir.PrimType("int64"), "global")
+
+
+def _entries(command: Dispatch) -> tuple[int, ...]:
+    """Which operands of a command are bindings."""
+    return tuple(i for i, operand in enumerate(command.operands) if operand.space == SLOT)
 
 
 def _word(operand: Reference, region: RegionSpec) -> tuple[int, int]:

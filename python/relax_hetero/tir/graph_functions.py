@@ -15,7 +15,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..vm import graph_state as state
-from ..vm.graph_state import FILLED_AT_ONCE, ROWS, Layout
+from ..vm.graph_state import FILLED_AT_ONCE, ROWS, TOLD_EVERY, Layout
 from .builder import Expr, Function
 from .command_list import Tensor
 
@@ -34,10 +34,14 @@ _TEXT = (
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel and its arguments: numbers, or words of the plan with a byte offset, which are addresses."""
+    """A kernel and its arguments: numbers, or words of the plan with a byte offset, which are addresses.
+
+    `fetching` is a kernel that brings a row of the ring into the table before it does the same.
+    """
 
     kernel: tvm.ir.GlobalVar
     arguments: Sequence[Expr | tuple[int, int, tvm.ir.Type]]
+    fetching: tvm.ir.GlobalVar | None = None
 
 
 def submit_function(
@@ -85,14 +89,14 @@ def record_function(
     name: str,
     slots: int,
     launches: Sequence[Launch],
-    fetch: tvm.ir.GlobalVar,
+    fetch: tvm.ir.GlobalVar | None,
     fill: tvm.ir.GlobalVar,
     target: tvm.target.Target,
 ) -> tirx.PrimFunc:
     """A PrimFunc of the plan's address that launches all kernels on the current stream.
 
-    First `fetch` brings a row of the ring into the table, to be recorded; or, where the plan names no ring, `fill`
-    writes the plan's bindings there, and the launches are the submission itself.
+    First `fetch`, or the launch that does this too, brings a row of the ring into the table, to be recorded; or, where
+    the plan names no ring, `fill` writes the plan's bindings there, and the launches are the submission itself.
     """
     with Function(name) as function:
         plan = T.arg("plan", T.handle(_WORD))
@@ -105,27 +109,40 @@ def record_function(
             def launch(kernel: tvm.ir.GlobalVar, *arguments: Expr) -> None:
                 T.evaluate(tvm.ir.Call(kernel, list(arguments), ret_ty="int32"))
 
-            with T.If(words[_word(state.RING)] != 0):
+            is_recording = words[_word(state.RING)] != 0
+            row = [address(word) for word in (state.RING, state.TABLE, state.CONSUMED_AT)]
+            with T.If(is_recording):
                 with T.Then():
-                    launch(fetch, address(state.RING), address(state.TABLE), address(state.CONSUMED_AT))
+                    if fetch is None:
+                        T.evaluate(0)
+                    else:
+                        launch(fetch, *row)
                 with T.Else():
                     for first in range(0, slots, FILLED_AT_ONCE):
                         entries = range(first, first + FILLED_AT_ONCE)
                         bound = [words[_word(state.BINDINGS + i)] if i < slots else _word(0) for i in entries]
                         launch(fill, address(state.TABLE, 8 * (state.ENTRIES + first)), *bound)
             for step in launches:
-                launch(step.kernel, *(address(*a) if isinstance(a, tuple) else a for a in step.arguments))
+                arguments = [address(*a) if isinstance(a, tuple) else a for a in step.arguments]
+                if step.fetching is None:
+                    launch(step.kernel, *arguments)
+                else:
+                    with T.If(is_recording):
+                        with T.Then():
+                            launch(step.fetching, *row, *arguments[1:])
+                        with T.Else():
+                            launch(step.kernel, *arguments)
     return _on(function, target)
 
 
-def fetch_kernel(name: str, slots: int, target: tvm.target.Target) -> tirx.PrimFunc:
+def fetch_kernel(name: str, slots: int, target: tvm.target.Target, threads: int = 0) -> tirx.PrimFunc:
     """A kernel that copies a row of the ring into the table: that of the submission whose turn it is.
 
     Reading host memory takes a microsecond, and so does writing it. So all rows are read at once, while the device's
-    own count of submissions says which one is meant; and meanwhile the host is told that those before this one have
-    read theirs.
+    own count of submissions says which one is meant; and at times the host is told meanwhile that those before this one
+    have read theirs.
     """
-    threads = min(ROWS * slots, _MOST_THREADS)
+    threads = threads or min(ROWS * slots, _MOST_THREADS)
     rounds = -(-ROWS * slots // threads)
     with Function(name) as function:
         parts = [_words(part) for part in ("ring", "table", "consumed")]
@@ -142,7 +159,8 @@ def fetch_kernel(name: str, slots: int, target: tvm.target.Target) -> tirx.PrimF
             T.evaluate(T.tvm_storage_sync("shared"))
             with T.If(thread == 0), T.Then():
                 T.buffer_store(table, ticket[_word(0)] + 1, [_word(state.TICKET)])
-                T.buffer_store(consumed, ticket[_word(0)], [_word(0)])
+                with T.If(tirx.truncmod(ticket[_word(0)], _word(TOLD_EVERY)) == 0), T.Then():
+                    T.buffer_store(consumed, ticket[_word(0)], [_word(0)])
             for number, place in enumerate(here):
                 is_meant = tirx.floordiv(place, slots) == tirx.truncmod(ticket[_word(0)], _word(ROWS))
                 with T.If(is_meant), T.Then():

@@ -25,7 +25,7 @@ from collections.abc import Collection
 
 import tvm
 from tvm import s_tir, tirx
-from tvm_ffi import structural_map
+from tvm_ffi import structural_map, structural_walk
 
 MOST_ENTRIES = 4096
 """Of a table; its extent in the code, which nothing checks."""
@@ -57,13 +57,65 @@ def table_kernel(raw: tirx.PrimFunc, entries: Collection[int]) -> tirx.PrimFunc:
         Its parameters are the table, then the kernel's in order, in which an int32 entry of the table stands for each
         of those tensors.
     """
+    table = tirx.Var("table", _TABLE_TYPE)
+    return _with_table(raw, entries, table, [], [table])
+
+
+def fetching_kernel(raw: tirx.PrimFunc, entries: Collection[int], fetch: tirx.PrimFunc) -> tirx.PrimFunc:
+    """A kernel as `table_kernel` makes it that writes the table first: one launch less before it.
+
+    Parameters
+    ----------
+    raw, entries
+        As of `table_kernel`; `threads_of_one_block` gives a number.
+    fetch : tirx.PrimFunc
+        A kernel of one block of as many threads, whose second parameter is the table.
+
+    Returns
+    -------
+    tirx.PrimFunc
+        Its parameters are those of `fetch`, then the kernel's.
+    """
+    nest = _nest(fetch)
+    assert nest is not None, "a kernel of one launch is expected"
+    before = [nest, tirx.Evaluate(tirx.op.tvm_storage_sync("shared"))]
+    return _with_table(raw, entries, fetch.params[1], before, list(fetch.params))
+
+
+def threads_of_one_block(kernel: tirx.PrimFunc) -> int | None:
+    """The threads along x of a kernel of one launch and one block; None where there are more blocks."""
+    nest = _nest(kernel)
+    if nest is None:
+        return None
+    extents: dict[str, int | None] = {}
+
+    def on_loop(loop: tirx.For) -> None:
+        if loop.thread_binding is not None:
+            extents[str(loop.thread_binding.thread_tag)] = _number(loop.extent)
+
+    structural_walk(nest, (tirx.For, on_loop))
+    blocks = [extent for tag, extent in extents.items() if tag.startswith("blockIdx")]
+    is_one = str(nest.thread_binding.thread_tag).startswith("blockIdx") and all(extent == 1 for extent in blocks)
+    return extents.get("threadIdx.x") if is_one else None
+
+
+def _number(extent: tirx.Expr) -> int | None:
+    return int(extent.value) if isinstance(extent, tirx.IntImm) else None
+
+
+def _with_table(
+    raw: tirx.PrimFunc,
+    entries: Collection[int],
+    table: tirx.Var,
+    before: list[tirx.Stmt],
+    params: list[tirx.Var],
+) -> tirx.PrimFunc:
     nest = _nest(raw)
     assert nest is not None, "a kernel of one launch is expected"
-    table = tirx.Var("table", _TABLE_TYPE)
     words = tirx.decl_buffer((tirx.const(MOST_ENTRIES, "int64"),), "int64", "words")
     pointers = [raw.params[i] for i in entries]
     numbers = {p: tirx.Var(f"{p.name.removesuffix('_data')}_entry", tvm.ir.PrimType("int32")) for p in pointers}
-    inside: list[tirx.Stmt] = [tirx.DeclBuffer(words, data=table)]
+    inside: list[tirx.Stmt] = [*before, tirx.DeclBuffer(words, data=table)]
 
     def on_declaration(declaration: tirx.DeclBuffer) -> tirx.Stmt:
         if declaration.data not in numbers:
@@ -82,8 +134,8 @@ def table_kernel(raw: tirx.PrimFunc, entries: Collection[int]) -> tirx.PrimFunc:
 
     body = structural_map(raw.body, (tirx.DeclBuffer, on_declaration))
     body = structural_map(body, (tirx.For, on_loop))
-    params = [table, *(numbers.get(param, param) for param in raw.params)]
-    return tirx.PrimFunc(params, body, raw.ret_type, raw.attrs, raw.span)
+    own = [numbers.get(param, param) for param in raw.params]
+    return tirx.PrimFunc([*params, *own], body, raw.ret_type, raw.attrs, raw.span)
 
 
 def _nest(kernel: tirx.PrimFunc) -> tirx.For | None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ROWS = 8
-"""A submission's row is free again when the device has begun with the next one; where none is free, one waits."""
+ROWS, TOLD_EVERY = 16, 4
+"""A submission's row is free again when the device has begun with a later one, of which it tells the host about every
+fourth: that write takes a microsecond. Where no row is free, a submission waits."""
 
 # Of the state. Some are written by the host alone, one by the device alone: that has a cache line of its own.
 LAUNCH, GET_STREAM, GRAPH, DEVICE, SUBMITTED, CONSUMED = 0, 1, 2, 3, 4, 8

@@ -90,7 +90,8 @@ def test_kernels_read_the_table_only_for_bindings():
     assert {"step", "step_table", "step_table_1", "join_table", "join_table_1"} <= set(found)
     assert "join" not in found  # each call of it has a binding
     record = found["main_commands_record"].script()
-    order = [record.index(f" {name}(") for name in ("step_table", "step", "step_table_1", "join_table", "join_table_1")]
+    names = ("fill_table", "step_table_2", "step_table", "step", "step_table_1", "join_table", "join_table_1")
+    order = [record.index(f" {name}(") for name in names]
     assert order == sorted(order)
     assert COMMANDS not in found["main_commands_record"].attrs
 
@@ -98,11 +99,32 @@ def test_kernels_read_the_table_only_for_bindings():
 def test_code_of_a_graph():
     exe = rh.compile(Steps)
     code = sources(exe.module)
-    for kernel in ("step", "step_table", "join_table", "fetch_table", "fill_table"):
+    for kernel in ("step", "step_table", "join_table", "fill_table"):
         assert f" {kernel}(" in code
+    assert "fetch_table" not in code  # the first kernel is one block, and fetches the bindings itself
+    fetching = code[code.rindex(" step_table_2(") :]
+    order = [fetching.index(text) for text in ("ring[", "consumed[0] =", "__syncthreads();\n  float* A", "C_data[")]
+    assert order == sorted(order)
     (region,) = exe.metadata.regions
     (state,) = [spec for spec in exe.metadata.constants if spec.region]
     assert state.region == region.name and state.addresses == region.directs and len(region.directs) == 1
+
+
+def test_bindings_are_fetched_by_a_kernel_of_its_own_before_many_blocks():
+    builder = relax.BlockBuilder()
+    device = rh.VDevice(CUDA)
+    x = relax.Var("x", relax.TensorType((64, 1000), "float32", device))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            y = builder.emit(relax.op.nn.softmax(builder.emit(relax.op.nn.softmax(x))))
+            y = builder.emit_output(y)
+        builder.emit_func_output(y)
+    mod = builder.get()
+    mod.update_global_info("vdevice", [device])
+    found = functions(form_cuda_graphs(recorded(mod))[0])
+    record = found["main_commands_record"].script()
+    order = [record.index(f" {name}(") for name in ("fetch_table", "fill_table", "softmax_table", "softmax_table_1")]
+    assert order == sorted(order)
 
 
 def test_more_slots_than_one_kernel_fills():

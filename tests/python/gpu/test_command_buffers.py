@@ -106,12 +106,12 @@ def test_layers_as_a_graph():
     assert is_recorded(graph_of(vm))
 
 
-@pytest.mark.parametrize("count", [2, 3, 10, 200])
-def test_other_bindings_each_time(count):
-    vm = rh.vm.VirtualMachine(rh.compile(steps(count)))
+@pytest.mark.parametrize("count, extent", [(2, 16), (3, 16), (10, 5000), (200, 16), (200, 1030)])
+def test_other_bindings_each_time(count, extent):
+    vm = rh.vm.VirtualMachine(rh.compile(steps(count, extent)))
     held = []  # so that no result has the memory of an earlier one
     for _ in range(3 * ROWS):
-        x = numbers()
+        x = numbers(extent)
         held.append((x, vm["main"](tvm.runtime.tensor(x, tvm.cuda(0)))))
     for x, y in held:
         np.testing.assert_array_equal(y.numpy(), added(x, count))
