@@ -92,7 +92,8 @@ def is_host(device: runtime.Device) -> bool:
 def alias(tensor: runtime.Tensor, device: runtime.Device) -> runtime.Tensor:
     """The same memory as `tensor`, seen from `device`, with its byte offset folded into the pointer.
 
-    `device` must be able to read that memory: the same device type, and for other than CPUs the same id.
+    `device` must be able to read that memory: the same device type, and for other than CPUs the same id; or a GPU, if
+    it is pinned memory of the host.
     """
     capsule = tensor.__dlpack__()
     head = _head(capsule)
