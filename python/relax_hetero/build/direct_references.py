@@ -38,6 +38,7 @@ from ..transform.rewriting import copy_module, fresh_global_var, map_bindings, r
 from ..transform.stage import COMMANDS, DEVICE
 from ..vdevice import vdevices_of
 from ..vm.kernel_addresses import address_function
+from .trusted_arguments import TRUSTED, types_are_true
 
 _SYMBOL = "relax_hetero.kernel."
 _THUNK = "relax_hetero.call."
@@ -72,6 +73,7 @@ def by_address(mod: tvm.IRModule) -> tuple[tvm.IRModule, list[DirectTable]]:
     functions = dict(mod.functions.items())
     for kernel in _called_by(buffers.values()):
         functions[kernel] = _named(kernel, functions[kernel])
+    is_trusted = types_are_true(mod)
     tables: list[DirectTable] = []
     vdevices = vdevices_of(mod)
     rewritten: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
@@ -86,7 +88,8 @@ def by_address(mod: tvm.IRModule) -> tuple[tvm.IRModule, list[DirectTable]]:
         kernels = _called_by([func])
         table = _table(len(constants) + len(kernels), vdevices[int(func.attrs[DEVICE])])
         tables.append(DirectTable(table, constants, [kernel.name_hint for kernel in kernels]))
-        rewritten[call.op] = _with_table(func, taken, kernels)
+        buffer = _with_table(func, taken, kernels)
+        rewritten[call.op] = buffer.with_attr(TRUSTED, True) if is_trusted else buffer
         args = [table, *(arg for i, arg in enumerate(call.args) if i not in taken)]
         new = relax.Call(call.op, args, call.attrs, call.ty_args, call.span, ret_ty=call.ty)
         return relax.VarBinding(binding.var, new, binding.span)

@@ -8,6 +8,7 @@ from tvm import tirx
 from .loosen_alignment import loosen_alignment
 from .lower_vector_math import LowerVectorMath
 from .own_workspaces import with_own_workspaces
+from .trusted_arguments import without_checks
 
 
 def build_llvm(target: tvm.target.Target, group: tvm.IRModule) -> tvm.runtime.Module:
@@ -29,5 +30,6 @@ def build_llvm(target: tvm.target.Target, group: tvm.IRModule) -> tvm.runtime.Mo
     pipeline, finalize, _ = tirx.get_default_tir_pipeline(full)
     functions = {gv: loosen_alignment(func) for gv, func in group.functions.items()}
     bound = tirx.transform.BindTarget(full)(tvm.IRModule(functions))
-    lowered = finalize()(LowerVectorMath()(with_own_workspaces(pipeline(bound))))
+    packed = with_own_workspaces(without_checks(pipeline(bound)))
+    lowered = finalize()(LowerVectorMath()(packed))
     return tvm.get_global_func("target.build.llvm")(lowered, full.host)
