@@ -112,7 +112,7 @@ def _lower(
 ) -> tuple[tvm.IRModule, list[DirectTable]]:
     """The module in the virtual machine's form, and what its CUDA graphs need."""
     graphs = CudaGraphs()
-    *passes, last = all_passes(command_buffers, temporaries=True)
+    *passes, last = all_passes(command_buffers, apart=True)
     passes += [graphs.form(), last]
     for done, step in enumerate(passes, 1):
         try:

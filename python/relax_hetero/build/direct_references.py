@@ -71,8 +71,8 @@ def by_address(mod: tvm.IRModule) -> tuple[tvm.IRModule, list[DirectTable]]:
     if not buffers:
         return mod, []
     functions = dict(mod.functions.items())
-    for kernel in _called_by(buffers.values()):
-        functions[kernel] = _named(kernel, functions[kernel])
+    for kernel in called_by(buffers.values()):
+        functions[kernel] = named_kernel(kernel, functions[kernel])
     is_trusted = types_are_true(mod)
     tables: list[DirectTable] = []
     vdevices = vdevices_of(mod)
@@ -85,7 +85,7 @@ def by_address(mod: tvm.IRModule) -> tuple[tvm.IRModule, list[DirectTable]]:
         taken = [i for i, arg in enumerate(call.args) if _is_tensor(arg)]
         constants = [call.args[i] for i in taken]
         func = buffers[call.op]
-        kernels = _called_by([func])
+        kernels = called_by([func])
         table = _table(len(constants) + len(kernels), vdevices[int(func.attrs[DEVICE])])
         tables.append(DirectTable(table, constants, [kernel.name_hint for kernel in kernels]))
         buffer = _with_table(func, taken, kernels)
@@ -126,7 +126,7 @@ def callable_by_hand(mod: tvm.IRModule, kernels: Sequence[str]) -> tuple[tvm.IRM
             signature = raw_signature(func)
             if signature is not None:
                 raw = fresh_global_var(f"{gv.name_hint}_raw", gv.ty, taken)
-                functions[raw] = _named(raw, raw_kernel(func, signature))
+                functions[raw] = named_kernel(raw, raw_kernel(func, signature))
                 symbols[gv.name_hint] = raw.name_hint
     return (copy_module(mod, functions), symbols) if symbols else (mod, symbols)
 
@@ -135,19 +135,19 @@ def with_address_functions(part: tvm.IRModule) -> tvm.IRModule:
     """A module to be compiled with a function ``relax_hetero.address.NAME`` for each kernel called by address."""
     functions = dict(part.functions.items())
     for gv, func in part.functions.items():
-        if str(func.attrs.get("global_symbol", "")) == _symbol(gv.name_hint):
+        if str(func.attrs.get("global_symbol", "")) == kernel_symbol(gv.name_hint):
             name = address_function(gv.name_hint)
             functions[tvm.ir.GlobalVar(name)] = _address_function(gv.name_hint, name, func.attrs["target"])
     return copy_module(part, functions)
 
 
-def _named(gv: tvm.ir.GlobalVar, raw: tirx.PrimFunc) -> tirx.PrimFunc:
+def named_kernel(gv: tvm.ir.GlobalVar, raw: tirx.PrimFunc) -> tirx.PrimFunc:
     """A raw kernel with a symbol, which TVM leaves in the calling convention it has."""
-    return raw.with_attr({"global_symbol": _symbol(gv.name_hint), "calling_conv": int(CallingConv.C_PACKED_FUNC)})
+    return raw.with_attr({"global_symbol": kernel_symbol(gv.name_hint), "calling_conv": int(CallingConv.C_PACKED_FUNC)})
 
 
 def _address_function(kernel: str, name: str, target: tvm.target.Target) -> tirx.PrimFunc:
-    symbol = _symbol(kernel)
+    symbol = kernel_symbol(kernel)
     getter = f"{symbol}.address"
     text = (
         f"declare i32 @{symbol}()\n"
@@ -178,7 +178,7 @@ def _with_table(func: tirx.PrimFunc, constants: Sequence[int], kernels: Sequence
 
     def on_call(call: tvm.ir.Call) -> tvm.ir.Expr:
         if call.op in entries:
-            types = [_llvm_type(arg) for arg in call.args]
+            types = [llvm_type(arg) for arg in call.args]
             name = _THUNK + ".".join(types)
             thunks[name] = thunk(name, types)
             return tirx.call_extern("int32", name, entry(call.op), *call.args)
@@ -191,7 +191,8 @@ def _with_table(func: tirx.PrimFunc, constants: Sequence[int], kernels: Sequence
     return tirx.PrimFunc(params, body, func.ret_type, func.attrs, func.span)
 
 
-def _llvm_type(arg: tvm.ir.Expr) -> str:
+def llvm_type(arg: tvm.ir.Expr) -> str:
+    """LLVM's name of the type that an argument is passed as."""
     return "ptr" if isinstance(arg.ty, tvm.ir.PointerType) else llvm_scalar(str(arg.ty.dtype))
 
 
@@ -200,7 +201,7 @@ def llvm_scalar(dtype: str) -> str:
     return _LLVM_TYPES.get(dtype) or f"i{tvm.DataType(dtype).bits}"
 
 
-def _symbol(kernel: str) -> str:
+def kernel_symbol(kernel: str) -> str:
     """The symbol of a kernel called by address: a function may have any name, an LLVM identifier may not."""
     return _SYMBOL + re.sub(r"[^A-Za-z0-9_.]", lambda match: f"${ord(match[0]):x}$", kernel)
 
@@ -215,7 +216,8 @@ def thunk(name: str, types: Sequence[str]) -> str:
     )
 
 
-def _called_by(buffers: Any) -> list[tvm.ir.GlobalVar]:
+def called_by(buffers: Any) -> list[tvm.ir.GlobalVar]:
+    """The kernels that functions call, in order."""
     found: dict[tvm.ir.GlobalVar, None] = {}
     for func in buffers:
         structural_walk(func.body, (tvm.ir.GlobalVar, lambda gv: found.setdefault(gv)))

@@ -1,7 +1,8 @@
 """`tvm.compile` with this library's pipeline is refused for several devices, instead of built for the first one.
 
 TVM links all host kernels for one target and puts all constants on one device, silently. Importing
-`relax_hetero.build` wraps its link step with a check; modules that did not go through our pipeline pass untouched.
+`relax_hetero.build` wraps its link step with a check, and with what command buffers need there (`out_of_line`); modules
+that did not go through our pipeline pass untouched.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from tvm.relax import vm_build
 
 from ..errors import BuildError
 from ..transform.stage import device_count
+from .out_of_line import with_kernels_out_of_line
 
 
 def install() -> None:
@@ -30,6 +32,8 @@ def install() -> None:
                 f"tvm.compile links for one target and one device, and this module has {devices} vdevices: "
                 "expected relax_hetero.compile(mod), which builds each device's kernels for its own target"
             )
+        if tir_mod is not None:
+            tir_mod = with_kernels_out_of_line(tir_mod)
         return stock(builder, target, tir_mod, *args, **kwargs)
 
     checked.guarded_by_relax_hetero = True  # type: ignore[attr-defined]

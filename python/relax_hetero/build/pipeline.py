@@ -35,9 +35,9 @@ def get_pipeline(command_buffers: bool = True) -> tvm.transform.Pass:
     return tvm.transform.Sequential(all_passes(command_buffers), name="relax_hetero")
 
 
-def all_passes(command_buffers: bool, temporaries: bool = False) -> list[tvm.transform.Pass]:
-    """The passes of `get_pipeline`; `temporaries` is that of `FormCommandBuffers`."""
-    record = [FormCommandBuffers(temporaries)] if command_buffers else []
+def all_passes(command_buffers: bool, apart: bool = False) -> list[tvm.transform.Pass]:
+    """The passes of `get_pipeline`; `apart` is that of `FormCommandBuffers`."""
+    record = [FormCommandBuffers(apart)] if command_buffers else []
     return [*passes_to_dispatches(), *record, LowerToVM()]
 
 

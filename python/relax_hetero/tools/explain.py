@@ -60,7 +60,7 @@ def _of_onnx(path: Path, placing: Placing) -> Explanation:
         collect_encodings() as reports,
         collect_fusions() as fusions,
     ):
-        for step in (*passes_to_dispatches(), FormCommandBuffers(temporaries=True), CudaGraphs().form()):
+        for step in (*passes_to_dispatches(), FormCommandBuffers(apart=True), CudaGraphs().form()):
             module = step(module)
     regions = regions_as_linked(module)
     commands = CommandBuffers(list(targets), regions, kernels_of(module), single_calls_of(module))

@@ -67,12 +67,12 @@ class RunFinder:
     ----------
     mod : tvm.IRModule
         Placed, of dispatches (FormDispatches).
-    temporaries : bool
+    apart : bool
         As `KernelCalls` has it.
     """
 
-    def __init__(self, mod: tvm.IRModule, temporaries: bool = False) -> None:
-        self.calls = KernelCalls(mod, temporaries)
+    def __init__(self, mod: tvm.IRModule, apart: bool = False) -> None:
+        self.calls = KernelCalls(mod, apart)
         self._vdevices = vdevices_of(mod)
 
     def cut(self, block: Block) -> list[int | Run]:

@@ -42,14 +42,14 @@ from .run_ends import single_calls, why_ended
 from .stage import COMMANDS, is_lowered
 
 
-def FormCommandBuffers(temporaries: bool = False) -> tvm.transform.Pass:
+def FormCommandBuffers(apart: bool = False) -> tvm.transform.Pass:
     """Outline runs of kernels as command buffers.
 
     Parameters
     ----------
-    temporaries : bool
-        Whether kernels of llvm devices that have temporaries in TVM's workspace may join. ``rh.compile`` can build
-        them, stock TVM cannot.
+    apart : bool
+        Whether kernels of llvm devices will be compiled apart from the host function, as ``rh.compile`` does. Only
+        then kernels with temporaries in TVM's workspace join, which stock TVM cannot build.
 
     Returns
     -------
@@ -60,12 +60,12 @@ def FormCommandBuffers(temporaries: bool = False) -> tvm.transform.Pass:
 
     @tvm.transform.module_pass(opt_level=0, name="FormCommandBuffers")
     def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        return form_command_buffers(mod, temporaries)
+        return form_command_buffers(mod, apart)
 
     return run
 
 
-def form_command_buffers(mod: tvm.IRModule, temporaries: bool = False) -> tvm.IRModule:
+def form_command_buffers(mod: tvm.IRModule, apart: bool = False) -> tvm.IRModule:
     """See the module's docstring."""
     if is_lowered(mod) or not vdevices_of(mod) or any(COMMANDS in func.attrs for func in mod.functions.values()):
         return mod
@@ -73,7 +73,7 @@ def form_command_buffers(mod: tvm.IRModule, temporaries: bool = False) -> tvm.IR
     if not is_formed(bound):  # FormDispatches would fuse buffers with what it has yet to make kernels of
         return mod
     # Views must be seen as such: a reshape that is a kernel copies.
-    former = _Former(relax.transform.RewriteDataflowReshape()(with_root_blocks(bound)), temporaries)
+    former = _Former(relax.transform.RewriteDataflowReshape()(with_root_blocks(bound)), apart)
     functions = {
         gv: rewrite_function(func, former.in_function(gv.name_hint)) for gv, func in relax_functions(former.mod)
     }
@@ -83,11 +83,11 @@ def form_command_buffers(mod: tvm.IRModule, temporaries: bool = False) -> tvm.IR
 class _Former:
     """Collects the command buffers of a module."""
 
-    def __init__(self, mod: tvm.IRModule, temporaries: bool) -> None:
+    def __init__(self, mod: tvm.IRModule, apart: bool) -> None:
         self.mod = mod
         self.recorded: list[Recorded] = []
         self.single: list[SingleCall] = []
-        self._finder = RunFinder(mod, temporaries)
+        self._finder = RunFinder(mod, apart)
         self._taken = {gv.name_hint for gv in mod.get_global_vars()}
 
     def in_function(self, name: str) -> Rewrite:

@@ -53,12 +53,12 @@ class KernelCalls:
     ----------
     mod : tvm.IRModule
         Placed, of dispatches.
-    temporaries : bool
-        Whether kernels of llvm devices may have temporaries in a workspace.
+    apart : bool
+        As `FormCommandBuffers` has it: whether kernels of llvm devices may have temporaries in a workspace.
     """
 
-    def __init__(self, mod: tvm.IRModule, temporaries: bool = False) -> None:
-        self._mod, self._temporaries = mod, temporaries
+    def __init__(self, mod: tvm.IRModule, apart: bool = False) -> None:
+        self._mod, self._apart = mod, apart
         self._signatures: dict[tvm.ir.GlobalVar, RawSignature | None] = {}
 
     def signature(self, kernel: tvm.ir.GlobalVar) -> RawSignature | None:
@@ -77,7 +77,7 @@ class KernelCalls:
         target = kernel.attrs.get("target")
         if target is not None and "gpu" in target.keys:
             return is_one_launch(kernel)
-        allowed = self._temporaries and target is not None and target.kind.name == "llvm"
+        allowed = self._apart and target is not None and target.kind.name == "llvm"
         return allowed or not has_temporaries(kernel)
 
     def of(self, binding: relax.Binding) -> KernelCall | None:

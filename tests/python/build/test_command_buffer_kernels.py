@@ -1,9 +1,11 @@
 """Every kind of kernel in a command buffer: those that fail, fork, call others, are called by others, need room."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import tvm
-from tvm import relax
+from tvm import relax, te
 from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
@@ -68,6 +70,44 @@ def test_kernels_with_temporaries_join_where_this_library_builds_them():
     stock = tvm.compile(mod, target=tvm.target.Target(V4), relax_pipeline=rh.get_pipeline())
     machine = relax.VirtualMachine(stock, tvm.cpu())
     np.testing.assert_array_equal(machine["main"](tvm.runtime.tensor(x)).numpy(), want)
+
+
+def _one_more(a, last, i):
+    return a[te.min(i, last)] + 1
+
+
+def growing(count, target):
+    """A module of kernels no two of which are alike: each adds one, and makes one element more, a copy of its last."""
+    device = rh.VDevice(target)
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((16,), "float32", device))
+    with builder.function("main", [x]):
+        value = x
+        with builder.dataflow():
+            for width in range(16, 16 + count):
+                a = te.placeholder((width,), "float32", "a")
+                made = te.compute((width + 1,), partial(_one_more, a, width - 1))
+                kernel = te.create_prim_func([a, made]).with_attr("op_pattern", 8)
+                ty = relax.TensorType((width + 1,), "float32", device)
+                value = builder.emit(relax.call_tir(builder.add_func(kernel, f"step_{width}"), (value,), ty))
+            out = builder.emit_output(value)
+        builder.emit_func_output(out)
+    mod = builder.get()
+    mod.update_global_info("vdevice", [device])
+    return mod
+
+
+@pytest.mark.parametrize("target", [V4, "c"])
+def test_no_kernel_is_inlined_where_it_could_be_reordered(target):
+    """What one kernel stores the next one loads, through variables that TVM tells LLVM are different memory."""
+    mod, x = growing(90, target), np.arange(16, dtype="float32")
+    want = np.concatenate([x, np.full(90, 15, "float32")]) + np.float32(90)
+    on = rh.vm.VirtualMachine(rh.compile(mod))
+    np.testing.assert_array_equal(on["main"](x).numpy(), want)
+    if target != "c":
+        stock = tvm.compile(mod, target=tvm.target.Target(V4), relax_pipeline=rh.get_pipeline())
+        machine = relax.VirtualMachine(stock, tvm.cpu())
+        np.testing.assert_array_equal(machine["main"](tvm.runtime.tensor(x)).numpy(), want)
 
 
 def test_kernels_that_fork_threads_or_assert():
