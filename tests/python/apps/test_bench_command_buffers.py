@@ -19,6 +19,8 @@ BENCH = Path(__file__).parents[3] / "apps" / "bench"
 @pytest.fixture(autouse=True)
 def _bench_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCH))
+    # The tests have a package of that name too, which other tests may have imported.
+    monkeypatch.delitem(sys.modules, "models", raising=False)
 
 
 def run(*arguments: str) -> Any:
