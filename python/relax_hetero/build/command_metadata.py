@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import prod
 
 import tvm
 from tvm import relax
 
 from ..tir.raw_kernel import raw_signature
 from ..transform.command_report import kernel_functions, kernel_spec, kernels_of, regions_of
-from ..transform.kernel_work import operations_of
+from ..transform.kernel_work import operations_of, tensor_bytes
 from ..transform.rewriting import relax_functions, walk_bindings
 from ..transform.stage import COMMANDS, public_kernels
 from ..vdevice import vdevices_of
@@ -108,6 +107,5 @@ def _bytes(kernel: KernelSpec) -> int:
     for tensor in kernel.tensors:
         if any(isinstance(extent, str) for extent in tensor.shape):
             return 0
-        dtype = tvm.DataType(tensor.dtype)
-        total += (prod(int(extent) for extent in tensor.shape) * dtype.bits * dtype.lanes + 7) // 8
+        total += tensor_bytes([int(extent) for extent in tensor.shape], tvm.DataType(tensor.dtype))
     return total

@@ -142,8 +142,8 @@ class _Writer:
         scalars = [*(self._value(scalar) for scalar in command.scalars), *groups]
         typed = [_as(v, s.dtype) for v, s in zip(scalars, kernel.scalars, strict=True)]
         types = [*["i64"] * len(operands), *(llvm_scalar(scalar.dtype) for scalar in kernel.scalars)]
-        name = f"relax_hetero.call.{'.'.join(types)}"
-        self._texts[name] = thunk(name, types)
+        name, text = thunk(types)
+        self._texts[name] = text
         self._set_status(tirx.call_extern("int32", name, address, *operands, *typed))
 
     def _counts(self, command: Dispatch) -> list[Expr]:

@@ -12,8 +12,8 @@ After::
 
 A constant is a *direct* reference: it is where it is for as long as the machine lives, so passing it with each call, of
 hundreds, would be waste. A kernel could be called by name if it stood in the same LLVM module, but LLVM compiles a
-module on one core, and kernels are compiled in modules of a few (`side_by_side`). A call by address costs 4 ns, as a
-direct one does.
+module on one core, and kernels are compiled in modules of a few (`side_by_side`). A call by address costs
+nanoseconds.
 
 Each kernel that is called by address gets a packed function ``relax_hetero.address.NAME`` that says where it is.
 """
@@ -21,7 +21,7 @@ Each kernel that is called by address gets a packed function ``relax_hetero.addr
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,12 +30,20 @@ import tvm
 from tvm import relax, tirx
 from tvm.ir import CallingConv
 from tvm.script.ir_builder import tirx as T
-from tvm_ffi import structural_map, structural_walk
+from tvm_ffi import structural_map
 
 from ..tir.builder import Function
 from ..tir.raw_kernel import raw_kernel, raw_signature
-from ..transform.rewriting import copy_module, fresh_global_var, map_bindings, relax_functions
-from ..transform.stage import COMMANDS, DEVICE
+from ..transform.command_report import regions_of
+from ..transform.rewriting import (
+    copy_module,
+    fresh_global_var,
+    global_vars_in,
+    is_tensor_constant,
+    map_bindings,
+    relax_functions,
+)
+from ..transform.stage import COMMANDS
 from ..vdevice import vdevices_of
 from ..vm.kernel_addresses import address_function
 from .trusted_arguments import TRUSTED, types_are_true
@@ -71,22 +79,22 @@ def by_address(mod: tvm.IRModule) -> tuple[tvm.IRModule, list[DirectTable]]:
     if not buffers:
         return mod, []
     functions = dict(mod.functions.items())
-    for kernel in called_by(buffers.values()):
-        functions[kernel] = named_kernel(kernel, functions[kernel])
+    functions.update(named_kernels(mod, buffers.values()))
     is_trusted = types_are_true(mod)
     tables: list[DirectTable] = []
     vdevices = vdevices_of(mod)
+    devices = {region.name: vdevices[region.device] for region in regions_of(mod)}
     rewritten: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
 
     def change(binding: relax.Binding) -> relax.Binding:
         call = binding.value
         if not isinstance(call, relax.Call) or call.op not in buffers:
             return binding
-        taken = [i for i, arg in enumerate(call.args) if _is_tensor(arg)]
+        taken = [i for i, arg in enumerate(call.args) if is_tensor_constant(arg)]
         constants = [call.args[i] for i in taken]
         func = buffers[call.op]
-        kernels = called_by([func])
-        table = _table(len(constants) + len(kernels), vdevices[int(func.attrs[DEVICE])])
+        kernels = global_vars_in(func.body)
+        table = _table(len(constants) + len(kernels), devices[call.op.name_hint])
         tables.append(DirectTable(table, constants, [kernel.name_hint for kernel in kernels]))
         buffer = _with_table(func, taken, kernels)
         rewritten[call.op] = buffer.with_attr(TRUSTED, True) if is_trusted else buffer
@@ -146,6 +154,12 @@ def named_kernel(gv: tvm.ir.GlobalVar, raw: tirx.PrimFunc) -> tirx.PrimFunc:
     return raw.with_attr({"global_symbol": kernel_symbol(gv.name_hint), "calling_conv": int(CallingConv.C_PACKED_FUNC)})
 
 
+def named_kernels(mod: tvm.IRModule, buffers: Iterable[tirx.PrimFunc]) -> dict[tvm.ir.GlobalVar, tirx.PrimFunc]:
+    """The kernels that command buffers call, as `named_kernel` makes them."""
+    called = dict.fromkeys(gv for buffer in buffers for gv in global_vars_in(buffer.body))
+    return {gv: named_kernel(gv, mod[gv]) for gv in called}
+
+
 def _address_function(kernel: str, name: str, target: tvm.target.Target) -> tirx.PrimFunc:
     symbol = kernel_symbol(kernel)
     getter = f"{symbol}.address"
@@ -179,8 +193,8 @@ def _with_table(func: tirx.PrimFunc, constants: Sequence[int], kernels: Sequence
     def on_call(call: tvm.ir.Call) -> tvm.ir.Expr:
         if call.op in entries:
             types = [llvm_type(arg) for arg in call.args]
-            name = _THUNK + ".".join(types)
-            thunks[name] = thunk(name, types)
+            name, text = thunk(types)
+            thunks[name] = text
             return tirx.call_extern("int32", name, entry(call.op), *call.args)
         is_data = isinstance(call.op, tvm.ir.Op) and call.op.name == "tirx.buffer_data"
         return tirx.reinterpret(call.ty, entry(call.args[0])) if is_data and call.args[0] in entries else call
@@ -206,23 +220,19 @@ def kernel_symbol(kernel: str) -> str:
     return _SYMBOL + re.sub(r"[^A-Za-z0-9_.]", lambda match: f"${ord(match[0]):x}$", kernel)
 
 
-def thunk(name: str, types: Sequence[str]) -> str:
-    """A function in LLVM's language that calls an address: TIR has no such expression."""
+def thunk(types: Sequence[str]) -> tuple[str, str]:
+    """A function in LLVM's language that calls an address, as TIR cannot: its name, and its text.
+
+    Parameters
+    ----------
+    types : sequence of str
+        LLVM's names of the types of arguments; the address comes before them, as an i64.
+    """
+    name = _THUNK + ".".join(types)
     params = "".join(f", {kind} %a{i}" for i, kind in enumerate(types))
     args = ", ".join(f"{kind} %a{i}" for i, kind in enumerate(types))
-    return (
+    text = (
         f"define linkonce_odr hidden i32 @{name}(i64 %kernel{params}) alwaysinline {{\n"
         f"  %address = inttoptr i64 %kernel to ptr\n  %status = call i32 %address({args})\n  ret i32 %status\n}}\n"
     )
-
-
-def called_by(buffers: Any) -> list[tvm.ir.GlobalVar]:
-    """The kernels that functions call, in order."""
-    found: dict[tvm.ir.GlobalVar, None] = {}
-    for func in buffers:
-        structural_walk(func.body, (tvm.ir.GlobalVar, lambda gv: found.setdefault(gv)))
-    return list(found)
-
-
-def _is_tensor(arg: relax.Expr) -> bool:
-    return isinstance(arg, tvm.ir.GenericConst) and isinstance(arg.value, tvm.runtime.Tensor)
+    return name, text

@@ -13,7 +13,7 @@ import tvm
 from tvm import relax
 from tvm_ffi import structural_map, structural_walk
 
-from ..transform.rewriting import copy_module, relax_functions, typed, with_body
+from ..transform.rewriting import copy_module, is_tensor_constant, relax_functions, typed, with_body
 from ..vdevice import vdevice_index, vdevices_of
 from ..vm.metadata import ConstantSpec
 from .direct_references import DirectTable
@@ -27,11 +27,6 @@ class LiftedConstants:
     specs: list[ConstantSpec]
     tensors: list[tvm.runtime.Tensor]
     takers: set[str]
-
-
-def is_tensor(constant: tvm.ir.GenericConst) -> bool:
-    """Whether a constant's payload is a tensor (and not a string, type or other literal)."""
-    return isinstance(constant.value, tvm.runtime.Tensor)
 
 
 class _Table:
@@ -100,7 +95,7 @@ def _takers(mod: tvm.IRModule, functions: dict[tvm.ir.GlobalVar, relax.Function]
     for gv, func in functions.items():
 
         def on_constant(constant: tvm.ir.GenericConst, gv: tvm.ir.GlobalVar = gv) -> None:
-            if is_tensor(constant):
+            if is_tensor_constant(constant):
                 holds.add(gv)
 
         def on_global(callee: tvm.ir.GlobalVar, gv: tvm.ir.GlobalVar = gv) -> None:
@@ -121,7 +116,7 @@ def _replace(func: relax.Function, table: _Table) -> tuple[relax.Expr, dict[int,
     used: dict[int, relax.Var] = {}
 
     def on_constant(constant: tvm.ir.GenericConst) -> relax.Expr:
-        if not is_tensor(constant):
+        if not is_tensor_constant(constant):
             return constant
         index = table.add(constant)
         if index not in used:

@@ -16,7 +16,7 @@ import tvm
 from tvm import tirx
 from tvm_ffi import structural_map
 
-from .direct_references import called_by, is_llvm_buffer, kernel_symbol, llvm_type, named_kernel
+from .direct_references import is_llvm_buffer, kernel_symbol, llvm_type, named_kernels
 
 
 def with_kernels_out_of_line(mod: tvm.IRModule) -> tvm.IRModule:
@@ -25,8 +25,7 @@ def with_kernels_out_of_line(mod: tvm.IRModule) -> tvm.IRModule:
     if not buffers:
         return mod
     functions = dict(mod.functions.items())
-    for kernel in called_by(buffers.values()):
-        functions[kernel] = named_kernel(kernel, functions[kernel])
+    functions.update(named_kernels(mod, buffers.values()))
     functions.update({gv: _calling_out(func) for gv, func in buffers.items()})
     return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import tvm
 from tvm import tirx
 
-# Of the symbols of packed functions (TVM's symbol::tvm_ffi_symbol_prefix).
-_PREFIX = "__tvm_ffi_"
+from ..vm.export import SYMBOL_PREFIX
 
 
 def with_own_workspaces(mod: tvm.IRModule) -> tvm.IRModule:
@@ -20,7 +19,7 @@ def with_own_workspaces(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def _is_packed(func: tirx.PrimFunc) -> bool:
-    return str(func.attrs.get("global_symbol", "")).startswith(_PREFIX)
+    return str(func.attrs.get("global_symbol", "")).startswith(SYMBOL_PREFIX)
 
 
 def _with_device(func: tirx.PrimFunc) -> tirx.PrimFunc:

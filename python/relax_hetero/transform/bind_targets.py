@@ -19,11 +19,19 @@ from functools import partial
 
 import tvm
 from tvm import relax, tirx
-from tvm_ffi import structural_map, structural_walk
+from tvm_ffi import structural_map
 
 from ..errors import BuildError
 from ..vdevice import default_vdevice, device_name, vdevices_of
-from .rewriting import copy_module, fresh_global_var, map_bindings, op_name, relax_functions, tensor_types
+from .rewriting import (
+    copy_module,
+    fresh_global_var,
+    global_vars_in,
+    map_bindings,
+    op_name,
+    relax_functions,
+    tensor_types,
+)
 
 CALL_TIR_OPS = ("relax.call_tir", "relax.call_tir_inplace", "relax.call_tir_with_grad")
 
@@ -141,9 +149,7 @@ class _Binder:
 
 
 def _callees(mod: tvm.IRModule, func: tirx.PrimFunc) -> list[tvm.ir.GlobalVar]:
-    found: dict[tvm.ir.GlobalVar, None] = {}
-    structural_walk(func.body, (tvm.ir.GlobalVar, lambda gv: found.setdefault(gv)))
-    return [gv for gv in found if isinstance(mod.functions.get(gv), tirx.PrimFunc)]
+    return [gv for gv in global_vars_in(func.body) if isinstance(mod.functions.get(gv), tirx.PrimFunc)]
 
 
 def _rename_calls(body: tirx.Stmt, renamed: dict[tvm.ir.GlobalVar, tvm.ir.GlobalVar]) -> tirx.Stmt:

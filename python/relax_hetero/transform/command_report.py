@@ -39,7 +39,7 @@ from .buffer_access import buffer_access
 from .dim_text import NoTextError, dim_text
 from .kernel_ops import ops_of
 from .record_run import Recorded, Step, Value
-from .stage import COMMANDS, DEVICE, KERNEL, SINGLE
+from .stage import COMMANDS, KERNEL, SINGLE
 
 WORKGROUPS = "relax_hetero.workgroups"
 """On a PrimFunc: how many of its last parameters are workgroup numbers (x, y, z)."""
@@ -189,7 +189,7 @@ def _element_bytes(dtype: str) -> int:
 
 def with_region(host: tirx.PrimFunc, region: RegionSpec) -> tirx.PrimFunc:
     """The host function of a command buffer, with what it does noted on it."""
-    return host.with_attr({COMMANDS: json.dumps(region_to_json(region)), DEVICE: region.device})
+    return host.with_attr(COMMANDS, json.dumps(region_to_json(region)))
 
 
 def with_kernel(raw: tirx.PrimFunc, kernel: KernelSpec, symbol: str) -> tirx.PrimFunc:

@@ -18,7 +18,7 @@ from ..tir.raw_kernel import RawSignature, has_temporaries, plain_extent, raw_si
 from ..tir.table_kernel import is_one_launch
 from .bind_targets import call_vdevice
 from .blocks import same_extent
-from .rewriting import op_name
+from .rewriting import is_tensor_constant, op_name
 from .stage import COMMANDS
 
 
@@ -118,9 +118,7 @@ def _results(ty: tvm.ir.Type) -> tuple[relax.TensorType, ...] | None:
 
 
 def _is_tensor(arg: relax.Expr) -> bool:
-    if isinstance(arg, relax.Var):
-        return True
-    return isinstance(arg, tvm.ir.GenericConst) and isinstance(arg.value, tvm.runtime.Tensor)
+    return isinstance(arg, relax.Var) or is_tensor_constant(arg)
 
 
 def _matched(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import prod
 from typing import Any
 
@@ -35,5 +36,9 @@ def _static(func: tirx.PrimFunc) -> bool:
 
 
 def _bytes(buffer: tirx.Buffer) -> int:
-    bits = buffer.dtype.bits * buffer.dtype.lanes
-    return (prod(int(extent) for extent in buffer.shape) * bits + 7) // 8
+    return tensor_bytes([int(extent) for extent in buffer.shape], buffer.dtype)
+
+
+def tensor_bytes(extents: Iterable[int], dtype: Any) -> int:
+    """Bytes of a tensor of elements of a ``tvm.DataType``."""
+    return (prod(extents) * dtype.bits * dtype.lanes + 7) // 8

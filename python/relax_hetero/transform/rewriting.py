@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import tvm
-from tvm import relax
+from tvm import relax, tirx
+from tvm_ffi import structural_walk
 
 BindingMap = Callable[[relax.Binding], "relax.Binding | list[relax.Binding]"]
 
@@ -132,6 +133,18 @@ def fresh_global_var(base: str, ty: tvm.ir.Type, taken: set[str]) -> tvm.ir.Glob
         name = f"{base}_{count}"
     taken.add(name)
     return typed(tvm.ir.GlobalVar(name), ty)
+
+
+def is_tensor_constant(expr: relax.Expr) -> bool:
+    """Whether an expression is a constant tensor (and not a string, a type or another literal)."""
+    return isinstance(expr, tvm.ir.GenericConst) and isinstance(expr.value, tvm.runtime.Tensor)
+
+
+def global_vars_in(body: tvm.ir.Expr | tirx.Stmt) -> list[tvm.ir.GlobalVar]:
+    """The functions that a body refers to, in order, each once."""
+    found: dict[tvm.ir.GlobalVar, None] = {}
+    structural_walk(body, (tvm.ir.GlobalVar, lambda gv: found.setdefault(gv)))
+    return list(found)
 
 
 def tensor_types(ty: tvm.ir.Type) -> Iterator[relax.TensorType]:

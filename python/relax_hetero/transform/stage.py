@@ -14,8 +14,6 @@ KERNEL = "relax_hetero.kernel"
 """On a PrimFunc: command buffers call it, and this says how."""
 SINGLE = "relax_hetero.single_calls"
 """On a module: the kernel calls that no command buffer makes, and why."""
-DEVICE = "relax_hetero.device"
-"""On a command buffer: the index of its vdevice."""
 
 
 def placement_report(mod: tvm.IRModule) -> str | None:

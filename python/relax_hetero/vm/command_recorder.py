@@ -95,7 +95,7 @@ class Recorder:
         """Repeat a pattern over a range."""
         self._begin()
         reference, length = self._whole(target, len(pattern), WRITE, "the target of fill")
-        self._limits.ask(f"the length of fill in {_place(target)}", length, 0, multiple=len(pattern))
+        self._limits.ask(f"the length of fill in {_name(target)}", length, 0, multiple=len(pattern))
         self._end(Fill(reference, pattern.hex()))
 
     def copy(self, source: MemoryRange, target: MemoryRange) -> None:
@@ -103,7 +103,7 @@ class Recorder:
         self._begin()
         if source.length is not None and target.length is not None and source.length != target.length:
             raise BindingError(
-                f"copy from {_place(source)} to {_place(target)}: {text_of(source.length)} and "
+                f"copy from {_name(source)} to {_name(target)}: {text_of(source.length)} and "
                 f"{text_of(target.length)} bytes, expected the same length"
             )
         if source.length is None and target.length is not None:
@@ -191,7 +191,7 @@ class Recorder:
         self, memory: MemoryRange, nbytes: Integer, alignment: int, access: str, dtype: str, what: str
     ) -> Reference:
         """A reference to `nbytes` of a range, and what it requires of where they lie."""
-        place, offset, length = _place(memory), memory.offset, memory.length
+        place, offset, length = _name(memory), memory.offset, memory.length
         self._integer(f"the offset of {what} in {place}", offset, 0)
         if length is None:
             length = nbytes
@@ -264,9 +264,5 @@ class Recorder:
         return begin, end_of(begin, length)
 
 
-def _place(memory: MemoryRange) -> str:
-    return f"slot {memory.index}" if memory.space == SLOT else f"buffer {memory.index}"
-
-
-def _name(reference: Reference) -> str:
-    return f"slot {reference.index}" if reference.space == SLOT else f"buffer {reference.index}"
+def _name(place: MemoryRange | Reference) -> str:
+    return f"slot {place.index}" if place.space == SLOT else f"buffer {place.index}"

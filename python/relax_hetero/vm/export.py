@@ -29,7 +29,7 @@ from .tensors import bytes_of
 _NEEDS_LINKING = ("c", "static_library")
 
 # Of the symbols of functions (TVM's symbol::tvm_ffi_symbol_prefix).
-_SYMBOL_PREFIX = "__tvm_ffi_"
+SYMBOL_PREFIX = "__tvm_ffi_"
 
 # For the source of `c` devices: TVM's generator reinterprets through pointers, and calls float16 "half".
 _C_OPTIONS = ("-O2", "-fno-strict-aliasing", "-Dhalf=_Float16")
@@ -57,9 +57,9 @@ def generate_code(module: runtime.Module) -> None:
 
 def _first_function(part: runtime.Module) -> None:
     # Kernels that are called by address have symbols without the prefix, and no packed function.
-    packed = (str(symbol) for symbol in part["get_func_names"]() if str(symbol).startswith(_SYMBOL_PREFIX))
+    packed = (str(symbol) for symbol in part["get_func_names"]() if str(symbol).startswith(SYMBOL_PREFIX))
     for symbol in itertools.islice(packed, 1):
-        part.get_function(symbol.removeprefix(_SYMBOL_PREFIX))
+        part.get_function(symbol.removeprefix(SYMBOL_PREFIX))
 
 
 def find_compiler(what: str) -> str:
