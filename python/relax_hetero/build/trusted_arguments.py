@@ -1,9 +1,9 @@
 """Command buffers whose arguments are known to fit do without TVM's checks of them.
 
-TVM checks every tensor that a packed function is given in code of some 170 lines of LLVM's language a tensor, which
-takes LLVM 17 ms each where there are two hundred. What a command buffer of a model is given is known: the machine has
-checked the arguments of the call, and all else was allocated, or is a constant, as its type says. Only what other
-packed functions return may be anything.
+TVM checks every tensor that a packed function is given, in code that takes LLVM the longer the more tensors there are.
+What a command buffer of a model is given is known: the machine has checked the arguments of
+the call, and all else was allocated, or is a constant, as its type says. Only what other packed functions return may
+be anything.
 """
 
 from __future__ import annotations
