@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -28,6 +27,7 @@ from .profile import Profile, Recorder
 from .profile_regions import RegionCalls
 from .results import check_out, fill, to_python
 from .signature import FunctionSignature
+from .stateful_calls import StatefulCalls
 from .tensors import AddressRange, address_ranges, copy_into
 from .threads import enter_call, leave_call, leave_threads_unpinned, threads_for
 from .walk_commands import Kernel, load_kernel
@@ -38,7 +38,7 @@ _POOLED_ALLOCATOR = 2
 _Tensor = tvm_ffi.core.Tensor
 
 
-class VirtualMachine:
+class VirtualMachine(StatefulCalls):
     """An executable, ready to run on devices of this process.
 
     Calls from several threads wait for each other; machines of their own run side by side.
@@ -68,14 +68,11 @@ class VirtualMachine:
     def __init__(self, executable: Executable, devices: object = None) -> None:
         if not isinstance(executable, Executable):
             raise BindingError(f"VirtualMachine runs an Executable, found {type(executable).__name__}")
-        self.executable = executable
+        super().__init__(executable)
         bound = bind_devices(executable.metadata, devices)
         self._devices = (*bound, host_device(executable.metadata, bound))
         self._scopes = (*(spec.memory_scope for spec in executable.devices), "global")
-        self._lock = threading.RLock()
         self._params: dict[str, tuple[dict[int, Any], DimValues, list[AddressRange]]] = {}
-        self._inputs: dict[str, tuple[list[Any], DimValues, list[AddressRange]]] = {}
-        self._outputs: dict[str, Any] = {}
         self._closures: dict[str, tuple[Any, tuple[Any, ...]]] = {}
         self._running = (self._devices, self._scopes)
         self._known: dict[str, KnownCalls] = {}
@@ -266,38 +263,6 @@ class VirtualMachine:
             to.dims.settle()
             self._params[function] = (given, to.dims, address_ranges(given.values()))
             self._known.pop(function, None)
-
-    def set_input(self, name: str, *args: Any, **kwargs: Any) -> None:
-        """Place the arguments of function `name` for `invoke_stateful`; checked as in a call."""
-        signature = self.executable.signature(name)
-        with self._lock:
-            values, dims, _ = self._bind(signature, args, kwargs, keep=True)
-            self._inputs[name] = (values, dims, address_ranges(values))
-
-    def invoke_stateful(self, name: str) -> None:
-        """Run function `name` on what `set_input` was given; BindingError without it."""
-        signature = self.executable.signature(name)
-        with self._lock:
-            if name not in self._inputs:
-                raise BindingError(f"function {name!r} has no inputs set; expected set_input({name!r}, ...) first")
-            values, dims, lent = self._inputs[name]
-            self._outputs[name] = self._run(signature, values, dims, lent, None)
-
-    def get_outputs(self, name: str) -> Any:
-        """The result of the last `invoke_stateful` of function `name`."""
-        self.executable.signature(name)
-        with self._lock:
-            if name not in self._outputs:
-                raise BindingError(f"function {name!r} has no outputs; expected invoke_stateful({name!r}) first")
-            return self._outputs[name]
-
-    def get_output(self, name: str, index: int = 0) -> Any:
-        """One result of the last `invoke_stateful`: field `index` of a tuple, or the result itself for 0."""
-        outputs = self.get_outputs(name)
-        fields = outputs if isinstance(outputs, tuple) else (outputs,)
-        if not 0 <= index < len(fields):
-            raise BindingError(f"function {name!r} has {len(fields)} outputs, found index {index}")
-        return fields[index]
 
     def profile(self, name: str, *args: Any, **kwargs: Any) -> Profile:
         """Run function `name` once and measure every kernel and transfer; see `Profile`.

@@ -1,0 +1,78 @@
+"""Calls in steps, as code written for TVM's own machine makes them: inputs first, then the run, then the outputs."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import BindingError
+from .dims import DimValues
+from .executable import Executable
+from .signature import FunctionSignature
+from .tensors import AddressRange, address_ranges
+
+
+class StatefulCalls(ABC):
+    """The half of a machine that keeps inputs and outputs between calls.
+
+    Parameters
+    ----------
+    executable : Executable
+
+    Attributes
+    ----------
+    executable : Executable
+        As given.
+    """
+
+    def __init__(self, executable: Executable) -> None:
+        self.executable = executable
+        self._lock = threading.RLock()
+        self._inputs: dict[str, tuple[list[Any], DimValues, list[AddressRange]]] = {}
+        self._outputs: dict[str, Any] = {}
+
+    @abstractmethod
+    def _bind(
+        self, signature: FunctionSignature, args: Sequence[Any], kwargs: Mapping[str, Any], keep: bool
+    ) -> tuple[list[Any], DimValues, list[AddressRange]]:
+        """What a function takes for these arguments, the values of its symbols, and the memory lent to it."""
+
+    @abstractmethod
+    def _run(
+        self, signature: FunctionSignature, values: list[Any], dims: DimValues, lent: list[AddressRange], out: Any
+    ) -> Any:
+        """The results of a function for what `_bind` gave."""
+
+    def set_input(self, name: str, *args: Any, **kwargs: Any) -> None:
+        """Place the arguments of function `name` for `invoke_stateful`; checked as in a call."""
+        signature = self.executable.signature(name)
+        with self._lock:
+            values, dims, _ = self._bind(signature, args, kwargs, keep=True)
+            self._inputs[name] = (values, dims, address_ranges(values))
+
+    def invoke_stateful(self, name: str) -> None:
+        """Run function `name` on what `set_input` was given; BindingError without it."""
+        signature = self.executable.signature(name)
+        with self._lock:
+            if name not in self._inputs:
+                raise BindingError(f"function {name!r} has no inputs set; expected set_input({name!r}, ...) first")
+            values, dims, lent = self._inputs[name]
+            self._outputs[name] = self._run(signature, values, dims, lent, None)
+
+    def get_outputs(self, name: str) -> Any:
+        """The result of the last `invoke_stateful` of function `name`."""
+        self.executable.signature(name)
+        with self._lock:
+            if name not in self._outputs:
+                raise BindingError(f"function {name!r} has no outputs; expected invoke_stateful({name!r}) first")
+            return self._outputs[name]
+
+    def get_output(self, name: str, index: int = 0) -> Any:
+        """One result of the last `invoke_stateful`: field `index` of a tuple, or the result itself for 0."""
+        outputs = self.get_outputs(name)
+        fields = outputs if isinstance(outputs, tuple) else (outputs,)
+        if not 0 <= index < len(fields):
+            raise BindingError(f"function {name!r} has {len(fields)} outputs, found index {index}")
+        return fields[index]
