@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -15,6 +16,9 @@ import numpy as np
 import tvm_ffi
 from tvm import runtime
 
+from .cuda_copies import Place, issue_copy
+from .cuda_library import CUDA, cuda_library
+from .cuda_streams import Event, Stream
 from .metadata import CPU
 
 # TVM's allocations have this alignment in bytes (kAllocAlignment) and its kernels rely on it unless told otherwise.
@@ -57,6 +61,11 @@ def _head(capsule: object) -> _DLTensor:
 def nbytes_of(tensor: runtime.Tensor) -> int:
     """Bytes of a contiguous tensor's elements."""
     return (int(tensor.numel()) * _bits(tensor.dtype) + 7) // 8
+
+
+def bytes_for(shape: tuple[int, ...], dtype: str) -> int:
+    """Bytes of the elements of a contiguous tensor."""
+    return (math.prod(shape) * _bits(tvm_ffi.dtype(dtype)) + 7) // 8
 
 
 @functools.cache
@@ -133,7 +142,10 @@ def from_numpy(array: np.ndarray, device: runtime.Device, scope: str | None = No
     if not (array.flags.c_contiguous and array.dtype.isnative):
         array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")).reshape(array.shape)
     tensor = _empty(array.shape, dtype, device, scope)
-    if array.nbytes:
+    lent = None if is_host(device) else from_array(array)
+    if lent is not None:
+        copy_into(lent, tensor)
+    elif array.nbytes:
         _copy_from_bytes(tensor, ctypes.c_void_p(array.__array_interface__["data"][0]), array.nbytes)
     return tensor
 
@@ -162,13 +174,22 @@ def empty(shape: tuple[int, ...], dtype: str, device: runtime.Device, scope: str
 
 
 def copy_into(source: runtime.Tensor, target: runtime.Tensor) -> None:
-    """Copy between tensors of equal size on any two devices; the copy has ended on return.
+    """Copy between contiguous tensors of equal size on any two devices; the copy has ended on return.
 
-    Two different device types of which neither is a CPU cannot exchange bytes directly: these go through
-    the host.
+    It comes after what the devices' current streams have been given. Two different device types of which neither is a
+    CPU cannot exchange bytes directly: these go through the host.
     """
     from_device, to_device = source.device, target.device
     from_type, to_type = from_device.dlpack_device_type(), to_device.dlpack_device_type()
+    if CUDA in (from_type, to_type) and from_type in (CPU, CUDA) and to_type in (CPU, CUDA):
+        library = cuda_library()
+        if library is not None:
+            stream = Stream.current(library, from_device if from_type == CUDA else to_device)
+            if from_type == to_type and from_device.index != to_device.index:
+                stream.wait(Stream.current(library, to_device).record())  # the target may be in use there
+            issue_copy(library, _place_of(source), _place_of(target), nbytes_of(source), stream)
+            stream.synchronize()
+            return
     if from_type != to_type and CPU not in (from_type, to_type):
         source = copy_to(source, runtime.device("cpu", 0))
         from_type = CPU
@@ -178,6 +199,33 @@ def copy_into(source: runtime.Tensor, target: runtime.Tensor) -> None:
         from_device.sync()
     elif to_type != CPU:
         to_device.sync()
+
+
+def begin_copy(source: runtime.Tensor, target: runtime.Tensor, stream: Stream) -> Event:
+    """Copy between contiguous tensors of equal size, of which at least one is on a GPU, in order with `stream`.
+
+    From memory of the host that is not pinned, it returns when that has been read; to such memory, when the copy has
+    ended. Otherwise it returns at once, and the caller keeps both tensors until the copy has ended.
+
+    Parameters
+    ----------
+    source, target : Tensor
+        On the stream's GPU, another GPU, or a CPU.
+    stream : Stream
+        Of the GPU; of either, where there are two.
+
+    Returns
+    -------
+    Event
+        The end of the copy.
+    """
+    issue_copy(stream.library, _place_of(source), _place_of(target), nbytes_of(source), stream)
+    return stream.record()
+
+
+def _place_of(tensor: runtime.Tensor) -> Place:
+    device = tensor.device
+    return Place(tensor.data_ptr(), device.index if device.dlpack_device_type() == CUDA else None)
 
 
 def copy_to(tensor: runtime.Tensor, device: runtime.Device, scope: str | None = None) -> runtime.Tensor:

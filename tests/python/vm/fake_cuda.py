@@ -1,0 +1,154 @@
+"""A CUDA driver in Python: device memory is the host's, and streams run as late as they can."""
+
+import ctypes
+import random
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+
+NOT_READY, LOST, INVALID = 600, 719, 1
+NAMES = {INVALID: b"CUDA_ERROR_INVALID_VALUE", LOST: b"CUDA_ERROR_LAUNCH_FAILED"}
+
+
+class FakeCuda:
+    """The driver's functions, for `CudaLibrary`.
+
+    Work waits in its stream until someone synchronises, or, with `seed`, until chance lets some of it run.
+    """
+
+    def __init__(self, seed=None):
+        self.lock = threading.RLock()
+        self.streams, self.events, self.pinned = {0: []}, {}, {}
+        self.copies, self.failing, self.current = [], {}, threading.local()
+        self.chance = None if seed is None else random.Random(seed)
+        self.handles = iter(range(1000, 10**9))
+        self.library = SimpleNamespace(
+            **{name: self._function(name) for name in dir(type(self)) if name.startswith("cu")}
+        )
+
+    def _function(self, name):
+        body = getattr(self, name)
+
+        def function(*args):
+            with self.lock:
+                if self.failing.get(name):
+                    return self.failing[name]
+                self._run_some()
+                return body(*args) or 0
+
+        return function
+
+    def _run_some(self):
+        if self.chance is not None:
+            stream = self.chance.choice(list(self.streams.values()))
+            self._run(stream, self.chance.randrange(len(stream) + 1))
+
+    def _run(self, stream, count):
+        for _ in range(min(count, len(stream))):
+            stream.pop(0)()
+
+    def _push(self, stream, work):
+        assert hasattr(self.current, "context"), "no context is current in this thread"
+        self.streams[stream or 0].append(work)
+
+    def cuInit(self, flags):
+        pass
+
+    def cuGetErrorName(self, status, result):
+        result._obj.value = NAMES.get(status)
+
+    def cuDevicePrimaryCtxRetain(self, result, gpu):
+        result._obj.value = 100 + gpu
+
+    def cuCtxSetCurrent(self, context):
+        self.current.context = context
+
+    def cuCtxPushCurrent_v2(self, context):
+        pass
+
+    def cuCtxPopCurrent_v2(self, result):
+        pass
+
+    def cuDeviceCanAccessPeer(self, result, gpu, peer):
+        result._obj.value = 1
+
+    def cuCtxEnablePeerAccess(self, context, flags):
+        self.copies.append(("peer access", context))
+
+    def cuStreamCreate(self, result, flags):
+        result._obj.value = handle = next(self.handles)
+        self.streams[handle] = []
+
+    def cuStreamDestroy_v2(self, stream):
+        self._run(self.streams[stream], len(self.streams[stream]))
+        del self.streams[stream]
+
+    def cuStreamSynchronize(self, stream):
+        waiting = self.streams[stream or 0]
+        self._run(waiting, len(waiting))
+
+    def cuStreamQuery(self, stream):
+        return NOT_READY if self.streams[stream or 0] else 0
+
+    def cuStreamWaitEvent(self, stream, event, flags):
+        reached = self.events[event]
+        self._push(stream, lambda: self._reach(reached))
+
+    def cuEventCreate(self, result, flags):
+        result._obj.value = handle = next(self.handles)
+        self.events[handle] = SimpleNamespace(stream=None, reached=True)
+
+    def cuEventDestroy_v2(self, event):
+        del self.events[event]
+
+    def cuEventRecord(self, event, stream):
+        self.events[event] = point = SimpleNamespace(stream=stream or 0, reached=False)
+        self._push(stream, lambda: setattr(point, "reached", True))
+
+    def cuEventSynchronize(self, event):
+        self._reach(self.events[event])
+
+    def cuEventQuery(self, event):
+        return 0 if self.events[event].reached else NOT_READY
+
+    def cuEventElapsedTime(self, result, first, second):
+        result._obj.value = 1.5
+
+    def _reach(self, point):
+        while not point.reached:
+            self._run(self.streams[point.stream], 1)
+
+    def cuMemHostAlloc(self, result, nbytes, flags):
+        memory = np.full(nbytes + 64, 0xAB, "uint8")
+        result._obj.value = address = -(-memory.ctypes.data // 64) * 64
+        self.pinned[address] = memory
+
+    def cuMemFreeHost(self, address):
+        del self.pinned[address]
+
+    def cuPointerGetAttribute(self, result, attribute, address):
+        for start, memory in self.pinned.items():
+            if start <= address < start + memory.nbytes - 64:
+                result._obj.value = 1
+                return 0
+        return INVALID
+
+    def cuMemcpyHtoDAsync_v2(self, target, source, nbytes, stream):
+        self._copy("to the GPU", target, source, nbytes, stream)
+
+    def cuMemcpyDtoHAsync_v2(self, target, source, nbytes, stream):
+        self._copy("to the host", target, source, nbytes, stream)
+
+    def cuMemcpyDtoDAsync_v2(self, target, source, nbytes, stream):
+        self._copy("on the GPU", target, source, nbytes, stream)
+
+    def cuMemcpyPeerAsync(self, target, target_context, source, source_context, nbytes, stream):
+        self._copy((source_context, target_context), target, source, nbytes, stream)
+
+    def _copy(self, kind, target, source, nbytes, stream):
+        self.copies.append((kind, nbytes))
+        self._push(stream, lambda: ctypes.memmove(target, source, nbytes))
+        pageable = {"to the GPU": source, "to the host": target}.get(kind)
+        if pageable is not None and self.cuPointerGetAttribute(SimpleNamespace(_obj=ctypes.c_uint()), 2, pageable):
+            self.cuStreamSynchronize(stream)  # as the driver does, at least where it writes to such memory

@@ -1,0 +1,98 @@
+"""Pinned tensors: their memory comes back, within bounds."""
+
+import gc
+import threading
+
+import numpy as np
+import pytest
+import tvm
+
+from relax_hetero.vm.cuda_library import CudaLibrary
+from relax_hetero.vm.pinned_pool import PinnedPool
+from relax_hetero.vm.tensors import alias
+from vm.fake_cuda import FakeCuda
+
+CPU = tvm.cpu(0)
+
+
+@pytest.fixture
+def cuda():
+    return FakeCuda()
+
+
+@pytest.fixture
+def library(cuda):
+    return CudaLibrary(cuda.library)
+
+
+def test_memory_comes_back_when_the_last_tensor_over_it_is_gone(cuda, library):
+    pool = PinnedPool(library, 0, 1 << 20)
+    first = pool.tensor((3, 700), "float32", tvm.cpu(2))
+    address, other = first.data_ptr(), alias(first, CPU)
+    assert str(first.device) == "cpu:2" and tuple(first.shape) == (3, 700) and str(first.dtype) == "float32"
+    assert library.is_pinned(address) and library.is_pinned(address + 3 * 700 * 4 - 1)
+    second = pool.tensor((3, 700), "float32", CPU)
+    assert second.data_ptr() != address
+    del first
+    assert pool.tensor((3, 700), "float32", CPU).data_ptr() not in (address, second.data_ptr())
+    del other
+    assert pool.tensor((2100,), "int32", CPU).data_ptr() == address
+    assert len(cuda.pinned) == 3
+
+
+def test_similar_sizes_share_memory(library):
+    pool = PinnedPool(library, 0, 1 << 30)
+    addresses = {pool.tensor((n,), "uint8", CPU).data_ptr() for n in range(70_000, 81_920, 1000)}
+    assert len(addresses) == 1 and pool.nbytes == 81_920
+
+
+def test_beyond_the_limit_nothing_is_pinned(cuda, library):
+    pool = PinnedPool(library, 0, 3 * 4096)
+    first, second = (pool.tensor((4096,), "uint8", CPU) for _ in range(2))
+    large = pool.tensor((8192,), "uint8", CPU)
+    assert not library.is_pinned(large.data_ptr()) and pool.nbytes == 8192
+    large.copyfrom(np.arange(8192, dtype="uint8"))
+    np.testing.assert_array_equal(large.numpy(), np.arange(8192, dtype="uint8"))
+    del first
+    large = pool.tensor((8192,), "uint8", CPU)  # what is kept makes room
+    assert library.is_pinned(large.data_ptr()) and pool.nbytes == 3 * 4096 and len(cuda.pinned) == 2
+    assert library.is_pinned(second.data_ptr())
+
+
+def test_no_elements_need_no_memory(cuda, library):
+    assert tuple(PinnedPool(library, 0, 1 << 20).tensor((0, 4), "float32", CPU).shape) == (0, 4)
+    assert not cuda.pinned
+
+
+def test_tensors_outlive_the_pool(cuda, library):
+    pool = PinnedPool(library, 0, 1 << 20)
+    tensor, kept = pool.tensor((10,), "float32", CPU), pool.tensor((10,), "float32", CPU)
+    del kept
+    assert len(cuda.pinned) == 2
+    tensor.copyfrom(np.arange(10, dtype="float32"))
+    del pool
+    gc.collect()
+    np.testing.assert_array_equal(tensor.numpy(), np.arange(10))
+    del tensor
+    gc.collect()
+    assert not cuda.pinned
+
+
+def test_many_threads(cuda, library):
+    pool = PinnedPool(library, 0, 1 << 22)
+    failures = []
+
+    def work(value):
+        for size in range(1, 200):
+            tensor = pool.tensor((size * 37,), "uint8", CPU)
+            view = np.from_dlpack(tensor)
+            view[:] = value
+            if not (view == value).all():
+                failures.append(size)
+
+    threads = [threading.Thread(target=work, args=(value,)) for value in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures and pool.nbytes <= 1 << 22
