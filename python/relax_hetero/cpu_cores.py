@@ -15,13 +15,22 @@ def num_cores() -> int:
     Hyper-threads of one core count once (they share its arithmetic units), and so does the CPU quota of a
     container where Linux tells it.
     """
+    cores = len(cpus_of_cores())
+    quota = _cgroup_cpus()
+    return max(1, cores if quota is None else min(cores, quota))
+
+
+@cache
+def cpus_of_cores() -> list[list[int]]:
+    """The numbers of the CPUs this process may use, those of one physical core together."""
     try:
         allowed = os.sched_getaffinity(0)
     except AttributeError:  # not on this operating system
         allowed = set(range(os.cpu_count() or 1))
-    cores = len({_core_of(cpu) for cpu in allowed})
-    quota = _cgroup_cpus()
-    return max(1, cores if quota is None else min(cores, quota))
+    found: dict[str, list[int]] = {}
+    for cpu in sorted(allowed):
+        found.setdefault(_core_of(cpu), []).append(cpu)
+    return list(found.values())
 
 
 def _core_of(cpu: int) -> str:

@@ -15,10 +15,12 @@ from ..native_target import native
 from ..transform.bind_targets import call_vdevice, called_prim_func
 from ..transform.command_report import single_calls_of
 from ..transform.encoding_report import collect_encodings
+from ..transform.form_schedules import FormSchedules, schedules_of
 from ..transform.fusion_report import collect_fusions
 from ..transform.kernel_ops import ops_of
 from ..transform.kernel_work import bytes_of, operations_of
 from ..transform.lower_transfers import writes_in_place
+from ..transform.note_memory import memory_of
 from ..transform.realize_vdevice import collect_placement
 from ..transform.rewriting import relax_functions, walk_bindings
 from ..transform.stage import COMMANDS, is_lowered, placement_report
@@ -103,6 +105,8 @@ def compile(  # noqa: A001 (the contract's name)
         regions=linked_regions(lifted),
         kernels=kernels,
         single_calls=tuple(single_calls_of(mod)),
+        schedules=tuple(schedule.with_takers(lifted.takers) for schedule in schedules_of(mod)),
+        memory=memory_of(mod),
     )
     return Executable(link(lifted.mod, progress), metadata, lifted.tensors)
 
@@ -113,7 +117,7 @@ def _lower(
     """The module in the virtual machine's form, and what its CUDA graphs need."""
     graphs = CudaGraphs()
     *passes, last = all_passes(command_buffers, apart=True)
-    passes += [graphs.form(), last]
+    passes += [graphs.form(), FormSchedules(), last]
     for done, step in enumerate(passes, 1):
         try:
             mod = step(mod)

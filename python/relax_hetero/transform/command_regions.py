@@ -3,18 +3,22 @@
 Work is a call of a kernel. What costs nothing on the way, views of what the run made and fields of it, joins. What is
 not work and has no effect moves out of the way: before the run if it reads nothing of it, else behind it. A run ends
 where something reads it that does work elsewhere (a transfer, a kernel that no buffer can call), and at everything that
-may have an effect (control flow, unknown functions). Runs of several devices grow side by side.
+may have an effect (control flow, unknown functions). Runs of several devices grow side by side, and so do runs of one
+device between different transfers: a run waits for no transfer that its first kernel does not need, and no transfer
+waits for kernels that it does not need.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import tvm
 from tvm import relax
 
 from ..vdevice import vdevice_index, vdevices_of
 from .blocks import Block, used_vars
+from .crossings import Around, crossings, is_transfer
 from .kernel_calls import KernelCall, KernelCalls, known_extents
 from .rewriting import op_name
 
@@ -22,6 +26,9 @@ WORTH_A_BUFFER = 2
 """A run of fewer kernels gains nothing: one call of a buffer stands for one call of a kernel."""
 
 _VIEW = "relax.reshape"
+
+_Kind: TypeAlias = tuple[int, Around]
+"""A device, and the transfers around work."""
 
 
 @dataclass
@@ -78,10 +85,11 @@ class RunFinder:
     def cut(self, block: Block) -> list[int | Run]:
         """The block's bindings in an order in which they may run: indices of those that stay, and runs."""
         cut = _Cut(block)
+        around = crossings(block.bindings, is_transfer)
         for index, binding in enumerate(block.bindings):
             call = self.calls.of(binding)
             if call is not None:
-                cut.work(index, call, vdevice_index(call.vdevice, self._vdevices))
+                cut.work(index, call, (vdevice_index(call.vdevice, self._vdevices), around[index]))
             elif not (is_view(binding) and cut.view(index)):
                 cut.other(index)
         return [item for section in cut.sections for item in section.in_order()]
@@ -97,14 +105,14 @@ class _Cut:
         self.sections = [_Section()]
         self._block = block
         self._places: dict[relax.Var, int] = {}
-        self._open: dict[int, int] = {}
+        self._open: dict[_Kind, int] = {}
 
-    def work(self, index: int, call: KernelCall, device: int) -> None:
-        """A kernel joins the open run of its device, unless it reads something that is made later."""
-        number = self._open.get(device)
+    def work(self, index: int, call: KernelCall, kind: _Kind) -> None:
+        """A kernel joins the open run of its kind, unless it reads something that is made later."""
+        number = self._open.get(kind)
         if number is None or self._read(index) > 2 * number + 1:
-            self._end(device, index)
-            number = self._open[device] = len(self.sections) - 1
+            self._end(kind, index)
+            number = self._open[kind] = len(self.sections) - 1
             self.sections[number].run = Run(call.vdevice)
             self.sections.append(_Section())
         self._join(number, index).calls[index] = call
@@ -141,21 +149,21 @@ class _Cut:
         self._places[self._block.bindings[index].var] = 2 * number + 1
         return run
 
-    def _end(self, device: int, by: int) -> None:
-        if device in self._open:
-            run = self.sections[self._open.pop(device)].run
+    def _end(self, kind: _Kind, by: int) -> None:
+        if kind in self._open:
+            run = self.sections[self._open.pop(kind)].run
             assert run is not None, "open sections have a run"
             run.ended_by = by
 
     def _end_all(self, by: int) -> None:
-        for device in list(self._open):
-            self._end(device, by)
+        for kind in list(self._open):
+            self._end(kind, by)
 
     def _end_read(self, by: int) -> None:
         read = {self._places.get(var, 0) for var in used_vars(self._block.bindings[by].value)}
-        for device, number in list(self._open.items()):
+        for kind, number in list(self._open.items()):
             if 2 * number + 1 in read:
-                self._end(device, by)
+                self._end(kind, by)
 
 
 def is_view(binding: relax.Binding) -> bool:

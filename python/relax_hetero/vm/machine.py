@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import tvm_ffi
@@ -21,10 +22,13 @@ from .dims import DimValues
 from .executable import Executable
 from .export import generate_code
 from .failure import explain_failure
+from .fence import Fence
 from .known_calls import KnownCall, KnownCalls
 from .pool import PoolWatch
 from .profile import Profile, Recorder
 from .profile_regions import RegionCalls
+from .queued_calls import MAX_IN_FLIGHT, Prepared, QueuedCalls
+from .queues import Plan, Queues, overlapping, whole
 from .results import check_out, fill, to_python
 from .signature import FunctionSignature
 from .stateful_calls import StatefulCalls
@@ -41,7 +45,8 @@ _Tensor = tvm_ffi.core.Tensor
 class VirtualMachine(StatefulCalls):
     """An executable, ready to run on devices of this process.
 
-    Calls from several threads wait for each other; machines of their own run side by side.
+    Plain calls from several threads wait for each other; machines of their own run side by side, and so do calls that
+    are submitted.
 
     Parameters
     ----------
@@ -51,6 +56,8 @@ class VirtualMachine(StatefulCalls):
         None: the manifest's. A sequence: one device per manifest entry. A mapping from entries (``"llvm:1"``,
         ``"llvm"``, ``"vdevice:1"``, an index, a VDevice, a ``tvm.Device``) to devices (``tvm.Device`` or text such as
         ``"cpu:1"``): these, else the manifest's.
+    max_in_flight : int
+        How many submitted calls may be under way at once; `submit` waits for room.
 
     Attributes
     ----------
@@ -65,7 +72,7 @@ class VirtualMachine(StatefulCalls):
         Code that this process cannot load.
     """
 
-    def __init__(self, executable: Executable, devices: object = None) -> None:
+    def __init__(self, executable: Executable, devices: object = None, max_in_flight: int = MAX_IN_FLIGHT) -> None:
         if not isinstance(executable, Executable):
             raise BindingError(f"VirtualMachine runs an Executable, found {type(executable).__name__}")
         super().__init__(executable)
@@ -83,14 +90,18 @@ class VirtualMachine(StatefulCalls):
         try:
             generate_code(module)
             self._constants: PlacedConstants = executable.constants_on(self._devices)
-            self._module = module["vm_load_executable"]()
-            self._module["vm_initialization"](
-                *(n for d in self._devices for n in (d.dlpack_device_type(), d.index, _POOLED_ALLOCATOR))
-            )
+            self._module = _load(module, self._devices)
             constants = self._constants.values
             self._values, self.graphs = with_graphs(executable.metadata, self._devices, constants, module)
         except Exception as error:  # TVM raises its own kinds
             raise explain_failure("making the machine", error, executable.metadata) from error
+        about = executable.metadata
+        load = partial(_load, module, self._devices)
+        make_queues = partial(Queues, about, self._devices, self._scopes, self._values, load)
+        self._queued = QueuedCalls(self, self._lock, max_in_flight, make_queues)
+        self._schedules = {schedule.function: schedule for schedule in about.schedules}
+        self._overlapping = overlapping(about)
+        self._plans: dict[str, Plan] = {}
 
     def __reduce__(self) -> NoReturn:
         raise BindingError("a VirtualMachine cannot be pickled or copied: make one from the Executable in each process")
@@ -132,18 +143,74 @@ class VirtualMachine(StatefulCalls):
     ) -> Any:
         """Run function `name`; ``vm[name](*args, **kwargs, out=out)``, also for an input that is called "out"."""
         with self._lock:
-            known = self._known.get(name) or self._known_calls(name)
-            ordered = known.in_order(args, kwargs) if kwargs else args
-            if ordered is not None:
-                call, tensors = known.recall(ordered)
+            if self._queued.is_idle and name not in self._overlapping:
+                known, ordered, call, tensors = self._recall(name, args, kwargs)
                 if call is not None:
                     return self._run_known(name, known, call, tensors, out)
+                values, dims, lent = self._bind_new(name, known, ordered, args, kwargs or {})
+                return self._run(self.executable.signature(name), values, dims, lent, out)
+        result = self.submit(name, *args, **(kwargs or {})).result()
+        return result if out is None else fill(out, result)
+
+    def submit(self, name: str, *args: Any, **kwargs: Any) -> Fence:
+        """Have function `name` run, without waiting for it.
+
+        Arguments are as in a call, and are checked now; those that are lent must not change until the fence is done.
+        A `Fence` among them stands for its result. Steps on different devices overlap, within a call and between
+        calls; what a call gives does not depend on it. Where `max_in_flight` calls are under way, this waits.
+
+        Returns
+        -------
+        Fence
+            Of the result that ``vm[name](*args, **kwargs)`` would return.
+
+        Raises
+        ------
+        BindingError
+            As in a call.
+        HeteroError
+            In a process that was forked since the machine was made.
+        """
+        self.executable.signature(name)
+        return self._queued.submit(partial(self._plan, name), partial(self._prepare, name), args, kwargs)
+
+    def synchronize(self, timeout: float | None = None) -> bool:
+        """Wait until all calls that were submitted have ended; False if they have not after `timeout` seconds."""
+        return self._queued.wait(timeout)
+
+    def _plan(self, name: str, queues: Queues) -> Plan:
+        plan = self._plans.get(name)
+        if plan is None:
             signature = self.executable.signature(name)
-            values, dims, lent = self._bind(signature, args, kwargs or {}, keep=False)
-            if ordered is not None:
-                _, _, rest_lent = self._params.get(name, ({}, None, []))
-                known.remember(ordered, values, dims, rest_lent)
-            return self._run(signature, values, dims, lent, out)
+            entries = range(len(self._devices) - 1)
+            schedule = self._schedules.get(name) or whole(signature, entries)
+            plan = self._plans[name] = Plan(schedule, queues)
+        return plan
+
+    def _prepare(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prepared:
+        known, ordered, call, tensors = self._recall(name, args, kwargs)
+        if call is not None:
+            values, dims, lent = call.values(tensors), call.dims, call.lent(tensors)
+        else:
+            values, dims, lent = self._bind_new(name, known, ordered, args, kwargs)
+        return Prepared(values, dims.values, partial(to_python, constants=self._constants.ranges, lent=lent))
+
+    def _recall(
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> tuple[KnownCalls, Sequence[Any] | None, KnownCall | None, list[runtime.Tensor]]:
+        known = self._known.get(name) or self._known_calls(name)
+        ordered = known.in_order(args, kwargs) if kwargs else args
+        return (known, ordered, *((None, []) if ordered is None else known.recall(ordered)))
+
+    def _bind_new(
+        self, name: str, known: KnownCalls, ordered: Sequence[Any] | None, args: Sequence[Any], kwargs: Any
+    ) -> tuple[list[Any], DimValues, list[AddressRange]]:
+        """`_bind`, and remember the call."""
+        values, dims, lent = self._bind(self.executable.signature(name), args, kwargs, keep=False)
+        if ordered is not None:
+            _, _, rest_lent = self._params.get(name, ({}, None, []))
+            known.remember(ordered, values, dims, rest_lent)
+        return values, dims, lent
 
     def _known_calls(self, name: str) -> KnownCalls:
         about, names = self.executable.metadata, self.executable.signature(name).input_names
@@ -279,3 +346,10 @@ class VirtualMachine(StatefulCalls):
             finally:
                 self._module["set_instrument"](None)
             return recorder.profile(name, self.executable.metadata)
+
+
+def _load(module: runtime.Module, devices: Sequence[runtime.Device]) -> runtime.Module:
+    """A virtual machine of TVM's for the code; one serves one thread at a time."""
+    machine = module["vm_load_executable"]()
+    machine["vm_initialization"](*(n for d in devices for n in (d.dlpack_device_type(), d.index, _POOLED_ALLOCATOR)))
+    return machine

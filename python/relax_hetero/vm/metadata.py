@@ -12,6 +12,8 @@ from typing import Any
 from ..errors import BuildError
 from .command_json import kernel_from_json, kernel_to_json, region_from_json, region_to_json
 from .commands import KernelSpec, RegionSpec, SingleCall
+from .memory_spec import FunctionMemory, memory_from_json, memory_to_json
+from .schedule import Schedule
 from .signature import FunctionSignature
 
 # DLPack device type of each TVM target kind (dlpack.h, DLDeviceType).
@@ -181,6 +183,10 @@ class Metadata:
         By name, the kernels that command buffers can run: those of the regions, and those that the module made public.
     single_calls : tuple of SingleCall
         The kernel calls that are in no region, where there are regions.
+    schedules : tuple of Schedule
+        How functions that use several devices go through queues.
+    memory : tuple of FunctionMemory
+        What each function allocates, private ones too.
     """
 
     devices: tuple[DeviceSpec, ...]
@@ -196,12 +202,16 @@ class Metadata:
     regions: tuple[RegionSpec, ...] = ()
     kernels: dict[str, KernelSpec] = field(default_factory=dict)
     single_calls: tuple[SingleCall, ...] = ()
+    schedules: tuple[Schedule, ...] = ()
+    memory: tuple[FunctionMemory, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(self.devices))
         object.__setattr__(self, "constants", tuple(self.constants))
         object.__setattr__(self, "regions", tuple(self.regions))
         object.__setattr__(self, "single_calls", tuple(self.single_calls))
+        object.__setattr__(self, "schedules", tuple(self.schedules))
+        object.__setattr__(self, "memory", tuple(self.memory))
 
     def to_json(self) -> str:
         """This metadata as JSON text."""
@@ -219,6 +229,8 @@ class Metadata:
             "regions": [region_to_json(region) for region in self.regions],
             "kernels": [kernel_to_json(kernel) for kernel in self.kernels.values()],
             "single_calls": [asdict(call) for call in self.single_calls],
+            "schedules": [schedule.to_json() for schedule in self.schedules],
+            "memory": [memory_to_json(memory) for memory in self.memory],
         }
         return json.dumps(data, separators=(",", ":"))
 
@@ -246,6 +258,8 @@ class Metadata:
             regions=tuple(region_from_json(region) for region in data.get("regions", ())),
             kernels={kernel["name"]: kernel_from_json(kernel) for kernel in data.get("kernels", ())},
             single_calls=tuple(SingleCall(**call) for call in data.get("single_calls", ())),
+            schedules=tuple(map(Schedule.from_json, data.get("schedules", ()))),
+            memory=tuple(memory_from_json(memory) for memory in data.get("memory", ())),
         )
 
 

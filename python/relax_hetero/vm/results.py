@@ -44,7 +44,7 @@ def to_python(value: Any, constants: MemoryRanges, lent: Sequence[AddressRange])
             if begin <= address < end:
                 return copy_to(value, value.device)
         return copy_to(value, value.device) if constants.hold(address) else value
-    if isinstance(value, tvm_ffi.Array):
+    if isinstance(value, tvm_ffi.Array | tuple):
         return tuple(to_python(part, constants, lent) for part in value)
     return value
 

@@ -56,16 +56,38 @@ _calling: set[Pool] = set()
 
 def threads_for(devices: Sequence[DeviceSpec]) -> int:
     """How many threads code for these devices is to run on, the caller included."""
-    given = os.environ.get("TVM_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS") or ""
-    if given.isdigit() and int(given) > 0:
-        return int(given)
+    given = _given_threads()
+    if given:
+        return given
     compiled = [device.num_cores for device in devices if device.device_type == CPU]
     return min(num_cores(), max([cores for cores in compiled if cores], default=num_cores()))
+
+
+def threads_of_queues(cores: Sequence[int]) -> list[int]:
+    """How many threads each of several CPU devices has while they work at once: a share of the cores.
+
+    Parameters
+    ----------
+    cores : sequence of int
+        How many cores each one's code was compiled for; 0 where nobody said.
+    """
+    share = max(1, (_given_threads() or num_cores()) // max(1, len(cores)))
+    return [min(share, own or share) for own in cores]
+
+
+def _given_threads() -> int:
+    given = os.environ.get("TVM_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS") or ""
+    return int(given) if given.isdigit() else 0
 
 
 def leave_threads_unpinned() -> None:
     """Have TVM pin no threads unless the environment says so; it reads that when it starts or changes a pool."""
     os.environ.setdefault("TVM_BIND_THREADS", "0")
+
+
+def keep_threads(width: int) -> None:
+    """Give this thread a pool of `width` threads that no other caller shares: it runs a queue."""
+    _configure(_FASTEST_CORES, width, ["0"] * width)
 
 
 def enter_call(width: int) -> Pool | None:
