@@ -12,6 +12,7 @@ from tvm_ffi import structural_map
 
 from ..vdevice import vdevices_of
 from .lower_transfers import LowerTransfers, writes_in_place
+from .note_memory import NoteMemory
 from .plan_memory import PlanMemoryPerDevice
 from .private_kernels import keep_private_kernels
 from .rewriting import copy_module, relax_functions, typed
@@ -40,6 +41,7 @@ def LowerToVM() -> tvm.transform.Pass:
                 LowerTransfers(must_copy),
                 relax.transform.LowerAllocTensor(),
                 relax.transform.KillAfterLastUse(),
+                NoteMemory(),
                 relax.transform.LowerRuntimeBuiltin(),
                 relax.transform.ComputePrimValue(),
                 relax.transform.VMShapeLower(),

@@ -18,6 +18,7 @@ from .constants import PlacedConstants
 from .container import Container
 from .export import checked_path, link_library, needs_linking, write_copy, write_executable
 from .kernel_addresses import kernel_address
+from .memory_plan import MemoryPlan
 from .metadata import DeviceSpec, Metadata, device_names
 from .names import unknown_name
 from .signature import FunctionSignature
@@ -89,6 +90,11 @@ class Executable:
     def function_names(self) -> list[str]:
         """The functions that can be called."""
         return list(self.metadata.signatures)
+
+    @property
+    def memory_plan(self) -> MemoryPlan:
+        """What calls take on each device, and the least that they could take."""
+        return MemoryPlan(self.metadata)
 
     def signature(self, name: str = "main") -> FunctionSignature:
         """What function `name` takes and returns; BindingError where there is none."""

@@ -13,6 +13,7 @@ from tvm import runtime
 from .commands import Dispatch, RegionSpec
 from .metadata import CPU, Metadata, device_names
 from .profile_regions import RegionCalls
+from .text_table import text_table
 from .walk_commands import raise_kernel_error
 
 _TRANSFER = "relax_hetero.to_device"
@@ -80,16 +81,7 @@ class Profile:
             (row.symbol, row.device, _shorten(row.ops), str(row.calls), f"{row.microseconds:.1f}", f"{row.share:.1%}")
             for row in self.rows
         ]
-        lines = [head, *body, ("total", "", "", "", f"{self.microseconds:.1f}", "100.0%")]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-        left = 3  # text columns; the rest are numbers
-        return "\n".join(
-            "  ".join(
-                cell.ljust(width) if column < left else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        )
+        return text_table(head, [*body, ("total", "", "", "", f"{self.microseconds:.1f}", "100.0%")], left=3)
 
 
 def _shorten(ops: Sequence[str], limit: int = 48) -> str:

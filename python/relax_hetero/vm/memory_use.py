@@ -1,0 +1,218 @@
+"""What one call of a function takes on each device, found by going through it with its sizes known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import TypeAlias, TypeVar
+
+from .commands import ARENA as IN_ARENA
+from .commands import DIRECT, SLOT, WRITE, Dispatch, KernelSpec, RegionSpec
+from .dims import parse_dim
+from .memory_spec import RESULT, FunctionMemory, RegionStep
+from .metadata import Metadata
+from .signature import Dim
+
+PAGE = 4096
+"""What TVM's pool rounds a buffer up to; it serves a request from freed buffers of exactly that size."""
+
+GRAPH = "CUDA graph"
+"""How a command buffer runs whose arena belongs to the machine (`RegionSpec.runs`)."""
+
+# When: steps of a call, of a call in it, commands. A begin is shorter than anything within it; an end is closed by
+# infinity, so that it comes after all of it.
+_When: TypeAlias = tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A storage of a call, or of a call in it."""
+
+    device: int
+    nbytes: int
+    begin: _When
+    end: _When
+    use: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Use:
+    """What is there from `begin` to `end`."""
+
+    device: int
+    nbytes: int
+    begin: _When
+    end: _When
+
+
+class UnknownSizeError(Exception):
+    """A size that depends on names whose values are not given; `names` are these."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        super().__init__(", ".join(sorted(names)))
+        self.names = names
+
+
+def evaluate(size: Dim, sizes: Mapping[str, int]) -> int:
+    """A number of bytes; UnknownSizeError where a name in it has no value."""
+    if isinstance(size, int):
+        return size
+    expression = parse_dim(size)
+    if expression.evaluate is None or not expression.names <= sizes.keys():
+        raise UnknownSizeError(expression.names - sizes.keys())
+    return expression.evaluate(sizes)
+
+
+class Walk:
+    """Goes through what a function allocates, and what the functions that it calls allocate.
+
+    Parameters
+    ----------
+    metadata : Metadata
+        Of an executable.
+
+    Attributes
+    ----------
+    allocations : list of Allocation
+    tensors : list of Use
+        What lies in transient storages; what lies in arenas is counted one by one.
+    """
+
+    def __init__(self, metadata: Metadata) -> None:
+        self._functions = {memory.name: memory for memory in metadata.memory}
+        self._regions = {region.name: region for region in metadata.regions}
+        self._kernels = metadata.kernels
+        self._inside: list[str] = []
+        self.allocations: list[Allocation] = []
+        self.tensors: list[Use] = []
+
+    def function(self, name: str, sizes: Mapping[str, int], now: _When = ()) -> None:
+        """Count a call of a function. One that calls itself is counted once: nobody knows how often it does."""
+        memory = self._functions.get(name)
+        if memory is None or name in self._inside:
+            return
+        self._inside.append(name)
+        self._storages(memory, sizes, now)
+        moments = [(_at(now, tensor.begin), _until(now, tensor.end)) for tensor in memory.tensors]
+        for step in memory.regions:
+            self._region(step, sizes, now, moments)
+        for tensor, (begin, end) in zip(memory.tensors, moments, strict=True):
+            place = memory.storages[tensor.storage]
+            if place.use != RESULT and tensor.begin >= 0:
+                self.tensors.append(Use(place.device, evaluate(tensor.nbytes, sizes), begin, end))
+        for call in memory.calls:
+            given = {name: evaluate(size, sizes) for name, size in call.sizes.items()}
+            self.function(call.function, given, _at(now, call.step))
+        self._inside.pop()
+
+    def _storages(self, memory: FunctionMemory, sizes: Mapping[str, int], now: _When) -> None:
+        for place in memory.storages:
+            end = (*now, inf) if place.end < 0 else _until(now, place.end)
+            # What a function that is called here gives belongs to its caller, who has counted it.
+            if not (now and place.use == RESULT):
+                nbytes = evaluate(place.nbytes, sizes)
+                self.allocations.append(
+                    Allocation(place.device, nbytes, _at(now, place.begin), end, place.use, place.name)
+                )
+
+    def _region(
+        self, step: RegionStep, sizes: Mapping[str, int], now: _When, moments: list[tuple[_When, _When]]
+    ) -> None:
+        """Count what lies in a command buffer's arena, and find when in it its slots are first and last used."""
+        region, when = self._regions[step.region], _at(now, step.step)
+        for tensor in _in_commands(region, self._kernels):
+            begin, end = (*when, tensor.first), (*when, tensor.last, inf)
+            if tensor.slot is None:
+                if region.runs != GRAPH:  # whose arena the machine owns
+                    self.tensors.append(Use(region.device, evaluate(tensor.nbytes, sizes), begin, end))
+            elif (number := step.slots[tensor.slot]) >= 0:
+                from_step, to_step = moments[number]
+                moments[number] = begin if from_step == when else from_step, end if to_step == (*when, inf) else to_step
+
+
+@dataclass
+class _InRegion:
+    """What commands use between `first` and `last`: a slot, or a tensor in the arena."""
+
+    slot: int | None
+    nbytes: Dim
+    first: int
+    last: int
+
+
+def _in_commands(region: RegionSpec, kernels: Mapping[str, KernelSpec]) -> list[_InRegion]:
+    found: list[_InRegion] = []
+    slots: dict[int, _InRegion] = {}
+    there: dict[Dim, _InRegion] = {}
+    for now, command in enumerate(region.commands):
+        if not isinstance(command, Dispatch):
+            continue
+        for reference, parameter in zip(command.operands, kernels[command.kernel].tensors, strict=True):
+            used: _InRegion | None = None
+            if reference.space == SLOT:
+                used = slots.get(reference.index)
+            elif reference.space == IN_ARENA and parameter.access != WRITE:
+                used = there.get(reference.offset)
+            elif reference.space == DIRECT:
+                continue
+            if used is None:
+                slot = reference.index if reference.space == SLOT else None
+                found.append(used := _InRegion(slot, reference.length, now, now))
+                if slot is None:
+                    there[reference.offset] = used
+                else:
+                    slots[slot] = used
+            used.last = now
+    return found
+
+
+def most_alive(uses: Iterable[Use], device: int) -> int:
+    """The most bytes that are there at one time on a device."""
+    now = most = 0
+    for use, begins in _in_order(use for use in uses if use.device == device):
+        now += use.nbytes if begins else -use.nbytes
+        most = max(most, now)
+    return most
+
+
+def pool_bytes(allocations: Iterable[Allocation], device: int) -> list[tuple[str, int]]:
+    """The buffers that TVM's pool makes for these, by what each holds first, and their bytes.
+
+    The pool hands a freed buffer to whoever asks for as many pages, and keeps it otherwise.
+    """
+    made: list[tuple[str, int]] = []
+    free: dict[int, list[int]] = {}
+    held: dict[int, int] = {}
+    for use, begins in _in_order(use for use in allocations if use.device == device):
+        ready = free.setdefault(-(-use.nbytes // PAGE), [])
+        if not begins:
+            ready.append(held.pop(id(use)))
+            continue
+        if not ready:
+            made.append((use.name, 0))
+            ready.append(len(made) - 1)
+        number = held[id(use)] = ready.pop()
+        name, nbytes = made[number]
+        made[number] = name, max(nbytes, use.nbytes)
+    return made
+
+
+_Timed = TypeVar("_Timed", Use, Allocation)
+
+
+def _in_order(uses: Iterable[_Timed]) -> Iterator[tuple[_Timed, bool]]:
+    """Each when it begins and when it ends."""
+    listed = list(uses)
+    moments = [(use.begin, True, use) for use in listed] + [(use.end, False, use) for use in listed]
+    for _, begins, use in sorted(moments, key=lambda moment: moment[0]):
+        yield use, begins
+
+
+def _at(now: _When, step: int) -> _When:
+    return (*now, step)
+
+
+def _until(now: _When, step: int) -> _When:
+    return (*now, step, inf)
