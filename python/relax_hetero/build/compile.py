@@ -23,7 +23,7 @@ from ..transform.lower_transfers import writes_in_place
 from ..transform.note_memory import memory_of
 from ..transform.realize_vdevice import collect_placement
 from ..transform.rewriting import relax_functions, walk_bindings
-from ..transform.stage import COMMANDS, is_lowered, placement_report
+from ..transform.stage import COMMANDS, is_lowered, placement_estimate, placement_report
 from ..vdevice import VDevice, device_name, host_vdevice, vdevice_index, vdevices_of, with_vdevices
 from ..vm.executable import Executable
 from ..vm.metadata import DeviceSpec, DispatchSpec, Metadata
@@ -80,7 +80,7 @@ def compile(  # noqa: A001 (the contract's name)
         mod = bind_params(mod, params)
     vdevices = vdevices_of(mod)
     _warn_if_generic(vdevices)
-    report = placement_report(mod)
+    report, estimate = placement_report(mod), placement_estimate(mod)
     writes = may_write_arguments(mod)
     with collect_placement() as reports, collect_encodings() as encodings, collect_fusions() as fusions:
         mod, graphs = _lower(mod, command_buffers, progress)
@@ -97,6 +97,7 @@ def compile(  # noqa: A001 (the contract's name)
         signatures=function_signatures(mod, lifted.takers),
         constants=tuple(lifted.specs),
         placement=json.loads(report) if report is not None else None,
+        placement_estimate=json.loads(estimate) if estimate is not None else None,
         dispatches=_dispatches(mod, vdevices),
         encodings=encodings[-1].to_data() if encodings else None,
         fusions=fusions.to_data(),

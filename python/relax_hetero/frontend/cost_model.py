@@ -1,4 +1,4 @@
-"""What ops and transfers cost: the estimate that ``placement="auto"`` minimizes.
+"""What ops and transfers cost: the estimates that ``placement="auto"`` minimizes.
 
 Rough on purpose, and every number can be replaced: a plan needs to know that a GPU multiplies matrices a hundred times
 faster than this CPU and that reaching it costs ten microseconds, not the third digit of either.
@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias, get_args
 
 import tvm
 from tvm.target import Target, codegen
 
-from ..errors import VDeviceError
+from ..errors import PlacementError, VDeviceError
 from ..native_target import num_cores
 from ..vdevice import host_vdevice, is_cpu, physical, vdevice_index
+
+Objective: TypeAlias = Literal["latency", "throughput"]
+"""The least time for one call, or the least time between calls of which several are in flight."""
 
 # The implicit host CPU, where no vdevice of the list is one.
 IMPLICIT_HOST = -1
@@ -46,6 +50,15 @@ _OTHER_GPU = (5e12, 0.3e12)
 _GPU_LAUNCH = 5e-6  # seconds per kernel
 _CPU_LAUNCH = 0.5e-6
 
+# Seconds until the worker of one CPU queue goes on with what that of another has finished.
+_HAND_OVER = 20e-6
+
+
+def check_objective(objective: str) -> None:
+    """Raise a PlacementError if that is not an objective."""
+    if objective not in get_args(Objective):
+        raise PlacementError(f"objective is {objective!r}; expected {' or '.join(map(repr, get_args(Objective)))}")
+
 
 @dataclass(frozen=True)
 class DeviceCost:
@@ -76,7 +89,7 @@ class LinkCost:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Seconds per op and per transfer; the cost of a plan is their sum, as for one call with nothing overlapped.
+    """Seconds per op and per transfer, and which devices work side by side.
 
     An op takes ``launch + max(flops / device.flops, bytes / device.bandwidth)``. Inputs start on the host and outputs
     are read there. Weights lie where they are used before the call, and cost nothing.
@@ -91,6 +104,8 @@ class CostModel:
         Position of the host, or -1.
     symbolic_extent : int
         The size that a symbolic dimension is taken to have.
+    queues : sequence of int
+        The queue of each device, counted from 0: devices of one queue take turns. Empty: each has its own.
 
     Examples
     --------
@@ -101,17 +116,40 @@ class CostModel:
     links: Mapping[tuple[int, int], LinkCost] = field(default_factory=dict)
     host: int = IMPLICIT_HOST
     symbolic_extent: int = 64
+    queues: Sequence[int] = ()
 
     @classmethod
-    def for_vdevices(cls, vdevices: Sequence[tvm.relax.VDevice]) -> CostModel:
-        """Defaults by target kind and features (vector width and cores of a CPU, compute capability of a GPU)."""
+    def for_vdevices(cls, vdevices: Sequence[tvm.relax.VDevice], objective: Objective = "latency") -> CostModel:
+        """Defaults by target kind and features (vector width and cores of a CPU, compute capability of a GPU).
+
+        A CPU device works with ``num-cores`` of its target, one where it says nothing. CPU devices that together have
+        more cores than this process may use share them: in one call they take turns, each with all its cores; with
+        several calls in flight they work side by side, each with an equal share at most. (A device that has more by
+        itself is another machine's, and its word is taken.) Vdevices of one physical device always take turns.
+        """
         host = host_vdevice(vdevices)
         host_index = IMPLICIT_HOST if host is None else vdevice_index(host, vdevices)
-        places = [*range(len(vdevices)), *([IMPLICIT_HOST] if host is None else [])]
-        links = {
-            (a, b): _default_link(_place(a, vdevices), _place(b, vdevices)) for a in places for b in places if a != b
-        }
-        return cls([_default_device(vdevice.target) for vdevice in vdevices], links, host_index)
+        own = _own_cores(vdevices)
+        cores, take_turns = own, False
+        if sum(own.values()) > num_cores() >= max(own.values()):
+            take_turns = objective == "latency"
+            share = max(1, num_cores() // len(own))
+            cores = own if take_turns else {place: min(count, share) for place, count in own.items()}
+        numbers: dict[object, int] = {}
+        queues = [
+            numbers.setdefault("the CPU" if take_turns and is_cpu(vdevice) else physical(vdevice), len(numbers))
+            for vdevice in vdevices
+        ]
+        socket = max(own.values(), default=0) if take_turns else sum(cores.values())
+        devices = [
+            _default_cpu(vdevice.target, cores[physical(vdevice)], socket)
+            if is_cpu(vdevice)
+            else _default_gpu(vdevice.target)
+            for vdevice in vdevices
+        ]
+        ends = {**dict(enumerate(vdevices)), **({IMPLICIT_HOST: None} if host is None else {})}
+        links = {(a, b): _default_link(ends[a], ends[b], take_turns) for a in ends for b in ends if a != b}
+        return cls(devices, links, host_index, queues=queues)
 
     def op_seconds(self, flops: float, moved: float, device: int) -> float:
         """Seconds one op takes there.
@@ -145,31 +183,40 @@ class CostModel:
         missing = [(a, b) for a in places for b in places if a != b and (a, b) not in self.links]
         if missing:
             raise VDeviceError(f"the cost model has no link between devices {missing[0]}")
+        if self.queues and (len(self.queues) != num_devices or min(self.queues) < 0):
+            raise VDeviceError(f"the cost model's queues are {list(self.queues)}; expected a number for each device")
 
 
-def _place(index: int, vdevices: Sequence[tvm.relax.VDevice]) -> tuple[bool, tuple[int, int]]:
-    """Whether a place is a CPU, and which physical device it is."""
-    if index == IMPLICIT_HOST:
-        return True, (1, 0)
-    return is_cpu(vdevices[index]), physical(vdevices[index])
-
-
-def _default_link(source: tuple[bool, tuple[int, int]], destination: tuple[bool, tuple[int, int]]) -> LinkCost:
-    if source[1] == destination[1]:
+def _default_link(source: tvm.relax.VDevice | None, target: tvm.relax.VDevice | None, take_turns: bool) -> LinkCost:
+    """None is the implicit host."""
+    places = [(1, 0) if end is None else physical(end) for end in (source, target)]
+    on_cpu = [end is None or is_cpu(end) for end in (source, target)]
+    if places[0] == places[1]:
         return LinkCost(float("inf"), 0.5e-6)  # one physical device: nothing is copied
-    if source[0] and destination[0]:
-        return LinkCost(10e9, 1e-6)  # one memory: a copy
-    if source[0] or destination[0]:
+    if all(on_cpu):  # one memory: a call that does not go through queues copies, queues share
+        return LinkCost(10e9, 1e-6) if take_turns else LinkCost(float("inf"), _HAND_OVER)
+    if any(on_cpu):
         return LinkCost(20e9, 10e-6)  # PCIe, measured between an H200 and pageable host memory
-    return LinkCost(40e9, 10e-6)  # between two GPUs without peer access
+    return LinkCost(300e9, 10e-6)  # NVLink; two H200s measured 369 GB/s for 256 MB
 
 
-def _default_device(target: Target) -> DeviceCost:
-    if target.get_target_device_type() == 1:
-        cores = int(target.attrs.get("num-cores", 0)) or num_cores()
-        peak = cores * _CLOCK * _FLOPS_PER_LANE * _lanes(target)
-        bandwidth = min(cores * _CORE_BANDWIDTH, _CPU_BANDWIDTH)
-        return DeviceCost(peak * _ATTAINED_FLOPS, bandwidth * _ATTAINED_BANDWIDTH, _CPU_LAUNCH)
+def _own_cores(vdevices: Sequence[tvm.relax.VDevice]) -> dict[tuple[int, int], int]:
+    """The cores that the code of each physical CPU device is made for."""
+    found: dict[tuple[int, int], int] = {}
+    for vdevice in filter(is_cpu, vdevices):
+        count = int(vdevice.target.attrs.get("num-cores", 1))
+        found[physical(vdevice)] = max(1, count, found.get(physical(vdevice), 1))
+    return found
+
+
+def _default_cpu(target: Target, cores: int, socket: int) -> DeviceCost:
+    """A device of some of the cores of a socket that work at once."""
+    peak = cores * _CLOCK * _FLOPS_PER_LANE * _lanes(target)
+    bandwidth = min(cores * _CORE_BANDWIDTH, _CPU_BANDWIDTH * cores / socket)
+    return DeviceCost(peak * _ATTAINED_FLOPS, bandwidth * _ATTAINED_BANDWIDTH, _CPU_LAUNCH)
+
+
+def _default_gpu(target: Target) -> DeviceCost:
     peak, bandwidth = _OTHER_GPU
     if target.kind.name == "cuda":
         arch = str(target.attrs.get("arch", ""))

@@ -16,6 +16,7 @@ from ..errors import FrontendError
 from ..transform.realize_vdevice import realize_vdevice
 from ..vdevice import parse_vdevices, with_vdevices
 from .auto_placement import place_graph
+from .cost_model import check_objective
 from .name_bindings import build_function
 from .onnx_functions import function_table
 from .onnx_importer import ImportedGraph, import_graph
@@ -28,7 +29,7 @@ from .placement_rules import PlacementRules, assign_devices
 
 if TYPE_CHECKING:
     from ..make_vdevice import VDeviceEntry
-    from .cost_model import CostModel
+    from .cost_model import CostModel, Objective
 
 
 def from_onnx(
@@ -37,6 +38,7 @@ def from_onnx(
     placement: PlacementRules | Literal["auto"] | None = None,
     shapes: Shapes | None = None,
     cost_model: CostModel | None = None,
+    objective: Objective = "latency",
 ) -> tvm.IRModule:
     """Import an ONNX model as a Relax module, placed over several devices if any are named.
 
@@ -53,7 +55,10 @@ def from_onnx(
         ``{"input": [1, 128]}`` or ``{"batch": 1}``: sizes of inputs, or of named dimensions. What is left open stays
         symbolic.
     cost_model : CostModel, optional
-        For ``placement="auto"``; default ``CostModel.for_vdevices(vdevices)``.
+        For ``placement="auto"``; default ``CostModel.for_vdevices(vdevices, objective)``.
+    objective : str, optional
+        For ``placement="auto"``. "latency": the least time for one call. "throughput": the least time between calls,
+        of which several are in flight (``vm.submit``).
 
     Returns
     -------
@@ -69,25 +74,32 @@ def from_onnx(
         If the model cannot be read or imported (naming file, node and op), or a shape or pattern does not fit it.
     VDeviceError
         If a device string names nothing in `vdevices`.
+    PlacementError
+        If `objective` is neither.
     """
+    check_objective(objective)
     if vdevices is None and (placement is not None or cost_model is not None):
         raise FrontendError("placement and cost_model choose among vdevices, which are not given")
     if isinstance(placement, str) and placement != "auto":
         raise FrontendError(f"placement is {placement!r}; expected a mapping of patterns to devices, or 'auto'")
     if cost_model is not None and placement != "auto":
         raise FrontendError("cost_model is given, which only placement='auto' reads")
+    if objective != "latency" and placement != "auto":
+        raise FrontendError(f"objective is {objective!r}, which only placement='auto' reads")
     devices = None if vdevices is None else parse_vdevices(vdevices)
     model = load_model(model_or_path)
     nodes = name_nodes(model.proto)
     # Patterns are looked at before the work of importing.
-    by_rule = None if devices is None or placement == "auto" else assign_devices(nodes, placement or {}, devices)
+    rules = None if isinstance(placement, str) else placement or {}
+    by_rule = None if devices is None or rules is None else assign_devices(nodes, rules, devices)
     graph = _import_nodes(model, nodes, shapes)
     if devices is None:
         return _module(model, graph, build_function(graph))
-    assigned = place_graph(graph, devices, cost_model).vdevices if by_rule is None else by_rule
+    plan = place_graph(graph, devices, cost_model, objective) if by_rule is None else None
+    assigned = plan.vdevices if plan is not None else by_rule or {}
     mod = _module(model, graph, build_function(graph, lambda node: assigned[node.name]))
     placed, report = realize_vdevice(with_vdevices(mod, devices), insert_copies=True)
-    return with_reasons(placed, report, nodes, placement)
+    return with_reasons(placed, report, nodes, plan or rules or {})
 
 
 def import_onnx(model_or_path: ModelSource, shapes: Shapes | None = None) -> ImportedGraph:

@@ -6,6 +6,7 @@ and not the rule behind it. The report with rules travels with the module, as an
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,7 +14,8 @@ from dataclasses import replace
 import tvm
 
 from ..transform.realize_vdevice import PlacementEntry, PlacementReport
-from ..transform.stage import PLACEMENT
+from ..transform.stage import ESTIMATE, PLACEMENT
+from .auto_placement import AutoPlacement
 from .onnx_names import NodeInfo, variable_name, walk_nodes
 from .placement_rules import PlacementRules, matching_patterns
 
@@ -22,11 +24,19 @@ _SUFFIX = re.compile(r"_[0-9a-z]+$")
 
 
 def with_reasons(
-    mod: tvm.IRModule, report: PlacementReport, nodes: list[NodeInfo], placement: PlacementRules | str | None
+    mod: tvm.IRModule, report: PlacementReport, nodes: list[NodeInfo], placement: PlacementRules | AutoPlacement
 ) -> tvm.IRModule:
-    """`mod` with its placement report as an attribute, the reason of each op the rule that matched its node."""
-    otherwise = "chosen by the cost model" if isinstance(placement, str) else "default device"
-    rules = {} if placement is None or isinstance(placement, str) else matching_patterns(nodes, placement)
+    """`mod` with its placement report as an attribute, the reason of each op the rule that matched its node.
+
+    Where a cost model chose, its estimates are another attribute.
+    """
+    rules: Mapping[str, str] = {}
+    otherwise = "default device"
+    if isinstance(placement, AutoPlacement):
+        otherwise = f"chosen by the cost model for {placement.objective}"
+        mod = mod.with_attr(ESTIMATE, json.dumps(placement.to_json()))
+    else:
+        rules = matching_patterns(nodes, placement)
     if rules:
         otherwise = f"no rule matches: {otherwise}"
     reasons = {

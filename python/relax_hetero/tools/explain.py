@@ -46,7 +46,7 @@ def _of_onnx(path: Path, placing: Placing) -> Explanation:
     from ..build.pipeline import passes_to_dispatches
     from ..transform import FormCommandBuffers, collect_encodings, collect_fusions
     from ..transform.command_report import kernels_of, single_calls_of
-    from ..transform.stage import placement_report
+    from ..transform.stage import placement_estimate, placement_report
     from ..vdevice import device_name, vdevices_of
     from .command_tables import CommandBuffers
     from .explanation import Explanation
@@ -55,6 +55,7 @@ def _of_onnx(path: Path, placing: Placing) -> Explanation:
     vdevices = vdevices_of(module)
     targets = {device_name(v, vdevices): str(v.target) for v in vdevices}
     placement = json.loads(placement_report(module) or "[]")
+    estimate = json.loads(placement_estimate(module) or "null")
     with (
         console(stderr=True).status(f"Forming the dispatches of {path.name}"),
         collect_encodings() as reports,
@@ -64,7 +65,7 @@ def _of_onnx(path: Path, placing: Placing) -> Explanation:
             module = step(module)
     regions = regions_as_linked(module)
     commands = CommandBuffers(list(targets), regions, kernels_of(module), single_calls_of(module))
-    return Explanation(path.name, targets, placement, reports[-1].to_data(), fusions.to_data(), commands)
+    return Explanation(path.name, targets, placement, reports[-1].to_data(), fusions.to_data(), commands, estimate)
 
 
 def _of_library(path: Path, placing: Placing) -> Explanation:
@@ -78,4 +79,6 @@ def _of_library(path: Path, placing: Placing) -> Explanation:
     names = device_names(about.devices)
     targets = {name: device.target for name, device in zip(names, about.devices, strict=True)}
     commands = CommandBuffers(names, about.regions, about.kernels, about.single_calls)
-    return Explanation(path.name, targets, about.placement, about.encodings, about.fusions, commands)
+    return Explanation(
+        path.name, targets, about.placement, about.encodings, about.fusions, commands, about.placement_estimate
+    )

@@ -52,6 +52,8 @@ class Explanation:
         The report of fusions as JSON data, None where there is none.
     commands
         The command buffers, None where nobody looked for any.
+    estimate
+        What the cost model expects of the placement as JSON data, None where it did not place.
     """
 
     model: str
@@ -60,6 +62,7 @@ class Explanation:
     encodings: Mapping[str, Any] | None = None
     fusions: Mapping[str, Any] | None = None
     commands: CommandBuffers | None = None
+    estimate: Mapping[str, Any] | None = None
 
     def of_kind(self, kind: str) -> list[Mapping[str, Any]]:
         """The entries of one kind: ``op``, ``transfer``, ``param`` or ``constant``."""
@@ -96,6 +99,7 @@ class Explanation:
         return {
             "model": self.model,
             "devices": [total.to_json() for total in self.totals()],
+            "placement_estimate": self.estimate,
             "entries": [{field: entry[field] for field in FIELDS} for entry in self.entries],
             "encodings": self._encodings_json(),
             "fusions": self.fusions,
@@ -137,12 +141,23 @@ class Explanation:
             f"{plural(len(transfers), 'transfer')} of {bytes_text(moved)} in all.",
             markup=False,
         )
+        if self.estimate is not None:
+            console().print(_estimate_text(self.estimate), markup=False)
         if self.encodings is not None:
             print_encodings(self.encodings, every_op)
         if self.fusions is not None:
             print_fusions(self.fusions, every_op)
         if self.commands is not None:
             self.commands.print(every_op)
+
+
+def _estimate_text(estimate: Mapping[str, Any]) -> str:
+    time = "one call takes" if estimate["objective"] == "latency" else "time between calls"
+    busy = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in estimate["busy_seconds"].items())
+    return (
+        f"Placed for {estimate['objective']} by the cost model: {time} {estimate['seconds'] * 1e3:.3g} ms; "
+        f"busy for one call: {busy}."
+    )
 
 
 def _rows(entries: Sequence[Mapping[str, Any]], *fields: str) -> list[list[str]]:

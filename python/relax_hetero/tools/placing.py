@@ -74,6 +74,8 @@ class Placing:
         ``--place`` in order: pattern over node names or op types, and device.
     auto
         Whether the cost model places the nodes.
+    objective
+        ``--objective``: what it goes for; None where nothing was said.
     shapes
         ``--shape``: name of an input, or of a symbolic dimension, to extents.
     """
@@ -81,6 +83,7 @@ class Placing:
     vdevices: tuple[str | dict[str, Any], ...]
     rules: tuple[tuple[str, str], ...]
     auto: bool
+    objective: str | None
     shapes: tuple[tuple[str, list[int]], ...]
 
     @property
@@ -94,21 +97,32 @@ class Placing:
         shapes: dict[str, list[int] | int] = {}
         for name, extents in self.shapes:
             shapes[name] = extents[0] if name not in inputs and len(extents) == 1 else extents
-        return {"vdevices": list(self.vdevices) or ["llvm"], "placement": placement, "shapes": shapes or None}
+        options = {"vdevices": list(self.vdevices) or ["llvm"], "placement": placement, "shapes": shapes or None}
+        return options if self.objective is None else {**options, "objective": self.objective}
 
 
 def placing_options(work: F) -> F:
-    """Add ``--vdevice``, ``--place``, ``--place-auto`` and ``--shape``; the command gets one `Placing`."""
+    """Add ``--vdevice``, ``--place``, ``--place-auto``, ``--objective`` and ``--shape``.
+
+    The command gets one `Placing`.
+    """
 
     @functools.wraps(work)
     def gathered(
-        vdevice: tuple[Any, ...], place: tuple[Any, ...], place_auto: bool, shape: tuple[Any, ...], **options: Any
+        vdevice: tuple[Any, ...],
+        place: tuple[Any, ...],
+        place_auto: bool,
+        objective: str | None,
+        shape: tuple[Any, ...],
+        **options: Any,
     ) -> None:
         if place and place_auto:
             raise click.UsageError("--place and --place-auto exclude each other")
+        if objective is not None and not place_auto:
+            raise click.UsageError("--objective says what --place-auto goes for, which is not given")
         _once("--place", [pattern for pattern, _ in place])
         _once("--shape", [name for name, _ in shape])
-        work(placing=Placing(vdevice, place, place_auto, shape), **options)
+        work(placing=Placing(vdevice, place, place_auto, objective, shape), **options)
 
     for option in (
         click.option(
@@ -117,6 +131,11 @@ def placing_options(work: F) -> F:
             type=ShapeParam(),
             metavar="NAME=1x128",
             help="Shape of an input, or (batch=8) size of a symbolic dimension. Repeatable.",
+        ),
+        click.option(
+            "--objective",
+            type=click.Choice(["latency", "throughput"]),
+            help="What --place-auto goes for: the least time for one call (the default), or between calls in flight.",
         ),
         click.option("--place-auto", is_flag=True, help="Let the cost model place every node."),
         click.option(

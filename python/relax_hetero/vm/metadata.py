@@ -187,6 +187,8 @@ class Metadata:
         How functions that use several devices go through queues.
     memory : tuple of FunctionMemory
         What each function allocates, private ones too.
+    placement_estimate : object
+        What the cost model that placed the module expects of it, as JSON data of `frontend.AutoPlacement`, or None.
     """
 
     devices: tuple[DeviceSpec, ...]
@@ -204,6 +206,7 @@ class Metadata:
     single_calls: tuple[SingleCall, ...] = ()
     schedules: tuple[Schedule, ...] = ()
     memory: tuple[FunctionMemory, ...] = ()
+    placement_estimate: Any = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(self.devices))
@@ -221,6 +224,7 @@ class Metadata:
             "signatures": [signature.to_json() for signature in self.signatures.values()],
             "constants": [asdict(constant) for constant in self.constants],
             "placement": self.placement,
+            "placement_estimate": self.placement_estimate,
             "encodings": self.encodings,
             "fusions": self.fusions,
             "dispatches": {symbol: asdict(dispatch) for symbol, dispatch in self.dispatches.items()},
@@ -247,6 +251,7 @@ class Metadata:
                 ConstantSpec(**{**constant, "shape": tuple(constant["shape"])}) for constant in data["constants"]
             ),
             placement=data["placement"],
+            placement_estimate=data.get("placement_estimate"),
             encodings=data.get("encodings"),
             fusions=data.get("fusions"),
             dispatches={

@@ -153,6 +153,7 @@ def test_options_that_do_not_fit_together():
     refused(model, "vdevices", placement={"*": "llvm"})
     refused(model, "'automatic'", "'auto'", placement="automatic", vdevices=["llvm"])
     refused(model, "cost_model", cost_model=rh.frontend.CostModel([]), vdevices=["llvm"])
+    refused(model, "objective is 'throughput', which only placement='auto' reads", objective="throughput")
 
 
 def test_weights_of_types_without_tensors():

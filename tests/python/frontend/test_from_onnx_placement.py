@@ -155,6 +155,26 @@ def test_auto_places_by_the_cost_model():
     assert set(devices_of(imported(text, CPU_AND_C, placement="auto")).values()) == {"llvm:0"}
 
 
+def test_auto_for_throughput_uses_both_devices():
+    costs = rh.frontend.CostModel(
+        [rh.frontend.DeviceCost(1e9, 1e12, 0)] * 2,
+        {(0, 1): rh.frontend.LinkCost(1e12, 0), (1, 0): rh.frontend.LinkCost(1e12, 0)},
+        host=0,
+    )
+    text = """
+        <ir_version: 8, opset_import: ["" : 17]>
+        g (float[64, 64] x) => (float[64, 64] y) { [first] p = MatMul(x, x) [second] y = MatMul(p, p) }"""
+    found = devices_of(imported(text, CPU_AND_C, placement="auto", cost_model=costs, objective="throughput"))
+    # What comes from the host and goes there is on it.
+    assert {found["first"], found["second"]} == {"llvm:0", "c:0"}
+    assert len(set(devices_of(imported(text, CPU_AND_C, placement="auto", cost_model=costs)).values())) == 1
+
+
+def test_an_objective_that_there_is_not():
+    with pytest.raises(rh.PlacementError, match="objective is 'speed'"):
+        imported(CHAIN, CPU_AND_C, placement="auto", objective="speed")
+
+
 def test_a_pattern_that_matches_nothing():
     with pytest.raises(rh.FrontendError, match="'fith' matches no node.*'first'"):
         imported(CHAIN, CPU_AND_C, placement={"fith": "c"})

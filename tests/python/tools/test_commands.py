@@ -151,7 +151,24 @@ def test_explain_says_how_things_are_stored_and_why_not(invoke: Invoke, symbolic
 
 def test_place_auto_is_the_cost_models_choice(invoke: Invoke, model: Path):
     data = parsed(invoke("explain", model, *TWO, "--place-auto", "--json"))
-    assert {entry["reason"] for entry in data["entries"] if entry["kind"] == "op"} == {"chosen by the cost model"}
+    reasons = {entry["reason"] for entry in data["entries"] if entry["kind"] == "op"}
+    assert reasons == {"chosen by the cost model for latency"}
+    assert data["placement_estimate"]["objective"] == "latency"
+    assert data["placement_estimate"]["seconds"] > 0
+    assert parsed(invoke("explain", model, *TWO, "--json"))["placement_estimate"] is None
+
+
+def test_what_the_cost_model_expects_stays_with_a_library(invoke: Invoke, model: Path, tmp_path: Path):
+    options = [*TWO, "--place-auto", "--objective", "throughput"]
+    estimate = parsed(invoke("explain", model, *options, "--json"))["placement_estimate"]
+    assert estimate["objective"] == "throughput"
+    assert set(estimate["busy_seconds"]) == set(estimate["single_device_seconds"]) == {"llvm:0", "llvm:1"}
+    assert estimate["seconds"] == max(estimate["busy_seconds"].values())
+    library = tmp_path / "model.so"
+    parsed(invoke("compile", model, "-o", library, *options, "--json"))
+    assert parsed(invoke("explain", library, "--json"))["placement_estimate"] == estimate
+    shown = " ".join(invoke("explain", library).stdout.split())
+    assert "Placed for throughput by the cost model: time between calls" in shown and "busy for one call" in shown
 
 
 @pytest.mark.parametrize(

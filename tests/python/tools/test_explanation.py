@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -52,6 +53,16 @@ def test_summary_leaves_the_ops_out(capsys: pytest.CaptureFixture[str]):
     EXPLANATION.print(every_op=False)
     shown = capsys.readouterr().out
     assert "because of [a_cuda]" in shown and "because of [b]" not in shown
+
+
+def test_what_the_cost_model_expects_is_printed(capsys: pytest.CaptureFixture[str]):
+    busy = {"llvm:0": 0.0012, "cuda:0": 0.0034567}
+    for objective, words in (("latency", "one call takes 3.46 ms"), ("throughput", "time between calls 3.46 ms")):
+        estimate = {"objective": objective, "seconds": 0.0034567, "busy_seconds": busy}
+        replace(EXPLANATION, estimate=estimate).print(every_op=False)
+        shown = " ".join(capsys.readouterr().out.split())
+        assert f"Placed for {objective} by the cost model: {words}; " in shown
+        assert "busy for one call: llvm:0 1.2 ms, cuda:0 3.46 ms." in shown
 
 
 def test_json_holds_every_field():

@@ -42,6 +42,11 @@ def test_place_auto():
     assert parse("--place-auto").import_options()["placement"] == "auto"
 
 
+def test_objective():
+    assert "objective" not in parse("--place-auto").import_options()
+    assert parse("--place-auto", "--objective", "throughput").import_options()["objective"] == "throughput"
+
+
 def test_shapes():
     placing = parse("--shape", "x=1x128", "--shape", "scalar=", "--shape", "input.1=3")
     assert placing.import_options(inputs=["x", "scalar", "input.1"])["shapes"] == {
@@ -64,6 +69,8 @@ def test_a_single_extent_of_what_is_no_input_sizes_a_dimension():
         (["--place", "=cuda"], "PATTERN=DEVICE"),
         (["--place", "a=llvm", "--place", "a=cuda"], "names 'a' twice"),
         (["--place", "a=llvm", "--place-auto"], "exclude each other"),
+        (["--objective", "throughput"], "--place-auto goes for"),
+        (["--place-auto", "--objective", "speed"], "'latency', 'throughput'"),
         (["--shape", "x=1xn"], "NAME=SHAPE"),
         (["--shape", "1x2"], "NAME=SHAPE"),
         (["--shape", "x=-1"], "NAME=SHAPE"),
