@@ -11,8 +11,6 @@ from tvm import runtime
 
 from ..errors import BindingError, HeteroError
 from . import run_functions as _run_functions  # noqa: F401 (registers what bytecode calls)
-from .argument_names import match_names, named_params
-from .arguments import Placement, place
 from .bound_function import BoundFunction
 from .builtins import running
 from .constants import PlacedConstants
@@ -32,7 +30,7 @@ from .queues import Plan, Queues, overlapping, whole
 from .results import check_out, fill, to_python
 from .signature import FunctionSignature
 from .stateful_calls import StatefulCalls
-from .tensors import AddressRange, address_ranges, copy_into
+from .tensors import AddressRange, copy_into
 from .threads import enter_call, leave_call, leave_threads_unpinned, threads_for
 from .walk_commands import Kernel, load_kernel
 
@@ -75,14 +73,10 @@ class VirtualMachine(StatefulCalls):
     def __init__(self, executable: Executable, devices: object = None, max_in_flight: int = MAX_IN_FLIGHT) -> None:
         if not isinstance(executable, Executable):
             raise BindingError(f"VirtualMachine runs an Executable, found {type(executable).__name__}")
-        super().__init__(executable)
         bound = bind_devices(executable.metadata, devices)
-        self._devices = (*bound, host_device(executable.metadata, bound))
-        self._scopes = (*(spec.memory_scope for spec in executable.devices), "global")
-        self._params: dict[str, tuple[dict[int, Any], DimValues, list[AddressRange]]] = {}
+        super().__init__(executable, (*bound, host_device(executable.metadata, bound)))
         self._closures: dict[str, tuple[Any, tuple[Any, ...]]] = {}
         self._running = (self._devices, self._scopes)
-        self._known: dict[str, KnownCalls] = {}
         self._pool = PoolWatch()
         self._threads = threads_for(executable.devices)
         leave_threads_unpinned()
@@ -195,28 +189,6 @@ class VirtualMachine(StatefulCalls):
             values, dims, lent = self._bind_new(name, known, ordered, args, kwargs)
         return Prepared(values, dims.values, partial(to_python, constants=self._constants.ranges, lent=lent))
 
-    def _recall(
-        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None
-    ) -> tuple[KnownCalls, Sequence[Any] | None, KnownCall | None, list[runtime.Tensor]]:
-        known = self._known.get(name) or self._known_calls(name)
-        ordered = known.in_order(args, kwargs) if kwargs else args
-        return (known, ordered, *((None, []) if ordered is None else known.recall(ordered)))
-
-    def _bind_new(
-        self, name: str, known: KnownCalls, ordered: Sequence[Any] | None, args: Sequence[Any], kwargs: Any
-    ) -> tuple[list[Any], DimValues, list[AddressRange]]:
-        """`_bind`, and remember the call."""
-        values, dims, lent = self._bind(self.executable.signature(name), args, kwargs, keep=False)
-        if ordered is not None:
-            _, _, rest_lent = self._params.get(name, ({}, None, []))
-            known.remember(ordered, values, dims, rest_lent)
-        return values, dims, lent
-
-    def _known_calls(self, name: str) -> KnownCalls:
-        about, names = self.executable.metadata, self.executable.signature(name).input_names
-        known = self._known[name] = KnownCalls(about.alignment, not about.writes_arguments, names)
-        return known
-
     def _run_known(
         self, name: str, known: KnownCalls, call: KnownCall, tensors: Sequence[runtime.Tensor], out: Any
     ) -> Any:
@@ -245,29 +217,6 @@ class VirtualMachine(StatefulCalls):
             return fill(out, result)
         copy_into(result, buffer)
         return out
-
-    def _bind(
-        self, signature: FunctionSignature, args: Sequence[Any], kwargs: Mapping[str, Any], keep: bool
-    ) -> tuple[list[Any], DimValues, list[AddressRange]]:
-        params, dims, lent = self._params.get(signature.name, ({}, DimValues(), []))
-        about = self.executable.metadata
-        to = Placement(
-            self._devices,
-            self._scopes,
-            dims.copy(),
-            keep,
-            about.alignment,
-            not (keep or about.writes_arguments),
-            [*lent],
-        )
-        values = [
-            value if placed else place(value, spec, f"argument {spec.name!r} of {signature.name!r}", to)
-            for spec, (value, placed) in zip(
-                signature.inputs, match_names(signature, args, kwargs, params), strict=True
-            )
-        ]
-        to.dims.settle()
-        return values, to.dims, to.lent
 
     def _run(
         self, signature: FunctionSignature, values: list[Any], dims: DimValues, lent: list[AddressRange], out: Any
@@ -299,37 +248,6 @@ class VirtualMachine(StatefulCalls):
         finally:
             running.machine = outer
             leave_call(pool)
-
-    def set_params(self, params: Mapping[str, Any] | Sequence[Any], function: str = "main") -> None:
-        """Give the parameters of a function (its inputs after ``num_input``) once, for all later calls.
-
-        Parameters
-        ----------
-        params : mapping or sequence
-            By name, then some may be given now and others later; or all of them in order.
-        function : str
-            Which function takes them.
-
-        Raises
-        ------
-        BindingError
-            Unknown names, a wrong count, values that do not fit. Nothing is changed then.
-        """
-        signature = self.executable.signature(function)
-        specs = dict(list(enumerate(signature.inputs))[signature.num_input :])
-        named = named_params(params, signature)
-        with self._lock:
-            given = dict(self._params.get(function, ({}, None, None))[0])
-            to = Placement(self._devices, self._scopes, keep=True)
-            for index, spec in specs.items():
-                if spec.name in named:
-                    where = f"parameter {spec.name!r} of {function!r}"
-                    given[index] = place(named[spec.name], spec, where, to)
-                elif index in given:  # again, for its symbolic dimensions
-                    place(given[index], spec, f"parameter {spec.name!r} of {function!r}", to)
-            to.dims.settle()
-            self._params[function] = (given, to.dims, address_ranges(given.values()))
-            self._known.pop(function, None)
 
     def profile(self, name: str, *args: Any, **kwargs: Any) -> Profile:
         """Run function `name` once and measure every kernel and transfer; see `Profile`.

@@ -2,42 +2,34 @@
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from tvm import runtime
+
 from ..errors import BindingError
+from .argument_binding import ArgumentBinding
 from .dims import DimValues
 from .executable import Executable
 from .signature import FunctionSignature
 from .tensors import AddressRange, address_ranges
 
 
-class StatefulCalls(ABC):
+class StatefulCalls(ArgumentBinding, ABC):
     """The half of a machine that keeps inputs and outputs between calls.
 
     Parameters
     ----------
     executable : Executable
-
-    Attributes
-    ----------
-    executable : Executable
-        As given.
+    devices : sequence of Device
+        By manifest index; the last is the host.
     """
 
-    def __init__(self, executable: Executable) -> None:
-        self.executable = executable
-        self._lock = threading.RLock()
+    def __init__(self, executable: Executable, devices: Sequence[runtime.Device]) -> None:
+        super().__init__(executable, devices)
         self._inputs: dict[str, tuple[list[Any], DimValues, list[AddressRange]]] = {}
         self._outputs: dict[str, Any] = {}
-
-    @abstractmethod
-    def _bind(
-        self, signature: FunctionSignature, args: Sequence[Any], kwargs: Mapping[str, Any], keep: bool
-    ) -> tuple[list[Any], DimValues, list[AddressRange]]:
-        """What a function takes for these arguments, the values of its symbols, and the memory lent to it."""
 
     @abstractmethod
     def _run(
