@@ -41,12 +41,12 @@ def issue_copy(library: CudaLibrary, source: Place, target: Place, nbytes: int, 
             library.call("cuMemcpyPeerAsync", *places, nbytes, stream.handle)
         return
     host = target if source.gpu is not None else source
-    direct = nbytes < STAGED_BYTES or library.is_pinned(host.address)
-    if source.gpu is None and direct:
-        library.call("cuMemcpyHtoDAsync_v2", target.address, source.address, nbytes, stream.handle)
-    elif source.gpu is None:
-        staging(library, stream.gpu).send(source.address, target.address, nbytes, stream)
-    elif direct:
-        library.call("cuMemcpyDtoHAsync_v2", target.address, source.address, nbytes, stream.handle)
+    staged = None
+    if nbytes >= STAGED_BYTES and not library.is_pinned(host.address):
+        staged = staging(library, stream.gpu)
+    if staged is not None:
+        copy = staged.send if source.gpu is None else staged.receive
+        copy(source.address, target.address, nbytes, stream)
     else:
-        staging(library, stream.gpu).receive(source.address, target.address, nbytes, stream)
+        name = "cuMemcpyHtoDAsync_v2" if source.gpu is None else "cuMemcpyDtoHAsync_v2"
+        library.call(name, target.address, source.address, nbytes, stream.handle)

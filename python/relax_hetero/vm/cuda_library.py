@@ -1,7 +1,8 @@
 """The CUDA driver's own library: it is there wherever CUDA works, and needs no package.
 
-Called through ctypes, which lets other Python threads run during every call. Contexts are the primary ones, which
-CUDA's runtime, hence TVM, uses.
+Called through ctypes, which lets other Python threads run during a call. Where many threads make short calls, taking
+turns costs more than the calls: those can be made without. Contexts are the primary ones, which CUDA's runtime, hence
+TVM, uses.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ _ARGUMENTS = {
     "cuEventSynchronize": (c_void_p,),
     "cuEventQuery": (c_void_p,),
     "cuEventElapsedTime": (POINTER(ctypes.c_float), c_void_p, c_void_p),
+    "cuMemAlloc_v2": (POINTER(_ADDRESS), c_size_t),
+    "cuMemFree_v2": (_ADDRESS,),
     "cuMemHostAlloc": (POINTER(c_void_p), c_size_t, c_uint),
     "cuMemFreeHost": (c_void_p,),
     "cuPointerGetAttribute": (c_void_p, c_int, _ADDRESS),
@@ -57,14 +60,12 @@ class CudaLibrary:
     ----------
     library : ctypes.CDLL
         With the driver's functions.
+    quick : ctypes.PyDLL
+        The same, for calls during which no other Python thread runs.
     """
 
-    def __init__(self, library: Any) -> None:
-        self._functions = {}
-        for name, arguments in _ARGUMENTS.items():
-            self._functions[name] = function = getattr(library, name)
-            function.argtypes = arguments
-            function.restype = c_int
+    def __init__(self, library: Any, quick: Any) -> None:
+        self._functions, self._quick = _typed(library), _typed(quick)
         self._contexts: dict[int, int] = {}
         self.call("cuInit", 0)
 
@@ -74,9 +75,15 @@ class CudaLibrary:
         if status:
             raise self.error(name, status)
 
+    def quick(self, name: str, *args: Any) -> None:
+        """Call a function that waits for nothing, while other Python threads wait."""
+        status = self._quick[name](*args)
+        if status:
+            raise self.error(name, status)
+
     def status(self, name: str, *args: Any) -> int:
-        """What a function returns, where failing is an answer."""
-        return int(self._functions[name](*args))
+        """What a function that waits for nothing returns, where failing is an answer."""
+        return int(self._quick[name](*args))
 
     def error(self, name: str, status: int) -> CudaError:
         """What a failing function's status says."""
@@ -99,7 +106,7 @@ class CudaLibrary:
 
     def use(self, gpu: int) -> None:
         """Make a GPU this thread's current one, as TVM does before it allocates or launches there."""
-        self.call("cuCtxSetCurrent", self.context(gpu))
+        self.quick("cuCtxSetCurrent", self.context(gpu))
 
     def pinned(self, nbytes: int) -> int:
         """The address of host memory that every GPU copies from and to without the driver's help; needs a context."""
@@ -112,10 +119,18 @@ class CudaLibrary:
         return not failed and kind.value == _HOST
 
 
+def _typed(library: Any) -> dict[str, Any]:
+    functions = {}
+    for name, arguments in _ARGUMENTS.items():
+        functions[name] = function = getattr(library, name)
+        function.argtypes, function.restype = arguments, c_int
+    return functions
+
+
 @cache
 def cuda_library() -> CudaLibrary | None:
     """The driver's library, or None where CUDA does not work."""
     try:
-        return CudaLibrary(ctypes.CDLL("libcuda.so.1"))
+        return CudaLibrary(ctypes.CDLL("libcuda.so.1"), ctypes.PyDLL("libcuda.so.1"))
     except (OSError, AttributeError, CudaError):  # none, older than what is used of it, or no GPU
         return None

@@ -41,7 +41,7 @@ class Event:
     def record(self, stream: Stream) -> None:
         """Mean the end of what `stream` has been given so far."""
         self.library.use(self.gpu)
-        self.library.call("cuEventRecord", self.handle, stream.handle)
+        self.library.quick("cuEventRecord", self.handle, stream.handle)
 
     def done(self) -> bool:
         """Whether it has been reached; CudaError where the GPU has failed."""
@@ -49,7 +49,8 @@ class Event:
 
     def synchronize(self) -> None:
         """Return when it has been reached; CudaError where the GPU has failed."""
-        self.library.call("cuEventSynchronize", self.handle)
+        if not self.done():
+            self.library.call("cuEventSynchronize", self.handle)
 
     def milliseconds_since(self, earlier: Event) -> float:
         """Time between two events of one GPU that are timed and done."""
@@ -93,7 +94,7 @@ class Stream:
     def wait(self, event: Event) -> None:
         """What the stream is given from now on runs after `event`; the thread does not wait."""
         self.library.use(self.gpu)
-        self.library.call("cuStreamWaitEvent", self.handle, event.handle, 0)
+        self.library.quick("cuStreamWaitEvent", self.handle, event.handle, 0)
 
     def done(self) -> bool:
         """Whether all its work has ended; CudaError where the GPU has failed."""

@@ -24,15 +24,23 @@ from .cuda_library import CudaLibrary
 from .cuda_streams import Event, Stream
 from .pinned_memory import PinnedBlock
 
-STAGED_BYTES = 64 << 10
-"""Smaller copies are left to the driver."""
+STAGED_BYTES = 8 << 20
+"""Smaller copies are left to the driver: it is done before the threads have begun."""
 
-PART_BYTES = 2 << 20
+PART_BYTES = 4 << 20
+"""Smaller parts make threads wait for each other: only one runs Python at a time, between its copies."""
+
 FIRST_PART_BYTES = 256 << 10
 """Bytes of the parts that are copied while the link, or the host, has nothing to do yet."""
 
-THREADS = 8
-"""At most; beyond this many the link is what limits."""
+THREADS = 12
+"""At most; beyond this many the link, or the host's memory, is what limits."""
+
+_FEWEST_THREADS = 4
+"""With fewer the driver is as fast."""
+
+_BYTES_OF_A_THREAD = 2 << 20
+"""For less than this another thread takes longer to begin than it saves."""
 
 _BUFFERS = 2
 """Of each thread: one is copied by the host, one by the GPU."""
@@ -83,7 +91,7 @@ class Staging:
             for buffer, (offset, size) in zip(cycle(buffers), parts, strict=False):
                 buffer.event.synchronize()
                 ctypes.memmove(buffer.address, source + offset, size)
-                self._library.call("cuMemcpyHtoDAsync_v2", target + offset, buffer.address, size, stream.handle)
+                self._library.quick("cuMemcpyHtoDAsync_v2", target + offset, buffer.address, size, stream.handle)
                 buffer.event.record(stream)
 
         self._share(copy, nbytes)
@@ -101,7 +109,7 @@ class Staging:
                 if len(arriving) == len(buffers):
                     land(*arriving.popleft())
                 buffer.event.synchronize()  # the GPU may still read from it what another copy sends
-                self._library.call("cuMemcpyDtoHAsync_v2", buffer.address, source + offset, size, stream.handle)
+                self._library.quick("cuMemcpyDtoHAsync_v2", buffer.address, source + offset, size, stream.handle)
                 buffer.event.record(stream)
                 arriving.append((buffer, (offset, size)))
             while arriving:
@@ -127,7 +135,7 @@ class Staging:
                 self._available.release()
 
         self._available.acquire()
-        helpers = min(self._threads, -(-nbytes // min(FIRST_PART_BYTES, self._part))) - 1
+        helpers = min(self._threads, -(-nbytes // min(_BYTES_OF_A_THREAD, self._part))) - 1
         helped = [_helpers().submit(run) for _ in range(helpers) if self._available.acquire(blocking=False)]
         try:
             run()
@@ -160,10 +168,10 @@ def _helpers() -> ThreadPoolExecutor:
 
 
 @cache
-def staging(library: CudaLibrary, gpu: int) -> Staging:
-    """The buffers of a GPU."""
-    return Staging(library, gpu, _threads())
+def staging(library: CudaLibrary, gpu: int) -> Staging | None:
+    """The buffers of a GPU; None where there are too few cores for them to be of use."""
+    return Staging(library, gpu, _threads()) if _threads() >= _FEWEST_THREADS else None
 
 
 def _threads() -> int:
-    return min(THREADS, num_cores())
+    return min(THREADS, num_cores() // 2)

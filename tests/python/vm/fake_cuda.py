@@ -19,7 +19,7 @@ class FakeCuda:
 
     def __init__(self, seed=None):
         self.lock = threading.RLock()
-        self.streams, self.events, self.pinned = {0: []}, {}, {}
+        self.streams, self.events, self.pinned, self.memory = {0: []}, {}, {}, {}
         self.copies, self.failing, self.current = [], {}, threading.local()
         self.chance = None if seed is None else random.Random(seed)
         self.handles = iter(range(1000, 10**9))
@@ -126,6 +126,14 @@ class FakeCuda:
 
     def cuMemFreeHost(self, address):
         del self.pinned[address]
+
+    def cuMemAlloc_v2(self, result, nbytes):
+        memory = np.full(nbytes + 256, 0xAB, "uint8")
+        result._obj.value = address = -(-memory.ctypes.data // 256) * 256
+        self.memory[address] = memory
+
+    def cuMemFree_v2(self, address):
+        del self.memory[address]
 
     def cuPointerGetAttribute(self, result, attribute, address):
         for start, memory in self.pinned.items():

@@ -1,19 +1,22 @@
 """Streams, events and copies in order with them, with a driver in Python that runs everything as late as it can."""
 
 import ctypes
+from functools import cache
 
 import numpy as np
 import pytest
 import tvm
 
-from relax_hetero.vm import cuda_copies, peer_access, tensors
+from relax_hetero.vm import cuda_copies, peer_access, pinned_staging, tensors
 from relax_hetero.vm.cuda_driver import CudaError
 from relax_hetero.vm.cuda_library import CudaLibrary
 from relax_hetero.vm.cuda_streams import Event, Stream
 from relax_hetero.vm.pinned_pool import PinnedPool
-from relax_hetero.vm.pinned_staging import STAGED_BYTES
+from relax_hetero.vm.pinned_staging import Staging
 from relax_hetero.vm.tensors import alias, begin_copy, copy_into, copy_to, from_numpy
 from vm.fake_cuda import LOST, FakeCuda
+
+STAGED_BYTES = 50_000
 
 
 @pytest.fixture
@@ -23,9 +26,11 @@ def cuda():
 
 @pytest.fixture
 def library(cuda, monkeypatch):
-    library = CudaLibrary(cuda.library)
+    library = CudaLibrary(cuda.library, cuda.library)
     monkeypatch.setattr(tensors, "cuda_library", lambda: library)
     monkeypatch.setattr(peer_access, "cuda_library", lambda: library)
+    monkeypatch.setattr(cuda_copies, "STAGED_BYTES", STAGED_BYTES)
+    monkeypatch.setattr(cuda_copies, "staging", cache(lambda library, gpu: Staging(library, gpu, 3, 10_000)))
     return library
 
 
@@ -70,8 +75,8 @@ def test_failures_name_the_call(cuda, library):
     stream = Stream(library, 0)
     event = stream.record()
     for function, call in (
-        ("cuEventQuery", event.done),
         ("cuEventSynchronize", event.synchronize),
+        ("cuEventQuery", event.done),
         ("cuStreamQuery", stream.done),
         ("cuStreamSynchronize", stream.synchronize),
         ("cuStreamCreate", lambda: Stream(library, 0)),
@@ -143,7 +148,7 @@ def test_pinned_memory_is_copied_directly_and_without_waiting(cuda, library):
 
 
 def test_large_pageable_memory_is_staged(cuda, library):
-    nbytes = 4 * cuda_copies.STAGED_BYTES
+    nbytes = 4 * STAGED_BYTES
     stream = Stream(library, 0)
     device = on_gpu(np.zeros(nbytes, "uint8"))
     array = random(nbytes)
@@ -170,3 +175,19 @@ def test_peer_access_is_asked_for_once_in_each_direction(cuda, library):
     assert sorted(cuda.copies) == [("peer access", 100), ("peer access", 101)]
     peer_access.enable_peer_access(devices[:2])
     assert len(cuda.copies) == 2
+
+
+def test_few_cores_leave_copies_to_the_driver(cuda, library, monkeypatch):
+    pinned_staging.staging.cache_clear()
+    monkeypatch.setattr(cuda_copies, "staging", pinned_staging.staging)
+    monkeypatch.setattr(pinned_staging, "num_cores", lambda: 6)
+    nbytes = 2 * STAGED_BYTES
+    source, target = on_cpu(random(nbytes)), on_gpu(np.zeros(nbytes, "uint8"))
+    copy_into(source, target)
+    assert cuda.copies == [("to the GPU", nbytes)]
+    np.testing.assert_array_equal(values(target), values(source))
+    pinned_staging.staging.cache_clear()
+    monkeypatch.setattr(pinned_staging, "num_cores", lambda: 8)
+    copy_into(source, target)
+    assert sum(size for _, size in cuda.copies[1:]) == nbytes and len(cuda.pinned) == 4 * 2
+    pinned_staging.staging.cache_clear()

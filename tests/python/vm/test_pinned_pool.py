@@ -22,7 +22,7 @@ def cuda():
 
 @pytest.fixture
 def library(cuda):
-    return CudaLibrary(cuda.library)
+    return CudaLibrary(cuda.library, cuda.library)
 
 
 def test_memory_comes_back_when_the_last_tensor_over_it_is_gone(cuda, library):

@@ -24,7 +24,7 @@ def random_bytes(nbytes):
 
 def made(seed=None, threads=2, part=PART):
     cuda = FakeCuda(seed)
-    library = CudaLibrary(cuda.library)
+    library = CudaLibrary(cuda.library, cuda.library)
     return cuda, library, Staging(library, 0, threads, part)
 
 
