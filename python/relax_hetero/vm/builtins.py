@@ -15,7 +15,7 @@ import tvm_ffi
 from tvm import runtime
 
 from ..errors import HeteroError
-from .tensors import copy_into, copy_to
+from .tensors import alias, copy_into, copy_to, is_host
 
 
 class _Running(threading.local):
@@ -50,9 +50,9 @@ def running_host() -> runtime.Device:
 def to_device(value: Any, index: int, must_copy: int = 0, room: Any = None) -> Any:
     """`value` on the device of manifest entry `index` (-1: the host): itself if it is there, else a copy.
 
-    Works between any two devices, and through nested tuples. With `must_copy` always a copy: the module writes in
-    place, and the value may have other readers (LowerTransfers). A copy goes into `room`, a tensor of the machine's
-    pool, where the compiler could allocate one; else into new memory.
+    Works between any two devices, and through nested tuples. Between two CPUs the copy is an alias. With `must_copy`
+    always a copy: the module writes in place, and the value may have other readers (LowerTransfers). A copy goes into
+    `room`, a tensor of the machine's pool, where the compiler could allocate one; else into new memory.
     """
     if running.machine is None:
         raise HeteroError(
@@ -64,8 +64,11 @@ def to_device(value: Any, index: int, must_copy: int = 0, room: Any = None) -> A
     devices, scopes = running.machine
     # A tensor does not know its memory scope, so one bound for a special scope is always copied.
     device, scope = devices[index], scopes[index]
-    if not must_copy and scope == "global" and value.__dlpack_device__() == (device.dlpack_device_type(), device.index):
-        return value
+    if not must_copy and scope == "global":
+        if value.__dlpack_device__() == (device.dlpack_device_type(), device.index):
+            return value
+        if is_host(device) and is_host(value.device):
+            return alias(value, device)
     if room is not None:
         copy_into(value, room)
         return room

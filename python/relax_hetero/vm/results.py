@@ -15,7 +15,7 @@ from ..errors import BindingError
 from .arguments import as_tensor, check_tensor, from_dlpack
 from .dims import DimValues
 from .signature import FunctionSignature, TensorSpec, TupleSpec, ValueSpec, describe
-from .tensors import AddressRange, bytes_of, copy_into, copy_to, dtype_name, is_host
+from .tensors import AddressRange, bytes_of, copy_into, copy_to, dtype_name, from_array, is_host
 
 _Tensor = tvm_ffi.core.Tensor
 
@@ -37,15 +37,23 @@ class MemoryRanges:
 
 
 def to_python(value: Any, constants: MemoryRanges, lent: Sequence[AddressRange]) -> Any:
-    """A result with tuples as Python tuples; tensors in the memory of constants or of the caller are copied."""
+    """A result with tuples as Python tuples, each tensor in memory of its own.
+
+    Tensors in the memory of constants, of the caller or of an earlier tensor of the result are copied.
+    """
+    return _to_python(value, constants, lent, set())
+
+
+def _to_python(value: Any, constants: MemoryRanges, lent: Sequence[AddressRange], given: set[int]) -> Any:
     if isinstance(value, _Tensor):
         address = value.data_ptr()
-        for begin, end in lent:
-            if begin <= address < end:
-                return copy_to(value, value.device)
-        return copy_to(value, value.device) if constants.hold(address) else value
-    if isinstance(value, tvm_ffi.Array | tuple):
-        return tuple(to_python(part, constants, lent) for part in value)
+        lent_to_us = any(begin <= address < end for begin, end in lent)
+        if lent_to_us or address in given or constants.hold(address):
+            return copy_to(value, value.device)
+        given.add(address)
+        return value
+    if isinstance(value, tvm_ffi.Array):
+        return tuple(_to_python(part, constants, lent, given) for part in value)
     return value
 
 
@@ -123,8 +131,9 @@ def fill(out: Any, result: Any, where: str = "out") -> Any:
     target = out if isinstance(out, np.ndarray | _Tensor) else from_dlpack(out)
     if tuple(target.shape) != tuple(result.shape):
         raise BindingError(f"{where} has shape {tuple(target.shape)}, the result has {tuple(result.shape)}")
-    if not isinstance(target, np.ndarray):
-        copy_into(result, target)
+    lent = from_array(target) if isinstance(target, np.ndarray) and target.flags.c_contiguous else target
+    if isinstance(lent, _Tensor):
+        copy_into(result, lent)
     elif target.nbytes:
         target[...] = bytes_of(result).view(target.dtype.newbyteorder("=")).reshape(target.shape)
     return out

@@ -1,5 +1,7 @@
 """`to_device`: manifest index to whatever device the running machine has there."""
 
+import gc
+
 import numpy as np
 import pytest
 import tvm
@@ -7,29 +9,36 @@ import tvm_ffi
 
 import relax_hetero as rh
 from relax_hetero.vm.builtins import running_on, to_device
+from relax_hetero.vm.tensors import has_offset
 
 DEVICES = (tvm.cpu(0), tvm.cpu(4), tvm.cpu(2))
 SCOPES = ("global", "global", "global")
 DATA = np.arange(6, dtype="float32").reshape(2, 3)
 
 
-def test_copies_only_where_devices_differ():
+def test_cpus_share_memory():
     x = tvm.runtime.tensor(DATA)
+    view = x._create_view((3,), "float32", 12)
     with running_on(DEVICES, SCOPES):
         assert to_device(x, 0).same_as(x)
         moved = to_device(x, 1)
-        assert str(moved.device) == "cpu:4"
-        assert moved.data_ptr() != x.data_ptr()
-        np.testing.assert_array_equal(moved.numpy(), DATA)
+        assert str(moved.device) == "cpu:4" and moved.data_ptr() == x.data_ptr()
         assert str(to_device(x, -1).device) == "cpu:2"
+        part = to_device(view, 1)
+    assert part.data_ptr() == x.data_ptr() + 12 and not has_offset(part)
+    del x, view
+    gc.collect()
+    np.testing.assert_array_equal(moved.numpy(), DATA)  # which keeps the memory
+    np.testing.assert_array_equal(part.numpy(), DATA[1])
 
 
 def test_a_copy_can_be_demanded():
     x = tvm.runtime.tensor(DATA)
     with running_on(DEVICES, SCOPES):
-        again = to_device(x, 0, 1)
-    assert again.data_ptr() != x.data_ptr()
-    np.testing.assert_array_equal(again.numpy(), DATA)
+        for index in (0, 1):
+            again = to_device(x, index, 1)
+            assert again.device == DEVICES[index] and again.data_ptr() != x.data_ptr()
+            np.testing.assert_array_equal(again.numpy(), DATA)
 
 
 def test_special_memory_scopes_are_always_copied():
@@ -65,7 +74,8 @@ def test_a_copy_goes_where_there_is_room():
     room = tvm.runtime.tensor(np.full((2, 3), np.nan, "float32"), tvm.cpu(4))
     with running_on(DEVICES, SCOPES):
         assert to_device(x, 0, 0, room).same_as(x)
+        assert to_device(x, 1, 0, room).data_ptr() == x.data_ptr()
         assert np.isnan(room.numpy()).all()  # nothing was copied
-        moved = to_device(x, 1, 0, room)
+        moved = to_device(x, 1, 1, room)
     assert moved.data_ptr() == room.data_ptr()
     np.testing.assert_array_equal(moved.numpy(), DATA)
