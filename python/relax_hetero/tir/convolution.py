@@ -15,6 +15,7 @@ from .conv_channelwise import emit_channelwise
 from .conv_place import Convolution
 from .conv_tile import emit_direct
 from .matmul import matmul_kernel
+from .ties import tied_to
 
 TYPES = ("float32", "float64")
 
@@ -50,7 +51,7 @@ def conv_kernel(problem: ConvProblem, machine: Machine) -> tirx.PrimFunc:
             conv.open()
             emit = emit_channelwise if _is_channelwise(problem) else emit_direct
             emit(conv)
-    return function.result
+    return tied_to(function.result, problem.epilogue.operands if problem.epilogue else (), 2, problem.result)
 
 
 def _check(problem: ConvProblem) -> None:

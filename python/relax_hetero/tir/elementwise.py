@@ -27,6 +27,7 @@ from . import vector_math
 from .builder import Expr, Function, lane_indices, loop, vector_type
 from .expression_ops import FLOAT32_OPS, FLOAT_OPS, INT_OPS, cast, round_to_bfloat16
 from .storage import Storage, for_parts, nest_loops, whole
+from .ties import tied_to
 from .vector_access import gathered, loaded, split_run, tail_mask
 
 
@@ -168,7 +169,7 @@ def elementwise_kernel(problem: ElementwiseProblem, machine: Machine) -> tirx.Pr
                 work.as_one_dimension()
             else:
                 work.by_tiles()
-    return function.result
+    return tied_to(function.result, problem.operands, 0, problem.result)
 
 
 class _Work:

@@ -24,6 +24,7 @@ from .matmul_tile import accumulators, emit_tile
 from .operand_view import Coordinates, OperandView, extent_of
 from .row_code import Row, RowCode
 from .rows import emit_rows, phase_code
+from .ties import tied_to
 from .work_split import Split, part, split_work
 
 # Bytes of a row of the left operand in one block of k: a panel of 32 such columns is a fraction of the second-level
@@ -93,7 +94,19 @@ def matmul_kernel(problem: MatmulProblem, machine: Machine) -> tirx.PrimFunc:
             else:
                 with T.attr(0, "pragma_import_llvm", text):
                     _emit_loops(spec, machine, batch, rows)
-    return function.result
+    return _tied(function.result, problem, spec)
+
+
+def _tied(func: tirx.PrimFunc, problem: MatmulProblem, spec: Product2D) -> tirx.PrimFunc:
+    """What a tile starts from and what its epilogue reads may be its result, unless partial sums wait there.
+
+    Operands of work on rows may not: the rows of the product are there by then.
+    """
+    blocks, _ = _k_blocks(spec)
+    waits = not (isinstance(blocks, int) and blocks == 1)
+    init = () if problem.init is None else (problem.init,)
+    in_tile = (*init, *(problem.epilogue.operands if problem.epilogue else ()))
+    return tied_to(func, () if waits else in_tile, 2, problem.result)
 
 
 def merge_batches(views: list[OperandView], lhs: OperandView, rhs: OperandView, result: OperandView) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..encoding.expression import Expression, Term
-from ..encoding.row_program import RowProgram, replaced
+from ..encoding.row_program import RowProgram, operands_of, replaced
 
 # Instructions of an op on one vector, roughly; 1 for others. A load is one, a store one and a half.
 _COSTS = {
@@ -75,6 +75,18 @@ def plan_rows(program: RowProgram, varying: frozenset[int], may_keep: bool, in_p
         The operand that the result's row holds when the kernel starts.
     """
     return _Planner(program, varying, may_keep, in_place).plan()
+
+
+def is_read_after_keeping(plan: RowPlan, operand: int) -> bool:
+    """Whether an element of an operand is read once something waits for a later pass in the result's row."""
+    keeps = False
+    for step in plan.passes:
+        if keeps and step.keep is not None and operand in operands_of(step.keep):
+            return True
+        keeps = keeps or step.keep is not None
+        if keeps and operand in operands_of(step.expression):
+            return True
+    return False
 
 
 class _Planner:

@@ -20,7 +20,8 @@ from .builder import Expr, Function, loop, settled
 from .elementwise import computed_in
 from .operand_view import Coordinates, OperandView, extent_of
 from .row_code import Row, RowCode
-from .row_plan import plan_rows
+from .row_plan import is_read_after_keeping, plan_rows
+from .ties import with_ties
 from .work_split import part
 
 WORTH_A_TASK = 10_000
@@ -71,7 +72,15 @@ def rows_kernel(problem: RowsProblem, machine: Machine) -> tirx.PrimFunc:
                 view.open(raw=view.dtype in ("bfloat16", "bool"))
             code = RowCode(program, plan, operands, result, lanes, n)
             emit_rows(code, names, machine)
-    return function.result
+    last = len(operands)
+    return with_ties(
+        function.result,
+        [
+            (number, last)
+            for number, operand in enumerate(problem.operands)
+            if operand == problem.result and not is_read_after_keeping(plan, number)
+        ],
+    )
 
 
 def phase_code(phase: RowPhase, others: list[OperandView], result: OperandView, machine: Machine, n: Expr) -> RowCode:

@@ -23,6 +23,7 @@ from ..vm.commands import (
     ARENA,
     DIRECT,
     READ,
+    READ_WRITE,
     SLOT,
     WRITE,
     Dispatch,
@@ -38,7 +39,7 @@ from ..vm.metadata import CPU, DEVICE_TYPES
 from .buffer_access import buffer_access
 from .dim_text import NoTextError, dim_text
 from .kernel_ops import ops_of
-from .record_run import Recorded, Step, Value
+from .recorded import Recorded, Step, Value
 from .stage import COMMANDS, KERNEL, SINGLE
 
 WORKGROUPS = "relax_hetero.workgroups"
@@ -76,12 +77,13 @@ def region_spec(recorded: Recorded, vdevices: list[relax.VDevice]) -> RegionSpec
     """What a command buffer does; its `directs` count the constants it reads."""
     texts = _Texts(recorded.symbols())
     device = vdevice_index(recorded.vdevice, vdevices)
-    places = {id(value): (SLOT, i) for i, value in enumerate((*recorded.inputs, *recorded.results))}
-    places.update({id(value): (DIRECT, i) for i, value in enumerate(recorded.constants)})
+    places = {value.home: (SLOT, i) for i, value in enumerate((*recorded.inputs, *recorded.results))}
+    places.update({value: (DIRECT, i) for i, value in enumerate(recorded.constants)})
+    written = {v.home for s in recorded.steps for v, access in zip(s.operands, s.access, strict=True) if access != READ}
 
     def reference(value: Value) -> Reference:
-        space, index = places.get(id(value), (ARENA, 0))
-        offset = texts.of(value.offset) if space == ARENA else 0
+        space, index = places.get(value.home, (ARENA, 0))
+        offset = texts.of(value.home.offset) if space == ARENA else 0
         return Reference(space, index, offset, texts.of(value.nbytes))
 
     def command(step: Step) -> Dispatch:
@@ -98,7 +100,10 @@ def region_spec(recorded: Recorded, vdevices: list[relax.VDevice]) -> RegionSpec
         name=recorded.gv.name_hint,
         function=recorded.function,
         device=device,
-        slots=(*(slot(v, READ) for v in recorded.inputs), *(slot(v, WRITE) for v in recorded.results)),
+        slots=(
+            *(slot(v, READ_WRITE if v in written else READ) for v in recorded.inputs),
+            *(slot(v, WRITE) for v in recorded.results),
+        ),
         parameters=tuple(texts.names.values()),
         directs=tuple(range(len(recorded.constants))),
         arena=texts.of(recorded.arena),
@@ -110,20 +115,17 @@ def region_spec(recorded: Recorded, vdevices: list[relax.VDevice]) -> RegionSpec
 
 def kernel_specs(
     recorded: Recorded,
-    mod: tvm.IRModule,
+    kernels: Mapping[tvm.ir.GlobalVar, tirx.PrimFunc],
     signatures: Mapping[tvm.ir.GlobalVar, RawSignature],
     vdevices: list[relax.VDevice],
 ) -> dict[tvm.ir.GlobalVar, KernelSpec]:
-    """The kernels of a command buffer, functions of `mod`, to which `call_tir` gave operands and results."""
-    given = {id(value) for value in (*recorded.inputs, *recorded.constants)}
+    """The kernels of a command buffer."""
     device = vdevice_index(recorded.vdevice, vdevices)
     found: dict[tvm.ir.GlobalVar, KernelSpec] = {}
-    for now, step in enumerate(recorded.steps):
+    for step in recorded.steps:
         if step.kernel not in found:
-            made = [value.begin == now and id(value) not in given for value in step.operands]
-            access = [WRITE if is_made else READ for is_made in made]
-            func, signature = mod.functions[step.kernel], signatures[step.kernel]
-            found[step.kernel] = kernel_spec(step.kernel.name_hint, func, signature, device, access)
+            func, signature = kernels[step.kernel], signatures[step.kernel]
+            found[step.kernel] = kernel_spec(step.kernel.name_hint, func, signature, device, step.access)
     return found
 
 

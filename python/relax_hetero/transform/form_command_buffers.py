@@ -35,7 +35,8 @@ from .blocks import Block, Rewrite, rewrite_function, without_unused
 from .command_regions import Run, RunFinder
 from .command_report import kernel_specs, region_spec, with_kernel, with_region, with_single_calls
 from .form_dispatches import is_formed
-from .record_run import Recorded, RunRecorder
+from .record_run import RunRecorder
+from .recorded import Recorded
 from .rewriting import copy_module, fresh_global_var, op_name, relax_functions, typed
 from .root_blocks import with_root_blocks
 from .run_ends import single_calls, why_ended
@@ -88,7 +89,7 @@ class _Former:
         self.recorded: list[Recorded] = []
         self.single: list[SingleCall] = []
         self._finder = RunFinder(mod, apart)
-        self._taken = {gv.name_hint for gv in mod.get_global_vars()}
+        self._taken = self._finder.calls.taken
 
     def in_function(self, name: str) -> Rewrite:
         """What rewrites the blocks of a function."""
@@ -102,7 +103,8 @@ class _Former:
             bindings: list[relax.Binding] = []
             for item in order:
                 if isinstance(item, Run):
-                    bindings += self._outlined(name, RunRecorder(block, item, stay), why_ended(block, item))
+                    recorder = RunRecorder(block, item, stay, self._finder.calls)
+                    bindings += self._outlined(name, recorder, why_ended(block, item))
                 else:
                     bindings.append(block.bindings[item])
             # Views of what a buffer reads are of no use any more: it takes the tensor itself.
@@ -120,12 +122,13 @@ class _Former:
 
     def finish(self, functions: Mapping[tvm.ir.GlobalVar, relax.Function]) -> tvm.IRModule:
         """The module with its command buffers; kernels that nobody else calls are raw ones only."""
+        kernels = {**dict(self.mod.functions.items()), **self._finder.calls.functions}
         result = {**dict(self.mod.functions.items()), **functions}
         called = _called(result.values())
         replaced: dict[tvm.ir.GlobalVar, tvm.ir.GlobalVar] = {}
         signatures: dict[tvm.ir.GlobalVar, RawSignature] = {}
         for kernel in dict.fromkeys(gv for recorded in self.recorded for gv in recorded.kernels):
-            func = self.mod.functions[kernel]
+            func = kernels[kernel]
             stays = kernel.name_hint in called or "global_symbol" in func.attrs
             raw = fresh_global_var(f"{kernel.name_hint}_raw", kernel.ty, self._taken) if stays else kernel
             replaced[kernel] = raw
@@ -133,11 +136,15 @@ class _Former:
             assert signature is not None, f"{kernel.name_hint} is no kernel of a run"
             result[raw] = raw_kernel(func, signature)
             signatures[kernel] = signature
+        for kernel in self._finder.calls.replaced:
+            is_kept = kernel in replaced or kernel.name_hint in called or "global_symbol" in kernels[kernel].attrs
+            if not is_kept:
+                del result[kernel]
         vdevices = vdevices_of(self.mod)
         for recorded in self.recorded:
             host = with_region(recorded.host_function(replaced), region_spec(recorded, vdevices))
             result[typed(recorded.gv, host.ty)] = host
-            for kernel, spec in kernel_specs(recorded, self.mod, signatures, vdevices).items():
+            for kernel, spec in kernel_specs(recorded, kernels, signatures, vdevices).items():
                 raw = replaced[kernel]
                 result[raw] = with_kernel(result[raw], spec, raw.name_hint)
         return with_single_calls(copy_module(self.mod, result), self.single)

@@ -33,6 +33,7 @@ from .rewriting import copy_module, fresh_global_var, op_name, relax_functions, 
 from .schedule_cpu import schedule_cpu
 from .schedule_gpu import schedule_gpu
 from .stage import is_lowered
+from .tied_operands import note_ties
 
 
 def FormDispatches() -> tvm.transform.Pass:
@@ -72,7 +73,7 @@ def form_dispatches(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def _for_their_devices(mod: tvm.IRModule) -> tvm.IRModule:
-    mod = schedule_cpu(schedule_gpu(bind_targets(name_kernel_variables(mod))))
+    mod = schedule_cpu(schedule_gpu(note_ties(bind_targets(name_kernel_variables(mod)))))
     record_dispatches(mod)
     return mod
 

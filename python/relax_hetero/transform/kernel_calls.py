@@ -16,9 +16,10 @@ from tvm_ffi import structural_map
 
 from ..tir.raw_kernel import RawSignature, has_temporaries, plain_extent, raw_signature
 from ..tir.table_kernel import is_one_launch
+from ..tir.ties import Tie, in_place, ties_of
 from .bind_targets import call_vdevice
 from .blocks import same_extent
-from .rewriting import is_tensor_constant, op_name
+from .rewriting import fresh_global_var, is_tensor_constant, op_name
 from .stage import COMMANDS
 
 
@@ -37,6 +38,8 @@ class KernelCall:
         The results.
     scalars : tuple of tvm.ir.PrimExpr
         One for each of the kernel's `RawSignature`.
+    over : tuple of (int, int)
+        Of a kernel that works in place, which result (of `makes`) is which operand (of `reads`).
     """
 
     kernel: tvm.ir.GlobalVar
@@ -44,6 +47,7 @@ class KernelCall:
     reads: tuple[relax.Expr, ...]
     makes: tuple[relax.TensorType, ...]
     scalars: tuple[Any, ...]
+    over: tuple[tuple[int, int], ...] = ()
 
 
 class KernelCalls:
@@ -55,16 +59,45 @@ class KernelCalls:
         Placed, of dispatches.
     apart : bool
         As `FormCommandBuffers` has it: whether kernels of llvm devices may have temporaries in a workspace.
+
+    Attributes
+    ----------
+    taken : set of str
+        Names of functions.
+    functions : dict of tvm.ir.GlobalVar to tirx.PrimFunc
+        Kernels made for calls in place.
     """
 
     def __init__(self, mod: tvm.IRModule, apart: bool = False) -> None:
         self._mod, self._apart = mod, apart
         self._signatures: dict[tvm.ir.GlobalVar, RawSignature | None] = {}
+        self._in_place: dict[tuple[tvm.ir.GlobalVar, Tie], tvm.ir.GlobalVar] = {}
+        self.taken = {gv.name_hint for gv in mod.get_global_vars()}
+        self.functions: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
+
+    def ties(self, kernel: tvm.ir.GlobalVar) -> list[Tie]:
+        """What a kernel ties; none of one that takes numbers, whose parameters and tensors are counted differently."""
+        signature = self.signature(kernel)
+        return [] if signature is None or signature.numbers else ties_of(self._mod.functions[kernel])
+
+    def in_place(self, kernel: tvm.ir.GlobalVar, tie: Tie) -> tvm.ir.GlobalVar:
+        """The kernel that writes a tied result over its operand; one of `functions`, made on first request."""
+        if (kernel, tie) not in self._in_place:
+            func = in_place(self._mod.functions[kernel], tie)
+            gv = fresh_global_var(f"{kernel.name_hint}_in_place", func.ty, self.taken)
+            self.functions[gv] = func
+            self._in_place[kernel, tie] = gv
+        return self._in_place[kernel, tie]
+
+    @property
+    def replaced(self) -> list[tvm.ir.GlobalVar]:
+        """Kernels that calls in place have taken the place of, wholly or in part."""
+        return list(dict.fromkeys(kernel for kernel, _ in self._in_place))
 
     def signature(self, kernel: tvm.ir.GlobalVar) -> RawSignature | None:
         """How a kernel is called raw; None for functions that cannot be."""
         if kernel not in self._signatures:
-            func = self._mod.functions.get(kernel)
+            func = self.functions.get(kernel, self._mod.functions.get(kernel))
             fits = isinstance(func, tirx.PrimFunc) and COMMANDS not in func.attrs and self._can_be_called(func)
             self._signatures[kernel] = raw_signature(func) if fits else None
         return self._signatures[kernel]

@@ -2,170 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Set
 from typing import Any
 
 import tvm
 from tvm import relax, tirx
-from tvm_ffi import structural_map, structural_walk
 
-from ..tir.command_list import Address, Call, Tensor, host_function
-from ..tir.raw_kernel import plain_extent
+from ..vm.commands import READ, READ_WRITE, WRITE
 from .blocks import Block, same_shape
 from .command_regions import Run, is_view
-from .kernel_calls import KernelCall, known_extents
+from .kernel_calls import KernelCall, KernelCalls, known_extents
 from .plan_arena import Lifetime, plan_arena
+from .recorded import Recorded, Step, Value
 from .rewriting import typed
-
-
-@dataclass(eq=False)
-class Value:
-    """A tensor that a run reads or makes.
-
-    Attributes
-    ----------
-    ty : relax.TensorType
-    name : str
-    begin, end : int
-        The command that makes it and the last one that reads it.
-    is_result : bool
-        Whether something after the run reads it.
-    offset : int or tirx.Expr
-        Of its first byte in the arena, if it lies there.
-    shape : list of (int or tirx.Expr)
-    """
-
-    ty: relax.TensorType
-    name: str
-    begin: int = 0
-    end: int = 0
-    is_result: bool = False
-    offset: Any = 0
-    shape: list[Any] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.shape = [plain_extent(extent) for extent in self.ty.shape.values]
-
-    @property
-    def dtype(self) -> str:
-        """TVM's name of its element type."""
-        return str(self.ty.dtype.dtype)
-
-    @property
-    def nbytes(self) -> Any:
-        """Its size: an int, or an expression."""
-        dtype = tvm.DataType(self.dtype)
-        count: Any = (dtype.bits * dtype.lanes + 7) // 8
-        # Numbers first, as an expression cannot be told from zero.
-        for extent in sorted(self.shape, key=lambda extent: not isinstance(extent, int)):
-            count = count * extent
-        return count
-
-
-@dataclass(frozen=True)
-class Step:
-    """A call of a kernel in a run; `scalars` are those of its `RawSignature`."""
-
-    kernel: tvm.ir.GlobalVar
-    operands: tuple[Value, ...]
-    scalars: tuple[Any, ...]
-    variable: str
-
-
-@dataclass
-class Recorded:
-    """A command buffer, to be written once the kernels' raw names are known.
-
-    Attributes
-    ----------
-    gv : tvm.ir.GlobalVar
-        The host function's.
-    function : str
-        The Relax function it was cut from.
-    vdevice : relax.VDevice
-    inputs, constants, results : list of Value
-        Its tensor parameters, in this order, with `numbers` before the results, and the arena after them.
-    numbers : list of tirx.Var
-        The symbols that the call passes, since no tensor's extents say them.
-    arena : int or tirx.Expr
-        Bytes; 0 for none.
-    steps : list of Step
-    ended : str
-        What came after the run and could not join it.
-    """
-
-    gv: tvm.ir.GlobalVar
-    function: str
-    vdevice: relax.VDevice
-    inputs: list[Value]
-    constants: list[Value]
-    results: list[Value]
-    numbers: list[tirx.Var]
-    arena: Any
-    steps: list[Step]
-    ended: str = ""
-
-    @property
-    def kernels(self) -> list[tvm.ir.GlobalVar]:
-        """The kernels, in order of first use."""
-        return list(dict.fromkeys(step.kernel for step in self.steps))
-
-    @property
-    def has_arena(self) -> bool:
-        """Whether any value is transient."""
-        return not (isinstance(self.arena, int) and self.arena == 0)
-
-    def symbols(self) -> list[tirx.Var]:
-        """The symbolic extents that anything in it depends on."""
-        found: dict[tirx.Var, None] = {}
-        for expr in self._expressions():
-            if isinstance(expr, tirx.Expr):
-                structural_walk(expr, (tvm.ir.Var, lambda var: found.setdefault(var)))
-        return list(found)
-
-    def _expressions(self) -> Iterator[Any]:
-        for value in (*self.inputs, *self.constants, *self.results):
-            yield from value.shape
-        for step in self.steps:
-            yield from step.scalars
-            yield from (value.offset for value in step.operands)
-        yield self.arena
-
-    def host_function(self, raw: Mapping[tvm.ir.GlobalVar, tvm.ir.GlobalVar]) -> tirx.PrimFunc:
-        """The PrimFunc that runs the steps, which calls kernels by their raw names."""
-        own = {symbol: tirx.Var(symbol.name, symbol.ty) for symbol in self.symbols()}
-
-        def renamed(expr: Any) -> Any:
-            if not isinstance(expr, tirx.Expr):
-                return expr
-            return structural_map(expr, (tvm.ir.Var, lambda var: own.get(var, var)))
-
-        tensors = [*self.inputs, *self.constants, *self.results]
-        params: list[Any] = [Tensor(v.name, [renamed(e) for e in v.ty.shape.values], v.dtype) for v in tensors]
-        places = {id(value): number for number, value in enumerate(tensors)}
-        before = len(self.inputs) + len(self.constants)
-        params[before:before] = [own[number] for number in self.numbers]
-        places.update(
-            {id(value): number + len(self.numbers) for number, value in enumerate(tensors) if number >= before}
-        )
-        if self.has_arena:
-            params.append(Tensor("arena", [_int64(renamed(self.arena))], "uint8"))
-
-        def address(value: Value) -> Address:
-            if id(value) in places:
-                return Address(places[id(value)], 0, value.dtype)
-            return Address(len(params) - 1, renamed(value.offset), value.dtype)
-
-        calls = [
-            Call(raw[step.kernel], [address(v) for v in step.operands], [renamed(s) for s in step.scalars])
-            for step in self.steps
-        ]
-        return host_function(self.gv.name_hint, params, calls, self.vdevice.target)
-
-
-def _int64(extent: Any) -> Any:
-    return tirx.IntImm("int64", extent) if isinstance(extent, int) else extent
+from .take_operands import Draft, take_operands
 
 
 class RunRecorder:
@@ -178,16 +28,21 @@ class RunRecorder:
         Of the block.
     stay : set of relax.Var
         The variables of the block that are bound outside of any run.
+    kernels : KernelCalls
+    free : set of relax.Var
+        Variables that only this block uses, and that may be overwritten where nothing reads them later.
     """
 
-    def __init__(self, block: Block, run: Run, stay: Set[relax.Var]) -> None:
-        self._block, self._run, self._stay = block, run, stay
+    def __init__(
+        self, block: Block, run: Run, stay: Set[relax.Var], kernels: KernelCalls, free: Set[relax.Var] = frozenset()
+    ) -> None:
+        self._block, self._run, self._stay, self._kernels, self._free = block, run, stay, kernels, free
         self._members = set(run.members)
         self._made: dict[relax.Var, list[Value]] = {}
         self._values: list[Value] = []
         self._inputs: dict[relax.Var, Value] = {}
         self._constants: dict[tvm.ir.GenericConst, Value] = {}
-        self._steps: list[Step] = []
+        self._drafts: list[Draft] = []
 
     def record(self, function: str, gv: tvm.ir.GlobalVar) -> tuple[Recorded, list[relax.Binding]]:
         """The command buffer, to be called `gv`, and the bindings in the run's place: none if no one reads it."""
@@ -198,17 +53,51 @@ class RunRecorder:
             if self._is_wanted(var):
                 for value in self._made[var]:
                     value.is_result = True
-        results = [value for value in self._values if value.is_result]
-        transient = [value for value in self._values if not value.is_result]
-        arena = plan_arena([Lifetime(value.nbytes, value.begin, value.end) for value in transient])
-        for value, offset in zip(transient, arena.offsets, strict=True):
-            value.offset = offset
+        steps = self._steps()
+        arena = self._placed()
         inputs, constants = list(self._inputs.values()), list(self._constants.values())
-        vdevice = self._run.vdevice
-        recorded = Recorded(gv, function, vdevice, inputs, constants, results, [], arena.nbytes, self._steps)
+        results = [value for value in self._values if value.is_result and value.home not in inputs]
+        recorded = Recorded(gv, function, self._run.vdevice, inputs, constants, results, [], arena, steps)
         said = {e for v in (*inputs, *constants, *results) for e in v.shape if isinstance(e, tirx.Var)}
         recorded.numbers = [symbol for symbol in recorded.symbols() if symbol not in said]
         return recorded, self._bindings(recorded)
+
+    def _steps(self) -> list[Step]:
+        """The calls as they will be made, results over operands where they may be."""
+        free = [value for var, value in self._inputs.items() if var in self._free and self._is_mine(var)]
+        taken = take_operands(self._drafts, self._kernels.ties, self._values, free)
+        for draft in taken:
+            ((number, operand),) = draft.over.items()
+            draft.kernel = self._kernels.in_place(draft.kernel, (operand, len(draft.reads) + number))
+        steps = []
+        for draft in self._drafts:
+            access = [READ_WRITE if i in draft.over.values() else READ for i in range(len(draft.reads))]
+            made = [value for i, value in enumerate(draft.makes) if i not in draft.over]
+            operands, all_access = (*draft.reads, *made), (*access, *[WRITE] * len(made))
+            steps.append(Step(draft.kernel, operands, all_access, draft.scalars, draft.variable))
+        return steps
+
+    def _placed(self) -> Any:
+        """Give transient values their places in the arena; its bytes."""
+        homes: dict[Value, list[Value]] = {}
+        for value in self._values:
+            homes.setdefault(value.home, []).append(value)
+        given = set(self._inputs.values())
+        transient = [home for home, all_ in homes.items() if home not in given and not any(v.is_result for v in all_)]
+        arena = plan_arena([Lifetime(v.nbytes, v.begin, max(w.end for w in homes[v])) for v in transient])
+        for value, offset in zip(transient, arena.offsets, strict=True):
+            value.offset = offset
+        return arena.nbytes
+
+    def _is_mine(self, var: relax.Var) -> bool:
+        """Whether what uses a variable is in the run, or shows it to the run alone."""
+
+        def mine(user: int) -> bool:
+            binding = self._block.bindings[user]
+            is_shown = binding.var in self._stay and is_view(binding) and self._block.stays(binding.var)
+            return user in self._members or (is_shown and self._is_mine(binding.var))
+
+        return all(map(mine, self._block.users.get(var, [])))
 
     def _viewed(self, view: relax.Expr) -> list[Value]:
         if isinstance(view, relax.TupleGetItem):
@@ -216,12 +105,15 @@ class RunRecorder:
         return self._made[view if isinstance(view, relax.Var) else view.args[0]]
 
     def _step(self, var: relax.Var, call: KernelCall) -> list[Value]:
-        now = len(self._steps)
+        now = len(self._drafts)
         names = [var.name] if len(call.makes) == 1 else [f"{var.name}_{i}" for i in range(len(call.makes))]
         made = [Value(ty, name, now, now) for ty, name in zip(call.makes, names, strict=True)]
         self._values += made
         read = [self._operand(arg, now) for arg in call.reads]
-        self._steps.append(Step(call.kernel, (*read, *made), call.scalars, var.name))
+        draft = Draft(call.kernel, read, made, call.scalars, var.name)
+        for number, operand in call.over:
+            draft.take(number, operand)
+        self._drafts.append(draft)
         return made
 
     def _operand(self, arg: relax.Expr, now: int) -> Value:
@@ -232,7 +124,9 @@ class RunRecorder:
             value.end = now
             return value
         shown = self._shown(arg)
-        return self._inputs.setdefault(shown, Value(shown.ty, shown.name))
+        value = self._inputs.setdefault(shown, Value(shown.ty, shown.name))
+        value.end = now
+        return value
 
     def _shown(self, var: relax.Var) -> relax.Var:
         """The tensor that a view shows, if no run made it: kernels take it as it is, by its address."""
@@ -251,38 +145,42 @@ class RunRecorder:
         return not self._block.stays(var) or any(user not in self._members for user in users)
 
     def _bindings(self, recorded: Recorded) -> list[relax.Binding]:
-        if not recorded.results:
+        over = [value for value in self._values if value.is_result and value.home in recorded.inputs]
+        if not recorded.results and not over:
             return []
-        types = [value.ty for value in recorded.results]
+        fresh = [value.ty for value in recorded.results]
         if recorded.has_arena:
-            types.append(relax.TensorType([recorded.arena], "uint8", self._run.vdevice))
-        args = [*self._inputs, *self._constants, *recorded.numbers]
-        call = relax.call_tir(recorded.gv, relax.Tuple(args), types)
+            fresh.append(relax.TensorType([recorded.arena], "uint8", self._run.vdevice))
+        types = [*fresh, *(value.ty for value in over)]
+        args = relax.Tuple([*self._inputs, *self._constants, *recorded.numbers])
+        if over:
+            places = [-1] * len(fresh) + [recorded.inputs.index(value.home) for value in over]
+            call = relax.call_tir_inplace(recorded.gv, args, places, types)
+        else:
+            call = relax.call_tir(recorded.gv, args, types)
         buffer = self._local(recorded.gv.name_hint, tvm.ir.TupleType(types) if len(types) > 1 else types[0])
         bindings = [relax.VarBinding(buffer, typed(call, buffer.ty))]
-        fields = {
-            id(value): buffer if len(types) == 1 else relax.TupleGetItem(buffer, i)
-            for i, value in enumerate(recorded.results)
-        }
+        numbers = [*enumerate(recorded.results), *enumerate(over, len(fresh))]
+        fields = {value: buffer if len(types) == 1 else relax.TupleGetItem(buffer, i) for i, value in numbers}
         for index in self._run.members:
             var = self._block.bindings[index].var
             if self._is_wanted(var):
                 bindings += self._result(var, fields)
         return bindings
 
-    def _result(self, var: relax.Var, fields: Mapping[int, relax.Expr]) -> list[relax.Binding]:
+    def _result(self, var: relax.Var, fields: Mapping[Value, relax.Expr]) -> list[relax.Binding]:
         """Bindings of a variable of the run that something after it reads."""
         values = self._made[var]
         if isinstance(var.ty, tvm.ir.TupleType):
             parts = [self._local(value.name, value.ty) for value in values]
-            bindings = [relax.VarBinding(part, fields[id(v)]) for part, v in zip(parts, values, strict=True)]
+            bindings = [relax.VarBinding(part, fields[v]) for part, v in zip(parts, values, strict=True)]
             return [*bindings, relax.VarBinding(var, relax.Tuple(parts))]
         (value,) = values
         if known_extents(var.ty) is None or same_shape(var.ty.shape.values, value.ty.shape.values):
-            return [relax.VarBinding(var, fields[id(value)])]
+            return [relax.VarBinding(var, fields[value])]
         whole = self._local(f"{var.name}_whole", value.ty)
         shaped = typed(relax.op.reshape(whole, var.ty.shape), var.ty)
-        return [relax.VarBinding(whole, fields[id(value)]), relax.VarBinding(var, shaped)]
+        return [relax.VarBinding(whole, fields[value]), relax.VarBinding(var, shaped)]
 
     def _local(self, name: str, ty: tvm.ir.Type) -> relax.Var:
         return (relax.DataflowVar if self._block.is_dataflow else relax.Var)(name, ty)

@@ -11,7 +11,7 @@ import relax_hetero as rh
 from relax_hetero.tir.raw_kernel import raw_signature
 from relax_hetero.transform.command_report import kernel_spec, kernels_of, region_spec, regions_of, single_calls_of
 from relax_hetero.transform.form_command_buffers import form_command_buffers
-from relax_hetero.transform.record_run import Recorded, Step, Value
+from relax_hetero.transform.recorded import Recorded, Step, Value
 from relax_hetero.vm.commands import Dispatch, Reference, ScalarParam, SlotSpec, TensorParam
 
 
@@ -88,8 +88,8 @@ def test_symbols_of_one_name_are_told_apart():
     x, y, z = value("x", n), value("y", other), value("z", keyword, begin=1, end=1, is_result=True)
     inside = value("t", n + other, offset=other * 64)
     steps = [
-        Step(tvm.ir.GlobalVar("k"), (x, y, inside), (n, tirx.FloatImm("float32", 0.5)), "t"),
-        Step(tvm.ir.GlobalVar("k"), (x, inside, z), (keyword - 1, tirx.IntImm("int64", 3)), "z"),
+        Step(tvm.ir.GlobalVar("k"), (x, y, inside), ("read", "read", "write"), (n, tirx.FloatImm("float32", 0.5)), "t"),
+        Step(tvm.ir.GlobalVar("k"), (x, inside, z), ("read", "read", "write"), (keyword - 1, tirx.IntImm("int64", 3)), "z"),
     ]
     recorded = Recorded(tvm.ir.GlobalVar("c"), "main", device, [x, y], [], [z], [], other * 128, steps)
     region = region_spec(recorded, [device])

@@ -22,14 +22,12 @@ def write_map(box: FlatBox, machine: Machine, tasks: int) -> None:
     if not box.spatial:
         write_point(box, None, tirx.IntImm("int64", 0), 1, {})
         return
-    var = box.spatial[-1].var
-    lanes = 1 if varies_inside(box, var) else lanes_of(box.nest, machine)
-    free = lanes > 1 and not any(map(chooses, box.nest.expressions()))
-    merge = interleaved(box, lanes, tasks) if free else None
+    var, lanes = box.spatial[-1].var, _lanes(box, machine)
+    merge = interleaved(box, lanes, tasks) if _is_free(box, lanes) else None
     if merge is not None:
         write_interleaved(merge, tasks)
         return
-    tiles = turned(box, lanes, tasks) if free else None
+    tiles = turned(box, lanes, tasks) if _is_free(box, lanes) else None
     if tiles is not None:
         write_turned(tiles, tasks)
         return
@@ -45,3 +43,22 @@ def write_map(box: FlatBox, machine: Machine, tasks: int) -> None:
             run(part.spatial[-1], lanes, _TOGETHER, not box.nest.in_place, visit)
 
     spread(box, tasks, lanes * _TOGETHER, write)
+
+
+def computes_once(box: FlatBox, machine: Machine, tasks: int) -> bool:
+    """Whether computing every element once, and by itself, takes no more than `write_map` does otherwise."""
+    if len(box.spatial) < 2:
+        return True  # what is left of one loop is little, even element by element
+    lanes, count = _lanes(box, machine), box.spatial[-1].count
+    if _is_free(box, lanes) and (interleaved(box, lanes, tasks) or turned(box, lanes, tasks)):
+        return False
+    return not isinstance(count, int) or count < lanes or count % lanes == 0
+
+
+def _lanes(box: FlatBox, machine: Machine) -> int:
+    return 1 if varies_inside(box, box.spatial[-1].var) else lanes_of(box.nest, machine)
+
+
+def _is_free(box: FlatBox, lanes: int) -> bool:
+    """Whether vectors of reads may be taken together: no value is one of two."""
+    return lanes > 1 and not any(map(chooses, box.nest.expressions()))

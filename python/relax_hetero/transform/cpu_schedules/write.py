@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
@@ -10,20 +11,24 @@ from tvm.script.ir_builder import tirx as T
 
 from ...encoding.machine import Machine
 from ...tir.builder import Expr, flat, int64, settled
+from ...tir.ties import with_ties
 from ...tir.work_split import part
 from .boxes import cut
 from .flat import FlatBox, flatten
-from .map_box import write_map
+from .map_box import computes_once, write_map
 from .nests import Nest
 from .reduce_box import write_reduction
 from .runs import most_even
 from .split_axes import split_axes
 from .stages import known, sources
+from .tied import tied_in
 from .work import tasks_for
 
 
 def write_function(func: tirx.PrimFunc, nests: Sequence[Nest], machine: Machine) -> tirx.PrimFunc:
-    """A PrimFunc that computes nests in order, with the parameters and attributes of `func`."""
+    """A PrimFunc that computes nests in order, with the parameters and attributes of `func`, and its ties noted."""
+    params = list(func.params)
+    candidates, ties = tied_in(nests, params), []
     with IRBuilder() as builder, T.prim_func(s_tir=True):
         T.func_name("scheduled")
         with T.sblock("root"):
@@ -31,8 +36,10 @@ def write_function(func: tirx.PrimFunc, nests: Sequence[Nest], machine: Machine)
             T.writes()
             views = _views(func, nests)
             for nest in nests:
-                _write_nest(split_axes(nest), machine, views)
-    return func.with_body(builder.get().body)
+                pairs = [pair for pair, own in candidates if own is nest]
+                if _write_nest(split_axes(nest), machine, views, bool(pairs)):
+                    ties += [(params.index(operand), params.index(result)) for operand, result in pairs]
+    return with_ties(func.with_body(builder.get().body), ties)
 
 
 def _views(func: tirx.PrimFunc, nests: Sequence[Nest]) -> dict[tirx.Buffer, tirx.Buffer]:
@@ -49,18 +56,23 @@ def _views(func: tirx.PrimFunc, nests: Sequence[Nest]) -> dict[tirx.Buffer, tirx
     return views
 
 
-def _write_nest(nest: Nest, machine: Machine, views: dict[tirx.Buffer, tirx.Buffer]) -> None:
+def _write_nest(nest: Nest, machine: Machine, views: dict[tirx.Buffer, tirx.Buffer], may_tie: bool) -> bool:
+    """Write a nest; whether every element is computed once and by itself, which is asked if it `may_tie` operands."""
     view = views.__getitem__
     boxes, tasks = cut(nest), tasks_for(nest, machine)
     if len(boxes) == 1:
-        _write_box(flatten(boxes[0], None, view), machine, tasks)
-        return
+        only = flatten(boxes[0], None, view)
+        ties = may_tie and computes_once(only, machine, tasks)
+        if ties:
+            only = replace(only, nest=replace(only.nest, in_place=True))
+        _write_box(only, machine, tasks)
+        return ties
     wide = [d for d, axis in enumerate(nest.axes[:-1]) if known(axis.extent) != 1]
     shared = most_even([nest.axes[d].extent for d in wide], tasks)
     if shared is None or tasks == 1:
         for box in boxes:
             _write_box(flatten(box, None, view), machine, tasks)
-        return
+        return False
     d = wide[shared]
     with T.parallel(int64(tasks)) as task:
         begin, end = part(nest.axes[d].extent, tasks, task)
@@ -70,6 +82,7 @@ def _write_nest(nest: Nest, machine: Machine, views: dict[tirx.Buffer, tirx.Buff
             # A task whose part lies outside of the box has nothing to do there: no loop runs backwards.
             high = settled(T.max(T.min(end, high), low))
             _write_box(flatten(box, (d, low, high), view), machine, 1)
+    return False
 
 
 def _write_box(box: FlatBox, machine: Machine, tasks: int) -> None:
