@@ -3,6 +3,8 @@
 A call's schedule is a graph of steps. A step enters the queue of its device when all it reads is made; the thread that
 made the last of it puts it there. Each call has values of its own, dropped after their last reader, so calls do not
 meet, and what they give does not depend on what runs beside them.
+
+What work on a GPU makes is there twice: issued, for what reads it on a GPU, and made, for all others (`cuda_queue`).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from .cuda_queue import CudaQueue, Point
 from .fence import Fence, here
 from .queue import Timeline
 from .queues import Plan
@@ -89,7 +92,9 @@ class Call:
     Attributes
     ----------
     values : list
-        By number, those that are made and still wanted.
+        By number, those that are made, or issued, and still wanted.
+    points : dict of int to Point
+        By number, where the values that are issued and not made yet will be.
     number, sizes
         As given.
     """
@@ -106,6 +111,7 @@ class Call:
     ) -> None:
         self.number, self.sizes = number, sizes
         self.values: list[Any] = [*values, *(None,) * (plan.values - len(values))]
+        self.points: dict[int, Point] = {}
         self._plan, self._fence, self._finish = plan, fence, finish
         self._end: Callable[[], None] | None = end
         self._lock = threading.Lock()
@@ -128,11 +134,25 @@ class Call:
         if not self._enter(index):
             return
         try:
-            made = self._plan.execute(index, self)
+            made, point = self._plan.execute(index, self)
+        except Exception as error:
+            self.fail(index, self._plan.explain(index, error))
+            return
+        self._issued(index, made, point)
+        queue = self._plan.queues[index]
+        if point is not None and isinstance(queue, CudaQueue):
+            queue.at_end(_StepEnd(self, index, point))
+        else:
+            self._ended(index)
+
+    def end(self, index: int, point: Point) -> None:
+        """Wait until the GPU is done with a step that was issued."""
+        try:
+            point.event.synchronize()
         except Exception as error:
             self.fail(index, self._plan.explain(index, error))
         else:
-            self._leave(index, made)
+            self._ended(index)
 
     def fail(self, index: int, error: BaseException) -> None:
         """A step failed, so the call does: what has not begun is never run."""
@@ -156,30 +176,46 @@ class Call:
             return False
         return True
 
-    def _leave(self, index: int, made: Sequence[Any]) -> None:
-        step, plan = self._plan.steps[index], self._plan
-        ready: list[int] = []
+    def _issued(self, index: int, made: Sequence[Any], point: Point | None) -> None:
+        """What a step makes can be read, by what waits for `point` on a GPU, or by all where that is None."""
+        step, ready = self._plan.steps[index], []
+        with self._lock:
+            for number, value in zip(step.makes, made, strict=True):
+                self.values[number] = value
+                if point is not None:
+                    self.points[number] = point
+            if self._error is None:
+                ready = self._released(self._plan.follow_issue[index])
+        self._push(ready)
+
+    def _ended(self, index: int) -> None:
+        """A step is done with what it reads, and what it makes is made."""
+        step, ready = self._plan.steps[index], []
         with self._lock:
             self._running.discard(index)
             self._left -= 1
-            for number, value in zip(step.makes, made, strict=True):
-                if self._readers[number]:
-                    self.values[number] = value
-                for reader in plan.read_by[number]:
-                    self._missing[reader] -= 1
-                    if not self._missing[reader]:
-                        ready.append(reader)
+            for number in step.makes:
+                self.points.pop(number, None)
             for number in step.reads:
                 self._readers[number] -= 1
+            for number in (*step.reads, *step.makes):
                 if not self._readers[number]:
                     self.values[number] = None
             is_over = self._left == 0 or self._error is not None
             is_last = is_over and not self._running and not self._has_ended
             self._has_ended |= is_last
+            if self._error is None:
+                ready = self._released(self._plan.follow_end[index])
         if is_last:
             self._settle()
-        elif self._error is None:
+        else:
             self._push(ready)
+
+    def _released(self, readers: Sequence[int]) -> list[int]:
+        """The steps that wait for nothing more, of those that one value each is there for now."""
+        for reader in readers:
+            self._missing[reader] -= 1
+        return [reader for reader in dict.fromkeys(readers) if not self._missing[reader]]
 
     def _push(self, ready: Sequence[int]) -> None:
         for index in ready:
@@ -220,6 +256,21 @@ class _StepWork:
 
     def run(self) -> None:
         self._call.run(self._index)
+
+    def fail(self, error: BaseException) -> None:
+        self._call.fail(self._index, error)
+
+
+class _StepEnd:
+    """The wait for the end of a step, as queues run it."""
+
+    __slots__ = ("_call", "_index", "_point")
+
+    def __init__(self, call: Call, index: int, point: Point) -> None:
+        self._call, self._index, self._point = call, index, point
+
+    def run(self) -> None:
+        self._call.end(self._index, self._point)
 
     def fail(self, error: BaseException) -> None:
         self._call.fail(self._index, error)

@@ -121,6 +121,7 @@ class QueuedCalls:
                 weakref.finalize(owner, self._queues.close)
             prepared = prepare(args, kwargs)
             route = plan(self._queues)
+            self._queues.follow_caller()
             number = self._calls.begin()
         end = partial(self._calls.end, has_room)
         Call(route, number, prepared.values, prepared.sizes, fence, prepared.finish, end).begin()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import tvm_ffi
@@ -11,12 +12,16 @@ from tvm import runtime
 from ..cpu_cores import cpus_of_cores, num_cores
 from ..errors import HeteroError
 from .builtins import running
+from .cuda_driver import CudaError
+from .cuda_lanes import Lanes, map_tensors
+from .cuda_library import CUDA, cuda_library
+from .cuda_queue import CudaQueue, Point, follow_callers_streams, shared_stream
 from .failure import explain_failure
 from .metadata import CPU, Metadata
 from .queue import DeviceQueue
 from .schedule import Results, Schedule, Step
 from .signature import FunctionSignature
-from .tensors import alias, is_host
+from .tensors import alias, is_host, same_device
 from .threads import threads_of_queues
 
 if TYPE_CHECKING:
@@ -28,6 +33,8 @@ CLOSE_SECONDS = 5.0
 
 class Queues:
     """A queue for each device of a machine, however many entries of the manifest stand for it.
+
+    Copies from and to GPUs have queues of their own, one for each two devices and direction.
 
     Parameters
     ----------
@@ -59,9 +66,14 @@ class Queues:
             cores[keys[-1]] = 0
         threads = dict(zip(cores, threads_of_queues(list(cores.values())), strict=True))
         cpus = own_cpus(threads)
+        gpus = {index for kind, index in keys if kind == CUDA}
+        cuda = cuda_library() if gpus else None
+        self._lanes = Lanes(cuda, gpus) if cuda is not None else None
         queues: dict[tuple[int, int], DeviceQueue] = {}
         for key, device in zip(keys, devices, strict=True):
-            if key not in queues:
+            if key not in queues and key[0] == CUDA and cuda is not None:
+                queues[key] = CudaQueue(f"queue of {device}", shared_stream(cuda, key[1], "kernels"))
+            elif key not in queues:
                 queues[key] = DeviceQueue(f"queue of {device}", cpus.get(key, ()), threads.get(key, 1))
         self.by_entry = [queues[key] for key in keys]
         self.all = list(queues.values())
@@ -69,47 +81,102 @@ class Queues:
 
     def close(self) -> None:
         """End the threads; what has not begun never will."""
-        for queue in self.all:
+        for queue in (*self.all, *self._copying()):
             queue.close(CLOSE_SECONDS)
 
-    def is_alias(self, step: Step) -> bool:
-        """Whether a transfer only gives memory another device's name."""
-        return (
-            step.is_transfer
-            and all(is_host(self._devices[entry]) for entry in (step.device, step.source))
-            and self._scopes[step.device] == "global"
-        )
+    def queue_of(self, step: Step) -> DeviceQueue | None:
+        """The queue that runs a step; None for one that only gives memory another device's name.
 
-    def run(self, step: Step, call: Call) -> Any:
-        """Run a step in this thread, which is its queue's; what the step makes."""
+        Not to be called by two threads at once.
+        """
+        own, plain = self.by_entry[step.device], self._scopes[step.device] == "global"
+        if not step.is_transfer or not plain:
+            return own
+        source, target = self._devices[step.source], self._devices[step.device]
+        if same_device(source, target) or (is_host(source) and is_host(target)):
+            return None
+        lane = self._lanes.between(source, target) if self._lanes is not None else None
+        return own if lane is None else lane
+
+    def is_issued(self, step: Step, queue: DeviceQueue | None) -> bool:
+        """Whether a step is only issued when it has run: one of a single GPU, or a copy from or to it."""
+        return isinstance(queue, CudaQueue) and not step.also and (not step.is_transfer or queue not in self.all)
+
+    def follow_caller(self) -> None:
+        """What is issued from now on comes after what this thread has given to streams of its own choice."""
+        follow_callers_streams(queue for queue in (*self.all, *self._copying()) if isinstance(queue, CudaQueue))
+
+    def run(self, step: Step, queue: DeviceQueue | None, leaves: bool, call: Call) -> tuple[Any, Point | None]:
+        """Run a step in this thread, which is that of its queue.
+
+        Parameters
+        ----------
+        step : Step
+        queue : DeviceQueue or None
+            As `queue_of` says.
+        leaves : bool
+            Whether what it makes is a result of the call.
+        call : Call
+
+        Returns
+        -------
+        tuple
+            What the step makes; and the point at which that is made, where it is only issued.
+        """
         reads = [call.values[number] for number in step.reads]
+
+        def work() -> Any:
+            if step.is_transfer:
+                return self._moved(reads[0], step, queue, leaves)
+            return self._computed(step, reads, call.sizes)
+
+        if isinstance(queue, CudaQueue) and self.is_issued(step, queue):
+            return queue.issue(work, [call.points[number] for number in step.reads if number in call.points])
+        return work(), None
+
+    def _moved(self, value: Any, step: Step, queue: DeviceQueue | None, leaves: bool) -> Any:
         device = self._devices[step.device]
-        if step.is_transfer:
-            if self.is_alias(step):
-                return _aliases(reads[0], device)
-            running.machine = self._devices, self._scopes
-            return _to_device(reads[0], step.device, 0)
+        if queue is None:
+            return map_tensors(value, lambda tensor: alias(tensor, device))
+        if isinstance(queue, CudaQueue) and queue not in self.all and self._lanes is not None:
+            return self._lanes.copy(value, device, queue.stream, leaves)
+        running.machine = self._devices, self._scopes
+        return _to_device(value, step.device, 0)
+
+    def _computed(self, step: Step, reads: list[Any], sizes: Mapping[str, int]) -> Any:
         if step.sizes:
-            reads.append(tvm_ffi.Shape([call.sizes[name] for name in step.sizes]))
+            reads.append(tvm_ffi.Shape([sizes[name] for name in step.sizes]))
         if step.takes_constants:
             reads.append(self._constants)
         running.machine = self._devices, self._scopes
-        locks = [queue.lock for queue in self.all if queue in {self.by_entry[entry] for entry in step.devices}]
-        for lock in locks:
-            lock.acquire()
-        try:
-            made = self._function(self.by_entry[step.device], step.function)(*reads)
+        with self._held(step):
+            return self._function(self.by_entry[step.device], step.function)(*reads)
+
+    @contextmanager
+    def _held(self, step: Step) -> Iterator[None]:
+        """Have the devices of a step to oneself, and kernels on their streams; those of several devices end."""
+        queues = [queue for queue in self.all if queue in {self.by_entry[entry] for entry in step.devices}]
+        with ExitStack() as held:
+            for queue in queues:
+                held.enter_context(queue.lock)
             for entry in step.devices:
-                if not is_host(self._devices[entry]):
-                    self._devices[entry].sync()
-            return made
-        finally:
-            for lock in locks:
-                lock.release()
+                device, queue = self._devices[entry], self.by_entry[entry]
+                if isinstance(queue, CudaQueue):
+                    held.enter_context(tvm_ffi.use_raw_stream(device, queue.stream.handle))
+                    if step.also:
+                        held.callback(queue.stream.synchronize)
+                elif not is_host(device):
+                    held.callback(device.sync)
+            yield
 
     def explain(self, what: str, error: Exception) -> HeteroError:
         """`error` in terms of the model."""
-        return error if isinstance(error, HeteroError) else explain_failure(what, error, self._metadata)
+        if isinstance(error, HeteroError) and not isinstance(error, CudaError):
+            return error
+        return explain_failure(what, error, self._metadata)
+
+    def _copying(self) -> list[CudaQueue]:
+        return self._lanes.queues if self._lanes is not None else []
 
     def _function(self, queue: DeviceQueue, name: str) -> Any:
         found = self._machines.get(queue)
@@ -141,29 +208,37 @@ class Plan:
         For each step how many values it reads that are not there at the beginning.
     readers : list of int
         How many steps read each value; the caller counts as one.
-    read_by : list of list of int
-        The steps that read each value.
+    follow_issue, follow_end : list of list of int
+        For each step the steps that read what it makes, once for each value: those that may when it is issued, and
+        those that may when it has ended.
     """
 
     def __init__(self, schedule: Schedule, queues: Queues) -> None:
         self.steps = schedule.steps
         self.values = schedule.values
-        self.queues = [None if queues.is_alias(step) else queues.by_entry[step.device] for step in schedule.steps]
+        self.queues = [queues.queue_of(step) for step in schedule.steps]
         self._owner, self._results, self._name = queues, schedule.results, schedule.function
         self.missing = [sum(number >= schedule.inputs for number in step.reads) for step in self.steps]
-        self.read_by: list[list[int]] = [[] for _ in range(schedule.values)]
+        results = _leaves(self._results)
+        self.readers = [results.count(number) for number in range(schedule.values)]
+        makers = {number: index for index, step in enumerate(self.steps) for number in step.makes}
+        issued = [queues.is_issued(*pair) for pair in zip(self.steps, self.queues, strict=True)]
+        self.follow_issue: list[list[int]] = [[] for _ in self.steps]
+        self.follow_end: list[list[int]] = [[] for _ in self.steps]
         for index, step in enumerate(self.steps):
             for number in step.reads:
-                self.read_by[number].append(index)
-        self.readers = [len(found) for found in self.read_by]
-        for number in _leaves(self._results):
-            self.readers[number] += 1
+                self.readers[number] += 1
+                maker = makers.get(number)
+                if maker is not None:
+                    follow = self.follow_issue if issued[maker] and issued[index] else self.follow_end
+                    follow[maker].append(index)
+        self._leaves = [any(number in results for number in step.makes) for step in self.steps]
 
-    def execute(self, index: int, call: Call) -> Sequence[Any]:
-        """Run a step of a call; what it makes, in order."""
+    def execute(self, index: int, call: Call) -> tuple[Sequence[Any], Point | None]:
+        """Run a step of a call; what it makes, in order, and the point at which that is made."""
         step = self.steps[index]
-        made = self._owner.run(step, call)
-        return made if len(step.makes) != 1 else (made,)
+        made, point = self._owner.run(step, self.queues[index], self._leaves[index], call)
+        return made if len(step.makes) != 1 else (made,), point
 
     def explain(self, index: int, error: Exception) -> HeteroError:
         """The error that a failed step means for the caller."""
@@ -215,12 +290,6 @@ def _leaves(results: Results) -> list[int]:
 
 def _gather(results: Results, values: Sequence[Any]) -> Any:
     return values[results] if isinstance(results, int) else tuple(_gather(part, values) for part in results)
-
-
-def _aliases(value: Any, device: runtime.Device) -> Any:
-    if isinstance(value, tvm_ffi.core.Tensor):
-        return alias(value, device)
-    return tvm_ffi.convert(tuple(_aliases(part, device) for part in value))
 
 
 _to_device = tvm_ffi.get_global_func("relax_hetero.to_device")
