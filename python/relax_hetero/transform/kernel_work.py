@@ -42,3 +42,12 @@ def _bytes(buffer: tirx.Buffer) -> int:
 def tensor_bytes(extents: Iterable[int], dtype: Any) -> int:
     """Bytes of a tensor of elements of a ``tvm.DataType``."""
     return (prod(extents) * dtype.bits * dtype.lanes + 7) // 8
+
+
+def bytes_of_extents(extents: Iterable[Any], dtype: Any) -> Any:
+    """`tensor_bytes` of extents that are ints or expressions: an int where all are."""
+    count: Any = (dtype.bits * dtype.lanes + 7) // 8
+    # Numbers first, as an expression cannot be told from zero.
+    for extent in sorted(extents, key=lambda extent: not isinstance(extent, int)):
+        count = count * extent
+    return count

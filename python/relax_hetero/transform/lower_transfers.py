@@ -2,20 +2,21 @@
 
 Before::
 
-    y: R.Tensor((4,), "float32", "llvm:1") = R.to_vdevice(x, "llvm:1")
+    y: R.Tensor((4,), "float32", "cuda:0") = R.to_vdevice(x, "cuda:0")
 
 After::
 
-    room: R.Tensor((4,), "float32", "llvm:1") = R.builtin.alloc_tensor(R.shape([4]), "float32", 1, "global")
-    y: R.Tensor((4,), "float32", "llvm:1") = R.call_packed("relax_hetero.to_device", x, 1, 0, room)
+    room: R.Tensor((4,), "float32", "cuda:0") = R.builtin.alloc_tensor(R.shape([4]), "float32", 1, "global")
+    y: R.Tensor((4,), "float32", "cuda:0") = R.call_packed("relax_hetero.to_device", x, 1, 0, room)
 
 The operands are the value, the destination's index in the module's device list (the virtual machine knows which
 physical device that is today), and whether the result must be a new tensor even if the value is there already:
 it must in a module that writes in place, since the source may have other readers. A tensor of known shape gets
-room from the machine's pool, whose memory is in use already; fresh memory costs a page fault each 4 KB.
+room from the machine's pool, whose memory is in use already; fresh memory costs a page fault each 4 KB. Between CPUs,
+which share their memory, a result that need not be new gets none: it is its operand by another device's name.
 
-Runs after memory is planned. The planner takes a call for done with its operands, while the result of this one may be
-an operand; it never reuses what a `to_vdevice` reads. Assumes no dataflow blocks and purity checks removed.
+Runs before memory is planned, so that rooms share storage with other tensors. Assumes no dataflow blocks and purity
+checks removed.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import tvm
 from tvm import relax
 
 from ..vdevice import vdevice_index, vdevices_of
+from ..vm.metadata import CPU, DEVICE_TYPES
 from .rewriting import copy_module, map_bindings, op_name, relax_functions, walk_bindings
 
 TO_DEVICE = "relax_hetero.to_device"
@@ -58,7 +60,8 @@ def lower_transfers(mod: tvm.IRModule, must_copy: bool) -> tvm.IRModule:
         if op_name(value) != "relax.to_vdevice":
             return binding
         index = vdevice_index(value.attrs.dst_vdevice, vdevices)
-        room = _room(binding.var, index)
+        is_alias = not must_copy and all(_is_cpu(ty) for ty in (value.args[0].ty, binding.var.ty))
+        room = [] if is_alias else _room(binding.var, index)
         operands = [value.args[0], relax.prim_value(index), relax.prim_value(int(must_copy)), *(r.var for r in room)]
         ty = binding.var.ty
         call = relax.Call(relax.ExternFunc(TO_DEVICE), operands, None, [ty], value.span, ret_ty=ty)
@@ -78,6 +81,20 @@ def _room(result: relax.Var, index: int) -> list[relax.VarBinding]:
     alloc = relax.op.builtin.alloc_tensor(ty.shape, str(ty.dtype.dtype), index, "global")
     call = relax.Call(alloc.op, list(alloc.args), ret_ty=ty)
     return [relax.VarBinding(relax.Var(f"{result.name}_room", ty), call)]
+
+
+def _is_cpu(ty: tvm.ir.Type) -> bool:
+    """Whether this is a tensor in a CPU's plain memory."""
+    vdevice = ty.vdevice if isinstance(ty, relax.TensorType) else None
+    return (
+        vdevice is not None and vdevice.memory_scope == "global" and DEVICE_TYPES.get(vdevice.target.kind.name) == CPU
+    )
+
+
+def is_transfer_call(value: relax.Expr) -> bool:
+    """Whether this is what a transfer became."""
+    is_packed = isinstance(value, relax.Call) and isinstance(value.op, relax.ExternFunc)
+    return is_packed and value.op.global_symbol == TO_DEVICE
 
 
 def writes_in_place(mod: tvm.IRModule) -> bool:

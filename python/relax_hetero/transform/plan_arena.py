@@ -49,7 +49,7 @@ def plan_arena(values: Sequence[Lifetime]) -> Arena:
     """
     offsets: list[Any] = [0] * len(values)
     base: Any = 0
-    for group in _groups(values):
+    for group in groups_by_unit(values):
         plan = _best_plan([(count, values[i]) for i, count in group.members])
         for (i, _), offset in zip(group.members, plan, strict=True):
             offsets[i] = base + group.unit * offset if offset else base
@@ -63,7 +63,7 @@ def least_bytes(values: Sequence[Lifetime]) -> int:
 
 
 @dataclass
-class _Group:
+class Group:
     """Values whose size is a count of one unit: (number of the value, count), multiples of the alignment together."""
 
     unit: Any
@@ -71,15 +71,16 @@ class _Group:
     members: list[tuple[int, int]] = field(default_factory=list)
 
 
-def _groups(values: Sequence[Lifetime]) -> list[_Group]:
-    groups: list[_Group] = []
+def groups_by_unit(values: Sequence[Lifetime]) -> list[Group]:
+    """Values apart by their symbolic factor; numbers come first."""
+    groups: list[Group] = []
     for i, value in enumerate(values):
         count, factors = _counted(value.nbytes)
         group = next((group for group in groups if _same_factors(group.factors, factors)), None)
         if group is None:
-            groups.append(group := _Group(_product(factors), factors))
+            groups.append(group := Group(_product(factors), factors))
         group.members.append((i, count))
-    # Numbers come first: most offsets stay numbers.
+    # So most offsets stay numbers.
     return sorted(groups, key=lambda group: bool(group.factors))
 
 
@@ -130,7 +131,7 @@ _Sized = Sequence[tuple[int, Lifetime]]
 def _best_plan(values: _Sized) -> list[int]:
     """Offsets by the first order of placing that needs no more than the least, else by the one that needs fewest."""
     least, counts = _least(values), [count for count, _ in values]
-    meetings = _meetings(values)
+    meetings = meetings_of(values)
     best: list[int] = []
     for order in _ORDERS:
         plan = _placed(counts, meetings, sorted(range(len(values)), key=lambda i: order(*values[i])))
@@ -163,7 +164,7 @@ def _placed(counts: Sequence[int], meetings: Sequence[Sequence[int]], order: Seq
     return offsets
 
 
-def _meetings(values: _Sized) -> list[list[int]]:
+def meetings_of(values: _Sized) -> list[list[int]]:
     """For each value, those that are there at one time with it."""
     meetings: list[list[int]] = [[] for _ in values]
     there: list[int] = []

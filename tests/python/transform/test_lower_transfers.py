@@ -19,6 +19,35 @@ V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}
 def test_transfer_becomes_a_call():
     @I.ir_module
     class Before:
+        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice("cuda", 0)]})
+
+        @R.function(pure=False)
+        def main(x: R.Tensor((4,), "float32", "llvm:0")) -> R.Tensor((4,), "float32", "cuda:0"):
+            y: R.Tensor((4,), "float32", "cuda:0") = R.to_vdevice(x, "cuda:0")
+            return y
+
+    @I.ir_module
+    class Expected:
+        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice("cuda", 0)]})
+
+        @R.function(pure=False)
+        def main(x: R.Tensor((4,), "float32", "llvm:0")) -> R.Tensor((4,), "float32", "cuda:0"):
+            room: R.Tensor((4,), "float32", "cuda:0") = R.builtin.alloc_tensor(R.shape([4]), "float32", 1, "global")
+            y: R.Tensor((4,), "float32", "cuda:0") = R.call_packed(
+                "relax_hetero.to_device", x, 1, 0, room, ty_args=(R.Tensor((4,), "float32", "cuda:0"),)
+            )
+            return y
+
+    after = LowerTransfers()(Before)
+    assert_structural_equal(after, Expected)
+    assert_structural_equal(LowerTransfers()(after), Expected)
+
+
+def test_between_cpus_the_result_is_the_operand():
+    """They share their memory: no room, and nothing that must be new."""
+
+    @I.ir_module
+    class Before:
         I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
 
         @R.function(pure=False)
@@ -32,15 +61,12 @@ def test_transfer_becomes_a_call():
 
         @R.function(pure=False)
         def main(x: R.Tensor((4,), "float32", "llvm:0")) -> R.Tensor((4,), "float32", "llvm:1"):
-            room: R.Tensor((4,), "float32", "llvm:1") = R.builtin.alloc_tensor(R.shape([4]), "float32", 1, "global")
             y: R.Tensor((4,), "float32", "llvm:1") = R.call_packed(
-                "relax_hetero.to_device", x, 1, 0, room, ty_args=(R.Tensor((4,), "float32", "llvm:1"),)
+                "relax_hetero.to_device", x, 1, 0, ty_args=(R.Tensor((4,), "float32", "llvm:1"),)
             )
             return y
 
-    after = LowerTransfers()(Before)
-    assert_structural_equal(after, Expected)
-    assert_structural_equal(LowerTransfers()(after), Expected)
+    assert_structural_equal(LowerTransfers()(Before), Expected)
 
 
 def test_in_place_writers_need_a_new_tensor():

@@ -147,4 +147,4 @@ def test_sizes_are_planned_by_upper_bounds(bound):
     (memory,) = memory_of(LowerToVM()(Mod))
     values = [storage.nbytes for storage in memory.storages if storage.use == "value"]
     assert memory.upper_bounds == ({} if bound is None else {"n": bound})
-    assert values == (["(4 * n)"] if bound is None else [48])
+    assert values == (["((((n * 4) + 63) // 64) * 64)"] if bound is None else [64])

@@ -138,3 +138,95 @@ def test_what_a_packed_function_reads_is_not_reused():
     vm = rh.vm.VirtualMachine(rh.compile(Mod))
     x = np.random.default_rng(0).random(4, "float32")
     np.testing.assert_allclose(vm["main"](x).numpy(), np.exp(x) + 9 * x, rtol=1e-5)
+
+
+def test_what_a_transfer_between_cpus_reads_is_there_as_long_as_its_result():
+    """The result is the operand by another device's name: nothing on either device may take its storage."""
+
+    @I.ir_module
+    class Mod:
+        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
+
+        @T.prim_func(private=True, s_tir=True)
+        def kernel(a: T.handle, b: T.handle):
+            T.evaluate(0)
+
+        @R.function(pure=False)
+        def main(x: R.Tensor((4,), "float32", "llvm:0")):
+            cls = Mod
+            a: R.Tensor((4,), "float32", "llvm:0") = R.builtin.alloc_tensor(R.shape([4]), "float32", 0)
+            cls.kernel(x, a)
+            b: R.Tensor((4,), "float32", "llvm:1") = R.call_packed(
+                "relax_hetero.to_device", a, 1, 0, ty_args=(R.Tensor((4,), "float32", "llvm:1"),)
+            )
+            c: R.Tensor((4,), "float32", "llvm:0") = R.builtin.alloc_tensor(R.shape([4]), "float32", 0)
+            cls.kernel(x, c)
+            d: R.Tensor((4,), "float32", "llvm:1") = R.builtin.alloc_tensor(R.shape([4]), "float32", 1)
+            cls.kernel(b, d)
+            e: R.Tensor((4,), "float32", "llvm:0") = R.builtin.alloc_tensor(R.shape([4]), "float32", 0)
+            cls.kernel(c, e)
+            return R.tuple()
+
+    # c cannot take the place of a, which b is until d is made; e can.
+    assert _storages(PlanMemoryPerDevice()(Mod)) == [(0, "global"), (0, "global"), (1, "global")]
+
+
+def test_rooms_of_transfers_share_storage_with_what_the_device_computes():
+    @I.ir_module
+    class Mod:
+        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice("cuda", 0)]})
+
+        @T.prim_func(private=True, s_tir=True)
+        def kernel(a: T.handle, b: T.handle):
+            T.evaluate(0)
+
+        @R.function(pure=False)
+        def main(x: R.Tensor((4,), "float32", "cuda:0")):
+            cls = Mod
+            r: R.Tensor((4,), "float32", "llvm:0") = R.builtin.alloc_tensor(R.shape([4]), "float32", 0)
+            a: R.Tensor((4,), "float32", "llvm:0") = R.call_packed(
+                "relax_hetero.to_device", x, 0, 0, r, ty_args=(R.Tensor((4,), "float32", "llvm:0"),)
+            )
+            b: R.Tensor((4,), "float32", "llvm:0") = R.builtin.alloc_tensor(R.shape([4]), "float32", 0)
+            cls.kernel(a, b)
+            s: R.Tensor((4,), "float32", "cuda:0") = R.builtin.alloc_tensor(R.shape([4]), "float32", 1)
+            c: R.Tensor((4,), "float32", "cuda:0") = R.call_packed(
+                "relax_hetero.to_device", b, 1, 0, s, ty_args=(R.Tensor((4,), "float32", "cuda:0"),)
+            )
+            t: R.Tensor((4,), "float32", "llvm:0") = R.builtin.alloc_tensor(R.shape([4]), "float32", 0)
+            d: R.Tensor((4,), "float32", "llvm:0") = R.call_packed(
+                "relax_hetero.to_device", c, 0, 0, t, ty_args=(R.Tensor((4,), "float32", "llvm:0"),)
+            )
+            e: R.Tensor((4,), "float32", "llvm:0") = R.builtin.alloc_tensor(R.shape([4]), "float32", 0)
+            cls.kernel(d, e)
+            return R.tuple()
+
+    # r and t share, b and e do, s is alone.
+    assert sorted(_storages(PlanMemoryPerDevice()(Mod))) == [(0, "global"), (0, "global"), (1, "global")]
+
+
+def test_what_leaves_the_function_has_no_storage_of_the_plan():
+    @I.ir_module
+    class Mod:
+        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
+
+        @T.prim_func(private=True, s_tir=True)
+        def kernel(a: T.handle, b: T.handle):
+            T.evaluate(0)
+
+        @R.function(private=True, pure=False)
+        def same(x: R.Tensor((4,), "float32", "llvm:0")) -> R.Tensor((4,), "float32", "llvm:0"):
+            return x
+
+        @R.function(pure=False)
+        def main(x: R.Tensor((4,), "float32", "llvm:0")):
+            cls = Mod
+            a: R.Tensor((4,), "float32", "llvm:0") = R.builtin.alloc_tensor(R.shape([4]), "float32", 0)
+            cls.kernel(x, a)
+            b: R.Tensor((4,), "float32", "llvm:0") = cls.same(a)
+            c: R.Tensor((4,), "float32", "llvm:0") = R.builtin.alloc_tensor(R.shape([4]), "float32", 0)
+            cls.kernel(b, c)
+            v: R.Tensor((2, 2), "float32", "llvm:0") = R.reshape(c, R.shape([2, 2]))
+            return (x, (v,))
+
+    assert _storages(PlanMemoryPerDevice()(Mod)) == []
