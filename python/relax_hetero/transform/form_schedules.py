@@ -342,7 +342,7 @@ def step_function(
     ty = results[0].ty if len(results) == 1 else tvm.ir.TupleType([var.ty for var in results])
     has_block = any(isinstance(binding.value, relax.If) for binding in bindings)  # not allowed among dataflow
     block = (_plain_block if has_block else relax.DataflowBlock)(copies)
-    value = results[0] if len(results) == 1 else typed(relax.Tuple(results), ty)
+    value = results[0] if len(results) == 1 else relax.Tuple(results)
     body = typed(relax.SeqExpr([block], value), ty)
     func = relax.Function(params, body, ty, is_pure=True)
     sizes = sorted(relax.analysis.free_symbolic_vars(func), key=lambda var: str(var.name))
