@@ -56,10 +56,15 @@ class BlockPool:
         Its memory is reused as soon as no tensor or array over it is left: who lets a GPU copy from or to it keeps it
         until the copy has ended. Beyond the limit it has memory of its own, as `tensors.empty` gives it.
         """
+        tensor = self.kept_tensor(shape, dtype, device)
+        return empty(shape, dtype, device) if tensor is None else tensor
+
+    def kept_tensor(self, shape: tuple[int, ...], dtype: str, device: runtime.Device) -> runtime.Tensor | None:
+        """As `tensor`, but None beyond the limit, and where there are no elements."""
         nbytes = bytes_for(shape, dtype)
         block = self._take(_rounded(nbytes)) if nbytes else None
         if block is None:
-            return empty(shape, dtype, device)
+            return None
         memory = (ctypes.c_uint8 * nbytes).from_address(block.address)
         weakref.finalize(memory, self._returned.append, block).atexit = False
         return alias(view_bytes(np.ctypeslib.as_array(memory), shape, dtype), device)

@@ -15,6 +15,7 @@ import tvm_ffi
 from tvm import runtime
 
 from ..errors import HeteroError
+from .pinned_pool import arrival
 from .tensors import alias, copy_into, copy_to, is_host
 
 
@@ -52,7 +53,8 @@ def to_device(value: Any, index: int, must_copy: int = 0, room: Any = None) -> A
 
     Works between any two devices, and through nested tuples. Between two CPUs the copy is an alias. With `must_copy`
     always a copy: the module writes in place, and the value may have other readers (LowerTransfers). A copy goes into
-    `room`, a tensor of the machine's pool, where the compiler could allocate one; else into new memory.
+    `room`, a tensor of the machine's pool, where the compiler could allocate one; else into new memory. What comes from
+    a GPU goes into pinned memory, if it is large.
     """
     if running.machine is None:
         raise HeteroError(
@@ -69,7 +71,9 @@ def to_device(value: Any, index: int, must_copy: int = 0, room: Any = None) -> A
             return value
         if is_host(device) and is_host(value.device):
             return alias(value, device)
-    if room is not None:
-        copy_into(value, room)
-        return room
+    pinned = arrival(value, device) if scope == "global" else None
+    target = room if pinned is None else pinned
+    if target is not None:
+        copy_into(value, target)
+        return target
     return copy_to(value, device, None if scope == "global" else scope)

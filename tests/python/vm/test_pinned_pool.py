@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import tvm
 
+from relax_hetero.vm import pinned_pool, tensors
+from relax_hetero.vm.builtins import running_on, to_device
 from relax_hetero.vm.cuda_library import CudaLibrary
 from relax_hetero.vm.pinned_pool import PinnedPool
 from relax_hetero.vm.tensors import alias
@@ -96,3 +98,21 @@ def test_many_threads(cuda, library):
     for thread in threads:
         thread.join()
     assert not failures and pool.nbytes <= 1 << 22
+
+
+def test_what_comes_from_a_gpu_arrives_in_pinned_memory(cuda, library, monkeypatch):
+    monkeypatch.setattr(pinned_pool, "cuda_library", lambda: library)
+    monkeypatch.setattr(tensors, "cuda_library", lambda: library)
+    monkeypatch.setattr(pinned_pool, "ARRIVALS_BYTES", 3 * pinned_pool.PINNED_BYTES)
+    pinned_pool._arrivals.cache_clear()
+    for rows, pinned in ((1, False), (2, True), (8, False)):  # too small, fits, beyond the limit
+        array = np.random.default_rng().random((rows, pinned_pool.PINNED_BYTES // 8), "float32")
+        there, room = alias(tvm.runtime.tensor(array), tvm.cuda(0)), tvm.runtime.tensor(np.zeros_like(array))
+        with running_on((tvm.cpu(0), tvm.cuda(0)), ("global", "global")):
+            for given in (None, room):
+                here = to_device(there, 0, 0, given)
+                np.testing.assert_array_equal(here.numpy(), array)
+                assert library.is_pinned(here.data_ptr()) == pinned
+                assert (here.data_ptr() == room.data_ptr()) == (given is room and not pinned)
+    assert cuda.copies == [("to the host", 4 * n * pinned_pool.PINNED_BYTES // 8) for n in (1, 1, 2, 2, 8, 8)]
+    pinned_pool._arrivals.cache_clear()
