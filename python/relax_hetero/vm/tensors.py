@@ -186,7 +186,9 @@ def copy_into(source: runtime.Tensor, target: runtime.Tensor) -> None:
         if library is not None:
             stream = Stream.current(library, from_device if from_type == CUDA else to_device)
             if from_type == to_type and from_device.index != to_device.index:
-                stream.wait(Stream.current(library, to_device).record())  # the target may be in use there
+                other = Stream.current(library, to_device)
+                if not other.done():  # it may use the target
+                    stream.wait(other.record())
             issue_copy(library, _place_of(source), _place_of(target), nbytes_of(source), stream)
             stream.synchronize()
             return

@@ -9,10 +9,11 @@ import tvm
 import tvm_ffi
 
 from relax_hetero.cpu_cores import num_cores
+from relax_hetero.vm.builtins import running_on, to_device
 from relax_hetero.vm.cuda_library import cuda_library
 from relax_hetero.vm.cuda_streams import Stream
 from relax_hetero.vm.peer_access import enable_peer_access
-from relax_hetero.vm.pinned_pool import PinnedPool
+from relax_hetero.vm.pinned_pool import PINNED_BYTES, PinnedPool
 from relax_hetero.vm.pinned_staging import FIRST_PART_BYTES, PART_BYTES, STAGED_BYTES
 from relax_hetero.vm.tensors import begin_copy, copy_into, copy_to, empty, from_array, from_numpy
 
@@ -113,6 +114,15 @@ def test_copies_follow_the_stream_of_the_thread():
         there = copy_to(from_array(array), GPU)
         copy_into(there, from_array(back))
     np.testing.assert_array_equal(back, array)
+
+
+def test_transfers_arrive_in_pinned_memory():
+    for nbytes, pinned in ((PINNED_BYTES - 1, False), (PINNED_BYTES, True), (LARGE, True)):
+        array = random(nbytes)
+        with running_on((CPU, GPU), ("global", "global")):
+            result = to_device(from_numpy(array, GPU), 0, 0, empty((nbytes,), "uint8", CPU))
+        np.testing.assert_array_equal(result.numpy(), array)
+        assert cuda_library().is_pinned(result.data_ptr()) == pinned
 
 
 def test_many_threads_at_once():
