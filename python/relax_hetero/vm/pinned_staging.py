@@ -167,9 +167,17 @@ def _helpers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max(1, _threads() - 1), "relax_hetero staging")
 
 
-@cache
 def staging(library: CudaLibrary, gpu: int) -> Staging | None:
     """The buffers of a GPU; None where there are too few cores for them to be of use."""
+    with _making:  # the GPU may read from buffers after a copy has returned: there must not be some that nobody keeps
+        return _staging(library, gpu)
+
+
+_making = threading.Lock()
+
+
+@cache
+def _staging(library: CudaLibrary, gpu: int) -> Staging | None:
     return Staging(library, gpu, _threads()) if _threads() >= _FEWEST_THREADS else None
 
 

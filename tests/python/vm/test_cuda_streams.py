@@ -178,7 +178,7 @@ def test_peer_access_is_asked_for_once_in_each_direction(cuda, library):
 
 
 def test_few_cores_leave_copies_to_the_driver(cuda, library, monkeypatch):
-    pinned_staging.staging.cache_clear()
+    pinned_staging._staging.cache_clear()
     monkeypatch.setattr(cuda_copies, "staging", pinned_staging.staging)
     monkeypatch.setattr(pinned_staging, "num_cores", lambda: 6)
     nbytes = 2 * STAGED_BYTES
@@ -186,8 +186,8 @@ def test_few_cores_leave_copies_to_the_driver(cuda, library, monkeypatch):
     copy_into(source, target)
     assert cuda.copies == [("to the GPU", nbytes)]
     np.testing.assert_array_equal(values(target), values(source))
-    pinned_staging.staging.cache_clear()
+    pinned_staging._staging.cache_clear()
     monkeypatch.setattr(pinned_staging, "num_cores", lambda: 8)
     copy_into(source, target)
     assert sum(size for _, size in cuda.copies[1:]) == nbytes and len(cuda.pinned) == 4 * 2
-    pinned_staging.staging.cache_clear()
+    pinned_staging._staging.cache_clear()
