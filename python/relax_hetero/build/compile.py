@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tvm
@@ -14,16 +14,17 @@ from ..errors import BuildError, HeteroError
 from ..native_target import native
 from ..transform.bind_targets import call_vdevice, called_prim_func
 from ..transform.command_report import single_calls_of
+from ..transform.donated import with_donated
 from ..transform.encoding_report import collect_encodings
 from ..transform.form_schedules import FormSchedules, schedules_of
 from ..transform.fusion_report import collect_fusions
 from ..transform.kernel_ops import ops_of
 from ..transform.kernel_work import bytes_of, operations_of
-from ..transform.lower_transfers import writes_in_place
 from ..transform.note_memory import memory_of
 from ..transform.realize_vdevice import collect_placement
 from ..transform.rewriting import relax_functions, walk_bindings
 from ..transform.stage import COMMANDS, is_lowered, placement_estimate, placement_report
+from ..transform.written_arguments import written_arguments
 from ..vdevice import VDevice, device_name, host_vdevice, vdevice_index, vdevices_of, with_vdevices
 from ..vm.executable import Executable
 from ..vm.metadata import DeviceSpec, DispatchSpec, Metadata
@@ -45,6 +46,7 @@ def compile(  # noqa: A001 (the contract's name)
     params: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
     command_buffers: bool = True,
+    donate: Sequence[str] | Mapping[str, Sequence[str]] | None = None,
 ) -> Executable:
     """Compile a Relax module for the devices it names.
 
@@ -58,9 +60,11 @@ def compile(  # noqa: A001 (the contract's name)
     progress : callable, optional
         Called as ``progress(step, done, total)``, in this thread, while it compiles: `done` of `total` ``"passes"``,
         and then ``"kernels"``, are done.
-
     command_buffers : bool
         Whether runs of kernels on one device become command buffers, which costs less than a call for each.
+    donate : sequence of str, or mapping from function to sequence of str, optional
+        Inputs that a function may overwrite (of ``main`` where no function is named): results may lie in their
+        memory. A call consumes them; without it no argument is ever written.
 
     Returns
     -------
@@ -69,7 +73,8 @@ def compile(  # noqa: A001 (the contract's name)
     Raises
     ------
     HeteroError
-        Placement conflicts, ops without kernels, kernels that do not compile, unknown parameter names.
+        Placement conflicts, ops without kernels, kernels that do not compile, unknown names of parameters, inputs that
+        cannot be donated.
     """
     if not isinstance(mod, tvm.IRModule):
         raise BuildError(f"rh.compile: found {type(mod).__name__}, expected a tvm.IRModule")
@@ -78,10 +83,12 @@ def compile(  # noqa: A001 (the contract's name)
         mod = with_vdevices(mod, [VDevice(native("llvm"))])
     if params:
         mod = bind_params(mod, params)
+    if donate:
+        mod = with_donated(mod, donate)
     vdevices = vdevices_of(mod)
     _warn_if_generic(vdevices)
     report, estimate = placement_report(mod), placement_estimate(mod)
-    writes = may_write_arguments(mod)
+    writes, written = may_write_arguments(mod), {} if is_lowered(mod) else written_arguments(mod)
     with collect_placement() as reports, collect_encodings() as encodings, collect_fusions() as fusions:
         mod, graphs = _lower(mod, command_buffers, progress)
     if report is None and reports:
@@ -94,7 +101,7 @@ def compile(  # noqa: A001 (the contract's name)
     metadata = Metadata(
         devices=devices,
         host_index=vdevice_index(host, vdevices) if host is not None else -1,
-        signatures=function_signatures(mod, lifted.takers),
+        signatures=function_signatures(mod, lifted.takers, written),
         constants=tuple(lifted.specs),
         placement=json.loads(report) if report is not None else None,
         placement_estimate=json.loads(estimate) if estimate is not None else None,
@@ -140,8 +147,11 @@ def _check_globals(mod: tvm.IRModule) -> None:
 
 
 def may_write_arguments(mod: tvm.IRModule) -> bool:
-    """Whether functions of a module may write to what they are given; True where lowering has hidden it."""
-    return is_lowered(mod) or writes_in_place(mod) or not all(func.is_pure for _, func in relax_functions(mod))
+    """Whether functions of a module may write to what they are given, by packed functions; True once it is lowered.
+
+    What ops that work in place write to is known for each argument (`written_arguments`).
+    """
+    return is_lowered(mod) or not all(func.is_pure for _, func in relax_functions(mod))
 
 
 def device_spec(vdevice: relax.VDevice, default: bool) -> DeviceSpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tvm
 
+from ..transform.donated import UpdateDonated
 from ..transform.form_attention import FormAttention
 from ..transform.form_command_buffers import FormCommandBuffers
 from ..transform.form_dispatches import FormDispatches
@@ -38,7 +39,7 @@ def get_pipeline(command_buffers: bool = True) -> tvm.transform.Pass:
 def all_passes(command_buffers: bool, apart: bool = False) -> list[tvm.transform.Pass]:
     """The passes of `get_pipeline`; `apart` is that of `FormCommandBuffers`."""
     record = [FormCommandBuffers(apart)] if command_buffers else []
-    return [*passes_to_dispatches(), *record, LowerToVM()]
+    return [*passes_to_dispatches(), *record, UpdateDonated(), LowerToVM()]
 
 
 def passes_to_dispatches() -> list[tvm.transform.Pass]:

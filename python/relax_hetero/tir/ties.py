@@ -27,7 +27,7 @@ import tvm
 from tvm import tirx
 from tvm.ir.expr import TensorLoad
 from tvm.tirx.buffer import is_buffer_var
-from tvm_ffi import structural_equal, structural_map
+from tvm_ffi import structural_equal, structural_map, structural_walk
 
 from ..encoding.problem import Operand
 
@@ -78,13 +78,36 @@ def in_place(func: tirx.PrimFunc, tie: Tie) -> tirx.PrimFunc:
         return loop.body if _is_nothing(loop.body) else loop
 
     renamed = structural_map(func.body, (tvm.ir.Var, lambda var: operand if var.same_as(result) else var))
-    body = structural_map(structural_map(renamed, (tirx.BufferStore, on_store)), (tirx.For, on_loop))
+    plain = structural_map(_with_one_view(renamed, operand), (tirx.BufferStore, on_store))
+    body = structural_map(plain, (tirx.For, on_loop))
     params = [param for param in func.params if not param.same_as(result)]
     empty = tirx.PrimFunc(params, tirx.Evaluate(0), func.ret_type, func.attrs, func.span)
     # As in `raw_kernel`: the constructor would search the body for effects.
     written = structural_map(empty, (tirx.Evaluate, lambda _: body))
     kept = written.without_attr("global_symbol") if "global_symbol" in written.attrs else written
     return kept.with_attr(TIED, []).with_attr("tirx.noalias", False)
+
+
+def _with_one_view(body: tirx.Stmt, param: tirx.Var) -> tirx.Stmt:
+    """`body` with views of a parameter that are alike made one, the first."""
+    views: list[tirx.Var] = []
+    first: dict[tirx.Var, tirx.Var] = {}
+
+    def on_view(view: tirx.DeclBuffer) -> None:
+        data = view.data
+        is_of_param = isinstance(data, tvm.ir.Call) and data.args and data.args[0].same_as(param)
+        if is_of_param:
+            first[view.buffer] = next((v for v in views if structural_equal(v.ty, view.buffer.ty)), view.buffer)
+            views.append(view.buffer)
+
+    structural_walk(body, (tirx.DeclBuffer, on_view))
+    again = {view for view, other in first.items() if not view.same_as(other)}
+
+    def on_declaration(view: tirx.DeclBuffer) -> tirx.Stmt:
+        return tirx.Evaluate(0) if view.buffer in again else view
+
+    bare = structural_map(body, (tirx.DeclBuffer, on_declaration))
+    return structural_map(bare, (tvm.ir.Var, lambda var: first.get(var, var)))
 
 
 def _is_nothing(statement: tirx.Stmt) -> bool:

@@ -34,6 +34,7 @@ from .bind_targets import bind_targets
 from .blocks import Block, Rewrite, rewrite_function, without_unused
 from .command_regions import Run, RunFinder
 from .command_report import kernel_specs, region_spec, with_kernel, with_region, with_single_calls
+from .donated import DonatedVariables
 from .form_dispatches import is_formed
 from .record_run import RunRecorder
 from .recorded import Recorded
@@ -76,7 +77,7 @@ def form_command_buffers(mod: tvm.IRModule, apart: bool = False) -> tvm.IRModule
     # Views must be seen as such: a reshape that is a kernel copies.
     former = _Former(relax.transform.RewriteDataflowReshape()(with_root_blocks(bound)), apart)
     functions = {
-        gv: rewrite_function(func, former.in_function(gv.name_hint)) for gv, func in relax_functions(former.mod)
+        gv: rewrite_function(func, former.in_function(gv.name_hint, func)) for gv, func in relax_functions(former.mod)
     }
     return former.finish(functions) if former.recorded else mod
 
@@ -91,19 +92,21 @@ class _Former:
         self._finder = RunFinder(mod, apart)
         self._taken = self._finder.calls.taken
 
-    def in_function(self, name: str) -> Rewrite:
+    def in_function(self, name: str, func: relax.Function) -> Rewrite:
         """What rewrites the blocks of a function."""
+        variables = DonatedVariables(func)
 
         def rewrite(block: Block) -> list[relax.Binding] | None:
             order = self._finder.cut(block)
             self.single += single_calls(name, block, order, self._finder.calls)
             if not any(isinstance(item, Run) for item in order):
                 return None
+            free = variables.of(block)
             stay = {block.bindings[item].var for item in order if not isinstance(item, Run)}
             bindings: list[relax.Binding] = []
             for item in order:
                 if isinstance(item, Run):
-                    recorder = RunRecorder(block, item, stay, self._finder.calls)
+                    recorder = RunRecorder(block, item, stay, self._finder.calls, free)
                     bindings += self._outlined(name, recorder, why_ended(block, item))
                 else:
                     bindings.append(block.bindings[item])

@@ -12,6 +12,7 @@ from typing import Any
 
 import tvm
 from tvm import relax, tirx
+from tvm.tirx.buffer import is_buffer_var
 from tvm_ffi import structural_map
 
 from ..tir.raw_kernel import RawSignature, has_temporaries, plain_extent, raw_signature
@@ -77,8 +78,9 @@ class KernelCalls:
 
     def ties(self, kernel: tvm.ir.GlobalVar) -> list[Tie]:
         """What a kernel ties; none of one that takes numbers, whose parameters and tensors are counted differently."""
-        signature = self.signature(kernel)
-        return [] if signature is None or signature.numbers else ties_of(self._mod.functions[kernel])
+        func = self._mod.functions.get(kernel)
+        is_plain = isinstance(func, tirx.PrimFunc) and all(map(is_buffer_var, func.params))
+        return ties_of(func) if is_plain else []
 
     def in_place(self, kernel: tvm.ir.GlobalVar, tie: Tie) -> tvm.ir.GlobalVar:
         """The kernel that writes a tied result over its operand; one of `functions`, made on first request."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import tvm
 from tvm import relax, te, tirx
 
-from . import extreme_kernels, take_kernels
+from . import extreme_kernels, scatter_kernels, take_kernels
 
 Legalize = Callable[[relax.BlockBuilder, relax.Call], relax.Expr]
 
@@ -47,4 +47,5 @@ def legalizations() -> dict[str, Legalize]:
         "relax.clip": _of_floats(stock["clip"], _clip, "tir_clip"),
         **extreme_kernels.legalizations(),
         **take_kernels.legalizations(),
+        **scatter_kernels.legalizations(),
     }

@@ -11,6 +11,7 @@ from tvm import runtime
 from .argument_names import match_names, named_params
 from .arguments import Placement, place
 from .dims import DimValues
+from .donated_arguments import check_donated
 from .executable import Executable
 from .known_calls import KnownCall, KnownCalls
 from .signature import FunctionSignature
@@ -82,8 +83,9 @@ class ArgumentBinding:
         self, name: str, known: KnownCalls, ordered: Sequence[Any] | None, args: Sequence[Any], kwargs: Any
     ) -> tuple[list[Any], DimValues, list[AddressRange]]:
         """`_bind`, and remember the call."""
-        values, dims, lent = self._bind(self.executable.signature(name), args, kwargs, keep=False)
-        if ordered is not None:
+        signature = self.executable.signature(name)
+        values, dims, lent = self._bind(signature, args, kwargs, keep=False)
+        if ordered is not None and not signature.donated:
             _, _, rest_lent = self._params.get(name, ({}, None, []))
             known.remember(ordered, values, dims, rest_lent)
         return values, dims, lent
@@ -107,11 +109,13 @@ class ArgumentBinding:
             not (keep or about.writes_arguments),
             [*lent],
         )
-        values = [
-            value if placed else place(value, spec, f"argument {spec.name!r} of {signature.name!r}", to)
-            for spec, (value, placed) in zip(
-                signature.inputs, match_names(signature, args, kwargs, params), strict=True
-            )
-        ]
+        matched = match_names(signature, args, kwargs, params)
+        values = []
+        for spec, (value, placed) in zip(signature.inputs, matched, strict=True):
+            to.donates, to.copies = spec.name in signature.donated, spec.name in signature.copied
+            where = f"argument {spec.name!r} of {signature.name!r}"
+            values.append(value if placed and not to.copies else place(value, spec, where, to))
         to.dims.settle()
+        if signature.donated:
+            check_donated(signature, values)
         return values, to.dims, to.lent

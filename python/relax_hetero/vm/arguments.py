@@ -2,6 +2,7 @@
 
 Tensors (TVM's own, numpy arrays, any object with ``__dlpack__``) that are on the right device, contiguous and aligned
 are lent for the call; others, and Python scalars, are copied. Numpy arrays are copied for code that may write in place.
+What is donated is lent to be overwritten; what code writes to though it is not donated is always copied.
 """
 
 from __future__ import annotations
@@ -56,6 +57,10 @@ class Placement:
         Whether numpy arrays may be lent: no kernel writes to an argument.
     lent : list of (int, int)
         Address ranges of the caller's tensors that were taken as they are.
+    copies : bool
+        Whether the values must be new memory: they will be written.
+    donates : bool
+        Whether the caller's memory may be written: it is taken as it is where that can be, and is not among `lent`.
     """
 
     devices: Sequence[runtime.Device]
@@ -65,6 +70,8 @@ class Placement:
     alignment: int = ALIGNMENT
     lends_arrays: bool = False
     lent: list[AddressRange] = field(default_factory=list)
+    copies: bool = False
+    donates: bool = False
 
 
 def place(value: Any, spec: ValueSpec, where: str, to: Placement) -> Any:
@@ -95,7 +102,10 @@ def place_tensor(value: Any, spec: TensorSpec, where: str, to: Placement) -> run
     if isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
         check_tensor(_array_dtype(array, spec, where), array.shape, spec, where, to.dims)
-        lent = from_array(array) if to.lends_arrays and array.flags.c_contiguous else None
+        if to.donates and not array.flags.writeable:
+            raise BindingError(f"{where} is donated, found a read-only numpy array, expected one that may be written")
+        lends = (to.lends_arrays or to.donates) and not to.copies and array.flags.c_contiguous
+        lent = from_array(array) if lends else None
         return from_numpy(array, device, scope) if lent is None else _move(lent, device, scope, True, where, to)
     if isinstance(value, bool | int | float):
         array = _scalar(value, spec, where)
@@ -177,9 +187,10 @@ def _move(
     here = same_device(tensor.device, device)
     # Libraries give tensors without elements strides of zero, which kernels refuse: these are made anew.
     reachable = (here or (is_host(device) and is_host(tensor.device))) and tensor.numel() > 0
-    if not reachable or scope is not None or tensor.data_ptr() % to.alignment or (foreign and to.keep):
+    if not reachable or scope is not None or tensor.data_ptr() % to.alignment or (foreign and to.keep) or to.copies:
         return copy_to(tensor, device, scope)
-    to.lent.append(address_range(tensor))
+    if not to.donates:
+        to.lent.append(address_range(tensor))
     return tensor if here and not has_offset(tensor) else alias(tensor, device)
 
 

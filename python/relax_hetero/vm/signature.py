@@ -159,6 +159,10 @@ class FunctionSignature:
         -1 stands for all.
     takes_constants : bool
         Whether the lowered function takes the tuple of the module's constants as its last parameter.
+    donated : tuple of str
+        Inputs that a call consumes: results may lie in their memory.
+    copied : tuple of str
+        Inputs that the function's code writes to, though they are not donated: each call copies them.
     """
 
     name: str
@@ -167,6 +171,8 @@ class FunctionSignature:
     output_is_tuple: bool = False
     num_input: int = -1
     takes_constants: bool = False
+    donated: tuple[str, ...] = ()
+    copied: tuple[str, ...] = ()
     input_names: tuple[str, ...] = field(init=False, compare=False, repr=False)
     output_names: tuple[str, ...] = field(init=False, compare=False, repr=False)
 
@@ -192,6 +198,8 @@ class FunctionSignature:
             "output_is_tuple": self.output_is_tuple,
             "num_input": self.num_input,
             "takes_constants": self.takes_constants,
+            "donated": self.donated,
+            "copied": self.copied,
         }
 
     @staticmethod
@@ -204,4 +212,6 @@ class FunctionSignature:
             output_is_tuple=data["output_is_tuple"],
             num_input=data["num_input"],
             takes_constants=data["takes_constants"],
+            donated=tuple(data.get("donated", ())),
+            copied=tuple(data.get("copied", ())),
         )

@@ -11,9 +11,10 @@ from tvm import runtime
 from ..errors import BindingError
 from .argument_binding import ArgumentBinding
 from .dims import DimValues
+from .donated_arguments import for_one_run, kept_ranges
 from .executable import Executable
 from .signature import FunctionSignature
-from .tensors import AddressRange, address_ranges
+from .tensors import AddressRange
 
 
 class StatefulCalls(ArgumentBinding, ABC):
@@ -42,16 +43,19 @@ class StatefulCalls(ArgumentBinding, ABC):
         signature = self.executable.signature(name)
         with self._lock:
             values, dims, _ = self._bind(signature, args, kwargs, keep=True)
-            self._inputs[name] = (values, dims, address_ranges(values))
+            self._inputs[name] = (values, dims, kept_ranges(signature, values))
 
     def invoke_stateful(self, name: str) -> None:
         """Run function `name` on what `set_input` was given; BindingError without it."""
         signature = self.executable.signature(name)
         with self._lock:
             if name not in self._inputs:
-                raise BindingError(f"function {name!r} has no inputs set; expected set_input({name!r}, ...) first")
-            values, dims, lent = self._inputs[name]
-            self._outputs[name] = self._run(signature, values, dims, lent, None)
+                used = f"; a run consumes {', '.join(map(repr, signature.donated))}" if signature.donated else ""
+                raise BindingError(
+                    f"function {name!r} has no inputs set; expected set_input({name!r}, ...) first{used}"
+                )
+            values, dims, lent = self._inputs.pop(name) if signature.donated else self._inputs[name]
+            self._outputs[name] = self._run(signature, for_one_run(signature, values), dims, lent, None)
 
     def get_outputs(self, name: str) -> Any:
         """The result of the last `invoke_stateful` of function `name`."""

@@ -92,7 +92,7 @@ def test_modules_that_may_write_to_arguments_say_so(product):
     about = product.executable.metadata
     assert (about.alignment, about.writes_arguments) == (ARGUMENT_ALIGNMENT, False)
     exe = rh.compile(InPlace)
-    assert exe.metadata.writes_arguments
+    assert exe.signature("main").copied == ("x",)
     x = np.arange(4, dtype="float32")
     x.flags.writeable = False
     vm = rh.vm.VirtualMachine(exe)

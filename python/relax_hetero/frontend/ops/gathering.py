@@ -223,17 +223,20 @@ def tensor_scatter(node: Node) -> relax.Expr:
     is_circular = node.attribute("mode", "linear") == "circular"
     starts = node.tensor(2) if node.has(2) else const(np.zeros(node.static_shape(data)[0]), "int64")
 
-    def compute(cache: te.Tensor, new: te.Tensor, start: te.Tensor) -> te.Tensor:
-        def element(*i: tirx.Expr) -> tirx.Expr:
-            step = i[axis] - start(i[0])
+    # Written as a scatter, which can update a donated cache in place.
+    def places(cache: te.Tensor, new: te.Tensor, start: te.Tensor) -> te.Tensor:
+        extent = cache.shape[axis]
+
+        def place(*i: tirx.Expr) -> tirx.Expr:
+            step = i[axis] + start(i[0])
             if is_circular:
-                step = topi.floor_mod(step, cache.shape[axis])
-            inside = tirx.all(step >= 0, step < new.shape[axis])
-            return tirx.if_then_else(inside, new(*i[:axis], step, *i[axis + 1 :]), cache(*i))
+                return topi.floor_mod(step, extent)
+            return tirx.Select(step < 0, extent, step)  # a negative index would count from the end
 
-        return te.compute(cache.shape, element, name="tensor_scatter")
+        return te.compute(new.shape, place, name="places")
 
-    return node.builder.emit_te(compute, data, update, starts, primfunc_name_hint="tensor_scatter")
+    index = node.builder.emit_te(places, data, update, starts, primfunc_name_hint="places")
+    return node.emit(relax.op.scatter_elements(data, index, update, axis))
 
 
 @converts("EyeLike")
