@@ -24,6 +24,7 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "FrontendError": (".errors", "FrontendError"),
     "BuildError": (".errors", "BuildError"),
     "BindingError": (".errors", "BindingError"),
+    "MemoryLimitError": (".errors", "MemoryLimitError"),
     "VDevice": (".vdevice", "VDevice"),
     "native": (".vdevice", "native"),
     "encoding": (".encoding", None),

@@ -47,4 +47,8 @@ class BindingError(HeteroError):
     """Arguments, devices or bindings that do not fit what the executable expects."""
 
 
+class MemoryLimitError(HeteroError):
+    """A machine or a call that would take more memory than it may."""
+
+
 register_error("relax_hetero.HeteroError", HeteroError)

@@ -6,6 +6,7 @@ Reads a module whose allocations are explicit and freed after their last use, an
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,6 +92,7 @@ def function_memory(
         tuple(reader.regions),
         tuple(reader.calls),
         {str(symbol): int(bound) for symbol, bound in bounds.items()},
+        _result_sizes(func.ret_ty),
     )
 
 
@@ -164,9 +166,7 @@ class _Reader:
             self._shown.bind(var, self._step(var, value))
 
     def _tensor(self, storage: int, shape: Any, dtype: Any) -> Shown:
-        element = tvm.DataType(str(dtype))
-        bits = element.bits * element.lanes
-        self.tensors.append(_Tensor(storage, _product(shape, (bits + 7) // 8)))
+        self.tensors.append(_Tensor(storage, _product(shape, _element_bytes(dtype))))
         return frozenset((len(self.tensors) - 1,))
 
     def _kill(self, var: relax.Var) -> None:
@@ -235,6 +235,29 @@ class _Reader:
             if tensor.begin == _OPEN:
                 tensor.begin, tensor.name = self.now, name
             tensor.end = self.now
+
+
+def _result_sizes(ty: tvm.ir.Type) -> tuple[Dim, ...]:
+    """Bytes of the tensors in a type, of a tuple field by field; 0 for what has no known shape."""
+    fields = ty.fields if isinstance(ty, tvm.ir.TupleType) else [ty]
+    return tuple(_sum(map(_tensor_size, tensor_types(field))) for field in fields)
+
+
+def _tensor_size(ty: relax.TensorType) -> Dim:
+    known = isinstance(ty.shape, relax.ShapeExpr) and ty.dtype is not None
+    return _product(ty.shape.values, _element_bytes(ty.dtype.dtype)) if known else 0
+
+
+def _element_bytes(dtype: Any) -> int:
+    element = tvm.DataType(str(dtype))
+    return int((element.bits * element.lanes + 7) // 8)
+
+
+def _sum(sizes: Iterable[Dim]) -> Dim:
+    parts = list(sizes)
+    if all(isinstance(part, int) for part in parts):
+        return sum(part for part in parts if isinstance(part, int))
+    return " + ".join(map(str, parts))
 
 
 def _product(extents: Any, count: int = 1) -> Dim:

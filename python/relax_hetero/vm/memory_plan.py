@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any
 
 import tvm_ffi
 
 from ..errors import BindingError
+from .memory_needs import Need, call_needs, queued_needs
 from .memory_spec import ARENA, RESULT, TRANSFER
 from .memory_use import GRAPH, UnknownSizeError, Walk, evaluate, most_alive, pool_bytes
 from .metadata import Metadata, device_names
 from .names import unknown_name
+from .schedule import Schedule, Step
 from .signature import TensorSpec, tensors_of
 from .text_table import text_table
 
@@ -163,6 +165,28 @@ class MemoryPlan:
         devices = tuple(self._on(device, function, walk, every) for device in self._devices)
         used = tuple(memory for memory in devices if memory.device != "host" or memory.transient or memory.results)
         return FunctionUse(function, every, used)
+
+    def needs(self, function: str, sizes: Mapping[str, int], max_in_flight: int) -> dict[int, Need]:
+        """What a machine needs on each device, by manifest index, to run calls of `function`.
+
+        That is the weights, and what one call takes that runs alone, or `max_in_flight` that are under way at once.
+
+        Raises
+        ------
+        UnknownSizeError
+            Dimensions without a value, and without an upper bound.
+        """
+        every = {**self._bounds(function), **sizes}
+        schedule = next((s for s in self._metadata.schedules if s.function == function), None)
+        if schedule is None:
+            schedule = Schedule(function, 0, 1, (Step(0, (), (0,), function=function),), 0)
+        found: dict[int, Need] = {}
+        for device in range(len(self._metadata.devices)):
+            alone = call_needs(self._metadata, function, every, device)
+            queued = queued_needs(self._metadata, schedule, every, device, max_in_flight)
+            weights = self.weights(device) + self._params(device, function, every)
+            found[device] = replace(max(alone, queued, key=lambda need: need.total), weights=weights)
+        return found
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = []

@@ -90,6 +90,8 @@ class FunctionMemory:
     calls : tuple of CallStep
     upper_bounds : dict of str to int
         Symbolic dimensions that the module says are never larger.
+    results : tuple of (int or str)
+        Bytes of what it returns, of a tuple field by field.
     """
 
     name: str
@@ -98,13 +100,14 @@ class FunctionMemory:
     regions: tuple[RegionStep, ...] = ()
     calls: tuple[CallStep, ...] = ()
     upper_bounds: dict[str, int] = field(default_factory=dict)
+    results: tuple[Dim, ...] = ()
 
 
 def memory_to_json(memory: FunctionMemory) -> dict[str, Any]:
     """A function's memory as a JSON object, short: big models have many values."""
     parts = ("storages", "tensors", "regions", "calls")
     lists = {part: [list(vars(item).values()) for item in getattr(memory, part)] for part in parts}
-    return {"name": memory.name, "upper_bounds": memory.upper_bounds, **lists}
+    return {"name": memory.name, "upper_bounds": memory.upper_bounds, "results": memory.results, **lists}
 
 
 def memory_from_json(data: dict[str, Any]) -> FunctionMemory:
@@ -116,4 +119,5 @@ def memory_from_json(data: dict[str, Any]) -> FunctionMemory:
         tuple(RegionStep(step, region, tuple(slots)) for step, region, slots in data["regions"]),
         tuple(CallStep(*item) for item in data["calls"]),
         dict(data["upper_bounds"]),
+        tuple(data["results"]),
     )

@@ -60,9 +60,9 @@ def evaluate(size: Dim, sizes: Mapping[str, int]) -> int:
     if isinstance(size, int):
         return size
     expression = parse_dim(size)
-    if expression.evaluate is None or not expression.names <= sizes.keys():
+    if not expression.names <= sizes.keys():
         raise UnknownSizeError(expression.names - sizes.keys())
-    return expression.evaluate(sizes)
+    return sizes[size] if expression.evaluate is None else expression.evaluate(sizes)
 
 
 class Walk:
