@@ -97,11 +97,11 @@ class _Former:
         variables = DonatedVariables(func)
 
         def rewrite(block: Block) -> list[relax.Binding] | None:
-            order = self._finder.cut(block)
+            free = variables.of(block)
+            order = self._finder.cut(block, free)
             self.single += single_calls(name, block, order, self._finder.calls)
             if not any(isinstance(item, Run) for item in order):
                 return None
-            free = variables.of(block)
             stay = {block.bindings[item].var for item in order if not isinstance(item, Run)}
             bindings: list[relax.Binding] = []
             for item in order:

@@ -23,6 +23,8 @@ from .blocks import same_extent
 from .rewriting import fresh_global_var, is_tensor_constant, op_name
 from .stage import COMMANDS
 
+IN_PLACE = "relax.call_tir_inplace"
+
 
 @dataclass(frozen=True)
 class KernelCall:
@@ -118,7 +120,7 @@ class KernelCalls:
     def of(self, binding: relax.Binding) -> KernelCall | None:
         """The call that a binding makes; None for any other work, and for calls that must be checked as they run."""
         call = binding.value
-        if not isinstance(binding, relax.VarBinding) or op_name(call) != "relax.call_tir":
+        if not isinstance(binding, relax.VarBinding) or op_name(call) not in ("relax.call_tir", IN_PLACE):
             return None
         kernel, operands = call.args[0], call.args[1]
         signature = self.signature(kernel)
@@ -133,10 +135,15 @@ class KernelCalls:
         reads = tuple(arg for arg, ty in args if isinstance(ty, relax.TensorType) and _is_tensor(arg))
         if len(numbers) + len(reads) != len(args) or len(numbers) != len(signature.numbers):
             return None
+        places = list(map(int, call.attrs.inplace_indices)) if op_name(call) == IN_PLACE else [-1] * len(made)
+        over = [(i, operands.fields[place]) for i, place in enumerate(places) if place >= 0]
+        if not all(isinstance(arg, relax.Var) for _, arg in over):
+            return None  # a constant
         types = [ty for _, ty in args if isinstance(ty, relax.TensorType)]
-        given = dict(zip(signature.numbers, numbers, strict=True))
-        scalars = _matched(signature, [*types, *made], given)
-        return None if scalars is None else KernelCall(kernel, vdevice, reads, made, scalars)
+        types += [ty for ty, place in zip(made, places, strict=True) if place < 0]
+        scalars = _matched(signature, types, dict(zip(signature.numbers, numbers, strict=True)))
+        pairs = tuple((i, reads.index(arg)) for i, arg in over)
+        return None if scalars is None else KernelCall(kernel, vdevice, reads, made, scalars, pairs)
 
 
 def known_extents(ty: tvm.ir.Type) -> list[Any] | None:

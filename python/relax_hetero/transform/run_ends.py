@@ -29,8 +29,10 @@ def single_calls(function: str, block: Block, order: list[int | Run], calls: Ker
     for item in order:
         binding = None if isinstance(item, Run) else block.bindings[item]
         if binding is not None and op_name(binding.value) in CALL_TIR_OPS:
-            fits = calls.of(binding) is not None
-            why = "no other kernel to run with" if fits else "it cannot be called as a plain function"
+            call = calls.of(binding)
+            why = "no other kernel to run with" if call is not None else "it cannot be called as a plain function"
+            if call is not None and call.over:
+                why = "it works in place"
             found.append(SingleCall(function, binding.var.name, binding.value.args[0].name_hint, why))
     return found
 

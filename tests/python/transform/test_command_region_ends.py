@@ -4,6 +4,7 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 from relax_hetero.transform import FormCommandBuffers
+from relax_hetero.transform.command_report import regions_of
 from transform.outlines import (
     BUMP,
     CALLEE,
@@ -11,6 +12,7 @@ from transform.outlines import (
     D1,
     FIRST,
     ONE,
+    SECOND,
     STRIDED,
     TWO,
     outline,
@@ -137,9 +139,7 @@ def test_calls_of_relax_functions_end_a_run():
     assert outline(with_main(main)) == ["main_commands: one one", "callee", "main_commands_1: two two"]
 
 
-def test_work_in_place_ends_a_run():
-    """What is written was read by the run before it; nothing may move across."""
-
+def test_work_in_place_joins_where_nothing_reads_what_it_writes_later():
     @R.function(check_well_formed=False)
     def main(x: FIRST):
         with R.dataflow():
@@ -147,12 +147,84 @@ def test_work_in_place_ends_a_run():
             a = R.call_tir(ONE, (w,), out_ty=FIRST)
             b = R.call_tir_inplace(BUMP, (w,), inplace_indices=[0], out_ty=[FIRST])
             c = R.call_tir(TWO, (b,), out_ty=FIRST)
+            gv = (a, b, c)
+            R.output(gv)
+        return gv
+
+    assert outline(with_main(main)) == ["main_commands: one one bump two"]
+
+
+def test_work_in_place_ends_a_run():
+    """An argument may not be written to in a run, nor what is read afterwards, or elsewhere; nothing moves across."""
+
+    @R.function(check_well_formed=False)
+    def argument(x: FIRST):
+        with R.dataflow():
+            w = R.call_tir(ONE, (x,), out_ty=FIRST)
+            a = R.call_tir(ONE, (w,), out_ty=FIRST)
+            b = R.call_tir_inplace(BUMP, (x,), inplace_indices=[0], out_ty=[FIRST])
+            c = R.call_tir(TWO, (b,), out_ty=FIRST)
             d = R.call_tir(TWO, (c,), out_ty=FIRST)
             gv = (a, d)
             R.output(gv)
         return gv
 
-    assert outline(with_main(main)) == ["main_commands: one one", "call_tir_inplace", "main_commands_1: two two"]
+    @R.function(check_well_formed=False)
+    def read_later(x: FIRST):
+        with R.dataflow():
+            w = R.call_tir(ONE, (x,), out_ty=FIRST)
+            v: FIRST = R.reshape(w, R.shape([4]))
+            a = R.call_tir(ONE, (w,), out_ty=FIRST)
+            b = R.call_tir_inplace(BUMP, (w,), inplace_indices=[0], out_ty=[FIRST])
+            c = R.call_tir(TWO, (b,), out_ty=FIRST)
+            d = R.call_tir(TWO, (v,), out_ty=FIRST)
+            gv = (a, c, d)
+            R.output(gv)
+        return gv
+
+    @R.function(check_well_formed=False)
+    def read_outside(x: FIRST):
+        w = R.call_tir(ONE, (x,), out_ty=FIRST)
+        a = R.call_tir(ONE, (w,), out_ty=FIRST)
+        b = R.call_tir_inplace(BUMP, (w,), inplace_indices=[0], out_ty=[FIRST])
+        c = R.call_tir(TWO, (b,), out_ty=FIRST)
+        d = R.call_tir(TWO, (c,), out_ty=FIRST)
+        return (a, w, d)
+
+    @R.function(check_well_formed=False)
+    def given_away(x: FIRST):
+        with R.dataflow():
+            w = R.call_tir(ONE, (x,), out_ty=FIRST)
+            a = R.call_tir(ONE, (w,), out_ty=FIRST)
+            t: SECOND = R.to_vdevice(w, D1)
+            b = R.call_tir_inplace(BUMP, (w,), inplace_indices=[0], out_ty=[FIRST])
+            gv = (a, b, t)
+            R.output(gv)
+        return gv
+
+    for main in (argument, read_later, read_outside):
+        mod = with_main(main.with_attr("global_symbol", "main"))
+        assert outline(mod) == ["main_commands: one one", "call_tir_inplace", "main_commands_1: two two"]
+    assert "call_tir_inplace" in outline(with_main(given_away.with_attr("global_symbol", "main")))
+
+
+def test_a_donated_argument_may_be_written_to_in_a_run():
+    @R.function(check_well_formed=False)
+    def main(x: FIRST, cache: FIRST):
+        R.func_attr({"relax_hetero.donated": [1]})
+        with R.dataflow():
+            w = R.call_tir(ONE, (cache,), out_ty=FIRST)
+            b = R.call_tir_inplace(BUMP, (cache,), inplace_indices=[0], out_ty=[FIRST])
+            c = R.call_tir(TWO, (w,), out_ty=FIRST)
+            gv = (b, c)
+            R.output(gv)
+        return gv
+
+    after = FormCommandBuffers()(with_main(main))
+    assert outline(with_main(main)) == ["call_tir_inplace"]
+    (region,) = regions_of(after)
+    assert [(slot.name, slot.access) for slot in region.slots] == [("cache", "read-write"), ("c", "write")]
+    assert [[o.index for o in command.operands if o.space == "slot"] for command in region.commands] == [[0], [0], [1]]
 
 
 def test_a_kernel_that_needs_checks_ends_a_run():
