@@ -24,7 +24,6 @@ from ..transform.note_memory import memory_of
 from ..transform.realize_vdevice import collect_placement
 from ..transform.rewriting import relax_functions, walk_bindings
 from ..transform.stage import COMMANDS, is_lowered, placement_estimate, placement_report
-from ..transform.written_arguments import written_arguments
 from ..vdevice import VDevice, device_name, host_vdevice, vdevice_index, vdevices_of, with_vdevices
 from ..vm.executable import Executable
 from ..vm.metadata import DeviceSpec, DispatchSpec, Metadata
@@ -88,7 +87,7 @@ def compile(  # noqa: A001 (the contract's name)
     vdevices = vdevices_of(mod)
     _warn_if_generic(vdevices)
     report, estimate = placement_report(mod), placement_estimate(mod)
-    writes, written = may_write_arguments(mod), {} if is_lowered(mod) else written_arguments(mod)
+    writes = may_write_arguments(mod)
     with collect_placement() as reports, collect_encodings() as encodings, collect_fusions() as fusions:
         mod, graphs = _lower(mod, command_buffers, progress)
     if report is None and reports:
@@ -101,7 +100,7 @@ def compile(  # noqa: A001 (the contract's name)
     metadata = Metadata(
         devices=devices,
         host_index=vdevice_index(host, vdevices) if host is not None else -1,
-        signatures=function_signatures(mod, lifted.takers, written),
+        signatures=function_signatures(mod, lifted.takers),
         constants=tuple(lifted.specs),
         placement=json.loads(report) if report is not None else None,
         placement_estimate=json.loads(estimate) if estimate is not None else None,
@@ -149,7 +148,7 @@ def _check_globals(mod: tvm.IRModule) -> None:
 def may_write_arguments(mod: tvm.IRModule) -> bool:
     """Whether functions of a module may write to what they are given, by packed functions; True once it is lowered.
 
-    What ops that work in place write to is known for each argument (`written_arguments`).
+    What ops that work in place write to is known for each argument (`transform.written_arguments`).
     """
     return is_lowered(mod) or not all(func.is_pure for _, func in relax_functions(mod))
 

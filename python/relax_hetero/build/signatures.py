@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import tvm
 from tvm import relax
 
@@ -11,13 +9,12 @@ from ..transform.dim_text import NoTextError, dim_text
 from ..transform.donated import DONATED, input_names
 from ..transform.rewriting import relax_functions
 from ..transform.stage import public_functions
+from ..transform.written_arguments import WRITTEN
 from ..vdevice import vdevice_index, vdevices_of
 from ..vm.signature import Dim, FunctionSignature, ObjectSpec, PrimSpec, ShapeSpec, TensorSpec, TupleSpec, ValueSpec
 
 
-def function_signatures(
-    mod: tvm.IRModule, takers: set[str], written: Mapping[str, Sequence[int]]
-) -> dict[str, FunctionSignature]:
+def function_signatures(mod: tvm.IRModule, takers: set[str]) -> dict[str, FunctionSignature]:
     """Signatures of the module's callable functions, by name.
 
     Parameters
@@ -26,17 +23,13 @@ def function_signatures(
         A lowered module whose constants are not lifted yet.
     takers : set of str
         The functions that will take the tuple of constants.
-    written : mapping
-        By function, the numbers of the parameters that it may write to.
     """
     reader = _TypeReader(vdevices_of(mod))
     signatures = {}
     public = public_functions(mod)
     for gv, func in relax_functions(mod):
         if gv.name_hint in public:
-            signatures[gv.name_hint] = reader.signature(
-                gv.name_hint, func, gv.name_hint in takers, written.get(gv.name_hint, ())
-            )
+            signatures[gv.name_hint] = reader.signature(gv.name_hint, func, gv.name_hint in takers)
     return signatures
 
 
@@ -44,12 +37,10 @@ class _TypeReader:
     def __init__(self, vdevices: list[relax.VDevice]):
         self.vdevices = vdevices
 
-    def signature(
-        self, name: str, func: relax.Function, takes_constants: bool, written: Sequence[int]
-    ) -> FunctionSignature:
+    def signature(self, name: str, func: relax.Function, takes_constants: bool) -> FunctionSignature:
         attrs = func.attrs
         names = input_names(func)
-        donated = tuple(names[int(number)] for number in attrs.get(DONATED, ()))
+        donated, written = ([names[int(number)] for number in attrs.get(key, ())] for key in (DONATED, WRITTEN))
         is_tuple = isinstance(func.ret_ty, tvm.ir.TupleType)
         results = list(func.ret_ty.fields) if is_tuple else [func.ret_ty]
         output_names = [str(n) for n in attrs.get("output_names", [])]
@@ -62,8 +53,8 @@ class _TypeReader:
             output_is_tuple=is_tuple,
             num_input=int(attrs.get("num_input", -1)),
             takes_constants=takes_constants,
-            donated=donated,
-            copied=tuple(names[number] for number in written if names[number] not in donated),
+            donated=tuple(donated),
+            copied=tuple(name for name in written if name not in donated),
         )
 
     def spec(self, name: str, ty: tvm.ir.Type) -> ValueSpec:

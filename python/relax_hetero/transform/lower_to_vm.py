@@ -19,6 +19,7 @@ from .rewriting import copy_module, relax_functions, typed
 from .root_blocks import with_root_blocks
 from .settle_packed_results import SettlePackedResults
 from .stage import is_lowered, mark_lowered
+from .written_arguments import note_written
 
 
 def LowerToVM() -> tvm.transform.Pass:
@@ -56,7 +57,8 @@ def LowerToVM() -> tvm.transform.Pass:
         named = {gv.name_hint: func for gv, func in mod.functions.items() if "global_symbol" in func.attrs}
         public = [name for name, func in named.items() if isinstance(func, relax.Function)]
         kernels = [name for name, func in named.items() if isinstance(func, tirx.PrimFunc)]
-        lowered = keep_private_kernels(steps(writes_in_place(mod))(with_root_blocks(without_callee_devices(mod))))
+        mod = note_written(with_root_blocks(without_callee_devices(mod)))
+        lowered = keep_private_kernels(steps(writes_in_place(mod))(mod))
         return mark_lowered(lowered, len(vdevices_of(mod)), public, kernels)
 
     return run

@@ -13,12 +13,24 @@ import tvm
 from tvm import relax
 
 from .blocks import used_vars
-from .rewriting import op_name, relax_functions, walk_bindings
+from .rewriting import copy_module, op_name, relax_functions, walk_bindings
 
+WRITTEN = "relax_hetero.written"
+"""On a Relax function: the numbers of the parameters that it may write to."""
 IN_PLACE = ("relax.call_tir_inplace", "relax.call_inplace_packed")
 """Ops that write to an operand."""
 _KERNELS = ("relax.call_tir", "relax.call_dps_packed", "relax.call_tir_with_grad")
 _VIEWS = ("relax.reshape", "relax.memory.view", "relax.memory.ensure_zero_offset")
+
+
+def note_written(mod: tvm.IRModule) -> tvm.IRModule:
+    """The module with the parameters that functions may write to noted on them: lowering hides which they are."""
+    functions = dict(mod.functions.items())
+    written = written_arguments(mod)
+    for gv, func in relax_functions(mod):
+        if written[gv.name_hint]:
+            functions[gv] = func.with_attr(WRITTEN, written[gv.name_hint])
+    return copy_module(mod, functions)
 
 
 def written_arguments(mod: tvm.IRModule) -> dict[str, list[int]]:

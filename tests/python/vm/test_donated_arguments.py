@@ -172,6 +172,10 @@ class Increments:
         return (a, b)
 
 
+def test_lowered_modules_say_what_they_write_to():
+    assert rh.compile(rh.get_pipeline()(Increments)).signature("main").copied == ("x",)
+
+
 @pytest.mark.parametrize("donates", [False, True])
 def test_kernels_of_the_user_that_work_in_place(donates):
     exe = rh.compile(Increments, donate=["x"] if donates else None)
