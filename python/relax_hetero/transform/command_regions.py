@@ -3,33 +3,27 @@
 Work is a call of a kernel. What costs nothing on the way, views of what the run made and fields of it, joins. What is
 not work and has no effect moves out of the way: before the run if it reads nothing of it, else behind it. A run ends
 where something reads it that does work elsewhere (a transfer, a kernel that no buffer can call), and at everything that
-may have an effect (control flow, unknown functions). Runs of several devices grow side by side, and so do runs of one
-device between different transfers: a run waits for no transfer that its first kernel does not need, and no transfer
-waits for kernels that it does not need.
+may have an effect (control flow, unknown functions). Runs of several devices grow side by side, and so do those of the
+parts of one device's work (`work_parts`): a run waits for no transfer that its first kernel does not need.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import tvm
 from tvm import relax
 
-from ..vdevice import vdevice_index, vdevices_of
 from .blocks import Block, used_vars
-from .crossings import Around, crossings, is_transfer
 from .kernel_calls import KernelCall, KernelCalls, known_extents
 from .rewriting import op_name
+from .work_parts import WorkParts
+from .work_places import WorkPlaces
 
 WORTH_A_BUFFER = 2
 """A run of fewer kernels gains nothing: one call of a buffer stands for one call of a kernel."""
 
 _VIEW = "relax.reshape"
-
-_Kind: TypeAlias = tuple[int, Around]
-"""A device, and the transfers around work."""
 
 
 @dataclass
@@ -81,24 +75,16 @@ class RunFinder:
 
     def __init__(self, mod: tvm.IRModule, apart: bool = False) -> None:
         self.calls = KernelCalls(mod, apart)
-        self._vdevices = vdevices_of(mod)
+        self._places = WorkPlaces(mod)
 
-    def cut(self, block: Block, free: Set[relax.Var] = frozenset()) -> list[int | Run]:
-        """The block's bindings in an order in which they may run: indices of those that stay, and runs.
-
-        Parameters
-        ----------
-        block : Block
-        free : set of relax.Var
-            Those that kernels may overwrite though the block does not make them: nothing outside of it uses them.
-        """
-        cut = _Cut(block, free)
-        around = crossings(block.bindings, is_transfer)
+    def cut(self, block: Block) -> list[int | Run]:
+        """The block's bindings in an order in which they may run: indices of those that stay, and runs."""
+        cut = _Cut(block)
+        parts = WorkParts(block.bindings, self._places).part_of
         for index, binding in enumerate(block.bindings):
             call = self.calls.of(binding)
-            kind = None if call is None else (vdevice_index(call.vdevice, self._vdevices), around[index])
-            if call is not None and kind is not None and cut.may_work(index, call, kind):
-                cut.work(index, call, kind)
+            if call is not None:
+                cut.work(index, call, parts[index])
             elif not (is_view(binding) and cut.view(index)):
                 cut.other(index)
         return [item for section in cut.sections for item in section.in_order()]
@@ -110,44 +96,21 @@ class _Cut:
     A variable's place is twice the number of its section, and one more if the section's run makes it.
     """
 
-    def __init__(self, block: Block, free: Set[relax.Var]) -> None:
+    def __init__(self, block: Block) -> None:
         self.sections = [_Section()]
-        self._block, self._free = block, free
+        self._block = block
         self._places: dict[relax.Var, int] = {}
-        self._open: dict[_Kind, int] = {}
+        self._open: dict[int, int] = {}
 
-    def work(self, index: int, call: KernelCall, kind: _Kind) -> None:
-        """A kernel joins the open run of its kind, unless it reads something that is made later."""
-        number = self._open.get(kind)
+    def work(self, index: int, call: KernelCall, part: int) -> None:
+        """A kernel joins the open run of its part, unless it reads something that is made later."""
+        number = self._open.get(part)
         if number is None or self._read(index) > 2 * number + 1:
-            self._end(kind, index)
-            number = self._open[kind] = len(self.sections) - 1
+            self._end(part, index)
+            number = self._open[part] = len(self.sections) - 1
             self.sections[number].run = Run(call.vdevice)
             self.sections.append(_Section())
         self._join(number, index).calls[index] = call
-
-    def may_work(self, index: int, call: KernelCall, kind: _Kind) -> bool:
-        """Whether a kernel may join a run: what it overwrites, if anything, is no one's but the run's until then."""
-        made = 2 * self._open[kind] + 1 if kind in self._open else -1
-        return all(self._is_own(call.reads[operand], index, made) for _, operand in call.over)
-
-    def _is_own(self, var: relax.Var, index: int, made: int) -> bool:
-        """Whether all that binding `index` would overwrite is made in one place or free, and used there alone."""
-        root = var
-        while root in self._block.positions and is_view(self._block.bindings[self._block.positions[root]]):
-            value = self._block.definitions[root]
-            root = value.args[0] if isinstance(value, relax.Call) else getattr(value, "tuple_value", value)
-        pending = [root]
-        while pending:
-            shown = pending.pop()
-            users = [user for user in self._block.users.get(shown, []) if user != index]
-            views = {user for user in users if is_view(self._block.bindings[user])}
-            if not (shown in self._free or self._block.stays(shown)) or max(users, default=-1) > index:
-                return False
-            if any(self._places[self._block.bindings[user].var] != made for user in users if user not in views):
-                return False
-            pending += [self._block.bindings[user].var for user in views]
-        return root in self._free or self._places.get(root) == made
 
     def view(self, index: int) -> bool:
         """A view joins the run that made what it shows; False if none did, or what came since may name sizes in it."""
@@ -181,21 +144,21 @@ class _Cut:
         self._places[self._block.bindings[index].var] = 2 * number + 1
         return run
 
-    def _end(self, kind: _Kind, by: int) -> None:
-        if kind in self._open:
-            run = self.sections[self._open.pop(kind)].run
+    def _end(self, part: int, by: int) -> None:
+        if part in self._open:
+            run = self.sections[self._open.pop(part)].run
             assert run is not None, "open sections have a run"
             run.ended_by = by
 
     def _end_all(self, by: int) -> None:
-        for kind in list(self._open):
-            self._end(kind, by)
+        for part in list(self._open):
+            self._end(part, by)
 
     def _end_read(self, by: int) -> None:
         read = {self._places.get(var, 0) for var in used_vars(self._block.bindings[by].value)}
-        for kind, number in list(self._open.items()):
+        for part, number in list(self._open.items()):
             if 2 * number + 1 in read:
-                self._end(kind, by)
+                self._end(part, by)
 
 
 def is_view(binding: relax.Binding) -> bool:

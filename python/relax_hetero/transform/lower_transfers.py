@@ -28,6 +28,9 @@ from ..vdevice import vdevice_index, vdevices_of
 from ..vm.metadata import CPU, DEVICE_TYPES
 from .rewriting import copy_module, map_bindings, op_name, relax_functions, walk_bindings
 
+IN_PLACE = ("relax.call_tir_inplace", "relax.call_inplace_packed")
+"""Ops that write into an operand."""
+
 TO_DEVICE = "relax_hetero.to_device"
 
 
@@ -99,5 +102,4 @@ def is_transfer_call(value: relax.Expr) -> bool:
 
 def writes_in_place(mod: tvm.IRModule) -> bool:
     """Whether any op writes into an operand. Views, aliases and calls can carry a transfer's result to each of them."""
-    in_place = ("relax.call_tir_inplace", "relax.call_inplace_packed")
-    return any(op_name(b.value) in in_place for _, func in relax_functions(mod) for b in walk_bindings(func))
+    return any(op_name(b.value) in IN_PLACE for _, func in relax_functions(mod) for b in walk_bindings(func))

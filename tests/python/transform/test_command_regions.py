@@ -34,7 +34,9 @@ def test_transfers_of_what_a_run_made_end_it():
     assert outline(with_main(main)) == ["main_commands: one two", "to_vdevice", "main_commands_1: one two"]
 
 
-def test_transfers_of_other_things_go_before_it():
+def test_a_run_does_not_wait_for_what_its_first_kernel_does_not_need():
+    """The transfer and the first kernel do not wait for each other."""
+
     @R.function(check_well_formed=False)
     def main(x: FIRST, z: SECOND):
         with R.dataflow():
@@ -45,7 +47,22 @@ def test_transfers_of_other_things_go_before_it():
             R.output(gv)
         return gv
 
-    assert outline(with_main(main)) == ["to_vdevice", "main_commands: one two"]
+    assert outline(with_main(main)) == ["one", "to_vdevice", "two"]
+
+
+def test_transfers_that_come_no_later_go_before_it():
+    @R.function(check_well_formed=False)
+    def main(x: SECOND, z: SECOND):
+        with R.dataflow():
+            s = R.to_vdevice(x, D0)
+            a = R.call_tir(ONE, (s,), out_ty=FIRST)
+            t = R.to_vdevice(z, D0)
+            b = R.call_tir(TWO, (t,), out_ty=FIRST)
+            gv = (a, b)
+            R.output(gv)
+        return gv
+
+    assert outline(with_main(main)) == ["to_vdevice", "to_vdevice", "main_commands: one two"]
 
 
 def test_runs_of_two_devices_grow_side_by_side():
