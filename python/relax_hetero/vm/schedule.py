@@ -35,6 +35,8 @@ class Step:
         Further devices that the function uses.
     takes_constants : bool
         Whether the function takes the module's constants as its last parameter.
+    calls : tuple of str
+        The command buffers and kernels that the function calls, by name.
     """
 
     device: int
@@ -45,9 +47,10 @@ class Step:
     sizes: tuple[str, ...] = ()
     also: tuple[int, ...] = ()
     takes_constants: bool = False
+    calls: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("reads", "makes", "sizes", "also"):  # JSON has lists
+        for name in ("reads", "makes", "sizes", "also", "calls"):  # JSON has lists
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
     @property
