@@ -9,6 +9,7 @@ parts of one device's work (`work_parts`): a run waits for no transfer that its 
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 import tvm
@@ -77,13 +78,20 @@ class RunFinder:
         self.calls = KernelCalls(mod, apart)
         self._places = WorkPlaces(mod)
 
-    def cut(self, block: Block) -> list[int | Run]:
-        """The block's bindings in an order in which they may run: indices of those that stay, and runs."""
-        cut = _Cut(block)
+    def cut(self, block: Block, free: Set[relax.Var] = frozenset()) -> list[int | Run]:
+        """The block's bindings in an order in which they may run: indices of those that stay, and runs.
+
+        Parameters
+        ----------
+        block : Block
+        free : set of relax.Var
+            Those that kernels may overwrite though the block does not make them: nothing outside of it uses them.
+        """
+        cut = _Cut(block, free)
         parts = WorkParts(block.bindings, self._places).part_of
         for index, binding in enumerate(block.bindings):
             call = self.calls.of(binding)
-            if call is not None:
+            if call is not None and cut.may_work(index, call, parts[index]):
                 cut.work(index, call, parts[index])
             elif not (is_view(binding) and cut.view(index)):
                 cut.other(index)
@@ -96,9 +104,9 @@ class _Cut:
     A variable's place is twice the number of its section, and one more if the section's run makes it.
     """
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: Block, free: Set[relax.Var]) -> None:
         self.sections = [_Section()]
-        self._block = block
+        self._block, self._free = block, free
         self._places: dict[relax.Var, int] = {}
         self._open: dict[int, int] = {}
 
@@ -111,6 +119,29 @@ class _Cut:
             self.sections[number].run = Run(call.vdevice)
             self.sections.append(_Section())
         self._join(number, index).calls[index] = call
+
+    def may_work(self, index: int, call: KernelCall, part: int) -> bool:
+        """Whether a kernel may join a run: what it overwrites, if anything, is no one's but the run's until then."""
+        made = 2 * self._open[part] + 1 if part in self._open else -1
+        return all(self._is_own(call.reads[operand], index, made) for _, operand in call.over)
+
+    def _is_own(self, var: relax.Var, index: int, made: int) -> bool:
+        """Whether all that binding `index` would overwrite is made in one place or free, and used there alone."""
+        root = var
+        while root in self._block.positions and is_view(self._block.bindings[self._block.positions[root]]):
+            value = self._block.definitions[root]
+            root = value.args[0] if isinstance(value, relax.Call) else getattr(value, "tuple_value", value)
+        pending = [root]
+        while pending:
+            shown = pending.pop()
+            users = [user for user in self._block.users.get(shown, []) if user != index]
+            views = {user for user in users if is_view(self._block.bindings[user])}
+            if not (shown in self._free or self._block.stays(shown)) or max(users, default=-1) > index:
+                return False
+            if any(self._places[self._block.bindings[user].var] != made for user in users if user not in views):
+                return False
+            pending += [self._block.bindings[user].var for user in views]
+        return root in self._free or self._places.get(root) == made
 
     def view(self, index: int) -> bool:
         """A view joins the run that made what it shows; False if none did, or what came since may name sizes in it."""
