@@ -39,7 +39,7 @@ from ..vdevice import vdevices_of
 from ..vm.schedule import Results, Schedule, Step
 from .blocks import used_vars
 from .crossings import is_transfer
-from .rewriting import copy_module, fresh_global_var, relax_functions, typed, walk_bindings
+from .rewriting import copy_module, fresh_global_var, global_vars_in, relax_functions, typed, walk_bindings
 from .stage import SCHEDULES, is_lowered
 from .step_functions import step_function
 from .work_parts import Part, WorkParts
@@ -116,7 +116,9 @@ class _Cutter:
         inputs = len(self._func.params)
         used = {device for part in self._parts.parts.values() for device in part.devices}
         if len(used) <= 1:
-            step = Step(min(used, default=self._places.host), tuple(range(inputs)), (inputs,), self._name)
+            device, calls = min(used, default=self._places.host), global_vars_in(self._func.body)
+            names = tuple(gv.name_hint for gv in calls)
+            step = Step(device, tuple(range(inputs)), (inputs,), self._name, calls=names)
             return Schedule(self._name, inputs, inputs + 1, (step,), inputs)
         result = self._shown(self._func.body.body)
         parts = self._wanted_parts(result)
@@ -174,6 +176,7 @@ class _Cutter:
             function=gv.name_hint,
             sizes=sizes,
             also=part.devices[1:],
+            calls=tuple(gv.name_hint for binding in bindings for gv in global_vars_in(binding.value)),
         )
 
     def _number_each(self, variables: Iterable[relax.Var]) -> tuple[int, ...]:
