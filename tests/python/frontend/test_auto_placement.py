@@ -97,7 +97,7 @@ ONE_CORE = [VDevice({**native("llvm").export(), "num-cores": 1}, index) for inde
 
 
 def test_equal_halves_go_to_two_equal_devices_for_throughput():
-    plan = auto_placement(mlp(256, 512, 4), ONE_CORE, objective="throughput")
+    plan = auto_placement(mlp(1024, 512, 4), ONE_CORE, objective="throughput")
     by_layer = [{plan.assignments[f"layer{i}/{op}"] for op in ("MatMul", "Relu")} for i in range(4)]
     assert by_layer in ([{a}, {a}, {b}, {b}] for a, b in (("llvm:0", "llvm:1"), ("llvm:1", "llvm:0")))
     assert plan.objective == "throughput"
@@ -107,7 +107,7 @@ def test_equal_halves_go_to_two_equal_devices_for_throughput():
 
 
 def test_one_call_of_the_same_stays_on_one_device():
-    plan = auto_placement(mlp(256, 512, 4), ONE_CORE)
+    plan = auto_placement(mlp(1024, 512, 4), ONE_CORE)
     (used,) = set(plan.assignments.values())
     assert plan.objective == "latency"
     assert plan.estimate_seconds == plan.single_device_estimates[used]
