@@ -22,8 +22,9 @@ its kernels, and neither waits for what the other does not need. Control flow, c
 packed functions are steps of their own, which hold every device that they may use. A function that uses one of the
 module's devices is one step, itself, so that another device is free meanwhile.
 
-Functions with checks of shapes, local functions or effects, and those that write in place or call one that does, have
-no schedule: there what runs later must not run earlier. They go through the queues whole.
+Functions with checks of shapes, local functions or effects, and those that overwrite what something else reads, or
+call a function that writes in place, have no schedule: there what runs later must not run earlier. They go through the
+queues whole.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def form_schedules(mod: tvm.IRModule) -> tvm.IRModule:
     functions = dict(mod.functions.items())
     schedules: list[Schedule] = []
     for gv, func in relax_functions(mod):
-        if "global_symbol" in func.attrs and _can_be_cut(func) and not places.writes(func):
+        if "global_symbol" in func.attrs and _can_be_cut(func) and not places.writes_what_others_see(func):
             cutter = _Cutter(gv.name_hint, func, places, taken)
             schedules.append(cutter.schedule())
             functions.update(cutter.functions)

@@ -27,9 +27,7 @@ from tvm import relax
 from ..vdevice import vdevice_index, vdevices_of
 from ..vm.metadata import CPU, DEVICE_TYPES
 from .rewriting import copy_module, map_bindings, op_name, relax_functions, walk_bindings
-
-IN_PLACE = ("relax.call_tir_inplace", "relax.call_inplace_packed")
-"""Ops that write into an operand."""
+from .written_arguments import IN_PLACE
 
 TO_DEVICE = "relax_hetero.to_device"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -10,9 +11,10 @@ from tvm import relax
 
 from ..vdevice import host_vdevice, vdevice_index, vdevices_of
 from .bind_targets import call_vdevice
+from .blocks import used_vars
 from .crossings import is_transfer
-from .lower_transfers import IN_PLACE
 from .rewriting import global_vars_in, op_name, tensor_types, walk_bindings
+from .written_arguments import IN_PLACE, overwritten
 
 VIEW = "relax.reshape"
 
@@ -86,9 +88,20 @@ class WorkPlaces:
                 if ty.vdevice is not None:
                     yield vdevice_index(ty.vdevice, self._vdevices)
 
-    def writes(self, function: relax.Function) -> bool:
-        """Whether a function, or one that it calls, writes into a tensor that it did not make."""
-        return any(uses.writes for uses in self._reached(self._uses(walk_bindings(function.body))))
+    def writes_what_others_see(self, function: relax.Function) -> bool:
+        """Whether a function may overwrite a tensor that something else of it reads.
+
+        It does not where the tensor is a parameter, which is the call's own then, or comes out of a kernel, and nothing
+        but the work that overwrites it uses it.
+        """
+        own = list(walk_bindings(function.body, nested=False))
+        made = {binding.var for binding in own if op_name(binding.value) == "relax.call_tir"} | {*function.params}
+        uses = Counter(var for value in (*(b.value for b in own), function.body.body) for var in used_vars(value))
+        writers = [binding.value for binding in own if op_name(binding.value) in IN_PLACE]
+        if any(var not in made or uses[var] > 1 for value in writers for var in overwritten(value, set())):
+            return True
+        own_uses = self._uses(binding for binding in walk_bindings(function.body) if binding.value not in writers)
+        return any(uses.writes for uses in self._reached(own_uses))
 
     def _used_by(self, binding: relax.Binding) -> set[int]:
         """The devices that a binding and all that it calls use."""

@@ -51,7 +51,7 @@ def _written(func: relax.Function, writers: set[str]) -> list[int]:
     for binding in _in_order(func):
         value = binding.value
         shown.setdefault(binding.var, set()).update(*(shown.get(var, ()) for var in _shown_by(value)))
-        for var in _overwritten(value, writers):
+        for var in overwritten(value, writers):
             written |= shown.get(var, set())
     return [number for number, param in enumerate(func.params) if param in written]
 
@@ -69,14 +69,14 @@ def _shown_by(value: relax.Expr) -> list[relax.Var]:
     if isinstance(value, relax.If):
         return [var for branch in (value.true_branch, value.false_branch) for var in used_vars(branch.body)]
     if name in IN_PLACE:
-        return _overwritten(value, set())
+        return overwritten(value, set())
     if isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op):
         is_fresh = not (name in _VIEWS or name.startswith(("relax.call_", "relax.invoke_")))
         return [] if is_fresh or name in _KERNELS else used_vars(value)
     return used_vars(value)
 
 
-def _overwritten(value: relax.Expr, writers: set[str]) -> list[relax.Var]:
+def overwritten(value: relax.Expr, writers: set[str]) -> list[relax.Var]:
     """The variables whose memory a value may write to."""
     if op_name(value) in IN_PLACE:
         operands = value.args[1].fields if op_name(value) == IN_PLACE[0] else value.args[1:]
