@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import HeteroError
-from .command import command, json_option
+from .command import command, json_option, refuse_overwriting
 from .console import console, print_json, print_table
 from .placing import Placing, placing_options
 
@@ -38,6 +38,13 @@ OURS = "relax-hetero"
 )
 @click.option("--stock/--no-stock", default=True, show_default=True, help="Whether stock TVM takes part.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the random inputs.")
+@click.option(
+    "--trace",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="OUT.json",
+    help="Also submit calls, and write what each queue did when: a trace for Perfetto and Chrome.",
+)
+@click.option("--calls", type=click.IntRange(min=1), default=16, show_default=True, help="Of the trace.")
 @placing_options
 @json_option
 def bench_command(
@@ -47,6 +54,8 @@ def bench_command(
     budget: float,
     stock: bool,
     seed: int,
+    trace: Path | None,
+    calls: int,
     placing: Placing,
     as_json: bool,
 ) -> None:
@@ -55,15 +64,20 @@ def bench_command(
     \b
     relax-hetero bench model.onnx
     relax-hetero bench model.onnx --vdevice llvm --vdevice cuda:0 --place-auto --json
+    relax-hetero bench model.onnx --vdevice llvm --vdevice cuda:0 --place-auto --trace out.json
     """
     threads = threads or _cores()
     # Read once, when TVM starts its threads: before anything below imports it.
     os.environ["TVM_NUM_THREADS"] = str(threads)
     os.environ.setdefault("TVM_BIND_THREADS", "0")
     from .arrays import random_arrays
+    from .bench_trace import trace_calls
     from .engines import onnx_runtime, ours, stock_tvm
+    from .memory_tables import memory_line, use_with
     from .models import compile_onnx
 
+    if trace is not None:
+        refuse_overwriting(trace, model)
     compiled = compile_onnx(model, placing)
     signature = compiled.executable.signature()
     inputs = random_arrays(signature, dict(placing.shapes), seed, {})
@@ -71,12 +85,27 @@ def bench_command(
     if stock:
         engines.insert(1, stock_tvm(model, dict(placing.shapes)))
     results = _measure(engines, inputs, rounds, budget)
+    memory = use_with(compiled.executable.memory_plan, signature, inputs)
+    traced = None
+    if trace is not None and not results[0].failure:
+        traced = trace_calls(compiled.executable, inputs, calls, trace)
     if as_json:
         print_json(
-            {"model": str(model), "threads": threads, "rounds": rounds, "engines": [r.to_json() for r in results]}
+            {
+                "model": str(model),
+                "threads": threads,
+                "rounds": rounds,
+                "engines": [result.to_json() for result in results],
+                "memory": None if memory is None else memory.to_json(),
+                "trace": None if traced is None else traced.to_json(),
+            }
         )
     else:
         _print(model, threads, results)
+        if memory is not None:
+            console().print(memory_line(memory), markup=False)
+        if traced is not None:
+            traced.print()
     if results[0].failure:
         raise HeteroError(f"{OURS} fails on {model}: {results[0].failure}")
 

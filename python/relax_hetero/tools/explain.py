@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 def explain_command(model: Path, summary: bool, placing: Placing, as_json: bool) -> None:
     """Show where every op of MODEL (an ONNX file or a compiled library) is placed, stored and fused, and why.
 
-    Also shows which kernels run as one command buffer, what that takes and what it does. An ONNX file is imported,
-    placed, given layouts and cut into kernels and command buffers, but not compiled.
+    Also shows which kernels run as one command buffer, what that takes and what it does, and what memory a call takes.
+    An ONNX file is imported, placed, given layouts and cut into kernels and command buffers, but not compiled.
 
     \b
     relax-hetero explain model.onnx --vdevice llvm --vdevice cuda:0 --place '/encoder/*=cuda:0'
@@ -43,6 +43,7 @@ def explain_command(model: Path, summary: bool, placing: Placing, as_json: bool)
 def _of_onnx(path: Path, placing: Placing) -> Explanation:
     from ..build.command_metadata import regions_as_linked
     from ..build.cuda_regions import CudaGraphs
+    from ..build.memory_report import memory_plan_of
     from ..build.pipeline import passes_to_dispatches
     from ..transform import FormCommandBuffers, collect_encodings, collect_fusions
     from ..transform.command_report import kernels_of, single_calls_of
@@ -65,7 +66,16 @@ def _of_onnx(path: Path, placing: Placing) -> Explanation:
             module = step(module)
     regions = regions_as_linked(module)
     commands = CommandBuffers(list(targets), regions, kernels_of(module), single_calls_of(module))
-    return Explanation(path.name, targets, placement, reports[-1].to_data(), fusions.to_data(), commands, estimate)
+    return Explanation(
+        path.name,
+        targets,
+        placement,
+        reports[-1].to_data(),
+        fusions.to_data(),
+        commands,
+        estimate,
+        memory_plan_of(module),
+    )
 
 
 def _of_library(path: Path, placing: Placing) -> Explanation:
@@ -73,12 +83,20 @@ def _of_library(path: Path, placing: Placing) -> Explanation:
     from .command_tables import CommandBuffers
     from .explanation import Explanation
 
-    about = load_library(path, placing).executable.metadata
+    executable = load_library(path, placing).executable
+    about = executable.metadata
     if about.placement is None:
         raise HeteroError(f"{path} holds no placement report; it was not made by this library's compiler")
     names = device_names(about.devices)
     targets = {name: device.target for name, device in zip(names, about.devices, strict=True)}
     commands = CommandBuffers(names, about.regions, about.kernels, about.single_calls)
     return Explanation(
-        path.name, targets, about.placement, about.encodings, about.fusions, commands, about.placement_estimate
+        path.name,
+        targets,
+        about.placement,
+        about.encodings,
+        about.fusions,
+        commands,
+        about.placement_estimate,
+        executable.memory_plan,
     )

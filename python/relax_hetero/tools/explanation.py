@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..vm.memory_plan import MemoryPlan
 from .command_tables import CommandBuffers
 from .console import bytes_text, console, plural, print_table, target_text
 from .encoding_tables import encoding_totals, print_encodings
 from .fusion_tables import print_fusions
+from .memory_tables import print_memory
 
 # The fields of an entry that programs get: those of `relax_hetero.transform.PlacementEntry`.
 FIELDS = ("function", "variable", "op", "device", "kind", "bytes", "reason")
@@ -52,6 +54,8 @@ class Explanation:
         The report of fusions as JSON data, None where there is none.
     commands
         The command buffers, None where nobody looked for any.
+    memory
+        The memory plan, None where there is none.
     estimate
         What the cost model expects of the placement as JSON data, None where it did not place.
     """
@@ -63,6 +67,7 @@ class Explanation:
     fusions: Mapping[str, Any] | None = None
     commands: CommandBuffers | None = None
     estimate: Mapping[str, Any] | None = None
+    memory: MemoryPlan | None = None
 
     def of_kind(self, kind: str) -> list[Mapping[str, Any]]:
         """The entries of one kind: ``op``, ``transfer``, ``param`` or ``constant``."""
@@ -104,6 +109,7 @@ class Explanation:
             "encodings": self._encodings_json(),
             "fusions": self.fusions,
             "command_buffers": None if self.commands is None else self.commands.to_json(),
+            "memory": None if self.memory is None else self.memory.to_json(),
         }
 
     def _encodings_json(self) -> dict[str, Any] | None:
@@ -149,6 +155,8 @@ class Explanation:
             print_fusions(self.fusions, every_op)
         if self.commands is not None:
             self.commands.print(every_op)
+        if self.memory is not None:
+            print_memory(self.memory)
 
 
 def _estimate_text(estimate: Mapping[str, Any]) -> str:

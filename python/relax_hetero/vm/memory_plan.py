@@ -123,6 +123,20 @@ class MemoryPlan:
         self._memory = {memory.name: memory for memory in metadata.memory}
         self._devices = [*range(len(metadata.devices)), *([-1] if metadata.host_index < 0 else [])]
 
+    @property
+    def functions(self) -> list[str]:
+        """The functions that can be called."""
+        return list(self._metadata.signatures)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """As JSON data, an object for each function; what depends on sizes says on which."""
+        return [
+            {"function": name, "depends_on": list(missing)}
+            if (missing := self.names(name))
+            else self.at(name).to_json()
+            for name in self.functions
+        ]
+
     def weights(self, device: int) -> int:
         """Bytes of constants on a device, by manifest index, and of what its command buffers keep (CUDA graphs)."""
         specs = [spec for spec in self._metadata.constants if spec.device == device]
@@ -190,7 +204,7 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = []
-        for name in self._metadata.signatures:
+        for name in self.functions:
             missing = self.names(name)
             rows += self.at(name).rows() if not missing else [(name, f"depends on {', '.join(missing)}: at(...)")]
         return _table(rows)

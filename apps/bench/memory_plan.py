@@ -1,0 +1,142 @@
+"""Peak memory of activations: what is planned, the least that any plan of that order could do with, and what is taken.
+
+python apps/bench/memory_plan.py                      # MiniLM, ResNet-50 and three more
+python apps/bench/memory_plan.py resnet50 path/to/model.onnx --dims batch=1,sequence=128 --json memory.json
+
+*least* is the most bytes of tensors that are alive at one kernel, *planned* what a call takes from the pool, both
+without inputs, weights and results. *Taken* is measured, on one thread in a fresh process that has loaded the model: a
+first call prepares what is prepared once, then the pool is emptied, and the peak of resident memory over the next calls
+is taken. ONNX Runtime gives back what it takes if its arena is off; with its arena, which is its default and cannot be
+emptied, the first call counts, and so does what it prepares once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+from memory import Peak
+from model_zoo import model_path, random_inputs
+from rich.console import Console
+from rich.table import Table
+
+MODELS = ("minilm", "resnet50", "squeezenet", "densenet121", "mobilenet_v2")
+CALLS = 3
+_TAKEN = {"taken": "ours", "onnxruntime": "no arena", "onnxruntime_arena": "arena"}
+# Blocks above this many bytes come from the system each: none lies in memory that loading has freed.
+ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "TVM_NUM_THREADS": "1", "TVM_BIND_THREADS": "0"}
+
+
+def peak(call: Callable[[], object]) -> int:
+    """Bytes of resident memory that some calls add at most."""
+    reached = Peak()
+    for _ in range(CALLS):
+        call()
+    return reached.bytes()
+
+
+def compiled(model: Path, library: Path, dims: Mapping[str, int]) -> dict[str, Any]:
+    """Compile a model for this CPU; what is planned."""
+    import relax_hetero as rh
+
+    exe = rh.compile(rh.from_onnx(model))
+    exe.export_library(library)
+    plan = exe.memory_plan
+    use = plan.at("main", **{name: dims.get(name, 1) for name in plan.names()})
+    results = sum(memory.results for memory in use.devices)
+    return {"least": use.least, "planned": use.transient, "results": results}
+
+
+def ours(library: Path, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """What calls of a compiled model take."""
+    import tvm_ffi
+
+    import relax_hetero as rh
+
+    vm = rh.vm.VirtualMachine(rh.load(library))
+    vm["main"](**inputs)
+    tvm_ffi.get_global_func("vm.builtin.memory_manager.clear")()
+    return {"taken": peak(lambda: vm["main"](**inputs))}
+
+
+def onnxruntime(model: Path, inputs: Mapping[str, Any], arena: bool) -> dict[str, Any]:
+    """What calls in ONNX Runtime take."""
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.enable_cpu_mem_arena = arena
+    session = ort.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
+    call = partial(session.run, None, dict(inputs))
+    if not arena:
+        call()
+    return {"taken": peak(call)}
+
+
+def alone(*words: object) -> dict[str, Any]:
+    """This file's own work in a process that does only that."""
+    command = [sys.executable, __file__, "--alone", json.dumps([str(word) for word in words])]
+    done = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True)
+    if done.returncode:
+        raise click.ClickException(f"{words[0]} failed:\n{done.stderr}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def work(what: str, model: str, library: str, dims: str) -> dict[str, Any]:
+    """What `alone` asks for."""
+    if what == "compile":
+        return compiled(Path(model), Path(library), json.loads(dims))
+    inputs = random_inputs(Path(model), json.loads(dims), 0)
+    if what == "ours":
+        return ours(Path(library), inputs)
+    return onnxruntime(Path(model), inputs, arena=what == "arena")
+
+
+def measured(model: Path, dims: Mapping[str, int]) -> dict[str, Any]:
+    """A model's row."""
+    with tempfile.TemporaryDirectory() as folder:
+        given = (model, Path(folder) / "model.so", json.dumps(dict(dims)))
+        row = alone("compile", *given)
+        taken = {key: alone(what, *given)["taken"] for key, what in _TAKEN.items()}
+        return {"model": model.stem, **row, **taken}
+
+
+def _dims(_context: click.Context, _parameter: click.Parameter, text: str) -> dict[str, int]:
+    pairs = (part.split("=") for part in text.split(",") if part)
+    return {name: int(size) for name, size in pairs}
+
+
+@click.command(context_settings={"max_content_width": 120})
+@click.argument("models", nargs=-1)
+@click.option("--dims", default="batch=1,sequence=128", callback=_dims, show_default=True, help="Symbolic dimensions.")
+@click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there.")
+@click.option("--alone", "words", hidden=True)
+def main(models: tuple[str, ...], dims: dict[str, int], file: Path | None, words: str | None) -> None:
+    """Peak memory of activations of MODELS, as planned and as taken, beside ONNX Runtime's."""
+    if words is not None:
+        click.echo(json.dumps(work(*json.loads(words))))
+        return
+    rows = [measured(model_path(name), dims) for name in models or MODELS]
+    if file is not None:
+        file.write_text(json.dumps(rows, indent=1))
+    head = ("least", "planned", "ratio", "results", "taken", "ratio", "ONNX Runtime takes", "ratio", "with its arena")
+    table = Table("model", *head, title="Activations, bytes; ratios are to the least", title_justify="left")
+    for row in rows:
+        planned, taken, peer = (f"{row[key] / row['least']:.3f}" for key in ("planned", "taken", "onnxruntime"))
+        numbers = {key: f"{value:,}" for key, value in row.items() if isinstance(value, int)}
+        ours = (numbers["least"], numbers["planned"], planned, numbers["results"], numbers["taken"], taken)
+        table.add_row(row["model"], *ours, numbers["onnxruntime"], peer, numbers["onnxruntime_arena"])
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    main()
