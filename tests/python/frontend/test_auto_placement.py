@@ -130,6 +130,19 @@ def test_one_call_overlaps_independent_branches_where_devices_have_cores_of_thei
     assert len(set(auto_placement(model, ONE_CORE).assignments.values())) == 1
 
 
+def test_a_small_gain_of_one_call_is_not_believed():
+    def small_beside_large(columns):
+        return parser.parse_model(f"""
+            <ir_version: 9, opset_import: ["" : 17]>
+            g (float[512, 512] x, float[512, {columns}] z) => (float[512, 512] y, float[512, {columns}] v) {{
+                [large] y = MatMul(x, x) [small] v = MatMul(x, z) }}""")
+
+    costs = CostModel([DeviceCost(1e9, 1e12, 0)] * 2, links(2, 0), 0)
+    for columns, devices in ((16, 1), (256, 2)):
+        plan = auto_placement(small_beside_large(columns), ["llvm", "c"], costs)
+        assert len(set(plan.assignments.values())) == devices
+
+
 def test_the_estimates_as_json():
     plan = auto_placement(mlp(64, 64, 1), ["llvm", "c"])
     assert json.loads(json.dumps(plan.to_json())) == {
