@@ -14,6 +14,7 @@ from .dims import DimValues
 from .donated_arguments import check_donated
 from .executable import Executable
 from .known_calls import KnownCall, KnownCalls
+from .memory_limit import MemoryLimits
 from .signature import FunctionSignature
 from .tensors import AddressRange, address_ranges
 
@@ -37,9 +38,10 @@ class ArgumentBinding:
         self.executable = executable
         self._devices = tuple(devices)
         self._scopes = (*(spec.memory_scope for spec in executable.devices), "global")
-        self._lock = threading.RLock()
+        self._lock: Any = threading.RLock()
         self._params: dict[str, tuple[dict[int, Any], DimValues, list[AddressRange]]] = {}
         self._known: dict[str, KnownCalls] = {}
+        self._limits: MemoryLimits | None = None
 
     def set_params(self, params: Mapping[str, Any] | Sequence[Any], function: str = "main") -> None:
         """Give the parameters of a function (its inputs after ``num_input``) once, for all later calls.
@@ -85,7 +87,8 @@ class ArgumentBinding:
         """`_bind`, and remember the call."""
         signature = self.executable.signature(name)
         values, dims, lent = self._bind(signature, args, kwargs, keep=False)
-        if ordered is not None and not signature.donated:
+        is_admitted = self._limits is None or not dims.values  # for good: nothing of it changes with the extents
+        if ordered is not None and not signature.donated and is_admitted:
             _, _, rest_lent = self._params.get(name, ({}, None, []))
             known.remember(ordered, values, dims, rest_lent)
         return values, dims, lent
@@ -116,6 +119,8 @@ class ArgumentBinding:
             where = f"argument {spec.name!r} of {signature.name!r}"
             values.append(value if placed and not to.copies else place(value, spec, where, to))
         to.dims.settle()
+        if self._limits is not None:
+            self._limits.admit(signature.name, to.dims.values)
         if signature.donated:
             check_donated(signature, values)
         return values, to.dims, to.lent

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .fence import Fence
 from .signature import FunctionSignature
 
 if TYPE_CHECKING:
@@ -33,6 +34,13 @@ class BoundFunction:
     def __call__(self, *args: Any, out: Any = None, **kwargs: Any) -> Any:
         """Run the function; see `VirtualMachine.__getitem__`."""
         return self.machine.call(self.name, args, kwargs, out)
+
+    def submit(self, *args: Any, out: Any = None, **kwargs: Any) -> Fence:
+        """Have the function run, without waiting for it; see `VirtualMachine.submit`.
+
+        Buffers given as `out` are not to be used until the fence is done.
+        """
+        return self.machine.submit_into(out, self.name, args, kwargs)
 
     def __repr__(self) -> str:
         return f"<{self.signature} on {', '.join(map(str, self.machine.devices))}>"

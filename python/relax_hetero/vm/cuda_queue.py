@@ -91,7 +91,7 @@ class CudaQueue(DeviceQueue):
         """Have `work` run, in another thread, which may wait for the end of what was issued last."""
         self.ends.push((next(self._issued), 0), work)
 
-    def close(self, timeout: float | None = None) -> None:
+    def close(self, timeout: float = 0) -> None:
         """End both threads; see `DeviceQueue.close`."""
         super().close(timeout)
         self.ends.close(timeout)

@@ -10,7 +10,7 @@ from .metadata import Metadata, device_names
 _MISSING = re.compile(r"Cannot find ffi::Function (\S+)")
 
 
-def explain_failure(what: str, error: Exception, metadata: Metadata) -> HeteroError:
+def explain_failure(what: str, error: BaseException, metadata: Metadata) -> HeteroError:
     """A HeteroError for an exception of TVM or of a kernel, naming the kernels that its message mentions."""
     text = str(error).strip()
     missing = _MISSING.search(text)

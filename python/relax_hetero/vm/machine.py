@@ -13,23 +13,21 @@ from ..errors import BindingError, HeteroError
 from . import run_functions as _run_functions  # noqa: F401 (registers what bytecode calls)
 from .bound_function import BoundFunction
 from .builtins import running
-from .constants import PlacedConstants
 from .cuda_graph import with_graphs
 from .devices import bind_devices, host_device
 from .dims import DimValues
 from .executable import Executable
 from .export import generate_code
 from .failure import explain_failure
-from .fence import Fence
+from .fence import here
 from .known_calls import KnownCall, KnownCalls
-from .pool import PoolWatch
+from .memory_limit import MemoryLimits
 from .profile import Profile, Recorder
 from .profile_regions import RegionCalls
-from .queued_calls import MAX_IN_FLIGHT, Prepared, QueuedCalls
-from .queues import Plan, Queues, overlapping, whole
+from .queued_calls import MAX_IN_FLIGHT
 from .results import check_out, fill, to_python
 from .signature import FunctionSignature
-from .stateful_calls import StatefulCalls
+from .submitted_calls import SubmittedCalls
 from .tensors import AddressRange, copy_into
 from .threads import enter_call, leave_call, leave_threads_unpinned, threads_for
 from .walk_commands import Kernel, load_kernel
@@ -40,7 +38,7 @@ _POOLED_ALLOCATOR = 2
 _Tensor = tvm_ffi.core.Tensor
 
 
-class VirtualMachine(StatefulCalls):
+class VirtualMachine(SubmittedCalls):
     """An executable, ready to run on devices of this process.
 
     Plain calls from several threads wait for each other; machines of their own run side by side, and so do calls that
@@ -56,6 +54,9 @@ class VirtualMachine(StatefulCalls):
         ``"cpu:1"``): these, else the manifest's.
     max_in_flight : int
         How many submitted calls may be under way at once; `submit` waits for room.
+    memory_limit : None, int, str or mapping
+        What weights, results and transient tensors may take on each device, by the executable's `memory_plan`: bytes or
+        text (``"512MB"``), or a mapping from entries to these. Symbolic sizes are checked by each call.
 
     Attributes
     ----------
@@ -68,34 +69,38 @@ class VirtualMachine(StatefulCalls):
         A wrong count, an unknown entry, a device of another type than compiled for or that is not here.
     HeteroError
         Code that this process cannot load.
+    MemoryLimitError
+        Weights, or a call of a function with known sizes, that need more than `memory_limit`.
     """
 
-    def __init__(self, executable: Executable, devices: object = None, max_in_flight: int = MAX_IN_FLIGHT) -> None:
+    def __init__(
+        self,
+        executable: Executable,
+        devices: object = None,
+        max_in_flight: int = MAX_IN_FLIGHT,
+        memory_limit: object = None,
+    ) -> None:
         if not isinstance(executable, Executable):
             raise BindingError(f"VirtualMachine runs an Executable, found {type(executable).__name__}")
         bound = bind_devices(executable.metadata, devices)
         super().__init__(executable, (*bound, host_device(executable.metadata, bound)))
+        if memory_limit is not None:
+            self._limits = MemoryLimits(executable.metadata, memory_limit, max_in_flight)
         self._closures: dict[str, tuple[Any, tuple[Any, ...]]] = {}
         self._running = (self._devices, self._scopes)
-        self._pool = PoolWatch()
         self._threads = threads_for(executable.devices)
         leave_threads_unpinned()
         module = executable.runnable()
         try:
             generate_code(module)
-            self._constants: PlacedConstants = executable.constants_on(self._devices)
+            self._constants = executable.constants_on(self._devices)
             self._module = _load(module, self._devices)
             constants = self._constants.values
             self._values, self.graphs = with_graphs(executable.metadata, self._devices, constants, module)
         except Exception as error:  # TVM raises its own kinds
             raise explain_failure("making the machine", error, executable.metadata) from error
-        about = executable.metadata
         load = partial(_load, module, self._devices)
-        make_queues = partial(Queues, about, self._devices, self._scopes, self._values, load)
-        self._queued = QueuedCalls(self, self._lock, max_in_flight, make_queues)
-        self._schedules = {schedule.function: schedule for schedule in about.schedules}
-        self._overlapping = overlapping(about)
-        self._plans: dict[str, Plan] = {}
+        self._take_submissions(max_in_flight, load)
 
     def __reduce__(self) -> NoReturn:
         raise BindingError("a VirtualMachine cannot be pickled or copied: make one from the Executable in each process")
@@ -137,57 +142,15 @@ class VirtualMachine(StatefulCalls):
     ) -> Any:
         """Run function `name`; ``vm[name](*args, **kwargs, out=out)``, also for an input that is called "out"."""
         with self._lock:
-            if self._queued.is_idle and name not in self._overlapping:
+            is_free = self._queued.is_idle and name not in self._queued_functions
+            # A kernel or a callback that calls its machine in a queue's thread must not wait for that queue.
+            if is_free or (here.is_worker and self._is_host_alone):
                 known, ordered, call, tensors = self._recall(name, args, kwargs)
                 if call is not None:
                     return self._run_known(name, known, call, tensors, out)
                 values, dims, lent = self._bind_new(name, known, ordered, args, kwargs or {})
                 return self._run(self.executable.signature(name), values, dims, lent, out)
-        result = self.submit(name, *args, **(kwargs or {})).result()
-        return result if out is None else fill(out, result)
-
-    def submit(self, name: str, *args: Any, **kwargs: Any) -> Fence:
-        """Have function `name` run, without waiting for it.
-
-        Arguments are as in a call, and are checked now; those that are lent must not change until the fence is done.
-        A `Fence` among them stands for its result. Steps on different devices overlap, within a call and between
-        calls; what a call gives does not depend on it. Where `max_in_flight` calls are under way, this waits.
-
-        Returns
-        -------
-        Fence
-            Of the result that ``vm[name](*args, **kwargs)`` would return.
-
-        Raises
-        ------
-        BindingError
-            As in a call.
-        HeteroError
-            In a process that was forked since the machine was made.
-        """
-        self.executable.signature(name)
-        return self._queued.submit(partial(self._plan, name), partial(self._prepare, name), args, kwargs)
-
-    def synchronize(self, timeout: float | None = None) -> bool:
-        """Wait until all calls that were submitted have ended; False if they have not after `timeout` seconds."""
-        return self._queued.wait(timeout)
-
-    def _plan(self, name: str, queues: Queues) -> Plan:
-        plan = self._plans.get(name)
-        if plan is None:
-            signature = self.executable.signature(name)
-            entries = range(len(self._devices) - 1)
-            schedule = self._schedules.get(name) or whole(signature, entries)
-            plan = self._plans[name] = Plan(schedule, queues)
-        return plan
-
-    def _prepare(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prepared:
-        known, ordered, call, tensors = self._recall(name, args, kwargs)
-        if call is not None:
-            values, dims, lent = call.values(tensors), call.dims, call.lent(tensors)
-        else:
-            values, dims, lent = self._bind_new(name, known, ordered, args, kwargs)
-        return Prepared(values, dims.values, partial(to_python, constants=self._constants.ranges, lent=lent))
+        return self.submit_into(out, name, args, kwargs or {}).result()
 
     def _run_known(
         self, name: str, known: KnownCalls, call: KnownCall, tensors: Sequence[runtime.Tensor], out: Any
@@ -249,13 +212,13 @@ class VirtualMachine(StatefulCalls):
             running.machine = outer
             leave_call(pool)
 
-    def profile(self, name: str, *args: Any, **kwargs: Any) -> Profile:
+    def profile(self, name: str, /, *args: Any, **kwargs: Any) -> Profile:
         """Run function `name` once and measure every kernel and transfer; see `Profile`.
 
         Devices other than CPUs are synchronised around each kernel, so a profile shows less overlap than a call.
         """
         signature = self.executable.signature(name)
-        with self._lock:
+        with self._alone():
             values, dims, lent = self._bind(signature, args, kwargs, keep=False)
             recorder = Recorder(self._devices, RegionCalls(self.executable, self._constants.values))
             self._module["set_instrument"](recorder.instrument)

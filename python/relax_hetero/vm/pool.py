@@ -6,6 +6,7 @@ system. A model called with ever new extents would hold the buffers of all of th
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,8 @@ from .tensors import address_ranges
 MANY_SHAPES = 64
 MANY_BYTES = 64 << 20
 
-_clear_pools = tvm_ffi.get_global_func("vm.builtin.memory_manager.clear")
+clear_pools = tvm_ffi.get_global_func("vm.builtin.memory_manager.clear")
+"""Returns to the system what no tensor uses, of all machines."""
 
 
 @dataclass
@@ -27,6 +29,7 @@ class PoolWatch:
 
     shapes: set[Hashable] = field(default_factory=set)
     nbytes: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def note(self, extents: Hashable, values: Sequence[Any]) -> None:
         """A call has ended, with these extents of its symbolic dimensions and these arguments and results.
@@ -35,9 +38,13 @@ class PoolWatch:
         """
         if extents in self.shapes:
             return
+        with self.lock:
+            self._add(extents, values)
+
+    def _add(self, extents: Hashable, values: Sequence[Any]) -> None:
         self.shapes.add(extents)
         self.nbytes += sum(end - begin for begin, end in address_ranges(values))
         if len(self.shapes) > MANY_SHAPES or self.nbytes > MANY_BYTES:
-            _clear_pools()
+            clear_pools()
             self.shapes.clear()
             self.nbytes = 0

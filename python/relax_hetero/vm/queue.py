@@ -3,18 +3,23 @@
 Work enters a queue when everything it reads is there, so a queue never waits for another one, and calls in flight
 cannot block each other. Where several pieces are ready, those of the oldest call go first, in the order of its
 schedule: that drains calls, and makes what runs when depend on nothing but when it became ready.
+
+A thread may be interrupted anywhere by an exception that others raise in it (``PyThreadState_SetAsyncExc``). The piece
+that it runs then fails, and the queue goes on. For that, what a thread has begun stands where it finds it again, locks
+are taken with ``with`` alone, which an exception cannot split, and whatever is done in a thread can be done again.
 """
 
 from __future__ import annotations
 
-import heapq
 import os
 import queue
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from heapq import heappop, heappush
 from typing import Protocol
 
+from ..errors import HeteroError
 from .fence import here
 from .threads import keep_threads
 
@@ -26,31 +31,7 @@ class Work(Protocol):
         """Do it; whatever it raises ends the work, and not the queue."""
 
     def fail(self, error: BaseException) -> None:
-        """What to do when `run` raised, or could not begin."""
-
-
-class Timeline:
-    """A number that only grows: how much of a queue's work has ended, which others can wait for."""
-
-    def __init__(self) -> None:
-        self._reached = 0
-        self._changed = threading.Condition()
-
-    @property
-    def reached(self) -> int:
-        """How many pieces of work have ended."""
-        return self._reached
-
-    def signal(self) -> None:
-        """One more has ended."""
-        with self._changed:
-            self._reached += 1
-            self._changed.notify_all()
-
-    def wait(self, point: int, timeout: float | None = None) -> bool:
-        """Wait until `point` is reached; False after `timeout` seconds without."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._reached >= point, timeout)
+        """What to do when `run` raised, was interrupted, or will never be called; perhaps again, after it returned."""
 
 
 class DeviceQueue:
@@ -61,81 +42,128 @@ class DeviceQueue:
     name : str
         Of the thread, and in messages.
     cores : sequence of int
-        The cores of a CPU device's thread and its helpers; empty for no cores of its own.
+        The CPUs of a CPU device's thread and its helpers; empty for none of its own.
     threads : int
         How many threads kernels are cut for; 0 where that is not for this queue to say.
 
     Attributes
     ----------
-    timeline : Timeline
-        How much of its work has ended.
     lock : threading.Lock
         Held while work of this queue runs; work that uses several devices holds the locks of all.
     """
 
     def __init__(self, name: str, cores: Sequence[int] = (), threads: int = 0) -> None:
         self.name = name
-        self.timeline = Timeline()
         self.lock = threading.Lock()
-        self._state = _State(tuple(cores), threads, self.timeline)
-        self._start = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._line = _Line(name, tuple(cores), threads)
 
     def push(self, order: tuple[int, int], work: Work) -> None:
-        """Add ready work; `order` is the number of its call and of its step, and no two are equal."""
-        if self._thread is None:
-            self._begin()
-        heapq.heappush(self._state.ready, (*order, work))
-        self._state.wake.put(None)
+        """Add ready work; `order` is the number of its call and of its step, and no two are equal.
 
-    def close(self, timeout: float | None = None) -> None:
-        """End the thread after what runs now; what is left is never run. Returns after `timeout` seconds at most."""
-        self._state.is_open = False
-        self._state.wake.put(None)
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+        Work that no thread will run fails at once: the queue is closed, or the system gives it no thread.
+        """
+        self._line.push((*order, work))
+
+    def close(self, timeout: float = 0) -> None:
+        """Have the thread end after what runs now, what is left fail, and wait for that for `timeout` seconds."""
+        self._line.close()
+        thread = self._line.thread
+        if timeout > 0 and thread is not None and thread is not threading.current_thread():
             thread.join(timeout)
 
-    def _begin(self) -> None:
-        with self._start:
-            if self._thread is None:
-                # A daemon: an interpreter that ends does not wait for it (machines close their queues then).
-                thread = threading.Thread(target=_work, args=(self._state,), name=self.name, daemon=True)
-                thread.start()
-                self._thread = thread
 
-
-class _State:
+class _Line:
     """What the thread of a queue sees of it: not the queue, which is dropped with its machine."""
 
-    def __init__(self, cores: tuple[int, ...], threads: int, timeline: Timeline) -> None:
-        # Adding to a heap and taking from it compare numbers only, so the interpreter's lock makes each one step.
-        self.ready: list[tuple[int, int, Work]] = []
-        self.wake: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self.is_open = True
-        self.cores = cores
-        self.threads = threads
-        self.timeline = timeline
+    def __init__(self, name: str, cores: tuple[int, ...], threads: int) -> None:
+        self.thread: threading.Thread | None = None
+        self._name, self._cores, self._threads = name, cores, threads
+        self._is_open = True
+        self._lock = threading.Lock()
+        self._ready: list[tuple[int, int, Work]] = []
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._has_begun = False
+        self._runner = 0
+        self._current: Work | None = None
+        self._raised: BaseException | None = None
 
+    def push(self, entry: tuple[int, int, Work]) -> None:
+        with self._lock:
+            heappush(self._ready, entry)
+        if not self._has_begun:
+            self._begin()
+        self._wake.put(None)
+        if not self._is_open:
+            self._give_up(f"{self._name} is closed: the process ends")
 
-def _work(state: _State) -> None:
-    here.is_worker = True
-    if state.cores:
-        with suppress(OSError, AttributeError):  # a platform without, or cores that were taken away
-            os.sched_setaffinity(threading.get_native_id(), state.cores)
-    if state.threads:
-        keep_threads(state.threads)
-    work: Work | None = None
-    while state.is_open:
+    def close(self) -> None:
+        self._is_open = False
+        self._wake.put(None)
+
+    def _begin(self) -> None:
         try:
-            while state.ready and state.is_open:
-                work = heapq.heappop(state.ready)[-1]
-                work.run()
-                work = None
-                state.timeline.signal()
-            state.wake.get()
-        except BaseException as error:  # also what is raised in this thread from outside
-            if work is not None:
-                work.fail(error)
-                work = None
-                state.timeline.signal()
+            with self._lock:
+                if not self._has_begun and self._is_open:
+                    # A daemon: an interpreter that ends does not wait for it (`queues` does, for a while).
+                    self.thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                    self.thread.start()
+                    self._has_begun = True
+        except RuntimeError as error:
+            self._give_up(f"{self._name} has no thread ({error})")
+
+    def _work(self) -> None:
+        me = threading.get_ident()
+        try:
+            with self._lock:  # one thread alone, also where `_begin` was interrupted and came again
+                self._runner = self._runner or me
+            while self._is_open and self._runner == me:
+                try:
+                    self._serve()
+                except BaseException as error:  # also what is raised in this thread from outside
+                    self._raised = error
+        finally:
+            if self._is_open and self._runner == me:  # interrupted on the last lines above: another thread takes over
+                self._runner, self._has_begun = 0, False
+                self._begin()
+        if self._runner == me:
+            self._give_up(f"{self._name} is closed: the process ends")
+
+    def _serve(self) -> None:
+        if not here.is_worker:
+            self._settle_in()
+        if self._current is not None:
+            self._fail_current()
+        self._raised = None
+        while self._is_open:
+            with self._lock:
+                if self._ready:
+                    self._current = self._ready[0][-1]
+                    heappop(self._ready)
+            if self._current is None:
+                self._wake.get()
+            else:
+                self._current.run()
+                self._current = None
+
+    def _settle_in(self) -> None:
+        if self._cores:
+            with suppress(OSError, AttributeError):  # a platform without, or cores that were taken away
+                os.sched_setaffinity(threading.get_native_id(), self._cores)
+        if self._threads:
+            keep_threads(self._threads)
+        here.is_worker = True
+
+    def _fail_current(self) -> None:
+        assert self._current is not None
+        self._current.fail(self._raised or HeteroError(f"{self._name} was interrupted"))
+        self._current = None
+
+    def _give_up(self, why: str) -> None:
+        """Fail what is left."""
+        while True:
+            with self._lock:
+                if not self._ready:
+                    return
+                work = self._ready[0][-1]
+                heappop(self._ready)
+            work.fail(HeteroError(f"{why}; this work will not be done"))

@@ -2,40 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from ..errors import BindingError, HeteroError
-from .calls_in_flight import Call, CallsInFlight
+from .call import Call, Prepared
+from .calls_in_flight import CallsInFlight
 from .fence import Fence
-from .queues import Plan, Queues
+from .plan import Plan
+from .queues import Queues
+from .signature import FunctionSignature
+from .trace import Trace
 
 MAX_IN_FLIGHT = 4
 """How many calls a machine has under way at once unless it is told: two for each of two stages, so that none waits."""
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A call whose arguments fit.
-
-    Attributes
-    ----------
-    values : sequence
-        What the function takes.
-    sizes : mapping of str to int
-        The values of its symbolic dimensions.
-    finish : callable
-        Makes the result for the caller of what the function returned.
-    """
-
-    values: Sequence[Any]
-    sizes: Mapping[str, int]
-    finish: Callable[[Any], Any]
 
 
 Prepare = Callable[[Sequence[Any], Mapping[str, Any]], Prepared]
@@ -54,6 +38,11 @@ class QueuedCalls:
     make_queues : callable
         Called with the first submission; its result must not refer to the machine.
 
+    Attributes
+    ----------
+    trace : Trace or None
+        What follows the calls that come.
+
     Raises
     ------
     BindingError
@@ -64,27 +53,62 @@ class QueuedCalls:
         if isinstance(max_in_flight, bool) or not isinstance(max_in_flight, int) or max_in_flight < 1:
             raise BindingError(f"max_in_flight is {max_in_flight!r}, expected a positive integer")
         self.limit = max_in_flight
+        self.trace: Trace | None = None
         self._owner = weakref.ref(owner)
         self._make_queues = make_queues
         self._calls = CallsInFlight(max_in_flight)
+        self._fences = self._calls.fences
         self._queues: Queues | None = None
-        self._process = os.getpid()
         self._lock = lock
 
     @property
     def is_idle(self) -> bool:
-        """Whether no call is under way."""
-        return self._calls.is_idle
+        """Whether no call is under way, and nobody watches for any."""
+        return self.trace is None and (not self._fences or self._calls.is_idle)
+
+    @property
+    def has_queues(self) -> bool:
+        """Whether any call has been submitted."""
+        return self._queues is not None
 
     def wait(self, timeout: float | None) -> bool:
         """Wait until the calls submitted so far have ended; False after `timeout` seconds without."""
-        return self._calls.wait(timeout)
+        with self._lock:  # refused in a process that was forked
+            calls = self._calls
+        return calls.wait(timeout)
 
-    def submit(self, plan: Callable[[Queues], Plan], prepare: Prepare, args: Sequence[Any], kwargs: Any) -> Fence:
+    def lose(self, lock: Any, error: HeteroError) -> None:
+        """In a process that was forked: calls under way fail, and `lock`, the machine's new one, refuses others."""
+        self._lock = lock
+        self._calls.lose(error)
+
+    @contextmanager
+    def traced(self, trace: Trace) -> Iterator[Trace]:
+        """Have `trace` follow the calls that come while this lasts; it ends when those have."""
+        with self._lock:
+            if self.trace is not None:
+                raise HeteroError("this machine is being traced already; expected that trace to end first")
+            self.trace = trace
+        try:
+            yield trace
+        finally:
+            self.trace = None
+        trace.wait()
+
+    def submit(
+        self,
+        signature: FunctionSignature,
+        plan: Callable[[Queues], Plan],
+        prepare: Prepare,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Fence:
         """Take a call, once there is room for it.
 
         Parameters
         ----------
+        signature : FunctionSignature
+            Of the function.
         plan : callable
             Gives the function's plan.
         prepare : callable
@@ -92,76 +116,107 @@ class QueuedCalls:
         args, kwargs
             The caller's. A `Fence` among them stands for its result.
         """
-        if os.getpid() != self._process:
-            raise HeteroError(
-                "this machine was made before the process was forked, and its queues stayed behind; expected a "
-                "VirtualMachine made from the Executable in each process"
-            )
-        fence = Fence()
-        has_room = self._calls.enter()
+        with self._lock:
+            queues = self._started()
+            number = self._calls.next_number()
+        fence = self._calls.enter()
+        if self.trace is not None:
+            plan, prepare = self.trace.follow(fence, plan, prepare)
+        start = partial(self._start, plan, prepare, number, fence, self._owner())
         try:
             awaited = [value for value in (*args, *kwargs.values()) if isinstance(value, Fence)]
             if awaited:
-                _When(awaited, partial(self._start_late, plan, prepare, args, kwargs, fence, has_room))
+                late = _LateStart(start, signature, args, kwargs, fence)
+                _When(awaited, partial(queues.host.push, (number, -1), late))
             else:
-                self._start(plan, prepare, args, kwargs, fence, has_room)
+                start(args, kwargs)
         except BaseException:
-            self._calls.leave(has_room)
+            self._calls.leave(fence)
+            fence.cancel()  # nobody has it, but a trace may follow it
             raise
         return fence
 
+    def _started(self) -> Queues:
+        if self._queues is None:
+            self._queues = self._make_queues()
+            weakref.finalize(self._owner(), self._queues.close).atexit = False
+        return self._queues
+
     def _start(
-        self, plan: Any, prepare: Prepare, args: Sequence[Any], kwargs: Any, fence: Fence, has_room: bool
+        self,
+        plan: Callable[[Queues], Plan],
+        prepare: Prepare,
+        number: int,
+        fence: Fence,
+        owner: object,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
     ) -> None:
         with self._lock:
-            if self._queues is None:
-                self._queues = self._make_queues()
-                owner = self._owner()
-                assert owner is not None, "a machine submits while it lives"
-                weakref.finalize(owner, self._queues.close)
+            queues = self._started()
             prepared = prepare(args, kwargs)
-            route = plan(self._queues)
-            self._queues.follow_caller()
-            number = self._calls.begin()
-        end = partial(self._calls.end, has_room)
-        Call(route, number, prepared.values, prepared.sizes, fence, prepared.finish, end).begin()
+            route = plan(queues)
+            queues.follow_caller()
+        Call(route, number, prepared, fence, owner).begin()
 
-    def _start_late(
-        self, plan: Any, prepare: Prepare, args: Sequence[Any], kwargs: Any, fence: Fence, has_room: bool
+
+class _LateStart:
+    """The start of a call that waited for others, as queues run it: what goes wrong goes to the fence."""
+
+    def __init__(
+        self,
+        start: Callable[[Sequence[Any], Mapping[str, Any]], None],
+        signature: FunctionSignature,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        fence: Fence,
     ) -> None:
-        """`_start`, when all fences among the arguments are done; what goes wrong goes to the fence."""
+        self._start, self._signature, self._args, self._kwargs, self._fence = start, signature, args, kwargs, fence
+        self._has_begun = False
+
+    def run(self) -> None:
+        if self._has_begun or self._fence.cancelled():
+            return
+        self._has_begun = True
+        names = (*self._signature.input_names, *map(str, range(len(self._args))))  # too many are refused below
         try:
-            values = [_settled(value, f"argument {index}") for index, value in enumerate(args)]
-            named = {name: _settled(value, f"argument {name!r}") for name, value in kwargs.items()}
-            self._start(plan, prepare, values, named, fence, has_room)
-        except BaseException as error:
-            self._calls.leave(has_room)
-            if fence.set_running_or_notify_cancel():
-                fence.set_exception(error)
+            args = [self._settled(value, name) for value, name in zip(self._args, names, strict=False)]
+            self._start(args, {name: self._settled(value, name) for name, value in self._kwargs.items()})
+        except Exception as error:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        if not isinstance(error, HeteroError):
+            kind = type(error).__name__
+            error = HeteroError(f"function {self._signature.name!r} could not begin: {kind}: {error}")
+        self._fence.settle(None, error.with_traceback(None))
+
+    def _settled(self, value: Any, name: str) -> Any:
+        """The result of a fence that is done; any other value itself."""
+        if not isinstance(value, Fence):
+            return value
+        what = f"argument {name!r} of {self._signature.name!r} is the result of a call that"
+        if value.cancelled():
+            raise HeteroError(f"{what} was cancelled")
+        error = value.exception()
+        if error is not None:
+            raise HeteroError(f"{what} failed: {error}")
+        return value.result()
 
 
 class _When:
-    """Calls a function when all of some fences are done."""
+    """Calls a function when all of some fences are done; perhaps again, where a queue's thread is interrupted."""
 
     def __init__(self, fences: Sequence[Fence], then: Callable[[], None]) -> None:
-        self._left = len(fences)
+        self._left = set(fences)
         self._lock = threading.Lock()
         self._then = then
-        for fence in fences:
+        for fence in dict.fromkeys(fences):
             fence.add_done_callback(self._on_done)
 
-    def _on_done(self, _fence: Any) -> None:
+    def _on_done(self, fence: Any) -> None:
         with self._lock:
-            self._left -= 1
-            is_last = self._left == 0
+            self._left.discard(fence)
+            is_last = not self._left
         if is_last:
             self._then()
-
-
-def _settled(value: Any, where: str) -> Any:
-    """The result of a fence that is done; any other value itself."""
-    if not isinstance(value, Fence):
-        return value
-    if value.cancelled():
-        raise HeteroError(f"{where} is the result of a call that was cancelled")
-    return value.result()

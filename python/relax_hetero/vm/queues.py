@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import atexit
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import tvm_ffi
@@ -19,15 +24,14 @@ from .cuda_queue import CudaQueue, Point, follow_callers_streams, shared_stream
 from .failure import explain_failure
 from .metadata import CPU, Metadata
 from .queue import DeviceQueue
-from .schedule import Results, Schedule, Step
-from .signature import FunctionSignature
+from .schedule import Step
 from .tensors import alias, is_host, same_device
 from .threads import threads_of_queues
 
 if TYPE_CHECKING:
-    from .calls_in_flight import Call
+    from .call import Call
 
-# A machine that is dropped, and a process that ends, wait so long for what still runs.
+# A process that ends waits so long for what still runs.
 CLOSE_SECONDS = 5.0
 
 
@@ -79,10 +83,17 @@ class Queues:
         self.all = list(queues.values())
         self._machines: dict[DeviceQueue, tuple[runtime.Module, dict[str, Any]]] = {}
 
-    def close(self) -> None:
-        """End the threads; what has not begun never will."""
+        _open.add(self)
+
+    @property
+    def host(self) -> DeviceQueue:
+        """The queue of the host's device."""
+        return self.by_entry[-1]
+
+    def close(self, until: float = 0) -> None:
+        """Have the threads end after what runs now, and what has not begun fail; wait for that, by the clock's time."""
         for queue in (*self.all, *self._copying()):
-            queue.close(CLOSE_SECONDS)
+            queue.close(until - time.monotonic())
 
     def queue_of(self, step: Step) -> DeviceQueue | None:
         """The queue that runs a step; None for one that only gives memory another device's name.
@@ -149,16 +160,15 @@ class Queues:
         if step.takes_constants:
             reads.append(self._constants)
         running.machine = self._devices, self._scopes
-        with self._held(step):
-            return self._function(self.by_entry[step.device], step.function)(*reads)
+        function = self._function(self.by_entry[step.device], step.function)
+        if not all(is_host(self._devices[entry]) for entry in step.devices):
+            function = partial(self._on_streams, step, function)
+        mine = {self.by_entry[entry] for entry in step.devices}
+        return _holding([queue.lock for queue in self.all if queue in mine], function, reads)
 
-    @contextmanager
-    def _held(self, step: Step) -> Iterator[None]:
-        """Have the devices of a step to oneself, and kernels on their streams; those of several devices end."""
-        queues = [queue for queue in self.all if queue in {self.by_entry[entry] for entry in step.devices}]
+    def _on_streams(self, step: Step, function: Callable[..., Any], *reads: Any) -> Any:
+        """Have kernels run on the streams of their devices' queues; those of several devices end."""
         with ExitStack() as held:
-            for queue in queues:
-                held.enter_context(queue.lock)
             for entry in step.devices:
                 device, queue = self._devices[entry], self.by_entry[entry]
                 if isinstance(queue, CudaQueue):
@@ -167,9 +177,9 @@ class Queues:
                         held.callback(queue.stream.synchronize)
                 elif not is_host(device):
                     held.callback(device.sync)
-            yield
+            return function(*reads)
 
-    def explain(self, what: str, error: Exception) -> HeteroError:
+    def explain(self, what: str, error: BaseException) -> HeteroError:
         """`error` in terms of the model."""
         if isinstance(error, HeteroError) and not isinstance(error, CudaError):
             return error
@@ -187,78 +197,6 @@ class Queues:
         if function is None:
             function = functions[name] = module[name]
         return function
-
-
-class Plan:
-    """A schedule with the queues of a machine.
-
-    Parameters
-    ----------
-    schedule : Schedule
-    queues : Queues
-
-    Attributes
-    ----------
-    steps : tuple of Step
-    queues : list of DeviceQueue or None
-        Of each step; None for one that runs where what it reads was made.
-    values : int
-        How many there are.
-    missing : list of int
-        For each step how many values it reads that are not there at the beginning.
-    readers : list of int
-        How many steps read each value; the caller counts as one.
-    follow_issue, follow_end : list of list of int
-        For each step the steps that read what it makes, once for each value: those that may when it is issued, and
-        those that may when it has ended.
-    """
-
-    def __init__(self, schedule: Schedule, queues: Queues) -> None:
-        self.steps = schedule.steps
-        self.values = schedule.values
-        self.queues = [queues.queue_of(step) for step in schedule.steps]
-        self._owner, self._results, self._name = queues, schedule.results, schedule.function
-        self.missing = [sum(number >= schedule.inputs for number in step.reads) for step in self.steps]
-        results = _leaves(self._results)
-        self.readers = [results.count(number) for number in range(schedule.values)]
-        makers = {number: index for index, step in enumerate(self.steps) for number in step.makes}
-        issued = [queues.is_issued(*pair) for pair in zip(self.steps, self.queues, strict=True)]
-        self.follow_issue: list[list[int]] = [[] for _ in self.steps]
-        self.follow_end: list[list[int]] = [[] for _ in self.steps]
-        for index, step in enumerate(self.steps):
-            for number in step.reads:
-                self.readers[number] += 1
-                maker = makers.get(number)
-                if maker is not None:
-                    follow = self.follow_issue if issued[maker] and issued[index] else self.follow_end
-                    follow[maker].append(index)
-        self._leaves = [any(number in results for number in step.makes) for step in self.steps]
-
-    def execute(self, index: int, call: Call) -> tuple[Sequence[Any], Point | None]:
-        """Run a step of a call; what it makes, in order, and the point at which that is made."""
-        step = self.steps[index]
-        made, point = self._owner.run(step, self.queues[index], self._leaves[index], call)
-        return made if len(step.makes) != 1 else (made,), point
-
-    def explain(self, index: int, error: Exception) -> HeteroError:
-        """The error that a failed step means for the caller."""
-        step = self.steps[index]
-        part = "a transfer" if step.is_transfer else f"step {step.function!r}"
-        what = f"function {self._name!r}" + ("" if step.function == self._name else f", {part}")
-        return self._owner.explain(what, error)
-
-    def result(self, values: Sequence[Any]) -> Any:
-        """What the function returns, of the values made."""
-        return _gather(self._results, values)
-
-
-def whole(signature: FunctionSignature, entries: Sequence[int]) -> Schedule:
-    """The schedule of a function that has none: one step, on all devices."""
-    inputs = len(signature.inputs)
-    first, *also = entries or (-1,)
-    reads, takes = tuple(range(inputs)), signature.takes_constants
-    step = Step(first, reads, (inputs,), signature.name, also=tuple(also), takes_constants=takes)
-    return Schedule(signature.name, inputs, inputs + 1, (step,), inputs)
 
 
 def overlapping(metadata: Metadata) -> set[str]:
@@ -284,12 +222,26 @@ def own_cpus(threads: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], li
     return found
 
 
-def _leaves(results: Results) -> list[int]:
-    return [results] if isinstance(results, int) else [number for part in results for number in _leaves(part)]
+def _holding(locks: Sequence[threading.Lock], function: Callable[..., Any], values: Sequence[Any]) -> Any:
+    """Call a function with locks held; by ``with`` alone, which an exception raised in this thread cannot split."""
+    if not locks:
+        return function(*values)
+    with locks[0]:
+        return _holding(locks[1:], function, values)
 
 
-def _gather(results: Results, values: Sequence[Any]) -> Any:
-    return values[results] if isinstance(results, int) else tuple(_gather(part, values) for part in results)
+_open: weakref.WeakSet[Queues] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Before the interpreter takes itself apart: a thread that comes back from a kernel then finds nothing left."""
+    until = time.monotonic() + CLOSE_SECONDS
+    queues = list(_open)
+    for each in queues:
+        each.close()
+    for each in queues:
+        each.close(until)
 
 
 _to_device = tvm_ffi.get_global_func("relax_hetero.to_device")

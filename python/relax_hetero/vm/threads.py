@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import tvm_ffi
 
 from ..cpu_cores import num_cores
+from ..errors import HeteroError
 from .metadata import CPU, DeviceSpec
 
 # A caller that shared takes all cores again after so many calls alone: changing costs microseconds.
@@ -34,7 +35,7 @@ class Pool:
     width : int
         How many threads it has, the caller included; 0 before its first call.
     used : int
-        How many of them kernels are cut for.
+        How many of them kernels are cut for; -1 where they stayed behind in a process that this one was forked from.
     alone : int
         Calls since another thread was in one.
     """
@@ -52,6 +53,22 @@ class _Mine(threading.local):
 
 _mine = _Mine()
 _calling: set[Pool] = set()
+
+
+def has_lost_threads() -> bool:
+    """Whether this thread's helpers stayed behind in the process that this one was forked from: kernels would wait."""
+    return _mine.pool.used < 0
+
+
+def _after_fork() -> None:
+    _calling.clear()
+    if _mine.pool.used > 1:
+        _mine.pool = Pool()
+        _mine.pool.used = -1
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def threads_for(devices: Sequence[DeviceSpec]) -> int:
@@ -109,6 +126,12 @@ def leave_call(pool: Pool | None) -> None:
 
 
 def _settle(pool: Pool, width: int, callers: int) -> None:
+    if pool.used < 0:
+        _calling.discard(pool)
+        raise HeteroError(
+            "this thread's helpers stayed behind in the process that this one was forked from; expected a call in "
+            "another thread, or one that is submitted"
+        )
     share = max(1, width // callers)
     pool.alone = pool.alone + 1 if callers == 1 else 0
     if width != pool.width or share < pool.used or (share > pool.used and pool.alone > PATIENCE):
