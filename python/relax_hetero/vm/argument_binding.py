@@ -88,14 +88,16 @@ class ArgumentBinding:
         signature = self.executable.signature(name)
         values, dims, lent = self._bind(signature, args, kwargs, keep=False)
         is_admitted = self._limits is None or not dims.values  # for good: nothing of it changes with the extents
-        if ordered is not None and not signature.donated and is_admitted:
+        if ordered is not None and is_admitted:
             _, _, rest_lent = self._params.get(name, ({}, None, []))
             known.remember(ordered, values, dims, rest_lent)
         return values, dims, lent
 
     def _known_calls(self, name: str) -> KnownCalls:
-        about, names = self.executable.metadata, self.executable.signature(name).input_names
-        known = self._known[name] = KnownCalls(about.alignment, not about.writes_arguments, names)
+        about, signature = self.executable.metadata, self.executable.signature(name)
+        known = self._known[name] = KnownCalls(
+            about.alignment, not about.writes_arguments, signature.input_names, signature.donated
+        )
         return known
 
     def _bind(

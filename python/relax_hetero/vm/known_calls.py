@@ -43,7 +43,7 @@ class KnownCall:
     Attributes
     ----------
     nbytes : tuple of int
-        Size of each argument.
+        Size of each argument that results must not share memory with; 0 of one that is donated.
     moves : tuple of (int, Device)
         Arguments that kernels must see from another device id.
     rest : tuple
@@ -108,15 +108,20 @@ class KnownCalls:
         Whether numpy arrays may be lent to kernels.
     names : tuple of str
         The function's inputs.
+    donated : tuple of str
+        Those of them that a call consumes.
     """
 
-    __slots__ = ("_calls", "_mask", "_names", "_takes_arrays")
+    __slots__ = ("_calls", "_donated", "_mask", "_names", "_takes_arrays")
 
-    def __init__(self, alignment: int, takes_arrays: bool, names: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, alignment: int, takes_arrays: bool, names: tuple[str, ...] = (), donated: tuple[str, ...] = ()
+    ) -> None:
         self._calls: dict[tuple[Look, ...], KnownCall] = {}
         self._mask = alignment - 1
         self._takes_arrays = takes_arrays
         self._names = names
+        self._donated = tuple(map(names.index, donated))
 
     def in_order(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any] | None:
         """All arguments by position, if those by name are the inputs that follow; else None."""
@@ -140,7 +145,22 @@ class KnownCalls:
                 return None, tensors
             tensors.append(tensor)
             looks.append((head[8:24], tensor.shape))
-        return self._calls.get(tuple(looks)), tensors
+        call = self._calls.get(tuple(looks))
+        if call is not None and self._donated and not self._may_consume(args, tensors, call):
+            return None, tensors
+        return call, tensors
+
+    def _may_consume(self, args: Sequence[Any], tensors: Sequence[runtime.Tensor], call: KnownCall) -> bool:
+        """Whether each donated argument may be written and has memory of its own."""
+        ranges = [(begin := tensor.data_ptr(), begin + nbytes_of(tensor)) for tensor in tensors]
+        for index in self._donated:
+            begin, end = ranges[index]
+            others = [*ranges[:index], *ranges[index + 1 :], *call.rest_lent]
+            if any(first < end and begin < last for first, last in others):
+                return False
+            if isinstance(args[index], np.ndarray) and not args[index].flags.writeable:
+                return False
+        return True
 
     def remember(self, args: Sequence[Any], values: Sequence[Any], dims: DimValues, lent: list[AddressRange]) -> None:
         """Keep a call that fits, if its arguments were taken where they are.
@@ -168,7 +188,7 @@ class KnownCalls:
                 return  # the same address says nothing, and some such tensors have strides that kernels refuse
             here, there = tensor.__dlpack_device__(), value.__dlpack_device__()
             looks.append(look)
-            nbytes.append(nbytes_of(tensor))
+            nbytes.append(0 if index in self._donated else nbytes_of(tensor))
             if here != there:
                 moves.append((index, value.device))
         if len(self._calls) >= MANY_CALLS:

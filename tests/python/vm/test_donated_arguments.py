@@ -120,8 +120,11 @@ def test_what_cannot_be_overwritten_where_it_is_is_copied(vm):
         np.testing.assert_array_equal(cache, before)
 
 
-def test_memory_that_must_not_be_overwritten_is_refused(vm):
+@pytest.mark.parametrize("is_known", [False, True])
+def test_memory_that_must_not_be_overwritten_is_refused(vm, is_known):
     args = arguments(np.random.default_rng())
+    if is_known:  # a call that looks like this one was found to fit
+        vm["main"](args[0].copy(), *args[1:])
     args[0].flags.writeable = False
     with pytest.raises(rh.BindingError, match="'cache' of 'main' is donated, found a read-only numpy array"):
         vm["main"](*args)

@@ -1,0 +1,107 @@
+"""What donating a cache saves: one row of it is written, donated and not, by each way to write the update."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax
+
+import relax_hetero as rh
+
+# A cache of so many rows of 4,096 float32 is as many times 16 KB.
+COLUMNS = 4096
+
+
+def scatter_nd(cache: relax.Expr, row: relax.Expr, place: relax.Expr) -> relax.Expr:
+    """A row, found by one number."""
+    return relax.op.scatter_nd(cache, relax.op.reshape(place, (1, 1)), row)
+
+
+def scatter_elements(cache: relax.Expr, row: relax.Expr, place: relax.Expr) -> relax.Expr:
+    """Elements, each found by a number of its own."""
+    places = relax.op.broadcast_to(relax.op.reshape(place, (1, 1)), (1, COLUMNS))
+    return relax.op.scatter_elements(cache, places, row, axis=0)
+
+
+def add(cache: relax.Expr, row: relax.Expr, _place: relax.Expr) -> relax.Expr:
+    """All of the cache is read and written: only the memory of the result is saved."""
+    return relax.op.add(cache, row)
+
+
+UPDATES: dict[str, Callable[..., relax.Expr]] = {
+    "scatter_nd": scatter_nd,
+    "scatter_elements": scatter_elements,
+    "add": add,
+}
+
+
+def module(update: Callable[..., relax.Expr], rows: int) -> tvm.IRModule:
+    """A function that updates a cache of `rows` rows."""
+    builder = relax.BlockBuilder()
+    cache = relax.Var("cache", relax.TensorType([rows, COLUMNS], "float32"))
+    row = relax.Var("row", relax.TensorType([1, COLUMNS], "float32"))
+    place = relax.Var("place", relax.TensorType([1], "int64"))
+    with builder.function("main", [cache, row, place]):
+        with builder.dataflow():
+            result = builder.emit_output(update(cache, row, place))
+        builder.emit_func_output(result)
+    return builder.get()
+
+
+def measure(name: str, rows: int, seconds: float) -> dict[str, Any]:
+    """Microseconds of a call whose cache is the result of the one before, and whether that is one memory.
+
+    Raises
+    ------
+    RuntimeError
+        Results that differ.
+    """
+    rng = np.random.default_rng(0)
+    cache, row = (rng.standard_normal((count, COLUMNS)).astype("float32") for count in (rows, 1))
+    place = tvm.runtime.tensor(np.array([rows // 2]))
+    found: dict[str, Any] = {"update": name, "MB": rows * COLUMNS * 4 / 2**20}
+    results = []
+    for kind, donate in (("kept", None), ("donated", ["cache"])):
+        call = rh.vm.VirtualMachine(rh.compile(module(UPDATES[name], rows), donate=donate))["main"]
+        given = tvm.runtime.tensor(cache)
+        now = call(given, tvm.runtime.tensor(row), place)
+        results.append(now.numpy())
+        found[f"{kind} in place"] = now.data_ptr() == given.data_ptr()
+        found[f"{kind} us"] = round(_microseconds(call, now, tvm.runtime.tensor(row * 0), place, seconds), 1)
+    if not np.array_equal(*results):
+        raise RuntimeError(f"{name}: results differ")
+    return found
+
+
+def _microseconds(
+    call: Callable[..., Any], cache: tvm.runtime.Tensor, row: tvm.runtime.Tensor, place: Any, seconds: float
+) -> float:
+    times = []
+    end = time.perf_counter() + seconds
+    while len(times) < 5 or time.perf_counter() < end:
+        begin = time.perf_counter()
+        cache = call(cache, row, place)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times) * 1e6
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=COLUMNS, help="rows of 16 KB (4096: 64 MB)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each")
+    parser.add_argument("--update", choices=UPDATES, action="append", help="which (all)")
+    arguments = parser.parse_args()
+    for name in arguments.update or UPDATES:
+        print(json.dumps(measure(name, arguments.rows, arguments.seconds)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
