@@ -120,8 +120,9 @@ class QueuedCalls:
             queues = self._started()
             number = self._calls.next_number()
         fence = self._calls.enter()
-        if self.trace is not None:
-            plan, prepare = self.trace.follow(fence, plan, prepare)
+        trace = self.trace
+        if trace is not None:
+            plan, prepare = trace.follow(fence, plan, prepare)
         start = partial(self._start, plan, prepare, number, fence, self._owner())
         try:
             awaited = [value for value in (*args, *kwargs.values()) if isinstance(value, Fence)]
