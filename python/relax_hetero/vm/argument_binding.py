@@ -42,6 +42,7 @@ class ArgumentBinding:
         self._params: dict[str, tuple[dict[int, Any], DimValues, list[AddressRange]]] = {}
         self._known: dict[str, KnownCalls] = {}
         self._limits: MemoryLimits | None = None
+        self._bounds = {memory.name: memory.upper_bounds for memory in executable.metadata.memory}
 
     def set_params(self, params: Mapping[str, Any] | Sequence[Any], function: str = "main") -> None:
         """Give the parameters of a function (its inputs after ``num_input``) once, for all later calls.
@@ -121,6 +122,7 @@ class ArgumentBinding:
             where = f"argument {spec.name!r} of {signature.name!r}"
             values.append(value if placed and not to.copies else place(value, spec, where, to))
         to.dims.settle()
+        to.dims.check_bounds(self._bounds.get(signature.name, {}))
         if self._limits is not None:
             self._limits.admit(signature.name, to.dims.values)
         if signature.donated:

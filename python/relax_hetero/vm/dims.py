@@ -110,6 +110,16 @@ class DimValues:
                 f"{_text(place)} is {found}, expected {known}: {name} is {known} by {_text(self.origins[name])}"
             )
 
+    def check_bounds(self, bounds: Mapping[str, int]) -> None:
+        """Require names to be at most what the module says they will be; BindingError if one is more."""
+        for name, bound in bounds.items():
+            found = self.values.get(name, 0)
+            if found > bound:
+                raise BindingError(
+                    f"{name} is {found} by {_text(self.origins[name])}, expected at most {bound}, its upper bound: "
+                    "memory is planned for it"
+                )
+
     def settle(self) -> None:
         """Check the expressions that waited; one whose names nobody gives counts as a name itself."""
         waiting, self._waiting = self._waiting, []

@@ -108,3 +108,38 @@ def test_what_is_no_number_of_bytes(exe, bad):
 def test_a_device_that_is_not_there(exe):
     with pytest.raises(rh.BindingError, match="the manifest has no device 'cuda'"):
         rh.vm.VirtualMachine(exe, memory_limit={"cuda": "1GB"})
+
+
+@pytest.mark.parametrize("command_buffers", [True, False])
+def test_upper_bounds_plan_storage_and_arenas_and_are_kept_to(command_buffers):
+    @I.ir_module
+    class Bounded:
+        I.module_global_infos({"vdevice": [I.vdevice({"kind": "llvm", "num-cores": 1}, 0)]})
+
+        @R.function
+        def main(x: R.Tensor(("n", 64), "float32", "llvm:0")):
+            R.func_attr({"tir_var_upper_bound": {"n": 100}})
+            with R.dataflow():
+                h = R.nn.relu(R.matmul(x, R.const(W)))
+                s = R.cumsum(R.nn.softmax(h), axis=0)
+                r = R.matmul(R.permute_dims(s), R.nn.silu(R.matmul(R.nn.softmax(h), R.const(W.T))))
+                R.output(r)
+            return r
+
+    exe = rh.compile(Bounded, command_buffers=command_buffers)
+    (memory,) = exe.metadata.memory
+    assert memory.storages and all(isinstance(storage.nbytes, int) for storage in memory.storages)
+    assert ("arena" in {storage.use for storage in memory.storages}) == command_buffers
+    assert exe.memory_plan.at().sizes == {"n": 100} and exe.memory_plan.at().least <= exe.memory_plan.at().transient
+    vm = rh.vm.VirtualMachine(exe)
+    for n in (100, 1, 37):
+        x = np.random.default_rng(n).random((n, 64), "float32") / 64
+        h = np.maximum(x.astype("float64") @ W, 0)
+        p = np.exp(h - h.max(-1, keepdims=True))
+        p /= p.sum(-1, keepdims=True)
+        q = p @ W.T
+        np.testing.assert_allclose(vm["main"](x).numpy(), np.cumsum(p, 0).T @ (q / (1 + np.exp(-q))), rtol=1e-4)
+        with pytest.raises(
+            rh.BindingError, match=r"n is 101 by argument 'x' of 'main' dimension 0, expected at most 100"
+        ):
+            vm["main"](np.zeros((101, 64), "float32"))
