@@ -1,0 +1,201 @@
+"""Pipelines over GPUs by queues: from CPU to GPU to CPU, and over two GPUs.
+
+python apps/bench/queues_gpu.py
+python apps/bench/queues_gpu.py --calls 32 --milliseconds 4 --json
+
+Stages are products of matrices, as many as take the wanted time. The first pipeline's time per call is compared with
+the time of its slowest stage alone, the second's with the same model on one GPU; all calls are submitted.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import click
+import numpy as np
+import tvm
+from report import Check, verdict
+from rich.console import Console
+from rich.table import Table
+from tvm import relax
+
+import relax_hetero as rh
+from relax_hetero.cpu_cores import num_cores
+from relax_hetero.vdevice import with_vdevices
+
+PIPELINE_BAR, TWO_GPUS_BAR = 1.15, 1.8
+PROBE = 4
+"""Products that are timed to find how many a stage needs."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one product is.
+
+    Attributes
+    ----------
+    rows, width : int
+        Of the left matrix; the right one is square.
+    dtype : str
+    """
+
+    rows: int
+    width: int
+    dtype: str
+
+    def array(self) -> np.ndarray:
+        """A left matrix."""
+        return np.random.default_rng(0).standard_normal((self.rows, self.width)).astype(self.dtype)
+
+    def module(self, devices: list[relax.VDevice], stages: list[tuple[int, int]]) -> tvm.IRModule:
+        """`main(x)`: for each stage so many products on a device (by index), with transfers between.
+
+        The weights keep the size of the numbers.
+        """
+        weight = np.random.default_rng(1).standard_normal((self.width, self.width)) / self.width**0.5
+        constant = relax.const(weight.astype(self.dtype))
+        builder = relax.BlockBuilder()
+        x = relax.Var("x", relax.TensorType((self.rows, self.width), self.dtype, devices[stages[0][0]]))
+        with builder.function("main", [x]):
+            with builder.dataflow():
+                value, where = x, stages[0][0]
+                for device, products in stages:
+                    if device != where:
+                        value, where = builder.emit(relax.op.to_vdevice(value, devices[device])), device
+                    for _ in range(products):
+                        value = builder.emit(relax.op.matmul(value, constant))
+                result = builder.emit_output(value)
+            builder.emit_func_output(result)
+        return with_vdevices(builder.get(), devices)
+
+
+def machine(
+    work: Work, devices: list[relax.VDevice], stages: list[tuple[int, int]], in_flight: int = 1
+) -> rh.vm.VirtualMachine:
+    """A machine for some stages."""
+    return rh.vm.VirtualMachine(rh.compile(work.module(devices, stages)), max_in_flight=in_flight)
+
+
+def argument(work: Work, vm: rh.vm.VirtualMachine) -> tvm.runtime.Tensor:
+    """What `main` takes, where it takes it."""
+    return tvm.runtime.tensor(work.array(), vm.devices[vm.executable.signature("main").inputs[0].device])
+
+
+def seconds_alone(work: Work, device: relax.VDevice, products: int, rounds: int) -> float:
+    """Median seconds of one stage, nothing else running; its input is on the device."""
+    vm = machine(work, [device], [(0, products)])
+    x = argument(work, vm)
+    times = []
+    for _ in range(rounds + 2):
+        begin = time.perf_counter()
+        vm["main"](x)
+        vm.devices[0].sync()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[2:])  # the first calls allocate and record
+
+
+def products_for(work: Work, device: relax.VDevice, seconds: float) -> int:
+    """How many products take so long on a device."""
+    return max(1, round(PROBE * seconds / seconds_alone(work, device, PROBE, 5)))
+
+
+def seconds_per_call(work: Work, vm: rh.vm.VirtualMachine, calls: int, rounds: int) -> float:
+    """Best seconds per call of so many submitted calls, from the first submission to the last result."""
+    x = argument(work, vm)
+    expected = vm["main"](x).numpy()
+    times = []
+    for _ in range(rounds + 1):
+        begin = time.perf_counter()
+        fences = [vm.submit("main", x) for _ in range(calls)]
+        results = [fence.result() for fence in fences]
+        times.append((time.perf_counter() - begin) / calls)
+        if not all(np.array_equal(result.numpy(), expected) for result in (results[0], results[-1])):
+            raise RuntimeError("submitted calls give other numbers than a plain call")
+    return min(times[1:])
+
+
+def cpu_gpu_cpu(cuda: dict[str, str], seconds: float, calls: int, rounds: int) -> dict[str, Any]:
+    """The pipeline from one CPU device to a GPU to another CPU device, each CPU with a quarter of the cores."""
+    work = Work(512, 1024, "float32")
+    cores = max(1, min(8, num_cores() // 4))
+    cpus = [rh.VDevice({**rh.native("llvm").export(), "num-cores": cores}, number) for number in range(2)]
+    devices = [cpus[0], rh.VDevice(cuda), cpus[1]]
+    products = [products_for(work, devices[at], seconds) for at in (0, 1)]
+    stages = [(0, products[0]), (1, products[1]), (2, products[0])]
+    alone = [seconds_alone(work, devices[device], count, 15) for device, count in stages[:2]]
+    vm = machine(work, devices, stages, in_flight=8)
+    return {
+        "cores": cores,
+        "products": [count for _, count in stages],
+        "stages_ms": [alone[0] * 1e3, alone[1] * 1e3, alone[0] * 1e3],
+        "one_call_ms": seconds_per_call(work, vm, 1, 3 * rounds) * 1e3,
+        "per_call_ms": seconds_per_call(work, vm, calls, rounds) * 1e3,
+    }
+
+
+def two_gpus(cuda: dict[str, str], seconds: float, calls: int, rounds: int) -> dict[str, Any]:
+    """The same two stages on one GPU and on two."""
+    work = Work(1024, 4096, "float16")
+    devices = [rh.VDevice(cuda, 0), rh.VDevice(cuda, 1)]
+    products = products_for(work, devices[0], seconds)
+    both = machine(work, devices, [(0, products), (1, products)], in_flight=4)
+    one = machine(work, devices[:1], [(0, 2 * products)], in_flight=4)
+    return {
+        "products": products,
+        "one_gpu_ms": seconds_per_call(work, one, calls, rounds) * 1e3,
+        "two_gpus_ms": seconds_per_call(work, both, calls, rounds) * 1e3,
+    }
+
+
+def checks(result: dict[str, Any]) -> list[Check]:
+    """What the pipelines have to reach."""
+    found = []
+    if "cpu_gpu_cpu" in result:
+        row = result["cpu_gpu_cpu"]
+        ratio = row["per_call_ms"] / max(row["stages_ms"])
+        found.append(Check("CPU to GPU to CPU: time per call over the slowest stage's", ratio, PIPELINE_BAR, True))
+    if "two_gpus" in result:
+        row = result["two_gpus"]
+        ratio = row["one_gpu_ms"] / row["two_gpus_ms"]
+        found.append(Check("two GPUs: calls per second over one GPU's", ratio, TWO_GPUS_BAR))
+    return found
+
+
+@click.command()
+@click.option("--calls", default=32, show_default=True, help="Submitted at once.")
+@click.option("--milliseconds", default=5.0, show_default=True, help="Of a stage.")
+@click.option("--rounds", default=5, show_default=True)
+@click.option("--arch", default="sm_90", show_default=True, help="Of the GPUs.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def main(calls: int, milliseconds: float, rounds: int, arch: str, as_json: bool) -> None:
+    """Time pipelines over NVIDIA GPUs."""
+    cuda = {"kind": "cuda", "arch": arch}
+    result: dict[str, Any] = {"calls": calls}
+    result["cpu_gpu_cpu"] = cpu_gpu_cpu(cuda, milliseconds / 1e3, calls, rounds)
+    if tvm.cuda(1).exist:
+        result["two_gpus"] = two_gpus(cuda, milliseconds / 1e3, calls, rounds)
+    if as_json:
+        click.echo(json.dumps(result))
+        return
+    console = Console(highlight=False, width=120)
+    for name in ("cpu_gpu_cpu", "two_gpus"):
+        table = Table(title=f"{name.replace('_', ' ')}, {calls} calls", title_justify="left")
+        for key in result.get(name, {}):
+            table.add_column(key.replace("_", " "), justify="right")
+        table.add_row(*map(_cell, result.get(name, {}).values()))
+        console.print(table)
+    for check in checks(result):
+        console.print(f"{verdict(check)}: {check}", markup=False)
+
+
+def _cell(value: Any) -> str:
+    parts = value if isinstance(value, list) else [value]
+    return ", ".join(f"{part:.2f}" if isinstance(part, float) else str(part) for part in parts)
+
+
+if __name__ == "__main__":
+    main()
