@@ -41,7 +41,7 @@ Tie = tuple[int, int]
 def with_ties(func: tirx.PrimFunc, ties: Iterable[Tie]) -> tirx.PrimFunc:
     """A kernel with what is tied noted on it: of `ties`, those whose types show that they have equal bytes."""
     found = [[operand, result] for operand, result in ties if _alike(func.params[operand], func.params[result])]
-    return func.with_attr(TIED, found)
+    return func.with_attr(TIED, found) if found else _without(func, TIED)
 
 
 def tied_to(func: tirx.PrimFunc, operands: Sequence[Operand], first: int, result: Operand) -> tirx.PrimFunc:
@@ -84,8 +84,11 @@ def in_place(func: tirx.PrimFunc, tie: Tie) -> tirx.PrimFunc:
     empty = tirx.PrimFunc(params, tirx.Evaluate(0), func.ret_type, func.attrs, func.span)
     # As in `raw_kernel`: the constructor would search the body for effects.
     written = structural_map(empty, (tirx.Evaluate, lambda _: body))
-    kept = written.without_attr("global_symbol") if "global_symbol" in written.attrs else written
-    return kept.with_attr(TIED, []).with_attr("tirx.noalias", False)
+    return _without(_without(written, "global_symbol"), TIED).with_attr("tirx.noalias", False)
+
+
+def _without(func: tirx.PrimFunc, attribute: str) -> tirx.PrimFunc:
+    return func.without_attr(attribute) if attribute in func.attrs else func
 
 
 def _with_one_view(body: tirx.Stmt, param: tirx.Var) -> tirx.Stmt:

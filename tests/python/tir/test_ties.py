@@ -17,7 +17,7 @@ from relax_hetero.tir.convolution import conv_kernel
 from relax_hetero.tir.elementwise import elementwise_kernel
 from relax_hetero.tir.matmul import matmul_kernel
 from relax_hetero.tir.rows import rows_kernel
-from relax_hetero.tir.ties import TIED, in_place, ties_of, with_ties
+from relax_hetero.tir.ties import in_place, ties_of, with_ties
 from tir import convolutions_of, products_of, test_rows
 from tir.kernel_runs import NAMES, built, machine_named, poisoned, same_bits, stored, target_of
 
@@ -170,7 +170,7 @@ def copies_first(
 
 @T.prim_func(s_tir=True)
 def expected(data: T.Buffer((8, 4), "float32"), row: T.Buffer((4,), "float32")):
-    T.func_attr({"tirx.noalias": False, TIED: []})
+    T.func_attr({"tirx.noalias": False})
     with T.sblock("root"):
         T.reads()
         T.writes()

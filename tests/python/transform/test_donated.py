@@ -44,7 +44,7 @@ def test_a_kernel_by_itself():
 
         @T.prim_func(private=True, s_tir=True)
         def add_in_place(A: T.Buffer((4,), "float32"), B: T.Buffer((4,), "float32")):
-            T.func_attr({"relax_hetero.tied": [], "tirx.noalias": False})
+            T.func_attr({"tirx.noalias": False})
             with T.sblock("root"):
                 T.reads()
                 T.writes()

@@ -42,7 +42,14 @@ def test_one_device():
 
         @T.prim_func(private=True, s_tir=True)
         def fused_tir_exp_add(x: T.Buffer((T.int64(4),), "float32"), out: T.Buffer((T.int64(4),), "float32")):
-            T.func_attr({"relax_hetero.ops": ["exp", "add"], "target": T.target(V2), "tirx.noalias": True})
+            T.func_attr(
+                {
+                    "relax_hetero.ops": ["exp", "add"],
+                    "relax_hetero.tied": [[0, 1]],
+                    "target": T.target(V2),
+                    "tirx.noalias": True,
+                }
+            )
             y = T.sblock_alloc_buffer((T.int64(4),))
             for i in range(T.int64(4)):
                 with T.sblock("compute"):

@@ -66,7 +66,7 @@ def test_before_and_after():
     (vectors,) = {int(loop.extent) for loop in loops(func, tirx.ForKind.VECTORIZED)}
     assert vectors == 4
     assert not loops(func, tirx.ForKind.SERIAL) and not loops(func, tirx.ForKind.PARALLEL)
-    assert_structural_equal(func.attrs, kernels(Before)[0].attrs)
+    assert_structural_equal(func.attrs, kernels(Before)[0].with_attr("relax_hetero.tied", [[0, 1]]).attrs)
     assert_structural_equal(ScheduleCPU()(after), after)  # nothing is scheduled twice
     x = np.float32([[1, -1], [np.nan, 3]])
     out = tvm.runtime.tensor(np.zeros((2, 2), "float32"))
