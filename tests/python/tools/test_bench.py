@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,3 +41,24 @@ def test_a_program_that_fails_is_a_row(invoke: Invoke, model: Path, monkeypatch:
 def test_stock_tvm_can_be_left_out(invoke: Invoke, model: Path):
     data = parsed(invoke("bench", model, "--rounds", 1, "--no-stock", "--json"))
     assert [row["name"] for row in data["engines"]] == ["relax-hetero", "ONNX Runtime"]
+
+
+def test_a_trace_of_submitted_calls(invoke: Invoke, model: Path, tmp_path: Path):
+    out = tmp_path / "out.json"
+    options = ["--place", "/upper/*=llvm:1", "--rounds", 1, "--no-stock", "--trace", out, "--calls", 5]
+    data = parsed(invoke("bench", model, *TWO, *options, "--json"))["trace"]
+    assert (data["path"], data["calls"]) == (str(out), 5) and data["calls_per_second"] > 0
+    assert set(data["busy"]) == {"queue of cpu:0", "queue of cpu:1"}
+    assert all(0 < share <= 1 for share in data["busy"].values())
+    written = json.loads(out.read_text())
+    assert written["otherData"] == {"calls": 5, "calls_left_out": 0}
+    names = [event["name"] for event in written["traceEvents"] if event["ph"] == "X"]
+    assert names.count("main") == 5 and names.count("llvm:0 to llvm:1") == 5
+    shown = invoke("bench", model, *TWO, *options)
+    assert "5 calls submitted" in shown.stdout and "queue of cpu:1" in shown.stdout and out.name in shown.stdout
+
+
+def test_a_trace_never_overwrites_the_model(invoke: Invoke, model: Path):
+    before = model.read_bytes()
+    assert invoke("bench", model, "--trace", model).exit_code == 2
+    assert model.read_bytes() == before
