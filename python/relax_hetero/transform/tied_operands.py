@@ -2,8 +2,8 @@
 
 Kernels as legalization and FuseTIR make them, loops around stores, tie an operand if all there is to compute is one
 nest of loops that reads the operand where it stores the result: such loops are right in any order, and so is what a
-schedule makes of them that computes no element twice. Those of stock TVM do not; this package's own say for
-themselves (`cpu_schedules`).
+schedule makes of them that computes no element twice. This package's own schedules say for themselves
+(`cpu_schedules`), and kernels of GPUs tie nothing.
 """
 
 from __future__ import annotations
@@ -22,9 +22,14 @@ def note_ties(mod: tvm.IRModule) -> tvm.IRModule:
     """The module with what kernels without a schedule tie noted on them; those that say so already keep it."""
     functions = dict(mod.functions.items())
     for gv, func in mod.functions.items():
-        if isinstance(func, tirx.PrimFunc) and TIED not in func.attrs and not is_written(func):
+        if isinstance(func, tirx.PrimFunc) and TIED not in func.attrs and _is_cpu(func) and not is_written(func):
             functions[gv] = _noted(func)
     return copy_module(mod, functions)
+
+
+def _is_cpu(func: tirx.PrimFunc) -> bool:
+    # In a CUDA graph a kernel finds what the arena holds without the table, so that taking memory need not pay there.
+    return "target" not in func.attrs or "gpu" not in func.attrs["target"].keys
 
 
 def _noted(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
