@@ -103,10 +103,9 @@ def _tied(func: tirx.PrimFunc, problem: MatmulProblem, spec: Product2D) -> tirx.
     Operands of work on rows may not: the rows of the product are there by then.
     """
     blocks, _ = _k_blocks(spec)
-    waits = not (isinstance(blocks, int) and blocks == 1)
-    init = () if problem.init is None else (problem.init,)
-    in_tile = (*init, *(problem.epilogue.operands if problem.epilogue else ()))
-    return tied_to(func, () if waits else in_tile, 2, problem.result)
+    is_whole = isinstance(blocks, int) and blocks == 1
+    in_tile = [*([problem.init] if problem.init else []), *(problem.epilogue.operands if problem.epilogue else ())]
+    return tied_to(func, in_tile if is_whole else [], 2, problem.result)
 
 
 def merge_batches(views: list[OperandView], lhs: OperandView, rhs: OperandView, result: OperandView) -> list[str]:

@@ -141,7 +141,8 @@ class _Cut:
             if any(self._places[self._block.bindings[user].var] != made for user in users if user not in views):
                 return False
             pending += [self._block.bindings[user].var for user in views]
-        return root in self._free or self._places.get(root) == made
+        # What is not the run's own it is given as it is, not in the shape of a view.
+        return (root in self._free and root.same_as(var)) or self._places.get(root) == made
 
     def view(self, index: int) -> bool:
         """A view joins the run that made what it shows; False if none did, or what came since may name sizes in it."""

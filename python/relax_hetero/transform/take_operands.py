@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import tvm
 
 from ..tir.ties import Tie
+from .blocks import same_shape
 from .recorded import Value
 
 
@@ -77,8 +78,8 @@ def take_operands(
         pairs = ties(draft.kernel)
         for operand, result in pairs:
             value, number = draft.reads[operand], result - len(draft.reads)
-            fits = _is_last_reader(draft, operand, result, now, pairs)
-            if fits and (value.home in free or value.home in made and not value.is_result):
+            is_free = value.home in free and _same_form(value.home, draft.makes[number])
+            if (is_free or value.home in made) and _is_last_reader(draft, operand, result, now, pairs):
                 draft.take(number, operand)
                 taken.append(draft)
                 break
@@ -90,6 +91,11 @@ def _is_last_reader(draft: Draft, operand: int, result: int, now: int, pairs: Se
     value = draft.reads[operand]
     others = [i for i, other in enumerate(draft.reads) if other.home is value.home]
     return value.end == now and not value.is_result and all((other, result) in pairs for other in others)
+
+
+def _same_form(one: Value, other: Value) -> bool:
+    """Whether two values have one shape: an operand may be shown in another than it has."""
+    return same_shape(one.ty.shape.values, other.ty.shape.values)
 
 
 def _without_dead_ends(taken: list[Draft], free: Collection[Value]) -> list[Draft]:

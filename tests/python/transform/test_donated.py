@@ -159,6 +159,43 @@ def test_what_others_read_is_left_alone():
     assert form_command_buffers(Before).same_as(Before)
 
 
+def test_what_is_shown_in_another_shape_is_left_alone():
+    @I.ir_module
+    class Before:
+        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
+
+        @T.prim_func(private=True, s_tir=True)
+        def twice(A: T.Buffer((4,), "float32"), B: T.Buffer((4,), "float32")):
+            T.func_attr({"relax_hetero.tied": [[0, 1]]})
+            T.evaluate(0)
+
+        @T.prim_func(private=True, s_tir=True)
+        def bump(A: T.Buffer((4,), "float32")):
+            T.evaluate(0)
+
+        @R.function
+        def main(cache: R.Tensor((2, 2), "float32", "llvm:0"), other: R.Tensor((2, 2), "float32", "llvm:0")):
+            R.func_attr({"relax_hetero.donated": [0, 1]})
+            cls = Before
+            with R.dataflow():
+                flat: R.Tensor((4,), "float32", "llvm:0") = R.reshape(cache, R.shape([4]))
+                a = R.call_tir(cls.twice, (flat,), out_ty=R.Tensor((4,), "float32", "llvm:0"))
+                b = R.call_tir(cls.twice, (a,), out_ty=R.Tensor((4,), "float32", "llvm:0"))
+                shown: R.Tensor((4,), "float32", "llvm:0") = R.reshape(other, R.shape([4]))
+                c = R.call_tir_inplace(
+                    cls.bump, (shown,), inplace_indices=[0], out_ty=R.Tensor((4,), "float32", "llvm:0")
+                )
+                gv = (b, c)
+                R.output(gv)
+            return gv
+
+    after = form_command_buffers(Before)
+    relax.analysis.well_formed(after)  # raises
+    assert called(after, "main_commands") == ["twice", "twice_in_place"]
+    calls = [b.value for b in after["main"].body.blocks[0].bindings if isinstance(b.value, relax.Call)]
+    assert sorted(call.op.name for call in calls) == ["relax.call_tir", "relax.call_tir_inplace", "relax.reshape"]
+
+
 @I.ir_module
 class Named:
     @R.function
