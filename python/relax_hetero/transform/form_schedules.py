@@ -117,8 +117,8 @@ class _Cutter:
         inputs = len(self._func.params)
         used = {device for part in self._parts.parts.values() for device in part.devices}
         if len(used) <= 1:
-            device, calls = min(used, default=self._places.host), global_vars_in(self._func.body)
-            names = tuple(gv.name_hint for gv in calls)
+            device = min(used, default=self._places.device(self._func.body.body))
+            names = tuple(gv.name_hint for gv in global_vars_in(self._func.body))
             step = Step(device, tuple(range(inputs)), (inputs,), self._name, calls=names)
             return Schedule(self._name, inputs, inputs + 1, (step,), inputs)
         result = self._shown(self._func.body.body)

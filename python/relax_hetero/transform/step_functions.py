@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tvm import relax
+import tvm
+from tvm import relax, tirx
+from tvm_ffi import structural_map
 
 from .blocks import renamed
 from .rewriting import typed
@@ -47,4 +49,10 @@ def step_function(
     sizes = sorted(relax.analysis.free_symbolic_vars(func), key=lambda var: str(var.name))
     if sizes:
         func = relax.Function([*params, relax.Var("sizes", relax.ShapeType(sizes))], body, value.ty, is_pure=True)
-    return func, tuple(str(var.name) for var in sizes)
+    return _with_own_sizes(func), tuple(str(var.name) for var in sizes)
+
+
+def _with_own_sizes(func: relax.Function) -> relax.Function:
+    """The function with symbolic sizes that no other function has, as TVM wants them."""
+    fresh = {var: tirx.Var(var.name, var.ty.dtype) for var in relax.analysis.defined_symbolic_vars(func)}
+    return structural_map(func, (tvm.ir.Var, lambda var: fresh.get(var, var))) if fresh else func

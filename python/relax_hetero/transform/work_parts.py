@@ -16,6 +16,7 @@ import tvm
 from tvm import relax, tirx
 from tvm_ffi import structural_map
 
+from .blocks import used_vars
 from .crossings import Around, Reads, crossings, is_transfer
 from .kernel_work import tensor_bytes
 from .rewriting import op_name, tensor_types
@@ -133,10 +134,12 @@ class WorkParts:
         self.part_of[index] = number
 
     def _follow(self, index: int) -> None:
-        """Have what costs nothing follow the work that it shows the result of, if it shows that of one part."""
-        sources = {self.part_of[maker] for maker in self._makers(index)}
-        if len(sources) == 1:
-            (source,) = sources
+        """Have what costs nothing follow the work that it shows the result of, if it shows nothing else."""
+        value = self.bindings[index].value
+        reads = self._reads.direct[index]
+        sources = {self.part_of.get(read) for read in reads}
+        source = sources.pop() if len(sources) == 1 and len(reads) == len(used_vars(value)) else None
+        if source is not None and not isinstance(value, relax.Tuple):
             if not is_transfer(self.bindings[self.parts[source].members[0]]):
                 self._join(source, index)
 
