@@ -12,6 +12,7 @@ from tvm_ffi import structural_map, structural_walk
 
 from ..tir.command_list import Address, Call, Tensor, host_function
 from ..tir.raw_kernel import plain_extent
+from .kernel_work import bytes_of_extents
 
 
 @dataclass(eq=False)
@@ -58,12 +59,7 @@ class Value:
     @property
     def nbytes(self) -> Any:
         """Its size: an int, or an expression."""
-        dtype = tvm.DataType(self.dtype)
-        count: Any = (dtype.bits * dtype.lanes + 7) // 8
-        # Numbers first, as an expression cannot be told from zero.
-        for extent in sorted(self.shape, key=lambda extent: not isinstance(extent, int)):
-            count = count * extent
-        return count
+        return bytes_of_extents(self.shape, tvm.DataType(self.dtype))
 
 
 @dataclass(frozen=True)
