@@ -13,7 +13,6 @@ from tvm_ffi import structural_map, structural_walk
 from ..tir.command_list import Address, Call, Tensor, host_function
 from ..tir.raw_kernel import plain_extent
 from .kernel_work import bytes_of_extents
-from .kernel_work import bytes_of_extents
 
 
 @dataclass(eq=False)
