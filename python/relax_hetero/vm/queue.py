@@ -112,21 +112,31 @@ class _Line:
             self._give_up(f"{self._name} has no thread ({error})")
 
     def _work(self) -> None:
-        me = threading.get_ident()
         try:
-            with self._lock:  # one thread alone, also where `_begin` was interrupted and came again
-                self._runner = self._runner or me
-            while self._is_open and self._runner == me:
-                try:
-                    self._serve()
-                except BaseException as error:  # also what is raised in this thread from outside
-                    self._raised = error
+            while self._is_open and self._is_mine():
+                # An exception that strikes between the lines of the loop in there is caught in this one.
+                with suppress(BaseException):
+                    self._serve_on()
         finally:
-            if self._is_open and self._runner == me:  # interrupted on the last lines above: another thread takes over
+            if self._is_open and self._is_mine():  # and one that strikes between these lines ends the thread
                 self._runner, self._has_begun = 0, False
                 self._begin()
-        if self._runner == me:
+        if self._is_mine():
             self._give_up(f"{self._name} is closed: the process ends")
+
+    def _is_mine(self) -> bool:
+        """Whether this thread serves the queue: one does, also where `_begin` was interrupted and came again."""
+        me = threading.get_ident()
+        with self._lock:
+            self._runner = self._runner or me
+            return self._runner == me
+
+    def _serve_on(self) -> None:
+        while self._is_open:
+            try:
+                self._serve()
+            except BaseException as error:  # also what is raised in this thread from outside
+                self._raised = error
 
     def _serve(self) -> None:
         if not here.is_worker:

@@ -8,11 +8,11 @@ import time
 import numpy as np
 import pytest
 import tvm
-from vm.queue_models import Gate, Pipeline, expected, kernels
 
 import relax_hetero as rh
+from vm.queue_models import Gate, Pipeline, expected, kernels
 
-pytestmark = pytest.mark.timeout(60, method="thread")
+pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def test_wait_and_as_completed(vm):
     fences = [vm.submit("main", x) for x in xs]
     done = set(concurrent.futures.as_completed(fences, timeout=30))
     assert done == set(fences) and concurrent.futures.wait(fences, 30).not_done == set()
-    for x, fence in zip(xs, fences):
+    for x, fence in zip(xs, fences, strict=True):
         np.testing.assert_array_equal(fence.result().numpy(), expected(x))
 
 
@@ -151,7 +151,7 @@ def test_many_are_awaited_at_once(exe):
         return await asyncio.gather(*map(one, xs))
 
     xs = [numbers() for _ in range(100)]
-    for x, y in zip(xs, asyncio.run(all_of(xs))):
+    for x, y in zip(xs, asyncio.run(all_of(xs)), strict=True):
         np.testing.assert_array_equal(y, expected(x))
 
 

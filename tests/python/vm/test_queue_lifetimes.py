@@ -1,0 +1,220 @@
+"""Machines that come and go, interpreters that end, processes that fork: nothing is left, and nobody hangs."""
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import relax_hetero as rh
+from vm.queue_models import Pipeline, expected
+
+pytestmark = pytest.mark.timeout(120)
+
+HEAD = """
+import atexit, gc, os, sys, threading, time
+import numpy as np
+import tvm
+from vm.queue_models import Gate, Pipeline, expected, kernels
+import relax_hetero as rh
+
+x = np.arange(5, dtype="float32")
+vm = rh.vm.VirtualMachine(rh.load("model.so"))
+"""
+
+SLEEP = """
+def sleep(source, target):
+    time.sleep(0.2)
+    source.copyto(target)
+tvm.register_global_func("relax_hetero.test.first", sleep, override=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("queues")
+    rh.compile(Pipeline).export_library(path / "model.so")
+    return path
+
+
+def run(script, folder, status=0):
+    """A script's output, or what it says of an error, after it has ended by itself with that status."""
+    path = folder / "script.py"  # functions of a module are read again from its file
+    path.write_text(HEAD + script)
+    paths = [os.path.dirname(os.path.dirname(__file__)), *filter(None, sys.path)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run([sys.executable, str(path)], env=env, cwd=folder, capture_output=True, text=True, timeout=60)
+    assert done.returncode == status, (done.returncode, done.stdout, done.stderr)
+    return done.stderr if status else done.stdout
+
+
+def resident_bytes():
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def queue_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith(("queue of", "ends of"))]
+
+
+def wait_for_end_of_queues():
+    limit = time.monotonic() + 30
+    while queue_threads():
+        assert time.monotonic() < limit, queue_threads()
+        time.sleep(0.002)
+
+
+def test_a_thousand_machines_leave_nothing_behind():
+    exe = rh.compile(Pipeline)
+    x = np.random.default_rng().random(1000, dtype="float32")
+
+    def use(count):
+        for _ in range(count):
+            vm = rh.vm.VirtualMachine(exe)
+            fences = [vm.submit("main", x) for _ in range(2)]
+            del vm
+            for fence in fences:
+                np.testing.assert_array_equal(fence.result(30).numpy(), expected(x))
+            while len(queue_threads()) > 20:
+                time.sleep(0.001)
+        wait_for_end_of_queues()
+
+    use(150)
+    gc.collect()
+    before = resident_bytes()
+    gc.disable()  # no cycles: each machine ends with its last reference
+    try:
+        use(1000)
+    finally:
+        gc.enable()
+    assert resident_bytes() - before < 24 << 20
+
+
+ENDS = {
+    "queued and running": "fences = [vm.submit('main', x) for _ in range(4)]",
+    "nobody keeps anything": "rh.vm.VirtualMachine(vm.executable).submit('main', x); del vm",
+    "sys.exit": "fence = vm.submit('main', x); sys.exit(0)",
+    "a callback": "vm.submit('main', x).add_done_callback(lambda fence: print(fence)); del vm",
+    "a daemon waits": """
+fence = vm.submit('main', x)
+threading.Thread(target=fence.result, daemon=True).start()
+threading.Thread(target=lambda: [vm.submit('main', x) for _ in range(1000)], daemon=True).start()
+time.sleep(0.05)
+""",
+    "a thread waits": "threading.Thread(target=lambda: print(vm.submit('main', x).result().numpy().sum())).start()",
+    "submitted at exit": """
+vm.submit("main", x).result()
+atexit.register(lambda: print(vm.submit("main", x).exception(20)))
+""",
+}
+
+
+@pytest.mark.parametrize("way", ENDS)
+def test_interpreters_end(way, folder):
+    out = run(SLEEP + ENDS[way], folder)
+    if way == "a thread waits":
+        assert "40.0" in out
+
+
+def test_an_interpreter_that_ends_by_an_exception(folder):
+    out = run(SLEEP + "vm.submit('main', x), vm.submit('main', x)\nraise ArithmeticError('the end')", folder, status=1)
+    assert out.strip().endswith("ArithmeticError: the end")
+
+
+def test_a_kernel_that_never_ends_does_not_keep_the_interpreter(folder):
+    script = """
+gate = Gate()
+tvm.register_global_func("relax_hetero.test.first", lambda source, target: threading.Event().wait(), override=True)
+fences = [vm.submit("main", x) for _ in range(3)]
+time.sleep(0.1)
+print("began", time.time())
+"""
+    out = run(script, folder)
+    assert time.time() - float(out.split()[1]) < 15
+
+
+FORKED = """
+def child(work):
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            print(work())
+        except BaseException as error:
+            print(f"{type(error).__name__}: {error}")
+        sys.stdout.flush()
+        os._exit(0)
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            return
+        time.sleep(0.01)
+    os.kill(pid, 9)
+    print("HANGS")
+
+def total(result):
+    return float(result.numpy().sum())
+
+exe = vm.executable
+"""
+
+
+def test_a_machine_that_took_calls_refuses_everything_after_a_fork(folder):
+    script = """
+gate = Gate()
+with kernels(gate):
+    fence = vm.submit("main", x)
+    gate.wait()
+    for work in (
+        lambda: vm.submit("main", x),
+        lambda: vm["main"](x),
+        lambda: vm.profile("main", x),
+        lambda: vm.set_input("main", x),
+        vm.synchronize,
+        fence.result,
+    ):
+        child(work)
+    gate.open()
+    print(total(fence.result()))
+child(lambda: total(rh.vm.VirtualMachine(exe).submit("main", x).result(10)))
+child(lambda: total(rh.vm.VirtualMachine(exe)["main"](x)))
+print(total(vm["main"](x)))
+"""
+    *refused, after, submitted, called, plain = run(FORKED + script, folder).splitlines()
+    assert len(refused) == 6 and all(line.startswith("HeteroError: this machine was at work when") for line in refused)
+    assert after == submitted == called == plain == "40.0"
+
+
+def test_plain_calls_after_a_fork(folder):
+    """Where TVM's helper threads stayed behind, kernels that several threads share would wait for them for ever."""
+    script = """
+from tvm.script import ir as I, relax as R
+
+@I.ir_module
+class Product:
+    I.module_global_infos({"vdevice": [I.vdevice({"kind": "llvm", "num-cores": 2}, 0)]})
+
+    @R.function
+    def main(x: R.Tensor((256, 256), "float32", "llvm:0")):
+        with R.dataflow():
+            y: R.Tensor((256, 256), "float32", "llvm:0") = R.matmul(x, x)
+            R.output(y)
+        return y
+
+exe, x = rh.compile(Product), np.eye(256, dtype="float32")
+unused = rh.vm.VirtualMachine(exe)
+vm = rh.vm.VirtualMachine(exe)
+child(lambda: total(unused["main"](x)))
+vm["main"](x)
+child(lambda: total(unused["main"](x)))
+child(lambda: total(vm["main"](x)))
+child(lambda: total(rh.vm.VirtualMachine(exe)["main"](x)))
+child(lambda: vm.profile("main", x))
+"""
+    *totals, profile = run(FORKED + script, folder).splitlines()
+    assert totals == ["256.0"] * 4
+    assert profile.startswith("HeteroError: this thread's helpers stayed behind")
