@@ -47,10 +47,12 @@ def _of_onnx(path: Path, placing: Placing) -> Explanation:
     from ..build.pipeline import passes_to_dispatches
     from ..transform import FormCommandBuffers, collect_encodings, collect_fusions
     from ..transform.command_report import kernels_of, single_calls_of
+    from ..transform.form_schedules import FormSchedules, schedules_of
     from ..transform.stage import placement_estimate, placement_report
     from ..vdevice import device_name, vdevices_of
     from .command_tables import CommandBuffers
     from .explanation import Explanation
+    from .schedule_tables import Schedules
 
     module = placed_onnx(path, placing)
     vdevices = vdevices_of(module)
@@ -75,6 +77,7 @@ def _of_onnx(path: Path, placing: Placing) -> Explanation:
         commands,
         estimate,
         memory_plan_of(module),
+        Schedules(list(targets), schedules_of(FormSchedules()(module))),
     )
 
 
@@ -82,6 +85,7 @@ def _of_library(path: Path, placing: Placing) -> Explanation:
     from ..vm.metadata import device_names
     from .command_tables import CommandBuffers
     from .explanation import Explanation
+    from .schedule_tables import Schedules
 
     executable = load_library(path, placing).executable
     about = executable.metadata
@@ -99,4 +103,5 @@ def _of_library(path: Path, placing: Placing) -> Explanation:
         commands,
         about.placement_estimate,
         executable.memory_plan,
+        Schedules(names, about.schedules),
     )

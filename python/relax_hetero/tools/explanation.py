@@ -12,6 +12,7 @@ from .console import bytes_text, console, plural, print_table, target_text
 from .encoding_tables import encoding_totals, print_encodings
 from .fusion_tables import print_fusions
 from .memory_tables import print_memory
+from .schedule_tables import Schedules
 
 # The fields of an entry that programs get: those of `relax_hetero.transform.PlacementEntry`.
 FIELDS = ("function", "variable", "op", "device", "kind", "bytes", "reason")
@@ -56,6 +57,8 @@ class Explanation:
         The command buffers, None where nobody looked for any.
     memory
         The memory plan, None where there is none.
+    schedules
+        The steps of functions that use several devices, None where nobody looked for any.
     estimate
         What the cost model expects of the placement as JSON data, None where it did not place.
     """
@@ -68,6 +71,7 @@ class Explanation:
     commands: CommandBuffers | None = None
     estimate: Mapping[str, Any] | None = None
     memory: MemoryPlan | None = None
+    schedules: Schedules | None = None
 
     def of_kind(self, kind: str) -> list[Mapping[str, Any]]:
         """The entries of one kind: ``op``, ``transfer``, ``param`` or ``constant``."""
@@ -109,6 +113,7 @@ class Explanation:
             "encodings": self._encodings_json(),
             "fusions": self.fusions,
             "command_buffers": None if self.commands is None else self.commands.to_json(),
+            "schedules": None if self.schedules is None else self.schedules.to_json(),
             "memory": None if self.memory is None else self.memory.to_json(),
         }
 
@@ -155,6 +160,8 @@ class Explanation:
             print_fusions(self.fusions, every_op)
         if self.commands is not None:
             self.commands.print(every_op)
+        if self.schedules is not None:
+            self.schedules.print()
         if self.memory is not None:
             print_memory(self.memory)
 

@@ -206,7 +206,8 @@ def overlapping(metadata: Metadata) -> set[str]:
     }
     if sum(cores.values()) > num_cores():
         return set()
-    return {schedule.function for schedule in metadata.schedules if schedule.overlaps()}
+    devices = {index: (s.device_type, s.vdevice_id) for index, s in enumerate(metadata.devices)}
+    return {schedule.function for schedule in metadata.schedules if schedule.overlaps(devices)}
 
 
 def own_cpus(threads: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], list[int]]:

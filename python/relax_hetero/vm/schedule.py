@@ -6,6 +6,7 @@ steps before it made; it may run as soon as they are there, whatever else waits.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
 
@@ -92,12 +93,20 @@ class Schedule:
         steps = tuple(replace(step, takes_constants=step.function in takers) for step in self.steps)
         return replace(self, steps=steps)
 
-    def overlaps(self) -> bool:
-        """Whether two steps that compute, on different devices, can run at the same time within one call."""
+    def overlaps(self, places: Mapping[int, Hashable] | None = None) -> bool:
+        """Whether two steps that compute can run at the same time within one call.
+
+        Parameters
+        ----------
+        places : mapping, optional
+            Manifest index to what says which entries are one device; by itself each is one of its own.
+        """
+        known = places or {}
+        used = [{known.get(device, device) for device in step.devices} for step in self.steps]
         after = self._predecessors()
         work = [index for index, step in enumerate(self.steps) if not step.is_transfer]
         return any(
-            self.steps[a].device != self.steps[b].device and not after[b] >> a & 1
+            used[a].isdisjoint(used[b]) and not after[b] >> a & 1
             for position, b in enumerate(work)
             for a in work[:position]
         )

@@ -11,9 +11,10 @@ from build.random_graphs import modules
 from relax_hetero.transform import work_parts
 
 DEVICES = [rh.VDevice({"kind": "llvm", "mcpu": "x86-64-v2", "num-cores": 1}, index) for index in range(3)]
+GRAPHS = st.integers(1, 3).flatmap(lambda count: modules(DEVICES[:count]))
 
 
-@given(st.integers(1, 3).flatmap(lambda count: modules(DEVICES[:count])), st.integers(0, 1 << 30), st.booleans(), st.booleans())
+@given(GRAPHS, st.integers(0, 1 << 30), st.booleans(), st.booleans())
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 def test_same_bits(graph, seed, buffers, join_small):
     mod, shapes = graph

@@ -138,6 +138,7 @@ def test_results_that_no_work_makes():
     assert text[:3] == ["1: to from 0 [0] -> [2]", "1: main_step [2] -> [3]", "0: main_step_1 [0] -> [4]"]
     assert [line.split(" ", 2)[2] for line in text[3:-1]] == ["[1] -> [5]", "[0] -> [6]", "[] -> [7]"]
     assert schedule(mod).overlaps()
+    assert not schedule(mod).overlaps({0: "cpu", 1: "cpu"})
 
 
 def test_branches_and_calls_hold_the_devices_that_they_use():

@@ -1,0 +1,92 @@
+"""Functions on two devices, compiled: what may run at the same time does, and files keep the steps."""
+
+import threading
+
+import numpy as np
+import pytest
+import tvm_ffi
+from tvm.script import ir as I
+from tvm.script import relax as R
+
+import relax_hetero as rh
+
+both = threading.Barrier(2)
+
+
+@tvm_ffi.register_global_func("relax_hetero.test.meet", override=True)
+def meet(value):
+    """Wait for the other half; an error where it does not run meanwhile."""
+    both.wait(20)
+    return value
+
+
+@I.ir_module
+class Halves:
+    I.module_global_infos(
+        {"vdevice": [I.vdevice({"kind": "llvm", "num-cores": 1}, 0), I.vdevice({"kind": "llvm", "num-cores": 1}, 1)]}
+    )
+
+    @R.function
+    def main(x: R.Tensor((4,), "float32", "llvm:0")):
+        with R.dataflow():
+            here = R.call_pure_packed(
+                "relax_hetero.test.meet", R.exp(x), ty_args=(R.Tensor((4,), "float32", "llvm:0"),)
+            )
+            moved = R.to_vdevice(x, "llvm:1")
+            there = R.call_pure_packed("relax_hetero.test.meet", moved, ty_args=(R.Tensor((4,), "float32", "llvm:1"),))
+            half = R.to_vdevice(here, "llvm:1")
+            result = R.add(half, there)
+            R.output(result)
+        return result
+
+
+@I.ir_module
+class Apart:
+    """Two functions, each on a device of its own."""
+
+    I.module_global_infos(
+        {"vdevice": [I.vdevice({"kind": "llvm", "num-cores": 1}, 0), I.vdevice({"kind": "llvm", "num-cores": 1}, 1)]}
+    )
+
+    @R.function
+    def first(x: R.Tensor((4,), "float32", "llvm:0")):
+        with R.dataflow():
+            y = R.call_pure_packed("relax_hetero.test.meet", x, ty_args=(R.Tensor((4,), "float32", "llvm:0"),))
+            z = R.exp(y)
+            R.output(z)
+        return z
+
+    @R.function
+    def second(x: R.Tensor((4,), "float32", "llvm:1")):
+        with R.dataflow():
+            y = R.call_pure_packed("relax_hetero.test.meet", x, ty_args=(R.Tensor((4,), "float32", "llvm:1"),))
+            z = R.tanh(y)
+            R.output(z)
+        return z
+
+
+@pytest.fixture
+def x():
+    return np.arange(4, dtype="float32") / 4
+
+
+def test_independent_halves_of_a_call_run_at_the_same_time(x):
+    vm = rh.vm.VirtualMachine(rh.compile(Halves))
+    for fence in [vm.submit("main", x) for _ in range(3)]:
+        np.testing.assert_allclose(fence.result(60).numpy(), np.exp(x) + x, rtol=1e-6)
+
+
+def test_functions_on_different_devices_run_at_the_same_time(x):
+    vm = rh.vm.VirtualMachine(rh.compile(Apart))
+    fences = vm.submit("first", x), vm.submit("second", x)
+    for fence, want in zip(fences, (np.exp(x), np.tanh(x)), strict=True):
+        np.testing.assert_allclose(fence.result(60).numpy(), want, rtol=1e-5)
+
+
+def test_files_keep_the_steps(x, tmp_path):
+    executable = rh.compile(Halves)
+    executable.export_library(tmp_path / "halves.so")
+    loaded = rh.load(tmp_path / "halves.so")
+    assert loaded.metadata.schedules == executable.metadata.schedules != ()
+    found = rh.vm.VirtualMachine(loaded).submit("main", x).result(60)
+    np.testing.assert_allclose(found.numpy(), np.exp(x) + x, rtol=1e-6)
