@@ -139,7 +139,7 @@ def cpu_gpu_cpu(cuda: dict[str, str], seconds: float, calls: int, rounds: int) -
 
 def two_gpus(cuda: dict[str, str], seconds: float, calls: int, rounds: int) -> dict[str, Any]:
     """The same two stages on one GPU and on two."""
-    work = Work(1024, 4096, "float16")
+    work = Work(4096, 1024, "float32")
     devices = [rh.VDevice(cuda, 0), rh.VDevice(cuda, 1)]
     products = products_for(work, devices[0], seconds)
     both = machine(work, devices, [(0, products), (1, products)], in_flight=4)

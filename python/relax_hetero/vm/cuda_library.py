@@ -41,7 +41,7 @@ _ARGUMENTS = {
     "cuEventSynchronize": (c_void_p,),
     "cuEventQuery": (c_void_p,),
     "cuEventElapsedTime": (POINTER(ctypes.c_float), c_void_p, c_void_p),
-    "cuMemAlloc_v2": (POINTER(_ADDRESS), c_size_t),
+    "cuMemAlloc_v2": (POINTER(c_void_p), c_size_t),
     "cuMemFree_v2": (_ADDRESS,),
     "cuMemHostAlloc": (POINTER(c_void_p), c_size_t, c_uint),
     "cuMemFreeHost": (c_void_p,),

@@ -203,7 +203,7 @@ x = te.placeholder((64,), "float32", "x")
 far = tvm.tirx.const(1 << 40, "int64")
 wild = te.create_prim_func([x, te.compute((64,), lambda i: x[i.astype("int64") + far], "y")])
 kernel = builder.add_func(wild.with_attr({"op_pattern": 8}), "wild")
-devices = [rh.VDevice(CPU, 0), rh.VDevice({"kind": "cuda", "arch": "sm_90"}, 0)]
+devices = [rh.VDevice("llvm", 0), rh.VDevice({"kind": "cuda", "arch": "sm_90"}, 0)]
 x = relax.Var("x", relax.TensorType((64,), "float32", devices[0]))
 with builder.function("main", [x]):
     with builder.dataflow():

@@ -31,6 +31,8 @@ class FakeCuda:
         body = getattr(self, name)
 
         def function(*args):
+            for kind, arg in zip(function.argtypes, args, strict=True):
+                kind.from_param(arg)  # as ctypes does: it refuses what does not fit
             with self.lock:
                 if self.failing.get(name):
                     return self.failing[name]
