@@ -1,13 +1,17 @@
 """Pinned tensors: their memory comes back, within bounds."""
 
+import ctypes
 import gc
+import mmap
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tvm
 
 from relax_hetero.vm import pinned_pool, tensors
+from relax_hetero.vm.block_pool import BlockPool
 from relax_hetero.vm.builtins import running_on, to_device
 from relax_hetero.vm.cuda_library import CudaLibrary
 from relax_hetero.vm.pinned_pool import PinnedPool
@@ -78,6 +82,18 @@ def test_tensors_outlive_the_pool(cuda, library):
     del tensor
     gc.collect()
     assert not cuda.pinned
+
+
+def test_tensors_are_made_without_touching_their_memory():
+    """A GPU's memory is no memory of the host: reading it there ends the process."""
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype, libc.mmap.argtypes = ctypes.c_size_t, [ctypes.c_size_t] * 6
+    address = libc.mmap(0, 1 << 16, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, ctypes.c_size_t(-1).value, 0)
+    pool = BlockPool(lambda nbytes: SimpleNamespace(address=address, nbytes=nbytes), 1 << 20)
+    tensor = pool.tensor((3, 700), "float32", tvm.cuda(0))
+    assert tensor.data_ptr() == address and str(tensor.device) == "cuda:0" and tensor.is_contiguous()
+    del tensor
+    assert pool.tensor((2100,), "float32", tvm.cuda(0)).data_ptr() == address
 
 
 def test_many_threads(cuda, library):
