@@ -65,6 +65,7 @@ class Fence(Future[Any]):
         super().__init__()
         self._condition = _Condition()
         self._on_end = on_end
+        self._followers: list[Callable[[Fence], None]] = []
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the result.
@@ -106,6 +107,14 @@ class Fence(Future[Any]):
         self._invoke_callbacks()
         return True
 
+    def follow(self, follower: Callable[[Fence], None]) -> None:
+        """Have `follower` called once the fence is done, before callbacks are; again, if that is interrupted."""
+        with self._condition:
+            if not super().done():
+                self._followers.append(follower)
+                return
+        follower(self)
+
     def begin(self) -> bool:
         """Whether the call may run; it can no longer be cancelled then."""
         with self._condition:
@@ -138,10 +147,14 @@ class Fence(Future[Any]):
         self._condition = _Condition()
         self._waiters.clear()
         self._done_callbacks.clear()
+        self._followers.clear()
         self._exception, self._state = error, FINISHED
 
     def _invoke_callbacks(self) -> None:
-        """Call each callback, whatever the others raise, and forget it."""
+        """Call each follower; then each callback, whatever the others raise; and forget them."""
+        while followers := self._followers[:1]:
+            followers[0](self)
+            del self._followers[:1]
         interrupt: BaseException | None = None
         while next_one := self._done_callbacks[:1]:
             try:

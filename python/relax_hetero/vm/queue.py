@@ -117,6 +117,8 @@ class _Line:
                 # An exception that strikes between the lines of the loop in there is caught in this one.
                 with suppress(BaseException):
                     self._serve_on()
+        except BaseException as error:
+            self._raised = error
         finally:
             if self._is_open and self._is_mine():  # and one that strikes between these lines ends the thread
                 self._runner, self._has_begun = 0, False

@@ -213,7 +213,7 @@ class _When:
         self._lock = threading.Lock()
         self._then = then
         for fence in dict.fromkeys(fences):
-            fence.add_done_callback(self._on_done)
+            fence.follow(self._on_done)
 
     def _on_done(self, fence: Any) -> None:
         with self._lock:

@@ -82,7 +82,7 @@ def test_a_machine_dropped_by_a_callback(exe):
 
 
 def test_a_machine_dropped_while_calls_are_under_way(exe):
-    gate, x = Gate(), numbers()
+    gate, x, others = Gate(), numbers(), set(threading.enumerate())
     with kernels(gate):
         machine = rh.vm.VirtualMachine(exe)
         fences = [machine.submit("main", x) for _ in range(4)]
@@ -91,13 +91,8 @@ def test_a_machine_dropped_while_calls_are_under_way(exe):
         gate.open()
         for fence in fences:
             np.testing.assert_array_equal(fence.result(30).numpy(), expected(x))
-    del fence, fences
-    wait_for_end_of_queues()
-
-
-def wait_for_end_of_queues():
     limit = time.monotonic() + 30
-    while any("queue of cpu" in thread.name for thread in threading.enumerate()):
+    while set(threading.enumerate()) - others:
         assert time.monotonic() < limit, threading.enumerate()
         time.sleep(0.005)
 
