@@ -137,6 +137,46 @@ print("began", time.time())
     assert time.time() - float(out.split()[1]) < 15
 
 
+INTERRUPTED = """
+import ctypes, faulthandler
+faulthandler.dump_traceback_later(40, exit=True)
+threading.excepthook = lambda _: None  # of threads that end by two exceptions at once; others take over
+vm = rh.vm.VirtualMachine(vm.executable, max_in_flight=3)
+vm.submit("main", x).result()
+pauses = np.random.default_rng().exponential(0.0005, 1000).tolist()
+is_over, good, bad = threading.Event(), 0, 0
+
+def disturb():
+    while not is_over.is_set():
+        for thread in threading.enumerate():
+            if thread.name.startswith("queue of cpu") and thread.ident:
+                interrupt = ctypes.pythonapi.PyThreadState_SetAsyncExc
+                interrupt(ctypes.c_ulong(thread.ident), ctypes.py_object(KeyboardInterrupt))
+        time.sleep(pauses.pop() if pauses else 0.0005)
+
+disturber = threading.Thread(target=disturb)
+disturber.start()
+end = time.monotonic() + 3
+while time.monotonic() < end:
+    fences = [vm.submit("main", x) for _ in range(6)]
+    fences.append(vm.submit("one", fences[-1]))
+    for fence, result in zip(fences, [expected(x)] * 6 + [expected(x) ** 2]):
+        if isinstance(fence.exception(20), rh.HeteroError):
+            bad += 1
+        else:
+            good += 1
+            np.testing.assert_array_equal(fence.result().numpy(), result)
+is_over.set()
+disturber.join()
+assert vm.synchronize(20)
+print(good > 100 and bad > 100)
+"""
+
+
+def test_threads_that_are_interrupted_at_random(folder):
+    assert run(INTERRUPTED, folder) == "True\n"
+
+
 FORKED = """
 def child(work):
     sys.stdout.flush()
