@@ -14,7 +14,7 @@ import tvm
 from tvm import relax, tirx
 
 from ..vdevice import vdevice_index, vdevices_of
-from ..vm.commands import RegionSpec
+from ..vm.commands import WRITE, RegionSpec
 from ..vm.memory_spec import (
     ARENA,
     RESULT,
@@ -213,12 +213,10 @@ class _Reader:
         return shown
 
     def _region(self, call: relax.Call, spec: RegionSpec, operands: list[Shown]) -> None:
-        """Inputs, then results, then the arena; constants and numbers lie between."""
-        given = [
-            shown
-            for arg, shown in zip(call.args, operands, strict=True)
-            if isinstance(arg, relax.Var) and isinstance(arg.ty, relax.TensorType)
-        ]
+        """Inputs, of which some may be constants by now, its own constants, results, and the arena."""
+        given = [shown for arg, shown in zip(call.args, operands, strict=True) if isinstance(arg.ty, relax.TensorType)]
+        read = sum(slot.access != WRITE for slot in spec.slots)
+        del given[read : read + len(spec.directs)]
         slots = [next(flat(shown), -1) for shown in given]
         if len(slots) > len(spec.slots):
             arena = self.tensors[slots.pop()]

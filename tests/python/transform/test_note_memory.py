@@ -1,11 +1,13 @@
 """NoteMemory: what lowered functions allocate, and from when to when."""
 
+import numpy as np
 import pytest
 import tvm
 from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
+import relax_hetero as rh
 from relax_hetero.transform import LowerToVM
 from relax_hetero.transform.note_memory import NoteMemory, memory_of
 from relax_hetero.vm.memory_spec import CallStep, FunctionMemory, Live, Storage
@@ -148,3 +150,30 @@ def test_sizes_are_planned_by_upper_bounds(bound):
     values = [storage.nbytes for storage in memory.storages if storage.use == "value"]
     assert memory.upper_bounds == ({} if bound is None else {"n": bound})
     assert values == (["((((n * 4) + 63) // 64) * 64)"] if bound is None else [64])
+
+
+def test_a_region_may_read_a_variable_that_is_a_constant():
+    @I.ir_module
+    class Mod:
+        I.module_global_infos({"vdevice": [I.vdevice(V2, 0), I.vdevice(V2, 1)]})
+
+        @R.function
+        def main(x: R.Tensor((6,), "float32", "llvm:0")):
+            with R.dataflow():
+                a = R.exp(x)
+                extents: R.Tensor((1,), "int64", "llvm:1") = R.shape_to_tensor(R.shape_of(a))
+                there = R.add(extents, extents)
+                here = R.to_vdevice(there, "llvm:0")
+                doubled = R.add(here, here)
+                scores = R.tanh(a)
+                R.output(doubled, scores)
+            return (doubled, scores)
+
+    exe = rh.compile(Mod)
+    slots = {region.name: len(region.slots) for region in exe.metadata.regions}
+    steps = [step for memory in exe.metadata.memory for step in memory.regions]
+    assert steps and all(len(step.slots) == slots[step.region] for step in steps)
+    x = np.random.default_rng().standard_normal(6).astype("float32")
+    doubled, scores = rh.vm.VirtualMachine(exe)["main"](x)
+    np.testing.assert_array_equal(doubled.numpy(), [24])
+    np.testing.assert_allclose(scores.numpy(), np.tanh(np.exp(x)), rtol=1e-5)
