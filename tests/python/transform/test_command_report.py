@@ -87,9 +87,10 @@ def test_symbols_of_one_name_are_told_apart():
 
     x, y, z = value("x", n), value("y", other), value("z", keyword, begin=1, end=1, is_result=True)
     inside = value("t", n + other, offset=other * 64)
+    kernel = tvm.ir.GlobalVar("k")
     steps = [
-        Step(tvm.ir.GlobalVar("k"), (x, y, inside), ("read", "read", "write"), (n, tirx.FloatImm("float32", 0.5)), "t"),
-        Step(tvm.ir.GlobalVar("k"), (x, inside, z), ("read", "read", "write"), (keyword - 1, tirx.IntImm("int64", 3)), "z"),
+        Step(kernel, (x, y, inside), ("read", "read", "write"), (n, tirx.FloatImm("float32", 0.5)), "t"),
+        Step(kernel, (x, inside, z), ("read", "read", "write"), (keyword - 1, tirx.IntImm("int64", 3)), "z"),
     ]
     recorded = Recorded(tvm.ir.GlobalVar("c"), "main", device, [x, y], [], [z], [], other * 128, steps)
     region = region_spec(recorded, [device])
