@@ -187,7 +187,8 @@ class _Cutter:
         """A result as variables that parameters are or parts make, in nested lists for tuples."""
         if isinstance(expr, relax.Tuple):
             return [self._shown(field) for field in expr.fields]
-        if not isinstance(expr, relax.Var):  # a constant
+        if not isinstance(expr, relax.Var) or not (expr in self._position or expr in self._inputs):
+            # A constant, or a symbolic size.
             var = relax.Var(f"{self._name}_result", expr.ty)
             self._position[var] = len(self._bindings)
             self._parts.bind(var, expr)

@@ -52,7 +52,7 @@ def _to_python(value: Any, constants: MemoryRanges, lent: Sequence[AddressRange]
             return copy_to(value, value.device)
         given.add(address)
         return value
-    if isinstance(value, tvm_ffi.Array):
+    if isinstance(value, (tuple, tvm_ffi.Array)):  # steps of a schedule give their results one by one
         return tuple(_to_python(part, constants, lent, given) for part in value)
     return value
 

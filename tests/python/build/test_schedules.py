@@ -4,9 +4,11 @@ import threading
 
 import numpy as np
 import pytest
+import tvm
 import tvm_ffi
 from tvm.script import ir as I
 from tvm.script import relax as R
+from tvm.script import tirx as T
 
 import relax_hetero as rh
 
@@ -90,3 +92,39 @@ def test_files_keep_the_steps(x, tmp_path):
     assert loaded.metadata.schedules == executable.metadata.schedules != ()
     found = rh.vm.VirtualMachine(loaded).submit("main", x).result(60)
     np.testing.assert_allclose(found.numpy(), np.exp(x) + x, rtol=1e-6)
+
+
+@I.ir_module
+class Shown:
+    """Results that are arguments, weights, each other's memory and sizes."""
+
+    I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice("llvm", 1)]})
+
+    @R.function
+    def main(x: R.Tensor(("n", 4), "float32", "llvm:0"), both: R.Tuple(R.Tensor((3,), "float32", "llvm:1"))):
+        n = T.int64()
+        with R.dataflow():
+            moved = R.to_vdevice(both[0], "llvm:0")
+            y: R.Tensor((n, 4), "float32", "llvm:0") = R.exp(x)
+            z: R.Tensor((n, 4), "float32", "llvm:1") = R.to_vdevice(y, "llvm:1")
+            gv = ((both, moved), x, R.const(np.ones(3, "float32")), y, z, R.shape_of(z), R.prim_value(n))
+            R.output(gv)
+        return gv
+
+
+@pytest.mark.parametrize("submits", [True, False])
+def test_results_have_memory_of_their_own_and_sizes_are_results_too(submits):
+    vm = rh.vm.VirtualMachine(rh.compile(Shown))
+    x, w = np.random.standard_normal((5, 4)).astype("float32"), np.random.standard_normal(3).astype("float32")
+    args = tvm.runtime.tensor(x), (tvm.runtime.tensor(w, tvm.cpu(1)),)
+    for _ in range(2):
+        got = vm.submit("main", *args).result(60) if submits else vm["main"](*args)
+        (((first,), moved), same, ones, y, z, shape, n) = got
+        assert (shape, n) == ((5, 4), 5)
+        for found, want in zip(
+            (first, moved, same, ones, y, z), (w, w, x, np.ones(3), np.exp(x), np.exp(x)), strict=True
+        ):
+            np.testing.assert_allclose(found.numpy(), want, rtol=1e-6)
+            tvm.runtime.tensor(np.full(want.shape, np.nan, "float32")).copyto(found)
+    np.testing.assert_array_equal(args[0].numpy(), x)
+    np.testing.assert_array_equal(args[1][0].numpy(), w)
