@@ -177,7 +177,7 @@ class _Cutter:
             function=gv.name_hint,
             sizes=sizes,
             also=part.devices[1:],
-            calls=tuple(gv.name_hint for binding in bindings for gv in global_vars_in(binding.value)),
+            calls=tuple(name for binding in bindings for name in _callees(binding.value)),
         )
 
     def _number_each(self, variables: Iterable[relax.Var]) -> tuple[int, ...]:
@@ -206,6 +206,16 @@ class _Cutter:
         if isinstance(result, list):
             return tuple(map(self._number_all, result))
         return self._number_each([result])[0]
+
+
+def _callees(value: relax.Expr) -> Iterator[str]:
+    """What a value calls, by name: functions of the module, and packed functions."""
+    for gv in global_vars_in(value):
+        yield gv.name_hint
+    if isinstance(value, relax.Call):
+        for callee in (value.op, *value.args):
+            if isinstance(callee, relax.ExternFunc):
+                yield callee.global_symbol
 
 
 def _vars_in(result: Any) -> Iterator[relax.Var]:

@@ -37,7 +37,7 @@ class Step:
     takes_constants : bool
         Whether the function takes the module's constants as its last parameter.
     calls : tuple of str
-        The command buffers and kernels that the function calls, by name.
+        The command buffers, kernels and packed functions that the function calls, by name.
     """
 
     device: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from tvm import runtime
@@ -38,6 +39,10 @@ class StatefulCalls(ArgumentBinding, ABC):
     ) -> Any:
         """The results of a function for what `_bind` gave."""
 
+    @abstractmethod
+    def _apart(self) -> AbstractContextManager[None]:
+        """Hold the lock, when nothing runs that `_run` must not meet."""
+
     def set_input(self, name: str, *args: Any, **kwargs: Any) -> None:
         """Place the arguments of function `name` for `invoke_stateful`; checked as in a call."""
         signature = self.executable.signature(name)
@@ -48,7 +53,7 @@ class StatefulCalls(ArgumentBinding, ABC):
     def invoke_stateful(self, name: str) -> None:
         """Run function `name` on what `set_input` was given; BindingError without it."""
         signature = self.executable.signature(name)
-        with self._lock:
+        with self._apart():
             if name not in self._inputs:
                 used = f"; a run consumes {', '.join(map(repr, signature.donated))}" if signature.donated else ""
                 raise BindingError(

@@ -107,6 +107,12 @@ class SubmittedCalls(StatefulCalls):
                     yield
                     return
 
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Hold the lock; where GPUs are at work, whose graphs have arenas of their own, when no call is under way."""
+        with self._lock if self._is_host_alone else self._alone():
+            yield
+
     def _plan(self, name: str, queues: Queues) -> Plan:
         plan = self._plans.get(name)
         if plan is None:

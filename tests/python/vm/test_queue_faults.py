@@ -42,7 +42,7 @@ def test_a_kernel_that_raises(vm, stage):
         fences = [vm.submit("main", bad if k % 3 == 1 else good) for k in range(12)]
         for k, fence in enumerate(fences):
             if k % 3 == 1:
-                with pytest.raises(rh.HeteroError, match="'main', step .*negative input") as raised:
+                with pytest.raises(rh.HeteroError, match=rf"'main', step .*test\.{stage}\b.*negative") as raised:
                     fence.result(30)
                 assert isinstance(raised.value.__cause__, Exception)
             else:

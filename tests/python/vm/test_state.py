@@ -1,10 +1,13 @@
 """Parameters given once, and the set_input / invoke_stateful / get_output style."""
 
+import threading
+
 import numpy as np
 import pytest
 import tvm
 
 import relax_hetero as rh
+from vm.queue_models import Gate, Pipeline, kernels
 
 X, W, B = np.array([1, 2, 3], "float32"), np.array([4, 5, 6], "float32"), np.array([0.5], "float32")
 
@@ -103,3 +106,22 @@ def test_stateful_calls_out_of_order(chain):
         vm.get_output("twice", 1)
     with pytest.raises(rh.BindingError, match="no function 'thrice'"):
         vm.set_input("thrice")
+
+
+def test_runs_of_inputs_set_before_wait_for_gpus(monkeypatch):
+    """Graphs of a GPU have one arena each: what is under way may be using it."""
+    vm = rh.vm.VirtualMachine(rh.compile(Pipeline))
+    monkeypatch.setattr(vm, "_is_host_alone", False)
+    x, gate = np.arange(5, dtype="float32"), Gate()
+    vm.set_input("one", x)
+    with kernels(gate):
+        fence = vm.submit("main", x)
+        run = threading.Thread(target=vm.invoke_stateful, args=("one",))
+        run.start()
+        gate.wait()
+        run.join(0.05)
+        assert run.is_alive()
+        gate.open()
+        run.join(30)
+        assert fence.done()
+    np.testing.assert_array_equal(vm.get_output("one").numpy(), x * x)
