@@ -125,7 +125,7 @@ class VirtualMachine(SubmittedCalls):
         -------
         BoundFunction
             Calling it returns tvm tensors on the devices where they were made, a tuple for a Relax tuple. Results
-            never share memory with arguments or weights.
+            never share memory with weights, or with arguments that are not donated.
 
         Raises
         ------
