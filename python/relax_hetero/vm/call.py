@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .cuda_queue import CudaQueue, Point
+from .donated_arguments import ArgumentMemory
 from .fence import Fence
 from .plan import Plan
 
@@ -33,11 +34,14 @@ class Prepared:
     finish : callable
         Makes the result for the caller of what the function returned (a value, or nested tuples), in the thread that
         made it.
+    memory : ArgumentMemory, optional
+        Where the arguments lie, where calls of the machine may consume some.
     """
 
     values: Sequence[Any]
     sizes: Mapping[str, int]
     finish: Callable[[Any], Any]
+    memory: ArgumentMemory | None = None
 
 
 class Call:

@@ -12,6 +12,7 @@ from typing import Any
 from ..errors import BindingError, HeteroError
 from .call import Call, Prepared
 from .calls_in_flight import CallsInFlight
+from .donated_arguments import ArgumentMemory, check_apart
 from .fence import Fence
 from .plan import Plan
 from .queues import Queues
@@ -60,6 +61,8 @@ class QueuedCalls:
         self._fences = self._calls.fences
         self._queues: Queues | None = None
         self._lock = lock
+        # Of the calls under way, where some may consume their arguments.
+        self._memory: dict[Fence, ArgumentMemory] = {}
 
     @property
     def is_idle(self) -> bool:
@@ -156,6 +159,10 @@ class QueuedCalls:
         with self._lock:
             queues = self._started()
             prepared = prepare(args, kwargs)
+            if prepared.memory is not None:
+                self._memory = {other: used for other, used in self._memory.items() if not other.done()}
+                check_apart(prepared.memory, self._memory.values())
+                self._memory[fence] = prepared.memory
             route = plan(queues)
             queues.follow_caller()
         Call(route, number, prepared, fence, owner).begin()

@@ -12,6 +12,7 @@ from tvm import runtime
 from ..errors import HeteroError
 from .call import Prepared
 from .constants import PlacedConstants
+from .donated_arguments import argument_memory
 from .executable import Executable
 from .fence import Fence
 from .forks import RefusingLock, tell_of_forks
@@ -48,6 +49,7 @@ class SubmittedCalls(StatefulCalls):
         # The functions whose plain calls go through the queues too.
         self._queued_functions = set(executable.function_names) if has_lost_threads() else overlapping(about)
         self._is_host_alone = all(map(is_host, devices))
+        self._consumes = any(signature.donated for signature in about.signatures.values())
 
     def _take_submissions(self, max_in_flight: int, load: Callable[[], runtime.Module]) -> None:
         """Take calls from now on; `load` makes a virtual machine of TVM's for each queue."""
@@ -71,7 +73,7 @@ class SubmittedCalls(StatefulCalls):
         Raises
         ------
         BindingError
-            As in a call.
+            As in a call; and for memory that a call under way consumes, or that this one does and another reads.
         HeteroError
             In a process that was forked since the machine took calls.
         """
@@ -131,7 +133,8 @@ class SubmittedCalls(StatefulCalls):
         if out is not None:
             check_out(out, self.executable.signature(name), dims.copy())
         extents = (name, *dims.values.values()) if dims.values else None
-        return Prepared(values, dims.values, partial(self._finish, extents, lent, out))
+        memory = argument_memory(self.executable.signature(name), values) if self._consumes else None
+        return Prepared(values, dims.values, partial(self._finish, extents, lent, out), memory)
 
     def _finish(self, extents: Hashable, lent: list[AddressRange], out: Any, result: Any) -> Any:
         """What the caller of a call through the queues gets; in a queue's thread."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from unittest import mock
+
 import numpy as np
 import pytest
 import tvm
@@ -10,6 +13,7 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
+from relax_hetero.vm.plan import Plan
 
 
 @I.ir_module
@@ -196,3 +200,35 @@ def test_kernels_of_the_user_that_work_in_place(donates):
     for _ in range(1 if donates else 3):  # each run starts from what was set
         machine.invoke_stateful("main")
         np.testing.assert_array_equal(machine.get_output("main", 0).numpy(), x + 1)
+
+
+def test_calls_under_way_consume_nothing_that_others_take(executable):
+    vm = rh.vm.VirtualMachine(executable, max_in_flight=8)
+    rng = np.random.default_rng()
+    _, row, place, query = arguments(rng)
+    caches = [tvm.runtime.tensor(rng.standard_normal((40, 8)).astype("float32")) for _ in range(4)]
+    befores = [cache.numpy() for cache in caches]
+    shared = np.from_dlpack(caches[1])[8:9]
+    is_open, execute = threading.Event(), Plan.execute
+
+    def late(plan, index, call):
+        assert is_open.wait(60)
+        return execute(plan, index, call)
+
+    with mock.patch.object(Plan, "execute", late):
+        fence = vm.submit("main", caches[0], shared, place, query)
+        under_way = "of a call of 'main' that is under way, and"
+        with pytest.raises(rh.BindingError, match=f"'cache' of 'main' shares memory with argument 'cache' {under_way}"):
+            vm.submit("main", caches[0], row, place, query)
+        with pytest.raises(rh.BindingError, match=f"'row' of 'main' .* 'cache' {under_way} that one consumes it"):
+            vm["main"](caches[2], np.from_dlpack(caches[0])[8:9], place, query)
+        with pytest.raises(rh.BindingError, match=f"'cache' of 'main' .* 'row' {under_way} this call consumes it"):
+            vm.submit("main", caches[1], row, place, query)
+        beside = vm.submit("main", caches[2], shared, place, query)  # both only read this one
+        third = vm.submit("main", caches[3], row, place, query)
+        is_open.set()
+        check(fence.result(60), expected(befores[0], shared, place, query))
+        check(beside.result(60), expected(befores[2], shared, place, query))
+        check(third.result(60), expected(befores[3], row, place, query))
+    once = expected(befores[0], shared, place, query)[0]
+    check(vm.submit("main", caches[0], row, place, query).result(60), expected(once, row, place, query))
