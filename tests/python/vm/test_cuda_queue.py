@@ -6,6 +6,7 @@ reused as soon as no tensor is left over it, as in TVM's pool: what is given bac
 
 import random
 import threading
+import weakref
 from concurrent.futures import CancelledError
 from functools import partial
 from types import SimpleNamespace
@@ -62,7 +63,8 @@ class Machine:
         monkeypatch.setattr(cuda_lanes, "empty", self.fresh)
         specs = tuple(SimpleNamespace(num_cores=1, kind="any") for _ in DEVICES)
         metadata = SimpleNamespace(devices=specs, dispatches={})
-        functions = {step.function: self.kernel(number) for number, step in enumerate(schedule.steps) if step.function}
+        me = weakref.proxy(self)  # queues end with their machine, unless they keep it
+        functions = {s.function: Machine.kernel(me, number) for number, s in enumerate(schedule.steps) if s.function}
         make = partial(Queues, metadata, DEVICES, ["global"] * 4, tvm_ffi.convert([]), lambda: functions)
         self.calls = QueuedCalls(self, threading.RLock(), max_in_flight, make)
         self.plan = None

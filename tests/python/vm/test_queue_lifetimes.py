@@ -58,19 +58,19 @@ def resident_bytes():
 
 
 def queue_threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith(("queue of", "ends of"))]
-
-
-def wait_for_end_of_queues():
-    limit = time.monotonic() + 30
-    while queue_threads():
-        assert time.monotonic() < limit, queue_threads()
-        time.sleep(0.002)
+    return {thread for thread in threading.enumerate() if thread.name.startswith(("queue of", "ends of"))}
 
 
 def test_a_thousand_machines_leave_nothing_behind():
     exe = rh.compile(Pipeline)
     x = np.random.default_rng().random(1000, dtype="float32")
+    of_others = queue_threads()
+
+    def wait_until_there_are(most):
+        limit = time.monotonic() + 30
+        while len(queue_threads() - of_others) > most:
+            assert time.monotonic() < limit, queue_threads() - of_others
+            time.sleep(0.001)
 
     def use(count):
         for _ in range(count):
@@ -79,9 +79,8 @@ def test_a_thousand_machines_leave_nothing_behind():
             del vm
             for fence in fences:
                 np.testing.assert_array_equal(fence.result(30).numpy(), expected(x))
-            while len(queue_threads()) > 20:
-                time.sleep(0.001)
-        wait_for_end_of_queues()
+            wait_until_there_are(20)
+        wait_until_there_are(0)
 
     use(150)
     gc.collect()
