@@ -38,6 +38,7 @@ _EXPORTS: dict[str, str] = {
     "BindTargets": ".bind_targets",
     "FormDispatches": ".form_dispatches",
     "FormCommandBuffers": ".form_command_buffers",
+    "FormSchedules": ".form_schedules",
     "ScheduleCPU": ".schedule_cpu",
     "ScheduleGPU": ".schedule_gpu",
     "SettlePackedResults": ".settle_packed_results",
