@@ -37,15 +37,12 @@ from ..transform.rewriting import copy_module, fresh_global_var, map_bindings, o
 from ..transform.stage import COMMANDS, KERNEL, is_lowered
 from ..vdevice import vdevices_of
 from ..vm.command_json import kernel_from_json
-from ..vm.commands import ARENA, SLOT, Dispatch, Reference, RegionSpec
+from ..vm.commands import ARENA, GRAPH, SLOT, Dispatch, Reference, RegionSpec
 from ..vm.graph_state import ENTRIES, ROWS, TABLE, Layout
 from .direct_references import DirectTable
 
 _MOST_ROUNDS = 8
 """In which one block of few threads fetches a table; more are left to a kernel of its own."""
-
-GRAPH = "CUDA graph"
-"""How a region runs (`RegionSpec.runs`)."""
 
 
 @dataclass

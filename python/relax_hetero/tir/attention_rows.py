@@ -8,7 +8,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from . import elementwise, vector_math
+from . import expression_code, vector_math
 from .attention_few import products_of_keys
 from .attention_place import AttentionPlace
 from .builder import (
@@ -149,7 +149,7 @@ class _Rows:
                 loaded[key] = held(view.load(where, "n", self.lanes, exists))
             values.append(loaded[key])
         dtypes = ["float32", *(str(view.data.dtype) for view in place.masks)]
-        value = elementwise.emit(scores.expression, values, dtypes, self.lanes)
+        value = expression_code.emit(scores.expression, values, dtypes, self.lanes)
         if place.problem.causal:
             seen = settled(self.row + (i + 1 + self._ahead()) - self.first - column)
             exists = _exists(smaller(seen, self.size - column), 0, self.lanes)

@@ -11,7 +11,7 @@ from tvm.script.ir_builder import tirx as T
 from ..encoding.expression import Expression
 from ..encoding.machine import Machine
 from ..encoding.problem import ConvProblem, Window
-from . import elementwise
+from . import expression_code
 from .builder import Expr, Function, broadcast, ceil_div, lane_numbers, prefetch, settled, vector_type
 from .operand_view import Coordinates, OperandView
 from .work_split import WORTH_A_TASK, Split
@@ -174,7 +174,7 @@ def store_places(
             mask = masks[j]
             values = [value(t, j)]
             values += [view.load(at, "n", conv.lanes, mask if view.runs_along("n") else None) for view in conv.more]
-            out = elementwise.emit(expression, values, dtypes, conv.lanes)
+            out = expression_code.emit(expression, values, dtypes, conv.lanes)
             if expression.dtype(dtypes) != conv.result.dtype:
                 out = tirx.Cast(vector_type(conv.result.dtype, conv.lanes), out)
             conv.result.store(at, "n", out, conv.lanes, mask)

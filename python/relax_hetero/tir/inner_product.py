@@ -22,7 +22,7 @@ from tvm import tirx
 from tvm.ir import Expr
 
 from ..encoding.products import Product
-from .elementwise import cast
+from .expression_ops import cast
 
 _FLIP = -0x7F7F7F80  # 0x80808080 as int32
 _SHIM = "relax_hetero_bf16_dot"

@@ -9,7 +9,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ..element_types import bytes_of
 from ..encoding.expression import Expression
-from . import elementwise
+from . import expression_code
 from .builder import (
     CACHE_LINE_BYTES,
     Expr,
@@ -225,7 +225,7 @@ def _finish(spec: Product2D, tile: Tile, accs: Registers) -> None:
         for view in spec.epilogue_views:
             at = position_in(spec, tile, view, i, j)
             values.append(view.load(at, "n", spec.lanes, mask_in(spec, tile, view, j)))
-        result = elementwise.emit(expression, values, dtypes, spec.lanes)
+        result = expression_code.emit(expression, values, dtypes, spec.lanes)
         if expression.dtype(dtypes) == spec.result.dtype:
             return result
         return tirx.Cast(vector_type(spec.result.dtype, spec.lanes), result)

@@ -10,9 +10,9 @@ from tvm.script.ir_builder import tirx as T
 
 from ..encoding.expression import Expression
 from ..encoding.row_program import RowProgram, operands_of
-from . import elementwise, vector_math
+from . import expression_code, vector_math
 from .builder import Expr, Registers, broadcast, lane_numbers, lane_of, loop, settled, smaller, vector_type, when
-from .elementwise import computed_in
+from .expression_code import computed_in
 from .expression_ops import FLOAT_OPS, INT_OPS, cast
 from .operand_view import Coordinates, OperandView
 from .row_plan import RowPass, RowPlan
@@ -214,7 +214,7 @@ class Row:
                 values.append(cast(_typed(loaded, view), self.types[number]))
         places = [Expression.operand(used.index(number) if number in used else 0) for number in range(used[-1] + 1)]
         types = [self.types[number] for number in used]
-        result = elementwise.emit(expression.substitute(places), values, types, self.code.lanes)
+        result = expression_code.emit(expression.substitute(places), values, types, self.code.lanes)
         return cast(result, computed_in(expression.substitute(places).dtype(types)))
 
 

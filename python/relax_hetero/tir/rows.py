@@ -17,7 +17,7 @@ from ..encoding.problem import RowPhase, RowsProblem
 from ..encoding.row_program import Reduction, RowProgram
 from ..errors import EncodingError
 from .builder import Expr, Function, loop, settled
-from .elementwise import computed_in
+from .expression_code import computed_in
 from .operand_view import Coordinates, OperandView, extent_of
 from .row_code import Row, RowCode
 from .row_plan import is_read_after_keeping, plan_rows

@@ -17,7 +17,7 @@ from tvm import relax
 
 from .blocks import Block, used_vars
 from .kernel_calls import KernelCall, KernelCalls, known_extents
-from .rewriting import op_name
+from .rewriting import CALL_TIR_INPLACE, op_name
 from .work_parts import WorkParts
 from .work_places import WorkPlaces
 
@@ -213,5 +213,5 @@ def may_move(binding: relax.Binding) -> bool:
         return False
     if not isinstance(value, relax.Call):
         return True
-    is_in_place = op_name(value) == "relax.call_tir_inplace"
+    is_in_place = op_name(value) == CALL_TIR_INPLACE
     return isinstance(value.op, tvm.ir.Op) and bool(value.op.get_attr("FPurity")) and not is_in_place

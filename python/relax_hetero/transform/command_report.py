@@ -158,7 +158,7 @@ def kernel_spec(
             str(buffer.name),
             dtype,
             tuple(map(texts.of, extents)),
-            _element_bytes(dtype) if is_llvm(func) else int(buffer.ty.data_alignment),
+            _element_alignment(dtype) if is_llvm(func) else int(buffer.ty.data_alignment),
             used[buffer],
         )
         for buffer, extents, dtype in zip(signature.buffers, signature.extents, signature.dtypes, strict=True)
@@ -184,7 +184,7 @@ def _workgroups(name: str, func: tirx.PrimFunc, signature: RawSignature) -> int:
     return count
 
 
-def _element_bytes(dtype: str) -> int:
+def _element_alignment(dtype: str) -> int:
     element = tvm.DataType(dtype)
     return 1 << max(0, (element.bits + 7) // 8 - 1).bit_length()
 

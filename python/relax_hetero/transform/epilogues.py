@@ -9,9 +9,7 @@ from tvm_ffi import structural_walk
 
 from ..encoding.expression import Expression
 from ..op.encoded import ELEMENTWISE, PRODUCTS, encoded_op
-from .rewriting import op_name, walk_bindings, walk_scopes
-
-_WRITING = ("relax.call_tir_inplace", "relax.call_inplace_packed")
+from .rewriting import IN_PLACE, op_name, walk_bindings, walk_scopes
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ def may_write(value: relax.Expr) -> bool:
     if not isinstance(value, relax.Call):
         return False
     name = op_name(value)
-    return name in _WRITING or (name is None and not isinstance(value.op, relax.Var))
+    return name in IN_PLACE or (name is None and not isinstance(value.op, relax.Var))
 
 
 def user_counts(func: relax.Function) -> dict[relax.Var, int]:

@@ -20,10 +20,8 @@ from ..tir.table_kernel import is_one_launch
 from ..tir.ties import Tie, in_place, ties_of
 from .bind_targets import call_vdevice
 from .blocks import same_extent
-from .rewriting import fresh_global_var, is_tensor_constant, op_name
+from .rewriting import CALL_TIR_INPLACE, fresh_global_var, is_tensor_constant, op_name
 from .stage import COMMANDS
-
-IN_PLACE = "relax.call_tir_inplace"
 
 
 @dataclass(frozen=True)
@@ -120,7 +118,7 @@ class KernelCalls:
     def of(self, binding: relax.Binding) -> KernelCall | None:
         """The call that a binding makes; None for any other work, and for calls that must be checked as they run."""
         call = binding.value
-        if not isinstance(binding, relax.VarBinding) or op_name(call) not in ("relax.call_tir", IN_PLACE):
+        if not isinstance(binding, relax.VarBinding) or op_name(call) not in ("relax.call_tir", CALL_TIR_INPLACE):
             return None
         kernel, operands = call.args[0], call.args[1]
         signature = self.signature(kernel)
@@ -135,7 +133,7 @@ class KernelCalls:
         reads = tuple(arg for arg, ty in args if isinstance(ty, relax.TensorType) and _is_tensor(arg))
         if len(numbers) + len(reads) != len(args) or len(numbers) != len(signature.numbers):
             return None
-        places = list(map(int, call.attrs.inplace_indices)) if op_name(call) == IN_PLACE else [-1] * len(made)
+        places = list(map(int, call.attrs.inplace_indices)) if op_name(call) == CALL_TIR_INPLACE else [-1] * len(made)
         over = [(i, operands.fields[place]) for i, place in enumerate(places) if place >= 0]
         if not all(isinstance(arg, relax.Var) for _, arg in over):
             return None  # a constant

@@ -46,7 +46,7 @@ def tensor_bytes(extents: Iterable[int], dtype: Any) -> int:
 
 def bytes_of_extents(extents: Iterable[Any], dtype: Any) -> Any:
     """`tensor_bytes` of extents that are ints or expressions: an int where all are."""
-    count: Any = (dtype.bits * dtype.lanes + 7) // 8
+    count: Any = tensor_bytes((), dtype)
     # Numbers first, as an expression cannot be told from zero.
     for extent in sorted(extents, key=lambda extent: not isinstance(extent, int)):
         count = count * extent

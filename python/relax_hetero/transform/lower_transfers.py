@@ -24,10 +24,8 @@ from __future__ import annotations
 import tvm
 from tvm import relax
 
-from ..vdevice import vdevice_index, vdevices_of
-from ..vm.metadata import CPU, DEVICE_TYPES
-from .rewriting import copy_module, map_bindings, op_name, relax_functions, walk_bindings
-from .written_arguments import IN_PLACE
+from ..vdevice import is_cpu, vdevice_index, vdevices_of
+from .rewriting import IN_PLACE, copy_module, map_bindings, op_name, relax_functions, walk_bindings
 
 TO_DEVICE = "relax_hetero.to_device"
 
@@ -61,7 +59,7 @@ def lower_transfers(mod: tvm.IRModule, must_copy: bool) -> tvm.IRModule:
         if op_name(value) != "relax.to_vdevice":
             return binding
         index = vdevice_index(value.attrs.dst_vdevice, vdevices)
-        is_alias = not must_copy and all(_is_cpu(ty) for ty in (value.args[0].ty, binding.var.ty))
+        is_alias = not must_copy and all(_is_on_cpu(ty) for ty in (value.args[0].ty, binding.var.ty))
         room = [] if is_alias else _room(binding.var, index)
         operands = [value.args[0], relax.prim_value(index), relax.prim_value(int(must_copy)), *(r.var for r in room)]
         ty = binding.var.ty
@@ -84,12 +82,10 @@ def _room(result: relax.Var, index: int) -> list[relax.VarBinding]:
     return [relax.VarBinding(relax.Var(f"{result.name}_room", ty), call)]
 
 
-def _is_cpu(ty: tvm.ir.Type) -> bool:
+def _is_on_cpu(ty: tvm.ir.Type) -> bool:
     """Whether this is a tensor in a CPU's plain memory."""
     vdevice = ty.vdevice if isinstance(ty, relax.TensorType) else None
-    return (
-        vdevice is not None and vdevice.memory_scope == "global" and DEVICE_TYPES.get(vdevice.target.kind.name) == CPU
-    )
+    return vdevice is not None and vdevice.memory_scope == "global" and is_cpu(vdevice)
 
 
 def is_transfer_call(value: relax.Expr) -> bool:

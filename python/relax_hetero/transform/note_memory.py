@@ -14,7 +14,7 @@ import tvm
 from tvm import relax, tirx
 
 from ..vdevice import vdevice_index, vdevices_of
-from ..vm.commands import WRITE, RegionSpec
+from ..vm.commands import GRAPH, WRITE, RegionSpec
 from ..vm.memory_spec import (
     ARENA,
     RESULT,
@@ -31,6 +31,7 @@ from ..vm.memory_spec import (
 from ..vm.signature import Dim
 from .command_report import regions_of
 from .dim_text import NoTextError, dim_text
+from .kernel_work import tensor_bytes
 from .lower_transfers import is_transfer_call
 from .plan_memory import UPPER_BOUND
 from .rewriting import copy_module, op_name, relax_functions, tensor_types
@@ -166,7 +167,7 @@ class _Reader:
             self._shown.bind(var, self._step(var, value))
 
     def _tensor(self, storage: int, shape: Any, dtype: Any) -> Shown:
-        self.tensors.append(_Tensor(storage, _product(shape, _element_bytes(dtype))))
+        self.tensors.append(_Tensor(storage, _product(shape, tensor_bytes((), tvm.DataType(str(dtype))))))
         return frozenset((len(self.tensors) - 1,))
 
     def _kill(self, var: relax.Var) -> None:
@@ -216,7 +217,8 @@ class _Reader:
         """Inputs, of which some may be constants by now, its own constants, results, and the arena."""
         given = [shown for arg, shown in zip(call.args, operands, strict=True) if isinstance(arg.ty, relax.TensorType)]
         read = sum(slot.access != WRITE for slot in spec.slots)
-        del given[read : read + len(spec.directs)]
+        # A graph has the addresses of its constants in one, its state.
+        del given[read : read + (1 if spec.runs == GRAPH else len(spec.directs))]
         slots = [next(flat(shown), -1) for shown in given]
         if len(slots) > len(spec.slots):
             arena = self.tensors[slots.pop()]
@@ -243,12 +245,7 @@ def _result_sizes(ty: tvm.ir.Type) -> tuple[Dim, ...]:
 
 def _tensor_size(ty: relax.TensorType) -> Dim:
     known = isinstance(ty.shape, relax.ShapeExpr) and ty.dtype is not None
-    return _product(ty.shape.values, _element_bytes(ty.dtype.dtype)) if known else 0
-
-
-def _element_bytes(dtype: Any) -> int:
-    element = tvm.DataType(str(dtype))
-    return int((element.bits * element.lanes + 7) // 8)
+    return _product(ty.shape.values, tensor_bytes((), ty.dtype.dtype)) if known else 0
 
 
 def _sum(sizes: Iterable[Dim]) -> Dim:

@@ -184,10 +184,10 @@ class _Reader:
     ) -> Shown:
         """The room that is given to a transfer, or its operand, if two CPUs or two GPUs may be one."""
         shown = self._shown.of(source)
-        kind = self._kind(int(device.value))
-        away = [number for number in flat(shown) if self._kind(int(self.tensors[number].alloc.args[2].value)) != kind]
         if room is None:
             return shown
+        kind = self._kind(int(device.value))
+        away = [number for number in flat(shown) if self._kind(int(self.tensors[number].alloc.args[2].value)) != kind]
         if int(must_copy.value) or away:
             return self._shown.of(room)
         return either([shown, self._shown.of(room)])

@@ -12,6 +12,10 @@ import tvm
 from tvm import relax, tirx
 from tvm_ffi import structural_walk
 
+CALL_TIR_INPLACE = "relax.call_tir_inplace"
+IN_PLACE = (CALL_TIR_INPLACE, "relax.call_inplace_packed")
+"""Ops that write to an operand."""
+
 BindingMap = Callable[[relax.Binding], "relax.Binding | list[relax.Binding]"]
 
 

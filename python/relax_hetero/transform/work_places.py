@@ -13,8 +13,8 @@ from ..vdevice import host_vdevice, vdevice_index, vdevices_of
 from .bind_targets import call_vdevice
 from .blocks import used_vars
 from .crossings import is_transfer
-from .rewriting import global_vars_in, op_name, tensor_types, walk_bindings
-from .written_arguments import IN_PLACE, overwritten
+from .rewriting import IN_PLACE, global_vars_in, op_name, tensor_types, walk_bindings
+from .written_arguments import overwritten
 
 VIEW = "relax.reshape"
 

@@ -13,14 +13,12 @@ import tvm
 from tvm import relax
 
 from .blocks import used_vars
-from .rewriting import copy_module, op_name, relax_functions, walk_bindings
+from .rewriting import CALL_TIR_INPLACE, IN_PLACE, copy_module, op_name, relax_functions, walk_bindings
+from .shown_tensors import is_view
 
 WRITTEN = "relax_hetero.written"
 """On a Relax function: the numbers of the parameters that it may write to."""
-IN_PLACE = ("relax.call_tir_inplace", "relax.call_inplace_packed")
-"""Ops that write to an operand."""
 _KERNELS = ("relax.call_tir", "relax.call_dps_packed", "relax.call_tir_with_grad")
-_VIEWS = ("relax.reshape", "relax.memory.view", "relax.memory.ensure_zero_offset")
 
 
 def note_written(mod: tvm.IRModule) -> tvm.IRModule:
@@ -71,7 +69,7 @@ def _shown_by(value: relax.Expr) -> list[relax.Var]:
     if name in IN_PLACE:
         return overwritten(value, set())
     if isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op):
-        is_fresh = not (name in _VIEWS or name.startswith(("relax.call_", "relax.invoke_")))
+        is_fresh = not (is_view(value) or name.startswith(("relax.call_", "relax.invoke_")))
         return [] if is_fresh or name in _KERNELS else used_vars(value)
     return used_vars(value)
 
@@ -79,7 +77,7 @@ def _shown_by(value: relax.Expr) -> list[relax.Var]:
 def overwritten(value: relax.Expr, writers: set[str]) -> list[relax.Var]:
     """The variables whose memory a value may write to."""
     if op_name(value) in IN_PLACE:
-        operands = value.args[1].fields if op_name(value) == IN_PLACE[0] else value.args[1:]
+        operands = value.args[1].fields if op_name(value) == CALL_TIR_INPLACE else value.args[1:]
         numbers = [int(index) for index in value.attrs.inplace_indices if int(index) >= 0]
         return [operands[number] for number in numbers if isinstance(operands[number], relax.Var)]
     if isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.GlobalVar):

@@ -15,6 +15,8 @@ from .signature import Dim
 
 SLOT, DIRECT, ARENA = "slot", "direct", "arena"
 READ, WRITE, READ_WRITE = "read", "write", "read-write"
+GRAPH = "CUDA graph"
+"""How a region runs (`RegionSpec.runs`) whose arena and constants belong to the machine."""
 
 
 @dataclass(frozen=True)

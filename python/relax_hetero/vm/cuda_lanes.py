@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-import tvm_ffi
 from tvm import runtime
 
 from .block_pool import BlockPool
@@ -15,7 +14,7 @@ from .cuda_queue import CudaQueue, shared_stream
 from .cuda_streams import Stream
 from .device_memory import DeviceBlock
 from .pinned_pool import PinnedPool
-from .tensors import begin_copy, empty, is_host, same_device
+from .tensors import begin_copy, empty, is_host, map_tensors, same_device
 
 PINNED_BYTES = 1 << 30
 """Of host memory that a machine pins for what comes from GPUs; beyond it copies wait for each other."""
@@ -94,10 +93,3 @@ class Lanes:
         if is_host(device):
             return self._pinned.tensor(shape, dtype, device)
         return empty(shape, dtype, device) if leaves else self._rooms[device.index].tensor(shape, dtype, device)
-
-
-def map_tensors(value: Any, change: Callable[[runtime.Tensor], Any]) -> Any:
-    """A value of the virtual machine with its tensors changed, tuples opened."""
-    if isinstance(value, tvm_ffi.core.Tensor):
-        return change(value)
-    return tvm_ffi.convert(tuple(map_tensors(part, change) for part in value))

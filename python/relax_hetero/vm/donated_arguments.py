@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import tvm_ffi
+from tvm import runtime
 
 from ..errors import BindingError
 from .signature import FunctionSignature
-from .tensors import AddressRange, address_ranges, copy_to
+from .tensors import AddressRange, address_ranges, copy_to, map_tensors
 
 
 def check_donated(signature: FunctionSignature, values: Sequence[Any]) -> None:
@@ -85,10 +85,11 @@ def kept_ranges(signature: FunctionSignature, values: Sequence[Any]) -> list[Add
 def for_one_run(signature: FunctionSignature, values: Sequence[Any]) -> list[Any]:
     """What one of several runs on the same arguments takes: copies of those that the function's code writes to."""
     specs = signature.inputs
-    return [_copied(v) if spec.name in signature.copied else v for spec, v in zip(specs, values, strict=True)]
 
+    def copied(tensor: runtime.Tensor) -> runtime.Tensor:
+        return copy_to(tensor, tensor.device)
 
-def _copied(value: Any) -> Any:
-    if isinstance(value, tvm_ffi.core.Tensor):
-        return copy_to(value, value.device)
-    return tvm_ffi.convert(tuple(map(_copied, value)))
+    return [
+        map_tensors(value, copied) if spec.name in signature.copied else value
+        for spec, value in zip(specs, values, strict=True)
+    ]

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import prod
 from typing import Any
 
-import tvm_ffi
-
 from ..errors import BindingError
+from .commands import GRAPH
 from .memory_needs import Need, call_needs, queued_needs
 from .memory_spec import ARENA, RESULT, TRANSFER
-from .memory_use import GRAPH, UnknownSizeError, Walk, evaluate, most_alive, pool_bytes
+from .memory_use import UnknownSizeError, Walk, evaluate, most_alive, pool_bytes
 from .metadata import Metadata, device_names
 from .names import unknown_name
 from .schedule import Schedule, Step
 from .signature import TensorSpec, tensors_of
+from .tensors import bytes_for
 from .text_table import text_table
 
 
@@ -142,7 +141,7 @@ class MemoryPlan:
         specs = [spec for spec in self._metadata.constants if spec.device == device]
         graphs = [region for region in self._metadata.regions if region.runs == GRAPH and region.device == device]
         arenas = [region.arena for region in graphs if isinstance(region.arena, int)]
-        return sum(_nbytes(spec.shape, spec.dtype) for spec in specs) + sum(arenas)
+        return sum(bytes_for(spec.shape, spec.dtype) for spec in specs) + sum(arenas)
 
     def names(self, function: str = "main") -> tuple[str, ...]:
         """The symbolic dimensions whose values `at` needs, those with an upper bound left out."""
@@ -248,12 +247,7 @@ class MemoryPlan:
 def _tensor_bytes(spec: TensorSpec, sizes: Mapping[str, int]) -> int:
     if spec.shape is None or spec.dtype is None:
         return 0
-    return _nbytes([evaluate(extent, sizes) for extent in spec.shape], spec.dtype)
-
-
-def _nbytes(shape: Sequence[int], dtype: str) -> int:
-    element = tvm_ffi.dtype(dtype)
-    return (prod(shape) * element.bits * element.lanes + 7) // 8
+    return bytes_for(tuple(evaluate(extent, sizes) for extent in spec.shape), spec.dtype)
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

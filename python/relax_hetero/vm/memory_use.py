@@ -8,7 +8,7 @@ from math import inf
 from typing import TypeAlias, TypeVar
 
 from .commands import ARENA as IN_ARENA
-from .commands import DIRECT, SLOT, WRITE, Dispatch, KernelSpec, RegionSpec
+from .commands import DIRECT, GRAPH, SLOT, WRITE, Dispatch, KernelSpec, RegionSpec
 from .dims import parse_dim
 from .memory_spec import RESULT, FunctionMemory, RegionStep
 from .metadata import Metadata
@@ -16,9 +16,6 @@ from .signature import Dim
 
 PAGE = 4096
 """What TVM's pool rounds a buffer up to; it serves a request from freed buffers of exactly that size."""
-
-GRAPH = "CUDA graph"
-"""How a command buffer runs whose arena belongs to the machine (`RegionSpec.runs`)."""
 
 # When: steps of a call, of a call in it, commands. A begin is shorter than anything within it; an end is closed by
 # infinity, so that it comes after all of it.

@@ -18,14 +18,14 @@ from ..cpu_cores import cpus_of_cores, num_cores
 from ..errors import HeteroError
 from .builtins import running
 from .cuda_driver import CudaError
-from .cuda_lanes import Lanes, map_tensors
+from .cuda_lanes import Lanes
 from .cuda_library import CUDA, cuda_library
 from .cuda_queue import CudaQueue, Point, follow_callers_streams, shared_stream
 from .failure import explain_failure
 from .metadata import CPU, Metadata
 from .queue import DeviceQueue
 from .schedule import Step
-from .tensors import alias, is_host, same_device
+from .tensors import alias, is_host, map_tensors, same_device
 from .threads import threads_of_queues
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -235,3 +235,10 @@ def copy_to(tensor: runtime.Tensor, device: runtime.Device, scope: str | None = 
     result = _empty(tensor.shape, tensor.dtype, device, scope)
     copy_into(tensor, result)
     return result
+
+
+def map_tensors(value: Any, change: Callable[[runtime.Tensor], Any]) -> Any:
+    """A value of the virtual machine with its tensors changed, tuples opened."""
+    if isinstance(value, tvm_ffi.core.Tensor):
+        return change(value)
+    return tvm_ffi.convert(tuple(map_tensors(part, change) for part in value))

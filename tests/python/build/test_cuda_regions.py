@@ -13,7 +13,9 @@ import relax_hetero as rh
 from relax_hetero.build.cuda_regions import form_cuda_graphs
 from relax_hetero.transform.command_report import kernels_of, regions_of
 from relax_hetero.transform.stage import COMMANDS
+from relax_hetero.vdevice import with_vdevices
 from relax_hetero.vm import cuda_graph
+from relax_hetero.vm.commands import GRAPH
 from relax_hetero.vm.cuda_driver import cuda_driver
 from relax_hetero.vm.graph_state import FILLED_AT_ONCE, Layout
 
@@ -94,6 +96,23 @@ def test_kernels_read_the_table_only_for_bindings():
     order = [record.index(f" {name}(") for name in names]
     assert order == sorted(order)
     assert COMMANDS not in found["main_commands_record"].attrs
+
+
+def test_memory_of_a_graph_with_several_constants():
+    builder, device = relax.BlockBuilder(), rh.VDevice(CUDA)
+    y = x = relax.Var("x", relax.TensorType((8, 16), "float32", device))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            for _ in range(3):
+                y = builder.emit(relax.op.matmul(y, relax.const(np.ones((16, 16), "float32"))))
+            y = builder.emit_output(y)
+        builder.emit_func_output(y)
+    exe = rh.compile(with_vdevices(builder.get(), [device]))
+    ((region,), (memory,)) = exe.metadata.regions, exe.metadata.memory
+    (step,) = memory.regions
+    assert region.runs == GRAPH and len(region.directs) == 3
+    assert len(step.slots) == len(region.slots) and step.slots[0] == -1  # the argument is the caller's
+    assert memory.storages[memory.tensors[step.slots[1]].storage].nbytes == 8 * 16 * 4
 
 
 def test_code_of_a_graph():

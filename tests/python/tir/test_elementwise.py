@@ -12,7 +12,8 @@ from relax_hetero.encoding.expression import OPS
 from relax_hetero.encoding.problem import ElementwiseProblem, Operand
 from relax_hetero.errors import EncodingError
 from relax_hetero.tir.builder import Function
-from relax_hetero.tir.elementwise import elementwise_kernel, emit
+from relax_hetero.tir.elementwise import elementwise_kernel
+from relax_hetero.tir.expression_code import emit
 from tir.kernel_runs import NAMES, built, kernel, machine_named, poisoned, stored
 
 TILES = "pack<outer=[0, 1] inner=[0:8, 1:32]>"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import tvm
 from tvm import relax
 
+from ..rewriting import IN_PLACE
+
 HINT = "relax.hint_on_device"
 TRANSFER = "relax.to_vdevice"
 
@@ -45,7 +47,7 @@ MAKE_CLOSURE = "relax.make_closure"
 INVOKE_CLOSURE = frozenset({"relax.invoke_closure", "relax.invoke_pure_closure"})
 
 # They may write to tensors they are given.
-_WRITING = frozenset({"relax.call_tir_inplace", "relax.call_inplace_packed", "relax.call_builtin_with_ctx"})
+_WRITING = frozenset({*IN_PLACE, "relax.call_builtin_with_ctx"})
 
 
 def callee_name(call: relax.Call) -> str | None:
