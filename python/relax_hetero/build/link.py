@@ -61,6 +61,9 @@ def link(mod: tvm.IRModule, progress: Progress | None = None) -> tvm.runtime.Mod
             check_external_symbols(group)
     parts = [(target, with_address_functions(part)) for target, group in groups for part in cut(target, group)]
     libraries = build_side_by_side(parts, lambda target, part: build_group(target, part, host_target), progress)
+    if not libraries and not external and host_target.kind.name == "llvm":
+        # TVM would put an empty module of C there, which a compiler of C would have to link.
+        libraries = [build_llvm(host_target, tvm.IRModule())]
     first = libraries[0] if libraries else None
     return relax_ffi.VMLink(builder, host_target, first, libraries[1:] + external, {})
 

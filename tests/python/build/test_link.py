@@ -12,6 +12,7 @@ import relax_hetero as rh
 from relax_hetero.build.link import build_group, group_by_target
 from relax_hetero.errors import BuildError
 from relax_hetero.transform import BindTargets
+from relax_hetero.vdevice import with_vdevices
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4", "mtriple": "x86_64-unknown-linux-gnu"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2", "mtriple": "x86_64-unknown-linux-gnu"}
@@ -64,6 +65,19 @@ def test_two_cpu_targets_run():
     assert kinds.count("llvm") >= 2
     x = np.random.default_rng(0).random(1024, "float32")
     np.testing.assert_array_equal(rh.vm.VirtualMachine(exe)["main"](x).numpy(), 4 * x)
+
+
+def test_functions_without_kernels_need_no_compiler_of_c(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    for name in ("CXX", "CC"):
+        monkeypatch.delenv(name, raising=False)
+    builder, devices = relax.BlockBuilder(), [rh.VDevice("llvm", 0), rh.VDevice("llvm", 1)]
+    x = relax.Var("x", relax.TensorType((3,), "float32", devices[0]))
+    with builder.function("main", [x]):
+        builder.emit_func_output(builder.emit(relax.op.to_vdevice(x, devices[1])))
+    vm = rh.vm.VirtualMachine(rh.compile(with_vdevices(builder.get(), devices)))
+    value = np.random.default_rng().standard_normal(3).astype("float32")
+    np.testing.assert_array_equal(vm["main"](value).numpy(), value)
 
 
 def test_cuda_kernels_are_built_as_device_code():
