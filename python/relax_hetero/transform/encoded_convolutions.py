@@ -33,7 +33,15 @@ CONV_OPS = {f"relax.nn.{name}": spatial for spatial, name in enumerate(CONVOLUTI
 """Stock convolutions, and how many spatial dimensions they have."""
 
 _SPATIAL = "DHW"
-_ELEMENT_TYPES = ("float32", "float64")
+_ACCUMULATORS = {
+    ("float32", "float32"): "float32",
+    ("float64", "float64"): "float64",
+    ("float16", "float16"): "float32",
+    ("bfloat16", "bfloat16"): "float32",
+    ("uint8", "int8"): "int32",
+    ("int8", "int8"): "int32",
+}
+"""Element types of data and weight, and that of the sums. Halves are added up in float32: one rounding, at the end."""
 
 
 class _Refused(Exception):
@@ -55,8 +63,8 @@ def emit_convolution(writer: ProductWriter, binding: relax.VarBinding, function:
     Returns
     -------
     bool
-        Whether it has been written: not what is no convolution, has other element types than float32 and float64
-        throughout, tiles in its layouts, or sizes that do not provably fit.
+        Whether it has been written: not what is no convolution, has other element types than floats throughout,
+        halves into float32 and bytes by int8 into int32, tiles in its layouts, or sizes that do not provably fit.
     """
     spatial = CONV_OPS.get(op_name(binding.value) or "")
     if spatial is None:
@@ -82,10 +90,12 @@ def _emit(writer: ProductWriter, binding: relax.VarBinding, spatial: int) -> Non
     if len(known) < len(orders):
         raise _Refused("found no shape of an operand or of the result")
     shapes = [[shape[axis] for axis in order] for shape, order in zip(known, orders, strict=True)]
-    dtypes = [str(x.ty.dtype) for x in (data, weight, var)]
-    if len(set(dtypes)) > 1 or dtypes[0] not in _ELEMENT_TYPES:
-        raise _Refused(f"found element types {dtypes}, expected one of {_ELEMENT_TYPES} for all")
-    encoding = _encoding(shapes, attrs, dtypes[0])
+    dtypes = (str(data.ty.dtype), str(weight.ty.dtype), str(var.ty.dtype))
+    accumulator = _ACCUMULATORS.get(dtypes[:2])
+    if accumulator is None or (dtypes[RESULT] != accumulator and set(dtypes) != {dtypes[LHS]}):
+        expected = ", ".join(f"{a} * {b} -> {c}" for (a, b), c in _ACCUMULATORS.items())
+        raise _Refused(f"found element types {dtypes}, expected one of {expected}")
+    encoding = _encoding(shapes, attrs, (*dtypes[:2], accumulator))
     name = var.name
     encoded = []
     for index, x in ((LHS, data), (RHS, weight)):
@@ -94,13 +104,13 @@ def _emit(writer: ProductWriter, binding: relax.VarBinding, spatial: int) -> Non
         encoded.append(writer.lay_out(x, operand, name))
     result_type = tensor_type(shapes[RESULT], encoding.element_type, data.ty)
     out = writer.emit(op.conv(*encoded, encoding=encoding), result_type, f"{name}_encoded")
-    plain = writer.plain(out, encoding, f"{name}_plain")
+    plain = writer.cast(writer.plain(out, encoding, f"{name}_plain"), dtypes[RESULT], f"{name}_{dtypes[RESULT]}")
     back = [canonical[RESULT].index(letter) for letter in layouts[RESULT]]
     writer.permuted(plain, back, name)
     writer.bind(var, writer.bindings.pop().value)
 
 
-def _encoding(shapes: Sequence[Sequence[Any]], attrs: Any, dtype: str) -> Encoding:
+def _encoding(shapes: Sequence[Sequence[Any]], attrs: Any, dtypes: tuple[str, str, str]) -> Encoding:
     """Of the result."""
     maps = conv_maps(len(shapes[0]) - 2)
     sizes: dict[str, int] = {}
@@ -118,13 +128,16 @@ def _encoding(shapes: Sequence[Sequence[Any]], attrs: Any, dtype: str) -> Encodi
     if 0 in sizes.values() or any(pad < 0 for pad in padding):
         raise _Refused(f"found an empty tensor or negative padding: {sizes}, padding {padding}")
     moves = Moves(strides, padding, dilation, groups)
-    return Encoding(CONVOLUTIONS[len(strides) - 1], RESULT, (dtype,) * 3, maps, tuple(sizes.items()), moves)
+    return Encoding(CONVOLUTIONS[len(strides) - 1], RESULT, dtypes, maps, tuple(sizes.items()), moves)
 
 
 def stock_convolution(encoding: Encoding, operands: Sequence[relax.Expr], out: Emitter) -> list[relax.Binding]:
     """Bindings that make `out.var` the convolution of plain operands; `encoding` is of any of them."""
     moves = encoding.moves
     assert moves is not None
+    vdevice, accumulator = out.var.ty.vdevice, encoding.element_types[RESULT]
+    if accumulator == "int32":
+        operands = [out.stock(relax.op.astype(x, accumulator), vdevice, "wide") for x in operands]
     make = getattr(relax.op.nn, encoding.op_type)
     call = make(
         *operands,
@@ -132,5 +145,6 @@ def stock_convolution(encoding: Encoding, operands: Sequence[relax.Expr], out: E
         padding=list(moves.padding),
         dilation=list(moves.dilation),
         groups=moves.groups,
+        out_dtype=accumulator if accumulator != str(operands[LHS].ty.dtype) else None,
     )
-    return out.finish(out.stock(call, out.var.ty.vdevice, encoding.op_type))
+    return out.finish(out.stock(call, vdevice, encoding.op_type))

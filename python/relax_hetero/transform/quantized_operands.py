@@ -15,6 +15,9 @@ from .blocks import Block, is_one, same_shape, shape_of
 from .placement.graph import handle
 from .rewriting import op_name
 
+LONGEST_SUM = (1 << 31) // (255 * 255)
+"""Of products of two differences of 8-bit integers: as many as int32 certainly holds."""
+
 _NARROW = ("int8", "uint8")
 # What reading sees through, and what is left without a use once it has.
 _SEEN_THROUGH = frozenset(
@@ -85,7 +88,13 @@ def read_quantized(expr: relax.Expr, index: int, block: Block) -> Quantized | No
     if not shape:
         return None
     free = None if len(shape) == 1 else len(shape) - 2 if index == LHS else len(shape) - 1
-    return _read(expr, tuple(range(len(shape))), free, block)
+    return read_along(expr, free, block)
+
+
+def read_along(expr: relax.Expr, free: int | None, block: Block) -> Quantized | None:
+    """As `read_quantized`, of any operand whose zero points and scales may vary along dimension `free` alone."""
+    shape = shape_of(expr)
+    return None if shape is None else _read(expr, tuple(range(len(shape))), free, block)
 
 
 def _read(expr: relax.Expr, perm: tuple[int, ...], free: int | None, block: Block) -> Quantized | None:
@@ -172,8 +181,10 @@ def _constant(expr: relax.Expr, block: Block) -> np.ndarray | None:
     return None
 
 
-def signed_constant(rhs: Quantized, constants: dict[Any, relax.Expr]) -> Quantized | None:
+def signed_constant(rhs: Quantized, constants: dict[Any, relax.Expr], axis: int = -1) -> Quantized | None:
     """A constant right operand as int8: less its zero point where that fits, else less 128 if it is uint8.
+
+    Zero points may vary along dimension `axis` of the operand.
 
     None if the zero point of uint8 data is not known, or int8 data are best left as they are.
     """
@@ -186,14 +197,14 @@ def signed_constant(rhs: Quantized, constants: dict[Any, relax.Expr]) -> Quantiz
     points = np.array(0, "int32") if zero is None or zero.value is None else zero.value
     if points.ndim:
         axes = [1] * array.ndim
-        axes[rhs.perm[-1]] = -1
+        axes[rhs.perm[axis]] = -1
         along = points.reshape(axes)
     else:
         along = points
     if np.all(np.abs(points) < 1 << 15):
         wide = array.astype("int16") - along.astype("int16")
         if wide.size == 0 or (wide.min() >= -128 and wide.max() <= 127):
-            key = (handle(rhs.data), points.tobytes(), rhs.perm[-1])
+            key = (handle(rhs.data), points.tobytes(), rhs.perm[axis])
             return replace(rhs, data=_shared(key, wide.astype("int8"), rhs, constants), zero=None)
     if array.dtype == np.int8:
         return None

@@ -23,12 +23,10 @@ from ..encoding.encoding import LHS, RESULT, RHS, Encoding
 from ..op import encoded as op
 from .blocks import Block, broadcast, shape_of, tensor_type
 from .encoded_products import ProductWriter, as_matrix, product_encoding, with_one_k
-from .quantized_operands import Parameter, Quantized, constant_like, read_quantized, signed_constant
+from .quantized_operands import LONGEST_SUM, Parameter, Quantized, constant_like, read_quantized, signed_constant
 from .relax_expressions import scalar_of
 
 _ACCUMULATOR = "int32"
-# The longest sum of products of two differences of 8-bit integers that int32 certainly holds.
-_LONGEST_SUM = (1 << 31) // (255 * 255)
 
 
 def emit_quantized_product(
@@ -68,7 +66,7 @@ def emit_quantized_product(
 
 
 def _fits_int32(lhs: Quantized, rhs: Quantized, encoding: Encoding) -> bool:
-    is_short = 0 <= encoding.sizes["k"] <= _LONGEST_SUM
+    is_short = 0 <= encoding.sizes["k"] <= LONGEST_SUM
     return is_short and all(side.zero is None or side.zero.is_narrow for side in (lhs, rhs))
 
 
@@ -94,11 +92,11 @@ def _emit_integers(
         init, columns = _times_negated(writer, columns, lhs.zero, f"{name}_init"), None
     out = writer.product(a, b, encoding, name, init)
     if columns is not None and lhs.zero is not None:
-        zero = _emitted(writer, lhs.zero, f"{name}_lhs_zero")
+        zero = emitted_parameter(writer, lhs.zero, f"{name}_lhs_zero")
         zero = writer.reshape(zero, [*(shape_of(zero) or []), 1], f"{name}_lhs_zero_column")
         out = _less_product(writer, out, zero, columns, result, f"{name}_less_columns")
     if rows is not None and rhs.zero is not None:
-        zero = _emitted(writer, rhs.zero, f"{name}_rhs_zero")
+        zero = emitted_parameter(writer, rhs.zero, f"{name}_rhs_zero")
         out = _less_product(writer, out, rows, zero, result, f"{name}_less_rows")
     return writer.plain(out, result, f"{name}_plain")
 
@@ -112,7 +110,7 @@ def _signed(writer: ProductWriter, rhs: Quantized, constants: dict[Any, relax.Ex
     if str(rhs.data.ty.dtype) == "int8":
         return rhs
     wide = writer.cast(rhs.data, "int16", f"{name}_rhs_int16")
-    moved = _binary(writer, relax.op.subtract, wide, constant_like(np.array(128, "int16"), wide), f"{name}_rhs_moved")
+    moved = binary(writer, relax.op.subtract, wide, constant_like(np.array(128, "int16"), wide), f"{name}_rhs_moved")
     data = writer.cast(moved, "int8", f"{name}_rhs_int8")
     zero = rhs.zero or Parameter(constant_like(np.array(0, "int32"), data), (), np.array(0, "int32"))
     return replace(rhs, data=data, zero=_moved(writer, zero, f"{name}_rhs_zero"))
@@ -122,8 +120,8 @@ def _moved(writer: ProductWriter, zero: Parameter, name: str) -> Parameter:
     if zero.value is not None:
         value = zero.value - np.int32(128)
         return Parameter(constant_like(value, zero.expr), zero.shape, value)
-    expr = _emitted(writer, zero, name)
-    moved = _binary(writer, relax.op.subtract, expr, constant_like(np.array(128, "int32"), expr), f"{name}_moved")
+    expr = emitted_parameter(writer, zero, name)
+    moved = binary(writer, relax.op.subtract, expr, constant_like(np.array(128, "int32"), expr), f"{name}_moved")
     return Parameter(moved, zero.shape)
 
 
@@ -133,7 +131,9 @@ def _column_sums(writer: ProductWriter, rhs: Quantized, b: relax.Expr, name: str
     if rhs.data_value is None or (zero is not None and zero.value is None):
         wide = writer.cast(b, _ACCUMULATOR, f"{name}_wide")
         if zero is not None:
-            wide = _binary(writer, relax.op.subtract, wide, _emitted(writer, zero, f"{name}_zero"), f"{name}_shifted")
+            wide = binary(
+                writer, relax.op.subtract, wide, emitted_parameter(writer, zero, f"{name}_zero"), f"{name}_shifted"
+            )
         return _sum(writer, wide, -2, name)
     array = as_array(rhs.data_value.transpose(rhs.perm))
     sums = array.sum(axis=-2, keepdims=True, dtype=_ACCUMULATOR)
@@ -150,9 +150,9 @@ def as_array(array: np.ndarray) -> np.ndarray:
 def _times_negated(writer: ProductWriter, columns: relax.Expr, zero: Parameter, name: str) -> relax.Expr:
     if zero.value is not None and not isinstance(columns, relax.Var):
         return constant_like(columns.value.numpy() * -zero.value, columns)
-    expr = _emitted(writer, zero, f"{name}_zero")
+    expr = emitted_parameter(writer, zero, f"{name}_zero")
     negated = writer.emit(relax.op.negative(expr), expr.ty, f"{name}_negated")
-    return _binary(writer, relax.op.multiply, columns, negated, name)
+    return binary(writer, relax.op.multiply, columns, negated, name)
 
 
 def _less_product(
@@ -170,15 +170,17 @@ def _scaled(writer: ProductWriter, plain: relax.Var, lhs: Quantized, rhs: Quanti
         if lhs.scale.value is not None and rhs.scale.value is not None:
             scale = constant_like(lhs.scale.value * rhs.scale.value, plain)
         else:
-            first, second = (_emitted(writer, p, f"{name}_scale_{i}") for i, p in enumerate((lhs.scale, rhs.scale)))
-            scale = _binary(writer, relax.op.multiply, first, second, f"{name}_scale")
-        return _binary(writer, relax.op.multiply, value, scale, name)
+            first, second = (
+                emitted_parameter(writer, p, f"{name}_scale_{i}") for i, p in enumerate((lhs.scale, rhs.scale))
+            )
+            scale = binary(writer, relax.op.multiply, first, second, f"{name}_scale")
+        return binary(writer, relax.op.multiply, value, scale, name)
     for index, scale_of in ((LHS, lhs.scale), (RHS, rhs.scale)):
         if scale_of is not None:
-            scale = _emitted(writer, scale_of, f"{name}_scale_{index}")
+            scale = emitted_parameter(writer, scale_of, f"{name}_scale_{index}")
             if index == LHS and not scale_of.is_scalar:
                 scale = writer.reshape(scale, [*(shape_of(scale) or []), 1], f"{name}_scale_column")
-            value = _binary(writer, relax.op.multiply, value, scale, name)
+            value = binary(writer, relax.op.multiply, value, scale, name)
     return value
 
 
@@ -190,8 +192,8 @@ def _permuted(writer: ProductWriter, side: Quantized, name: str) -> relax.Expr:
     return writer.emit(relax.op.permute_dims(side.data, list(side.perm)), ty, f"{name}_permuted")
 
 
-def _emitted(writer: ProductWriter, parameter: Parameter, name: str) -> relax.Expr:
-    """The parameter in its own shape: () or (size,)."""
+def emitted_parameter(writer: ProductWriter, parameter: Parameter, name: str) -> relax.Expr:
+    """A zero point or scale in its own shape: () or (size,)."""
     if parameter.value is not None:
         return constant_like(parameter.value, parameter.expr)
     if len(shape_of(parameter.expr) or []) == len(parameter.shape):
@@ -205,8 +207,9 @@ def _sum(writer: ProductWriter, x: relax.Expr, axis: int, name: str) -> relax.Va
     return writer.emit(relax.op.sum(x, axis, keepdims=True), tensor_type(shape, str(x.ty.dtype), x.ty), name)
 
 
-def _binary(
+def binary(
     writer: ProductWriter, make: Callable[..., relax.Call], a: relax.Expr, b: relax.Expr, name: str
 ) -> relax.Var:
+    """An op of two tensors that broadcast, of the element type of the first."""
     shape = broadcast(shape_of(a) or [], shape_of(b) or []) or []
     return writer.emit(make(a, b), tensor_type(shape, str(a.ty.dtype), a.ty), name)

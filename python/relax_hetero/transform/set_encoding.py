@@ -14,8 +14,8 @@ After::
 Convolutions become `R.hetero.conv` in the same way (`encoded_convolutions`).
 
 Asks no device anything: it does this everywhere, and what a device has no layout for is cancelled by
-SpecializeEncodings. Products of 8-bit integers, written as products of wider numbers, become integer products
-(`quantized_products`).
+SpecializeEncodings. Products and convolutions of 8-bit integers, written as those of wider numbers, become integer ones
+(`quantized_products`, `quantized_convolutions`).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from ..encoding.encoding import LHS, RHS
 from .blocks import Block, rewrite_function, shape_of, without_unused
 from .encoded_convolutions import emit_convolution
 from .encoded_products import ProductWriter, as_matrix, product_encoding, with_one_k
+from .quantized_convolutions import emit_quantized_convolution
 from .quantized_operands import is_part_of_quantized
 from .quantized_products import emit_quantized_product
 from .rewriting import op_name, relax_functions, with_functions
@@ -72,6 +73,11 @@ def _encode_block(block: Block, function: str, constants: dict[Any, relax.Expr])
     writer = ProductWriter(block.is_dataflow)
     changed = quantized = False
     for binding in block.bindings:
+        if isinstance(binding, relax.VarBinding) and emit_quantized_convolution(
+            writer, binding, block, constants, function
+        ):
+            changed = quantized = True
+            continue
         if isinstance(binding, relax.VarBinding) and emit_convolution(writer, binding, function):
             changed = True
             continue

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import tvm
 from tvm import relax
 
 from .convolution import integer_convolution
 from .elementwise import cast
-from .node import Dim, Node, const, dtype_of, is_float, onnx_dtype
+from .node import Dim, Node, as_constant, const, dtype_of, is_float, onnx_dtype
 from .products import shifted
 from .table import convert_by_stock, converts
 
@@ -46,12 +48,38 @@ def cast_like(node: Node) -> relax.Expr:
     return convert_cast(Node("Cast", node.name, node.opset, node.builder, [node.inputs[0]], {"to": like}, 1))
 
 
-def _along(node: Node, parameter: relax.Expr, shape: list[Dim]) -> relax.Expr:
-    """A scale or zero point made to broadcast with the data: one number, a vector along an axis, or one per block."""
+def _along(node: Node, parameter: relax.Expr, shape: list[Dim], dtype: str) -> relax.Expr:
+    """A scale or zero point of type `dtype`, made to broadcast with the data: one number, or a number per index of an
+    axis, or per block."""
+    return _laid_along(node, _as_type(node, parameter, dtype), shape)
+
+
+def _as_type(node: Node, parameter: relax.Expr, dtype: str) -> relax.Expr:
+    """As `cast`; a constant is cast now."""
+    array = as_constant(parameter)
+    if array is None or dtype_of(parameter) not in ("float32", *_RANGES) or dtype not in ("float32", "int32"):
+        return cast(node, parameter, dtype)
+    return const(array.astype(dtype))
+
+
+def _reshaped(node: Node, parameter: relax.Expr, shape: Sequence[int]) -> relax.Expr:
+    """In another shape; a constant is reshaped now."""
+    array = as_constant(parameter)
+    if array is not None and dtype_of(parameter) in ("float32", "int32", *_RANGES):
+        return const(array.reshape(shape))
+    return node.emit(relax.op.reshape(parameter, shape))
+
+
+def _is_zero(parameter: relax.Expr) -> bool:
+    array = as_constant(parameter)
+    return array is not None and not array.any()
+
+
+def _laid_along(node: Node, parameter: relax.Expr, shape: list[Dim]) -> relax.Expr:
     rank = len(shape)
     own = node.static_shape(parameter)
     if own in ([], [1]):
-        return node.emit(relax.op.reshape(parameter, ())) if own else parameter
+        return _reshaped(node, parameter, ()) if own else parameter
     axis = node.axis(node.attribute("axis", 1), rank)
     block = node.attribute("block_size", 0)
     if block:
@@ -64,15 +92,15 @@ def _along(node: Node, parameter: relax.Expr, shape: list[Dim]) -> relax.Expr:
         return node.emit(relax.op.strided_slice(repeated, [axis], [0], [size]))
     if len(own) != 1:
         raise node.refusal(f"scale or zero point of shape {own} without block_size")
-    return node.emit(relax.op.reshape(parameter, [own[0] if i == axis else 1 for i in range(rank)]))
+    return _reshaped(node, parameter, [own[0] if i == axis else 1 for i in range(rank)])
 
 
 def quantize(node: Node, scaled: relax.Expr, zero_point: relax.Expr | None, dtype: str) -> relax.Expr:
     """round(scaled) + zero point, halves to even, held in the range of `dtype`."""
     compute = "float64" if dtype_of(scaled) == "float64" else "float32"
     value = node.emit(relax.op.round(cast(node, scaled, compute)))
-    if zero_point is not None:
-        value = node.emit(relax.op.add(value, cast(node, zero_point, compute)))
+    if zero_point is not None and not _is_zero(zero_point):
+        value = node.emit(relax.op.add(value, _as_type(node, zero_point, compute)))
     low, high = _RANGES[dtype]
     return cast(node, node.emit(relax.op.clip(value, low, high)), dtype)
 
@@ -93,8 +121,9 @@ def quantize_linear(node: Node) -> relax.Expr:
     if not is_float(dtype_of(scale)):
         compute = compute or "float32"
     compute = compute or (dtype_of(data) if dtype_of(data) == dtype_of(scale) else "float32")
-    scaled = node.emit(relax.op.divide(cast(node, data, compute), cast(node, _along(node, scale, shape), compute)))
-    return quantize(node, scaled, None if zero_point is None else _along(node, zero_point, shape), dtype)
+    scaled = node.emit(relax.op.divide(cast(node, data, compute), _along(node, scale, shape, compute)))
+    point = None if zero_point is None else _along(node, zero_point, shape, dtype_of(zero_point))
+    return quantize(node, scaled, point, dtype)
 
 
 @converts("DequantizeLinear")
@@ -107,10 +136,10 @@ def dequantize_linear(node: Node) -> relax.Expr:
     target = dtype_of(scale)
     if node.attribute("output_dtype", 0):
         target = onnx_dtype(node.attribute("output_dtype"))
-    if node.has(2):
-        point = cast(node, _along(node, node.tensor(2), shape), "int32")
+    if node.has(2) and not _is_zero(node.tensor(2)):
+        point = _along(node, node.tensor(2), shape, "int32")
         data = node.emit(relax.op.subtract(cast(node, data, "int32"), point))
-    factor = cast(node, _along(node, scale, shape), "float32")
+    factor = _along(node, scale, shape, "float32")
     return cast(node, node.emit(relax.op.multiply(cast(node, data, "float32"), factor)), target)
 
 
