@@ -60,8 +60,11 @@ def wheel_path(cache: Path) -> Path:
     return wheel
 
 
-def onnx_path(cache: Path, batch: int, seq: int) -> Path:
-    """The ONNX file for ``[batch, seq]`` in ``cache``, built from the wheel's safetensors on first use."""
+def onnx_path(cache: Path, batch: int | str, seq: int | str) -> Path:
+    """The ONNX file for ``[batch, seq]`` in ``cache``, built from the wheel's safetensors on first use.
+
+    A name instead of a number makes that dimension symbolic.
+    """
     path = cache / f"minilm-v{GRAPH_VERSION}-{batch}x{seq}.onnx"
     if not path.exists():
         from safetensors.numpy import load

@@ -18,8 +18,10 @@ OPSET = 17
 MASKED = -1e9
 
 
-def build_minilm(weights: Mapping[str, np.ndarray], config: Mapping[str, Any], batch: int, seq: int) -> onnx.ModelProto:
-    """Build the sentence encoder for one batch size and sequence length.
+def build_minilm(
+    weights: Mapping[str, np.ndarray], config: Mapping[str, Any], batch: int | str, seq: int | str
+) -> onnx.ModelProto:
+    """Build the sentence encoder for one batch size and sequence length, or for any.
 
     Parameters
     ----------
@@ -28,7 +30,8 @@ def build_minilm(weights: Mapping[str, np.ndarray], config: Mapping[str, Any], b
     config
         The checkpoint's ``config.json``.
     batch, seq
-        Sentences per call, and tokens per sentence (padding included, at most ``max_position_embeddings``).
+        Sentences per call, and tokens per sentence (padding included, at most ``max_position_embeddings``); a name
+        stands for any number.
 
     Returns
     -------
@@ -37,7 +40,7 @@ def build_minilm(weights: Mapping[str, np.ndarray], config: Mapping[str, Any], b
         (float32 ``[batch, hidden]``, unit length).
     """
     longest = int(config["max_position_embeddings"])
-    if not 0 < seq <= longest:
+    if isinstance(seq, int) and not 0 < seq <= longest:
         raise ValueError(f"seq is {seq}; the checkpoint has positions for 1 to {longest} tokens")
     graph = _Graph(weights)
     hidden = _embeddings(graph, seq)
@@ -78,6 +81,10 @@ class _Graph:
             self._initializers[name] = numpy_helper.from_array(np.ascontiguousarray(value), name)
         return name
 
+    def axis(self, number: int) -> str:
+        """An int64 vector of one number."""
+        return self.constant(f"axis_{number}", np.array([number], "int64"))
+
     def scalar(self, name: str, value: float) -> str:
         # A zero-dimensional array: ascontiguousarray would make it one-dimensional.
         self._initializers.setdefault(name, numpy_helper.from_array(np.array(value, "float32"), name))
@@ -99,15 +106,24 @@ class _Graph:
         return model
 
 
-def _embeddings(graph: _Graph, seq: int) -> str:
+def _embeddings(graph: _Graph, seq: int | str) -> str:
     name = "embeddings"
     words = graph.node(f"/{name}/word/Gather", graph.weight(f"{name}.word_embeddings.weight"), "input_ids")
-    positions = graph._weights[f"{name}.position_embeddings.weight"][:seq]
-    summed = graph.node(f"/{name}/position/Add", words, graph.constant(f"{name}.position_embeddings.weight", positions))
+    summed = graph.node(f"/{name}/position/Add", words, _positions(graph, f"{name}.position_embeddings.weight", seq))
     # Every token is of the first type: one sentence at a time.
     first_type = graph._weights[f"{name}.token_type_embeddings.weight"][0]
     typed = graph.node(f"/{name}/type/Add", summed, graph.constant(f"{name}.token_type_embeddings.weight", first_type))
     return graph.layer_norm(f"/{name}/norm", typed, f"{name}.LayerNorm")
+
+
+def _positions(graph: _Graph, weight: str, seq: int | str) -> str:
+    """Embeddings of the first places: a constant, or a slice as long as the input."""
+    table = graph._weights[weight]
+    if isinstance(seq, int):
+        return graph.constant(weight, table[:seq])
+    extents = graph.node("/embeddings/position/Shape", "input_ids")
+    length = graph.node("/embeddings/position/length/Slice", extents, *(graph.axis(i) for i in (1, 2)))
+    return graph.node("/embeddings/position/Slice", graph.weight(weight), graph.axis(0), length, graph.axis(0))
 
 
 def _attention_bias(graph: _Graph) -> str:

@@ -1,7 +1,8 @@
 """Models to compare on, made when they are first asked for: weights are random, so nothing is downloaded.
 
-``python apps/bench/models.py`` knows them by the names of `MAKERS`. Files are kept in ``.cache/models`` of the
-checkout, or in ``$RELAX_HETERO_CACHE/models``.
+``python apps/bench/models.py`` knows them by the names of `MAKERS`, each also in 8 bits as ``NAME.int8``, and those of
+`SYMBOLIC` also with named dimensions as ``NAME.symbolic``. Files are kept in ``.cache/models`` of the checkout, or in
+``$RELAX_HETERO_CACHE/models``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import onnx
 
 from .convolutional import NETWORKS
 from .light import LIGHT, light_model
-from .transformers import TRANSFORMERS
+from .quantized import write_quantized
+from .transformers import SYMBOLIC, TRANSFORMERS
 
 MAKERS: dict[str, Callable[[], onnx.ModelProto]] = {
     **{name: (lambda graph=graph: light_model(graph)) for name, graph in LIGHT.items()},
@@ -26,7 +28,7 @@ MAKERS: dict[str, Callable[[], onnx.ModelProto]] = {
 
 def cache() -> Path:
     """Where models are kept."""
-    chosen = os.environ.get("RELAX_HETERO_CACHE")
+    chosen = os.environ.get("RELAX_HETERO_CACHE", "").removeprefix("off")  # which turns off that of executables
     return (Path(chosen) if chosen else Path(__file__).resolve().parents[3] / ".cache") / "models"
 
 
@@ -44,12 +46,16 @@ def model_path(name: str) -> Path:
         return Path(name)
     path = cache() / f"{name}.onnx"
     if not path.exists():
-        if name not in MAKERS:
-            raise ValueError(f"{name!r} is no file *.onnx and none of {', '.join(MAKERS)}")
+        plain, _, form = name.partition(".")
+        if plain not in MAKERS or form not in ("", "int8", *(["symbolic"] if plain in SYMBOLIC else [])):
+            raise ValueError(f"{name!r} is no file *.onnx and none of {', '.join(MAKERS)}, with .int8 or .symbolic")
         path.parent.mkdir(parents=True, exist_ok=True)
         # Written beside and renamed, so that an interrupted run leaves no half a file.
-        unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-        onnx.save(MAKERS[name](), unfinished)
+        unfinished = path.with_name(f"{name}.{os.getpid()}.tmp")
+        if form == "int8":
+            write_quantized(plain, model_path(plain), unfinished, lambda model, seed: random_inputs(model, {}, seed))
+        else:
+            onnx.save((SYMBOLIC if form else MAKERS)[plain](), unfinished)
         os.replace(unfinished, path)
     return path
 

@@ -28,10 +28,10 @@ class Graph:
         self.channels: dict[str, int] = {}
         """Channels of feature maps, by value."""
 
-    def input(self, name: str, shape: Sequence[int], dtype: int = TensorProto.FLOAT) -> str:
-        """An input of the model; its second extent is its number of channels."""
+    def input(self, name: str, shape: Sequence[int | str], dtype: int = TensorProto.FLOAT) -> str:
+        """An input of the model; its second extent is its number of channels where that is a number."""
         self._inputs.append(helper.make_tensor_value_info(name, dtype, shape))
-        if len(shape) > 1:
+        if len(shape) > 1 and isinstance(shape[1], int):
             self.channels[name] = shape[1]
         return name
 

@@ -7,29 +7,38 @@ import onnx
 from onnx import TensorProto
 
 from .graph import Graph
+from .sentences import use_sentence_example
+
+Extent = int | str
+"""A number, or the name of a dimension."""
 
 
-def _heads(graph: Graph, x: str, sequence: int, heads: int, size: int, perm: list[int]) -> str:
-    split = graph.node("Reshape", x, graph.shape(1, sequence, heads, size))
+def _heads(graph: Graph, x: str, sequence: Extent, heads: int, size: int, perm: list[int], batch: Extent = 1) -> str:
+    split = graph.node("Reshape", x, _shape(graph, batch, sequence, heads, size))
     return graph.node("Transpose", split, perm=perm)
 
 
-def _merged(graph: Graph, x: str, sequence: int, width: int) -> str:
+def _merged(graph: Graph, x: str, sequence: Extent, width: int, batch: Extent = 1) -> str:
     together = graph.node("Transpose", x, perm=[0, 2, 1, 3])
-    return graph.node("Reshape", together, graph.shape(1, sequence, width))
+    return graph.node("Reshape", together, _shape(graph, batch, sequence, width))
 
 
-def bert() -> onnx.ModelProto:
-    """The encoder of BERT-base: 12 layers of 768, sequence 128, on embeddings."""
-    graph, sequence, width, heads = Graph("bert"), 128, 768, 12
-    x = graph.input("x", (1, sequence, width))
+def _shape(graph: Graph, *extents: Extent) -> str:
+    # A zero keeps the dimension that stands there.
+    return graph.shape(*(0 if isinstance(extent, str) else extent for extent in extents))
+
+
+def bert(batch: Extent = 1, sequence: Extent = 128) -> onnx.ModelProto:
+    """The encoder of BERT-base: 12 layers of 768, on embeddings."""
+    graph, width, heads = Graph("bert"), 768, 12
+    x = graph.input("x", (batch, sequence, width))
     for _ in range(12):
-        q = _heads(graph, graph.linear(x, width, width), sequence, heads, 64, [0, 2, 1, 3])
-        k = _heads(graph, graph.linear(x, width, width), sequence, heads, 64, [0, 2, 3, 1])
-        v = _heads(graph, graph.linear(x, width, width), sequence, heads, 64, [0, 2, 1, 3])
+        q = _heads(graph, graph.linear(x, width, width), sequence, heads, 64, [0, 2, 1, 3], batch)
+        k = _heads(graph, graph.linear(x, width, width), sequence, heads, 64, [0, 2, 3, 1], batch)
+        v = _heads(graph, graph.linear(x, width, width), sequence, heads, 64, [0, 2, 1, 3], batch)
         scores = graph.node("Mul", graph.node("MatMul", q, k), graph.constant(0.125))
         context = graph.node("MatMul", graph.node("Softmax", scores, axis=-1), v)
-        out = graph.linear(_merged(graph, context, sequence, width), width, width)
+        out = graph.linear(_merged(graph, context, sequence, width, batch), width, width)
         x = graph.layer_norm(graph.node("Add", out, x), width)
         y = graph.linear(graph.gelu(graph.linear(x, width, 4 * width)), 4 * width, width)
         x = graph.layer_norm(graph.node("Add", y, x), width)
@@ -120,15 +129,14 @@ def vit_small() -> onnx.ModelProto:
     return graph.model(graph.linear(first, width, 1000))
 
 
-def minilm() -> onnx.ModelProto:
-    """all-MiniLM-L6-v2 with its weights, sequence 128: the sentence similarity example downloads and builds it."""
-    import sys
-    from pathlib import Path
-
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "sentence_similarity"))
+def minilm(batch: Extent = 1, sequence: Extent = 128) -> onnx.ModelProto:
+    """all-MiniLM-L6-v2 with its weights: the sentence similarity example downloads and builds it."""
+    use_sentence_example()
     from minilm import default_cache, onnx_path
 
-    return onnx.load(str(onnx_path(default_cache(), 1, 128)))
+    return onnx.load(str(onnx_path(default_cache(), batch, sequence)))
 
 
 TRANSFORMERS = {make.__name__: make for make in (bert, minilm, distilbert, gpt2, vit_small)}
+SYMBOLIC = {make.__name__: lambda make=make: make("batch", "sequence") for make in (bert, minilm)}
+"""The same graphs with dimensions that have names: ``batch`` and ``sequence``."""

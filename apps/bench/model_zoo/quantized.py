@@ -1,0 +1,40 @@
+"""Models in 8 bits: QDQ files that ONNX Runtime's quantizer makes of the float ones.
+
+``minilm`` is calibrated with sentences. The others have random weights, so random inputs are what they are made for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from .sentences import use_sentence_example
+
+Inputs = dict[str, np.ndarray]
+_FEEDS = 8
+
+
+def write_quantized(name: str, source: Path, target: Path, inputs: Callable[[Path, int], Inputs]) -> None:
+    """Write the QDQ model of a float one; needs onnxruntime.
+
+    Parameters
+    ----------
+    name : str
+        Of the float model, as the zoo calls it.
+    source, target : Path
+    inputs : Callable
+        Random inputs of a model by a seed.
+    """
+    use_sentence_example()
+    from minilm import default_cache
+    from quantize import TRANSFORMER_OPS, quantize, quantized_minilm
+
+    if name == "minilm":
+        target.write_bytes(quantized_minilm(default_cache(), 1, 128).read_bytes())
+        return
+    ops = {node.op_type for node in onnx.load(str(source), load_external_data=False).graph.node}
+    feeds = (inputs(source, seed) for seed in range(1, _FEEDS + 1))
+    quantize(source, target, feeds, TRANSFORMER_OPS if "LayerNormalization" in ops else None)

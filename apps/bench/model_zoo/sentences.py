@@ -1,0 +1,13 @@
+"""The example of sentence similarity, which has MiniLM's weights and its tokenizer."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+
+def use_sentence_example() -> None:
+    """Make the modules of ``apps/sentence_similarity`` importable."""
+    folder = str(Path(__file__).resolve().parents[2] / "sentence_similarity")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
