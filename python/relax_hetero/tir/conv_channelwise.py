@@ -28,6 +28,7 @@ from .builder import (
 )
 from .conv_geometry import Segment, segments_of
 from .conv_place import Convolution, Row, channel_masks, data_position, make_row, split_rows, store_places
+from .expression_ops import cast
 from .work_split import part
 
 # Places of a tile: what neighbours share of the data is read once.
@@ -131,7 +132,8 @@ def _accumulate(
         for tap in range(run.first, run.first + run.count):
             at = {"n": channels.column, "k": tirx.const(k, "int64")}
             at |= {f"w{d}": place for d, place in enumerate([*taps, tirx.const(tap, "int64")])}
-            right[tap] = held(_existing(conv, conv.weight.load(at, "n", conv.lanes, mask), mask))
+            weight = cast(conv.weight.load(at, "n", conv.lanes, mask), conv.problem.acc_dtype)
+            right[tap] = held(_existing(conv, weight, mask))
             ranges[tap] = range(run.begin, run.end)
     offsets = sorted({t * window.stride + tap * window.dilation for tap, places in ranges.items() for t in places})
     for offset in offsets:
@@ -145,7 +147,9 @@ def _accumulate(
 def _existing(conv: Convolution, value: Expr, mask: Expr | None) -> Expr:
     """Zeros in lanes that were not read."""
     return (
-        value if mask is None or conv.lanes == 1 else T.Select(mask, held(value), zeros(conv.weight.dtype, conv.lanes))
+        value
+        if mask is None or conv.lanes == 1
+        else T.Select(mask, held(value), zeros(conv.problem.acc_dtype, conv.lanes))
     )
 
 
@@ -166,16 +170,17 @@ def _data_vector(conv: Convolution, channels: Channels, start: Expr, k: int) -> 
     scalars = []
     for lane in range(lanes):
         group = (channels.column + min(lane, channels.existing - 1)) // outputs
-        scalars.append(conv.data.data[start + (group * depth + k) * across])
+        scalars.append(cast(conv.data.data[start + (group * depth + k) * across], conv.problem.acc_dtype))
     return scalars[0] if lanes == 1 else T.Shuffle(scalars, list(range(lanes)))
 
 
 def _run(conv: Convolution, start: Expr, wide: int, existing: int) -> Expr:
-    """`wide` neighbouring elements as a vector, zeros for those beyond `existing`."""
+    """`wide` neighbouring elements as a vector of the accumulators' type, zeros for those beyond `existing`."""
+    dtype = conv.problem.acc_dtype
     if wide == 1:
-        return broadcast(conv.data.data[start], 1)
+        return cast(conv.data.data[start], dtype)
     if existing >= wide:
-        return conv.data.data[lane_indices(start, wide)]
+        return cast(conv.data.data[lane_indices(start, wide)], dtype)
     mask = lane_numbers(wide) < broadcast(tirx.const(existing, "int32"), wide)
     vector = T.masked_load(vector_type(conv.data.dtype, wide), conv.data.data, lane_indices(start, wide), mask)
-    return T.Select(mask, held(vector), zeros(conv.data.dtype, wide))
+    return T.Select(mask, held(cast(vector, dtype)), zeros(dtype, wide))

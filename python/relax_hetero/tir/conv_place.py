@@ -11,6 +11,7 @@ from tvm.script.ir_builder import tirx as T
 from ..encoding.expression import Expression
 from ..encoding.machine import Machine
 from ..encoding.problem import ConvProblem, Window
+from ..encoding.products import Product
 from . import expression_code
 from .builder import Expr, Function, broadcast, ceil_div, lane_numbers, prefetch, settled, vector_type
 from .operand_view import Coordinates, OperandView
@@ -25,6 +26,8 @@ class Convolution:
     ----------
     problem : ConvProblem
     machine : Machine
+    product : Product
+        How the machine multiplies the element types.
     data, weight, result : OperandView
     more : tuple of OperandView
         The epilogue's operands.
@@ -34,6 +37,7 @@ class Convolution:
 
     problem: ConvProblem
     machine: Machine
+    product: Product
     data: OperandView
     weight: OperandView
     result: OperandView
@@ -41,14 +45,14 @@ class Convolution:
     lanes: int
 
     @staticmethod
-    def of(function: Function, problem: ConvProblem, machine: Machine) -> Convolution:
+    def of(function: Function, problem: ConvProblem, machine: Machine, product: Product) -> Convolution:
         """Declares the parameters."""
         data = OperandView(function, "data", problem.data)
         weight = OperandView(function, "weight", problem.weight)
         operands = problem.epilogue.operands if problem.epilogue else ()
         more = tuple(OperandView(function, f"x{i + 1}", operand) for i, operand in enumerate(operands))
         result = OperandView(function, "result", problem.result)
-        return Convolution(problem, machine, data, weight, result, more, machine.lanes(problem.acc_dtype))
+        return Convolution(problem, machine, product, data, weight, result, more, machine.lanes(problem.acc_dtype))
 
     def open(self) -> None:
         """Declare the flat views; inside the function's body."""

@@ -1,12 +1,13 @@
-"""The direct convolution: a register tile of neighbouring places and output channels, the whole reduction in registers.
+"""The register tile of a direct convolution: its sums over window and input channels, and their end.
 
-The loops, from outside: tasks, panels of output channels, rows, tiles, places of the window, input channels. Data is
-read where it lies, one element in every lane; the weight as it is packed, panel by panel.
+A step takes as many neighbouring input channels as the machine multiplies at once (`Product.k0`), the same in every
+lane, and as many of each output channel of the panel. Where the product flips the sign of the data, a tile starts from
+what the layout of the weight holds for the places of the window that it reads: padding is no part of any sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -19,38 +20,21 @@ from .builder import (
     Registers,
     broadcast,
     ceil_div,
-    either,
     held,
     lane_indices,
+    lane_numbers,
     loop,
     prefetch,
     settled,
-    smaller,
     vector_type,
     zeros,
 )
-from .conv_geometry import Segment, Taps, segments_of
-from .conv_place import (
-    Convolution,
-    Row,
-    channel_masks,
-    data_position,
-    make_row,
-    prefetch_operands,
-    split_rows,
-    store_places,
-)
-from .work_split import part
+from .conv_geometry import Segment, Taps
+from .conv_place import Convolution, Row, data_position, prefetch_operands, store_places
+from .inner_product import emit_step, lhs_group, rhs_groups, zero
 
-# More places a tile gain nothing: with two vectors each, this many fill the registers of AVX-512.
-MOST_PLACES = 14
-# Elements that are a multiple of this apart fall into one set of the first-level cache, of 8 to 12 ways.
-CACHE_WAY_BYTES = 4096
-PLACES_IN_ONE_SET = 8
-# Up to so many input channels, the loop over them is written out.
-FEW_CHANNELS = 4
-# Weights of more bytes are prefetched, panel by panel: whoever ran before has most likely put them out of the caches.
-PREFETCH_BYTES = 1 << 16
+# Up to so many steps over the input channels, the loop is written out.
+FEW_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -115,139 +99,113 @@ class Place:
     ahead: Ahead | None
 
 
-def emit_direct(conv: Convolution) -> None:
-    """Write the body of the kernel."""
-    width = conv.weight.layout.tile(0)
-    panels = ceil_div(conv.channels, width)
-    widest = _most_places(conv, ceil_div(width, conv.lanes))
-    segments = segments_of(conv.windows[-1], conv.data.extents[-1], conv.result.extents[-1], widest)
-    split = split_rows(conv, panels, conv.result.extents[-1] * width * _reduction(conv))
-    rows: Expr = 1
-    for extent in conv.rows:
-        rows = rows * extent
-    rows = settled(rows)
-    sweep = Sweep(ceil_div(rows, split.rows), sum(segment.count for segment in segments))
-    vectors = ceil_div(min(width, conv.channels), conv.lanes)
-    with loop(split.tasks, parallel=split.tasks > 1) as task:
-        accs = Registers(max(segment.width for segment in segments) * vectors, conv.problem.acc_dtype, conv.lanes)
-        _, row_part, panel_part = split.place(task)
-        first_row, last_row = part(rows, split.rows, row_part)
-        first_panel, last_panel = part(panels, split.columns, panel_part)
-        with loop(last_panel - first_panel) as number:
-            panel_number = settled(first_panel + number)
-            following = settled(smaller(panel_number + 1, last_panel - 1) * (width * _reduction(conv)))
-
-            def rows_of(existing: int, number: Expr = panel_number, following: Expr = following) -> None:
-                panel = _make_panel(conv, number, existing, following)
-                with loop(last_row - first_row) as r:
-                    _emit_row(conv, make_row(conv, settled(first_row + r)), panel, segments, accs, (r, sweep))
-
-            left = conv.channels % width
-            if left == 0 or panels == 1:
-                rows_of(min(width, conv.channels))
-            else:
-                either(panel_number < panels - 1, lambda: rows_of(width), lambda: rows_of(left))
-
-
 @dataclass(frozen=True)
-class Sweep:
-    """The tiles that go over one panel.
+class TileRegisters:
+    """Where a tile adds up.
 
     Attributes
     ----------
-    rows : PrimExpr or int
-    tiles : int
-        Of a row.
+    sums : Registers
+        Of the places, a vector of output channels after the other.
+    compensation : Registers or None
+        What makes up for flipped signs, of each run of the window's places; None where no sign is flipped.
     """
 
-    rows: Expr
-    tiles: int
+    sums: Registers
+    compensation: Registers | None
+
+    @staticmethod
+    def of(conv: Convolution, segments: Sequence[Segment], vectors: int) -> TileRegisters:
+        """Registers for the tiles of some segments, of so many vectors."""
+        dtype = conv.problem.acc_dtype
+        sums = Registers(max(segment.width for segment in segments) * vectors, dtype, conv.lanes)
+        if conv.product.compensation == 0:
+            return TileRegisters(sums, None)
+        runs = max(len(segment.taps) for segment in segments)
+        return TileRegisters(sums, Registers(runs * vectors, dtype, conv.lanes))
 
 
-def _reduction(conv: Convolution) -> int:
-    """Multiply-adds of one element of the result."""
-    count = conv.depth
-    for window in conv.windows:
-        count *= window.size
-    return count
+Visit = Callable[[Sequence[Expr]], None]
+"""Writes what is done for outer places of the window."""
 
 
-def _most_places(conv: Convolution, vectors: int) -> int:
-    """The widest tile: accumulators, a vector of weights each, and one register for the data, within the registers."""
-    registers = conv.machine.isa.registers - 1
-    most = max(1, min(MOST_PLACES, (registers - vectors) // vectors))
-    apart = conv.data.stride(f"x{len(conv.windows) - 1}") * conv.windows[-1].stride * bytes_of(conv.data.dtype)
-    return min(most, PLACES_IN_ONE_SET) if apart % CACHE_WAY_BYTES == 0 else most
-
-
-def _make_panel(conv: Convolution, number: Expr, existing: int, following: Expr) -> Panel:
-    width = conv.weight.layout.tile(0)
-    column = settled(number * width)
-    vectors = ceil_div(existing, conv.lanes)
-    channel: Expr = tirx.const(0, "int64")
-    if conv.problem.groups > 1:
-        channel = settled(column // (conv.channels // conv.problem.groups) * conv.depth)
-    size = conv.channels * _reduction(conv) * bytes_of(conv.weight.dtype)
-    return Panel(
-        column, vectors, channel_masks(conv, vectors, existing), channel, following if size > PREFETCH_BYTES else None
-    )
-
-
-def _emit_row(
-    conv: Convolution,
-    row: Row,
-    panel: Panel,
-    segments: Sequence[Segment],
-    accs: Registers,
-    sweep: tuple[Expr, Sweep],
-) -> None:
-    number, whole = sweep
-    before = 0
-    for segment in segments:
-        with loop(segment.count) as tile:
-            first = settled(tile * segment.width + segment.start)
-            ahead = _make_ahead(conv, panel, number * whole.tiles + before + tile, whole)
-            _emit_tile(conv, Place(row, panel, segment, first, ahead), accs)
-        before += segment.count
-
-
-def _make_ahead(conv: Convolution, panel: Panel, number: Expr, sweep: Sweep) -> Ahead | None:
-    if panel.following is None or not isinstance(sweep.rows, int):
-        return None
-    tiles, width = sweep.rows * sweep.tiles, conv.weight.layout.tile(0)
-    share = ceil_div(width * _reduction(conv), tiles)
-    return Ahead(settled(panel.following + number * share), ceil_div(width, tiles))
-
-
-def _emit_tile(conv: Convolution, place: Place, accs: Registers) -> None:
-    panel, width = place.panel, place.segment.width
+def emit_tile(conv: Convolution, place: Place, registers: TileRegisters) -> None:
+    """Write the code of a tile."""
+    panel, width, accs = place.panel, place.segment.width, registers.sums
     prefetch_operands(conv, place.row, place.first, panel.column, (width, panel.vectors))
-    for number in range(width * panel.vectors):
-        accs[number] = zeros(conv.problem.acc_dtype, conv.lanes)
-    _over_taps(conv, place, accs, [])
+    if registers.compensation is None:
+        for number in range(width * panel.vectors):
+            accs[number] = zero(conv.product, conv.lanes)
+    else:
+        _start_compensated(conv, place, registers.compensation, accs)
+    _over_taps(place.row, lambda taps: _accumulate_row(conv, place, taps, accs))
     size = (width, panel.vectors)
     store_places(
         conv, place.row, place.first, panel.column, size, panel.masks, lambda t, j: accs[t * panel.vectors + j]
     )
 
 
-def _over_taps(conv: Convolution, place: Place, accs: Registers, taps: list[Expr]) -> None:
-    """The loops over the outer places of the window, and inside them those along the innermost dimension."""
-    if len(taps) < len(place.row.taps):
-        first, count = place.row.taps[len(taps)]
-        with loop(count) as tap:
-            _over_taps(conv, place, accs, [*taps, settled(first + tap)])
+def _over_taps(row: Row, visit: Visit, taps: Sequence[Expr] = ()) -> None:
+    """The loops over the outer places of the window."""
+    if len(taps) == len(row.taps):
+        visit(taps)
         return
+    first, count = row.taps[len(taps)]
+    with loop(count) as tap:
+        _over_taps(row, visit, [*taps, settled(first + tap)])
+
+
+def _start_compensated(conv: Convolution, place: Place, compensation: Registers, accs: Registers) -> None:
+    """The sums of what the layout holds for every place of the window that reads data."""
+    vectors, runs = place.panel.vectors, place.segment.taps
+    for number in range(len(runs) * vectors):
+        compensation[number] = zero(conv.product, conv.lanes)
+
+    def visit(taps: Sequence[Expr]) -> None:
+        at = _weight_position(conv, place.panel, taps)
+        start = settled(conv.weight.address(at, skip_compensation=False))
+        for index, run in enumerate(runs):
+            with loop(run.count) as tap:
+                block = start + (run.first + tap) * _tap_stride(conv)
+                for j in range(vectors):
+                    sums = tirx.reinterpret(vector_type("int32", conv.lanes), _panel_vector(conv, block, j))
+                    number = index * vectors + j
+                    compensation[number] = compensation[number] + sums
+
+    _over_taps(place.row, visit)
+    for t in range(place.segment.width):
+        for j in range(vectors):
+            total = zero(conv.product, conv.lanes)
+            for index, run in enumerate(runs):
+                if run.begin <= t < run.end:
+                    sums = compensation[index * vectors + j]
+                    total = total + sums if conv.product.compensation > 0 else total - sums
+            accs[t * vectors + j] = total
+
+
+def _weight_position(conv: Convolution, panel: Panel, taps: Sequence[Expr]) -> dict[str, Expr]:
+    """The first input channel of a panel, for outer places of the window and the first of the innermost dimension."""
+    zero_at = tirx.const(0, "int64")
+    at = {f"w{d}": tap for d, tap in enumerate([*taps, zero_at])}
+    return {"n": panel.column, "k": zero_at, **at}
+
+
+def _tap_stride(conv: Convolution) -> Expr:
+    """Elements from one place of the window to the next, in the weight."""
+    return conv.weight.stride(f"w{len(conv.windows) - 1}")
+
+
+def _accumulate_row(conv: Convolution, place: Place, taps: Sequence[Expr], accs: Registers) -> None:
+    """Multiply and add what one row of the data gives."""
     window = conv.windows[-1]
     at = data_position(conv, place.row, taps, place.panel.channel, place.first * window.stride - window.before)
     data = settled(conv.data.address(at))
-    zero = tirx.const(0, "int64")
-    tap_at = {f"w{d}": tap for d, tap in enumerate(taps)} | {f"w{len(taps)}": zero}
-    weight = settled(conv.weight.address({"n": place.panel.column, "k": zero, **tap_at}))
+    weight_at = _weight_position(conv, place.panel, taps)
+    weight = settled(conv.weight.address(weight_at))
     ahead = None
     if place.ahead is not None:
-        done = conv.weight.address({"n": zero, "k": zero, **tap_at})
-        steps = tirx.floordiv(done, conv.weight.layout.tile(0))
+        done = conv.weight.address({**weight_at, "n": tirx.const(0, "int64")})
+        steps = tirx.floordiv(done, conv.weight.layout.tile(0) * conv.product.k0)
         ahead = Ahead(settled(place.ahead.start + steps * place.ahead.step), place.ahead.step)
     for run in place.segment.taps:
         _accumulate(conv, place.panel.vectors, run, (data, weight), ahead, accs)
@@ -257,47 +215,71 @@ def _accumulate(
     conv: Convolution, vectors: int, run: Taps, start: tuple[Expr, Expr], ahead: Ahead | None, accs: Registers
 ) -> None:
     """Multiply and add what a run of the window's places finds in one row of the data."""
-    window, depth = conv.windows[-1], conv.depth
+    window, product = conv.windows[-1], conv.product
     along, across = conv.data.stride(f"x{len(conv.windows) - 1}"), conv.data.stride("c")
-    width = conv.weight.layout.tile(0)
+    size, next_tap = conv.weight.layout.tile(0) * product.k0, _tap_stride(conv)
+    is_padded = conv.data.layout.tile(1) > 1
+    steps, left = (ceil_div(conv.depth, product.k0), 0) if is_padded else divmod(conv.depth, product.k0)
 
-    def step(tap: Expr, k: Expr) -> None:
+    def step(tap: Expr, number: Expr, left: int = product.k0) -> None:
         data, weight = start
-        data = data + (run.first + tap) * (window.dilation * along) + k * across
-        number = (run.first + tap) * depth + k
-        weight = weight + number * width
+        data = data + (run.first + tap) * (window.dilation * along) + number * (product.k0 * across)
+        weight = weight + (run.first + tap) * next_tap + number * size
         if ahead is not None:
-            _prefetch(conv, ahead.start + number * ahead.step, ahead.step)
-        right = [held(_weights(conv, weight, j)) for j in range(vectors)]
+            done = (run.first + tap) * ceil_div(conv.depth, product.k0) + number
+            _prefetch(conv, ahead.start + done * ahead.step, ahead.step)
+        right = [held(_right(conv, weight, j)) for j in range(vectors)]
         for t in range(run.begin, run.end):
-            left = held(conv.data.data[data + t * window.stride * along])
+            group = held(lhs_group(product, _left(conv, data + t * window.stride * along, left)))
             for j in range(vectors):
-                accs[t * vectors + j] = accs[t * vectors + j] + broadcast(left, conv.lanes) * right[j]
+                acc = t * vectors + j
+                accs[acc] = emit_step(product, accs[acc], group, right[j], conv.lanes)
 
-    if along * window.dilation == depth * across or run.count == 1:
-        # From the last channel of one place, the same step leads to the first channel of the next.
-        with loop(run.count * depth) as s:
+    is_one_run = along * window.dilation == steps * product.k0 * across and next_tap == steps * size
+    if left == 0 and (is_one_run or run.count == 1):
+        # From the last channels of one place, the same step leads to the first channels of the next.
+        with loop(run.count * steps) as s:
             step(0, s)
         return
     with loop(run.count) as tap:
-        if depth <= FEW_CHANNELS:
-            for k in range(depth):
-                step(tap, k)
-            return
-        with loop(depth) as s:
-            step(tap, s)
+        if steps <= FEW_STEPS:
+            for number in range(steps):
+                step(tap, number)
+        else:
+            with loop(steps) as s:
+                step(tap, s)
+        if left:
+            step(tap, steps, left)
 
 
-def _weights(conv: Convolution, start: Expr, vector: int) -> Expr:
+def _left(conv: Convolution, address: Expr, existing: int) -> Expr | list[Expr]:
+    """The input channels of a step, zeros for those beyond `existing`."""
+    k0, across = conv.product.k0, conv.data.stride("c")
+    if across == 1 and existing == k0:
+        return conv.data.data[lane_indices(address, k0)]
+    nothing = zeros(conv.data.dtype, 1)
+    return [conv.data.data[address + i * across] if i < existing else nothing for i in range(k0)]
+
+
+def _right(conv: Convolution, start: Expr, vector: int) -> Expr:
     """Vector number `vector` of a panel's factors; lanes beyond the panel are zero."""
-    lanes, width = conv.lanes, conv.weight.layout.tile(0)
+    groups = rhs_groups(conv.product, _panel_vector(conv, start, vector), conv.lanes)
+    existing = conv.weight.layout.tile(0) - vector * conv.lanes
+    if existing >= conv.lanes:
+        return groups
+    mask = lane_numbers(conv.lanes) < broadcast(tirx.const(existing, "int32"), conv.lanes)
+    return T.Select(mask, held(groups), zeros(str(groups.ty.dtype).partition("x")[0], conv.lanes))
+
+
+def _panel_vector(conv: Convolution, start: Expr, vector: int) -> Expr:
+    """Vector number `vector` of what lies in the weight for the channels of a panel, `Product.k0` elements each."""
+    k0, dtype = conv.product.k0, conv.weight.dtype
+    lanes, existing = conv.lanes * k0, (conv.weight.layout.tile(0) - vector * conv.lanes) * k0
     index = lane_indices(start + vector * lanes, lanes)
-    mask = channel_masks(conv, vector + 1, width)[vector]
-    if mask is None:
+    if existing >= lanes:
         return conv.weight.data[index]
-    dtype = conv.weight.dtype
-    loaded = T.masked_load(vector_type(dtype, lanes), conv.weight.data, index, mask)
-    return T.Select(mask, held(loaded), zeros(dtype, lanes))
+    mask = lane_numbers(lanes) < broadcast(tirx.const(existing, "int32"), lanes)
+    return T.masked_load(vector_type(dtype, lanes), conv.weight.data, index, mask)
 
 
 def _prefetch(conv: Convolution, start: Expr, count: int) -> None:

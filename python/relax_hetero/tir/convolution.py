@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tvm import tirx
+from tvm.script.ir_builder import tirx as T
 
 from ..encoding.machine import Machine
 from ..encoding.packed_layout import PackedLayout
 from ..encoding.problem import ConvProblem, Epilogue, MatmulProblem, Operand
+from ..encoding.products import Product, product_for
 from ..errors import EncodingError
 from .builder import Function
 from .conv_channelwise import emit_channelwise
+from .conv_direct import emit_direct
 from .conv_place import Convolution
-from .conv_tile import emit_direct
+from .inner_product import llvm_import
 from .matmul import matmul_kernel
 from .ties import tied_to
-
-TYPES = ("float32", "float64")
 
 
 def conv_kernel(problem: ConvProblem, machine: Machine) -> tirx.PrimFunc:
@@ -26,8 +27,9 @@ def conv_kernel(problem: ConvProblem, machine: Machine) -> tirx.PrimFunc:
     Parameters
     ----------
     problem : ConvProblem
-        Data and result row-major or permuted (channels last is what kernels are made for); the weight in tiles of
-        output channels, `conv_columns` of them, ``[OC/n0, KH, KW, IC/groups, n0]``.
+        Data and result row-major or permuted (channels last is what kernels are made for), the data perhaps with its
+        channels padded to `Product.k0`; the weight in tiles of output channels, `conv_columns` of them,
+        ``[OC/n0, KH, KW, IC/groups/k0, n0, k0]``.
     machine : Machine
 
     Returns
@@ -40,25 +42,35 @@ def conv_kernel(problem: ConvProblem, machine: Machine) -> tirx.PrimFunc:
     EncodingError
         If no kernel computes these element types, stores, or symbolic extents (the batch may be symbolic).
     """
-    _check(problem)
-    product = as_product(problem)
-    if product is not None:
-        return matmul_kernel(product, machine)
+    product = _checked(problem, machine)
+    matmul = as_product(problem)
+    if matmul is not None:
+        return matmul_kernel(matmul, machine)
     function = Function("conv2d")
     with function:
-        conv = Convolution.of(function, problem, machine)
+        conv = Convolution.of(function, problem, machine, product)
         with function.body():
             conv.open()
-            emit = emit_channelwise if _is_channelwise(problem) else emit_direct
-            emit(conv)
+            text = llvm_import(product, conv.lanes)
+            if _is_channelwise(problem):
+                emit_channelwise(conv)
+            elif text is None:
+                emit_direct(conv)
+            else:
+                with T.attr(0, "pragma_import_llvm", text):
+                    emit_direct(conv)
     return tied_to(function.result, problem.epilogue.operands if problem.epilogue else (), 2, problem.result)
 
 
-def _check(problem: ConvProblem) -> None:
+def _checked(problem: ConvProblem, machine: Machine) -> Product:
+    """How the machine multiplies what the problem, which kernels can compute, multiplies."""
     types = (problem.data.dtype, problem.weight.dtype, problem.acc_dtype)
-    if len(set(types)) > 1 or types[0] not in TYPES:
+    product = product_for(machine, *types)
+    if product is None:
         raise EncodingError(
-            "convolution: found element types {} * {} -> {}, expected float32 or float64".format(*types)
+            "convolution: found element types {} * {} -> {}, expected ones that {} multiplies".format(
+                *types, machine.isa.name
+            )
         )
     fixed = (*problem.data.shape[1:], *problem.weight.shape, *problem.result.shape[1:])
     if not all(isinstance(extent, int) for extent in fixed):
@@ -70,15 +82,27 @@ def _check(problem: ConvProblem) -> None:
                 f"convolution: found {problem.result.shape[2 + d]} places along spatial dimension {d}, "
                 f"expected {places}"
             )
-    for name, operand in (("data", problem.data), ("result", problem.result)):
-        if operand.layout.inner_dims:
-            raise EncodingError(f"convolution: found {name} stored as {operand.layout}, expected no tiles")
-    rank, layout = len(problem.windows) + 2, problem.weight.layout
+    _check_layouts(problem, product)
+    return product
+
+
+def _check_layouts(problem: ConvProblem, product: Product) -> None:
+    rank = len(problem.windows) + 2
     perm, last = (0, *range(2, rank), 1), (1, *range(2, rank), 0)
-    tiled = layout.outer_perm == perm and layout.inner_dims == (0,)
-    if not tiled and not (problem.weight.shape[1] == 1 and layout == PackedLayout(last)):
+    data, result, weight = problem.data.layout, problem.result.layout, problem.weight.layout
+    padded = PackedLayout(perm, (1,), (product.k0,))
+    if data.inner_dims and (data != padded or problem.groups > 1 or product.k0 == 1):
+        raise EncodingError(f"convolution: found data stored as {data}, expected no tiles but those of {padded}")
+    if result.inner_dims:
+        raise EncodingError(f"convolution: found result stored as {result}, expected no tiles")
+    if problem.weight.shape[1] == 1 and weight == PackedLayout(last):
+        return
+    expected = PackedLayout(perm, (0,), (weight.tile(0),))
+    if product.k0 > 1 and not (weight.inner_dims and _is_channelwise(problem)):
+        expected = PackedLayout(perm, (0, 1), (weight.tile(0), product.k0), product.compensation != 0)
+    if weight != expected:
         raise EncodingError(
-            f"convolution: found the weight stored as {layout}, expected outer={list(perm)} and tiles of dimension 0, "
+            f"convolution: found the weight stored as {weight}, expected {expected} with any tile of dimension 0, "
             f"or outer={list(last)} where groups have one input channel"
         )
 
@@ -97,6 +121,7 @@ def as_product(problem: ConvProblem) -> MatmulProblem | None:
     last = (0, *range(2, len(problem.windows) + 2), 1)
     if (
         problem.groups > 1
+        or problem.data.layout.inner_dims
         or any((w.size, w.stride, w.before, w.after) != (1, 1, 0, 0) for w in problem.windows)
         or problem.data.layout.outer_perm != last
         or problem.result.layout.outer_perm != last

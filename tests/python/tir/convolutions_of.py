@@ -11,24 +11,18 @@ import numpy as np
 import tvm
 
 from relax_hetero.encoding import PackedLayout
+from relax_hetero.encoding.encoding import CONVOLUTIONS, RHS, Encoding, Moves, conv_maps
 from relax_hetero.encoding.expression import Expression
 from relax_hetero.encoding.problem import ConvProblem, Dim, Epilogue, Operand, Window
-from relax_hetero.encoding.tiles import conv_columns
+from relax_hetero.encoding.resolvers.convolutions import conv_layout
 from relax_hetero.tir.convolution import conv_kernel
-from tir.kernel_runs import kernel, machine_named, stored
+from tir.kernel_runs import kernel, machine_named, poisoned, stored
+from tir.products_of import random_array
 
 
 def channels_last(rank: int) -> PackedLayout:
     """NHWC, of an operand whose logical dimensions are those of NCHW."""
     return PackedLayout((0, *range(2, rank), 1))
-
-
-def weight_layout(name: str, dtype: str, shape: Sequence[int], groups: int) -> PackedLayout:
-    """How a weight is packed for a target."""
-    columns = conv_columns(machine_named(name), dtype, shape[0] // groups, shape[1], groups)
-    if columns == 0:
-        return PackedLayout((1, *range(2, len(shape)), 0))
-    return PackedLayout(channels_last(len(shape)).outer_perm, (0,), (columns,))
 
 
 def conv_problem(
@@ -38,37 +32,59 @@ def conv_problem(
     windows: Sequence[Window],
     groups: int = 1,
     batch: Dim = 1,
-    dtype: str = "float32",
+    dtype: str | tuple[str, str, str] = "float32",
     data_layout: PackedLayout | None = None,
 ) -> ConvProblem:
-    """`channels` are those of the data and of the result; data and result are stored channels-last."""
+    """`channels` are those of the data and of the result; data and result are stored channels-last.
+
+    `dtype` is that of everything, or those of data, weight and accumulators, which are the result.
+    """
+    types = (dtype,) * 3 if isinstance(dtype, str) else dtype
     ins, outs = channels
     rank = len(extents) + 2
-    axes = range(len(extents))
     places = tuple(window.places(extent) for window, extent in zip(windows, extents, strict=True))
     weight = (outs, ins // groups, *(window.size for window in windows))
-    return ConvProblem(
-        Operand(
-            (batch, ins, *extents), dtype, ("b", "c", *(f"x{d}" for d in axes)), data_layout or channels_last(rank)
-        ),
-        Operand(weight, dtype, ("n", "k", *(f"w{d}" for d in axes)), weight_layout(name, dtype, weight, groups)),
-        Operand((batch, outs, *places), dtype, ("b", "n", *(f"y{d}" for d in axes)), channels_last(rank)),
-        dtype,
-        tuple(windows),
-        groups,
-    )
+    shapes = ((batch, ins, *extents), weight, (batch, outs, *places))
+    maps = conv_maps(len(extents))
+    layouts = (data_layout or channels_last(rank), weight_layout(name, types, shapes, windows, groups))
+    operands = [Operand(*operand) for operand in zip(shapes, types, maps, (*layouts, channels_last(rank)), strict=True)]
+    return ConvProblem(*operands, types[2], tuple(windows), groups)
 
 
-def with_epilogue(problem: ConvProblem, expression: str, *shown: str) -> ConvProblem:
-    """`shown` says for each operand which dimensions of the result it has: "n" a bias, "bny" all of them."""
+def weight_layout(
+    name: str, types: tuple[str, str, str], shapes: Sequence[Sequence[Dim]], windows: Sequence[Window], groups: int
+) -> PackedLayout:
+    """How a weight is packed for a target."""
+    maps = conv_maps(len(windows))
+    sizes = {
+        dim: -1 if isinstance(extent, str) else extent
+        for names, shape in zip(maps, shapes, strict=True)
+        for dim, extent in zip(names, shape, strict=True)
+    }
+    padding = (*(w.before for w in windows), *(w.after for w in windows))
+    moves = Moves(tuple(w.stride for w in windows), padding, tuple(w.dilation for w in windows), groups)
+    encoding = Encoding(CONVOLUTIONS[len(windows) - 1], RHS, types, maps, tuple(sizes.items()), moves)
+    layout = conv_layout(encoding, machine_named(name))
+    assert layout is not None
+    return layout
+
+
+def with_epilogue(
+    problem: ConvProblem, expression: str, *shown: str, dtype: str = "", result_dtype: str = ""
+) -> ConvProblem:
+    """`shown` says for each operand which dimensions of the result it has: "n" a bias, "bny" all of them.
+
+    Operands are of `dtype`, that of the accumulators if empty, and so is the result of `result_dtype`.
+    """
     names, rank = problem.result.index_map, len(problem.result.index_map)
     operands = []
     for dims in shown:
         index_map = tuple(name if name[0] in dims else "1" for name in names)
         shape = tuple(size if name[0] in dims else 1 for size, name in zip(problem.result.shape, names, strict=True))
         layout = channels_last(rank) if "y" in dims else PackedLayout.identity(rank)
-        operands.append(Operand(shape, problem.result.dtype, index_map, layout))
-    return replace(problem, epilogue=Epilogue(Expression.parse(expression), tuple(operands)))
+        operands.append(Operand(shape, dtype or problem.result.dtype, index_map, layout))
+    result = replace(problem.result, dtype=result_dtype or problem.result.dtype)
+    return replace(problem, result=result, epilogue=Epilogue(Expression.parse(expression), tuple(operands)))
 
 
 def reference(problem: ConvProblem, data: np.ndarray, weight: np.ndarray) -> np.ndarray:
@@ -93,7 +109,7 @@ def reference(problem: ConvProblem, data: np.ndarray, weight: np.ndarray) -> np.
 def random_operands(problem: ConvProblem, rng: np.random.Generator, batch: int = 1) -> list[np.ndarray]:
     """All but the result; a symbolic batch is `batch`."""
     shapes = [[batch if isinstance(dim, str) else dim for dim in operand.shape] for operand in problem.parameters[:-1]]
-    return [rng.standard_normal(shape).astype(problem.data.dtype) for shape in shapes]
+    return [random_array(rng, s, operand.dtype) for s, operand in zip(shapes, problem.parameters, strict=False)]
 
 
 @cache
@@ -102,20 +118,22 @@ def _kernel(problem: ConvProblem, name: str, folder: Path) -> Callable[..., None
 
 
 def run(problem: ConvProblem, name: str, folder: Path, arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """The result; its storage is NaN before, and so is the padding of operands."""
-    operands = problem.parameters[:-1]
-    tensors = [
-        tvm.runtime.tensor(stored(array, operand.layout)) for operand, array in zip(operands, arrays, strict=True)
-    ]
+    """The result, whose storage is poisoned before; so is the padding of operands, but for that along the sums."""
+
+    def as_stored(operand: Operand, array: np.ndarray) -> np.ndarray:
+        return operand.layout.pack(array) if 1 in operand.layout.inner_dims else stored(array, operand.layout)
+
+    pairs = zip(problem.parameters[:-1], arrays, strict=True)
+    tensors = [tvm.runtime.tensor(as_stored(operand, array)) for operand, array in pairs]
     shape = (len(arrays[0]), *(int(extent) for extent in problem.result.shape[1:]))
-    out = tvm.runtime.tensor(np.full(problem.result.layout.packed_shape(shape), np.nan, problem.result.dtype))
+    out = poisoned(problem.result.layout.packed_shape(shape), problem.result.dtype)
     _kernel(problem, name, folder)(*tensors, out)
     return problem.result.layout.unpack(out.numpy(), shape)
 
 
 def assert_near(problem: ConvProblem, got: np.ndarray, want: np.ndarray) -> None:
-    """Within 2e-5 times the root of the products of a sum, 1e-13 for float64."""
-    unit = 2e-5 if problem.acc_dtype == "float32" else 1e-13
+    """Within 2e-5 times the root of the products of a sum, 1e-13 for float64; integers are exact."""
+    unit = {"float32": 2e-5, "float64": 1e-13}.get(problem.acc_dtype, 0)
     products = np.prod([int(extent) for extent in problem.weight.shape[1:]])
     np.testing.assert_allclose(got.astype("float64"), want, rtol=0, atol=unit * np.sqrt(products))
 

@@ -11,6 +11,7 @@ import tvm
 import tvm_ffi
 from tvm import tirx
 
+from relax_hetero.element_types import numpy_dtype
 from relax_hetero.encoding import PackedLayout
 from relax_hetero.encoding.machine import Machine, machine_of
 
@@ -22,8 +23,16 @@ TARGETS = {
 }
 
 
+# Machines whose instructions multiply bytes or halves.
+LOW_PRECISION_TARGETS = {
+    "vnni": {"kind": "llvm", "mcpu": "znver5", "num-cores": 2},
+    "avxvnni": {"kind": "llvm", "mcpu": "alderlake", "num-cores": 2},
+}
+_EXTENSIONS = {"vnni": {"avx512vnni", "avx512bf16"}, "avxvnni": {"avxvnni"}}
+
+
 def target_of(name: str) -> tvm.target.Target:
-    return tvm.target.Target(TARGETS[name])
+    return tvm.target.Target({**TARGETS, **LOW_PRECISION_TARGETS}[name])
 
 
 def machine_named(name: str) -> Machine:
@@ -31,13 +40,13 @@ def machine_named(name: str) -> Machine:
 
 
 def runs_here(name: str) -> bool:
-    if TARGETS[name]["kind"] == "c":
+    if target_of(name).kind.name == "c":
         return True
     if not str(tvm.target.codegen.llvm_get_system_triple()).startswith("x86_64"):
         return False
     host = tvm_ffi.get_global_func("tvm.codegen.llvm.GetHostCPUFeatures")()
     present = {str(feature) for feature, has in host.items() if has}
-    return set(machine_named(name).isa.features) <= present
+    return set(machine_named(name).isa.features) | _EXTENSIONS.get(name, set()) <= present
 
 
 NAMES = [name for name in TARGETS if runs_here(name)]
@@ -72,8 +81,9 @@ def random_bits(shape: Sequence[int], dtype: str, rng: np.random.Generator) -> n
 
 def poisoned(shape: Sequence[int], dtype: str) -> tvm.runtime.Tensor:
     """An output that shows every element that is not written."""
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    return tvm.runtime.tensor(np.full(size, 0xAB, np.uint8).view(dtype).reshape(shape))
+    kind = numpy_dtype(dtype)
+    size = int(np.prod(shape)) * kind.itemsize
+    return tvm.runtime.tensor(np.full(size, 0xAB, np.uint8).view(kind).reshape(shape))
 
 
 def stored(array: np.ndarray, layout: PackedLayout, padding: int = 0xFF) -> np.ndarray:

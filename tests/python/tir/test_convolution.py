@@ -157,7 +157,7 @@ def _stored(operand, layout: PackedLayout):
         ),
         (
             lambda p: replace(p, weight=_stored(p.weight, PackedLayout.identity(4))),
-            "found the weight stored as identity<4>, expected outer=\\[0, 2, 3, 1\\]",
+            "found the weight stored as identity<4>, expected pack<outer=\\[0, 2, 3, 1\\] inner=\\[0:1\\]>",
         ),
     ],
 )
