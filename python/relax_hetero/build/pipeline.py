@@ -6,6 +6,7 @@ import tvm
 
 from ..transform.donated import UpdateDonated
 from ..transform.form_attention import FormAttention
+from ..transform.form_block_products import FormBlockProducts
 from ..transform.form_command_buffers import FormCommandBuffers
 from ..transform.form_dispatches import FormDispatches
 from ..transform.form_rows import FormRows
@@ -46,4 +47,5 @@ def passes_to_dispatches() -> list[tvm.transform.Pass]:
     """The passes after which every call of a kernel, and the device it runs on, is there to see."""
     encode = [SetEncoding(), PropagateEncodings(), FormRows(), SpecializeEncodings()]
     store = [HoistEncodings(), MaterializeEncodings(), MovePermutes()]
-    return [RealizeVDevice(), SimplifyConvolutions(), FormAttention(), *encode, *store, FormDispatches()]
+    form = [SimplifyConvolutions(), FormBlockProducts(), FormAttention()]
+    return [RealizeVDevice(), *form, *encode, *store, FormDispatches()]

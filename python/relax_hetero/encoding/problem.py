@@ -247,5 +247,53 @@ class RowsProblem:
         return [*self.operands, self.result]
 
 
-Problem = MatmulProblem | ConvProblem | ElementwiseProblem | RowsProblem | AttentionProblem
+@dataclass(frozen=True)
+class BlockProductProblem:
+    """A product with weights of 4 bits: ``epilogue(sum over k of lhs * (weight - zero) * scale)``.
+
+    Parameters of its kernel, in order: lhs, weight, scales, zeros (if any), operands of the epilogue, result. Left
+    operand (float32) and result are row-major, over batch dimensions and m, then "k" and "n".
+
+    Attributes
+    ----------
+    weights : tuple of Operand
+        Weight, scales and perhaps zero points (8 where there are none) as `encoding.block_weights` packs them.
+    block : int
+        How many weights along k share a scale; a multiple of 8.
+    """
+
+    lhs: Operand
+    weights: tuple[Operand, ...]
+    result: Operand
+    block: int
+    epilogue: Epilogue | None = None
+
+    @property
+    def parameters(self) -> list[Operand]:
+        """What the kernel takes, in order."""
+        others = () if self.epilogue is None else self.epilogue.operands
+        return [self.lhs, *self.weights, *others, self.result]
+
+    @property
+    def depth(self) -> int:
+        """The extent of k."""
+        return _static(self.lhs.shape[-1])
+
+    @property
+    def columns(self) -> int:
+        """The extent of n."""
+        return _static(self.result.shape[-1])
+
+    @property
+    def panel(self) -> int:
+        """Columns of a panel."""
+        return _static(self.weights[0].shape[-1])
+
+
+def _static(dim: Dim) -> int:
+    assert isinstance(dim, int), "weights are constants"
+    return dim
+
+
+Problem = MatmulProblem | ConvProblem | ElementwiseProblem | RowsProblem | AttentionProblem | BlockProductProblem
 """Whatever kernels are written for."""

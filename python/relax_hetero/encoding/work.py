@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from .problem import AttentionProblem, ConvProblem, Dim, MatmulProblem
+from .problem import AttentionProblem, BlockProductProblem, ConvProblem, Dim, MatmulProblem
 
 
 def operations(problem: Any) -> int:
@@ -15,7 +15,7 @@ def operations(problem: Any) -> int:
 
     Parameters
     ----------
-    problem : MatmulProblem, ConvProblem, AttentionProblem or anything else
+    problem : MatmulProblem, ConvProblem, BlockProductProblem, AttentionProblem or anything else
 
     Returns
     -------
@@ -26,6 +26,8 @@ def operations(problem: Any) -> int:
         return 2 * _count(*problem.result.shape, problem.lhs.size("k"))
     if isinstance(problem, ConvProblem):
         return 2 * _count(*problem.result.shape, *problem.weight.shape[1:])
+    if isinstance(problem, BlockProductProblem):
+        return 2 * _count(*problem.result.shape, problem.depth)
     if isinstance(problem, AttentionProblem):
         sizes = dict(problem.sizes)
         scores = _count(*(sizes[name] for name in ("b", "h", "m", "n")))

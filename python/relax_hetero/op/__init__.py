@@ -8,6 +8,7 @@ vdevices strict (see `strict_tvmscript`).
 from __future__ import annotations
 
 from .attention import attention, register_attention_op
+from .block_products import block_matmul, dequantize_blocks, register_block_ops
 from .encoded import (
     elementwise,
     matmul,
@@ -24,6 +25,8 @@ from .transfers import to_vdevice
 
 __all__ = [
     "attention",
+    "block_matmul",
+    "dequantize_blocks",
     "elementwise",
     "encode_hint",
     "hint_on_device",
@@ -42,3 +45,4 @@ make_tvmscript_strict()
 register_encoded_ops()
 register_rows_op()
 register_attention_op()
+register_block_ops()

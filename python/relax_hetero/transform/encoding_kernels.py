@@ -23,6 +23,7 @@ from .kernel_names import VariantNames, shape_text
 from .kernel_ops import OPS
 from .kernel_work import work_attribute
 from .materialize_attention import attention_problem
+from .materialize_block_products import block_product_problem
 from .materialize_rows import rows_problem
 from .rewriting import fresh_global_var
 from .stored_tensors import Stored, StoredRows, Symbols, elementwise_problem, product_problem
@@ -149,6 +150,15 @@ class EncodingKernels:
         kernel = self._solve(problem, target, name, ops, where)
         scratch = self.functions[kernel].params[-1]
         return kernel, relax.TensorType(list(scratch.shape), str(scratch.dtype), result.vdevice)
+
+    def block_product(self, call: relax.Call, result: relax.TensorType, where: str) -> tvm.ir.GlobalVar:
+        """The kernel of a product with weights of 4 bits."""
+        target = target_of(result.vdevice)
+        problem = block_product_problem(call, result)
+        epilogue = _op_names(problem.epilogue.expression if problem.epilogue else None)
+        sizes = [*problem.result.shape, problem.depth]
+        name = "_".join(["block_matmul", shape_text(sizes), self._names.device(target), *epilogue[:_NAMED_OPS]])
+        return self._solve(problem, target, name, ["block_matmul", *epilogue], where)
 
     def relayout(self, source: Stored, result: Stored, where: str) -> tvm.ir.GlobalVar:
         """The kernel that lays a tensor out anew; one of both is row-major for packing and unpacking."""

@@ -36,6 +36,7 @@ from ..encoding.packed_layout import PackedLayout
 from ..encoding.row_program import RowProgram
 from ..errors import EncodingError
 from ..op.attention import ATTENTION
+from ..op.block_products import BLOCK_MATMUL
 from ..op.encoded import PREPACKED, PRODUCTS, RELAYOUT, SET, UNSET, encoded_op
 from ..op.rows import ROWS
 from ..vdevice import vdevices_of
@@ -102,6 +103,8 @@ class _Function:
             return self._rows(binding)
         if op_name(value) == ATTENTION:
             return self._attention(binding)
+        if op_name(value) == BLOCK_MATMUL:
+            return self._block_product(binding)
         if op_name(value) == TRANSFER and value.args[0] in self.stored:
             stored = self.stored[value.args[0]]
             there = Stored(binding.var.ty, stored.layout)
@@ -205,6 +208,12 @@ class _Function:
         where = f"{ATTENTION} of variable {binding.var.name!r} in function {self.name!r}"
         kernel, scratch = self.kernels.attention(binding.value, binding.var.ty, where)
         return attention_bindings(binding, kernel, scratch, self.merges.resolve)
+
+    def _block_product(self, binding: relax.Binding) -> relax.Binding:
+        var, call = binding.var, binding.value
+        where = f"{BLOCK_MATMUL} of variable {var.name!r} in function {self.name!r}"
+        kernel = self.kernels.block_product(call, var.ty, where)
+        return relax.VarBinding(var, self._call(kernel, call.args, var.ty), binding.span)
 
     def _stored(self, expr: relax.Expr) -> Stored:
         known = self.stored.get(expr) if isinstance(expr, relax.Var) else None

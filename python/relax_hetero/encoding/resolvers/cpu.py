@@ -14,7 +14,7 @@ from ...element_types import bytes_of
 from ..encoding import DYNAMIC, RHS, Encoding
 from ..machine import Machine, machine_of
 from ..packed_layout import PackedLayout
-from ..problem import AttentionProblem, RowsProblem
+from ..problem import AttentionProblem, BlockProductProblem, RowsProblem
 from ..products import Product, product_for
 from ..tiles import tile_columns
 from .convolutions import conv_layout
@@ -38,7 +38,7 @@ class CpuResolver(ResolverBase):
     """Row-major left operand and result, packed right operand."""
 
     name = "cpu"
-    problems = (AttentionProblem, RowsProblem)
+    problems = (AttentionProblem, BlockProductProblem, RowsProblem)
 
     def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """Row-major left operand and result; panels for the right one, unless it is a small activation."""

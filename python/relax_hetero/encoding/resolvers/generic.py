@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ..encoding import LHS, RHS, Encoding
 from ..machine import machine_of
 from ..packed_layout import PackedLayout
+from ..problem import BlockProductProblem
 from ..products import product_for
 from .layouts import ResolverBase, tiled
 
@@ -24,6 +25,7 @@ class GenericResolver(ResolverBase):
     """Tiles of 8 by 8, one k at a time."""
 
     name = "generic"
+    problems = (BlockProductProblem,)
 
     def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """``[m/8, k, 8]``, ``[n/8, k, 8]`` and ``[m/8, n/8, 8, 8]``; convolutions stay stock ops."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..encoding import Encoding, IndexMap
 from ..machine import machine_of
 from ..packed_layout import PackedLayout
-from ..problem import AttentionProblem, ConvProblem, MatmulProblem, Problem, RowsProblem
+from ..problem import AttentionProblem, BlockProductProblem, ConvProblem, MatmulProblem, Problem, RowsProblem
 
 if TYPE_CHECKING:
     import tvm
@@ -70,6 +70,10 @@ class ResolverBase(ABC):
             from ...tir.attention import attention_kernel
 
             return attention_kernel(problem, machine_of(target))
+        if isinstance(problem, BlockProductProblem):
+            from ...tir.block_product import block_product_kernel
+
+            return block_product_kernel(problem, machine_of(target))
         if isinstance(problem, RowsProblem):
             from ...tir.rows import rows_kernel
 

@@ -1,0 +1,191 @@
+"""Operators of weights of 4 bits: ``relax.hetero.dequantize_blocks`` and ``relax.hetero.block_matmul``.
+
+Importers write the first, which says what such weights mean as numbers; products that read nothing else become the
+second (FormBlockProducts), of which MaterializeEncodings makes kernels. All tensors are plain. (TVM has 4-bit types,
+and miscomputes with them: two weights are a byte here, and eight are an int32.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import relax, tirx
+from tvm.relax import script as relax_script
+from tvm.relax.script import parser as relax_parser
+
+from ..encoding.block_weights import GROUP
+from ..encoding.expression import Expression
+from ..errors import EncodingError
+
+DEQUANTIZE_BLOCKS, BLOCK_MATMUL = "relax.hetero.dequantize_blocks", "relax.hetero.block_matmul"
+
+_POINTS = ("uint8", "float32")
+
+
+@tvm_ffi.dataclasses.py_class("relax_hetero.DequantizeBlocksAttrs")
+class DequantizeBlocksAttrs(tvm.ir.Attrs):
+    """Of dequantize_blocks: weights of a row, and how many of them share a scale."""
+
+    depth: int
+    block: int
+
+
+@tvm_ffi.dataclasses.py_class("relax_hetero.BlockMatmulAttrs")
+class BlockMatmulAttrs(tvm.ir.Attrs):
+    """Of block_matmul; see `block_matmul`."""
+
+    columns: int
+    block: int
+    zeros: bool
+    expression: str
+
+
+def dequantize_blocks(
+    data: relax.Expr, scales: relax.Expr, zeros: relax.Expr | None = None, *, depth: int, block: int
+) -> relax.Call:
+    """Weights of 4 bits as float32: ``(weight - zero) * scale``.
+
+    Parameters
+    ----------
+    data : relax.Expr
+        (n, bytes) of uint8: weights from 0 to 15, two a byte, the first in the low half; ``ceil(depth / 2)`` bytes at
+        least.
+    scales : relax.Expr
+        (n, blocks) of float32, ``blocks = ceil(depth / block)``.
+    zeros : relax.Expr, optional
+        Zero points, (n, blocks) of uint8 or float32; 8 where they are not given.
+    depth : int
+        Weights of a row; the result has the shape (n, depth).
+    block : int
+        How many weights share a scale: a multiple of 8.
+
+    Raises
+    ------
+    EncodingError
+        If an operand is no Relax expression.
+    """
+    operands = [data, scales] if zeros is None else [data, scales, zeros]
+    return _call(DEQUANTIZE_BLOCKS, operands, DequantizeBlocksAttrs(depth, block))
+
+
+def block_matmul(
+    x: relax.Expr,
+    weight: relax.Expr,
+    scales: relax.Expr,
+    *others: relax.Expr,
+    columns: int,
+    block: int,
+    zeros: bool = False,
+    expression: Expression | str = "x0",
+) -> relax.Call:
+    """A product with weights of 4 bits: ``expression(x * ((weight - zero) * scale), ...)``.
+
+    Parameters
+    ----------
+    x : relax.Expr
+        (..., m, k) of float32.
+    weight, scales : relax.Expr
+        In panels of columns, as `relax_hetero.encoding.block_weights` packs them for the device.
+    others : relax.Expr
+        Zero points, if there are any, in panels; then the operands ``x1``, ``x2``, ... of the expression.
+    columns, block : int
+        Extent of n, and how many weights along k share a scale.
+    zeros : bool
+        Whether zero points are given.
+    expression : Expression or str
+        What is done to a sum (``x0``) before it is stored.
+
+    Raises
+    ------
+    EncodingError
+        If text is no expression, or an operand is no Relax expression.
+    """
+    text = str(expression if isinstance(expression, Expression) else Expression.parse(expression))
+    return _call(BLOCK_MATMUL, [x, weight, scales, *others], BlockMatmulAttrs(columns, block, zeros, text))
+
+
+def _call(name: str, operands: list[relax.Expr], attrs: tvm.ir.Attrs) -> relax.Call:
+    for index, operand in enumerate(operands):
+        if not isinstance(operand, relax.Expr):
+            raise EncodingError(f"{name}: operand {index} is a {type(operand).__name__}, expected a Relax expression")
+    return relax.Call(tvm.ir.Op.get(name), operands, attrs)
+
+
+def _tensor(call: relax.Call, index: int, dtypes: tuple[str, ...]) -> list[Any]:
+    """The extents of an operand that has one of some element types; ints where they are numbers."""
+    ty = call.args[index].ty
+    known = isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr)
+    if not known or str(ty.dtype) not in dtypes:
+        raise EncodingError(
+            f"{call.op.name}: operand {index} is a {ty}, expected a tensor of {' or '.join(dtypes)} of known extents"
+        )
+    return [int(extent) if isinstance(extent, tirx.IntImm) else extent for extent in ty.shape.values]
+
+
+def _expect(call: relax.Call, index: int, found: list[Any], expected: list[Any]) -> None:
+    if found != expected:
+        raise EncodingError(f"{call.op.name}: operand {index} has shape {found}, expected {expected}")
+
+
+def infer_dequantize_blocks(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
+    """The type of `dequantize_blocks`; EncodingError for operands that do not fit."""
+    _check_call(call, DequantizeBlocksAttrs, 2)
+    depth, block = int(call.attrs.depth), int(call.attrs.block)
+    _check_block(call, block)
+    data = _tensor(call, 0, ("uint8",))
+    if len(data) != 2 or not all(isinstance(extent, int) for extent in data) or data[1] * 2 < depth:
+        raise EncodingError(
+            f"{DEQUANTIZE_BLOCKS}: operand 0 has shape {data}, expected rows of {-(-depth // 2)} bytes or more"
+        )
+    for index in range(1, len(call.args)):
+        found = _tensor(call, index, ("float32",) if index == 1 else _POINTS)
+        _expect(call, index, found, [data[0], -(-depth // block)])
+    return relax.TensorType([data[0], depth], "float32", call.args[0].ty.vdevice)
+
+
+def infer_block_matmul(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
+    """The type of `block_matmul`; EncodingError for operands that do not fit."""
+    _check_call(call, BlockMatmulAttrs, 3)
+    columns, block = int(call.attrs.columns), int(call.attrs.block)
+    _check_block(call, block)
+    x, weight = _tensor(call, 0, ("float32",)), _tensor(call, 1, ("int32",))
+    if len(x) < 2 or not isinstance(x[-1], int):
+        raise EncodingError(f"{BLOCK_MATMUL}: operand 0 has shape {x}, expected (..., m, k) with a number k")
+    panel = weight[-1]
+    panels = -(-columns // panel)
+    _expect(call, 1, weight, [panels, -(-x[-1] // GROUP), panel])
+    for index in range(2, 3 + bool(call.attrs.zeros)):
+        found = _tensor(call, index, ("float32",) if index == 2 else _POINTS)
+        _expect(call, index, found, [panels, -(-x[-1] // block), panel])
+    expression = Expression.parse(call.attrs.expression)
+    others = list(call.args[3 + bool(call.attrs.zeros) :])
+    if expression.num_operands > 1 + len(others):
+        raise EncodingError(f"{BLOCK_MATMUL}: {expression} needs {expression.num_operands - 1} operands besides")
+    dtype = expression.dtype(["float32", *(str(other.ty.dtype) for other in others)])
+    return relax.TensorType([*x[:-1], columns], dtype, call.args[0].ty.vdevice)
+
+
+def _check_call(call: relax.Call, attrs: type, operands: int) -> None:
+    if not isinstance(call.attrs, attrs):
+        raise EncodingError(f"{call.op.name}: attributes are a {type(call.attrs).__name__}, expected {attrs.__name__}")
+    needed = operands + bool(getattr(call.attrs, "zeros", False))
+    if len(call.args) < needed:
+        raise EncodingError(f"{call.op.name}: found {len(call.args)} operands, expected {needed} at least")
+
+
+def _check_block(call: relax.Call, block: int) -> None:
+    if block <= 0 or block % GROUP:
+        raise EncodingError(f"{call.op.name}: found blocks of {block}, expected a multiple of {GROUP}")
+
+
+def register_block_ops() -> None:
+    """Make TVM know the ops, and TVMScript their names; once, after `register_encoded_ops`."""
+    for name, infer in ((DEQUANTIZE_BLOCKS, infer_dequantize_blocks), (BLOCK_MATMUL, infer_block_matmul)):
+        tvm.ir._ffi_api.RegisterOp(name, f"{name}: see relax_hetero.op.block_products")
+        tvm.ir.register_op_attr(name, "FInferType", infer)
+        tvm.ir.register_op_attr(name, "FPurity", True)
+    for namespace in (relax_script, relax_parser):
+        namespace.hetero.dequantize_blocks = staticmethod(dequantize_blocks)
+        namespace.hetero.block_matmul = staticmethod(block_matmul)
