@@ -60,12 +60,12 @@ def rows_kernel(problem: RowsProblem, machine: Machine) -> tirx.PrimFunc:
         if not wide:
             raise EncodingError(f"rows {problem.program}: found no operand that runs along the rows")
         n = extent_of(wide, "n")
-        lanes = min(machine.lanes(computed_in(view.dtype)) for view in views)
+        lanes = _lanes(views, machine)
         program = _in_single(problem.program)
         plan = plan_rows(
             program,
             frozenset(i for i, view in enumerate(operands) if view.runs_along("n")),
-            may_keep=result.runs_along("n") and problem.result.dtype == computed_in(problem.result.dtype),
+            may_keep=result.runs_along("n") and _holds_floats(problem.result.dtype),
         )
         with function.body():
             for view in views:
@@ -96,11 +96,20 @@ def phase_code(phase: RowPhase, others: list[OperandView], result: OperandView, 
         Elements of a row.
     """
     operands = [*others[: phase.product], result, *others[phase.product :]]
-    lanes = min(machine.lanes(computed_in(view.dtype)) for view in operands)
     varying = frozenset(i for i, view in enumerate(operands) if view.runs_along("n"))
-    may_keep = result.dtype == computed_in(result.dtype)
     program = _in_single(phase.program)
-    return RowCode(program, plan_rows(program, varying, may_keep, phase.product), operands, result, lanes, n)
+    plan = plan_rows(program, varying, _holds_floats(result.dtype), phase.product)
+    return RowCode(program, plan, operands, result, _lanes(operands, machine), n)
+
+
+def _lanes(views: list[OperandView], machine: Machine) -> int:
+    """Of vectors in which everything, bytes included, is computed in floats."""
+    return min(machine.lanes(dtype) for dtype in ("float32", *(computed_in(view.dtype) for view in views)))
+
+
+def _holds_floats(dtype: str) -> bool:
+    """Whether rows of a type can hold what is computed, unrounded."""
+    return dtype in ("float32", "float64")
 
 
 def _in_single(program: RowProgram) -> RowProgram:

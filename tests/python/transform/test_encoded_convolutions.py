@@ -221,7 +221,7 @@ def test_every_form_is_the_same_convolution(data, weight, attrs):
 @pytest.mark.parametrize(
     "data, weight, attrs, reason",
     [
-        ((1, 4, 9, 8), (6, 4, 3, 3), {"dtype": "int32"}, "found element types ['int32', 'int32', 'int32']"),
+        ((1, 4, 9, 8), (6, 4, 3, 3), {"dtype": "int32"}, "found element types"),
         ((1, 4, 9, 8), (6, 4, 3, 3), {"dtype": "float16"}, "found element types"),
         ((1, "c", 9, 8), (6, "c", 3, 3), {}, "found channels (-1, -1, 6)"),
         ((0, 4, 9, 8), (6, 4, 3, 3), {}, "found an empty tensor"),
