@@ -7,6 +7,8 @@ once, with ONNX's own reference implementation, so that a weight is a constant w
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import onnx
 import tvm
@@ -71,6 +73,33 @@ def sparse_value(sparse: onnx.SparseTensorProto) -> np.ndarray:
     else:
         dense[tuple(indices.T)] = values
     return dense
+
+
+def initializer_value(tensor: onnx.TensorProto, graph: onnx.GraphProto) -> np.ndarray:
+    """The array of an initializer; one of 4 bits that only DequantizeLinear reads as bytes, which mean the same there.
+
+    Raises
+    ------
+    FrontendError
+        As `tensor_value`.
+    """
+    array = tensor_value(tensor, f"initializer {tensor.name!r}")
+    wide = {"int4": np.int8, "uint4": np.uint8}.get(str(array.dtype))
+    if wide is None:
+        return array
+    readers = {node.op_type for node in _nodes_in(graph) if tensor.name in node.input}
+    is_returned = any(output.name == tensor.name for output in graph.output)
+    return array if is_returned or readers != {"DequantizeLinear"} else array.astype(wide)
+
+
+def _nodes_in(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """The nodes of a graph and of the graphs inside it."""
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            yield from _nodes_in(attribute.g)
+            for inner in attribute.graphs:
+                yield from _nodes_in(inner)
 
 
 def make_const(array: np.ndarray) -> tvm.ir.GenericConst:

@@ -18,6 +18,8 @@ _MICROSOFT = "com.microsoft"
 _MICROSOFT_OPS = frozenset(
     "Attention BiasGelu EmbedLayerNormalization FastGelu Gelu MatMulInteger16 SkipLayerNormalization".split()
 )
+# Those that this library converts itself.
+_OWN_MICROSOFT_OPS = frozenset({"MatMulNBits"})
 # Stock converters of these follow ONNX Runtime's definition only.
 _ONLY_MICROSOFT = _MICROSOFT_OPS - {"Gelu"}
 
@@ -40,8 +42,10 @@ def find_converter(domain: str, op_type: str) -> Any:
     """This library's converter of an op, else stock TVM's, else None."""
     table = stock._get_convert_map()
     if domain in STANDARD_DOMAINS:
-        own = CONVERTERS.get(op_type)
+        own = CONVERTERS.get(op_type) if op_type not in _OWN_MICROSOFT_OPS else None
         return own if own is not None or op_type in _ONLY_MICROSOFT else table.get(op_type)
+    if domain == _MICROSOFT and op_type in _OWN_MICROSOFT_OPS:
+        return CONVERTERS[op_type]
     if domain == _MICROSOFT and op_type in _MICROSOFT_OPS:
         return table.get(op_type)
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 # Each of these registers the converters it defines.
 from . import (
     activations,
+    block_weights,
     convolution,
     detection,
     elementwise,
@@ -29,6 +30,7 @@ CONVERTERS: dict[str, Converter] = converters()
 __all__ = [
     "CONVERTERS",
     "activations",
+    "block_weights",
     "convolution",
     "detection",
     "elementwise",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import tvm
 from tvm import relax
 
+from .block_weights import dequantized_blocks
 from .convolution import integer_convolution
 from .elementwise import cast
 from .node import Dim, Node, as_constant, const, dtype_of, is_float, onnx_dtype
@@ -129,6 +130,9 @@ def quantize_linear(node: Node) -> relax.Expr:
 @converts("DequantizeLinear")
 def dequantize_linear(node: Node) -> relax.Expr:
     """(x - zero point) * scale: per tensor, per axis, or per block."""
+    blocks = dequantized_blocks(node)
+    if blocks is not None:
+        return blocks
     data, scale = node.tensor(0), node.tensor(1)
     shape, source = node.shape(data), dtype_of(data)
     if is_narrow(source):
