@@ -18,6 +18,7 @@ from ..transform.propagate_encodings import PropagateEncodings
 from ..transform.realize_vdevice import RealizeVDevice
 from ..transform.set_encoding import SetEncoding
 from ..transform.simplify_convolutions import SimplifyConvolutions
+from ..transform.sink_dequantize import SinkDequantize
 from ..transform.specialize_encodings import SpecializeEncodings
 
 
@@ -48,4 +49,4 @@ def passes_to_dispatches() -> list[tvm.transform.Pass]:
     encode = [SetEncoding(), PropagateEncodings(), FormRows(), SpecializeEncodings()]
     store = [HoistEncodings(), MaterializeEncodings(), MovePermutes()]
     form = [SimplifyConvolutions(), FormBlockProducts(), FormAttention()]
-    return [RealizeVDevice(), *form, *encode, *store, FormDispatches()]
+    return [RealizeVDevice(), SinkDequantize(), *form, *encode, *store, FormDispatches()]

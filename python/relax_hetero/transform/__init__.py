@@ -27,6 +27,7 @@ _EXPORTS: dict[str, str] = {
     "HoistEncodings": ".hoist_encodings",
     "MaterializeEncodings": ".materialize_encodings",
     "ToMixedPrecision": ".to_mixed_precision",
+    "SinkDequantize": ".sink_dequantize",
     "SimplifyConvolutions": ".simplify_convolutions",
     "FormAttention": ".form_attention",
     "FormBlockProducts": ".form_block_products",

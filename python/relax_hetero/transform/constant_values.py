@@ -29,6 +29,8 @@ _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
     "relax.square": np.square,
 }
 """Of floats; what else means the same in numpy is below."""
+_OF_INTEGERS = ("relax.add", "relax.subtract", "relax.multiply")
+"""Of those, what int32 is computed with: biases of quantized models, which become floats."""
 
 _FLOATS = ("float32", "float64")
 _RESHAPING = ("relax.reshape", "relax.expand_dims", "relax.squeeze", "relax.flatten")
@@ -66,7 +68,8 @@ class ConstantValues:
             return None
         tensors = [self.of(arg) for arg in call.args if isinstance(arg.ty, relax.TensorType)]
         arrays = [array for array in tensors if array is not None]
-        if len(arrays) < len(tensors) or (name in _ARITHMETIC and any(str(a.dtype) not in _FLOATS for a in arrays)):
+        types = (*_FLOATS, "int32") if name in _OF_INTEGERS else _FLOATS
+        if len(arrays) < len(tensors) or (name in _ARITHMETIC and any(str(a.dtype) not in types for a in arrays)):
             return None
         with np.errstate(all="ignore"):
             return compute(*arrays)
@@ -82,10 +85,18 @@ def _computation(call: relax.Call, shape: list[int]) -> Callable[..., np.ndarray
         return lambda x: x.transpose(permutation(call))
     if name == "relax.broadcast_to":
         return lambda x: np.broadcast_to(x, shape)
-    # Integers made floats are quantized weights, which products read as they are.
-    if name == "relax.astype" and {str(call.attrs.dtype), str(call.args[0].ty.dtype)} <= {*_FLOATS, "float16"}:
+    if name == "relax.astype" and _is_folded_cast(call.args[0], str(call.attrs.dtype)):
         return lambda x: x.astype(numpy_dtype(str(call.attrs.dtype)))
     return None
+
+
+def _is_folded_cast(value: relax.Expr, dtype: str) -> bool:
+    """Whether a cast is computed now: not of bytes that may be quantized weights, which products read as they are."""
+    source = str(value.ty.dtype)
+    if {source, dtype} <= {*_FLOATS, "float16"}:
+        return True
+    is_vector = source == "int32" or (source in ("int8", "uint8") and int(value.ty.ndim) <= 1)
+    return is_vector and dtype in ("int32", *_FLOATS)
 
 
 def constant_like(array: np.ndarray, like: relax.TensorType) -> tvm.ir.GenericConst:

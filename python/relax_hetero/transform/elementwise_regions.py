@@ -8,11 +8,17 @@ takes the work, and the earlier one's result is an operand of it. What a region 
 
 from __future__ import annotations
 
+import numpy as np
+import tvm
 from tvm import relax
 
 from ..encoding.encoding import Encoding
+from ..encoding.expression import Expression
+from ..encoding.requantization import simplify_requantization
+from ..encoding.row_program import operands_of
 from ..op import encoded as op
 from .blocks import Block, Emitter, same_shape, shape_of, tensor_type, with_regions
+from .quantized_operands import constant_like
 from .region_growth import Growth, Operand, Region
 from .rewriting import op_name
 
@@ -41,15 +47,16 @@ def _write(emitter: Emitter, region: Region, var: relax.Var, block: Block) -> No
     """The region's work, and its plain result as `var`."""
     unset = block.definitions[region.root]
     encoding = Encoding.parse(unset.attrs.encoding)
+    expression, kept = _simplified(region)
     operands = [unset.args[0]]
-    for number, operand in enumerate(region.operands, 1):
+    for number, operand in enumerate(kept, 1):
         value = _as_the_root(emitter, operand, f"{var.name}_x{number}")
         if operand.is_full:
             value = emitter.emit(op.set_encoding(value, encoding), value.ty, f"{var.name}_x{number}")
         operands.append(value)
     shape = shape_of(region.root) or []
     ty = tensor_type(shape, str(var.ty.dtype), region.root.ty)
-    call = op.elementwise(*operands, expression=region.expression, encoding=encoding)
+    call = op.elementwise(*operands, expression=expression, encoding=encoding)
     result = emitter.emit(call, ty, f"{var.name}_encoded")
     if region.order is None and same_shape(shape, shape_of(var) or []):
         emitter.bind(var, relax.Call(unset.op, [result], unset.attrs, ret_ty=var.ty))
@@ -60,6 +67,34 @@ def _write(emitter: Emitter, region: Region, var: relax.Var, block: Block) -> No
     else:
         view = relax.op.permute_dims(plain, list(region.order))
     emitter.bind(var, relax.Call(view.op, list(view.args), view.attrs, ret_ty=var.ty))
+
+
+def _simplified(region: Region) -> tuple[Expression, list[Operand]]:
+    """The region's expression with as few ops as requantizing takes, and the operands it still has after ``x0``."""
+    values: list[relax.Expr] = [region.root, *(operand.value for operand in region.operands)]
+    constants = {
+        number: array for number, operand in enumerate(region.operands, 1) if (array := _constant(operand)) is not None
+    }
+    dtypes = [str(value.ty.dtype) for value in values]
+    expression, made = simplify_requantization(region.expression, dtypes, constants)
+    operands = [*region.operands]
+    for array in made.values():
+        operands.append(Operand(constant_like(array, region.root), None, False))
+    used = [index for index in operands_of(expression) if index]
+    places = [Expression.operand(used.index(i) + 1 if i in used else 0) for i in range(len(operands) + 1)]
+    return expression.substitute(places), [operands[index - 1] for index in used]
+
+
+def _constant(operand: Operand) -> np.ndarray | None:
+    """The elements of a constant operand of float32 as it is met at the root; None for others."""
+    if not isinstance(operand.value, tvm.ir.GenericConst) or str(operand.value.ty.dtype) != "float32":
+        return None
+    if operand.is_full:
+        return None
+    array = operand.value.value.numpy()
+    if operand.axes is not None:
+        return array.transpose(operand.axes)
+    return array if operand.shape is None else array.reshape([int(extent) for extent in operand.shape])
 
 
 def _as_the_root(emitter: Emitter, operand: Operand, name: str) -> relax.Expr:

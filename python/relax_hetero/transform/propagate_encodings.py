@@ -36,6 +36,7 @@ from ..op.encoded import encoded_op
 from .absorb_permutes import absorb_permutes
 from .blocks import Block, Emitter, renamed, rewrite_blocks, without_unused
 from .elementwise_regions import absorb_elementwise
+from .quantized_operands import is_part_of_quantized
 from .rewriting import op_name
 
 Step = Callable[[Block], "list[relax.Binding] | None"]
@@ -82,7 +83,7 @@ def drop_unused(block: Block) -> list[relax.Binding] | None:
 
 
 def _is_droppable(value: relax.Expr) -> bool:
-    return op_name(value) in (op.SET, op.UNSET, "relax.permute_dims", "relax.reshape")
+    return op_name(value) in (op.SET, op.UNSET) or is_part_of_quantized(value)
 
 
 def unset_below_transfers(block: Block) -> list[relax.Binding] | None:

@@ -17,8 +17,8 @@ After::
     sums = R.nn.conv2d(padded, w, out_dtype="int32")                # its operands are encoded in the same step
     y = R.multiply(R.astype(R.subtract(sums, 7 * w.sum()), "float32"), sx * sw)
 
-The encoded op pads with zeros, which stand for no zero where data have a zero point: such data are padded before, as
-are int8 data, whose top bits machines flip. Weights become signed as those of products do (`signed_constant`).
+The encoded op pads with zeros, which stand for no zero where data have a zero point: such data are padded before.
+Weights become signed as those of products do (`signed_constant`).
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class _Writer:
         """Whether the convolution could be encoded; else what has been written is to be removed."""
         writer, var = self.writer, self.binding.var
         data, weight = self._plain(self.data, "data"), self._plain(self.weight, "weight")
-        if any(self.padding) and (self.data.zero is not None or str(data.ty.dtype) == "int8"):
+        if any(self.padding) and self.data.zero is not None:
             data = self._padded(data)
         total = self._convolved(data, weight, int(self.attrs.groups), self.name)
         if total is None:

@@ -11,14 +11,17 @@ import tvm
 from tvm import relax
 
 from ..encoding.encoding import LHS
+from ..encoding.expression import Expression
 from .blocks import Block, is_one, same_shape, shape_of
 from .placement.graph import handle
+from .relax_expressions import to_expression
 from .rewriting import op_name
 
 LONGEST_SUM = (1 << 31) // (255 * 255)
 """Of products of two differences of 8-bit integers: as many as int32 certainly holds."""
 
 _NARROW = ("int8", "uint8")
+_DEQUANTIZING = ("relax.astype", "relax.subtract", "relax.multiply")
 # What reading sees through, and what is left without a use once it has.
 _SEEN_THROUGH = frozenset(
     f"relax.{name}" for name in ("astype", "subtract", "multiply", "permute_dims", "reshape", "divide")
@@ -154,6 +157,30 @@ def _with_parameter(
         return replace(found, scale=Parameter(parameter, own, value))
     is_narrow = _is_narrow(parameter, value, str(found.data.ty.dtype), block)
     return replace(found, zero=Parameter(parameter, own, value, is_narrow))
+
+
+def dequantized(expr: relax.Expr, block: Block) -> tuple[Expression, relax.Expr] | None:
+    """``(astype(q) - zero) * scale`` with one zero point and one scale, as an expression over the bytes.
+
+    Returns
+    -------
+    expression, operand
+        None for what is no float32 tensor computed so from an 8-bit one.
+    """
+    above: list[Expression] = []
+    shape = shape_of(expr)
+    while str(expr.ty.dtype) not in _NARROW:
+        value = block.definition(expr)
+        found = to_expression(value) if op_name(value) in _DEQUANTIZING else None
+        if found is None or len(found[1]) != 1:
+            return None
+        above.append(found[0])
+        expr = found[1][0]
+    whole = Expression.operand(0)
+    for step in reversed(above):
+        whole = step.substitute([whole])
+    keeps_shape = bool(above) and shape is not None and same_shape(shape_of(expr) or [], shape)
+    return (whole, expr) if keeps_shape else None
 
 
 def _is_narrow(expr: relax.Expr, value: np.ndarray | None, dtype: str, block: Block) -> bool:

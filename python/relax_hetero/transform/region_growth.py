@@ -11,6 +11,7 @@ import heapq
 from dataclasses import dataclass
 from typing import Any
 
+import tvm
 from tvm import relax
 
 from ..encoding.encoding import Encoding
@@ -19,7 +20,7 @@ from ..op import encoded as op
 from ..vdevice import same_object
 from .blocks import Block, broadcast, is_one, same_extent, same_shape, shape_of
 from .encoded_products import ONE
-from .quantized_operands import permutation
+from .quantized_operands import dequantized, permutation
 from .relax_expressions import scalar_of, to_expression
 from .rewriting import op_name
 
@@ -108,7 +109,11 @@ class Growth:
             binding = block.bindings[index]
             if index in self.taken or not self._take(binding):
                 break
-            if set(pending) <= {index} and op_name(binding.value) not in _NO_END:
+            if (
+                set(pending) <= {index}
+                and op_name(binding.value) not in _NO_END
+                and not self._only_widens(best, binding)
+            ):
                 var = binding.var
                 best = Region(self.root, index, list(inside), self.values[var], list(self.operands), self.orders[var])
             inside.append(index)
@@ -117,6 +122,13 @@ class Growth:
             for user in block.users.get(binding.var, []):
                 heapq.heappush(pending, user)
         return best
+
+    def _only_widens(self, best: Region | None, binding: relax.Binding) -> bool:
+        """Whether a value is but the bytes at which a region may end as floats: whoever reads them dequantizes them."""
+        if best is None or str(binding.var.ty.dtype) in ("int8", "uint8"):
+            return False
+        found = dequantized(binding.var, self.block)
+        return found is not None and found[1].same_as(self.block.bindings[best.end].var)
 
     def _take(self, binding: relax.Binding) -> bool:
         var, value = binding.var, binding.value
@@ -187,15 +199,29 @@ class Growth:
         if tensor in self.values:
             fits = same_shape(self.views[tensor], view) and self.orders[tensor] == order
             return self.values[tensor] if fits else None
-        operand = self._operand(tensor, view, order)
+        bytes_ = dequantized(tensor, self.block)
+        if bytes_ is not None and bytes_[1] not in self.values:
+            inner = self._term(bytes_[1], view, order)
+            return None if inner is None else bytes_[0].substitute([inner])
+        source, dtype = self._before_cast(tensor)
+        operand = self._operand(source, view, order)
         if operand is None:
             return None
         for index, known in enumerate(self.operands):
-            if known.value.same_as(tensor):
+            if known.value.same_as(source):
                 alike = known.shape == operand.shape and known.axes == operand.axes
-                return Expression.operand(index + 1) if alike else None
+                return _cast(Expression.operand(index + 1), dtype) if alike else None
         self.operands.append(operand)
-        return Expression.operand(len(self.operands))
+        return _cast(Expression.operand(len(self.operands)), dtype)
+
+    def _before_cast(self, tensor: relax.Expr) -> tuple[relax.Expr, str | None]:
+        """What a tensor is a cast of, and the type; itself where reading that would not save a kernel and memory."""
+        call = self.block.definition(tensor)
+        if op_name(call) != "relax.astype" or to_expression(call) is None:
+            return tensor, None
+        source = call.args[0]
+        bits = [tvm.DataType(str(x.ty.dtype)).bits for x in (source, tensor)]
+        return (source, str(tensor.ty.dtype)) if bits[0] < bits[1] else (tensor, None)
 
     def _operand(self, tensor: relax.Expr, view: list[Any], order: tuple[int, ...] | None) -> Operand | None:
         shape = shape_of(tensor)
@@ -230,6 +256,10 @@ class Growth:
             return None
         aligned = [ONE] * (len(order) - len(shape)) + shape
         return Operand(tensor, [aligned[axis] for axis in back], False)
+
+
+def _cast(operand: Expression, dtype: str | None) -> Expression:
+    return operand if dtype is None else Expression(Term("cast", (operand.term,), (dtype,)))
 
 
 def _is_permuted(block: Block, tensor: relax.Expr, order: tuple[int, ...], depth: int = 3) -> bool:
