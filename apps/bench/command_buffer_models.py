@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 from command_buffer_model_report import REFERENCE, WITHOUT
 from model_peers import OURS
+from model_runs import at_once, prepare, time_models
 from model_worker import Job
 from model_zoo import random_inputs
-
-from models import at_once, prepare, time_models
 
 MODELS = (
     "minilm",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from model_dispatches import COLUMNS, Dispatch, Roof, dispatch_cells
-from model_peers import NO_PEERS, OURS, PEERS
+from model_peers import NO_PEERS, OURS, PEERS, SYMBOLIC
 from report import geometric_mean
 
 Result = dict[str, Any]
@@ -36,22 +36,18 @@ def tables(results: Sequence[Result]) -> list[Table]:
     for threads in dict.fromkeys(result["threads"] for result in results):
         group = [result for result in results if result["threads"] == threads]
         keys = [key for key in PEERS if any("median_ms" in result["rows"].get(key, {}) for result in group)]
-        rows = []
-        for result in group:
-            best, value = best_peer(result), ratio(result)
-            cells = [_cell(result["rows"].get(key, {})) for key in keys]
-            own = result["rows"].get(OURS, {})
-            rows.append(
-                [
-                    result["model"],
-                    *cells,
-                    PEERS[best[0]].name if best else "",
-                    f"{value:.3f}" if value else "",
-                    f"{own['compile_seconds']:.1f}" if "compile_seconds" in own else "",
-                    f"{own['error']:.2g}" if "error" in own else "",
-                ]
-            )
+        rows = [[result["model"], *(_cell(result["rows"].get(key, {})) for key in keys)] for result in group]
         columns = ["model", *(PEERS[key].name for key in keys), "best peer", "ratio", "compiled, s", "error"]
+        for row, result in zip(rows, group, strict=True):
+            best, value, own = best_peer(result), ratio(result), result["rows"].get(OURS, {})
+            row += [PEERS[best[0]].name if best else "", f"{value:.3f}" if value else ""]
+            row += [f"{own['compile_seconds']:.1f}" if "compile_seconds" in own else ""]
+            row += [f"{own['error']:.2g}" if "error" in own else ""]
+        if SYMBOLIC in keys:
+            columns.append("any size / static")
+            for row, result in zip(rows, group, strict=True):
+                slower = _slower_by_any_size(result)
+                row.append(f"{slower:.3f}" if slower else "")
         title = f"{threads} thread{'s' if threads > 1 else ''}: ms, median (fastest); error 1 is what is allowed"
         made.append((title, columns, rows))
     return made
@@ -103,13 +99,16 @@ def summary(results: Sequence[Result]) -> list[str]:
     for threads in dict.fromkeys(result["threads"] for result in results):
         group = [result for result in results if result["threads"] == threads]
         parts = []
-        for key in (None, *(key for key in PEERS if key != OURS)):
+        for key in (None, *(key for key in PEERS if key not in (OURS, SYMBOLIC))):
             ratios = [value for result in group if (value := ratio(result, key))]
             if ratios:
                 name = PEERS[key].name if key else "the best peer"
                 parts.append(f"{geometric_mean(ratios):.3f} of {name} ({len(ratios)})")
         if parts:
             lines.append(f"{threads} thread{'s' if threads > 1 else ''}, geometric mean: {', '.join(parts)}")
+        if slower := [value for result in group if (value := _slower_by_any_size(result))]:
+            mean = f"{geometric_mean(slower):.3f} in the geometric mean, {max(slower):.3f} at most"
+            lines.append(f"{threads} thread{'s' if threads > 1 else ''}, any size over static: {mean} ({len(slower)})")
     return lines
 
 
@@ -122,6 +121,9 @@ def remarks(results: Sequence[Result]) -> list[str]:
                 found[f"{PEERS[key].name}: {row['unsupported']}"] = None
             if row.get("failure"):
                 found[f"{PEERS[key].name}, {result['model']}, {result['threads']} threads: {row['failure']}"] = None
+            if row.get("products"):
+                counts = ", ".join(f"{count} in {precision}" for precision, count in sorted(row["products"].items()))
+                found[f"{PEERS[key].name}, {result['model']}: products {counts}"] = None
             if row.get("note"):
                 found[f"{PEERS[key].name}: {row['note']}"] = None
     return list(found)
@@ -133,6 +135,12 @@ def markdown(results: Sequence[Result], dispatches: int = 0) -> str:
     for title, columns, rows in all_tables(results, dispatches):
         lines += [f"### {title}", "", _line(columns), _line(["---"] * len(columns)), *map(_line, rows), ""]
     return "\n".join([*lines, *(f"- {line}" for line in [*summary(results), *remarks(results)]), ""])
+
+
+def _slower_by_any_size(result: Result) -> float | None:
+    """The time of the executable for any size over that of the one for these."""
+    static, symbolic = (result["rows"].get(key, {}).get("median_ms") for key in (OURS, SYMBOLIC))
+    return symbolic / static if static and symbolic else None
 
 
 def _memory(result: Result, key: str) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 ENVIRONMENT = ("TVM_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-# Of ONNX Runtime's results: relative, and of the largest number of an output.
-RTOL, ATOL = 1e-3, 1e-5
+FLOAT32_ALLOWED = (1e-3, 1e-5)
+"""How far a result may be from ONNX Runtime's: relative, and of the largest number of an output."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,10 @@ class Job:
         A ``.npz`` file: inputs under ``in:NAME``, ONNX Runtime's results under ``out:INDEX``.
     seconds : float
         How long a turn is.
+    precision : str
+        Of float products: a key of `model_peers.PRECISIONS`.
+    allowed : pair of float
+        How far results may be from the reference, as `FLOAT32_ALLOWED`.
     """
 
     action: str
@@ -48,6 +52,8 @@ class Job:
     threads: int
     arrays: str
     seconds: float = 0.25
+    precision: str = "float32"
+    allowed: tuple[float, ...] = FLOAT32_ALLOWED
 
     def command(self) -> list[str]:
         """What runs it."""
@@ -56,6 +62,12 @@ class Job:
     def environment(self) -> dict[str, str]:
         """The environment it has to start in."""
         return {**os.environ, **dict.fromkeys(ENVIRONMENT, str(self.threads)), "TVM_BIND_THREADS": "0"}
+
+
+def _setting(job: Job) -> Any:
+    from model_peers import Setting
+
+    return Setting(job.threads, job.precision)
 
 
 def _arrays(file: str, kind: str) -> dict[str, Any]:
@@ -67,14 +79,18 @@ def _arrays(file: str, kind: str) -> dict[str, Any]:
 
 def compile_models(job: Job) -> dict[str, Any]:
     """Have each peer write its file; seconds, with imports of libraries left out."""
-    from model_peers import PEERS
+    from model_peers import PEERS, Unsupported
 
     found: dict[str, Any] = {}
     for key in job.peers:
         peer = PEERS[key].load_module()
         begin = time.perf_counter()
-        peer.compile_model(job.model, job.files[key], _arrays(job.arrays, "in"), job.threads)
-        found[key] = {"compile_seconds": time.perf_counter() - begin}
+        try:
+            peer.compile_model(job.model, job.files[key], _arrays(job.arrays, "in"), _setting(job))
+        except Unsupported as reason:
+            found[key] = {"unsupported": str(reason)}
+        else:
+            found[key] = {"compile_seconds": time.perf_counter() - begin}
     return found
 
 
@@ -90,7 +106,7 @@ def add_reference(job: Job) -> dict[str, Any]:
     return {"outputs": len(results)}
 
 
-def error_of(results: list[Any], expected: dict[str, Any]) -> float:
+def error_of(results: list[Any], expected: dict[str, Any], bounds: tuple[float, ...] = FLOAT32_ALLOWED) -> float:
     """Largest difference from the reference over what is allowed; up to 1 is right, infinity for other shapes."""
     import numpy as np
 
@@ -104,7 +120,7 @@ def error_of(results: list[Any], expected: dict[str, Any]) -> float:
         if not found.size:
             continue
         difference = np.abs(found.astype("float64") - wanted)
-        allowed = RTOL * np.abs(wanted) + ATOL * float(np.max(np.abs(wanted))) + np.finfo("float32").tiny
+        allowed = bounds[0] * np.abs(wanted) + bounds[1] * float(np.max(np.abs(wanted))) + np.finfo("float32").tiny
         largest = float(np.max(difference / allowed))
         worst = max(worst, largest if np.isfinite(largest) else float("inf"))
     return worst
@@ -119,7 +135,7 @@ def measure_memory(job: Job) -> dict[str, Any]:
     inputs = _arrays(job.arrays, "in")
     peer = PEERS[key].load_module()
     peak = Peak()
-    session = peer.load(job.model, job.files.get(key, ""), inputs, job.threads)
+    session = peer.load(job.model, job.files.get(key, ""), inputs, _setting(job))
     loaded = peak.bytes()
     for _ in range(3):
         session.call()
@@ -130,9 +146,11 @@ def profile_dispatches(job: Job) -> dict[str, Any]:
     """What each of our kernels takes, and the peaks of the machine, measured in the same process."""
     from model_dispatches import dispatches_of, measured_roof
     from model_peers import OURS
-    from model_peers.ours import machine_of, tensors_of
+    from model_peers.ours import tensors_of
 
-    machine, operands = machine_of(job.files[OURS]), tensors_of(_arrays(job.arrays, "in"))
+    import relax_hetero as rh
+
+    machine, operands = rh.vm.VirtualMachine(rh.load(job.files[OURS])), tensors_of(_arrays(job.arrays, "in"))
     dispatches = [asdict(dispatch) for dispatch in dispatches_of(machine, operands)]
     return {"roof": asdict(measured_roof(job.threads)), "dispatches": dispatches}
 
@@ -149,7 +167,7 @@ def count_regions(job: Job) -> dict[str, Any]:
     for key in job.peers:
         regions = rh.load(job.files[key]).metadata.regions
         found[key] = {"regions": len(regions), "commands": sum(len(region.commands) for region in regions)}
-        session = load(job.model, job.files[key], inputs, job.threads)
+        session = load(job.model, job.files[key], inputs, _setting(job))
         session.call()
         bits.add(b"".join(result.tobytes() for result in session.results()))
     return {"peers": found, "equal": len(bits) == 1}
@@ -186,12 +204,13 @@ def _loaded(key: str, job: Job, inputs: dict[str, Any], expected: dict[str, Any]
     try:
         peer = PEERS[key].load_module()
         begin = time.perf_counter()
-        session = peer.load(job.model, job.files.get(key, ""), inputs, job.threads)
+        session = peer.load(job.model, job.files.get(key, ""), inputs, _setting(job))
         row["load_seconds"] = time.perf_counter() - begin
+        row["products"] = dict(session.products)
         begin = time.perf_counter()
         session.call()
         row["first_seconds"] = time.perf_counter() - begin
-        error = error_of(session.results(), expected)
+        error = error_of(session.results(), expected, job.allowed)
     except Unsupported as reason:
         return {"unsupported": str(reason)}, None
     except ImportError as failure:  # found, but it does not load here

@@ -1,7 +1,9 @@
-"""Whole models against other libraries: medians of turns taken one after the other, batch 1, float32.
+"""Whole models against other libraries: medians of turns taken one after the other.
 
 python apps/bench/models.py                                     # every model and peer, 1 and 2 threads: long
 python apps/bench/models.py resnet50 bert --threads 1 --peers ours,onnxruntime
+python apps/bench/models.py minilm.int8 resnet50.int8 bert:bf16 # quantized; in bfloat16
+python apps/bench/models.py minilm.symbolic --peers ours,symbolic --dims batch=1:8,sequence=16:77:128:384
 python apps/bench/models.py path/to/model.onnx --dims batch=1,sequence=128 --json results.json
 """
 
@@ -9,8 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,135 +21,15 @@ from typing import Any
 
 import click
 import numpy as np
-from model_peers import OURS, PEERS
+from model_cases import Case, cases_of
+from model_peers import FLOAT32, OURS, PEERS, PRECISIONS
 from model_report import LEFT, all_tables, markdown, remarks, summary
-from model_worker import Job, shortened
-from model_zoo import MAKERS, model_path, random_inputs
+from model_runs import add_memory, at_once, file_stem, prepare, time_models
+from model_worker import Job
+from model_zoo import MAKERS, random_inputs
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
-
-
-class Worker:
-    """A process that loads a model into some contestants and takes turns when asked."""
-
-    def __init__(self, job: Job) -> None:
-        self.keys = job.peers
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(
-            job.command(), env=job.environment(), stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True
-        )
-
-    def answer(self) -> Any:
-        """Its next answer; EOFError where it died."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise EOFError(f"its process ended with status {self._process.wait()}")
-        return json.loads(line)
-
-    def turn(self, key: str) -> list[float]:
-        """Seconds of the calls of one turn."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(key) + "\n")
-        self._process.stdin.flush()
-        found: list[float] = self.answer()
-        return found
-
-    def close(self) -> None:
-        """End it."""
-        self._process.kill()
-        self._process.wait()
-
-
-def at_once(job: Job, limit: float | None = None) -> dict[str, Any]:
-    """Run a job that has one answer; what went wrong under ``failure``."""
-    try:
-        done = subprocess.run(job.command(), env=job.environment(), capture_output=True, text=True, timeout=limit)
-    except subprocess.TimeoutExpired:
-        return {"failure": f"not done after {limit:.0f} s"}
-    if done.returncode or not done.stdout:
-        said = next((line.strip() for line in reversed(done.stderr.splitlines()) if line.strip()), "")
-        return {"failure": f"status {done.returncode}: {shortened(said)}"}
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-def prepare(job: Job, folder: Path, label: str, limit: float) -> tuple[Job, dict[str, dict[str, Any]]]:
-    """Have those contestants that compile ahead of time do so, each in a process of its own.
-
-    Files that are there are taken as they are. Returns the job with its files, and a row for each contestant; one that
-    failed says why and is out of the job.
-    """
-    rows: dict[str, dict[str, Any]] = {key: {} for key in job.peers}
-    files: dict[str, str] = {}
-    for key in job.peers:
-        peer = PEERS[key]
-        if not peer.installed:
-            rows[key] = {"unsupported": f"{peer.package} is not installed"}
-            continue
-        if not peer.suffix:
-            continue
-        file, facts = (folder / f"{label}-{job.threads}-{key}{end}" for end in (peer.suffix, ".json"))
-        files[key] = str(file)
-        if not (file.exists() and facts.exists()):
-            compiling = replace(job, action="compile", peers=(key,), files=files)
-            found = at_once(compiling, limit)
-            facts.write_text(json.dumps(found.get(key, found)))
-        rows[key] = json.loads(facts.read_text())
-        if "failure" in rows[key]:
-            facts.unlink()
-    able = tuple(key for key in job.peers if not rows[key].keys() & {"failure", "unsupported"})
-    return replace(job, peers=able, files=files), rows
-
-
-def time_models(job: Job, rows: dict[str, dict[str, Any]], rounds: int, cap: float, isolate: bool, seed: int) -> None:
-    """Load the contestants of a job and time them in rounds; results go to their rows."""
-    groups = [(key,) for key in job.peers] if isolate else [job.peers] if job.peers else []
-    workers: dict[str, Worker] = {}
-    seconds: dict[str, list[float]] = {}
-    with contextlib.ExitStack() as stack:
-        for group in groups:
-            worker = Worker(replace(job, peers=group))
-            stack.callback(worker.close)
-            try:
-                loaded = worker.answer()
-            except EOFError as error:
-                loaded = {key: {"failure": str(error)} for key in group}
-            for key, row in loaded.items():
-                rows[key].update(row)
-                if "failure" in row or "unsupported" in row:
-                    continue
-                workers[key] = worker
-                seconds[key] = []
-                if row["first_seconds"] > cap:
-                    seconds[key] = [row["first_seconds"]]
-                    del workers[key]
-        order, shuffle = list(workers), random.Random(seed)
-        for _ in range(rounds):
-            shuffle.shuffle(order)
-            for key in order:
-                if workers[key] is not None:
-                    seconds[key] += workers[key].turn(key)
-    for key, found in seconds.items():
-        if found:
-            milliseconds = np.array(found) * 1e3
-            rows[key].update(median_ms=float(np.median(milliseconds)), fastest_ms=float(milliseconds.min()))
-            rows[key].update(calls=len(found))
-
-
-def add_memory(job: Job, rows: dict[str, dict[str, Any]]) -> None:
-    """Have each contestant of a job load and run in a fresh process; bytes go to its row."""
-    for key in job.peers:
-        if not rows[key].keys() & {"failure", "unsupported"}:
-            rows[key]["memory"] = at_once(replace(job, action="memory", peers=(key,)))
-
-
-def _names(_context: click.Context, _parameter: click.Parameter, names: Sequence[str]) -> list[tuple[str, Path]]:
-    try:
-        return [(Path(name).stem, model_path(name)) for name in names or MAKERS]
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from error
 
 
 def _peers(_context: click.Context, parameter: click.Parameter, text: str) -> tuple[str, ...]:
@@ -167,22 +47,32 @@ def _threads(_context: click.Context, parameter: click.Parameter, text: str) -> 
         raise click.BadParameter(f"{text!r}: expected numbers of threads, as in 1,2", param=parameter) from error
 
 
-def _dims(_context: click.Context, parameter: click.Parameter, text: str) -> dict[str, int]:
+def _dims(_context: click.Context, _parameter: click.Parameter, text: str) -> dict[str, list[int]]:
     try:
-        return {name.strip(): int(size) for name, size in (item.split("=") for item in text.split(",") if item)}
+        pairs = [item.split("=") for item in text.split(",") if item]
+        return {name.strip(): [int(size) for size in sizes.split(":")] for name, sizes in pairs}
     except ValueError as error:
-        raise click.BadParameter(f"{text!r}: expected sizes of dimensions, as in batch=1,sequence=128") from error
+        raise click.BadParameter(f"{text!r}: expected sizes of dimensions, as in batch=1:8,sequence=128") from error
 
 
 @click.command()
-@click.argument("models", nargs=-1, callback=_names)
+@click.argument("models", nargs=-1)
 @click.option("--threads", default="1,2", show_default=True, callback=_threads, help="All contestants get so many.")
 @click.option("--peers", default="ours,onnxruntime,openvino,iree,torch", show_default=True, callback=_peers)
 @click.option("--rounds", default=7, show_default=True, type=click.IntRange(0), help="Turns of each; 0 checks only.")
 @click.option("--seconds", default=2.0, show_default=True, help="How long each contestant is timed, in all its turns.")
 @click.option("--cap", default=2.0, show_default=True, help="A first call of more seconds is the only one.")
 @click.option("--isolate", is_flag=True, help="A process for each contestant instead of one for all.")
-@click.option("--dims", default="", callback=_dims, help="Sizes of named dimensions: batch=1,sequence=128.")
+@click.option(
+    "--dims", default="", callback=_dims, help="Sizes of named dimensions, all combinations: batch=1:8,sequence=128."
+)
+@click.option(
+    "--precision",
+    default=FLOAT32,
+    show_default=True,
+    type=click.Choice(list(PRECISIONS)),
+    help="Of float products, where a model has no :bf16 or :f16 behind its name.",
+)
 @click.option("--executables", type=click.Path(path_type=Path), help="Keeps what is compiled here, and takes it again.")
 @click.option("--compile-limit", default=300.0, show_default=True, help="Seconds that a contestant may compile.")
 @click.option("--compile-only", is_flag=True, help="With --executables: time nothing.")
@@ -193,14 +83,15 @@ def _dims(_context: click.Context, parameter: click.Parameter, text: str) -> dic
 @click.option("--png", "png_file", type=click.Path(path_type=Path, dir_okay=False), help="Draw the ratios there.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print Markdown.")
 def main(
-    models: list[tuple[str, Path]],
+    models: tuple[str, ...],
     threads: tuple[int, ...],
     peers: tuple[str, ...],
     rounds: int,
     seconds: float,
     cap: float,
     isolate: bool,
-    dims: Mapping[str, int],
+    dims: Mapping[str, Sequence[int]],
+    precision: str,
     executables: Path | None,
     compile_limit: float,
     compile_only: bool,
@@ -212,30 +103,29 @@ def main(
     as_markdown: bool,
 ) -> None:
     """Time MODELS (ONNX files, or names of built-in ones; else all of these) here and in the libraries installed."""
+    try:
+        cases = cases_of(models or tuple(MAKERS), precision, dims)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="MODELS") from error
     results: list[dict[str, Any]] = []
     with _folder(executables) as folder, _progress() as progress:
         task = progress.add_task("starting")
-        for name, path in models:
-            arrays = folder / f"{name}.npz"
-            np.savez(arrays, **{f"in:{key}": array for key, array in random_inputs(path, dims, seed).items()})
-            job = Job("reference", str(path), (), {}, max(threads), str(arrays), seconds / max(rounds, 1))
-            reference = at_once(job)
-            if "failure" in reference:
-                raise click.ClickException(f"{name}: no reference by ONNX Runtime: {reference['failure']}")
+        for case in cases:
+            job = _referenced(case, folder, max(threads), seconds / max(rounds, 1), seed)
             for count in threads:
-                progress.update(task, description=f"{name}, {count} threads: compiling")
+                progress.update(task, description=f"{case.label}, {count} threads: compiling")
                 ready = replace(job, action="turns", peers=peers, threads=count)
-                ready, rows = prepare(ready, folder, name, compile_limit)
+                ready, rows = prepare(ready, folder, case.label, compile_limit, case.family)
                 if not compile_only:
-                    progress.update(task, description=f"{name}, {count} threads: running")
+                    progress.update(task, description=f"{case.label}, {count} threads: running")
                     time_models(ready, rows, rounds, cap, isolate, seed)
                 if memory:
-                    progress.update(task, description=f"{name}, {count} threads: memory")
+                    progress.update(task, description=f"{case.label}, {count} threads: memory")
                     add_memory(ready, rows)
                 if dispatches and OURS in ready.peers:
-                    progress.update(task, description=f"{name}, {count} threads: dispatches")
+                    progress.update(task, description=f"{case.label}, {count} threads: dispatches")
                     rows[OURS]["profile"] = at_once(replace(ready, action="profile", peers=(OURS,)))
-                results.append({"model": name, "threads": count, "rows": rows})
+                results.append({"model": case.label, "threads": count, "rows": rows})
                 if json_file:  # each time, so that what was measured is there after an interrupt
                     json_file.write_text(json.dumps({"made": time.strftime("%Y-%m-%d"), "results": results}, indent=1))
     if png_file:
@@ -246,6 +136,17 @@ def main(
         click.echo(markdown(results, dispatches))
     else:
         _print(results, dispatches)
+
+
+def _referenced(case: Case, folder: Path, threads: int, seconds: float, seed: int) -> Job:
+    """A job of the model with inputs and ONNX Runtime's results in its arrays."""
+    arrays = folder / f"{file_stem(case.label)}.npz"
+    np.savez(arrays, **{f"in:{key}": array for key, array in random_inputs(case.path, case.dims, seed).items()})
+    job = Job("reference", str(case.path), (), {}, threads, str(arrays), seconds, case.precision, case.allowed())
+    reference = at_once(job)
+    if "failure" in reference:
+        raise click.ClickException(f"{case.label}: no reference by ONNX Runtime: {reference['failure']}")
+    return job
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ GRAPH_VERSION = 1
 def default_cache() -> Path:
     """Where downloads are kept: ``$RELAX_HETERO_CACHE``, else ``.cache/minilm`` in the checkout."""
     chosen = os.environ.get("RELAX_HETERO_CACHE")
-    return Path(chosen) if chosen else Path(__file__).resolve().parents[2] / ".cache" / "minilm"
+    return Path(chosen) if chosen and chosen != "off" else Path(__file__).resolve().parents[2] / ".cache" / "minilm"
 
 
 def wheel_path(cache: Path) -> Path:

@@ -11,7 +11,7 @@ import iree.compiler
 import iree.runtime
 import numpy as np
 
-from . import Inputs, Session
+from . import Inputs, Session, Setting
 
 _OPSET = 17  # what its importer knows best; models of older opsets are raised to it
 _FLAGS = ["--iree-llvmcpu-target-cpu=host", "--iree-opt-data-tiling", "--iree-llvmcpu-enable-ukernels=all"]
@@ -21,8 +21,9 @@ _CHANNELS_LAST = "builtin.module(util.func(iree-preprocessing-convert-conv-to-ch
 _FLAGS.append(f"--iree-preprocessing-pass-pipeline={_CHANNELS_LAST}")
 
 
-def compile_model(model: str, file: str, inputs: Inputs, threads: int) -> None:
+def compile_model(model: str, file: str, inputs: Inputs, setting: Setting) -> None:
     """Import to MLIR, compile to a module file."""
+    setting.only_float32()
     with tempfile.TemporaryDirectory() as folder:
         text = str(Path(folder) / "model.mlir")
         command = [sys.executable, "-m", "iree.compiler.tools.import_onnx", model, "-o", text]
@@ -34,11 +35,11 @@ def compile_model(model: str, file: str, inputs: Inputs, threads: int) -> None:
         )
 
 
-def load(model: str, file: str, inputs: Inputs, threads: int) -> Session:
+def load(model: str, file: str, inputs: Inputs, setting: Setting) -> Session:
     """The module's function on device buffers; it allocates its results."""
-    if threads > 1:  # flags hold for the process, before its first device
-        iree.runtime.flags.parse_flags(f"--task_topology_group_count={threads}")
-    config = iree.runtime.Config("local-sync" if threads == 1 else "local-task")
+    if setting.threads > 1:  # flags hold for the process, before its first device
+        iree.runtime.flags.parse_flags(f"--task_topology_group_count={setting.threads}")
+    config = iree.runtime.Config("local-sync" if setting.threads == 1 else "local-task")
     context = iree.runtime.SystemContext(config=config)
     context.add_vm_module(iree.runtime.VmModule.mmap(context.instance, file))
     (module,) = (module for name, module in context.modules.items() if name != "hal")

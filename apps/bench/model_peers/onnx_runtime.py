@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnxruntime as ort
 
-from . import Inputs, Session
+from . import Inputs, Session, Setting
 
 
 def session(model: str, threads: int) -> ort.InferenceSession:
@@ -17,9 +17,10 @@ def session(model: str, threads: int) -> ort.InferenceSession:
     return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
-def load(model: str, file: str, inputs: Inputs, threads: int) -> Session:
+def load(model: str, file: str, inputs: Inputs, setting: Setting) -> Session:
     """The file is read, optimized and its weights are packed when the session is made."""
-    running = session(model, threads)
+    setting.only_float32()
+    running = session(model, setting.threads)
     binding = running.io_binding()
     values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in inputs.items()}
     for name, value in values.items():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+
 import tvm
 
 import relax_hetero as rh
 
-from . import Inputs, Session
+from . import FLOAT32, Inputs, Session, Setting
 
 
 def native_target(threads: int) -> tvm.target.Target:
@@ -14,20 +17,29 @@ def native_target(threads: int) -> tvm.target.Target:
     return tvm.target.Target({**dict(rh.native("llvm").export()), "num-cores": threads})
 
 
-def import_model(model: str, inputs: Inputs, threads: int) -> tvm.IRModule:
-    """The model for this CPU."""
+def import_model(model: str, inputs: Inputs, setting: Setting) -> tvm.IRModule:
+    """The model for this CPU, of the sizes of these inputs."""
     shapes = {name: list(array.shape) for name, array in inputs.items()}
-    return rh.from_onnx(model, [native_target(threads)], shapes=shapes)
+    return in_precision(rh.from_onnx(model, [native_target(setting.threads)], shapes=shapes), setting.precision)
 
 
-def compile_model(model: str, file: str, inputs: Inputs, threads: int) -> None:
+def in_precision(mod: tvm.IRModule, precision: str) -> tvm.IRModule:
+    """The module with its float products in a precision."""
+    return mod if precision == FLOAT32 else rh.transform.ToMixedPrecision(precision)(mod)
+
+
+def compile_model(model: str, file: str, inputs: Inputs, setting: Setting) -> None:
     """Import, compile and export."""
-    rh.compile(import_model(model, inputs, threads)).export_library(file)
+    rh.compile(import_model(model, inputs, setting)).export_library(file)
 
 
-def machine_of(file: str) -> rh.vm.VirtualMachine:
-    """The machine of an exported file."""
-    return rh.vm.VirtualMachine(rh.load(file))
+def products_of(executable: rh.vm.Executable) -> dict[str, int]:
+    """How many products and convolutions have operands of which types; those without a kernel are *stock*."""
+    encodings = executable.metadata.encodings
+    types = [re.search(r"<(\w+ \* \w+) ", entry["operands"][0]["encoding"]) for entry in encodings["ops"]]
+    found = Counter(match[1] for match in types if match)
+    found.update(stock=len(encodings["cancelled"]))
+    return {name: count for name, count in found.items() if count}
 
 
 def tensors_of(inputs: Inputs) -> list[tvm.runtime.Tensor]:
@@ -35,9 +47,10 @@ def tensors_of(inputs: Inputs) -> list[tvm.runtime.Tensor]:
     return [tvm.runtime.tensor(array) for array in inputs.values()]
 
 
-def load(model: str, file: str, inputs: Inputs, threads: int) -> Session:
+def load(model: str, file: str, inputs: Inputs, setting: Setting) -> Session:
     """``vm["main"]`` on tensors; the machine allocates its results, as some of the peers do."""
-    main, operands = machine_of(file)["main"], tensors_of(inputs)
+    executable = rh.load(file)
+    main, operands = rh.vm.VirtualMachine(executable)["main"], tensors_of(inputs)
     outputs: list[object] = []
 
     def call() -> None:
@@ -48,4 +61,4 @@ def load(model: str, file: str, inputs: Inputs, threads: int) -> Session:
         fields = [found] if isinstance(found, tvm.runtime.Tensor) else list(found)
         return [field.numpy() for field in fields]
 
-    return Session(call, results)
+    return Session(call, results, products=products_of(executable))

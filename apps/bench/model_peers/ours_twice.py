@@ -8,17 +8,17 @@ import onnx
 
 import relax_hetero as rh
 
-from . import Inputs, Session
+from . import Inputs, Session, Setting
+from .ours import in_precision, native_target
 from .ours import load as load_executable
-from .ours import native_target
 
 
-def compile_model(model: str, file: str, inputs: Inputs, threads: int) -> None:
+def compile_model(model: str, file: str, inputs: Inputs, setting: Setting) -> None:
     """Import, cut in the middle, compile and export."""
     shapes = {name: list(array.shape) for name, array in inputs.items()}
-    vdevices = [rh.VDevice(native_target(threads), index) for index in range(2)]
+    vdevices = [rh.VDevice(native_target(setting.threads), index) for index in range(2)]
     mod = rh.from_onnx(model, vdevices, second_half(model), shapes=shapes)
-    rh.compile(mod).export_library(file)
+    rh.compile(in_precision(mod, setting.precision)).export_library(file)
 
 
 def second_half(model: str) -> list[tuple[str, str]]:
@@ -28,6 +28,6 @@ def second_half(model: str) -> list[tuple[str, str]]:
     return [(glob.escape(name), "llvm:1") for name in names[len(names) // 2 :]]
 
 
-def load(model: str, file: str, inputs: Inputs, threads: int) -> Session:
+def load(model: str, file: str, inputs: Inputs, setting: Setting) -> Session:
     """As on one device."""
-    return load_executable(model, file, inputs, threads)
+    return load_executable(model, file, inputs, setting)

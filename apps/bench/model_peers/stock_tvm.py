@@ -7,18 +7,19 @@ import onnx
 import tvm
 from tvm.relax.frontend.onnx import from_onnx
 
-from . import Inputs, Session
+from . import Inputs, Session, Setting
 from .ours import native_target, tensors_of
 
 
-def compile_model(model: str, file: str, inputs: Inputs, threads: int) -> None:
+def compile_model(model: str, file: str, inputs: Inputs, setting: Setting) -> None:
     """Import, compile for this CPU and export."""
+    setting.only_float32()
     shapes = {name: list(array.shape) for name, array in inputs.items()}
     mod = from_onnx(onnx.load(model), shape_dict=shapes, keep_params_in_input=False)
-    tvm.compile(mod, native_target(threads)).export_library(file)
+    tvm.compile(mod, native_target(setting.threads)).export_library(file)
 
 
-def load(model: str, file: str, inputs: Inputs, threads: int) -> Session:
+def load(model: str, file: str, inputs: Inputs, setting: Setting) -> Session:
     """The virtual machine's function on tensors; it allocates its results."""
     main = tvm.relax.VirtualMachine(tvm.runtime.load_module(file), tvm.cpu())["main"]
     operands = tensors_of(inputs)

@@ -8,17 +8,20 @@ import numpy as np
 import onnx
 import torch
 
-from . import Inputs, Session
+from . import FLOAT32, Inputs, Session, Setting
 from .torch_ops import Runner
 
 
-def load(model: str, file: str, inputs: Inputs, threads: int) -> Session:
+def load(model: str, file: str, inputs: Inputs, setting: Setting) -> Session:
     """The traced graph on tensors; `Unsupported` where a node has no translation."""
-    torch.set_num_threads(threads)
+    torch.set_num_threads(setting.threads)
     runner = Runner(onnx.load(model)).eval()
     operands = [torch.from_numpy(array) for array in inputs.values()]
     note = "traced, frozen, optimize_for_inference"
-    with torch.inference_mode(), warnings.catch_warnings():
+    lower = torch.autocast(
+        "cpu", getattr(torch, setting.precision), enabled=setting.precision != FLOAT32, cache_enabled=False
+    )
+    with torch.inference_mode(), lower, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         runner(*operands)  # what it cannot do is said here, not by the tracer
         program = torch.jit.optimize_for_inference(torch.jit.freeze(torch.jit.trace(runner, operands)))
@@ -31,6 +34,6 @@ def load(model: str, file: str, inputs: Inputs, threads: int) -> Session:
             outputs[:] = program(*operands)
 
     def results() -> list[np.ndarray]:
-        return [output.numpy() for output in outputs]
+        return [output.float().numpy() for output in outputs]
 
     return Session(call, results, note)

@@ -28,8 +28,8 @@ MAKERS: dict[str, Callable[[], onnx.ModelProto]] = {
 
 def cache() -> Path:
     """Where models are kept."""
-    chosen = os.environ.get("RELAX_HETERO_CACHE", "").removeprefix("off")  # which turns off that of executables
-    return (Path(chosen) if chosen else Path(__file__).resolve().parents[3] / ".cache") / "models"
+    chosen = os.environ.get("RELAX_HETERO_CACHE")
+    return (Path(chosen) if chosen and chosen != "off" else Path(__file__).resolve().parents[3] / ".cache") / "models"
 
 
 def model_path(name: str) -> Path:

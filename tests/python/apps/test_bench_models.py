@@ -84,6 +84,45 @@ def test_named_dimensions_get_sizes(tmp_path: Path) -> None:
     assert random_inputs(path, {}, 0)["x"].shape == (1, 4)
 
 
+def test_one_file_serves_all_sizes(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    from model_zoo.graph import Graph
+
+    graph = Graph("any")
+    x = graph.input("x", ("batch", 20))
+    path, file, kept = tmp_path / "any.onnx", tmp_path / "results.json", tmp_path / "kept"
+    onnx.save(graph.model(graph.node("Relu", graph.linear(x, 20, 30))), path)
+    options = ("--peers", "ours,symbolic", "--rounds", "1", "--seconds", "0.01", "--threads", "1")
+    text = run(str(path), *options, "--dims", "batch=1:5", "--json", str(file), "--executables", str(kept))
+    found = json.loads(file.read_text())["results"]
+    assert [row["model"] for row in found] == ["any batch=1", "any batch=5"]
+    assert all(row["rows"][key]["median_ms"] > 0 for row in found for key in ("ours", "symbolic"))
+    assert len(list(kept.glob("*-symbolic.so"))) == 1 and len(list(kept.glob("*-ours.so"))) == 2
+    assert "any size over static" in text and "any size / static" in text
+
+
+def test_precisions_are_those_of_names_or_the_option(small: Path) -> None:
+    from model_cases import FLOAT32_ALLOWED, LOW_ALLOWED, cases_of
+
+    plain, low = cases_of([str(small), f"{small}:bf16"], "float32", {})
+    assert (plain.label, plain.precision, plain.allowed()) == ("small", "float32", FLOAT32_ALLOWED)
+    assert (low.label, low.precision, low.allowed()) == ("small:bf16", "bfloat16", LOW_ALLOWED)
+    (chosen,) = cases_of([str(small)], "float16", {})
+    assert chosen.label == "small:f16"
+
+
+def test_bfloat16_is_computed_where_it_is_asked_for(small: Path, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("openvino")
+    file = tmp_path / "results.json"
+    options = ("--peers", "ours,onnxruntime,openvino", "--rounds", "1", "--seconds", "0.01", "--threads", "1")
+    text = run(f"{small}:bf16", *options, "--json", str(file))
+    (found,) = json.loads(file.read_text())["results"]
+    assert found["rows"]["ours"]["products"] == {"bfloat16 * bfloat16": 2} and found["rows"]["ours"]["error"] <= 1
+    assert found["rows"]["onnxruntime"] == {"unsupported": "no bfloat16 of a float32 model"}
+    assert "relax-hetero, small:bf16: products 2 in bfloat16 * bfloat16" in text
+
+
 def test_masks_end_in_zeros_and_types_are_zero_or_one(tmp_path: Path) -> None:
     names = ("attention_mask", "token_type_ids", "input_ids")
     values = [helper.make_tensor_value_info(name, TensorProto.INT64, [1, 64]) for name in names]
