@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from ..vm.executable import Executable
 from ..vm.metadata import DeviceSpec, DispatchSpec, Metadata
 from .bind_params import bind_params
 from .command_metadata import linked_regions, region_dispatches, with_public_kernels
+from .compile_cache import through_cache
 from .cuda_regions import CudaGraphs
 from .direct_references import DirectTable, by_address
 from .lift_constants import lift_constants
@@ -46,6 +48,7 @@ def compile(  # noqa: A001 (the contract's name)
     progress: Progress | None = None,
     command_buffers: bool = True,
     donate: Sequence[str] | Mapping[str, Sequence[str]] | None = None,
+    cache: bool | str | os.PathLike[str] | None = None,
 ) -> Executable:
     """Compile a Relax module for the devices it names.
 
@@ -64,10 +67,15 @@ def compile(  # noqa: A001 (the contract's name)
     donate : sequence of str, or mapping from function to sequence of str, optional
         Inputs that a function may overwrite (of ``main`` where no function is named): results may lie in their
         memory. A call consumes them; without it no argument is ever written.
+    cache : bool, str or path, optional
+        Where executables are kept on disk, to be found when the same module is compiled again: a folder, True for that
+        of the environment (``RELAX_HETERO_CACHE``, else the user's), False for none. By default that of the
+        environment, for what took a second or more to compile.
 
     Returns
     -------
     rh.vm.Executable
+        Its ``metadata.cache`` says whether it was compiled or found.
 
     Raises
     ------
@@ -84,8 +92,12 @@ def compile(  # noqa: A001 (the contract's name)
         mod = bind_params(mod, params)
     if donate:
         mod = with_donated(mod, donate)
+    _warn_if_generic(vdevices_of(mod))
+    return through_cache(mod, cache, command_buffers, lambda: _compile(mod, command_buffers, progress))
+
+
+def _compile(mod: tvm.IRModule, command_buffers: bool, progress: Progress | None) -> Executable:
     vdevices = vdevices_of(mod)
-    _warn_if_generic(vdevices)
     report, estimate = placement_report(mod), placement_estimate(mod)
     writes = may_write_arguments(mod)
     with collect_placement() as reports, collect_encodings() as encodings, collect_fusions() as fusions:

@@ -23,16 +23,24 @@ def check_external_symbols(mod: tvm.IRModule) -> None:
     BuildError
         Names the kernel and the symbol.
     """
-    kernels = [(gv, func) for gv, func in mod.functions.items() if isinstance(func, tirx.PrimFunc)]
-    own = {str(func.attrs["global_symbol"]) for _, func in kernels if "global_symbol" in func.attrs}
     process = ctypes.CDLL(None)
-    for gv, func in sorted(kernels, key=lambda pair: pair[0].name_hint):
-        for symbol in _called(func):
-            if symbol not in own and not hasattr(process, symbol):
+    for kernel, symbols in external_calls(mod).items():
+        for symbol in symbols:
+            if not hasattr(process, symbol):
                 raise BuildError(
-                    f"kernel {gv.name_hint!r} calls the external function {symbol!r}, which this process does not "
+                    f"kernel {kernel!r} calls the external function {symbol!r}, which this process does not "
                     "have: expected its library loaded first, with ctypes.CDLL(path, ctypes.RTLD_GLOBAL)"
                 )
+
+
+def external_calls(mod: tvm.IRModule) -> dict[str, list[str]]:
+    """The symbols that each kernel of a module calls and the module itself lacks; by the kernels' names, in order."""
+    kernels = [(gv, func) for gv, func in mod.functions.items() if isinstance(func, tirx.PrimFunc)]
+    own = {str(func.attrs["global_symbol"]) for _, func in kernels if "global_symbol" in func.attrs}
+    return {
+        gv.name_hint: [symbol for symbol in _called(func) if symbol not in own]
+        for gv, func in sorted(kernels, key=lambda pair: pair[0].name_hint)
+    }
 
 
 def _called(func: tirx.PrimFunc) -> list[str]:

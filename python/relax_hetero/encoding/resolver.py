@@ -29,7 +29,9 @@ class EncodingResolver(Protocol):
 
     A resolver may have a fourth method, ``resolve_activation``, with the parameters of `resolve`: how an operand is
     stored that is no constant, and so would be laid out anew in every call. Without it, `resolve` answers for all.
-    It may have an attribute ``problems``, the classes of further problems that its `kernel` solves (see `solves`).
+    It may have an attribute ``problems``, the classes of further problems that its `kernel` solves (see `solves`), and
+    an attribute ``cache_key``, a text that changes whenever its answers do: without it no module for its devices is
+    kept in the compile cache.
     """
 
     name: str
@@ -57,6 +59,8 @@ class _Entry:
 
 
 _entries: list[_Entry] = []
+# Their answers change with the sources of this library only.
+_OURS = f"{__name__.partition('.')[0]}."
 
 
 def register_resolver(
@@ -103,6 +107,16 @@ def resolver_for(target: tvm.target.Target | str) -> EncodingResolver | None:
 def solves(target: tvm.target.Target, problem: type) -> bool:
     """Whether the resolver of a target writes kernels for a class of problems, other than products and elementwise."""
     return problem in getattr(resolver_for(target), "problems", ())
+
+
+def resolver_key(target: tvm.target.Target) -> str | None:
+    """A text that changes with the answers of a target's resolver; None where it has none, as others' may."""
+    resolver = resolver_for(target)
+    kind = type(resolver)
+    if resolver is None or kind.__module__.startswith(_OURS):
+        return kind.__qualname__
+    key = getattr(resolver, "cache_key", None)
+    return None if key is None else f"{kind.__module__}.{kind.__qualname__} {key}"
 
 
 def _features(target: tvm.target.Target) -> frozenset[str]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import HeteroError
-from .command import command, json_option, refuse_overwriting
+from .command import cache_option, command, json_option, refuse_overwriting
 from .console import console, print_json, print_table
 from .placing import Placing, placing_options
 
@@ -46,6 +46,7 @@ OURS = "relax-hetero"
 )
 @click.option("--calls", type=click.IntRange(min=1), default=16, show_default=True, help="Of the trace.")
 @placing_options
+@cache_option
 @json_option
 def bench_command(
     model: Path,
@@ -57,6 +58,7 @@ def bench_command(
     trace: Path | None,
     calls: int,
     placing: Placing,
+    cache: bool,
     as_json: bool,
 ) -> None:
     """Time MODEL (an ONNX file) here, in stock TVM and in ONNX Runtime, in interleaved rounds.
@@ -78,7 +80,7 @@ def bench_command(
 
     if trace is not None:
         refuse_overwriting(trace, model)
-    compiled = compile_onnx(model, placing)
+    compiled = compile_onnx(model, placing, cache)
     signature = compiled.executable.signature()
     inputs = random_arrays(signature, dict(placing.shapes), seed, {})
     engines = [ours(compiled), onnx_runtime(model, threads)]

@@ -6,6 +6,7 @@ import click
 
 from .. import __version__
 from .bench import bench_command
+from .cache import cache_group
 from .compile import compile_command
 from .explain import explain_command
 from .run import run_command
@@ -17,7 +18,7 @@ def cli() -> None:
     """One ONNX model over several devices: compile it, run it, time it, and see what was placed where."""
 
 
-for _command in (compile_command, run_command, bench_command, explain_command):
+for _command in (compile_command, run_command, bench_command, explain_command, cache_group):
     cli.add_command(_command)
 
 

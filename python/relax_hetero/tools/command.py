@@ -46,4 +46,11 @@ def refuse_overwriting(output: Path, *sources: Path) -> None:
             raise click.UsageError(f"the output {output} is the model itself; give it another name")
 
 
+cache_option = click.option(
+    "--cache/--no-cache",
+    default=True,
+    show_default=True,
+    help="Whether a model that was compiled before is taken from the compile cache.",
+)
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout, for programs.")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
 from ..errors import BuildError
-from .command import command, json_option, refuse_overwriting
+from .command import cache_option, command, json_option, refuse_overwriting
 from .console import bytes_text, console, print_json, target_text
 from .models import compile_onnx
 from .placing import Placing, placing_options
@@ -26,8 +27,9 @@ from .placing import Placing, placing_options
     help="The library to write; it holds code and weights.",
 )
 @placing_options
+@cache_option
 @json_option
-def compile_command(model: Path, output: Path, placing: Placing, as_json: bool) -> None:
+def compile_command(model: Path, output: Path, placing: Placing, cache: bool, as_json: bool) -> None:
     """Compile MODEL (an ONNX file) into one library for all its devices.
 
     \b
@@ -38,7 +40,7 @@ def compile_command(model: Path, output: Path, placing: Placing, as_json: bool) 
     if not output.parent.is_dir():
         raise BuildError(f"cannot write {output}: there is no folder {output.parent}")
     refuse_overwriting(output, model)
-    built = compile_onnx(model, placing)
+    built = compile_onnx(model, placing, cache)
     start = time.perf_counter()
     built.executable.export_library(str(output))
     built.seconds["export"] = time.perf_counter() - start
@@ -51,6 +53,7 @@ def compile_command(model: Path, output: Path, placing: Placing, as_json: bool) 
     for device in summary["devices"]:
         screen.print(f"  {device['name']}  {target_text(device['target'])}", markup=False)
     screen.print("  " + ", ".join(f"{step} {taken:.1f} s" for step, taken in built.seconds.items()), markup=False)
+    screen.print(f"  compile cache: {built.executable.metadata.cache}", markup=False)
 
 
 def _summary(executable: Any, output: Path, seconds: dict[str, float]) -> dict[str, Any]:
@@ -65,4 +68,5 @@ def _summary(executable: Any, output: Path, seconds: dict[str, float]) -> dict[s
         ],
         "signature": str(executable.signature()),
         "seconds": {step: round(taken, 4) for step, taken in seconds.items()},
+        "cache": asdict(executable.metadata.cache),
     }

@@ -44,8 +44,14 @@ def is_onnx(path: Path) -> bool:
     return path.suffix.lower() not in (".so", ".dylib", ".dll", ".tar")
 
 
-def obtain(path: Path, placing: Placing) -> Model:
+def obtain(path: Path, placing: Placing, cache: bool) -> Model:
     """Compile an ONNX file, or load an exported library.
+
+    Parameters
+    ----------
+    path, placing
+    cache
+        Whether compiled models are kept and found again.
 
     Raises
     ------
@@ -54,7 +60,7 @@ def obtain(path: Path, placing: Placing) -> Model:
     click.UsageError
         If placement options are given for a library, which is placed already.
     """
-    return compile_onnx(path, placing) if is_onnx(path) else load_library(path, placing)
+    return compile_onnx(path, placing, cache) if is_onnx(path) else load_library(path, placing)
 
 
 def placed_onnx(path: Path, placing: Placing) -> IRModule:
@@ -65,8 +71,8 @@ def placed_onnx(path: Path, placing: Placing) -> IRModule:
     return rh.from_onnx(str(path), **placing.import_options([value.name for value in proto.graph.input]))
 
 
-def compile_onnx(path: Path, placing: Placing) -> Model:
-    """Import, place and compile an ONNX file, with a spinner on stderr."""
+def compile_onnx(path: Path, placing: Placing, cache: bool) -> Model:
+    """Import, place and compile an ONNX file, or find it compiled; with a spinner on stderr."""
     import relax_hetero as rh
 
     with console(stderr=True).status(f"Importing {path.name}") as status:
@@ -76,6 +82,7 @@ def compile_onnx(path: Path, placing: Placing) -> Model:
         status.update(f"Compiling {path.name}")
         executable = rh.compile(
             module,
+            cache=cache,
             progress=lambda step, done, total: status.update(f"Compiling {path.name}: {done} of {total} {step}"),
         )
         seconds = {"import": imported - start, "compile": time.perf_counter() - imported}

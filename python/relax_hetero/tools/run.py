@@ -12,7 +12,7 @@ import numpy as np
 
 from ..errors import BindingError, HeteroError
 from .arrays import random_arrays, read_arrays, write_arrays
-from .command import command, json_option, refuse_overwriting
+from .command import cache_option, command, json_option, refuse_overwriting
 from .console import print_json
 from .models import Model, is_onnx, obtain
 from .onnxruntime_reference import Comparison, compare, reference
@@ -55,6 +55,7 @@ from .run_report import Ran
     "--atol", type=click.FloatRange(min=0), default=1e-4, show_default=True, help="Absolute tolerance of --check."
 )
 @placing_options
+@cache_option
 @json_option
 def run_command(
     model: Path,
@@ -68,6 +69,7 @@ def run_command(
     rtol: float,
     atol: float,
     placing: Placing,
+    cache: bool,
     as_json: bool,
 ) -> None:
     """Run MODEL, a compiled library or an ONNX file, once.
@@ -81,7 +83,7 @@ def run_command(
     devices = _device_map(remap)
     if output is not None:
         refuse_overwriting(output, model, *filter(None, [onnx]))
-    obtained = obtain(model, placing)
+    obtained = obtain(model, placing, cache)
     inputs = _inputs(obtained, function_name, files, dict(placing.shapes), seed)
     outputs, places, seconds = _call(obtained, function_name, inputs, devices)
     if output is not None:

@@ -89,6 +89,11 @@ def collect_fusions() -> Iterator[FusionReport]:
         _OPEN.reset(token)
 
 
+def is_collecting() -> bool:
+    """Whether anyone wants a report."""
+    return bool(_OPEN.get())
+
+
 def decline(function: str, variable: str, op: str, reason: str) -> None:
     """Say why something was not fused; each reason is kept once, and costs nothing where nobody listens."""
     entry = Declined(function, variable, op, reason)

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..errors import BuildError
+from .cache_use import CacheUse
 from .command_json import kernel_from_json, kernel_to_json, region_from_json, region_to_json
 from .commands import KernelSpec, RegionSpec, SingleCall
 from .memory_spec import FunctionMemory, memory_from_json, memory_to_json
@@ -189,6 +190,8 @@ class Metadata:
         What each function allocates, private ones too.
     placement_estimate : object
         What the cost model that placed the module expects of it, as JSON data of `frontend.AutoPlacement`, or None.
+    cache : CacheUse or None
+        Whether it was compiled or found in the compile cache; None where it was made by other means.
     """
 
     devices: tuple[DeviceSpec, ...]
@@ -207,6 +210,7 @@ class Metadata:
     schedules: tuple[Schedule, ...] = ()
     memory: tuple[FunctionMemory, ...] = ()
     placement_estimate: Any = None
+    cache: CacheUse | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(self.devices))
@@ -235,6 +239,7 @@ class Metadata:
             "single_calls": [asdict(call) for call in self.single_calls],
             "schedules": [schedule.to_json() for schedule in self.schedules],
             "memory": [memory_to_json(memory) for memory in self.memory],
+            "cache": None if self.cache is None else asdict(self.cache),
         }
         return json.dumps(data, separators=(",", ":"))
 
@@ -265,6 +270,7 @@ class Metadata:
             single_calls=tuple(SingleCall(**call) for call in data.get("single_calls", ())),
             schedules=tuple(map(Schedule.from_json, data.get("schedules", ()))),
             memory=tuple(memory_from_json(memory) for memory in data.get("memory", ())),
+            cache=CacheUse(**data["cache"]) if data.get("cache") else None,
         )
 
 

@@ -88,6 +88,11 @@ def publish(report: PlacementReport) -> None:
         reports.append(report)
 
 
+def is_collecting() -> bool:
+    """Whether anyone wants a report."""
+    return bool(_OPEN.get())
+
+
 def entries_of(function: str, notes: Sequence[Note], instance: Instance, names: list[str]) -> list[PlacementEntry]:
     """Put the notes of one written function into words."""
     reasons = _Reasons(instance, names)

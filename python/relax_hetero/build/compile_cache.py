@@ -1,0 +1,135 @@
+"""Compiled modules are kept on disk and found again, by the same or another process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import tvm
+
+from ..cache_folder import CacheFolder, folder_of
+from ..errors import BuildError
+from ..vm.cache_use import HIT, MISS, UNUSED, CacheUse
+from ..vm.executable import Executable
+from ..vm.export import find_compiler
+from ..vm.load import load
+from ..vm.tensors import nbytes_of
+from .compile_key import compile_key, why_uncached
+
+_log = logging.getLogger("relax_hetero")
+_unwritable: set[Path] = set()
+
+LEAST_SECONDS = 1.0
+"""What compiles in less is not kept, unless the caller asks for a cache: it would cost more than it saves."""
+
+
+def through_cache(
+    mod: tvm.IRModule,
+    cache: bool | str | os.PathLike[str] | None,
+    command_buffers: bool,
+    build: Callable[[], Executable],
+) -> Executable:
+    """The executable that `build` makes of a module, or the same one, made before.
+
+    Parameters
+    ----------
+    mod : tvm.IRModule
+        With vdevices, weights bound.
+    cache : bool, str, path or None
+        As `folder_of` takes it; None keeps only what took `LEAST_SECONDS`.
+    command_buffers : bool
+        What `build` depends on besides.
+    build : callable
+        Compiles the module.
+
+    Returns
+    -------
+    Executable
+        Its ``metadata.cache`` says where it came from. One that is found, or was just stored, is that of a file.
+
+    Raises
+    ------
+    HeteroError
+        What `build` raises; a cache that is no folder's name. Whatever else is wrong with a cache, compiling goes on.
+    """
+    folder = folder_of(cache)
+    key, why = ("", "it is switched off") if folder is None else _key(mod, command_buffers)
+    if folder is None or not key:
+        return _with_use(build(), CacheUse(UNUSED, why=why))
+    found = _find(folder, key)
+    if found is not None:
+        folder.note_hit(key)
+        return found
+    start = time.perf_counter()
+    executable = build()
+    use = CacheUse(MISS, key, round(time.perf_counter() - start, 3))
+    executable = _with_use(executable, use)
+    if cache is None and use.seconds < LEAST_SECONDS:
+        return _with_use(executable, replace(use, why=f"not kept, as compiling took less than {LEAST_SECONDS:g} s"))
+    return _store(folder, executable, use)
+
+
+def _key(mod: tvm.IRModule, command_buffers: bool) -> tuple[str, str]:
+    """The key of a module, or an empty one and the reason."""
+    why = why_uncached(mod)
+    if why:
+        return "", why
+    try:
+        return compile_key(mod, command_buffers), ""
+    except Exception as error:  # what TVM cannot write as JSON has no common class
+        return "", f"the module cannot be written as JSON: {error}"
+
+
+def _with_use(executable: Executable, use: CacheUse) -> Executable:
+    executable.metadata = replace(executable.metadata, cache=use)
+    return executable
+
+
+def _find(folder: CacheFolder, key: str) -> Executable | None:
+    file = folder.file(key)
+    if not file.is_file():
+        return None
+    try:
+        executable = load(file, verify=True)
+    except BuildError as error:
+        if file.is_file():  # else another process has just removed it
+            _log.warning("the compile cache is made anew: %s", error)
+            folder.drop(key)
+        return None
+    use = executable.metadata.cache
+    return _with_use(executable, CacheUse(HIT, key, use.seconds if use is not None else 0.0))
+
+
+def _store(folder: CacheFolder, executable: Executable, use: CacheUse) -> Executable:
+    """Store an executable; gives that of the file, so that what is compiled behaves as what will be found."""
+    why = ""
+    try:
+        find_compiler("the compile cache")
+    except BuildError as error:  # which nobody needs who only runs
+        why = str(error)
+    nbytes = sum(map(nbytes_of, executable.constants))
+    if nbytes > folder.limit:
+        why = f"its constants take {nbytes:,} bytes, and the cache {folder.limit:,}"
+    if not why:
+        try:
+            folder.add(use.key, executable.export_library, _about(executable, use))
+            return load(folder.file(use.key))
+        except (BuildError, OSError) as error:
+            why = str(error)
+            if folder.path not in _unwritable:
+                _unwritable.add(folder.path)
+                _log.warning("the compile cache cannot be written: %s", why)
+    return _with_use(executable, replace(use, why=f"not kept: {why}"))
+
+
+def _about(executable: Executable, use: CacheUse) -> dict[str, object]:
+    """What ``relax-hetero cache ls`` shows."""
+    return {
+        "functions": [str(signature) for signature in executable.metadata.signatures.values()],
+        "targets": [device.target for device in executable.devices],
+        "seconds": use.seconds,
+    }

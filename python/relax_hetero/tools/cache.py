@@ -1,0 +1,99 @@
+"""``relax-hetero cache``: what the compile cache holds."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+
+import click
+
+from ..cache_folder import CacheFolder, Entry, folder_of
+from ..errors import BuildError
+from .command import command, json_option
+from .console import bytes_text, console, plural, print_json, print_table, target_text
+
+# How many digits of a key people see; as many as tell keys apart.
+_SHOWN = 12
+_AGES = ((86400.0, "day"), (3600.0, "hour"), (60.0, "minute"))
+
+
+@click.group("cache")
+def cache_group() -> None:
+    """List or remove the executables that the compile cache keeps (RELAX_HETERO_CACHE, by default ~/.cache)."""
+
+
+@command("ls")
+@json_option
+def ls_command(as_json: bool) -> None:
+    """List compiled models, the last used first."""
+    folder = _folder()
+    entries = folder.entries()
+    if as_json:
+        print_json({"folder": str(folder.path), "limit": folder.limit, "entries": [asdict(entry) for entry in entries]})
+        return
+    if entries:
+        columns = ["key", "made", "last used", "hits", "size", "compile s", "functions", "targets"]
+        print_table("Compile cache", columns, map(_row, entries), right=["hits", "size", "compile s"])
+    used = bytes_text(sum(entry.bytes for entry in entries))
+    console().print(
+        f"{plural(len(entries), 'executable')}, {used} of at most {bytes_text(folder.limit)} in {folder.path}",
+        markup=False,
+    )
+
+
+@command("clear")
+@click.argument("keys", nargs=-1, metavar="[KEY]...")
+@json_option
+def clear_command(keys: tuple[str, ...], as_json: bool) -> None:
+    """Remove compiled models: those whose key begins with a KEY, or all. Programs that have loaded one keep it."""
+    folder = _folder()
+    entries = [entry for entry in folder.entries() if not keys or entry.key.startswith(keys)]
+    for key in keys:
+        if not any(entry.key.startswith(key) for entry in entries):
+            raise BuildError(f"no key in {folder.path} begins with {key!r}; see relax-hetero cache ls")
+    if keys:
+        for entry in entries:
+            folder.drop(entry.key)
+    else:
+        folder.clear()
+    freed = sum(entry.bytes for entry in entries)
+    if as_json:
+        print_json({"folder": str(folder.path), "removed": [entry.key for entry in entries], "bytes": freed})
+    else:
+        message = f"Removed {plural(len(entries), 'executable')} ({bytes_text(freed)}) from {folder.path}"
+        console().print(message, markup=False)
+
+
+def _folder() -> CacheFolder:
+    folder = folder_of()
+    if folder is None:
+        raise BuildError(
+            "there is no compile cache: RELAX_HETERO_CACHE switches it off, or there is no home to keep it in"
+        )
+    return folder
+
+
+def _row(entry: Entry) -> list[str]:
+    about, now = entry.about, time.time()
+    return [
+        entry.key[:_SHOWN],
+        _ago(now - entry.created),
+        _ago(now - entry.used),
+        f"{entry.hits:,}",
+        bytes_text(entry.bytes),
+        f"{about['seconds']:.2f}" if "seconds" in about else "?",
+        "\n".join(about.get("functions", ["?"])),
+        ", ".join(map(target_text, about.get("targets", ["?"]))),
+    ]
+
+
+def _ago(seconds: float) -> str:
+    """``5 minutes ago``."""
+    for length, name in _AGES:
+        if seconds >= length:
+            return f"{plural(int(seconds / length), name)} ago"
+    return "just now"
+
+
+for _command in (ls_command, clear_command):
+    cache_group.add_command(_command)
