@@ -30,7 +30,7 @@ def in_precision(mod: tvm.IRModule, precision: str) -> tvm.IRModule:
 
 def compile_model(model: str, file: str, inputs: Inputs, setting: Setting) -> None:
     """Import, compile and export."""
-    rh.compile(import_model(model, inputs, setting)).export_library(file)
+    rh.compile(import_model(model, inputs, setting), cache=False).export_library(file)
 
 
 def products_of(executable: rh.vm.Executable) -> dict[str, int]:

@@ -12,4 +12,4 @@ __all__ = ["compile_model", "load"]
 
 def compile_model(model: str, file: str, inputs: Inputs, setting: Setting) -> None:
     """Import, compile and export."""
-    rh.compile(import_model(model, inputs, setting), command_buffers=False).export_library(file)
+    rh.compile(import_model(model, inputs, setting), command_buffers=False, cache=False).export_library(file)

@@ -18,7 +18,7 @@ def compile_model(model: str, file: str, inputs: Inputs, setting: Setting) -> No
     shapes = {name: list(array.shape) for name, array in inputs.items()}
     vdevices = [rh.VDevice(native_target(setting.threads), index) for index in range(2)]
     mod = rh.from_onnx(model, vdevices, second_half(model), shapes=shapes)
-    rh.compile(in_precision(mod, setting.precision)).export_library(file)
+    rh.compile(in_precision(mod, setting.precision), cache=False).export_library(file)
 
 
 def second_half(model: str) -> list[tuple[str, str]]:

@@ -49,7 +49,7 @@ class HeteroRep(BackendRep):
         import relax_hetero as rh
 
         module = rh.from_onnx(model, vdevices=vdevices, placement=placement)
-        self.executable = rh.compile(module)
+        self.executable = rh.compile(module, cache=False)
         self._machine = rh.vm.VirtualMachine(self.executable)
 
     def run(self, inputs: Sequence[Any], **kwargs: Any) -> tuple[Any, ...]:
