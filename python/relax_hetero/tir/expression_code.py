@@ -23,6 +23,7 @@ from ..encoding.expression import Expression
 from ..errors import EncodingError
 from . import vector_math
 from .expression_ops import FLOAT32_OPS, FLOAT_OPS, INT_OPS, cast, round_to_bfloat16
+from .quantize_code import QUANTIZE, quantize, with_quantize
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ def emit(expression: Expression, values: Sequence[tirx.Expr], dtypes: Sequence[s
     def apply(op: str, args: list[Any], params: tuple[Any, ...]) -> Any:
         if op == "number":
             return params[0]
+        if op == QUANTIZE:
+            return _Value(params[-1], vector_math.once(quantize(_known(expression, args[0]).value, *params)))
         if op == "cast":
             return _cast(_known(expression, args[0]), params[0])
         if op == "where":
@@ -87,7 +90,7 @@ def emit(expression: Expression, values: Sequence[tirx.Expr], dtypes: Sequence[s
             raise EncodingError(f"{op} in expression {expression} does not exist for {like.dtype}")
         return _Value(like.dtype, vector_math.once(function(*terms, *params)))
 
-    result = _known(expression, expression.evaluate(operands, apply))
+    result = _known(expression, with_quantize(expression, dtypes).evaluate(operands, apply))
     return cast(result.value, result.dtype)
 
 
