@@ -120,8 +120,25 @@ class CacheFolder:
 
     def entries(self) -> list[Entry]:
         """What is in the folder, the last used first."""
-        found = [self._entry(file.stem) for file in _files(self.path, re.compile(rf"{_KEY.pattern}\.so"))]
+        found = [self.entry(file.stem) for file in _files(self.path, re.compile(rf"{_KEY.pattern}\.so"))]
         return sorted((entry for entry in found if entry is not None), key=lambda entry: -entry.used)
+
+    def entry(self, key: str) -> Entry | None:
+        """What there is of a key."""
+        try:
+            status = self.file(key).stat()
+        except OSError:  # another process has just removed it
+            return None
+        try:
+            uses = self._hits(key).stat()
+            hits, used = uses.st_size, uses.st_mtime
+        except OSError:
+            hits, used = 0, status.st_mtime
+        try:
+            about = json.loads(self._about(key).read_text())
+        except (OSError, ValueError):
+            about = {}
+        return Entry(key, status.st_size, status.st_mtime, max(used, status.st_mtime), hits, about)
 
     def trim(self) -> None:
         """Remove what was not used for longest, so that the rest is within the limit, and what dead writers left."""
@@ -147,22 +164,6 @@ class CacheFolder:
 
     def _hits(self, key: str) -> Path:
         return self.path / f"{key}.hits"
-
-    def _entry(self, key: str) -> Entry | None:
-        try:
-            status = self.file(key).stat()
-        except OSError:  # another process has just removed it
-            return None
-        try:
-            uses = self._hits(key).stat()
-            hits, used = uses.st_size, uses.st_mtime
-        except OSError:
-            hits, used = 0, status.st_mtime
-        try:
-            about = json.loads(self._about(key).read_text())
-        except (OSError, ValueError):
-            about = {}
-        return Entry(key, status.st_size, status.st_mtime, max(used, status.st_mtime), hits, about)
 
 
 def folder_of(cache: bool | str | os.PathLike[str] | None = None) -> CacheFolder | None:

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+_SHORT = {"float": "f", "bfloat": "bf", "int": "s", "uint": "u"}
+
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """The numpy type of a TVM element type; AttributeError for what neither numpy nor ml_dtypes knows."""
@@ -15,6 +17,12 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
         import ml_dtypes  # bfloat16 and its kin; TVM depends on it, a process with the runtime alone may lack it
 
         return np.dtype(getattr(ml_dtypes, name))
+
+
+def short_name(name: str) -> str:
+    """``f32``, ``bf16``, ``u8``, ``s8``: an element type as names of kernels and reports have it."""
+    kind = name.rstrip("0123456789")
+    return _SHORT.get(kind, kind) + name[len(kind) :]
 
 
 def bytes_of(name: str) -> int:

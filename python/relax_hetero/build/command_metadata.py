@@ -10,7 +10,7 @@ from tvm import relax
 
 from ..tir.raw_kernel import raw_signature
 from ..transform.command_report import kernel_functions, kernel_spec, kernels_of, regions_of
-from ..transform.kernel_work import operations_of, tensor_bytes
+from ..transform.kernel_work import operations_of, precision_of, tensor_bytes
 from ..transform.rewriting import relax_functions, walk_bindings
 from ..transform.stage import COMMANDS, public_kernels
 from ..vdevice import vdevices_of
@@ -96,7 +96,13 @@ def _constants(lifted: LiftedConstants, index: int) -> list[int]:
 def region_dispatches(mod: tvm.IRModule) -> dict[str, DispatchSpec]:
     """The kernels that command buffers call, as kernels that functions call are listed."""
     return {
-        spec.name: DispatchSpec(spec.device, spec.ops, operations_of(func), _bytes(spec))
+        spec.name: DispatchSpec(
+            spec.device,
+            spec.ops,
+            operations_of(func),
+            _bytes(spec),
+            precision_of(func, [tensor.dtype for tensor in spec.tensors]),
+        )
         for spec, func in kernel_functions(mod)
     }
 

@@ -20,7 +20,7 @@ from ..transform.encoding_report import collect_encodings
 from ..transform.form_schedules import FormSchedules, schedules_of
 from ..transform.fusion_report import collect_fusions
 from ..transform.kernel_ops import ops_of
-from ..transform.kernel_work import bytes_of, operations_of
+from ..transform.kernel_work import bytes_of, operations_of, precision_of
 from ..transform.note_memory import memory_of
 from ..transform.realize_vdevice import collect_placement
 from ..transform.rewriting import relax_functions, walk_bindings
@@ -192,7 +192,8 @@ def _dispatches(mod: tvm.IRModule, vdevices: list[relax.VDevice]) -> dict[str, D
                 kernel = mod.functions[gv]
                 vdevice = call_vdevice(binding.value) or _built_for(kernel, vdevices)
                 device = vdevice_index(vdevice, vdevices) if vdevice is not None else -1
-                found[gv.name_hint] = DispatchSpec(device, ops_of(kernel), operations_of(kernel), bytes_of(kernel))
+                work = (operations_of(kernel), bytes_of(kernel), precision_of(kernel))
+                found[gv.name_hint] = DispatchSpec(device, ops_of(kernel), *work)
     return found
 
 

@@ -73,6 +73,16 @@ def through_cache(
     return _store(folder, executable, use)
 
 
+def look_up(mod: tvm.IRModule) -> CacheUse:
+    """Whether ``rh.compile(mod, cache=True)`` would find the module (with vdevices), which stays unused."""
+    folder = folder_of()
+    key, why = ("", "it is switched off") if folder is None else _key(mod, command_buffers=True)
+    if folder is None or not key:
+        return CacheUse(UNUSED, why=why)
+    entry = folder.entry(key)
+    return CacheUse(MISS, key) if entry is None else CacheUse(HIT, key, float(entry.about.get("seconds", 0.0)))
+
+
 def _key(mod: tvm.IRModule, command_buffers: bool) -> tuple[str, str]:
     """The key of a module, or an empty one and the reason."""
     why = why_uncached(mod)
@@ -100,8 +110,7 @@ def _find(folder: CacheFolder, key: str) -> Executable | None:
             _log.warning("the compile cache is made anew: %s", error)
             folder.drop(key)
         return None
-    use = executable.metadata.cache
-    return _with_use(executable, CacheUse(HIT, key, use.seconds if use is not None else 0.0))
+    return _with_use(executable, CacheUse(HIT, key, executable.metadata.cache.seconds))
 
 
 def _store(folder: CacheFolder, executable: Executable, use: CacheUse) -> Executable:

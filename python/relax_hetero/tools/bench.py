@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +75,7 @@ def bench_command(
     from .arrays import random_arrays
     from .bench_trace import trace_calls
     from .engines import onnx_runtime, ours, stock_tvm
+    from .fusion_tables import precisions_text, product_precisions
     from .memory_tables import memory_line, use_with
     from .models import compile_onnx
 
@@ -87,6 +88,7 @@ def bench_command(
     if stock:
         engines.insert(1, stock_tvm(model, dict(placing.shapes)))
     results = _measure(engines, inputs, rounds, budget)
+    precisions = product_precisions(compiled.executable.metadata.fusions)
     memory = use_with(compiled.executable.memory_plan, signature, inputs)
     traced = None
     if trace is not None and not results[0].failure:
@@ -98,12 +100,16 @@ def bench_command(
                 "threads": threads,
                 "rounds": rounds,
                 "engines": [result.to_json() for result in results],
+                "precisions": precisions,
+                "cache": asdict(compiled.executable.metadata.cache),
                 "memory": None if memory is None else memory.to_json(),
                 "trace": None if traced is None else traced.to_json(),
             }
         )
     else:
         _print(model, threads, results)
+        console().print(precisions_text(precisions), markup=False)
+        console().print(f"Compile cache: {compiled.executable.metadata.cache}.", markup=False)
         if memory is not None:
             console().print(memory_line(memory), markup=False)
         if traced is not None:

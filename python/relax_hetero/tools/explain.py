@@ -27,7 +27,8 @@ def explain_command(model: Path, summary: bool, placing: Placing, as_json: bool)
     """Show where every op of MODEL (an ONNX file or a compiled library) is placed, stored and fused, and why.
 
     Also shows which kernels run as one command buffer, what that takes and what it does, and what memory a call takes.
-    An ONNX file is imported, placed, given layouts and cut into kernels and command buffers, but not compiled.
+    An ONNX file is imported, placed, given layouts and cut into kernels and command buffers, but not compiled; whether
+    it was before, and can be found in the compile cache, stands at the end.
 
     \b
     relax-hetero explain model.onnx --vdevice llvm --vdevice cuda:0 --place '/encoder/*=cuda:0'
@@ -42,6 +43,7 @@ def explain_command(model: Path, summary: bool, placing: Placing, as_json: bool)
 
 def _of_onnx(path: Path, placing: Placing) -> Explanation:
     from ..build.command_metadata import regions_as_linked
+    from ..build.compile_cache import look_up
     from ..build.cuda_regions import CudaGraphs
     from ..build.memory_report import memory_plan_of
     from ..build.pipeline import passes_to_dispatches
@@ -55,6 +57,7 @@ def _of_onnx(path: Path, placing: Placing) -> Explanation:
     from .schedule_tables import Schedules
 
     module = placed_onnx(path, placing)
+    cache = look_up(module)
     vdevices = vdevices_of(module)
     targets = {device_name(v, vdevices): str(v.target) for v in vdevices}
     placement = json.loads(placement_report(module) or "[]")
@@ -78,6 +81,7 @@ def _of_onnx(path: Path, placing: Placing) -> Explanation:
         estimate,
         memory_plan_of(module),
         Schedules(list(targets), schedules_of(FormSchedules()(module))),
+        cache,
     )
 
 
@@ -104,4 +108,5 @@ def _of_library(path: Path, placing: Placing) -> Explanation:
         about.placement_estimate,
         executable.memory_plan,
         Schedules(names, about.schedules),
+        about.cache,
     )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..vm.cache_use import CacheUse
 from ..vm.memory_plan import MemoryPlan
 from .command_tables import CommandBuffers
 from .console import bytes_text, console, plural, print_table, target_text
@@ -61,6 +62,8 @@ class Explanation:
         The steps of functions that use several devices, None where nobody looked for any.
     estimate
         What the cost model expects of the placement as JSON data, None where it did not place.
+    cache
+        Whether the compile cache has it compiled, or had where it was compiled; None where nobody looked.
     """
 
     model: str
@@ -72,6 +75,7 @@ class Explanation:
     estimate: Mapping[str, Any] | None = None
     memory: MemoryPlan | None = None
     schedules: Schedules | None = None
+    cache: CacheUse | None = None
 
     def of_kind(self, kind: str) -> list[Mapping[str, Any]]:
         """The entries of one kind: ``op``, ``transfer``, ``param`` or ``constant``."""
@@ -115,6 +119,7 @@ class Explanation:
             "command_buffers": None if self.commands is None else self.commands.to_json(),
             "schedules": None if self.schedules is None else self.schedules.to_json(),
             "memory": None if self.memory is None else self.memory.to_json(),
+            "cache": None if self.cache is None else asdict(self.cache),
         }
 
     def _encodings_json(self) -> dict[str, Any] | None:
@@ -164,6 +169,8 @@ class Explanation:
             self.schedules.print()
         if self.memory is not None:
             print_memory(self.memory)
+        if self.cache is not None:
+            console().print(f"Compile cache: {self.cache}.", markup=False)
 
 
 def _estimate_text(estimate: Mapping[str, Any]) -> str:

@@ -21,7 +21,7 @@ from ..errors import EncodingError
 from .encoding_layouts import target_of
 from .kernel_names import VariantNames, shape_text
 from .kernel_ops import OPS
-from .kernel_work import work_attribute
+from .kernel_work import work_attributes
 from .materialize_attention import attention_problem
 from .materialize_block_products import block_product_problem
 from .materialize_rows import rows_problem
@@ -65,7 +65,7 @@ class KernelTable:
         """
         full_key = (key, str(target))
         if full_key not in self._known:
-            func = make().with_attr({"target": target, "op_pattern": _OPAQUE, OPS: list(ops), **work_attribute(key)})
+            func = make().with_attr({"target": target, "op_pattern": _OPAQUE, OPS: list(ops), **work_attributes(key)})
             if "global_symbol" in func.attrs:
                 func = func.without_attr("global_symbol")
             gvar = fresh_global_var(name, func.ty, self.taken)

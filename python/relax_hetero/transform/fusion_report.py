@@ -13,6 +13,7 @@ import tvm
 from ..vdevice import device_name, vdevices_of
 from .bind_targets import call_vdevice, called_prim_func
 from .kernel_ops import ops_of
+from .kernel_work import precision_of
 from .rewriting import relax_functions, walk_bindings
 
 
@@ -30,6 +31,8 @@ class DispatchEntry:
         ``kind:i``; empty for what computes shapes on the host.
     ops : tuple of str
         What it computes, in order: more than one op where ops were fused.
+    precision : str
+        The element types of its products, else those of its arguments (`kernel_work.precision_of`).
     """
 
     function: str
@@ -37,6 +40,7 @@ class DispatchEntry:
     kernel: str
     device: str
     ops: tuple[str, ...]
+    precision: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +120,8 @@ def record_dispatches(mod: tvm.IRModule) -> None:
                 continue
             vdevice = call_vdevice(binding.value)
             device = device_name(vdevice, vdevices) if vdevice is not None else ""
-            ops = ops_of(mod.functions[kernel])
-            entries.append(DispatchEntry(gv.name_hint, binding.var.name, kernel.name_hint, device, ops))
+            code = mod.functions[kernel]
+            names = (gv.name_hint, binding.var.name, kernel.name_hint, device)
+            entries.append(DispatchEntry(*names, ops_of(code), precision_of(code)))
     for report in reports:
         report.dispatches = entries

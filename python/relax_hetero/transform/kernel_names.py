@@ -7,12 +7,11 @@ from collections.abc import Sequence
 import tvm
 from tvm import relax
 
+from ..element_types import short_name
 from ..encoding.problem import ConvProblem, Dim, MatmulProblem
 from ..op.encoded import PRODUCTS, encoded_op
 from ..vdevice import device_name
 from .rewriting import relax_functions, walk_bindings
-
-_SHORT = {"float": "f", "bfloat": "bf", "int": "s", "uint": "u"}
 
 
 class VariantNames:
@@ -71,17 +70,12 @@ def _describe_product(problem: MatmulProblem) -> str:
 
 
 def _types_text(lhs: str, rhs: str) -> str:
-    return "" if {lhs, rhs} == {"float32"} else f"_{_short(lhs)}{_short(rhs)}"
+    return "" if {lhs, rhs} == {"float32"} else f"_{short_name(lhs)}{short_name(rhs)}"
 
 
 def shape_text(sizes: Sequence[Dim]) -> str:
     """``128x768``, D for a symbolic extent."""
     return "x".join("D" if isinstance(size, str) else str(size) for size in sizes)
-
-
-def _short(dtype: str) -> str:
-    kind = dtype.rstrip("0123456789")
-    return _SHORT.get(kind, kind) + dtype[len(kind) :]
 
 
 def _named_already(mod: tvm.IRModule) -> set[str]:

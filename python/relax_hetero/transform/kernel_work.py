@@ -1,4 +1,4 @@
-"""How much a kernel computes and moves: what its time is compared with."""
+"""How much a kernel computes and moves, and in which element types: what its time is compared with."""
 
 from __future__ import annotations
 
@@ -9,20 +9,36 @@ from typing import Any
 from tvm import tirx
 from tvm.tirx.buffer import is_buffer_var
 
+from ..encoding.precision import precision, precision_of_arguments
 from ..encoding.work import operations
 
 OPERATIONS = "relax_hetero.operations"
+PRECISION = "relax_hetero.precision"
 
 
-def work_attribute(problem: Any) -> dict[str, int]:
-    """The attribute of a kernel that solves a problem; none where its arithmetic is not counted."""
-    counted = operations(problem)
-    return {OPERATIONS: counted} if counted else {}
+def work_attributes(problem: Any) -> dict[str, int | str]:
+    """The attributes of a kernel that solves a problem; none where its arithmetic is not counted."""
+    attributes: dict[str, int | str] = {OPERATIONS: operations(problem), PRECISION: precision(problem)}
+    return {name: value for name, value in attributes.items() if value}
 
 
 def operations_of(func: tirx.PrimFunc) -> int:
     """Multiplications and additions of the products in a kernel; 0 where they are not known."""
     return int(func.attrs.get(OPERATIONS, 0))
+
+
+def precision_of(func: tirx.PrimFunc, arguments: Iterable[str] | None = None) -> str:
+    """The element types of a kernel's products, as `encoding.precision` writes them, else those of its arguments.
+
+    Parameters
+    ----------
+    func : tirx.PrimFunc
+    arguments : iterable of str, optional
+        The element types of its tensors, where its parameters do not say them any more.
+    """
+    if arguments is None:
+        arguments = (str(param.dtype) for param in func.params if is_buffer_var(param))
+    return str(func.attrs.get(PRECISION, "")) or precision_of_arguments(arguments)
 
 
 def bytes_of(func: tirx.PrimFunc) -> int:

@@ -24,7 +24,7 @@ class CacheUse:
         Why it was not looked for, or not stored.
     """
 
-    state: str
+    state: str = UNUSED
     key: str = ""
     seconds: float = 0.0
     why: str = ""

@@ -144,12 +144,15 @@ class DispatchSpec:
         Multiplications and additions of its products, in one call; 0 where there are none or nobody counted.
     bytes : int
         Of its arguments, each once; 0 where an extent is symbolic.
+    precision : str
+        The element types of its products (``"u8*s8->s32"``, ``"bf16"``, ``"int4*f32"``), else those of its arguments.
     """
 
     device: int
     ops: tuple[str, ...] = ()
     operations: int = 0
     bytes: int = 0
+    precision: str = ""
 
 
 @dataclass(frozen=True)
@@ -190,8 +193,8 @@ class Metadata:
         What each function allocates, private ones too.
     placement_estimate : object
         What the cost model that placed the module expects of it, as JSON data of `frontend.AutoPlacement`, or None.
-    cache : CacheUse or None
-        Whether it was compiled or found in the compile cache; None where it was made by other means.
+    cache : CacheUse
+        Whether it was compiled or found in the compile cache.
     """
 
     devices: tuple[DeviceSpec, ...]
@@ -210,7 +213,7 @@ class Metadata:
     schedules: tuple[Schedule, ...] = ()
     memory: tuple[FunctionMemory, ...] = ()
     placement_estimate: Any = None
-    cache: CacheUse | None = None
+    cache: CacheUse = field(default_factory=CacheUse)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(self.devices))
@@ -239,7 +242,7 @@ class Metadata:
             "single_calls": [asdict(call) for call in self.single_calls],
             "schedules": [schedule.to_json() for schedule in self.schedules],
             "memory": [memory_to_json(memory) for memory in self.memory],
-            "cache": None if self.cache is None else asdict(self.cache),
+            "cache": asdict(self.cache),
         }
         return json.dumps(data, separators=(",", ":"))
 
@@ -270,7 +273,7 @@ class Metadata:
             single_calls=tuple(SingleCall(**call) for call in data.get("single_calls", ())),
             schedules=tuple(map(Schedule.from_json, data.get("schedules", ()))),
             memory=tuple(memory_from_json(memory) for memory in data.get("memory", ())),
-            cache=CacheUse(**data["cache"]) if data.get("cache") else None,
+            cache=CacheUse(**data.get("cache", {})),
         )
 
 

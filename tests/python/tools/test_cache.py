@@ -30,6 +30,24 @@ def test_a_model_is_compiled_once(invoke: Invoke, model: Path, tmp_path: Path):
     assert [entry["hits"] for entry in entries] == [3, 0]
 
 
+def test_explain_and_bench_say_what_the_cache_has(invoke: Invoke, model: Path, tmp_path: Path):
+    before = parsed(invoke("explain", model, "--json"))["cache"]
+    benches = [parsed(invoke("bench", model, "--no-stock", "--rounds", 1, "--json")) for _ in range(2)]
+    assert [bench["cache"]["state"] for bench in benches] == ["miss", "hit"]
+    assert benches[0]["precisions"] == {"f32": 2}
+    after = parsed(invoke("explain", model, "--json"))["cache"]
+    assert (before["state"], after["state"]) == ("miss", "hit")
+    assert before["key"] == after["key"] == benches[0]["cache"]["key"]
+    shown = invoke("bench", model, "--no-stock", "--rounds", 1).stdout
+    assert "Products: 2 in f32." in shown and f"Compile cache: hit, {after['key'][:12]}" in shown
+    shown = invoke("explain", model, "--summary").stdout
+    assert "Products: 2 in f32." in shown and f"Compile cache: hit, {after['key'][:12]}" in shown
+    assert parsed(invoke("cache", "ls", "--json"))["entries"][0]["hits"] == 2  # those of bench
+    library = tmp_path / "model.so"
+    invoke("compile", model, "-o", library)
+    assert parsed(invoke("explain", library, "--json"))["cache"]["key"] == after["key"]
+
+
 def test_ls_shows_what_is_kept(invoke: Invoke, model: Path, folder: Path):
     assert "0 executables, 0 B of at most 10.0 GiB" in invoke("cache", "ls").stdout
     invoke("run", model)
