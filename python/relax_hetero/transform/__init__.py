@@ -47,6 +47,8 @@ _EXPORTS: dict[str, str] = {
     "SettlePackedResults": ".settle_packed_results",
     "PlanMemoryPerDevice": ".plan_memory",
     "LowerTransfers": ".lower_transfers",
+    "PinTransferred": ".pin_transferred",
+    "LowerPinnedStorage": ".lower_pinned_storage",
     "LowerToVM": ".lower_to_vm",
 }
 

@@ -11,8 +11,10 @@ from tvm import relax, tirx
 from tvm_ffi import structural_map
 
 from ..vdevice import vdevices_of
+from .lower_pinned_storage import LowerPinnedStorage
 from .lower_transfers import LowerTransfers, writes_in_place
 from .note_memory import NoteMemory
+from .pin_transferred import PinTransferred
 from .plan_memory import PlanMemoryPerDevice
 from .private_kernels import keep_private_kernels
 from .rewriting import copy_module, relax_functions, typed
@@ -39,10 +41,12 @@ def LowerToVM() -> tvm.transform.Pass:
                 SettlePackedResults(),
                 relax.transform.CallTIRRewrite(),
                 LowerTransfers(must_copy),
+                PinTransferred(),
                 PlanMemoryPerDevice(),
                 relax.transform.LowerAllocTensor(),
                 relax.transform.KillAfterLastUse(),
                 NoteMemory(),
+                LowerPinnedStorage(),
                 relax.transform.LowerRuntimeBuiltin(),
                 relax.transform.ComputePrimValue(),
                 relax.transform.VMShapeLower(),

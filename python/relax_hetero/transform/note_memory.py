@@ -33,10 +33,10 @@ from .command_report import regions_of
 from .dim_text import NoTextError, dim_text
 from .kernel_work import tensor_bytes
 from .lower_transfers import is_transfer_call
-from .plan_memory import UPPER_BOUND
 from .rewriting import copy_module, op_name, relax_functions, tensor_types
 from .shown_tensors import NOTHING, Shown, ShownTensors, either, flat, is_view
 from .stage import MEMORY
+from .storage_sizes import upper_bounds
 
 _KILLS = ("relax.memory.kill_storage", "relax.memory.kill_tensor", "relax.vm.kill_object")
 _OPEN = -1
@@ -85,14 +85,13 @@ def function_memory(
     reader = _Reader(mod, regions)
     result = reader.body(func.body)
     storages = reader.finished(set(flat(result)))
-    bounds = func.attrs.get(UPPER_BOUND) or {}
     return FunctionMemory(
         name,
         storages,
         tuple(Live(t.storage, t.nbytes, t.begin, t.end) for t in reader.tensors),
         tuple(reader.regions),
         tuple(reader.calls),
-        {str(symbol): int(bound) for symbol, bound in bounds.items()},
+        upper_bounds(func),
         _result_sizes(func.ret_ty),
     )
 

@@ -25,29 +25,22 @@ others of the same symbols.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import tvm
 from tvm import relax, tirx
-from tvm_ffi import structural_walk
 
-from ..tir.raw_kernel import plain_extent
 from ..vdevice import vdevices_of
 from ..vm.metadata import CPU, DEVICE_TYPES
 from .blocks import used_vars
-from .kernel_work import bytes_of_extents
 from .lower_transfers import is_transfer_call
 from .plan_arena import Lifetime
 from .plan_storages import plan_storages
 from .rewriting import copy_module, map_bindings, op_name, relax_functions
 from .shown_tensors import NOTHING, Shown, ShownTensors, either, flat, is_view
+from .storage_sizes import ALLOC, size_of, upper_bounds
 
-UPPER_BOUND = "tir_var_upper_bound"
-"""On a Relax function, as stock TVM reads it: the most that symbolic dimensions of these names will be."""
-
-_ALLOC = "relax.builtin.alloc_tensor"
 _ONLY_READ = ("relax.shape_of", "relax.tensor_to_shape", "relax.assert_op", "relax.print")
 
 
@@ -76,14 +69,14 @@ def plan_memory_per_device(mod: tvm.IRModule) -> tvm.IRModule:
 def _planned(func: relax.Function, mod: tvm.IRModule) -> relax.Function:
     reader = _Reader(mod)
     reader.leave(reader.body(func.body, 0))
-    bounds = {str(name): int(bound) for name, bound in (func.attrs.get(UPPER_BOUND) or {}).items()}
+    bounds = upper_bounds(func)
     apart: dict[tuple[Any, ...], list[_Tensor]] = {}
     for tensor in reader.tensors:
         if not tensor.leaves:
             apart.setdefault(tensor.pool, []).append(tensor)
     places: dict[relax.Var, _Place] = {}
     for tensors in apart.values():
-        sizes = [_bounded(_nbytes(tensor.alloc), bounds) for tensor in tensors]
+        sizes = [size_of(tensor.alloc, bounds) for tensor in tensors]
         plan = plan_storages([Lifetime(n, t.begin, t.end) for n, t in zip(sizes, tensors, strict=True)])
         made = [_Place(relax.Var("storage", relax.AnyType()), nbytes) for nbytes in plan.nbytes]
         places.update({tensor.var: made[number] for tensor, number in zip(tensors, plan.of, strict=True)})
@@ -165,7 +158,7 @@ class _Reader:
         if isinstance(value, relax.If):
             self._use(value.cond)
             return either([self._branch(body) for body in (value.true_branch, value.false_branch)])
-        if op_name(value) == _ALLOC:
+        if op_name(value) == ALLOC:
             self.tensors.append(_Tensor(var, value, branch))
             return frozenset((len(self.tensors) - 1,))
         if not isinstance(value, relax.Call) or is_view(value):
@@ -210,21 +203,3 @@ class _Reader:
         for number in flat(self._shown.of(expr)):
             tensor = self.tensors[number]
             tensor.begin, tensor.end = tensor.begin or self.now, self.now
-
-
-def _nbytes(alloc: relax.Call) -> Any:
-    return bytes_of_extents(map(plain_extent, alloc.args[0].values), tvm.DataType(str(alloc.args[1].value)))
-
-
-def _bounded(nbytes: Any, bounds: Mapping[str, int]) -> Any:
-    """The most that a size can be, where its symbols have bounds; else the size."""
-    if isinstance(nbytes, int) or not bounds:
-        return nbytes
-    analyzer = tvm.sym.Analyzer()
-    symbols: dict[tirx.Var, None] = {}
-    structural_walk(nbytes, (tvm.ir.Var, lambda var: symbols.setdefault(var)))
-    if any(str(symbol.name) not in bounds for symbol in symbols):
-        return nbytes
-    for symbol in symbols:
-        analyzer.bind(symbol, tvm.ir.Range(0, bounds[str(symbol.name)] + 1))
-    return int(analyzer.const_int_bound(nbytes).max_value)

@@ -12,10 +12,10 @@ from .pinned_memory import PinnedBlock
 from .tensors import is_host, nbytes_of
 
 PINNED_BYTES = 128 << 10
-"""Smaller tensors arrive as soon in memory that is not pinned."""
+"""Smaller tensors arrive as soon in memory that is not pinned, and leave as soon from there."""
 
-ARRIVALS_BYTES = 1 << 30
-"""Of host memory that plain calls pin for what comes from each GPU."""
+TRANSFER_BYTES = 1 << 30
+"""Of host memory that is pinned for each GPU: for what plain calls bring from it, and for what is made to go to it."""
 
 
 class PinnedPool(BlockPool):
@@ -36,19 +36,35 @@ class PinnedPool(BlockPool):
         super().__init__(partial(PinnedBlock, library, gpu), limit)
 
 
-def arrival(source: runtime.Tensor, device: runtime.Device) -> runtime.Tensor | None:
+def arrival(
+    source: runtime.Tensor, device: runtime.Device, room: runtime.Tensor | None = None
+) -> runtime.Tensor | None:
     """Where a copy of `source`, on a GPU, should arrive on a CPU: pinned memory, which the GPU writes at full rate.
 
-    None for other devices, and where any memory will do or the limit is reached.
+    That is `room`, if its memory is pinned. None for other devices, and where any memory will do or the limit is
+    reached.
     """
     if source.device.dlpack_device_type() != CUDA or not is_host(device) or nbytes_of(source) < PINNED_BYTES:
         return None
     library = cuda_library()
-    if library is None:
-        return None
-    return _arrivals(library, source.device.index).kept_tensor(tuple(source.shape), str(source.dtype), device)
+    if library is not None and room is not None and library.is_pinned(room.data_ptr()):
+        return room
+    return _kept(tuple(source.shape), str(source.dtype), device, source.device.index)
+
+
+def departure(nbytes: int, device: runtime.Device, gpu: int) -> runtime.Tensor | None:
+    """Bytes on a CPU for what is to go to a GPU: pinned memory, which the GPU reads at full rate.
+
+    None where any memory will do or the limit is reached.
+    """
+    return None if nbytes < PINNED_BYTES else _kept((nbytes,), "uint8", device, gpu)
+
+
+def _kept(shape: tuple[int, ...], dtype: str, device: runtime.Device, gpu: int) -> runtime.Tensor | None:
+    library = cuda_library()
+    return None if library is None else _pool(library, gpu).kept_tensor(shape, dtype, device)
 
 
 @cache
-def _arrivals(library: CudaLibrary, gpu: int) -> PinnedPool:
-    return PinnedPool(library, gpu, ARRIVALS_BYTES)
+def _pool(library: CudaLibrary, gpu: int) -> PinnedPool:
+    return PinnedPool(library, gpu, TRANSFER_BYTES)

@@ -17,7 +17,7 @@ from .text_table import text_table
 from .walk_commands import raise_kernel_error
 
 _TRANSFER = "relax_hetero.to_device"
-_BUILTIN = "vm.builtin."
+_BUILTIN = ("vm.builtin.", "relax_hetero.pinned_storage", "runtime.TVMTensorCreateView")
 _RUN, _SKIP_RUN = 0, 1
 """What an instrument tells TVM (VMInstrumentReturnKind)."""
 

@@ -119,8 +119,8 @@ def test_many_threads(cuda, library):
 def test_what_comes_from_a_gpu_arrives_in_pinned_memory(cuda, library, monkeypatch):
     monkeypatch.setattr(pinned_pool, "cuda_library", lambda: library)
     monkeypatch.setattr(tensors, "cuda_library", lambda: library)
-    monkeypatch.setattr(pinned_pool, "ARRIVALS_BYTES", 3 * pinned_pool.PINNED_BYTES)
-    pinned_pool._arrivals.cache_clear()
+    monkeypatch.setattr(pinned_pool, "TRANSFER_BYTES", 3 * pinned_pool.PINNED_BYTES)
+    pinned_pool._pool.cache_clear()
     for rows, pinned in ((1, False), (2, True), (8, False)):  # too small, fits, beyond the limit
         array = np.random.default_rng().random((rows, pinned_pool.PINNED_BYTES // 8), "float32")
         there, room = alias(tvm.runtime.tensor(array), tvm.cuda(0)), tvm.runtime.tensor(np.zeros_like(array))
@@ -131,4 +131,10 @@ def test_what_comes_from_a_gpu_arrives_in_pinned_memory(cuda, library, monkeypat
                 assert library.is_pinned(here.data_ptr()) == pinned
                 assert (here.data_ptr() == room.data_ptr()) == (given is room and not pinned)
     assert cuda.copies == [("to the host", 4 * n * pinned_pool.PINNED_BYTES // 8) for n in (1, 1, 2, 2, 8, 8)]
-    pinned_pool._arrivals.cache_clear()
+    array = np.random.default_rng().random(pinned_pool.PINNED_BYTES // 4, "float32")
+    room = PinnedPool(library, 0, 1 << 20).tensor(array.shape, "float32", tvm.cpu(0))
+    with running_on((tvm.cpu(0), tvm.cuda(0)), ("global", "global")):  # room that is pinned already
+        here = to_device(alias(tvm.runtime.tensor(array), tvm.cuda(0)), 0, 0, room)
+    np.testing.assert_array_equal(here.numpy(), array)
+    assert here.data_ptr() == room.data_ptr()
+    pinned_pool._pool.cache_clear()
