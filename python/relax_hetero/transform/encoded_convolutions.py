@@ -92,7 +92,8 @@ def _emit(writer: ProductWriter, binding: relax.VarBinding, spatial: int) -> Non
     shapes = [[shape[axis] for axis in order] for shape, order in zip(known, orders, strict=True)]
     dtypes = (str(data.ty.dtype), str(weight.ty.dtype), str(var.ty.dtype))
     accumulator = _ACCUMULATORS.get(dtypes[:2])
-    if accumulator is None or (dtypes[RESULT] != accumulator and set(dtypes) != {dtypes[LHS]}):
+    rounded = dtypes[LHS] if "float" in dtypes[LHS] else accumulator
+    if accumulator is None or dtypes[RESULT] not in (accumulator, rounded):
         expected = ", ".join(f"{a} * {b} -> {c}" for (a, b), c in _ACCUMULATORS.items())
         raise _Refused(f"found element types {dtypes}, expected one of {expected}")
     encoding = _encoding(shapes, attrs, (*dtypes[:2], accumulator))

@@ -9,6 +9,7 @@ from tvm.script import relax as R
 
 import relax_hetero as rh
 from relax_hetero.encoding import PackedLayout
+from tir.products_of import numpy_type, random_array
 from transform.numpy_convolution import convolve
 from transform.reference_convolution import NHWC, reference_resolver
 
@@ -127,6 +128,61 @@ def test_two_devices(tiled):
     want = a + np.maximum(convolve(a, v, ONES, (0,) * 4, ONES) + a, 0)
     got = rh.vm.VirtualMachine(exe, [tvm.cpu(0), tvm.cpu(1)])["main"](*inputs).numpy()
     check(got, want)
+
+
+def low_precision(data, weight, channels=40):
+    """A residual block of low precision: sums are scaled, added to the data and stored in its type."""
+    floats = data in ("bfloat16", "float16")
+    x = relax.Var("x", relax.TensorType([1, channels, 9, 7], data))
+    w = relax.Var("w", relax.TensorType([channels, channels, 3, 3], weight))
+    v = relax.Var("v", relax.TensorType([channels, 1, 3, 3], weight))
+    builder = relax.BlockBuilder()
+
+    def rounded(sums, scale):
+        scaled = builder.emit(relax.op.multiply(relax.op.astype(sums, "float32"), relax.const(scale, "float32")))
+        if floats:
+            return builder.emit(relax.op.astype(scaled, data))
+        low, high = (0, 255) if data == "uint8" else (-128, 127)
+        return builder.emit(relax.op.astype(relax.op.clip(relax.op.round(scaled), low, high), data))
+
+    with builder.function("main", [x, w, v]):
+        with builder.dataflow():
+            out_dtype = "float32" if floats else "int32"
+            a = builder.emit(relax.op.nn.conv2d(x, w, padding=1, out_dtype=out_dtype))
+            b = rounded(a, 0.001)
+            c = builder.emit(relax.op.nn.conv2d(b, v, padding=1, groups=channels, out_dtype=out_dtype))
+            d = builder.emit_output(builder.emit(relax.op.add(relax.op.astype(x, out_dtype), c)))
+        builder.emit_func_output(d)
+    return builder.get()
+
+
+@pytest.mark.parametrize("types", [("uint8", "int8"), ("int8", "int8"), ("bfloat16",) * 2, ("float16",) * 2])
+@pytest.mark.parametrize("name", [name for name in TARGETS if name != "c"])
+def test_low_precision(name, types):
+    rng = np.random.default_rng()
+    mod = low_precision(*types)
+    shapes = [[int(extent) for extent in param.ty.shape.values] for param in mod["main"].params]
+    x, w, v = (random_array(rng, shape, dtype) for shape, dtype in zip(shapes, (types[0], *types[1:] * 2), strict=True))
+    pads = (1, 1, 1, 1)
+    exe = rh.compile(on(mod, TARGETS[name]), params={"w": w, "v": v})
+    got = run(exe, x).astype("float64")
+    wide = [array.astype("float64") for array in (x, w, v)]
+    scaled = (convolve(wide[0], wide[1], ONES, pads, ONES).astype("float32") * np.float32(0.001)).astype("float64")
+    if "int" in types[0]:
+        limits = np.iinfo(types[0])
+        middle = np.clip(np.round(scaled), limits.min, limits.max)
+    else:
+        middle = scaled.astype(numpy_type(types[0])).astype("float64")
+    want = depthwise(middle, wide[2]) + wide[0]
+    atol = 0 if "int" in types[0] else 2e-3
+    np.testing.assert_allclose(got, want, rtol=0, atol=atol)
+    assert exe.metadata.encodings["cancelled"] == []
+
+
+def depthwise(x, w):
+    """Every channel with its own window."""
+    each = [convolve(x[:, i : i + 1], w[i : i + 1], ONES, (1, 1, 1, 1), ONES) for i in range(len(w))]
+    return np.concatenate(each, axis=1)
 
 
 FORMS = {

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pickle
 
 import pytest
-import tvm
 from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_hetero.encoding import Encoding, PackedLayout, resolver_for
 from relax_hetero.encoding.encoding import CONVOLUTIONS, DYNAMIC, LHS, RESULT, RHS, Moves, conv_maps
 from relax_hetero.errors import EncodingError
-from tir.kernel_runs import TARGETS
+from tir.kernel_runs import TARGETS, target_of
 
 GOOD = (
     "conv2d[1]<float32 * float32 -> float32; (b, c, x0, x1) * (n, k, w0, w1) -> (b, n, y0, y1); "
@@ -87,11 +86,11 @@ def test_text_that_is_no_encoding(old, new, message):
 
 
 def conv(
-    sizes: str, moves: str = "strides=1x1, padding=1x1x1x1, dilation=1x1, groups=1", dtype: str = "float32"
+    sizes: str,
+    moves: str = "strides=1x1, padding=1x1x1x1, dilation=1x1, groups=1",
+    types: str = "float32 * float32 -> float32",
 ) -> Encoding:
-    return Encoding.parse(
-        f"conv2d[0]<{dtype} * {dtype} -> {dtype}; (b, c, x0, x1) * (n, k, w0, w1) -> (b, n, y0, y1); {sizes}; {moves}>"
-    )
+    return Encoding.parse(f"conv2d[0]<{types}; (b, c, x0, x1) * (n, k, w0, w1) -> (b, n, y0, y1); {sizes}; {moves}>")
 
 
 PLAIN = conv("b=?, c=64, x0=7, x1=7, n=96, k=64, w0=3, w1=3, y0=7, y1=7")
@@ -105,7 +104,7 @@ LAST = PackedLayout((0, 2, 3, 1))
 
 
 def layouts(encoding: Encoding, name: str) -> list[PackedLayout | None]:
-    target = tvm.target.Target(TARGETS[name])
+    target = target_of(name)
     return [resolver_for(target).resolve(encoding.of(index), target) for index in (LHS, RHS, RESULT)]
 
 
@@ -120,8 +119,32 @@ def test_feature_maps_are_channels_last(name):
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_what_has_no_kernel_has_no_layout(name):
-    halves = conv("b=1, c=4, x0=7, x1=7, n=4, k=4, w0=3, w1=3, y0=7, y1=7", dtype="float16")
+    sizes = "b=1, c=4, x0=7, x1=7, n=4, k=4, w0=3, w1=3, y0=7, y1=7"
+    halves = conv(sizes, types="float16 * float16 -> float16")
     assert layouts(SYMBOLIC, name) == layouts(halves, name) == [None] * 3
+
+
+@pytest.mark.parametrize(
+    "types, name, k0, compensation",
+    [
+        ("uint8 * int8 -> int32", "vnni", 4, False),
+        ("int8 * int8 -> int32", "vnni", 4, True),
+        ("int8 * int8 -> int32", "avx2", 4, False),
+        ("bfloat16 * bfloat16 -> float32", "vnni", 2, False),
+        ("float16 * float16 -> float32", "avx512", 1, False),
+    ],
+)
+def test_low_precision_packs_what_a_step_multiplies(types, name, k0, compensation):
+    def of(encoding: Encoding) -> list[PackedLayout | None]:
+        return layouts(Encoding.parse(str(encoding).replace("float32 * float32 -> float32", types)), name)
+
+    data, weight, result = of(PLAIN)
+    assert data == result == LAST
+    assert weight.outer_perm == LAST.outer_perm and weight.tile(0) > 1 and weight.tile(1) == k0
+    assert weight.compensation == compensation
+    image = PackedLayout((0, 2, 3, 1), (1,), (k0,)) if k0 > 1 else PackedLayout.identity(4)
+    assert of(FIRST)[0] == image
+    assert of(DEPTHWISE) == [LAST, PackedLayout((1, 2, 3, 0)), LAST]
 
 
 def test_unknown_machines_have_no_layouts_of_convolutions():

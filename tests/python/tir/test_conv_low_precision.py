@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from relax_hetero.encoding import PackedLayout
 from relax_hetero.encoding.expression import Expression
 from relax_hetero.encoding.problem import Epilogue, Window
 from relax_hetero.encoding.products import product_for
@@ -40,13 +41,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
 @pytest.mark.parametrize("name", MACHINES)
-def test_windows_and_groups(name: str, types: tuple[str, str, str], case: tuple, tmp_path: Path) -> None:
+def test_windows_and_groups(name: str, types: tuple[str, str, str], case: str, tmp_path: Path) -> None:
     if name == "c" and types[0] == "float16":
         pytest.skip("TVM writes no C of float16")
-    channels, extents, windows, groups = case
+    channels, extents, windows, groups = CASES[case]
     check(conv_problem(name, channels, extents, windows, groups, dtype=types), name, tmp_path)
 
 

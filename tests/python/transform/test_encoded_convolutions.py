@@ -222,7 +222,8 @@ def test_every_form_is_the_same_convolution(data, weight, attrs):
     "data, weight, attrs, reason",
     [
         ((1, 4, 9, 8), (6, 4, 3, 3), {"dtype": "int32"}, "found element types"),
-        ((1, 4, 9, 8), (6, 4, 3, 3), {"dtype": "float16"}, "found element types"),
+        ((1, 4, 9, 8), (6, 4, 3, 3), {"dtype": "int8"}, "found element types ('int8', 'int8', 'int8'), expected"),
+        ((1, 4, 9, 8), (6, 4, 3, 3), {"out_dtype": "float16"}, "found element types"),
         ((1, "c", 9, 8), (6, "c", 3, 3), {}, "found channels (-1, -1, 6)"),
         ((0, 4, 9, 8), (6, 4, 3, 3), {}, "found an empty tensor"),
         ((1, 1, 9, 8, 4), (6, 4, 3, 3), {"data_layout": "NCHW4c"}, "found layouts ['NCHW4c', 'OIHW', 'NCHW4c']"),
@@ -244,6 +245,83 @@ def test_without_a_layout_it_is_the_stock_op_again(target, image):
         after = SpecializeEncodings()(SetEncoding()(mod))
     assert_structural_equal(after, mod)
     assert [entry.op for entry in reports[0].cancelled] == ["conv2d"]
+
+
+@I.ir_module
+class Low:
+    """A convolution of halves that is rounded, and one of bytes."""
+
+    I.module_global_infos({"vdevice": [I.vdevice("c")]})
+
+    @R.function
+    def main(
+        x: R.Tensor((1, 8, 5, 7), "bfloat16", "c"),
+        w: R.Tensor((8, 8, 3, 3), "bfloat16", "c"),
+        a: R.Tensor((1, 8, 5, 7), "uint8", "c"),
+        b: R.Tensor((8, 8, 3, 3), "int8", "c"),
+    ):
+        with R.dataflow():
+            y: R.Tensor((1, 8, 5, 7), "bfloat16", "c") = R.nn.conv2d(x, w, padding=[1, 1, 1, 1])
+            s: R.Tensor((1, 8, 5, 7), "int32", "c") = R.nn.conv2d(a, b, padding=[1, 1, 1, 1], out_dtype="int32")
+            R.output(y, s)
+        return (y, s)
+
+
+HALF, BYTE = (
+    WIDE.replace("float32 * float32 -> float32", types)
+    for types in ("bfloat16 * bfloat16 -> float32", "uint8 * int8 -> int32")
+)
+
+
+@I.ir_module
+class LowSet:
+    I.module_global_infos({"vdevice": [I.vdevice("c")]})
+
+    @R.function
+    def main(
+        x: R.Tensor((1, 8, 5, 7), "bfloat16", "c"),
+        w: R.Tensor((8, 8, 3, 3), "bfloat16", "c"),
+        a: R.Tensor((1, 8, 5, 7), "uint8", "c"),
+        b: R.Tensor((8, 8, 3, 3), "int8", "c"),
+    ):
+        with R.dataflow():
+            x0: R.Tensor((1, 8, 5, 7), "bfloat16", "c") = R.hetero.set_encoding(x, "conv2d[0]" + HALF)
+            w0: R.Tensor((8, 8, 3, 3), "bfloat16", "c") = R.hetero.set_encoding(w, "conv2d[1]" + HALF)
+            y0: R.Tensor((1, 8, 5, 7), "float32", "c") = R.hetero.conv(x0, w0, encoding="conv2d[2]" + HALF)
+            y1: R.Tensor((1, 8, 5, 7), "float32", "c") = R.hetero.unset_encoding(y0, "conv2d[2]" + HALF)
+            y: R.Tensor((1, 8, 5, 7), "bfloat16", "c") = R.astype(y1, "bfloat16")
+            a0: R.Tensor((1, 8, 5, 7), "uint8", "c") = R.hetero.set_encoding(a, "conv2d[0]" + BYTE)
+            b0: R.Tensor((8, 8, 3, 3), "int8", "c") = R.hetero.set_encoding(b, "conv2d[1]" + BYTE)
+            s0: R.Tensor((1, 8, 5, 7), "int32", "c") = R.hetero.conv(a0, b0, encoding="conv2d[2]" + BYTE)
+            s: R.Tensor((1, 8, 5, 7), "int32", "c") = R.hetero.unset_encoding(s0, "conv2d[2]" + BYTE)
+            R.output(y, s)
+        return (y, s)
+
+
+@I.ir_module
+class LowStock:
+    I.module_global_infos({"vdevice": [I.vdevice("c")]})
+
+    @R.function
+    def main(
+        x: R.Tensor((1, 8, 5, 7), "bfloat16", "c"),
+        w: R.Tensor((8, 8, 3, 3), "bfloat16", "c"),
+        a: R.Tensor((1, 8, 5, 7), "uint8", "c"),
+        b: R.Tensor((8, 8, 3, 3), "int8", "c"),
+    ):
+        with R.dataflow():
+            y1: R.Tensor((1, 8, 5, 7), "float32", "c") = R.nn.conv2d(x, w, padding=[1, 1, 1, 1], out_dtype="float32")
+            y: R.Tensor((1, 8, 5, 7), "bfloat16", "c") = R.astype(y1, "bfloat16")
+            a0: R.Tensor((1, 8, 5, 7), "int32", "c") = R.astype(a, "int32")
+            b0: R.Tensor((8, 8, 3, 3), "int32", "c") = R.astype(b, "int32")
+            s: R.Tensor((1, 8, 5, 7), "int32", "c") = R.nn.conv2d(a0, b0, padding=[1, 1, 1, 1])
+            R.output(y, s)
+        return (y, s)
+
+
+def test_low_precision_adds_up_in_more_bits():
+    assert_structural_equal(SetEncoding()(Low), LowSet)
+    assert_structural_equal(SpecializeEncodings()(LowSet), LowStock)
 
 
 def test_the_report_names_convolutions():
