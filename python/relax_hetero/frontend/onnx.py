@@ -120,6 +120,8 @@ def _module(model: OnnxModel, graph: ImportedGraph, func: relax.Function) -> tvm
         "input_names": list(graph.input_names),
         "output_names": [output.name for output in model.proto.graph.output],
     }
+    if graph.bounds:
+        names["tir_var_upper_bound"] = graph.bounds
     mod = graph.module.clone()
     mod["main"] = func.with_attrs(names)
     return mod

@@ -16,12 +16,12 @@ from tvm import relax
 from tvm.relax.frontend.onnx import onnx_frontend as stock
 
 from ..errors import FrontendError
-from .onnx_constants import FOLDED_OPS, constant_value, fold_node, make_const, sparse_value, tensor_value
+from .onnx_constants import FOLDED_OPS, constant_value, fold_node, initializer_value, make_const, sparse_value
 from .onnx_functions import body_of_call, function_of, function_table
 from .onnx_model import OnnxModel, opset_in
 from .onnx_names import NodeInfo
 from .onnx_support import SEQUENCE_OPS, find_converter, takes_shapes
-from .symbolic_sizes import compute_sizes
+from .symbolic_sizes import Bounds, SizeIsBounded, compute_sizes, known_bounds
 from .tvm_messages import reason
 
 
@@ -44,6 +44,8 @@ class ImportedGraph:
         Variable of a binding -> the node it came from, in branches too.
     results : dict
         Node -> the variables of its outputs, the first one taking the node's name.
+    bounds : dict of str to int
+        The most that symbolic sizes may be for the model to work.
     """
 
     module: tvm.IRModule
@@ -53,6 +55,7 @@ class ImportedGraph:
     outputs: list[relax.Expr]
     owners: dict[relax.Var, NodeInfo]
     results: dict[NodeInfo, list[relax.Var]]
+    bounds: dict[str, int]
 
 
 def import_graph(model: OnnxModel, nodes: list[NodeInfo], inputs: Mapping[str, relax.Var]) -> ImportedGraph:
@@ -71,7 +74,13 @@ def import_graph(model: OnnxModel, nodes: list[NodeInfo], inputs: Mapping[str, r
     FrontendError
         If a node cannot be converted; names it, its op and the reason.
     """
-    return _GraphImporter(model).run(nodes, inputs)
+    bounds: dict[tvm.tirx.Var, int] = {}
+    while True:
+        try:
+            with known_bounds(bounds):
+                return _GraphImporter(model).run(nodes, inputs, bounds)
+        except SizeIsBounded as found:  # all that was made of the size before is made anew
+            bounds[found.size] = found.bound
 
 
 class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
@@ -91,7 +100,7 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
         self._owners: dict[relax.Var, NodeInfo] = {}
         self._results: dict[NodeInfo, list[relax.Var]] = {}
 
-    def run(self, nodes: list[NodeInfo], inputs: Mapping[str, relax.Var]) -> ImportedGraph:
+    def run(self, nodes: list[NodeInfo], inputs: Mapping[str, relax.Var], bounds: Bounds) -> ImportedGraph:
         """Convert the whole graph; once per importer."""
         graph, params = self._graph, list(inputs.values())
         self._add_initializers(graph)
@@ -104,7 +113,8 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
                 outputs = [self._graph_output(output.name) for output in graph.output]
         finally:
             self.bb.end_scope()
-        return ImportedGraph(self.bb.get(), list(inputs), params, bindings, outputs, self._owners, self._results)
+        most = {size.name: bound for size, bound in bounds.items()}
+        return ImportedGraph(self.bb.get(), list(inputs), params, bindings, outputs, self._owners, self._results, most)
 
     @contextmanager
     def _block(self) -> Iterator[list[relax.Binding]]:
@@ -118,7 +128,7 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
 
     def _add_initializers(self, graph: onnx.GraphProto) -> None:
         for tensor in graph.initializer:
-            self._nodes[tensor.name] = make_const(tensor_value(tensor, f"initializer {tensor.name!r}"))
+            self._nodes[tensor.name] = make_const(initializer_value(tensor, graph))
         for sparse in graph.sparse_initializer:
             self._nodes[sparse.values.name] = make_const(sparse_value(sparse))
 

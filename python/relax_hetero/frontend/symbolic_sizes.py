@@ -7,8 +7,10 @@ compiled for, and no device is asked to add two integers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx
@@ -16,6 +18,7 @@ import tvm
 from onnx import helper
 from tvm import relax, sym, tirx
 
+from ..errors import FrontendError
 from .onnx_model import STANDARD_DOMAINS
 
 # Longer vectors than shapes are.
@@ -24,6 +27,40 @@ _MAX_ELEMENTS = 64
 # Objects in an array: ints and int64 expressions. A rule returns one, or None where it cannot say.
 _Sizes = np.ndarray
 _Rule = Callable[[list["_Sizes | None"], dict[str, Any]], "_Sizes | None"]
+
+Bounds: TypeAlias = Mapping[tirx.Var, int]
+"""The most that some symbolic sizes are."""
+
+_BOUNDS: ContextVar[Bounds] = ContextVar("_BOUNDS", default={})  # noqa: B039 - never written to
+
+
+class SizeIsBounded(FrontendError):
+    """A model works only where a symbolic size is at most some number; to be imported again with that known.
+
+    Attributes
+    ----------
+    size : tirx.Var
+    bound : int
+    """
+
+    def __init__(self, size: tirx.Var, bound: int) -> None:
+        super().__init__(f"{size} is at most {bound}")
+        self.size, self.bound = size, bound
+
+
+@contextmanager
+def known_bounds(bounds: Bounds) -> Iterator[None]:
+    """Within, symbolic sizes are known to be at most these."""
+    token = _BOUNDS.set(bounds)
+    try:
+        yield
+    finally:
+        _BOUNDS.reset(token)
+
+
+def is_at_most(size: tirx.Var, bound: int) -> bool:
+    """Whether a symbolic size is known to be at most `bound`."""
+    return size in _BOUNDS.get() and _BOUNDS.get()[size] <= bound
 
 
 def compute_sizes(node: onnx.NodeProto, operands: Sequence[Any]) -> relax.Expr | tvm.tirx.Expr | None:
@@ -81,7 +118,7 @@ def _array(values: Sequence[Any]) -> _Sizes:
 
 
 def _as_expr(sizes: _Sizes) -> relax.Expr | tvm.tirx.Expr | None:
-    values = [value if isinstance(value, (bool, int)) else _simplified(value) for value in sizes.reshape(-1)]
+    values = [value if isinstance(value, (bool, int)) else simplified(value) for value in sizes.reshape(-1)]
     if all(isinstance(value, bool) for value in values):
         return relax.const(np.array(values, np.bool_).reshape(sizes.shape))
     if all(isinstance(value, int) for value in values):
@@ -91,18 +128,19 @@ def _as_expr(sizes: _Sizes) -> relax.Expr | tvm.tirx.Expr | None:
     return relax.ShapeExpr(values) if sizes.ndim == 1 else None
 
 
-def _analyzer_for(*values: Any) -> sym.Analyzer:
-    """An analyzer that knows sizes are not negative."""
-    analyzer = sym.Analyzer()
+def analyzer_for(*values: Any) -> sym.Analyzer:
+    """An analyzer that knows sizes are not negative, and their bounds."""
+    analyzer, bounds = sym.Analyzer(), _BOUNDS.get()
     for value in values:
         if not isinstance(value, int):
             for var in tirx.analysis.undefined_vars(value):
-                analyzer.update(var, sym.ConstIntBound(0, sym.ConstIntBound.POS_INF))
+                analyzer.update(var, sym.ConstIntBound(0, bounds.get(var, sym.ConstIntBound.POS_INF)))
     return analyzer
 
 
-def _simplified(value: tvm.tirx.Expr) -> Any:
-    simple = _analyzer_for(value).simplify(value)
+def simplified(value: tvm.tirx.Expr) -> Any:
+    """An expression of sizes in fewer terms, an int where it is one."""
+    simple = analyzer_for(value).simplify(value)
     return int(simple) if isinstance(simple, tirx.IntImm) else simple
 
 
@@ -195,7 +233,7 @@ def _divide(a: Any, b: Any) -> Any:
     """ONNX divides integers towards zero; for sizes that is the same as down, which simplifies further."""
     if isinstance(a, int) and isinstance(b, int):
         return None
-    analyzer = _analyzer_for(a, b)
+    analyzer = analyzer_for(a, b)
     is_size = analyzer.can_prove(tirx.all(_expr(a) >= 0, _expr(b) > 0))
     return tirx.floordiv(_expr(a), _expr(b)) if is_size else tirx.truncdiv(_expr(a), _expr(b))
 
@@ -203,7 +241,7 @@ def _divide(a: Any, b: Any) -> Any:
 def _equal(a: Any, b: Any) -> bool | None:
     if isinstance(a, int) and isinstance(b, int):
         return a == b
-    analyzer = _analyzer_for(a, b)
+    analyzer = analyzer_for(a, b)
     if analyzer.can_prove_equal(_expr(a), _expr(b)):
         return True
     return False if analyzer.can_prove(tirx.NE(_expr(a), _expr(b))) else None

@@ -81,3 +81,59 @@ def test_what_is_not_a_size_is_computed_when_the_model_runs():
         g (float[N, M] x) => (float[2] y) { s = Shape(x) f = Cast<to = 1>(s) y = Sqrt(f) }""")
     ops = ops_of(rh.from_onnx(model)["main"])
     assert ops[-1] == "relax.sqrt" and "relax.shape_to_tensor" in ops
+
+
+def test_a_table_cut_by_a_symbolic_size_bounds_it():
+    # As exporters write position embeddings: more rows than the table has do not broadcast.
+    model = parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        g (float[batch, tokens, 2] x) => (float[batch, tokens, 2] y)
+        <float[5, 2] table = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9}, int64[1] zero = {0}, int64[1] one = {1}> {
+            s = Shape(x) n = Gather(s, one) positions = Slice(table, zero, n, zero) y = Add(x, positions) }""")
+    func = rh.from_onnx(model)["main"]
+    assert [str(dim) for dim in list(func.ret_ty.shape)[:2]] == ["batch", "tokens"]
+    assert {str(name): int(bound) for name, bound in func.attrs["tir_var_upper_bound"].items()} == {"tokens": 5}
+    machine = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))
+    for tokens in (1, 4, 5):
+        x = np.random.default_rng(tokens).standard_normal((3, tokens, 2)).astype("float32")
+        (expected,) = ReferenceEvaluator(model).run(None, {"x": x})
+        np.testing.assert_array_equal(machine["main"](x).numpy(), expected)
+    with pytest.raises(rh.BindingError, match="tokens is 6 by argument 'x' of 'main' dimension 1, expected at most 5"):
+        machine["main"](np.zeros((3, 6, 2), "float32"))
+
+
+def test_a_size_that_may_broadcast_is_not_bounded():
+    # One row, or none, goes with any number of them.
+    model = parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        g (float[tokens, 2] x) => (float[A, 2] y)
+        <float[1, 2] table = {0, 1}, int64[1] zero = {0}> {
+            s = Shape(x) n = Gather(s, zero) row = Slice(table, zero, n) y = Add(x, row) }""")
+    assert "tir_var_upper_bound" not in rh.from_onnx(model)["main"].attrs
+
+
+@pytest.mark.parametrize(
+    ("numbers", "is_computed"),
+    [
+        ("start = Identity(zero) end = Identity(n)", False),
+        ("start = Sub(n, two) end = Identity(most)", True),
+        ("start = Add(n, two) end = Identity(most)", False),
+        ("start = Sub(n, n) end = Add(n, n)", False),
+        ("minus = Sub(zero, n) start = Sub(minus, two) end = Identity(most)", False),
+    ],
+)
+def test_slices_by_symbolic_numbers(numbers, is_computed):
+    # Numbers whose sign is known only when the model runs are read then.
+    model = parser.parse_model(f"""
+        <ir_version: 8, opset_import: ["" : 17]>
+        g (float[n_, 1] x, float[9, 2] data) => (float[A, 2] y)
+        <int64[1] zero = {{0}}, int64[1] two = {{2}}, int64[1] most = {{9223372036854775807}}> {{
+            s = Shape(x) n = Gather(s, zero) {numbers} y = Slice(data, start, end) }}""")
+    func = rh.from_onnx(model)["main"]
+    assert ("relax.tensor_to_shape" in ops_of(func)) == is_computed
+    machine = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))
+    data = np.random.default_rng(0).standard_normal((9, 2)).astype("float32")
+    for size in (1, 2, 5, 12):
+        feeds = {"x": np.zeros((size, 1), "float32"), "data": data}
+        (expected,) = ReferenceEvaluator(model).run(None, feeds)
+        np.testing.assert_array_equal(machine["main"](*feeds.values()).numpy(), expected)

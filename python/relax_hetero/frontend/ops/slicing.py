@@ -8,6 +8,7 @@ import numpy as np
 import tvm
 from tvm import relax, te, tirx
 
+from ..symbolic_sizes import analyzer_for, simplified
 from .elementwise import cast
 from .node import Dim, Node, const, dtype_of
 from .shapes import dims_at_run_time, sizes_of
@@ -25,20 +26,20 @@ def slice_(node: Node) -> relax.Expr:
         node = Node("Slice", node.name, 13, node.builder, inputs, {}, 1)
     data = node.tensor(0)
     rank = node.rank(data)
-    starts, ends = node.constant(1), node.constant(2)
+    starts, ends = node.dims(1), node.dims(2)
     axes, steps = _optional_numbers(node, 3), _optional_numbers(node, 4)
-    if starts is None or ends is None or axes is None or steps is None:
+    if starts is None or ends is None or axes is None or steps is None or not all(map(_has_sign, [*starts, *ends])):
         return _slice_at_run_time(node, data)
-    which = [node.axis(int(axis), rank) for axis in axes] if axes.size else list(range(starts.size))
-    strides = [int(step) for step in steps] if steps.size else [1] * starts.size
-    if not len(which) == len(strides) == starts.size == ends.size:
-        raise node.refusal(f"has {starts.size} starts, {ends.size} ends, {len(which)} axes and {len(strides)} steps")
+    which = [node.axis(int(axis), rank) for axis in axes] if axes.size else list(range(len(starts)))
+    strides = [int(step) for step in steps] if steps.size else [1] * len(starts)
+    if not len(which) == len(strides) == len(starts) == len(ends):
+        raise node.refusal(f"has {len(starts)} starts, {len(ends)} ends, {len(which)} axes and {len(strides)} steps")
     if 0 in strides:
         raise node.refusal("a step is 0")
     dims = node.shape(data)
     ranges = [
-        _range(dims[axis], int(start), int(end), step)
-        for axis, start, end, step in zip(which, starts.reshape(-1), ends.reshape(-1), strides, strict=True)
+        _range(dims[axis], start, end, step)
+        for axis, start, end, step in zip(which, starts, ends, strides, strict=True)
     ]
     return _cut(node, data, dict(zip(which, ranges, strict=True)))
 
@@ -48,9 +49,20 @@ def _optional_numbers(node: Node, index: int) -> np.ndarray | None:
     return node.constant(index) if node.has(index) else np.zeros(0, "int64")
 
 
-def _range(size: Dim, start: int, end: int, step: int) -> tuple[Dim, Dim, int]:
+def _has_sign(position: Dim) -> bool:
+    """Whether it is known from which end of an axis a position counts."""
+    return isinstance(position, int) or _is_from_front(position) or analyzer_for(position).can_prove(position < 0)
+
+
+def _is_from_front(position: Dim) -> bool:
+    if isinstance(position, int):
+        return position >= 0
+    return bool(analyzer_for(position).can_prove(position >= 0))
+
+
+def _range(size: Dim, start: Dim, end: Dim, step: int) -> tuple[Dim, Dim, int]:
     """First element, number of elements and step, for one axis."""
-    if isinstance(size, int):
+    if isinstance(size, int) and isinstance(start, int) and isinstance(end, int):
         # As ONNX holds them, which for a start before the axis and a negative step is not as Python does.
         ends = (0, size, 0, size) if step > 0 else (0, size - 1, -1, size - 1)
         first = min(max(start + size if start < 0 else start, ends[0]), ends[1])
@@ -58,13 +70,15 @@ def _range(size: Dim, start: int, end: int, step: int) -> tuple[Dim, Dim, int]:
         return first, len(range(first, last, step)), step
     low, high = (0, size) if step > 0 else (-1, size - 1)
 
-    def held(position: int, is_end: bool) -> Any:
-        if position >= _UNBOUNDED:
-            return high
-        if position <= -_UNBOUNDED or (position == 0 and step > 0):
-            return low if is_end or step > 0 else 0
-        place = tirx.const(position, "int64") + (size if position < 0 else 0)
-        return tirx.max(tirx.min(place, high), low if is_end or step > 0 else 0)
+    def held(position: Dim, is_end: bool) -> Any:
+        if isinstance(position, int):
+            if position >= _UNBOUNDED:
+                return high
+            if position <= -_UNBOUNDED or (position == 0 and step > 0):
+                return low if is_end or step > 0 else 0
+            position = tirx.const(position, "int64")
+        place = position + (0 if _is_from_front(position) else size)
+        return simplified(tirx.max(tirx.min(place, high), low if is_end or step > 0 else 0))
 
     first, last = held(start, False), held(end, True)
     distance = last - first if step > 0 else first - last
@@ -74,10 +88,7 @@ def _range(size: Dim, start: int, end: int, step: int) -> tuple[Dim, Dim, int]:
 
 
 def _not_negative(count: Any) -> Dim:
-    if isinstance(count, int):
-        return max(count, 0)
-    simple = tvm.sym.Analyzer().simplify(tirx.max(count, 0))
-    return int(simple) if isinstance(simple, tirx.IntImm) else simple
+    return max(count, 0) if isinstance(count, int) else simplified(tirx.max(count, 0))
 
 
 def _cut(node: Node, data: relax.Expr, ranges: dict[int, tuple[Dim, Dim, int]]) -> relax.Expr:
@@ -85,7 +96,10 @@ def _cut(node: Node, data: relax.Expr, ranges: dict[int, tuple[Dim, Dim, int]]) 
     sizes = [ranges[axis][1] if axis in ranges else dim for axis, dim in enumerate(dims)]
     if any(isinstance(size, int) and size == 0 for size in sizes):
         return node.filled(sizes, 0, dtype_of(data))
-    is_simple = all(isinstance(dims[axis], int) and step > 0 for axis, (_, _, step) in ranges.items())
+    is_simple = all(
+        isinstance(dims[axis], int) and isinstance(first, int) and isinstance(count, int) and step > 0
+        for axis, (first, count, step) in ranges.items()
+    )
     if is_simple:
         axes = sorted(ranges)
         chosen = [(int(ranges[axis][0]), int(ranges[axis][1]), ranges[axis][2]) for axis in axes]

@@ -11,6 +11,7 @@ import tvm
 from tvm import relax
 from tvm.relax.frontend.onnx.onnx_frontend import _get_convert_map
 
+from .broadcasting import BROADCASTING, check_bounds
 from .fold import fold
 from .function_body import expand, has_body
 from .node import Node
@@ -41,10 +42,13 @@ def convert_node(node: Node) -> Any:
     Raises
     ------
     FrontendError: if the op, or this form of it, cannot be imported.
+    SizeIsBounded: if its inputs show that a size is bounded which was not known to be.
     """
     folded = fold(node)
     if folded is not None:
         return folded
+    if node.op_type in BROADCASTING:
+        check_bounds(node)
     ours = _OURS.get(node.op_type)
     value = ours(node) if ours is not None else convert_by_default(node)
     return node.builder.normalize(value) if isinstance(value, relax.Expr) else value
