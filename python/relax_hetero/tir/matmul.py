@@ -141,7 +141,7 @@ def _emit_loops(spec: Product2D, machine: Machine, batch: list[str], rows_code: 
     blocks_k, block_k = _k_blocks(spec)
     count, tiles, panels, blocks_k = (settled(value) for value in (count, tiles, panels, blocks_k))
     split = split_work(machine.cores, count, tiles, panels, (rows, vectors * spec.lanes), spec.k)
-    prefetched = _tiles_per_sweep(spec, machine, tiles, split)
+    prefetches = _is_prefetched(spec, machine, split)
     in_task = isinstance(split.columns, int) and split.columns == 1  # a task makes whole rows
     with loop(split.tasks, parallel=split.tasks > 1) as task:
         accs = Registers(accumulators(rows, vectors), spec.product.types[2], spec.lanes)
@@ -155,14 +155,11 @@ def _emit_loops(spec: Product2D, machine: Machine, batch: list[str], rows_code: 
             at = {name: settled(place) for name, place in _unravel(first_b + b, extents).items()}
             begin_m = settled(first_m + block * block_m)
             end_m = settled(smaller(begin_m + block_m, last_m))
+            sweep_tiles = min(ceil_div(tiles, split.rows), block_m) if isinstance(tiles, int) else end_m - begin_m
             with loop(blocks_k) as kb, loop(last_n - first_n) as panel, loop(end_m - begin_m) as tile:
                 step = KRange.of(spec.k, blocks_k, block_k, kb)
                 first_row, column = settled(begin_m + tile) * rows, settled(first_n + panel) * (vectors * spec.lanes)
-                sweep = None
-                if prefetched:
-                    sweep = Sweep(
-                        tile if isinstance(spec.m, int) else 0, min(prefetched, block_m), column + vectors * spec.lanes
-                    )
+                sweep = Sweep(tile, sweep_tiles, column + vectors * spec.lanes) if prefetches else None
                 _emit_place(spec, at, (first_row, column), (rows, vectors), step, accs, sweep)
             if row is not None:
                 first_row = settled(begin_m * rows)
@@ -195,23 +192,21 @@ def _tiles_per_block(tiles: Expr, split: Split, rows: int) -> int:
     return ceil_div(own, max(1, (2 * own + most) // (2 * most)))
 
 
-def _tiles_per_sweep(spec: Product2D, machine: Machine, tiles: Expr, split: Split) -> int:
-    """How many tiles go over a panel, 0 where the next panel is not to be prefetched.
+def _is_prefetched(spec: Product2D, machine: Machine, split: Split) -> bool:
+    """Whether the tiles that go over a panel prefetch the next one.
 
     Worth it where a packed right operand comes from memory or the last-level cache, unless hardly a row goes over it.
     """
     packed = spec.rhs.layout.tile(spec.rhs.index_map.index("n")) > 1
     if machine.kind != "llvm" or spec.lanes == 1 or not packed or not isinstance(split.rows, int):
-        return 0
+        return False
     if not isinstance(spec.n, int) or not isinstance(spec.k, int):
-        return 0
+        return False
     # Where a product needs registers besides, the addresses of what is fetched would drive accumulators out of theirs.
     if spec.product.temporaries:
-        return 0
-    size = spec.n * spec.k * bytes_of(spec.rhs.dtype)
-    if not isinstance(spec.m, int):
-        return 1 if size > PREFETCH_BYTES else 0
-    return ceil_div(tiles, split.rows) if size > PREFETCH_BYTES and spec.m >= PREFETCH_ROWS else 0
+        return False
+    is_read_only = isinstance(spec.m, int) and spec.m < PREFETCH_ROWS
+    return spec.n * spec.k * bytes_of(spec.rhs.dtype) > PREFETCH_BYTES and not is_read_only
 
 
 def _k_blocks(spec: Product2D) -> tuple[Expr, int]:
@@ -288,7 +283,8 @@ def _emit_place(
 
     def columns_of(rows: int, rows_end: Expr) -> None:
         def tile_of(vectors: int, columns_end: Expr) -> None:
-            emit_tile(spec, make_tile(spec, at, place, (rows, vectors), (rows_end, columns_end), sweep), step, accs)
+            over = None if rows < PREFETCH_ROWS and not isinstance(spec.m, int) else sweep
+            emit_tile(spec, make_tile(spec, at, place, (rows, vectors), (rows_end, columns_end), over), step, accs)
 
         _choose(_column_cases(spec, place[1], size[1]), tile_of)
 

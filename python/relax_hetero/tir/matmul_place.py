@@ -12,6 +12,10 @@ from ..encoding.products import Product
 from .builder import Expr, broadcast, lane_numbers, settled, smaller
 from .operand_view import Coordinates, OperandView
 
+# Steps along k between prefetches: at most, and where only the run knows how many tiles share them.
+MAX_TURN = 8
+RUN_TIME_TURN = 2
+
 
 @dataclass(frozen=True)
 class Product2D:
@@ -54,15 +58,26 @@ class Sweep:
     ----------
     number : PrimExpr
         Of the tile.
-    tiles : int
+    tiles : PrimExpr or int
         How many there are.
     panel : PrimExpr
         The first column of the next panel.
     """
 
     number: Expr
-    tiles: int
+    tiles: Expr
     panel: Expr
+
+    def turn(self, unroll: int, vectors: int) -> int:
+        """Steps along k from one prefetch of a tile to the next, a multiple of `unroll`."""
+        wanted = self.tiles // vectors if isinstance(self.tiles, int) else RUN_TIME_TURN
+        return max(unroll, min(MAX_TURN, wanted))
+
+    def lines(self, turn: int, vectors: int) -> Expr:
+        """Cache lines that a tile prefetches at once, so that all tiles do the panel's."""
+        if isinstance(self.tiles, int):
+            return max(1, turn * vectors // self.tiles)
+        return settled(tirx.floordiv(self.tiles + (turn * vectors - 1), self.tiles))
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from .builder import (
     zeros,
 )
 from .inner_product import emit_step, lhs_group, rhs_groups, zero
-from .matmul_place import KRange, Product2D, Tile, mask_in, position_in, row_in
+from .matmul_place import KRange, Product2D, Sweep, Tile, mask_in, position_in, row_in
 from .operand_view import Coordinates, OperandView
 
 # Multiply-adds that must be in flight: 4 cycles of latency times 2 a cycle on every core of the table.
@@ -36,8 +36,6 @@ IN_FLIGHT = 8
 # Steps that are added up in one accumulator: the error of a sum of random numbers grows with their count, that of
 # shorter sums added up with its square root.
 MAX_CHAIN = 1024
-
-MAX_TURN = 8
 
 
 def accumulators(rows: int, vectors: int) -> int:
@@ -148,19 +146,11 @@ def _accumulate(spec: Product2D, tile: Tile, accs: Registers, k: KRange, unroll:
 
     size = k.end - k.begin
     steps = settled(size // k0)
-    # Steps of one turn of the loop, and cache lines of the next panel that it prefetches.
-    turn, lines = unroll, 0
-    if tile.sweep is not None:
-        lines = max(1, unroll * tile.vectors // tile.sweep.tiles)
-        turn = max(unroll, min(MAX_TURN, tile.sweep.tiles // tile.vectors))
+    turn = unroll if tile.sweep is None else tile.sweep.turn(unroll, tile.vectors)
     turns = settled(steps // turn)
-    elements = CACHE_LINE_BYTES // bytes_of(spec.rhs.dtype)
     with loop(turns) as s:
         if tile.sweep is not None:
-            for line in range(lines):
-                at = {**tile.batch, "k": tirx.const(0, "int64") + k.begin, "n": tile.sweep.panel}
-                ahead = ((tile.sweep.number * turns + s) * lines + line) * elements
-                prefetch(spec.rhs.data, spec.rhs.address(at) + ahead)
+            _prefetch_panel(spec, tile, tile.sweep, k, turns, s, turn)
         for number in range(turn):
             step(k.begin + s * (k0 * turn) + number * k0, number % unroll)
     if turn > 1 and not (isinstance(steps, int) and steps % turn == 0):
@@ -170,6 +160,24 @@ def _accumulate(spec: Product2D, tile: Tile, accs: Registers, k: KRange, unroll:
         left = settled(size % k0)
         with when(True if isinstance(left, int) else left > 0):
             step(k.begin + steps * k0, 0, left)
+
+
+def _prefetch_panel(spec: Product2D, tile: Tile, sweep: Sweep, k: KRange, turns: Expr, number: Expr, turn: int) -> None:
+    """Ask for the part of the next panel that one turn of `turn` steps of the loop over k has to."""
+    lines = sweep.lines(turn, tile.vectors)
+    start = spec.rhs.address({**tile.batch, "k": tirx.const(0, "int64") + k.begin, "n": sweep.panel})
+    share = sweep.number if isinstance(sweep.tiles, int) else settled(sweep.number % (turn * tile.vectors))
+    first = settled(share * turns + number) * lines
+
+    def line(position: Expr) -> None:
+        prefetch(spec.rhs.data, start + (first + position) * (CACHE_LINE_BYTES // bytes_of(spec.rhs.dtype)))
+
+    if isinstance(lines, int):
+        for position in range(lines):
+            line(position)
+    else:
+        with loop(lines) as position:
+            line(position)
 
 
 def _left(spec: Product2D, at: Coordinates, left: Expr | None) -> Expr | list[Expr]:

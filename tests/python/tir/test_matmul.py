@@ -116,6 +116,19 @@ def test_large_right_operand_is_prefetched_without_harm() -> None:
     assert "prefetch" in text
 
 
+@pytest.mark.parametrize("types", [F32, U8S8, BF16], ids=["f32", "u8s8", "bf16"])
+def test_any_number_of_rows_prefetches_without_harm(types: tuple[str, str, str]) -> None:
+    k, n = 701, 600
+    problem, rng = plain_problem(AVX512, (1, k, n), types, symbolic="m"), np.random.default_rng()
+    executable = compile_kernel(problem, AVX512)
+    assert "prefetch" in executable.mod.inspect_source("asm")
+    b = random_array(rng, (k, n), types[1])
+    for m in (0, 1, 2, 3, 7, 8, 20, 45, 130):
+        a = random_array(rng, (m, k), types[0])
+        got = run_stored(executable, problem, AVX512, [a, problem.rhs.layout.pack(b)], (m, n))
+        assert_close(got, a.astype("float64") @ b.astype("float64"), types[2], k)
+
+
 @pytest.mark.parametrize("symbolic", ["", "mkn"])
 @pytest.mark.parametrize("types", [F32, BF16], ids=["f32", "bf16"])
 def test_nan_and_infinity_as_numpy(types: tuple[str, str, str], symbolic: str) -> None:
