@@ -89,6 +89,7 @@ def test_one_device(toys):
                 {
                     "op_pattern": 8,
                     "relax_hetero.operations": 210,
+                    "relax_hetero.precision": "f32",
                     "relax_hetero.ops": ["matmul", "add", "relu"],
                     "target": T.target(V4),
                     "tirx.noalias": True,
@@ -171,6 +172,7 @@ def test_two_devices():
                 {
                     "op_pattern": 8,
                     "relax_hetero.operations": 210,
+                    "relax_hetero.precision": "f32",
                     "relax_hetero.ops": ["matmul"],
                     "target": T.target("c"),
                     "tirx.noalias": True,
