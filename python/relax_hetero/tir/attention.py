@@ -9,17 +9,21 @@ blocks of keys, softmax runs on: sums so far are rescaled by the maximum that gr
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..encoding.machine import Machine
 from ..encoding.problem import AttentionProblem
 from ..errors import EncodingError
-from .attention_place import AttentionPlace, block_sizes
+from .attention_packing import pack_keys, pack_values
+from .attention_place import AttentionPlace, accumulation, block_sizes
 from .attention_rows import emit_rows
-from .builder import Expr, Function, Registers, ceil_div, lane_indices, loop, settled, smaller, when
-from .heads_view import HeadsView
-from .tile_transpose import riffle
+from .builder import Expr, Function, Registers, ceil_div, loop, settled, smaller, when
+from .heads_view import HALVES, HeadsView
+from .inner_product import llvm_import
 from .work_split import part
 
 
@@ -29,7 +33,7 @@ def attention_kernel(problem: AttentionProblem, machine: Machine) -> tirx.PrimFu
     Parameters
     ----------
     problem : AttentionProblem
-        Of float32 operands; batch, queries and keys may be symbolic.
+        Of float32, bfloat16 or float16 operands, whose scores are of float32; batch, queries and keys may be symbolic.
     machine : Machine
         One with vectors.
 
@@ -42,13 +46,14 @@ def attention_kernel(problem: AttentionProblem, machine: Machine) -> tirx.PrimFu
     Raises
     ------
     EncodingError
-        If an operand is not float32, or the machine has no vectors.
+        If an operand is of another type, or the machine has no vectors.
     """
     tensors = [problem.query, problem.key, problem.value, problem.result]
-    if machine.lanes("float32") < 2 or any(tensor.dtype != "float32" for tensor in tensors):
+    types = {tensor.dtype for tensor in tensors}
+    if machine.lanes("float32") < 2 or len(types) > 1 or not types <= {"float32", *HALVES}:
         raise EncodingError(
-            f"attention of {[tensor.dtype for tensor in tensors]} on {machine.isa.name}: expected float32 operands "
-            "and a machine with vectors"
+            f"attention of {[tensor.dtype for tensor in tensors]} on {machine.isa.name}: expected operands of one of "
+            f"float32, {', '.join(HALVES)}, and a machine with vectors"
         )
     function = Function("attention")
     with function:
@@ -68,14 +73,22 @@ def attention_kernel(problem: AttentionProblem, machine: Machine) -> tirx.PrimFu
             for view in (query, key, value, *masks, result):
                 view.open()
             room = T.decl_buffer((blocks.tasks * blocks.scratch,), "float32", data=scratch.data)
-            with loop(blocks.tasks, parallel=blocks.tasks > 1) as task:
-                registers = Registers(blocks.rows * blocks.vectors, "float32", blocks.lanes)
-                start = settled(task * blocks.scratch)
-                operands = (query, key, value)
-                _emit_task(
-                    AttentionPlace(problem, sizes, blocks, operands, masks, result, room, start, registers), task
-                )
+            product = accumulation(problem, machine)
+            with _imported(llvm_import(product, blocks.lanes)):
+                with loop(blocks.tasks, parallel=blocks.tasks > 1) as task:
+                    registers = Registers(blocks.rows * blocks.vectors, "float32", blocks.lanes)
+                    start = settled(task * blocks.scratch)
+                    operands = (query, key, value)
+                    place = AttentionPlace(
+                        problem, sizes, blocks, operands, masks, result, room, start, registers, product
+                    )
+                    _emit_task(place, task)
     return function.result
+
+
+def _imported(text: str | None) -> AbstractContextManager[Any]:
+    """What stands inside may call the functions of LLVM IR."""
+    return nullcontext() if text is None else T.attr(0, "pragma_import_llvm", text)
 
 
 def _emit_task(place: AttentionPlace, task: Expr) -> None:
@@ -100,8 +113,8 @@ def _emit_queries(place: AttentionPlace, at: dict[str, Expr], begin: Expr, end: 
         first = settled(number * blocks.keys)
         size = keys if blocks.is_single else settled(smaller(keys - first, blocks.keys))
         if not blocks.is_few:
-            _pack_keys(place, at, first, size)
-            _copy_values(place, at, first, size)
+            pack_keys(place, at, first, size)
+            pack_values(place, at, first, size)
         span = (first, size, number < 1, number >= count - 1)
         whole = settled((end - begin) // blocks.rows)
         with loop(whole) as tile:
@@ -122,46 +135,3 @@ def _emit_rest(
         return
     with loop(settled(end - begin - done)) as row:
         emit_rows(place, at, settled(begin + done + row), done + row, 1, span)
-
-
-def _pack_keys(place: AttentionPlace, at: dict[str, Expr], first: Expr, size: Expr) -> None:
-    """A block of keys as panels ``[n / columns, d, columns]``; what is beyond the last key is one of the keys."""
-    blocks, view, width = place.blocks, place.key, place.sizes["d"]
-    lanes, columns = blocks.lanes, blocks.columns
-    base = settled(view.address({**at, "n": first}))
-    along, across = view.stride("n"), view.stride("d")
-
-    def there(column: Expr, k: Expr) -> Expr:
-        return place.at("keys") + (column // columns * (width * columns) + k * columns + column % columns)
-
-    def transposed(column: Expr, rows: list[Expr]) -> None:
-        with loop(ceil_div(width, lanes)) as number:
-            # The last vector ends with the row: what it has in common with the one before is copied twice.
-            k = settled(smaller(number * lanes, width - lanes))
-            loaded = [T.bind(view.data[lane_indices(base + row * along + k, lanes)]) for row in rows]
-            for i, values in enumerate(riffle(loaded, lanes)):
-                T.buffer_store(place.room, values, [lane_indices(there(column, k + i), lanes)])
-
-    def copied(column: Expr, rows: list[Expr]) -> None:
-        with loop(width) as k:
-            values = T.Shuffle([view.data[base + row * along + k * across] for row in rows], list(range(lanes)))
-            T.buffer_store(place.room, values, [lane_indices(there(column, k), lanes)])
-
-    with loop(settled(ceil_div(size, lanes))) as vector:
-        column = settled(vector * lanes)
-        rows = [settled(smaller(column + lane, size - 1)) for lane in range(lanes)]
-        (transposed if isinstance(across, int) and across == 1 and width >= lanes else copied)(column, rows)
-
-
-def _copy_values(place: AttentionPlace, at: dict[str, Expr], first: Expr, size: Expr) -> None:
-    """A block of values as panels ``[e / columns, n, columns]``, zeros beyond the last column."""
-    blocks, view = place.blocks, place.value
-    base = settled(view.address({**at, "n": first}))
-    with loop(size) as row:
-        for number, mask in enumerate(place.value_masks):
-            panel, within = divmod(number * blocks.lanes, blocks.columns)
-            values = view.load(
-                base + row * view.stride("n") + number * blocks.lanes * view.stride("e"), "e", blocks.lanes, mask
-            )
-            there = place.at("values") + (panel * blocks.keys + row) * blocks.columns + within
-            T.buffer_store(place.room, values, [lane_indices(there, blocks.lanes)])

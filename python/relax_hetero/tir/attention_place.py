@@ -10,9 +10,10 @@ from tvm import tirx
 
 from ..encoding.machine import Machine
 from ..encoding.problem import AttentionProblem
+from ..encoding.products import Product, product_for
 from ..encoding.tiles import tile_sizes
 from .builder import Expr, Registers, broadcast, ceil_div, lane_numbers
-from .heads_view import HeadsView
+from .heads_view import HALVES, HeadsView
 from .work_split import WORTH_A_TASK
 
 # Keys of a block: the scores of a tile of 8 queries against them take a third of the first-level cache, keys and
@@ -44,6 +45,10 @@ class Blocks:
         Of query and key.
     is_few : bool
         Keys and values are read as they lie.
+    is_paired : bool
+        Terms are multiplied two at a time, in bfloat16.
+    is_widened : bool
+        Queries of 16 bits are made float32 in scratch first; keys and values are when they are packed.
     """
 
     tasks: int
@@ -56,6 +61,13 @@ class Blocks:
     value_panels: int
     width: int
     is_few: bool
+    is_paired: bool
+    is_widened: bool
+
+    @property
+    def together(self) -> int:
+        """Terms in one word of 32 bits."""
+        return 2 if self.is_paired else 1
 
     @property
     def columns(self) -> int:
@@ -68,8 +80,10 @@ class Blocks:
         found, end = {}, 0
         state = 0 if self.is_single else self.queries
         for name, size in {
-            "keys": 0 if self.is_few else self.keys * self.width,
-            "values": 0 if self.is_few else self.keys * self.value_panels * self.columns,
+            "keys": 0 if self.is_few else self.keys * self.width // self.together,
+            "values": 0 if self.is_few else self.keys // self.together * self.value_panels * self.columns,
+            "queries": self.rows * self.width if self.is_widened else 0,
+            "weights": self.rows * self.keys // 2 if self.is_paired else 0,
             "scores": self.rows * self.keys,
             "partial": state * self.value_panels * self.columns,
             "maxima": state,
@@ -94,6 +108,8 @@ def block_sizes(problem: AttentionProblem, machine: Machine) -> Blocks:
     most_keys = KEYS // columns * columns
     block_keys = min(most_keys, ceil_div(keys, columns) * columns) if isinstance(keys, int) else most_keys
     tasks, block_queries = _share(sizes, machine.cores, rows)
+    is_few = _is_few(problem)
+    is_paired = accumulation(problem, machine).k0 == 2
     return Blocks(
         tasks=tasks,
         queries=block_queries,
@@ -104,8 +120,33 @@ def block_sizes(problem: AttentionProblem, machine: Machine) -> Blocks:
         lanes=lanes,
         value_panels=ceil_div(int(sizes["e"]), columns),
         width=int(sizes["d"]),
-        is_few=isinstance(queries, int) and queries <= FEW_QUERIES and problem.key.index_map[-1].split("*")[-1] == "d",
+        is_few=is_few,
+        is_paired=is_paired,
+        is_widened=problem.query.dtype in HALVES and not is_few and not is_paired,
     )
+
+
+def _is_few(problem: AttentionProblem) -> bool:
+    queries = dict(problem.sizes)["m"]
+    return isinstance(queries, int) and queries <= FEW_QUERIES and problem.key.index_map[-1].split("*")[-1] == "d"
+
+
+def accumulation(problem: AttentionProblem, machine: Machine) -> Product:
+    """How products are accumulated: two terms a step where the machine has an instruction for it, and pairs lie so."""
+    single = product_for(machine, *("float32",) * 3)
+    assert single is not None, "every machine multiplies float32"
+    product = product_for(machine, "bfloat16", "bfloat16", "float32")
+    operands = (problem.query, problem.key, problem.value)
+    is_low = all(operand.dtype == "bfloat16" for operand in operands)
+    if product is None or product.form != "bf16_dot" or not is_low or _is_few(problem):
+        return single
+    for operand, starts, name in zip(operands, problem.starts, "dde", strict=True):
+        last = operand.shape[-1]
+        if operand.index_map[-1].split("*")[-1] != name or not isinstance(last, int):
+            return single
+        if name == "d" and (last % 2 or starts[-1] % 2 or int(dict(problem.sizes)["d"]) % 2):
+            return single
+    return product
 
 
 def _share(sizes: Mapping[str, Any], cores: int, rows: int) -> tuple[int, int]:
@@ -145,6 +186,8 @@ class AttentionPlace:
         Where the task's scratch begins.
     registers : Registers
         Accumulators of a tile.
+    product : Product
+        How they accumulate.
     """
 
     problem: AttentionProblem
@@ -156,6 +199,7 @@ class AttentionPlace:
     room: Any
     task: Expr
     registers: Registers
+    product: Product
 
     @property
     def query(self) -> HeadsView:

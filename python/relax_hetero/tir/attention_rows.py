@@ -9,7 +9,9 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from . import expression_code, vector_math
+from .attention_factors import accumulate, factors_of_scores, factors_of_values, store_weights
 from .attention_few import products_of_keys
+from .attention_packing import widen_queries
 from .attention_place import AttentionPlace
 from .builder import (
     Expr,
@@ -21,7 +23,6 @@ from .builder import (
     lane_indices,
     lane_numbers,
     loop,
-    masked_store,
     settled,
     smaller,
     when,
@@ -39,6 +40,8 @@ Span = tuple[Expr, Expr, Expr, Expr]
 def emit_rows(place: AttentionPlace, at: dict[str, Expr], row: Expr, within: Expr, rows: int, span: Span) -> None:
     """The work of `rows` queries from `row` on, those from `within` on in their block, for a block of keys."""
     tile = _Rows(place, at, row, within, rows, span)
+    if place.blocks.is_widened:
+        widen_queries(place, at, row, rows)
     tile.scores()
     tile.softmax()
     tile.values()
@@ -102,14 +105,15 @@ class _Rows:
                 column = settled(panel * columns + j * self.lanes)
                 accs[number] = products_of_keys(place, self.at, self.row + i, self.first, column, self.size)
         else:
-            keys = settled(place.at("keys") + panel * (width * columns))
-            query = settled(place.query.address({**self.at, "m": self.row}))
-            steps = place.query.stride("m"), place.query.stride("d")
-
-            def factor(i: int, k: Expr) -> Expr:
-                return place.query.data[query + i * steps[0] + k * steps[1]]
-
-            self._product(width, vectors, factor, lambda k, j: self._in_room(keys + k * columns + j * self.lanes))
+            keys = settled(place.at("keys") + panel * (width // blocks.together * columns))
+            factor = factors_of_scores(place, self.at, self.row)
+            accumulate(
+                place,
+                (self.rows, vectors),
+                width // blocks.together,
+                factor,
+                lambda k, j: self._in_room(keys + k * columns + j * self.lanes),
+            )
         loaded: dict[tuple[int, int], Expr] = {}
         for j in range(vectors):
             column = settled(panel * columns + j * self.lanes)
@@ -119,22 +123,9 @@ class _Rows:
                 T.buffer_store(place.room, value, [self._score_at(i, column)])
                 self.maxima[i] = T.max(self.maxima[i], value)
 
-    def _product(
-        self, steps: Expr, vectors: int, left: Callable[[int, Expr], Expr], right: Callable[[Expr, int], Expr]
-    ) -> None:
-        """Accumulate ``left(i, k) * right(k, j)`` over k, from zeros."""
-        accs = self.place.registers
-        for number in range(self.rows * vectors):
-            accs[number] = zeros("float32", self.lanes)
-        with loop(steps) as k:
-            rights = [held(right(k, j)) for j in range(vectors)]
-            for i in range(self.rows):
-                one = held(broadcast(left(i, k), self.lanes))
-                for j in range(vectors):
-                    accs[i * vectors + j] = accs[i * vectors + j] + one * rights[j]
-
-    def _in_room(self, place: Expr) -> Expr:
-        return self.place.room[lane_indices(place, self.lanes)]
+    def _in_room(self, start: Expr) -> Expr:
+        value = self.place.room[lane_indices(start, self.lanes)]
+        return T.reinterpret(f"int32x{self.lanes}", value) if self.place.blocks.is_paired else value
 
     def _score(
         self, product: Expr, i: int, column: Expr, exists: Expr | None, loaded: dict[tuple[int, int], Expr]
@@ -178,7 +169,10 @@ class _Rows:
             with loop(settled(ceil_div(self.count, self.lanes))) as vector:
                 where = self._score_at(i, vector * self.lanes)
                 power = exp_nonpositive(place.room[where] - greatest)
-                T.buffer_store(place.room, power, [where])
+                if place.blocks.is_paired:
+                    store_weights(place, i, settled(vector), power)
+                else:
+                    T.buffer_store(place.room, power, [where])
                 total[0] = total[0] + power
             added = broadcast(held(_over_lanes(total[0], lambda a, b: a + b, self.lanes)), self.lanes)
             self.factors[i] = self._factor(i, greatest, added)
@@ -226,25 +220,27 @@ class _Rows:
     def _value_panel(self, panel: Expr, masks: list[Expr | None]) -> None:
         place, blocks = self.place, self.place.blocks
         panel = settled(panel)
-        scores = settled(place.at("scores"))
-
-        def factor(i: int, k: Expr) -> Expr:
-            return place.room[scores + i * blocks.keys + k]
-
+        factor = factors_of_values(place)
         if blocks.is_few:
             view = place.value
             start = settled(view.address({**self.at, "n": self.first, "e": settled(panel * blocks.columns)}))
             steps = view.stride("n"), view.stride("e") * self.lanes
-            self._product(
+            accumulate(
+                place,
+                (self.rows, len(masks)),
                 self.count,
-                len(masks),
                 factor,
                 lambda k, j: view.load(start + k * steps[0] + j * steps[1], "e", self.lanes, masks[j]),
             )
         else:
-            values = settled(place.at("values") + panel * (blocks.keys * blocks.columns))
-            self._product(
-                self.count, len(masks), factor, lambda k, j: self._in_room(values + k * blocks.columns + j * self.lanes)
+            values = settled(place.at("values") + panel * (blocks.keys // blocks.together * blocks.columns))
+            steps = settled(ceil_div(self.count, blocks.together))
+            accumulate(
+                place,
+                (self.rows, len(masks)),
+                steps,
+                factor,
+                lambda k, j: self._in_room(values + k * blocks.columns + j * self.lanes),
             )
 
         def finish() -> None:
@@ -278,11 +274,7 @@ class _Rows:
 
     def _write(self, i: int, column: Expr, value: Expr, mask: Expr | None) -> None:
         view = self.place.result
-        index = lane_indices(view.address({**self.at, "m": self.row + i, "e": column}), self.lanes)
-        if mask is None:
-            T.buffer_store(view.data, value, [index])
-        else:
-            masked_store(view.data, index, value, mask)
+        view.store(view.address({**self.at, "m": self.row + i, "e": column}), value, self.lanes, mask)
 
 
 def _exists(left: Expr | None, first: int, lanes: int) -> Expr | None:

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..encoding.problem import Operand
-from .builder import Expr, Function, broadcast, flat, held, lane_indices, settled, vector_type, zeros
+from .builder import (
+    Expr,
+    Function,
+    broadcast,
+    flat,
+    held,
+    lane_indices,
+    masked_store,
+    settled,
+    vector_type,
+    zeros,
+)
+from .expression_ops import cast
+
+HALVES = ("bfloat16", "float16")
+"""Element types that are computed in float32."""
 
 Coordinates = Mapping[str, Expr]
 """A position by the names of iteration dimensions, int64; names that are missing are at 0."""
@@ -42,8 +58,8 @@ class HeadsView:
 
     def open(self) -> None:
         """Declare the flat view of the parameter; inside the function's body."""
-        # Conditions are read as bytes: vectors of bool cannot be bound, nor loaded with a mask.
-        self.data = flat(self._buffer, self._extents, "int8" if self.dtype == "bool" else None)
+        # Conditions are read as bytes, bfloat16 as bits: vectors of them cannot be bound, nor loaded with a mask.
+        self.data = flat(self._buffer, self._extents, {"bool": "int8", "bfloat16": "uint16"}.get(self.dtype))
         self._strides: dict[str, Expr] = {}
         self._start: Expr = 0
         distance: Expr = 1
@@ -73,8 +89,39 @@ class HeadsView:
                 offset = offset + position * self._strides[name]
         return tirx.const(offset, "int64") if isinstance(offset, int) else offset
 
+    def pairs(self) -> Any:
+        """A flat view of elements of 16 bits, of which an even number lies in each dimension, in words of two."""
+        return flat(self._buffer, self._extents, "float32")
+
+    def element(self, place: Expr) -> Expr:
+        """The element at a place, in the type that is computed in."""
+        return self._computed(self.data[place])
+
     def load(self, place: Expr, along: str, lanes: int, mask: Expr | None = None) -> Expr:
-        """Elements from a place (of `address`) along an iteration dimension; zeros where the mask does not hold."""
+        """Elements from a place (of `address`) along an iteration dimension, in the type that is computed in.
+
+        They are zero where the mask does not hold.
+        """
+        return self._computed(self.load_bits(place, along, lanes, mask))
+
+    def _computed(self, value: Expr) -> Expr:
+        if self.dtype == "bfloat16":
+            value = T.reinterpret(vector_type("bfloat16", value.ty.dtype.lanes), value)
+        return cast(value, "float32") if self.dtype in HALVES else value
+
+    def store(self, place: Expr, value: Expr, lanes: int, mask: Expr | None) -> None:
+        """Write neighbours, those of the mask where there is one."""
+        value = cast(value, self.dtype)
+        if self.dtype == "bfloat16":
+            value = T.reinterpret(vector_type("uint16", lanes), value)
+        index = lane_indices(place, lanes)
+        if mask is None:
+            T.buffer_store(self.data, value, [index])
+        else:
+            masked_store(self.data, index, value, mask)
+
+    def load_bits(self, place: Expr, along: str, lanes: int, mask: Expr | None = None) -> Expr:
+        """As `load`, as they are stored: bfloat16 as uint16."""
         if not self.runs_along(along) or lanes == 1:
             return broadcast(self.data[place], lanes)
         dtype = str(self.data.dtype)

@@ -13,6 +13,8 @@ from .relax_expressions import scalar_of, to_expression
 from .rewriting import op_name
 
 _MATMUL = "relax.matmul"
+HALVES = ("bfloat16", "float16")
+"""Types that products round their operands to; what comes between two products is of float32."""
 
 
 @dataclass
@@ -107,12 +109,22 @@ def weighted_after(block: Block, index: int) -> Weighted | None:
         inside += guard
         var = block.bindings[guard[-1]].var
     user = block.sole_user(var)
+    if user is not None and rounds(block.bindings[user].value):
+        inside.append(user)
+        var = block.bindings[user].var
+        user = block.sole_user(var)
     if user is None:
         return None
     call = block.bindings[user].value
     if op_name(call) != _MATMUL or not call.args[0].same_as(var) or call.args[1].same_as(var):
         return None
     return Weighted(user, [*inside, user], guard is not None)
+
+
+def rounds(value: relax.Expr) -> bool:
+    """Whether this is a cast from float32 to half precision."""
+    is_cast = op_name(value) == "relax.astype" and str(value.args[0].ty.dtype) == "float32"
+    return is_cast and str(value.attrs.dtype) in HALVES
 
 
 def _zero_for_nan(block: Block, var: relax.Var) -> list[int] | None:

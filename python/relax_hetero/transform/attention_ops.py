@@ -9,8 +9,9 @@ from tvm import relax, tirx
 
 from ..encoding.expression import Expression, Term
 from ..encoding.heads import Heads
-from .attention_patterns import Attention, NoAttention, check_known, checked_masks, shared_sizes, size_of
-from .attention_views import View, followed, traced
+from .attention_patterns import TYPES, Attention, NoAttention, check_known, checked_masks, shared_sizes, size_of
+from .attention_results import followed
+from .attention_views import View, traced
 from .blocks import Block, same_shape, shape_of
 from .rewriting import op_name
 
@@ -34,8 +35,10 @@ def find_attention_op(block: Block, index: int) -> Attention | None:
     shapes = [shape_of(operand) or [] for operand in (*operands, binding.var)]
     types = {str(expr.ty.dtype) for expr in (*operands, binding.var)}
     causal = call.attrs.causal_mask
-    if types != {"float32"} or call.attrs.window_size is not None or any(len(shape) != 4 for shape in shapes):
-        raise NoAttention(f"found {[str(operand.ty) for operand in operands]}, expected float32 tensors of known shape")
+    is_known = len(types) == 1 and types <= {*TYPES} and all(len(shape) == 4 for shape in shapes)
+    if not is_known or call.attrs.window_size is not None:
+        found = [str(operand.ty) for operand in operands]
+        raise NoAttention(f"found {found}, expected tensors of known shape and of one type among {TYPES}")
     query, key, value, _ = shapes
     if not same_shape(query[:1] + query[2:3], key[:1] + key[2:3]):
         raise NoAttention(f"found query {query} and key {key}, expected one batch and number of heads")

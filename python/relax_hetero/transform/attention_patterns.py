@@ -14,13 +14,16 @@ from tvm import relax, tirx
 from ..encoding.encoding import DYNAMIC
 from ..encoding.expression import Expression, Term
 from ..encoding.heads import NAMES, STATIC, Heads
-from .attention_chain import Scores, Weighted, scores_before, weighted_after
-from .attention_views import View, followed, regrouped, sharing, traced
+from .attention_chain import HALVES, Scores, Weighted, scores_before, weighted_after
+from .attention_results import followed
+from .attention_views import View, regrouped, sharing, traced
 from .blocks import Block, broadcast, is_one, same_shape, shape_of
 from .causal_masks import without_triangle
 from .rewriting import op_name
 
 _SOFTMAX = "relax.nn.softmax"
+TYPES = ("float32", *HALVES)
+"""Of operands and result; scores are of float32."""
 
 
 class NoAttention(Exception):
@@ -86,13 +89,13 @@ def _fit(block: Block, index: int, before: Scores, after: Weighted, shape: list[
     second = block.bindings[after.index]
     value = second.value.args[1]
     shapes = [shape_of(expr) for expr in (query, transposed, value, second.var)]
-    types = {str(expr.ty.dtype) for expr in (query, transposed, value, second.var, block.bindings[index].var)}
+    types = [str(expr.ty.dtype) for expr in (query, transposed, value, second.var, block.bindings[index].var)]
     if any(found is None or len(found) != len(shape) for found in shapes):
         raise NoAttention(
             f"operands of {query.ty}, {transposed.ty} and {value.ty}: expected {len(shape)} dimensions each"
         )
-    if types != {"float32"}:
-        raise NoAttention(f"found element types {sorted(types)}, expected float32")
+    if types[0] not in TYPES or set(types[:3]) != {types[0]} or set(types[3:]) != {"float32"}:
+        raise NoAttention(f"found element types {types}, expected operands of one of {TYPES}, and float32 between")
     batch = _batch(block, shape, (query, transposed, value), second.var)
     if any(not _same_batch(found, shape) for found in shapes if found is not None):
         raise NoAttention("operands whose batch dimensions broadcast")
@@ -105,6 +108,8 @@ def _fit(block: Block, index: int, before: Scores, after: Weighted, shape: list[
     view = traced(block, View.of(query, [*outer, ("m",), ("d",)]), sizes, ("d",))
     keys, values, shared = _shared_heads(block, transposed, value, outer, sizes)
     result, passed = followed(block, View.of(second.var, [*outer, ("m",), ("e",)]), sizes)
+    if str(result.value.ty.dtype) != types[0]:
+        raise NoAttention(f"operands of {types[0]} and a result of {result.value.ty.dtype}, expected one type")
     expression = _scaled(before.expression, view.factor * keys.factor)
     masks = checked_masks(before.operands, shape, sizes, expression)
     expression, masks, causal = without_triangle(expression, masks, size_of(sizes["m"]), size_of(sizes["n"]))

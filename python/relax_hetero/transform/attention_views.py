@@ -1,7 +1,7 @@
 """Where the heads of an attention come from, through the permutations, reshapes and slices around it.
 
 A `View` says of a value which iteration dimensions each of its dimensions runs along. `traced` goes back to what the
-value was made of, as long as every step only says where elements lie; `followed` goes on to what is made of a result.
+value was made of, as long as every step only says where elements lie, or scales or rounds them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import tvm
 from tvm import relax, tirx
 
 from ..encoding.heads import HeadsMap
+from .attention_chain import HALVES
 from .blocks import Block, is_one, same_extent, shape_of
 from .quantized_operands import permutation
 from .relax_expressions import scalar_of
@@ -59,15 +60,16 @@ class View:
 def traced(block: Block, view: View, sizes: Mapping[str, Any], innermost: tuple[str, ...]) -> View:
     """The earliest value whose elements the view is, if in another order; its neighbours run along `innermost`.
 
-    `innermost` are names that are each as good as the other.
+    `innermost` are names that are each as good as the other. What is scaled between two casts is scaled without them.
     """
-    best = view
+    best, dtype = view, str(view.value.ty.dtype)
     while True:
         before = _before(block, view, sizes)
         if before is None:
             return best
         view = before
-        if view.innermost in innermost or best.innermost not in innermost:
+        is_near = view.innermost in innermost or best.innermost not in innermost
+        if is_near and str(view.value.ty.dtype) == dtype:
             best = view
 
 
@@ -167,6 +169,11 @@ def _scaled(view: View, call: relax.Call, _sizes: Mapping[str, Any]) -> View | N
     return replace(view, value=left, factor=view.factor * number)
 
 
+def _recast(view: View, call: relax.Call, _sizes: Mapping[str, Any]) -> View | None:
+    types = {str(call.attrs.dtype), str(call.args[0].ty.dtype)}
+    return replace(view, value=call.args[0]) if types <= {*HALVES, "float32"} else None
+
+
 def _repeated(view: View, call: relax.Call, _sizes: Mapping[str, Any]) -> View | None:
     """Before ``repeat`` of every head."""
     if call.attrs.axis is None or any(view.starts):
@@ -202,6 +209,7 @@ _STEPS = {
     "relax.take": _taken,
     "relax.multiply": _scaled,
     "relax.divide": _scaled,
+    "relax.astype": _recast,
     "relax.broadcast_to": _shared,
     "relax.repeat": _repeated,
 }
@@ -240,33 +248,6 @@ def _before_split(block: Block, view: View, item: relax.TupleGetItem) -> View | 
     starts = list(view.starts)
     starts[axis] += begin
     return replace(view, value=call.args[0], starts=tuple(starts))
-
-
-def followed(block: Block, view: View, sizes: Mapping[str, Any]) -> tuple[View, list[int]]:
-    """The last value that is the view's elements in another order, and the bindings that are passed on the way.
-
-    Each is the only user of the one before; the last one's neighbours are neighbours in the view.
-    """
-    best, innermost = view, view.innermost
-    passed: list[int] = []
-    steps: list[int] = []
-    while True:
-        index = block.sole_user(view.value)
-        if index is None or not isinstance(block.bindings[index], relax.VarBinding):
-            return best, passed
-        call, var = block.bindings[index].value, block.bindings[index].var
-        name = op_name(call)
-        dims: Dims | None = None
-        if name == "relax.permute_dims":
-            dims = tuple(view.dims[axis] for axis in permutation(call))
-        elif name == "relax.reshape" and shape_of(var) is not None:
-            dims = regrouped(view.dims, shape_of(var) or [], sizes)
-        if dims is None:
-            return best, passed
-        view = View.of(var, dims)
-        steps.append(index)
-        if view.innermost == innermost:
-            best, passed = view, list(steps)
 
 
 def regrouped(dims: Dims, shape: Sequence[Any], sizes: Mapping[str, Any]) -> Dims | None:

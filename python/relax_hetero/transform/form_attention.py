@@ -113,5 +113,5 @@ def _is_view(value: relax.Expr) -> bool:
 
 _VIEWS = frozenset(
     """relax.permute_dims relax.reshape relax.expand_dims relax.squeeze relax.strided_slice relax.take relax.split
-    relax.multiply relax.divide relax.broadcast_to relax.repeat""".split()
+    relax.multiply relax.divide relax.broadcast_to relax.repeat relax.astype""".split()
 )

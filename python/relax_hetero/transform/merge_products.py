@@ -44,6 +44,8 @@ class _Product:
         (k, n)
     bias : GenericConst or None
         (n,)
+    types : tuple of str
+        Of the product, and of what it is cast to in the end.
     inside : list of int
         Its bindings.
     """
@@ -52,6 +54,7 @@ class _Product:
     x: relax.Expr
     weight: tvm.ir.GenericConst
     bias: tvm.ir.GenericConst | None
+    types: tuple[str, str]
     inside: list[int]
 
 
@@ -92,6 +95,7 @@ def _mergeable(block: Block, index: int, call: relax.Call) -> list[_Product]:
         and (product.bias is None) == (last.bias is None)
         and same_shape((shape_of(product.weight) or [])[:1], (shape_of(last.weight) or [])[:1])
         and str(product.weight.ty.dtype) == str(last.weight.ty.dtype)
+        and product.types == last.types
     ]
 
 
@@ -99,6 +103,12 @@ def _product(block: Block, index: int, var: relax.Var) -> _Product | None:
     if block.sole_user(var) != index or var not in block.definitions:
         return None
     call, inside, bias = block.definitions[var], [block.positions[var]], None
+    dtype = str(var.ty.dtype)
+    if op_name(call) == "relax.astype" and isinstance(call.args[0], relax.Var):
+        if block.sole_user(call.args[0]) != inside[0] or call.args[0] not in block.definitions:
+            return None
+        inside.insert(0, block.positions[call.args[0]])
+        call = block.definitions[call.args[0]]
     if op_name(call) == "relax.add":
         left, bias = call.args if isinstance(call.args[1], tvm.ir.GenericConst) else reversed(call.args)
         if not isinstance(bias, tvm.ir.GenericConst) or len(shape_of(bias) or []) != 1:
@@ -115,7 +125,7 @@ def _product(block: Block, index: int, var: relax.Var) -> _Product | None:
         return None
     if bias is not None and not same_shape(shape_of(bias) or [], shape[1:]):
         return None
-    return _Product(var, call.args[0], weight, bias, inside)
+    return _Product(var, call.args[0], weight, bias, (str(call.ty.dtype), dtype), inside)
 
 
 def _write(emitter: Emitter, binding: relax.Binding, products: Sequence[_Product]) -> None:
@@ -125,11 +135,18 @@ def _write(emitter: Emitter, binding: relax.Binding, products: Sequence[_Product
         starts[product.var], width = width, width + int((shape_of(product.weight) or [])[1])
     name = f"{first.var.name}_merged"
     weight = _concatenated([product.weight for product in products], 1)
-    ty = tensor_type([*(shape_of(first.x) or [])[:-1], width], str(first.var.ty.dtype), first.var.ty)
-    result = emitter.emit(relax.op.matmul(first.x, weight), ty, f"{name}_product" if first.bias is not None else name)
+    shape = [*(shape_of(first.x) or [])[:-1], width]
+    wide, narrow = (tensor_type(shape, dtype, first.var.ty) for dtype in first.types)
+    is_cast = first.types[0] != first.types[1]
+    # A product says its type where that is not the type of its operands.
+    out_dtype = None if str(first.x.ty.dtype) == first.types[0] else first.types[0]
+    matmul = relax.op.matmul(first.x, weight, out_dtype=out_dtype)
+    result = emitter.emit(matmul, wide, f"{name}_product" if first.bias is not None or is_cast else name)
     if first.bias is not None:
         bias = _concatenated([product.bias for product in products], 0)
-        result = emitter.emit(relax.op.add(result, bias), ty, name)
+        result = emitter.emit(relax.op.add(result, bias), wide, f"{name}_sum" if is_cast else name)
+    if is_cast:
+        result = emitter.emit(relax.op.astype(result, first.types[1]), narrow, name)
     heads = Heads.parse(call.attrs.heads)
     maps = [
         found.moved(starts[arg]) if arg in starts else found

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tvm
 
+from relax_hetero.element_types import numpy_dtype
 from relax_hetero.encoding.expression import Expression
 from relax_hetero.encoding.machine import machine_of
 from relax_hetero.encoding.packed_layout import PackedLayout
@@ -37,6 +38,8 @@ class Case:
         Index maps of query, key, value and result.
     starts : tuple of int
         Of each of the first three in its last dimension.
+    dtype : str
+        Of operands and result.
     """
 
     sizes: Mapping[str, int]
@@ -47,6 +50,7 @@ class Case:
     symbolic: bool = False
     maps: tuple[str, str, str, str] = ("b m h*d", "b n g*d", "b n g*e", "b m h*e")
     starts: tuple[int, int, int] = (0, 0, 0)
+    dtype: str = "float32"
     arrays: list[np.ndarray] = field(default_factory=list)
 
 
@@ -76,7 +80,8 @@ def reference(case: Case, query: np.ndarray, key: np.ndarray, value: np.ndarray)
 def problem_of(case: Case) -> AttentionProblem:
     dims = {name: SYMBOLS.get(name, size) if case.symbolic else size for name, size in case.sizes.items()}
     operands = [
-        _operand(text, dims, case.sizes, start) for text, start in zip(case.maps, (*case.starts, 0), strict=True)
+        _operand(text, dims, case.sizes, start, case.dtype)
+        for text, start in zip(case.maps, (*case.starts, 0), strict=True)
     ]
     masks: tuple[Operand, ...] = ()
     if case.mask is not None:
@@ -94,14 +99,14 @@ def problem_of(case: Case) -> AttentionProblem:
     return AttentionProblem(*operands, starts, sizes, epilogue, case.causal, case.nan_to_zero)
 
 
-def _operand(text: str, dims: Mapping[str, Any], sizes: Mapping[str, int], start: int) -> Operand:
+def _operand(text: str, dims: Mapping[str, Any], sizes: Mapping[str, int], start: int, dtype: str) -> Operand:
     names = text.split()
     shape = []
     for position, name in enumerate(names):
         parts = name.split("*")
         extent = dims[parts[0]] if len(parts) == 1 else int(np.prod([sizes[part] for part in parts]))
         shape.append(extent + 2 * start if position == len(names) - 1 and start else extent)
-    return Operand(tuple(shape), "float32", tuple(names), PackedLayout.identity(len(names)))
+    return Operand(tuple(shape), dtype, tuple(names), PackedLayout.identity(len(names)))
 
 
 def stored(text: str, start: int, heads: np.ndarray, order: str) -> np.ndarray:
@@ -123,25 +128,30 @@ def stored(text: str, start: int, heads: np.ndarray, order: str) -> np.ndarray:
 def check(case: Case, target: tvm.target.Target, rng: np.random.Generator, scale: float = 1.0) -> None:
     """Run a kernel on random operands, with NaN in what it must write, and compare."""
     s = case.sizes
-    query = (rng.standard_normal((s["b"], s["h"], s["m"], s["d"])) * scale).astype("float32")
-    key = rng.standard_normal((s["b"], s["g"], s["n"], s["d"])).astype("float32")
-    value = rng.standard_normal((s["b"], s["g"], s["n"], s["e"])).astype("float32")
+    dtype = numpy_dtype(case.dtype)
+    query = (rng.standard_normal((s["b"], s["h"], s["m"], s["d"])) * scale).astype(dtype).astype("float32")
+    key = rng.standard_normal((s["b"], s["g"], s["n"], s["d"])).astype(dtype).astype("float32")
+    value = rng.standard_normal((s["b"], s["g"], s["n"], s["e"])).astype(dtype).astype("float32")
     want = reference(case, query, key, value)
     problem = problem_of(case)
     function = attention_kernel(problem, machine_of(target))
     executable = tvm.compile(tvm.IRModule({"attention": function}), target=target)
     orders = ("bhmd", "bgnd", "bgne")
     inputs = [
-        stored(text, start, array, order)
+        stored(text, start, array, order).astype(dtype)
         for text, start, array, order in zip(case.maps, case.starts, (query, key, value), orders, strict=False)
     ]
     inputs += [] if case.mask is None else [case.mask]
     out = stored(case.maps[3], 0, np.full(want.shape, np.nan, "float32"), "bhme")
-    result, scratch = tvm.runtime.tensor(out), nan_tensor(function.params[-1].shape)
+    result, scratch = tvm.runtime.tensor(out.astype(dtype)), nan_tensor(function.params[-1].shape)
     executable["attention"](*map(tvm.runtime.tensor, inputs), result, scratch)
     expected = stored(case.maps[3], 0, want, "bhme")
     tolerance = 1e-5 + _error_of_rounded_scores(case, query, key, value)
-    np.testing.assert_allclose(result.numpy(), expected, rtol=1e-4, atol=tolerance, equal_nan=True)
+    unit = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}[case.dtype]
+    # Weights are rounded to the type, and then the result.
+    found = result.numpy().astype("float32")
+    atol = tolerance + unit * float(np.abs(value).max())
+    np.testing.assert_allclose(found, expected, rtol=1e-4 + unit, atol=atol, equal_nan=True)
 
 
 def _error_of_rounded_scores(case: Case, query: np.ndarray, key: np.ndarray, value: np.ndarray) -> float:
