@@ -1,6 +1,7 @@
 """Models in 8 bits: QDQ files that ONNX Runtime's quantizer makes of the float ones.
 
-``minilm`` is calibrated with sentences. The others have random weights, so random inputs are what they are made for.
+``minilm`` is calibrated with sentences, and all its products are quantized. The others have random weights, so random
+inputs are what they are made for.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ def write_quantized(name: str, source: Path, target: Path, inputs: Callable[[Pat
     """
     use_sentence_example()
     from minilm import default_cache
-    from quantize import TRANSFORMER_OPS, quantize, quantized_minilm
+    from quantize import TRANSFORMER_OPS, quantize, sentence_feeds
 
     if name == "minilm":
-        target.write_bytes(quantized_minilm(default_cache(), 1, 128).read_bytes())
+        quantize(source, target, sentence_feeds(default_cache(), 1, 128), TRANSFORMER_OPS)
         return
     ops = {node.op_type for node in onnx.load(str(source), load_external_data=False).graph.node}
     feeds = (inputs(source, seed) for seed in range(1, _FEEDS + 1))

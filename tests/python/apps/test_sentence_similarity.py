@@ -84,6 +84,16 @@ def test_the_onnx_file_is_valid_and_small_enough_for_one_file():
     assert [value.name for value in model.graph.input] == ["input_ids", "attention_mask"]
 
 
+@pytest.mark.parametrize("precision", ["bfloat16", "int8"])
+def test_low_precision_ranks_as_float32_does(precision: str):
+    command = [sys.executable, APP / "run.py", "--precision", precision]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "120"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Same order as ONNX Runtime" in done.stdout
+    places = [done.stdout.index(word) for word in ("reset your login", "your credentials", "Two-factor", "front door")]
+    assert places == sorted(places)
+
+
 def test_the_demo_ranks_sentences_on_two_devices(tmp_path: Path):
     (tmp_path / "sentences.txt").write_text(
         "A cheesecake needs an hour in the oven.\n\nYou can change your password.\n"
