@@ -1,18 +1,19 @@
 """Products with weights of 4 bits, which are unpacked in registers where they are multiplied.
 
-A group of eight weights of a column is one 32-bit lane (see `relax_hetero.encoding.block_weights`): a vector of lanes,
-shifted by 4 bits a step, gives the columns' next weight. What a weight means, ``(q - zero) * scale``, is one look-up or
-conversion and one multiplication, a share of the work that falls with the rows of a tile. Nothing is unpacked into
-memory: one row is as fast as memory gives weights, and many rows nearly as fast as a product of float32.
+A group of eight weights of a column is one 32-bit lane (see `relax_hetero.encoding.block_weights`): a vector of lanes
+holds the next eight weights of as many columns. Turning one of them into numbers takes two or three instructions, a
+share of the work that falls with the rows of a tile; scales are applied to the sums of a block. Nothing is unpacked
+into memory: what is read for one row is the 4 bits, and many rows are nearly as fast as a product of float32.
 
-The loops, from outside: tasks, blocks of rows, panels of columns, tiles of rows; within a tile chains of blocks, blocks
-of one scale, groups, the eight weights of a group.
+The loops, from outside: tasks, blocks of rows, panels of columns, tiles of rows; within a tile the blocks that share a
+scale, groups, the eight weights of a group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import gcd
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -23,6 +24,7 @@ from ..encoding.machine import Machine
 from ..encoding.problem import BlockProductProblem
 from ..encoding.tiles import tile_sizes
 from . import expression_code
+from .block_numbers import PLACES, Unpacking
 from .builder import (
     Expr,
     Function,
@@ -47,12 +49,6 @@ from .work_split import part, split_work
 # Bytes of the left operand that all panels go over before the next rows: half of a second-level cache.
 ROW_BLOCK_BYTES = 1 << 19
 
-_LOOKUP = "llvm.x86.avx512.permvar.sf.512"
-"""Sixteen of sixteen floats, by the low four bits of every lane (Intel SDM: VPERMPS)."""
-
-MIDDLE = 8
-"""The zero point of weights that have none of their own."""
-
 
 @dataclass(frozen=True)
 class _Kernel:
@@ -64,12 +60,11 @@ class _Kernel:
     lhs, result : OperandView
     extra : tuple of OperandView
         The epilogue's operands.
-    weight, scales, zeros : Buffer
-        In one dimension; `zeros` may be None.
+    weight, scales : Buffer
+        In one dimension.
+    unpacking : Unpacking
     lanes, vectors : int
         Of a panel.
-    table : PrimExpr or None
-        What the 16 weights are as numbers, less `MIDDLE`; None where the machine has no look-up of floats.
     m : PrimExpr or int
     """
 
@@ -79,10 +74,9 @@ class _Kernel:
     extra: tuple[OperandView, ...]
     weight: Expr
     scales: Expr
-    zeros: Expr
+    unpacking: Unpacking
     lanes: int
     vectors: int
-    table: Expr
     m: Expr
 
 
@@ -128,9 +122,6 @@ def block_product_kernel(problem: BlockProductProblem, machine: Machine) -> tirx
                 view.open()
             lanes = machine.lanes("float32")
             data = [view.data for view in packed]
-            table = None
-            if machine.isa.name == "avx512":
-                table = T.bind(tirx.Cast("float32x16", lane_numbers(16)) - broadcast(tirx.const(MIDDLE, "float32"), 16))
             kernel = _Kernel(
                 problem,
                 lhs,
@@ -138,10 +129,9 @@ def block_product_kernel(problem: BlockProductProblem, machine: Machine) -> tirx
                 extra,
                 data[0],
                 data[1],
-                data[2] if len(data) > 2 else None,
+                Unpacking.of(machine, data[2] if len(data) > 2 else None),
                 lanes,
                 problem.panel // lanes,
-                table,
                 extent_of([result], "m"),
             )
             _emit_loops(kernel, machine)
@@ -149,8 +139,8 @@ def block_product_kernel(problem: BlockProductProblem, machine: Machine) -> tirx
 
 
 def _rows_of_a_tile(kernel: _Kernel, machine: Machine) -> int:
-    # Beside the accumulators: weights as they are and as numbers, scales and offsets, what is broadcast, the table.
-    spare = machine.isa.registers - 4 * kernel.vectors - 2
+    # Beside the accumulators: weights as they are and as numbers, what is taken from them, and what is broadcast.
+    spare = machine.isa.registers - (2 + PLACES) * kernel.vectors - 1
     rows = max(1, min(tile_sizes(machine).rows, spare // kernel.vectors))
     return min(rows, kernel.m) if isinstance(kernel.m, int) else rows
 
@@ -204,38 +194,16 @@ def _emit_tile(kernel: _Kernel, tile: _Tile, accs: Registers, totals: Registers)
     problem = kernel.problem
     count = tile.rows * kernel.vectors
     banks = max(1, IN_FLIGHT // count)
-    block = problem.block
-    whole, rest = divmod(problem.depth, block)
-    chain = max(1, MAX_CHAIN * banks // block)
-    chains, left = divmod(whole, chain)
-
-    def finish_chain() -> None:
-        for number in range(count):
-            total = accs[number]
-            for bank in range(1, banks):
-                total = total + accs[bank * count + number]
-            totals[number] = totals[number] + total
-
-    def clear() -> None:
-        for number in range(count * banks):
-            accs[number] = zeros("float32", kernel.lanes)
-
+    # Weights of one scale that are added up at once; a long block is several of these.
+    chain = problem.block if problem.block <= MAX_CHAIN else gcd(problem.block, MAX_CHAIN)
+    whole, rest = divmod(problem.depth, chain)
     for number in range(count):
         totals[number] = zeros("float32", kernel.lanes)
-    if chains:
-        with loop(chains) as number:
-            clear()
-            with loop(chain) as within:
-                _emit_block(kernel, tile, accs, settled(number * chain + within), block, banks)
-            finish_chain()
-    if left or rest:
-        clear()
-        if left:
-            with loop(left) as within:
-                _emit_block(kernel, tile, accs, settled(within + chains * chain), block, banks)
-        if rest:
-            _emit_block(kernel, tile, accs, tirx.const(whole, "int64"), rest, banks)
-        finish_chain()
+    if whole:
+        with loop(whole) as number:
+            _emit_chain(kernel, tile, (accs, totals), settled(number * chain), chain, banks)
+    if rest:
+        _emit_chain(kernel, tile, (accs, totals), tirx.const(whole * chain, "int64"), rest, banks)
     _finish(kernel, tile, totals)
 
 
@@ -244,22 +212,27 @@ def _rows_in(kernel: _Kernel, tile: _Tile) -> list[Expr]:
     return [tile.row + i if tile.end is None or i == 0 else T.min(tile.row + i, tile.end - 1) for i in range(tile.rows)]
 
 
-def _emit_block(kernel: _Kernel, tile: _Tile, accs: Registers, block: Expr, size: int, banks: int) -> None:
-    """Add the products of the `size` weights of every column that share a scale."""
+def _emit_chain(
+    kernel: _Kernel, tile: _Tile, sums: tuple[Registers, Registers], first: Expr, size: int, banks: int
+) -> None:
+    """Add the products of the `size` weights of every column from `first` on, which share a scale."""
     problem, lanes, panel = kernel.problem, kernel.lanes, kernel.problem.panel
-    groups = ceil_div(problem.depth, GROUP)
-    blocks = ceil_div(problem.depth, problem.block)
-    start = settled((tile.panel * blocks + block) * panel)
-    scales = [held(kernel.scales[lane_indices(start + j * lanes, lanes)]) for j in range(kernel.vectors)]
-    offsets = [_offset(kernel, scales[j], start + j * lanes) for j in range(kernel.vectors)]
-    weights = settled((tile.panel * groups + block * (problem.block // GROUP)) * panel)
-    rows = [settled(kernel.lhs.address({"m": row, "k": block * problem.block})) for row in _rows_in(kernel, tile)]
+    accs, totals = sums
+    count = tile.rows * kernel.vectors
+    groups, blocks = ceil_div(problem.depth, GROUP), ceil_div(problem.depth, problem.block)
+    at_scale = settled((tile.panel * blocks + first // problem.block) * panel)
+    points = [kernel.unpacking.points(at_scale + j * lanes) for j in range(kernel.vectors)]
+    weights = settled((tile.panel * groups + first // GROUP) * panel)
+    rows = [settled(kernel.lhs.address({"m": row, "k": first})) for row in _rows_in(kernel, tile)]
+    for number in range(count * banks):
+        accs[number] = zeros("float32", lanes)
 
     def group(number: Expr, steps: int) -> None:
         at = settled(weights + number * panel)
         bits = [held(kernel.weight[lane_indices(at + j * lanes, lanes)]) for j in range(kernel.vectors)]
+        numbers = [kernel.unpacking.numbers(bits[j], points[j]) for j in range(kernel.vectors)]
         for step in range(steps):
-            right = [held(_number(kernel, bits[j], step, scales[j], offsets[j])) for j in range(kernel.vectors)]
+            right = [held(number(step)) for number in numbers]
             bank = step % banks
             for i in range(tile.rows):
                 left = broadcast(kernel.lhs.data[rows[i] + number * GROUP + step], lanes)
@@ -273,32 +246,14 @@ def _emit_block(kernel: _Kernel, tile: _Tile, accs: Registers, block: Expr, size
             group(number, GROUP)
     if rest:
         group(tirx.const(whole, "int64"), rest)
-
-
-def _offset(kernel: _Kernel, scale: Expr, start: Expr) -> Expr:
-    """What is added to a scaled weight, a look-up's being less `MIDDLE` already; None for nothing."""
-    lanes = kernel.lanes
-    middle = broadcast(tirx.const(MIDDLE, "float32"), lanes)
-    if kernel.zeros is None:
-        return None if kernel.table is not None else held(scale * (zeros("float32", lanes) - middle))
-    point = kernel.zeros[lane_indices(start, lanes)]
-    if str(kernel.zeros.dtype) != "float32":
-        point = tirx.Cast(vector_type("float32", lanes), tirx.Cast(vector_type("int32", lanes), point))
-    base = zeros("float32", lanes) if kernel.table is None else middle
-    return held(scale * (base - point))
-
-
-def _number(kernel: _Kernel, bits: Expr, step: int, scale: Expr, offset: Expr) -> Expr:
-    """Weight `step` of every lane's group, as the number that it means."""
-    lanes = kernel.lanes
-    moved = bits if step == 0 else tirx.shift_right(bits, broadcast(tirx.const(4 * step, "int32"), lanes))
-    if kernel.table is not None:
-        number = tirx.call_llvm_pure_intrin("float32x16", _LOOKUP, kernel.table, moved)
-    else:
-        number = tirx.Cast(
-            vector_type("float32", lanes), tirx.bitwise_and(moved, broadcast(tirx.const(15, "int32"), lanes))
-        )
-    return number * scale if offset is None else number * scale + offset
+    for j in range(kernel.vectors):
+        scale = held(kernel.scales[lane_indices(at_scale + j * lanes, lanes)])
+        for i in range(tile.rows):
+            number = i * kernel.vectors + j
+            total = accs[number]
+            for bank in range(1, banks):
+                total = total + accs[bank * count + number]
+            totals[number] = totals[number] + total * scale
 
 
 def _finish(kernel: _Kernel, tile: _Tile, totals: Registers) -> None:
