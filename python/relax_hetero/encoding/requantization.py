@@ -136,8 +136,8 @@ class _Simplifier:
                 return self._as_float(value) if term.params[0] == "int32" else None
             return value if _is_integral(value) else None
         if term.op == "subtract" and term.args[1].op == "number":
-            value = self._as_float(term.args[0])
-            return None if value is None else _less(value, float(term.args[1].params[0]))
+            minuend = self._as_float(term.args[0])
+            return None if minuend is None else _less(minuend, float(term.args[1].params[0]))
         return None
 
     def _known(self, term: Term) -> np.ndarray | None:

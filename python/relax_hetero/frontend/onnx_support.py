@@ -19,7 +19,12 @@ _MICROSOFT_OPS = frozenset(
     "Attention BiasGelu EmbedLayerNormalization FastGelu Gelu MatMulInteger16 SkipLayerNormalization".split()
 )
 # Those that this library converts itself.
-_OWN_MICROSOFT_OPS = frozenset({"MatMulNBits"})
+_OWN_MICROSOFT_OPS = frozenset(
+    "DynamicQuantizeMatMul MatMulIntegerToFloat MatMulNBits QGemm QLinearAdd QLinearAveragePool QLinearConcat "
+    "QLinearGlobalAveragePool QLinearLeakyRelu QLinearMul QLinearSigmoid QLinearSoftmax QLinearWhere".split()
+)
+# And those that mean what the standard op of that name means.
+_LIKE_STANDARD = frozenset({"DequantizeLinear", "QuantizeLinear"})
 # Stock converters of these follow ONNX Runtime's definition only.
 _ONLY_MICROSOFT = _MICROSOFT_OPS - {"Gelu"}
 
@@ -44,7 +49,7 @@ def find_converter(domain: str, op_type: str) -> Any:
     if domain in STANDARD_DOMAINS:
         own = CONVERTERS.get(op_type) if op_type not in _OWN_MICROSOFT_OPS else None
         return own if own is not None or op_type in _ONLY_MICROSOFT else table.get(op_type)
-    if domain == _MICROSOFT and op_type in _OWN_MICROSOFT_OPS:
+    if domain == _MICROSOFT and op_type in _OWN_MICROSOFT_OPS | _LIKE_STANDARD:
         return CONVERTERS[op_type]
     if domain == _MICROSOFT and op_type in _MICROSOFT_OPS:
         return table.get(op_type)

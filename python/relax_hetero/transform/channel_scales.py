@@ -243,7 +243,8 @@ def _channel_axis(block: Block, values: ConstantValues, first: relax.Binding) ->
     """The one axis along which the constants of the chain from `first` vary; None for a chain of single numbers."""
     rank = len(shape_of(first.var) or [])
     binding: relax.Binding | None = first
-    while binding is not None and op_name(binding.value) in _STEPS:
+    # Where the first is one number, later ones may have more dimensions than it.
+    while binding is not None and op_name(binding.value) in _STEPS and len(shape_of(binding.var) or []) == rank:
         for arg in binding.value.args:
             array = values.of(arg)
             for axis, extent in enumerate(array.shape if array is not None else ()):

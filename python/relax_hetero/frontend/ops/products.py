@@ -5,6 +5,7 @@ from __future__ import annotations
 from tvm import relax
 
 from .node import Node, const, dtype_of
+from .quantization_parameters import as_type, is_zero, reshaped
 from .table import convert_by_body, converts
 
 _HALF = ("float16", "bfloat16")
@@ -48,16 +49,16 @@ def gemm(node: Node) -> relax.Expr:
 def shifted(node: Node, value: relax.Expr, zero_point: relax.Expr | None, along: int | None) -> relax.Expr:
     """`value - zero_point` in int32; a vector of zero points runs along axis `along`."""
     wide = node.emit(relax.op.astype(value, "int32"))
-    if zero_point is None:
+    if zero_point is None or is_zero(zero_point):
         return wide
-    point = node.emit(relax.op.astype(zero_point, "int32"))
+    point = as_type(node, zero_point, "int32")
     if along is not None and node.rank(point) == 1 and node.static_shape(point) != [1]:
         rank = node.rank(value)
         shape = [1] * rank
         shape[along % rank] = node.static_shape(point)[0]
-        point = node.emit(relax.op.reshape(point, shape))
+        point = reshaped(node, point, shape)
     elif node.rank(point) == 1:
-        point = node.emit(relax.op.reshape(point, ()))
+        point = reshaped(node, point, ())
     return node.emit(relax.op.subtract(wide, point))
 
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+import numpy as np
 import tvm
 from tvm import relax
 
 from .block_weights import dequantized_blocks
 from .convolution import integer_convolution
 from .elementwise import cast
-from .node import Dim, Node, as_constant, const, dtype_of, is_float, onnx_dtype
+from .node import Node, as_constant, const, dtype_of, is_float, onnx_dtype
 from .products import shifted
+from .quantization_parameters import INTEGER_RANGES, along, as_type, is_zero, reshaped
 from .table import convert_by_stock, converts
-
-_RANGES = {"uint8": (0, 255), "int8": (-128, 127), "uint16": (0, 65535), "int16": (-32768, 32767)}
 
 
 def is_narrow(dtype: str) -> bool:
@@ -49,60 +47,13 @@ def cast_like(node: Node) -> relax.Expr:
     return convert_cast(Node("Cast", node.name, node.opset, node.builder, [node.inputs[0]], {"to": like}, 1))
 
 
-def _along(node: Node, parameter: relax.Expr, shape: list[Dim], dtype: str) -> relax.Expr:
-    """A scale or zero point of type `dtype`, made to broadcast with the data: one number, or a number per index of an
-    axis, or per block."""
-    return _laid_along(node, _as_type(node, parameter, dtype), shape)
-
-
-def _as_type(node: Node, parameter: relax.Expr, dtype: str) -> relax.Expr:
-    """As `cast`; a constant is cast now."""
-    array = as_constant(parameter)
-    if array is None or dtype_of(parameter) not in ("float32", *_RANGES) or dtype not in ("float32", "int32"):
-        return cast(node, parameter, dtype)
-    return const(array.astype(dtype))
-
-
-def _reshaped(node: Node, parameter: relax.Expr, shape: Sequence[int]) -> relax.Expr:
-    """In another shape; a constant is reshaped now."""
-    array = as_constant(parameter)
-    if array is not None and dtype_of(parameter) in ("float32", "int32", *_RANGES):
-        return const(array.reshape(shape))
-    return node.emit(relax.op.reshape(parameter, shape))
-
-
-def _is_zero(parameter: relax.Expr) -> bool:
-    array = as_constant(parameter)
-    return array is not None and not array.any()
-
-
-def _laid_along(node: Node, parameter: relax.Expr, shape: list[Dim]) -> relax.Expr:
-    rank = len(shape)
-    own = node.static_shape(parameter)
-    if own in ([], [1]):
-        return _reshaped(node, parameter, ()) if own else parameter
-    axis = node.axis(node.attribute("axis", 1), rank)
-    block = node.attribute("block_size", 0)
-    if block:
-        repeated = node.emit(relax.op.repeat(parameter, block, axis))
-        size = shape[axis]
-        if not isinstance(size, int):
-            raise node.refusal("blocks along a symbolic dimension cannot be imported")
-        if own[axis] * block == size:
-            return repeated
-        return node.emit(relax.op.strided_slice(repeated, [axis], [0], [size]))
-    if len(own) != 1:
-        raise node.refusal(f"scale or zero point of shape {own} without block_size")
-    return _reshaped(node, parameter, [own[0] if i == axis else 1 for i in range(rank)])
-
-
 def quantize(node: Node, scaled: relax.Expr, zero_point: relax.Expr | None, dtype: str) -> relax.Expr:
     """round(scaled) + zero point, halves to even, held in the range of `dtype`."""
     compute = "float64" if dtype_of(scaled) == "float64" else "float32"
     value = node.emit(relax.op.round(cast(node, scaled, compute)))
-    if zero_point is not None and not _is_zero(zero_point):
-        value = node.emit(relax.op.add(value, _as_type(node, zero_point, compute)))
-    low, high = _RANGES[dtype]
+    if zero_point is not None and not is_zero(zero_point):
+        value = node.emit(relax.op.add(value, as_type(node, zero_point, compute)))
+    low, high = INTEGER_RANGES[dtype]
     return cast(node, node.emit(relax.op.clip(value, low, high)), dtype)
 
 
@@ -115,15 +66,15 @@ def quantize_linear(node: Node) -> relax.Expr:
     dtype = dtype_of(zero_point) if zero_point is not None else "uint8"
     if node.attribute("output_dtype", 0):
         dtype = onnx_dtype(node.attribute("output_dtype"))
-    if dtype not in _RANGES:
-        raise node.refusal(f"to {dtype} cannot be imported; expected one of {', '.join(_RANGES)}")
+    if dtype not in INTEGER_RANGES:
+        raise node.refusal(f"to {dtype} cannot be imported; expected one of {', '.join(INTEGER_RANGES)}")
     scale = node.tensor(1)
     compute = onnx_dtype(node.attribute("precision")) if node.attribute("precision", 0) else None
     if not is_float(dtype_of(scale)):
         compute = compute or "float32"
     compute = compute or (dtype_of(data) if dtype_of(data) == dtype_of(scale) else "float32")
-    scaled = node.emit(relax.op.divide(cast(node, data, compute), _along(node, scale, shape, compute)))
-    point = None if zero_point is None else _along(node, zero_point, shape, dtype_of(zero_point))
+    scaled = node.emit(relax.op.divide(cast(node, data, compute), along(node, scale, shape, compute)))
+    point = None if zero_point is None else along(node, zero_point, shape, dtype_of(zero_point))
     return quantize(node, scaled, point, dtype)
 
 
@@ -140,11 +91,23 @@ def dequantize_linear(node: Node) -> relax.Expr:
     target = dtype_of(scale)
     if node.attribute("output_dtype", 0):
         target = onnx_dtype(node.attribute("output_dtype"))
-    if node.has(2) and not _is_zero(node.tensor(2)):
-        point = _along(node, node.tensor(2), shape, "int32")
+    number = _number(node)
+    if number is not None:
+        return const(number, target)
+    if node.has(2) and not is_zero(node.tensor(2)):
+        point = along(node, node.tensor(2), shape, "int32")
         data = node.emit(relax.op.subtract(cast(node, data, "int32"), point))
-    factor = _along(node, scale, shape, "float32")
+    factor = along(node, scale, shape, "float32")
     return cast(node, node.emit(relax.op.multiply(cast(node, data, "float32"), factor)), target)
+
+
+def _number(node: Node) -> np.ndarray | None:
+    """A constant of one element, dequantized: an exponent or a divisor that converters look at."""
+    data, scale, point = (node.constant(index) for index in range(3))
+    if data is None or data.size != 1 or scale is None or scale.size != 1 or (node.has(2) and point is None):
+        return None
+    shifted_data = data.astype("int32") - (0 if point is None else point.astype("int32").reshape(()))
+    return shifted_data.astype("float32") * scale.astype("float32").reshape(())
 
 
 @converts("DynamicQuantizeLinear")
@@ -164,27 +127,36 @@ def dynamic_quantize_linear(node: Node) -> relax.Expr:
 
 def _requantize(node: Node, total: relax.Expr, scales: list[relax.Expr], zero_point: relax.Expr) -> relax.Expr:
     """int32 sums to the output's 8 bits: total * (scale of A * scale of B / scale of the result) + zero point."""
-    first, second, result = (cast(node, scale, "float32") for scale in scales)
-    factor = node.emit(relax.op.divide(node.emit(relax.op.multiply(first, second)), result))
+    factor = _factor(node, [as_type(node, scale, "float32") for scale in scales])
     scaled = node.emit(relax.op.multiply(cast(node, total, "float32"), factor))
     return quantize(node, scaled, zero_point, dtype_of(zero_point))
+
+
+def _factor(node: Node, scales: list[relax.Expr]) -> relax.Expr:
+    """first * second / result, in single precision; computed now where all three are known."""
+    arrays = [as_constant(scale) for scale in scales]
+    first, second, result = scales
+    if any(array is None for array in arrays):
+        return node.emit(relax.op.divide(node.emit(relax.op.multiply(first, second)), result))
+    known = [array for array in arrays if array is not None]
+    return const(known[0] * known[1] / known[2], "float32")
 
 
 def _scalar(node: Node, index: int) -> relax.Expr:
     value = node.tensor(index)
     if node.static_shape(value) not in ([], [1]):
         raise node.refusal(f"input {index} has shape {node.static_shape(value)}, expected one number")
-    return node.emit(relax.op.reshape(value, ()))
+    return reshaped(node, value, ())
 
 
 def _vector_along(node: Node, index: int, rank: int, axis: int) -> relax.Expr:
     """A scalar input, or a vector laid along an axis."""
     value = node.tensor(index)
     if node.static_shape(value) in ([], [1]):
-        return node.emit(relax.op.reshape(value, ()))
+        return reshaped(node, value, ())
     if node.rank(value) == rank:
         return value
-    return node.emit(relax.op.reshape(value, [-1 if i == axis % rank else 1 for i in range(rank)]))
+    return reshaped(node, value, [-1 if i == axis % rank else 1 for i in range(rank)])
 
 
 @converts("QLinearMatMul")

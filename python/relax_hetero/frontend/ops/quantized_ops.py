@@ -1,0 +1,136 @@
+"""Ops of ONNX Runtime's own domain on quantized tensors, which its quantizer writes: floats between bytes.
+
+An op on bytes is imported as its plain form between DequantizeLinear and QuantizeLinear, which is what it is defined
+as; passes make one kernel on bytes of all three.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm import relax
+
+from .elementwise import cast
+from .node import Node, dtype_of
+from .quantization import dequantize_linear, dynamic_quantize_linear, quantize_linear
+from .quantization_parameters import as_type
+from .table import convert_node, converts
+
+_PLAIN = {
+    name: name.removeprefix("QLinear")
+    for name in ("QLinearSigmoid", "QLinearLeakyRelu", "QLinearGlobalAveragePool", "QLinearAveragePool")
+}
+
+
+def _node(node: Node, op_type: str, inputs: list[Any], opset: int = 0, **attributes: Any) -> Node:
+    return Node(op_type, node.name, opset or node.opset, node.builder, inputs, attributes, 1)
+
+
+def _given(node: Node, index: int) -> relax.Expr | None:
+    return node.tensor(index) if node.has(index) else None
+
+
+def _floats(node: Node, first: int) -> relax.Expr:
+    """Inputs `first` to `first + 2`, the bytes, their scale and their zero point, as floats."""
+    inputs = [node.tensor(first), node.tensor(first + 1), _given(node, first + 2)]
+    return dequantize_linear(_node(node, "DequantizeLinear", inputs))
+
+
+def _bytes(node: Node, value: relax.Expr, first: int, dtype: str) -> relax.Expr:
+    """Quantized by the scale and zero point that are inputs `first` and `first + 1`; to `dtype` without one."""
+    point = _given(node, first + 1)
+    attributes = {} if point is not None else {"output_dtype": 3 if dtype == "int8" else 2}
+    return quantize_linear(_node(node, "QuantizeLinear", [value, node.tensor(first), point], **attributes))
+
+
+@converts("QLinearAdd", "QLinearMul")
+def qlinear_binary(node: Node) -> relax.Expr:
+    """A sum or a product of two quantized tensors, which broadcast."""
+    value = convert_node(_node(node, node.op_type.removeprefix("QLinear"), [_floats(node, 0), _floats(node, 3)]))
+    return _bytes(node, value, 6, dtype_of(node.tensor(0)))
+
+
+@converts(*_PLAIN)
+def qlinear_unary(node: Node) -> relax.Expr:
+    """Activations, and means over windows or over all places, with channels first."""
+    attributes = {name: value for name, value in node.attributes.items() if name not in ("channels_last", "tvm_custom")}
+    if node.attribute("channels_last", 0):
+        raise node.refusal("channels_last=1 cannot be imported")
+    value = convert_node(_node(node, _PLAIN[node.op_type], [_floats(node, 0)], **attributes))
+    return _bytes(node, value, 3, dtype_of(node.tensor(0)))
+
+
+@converts("QLinearSoftmax")
+def qlinear_softmax(node: Node) -> relax.Expr:
+    """As the Softmax of the standard opset that the node names."""
+    opset = node.attribute("opset", 13)
+    axis = node.attribute("axis", 1 if opset < 13 else -1)
+    value = convert_node(_node(node, "Softmax", [_floats(node, 0)], opset, axis=axis))
+    return _bytes(node, value, 3, dtype_of(node.tensor(0)))
+
+
+@converts("QLinearConcat")
+def qlinear_concat(node: Node) -> relax.Expr:
+    """Tensors of several scales, one after another, in one scale."""
+    parts = [_floats(node, first) for first in range(2, len(node.inputs), 3)]
+    value = convert_node(_node(node, "Concat", parts, axis=node.attribute("axis")))
+    return _bytes(node, value, 0, dtype_of(node.tensor(2)))
+
+
+@converts("QLinearWhere")
+def qlinear_where(node: Node) -> relax.Expr:
+    """A choice between two quantized tensors."""
+    value = convert_node(_node(node, "Where", [node.tensor(0), _floats(node, 1), _floats(node, 4)]))
+    return _bytes(node, value, 7, dtype_of(node.tensor(1)))
+
+
+@converts("QGemm")
+def qgemm(node: Node) -> relax.Expr:
+    """alpha * A' @ B' + C, quantized where the result's scale is given; C is of int32, in units of both scales."""
+    b = [node.tensor(3), node.tensor(4), _given(node, 5)]
+    axis = 0 if node.attribute("transB", 0) else 1
+    value = convert_node(
+        _node(
+            node,
+            "Gemm",
+            [_floats(node, 0), dequantize_linear(_node(node, "DequantizeLinear", b, axis=axis))],
+            **{
+                name: node.attribute(name) for name in ("transA", "transB", "alpha") if node.attribute(name) is not None
+            },
+        )
+    )
+    if node.has(6):
+        scale = _product(node, node.tensor(1), node.tensor(4))
+        alpha = node.attribute("alpha", 1.0)
+        bias = node.emit(relax.op.multiply(cast(node, node.tensor(6), "float32"), scale))
+        bias = bias if alpha == 1.0 else node.emit(relax.op.multiply(bias, relax.const(alpha, "float32")))
+        value = node.emit(relax.op.add(value, bias))
+    return _bytes(node, value, 7, dtype_of(node.tensor(0))) if node.has(7) else value
+
+
+def _product(node: Node, first: relax.Expr, second: relax.Expr) -> relax.Expr:
+    return node.emit(relax.op.multiply(as_type(node, first, "float32"), as_type(node, second, "float32")))
+
+
+@converts("MatMulIntegerToFloat")
+def matmul_integer_to_float(node: Node) -> relax.Expr:
+    """A product of integers less their zero points, times both scales, plus a bias."""
+    operands = [node.tensor(0), node.tensor(1), _given(node, 4), _given(node, 5)]
+    return _scaled_product(node, operands, [node.tensor(2), node.tensor(3)], _given(node, 6))
+
+
+@converts("DynamicQuantizeMatMul")
+def dynamic_quantize_matmul(node: Node) -> relax.Expr:
+    """A product of floats, quantized to uint8 over their range, and quantized weights, plus a bias."""
+    quantized = dynamic_quantize_linear(_node(node, "DynamicQuantizeLinear", [node.tensor(0)]))
+    data, scale, point = quantized.fields
+    operands = [data, node.tensor(1), point, _given(node, 3)]
+    return _scaled_product(node, operands, [scale, node.tensor(2)], _given(node, 4))
+
+
+def _scaled_product(
+    node: Node, operands: list[relax.Expr | None], scales: list[relax.Expr], bias: relax.Expr | None
+) -> relax.Expr:
+    total = cast(node, convert_node(_node(node, "MatMulInteger", operands)), "float32")
+    value = node.emit(relax.op.multiply(total, _product(node, *scales)))
+    return value if bias is None else node.emit(relax.op.add(value, bias))
