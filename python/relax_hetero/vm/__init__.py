@@ -11,6 +11,7 @@ from .load import load
 from .machine import VirtualMachine
 from .memory_plan import MemoryPlan
 from .metadata import ConstantSpec, DeviceSpec, DispatchSpec, Metadata
+from .pinned_memory import pinned_array
 from .profile import Profile, ProfileRow
 from .schedule import Schedule, Step
 from .signature import FunctionSignature, ObjectSpec, PrimSpec, ShapeSpec, TensorSpec, TupleSpec
@@ -42,4 +43,5 @@ __all__ = [
     "TupleSpec",
     "VirtualMachine",
     "load",
+    "pinned_array",
 ]

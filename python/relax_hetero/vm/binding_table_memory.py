@@ -12,6 +12,7 @@ from tvm import runtime
 
 from ..errors import BindingError
 from .arguments import from_dlpack
+from .cuda_library import CUDA_HOST
 from .metadata import CPU, TYPE_NAMES
 from .tensors import alias, capsule_pointer, dtype_name, has_offset, nbytes_of
 
@@ -106,7 +107,8 @@ def _lend_tensor(tensor: runtime.Tensor, owner: Any, device: tuple[int, int], wr
 
 
 def _device(tensor: runtime.Tensor) -> tuple[int, int]:
-    return tensor.device.dlpack_device_type(), tensor.device.index
+    device = tensor.device
+    return (CPU, -1) if device.dlpack_device_type() == CUDA_HOST else (device.dlpack_device_type(), device.index)
 
 
 class _VersionedHead(ctypes.Structure):

@@ -15,6 +15,7 @@ from typing import Any
 from .cuda_driver import CudaError
 
 CUDA = 2  # kDLCUDA
+CUDA_HOST = 3  # kDLCUDAHost, pinned memory of the host
 NOT_READY = 600  # CUDA_ERROR_NOT_READY
 
 _PORTABLE, _DEVICEMAP = 1, 2  # CU_MEMHOSTALLOC_*

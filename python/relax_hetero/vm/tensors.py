@@ -17,7 +17,7 @@ import tvm_ffi
 from tvm import runtime
 
 from .cuda_copies import Place, issue_copy
-from .cuda_library import CUDA, cuda_library
+from .cuda_library import CUDA, CUDA_HOST, cuda_library
 from .cuda_streams import Event, Stream
 from .metadata import CPU
 
@@ -94,8 +94,8 @@ def same_device(a: runtime.Device, b: runtime.Device) -> bool:
 
 
 def is_host(device: runtime.Device) -> bool:
-    """Whether a device is a CPU, whatever its id."""
-    return bool(device.dlpack_device_type() == CPU)
+    """Whether a device is a CPU, whatever its id; or DLPack's name for pinned memory, which CPUs use as any other."""
+    return device.dlpack_device_type() in (CPU, CUDA_HOST)
 
 
 def alias(tensor: runtime.Tensor, device: runtime.Device) -> runtime.Tensor:
@@ -179,6 +179,7 @@ def copy_into(source: runtime.Tensor, target: runtime.Tensor) -> None:
     It comes after what the devices' current streams have been given. Two different device types of which neither is a
     CPU cannot exchange bytes directly: these go through the host.
     """
+    source, target = _on_plain_device(source), _on_plain_device(target)
     from_device, to_device = source.device, target.device
     from_type, to_type = from_device.dlpack_device_type(), to_device.dlpack_device_type()
     if CUDA in (from_type, to_type) and from_type in (CPU, CUDA) and to_type in (CPU, CUDA):
@@ -201,6 +202,12 @@ def copy_into(source: runtime.Tensor, target: runtime.Tensor) -> None:
         from_device.sync()
     elif to_type != CPU:
         to_device.sync()
+
+
+def _on_plain_device(tensor: runtime.Tensor) -> runtime.Tensor:
+    """A tensor in pinned memory that says so as one of a CPU: TVM knows such memory only where it knows CUDA."""
+    is_pinned = tensor.device.dlpack_device_type() == CUDA_HOST
+    return alias(tensor, runtime.device("cpu", 0)) if is_pinned else tensor
 
 
 def begin_copy(source: runtime.Tensor, target: runtime.Tensor, stream: Stream) -> Event:
