@@ -28,7 +28,8 @@ def blocks():
 def test_block_runs(code, output, tmp_path):
     path = tmp_path / "example.py"
     path.write_text(code)
-    env = {**os.environ, "TVM_NUM_THREADS": "2", "TVM_BIND_THREADS": "0", "PYTHONPATH": str(ROOT / "python")}
+    settings = {"TVM_NUM_THREADS": "2", "TVM_BIND_THREADS": "0", "RELAX_HETERO_CACHE": str(tmp_path / "cache")}
+    env = {**os.environ, **settings, "PYTHONPATH": str(ROOT / "python")}
     done = subprocess.run([sys.executable, path], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     if output is not None:
