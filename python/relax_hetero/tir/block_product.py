@@ -65,6 +65,9 @@ class _Kernel:
     unpacking : Unpacking
     lanes, vectors : int
         Of a panel.
+    free : int
+        Registers for accumulators, beside weights as they are and as numbers, what is taken from them, and what is
+        broadcast.
     m : PrimExpr or int
     """
 
@@ -77,6 +80,7 @@ class _Kernel:
     unpacking: Unpacking
     lanes: int
     vectors: int
+    free: int
     m: Expr
 
 
@@ -121,6 +125,7 @@ def block_product_kernel(problem: BlockProductProblem, machine: Machine) -> tirx
             for view in (*views, *packed):
                 view.open()
             lanes = machine.lanes("float32")
+            vectors = problem.panel // lanes
             data = [view.data for view in packed]
             kernel = _Kernel(
                 problem,
@@ -131,7 +136,8 @@ def block_product_kernel(problem: BlockProductProblem, machine: Machine) -> tirx
                 data[1],
                 Unpacking.of(machine, data[2] if len(data) > 2 else None),
                 lanes,
-                problem.panel // lanes,
+                vectors,
+                machine.isa.registers - (2 + PLACES) * vectors - 1,
                 extent_of([result], "m"),
             )
             _emit_loops(kernel, machine)
@@ -139,9 +145,7 @@ def block_product_kernel(problem: BlockProductProblem, machine: Machine) -> tirx
 
 
 def _rows_of_a_tile(kernel: _Kernel, machine: Machine) -> int:
-    # Beside the accumulators: weights as they are and as numbers, what is taken from them, and what is broadcast.
-    spare = machine.isa.registers - (2 + PLACES) * kernel.vectors - 1
-    rows = max(1, min(tile_sizes(machine).rows, spare // kernel.vectors))
+    rows = max(1, min(tile_sizes(machine).rows, kernel.free // kernel.vectors))
     return min(rows, kernel.m) if isinstance(kernel.m, int) else rows
 
 
@@ -193,7 +197,7 @@ def _emit_rows(kernel: _Kernel, row: Expr, rows: int, panel: Expr, accs: Registe
 def _emit_tile(kernel: _Kernel, tile: _Tile, accs: Registers, totals: Registers) -> None:
     problem = kernel.problem
     count = tile.rows * kernel.vectors
-    banks = max(1, IN_FLIGHT // count)
+    banks = max(1, min(IN_FLIGHT, kernel.free) // count)
     # Weights of one scale that are added up at once; a long block is several of these.
     chain = problem.block if problem.block <= MAX_CHAIN else gcd(problem.block, MAX_CHAIN)
     whole, rest = divmod(problem.depth, chain)
