@@ -33,6 +33,7 @@ _OF_INTEGERS = ("relax.add", "relax.subtract", "relax.multiply")
 """Of those, what int32 is computed with: biases of quantized models, which become floats."""
 
 _FLOATS = ("float32", "float64")
+_HALVES = ("float16", "bfloat16")
 _RESHAPING = ("relax.reshape", "relax.expand_dims", "relax.squeeze", "relax.flatten")
 _SMALL = 1 << 16
 """Elements up to which every constant expression is computed; of larger ones, those that a convolution weighs with."""
@@ -48,10 +49,9 @@ class ConstantValues:
         self._known: dict[relax.Var, np.ndarray | None] = {}
 
     def of(self, expr: relax.Expr) -> np.ndarray | None:
-        """The elements of a tensor, None where they are not known, or of a type that numpy has not."""
+        """The elements of a tensor, None where they are not known."""
         if isinstance(expr, tvm.ir.GenericConst):
-            is_tensor = isinstance(expr.value, tvm.runtime.Tensor) and str(expr.value.dtype) != "bfloat16"
-            return expr.value.numpy() if is_tensor else None
+            return expr.value.numpy() if isinstance(expr.value, tvm.runtime.Tensor) else None
         if not isinstance(expr, relax.Var):
             return None
         if expr not in self._known:
@@ -93,10 +93,14 @@ def _computation(call: relax.Call, shape: list[int]) -> Callable[..., np.ndarray
 def _is_folded_cast(value: relax.Expr, dtype: str) -> bool:
     """Whether a cast is computed now: not of bytes that may be quantized weights, which products read as they are."""
     source = str(value.ty.dtype)
-    if {source, dtype} <= {*_FLOATS, "float16"}:
+    if {source, dtype} <= {*_FLOATS, *_HALVES}:
         return True
     is_vector = source == "int32" or (source in ("int8", "uint8") and int(value.ty.ndim) <= 1)
     return is_vector and dtype in ("int32", *_FLOATS)
+
+
+def _is_rounding(call: relax.Call) -> bool:
+    return op_name(call) == "relax.astype" and str(call.attrs.dtype) in _HALVES
 
 
 def constant_like(array: np.ndarray, like: relax.TensorType) -> tvm.ir.GenericConst:
@@ -109,8 +113,9 @@ def constant_like(array: np.ndarray, like: relax.TensorType) -> tvm.ir.GenericCo
 def fold_constants(block: Block) -> list[relax.Binding] | None:
     """The block with constants in place of expressions of constants; None where there are none.
 
-    Every weight of a convolution is folded, of other expressions the small ones: a large one that a matrix product
-    reads is folded when it is packed, and need not exist twice until then.
+    Every weight of a convolution is folded, and every constant that is rounded to half precision, of other expressions
+    the small ones: a large one that a matrix product reads is folded when it is packed, and need not exist twice until
+    then.
     """
     values = ConstantValues(block)
     folded: dict[relax.Var, relax.Expr] = {}
@@ -120,7 +125,7 @@ def fold_constants(block: Block) -> list[relax.Binding] | None:
         var = binding.var
         is_computed = isinstance(binding, relax.VarBinding) and isinstance(binding.value, relax.Call)
         array = values.of(var) if is_computed and block.stays(var) else None
-        if array is not None and (array.size <= _SMALL or var in weights):
+        if array is not None and (array.size <= _SMALL or var in weights or _is_rounding(binding.value)):
             folded[var] = constant_like(array, var.ty)
         else:
             bindings.append(renamed(binding, folded))

@@ -161,23 +161,21 @@ class _Writer:
         if is_match:
             self._out.bindings.append(relax.MatchCast(new, value, ty))
         else:
-            self._out.bind(new, value if isinstance(value, relax.Var) else typed(value, ty))
+            self._out.bind(new, typed(value, ty) if isinstance(value, relax.Call) else value)
         self._instead[var] = new
         if var in self._low.ends:
-            self._out.bind(var, typed(self._cast(new, WIDE_TYPE), var.ty))
+            self._out.bind(var, self._cast(new, WIDE_TYPE))
 
     def _narrow(self, expr: relax.Expr) -> relax.Expr:
         """An operand in low precision: rounded once in a block, constants at compile time."""
         if isinstance(expr, relax.Tuple):
-            fields = [self._narrow(field) for field in expr.fields]
-            return typed(relax.Tuple(fields), with_dtype(expr.ty, self._dtype))
+            return relax.Tuple([self._narrow(field) for field in expr.fields])
         if is_tensor_constant(expr):
             return self._low.constant(expr)
         if expr in self._instead:
             return self._instead[expr]
         if expr not in self._rounded:
-            ty = with_dtype(expr.ty, self._dtype)
-            self._rounded[expr] = self._out.emit(self._cast(expr, self._dtype), ty, f"{expr.name}_{self._dtype}")
+            self._rounded[expr] = self._bound(self._cast(expr, self._dtype), f"{expr.name}_{self._dtype}")
         return self._rounded[expr]
 
     def _widened(self, value: relax.Expr) -> dict[relax.Var, relax.Expr]:
@@ -189,16 +187,20 @@ class _Writer:
         for var in used_vars(value):
             if var in self._instead or (op_name(value) and self._low.is_rounded(var)):
                 low = self._narrow(var)
-                names[var] = self._out.emit(self._cast(low, WIDE_TYPE), var.ty, f"{var.name}_{WIDE_TYPE}")
+                names[var] = self._bound(self._cast(low, WIDE_TYPE), f"{var.name}_{WIDE_TYPE}")
         return names
 
     def _cast(self, var: relax.Var, dtype: str) -> relax.Expr:
-        """A tensor, or a tuple of tensors, as another element type; without a type yet."""
-        ty = with_dtype(var.ty, dtype)
-        if isinstance(ty, relax.TensorType):
-            return relax.op.astype(var, dtype)
-        fields = []
-        for index, field in enumerate(var.ty.fields):
-            item = self._out.emit(relax.TupleGetItem(var, index), field, f"{var.name}_{index}")
-            fields.append(self._out.emit(relax.op.astype(item, dtype), ty.fields[index], f"{item.name}_{dtype}"))
-        return relax.Tuple(fields)
+        """A tensor, or a tuple of tensors, as another element type."""
+        if isinstance(var.ty, relax.TensorType):
+            return typed(relax.op.astype(var, dtype), with_dtype(var.ty, dtype))
+        items = [
+            self._bound(relax.TupleGetItem(var, index), f"{var.name}_{index}") for index in range(len(var.ty.fields))
+        ]
+        return relax.Tuple([self._bound(self._cast(item, dtype), f"{item.name}_{dtype}") for item in items])
+
+    def _bound(self, value: relax.Expr, name: str) -> relax.Var:
+        """A new variable for a value that has its type."""
+        var = (relax.DataflowVar if self._out.is_dataflow else relax.Var)(name, value.ty)
+        self._out.bind(var, value)
+        return var
