@@ -16,7 +16,7 @@ from tvm import relax
 from .blocks import used_vars
 from .kept_names import KeptNames, kept_call
 from .placement.graph import handle
-from .precision_rules import MOVING, PRODUCTS, STORED_ANYWAY, is_product, is_wide, low_constant
+from .precision_rules import MOVING, PRODUCTS, READ_EXACTLY, STORED_ANYWAY, is_product, is_wide, low_constant
 from .relax_expressions import to_expression
 from .rewriting import is_tensor_constant, op_name
 
@@ -38,7 +38,7 @@ class LowValues:
     Attributes
     ----------
     carried : set of relax.Var
-        Values that exist in low precision; all that reads them reads them so.
+        Values that exist in low precision; all that reads them reads them so, but for results of norms and their kin.
     products : set of relax.Var
         Results of products in low precision.
     ends : set of relax.Var
@@ -79,8 +79,9 @@ class LowValues:
         return isinstance(value, relax.Tuple) or op_name(value) in MOVING
 
     def is_rounded(self, var: relax.Var) -> bool:
-        """Whether all that reads a value reads it rounded: one that is carried, and made here."""
-        return var in self.carried and var in self._definitions
+        """Whether all that reads a value reads it rounded: one that is carried, made here, and not by a norm."""
+        is_made_here = var in self.carried and var in self._definitions
+        return is_made_here and op_name(self._definitions[var]) not in READ_EXACTLY
 
     def _find_products(self) -> None:
         """Forward: products whose operands fit into the low type and are not integers in disguise."""

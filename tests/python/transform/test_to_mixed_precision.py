@@ -36,7 +36,7 @@ def dtypes(mod, op):
 
 
 def test_products_and_what_is_between():
-    """Bias and activation see unrounded sums; a norm reads what products read, rounded once."""
+    """Bias and activation see unrounded sums; what products read too is read rounded, but for results of norms."""
 
     @I.ir_module
     class Before:
@@ -56,7 +56,10 @@ def test_products_and_what_is_between():
                 e = R.add(d, x)
                 f = R.nn.rms_norm(e, g, axes=[-1])
                 h = R.matmul(f, w0)
-                y = R.add(R.sum(h), R.sum(f))
+                i = R.tanh(h)
+                j = R.matmul(i, w1)
+                k = R.add(j, f)
+                y = R.add(k, R.sum(i))
                 R.output(y)
             return y
 
@@ -83,14 +86,17 @@ def test_products_and_what_is_between():
                 f = R.nn.rms_norm(e, g, axes=[-1])
                 f_low = R.astype(f, "bfloat16")
                 h = R.matmul(f_low, w0_low, out_dtype="float32")
-                s = R.sum(h)
-                f_wide = R.astype(f_low, "float32")
-                t = R.sum(f_wide)
-                y = R.add(s, t)
+                i = R.tanh(h)
+                i_low = R.astype(i, "bfloat16")
+                j = R.matmul(i_low, w1_low, out_dtype="float32")
+                k = R.add(j, f)
+                i_wide = R.astype(i_low, "float32")
+                s = R.sum(i_wide)
+                y = R.add(k, s)
                 R.output(y)
             return y
 
-    check(Before, Expected)
+    check(relax.transform.Normalize()(Before), Expected)
 
 
 def test_what_only_moves_elements_moves_rounded_ones():
