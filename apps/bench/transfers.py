@@ -2,9 +2,11 @@
 
 python apps/bench/transfers.py --vdevice llvm --vdevice cuda:0 --vdevice cuda:1 --megabytes 256 --torch
 
-The host's memory is not pinned, as numpy's is not. With ``--torch``, PyTorch's copies of as many bytes between the same
-devices stand beside, those of the host from and to pinned memory: what the link can do. Between two CPUs nothing moves,
-but the result is a copy: results never share memory with arguments.
+What a CPU sends to a GPU is an argument in plain memory, as numpy's is; one in pinned memory (`rh.vm.pinned_array`); or
+what a kernel made, of which the transfer alone is timed: in plain calls and in submitted ones. With ``--torch``,
+PyTorch's copies of as many bytes between the same devices stand beside, from and to pinned memory, which is what the
+link can do, and from and to plain memory. Between two CPUs nothing moves, but the result is a copy: results never share
+memory with arguments.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import itertools
 import json
 import statistics
 import time
+from collections.abc import Callable
+from typing import Any
 
 import click
 import numpy as np
@@ -25,53 +29,146 @@ from tvm import relax
 import relax_hetero as rh
 from relax_hetero.vdevice import device_name, parse_vdevices
 
+COLUMNS = {
+    "GB/s": "GB/s",
+    "torch pinned GB/s": "torch, pinned",
+    "torch pageable GB/s": "torch, plain",
+    "milliseconds": "milliseconds",
+    "latency_us": "latency, µs",
+}
 
-def transfer_module(vdevices: list[relax.VDevice], source: int, target: int, elements: int) -> tvm.IRModule:
-    """`main(x)` on vdevice `source` returns x on vdevice `target`."""
+
+def transfer_module(
+    vdevices: list[relax.VDevice], source: int, target: int, elements: int, made: bool = False
+) -> tvm.IRModule:
+    """`main(x)` on vdevice `source` returns x, or what a kernel makes of it, on vdevice `target`."""
     builder = relax.BlockBuilder()
     x = relax.Var("x", relax.TensorType((elements,), "float32", vdevices[source]))
     with builder.function("main", [x]):
-        builder.emit_func_output(builder.emit(relax.op.to_vdevice(x, vdevices[target])))
+        with builder.dataflow():
+            value = builder.emit(relax.op.negative(x)) if made else x
+            result = builder.emit_output(relax.op.to_vdevice(value, vdevices[target]))
+        builder.emit_func_output(result)
     mod = builder.get()
     mod.update_global_info("vdevice", vdevices)
     return mod
 
 
-def seconds_per_call(vm: rh.vm.VirtualMachine, source: int, target: int, elements: int, rounds: int) -> float:
-    """Median seconds of one transfer, both devices idle before and after; the input is on its device already."""
-    devices = vm.devices[source], vm.devices[target]
-    x = tvm.runtime.tensor(np.ones(elements, "float32"), devices[0])
-    times = []
-    for _ in range(rounds + 1):
+def machine(*transfer: Any) -> rh.vm.VirtualMachine:
+    """A machine for `transfer_module`."""
+    return rh.vm.VirtualMachine(rh.compile(transfer_module(*transfer)))
+
+
+def plain_input(vm: rh.vm.VirtualMachine, source: int, elements: int) -> tvm.runtime.Tensor:
+    """An input that is on its device already, in memory that is not pinned."""
+    return tvm.runtime.tensor(np.ones(elements, "float32"), vm.devices[source])
+
+
+def pinned_input(elements: int) -> np.ndarray:
+    """An input in pinned memory."""
+    x = rh.vm.pinned_array(elements)
+    x[...] = 1
+    return x
+
+
+def seconds_per_call(vm: rh.vm.VirtualMachine, devices: list[tvm.runtime.Device], x: Any, rounds: int) -> float:
+    """Median seconds of one transfer, both devices idle before and after."""
+
+    def call() -> float:
         for device in devices:
             device.sync()
         start = time.perf_counter()
         vm["main"](x)
         devices[1].sync()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])  # the first call allocates
+        return time.perf_counter() - start
+
+    return median_of(call, rounds)
 
 
-def torch_seconds(source: relax.VDevice, target: relax.VDevice, nbytes: int, rounds: int) -> float | None:
-    """Median seconds of PyTorch's copy between two devices, pinned where it is the host's; None between two CPUs."""
+def seconds_of_transfer(vm: rh.vm.VirtualMachine, x: Any, rounds: int) -> float:
+    """Median seconds of the transfer alone, in plain calls."""
+
+    def call() -> float:
+        rows = vm.profile("main", x).rows
+        return sum(row.microseconds for row in rows if row.symbol == "to_device") / 1e6
+
+    return median_of(call, rounds)
+
+
+def seconds_of_step(vm: rh.vm.VirtualMachine, x: Any, rounds: int) -> float:
+    """Median seconds of the transfer alone, in submitted calls, one after the other."""
+
+    def call() -> float:
+        with vm.trace() as trace:
+            vm.submit("main", x).result()
+        (traced,) = trace.calls
+        times = [ran.end - ran.begin for ran in traced.ran if ran.step >= 0 and traced.plan.steps[ran.step].is_transfer]
+        return sum(times) / 1e9
+
+    return median_of(call, rounds)
+
+
+def median_of(call: Callable[[], float], rounds: int) -> float:
+    """The median of what calls measure; the first, which allocates, does not count."""
+    return statistics.median([call() for _ in range(rounds + 1)][1:])
+
+
+def torch_seconds(source: relax.VDevice, target: relax.VDevice, nbytes: int, rounds: int, pinned: bool) -> float:
+    """Median seconds of PyTorch's copy between two devices, of which one is a GPU; from or to the host's memory."""
     import torch
 
-    kinds = [device.target.kind.name for device in (source, target)]
-    if "cuda" not in kinds:
-        return None
-    places = [
-        f"cuda:{v.vdevice_id}" if kind == "cuda" else "cpu" for kind, v in zip(kinds, (source, target), strict=True)
-    ]
-    ours, theirs = (torch.ones(nbytes, dtype=torch.uint8, device=p, pin_memory=p == "cpu") for p in places)
-    times = []
-    for _ in range(rounds + 1):
+    places = [f"cuda:{v.vdevice_id}" if v.target.kind.name == "cuda" else "cpu" for v in (source, target)]
+    ours, theirs = (torch.ones(nbytes, dtype=torch.uint8, device=p, pin_memory=pinned and p == "cpu") for p in places)
+
+    def call() -> float:
         start = time.perf_counter()
         theirs.copy_(ours, non_blocking=True)
         for place in places:
             if place != "cpu":
                 torch.cuda.synchronize(place)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+        return time.perf_counter() - start
+
+    return median_of(call, rounds)
+
+
+def torch_figures(source: relax.VDevice, target: relax.VDevice, nbytes: int, rounds: int) -> dict[str, float]:
+    """GB/s of PyTorch's copies between two devices; none between two CPUs, one between two GPUs."""
+    kinds = [vdevice.target.kind.name for vdevice in (source, target)]
+    if "cuda" not in kinds:
+        return {}
+    memories = {"torch pinned GB/s": True, "torch pageable GB/s": False}
+    if kinds == ["cuda", "cuda"]:
+        del memories["torch pageable GB/s"]
+    return {
+        name: nbytes / torch_seconds(source, target, nbytes, rounds, pinned) / 1e9 for name, pinned in memories.items()
+    }
+
+
+def rows_between(vdevices: list[relax.VDevice], source: int, target: int, elements: int, rounds: int) -> list[dict]:
+    """What was measured between two devices, by what is sent."""
+    vm = machine(vdevices, source, target, elements)
+    devices = [vm.devices[source], vm.devices[target]]
+    found = {"an argument": seconds_per_call(vm, devices, plain_input(vm, source, elements), rounds)}
+    if vdevices[target].target.kind.name == "cuda" and vdevices[source].target.kind.name != "cuda":
+        found["a pinned argument"] = seconds_per_call(vm, devices, pinned_input(elements), rounds)
+        making = machine(vdevices, source, target, elements, True)
+        x = plain_input(making, source, elements)
+        found["what a kernel made"] = seconds_of_transfer(making, x, rounds)
+        found["what a kernel made, submitted"] = seconds_of_step(making, x, rounds)
+    names = [device_name(v, vdevices) for v in vdevices]
+    rows = [
+        {
+            "from": names[source],
+            "to": names[target],
+            "sent": sent,
+            "GB/s": elements * 4 / seconds / 1e9,
+            "milliseconds": seconds * 1e3,
+        }
+        for sent, seconds in found.items()
+    ]
+    small = machine(vdevices, source, target, 16)
+    rows[0]["latency_us"] = seconds_per_call(small, devices, plain_input(small, source, 16), 101) * 1e6
+    return rows
 
 
 @click.command()
@@ -80,41 +177,28 @@ def torch_seconds(source: relax.VDevice, target: relax.VDevice, nbytes: int, rou
 )
 @click.option("--megabytes", default=256, show_default=True)
 @click.option("--rounds", default=11, show_default=True)
-@click.option("--torch", "with_torch", is_flag=True, help="PyTorch's copies beside, pinned where the host's.")
+@click.option("--torch", "with_torch", is_flag=True, help="PyTorch's copies beside.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def main(specs: tuple[str, ...], megabytes: int, rounds: int, with_torch: bool, as_json: bool) -> None:
     vdevices = parse_vdevices(specs)
     elements = megabytes * 1_000_000 // 4
-    names = [device_name(v, vdevices) for v in vdevices]
-    rows = []
+    rows: list[dict] = []
     pairs = list(itertools.permutations(range(len(vdevices)), 2))
     for source, target in track(pairs, "transfers", console=Console(stderr=True), transient=True):
-        vm = rh.vm.VirtualMachine(rh.compile(transfer_module(vdevices, source, target, elements)))
-        seconds = seconds_per_call(vm, source, target, elements, rounds)
-        latency = seconds_per_call(
-            rh.vm.VirtualMachine(rh.compile(transfer_module(vdevices, source, target, 16))), source, target, 16, 101
-        )
-        row = {
-            "from": names[source],
-            "to": names[target],
-            "GB/s": elements * 4 / seconds / 1e9,
-            "milliseconds": seconds * 1e3,
-            "latency_us": latency * 1e6,
-        }
-        theirs = torch_seconds(vdevices[source], vdevices[target], elements * 4, rounds) if with_torch else None
-        if theirs is not None:
-            row["torch GB/s"] = elements * 4 / theirs / 1e9
-        rows.append(row)
+        found = rows_between(vdevices, source, target, elements, rounds)
+        if with_torch:
+            found[0].update(torch_figures(vdevices[source], vdevices[target], elements * 4, rounds))
+        rows += found
     if as_json:
         click.echo(json.dumps(rows))
         return
     table = Table(title=f"to_vdevice, {megabytes} MB, median of {rounds}; latency: 64 bytes")
-    figures = {"GB/s": "GB/s", "torch GB/s": "torch", "milliseconds": "milliseconds", "latency_us": "latency, µs"}
-    figures = {key: title for key, title in figures.items() if any(key in row for row in rows)}
-    for column in ("from", "to", *figures.values()):
-        table.add_column(column, justify="left" if column in ("from", "to") else "right")
+    figures = {key: title for key, title in COLUMNS.items() if any(key in row for row in rows)}
+    for column in ("from", "to", "sent", *figures.values()):
+        table.add_column(column, justify="left" if column in ("from", "to", "sent") else "right")
     for row in rows:
-        table.add_row(row["from"], row["to"], *(f"{row[key]:.1f}" if key in row else "" for key in figures))
+        numbers = (f"{row[key]:.1f}" if key in row else "" for key in figures)
+        table.add_row(row["from"], row["to"], row["sent"], *numbers)
     Console().print(table)
 
 

@@ -1,4 +1,4 @@
-"""Copies between a GPU and host memory that is not pinned, at the rate of those from pinned memory.
+"""Large copies between a GPU and host memory that is not pinned, faster than the driver's own.
 
 The driver copies such memory through pinned buffers of its own, on one thread, which is a fifth of what the link could
 do. Here several threads copy parts of a tensor to or from pinned buffers, while the GPU copies other parts::
@@ -24,16 +24,17 @@ from .cuda_library import CudaLibrary
 from .cuda_streams import Event, Stream
 from .pinned_memory import PinnedBlock
 
-STAGED_BYTES = 8 << 20
-"""Smaller copies are left to the driver: it is done before the threads have begun."""
+STAGED_BYTES = 32 << 20
+"""Smaller copies are left to the driver, which is as fast until then."""
 
-PART_BYTES = 4 << 20
-"""Smaller parts make threads wait for each other: only one runs Python at a time, between its copies."""
+PART_BYTES = 2 << 20
+"""Smaller parts make threads wait for each other: only one runs Python at a time, between its copies. Larger ones do
+not stay in a core's cache."""
 
 FIRST_PART_BYTES = 256 << 10
 """Bytes of the parts that are copied while the link, or the host, has nothing to do yet."""
 
-THREADS = 12
+THREADS = 8
 """At most; beyond this many the link, or the host's memory, is what limits."""
 
 _FEWEST_THREADS = 4

@@ -2,27 +2,32 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 import pytest
 import tvm
 import tvm_ffi
+from tvm import relax
 
+import relax_hetero as rh
 from relax_hetero.cpu_cores import num_cores
+from relax_hetero.vdevice import with_vdevices
+from relax_hetero.vm import cuda_copies, tensors
 from relax_hetero.vm.builtins import running_on, to_device
-from relax_hetero.vm.cuda_library import cuda_library
+from relax_hetero.vm.cuda_library import CUDA_HOST, cuda_library
 from relax_hetero.vm.cuda_streams import Stream
 from relax_hetero.vm.peer_access import enable_peer_access
 from relax_hetero.vm.pinned_pool import PINNED_BYTES, PinnedPool
 from relax_hetero.vm.pinned_staging import FIRST_PART_BYTES, PART_BYTES, STAGED_BYTES
-from relax_hetero.vm.tensors import begin_copy, copy_into, copy_to, empty, from_array, from_numpy
+from relax_hetero.vm.tensors import alias, begin_copy, copy_into, copy_to, empty, from_array, from_numpy
 
 GPUS = sum(tvm.cuda(i).exist for i in range(8)) if tvm.runtime.enabled("cuda") else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no NVIDIA GPU")]
 two_gpus = pytest.mark.skipif(GPUS < 2, reason="fewer than two NVIDIA GPUs")
 
 CPU, GPU = tvm.cpu(0), tvm.cuda(0)
-SIZES = [1, STAGED_BYTES - 1, STAGED_BYTES, FIRST_PART_BYTES + 1, PART_BYTES * 7 - 3, PART_BYTES * 40 + 12_345]
+SIZES = [1, FIRST_PART_BYTES + 1, STAGED_BYTES - 1, STAGED_BYTES, STAGED_BYTES + 3, PART_BYTES * 40 + 12_345]
 LARGE = 256_000_000
 
 
@@ -109,7 +114,7 @@ def test_timed_events(pool):
 def test_copies_follow_the_stream_of_the_thread():
     """Copies between host and GPU run on the stream that TVM's kernels run on, also where that is not the default."""
     stream = Stream(cuda_library(), 0)
-    array, back = random(PART_BYTES * 5), np.empty(PART_BYTES * 5, "uint8")
+    array, back = random(STAGED_BYTES + 5), np.empty(STAGED_BYTES + 5, "uint8")
     with tvm_ffi.use_raw_stream(GPU, stream.handle):
         there = copy_to(from_array(array), GPU)
         copy_into(there, from_array(back))
@@ -125,11 +130,72 @@ def test_transfers_arrive_in_pinned_memory():
         assert cuda_library().is_pinned(result.data_ptr()) == pinned
 
 
+@pytest.fixture
+def sent(monkeypatch):
+    """Of the copies from a CPU to a GPU: whether the memory was pinned, by bytes; staging is an error."""
+    found, issue = {}, cuda_copies.issue_copy
+
+    def watched(library, source, target, nbytes, stream):
+        if source.gpu is None:
+            found.setdefault(nbytes, []).append(library.is_pinned(source.address))
+        issue(library, source, target, nbytes, stream)
+
+    def refuse(*_):
+        raise AssertionError("a copy was staged")
+
+    monkeypatch.setattr(tensors, "issue_copy", watched)
+    monkeypatch.setattr(cuda_copies, "staging", refuse)
+    return found
+
+
+def sending(rows, is_made):
+    """`main(x)`: x, or exp of it, which then is returned too, goes from the CPU to the GPU, which adds it to itself."""
+    cpu, gpu = rh.VDevice(rh.native("llvm")), rh.VDevice({"kind": "cuda", "arch": "sm_90"})
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((rows, 1024), "float32", cpu))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            made = [builder.emit_output(relax.op.exp(x))] if is_made else []
+            there = builder.emit(relax.op.to_vdevice(made[0] if is_made else x, gpu))
+            doubled = builder.emit_output(relax.op.add(there, there))
+        builder.emit_func_output(relax.Tuple([*made, doubled]))
+    return rh.vm.VirtualMachine(rh.compile(with_vdevices(builder.get(), [cpu, gpu])))
+
+
+@pytest.mark.parametrize("is_symbolic", [False, True])
+def test_what_a_cpu_makes_for_a_gpu_lies_in_pinned_memory(is_symbolic, sent):
+    for rows in (8, 32, 2 * STAGED_BYTES // 4096):
+        vm = sending(tvm.tirx.Var("n", "int64") if is_symbolic else rows, True)
+        x = np.random.default_rng().random((rows, 1024), "float32")
+        results = [vm["main"](x) for _ in range(3)]
+        results += [fence.result() for fence in [vm.submit("main", x) for _ in range(6)]]
+        for y, z in results:
+            np.testing.assert_allclose(y.numpy(), np.exp(x), rtol=1e-5)
+            np.testing.assert_array_equal(z.numpy(), 2 * y.numpy())
+        assert sent.pop(rows * 4096) == [rows * 4096 >= PINNED_BYTES] * 9
+    assert not sent
+
+
+def test_pinned_arguments_are_sent_from_where_they_are(sent):
+    vm = sending(STAGED_BYTES // 4096, False)
+    array = rh.vm.pinned_array((STAGED_BYTES // 4096, 1024))
+    array[...] = np.random.default_rng().random(array.shape, "float32")
+    arguments = [array, tvm_ffi.from_dlpack(array), alias(tvm_ffi.from_dlpack(array), tvm_ffi.Device(CUDA_HOST, 0))]
+    with suppress(ImportError):
+        import torch
+
+        arguments.append(torch.from_numpy(array.copy()).pin_memory())
+    for x in arguments:
+        for (result,) in (vm["main"](x), vm.submit("main", x).result()):
+            np.testing.assert_array_equal(result.numpy(), 2 * array)
+    assert sent == {STAGED_BYTES: [True] * 2 * len(arguments)}
+
+
 def test_many_threads_at_once():
     def there_and_back(number):
         gpu = tvm.cuda(number % GPUS)
         for _ in range(5):
-            array = random(int(np.random.default_rng().integers(1, 20 << 20)))
+            array = random(int(np.random.default_rng().integers(1, 2 * STAGED_BYTES)))
             back = np.empty_like(array)
             copy_into(copy_to(from_array(array), gpu), from_array(back))
             np.testing.assert_array_equal(back, array)
