@@ -104,13 +104,32 @@ def _find(folder: CacheFolder, key: str) -> Executable | None:
     if not file.is_file():
         return None
     try:
-        executable = load(file, verify=True)
+        executable = _load(file, verify=True)
     except BuildError as error:
         if file.is_file():  # else another process has just removed it
             _log.warning("the compile cache is made anew: %s", error)
             folder.drop(key)
         return None
     return _with_use(executable, CacheUse(HIT, key, executable.metadata.cache.seconds))
+
+
+def _load(file: Path, verify: bool) -> Executable:
+    """`load`, once more where another process has just put its own file in the place of the one that was opened."""
+    before = _identity(file)
+    try:
+        return load(file, verify)
+    except BuildError:
+        if _identity(file) in (before, None):
+            raise
+    return _load(file, verify)
+
+
+def _identity(file: Path) -> tuple[int, int, int] | None:
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_mtime_ns
 
 
 def _store(folder: CacheFolder, executable: Executable, use: CacheUse) -> Executable:
@@ -124,15 +143,25 @@ def _store(folder: CacheFolder, executable: Executable, use: CacheUse) -> Execut
     if nbytes > folder.limit:
         why = f"its constants take {nbytes:,} bytes, and the cache {folder.limit:,}"
     if not why:
+        why = _write(folder, executable, use)
+    if not why:
         try:
-            folder.add(use.key, executable.export_library, _about(executable, use))
-            return load(folder.file(use.key))
-        except (BuildError, OSError) as error:
+            return _load(folder.file(use.key), verify=False)
+        except BuildError as error:  # too large for what others keep there, or removed by another process
             why = str(error)
-            if folder.path not in _unwritable:
-                _unwritable.add(folder.path)
-                _log.warning("the compile cache cannot be written: %s", why)
     return _with_use(executable, replace(use, why=f"not kept: {why}"))
+
+
+def _write(folder: CacheFolder, executable: Executable, use: CacheUse) -> str:
+    """Write an executable's file; gives the reason where it cannot be, and warns of it once."""
+    try:
+        folder.add(use.key, executable.export_library, _about(executable, use))
+    except (BuildError, OSError) as error:
+        if folder.path not in _unwritable:
+            _unwritable.add(folder.path)
+            _log.warning("the compile cache cannot be written: %s", error)
+        return str(error)
+    return ""
 
 
 def _about(executable: Executable, use: CacheUse) -> dict[str, object]:
