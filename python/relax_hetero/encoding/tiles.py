@@ -9,6 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .machine import Machine
+from .products import Product
+
+
+# More places of a convolution's tile gain nothing: with two vectors each, this many fill the registers of AVX-512.
+MOST_PLACES = 14
 
 
 @dataclass(frozen=True)
@@ -21,10 +26,13 @@ class TileSizes:
         m of a tile.
     vectors : int
         n of a tile, in vectors of the accumulator's type (in elements where a machine has no vectors).
+    groups : int
+        The most places of a convolution's tile whose steps take groups of input channels.
     """
 
     rows: int
     vectors: int
+    groups: int = MOST_PLACES
 
 
 # Measured for AVX-512 (8x32 is within 3 % of the best for nearly every shape); elsewhere the largest that fits the
@@ -33,7 +41,8 @@ TILES: dict[str, TileSizes] = {
     "avx512": TileSizes(8, 2),
     "avx2": TileSizes(6, 2),
     "sse": TileSizes(4, 2),
-    "neon": TileSizes(8, 2),
+    # LLVM loads groups ahead on AArch64: with 14 places, sums go to the stack and back.
+    "neon": TileSizes(8, 2, 12),
     "generic": TileSizes(4, 4),
 }
 
@@ -46,6 +55,16 @@ def tile_sizes(machine: Machine) -> TileSizes:
 def tile_columns(machine: Machine, acc_dtype: str) -> int:
     """n of a tile: what the right operand is packed by."""
     return tile_sizes(machine).vectors * machine.lanes(acc_dtype)
+
+
+def conv_places(machine: Machine, product: Product, vectors: int) -> int:
+    """The most places of a convolution's tile of so many vectors of output channels.
+
+    Accumulators, a vector of weights each, one register for the data and what a step needs besides fit the registers.
+    """
+    registers = machine.isa.registers - 1 - product.temporaries
+    most = tile_sizes(machine).groups if product.k0 > 1 else MOST_PLACES
+    return max(1, min(most, (registers - vectors) // vectors))
 
 
 # A tile of a convolution may be wider than that of a matrix product, where this keeps all channels of a group together.

@@ -14,14 +14,13 @@ from math import prod
 from tvm import tirx
 
 from ..element_types import bytes_of
+from ..encoding.tiles import conv_places
 from .builder import Expr, ceil_div, either, loop, settled, smaller
 from .conv_geometry import Segment, segments_of
 from .conv_place import Convolution, channel_masks, make_row, split_rows
 from .conv_tile import Ahead, Panel, Place, TileRegisters, emit_tile
 from .work_split import part
 
-# More places a tile gain nothing: with two vectors each, this many fill the registers of AVX-512.
-MOST_PLACES = 14
 # Elements that are a multiple of this apart fall into one set of the first-level cache, of 8 to 12 ways.
 CACHE_WAY_BYTES = 4096
 PLACES_IN_ONE_SET = 8
@@ -85,9 +84,8 @@ def _panel_elements(conv: Convolution) -> int:
 
 
 def _most_places(conv: Convolution, vectors: int) -> int:
-    """The widest tile: accumulators, a vector of weights each, and one register for the data, within the registers."""
-    registers = conv.machine.isa.registers - 1 - conv.product.temporaries
-    most = max(1, min(MOST_PLACES, (registers - vectors) // vectors))
+    """The widest tile: as the registers allow, less where places would put one another out of the cache."""
+    most = conv_places(conv.machine, conv.product, vectors)
     apart = conv.data.stride(f"x{len(conv.windows) - 1}") * conv.windows[-1].stride * bytes_of(conv.data.dtype)
     return min(most, PLACES_IN_ONE_SET) if apart % CACHE_WAY_BYTES == 0 else most
 

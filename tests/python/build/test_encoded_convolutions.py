@@ -9,6 +9,7 @@ from tvm.script import relax as R
 
 import relax_hetero as rh
 from relax_hetero.encoding import PackedLayout
+from tir.kernel_runs import runs_here
 from tir.products_of import numpy_type, random_array
 from transform.numpy_convolution import convolve
 from transform.reference_convolution import NHWC, reference_resolver
@@ -176,6 +177,41 @@ def test_low_precision(name, types):
     want = depthwise(middle, wide[2]) + wide[0]
     atol = 0 if "int" in types[0] else 2e-3
     np.testing.assert_allclose(got, want, rtol=0, atol=atol)
+    assert exe.metadata.encodings["cancelled"] == []
+
+
+ZEN5 = {"kind": "llvm", "mcpu": "znver5", "num-cores": 2}
+
+
+@I.ir_module
+class Bytes:
+    """One weight on two devices: with what makes up for flipped signs where bytes are multiplied, without elsewhere."""
+
+    I.module_global_infos({"vdevice": [I.vdevice(ZEN5, 0), I.vdevice(V3, 1)]})
+
+    @R.function
+    def main(x: R.Tensor((1, 3, 9, 7), "int8", "llvm:0"), w: R.Tensor((20, 3, 3, 3), "int8", "llvm:0")):
+        with R.dataflow():
+            a = R.nn.conv2d(x, w, padding=[1, 1, 1, 1], out_dtype="int32")
+            there = R.to_vdevice(x, "llvm:1")
+            weight = R.to_vdevice(w, "llvm:1")
+            b = R.nn.conv2d(there, weight, padding=[2, 2, 2, 2], dilation=[2, 2], out_dtype="int32")
+            back = R.to_vdevice(b, "llvm:0")
+            y = R.add(a, back)
+            R.output(y)
+        return y
+
+
+@pytest.mark.skipif(not runs_here("vnni"), reason="needs AVX-512 with VNNI")
+@pytest.mark.parametrize("bound", [True, False])
+def test_bytes_on_two_devices(bound):
+    rng = np.random.default_rng()
+    x, w = (rng.integers(-128, 128, shape).astype("int8") for shape in ((1, 3, 9, 7), (20, 3, 3, 3)))
+    exe = rh.compile(Bytes, params={"w": w} if bound else None)
+    vm = rh.vm.VirtualMachine(exe, [tvm.cpu(0), tvm.cpu(1)])
+    wide = [array.astype("float64") for array in (x, w)]
+    want = convolve(*wide, ONES, (1,) * 4, ONES) + convolve(*wide, ONES, (2,) * 4, (2, 2))
+    np.testing.assert_array_equal(vm["main"](*([x] if bound else [x, w])).numpy(), want)
     assert exe.metadata.encodings["cancelled"] == []
 
 

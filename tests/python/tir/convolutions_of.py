@@ -13,6 +13,7 @@ import tvm
 from relax_hetero.encoding import PackedLayout
 from relax_hetero.encoding.encoding import CONVOLUTIONS, RHS, Encoding, Moves, conv_maps
 from relax_hetero.encoding.expression import Expression
+from relax_hetero.encoding.machine import Machine
 from relax_hetero.encoding.problem import ConvProblem, Dim, Epilogue, Operand, Window
 from relax_hetero.encoding.resolvers.convolutions import conv_layout
 from relax_hetero.tir.convolution import conv_kernel
@@ -26,7 +27,7 @@ def channels_last(rank: int) -> PackedLayout:
 
 
 def conv_problem(
-    name: str,
+    machine: str | Machine,
     channels: tuple[int, int],
     extents: Sequence[int],
     windows: Sequence[Window],
@@ -37,7 +38,8 @@ def conv_problem(
 ) -> ConvProblem:
     """`channels` are those of the data and of the result; data and result are stored channels-last.
 
-    `dtype` is that of everything, or those of data, weight and accumulators, which are the result.
+    `machine` decides how the weight is packed; `dtype` is that of everything, or those of data, weight and
+    accumulators, which are the result.
     """
     types = (dtype,) * 3 if isinstance(dtype, str) else dtype
     ins, outs = channels
@@ -46,15 +48,19 @@ def conv_problem(
     weight = (outs, ins // groups, *(window.size for window in windows))
     shapes = ((batch, ins, *extents), weight, (batch, outs, *places))
     maps = conv_maps(len(extents))
-    layouts = (data_layout or channels_last(rank), weight_layout(name, types, shapes, windows, groups))
+    layouts = (data_layout or channels_last(rank), weight_layout(machine, types, shapes, windows, groups))
     operands = [Operand(*operand) for operand in zip(shapes, types, maps, (*layouts, channels_last(rank)), strict=True)]
     return ConvProblem(*operands, types[2], tuple(windows), groups)
 
 
 def weight_layout(
-    name: str, types: tuple[str, str, str], shapes: Sequence[Sequence[Dim]], windows: Sequence[Window], groups: int
+    machine: str | Machine,
+    types: tuple[str, str, str],
+    shapes: Sequence[Sequence[Dim]],
+    windows: Sequence[Window],
+    groups: int,
 ) -> PackedLayout:
-    """How a weight is packed for a target."""
+    """How a weight is packed for a machine, or for one by name."""
     maps = conv_maps(len(windows))
     sizes = {
         dim: -1 if isinstance(extent, str) else extent
@@ -64,7 +70,7 @@ def weight_layout(
     padding = (*(w.before for w in windows), *(w.after for w in windows))
     moves = Moves(tuple(w.stride for w in windows), padding, tuple(w.dilation for w in windows), groups)
     encoding = Encoding(CONVOLUTIONS[len(windows) - 1], RHS, types, maps, tuple(sizes.items()), moves)
-    layout = conv_layout(encoding, machine_named(name))
+    layout = conv_layout(encoding, machine_named(machine) if isinstance(machine, str) else machine)
     assert layout is not None
     return layout
 

@@ -42,13 +42,13 @@ def innermost_loops(assembly: str) -> list[list[str]]:
     """Instructions of every loop that has no other label in it."""
     loops, body, label = [], [], ""
     for line in assembly.splitlines():
-        text = line.split("#")[0].strip()
+        text = re.split("# |//", line)[0].strip()
         start = re.fullmatch(r"(\.L\w+):", text)
         if start:
             label, body = start[1], []
         elif text and not text.startswith("."):
             body.append(text)
-            jump = re.fullmatch(r"j\w+\s+(\.L\w+)", text)
+            jump = re.fullmatch(r"(?:j\w+|b\.\w+|cbn?z\s+\w+,)\s+(\.L\w+)", text)
             if jump and jump[1] == label:
                 loops.append(body)
                 label, body = "", []
