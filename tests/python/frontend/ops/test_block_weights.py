@@ -1,0 +1,166 @@
+"""Weights of 4 bits: MatMulNBits and DequantizeLinear of blocks, against onnxruntime and ONNX's reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+
+import relax_hetero as rh
+from frontend.ops.checking import expected
+
+RNG = np.random.default_rng(11)
+COLUMNS = 37
+
+
+def model_of(
+    nodes: Sequence[onnx.NodeProto], rows: Sequence[int | str], depth: int, weights: dict[str, Any], dtype: str
+) -> onnx.ModelProto:
+    element = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    graph = helper.make_graph(
+        nodes,
+        "four_bits",
+        [helper.make_tensor_value_info("x", element, [*rows, depth])],
+        [helper.make_tensor_value_info("y", element, [*rows, COLUMNS])],
+        [numpy_helper.from_array(value, name) for name, value in weights.items()],
+    )
+    imports = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, opset_imports=imports, ir_version=10)
+
+
+def matmul_nbits(
+    depth: int = 96, block: int = 32, rows: Sequence[int | str] = (3,), dtype: str = "float32", **more: Any
+) -> onnx.ModelProto:
+    """`more`: zeros ("packed" or "float"), bias, and attributes; None for an attribute that is left out."""
+    blocks = -(-depth // block)
+    weights = {
+        "b": RNG.integers(0, 256, (COLUMNS, blocks, block // 2), dtype=np.uint8),
+        "scales": RNG.uniform(0.1, 1, COLUMNS * blocks).astype(dtype),
+    }
+    zeros, bias = more.pop("zeros", None), more.pop("bias", False)
+    if zeros == "packed":
+        weights["zeros"] = RNG.integers(0, 256, COLUMNS * -(-blocks // 2), dtype=np.uint8)
+    elif zeros == "float":
+        weights["zeros"] = RNG.uniform(0, 15, COLUMNS * blocks).astype(dtype)
+    if bias:
+        weights["bias"] = RNG.standard_normal(COLUMNS).astype(dtype)
+    weights.update(more.pop("weights", {}))
+    inputs = ["x", *(name if name in weights else "" for name in ("b", "scales", "zeros", "order", "bias"))]
+    while not inputs[-1]:
+        inputs.pop()
+    attributes = {"K": depth, "N": COLUMNS, "bits": 4, "block_size": block, **more}
+    node = helper.make_node("MatMulNBits", inputs, ["y"], name="the_node", domain="com.microsoft", **attributes)
+    return model_of([node], rows, depth, weights, dtype)
+
+
+def check(
+    model: onnx.ModelProto,
+    *shape: int,
+    dtype: str = "float32",
+    tolerance: float = 1e-5,
+    reference: str = "onnxruntime",
+) -> None:
+    """The numbers are those of the reference, and weights stay in 4 bits."""
+    x = RNG.standard_normal(shape).astype(dtype)
+    executable = rh.compile(rh.from_onnx(model))
+    got = rh.vm.VirtualMachine(executable)["main"](x).numpy()
+    (want,) = expected(model, {"x": x}, reference)
+    assert got.dtype == want.dtype
+    np.testing.assert_allclose(got.astype("float64"), want.astype("float64"), rtol=tolerance, atol=10 * tolerance)
+    assert any("block_matmul" in call["ops"] for call in executable.metadata.fusions["dispatches"])
+
+
+@pytest.mark.parametrize("zeros", [None, "packed", "float"])
+@pytest.mark.parametrize("block", [16, 32, 128])
+def test_blocks_and_zero_points(block, zeros):
+    check(matmul_nbits(3 * block, block, zeros=zeros, bias=True), 3, 3 * block)
+
+
+@pytest.mark.parametrize("level", [0, 1, 4])
+def test_every_accuracy_level_is_computed_in_float32(level):
+    model = matmul_nbits(accuracy_level=level)
+    check(model, 3, 96, tolerance=1e-5 if level < 4 else 3e-2)
+
+
+def test_ragged_depth_batches_symbols_and_half_precision():
+    check(matmul_nbits(100, zeros="packed"), 3, 100)
+    check(matmul_nbits(rows=(2, "m"), zeros="packed"), 2, 5, 96)
+    check(matmul_nbits(dtype="float16", zeros="packed", bias=True), 3, 96, dtype="float16", tolerance=4e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bits": 8}, "weights of 8 bits, expected 4"),
+        ({"weights": {"order": np.zeros(96, "int32")}}, "g_idx"),
+        ({"N": COLUMNS + 1}, "found B of shape"),
+        ({"block_size": 24}, "blocks of 24, expected a power of two"),
+        ({"weights": {"scales": np.ones(5, "float32")}}, r"found scales of shape \[5\]"),
+    ],
+)
+def test_what_is_refused(options, message):
+    with pytest.raises(rh.FrontendError, match=f"MatMulNBits node 'the_node'.*{message}"):
+        rh.from_onnx(matmul_nbits(**options))
+
+
+def test_weights_that_are_inputs_are_refused():
+    model = matmul_nbits()
+    graph = model.graph
+    (data,) = [tensor for tensor in graph.initializer if tensor.name == "b"]
+    graph.input.append(helper.make_tensor_value_info("b", data.data_type, data.dims))
+    graph.initializer.remove(data)
+    with pytest.raises(rh.FrontendError, match="B is no constant"):
+        rh.from_onnx(model)
+
+
+def dequantized(kind: str, axis: int, zeros: bool, depth: int = 80, block: int = 16) -> onnx.ModelProto:
+    """A product whose right operand is dequantized, along its rows (axis 0) or transposed (axis 1)."""
+    dtype = np.dtype(getattr(ml_dtypes, kind))
+    low = -8 if kind == "int4" else 0
+    blocks = -(-depth // block)
+    shape, scales = ((depth, COLUMNS), (blocks, COLUMNS)) if axis == 0 else ((COLUMNS, depth), (COLUMNS, blocks))
+    weights = {
+        "codes": RNG.integers(low, low + 16, shape).astype(dtype),
+        "scales": RNG.uniform(0.1, 1, scales).astype("float32"),
+    }
+    if zeros:
+        weights["zeros"] = RNG.integers(low, low + 16, scales).astype(dtype)
+    nodes = [helper.make_node("DequantizeLinear", list(weights), ["w"], "dequantize", axis=axis, block_size=block)]
+    if axis == 1:
+        nodes.append(helper.make_node("Transpose", ["w"], ["turned"], "turn", perm=[1, 0]))
+    nodes.append(helper.make_node("MatMul", ["x", "turned" if axis == 1 else "w"], ["y"], "product"))
+    return model_of(nodes, (3,), depth, weights, "float32")
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("kind", ["int4", "uint4"])
+def test_dequantized_blocks(kind, axis, zeros):
+    # onnxruntime rounds the left operand of these to 8 bits.
+    check(dequantized(kind, axis, zeros), 3, 80, reference="onnx")
+
+
+def test_four_bits_that_others_read_are_refused():
+    model = dequantized("int4", 0, False)
+    model.graph.node.append(helper.make_node("Identity", ["codes"], ["same"], "again"))
+    with pytest.raises(rh.FrontendError, match="int4"):
+        rh.from_onnx(model)
+
+
+def test_scales_of_whole_columns_are_right_too():
+    weights = {
+        "codes": RNG.integers(-8, 8, (24, COLUMNS)).astype(ml_dtypes.int4),
+        "scales": RNG.uniform(0.1, 1, COLUMNS).astype("float32"),
+    }
+    nodes = [
+        helper.make_node("DequantizeLinear", ["codes", "scales"], ["w"], "dequantize", axis=1),
+        helper.make_node("MatMul", ["x", "w"], ["y"], "product"),
+    ]
+    model, x = model_of(nodes, (3,), 24, weights, "float32"), RNG.standard_normal((3, 24)).astype("float32")
+    got = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"](x).numpy()
+    np.testing.assert_allclose(got, expected(model, {"x": x}, "onnx")[0], rtol=1e-5, atol=1e-5)
