@@ -69,21 +69,33 @@ class BlockPool:
         weakref.finalize(memory, self._returned.append, block).atexit = False
         return alias(view_bytes(np.ctypeslib.as_array(memory), shape, dtype), device)
 
+    def release(self) -> None:
+        """Give back the blocks that no tensor uses."""
+        with self._lock:
+            self._collect()
+            self._drop_kept()
+
     def _take(self, nbytes: int) -> Block | None:
         with self._lock:
-            while self._returned:  # filled by finalizers, which run anywhere and so take no lock
-                block = self._returned.popleft()
-                self._kept.setdefault(block.nbytes, []).append(block)
+            self._collect()
             if self._kept.get(nbytes):
                 return self._kept[nbytes].pop()
             if self.nbytes + nbytes > self._limit:
-                self.nbytes -= sum(block.nbytes for blocks in self._kept.values() for block in blocks)
-                self._kept.clear()
+                self._drop_kept()
             if self.nbytes + nbytes > self._limit:
                 return None
             block = self._make(nbytes)
             self.nbytes += nbytes
             return block
+
+    def _collect(self) -> None:
+        while self._returned:  # filled by finalizers, which run anywhere and so take no lock
+            block = self._returned.popleft()
+            self._kept.setdefault(block.nbytes, []).append(block)
+
+    def _drop_kept(self) -> None:
+        self.nbytes -= sum(block.nbytes for blocks in self._kept.values() for block in blocks)
+        self._kept.clear()
 
 
 def _rounded(nbytes: int) -> int:

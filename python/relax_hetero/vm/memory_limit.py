@@ -10,6 +10,7 @@ from .devices import find_entry
 from .memory_plan import MemoryPlan
 from .memory_use import UnknownSizeError
 from .metadata import Metadata, device_names
+from .pinned_pool import release_pinned
 from .pool import clear_pools
 
 _UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**e for e, p in enumerate("KMGT", 1)}}
@@ -49,13 +50,14 @@ class MemoryLimits:
                 self.check(name, {})
 
     def admit(self, function: str, sizes: Mapping[str, int]) -> None:
-        """`check`, before a call runs. The pool keeps no buffers of other extents than the last call's."""
+        """`check`, before a call runs. Pools keep no buffers of other extents than the last call's."""
         extents = (function, *sizes.items())
         if extents == self._last:
             return
         self.check(function, sizes)
         if sizes:
             clear_pools()
+            release_pinned()
         self._last = extents
 
     def check(self, function: str, sizes: Mapping[str, int]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 
 from tvm import runtime
 
@@ -60,11 +60,19 @@ def departure(nbytes: int, device: runtime.Device, gpu: int) -> runtime.Tensor |
     return None if nbytes < PINNED_BYTES else _kept((nbytes,), "uint8", device, gpu)
 
 
+def release_pinned() -> None:
+    """Give back what is pinned for arrivals and departures, of all machines, and no tensor uses."""
+    for pool in list(_pools.values()):
+        pool.release()
+
+
 def _kept(shape: tuple[int, ...], dtype: str, device: runtime.Device, gpu: int) -> runtime.Tensor | None:
     library = cuda_library()
-    return None if library is None else _pool(library, gpu).kept_tensor(shape, dtype, device)
+    if library is None:
+        return None
+    if gpu not in _pools:
+        _pools.setdefault(gpu, PinnedPool(library, gpu, TRANSFER_BYTES))
+    return _pools[gpu].kept_tensor(shape, dtype, device)
 
 
-@cache
-def _pool(library: CudaLibrary, gpu: int) -> PinnedPool:
-    return PinnedPool(library, gpu, TRANSFER_BYTES)
+_pools: dict[int, PinnedPool] = {}

@@ -1,5 +1,7 @@
 """memory_limit=: what would take more than it may is refused by name, before anything runs."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from tvm.script import ir as I
@@ -81,11 +83,12 @@ def test_symbolic_sizes_are_checked_by_each_call(exe):
 
 def test_the_pool_keeps_nothing_of_other_extents(exe, monkeypatch):
     cleared = []
-    monkeypatch.setattr("relax_hetero.vm.memory_limit.clear_pools", lambda: cleared.append(1))
+    for name in ("clear_pools", "release_pinned"):
+        monkeypatch.setattr(f"relax_hetero.vm.memory_limit.{name}", partial(cleared.append, name))
     vm = rh.vm.VirtualMachine(exe, memory_limit="1GB")
     for n in (3, 3, 4, 4, 3):
         vm["main"](np.zeros((n, 64), "float32"))
-    assert len(cleared) == 3
+    assert cleared == 3 * ["clear_pools", "release_pinned"]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from relax_hetero.vm import pinned_pool, tensors
 from relax_hetero.vm.block_pool import BlockPool
 from relax_hetero.vm.builtins import running_on, to_device
 from relax_hetero.vm.cuda_library import CudaLibrary
-from relax_hetero.vm.pinned_pool import PinnedPool
+from relax_hetero.vm.pinned_pool import PinnedPool, release_pinned
 from relax_hetero.vm.tensors import alias
 from vm.fake_cuda import FakeCuda
 
@@ -119,8 +119,8 @@ def test_many_threads(cuda, library):
 def test_what_comes_from_a_gpu_arrives_in_pinned_memory(cuda, library, monkeypatch):
     monkeypatch.setattr(pinned_pool, "cuda_library", lambda: library)
     monkeypatch.setattr(tensors, "cuda_library", lambda: library)
+    monkeypatch.setattr(pinned_pool, "_pools", {})
     monkeypatch.setattr(pinned_pool, "TRANSFER_BYTES", 3 * pinned_pool.PINNED_BYTES)
-    pinned_pool._pool.cache_clear()
     for rows, pinned in ((1, False), (2, True), (8, False)):  # too small, fits, beyond the limit
         array = np.random.default_rng().random((rows, pinned_pool.PINNED_BYTES // 8), "float32")
         there, room = alias(tvm.runtime.tensor(array), tvm.cuda(0)), tvm.runtime.tensor(np.zeros_like(array))
@@ -137,4 +137,13 @@ def test_what_comes_from_a_gpu_arrives_in_pinned_memory(cuda, library, monkeypat
         here = to_device(alias(tvm.runtime.tensor(array), tvm.cuda(0)), 0, 0, room)
     np.testing.assert_array_equal(here.numpy(), array)
     assert here.data_ptr() == room.data_ptr()
-    pinned_pool._pool.cache_clear()
+
+
+def test_what_no_tensor_uses_can_be_given_back(cuda, library, monkeypatch):
+    monkeypatch.setattr(pinned_pool, "cuda_library", lambda: library)
+    monkeypatch.setattr(pinned_pool, "_pools", {})
+    kept, used = (pinned_pool.departure(nbytes * pinned_pool.PINNED_BYTES, CPU, 0) for nbytes in (1, 2))
+    assert len(cuda.pinned) == 2
+    del kept
+    release_pinned()
+    assert list(cuda.pinned) == [used.data_ptr()] and pinned_pool._pools[0].nbytes == 2 * pinned_pool.PINNED_BYTES
