@@ -42,7 +42,7 @@ _ACCUMULATORS = {"float32": "float32", "float64": "float64", "float16": "float32
 def SetEncoding() -> tvm.transform.Pass:
     """Give the operands and results of matrix products and convolutions encodings.
 
-    `R.nn.conv1d`, `conv2d` and `conv3d` in single and double precision become `R.hetero.conv`. `R.matmul` in every
+    `R.nn.conv1d`, `conv2d` and `conv3d` of floats and bytes become `R.hetero.conv`. `R.matmul` in every
     form becomes `R.hetero.matmul`: batched and broadcast, of vectors (reshaped to matrices), of
     half precision (accumulated in float32), of 8-bit integers. Left alone are products of other integers, of unknown
     rank or shape, and of shapes that do not provably fit.
