@@ -14,7 +14,7 @@ from .tensors import is_host, nbytes_of
 PINNED_BYTES = 128 << 10
 """Smaller tensors arrive as soon in memory that is not pinned, and leave as soon from there."""
 
-TRANSFER_BYTES = 1 << 30
+TRANSFER_BYTES = 2 << 30
 """Of host memory that is pinned for each GPU: for what plain calls bring from it, and for what is made to go to it."""
 
 
