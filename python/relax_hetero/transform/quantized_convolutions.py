@@ -102,8 +102,8 @@ def _read(
     if data.is_float and not fits:
         return None
     if weight.data_value is not None:
-        weight = signed_constant(weight, constants, _CHANNELS)
-    return None if weight is None or str(weight.data.ty.dtype) != "int8" else (data, weight)
+        weight = signed_constant(weight, constants, _CHANNELS) or weight
+    return (data, weight) if str(weight.data.ty.dtype) == "int8" else None
 
 
 class _Writer:
