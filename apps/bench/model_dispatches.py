@@ -29,6 +29,8 @@ class Dispatch:
         Of each call; 0 where they are not known.
     share : float
         Of all kernels of a run.
+    precision : str
+        Element types of its products, else of what it takes.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Dispatch:
     operations: int
     bytes: int
     share: float
+    precision: str = ""
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ def dispatches_of(machine: Any, operands: Sequence[Any]) -> list[Dispatch]:
     medians = {symbol: statistics.median(found) for symbol, found in times.items()}
     total = sum(medians[symbol] * row.calls for symbol, row in rows.items())
     found = [
-        Dispatch(symbol, tuple(row.ops), row.calls, medians[symbol], row.operations, row.bytes, 0.0)
+        Dispatch(symbol, tuple(row.ops), row.calls, medians[symbol], row.operations, row.bytes, 0.0, row.precision)
         for symbol, row in rows.items()
     ]
     found = [Dispatch(**{**asdict(one), "share": one.microseconds * one.calls / total}) for one in found]
@@ -101,6 +104,7 @@ COLUMNS = [
     "of FMA peak",
     "GB/s",
     "of bandwidth",
+    "precision",
     "bound by",
 ]
 
@@ -119,6 +123,7 @@ def dispatch_cells(dispatch: Dispatch, roof: Roof) -> list[str]:
         f"{shares[0]:.0%}" if dispatch.operations else "",
         f"{moved / 1e9:.1f}" if dispatch.bytes else "",
         f"{shares[1]:.0%}" if dispatch.bytes else "",
+        dispatch.precision,
         _bound(dispatch, roof),
     ]
 

@@ -43,6 +43,8 @@ class ProfileRow:
         Of the whole call, 0 to 1.
     operations, bytes : int
         Of each call, as `DispatchSpec` has them; 0 where they are not known.
+    precision : str
+        Element types of its products, else of its arguments, as `DispatchSpec` has them.
     """
 
     symbol: str
@@ -53,6 +55,7 @@ class ProfileRow:
     share: float
     operations: int = 0
     bytes: int = 0
+    precision: str = ""
 
 
 @dataclass(frozen=True)
@@ -76,12 +79,15 @@ class Profile:
         return json.dumps(asdict(self))
 
     def __str__(self) -> str:
-        head = ("kernel", "device", "ops", "calls", "us", "share")
+        head = ("kernel", "device", "precision", "ops", "calls", "us", "share")
         body = [
-            (row.symbol, row.device, _shorten(row.ops), str(row.calls), f"{row.microseconds:.1f}", f"{row.share:.1%}")
+            (
+                *(row.symbol, row.device, row.precision, _shorten(row.ops)),
+                *(str(row.calls), f"{row.microseconds:.1f}", f"{row.share:.1%}"),
+            )
             for row in self.rows
         ]
-        return text_table(head, [*body, ("total", "", "", "", f"{self.microseconds:.1f}", "100.0%")], left=3)
+        return text_table(head, [*body, ("total", "", "", "", "", f"{self.microseconds:.1f}", "100.0%")], left=4)
 
 
 def _shorten(ops: Sequence[str], limit: int = 48) -> str:
@@ -164,7 +170,7 @@ class Recorder:
             elif symbol in metadata.dispatches:
                 dispatch = metadata.dispatches[symbol]
                 device = names[dispatch.device]
-                work = dispatch.operations, dispatch.bytes
+                work = dispatch.operations, dispatch.bytes, dispatch.precision
                 rows.append(ProfileRow(symbol, device, dispatch.ops, len(times), microseconds, share, *work))
             elif symbol in regions:
                 row = _whole(regions[symbol], metadata)
@@ -180,5 +186,6 @@ def _whole(region: RegionSpec, metadata: Metadata) -> ProfileRow:
     """The row of a command buffer that runs as a whole, without its times."""
     kernels = [metadata.dispatches[c.kernel] for c in region.commands if isinstance(c, Dispatch)]
     ops = tuple(op for kernel in kernels for op in kernel.ops)
-    work = sum(kernel.operations for kernel in kernels), sum(kernel.bytes for kernel in kernels)
+    precisions = ", ".join(dict.fromkeys(kernel.precision for kernel in kernels if kernel.operations))
+    work = sum(kernel.operations for kernel in kernels), sum(kernel.bytes for kernel in kernels), precisions
     return ProfileRow(region.name, device_names(metadata.devices)[region.device], ops, 0, 0.0, 0.0, *work)

@@ -229,13 +229,14 @@ def test_what_bounds_a_dispatch() -> None:
     from model_dispatches import Dispatch, Roof, dispatch_cells
 
     roof = Roof(operations=100e9, bytes=10e9)
-    arithmetic = Dispatch("a", ("conv2d",), 1, 100.0, 9_000_000, 10_000, 0.5)
+    arithmetic = Dispatch("a", ("conv2d",), 1, 100.0, 9_000_000, 10_000, 0.5, "bf16")
     memory = Dispatch("b", ("relu",), 2, 100.0, 0, 900_000, 0.3)
     caches = Dispatch("c", ("relu",), 2, 100.0, 0, 2_000_000, 0.2)
     neither = Dispatch("d", ("matmul",), 2, 100.0, 1_000_000, 10_000, 0.2)
     bounds = [dispatch_cells(one, roof)[-1] for one in (arithmetic, memory, caches, neither)]
     assert bounds == ["arithmetic", "memory", "caches", "neither"]
     assert dispatch_cells(arithmetic, roof)[4:6] == ["90", "90%"]
+    assert dispatch_cells(arithmetic, roof)[-2] == "bf16"
 
 
 def test_a_chart_is_drawn(tmp_path: Path) -> None:

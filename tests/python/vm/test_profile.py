@@ -34,6 +34,7 @@ def test_rows_name_kernels_devices_and_ops(vm):
     (add,) = [row for name, row in rows.items() if "add" in name]
     assert (exp.device, add.device, rows["to_device"].device) == ("llvm:0", "llvm:1", "llvm:1")
     assert exp.ops == (exp.symbol.upper(),)
+    assert exp.precision == add.precision == "f32"
     assert all(row.calls == 1 for row in profile.rows)
     assert "vm.builtin" not in str(profile)
 
@@ -48,7 +49,7 @@ def test_times_add_up(vm):
 def test_text_and_json(vm):
     profile = vm.profile("main", X, W)
     lines = str(profile).splitlines()
-    assert lines[0].split() == ["kernel", "device", "ops", "calls", "us", "share"]
+    assert lines[0].split() == ["kernel", "device", "precision", "ops", "calls", "us", "share"]
     assert lines[-1].startswith("total")
     assert len(lines) == len(profile.rows) + 2
     data = json.loads(profile.to_json())
