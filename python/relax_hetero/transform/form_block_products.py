@@ -11,7 +11,8 @@ After::
 
 The constants are packed as the device's kernel reads them. Elementwise work of which each is the only user of the one
 before becomes part of the op. Where there is no kernel, or the weights are no constants or used by something else,
-what they mean is computed by plain ops, in every call. Assumes a placed module (RealizeVDevice).
+what they mean is computed by plain ops: of constants by FormDispatches, of parameters in every call. Assumes a placed
+module (RealizeVDevice).
 """
 
 from __future__ import annotations
