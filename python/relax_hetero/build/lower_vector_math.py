@@ -12,6 +12,7 @@ After::
     T.attr(0, "pragma_import_llvm", "define <16 x float> @relax_hetero.exp.16(<16 x float> %x0) { ... }")
     B[i * 16 : i * 16 + 16] = T.call_pure_extern("relax_hetero.exp.16", A[i * 16 : i * 16 + 16], "float32x16")
 
+What rounds vectors to bfloat16 (`tir.bfloat16_bits`) becomes an instruction where the machine has one.
 Vectors of float16 and bfloat16 are computed in float32; float64 and scalars stay the C library's, vectors of float64
 lane by lane where LLVM does not do that itself. Assumes vectorized loops, kernels of the kind llvm, and that
 LowerIntrin is still to come.
@@ -28,7 +29,9 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 from tvm_ffi import structural_map
 
+from ..encoding.machine import machine_of
 from ..tir import vector_math, vector_powers, vector_trigonometry
+from ..tir.bfloat16_bits import BITS
 from ..tir.builder import lane_of
 from ..tir.llvm_text import llvm_function
 
@@ -71,10 +74,17 @@ def lower_vector_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """See the module's docstring."""
     used: set[tuple[str, int]] = set()
 
+    rounds = _rounds_to_bfloat16(func)
+
     def on_call(call: tvm.ir.Call) -> tvm.ir.Call:
-        if not isinstance(call.op, tvm.ir.Op) or call.op.name not in _FUNCTIONS:
+        if not isinstance(call.op, tvm.ir.Op) or call.op.name not in (*_FUNCTIONS, BITS):
             return call
         element, _, lanes = str(call.ty.dtype).partition("x")
+        if call.op.name == BITS:
+            if not lanes or not rounds:
+                return call
+            used.add((BITS, int(lanes)))
+            return T.call_pure_extern(str(call.ty.dtype), _symbol(BITS, int(lanes)), *call.args)
         if lanes and element == "float64" and call.op.name in _SCALAR:
             return _lane_by_lane(call, int(lanes))
         if not lanes or element not in _COMPUTED:
@@ -114,8 +124,21 @@ def _symbol(name: str, lanes: int) -> str:
     return f"relax_hetero.{name.rpartition('.')[2]}.{lanes}"
 
 
+def _rounds_to_bfloat16(func: tirx.PrimFunc) -> bool:
+    """Whether a kernel's machine has an instruction for it; for others LLVM calls a library, lane by lane."""
+    target = func.attrs.get("target")
+    return target is not None and target.kind.name == "llvm" and "avx512bf16" in machine_of(target).features
+
+
 @cache
 def _definition(name: str, lanes: int) -> str:
+    if name == BITS:
+        return (
+            f"define <{lanes} x i16> @{_symbol(BITS, lanes)}(<{lanes} x float> %x0) {{\n"
+            f"  %y = fptrunc <{lanes} x float> %x0 to <{lanes} x bfloat>\n"
+            f"  %z = bitcast <{lanes} x bfloat> %y to <{lanes} x i16>\n"
+            f"  ret <{lanes} x i16> %z\n}}\n"
+        )
     function = _FUNCTIONS[name]
     operands = function.__code__.co_argcount
     params = [tirx.Var(f"x{i}", f"float32x{lanes}") for i in range(operands)]

@@ -25,6 +25,8 @@ from . import vector_math
 from .expression_ops import FLOAT32_OPS, FLOAT_OPS, INT_OPS, cast, round_to_bfloat16
 from .quantize_code import QUANTIZE, quantize, with_quantize
 
+HALVES = ("float16", "bfloat16")
+
 
 @dataclass(frozen=True)
 class _Value:
@@ -36,7 +38,7 @@ class _Value:
 
 def computed_in(dtype: str) -> str:
     """The element type that arithmetic on `dtype` is done in."""
-    return "float32" if dtype in ("float16", "bfloat16") else dtype
+    return "float32" if dtype in HALVES else dtype
 
 
 def emit(expression: Expression, values: Sequence[tirx.Expr], dtypes: Sequence[str], lanes: int) -> tirx.Expr:
@@ -90,7 +92,12 @@ def emit(expression: Expression, values: Sequence[tirx.Expr], dtypes: Sequence[s
             raise EncodingError(f"{op} in expression {expression} does not exist for {like.dtype}")
         return _Value(like.dtype, vector_math.once(function(*terms, *params)))
 
-    result = _known(expression, with_quantize(expression, dtypes).evaluate(operands, apply))
+    whole = with_quantize(expression, dtypes)
+    if whole.term.op == "cast" and whole.term.params[0] in HALVES:
+        # Rounded once, to what is stored, not to a float32 first.
+        inner = _known(expression, Expression(whole.term.args[0]).evaluate(operands, apply))
+        return cast(inner.value, whole.term.params[0])
+    result = _known(expression, whole.evaluate(operands, apply))
     return cast(result.value, result.dtype)
 
 

@@ -8,6 +8,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from . import vector_math
+from .bfloat16_bits import bfloat16_bits
 from .builder import vector_type
 from .exp_nonpositive import exp_nonpositive
 from .vector_gelu import gelu, gelu_tanh
@@ -31,19 +32,13 @@ def cast(value: tirx.Expr, dtype: str) -> tirx.Expr:
         single = T.reinterpret(vector_type("float32", lanes), T.shift_left(wide, vector_math.constant(wide, 16)))
         return cast(single, dtype)
     if dtype == "bfloat16":
-        rounded = T.reinterpret(vector_type("uint32", lanes), round_to_bfloat16(cast(value, "float32")))
-        high = T.cast(T.shift_right(rounded, vector_math.constant(rounded, 16)), vector_type("uint16", lanes))
-        return T.reinterpret(vector_type("bfloat16", lanes), high)
+        return T.reinterpret(vector_type("bfloat16", lanes), bfloat16_bits(cast(value, "float32")))
     return T.cast(value, vector_type(dtype, lanes))
 
 
 def round_to_bfloat16(x: tirx.Expr) -> tirx.Expr:
     """A float32 expression rounded to the nearest bfloat16 (halves to even), as float32."""
-    raw = vector_math.once(vector_math.bits(x))
-    one = vector_math.constant(raw, 1)
-    odd = T.bitwise_and(T.shift_right(raw, vector_math.constant(raw, 16)), one)
-    rounded = T.bitwise_and(raw + vector_math.constant(raw, 0x7FFF) + odd, vector_math.constant(raw, -0x10000))
-    return vector_math.once(T.Select(T.isnan(x), x, vector_math.from_bits(rounded)))
+    return vector_math.once(cast(cast(x, "bfloat16"), "float32"))
 
 
 def _maximum(a: tirx.Expr, b: tirx.Expr) -> tirx.Expr:

@@ -113,7 +113,10 @@ def _holds_floats(dtype: str) -> bool:
 
 
 def _in_single(program: RowProgram) -> RowProgram:
-    """The program with a cast back behind every cast to half precision, whose operands too are computed in single."""
+    """The program with a cast back behind every cast to half precision, whose operands too are computed in single.
+
+    One at the end is left to the store.
+    """
 
     def apply(op: str, args: list[Term], params: tuple[Any, ...]) -> Term:
         term = Term(op, tuple(args), params)
@@ -125,7 +128,10 @@ def _in_single(program: RowProgram) -> RowProgram:
         return Expression(expression.evaluate(operands, apply))
 
     reductions = tuple(Reduction(r.kind, widened(r.expression)) for r in program.reductions)
-    return RowProgram(program.num_operands, reductions, widened(program.result))
+    last = program.result.term
+    is_rounding = last.op == "cast" and last.args[0].args and computed_in(last.params[0]) != last.params[0]
+    result = Expression(last.args[0]) if is_rounding else program.result
+    return RowProgram(program.num_operands, reductions, widened(result))
 
 
 def merge_rows(views: list[OperandView], names: list[str]) -> list[str]:
