@@ -16,6 +16,7 @@ BARS: dict[str, tuple[float, float, float]] = {
     "bf16": (1.05, 0.0, 0.0),
 }
 NO_WEIGHT_BAR = 0.95
+FOUR_BITS_BAR = 3.0  # weights of 4 bits over our own float32, of one row
 # Of the peak, on one thread; and over stock TVM.
 PEAK_BAR, STOCK_BAR, LARGE = 0.95, 100.0, "1024x1024x1024"
 COMPILE_BAR = 1.0  # seconds for a product, at most
@@ -78,6 +79,8 @@ def checks(results: Sequence[dict[str, Any]]) -> list[Check]:
                 low = {shape: value for shape, value in ratios.items() if not value >= NO_WEIGHT_BAR}
                 found += [Check(f"{title}: {shape} without weights", low[shape], NO_WEIGHT_BAR) for shape in low]
                 continue
+            if kind not in BARS:
+                continue
             least_mean, least, least_row = BARS[kind]
             found.append(Check(f"{title}: geometric mean over the best peer", mean, least_mean))
             for shape, value in ratios.items():
@@ -85,6 +88,7 @@ def checks(results: Sequence[dict[str, Any]]) -> list[Check]:
                 if bar and not value >= bar:
                     found.append(Check(f"{title}: {shape}", value, bar))
         found += _large(title, group, kind, threads)
+    found += _four_bits(results)
     seconds = [result["rows"].get(OURS, {}).get("compile_seconds") for result in results]
     slowest = max((value for value in seconds if value is not None), default=None)
     if slowest is not None:
@@ -103,6 +107,19 @@ def _large(title: str, group: Sequence[dict[str, Any]], kind: str, threads: int)
             found.append(Check(f"{title}: {result['shape']} over the peak", own / peak, PEAK_BAR))
         if stock is not None:
             found.append(Check(f"{title}: {result['shape']} over stock TVM", own / stock, STOCK_BAR))
+    return found
+
+
+def _four_bits(results: Sequence[dict[str, Any]]) -> list[Check]:
+    own = {
+        (one["kind"], one["shape"], one["threads"]): speed(one["rows"].get(OURS)) for one in results if one["weight"]
+    }
+    found = []
+    for (kind, shape, threads), value in own.items():
+        plain = own.get(("f32", shape, threads))
+        if kind == "q4" and shape.startswith("1x") and value and plain:
+            title = f"q4, {threads} thread{'s' if threads > 1 else ''}"
+            found.append(Check(f"{title}: {shape} over our f32", value / plain, FOUR_BITS_BAR))
     return found
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from packages import is_installed
 
-from .product import Contestant, Product
+from .product import Contestant, Product, Unsupported
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,15 @@ class Peer:
         The file here that knows it.
     function : str
         Which of its functions makes the contestant.
+    four_bits : bool
+        Whether it knows weights of 4 bits.
     """
 
     name: str
     package: str
     module: str
     function: str = "matmul"
+    four_bits: bool = False
 
     @property
     def installed(self) -> bool:
@@ -38,20 +41,22 @@ class Peer:
 
     def make(self, product: Product, threads: int) -> Contestant:
         """Compile it for a product; `product.Unsupported`, or whatever the library raises, where it cannot."""
+        if product.kind == "q4" and not self.four_bits:
+            raise Unsupported("no weights of 4 bits")
         made: Contestant = getattr(importlib.import_module(f".{self.module}", __name__), self.function)(
             product, threads
         )
         return made
 
 
-OURS = Peer("relax-hetero", "relax_hetero", "ours")
+OURS = Peer("relax-hetero", "relax_hetero", "ours", four_bits=True)
 PEERS = (
     Peer("stock TVM", "tvm", "stock_tvm"),
     Peer("numpy", "numpy", "numpy_blas"),
-    Peer("ONNX Runtime", "onnxruntime", "onnx_runtime"),
+    Peer("ONNX Runtime", "onnxruntime", "onnx_runtime", four_bits=True),
     Peer("torch", "torch", "torch_cpu", "plain"),
     Peer("torch packed", "torch", "torch_cpu", "packed"),
-    Peer("OpenVINO", "openvino", "openvino_cpu"),
+    Peer("OpenVINO", "openvino", "openvino_cpu", four_bits=True),
     Peer("IREE", "iree.compiler", "iree_cpu"),
 )
 

@@ -1,4 +1,4 @@
-"""ONNX Runtime: one MatMul or MatMulInteger, input and output bound once."""
+"""ONNX Runtime: one MatMul, MatMulInteger or MatMulNBits, input and output bound once."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
+from .four_bits import onnx_model
 from .product import Contestant, Product, Unsupported, empty
 
 _ELEMENTS = {"float32": TensorProto.FLOAT, "uint8": TensorProto.UINT8, "int8": TensorProto.INT8}
@@ -20,7 +21,8 @@ def matmul(product: Product, threads: int) -> Contestant:
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
-    session = ort.InferenceSession(_model(product).SerializeToString(), options, providers=["CPUExecutionProvider"])
+    model = onnx_model(product) if product.kind == "q4" else _model(product)
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     values = {"x": product.lhs} if product.weight else {"x": product.lhs, "w": product.rhs}
     inputs = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in values.items()}
     output = ort.OrtValue.ortvalue_from_numpy(empty(product.result_shape, product.result_dtype))

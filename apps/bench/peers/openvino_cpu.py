@@ -8,6 +8,7 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as op
 
+from .four_bits import BLOCK, weights_of
 from .product import BF16, Contestant, Product, aligned, empty
 
 
@@ -23,6 +24,7 @@ def matmul(product: Product, threads: int) -> Contestant:
         "NUM_STREAMS": 1,
         "PERFORMANCE_HINT": "LATENCY",
         "INFERENCE_PRECISION_HINT": "bf16" if product.kind == "bf16" else "f32",
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # else activations of products with weights of 4 bits become 8 bits
     }
     core = ov.Core()
     compiled = core.compile_model(model, "CPU", settings)
@@ -42,6 +44,9 @@ def matmul(product: Product, threads: int) -> Contestant:
 
 def _model(product: Product) -> tuple[ov.Model, object]:
     x = op.parameter(product.lhs.shape, _element(product.lhs.dtype))
+    if product.kind == "q4":
+        weight, held = _dequantized(product)
+        return ov.Model([op.matmul(x, weight, False, True)], [x]), held
     parameters, held = [x], None
     if product.weight:
         held = aligned(product.rhs)
@@ -53,6 +58,17 @@ def _model(product: Product) -> tuple[ov.Model, object]:
     if product.kind in ("u8s8", "s8s8"):
         left, right = _quantized(x, product.lhs.dtype), _quantized(w, product.rhs.dtype)
     return ov.Model([op.matmul(left, right, False, False)], parameters), held
+
+
+def _dequantized(product: Product) -> tuple[Any, object]:
+    """The weight (n, k) out of codes of 4 bits, as its weight compression writes it, and what has to stay alive."""
+    weights, shape = weights_of(product), product.shape
+    blocks = [shape.n, shape.k // BLOCK, BLOCK]
+    packed = weights.packed().reshape(-1)
+    codes = op.constant(ov.Tensor(packed, ov.Shape(blocks), ov.Type.u4))
+    shifted = op.subtract(op.convert(codes, "f32"), op.constant(np.full((1, 1, 1), 8, "float32")))
+    scaled = op.multiply(shifted, op.constant(weights.scales[:, :, None]))
+    return op.reshape(scaled, np.array([shape.n, shape.k]), False), packed
 
 
 def _quantized(value: Any, dtype: np.dtype[Any]) -> Any:

@@ -9,15 +9,19 @@ import tvm
 
 import relax_hetero as rh
 
+from .four_bits import onnx_model
 from .product import Contestant, Product, empty
 from .relax_module import native_target, relax_module, tensor
 
 
 def matmul(product: Product, threads: int) -> Contestant:
     """``vm["main"](x)`` on a tensor; the machine allocates its result, as some of the peers do."""
-    module = rh.transform.UpdateVDevice(rh.VDevice(native_target(threads)))(relax_module(product))
+    if product.kind == "q4":
+        module = rh.from_onnx(onnx_model(product), [native_target(threads)])
+    else:
+        module = rh.transform.UpdateVDevice(rh.VDevice(native_target(threads)))(relax_module(product))
     begin = time.perf_counter()
-    executable = rh.compile(module)
+    executable = rh.compile(module, cache=False)
     seconds = time.perf_counter() - begin
     machine = rh.vm.VirtualMachine(executable)
     main = machine["main"]

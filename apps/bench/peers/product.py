@@ -12,12 +12,13 @@ import ml_dtypes
 import numpy as np
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-# Element types of both operands and of the result.
+# Element types of both operands and of the result. Weights of q4 are stored in 4 bits: the type is of what they mean.
 KINDS: dict[str, tuple[np.dtype[Any], np.dtype[Any], np.dtype[Any]]] = {
     "f32": (np.dtype("float32"), np.dtype("float32"), np.dtype("float32")),
     "u8s8": (np.dtype("uint8"), np.dtype("int8"), np.dtype("int32")),
     "s8s8": (np.dtype("int8"), np.dtype("int8"), np.dtype("int32")),
     "bf16": (BF16, BF16, BF16),
+    "q4": (np.dtype("float32"), np.dtype("float32"), np.dtype("float32")),
 }
 # A cache line and a vector register: the alignment that all allocators of the contestants give.
 ALIGNMENT = 64
@@ -86,6 +87,10 @@ class Product:
     @cached_property
     def rhs(self) -> np.ndarray:
         """The row-major right operand."""
+        if self.kind == "q4":
+            from .four_bits import numbers_of, weights_of
+
+            return aligned(numbers_of(weights_of(self)))
         return aligned(self._random(self.shape.tensor(self.shape.k, self.shape.n), KINDS[self.kind][1], 1))
 
     @property

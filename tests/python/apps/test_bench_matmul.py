@@ -97,6 +97,39 @@ def test_a_peer_computes_the_product_or_says_why_not(name: str, kind: str, shape
         assert error <= 1
 
 
+@pytest.mark.parametrize("name", ["relax-hetero", "ONNX Runtime", "OpenVINO"])
+def test_weights_of_four_bits_are_computed_in_float32(name: str) -> None:
+    from peers import OURS, PEERS
+    from peers.product import Product, Shape
+
+    peer = next(peer for peer in (OURS, *PEERS) if peer.name == name)
+    if not peer.installed:
+        pytest.skip(f"{peer.package} is not installed")
+    product = Product(Shape.parse("3x64x40"), "q4", True, seed=5)
+    contestant = peer.make(product, 1)
+    contestant.call()
+    assert product.error(contestant.result()) <= 1
+
+
+@pytest.mark.parametrize(("shape", "weight"), [("3x50x40", True), ("3x64x40", False), ("2*3x64x40", False)])
+def test_what_has_no_weights_of_four_bits_is_left_out(shape: str, weight: bool) -> None:
+    from peers import OURS
+    from peers.product import Product, Shape, Unsupported
+
+    with pytest.raises(Unsupported, match="weights whose k is a multiple of 32"):
+        OURS.make(Product(Shape.parse(shape), "q4", weight), 1)
+
+
+def test_weights_of_four_bits_are_compared_with_our_own_float32() -> None:
+    from report import checks
+
+    found = {
+        check.what: check for check in checks([result(shape="1x64x64", ours=10.0), result("q4", "1x64x64", ours=29.0)])
+    }
+    check = found["q4, 1 thread: 1x64x64 over our f32"]
+    assert check.found == pytest.approx(2.9) and not check.passed
+
+
 def test_a_wrong_result_is_told_from_a_right_one() -> None:
     from peers.product import BF16, Product, Shape
 
