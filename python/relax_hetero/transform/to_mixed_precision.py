@@ -48,8 +48,9 @@ def ToMixedPrecision(dtype: str, keep: Sequence[str] = ()) -> tvm.transform.Pass
     Norms, softmax, reductions and elementwise work stay in float32, and so do products of fewer than 8 terms, those of
     dequantized integers, and with weights that the low type cannot hold. Constant weights are rounded here; those that
     `rh.compile` binds, when it does. Signatures of functions stay as they are. Convolutions are simplified first
-    (`SimplifyConvolutions`), so that batch norms are folded in single precision. Run it before `rh.compile`. Activations
-    beyond 65,504 are infinite in float16: keep what makes them, or take bfloat16.
+    (`SimplifyConvolutions`), so that batch norms are folded in single precision. Run it before `rh.compile`.
+
+    Activations beyond 65,504 are infinite in float16: keep what makes them, or take bfloat16.
 
     Parameters
     ----------
