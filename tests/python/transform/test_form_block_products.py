@@ -211,3 +211,32 @@ def test_a_device_without_a_kernel_computes_numbers():
     found = ops(formed(OnAGPU))
     assert BLOCK_MATMUL not in found and DEQUANTIZE_BLOCKS not in found
     assert "relax.matmul" in found
+
+
+def test_sums_of_half_precision_and_quantized_results():
+    @I.ir_module
+    class Quantized:
+        I.module_global_infos({"vdevice": [I.vdevice(V4)]})
+
+        @R.function
+        def main(
+            x: R.Tensor((3, 64), "float16"),
+            data: R.Tensor((40, 32), "uint8"),
+            scales: R.Tensor((40, 2), "float32"),
+            zeros: R.Tensor((40, 2), "uint8"),
+        ):
+            with R.dataflow():
+                w = R.hetero.dequantize_blocks(data, scales, zeros, depth=64, block=32)
+                y = R.matmul(x, R.astype(R.permute_dims(w), "float16"))
+                h = R.nn.relu(y)
+                s = R.round(R.divide(R.astype(h, "float32"), R.const(0.5, "float32")))
+                q = R.astype(R.clip(s, 0, 255), "uint8")
+                R.output(h, q)
+            return (h, q)
+
+    assert expressions(formed(Quantized)) == ["relu(cast(x0, 'float16'))"]
+    x = RNG.standard_normal((3, K)).astype("float16")
+    executable = rh.compile(relax.transform.BindParams("main", WEIGHTS)(Quantized))
+    half, quantized = (value.numpy() for value in rh.vm.VirtualMachine(executable)["main"](x))
+    np.testing.assert_allclose(half, np.maximum(x.astype("float64") @ NUMBERS.T, 0), rtol=1e-3, atol=1e-2)
+    np.testing.assert_array_equal(quantized, np.clip(np.round(half.astype("float32") / 0.5), 0, 255))
