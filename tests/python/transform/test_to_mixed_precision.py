@@ -435,3 +435,48 @@ def test_any_graph_keeps_its_signature_and_its_numbers(steps, seed):
     inputs = [rng.standard_normal((16, 16)).astype("float32") / 2 for _ in range(2)]
     wanted, found = interpreted(mod, *inputs), interpreted(low, *inputs)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=0.1 * np.abs(wanted).max() + 1e-3)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("target", [{"kind": "llvm", "mcpu": "znver5"}, "llvm"], ids=["kernel", "stock"])
+def test_attention_as_an_op(target, biased):
+    shape = (2, 9, 4, 16)
+    q, k, v = (relax.Var(name, relax.TensorType(shape, "float32")) for name in "qkv")
+    bias = relax.Var("bias", relax.TensorType((2, 4, 9, 9), "float32"))
+    params = [q, k, v, bias] if biased else [q, k, v]
+    builder = relax.BlockBuilder()
+    with builder.function("main", params):
+        with builder.dataflow():
+            out = builder.emit_output(relax.op.nn.attention(q, k, v, bias if biased else None))
+        builder.emit_func_output(out)
+    mod = builder.get()
+    mod.update_global_info("vdevice", [rh.VDevice(target)])
+    low = ToMixedPrecision("bfloat16")(mod)
+    assert "relax.astype" in ops(low)
+    inputs = [
+        np.random.default_rng().standard_normal([int(e) for e in p.ty.shape.values]).astype("float32") for p in params
+    ]
+    wanted, found = run(mod, *inputs), run(low, *inputs)
+    assert np.linalg.norm(found - wanted) < 2e-2 * np.linalg.norm(wanted)
+
+
+def test_rounded_values_cross_devices():
+    @I.ir_module
+    class Model:
+        I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice("llvm", 1)]})
+
+        @R.function
+        def main(x: R.Tensor((8, 16), "float32", "llvm:0"), w: R.Tensor((16, 16), "float32", "llvm:1")):
+            with R.dataflow():
+                a: R.Tensor((8, 16), "float32", "llvm:0") = R.nn.relu(x)
+                b: R.Tensor((8, 16), "float32", "llvm:1") = R.to_vdevice(a, "llvm:1")
+                y: R.Tensor((8, 16), "float32", "llvm:1") = R.matmul(b, w)
+                R.output(y)
+            return y
+
+    low = ToMixedPrecision("bfloat16")(Model)
+    (moved,) = (b.var.ty for b in walk_bindings(low["main"]) if op_name(b.value) == "relax.to_vdevice")
+    assert (str(moved.dtype), int(moved.vdevice.vdevice_id)) == ("bfloat16", 1)
+    inputs = inputs_of(Model, np.random.default_rng())
+    wanted, found = run(Model, *inputs), run(low, *inputs)
+    assert np.linalg.norm(found - wanted) < 2e-2 * np.linalg.norm(wanted)
