@@ -19,9 +19,9 @@ from ..encoding.machine import Machine
 from ..encoding.problem import AttentionProblem
 from ..errors import EncodingError
 from .attention_packing import pack_keys, pack_values
-from .attention_place import AttentionPlace, accumulation, block_sizes
+from .attention_place import FEW_QUERIES, AttentionPlace, accumulation, block_sizes, for_few_queries
 from .attention_rows import emit_rows
-from .builder import Expr, Function, Registers, ceil_div, loop, settled, smaller, when
+from .builder import Expr, Function, Registers, ceil_div, either, loop, settled, smaller, when
 from .heads_view import HALVES, HeadsView
 from .inner_product import llvm_import
 from .work_split import part
@@ -82,13 +82,22 @@ def attention_kernel(problem: AttentionProblem, machine: Machine) -> tirx.PrimFu
                     place = AttentionPlace(
                         problem, sizes, blocks, operands, masks, result, room, start, registers, product
                     )
-                    _emit_task(place, task)
+                    _emit_forms(place, machine, task)
     return function.result
 
 
 def _imported(text: str | None) -> AbstractContextManager[Any]:
     """What stands inside may call the functions of LLVM IR."""
     return nullcontext() if text is None else T.attr(0, "pragma_import_llvm", text)
+
+
+def _emit_forms(place: AttentionPlace, machine: Machine, task: Expr) -> None:
+    """A task, in the form for as many queries as the run has."""
+    few = for_few_queries(place, machine)
+    if few is None:
+        _emit_task(place, task)
+    else:
+        either(place.sizes["m"] <= FEW_QUERIES, lambda: _emit_task(few, task), lambda: _emit_task(place, task))
 
 
 def _emit_task(place: AttentionPlace, task: Expr) -> None:
@@ -133,5 +142,8 @@ def _emit_rest(
             with when(begin + done < end):
                 emit_rows(place, at, settled(begin + done), done, queries % rows, span)
         return
-    with loop(settled(end - begin - done)) as row:
-        emit_rows(place, at, settled(begin + done + row), done + row, 1, span)
+    for form in dict.fromkeys((max(1, rows // 2), 1)):
+        left = settled(end - begin - done)
+        with loop(settled(left // form)) as tile:
+            emit_rows(place, at, settled(begin + done + tile * form), done + tile * form, form, span)
+        done = settled(done + left // form * form)

@@ -14,7 +14,7 @@ from .vector_math import once
 
 
 def products_of_keys(
-    place: AttentionPlace, at: dict[str, Expr], query: Expr, first: Expr, column: Expr, size: Expr
+    place: AttentionPlace, at: dict[str, Expr], query: Expr, first: Expr, column: Expr, size: Expr | None
 ) -> Expr:
     """The products of a query with a vector of keys.
 
@@ -25,15 +25,22 @@ def products_of_keys(
         Batch and head.
     query : PrimExpr
         Its number.
-    first, size : PrimExpr
-        The first key of the block, and how many it has.
+    first : PrimExpr
+        The first key of the block.
     column : PrimExpr
-        The first of the vector's keys in the block; for what is beyond the last key, the last is taken.
+        The first of the vector's keys in the block.
+    size : PrimExpr or None
+        How many keys the block has: for what is beyond the last, the last is taken. None: all of the vector's exist.
     """
     lanes, width = place.blocks.lanes, place.sizes["d"]
     keys = settled(place.key.address({**at, "n": first}))
     start = settled(place.query.address({**at, "m": query}))
-    rows = [settled(keys + smaller(column + lane, size - 1) * place.key.stride("n")) for lane in range(lanes)]
+    step = place.key.stride("n")
+    if size is None:
+        begin = settled(keys + column * step)
+        rows = [begin + step * lane for lane in range(lanes)]
+    else:
+        rows = [settled(keys + smaller(column + lane, size - 1) * step) for lane in range(lanes)]
     sums: list[Expr] = []
     for chunk in range(0, width, lanes):
         left = width - chunk

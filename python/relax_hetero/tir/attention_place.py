@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tvm import tirx
@@ -230,3 +230,16 @@ class AttentionPlace:
             else lane_numbers(lanes) < broadcast(tirx.const(width - first, "int32"), lanes)
             for first in range(0, width, lanes)
         ]
+
+
+def for_few_queries(place: AttentionPlace, machine: Machine) -> AttentionPlace | None:
+    """The same attention where hardly a query turns up: None unless only the run knows, and keys may be read so."""
+    if isinstance(place.sizes["m"], int):
+        return None
+    # Tiles of one query: code for more would be twice as much, and few kernels ever see two.
+    sizes = tuple((name, 1 if name == "m" else size) for name, size in place.problem.sizes)
+    problem = replace(place.problem, sizes=sizes)
+    if not _is_few(problem):
+        return None
+    blocks = replace(block_sizes(problem, machine), tasks=place.blocks.tasks)
+    return replace(place, blocks=blocks, product=accumulation(problem, machine))

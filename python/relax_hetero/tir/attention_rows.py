@@ -103,7 +103,8 @@ class _Rows:
             for number in range(self.rows * vectors):
                 i, j = divmod(number, vectors)
                 column = settled(panel * columns + j * self.lanes)
-                accs[number] = products_of_keys(place, self.at, self.row + i, self.first, column, self.size)
+                size = None if left is None else self.size
+                accs[number] = products_of_keys(place, self.at, self.row + i, self.first, column, size)
         else:
             keys = settled(place.at("keys") + panel * (width // blocks.together * columns))
             factor = factors_of_scores(place, self.at, self.row)

@@ -97,6 +97,18 @@ def test_causal_and_symbolic(rng: np.random.Generator) -> None:
     check(case(2, 3, 1, 13, 530, 24, 33, causal="bottom_right", symbolic=True), AVX512, rng)
 
 
+@pytest.mark.parametrize("queries", [1, 2, 7])
+def test_any_number_of_queries_in_one_kernel(queries: int, rng: np.random.Generator) -> None:
+    # One and two are read with keys as they lie, seven are a tile of four and single ones.
+    one = case(2, 4, 2, queries, 530, 40, 33, causal="bottom_right", symbolic=True, starts=(16, 96, 7))
+    check(one, AVX512, rng)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_hardly_a_query_of_16_bits_and_symbolic(dtype: str, rng: np.random.Generator) -> None:
+    check(case(1, 4, 2, 1, 70, 40, 32, symbolic=True, dtype=dtype), AVX512, rng)
+
+
 def test_scores_that_overflow_without_their_maximum(rng: np.random.Generator) -> None:
     check(case(1, 2, 2, 16, 1030, 16, 16), AVX512, rng, scale=200.0)
 
