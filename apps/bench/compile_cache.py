@@ -1,0 +1,83 @@
+"""What the compile cache saves: a model compiled without it, kept by it, and found by other processes.
+
+python apps/bench/compile_cache.py bert resnet50
+python apps/bench/compile_cache.py model.onnx --rounds 5 --json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import click
+from model_zoo import model_path
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+STEPS = {"without": "compiled", "miss": "compiled and kept", "hit": "found"}
+
+
+def compile_once(model: str, folder: str) -> dict[str, object]:
+    """Import and compile a model in this process; an empty folder is no cache."""
+    import relax_hetero as rh
+
+    assert rh.compile and rh.from_onnx  # loads what they need
+    start = time.perf_counter()
+    mod = rh.from_onnx(model)
+    imported = time.perf_counter()
+    exe = rh.compile(mod, cache=folder or False)
+    return {"import": imported - start, "compile": time.perf_counter() - imported, "state": exe.metadata.cache.state}
+
+
+def in_its_own_process(model: str, folder: str) -> dict[str, object]:
+    """`compile_once`, in a process that has compiled nothing before."""
+    command = [sys.executable, __file__, "--once", folder, model]
+    environment = {name: value for name, value in os.environ.items() if name != "RELAX_HETERO_CACHE"}  # may be "off"
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def measure(model: str, rounds: int) -> dict[str, float]:
+    """Median seconds of importing, and of each of `STEPS`."""
+    times: dict[str, list[float]] = {"import": [], **{step: [] for step in STEPS}}
+    for _ in track(range(rounds), pathlib.Path(model).name, console=Console(stderr=True), transient=True):
+        with tempfile.TemporaryDirectory() as folder:
+            for step in STEPS:
+                found = in_its_own_process(model, "" if step == "without" else folder)
+                assert found["state"] == (step if step != "without" else "unused"), found
+                times["import"].append(float(str(found["import"])))
+                times[step].append(float(str(found["compile"])))
+    return {step: statistics.median(seconds) for step, seconds in times.items()}
+
+
+@click.command()
+@click.argument("models", nargs=-1, required=True)
+@click.option("--rounds", default=3, show_default=True)
+@click.option("--once", metavar="FOLDER", hidden=True)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def main(models: tuple[str, ...], rounds: int, once: str | None, as_json: bool) -> None:
+    if once is not None:
+        click.echo(json.dumps(compile_once(models[0], once)))
+        return
+    measured = {name: measure(str(model_path(name)), rounds) for name in models}
+    if as_json:
+        click.echo(json.dumps(measured))
+        return
+    table = Table(title="rh.compile, seconds; importing the ONNX file comes before", title_justify="left")
+    for column in ("model", *STEPS.values(), "importing"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for name, seconds in measured.items():
+        table.add_row(name, *(f"{seconds[step]:.2f}" for step in (*STEPS, "import")))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
