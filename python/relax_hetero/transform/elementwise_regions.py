@@ -16,6 +16,7 @@ from ..encoding.encoding import Encoding
 from ..encoding.expression import Expression
 from ..encoding.requantization import simplify_requantization
 from ..encoding.row_program import operands_of
+from ..encoding.scalar_operands import numbers_as_operands
 from ..op import encoded as op
 from .blocks import Block, Emitter, same_shape, shape_of, tensor_type, with_regions
 from .quantized_operands import constant_like
@@ -77,9 +78,11 @@ def _simplified(region: Region) -> tuple[Expression, list[Operand]]:
     }
     dtypes = [str(value.ty.dtype) for value in values]
     expression, made = simplify_requantization(region.expression, dtypes, constants)
-    operands = [*region.operands]
-    for array in made.values():
-        operands.append(Operand(constant_like(array, region.root), None, False))
+    arrays = list(made.values())
+    if expression != region.expression:
+        expression, numbers = numbers_as_operands(expression, [*dtypes, *["float32"] * len(arrays)])
+        arrays += numbers
+    operands = [*region.operands, *(Operand(constant_like(array, region.root), None, False) for array in arrays)]
     used = [index for index in operands_of(expression) if index]
     places = [Expression.operand(used.index(i) + 1 if i in used else 0) for i in range(len(operands) + 1)]
     return expression.substitute(places), [operands[index - 1] for index in used]

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from relax_hetero.encoding.expression import Expression
 from relax_hetero.encoding.requantization import simplify_requantization
+from relax_hetero.encoding.scalar_operands import numbers_as_operands
 
 NUMPY = {
     "add": np.add,
@@ -113,3 +114,24 @@ def test_bytes_are_the_same_but_for_halves(seed, first, second, zero, has_relu):
     assert apart.max() <= 1 + np.ceil(first / second)
     assert (apart > 0).mean() < 0.2
     assert sum(term.op in ("divide", "relu") for term in expression.terms()) == 0
+
+
+def test_numbers_of_layers_become_operands_and_those_of_formulas_stay():
+    text = "cast(clip(add(round(multiply(add(cast(subtract(x0,7),'float32'),1.0),3.5)),131.0),0.0,255.0),'uint8')"
+    expression, numbers = numbers_as_operands(Expression.parse(text), ["int32"])
+    assert expression == Expression.parse(
+        "cast(clip(add(round(multiply(add(cast(subtract(x0,x1),'float32'),1.0),x2)),x3),0.0,255.0),'uint8')"
+    )
+    assert [(number.dtype, number.shape, number.item()) for number in numbers] == [
+        ("int32", (), 7), ("float32", (), 3.5), ("float32", (), 131)
+    ]  # fmt: skip
+
+
+def test_bounds_that_hold_a_zero_point_are_those_of_bytes():
+    expression, numbers = numbers_as_operands(
+        Expression.parse("multiply(clip(round(x0),-3.0,252.0),0.25)"), ["float32"]
+    )
+    assert str(expression) == "multiply(subtract(clip(add(round(x0), x1), 0.0, 255.0), x1), x2)"
+    assert [number.item() for number in numbers] == [3, 0.25]
+    for text in ("clip(round(x0),-128.0,127.0)", "clip(round(x0),0.0,255.0)", "clip(x0,-3.0,252.0)"):
+        assert numbers_as_operands(Expression.parse(text), ["float32"]) == (Expression.parse(text), [])

@@ -281,3 +281,26 @@ def test_parameters_along_the_reduced_dimension_stay_float():
     after = SetEncoding()(Before)
     products = [b.value for b in walk_bindings(after["main"]) if op_name(b.value) == MATMUL]
     assert [call.attrs.encoding.split(";")[0] for call in products] == ["matmul[2]<float32 * float32 -> float32"]
+
+
+def test_layers_that_differ_in_scales_and_zero_points_share_a_kernel():
+    random = np.random.default_rng()
+    x = relax.Var("x", relax.TensorType((3, 16), "uint8"))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            value = x
+            for scale, zero in ((0.5, 3), (0.25, 131), (0.125, 7)):
+                shifted = relax.op.subtract(relax.op.astype(value, "int32"), relax.const(np.int32(zero)))
+                floats = relax.op.multiply(relax.op.astype(shifted, "float32"), relax.const(np.float32(scale)))
+                weight = relax.op.astype(relax.const(random_bytes(random, "int8", 16, 16)), "float32")
+                weight = relax.op.multiply(weight, relax.const(random.uniform(0, 1, 16).astype("float32")))
+                y = relax.op.matmul(builder.emit(floats), builder.emit(weight))
+                y = relax.op.round(builder.emit(relax.op.divide(builder.emit(y), relax.const(np.float32(900 * scale)))))
+                y = relax.op.clip(builder.emit(relax.op.add(y, relax.const(np.float32(zero * 2)))), 0, 255)
+                value = builder.emit(relax.op.astype(y, "uint8"))
+            result = builder.emit_output(relax.op.permute_dims(value))
+        builder.emit_func_output(result)
+    dispatches = rh.compile(builder.get()).metadata.fusions["dispatches"]
+    assert len({call["kernel"] for call in dispatches if "matmul" in call["ops"]}) == 1
+    assert sum("matmul" in call["ops"] for call in dispatches) == 3
