@@ -14,9 +14,9 @@ After::
     y = R.nn.conv2d(dq(q), w)
     z = R.add(dq(q), y)
 
-Three rules. What only moves elements, or takes the greatest of them, is done on bytes. Quantizing what has just been
-dequantized, with the same numbers, is nothing. And every user dequantizes for itself: it can take that in, where a
-tensor of floats for several users would be written to memory.
+Three rules. What only moves elements, to another device too, or takes the greatest of them, is done on bytes.
+Quantizing what has just been dequantized, with the same numbers, is nothing. And every user dequantizes for itself: it
+can take that in, where a tensor of floats for several users would be written to memory.
 
 Assumes a placed module (RealizeVDevice). Linear in the number of bindings; a second run changes nothing.
 """
@@ -37,10 +37,11 @@ from .rewriting import op_name
 
 _MOVING = frozenset(
     [f"relax.{name}" for name in ("reshape", "permute_dims", "squeeze", "expand_dims", "flatten", "strided_slice")]
-    + [f"relax.{name}" for name in ("take", "repeat", "tile", "flip")]
-    + [f"relax.nn.max_pool{n}d" for n in (1, 2, 3)]
+    + [f"relax.{name}" for name in ("take", "repeat", "tile", "flip", "to_vdevice")]
 )
 """Ops of their first operand whose result has no other elements than that."""
+_GREATEST = frozenset(f"relax.nn.max_pool{n}d" for n in (1, 2, 3))
+"""Moving ops where the greatest byte stands for the greatest number."""
 _CONCAT = "relax.concat"
 _LONGEST_CHAIN = 6
 
@@ -91,7 +92,13 @@ def _sink(block: Block) -> list[relax.Binding] | None:
 
 
 def _is_droppable(value: relax.Expr) -> bool:
-    return is_part_of_quantized(value) or op_name(value) in ("relax.round", "relax.clip", "relax.add", *_MOVING)
+    return is_part_of_quantized(value) or op_name(value) in (
+        "relax.round",
+        "relax.clip",
+        "relax.add",
+        *_MOVING,
+        *_GREATEST,
+    )
 
 
 class _Sinker:
@@ -138,14 +145,16 @@ class _Sinker:
         name = op_name(value)
         if name == _CONCAT and isinstance(value.args[0], relax.Tuple):
             fields = list(value.args[0].fields)
-        elif name in _MOVING:
+        elif name in _MOVING or name in _GREATEST:
             fields = [value.args[0]]
         else:
             return False
         known = [self.bytes[field] for field in fields if isinstance(field, relax.Var) and field in self.bytes]
         if len(known) < len(fields) or len({(str(part.expression), str(part.data.ty.dtype)) for part in known}) > 1:
             return False
-        first: relax.Expr = known[0].data if name in _MOVING else relax.Tuple([part.data for part in known])
+        if name in _GREATEST and not _is_increasing(known[0].expression.term):
+            return False
+        first: relax.Expr = relax.Tuple([part.data for part in known]) if name == _CONCAT else known[0].data
         others = [self.names.get(arg, arg) if isinstance(arg, relax.Var) else arg for arg in value.args[1:]]
         ty = tensor_type(shape_of(var) or [], str(known[0].data.ty.dtype), var.ty)
         moved = self.emitter.emit(relax.Call(value.op, [first, *others], value.attrs), ty, var.name)
@@ -183,11 +192,13 @@ def is_inverse(quantize: Expression, dequantize: Expression, dtype: str) -> bool
         As QuantizeLinear and DequantizeLinear are imported: ``x0`` the floats, and the bytes.
     dtype : str
     """
-    scale = _number(dequantize.term, "multiply")
-    if scale is None:
+    scale, integer = _number(dequantize.term, "multiply"), _uncast(dequantize.term.args[0], "float32")
+    if scale is None or integer is None:
         return False
-    integer = dequantize.term.args[0].args[0]
-    zero = _number(integer, "subtract") if integer.op == "subtract" else 0.0
+    zero = _number(integer, "subtract")
+    data = integer if zero is None else integer.args[0]
+    if (_uncast(data, "int32") or data).op != "operand":
+        return False
     moved = f"add(round(divide(x0, {scale!r})), {zero!r})" if zero else f"round(divide(x0, {scale!r}))"
     limits = np.iinfo(dtype)
     expected = f"cast(clip({moved}, {float(limits.min)!r}, {float(limits.max)!r}), {dtype!r})"
@@ -198,3 +209,18 @@ def _number(term: Term, op: str) -> float | None:
     """The number on the right of an op, None where there is none."""
     is_known = term.op == op and term.args[1].op == "number"
     return float(term.args[1].params[0]) if is_known else None
+
+
+def _uncast(term: Term, dtype: str) -> Term | None:
+    """What is cast to a type, None where nothing is."""
+    return term.args[0] if term.op == "cast" and term.params == (dtype,) else None
+
+
+def _is_increasing(term: Term) -> bool:
+    """Whether a greater byte certainly stands for a greater number."""
+    if term.op == "cast":
+        return _is_increasing(term.args[0])
+    if term.op in ("subtract", "multiply"):
+        number = _number(term, term.op)
+        return number is not None and (term.op == "subtract" or number > 0) and _is_increasing(term.args[0])
+    return term.op == "operand"

@@ -7,7 +7,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 from relax_hetero.encoding.expression import Expression
-from relax_hetero.transform import SinkDequantize
+from relax_hetero.transform import RealizeVDevice, SinkDequantize
 from relax_hetero.transform.sink_dequantize import is_inverse
 
 
@@ -109,6 +109,56 @@ def test_joined_bytes_of_two_scales_become_floats():
     assert SinkDequantize()(Concat).same_as(Concat)
 
 
+def test_bytes_go_to_another_device():
+    @I.ir_module
+    class Floats:
+        I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice("llvm", 1)]})
+
+        @R.function
+        def main(q: R.Tensor((2, 3), "int8", "llvm:0")):
+            with R.dataflow():
+                qf = R.astype(q, "float32")
+                x = R.multiply(qf, R.const(0.5, "float32"))
+                there = R.to_vdevice(x, "llvm:1")
+                y = R.exp(there)
+                R.output(y)
+            return y
+
+    @I.ir_module
+    class Bytes:
+        I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice("llvm", 1)]})
+
+        @R.function
+        def main(q: R.Tensor((2, 3), "int8", "llvm:0")):
+            with R.dataflow():
+                there = R.to_vdevice(q, "llvm:1")
+                qf: R.Tensor((2, 3), "float32", "llvm:1") = R.astype(there, "float32")
+                x: R.Tensor((2, 3), "float32", "llvm:1") = R.multiply(qf, R.const(0.5, "float32"))
+                y = R.exp(x)
+                R.output(y)
+            return y
+
+    realized = RealizeVDevice()(Floats)
+    assert_structural_equal(SinkDequantize()(realized), RealizeVDevice()(Bytes))
+
+
+@pytest.mark.parametrize("squared, scale", [(False, -0.5), (True, 0.5)])
+def test_the_greatest_byte_need_not_be_the_greatest_number(squared, scale):
+    @I.ir_module
+    class Pool:
+        @R.function
+        def main(q: R.Tensor((1, 1, 4, 4), "int8")):
+            with R.dataflow():
+                qf = R.astype(q, "float32")
+                x = R.multiply(qf, qf if squared else R.const(scale, "float32"))
+                m = R.nn.max_pool2d(x, [2, 2])
+                y = R.exp(m)
+                R.output(y)
+            return y
+
+    assert SinkDequantize()(Pool).same_as(Pool)
+
+
 def test_scales_per_channel_and_results_stay():
     @I.ir_module
     class PerChannel:
@@ -140,6 +190,21 @@ def test_what_gives_back_the_bytes(quantize, is_same):
     assert is_inverse(Expression.parse(quantize), dequantize, "uint8") == is_same
     without = Expression.parse("multiply(cast(x0, 'float32'), 0.25)")
     assert is_inverse(Expression.parse("cast(clip(round(divide(x0, 0.25)), -128.0, 127.0), 'int8')"), without, "int8")
+
+
+@pytest.mark.parametrize(
+    "dequantize",
+    [
+        "multiply(multiply(cast(x0, 'float32'), 2.0), 0.25)",
+        "multiply(subtract(cast(x0, 'float32'), 3.0), 0.25)",
+        "multiply(cast(subtract(subtract(cast(x0, 'int32'), 3), 3), 'float32'), 0.25)",
+        "multiply(cast(x0, 'float32'), cast(x0, 'float32'))",
+    ],
+)
+@pytest.mark.parametrize("moved", ["round(divide(x0, 0.25))", "add(round(divide(x0, 0.25)), 3.0)"])
+def test_numbers_that_went_through_more_are_other_bytes(dequantize, moved):
+    quantize = Expression.parse(f"cast(clip({moved}, 0.0, 255.0), 'uint8')")
+    assert not is_inverse(quantize, Expression.parse(dequantize), "uint8")
 
 
 def test_every_byte_comes_back():
