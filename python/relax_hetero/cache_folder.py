@@ -138,6 +138,7 @@ class CacheFolder:
             about = json.loads(self._about(key).read_text())
         except (OSError, ValueError):
             about = {}
+        about = about if isinstance(about, dict) else {}
         return Entry(key, status.st_size, status.st_mtime, max(used, status.st_mtime), hits, about)
 
     def trim(self) -> None:
@@ -191,9 +192,12 @@ def folder_of(cache: bool | str | os.PathLike[str] | None = None) -> CacheFolder
         path = Path(base, "executables")
     else:
         try:
-            path = Path(os.path.expanduser(os.fsdecode(cache)))
+            name = os.fsdecode(cache)
         except TypeError:
-            raise BuildError(f"cache={cache!r}: expected True, False or a folder's name") from None
+            name = ""
+        if not name or "\0" in name:
+            raise BuildError(f"cache={cache!r}: expected True, False or a folder's name")
+        path = Path(os.path.expanduser(name))
     return CacheFolder(Path(os.path.abspath(path)), _limit())
 
 

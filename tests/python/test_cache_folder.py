@@ -1,6 +1,7 @@
 """The compile cache's folder: which one it is, what it may hold, what it counts."""
 
 import os
+import re
 import time
 from pathlib import Path
 
@@ -60,10 +61,11 @@ def test_a_size_that_is_none_is_named(monkeypatch, tmp_path, text):
         folder_of()
 
 
-def test_what_is_no_folder_is_named(monkeypatch, tmp_path):
+@pytest.mark.parametrize("cache", [3, "", b"", "a\0b", ["folder"]])
+def test_what_is_no_folder_is_named(monkeypatch, tmp_path, cache):
     monkeypatch.setenv("RELAX_HETERO_CACHE", str(tmp_path))
-    with pytest.raises(rh.HeteroError, match="cache=3"):
-        folder_of(3)
+    with pytest.raises(rh.HeteroError, match=re.escape(f"cache={cache!r}")):
+        folder_of(cache)
 
 
 def test_entries_say_what_they_are_and_count_uses(tmp_path):
@@ -106,8 +108,9 @@ def test_drafts_of_dead_writers_go_and_files_of_others_stay(tmp_path):
     assert sorted(tmp_path.iterdir()) == sorted([drafts[0], *others])
 
 
-def test_an_entry_whose_description_is_lost_is_still_one(tmp_path):
+@pytest.mark.parametrize("text", ["{", "3", "[1]", "null"])
+def test_an_entry_whose_description_is_lost_is_still_one(tmp_path, text):
     folder = CacheFolder(tmp_path)
     add(folder, KEYS[0], 10)
-    Path(tmp_path, f"{KEYS[0]}.json").write_text("{")
+    Path(tmp_path, f"{KEYS[0]}.json").write_text(text)
     assert [(entry.key, entry.about) for entry in folder.entries()] == [(KEYS[0], {})]

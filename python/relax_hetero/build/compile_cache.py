@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,6 +27,9 @@ _unwritable: set[Path] = set()
 
 LEAST_SECONDS = 1.0
 """What compiles in less is not kept, unless the caller asks for a cache: it would cost more than it saves."""
+
+_LINKING_BYTES = 64 << 20
+"""Temporary files that linking may need: LLVM ends the process where it cannot write all of an object."""
 
 
 def through_cache(
@@ -101,12 +106,12 @@ def _with_use(executable: Executable, use: CacheUse) -> Executable:
 
 def _find(folder: CacheFolder, key: str) -> Executable | None:
     file = folder.file(key)
-    if not file.is_file():
+    if not os.path.isfile(file):  # nor is it one where the folder may not be searched
         return None
     try:
         executable = _load(file, verify=True)
     except BuildError as error:
-        if file.is_file():  # else another process has just removed it
+        if os.path.isfile(file):  # else another process has just removed it
             _log.warning("the compile cache is made anew: %s", error)
             folder.drop(key)
         return None
@@ -134,11 +139,7 @@ def _identity(file: Path) -> tuple[int, int, int] | None:
 
 def _store(folder: CacheFolder, executable: Executable, use: CacheUse) -> Executable:
     """Store an executable; gives that of the file, so that what is compiled behaves as what will be found."""
-    why = ""
-    try:
-        find_compiler("the compile cache")
-    except BuildError as error:  # which nobody needs who only runs
-        why = str(error)
+    why = _why_not_linked()
     nbytes = sum(map(nbytes_of, executable.constants))
     if nbytes > folder.limit:
         why = f"its constants take {nbytes:,} bytes, and the cache {folder.limit:,}"
@@ -150,6 +151,18 @@ def _store(folder: CacheFolder, executable: Executable, use: CacheUse) -> Execut
         except BuildError as error:  # too large for what others keep there, or removed by another process
             why = str(error)
     return _with_use(executable, replace(use, why=f"not kept: {why}"))
+
+
+def _why_not_linked() -> str:
+    """What linking lacks that nobody needs who only runs."""
+    try:
+        find_compiler("the compile cache")
+        free = shutil.disk_usage(tempfile.gettempdir()).free
+    except (BuildError, OSError) as error:
+        return str(error)
+    if free < _LINKING_BYTES:
+        return f"{tempfile.gettempdir()} has {free:,} bytes left for linking, expected {_LINKING_BYTES:,}"
+    return ""
 
 
 def _write(folder: CacheFolder, executable: Executable, use: CacheUse) -> str:

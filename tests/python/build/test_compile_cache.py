@@ -163,6 +163,33 @@ def test_a_folder_that_cannot_be_written_is_told_once(tmp_path, caplog, monkeypa
     assert caplog.text.count("cannot be written") == 1
 
 
+def test_a_folder_whose_name_is_too_long_is_none(tmp_path):
+    exe = compiled(tmp_path / ("x" * 300))
+    assert exe.metadata.cache.state == MISS and "too long" in exe.metadata.cache.why
+    check(exe)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_folder_that_may_not_be_searched_is_none(folder):
+    compiled()
+    folder.chmod(0o700)
+    os.seteuid(65534)
+    try:
+        exe = compiled()
+    finally:
+        os.seteuid(0)
+    assert exe.metadata.cache.state == MISS and "ermi" in exe.metadata.cache.why
+    check(exe)
+
+
+def test_without_room_to_link_nothing_is_kept(folder, monkeypatch, caplog):
+    """LLVM would end the process."""
+    monkeypatch.setattr(compile_cache, "_LINKING_BYTES", 1 << 60)
+    exe = compiled()
+    assert "bytes left for linking" in exe.metadata.cache.why and not folder.exists() and not caplog.records
+    check(exe)
+
+
 def test_without_a_c_compiler_nothing_is_kept(folder, monkeypatch, caplog):
     monkeypatch.setenv("CXX", "no-such-compiler")
     exe = compiled()
