@@ -11,7 +11,7 @@ from .convolution import integer_convolution
 from .elementwise import cast
 from .node import Node, as_constant, const, dtype_of, is_float, onnx_dtype
 from .products import shifted
-from .quantization_parameters import INTEGER_RANGES, along, as_type, is_zero, reshaped
+from .quantization_parameters import INTEGER_RANGES, along, as_type, check_zero_point, is_zero, reshaped
 from .table import convert_by_stock, converts
 
 
@@ -62,6 +62,10 @@ def quantize_linear(node: Node) -> relax.Expr:
     """round(x / scale) + zero point to 8 or 16 bits: per tensor, per axis, or per block."""
     data = node.tensor(0)
     shape = node.shape(data)
+    check_zero_point(node, 1, 2)
+    known = as_constant(node.tensor(1))
+    if known is not None and not np.all(known):
+        raise node.refusal("found a scale of 0, expected numbers that can be divided by")
     zero_point = node.tensor(2) if node.has(2) else None
     dtype = dtype_of(zero_point) if zero_point is not None else "uint8"
     if node.attribute("output_dtype", 0):
@@ -88,6 +92,7 @@ def dequantize_linear(node: Node) -> relax.Expr:
     shape, source = node.shape(data), dtype_of(data)
     if is_narrow(source):
         raise node.refusal(f"from {source} cannot be imported")
+    check_zero_point(node, 1, 2)
     target = dtype_of(scale)
     if node.attribute("output_dtype", 0):
         target = onnx_dtype(node.attribute("output_dtype"))
@@ -175,6 +180,8 @@ def qlinear_matmul(node: Node) -> relax.Expr:
 def qlinear_conv(node: Node) -> relax.Expr:
     """A convolution of quantized tensors, quantized; the weight's scale per tensor or per output channel."""
     data, weight = node.tensor(0), node.tensor(3)
+    check_zero_point(node, 1, 2)
+    check_zero_point(node, 4, 5)
     shifted_weight = shifted(node, weight, node.tensor(5), 0)
     total = integer_convolution(node, shifted(node, data, node.tensor(2), None), shifted_weight)
     rank = node.rank(data)

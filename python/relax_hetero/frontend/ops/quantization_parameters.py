@@ -41,6 +41,20 @@ def reshaped(node: Node, parameter: relax.Expr, shape: Sequence[int]) -> relax.E
     return node.emit(relax.op.reshape(parameter, shape))
 
 
+def check_zero_point(node: Node, scale: int, point: int) -> None:
+    """Check the zero point that is input `point` against the scale that is input `scale`.
+
+    Raises
+    ------
+    FrontendError: if it is neither one number nor of the scale's shape.
+    """
+    if not node.has(point):
+        return
+    found, expected = (node.shape(node.tensor(index)) for index in (point, scale))
+    if found not in ([], [1]) and [str(dim) for dim in found] != [str(dim) for dim in expected]:
+        raise node.refusal(f"found a zero point of shape {found}, expected one number or {expected}, the scale's shape")
+
+
 def is_zero(parameter: relax.Expr) -> bool:
     """Whether it is known to be zero everywhere."""
     array = as_constant(parameter)

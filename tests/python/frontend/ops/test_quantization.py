@@ -83,3 +83,21 @@ def test_cast(target):
 def test_types_that_cannot_be_computed_with_are_refused():
     refused("Cast", uniform(3), opset=19, to=TensorProto.FLOAT8E4M3FN, match="8 bits")
     refused("Cast", uniform(3), opset=21, to=TensorProto.INT4, match="8 bits")
+
+
+def test_parameters_that_do_not_fit_are_refused():
+    codes, scales = integers(2, 3, dtype="uint8"), uniform(3, low=0.1, high=1)
+    two = np.zeros(2, "uint8")  # no zero point, but for its shape
+    refused("DequantizeLinear", codes, scales, two, constant=[1, 2], match=r"shape \[2\], expected one number or \[3\]")
+    refused("QuantizeLinear", uniform(2, 3), scales, two, constant=[1, 2], match=r"zero point of shape \[2\]")
+    refused("QuantizeLinear", uniform(2, 3), np.array(0, "float32"), constant=[1], match="scale of 0")
+    one, image, weight = (
+        np.array(0.5, "float32"),
+        integers(1, 2, 4, 4, dtype="uint8"),
+        integers(3, 2, 1, 1, dtype="int8"),
+    )
+    zero = np.array(0, "uint8")
+    inputs = (image, one, two, weight, one, np.array(0, "int8"), one, zero)
+    refused("QLinearConv", *inputs, constant=[1, 2, 3, 4, 5, 6, 7], match=r"zero point of shape \[2\]")
+    inputs = (image, one, zero, weight, one, np.zeros(2, "int8"), one, zero)
+    refused("QLinearConv", *inputs, constant=[1, 2, 3, 4, 5, 6, 7], match=r"zero point of shape \[2\]")
