@@ -50,6 +50,6 @@ def test_the_page_on_encodings_shows_what_the_passes_make():
 
 def test_links_between_documents_lead_somewhere():
     for document in DOCUMENTS:
-        prose = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+        prose = re.sub(r"^ *```.*?^ *```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
         for target in re.findall(r"\]\((?!https?:)([\w./-]+)[)#]", prose):
             assert (document.parent / target).exists(), f"{document.relative_to(ROOT)} links to {target}"
