@@ -13,6 +13,7 @@ from tvm import relax, tirx
 from tvm_ffi import structural_map
 
 from ..errors import BuildError
+from ..transform.donated import DONATED, input_names
 from ..transform.rewriting import copy_module, relax_functions, typed
 
 
@@ -38,10 +39,26 @@ def bind_params(mod: tvm.IRModule, params: Mapping[str, Any]) -> tvm.IRModule:
     extents: dict[tvm.ir.Var, tvm.ir.Expr] = {}
     weights = {param: _weight(param, params[param.name], extents) for param in func.params if param.name in params}
     kept = [param for param in func.params if param not in weights]
+    func = _without_names(func, weights)
     func = _substitute(func, kept, {param: _constant(weight, param.ty) for param, weight in weights.items()})
     func = _substitute(func, list(func.params), extents)
     functions = {old: body for old, body in mod.functions.items() if not old.same_as(gv)}
     return copy_module(mod, {**functions, typed(tvm.ir.GlobalVar(gv.name_hint), func.ty): func})
+
+
+def _without_names(func: relax.Function, weights: Mapping[relax.Var, tvm.runtime.Tensor]) -> relax.Function:
+    """The function whose attributes count and name parameters without those of `weights`."""
+    kept = [number for number, param in enumerate(func.params) if param not in weights]
+    if "input_names" in func.attrs:
+        names = input_names(func)
+        func = func.with_attr("input_names", [names[number] for number in kept])
+    if "num_input" in func.attrs:
+        before = int(func.attrs["num_input"])
+        func = func.with_attr("num_input", sum(number < before for number in kept))
+    if DONATED in func.attrs:
+        donated = [int(number) for number in func.attrs[DONATED]]
+        func = func.with_attr(DONATED, [kept.index(number) for number in donated if number in kept])
+    return func
 
 
 def _constant(weight: tvm.runtime.Tensor, ty: relax.TensorType) -> tvm.ir.GenericConst:

@@ -1,6 +1,7 @@
 """Weights by name: on the device of their parameter, of its type, symbolic extents settled."""
 
 import numpy as np
+import onnx.parser
 import pytest
 from tvm.script import ir as I
 from tvm.script import relax as R
@@ -10,6 +11,7 @@ import relax_hetero as rh
 from relax_hetero.build.bind_params import bind_params
 from relax_hetero.errors import BuildError
 from relax_hetero.transform import FormDispatches, RealizeVDevice
+from relax_hetero.transform.donated import DONATED
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}
@@ -33,6 +35,31 @@ class Placed:
         a = R.matmul(x1, w)
         y = Placed.inner(a, w)
         return y
+
+
+def test_weights_of_an_imported_model_leave_the_names_of_the_others():
+    """The importer notes what ONNX calls its inputs, in order."""
+    model = onnx.parser.parse_model("""
+        <ir_version: 9, opset_import: ["" : 17]>
+        layer (float[4, 4] weight, float[4, 4] rows) => (float[4, 4] y) { y = MatMul(rows, weight) }
+    """)
+    rng = np.random.default_rng(0)
+    x, w = rng.random((4, 4), "float32"), rng.random((4, 4), "float32")
+    exe = rh.compile(rh.from_onnx(model), params={"weight": w}, donate=["rows"])
+    (signature,) = exe.metadata.signatures.values()
+    assert (signature.input_names, signature.donated) == (("rows",), ("rows",))
+    np.testing.assert_allclose(rh.vm.VirtualMachine(exe)["main"](rows=x).numpy(), x @ w, rtol=1e-5)
+
+
+def test_what_counts_parameters_counts_those_that_are_left():
+    func = Placed["main"].with_attr({"num_input": 1, DONATED: [1, 0]})
+    mod = Placed.clone()
+    mod["main"] = func
+    x = np.zeros((4, 4), "float32")
+    left = bind_params(mod, {"x": x})["main"].attrs
+    assert (int(left["num_input"]), list(left[DONATED])) == (0, [0])
+    left = bind_params(mod, {"w": x})["main"].attrs
+    assert (int(left["num_input"]), list(left[DONATED])) == (1, [0])
 
 
 @I.ir_module
