@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 import tvm
@@ -29,11 +29,13 @@ class KeptNames:
     Raises
     ------
     BuildError
-        For a pattern that is no string, or that matches nothing; it lists near names.
+        For what is no sequence of strings, or a pattern that matches nothing; it lists near names.
     """
 
     def __init__(self, mod: tvm.IRModule, patterns: Sequence[str], user: str) -> None:
         self._kept: set[str] = set()
+        if not isinstance(patterns, Iterable):
+            raise BuildError(f"{user}: keep is {patterns!r}, expected names of ops, variables and functions")
         found = [patterns] if isinstance(patterns, str) else list(patterns)
         if not found:
             return

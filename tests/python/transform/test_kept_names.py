@@ -55,7 +55,8 @@ def test_a_kept_function():
 
 
 @pytest.mark.parametrize(
-    ("keep", "text"), [("sofmax", "'nn.softmax'"), (["thrid"], "'third'"), (["zz*"], "no name is near"), ([3], "3")]
+    ("keep", "text"),
+    [("sofmax", "'nn.softmax'"), (["thrid"], "'third'"), (["zz*"], "no name is near"), ([3], "has 3"), (3, "is 3")],
 )
 def test_wrong_names_are_refused_with_near_ones(keep, text):
     with pytest.raises(BuildError, match=text):
