@@ -59,10 +59,11 @@ def pad(node: Node) -> relax.Expr:
         raise node.refusal(f"cuts more off shape {dims} than there is: pads {before + after}")
     if mode != "constant" and all(isinstance(dims[axis], int) for axis in moved):
         return _taken(node, data, before, after, mode)
-    value = node.constant(2) if node.has(2) else np.array(node.attribute("value", 0))
-    if mode == "constant" and value is not None and min(before + after) >= 0 and _is_exact(float(value), dtype):
+    constant = node.constant(2) if node.has(2) else np.array(node.attribute("value", 0))
+    number = float(constant.item()) if constant is not None and constant.size == 1 else None
+    if mode == "constant" and number is not None and min(before + after) >= 0 and _is_exact(number, dtype):
         widths = [width for pair in zip(before, after, strict=True) for width in pair]
-        return node.emit(relax.op.nn.pad(data, widths, "constant", float(value)))
+        return node.emit(relax.op.nn.pad(data, widths, "constant", number))
     if node.has(2):
         value = node.tensor(2)
         fill = node.emit(relax.op.reshape(value, ())) if node.rank(value) else value

@@ -46,6 +46,10 @@ def test_pad(mode):
     check("Pad", uniform(3, 4, 5), np.array(pads), opset=19, constant=[1], mode=mode)
 
 
+def test_pad_with_a_number_in_one_dimension():
+    check("Pad", uniform(3, 4), np.array([1, 0, 0, 2]), np.array([7], "float32"), constant=[1, 2])
+
+
 def test_pad_with_a_computed_value_on_some_axes():
     operands = [uniform(3, 4), np.array([1, 2]), np.array(7, "float32"), np.array([-1])]
     check("Pad", *operands, constant=[1, 3])
