@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from .machine import Machine
 from .products import Product
 
-
 # More places of a convolution's tile gain nothing: with two vectors each, this many fill the registers of AVX-512.
 MOST_PLACES = 14
 
