@@ -61,6 +61,8 @@ class Container:
         Constants in order; two may share their bytes.
     data : numpy.ndarray
         All bytes of the file as ``uint8``: a private mapping, read when touched.
+    code_bytes : int
+        Of the shared library, which comes first.
     """
 
     path: Path
@@ -68,6 +70,12 @@ class Container:
     header: dict[str, Any]
     weights: tuple[Weight, ...]
     data: np.ndarray
+    code_bytes: int
+
+    @property
+    def code(self) -> np.ndarray:
+        """The mapped bytes of the shared library."""
+        return self.data[: self.code_bytes]
 
     def weight(self, index: int) -> np.ndarray:
         """The mapped bytes of a weight."""
@@ -170,7 +178,7 @@ def open_container(path: Path) -> Container:
         raise BuildError(f"{path}: the code is corrupt: its checksum differs from the footer's")
     header = json.loads(data[begin:end].tobytes())
     weights = tuple(Weight(*place) for place in header["weights"])
-    return Container(path, (status.st_dev, status.st_ino), header, weights, data)
+    return Container(path, (status.st_dev, status.st_ino), header, weights, data, library_end)
 
 
 def _foreign(path: Path, found: str) -> str:

@@ -78,7 +78,7 @@ class Executable:
 
             if self._container is None:
                 raise BuildError("an Executable needs a module, or a file to load it from")
-            self._module = load_code(self._container.path, self._container.identity)
+            self._module = load_code(self._container.path, self._container)
         return self._module
 
     @property

@@ -227,6 +227,19 @@ def test_export_and_load(tmp_path):
     assert is_recorded(graph_of(vm))
 
 
+def test_a_file_loaded_again_after_the_first_executable_ended(tmp_path):
+    """Host code keeps the kernels it has looked up, which end with their executable."""
+    mod, weights = layers()
+    rh.compile(mod).export_library(tmp_path / "model.so")
+    vm = None
+    for _ in range(3):
+        vm = rh.vm.VirtualMachine(rh.load(tmp_path / "model.so"))  # the machine before ends here
+        gc.collect()
+        x = RNG.standard_normal((8, 64)).astype("float32")
+        np.testing.assert_allclose(vm["main"](x).numpy(), layered(x, weights), rtol=1e-4)
+    assert is_recorded(graph_of(vm))
+
+
 def test_profile():
     mod, weights = layers()
     vm = rh.vm.VirtualMachine(rh.compile(mod))
