@@ -14,7 +14,7 @@ CHECKED := python apps tests
 help:
 	@echo "make demo         rank sentences with a real embedding model, cut over two devices"
 	@echo "make test         the test suite (about ten minutes on two cores)"
-	@echo "make lint         ruff check, ruff format --check, mypy"
+	@echo "make lint         ruff check, ruff format --check, mypy, import-linter"
 	@echo "make format       let ruff rewrite what lint would complain about"
 	@echo "make conformance  ONNX's own backend suite, against stock TVM (long)"
 	@echo "make clean        remove caches and build outputs; make distclean also .cache and $(VENV)"
@@ -29,6 +29,7 @@ lint: $(VENV)/.stamp-dev
 	$(PY) -m ruff check $(CHECKED)
 	$(PY) -m ruff format --check $(CHECKED)
 	$(PY) -m mypy
+	$(VENV)/bin/lint-imports
 
 format: $(VENV)/.stamp-dev
 	$(PY) -m ruff check --fix $(CHECKED)

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 import relax_hetero as rh
-from relax_hetero.vdevice import with_vdevices
+from relax_hetero.target.vdevice import with_vdevices
 
 OURS, CALL, REPLAY, ADD = (
     "ours, new bindings",

@@ -24,8 +24,8 @@ from rich.table import Table
 from tvm import relax
 
 import relax_hetero as rh
-from relax_hetero.cpu_cores import num_cores
-from relax_hetero.vdevice import with_vdevices
+from relax_hetero.target.cpu_cores import num_cores
+from relax_hetero.target.vdevice import with_vdevices
 
 PIPELINE_BAR, TWO_GPUS_BAR = 1.15, 1.8
 PROBE = 4

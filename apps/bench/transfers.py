@@ -27,7 +27,7 @@ from rich.table import Table
 from tvm import relax
 
 import relax_hetero as rh
-from relax_hetero.vdevice import device_name, parse_vdevices
+from relax_hetero.target.vdevice import device_name, parse_vdevices
 
 COLUMNS = {
     "GB/s": "GB/s",

@@ -23,7 +23,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
-from relax_hetero.vdevice import device_name, parse_vdevices, vdevices_of
+from relax_hetero.target.vdevice import device_name, parse_vdevices, vdevices_of
 
 PASSES = ("RealizeVDevice", "SetEncoding", "PropagateEncodings", "SpecializeEncodings")
 DIMS = {"lhs": "mk", "rhs": "kn"}  # what else there is has the result's extents

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from .providers import provide
 from .watch_tvmscript import watch_tvmscript
 
 __version__ = "0.1.0"
@@ -25,15 +26,15 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "BuildError": (".errors", "BuildError"),
     "BindingError": (".errors", "BindingError"),
     "MemoryLimitError": (".errors", "MemoryLimitError"),
-    "VDevice": (".vdevice", "VDevice"),
-    "native": (".vdevice", "native"),
+    "VDevice": (".target.vdevice", "VDevice"),
+    "native": (".target.vdevice", "native"),
     "encoding": (".encoding", None),
     "op": (".op", None),
     "transform": (".transform", None),
     "vm": (".vm", None),
     "from_onnx": (".frontend", "from_onnx"),
-    "compile": (".build", "compile"),
-    "get_pipeline": (".build", "get_pipeline"),
+    "compile": (".driver", "compile"),
+    "get_pipeline": (".driver", "get_pipeline"),
     "load": (".vm", "load"),
 }
 
@@ -68,4 +69,6 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
+provide("own_resolvers", f"{__name__}.resolvers", "own_resolvers")
+provide("compile_commands", f"{__name__}.driver.commands.compile_commands", "compile_commands")
 watch_tvmscript()

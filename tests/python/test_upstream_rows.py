@@ -14,9 +14,9 @@ from tvm.script import tirx as T
 
 import relax_hetero as rh
 from relax_hetero.errors import BuildError, PlacementError, VDeviceError
+from relax_hetero.target.vdevice import device_name, parse_vdevices, same_object, vdevices_of
 from relax_hetero.transform import RealizeVDevice, UpdateVDevice
-from relax_hetero.transform.rewriting import op_name, tensor_types, walk_bindings
-from relax_hetero.vdevice import device_name, parse_vdevices, same_object, vdevices_of
+from relax_hetero.transform.ir.rewriting import op_name, tensor_types, walk_bindings
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}
@@ -106,7 +106,7 @@ def test_row_4_a_gpu_kernel_is_never_host_code():
         for i in range(64):
             b[i] = a[i]
 
-    from relax_hetero.build.link import build_group
+    from relax_hetero.driver.link.link import build_group
 
     with pytest.raises(BuildError, match="'copy' for target kind 'cuda' binds no GPU threads"):
         build_group(copy.attrs["target"], tvm.IRModule({"copy": copy}), tvm.target.Target("llvm"))

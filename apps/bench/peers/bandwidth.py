@@ -8,7 +8,7 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from relax_hetero.encoding.machine import machine_of
+from relax_hetero.target.cpu_target import machine_of
 
 from .peak import Peak
 from .relax_module import native_target

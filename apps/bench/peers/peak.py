@@ -10,7 +10,7 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from relax_hetero.encoding.machine import Machine, machine_of
+from relax_hetero.target.cpu_target import Machine, machine_of
 
 from .product import Unsupported
 from .relax_module import native_target

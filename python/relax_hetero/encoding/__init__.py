@@ -7,7 +7,6 @@ from .expression import Expression
 from .packed_layout import PackedLayout
 from .problem import ConvProblem, ElementwiseProblem, Epilogue, MatmulProblem, Operand, Window
 from .resolver import EncodingResolver, register_resolver, resolver_for
-from .resolvers import register_resolvers as _register_resolvers
 
 __all__ = [
     "ConvProblem",
@@ -23,5 +22,3 @@ __all__ = [
     "register_resolver",
     "resolver_for",
 ]
-
-_register_resolvers()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .machine import Machine
+from ..target.cpu_target import Machine
 from .tiles import tile_columns
 
 GROUP = 8

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from ..element_types import bytes_of
 from ..errors import EncodingError
+from ..target.element_types import bytes_of
 from .encoding import RHS, Encoding
 
 _MAX_RANK = 64  # far above any tensor's: text does not decide how much memory a layout takes

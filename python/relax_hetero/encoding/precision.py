@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ..element_types import short_name
+from ..target.element_types import short_name
 from .problem import AttentionProblem, BlockProductProblem, ConvProblem, MatmulProblem
 
 

@@ -9,6 +9,7 @@ many bytes that takes (`storage_size`), and what computes on operands so stored 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -17,8 +18,9 @@ import tvm
 from tvm import tirx
 
 from ..errors import EncodingError
+from ..providers import provided
+from ..target.cpu_target import machine_of
 from .encoding import Encoding
-from .machine import machine_of
 from .packed_layout import PackedLayout
 from .problem import Problem
 
@@ -59,6 +61,7 @@ class _Entry:
 
 
 _entries: list[_Entry] = []
+"""What others have registered, the latest last."""
 # Their answers change with the sources of this library only.
 _OURS = f"{__name__.partition('.')[0]}."
 
@@ -96,12 +99,13 @@ def resolver_for(target: tvm.target.Target | str) -> EncodingResolver | None:
     """The resolver that answers for a target, None if there is none."""
     target = tvm.target.Target(target)
     known = _features(target)
+    entries = [*_own_entries(), *_entries]
     fitting = [
         (entry.priority, len(entry.features), position)
-        for position, entry in enumerate(_entries)
+        for position, entry in enumerate(entries)
         if entry.kind == target.kind.name and known.issuperset(entry.features)
     ]
-    return _entries[max(fitting)[2]].resolver if fitting else None
+    return entries[max(fitting)[2]].resolver if fitting else None
 
 
 def solves(target: tvm.target.Target, problem: type) -> bool:
@@ -117,6 +121,12 @@ def resolver_key(target: tvm.target.Target) -> str | None:
         return kind.__qualname__
     key = getattr(resolver, "cache_key", None)
     return None if key is None else f"{kind.__module__}.{kind.__qualname__} {key}"
+
+
+@functools.cache
+def _own_entries() -> tuple[_Entry, ...]:
+    own = provided("own_resolvers")()
+    return tuple(_Entry(resolver, kind, frozenset(features), 0) for resolver, kind, features in own)
 
 
 def _features(target: tvm.target.Target) -> frozenset[str]:

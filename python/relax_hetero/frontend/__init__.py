@@ -1,7 +1,7 @@
 """Front ends: models of other formats become placed Relax modules."""
 
-from .auto_placement import AutoPlacement, auto_placement
-from .cost_model import CostModel, DeviceCost, LinkCost
-from .onnx import from_onnx
+from .auto.auto_placement import AutoPlacement, auto_placement
+from .auto.cost_model import CostModel, DeviceCost, LinkCost
+from .from_onnx import from_onnx
 
 __all__ = ["AutoPlacement", "CostModel", "DeviceCost", "LinkCost", "auto_placement", "from_onnx"]

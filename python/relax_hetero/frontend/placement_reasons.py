@@ -13,11 +13,11 @@ from dataclasses import replace
 
 import tvm
 
-from ..transform.realize_vdevice import PlacementEntry, PlacementReport
-from ..transform.stage import ESTIMATE, PLACEMENT
-from .auto_placement import AutoPlacement
-from .onnx_names import NodeInfo, variable_name, walk_nodes
-from .placement_rules import PlacementRules, matching_patterns
+from ..transform.ir.module_attrs import ESTIMATE, PLACEMENT
+from ..transform.placement.realize_vdevice import PlacementEntry, PlacementReport
+from .auto.auto_placement import AutoPlacement
+from .onnx.node_names import NodeInfo, variable_name, walk_nodes
+from .onnx.placement_rules import PlacementRules, matching_patterns
 
 # What the import appends to a node's name for the further variables that it became.
 _SUFFIX = re.compile(r"_[0-9a-z]+$")

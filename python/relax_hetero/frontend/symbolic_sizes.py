@@ -19,7 +19,7 @@ from onnx import helper
 from tvm import relax, sym, tirx
 
 from ..errors import FrontendError
-from .onnx_model import STANDARD_DOMAINS
+from .domains import STANDARD_DOMAINS
 
 # Longer vectors than shapes are.
 _MAX_ELEMENTS = 64

@@ -9,15 +9,8 @@ from __future__ import annotations
 
 from .attention import attention, register_attention_op
 from .block_products import block_matmul, dequantize_blocks, register_block_ops
-from .encoded import (
-    elementwise,
-    matmul,
-    prepacked,
-    register_encoded_ops,
-    relayout,
-    set_encoding,
-    unset_encoding,
-)
+from .encoded import elementwise, matmul, prepacked, relayout, set_encoding, unset_encoding
+from .encoded_types import register_encoded_ops
 from .hints import encode_hint, hint_on_device, hinted_vdevice, is_hint
 from .rows import register_rows_op, rows
 from .strict_tvmscript import make_tvmscript_strict

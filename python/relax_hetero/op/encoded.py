@@ -21,8 +21,6 @@ from collections.abc import Sequence
 import tvm
 import tvm_ffi
 from tvm import relax
-from tvm.relax import script as relax_script
-from tvm.relax.script import parser as relax_parser
 
 from ..encoding.encoding import Encoding
 from ..encoding.expression import Expression
@@ -213,7 +211,7 @@ def _call(name: str, operands: list[relax.Expr], attrs: tvm.ir.Attrs) -> relax.C
     return relax.Call(tvm.ir.Op.get(name), operands, attrs)
 
 
-class _Namespace:
+class Namespace:
     """``R.hetero``."""
 
     set_encoding = staticmethod(set_encoding)
@@ -223,15 +221,3 @@ class _Namespace:
     matmul = staticmethod(matmul)
     conv = staticmethod(conv)
     elementwise = staticmethod(elementwise)
-
-
-def register_encoded_ops() -> None:
-    """Make TVM know the ops, and TVMScript the namespace; once, when `relax_hetero.op` is imported."""
-    from .encoded_types import INFER  # it knows the attributes above
-
-    for name, infer in INFER.items():
-        tvm.ir._ffi_api.RegisterOp(name, f"{name}: see relax_hetero.op.encoded")
-        tvm.ir.register_op_attr(name, "FInferType", infer)
-        tvm.ir.register_op_attr(name, "FPurity", True)
-    for namespace in (relax_script, relax_parser):
-        namespace.hetero = _Namespace  # type: ignore[attr-defined]

@@ -8,6 +8,8 @@ from typing import Any
 
 import tvm
 from tvm import relax
+from tvm.relax import script as relax_script
+from tvm.relax.script import parser as relax_parser
 
 from ..encoding.encoding import LHS, RESULT, RHS, Encoding
 from ..encoding.expression import Expression
@@ -25,6 +27,7 @@ from .encoded import (
     EncodedElementwiseAttrs,
     EncodedMatmulAttrs,
     EncodingAttrs,
+    Namespace,
     PrepackedAttrs,
     RelayoutAttrs,
 )
@@ -213,3 +216,13 @@ INFER: dict[str, Infer] = {
     ELEMENTWISE: _named(ELEMENTWISE, EncodedElementwiseAttrs, range(1, _MANY), _infer_elementwise),
 }
 """Of every op: what TVM calls to type it."""
+
+
+def register_encoded_ops() -> None:
+    """Make TVM know the ops, and TVMScript the namespace; once, when `relax_hetero.op` is imported."""
+    for name, infer in INFER.items():
+        tvm.ir._ffi_api.RegisterOp(name, f"{name}: see relax_hetero.op.encoded")
+        tvm.ir.register_op_attr(name, "FInferType", infer)
+        tvm.ir.register_op_attr(name, "FPurity", True)
+    for namespace in (relax_script, relax_parser):
+        namespace.hetero = Namespace  # type: ignore[attr-defined]

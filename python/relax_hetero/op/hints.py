@@ -18,7 +18,7 @@ from tvm import relax
 from tvm.relax.op.op_attrs import HintOnDeviceAttrs
 
 from ..errors import VDeviceError
-from ..vdevice import VDeviceSpec, device_name, lookup, physical, same_object, vdevice_index
+from ..target.vdevice import VDeviceSpec, device_name, lookup, physical, same_object, vdevice_index
 from .each_tensor import Operand, each_tensor
 from .under_construction import declared_vdevices
 
@@ -33,7 +33,7 @@ def hint_on_device(x: Operand, device: VDeviceSpec, memory_scope: str | None = N
     x : relax.Expr, or tuple of them
         A tensor, or a tuple (a Python one, a Relax one, or a tuple-typed variable) of which every tensor gets a hint.
     device : str, tvm.runtime.Device or VDevice
-        Looked up at once in the module under construction (see `relax_hetero.vdevice.lookup`).
+        Looked up at once in the module under construction (see `relax_hetero.target.vdevice.lookup`).
     memory_scope : str, optional
         Restricts a tvm device to vdevices of this scope; must agree with a vdevice that is named otherwise.
 

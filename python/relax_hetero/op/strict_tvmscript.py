@@ -31,7 +31,7 @@ from tvm.script.ir_builder.ir import ir as ir_builder
 from tvm.script.parser import ir as ir_parser
 
 from ..errors import VDeviceError
-from ..vdevice import VDeviceSpec
+from ..target.vdevice import VDeviceSpec
 from . import hints, transfers
 from .each_tensor import Operand
 from .under_construction import resolve, vdevices_under_construction

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tvm
 from tvm import relax
 
-from ..vdevice import VDeviceSpec
+from ..target.vdevice import VDeviceSpec
 from .each_tensor import Operand, each_tensor
 from .under_construction import resolve, vdevices_under_construction
 
@@ -18,7 +18,7 @@ def to_vdevice(x: Operand, vdevice: VDeviceSpec) -> relax.Expr:
     x : relax.Expr, or tuple of them
         A tensor, or a tuple (a Python one, a Relax one, or a tuple-typed variable) of which every tensor is copied.
     vdevice : str, tvm.runtime.Device or VDevice
-        The destination, looked up at once in the module under construction (see `relax_hetero.vdevice.lookup`).
+        The destination, looked up at once in the module under construction (see `relax_hetero.target.vdevice.lookup`).
         A VDevice is taken as it is where no module is under construction.
 
     Returns

@@ -9,7 +9,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder.ir import IRModuleFrame
 
 from ..errors import PlacementError, VDeviceError
-from ..vdevice import VDeviceSpec, lookup, vdevices_of
+from ..target.vdevice import VDeviceSpec, lookup, vdevices_of
 
 
 def vdevices_under_construction() -> list[tvm.relax.VDevice] | None:

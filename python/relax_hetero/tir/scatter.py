@@ -14,8 +14,8 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..encoding.problem import Dim
-from .builder import Expr, Function, ceil_div, flat, loop, settled, when
-from .ties import with_ties
+from .core.builder import Expr, Function, ceil_div, flat, loop, settled, when
+from .core.ties import with_ties
 
 REDUCTIONS: dict[str, Callable[[Expr, Expr], Expr]] = {
     "update": lambda _, new: new,

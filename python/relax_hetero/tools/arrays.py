@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..element_types import numpy_dtype
 from ..errors import BindingError
+from ..target.element_types import numpy_dtype
 
 if TYPE_CHECKING:
     from ..vm import FunctionSignature, TensorSpec

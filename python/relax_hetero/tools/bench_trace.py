@@ -13,7 +13,7 @@ from .console import console, plural
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..vm.executable import Executable
+    from ..vm.file.executable import Executable
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import click
 
-from ..cache_folder import CacheFolder, Entry, folder_of
+from ..artifact.cache_folder import CacheFolder, Entry, folder_of
 from ..errors import BuildError
 from .command import command, json_option
 from .console import bytes_text, console, plural, print_json, print_table, target_text

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..vm.command_json import kernel_to_json, region_to_json
-from ..vm.commands import (
+from ..artifact.command_json import kernel_to_json, region_to_json
+from ..artifact.commands import (
     ARENA,
     DIRECT,
     READ,
@@ -20,7 +20,7 @@ from ..vm.commands import (
     RegionSpec,
     SingleCall,
 )
-from ..vm.signature import Dim
+from ..artifact.signature import Dim
 from .console import bytes_text, console, plural, print_table
 
 

@@ -57,7 +57,7 @@ def compile_command(model: Path, output: Path, placing: Placing, cache: bool, as
 
 
 def _summary(executable: Any, output: Path, seconds: dict[str, float]) -> dict[str, Any]:
-    from ..vm.metadata import device_names
+    from ..artifact.metadata import device_names
 
     return {
         "output": str(output),

@@ -57,7 +57,7 @@ def stock_tvm(path: Path, shapes: Mapping[str, list[int]]) -> Engine:
         import tvm
         from tvm.relax.frontend.onnx import from_onnx
 
-        from ..native_target import native
+        from ..target.native_target import native
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -42,16 +42,16 @@ def explain_command(model: Path, summary: bool, placing: Placing, as_json: bool)
 
 
 def _of_onnx(path: Path, placing: Placing) -> Explanation:
-    from ..build.command_metadata import regions_as_linked
-    from ..build.compile_cache import look_up
-    from ..build.cuda_regions import CudaGraphs
-    from ..build.memory_report import memory_plan_of
-    from ..build.pipeline import passes_to_dispatches
+    from ..driver.commands.command_metadata import regions_as_linked
+    from ..driver.commands.cuda_regions import CudaGraphs
+    from ..driver.compile_cache import look_up
+    from ..driver.memory_report import memory_plan_of
+    from ..driver.pipeline import passes_to_dispatches
+    from ..target.vdevice import device_name, vdevices_of
     from ..transform import FormCommandBuffers, collect_encodings, collect_fusions
-    from ..transform.command_report import kernels_of, single_calls_of
-    from ..transform.form_schedules import FormSchedules, schedules_of
-    from ..transform.stage import placement_estimate, placement_report
-    from ..vdevice import device_name, vdevices_of
+    from ..transform.ir.module_attrs import placement_estimate, placement_report
+    from ..transform.partition.form_schedules import FormSchedules, schedules_of
+    from ..transform.record.region_attrs import kernels_of, single_calls_of
     from .command_tables import CommandBuffers
     from .explanation import Explanation
     from .schedule_tables import Schedules
@@ -86,7 +86,7 @@ def _of_onnx(path: Path, placing: Placing) -> Explanation:
 
 
 def _of_library(path: Path, placing: Placing) -> Explanation:
-    from ..vm.metadata import device_names
+    from ..artifact.metadata import device_names
     from .command_tables import CommandBuffers
     from .explanation import Explanation
     from .schedule_tables import Schedules

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..vm.cache_use import CacheUse
-from ..vm.memory_plan import MemoryPlan
+from ..artifact.cache_use import CacheUse
+from ..artifact.memory_plan import MemoryPlan
 from .command_tables import CommandBuffers
 from .console import bytes_text, console, plural, print_table, target_text
 from .encoding_tables import encoding_totals, print_encodings

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..vm.dims import DimValues
-from ..vm.memory_plan import FunctionUse, MemoryPlan
-from ..vm.signature import FunctionSignature, TensorSpec
+from ..artifact.dims import DimValues
+from ..artifact.memory_plan import FunctionUse, MemoryPlan
+from ..artifact.signature import FunctionSignature, TensorSpec
 from .console import bytes_text, console, print_table
 
 _COLUMNS = ("weights", "transient", "arenas", "transfers", "results", "least")

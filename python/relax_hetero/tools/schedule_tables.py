@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..vm.schedule import Schedule, Step
+from ..artifact.schedule import Schedule, Step
 from .console import console, plural, print_table
 
 

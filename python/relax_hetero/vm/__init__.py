@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from .binding_table import BindingTable
+from ..artifact.memory_plan import MemoryPlan
+from ..artifact.metadata import ConstantSpec, DeviceSpec, DispatchSpec, Metadata
+from ..artifact.schedule import Schedule, Step
+from ..artifact.signature import FunctionSignature, ObjectSpec, PrimSpec, ShapeSpec, TensorSpec, TupleSpec
 from .bound_function import BoundFunction
-from .command_buffer import CommandBuffer
-from .executable import Executable
-from .fence import Fence
-from .load import load
+from .command_buffer.binding_table import BindingTable
+from .command_buffer.command_buffer import CommandBuffer
+from .command_buffer.submission import Submission
+from .device.pinned_memory import pinned_array
+from .file.executable import Executable
+from .file.load import load
 from .machine import VirtualMachine
-from .memory_plan import MemoryPlan
-from .metadata import ConstantSpec, DeviceSpec, DispatchSpec, Metadata
-from .pinned_memory import pinned_array
 from .profile import Profile, ProfileRow
-from .schedule import Schedule, Step
-from .signature import FunctionSignature, ObjectSpec, PrimSpec, ShapeSpec, TensorSpec, TupleSpec
-from .submission import Submission
-from .trace import Trace
+from .queue.fence import Fence
+from .queue.trace import Trace
 
 __all__ = [
     "BindingTable",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .fence import Fence
-from .signature import FunctionSignature
+from ..artifact.signature import FunctionSignature
+from .queue.fence import Fence
 
 if TYPE_CHECKING:
     from .machine import VirtualMachine

@@ -9,28 +9,28 @@ from typing import Any, NoReturn
 import tvm_ffi
 from tvm import runtime
 
+from ..artifact.dims import DimValues
+from ..artifact.failure import explain_failure
+from ..artifact.signature import FunctionSignature
 from ..errors import BindingError, HeteroError
-from . import run_functions as _run_functions  # noqa: F401 (registers what bytecode calls)
+from .args.call_cache import KnownCall, KnownCalls
+from .args.results import check_out, fill, to_python
 from .bound_function import BoundFunction
-from .builtins import running
-from .cuda_graph import with_graphs
-from .devices import bind_devices, host_device
-from .dims import DimValues
-from .executable import Executable
-from .export import generate_code
-from .failure import explain_failure
-from .fence import here
-from .known_calls import KnownCall, KnownCalls
-from .memory_limit import MemoryLimits
+from .device import run_functions as _run_functions  # noqa: F401 (registers what bytecode calls)
+from .device.builtins import running
+from .device.devices import bind_devices, host_device
+from .device.memory_limit import MemoryLimits
+from .device.tensors import AddressRange, copy_into
+from .device.threads import enter_call, leave_call, leave_threads_unpinned, threads_for
+from .file.executable import Executable
+from .file.export import generate_code
 from .profile import Profile, Recorder
-from .profile_regions import RegionCalls
-from .queued_calls import MAX_IN_FLIGHT
-from .results import check_out, fill, to_python
-from .signature import FunctionSignature
-from .submitted_calls import SubmittedCalls
-from .tensors import AddressRange, copy_into
-from .threads import enter_call, leave_call, leave_threads_unpinned, threads_for
-from .walk_commands import Kernel, load_kernel
+from .queue.fence import here
+from .queue.queued_calls import MAX_IN_FLIGHT
+from .queue.submitted_calls import SubmittedCalls
+from .region.cuda_graph import with_graphs
+from .region.profile_regions import RegionCalls
+from .region.walk_commands import Kernel, load_kernel
 
 # TVM's kinds of allocator; the pooled one keeps freed buffers for the next call.
 _POOLED_ALLOCATOR = 2

@@ -10,11 +10,11 @@ from typing import Any
 
 from tvm import runtime
 
-from .commands import Dispatch, RegionSpec
-from .metadata import CPU, Metadata, device_names
-from .profile_regions import RegionCalls
-from .text_table import text_table
-from .walk_commands import raise_kernel_error
+from ..artifact.commands import Dispatch, RegionSpec
+from ..artifact.metadata import CPU, Metadata, device_names
+from ..artifact.text_table import text_table
+from .region.profile_regions import RegionCalls
+from .region.walk_commands import raise_kernel_error
 
 _TRANSFER = "relax_hetero.to_device"
 _BUILTIN = ("vm.builtin.", "relax_hetero.pinned_storage", "runtime.TVMTensorCreateView")

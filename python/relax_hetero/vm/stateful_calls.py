@@ -9,13 +9,13 @@ from typing import Any
 
 from tvm import runtime
 
+from ..artifact.dims import DimValues
+from ..artifact.signature import FunctionSignature
 from ..errors import BindingError
-from .argument_binding import ArgumentBinding
-from .dims import DimValues
-from .donated_arguments import for_one_run, kept_ranges
-from .executable import Executable
-from .signature import FunctionSignature
-from .tensors import AddressRange
+from .args.argument_binding import ArgumentBinding
+from .args.donated_arguments import for_one_run, kept_ranges
+from .device.tensors import AddressRange
+from .file.executable import Executable
 
 
 class StatefulCalls(ArgumentBinding, ABC):

@@ -5,8 +5,8 @@ import itertools
 from hypothesis import strategies as st
 
 from relax_hetero.frontend import CostModel, DeviceCost, LinkCost
-from relax_hetero.frontend.plan_costs import PlanCosts
-from relax_hetero.frontend.work_graph import OUTSIDE, Unit, Value, WorkGraph
+from relax_hetero.frontend.auto.plan_costs import PlanCosts
+from relax_hetero.frontend.auto.work_graph import OUTSIDE, Unit, Value, WorkGraph
 
 # A device that does an operation a second, and links that take a second a byte: costs are whole seconds.
 SLOW = DeviceCost(1, 1e30, 0)

@@ -5,9 +5,9 @@ from onnx import TensorProto, helper, parser
 from tvm import relax
 
 import relax_hetero as rh
+from relax_hetero.target.vdevice import device_name, vdevices_of
 from relax_hetero.transform import UpdateVDevice
-from relax_hetero.transform.realize_vdevice import collect_placement
-from relax_hetero.vdevice import device_name, vdevices_of
+from relax_hetero.transform.placement.realize_vdevice import collect_placement
 
 CPU_AND_C = ["llvm", "c"]
 CPU_AND_GPU = ["llvm", {"kind": "cuda", "arch": "sm_90"}]

@@ -6,7 +6,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper, parser
 
 import relax_hetero as rh
-from relax_hetero.frontend.onnx_names import name_nodes, walk_nodes
+from relax_hetero.frontend.onnx.node_names import name_nodes, walk_nodes
 
 TWO_CPUS = ["llvm", {"kind": "llvm", "mcpu": "x86-64-v2"}]
 

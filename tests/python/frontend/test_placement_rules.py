@@ -4,9 +4,9 @@ import pytest
 from onnx import parser
 
 import relax_hetero as rh
-from relax_hetero.frontend.onnx_names import name_nodes
-from relax_hetero.frontend.placement_rules import assign_devices
-from relax_hetero.vdevice import device_name, parse_vdevices
+from relax_hetero.frontend.onnx.node_names import name_nodes
+from relax_hetero.frontend.onnx.placement_rules import assign_devices
+from relax_hetero.target.vdevice import device_name, parse_vdevices
 
 MODEL = parser.parse_model("""
     <ir_version: 9, opset_import: ["" : 17, "my": 1]>

@@ -10,9 +10,9 @@ import tvm_ffi
 from tvm import relax, te
 
 import relax_hetero as rh
-from relax_hetero.vdevice import with_vdevices
-from relax_hetero.vm import cuda_graph
-from relax_hetero.vm.graph_state import ROWS
+from relax_hetero.artifact.graph_layout import ROWS
+from relax_hetero.target.vdevice import with_vdevices
+from relax_hetero.vm.region import cuda_graph
 
 GPUS = sum(tvm.cuda(i).exist for i in range(8)) if tvm.runtime.enabled("cuda") else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no NVIDIA GPU")]

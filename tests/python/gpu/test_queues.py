@@ -14,7 +14,7 @@ import tvm_ffi
 from tvm import relax
 
 import relax_hetero as rh
-from relax_hetero.vdevice import with_vdevices
+from relax_hetero.target.vdevice import with_vdevices
 
 GPUS = sum(tvm.cuda(i).exist for i in range(8)) if tvm.runtime.enabled("cuda") else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no NVIDIA GPU")]
@@ -197,7 +197,7 @@ def test_machines_leave_nothing_behind(pipeline):
 WILD = """
 import sys, numpy as np, tvm, relax_hetero as rh
 from tvm import relax, te
-from relax_hetero.vdevice import with_vdevices
+from relax_hetero.target.vdevice import with_vdevices
 builder = relax.BlockBuilder()
 x = te.placeholder((64,), "float32", "x")
 far = tvm.tirx.const(1 << 40, "int64")

@@ -11,16 +11,16 @@ import tvm_ffi
 from tvm import relax
 
 import relax_hetero as rh
-from relax_hetero.cpu_cores import num_cores
-from relax_hetero.vdevice import with_vdevices
-from relax_hetero.vm import cuda_copies, tensors
-from relax_hetero.vm.builtins import running_on, to_device
-from relax_hetero.vm.cuda_library import CUDA_HOST, cuda_library
-from relax_hetero.vm.cuda_streams import Stream
-from relax_hetero.vm.peer_access import enable_peer_access
-from relax_hetero.vm.pinned_pool import PINNED_BYTES, PinnedPool
-from relax_hetero.vm.pinned_staging import FIRST_PART_BYTES, PART_BYTES, STAGED_BYTES
-from relax_hetero.vm.tensors import alias, begin_copy, copy_into, copy_to, empty, from_array, from_numpy
+from relax_hetero.target.cpu_cores import num_cores
+from relax_hetero.target.vdevice import with_vdevices
+from relax_hetero.vm.device import cuda_copies, tensors
+from relax_hetero.vm.device.builtins import running_on, to_device
+from relax_hetero.vm.device.cuda_library import CUDA_HOST, cuda_library
+from relax_hetero.vm.device.cuda_streams import Stream
+from relax_hetero.vm.device.peer_access import enable_peer_access
+from relax_hetero.vm.device.pinned_pool import PINNED_BYTES, PinnedPool
+from relax_hetero.vm.device.pinned_staging import FIRST_PART_BYTES, PART_BYTES, STAGED_BYTES
+from relax_hetero.vm.device.tensors import alias, begin_copy, copy_into, copy_to, empty, from_array, from_numpy
 
 GPUS = sum(tvm.cuda(i).exist for i in range(8)) if tvm.runtime.enabled("cuda") else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no NVIDIA GPU")]

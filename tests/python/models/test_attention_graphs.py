@@ -13,8 +13,8 @@ import tvm
 import relax_hetero as rh
 from models.attention_graphs import FORMS, bert
 from relax_hetero.op.attention import ATTENTION
-from relax_hetero.transform.form_attention import form_attention
-from relax_hetero.transform.rewriting import op_name, relax_functions, walk_bindings
+from relax_hetero.transform.fuse.form_attention import form_attention
+from relax_hetero.transform.ir.rewriting import op_name, relax_functions, walk_bindings
 
 AVX512 = {"kind": "llvm", "mcpu": "x86-64-v4", "num-cores": 2}
 

@@ -18,8 +18,8 @@ from models.running import (
     expected_outputs,
     outputs_of,
 )
-from relax_hetero.build.pipeline import get_pipeline
-from relax_hetero.transform.rewriting import op_name, relax_functions, walk_bindings
+from relax_hetero.driver.pipeline import get_pipeline
+from relax_hetero.transform.ir.rewriting import op_name, relax_functions, walk_bindings
 
 _BENCH = str(Path(__file__).resolve().parents[3] / "apps" / "bench")
 if _BENCH not in sys.path:

@@ -13,7 +13,7 @@ from tvm.script import relax as R
 import relax_hetero as rh
 from relax_hetero.errors import PlacementError, VDeviceError
 from relax_hetero.op import encode_hint, hinted_vdevice, is_hint
-from relax_hetero.vdevice import lookup, same_object, vdevices_of
+from relax_hetero.target.vdevice import lookup, same_object, vdevices_of
 
 SM90 = {"kind": "cuda", "arch": "sm_90"}
 SM80 = {"kind": "cuda", "arch": "sm_80"}

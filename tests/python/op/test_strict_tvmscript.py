@@ -16,7 +16,7 @@ from tvm.script import relax as R
 import relax_hetero as rh
 from relax_hetero.errors import VDeviceError
 from relax_hetero.op import strict_tvmscript
-from relax_hetero.vdevice import same_object, vdevices_of
+from relax_hetero.target.vdevice import same_object, vdevices_of
 
 LIST = 'I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("c", 1), I.vdevice("llvm", 0, "shared")]})'
 AVAILABLE = "available: llvm:0, c:0, llvm:1"
@@ -183,7 +183,7 @@ def test_stock_loses_the_device(tmp_path):
         ["import relax_hetero", TVMSCRIPT],
         [TVMSCRIPT, "import relax_hetero"],
         [TVMSCRIPT, "import relax_hetero.op"],
-        ["import relax_hetero.vdevice", TVMSCRIPT],
+        ["import relax_hetero.target.vdevice", TVMSCRIPT],
     ],
 )
 def test_importing_us_makes_it_an_error(tmp_path, imports):

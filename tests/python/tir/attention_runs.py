@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import tvm
 
-from relax_hetero.element_types import numpy_dtype
 from relax_hetero.encoding.expression import Expression
-from relax_hetero.encoding.machine import machine_of
 from relax_hetero.encoding.packed_layout import PackedLayout
 from relax_hetero.encoding.problem import AttentionProblem, Epilogue, Operand
-from relax_hetero.tir.attention import attention_kernel
+from relax_hetero.target.cpu_target import machine_of
+from relax_hetero.target.element_types import numpy_dtype
+from relax_hetero.tir.attention.attention import attention_kernel
 
 SYMBOLS = {"b": "s0", "m": "s1", "n": "s2"}
 NAMES = ("b", "h", "g", "m", "n", "d", "e")

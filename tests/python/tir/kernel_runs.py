@@ -11,9 +11,9 @@ import tvm
 import tvm_ffi
 from tvm import tirx
 
-from relax_hetero.element_types import numpy_dtype
 from relax_hetero.encoding import PackedLayout
-from relax_hetero.encoding.machine import Machine, machine_of
+from relax_hetero.target.cpu_target import Machine, machine_of
+from relax_hetero.target.element_types import numpy_dtype
 
 TARGETS = {
     "avx512": {"kind": "llvm", "mcpu": "x86-64-v4", "num-cores": 2},

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import tvm
 
+from relax_hetero.tir.core.ties import in_place, ties_of
 from relax_hetero.tir.scatter import REDUCTIONS, ScatterProblem, scatter_elements_kernel, scatter_nd_kernel
-from relax_hetero.tir.ties import in_place, ties_of
 from tir.kernel_runs import NAMES, built, poisoned
 
 COMBINE = {

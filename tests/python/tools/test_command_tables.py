@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from relax_hetero.tools.command_tables import CommandBuffers
-from relax_hetero.tools.explanation import Explanation
-from relax_hetero.vm.commands import (
+from relax_hetero.artifact.commands import (
     Barrier,
     Copy,
     Dispatch,
@@ -19,6 +17,8 @@ from relax_hetero.vm.commands import (
     SlotSpec,
     TensorParam,
 )
+from relax_hetero.tools.command_tables import CommandBuffers
+from relax_hetero.tools.explanation import Explanation
 
 SCALE = KernelSpec(
     "scale",

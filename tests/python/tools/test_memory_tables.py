@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from relax_hetero.artifact.memory_plan import MemoryPlan
+from relax_hetero.artifact.memory_spec import FunctionMemory, Live, Storage
+from relax_hetero.artifact.metadata import ConstantSpec, DeviceSpec, Metadata
+from relax_hetero.artifact.signature import FunctionSignature, TensorSpec
 from relax_hetero.tools.explanation import Explanation
 from relax_hetero.tools.memory_tables import memory_line, print_memory, use_with
-from relax_hetero.vm.memory_plan import MemoryPlan
-from relax_hetero.vm.memory_spec import FunctionMemory, Live, Storage
-from relax_hetero.vm.metadata import ConstantSpec, DeviceSpec, Metadata
-from relax_hetero.vm.signature import FunctionSignature, TensorSpec
 
 STORAGES = (Storage(0, 3072, 0, 1, "value", "a"), Storage(0, 1024, 0, 0, "transfer", "b"))
 TENSORS = (Live(0, 2048, 0, 1), Live(1, 1024, 0, 0))

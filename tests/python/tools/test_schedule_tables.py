@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
+from relax_hetero.artifact.schedule import Schedule, Step
 from relax_hetero.tools.schedule_tables import Schedules
-from relax_hetero.vm.schedule import Schedule, Step
 
 MAIN = Schedule(
     "main",

@@ -16,8 +16,8 @@ from tvm_ffi import structural_map
 from relax_hetero.encoding.encoding import Encoding
 from relax_hetero.encoding.expression import Expression
 from relax_hetero.op.encoded import CONV, ELEMENTWISE, MATMUL, SET, UNSET
-from relax_hetero.transform.encoded_convolutions import CONV_OPS
-from relax_hetero.transform.rewriting import op_name
+from relax_hetero.transform.encode.encoded_convolutions import CONV_OPS
+from relax_hetero.transform.ir.rewriting import op_name
 from transform.numpy_convolution import convolve
 
 _erf = np.vectorize(math.erf, otypes=["float64"])

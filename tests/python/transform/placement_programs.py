@@ -17,7 +17,7 @@ from tvm.ir import GlobalVar, Op
 
 import relax_hetero as rh
 from relax_hetero.op import encode_hint
-from relax_hetero.vdevice import with_vdevices
+from relax_hetero.target.vdevice import with_vdevices
 
 DEVICES = [rh.VDevice("llvm"), rh.VDevice("llvm", 1), rh.VDevice("c", 2)]
 SHAPE = [2, 3]

@@ -11,12 +11,12 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from relax_hetero.encoding import ConvProblem, Encoding, PackedLayout, register_resolver
-from relax_hetero.encoding.machine import machine_of
 from relax_hetero.encoding.problem import ElementwiseProblem, MatmulProblem, Operand
-from relax_hetero.encoding.resolvers import CpuResolver
-from relax_hetero.tir.builder import Function, Registers, loop
-from relax_hetero.tir.elementwise import elementwise_kernel
-from relax_hetero.tir.storage import Storage
+from relax_hetero.resolvers import CpuResolver
+from relax_hetero.target.cpu_target import machine_of
+from relax_hetero.tir.core.builder import Function, Registers, loop
+from relax_hetero.tir.core.storage import Storage
+from relax_hetero.tir.elementwise.elementwise import elementwise_kernel
 
 NCHW16C = PackedLayout((0, 1, 2, 3), (1,), (16,))
 NHWC = PackedLayout((0, 2, 3, 1))

@@ -12,9 +12,9 @@ from tvm import relax, tirx
 from tvm.relax import op
 
 import relax_hetero as rh
-from relax_hetero.transform import form_dispatches
-from relax_hetero.transform.schedule_cpu import schedule_cpu
-from relax_hetero.vdevice import with_vdevices
+from relax_hetero.target.vdevice import with_vdevices
+from relax_hetero.transform.dispatch import form_dispatches
+from relax_hetero.transform.dispatch.schedule_cpu import schedule_cpu
 from tir.kernel_runs import TARGETS, poisoned
 
 Build = Callable[..., relax.Expr]

@@ -10,7 +10,7 @@ import tvm
 from tvm import tirx
 
 from relax_hetero.encoding import ElementwiseProblem, Encoding, MatmulProblem, Operand, PackedLayout, register_resolver
-from relax_hetero.tir.builder import Function
+from relax_hetero.tir.core.builder import Function
 
 PANELS = PackedLayout((1, 0), (1,), (4,))
 TILES = (PackedLayout((0, 1), (0,), (2,)), PackedLayout((1, 0), (1,), (2,)), PackedLayout((0, 1), (0, 1), (2, 2)))

@@ -13,8 +13,8 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
-from relax_hetero.vm.builtins import running_on, to_device
-from relax_hetero.vm.tensors import copy_to, from_numpy, is_host
+from relax_hetero.vm.device.builtins import running_on, to_device
+from relax_hetero.vm.device.tensors import copy_to, from_numpy, is_host
 
 GPUS = sum(tvm.cuda(i).exist for i in range(8)) if tvm.runtime.enabled("cuda") else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no NVIDIA GPU")]
@@ -145,7 +145,7 @@ def test_gpus_copy_to_each_other_directly(mixed):
         assert str(check_on["main"](X, W)[1].device) == f"cuda:{gpu}"
     x = from_numpy(np.zeros(1 << 28, "uint8"), tvm.cuda(0))
     before = rate(x, tvm.cuda(1))
-    from relax_hetero.vm.peer_access import enable_peer_access
+    from relax_hetero.vm.device.peer_access import enable_peer_access
 
     enable_peer_access([tvm.cuda(0), tvm.cuda(1)])
     after = rate(x, tvm.cuda(1))

@@ -271,12 +271,12 @@ def test_every_element_type_passes(dtype):
     import ml_dtypes
 
     spec = rh.vm.TensorSpec("x", (3,), dtype, 0)
-    from relax_hetero.vm.arguments import Placement, place
+    from relax_hetero.vm.args.arguments import Placement, place
 
     array = np.array([0, 1, 1], getattr(ml_dtypes, dtype, dtype))
     tensor = place(array, spec, "x", Placement([tvm.cpu(1)], ["global"]))
     assert (str(tensor.dtype), str(tensor.device)) == (dtype, "cpu:1")
-    from relax_hetero.vm.tensors import bytes_of
+    from relax_hetero.vm.device.tensors import bytes_of
 
     np.testing.assert_array_equal(bytes_of(tensor), array.view("uint8"))
 

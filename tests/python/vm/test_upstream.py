@@ -44,7 +44,7 @@ def test_row_13_a_wrong_device_list_is_refused_when_the_machine_is_made(chain):
 def test_row_14_kernels_check_the_device_id_and_users_never_meet_that_check(chain):
     stock = StockMachine(chain.module, [tvm.cpu(0), tvm.cpu(1)])
     with pytest.raises(Exception, match="device_id"):
-        from relax_hetero.vm.builtins import running_on
+        from relax_hetero.vm.device.builtins import running_on
 
         with running_on([tvm.cpu(0), tvm.cpu(1)], ["global"] * 2):
             stock["main"](tvm.runtime.tensor(X, tvm.cpu(1)), tvm.runtime.tensor(W, tvm.cpu(1)))

@@ -11,7 +11,7 @@ from typing import Any
 import onnx
 from tvm import relax, tirx
 
-from ...element_types import numpy_dtype
+from ...target.element_types import numpy_dtype
 from ..symbolic_sizes import compute_sizes
 from .node import Node, dtype_of
 

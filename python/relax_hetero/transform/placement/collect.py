@@ -9,8 +9,9 @@ import tvm
 from tvm import relax
 
 from ...errors import HeteroError, PlacementError
-from .graph import ANY, FuncTree, Graph, Origin, Spot, Tree, handle, nodes_of, place_text
-from .instantiate import Group
+from ..ir.rewriting import handle
+from .callee_summary import Group
+from .graph import ANY, FuncTree, Graph, Origin, Spot, Tree, nodes_of, place_text
 from .program import Program, Record, Scope, Unit
 from .read_calls import CallReader
 from .trampoline import run

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import tvm
 from tvm import relax
@@ -214,8 +214,3 @@ def place_text(op: str, variable: str, function: str) -> str:
     if not variable:
         return f"{op} of function '{function}'"
     return f"{op} binding '{variable}' in function '{function}'"
-
-
-def handle(obj: Any) -> int:
-    """Identity of a TVM object while it lives, for dictionary keys (``==`` of variables may build an expression)."""
-    return int(obj.__chandle__())

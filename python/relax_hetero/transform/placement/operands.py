@@ -8,8 +8,9 @@ from typing import NamedTuple
 import tvm
 from tvm import relax
 
-from .graph import ANY, HOST, ConstLeaf, FuncTree, Tree, handle
-from .instances import Instance
+from ..ir.rewriting import handle
+from .clones import Instance
+from .graph import ANY, HOST, ConstLeaf, FuncTree, Tree
 from .program import CallRef, Program, Unit
 from .transfers import TransferPlan
 from .types import on_devices, same_devices, tensor_on

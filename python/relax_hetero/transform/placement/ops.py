@@ -5,10 +5,7 @@ from __future__ import annotations
 import tvm
 from tvm import relax
 
-from ..rewriting import IN_PLACE
-
-HINT = "relax.hint_on_device"
-TRANSFER = "relax.to_vdevice"
+from ..ir.op_names import IN_PLACE
 
 # Their tensors are read by the host while the machine runs: shapes, messages, assertions.
 HOST_READS = frozenset(

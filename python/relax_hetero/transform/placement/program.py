@@ -10,8 +10,9 @@ import tvm
 from tvm import relax
 
 from ...errors import PlacementError, VDeviceError
-from ...vdevice import device_name, host_vdevice, vdevice_index, vdevices_of
-from .graph import ANY, FuncTree, Tree, handle
+from ...target.vdevice import device_name, host_vdevice, vdevice_index, vdevices_of
+from ..ir.rewriting import handle
+from .graph import ANY, FuncTree, Tree
 
 
 @dataclass(slots=True, eq=False)

@@ -9,9 +9,10 @@ from tvm import relax
 
 from ...errors import PlacementError
 from ...op.hints import hinted_vdevice
+from ..ir.op_names import HINT, TRANSFER
 from . import ops
+from .callee_summary import Group, mention
 from .graph import ANY, HOST, ConstLeaf, FuncTree, Graph, Origin, Spot, Tree, nodes_of, place_text, tensors_of
-from .instantiate import Group, mention
 from .program import CallRef, Program, Record, Unit
 from .trees import Trees, names_device
 
@@ -85,7 +86,7 @@ class CallReader:
         if type(op) is tvm.ir.Op:
             name = str(op.name)
             record.op = name
-            if name == ops.HINT or name == ops.TRANSFER:
+            if name == HINT or name == TRANSFER:
                 self._crossing(record, call, args)
                 return
             if name in ops.CALLS_OF_FIRST_ARGUMENT:
@@ -189,7 +190,7 @@ class CallReader:
 
     def _crossing(self, record: Record, call: relax.Call, args: list[relax.Expr]) -> None:
         """A hint or a transfer: the result is fixed, the operand is not tied to it."""
-        var, is_hint = record.var, record.op == ops.HINT
+        var, is_hint = record.var, record.op == HINT
         vdevices = self.program.vdevices
         vdevice = hinted_vdevice(call, vdevices) if is_hint else call.attrs.dst_vdevice
         device = self.program.index_of(vdevice, record.op)

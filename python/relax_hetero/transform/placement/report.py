@@ -12,8 +12,8 @@ from typing import Any
 import tvm
 from tvm import relax
 
+from .clones import Instance
 from .graph import HOST, Graph
-from .instances import Instance
 from .operands import Note
 from .solve import Path, shortest_paths
 

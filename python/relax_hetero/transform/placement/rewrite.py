@@ -11,8 +11,10 @@ from typing import Any
 import tvm
 from tvm import relax
 
-from .graph import ANY, HOST, Tree, handle, tensors_of
-from .instances import Instance
+from ..ir.op_names import TRANSFER
+from ..ir.rewriting import handle
+from .clones import Instance
+from .graph import ANY, HOST, Tree, tensors_of
 from .operands import Note
 from .program import CallRef, Program, Record, Scope, Unit
 from .trampoline import run
@@ -123,7 +125,7 @@ class _Writer(CallWriter):
         copy = self.bind(name, self.transferred(value, device), local)
         transfer.var = copy
         why = f"transfer: needed by '{transfer.needed_by}' on {self.program.names[device]}"
-        self.notes.append(Note("transfer", name, copy.ty, "relax.to_vdevice", device, ANY, why))
+        self.notes.append(Note("transfer", name, copy.ty, TRANSFER, device, ANY, why))
 
     def _write(self, record: Record, inner: list[Any], place: Place) -> None:
         self.current = record.var.name

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ...errors import PlacementError
-from .flow import flow
 from .graph import Graph, Origin, Spot, place_text
+from .propagate import flow
 
 # Node to its fixed device (index), and where that comes from.
 Seeds: TypeAlias = "dict[int, tuple[int, Origin]]"

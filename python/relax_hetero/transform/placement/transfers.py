@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from tvm import relax
 
+from .clones import Instance
 from .graph import ANY, HOST, Tree, tensors_of
-from .instances import Instance
 from .program import Program, Record, Scope
 
 

@@ -8,7 +8,8 @@ import tvm
 from tvm import relax
 
 from ...errors import PlacementError
-from .graph import ConstLeaf, FuncTree, Graph, Origin, Spot, Tree, handle, nodes_of
+from ..ir.rewriting import handle
+from .graph import ConstLeaf, FuncTree, Graph, Origin, Spot, Tree, nodes_of
 from .program import Program
 
 TupleType = tvm.ir.TupleType

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import tvm
 from tvm import relax
 
-from .graph import ConstLeaf, FuncTree, Tree, handle
+from ..ir.rewriting import handle
+from .graph import ConstLeaf, FuncTree, Tree
 
 # The vdevice of one tensor.
 Resolve = Callable[["int | ConstLeaf"], relax.VDevice]

@@ -9,9 +9,11 @@ import tvm
 from tvm import relax
 
 from ...errors import PlacementError
-from ...vdevice import vdevices_of
+from ...target.vdevice import vdevices_of
+from ..ir.op_names import HINT, TRANSFER
+from ..ir.rewriting import handle
 from . import ops
-from .graph import handle, place_text
+from .graph import place_text
 from .program import Program
 
 
@@ -106,10 +108,10 @@ class _Verifier:
         op, args = call.op, call.args
         name = str(op.name) if isinstance(op, tvm.ir.Op) else ops.callee_name(call) or ""
         self.op = name or "call"
-        if name == ops.HINT:
+        if name == HINT:
             self.fail("the hint is still there; run RealizeVDevice first")
         self._alike(ty, call.ty, "the variable", "the call")
-        if name == ops.TRANSFER:
+        if name == TRANSFER:
             self.devices(args[0].ty)
             target = self.index.get(handle(call.attrs.dst_vdevice))
             if target is None:

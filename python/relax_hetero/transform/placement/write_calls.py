@@ -5,7 +5,9 @@ from __future__ import annotations
 import tvm
 from tvm import relax
 
-from .graph import ANY, HOST, ConstLeaf, Tree, handle, tensors_of
+from ..ir.op_names import TRANSFER
+from ..ir.rewriting import handle
+from .graph import ANY, HOST, ConstLeaf, Tree, tensors_of
 from .operands import Note, Operands
 from .program import Record
 
@@ -64,7 +66,7 @@ class CallWriter(Operands):
             device, names = self.device(here), self.program.names
             if device != self.device(there) and here not in self.opaque:
                 why = f"transfer: made on {names[self.device(there)]}, belongs on {names[device]}"
-                self.notes.append(Note("transfer", var.name, var.ty, "relax.to_vdevice", device, ANY, why))
+                self.notes.append(Note("transfer", var.name, var.ty, TRANSFER, device, ANY, why))
 
     def _note_op(self, record: Record, var: relax.Var, made: Tree) -> None:
         if record.host_read or record.produced == HOST:
@@ -133,7 +135,7 @@ class CallWriter(Operands):
             transfer.var = var
         if isinstance(value, relax.Call):
             why = f"transfer: {record.op} to {self.program.names[device]}"
-            self.notes.append(Note("transfer", var.name, var.ty, "relax.to_vdevice", device, ANY, why))
+            self.notes.append(Note("transfer", var.name, var.ty, TRANSFER, device, ANY, why))
 
     def _crossed(self, record: Record, value: relax.Expr, tree: Tree) -> relax.Expr:
         device = record.device

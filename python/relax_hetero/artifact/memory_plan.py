@@ -1,0 +1,254 @@
+"""`Executable.memory_plan`: what the compiler planned, and the least that any plan of the same order could do with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ..errors import BindingError
+from ..target.element_types import bytes_for
+from .commands import GRAPH
+from .memory_needs import Need, call_needs, queued_needs
+from .memory_spec import ARENA, RESULT, TRANSFER
+from .memory_use import UnknownSizeError, Walk, evaluate, most_alive, pool_bytes
+from .metadata import Metadata, device_names
+from .names import unknown_name
+from .schedule import Schedule, Step
+from .signature import TensorSpec, tensors_of
+from .text_table import text_table
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What a call of one function takes on one device, in bytes.
+
+    Attributes
+    ----------
+    device : str
+        ``kind:i``, or ``host`` for the implicit one.
+    weights : int
+        Constants there, of the whole executable, and parameters that are bound once. Machines on the same devices share
+        constants; those of a CPU lie in the executable's own memory.
+    transient : int
+        What a call takes from the machine's pool besides its results.
+    arenas, transfers : int
+        Of these: the arenas of command buffers, and what arrives from other devices.
+    results : int
+        What leaves the call.
+    least : int
+        The most bytes of transient tensors that are alive at one kernel: no plan for this order takes fewer.
+    largest : tuple of (str, int)
+        What takes the transient bytes, largest first.
+    """
+
+    device: str
+    weights: int
+    transient: int
+    arenas: int
+    transfers: int
+    results: int
+    least: int
+    largest: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def ratio(self) -> float:
+        """`transient` over `least`; 1 where both are nothing."""
+        return self.transient / self.least if self.least else 1.0
+
+
+@dataclass(frozen=True)
+class FunctionUse:
+    """What a call of one function takes; printing it gives a table.
+
+    Attributes
+    ----------
+    function : str
+    sizes : dict of str to int
+        Its symbolic dimensions.
+    devices : tuple of DeviceMemory
+    """
+
+    function: str
+    sizes: dict[str, int]
+    devices: tuple[DeviceMemory, ...]
+
+    @property
+    def transient(self) -> int:
+        """Transient bytes on all devices."""
+        return sum(memory.transient for memory in self.devices)
+
+    @property
+    def least(self) -> int:
+        """The least on each device, together."""
+        return sum(memory.least for memory in self.devices)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON data."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return _table(self.rows())
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """A line of the table for each device."""
+        sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
+        name = f"{self.function}({sizes})" if sizes else self.function
+        return [
+            (
+                name,
+                memory.device,
+                *(f"{getattr(memory, column):,}" for column in _NUMBERS),
+                f"{memory.ratio:.3f}" if memory.least else "",
+            )
+            for memory in self.devices
+        ]
+
+
+_NUMBERS = ("weights", "transient", "arenas", "transfers", "results", "least")
+
+
+class MemoryPlan:
+    """What each function of an executable takes on each device; printing it gives a table.
+
+    Parameters
+    ----------
+    metadata : Metadata
+        The executable's.
+    """
+
+    def __init__(self, metadata: Metadata) -> None:
+        self._metadata = metadata
+        self._memory = {memory.name: memory for memory in metadata.memory}
+        self._devices = [*range(len(metadata.devices)), *([-1] if metadata.host_index < 0 else [])]
+
+    @property
+    def functions(self) -> list[str]:
+        """The functions that can be called."""
+        return list(self._metadata.signatures)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """As JSON data, an object for each function; what depends on sizes says on which."""
+        return [
+            {"function": name, "depends_on": list(missing)}
+            if (missing := self.names(name))
+            else self.at(name).to_json()
+            for name in self.functions
+        ]
+
+    def weights(self, device: int) -> int:
+        """Bytes of constants on a device, by manifest index, and of what its command buffers keep (CUDA graphs)."""
+        specs = [spec for spec in self._metadata.constants if spec.device == device]
+        graphs = [region for region in self._metadata.regions if region.runs == GRAPH and region.device == device]
+        arenas = [region.arena for region in graphs if isinstance(region.arena, int)]
+        return sum(bytes_for(spec.shape, spec.dtype) for spec in specs) + sum(arenas)
+
+    def names(self, function: str = "main") -> tuple[str, ...]:
+        """The symbolic dimensions whose values `at` needs, those with an upper bound left out."""
+        try:
+            self._walk(function, self._bounds(function))
+        except UnknownSizeError as error:
+            return tuple(sorted(error.names))
+        return ()
+
+    def at(self, function: str = "main", /, **sizes: int) -> FunctionUse:
+        """What a call of `function` takes.
+
+        Parameters
+        ----------
+        function : str
+        **sizes : int
+            Its symbolic dimensions; one that is not given is at its upper bound, where the module has one.
+
+        Raises
+        ------
+        BindingError
+            No such function; a dimension that is missing.
+        """
+        if function not in self._memory:
+            raise unknown_name("function", function, self._memory, "the memory plan")
+        every = {**self._bounds(function), **sizes}
+        try:
+            walk = self._walk(function, every)
+        except UnknownSizeError as error:
+            raise BindingError(
+                f"the memory of {function!r} depends on {error}: give its value, as in "
+                f"memory_plan.at({function!r}, {sorted(error.names)[0]}=1)"
+            ) from None
+        devices = tuple(self._on(device, function, walk, every) for device in self._devices)
+        used = tuple(memory for memory in devices if memory.device != "host" or memory.transient or memory.results)
+        return FunctionUse(function, every, used)
+
+    def needs(self, function: str, sizes: Mapping[str, int], max_in_flight: int) -> dict[int, Need]:
+        """What a machine needs on each device, by manifest index, to run calls of `function`.
+
+        That is the weights, and what one call takes that runs alone, or `max_in_flight` that are under way at once.
+
+        Raises
+        ------
+        UnknownSizeError
+            Dimensions without a value, and without an upper bound.
+        """
+        every = {**self._bounds(function), **sizes}
+        schedule = next((s for s in self._metadata.schedules if s.function == function), None)
+        if schedule is None:
+            schedule = Schedule(function, 0, 1, (Step(0, (), (0,), function=function),), 0)
+        found: dict[int, Need] = {}
+        for device in range(len(self._metadata.devices)):
+            alone = call_needs(self._metadata, function, every, device)
+            queued = queued_needs(self._metadata, schedule, every, device, max_in_flight)
+            weights = self.weights(device) + self._params(device, function, every)
+            found[device] = replace(max(alone, queued, key=lambda need: need.total), weights=weights)
+        return found
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = []
+        for name in self.functions:
+            missing = self.names(name)
+            rows += self.at(name).rows() if not missing else [(name, f"depends on {', '.join(missing)}: at(...)")]
+        return _table(rows)
+
+    def _bounds(self, function: str) -> Mapping[str, int]:
+        return self._memory[function].upper_bounds if function in self._memory else {}
+
+    def _walk(self, function: str, sizes: Mapping[str, int]) -> Walk:
+        walk = Walk(self._metadata)
+        walk.function(function, sizes)
+        return walk
+
+    def _on(self, device: int, function: str, walk: Walk, sizes: Mapping[str, int]) -> DeviceMemory:
+        results = [a for a in walk.allocations if a.use == RESULT]
+        transient = [a for a in walk.allocations if a.use != RESULT]
+        buffers = pool_bytes(transient, device)
+
+        def of(use: str) -> int:
+            return sum(nbytes for _, nbytes in pool_bytes([a for a in transient if a.use == use], device))
+
+        return DeviceMemory(
+            ([*device_names(self._metadata.devices), "host"])[device],
+            self.weights(device) + self._params(device, function, sizes),
+            sum(nbytes for _, nbytes in buffers),
+            of(ARENA),
+            of(TRANSFER),
+            sum(a.nbytes for a in results if a.device == device),
+            most_alive(walk.tensors, device),
+            tuple(sorted(buffers, key=lambda buffer: -buffer[1])),
+        )
+
+    def _params(self, device: int, function: str, sizes: Mapping[str, int]) -> int:
+        """Of parameters that `VirtualMachine.set_params` gives once."""
+        signature = self._metadata.signatures.get(function)
+        if signature is None or signature.num_input < 0:
+            return 0
+        tensors = [t for spec in signature.inputs[signature.num_input :] for t in tensors_of(spec)]
+        return sum(_tensor_bytes(t, sizes) for t in tensors if t.device == device)
+
+
+def _tensor_bytes(spec: TensorSpec, sizes: Mapping[str, int]) -> int:
+    if spec.shape is None or spec.dtype is None:
+        return 0
+    return bytes_for(tuple(evaluate(extent, sizes) for extent in spec.shape), spec.dtype)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    return text_table(("function", "device", *_NUMBERS, "ratio"), rows, left=2)

@@ -1,0 +1,117 @@
+"""What an executable says about command buffers: its regions, and the kernels that can be called by address."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import tvm
+from tvm import relax
+
+from ...artifact.commands import KernelSpec, RegionSpec, SlotSpec
+from ...artifact.metadata import CPU, DEVICE_TYPES, DeviceSpec, DispatchSpec
+from ...target.vdevice import vdevices_of
+from ...tir.core.raw_kernel import raw_signature
+from ...transform.ir.kernel_work import operations_of, precision_of, tensor_bytes
+from ...transform.ir.module_attrs import COMMANDS, public_kernels
+from ...transform.ir.rewriting import relax_functions, walk_bindings
+from ...transform.record.region_attrs import kernel_functions, kernel_spec, kernels_of, regions_of
+from ..link.address_table import callable_by_hand
+from ..link.lift_constants import LiftedConstants
+from ..link.link import argument_alignment
+
+
+def with_public_kernels(mod: tvm.IRModule, devices: Sequence[DeviceSpec]) -> tuple[tvm.IRModule, dict[str, KernelSpec]]:
+    """A lowered module in which public kernels can be called by address, and the kernels of all command buffers.
+
+    Parameters
+    ----------
+    mod : tvm.IRModule
+    devices : sequence of DeviceSpec
+        The manifest. A kernel is for the first device of its target.
+
+    Raises
+    ------
+    BuildError
+        A kernel whose workgroup numbers are not among its parameters.
+    """
+    targets = [device.target for device in devices]
+    kernels = kernels_of(mod)
+    found: dict[str, KernelSpec] = {}
+    for name in public_kernels(mod):
+        func = mod[name]
+        signature = raw_signature(func)
+        if name not in kernels and signature is not None and str(func.attrs["target"]) in targets:
+            found[name] = kernel_spec(name, func, signature, targets.index(str(func.attrs["target"])))
+    mod, symbols = callable_by_hand(mod, list(found))
+    kernels.update({name: replace(spec, symbol=symbols.get(name, "")) for name, spec in found.items()})
+    return mod, kernels
+
+
+def linked_regions(lifted: LiftedConstants) -> tuple[RegionSpec, ...]:
+    """The regions of a lowered module, their constants by their place in the lifted tuple."""
+    directs = _directs(lifted)
+    regions = regions_as_linked(lifted.mod)
+    return tuple(replace(region, directs=directs.get(region.name, ())) for region in regions)
+
+
+def regions_as_linked(mod: tvm.IRModule) -> list[RegionSpec]:
+    """The regions of a module with what the code that `link` makes of them asks of a slot's address."""
+    alignment = argument_alignment(mod)
+    on_cpu = [DEVICE_TYPES.get(vdevice.target.kind.name) == CPU for vdevice in vdevices_of(mod)]
+
+    def linked(slot: SlotSpec) -> SlotSpec:
+        return replace(slot, alignment=min(slot.alignment, alignment)) if on_cpu[slot.device] else slot
+
+    return [replace(region, slots=tuple(map(linked, region.slots))) for region in regions_of(mod)]
+
+
+def _directs(lifted: LiftedConstants) -> dict[str, tuple[int, ...]]:
+    """Which constants each region reads: as entries of its table of addresses, or as arguments."""
+    found: dict[str, tuple[int, ...]] = {}
+    for _, func in relax_functions(lifted.mod):
+        places: dict[relax.Var, int] = {}
+        for binding in walk_bindings(func):
+            call = binding.value
+            if not isinstance(call, relax.Call):
+                continue
+            if _is_fetch(call) and call.args[0].same_as(func.params[-1]):
+                places[binding.var] = int(call.args[1].value)
+            elif isinstance(call.op, tvm.ir.GlobalVar) and COMMANDS in lifted.mod[call.op].attrs:
+                found[call.op.name_hint] = tuple(
+                    index for arg in call.args if arg in places for index in _constants(lifted, places[arg])
+                )
+    return found
+
+
+def _is_fetch(call: relax.Call) -> bool:
+    return isinstance(call.op, relax.ExternFunc) and call.op.global_symbol == "vm.builtin.tuple_getitem"
+
+
+def _constants(lifted: LiftedConstants, index: int) -> list[int]:
+    addresses = lifted.specs[index].addresses
+    return [index] if addresses is None else [entry for entry in addresses if isinstance(entry, int)]
+
+
+def region_dispatches(mod: tvm.IRModule) -> dict[str, DispatchSpec]:
+    """The kernels that command buffers call, as kernels that functions call are listed."""
+    return {
+        spec.name: DispatchSpec(
+            spec.device,
+            spec.ops,
+            operations_of(func),
+            _bytes(spec),
+            precision_of(func, [tensor.dtype for tensor in spec.tensors]),
+        )
+        for spec, func in kernel_functions(mod)
+    }
+
+
+def _bytes(kernel: KernelSpec) -> int:
+    """Of its tensors, each once; 0 where an extent is symbolic."""
+    total = 0
+    for tensor in kernel.tensors:
+        if any(isinstance(extent, str) for extent in tensor.shape):
+            return 0
+        total += tensor_bytes([int(extent) for extent in tensor.shape], tvm.DataType(tensor.dtype))
+    return total

@@ -1,0 +1,208 @@
+"""rh.compile: a module at any stage becomes an executable."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tvm
+from tvm import relax, tirx
+
+from ..artifact.metadata import DeviceSpec, DispatchSpec, Metadata
+from ..errors import BuildError, HeteroError
+from ..target.native_target import native
+from ..target.vdevice import VDevice, device_name, host_vdevice, vdevice_index, vdevices_of, with_vdevices
+from ..transform.encode.encoding_report import collect_encodings
+from ..transform.ir.calls import call_vdevice, called_prim_func
+from ..transform.ir.fusion_report import collect_fusions
+from ..transform.ir.kernel_ops import ops_of
+from ..transform.ir.kernel_work import bytes_of, operations_of, precision_of
+from ..transform.ir.module_attrs import COMMANDS, is_lowered, placement_estimate, placement_report
+from ..transform.ir.rewriting import relax_functions, walk_bindings
+from ..transform.lower.note_memory import memory_of
+from ..transform.partition.form_schedules import FormSchedules, schedules_of
+from ..transform.placement.realize_vdevice import collect_placement
+from ..transform.record.donated import with_donated
+from ..transform.record.region_attrs import single_calls_of
+from ..vm.file.executable import Executable
+from .bind_params import bind_params
+from .commands.command_metadata import linked_regions, region_dispatches, with_public_kernels
+from .commands.cuda_regions import CudaGraphs
+from .compile_cache import through_cache
+from .link.address_table import DirectTable, by_address
+from .link.lift_constants import lift_constants
+from .link.link import argument_alignment, link, reason
+from .link.parallel_codegen import Progress
+from .pipeline import all_passes
+from .signatures import function_signatures
+
+_log = logging.getLogger("relax_hetero")
+
+
+def compile(  # noqa: A001 (the contract's name)
+    mod: tvm.IRModule,
+    params: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+    command_buffers: bool = True,
+    donate: Sequence[str] | Mapping[str, Sequence[str]] | None = None,
+    cache: bool | str | os.PathLike[str] | None = None,
+) -> Executable:
+    """Compile a Relax module for the devices it names.
+
+    Parameters
+    ----------
+    mod : tvm.IRModule
+        At any stage: free, annotated, placed or lowered. Without vdevices it is compiled for the native CPU.
+    params : mapping of str to tensor, optional
+        Weights by parameter name, bound to ``main`` as constants. Parameters after the function's ``num_input``
+        that are not bound are given to the machine once, with ``set_params``.
+    progress : callable, optional
+        Called as ``progress(step, done, total)``, in this thread, while it compiles: `done` of `total` ``"passes"``,
+        and then ``"kernels"``, are done.
+    command_buffers : bool
+        Whether runs of kernels on one device become command buffers, which costs less than a call for each.
+    donate : sequence of str, or mapping from function to sequence of str, optional
+        Inputs that a function may overwrite (of ``main`` where no function is named): results may lie in their
+        memory. A call consumes them; without it no argument is ever written.
+    cache : bool, str or path, optional
+        Where executables are kept on disk, to be found when the same module is compiled again: a folder, True for that
+        of the environment (``RELAX_HETERO_CACHE``, else the user's), False for none. By default that of the
+        environment, for what took a second or more to compile.
+
+    Returns
+    -------
+    rh.vm.Executable
+        Its ``metadata.cache`` says whether it was compiled or found.
+
+    Raises
+    ------
+    HeteroError
+        Placement conflicts, ops without kernels, kernels that do not compile, unknown names of parameters, inputs that
+        cannot be donated.
+    """
+    if not isinstance(mod, tvm.IRModule):
+        raise BuildError(f"rh.compile: found {type(mod).__name__}, expected a tvm.IRModule")
+    _check_globals(mod)
+    if not vdevices_of(mod):
+        mod = with_vdevices(mod, [VDevice(native("llvm"))])
+    if params:
+        mod = bind_params(mod, params)
+    if donate:
+        mod = with_donated(mod, donate)
+    _warn_if_generic(vdevices_of(mod))
+    return through_cache(mod, cache, command_buffers, lambda: _compile(mod, command_buffers, progress))
+
+
+def _compile(mod: tvm.IRModule, command_buffers: bool, progress: Progress | None) -> Executable:
+    vdevices = vdevices_of(mod)
+    report, estimate = placement_report(mod), placement_estimate(mod)
+    writes = may_write_arguments(mod)
+    with collect_placement() as reports, collect_encodings() as encodings, collect_fusions() as fusions:
+        mod, graphs = _lower(mod, command_buffers, progress)
+    if report is None and reports:
+        report = reports[0].to_json()
+    devices = tuple(device_spec(vdevice, default=i == 0) for i, vdevice in enumerate(vdevices))
+    mod, kernels = with_public_kernels(mod, devices)
+    mod, tables = by_address(mod)
+    lifted = lift_constants(mod, [*tables, *graphs])
+    host = host_vdevice(vdevices)
+    metadata = Metadata(
+        devices=devices,
+        host_index=vdevice_index(host, vdevices) if host is not None else -1,
+        signatures=function_signatures(mod, lifted.takers),
+        constants=tuple(lifted.specs),
+        placement=json.loads(report) if report is not None else None,
+        placement_estimate=json.loads(estimate) if estimate is not None else None,
+        dispatches=_dispatches(mod, vdevices),
+        encodings=encodings[-1].to_data() if encodings else None,
+        fusions=fusions.to_data(),
+        alignment=argument_alignment(mod),
+        writes_arguments=writes,
+        regions=linked_regions(lifted),
+        kernels=kernels,
+        single_calls=tuple(single_calls_of(mod)),
+        schedules=tuple(schedule.with_takers(lifted.takers) for schedule in schedules_of(mod)),
+        memory=memory_of(mod),
+    )
+    return Executable(link(lifted.mod, progress), metadata, lifted.tensors)
+
+
+def _lower(
+    mod: tvm.IRModule, command_buffers: bool, progress: Progress | None
+) -> tuple[tvm.IRModule, list[DirectTable]]:
+    """The module in the virtual machine's form, and what its CUDA graphs need."""
+    graphs = CudaGraphs()
+    *passes, last = all_passes(command_buffers, apart=True)
+    passes += [graphs.form(), FormSchedules(), last]
+    for done, step in enumerate(passes, 1):
+        try:
+            mod = step(mod)
+        except HeteroError:
+            raise
+        except Exception as error:  # stock passes raise what has no common class
+            raise BuildError(f"this module cannot be lowered: {reason(error)}") from error
+        if progress is not None:
+            progress("passes", done, len(passes))
+    return mod, graphs.tables
+
+
+def _check_globals(mod: tvm.IRModule) -> None:
+    """TVM compiles a call of a function that the module lacks, and fails when it is run."""
+    for gv, func in relax_functions(mod):
+        for callee in relax.analysis.all_global_vars(func):
+            if callee not in mod.functions:
+                raise BuildError(f"function {gv.name_hint!r} refers to {callee.name_hint!r}, which the module lacks")
+
+
+def may_write_arguments(mod: tvm.IRModule) -> bool:
+    """Whether functions of a module may write to what they are given, by packed functions; True once it is lowered.
+
+    What ops that work in place write to is known for each argument (`transform.partition.written_arguments`).
+    """
+    return is_lowered(mod) or not all(func.is_pure for _, func in relax_functions(mod))
+
+
+def device_spec(vdevice: relax.VDevice, default: bool) -> DeviceSpec:
+    """A vdevice as the manifest keeps it."""
+    return DeviceSpec(str(vdevice.target), int(vdevice.vdevice_id), str(vdevice.memory_scope), default)
+
+
+def _warn_if_generic(vdevices: list[relax.VDevice]) -> None:
+    generic = [
+        device_name(vdevice, vdevices)
+        for vdevice in vdevices
+        if vdevice.target.kind.name == "llvm" and "mcpu" not in vdevice.target.attrs
+    ]
+    if generic:
+        _log.warning(
+            "%s: TVM's generic CPU target, several times slower than this CPU's own, which is rh.native('llvm')",
+            ", ".join(generic),
+        )
+
+
+def _dispatches(mod: tvm.IRModule, vdevices: list[relax.VDevice]) -> dict[str, DispatchSpec]:
+    found = region_dispatches(mod)
+    for _, func in relax_functions(mod):
+        for binding in walk_bindings(func):
+            gv = called_prim_func(mod, binding.value)
+            if gv is not None and gv.name_hint not in found and COMMANDS not in mod[gv].attrs:
+                kernel = mod.functions[gv]
+                vdevice = call_vdevice(binding.value) or _built_for(kernel, vdevices)
+                device = vdevice_index(vdevice, vdevices) if vdevice is not None else -1
+                work = (operations_of(kernel), bytes_of(kernel), precision_of(kernel))
+                found[gv.name_hint] = DispatchSpec(device, ops_of(kernel), *work)
+    return found
+
+
+def _built_for(kernel: tirx.PrimFunc, vdevices: list[relax.VDevice]) -> relax.VDevice | None:
+    """The first device of a kernel's target: lowered calls between intermediate tensors do not name theirs.
+
+    None for kernels that TVM adds, which compute shapes.
+    """
+    target = kernel.attrs.get("target")
+    if target is None or not ops_of(kernel):
+        return None
+    return next((vdevice for vdevice in vdevices if str(vdevice.target) == str(target)), None)

@@ -1,0 +1,186 @@
+"""Compiled modules are kept on disk and found again, by the same or another process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import tvm
+
+from ..artifact.cache_folder import CacheFolder, folder_of
+from ..artifact.cache_use import HIT, MISS, UNUSED, CacheUse
+from ..errors import BuildError
+from ..vm.device.tensors import nbytes_of
+from ..vm.file.executable import Executable
+from ..vm.file.export import find_compiler
+from ..vm.file.load import load
+from .compile_key import compile_key, why_uncached
+
+_log = logging.getLogger("relax_hetero")
+_unwritable: set[Path] = set()
+
+LEAST_SECONDS = 1.0
+"""What compiles in less is not kept, unless the caller asks for a cache: it would cost more than it saves."""
+
+_LINKING_BYTES = 64 << 20
+"""Temporary files that linking may need: LLVM ends the process where it cannot write all of an object."""
+
+
+def through_cache(
+    mod: tvm.IRModule,
+    cache: bool | str | os.PathLike[str] | None,
+    command_buffers: bool,
+    build: Callable[[], Executable],
+) -> Executable:
+    """The executable that `build` makes of a module, or the same one, made before.
+
+    Parameters
+    ----------
+    mod : tvm.IRModule
+        With vdevices, weights bound.
+    cache : bool, str, path or None
+        As `folder_of` takes it; None keeps only what took `LEAST_SECONDS`.
+    command_buffers : bool
+        What `build` depends on besides.
+    build : callable
+        Compiles the module.
+
+    Returns
+    -------
+    Executable
+        Its ``metadata.cache`` says where it came from. One that is found, or was just stored, is that of a file.
+
+    Raises
+    ------
+    HeteroError
+        What `build` raises; a cache that is no folder's name. Whatever else is wrong with a cache, compiling goes on.
+    """
+    folder = folder_of(cache)
+    key, why = ("", "it is switched off") if folder is None else _key(mod, command_buffers)
+    if folder is None or not key:
+        return _with_use(build(), CacheUse(UNUSED, why=why))
+    found = _find(folder, key)
+    if found is not None:
+        folder.note_hit(key)
+        return found
+    start = time.perf_counter()
+    executable = build()
+    use = CacheUse(MISS, key, round(time.perf_counter() - start, 3))
+    executable = _with_use(executable, use)
+    if cache is None and use.seconds < LEAST_SECONDS:
+        return _with_use(executable, replace(use, why=f"not kept, as compiling took less than {LEAST_SECONDS:g} s"))
+    return _store(folder, executable, use)
+
+
+def look_up(mod: tvm.IRModule) -> CacheUse:
+    """Whether ``rh.compile(mod, cache=True)`` would find the module (with vdevices), which stays unused."""
+    folder = folder_of()
+    key, why = ("", "it is switched off") if folder is None else _key(mod, command_buffers=True)
+    if folder is None or not key:
+        return CacheUse(UNUSED, why=why)
+    entry = folder.entry(key)
+    return CacheUse(MISS, key) if entry is None else CacheUse(HIT, key, float(entry.about.get("seconds", 0.0)))
+
+
+def _key(mod: tvm.IRModule, command_buffers: bool) -> tuple[str, str]:
+    """The key of a module, or an empty one and the reason."""
+    why = why_uncached(mod)
+    if why:
+        return "", why
+    try:
+        return compile_key(mod, command_buffers), ""
+    except Exception as error:  # what TVM cannot write as JSON has no common class
+        return "", f"the module cannot be written as JSON: {error}"
+
+
+def _with_use(executable: Executable, use: CacheUse) -> Executable:
+    executable.metadata = replace(executable.metadata, cache=use)
+    return executable
+
+
+def _find(folder: CacheFolder, key: str) -> Executable | None:
+    file = folder.file(key)
+    if not os.path.isfile(file):  # nor is it one where the folder may not be searched
+        return None
+    try:
+        executable = _load(file, verify=True)
+    except BuildError as error:
+        if os.path.isfile(file):  # else another process has just removed it
+            _log.warning("the compile cache is made anew: %s", error)
+            folder.drop(key)
+        return None
+    return _with_use(executable, CacheUse(HIT, key, executable.metadata.cache.seconds))
+
+
+def _load(file: Path, verify: bool) -> Executable:
+    """`load`, once more where another process has just put its own file in the place of the one that was opened."""
+    before = _identity(file)
+    try:
+        return load(file, verify)
+    except BuildError:
+        if _identity(file) in (before, None):
+            raise
+    return _load(file, verify)
+
+
+def _identity(file: Path) -> tuple[int, int, int] | None:
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_mtime_ns
+
+
+def _store(folder: CacheFolder, executable: Executable, use: CacheUse) -> Executable:
+    """Store an executable; gives that of the file, so that what is compiled behaves as what will be found."""
+    why = _why_not_linked()
+    nbytes = sum(map(nbytes_of, executable.constants))
+    if nbytes > folder.limit:
+        why = f"its constants take {nbytes:,} bytes, and the cache {folder.limit:,}"
+    if not why:
+        why = _write(folder, executable, use)
+    if not why:
+        try:
+            return _load(folder.file(use.key), verify=False)
+        except BuildError as error:  # too large for what others keep there, or removed by another process
+            why = str(error)
+    return _with_use(executable, replace(use, why=f"not kept: {why}"))
+
+
+def _why_not_linked() -> str:
+    """What linking lacks that nobody needs who only runs."""
+    try:
+        find_compiler("the compile cache")
+        free = shutil.disk_usage(tempfile.gettempdir()).free
+    except (BuildError, OSError) as error:
+        return str(error)
+    if free < _LINKING_BYTES:
+        return f"{tempfile.gettempdir()} has {free:,} bytes left for linking, expected {_LINKING_BYTES:,}"
+    return ""
+
+
+def _write(folder: CacheFolder, executable: Executable, use: CacheUse) -> str:
+    """Write an executable's file; gives the reason where it cannot be, and warns of it once."""
+    try:
+        folder.add(use.key, executable.export_library, _about(executable, use))
+    except (BuildError, OSError) as error:
+        if folder.path not in _unwritable:
+            _unwritable.add(folder.path)
+            _log.warning("the compile cache cannot be written: %s", error)
+        return str(error)
+    return ""
+
+
+def _about(executable: Executable, use: CacheUse) -> dict[str, object]:
+    """What ``relax-hetero cache ls`` shows."""
+    return {
+        "functions": [str(signature) for signature in executable.metadata.signatures.values()],
+        "targets": [device.target for device in executable.devices],
+        "seconds": use.seconds,
+    }

@@ -1,0 +1,1 @@
+"""Kernels and bytecode become one library."""

@@ -1,0 +1,238 @@
+"""Command buffers of llvm devices find constants and kernels by address, in one table that the machine fills.
+
+Before::
+
+    def main_commands(x: T.Buffer, w: T.Buffer, y: T.Buffer):
+        ... scale(x.data, w.data, y.data)
+
+After::
+
+    def main_commands(direct: T.Buffer((2,), "int64"), x: T.Buffer, y: T.Buffer):
+        ... T.call_extern("int32", "relax_hetero.call.ppp", direct[1], x.data, T.reinterpret(ptr, direct[0]), y.data)
+
+A constant is a *direct* reference: it is where it is for as long as the machine lives, so passing it with each call, of
+hundreds, would be waste. A kernel could be called by name if it stood in the same LLVM module, but LLVM compiles a
+module on one core, and kernels are compiled in modules of a few (`parallel_codegen`). A call by address costs
+nanoseconds.
+
+Each kernel that is called by address gets a packed function ``relax_hetero.address.NAME`` that says where it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax, tirx
+from tvm.ir import CallingConv
+from tvm.script.ir_builder import tirx as T
+from tvm_ffi import structural_map
+
+from ...artifact.kernel_addresses import address_function
+from ...target.vdevice import vdevices_of
+from ...tir.core.builder import Function
+from ...tir.core.raw_kernel import raw_kernel, raw_signature
+from ...transform.ir.module_attrs import COMMANDS
+from ...transform.ir.rewriting import (
+    copy_module,
+    fresh_global_var,
+    global_vars_in,
+    is_tensor_constant,
+    map_bindings,
+    relax_functions,
+)
+from ...transform.record.region_attrs import regions_of
+from .trusted_arguments import TRUSTED, types_are_true
+
+_SYMBOL = "relax_hetero.kernel."
+_THUNK = "relax_hetero.call."
+_LLVM_TYPES = {"bool": "i1", "float16": "half", "bfloat16": "bfloat", "float32": "float", "float64": "double"}
+
+
+@dataclass(frozen=True)
+class DirectTable:
+    """A constant of zeros that the machine replaces: by addresses of other constants, then of kernels.
+
+    Attributes
+    ----------
+    tensor : tvm.ir.GenericConst
+        What lowered code names.
+    constants : list of tvm.ir.GenericConst
+    kernels : list of str
+    region : str
+        The command buffer whose state it is (`cuda_regions`); ``""`` for a table alone.
+    """
+
+    tensor: tvm.ir.GenericConst
+    constants: list[tvm.ir.GenericConst]
+    kernels: list[str]
+    region: str = ""
+
+
+def by_address(mod: tvm.IRModule) -> tuple[tvm.IRModule, list[DirectTable]]:
+    """A lowered module whose command buffers on llvm devices take a table of addresses, and the tables."""
+    buffers = {gv: func for gv, func in mod.functions.items() if is_llvm_buffer(func)}
+    if not buffers:
+        return mod, []
+    functions = dict(mod.functions.items())
+    functions.update(named_kernels(mod, buffers.values()))
+    is_trusted = types_are_true(mod)
+    tables: list[DirectTable] = []
+    vdevices = vdevices_of(mod)
+    devices = {region.name: vdevices[region.device] for region in regions_of(mod)}
+    rewritten: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
+
+    def change(binding: relax.Binding) -> relax.Binding:
+        call = binding.value
+        if not isinstance(call, relax.Call) or call.op not in buffers:
+            return binding
+        taken = [i for i, arg in enumerate(call.args) if is_tensor_constant(arg)]
+        constants = [call.args[i] for i in taken]
+        func = buffers[call.op]
+        kernels = global_vars_in(func.body)
+        table = _table(len(constants) + len(kernels), devices[call.op.name_hint])
+        tables.append(DirectTable(table, constants, [kernel.name_hint for kernel in kernels]))
+        buffer = _with_table(func, taken, kernels)
+        rewritten[call.op] = buffer.with_attr(TRUSTED, True) if is_trusted else buffer
+        args = [table, *(arg for i, arg in enumerate(call.args) if i not in taken)]
+        new = relax.Call(call.op, args, call.attrs, call.ty_args, call.span, ret_ty=call.ty)
+        return relax.VarBinding(binding.var, new, binding.span)
+
+    for gv, relax_func in relax_functions(mod):
+        functions[gv] = map_bindings(relax_func, change)
+    return copy_module(mod, {**functions, **rewritten}), tables
+
+
+def is_llvm_buffer(func: tvm.ir.BaseFunc) -> bool:
+    """Whether a function is a command buffer of an llvm device."""
+    return isinstance(func, tirx.PrimFunc) and COMMANDS in func.attrs and func.attrs["target"].kind.name == "llvm"
+
+
+def callable_by_hand(mod: tvm.IRModule, kernels: Sequence[str]) -> tuple[tvm.IRModule, dict[str, str]]:
+    """A lowered module with kernels of llvm devices also as plain functions that can be called by address.
+
+    Parameters
+    ----------
+    mod : tvm.IRModule
+    kernels : sequence of str
+        PrimFuncs by name; those that cannot be called raw are left out.
+
+    Returns
+    -------
+    tvm.IRModule, dict
+        And the symbol that each kernel is called by.
+    """
+    functions = dict(mod.functions.items())
+    taken = {gv.name_hint for gv in functions}
+    symbols: dict[str, str] = {}
+    for gv, func in mod.functions.items():
+        if gv.name_hint in kernels and isinstance(func, tirx.PrimFunc) and func.attrs["target"].kind.name == "llvm":
+            signature = raw_signature(func)
+            if signature is not None:
+                raw = fresh_global_var(f"{gv.name_hint}_raw", gv.ty, taken)
+                functions[raw] = named_kernel(raw, raw_kernel(func, signature))
+                symbols[gv.name_hint] = raw.name_hint
+    return (copy_module(mod, functions), symbols) if symbols else (mod, symbols)
+
+
+def with_address_functions(part: tvm.IRModule) -> tvm.IRModule:
+    """A module to be compiled with a function ``relax_hetero.address.NAME`` for each kernel called by address."""
+    functions = dict(part.functions.items())
+    for gv, func in part.functions.items():
+        if str(func.attrs.get("global_symbol", "")) == kernel_symbol(gv.name_hint):
+            name = address_function(gv.name_hint)
+            functions[tvm.ir.GlobalVar(name)] = _address_function(gv.name_hint, name, func.attrs["target"])
+    return copy_module(part, functions)
+
+
+def named_kernel(gv: tvm.ir.GlobalVar, raw: tirx.PrimFunc) -> tirx.PrimFunc:
+    """A raw kernel with a symbol, which TVM leaves in the calling convention it has."""
+    return raw.with_attr({"global_symbol": kernel_symbol(gv.name_hint), "calling_conv": int(CallingConv.C_PACKED_FUNC)})
+
+
+def named_kernels(mod: tvm.IRModule, buffers: Iterable[tirx.PrimFunc]) -> dict[tvm.ir.GlobalVar, tirx.PrimFunc]:
+    """The kernels that command buffers call, as `named_kernel` makes them."""
+    called = dict.fromkeys(gv for buffer in buffers for gv in global_vars_in(buffer.body))
+    return {gv: named_kernel(gv, mod[gv]) for gv in called}
+
+
+def _address_function(kernel: str, name: str, target: tvm.target.Target) -> tirx.PrimFunc:
+    symbol = kernel_symbol(kernel)
+    getter = f"{symbol}.address"
+    text = (
+        f"declare i32 @{symbol}()\n"
+        f"define linkonce_odr hidden i64 @{getter}() alwaysinline {{\n"
+        f"  ret i64 ptrtoint (ptr @{symbol} to i64)\n}}\n"
+    )
+    with Function(name) as function:
+        T.func_ret(tvm.ir.PrimType("int64"))
+        with T.attr(tirx.const(0, "int32"), "pragma_import_llvm", text):
+            T.add_to_parent(tirx.stmt.Return(tirx.call_extern("int64", getter)))
+    return function.result.with_attr("target", target)
+
+
+def _table(length: int, device: relax.VDevice) -> tvm.ir.GenericConst:
+    zeros = np.zeros(max(length, 1), "int64")
+    return tvm.ir.GenericConst(tvm.runtime.tensor(zeros), relax.TensorType(zeros.shape, "int64", device))
+
+
+def _with_table(func: tirx.PrimFunc, constants: Sequence[int], kernels: Sequence[tvm.ir.GlobalVar]) -> tirx.PrimFunc:
+    """A command buffer that reads these parameters' addresses, then the kernels', from its first parameter."""
+    direct = tirx.decl_buffer((max(len(constants) + len(kernels), 1),), "int64", "direct")
+    entries: dict[Any, int] = {func.params[i]: entry for entry, i in enumerate(constants)}
+    entries.update({kernel: len(constants) + entry for entry, kernel in enumerate(kernels)})
+    thunks: dict[str, str] = {}
+
+    def entry(what: Any) -> tirx.Expr:
+        return direct[tirx.const(entries[what], "int64")]
+
+    def on_call(call: tvm.ir.Call) -> tvm.ir.Expr:
+        if call.op in entries:
+            types = [llvm_type(arg) for arg in call.args]
+            name, text = thunk(types)
+            thunks[name] = text
+            return tirx.call_extern("int32", name, entry(call.op), *call.args)
+        is_data = isinstance(call.op, tvm.ir.Op) and call.op.name == "tirx.buffer_data"
+        return tirx.reinterpret(call.ty, entry(call.args[0])) if is_data and call.args[0] in entries else call
+
+    body = structural_map(func.body, (tvm.ir.Call, on_call))
+    body = tirx.AttrStmt(tirx.const(0, "int32"), "pragma_import_llvm", "".join(thunks.values()), body)
+    params = [direct, *(param for i, param in enumerate(func.params) if i not in constants)]
+    return tirx.PrimFunc(params, body, func.ret_type, func.attrs, func.span)
+
+
+def llvm_type(arg: tvm.ir.Expr) -> str:
+    """LLVM's name of the type that an argument is passed as."""
+    return "ptr" if isinstance(arg.ty, tvm.ir.PointerType) else llvm_scalar(str(arg.ty.dtype))
+
+
+def llvm_scalar(dtype: str) -> str:
+    """LLVM's name of an element type of TVM's."""
+    return _LLVM_TYPES.get(dtype) or f"i{tvm.DataType(dtype).bits}"
+
+
+def kernel_symbol(kernel: str) -> str:
+    """The symbol of a kernel called by address: a function may have any name, an LLVM identifier may not."""
+    return _SYMBOL + re.sub(r"[^A-Za-z0-9_.]", lambda match: f"${ord(match[0]):x}$", kernel)
+
+
+def thunk(types: Sequence[str]) -> tuple[str, str]:
+    """A function in LLVM's language that calls an address, as TIR cannot: its name, and its text.
+
+    Parameters
+    ----------
+    types : sequence of str
+        LLVM's names of the types of arguments; the address comes before them, as an i64.
+    """
+    name = _THUNK + ".".join(types)
+    params = "".join(f", {kind} %a{i}" for i, kind in enumerate(types))
+    args = ", ".join(f"{kind} %a{i}" for i, kind in enumerate(types))
+    text = (
+        f"define linkonce_odr hidden i32 @{name}(i64 %kernel{params}) alwaysinline {{\n"
+        f"  %address = inttoptr i64 %kernel to ptr\n  %status = call i32 %address({args})\n  ret i32 %status\n}}\n"
+    )
+    return name, text

@@ -1,0 +1,156 @@
+"""Kernels become code: TIR modules of one target each, linked with the bytecode into one executable.
+
+TVM builds all host kernels of a module for the first target it meets, and CUDA kernels as host code where none is
+given. Here kernels are grouped by their own target, and no module is of two.
+"""
+
+from __future__ import annotations
+
+import tvm
+from tvm import relax, tirx
+from tvm.relax import _ffi_api as relax_ffi
+from tvm.relax import vm_build
+from tvm_ffi import VisitInterrupt, structural_walk
+from tvm_ffi.registry import list_global_func_names
+
+from ...errors import BuildError
+from ...target.native_target import native
+from ...target.vdevice import host_vdevice, vdevices_of
+from ...transform.ir.module_attrs import COMMANDS
+from ...vm.device.tensors import ALIGNMENT
+from .address_table import with_address_functions
+from .c_literals import spell_c
+from .external_symbols import check_external_symbols
+from .llvm_kernels import build_llvm
+from .loosen_alignment import ARGUMENT_ALIGNMENT, loosen_alignment
+from .parallel_codegen import Progress, build_side_by_side, cut
+
+
+def link(mod: tvm.IRModule, progress: Progress | None = None) -> tvm.runtime.Module:
+    """Build a lowered module without constants.
+
+    Parameters
+    ----------
+    mod : tvm.IRModule
+        Lowered (LowerToVM), constants lifted; each PrimFunc has a target, or none if it computes shapes on the host.
+    progress : callable, optional
+        Told how many kernels are compiled.
+
+    Returns
+    -------
+    tvm.runtime.Module
+        Of kind ``relax.VMExecutable``.
+
+    Raises
+    ------
+    BuildError
+        A kernel does not compile, is written for another kind of device or calls a symbol that is nowhere, or TVM
+        has no code generator for its target; names the kernel and the target.
+    """
+    host = host_vdevice(vdevices_of(mod))
+    host_target = host.target if host is not None else native("llvm")
+    external = external_modules(mod)
+    builder = relax.ExecBuilder()
+    try:
+        rest = vm_build._vmcodegen(builder, mod)
+    except Exception as error:  # as below
+        raise BuildError(f"no bytecode can be made of this module: {reason(error)}") from error
+    groups = group_by_target(rest, host_target)
+    for target, group in groups:
+        if target.kind.name == "llvm" and not external:
+            check_external_symbols(group)
+    parts = [(target, with_address_functions(part)) for target, group in groups for part in cut(target, group)]
+    libraries = build_side_by_side(parts, lambda target, part: build_group(target, part, host_target), progress)
+    if not libraries and not external and host_target.kind.name == "llvm":
+        # TVM would put an empty module of C there, which a compiler of C would have to link.
+        libraries = [build_llvm(host_target, tvm.IRModule())]
+    first = libraries[0] if libraries else None
+    return relax_ffi.VMLink(builder, host_target, first, libraries[1:] + external, {})
+
+
+def external_modules(mod: tvm.IRModule) -> list[tvm.runtime.Module]:
+    """Code that a module brings along compiled."""
+    return list(mod.attrs["external_mods"]) if mod.attrs and "external_mods" in mod.attrs else []
+
+
+def argument_alignment(mod: tvm.IRModule) -> int:
+    """What the linked code needs of a host tensor's address, in bytes."""
+    return ALIGNMENT if external_modules(mod) else ARGUMENT_ALIGNMENT
+
+
+def group_by_target(mod: tvm.IRModule, host: tvm.target.Target) -> list[tuple[tvm.target.Target, tvm.IRModule]]:
+    """The module's PrimFuncs, a module for each distinct target, in order of the targets' text."""
+    groups: dict[str, tuple[tvm.target.Target, dict[tvm.ir.GlobalVar, tirx.PrimFunc]]] = {}
+    for gv, func in mod.functions.items():
+        if isinstance(func, tirx.PrimFunc):
+            target = func.attrs.get("target") or host
+            groups.setdefault(str(target), (target, {}))[1][gv] = func
+    return [(target, tvm.IRModule(functions)) for _, (target, functions) in sorted(groups.items())]
+
+
+def build_group(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Target) -> tvm.runtime.Module:
+    """Compile kernels of one target; BuildError names the first that does not compile."""
+    kind = target.kind.name
+    if tvm.get_global_func(f"target.build.{kind}", allow_missing=True) is None:
+        names = ", ".join(sorted(gv.name_hint for gv in group.get_global_vars())[:3])
+        raise BuildError(
+            f"kernels for target kind {kind!r} ({names}, ...) cannot be built: this TVM has no code generator for it; "
+            f"expected one of {', '.join(_code_generators())}"
+        )
+    for gv, func in group.functions.items():
+        if "global_symbol" in func.attrs and not runs_commands(func) and binds_threads(func) != _is_gpu(target):
+            found = "binds GPU threads" if binds_threads(func) else "binds no GPU threads, so it would run on the host"
+            raise BuildError(f"kernel {gv.name_hint!r} for target kind {kind!r} {found}")
+    try:
+        return _build(target, group, host)
+    except Exception as error:  # what TVM raises here has no common class
+        raise _blame(target, group, host, error) from error
+
+
+def runs_commands(func: tirx.PrimFunc) -> bool:
+    """Whether a function is host code for a device: a command buffer, or what calls other functions."""
+    on_global = (tvm.ir.GlobalVar, VisitInterrupt)
+    return COMMANDS in func.attrs or structural_walk(func.body, on_global) is not None
+
+
+def binds_threads(func: tirx.PrimFunc) -> bool:
+    """Whether any loop of a kernel is bound to a GPU thread axis."""
+
+    def on_loop(loop: tirx.For) -> VisitInterrupt | None:
+        return VisitInterrupt(loop) if loop.kind == tirx.ForKind.THREAD_BINDING else None
+
+    return structural_walk(func.body, (tirx.For, on_loop)) is not None
+
+
+def _build(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Target) -> tvm.runtime.Module:
+    full = target if target.host is not None else target.with_host(host if _is_gpu(target) else target)
+    if target.kind.name == "llvm":
+        return build_llvm(full, group)
+    if not _is_gpu(target):
+        group = tvm.IRModule({gv: spell_c(loosen_alignment(func)) for gv, func in group.functions.items()})
+    return tirx.build(group, target=full)
+
+
+def _is_gpu(target: tvm.target.Target) -> bool:
+    return "gpu" in target.keys
+
+
+def _code_generators() -> list[str]:
+    prefix = "target.build."
+    return sorted(n[len(prefix) :] for n in list_global_func_names() if n.startswith(prefix))
+
+
+def reason(error: Exception) -> str:
+    """The line of TVM's or a compiler's message that says what is wrong."""
+    lines = [line.strip(" \0\n") for line in str(error).splitlines()]
+    telling = [line for line in lines if "error:" in line.lower() or "check failed" in line.lower()]
+    return next(iter(telling or [line for line in reversed(lines) if line]), repr(error))
+
+
+def _blame(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Target, error: Exception) -> BuildError:
+    for gv, func in sorted(group.functions.items(), key=lambda pair: pair[0].name_hint):
+        try:
+            _build(target, tvm.IRModule({gv: func}), host)
+        except Exception as single:  # the same errors as above
+            return BuildError(f"kernel {gv.name_hint!r} does not compile for target {target}: {reason(single)}")
+    return BuildError(f"kernels {sorted(g.name_hint for g in group.get_global_vars())} for {target}: {error}")

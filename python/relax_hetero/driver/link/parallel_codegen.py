@@ -1,0 +1,95 @@
+"""Kernels of a target are compiled a few at a time, on all cores.
+
+LLVM compiles a module on one core. A module is cut into parts of a few kernels whose code does not depend on how many
+cores there are, so that a model compiles to the same bytes anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+
+import tvm
+from tvm import tirx
+from tvm.target import Target
+from tvm_ffi import VisitInterrupt, structural_walk
+
+from ...target.cpu_cores import num_cores
+
+# Each module repeats some code and set-up, worth about a tenth of a kernel; fewer kernels a module share work better.
+KERNELS_A_MODULE = 4
+
+Build = Callable[[Target, tvm.IRModule], tvm.runtime.Module]
+Progress = Callable[[str, int, int], None]
+"""Told of a step, and how many of how many parts of it are done."""
+
+
+def cut(target: Target, group: tvm.IRModule) -> list[tvm.IRModule]:
+    """Kernels of one target as modules that are compiled one by one, in order of the kernels' names.
+
+    Kernels of llvm targets are cut apart unless one of them calls another; those of other targets stay together.
+    """
+    kernels = sorted(group.functions.items(), key=lambda pair: pair[0].name_hint)
+    if target.kind.name != "llvm" or len(kernels) <= KERNELS_A_MODULE or _call_each_other(kernels):
+        return [group]
+    parts = -(-len(kernels) // KERNELS_A_MODULE)
+    return [tvm.IRModule(dict(kernels[part::parts])) for part in range(parts)]
+
+
+def build_side_by_side(
+    parts: Sequence[tuple[Target, tvm.IRModule]], build: Build, progress: Progress | None = None
+) -> list[tvm.runtime.Module]:
+    """What `build` gives for each part, in order; it is called from several threads.
+
+    Raises
+    ------
+    Exception
+        Of the first part, in order, that `build` raises one for.
+    """
+    told = _Told(progress, sum(len(part.functions) for _, part in parts))
+    context = tvm.transform.PassContext.current()
+    # Instruments are the caller's objects: they are asked from the caller's thread only.
+    workers = 1 if context.instruments else min(len(parts), num_cores())
+    if workers <= 1:
+        return [told.of(part, build(target, part)) for target, part in parts]
+
+    def task(target: Target, part: tvm.IRModule) -> tvm.runtime.Module:
+        with _copy(context):
+            return build(target, part)
+
+    with ThreadPoolExecutor(workers, thread_name_prefix="relax_hetero.driver") as pool:
+        futures = {pool.submit(task, target, part): part for target, part in parts}
+        for future in as_completed(futures):
+            told.of(futures[future])
+        return [future.result() for future in futures]
+
+
+class _Told:
+    """Counts the kernels that are done."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress, self._done, self._total = progress, 0, total
+
+    def of(self, part: tvm.IRModule, library: tvm.runtime.Module = None) -> tvm.runtime.Module:
+        """A part is done; gives back what it was compiled to."""
+        self._done += len(part.functions)
+        if self._progress is not None:
+            self._progress("kernels", self._done, self._total)
+        return library
+
+
+def _copy(context: tvm.transform.PassContext) -> tvm.transform.PassContext:
+    """The settings of a context, which is itself one thread's."""
+    return tvm.transform.PassContext(
+        int(context.opt_level), list(context.required_pass), list(context.disabled_pass), None, dict(context.config)
+    )
+
+
+def _call_each_other(kernels: Sequence[tuple[tvm.ir.GlobalVar, tirx.PrimFunc]]) -> bool:
+    own = {str(func.attrs["global_symbol"]) for _, func in kernels if "global_symbol" in func.attrs}
+
+    def on_name(text: tvm.ir.StringImm) -> VisitInterrupt | None:
+        return VisitInterrupt(text) if str(text.value) in own else None
+
+    seen = [(tvm.ir.GlobalVar, VisitInterrupt), (tvm.ir.StringImm, on_name)]
+    return any(structural_walk(func.body, seen) is not None for _, func in kernels)

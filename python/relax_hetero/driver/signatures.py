@@ -1,0 +1,91 @@
+"""Signatures: what a caller must know of a Relax function, as plain data."""
+
+from __future__ import annotations
+
+import tvm
+from tvm import relax
+
+from ..artifact.signature import (
+    Dim,
+    FunctionSignature,
+    ObjectSpec,
+    PrimSpec,
+    ShapeSpec,
+    TensorSpec,
+    TupleSpec,
+    ValueSpec,
+)
+from ..target.vdevice import vdevice_index, vdevices_of
+from ..transform.ir.dim_text import NoTextError, dim_text
+from ..transform.ir.module_attrs import public_functions
+from ..transform.ir.rewriting import relax_functions
+from ..transform.partition.written_arguments import WRITTEN
+from ..transform.record.donated import DONATED, input_names
+
+
+def function_signatures(mod: tvm.IRModule, takers: set[str]) -> dict[str, FunctionSignature]:
+    """Signatures of the module's callable functions, by name.
+
+    Parameters
+    ----------
+    mod : tvm.IRModule
+        A lowered module whose constants are not lifted yet.
+    takers : set of str
+        The functions that will take the tuple of constants.
+    """
+    reader = _TypeReader(vdevices_of(mod))
+    signatures = {}
+    public = public_functions(mod)
+    for gv, func in relax_functions(mod):
+        if gv.name_hint in public:
+            signatures[gv.name_hint] = reader.signature(gv.name_hint, func, gv.name_hint in takers)
+    return signatures
+
+
+class _TypeReader:
+    def __init__(self, vdevices: list[relax.VDevice]):
+        self.vdevices = vdevices
+
+    def signature(self, name: str, func: relax.Function, takes_constants: bool) -> FunctionSignature:
+        attrs = func.attrs
+        names = input_names(func)
+        donated, written = ([names[int(number)] for number in attrs.get(key, ())] for key in (DONATED, WRITTEN))
+        is_tuple = isinstance(func.ret_ty, tvm.ir.TupleType)
+        results = list(func.ret_ty.fields) if is_tuple else [func.ret_ty]
+        output_names = [str(n) for n in attrs.get("output_names", [])]
+        if len(output_names) != len(results):
+            output_names = [f"output_{i}" for i in range(len(results))] if is_tuple else ["output"]
+        return FunctionSignature(
+            name=name,
+            inputs=tuple(self.spec(n, param.ty) for n, param in zip(names, func.params, strict=True)),
+            outputs=tuple(self.spec(n, ty) for n, ty in zip(output_names, results, strict=True)),
+            output_is_tuple=is_tuple,
+            num_input=int(attrs.get("num_input", -1)),
+            takes_constants=takes_constants,
+            donated=tuple(donated),
+            copied=tuple(name for name in written if name not in donated),
+        )
+
+    def spec(self, name: str, ty: tvm.ir.Type) -> ValueSpec:
+        if isinstance(ty, relax.TensorType):
+            shape = ty.shape.values if isinstance(ty.shape, relax.ShapeExpr) else None
+            device = vdevice_index(ty.vdevice, self.vdevices) if ty.vdevice is not None else 0
+            dtype = str(ty.dtype.dtype) if ty.dtype is not None else None
+            return TensorSpec(name, dims(shape), dtype, device, int(ty.ndim))
+        if isinstance(ty, tvm.ir.TupleType):
+            return TupleSpec(name, tuple(self.spec(f"{name}.{i}", field) for i, field in enumerate(ty.fields)))
+        if isinstance(ty, relax.ShapeType):
+            return ShapeSpec(name, dims(ty.values), int(ty.ndim))
+        if isinstance(ty, tvm.ir.PrimType):
+            return PrimSpec(name, str(ty.dtype))
+        return ObjectSpec(name)
+
+
+def dims(values: object) -> tuple[Dim, ...] | None:
+    """Extents as integers and expression text; None where unknown or beyond what a signature can say."""
+    if values is None:
+        return None
+    try:
+        return tuple(dim_text(value) for value in values)  # type: ignore[attr-defined]
+    except NoTextError:
+        return None

@@ -1,0 +1,234 @@
+"""What ops and transfers cost: the estimates that ``placement="auto"`` minimizes.
+
+Rough on purpose, and every number can be replaced: a plan needs to know that a GPU multiplies matrices a hundred times
+faster than this CPU and that reaching it costs ten microseconds, not the third digit of either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias, get_args
+
+import tvm
+from tvm.target import Target, codegen
+
+from ...errors import PlacementError, VDeviceError
+from ...target.native_target import num_cores
+from ...target.vdevice import host_vdevice, is_cpu, physical, vdevice_index
+
+Objective: TypeAlias = Literal["latency", "throughput"]
+"""The least time for one call, or the least time between calls of which several are in flight."""
+
+# The implicit host CPU, where no vdevice of the list is one.
+IMPLICIT_HOST = -1
+
+# Share of a device's peak arithmetic and bandwidth that generated code reaches.
+_ATTAINED_CPU_FLOPS = 0.8
+_ATTAINED_GPU_FLOPS = 0.3
+_ATTAINED_BANDWIDTH = 0.7
+
+_CLOCK = 3e9  # Hz, a server core under vector load
+_FLOPS_PER_LANE = 4  # two units, each a multiply and an add per cycle
+_CORE_BANDWIDTH = 40e9  # bytes/s one core can draw
+_CPU_BANDWIDTH = 200e9  # bytes/s of a socket, however many cores
+
+# LLVM feature -> float32 lanes, widest first.
+_LANES = {"avx512f": 16, "avx": 8, "sse2": 4, "neon": 4, "v": 4}
+
+# Compute capability -> (peak float32 flop/s outside tensor cores, bytes/s), newest first.
+_CUDA = {
+    100: (75e12, 8.0e12),
+    90: (67e12, 4.0e12),
+    89: (60e12, 0.9e12),
+    86: (30e12, 0.8e12),
+    80: (19e12, 1.9e12),
+    70: (14e12, 0.9e12),
+    0: (5e12, 0.3e12),
+}
+_OTHER_GPU = (5e12, 0.3e12)
+
+_GPU_LAUNCH = 5e-6  # seconds per kernel
+_CPU_LAUNCH = 0.5e-6
+
+# Seconds until the worker of one CPU queue goes on with what that of another has finished: 45 us were measured between
+# calls in flight, 90 us within a call.
+_HAND_OVER = 60e-6
+
+
+def check_objective(objective: str) -> None:
+    """Raise a PlacementError if that is not an objective."""
+    if objective not in get_args(Objective):
+        raise PlacementError(f"objective is {objective!r}; expected {' or '.join(map(repr, get_args(Objective)))}")
+
+
+@dataclass(frozen=True)
+class DeviceCost:
+    """How fast one device works.
+
+    Attributes
+    ----------
+    flops : float
+        float32 operations per second.
+    bandwidth : float
+        Bytes per second to and from its memory.
+    launch : float
+        Seconds per op, whatever its size.
+    """
+
+    flops: float
+    bandwidth: float
+    launch: float
+
+
+@dataclass(frozen=True)
+class LinkCost:
+    """How fast tensors go from one device to another: seconds = latency + bytes / bandwidth."""
+
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Seconds per op and per transfer, and which devices work side by side.
+
+    An op takes ``launch + max(flops / device.flops, bytes / device.bandwidth)``. Inputs start on the host and outputs
+    are read there. Weights lie where they are used before the call, and cost nothing.
+
+    Attributes
+    ----------
+    devices : sequence of DeviceCost
+        One per vdevice, in order.
+    links : mapping
+        (from, to) -> LinkCost, positions in the list of vdevices; -1 is the host CPU if the list has none.
+    host : int
+        Position of the host, or -1.
+    symbolic_extent : int
+        The size that a symbolic dimension is taken to have.
+    queues : sequence of int
+        The queue of each device, counted from 0: devices of one queue take turns. Empty: each has its own.
+
+    Examples
+    --------
+    ``dataclasses.replace(CostModel.for_vdevices(vdevices), symbolic_extent=512)`` changes one number.
+    """
+
+    devices: Sequence[DeviceCost]
+    links: Mapping[tuple[int, int], LinkCost] = field(default_factory=dict)
+    host: int = IMPLICIT_HOST
+    symbolic_extent: int = 64
+    queues: Sequence[int] = ()
+
+    @classmethod
+    def for_vdevices(cls, vdevices: Sequence[tvm.relax.VDevice], objective: Objective = "latency") -> CostModel:
+        """Defaults by target kind and features (vector width and cores of a CPU, compute capability of a GPU).
+
+        A CPU device works with ``num-cores`` of its target, one where it says nothing. CPU devices that together have
+        more cores than this process may use share them: in one call they take turns, each with all its cores; with
+        several calls in flight they work side by side, each with an equal share at most. (A device that has more by
+        itself is another machine's, and its word is taken.) Vdevices of one physical device always take turns.
+        """
+        host = host_vdevice(vdevices)
+        host_index = IMPLICIT_HOST if host is None else vdevice_index(host, vdevices)
+        own = _own_cores(vdevices)
+        cores, take_turns = own, False
+        if sum(own.values()) > num_cores() >= max(own.values()):
+            take_turns = objective == "latency"
+            share = max(1, num_cores() // len(own))
+            cores = own if take_turns else {place: min(count, share) for place, count in own.items()}
+        numbers: dict[object, int] = {}
+        queues = [
+            numbers.setdefault("the CPU" if take_turns and is_cpu(vdevice) else physical(vdevice), len(numbers))
+            for vdevice in vdevices
+        ]
+        socket = max(own.values(), default=0) if take_turns else sum(cores.values())
+        devices = [
+            _default_cpu(vdevice.target, cores[physical(vdevice)], socket)
+            if is_cpu(vdevice)
+            else _default_gpu(vdevice.target)
+            for vdevice in vdevices
+        ]
+        ends = {**dict(enumerate(vdevices)), **({IMPLICIT_HOST: None} if host is None else {})}
+        links = {(a, b): _default_link(ends[a], ends[b], take_turns) for a in ends for b in ends if a != b}
+        return cls(devices, links, host_index, queues=queues)
+
+    def op_seconds(self, flops: float, moved: float, device: int) -> float:
+        """Seconds one op takes there.
+
+        Parameters
+        ----------
+        flops : float
+            Arithmetic operations.
+        moved : float
+            Bytes read and written.
+        device : int
+            Position in the list of vdevices.
+        """
+        cost = self.devices[device]
+        return cost.launch + max(flops / cost.flops, moved / cost.bandwidth)
+
+    def transfer_seconds(self, size: float, source: int, destination: int) -> float:
+        """Seconds until `size` bytes have gone from one device to another; 0 to where they are."""
+        if source == destination:
+            return 0.0
+        link = self.links[source, destination]
+        return link.latency + size / link.bandwidth
+
+    def check(self, num_devices: int) -> None:
+        """Raise a VDeviceError if the model does not cover that many vdevices."""
+        if len(self.devices) != num_devices:
+            raise VDeviceError(f"the cost model has {len(self.devices)} devices for {num_devices} vdevices")
+        if self.host != IMPLICIT_HOST and not 0 <= self.host < num_devices:
+            raise VDeviceError(f"the cost model's host is device {self.host} of {num_devices}")
+        places = sorted({*range(num_devices), self.host})
+        missing = [(a, b) for a in places for b in places if a != b and (a, b) not in self.links]
+        if missing:
+            raise VDeviceError(f"the cost model has no link between devices {missing[0]}")
+        if self.queues and (len(self.queues) != num_devices or min(self.queues) < 0):
+            raise VDeviceError(f"the cost model's queues are {list(self.queues)}; expected a number for each device")
+
+
+def _default_link(source: tvm.relax.VDevice | None, target: tvm.relax.VDevice | None, take_turns: bool) -> LinkCost:
+    """None is the implicit host."""
+    places = [(1, 0) if end is None else physical(end) for end in (source, target)]
+    on_cpu = [end is None or is_cpu(end) for end in (source, target)]
+    if places[0] == places[1]:
+        return LinkCost(float("inf"), 0.5e-6)  # one physical device: nothing is copied
+    if all(on_cpu):  # one memory: a call that does not go through queues copies, queues share
+        return LinkCost(10e9, 1e-6) if take_turns else LinkCost(float("inf"), _HAND_OVER)
+    if any(on_cpu):
+        return LinkCost(20e9, 30e-6)  # PCIe, measured between an H200 and pageable host memory
+    return LinkCost(300e9, 30e-6)  # NVLink; two H200s measured 369 GB/s for 256 MB
+
+
+def _own_cores(vdevices: Sequence[tvm.relax.VDevice]) -> dict[tuple[int, int], int]:
+    """The cores that the code of each physical CPU device is made for."""
+    found: dict[tuple[int, int], int] = {}
+    for vdevice in filter(is_cpu, vdevices):
+        count = int(vdevice.target.attrs.get("num-cores", 1))
+        found[physical(vdevice)] = max(1, count, found.get(physical(vdevice), 1))
+    return found
+
+
+def _default_cpu(target: Target, cores: int, socket: int) -> DeviceCost:
+    """A device of some of the cores of a socket that work at once."""
+    peak = cores * _CLOCK * _FLOPS_PER_LANE * _lanes(target)
+    bandwidth = min(cores * _CORE_BANDWIDTH, _CPU_BANDWIDTH * cores / socket)
+    return DeviceCost(peak * _ATTAINED_CPU_FLOPS, bandwidth * _ATTAINED_BANDWIDTH, _CPU_LAUNCH)
+
+
+def _default_gpu(target: Target) -> DeviceCost:
+    peak, bandwidth = _OTHER_GPU
+    if target.kind.name == "cuda":
+        arch = str(target.attrs.get("arch", ""))
+        number = int("".join(filter(str.isdigit, arch)) or 0)
+        peak, bandwidth = next(figures for capability, figures in _CUDA.items() if number >= capability)
+    return DeviceCost(peak * _ATTAINED_GPU_FLOPS, bandwidth * _ATTAINED_BANDWIDTH, _GPU_LAUNCH)
+
+
+def _lanes(target: Target) -> int:
+    """float32 values in a vector register of the target; 4 where only a C compiler knows."""
+    if target.kind.name != "llvm":
+        return 4
+    return next((lanes for feature, lanes in _LANES.items() if codegen.target_has_features(feature, target)), 4)

@@ -1,0 +1,124 @@
+"""The search for the plan of least time for one call, or whose busiest queue works least.
+
+Both are hard problems, so what is found is good rather than best. Starting points are the best of all plans that keep
+each of a few clusters of units together, the plan of least work, and for latency `heft`, for throughput the
+best cut of the program in two. Each is refined by moving and exchanging clusters, coarse ones first, single units last,
+as long as that helps. Of few units (12 on two devices) the first is the best plan there is.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from .cost_model import Objective
+from .heft import earliest_finish
+from .least_work import least_work
+from .list_schedule import call_ticks
+from .plan_costs import PlanCosts
+from .plan_measures import BusiestQueue, CallTime, Measure
+from .unit_clusters import Clusters, cluster_levels
+
+# Units and values looked at from one starting point: about a second.
+_MOST_EFFORT = 300_000
+
+# Plans of clusters that are all tried.
+MOST_PLANS = 4096
+
+# Rounds over the clusters of a level, and how many there may be for pairs of them to be exchanged.
+_MAX_ROUNDS = 4
+_MOST_EXCHANGED = 24
+
+
+def best_plan(costs: PlanCosts, start: list[int], objective: Objective, most_plans: int = MOST_PLANS) -> list[int]:
+    """The best plan that the search finds.
+
+    Parameters
+    ----------
+    costs : PlanCosts
+    start : list of int
+        A plan; the result is no worse than this, and than the plan of least work.
+    objective : str
+        "latency": the time of one call, of equal ones the least work. "throughput": the time of the busiest queue,
+        then of the second, and so on; of equal ones the quickest call.
+    most_plans : int
+        How many plans of clusters are all tried.
+    """
+    starts = [start, least_work(costs, start)]
+    if costs.queues == 1:
+        return starts[1]
+    if objective == "throughput":
+        starts.append(_best_cut(costs, start))
+        levels = _levels(costs, most_plans)
+        found: list[Measure] = [BusiestQueue(costs, plan) for plan in starts]
+    else:
+        levels = _levels(costs, min(most_plans, _MOST_EFFORT // (len(start) + len(costs.graph.values) + 1)))
+        starts.append(earliest_finish(costs))
+        found = [CallTime(costs, plan) for plan in starts]
+    _try_all(found[0], levels[0], costs.devices, most_plans)
+    for measure in found:
+        measure.effort = 0
+        for clusters in levels:
+            _refine(measure, clusters, costs.devices)
+    return min(found, key=lambda measure: (measure.key, call_ticks(costs, measure.plan))).plan
+
+
+def _levels(costs: PlanCosts, most_plans: int) -> list[Clusters]:
+    """Partitions, the coarsest of as many clusters as so many plans can be made of."""
+    fewest = 1
+    while costs.devices ** (fewest + 1) <= most_plans:
+        fewest += 1
+    return cluster_levels(costs, fewest)
+
+
+def _best_cut(costs: PlanCosts, start: list[int]) -> list[int]:
+    """Of the plans that put the program up to a unit on one device and the rest on another, the best for throughput."""
+    best, best_key = start, BusiestQueue(costs, start).key
+    for first, second in itertools.permutations(range(costs.devices), 2):
+        measure = BusiestQueue(costs, [second] * len(start))
+        for unit in range(len(start)):
+            measure.move([unit], [first])
+            if measure.key < best_key:
+                best, best_key = list(measure.plan), measure.key
+    return best
+
+
+def _try_all(measure: Measure, clusters: Clusters, devices: int, most_plans: int) -> None:
+    """Make it the best of all plans that keep each cluster together, if they are few and one is better."""
+    if devices ** len(clusters) > most_plans:
+        return
+    best, best_key = list(measure.plan), measure.key
+    everything = range(len(best))
+    measure.move(everything, [0] * len(best))
+    for choice in itertools.product(range(devices), repeat=len(clusters)):
+        changed = [
+            (unit, device)
+            for units, device in zip(clusters, choice, strict=True)
+            if measure.plan[units[0]] != device
+            for unit in units
+        ]
+        measure.move([unit for unit, _ in changed], [device for _, device in changed])
+        if measure.key < best_key:
+            best, best_key = list(measure.plan), measure.key
+    measure.move(everything, best)
+
+
+def _refine(measure: Measure, clusters: Clusters, devices: int) -> None:
+    """Move clusters, and exchange pairs of them, as long as that makes it better."""
+    for _ in range(_MAX_ROUNDS):
+        before = measure.key
+        for units in clusters:
+            for device in range(devices):
+                _try(measure, units, [device] * len(units))
+        if len(clusters) <= _MOST_EXCHANGED:
+            for first, second in itertools.combinations(clusters, 2):
+                places = [measure.plan[second[0]]] * len(first) + [measure.plan[first[0]]] * len(second)
+                _try(measure, first + second, places)
+        if measure.key == before:
+            return
+
+
+def _try(measure: Measure, units: Sequence[int], devices: Sequence[int]) -> None:
+    """Move units if that makes it better, and the search may go on."""
+    if measure.effort < _MOST_EFFORT and [measure.plan[unit] for unit in units] != devices:
+        measure.improve(units, devices)

@@ -1,0 +1,115 @@
+"""ONNX import that keeps node names and takes placement rules.
+
+Stock TVM's importer converts single ops well, and loses what a placement needs: the names of the nodes, and on which
+device a shape is read. This one keeps its converters (with corrections, in ``ops/``) and replaces what is around them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Literal
+
+import tvm
+from tvm import relax
+
+from ..errors import FrontendError
+from ..target.vdevice import parse_vdevices, with_vdevices
+from ..transform.placement.realize_vdevice import realize_vdevice
+from .auto.auto_placement import place_graph
+from .auto.cost_model import check_objective
+from .onnx.import_onnx import import_nodes
+from .onnx.importer import ImportedGraph
+from .onnx.inputs import Shapes
+from .onnx.model import ModelSource, OnnxModel, load_model
+from .onnx.name_bindings import build_function
+from .onnx.node_names import name_nodes
+from .onnx.placement_rules import PlacementRules, assign_devices
+from .placement_reasons import with_reasons
+
+if TYPE_CHECKING:
+    from ..target.make_vdevice import VDeviceEntry
+    from .auto.cost_model import CostModel, Objective
+
+
+def from_onnx(
+    model_or_path: ModelSource,
+    vdevices: VDeviceEntry | Iterable[VDeviceEntry] | None = None,
+    placement: PlacementRules | Literal["auto"] | None = None,
+    shapes: Shapes | None = None,
+    cost_model: CostModel | None = None,
+    objective: Objective = "latency",
+) -> tvm.IRModule:
+    """Import an ONNX model as a Relax module, placed over several devices if any are named.
+
+    Parameters
+    ----------
+    model_or_path : str, PathLike, bytes or onnx.ModelProto
+        External data lies relative to the file.
+    vdevices : list of str, dict, Target or VDevice, optional
+        The devices, the first one the default. Without them the module is free, and compiles for the native CPU.
+    placement : mapping, or list of (pattern, device) pairs, or "auto", optional
+        Glob patterns over node names and op types, in order: the first that matches a node fixes what it becomes to
+        its device; a node that none matches goes to the default device. ``"auto"`` lets `cost_model` choose.
+    shapes : mapping, optional
+        ``{"input": [1, 128]}`` or ``{"batch": 1}``: sizes of inputs, or of named dimensions. What is left open stays
+        symbolic.
+    cost_model : CostModel, optional
+        For ``placement="auto"``; default ``CostModel.for_vdevices(vdevices, objective)``.
+    objective : str, optional
+        For ``placement="auto"``. "latency": the least time for one call. "throughput": the least time between calls,
+        of which several are in flight (``vm.submit``).
+
+    Returns
+    -------
+    mod : tvm.IRModule
+        With one function, "main". Its parameters are the graph's inputs, in order, under their names; its attributes
+        "input_names" and "output_names" hold the ONNX names. A binding has the name of the node it comes from, a
+        nameless node being ``OpType_index`` (its position in the graph). Weights are constants. With vdevices,
+        transfers are in place: an input lives on the device of its first use, an output where it is made.
+
+    Raises
+    ------
+    FrontendError
+        If the model cannot be read or imported (naming file, node and op), or a shape or pattern does not fit it.
+    VDeviceError
+        If a device string names nothing in `vdevices`.
+    PlacementError
+        If `objective` is neither.
+    """
+    check_objective(objective)
+    if vdevices is None and (placement is not None or cost_model is not None):
+        raise FrontendError("placement and cost_model choose among vdevices, which are not given")
+    if isinstance(placement, str) and placement != "auto":
+        raise FrontendError(f"placement is {placement!r}; expected a mapping of patterns to devices, or 'auto'")
+    if cost_model is not None and placement != "auto":
+        raise FrontendError("cost_model is given, which only placement='auto' reads")
+    if objective != "latency" and placement != "auto":
+        raise FrontendError(f"objective is {objective!r}, which only placement='auto' reads")
+    devices = None if vdevices is None else parse_vdevices(vdevices)
+    model = load_model(model_or_path)
+    nodes = name_nodes(model.proto)
+    # Patterns are looked at before the work of importing.
+    rules = None if isinstance(placement, str) else placement or {}
+    by_rule = None if devices is None or rules is None else assign_devices(nodes, rules, devices)
+    graph = import_nodes(model, nodes, shapes)
+    if devices is None:
+        return _module(model, graph, build_function(graph))
+    plan = place_graph(graph, devices, cost_model, objective) if by_rule is None else None
+    assigned = plan.vdevices if plan is not None else by_rule or {}
+    mod = _module(model, graph, build_function(graph, lambda node: assigned[node.name]))
+    placed, report = realize_vdevice(with_vdevices(mod, devices), insert_copies=True)
+    return with_reasons(placed, report, nodes, plan or rules or {})
+
+
+def _module(model: OnnxModel, graph: ImportedGraph, func: relax.Function) -> tvm.IRModule:
+    names = {
+        "global_symbol": "main",
+        "num_input": len(func.params),
+        "input_names": list(graph.input_names),
+        "output_names": [output.name for output in model.proto.graph.output],
+    }
+    if graph.bounds:
+        names["tir_var_upper_bound"] = graph.bounds
+    mod = graph.module.clone()
+    mod["main"] = func.with_attrs(names)
+    return mod

@@ -1,0 +1,1 @@
+"""ONNX models: read, checked, named, imported node by node."""

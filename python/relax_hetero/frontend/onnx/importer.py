@@ -1,0 +1,300 @@
+"""From an ONNX graph to Relax bindings, node by node, remembering which node each binding came from."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+import tvm
+from onnx import helper
+from tvm import relax
+from tvm.relax.frontend.onnx import onnx_frontend as stock
+
+from ...errors import FrontendError
+from ..symbolic_sizes import Bounds, SizeIsBounded, compute_sizes, known_bounds
+from .constants import FOLDED_OPS, constant_value, fold_node, initializer_value, make_const, sparse_value
+from .functions import body_of_call, function_of, function_table
+from .model import OnnxModel, opset_in
+from .node_names import NodeInfo
+from .support import SEQUENCE_OPS, find_converter, takes_shapes
+from .tvm_messages import reason
+
+
+@dataclass(frozen=True)
+class ImportedGraph:
+    """What a graph became, before names and devices are written into it.
+
+    Attributes
+    ----------
+    module : tvm.IRModule
+        PrimFuncs that converters made.
+    input_names : list of str
+    params : list of Var
+        One per graph input, named like it as far as TVMScript can read names.
+    bindings : list of Binding
+        In program order, all variables plain `Var`; branches of an `If` hold their own.
+    outputs : list of Expr
+        One per graph output: a variable, a constant or a tuple of those.
+    owners : dict
+        Variable of a binding -> the node it came from, in branches too.
+    results : dict
+        Node -> the variables of its outputs, the first one taking the node's name.
+    bounds : dict of str to int
+        The most that symbolic sizes may be for the model to work.
+    """
+
+    module: tvm.IRModule
+    input_names: list[str]
+    params: list[relax.Var]
+    bindings: list[relax.Binding]
+    outputs: list[relax.Expr]
+    owners: dict[relax.Var, NodeInfo]
+    results: dict[NodeInfo, list[relax.Var]]
+    bounds: dict[str, int]
+
+
+def import_graph(model: OnnxModel, nodes: list[NodeInfo], inputs: Mapping[str, relax.Var]) -> ImportedGraph:
+    """Import a model's graph with stock TVM's converters and this library's own.
+
+    Parameters
+    ----------
+    model : OnnxModel
+    nodes : list of NodeInfo
+        The names of its nodes, in order.
+    inputs : Mapping
+        ONNX name -> parameter.
+
+    Raises
+    ------
+    FrontendError
+        If a node cannot be converted; names it, its op and the reason.
+    """
+    bounds: dict[tvm.tirx.Var, int] = {}
+    while True:
+        try:
+            with known_bounds(bounds):
+                return _GraphImporter(model).run(nodes, inputs, bounds)
+        except SizeIsBounded as found:  # all that was made of the size before is made anew
+            bounds[found.size] = found.bound
+
+
+class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
+    """Stock TVM's importer with its walk over the nodes replaced.
+
+    The stock walk leaves values unbound, forgets which node a binding came from, computes both branches of an `If`
+    before it decides, and prints; what it does per op stays as it is.
+    """
+
+    def __init__(self, model: OnnxModel) -> None:
+        super().__init__(None, None)
+        self.opset = model.opset
+        self._nodes: dict[str, Any] = {}
+        self._graph = model.proto.graph
+        self._functions = function_table(model.proto)
+        self._makers: dict[str, NodeInfo] = {}
+        self._owners: dict[relax.Var, NodeInfo] = {}
+        self._results: dict[NodeInfo, list[relax.Var]] = {}
+
+    def run(self, nodes: list[NodeInfo], inputs: Mapping[str, relax.Var], bounds: Bounds) -> ImportedGraph:
+        """Convert the whole graph; once per importer."""
+        graph, params = self._graph, list(inputs.values())
+        self._add_initializers(graph)
+        self._nodes.update(inputs)
+        # Shape variables of the parameters have to be in scope, or inference forgets shapes that mention them.
+        self.bb.begin_scope(params)
+        try:
+            with self._block() as bindings:
+                self._convert_nodes(graph.node, nodes)
+                outputs = [self._graph_output(output.name) for output in graph.output]
+        finally:
+            self.bb.end_scope()
+        most = {size.name: bound for size, bound in bounds.items()}
+        return ImportedGraph(self.bb.get(), list(inputs), params, bindings, outputs, self._owners, self._results, most)
+
+    @contextmanager
+    def _block(self) -> Iterator[list[relax.Binding]]:
+        """Collect what is emitted inside into the list this yields, complete once the block is left."""
+        bindings: list[relax.Binding] = []
+        self.bb._begin_binding_block()
+        try:
+            yield bindings
+        finally:
+            bindings.extend(self.bb._end_block().bindings)
+
+    def _add_initializers(self, graph: onnx.GraphProto) -> None:
+        for tensor in graph.initializer:
+            self._nodes[tensor.name] = make_const(initializer_value(tensor, graph))
+        for sparse in graph.sparse_initializer:
+            self._nodes[sparse.values.name] = make_const(sparse_value(sparse))
+
+    def _convert_nodes(self, protos: Iterable[onnx.NodeProto], nodes: list[NodeInfo]) -> None:
+        for node, info in zip(protos, nodes, strict=True):
+            try:
+                with self._block() as bindings, warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    self._convert_node(node, info)
+            except FrontendError:
+                raise
+            except Exception as error:
+                raise FrontendError(
+                    f"node {info} of opset {self.opset} cannot be imported: {type(error).__name__}: {reason(error)}"
+                ) from error
+            self._adopt(bindings, info)
+
+    def _adopt(self, bindings: list[relax.Binding], info: NodeInfo) -> None:
+        """Emit bindings again where the builder stands, as what a node became unless an inner one owns them."""
+        for binding in bindings:
+            self._owners.setdefault(binding.var, info)
+            self.bb.emit_normalized(binding)
+
+    def _convert_node(self, node: onnx.NodeProto, info: NodeInfo) -> None:
+        self._makers.update(dict.fromkeys(node.output, info))
+        operands = stock.onnx_input(self._read(name, info) for name in node.input)
+        folded = self._fold(node, operands)
+        if folded is not None:
+            self._nodes.update(zip(node.output, folded, strict=False))
+            return
+        if function_of(node, self._functions) is not None:
+            self._nodes.update(self._call_function(node, info, operands))
+            return
+        value = self._if(node, info, operands[0]) if node.op_type == "If" else self._convert(node, info, operands)
+        results = self._results_of(node, info, value)
+        self._results[info] = [result for result in results.values() if isinstance(result, relax.Var)]
+        self._nodes.update(results)
+
+    def _read(self, name: str, info: NodeInfo) -> Any:
+        if name == "":
+            return None
+        if name not in self._nodes:
+            raise FrontendError(f"node {info} reads {name!r}, which no input, initializer or node before it makes")
+        return self._nodes[name]
+
+    def _fold(self, node: onnx.NodeProto, operands: list[Any]) -> list[relax.Expr] | None:
+        if node.op_type == "Constant":
+            return [make_const(constant_value(node))]
+        sizes = compute_sizes(node, operands)
+        if sizes is not None:
+            return [sizes]
+        is_known = all(operand is None or isinstance(operand, tvm.ir.GenericConst) for operand in operands)
+        if node.op_type not in FOLDED_OPS or not is_known:
+            return None
+        arrays = [None if operand is None else operand.value.numpy() for operand in operands]
+        folded = fold_node(node, arrays, self.opset) if any(array is not None for array in arrays) else None
+        return None if folded is None else [make_const(array) for array in folded]
+
+    def _call_function(self, node: onnx.NodeProto, info: NodeInfo, operands: list[Any]) -> dict[str, Any]:
+        """Convert the body of a function of the model; it sees its arguments only."""
+        function = self._functions[(node.domain, node.op_type, node.overload)]
+        outer, outer_opset = self._nodes, self.opset
+        self._nodes = {name: operands[index] for index, name in enumerate(function.input)}
+        self.opset = opset_in(function.opset_import)
+        try:
+            self._convert_nodes(body_of_call(function, node), info.subgraphs["body"])
+            results = [self._nodes[name] for name in function.output]
+        except KeyError as error:
+            raise FrontendError(f"function {info}: nothing in its body makes its output {error.args[0]!r}") from error
+        finally:
+            self._nodes, self.opset = outer, outer_opset
+        return {name: result for name, result in zip(node.output, results, strict=False) if name}
+
+    def _convert(self, node: onnx.NodeProto, info: NodeInfo, operands: list[Any]) -> Any:
+        converter = find_converter(node.domain, node.op_type)
+        if not takes_shapes(node.domain, node.op_type):
+            for index, operand in enumerate(operands):
+                if isinstance(operand, relax.Expr) and isinstance(operand.ty, relax.ShapeType):
+                    operands[index] = self._as_tensor(operand)
+        attributes = self._parse_attr(node.attribute)
+        attributes["tvm_custom"] = {"name": info.name, "num_outputs": len(node.output)}
+        convert = converter.get_converter(self.opset)
+        value = convert(self.bb, operands, attributes, [self._nodes, self._params])
+        return self.bb.normalize(value) if isinstance(value, relax.Expr) else value
+
+    def _parse_attr(self, attr_proto: Any) -> dict[str, Any]:
+        """Attributes by name, lists as tuples; the stock method refuses empty lists."""
+        values = ((attribute.name, helper.get_attribute_value(attribute)) for attribute in attr_proto)
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in values}
+
+    def _results_of(self, node: onnx.NodeProto, info: NodeInfo, value: Any) -> dict[str, Any]:
+        """ONNX output name -> value, bound to a variable unless it is a constant or shape already."""
+        if isinstance(value, (list, tuple)):
+            value = relax.Tuple(list(value))
+        if not isinstance(value, relax.Expr):
+            return {node.output[0]: value}  # stock TVM's marker of an empty optional
+        is_sequence = node.op_type in SEQUENCE_OPS or (node.op_type == "If" and len(node.output) == 1)
+        if is_sequence or not isinstance(value.ty, tvm.ir.TupleType):
+            fields = [value]
+        elif isinstance(value, relax.Tuple):
+            fields = list(value.fields)
+        else:
+            value = self._bind(value)
+            fields = [relax.TupleGetItem(value, index) for index in range(len(value.ty.fields))]
+        if len(node.output) > len(fields):
+            raise FrontendError(f"node {info} has {len(node.output)} outputs, but TVM's converter makes {len(fields)}")
+        return {name: self._bind(field) for name, field in zip(node.output, fields, strict=False) if name}
+
+    def _bind(self, value: relax.Expr) -> relax.Expr:
+        if isinstance(value, relax.Tuple):
+            return relax.Tuple([self._bind(field) for field in value.fields])
+        if isinstance(value, relax.ShapeExpr):
+            static = [int(dim) for dim in value.values if isinstance(dim, tvm.tirx.IntImm)]
+            # Known shapes join the constants, where ONNX's own arithmetic on them is computed.
+            return make_const(np.array(static, np.int64)) if len(static) == len(value.values) else value
+        if isinstance(value, (relax.Var, tvm.ir.GenericConst)) or tvm.ir.is_prim_expr(value):
+            return value
+        return self.bb.emit(value)
+
+    def _if(self, node: onnx.NodeProto, info: NodeInfo, condition: relax.Expr) -> relax.Expr:
+        branches = {attribute.name: attribute.g for attribute in node.attribute}
+        if isinstance(condition, tvm.ir.GenericConst):
+            taken = "then_branch" if bool(condition.value.numpy().all()) else "else_branch"
+            return self._branch(branches[taken], info.subgraphs[taken])
+        if isinstance(condition.ty, relax.TensorType) and condition.ty.ndim != 0:
+            condition = self.bb.emit(relax.op.reshape(condition, ()))
+        then, other = (
+            self._branch_sequence(branches[name], info.subgraphs[name]) for name in ("then_branch", "else_branch")
+        )
+        return self.bb.emit(relax.If(condition, then, other))
+
+    def _branch_sequence(self, graph: onnx.GraphProto, nodes: list[NodeInfo]) -> relax.SeqExpr:
+        with self._block() as bindings:
+            result = self._branch(graph, nodes)
+        return relax.SeqExpr([relax.BindingBlock(bindings)], result)
+
+    def _branch(self, graph: onnx.GraphProto, nodes: list[NodeInfo]) -> relax.Expr:
+        """Convert a branch where the builder stands; values of the graph around it stay visible."""
+        outer = dict(self._nodes)
+        try:
+            self._add_initializers(graph)
+            self._convert_nodes(graph.node, nodes)
+            outputs = [self._graph_output(output.name) for output in graph.output]
+        finally:
+            self._nodes = outer
+        return outputs[0] if len(outputs) == 1 else relax.Tuple(outputs)
+
+    def _graph_output(self, name: str) -> relax.Expr:
+        value = self._nodes.get(name)
+        if value is None:
+            raise FrontendError(f"the graph output {name!r} is made by no node, input or initializer")
+        if not isinstance(value, relax.Expr):
+            raise FrontendError(f"the graph output {name!r} is an empty optional, which Relax has no value for")
+        with self._block() as bindings:
+            tensor = self._as_tensor(value)
+        if bindings:
+            self._adopt(bindings, self._makers[name])
+        return tensor
+
+    def _as_tensor(self, value: relax.Expr) -> relax.Expr:
+        """A shape or a symbolic number as the int64 tensor it stands for in ONNX; other values as they are."""
+        if isinstance(value.ty, relax.ShapeType):
+            return self.bb.emit(relax.op.shape_to_tensor(value))
+        if tvm.ir.is_prim_expr(value):
+            if isinstance(value, (tvm.tirx.IntImm, tvm.tirx.FloatImm)):
+                return relax.const(value.value, str(value.ty.dtype))
+            vector = self.bb.emit(relax.op.shape_to_tensor(relax.ShapeExpr([value])))
+            return self.bb.emit(relax.op.reshape(vector, ()))
+        return value

@@ -1,0 +1,248 @@
+"""Graph inputs as Relax parameters: names, dtypes, symbolic and pinned dimensions."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+import onnx
+from tvm import relax, tirx
+
+from ...errors import FrontendError
+from .node_names import variable_name
+
+# `shapes=`: dimensions per input, or the value of a named dimension.
+Shapes: TypeAlias = "Mapping[str, Sequence[int | str | None] | int]"
+_Dim: TypeAlias = "int | str | None"
+
+_LARGEST_SIZE = 2**63 - 1
+
+_OPERATORS: dict[type[ast.operator], Callable[..., object]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Div: operator.floordiv,  # exporters write "/" and mean whole numbers
+}
+
+
+def graph_inputs(graph: onnx.GraphProto, shapes: Shapes | None) -> dict[str, relax.Var]:
+    """A parameter for each input that is not also a weight, in the model's order.
+
+    Parameters
+    ----------
+    graph : onnx.GraphProto
+    shapes : Mapping, optional
+        ``{"input": [1, 128]}`` gives an input's shape (an entry of None keeps the model's dimension, a string names a
+        symbolic one); ``{"batch": 1}`` gives a named dimension its value wherever it occurs.
+
+    Returns
+    -------
+    inputs : dict
+        ONNX name -> variable of that name, as far as TVMScript can read it. Dimensions of one name share one symbolic
+        variable; nameless ones get their own, ``<input>_d<axis>``.
+
+    Raises
+    ------
+    FrontendError
+        If an input is no tensor, or `shapes` names what the model lacks or contradicts it or itself.
+    """
+    if shapes is not None and not isinstance(shapes, Mapping):
+        raise FrontendError(f"shapes is {shapes!r}; expected a mapping of inputs or named dimensions to sizes")
+    weights = {tensor.name for tensor in graph.initializer} | {t.values.name for t in graph.sparse_initializer}
+    infos = [info for info in graph.input if info.name not in weights]
+    dims = {info.name: _declared_dims(info) for info in infos}
+    pinned = _apply_shapes(dims, dict(shapes or {}))
+    symbols = _Symbols(pinned, {dim for shape in dims.values() for dim in shape or () if isinstance(dim, str)})
+    for name in pinned:
+        symbols.value(name)  # an expression that is given a size has to come to it
+    return {info.name: _parameter(info, dims[info.name], symbols) for info in infos}
+
+
+def _declared_dims(info: onnx.ValueInfoProto) -> list[_Dim] | None:
+    """The dimensions as the model gives them: a number, a name, or None; None at all for an unknown rank."""
+    kind = info.type.WhichOneof("value")
+    if kind != "tensor_type":
+        raise FrontendError(
+            f"input {info.name!r} is a {(kind or 'value without type').removesuffix('_type')}; "
+            "only tensors can be inputs"
+        )
+    if not info.type.tensor_type.HasField("shape"):
+        return None
+    dims: list[_Dim] = []
+    for dim in info.type.tensor_type.shape.dim:
+        if dim.HasField("dim_value"):
+            # Exporters write -1, which means nothing in ONNX, where they mean "any".
+            dims.append(int(dim.dim_value) if dim.dim_value >= 0 else None)
+        else:
+            dims.append(dim.dim_param.strip() or None)
+    return dims
+
+
+def _apply_shapes(dims: dict[str, list[_Dim] | None], shapes: dict[str, Sequence[_Dim] | int]) -> dict[str, int]:
+    """Write what `shapes` says of inputs into `dims`; return the values of named dimensions."""
+    names = {dim for shape in dims.values() for dim in shape or () if isinstance(dim, str)}
+    names |= {symbol for name in names for symbol in _symbols_in(name)}
+    pinned: dict[str, int] = {}
+    for key, value in shapes.items():
+        if key in dims and not _is_int(value):
+            _pin_input(key, dims, value, pinned)
+        elif key in names and _is_int(value):
+            _pin_name(key, _size(value, f"shapes[{key!r}]"), pinned)
+        else:
+            raise FrontendError(_bad_key(key, value, list(dims), sorted(names)))
+    return pinned
+
+
+def _pin_input(name: str, dims: dict[str, list[_Dim] | None], wanted: object, pinned: dict[str, int]) -> None:
+    if isinstance(wanted, str) or not isinstance(wanted, Sequence):
+        raise FrontendError(f"shapes[{name!r}] must be a list of dimensions, got {wanted!r}")
+    declared = dims[name]
+    if declared is not None and len(wanted) != len(declared):
+        raise FrontendError(
+            f"shapes[{name!r}] has {len(wanted)} dimensions {list(wanted)}, the model's input has "
+            f"{len(declared)}: {declared}"
+        )
+    shape: list[_Dim] = []
+    for axis, (want, have) in enumerate(zip(wanted, declared or [None] * len(wanted), strict=True)):
+        where = f"shapes[{name!r}][{axis}]"
+        if want is None:
+            shape.append(have)
+        elif isinstance(want, str):
+            if have is not None and want != have:
+                raise FrontendError(f"{where} is {want!r}, but that dimension is {have!r} in the model")
+            shape.append(want)
+        else:
+            size = _size(want, where)
+            if isinstance(have, int) and have != size:
+                raise FrontendError(f"{where} is {size}, but that dimension is {have} in the model")
+            if isinstance(have, str):
+                _pin_name(have, size, pinned)
+            shape.append(size)
+    dims[name] = shape
+
+
+def _pin_name(name: str, size: int, pinned: dict[str, int]) -> None:
+    if pinned.setdefault(name, size) != size:
+        raise FrontendError(f"dimension {name!r} is given two sizes in shapes: {pinned[name]} and {size}")
+
+
+def _is_int(value: object) -> bool:
+    return hasattr(value, "__index__")
+
+
+def _size(value: object, where: str) -> int:
+    if isinstance(value, bool) or not _is_int(value) or operator.index(value) < 0:  # type: ignore[arg-type]
+        raise FrontendError(f"{where} must be a whole number >= 0, got {value!r}")
+    size = operator.index(value)  # type: ignore[arg-type]
+    if size > _LARGEST_SIZE:
+        raise FrontendError(f"{where} is {size}, which no 64-bit size can be")
+    return size
+
+
+def _bad_key(key: object, value: object, inputs: list[str], names: list[str]) -> str:
+    if key in inputs:
+        return f"shapes[{key!r}] is {value!r}, but {key!r} is an input: give a list of its dimensions"
+    if key in names:
+        return f"shapes[{key!r}] is {value!r}, but {key!r} is a named dimension: give one whole number"
+    known = f"inputs: {', '.join(inputs) or 'none'}; named dimensions: {', '.join(names) or 'none'}"
+    return f"shapes names {key!r}, which is neither an input nor a named dimension of the model; {known}"
+
+
+class _Symbols:
+    """One symbolic variable per dimension name, and the names that are expressions of others ("2*n", "n + 1")."""
+
+    def __init__(self, pinned: dict[str, int], names: set[str]) -> None:
+        self._pinned = pinned
+        self._vars: dict[str, tirx.Var] = {}
+        self._taken: set[str] = set()
+        # Only a dimension that stands alone somewhere can be solved for at run time.
+        self._solvable = {name for name in names if name.isidentifier()} | set(pinned)
+
+    def value(self, name: str) -> object:
+        """An int, a variable, or an expression of variables."""
+        tree = _parse(name)
+        if tree is not None and not isinstance(tree, ast.Name) and _symbols_in(name) <= self._solvable:
+            return self._checked(name, self._evaluate(tree))
+        if name in self._pinned:
+            return self._pinned[name]
+        return self.variable(name)
+
+    def variable(self, name: str) -> tirx.Var:
+        if name not in self._vars:
+            self._vars[name] = self.fresh(name)
+        return self._vars[name]
+
+    def fresh(self, name: str) -> tirx.Var:
+        """A variable that nothing else shares, named like `name` as far as identifiers go."""
+        wanted = unique = re.sub(r"\W", "_", name)
+        while unique in self._taken:
+            unique = f"{wanted}_{len(self._taken)}"
+        self._taken.add(unique)
+        return tirx.Var(unique, "int64")
+
+    def _checked(self, name: str, value: object) -> object:
+        if isinstance(value, int) and self._pinned.get(name, value) != value:
+            raise FrontendError(f"dimension {name!r} is given as {self._pinned[name]} in shapes, but comes to {value}")
+        if isinstance(value, int) and value < 0:
+            raise FrontendError(f"dimension {name!r} comes to {value} with the sizes given in shapes")
+        return self._pinned.get(name, value)
+
+    def _evaluate(self, tree: ast.expr) -> object:
+        if isinstance(tree, ast.Constant):
+            return tree.value
+        if isinstance(tree, ast.Name):
+            return self.value(tree.id)
+        assert isinstance(tree, ast.BinOp)
+        left, right = self._evaluate(tree.left), self._evaluate(tree.right)
+        try:
+            return _OPERATORS[type(tree.op)](left, right)
+        except ZeroDivisionError as error:
+            raise FrontendError(f"dimension {ast.unparse(tree)!r} divides by zero") from error
+
+
+def _parse(name: str) -> ast.expr | None:
+    """The name as arithmetic on whole numbers and names, or None if it is just a name of another kind."""
+    try:
+        tree = ast.parse(name, mode="eval").body
+    except (SyntaxError, ValueError):
+        return None
+    return tree if _is_arithmetic(tree) else None
+
+
+def _is_arithmetic(tree: ast.expr) -> bool:
+    if isinstance(tree, ast.BinOp):
+        return type(tree.op) in _OPERATORS and _is_arithmetic(tree.left) and _is_arithmetic(tree.right)
+    return isinstance(tree, ast.Name) or (isinstance(tree, ast.Constant) and type(tree.value) is int)
+
+
+def _symbols_in(name: str) -> set[str]:
+    tree = _parse(name)
+    return set() if tree is None else {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
+def _parameter(info: onnx.ValueInfoProto, dims: list[_Dim] | None, symbols: _Symbols) -> relax.Var:
+    dtype = dtype_name(info.type.tensor_type.elem_type, f"input {info.name!r}")
+    name = variable_name(info.name)
+    if dims is None:
+        return relax.Var(name, relax.TensorType(None, dtype, ndim=-1))
+    shape = [
+        symbols.fresh(f"{info.name}_d{axis}") if dim is None else symbols.value(dim) if isinstance(dim, str) else dim
+        for axis, dim in enumerate(dims)
+    ]
+    return relax.Var(name, relax.TensorType(shape, dtype))
+
+
+def dtype_name(elem_type: int, what: str) -> str:
+    """TVM's name of an ONNX element type; `what` is named in the error for those it has none for."""
+    try:
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(elem_type)
+        name = onnx.TensorProto.DataType.Name(elem_type)
+    except (KeyError, ValueError) as error:
+        raise FrontendError(f"{what} has the unknown element type {elem_type}") from error
+    if dtype.kind in "OUSc" or elem_type == onnx.TensorProto.STRING:
+        raise FrontendError(f"{what} has elements of type {name}, which TVM has no tensors of")
+    return str(dtype)

@@ -1,0 +1,159 @@
+"""Write node names, and devices if there are any, into what an ONNX graph became."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+
+import tvm
+from tvm import relax
+
+from .importer import ImportedGraph
+from .node_names import NodeInfo, variable_name
+
+# The vdevice of a node.
+DeviceOf = Callable[[NodeInfo], "tvm.relax.VDevice"]
+
+
+def build_function(imported: ImportedGraph, device_of: DeviceOf | None = None) -> relax.Function:
+    """The Relax function of an imported graph.
+
+    Parameters
+    ----------
+    imported : ImportedGraph
+    device_of : callable, optional
+        NodeInfo -> VDevice. With it the types of a node's bindings carry that device, which fixes them for
+        RealizeVDevice; parameters stay free.
+
+    Returns
+    -------
+    func : relax.Function
+        Each binding is named after its node: the first output of a node has the node's name, what else the node became
+        has that name and a number. Everything but `If`s stands in dataflow blocks.
+    """
+    return _Rebuild(imported, device_of).function()
+
+
+class _Rebuild:
+    """Copies bindings with new variables; types are those that were inferred, on the node's device.
+
+    (TVM's mutators would infer again, and stock inference refuses operands on several devices.)
+    """
+
+    def __init__(self, imported: ImportedGraph, device_of: DeviceOf | None) -> None:
+        self._imported = imported
+        self._device_of = device_of
+        self._names = _binding_names(imported)
+        self._vars: dict[relax.Var, relax.Var] = {}
+
+    def function(self) -> relax.Function:
+        imported = self._imported
+        outputs = imported.outputs
+        # A sequence is a tuple itself: alone, it would look like several outputs.
+        is_alone = len(outputs) == 1 and not isinstance(outputs[0].ty, tvm.ir.TupleType)
+        result = outputs[0] if is_alone else relax.Tuple(outputs)
+        body = self._sequence(imported.bindings, result)
+        return relax.Function(imported.params, body, body.body.ty, True)
+
+    def _sequence(self, bindings: Iterable[relax.Binding], result: relax.Expr) -> relax.SeqExpr:
+        """Bindings cut into dataflow blocks at each one that stands alone."""
+        groups: list[list[relax.Binding]] = []
+        for binding in bindings:
+            if not groups or _stands_alone(binding) or _stands_alone(groups[-1][-1]):
+                groups.append([])
+            groups[-1].append(binding)
+        # Per group, the variables that are read after it.
+        read_later = [set(relax.analysis.free_vars(result))]
+        for group in reversed(groups[1:]):
+            read_later.append(read_later[-1].union(*(relax.analysis.free_vars(binding.value) for binding in group)))
+        blocks = [self._block(group, later) for group, later in zip(groups, reversed(read_later), strict=False)]
+        sequence = relax.SeqExpr(blocks, self._expr(result))
+        relax.expr._update_type(sequence, sequence.body.ty)
+        return sequence
+
+    def _block(self, group: list[relax.Binding], read_later: set[relax.Var]) -> relax.BindingBlock:
+        if _stands_alone(group[0]):
+            return relax.BindingBlock([self._binding(binding, relax.Var) for binding in group])
+        return relax.DataflowBlock(
+            [self._binding(binding, relax.Var if binding.var in read_later else relax.DataflowVar) for binding in group]
+        )
+
+    def _binding(self, binding: relax.Binding, kind: type[relax.Var]) -> relax.Binding:
+        value = self._expr(binding.value)
+        ty = binding.ty if isinstance(binding, relax.MatchCast) else binding.var.ty
+        # What a match_cast checks has less of a type than what it makes; with the same type it would be dropped.
+        value_ty = binding.value.ty if isinstance(binding, relax.MatchCast) else ty
+        if self._device_of is not None:
+            device = self._device_of(self._imported.owners[binding.var])
+            ty, value_ty = on_device(ty, device), on_device(value_ty, device)
+        if value is not binding.value and isinstance(value, (relax.Call, relax.If)):
+            relax.expr._update_type(value, value_ty)
+        var = kind(self._names[binding.var], ty)
+        self._vars[binding.var] = var
+        return relax.MatchCast(var, value, ty) if isinstance(binding, relax.MatchCast) else relax.VarBinding(var, value)
+
+    def _expr(self, expr: relax.Expr) -> relax.Expr:
+        if isinstance(expr, relax.Var):
+            return self._vars.get(expr, expr)
+        if isinstance(expr, relax.Tuple):
+            return relax.Tuple([self._expr(field) for field in expr.fields])
+        if isinstance(expr, relax.TupleGetItem):
+            return relax.TupleGetItem(self._expr(expr.tuple_value), expr.index)
+        if isinstance(expr, relax.Call) and not tvm.ir.is_prim_expr(expr):
+            args = [self._expr(arg) for arg in expr.args]
+            return relax.Call(expr.op, args, expr.attrs, expr.ty_args, expr.span)
+        if isinstance(expr, relax.If):
+            return relax.If(self._expr(expr.cond), self._branch(expr.true_branch), self._branch(expr.false_branch))
+        return expr
+
+    def _branch(self, branch: relax.Expr) -> relax.SeqExpr:
+        if not isinstance(branch, relax.SeqExpr):
+            return self._sequence([], branch)
+        return self._sequence([binding for block in branch.blocks for binding in block.bindings], branch.body)
+
+
+def on_device(ty: tvm.ir.Type, vdevice: tvm.relax.VDevice) -> tvm.ir.Type:
+    """The type with every tensor in it on that device."""
+    if isinstance(ty, relax.TensorType):
+        if ty.shape is not None:
+            return relax.TensorType(ty.shape, ty.dtype, vdevice)
+        return relax.TensorType(None, ty.dtype, vdevice, ty.ndim)
+    if isinstance(ty, tvm.ir.TupleType):
+        return tvm.ir.TupleType([on_device(field, vdevice) for field in ty.fields])
+    return ty
+
+
+def _stands_alone(binding: relax.Binding) -> bool:
+    """Whether a binding is kept out of dataflow blocks.
+
+    An `If` cannot be in one. A match_cast makes sizes, and FuseOps would move kernels that need them before it.
+    """
+    return isinstance(binding, relax.MatchCast) or isinstance(binding.value, relax.If)
+
+
+def _binding_names(imported: ImportedGraph) -> dict[relax.Var, str]:
+    """Names of the bound variables, unique among themselves and the parameters."""
+    bound: dict[NodeInfo, list[relax.Var]] = {}
+    for var, info in imported.owners.items():
+        bound.setdefault(info, []).append(var)
+    parameters = {param.name for param in imported.params}
+    taken = parameters | {variable_name(info.name) for info in bound}
+    names: dict[relax.Var, str] = {}
+    for info, variables in bound.items():
+        own = [var for var in imported.results.get(info, ()) if imported.owners.get(var) is info]
+        main = own[0] if own else variables[-1]
+        rest = [var for var in variables if var is not main and not var.same_as(main)]
+        candidates = _candidates(variable_name(info.name), parameters, taken)
+        names.update(zip([main, *rest], candidates, strict=False))
+    return names
+
+
+def _candidates(name: str, parameters: set[str], taken: set[str]) -> Iterator[str]:
+    """The name itself unless a parameter has it, then numbered ones that nothing has."""
+    if name not in parameters:
+        yield name
+    for number in itertools.count(1):
+        numbered = f"{name}_{number}"
+        if numbered not in taken:
+            taken.add(numbered)
+            yield numbered

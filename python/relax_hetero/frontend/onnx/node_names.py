@@ -1,0 +1,117 @@
+"""A name for every node of an ONNX model."""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import onnx
+
+from ...errors import FrontendError
+from .functions import FunctionTable, function_of, function_table
+
+# Deeper nesting of calls than any exporter writes: a function that calls itself.
+_MAX_DEPTH = 64
+
+
+@dataclass(frozen=True, eq=False)
+class NodeInfo:
+    """One node, by the names a user knows it by.
+
+    Attributes
+    ----------
+    name : str
+        Unique in the model: the node's own name, or ``OpType_index`` if it has none, the index being its position in
+        its graph. A nameless node in a branch of an `If` is ``<If>/then_branch/OpType_index``, any node in the body of
+        a function that the model defines ``<call>/<its name there>``. Where two nodes would share a name, the later
+        ones get ``_1``, ``_2`` ….
+    aliases : tuple of str
+        What patterns match besides: its own name (which others may share), its op type, and those of the calls it
+        is in.
+    op_type, domain, overload : str
+    subgraphs : dict
+        Attribute name (``"body"`` for a call of a function) -> the nodes of that subgraph, in order.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    op_type: str
+    domain: str
+    overload: str
+    subgraphs: dict[str, list[NodeInfo]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.name!r} ({f'{self.domain}.' if self.domain else ''}{self.op_type})"
+
+
+def name_nodes(proto: onnx.ModelProto) -> list[NodeInfo]:
+    """Names for the nodes of a model's graph and, below them, of subgraphs and called functions."""
+    namer = _Namer(function_table(proto), set(_own_names(proto.graph)))
+    return namer.graph(proto.graph.node, "", (), 0)
+
+
+def walk_nodes(nodes: list[NodeInfo]) -> Iterator[NodeInfo]:
+    """These nodes and those of their subgraphs, in order, owners first."""
+    for node in nodes:
+        yield node
+        for inner in node.subgraphs.values():
+            yield from walk_nodes(inner)
+
+
+def variable_name(name: str) -> str:
+    """The name itself, or with "_" before it where TVMScript could not read it back ("1", "if", "main")."""
+    is_readable = name[:1].isidentifier() or not (name[:1].isalnum() or name == "")
+    return name if is_readable and not keyword.iskeyword(name) and name != "main" else f"_{name}"
+
+
+def subgraphs_of(node: onnx.NodeProto) -> list[tuple[str, onnx.GraphProto]]:
+    """The graphs among a node's attributes, by attribute name."""
+    return [(attribute.name, attribute.g) for attribute in node.attribute if attribute.HasField("g")]
+
+
+def _own_names(graph: onnx.GraphProto) -> Iterator[str]:
+    for node in graph.node:
+        if node.name:
+            yield node.name
+        for _, inner in subgraphs_of(node):
+            yield from _own_names(inner)
+
+
+class _Namer:
+    """Hands out names; one that a node carries itself is never given to a nameless node."""
+
+    def __init__(self, functions: FunctionTable, reserved: set[str]) -> None:
+        self._functions = functions
+        self._reserved = reserved
+        self._taken: set[str] = set()
+
+    def graph(
+        self, nodes: Iterable[onnx.NodeProto], prefix: str, aliases: tuple[str, ...], depth: int
+    ) -> list[NodeInfo]:
+        if depth > _MAX_DEPTH:
+            raise FrontendError(f"the model nests graphs or calls its functions more than {_MAX_DEPTH} deep: {prefix}")
+        return [self._node(node, index, prefix, aliases, depth) for index, node in enumerate(nodes)]
+
+    def _node(self, node: onnx.NodeProto, index: int, prefix: str, aliases: tuple[str, ...], depth: int) -> NodeInfo:
+        in_call = bool(aliases)
+        own = node.name if node.name and not in_call else ""
+        name = self._unique(own or f"{prefix}{node.name or f'{node.op_type}_{index}'}", is_own=bool(own))
+        own_aliases = tuple(filter(None, (node.name, node.op_type)))
+        function = function_of(node, self._functions)
+        if function is not None:
+            inner_aliases = (*aliases, name, *own_aliases)
+            inner = {"body": self.graph(function.node, f"{name}/", inner_aliases, depth + 1)}
+        else:
+            inner = {
+                key: self.graph(graph.node, f"{name}/{key}/", aliases, depth + 1) for key, graph in subgraphs_of(node)
+            }
+        return NodeInfo(name, (*own_aliases, *aliases), node.op_type, node.domain, node.overload, inner)
+
+    def _unique(self, wanted: str, *, is_own: bool) -> str:
+        name, suffix = wanted, 0
+        while name in self._taken or (name in self._reserved and not (is_own and name == wanted)):
+            suffix += 1
+            name = f"{wanted}_{suffix}"
+        self._taken.add(name)
+        return name

@@ -1,0 +1,39 @@
+"""Machines that nothing is known of: ``c`` targets and CPUs outside the tables. Small tiles, every operand packed.
+
+Packing all three makes every access of the kernel's tile contiguous, whatever the compiler behind makes of it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..encoding.dot_instructions import product_for
+from ..encoding.encoding import LHS, RHS, Encoding
+from ..encoding.packed_layout import PackedLayout
+from ..encoding.problem import BlockProductProblem
+from ..target.cpu_target import machine_of
+from .layouts import ResolverBase, tiled
+
+if TYPE_CHECKING:
+    import tvm
+
+M0, N0 = 8, 8
+"""Rows and columns of a tile (as VMVX of IREE, the document's second device)."""
+
+
+class GenericResolver(ResolverBase):
+    """Tiles of 8 by 8, one k at a time."""
+
+    name = "generic"
+    problems = (BlockProductProblem,)
+
+    def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
+        """``[m/8, k, 8]``, ``[n/8, k, 8]`` and ``[m/8, n/8, 8, 8]``; convolutions stay stock ops."""
+        if encoding.moves is not None or product_for(machine_of(target), *encoding.element_types) is None:
+            return None
+        index_map = encoding.index_map
+        if encoding.operand_index == LHS:
+            return tiled(index_map, ("m", "k"), {"m": M0})
+        if encoding.operand_index == RHS:
+            return tiled(index_map, ("n", "k"), {"n": N0})
+        return tiled(index_map, ("m", "n"), {"m": M0, "n": N0})

@@ -1,0 +1,83 @@
+"""Layouts by the names of iteration dimensions, and what every resolver of this library shares."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..encoding.encoding import Encoding, IndexMap
+from ..encoding.packed_layout import PackedLayout
+from ..encoding.problem import AttentionProblem, BlockProductProblem, ConvProblem, MatmulProblem, Problem, RowsProblem
+from ..target.cpu_target import machine_of
+
+if TYPE_CHECKING:
+    import tvm
+    from tvm import tirx
+
+
+def tiled(
+    index_map: IndexMap, outer: Sequence[str], tiles: Mapping[str, int], compensation: bool = False
+) -> PackedLayout:
+    """The layout with batch dimensions outermost, then the dimensions `outer`, then the tiles.
+
+    Parameters
+    ----------
+    index_map : IndexMap
+        Of the operand, as its shape has it: transposes are composed here.
+    outer : sequence of str
+        Order of the other dimensions: ("n", "k").
+    tiles : mapping of str to int
+        Tile of each dimension, in storage order; tiles of one are left out.
+    compensation : bool
+        See `PackedLayout`.
+    """
+    batch = [dim for dim, name in enumerate(index_map) if name not in outer]
+    inner = [(index_map.index(name), tile) for name, tile in tiles.items() if tile > 1]
+    return PackedLayout(
+        (*batch, *(index_map.index(name) for name in outer)),
+        tuple(dim for dim, _ in inner),
+        tuple(tile for _, tile in inner),
+        compensation,
+    )
+
+
+class ResolverBase(ABC):
+    """Storage sizes and kernels, which follow from the layout and the machine alone."""
+
+    name = "base"
+
+    @abstractmethod
+    def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
+        """See `EncodingResolver.resolve`."""
+
+    def storage_size(self, encoding: Encoding, shape: Sequence[Any], target: tvm.target.Target) -> Any:
+        """Bytes of a tensor of `shape` under its layout, row-major where it has none."""
+        layout = self.resolve(encoding, target) or PackedLayout.identity(len(shape))
+        return layout.storage_bytes(shape, encoding.element_type)
+
+    def kernel(self, problem: Problem, target: tvm.target.Target) -> tirx.PrimFunc:
+        """The project's own kernel for the target's machine."""
+        if isinstance(problem, MatmulProblem):
+            from ..tir.matmul.matmul import matmul_kernel
+
+            return matmul_kernel(problem, machine_of(target))
+        if isinstance(problem, ConvProblem):
+            from ..tir.conv.convolution import conv_kernel
+
+            return conv_kernel(problem, machine_of(target))
+        if isinstance(problem, AttentionProblem):
+            from ..tir.attention.attention import attention_kernel
+
+            return attention_kernel(problem, machine_of(target))
+        if isinstance(problem, BlockProductProblem):
+            from ..tir.matmul.block_product import block_product_kernel
+
+            return block_product_kernel(problem, machine_of(target))
+        if isinstance(problem, RowsProblem):
+            from ..tir.rows.rows import rows_kernel
+
+            return rows_kernel(problem, machine_of(target))
+        from ..tir.elementwise.elementwise import elementwise_kernel
+
+        return elementwise_kernel(problem, machine_of(target))

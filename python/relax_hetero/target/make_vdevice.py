@@ -1,0 +1,168 @@
+"""Make vdevices from what users write: targets, strings, dicts.
+
+The checked constructor, and the reading of ``vdevices=`` and ``--vdevice`` lists.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+import tvm
+import tvm_ffi
+from tvm.target import Target
+
+from ..errors import VDeviceError
+from .native_target import device_kinds, native
+
+# One entry of a `vdevices=` list.
+VDeviceEntry: TypeAlias = "str | dict[str, Any] | Target | tvm.relax.VDevice"
+
+_SCOPE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*([.\-][A-Za-z0-9_]+)*")
+_NUMBERED = re.compile(r"(?P<target>[^\s:{}]+)(:(?P<id>0|[1-9][0-9]*))?")
+
+
+def VDevice(
+    target: str | dict[str, Any] | Target | tvm.runtime.Device,
+    vdevice_id: int = 0,
+    memory_scope: str = "global",
+) -> tvm.relax.VDevice:
+    """Make TVM's vdevice, checked.
+
+    Parameters
+    ----------
+    target : str, dict, Target or Device
+        As TVM takes it: ``"llvm"`` is the generic CPU here (``native("llvm")`` is this one).
+    vdevice_id : int
+        The device's number at run time, e.g. 1 for ``cuda(1)``.
+    memory_scope : str
+        TVM storage scope, e.g. "global".
+
+    Returns
+    -------
+    vdevice : tvm.relax.VDevice
+
+    Raises
+    ------
+    VDeviceError
+        If the target cannot be made or names no kind of device, the id is not an int >= 0, or the scope is malformed.
+    """
+    made = _target(target)
+    if made.kind.name not in device_kinds():
+        raise VDeviceError(f"a vdevice needs a target kind of a device ({', '.join(device_kinds())}), got {made.kind}")
+    if isinstance(vdevice_id, bool) or not isinstance(vdevice_id, int) or not 0 <= vdevice_id < 2**31:
+        raise VDeviceError(f"vdevice_id of {made.kind.name!r} must be an int >= 0, got {vdevice_id!r}")
+    if not isinstance(memory_scope, str) or not _SCOPE.fullmatch(memory_scope):
+        raise VDeviceError(
+            f"memory_scope of {made.kind.name!r} must be a storage scope such as 'global', got {memory_scope!r}"
+        )
+    return tvm.relax.VDevice(made, vdevice_id, memory_scope)
+
+
+def physical(vdevice: tvm.relax.VDevice) -> tuple[int, int]:
+    """The physical device it lives on by default: (DLPack device type, ``vdevice_id``)."""
+    return int(vdevice.target.get_target_device_type()), int(vdevice.vdevice_id)
+
+
+def parse_vdevices(specs: VDeviceEntry | Iterable[VDeviceEntry]) -> list[tvm.relax.VDevice]:
+    """Read a `vdevices=` list (one entry alone is a list of one).
+
+    Parameters
+    ----------
+    specs : str, dict, Target, VDevice, or an iterable of them
+        Strings are a target kind ("llvm" and "cuda" mean the hardware of this machine), a kind with the physical id
+        it has at run time ("cuda:1" is ``vdevice_id`` 1), a TVM target tag ("nvidia/nvidia-h100"), or a target in
+        JSON. Dicts and targets are taken as they are, except that a CUDA dict without "arch" gets this machine's.
+
+    Returns
+    -------
+    vdevices : list[VDevice]
+        In the same order. Entries without an id are numbered per device *type*, so that "llvm" and "c" (both CPU)
+        get 0 and 1: each takes the lowest id that no earlier entry of its type has. Ids given twice are kept, they
+        share one physical device.
+
+    Raises
+    ------
+    VDeviceError
+        If the list is empty or an entry names no device; the message names the entry.
+    """
+    if isinstance(specs, (str, dict, Target, tvm.relax.VDevice)):
+        specs = [specs]
+    elif not isinstance(specs, Iterable):
+        raise VDeviceError(f"vdevices must be a list of strings, dicts, targets or VDevices, got {specs!r}")
+    taken: dict[int, set[int]] = {}
+    vdevices = []
+    for position, spec in enumerate(specs):
+        try:
+            vdevices.append(_parse_entry(spec, taken))
+        except VDeviceError as error:
+            raise VDeviceError(f"vdevices[{position}]: {error}") from error
+        device_type, number = physical(vdevices[-1])
+        taken.setdefault(device_type, set()).add(number)
+    if not vdevices:
+        raise VDeviceError("vdevices is empty; name at least one device, e.g. 'llvm'")
+    return vdevices
+
+
+def _parse_entry(spec: VDeviceEntry, taken: dict[int, set[int]]) -> tvm.relax.VDevice:
+    if isinstance(spec, tvm.relax.VDevice):
+        VDevice(spec.target, int(spec.vdevice_id), str(spec.memory_scope))  # only for its checks
+        return spec
+    kind: str | None = None
+    number: int | None = None
+    if isinstance(spec, str) and not spec.startswith("{"):
+        kind, number = _split_number(spec)
+    if kind is not None and kind in device_kinds():
+        target = native(kind, number or 0)
+    else:
+        target = _target(_with_arch(_from_json(spec) if kind is None else kind))
+    if number is None:
+        used = taken.get(int(target.get_target_device_type()), set())
+        number = next(candidate for candidate in range(len(used) + 1) if candidate not in used)
+        if kind is not None and kind in device_kinds():
+            target = native(kind, number)  # the second GPU of a machine may be another model
+    return VDevice(target, number)
+
+
+def _split_number(spec: str) -> tuple[str, int | None]:
+    """Split "cuda:1" into kind (or target tag) and physical id; None if it gives none."""
+    match = _NUMBERED.fullmatch(spec)
+    if match is None:
+        raise VDeviceError(
+            f"{spec!r} is not 'kind' or 'kind:id' (with an id from 0), a target tag, or a target in JSON; "
+            f"kinds are {', '.join(device_kinds())}"
+        )
+    return match["target"], None if match["id"] is None else int(match["id"])
+
+
+def _from_json(spec: str | dict[str, Any] | Target) -> dict[str, Any] | Target:
+    if not isinstance(spec, str):
+        return spec
+    try:
+        config = json.loads(spec)
+    except json.JSONDecodeError as error:
+        raise VDeviceError(f"{spec!r} is not a target in JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise VDeviceError(f"{spec!r} is not a target in JSON: it must be an object")
+    return config
+
+
+def _with_arch(target: str | dict[str, Any] | Target) -> str | dict[str, Any] | Target:
+    if isinstance(target, dict) and target.get("kind") == "cuda" and "arch" not in target:
+        return {**native("cuda").export(), **target}
+    return target
+
+
+def _target(target: str | dict[str, Any] | Target | tvm.runtime.Device) -> Target:
+    if isinstance(target, Target):
+        return target
+    try:
+        if isinstance(target, tvm_ffi.core.Device):
+            return Target.from_device(target)
+        if isinstance(target, (str, dict)):
+            return Target(target)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise VDeviceError(f"{target!r} is not a target: {str(error).splitlines()[0]}") from error
+    raise VDeviceError(f"a target is a string, a dict, a Target or a Device, got {target!r} ({type(target).__name__})")

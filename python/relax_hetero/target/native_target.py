@@ -1,0 +1,96 @@
+"""Targets for the hardware this process runs on.
+
+TVM's own defaults are generic: ``Target("llvm")`` compiles for the oldest CPU of its architecture, and a CUDA
+target without ``arch`` is sm_50. The functions here ask LLVM, the CUDA driver and the operating system instead.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import tvm
+import tvm_ffi
+from tvm.target import Target, codegen
+
+from ..errors import VDeviceError
+from .cpu_cores import num_cores
+
+# The GPU generation assumed for CUDA code that is compiled where no GPU can be asked (H100, H200).
+DEFAULT_CUDA_ARCH = "sm_90"
+
+# Kinds that TVM lists but that name no device a tensor can live on.
+_NOT_DEVICES = frozenset({"composite", "cuda_host", "test"})
+
+
+def native(kind: str = "llvm", index: int = 0) -> Target:
+    """A target for the hardware of this very machine.
+
+    Parameters
+    ----------
+    kind : str
+        A target kind. "llvm" gives this CPU's name, its features beyond (or short of) what the name implies, and
+        its core count; "cuda" the architecture and limits of a GPU, or sm_90 where none is present; other kinds
+        what TVM detects, or its defaults where the device is absent.
+    index : int
+        Which device of the kind is asked; meaningless for CPUs.
+
+    Returns
+    -------
+    target : tvm.target.Target
+
+    Raises
+    ------
+    VDeviceError
+        If `kind` is not a kind of target that a device can have.
+    """
+    if kind not in device_kinds():
+        raise VDeviceError(f"{kind!r} is not a target kind of a device; kinds are {', '.join(device_kinds())}")
+    if kind == "llvm":
+        return Target(_native_llvm())
+    if kind == "c":
+        return Target("c")
+    if kind == "cuda":
+        return Target(_native_cuda(index))
+    device = tvm.runtime.device(kind, index)
+    return Target.from_device(device) if device.exist else Target(kind)
+
+
+@cache
+def device_kinds() -> tuple[str, ...]:
+    """The target kinds a vdevice can have, in alphabetical order."""
+    return tuple(sorted(str(kind) for kind in Target.list_kinds() if str(kind) not in _NOT_DEVICES))
+
+
+@cache
+def _native_llvm() -> dict[str, object]:
+    cpu = str(codegen.llvm_get_system_cpu())
+    config: dict[str, object] = {
+        "kind": "llvm",
+        "mtriple": str(codegen.llvm_get_system_triple()),
+        "mcpu": cpu,
+        "num-cores": num_cores(),
+    }
+    # A virtual machine may hide features that the CPU's name implies (using them would be an illegal
+    # instruction), or have some that it does not (then LLVM's guess of the name was too old).
+    host = tvm_ffi.get_global_func("tvm.codegen.llvm.GetHostCPUFeatures")()
+    present = {str(name) for name, has in host.items() if has}
+    absent = {str(name) for name in host} - present
+    implied = {str(name) for name in codegen.llvm_get_cpu_features(Target(config))}
+    changes = [f"+{name}" for name in sorted(present - implied)] + [f"-{name}" for name in sorted(absent & implied)]
+    if changes:
+        config["mattr"] = changes
+    return config
+
+
+@cache
+def _native_cuda(index: int) -> dict[str, object]:
+    device = tvm.cuda(index)
+    if not device.exist:
+        return {"kind": "cuda", "arch": DEFAULT_CUDA_ARCH}
+    return {
+        "kind": "cuda",
+        "arch": "sm_" + str(device.compute_version).replace(".", ""),
+        "max_threads_per_block": int(device.max_threads_per_block),
+        "max_shared_memory_per_block": int(device.max_shared_memory_per_block),
+        "thread_warp_size": int(device.warp_size),
+    }

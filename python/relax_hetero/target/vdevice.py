@@ -1,0 +1,212 @@
+"""Virtual devices: strict look-up, identity, default and host rules.
+
+A vdevice is TVM's own ``relax.VDevice`` (target, ``vdevice_id``, ``memory_scope``), kept in
+``mod.global_infos["vdevice"]``. Its *physical* device is (device type of its target, ``vdevice_id``); several
+vdevices may share one. Names are written ``kind:i``: the i-th vdevice of that target kind in the list.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+import tvm
+import tvm_ffi
+
+from ..errors import VDeviceError
+from .make_vdevice import VDevice, parse_vdevices, physical
+from .native_target import native
+
+__all__ = [
+    "VDevice",
+    "default_vdevice",
+    "device_name",
+    "host_vdevice",
+    "is_cpu",
+    "lookup",
+    "native",
+    "parse_vdevices",
+    "physical",
+    "same_object",
+    "same_vdevice",
+    "vdevice_index",
+    "vdevices_of",
+    "with_vdevices",
+]
+
+# What users may write where a vdevice is looked up.
+VDeviceSpec: TypeAlias = "str | tvm.runtime.Device | tvm.relax.VDevice"
+
+_CPU = 1  # kDLCPU
+# TVMScript prints "kind:i:scope", so that form is read too.
+_NAME = re.compile(r"(?P<kind>[A-Za-z_][A-Za-z0-9_]*)(:(?P<index>0|[1-9][0-9]*)(:(?P<scope>[^\s:]+))?)?")
+# Words people write for a device type where a target kind is meant.
+_KINDS_MEANT = {"cpu": ("llvm", "c"), "gpu": ("cuda", "rocm", "vulkan", "metal", "opencl"), "nvidia": ("cuda",)}
+
+
+def same_object(a: tvm.relax.VDevice, b: tvm.relax.VDevice) -> bool:
+    """Whether both are one object (``VDevice.same_as`` of TVM 0.27 recurses without end)."""
+    return bool(tvm_ffi.Object.same_as(a, b))
+
+
+def same_vdevice(a: tvm.relax.VDevice | None, b: tvm.relax.VDevice | None) -> bool:
+    """Whether both describe one vdevice: equal target, ``vdevice_id`` and ``memory_scope``; two Nones are the same."""
+    if a is None or b is None:
+        return a is b
+    return same_object(a, b) or bool(tvm_ffi.structural_equal(a, b))
+
+
+def is_cpu(vdevice: tvm.relax.VDevice) -> bool:
+    """Whether it lives in host memory and runs on the CPU."""
+    return physical(vdevice)[0] == _CPU
+
+
+def vdevices_of(mod: tvm.IRModule) -> list[tvm.relax.VDevice]:
+    """The module's vdevices in order; empty if it declares none.
+
+    Raises
+    ------
+    VDeviceError
+        If the module's list holds anything but vdevices with a target and an id >= 0.
+    """
+    found = list((mod.global_infos or {}).get("vdevice", []))
+    for index, entry in enumerate(found):
+        if not isinstance(entry, tvm.relax.VDevice):
+            raise VDeviceError(f"entry {index} of the module's vdevice list is a {type(entry).__name__}, not a VDevice")
+        if entry.target is None:
+            raise VDeviceError(f"entry {index} of the module's vdevice list has no target")
+        if entry.vdevice_id < 0:
+            raise VDeviceError(f"entry {index} of the module's vdevice list has the id {entry.vdevice_id}, not >= 0")
+    return found
+
+
+def with_vdevices(mod: tvm.IRModule, vdevices: Iterable[tvm.relax.VDevice]) -> tvm.IRModule:
+    """The module with another vdevice list; its functions are shared, the input is untouched."""
+    updated = mod.clone()
+    updated.update_global_info("vdevice", list(vdevices))
+    return updated
+
+
+def vdevice_index(vdevice: tvm.relax.VDevice, vdevices: Sequence[tvm.relax.VDevice]) -> int:
+    """Its position in the list: of this very object, else of the first equal one.
+
+    Raises
+    ------
+    VDeviceError
+        If no entry equals it.
+    """
+    for index, entry in enumerate(vdevices):
+        if same_object(vdevice, entry):
+            return index
+    for index, entry in enumerate(vdevices):
+        if same_vdevice(vdevice, entry):
+            return index
+    raise VDeviceError(f"{_describe(vdevice)} is not among the vdevices; {_available(vdevices)}")
+
+
+def device_name(vdevice: tvm.relax.VDevice, vdevices: Sequence[tvm.relax.VDevice]) -> str:
+    """Its name in messages and look-ups, ``kind:i``."""
+    index = vdevice_index(vdevice, vdevices)
+    kind = _kind(vdevices[index])
+    return f"{kind}:{sum(_kind(entry) == kind for entry in vdevices[:index])}"
+
+
+def default_vdevice(vdevices: Sequence[tvm.relax.VDevice]) -> tvm.relax.VDevice:
+    """The device of what nothing else places: the first.
+
+    Raises
+    ------
+    VDeviceError
+        If the list is empty.
+    """
+    if not vdevices:
+        raise VDeviceError("no vdevices are declared, so there is no default one")
+    return vdevices[0]
+
+
+def host_vdevice(vdevices: Sequence[tvm.relax.VDevice]) -> tvm.relax.VDevice | None:
+    """Where shapes, conditions and prints are read: the last CPU vdevice, None if the list has none."""
+    return next((entry for entry in reversed(vdevices) if is_cpu(entry)), None)
+
+
+def lookup(spec: VDeviceSpec, vdevices: Sequence[tvm.relax.VDevice]) -> tvm.relax.VDevice:
+    """Find the vdevice that `spec` names. Strict: there is no fallback.
+
+    Parameters
+    ----------
+    spec : str, tvm.runtime.Device or VDevice
+        ``"kind:i"`` is the i-th vdevice of that target kind, ``"kind"`` the first, ``"vdevice:j"`` the j-th of all
+        (TVMScript's printed form ``"kind:i:scope"`` is the same vdevice, whose scope must be that one).
+        A device matches the first entry of its device type whose ``vdevice_id`` is its index. A VDevice matches
+        this very entry, else the first that equals it.
+    vdevices : Sequence[VDevice]
+        The list, usually ``vdevices_of(mod)``.
+
+    Returns
+    -------
+    vdevice : VDevice
+        The list's own object.
+
+    Raises
+    ------
+    VDeviceError
+        If nothing matches; the message names what is available.
+    """
+    if isinstance(spec, str):
+        return _lookup_name(spec, vdevices)
+    if isinstance(spec, tvm.relax.VDevice):
+        return vdevices[vdevice_index(spec, vdevices)]
+    if isinstance(spec, tvm_ffi.core.Device):
+        wanted = (int(spec.dlpack_device_type()), int(spec.index))
+        for entry in vdevices:
+            if physical(entry) == wanted:
+                return entry
+        raise VDeviceError(f"no vdevice is on the physical device {spec!r}; {_available(vdevices)}")
+    raise VDeviceError(
+        f"a vdevice is named by a string, a tvm device or a VDevice, got {spec!r} ({type(spec).__name__}); "
+        f"{_available(vdevices)}"
+    )
+
+
+def _lookup_name(name: str, vdevices: Sequence[tvm.relax.VDevice]) -> tvm.relax.VDevice:
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise VDeviceError(
+            f"{name!r} is not a vdevice name, which is 'kind', 'kind:i' or 'vdevice:j' with a number from 0; "
+            f"{_available(vdevices)}"
+        )
+    kind, index = match["kind"], int(match["index"] or 0)
+    candidates = [entry for entry in vdevices if kind == "vdevice" or _kind(entry) == kind]
+    if index < len(candidates):
+        found = candidates[index]
+        if match["scope"] in (None, found.memory_scope):
+            return found
+        raise VDeviceError(f"vdevice {name!r} has memory_scope {found.memory_scope!r}; {_available(vdevices)}")
+    if not candidates and vdevices:
+        meant = [entry for entry in dict.fromkeys(map(_kind, vdevices)) if entry in _KINDS_MEANT.get(kind, ())]
+        hint = f"; did you mean {' or '.join(map(repr, meant))}?" if meant else ""
+        raise VDeviceError(f"no vdevice of kind {kind!r} (asked for {name!r}){hint}; {_available(vdevices)}")
+    if not candidates:
+        raise VDeviceError(f"no vdevice {name!r}; {_available(vdevices)}")
+    of_kind = "" if kind == "vdevice" else f" of kind {kind!r}"
+    raise VDeviceError(f"no vdevice {name!r}: there are {len(candidates)}{of_kind}; {_available(vdevices)}")
+
+
+def _available(vdevices: Sequence[tvm.relax.VDevice]) -> str:
+    if not vdevices:
+        return "the module declares no vdevices"
+    return "available: " + ", ".join(_name_at(index, vdevices) for index in range(len(vdevices)))
+
+
+def _name_at(index: int, vdevices: Sequence[tvm.relax.VDevice]) -> str:
+    kind = _kind(vdevices[index])
+    return f"{kind}:{sum(_kind(entry) == kind for entry in vdevices[:index])}"
+
+
+def _kind(vdevice: tvm.relax.VDevice) -> str:
+    return str(vdevice.target.kind.name)
+
+
+def _describe(vdevice: tvm.relax.VDevice) -> str:
+    return f"VDevice({vdevice.target}, vdevice_id={vdevice.vdevice_id}, memory_scope={vdevice.memory_scope!r})"

@@ -1,0 +1,1 @@
+"""Attention in one kernel: scores, mask, softmax and values."""

@@ -1,0 +1,245 @@
+"""What the parts of an attention kernel share: block sizes, views, and where in scratch things are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tvm import tirx
+
+from ...encoding.dot_instructions import Product, product_for
+from ...encoding.problem import AttentionProblem
+from ...encoding.tiles import tile_sizes
+from ...target.cpu_target import Machine
+from ..core.builder import Expr, Registers, broadcast, ceil_div, lane_numbers
+from ..core.work_split import WORTH_A_TASK
+from .heads_view import HALVES, HeadsView
+
+# Keys of a block: the scores of a tile of 8 queries against them take a third of the first-level cache, keys and
+# values of width 64 together a quarter of the second-level one.
+KEYS = 512
+# Queries of a block: packing a block of keys for them costs 1 % of what they compute.
+QUERIES = 256
+# For no more queries than this, keys and values are read as they lie. Measured (AVX-512, 512 keys of width 64): packing
+# them takes two thirds of the time of one query.
+FEW_QUERIES = 2
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Sizes of the parts that an attention is cut into.
+
+    Attributes
+    ----------
+    tasks : int
+    queries, keys : int
+        Of a block; multiples of `rows` and `columns`.
+    is_single : bool
+        One block holds all keys.
+    rows, vectors, lanes : int
+        Of a tile of scores: queries, vectors of keys, and keys of a vector.
+    value_panels : int
+        Panels of `columns` that the width of a value fills.
+    width : int
+        Of query and key.
+    is_few : bool
+        Keys and values are read as they lie.
+    is_paired : bool
+        Terms are multiplied two at a time, in bfloat16.
+    is_widened : bool
+        Queries of 16 bits are made float32 in scratch first; keys and values are when they are packed.
+    """
+
+    tasks: int
+    queries: int
+    keys: int
+    is_single: bool
+    rows: int
+    vectors: int
+    lanes: int
+    value_panels: int
+    width: int
+    is_few: bool
+    is_paired: bool
+    is_widened: bool
+
+    @property
+    def together(self) -> int:
+        """Terms in one word of 32 bits."""
+        return 2 if self.is_paired else 1
+
+    @property
+    def columns(self) -> int:
+        """Keys of a tile."""
+        return self.vectors * self.lanes
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        """Where the parts of a task's scratch begin, in elements; "end" is its size, a multiple of cache lines."""
+        found, end = {}, 0
+        state = 0 if self.is_single else self.queries
+        for name, size in {
+            "keys": 0 if self.is_few else self.keys * self.width // self.together,
+            "values": 0 if self.is_few else self.keys // self.together * self.value_panels * self.columns,
+            "queries": self.rows * self.width if self.is_widened else 0,
+            "weights": self.rows * self.keys // 2 if self.is_paired else 0,
+            "scores": self.rows * self.keys,
+            "partial": state * self.value_panels * self.columns,
+            "maxima": state,
+            "sums": state,
+        }.items():
+            found[name], end = end, ceil_div(end + size, 16) * 16
+        return {**found, "end": end}
+
+    @property
+    def scratch(self) -> int:
+        """Elements of a task's scratch."""
+        return self.offsets["end"]
+
+
+def block_sizes(problem: AttentionProblem, machine: Machine) -> Blocks:
+    """The blocks of a problem: as few as caches and cores allow."""
+    sizes: dict[str, Any] = dict(problem.sizes)
+    tile, lanes = tile_sizes(machine), machine.lanes("float32")
+    columns = tile.vectors * lanes
+    queries, keys = sizes["m"], sizes["n"]
+    rows = min(tile.rows, queries) if isinstance(queries, int) else tile.rows
+    most_keys = KEYS // columns * columns
+    block_keys = min(most_keys, ceil_div(keys, columns) * columns) if isinstance(keys, int) else most_keys
+    tasks, block_queries = _share(sizes, machine.cores, rows)
+    is_few = _is_few(problem)
+    is_paired = accumulation(problem, machine).k0 == 2
+    return Blocks(
+        tasks=tasks,
+        queries=block_queries,
+        keys=block_keys,
+        is_single=isinstance(keys, int) and keys <= block_keys,
+        rows=rows,
+        vectors=tile.vectors,
+        lanes=lanes,
+        value_panels=ceil_div(int(sizes["e"]), columns),
+        width=int(sizes["d"]),
+        is_few=is_few,
+        is_paired=is_paired,
+        is_widened=problem.query.dtype in HALVES and not is_few and not is_paired,
+    )
+
+
+def _is_few(problem: AttentionProblem) -> bool:
+    queries = dict(problem.sizes)["m"]
+    return isinstance(queries, int) and queries <= FEW_QUERIES and problem.key.index_map[-1].split("*")[-1] == "d"
+
+
+def accumulation(problem: AttentionProblem, machine: Machine) -> Product:
+    """How products are accumulated: two terms a step where the machine has an instruction for it, and pairs lie so."""
+    single = product_for(machine, *("float32",) * 3)
+    assert single is not None, "every machine multiplies float32"
+    product = product_for(machine, "bfloat16", "bfloat16", "float32")
+    operands = (problem.query, problem.key, problem.value)
+    is_low = all(operand.dtype == "bfloat16" for operand in operands)
+    if product is None or product.form != "bf16_dot" or not is_low or _is_few(problem):
+        return single
+    for operand, starts, name in zip(operands, problem.starts, "dde", strict=True):
+        last = operand.shape[-1]
+        if operand.index_map[-1].split("*")[-1] != name or not isinstance(last, int):
+            return single
+        if name == "d" and (last % 2 or starts[-1] % 2 or int(dict(problem.sizes)["d"]) % 2):
+            return single
+    return product
+
+
+def _share(sizes: Mapping[str, Any], cores: int, rows: int) -> tuple[int, int]:
+    """Tasks, and queries of a block: heads are shared out, and parts of them where that leaves no core idle."""
+    queries = sizes["m"] if isinstance(sizes["m"], int) else QUERIES
+    heads = sizes["h"] * (sizes["b"] if isinstance(sizes["b"], int) else 1)
+    most = max(rows, QUERIES // rows * rows)
+    known = all(isinstance(sizes[name], int) for name in ("b", "m", "n"))
+    work = heads * queries * (sizes["n"] if known else KEYS) * (sizes["d"] + sizes["e"])
+    if cores == 1 or (known and work < WORTH_A_TASK):
+        return 1, min(most, ceil_div(queries, rows) * rows)
+    parts = next((parts for parts in range(1, cores + 1) if heads * parts % cores == 0), cores)
+    if heads >= 4 * cores:
+        parts = 1
+    size = ceil_div(ceil_div(queries, parts), rows) * rows
+    return cores, min(most, size)
+
+
+@dataclass(frozen=True)
+class AttentionPlace:
+    """The views of a kernel, and its task's scratch.
+
+    Attributes
+    ----------
+    problem : AttentionProblem
+    sizes : mapping of str to PrimExpr or int
+        Of every iteration dimension.
+    blocks : Blocks
+    operands : tuple of HeadsView
+        Query, key and value.
+    masks : tuple of HeadsView
+        Operands of the scores' expression.
+    result : HeadsView
+    room : tirx.Buffer
+        Scratch of all tasks, as one dimension.
+    task : PrimExpr
+        Where the task's scratch begins.
+    registers : Registers
+        Accumulators of a tile.
+    product : Product
+        How they accumulate.
+    """
+
+    problem: AttentionProblem
+    sizes: Mapping[str, Expr]
+    blocks: Blocks
+    operands: tuple[HeadsView, HeadsView, HeadsView]
+    masks: tuple[HeadsView, ...]
+    result: HeadsView
+    room: Any
+    task: Expr
+    registers: Registers
+    product: Product
+
+    @property
+    def query(self) -> HeadsView:
+        """Where queries are."""
+        return self.operands[0]
+
+    @property
+    def key(self) -> HeadsView:
+        """Where keys are."""
+        return self.operands[1]
+
+    @property
+    def value(self) -> HeadsView:
+        """Where values are."""
+        return self.operands[2]
+
+    def at(self, name: str) -> Expr:
+        """Where a part of the task's scratch begins."""
+        return self.task + self.blocks.offsets[name]
+
+    @property
+    def value_masks(self) -> list[Expr | None]:
+        """Of the vectors of a value: which lanes exist, None where all do."""
+        lanes, width = self.blocks.lanes, self.sizes["e"]
+        return [
+            None
+            if first + lanes <= width
+            else lane_numbers(lanes) < broadcast(tirx.const(width - first, "int32"), lanes)
+            for first in range(0, width, lanes)
+        ]
+
+
+def for_few_queries(place: AttentionPlace, machine: Machine) -> AttentionPlace | None:
+    """The same attention where hardly a query turns up: None unless only the run knows, and keys may be read so."""
+    if isinstance(place.sizes["m"], int):
+        return None
+    # Tiles of one query: code for more would be twice as much, and few kernels ever see two.
+    sizes = tuple((name, 1 if name == "m" else size) for name, size in place.problem.sizes)
+    problem = replace(place.problem, sizes=sizes)
+    if not _is_few(problem):
+        return None
+    blocks = replace(block_sizes(problem, machine), tasks=place.blocks.tasks)
+    return replace(place, blocks=blocks, product=accumulation(problem, machine))

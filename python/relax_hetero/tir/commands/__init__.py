@@ -1,0 +1,1 @@
+"""Command buffers as code: lists of commands as host functions, CUDA graphs, kernels with binding tables."""

@@ -1,0 +1,217 @@
+"""Host functions of a command buffer that runs as a CUDA graph: one records it, one submits it.
+
+Recording runs once; a submission is a row of addresses, written where the graph's first kernel reads them, and one
+launch. Both work on words that `artifact.graph_layout` lays out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tvm
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ...artifact import graph_layout as state
+from ...artifact.graph_layout import FILLED_AT_ONCE, ROWS, TOLD_EVERY, Layout
+from ..core.builder import Expr, Function
+from .command_list import Tensor
+
+_WORD = "int64"
+_MOST_THREADS = 1024
+_CALL, _ADDRESS = "relax_hetero.call_by_address", "relax_hetero.address_of"
+_TEXT = (
+    f"define linkonce_odr hidden i64 @{_ADDRESS}(ptr %data) alwaysinline {{\n"
+    "  %address = ptrtoint ptr %data to i64\n  ret i64 %address\n}\n"
+    f"define linkonce_odr hidden i64 @{_CALL}(i64 %function, i64 %a, i64 %b) alwaysinline {{\n"
+    "  %address = inttoptr i64 %function to ptr\n"
+    "  %result = call i64 %address(i64 %a, i64 %b)\n  ret i64 %result\n}\n"
+)
+"""TIR has no expression for either. What is called and returns 32 bits leaves the others undefined."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel and its arguments: numbers, or words of the plan with a byte offset, which are addresses.
+
+    `fetching` is a kernel that brings a row of the ring into the table before it does the same.
+    """
+
+    kernel: tvm.ir.GlobalVar
+    arguments: Sequence[Expr | tuple[int, int, tvm.ir.Type]]
+    fetching: tvm.ir.GlobalVar | None = None
+
+
+def submit_function(
+    name: str, inputs: Sequence[Tensor], results: Sequence[Tensor], target: tvm.target.Target
+) -> tirx.PrimFunc:
+    """A PrimFunc of inputs, the state and results that submits the graph.
+
+    What it is given is checked as arguments of any kernel are. Where there is no graph, or no free row, it leaves the
+    submission to the machine (``relax_hetero.submit_graph``).
+    """
+    layout = Layout(len(inputs) + len(results))
+    with Function(name) as function:
+        given = [function.argument(tensor.name, tensor.shape, tensor.dtype) for tensor in inputs]
+        words = function.argument("state", [_word(layout.state)], _WORD)
+        given += [function.argument(tensor.name, tensor.shape, tensor.dtype) for tensor in results]
+        with function.body(), T.attr(tirx.const(0, "int32"), "pragma_import_llvm", _TEXT):
+            addresses = [_address(tensor) for tensor in given]
+            _submit(words, addresses, layout, target.get_target_device_type())
+    # The code that is called by address reads the state, so nothing may be known of who else does.
+    return _on(function, target).with_attr({"tirx.noalias": False})
+
+
+def _submit(words: Any, addresses: Sequence[Expr], layout: Layout, device_type: int) -> None:
+    ticket = T.bind(words[_word(state.SUBMITTED)])
+    graph = T.bind(words[_word(state.GRAPH)])
+    with T.If(tirx.all(graph != 0, ticket - words[_word(state.CONSUMED)] < ROWS)):
+        with T.Then():
+            row = T.bind(layout.ring + tirx.truncmod(ticket, _word(ROWS)) * layout.slots)
+            for number, address in enumerate(addresses):
+                T.buffer_store(words, address, [row + number])
+            T.buffer_store(words, ticket + 1, [_word(state.SUBMITTED)])
+            get_stream = words[_word(state.GET_STREAM)]
+            stream = T.bind(_call(get_stream, _word(device_type), words[_word(state.DEVICE)]))
+            code = T.bind(tirx.bitwise_and(_call(words[_word(state.LAUNCH)], graph, stream), _word(0xFFFFFFFF)))
+            with T.If(code != 0), T.Then():
+                T.buffer_store(words, ticket, [_word(state.SUBMITTED)])
+                T.evaluate(tirx.call_packed("relax_hetero.graph_failed", _address(words), code))
+        with T.Else():
+            for number, address in enumerate(addresses):
+                T.buffer_store(words, address, [_word(layout.staged + number)])
+            T.evaluate(tirx.call_packed("relax_hetero.submit_graph", _address(words)))
+
+
+def record_function(
+    name: str,
+    slots: int,
+    launches: Sequence[Launch],
+    fetch: tvm.ir.GlobalVar | None,
+    fill: tvm.ir.GlobalVar,
+    target: tvm.target.Target,
+) -> tirx.PrimFunc:
+    """A PrimFunc of the plan's address that launches all kernels on the current stream.
+
+    First `fetch`, or the launch that does this too, brings a row of the ring into the table, to be recorded; or, where
+    the plan names no ring, `fill` writes the plan's bindings there, and the launches are the submission itself.
+    """
+    with Function(name) as function:
+        plan = T.arg("plan", T.handle(_WORD))
+        with function.body():
+            words = T.decl_buffer((_word(1),), _WORD, data=plan)
+
+            def address(number: int, offset: int = 0, ty: tvm.ir.Type = _POINTER) -> Expr:
+                return tirx.reinterpret(ty, words[_word(number)] + offset)
+
+            def launch(kernel: tvm.ir.GlobalVar, *arguments: Expr) -> None:
+                T.evaluate(tvm.ir.Call(kernel, list(arguments), ret_ty="int32"))
+
+            is_recording = words[_word(state.RING)] != 0
+            row = [address(word) for word in (state.RING, state.TABLE, state.CONSUMED_AT)]
+            with T.If(is_recording):
+                with T.Then():
+                    if fetch is None:
+                        T.evaluate(0)
+                    else:
+                        launch(fetch, *row)
+                with T.Else():
+                    for first in range(0, slots, FILLED_AT_ONCE):
+                        entries = range(first, first + FILLED_AT_ONCE)
+                        bound = [words[_word(state.BINDINGS + i)] if i < slots else _word(0) for i in entries]
+                        launch(fill, address(state.TABLE, 8 * (state.ENTRIES + first)), *bound)
+            for step in launches:
+                arguments = [address(*a) if isinstance(a, tuple) else a for a in step.arguments]
+                if step.fetching is None:
+                    launch(step.kernel, *arguments)
+                else:
+                    with T.If(is_recording):
+                        with T.Then():
+                            launch(step.fetching, *row, *arguments[1:])
+                        with T.Else():
+                            launch(step.kernel, *arguments)
+    return _on(function, target)
+
+
+def fetch_kernel(name: str, slots: int, target: tvm.target.Target, threads: int = 0) -> tirx.PrimFunc:
+    """A kernel that copies a row of the ring into the table: that of the submission whose turn it is.
+
+    Reading host memory takes a microsecond, and so does writing it. So all rows are read at once, while the device's
+    own count of submissions says which one is meant; and at times the host is told meanwhile that those before this one
+    have read theirs.
+    """
+    threads = threads or min(ROWS * slots, _MOST_THREADS)
+    rounds = -(-ROWS * slots // threads)
+    with Function(name) as function:
+        parts = [_words(part) for part in ("ring", "table", "consumed")]
+        _returns_status()
+        with function.body(), T.thread_binding(_word(threads), thread="threadIdx.x") as thread:
+            ring, table, consumed = map(_declared, parts)
+            ticket = T.alloc_buffer((1,), _WORD, scope="local")
+            read = T.alloc_buffer((rounds,), _WORD, scope="local")
+            here = [_word(round_ * threads) + thread for round_ in range(rounds)]
+            for number, place in enumerate(here):
+                with T.If(place < ROWS * slots), T.Then():
+                    T.buffer_store(read, ring[place], [_word(number)])
+            T.buffer_store(ticket, table[_word(state.TICKET)], [_word(0)])
+            T.evaluate(T.tvm_storage_sync("shared"))
+            with T.If(thread == 0), T.Then():
+                T.buffer_store(table, ticket[_word(0)] + 1, [_word(state.TICKET)])
+                with T.If(tirx.truncmod(ticket[_word(0)], _word(TOLD_EVERY)) == 0), T.Then():
+                    T.buffer_store(consumed, ticket[_word(0)], [_word(0)])
+            for number, place in enumerate(here):
+                is_meant = tirx.floordiv(place, slots) == tirx.truncmod(ticket[_word(0)], _word(ROWS))
+                with T.If(is_meant), T.Then():
+                    T.buffer_store(table, read[_word(number)], [state.ENTRIES + tirx.floormod(place, slots)])
+    return _private(function, target)
+
+
+def fill_kernel(name: str, target: tvm.target.Target) -> tirx.PrimFunc:
+    """A kernel that writes its arguments into the table."""
+    with Function(name) as function:
+        table = _words("table")
+        values = [T.arg(f"entry_{i}", T.int64()) for i in range(FILLED_AT_ONCE)]
+        _returns_status()
+        with function.body(), T.thread_binding(_word(1), thread="threadIdx.x"):
+            entries = _declared(table)
+            for number, value in enumerate(values):
+                T.buffer_store(entries, value, [_word(number)])
+    return _private(function, target)
+
+
+_POINTER = tvm.ir.PointerType(tvm.ir.PrimType(_WORD), "global")
+
+
+def _word(value: int) -> tirx.IntImm:
+    return tirx.IntImm(_WORD, value)
+
+
+def _call(function: Expr, a: Expr, b: Expr) -> Expr:
+    return tirx.call_extern(_WORD, _CALL, function, a, b)
+
+
+def _address(tensor: Any) -> Expr:
+    return tirx.call_extern(_WORD, _ADDRESS, tensor.data)
+
+
+def _words(name: str) -> Any:
+    return T.arg(name, T.handle(_WORD))
+
+
+def _declared(data: Any) -> Any:
+    return T.decl_buffer((_word(1),), _WORD, data=data)
+
+
+def _returns_status() -> None:
+    T.func_ret(tvm.ir.PrimType("int32"))
+
+
+def _on(function: Function, target: tvm.target.Target) -> tirx.PrimFunc:
+    return function.result.with_attr("target", target)
+
+
+def _private(function: Function, target: tvm.target.Target) -> tirx.PrimFunc:
+    # No promise that memory is not aliased: what the host or another kernel wrote must be read anew.
+    return _on(function, target).without_attr("global_symbol").with_attr({"tirx.noalias": False})

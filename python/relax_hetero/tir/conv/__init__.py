@@ -1,0 +1,1 @@
+"""Convolutions: direct, by channels of several groups, and as products."""

@@ -1,0 +1,131 @@
+"""The direct convolution: a register tile of neighbouring places and output channels, the whole reduction in registers.
+
+The loops, from outside: tasks, panels of output channels, rows, tiles; within a tile (`conv_tile`) places of the
+window and input channels. Data is read where it lies, a few input channels in every lane; the weight as it is packed,
+panel by panel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from tvm import tirx
+
+from ...encoding.tiles import conv_places
+from ...target.element_types import bytes_of
+from ..core.builder import Expr, ceil_div, either, loop, settled, smaller
+from ..core.work_split import part
+from .conv_geometry import Segment, segments_of
+from .conv_spec import Convolution, channel_masks, make_row, split_rows
+from .conv_tile import Ahead, Panel, Place, TileRegisters, emit_tile
+
+# Elements that are a multiple of this apart fall into one set of the first-level cache, of 8 to 12 ways.
+CACHE_WAY_BYTES = 4096
+PLACES_IN_ONE_SET = 8
+# Weights of more bytes are prefetched, panel by panel: whoever ran before has most likely put them out of the caches.
+PREFETCH_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The tiles that go over one panel.
+
+    Attributes
+    ----------
+    rows : PrimExpr or int
+    tiles : int
+        Of a row.
+    """
+
+    rows: Expr
+    tiles: int
+
+
+def emit_direct(conv: Convolution) -> None:
+    """Write the body of the kernel."""
+    width = conv.weight.layout.tile(0)
+    panels = ceil_div(conv.channels, width)
+    widest = _most_places(conv, ceil_div(width, conv.lanes))
+    segments = segments_of(conv.windows[-1], conv.data.extents[-1], conv.result.extents[-1], widest)
+    macs = prod(window.size for window in conv.windows) * conv.depth
+    split = split_rows(conv, panels, conv.result.extents[-1] * width * macs)
+    rows: Expr = 1
+    for extent in conv.rows:
+        rows = rows * extent
+    rows = settled(rows)
+    sweep = Sweep(ceil_div(rows, split.rows), sum(segment.count for segment in segments))
+    vectors = ceil_div(min(width, conv.channels), conv.lanes)
+    with loop(split.tasks, parallel=split.tasks > 1) as task:
+        registers = TileRegisters.of(conv, segments, vectors)
+        _, row_part, panel_part = split.place(task)
+        first_row, last_row = part(rows, split.rows, row_part)
+        first_panel, last_panel = part(panels, split.columns, panel_part)
+        with loop(last_panel - first_panel) as number:
+            panel_number = settled(first_panel + number)
+            following = settled(smaller(panel_number + 1, last_panel - 1) * _panel_elements(conv))
+
+            def rows_of(existing: int, number: Expr = panel_number, following: Expr = following) -> None:
+                panel = _make_panel(conv, number, existing, following)
+                with loop(last_row - first_row) as r:
+                    _emit_row(conv, first_row + r, panel, segments, registers, (r, sweep))
+
+            left = conv.channels % width
+            if left == 0 or panels == 1:
+                rows_of(min(width, conv.channels))
+            else:
+                either(panel_number < panels - 1, lambda: rows_of(width), lambda: rows_of(left))
+
+
+def _panel_elements(conv: Convolution) -> int:
+    """Elements of the weight that are stored for one panel of output channels."""
+    return prod(conv.weight.layout.packed_shape(conv.weight.extents)[1:])
+
+
+def _most_places(conv: Convolution, vectors: int) -> int:
+    """The widest tile: as the registers allow, less where places would put one another out of the cache."""
+    most = conv_places(conv.machine, conv.product, vectors)
+    apart = conv.data.stride(f"x{len(conv.windows) - 1}") * conv.windows[-1].stride * bytes_of(conv.data.dtype)
+    return min(most, PLACES_IN_ONE_SET) if apart % CACHE_WAY_BYTES == 0 else most
+
+
+def _make_panel(conv: Convolution, number: Expr, existing: int, following: Expr) -> Panel:
+    width = conv.weight.layout.tile(0)
+    column = settled(number * width)
+    vectors = ceil_div(existing, conv.lanes)
+    channel: Expr = tirx.const(0, "int64")
+    if conv.problem.groups > 1:
+        channel = settled(column // (conv.channels // conv.problem.groups) * conv.depth)
+    size = conv.problem.weight.layout.storage_bytes(conv.weight.extents, conv.weight.dtype)
+    return Panel(
+        column, vectors, channel_masks(conv, vectors, existing), channel, following if size > PREFETCH_BYTES else None
+    )
+
+
+def _emit_row(
+    conv: Convolution,
+    row_number: Expr,
+    panel: Panel,
+    segments: Sequence[Segment],
+    registers: TileRegisters,
+    sweep: tuple[Expr, Sweep],
+) -> None:
+    row = make_row(conv, settled(row_number))
+    number, whole = sweep
+    before = 0
+    for segment in segments:
+        with loop(segment.count) as tile:
+            first = settled(tile * segment.width + segment.start)
+            ahead = _make_ahead(conv, panel, number * whole.tiles + before + tile, whole)
+            emit_tile(conv, Place(row, panel, segment, first, ahead), registers)
+        before += segment.count
+
+
+def _make_ahead(conv: Convolution, panel: Panel, number: Expr, sweep: Sweep) -> Ahead | None:
+    if panel.following is None or not isinstance(sweep.rows, int):
+        return None
+    tiles = sweep.rows * sweep.tiles
+    share = ceil_div(_panel_elements(conv), tiles)
+    step = conv.weight.layout.tile(0) * conv.product.k0
+    return Ahead(settled(panel.following + number * share), ceil_div(step, tiles))

@@ -1,0 +1,229 @@
+"""What the parts of a convolution's kernel share: its operands, the place that is computed, where results go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ...encoding.dot_instructions import Product
+from ...encoding.expression import Expression
+from ...encoding.problem import ConvProblem, Window
+from ...target.cpu_target import Machine
+from ..core.builder import Expr, Function, broadcast, ceil_div, lane_numbers, prefetch, settled, vector_type
+from ..core.operand_view import Coordinates, OperandView
+from ..core.work_split import WORTH_A_TASK, Split
+from ..elementwise import expression_code
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A problem and the views of its parameters.
+
+    Attributes
+    ----------
+    problem : ConvProblem
+    machine : Machine
+    product : Product
+        How the machine multiplies the element types.
+    data, weight, result : OperandView
+    more : tuple of OperandView
+        The epilogue's operands.
+    lanes : int
+        Of an accumulator.
+    """
+
+    problem: ConvProblem
+    machine: Machine
+    product: Product
+    data: OperandView
+    weight: OperandView
+    result: OperandView
+    more: tuple[OperandView, ...]
+    lanes: int
+
+    @staticmethod
+    def of(function: Function, problem: ConvProblem, machine: Machine, product: Product) -> Convolution:
+        """Declares the parameters."""
+        data = OperandView(function, "data", problem.data)
+        weight = OperandView(function, "weight", problem.weight)
+        operands = problem.epilogue.operands if problem.epilogue else ()
+        more = tuple(OperandView(function, f"x{i + 1}", operand) for i, operand in enumerate(operands))
+        result = OperandView(function, "result", problem.result)
+        return Convolution(problem, machine, product, data, weight, result, more, machine.lanes(problem.acc_dtype))
+
+    def open(self) -> None:
+        """Declare the flat views; inside the function's body."""
+        for view in (self.data, self.weight, *self.more, self.result):
+            view.open()
+
+    @property
+    def windows(self) -> tuple[Window, ...]:
+        """One per spatial dimension."""
+        return self.problem.windows
+
+    @property
+    def channels(self) -> int:
+        """Output channels."""
+        return self.result.extents[1]
+
+    @property
+    def depth(self) -> int:
+        """Input channels of one group."""
+        return self.weight.extents[1]
+
+    @property
+    def rows(self) -> list[Expr]:
+        """Batch and the outer spatial extents of the result: what a row is numbered by."""
+        return [self.result.extents[0], *self.result.extents[2:-1]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the result, at a place that is known when the kernel runs.
+
+    Attributes
+    ----------
+    at : Coordinates
+        "b", "y0", "y1", ... of all dimensions but the innermost.
+    taps : tuple of (PrimExpr, PrimExpr)
+        For each outer spatial dimension the first place of the window that finds data, and how many do.
+    """
+
+    at: Coordinates
+    taps: tuple[tuple[Expr, Expr], ...]
+
+
+def make_row(conv: Convolution, number: Expr) -> Row:
+    """The row of a number."""
+    names = ["b", *(f"y{d}" for d in range(len(conv.windows) - 1))]
+    at: dict[str, Expr] = {}
+    for name, extent in reversed(list(zip(names, conv.rows, strict=True))):
+        at[name] = settled(number if name == "b" else number % extent)
+        number = number // extent
+    taps = tuple(
+        _outer_taps(conv.windows[d], conv.data.extents[2 + d], conv.result.extents[2 + d], at[f"y{d}"])
+        for d in range(len(conv.windows) - 1)
+    )
+    return Row(at, taps)
+
+
+def _outer_taps(window: Window, extent: int, places: int, place: Expr) -> tuple[Expr, Expr]:
+    last = (places - 1) * window.stride + window.reach - 1 - window.before
+    if window.before == 0 and last < extent:
+        return 0, window.size
+    start = settled(place * window.stride - window.before)
+    first = settled(T.max(tirx.const(0, "int64"), tirx.floordiv(window.dilation - 1 - start, window.dilation)))
+    end = T.min(
+        tirx.const(window.size, "int64"),
+        tirx.floordiv(extent - start + (window.dilation - 1), window.dilation),
+    )
+    return first, settled(T.max(tirx.const(0, "int64"), end - first))
+
+
+def data_position(conv: Convolution, row: Row, taps: Sequence[Expr], channel: Expr, column: Expr) -> Coordinates:
+    """Where the outer places `taps` of the window read, in input channel `channel`.
+
+    `column` is the position along the innermost dimension; it may lie in the padding as long as nothing is read there.
+    """
+    at: dict[str, Expr] = {"b": row.at["b"], "c": channel, f"x{len(conv.windows) - 1}": column}
+    for d, tap in enumerate(taps):
+        window = conv.windows[d]
+        at[f"x{d}"] = row.at[f"y{d}"] * window.stride + tap * window.dilation - window.before
+    return at
+
+
+def channel_masks(conv: Convolution, vectors: int, existing: int) -> tuple[Expr | None, ...]:
+    """For each vector of output channels which lanes exist, where only `existing` channels do; None: all."""
+    return tuple(_mask(conv.lanes, existing - j * conv.lanes) for j in range(vectors))
+
+
+def _mask(lanes: int, left: int) -> Expr | None:
+    return None if left >= lanes else lane_numbers(lanes) < broadcast(tirx.const(left, "int32"), lanes)
+
+
+def store_places(
+    conv: Convolution,
+    row: Row,
+    place: Expr,
+    column: Expr,
+    size: tuple[int, int],
+    masks: Sequence[Expr | None],
+    value: Callable[[int, int], Expr],
+) -> None:
+    """Apply the epilogue to accumulators and write them.
+
+    Parameters
+    ----------
+    conv : Convolution
+    row : Row
+    place, column : PrimExpr
+        The first place along the innermost spatial dimension, the first output channel.
+    size : tuple of int
+        Places and vectors.
+    masks : sequence of (PrimExpr or None)
+        Lanes of each vector that exist.
+    value : callable
+        The accumulator of a place and a vector.
+    """
+    epilogue = conv.problem.epilogue
+    expression = epilogue.expression if epilogue else Expression.operand(0)
+    dtypes = [conv.problem.acc_dtype, *(view.dtype for view in conv.more)]
+    last = f"y{len(conv.windows) - 1}"
+    for t in range(size[0]):
+        for j in range(size[1]):
+            at = {**row.at, last: place + t, "n": column + j * conv.lanes}
+            mask = masks[j]
+            values = [value(t, j)]
+            values += [view.load(at, "n", conv.lanes, mask if view.runs_along("n") else None) for view in conv.more]
+            out = expression_code.emit(expression, values, dtypes, conv.lanes)
+            if expression.dtype(dtypes) != conv.result.dtype:
+                out = tirx.Cast(vector_type(conv.result.dtype, conv.lanes), out)
+            conv.result.store(at, "n", out, conv.lanes, mask)
+
+
+def prefetch_operands(conv: Convolution, row: Row, place: Expr, column: Expr, size: tuple[int, int]) -> None:
+    """Ask for what the epilogue reads of every element of a tile, so that it has come when the sums are done."""
+    last = f"y{len(conv.windows) - 1}"
+    for view in conv.more:
+        if view.runs_along("n") and view.runs_along(last) and conv.lanes > 1:
+            for t in range(size[0]):
+                for j in range(size[1]):
+                    at = {**row.at, last: place + t, "n": column + j * conv.lanes}
+                    prefetch(view.data, view.address(at))
+
+
+def split_rows(conv: Convolution, panels: int, macs: int) -> Split:
+    """Cut a convolution into tasks: by rows, or by panels of output channels where weights are what there is to read.
+
+    Parameters
+    ----------
+    conv : Convolution
+    panels : int
+    macs : int
+        Multiply-adds of one panel of one row.
+    """
+    batch = conv.result.extents[0]
+    rows = 1 if not isinstance(batch, int) else batch
+    for extent in conv.rows[1:]:
+        rows *= extent
+    cores = conv.machine.cores
+    if cores == 1 or (isinstance(batch, int) and rows * panels * macs < WORTH_A_TASK):
+        return Split(1, 1, 1, 1)
+    read = conv.problem.data.layout.storage_bytes(_static(conv.data.extents), conv.data.dtype)
+    weights = conv.problem.weight.layout.storage_bytes(conv.weight.extents, conv.weight.dtype)
+
+    def cost(parts: int) -> tuple[int, int]:
+        longest = ceil_div(rows, parts) * ceil_div(panels, cores // parts)
+        return longest, parts if weights > read else -parts
+
+    parts = min((parts for parts in range(1, cores + 1) if cores % parts == 0), key=cost)
+    columns = min(panels, cores // parts)
+    parts = min(parts, rows) if isinstance(batch, int) else parts
+    return replace(Split(1, parts, columns, 1), tasks=parts * columns)
+
+
+def _static(extents: Sequence[Expr]) -> list[int]:
+    return [extent if isinstance(extent, int) else 1 for extent in extents]

@@ -1,0 +1,288 @@
+"""The register tile of a direct convolution: its sums over window and input channels, and their end.
+
+A step takes as many neighbouring input channels as the machine multiplies at once (`Product.k0`), the same in every
+lane, and as many of each output channel of the panel. Where the product flips the sign of the data, a tile starts from
+what the layout of the weight holds for the places of the window that it reads: padding is no part of any sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ...target.element_types import bytes_of
+from ..core.builder import (
+    CACHE_LINE_BYTES,
+    Expr,
+    Registers,
+    broadcast,
+    ceil_div,
+    held,
+    lane_indices,
+    lane_numbers,
+    loop,
+    prefetch,
+    settled,
+    vector_type,
+    zeros,
+)
+from ..matmul.inner_product import emit_step, lhs_group, rhs_groups, zero
+from .conv_geometry import Segment, Taps
+from .conv_spec import Convolution, Row, data_position, prefetch_operands, store_places
+
+# Up to so many steps over the input channels, the loop is written out.
+FEW_STEPS = 4
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A panel of output channels, all or the last.
+
+    Attributes
+    ----------
+    column : PrimExpr
+        Its first channel.
+    vectors : int
+        That hold channels that exist.
+    masks : tuple of (PrimExpr or None)
+        Lanes that exist of each vector.
+    channel : PrimExpr
+        The first input channel of its group.
+    following : PrimExpr or None
+        Address of the panel that is computed next, None where panels are not prefetched.
+    """
+
+    column: Expr
+    vectors: int
+    masks: tuple[Expr | None, ...]
+    channel: Expr
+    following: Expr | None
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What a tile prefetches of the next panel: a part for each of its steps.
+
+    Attributes
+    ----------
+    start : PrimExpr
+        Address of the tile's share.
+    step : int
+        Elements of one step.
+    """
+
+    start: Expr
+    step: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """The tile that is being written.
+
+    Attributes
+    ----------
+    row : Row
+    panel : Panel
+    segment : Segment
+    first : PrimExpr
+        Its first place along the innermost dimension.
+    ahead : Ahead or None
+    """
+
+    row: Row
+    panel: Panel
+    segment: Segment
+    first: Expr
+    ahead: Ahead | None
+
+
+@dataclass(frozen=True)
+class TileRegisters:
+    """Where a tile adds up.
+
+    Attributes
+    ----------
+    sums : Registers
+        Of the places, a vector of output channels after the other.
+    compensation : Registers or None
+        What makes up for flipped signs, of each run of the window's places; None where no sign is flipped.
+    """
+
+    sums: Registers
+    compensation: Registers | None
+
+    @staticmethod
+    def of(conv: Convolution, segments: Sequence[Segment], vectors: int) -> TileRegisters:
+        """Registers for the tiles of some segments, of so many vectors."""
+        dtype = conv.problem.acc_dtype
+        sums = Registers(max(segment.width for segment in segments) * vectors, dtype, conv.lanes)
+        if conv.product.compensation == 0:
+            return TileRegisters(sums, None)
+        runs = max(len(segment.taps) for segment in segments)
+        return TileRegisters(sums, Registers(runs * vectors, dtype, conv.lanes))
+
+
+Visit = Callable[[Sequence[Expr]], None]
+"""Writes what is done for outer places of the window."""
+
+
+def emit_tile(conv: Convolution, place: Place, registers: TileRegisters) -> None:
+    """Write the code of a tile."""
+    panel, width, accs = place.panel, place.segment.width, registers.sums
+    prefetch_operands(conv, place.row, place.first, panel.column, (width, panel.vectors))
+    if registers.compensation is None:
+        for number in range(width * panel.vectors):
+            accs[number] = zero(conv.product, conv.lanes)
+    else:
+        _start_compensated(conv, place, registers.compensation, accs)
+    _over_taps(place.row, lambda taps: _accumulate_row(conv, place, taps, accs))
+    size = (width, panel.vectors)
+    store_places(
+        conv, place.row, place.first, panel.column, size, panel.masks, lambda t, j: accs[t * panel.vectors + j]
+    )
+
+
+def _over_taps(row: Row, visit: Visit, taps: Sequence[Expr] = ()) -> None:
+    """The loops over the outer places of the window."""
+    if len(taps) == len(row.taps):
+        visit(taps)
+        return
+    first, count = row.taps[len(taps)]
+    with loop(count) as tap:
+        _over_taps(row, visit, [*taps, settled(first + tap)])
+
+
+def _start_compensated(conv: Convolution, place: Place, compensation: Registers, accs: Registers) -> None:
+    """The sums of what the layout holds for every place of the window that reads data."""
+    vectors, runs = place.panel.vectors, place.segment.taps
+    for number in range(len(runs) * vectors):
+        compensation[number] = zero(conv.product, conv.lanes)
+
+    def visit(taps: Sequence[Expr]) -> None:
+        at = _weight_position(conv, place.panel, taps)
+        start = settled(conv.weight.address(at, skip_compensation=False))
+        for index, run in enumerate(runs):
+            with loop(run.count) as tap:
+                block = start + (run.first + tap) * _tap_stride(conv)
+                for j in range(vectors):
+                    sums = tirx.reinterpret(vector_type("int32", conv.lanes), _panel_vector(conv, block, j))
+                    number = index * vectors + j
+                    compensation[number] = compensation[number] + sums
+
+    _over_taps(place.row, visit)
+    for t in range(place.segment.width):
+        for j in range(vectors):
+            total = zero(conv.product, conv.lanes)
+            for index, run in enumerate(runs):
+                if run.begin <= t < run.end:
+                    sums = compensation[index * vectors + j]
+                    total = total + sums if conv.product.compensation > 0 else total - sums
+            accs[t * vectors + j] = total
+
+
+def _weight_position(conv: Convolution, panel: Panel, taps: Sequence[Expr]) -> dict[str, Expr]:
+    """The first input channel of a panel, for outer places of the window and the first of the innermost dimension."""
+    zero_at = tirx.const(0, "int64")
+    at = {f"w{d}": tap for d, tap in enumerate([*taps, zero_at])}
+    return {"n": panel.column, "k": zero_at, **at}
+
+
+def _tap_stride(conv: Convolution) -> Expr:
+    """Elements from one place of the window to the next, in the weight."""
+    return conv.weight.stride(f"w{len(conv.windows) - 1}")
+
+
+def _accumulate_row(conv: Convolution, place: Place, taps: Sequence[Expr], accs: Registers) -> None:
+    """Multiply and add what one row of the data gives."""
+    window = conv.windows[-1]
+    at = data_position(conv, place.row, taps, place.panel.channel, place.first * window.stride - window.before)
+    data = settled(conv.data.address(at))
+    weight_at = _weight_position(conv, place.panel, taps)
+    weight = settled(conv.weight.address(weight_at))
+    ahead = None
+    if place.ahead is not None:
+        done = conv.weight.address({**weight_at, "n": tirx.const(0, "int64")})
+        steps = tirx.floordiv(done, conv.weight.layout.tile(0) * conv.product.k0)
+        ahead = Ahead(settled(place.ahead.start + steps * place.ahead.step), place.ahead.step)
+    for run in place.segment.taps:
+        _accumulate(conv, place.panel.vectors, run, (data, weight), ahead, accs)
+
+
+def _accumulate(
+    conv: Convolution, vectors: int, run: Taps, start: tuple[Expr, Expr], ahead: Ahead | None, accs: Registers
+) -> None:
+    """Multiply and add what a run of the window's places finds in one row of the data."""
+    window, product = conv.windows[-1], conv.product
+    along, across = conv.data.stride(f"x{len(conv.windows) - 1}"), conv.data.stride("c")
+    size, next_tap = conv.weight.layout.tile(0) * product.k0, _tap_stride(conv)
+    is_padded = conv.data.layout.tile(1) > 1
+    steps, left = (ceil_div(conv.depth, product.k0), 0) if is_padded else divmod(conv.depth, product.k0)
+
+    def step(tap: Expr, number: Expr, left: int = product.k0) -> None:
+        data, weight = start
+        data = data + (run.first + tap) * (window.dilation * along) + number * (product.k0 * across)
+        weight = weight + (run.first + tap) * next_tap + number * size
+        if ahead is not None:
+            done = (run.first + tap) * ceil_div(conv.depth, product.k0) + number
+            _prefetch(conv, ahead.start + done * ahead.step, ahead.step)
+        right = [held(_right(conv, weight, j)) for j in range(vectors)]
+        for t in range(run.begin, run.end):
+            group = held(lhs_group(product, _left(conv, data + t * window.stride * along, left)))
+            for j in range(vectors):
+                acc = t * vectors + j
+                accs[acc] = emit_step(product, accs[acc], group, right[j], conv.lanes)
+
+    is_one_run = along * window.dilation == steps * product.k0 * across and next_tap == steps * size
+    if left == 0 and (is_one_run or run.count == 1):
+        # From the last channels of one place, the same step leads to the first channels of the next.
+        with loop(run.count * steps) as s:
+            step(0, s)
+        return
+    with loop(run.count) as tap:
+        if steps <= FEW_STEPS:
+            for number in range(steps):
+                step(tap, number)
+        else:
+            with loop(steps) as s:
+                step(tap, s)
+        if left:
+            step(tap, steps, left)
+
+
+def _left(conv: Convolution, address: Expr, existing: int) -> Expr | list[Expr]:
+    """The input channels of a step, zeros for those beyond `existing`."""
+    k0, across = conv.product.k0, conv.data.stride("c")
+    if across == 1 and existing == k0:
+        return conv.data.data[lane_indices(address, k0)]
+    nothing = zeros(conv.data.dtype, 1)
+    return [conv.data.data[address + i * across] if i < existing else nothing for i in range(k0)]
+
+
+def _right(conv: Convolution, start: Expr, vector: int) -> Expr:
+    """Vector number `vector` of a panel's factors; lanes beyond the panel are zero."""
+    groups = rhs_groups(conv.product, _panel_vector(conv, start, vector), conv.lanes)
+    existing = conv.weight.layout.tile(0) - vector * conv.lanes
+    if existing >= conv.lanes:
+        return groups
+    mask = lane_numbers(conv.lanes) < broadcast(tirx.const(existing, "int32"), conv.lanes)
+    return T.Select(mask, held(groups), zeros(str(groups.ty.dtype).partition("x")[0], conv.lanes))
+
+
+def _panel_vector(conv: Convolution, start: Expr, vector: int) -> Expr:
+    """Vector number `vector` of what lies in the weight for the channels of a panel, `Product.k0` elements each."""
+    k0, dtype = conv.product.k0, conv.weight.dtype
+    lanes, existing = conv.lanes * k0, (conv.weight.layout.tile(0) - vector * conv.lanes) * k0
+    index = lane_indices(start + vector * lanes, lanes)
+    if existing >= lanes:
+        return conv.weight.data[index]
+    mask = lane_numbers(lanes) < broadcast(tirx.const(existing, "int32"), lanes)
+    return T.masked_load(vector_type(dtype, lanes), conv.weight.data, index, mask)
+
+
+def _prefetch(conv: Convolution, start: Expr, count: int) -> None:
+    """Ask for `count` elements of the weight."""
+    for ahead in range(0, count, CACHE_LINE_BYTES // bytes_of(conv.weight.dtype)):
+        prefetch(conv.weight.data, start + ahead)

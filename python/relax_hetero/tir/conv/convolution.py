@@ -1,0 +1,151 @@
+"""Convolutions: which kernel computes a problem."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ...encoding.dot_instructions import Product, product_for
+from ...encoding.packed_layout import PackedLayout
+from ...encoding.problem import ConvProblem, Epilogue, MatmulProblem, Operand
+from ...errors import EncodingError
+from ...target.cpu_target import Machine
+from ..core.builder import Function
+from ..core.ties import tied_to
+from ..matmul.inner_product import llvm_import
+from ..matmul.matmul import matmul_kernel
+from .conv_channelwise import emit_channelwise
+from .conv_direct import emit_direct
+from .conv_spec import Convolution
+
+
+def conv_kernel(problem: ConvProblem, machine: Machine) -> tirx.PrimFunc:
+    """The kernel of a convolution.
+
+    Parameters
+    ----------
+    problem : ConvProblem
+        Data and result row-major or permuted (channels last is what kernels are made for), the data perhaps with its
+        channels padded to `Product.k0`; the weight in tiles of output channels, `conv_columns` of them,
+        ``[OC/n0, KH, KW, IC/groups/k0, n0, k0]``.
+    machine : Machine
+
+    Returns
+    -------
+    tirx.PrimFunc
+        Its parameters are those that `ConvProblem` says; it is parallel over the machine's cores.
+
+    Raises
+    ------
+    EncodingError
+        If no kernel computes these element types, stores, or symbolic extents (the batch may be symbolic).
+    """
+    product = _checked(problem, machine)
+    matmul = as_product(problem)
+    if matmul is not None:
+        return matmul_kernel(matmul, machine)
+    function = Function("conv2d")
+    with function:
+        conv = Convolution.of(function, problem, machine, product)
+        with function.body():
+            conv.open()
+            text = llvm_import(product, conv.lanes)
+            if _is_channelwise(problem):
+                emit_channelwise(conv)
+            elif text is None:
+                emit_direct(conv)
+            else:
+                with T.attr(0, "pragma_import_llvm", text):
+                    emit_direct(conv)
+    return tied_to(function.result, problem.epilogue.operands if problem.epilogue else (), 2, problem.result)
+
+
+def _checked(problem: ConvProblem, machine: Machine) -> Product:
+    """How the machine multiplies what the problem, which kernels can compute, multiplies."""
+    types = (problem.data.dtype, problem.weight.dtype, problem.acc_dtype)
+    product = product_for(machine, *types)
+    if product is None:
+        raise EncodingError(
+            "convolution: found element types {} * {} -> {}, expected ones that {} multiplies".format(
+                *types, machine.isa.name
+            )
+        )
+    fixed = (*problem.data.shape[1:], *problem.weight.shape, *problem.result.shape[1:])
+    if not all(isinstance(extent, int) for extent in fixed):
+        raise EncodingError(f"convolution: found extents {fixed}, expected numbers for all but the batch")
+    for d, window in enumerate(problem.windows):
+        places = window.places(int(problem.data.shape[2 + d]))
+        if places != problem.result.shape[2 + d]:
+            raise EncodingError(
+                f"convolution: found {problem.result.shape[2 + d]} places along spatial dimension {d}, "
+                f"expected {places}"
+            )
+    _check_layouts(problem, product)
+    return product
+
+
+def _check_layouts(problem: ConvProblem, product: Product) -> None:
+    rank = len(problem.windows) + 2
+    perm, last = (0, *range(2, rank), 1), (1, *range(2, rank), 0)
+    data, result, weight = problem.data.layout, problem.result.layout, problem.weight.layout
+    padded = PackedLayout(perm, (1,), (product.k0,))
+    if data.inner_dims and (data != padded or problem.groups > 1 or product.k0 == 1):
+        raise EncodingError(f"convolution: found data stored as {data}, expected no tiles but those of {padded}")
+    if result.inner_dims:
+        raise EncodingError(f"convolution: found result stored as {result}, expected no tiles")
+    if problem.weight.shape[1] == 1 and weight == PackedLayout(last):
+        return
+    expected = PackedLayout(perm, (0,), (weight.tile(0),))
+    if product.k0 > 1 and not (weight.inner_dims and _is_channelwise(problem)):
+        expected = PackedLayout(perm, (0, 1), (weight.tile(0), product.k0), product.compensation != 0)
+    if weight != expected:
+        raise EncodingError(
+            f"convolution: found the weight stored as {weight}, expected {expected} with any tile of dimension 0, "
+            f"or outer={list(last)} where groups have one input channel"
+        )
+
+
+def _is_channelwise(problem: ConvProblem) -> bool:
+    """Whether a vector of output channels holds several groups."""
+    channels = int(problem.weight.shape[0]) // problem.groups
+    return not problem.weight.layout.inner_dims or (problem.groups > 1 and problem.weight.layout.tile(0) > channels)
+
+
+def as_product(problem: ConvProblem) -> MatmulProblem | None:
+    """The matrix product that a convolution is whose window is one element and which skips none; None for others.
+
+    Its parameters are the very same buffers: rows of the left operand are the elements of a channels-last image.
+    """
+    last = (0, *range(2, len(problem.windows) + 2), 1)
+    if (
+        problem.groups > 1
+        or problem.data.layout.inner_dims
+        or any((w.size, w.stride, w.before, w.after) != (1, 1, 0, 0) for w in problem.windows)
+        or problem.data.layout.outer_perm != last
+        or problem.result.layout.outer_perm != last
+    ):
+        return None
+    names = {"b": "b0", "c": "k", "n": "n", "1": "1"}
+    for d in range(len(problem.windows)):
+        name = "m" if d == len(problem.windows) - 1 else f"b{d + 1}"
+        names |= {f"x{d}": name, f"y{d}": name}
+    weight = problem.weight
+    rhs = Operand(weight.shape, weight.dtype, ("n", "k", *("1" for _ in problem.windows)), weight.layout)
+    epilogue = problem.epilogue
+    if epilogue is not None:
+        operands = tuple(_physical(operand, names) for operand in epilogue.operands)
+        epilogue = Epilogue(epilogue.expression, operands)
+    lhs, result = _physical(problem.data, names), _physical(problem.result, names)
+    return MatmulProblem(lhs, rhs, result, problem.acc_dtype, epilogue=epilogue)
+
+
+def _physical(operand: Operand, names: dict[str, str]) -> Operand:
+    """An operand without tiles as it is stored, row-major."""
+
+    def stored(values: Sequence) -> tuple:
+        return tuple(values[d] for d in operand.layout.outer_perm)
+
+    index_map = stored([names[name] for name in operand.index_map])
+    return Operand(stored(operand.shape), operand.dtype, index_map, PackedLayout.identity(len(operand.shape)))

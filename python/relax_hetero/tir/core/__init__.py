@@ -1,0 +1,1 @@
+"""What every generator of kernels is written with: the builder, storage, views, vector access, splitting work."""

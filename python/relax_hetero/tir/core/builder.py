@@ -1,0 +1,233 @@
+"""Writing PrimFuncs from Python: parameters, vectors and registers over TVM's IRBuilder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import tvm
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from ...encoding.problem import Dim
+
+CACHE_LINE_BYTES = 64
+"""What one prefetch asks for."""
+
+Expr = Any
+"""A PrimExpr, or a number where TVM takes one."""
+
+
+class Function:
+    """A PrimFunc under construction; a context manager, `result` stands after it.
+
+    Attributes
+    ----------
+    result : tirx.PrimFunc
+        What was built.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._symbols: dict[str, tirx.Var] = {}
+        self.result: tirx.PrimFunc = None
+
+    def __enter__(self) -> Function:
+        self._builder, self._frame = IRBuilder(), T.prim_func(s_tir=True)
+        self._builder.__enter__()
+        self._frame.__enter__()
+        T.func_name(self._name)
+        T.func_attr({"tirx.noalias": True, "global_symbol": self._name})
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._frame.__exit__(*error)
+        self._builder.__exit__(*error)
+        if error[0] is None:
+            self.result = self._builder.get()
+
+    def symbol(self, name: str) -> tirx.Var:
+        """The variable of a symbolic extent, int64; the same one for the same name."""
+        return self._symbols.setdefault(name, tirx.Var(name, "int64"))
+
+    def extent(self, dim: Dim) -> Expr:
+        """An extent of a problem as an int64 expression."""
+        return self.symbol(dim) if isinstance(dim, str) else tirx.IntImm("int64", dim)
+
+    def argument(self, name: str, shape: Sequence[Expr], dtype: str) -> Any:
+        """The next parameter: a buffer of `shape`."""
+        return T.arg(name, T.buffer(list(shape), dtype, buffer_name=name))
+
+    @contextmanager
+    def body(self) -> Iterator[None]:
+        """The context of the statements: Relax passes want a block at the root of a PrimFunc."""
+        with T.sblock("root"):
+            # Said, so that TVM does not set out to find them: that can take ten seconds.
+            T.reads()
+            T.writes()
+            yield
+
+
+def flat(buffer: Any, extents: Sequence[Expr], dtype: str | None = None) -> Any:
+    """The elements of a parameter as one dimension, perhaps read as another `dtype` of the same width or wider."""
+    count: Expr = tirx.IntImm("int64", 1)
+    for extent in extents:
+        count = count * extent
+    own, other = tvm.DataType(buffer.dtype), tvm.DataType(dtype or buffer.dtype)
+    if own.bits != other.bits:
+        count = tirx.floordiv(count * own.bits, other.bits)
+    return T.decl_buffer((count,), dtype or buffer.dtype, data=buffer.data)
+
+
+def vector_type(dtype: str, lanes: int) -> str:
+    """Name of the vector type, the scalar's for one lane."""
+    return dtype if lanes == 1 else f"{dtype}x{lanes}"
+
+
+def broadcast(value: Expr, lanes: int) -> Expr:
+    """A scalar in every lane."""
+    return value if lanes == 1 else T.broadcast(value, lanes)
+
+
+def zeros(dtype: str, lanes: int) -> Expr:
+    """A vector of zeros."""
+    return broadcast(tirx.const(0, dtype), lanes)
+
+
+def lane_indices(start: Expr, lanes: int, step: Expr = 1) -> Expr:
+    """``start, start + step, ...``: the index of `lanes` elements."""
+    return start if lanes == 1 else T.ramp(start, tirx.const(step, "int64") if isinstance(step, int) else step, lanes)
+
+
+def lane_numbers(lanes: int) -> Expr:
+    """0, 1, 2, ... in the lanes of an int32 vector."""
+    return T.ramp(tirx.const(0, "int32"), 1, lanes)
+
+
+class Registers:
+    """Vector registers that a kernel may write: accumulators.
+
+    Each is a buffer of its own. Only allocations of the scope "global" under 1,024 bytes become stack slots, which
+    LLVM promotes to registers; a "local" one becomes a call to the runtime's workspace allocator.
+    """
+
+    def __init__(self, count: int, dtype: str, lanes: int) -> None:
+        self._slots = [T.alloc_buffer((lanes,), dtype, scope="global") for _ in range(count)]
+        self._index = lane_indices(tirx.const(0, "int64"), lanes)
+
+    def __getitem__(self, number: int) -> Expr:
+        return self._slots[number][self._index]
+
+    def __setitem__(self, number: int, value: Expr) -> None:
+        T.buffer_store(self._slots[number], value, [self._index])
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+
+def settled(value: Expr) -> Expr:
+    """An int64 whose making later passes do not look into.
+
+    TVM's simplifier substitutes bound integers wherever they are used, and takes minutes over the nested minima of a
+    kernel with symbolic extents; it does not look into memory, and LLVM makes a register of this memory again.
+    """
+    if isinstance(value, int) or not isinstance(value, tirx.Expr) or isinstance(value, (tirx.IntImm, tirx.Var)):
+        return value
+    slot = T.alloc_buffer((1,), "int64", scope="global")
+    T.buffer_store(slot, value, [tirx.const(0, "int64")])
+    return T.bind(slot[tirx.const(0, "int64")])
+
+
+def held(value: Expr) -> Expr:
+    """A vector or scalar that is computed once.
+
+    Only floats are bound. Integers are held in memory, which LLVM makes a register: the analyses of `settled` look
+    into variables that are bound to them, be they data. (And TVM's legalization of bfloat16 fails on such variables.)
+    """
+    dtype = value.ty.dtype
+    if str(dtype).startswith(("float32", "float64")):
+        return T.bind(value)
+    register = Registers(1, str(dtype).split("x")[0], dtype.lanes)
+    register[0] = value
+    return register[0]
+
+
+def either(condition: Expr, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
+    """Write a branch; none where the condition is a bool."""
+    if isinstance(condition, bool):
+        (then if condition else otherwise)()
+        return
+    with T.If(_settled_condition(condition)):
+        with T.Then():
+            then()
+        with T.Else():
+            otherwise()
+
+
+@contextmanager
+def when(condition: Expr) -> Iterator[None]:
+    """Statements for where `condition` holds; no branch where it is known to."""
+    if isinstance(condition, bool):
+        assert condition, "a branch that is never taken is not written"
+        yield
+        return
+    with T.If(_settled_condition(condition)), T.Then():
+        yield
+
+
+def _settled_condition(condition: Expr) -> Expr:
+    # As in `settled`: TVM would intersect the condition with every region that the branch accesses, a millisecond each.
+    slot = T.alloc_buffer((1,), "bool", scope="global")
+    T.buffer_store(slot, condition, [tirx.const(0, "int64")])
+    return slot[tirx.const(0, "int64")]
+
+
+def loop(extent: Expr, parallel: bool = False) -> Any:
+    """A loop from 0, whose context gives the int64 variable."""
+    return T.parallel(int64(extent)) if parallel else T.serial(int64(extent))
+
+
+def int64(value: Expr) -> Expr:
+    """An int as an int64 expression; expressions as they are."""
+    return tirx.IntImm("int64", value) if isinstance(value, int) else value
+
+
+def ceil_div(value: Expr, by: int) -> Expr:
+    """``ceil(value / by)`` of ints or expressions that are not negative."""
+    if by == 1:
+        return value
+    return (value + (by - 1)) // by if isinstance(value, int) else tirx.floordiv(value + (by - 1), by)
+
+
+def smaller(left: Expr, right: Expr) -> Expr:
+    """The minimum, folded where both are ints."""
+    return min(left, right) if isinstance(left, int) and isinstance(right, int) else T.min(left, right)
+
+
+def lane_of(vector: Expr, lane: int) -> Expr:
+    """One lane of a vector."""
+    return T.Shuffle([vector], [lane])
+
+
+def masked_store(buffer: Any, index: Expr, value: Expr, mask: Expr) -> None:
+    """Write the lanes of `value` that a mask, true up to some lane, holds for.
+
+    A single lane of a narrow type is written as a scalar: LLVM 22 makes a truncating store of one lane, where it knows
+    the mask, a store of the type before truncation, which overwrites the neighbours.
+    """
+    if tvm.DataType(buffer.dtype).bits >= 32:
+        T.evaluate(T.masked_store(buffer, value, index, mask))
+        return
+    with T.If(tirx.all(lane_of(mask, 0), tirx.Not(lane_of(mask, 1)))):
+        with T.Then():
+            T.buffer_store(buffer, lane_of(value, 0), [index.base])
+        with T.Else():
+            T.evaluate(T.masked_store(buffer, value, index, mask))
+
+
+def prefetch(buffer: Any, index: Expr) -> None:
+    """Ask for the cache line of an element; beyond the end of storage this asks for nothing."""
+    read, keep, data = tirx.const(0, "int32"), tirx.const(3, "int32"), tirx.const(1, "int32")
+    T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", T.address_of(buffer[index]), read, keep, data))

@@ -1,0 +1,119 @@
+"""Kernels that may write a result over an operand: which they are, and how they look when they do.
+
+An operand and a result of a kernel are *tied* if they may be the same memory: they have one element type and one
+shape, and each element of the operand is read only where the same element of the result is about to be stored, for
+that element alone. Nothing reads it later, no element is computed twice, and nothing else waits in the result before.
+
+Before, where the attribute says that the first parameter and the last are tied::
+
+    def scale(A: T.Buffer((n, 16), "float32"), B: T.Buffer((n, 16), "float32")):
+        T.func_attr({"relax_hetero.tied": [[0, 1]], "tirx.noalias": True})
+        for i, j in T.grid(n, 16): B[i, j] = A[i, j] * 2
+
+In place::
+
+    def scale_in_place(A: T.Buffer((n, 16), "float32")):
+        for i, j in T.grid(n, 16): A[i, j] = A[i, j] * 2
+
+TVM tells LLVM that accesses through two variables are of different memory, parameters or not, unless the function says
+that they may be the same (``tirx.noalias``). A function in place says so: its views of one parameter are several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import tvm
+from tvm import tirx
+from tvm.ir.expr import TensorLoad
+from tvm.tirx.buffer import is_buffer_var
+from tvm_ffi import structural_equal, structural_map, structural_walk
+
+from ...encoding.problem import Operand
+
+TIED = "relax_hetero.tied"
+"""On a PrimFunc: pairs of parameters, an operand and the result that may be the same memory."""
+
+Tie = tuple[int, int]
+"""An operand and a result, as numbers of parameters."""
+
+
+def with_ties(func: tirx.PrimFunc, ties: Iterable[Tie]) -> tirx.PrimFunc:
+    """A kernel with what is tied noted on it: of `ties`, those whose types show that they have equal bytes."""
+    found = [[operand, result] for operand, result in ties if _alike(func.params[operand], func.params[result])]
+    return func.with_attr(TIED, found) if found else _without(func, TIED)
+
+
+def tied_to(func: tirx.PrimFunc, operands: Sequence[Operand], first: int, result: Operand) -> tirx.PrimFunc:
+    """A kernel whose last parameter may be any of some parameters, from number `first` on, that are stored alike."""
+    last = len(func.params) - 1
+    return with_ties(func, [(first + i, last) for i, operand in enumerate(operands) if operand == result])
+
+
+def ties_of(func: tirx.PrimFunc) -> list[Tie]:
+    """What is noted as tied on a kernel."""
+    return [(int(operand), int(result)) for operand, result in func.attrs.get(TIED, ())]
+
+
+def _alike(operand: tirx.Var, result: tirx.Var) -> bool:
+    if not (is_buffer_var(operand) and is_buffer_var(result)):
+        return False
+    mine, its = operand.ty, result.ty
+    return mine.dtype == its.dtype and bool(structural_equal(list(mine.shape), list(its.shape)))
+
+
+def in_place(func: tirx.PrimFunc, tie: Tie) -> tirx.PrimFunc:
+    """The kernel without the parameter of a tied result, which it writes over the operand.
+
+    What only copied the operand to the result is left out.
+    """
+    operand, result = (func.params[number] for number in tie)
+
+    def on_store(store: tirx.BufferStore) -> tirx.Stmt:
+        value = store.value
+        same = isinstance(value, TensorLoad) and value.source.same_as(store.buffer)
+        return tirx.Evaluate(0) if same and structural_equal(value.indices, store.indices) else store
+
+    def on_loop(loop: tirx.For) -> tirx.Stmt:
+        return loop.body if _is_nothing(loop.body) else loop
+
+    renamed = structural_map(func.body, (tvm.ir.Var, lambda var: operand if var.same_as(result) else var))
+    plain = structural_map(_with_one_view(renamed, operand), (tirx.BufferStore, on_store))
+    body = structural_map(plain, (tirx.For, on_loop))
+    params = [param for param in func.params if not param.same_as(result)]
+    empty = tirx.PrimFunc(params, tirx.Evaluate(0), func.ret_type, func.attrs, func.span)
+    # As in `raw_kernel`: the constructor would search the body for effects.
+    written = structural_map(empty, (tirx.Evaluate, lambda _: body))
+    return _without(_without(written, "global_symbol"), TIED).with_attr("tirx.noalias", False)
+
+
+def _without(func: tirx.PrimFunc, attribute: str) -> tirx.PrimFunc:
+    return func.without_attr(attribute) if attribute in func.attrs else func
+
+
+def _with_one_view(body: tirx.Stmt, param: tirx.Var) -> tirx.Stmt:
+    """`body` with views of a parameter that are alike made one, the first."""
+    views: list[tirx.Var] = []
+    first: dict[tirx.Var, tirx.Var] = {}
+
+    def on_view(view: tirx.DeclBuffer) -> None:
+        data = view.data
+        is_of_param = isinstance(data, tvm.ir.Call) and data.args and data.args[0].same_as(param)
+        if is_of_param:
+            first[view.buffer] = next((v for v in views if structural_equal(v.ty, view.buffer.ty)), view.buffer)
+            views.append(view.buffer)
+
+    structural_walk(body, (tirx.DeclBuffer, on_view))
+    again = {view for view, other in first.items() if not view.same_as(other)}
+
+    def on_declaration(view: tirx.DeclBuffer) -> tirx.Stmt:
+        return tirx.Evaluate(0) if view.buffer in again else view
+
+    bare = structural_map(body, (tirx.DeclBuffer, on_declaration))
+    return structural_map(bare, (tvm.ir.Var, lambda var: first.get(var, var)))
+
+
+def _is_nothing(statement: tirx.Stmt) -> bool:
+    if isinstance(statement, tirx.SeqStmt):
+        return all(map(_is_nothing, statement.seq))
+    return isinstance(statement, tirx.Evaluate) and isinstance(statement.value, tirx.IntImm)

@@ -1,0 +1,1 @@
+"""Elementwise expressions as vector code, in epilogues and alone."""

@@ -1,0 +1,190 @@
+"""Kernels of elementwise expressions alone; their arithmetic is that of `expression_code`."""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ...encoding.problem import ElementwiseProblem
+from ...errors import EncodingError
+from ...target.cpu_target import Machine
+from ..core.builder import Expr, Function, lane_indices, loop, vector_type
+from ..core.storage import Storage, for_parts, nest_loops, whole
+from ..core.ties import tied_to
+from ..core.vector_access import gathered, loaded, split_run, tail_mask
+from .expression_code import computed_in, emit
+
+
+def elementwise_kernel(problem: ElementwiseProblem, machine: Machine) -> tirx.PrimFunc:
+    """An elementwise expression alone, on packed or row-major storage.
+
+    Padding of the result is whatever the expression makes of the operands' padding; it is never read by what consumes
+    results of products.
+
+    Parameters
+    ----------
+    problem : ElementwiseProblem
+        Operands stored as the result are read tile by tile; row-major ones are broadcast against it.
+    machine : Machine
+
+    Raises
+    ------
+    EncodingError
+        If an operand is packed in another way than the result, and as `emit` does.
+    """
+    function = Function("elementwise")
+    with function:
+        bound: set[str] = set()
+        storages = [
+            Storage(function, name, operand.shape, operand.dtype, operand.layout, bound)
+            for name, operand in [
+                *((f"x{i}", operand) for i, operand in enumerate(problem.operands)),
+                ("result", problem.result),
+            ]
+        ]
+        with function.body():
+            for storage in storages:
+                # TVM has no masked loads of bfloat16.
+                storage.open(raw=storage.dtype == "bfloat16")
+            work = _Work(problem, storages[:-1], storages[-1], machine)
+            if all(work.is_alike(i) or not work.axes(i) for i in range(len(problem.operands))):
+                work.as_one_dimension()
+            else:
+                work.by_tiles()
+    return tied_to(function.result, problem.operands, 0, problem.result)
+
+
+class _Work:
+    """The loops of one elementwise kernel, while it is being built."""
+
+    def __init__(self, problem: ElementwiseProblem, operands: list[Storage], result: Storage, machine: Machine) -> None:
+        self.problem, self.operands, self.result, self.machine = problem, operands, result, machine
+        self.names = list(problem.result.index_map)
+        types = [operand.dtype for operand in (*problem.operands, problem.result)]
+        self.lanes = min(machine.lanes(computed_in(dtype)) for dtype in types)
+        self.extents = [self._extent(d) for d in range(len(self.names))]
+        for i, operand in enumerate(problem.operands):
+            if not operand.layout.is_identity and not self.is_alike(i):
+                raise EncodingError(
+                    f"elementwise {problem.expression}: x{i} is stored as {operand.layout}; expected the result's "
+                    f"{problem.result.layout}, or row-major"
+                )
+
+    def is_alike(self, index: int) -> bool:
+        """Whether an operand lies exactly as the result does."""
+        operand = self.problem.operands[index]
+        return operand.index_map == self.problem.result.index_map and operand.layout == self.problem.result.layout
+
+    def axes(self, index: int) -> list[int]:
+        """The result's dimension for each of the operand's that is not broadcast."""
+        return [self.names.index(name) for name in self.problem.operands[index].index_map if name != "1"]
+
+    def _extent(self, d: int) -> Expr:
+        shown = [(self.result, d)]
+        for operand, storage in zip(self.problem.operands, self.operands, strict=True):
+            if self.names[d] in operand.index_map:
+                shown.append((storage, operand.index_map.index(self.names[d])))
+        for storage, own in shown:
+            if storage.extents[own] is not None:
+                return storage.extents[own]
+        return self.result.tiles[d] * self.result.layout.tile(d)
+
+    def as_one_dimension(self) -> None:
+        """No operand needs to know where in the tensor it is."""
+        total: Expr = 1
+        for extent in self.result.physical:
+            total = total * (int(extent) if isinstance(extent, tirx.IntImm) else extent)
+        vectors = total // self.lanes if isinstance(total, int) else tirx.floordiv(total, self.lanes)
+
+        def at(start: Expr, width: int) -> None:
+            values = []
+            for i, storage in enumerate(self.operands):
+                where = lane_indices(start, width) if self.is_alike(i) else tirx.const(0, "int64")
+                values.append(loaded(storage, where, None, width))
+            self._store(values, lane_indices(start, width), width)
+
+        for_parts(
+            [vectors], self.result.bytes(), self.machine, lambda positions: at(positions[0] * self.lanes, self.lanes)
+        )
+        if self.lanes > 1 and not (isinstance(total, int) and total % self.lanes == 0):
+            with loop(total - vectors * self.lanes) as rest:
+                at(vectors * self.lanes + rest, 1)
+
+    def by_tiles(self) -> None:
+        """Every vector of the innermost axis of the result, with broadcast operands read where it lies."""
+        layout = self.result.layout
+        outer_dims, inner_dims = list(layout.outer_perm), list(layout.inner_dims)
+        last = inner_dims.pop() if inner_dims else outer_dims.pop()
+
+        def visit(positions: list[Expr]) -> None:
+            outer = dict(zip(outer_dims, positions, strict=True))
+            nest_loops(
+                [layout.tile(d) for d in inner_dims],
+                lambda within: self._run(last, outer, dict(zip(inner_dims, within, strict=True))),
+            )
+
+        for_parts([self.result.tiles[d] for d in outer_dims], self.result.bytes(), self.machine, visit)
+
+    def _run(self, last: int, outer: dict[int, Expr], inner: dict[int, Expr]) -> None:
+        layout = self.result.layout
+        if layout.inner_dims:
+            tile, extent = layout.tile(last), self.extents[last]
+            first = outer[last] * tile
+
+            def vectors(full: bool) -> None:
+                for start, width in split_run(tile, self.lanes):
+                    mask = None if full else tail_mask(extent, tile, first, start, width)
+                    self._at(outer, {**inner, last: tirx.const(start, "int64")}, last, width, mask)
+
+            if whole(extent, tile):
+                vectors(True)
+                return
+            with T.If(first + tile <= extent):
+                with T.Then():
+                    vectors(True)
+                with T.Else():
+                    vectors(False)
+            return
+        extent = self.extents[last]
+        count = extent // self.lanes if isinstance(extent, int) else tirx.floordiv(extent, self.lanes)
+        with loop(count) as vector:
+            self._at({**outer, last: vector * self.lanes}, inner, last, self.lanes, None)
+        if self.lanes > 1 and not whole(extent, self.lanes):
+            with loop(extent - count * self.lanes) as rest:
+                self._at({**outer, last: count * self.lanes + rest}, inner, last, 1, None)
+
+    def _at(self, outer: dict[int, Expr], inner: dict[int, Expr], last: int, width: int, mask: Expr | None) -> None:
+        layout = self.result.layout
+        here = lane_indices(self.result.offset(outer, inner), width)
+        values = []
+        for i, storage in enumerate(self.operands):
+            if self.is_alike(i):
+                values.append(loaded(storage, here, None, width))
+                continue
+            at: dict[int, Expr] = {}
+            step: Expr | None = None
+            for own, name in enumerate(self.problem.operands[i].index_map):
+                if name == "1":
+                    continue
+                d = self.names.index(name)
+                position = outer[d] * layout.tile(d) + inner.get(d, 0)
+                if d == last:
+                    step = storage.outer_stride(own)
+                elif not whole(self.extents[d], layout.tile(d)):
+                    position = T.min(position, self.extents[d] - 1)
+                at[own] = position
+            offset = storage.offset(at, {})
+            if step is None:
+                values.append(loaded(storage, offset, None, width))
+            elif isinstance(step, int) and step == 1:
+                values.append(loaded(storage, lane_indices(offset, width), mask, width))
+            else:
+                values.append(gathered(storage, offset, step, mask, width))
+        self._store(values, here, width)
+
+    def _store(self, values: list[tirx.Expr], where: Expr, width: int) -> None:
+        dtypes = [operand.dtype for operand in self.problem.operands]
+        value = emit(self.problem.expression, values, dtypes, width)
+        if self.result.dtype == "bfloat16":
+            value = T.reinterpret(vector_type("uint16", width), value)
+        T.buffer_store(self.result.data, value, [where])

@@ -1,0 +1,137 @@
+"""Elementwise expressions as vector code: in the epilogue of a product, and alone (`elementwise`).
+
+Rules of arithmetic
+-------------------
+- An op means what the Relax op of its name means, and NaN goes through `maximum`, `minimum`, `relu` and `clip` as it
+  does in numpy. `round` rounds halves to even. Integer `divide` truncates.
+- 16-bit floats are computed in float32, from loads to the store, and rounded where the expression casts and where the
+  result is stored: more exact than op by op, and cheaper.
+- A cast of a float to an integer truncates; what does not fit is undefined, as in Relax.
+- An integer division never traps, whatever padding holds: by zero, the result is the dividend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ...encoding.expression import Expression
+from ...errors import EncodingError
+from ..math import vector_math
+from .expression_ops import FLOAT32_OPS, FLOAT_OPS, INT_OPS, cast, round_to_bfloat16
+from .quantize_code import QUANTIZE, quantize, with_quantize
+
+HALVES = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class _Value:
+    """An operand or intermediate: its nominal type, and its value in the type that it is computed in."""
+
+    dtype: str
+    value: tirx.Expr
+
+
+def computed_in(dtype: str) -> str:
+    """The element type that arithmetic on `dtype` is done in."""
+    return "float32" if dtype in HALVES else dtype
+
+
+def emit(expression: Expression, values: Sequence[tirx.Expr], dtypes: Sequence[str], lanes: int) -> tirx.Expr:
+    """An expression over vectors; called while a PrimFunc is being built, where it binds intermediates.
+
+    Parameters
+    ----------
+    expression : Expression
+    values : sequence of PrimExpr
+        The operands, of `lanes` lanes each (scalars where `lanes` is 1; a scalar operand is broadcast otherwise).
+    dtypes : sequence of str
+        Element types of the operands. A value may be in the type itself or in the one of `computed_in`.
+    lanes : int
+
+    Returns
+    -------
+    PrimExpr
+        Of `expression.dtype(dtypes)`, and `lanes` lanes.
+
+    Raises
+    ------
+    EncodingError
+        If two operands of an op differ in type, or an op does not exist for a type.
+    """
+    operands = []
+    for value, dtype in zip(values, dtypes, strict=True):
+        vector = cast(value, computed_in(dtype))
+        if lanes > 1 and vector.ty.dtype.lanes == 1:
+            vector = T.broadcast(vector, lanes)
+        operands.append(_Value(dtype, vector if dtype == "bool" else vector_math.once(vector)))
+
+    def apply(op: str, args: list[Any], params: tuple[Any, ...]) -> Any:
+        if op == "number":
+            return params[0]
+        if op == QUANTIZE:
+            return _Value(params[-1], vector_math.once(quantize(_known(expression, args[0]).value, *params)))
+        if op == "cast":
+            return _cast(_known(expression, args[0]), params[0])
+        if op == "where":
+            return _where(expression, *args)
+        known = [arg for arg in args if isinstance(arg, _Value)]
+        if not known:
+            raise EncodingError(f"{op} in expression {expression} has numbers only; their type is unknown")
+        if any(arg.dtype != known[0].dtype for arg in known):
+            found = sorted({arg.dtype for arg in known})
+            raise EncodingError(f"{op} in expression {expression} meets element types {found}; expected one")
+        like = known[0]
+        terms = [arg.value if isinstance(arg, _Value) else vector_math.constant(like.value, arg) for arg in args]
+        function = (FLOAT_OPS if _is_float(like.dtype) else INT_OPS).get(op)
+        if function is None or (op in FLOAT32_OPS and like.dtype == "float64"):
+            raise EncodingError(f"{op} in expression {expression} does not exist for {like.dtype}")
+        return _Value(like.dtype, vector_math.once(function(*terms, *params)))
+
+    whole = with_quantize(expression, dtypes)
+    if whole.term.op == "cast" and whole.term.params[0] in HALVES:
+        # Rounded once, to what is stored, not to a float32 first.
+        inner = _known(expression, Expression(whole.term.args[0]).evaluate(operands, apply))
+        return cast(inner.value, whole.term.params[0])
+    result = _known(expression, whole.evaluate(operands, apply))
+    return cast(result.value, result.dtype)
+
+
+def _known(expression: Expression, value: Any) -> _Value:
+    if not isinstance(value, _Value):
+        raise EncodingError(f"expression {expression} is a number; its type is unknown")
+    return value
+
+
+def _where(expression: Expression, condition: Any, then: Any, otherwise: Any) -> _Value:
+    """The choice between two values, of which one may be a number; a condition of integers holds where not zero."""
+    known = [arg for arg in (then, otherwise) if isinstance(arg, _Value)]
+    if not known or not isinstance(condition, _Value) or any(arg.dtype != known[0].dtype for arg in known):
+        raise EncodingError(f"where in expression {expression}: expected a condition and values of one type")
+    like = known[0]
+    chosen = [
+        arg.value if isinstance(arg, _Value) else vector_math.constant(like.value, arg) for arg in (then, otherwise)
+    ]
+    holds = condition.value
+    if condition.dtype != "bool":
+        holds = tirx.NE(holds, vector_math.constant(holds, 0))
+    return _Value(like.dtype, vector_math.once(T.Select(holds, *chosen)))
+
+
+def _is_float(dtype: str) -> bool:
+    return "float" in dtype
+
+
+def _cast(value: _Value, dtype: str) -> _Value:
+    if dtype == "bfloat16" and value.dtype != dtype:
+        return _Value(dtype, round_to_bfloat16(cast(value.value, "float32")))
+    if dtype == "float16":
+        return _Value(dtype, vector_math.once(cast(cast(value.value, "float16"), "float32")))
+    if dtype == "bool":
+        # Not bound: TVM's analyzer fails on bound vectors of bool.
+        return _Value(dtype, tirx.NE(value.value, vector_math.constant(value.value, 0)))
+    return _Value(dtype, vector_math.once(cast(value.value, computed_in(dtype))))

@@ -1,0 +1,197 @@
+"""A box in flat form: reads and writes by offset, and neighbouring loops that advance every offset alike made one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import tvm
+from tvm import tirx
+from tvm.sym import Analyzer, detect_linear_equation
+
+from ..core.builder import Expr
+from .boxes import Box
+from .nests import Nest
+from .stages import Load, loads, replaced, variables, with_loads
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop; its bounds are ints where they are known, and its count is a multiple of `multiple`."""
+
+    var: tirx.Var
+    begin: Expr
+    end: Expr
+    multiple: int = 1
+
+    @property
+    def count(self) -> Expr:
+        """How many iterations it has."""
+        return self.end if isinstance(self.begin, int) and self.begin == 0 else self.end - self.begin
+
+
+@dataclass(frozen=True)
+class FlatBox:
+    """What a box computes, over loops.
+
+    Attributes
+    ----------
+    nest : Nest
+        Its expressions read buffers of one dimension, and have the variables of the loops.
+    spatial, reduced : tuple of Loop
+        Outermost first. Results are contiguous along the last spatial one.
+    places : dict of Buffer to PrimExpr
+        The offset that each stored buffer is written at.
+    """
+
+    nest: Nest
+    spatial: tuple[Loop, ...]
+    reduced: tuple[Loop, ...]
+    places: dict[tirx.Buffer, Expr]
+
+    def at(self, values: Mapping[tirx.Var, Expr]) -> FlatBox:
+        """The box with variables replaced."""
+        if not values:
+            return self
+        nest = replace(
+            self.nest,
+            sums=[
+                replace(s, initial=replaced(s.initial, values), value=replaced(s.value, values)) for s in self.nest.sums
+            ],
+            steps=[(buffer, replaced(value, values)) for buffer, value in self.nest.steps],
+        )
+        return replace(self, nest=nest, places={b: replaced(place, values) for b, place in self.places.items()})
+
+    def strides(self, expr: Expr, var: tirx.Var) -> list[Expr | None]:
+        """By how much each read in `expr` that is not of the nest's own values advances with a variable.
+
+        None where that is not constant.
+        """
+        made = self.nest.made
+        return [stride(load.indices[0], var) for load in loads(expr) if load.source not in made]
+
+
+def stride(offset: Expr, var: tirx.Var) -> Expr | None:
+    """By how much an offset advances with a variable: an int where it is known, None where that is not constant."""
+    terms = detect_linear_equation(offset, [var])
+    if not terms or var in variables(terms[1]):
+        return None
+    return int(terms[0]) if isinstance(terms[0], tirx.IntImm) else terms[0]
+
+
+def is_step(step: Expr | None, number: int) -> bool:
+    """Whether a stride is known to be a number."""
+    return isinstance(step, int) and step == number
+
+
+def flatten(box: Box, shared: tuple[int, Expr, Expr] | None, view: Callable[[tirx.Buffer], tirx.Buffer]) -> FlatBox:
+    """The flat form of a box.
+
+    Parameters
+    ----------
+    box : Box
+    shared : (axis, begin, end) or None
+        An axis of which only a part is computed, which stays a loop of its own.
+    view : callable
+        A buffer's elements as one dimension.
+    """
+    nest = box.nest
+    analyzer = Analyzer()
+    for axis, (begin, end) in zip(nest.axes, box.bounds, strict=True):
+        analyzer.bind(axis.var, tvm.ir.Range(begin, end))
+    for axis in nest.reduced:
+        analyzer.bind(axis.var, tvm.ir.Range(0, axis.extent))
+
+    def flat_load(load: Load) -> Expr:
+        return tirx.BufferLoad(view(load.source), [_offset(load.source, load.indices, analyzer)])
+
+    flat = replace(
+        nest,
+        sums=[replace(s, buffer=view(s.buffer), value=with_loads(s.value, flat_load)) for s in nest.sums],
+        steps=[(view(buffer), with_loads(value, flat_load)) for buffer, value in nest.steps],
+        stored=[view(buffer) for buffer in nest.stored],
+    )
+    position = nest.position()
+    places = {view(buffer): _offset(buffer, position, analyzer) for buffer in nest.stored}
+    made = flat.made
+    offsets = [*places.values()]
+    fixed: set[tirx.Var] = set()
+    for value in flat.expressions():
+        offsets += [load.indices[0] for load in loads(value) if load.source not in made]
+        fixed |= variables(with_loads(value, lambda load: tirx.const(0, load.ty.dtype)))
+    spatial, reduced = [], [Loop(axis.var, 0, axis.extent) for axis in nest.reduced]
+    for d, (axis, (begin, end)) in enumerate(zip(nest.axes, box.bounds, strict=True)):
+        if shared is not None and d == shared[0]:
+            spatial.append(Loop(axis.var, shared[1], shared[2]))
+            fixed.add(axis.var)
+        else:
+            spatial.append(Loop(axis.var, begin, end))
+    values: dict[tirx.Var, Expr] = {}
+    terms = [_terms(offset, [loop.var for loop in (*spatial, *reduced)]) for offset in offsets]
+    for _, pinned in terms:
+        fixed |= pinned
+    merged_spatial = _merged(spatial, [numbers for numbers, _ in terms], fixed, values)
+    merged_reduced = _merged(reduced, [numbers for numbers, _ in terms], fixed, values)
+    return FlatBox(flat, tuple(merged_spatial), tuple(merged_reduced), places).at(values)
+
+
+def _offset(buffer: tirx.Buffer, indices: Sequence[Expr], analyzer: Analyzer) -> Expr:
+    offset: Expr = tirx.IntImm("int64", 0)
+    for d, (index, extent) in enumerate(zip(indices, buffer.shape, strict=True)):
+        offset = offset * extent + index.astype("int64") if d else index.astype("int64")
+
+    return analyzer.simplify(offset)
+
+
+def _terms(offset: Expr, variables_: list[tirx.Var]) -> tuple[dict[tirx.Var, Expr], set[tirx.Var]]:
+    """How an offset advances with each variable, and the variables that it is not linear in."""
+    terms = detect_linear_equation(offset, variables_)
+    linear = variables_
+    if not terms:
+        linear = [var for var in variables_ if stride(offset, var) is not None]
+        terms = detect_linear_equation(offset, linear)
+        if not terms:
+            return {}, set(variables_)
+    numbers = {var: int(t) if isinstance(t, tirx.IntImm) else t for var, t in zip(linear, terms[:-1], strict=True)}
+    return numbers, variables(terms[-1]) & set(variables_)
+
+
+def _merged(
+    loops: list[Loop], terms: list[dict[tirx.Var, Expr]], fixed: set[tirx.Var], values: dict[tirx.Var, Expr]
+) -> list[Loop]:
+    """Loops with neighbours joined; what becomes of their variables is noted in `values`."""
+    done: list[Loop] = []
+    inner: tirx.Var | None = None  # of the last loop done, the variable that advances by one
+    for loop in reversed(loops):
+        count = loop.count
+        if isinstance(count, int) and count == 1:
+            values[loop.var] = loop.begin if isinstance(loop.begin, tirx.Expr) else tirx.IntImm("int64", loop.begin)
+            continue
+        last = done[-1] if done else None
+        if last is not None and inner is not None and loop.var not in fixed and inner not in fixed:
+            if all(_follows(numbers, loop.var, inner, last.count) for numbers in terms):
+                values[loop.var] = tirx.IntImm("int64", 0) + loop.begin
+                done[-1] = Loop(last.var, 0, last.count * count)
+                continue
+        if loop.var in fixed and not isinstance(loop.begin, int):
+            done.append(loop)  # the part of a shared axis: as it is
+            inner = None
+            continue
+        var = tirx.Var(loop.var.name, "int64")
+        values[loop.var] = var + loop.begin if not _is_zero(loop.begin) else var
+        done.append(Loop(var, 0, count))
+        inner = loop.var
+    return done[::-1]
+
+
+def _is_zero(value: Expr) -> bool:
+    return isinstance(value, int) and value == 0
+
+
+def _follows(numbers: dict[tirx.Var, Expr], outer: tirx.Var, inner: tirx.Var, count: Expr) -> bool:
+    wide, narrow = numbers.get(outer, 0), numbers.get(inner, 0)
+    if isinstance(wide, int) and isinstance(narrow, int) and isinstance(count, int):
+        return wide == narrow * count
+    if _is_zero(wide) or _is_zero(narrow):
+        return _is_zero(wide) and _is_zero(narrow)
+    return Analyzer().can_prove_equal(wide, narrow * count)

@@ -1,0 +1,264 @@
+"""Stages joined into nests of loops: what stands at one place is computed in one go, cheap values where they are read.
+
+Before, a stage a line::
+
+    padded[i]  = 0 if i < 1 else x[i - 1]
+    sum[i]    += padded[i + r]
+    mean[i]    = sum[i] / 3
+
+After, one nest over i::
+
+    reduce r: sum += (0 if i + r < 1 else x[i + r - 1]);   mean = sum / 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import tvm
+from tvm import tirx
+from tvm_ffi import WalkResult, structural_equal, structural_walk
+
+from ..core.builder import Expr
+from .stages import Axis, Load, Stage, loads, replaced, sources, with_loads
+
+# Up to so many operations are repeated wherever their value is read rather than stored once.
+_CHEAP = 8
+# A value read in another order is stored once its expression has grown beyond this.
+_LARGE = 96
+# Calls that cost no more than an addition.
+_LIGHT_CALLS = frozenset(("prim.if_then_else", "prim.likely", "tirx.reinterpret", "tirx.fabs"))
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A reduction: `value` reads what is in `buffer` so far."""
+
+    buffer: tirx.Buffer
+    initial: Expr
+    value: Expr
+
+
+@dataclass
+class Nest:
+    """Loops over one domain.
+
+    Attributes
+    ----------
+    axes, reduced : tuple of Axis
+    indices : tuple of Var
+        What is stored at: the variables of the axes, before any was split.
+    sums : list of Sum
+        Computed together, first.
+    steps : list of (Buffer, PrimExpr)
+        Computed in order at every point; they read sums and earlier steps where they stand, at the same point.
+    stored : list of Buffer
+        Of sums and steps, what other nests or the caller read.
+    in_place : bool
+        A stored buffer is read too, so no element may be computed twice.
+    split : dict of Var to PrimExpr
+        Axes that were split in two, in terms of their parts, which stand in `axes` instead.
+    """
+
+    axes: tuple[Axis, ...]
+    indices: tuple[tirx.Var, ...]
+    reduced: tuple[Axis, ...] = ()
+    sums: list[Sum] = field(default_factory=list)
+    steps: list[tuple[tirx.Buffer, Expr]] = field(default_factory=list)
+    stored: list[tirx.Buffer] = field(default_factory=list)
+    in_place: bool = False
+    split: dict[tirx.Var, Expr] = field(default_factory=dict)
+
+    @property
+    def made(self) -> list[tirx.Buffer]:
+        """Buffers whose values this nest computes."""
+        return [s.buffer for s in self.sums] + [buffer for buffer, _ in self.steps]
+
+    def position(self) -> list[Expr]:
+        """The indices that are stored at."""
+        return [self.split.get(var, var) for var in self.indices]
+
+    def expressions(self) -> list[Expr]:
+        """Everything computed at a point."""
+        return [s.value for s in self.sums] + [value for _, value in self.steps]
+
+
+def form_nests(stages: Sequence[Stage], results: Sequence[tirx.Buffer]) -> list[Nest]:
+    """Join stages.
+
+    Parameters
+    ----------
+    stages : sequence of Stage
+    results : sequence of Buffer
+        Parameters of the function; everything else is read by later stages only.
+    """
+    stages = _share_storage(_inlined(_live(list(stages), results), results), results)
+    nests: list[Nest] = []
+    for stage in stages:
+        nest = _home(nests, stage)
+        if nest is None:
+            nest = Nest(stage.spatial, tuple(axis.var for axis in stage.spatial), stage.reduced)
+            nests.append(nest)
+        vars_ = {mine.var: its.var for mine, its in zip(stage.spatial, nest.axes, strict=True)}
+        if stage.initial:
+            for buffer, initial, value in zip(stage.buffers, stage.initial, stage.values, strict=True):
+                nest.sums.append(Sum(buffer, replaced(initial, vars_), replaced(value, vars_)))
+        else:
+            for buffer, value in zip(stage.buffers, stage.values, strict=True):
+                nest.steps.append((buffer, replaced(value, vars_)))
+    for i, nest in enumerate(nests):
+        read = {source for later in nests[i + 1 :] for e in later.expressions() for source in sources(e)}
+        final = {buffer: n for n, buffer in enumerate(nest.made)}  # of two steps that store, the last
+        nest.stored = [b for b in final if b in results or b in read]
+        nest.in_place = any(
+            source in nest.stored and final[source] >= n
+            for n, (_, value) in enumerate(nest.steps, len(nest.sums))
+            for source in sources(value)
+        )
+    return nests
+
+
+def _live(stages: list[Stage], results: Sequence[tirx.Buffer]) -> list[Stage]:
+    """Without stages whose values nobody reads."""
+    read = set(results)
+    kept = []
+    for stage in reversed(stages):
+        if any(buffer in read for buffer in stage.buffers):
+            kept.append(stage)
+            read.update(source for value in stage.values for source in sources(value))
+    return kept[::-1]
+
+
+def _inlined(stages: list[Stage], results: Sequence[tirx.Buffer]) -> list[Stage]:
+    """With values that are read elsewhere than at their own place computed where they are read, where that is cheap."""
+    done: list[Stage] = []
+    inline: dict[tirx.Buffer, Stage] = {}
+    for i, stage in enumerate(stages):
+        stage = _with_values(stage, inline)
+        buffer = stage.buffers[0]
+        if not stage.initial and len(stage.buffers) == 1 and buffer not in results:
+            uses = [(later, load) for later in stages[i + 1 :] for load in _reads(later, buffer)]
+            if _is_inlined(stage, uses):
+                inline[buffer] = stage
+                continue
+        done.append(stage)
+    return _live(done, results)
+
+
+def _reads(stage: Stage, buffer: tirx.Buffer) -> list[Load]:
+    return [load for value in stage.values for load in loads(value) if load.source.same_as(buffer)]
+
+
+def _with_values(stage: Stage, inline: dict[tirx.Buffer, Stage]) -> Stage:
+    def change(load: Load) -> Expr:
+        maker = inline.get(load.source)
+        if maker is None:
+            return load
+        vars_ = {axis.var: index for axis, index in zip(maker.spatial, load.indices, strict=True)}
+        return replaced(maker.values[0], vars_)
+
+    if not any(source in inline for value in stage.values for source in sources(value)):
+        return stage
+    values = tuple(with_loads(value, change) for value in stage.values)
+    return Stage(stage.buffers, values, stage.initial, stage.spatial, stage.reduced)
+
+
+def _is_inlined(stage: Stage, uses: list[tuple[Stage, Load]]) -> bool:
+    weight, heavy = _weight(stage.values[0])
+    if weight > _LARGE:
+        return False
+    in_place = [is_at(load, later) and not later.initial and _alike(stage, later) for later, load in uses]
+    if all(in_place):
+        return False  # it joins the nest of whoever reads it
+    if weight <= _CHEAP and not heavy:
+        return True
+    return len(uses) == 1 and _size(uses[0][0]) <= _size(stage)
+
+
+def _weight(expr: Expr) -> tuple[int, bool]:
+    """How many operations an expression has beside those on indices, and whether one costs more than an addition."""
+    count, heavy = 0, False
+
+    def on_node(node: Expr) -> WalkResult | None:
+        nonlocal count, heavy
+        if isinstance(node, Load):
+            return WalkResult.SKIP
+        if isinstance(node, (tvm.ir.Var, tirx.IntImm, tirx.FloatImm)) or node.ty.dtype != expr.ty.dtype:
+            return None
+        count += 1
+        heavy = heavy or isinstance(node, tirx.Div)
+        heavy = heavy or (isinstance(node, tvm.ir.Call) and node.op.name not in _LIGHT_CALLS)
+        return None
+
+    structural_walk(expr, (tvm.ir.Expr, on_node), order="pre")
+    return count, heavy
+
+
+def _size(stage: Stage) -> float:
+    size = 1.0
+    for axis in (*stage.spatial, *stage.reduced):
+        size *= axis.extent if isinstance(axis.extent, int) else 1e9
+    return size
+
+
+def is_at(load: Load, stage: Stage) -> bool:
+    """Whether a stage reads at the place that it computes."""
+    return len(load.indices) == len(stage.spatial) and all(
+        axis.extent == 1 or index.same_as(axis.var) for index, axis in zip(load.indices, stage.spatial, strict=True)
+    )
+
+
+def _alike(one: Stage | Nest, other: Stage | Nest) -> bool:
+    mine = one.spatial if isinstance(one, Stage) else one.axes
+    its = other.spatial if isinstance(other, Stage) else other.axes
+    return len(mine) == len(its) and all(_same(a.extent, b.extent) for a, b in zip(mine, its, strict=True))
+
+
+def _same(left: Expr, right: Expr) -> bool:
+    return left == right if isinstance(left, int) or isinstance(right, int) else structural_equal(left, right)
+
+
+def _home(nests: list[Nest], stage: Stage) -> Nest | None:
+    """The last nest that a stage can be part of: after it, nothing that the stage reads is made."""
+    read = {source for value in stage.values for source in sources(value)}
+    if stage.initial or any(buffer in read for buffer in stage.buffers):
+        return None
+    for nest in reversed(nests):
+        needs = [load for value in stage.values for load in loads(value) if load.source in nest.made]
+        if _alike(nest, stage) and all(is_at(load, stage) for load in needs):
+            return nest
+        if needs or any(buffer in read for buffer in nest.made):
+            return None
+    return None
+
+
+def _share_storage(stages: list[Stage], results: Sequence[tirx.Buffer]) -> list[Stage]:
+    """With what is read only where a result of the same form is computed, kept in that result's storage."""
+    renamed: dict[tirx.Buffer, tirx.Buffer] = {}
+    for i, stage in enumerate(stages):
+        readers = [j for j in range(i + 1, len(stages)) if any(_reads(stages[j], b) for b in stage.buffers)]
+        if stage.initial or len(stage.buffers) != 1 or len(readers) < 2 or stage.buffers[0] in results:
+            continue
+        mine, last = stage.buffers[0], stages[readers[-1]]
+        for buffer in last.buffers if not last.initial else ():
+            alike = buffer in results and buffer.dtype == mine.dtype and _alike(stage, last)
+            if alike and all(is_at(load, last) for load in _reads(last, mine)) and buffer not in renamed.values():
+                renamed[mine] = buffer
+                break
+    if not renamed:
+        return stages
+
+    def change(load: Load) -> Expr:
+        return tirx.BufferLoad(renamed[load.source], load.indices) if load.source in renamed else load
+
+    return [
+        Stage(
+            tuple(renamed.get(b, b) for b in stage.buffers),
+            tuple(with_loads(value, change) for value in stage.values),
+            stage.initial,
+            stage.spatial,
+            stage.reduced,
+        )
+        for stage in stages
+    ]

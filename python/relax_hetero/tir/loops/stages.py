@@ -1,0 +1,183 @@
+"""A PrimFunc of te.compute form as a list of stages: what is computed, without the loops that compute it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tvm
+from tvm import tirx
+from tvm.ir.expr import TensorLoad as Load
+from tvm.s_tir import SBlock, SBlockRealize
+from tvm_ffi import structural_map, structural_walk
+
+from ..core.builder import Expr
+
+_REDUCED = 2  # IterVar.CommReduce
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A variable that runs from zero to its extent, an int where it is known."""
+
+    var: tirx.Var
+    extent: Expr
+
+
+@dataclass(frozen=True)
+class Stage:
+    """For every point of `spatial`, what is stored there.
+
+    Attributes
+    ----------
+    buffers : tuple of Buffer
+        Stored to at the variables of `spatial`, one index each.
+    values : tuple of PrimExpr
+        One for each buffer. Those of a reduction read the buffers at the same place: what is there so far.
+    initial : tuple of PrimExpr
+        What a reduction starts from, one for each buffer; empty where nothing is reduced.
+    spatial, reduced : tuple of Axis
+    """
+
+    buffers: tuple[tirx.Buffer, ...]
+    values: tuple[Expr, ...]
+    initial: tuple[Expr, ...]
+    spatial: tuple[Axis, ...]
+    reduced: tuple[Axis, ...]
+
+
+class NotStages(Exception):
+    """Why a PrimFunc cannot be read as stages."""
+
+
+def is_written(func: tirx.PrimFunc) -> bool:
+    """Whether a PrimFunc has no blocks but the one around everything: a generator wrote its loops, or this package."""
+    found: list[SBlockRealize] = []
+    structural_walk(func.body, (SBlockRealize, found.append))
+    return len(found) < 2
+
+
+def read_stages(func: tirx.PrimFunc) -> list[Stage]:
+    """The stages of a PrimFunc, in order.
+
+    Raises
+    ------
+    NotStages
+        The function is not made of loops around single blocks that store, or has loops that are scheduled already.
+    """
+    root = func.body
+    if not isinstance(root, SBlockRealize) or root.iter_values:
+        raise NotStages("its body is no block")
+    for buffer in (*func.params, *root.block.alloc_buffers):
+        if not isinstance(buffer.ty, tirx.BufferType):
+            raise NotStages(f"parameter {buffer} is no buffer")
+        offset = buffer.ty.elem_offset
+        if buffer.ty.strides or not (isinstance(offset, tirx.IntImm) and int(offset) == 0):
+            raise NotStages(f"buffer {buffer} has strides or an offset")
+    body = root.block.body
+    stages = [_read_nest(nest) for nest in (body.seq if isinstance(body, tirx.SeqStmt) else [body])]
+    given: set[tirx.Buffer] = set()
+    for stage in stages:
+        given.update(source for value in stage.values for source in sources(value) if source not in stage.buffers)
+        for buffer in stage.buffers:
+            if buffer in given:
+                raise NotStages(f"{buffer} is overwritten after it was read")
+    return stages
+
+
+def _read_nest(statement: tirx.Stmt) -> Stage:
+    loops: dict[tirx.Var, Expr] = {}
+    while isinstance(statement, tirx.For):
+        if statement.kind != tirx.ForKind.SERIAL or not _is_zero(statement.min) or statement.step is not None:
+            raise NotStages(f"loop {statement.loop_var} is no plain loop")
+        loops[statement.loop_var] = known(statement.extent)
+        statement = statement.body
+    if not isinstance(statement, SBlockRealize) or not _is_true(statement.predicate):
+        raise NotStages("a loop has more inside than one block")
+    block = statement.block
+    if block.match_buffers or block.alloc_buffers or any(v.iter_type not in (0, _REDUCED) for v in block.iter_vars):
+        raise NotStages(f"block {block.name_hint} is opaque")
+    spatial: list[Axis] = []
+    reduced: list[Axis] = []
+    for iter_var, value in zip(block.iter_vars, statement.iter_values, strict=True):
+        if value not in loops and not _is_zero(value):
+            raise NotStages(f"block {block.name_hint} is bound to {value}")
+        axis = Axis(iter_var.var, loops.pop(value, 1))
+        (reduced if iter_var.iter_type == _REDUCED else spatial).append(axis)
+    if any(extent != 1 for extent in loops.values()):
+        raise NotStages(f"block {block.name_hint} is computed more than once")
+    buffers, values = _stores(block, block.body, spatial)
+    initial: tuple[Expr, ...] = ()
+    if block.init is not None:
+        same, initial = _stores(block, block.init, spatial)
+        if list(same) != list(buffers):
+            raise NotStages(f"block {block.name_hint} initializes other buffers")
+    elif reduced or any(any(source.same_as(b) for b in buffers) for v in values for source in sources(v)):
+        raise NotStages(f"block {block.name_hint} reads what it writes")
+    return Stage(buffers, values, initial, tuple(spatial), tuple(reduced))
+
+
+def _stores(block: SBlock, body: tirx.Stmt, spatial: list[Axis]) -> tuple[tuple[tirx.Buffer, ...], tuple[Expr, ...]]:
+    bound: dict[tirx.Var, Expr] = {}
+    buffers, values = [], []
+    for statement in body.seq if isinstance(body, tirx.SeqStmt) else [body]:
+        if isinstance(statement, tirx.Bind):
+            bound[statement.var] = replaced(statement.value, bound)
+            continue
+        if not isinstance(statement, tirx.BufferStore):
+            raise NotStages(f"block {block.name_hint} does more than store")
+        if not statement.indices and all(axis.extent == 1 for axis in spatial):
+            spatial.clear()
+        if len(statement.indices) != len(spatial) or not all(
+            index.same_as(axis.var) or (axis.extent == 1 and _is_zero(index))
+            for index, axis in zip(statement.indices, spatial, strict=True)
+        ):
+            raise NotStages(f"block {block.name_hint} stores to {list(statement.indices)}")
+        buffers.append(statement.buffer)
+        values.append(replaced(statement.value, bound))
+    return tuple(buffers), tuple(values)
+
+
+def known(value: Expr) -> Expr:
+    """An int where the expression is one."""
+    return int(value) if isinstance(value, tirx.IntImm) else value
+
+
+def _is_zero(value: Expr) -> bool:
+    return isinstance(value, tirx.IntImm) and int(value) == 0
+
+
+def _is_true(value: Expr) -> bool:
+    return isinstance(value, tirx.IntImm) and int(value) == 1
+
+
+def replaced(expr: Expr, values: Mapping[tirx.Var, Expr]) -> Expr:
+    """`expr` with variables replaced."""
+    if not values:
+        return expr
+    return structural_map(expr, (tvm.ir.Var, lambda var: values.get(var, var)))
+
+
+def with_loads(expr: Expr, change: Callable[[Any], Expr]) -> Expr:
+    """`expr` with every read changed, innermost first."""
+    return structural_map(expr, (Load, change))
+
+
+def loads(expr: Expr) -> list[Any]:
+    """Every read in `expr`."""
+    found: list[Any] = []
+    structural_walk(expr, (Load, found.append))
+    return found
+
+
+def sources(expr: Expr) -> list[tirx.Buffer]:
+    """The buffer of every read in `expr`."""
+    return [load.source for load in loads(expr)]
+
+
+def variables(expr: Expr) -> set[tirx.Var]:
+    """Every variable in `expr`, buffers included."""
+    found: list[tirx.Var] = []
+    structural_walk(expr, (tvm.ir.Var, found.append))
+    return set(found)

@@ -1,0 +1,147 @@
+"""The code of one point, or of a vector of neighbouring points."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import tvm
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+from tvm_ffi import structural_map
+
+from ..core.builder import Expr, lane_indices
+from .boxes import is_choice
+from .flat import FlatBox, stride
+from .stages import Load, replaced, sources, with_loads
+
+Held = Mapping[tirx.Buffer, tirx.Buffer]
+"""By what it holds values of: a slot of memory with an element for each lane, which becomes a register."""
+
+LANE = tirx.Var("lane", "int64")
+"""Stands in expressions for the number of a lane."""
+
+# Functions that TVM's vectorizer takes apart lane by lane, but whose vectors the build lowers.
+_OF_VECTORS = frozenset(f"tirx.{name}" for name in "erf log1p asin acos atan asinh acosh atanh nearbyint".split())
+# Reads of every second, third or fourth element are contiguous reads and a shuffle.
+_FURTHEST = 4
+
+
+def slot(dtype: str, lanes: int) -> tirx.Buffer:
+    """Memory for a vector, which LLVM makes a register."""
+    return T.alloc_buffer((lanes,), dtype, scope="global")
+
+
+def store(buffer: tirx.Buffer, value: Expr, index: Expr, lanes: int) -> None:
+    """Write a vector; `value` and `index` are expressions of `LANE`."""
+    if lanes == 1:
+        none = {LANE: tirx.IntImm("int64", 0)}
+        T.buffer_store(buffer, replaced(value, none), [replaced(index, none)])
+        return
+    value = _by_vectors(value, lanes)
+    with _lanes(lanes) as lane:
+        T.buffer_store(buffer, replaced(value, {LANE: lane}), [replaced(index, {LANE: lane})])
+
+
+@contextmanager
+def _lanes(lanes: int) -> Iterator[Expr]:
+    with T.vectorized(tirx.IntImm("int64", lanes)) as lane:
+        yield lane
+
+
+def _by_vectors(value: Expr, lanes: int) -> Expr:
+    """`value` with what the vectorizer would take apart computed before, as whole vectors."""
+    chooses = False
+
+    def on_call(call: tvm.ir.Call) -> Expr:
+        nonlocal chooses
+        if call.op.name == "tirx.rsqrt":
+            return tirx.const(1, call.ty.dtype) / tirx.sqrt(call.args[0])
+        chooses = chooses or is_choice(call)
+        return call
+
+    value = structural_map(value, (tvm.ir.Call, on_call))
+    if chooses:
+        return value  # what is not chosen must not be read
+
+    def whole(call: tvm.ir.Call) -> Expr:
+        if call.op.name not in _OF_VECTORS or call.ty.dtype not in ("float32", "float16"):
+            return call
+        before, after = slot(call.ty.dtype, lanes), slot(call.ty.dtype, lanes)
+        store(before, call.args[0], LANE, lanes)
+        every = lane_indices(tirx.IntImm("int64", 0), lanes)
+        vector = tirx.BufferLoad(before, [every])
+        T.buffer_store(after, tvm.ir.Call(call.op, [vector], ret_ty=vector.ty), [every])
+        return tirx.BufferLoad(after, [LANE])
+
+    return structural_map(with_loads(value, lambda load: _shuffled(load, lanes)), (tvm.ir.Call, whole))
+
+
+def _shuffled(load: Load, lanes: int) -> Expr:
+    """A read of every n-th element, or of neighbours in reverse, made of reads of neighbours."""
+    step = stride(load.indices[0], LANE)
+    if step is None or not isinstance(step, int) or not (step == -1 or 2 <= step <= _FURTHEST) or lanes < 4:
+        return load
+    first = replaced(load.indices[0], {LANE: tirx.IntImm("int64", lanes - 1 if step < 0 else 0)})
+    last = abs(step) * (lanes - 1)  # what is read is never beyond this
+    starts = [min(number * lanes, last - lanes + 1) for number in range(abs(step))]
+    order = []
+    for lane in range(lanes):
+        at = step * lane if step > 0 else last - lane
+        number = next(n for n, start in enumerate(starts) if start <= at < start + lanes)
+        order.append(number * lanes + at - starts[number])
+    vectors = [tirx.BufferLoad(load.source, [lane_indices(first + start, lanes)]) for start in starts]
+    result = slot(str(load.ty.dtype), lanes)
+    T.buffer_store(result, tirx.Shuffle(vectors, order), [lane_indices(tirx.IntImm("int64", 0), lanes)])
+    return tirx.BufferLoad(result, [LANE])
+
+
+def reading(expr: Expr, held: Held, inline: Mapping[tirx.Buffer, Expr]) -> Expr:
+    """`expr` with what the nest itself made taken from slots, or computed where it is read."""
+    if not held and not inline:
+        return expr
+
+    def change(load: Load) -> Expr:
+        if load.source in inline:
+            return inline[load.source]
+        return tirx.BufferLoad(held[load.source], [LANE]) if load.source in held else load
+
+    return with_loads(expr, change)
+
+
+def write_point(box: FlatBox, var: tirx.Var | None, start: Expr, lanes: int, sums: Held) -> None:
+    """Compute the steps of `lanes` neighbouring points and store them.
+
+    Parameters
+    ----------
+    box : FlatBox
+    var : Var, optional
+        The variable along which the points lie; none for a single point.
+    start : PrimExpr
+        Where the first is.
+    lanes : int
+    sums : mapping of Buffer to Buffer
+        Slots of the reduced values.
+    """
+    steps = box.nest.steps
+    here = box.at({var: start + LANE}) if var is not None else box
+    held: dict[tirx.Buffer, tirx.Buffer] = dict(sums)
+    inline: dict[tirx.Buffer, Expr] = {}
+    last = {buffer: n for n, (buffer, _) in enumerate(steps)}
+    for buffer, register in sums.items():
+        if buffer in here.places and buffer not in last:
+            store(buffer, tirx.BufferLoad(register, [LANE]), here.places[buffer], lanes)
+    for n, (buffer, value) in enumerate(here.nest.steps):
+        value = reading(value, held, inline)
+        held.pop(buffer, None)
+        inline.pop(buffer, None)
+        uses = sum(source.same_as(buffer) for _, later in steps[n + 1 :] for source in sources(later))
+        is_stored = buffer in here.places and last[buffer] == n
+        if uses + is_stored > 1 and buffer.dtype != "bool":
+            held[buffer] = slot(buffer.dtype, lanes)
+            store(held[buffer], value, LANE, lanes)
+            value = tirx.BufferLoad(held[buffer], [LANE])
+        else:
+            inline[buffer] = value
+        if is_stored:
+            store(buffer, value, here.places[buffer], lanes)

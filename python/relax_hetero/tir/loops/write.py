@@ -1,0 +1,90 @@
+"""Nests become code: vectors inside, threads outside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from ...target.cpu_target import Machine
+from ..core.builder import Expr, flat, int64, settled
+from ..core.ties import with_ties
+from ..core.work_split import part
+from .boxes import cut
+from .flat import FlatBox, flatten
+from .loop_code import most_even
+from .map_box import computes_once, write_map
+from .nests import Nest
+from .reduce_box import write_reduction
+from .split_axes import split_axes
+from .stages import known, sources
+from .tied import tied_in
+from .work import tasks_for
+
+
+def write_function(func: tirx.PrimFunc, nests: Sequence[Nest], machine: Machine) -> tirx.PrimFunc:
+    """A PrimFunc that computes nests in order, with the parameters and attributes of `func`, and its ties noted."""
+    params = list(func.params)
+    candidates, ties = tied_in(nests, params), []
+    with IRBuilder() as builder, T.prim_func(s_tir=True):
+        T.func_name("scheduled")
+        with T.sblock("root"):
+            T.reads()
+            T.writes()
+            views = _views(func, nests)
+            for nest in nests:
+                pairs = [pair for pair, own in candidates if own is nest]
+                if _write_nest(split_axes(nest), machine, views, bool(pairs)):
+                    ties += [(params.index(operand), params.index(result)) for operand, result in pairs]
+    return with_ties(func.with_body(builder.get().body), ties)
+
+
+def _views(func: tirx.PrimFunc, nests: Sequence[Nest]) -> dict[tirx.Buffer, tirx.Buffer]:
+    used = {buffer for nest in nests for value in nest.expressions() for buffer in sources(value)}
+    stored = {buffer for nest in nests for buffer in nest.stored}
+    views = {p: flat(p, p.shape) for p in func.params if p in used or p in stored}
+    for buffer in [buffer for nest in nests for buffer in nest.made]:
+        if buffer not in views:
+            count: Expr = tirx.IntImm("int64", 1)
+            for extent in buffer.shape:
+                count = count * extent
+            make = T.alloc_buffer if buffer in stored else tirx.decl_buffer
+            views[buffer] = make((count,), buffer.dtype)
+    return views
+
+
+def _write_nest(nest: Nest, machine: Machine, views: dict[tirx.Buffer, tirx.Buffer], may_tie: bool) -> bool:
+    """Write a nest; whether every element is computed once and by itself, which is asked if it `may_tie` operands."""
+    view = views.__getitem__
+    boxes, tasks = cut(nest), tasks_for(nest, machine)
+    if len(boxes) == 1:
+        only = flatten(boxes[0], None, view)
+        ties = may_tie and computes_once(only, machine, tasks)
+        if ties:
+            only = replace(only, nest=replace(only.nest, in_place=True))
+        _write_box(only, machine, tasks)
+        return ties
+    wide = [d for d, axis in enumerate(nest.axes[:-1]) if known(axis.extent) != 1]
+    shared = most_even([nest.axes[d].extent for d in wide], tasks)
+    if shared is None or tasks == 1:
+        for box in boxes:
+            _write_box(flatten(box, None, view), machine, tasks)
+        return False
+    d = wide[shared]
+    with T.parallel(int64(tasks)) as task:
+        begin, end = part(nest.axes[d].extent, tasks, task)
+        for box in boxes:
+            low, high = box.bounds[d]
+            low = settled(T.max(begin, low)) if low != 0 else begin
+            # A task whose part lies outside of the box has nothing to do there: no loop runs backwards.
+            high = settled(T.max(T.min(end, high), low))
+            _write_box(flatten(box, (d, low, high), view), machine, 1)
+    return False
+
+
+def _write_box(box: FlatBox, machine: Machine, tasks: int) -> None:
+    write = write_reduction if box.nest.sums else write_map
+    write(box, machine, tasks)

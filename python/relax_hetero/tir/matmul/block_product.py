@@ -1,0 +1,299 @@
+"""Products with weights of 4 bits, which are unpacked in registers where they are multiplied.
+
+A group of eight weights of a column is one 32-bit lane (see `relax_hetero.encoding.block_weights`): a vector of lanes
+holds the next eight weights of as many columns. Turning one of them into numbers takes two or three instructions, a
+share of the work that falls with the rows of a tile; scales are applied to the sums of a block. Nothing is unpacked
+into memory: what is read for one row is the 4 bits, and many rows are nearly as fast as a product of float32.
+
+The loops, from outside: tasks, blocks of rows, panels of columns, tiles of rows; within a tile the blocks that share a
+scale, groups, the eight weights of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import gcd
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ...encoding.block_weights import GROUP
+from ...encoding.expression import Expression
+from ...encoding.problem import BlockProductProblem
+from ...encoding.tiles import tile_sizes
+from ...target.cpu_target import Machine
+from ..core.builder import (
+    Expr,
+    Function,
+    Registers,
+    broadcast,
+    ceil_div,
+    either,
+    held,
+    lane_indices,
+    lane_numbers,
+    loop,
+    settled,
+    smaller,
+    vector_type,
+    when,
+    zeros,
+)
+from ..core.operand_view import OperandView, extent_of
+from ..core.work_split import part, split_work
+from ..elementwise import expression_code
+from .block_numbers import PLACES, Unpacking
+from .matmul_tile import IN_FLIGHT, MAX_CHAIN
+
+# Bytes of the left operand that all panels go over before the next rows: half of a second-level cache.
+ROW_BLOCK_BYTES = 1 << 19
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """What every tile of a kernel shares.
+
+    Attributes
+    ----------
+    problem : BlockProductProblem
+    lhs, result : OperandView
+    extra : tuple of OperandView
+        The epilogue's operands.
+    weight, scales : Buffer
+        In one dimension.
+    unpacking : Unpacking
+    lanes, vectors : int
+        Of a panel.
+    free : int
+        Registers for accumulators, beside weights as they are and as numbers, what is taken from them, and what is
+        broadcast.
+    m : PrimExpr or int
+    """
+
+    problem: BlockProductProblem
+    lhs: OperandView
+    result: OperandView
+    extra: tuple[OperandView, ...]
+    weight: Expr
+    scales: Expr
+    unpacking: Unpacking
+    lanes: int
+    vectors: int
+    free: int
+    m: Expr
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Rows of a panel: `rows` of them from `row` on, those from `end` on (None: none) are not stored."""
+
+    row: Expr
+    rows: int
+    end: Expr
+    panel: Expr
+
+
+def block_product_kernel(problem: BlockProductProblem, machine: Machine) -> tirx.PrimFunc:
+    """The kernel of a product with weights of 4 bits.
+
+    Parameters
+    ----------
+    problem : BlockProductProblem
+    machine : Machine
+
+    Returns
+    -------
+    tirx.PrimFunc
+        Its parameters are those that `BlockProductProblem` says; it is parallel over the machine's cores.
+    """
+    function = Function("block_product")
+    with function:
+        lhs = OperandView(function, "lhs", problem.lhs)
+        packed = [
+            OperandView(function, name, operand)
+            for name, operand in zip(("weight", "scales", "zeros"), problem.weights, strict=False)
+        ]
+        operands = problem.epilogue.operands if problem.epilogue else ()
+        extra = tuple(OperandView(function, f"x{i + 1}", operand) for i, operand in enumerate(operands))
+        result = OperandView(function, "result", problem.result)
+        views = [lhs, *extra, result]
+        for name in reversed([name for name in result.index_map if name.startswith("b")]):
+            for view in views:
+                view.merge(name, "m")
+        with function.body():
+            for view in (*views, *packed):
+                view.open()
+            lanes = machine.lanes("float32")
+            vectors = problem.panel // lanes
+            data = [view.data for view in packed]
+            kernel = _Kernel(
+                problem,
+                lhs,
+                result,
+                extra,
+                data[0],
+                data[1],
+                Unpacking.of(machine, data[2] if len(data) > 2 else None),
+                lanes,
+                vectors,
+                machine.isa.registers - (2 + PLACES) * vectors - 1,
+                extent_of([result], "m"),
+            )
+            _emit_loops(kernel, machine)
+    return function.result
+
+
+def _rows_of_a_tile(kernel: _Kernel, machine: Machine) -> int:
+    rows = max(1, min(tile_sizes(machine).rows, kernel.free // kernel.vectors))
+    return min(rows, kernel.m) if isinstance(kernel.m, int) else rows
+
+
+def _emit_loops(kernel: _Kernel, machine: Machine) -> None:
+    problem = kernel.problem
+    if 0 in (kernel.m, problem.columns):
+        T.evaluate(0)
+        return
+    rows = _rows_of_a_tile(kernel, machine)
+    tiles, panels = settled(ceil_div(kernel.m, rows)), ceil_div(problem.columns, problem.panel)
+    split = split_work(machine.cores, 1, tiles, panels, (rows, problem.panel), problem.depth)
+    tiles_per_block = max(1, ROW_BLOCK_BYTES // (4 * problem.depth * rows))
+    with loop(split.tasks, parallel=split.tasks > 1) as task:
+        accs = Registers(max(rows * kernel.vectors, IN_FLIGHT), "float32", kernel.lanes)
+        totals = Registers(rows * kernel.vectors, "float32", kernel.lanes)
+        _, row_part, column_part = split.place(task)
+        first_m, last_m = part(tiles, split.rows, row_part)
+        first_n, last_n = part(panels, split.columns, column_part)
+        with loop(settled(ceil_div(last_m - first_m, tiles_per_block))) as block:
+            begin = settled(first_m + block * tiles_per_block)
+            end = settled(smaller(begin + tiles_per_block, last_m))
+            with loop(last_n - first_n) as panel, loop(end - begin) as tile:
+                row = settled(settled(begin + tile) * rows)
+                _emit_rows(kernel, row, rows, settled(first_n + panel), accs, totals)
+
+
+def _emit_rows(kernel: _Kernel, row: Expr, rows: int, panel: Expr, accs: Registers, totals: Registers) -> None:
+    """A tile in the form that its place needs: whole, or of what rows are left."""
+
+    def form(count: int, end: Expr) -> Callable[[], None]:
+        return lambda: _emit_tile(kernel, _Tile(row, count, end, panel), accs, totals)
+
+    if isinstance(kernel.m, int):
+        left = kernel.m % rows
+        whole = row + rows <= kernel.m if left else True
+        either(whole, form(rows, None), form(left, None))
+        return
+    forms = [rows, *(count for count in (4, 2, 1) if count < rows)]
+
+    def choose(number: int) -> None:
+        if number == len(forms) - 1:
+            form(forms[number], kernel.m)()
+            return
+        either(row + forms[number + 1] < kernel.m, form(forms[number], kernel.m), lambda: choose(number + 1))
+
+    choose(0)
+
+
+def _emit_tile(kernel: _Kernel, tile: _Tile, accs: Registers, totals: Registers) -> None:
+    problem = kernel.problem
+    count = tile.rows * kernel.vectors
+    banks = max(1, min(IN_FLIGHT, kernel.free) // count)
+    # Weights of one scale that are added up at once; a long block is several of these.
+    chain = problem.block if problem.block <= MAX_CHAIN else gcd(problem.block, MAX_CHAIN)
+    whole, rest = divmod(problem.depth, chain)
+    for number in range(count):
+        totals[number] = zeros("float32", kernel.lanes)
+    if whole:
+        with loop(whole) as number:
+            _emit_chain(kernel, tile, (accs, totals), settled(number * chain), chain, banks)
+    if rest:
+        _emit_chain(kernel, tile, (accs, totals), tirx.const(whole * chain, "int64"), rest, banks)
+    _finish(kernel, tile, totals)
+
+
+def _rows_in(kernel: _Kernel, tile: _Tile) -> list[Expr]:
+    """The tile's rows, those that do not exist replaced by the last that does."""
+    return [tile.row + i if tile.end is None or i == 0 else T.min(tile.row + i, tile.end - 1) for i in range(tile.rows)]
+
+
+def _emit_chain(
+    kernel: _Kernel, tile: _Tile, sums: tuple[Registers, Registers], first: Expr, size: int, banks: int
+) -> None:
+    """Add the products of the `size` weights of every column from `first` on, which share a scale."""
+    problem, lanes, panel = kernel.problem, kernel.lanes, kernel.problem.panel
+    accs, totals = sums
+    count = tile.rows * kernel.vectors
+    groups, blocks = ceil_div(problem.depth, GROUP), ceil_div(problem.depth, problem.block)
+    at_scale = settled((tile.panel * blocks + first // problem.block) * panel)
+    points = [kernel.unpacking.points(at_scale + j * lanes) for j in range(kernel.vectors)]
+    weights = settled((tile.panel * groups + first // GROUP) * panel)
+    rows = [settled(kernel.lhs.address({"m": row, "k": first})) for row in _rows_in(kernel, tile)]
+    for number in range(count * banks):
+        accs[number] = zeros("float32", lanes)
+
+    def group(number: Expr, steps: int) -> None:
+        at = settled(weights + number * panel)
+        bits = [held(kernel.weight[lane_indices(at + j * lanes, lanes)]) for j in range(kernel.vectors)]
+        numbers = [kernel.unpacking.numbers(bits[j], points[j]) for j in range(kernel.vectors)]
+        for step in range(steps):
+            right = [held(number(step)) for number in numbers]
+            bank = step % banks
+            for i in range(tile.rows):
+                left = broadcast(kernel.lhs.data[rows[i] + number * GROUP + step], lanes)
+                for j in range(kernel.vectors):
+                    acc = (bank * tile.rows + i) * kernel.vectors + j
+                    accs[acc] = accs[acc] + left * right[j]
+
+    whole, rest = divmod(size, GROUP)
+    if whole:
+        with loop(whole) as number:
+            group(number, GROUP)
+    if rest:
+        group(tirx.const(whole, "int64"), rest)
+    for j in range(kernel.vectors):
+        scale = held(kernel.scales[lane_indices(at_scale + j * lanes, lanes)])
+        for i in range(tile.rows):
+            number = i * kernel.vectors + j
+            total = accs[number]
+            for bank in range(1, banks):
+                total = total + accs[bank * count + number]
+            totals[number] = totals[number] + total * scale
+
+
+def _finish(kernel: _Kernel, tile: _Tile, totals: Registers) -> None:
+    """Apply the epilogue and store what exists."""
+    problem, lanes = kernel.problem, kernel.lanes
+    left = problem.columns % problem.panel
+    if left == 0:
+        _store(kernel, tile, totals, [None] * kernel.vectors)
+        return
+    masks = []
+    for j in range(ceil_div(left, lanes)):
+        exist = left - j * lanes
+        limit = broadcast(tirx.const(exist, "int32"), lanes)
+        masks.append(None if exist >= lanes else lane_numbers(lanes) < limit)
+    last = problem.columns // problem.panel
+    either(
+        tile.panel < last,
+        lambda: _store(kernel, tile, totals, [None] * kernel.vectors),
+        lambda: _store(kernel, tile, totals, masks),
+    )
+
+
+def _store(kernel: _Kernel, tile: _Tile, totals: Registers, masks: list[Expr]) -> None:
+    """Write vectors of the tile, one for each mask (None: whole)."""
+    epilogue, lanes = kernel.problem.epilogue, kernel.lanes
+    expression = epilogue.expression if epilogue else Expression.operand(0)
+    dtypes = ["float32", *(view.dtype for view in kernel.extra)]
+    rows = _rows_in(kernel, tile)
+    for i in range(tile.rows):
+        with when(True if tile.end is None or i == 0 else tile.row + i < tile.end):
+            for j, mask in enumerate(masks):
+                at = {"m": rows[i], "n": tile.panel * kernel.problem.panel + j * lanes}
+                values = [totals[i * kernel.vectors + j]]
+                for view in kernel.extra:
+                    values.append(view.load(at, "n", lanes, mask if view.runs_along("n") else None))
+                value = expression_code.emit(expression, values, dtypes, lanes)
+                if expression.dtype(dtypes) != kernel.result.dtype:
+                    value = tirx.Cast(vector_type(kernel.result.dtype, lanes), value)
+                kernel.result.store(at, "n", value, lanes, mask)

@@ -1,0 +1,198 @@
+"""Where a register tile of a matrix product is: its place, its rows and columns that exist, its range of k."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ...encoding.dot_instructions import Product
+from ...encoding.problem import Epilogue
+from ..core.builder import Expr, broadcast, lane_numbers, settled, smaller
+from ..core.operand_view import Coordinates, OperandView
+
+# Steps along k between prefetches: at most, and where only the run knows how many tiles share them.
+MAX_TURN = 8
+RUN_TIME_TURN = 2
+
+
+@dataclass(frozen=True)
+class Product2D:
+    """What every tile of a kernel shares.
+
+    Attributes
+    ----------
+    lhs, rhs, result : OperandView
+    init : OperandView or None
+    epilogue : Epilogue or None
+    epilogue_views : tuple of OperandView
+    product : Product
+    lanes : int
+        Of an accumulator.
+    registers : int
+        That are left for accumulators and the right operand's vectors.
+    m, n, k : PrimExpr or int
+        Iteration sizes; m and n rounded up where no operand needs them exact.
+    """
+
+    lhs: OperandView
+    rhs: OperandView
+    result: OperandView
+    init: OperandView | None
+    epilogue: Epilogue | None
+    epilogue_views: tuple[OperandView, ...]
+    product: Product
+    lanes: int
+    registers: int
+    m: Expr
+    n: Expr
+    k: Expr
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The tiles that go over one panel of the right operand, and between them prefetch the next panel.
+
+    Attributes
+    ----------
+    number : PrimExpr
+        Of the tile.
+    tiles : PrimExpr or int
+        How many there are.
+    panel : PrimExpr
+        The first column of the next panel.
+    """
+
+    number: Expr
+    tiles: Expr
+    panel: Expr
+
+    def turn(self, unroll: int, vectors: int) -> int:
+        """Steps along k from one prefetch of a tile to the next, a multiple of `unroll`."""
+        wanted = self.tiles // vectors if isinstance(self.tiles, int) else RUN_TIME_TURN
+        return max(unroll, min(MAX_TURN, wanted))
+
+    def lines(self, turn: int, vectors: int) -> Expr:
+        """Cache lines that a tile prefetches at once, so that all tiles do the panel's."""
+        if isinstance(self.tiles, int):
+            return max(1, turn * vectors // self.tiles)
+        return settled(tirx.floordiv(self.tiles + (turn * vectors - 1), self.tiles))
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One tile, at a place that is known when the kernel runs.
+
+    Attributes
+    ----------
+    batch : Coordinates
+        Of the batch dimensions.
+    row, column : PrimExpr
+        Of its first element.
+    rows, vectors : int
+        Its size.
+    existing_rows : tuple of PrimExpr or None
+        Row i, or the last one that exists where it does not; None: all exist.
+    masks : tuple of (PrimExpr or None)
+        Which lanes of vector j exist; None: all.
+    rows_end : PrimExpr or None
+        Rows from here on do not exist.
+    sweep : Sweep or None
+        Where prefetching pays.
+    """
+
+    batch: Coordinates
+    row: Expr
+    column: Expr
+    rows: int
+    vectors: int
+    existing_rows: tuple[Expr, ...] | None
+    masks: tuple[Expr | None, ...]
+    rows_end: Expr | None
+    sweep: Sweep | None
+
+
+def make_tile(
+    spec: Product2D,
+    batch: Coordinates,
+    place: tuple[Expr, Expr],
+    size: tuple[int, int],
+    ends: tuple[Expr, Expr],
+    sweep: Sweep | None,
+) -> Tile:
+    """The tile of some rows and vectors at a place (row, column).
+
+    `ends` are the row from which on none exist, and the column: a PrimExpr, or an int that counts from the tile's own
+    first column; None where all of the tile exists.
+    """
+    row, column = place
+    rows_end, columns_end = ends
+    rows = None
+    if rows_end is not None:
+        rows = tuple(settled(T.min(row + i, rows_end - 1)) for i in range(size[0]))
+    if not isinstance(columns_end, int) and columns_end is not None:
+        columns_end = settled(columns_end - column)
+    masks = tuple(_mask(columns_end, j * spec.lanes, spec.lanes) for j in range(size[1]))
+    return Tile(batch, row, column, *size, rows, masks, rows_end, sweep)
+
+
+def _mask(columns: Expr | None, first: int, lanes: int) -> Expr | None:
+    if columns is None or (isinstance(columns, int) and first + lanes <= columns):
+        return None
+    left = columns - first
+    if lanes == 1:
+        return left > 0
+    if isinstance(left, int):
+        return lane_numbers(lanes) < broadcast(tirx.const(left, "int32"), lanes)
+    return lane_numbers(lanes) < broadcast(tirx.Cast("int32", left), lanes)
+
+
+@dataclass(frozen=True)
+class KRange:
+    """A range of k. Between ranges, partial sums wait in the result, which then has the accumulator's type.
+
+    Attributes
+    ----------
+    begin, end : PrimExpr or int
+        `begin` is a multiple of the product's k0, and `end` too unless it is the end of k.
+    first, last : bool or PrimExpr
+        Whether it is the first, and the last range.
+    """
+
+    begin: Expr
+    end: Expr
+    first: Expr
+    last: Expr
+
+    @property
+    def whole(self) -> bool:
+        """Whether this is all of k."""
+        return self.first is True and self.last is True
+
+    @staticmethod
+    def of(k: Expr, count: Expr, block: int, number: Expr) -> KRange:
+        """Range `number` of `count`, each of `block` but the last."""
+        if isinstance(count, int) and count == 1:
+            return KRange(0, k, True, True)
+        begin = settled(number) * block
+        return KRange(begin, settled(smaller(begin + block, k)), number < 1, number >= count - 1)
+
+
+def row_in(tile: Tile, view: OperandView, i: int) -> Expr:
+    """Row i of the tile, one that exists in the view."""
+    if tile.existing_rows is None or view.is_padded("m", tile.rows):
+        return tile.row + i
+    return tile.existing_rows[i]
+
+
+def position_in(spec: Product2D, tile: Tile, view: OperandView, i: int, j: int) -> Coordinates:
+    """Where row i of vector j begins in the view; a row that does not exist is the last that does."""
+    return {**tile.batch, "m": row_in(tile, view, i), "n": tile.column + j * spec.lanes}
+
+
+def mask_in(spec: Product2D, tile: Tile, view: OperandView, j: int) -> Expr | None:
+    """Which lanes of vector j may be read or written in the view; None: all of them."""
+    if not view.runs_along("n") or view.is_padded("n", tile.vectors * spec.lanes):
+        return None
+    return tile.masks[j]

@@ -1,0 +1,148 @@
+"""Kernels that lay a tensor out, undo it, or change one layout into another. Padding is written as zeros.
+
+Parameters of every kernel: source, destination. Symbolic extents are bound from the buffer that shows them; between two
+layouts that both pad a symbolic dimension, whole tiles are copied, padding included.
+
+Bytes are moved as integers, so every type of a width shares its code and NaN payloads stay. The ways that are tried, in
+order: transposes in registers (`tile_transpose`), runs along the last dimension (`tile_copy`), element by element.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ...encoding.packed_layout import PackedLayout
+from ...encoding.problem import Dim
+from ...target.cpu_target import Machine
+from ..core.builder import Expr, Function, Registers, broadcast, lane_indices, loop, zeros
+from ..core.storage import Storage, extents_of, for_parts, whole
+from ..math.vector_math import once
+from .tile_copy import copy_runs, interleave_rows
+from .tile_transpose import transpose_tiles
+
+
+def pack_kernel(shape: Sequence[Dim], dtype: str, layout: PackedLayout, machine: Machine) -> tirx.PrimFunc:
+    """Row-major to `layout`.
+
+    Parameters
+    ----------
+    shape : sequence of int or str
+        Logical extents; a symbolic one is a name.
+    dtype : str
+    layout : PackedLayout
+        Of the destination.
+    machine : Machine
+    """
+    return _kernel("pack", shape, dtype, PackedLayout.identity(len(shape)), layout, machine)
+
+
+def unpack_kernel(shape: Sequence[Dim], dtype: str, layout: PackedLayout, machine: Machine) -> tirx.PrimFunc:
+    """`layout` to row-major; parameters as of `pack_kernel`."""
+    return _kernel("unpack", shape, dtype, layout, PackedLayout.identity(len(shape)), machine)
+
+
+def relayout_kernel(
+    shape: Sequence[Dim], dtype: str, source: PackedLayout, destination: PackedLayout, machine: Machine
+) -> tirx.PrimFunc:
+    """One layout to another; parameters as of `pack_kernel`."""
+    return _kernel("relayout", shape, dtype, source, destination, machine)
+
+
+def _kernel(
+    name: str, shape: Sequence[Dim], dtype: str, source: PackedLayout, destination: PackedLayout, machine: Machine
+) -> tirx.PrimFunc:
+    function = Function(name)
+    with function:
+        bound: set[str] = set()
+        sides = [
+            Storage(function, side, shape, dtype, layout, bound)
+            for side, layout in (("source", source), ("destination", destination))
+        ]
+        with function.body():
+            for side in sides:
+                side.open(raw=True)
+            ways = (transpose_tiles, copy_runs, interleave_rows)
+            if not any(way(sides[0], sides[1], machine) for way in ways):
+                _copy_elements(sides[0], sides[1], machine)
+            if destination.compensation:
+                _compensate(sides[1], machine)
+    return function.result
+
+
+def _copy_elements(source: Storage, destination: Storage, machine: Machine) -> None:
+    """Any layout to any other, element by element of the destination."""
+    layout, rank = destination.layout, len(destination.shape)
+    extents = extents_of([source, destination])
+
+    def tiles(positions: list[Expr]) -> None:
+        outer = dict(zip(layout.outer_perm, positions, strict=True))
+        inner: dict[int, Expr] = {}
+
+        def nest(axes: list[tuple[int, int]]) -> None:
+            if not axes:
+                element(outer, inner)
+                return
+            with loop(axes[0][1]) as position:
+                inner[axes[0][0]] = position
+                nest(axes[1:])
+
+        nest(list(zip(layout.inner_dims, layout.inner_tiles, strict=True)))
+
+    def element(outer: dict[int, Expr], inner: dict[int, Expr]) -> None:
+        at = [outer[d] * layout.tile(d) + inner.get(d, 0) for d in range(rank)]
+        value = source.data[source.offset(*_split(source.layout, at))]
+        inside = [at[d] < extents[d] for d in range(rank) if not whole(extents[d], layout.tile(d))]
+        if inside:
+            condition = inside[0]
+            for further in inside[1:]:
+                condition = tirx.And(condition, further)
+            value = T.if_then_else(condition, value, tirx.const(0, str(source.data.dtype)))
+        T.buffer_store(destination.data, value, [destination.offset(outer, inner)])
+
+    for_parts([destination.tiles[d] for d in layout.outer_perm], destination.bytes(), machine, tiles)
+
+
+def _split(layout: PackedLayout, at: Sequence[Expr]) -> tuple[dict[int, Expr], dict[int, Expr]]:
+    outer, inner = {}, {}
+    for d, position in enumerate(at):
+        tile = layout.tile(d)
+        outer[d] = position if tile == 1 else tirx.floordiv(position, tile)
+        inner[d] = tirx.IntImm("int64", 0) if tile == 1 else tirx.floormod(position, tile)
+    return outer, inner
+
+
+def _compensate(destination: Storage, machine: Machine) -> None:
+    """Fill the blocks of ``-128 * column sum`` from what was packed."""
+    layout = destination.layout
+    *columns, last = layout.inner_dims
+    words = destination.view("int32")
+    dims = [d for d in layout.outer_perm if d != last]
+    width = 1
+    for d in columns:
+        width *= layout.tile(d)
+    lanes = math.gcd(width, machine.lanes("int32"))
+
+    def block(positions: list[Expr]) -> None:
+        at = dict(zip(dims, positions, strict=True))
+        # Storage.offset skips the block that is written here.
+        first = tirx.floordiv(destination.offset(at, {}), 4)
+        stride = tirx.floordiv(destination.outer_stride(last), 4)
+        with loop(width // lanes) as vector:
+            column = vector * lanes
+            total = Registers(1, "int32", lanes)
+            total[0] = zeros("int32", lanes)
+            with loop(destination.tiles[last]) as index:
+                word = once(words[lane_indices(first + index * stride + column, lanes)])
+                added = T.shift_right(word, broadcast(tirx.const(24, "int32"), lanes))
+                for left in (8, 16, 24):
+                    high = T.shift_left(word, broadcast(tirx.const(left, "int32"), lanes))
+                    added = added + T.shift_right(high, broadcast(tirx.const(24, "int32"), lanes))
+                total[0] = total[0] + added
+            here = lane_indices(first - stride + column, lanes)
+            T.buffer_store(words, total[0] * broadcast(tirx.const(-128, "int32"), lanes), [here])
+
+    for_parts([destination.tiles[d] for d in dims], destination.bytes(), machine, block)

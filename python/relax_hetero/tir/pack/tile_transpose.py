@@ -1,0 +1,178 @@
+"""Copies between row-major and packed storage that transpose in registers.
+
+``(n, k) -> [n/32, k, 32]``, ``(m, k) -> [m/8, k, 8]``, and with k in groups of a word,
+``(n, k) -> [n/32, k/4, 32, 4]``: blocks of rows are read as vectors along k and go through a network of two-register
+shuffles.
+"""
+
+from __future__ import annotations
+
+import tvm
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ...target.cpu_target import Machine
+from ...target.element_types import bytes_of
+from ..core.builder import Expr, ceil_div, int64, lane_indices, loop, smaller, zeros
+from ..core.storage import Storage, extents_of, for_parts, whole
+from ..math.vector_math import once
+
+
+def transpose_tiles(source: Storage, destination: Storage, machine: Machine) -> bool:
+    """Pack, or undo it, where the innermost tile lies along another dimension than the last.
+
+    Returns False, with nothing written, for other layouts and for machines without vectors.
+    """
+    packed, packing = (destination, True) if source.layout.is_identity else (source, False)
+    plain = source if packing else destination
+    if not plain.layout.is_identity or machine.isa.vector_bytes == 0:
+        return False
+    transpose = _Transpose.of(plain, packed, packing, extents_of([source, destination]), machine)
+    if transpose is None:
+        return False
+    transpose.write(machine)
+    return True
+
+
+class _Transpose:
+    """One transposing copy while it is built: rows along the tiled dimension, columns along the last one, in words."""
+
+    def __init__(
+        self, plain: Storage, packed: Storage, packing: bool, extents: list[Expr], rows: int, group: int, lanes: int
+    ) -> None:
+        self.plain, self.packed, self.packing = plain, packed, packing
+        self.rows, self.last, self.group, self.lanes = rows, len(packed.shape) - 1, group, lanes
+        self.tile = packed.layout.tile(rows)
+        self.block = min(self.tile, lanes)
+        self.height = extents[rows]
+        self.width = ceil_div(extents[self.last], group)
+        word = f"uint{tvm.DataType(plain.data.dtype).bits * group}"
+        self.word = word
+        self.plain_words = plain.data if group == 1 else plain.view(word)
+        self.packed_words = packed.data if group == 1 else packed.view(word)
+
+    @staticmethod
+    def of(plain: Storage, packed: Storage, packing: bool, extents: list[Expr], machine: Machine) -> _Transpose | None:
+        """The transpose for a pair of storages, None where there is none."""
+        layout, last = packed.layout, len(packed.shape) - 1
+        inner = [d for d in layout.inner_dims if layout.tile(d) > 1]
+        group = 1
+        if len(inner) == 2 and inner[1] == last and whole(extents[last], layout.tile(last)):
+            group = layout.tile(inner.pop())
+        if len(inner) != 1 or inner[0] == last or (group == 1 and layout.tile(last) != 1):
+            return None
+        size = bytes_of(str(plain.data.dtype)) * group
+        lanes = machine.isa.vector_bytes // max(4, size)
+        tile = layout.tile(inner[0])
+        wide_enough = not isinstance(extents[last], int) or extents[last] // group >= lanes
+        if size not in (1, 2, 4, 8) or not wide_enough or lanes < 2:
+            return None
+        whole_blocks = tile % lanes == 0
+        neighbours = packing and layout.outer_perm[-1] == last and lanes % tile == 0
+        if not (whole_blocks or neighbours):
+            return None
+        return _Transpose(plain, packed, packing, extents, inner[0], group, lanes)
+
+    def write(self, machine: Machine) -> None:
+        """The loops: panels of rows over the cores, blocks of columns inside."""
+        others = [d for d in self.packed.layout.outer_perm if d not in (self.rows, self.last)]
+        counts = [self.packed.tiles[d] for d in others] + [self.packed.tiles[self.rows]]
+
+        def panel(positions: list[Expr]) -> None:
+            outer = dict(zip([*others, self.rows], positions, strict=True))
+            if whole(self.height, self.tile):
+                self._panel(outer, True)
+                return
+            with T.If(outer[self.rows] * self.tile + self.tile <= self.height):
+                with T.Then():
+                    self._panel(outer, True)
+                with T.Else():
+                    self._panel(outer, False)
+
+        for_parts(counts, self.packed.bytes(), machine, panel)
+
+    def _panel(self, outer: dict[int, Expr], full: bool) -> None:
+        if isinstance(self.width, int):
+            self._columns(outer, full)
+            return
+        with T.If(self.width >= self.lanes):
+            with T.Then():
+                self._columns(outer, full)
+            with T.Else():
+                self._narrow(outer)
+
+    def _columns(self, outer: dict[int, Expr], full: bool) -> None:
+        with loop(ceil_div(self.width, self.lanes)) as block:
+            # The last block ends with the row: what it has in common with the one before is copied twice.
+            start = block * self.lanes
+            if not whole(self.width, self.lanes):
+                start = T.bind(smaller(start, int64(self.width) - self.lanes))
+            for first in range(0, self.tile, self.block):
+                (self._pack if self.packing else self._unpack)(outer, start, first, full)
+
+    def _plain(self, outer: dict[int, Expr], row: Expr, column: Expr) -> Expr:
+        at = {**outer, self.rows: row, self.last: column * self.group}
+        offset = self.plain.offset(at, {})
+        return offset if self.group == 1 else tirx.floordiv(offset, self.group)
+
+    def _packed(self, outer: dict[int, Expr], column: Expr, within: Expr) -> Expr:
+        offset = self.packed.offset({**outer, self.last: column}, {self.rows: within})
+        return offset if self.group == 1 else tirx.floordiv(offset, self.group)
+
+    def _pack(self, outer: dict[int, Expr], start: Expr, first: int, full: bool) -> None:
+        loaded = []
+        for i in range(self.block):
+            row = outer[self.rows] * self.tile + first + i
+            safe = row if full else T.min(row, self.height - 1)
+            value = self.plain_words[lane_indices(self._plain(outer, safe, start), self.lanes)]
+            if not full:
+                inside = T.broadcast(row < self.height, self.lanes)
+                value = T.Select(inside, value, zeros(self.word, self.lanes))
+            loaded.append(T.bind(value))
+        columns = self.lanes // self.block
+        for i, vector in enumerate(riffle(loaded, self.lanes)):
+            there = self._packed(outer, start + i * columns, tirx.const(first, "int64"))
+            T.buffer_store(self.packed_words, vector, [lane_indices(there, self.lanes)])
+
+    def _unpack(self, outer: dict[int, Expr], start: Expr, first: int, full: bool) -> None:
+        loaded = []
+        for i in range(self.lanes):
+            here = self._packed(outer, start + i, tirx.const(first, "int64"))
+            loaded.append(T.bind(self.packed_words[lane_indices(here, self.lanes)]))
+        for i, vector in enumerate(riffle(loaded, self.lanes)):
+            row = outer[self.rows] * self.tile + first + i
+            there = lane_indices(self._plain(outer, T.min(row, self.height - 1), start), self.lanes)
+            if full:
+                T.buffer_store(self.plain_words, vector, [there])
+                continue
+            with T.If(row < self.height), T.Then():
+                T.buffer_store(self.plain_words, vector, [there])
+
+    def _narrow(self, outer: dict[int, Expr]) -> None:
+        """Rows shorter than a vector, word by word."""
+        with loop(self.width) as column, loop(self.tile) as within:
+            row = outer[self.rows] * self.tile + within
+            here, there = self._plain(outer, row, column), self._packed(outer, column, within)
+            if self.packing:
+                value = T.if_then_else(row < self.height, self.plain_words[here], tirx.const(0, self.word))
+                T.buffer_store(self.packed_words, value, [there])
+            else:
+                with T.If(row < self.height), T.Then():
+                    T.buffer_store(self.plain_words, self.packed_words[there], [here])
+
+
+def riffle(vectors: list[Expr], lanes: int) -> list[Expr]:
+    """Transpose: rows in, columns out, several short columns to a vector.
+
+    Every stage merges the rows of two halves element by element, as a deck of cards is riffled.
+    """
+    low = [index for i in range(lanes // 2) for index in (i, lanes + i)]
+    high = [index for i in range(lanes // 2, lanes) for index in (i, lanes + i)]
+    groups = [[vector] for vector in vectors]
+    while len(groups) > 1:
+        half = len(groups) // 2
+        groups = [
+            [once(T.Shuffle([a, b], order)) for a, b in zip(first, second, strict=True) for order in (low, high)]
+            for first, second in zip(groups[:half], groups[half:], strict=True)
+        ]
+    return groups[0]

@@ -1,0 +1,291 @@
+"""The code of one row: its passes over vectors, accumulators and their reduction to one number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ...encoding.expression import Expression
+from ...encoding.row_program import RowProgram, operands_of
+from ..core.builder import Expr, Registers, broadcast, lane_numbers, lane_of, loop, settled, smaller, vector_type, when
+from ..core.operand_view import Coordinates, OperandView
+from ..elementwise import expression_code
+from ..elementwise.expression_code import computed_in
+from ..elementwise.expression_ops import FLOAT_OPS, INT_OPS, cast
+from ..math import vector_math
+from .row_plan import RowPass, RowPlan
+
+UNROLLED = 16
+"""Rows of no more vectors than this are written out, without a loop."""
+CHAINS = 4
+"""Accumulators of a reduction: additions that are in flight."""
+
+
+@dataclass(frozen=True)
+class RowCode:
+    """What all rows of a kernel share.
+
+    Attributes
+    ----------
+    program : RowProgram
+    plan : RowPlan
+    operands : list of OperandView
+        Opened; those of bfloat16 as bits.
+    result : OperandView
+    lanes : int
+    n : int or PrimExpr
+        Elements of a row.
+    """
+
+    program: RowProgram
+    plan: RowPlan
+    operands: list[OperandView]
+    result: OperandView
+    lanes: int
+    n: Expr
+
+
+class Row:
+    """Registers of one task, and the code of a row in them."""
+
+    def __init__(self, code: RowCode) -> None:
+        self.code = code
+        self.types = _value_types(code)
+        # What has one value for all of a row, by operand number: in every lane of a register.
+        self.constant = {
+            number: Registers(1, dtype, code.lanes)
+            for number, dtype in self.types.items()
+            if number not in (code.plan.kept, code.plan.keeping) and not self._is_loaded(number)
+        }
+        last = max((number for number, kind in enumerate(p.kind for p in code.plan.passes) if kind), default=-1)
+        self.accumulators = [
+            Registers(CHAINS, self.types[code.program.num_operands + number], code.lanes) for number in range(last + 1)
+        ]
+
+    def emit(self, at: Coordinates) -> None:
+        """The code of the row at a position."""
+        code = self.code
+        for number, view in enumerate(code.operands):
+            if number in self.constant:
+                value = cast(_typed(view.load({**at, "n": tirx.const(0, "int64")}, "-", 1), view), self.types[number])
+                self.constant[number][0] = broadcast(value, code.lanes)
+        for number, step in enumerate(code.plan.passes):
+            for index, expression in step.per_row:
+                self.constant[index][0] = self._evaluate(expression, at, None, None, {})
+            if step.kind:
+                self._reduce(step, number, at)
+            elif code.result.runs_along("n"):
+                self._store(step, at)
+            else:
+                self._store_one(self._evaluate(step.expression, at, None, None, {}), at)
+
+    def _is_loaded(self, number: int) -> bool:
+        return number < len(self.code.operands) and self.code.operands[number].runs_along("n")
+
+    def _reduce(self, step: RowPass, number: int, at: Coordinates) -> None:
+        accumulators = self.accumulators[number]
+        index = self.code.program.num_operands + number
+        dtype = self.types[index]
+        combine = _combine(step.kind, dtype, self._carries_nan(number))
+        neutral = _neutral(step.kind, dtype, self.code.lanes)
+        used: set[int] = set()
+
+        def one(column: Expr, mask: Expr | None, chain: int) -> None:
+            kept = self._keep(step, at, column, mask)
+            value = self._evaluate(step.expression, at, column, mask, kept)
+            if mask is not None:
+                value = T.Select(mask, value, neutral)
+            accumulators[chain] = combine(accumulators[chain], value)
+            used.add(chain)
+
+        chains = min(CHAINS, -(-self.code.n // self.code.lanes)) if isinstance(self.code.n, int) else CHAINS
+        for chain in range(chains):
+            accumulators[chain] = neutral
+        self._each(one)
+        left = chains
+        while left > 1:
+            for chain in range(left // 2):
+                accumulators[chain] = combine(accumulators[chain], accumulators[chain + (left + 1) // 2])
+            left = (left + 1) // 2
+        whole = self._across(accumulators[0], combine, dtype)
+        if step.kind == "mean":
+            whole = whole / _count(self.code.n, dtype)
+        self.constant[index][0] = broadcast(whole, self.code.lanes)
+
+    def _across(self, vector: Expr, combine: Callable[[Expr, Expr], Expr], dtype: str) -> Expr:
+        """The lanes of a vector reduced to a scalar."""
+        lanes = self.code.lanes
+        while lanes > 1:
+            whole = Registers(1, dtype, lanes)
+            whole[0] = vector
+            lanes //= 2
+            halves = Registers(2, dtype, lanes)
+            for half in range(2):
+                numbers = list(range(half * lanes, (half + 1) * lanes))
+                halves[half] = lane_of(whole[0], half) if lanes == 1 else T.Shuffle([whole[0]], numbers)
+            vector = combine(halves[0], halves[1])
+        return vector
+
+    def _carries_nan(self, number: int) -> bool:
+        """Whether the greatest or least number of a row with NaN must be NaN.
+
+        Not where it is only subtracted from the very values before they are added up, as a softmax does: the sum
+        is NaN then.
+        """
+        program = self.code.program
+        own = Expression.operand(program.num_operands + number).term
+        for later, reduction in enumerate(program.reductions[number + 1 :], number + 1):
+            if reduction.kind not in ("sum", "mean"):
+                continue
+            for term in reduction.expression.terms():
+                if term.op == "subtract" and term.args == (program.reductions[number].expression.term, own):
+                    index = program.num_operands + later
+                    return index not in operands_of(program.result)
+        return True
+
+    def _each(self, one: Callable[[Expr, Expr | None, int], None]) -> None:
+        """Code for every vector of a row: its first column, a mask where it is partial, and a chain of accumulators."""
+        n, lanes = self.code.n, self.code.lanes
+        if isinstance(n, int):
+            count, tail = n // lanes, n % lanes
+            looped = 0 if -(-n // lanes) <= UNROLLED else count // CHAINS
+            if looped:
+                with loop(looped) as group:
+                    for chain in range(CHAINS):
+                        one((group * CHAINS + chain) * lanes, None, chain)
+            for number in range(looped * CHAINS, count):
+                one(tirx.const(number * lanes, "int64"), None, number % CHAINS)
+            if tail:
+                mask = lane_numbers(lanes) < broadcast(tirx.const(tail, "int32"), lanes)
+                one(tirx.const(count * lanes, "int64"), mask, count % CHAINS)
+            return
+        groups = settled(tirx.floordiv(n, lanes * CHAINS))
+        with loop(groups) as group:
+            for chain in range(CHAINS):
+                one((group * CHAINS + chain) * lanes, None, chain)
+        done = settled(groups * (lanes * CHAINS))
+        with loop(settled(tirx.floordiv(n - done + (lanes - 1), lanes))) as number:
+            column = settled(done + number * lanes)
+            left = settled(smaller(n - column, tirx.const(lanes, "int64")))
+            mask = None
+            if lanes > 1:
+                mask = lane_numbers(lanes) < broadcast(tirx.Cast("int32", left), lanes)
+            one(column, mask, 0)
+
+    def _keep(self, step: RowPass, at: Coordinates, column: Expr, mask: Expr | None) -> dict[int, Expr]:
+        if step.keep is None:
+            return {}
+        register = Registers(1, self.types[self.code.plan.keeping], self.code.lanes)
+        register[0] = self._evaluate(step.keep, at, column, mask, {})
+        _store(self.code.result, {**at, "n": column}, register[0], self.code.lanes, mask)
+        return {self.code.plan.keeping: register[0]}
+
+    def _store(self, step: RowPass, at: Coordinates) -> None:
+        def one(column: Expr, mask: Expr | None, _chain: int) -> None:
+            value = cast(self._evaluate(step.expression, at, column, mask, {}), self.code.result.nominal)
+            _store(self.code.result, {**at, "n": column}, value, self.code.lanes, mask)
+
+        self._each(one)
+
+    def _store_one(self, value: Expr, at: Coordinates) -> None:
+        result = self.code.result
+        register = Registers(1, str(value.ty.dtype).partition("x")[0], self.code.lanes)
+        register[0] = value
+        scalar = register[0] if self.code.lanes == 1 else lane_of(register[0], 0)
+        scalar = cast(scalar, result.nominal)
+        _store(result, {**at, "n": tirx.const(0, "int64")}, scalar, 1, None)
+
+    def _evaluate(
+        self, expression: Expression, at: Coordinates, column: Expr | None, mask: Expr | None, kept: dict[int, Expr]
+    ) -> Expr:
+        """An expression of the plan, for the vector at a column."""
+        used = operands_of(expression)
+        values = []
+        for number in used:
+            if number in kept:
+                values.append(kept[number])
+            elif number in self.constant:
+                values.append(self.constant[number][0])
+            else:
+                view = self.code.result if number == self.code.plan.kept else self.code.operands[number]
+                loaded = view.load({**at, "n": column}, "n", self.code.lanes, mask)
+                values.append(cast(_typed(loaded, view), self.types[number]))
+        places = [Expression.operand(used.index(number) if number in used else 0) for number in range(used[-1] + 1)]
+        types = [self.types[number] for number in used]
+        result = expression_code.emit(expression.substitute(places), values, types, self.code.lanes)
+        return cast(result, computed_in(expression.substitute(places).dtype(types)))
+
+
+def _value_types(code: RowCode) -> dict[int, str]:
+    """The type that every operand of the plan's expressions is computed in, by number."""
+    program, plan = code.program, code.plan
+    # Conditions are read as bytes: TVM's analyzer fails on vectors of bool in registers.
+    types = {
+        number: "uint8" if view.nominal == "bool" else computed_in(view.nominal)
+        for number, view in enumerate(code.operands)
+    }
+    plain = [types[number] for number in range(program.num_operands)]
+    for number, reduction in enumerate(program.reductions):
+        types[program.num_operands + number] = computed_in(reduction.expression.dtype(plain))
+        plain.append(types[program.num_operands + number])
+    types[plan.kept] = types[plan.keeping] = computed_in(code.result.nominal)
+    for step in plan.passes:
+        for number, expression in step.per_row:
+            known = [types.get(index, "") for index in range(number)]
+            types[number] = computed_in(expression.dtype(known))
+    return types
+
+
+def _typed(value: Expr, view: OperandView) -> Expr:
+    """What was loaded as bits as what it is."""
+    if view.nominal in (view.dtype, "bool"):
+        return value
+    return T.reinterpret(vector_type(view.nominal, value.ty.dtype.lanes), value)
+
+
+def _store(view: OperandView, at: Coordinates, value: Expr, lanes: int, mask: Expr | None) -> None:
+    if view.nominal != view.dtype:
+        value = T.reinterpret(vector_type(view.dtype, lanes), value)
+    if lanes == 1:
+        with when(True if mask is None else mask):
+            T.buffer_store(view.data, value, [view.address(at)])
+        return
+    view.store(at, "n", value, lanes, mask)
+
+
+def _combine(kind: str, dtype: str, carries_nan: bool) -> Callable[[Expr, Expr], Expr]:
+    ops = FLOAT_OPS if "float" in dtype else INT_OPS
+    if kind in ("sum", "mean"):
+        return ops["add"]
+    if kind == "prod":
+        return ops["multiply"]
+    if carries_nan or "float" not in dtype:
+        return ops["maximum" if kind == "max" else "minimum"]
+    if kind == "max":
+        return lambda a, b: T.Select(a > b, a, b)
+    return lambda a, b: T.Select(a < b, a, b)
+
+
+def _neutral(kind: str, dtype: str, lanes: int) -> Expr:
+    if kind in ("sum", "mean", "prod"):
+        return broadcast(tirx.const(1 if kind == "prod" else 0, dtype), lanes)
+    if "float" in dtype:
+        edge = float("-inf") if kind == "max" else float("inf")
+        return broadcast(_infinity(edge, dtype), lanes)
+    return broadcast(tirx.min_value(dtype) if kind == "max" else tirx.max_value(dtype), lanes)
+
+
+def _infinity(value: float, dtype: str) -> Expr:
+    """By its bits: TVM's C code generator has no way to write it."""
+    if dtype == "float32":
+        return vector_math.constant(tirx.const(0, dtype), value)
+    # As there: a literal has no address to reinterpret.
+    raw = tirx.IntImm("int64", -(1 << 52) if value < 0 else 0x7FF << 52)
+    return tirx.call_intrin(dtype, "tirx.reinterpret", T.BitwiseXor(raw, tirx.IntImm("int64", 0)))
+
+
+def _count(n: Expr, dtype: str) -> Expr:
+    return tirx.const(float(n), dtype) if isinstance(n, int) else tirx.Cast(dtype, n)

@@ -1,0 +1,190 @@
+"""Kernels on rows: softmax, norms, reductions along the last axis and elementwise work around them, row by row.
+
+A row is read from the first-level cache again by every pass, which costs next to nothing; what is expensive is
+computed once and waits in the result's row (`row_plan`). Rows are shared by the cores.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ...encoding.expression import Expression, Term
+from ...encoding.problem import RowPhase, RowsProblem
+from ...encoding.row_program import Reduction, RowProgram
+from ...errors import EncodingError
+from ...target.cpu_target import Machine
+from ..core.builder import Expr, Function, loop, settled
+from ..core.operand_view import Coordinates, OperandView, extent_of
+from ..core.ties import with_ties
+from ..core.work_split import part
+from ..elementwise.expression_code import computed_in
+from .row_code import Row, RowCode
+from .row_plan import is_read_after_keeping, plan_rows
+
+WORTH_A_TASK = 10_000
+"""Instructions on vectors that take as long as handing work to another core and waiting for it (about 2 us)."""
+_ROW_COST = 20
+"""Instructions of a reduction beside those on vectors: the lanes of one vector are reduced one after another."""
+
+
+def rows_kernel(problem: RowsProblem, machine: Machine) -> tirx.PrimFunc:
+    """The kernel of a program of rows.
+
+    Parameters
+    ----------
+    problem : RowsProblem
+    machine : Machine
+
+    Returns
+    -------
+    tirx.PrimFunc
+        Its parameters are those that `RowsProblem` says; it is parallel over the machine's cores.
+
+    Raises
+    ------
+    EncodingError
+        If an operand is not row-major, or an op does not exist for its type.
+    """
+    if not all(operand.layout.is_identity for operand in problem.parameters):
+        raise EncodingError(f"rows {problem.program}: found a packed operand, expected row-major ones")
+    function = Function("rows")
+    with function:
+        operands = [OperandView(function, f"x{i}", operand) for i, operand in enumerate(problem.operands)]
+        result = OperandView(function, "result", problem.result)
+        views = [*operands, result]
+        names = merge_rows(views, [name for name in result.index_map if name.startswith("d")])
+        wide = [view for view in operands if view.runs_along("n")]
+        if not wide:
+            raise EncodingError(f"rows {problem.program}: found no operand that runs along the rows")
+        n = extent_of(wide, "n")
+        lanes = _lanes(views, machine)
+        program = _in_single(problem.program)
+        plan = plan_rows(
+            program,
+            frozenset(i for i, view in enumerate(operands) if view.runs_along("n")),
+            may_keep=result.runs_along("n") and _holds_floats(problem.result.dtype),
+        )
+        with function.body():
+            for view in views:
+                view.open(raw=view.dtype in ("bfloat16", "bool"))
+            code = RowCode(program, plan, operands, result, lanes, n)
+            emit_rows(code, names, machine)
+    last = len(operands)
+    return with_ties(
+        function.result,
+        [
+            (number, last)
+            for number, operand in enumerate(problem.operands)
+            if operand == problem.result and not is_read_after_keeping(plan, number)
+        ],
+    )
+
+
+def phase_code(phase: RowPhase, others: list[OperandView], result: OperandView, machine: Machine, n: Expr) -> RowCode:
+    """The code of work on the rows of a product's result, in place.
+
+    Parameters
+    ----------
+    phase : RowPhase
+    others, result : OperandView
+        Opened: the phase's operands, and the result with the product's rows.
+    machine : Machine
+    n : int or PrimExpr
+        Elements of a row.
+    """
+    operands = [*others[: phase.product], result, *others[phase.product :]]
+    varying = frozenset(i for i, view in enumerate(operands) if view.runs_along("n"))
+    program = _in_single(phase.program)
+    plan = plan_rows(program, varying, _holds_floats(result.dtype), phase.product)
+    return RowCode(program, plan, operands, result, _lanes(operands, machine), n)
+
+
+def _lanes(views: list[OperandView], machine: Machine) -> int:
+    """Of vectors in which everything, bytes included, is computed in floats."""
+    return min(machine.lanes(dtype) for dtype in ("float32", *(computed_in(view.dtype) for view in views)))
+
+
+def _holds_floats(dtype: str) -> bool:
+    """Whether rows of a type can hold what is computed, unrounded."""
+    return dtype in ("float32", "float64")
+
+
+def _in_single(program: RowProgram) -> RowProgram:
+    """The program with a cast back behind every cast to half precision, whose operands too are computed in single.
+
+    One at the end is left to the store.
+    """
+
+    def apply(op: str, args: list[Term], params: tuple[Any, ...]) -> Term:
+        term = Term(op, tuple(args), params)
+        narrow = op == "cast" and computed_in(params[0]) != params[0]
+        return Term("cast", (term,), (computed_in(params[0]),)) if narrow else term
+
+    def widened(expression: Expression) -> Expression:
+        operands = [Expression.operand(index).term for index in range(expression.num_operands)]
+        return Expression(expression.evaluate(operands, apply))
+
+    reductions = tuple(Reduction(r.kind, widened(r.expression)) for r in program.reductions)
+    last = program.result.term
+    is_rounding = last.op == "cast" and last.args[0].args and computed_in(last.params[0]) != last.params[0]
+    result = Expression(last.args[0]) if is_rounding else program.result
+    return RowProgram(program.num_operands, reductions, widened(result))
+
+
+def merge_rows(views: list[OperandView], names: list[str]) -> list[str]:
+    """Make neighbouring dimensions before the last one wherever every operand has both or neither; those left."""
+    kept = list(names)
+    for first, second in zip(names, names[1:], strict=False):
+        if all(_together(view, first, second) for view in views):
+            for view in views:
+                view.merge(first, second)
+            kept.remove(first)
+    return kept
+
+
+def _together(view: OperandView, first: str, second: str) -> bool:
+    if view.runs_along(first) and view.runs_along(second):
+        return view.index_map.index(first) + 1 == view.index_map.index(second)
+    return not view.runs_along(first) and not view.runs_along(second)
+
+
+def emit_rows(code: RowCode, names: list[str], machine: Machine) -> None:
+    """The loops over all rows, whose positions run along the dimensions `names`, shared by the machine's cores."""
+    extents = {name: settled(extent_of([*code.operands, code.result], name)) for name in names}
+    total: Expr = 1
+    for extent in extents.values():
+        total = total * extent
+    if any(isinstance(extent, int) and extent == 0 for extent in (*extents.values(), code.n)):
+        # Without columns, what a reduction is of none is not worth code of its own: shapes are checked before.
+        T.evaluate(0)
+        return
+    total = settled(total)
+    tasks = machine.cores if is_worth_tasks(code, total, machine.cores) else 1
+    with loop(tasks, parallel=tasks > 1) as task:
+        row = Row(code)
+        first, last = part(total, tasks, task)
+        with loop(settled(last - first)) as number:
+            row.emit(unravel(settled(first + number), extents))
+
+
+def is_worth_tasks(code: RowCode, total: Expr, cores: int) -> bool:
+    """Whether to share rows among cores: unless they are known to be too few, or too short."""
+    if cores == 1 or (isinstance(total, int) and total < cores):
+        return False
+    if not isinstance(total, int) or not isinstance(code.n, int):
+        return True
+    vectors = -(-code.n // code.lanes)
+    return total * (vectors * code.plan.cost + _ROW_COST * len(code.plan.passes)) > cores * WORTH_A_TASK
+
+
+def unravel(number: Expr, extents: dict[str, Expr]) -> Coordinates:
+    """The position of row `number` in every dimension."""
+    at: dict[str, Expr] = {}
+    names = list(extents)
+    for name in reversed(names):
+        at[name] = number if name == names[0] else settled(tirx.floormod(number, extents[name]))
+        number = settled(tirx.floordiv(number, extents[name])) if name != names[0] else number
+    return at

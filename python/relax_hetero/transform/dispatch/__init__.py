@@ -1,0 +1,1 @@
+"""Ops become kernels: legalized, fused, scheduled, each with the target of its device."""

@@ -1,0 +1,118 @@
+"""FormDispatches: a placed module's ops become kernels, fused where their device allows, each with its target.
+
+Before::
+
+    lv: R.Tensor((4,), "float32", "llvm:1") = R.exp(x)
+    gv: R.Tensor((4,), "float32", "llvm:1") = R.add(lv, x)
+
+After::
+
+    gv = R.call_tir(cls.fused_exp_add, (x,), out_ty=R.Tensor((4,), "float32", "llvm:1"))   # target: that of llvm:1
+
+Assumes a placed module (RealizeVDevice). Only `to_vdevice`, which is opaque, joins values of two devices, so no
+kernel spans two. Stock passes do the legalizing and fusing; what they lose on the way is put back: devices of
+variables (LegalizeOps), of folded constants (FoldConstant makes new ones), and targets of fused kernels (FuseTIR).
+"""
+
+from __future__ import annotations
+
+import re
+
+import tvm
+from tvm import relax, tirx
+from tvm_ffi import StructuralKey, structural_map
+
+from ...target.vdevice import vdevices_of
+from ..ir.calls import called_prim_func
+from ..ir.fusion_report import record_dispatches
+from ..ir.kernel_ops import fused_ops, with_ops
+from ..ir.module_attrs import is_lowered
+from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions, walk_bindings
+from ..placement.realize_vdevice import realize_vdevice
+from .bind_targets import bind_targets
+from .legalize import is_kept, legalize
+from .name_kernel_variables import name_kernel_variables
+from .schedule_cpu import schedule_cpu
+from .schedule_gpu import schedule_gpu
+from .tied_operands import note_ties
+
+
+def FormDispatches() -> tvm.transform.Pass:
+    """Legalize, fold constants and fuse, keeping every kernel on its device.
+
+    Returns
+    -------
+    tvm.transform.Pass
+        Raises BuildError for an op that has no kernel, and where :func:`BindTargets` does.
+    """
+
+    @tvm.transform.module_pass(opt_level=0, name="FormDispatches")
+    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        return form_dispatches(mod)
+
+    return run
+
+
+def form_dispatches(mod: tvm.IRModule) -> tvm.IRModule:
+    """See the module's docstring."""
+    if is_lowered(mod):
+        return mod
+    if is_formed(mod):
+        return _for_their_devices(mod)
+    if any(isinstance(b.value, relax.Function) for _, func in relax_functions(mod) for b in walk_bindings(func)):
+        mod = relax.transform.LambdaLift()(mod)
+    written = {gv.name_hint for gv in mod.get_global_vars()}
+    mod = legalize(mod)
+    stock = relax.transform
+    fold = [stock.AnnotateTIROpPattern(), stock.FoldConstant(), stock.FuseOps()]
+    mod = tvm.transform.Sequential(fold)(forget_targets(mod, written))
+    ops = fused_ops(mod)
+    fuse = [stock.FuseTIR(), stock.DeadCodeElimination(), stock.CanonicalizeBindings()]
+    mod = with_ops(tvm.transform.Sequential(fuse)(mod), ops)
+    mod, _ = realize_vdevice(mod)  # places what folding made
+    return _for_their_devices(mod)
+
+
+def _for_their_devices(mod: tvm.IRModule) -> tvm.IRModule:
+    mod = schedule_cpu(schedule_gpu(note_ties(bind_targets(name_kernel_variables(mod)))))
+    record_dispatches(mod)
+    return mod
+
+
+def is_formed(mod: tvm.IRModule) -> bool:
+    """Whether nothing is left to legalize and every kernel has its target: fusing again would change the kernels."""
+    for _, func in relax_functions(mod):
+        for binding in walk_bindings(func):
+            kernel = called_prim_func(mod, binding.value)
+            if kernel is not None and "target" not in mod.functions[kernel].attrs:
+                return False
+            name = op_name(binding.value)
+            if name is not None and not is_kept(name):
+                return False
+    return True
+
+
+def forget_targets(mod: tvm.IRModule, written: set[str]) -> tvm.IRModule:
+    """Take kernels' targets off, and merge those that differed in nothing else.
+
+    LegalizeOps makes `add_llvm` and `add_cuda` of one addition. Without targets they are one `add` again, which folds
+    on the CPU wherever it runs; BindTargets gives each device its own later. Functions named in `written`, the
+    user's, are left alone.
+    """
+    suffix = re.compile(rf"_({'|'.join({v.target.kind.name for v in vdevices_of(mod)} or {'llvm'})})\d*$")
+    functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = {}
+    renamed: dict[tvm.ir.GlobalVar, tvm.ir.GlobalVar] = {}
+    known: dict[StructuralKey, tvm.ir.GlobalVar] = {}
+    taken = set(written)
+    for gv, func in sorted(mod.functions.items(), key=lambda pair: pair[0].name_hint):
+        if isinstance(func, tirx.PrimFunc) and gv.name_hint not in written:
+            func = func.without_attr("target") if "target" in func.attrs else func
+            key = StructuralKey(func)
+            if key not in known:
+                known[key] = fresh_global_var(suffix.sub("", gv.name_hint), gv.ty, taken)
+            renamed[gv] = known[key]
+        functions[renamed.get(gv, gv)] = func
+    for gv, func in functions.items():
+        if isinstance(func, relax.Function):
+            functions[gv] = structural_map(func, (tvm.ir.GlobalVar, lambda old: renamed.get(old, old)))
+    return copy_module(mod, functions)

@@ -1,0 +1,132 @@
+"""Ops become call_tir of kernels, and every variable keeps its device.
+
+Stock legalization gives a kernel's result the device of its first operand: none where there is no operand, where the
+operand is a literal, or where the result is a tuple. So the types that variables had are put back afterwards.
+"""
+
+from __future__ import annotations
+
+import tvm
+from tvm import relax
+from tvm_ffi import structural_map
+
+from ...errors import BuildError
+from ..ir.op_names import RESHAPE
+from ..ir.rewriting import copy_module, map_bindings, op_name, relax_functions, typed, walk_bindings
+from ..ir.unique_names import with_unique_names
+from ..placement.realize_vdevice import realize_vdevice
+from .nan_kernels import legalizations
+
+# Relax ops that later passes or the VM itself carry out; anything else left after legalizing has no kernel.
+_KEPT_OPS = frozenset(
+    """relax.call_tir relax.call_tir_inplace relax.call_tir_with_grad relax.call_dps_packed relax.call_pure_packed
+    relax.call_inplace_packed relax.call_builtin_with_ctx relax.call_py_func relax.to_vdevice relax.hint_on_device
+    relax.shape_of relax.tensor_to_shape
+    relax.make_closure relax.invoke_closure relax.invoke_pure_closure relax.null_value relax.reshape
+    relax.memory.view relax.memory.ensure_zero_offset""".split()
+)
+_SORTS_AND_SCANS = frozenset(f"relax.{name}" for name in ("bucketize", "sort", "argsort", "topk", "cumsum", "cumprod"))
+_KEPT_PREFIXES = ("relax.builtin.", "relax.memory.", "relax.vm.", "relax.inspect.", "relax.hetero.")
+
+
+def legalize(mod: tvm.IRModule) -> tvm.IRModule:
+    """Lower every op of a placed module to kernels, keeping each on its device.
+
+    Raises
+    ------
+    BuildError
+        An op has no kernel for its operands.
+    """
+    mod, variables = with_unique_names(_simplified(mod))
+    try:
+        legal = _with_kernels(mod)
+    except Exception:  # an op's own legalization raises what it likes, and names nothing
+        _blame(mod, variables)
+        raise
+    _check(legal, variables)
+    functions = dict(legal.functions.items())
+    for gv, func in relax_functions(legal):
+        functions[gv] = _with_types(func, variables.get(gv.name_hint, {}))
+    return realize_vdevice(copy_module(legal, functions))[0]
+
+
+def _with_kernels(mod: tvm.IRModule) -> tvm.IRModule:
+    if any(op_name(binding.value) in _SORTS_AND_SCANS for _, f in relax_functions(mod) for binding in walk_bindings(f)):
+        mod = relax.backend.DispatchSortScan()(mod)  # these have no legalization but a kernel per kind of target
+    return relax.transform.LegalizeOps(legalizations())(mod)
+
+
+def is_kept(name: str) -> bool:
+    """Whether an op is carried out as it is, not by a kernel."""
+    return name in _KEPT_OPS or name.startswith(_KEPT_PREFIXES)
+
+
+def _simplified(mod: tvm.IRModule) -> tvm.IRModule:
+    """``(a, b)[0]`` becomes ``a``: FuseOps takes apart a tuple written inside an expression and loses its fields.
+
+    Operands that are variables of a known shape become that shape: legalizations want it written out.
+    """
+
+    def change(binding: relax.Binding) -> relax.Binding:
+        value = binding.value
+        if isinstance(value, relax.TupleGetItem) and isinstance(value.tuple_value, relax.Tuple):
+            return relax.VarBinding(binding.var, value.tuple_value.fields[value.index], binding.span)
+        name = op_name(value)
+        if name is None or is_kept(name) and name != RESHAPE:
+            return binding
+        args = [_written_out(arg) for arg in value.args]
+        if all(new is old for new, old in zip(args, value.args, strict=True)):
+            return binding
+        call = relax.Call(value.op, args, value.attrs, value.ty_args, value.span, ret_ty=value.ty)
+        return relax.VarBinding(binding.var, call, binding.span)
+
+    functions = dict(mod.functions.items())
+    functions.update({gv: map_bindings(func, change) for gv, func in relax_functions(mod)})
+    return relax.transform.CanonicalizeBindings()(copy_module(mod, functions))
+
+
+def _written_out(arg: relax.Expr) -> relax.Expr:
+    is_shape = isinstance(arg, relax.Var) and isinstance(arg.ty, relax.ShapeType) and arg.ty.values is not None
+    return relax.ShapeExpr(arg.ty.values) if is_shape else arg
+
+
+def _with_types(func: relax.Function, variables: dict[str, relax.Var]) -> relax.Function:
+    typed: dict[relax.Var, relax.Var] = {}
+    for binding in walk_bindings(func):
+        var = binding.var
+        old = variables.get(var.name)
+        if old is not None and var.ty is not old.ty:
+            typed[var] = type(var)(var.name, old.ty, var.span)
+    return structural_map(func, (relax.Var, lambda var: typed.get(var, var))) if typed else func
+
+
+def _check(mod: tvm.IRModule, variables: dict[str, dict[str, relax.Var]]) -> None:
+    """Refuse what would fail at run time: an op that is neither a kernel nor the VM's own."""
+    for gv, func in relax_functions(mod):
+        for binding in walk_bindings(func):
+            name = op_name(binding.value)
+            if name is not None and not is_kept(name):
+                raise _no_kernel(binding, gv.name_hint, variables)
+
+
+def _blame(mod: tvm.IRModule, variables: dict[str, dict[str, relax.Var]]) -> None:
+    """Raise for the first op whose legalization fails alone; nothing where each succeeds."""
+    for gv, func in relax_functions(mod):
+        for binding in walk_bindings(func):
+            if op_name(binding.value) is None or isinstance(binding, relax.MatchCast):
+                continue
+            body = typed(relax.SeqExpr([relax.BindingBlock([binding])], binding.var), binding.var.ty)
+            alone = relax.Function(relax.analysis.free_vars(binding.value), body, binding.var.ty, is_pure=False)
+            try:
+                _with_kernels(copy_module(mod, {tvm.ir.GlobalVar("alone"): alone}))
+            except Exception as error:  # as above
+                raise _no_kernel(binding, gv.name_hint, variables) from error
+
+
+def _no_kernel(binding: relax.Binding, function: str, variables: dict[str, dict[str, relax.Var]]) -> BuildError:
+    var = variables.get(function, {}).get(binding.var.name, binding.var)
+    operands = ", ".join(str(arg.ty) for arg in binding.value.args)
+    return BuildError(
+        f"op {op_name(binding.value)} of variable {var.name!r} in function {function!r} has no kernel for operands "
+        f"({operands}): expected an op with a legalization and operand shapes that are known (or symbolic)"
+    )

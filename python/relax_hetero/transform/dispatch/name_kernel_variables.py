@@ -1,0 +1,65 @@
+"""NameKernelVariables: names in kernels become identifiers that every code generator can write.
+
+Before::
+
+    def matmul(x: T.Buffer((4, 4), "float32"), ...)      # x is called "/encoder/layer.0/Relu"
+
+After::
+
+    def matmul(_encoder_layer_0_Relu: T.Buffer((4, 4), "float32"), ...)
+
+Kernels take the names of the Relax variables they were made for, and those carry the names of ONNX nodes. LLVM takes
+any name; the C and CUDA generators write them into source text as they are. Assumes nothing of the module.
+"""
+
+from __future__ import annotations
+
+import re
+
+import tvm
+from tvm import tirx
+from tvm_ffi import structural_map
+
+from ..ir.rewriting import copy_module
+
+_IDENTIFIER = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_OTHER = re.compile(r"\W", re.ASCII)
+
+
+def NameKernelVariables() -> tvm.transform.Pass:
+    """Give variables of PrimFuncs names of ASCII letters, digits and underscores.
+
+    Returns
+    -------
+    tvm.transform.Pass
+    """
+
+    @tvm.transform.module_pass(opt_level=0, name="NameKernelVariables")
+    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        return name_kernel_variables(mod)
+
+    return run
+
+
+def name_kernel_variables(mod: tvm.IRModule) -> tvm.IRModule:
+    """The module itself if nothing has to be renamed."""
+    functions = {
+        gvar: _with_identifiers(func) if isinstance(func, tirx.PrimFunc) else func
+        for gvar, func in mod.functions.items()
+    }
+    changed = any(not func.same_as(mod.functions[gvar]) for gvar, func in functions.items())
+    return copy_module(mod, functions) if changed else mod
+
+
+def _with_identifiers(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    renamed: dict[tvm.ir.Var, tvm.ir.Var] = {}
+
+    def rename(var: tvm.ir.Var) -> tvm.ir.Var:
+        if _IDENTIFIER.fullmatch(var.name):
+            return var
+        if var not in renamed:
+            name = _OTHER.sub("_", var.name)
+            renamed[var] = type(var)(name if _IDENTIFIER.fullmatch(name) else f"_{name}", var.ty)
+        return renamed[var]
+
+    return structural_map(func, (tvm.ir.Var, rename))

@@ -1,0 +1,81 @@
+"""ScheduleCPU: kernels of CPUs that no generator wrote get a schedule, vectors inside and threads outside.
+
+Before::
+
+    for i, j in T.grid(56, 256):                # two stages and a tensor between them
+        with T.sblock("add"): t[i, j] = x[i, j] + b[j]
+    for i, j in T.grid(56, 256):
+        with T.sblock("exp"): y[i, j] = T.exp(t[i, j])
+
+After::
+
+    for task in T.parallel(2):                  # where the work is worth waking a thread
+        for i in range(28 * task, 28 * (task + 1)):
+            for j in range(8):
+                for lane in T.vectorized(16): y[i * 256 + j * 32 + lane] = T.exp(x[...] + b[...])
+                for lane in T.vectorized(16): ...
+
+Assumes BindTargets. A kernel that no rule fits stays as it is, loops that are right for any PrimFunc, and the report
+of what was not fused says so. What the rules do stands in `loops`.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import tvm
+from tvm import tirx
+from tvm_ffi import StructuralKey
+
+from ...target.cpu_target import machine_of
+from ...tir.loops import NotStages, is_written, schedule
+from ..ir.fusion_report import decline
+from ..ir.kernel_ops import ops_of
+from ..ir.rewriting import copy_module
+
+_log = logging.getLogger("relax_hetero")
+
+
+def schedule_cpu(mod: tvm.IRModule) -> tvm.IRModule:
+    """Schedule the kernels of `mod` whose target is a CPU and that have no schedule yet."""
+    done: dict[StructuralKey, tirx.PrimFunc] = {}
+    functions = dict(mod.functions.items())
+    for gv, func in mod.functions.items():
+        if not isinstance(func, tirx.PrimFunc) or not _is_cpu(func.attrs.get("target")) or is_written(func):
+            continue
+        key = StructuralKey(func)
+        if key not in done:
+            done[key] = _scheduled(gv.name_hint, func)
+        functions[gv] = done[key]
+    return copy_module(mod, functions)
+
+
+def _is_cpu(target: tvm.target.Target | None) -> bool:
+    return target is not None and target.kind.name == "llvm" and machine_of(target).isa.vector_bytes > 0
+
+
+def _scheduled(name: str, func: tirx.PrimFunc) -> tirx.PrimFunc:
+    try:
+        return schedule(func, machine_of(func.attrs["target"]))
+    except NotStages as reason:
+        why = str(reason)
+    except Exception as error:  # a rule that fails must not cost the model: the stock loops are right
+        why = f"{type(error).__name__}: {error}"
+        _log.debug("kernel %s stays unscheduled", name, exc_info=True)
+    decline(name, name, ", ".join(ops_of(func)) or name, f"no schedule for its loops: {why}")
+    return func
+
+
+def ScheduleCPU() -> tvm.transform.Pass:
+    """Schedule the PrimFuncs of CPU devices.
+
+    Returns
+    -------
+    tvm.transform.Pass
+    """
+
+    @tvm.transform.module_pass(opt_level=0, name="ScheduleCPU")
+    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        return schedule_cpu(mod)
+
+    return run

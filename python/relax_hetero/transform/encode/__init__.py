@@ -1,0 +1,1 @@
+"""Encodings: set, propagated, specialized to devices, hoisted to compile time, made into kernels."""

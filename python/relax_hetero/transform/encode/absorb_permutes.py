@@ -1,0 +1,227 @@
+"""Permutations around matrix products become index maps of their encodings.
+
+``set(permute_dims(x))`` is ``set(x)`` whose index map names the dimensions in x's order: a weight that is stored (n, k)
+is packed from there, and the heads of an attention, (b0, m, b1, k), are read where they lie. ``permute_dims(unset(y))``
+is the unset of a result that is written in that order, if its innermost dimension stays the innermost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import tvm
+from tvm import relax
+
+from ...encoding.encoding import LHS, RESULT, RHS, Encoding, IndexMap
+from ...op import encoded as op
+from ..ir.axes import permutation
+from ..ir.blocks import Block, is_one, renamed, shape_of, tensor_type
+from ..ir.op_names import PERMUTE, TRANSFER
+from ..ir.rewriting import op_name
+from .encoded_products import ProductWriter
+
+
+@dataclass(frozen=True)
+class Change:
+    """What becomes of one matrix product.
+
+    Attributes
+    ----------
+    encoding : Encoding
+        Of the result, with the new index maps.
+    operands : tuple of relax.Expr
+        The plain left and right operand, without their permutations.
+    chain : tuple of int
+        Other bindings that name the encoding: elementwise, unset_encoding, set_encoding of their operands.
+    moved : tuple of int, optional
+        How the result's dimensions move, where a permutation of the result is absorbed.
+    permute : int
+        The binding of that permutation.
+    """
+
+    encoding: Encoding
+    operands: tuple[relax.Expr, relax.Expr]
+    chain: tuple[int, ...]
+    moved: tuple[int, ...] | None
+    permute: int
+
+
+def absorb_permutes(block: Block) -> list[relax.Binding] | None:
+    """The block's bindings without permutations that encodings can express; None where there are none."""
+    products: dict[int, Change] = {}
+    roles: dict[int, Change] = {}
+    for index, binding in enumerate(block.bindings):
+        change = _change(block, binding, roles) if op_name(binding.value) == op.MATMUL else None
+        if change is not None:
+            products[index] = change
+            roles.update(dict.fromkeys(change.chain, change))
+            if change.moved is not None:
+                roles[change.permute] = change
+    if not products:
+        return None
+    writer = ProductWriter(block.is_dataflow)
+    names: dict[relax.Var, relax.Expr] = {}
+    for index, old in enumerate(block.bindings):
+        binding = renamed(old, names)
+        if index in products:
+            _write_product(writer, products[index], binding, names)
+        elif index in roles:
+            _write_follower(writer, roles[index], index, binding, names)
+        else:
+            writer.bindings.append(binding)
+    return writer.bindings
+
+
+def _change(block: Block, binding: relax.Binding, earlier: Container[int]) -> Change | None:
+    """What becomes of a product; permutations at `earlier` indices are absorbed by the product before them."""
+    call = binding.value
+    encoding = Encoding.parse(call.attrs.encoding)
+    if call.attrs.layout or len(call.args) > 2 and not _is_plain(block, call.args[2]):
+        return None
+    chain = _chain(block, binding.var, call.attrs.encoding)
+    if chain is None:
+        return None
+    operands, maps = [], list(encoding.index_maps)
+    for side in (LHS, RHS):
+        found = block.definition(call.args[side])
+        if op_name(found) != op.SET or found.attrs.layout:
+            return None
+        operand = found.args[0]
+        while op_name(block.definition(operand)) == PERMUTE and block.positions.get(operand) not in earlier:
+            permute = block.definition(operand)
+            maps[side] = _before(maps[side], permutation(permute))
+            operand = permute.args[0]
+        operands.append(operand)
+    moved, last = _moved_result(block, encoding, call, chain)
+    if moved is not None:
+        maps[RESULT] = tuple(encoding.index_map[axis] for axis in moved)
+    if tuple(maps) == encoding.index_maps:
+        return None
+    new = replace(encoding, index_maps=(maps[LHS], maps[RHS], maps[RESULT]))
+    return Change(new, (operands[0], operands[1]), chain, moved, last)
+
+
+def _before(index_map: IndexMap, axes: Sequence[int]) -> IndexMap:
+    """The index map of x for which that of ``permute_dims(x, axes)`` is `index_map`."""
+    names = dict(zip(axes, index_map, strict=True))
+    return tuple(names[axis] for axis in range(len(axes)))
+
+
+def _is_plain(block: Block, operand: relax.Expr) -> bool:
+    name = op_name(block.definition(operand))
+    return name not in (op.SET, op.MATMUL, op.ELEMENTWISE, op.PREPACKED, op.RELAYOUT, TRANSFER)
+
+
+def _chain(block: Block, var: relax.Var, encoding: str) -> tuple[int, ...] | None:
+    """Every binding that carries on the encoding of product `var`, None if one of them cannot take another."""
+    chain: list[int] = []
+    pending = [var]
+    while pending:
+        encoded = pending.pop()
+        if not block.stays(encoded):
+            return None
+        for index in block.users.get(encoded, []):
+            value, name = block.bindings[index].value, op_name(block.bindings[index].value)
+            if name not in (op.UNSET, op.ELEMENTWISE) or value.attrs.layout or not value.args[0].same_as(encoded):
+                return None
+            chain.append(index)
+            if name == op.ELEMENTWISE:
+                others = _encoded_operands(block, index, encoding)
+                if others is None:
+                    return None
+                chain += others
+                pending.append(block.bindings[index].var)
+    return tuple(chain)
+
+
+def _encoded_operands(block: Block, index: int, encoding: str) -> list[int] | None:
+    """The `set_encoding` of operands that only elementwise op `index` uses, None if an operand is encoded otherwise."""
+    found = []
+    for operand in block.bindings[index].value.args[1:]:
+        if _is_plain(block, operand):
+            continue
+        definition = block.definition(operand)
+        if op_name(definition) != op.SET or definition.attrs.encoding != encoding or block.sole_user(operand) != index:
+            return None
+        found.append(block.positions[operand])
+    return found
+
+
+def _moved_result(
+    block: Block, encoding: Encoding, product: relax.Call, chain: Sequence[int]
+) -> tuple[tuple[int, ...] | None, int]:
+    """The axes of the permutation that the result goes through, and its binding."""
+    unsets = [index for index in chain if op_name(block.bindings[index].value) == op.UNSET]
+    user = block.sole_user(block.bindings[unsets[0]].var) if len(unsets) == 1 else None
+    if user is None or op_name(block.bindings[user].value) != PERMUTE:
+        return None, -1
+    permute = block.bindings[user]
+    users = [op_name(block.bindings[index].value) for index in block.users.get(permute.var, [])]
+    if block.stays(permute.var) and set(users) == {op.SET}:
+        return None, -1  # the product that reads it takes the permutation
+    axes = permutation(permute.value)
+    others = [*product.args[2:], *(arg for index in chain for arg in block.bindings[index].value.args[1:])]
+    stays_innermost = encoding.index_map[axes[-1]] == encoding.index_map[-1] == "n"
+    if not stays_innermost or not all(_only_along_last(operand) for operand in others):
+        return None, -1
+    return tuple(axes), user
+
+
+def _only_along_last(operand: relax.Expr) -> bool:
+    shape = shape_of(operand)
+    return shape is not None and all(is_one(extent) for extent in shape[:-1])
+
+
+def _write_product(
+    writer: ProductWriter, change: Change, binding: relax.VarBinding, names: dict[relax.Var, relax.Expr]
+) -> None:
+    call, var = binding.value, binding.var
+    operands = [
+        names.get(operand, operand) if isinstance(operand, relax.Var) else operand for operand in change.operands
+    ]
+    encoded = [
+        writer.lay_out(x, change.encoding.of(side), var.name.removesuffix("_encoded"))
+        for side, x in enumerate(operands)
+    ]
+    attrs = op.EncodedMatmulAttrs(str(change.encoding), "", call.attrs.kernel)
+    _write_result(writer, change, binding, relax.Call(call.op, [*encoded, *call.args[2:]], attrs), names)
+
+
+def _write_result(
+    writer: ProductWriter, change: Change, binding: relax.VarBinding, call: relax.Call, names: dict[relax.Var, Any]
+) -> None:
+    var = binding.var
+    if change.moved is None:
+        writer.bind(var, _with_type(call, var.ty))
+        return
+    shape = shape_of(var)
+    ty = var.ty
+    if shape is not None:
+        ty = tensor_type([shape[axis] for axis in change.moved], str(ty.dtype), ty)
+    names[var] = writer.emit(call, ty, var.name)
+
+
+def _write_follower(
+    writer: ProductWriter,
+    change: Change,
+    index: int,
+    binding: relax.VarBinding,
+    names: dict[relax.Var, relax.Expr],
+) -> None:
+    call, var = binding.value, binding.var
+    attrs: tvm.ir.Attrs = op.EncodingAttrs(str(change.encoding), "")
+    if change.moved is not None and op_name(call) == op.UNSET:
+        names[var] = call.args[0]  # the permutation's binding is what becomes the unset
+    elif index == change.permute and change.moved is not None:
+        writer.bind(var, _with_type(relax.Call(tvm.ir.Op.get(op.UNSET), [call.args[0]], attrs), var.ty))
+    elif op_name(call) == op.ELEMENTWISE:
+        attrs = op.EncodedElementwiseAttrs(call.attrs.expression, str(change.encoding), "")
+        _write_result(writer, change, binding, relax.Call(call.op, list(call.args), attrs), names)
+    else:
+        writer.bind(var, _with_type(relax.Call(call.op, list(call.args), attrs), var.ty))
+
+
+def _with_type(call: relax.Call, ty: tvm.ir.Type) -> relax.Call:
+    return relax.Call(call.op, list(call.args), call.attrs, ret_ty=ty)

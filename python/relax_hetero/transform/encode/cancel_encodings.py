@@ -1,0 +1,98 @@
+"""Encoded ops as stock ops again, where a device has no layout for them: what SetEncoding and PropagateEncodings undid.
+
+``R.hetero.matmul`` becomes permute_dims (where index maps are permuted), astype (where element types differ), matmul
+and add (of an initial accumulator), ``R.hetero.conv`` the convolution; ``R.hetero.elementwise`` becomes the Relax ops
+that its expression names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tvm import relax, tirx
+
+from ...encoding.encoding import LHS, RESULT, RHS, Encoding
+from ...encoding.expression import Expression
+from ..ir.emitting import Emitter
+from ..ir.relax_expressions import from_expression
+from .encoded_convolutions import stock_convolution
+from .stored_tensors import shape_of
+
+
+def stock_product(encoding: Encoding, operands: Sequence[relax.Expr], out: Emitter) -> list[relax.Binding]:
+    """Bindings that make `out.var` the product or convolution of plain operands; parameters as of `stock_matmul`."""
+    return (stock_matmul if encoding.moves is None else stock_convolution)(encoding, operands, out)
+
+
+def stock_matmul(encoding: Encoding, operands: Sequence[relax.Expr], out: Emitter) -> list[relax.Binding]:
+    """Bindings that make `out.var` the product of plain operands.
+
+    Parameters
+    ----------
+    encoding : Encoding
+        Of the op.
+    operands : sequence of relax.Expr
+        lhs, rhs and, where given, the initial accumulator.
+    out : Emitter
+    """
+    vdevice = out.var.ty.vdevice
+    batch = encoding.batch_dims
+    lhs = _operand(encoding.of(LHS), operands[LHS], (*batch, "m", "k"), out)
+    rhs = _operand(encoding.of(RHS), operands[RHS], (*batch, "k", "n"), out)
+    lhs_type, rhs_type, accumulator = encoding.element_types
+    if lhs_type != rhs_type or "int" in lhs_type and lhs_type != accumulator:
+        lhs, rhs = (_cast(value, accumulator, name, out) for value, name in ((lhs, "lhs"), (rhs, "rhs")))
+    out_dtype = accumulator if str(lhs.ty.dtype) != accumulator else None
+    value = out.stock(relax.op.matmul(lhs, rhs, out_dtype=out_dtype), vdevice, "matmul")
+    value = _as_result(value, (*batch, "m", "n"), encoding.index_maps[RESULT], out)
+    if len(operands) > 2:
+        value = out.stock(relax.op.add(operands[2], value), vdevice, "add")
+    return out.finish(value)
+
+
+def stock_elementwise(expression: Expression, operands: Sequence[relax.Expr], out: Emitter) -> list[relax.Binding]:
+    """Bindings that make `out.var` the expression of plain operands."""
+
+    def emit(call: relax.Expr, ty: relax.TensorType) -> relax.Expr:
+        return out.bind(call, ty, str(call.op.name).rpartition(".")[2])
+
+    return out.finish(from_expression(expression, operands, emit, out.var.ty.vdevice))
+
+
+def _operand(encoding: Encoding, value: relax.Expr, wanted: tuple[str, ...], out: Emitter) -> relax.Expr:
+    """An operand as stock matmul wants it: named dimensions in order, batch dimensions aligned at the end."""
+    names = encoding.index_map
+    which = "lhs" if encoding.operand_index == LHS else "rhs"
+    ordered = [name for name in wanted if name in names]
+    if ordered != [name for name in names if name != "1"]:
+        order = [i for i, name in enumerate(names) if name == "1"] + [names.index(name) for name in ordered]
+        value = out.stock(relax.op.permute_dims(value, order), out.var.ty.vdevice, f"{which}_permuted")
+        names = tuple(names[i] for i in order)
+    aligned = [name if name in names else "1" for name in wanted]
+    if _without_leading_ones(names) == _without_leading_ones(aligned):
+        return value
+    extents = dict(zip(names, shape_of(value.ty), strict=True))
+    shape = [extents[name] if name != "1" else tirx.IntImm("int64", 1) for name in aligned]
+    return out.stock(relax.op.reshape(value, shape), out.var.ty.vdevice, f"{which}_reshaped")
+
+
+def _without_leading_ones(names: Sequence[str]) -> list[str]:
+    first = next((i for i, name in enumerate(names) if name != "1"), len(names))
+    return list(names[first:])
+
+
+def _cast(value: relax.Expr, dtype: str, which: str, out: Emitter) -> relax.Expr:
+    if str(value.ty.dtype) == dtype:
+        return value
+    return out.stock(relax.op.astype(value, dtype), out.var.ty.vdevice, f"{which}_{dtype}")
+
+
+def _as_result(value: relax.Expr, names: tuple[str, ...], wanted: tuple[str, ...], out: Emitter) -> relax.Expr:
+    """The product, whose dimensions are `names`, with those of the op's result."""
+    ordered = [name for name in wanted if name != "1"]
+    if list(names) != ordered:
+        call = relax.op.permute_dims(value, [names.index(name) for name in ordered])
+        value = out.stock(call, out.var.ty.vdevice, "permuted")
+    if len(shape_of(value.ty)) != len(wanted):
+        value = out.stock(relax.op.reshape(value, shape_of(out.var.ty)), out.var.ty.vdevice, "reshaped")
+    return value

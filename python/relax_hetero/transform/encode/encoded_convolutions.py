@@ -1,0 +1,151 @@
+"""Writing a convolution on encoded operands, and as a stock op again.
+
+Before::
+
+    y: R.Tensor((1, 128, 28, 28), "float32") = R.nn.conv2d(x, w, strides=[2, 2], padding=[1, 1, 1, 1])
+
+After::
+
+    data = R.hetero.set_encoding(x, "conv2d[0]<float32 * float32 -> float32; (b, c, x0, x1) * (n, k, w0, w1) -> ...>")
+    weight = R.hetero.set_encoding(w, "conv2d[1]<...>")
+    out = R.hetero.conv(data, weight, encoding="conv2d[2]<...>")
+    y: R.Tensor((1, 128, 28, 28), "float32") = R.hetero.unset_encoding(out, "conv2d[2]<...>")
+
+Encodings speak of NCHW data and OIHW weights; what an op says of other orders of dimensions becomes permutations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tvm import relax, tirx
+
+from ...encoding.encoding import CONVOLUTIONS, DYNAMIC, LHS, RESULT, RHS, Encoding, Moves, conv_maps
+from ...op import encoded as op
+from ..ir.blocks import shape_of, tensor_type
+from ..ir.emitting import Emitter
+from ..ir.fusion_report import decline
+from ..ir.rewriting import op_name
+from .encoded_products import ProductWriter
+
+CONV_OPS = {f"relax.nn.{name}": spatial for spatial, name in enumerate(CONVOLUTIONS, 1)}
+"""Stock convolutions, and how many spatial dimensions they have."""
+
+_SPATIAL = "DHW"
+_ACCUMULATORS = {
+    ("float32", "float32"): "float32",
+    ("float64", "float64"): "float64",
+    ("float16", "float16"): "float32",
+    ("bfloat16", "bfloat16"): "float32",
+    ("uint8", "int8"): "int32",
+    ("int8", "int8"): "int32",
+}
+"""Element types of data and weight, and that of the sums. Halves are added up in float32: one rounding, at the end."""
+
+
+class _Refused(Exception):
+    """A convolution that stays a stock op; says why."""
+
+
+def emit_convolution(writer: ProductWriter, binding: relax.VarBinding, function: str) -> bool:
+    """Write a stock convolution on encoded operands.
+
+    Parameters
+    ----------
+    writer : ProductWriter
+        Where the bindings go.
+    binding : relax.VarBinding
+        Any.
+    function : str
+        Its name, for the report of what was declined.
+
+    Returns
+    -------
+    bool
+        Whether it has been written: not what is no convolution, has other element types than floats throughout,
+        halves into float32 and bytes by int8 into int32, tiles in its layouts, or sizes that do not provably fit.
+    """
+    spatial = CONV_OPS.get(op_name(binding.value) or "")
+    if spatial is None:
+        return False
+    try:
+        _emit(writer, binding, spatial)
+    except _Refused as refused:
+        decline(function, binding.var.name, CONVOLUTIONS[spatial - 1], str(refused))
+        return False
+    return True
+
+
+def _emit(writer: ProductWriter, binding: relax.VarBinding, spatial: int) -> None:
+    var, call = binding.var, binding.value
+    attrs, (data, weight) = call.attrs, call.args
+    letters = _SPATIAL[-spatial:]
+    layouts = [str(attrs.data_layout), str(attrs.kernel_layout), str(attrs.out_layout or attrs.data_layout)]
+    canonical = [f"NC{letters}", f"OI{letters}", f"NC{letters}"]
+    if any(sorted(layout) != sorted(order) for layout, order in zip(layouts, canonical, strict=True)):
+        raise _Refused(f"found layouts {layouts}, expected permutations of {canonical}")
+    orders = [[layout.index(letter) for letter in order] for layout, order in zip(layouts, canonical, strict=True)]
+    known = [shape for shape in map(shape_of, (data, weight, var)) if shape is not None]
+    if len(known) < len(orders):
+        raise _Refused("found no shape of an operand or of the result")
+    shapes = [[shape[axis] for axis in order] for shape, order in zip(known, orders, strict=True)]
+    dtypes = (str(data.ty.dtype), str(weight.ty.dtype), str(var.ty.dtype))
+    accumulator = _ACCUMULATORS.get(dtypes[:2])
+    rounded = dtypes[LHS] if "float" in dtypes[LHS] else accumulator
+    if accumulator is None or dtypes[RESULT] not in (accumulator, rounded):
+        expected = ", ".join(f"{a} * {b} -> {c}" for (a, b), c in _ACCUMULATORS.items())
+        raise _Refused(f"found element types {dtypes}, expected one of {expected}")
+    encoding = _encoding(shapes, attrs, (*dtypes[:2], accumulator))
+    name = var.name
+    encoded = []
+    for index, x in ((LHS, data), (RHS, weight)):
+        operand = encoding.of(index)
+        x = writer.permuted(x, orders[index], f"{name}_{operand.operand_name}_permuted")
+        encoded.append(writer.lay_out(x, operand, name))
+    result_type = tensor_type(shapes[RESULT], encoding.element_type, data.ty)
+    out = writer.emit(op.conv(*encoded, encoding=encoding), result_type, f"{name}_encoded")
+    plain = writer.cast(writer.plain(out, encoding, f"{name}_plain"), dtypes[RESULT], f"{name}_{dtypes[RESULT]}")
+    back = [canonical[RESULT].index(letter) for letter in layouts[RESULT]]
+    writer.permuted(plain, back, name)
+    writer.bind(var, writer.bindings.pop().value)
+
+
+def _encoding(shapes: Sequence[Sequence[Any]], attrs: Any, dtypes: tuple[str, str, str]) -> Encoding:
+    """Of the result."""
+    maps = conv_maps(len(shapes[0]) - 2)
+    sizes: dict[str, int] = {}
+    for names, shape in zip(maps, shapes, strict=True):
+        for name, extent in zip(names, shape, strict=True):
+            size = int(extent) if isinstance(extent, tirx.IntImm) else DYNAMIC
+            if sizes.setdefault(name, size) != size:
+                raise _Refused(f"found {name}={size} and {name}={sizes[name]}")
+    strides, padding, dilation = (tuple(map(int, t)) for t in (attrs.strides, attrs.padding, attrs.dilation))
+    groups = int(attrs.groups)
+    channels = sizes["c"], sizes["k"], sizes["n"]
+    fits = DYNAMIC not in channels and channels[0] == groups * channels[1] and channels[2] % groups == 0
+    if not fits:
+        raise _Refused(f"found channels {channels} of data, weight and result (-1: symbolic) in {groups} groups")
+    if 0 in sizes.values() or any(pad < 0 for pad in padding):
+        raise _Refused(f"found an empty tensor or negative padding: {sizes}, padding {padding}")
+    moves = Moves(strides, padding, dilation, groups)
+    return Encoding(CONVOLUTIONS[len(strides) - 1], RESULT, dtypes, maps, tuple(sizes.items()), moves)
+
+
+def stock_convolution(encoding: Encoding, operands: Sequence[relax.Expr], out: Emitter) -> list[relax.Binding]:
+    """Bindings that make `out.var` the convolution of plain operands; `encoding` is of any of them."""
+    moves = encoding.moves
+    assert moves is not None
+    vdevice, accumulator = out.var.ty.vdevice, encoding.element_types[RESULT]
+    if accumulator == "int32":
+        operands = [out.stock(relax.op.astype(x, accumulator), vdevice, "wide") for x in operands]
+    make = getattr(relax.op.nn, encoding.op_type)
+    call = make(
+        *operands,
+        strides=list(moves.strides),
+        padding=list(moves.padding),
+        dilation=list(moves.dilation),
+        groups=moves.groups,
+        out_dtype=accumulator if accumulator != str(operands[LHS].ty.dtype) else None,
+    )
+    return out.finish(out.stock(call, vdevice, encoding.op_type))

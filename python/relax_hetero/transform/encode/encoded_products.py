@@ -1,0 +1,160 @@
+"""Writing a matrix product on encoded operands: the encoding its shapes have, and the bindings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tvm import relax, tirx
+
+from ...encoding.encoding import DYNAMIC, LHS, RESULT, RHS, Encoding, IndexMap
+from ...op import encoded as op
+from ..ir.blocks import Emitter, broadcast, is_one, same_extent, same_shape, shape_of, tensor_type
+
+ONE = tirx.IntImm("int64", 1)
+
+
+@dataclass
+class ProductWriter(Emitter):
+    """An emitter that writes products, and lays an operand out once however many products want it alike.
+
+    Attributes
+    ----------
+    laid_out : dict
+        From operand and encoding to the encoded variable.
+    """
+
+    laid_out: dict[tuple[relax.Var, str], relax.Var] = field(default_factory=dict)
+
+    def product(
+        self, lhs: relax.Expr, rhs: relax.Expr, encoding: Encoding, name: str, init: relax.Expr | None = None
+    ) -> relax.Var:
+        """The encoded product of two plain tensors of two or more dimensions; `encoding` is of any operand."""
+        encoded_lhs = self.lay_out(lhs, encoding.of(LHS), name)
+        encoded_rhs = self.lay_out(rhs, encoding.of(RHS), name)
+        extents: dict[str, Any] = {"1": ONE}
+        for index, operand in ((LHS, lhs), (RHS, rhs)):
+            extents.update(zip(encoding.index_maps[index], shape_of(operand) or [], strict=True))
+        result = encoding.of(RESULT)
+        ty = tensor_type([extents[name] for name in result.index_map], result.element_type, lhs.ty)
+        return self.emit(op.matmul(encoded_lhs, encoded_rhs, init, encoding=result), ty, f"{name}_encoded")
+
+    def plain(self, x: relax.Var, encoding: Encoding, name: str) -> relax.Var:
+        """The plain tensor of an encoded one."""
+        return self.emit(op.unset_encoding(x, encoding), x.ty, name)
+
+    def reshape(self, x: relax.Expr, shape: Sequence[Any], name: str) -> relax.Var:
+        """`x` in another shape."""
+        return self.emit(relax.op.reshape(x, list(shape)), tensor_type(shape, str(x.ty.dtype), x.ty), name)
+
+    def permuted(self, x: relax.Expr, axes: Sequence[int], name: str) -> relax.Expr:
+        """`x` with its dimensions in another order; itself in its own."""
+        if list(axes) == sorted(axes):
+            return x
+        shape = shape_of(x) or []
+        ty = tensor_type([shape[axis] for axis in axes], str(x.ty.dtype), x.ty)
+        return self.emit(relax.op.permute_dims(x, list(axes)), ty, name)
+
+    def cast(self, x: relax.Expr, dtype: str, name: str) -> relax.Expr:
+        """`x` as another type; itself if it is of that type."""
+        if str(x.ty.dtype) == dtype:
+            return x
+        return self.emit(relax.op.astype(x, dtype), tensor_type(shape_of(x) or [], dtype, x.ty), name)
+
+    def matrix(self, x: relax.Expr, index: int, name: str) -> relax.Expr:
+        """Operand `index` of a product with two dimensions at least: a vector becomes a row (lhs) or column (rhs)."""
+        shape = shape_of(x) or []
+        return x if len(shape) > 1 else self.reshape(x, as_matrix(shape, index), f"{name}_matrix")
+
+    def matched(self, x: relax.Expr, shape: Sequence[Any], name: str) -> relax.Expr:
+        """`x`, checked at run time to have a shape that its type only may have; itself where the type has it."""
+        if same_shape(shape_of(x) or [], shape):
+            return x
+        ty = tensor_type(shape, str(x.ty.dtype), x.ty)
+        var = (relax.DataflowVar if self.is_dataflow else relax.Var)(name, ty)
+        self.bindings.append(relax.MatchCast(var, x, ty))
+        return var
+
+    def end_as(self, result: relax.Var, var: relax.Var) -> None:
+        """Give the last binding, which made `result`, the variable `var` that a product had before."""
+        if len(shape_of(result) or []) > len(shape_of(var) or []):
+            result = self.reshape(result, shape_of(var) or [], var.name)
+        last = self.bindings.pop()
+        self.bind(var, last.value)
+
+    def lay_out(self, x: relax.Expr, encoding: Encoding, name: str) -> relax.Var:
+        """`x` encoded, the same variable for the same operand and encoding."""
+        key = (x, str(encoding))
+        if isinstance(x, relax.Var) and key in self.laid_out:
+            return self.laid_out[key]
+        var = self.emit(op.set_encoding(x, encoding), x.ty, f"{name}_{encoding.operand_name}")
+        if isinstance(x, relax.Var):
+            self.laid_out[key] = var
+        return var
+
+
+def as_matrix(shape: Sequence[Any], index: int) -> list[Any]:
+    """The shape an operand has in a product of matrices: numpy's rule for vectors."""
+    if len(shape) > 1:
+        return list(shape)
+    return [ONE, *shape] if index == LHS else [*shape, ONE]
+
+
+def with_one_k(lhs: Sequence[Any], rhs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Shapes of operands that have one extent along k, as far as types tell whether they have: see `matched`.
+
+    ``(m, k)`` times ``(6, n)`` is ``(m, 6)`` times ``(6, n)``: a product is valid for nothing else.
+    """
+    left, right = list(lhs), list(rhs)
+    numbers = [isinstance(extent, tirx.IntImm) for extent in (left[-1], right[-2])]
+    if not all(numbers) and not same_extent(left[-1], right[-2]):
+        left[-1] = right[-2] = right[-2] if numbers[1] else left[-1]
+    return left, right
+
+
+def product_encoding(
+    lhs: Sequence[Any], rhs: Sequence[Any], element_types: tuple[str, str, str], index: int = RESULT
+) -> Encoding | None:
+    """The encoding of a product of tensors of these shapes, by numpy's rules for two and more dimensions.
+
+    Parameters
+    ----------
+    lhs, rhs : sequence of PrimExpr
+        Shapes of at least two dimensions; leading ones broadcast.
+    element_types : tuple of str
+        Of left operand, right operand, accumulator.
+    index : int
+        Which operand the encoding is of.
+
+    Returns
+    -------
+    Encoding or None
+        None where extents that must be one are not provably one.
+    """
+    if not same_extent(lhs[-1], rhs[-2]):
+        return None
+    batch = broadcast(lhs[:-2], rhs[:-2])
+    if batch is None:
+        return None
+    names = [f"b{axis}" for axis in range(len(batch))]
+    sizes = [*zip(names, map(_size, batch), strict=True), ("m", _size(lhs[-2])), ("n", _size(rhs[-1]))]
+    maps = (
+        (*_batch_map(lhs[:-2], batch), "m", "k"),
+        (*_batch_map(rhs[:-2], batch), "k", "n"),
+        (*names, "m", "n"),
+    )
+    op_type = "batch_matmul" if names else "matmul"
+    return Encoding(op_type, index, element_types, maps, (*sizes, ("k", _size(lhs[-1]))))
+
+
+def _batch_map(shape: Sequence[Any], batch: Sequence[Any]) -> IndexMap:
+    """Names of an operand's batch dimensions; "1" where its size of one meets a larger one."""
+    first = len(batch) - len(shape)
+    return tuple(
+        "1" if is_one(extent) and not is_one(batch[axis]) else f"b{axis}" for axis, extent in enumerate(shape, first)
+    )
+
+
+def _size(extent: Any) -> int:
+    return int(extent) if isinstance(extent, (int, tirx.IntImm)) else DYNAMIC

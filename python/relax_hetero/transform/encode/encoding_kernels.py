@@ -1,0 +1,256 @@
+"""The kernels of a module's encoded ops: asked of resolvers, checked, named and shared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tvm
+from tvm import relax, tirx
+from tvm.tirx.buffer import is_buffer_var
+
+from ...encoding.activations import named
+from ...encoding.encoding import Encoding
+from ...encoding.expression import Expression
+from ...encoding.problem import AttentionProblem, Operand, Problem
+from ...encoding.resolver import resolver_for
+from ...encoding.row_program import RowProgram
+from ...errors import EncodingError
+from ...target.cpu_target import machine_of
+from ..ir.extents import Symbols
+from ..ir.kernel_ops import OPS
+from ..ir.kernel_work import work_attributes
+from ..ir.rewriting import fresh_global_var
+from .encoding_layouts import target_of
+from .kernel_names import VariantNames, shape_text
+from .materialize_attention import attention_problem
+from .materialize_block_products import block_product_problem
+from .materialize_rows import rows_problem
+from .stored_tensors import Stored, StoredRows, elementwise_problem, product_problem
+
+_OPAQUE = 8  # TVM's kOpaque: stock fusion leaves such a kernel alone
+_NAMED_OPS = 3
+"""Ops of an epilogue that a kernel's name tells."""
+
+
+@dataclass
+class KernelTable:
+    """The PrimFuncs of one module: one per distinct key and target, made on first request."""
+
+    taken: set[str]
+    functions: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = field(default_factory=dict)
+    _known: dict[tuple[Any, str], tvm.ir.GlobalVar] = field(default_factory=dict)
+
+    def get(
+        self,
+        key: Any,
+        target: tvm.target.Target,
+        name: str,
+        ops: Sequence[str],
+        make: Callable[[], tirx.PrimFunc],
+    ) -> tvm.ir.GlobalVar:
+        """The kernel that solves `key` on `target`; `make` writes it, once.
+
+        Parameters
+        ----------
+        key : hashable
+            What it computes, entirely.
+        target : tvm.target.Target
+        name : str
+            What it is called if it is new, with a number where that is taken.
+        ops : sequence of str
+            What profiles say it computes.
+        make : Callable
+            Writes the PrimFunc.
+        """
+        full_key = (key, str(target))
+        if full_key not in self._known:
+            func = make().with_attr({"target": target, "op_pattern": _OPAQUE, OPS: list(ops), **work_attributes(key)})
+            if "global_symbol" in func.attrs:
+                func = func.without_attr("global_symbol")
+            gvar = fresh_global_var(name, func.ty, self.taken)
+            self.functions[gvar] = func
+            self._known[full_key] = gvar
+        return self._known[full_key]
+
+
+class EncodingKernels:
+    """One PrimFunc for each distinct problem and target.
+
+    Parameters
+    ----------
+    mod : tvm.IRModule
+    vdevices : sequence of relax.VDevice
+        The module's.
+    """
+
+    def __init__(self, mod: tvm.IRModule, vdevices: Sequence[relax.VDevice]) -> None:
+        self._names = VariantNames(mod, vdevices)
+        self._table = KernelTable({gv.name_hint for gv in mod.get_global_vars()})
+
+    @property
+    def functions(self) -> dict[tvm.ir.GlobalVar, tirx.PrimFunc]:
+        """Those made so far."""
+        return self._table.functions
+
+    def product(
+        self,
+        encoding: Encoding,
+        operands: Sequence[Stored],
+        result: Stored,
+        expression: Expression | None,
+        others: Sequence[Stored],
+        name: str,
+        where: str,
+        rows: StoredRows | None = None,
+        row_ops: Sequence[str] = (),
+    ) -> tvm.ir.GlobalVar:
+        """The kernel of a product or convolution (its operands, perhaps an initial accumulator), its epilogue and rows.
+
+        `row_ops` are the names of what is done on rows.
+        """
+        target = target_of(result.ty.vdevice)
+        expression = expression and _named(expression, result)
+        problem = product_problem(encoding, operands, result, expression, others, rows)
+        epilogue = [*_op_names(expression), *row_ops]
+        full_name = "_".join([name or self._names.name(problem, target), *epilogue[:_NAMED_OPS]])
+        return self._solve(problem, target, full_name, [encoding.op_type, *epilogue], where)
+
+    def elementwise(
+        self, expression: Expression, operands: Sequence[Stored], result: Stored, where: str
+    ) -> tvm.ir.GlobalVar:
+        """The kernel of elementwise work that no product takes along."""
+        target = target_of(result.ty.vdevice)
+        expression = _named(expression, result)
+        problem = elementwise_problem(expression, operands, result)
+        op_names = _op_names(expression)
+        name = "_".join([*op_names[: _NAMED_OPS + 1], shape_text(problem.result.shape), self._names.device(target)])
+        return self._solve(problem, target, name, op_names, where)
+
+    def rows(
+        self, program: RowProgram, operands: Sequence[Stored], result: Stored, ops: str, where: str
+    ) -> tvm.ir.GlobalVar:
+        """The kernel of work on rows; `ops` are the names of what it was made of, separated by commas."""
+        target = target_of(result.ty.vdevice)
+        problem = rows_problem(program, operands, result)
+        names = [name for name in ops.split(",") if name] or ["rows"]
+        shape = next((operand.shape for operand in problem.operands if "n" in operand.index_map), problem.result.shape)
+        name = "_".join([*names[: _NAMED_OPS + 1], shape_text(shape), self._names.device(target)])
+        return self._solve(problem, target, name, names, where)
+
+    def attention(
+        self, call: relax.Call, result: relax.TensorType, where: str
+    ) -> tuple[tvm.ir.GlobalVar, relax.TensorType]:
+        """The kernel of an attention, and the type of the scratch that it takes last."""
+        target = target_of(result.vdevice)
+        problem = attention_problem(call, result)
+        sizes = dict(problem.sizes)
+        name = f"attention_{shape_text([sizes[dim] for dim in 'bhmnd'])}_{self._names.device(target)}"
+        ops = ["matmul", *_op_names(problem.scores.expression), "softmax", "matmul"]
+        kernel = self._solve(problem, target, name, ops, where)
+        scratch = self.functions[kernel].params[-1]
+        return kernel, relax.TensorType(list(scratch.shape), str(scratch.dtype), result.vdevice)
+
+    def block_product(self, call: relax.Call, result: relax.TensorType, where: str) -> tvm.ir.GlobalVar:
+        """The kernel of a product with weights of 4 bits."""
+        target = target_of(result.vdevice)
+        problem = block_product_problem(call, result)
+        epilogue = _op_names(problem.epilogue.expression if problem.epilogue else None)
+        sizes = [*problem.result.shape, problem.depth]
+        name = "_".join(["block_matmul", shape_text(sizes), self._names.device(target), *epilogue[:_NAMED_OPS]])
+        return self._solve(problem, target, name, ["block_matmul", *epilogue], where)
+
+    def relayout(self, source: Stored, result: Stored, where: str) -> tvm.ir.GlobalVar:
+        """The kernel that lays a tensor out anew; one of both is row-major for packing and unpacking."""
+        from ...tir.pack import pack  # compiler parts load when they are needed
+
+        target = target_of(result.ty.vdevice)
+        machine = machine_of(target)
+        symbols = Symbols()
+        shape = tuple(symbols.dim(extent) for extent in result.ty.shape.values)
+        dtype = str(result.ty.dtype)
+        if source.layout.is_identity:
+            op, make = "pack", lambda: pack.pack_kernel(shape, dtype, result.layout, machine)
+        elif result.layout.is_identity:
+            op, make = "unpack", lambda: pack.unpack_kernel(shape, dtype, source.layout, machine)
+        else:
+            op, make = "relayout", lambda: pack.relayout_kernel(shape, dtype, source.layout, result.layout, machine)
+        names = tuple(f"d{i}" for i in range(len(shape)))
+        buffers = [Operand(shape, dtype, names, stored.layout) for stored in (source, result)]
+        name = f"{op}_{shape_text(shape)}_{self._names.device(target)}"
+        key = (op, shape, dtype, source.layout, result.layout)
+        return self._table.get(key, target, name, [op], lambda: _checked(make(), buffers, target, where))
+
+    def _solve(
+        self,
+        problem: Problem,
+        target: tvm.target.Target,
+        name: str,
+        ops: Sequence[str],
+        where: str,
+    ) -> tvm.ir.GlobalVar:
+        def make() -> tirx.PrimFunc:
+            resolver = resolver_for(target)
+            if resolver is None:
+                raise EncodingError(f"{where}: no resolver for target {target}")
+            try:
+                func = resolver.kernel(problem, target)
+            except EncodingError as error:
+                raise EncodingError(f"{where}, on target {target}: {error}") from error
+            except Exception as error:  # a third party's code raises what it likes, and names nothing
+                raise EncodingError(
+                    f"{where}: resolver {resolver.name!r} wrote no kernel for target {target}: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+            scratch = int(isinstance(problem, AttentionProblem))
+            return _checked(func, problem.parameters, target, f"{where}, resolver {resolver.name!r}", scratch)
+
+        return self._table.get(problem, target, name, ops, make)
+
+
+def _named(expression: Expression, result: Stored) -> Expression:
+    """The expression with its activations by name, which there are none of in double precision."""
+    return expression if str(result.ty.dtype) == "float64" else named(expression)
+
+
+def _op_names(expression: Expression | None) -> list[str]:
+    """The ops of an expression, each once, in order."""
+    if expression is None:
+        return []
+    return list(dict.fromkeys(term.op for term in expression.terms() if term.op not in ("operand", "number")))
+
+
+def _checked(
+    func: Any, buffers: Sequence[Operand], target: tvm.target.Target, where: str, scratch: int = 0
+) -> tirx.PrimFunc:
+    """A kernel that takes the buffers of its problem, and so many of scratch, whose shape is its own.
+
+    Anything else would read memory as what it is not.
+    """
+    what = f"{where}, on target {target}: found"
+    if not isinstance(func, tirx.PrimFunc):
+        raise EncodingError(f"{what} {type(func).__name__}, expected a PrimFunc")
+    count = len(buffers) + scratch
+    if len(func.params) != count or not all(map(is_buffer_var, func.params)):
+        raise EncodingError(f"{what} a kernel of parameters {list(func.params)}, expected {count} buffers")
+    for index, (buffer, operand) in enumerate(zip(func.params, buffers, strict=False)):
+        _check_buffer(buffer, operand, f"{what} parameter {index}")
+    return func
+
+
+def _check_buffer(buffer: tirx.Buffer, operand: Operand, what: str) -> None:
+    if str(buffer.dtype) != operand.dtype:
+        raise EncodingError(f"{what} of type {buffer.dtype}, expected {operand.dtype}")
+    wanted = _stored_extents(operand)
+    extents = [int(extent) if isinstance(extent, tirx.IntImm) else None for extent in buffer.shape]
+    if len(extents) != len(wanted) or any(
+        w is not None and f is not None and w != f for f, w in zip(extents, wanted, strict=True)
+    ):
+        raise EncodingError(f"{what} of shape {list(buffer.shape)}, expected {wanted} (None: symbolic)")
+
+
+def _stored_extents(operand: Operand) -> list[int | None]:
+    """The extents of an operand's buffer, None where they are symbolic."""
+    shape = [tirx.Var(extent, "int64") if isinstance(extent, str) else extent for extent in operand.shape]
+    return [extent if isinstance(extent, int) else None for extent in operand.layout.packed_shape(shape)]

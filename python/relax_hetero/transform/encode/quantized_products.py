@@ -1,0 +1,216 @@
+"""Products of 8-bit integers that models write as products of wider numbers.
+
+ONNX's MatMulInteger and QLinearMatMul arrive as ``matmul(astype(a, i32) - za, astype(b, i32) - zb)``, quantize-
+dequantize models as ``matmul((astype(a, i32) - za) * sa, (astype(b, i32) - zb) * sb)`` in float32. Both are the product
+of the 8-bit tensors with corrections::
+
+    sum((a - za)(b - zb)) = sum(a b) - za * sum(b - zb) - zb * sum(a)        over k
+
+exactly so modulo 2**32, and scales that do not depend on k are applied once, to the sums. The right operand is made
+signed (u8 less 128 is s8, and so is its zero point), since u8*s8 and s8*s8 are what machines multiply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from tvm import relax
+
+from ...encoding.encoding import LHS, RESULT, RHS, Encoding
+from ...op import encoded as op
+from ..ir.blocks import Block, broadcast, shape_of, tensor_type
+from ..ir.constant_values import constant_near
+from ..ir.relax_expressions import scalar_of
+from ..quantize.quantized_operands import LONGEST_SUM, Parameter, Quantized, read_quantized, signed_constant
+from .encoded_products import ProductWriter, as_matrix, product_encoding, with_one_k
+
+_ACCUMULATOR = "int32"
+
+
+def emit_quantized_product(
+    writer: ProductWriter, binding: relax.VarBinding, block: Block, constants: dict[Any, relax.Expr]
+) -> bool:
+    """Write an integer product in place of ``R.matmul``, where its operands are 8-bit integers.
+
+    Parameters
+    ----------
+    writer : ProductWriter
+    binding : relax.VarBinding
+        Of an R.matmul.
+    block : Block
+        The block it stands in.
+    constants : dict
+        Signed constants made so far, so that what is shared stays shared.
+
+    Returns
+    -------
+    bool
+        False, and nothing written, if the product is none of 8-bit integers.
+    """
+    var = binding.var
+    lhs, rhs = (read_quantized(binding.value.args[index], index, block) for index in (LHS, RHS))
+    if lhs is None or rhs is None or lhs.is_float != rhs.is_float or shape_of(var) is None:
+        return False
+    if str(var.ty.dtype) != ("float32" if lhs.is_float else _ACCUMULATOR):
+        return False
+    a_shape, b_shape = (as_matrix(shape_of(binding.value.args[index]) or [], index) for index in (LHS, RHS))
+    shapes = with_one_k(a_shape, b_shape)
+    encoding = product_encoding(*shapes, (str(lhs.data.ty.dtype), "int8", _ACCUMULATOR))
+    if encoding is None or (lhs.is_float and not _fits_int32(lhs, rhs, encoding)):
+        return False  # in int32 sums wrap by definition, but not in float32
+    plain = _emit_integers(writer, lhs, _signed(writer, rhs, constants, var.name), encoding, shapes, var.name)
+    writer.end_as(_scaled(writer, plain, lhs, rhs, var.name) if lhs.is_float else plain, var)
+    return True
+
+
+def _fits_int32(lhs: Quantized, rhs: Quantized, encoding: Encoding) -> bool:
+    is_short = 0 <= encoding.sizes["k"] <= LONGEST_SUM
+    return is_short and all(side.zero is None or side.zero.is_narrow for side in (lhs, rhs))
+
+
+def _emit_integers(
+    writer: ProductWriter, lhs: Quantized, rhs: Quantized, encoding: Encoding, shapes: Sequence[list[Any]], name: str
+) -> relax.Var:
+    """``(a - za) * (b - zb)`` in int32, plain, of operands that have `shapes` as matrices."""
+    a, b = (
+        writer.matched(
+            writer.matrix(_permuted(writer, side, f"{name}_{text}"), index, f"{name}_{text}"),
+            shapes[index],
+            f"{name}_{text}_matched",
+        )
+        for index, text, side in ((LHS, "lhs", lhs), (RHS, "rhs", rhs))
+    )
+    result = encoding.of(RESULT)
+    init = columns = rows = None
+    if lhs.zero is not None:
+        columns = _column_sums(writer, rhs, b, f"{name}_columns")
+    if rhs.zero is not None:
+        rows = _sum(writer, writer.cast(a, _ACCUMULATOR, f"{name}_lhs_wide"), -1, f"{name}_rows")
+    if lhs.zero is not None and lhs.zero.is_scalar:
+        init, columns = _times_negated(writer, columns, lhs.zero, f"{name}_init"), None
+    out = writer.product(a, b, encoding, name, init)
+    if columns is not None and lhs.zero is not None:
+        zero = emitted_parameter(writer, lhs.zero, f"{name}_lhs_zero")
+        zero = writer.reshape(zero, [*(shape_of(zero) or []), 1], f"{name}_lhs_zero_column")
+        out = _less_product(writer, out, zero, columns, result, f"{name}_less_columns")
+    if rows is not None and rhs.zero is not None:
+        zero = emitted_parameter(writer, rhs.zero, f"{name}_rhs_zero")
+        out = _less_product(writer, out, rows, zero, result, f"{name}_less_rows")
+    return writer.plain(out, result, f"{name}_plain")
+
+
+def _signed(writer: ProductWriter, rhs: Quantized, constants: dict[Any, relax.Expr], name: str) -> Quantized:
+    """The right operand as int8; a constant takes its zero point in where the difference fits."""
+    if rhs.data_value is not None:
+        signed = signed_constant(rhs, constants)
+        if signed is not None:
+            return signed
+    if str(rhs.data.ty.dtype) == "int8":
+        return rhs
+    wide = writer.cast(rhs.data, "int16", f"{name}_rhs_int16")
+    moved = binary(writer, relax.op.subtract, wide, constant_near(np.array(128, "int16"), wide), f"{name}_rhs_moved")
+    data = writer.cast(moved, "int8", f"{name}_rhs_int8")
+    zero = rhs.zero or Parameter(constant_near(np.array(0, "int32"), data), (), np.array(0, "int32"))
+    return replace(rhs, data=data, zero=_moved(writer, zero, f"{name}_rhs_zero"))
+
+
+def _moved(writer: ProductWriter, zero: Parameter, name: str) -> Parameter:
+    if zero.value is not None:
+        value = zero.value - np.int32(128)
+        return Parameter(constant_near(value, zero.expr), zero.shape, value)
+    expr = emitted_parameter(writer, zero, name)
+    moved = binary(writer, relax.op.subtract, expr, constant_near(np.array(128, "int32"), expr), f"{name}_moved")
+    return Parameter(moved, zero.shape)
+
+
+def _column_sums(writer: ProductWriter, rhs: Quantized, b: relax.Expr, name: str) -> relax.Expr:
+    """``sum(b - zb)`` over k: (n,), or (..., 1, n)."""
+    zero = rhs.zero
+    if rhs.data_value is None or (zero is not None and zero.value is None):
+        wide = writer.cast(b, _ACCUMULATOR, f"{name}_wide")
+        if zero is not None:
+            wide = binary(
+                writer, relax.op.subtract, wide, emitted_parameter(writer, zero, f"{name}_zero"), f"{name}_shifted"
+            )
+        return _sum(writer, wide, -2, name)
+    array = as_array(rhs.data_value.transpose(rhs.perm))
+    sums = array.sum(axis=-2, keepdims=True, dtype=_ACCUMULATOR)
+    if zero is not None and zero.value is not None:
+        sums = sums - np.int32(array.shape[-2]) * zero.value
+    return constant_near(sums.reshape(-1) if array.ndim == 2 else sums, b)
+
+
+def as_array(array: np.ndarray) -> np.ndarray:
+    """A right operand with two dimensions at least."""
+    return array if array.ndim > 1 else array[:, np.newaxis]
+
+
+def _times_negated(writer: ProductWriter, columns: relax.Expr, zero: Parameter, name: str) -> relax.Expr:
+    if zero.value is not None and not isinstance(columns, relax.Var):
+        return constant_near(columns.value.numpy() * -zero.value, columns)
+    expr = emitted_parameter(writer, zero, f"{name}_zero")
+    negated = writer.emit(relax.op.negative(expr), expr.ty, f"{name}_negated")
+    return binary(writer, relax.op.multiply, columns, negated, name)
+
+
+def _less_product(
+    writer: ProductWriter, out: relax.Var, first: relax.Expr, second: relax.Expr, encoding: Encoding, name: str
+) -> relax.Var:
+    number = scalar_of(second)
+    operands = (out, first, second) if number is None else (out, first)
+    expression = f"subtract(x0, multiply(x1, {'x2' if number is None else number}))"
+    return writer.emit(op.elementwise(*operands, expression=expression, encoding=encoding), out.ty, name)
+
+
+def _scaled(writer: ProductWriter, plain: relax.Var, lhs: Quantized, rhs: Quantized, name: str) -> relax.Expr:
+    value = writer.cast(plain, "float32", f"{name}_float")
+    if lhs.scale is not None and rhs.scale is not None and lhs.scale.is_scalar:
+        if lhs.scale.value is not None and rhs.scale.value is not None:
+            scale = constant_near(lhs.scale.value * rhs.scale.value, plain)
+        else:
+            first, second = (
+                emitted_parameter(writer, p, f"{name}_scale_{i}") for i, p in enumerate((lhs.scale, rhs.scale))
+            )
+            scale = binary(writer, relax.op.multiply, first, second, f"{name}_scale")
+        return binary(writer, relax.op.multiply, value, scale, name)
+    for index, scale_of in ((LHS, lhs.scale), (RHS, rhs.scale)):
+        if scale_of is not None:
+            scale = emitted_parameter(writer, scale_of, f"{name}_scale_{index}")
+            if index == LHS and not scale_of.is_scalar:
+                scale = writer.reshape(scale, [*(shape_of(scale) or []), 1], f"{name}_scale_column")
+            value = binary(writer, relax.op.multiply, value, scale, name)
+    return value
+
+
+def _permuted(writer: ProductWriter, side: Quantized, name: str) -> relax.Expr:
+    if side.perm == tuple(range(len(side.perm))):
+        return side.data
+    shape = shape_of(side.data) or []
+    ty = tensor_type([shape[d] for d in side.perm], str(side.data.ty.dtype), side.data.ty)
+    return writer.emit(relax.op.permute_dims(side.data, list(side.perm)), ty, f"{name}_permuted")
+
+
+def emitted_parameter(writer: ProductWriter, parameter: Parameter, name: str) -> relax.Expr:
+    """A zero point or scale in its own shape: () or (size,)."""
+    if parameter.value is not None:
+        return constant_near(parameter.value, parameter.expr)
+    if len(shape_of(parameter.expr) or []) == len(parameter.shape):
+        return parameter.expr
+    return writer.reshape(parameter.expr, parameter.shape, name)
+
+
+def _sum(writer: ProductWriter, x: relax.Expr, axis: int, name: str) -> relax.Var:
+    shape = shape_of(x) or []
+    shape[axis] = 1
+    return writer.emit(relax.op.sum(x, axis, keepdims=True), tensor_type(shape, str(x.ty.dtype), x.ty), name)
+
+
+def binary(
+    writer: ProductWriter, make: Callable[..., relax.Call], a: relax.Expr, b: relax.Expr, name: str
+) -> relax.Var:
+    """An op of two tensors that broadcast, of the element type of the first."""
+    shape = broadcast(shape_of(a) or [], shape_of(b) or []) or []
+    return writer.emit(make(a, b), tensor_type(shape, str(a.ty.dtype), a.ty), name)

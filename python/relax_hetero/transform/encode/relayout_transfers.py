@@ -1,0 +1,83 @@
+"""Encoded tensors that cross devices: never reinterpreted, laid out again on the cheaper side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import tvm
+from tvm import relax
+
+from ...encoding.encoding import Encoding
+from ...encoding.packed_layout import PackedLayout
+from ...op import encoded as ops
+from ...target.cpu_target import machine_of
+from ...target.vdevice import physical
+from ..ir.emitting import Emitter
+from ..ir.rewriting import with_vdevice
+from .stored_tensors import shape_of
+
+# Bytes a second: of one core that lays data out with vectors and without, and of a copy between two memories. Only
+# their ratios matter. (Sources: packing kernels measured at 10 to 40 GB/s a core from memory, scalar loops at about 1;
+# host memory copied at 20 GB/s, PCIe 4 x16 at 25.)
+VECTOR_RATE = 20e9
+SCALAR_RATE = 1e9
+WIRE_RATE = 20e9
+_SYMBOLIC_EXTENT = 128
+"""What a symbolic extent counts as, where the bytes of two layouts are compared."""
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A tensor on its way.
+
+    Attributes
+    ----------
+    encoding : Encoding
+    ty : relax.TensorType
+        Its logical type at the source.
+    source, destination : relax.VDevice
+    from_layout, to_layout : PackedLayout
+        On either side.
+    """
+
+    encoding: Encoding
+    ty: relax.TensorType
+    source: relax.VDevice
+    destination: relax.VDevice
+    from_layout: PackedLayout
+    to_layout: PackedLayout
+
+    @property
+    def before(self) -> bool:
+        """Whether the source lays it out again: that and its transfer cost no more than the other way round."""
+        old, new = self._bytes(self.from_layout), self._bytes(self.to_layout)
+        at_source = (old + new) / _rate(self.source) + self._wire(new)
+        at_destination = self._wire(old) + (old + new) / _rate(self.destination)
+        return at_source <= at_destination
+
+    def _wire(self, size: int) -> float:
+        return 0.0 if physical(self.source) == physical(self.destination) else size / WIRE_RATE
+
+    def _bytes(self, layout: PackedLayout) -> int:
+        extents = [int(e) if isinstance(e, tvm.tirx.IntImm) else _SYMBOLIC_EXTENT for e in shape_of(self.ty)]
+        return int(layout.storage_bytes(extents, str(self.ty.dtype)))
+
+
+def _rate(vdevice: relax.VDevice) -> float:
+    machine = machine_of(vdevice.target)
+    return machine.cores * (VECTOR_RATE if machine.isa.vector_bytes else SCALAR_RATE)
+
+
+def moved(value: relax.Expr, crossing: Crossing, out: Emitter) -> list[relax.Binding]:
+    """Bindings that make `out.var`, on the destination and in its layout, of an encoded `value` at the source."""
+    there = with_vdevice(crossing.ty, crossing.destination)
+    again = (crossing.encoding, crossing.to_layout, crossing.from_layout)
+    transfer: Any = relax.op.to_vdevice
+    if crossing.from_layout == crossing.to_layout:
+        return out.finish(out.bind(transfer(value, crossing.destination), there, "there"))
+    if crossing.before:
+        value = out.bind(ops.relayout(value, *again), crossing.ty, "laid_out")
+        return out.finish(out.bind(transfer(value, crossing.destination), there, "there"))
+    value = out.bind(transfer(value, crossing.destination), there, "there")
+    return out.finish(out.bind(ops.relayout(value, *again), there, "laid_out"))

@@ -1,0 +1,215 @@
+"""SpecializeEncodings: every encoded value gets the layout of the device it is on.
+
+Before::
+
+    a = R.hetero.set_encoding(x, "matmul[0]<...>")                            # on llvm:0
+    b = R.hetero.set_encoding(w, "matmul[1]<...>")
+    c = R.hetero.matmul(a, b, encoding="matmul[2]<...>")
+    d = R.to_vdevice(c, "c:0")                                                # used by encoded ops there
+
+After::
+
+    a = R.hetero.set_encoding(x, "matmul[0]<...>", layout="identity<2>")
+    b = R.hetero.set_encoding(w, "matmul[1]<...>", layout="pack<outer=[1, 0] inner=[1:32]>")
+    c = R.hetero.matmul(a, b, encoding="matmul[2]<...>", layout="identity<2>", kernel="matmul_DxDxD_llvm_0")
+    c_laid_out = R.hetero.relayout(c, ..., layout="pack<...>", from_layout="identity<2>")
+    d = R.to_vdevice(c_laid_out, "c:0")
+
+The resolver of a value's own device decides, so that an op is made for the device that executes it and reads what the
+device that holds a resource keeps there. Where a device has no resolver, or it has no layout for one operand of a
+product, that product is a stock op again, with all that was computed on its encoded values. A tensor that crosses to
+a device of another layout is laid out again on the cheaper side, never reinterpreted. (Source: the data-tiling design
+document's SpecializeEncodings, which updates host and device together and drops what has no solver.)
+
+Assumes a placed module (RealizeVDevice). Layouts that are there already stay.
+"""
+
+from __future__ import annotations
+
+import tvm
+from tvm import relax
+
+from ...encoding.encoding import Encoding
+from ...encoding.expression import Expression
+from ...encoding.packed_layout import PackedLayout
+from ...op import encoded as ops
+from ...op.encoded import CONV, ELEMENTWISE, PRODUCTS, SET, UNSET, encoded_op
+from ...target.vdevice import device_name, vdevices_of
+from ..ir.blocks import Block, rewrite_blocks, without_unused
+from ..ir.emitting import Emitter, dataflow_variables
+from ..ir.error_context import blaming
+from ..ir.merge_variables import Merges
+from ..ir.op_names import CAST, PERMUTE, RESHAPE, TRANSFER
+from ..ir.rewriting import map_bindings, op_name, relax_functions, typed, with_functions
+from .cancel_encodings import stock_elementwise, stock_product
+from .encoded_values import layout_of
+from .encoding_description import describe_encodings, name_in_model, product_name
+from .encoding_layouts import Layouts, target_of
+from .encoding_report import CancelledEntry, is_collecting, publish
+from .kernel_names import VariantNames
+from .relayout_transfers import Crossing, moved
+from .stored_tensors import Stored, product_problem
+from .verify_encodings import verify_encodings
+
+_FOLDED = (CAST, PERMUTE, RESHAPE, TRANSFER)
+"""Ops that make a constant of a constant, since HoistEncodings computes them."""
+
+
+def SpecializeEncodings() -> tvm.transform.Pass:
+    """Resolve encodings by device, cancel those without a layout, lay out anew what crosses between layouts.
+
+    Returns
+    -------
+    tvm.transform.Pass
+        Raises EncodingError where a resolver answers with what is no layout of the operand.
+    """
+
+    @tvm.transform.module_pass(opt_level=0, name="SpecializeEncodings")
+    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        return specialize_encodings(mod)
+
+    return run
+
+
+def specialize_encodings(mod: tvm.IRModule) -> tvm.IRModule:
+    """See the module's docstring."""
+    verify_encodings(mod)
+    functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = {}
+    layouts, names = Layouts(), VariantNames(mod, vdevices_of(mod))
+    cancelled: list[CancelledEntry] = []
+    for gv, func in relax_functions(mod):
+        functions[gv] = _Function(gv.name_hint, layouts, names, cancelled, mod).specialize(func)
+    mod = rewrite_blocks(with_functions(mod, functions), _without_idle_packing)
+    verify_encodings(mod)
+    if is_collecting():
+        publish(describe_encodings(mod, cancelled))
+    return mod
+
+
+def _without_idle_packing(block: Block) -> list[relax.Binding] | None:
+    """A tensor is laid out for nobody where transfers take the plain one."""
+    kept = without_unused(block.bindings, block, lambda value: encoded_op(value) == SET)
+    return kept if len(kept) < len(block.bindings) else None
+
+
+class _Function:
+    """One function: its encoded values so far, with their layouts (None: plain, since cancelled)."""
+
+    def __init__(
+        self, name: str, layouts: Layouts, names: VariantNames, cancelled: list[CancelledEntry], mod: tvm.IRModule
+    ) -> None:
+        self.name = name
+        self.layouts = layouts
+        self.names = names
+        self.cancelled = cancelled
+        self.vdevices = vdevices_of(mod)
+        self.values: dict[relax.Var, tuple[Encoding, PackedLayout | None]] = {}
+        self.merges = Merges()
+        self.local: set[relax.Var] = set()
+        self.settled: set[relax.Var] = set()  # whose layout stood in the text, and so those of its transfers
+        self.plain: dict[relax.Var, relax.Expr] = {}  # what was encoded
+        self.constants: set[relax.Var] = set()  # not packed in a call
+
+    def specialize(self, func: relax.Function) -> relax.Function:
+        self.local = dataflow_variables(func)
+        return self.merges.apply(map_bindings(func, blaming(self._change, self.name)))
+
+    def _change(self, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
+        name = encoded_op(binding.value)
+        if name is not None:
+            return self._encoded(name, binding)
+        if op_name(binding.value) == TRANSFER and binding.value.args[0] in self.values:
+            return self._transfer(binding)
+        if isinstance(binding.value, relax.Var) and binding.value in self.values:
+            self.values[binding.var] = self.values[binding.value]
+        source = binding.value.args[0] if op_name(binding.value) in _FOLDED else binding.value
+        if self._is_constant(source):
+            self.constants.add(binding.var)
+        return binding
+
+    def _encoded(self, name: str, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
+        var, call = binding.var, binding.value
+        encoding = Encoding.parse(call.attrs.encoding)
+        layout = layout_of(call) or self._layout(encoding, var, name == SET and not self._is_constant(call.args[0]))
+        operands = [self.merges.resolve(arg) for arg in call.args]
+        if name != UNSET:
+            self.values[var] = (encoding, layout)
+        if name == SET:
+            self.plain[var] = operands[0]
+        if call.attrs.layout:
+            self.settled.add(var)
+        if layout is None:
+            return self._cancel(name, encoding, binding, operands)
+        if call.attrs.layout:
+            return binding
+        if name in PRODUCTS:
+            kernel = self._kernel(encoding, layout, binding)
+            make = ops.conv if name == CONV else ops.matmul
+            new = make(*operands, encoding=encoding, layout=layout, kernel=kernel)
+        elif name == ELEMENTWISE:
+            new = ops.elementwise(*operands, expression=call.attrs.expression, encoding=encoding, layout=layout)
+        else:
+            new = (ops.set_encoding if name == SET else ops.unset_encoding)(operands[0], encoding, layout)
+        return relax.VarBinding(var, typed(new, call.ty), binding.span)
+
+    def _layout(self, encoding: Encoding, var: relax.Var, activation: bool = False) -> PackedLayout | None:
+        ask = self.layouts.layout_of_activation if activation else self.layouts.layout
+        return ask(encoding, target_of(var.ty.vdevice), f"variable {var.name!r} in function {self.name!r}")
+
+    def _is_constant(self, expr: relax.Expr) -> bool:
+        return isinstance(expr, tvm.ir.GenericConst) or (isinstance(expr, relax.Var) and expr in self.constants)
+
+    def _kernel(self, encoding: Encoding, layout: PackedLayout, binding: relax.Binding) -> str:
+        operands = [self._stored(arg) for arg in binding.value.args]
+        problem = product_problem(encoding, operands, Stored(binding.var.ty, layout))
+        return self.names.name(problem, target_of(binding.var.ty.vdevice))
+
+    def _stored(self, expr: relax.Expr) -> Stored:
+        known = self.values.get(expr) if isinstance(expr, relax.Var) else None
+        return Stored.plain(expr.ty) if known is None or known[1] is None else Stored(expr.ty, known[1])
+
+    def _cancel(
+        self, name: str, encoding: Encoding, binding: relax.Binding, operands: list[relax.Expr]
+    ) -> relax.Binding | list[relax.Binding]:
+        var, call = binding.var, binding.value
+        if name == SET:
+            return self.merges.drop(var, operands[0])
+        if name == UNSET:
+            return self.merges.alias(var, operands[0])
+        out = Emitter(var, var in self.local)
+        if name == ELEMENTWISE:
+            return stock_elementwise(Expression.parse(call.attrs.expression), operands, out)
+        vdevice = var.ty.vdevice
+        device = device_name(vdevice, self.vdevices) if vdevice is not None else ""
+        reason = self.layouts.why_not(encoding, target_of(vdevice))
+        self.cancelled.append(CancelledEntry(self.name, name_in_model(var), product_name(call), device, reason))
+        return stock_product(encoding, operands, out)
+
+    def _transfer(self, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
+        """A tensor that is encoded on one side, or on both."""
+        var, call = binding.var, binding.value
+        source = call.args[0]
+        encoding, old = self.values[source]
+        if source in self.settled:
+            self.values[var] = (encoding, old)
+            self.settled.add(var)
+            return binding
+        new = self._layout(encoding, var)
+        self.values[var] = (encoding, new)
+        out = Emitter(var, var in self.local)
+        value = self.merges.resolve(source)
+        if old is None and new is None:
+            return binding
+        if old is not None and new is not None:
+            if old == new:
+                return binding
+            crossing = Crossing(encoding, source.ty, source.ty.vdevice, var.ty.vdevice, old, new)
+            return moved(value, crossing, out)
+        if source in self.plain:
+            value = self.plain[source]
+        elif old is not None:
+            value = out.bind(ops.unset_encoding(value, encoding, old), source.ty, "plain")
+        value = out.bind(relax.op.to_vdevice(value, var.ty.vdevice), var.ty, "there")
+        if new is not None:
+            value = out.bind(ops.set_encoding(value, encoding, new), var.ty, "encoded")
+        return out.finish(value)

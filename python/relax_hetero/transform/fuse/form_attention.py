@@ -1,0 +1,117 @@
+"""FormAttention: scores, mask, softmax and values become one op where the device has a kernel for it.
+
+Before::
+
+    q = R.permute_dims(R.reshape(xq, R.shape([1, 128, 12, 64])), axes=[0, 2, 1, 3])
+    k = R.permute_dims(R.reshape(xk, R.shape([1, 128, 12, 64])), axes=[0, 2, 3, 1])
+    v = R.permute_dims(R.reshape(xv, R.shape([1, 128, 12, 64])), axes=[0, 2, 1, 3])
+    p = R.nn.softmax(R.add(R.multiply(R.matmul(q, k), R.const(0.125)), mask), axis=-1)
+    y = R.reshape(R.permute_dims(R.matmul(p, v), axes=[0, 2, 1, 3]), R.shape([1, 128, 768]))
+
+After::
+
+    y = R.hetero.attention(xq, xk, xv, mask, heads="(b, m, h*d) * (b, n, g*d) * (b, n, g*e) -> (b, m, h*e); b=1, ...",
+                           scores="add(multiply(x0, 0.125), x1)")
+
+Products of one tensor with constant weights whose results only attention reads become one product, of which attention
+reads slices (`merge_products`). Assumes a placed module (RealizeVDevice).
+"""
+
+from __future__ import annotations
+
+import tvm
+from tvm import relax
+
+from ...encoding.problem import AttentionProblem
+from ...encoding.resolver import solves
+from ...op.attention import attention
+from ..encode.encoding_layouts import target_of
+from ..ir.blocks import Block, rewrite_function, without_unused
+from ..ir.fusion_report import decline
+from ..ir.rewriting import op_name, relax_functions, with_functions
+from .attention_ops import OPS as ATTENTION_OPS
+from .attention_ops import find_attention_op
+from .attention_patterns import Attention, NoAttention, find_attention
+from .merge_products import merge_products
+
+
+def FormAttention() -> tvm.transform.Pass:
+    """Scores, mask, softmax and values become one op where the device has a kernel for it.
+
+    Returns
+    -------
+    tvm.transform.Pass
+    """
+
+    @tvm.transform.module_pass(opt_level=0, name="FormAttention")
+    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        return form_attention(mod)
+
+    return run
+
+
+def form_attention(mod: tvm.IRModule) -> tvm.IRModule:
+    """See the module's docstring; the very module where there is nothing to do."""
+    return with_functions(mod, {gv: _formed_function(func, gv.name_hint) for gv, func in relax_functions(mod)})
+
+
+def _formed_function(func: relax.Function, name: str) -> relax.Function:
+    while True:
+        formed = rewrite_function(func, lambda block: _form(block, name))
+        if formed is func:
+            return rewrite_function(func, merge_products)
+        func = formed
+
+
+def _form(block: Block, function: str) -> list[relax.Binding] | None:
+    found: dict[int, Attention] = {}
+    gone: set[int] = set()
+    for index, binding in enumerate(block.bindings):
+        name = op_name(binding.value)
+        if name not in ("relax.nn.softmax", *ATTENTION_OPS) or not _has_kernel(binding.var):
+            continue
+        try:
+            one = (find_attention_op if name in ATTENTION_OPS else find_attention)(block, index)
+        except NoAttention as reason:
+            decline(function, binding.var.name, "attention", str(reason))
+            continue
+        # What reads the inside of another one, through views, is formed next time, when that is a value.
+        if one is not None and not any(block.positions.get(x, -1) in gone - found.keys() for x in _variables(one)):
+            found[one.end] = one
+            gone.update(one.inside)
+    if not found:
+        return None
+    bindings = [
+        _formed(binding, found[index]) if index in found else binding
+        for index, binding in enumerate(block.bindings)
+        if index in found or index not in gone
+    ]
+    return without_unused(bindings, block, _is_view)
+
+
+def _variables(found: Attention) -> list[relax.Var]:
+    return [operand for operand in found.operands if isinstance(operand, relax.Var)]
+
+
+def _has_kernel(var: relax.Var) -> bool:
+    return solves(target_of(var.ty.vdevice), AttentionProblem)
+
+
+def _formed(binding: relax.Binding, found: Attention) -> relax.Binding:
+    call = attention(
+        *found.operands, heads=found.heads, scores=found.scores, causal=found.causal, nan_to_zero=found.nan_to_zero
+    )
+    call = relax.Call(call.op, call.args, call.attrs, ret_ty=binding.var.ty)
+    return relax.VarBinding(binding.var, call, binding.span)
+
+
+def _is_view(value: relax.Expr) -> bool:
+    """Whether a value that nobody uses any more is one that attention looks through."""
+    name = op_name(value)
+    return isinstance(value, relax.TupleGetItem) or name in _VIEWS
+
+
+_VIEWS = frozenset(
+    """relax.permute_dims relax.reshape relax.expand_dims relax.squeeze relax.strided_slice relax.take relax.split
+    relax.multiply relax.divide relax.broadcast_to relax.repeat relax.astype""".split()
+)

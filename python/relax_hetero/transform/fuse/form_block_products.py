@@ -1,0 +1,278 @@
+"""FormBlockProducts: products with weights of 4 bits become one op where the device has a kernel for it.
+
+Before::
+
+    w = R.hetero.dequantize_blocks(data, scales, depth=4096, block=32)     # constants
+    y = R.add(R.matmul(x, R.permute_dims(w, axes=[1, 0])), bias)
+
+After::
+
+    y = R.hetero.block_matmul(x, packed, packed_scales, bias, columns=4096, block=32, expression="add(x0, x1)")
+
+The constants are packed as the device's kernel reads them. Elementwise work of which each is the only user of the one
+before becomes part of the op. Where there is no kernel, or the weights are no constants or used by something else,
+what they mean is computed by plain ops: of constants by FormDispatches, of parameters in every call. Assumes a placed
+module (RealizeVDevice).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax
+
+from ...encoding.block_weights import pack_blocks, pack_weights, panel_columns
+from ...encoding.expression import Expression, Term
+from ...encoding.problem import BlockProductProblem
+from ...encoding.resolver import solves
+from ...op.block_products import DEQUANTIZE_BLOCKS, block_matmul
+from ...target.cpu_target import machine_of
+from ..encode.encoding_layouts import target_of
+from ..encode.epilogues import may_write
+from ..ir.axes import permutation
+from ..ir.blocks import (
+    Block,
+    Emitter,
+    broadcast,
+    is_one,
+    rewrite_blocks,
+    same_shape,
+    shape_of,
+    tensor_type,
+    with_regions,
+    without_unused,
+)
+from ..ir.op_names import CAST, PERMUTE
+from ..ir.relax_expressions import to_expression
+from ..ir.rewriting import is_tensor_constant, op_name
+
+_MOST_OPS = 32
+"""That a product takes along."""
+
+
+@dataclass
+class _Product:
+    """A product with weights of 4 bits, and the elementwise work behind it.
+
+    Attributes
+    ----------
+    lhs : relax.Expr
+    weight : relax.Call
+        Of dequantize_blocks.
+    inside : list of int
+        Indices of the bindings before the last one.
+    end : int
+    expression : Expression
+    operands : list of relax.Expr
+        ``x1``, ``x2``, ...
+    """
+
+    lhs: relax.Expr
+    weight: relax.Call
+    inside: list[int]
+    end: int
+    expression: Expression
+    operands: list[relax.Expr] = field(default_factory=list)
+
+
+def FormBlockProducts() -> tvm.transform.Pass:
+    """Products with weights of 4 bits become one op where the device has a kernel for it.
+
+    Returns
+    -------
+    tvm.transform.Pass
+    """
+
+    @tvm.transform.module_pass(opt_level=0, name="FormBlockProducts")
+    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        return form_block_products(mod)
+
+    return run
+
+
+def form_block_products(mod: tvm.IRModule) -> tvm.IRModule:
+    """See the module's docstring; the very module where there is nothing to do."""
+    packer = _Packer()
+    return rewrite_blocks(mod, lambda block: _form(block, packer))
+
+
+def _form(block: Block, packer: _Packer) -> list[relax.Binding] | None:
+    if not any(op_name(binding.value) == DEQUANTIZE_BLOCKS for binding in block.bindings):
+        return None
+    products: dict[int, _Product] = {}
+    taken: set[int] = set()
+    for index in reversed(range(len(block.bindings))):
+        product = _product_at(block, index)
+        if product is not None and index not in taken:
+            _take_elementwise(block, product, taken)
+            products[product.end] = product
+            taken.update([*product.inside, product.end])
+    formed = with_regions(block, products, lambda emitter, product, var: _write(emitter, product, var, packer))
+    kept = without_unused(formed or block.bindings, block, _is_weight)
+    emitter = Emitter(block.is_dataflow)
+    for binding in kept:
+        if op_name(binding.value) == DEQUANTIZE_BLOCKS:
+            _write_plain(emitter, binding.value, binding.var)
+        else:
+            emitter.bindings.append(binding)
+    return emitter.bindings
+
+
+def _is_weight(value: relax.Expr) -> bool:
+    return op_name(value) in (DEQUANTIZE_BLOCKS, PERMUTE, CAST)
+
+
+def _product_at(block: Block, index: int) -> _Product | None:
+    """The product of a binding, None where it is none with weights of 4 bits, or the device has no kernel for it."""
+    binding = block.bindings[index]
+    if op_name(binding.value) != "relax.matmul" or shape_of(binding.var) is None:
+        return None
+    lhs, rhs = binding.value.args
+    weight = block.definition(rhs)
+    order = [0, 1]
+    while op_name(weight) in (PERMUTE, CAST):
+        if op_name(weight) == PERMUTE:
+            order = [order[axis] for axis in permutation(weight)]
+        elif "float" not in str(weight.ty.dtype):
+            return None
+        weight = block.definition(weight.args[0])
+    if op_name(weight) != DEQUANTIZE_BLOCKS or order != [1, 0] or len(shape_of(lhs) or []) < 2:
+        return None
+    is_known = all(is_tensor_constant(block.definition(arg)) for arg in weight.args)
+    dtypes = (str(lhs.ty.dtype), str(binding.var.ty.dtype))
+    target = target_of(binding.var.ty.vdevice)
+    if not is_known or "float64" in dtypes or not solves(target, BlockProductProblem):
+        return None
+    weight = relax.Call(weight.op, [block.definition(arg) for arg in weight.args], weight.attrs, ret_ty=weight.ty)
+    sums = Expression.operand(0)
+    if dtypes[1] != "float32":
+        sums = Expression(Term("cast", (sums.term,), (dtypes[1],)))
+    return _Product(lhs, weight, [], index, sums)
+
+
+def _take_elementwise(block: Block, product: _Product, taken: set[int]) -> None:
+    """Take along elementwise work, as long as each op is the only user of the one before."""
+    for _ in range(_MOST_OPS):
+        last = block.bindings[product.end].var
+        index = block.sole_user(last)
+        if index is None or index in taken or any(may_write(b.value) for b in block.bindings[product.end + 1 : index]):
+            return
+        binding = block.bindings[index]
+        found = to_expression(binding.value) if isinstance(binding, relax.VarBinding) else None
+        if found is None or not same_shape(shape_of(binding.var) or [], shape_of(last) or []):
+            return
+        expression, tensors = found
+        operands = list(product.operands)
+        terms = []
+        for tensor in tensors:
+            if tensor.same_as(last):
+                terms.append(product.expression)
+                continue
+            if not _is_readable(tensor, last):
+                return
+            known = next((i for i, other in enumerate(operands) if other.same_as(tensor)), len(operands))
+            operands[known:] = operands[known:] or [tensor]
+            terms.append(Expression.operand(1 + known))
+        product.expression, product.operands = expression.substitute(terms), operands
+        product.inside.append(product.end)
+        product.end = index
+
+
+def _is_readable(tensor: relax.Expr, result: relax.Var) -> bool:
+    """Whether an operand has the result's shape, or one number for a column or for all."""
+    shape, whole = shape_of(tensor), shape_of(result) or []
+    if shape is None:
+        return False
+    return same_shape(shape, whole) or (
+        all(map(is_one, shape[:-1])) and same_shape(broadcast(shape[-1:], whole[-1:]) or [], whole[-1:])
+    )
+
+
+def _write(emitter: Emitter, product: _Product, var: relax.Var, packer: _Packer) -> None:
+    lhs = product.lhs
+    if str(lhs.ty.dtype) != "float32":
+        ty = tensor_type(shape_of(lhs) or [], "float32", lhs.ty)
+        lhs = emitter.emit(relax.op.astype(lhs, "float32"), ty, f"{var.name}_lhs")
+    operands = []
+    for number, operand in enumerate(product.operands, 1):
+        shape = shape_of(operand) or []
+        if len(shape) > 1 and not same_shape(shape, shape_of(var) or []):
+            ty = tensor_type(shape[-1:], str(operand.ty.dtype), operand.ty)
+            operand = emitter.emit(relax.op.reshape(operand, shape[-1:]), ty, f"{var.name}_x{number}")
+        operands.append(operand)
+    weights = packer.pack(product.weight, var.ty.vdevice)
+    call = block_matmul(
+        lhs,
+        *weights,
+        *operands,
+        columns=int(product.weight.ty.shape.values[0]),
+        block=int(product.weight.attrs.block),
+        zeros=len(weights) > 2,
+        expression=product.expression,
+    )
+    emitter.bind(var, relax.Call(call.op, list(call.args), call.attrs, ret_ty=var.ty))
+
+
+class _Packer:
+    """The weights packed so far, of which there is one for each constant and width of panels."""
+
+    def __init__(self) -> None:
+        self._packed: dict[tuple[Any, ...], tvm.runtime.Tensor] = {}
+
+    def pack(self, weight: relax.Call, vdevice: relax.VDevice | None) -> list[relax.Expr]:
+        """The operands of a call of dequantize_blocks as the kernel of a device reads them."""
+        panel = panel_columns(machine_of(target_of(vdevice)))
+        depth = int(weight.attrs.depth)
+        constants = []
+        for index, arg in enumerate(weight.args):
+            # The module keeps the constant alive, so its identity will do.
+            key = (hash(arg.value), index, depth, panel)
+            if key not in self._packed:
+                array = arg.value.numpy()
+                packed = pack_blocks(array, panel) if index else pack_weights(array, depth, panel)
+                self._packed[key] = tvm.runtime.tensor(packed)
+            data = self._packed[key]
+            constants.append(tvm.ir.GenericConst(data, relax.TensorType(list(data.shape), str(data.dtype), vdevice)))
+        return constants
+
+
+def _write_plain(emitter: Emitter, call: relax.Call, var: relax.Var) -> None:
+    """What dequantize_blocks says, in plain ops: two weights of a byte, less their zero points, times their scales."""
+    data, scales = call.args[0], call.args[1]
+    rows, size = (int(extent) for extent in shape_of(data) or [])
+    depth, block = int(call.attrs.depth), int(call.attrs.block)
+    blocks = -(-depth // block)
+    like = var.ty
+
+    def emit(value: relax.Expr, shape: Sequence[int], dtype: str, name: str) -> relax.Var:
+        return emitter.emit(value, tensor_type(shape, dtype, like), f"{var.name}_{name}")
+
+    def number(value: float, dtype: str) -> relax.Expr:
+        return tvm.ir.GenericConst(
+            tvm.runtime.tensor(np.array(value, dtype)), relax.TensorType([], dtype, like.vdevice)
+        )
+
+    def by_block(value: relax.Expr, name: str) -> relax.Var:
+        wide = emit(relax.op.astype(value, "float32"), [rows, blocks], "float32", name)
+        repeated = emit(relax.op.repeat(wide, block, 1), [rows, blocks * block], "float32", f"{name}_repeated")
+        return emit(_first(repeated, depth), [rows, depth], "float32", f"{name}_of_each")
+
+    low = emit(relax.op.bitwise_and(data, number(15, "uint8")), [rows, size], "uint8", "low")
+    high = emit(relax.op.right_shift(data, number(4, "uint8")), [rows, size], "uint8", "high")
+    halves = [emit(relax.op.expand_dims(half, 2), [rows, size, 1], "uint8", "half") for half in (low, high)]
+    pairs = emit(relax.op.concat(halves, 2), [rows, size, 2], "uint8", "pairs")
+    flat = emit(relax.op.reshape(pairs, [rows, size * 2]), [rows, size * 2], "uint8", "flat")
+    exact = emit(_first(flat, depth), [rows, depth], "uint8", "weights")
+    wide = emit(relax.op.astype(exact, "float32"), [rows, depth], "float32", "numbers")
+    points = by_block(call.args[2], "zeros") if len(call.args) > 2 else number(8, "float32")
+    shifted = emit(relax.op.subtract(wide, points), [rows, depth], "float32", "shifted")
+    value = relax.op.multiply(shifted, by_block(scales, "scales"))
+    emitter.bind(var, relax.Call(value.op, list(value.args), value.attrs, ret_ty=var.ty))
+
+
+def _first(value: relax.Expr, count: int) -> relax.Expr:
+    return relax.op.strided_slice(value, [1], [0], [count])

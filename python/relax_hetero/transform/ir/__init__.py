@@ -1,0 +1,1 @@
+"""What passes share: walking and rewriting functions, block by block; axes, names, constants, reports."""

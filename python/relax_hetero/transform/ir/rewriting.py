@@ -1,0 +1,182 @@
+"""Walks over Relax functions that keep every type as written.
+
+TVM's own mutators infer types again while they rebuild, and stock inference raises on, or loses, the
+device of n-ary ops. These walks rebuild exactly what changed and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tvm
+from tvm import relax, tirx
+from tvm_ffi import structural_walk
+
+BindingMap = Callable[[relax.Binding], "relax.Binding | list[relax.Binding]"]
+
+
+def relax_functions(mod: tvm.IRModule) -> list[tuple[tvm.ir.GlobalVar, relax.Function]]:
+    """The Relax functions of a module, by name: a fixed order whatever the module's hash map says."""
+    pairs = [(gv, f) for gv, f in mod.functions.items() if isinstance(f, relax.Function)]
+    return sorted(pairs, key=lambda pair: pair[0].name_hint)
+
+
+def copy_module(mod: tvm.IRModule, functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] | None = None) -> tvm.IRModule:
+    """A new module with the same attributes and global infos; `functions` replaces the function table."""
+    table = dict(mod.functions.items()) if functions is None else functions
+    return tvm.IRModule(table, attrs=mod.attrs, global_infos=mod.global_infos)
+
+
+def with_functions(mod: tvm.IRModule, functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc]) -> tvm.IRModule:
+    """`mod` with some functions replaced or added; the very module where all are the ones it has."""
+    if all(gv in mod.functions and func.same_as(mod.functions[gv]) for gv, func in functions.items()):
+        return mod
+    return copy_module(mod, {**dict(mod.functions.items()), **functions})
+
+
+def walk_bindings(body: relax.Expr, nested: bool = True) -> Iterator[relax.Binding]:
+    """Every binding below `body` in program order, those of `If` branches and local functions last if `nested`."""
+    pending = [body]
+    while pending:
+        expr = pending.pop()
+        if isinstance(expr, relax.Function):
+            pending.append(expr.body)
+        elif isinstance(expr, relax.SeqExpr):
+            for block in expr.blocks:
+                for binding in block.bindings:
+                    yield binding
+                    value = binding.value
+                    if nested and isinstance(value, relax.If):
+                        pending += [value.false_branch, value.true_branch]
+                    elif nested and isinstance(value, relax.Function):
+                        pending.append(value.body)
+
+
+def walk_scopes(func: relax.Function) -> Iterator[list[relax.Binding]]:
+    """The bindings of the function's body, and those of every branch and local function, each in order."""
+    pending = [func.body]
+    while pending:
+        bindings = list(walk_bindings(pending.pop(), nested=False))
+        yield bindings
+        for binding in bindings:
+            value = binding.value
+            if isinstance(value, relax.If):
+                pending += [value.true_branch, value.false_branch]
+            elif isinstance(value, relax.Function):
+                pending.append(value.body)
+
+
+def map_bindings(func: relax.Function, change: BindingMap) -> relax.Function:
+    """`func` with each binding replaced by what `change` makes of it.
+
+    `change` returns its argument itself to keep it, another binding, or a list of bindings in order. Bindings
+    inside `If` branches are visited first; what is unchanged is shared with the old function.
+    """
+    body = _map_expr(func.body, change)
+    return func if body.same_as(func.body) else with_body(func, body)
+
+
+def with_body(func: relax.Function, body: relax.Expr, params: list[relax.Var] | None = None) -> relax.Function:
+    """`func` with another body (and parameters), its return type, purity, attributes and span kept."""
+    return relax.Function(
+        list(func.params) if params is None else params, body, func.ret_ty, func.is_pure, func.attrs, func.span
+    )
+
+
+def _map_expr(expr: relax.Expr, change: BindingMap) -> relax.Expr:
+    if not isinstance(expr, relax.SeqExpr):
+        return expr
+    blocks, changed = [], False
+    for block in expr.blocks:
+        bindings: list[relax.Binding] = []
+        block_changed = False
+        for old in block.bindings:
+            binding = _map_nested(old, change)
+            result = change(binding)
+            if result is not old:
+                block_changed = True
+            if isinstance(result, list):
+                bindings += result
+            else:
+                bindings.append(result)
+        if block_changed:
+            block, changed = type(block)(bindings, block.span), True
+        blocks.append(block)
+    return typed(relax.SeqExpr(blocks, expr.body, expr.span), expr.ty) if changed else expr
+
+
+def _map_nested(binding: relax.Binding, change: BindingMap) -> relax.Binding:
+    value = binding.value
+    if isinstance(value, relax.If):
+        then, other = _map_expr(value.true_branch, change), _map_expr(value.false_branch, change)
+        if not (then.same_as(value.true_branch) and other.same_as(value.false_branch)):
+            branches = typed(relax.If(value.cond, then, other, value.span), value.ty)
+            return relax.VarBinding(binding.var, branches, binding.span)
+    elif isinstance(value, relax.Function):
+        func = map_bindings(value, change)
+        if func is not value:
+            return relax.VarBinding(binding.var, func, binding.span)
+    return binding
+
+
+def typed(expr: relax.Expr, ty: tvm.ir.Type) -> relax.Expr:
+    """`expr`, freshly made, with its type set: constructors leave SeqExpr and If without one."""
+    relax.expr._update_type(expr, ty)
+    return expr
+
+
+def fresh_global_var(base: str, ty: tvm.ir.Type, taken: set[str]) -> tvm.ir.GlobalVar:
+    """A new global variable named `base`, with a number where that is taken; its name is added to `taken`."""
+    name, count = base, 0
+    while name in taken:
+        count += 1
+        name = f"{base}_{count}"
+    taken.add(name)
+    return typed(tvm.ir.GlobalVar(name), ty)
+
+
+def is_tensor_constant(expr: relax.Expr) -> bool:
+    """Whether an expression is a constant tensor (and not a string, a type or another literal)."""
+    return isinstance(expr, tvm.ir.GenericConst) and isinstance(expr.value, tvm.runtime.Tensor)
+
+
+def global_vars_in(body: tvm.ir.Expr | tirx.Stmt) -> list[tvm.ir.GlobalVar]:
+    """The functions that a body refers to, in order, each once."""
+    found: dict[tvm.ir.GlobalVar, None] = {}
+    structural_walk(body, (tvm.ir.GlobalVar, lambda gv: found.setdefault(gv)))
+    return list(found)
+
+
+def tensor_types(ty: tvm.ir.Type) -> Iterator[relax.TensorType]:
+    """The tensor types inside a type, tuples flattened in order."""
+    if isinstance(ty, relax.TensorType):
+        yield ty
+    elif isinstance(ty, tvm.ir.TupleType):
+        for field in ty.fields:
+            yield from tensor_types(field)
+
+
+def op_name(value: relax.Expr) -> str | None:
+    """The name of the op that `value` calls, None for anything else."""
+    if isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op):
+        return value.op.name
+    return None
+
+
+def with_vdevice(ty: relax.TensorType, vdevice: relax.VDevice | None) -> relax.TensorType:
+    """A tensor type on another device, or on none."""
+    ndim = -1 if ty.shape is not None else int(ty.ndim)
+    return relax.TensorType(ty.shape, ty.dtype, vdevice, ndim, ty.span)
+
+
+def changed(attrs: tvm.ir.Attrs, **fields: Any) -> tvm.ir.Attrs:
+    """The attributes of an op with some of them replaced."""
+    info = type(attrs).__tvm_ffi_type_info__
+    values = {field.name: getattr(attrs, field.name) for field in info.fields}
+    return tvm.ir.make_node(info.type_key, **{**values, **fields})
+
+
+def handle(obj: Any) -> int:
+    """Identity of a TVM object while it lives, for dictionary keys (``==`` of variables may build an expression)."""
+    return int(obj.__chandle__())

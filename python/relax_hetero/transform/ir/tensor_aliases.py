@@ -1,0 +1,65 @@
+"""Which of some numbered tensors each variable shows: by another name, in a tuple, or after an `If`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TypeAlias
+
+from tvm import relax
+
+from .op_names import RESHAPE
+from .rewriting import op_name
+
+Shown: TypeAlias = "frozenset[int] | tuple[Shown, ...]"
+"""The tensors that an expression may be, by number; of a tuple field by field."""
+
+NOTHING: frozenset[int] = frozenset()
+
+_VIEWS = (RESHAPE, "relax.memory.view", "relax.memory.ensure_zero_offset")
+
+
+def is_view(value: relax.Expr) -> bool:
+    """Whether this shows the memory of its first operand."""
+    return op_name(value) in _VIEWS
+
+
+class ShownTensors:
+    """What the variables of a function show, filled in as it is read."""
+
+    def __init__(self) -> None:
+        self._shown: dict[relax.Var, Shown] = {}
+
+    def bind(self, var: relax.Var, shown: Shown) -> None:
+        """`var` is bound to what shows these."""
+        self._shown[var] = shown
+
+    def of(self, expr: relax.Expr) -> Shown:
+        """What a variable, a tuple, a field of one or a view shows; nothing for anything else."""
+        if isinstance(expr, relax.Var):
+            return self._shown.get(expr, NOTHING)
+        if isinstance(expr, relax.Tuple):
+            return tuple(self.of(part) for part in expr.fields)
+        if isinstance(expr, relax.TupleGetItem):
+            whole = self.of(expr.tuple_value)
+            return whole[expr.index] if isinstance(whole, tuple) else whole
+        return self.of(expr.args[0]) if is_view(expr) else NOTHING
+
+
+def flat(shown: Shown) -> Iterator[int]:
+    """The numbers, in the order of a tuple's fields."""
+    if isinstance(shown, tuple):
+        for part in shown:
+            yield from flat(part)
+    else:
+        yield from sorted(shown)
+
+
+def either(shown: Iterable[Shown]) -> Shown:
+    """What something shows that is one of these."""
+    left, *rest = shown
+    for right in rest:
+        if isinstance(left, tuple) and isinstance(right, tuple):
+            left = tuple(either(pair) for pair in zip(left, right, strict=True))
+        else:
+            left = frozenset((*flat(left), *flat(right)))
+    return left

@@ -1,0 +1,1 @@
+"""What the virtual machine runs: transfers, memory plans, packed results."""

@@ -1,0 +1,61 @@
+"""LowerPinnedStorage: storage in pinned memory comes from the run-time.
+
+Before::
+
+    s = R.memory.alloc_storage(R.shape([262144]), 0, "pinned", "uint8")
+    a: R.Tensor((65536,), "float32") = R.memory.alloc_tensor(s, 0, R.shape([65536]), "float32", 0)
+
+After::
+
+    s = R.call_packed("relax_hetero.pinned_storage", R.shape([262144]), 0)
+    a: R.Tensor((65536,), "float32") = R.call_packed("runtime.TVMTensorCreateView", s, R.shape([65536]), "float32", 0)
+
+TVM's pool of a CPU has no memory that is pinned. Runs once it is settled when storage is freed.
+"""
+
+from __future__ import annotations
+
+import tvm
+from tvm import relax
+
+from ..ir.rewriting import copy_module, map_bindings, op_name, relax_functions
+from .pin_transferred import PINNED
+
+_STORAGE, _VIEW = "relax_hetero.pinned_storage", "runtime.TVMTensorCreateView"
+
+
+def LowerPinnedStorage() -> tvm.transform.Pass:
+    """Lower allocations of pinned memory to run-time calls.
+
+    Returns
+    -------
+    tvm.transform.Pass
+    """
+
+    @tvm.transform.module_pass(opt_level=0, name="LowerPinnedStorage")
+    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        functions = dict(mod.functions.items())
+        functions.update({gv: _lowered(func) for gv, func in relax_functions(mod)})
+        return copy_module(mod, functions)
+
+    return run
+
+
+def _lowered(func: relax.Function) -> relax.Function:
+    pinned: set[relax.Var] = set()
+
+    def change(binding: relax.Binding) -> relax.Binding:
+        value = binding.value
+        if op_name(value) == "relax.memory.alloc_storage" and value.args[2].value == PINNED:
+            pinned.add(binding.var)
+            name, operands = _STORAGE, [value.args[0], value.args[1]]
+        elif op_name(value) == "relax.memory.alloc_tensor" and value.args[0] in pinned:
+            storage, offset, shape, dtype, _ = value.args
+            name, operands = _VIEW, [storage, shape, dtype, offset]
+        else:
+            return binding
+        ty = binding.var.ty
+        call = relax.Call(relax.ExternFunc(name), operands, None, [ty], value.span, ret_ty=ty)
+        return relax.VarBinding(binding.var, call, binding.span)
+
+    return map_bindings(func, change)

@@ -1,0 +1,100 @@
+"""LowerTransfers: `to_vdevice` becomes a call of the run-time's own `to_device`.
+
+Before::
+
+    y: R.Tensor((4,), "float32", "cuda:0") = R.to_vdevice(x, "cuda:0")
+
+After::
+
+    room: R.Tensor((4,), "float32", "cuda:0") = R.builtin.alloc_tensor(R.shape([4]), "float32", 1, "global")
+    y: R.Tensor((4,), "float32", "cuda:0") = R.call_packed("relax_hetero.to_device", x, 1, 0, room)
+
+The operands are the value, the destination's index in the module's device list (the virtual machine knows which
+physical device that is today), and whether the result must be a new tensor even if the value is there already:
+it must in a module that writes in place, since the source may have other readers. A tensor of known shape gets
+room from the machine's pool, whose memory is in use already; fresh memory costs a page fault each 4 KB. Between CPUs,
+which share their memory, a result that need not be new gets none: it is its operand by another device's name.
+
+Runs before memory is planned, so that rooms share storage with other tensors. Assumes no dataflow blocks and purity
+checks removed.
+"""
+
+from __future__ import annotations
+
+import tvm
+from tvm import relax
+
+from ...target.vdevice import is_cpu, vdevice_index, vdevices_of
+from ..ir.op_names import IN_PLACE, TRANSFER
+from ..ir.rewriting import copy_module, map_bindings, op_name, relax_functions, walk_bindings
+
+TO_DEVICE = "relax_hetero.to_device"
+
+
+def LowerTransfers(must_copy: bool | None = None) -> tvm.transform.Pass:
+    """Lower transfers to run-time calls.
+
+    Parameters
+    ----------
+    must_copy : bool, optional
+        Whether results must be new tensors; None finds out, which CallTIRRewrite makes impossible.
+
+    Returns
+    -------
+    tvm.transform.Pass
+    """
+
+    @tvm.transform.module_pass(opt_level=0, name="LowerTransfers")
+    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        return lower_transfers(mod, writes_in_place(mod) if must_copy is None else must_copy)
+
+    return run
+
+
+def lower_transfers(mod: tvm.IRModule, must_copy: bool) -> tvm.IRModule:
+    """See the module's docstring."""
+    vdevices = vdevices_of(mod)
+
+    def change(binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
+        value = binding.value
+        if op_name(value) != TRANSFER:
+            return binding
+        index = vdevice_index(value.attrs.dst_vdevice, vdevices)
+        is_alias = not must_copy and all(_is_on_cpu(ty) for ty in (value.args[0].ty, binding.var.ty))
+        room = [] if is_alias else _room(binding.var, index)
+        operands = [value.args[0], relax.prim_value(index), relax.prim_value(int(must_copy)), *(r.var for r in room)]
+        ty = binding.var.ty
+        call = relax.Call(relax.ExternFunc(TO_DEVICE), operands, None, [ty], value.span, ret_ty=ty)
+        return [*room, relax.VarBinding(binding.var, call, binding.span)]
+
+    functions = dict(mod.functions.items())
+    functions.update({gv: map_bindings(func, change) for gv, func in relax_functions(mod)})
+    return copy_module(mod, functions)
+
+
+def _room(result: relax.Var, index: int) -> list[relax.VarBinding]:
+    """A binding that allocates the result of a transfer; none where its shape or memory is not plain."""
+    ty = result.ty
+    plain = isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr) and ty.dtype is not None
+    if not plain or ty.vdevice.memory_scope != "global":
+        return []
+    alloc = relax.op.builtin.alloc_tensor(ty.shape, str(ty.dtype.dtype), index, "global")
+    call = relax.Call(alloc.op, list(alloc.args), ret_ty=ty)
+    return [relax.VarBinding(relax.Var(f"{result.name}_room", ty), call)]
+
+
+def _is_on_cpu(ty: tvm.ir.Type) -> bool:
+    """Whether this is a tensor in a CPU's plain memory."""
+    vdevice = ty.vdevice if isinstance(ty, relax.TensorType) else None
+    return vdevice is not None and vdevice.memory_scope == "global" and is_cpu(vdevice)
+
+
+def is_transfer_call(value: relax.Expr) -> bool:
+    """Whether this is what a transfer became."""
+    is_packed = isinstance(value, relax.Call) and isinstance(value.op, relax.ExternFunc)
+    return is_packed and value.op.global_symbol == TO_DEVICE
+
+
+def writes_in_place(mod: tvm.IRModule) -> bool:
+    """Whether any op writes into an operand. Views, aliases and calls can carry a transfer's result to each of them."""
+    return any(op_name(b.value) in IN_PLACE for _, func in relax_functions(mod) for b in walk_bindings(func))

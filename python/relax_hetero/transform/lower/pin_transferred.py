@@ -1,0 +1,153 @@
+"""PinTransferred: what a CPU makes and a GPU gets is allocated in pinned memory, which GPUs copy from at full rate.
+
+Before::
+
+    a: R.Tensor((65536,), "float32", "llvm:0") = R.builtin.alloc_tensor(R.shape([65536]), "float32", 0, "global")
+    cls.kernel(x, a)
+    b: R.Tensor((65536,), "float32", "cuda:0") = R.call_packed("relax_hetero.to_device", a, 1, 0, room)
+
+After::
+
+    a: R.Tensor((65536,), "float32", "llvm:0") = R.builtin.alloc_tensor(R.shape([65536]), "float32", 0, "pinned")
+
+So is what the step of a schedule returns for a transfer that is a step of its own. Tensors of less than `PINNED_BYTES`
+stay where they are; those of unknown size are pinned, and the run-time looks again. The memory scope says so as long
+as storage is planned: tensors of different scopes share none. `LowerPinnedStorage` turns it into calls.
+
+Assumes that transfers are lowered and memory is not planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import tvm
+from tvm import relax
+
+from ...artifact.metadata import DEVICE_TYPES
+from ...target.vdevice import is_cpu, vdevices_of
+from ...vm.device.pinned_pool import PINNED_BYTES
+from ..ir.rewriting import copy_module, map_bindings, op_name, relax_functions
+from ..ir.tensor_aliases import NOTHING, Shown, ShownTensors, either, flat, is_view
+from ..partition.form_schedules import schedules_of
+from .lower_transfers import is_transfer_call
+from .storage_sizes import ALLOC, size_of, upper_bounds
+
+PINNED = "pinned"
+"""The memory scope of allocations on CPUs that are to be pinned."""
+
+_CUDA = DEVICE_TYPES["cuda"]
+
+
+def PinTransferred() -> tvm.transform.Pass:
+    """Have large tensors that transfers take from a CPU to a GPU allocated in pinned memory.
+
+    Returns
+    -------
+    tvm.transform.Pass
+    """
+
+    @tvm.transform.module_pass(opt_level=0, name="PinTransferred")
+    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        return pin_transferred(mod)
+
+    return run
+
+
+def pin_transferred(mod: tvm.IRModule) -> tvm.IRModule:
+    """See the module's docstring."""
+    if not any(map(_is_gpu, vdevices_of(mod))):
+        return mod
+    sent = _results_sent(mod)
+    functions = dict(mod.functions.items())
+    functions.update({gv: _pinned(func, mod, sent.get(gv.name_hint, ())) for gv, func in relax_functions(mod)})
+    return copy_module(mod, functions)
+
+
+def _is_gpu(vdevice: relax.VDevice) -> bool:
+    return DEVICE_TYPES.get(vdevice.target.kind.name) == _CUDA
+
+
+def _results_sent(mod: tvm.IRModule) -> dict[str, tuple[int, ...]]:
+    """Of functions that are steps of schedules, the results that transfers take to a GPU, by position."""
+    vdevices = vdevices_of(mod)
+    found: dict[str, tuple[int, ...]] = {}
+    for schedule in schedules_of(mod):
+        sent: set[int] = set()
+        for step in reversed(schedule.steps):
+            if not step.is_transfer:
+                found[step.function] = tuple(place for place, value in enumerate(step.makes) if value in sent)
+            elif _is_gpu(vdevices[step.device]) or step.makes[0] in sent:
+                sent.add(step.reads[0])
+    return found
+
+
+def _pinned(func: relax.Function, mod: tvm.IRModule, results: tuple[int, ...]) -> relax.Function:
+    reader = _Reader(vdevices_of(mod))
+    shown = reader.body(func.body)
+    fields = shown if isinstance(shown, tuple) else (shown,)
+    for place in results:
+        reader.sent.update(flat(fields[place]))
+    bounds = upper_bounds(func)
+    chosen = {reader.allocated[number].var for number in reader.sent if _is_large(reader.allocated[number], bounds)}
+
+    def change(binding: relax.Binding) -> relax.Binding:
+        if binding.var not in chosen:
+            return binding
+        shape, dtype, device, _ = binding.value.args
+        call = relax.Call(binding.value.op, [shape, dtype, device, tvm.ir.StringImm(PINNED)], ret_ty=binding.value.ty)
+        return relax.VarBinding(binding.var, call, binding.span)
+
+    return map_bindings(func, change)
+
+
+def _is_large(binding: relax.Binding, bounds: Mapping[str, int]) -> bool:
+    nbytes = size_of(binding.value, bounds)
+    return not isinstance(nbytes, int) or nbytes >= PINNED_BYTES
+
+
+@dataclass
+class _Reader:
+    """Goes through a function in order.
+
+    Attributes
+    ----------
+    allocated : list of Binding
+        Those that allocate on a CPU, in its plain memory.
+    sent : set of int
+        Of these, what transfers take to a GPU, by number.
+    """
+
+    vdevices: list[relax.VDevice]
+    allocated: list[relax.Binding] = field(default_factory=list)
+    sent: set[int] = field(default_factory=set)
+    _shown: ShownTensors = field(default_factory=ShownTensors)
+
+    def body(self, body: relax.SeqExpr) -> Shown:
+        """Read the bindings of a body, and what it shows."""
+        for block in body.blocks:
+            for binding in block.bindings:
+                self._shown.bind(binding.var, self._binding(binding))
+        return self._shown.of(body.body)
+
+    def _binding(self, binding: relax.Binding) -> Shown:
+        value = binding.value
+        if isinstance(value, relax.If):
+            return either([self.body(branch) for branch in (value.true_branch, value.false_branch)])
+        if op_name(value) == ALLOC:
+            if not self._is_plain(value):
+                return NOTHING
+            self.allocated.append(binding)
+            return frozenset((len(self.allocated) - 1,))
+        if is_transfer_call(value):
+            source, device, _, *room = value.args
+            if _is_gpu(self.vdevices[int(device.value)]):
+                self.sent.update(flat(self._shown.of(source)))
+                return NOTHING
+            return either([self._shown.of(operand) for operand in (source, *room)])
+        return self._shown.of(value) if not isinstance(value, relax.Call) or is_view(value) else NOTHING
+
+    def _is_plain(self, alloc: relax.Call) -> bool:
+        device = int(alloc.args[2].value)
+        return alloc.args[3].value == "global" and (device < 0 or is_cpu(self.vdevices[device]))

@@ -1,0 +1,205 @@
+"""PlanMemoryPerDevice: tensors of a function that are never there at one time share storage, within a device.
+
+Before::
+
+    alloc = R.builtin.alloc_tensor(R.shape([4]), "float32", 0, "global")
+    cls.kernel(x, alloc)
+    alloc1 = R.builtin.alloc_tensor(R.shape([4]), "float32", 1, "global")
+
+After::
+
+    storage = R.memory.alloc_storage(R.shape([64]), 0, "global", "uint8")
+    alloc = R.memory.alloc_tensor(storage, 0, R.shape([4]), "float32", 0)
+    cls.kernel(x, alloc)
+    storage1 = R.memory.alloc_storage(R.shape([64]), 1, "global", "uint8")
+    alloc1 = R.memory.alloc_tensor(storage1, 0, R.shape([4]), "float32", 1)
+
+TVM's planner shares storage between devices, and between branches of an `If`; it takes what a packed function reads
+for free after the call, while the user's may return an operand, and it plans nothing that a transfer reads. Here each
+device and each branch plans for itself, and what leaves the function, or goes to another one that may keep or return
+it, is left to the machine's pool. A transfer may return its operand or the room it was given: both stay.
+
+Sizes that are symbolic are planned by their upper bounds where the function has some (`tir_var_upper_bound`), else with
+others of the same symbols.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import tvm
+from tvm import relax, tirx
+
+from ...artifact.metadata import CPU, DEVICE_TYPES
+from ...target.vdevice import vdevices_of
+from ..ir.blocks import used_vars
+from ..ir.rewriting import copy_module, map_bindings, op_name, relax_functions
+from ..ir.tensor_aliases import NOTHING, Shown, ShownTensors, either, flat, is_view
+from ..record.plan_arena import Lifetime
+from .lower_transfers import is_transfer_call
+from .plan_storages import plan_storages
+from .storage_sizes import ALLOC, size_of, upper_bounds
+
+_ONLY_READ = ("relax.shape_of", "relax.tensor_to_shape", "relax.assert_op", "relax.print")
+
+
+def PlanMemoryPerDevice() -> tvm.transform.Pass:
+    """Plan static storage, apart for each device and branch. Assumes no dataflow blocks and purity checks removed.
+
+    Returns
+    -------
+    tvm.transform.Pass
+    """
+
+    @tvm.transform.module_pass(opt_level=0, name="PlanMemoryPerDevice")
+    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        return plan_memory_per_device(mod)
+
+    return run
+
+
+def plan_memory_per_device(mod: tvm.IRModule) -> tvm.IRModule:
+    """See the module's docstring."""
+    functions = dict(mod.functions.items())
+    functions.update({gv: _planned(func, mod) for gv, func in relax_functions(mod)})
+    return copy_module(mod, functions)
+
+
+def _planned(func: relax.Function, mod: tvm.IRModule) -> relax.Function:
+    reader = _Reader(mod)
+    reader.leave(reader.body(func.body, 0))
+    bounds = upper_bounds(func)
+    apart: dict[tuple[Any, ...], list[_Tensor]] = {}
+    for tensor in reader.tensors:
+        if not tensor.leaves:
+            apart.setdefault(tensor.pool, []).append(tensor)
+    places: dict[relax.Var, _Place] = {}
+    for tensors in apart.values():
+        sizes = [size_of(tensor.alloc, bounds) for tensor in tensors]
+        plan = plan_storages([Lifetime(n, t.begin, t.end) for n, t in zip(sizes, tensors, strict=True)])
+        made = [_Place(relax.Var("storage", relax.AnyType()), nbytes) for nbytes in plan.nbytes]
+        places.update({tensor.var: made[number] for tensor, number in zip(tensors, plan.of, strict=True)})
+
+    def change(binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
+        place = places.get(binding.var)
+        return binding if place is None else place.alloc(binding)
+
+    return map_bindings(func, change)
+
+
+@dataclass
+class _Place:
+    """A storage; it is allocated before the first tensor in it."""
+
+    var: relax.Var
+    nbytes: Any
+    is_there: bool = False
+
+    def alloc(self, binding: relax.Binding) -> list[relax.Binding]:
+        """Bindings for one that allocates a tensor."""
+        shape, dtype, device, scope = binding.value.args
+        bindings: list[relax.Binding] = []
+        if not self.is_there:
+            self.is_there = True
+            size = relax.ShapeExpr([self.nbytes])
+            storage = relax.op.memory.alloc_storage(size, device, scope, "uint8")
+            bindings.append(relax.VarBinding(self.var, _call(storage, self.var.ty)))
+        tensor = relax.op.memory.alloc_tensor(self.var, 0, shape, dtype, device)
+        bindings.append(relax.VarBinding(binding.var, _call(tensor, binding.var.ty), binding.span))
+        return bindings
+
+
+def _call(call: relax.Call, ty: tvm.ir.Type) -> relax.Call:
+    return relax.Call(call.op, list(call.args), call.attrs, call.ty_args, ret_ty=ty)
+
+
+@dataclass
+class _Tensor:
+    """An allocated tensor: the first and last binding that use it; `leaves` if something else may keep it."""
+
+    var: relax.Var
+    alloc: relax.Call
+    branch: int
+    begin: int = 0
+    end: int = 0
+    leaves: bool = False
+
+    @property
+    def pool(self) -> tuple[Any, ...]:
+        """Tensors of one pool may share storage."""
+        return self.branch, int(self.alloc.args[2].value), self.alloc.args[3].value
+
+
+@dataclass
+class _Reader:
+    """Goes through a function in order; `now` counts the bindings."""
+
+    mod: tvm.IRModule
+    tensors: list[_Tensor] = field(default_factory=list)
+    now: int = 0
+    branches: int = 0
+    _shown: ShownTensors = field(default_factory=ShownTensors)
+
+    def body(self, body: relax.SeqExpr, branch: int) -> Shown:
+        """Read the bindings of a body, and what it shows."""
+        for block in body.blocks:
+            for binding in block.bindings:
+                self.now += 1
+                self._shown.bind(binding.var, self._binding(binding.var, binding.value, branch))
+        return self._shown.of(body.body)
+
+    def leave(self, shown: Shown) -> None:
+        """These may be used by somebody else, who knows how long."""
+        for number in flat(shown):
+            self.tensors[number].leaves = True
+
+    def _binding(self, var: relax.Var, value: relax.Expr, branch: int) -> Shown:
+        if isinstance(value, relax.If):
+            self._use(value.cond)
+            return either([self._branch(body) for body in (value.true_branch, value.false_branch)])
+        if op_name(value) == ALLOC:
+            self.tensors.append(_Tensor(var, value, branch))
+            return frozenset((len(self.tensors) - 1,))
+        if not isinstance(value, relax.Call) or is_view(value):
+            return self._shown.of(value)
+        for operand in used_vars(value):
+            self._use(operand)
+        if is_transfer_call(value):
+            return self._moved(*value.args)
+        if not self._lets_go(value):
+            for operand in used_vars(value):
+                self.leave(self._shown.of(operand))
+        return NOTHING
+
+    def _moved(
+        self, source: relax.Expr, device: relax.Expr, must_copy: relax.Expr, room: relax.Expr | None = None
+    ) -> Shown:
+        """The room that is given to a transfer, or its operand, if two CPUs or two GPUs may be one."""
+        shown = self._shown.of(source)
+        if room is None:
+            return shown
+        kind = self._kind(int(device.value))
+        away = [number for number in flat(shown) if self._kind(int(self.tensors[number].alloc.args[2].value)) != kind]
+        if int(must_copy.value) or away:
+            return self._shown.of(room)
+        return either([shown, self._shown.of(room)])
+
+    def _kind(self, device: int) -> int | None:
+        vdevices = vdevices_of(self.mod)
+        return CPU if device < 0 else DEVICE_TYPES.get(vdevices[device].target.kind.name)
+
+    def _branch(self, body: relax.SeqExpr) -> Shown:
+        self.branches += 1
+        return self.body(body, self.branches)
+
+    def _lets_go(self, call: relax.Call) -> bool:
+        """Whether nothing keeps or returns the operands of a call."""
+        if isinstance(call.op, tvm.ir.GlobalVar):
+            return isinstance(self.mod.functions.get(call.op), tirx.PrimFunc)
+        return op_name(call) in _ONLY_READ
+
+    def _use(self, expr: relax.Expr) -> None:
+        for number in flat(self._shown.of(expr)):
+            tensor = self.tensors[number]
+            tensor.begin, tensor.end = tensor.begin or self.now, self.now

@@ -1,0 +1,1 @@
+"""Functions that use several devices, cut into steps that can overlap."""

@@ -1,0 +1,234 @@
+"""A function's work in parts: maximal stretches on one device with the same transfers before and after them.
+
+Transfers, and what uses several devices (control flow, calls of functions), are parts of their own. What costs nothing
+belongs to the part whose result it shows, or else to nobody: whatever uses it has a copy. A part that is less work
+than what a part costs joins the only part that reads it, or that it reads, if both are on one device: that delays
+others by next to nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import tvm
+from tvm import relax, tirx
+from tvm_ffi import structural_map
+
+from ..ir.blocks import used_vars
+from ..ir.kernel_work import tensor_bytes
+from ..ir.rewriting import op_name, tensor_types
+from .binding_devices import CALLS, WorkPlaces
+from .transfer_dependences import Around, Reads, crossings, is_transfer
+
+SMALL = 64 << 10
+"""Work whose tensors hold fewer bytes takes some 10 us, less than a queue needs to hand over a part."""
+
+TYPICAL = 64
+"""What a symbolic size is taken for."""
+
+
+@dataclass
+class Part:
+    """Bindings that are done together.
+
+    Attributes
+    ----------
+    devices : tuple of int
+        What it uses, that of its queue first.
+    members : list of int
+        Indices of its bindings, in order.
+    is_apart : bool
+        Whether it is one binding that stands apart.
+    """
+
+    devices: tuple[int, ...]
+    members: list[int] = field(default_factory=list)
+    is_apart: bool = False
+
+
+class WorkParts:
+    """The parts of some bindings.
+
+    Parameters
+    ----------
+    bindings : sequence of relax.Binding
+        In order.
+    places : WorkPlaces
+        Of their module.
+
+    Attributes
+    ----------
+    bindings : list of relax.Binding
+        As given.
+    parts : dict of int to Part
+        By number.
+    part_of : dict of int to int
+        From the index of a binding to the number of its part; what belongs to nobody is missing.
+    """
+
+    def __init__(self, bindings: Sequence[relax.Binding], places: WorkPlaces) -> None:
+        self.parts: dict[int, Part] = {}
+        self.part_of: dict[int, int] = {}
+        self.bindings, self._places = list(bindings), places
+        self._reads = Reads.of(bindings, places.is_free)
+        self._form()
+        self._merge_small()
+
+    def in_order(self) -> list[int]:
+        """The parts' numbers so that each follows what it reads; of those that may be next, what most waits for."""
+        sources = self._sources()
+        readers, left = _reversed(sources), {number: len(read) for number, read in sources.items()}
+        rank: dict[int, int] = {}
+        for number in reversed(_sorted(readers, left)):
+            rank[number] = max((rank[r] + self.parts[r].is_apart for r in readers[number]), default=0)
+        ready = [(-rank[number], number) for number, count in left.items() if not count]
+        heapq.heapify(ready)
+        order: list[int] = []
+        while ready:
+            number = heapq.heappop(ready)[1]
+            order.append(number)
+            for reader in readers[number]:
+                left[reader] -= 1
+                if not left[reader]:
+                    heapq.heappush(ready, (-rank[reader], reader))
+        return order
+
+    def add(self, index: int) -> None:
+        """A part of a binding that belongs to nobody."""
+        self._join(self._open((self._places.device(self.bindings[index].value),), False), index)
+
+    def bind(self, var: relax.Var, constant: relax.Expr) -> None:
+        """Another binding, in a part of its own."""
+        self.bindings.append(relax.VarBinding(var, constant))
+        self._reads.direct.append([])
+        self._reads.makers.append([])
+        self.add(len(self.bindings) - 1)
+
+    def _form(self) -> None:
+        places, bindings = self._places, self.bindings
+        devices = [() if places.is_free(binding) else places.devices(binding) for binding in bindings]
+        apart = [len(used) > 1 or is_transfer(binding) for binding, used in zip(bindings, devices, strict=True)]
+        works_on = [used[0] if used and not alone else None for used, alone in zip(devices, apart, strict=True)]
+        around = crossings(bindings, self._reads, works_on, apart)
+        opened: dict[tuple[int, Around], int] = {}
+        for index, device in enumerate(works_on):
+            if apart[index]:
+                self._join(self._open(devices[index], True), index)
+            elif device is None:
+                self._follow(index)
+            else:
+                kind = (device, around[index])
+                if kind not in opened:
+                    opened[kind] = self._open((device,), False)
+                self._join(opened[kind], index)
+
+    def _open(self, devices: tuple[int, ...], is_apart: bool) -> int:
+        number = max(self.parts, default=-1) + 1
+        self.parts[number] = Part(devices, is_apart=is_apart)
+        return number
+
+    def _join(self, number: int, index: int) -> None:
+        self.parts[number].members.append(index)
+        self.part_of[index] = number
+
+    def _follow(self, index: int) -> None:
+        """Have what costs nothing follow the work that it shows the result of, if it shows nothing else."""
+        value = self.bindings[index].value
+        reads = self._reads.direct[index]
+        sources = {self.part_of.get(read) for read in reads}
+        source = sources.pop() if len(sources) == 1 and len(reads) == len(used_vars(value)) else None
+        if source is not None and not isinstance(value, relax.Tuple):
+            if not is_transfer(self.bindings[self.parts[source].members[0]]):
+                self._join(source, index)
+
+    def _makers(self, index: int) -> set[int]:
+        """What a binding reads that belongs to a part, through what belongs to nobody."""
+        found: set[int] = set()
+        for read in self._reads.direct[index]:
+            found |= {read} if read in self.part_of else self._makers(read)
+        return found
+
+    def _sources(self) -> dict[int, set[int]]:
+        """The parts that each part reads."""
+        found: dict[int, set[int]] = {}
+        for number, part in self.parts.items():
+            makers = {self.part_of[maker] for index in part.members for maker in self._makers(index)}
+            found[number] = makers - {number}
+        return found
+
+    def _merge_small(self) -> None:
+        sources = self._sources()
+        readers = _reversed(sources)
+        sizes = {number: self._nbytes(part) for number, part in self.parts.items() if not part.is_apart}
+        found = True
+        while found:
+            found = False
+            for number in [number for number, size in sizes.items() if size <= SMALL]:
+                for near in (readers[number], sources[number]) if sizes[number] <= SMALL else ():
+                    into = next(iter(near)) if len(near) == 1 else -1
+                    if into in sizes and self.parts[into].devices == self.parts[number].devices:
+                        self._merge(number, into)
+                        _contract(number, into, sources, readers)
+                        sizes[into] += sizes.pop(number)
+                        found = True
+                        break
+
+    def _merge(self, number: int, into: int) -> None:
+        part = self.parts.pop(number)
+        self.parts[into].members = sorted([*self.parts[into].members, *part.members])
+        self.part_of |= dict.fromkeys(part.members, into)
+
+    def _nbytes(self, part: Part) -> int:
+        """Of the tensors that its work reads and makes."""
+        total = 0
+        for index in part.members:
+            binding = self.bindings[index]
+            if not self._places.is_free(binding):
+                if op_name(binding.value) in (None, *CALLS):
+                    return SMALL + 1  # nobody knows
+                args = binding.value.args
+                total += sum(_nbytes(ty) for value in (binding.var, *args) for ty in tensor_types(value.ty))
+        return total
+
+
+def _contract(number: int, into: int, sources: dict[int, set[int]], readers: dict[int, set[int]]) -> None:
+    """Have one node of a graph take the place of another."""
+    for there, back in ((sources, readers), (readers, sources)):
+        for near in there.pop(number):
+            back[near].discard(number)
+            if near != into:
+                back[near].add(into)
+                there[into].add(near)
+
+
+def _reversed(sources: Mapping[int, set[int]]) -> dict[int, set[int]]:
+    """The other direction of a graph."""
+    found: dict[int, set[int]] = {number: set() for number in sources}
+    for number, near in sources.items():
+        for source in near:
+            found[source].add(number)
+    return found
+
+
+def _nbytes(ty: relax.TensorType) -> int:
+    """Of a tensor; more than `SMALL` where its type does not say."""
+    if not isinstance(ty.shape, relax.ShapeExpr) or ty.dtype is None:
+        return SMALL + 1
+    extents = [
+        structural_map(extent, (tirx.Var, lambda var: tirx.IntImm(var.ty.dtype, TYPICAL))) for extent in ty.shape
+    ]
+    return tensor_bytes([int(tvm.sym.Analyzer().simplify(extent)) for extent in extents], ty.dtype.dtype)
+
+
+def _sorted(readers: Mapping[int, set[int]], missing: Mapping[int, int]) -> list[int]:
+    """Parts so that each follows what it reads."""
+    left = dict(missing)
+    order = [number for number, count in left.items() if not count]
+    for number in order:
+        for reader in readers[number]:
+            left[reader] -= 1
+            if not left[reader]:
+                order.append(reader)
+    return order

@@ -1,0 +1,226 @@
+"""FormSchedules: a function that uses several devices gets a schedule, by which its work can overlap.
+
+Before::
+
+    def main(x: llvm:0):
+        a = R.call_tir(cls.f, (x,), ...llvm:0)
+        b = R.to_vdevice(a, "llvm:1")
+        c = R.call_tir(cls.g, (b,), ...llvm:1)
+        return c
+
+After: `main` as it was, for calls that run alone, and besides it::
+
+    def main_step(x: llvm:0):
+        a = R.call_tir(cls.f, (x,), ...llvm:0)
+        return a
+
+    def main_step_1(b: llvm:1): ...
+
+with a schedule (`artifact.schedule.Schedule`) among the module's attributes: run ``main_step``, take its result to
+llvm:1, run ``main_step_1``. A step is a part of the function (`device_partition`): it begins with the first and ends
+with the last of its kernels, and neither waits for what the other does not need. Control flow, calls of functions and
+of the user's packed functions are steps of their own, which hold every device that they may use. A function that uses
+one of the module's devices is one step, itself, so that another device is free meanwhile.
+
+Functions with checks of shapes, local functions or effects, and those that overwrite what something else reads, or
+call a function that writes in place, have no schedule: there what runs later must not run earlier. They go through the
+queues whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import tvm
+from tvm import relax
+
+from ...artifact.schedule import Results, Schedule, Step
+from ...target.vdevice import vdevices_of
+from ..ir.blocks import used_vars
+from ..ir.module_attrs import SCHEDULES, is_lowered
+from ..ir.rewriting import copy_module, fresh_global_var, global_vars_in, relax_functions, typed, walk_bindings
+from ..ir.step_functions import step_function
+from .binding_devices import WorkPlaces
+from .device_partition import Part, WorkParts
+from .transfer_dependences import is_transfer
+
+
+def FormSchedules() -> tvm.transform.Pass:
+    """Give functions that use several devices a schedule, and a function for each of its steps.
+
+    Returns
+    -------
+    tvm.transform.Pass
+        A lowered module is returned as it is, and so is one with schedules.
+    """
+
+    @tvm.transform.module_pass(opt_level=0, name="FormSchedules")
+    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        return form_schedules(mod)
+
+    return run
+
+
+def form_schedules(mod: tvm.IRModule) -> tvm.IRModule:
+    """See the module's docstring."""
+    if is_lowered(mod) or len(vdevices_of(mod)) <= 1 or (mod.attrs and SCHEDULES in mod.attrs):
+        return mod
+    places = WorkPlaces(mod)
+    taken = {gv.name_hint for gv in mod.get_global_vars()}
+    functions = dict(mod.functions.items())
+    schedules: list[Schedule] = []
+    for gv, func in relax_functions(mod):
+        if "global_symbol" in func.attrs and _can_be_cut(func) and not places.writes_what_others_see(func):
+            cutter = _Cutter(gv.name_hint, func, places, taken)
+            schedules.append(cutter.schedule())
+            functions.update(cutter.functions)
+    if not schedules:
+        return mod
+    text = json.dumps([schedule.to_json() for schedule in schedules])
+    return copy_module(mod, functions).with_attr(SCHEDULES, text)
+
+
+def schedules_of(mod: tvm.IRModule) -> list[Schedule]:
+    """The schedules of a module that FormSchedules was applied to, or of what became of it."""
+    text = mod.attrs[SCHEDULES] if mod.attrs and SCHEDULES in mod.attrs else "[]"
+    return [Schedule.from_json(data) for data in json.loads(text)]
+
+
+def _can_be_cut(func: relax.Function) -> bool:
+    bindings = walk_bindings(func.body, nested=False)
+    plain = all(isinstance(b, relax.VarBinding) and not isinstance(b.value, relax.Function) for b in bindings)
+    return bool(func.is_pure) and plain and isinstance(func.body, relax.SeqExpr)
+
+
+class _Cutter:
+    """Cuts one function into steps.
+
+    Attributes
+    ----------
+    functions : dict
+        Those of the steps, once the schedule is made.
+    """
+
+    def __init__(self, name: str, func: relax.Function, places: WorkPlaces, taken: set[str]) -> None:
+        self.functions: dict[tvm.ir.GlobalVar, relax.Function] = {}
+        self._name, self._func, self._places, self._taken = name, func, places, taken
+        self._parts = WorkParts(list(walk_bindings(func.body, nested=False)), places)
+        self._bindings = self._parts.bindings
+        self._position = {binding.var: index for index, binding in enumerate(self._bindings)}
+        self._inputs: dict[relax.Var, int] = {param: index for index, param in enumerate(func.params)}
+        self._numbers = dict(self._inputs)
+
+    def schedule(self) -> Schedule:
+        """The schedule."""
+        inputs = len(self._func.params)
+        used = {device for part in self._parts.parts.values() for device in part.devices}
+        if len(used) <= 1:
+            device = min(used, default=self._places.device(self._func.body.body))
+            names = tuple(gv.name_hint for gv in global_vars_in(self._func.body))
+            step = Step(device, tuple(range(inputs)), (inputs,), self._name, calls=names)
+            return Schedule(self._name, inputs, inputs + 1, (step,), inputs)
+        result = self._shown(self._func.body.body)
+        parts = self._wanted_parts(result)
+        wanted = {var for part in parts for var in self._reads(part)} | set(_vars_in(result))
+        steps = tuple(self._step(part, wanted) for part in parts)
+        results = self._number_all(result)
+        return Schedule(self._name, inputs, len(self._numbers), steps, results)
+
+    def _wanted_parts(self, result: Any) -> list[Part]:
+        """The parts that results need, in the order of their steps."""
+        parts, part_of = self._parts.parts, self._parts.part_of
+        found: set[int] = set()
+        pending = list(_vars_in(result))
+        while pending:
+            number = part_of.get(self._position.get(pending.pop(), -1))
+            if number is not None and number not in found:
+                found.add(number)
+                pending += self._reads(parts[number])
+        return [parts[number] for number in self._parts.in_order() if number in found]
+
+    def _closed(self, part: Part) -> list[int]:
+        """A part's bindings, and those of nobody that it uses, in order."""
+        found = set(part.members)
+        pending = list(part.members)
+        while pending:
+            for var in used_vars(self._bindings[pending.pop()].value):
+                index = self._position.get(var)
+                if index is not None and index not in self._parts.part_of and index not in found:
+                    found.add(index)
+                    pending.append(index)
+        return sorted(found)
+
+    def _reads(self, part: Part) -> list[relax.Var]:
+        """The variables that a part takes from others."""
+        bindings = [self._bindings[index] for index in self._closed(part)]
+        inside = {binding.var for binding in bindings}
+        read = dict.fromkeys(var for binding in bindings for var in used_vars(binding.value))
+        # Others are symbolic sizes that kernels take as numbers.
+        return [var for var in read if var not in inside and (var in self._position or var in self._inputs)]
+
+    def _step(self, part: Part, wanted: set[relax.Var]) -> Step:
+        bindings = [self._bindings[index] for index in self._closed(part)]
+        first, reads = bindings[0], self._reads(part)
+        if len(bindings) == 1 and is_transfer(first) and isinstance(first.value.args[0], relax.Var):
+            source = self._places.device(first.value.args[0])
+            return Step(part.devices[0], self._number_each(reads), self._number_each([first.var]), source=source)
+        makes = [self._bindings[index].var for index in part.members if self._bindings[index].var in wanted]
+        gv = fresh_global_var(f"{self._name}_step", tvm.ir.Type.missing(), self._taken)
+        func, sizes = step_function(bindings, reads, makes)
+        self.functions[typed(gv, func.ty)] = func
+        return Step(
+            part.devices[0],
+            self._number_each(reads),
+            self._number_each(makes),
+            function=gv.name_hint,
+            sizes=sizes,
+            also=part.devices[1:],
+            calls=tuple(name for binding in bindings for name in _callees(binding.value)),
+        )
+
+    def _number_each(self, variables: Iterable[relax.Var]) -> tuple[int, ...]:
+        return tuple(self._numbers.setdefault(var, len(self._numbers)) for var in variables)
+
+    def _shown(self, expr: relax.Expr) -> Any:
+        """A result as variables that parameters are or parts make, in nested lists for tuples."""
+        if isinstance(expr, relax.Tuple):
+            return [self._shown(field) for field in expr.fields]
+        if not isinstance(expr, relax.Var) or not (expr in self._position or expr in self._inputs):
+            # A constant, or a symbolic size.
+            var = relax.Var(f"{self._name}_result", expr.ty)
+            self._position[var] = len(self._bindings)
+            self._parts.bind(var, expr)
+            return var
+        index = self._position.get(expr)
+        if index is None or index in self._parts.part_of:
+            return expr
+        value = self._bindings[index].value
+        if isinstance(value, (relax.Var, relax.Tuple)):
+            return self._shown(value)
+        self._parts.add(index)
+        return expr
+
+    def _number_all(self, result: Any) -> Results:
+        if isinstance(result, list):
+            return tuple(map(self._number_all, result))
+        return self._number_each([result])[0]
+
+
+def _callees(value: relax.Expr) -> Iterator[str]:
+    """What a value calls, by name: functions of the module, and packed functions."""
+    for gv in global_vars_in(value):
+        yield gv.name_hint
+    if isinstance(value, relax.Call):
+        for callee in (value.op, *value.args):
+            if isinstance(callee, relax.ExternFunc):
+                yield callee.global_symbol
+
+
+def _vars_in(result: Any) -> Iterator[relax.Var]:
+    if isinstance(result, list):
+        for part in result:
+            yield from _vars_in(part)
+    else:
+        yield result

@@ -1,0 +1,1 @@
+"""Permutations of dimensions: moved through other work until they cancel."""

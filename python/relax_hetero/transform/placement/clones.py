@@ -1,0 +1,133 @@
+"""Decide, callers first, on which devices each function is needed: one instance per distinct answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .callee_summary import Group
+from .program import CallRef, Program, Unit
+from .solve import Solution, check_rigid, is_mixed, place_part
+
+
+@dataclass(slots=True, eq=False)
+class Instance:
+    """One recursion group on given devices.
+
+    Attributes
+    ----------
+    group : Group
+    devices : list of int
+        Of every node of the group's graph.
+    names : dict
+        Of its functions: name in the source module -> name in the result.
+    first : bool
+        Whether it keeps the names; others are private clones.
+    caller : str
+        The function and variable whose call placed it, for reports; empty where nobody calls it.
+    mixed : bool
+        Whether values are used on other devices than their own.
+    """
+
+    group: Group
+    devices: list[int]
+    names: dict[str, str]
+    first: bool
+    caller: str
+    mixed: bool
+
+
+def make_instances(program: Program, groups: Sequence[Group], insert_copies: bool) -> list[list[Instance]]:
+    """The instances of every group.
+
+    A group that nobody outside calls gets one instance, its open classes placed by hints (round two) or by default.
+    The others get one per distinct set of devices that their callers ask for; the first call in module order keeps
+    the names.
+
+    Returns
+    -------
+    instances : list of list of Instance
+        By group index.
+
+    Raises
+    ------
+    PlacementError
+        If two hints meet in a part of a function that nothing else places.
+    """
+    made: list[list[Instance]] = [[] for _ in groups]
+    taken = {str(gvar.name_hint) for gvar in program.mod.functions.keys()}
+    callers = _callers(groups)
+    for group in reversed(groups):
+        requests: dict[tuple[int, ...], str] = {}
+        for unit, refs in callers[group.index]:
+            for caller in made[unit.group]:
+                for ref in refs:
+                    asked = [-1] * len(group.solution.classes)
+                    for class_index, site in ref.classes.items():
+                        asked[class_index] = caller.devices[site]
+                    requests.setdefault(tuple(asked), caller.names[unit.name])
+        if not requests:
+            requests[tuple([-1] * len(group.solution.classes))] = ""
+        by_devices: dict[tuple[int, ...], Instance] = {}
+        for key, caller_name in requests.items():
+            devices = _devices(program, group, key, insert_copies)
+            if tuple(devices) in by_devices:
+                continue
+            names = {unit.name: unit.name for unit in group.units}
+            if by_devices:
+                suffix = _suffix(program, group, devices)
+                names = {name: _unique(f"{name}_{suffix}", taken) for name in names}
+            mixed = insert_copies and is_mixed(group.graph, devices)
+            by_devices[tuple(devices)] = Instance(group, devices, names, not by_devices, caller_name, mixed)
+        made[group.index] = list(by_devices.values())
+    return made
+
+
+def instance_for(instances: Sequence[Instance], caller: Instance, classes: dict[int, int]) -> Instance:
+    """The instance that a call of `caller` needs."""
+    for instance in instances:
+        class_of = instance.group.solution.classes
+        if all(instance.devices[class_of[index][0]] == caller.devices[site] for index, site in classes.items()):
+            return instance
+    raise AssertionError("every call was asked for when instances were made")
+
+
+def _callers(groups: Sequence[Group]) -> list[list[tuple[Unit, list[CallRef]]]]:
+    """By group, the units of other groups that mention it, in module order, with their mentions in program order."""
+    found: list[dict[int, tuple[Unit, list[CallRef]]]] = [{} for _ in groups]
+    for group in groups:
+        for unit in group.units:
+            for ref in unit.calls:
+                found[ref.callee.group].setdefault(unit.index, (unit, []))[1].append(ref)
+    return [[by_unit[index] for index in sorted(by_unit)] for by_unit in found]
+
+
+def _devices(program: Program, group: Group, asked: tuple[int, ...], insert_copies: bool) -> list[int]:
+    """All nodes' devices where the callers ask for these devices of the open classes (-1: none asked)."""
+    solution: Solution = group.solution
+    devices = list(solution.devices)
+    for part, device in zip(solution.classes, asked, strict=True):
+        if device >= 0:
+            for node in part:
+                devices[node] = device
+        else:
+            placed = place_part(group.graph, part, {}, program.names, program.host, insert_copies)
+            for node, own in placed.items():
+                devices[node] = own
+    check_rigid(group.graph, devices, program.names)
+    return devices
+
+
+def _suffix(program: Program, group: Group, devices: list[int]) -> str:
+    """The devices of a clone's interface, as part of a name."""
+    used = dict.fromkeys(devices[part[0]] for part in group.solution.classes)
+    return "_".join(program.names[device].replace(":", "_") for device in used)
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    candidate, number = name, 0
+    while candidate in taken:
+        number += 1
+        candidate = f"{name}_{number}"
+    taken.add(candidate)
+    return candidate

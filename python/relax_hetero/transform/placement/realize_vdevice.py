@@ -1,0 +1,142 @@
+"""Give every value and every op its device, by DESIGN's placement rules."""
+
+from __future__ import annotations
+
+import tvm
+from tvm import relax
+from tvm.relax.utils import copy_with_new_vars
+
+from ..ir.module_attrs import is_lowered
+from .callee_summary import Group
+from .clones import Instance, instance_for, make_instances
+from .collect import collect
+from .operands import Note
+from .program import CallRef, Program, Unit
+from .recursion import recursion_groups
+from .report import PlacementEntry, PlacementReport, collect_placement, entries_of, publish
+from .rewrite import rewrite
+from .solve import solve
+from .types import on_devices
+from .verify import verify_placement
+
+__all__ = [
+    "PlacementEntry",
+    "PlacementReport",
+    "RealizeVDevice",
+    "collect_placement",
+    "realize_vdevice",
+    "verify_placement",
+]
+
+
+def RealizeVDevice(insert_copies: bool = False) -> tvm.transform.Pass:
+    """Spread devices from annotations, hints and transfers to every tensor of the module.
+
+    Before: tensors may name a vdevice, ``hint_on_device`` may say where a value belongs, the rest is free. After: every
+    parameter, binding, constant, ``out_ty`` and result names its vdevice, the very object in
+    ``mod.global_infos["vdevice"]``; hints are gone; what crosses devices is a ``to_vdevice``. A module without vdevices
+    is left as it is. Assumes A-normal form.
+
+    Parameters
+    ----------
+    insert_copies : bool
+        Whether to insert a transfer where two fixed devices meet; else that is an error.
+
+    Returns
+    -------
+    pass : tvm.transform.Pass
+
+    Raises
+    ------
+    PlacementError
+        When the pass runs: two fixed devices, or two hints, meet; a callee is not known.
+    VDeviceError
+        When the pass runs: a hint names a device the module does not have.
+    """
+
+    def apply(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        return realize_vdevice(mod, insert_copies)[0]
+
+    return tvm.transform.module_pass(apply, opt_level=0, name="RealizeVDevice")
+
+
+def realize_vdevice(mod: tvm.IRModule, insert_copies: bool = False) -> tuple[tvm.IRModule, PlacementReport]:
+    """What `RealizeVDevice` does, as a function, and its report.
+
+    Returns
+    -------
+    placed, report
+        The very module if nothing changes.
+    """
+    report = PlacementReport()
+    if is_lowered(mod):  # storage and shape heaps there have no device of their own
+        return mod, report
+    program = Program(mod)
+    if not program.vdevices:
+        return mod, report
+    groups: list[Group] = []
+    for index, units in enumerate(recursion_groups(program)):
+        graph = collect(program, units, groups)
+        groups.append(Group(index, units, graph, solve(graph, program.names, program.host, insert_copies)))
+    instances = make_instances(program, groups, insert_copies)
+    placed = _write_module(program, instances, report)
+    publish(report)
+    return placed, report
+
+
+def _write_module(program: Program, instances: list[list[Instance]], report: PlacementReport) -> tvm.IRModule:
+    mod = program.mod
+    gvars: dict[str, tvm.ir.GlobalVar] = {}
+    todo: list[tuple[Unit, Instance]] = []
+    for unit in program.units.values():
+        for instance in instances[unit.group]:
+            gvars[instance.names[unit.name]] = _global_var(program, unit, instance)
+            todo.append((unit, instance))
+    changed = False
+    functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = {}
+    written: dict[str, list[tuple[tvm.ir.GlobalVar, relax.Function]]] = {}
+    for unit, instance in todo:
+        func, notes = _write_function(program, instances, gvars, unit, instance)
+        gvar = gvars[instance.names[unit.name]]
+        changed = changed or func is not unit.func or gvar is not unit.gvar
+        if gvar is not unit.gvar:
+            relax.expr._update_type(gvar, func.ty)
+        written.setdefault(unit.name, []).append((gvar, func))
+        report.entries += entries_of(instance.names[unit.name], notes, instance, program.names)
+    if not changed:
+        return mod
+    for gvar, base_func in mod.functions.items():
+        first, *clones = written.get(str(gvar.name_hint), [(gvar, base_func)])
+        functions.update([first, *((clone, copy_with_new_vars(func)) for clone, func in clones)])
+    return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+
+
+def _global_var(program: Program, unit: Unit, instance: Instance) -> tvm.ir.GlobalVar:
+    """The old one where name and type stay, so that untouched callers stay untouched."""
+    name = instance.names[unit.name]
+    old = unit.gvar.ty
+    # BindParams leaves the variable with the parameters it bound.
+    is_current = isinstance(old, relax.FuncType) and old.params is not None and len(old.params) == len(unit.func.params)
+    same_type = is_current and old is on_devices(
+        old, unit.tree, lambda leaf: program.vdevices[instance.devices[leaf] if isinstance(leaf, int) else 0]
+    )
+    return unit.gvar if instance.first and same_type else tvm.ir.GlobalVar(name)
+
+
+def _write_function(
+    program: Program,
+    instances: list[list[Instance]],
+    gvars: dict[str, tvm.ir.GlobalVar],
+    unit: Unit,
+    instance: Instance,
+) -> tuple[relax.Function, list[Note]]:
+    def callee(ref: CallRef) -> tvm.ir.GlobalVar:
+        if ref.callee.group == unit.group:
+            return gvars[instance.names[ref.callee.name]]
+        called = instance_for(instances[ref.callee.group], instance, ref.classes)
+        return gvars[called.names[ref.callee.name]]
+
+    func, notes = rewrite(program, unit, instance, callee)
+    if not instance.first:
+        func = func.without_attr("global_symbol")
+    return func, notes

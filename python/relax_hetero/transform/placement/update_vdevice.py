@@ -1,0 +1,182 @@
+"""Change a module's vdevices, and everything that refers to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import tvm
+import tvm_ffi
+from tvm import relax
+from tvm.relax import VDevice
+from tvm.relax.expr import _update_type
+from tvm.relax.op.op_attrs import HintOnDeviceAttrs
+
+from ...errors import VDeviceError
+from ...op.hints import decode_hint, encode_hint
+from ...target.vdevice import device_name, vdevice_index, vdevices_of, with_vdevices
+from ..ir.module_attrs import PLACEMENT, placement_report
+from ..ir.rewriting import copy_module
+from .vdevice_uses import first_use, follow_targets
+
+# An old vdevice to the new one; None where it has no successor.
+Successor: TypeAlias = Callable[[VDevice], "VDevice | None"]
+
+
+def UpdateVDevice(new_vdevice: VDevice | Sequence[VDevice], index: int | None = None) -> tvm.transform.Pass:
+    """Replace a vdevice of the module, append one, or reset the list.
+
+    With an `index` the vdevice there is replaced, without one `new_vdevice` is appended, and a list takes the place of
+    the whole list, each old vdevice being succeeded by the new one at its position. Types of parameters, bindings,
+    constants and returns, types inside tuples, functions and ``out_ty``, the targets of ``to_vdevice``, hints, and the
+    ``target`` of PrimFuncs follow. The input module is not changed. Afterwards every reference to a vdevice is the very
+    object in ``mod.global_infos["vdevice"]``.
+
+    Parameters
+    ----------
+    new_vdevice : VDevice, or sequence of VDevice
+    index : int, optional
+        Position in the module's list of the vdevice to replace.
+
+    Returns
+    -------
+    pass : tvm.transform.Pass
+
+    Raises
+    ------
+    VDeviceError
+        At once, if the arguments are of the wrong kind. When the pass runs, if `index` is out of range, or a vdevice
+        that is used has no successor; the message names the function and variable that use it.
+    """
+    _check_arguments(new_vdevice, index)
+
+    def apply(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        return update_vdevices(mod, new_vdevice, index)
+
+    return tvm.transform.module_pass(apply, opt_level=0, name="UpdateVDevice")
+
+
+def update_vdevices(
+    mod: tvm.IRModule, new_vdevice: VDevice | Sequence[VDevice], index: int | None = None
+) -> tvm.IRModule:
+    """What `UpdateVDevice` does, as a function."""
+    _check_arguments(new_vdevice, index)
+    old = vdevices_of(mod)
+    new = _new_list(old, new_vdevice, index)
+
+    def successor(vdevice: VDevice) -> VDevice | None:
+        known = _position(vdevice, old)
+        if known is not None:
+            return new[known] if known < len(new) else None
+        # A type that holds a vdevice of no list: TVM compares by identity, so it may be a copy of what is new.
+        copied = _position(vdevice, new)
+        return None if copied is None else new[copied]
+
+    if placement_report(mod) is not None:  # it names the old devices
+        mod = mod.without_attr(PLACEMENT)
+    updated = _map_references(mod, successor, old, new)
+    return with_vdevices(follow_targets(updated, mod, old, new), new)
+
+
+def _check_arguments(new_vdevice: VDevice | Sequence[VDevice], index: int | None) -> None:
+    if isinstance(new_vdevice, VDevice):
+        if index is not None and (isinstance(index, bool) or not isinstance(index, int)):
+            raise VDeviceError(f"UpdateVDevice: index must be an int, got {index!r}")
+        return
+    if not isinstance(new_vdevice, (list, tuple)) or not all(isinstance(entry, VDevice) for entry in new_vdevice):
+        raise VDeviceError(f"UpdateVDevice needs a VDevice or a list of them, got {new_vdevice!r}")
+    if index is not None:
+        raise VDeviceError(f"UpdateVDevice: a list resets all vdevices, so it takes no index (got {index})")
+
+
+def _new_list(old: list[VDevice], new_vdevice: VDevice | Sequence[VDevice], index: int | None) -> list[VDevice]:
+    if not isinstance(new_vdevice, VDevice):
+        return list(new_vdevice)
+    if index is None:
+        return [*old, new_vdevice]
+    if not 0 <= index < len(old):
+        raise VDeviceError(f"UpdateVDevice: index {index} is out of range, the module has {len(old)} vdevices")
+    return [*old[:index], new_vdevice, *old[index + 1 :]]
+
+
+def _position(vdevice: VDevice, vdevices: Sequence[VDevice]) -> int | None:
+    try:
+        return vdevice_index(vdevice, vdevices)
+    except VDeviceError:
+        return None
+
+
+def _map_references(
+    mod: tvm.IRModule, successor: Successor, old: Sequence[VDevice], new: Sequence[VDevice]
+) -> tvm.IRModule:
+    """The module with every reference to a vdevice mapped; its own list stays the old one."""
+    # Keyed by address; holding the old vdevice keeps the address from being used again.
+    mapped: dict[int, tuple[VDevice, VDevice | None]] = {}
+    lost_hints: list[tvm.ir.Attrs] = []
+
+    def map_vdevice(vdevice: VDevice) -> VDevice:
+        key = vdevice.__chandle__()
+        if key not in mapped:
+            mapped[key] = (vdevice, successor(vdevice))
+        return mapped[key][1] or vdevice
+
+    def map_attrs(attrs: tvm.ir.Attrs) -> tvm.ir.Attrs:
+        if not isinstance(attrs, HintOnDeviceAttrs):
+            return tvm_ffi.structural_map(attrs, (VDevice, map_vdevice))
+        try:
+            hinted = successor(decode_hint(attrs, old))
+        except VDeviceError:
+            return attrs  # it names no old vdevice, perhaps it will name a new one
+        if hinted is None:
+            lost_hints.append(attrs)
+            return attrs
+        return encode_hint(_ANY_TENSOR, hinted, new).attrs
+
+    def map_call(call: relax.Call) -> relax.Call:
+        # TVM's structural walk visits all of a call but its attributes.
+        attrs = None if call.attrs is None else map_attrs(call.attrs)
+        if attrs is None or tvm_ffi.Object.same_as(attrs, call.attrs):
+            return call
+        return relax.Call(call.op, call.args, attrs, call.ty_args, call.span, call.ty)
+
+    # The walk keeps a function's own variable, and with it a type that would be stale.
+    gvars = {
+        gvar.name_hint: _with_type(gvar, tvm_ffi.structural_map(gvar.ty, (VDevice, map_vdevice)))
+        for gvar in mod.get_global_vars()
+    }
+    callbacks = [
+        (VDevice, map_vdevice),
+        (relax.Call, map_call),
+        (tvm.ir.GlobalVar, lambda gvar: gvars.get(gvar.name_hint, gvar)),
+    ]
+    functions = {gvars[gvar.name_hint]: tvm_ffi.structural_map(func, callbacks) for gvar, func in mod.functions.items()}
+    lost = [before for before, after in mapped.values() if after is None] + lost_hints
+    if lost:
+        raise VDeviceError(_describe_lost(mod, lost[0], old, new))
+    return copy_module(mod, functions)
+
+
+def _with_type(gvar: tvm.ir.GlobalVar, ty: tvm.ir.Type) -> tvm.ir.GlobalVar:
+    """`gvar` if that is its type already, else a new one (the old module keeps its own)."""
+    if tvm_ffi.Object.same_as(ty, gvar.ty):
+        return gvar
+    typed = tvm.ir.GlobalVar(gvar.name_hint)
+    _update_type(typed, ty)
+    return typed
+
+
+def _describe_lost(
+    mod: tvm.IRModule, lost: VDevice | HintOnDeviceAttrs, old: Sequence[VDevice], new: Sequence[VDevice]
+) -> str:
+    vdevice = lost if isinstance(lost, VDevice) else decode_hint(lost, old)
+    position = _position(vdevice, old)
+    name = "a vdevice that the module does not list" if position is None else device_name(vdevice, old)
+    names = ", ".join(device_name(entry, new) for entry in new) or "nothing"
+    return (
+        f"UpdateVDevice: {name} ({vdevice.target}, vdevice_id={vdevice.vdevice_id}) has no successor, "
+        f"but {first_use(mod, lost)} uses it; the new list is {names}"
+    )
+
+
+# Hint attributes are made through the operator, which wants an operand.
+_ANY_TENSOR = relax.Var("x", relax.TensorType(ndim=-1))

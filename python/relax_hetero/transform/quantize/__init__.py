@@ -1,0 +1,1 @@
+"""Quantized and low-precision arithmetic: what is computed in which element type."""

@@ -1,0 +1,170 @@
+"""Which products of a function are computed in low precision, and which values are carried in it.
+
+A value is carried if a product reads it, or an op that only moves elements to where one does. An elementwise op whose
+result is carried wants those of its operands carried that were moved to it, since these are stored; averages and
+resized images want theirs. What comes between two products in one kernel is in no memory and stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+
+import tvm
+from tvm import relax
+
+from ..ir.blocks import used_vars
+from ..ir.name_filter import KeptNames, kept_call
+from ..ir.op_names import CAST
+from ..ir.relax_expressions import to_expression
+from ..ir.rewriting import handle, is_tensor_constant, op_name
+from .precision_rules import MOVING, PRODUCTS, READ_EXACTLY, STORED_ANYWAY, is_product, is_wide, low_constant
+
+_DEQUANTIZING = ("relax.multiply", "relax.divide", "relax.subtract", CAST)
+_BYTES = ("int8", "uint8")
+_BLOCKS = "relax.hetero.dequantize_blocks"
+
+
+class LowValues:
+    """The decisions for one function.
+
+    Parameters
+    ----------
+    func : relax.Function
+    dtype : str
+        The low type.
+    kept : KeptNames
+
+    Attributes
+    ----------
+    carried : set of relax.Var
+        Values that exist in low precision; all that reads them reads them so, but for results of norms and their kin.
+    products : set of relax.Var
+        Results of products in low precision.
+    ends : set of relax.Var
+        What the function, its branches and local functions end with: it keeps its type.
+    """
+
+    def __init__(self, func: relax.Function, dtype: str, kept: KeptNames) -> None:
+        self.carried: set[relax.Var] = set()
+        self.products: set[relax.Var] = set()
+        rounded = cache(lambda key: low_constant(self._constants[key], dtype))
+        self._constants: dict[int, tvm.ir.GenericConst] = {}
+        self._rounded: Callable[[int], tvm.ir.GenericConst | None] = rounded
+        self._kept = kept
+        self._bindings = list(_in_order(func.body))
+        self._definitions = {binding.var: binding.value for binding in self._bindings}
+        self.ends = {var for sequence in [func.body, *_inside(self._bindings)] for var in used_vars(sequence.body)}
+        self._find_products()
+        for binding in reversed(self._bindings):
+            self._ask(binding)
+        for binding in self._bindings:
+            self._follow(binding)
+
+    def constant(self, constant: tvm.ir.GenericConst) -> tvm.ir.GenericConst | None:
+        """A constant rounded; None for one that has a number beyond the range of the low type."""
+        key = handle(constant)
+        self._constants[key] = constant
+        return self._rounded(key)
+
+    def is_moved(self, var: relax.Var) -> bool:
+        """Whether a value is elements of others, so that it can be made of these in low precision."""
+        value = self._definitions.get(var)
+        if value is None or not is_wide(var.ty) or kept_call(self._kept, var, value):
+            return False
+        if isinstance(value, relax.TupleGetItem):
+            return isinstance(value.tuple_value, relax.Var) and self.is_moved(value.tuple_value)
+        if isinstance(value, relax.Var):
+            return True
+        return isinstance(value, relax.Tuple) or op_name(value) in MOVING
+
+    def is_rounded(self, var: relax.Var) -> bool:
+        """Whether all that reads a value reads it rounded: one that is carried, made here, and not by a norm."""
+        is_made_here = var in self.carried and var in self._definitions
+        return is_made_here and op_name(self._definitions[var]) not in READ_EXACTLY
+
+    def _find_products(self) -> None:
+        """Forward: products whose operands fit into the low type and are not integers in disguise."""
+        unfit: set[relax.Var] = set()
+        for binding in self._bindings:
+            var, value = binding.var, binding.value
+            name = op_name(value)
+            if name not in PRODUCTS and not self.is_moved(var):
+                continue
+            if any(arg in unfit or self._is_beyond(arg) for arg in _tensors(value)):
+                unfit.add(var)
+            elif name in PRODUCTS and is_product(value) and not kept_call(self._kept, var, value):
+                if not any(self._is_of_bytes(arg) for arg in value.args):
+                    self.products.add(var)
+
+    def _is_beyond(self, expr: relax.Expr) -> bool:
+        return is_tensor_constant(expr) and is_wide(expr.ty) and self.constant(expr) is None
+
+    def _is_of_bytes(self, expr: relax.Expr) -> bool:
+        """Whether an operand is dequantized: its product is one of integers, or of weights that stay narrow."""
+        value = self._definitions.get(expr, expr) if isinstance(expr, relax.Var) else expr
+        while op_name(value) in MOVING or op_name(value) in _DEQUANTIZING:
+            if str(getattr(value.args[0].ty, "dtype", "")) in _BYTES:
+                return True
+            value = self._definitions.get(value.args[0], None) if isinstance(value.args[0], relax.Var) else None
+        return op_name(value) == _BLOCKS
+
+    def _ask(self, binding: relax.Binding) -> None:
+        """Backward: what a binding reads becomes carried where its result, or its op, wants that."""
+        var, value = binding.var, binding.value
+        if var in self.products:
+            self._carry(value.args[: PRODUCTS[op_name(value)]])  # type: ignore[index]
+        elif var not in self.carried:
+            return
+        elif self.is_moved(var):
+            self._carry(_tensors(value))
+        elif kept_call(self._kept, var, value):
+            return
+        elif op_name(value) in STORED_ANYWAY:
+            self._carry(value.args[:1])
+        elif isinstance(value, relax.Call) and to_expression(value) is not None:
+            self._carry([arg for arg in value.args if isinstance(arg, relax.Var) and self.is_moved(arg)])
+
+    def _follow(self, binding: relax.Binding) -> None:
+        """Forward: what is moved of values that all are carried is carried, unless something ends with it."""
+        var = binding.var
+        if var not in self.ends and self.is_moved(var) and all(map(self.is_rounded, _tensors(binding.value))):
+            self._carry([var])
+
+    def _carry(self, operands: list[relax.Expr]) -> None:
+        for operand in operands:
+            if isinstance(operand, relax.Var) and is_wide(operand.ty) and not self._kept.has(operand.name):
+                self.carried.add(operand)
+
+
+def _in_order(expr: relax.Expr) -> Iterator[relax.Binding]:
+    """Every binding in program order, those of branches and local functions before the one that holds them."""
+    if isinstance(expr, relax.SeqExpr):
+        for block in expr.blocks:
+            for binding in block.bindings:
+                value = binding.value
+                for sequence in _inner(value):
+                    yield from _in_order(sequence)
+                yield binding
+
+
+def _inside(bindings: list[relax.Binding]) -> list[relax.SeqExpr]:
+    return [sequence for binding in bindings for sequence in _inner(binding.value)]
+
+
+def _inner(value: relax.Expr) -> list[relax.SeqExpr]:
+    """The sequences inside a value."""
+    if isinstance(value, relax.If):
+        return [value.true_branch, value.false_branch]
+    return [value.body] if isinstance(value, relax.Function) else []
+
+
+def _tensors(value: relax.Expr) -> list[relax.Expr]:
+    """What a value is made of, tuples flattened."""
+    if isinstance(value, relax.Call):
+        return [tensor for arg in value.args for tensor in _tensors(arg)]
+    if isinstance(value, relax.Tuple):
+        return [tensor for field in value.fields for tensor in _tensors(field)]
+    if isinstance(value, relax.TupleGetItem):
+        return [value.tuple_value]
+    return [value] if isinstance(value, relax.Var) or is_tensor_constant(value) else []

@@ -1,0 +1,209 @@
+"""ToMixedPrecision: products in bfloat16 or float16 with sums in float32; everything else stays in float32.
+
+Before::
+
+    a = R.add(R.matmul(x, w0), b0)                       # w0, w1: constants
+    y = R.matmul(R.nn.gelu(a), w1)
+    z = R.nn.layer_norm(R.add(y, x), gamma, beta, axes=[-1])
+
+After::
+
+    x_bfloat16 = R.astype(x, "bfloat16")
+    a = R.add(R.matmul(x_bfloat16, w0 in bfloat16, out_dtype="float32"), b0)
+    g_bfloat16 = R.astype(R.nn.gelu(a), "bfloat16")
+    y = R.matmul(g_bfloat16, w1 in bfloat16, out_dtype="float32")
+    z = R.nn.layer_norm(R.add(y, x), gamma, beta, axes=[-1])
+
+What is rounded, and where, says `low_precision_values`; what each op does with what is rounded, `precision_rules`. A
+value that is carried in low precision is rounded once, where it is made, and all that reads it reads it rounded: what
+works in float32 widens it again, which is exact and no work of its own in a kernel. Only the results of norms,
+softmax and reductions are read as they are. Ops that only move elements move rounded ones. Parameters, and what a
+function returns, keep their types.
+
+TVM's pass of this name makes float16 only, of what is in dataflow blocks, rounds every product where it is made, before
+bias and activation, lets elementwise work follow in float16, and keeps nothing that a user wants kept.
+
+The casts are plain ones: the kernels of products, rows and attention take them in when the module is compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tvm
+from tvm import relax
+
+from ...errors import BuildError
+from ..ir.blocks import Emitter, renamed, used_vars
+from ..ir.name_filter import KeptNames
+from ..ir.rewriting import is_tensor_constant, op_name, relax_functions, typed, with_body, with_functions
+from ..simplify.simplify_convolutions import simplify_convolutions
+from .low_precision_values import LowValues
+from .precision_rules import LOW_TYPES, PRODUCTS, WIDE_TYPE, is_wide, low_product, with_dtype
+
+
+def ToMixedPrecision(dtype: str, keep: Sequence[str] = ()) -> tvm.transform.Pass:
+    """Compute matrix products, convolutions and attention in low precision, with sums in float32.
+
+    Norms, softmax, reductions and elementwise work stay in float32, and so do products of fewer than 8 terms, those of
+    dequantized integers, and with weights that the low type cannot hold. Constant weights are rounded here; those that
+    `rh.compile` binds, when it does. Signatures of functions stay as they are. Convolutions are simplified first
+    (`SimplifyConvolutions`), so that batch norms are folded in single precision. Run it before `rh.compile`.
+
+    Activations beyond 65,504 are infinite in float16: keep what makes them, or take bfloat16.
+
+    Parameters
+    ----------
+    dtype : str
+        "bfloat16" or "float16".
+    keep : sequence of str
+        What stays in float32: names of ops (``"relax.matmul"``, or ``"matmul"``) and of variables, which are computed
+        in float32 and not rounded but for products that read them, and names of functions, which stay as they are.
+        ``*`` stands for any letters.
+
+    Returns
+    -------
+    tvm.transform.Pass
+
+    Raises
+    ------
+    BuildError
+        For another element type; when it runs, for a name in `keep` that the module does not have.
+    """
+    if dtype not in LOW_TYPES:
+        raise BuildError(f"ToMixedPrecision: found element type {dtype!r}, expected one of {LOW_TYPES}")
+
+    @tvm.transform.module_pass(opt_level=0, name="ToMixedPrecision")
+    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        return to_mixed_precision(mod, dtype, keep)
+
+    return run
+
+
+def to_mixed_precision(mod: tvm.IRModule, dtype: str, keep: Sequence[str] = ()) -> tvm.IRModule:
+    """See `ToMixedPrecision`; the very module where there is nothing to do."""
+    kept = KeptNames(mod, keep, "ToMixedPrecision")
+    mod = simplify_convolutions(mod)
+    functions = {gv: func for gv, func in relax_functions(mod) if not kept.has(gv.name_hint)}
+    return with_functions(mod, {gv: _rewritten(func, dtype, kept) for gv, func in functions.items()})
+
+
+def _rewritten(func: relax.Function, dtype: str, kept: KeptNames) -> relax.Function:
+    low = LowValues(func, dtype, kept)
+    return with_body(func, _Writer(low, dtype).sequence(func.body)) if low.products else func
+
+
+class _Writer:
+    """Writes one function anew, with the decisions of `LowValues`."""
+
+    def __init__(self, low: LowValues, dtype: str) -> None:
+        self._low, self._dtype = low, dtype
+        self._instead: dict[relax.Var, relax.Var] = {}
+        """What is in the place of variables that exist in low precision only."""
+        self._rounded: dict[relax.Var, relax.Var] = {}
+        """Variables rounded beside, those of this block and of sequences around it."""
+        self._out = Emitter(is_dataflow=False)
+
+    def sequence(self, expr: relax.SeqExpr) -> relax.SeqExpr:
+        """A sequence rewritten."""
+        out, around = self._out, self._rounded
+        blocks = []
+        for block in expr.blocks:
+            self._out, self._rounded = Emitter(isinstance(block, relax.DataflowBlock)), dict(around)
+            for binding in block.bindings:
+                self._write(binding)
+            blocks.append(type(block)(self._out.bindings, block.span))
+        self._out, self._rounded = out, around
+        return typed(relax.SeqExpr(blocks, expr.body, expr.span), expr.ty)
+
+    def _write(self, binding: relax.Binding) -> None:
+        var, value = binding.var, binding.value
+        if var in self._low.products:
+            self._write_product(var, value)
+        elif var in self._low.carried and self._low.is_moved(var):
+            self._write_moved(binding)
+        elif isinstance(value, (relax.If, relax.Function)):
+            self._out.bindings.append(relax.VarBinding(var, self._nested(value), binding.span))
+        else:
+            self._out.bindings.append(renamed(binding, self._widened(value)))
+            if var in self._low.carried and isinstance(var.ty, relax.TensorType):
+                self._narrow(var)
+
+    def _nested(self, value: relax.If | relax.Function) -> relax.Expr:
+        if isinstance(value, relax.Function):
+            return with_body(value, self.sequence(value.body))
+        then, other = self.sequence(value.true_branch), self.sequence(value.false_branch)
+        return typed(relax.If(value.cond, then, other, value.span), value.ty)
+
+    def _write_product(self, var: relax.Var, call: relax.Call) -> None:
+        count = PRODUCTS[op_name(call) or ""]
+        names = self._widened(relax.Tuple(call.args[count:]))
+        rest = [names.get(arg, arg) if isinstance(arg, relax.Var) else arg for arg in call.args[count:]]
+        product, ty = low_product(call, [*map(self._narrow, call.args[:count]), *rest], self._dtype)
+        if not is_wide(ty):
+            self._define_low(var, product, ty)
+            return
+        self._out.bind(var, typed(product, ty))
+        if var in self._low.carried:
+            self._narrow(var)
+
+    def _write_moved(self, binding: relax.Binding) -> None:
+        var, value = binding.var, binding.value
+        if isinstance(value, relax.Call):
+            args = [self._narrow(arg) if is_wide(arg.ty) else arg for arg in value.args]
+            value = relax.Call(value.op, args, value.attrs, value.ty_args, value.span)
+        elif isinstance(value, relax.TupleGetItem):
+            value = relax.TupleGetItem(self._narrow(value.tuple_value), value.index)
+        else:
+            value = self._narrow(value)
+        self._define_low(var, value, with_dtype(var.ty, self._dtype), isinstance(binding, relax.MatchCast))
+
+    def _define_low(self, var: relax.Var, value: relax.Expr, ty: tvm.ir.Type, is_match: bool = False) -> None:
+        """Bind what exists in low precision only; where something ends with it, that is widened."""
+        new = type(var)(f"{var.name}_{self._dtype}", ty)
+        if is_match:
+            self._out.bindings.append(relax.MatchCast(new, value, ty))
+        else:
+            self._out.bind(new, typed(value, ty) if isinstance(value, relax.Call) else value)
+        self._instead[var] = new
+        if var in self._low.ends:
+            self._out.bind(var, self._cast(new, WIDE_TYPE))
+
+    def _narrow(self, expr: relax.Expr) -> relax.Expr:
+        """An operand in low precision: rounded once in a block, constants at compile time."""
+        if isinstance(expr, relax.Tuple):
+            return relax.Tuple([self._narrow(field) for field in expr.fields])
+        if is_tensor_constant(expr):
+            return self._low.constant(expr)
+        if expr in self._instead:
+            return self._instead[expr]
+        if expr not in self._rounded:
+            self._rounded[expr] = self._bound(self._cast(expr, self._dtype), f"{expr.name}_{self._dtype}")
+        return self._rounded[expr]
+
+    def _widened(self, value: relax.Expr) -> dict[relax.Var, relax.Expr]:
+        """For variables that a value uses: what exists in low precision, widened, for it alone.
+
+        An op reads a value that is carried as all do; what is no op, or knows no numbers, reads what there is.
+        """
+        names: dict[relax.Var, relax.Expr] = {}
+        for var in used_vars(value):
+            if var in self._instead or (op_name(value) and self._low.is_rounded(var)):
+                low = self._narrow(var)
+                names[var] = self._bound(self._cast(low, WIDE_TYPE), f"{var.name}_{WIDE_TYPE}")
+        return names
+
+    def _cast(self, var: relax.Var, dtype: str) -> relax.Expr:
+        """A tensor, or a tuple of tensors, as another element type."""
+        if isinstance(var.ty, relax.TensorType):
+            return typed(relax.op.astype(var, dtype), with_dtype(var.ty, dtype))
+        items = [
+            self._bound(relax.TupleGetItem(var, index), f"{var.name}_{index}") for index in range(len(var.ty.fields))
+        ]
+        return relax.Tuple([self._bound(self._cast(item, dtype), f"{item.name}_{dtype}") for item in items])
+
+    def _bound(self, value: relax.Expr, name: str) -> relax.Var:
+        """A new variable for a value that has its type."""
+        var = (relax.DataflowVar if self._out.is_dataflow else relax.Var)(name, value.ty)
+        self._out.bind(var, value)
+        return var

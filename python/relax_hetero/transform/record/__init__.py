@@ -1,0 +1,1 @@
+"""Runs of kernels become command buffers."""

@@ -1,0 +1,174 @@
+"""FormCommandBuffers: runs of kernels on one device become one host function, which calls them one after the other.
+
+Before::
+
+    lv = R.call_tir(cls.scale, (x, w), out_ty=R.Tensor((4,), "float32", "llvm:0"))
+    gv = R.call_tir(cls.shift, (lv,), out_ty=R.Tensor((4,), "float32", "llvm:0"))
+
+After::
+
+    buffer = R.call_tir(cls.main_commands, (x, w), out_ty=[R.Tensor((4,), "float32", "llvm:0"),
+                                                           R.Tensor((64,), "uint8", "llvm:0")])   # gv, and the arena
+    gv = buffer[0]
+
+`main_commands` is a PrimFunc with a target like any other. It takes what the run reads and nothing else gives, what
+others read of the run, and an arena, where the run's transient values lie by lifetime; the kernels become plain
+functions of pointers (`tir.core.raw_kernel`). Control flow, transfers of what the run made, work on another device and
+calls of unknown functions end a run (`command_regions`). The module stays one that stock TVM can build.
+
+What each buffer does stands in the module's attributes, as data (`artifact.commands.RegionSpec`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import tvm
+from tvm import relax, tirx
+from tvm_ffi import structural_walk
+
+from ...artifact.commands import SingleCall
+from ...target.vdevice import vdevices_of
+from ...tir.core.raw_kernel import RawSignature, raw_kernel
+from ..dispatch.bind_targets import bind_targets
+from ..dispatch.form_dispatches import is_formed
+from ..ir.blocks import Block, Rewrite, rewrite_function, without_unused
+from ..ir.module_attrs import COMMANDS, is_lowered
+from ..ir.op_names import RESHAPE
+from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions, typed
+from ..ir.root_blocks import with_root_blocks
+from .command_regions import Run, RunFinder
+from .donated import DonatedVariables
+from .outline_run import RunRecorder
+from .region_attrs import kernel_specs, region_spec, with_kernel, with_region, with_single_calls
+from .region_diagnostics import single_calls, why_ended
+from .region_ir import Recorded
+
+
+def FormCommandBuffers(apart: bool = False) -> tvm.transform.Pass:
+    """Outline runs of kernels as command buffers.
+
+    Parameters
+    ----------
+    apart : bool
+        Whether kernels of llvm devices will be compiled apart from the host function, as ``rh.compile`` does. Only
+        then kernels with temporaries in TVM's workspace join, which stock TVM cannot build.
+
+    Returns
+    -------
+    tvm.transform.Pass
+        A module that needs FormDispatches first is returned as it is, and so is a lowered one, and one whose runs are
+        outlined.
+    """
+
+    @tvm.transform.module_pass(opt_level=0, name="FormCommandBuffers")
+    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        return form_command_buffers(mod, apart)
+
+    return run
+
+
+def form_command_buffers(mod: tvm.IRModule, apart: bool = False) -> tvm.IRModule:
+    """See the module's docstring."""
+    if is_lowered(mod) or not vdevices_of(mod) or any(COMMANDS in func.attrs for func in mod.functions.values()):
+        return mod
+    bound = mod if all(map(_has_target, mod.functions.values())) else bind_targets(mod)
+    if not is_formed(bound):  # FormDispatches would fuse buffers with what it has yet to make kernels of
+        return mod
+    # Views must be seen as such: a reshape that is a kernel copies.
+    former = _Former(relax.transform.RewriteDataflowReshape()(with_root_blocks(bound)), apart)
+    functions = {
+        gv: rewrite_function(func, former.in_function(gv.name_hint, func)) for gv, func in relax_functions(former.mod)
+    }
+    return former.finish(functions) if former.recorded else mod
+
+
+class _Former:
+    """Collects the command buffers of a module."""
+
+    def __init__(self, mod: tvm.IRModule, apart: bool) -> None:
+        self.mod = mod
+        self.recorded: list[Recorded] = []
+        self.single: list[SingleCall] = []
+        self._finder = RunFinder(mod, apart)
+        self._taken = self._finder.calls.taken
+
+    def in_function(self, name: str, func: relax.Function) -> Rewrite:
+        """What rewrites the blocks of a function."""
+        variables = DonatedVariables(func)
+
+        def rewrite(block: Block) -> list[relax.Binding] | None:
+            free = variables.of(block)
+            order = self._finder.cut(block, free)
+            self.single += single_calls(name, block, order, self._finder.calls)
+            if not any(isinstance(item, Run) for item in order):
+                return None
+            stay = {block.bindings[item].var for item in order if not isinstance(item, Run)}
+            bindings: list[relax.Binding] = []
+            for item in order:
+                if isinstance(item, Run):
+                    recorder = RunRecorder(block, item, stay, self._finder.calls, free)
+                    bindings += self._outlined(name, recorder, why_ended(block, item))
+                else:
+                    bindings.append(block.bindings[item])
+            # Views of what a buffer reads are of no use any more: it takes the tensor itself.
+            return without_unused(bindings, block, _is_view)
+
+        return rewrite
+
+    def _outlined(self, function: str, recorder: RunRecorder, ended: str) -> list[relax.Binding]:
+        gv = fresh_global_var(f"{function}_commands", tvm.ir.Type.missing(), self._taken)
+        recorded, bindings = recorder.record(function, gv)
+        recorded.ended = ended
+        if bindings:
+            self.recorded.append(recorded)
+        return bindings
+
+    def finish(self, functions: Mapping[tvm.ir.GlobalVar, relax.Function]) -> tvm.IRModule:
+        """The module with its command buffers; kernels that nobody else calls are raw ones only."""
+        kernels = {**dict(self.mod.functions.items()), **self._finder.calls.functions}
+        result = {**dict(self.mod.functions.items()), **functions}
+        called = _called(result.values())
+        replaced: dict[tvm.ir.GlobalVar, tvm.ir.GlobalVar] = {}
+        signatures: dict[tvm.ir.GlobalVar, RawSignature] = {}
+        for kernel in dict.fromkeys(gv for recorded in self.recorded for gv in recorded.kernels):
+            func = kernels[kernel]
+            stays = kernel.name_hint in called or "global_symbol" in func.attrs
+            raw = fresh_global_var(f"{kernel.name_hint}_raw", kernel.ty, self._taken) if stays else kernel
+            replaced[kernel] = raw
+            signature = self._finder.calls.signature(kernel)
+            assert signature is not None, f"{kernel.name_hint} is no kernel of a run"
+            result[raw] = raw_kernel(func, signature)
+            signatures[kernel] = signature
+        for kernel in self._finder.calls.replaced:
+            is_kept = kernel in replaced or kernel.name_hint in called or "global_symbol" in kernels[kernel].attrs
+            if not is_kept:
+                del result[kernel]
+        vdevices = vdevices_of(self.mod)
+        for recorded in self.recorded:
+            host = with_region(recorded.host_function(replaced), region_spec(recorded, vdevices))
+            result[typed(recorded.gv, host.ty)] = host
+            for kernel, spec in kernel_specs(recorded, kernels, signatures, vdevices).items():
+                raw = replaced[kernel]
+                result[raw] = with_kernel(result[raw], spec, raw.name_hint)
+        return with_single_calls(copy_module(self.mod, result), self.single)
+
+
+def _has_target(func: tvm.ir.BaseFunc) -> bool:
+    return not isinstance(func, tirx.PrimFunc) or "target" in func.attrs
+
+
+def _is_view(value: relax.Expr) -> bool:
+    return isinstance(value, relax.Var) or op_name(value) == RESHAPE
+
+
+def _called(functions: Iterable[tvm.ir.BaseFunc]) -> set[str]:
+    """The names of functions that others refer to: by variable, or as PrimFuncs may, by name."""
+    found: set[str] = set()
+    seen = [
+        (tvm.ir.GlobalVar, lambda gv: found.add(gv.name_hint)),
+        (tvm.ir.StringImm, lambda text: found.add(text.value)),
+    ]
+    for func in functions:
+        structural_walk(func.body, seen)
+    return found

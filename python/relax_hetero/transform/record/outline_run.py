@@ -1,0 +1,187 @@
+"""A run of kernels becomes a command buffer: what it reads and gives, where its transient values lie, its commands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from typing import Any
+
+import tvm
+from tvm import relax, tirx
+
+from ...artifact.commands import READ, READ_WRITE, WRITE
+from ..ir.blocks import Block, same_shape
+from ..ir.extents import known_extents
+from ..ir.rewriting import typed
+from .command_regions import Run, is_view
+from .kernel_calls import KernelCall, KernelCalls
+from .plan_arena import Lifetime, plan_arena
+from .region_ir import Recorded, Step, Value
+from .take_operands import Draft, take_operands
+
+
+class RunRecorder:
+    """Records one run of a block.
+
+    Parameters
+    ----------
+    block : Block
+    run : Run
+        Of the block.
+    stay : set of relax.Var
+        The variables of the block that are bound outside of any run.
+    kernels : KernelCalls
+    free : set of relax.Var
+        Variables that only this block uses, and that may be overwritten where nothing reads them later.
+    """
+
+    def __init__(
+        self, block: Block, run: Run, stay: Set[relax.Var], kernels: KernelCalls, free: Set[relax.Var] = frozenset()
+    ) -> None:
+        self._block, self._run, self._stay, self._kernels, self._free = block, run, stay, kernels, free
+        self._members = set(run.members)
+        self._made: dict[relax.Var, list[Value]] = {}
+        self._values: list[Value] = []
+        self._inputs: dict[relax.Var, Value] = {}
+        self._constants: dict[tvm.ir.GenericConst, Value] = {}
+        self._drafts: list[Draft] = []
+
+    def record(self, function: str, gv: tvm.ir.GlobalVar) -> tuple[Recorded, list[relax.Binding]]:
+        """The command buffer, to be called `gv`, and the bindings in the run's place: none if no one reads it."""
+        for index in self._run.members:
+            var = self._block.bindings[index].var
+            call = self._run.calls.get(index)
+            self._made[var] = self._viewed(self._block.definitions[var]) if call is None else self._step(var, call)
+            if self._is_wanted(var):
+                for value in self._made[var]:
+                    value.is_result = True
+        steps = self._steps()
+        arena = self._placed()
+        inputs, constants = list(self._inputs.values()), list(self._constants.values())
+        results = [value for value in self._values if value.is_result and value.home not in inputs]
+        recorded = Recorded(gv, function, self._run.vdevice, inputs, constants, results, [], arena, steps)
+        said = {e for v in (*inputs, *constants, *results) for e in v.shape if isinstance(e, tirx.Var)}
+        recorded.numbers = [symbol for symbol in recorded.symbols() if symbol not in said]
+        return recorded, self._bindings(recorded)
+
+    def _steps(self) -> list[Step]:
+        """The calls as they will be made, results over operands where they may be."""
+        free = [value for var, value in self._inputs.items() if var in self._free and self._is_mine(var)]
+        taken = take_operands(self._drafts, self._kernels.ties, self._values, free)
+        for draft in taken:
+            ((number, operand),) = draft.over.items()
+            draft.kernel = self._kernels.in_place(draft.kernel, (operand, len(draft.reads) + number))
+        steps = []
+        for draft in self._drafts:
+            access = [READ_WRITE if i in draft.over.values() else READ for i in range(len(draft.reads))]
+            made = [value for i, value in enumerate(draft.makes) if i not in draft.over]
+            operands, all_access = (*draft.reads, *made), (*access, *[WRITE] * len(made))
+            steps.append(Step(draft.kernel, operands, all_access, draft.scalars, draft.variable))
+        return steps
+
+    def _placed(self) -> Any:
+        """Give transient values their places in the arena; its bytes."""
+        homes: dict[Value, list[Value]] = {}
+        for value in self._values:
+            homes.setdefault(value.home, []).append(value)
+        given = set(self._inputs.values())
+        transient = [home for home, all_ in homes.items() if home not in given and not any(v.is_result for v in all_)]
+        arena = plan_arena([Lifetime(v.nbytes, v.begin, max(w.end for w in homes[v])) for v in transient])
+        for value, offset in zip(transient, arena.offsets, strict=True):
+            value.offset = offset
+        return arena.nbytes
+
+    def _is_mine(self, var: relax.Var) -> bool:
+        """Whether what uses a variable is in the run, or shows it to the run alone."""
+
+        def mine(user: int) -> bool:
+            binding = self._block.bindings[user]
+            is_shown = binding.var in self._stay and is_view(binding) and self._block.stays(binding.var)
+            return user in self._members or (is_shown and self._is_mine(binding.var))
+
+        return all(map(mine, self._block.users.get(var, [])))
+
+    def _viewed(self, view: relax.Expr) -> list[Value]:
+        if isinstance(view, relax.TupleGetItem):
+            return [self._made[view.tuple_value][view.index]]
+        return self._made[view if isinstance(view, relax.Var) else view.args[0]]
+
+    def _step(self, var: relax.Var, call: KernelCall) -> list[Value]:
+        now = len(self._drafts)
+        names = [var.name] if len(call.makes) == 1 else [f"{var.name}_{i}" for i in range(len(call.makes))]
+        made = [Value(ty, name, now, now) for ty, name in zip(call.makes, names, strict=True)]
+        self._values += made
+        read = [self._operand(arg, now) for arg in call.reads]
+        draft = Draft(call.kernel, read, made, call.scalars, var.name)
+        for number, operand in call.over:
+            draft.take(number, operand)
+        self._drafts.append(draft)
+        return made
+
+    def _operand(self, arg: relax.Expr, now: int) -> Value:
+        if isinstance(arg, tvm.ir.GenericConst):
+            return self._constants.setdefault(arg, Value(arg.ty, f"constant_{len(self._constants)}"))
+        if arg in self._made:
+            (value,) = self._made[arg]
+            value.end = now
+            return value
+        shown = self._shown(arg)
+        value = self._inputs.setdefault(shown, Value(shown.ty, shown.name))
+        value.end = now
+        return value
+
+    def _shown(self, var: relax.Var) -> relax.Var:
+        """The tensor that a view shows, if no run made it: kernels take it as it is, by its address."""
+        while var in self._stay and is_view(self._block.bindings[self._block.positions[var]]):
+            view = self._block.definitions[var]
+            if isinstance(view, relax.TupleGetItem):
+                break
+            source = view if isinstance(view, relax.Var) else view.args[0]
+            if known_extents(source.ty) is None:
+                break
+            var = source
+        return var
+
+    def _is_wanted(self, var: relax.Var) -> bool:
+        users = self._block.users.get(var, [])
+        return not self._block.stays(var) or any(user not in self._members for user in users)
+
+    def _bindings(self, recorded: Recorded) -> list[relax.Binding]:
+        over = [value for value in self._values if value.is_result and value.home in recorded.inputs]
+        if not recorded.results and not over:
+            return []
+        fresh = [value.ty for value in recorded.results]
+        if recorded.has_arena:
+            fresh.append(relax.TensorType([recorded.arena], "uint8", self._run.vdevice))
+        types = [*fresh, *(value.ty for value in over)]
+        args = relax.Tuple([*self._inputs, *self._constants, *recorded.numbers])
+        if over:
+            places = [-1] * len(fresh) + [recorded.inputs.index(value.home) for value in over]
+            call = relax.call_tir_inplace(recorded.gv, args, places, types)
+        else:
+            call = relax.call_tir(recorded.gv, args, types)
+        buffer = self._local(recorded.gv.name_hint, tvm.ir.TupleType(types) if len(types) > 1 else types[0])
+        bindings = [relax.VarBinding(buffer, typed(call, buffer.ty))]
+        numbers = [*enumerate(recorded.results), *enumerate(over, len(fresh))]
+        fields = {value: buffer if len(types) == 1 else relax.TupleGetItem(buffer, i) for i, value in numbers}
+        for index in self._run.members:
+            var = self._block.bindings[index].var
+            if self._is_wanted(var):
+                bindings += self._result(var, fields)
+        return bindings
+
+    def _result(self, var: relax.Var, fields: Mapping[Value, relax.Expr]) -> list[relax.Binding]:
+        """Bindings of a variable of the run that something after it reads."""
+        values = self._made[var]
+        if isinstance(var.ty, tvm.ir.TupleType):
+            parts = [self._local(value.name, value.ty) for value in values]
+            bindings = [relax.VarBinding(part, fields[v]) for part, v in zip(parts, values, strict=True)]
+            return [*bindings, relax.VarBinding(var, relax.Tuple(parts))]
+        (value,) = values
+        if known_extents(var.ty) is None or same_shape(var.ty.shape.values, value.ty.shape.values):
+            return [relax.VarBinding(var, fields[value])]
+        whole = self._local(f"{var.name}_whole", value.ty)
+        shaped = typed(relax.op.reshape(whole, var.ty.shape), var.ty)
+        return [relax.VarBinding(whole, fields[value]), relax.VarBinding(var, shaped)]
+
+    def _local(self, name: str, ty: tvm.ir.Type) -> relax.Var:
+        return (relax.DataflowVar if self._block.is_dataflow else relax.Var)(name, ty)

@@ -1,0 +1,234 @@
+"""What command buffers do, as data (`commands`): noted on functions of a module, where programs and people find it.
+
+Each host function of a command buffer carries its `RegionSpec`, each kernel that one calls its `KernelSpec`, as JSON
+text, so that both last until the executable is made.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import tvm
+from tvm import relax, tirx
+
+from ...artifact.command_json import kernel_from_json, kernel_to_json, region_from_json, region_to_json
+from ...artifact.commands import (
+    ARENA,
+    DIRECT,
+    READ,
+    READ_WRITE,
+    SLOT,
+    WRITE,
+    Dispatch,
+    KernelSpec,
+    Reference,
+    RegionSpec,
+    ScalarParam,
+    SingleCall,
+    SlotSpec,
+    TensorParam,
+)
+from ...artifact.metadata import CPU, DEVICE_TYPES
+from ...errors import BuildError
+from ...target.vdevice import vdevice_index
+from ...tir.core.raw_kernel import RawSignature
+from ..ir.buffer_access import buffer_access
+from ..ir.dim_text import NoTextError, dim_text
+from ..ir.kernel_ops import ops_of
+from ..ir.module_attrs import COMMANDS, KERNEL, SINGLE
+from .region_ir import Recorded, Step, Value
+
+WORKGROUPS = "relax_hetero.workgroups"
+"""On a PrimFunc: how many of its last parameters are workgroup numbers (x, y, z)."""
+
+_ALLOCATED = 64
+"""What TVM's allocations are aligned to, and its code expects unless it is told otherwise."""
+
+
+class _Texts:
+    """Expressions as text, in which every symbol has a name of its own."""
+
+    def __init__(self, symbols: Iterable[tirx.Var]) -> None:
+        self.names: dict[tirx.Var, str] = {}
+        for symbol in symbols:
+            plain = base = re.sub(r"\W", "_", str(symbol.name))
+            taken = {*self.names.values(), "min", "max"}
+            count = 0
+            while plain in taken or not plain.isidentifier():
+                count += 1
+                plain = f"{base}_{count}" if base.isidentifier() else f"_{base}_{count}"
+            self.names[symbol] = plain
+
+    def of(self, expr: Any) -> Any:
+        """A number, or text over the names."""
+        if isinstance(expr, tirx.FloatImm):
+            return float(expr.value)
+        try:
+            return dim_text(expr, self.names)
+        except NoTextError:
+            return str(expr)
+
+
+def region_spec(recorded: Recorded, vdevices: list[relax.VDevice]) -> RegionSpec:
+    """What a command buffer does; its `directs` count the constants it reads."""
+    texts = _Texts(recorded.symbols())
+    device = vdevice_index(recorded.vdevice, vdevices)
+    places = {value.home: (SLOT, i) for i, value in enumerate((*recorded.inputs, *recorded.results))}
+    places.update({value: (DIRECT, i) for i, value in enumerate(recorded.constants)})
+    written = {v.home for s in recorded.steps for v, access in zip(s.operands, s.access, strict=True) if access != READ}
+
+    def reference(value: Value) -> Reference:
+        space, index = places.get(value.home, (ARENA, 0))
+        offset = texts.of(value.home.offset) if space == ARENA else 0
+        return Reference(space, index, offset, texts.of(value.nbytes))
+
+    def command(step: Step) -> Dispatch:
+        operands = tuple(map(reference, step.operands))
+        scalars = tuple(map(texts.of, step.scalars))
+        return Dispatch(step.kernel.name_hint, operands, scalars, variable=step.variable)
+
+    def slot(value: Value, access: str) -> SlotSpec:
+        shape = tuple(map(texts.of, value.shape))
+        return SlotSpec(value.name, device, texts.of(value.nbytes), _ALLOCATED, access, value.dtype, shape)
+
+    is_host = DEVICE_TYPES.get(recorded.vdevice.target.kind.name) == CPU
+    return RegionSpec(
+        name=recorded.gv.name_hint,
+        function=recorded.function,
+        device=device,
+        slots=(
+            *(slot(v, READ_WRITE if v in written else READ) for v in recorded.inputs),
+            *(slot(v, WRITE) for v in recorded.results),
+        ),
+        parameters=tuple(texts.names.values()),
+        directs=tuple(range(len(recorded.constants))),
+        arena=texts.of(recorded.arena),
+        commands=tuple(map(command, recorded.steps)),
+        runs="host function" if is_host else "stream",
+        ended=recorded.ended,
+    )
+
+
+def kernel_specs(
+    recorded: Recorded,
+    kernels: Mapping[tvm.ir.GlobalVar, tirx.PrimFunc],
+    signatures: Mapping[tvm.ir.GlobalVar, RawSignature],
+    vdevices: list[relax.VDevice],
+) -> dict[tvm.ir.GlobalVar, KernelSpec]:
+    """The kernels of a command buffer."""
+    device = vdevice_index(recorded.vdevice, vdevices)
+    found: dict[tvm.ir.GlobalVar, KernelSpec] = {}
+    for step in recorded.steps:
+        if step.kernel not in found:
+            func, signature = kernels[step.kernel], signatures[step.kernel]
+            found[step.kernel] = kernel_spec(step.kernel.name_hint, func, signature, device, step.access)
+    return found
+
+
+def kernel_spec(
+    name: str, func: tirx.PrimFunc, signature: RawSignature, device: int, access: Sequence[str] | None = None
+) -> KernelSpec:
+    """A kernel that can be called raw.
+
+    Parameters
+    ----------
+    name : str
+    func : tirx.PrimFunc
+    signature : RawSignature
+        Its own.
+    device : int
+        Manifest index.
+    access : sequence of str, optional
+        Of each tensor; taken from the body where it is not given.
+
+    Raises
+    ------
+    BuildError
+        A number of workgroup numbers that its parameters do not have.
+    """
+    texts = _Texts(signature.scalars)
+    used = buffer_access(func) if access is None else dict(zip(signature.buffers, access, strict=True))
+    # LLVM's code of a raw kernel relies on whole elements only; others', on what its buffers are declared to be.
+    tensors = tuple(
+        TensorParam(
+            str(buffer.name),
+            dtype,
+            tuple(map(texts.of, extents)),
+            _element_alignment(dtype) if is_llvm(func) else int(buffer.ty.data_alignment),
+            used[buffer],
+        )
+        for buffer, extents, dtype in zip(signature.buffers, signature.extents, signature.dtypes, strict=True)
+    )
+    scalars = tuple(ScalarParam(texts.names[scalar], str(scalar.ty.dtype)) for scalar in signature.scalars)
+    return KernelSpec(name, device, tensors, scalars, _workgroups(name, func, signature), ops_of(func))
+
+
+def is_llvm(func: tirx.PrimFunc) -> bool:
+    """Whether a function with a target is one of LLVM's."""
+    return bool(func.attrs["target"].kind.name == "llvm")
+
+
+def _workgroups(name: str, func: tirx.PrimFunc, signature: RawSignature) -> int:
+    count = int(func.attrs.get(WORKGROUPS, 0))
+    numbers = [param for param in func.params if param not in signature.buffers]
+    last = list(func.params)[len(func.params) - count :]
+    if not 0 <= count <= 3 or any(param not in numbers or "int" not in str(param.ty.dtype) for param in last):
+        raise BuildError(
+            f"kernel {name!r} has {WORKGROUPS!r} = {count}, but takes ({', '.join(p.name for p in func.params)}); "
+            "expected 0 to 3, as many as its last parameters are integers"
+        )
+    return count
+
+
+def _element_alignment(dtype: str) -> int:
+    element = tvm.DataType(dtype)
+    return 1 << max(0, (element.bits + 7) // 8 - 1).bit_length()
+
+
+def with_region(host: tirx.PrimFunc, region: RegionSpec) -> tirx.PrimFunc:
+    """The host function of a command buffer, with what it does noted on it."""
+    return host.with_attr(COMMANDS, json.dumps(region_to_json(region)))
+
+
+def with_kernel(raw: tirx.PrimFunc, kernel: KernelSpec, symbol: str) -> tirx.PrimFunc:
+    """A kernel that command buffers call, with how it is called noted on it."""
+    named = replace(kernel, symbol=symbol if is_llvm(raw) else "")
+    return raw.with_attr(KERNEL, json.dumps(kernel_to_json(named)))
+
+
+def with_single_calls(mod: tvm.IRModule, calls: Sequence[SingleCall]) -> tvm.IRModule:
+    """The module, with the kernel calls that no command buffer makes noted on it."""
+    return mod.with_attr(SINGLE, json.dumps([vars(call) for call in calls]))
+
+
+def single_calls_of(mod: tvm.IRModule) -> list[SingleCall]:
+    """The kernel calls that no command buffer makes, where the module has any command buffers."""
+    text = mod.attrs[SINGLE] if mod.attrs and SINGLE in mod.attrs else "[]"
+    return [SingleCall(**call) for call in json.loads(str(text))]
+
+
+def regions_of(mod: tvm.IRModule) -> list[RegionSpec]:
+    """The command buffers of a module, in order of their names."""
+    noted = {gv.name_hint: func.attrs[COMMANDS] for gv, func in mod.functions.items() if COMMANDS in func.attrs}
+    return [region_from_json(json.loads(str(noted[name]))) for name in sorted(noted, key=_in_order)]
+
+
+def kernel_functions(mod: tvm.IRModule) -> list[tuple[KernelSpec, tirx.PrimFunc]]:
+    """The kernels that the command buffers of a module call, in order of their names."""
+    noted = [func for func in mod.functions.values() if KERNEL in func.attrs]
+    kernels = [(kernel_from_json(json.loads(str(func.attrs[KERNEL]))), func) for func in noted]
+    return sorted(kernels, key=lambda pair: _in_order(pair[0].name))
+
+
+def kernels_of(mod: tvm.IRModule) -> dict[str, KernelSpec]:
+    """The kernels that the command buffers of a module call, by name."""
+    return {kernel.name: kernel for kernel, _ in kernel_functions(mod)}
+
+
+def _in_order(name: str) -> list[Any]:
+    """A key that sorts ``x2`` before ``x10``."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]

@@ -1,0 +1,246 @@
+"""From what a caller gives to what a function takes: checked, and each on its parameter's device.
+
+Tensors (TVM's own, numpy arrays, any object with ``__dlpack__``) that are on the right device, contiguous and aligned
+are lent for the call; others, and Python scalars, are copied. Numpy arrays are copied for code that may write in place.
+What is donated is lent to be overwritten; what code writes to though it is not donated is always copied.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import tvm_ffi
+from tvm import runtime
+
+from ...artifact.dims import DimValues
+from ...artifact.signature import PrimSpec, ShapeSpec, TensorSpec, TupleSpec, ValueSpec, describe
+from ...errors import BindingError
+from ...target.element_types import numpy_dtype
+from ..device.tensors import (
+    ALIGNMENT,
+    AddressRange,
+    address_range,
+    alias,
+    copy_to,
+    dtype_name,
+    from_array,
+    from_numpy,
+    has_offset,
+    is_host,
+    same_device,
+)
+
+_Tensor = tvm_ffi.core.Tensor
+
+
+@dataclass
+class Placement:
+    """Where the arguments of one call go.
+
+    Attributes
+    ----------
+    devices : sequence of Device
+        By manifest index; the last is the host.
+    scopes : sequence of str
+        Memory scope by manifest index; the last is the host's.
+    dims : DimValues
+        Symbolic dimensions met so far.
+    keep : bool
+        Whether foreign memory must be copied even where it could be lent: the values outlive the call.
+    alignment : int
+        What kernels need of a tensor's address, in bytes.
+    lends_arrays : bool
+        Whether numpy arrays may be lent: no kernel writes to an argument.
+    lent : list of (int, int)
+        Address ranges of the caller's tensors that were taken as they are.
+    copies : bool
+        Whether the values must be new memory: they will be written.
+    donates : bool
+        Whether the caller's memory may be written: it is taken as it is where that can be, and is not among `lent`.
+    """
+
+    devices: Sequence[runtime.Device]
+    scopes: Sequence[str]
+    dims: DimValues = field(default_factory=DimValues)
+    keep: bool = False
+    alignment: int = ALIGNMENT
+    lends_arrays: bool = False
+    lent: list[AddressRange] = field(default_factory=list)
+    copies: bool = False
+    donates: bool = False
+
+
+def place(value: Any, spec: ValueSpec, where: str, to: Placement) -> Any:
+    """`value` as the runtime object that `spec` describes, on its device.
+
+    Raises
+    ------
+    BindingError
+        A value of another kind, element type, rank, extent or length; the message begins with `where`.
+    """
+    if isinstance(spec, TensorSpec):
+        return place_tensor(value, spec, where, to)
+    if isinstance(spec, TupleSpec):
+        return _place_tuple(value, spec, where, to)
+    if isinstance(spec, ShapeSpec):
+        return _place_shape(value, spec, where, to)
+    if isinstance(spec, PrimSpec):
+        return _place_prim(value, spec, where, to)
+    return value
+
+
+def place_tensor(value: Any, spec: TensorSpec, where: str, to: Placement) -> runtime.Tensor:
+    """A tensor argument; see `place`."""
+    device = to.devices[spec.device]
+    scope = None if to.scopes[spec.device] == "global" else to.scopes[spec.device]
+    if isinstance(value, np.ma.MaskedArray):
+        raise BindingError(f"{where} is a masked array, whose mask would be lost; expected {describe(spec)}")
+    if isinstance(value, np.ndarray | np.generic):
+        array = np.asarray(value)
+        check_tensor(_array_dtype(array, spec, where), array.shape, spec, where, to.dims)
+        if to.donates and not array.flags.writeable:
+            raise BindingError(f"{where} is donated, found a read-only numpy array, expected one that may be written")
+        lends = (to.lends_arrays or to.donates) and not to.copies and array.flags.c_contiguous
+        lent = from_array(array) if lends else None
+        return from_numpy(array, device, scope) if lent is None else _move(lent, device, scope, True, where, to)
+    if isinstance(value, bool | int | float):
+        array = _scalar(value, spec, where)
+        check_tensor(spec.dtype or str(array.dtype), (), spec, where, to.dims)
+        return from_numpy(array, device, scope)
+    tensor = as_tensor(value, where, spec)
+    if isinstance(tensor, np.ndarray):
+        return place_tensor(tensor, spec, where, to)
+    check_tensor(tensor.dtype, tensor.shape, spec, where, to.dims)
+    return _move(tensor, device, scope, tensor is not value, where, to)
+
+
+def as_tensor(value: Any, where: str, spec: TensorSpec) -> runtime.Tensor | np.ndarray:
+    """A tvm tensor over an object's memory, or a numpy array where that cannot be had without a copy."""
+    if isinstance(value, _Tensor):
+        return value
+    if hasattr(value, "__dlpack__"):
+        try:
+            return from_dlpack(value)
+        except Exception as error:  # each library raises its own
+            if not hasattr(value, "__array__"):
+                raise BindingError(f"{where} ({type(value).__name__}) gives no DLPack tensor: {error}") from error
+    if hasattr(value, "__array__"):
+        try:
+            return np.asarray(value)
+        except Exception as error:  # each library raises its own
+            raise BindingError(f"{where} ({type(value).__name__}) gives no array: {error}") from error
+    expected = f"expected a tensor {describe(spec)} as numpy array, tvm tensor or DLPack object"
+    raise BindingError(f"{where} is a {type(value).__name__}, {expected}")
+
+
+def from_dlpack(value: Any) -> runtime.Tensor:
+    """A tvm tensor over the memory of an object with ``__dlpack__``."""
+    device_type = int(value.__dlpack_device__()[0])
+    if device_type == 2:
+        # Work that the producer queued on its own stream comes before ours on the legacy default stream (1).
+        return tvm_ffi.from_dlpack(value.__dlpack__(stream=1))
+    return tvm_ffi.from_dlpack(value)
+
+
+def check_tensor(dtype: str, shape: Sequence[int], spec: TensorSpec, where: str, dims: DimValues) -> None:
+    """Require an element type, a rank and extents; BindingError where they differ."""
+    if spec.dtype is not None and dtype != spec.dtype:
+        raise BindingError(f"{where} has dtype {dtype}, expected {spec.dtype} ({describe(spec)})")
+    if spec.ndim >= 0 and len(shape) != spec.ndim:
+        raise BindingError(
+            f"{where} has {len(shape)} dimensions {tuple(shape)}, expected {spec.ndim} ({describe(spec)})"
+        )
+    for axis, dim in enumerate(spec.shape or ()):
+        if dim != shape[axis]:
+            dims.match(dim, shape[axis], where, axis)
+
+
+def _array_dtype(array: np.ndarray, spec: TensorSpec, where: str) -> str:
+    if array.dtype.kind in "OSUMm" or array.dtype.names is not None:
+        raise BindingError(f"{where} has numpy dtype {array.dtype}, expected {describe(spec)}")
+    return dtype_name(array.dtype)
+
+
+def _scalar(value: bool | int | float, spec: TensorSpec, where: str) -> np.ndarray:
+    """A Python scalar as a 0-d array, if the element type holds it."""
+    dtype = spec.dtype or {bool: "bool", int: "int64", float: "float32"}[type(value)]
+    integral = dtype.startswith(("int", "uint"))
+    fits = (dtype == "bool") == isinstance(value, bool) and not (integral and not isinstance(value, int))
+    if not fits or spec.ndim > 0:
+        raise BindingError(f"{where} is the Python {type(value).__name__} {value!r}, expected {describe(spec)}")
+    try:
+        with np.errstate(over="raise"):  # a number that would become infinite
+            return np.array(value, dtype=numpy_dtype(dtype))
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise BindingError(f"{where}: {value!r} does not fit {dtype} ({error})") from None
+
+
+def _move(
+    tensor: runtime.Tensor, device: runtime.Device, scope: str | None, foreign: bool, where: str, to: Placement
+) -> runtime.Tensor:
+    if not tensor.is_contiguous():
+        return from_numpy(_gather(tensor, where), device, scope)
+    here = same_device(tensor.device, device)
+    # Libraries give tensors without elements strides of zero, which kernels refuse: these are made anew.
+    reachable = (here or (is_host(device) and is_host(tensor.device))) and tensor.numel() > 0
+    if not reachable or scope is not None or tensor.data_ptr() % to.alignment or (foreign and to.keep) or to.copies:
+        return copy_to(tensor, device, scope)
+    if not to.donates:
+        to.lent.append(address_range(tensor))
+    return tensor if here and not has_offset(tensor) else alias(tensor, device)
+
+
+def _gather(tensor: runtime.Tensor, where: str) -> np.ndarray:
+    """A strided host tensor as a strided array."""
+    try:
+        if is_host(tensor.device):
+            return np.from_dlpack(alias(tensor, runtime.device("cpu", 0)))
+    except BufferError:  # an element type that numpy cannot name
+        pass
+    raise BindingError(
+        f"{where} has strides {tensor.strides} ({tensor.dtype} {tensor.shape} on {tensor.device}), expected contiguous"
+    )
+
+
+def _place_tuple(value: Any, spec: TupleSpec, where: str, to: Placement) -> Any:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise BindingError(f"{where} is a {type(value).__name__}, expected a tuple {describe(spec)}")
+    if len(value) != len(spec.fields):
+        raise BindingError(f"{where} has {len(value)} fields, expected {len(spec.fields)}: {describe(spec)}")
+    parts = enumerate(zip(value, spec.fields, strict=True))
+    return tvm_ffi.convert(tuple(place(part, field, f"{where}[{i}]", to) for i, (part, field) in parts))
+
+
+def _place_shape(value: Any, spec: ShapeSpec, where: str, to: Placement) -> tvm_ffi.Shape:
+    try:
+        dims = [int(dim) for dim in value if isinstance(dim, numbers.Integral) or _refuse(dim)]
+    except TypeError:
+        raise BindingError(f"{where} is {value!r}, expected {describe(spec)}: a sequence of integers") from None
+    if spec.ndim >= 0 and len(dims) != spec.ndim:
+        raise BindingError(f"{where} has {len(dims)} dimensions, expected {spec.ndim}: {describe(spec)}")
+    for axis, dim in enumerate(spec.values or ()):
+        to.dims.match(dim, dims[axis], where, axis)
+    return tvm_ffi.Shape(dims)
+
+
+def _refuse(dim: object) -> bool:
+    raise TypeError(f"{dim!r} is no integer")
+
+
+def _place_prim(value: Any, spec: PrimSpec, where: str, to: Placement) -> bool | int | float:
+    if isinstance(value, np.ndarray) and value.ndim == 0 or isinstance(value, np.generic):
+        value = value.item()
+    kinds: tuple[type, ...] = (bool, int) if spec.dtype == "bool" else (int,)
+    if spec.dtype.startswith(("float", "bfloat")):
+        kinds = (int, float)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and spec.dtype != "bool"):
+        raise BindingError(f"{where} is {value!r} ({type(value).__name__}), expected {describe(spec)}")
+    if spec.value is not None and isinstance(value, int):
+        to.dims.match(spec.value, value, where)
+    if spec.dtype.startswith(("float", "bfloat")):
+        return float(value)
+    return bool(value) if spec.dtype == "bool" else int(value)

@@ -1,0 +1,225 @@
+"""Calls that look like one before: what was found to fit once is recognised, not checked again.
+
+Checking a call costs several times what the virtual machine takes to start a small kernel. All that checks depend
+on is each argument's *look*: its device, element type, shape, contiguity and alignment. A call whose arguments were
+taken as they are is remembered by their looks; every other call takes the long road (`place`), which also words
+the errors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import tvm_ffi
+from tvm import runtime
+
+from ...artifact.dims import DimValues, parse_dim
+from ...artifact.signature import FunctionSignature, TensorSpec
+from ..device.tensors import AddressRange, alias, from_array, nbytes_of
+from .arguments import from_dlpack
+
+Look: TypeAlias = tuple[bytes, tuple[int, ...]]
+
+# So many different extents are remembered for each function; a model with more takes them as it meets them.
+MANY_CALLS = 256
+
+_Tensor = tvm_ffi.core.Tensor
+# A tensor object is a header (tvm/ffi/c_api.h, TVMFFIObject) and a DLTensor (dlpack.h): the pointer (8 bytes); device
+# type and id, rank and element type (16); pointers to shape and strides (16); the byte offset (8).
+_HEADER_BYTES = 24
+_read = (ctypes.c_char * 48).from_address
+_NO_OFFSET = bytes(8)
+_NOTHING = b"\1" * 48
+
+
+@dataclass(slots=True)
+class KnownCall:
+    """A call that was found to fit.
+
+    Attributes
+    ----------
+    nbytes : tuple of int
+        Size of each argument that results must not share memory with; 0 of one that is donated.
+    moves : tuple of (int, Device)
+        Arguments that kernels must see from another device id.
+    rest : tuple
+        Parameters that follow, placed before.
+    rest_lent : list of (int, int)
+        Their address ranges.
+    dims : DimValues
+        The values of its symbolic dimensions.
+    outs : set
+        Looks of ``out=`` that were found to fit.
+    """
+
+    nbytes: tuple[int, ...]
+    moves: tuple[tuple[int, runtime.Device], ...]
+    rest: tuple[Any, ...]
+    rest_lent: list[AddressRange]
+    dims: DimValues
+    outs: set[Look] = field(default_factory=set)
+
+    def settles(self, signature: FunctionSignature) -> bool:
+        """Whether the arguments alone decide the shape of the function's one result."""
+        if signature.output_is_tuple:
+            return False
+        (spec,) = signature.outputs
+        known = self.dims.values.keys()
+        return (
+            isinstance(spec, TensorSpec)
+            and spec.shape is not None
+            and all(isinstance(dim, int) or parse_dim(dim).names <= known for dim in spec.shape)
+        )
+
+    def values(self, tensors: Sequence[runtime.Tensor]) -> Sequence[Any]:
+        """What the function takes for these arguments."""
+        if not (self.moves or self.rest):
+            return tensors
+        values = [*tensors, *self.rest]
+        for index, device in self.moves:
+            values[index] = alias(values[index], device)
+        return values
+
+    def lent(self, tensors: Sequence[runtime.Tensor]) -> list[AddressRange]:
+        """The memory that results must not share with the caller."""
+        begins = [tensor.data_ptr() for tensor in tensors]
+        return [(begin, begin + size) for begin, size in zip(begins, self.nbytes, strict=True)] + self.rest_lent
+
+    def shares(self, address: int, tensors: Sequence[runtime.Tensor]) -> bool:
+        """Whether an address is in memory of these arguments (or may be in that of parameters)."""
+        for tensor, size in zip(tensors, self.nbytes):  # noqa: B905 (strict takes as long as the rest)
+            if 0 <= address - tensor.data_ptr() < size:
+                return True
+        return bool(self.rest_lent)
+
+
+class KnownCalls:
+    """The known calls of one function of one machine.
+
+    Parameters
+    ----------
+    alignment : int
+        Of tensors in bytes, a power of two, as kernels need it.
+    takes_arrays : bool
+        Whether numpy arrays may be lent to kernels.
+    names : tuple of str
+        The function's inputs.
+    donated : tuple of str
+        Those of them that a call consumes.
+    """
+
+    __slots__ = ("_calls", "_donated", "_mask", "_names", "_takes_arrays")
+
+    def __init__(
+        self, alignment: int, takes_arrays: bool, names: tuple[str, ...] = (), donated: tuple[str, ...] = ()
+    ) -> None:
+        self._calls: dict[tuple[Look, ...], KnownCall] = {}
+        self._mask = alignment - 1
+        self._takes_arrays = takes_arrays
+        self._names = names
+        self._donated = tuple(map(names.index, donated))
+
+    def in_order(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any] | None:
+        """All arguments by position, if those by name are the inputs that follow; else None."""
+        expected = self._names[len(args) : len(args) + len(kwargs)]
+        if len(expected) != len(kwargs):
+            return None
+        try:
+            return [*args, *[kwargs[name] for name in expected]]
+        except KeyError:
+            return None
+
+    def recall(self, args: Sequence[Any]) -> tuple[KnownCall | None, list[runtime.Tensor]]:
+        """The known call that these arguments make, and they as tensors; None where there is none."""
+        tensors: list[Any] = []
+        looks: list[Look] = []
+        for value in args:
+            tensor: Any = value if isinstance(value, _Tensor) else self._tensor(value)
+            # As `_look` does, in line: this is the shortest way through the machine.
+            head = _read(tensor.__chandle__() + _HEADER_BYTES).raw if tensor is not None else _NOTHING
+            if head[0] & self._mask or head[40:] != _NO_OFFSET or not tensor.is_contiguous():
+                return None, tensors
+            tensors.append(tensor)
+            looks.append((head[8:24], tensor.shape))
+        call = self._calls.get(tuple(looks))
+        if call is not None and self._donated and not self._may_consume(args, tensors, call):
+            return None, tensors
+        return call, tensors
+
+    def _may_consume(self, args: Sequence[Any], tensors: Sequence[runtime.Tensor], call: KnownCall) -> bool:
+        """Whether each donated argument may be written and has memory of its own."""
+        ranges = [(begin := tensor.data_ptr(), begin + nbytes_of(tensor)) for tensor in tensors]
+        for index in self._donated:
+            begin, end = ranges[index]
+            others = [*ranges[:index], *ranges[index + 1 :], *call.rest_lent]
+            if any(first < end and begin < last for first, last in others):
+                return False
+            if isinstance(args[index], np.ndarray) and not args[index].flags.writeable:
+                return False
+        return True
+
+    def remember(self, args: Sequence[Any], values: Sequence[Any], dims: DimValues, lent: list[AddressRange]) -> None:
+        """Keep a call that fits, if its arguments were taken where they are.
+
+        Parameters
+        ----------
+        args : sequence
+            What the caller gave, all by position.
+        values : sequence
+            What the function takes for it; parameters that were placed before follow.
+        dims : DimValues
+            The values of symbolic dimensions.
+        lent : list of (int, int)
+            Address ranges of those parameters.
+        """
+        looks: list[Look] = []
+        moves: list[tuple[int, runtime.Device]] = []
+        nbytes: list[int] = []
+        for index, (arg, value) in enumerate(zip(args, values, strict=False)):
+            tensor: Any = arg if isinstance(arg, _Tensor) else self._tensor(arg)
+            look = None if tensor is None else self._look(tensor)
+            if look is None or not isinstance(value, _Tensor) or value.data_ptr() != tensor.data_ptr():
+                return
+            if tensor.numel() == 0:
+                return  # the same address says nothing, and some such tensors have strides that kernels refuse
+            here, there = tensor.__dlpack_device__(), value.__dlpack_device__()
+            looks.append(look)
+            nbytes.append(0 if index in self._donated else nbytes_of(tensor))
+            if here != there:
+                moves.append((index, value.device))
+        if len(self._calls) >= MANY_CALLS:
+            self._calls.clear()
+        self._calls[tuple(looks)] = KnownCall(tuple(nbytes), tuple(moves), tuple(values[len(args) :]), lent, dims)
+
+    def look_of_out(self, out: Any) -> tuple[Look, runtime.Tensor] | None:
+        """A result buffer's look, and the buffer as a tensor; None for what is no single writable one."""
+        if type(out) is np.ndarray and not out.flags.writeable:
+            return None
+        tensor = out if isinstance(out, _Tensor) else _as_tensor(out)
+        look = None if tensor is None else self._look(tensor)
+        return None if look is None else (look, tensor)
+
+    def _tensor(self, value: Any) -> runtime.Tensor | None:
+        return None if isinstance(value, np.ndarray) and not self._takes_arrays else _as_tensor(value)
+
+    def _look(self, tensor: runtime.Tensor) -> Look | None:
+        head: bytes = _read(tensor.__chandle__() + _HEADER_BYTES).raw
+        if head[0] & self._mask or head[40:] != _NO_OFFSET or not tensor.is_contiguous():
+            return None
+        return head[8:24], tensor.shape
+
+
+def _as_tensor(value: Any) -> runtime.Tensor | None:
+    """A tensor over the memory of an array or a DLPack object; None for anything else."""
+    if type(value) is np.ndarray:
+        return from_array(value)
+    if isinstance(value, np.ndarray) or not hasattr(value, "__dlpack__"):
+        return None
+    try:
+        return from_dlpack(value)
+    except Exception:  # each library raises its own; the long road asks again, and words the error
+        return None

@@ -1,0 +1,95 @@
+"""Donated arguments: a call may overwrite them, so that nothing else it is given may lie in their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import runtime
+
+from ...artifact.signature import FunctionSignature
+from ...errors import BindingError
+from ..device.tensors import AddressRange, address_ranges, copy_to, map_tensors
+
+
+def check_donated(signature: FunctionSignature, values: Sequence[Any]) -> None:
+    """Require memory of its own for every donated argument of a call; BindingError where it has none.
+
+    Parameters
+    ----------
+    signature : FunctionSignature
+    values : sequence
+        What the function takes, in the order of its inputs.
+    """
+    ranges = [(spec.name, address_ranges(value)) for spec, value in zip(signature.inputs, values, strict=True)]
+    for name, mine in ranges:
+        if name not in signature.donated:
+            continue
+        (own,) = mine
+        for other, theirs in ranges:
+            if other != name and any(begin < own[1] and own[0] < end for begin, end in theirs):
+                raise BindingError(
+                    f"argument {name!r} of {signature.name!r} is donated, and argument {other!r} shares memory with "
+                    "it, expected memory that nothing else of the call reads"
+                )
+
+
+@dataclass(frozen=True)
+class ArgumentMemory:
+    """Where the arguments of a call lie while it is under way.
+
+    Attributes
+    ----------
+    function : str
+    read, consumed : tuple of (str, AddressRange)
+        By the names of inputs: what it leaves as it is, and what it may overwrite.
+    """
+
+    function: str
+    read: tuple[tuple[str, AddressRange], ...]
+    consumed: tuple[tuple[str, AddressRange], ...]
+
+
+def argument_memory(signature: FunctionSignature, values: Sequence[Any]) -> ArgumentMemory:
+    """Where what a function takes lies, `values` in the order of its inputs."""
+    read: list[tuple[str, AddressRange]] = []
+    consumed: list[tuple[str, AddressRange]] = []
+    for spec, value in zip(signature.inputs, values, strict=True):
+        found = consumed if spec.name in signature.donated else read
+        found += [(spec.name, where) for where in address_ranges(value)]
+    return ArgumentMemory(signature.name, tuple(read), tuple(consumed))
+
+
+def check_apart(mine: ArgumentMemory, others: Iterable[ArgumentMemory]) -> None:
+    """Require that no call under way overwrites what another one takes; BindingError where one does."""
+    for other in others:
+        pairs = [(a, b) for a in mine.consumed for b in (*other.consumed, *other.read)]
+        pairs += [(a, b) for a in mine.read for b in other.consumed]
+        for (name, (begin, end)), (other_name, (other_begin, other_end)) in pairs:
+            if begin < other_end and other_begin < end:
+                gives_away = "this call" if (name, (begin, end)) in mine.consumed else "that one"
+                raise BindingError(
+                    f"argument {name!r} of {mine.function!r} shares memory with argument {other_name!r} of a call of "
+                    f"{other.function!r} that is under way, and {gives_away} consumes it; expected memory of its own, "
+                    "or that call's fence, or its result, in its place"
+                )
+
+
+def kept_ranges(signature: FunctionSignature, values: Sequence[Any]) -> list[AddressRange]:
+    """Where the arguments that a call leaves as they are lie."""
+    kept = [value for spec, value in zip(signature.inputs, values, strict=True) if spec.name not in signature.donated]
+    return address_ranges(kept)
+
+
+def for_one_run(signature: FunctionSignature, values: Sequence[Any]) -> list[Any]:
+    """What one of several runs on the same arguments takes: copies of those that the function's code writes to."""
+    specs = signature.inputs
+
+    def copied(tensor: runtime.Tensor) -> runtime.Tensor:
+        return copy_to(tensor, tensor.device)
+
+    return [
+        map_tensors(value, copied) if spec.name in signature.copied else value
+        for spec, value in zip(specs, values, strict=True)
+    ]

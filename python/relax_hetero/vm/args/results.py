@@ -1,0 +1,122 @@
+"""From what a function returns to what a caller gets: Python tuples of tensors, or filled buffers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tvm_ffi
+from tvm import runtime
+
+from ...artifact.dims import DimValues
+from ...artifact.signature import FunctionSignature, TensorSpec, TupleSpec, ValueSpec, describe
+from ...errors import BindingError
+from ..device.tensors import AddressRange, MemoryRanges, bytes_of, copy_into, copy_to, dtype_name, from_array, is_host
+from .arguments import as_tensor, check_tensor, from_dlpack
+
+_Tensor = tvm_ffi.core.Tensor
+
+
+def to_python(value: Any, constants: MemoryRanges, lent: Sequence[AddressRange]) -> Any:
+    """A result with tuples as Python tuples, each tensor in memory of its own.
+
+    Tensors in the memory of constants, of the caller or of an earlier tensor of the result are copied.
+    """
+    return _to_python(value, constants, lent, set())
+
+
+def _to_python(value: Any, constants: MemoryRanges, lent: Sequence[AddressRange], given: set[int]) -> Any:
+    if isinstance(value, _Tensor):
+        address = value.data_ptr()
+        lent_to_us = any(begin <= address < end for begin, end in lent)
+        if lent_to_us or address in given or constants.hold(address):
+            return copy_to(value, value.device)
+        given.add(address)
+        return value
+    if isinstance(value, (tuple, tvm_ffi.Array)):  # steps of a schedule give their results one by one
+        return tuple(_to_python(part, constants, lent, given) for part in value)
+    return value
+
+
+def check_out(out: Any, signature: FunctionSignature, dims: DimValues) -> None:
+    """Require the structure, element types and extents of a function's results; BindingError if they differ."""
+    if signature.output_is_tuple:
+        _check_buffer(out, TupleSpec("out", signature.outputs), "out", dims)
+        _check_apart(out)
+    else:
+        _check_buffer(out, signature.outputs[0], "out", dims)
+    dims.settle()
+
+
+def _check_buffer(out: Any, spec: ValueSpec, where: str, dims: DimValues) -> None:
+    if isinstance(spec, TupleSpec):
+        if not isinstance(out, Sequence) or isinstance(out, str):
+            raise BindingError(f"{where} is a {type(out).__name__}, expected a tuple of buffers: {describe(spec)}")
+        if len(out) != len(spec.fields):
+            raise BindingError(f"{where} has {len(out)} buffers, expected {len(spec.fields)}: {describe(spec)}")
+        for i, (part, field) in enumerate(zip(out, spec.fields, strict=True)):
+            _check_buffer(part, field, f"{where}[{i}] ({field.name!r})", dims)
+        return
+    if not isinstance(spec, TensorSpec):
+        raise BindingError(f"{where}: a {describe(spec)} cannot be written into a buffer")
+    if isinstance(out, np.ndarray):
+        if not out.flags.writeable:
+            raise BindingError(f"{where} is read-only")
+        check_tensor(dtype_name(out.dtype), out.shape, spec, where, dims)
+        return
+    tensor = _buffer(out, where, spec)
+    check_tensor(str(tensor.dtype), tensor.shape, spec, where, dims)
+    if not tensor.is_contiguous():
+        raise BindingError(f"{where} has strides {tensor.strides}, expected a contiguous tensor")
+
+
+def _check_apart(out: Any) -> None:
+    """Refuse buffers of which one would overwrite another."""
+    buffers = list(_numpy_views(out, "out"))
+    for (first, a), (second, b) in itertools.combinations(buffers, 2):
+        if np.shares_memory(a, b):
+            raise BindingError(f"{first} and {second} share memory, expected a buffer of its own for each result")
+
+
+def _numpy_views(out: Any, where: str) -> Iterator[tuple[str, np.ndarray]]:
+    """The buffers that are in the host's memory, by what messages call them."""
+    if isinstance(out, np.ndarray):
+        yield where, out
+    elif isinstance(out, _Tensor) or hasattr(out, "__dlpack__"):
+        tensor = out if isinstance(out, _Tensor) else from_dlpack(out)
+        if is_host(tensor.device):
+            yield where, bytes_of(tensor)
+    else:
+        for index, part in enumerate(out):
+            yield from _numpy_views(part, f"{where}[{index}]")
+
+
+def _buffer(out: Any, where: str, spec: TensorSpec) -> runtime.Tensor:
+    tensor = as_tensor(out, where, spec)
+    if isinstance(tensor, np.ndarray):
+        raise BindingError(f"{where} ({type(out).__name__}) gives no memory to write to")
+    return tensor
+
+
+def fill(out: Any, result: Any, where: str = "out") -> Any:
+    """Copy a result into checked buffers; returns the buffers, tuples as Python tuples.
+
+    Raises
+    ------
+    BindingError
+        Where an extent that was not known before the call turns out to differ.
+    """
+    if not isinstance(result, _Tensor):
+        parts = enumerate(zip(out, result, strict=True))
+        return tuple(fill(buffer, part, f"{where}[{i}]") for i, (buffer, part) in parts)
+    target = out if isinstance(out, np.ndarray | _Tensor) else from_dlpack(out)
+    if tuple(target.shape) != tuple(result.shape):
+        raise BindingError(f"{where} has shape {tuple(target.shape)}, the result has {tuple(result.shape)}")
+    lent = from_array(target) if isinstance(target, np.ndarray) and target.flags.c_contiguous else target
+    if isinstance(lent, _Tensor):
+        copy_into(result, lent)
+    elif target.nbytes:
+        target[...] = bytes_of(result).view(target.dtype.newbyteorder("=")).reshape(target.shape)
+    return out

@@ -1,0 +1,1 @@
+"""Command buffers recorded by hand: operands, recording, binding tables, submission."""

@@ -1,0 +1,170 @@
+"""Binding tables: the memory behind the slots of a command buffer, checked once."""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+from tvm import runtime
+
+from ...artifact.commands import READ, SlotSpec
+from ...artifact.dims import parse_dim
+from ...errors import BindingError
+from .binding_table_memory import BYTES, Lent, check_device, lend
+from .operands import size_name
+from .recorder import Recording
+
+
+class BindingTable:
+    """What the slots of one command buffer stand for; made by `CommandBuffer.bind`, for any number of submissions.
+
+    Attributes
+    ----------
+    addresses, sizes : tuple of int
+        By slot; 0 for one that is empty.
+    values : dict of str to int
+        The sizes by the names that texts use.
+    pointer : int
+        Where the addresses lie as int64, then the sizes.
+    """
+
+    __slots__ = ("_lent", "_memory", "addresses", "pointer", "recording", "sizes", "values")
+
+    def __init__(self, recording: Recording, lent: Sequence[Lent | None]) -> None:
+        self.recording = recording
+        self._lent = tuple(lent)  # kept alive
+        self.addresses = tuple(part.address if part else 0 for part in lent)
+        self.sizes = tuple(part.nbytes if part else 0 for part in lent)
+        self.values = {size_name(slot): size for slot, size in enumerate(self.sizes)}
+        self._memory = (ctypes.c_int64 * max(1, 2 * len(lent)))(*self.addresses, *self.sizes)
+        self.pointer = ctypes.addressof(self._memory)
+
+    def __reduce__(self) -> NoReturn:
+        raise BindingError("a BindingTable cannot be pickled or copied: it stands for memory of this process")
+
+    def __repr__(self) -> str:
+        parts = (f"{slot}: {part.nbytes} bytes of {part.dtype}" for slot, part in enumerate(self._lent) if part)
+        return f"<BindingTable {{{', '.join(parts)}}}>"
+
+
+def bind(recording: Recording, bindings: object, device: runtime.Device, device_name: str) -> BindingTable:
+    """A table of bindings; see `CommandBuffer.bind`."""
+    given = _by_slot(bindings, len(recording.slots))
+    lent: list[Lent | None] = [None] * len(recording.slots)
+    for slot, binding in given.items():
+        lent[slot] = part = _lend(binding, f"slot {slot}")
+        check_device(part, device, device_name, f"slot {slot}")
+    for slot, spec in enumerate(recording.slots):
+        if spec.access:
+            _check(lent[slot], spec)
+    table = BindingTable(recording, lent)
+    for slot, spec in enumerate(recording.slots):
+        if isinstance(spec.nbytes, int) or parse_dim(spec.nbytes).names <= table.values.keys():
+            check_size(table, slot, table.values)
+    _refuse_overlap(recording, lent)
+    return table
+
+
+def check_size(table: BindingTable, slot: int, values: Mapping[str, int]) -> None:
+    """Require a slot's binding to have as many bytes as commands need of it; BindingError where it has fewer."""
+    needed = table.recording.slots[slot].nbytes
+    if isinstance(needed, str):
+        evaluate = parse_dim(needed).evaluate
+        assert evaluate is not None, f"{needed} is arithmetic by construction"
+        text, needed = f" = {needed}", evaluate(values)
+    else:
+        text = ""
+    if table.sizes[slot] < needed:
+        raise BindingError(f"slot {slot} is bound to {table.sizes[slot]} bytes, expected at least {needed}{text}")
+
+
+def _by_slot(bindings: object, slots: int) -> dict[int, object]:
+    if isinstance(bindings, Mapping):
+        given = dict(bindings)
+    elif isinstance(bindings, Sequence) and not isinstance(bindings, str | bytes):
+        given = dict(enumerate(bindings))
+    else:
+        raise BindingError(
+            f"bindings are a {type(bindings).__name__}, expected a mapping from slots, a sequence of buffers by slot, "
+            "or a BindingTable"
+        )
+    for slot in given:
+        if not isinstance(slot, int) or isinstance(slot, bool) or not 0 <= slot < slots:
+            raise BindingError(f"bindings name slot {slot!r}, expected one of {slots}: 0 to {slots - 1}")
+    return {slot: binding for slot, binding in given.items() if binding is not None}
+
+
+def _lend(binding: object, where: str) -> Lent:
+    if not isinstance(binding, tuple):
+        return lend(binding, where)
+    if len(binding) not in (2, 3):
+        raise BindingError(f"{where} is bound to {len(binding)} things, expected a buffer or (buffer, offset, length)")
+    buffer, *numbers = binding
+    offset, length = (_bytes(number, where) for number in [*numbers, None][:2])
+    return lend(buffer, where).part(offset or 0, length, where)
+
+
+def _bytes(number: Any, where: str) -> int | None:
+    try:
+        if isinstance(number, bool):
+            raise TypeError
+        return None if number is None else operator.index(number)
+    except TypeError:
+        expected = "expected (buffer, offset, length) in bytes"
+        raise BindingError(f"{where} is bound to a part by {number!r} ({type(number).__name__}), {expected}") from None
+
+
+def _check(lent: Lent | None, spec: SlotSpec) -> None:
+    if lent is None:
+        raise BindingError(f"{spec.name} is empty, expected a buffer: commands {spec.access} it")
+    if spec.dtype and lent.dtype not in (spec.dtype, BYTES):
+        raise BindingError(f"{spec.name} has dtype {lent.dtype}, expected {spec.dtype}, or {BYTES} for mere bytes")
+    if spec.access != READ and not lent.writable:
+        raise BindingError(f"{spec.name} is bound to read-only memory, expected writable: commands {spec.access} it")
+    if lent.nbytes and lent.address % spec.alignment:
+        raise BindingError(
+            f"{spec.name} has the address {lent.address:#x}, expected an alignment of {spec.alignment} bytes "
+            f"(it is off by {lent.address % spec.alignment})"
+        )
+
+
+def _refuse_overlap(recording: Recording, lent: Sequence[Lent | None]) -> None:
+    """Refuse memory that is bound twice and written, other than where the buffer says that it may be."""
+    places = [
+        (part.address, part.address + part.nbytes, slot, recording.slots[slot].access != READ)
+        for slot, part in enumerate(lent)
+        if part is not None and part.nbytes and recording.slots[slot].access
+    ]
+    # Buffers that the recording keeps count as slots before the first.
+    places += [
+        (part.address, part.address + part.nbytes, -1 - index, index in recording.written_directs)
+        for index, part in enumerate(recording.directs)
+        if part.nbytes
+    ]
+    for (first, is_written), (second, is_other_written) in _shared(places):
+        if first < 0 and second < 0:
+            continue  # known while recording
+        pair = (first, second)
+        if (is_written or is_other_written) and pair not in recording.may_overlap:
+            a, b = sorted(pair, reverse=True) if min(pair) < 0 else sorted(pair)
+            written = first if is_written else second
+            hint = f" unless may_overlap has ({a}, {b})" if b >= 0 else ""
+            raise BindingError(
+                f"{_name(a)} and {_name(b)} share bytes, and commands write {_name(written)}; expected apart{hint}"
+            )
+
+
+def _shared(places: list[tuple[int, int, int, bool]]) -> Iterator[tuple[tuple[int, bool], tuple[int, bool]]]:
+    """The pairs of ranges that share bytes."""
+    places.sort()
+    for number, (_, end, first, is_written) in enumerate(places):
+        for begin, _, second, is_other_written in places[number + 1 :]:
+            if begin >= end:
+                break
+            yield (first, is_written), (second, is_other_written)
+
+
+def _name(place: int) -> str:
+    return f"slot {place}" if place >= 0 else f"buffer {-1 - place}"

@@ -1,0 +1,258 @@
+"""Recording: commands are checked as far as they are known, and written down as data with what they require."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ...artifact.commands import DIRECT, READ, SLOT, WRITE, Barrier, Command, Copy, Dispatch, Fill, Reference, SlotSpec
+from ...errors import BindingError
+from ..region.walk_commands import Kernel
+from .binding_table_memory import BYTES, Lent
+from .limits import Limit, Limits
+from .operands import INT64, Integer, MemoryRange, Number, dim, divided, names_in, parameter_name, size_name
+from .recorder_operands import KernelCall
+from .recorder_requirements import Requirement, end_of, text_of
+
+COUNT_BYTES = 4
+"""Of a workgroup count or a predicate in memory, an int32."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A finished recording.
+
+    Attributes
+    ----------
+    device : int
+        Manifest index.
+    commands : tuple of Command
+    slots : tuple of SlotSpec
+    parameters : tuple of str
+        ``"int64"`` for each that is used as an integer anywhere, ``"float64"`` for the others.
+    directs : tuple of Lent
+    written_directs : frozenset of int
+        Indices of those that commands write.
+    kernels : dict of str to Kernel
+    limits : tuple of Limit
+    may_overlap : frozenset of tuple of int
+        Pairs of slots.
+    """
+
+    device: int
+    commands: tuple[Command, ...]
+    slots: tuple[SlotSpec, ...]
+    parameters: tuple[str, ...]
+    directs: tuple[Lent, ...]
+    written_directs: frozenset[int]
+    kernels: Mapping[str, Kernel]
+    limits: tuple[Limit, ...]
+    may_overlap: frozenset[tuple[int, int]]
+
+
+class Recorder:
+    """Collects commands.
+
+    Parameters
+    ----------
+    device : int
+        Manifest index.
+    slots, parameters : int
+        How many there are.
+    may_overlap : frozenset of tuple of int
+        Pairs of slots whose bindings may share bytes.
+    """
+
+    def __init__(self, device: int, slots: int, parameters: int, may_overlap: frozenset[tuple[int, int]]) -> None:
+        self._device, self._parameters, self._may_overlap = device, parameters, may_overlap
+        self._commands: list[Command] = []
+        self._slots = [Requirement() for _ in range(slots)]
+        self._directs: list[Lent] = []
+        self._direct_uses: list[Requirement] = []
+        self._kernels: dict[str, Kernel] = {}
+        self._limits = Limits()
+        self._uses: list[tuple[Requirement, Integer, int, str, str]] = []
+        self._integers: set[str] = set()
+
+    def keep(self, lent: Lent) -> int:
+        """A buffer for as long as the recording lives; its index."""
+        self._directs.append(lent)
+        self._direct_uses.append(Requirement())
+        return len(self._directs) - 1
+
+    def fill(self, target: MemoryRange, pattern: bytes) -> None:
+        """Repeat a pattern over a range."""
+        self._begin()
+        reference, length = self._whole(target, len(pattern), WRITE, "the target of fill")
+        self._limits.ask(f"the length of fill in {_name(target)}", length, 0, multiple=len(pattern))
+        self._end(Fill(reference, pattern.hex()))
+
+    def copy(self, source: MemoryRange, target: MemoryRange) -> None:
+        """Copy a range."""
+        self._begin()
+        if source.length is not None and target.length is not None and source.length != target.length:
+            raise BindingError(
+                f"copy from {_name(source)} to {_name(target)}: {text_of(source.length)} and "
+                f"{text_of(target.length)} bytes, expected the same length"
+            )
+        if source.length is None and target.length is not None:
+            source = MemoryRange(source.owner, source.space, source.index, source.offset, target.length)
+        read, length = self._whole(source, 1, READ, "the source of copy")
+        target = MemoryRange(target.owner, target.space, target.index, target.offset, length)
+        write, _ = self._whole(target, 1, WRITE, "the target of copy")
+        self._refuse_overlap([("the source", read, READ), ("the target", write, WRITE)], "copy")
+        self._end(Copy(read, write))
+
+    def barrier(self) -> None:
+        """What follows sees what came before."""
+        self._commands.append(Barrier())
+
+    def dispatch(
+        self,
+        call: KernelCall,
+        grid: tuple[Integer, ...],
+        count: MemoryRange | None,
+        when: MemoryRange | None,
+        unless: MemoryRange | None,
+    ) -> None:
+        """Run a kernel."""
+        self._begin()
+        spec, where = call.kernel.spec, f"kernel {call.kernel.spec.name!r}"
+        for direction, number in zip("xyz", grid, strict=False):
+            self._integer(f"the workgroup count of {where} along {direction}", number, 0, INT64[1])
+        operands = []
+        for param, memory, (extents, nbytes) in zip(spec.tensors, call.operands, call.extents, strict=True):
+            what = f"tensor {param.name!r} of {where}"
+            for axis, extent in enumerate(extents):
+                self._integer(f"the extent of {what} along axis {axis}", extent, 0)
+            operands.append(self._use(memory, nbytes, param.alignment, param.access, param.dtype, what))
+        named = [(p.name, o, p.access) for p, o in zip(spec.tensors, operands, strict=True)]
+        self._refuse_overlap(named, where)
+        for scalar, value in zip(spec.scalars, call.scalars, strict=False):
+            self._scalar(f"scalar {scalar.name!r} of {where}", scalar.dtype, value)
+        scalars = tuple(value.text if isinstance(value, Number) else value for value in call.scalars)
+        counts = self._int32s(count, len(grid), f"the count of {where}")
+        predicates = self._int32s(when, 1, f"when of {where}"), self._int32s(unless, 1, f"unless of {where}")
+        self._kernels[spec.name] = call.kernel
+        self._end(Dispatch(spec.name, tuple(operands), scalars, tuple(map(dim, grid)), counts, *predicates))
+
+    def _begin(self) -> None:
+        """Of a command: what one that was refused has asked for is forgotten."""
+        self._uses.clear()
+        self._limits.forget()
+
+    def _end(self, command: Command) -> None:
+        for requirement, end, alignment, access, dtype in self._uses:
+            requirement.add(end, alignment, access, dtype)
+        self._limits.settle()
+        self._commands.append(command)
+
+    def finish(self) -> Recording:
+        """The recording as data."""
+        parameters = [parameter_name(index) for index in range(self._parameters)]
+        written = [i for i, use in enumerate(self._direct_uses) if use.is_written]
+        return Recording(
+            self._device,
+            tuple(self._commands),
+            tuple(use.slot(index, self._device) for index, use in enumerate(self._slots)),
+            tuple("int64" if name in self._integers else "float64" for name in parameters),
+            tuple(self._directs),
+            frozenset(written),
+            self._kernels,
+            self._limits.all(),
+            self._may_overlap,
+        )
+
+    def _whole(self, memory: MemoryRange, alignment: int, access: str, what: str) -> tuple[Reference, Integer]:
+        """A range whose length, where it is not given, is all there is, and its length."""
+        length = memory.length
+        if length is not None:
+            return self._use(memory, length, alignment, access, "", what), length
+        if memory.space == DIRECT:
+            length = self._directs[memory.index].nbytes - memory.offset
+            return self._use(memory, length, alignment, access, "", what), length
+        size = Number(size_name(memory.index))
+        length = size - memory.offset if memory.offset != 0 else size
+        self._use(memory, 0, alignment, access, "", what)  # whatever the length is, the binding has it
+        return Reference(memory.space, memory.index, dim(memory.offset), dim(length)), length
+
+    def _use(
+        self, memory: MemoryRange, nbytes: Integer, alignment: int, access: str, dtype: str, what: str
+    ) -> Reference:
+        """A reference to `nbytes` of a range, and what it requires of where they lie."""
+        place, offset, length = _name(memory), memory.offset, memory.length
+        self._integer(f"the offset of {what} in {place}", offset, 0)
+        if length is None:
+            length = nbytes
+        elif length != nbytes:
+            self._integer(f"the length that {what} has in {place}, beyond the {text_of(nbytes)} it needs,",
+                          length - nbytes, 0)  # fmt: skip
+        self._integer(f"the length of {what} in {place}", length, 0)
+        end = end_of(offset, length)
+        if memory.space == SLOT:
+            self._limits.ask(f"the offset of {what} in {place}", offset, multiple=alignment)
+            self._uses.append((self._slots[memory.index], end, alignment, access, dtype))
+        else:
+            lent = self._directs[memory.index]
+            if access != READ and not lent.writable:
+                raise BindingError(f"{what} writes to {place}, which is read-only; expected writable memory")
+            if dtype and lent.dtype not in (dtype, BYTES):
+                raise BindingError(f"{what} has dtype {lent.dtype} in {place}, expected {dtype}, or {BYTES}")
+            self._limits.ask(f"the address of {what} in {place}", offset + lent.address % alignment, multiple=alignment)
+            self._integer(f"the end of {what} in {place}", end, 0, lent.nbytes)
+            self._uses.append((self._direct_uses[memory.index], end, alignment, access, dtype))
+        return Reference(memory.space, memory.index, dim(offset), dim(nbytes))
+
+    def _int32s(self, memory: MemoryRange | None, count: int, what: str) -> Reference | None:
+        if memory is None:
+            return None
+        return self._use(memory, count * COUNT_BYTES, COUNT_BYTES, READ, "int32", what)
+
+    def _integer(self, what: str, value: Integer, low: int | None, high: int | None = None) -> None:
+        self._integers |= names_in(value)
+        self._limits.ask(what, value, low, high)
+        for part in divided(value):
+            self._limits.ask(f"a part of {what}", part, *INT64)
+
+    def _scalar(self, what: str, dtype: str, value: Integer | float) -> None:
+        if dtype.startswith("float"):
+            return
+        assert isinstance(value, int | Number), f"{what} is an integer, as its call says"
+        bits = 1 if dtype == "bool" else int(dtype.lstrip("uint"))
+        is_signed = dtype.startswith("int")
+        low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if is_signed else (0, (1 << bits) - 1)
+        self._integer(what, value, low, high)
+
+    def _refuse_overlap(self, uses: Sequence[tuple[str, Reference, str]], what: str) -> None:
+        for (name, a, access), (other, b, other_access) in itertools.combinations(uses, 2):
+            if access == other_access == READ or a.space != b.space or (a.space == SLOT and a.index != b.index):
+                continue  # the memory of two slots is compared when it is bound
+            if a.space == SLOT and (a.index, b.index) in self._may_overlap:
+                continue
+            both = " and ".join(sorted({_name(a), _name(b)}))
+            (begin, end), (other_begin, other_end) = self._ends(a), self._ends(b)
+            gaps = [begin - other_end, other_begin - end]
+            known = [gap for gap in gaps if isinstance(gap, int)]
+            if any(gap >= 0 for gap in known):
+                continue
+            if len(known) == len(gaps):
+                hint = f" unless may_overlap has ({a.index}, {b.index})" if a.space == SLOT else ""
+                raise BindingError(
+                    f"{what}: {name} and {other} share bytes of {both}, and one is written; expected apart{hint}"
+                )
+            gap = Number(f"max({', '.join(str(dim(gap)) for gap in gaps)})")
+            self._limits.ask(f"{what}: the gap between {name} and {other} in {both}, of which one is written,", gap)
+
+    def _ends(self, reference: Reference) -> tuple[Integer, Integer]:
+        """The first byte of a range and the one after its last: of a slot, or of all memory."""
+        offset, length = (
+            Number(part) if isinstance(part, str) else part for part in (reference.offset, reference.length)
+        )
+        base = self._directs[reference.index].address if reference.space == DIRECT else 0
+        begin = offset + base if base else offset
+        return begin, end_of(begin, length)
+
+
+def _name(place: MemoryRange | Reference) -> str:
+    return f"slot {place.index}" if place.space == SLOT else f"buffer {place.index}"

@@ -1,0 +1,102 @@
+"""How a recording runs on each kind of device."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tvm import base
+
+from ...artifact.failure import explain_failure
+from ...artifact.metadata import CPU
+from ...errors import BindingError, HeteroError
+from ...providers import provided
+from ..device.threads import enter_call, leave_call
+from ..region.walk_commands import Memory, raise_kernel_error, walk
+from .binding_table import BindingTable
+from .operands import parameter_name
+from .recorder import Recording
+from .submission import ENDED, Runner, Submission
+
+if TYPE_CHECKING:
+    from ..machine import VirtualMachine
+
+
+def runner_for(machine: VirtualMachine, recording: Recording, compiled: bool) -> Runner:
+    """What runs a recording on its device.
+
+    Parameters
+    ----------
+    machine : VirtualMachine
+    recording : Recording
+    compiled : bool
+        Whether to make machine code of it, where the compiler is at hand; else commands are walked.
+
+    Raises
+    ------
+    BindingError
+        A kind of device that command buffers cannot be recorded for by hand.
+    """
+    check_device_kind(machine, recording.device)
+    return _HostRunner(machine, recording, compiled and not base._RUNTIME_ONLY)
+
+
+def check_device_kind(machine: VirtualMachine, device: int) -> None:
+    """BindingError for a kind of device without a runner."""
+    spec = machine.executable.devices[device]
+    if spec.device_type != CPU:
+        raise BindingError(f"command buffers by hand run on CPU devices, found a device of kind {spec.kind!r}")
+
+
+class _HostRunner:
+    """Runs a recording on a CPU, in the calling thread."""
+
+    def __init__(self, machine: VirtualMachine, recording: Recording, compiled: bool) -> None:
+        self._threads, self._metadata = machine._threads, machine.executable.metadata
+        self.runs = "host function" if compiled else "walked commands"
+        self._run = _compiled(recording) if compiled else _walked(recording)
+
+    def __call__(self, table: BindingTable, numbers: tuple[int | float, ...]) -> Submission:
+        pool = enter_call(self._threads)
+        try:
+            self._run(table, numbers)
+        except HeteroError:
+            raise
+        except Exception as error:  # a kernel may raise anything
+            raise explain_failure("a command buffer", error, self._metadata) from error
+        finally:
+            leave_call(pool)
+        return ENDED
+
+
+_Run = Callable[[BindingTable, tuple[int | float, ...]], None]
+
+
+def _walked(recording: Recording) -> _Run:
+    names = [parameter_name(index) for index in range(len(recording.parameters))]
+    directs = [lent.address for lent in recording.directs]
+
+    def run(table: BindingTable, numbers: tuple[int | float, ...]) -> None:
+        values: dict[str, Any] = {**table.values, **dict(zip(names, numbers, strict=True))}
+        walk(recording.commands, recording.kernels, Memory(table.addresses, directs), values)
+
+    return run
+
+
+def _compiled(recording: Recording) -> _Run:
+
+    kernels = list(recording.kernels.values())
+    addresses = [*(lent.address for lent in recording.directs), *(kernel.address for kernel in kernels)]
+    fixed = (ctypes.c_int64 * max(1, len(addresses)))(*addresses)
+    pointer = ctypes.addressof(fixed)
+    host_function = provided("compile_commands")(
+        recording.commands, len(recording.slots), len(recording.directs), recording.parameters,
+        tuple(kernel.spec for kernel in kernels),
+    )  # fmt: skip
+
+    def run(table: BindingTable, numbers: tuple[int | float, ...], _alive: object = fixed) -> None:
+        if host_function(table.pointer, pointer, *numbers):
+            raise_kernel_error()
+
+    return run

@@ -1,0 +1,1 @@
+"""Devices of this process: memory, copies, threads, CUDA."""

@@ -1,0 +1,74 @@
+"""Whether this CPU has the instructions that code was compiled for: an error instead of an illegal instruction."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+from tvm.base import _RUNTIME_ONLY
+
+from ...artifact.metadata import CPU, DeviceSpec
+from ...errors import BindingError
+
+# LLVM's feature names that its code generator uses without being asked -> Linux's in /proc/cpuinfo.
+_LINUX_NAMES: dict[str, str] = {
+    **{name: name for name in ("ssse3", "popcnt", "avx", "avx2", "fma", "f16c", "bmi2", "movbe")},
+    **{name: name for name in ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512ifma", "avx512vbmi")},
+    "sse3": "pni",
+    "sse4.1": "sse4_1",
+    "sse4.2": "sse4_2",
+    "bmi": "bmi1",
+    "lzcnt": "abm",
+    "avx512vbmi2": "avx512_vbmi2",
+    "avx512vnni": "avx512_vnni",
+    "avx512bf16": "avx512_bf16",
+    "avx512fp16": "avx512_fp16",
+    "avx512bitalg": "avx512_bitalg",
+    "avx512vpopcntdq": "avx512_vpopcntdq",
+    "avxvnni": "avx_vnni",
+    "neon": "asimd",
+    "dotprod": "asimddp",
+    "fullfp16": "asimdhp",
+    **{name: name for name in ("sve", "sve2", "i8mm", "bf16")},
+}
+
+
+def with_features(spec: DeviceSpec) -> DeviceSpec:
+    """`spec` with the instruction sets its code may use, where LLVM is here to tell; else as it is."""
+    if spec.cpu_features is not None or spec.kind != "llvm" or _RUNTIME_ONLY:
+        return spec
+    return replace(spec, cpu_features=_llvm_features(spec.target))
+
+
+@functools.cache
+def _llvm_features(target: str) -> tuple[str, ...]:
+    from tvm.target import Target, codegen
+
+    return tuple(sorted(str(name) for name in codegen.llvm_get_cpu_features(Target(target))))
+
+
+@functools.cache
+def linux_features() -> frozenset[str]:
+    """What Linux says this CPU can do, in its own words; empty where it does not say."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                name, _, value = line.partition(":")
+                if name.strip() in ("flags", "Features"):
+                    return frozenset(value.split())
+    except OSError:
+        pass
+    return frozenset()
+
+
+def check_cpu(name: str, spec: DeviceSpec) -> None:
+    """BindingError if code for `spec` (called `name`) may use instructions that this CPU lacks."""
+    if spec.device_type != CPU or not linux_features():
+        return
+    wanted = with_features(spec).cpu_features or ()
+    known = {feature: _LINUX_NAMES[feature] for feature in wanted if feature in _LINUX_NAMES}
+    missing = sorted(feature for feature, flag in known.items() if flag not in linux_features())
+    if missing:
+        raise BindingError(
+            f"{name} was compiled for a CPU with {', '.join(missing)}, which this one lacks: {spec.target}"
+        )

@@ -1,0 +1,109 @@
+"""What is used of the CUDA driver: pinned memory, recording of launches as a graph. Needs the package cuda-bindings.
+
+Streams, contexts and kernels are TVM's; a device's primary context is current where these functions are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from ...errors import HeteroError
+
+
+class CudaError(HeteroError):
+    """A call of the CUDA driver that failed."""
+
+
+class CudaDriver:
+    """Calls of the driver that raise `CudaError` where they fail.
+
+    Parameters
+    ----------
+    api : module
+        ``cuda.bindings.driver``.
+    """
+
+    def __init__(self, api: Any) -> None:
+        self._api = api
+        self.graph_launch = int(self._call("cuGraphLaunch's address", self._address, b"cuGraphLaunch"))
+
+    def pinned(self, nbytes: int) -> int:
+        """The address of host memory that all devices can read and write at the same address."""
+        flags = self._api.CU_MEMHOSTALLOC_PORTABLE | self._api.CU_MEMHOSTALLOC_DEVICEMAP
+        return int(self._call("cuMemHostAlloc", self._api.cuMemHostAlloc, nbytes, flags))
+
+    def free_pinned(self, address: int) -> None:
+        """Give back what `pinned` gave."""
+        self._call("cuMemFreeHost", self._api.cuMemFreeHost, address)
+
+    def record(self, launch: Callable[[int], None]) -> int:
+        """What `launch` launches on the stream it is given, as a graph that can be launched."""
+        api = self._api
+        stream = self._call("cuStreamCreate", api.cuStreamCreate, api.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        try:
+            relaxed = api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+            self._call("cuStreamBeginCapture", api.cuStreamBeginCapture, stream, relaxed)
+            try:
+                launch(int(stream))
+            finally:  # a stream that is recorded can do nothing else
+                status, graph = api.cuStreamEndCapture(stream)
+            self._check("cuStreamEndCapture", status)
+            try:
+                recorded = self._call("cuGraphInstantiate", api.cuGraphInstantiate, graph, 0)
+            finally:
+                self._call("cuGraphDestroy", api.cuGraphDestroy, graph)
+            self._call("cuGraphUpload", api.cuGraphUpload, recorded, stream)
+            self._call("cuStreamSynchronize", api.cuStreamSynchronize, stream)
+            return int(recorded)
+        finally:
+            self._call("cuStreamDestroy", api.cuStreamDestroy, stream)
+
+    def launch(self, graph: int, stream: int) -> None:
+        """Launch a graph; it runs after what the stream has, and after earlier launches of it."""
+        self._call("cuGraphLaunch", self._api.cuGraphLaunch, graph, stream)
+
+    def check_stream(self, stream: int) -> None:
+        """Raise what went wrong on a stream, if anything did; work that has not ended is none."""
+        (status,) = self._api.cuStreamQuery(stream)
+        if status != self._api.CUresult.CUDA_ERROR_NOT_READY:
+            self._check("cuStreamQuery", status)
+
+    def destroy(self, graph: int) -> None:
+        """Destroy a graph; launches that have not ended do end."""
+        self._call("cuGraphExecDestroy", self._api.cuGraphExecDestroy, graph)
+
+    def error(self, call: str, code: int) -> CudaError:
+        """What a failing call's code says."""
+        try:
+            name = self._api.CUresult(code).name
+        except ValueError:
+            name = str(code)
+        return CudaError(f"{call} failed: {name}")
+
+    def _address(self, name: bytes) -> tuple[Any, ...]:
+        flags = self._api.CUdriverProcAddress_flags.CU_GET_PROC_ADDRESS_LEGACY_STREAM
+        return tuple(self._api.cuGetProcAddress(name, 12000, flags)[:2])
+
+    def _call(self, name: str, function: Callable[..., tuple[Any, ...]], *args: Any) -> Any:
+        status, *results = function(*args)
+        self._check(name, status)
+        return results[0] if results else None
+
+    def _check(self, name: str, status: Any) -> None:
+        if int(status) != 0:
+            raise self.error(name, int(status))
+
+
+@cache
+def cuda_driver() -> CudaDriver | str:
+    """The driver, or why there is none."""
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        return "the package cuda-bindings is not installed (pip install relax-hetero[cuda])"
+    try:
+        return CudaDriver(driver)
+    except (CudaError, RuntimeError) as error:  # the driver's library is not here, or too old
+        return str(error)

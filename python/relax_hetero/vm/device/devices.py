@@ -1,0 +1,146 @@
+"""From the manifest to physical devices: which one each entry runs on in this process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tvm import runtime
+
+from ...artifact.metadata import CPU, DeviceSpec, Metadata, device_names
+from ...artifact.names import unknown_name
+from ...errors import BindingError
+from .backends import load_backend
+from .cpu_features import check_cpu
+from .peer_access import enable_peer_access
+
+
+def _make_vdevices_hashable() -> None:
+    """Let VDevices be keys: TVM compares them by structure and gives them no hash."""
+    relax = sys.modules.get("tvm.relax")  # absent where TVM has no compiler, and then there are no VDevices
+    if relax is not None and relax.VDevice.__hash__ is None:
+        relax.VDevice.__hash__ = lambda vdevice: hash((str(vdevice.target), vdevice.vdevice_id))
+
+
+_make_vdevices_hashable()
+
+
+def bind_devices(metadata: Metadata, devices: object = None) -> list[runtime.Device]:
+    """The physical device of every manifest entry, in order.
+
+    Parameters
+    ----------
+    metadata : Metadata
+        The executable's.
+    devices : None, sequence or mapping
+        None takes each entry's own device type and ``vdevice_id``. A sequence gives one device per entry. A
+        mapping replaces some: keys are ``"llvm:1"`` (the i-th of that kind), ``"llvm"`` (the first),
+        ``"vdevice:1"``, an index, a `DeviceSpec`, a VDevice or a ``tvm.Device``; values are ``tvm.Device`` or text
+        (``"cpu:1"``).
+
+    Raises
+    ------
+    BindingError
+        For a wrong count, an unknown key, a device of another type than the entry was compiled for, or one
+        that this machine does not have.
+    """
+    specs = metadata.devices
+    chosen: list[Any] = [runtime.device(spec.type_name, spec.vdevice_id) for spec in specs]
+    if isinstance(devices, Mapping):
+        _remap(chosen, devices, specs)
+    elif isinstance(devices, Sequence) and not isinstance(devices, str):
+        if len(devices) != len(specs):
+            raise BindingError(
+                f"{len(devices)} devices given, expected {len(specs)}: {', '.join(device_names(specs)) or 'none'}"
+            )
+        chosen = list(devices)
+    elif devices is not None:
+        raise BindingError(
+            f"devices is {devices!r} ({type(devices).__name__}), expected None, a list with one device per entry of "
+            f"the manifest ({', '.join(device_names(specs))}), or a mapping from entries to devices"
+        )
+    names = device_names(specs)
+    bound = [_check(name, spec, to_device(device)) for name, spec, device in zip(names, specs, chosen, strict=True)]
+    enable_peer_access(bound)
+    return bound
+
+
+def host_device(metadata: Metadata, devices: Sequence[runtime.Device]) -> runtime.Device:
+    """The CPU for shapes and scalars: the manifest's host entry, else ``cpu(0)``."""
+    return devices[metadata.host_index] if metadata.host_index >= 0 else runtime.device("cpu", 0)
+
+
+def to_device(device: object) -> runtime.Device:
+    """A ``tvm.Device`` from itself or from text such as ``"cuda:1"``; BindingError for anything else."""
+    if isinstance(device, runtime.Device):
+        return device
+    if isinstance(device, str):
+        try:
+            return runtime.device(device)
+        except ValueError as error:
+            raise BindingError(f"{device!r} is no device ({error}); expected text like 'cpu:1' or 'cuda:0'") from None
+    raise BindingError(f"{device!r} ({type(device).__name__}) is no device; expected a tvm.Device or text like 'cpu:1'")
+
+
+def _remap(chosen: list[Any], devices: Mapping[object, object], specs: tuple[DeviceSpec, ...]) -> None:
+    given: dict[int, object] = {}
+    for key, device in devices.items():
+        index = find_entry(key, specs)
+        if index in given:
+            raise BindingError(f"{device_names(specs)[index]} is given twice: as {given[index]!r} and as {key!r}")
+        given[index] = key
+        chosen[index] = device
+
+
+def find_entry(key: object, specs: tuple[DeviceSpec, ...]) -> int:
+    """The manifest index that `key` names (see `bind_devices`); BindingError where it names none."""
+    names = device_names(specs)
+    index: int | None = None
+    if isinstance(key, bool):
+        pass
+    elif isinstance(key, int):
+        index = key if 0 <= key < len(specs) else None
+    elif isinstance(key, str):
+        index = _find_name(key, names)
+    elif isinstance(key, DeviceSpec):
+        index = _find_spec(key, specs)
+    elif isinstance(key, runtime.Device):
+        wanted = (key.dlpack_device_type(), key.index)
+        index = next((i for i, spec in enumerate(specs) if (spec.device_type, spec.vdevice_id) == wanted), None)
+    elif hasattr(key, "target") and hasattr(key, "vdevice_id"):
+        scope = str(getattr(key, "memory_scope", "global"))
+        index = _find_spec(DeviceSpec(str(key.target), int(key.vdevice_id), scope), specs)
+    if index is None:
+        every = [*names, *(f"vdevice:{i}" for i in range(len(names)))]
+        raise unknown_name("device", key, every, "the manifest")
+    return index
+
+
+def _find_name(key: str, names: list[str]) -> int | None:
+    kind, _, number = key.partition(":")
+    if number and not (number.isascii() and number.isdigit()):
+        return None
+    position = int(number or 0)
+    if kind == "vdevice":
+        return position if number and position < len(names) else None
+    return names.index(f"{kind}:{position}") if f"{kind}:{position}" in names else None
+
+
+def _find_spec(key: DeviceSpec, specs: tuple[DeviceSpec, ...]) -> int | None:
+    def identity(spec: DeviceSpec) -> tuple[str, int, str]:
+        return json.dumps(json.loads(spec.target), sort_keys=True), spec.vdevice_id, spec.memory_scope
+
+    return next((i for i, spec in enumerate(specs) if identity(spec) == identity(key)), None)
+
+
+def _check(name: str, spec: DeviceSpec, device: runtime.Device) -> runtime.Device:
+    if device.dlpack_device_type() != spec.device_type:
+        raise BindingError(f"{name} was compiled for a {spec.type_name} device (kind {spec.kind!r}), found {device}")
+    check_cpu(name, spec)
+    if device.dlpack_device_type() != CPU:
+        load_backend(spec.type_name)
+    if device.index < 0 or not device.exist:
+        raise BindingError(f"{name} is to run on {device}, which this machine does not have")
+    return device

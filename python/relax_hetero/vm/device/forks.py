@@ -1,0 +1,56 @@
+"""Machines in a process that was forked, where no thread but the one that forked goes on.
+
+A machine whose queues were at work, or that another thread was in, stays behind: there it refuses everything, and its
+fences that were not done fail. Others can still be used. Where the helper threads of the thread that forked stayed
+behind too, plain calls go through queues, whose threads begin in the new process and have helpers of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import NoReturn, Protocol
+
+from ...errors import HeteroError
+
+
+class Forked(Protocol):
+    """What is told of a fork."""
+
+    def after_fork(self) -> None:
+        """Called in the new process, by its only thread."""
+
+
+class RefusingLock:
+    """In place of a machine's lock: whoever needs it gets an error.
+
+    Parameters
+    ----------
+    why : str
+    """
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def __enter__(self) -> NoReturn:
+        raise HeteroError(self._why)
+
+    def __exit__(self, *_raised: object) -> None:
+        """Never called: nothing enters."""
+
+
+_told: weakref.WeakSet[Forked] = weakref.WeakSet()
+
+
+def tell_of_forks(machine: Forked) -> None:
+    """Have `machine.after_fork` called in processes that are forked from this one, as long as it lives."""
+    _told.add(machine)
+
+
+def _tell() -> None:
+    for machine in list(_told):
+        machine.after_fork()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_tell)

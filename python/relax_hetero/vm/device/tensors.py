@@ -1,0 +1,258 @@
+"""Tensors as memory: aliases of one buffer on another device id, copies between any two devices.
+
+CPU device ids name the same memory, yet kernels check the id. An alias changes the id and nothing else,
+so a host buffer (a mapped weight, say) serves ``cpu(0)`` and ``cpu(1)`` without a copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import tvm_ffi
+from tvm import runtime
+
+from ...artifact.metadata import CPU
+from ...target.element_types import bits_of
+from .cuda_copies import Place, issue_copy
+from .cuda_library import CUDA, CUDA_HOST, cuda_library
+from .cuda_streams import Event, Stream
+
+# TVM's allocations have this alignment in bytes (kAllocAlignment) and its kernels rely on it unless told otherwise.
+ALIGNMENT = 64
+
+AddressRange: TypeAlias = tuple[int, int]
+
+_empty = tvm_ffi.get_global_func("runtime.TVMTensorAllocWithScope")
+_copy = tvm_ffi.get_global_func("runtime.TVMTensorCopyFromTo")
+_copy_from_bytes = tvm_ffi.get_global_func("runtime.TVMTensorCopyFromBytes")
+_view = tvm_ffi.get_global_func("runtime.TVMTensorCreateView")
+
+
+class _DLTensor(ctypes.Structure):
+    """The head of a DLPack capsule of the unversioned kind (dlpack.h, DLTensor)."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("dtype_code", ctypes.c_uint8),
+        ("dtype_bits", ctypes.c_uint8),
+        ("dtype_lanes", ctypes.c_uint16),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+capsule_pointer.restype = ctypes.c_void_p
+capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+
+
+def _head(capsule: object) -> _DLTensor:
+    return _DLTensor.from_address(capsule_pointer(capsule, b"dltensor"))
+
+
+def nbytes_of(tensor: runtime.Tensor) -> int:
+    """Bytes of a contiguous tensor's elements."""
+    return (int(tensor.numel()) * bits_of(tensor.dtype) + 7) // 8
+
+
+def address_range(tensor: runtime.Tensor) -> AddressRange:
+    """Where a contiguous tensor's elements begin and end."""
+    begin = tensor.data_ptr()
+    return begin, begin + nbytes_of(tensor)
+
+
+def address_ranges(values: Any) -> list[AddressRange]:
+    """Where the tensors among run-time values lie, tuples opened."""
+    if isinstance(values, tvm_ffi.core.Tensor):
+        return [address_range(values)]
+    if isinstance(values, Sequence) and not isinstance(values, str | tvm_ffi.Shape):
+        return [found for value in values for found in address_ranges(value)]
+    return []
+
+
+def same_device(a: runtime.Device, b: runtime.Device) -> bool:
+    """Whether two devices are the same physical one."""
+    return bool(a.dlpack_device_type() == b.dlpack_device_type() and a.index == b.index)
+
+
+def is_host(device: runtime.Device) -> bool:
+    """Whether a device is a CPU, whatever its id; or DLPack's name for pinned memory, which CPUs use as any other."""
+    return device.dlpack_device_type() in (CPU, CUDA_HOST)
+
+
+def alias(tensor: runtime.Tensor, device: runtime.Device) -> runtime.Tensor:
+    """The same memory as `tensor`, seen from `device`, with its byte offset folded into the pointer.
+
+    `device` must be able to read that memory: the same device type, and for other than CPUs the same id; or a GPU, if
+    it is pinned memory of the host.
+    """
+    capsule = tensor.__dlpack__()
+    head = _head(capsule)
+    head.device_type, head.device_id = device.dlpack_device_type(), device.index
+    if head.byte_offset:
+        head.data += head.byte_offset
+        head.byte_offset = 0
+    return tvm_ffi.from_dlpack(capsule)
+
+
+def has_offset(tensor: runtime.Tensor) -> bool:
+    """Whether a tensor starts inside its allocation by a byte offset, which kernels do not accept."""
+    return bool(_head(tensor.__dlpack__()).byte_offset)
+
+
+def view_bytes(data: np.ndarray, shape: tuple[int, ...], dtype: str) -> runtime.Tensor:
+    """A tensor over the bytes of `data` (writable, one-dimensional ``uint8``), which it keeps alive."""
+    flat = tvm_ffi.from_dlpack(data)
+    return _view(flat, tvm_ffi.Shape(shape), dtype, 0)
+
+
+def bytes_of(tensor: runtime.Tensor) -> np.ndarray:
+    """The bytes of a contiguous tensor as ``uint8``; shared with it where it is on a CPU."""
+    if not is_host(tensor.device):
+        tensor = copy_to(tensor, runtime.device("cpu", 0))
+    if nbytes_of(tensor) == 0:
+        return np.empty(0, "uint8")
+    flat = _view(tensor, tvm_ffi.Shape((nbytes_of(tensor),)), "uint8", 0)
+    return np.from_dlpack(alias(flat, runtime.device("cpu", 0)))
+
+
+def from_numpy(array: np.ndarray, device: runtime.Device, scope: str | None = None) -> runtime.Tensor:
+    """A copy of `array` (any strides, byte order, element type that TVM has a name for) on `device`."""
+    dtype = dtype_name(array.dtype)
+    if dtype.startswith("float4"):  # two elements a byte: the stock conversion packs them
+        return runtime.tensor(array, device)
+    if not (array.flags.c_contiguous and array.dtype.isnative):
+        array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")).reshape(array.shape)
+    tensor = _empty(array.shape, dtype, device, scope)
+    lent = None if is_host(device) else from_array(array)
+    if lent is not None:
+        copy_into(lent, tensor)
+    elif array.nbytes:
+        _copy_from_bytes(tensor, ctypes.c_void_p(array.__array_interface__["data"][0]), array.nbytes)
+    return tensor
+
+
+def from_array(array: np.ndarray) -> runtime.Tensor | None:
+    """A tensor over the memory of `array`, also of a read-only one; None where DLPack has no name for its elements.
+
+    Whoever takes it must not write to it.
+    """
+    try:
+        # Arrays that are read-only are exported to whom says that it knows such a thing exists.
+        return tvm_ffi.from_dlpack(array if array.flags.writeable else array.__dlpack__(max_version=(1, 0)))
+    except (BufferError, TypeError, ValueError):  # dates, text, foreign byte order; numpy 1 and read-only
+        return None
+
+
+@functools.cache
+def dtype_name(dtype: np.dtype) -> str:
+    """TVM's name of a numpy element type, whatever its byte order; for one that TVM lacks (text) numpy's own."""
+    return str(dtype.newbyteorder("="))
+
+
+def empty(shape: tuple[int, ...], dtype: str, device: runtime.Device, scope: str | None = None) -> runtime.Tensor:
+    """An uninitialised tensor on `device`."""
+    return _empty(shape, dtype, device, scope)
+
+
+def copy_into(source: runtime.Tensor, target: runtime.Tensor) -> None:
+    """Copy between contiguous tensors of equal size on any two devices; the copy has ended on return.
+
+    It comes after what the devices' current streams have been given. Two different device types of which neither is a
+    CPU cannot exchange bytes directly: these go through the host.
+    """
+    source, target = _on_plain_device(source), _on_plain_device(target)
+    from_device, to_device = source.device, target.device
+    from_type, to_type = from_device.dlpack_device_type(), to_device.dlpack_device_type()
+    if CUDA in (from_type, to_type) and from_type in (CPU, CUDA) and to_type in (CPU, CUDA):
+        library = cuda_library()
+        if library is not None:
+            stream = Stream.current(library, from_device if from_type == CUDA else to_device)
+            if from_type == to_type and from_device.index != to_device.index:
+                other = Stream.current(library, to_device)
+                if not other.done():  # it may use the target
+                    stream.wait(other.record())
+            issue_copy(library, _place_of(source), _place_of(target), nbytes_of(source), stream)
+            stream.synchronize()
+            return
+    if from_type != to_type and CPU not in (from_type, to_type):
+        source = copy_to(source, runtime.device("cpu", 0))
+        from_type = CPU
+    _copy(source, target)
+    # TVM copies to and from a device on that device's stream, and between two on the source's.
+    if from_type != CPU:
+        from_device.sync()
+    elif to_type != CPU:
+        to_device.sync()
+
+
+def _on_plain_device(tensor: runtime.Tensor) -> runtime.Tensor:
+    """A tensor in pinned memory that says so as one of a CPU: TVM knows such memory only where it knows CUDA."""
+    is_pinned = tensor.device.dlpack_device_type() == CUDA_HOST
+    return alias(tensor, runtime.device("cpu", 0)) if is_pinned else tensor
+
+
+def begin_copy(source: runtime.Tensor, target: runtime.Tensor, stream: Stream) -> Event:
+    """Copy between contiguous tensors of equal size, of which at least one is on a GPU, in order with `stream`.
+
+    From memory of the host that is not pinned, it returns when that has been read; to such memory, when the copy has
+    ended. Otherwise it returns at once, and the caller keeps both tensors until the copy has ended.
+
+    Parameters
+    ----------
+    source, target : Tensor
+        On the stream's GPU, another GPU, or a CPU.
+    stream : Stream
+        Of the GPU; of either, where there are two.
+
+    Returns
+    -------
+    Event
+        The end of the copy.
+    """
+    issue_copy(stream.library, _place_of(source), _place_of(target), nbytes_of(source), stream)
+    return stream.record()
+
+
+def _place_of(tensor: runtime.Tensor) -> Place:
+    device = tensor.device
+    return Place(tensor.data_ptr(), device.index if device.dlpack_device_type() == CUDA else None)
+
+
+def copy_to(tensor: runtime.Tensor, device: runtime.Device, scope: str | None = None) -> runtime.Tensor:
+    """A copy of a contiguous tensor on `device`, in new memory."""
+    result = _empty(tensor.shape, tensor.dtype, device, scope)
+    copy_into(tensor, result)
+    return result
+
+
+def map_tensors(value: Any, change: Callable[[runtime.Tensor], Any]) -> Any:
+    """A value of the virtual machine with its tensors changed, tuples opened."""
+    if isinstance(value, tvm_ffi.core.Tensor):
+        return change(value)
+    return tvm_ffi.convert(tuple(map_tensors(part, change) for part in value))
+
+
+class MemoryRanges:
+    """Many address ranges that results must not share; found in logarithmic time."""
+
+    def __init__(self, ranges: Iterable[AddressRange] = ()) -> None:
+        ordered = sorted(ranges)
+        self._starts = [start for start, _ in ordered]
+        self._ends: list[int] = []
+        for _, end in ordered:  # of overlapping ranges, the farthest end so far
+            self._ends.append(max(end, self._ends[-1] if self._ends else 0))
+
+    def hold(self, address: int) -> bool:
+        """Whether an address is inside one of the ranges."""
+        position = bisect_right(self._starts, address)
+        return position > 0 and address < self._ends[position - 1]

@@ -1,0 +1,1 @@
+"""Executables and their files: export, load."""

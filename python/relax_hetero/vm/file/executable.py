@@ -1,0 +1,156 @@
+"""A compiled model: code, what it says about itself, and its constants."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+from weakref import WeakValueDictionary
+
+from tvm import runtime
+
+from ...artifact.container import Container
+from ...artifact.kernel_addresses import kernel_address
+from ...artifact.memory_plan import MemoryPlan
+from ...artifact.metadata import DeviceSpec, Metadata, device_names
+from ...artifact.names import unknown_name
+from ...artifact.signature import FunctionSignature
+from ...errors import BuildError
+from ..device.constants import PlacedConstants
+from .export import checked_path, link_library, needs_linking, write_copy, write_executable
+from .load_code import load_code
+
+
+class Executable:
+    """A compiled model, made by ``rh.compile`` or ``rh.load``.
+
+    Parameters
+    ----------
+    module : tvm.runtime.Module or None
+        A module of kind ``relax.VMExecutable`` with its kernel modules imported; None if it is to be loaded from
+        the file when it is first run.
+    metadata : Metadata
+        Manifest, signatures, constants, placement, dispatches.
+    constants : sequence of tvm.runtime.Tensor
+        One tensor per entry of ``metadata.constants``, usually on the host.
+    container : Container, optional
+        The file it was loaded from.
+
+    Attributes
+    ----------
+    metadata, constants
+        As given.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        metadata: Metadata,
+        constants: Sequence[runtime.Tensor],
+        container: Container | None = None,
+    ) -> None:
+        if len(constants) != len(metadata.constants):
+            raise BuildError(f"{len(constants)} constants given, expected {len(metadata.constants)}")
+        self._module: runtime.Module | None = getattr(module, "mod", module)
+        self.metadata = metadata
+        self.constants = list(constants)
+        self._container = container
+        self._runnable: runtime.Module | None = None
+        self._lock = threading.Lock()
+        # Machines on the same devices share their copies of the weights.
+        self._placed: WeakValueDictionary[tuple[tuple[int, int], ...], PlacedConstants] = WeakValueDictionary()
+
+    def __repr__(self) -> str:
+        devices = ", ".join(device_names(self.devices))
+        return f"<Executable of {', '.join(self.function_names)} for {devices or 'the host'}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise BuildError("an Executable cannot be pickled or copied: use export_library, and relax_hetero.load")
+
+    @property
+    def module(self) -> runtime.Module:
+        """The code; BuildError where it has to be loaded from the file, and cannot."""
+        if self._module is None:
+            if self._container is None:
+                raise BuildError("an Executable needs a module, or a file to load it from")
+            self._module = load_code(self._container.path, self._container)
+        return self._module
+
+    @property
+    def devices(self) -> tuple[DeviceSpec, ...]:
+        """The manifest in order."""
+        return self.metadata.devices
+
+    @property
+    def function_names(self) -> list[str]:
+        """The functions that can be called."""
+        return list(self.metadata.signatures)
+
+    @property
+    def memory_plan(self) -> MemoryPlan:
+        """What calls take on each device, and the least that they could take."""
+        return MemoryPlan(self.metadata)
+
+    def signature(self, name: str = "main") -> FunctionSignature:
+        """What function `name` takes and returns; BindingError where there is none."""
+        signature = self.metadata.signatures.get(name)
+        if signature is None:
+            raise unknown_name("function", name, self.function_names, "the executable")
+        return signature
+
+    def export_library(self, path: str | os.PathLike[str]) -> None:
+        """Write one file with code, metadata and weights, for `relax_hetero.load`.
+
+        The file at `path` is replaced in one step, so it may be one that is loaded. Linking needs a C compiler
+        (``CXX`` or cc) and TVM's; an executable that was itself loaded needs neither.
+
+        Raises
+        ------
+        BuildError
+            No compiler, a failing one, or a path that cannot be written.
+        """
+        file = Path(checked_path(path, "exporting an executable"))
+        if self._container is not None:
+            write_copy(file, self._container.data)
+        else:
+            write_executable(file, self.module, self.metadata, self.constants)
+
+    def runnable(self) -> runtime.Module:
+        """The module in a form that runs in this process; code of ``c`` devices is compiled now, once.
+
+        Raises
+        ------
+        BuildError
+            Such code without a C compiler.
+        """
+        with self._lock:
+            if self._runnable is None:
+                self._runnable = self._linked() if needs_linking(self.module) else self.module
+            return self._runnable
+
+    def _linked(self) -> runtime.Module:
+        with tempfile.TemporaryDirectory(prefix="relax_hetero_") as folder:
+            library = Path(folder) / "library.so"
+            link_library(self.module, library, "running code of a 'c' device")
+            return load_code(library)
+
+    def constants_on(self, devices: Sequence[runtime.Device]) -> PlacedConstants:
+        """The constants where functions take them; machines on the same devices share the result.
+
+        Parameters
+        ----------
+        devices : sequence of Device
+            By manifest index, the host last.
+        """
+        key = tuple((device.dlpack_device_type(), device.index) for device in devices)
+        address_of = partial(kernel_address, self.runnable())
+        with self._lock:
+            placed = self._placed.get(key)
+            if placed is None:
+                placed = PlacedConstants(self.constants, self.metadata.constants, devices, address_of)
+                self._placed[key] = placed
+            return placed

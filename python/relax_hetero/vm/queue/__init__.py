@@ -1,0 +1,1 @@
+"""Calls that go through queues: one queue a device, fences, overlapped calls, traces."""

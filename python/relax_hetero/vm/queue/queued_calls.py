@@ -1,0 +1,230 @@
+"""The half of a machine that takes calls without waiting for them."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from ...artifact.signature import FunctionSignature
+from ...errors import BindingError, HeteroError
+from ..args.donated_arguments import ArgumentMemory, check_apart
+from .call import Call, Prepared
+from .calls_in_flight import CallsInFlight
+from .fence import Fence
+from .plan import Plan
+from .queues import Queues
+from .trace import Trace
+
+MAX_IN_FLIGHT = 4
+"""How many calls a machine has under way at once unless it is told: two for each of two stages, so that none waits."""
+
+
+Prepare = Callable[[Sequence[Any], Mapping[str, Any]], Prepared]
+
+
+class QueuedCalls:
+    """A machine's calls through its queues.
+
+    Parameters
+    ----------
+    owner : object
+        The machine; the queues end when it does.
+    lock : threading.RLock
+        Held while arguments are bound and while the machine runs a plain call: neither begins during the other.
+    max_in_flight : int
+    make_queues : callable
+        Called with the first submission; its result must not refer to the machine.
+
+    Attributes
+    ----------
+    trace : Trace or None
+        What follows the calls that come.
+
+    Raises
+    ------
+    BindingError
+        A `max_in_flight` that is no positive integer.
+    """
+
+    def __init__(self, owner: object, lock: Any, max_in_flight: int, make_queues: Callable[[], Queues]) -> None:
+        if isinstance(max_in_flight, bool) or not isinstance(max_in_flight, int) or max_in_flight < 1:
+            raise BindingError(f"max_in_flight is {max_in_flight!r}, expected a positive integer")
+        self.limit = max_in_flight
+        self.trace: Trace | None = None
+        self._owner = weakref.ref(owner)
+        self._make_queues = make_queues
+        self._calls = CallsInFlight(max_in_flight)
+        self._fences = self._calls.fences
+        self._queues: Queues | None = None
+        self._lock = lock
+        # Of the calls under way, where some may consume their arguments.
+        self._memory: dict[Fence, ArgumentMemory] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call is under way, and nobody watches for any."""
+        return self.trace is None and (not self._fences or self._calls.is_idle)
+
+    @property
+    def has_queues(self) -> bool:
+        """Whether any call has been submitted."""
+        return self._queues is not None
+
+    def wait(self, timeout: float | None) -> bool:
+        """Wait until the calls submitted so far have ended; False after `timeout` seconds without."""
+        with self._lock:  # refused in a process that was forked
+            calls = self._calls
+        return calls.wait(timeout)
+
+    def lose(self, lock: Any, error: HeteroError) -> None:
+        """In a process that was forked: calls under way fail, and `lock`, the machine's new one, refuses others."""
+        self._lock = lock
+        self._calls.lose(error)
+
+    @contextmanager
+    def traced(self, trace: Trace) -> Iterator[Trace]:
+        """Have `trace` follow the calls that come while this lasts; it ends when those have."""
+        with self._lock:
+            if self.trace is not None:
+                raise HeteroError("this machine is being traced already; expected that trace to end first")
+            self.trace = trace
+        try:
+            yield trace
+        finally:
+            self.trace = None
+        trace.wait()
+
+    def submit(
+        self,
+        signature: FunctionSignature,
+        plan: Callable[[Queues], Plan],
+        prepare: Prepare,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Fence:
+        """Take a call, once there is room for it.
+
+        Parameters
+        ----------
+        signature : FunctionSignature
+            Of the function.
+        plan : callable
+            Gives the function's plan.
+        prepare : callable
+            Checks and places arguments; called under the machine's lock.
+        args, kwargs
+            The caller's. A `Fence` among them stands for its result.
+        """
+        with self._lock:
+            queues = self._started()
+            number = self._calls.next_number()
+        fence = self._calls.enter()
+        trace = self.trace
+        if trace is not None:
+            plan, prepare = trace.follow(fence, plan, prepare)
+        start = partial(self._start, plan, prepare, number, fence, self._owner())
+        try:
+            awaited = [value for value in (*args, *kwargs.values()) if isinstance(value, Fence)]
+            if awaited:
+                late = _LateStart(start, signature, args, kwargs, fence)
+                _When(awaited, partial(queues.host.push, (number, -1), late))
+            else:
+                start(args, kwargs)
+        except BaseException:
+            self._calls.leave(fence)
+            fence.cancel()  # nobody has it, but a trace may follow it
+            raise
+        return fence
+
+    def _started(self) -> Queues:
+        if self._queues is None:
+            self._queues = self._make_queues()
+            weakref.finalize(self._owner(), self._queues.close).atexit = False
+        return self._queues
+
+    def _start(
+        self,
+        plan: Callable[[Queues], Plan],
+        prepare: Prepare,
+        number: int,
+        fence: Fence,
+        owner: object,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        with self._lock:
+            queues = self._started()
+            prepared = prepare(args, kwargs)
+            if prepared.memory is not None:
+                self._memory = {other: used for other, used in self._memory.items() if not other.done()}
+                check_apart(prepared.memory, self._memory.values())
+                self._memory[fence] = prepared.memory
+            route = plan(queues)
+            queues.follow_caller()
+        Call(route, number, prepared, fence, owner).begin()
+
+
+class _LateStart:
+    """The start of a call that waited for others, as queues run it: what goes wrong goes to the fence."""
+
+    def __init__(
+        self,
+        start: Callable[[Sequence[Any], Mapping[str, Any]], None],
+        signature: FunctionSignature,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        fence: Fence,
+    ) -> None:
+        self._start, self._signature, self._args, self._kwargs, self._fence = start, signature, args, kwargs, fence
+        self._has_begun = False
+
+    def run(self) -> None:
+        if self._has_begun or self._fence.cancelled():
+            return
+        self._has_begun = True
+        names = (*self._signature.input_names, *map(str, range(len(self._args))))  # too many are refused below
+        try:
+            args = [self._settled(value, name) for value, name in zip(self._args, names, strict=False)]
+            self._start(args, {name: self._settled(value, name) for name, value in self._kwargs.items()})
+        except Exception as error:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        if not isinstance(error, HeteroError):
+            kind = type(error).__name__
+            error = HeteroError(f"function {self._signature.name!r} could not begin: {kind}: {error}")
+        self._fence.settle(None, error.with_traceback(None))
+
+    def _settled(self, value: Any, name: str) -> Any:
+        """The result of a fence that is done; any other value itself."""
+        if not isinstance(value, Fence):
+            return value
+        what = f"argument {name!r} of {self._signature.name!r} is the result of a call that"
+        if value.cancelled():
+            raise HeteroError(f"{what} was cancelled")
+        error = value.exception()
+        if error is not None:
+            raise HeteroError(f"{what} failed: {error}")
+        return value.result()
+
+
+class _When:
+    """Calls a function when all of some fences are done; perhaps again, where a queue's thread is interrupted."""
+
+    def __init__(self, fences: Sequence[Fence], then: Callable[[], None]) -> None:
+        self._left = set(fences)
+        self._lock = threading.Lock()
+        self._then = then
+        for fence in dict.fromkeys(fences):
+            fence.follow(self._on_done)
+
+    def _on_done(self, fence: Any) -> None:
+        with self._lock:
+            self._left.discard(fence)
+            is_last = not self._left
+        if is_last:
+            self._then()

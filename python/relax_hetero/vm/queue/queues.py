@@ -1,0 +1,248 @@
+"""The queues of a machine, and how its functions go through them."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import tvm_ffi
+from tvm import runtime
+
+from ...artifact.failure import explain_failure
+from ...artifact.metadata import CPU, Metadata
+from ...artifact.schedule import Step
+from ...errors import HeteroError
+from ...target.cpu_cores import cpus_of_cores, num_cores
+from ..device.builtins import running
+from ..device.cuda_driver import CudaError
+from ..device.cuda_library import CUDA, cuda_library
+from ..device.tensors import alias, is_host, map_tensors, same_device
+from ..device.threads import threads_of_queues
+from .copy_queues import Lanes
+from .cuda_queue import CudaQueue, Point, follow_callers_streams, shared_stream
+from .device_queue import DeviceQueue
+
+if TYPE_CHECKING:
+    from .call import Call
+
+# A process that ends waits so long for what still runs.
+CLOSE_SECONDS = 5.0
+
+
+class Queues:
+    """A queue for each device of a machine, however many entries of the manifest stand for it.
+
+    Copies from and to GPUs have queues of their own, one for each two devices and direction.
+
+    Parameters
+    ----------
+    metadata : Metadata
+    devices, scopes : sequence
+        By manifest index; the last is the host.
+    constants : tvm_ffi.Array
+        As functions take them.
+    load : callable
+        Makes a virtual machine of TVM's, as each queue's thread has its own.
+    """
+
+    def __init__(
+        self,
+        metadata: Metadata,
+        devices: Sequence[runtime.Device],
+        scopes: Sequence[str],
+        constants: Any,
+        load: Callable[[], runtime.Module],
+    ) -> None:
+        self._metadata, self._devices, self._scopes = metadata, devices, scopes
+        self._constants, self._load = constants, load
+        keys = [(device.dlpack_device_type(), device.index) for device in devices]
+        cores: dict[tuple[int, int], int] = {}
+        for key, spec in zip(keys, metadata.devices, strict=False):
+            if key[0] == CPU:
+                cores[key] = max(cores.get(key, 0), spec.num_cores)
+        if not cores:
+            cores[keys[-1]] = 0
+        threads = dict(zip(cores, threads_of_queues(list(cores.values())), strict=True))
+        cpus = own_cpus(threads)
+        gpus = {index for kind, index in keys if kind == CUDA}
+        cuda = cuda_library() if gpus else None
+        self._lanes = Lanes(cuda, gpus) if cuda is not None else None
+        queues: dict[tuple[int, int], DeviceQueue] = {}
+        for key, device in zip(keys, devices, strict=True):
+            if key not in queues and key[0] == CUDA and cuda is not None:
+                queues[key] = CudaQueue(f"queue of {device}", shared_stream(cuda, key[1], "kernels"))
+            elif key not in queues:
+                queues[key] = DeviceQueue(f"queue of {device}", cpus.get(key, ()), threads.get(key, 1))
+        self.by_entry = [queues[key] for key in keys]
+        self.all = list(queues.values())
+        self._machines: dict[DeviceQueue, tuple[runtime.Module, dict[str, Any]]] = {}
+
+        _open.add(self)
+
+    @property
+    def host(self) -> DeviceQueue:
+        """The queue of the host's device."""
+        return self.by_entry[-1]
+
+    def close(self, until: float = 0) -> None:
+        """Have the threads end after what runs now, and what has not begun fail; wait for that, by the clock's time."""
+        for queue in (*self.all, *self._copying()):
+            queue.close(until - time.monotonic())
+
+    def queue_of(self, step: Step) -> DeviceQueue | None:
+        """The queue that runs a step; None for one that only gives memory another device's name.
+
+        Not to be called by two threads at once.
+        """
+        own, plain = self.by_entry[step.device], self._scopes[step.device] == "global"
+        if not step.is_transfer or not plain:
+            return own
+        source, target = self._devices[step.source], self._devices[step.device]
+        if same_device(source, target) or (is_host(source) and is_host(target)):
+            return None
+        lane = self._lanes.between(source, target) if self._lanes is not None else None
+        return own if lane is None else lane
+
+    def is_issued(self, step: Step, queue: DeviceQueue | None) -> bool:
+        """Whether a step is only issued when it has run: one of a single GPU, or a copy from or to it."""
+        return isinstance(queue, CudaQueue) and not step.also and (not step.is_transfer or queue not in self.all)
+
+    def follow_caller(self) -> None:
+        """What is issued from now on comes after what this thread has given to streams of its own choice."""
+        follow_callers_streams(queue for queue in (*self.all, *self._copying()) if isinstance(queue, CudaQueue))
+
+    def run(self, step: Step, queue: DeviceQueue | None, leaves: bool, call: Call) -> tuple[Any, Point | None]:
+        """Run a step in this thread, which is that of its queue.
+
+        Parameters
+        ----------
+        step : Step
+        queue : DeviceQueue or None
+            As `queue_of` says.
+        leaves : bool
+            Whether what it makes is a result of the call.
+        call : Call
+
+        Returns
+        -------
+        tuple
+            What the step makes; and the point at which that is made, where it is only issued.
+        """
+        reads = [call.values[number] for number in step.reads]
+
+        def work() -> Any:
+            if step.is_transfer:
+                return self._moved(reads[0], step, queue, leaves)
+            return self._computed(step, reads, call.sizes)
+
+        if isinstance(queue, CudaQueue) and self.is_issued(step, queue):
+            return queue.issue(work, [call.points[number] for number in step.reads if number in call.points])
+        return work(), None
+
+    def _moved(self, value: Any, step: Step, queue: DeviceQueue | None, leaves: bool) -> Any:
+        device = self._devices[step.device]
+        if queue is None:
+            return map_tensors(value, lambda tensor: alias(tensor, device))
+        if isinstance(queue, CudaQueue) and queue not in self.all and self._lanes is not None:
+            return self._lanes.copy(value, device, queue.stream, leaves)
+        running.machine = self._devices, self._scopes
+        return _to_device(value, step.device, 0)
+
+    def _computed(self, step: Step, reads: list[Any], sizes: Mapping[str, int]) -> Any:
+        if step.sizes:
+            reads.append(tvm_ffi.Shape([sizes[name] for name in step.sizes]))
+        if step.takes_constants:
+            reads.append(self._constants)
+        running.machine = self._devices, self._scopes
+        function = self._function(self.by_entry[step.device], step.function)
+        if not all(is_host(self._devices[entry]) for entry in step.devices):
+            function = partial(self._on_streams, step, function)
+        mine = {self.by_entry[entry] for entry in step.devices}
+        return _holding([queue.lock for queue in self.all if queue in mine], function, reads)
+
+    def _on_streams(self, step: Step, function: Callable[..., Any], *reads: Any) -> Any:
+        """Have kernels run on the streams of their devices' queues; those of several devices end."""
+        with ExitStack() as held:
+            for entry in step.devices:
+                device, queue = self._devices[entry], self.by_entry[entry]
+                if isinstance(queue, CudaQueue):
+                    held.enter_context(tvm_ffi.use_raw_stream(device, queue.stream.handle))
+                    if step.also:
+                        held.callback(queue.stream.synchronize)
+                elif not is_host(device):
+                    held.callback(device.sync)
+            return function(*reads)
+
+    def explain(self, what: str, error: BaseException) -> HeteroError:
+        """`error` in terms of the model."""
+        if isinstance(error, HeteroError) and not isinstance(error, CudaError):
+            return error
+        return explain_failure(what, error, self._metadata)
+
+    def _copying(self) -> list[CudaQueue]:
+        return self._lanes.queues if self._lanes is not None else []
+
+    def _function(self, queue: DeviceQueue, name: str) -> Any:
+        found = self._machines.get(queue)
+        if found is None:
+            found = self._machines[queue] = (self._load(), {})
+        module, functions = found
+        function = functions.get(name)
+        if function is None:
+            function = functions[name] = module[name]
+        return function
+
+
+def overlapping(metadata: Metadata) -> set[str]:
+    """The functions whose plain calls gain by queues: with work to overlap, on devices that share no cores."""
+    cores = {
+        (s.device_type, s.vdevice_id): s.num_cores or num_cores() for s in metadata.devices if s.device_type == CPU
+    }
+    if sum(cores.values()) > num_cores():
+        return set()
+    devices = {index: (s.device_type, s.vdevice_id) for index, s in enumerate(metadata.devices)}
+    return {schedule.function for schedule in metadata.schedules if schedule.overlaps(devices)}
+
+
+def own_cpus(threads: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], list[int]]:
+    """The CPUs that are each CPU device's own, by how many threads it has; nobody's where there are not enough."""
+    cores = cpus_of_cores()
+    # With a quota, which of the cores one may use at a time is not known.
+    if len(threads) < 2 or sum(threads.values()) > len(cores) or len(cores) > num_cores():
+        return {}
+    found, begin = {}, 0
+    for key, count in threads.items():
+        found[key] = [cpu for core in cores[begin : begin + count] for cpu in core]
+        begin += count
+    return found
+
+
+def _holding(locks: Sequence[threading.Lock], function: Callable[..., Any], values: Sequence[Any]) -> Any:
+    """Call a function with locks held; by ``with`` alone, which an exception raised in this thread cannot split."""
+    if not locks:
+        return function(*values)
+    with locks[0]:
+        return _holding(locks[1:], function, values)
+
+
+_open: weakref.WeakSet[Queues] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Before the interpreter takes itself apart: a thread that comes back from a kernel then finds nothing left."""
+    until = time.monotonic() + CLOSE_SECONDS
+    queues = list(_open)
+    for each in queues:
+        each.close()
+    for each in queues:
+        each.close(until)
+
+
+_to_device = tvm_ffi.get_global_func("relax_hetero.to_device")

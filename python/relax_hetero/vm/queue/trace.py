@@ -1,0 +1,254 @@
+"""What went through a machine's queues and when; `Trace.save` writes it for Perfetto and Chrome's ``about:tracing``.
+
+A call that is followed has a plan and arguments like any other, only that running a step and making the result note
+the time. So a machine that is not traced does nothing for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tvm_ffi
+
+from ...artifact.metadata import Metadata
+from ...errors import BindingError
+from ..device.tensors import nbytes_of
+from .plan import Plan
+from .queues import Queues
+from .trace_events import chrome_events, in_line
+
+if TYPE_CHECKING:
+    from .call import Call, Prepared
+    from .cuda_queue import Point
+    from .fence import Fence
+    from .queued_calls import Prepare
+
+RESULT = -1
+"""In place of a step: making the caller's result of what the steps made."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A step of a call, as it ran.
+
+    Attributes
+    ----------
+    step : int
+        Which one, or `RESULT`.
+    track : str
+        The name of the thread, or of a GPU's queue.
+    begin, end : int
+        In nanoseconds of ``time.perf_counter_ns``. Work of a GPU begins when it is issued.
+    error : str
+        What it raised, if it did.
+    """
+
+    step: int
+    track: str
+    begin: int
+    end: int
+    error: str = ""
+
+
+@dataclass
+class TracedCall:
+    """One call.
+
+    Attributes
+    ----------
+    number : int
+        Calls are counted from 1, in the order in which they were submitted.
+    asked, ended : int
+        When `submit` was called and when the fence was done, as `Ran` has times; 0 where that is yet to come.
+    outcome : str
+        ``"done"``, ``"cancelled"``, or the error.
+    plan : Plan, optional
+        None for a call that failed before it had one.
+    ran : list of Ran
+        In the order in which they ended.
+    nbytes : dict of int to int
+        Of each value that a step made and somebody reads.
+    """
+
+    number: int
+    asked: int
+    ended: int = 0
+    outcome: str = ""
+    plan: Plan | None = None
+    ran: list[Ran] = field(default_factory=list)
+    nbytes: dict[int, int] = field(default_factory=dict)
+
+    def note(self, step: int, begin: int, error: str = "", track: str = "") -> None:
+        """A step, or the result, has just ended that was begun, or issued, at `begin`: by this thread unless named."""
+        name = track or threading.current_thread().name
+        self.ran.append(Ran(step, name, begin, time.perf_counter_ns(), error))
+
+
+class Trace:
+    """The calls that a machine was given while it was traced.
+
+    Parameters
+    ----------
+    metadata : Metadata
+        Of the machine's executable.
+    limit : int
+        How many calls are followed; later ones are only counted.
+
+    Attributes
+    ----------
+    calls : list of TracedCall
+    left_out : int
+        How many calls came after the limit.
+
+    Raises
+    ------
+    BindingError
+        A limit that is no positive integer.
+    """
+
+    def __init__(self, metadata: Metadata, limit: int) -> None:
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+            raise BindingError(f"the limit of a trace is {limit!r}, expected a positive integer")
+        self.calls: list[TracedCall] = []
+        self.left_out = 0
+        self._metadata, self._limit = metadata, limit
+        self._changed = threading.Condition()
+
+    def follow(
+        self, fence: Fence, plan: Callable[[Queues], Plan], prepare: Prepare
+    ) -> tuple[Callable[[Queues], Plan], Prepare]:
+        """What a call is submitted with, so that it is followed; as given beyond the limit."""
+        with self._changed:
+            if len(self.calls) == self._limit:
+                self.left_out += 1
+                return plan, prepare
+            call = TracedCall(len(self.calls) + 1, time.perf_counter_ns())
+            self.calls.append(call)
+
+        def note_end(fence: Any) -> None:
+            call.outcome = _outcome(fence)
+            with self._changed:
+                call.ended = time.perf_counter_ns()
+                self._changed.notify_all()
+
+        def traced_plan(queues: Queues) -> Plan:
+            call.plan = plan(queues)
+            return _TracedPlan(call.plan, call)
+
+        def traced_prepare(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prepared:
+            prepared = prepare(args, kwargs)
+            return replace(prepared, finish=_noting(prepared.finish, call))
+
+        fence.add_done_callback(note_end)
+        return traced_plan, traced_prepare
+
+    @property
+    def ended(self) -> list[TracedCall]:
+        """The calls that have ended."""
+        return [call for call in self.calls if call.ended]
+
+    def wait(self) -> None:
+        """Wait until the calls have ended that were submitted so far."""
+        with self._changed:
+            self._changed.wait_for(lambda: all(call.ended for call in self.calls))
+
+    def events(self) -> list[dict[str, Any]]:
+        """The calls that have ended, as trace events; times in microseconds of a monotonic clock."""
+        return chrome_events(self.ended, self._metadata)
+
+    def busy(self) -> dict[str, float]:
+        """How much of the time each queue worked, of that from the first call's submission to the last one's end."""
+        calls = self.ended
+        total = max((call.ended for call in calls), default=0) - min((call.asked for call in calls), default=0)
+        spent: Counter[str] = Counter()
+        for call in in_line(calls):
+            for ran in call.ran:
+                spent[ran.track] += ran.end - ran.begin
+        return {track: spent[track] / total for track in sorted(spent)}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the trace as JSON; ``otherData`` says how many calls it holds and how many came after the limit."""
+        events = self.events()
+        about = {"calls": len(self.ended), "calls_left_out": self.left_out}
+        data = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
+        Path(path).write_text(json.dumps(data))
+
+
+class _TracedPlan(Plan):
+    """A plan whose steps note when they ran."""
+
+    def __init__(self, plan: Plan, call: TracedCall) -> None:
+        vars(self).update(vars(plan))  # what is in it is not computed again
+        self._traced = call
+        self._issued: dict[int, int] = {}
+
+    def execute(self, index: int, call: Call) -> tuple[Sequence[Any], Point | None]:
+        begin = time.perf_counter_ns()
+        try:
+            made, point = super().execute(index, call)
+        except BaseException as error:
+            self._traced.note(index, begin, _first_line(error))
+            raise
+        if point is None:
+            self._traced.note(index, begin)
+        else:
+            self._issued[index] = begin
+        for number, value in zip(self.steps[index].makes, made, strict=True):
+            if self.readers[number]:
+                self._traced.nbytes[number] = _nbytes(value)
+        return made, point
+
+    def await_end(self, index: int, point: Point) -> None:
+        error = ""
+        try:
+            super().await_end(index, point)
+        except BaseException as raised:
+            error = _first_line(raised)
+            raise
+        finally:
+            queue = self.queues[index]
+            assert queue is not None, "what is issued is issued to a queue"
+            self._traced.note(index, self._issued[index], error, queue.name)
+
+
+def _noting(finish: Callable[[Any], Any], call: TracedCall) -> Callable[[Any], Any]:
+    def noted(returned: Any) -> Any:
+        begin = time.perf_counter_ns()
+        try:
+            result = finish(returned)
+        except Exception as error:
+            call.note(RESULT, begin, _first_line(error))
+            raise
+        call.note(RESULT, begin)
+        return result
+
+    return noted
+
+
+def _nbytes(value: Any) -> int:
+    """Of a tensor, or of all tensors of a tuple; 0 for what is none."""
+    if isinstance(value, tvm_ffi.core.Tensor):
+        return nbytes_of(value)
+    if isinstance(value, (tuple, tvm_ffi.Array)):
+        return sum(map(_nbytes, value))
+    return 0
+
+
+def _outcome(fence: Any) -> str:
+    if fence.cancelled():
+        return "cancelled"
+    error = fence.exception()
+    return "done" if error is None else _first_line(error)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

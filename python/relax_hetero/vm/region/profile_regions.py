@@ -1,0 +1,87 @@
+"""Command buffers under a profile: their kernels are called one by one, so that each can be measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from tvm import runtime
+
+from ...artifact.commands import READ, Dispatch, RegionSpec
+from ...artifact.kernel_addresses import kernel_address
+from ...artifact.metadata import CPU, Metadata
+from ..device.tensors import address_range
+from ..file.executable import Executable
+from .walk_commands import Kernel, Memory, bound
+
+
+class RegionCalls:
+    """The kernels of a machine's command buffers on CPUs.
+
+    Parameters
+    ----------
+    executable : Executable
+    constants : sequence of Tensor
+        Its constants on the machine's devices.
+    """
+
+    def __init__(self, executable: Executable, constants: Sequence[runtime.Tensor]) -> None:
+        metadata, code = executable.metadata, executable.runnable()
+        self._constants = constants
+        self._kernels = {
+            name: Kernel(spec, kernel_address(code, spec.symbol), code)
+            for name, spec in metadata.kernels.items()
+            if spec.symbol
+        }
+        self._regions = {region.name: region for region in metadata.regions if self._can_be_walked(metadata, region)}
+
+    def _can_be_walked(self, metadata: Metadata, region: RegionSpec) -> bool:
+        return metadata.devices[region.device].device_type == CPU and all(
+            isinstance(command, Dispatch)
+            and command.kernel in self._kernels
+            and self._kernels[command.kernel].spec.workgroups == 0
+            for command in region.commands
+        )
+
+    def of(self, symbol: str, args: Sequence[Any]) -> Iterator[tuple[str, Callable[[], int]]] | None:
+        """The calls of kernels that a call of a region stands for, in order, each with the kernel's name.
+
+        A call gives 0, or another number where the kernel failed (`walk_commands.raise_kernel_error`). None for
+        anything but a region, and for regions that only run as a whole.
+        """
+        region = self._regions.get(symbol)
+        if region is None:
+            return None
+        inputs = sum(slot.access == READ for slot in region.slots)
+        numbers = _numbers(region)
+        tensors = list(args[1:])  # the first is the table of addresses
+        given = tensors[inputs : inputs + len(numbers)]
+        del tensors[inputs : inputs + len(numbers)]
+        if len(tensors) != len(region.slots) + (region.arena != 0):
+            return None
+        addresses = [address_range(tensor)[0] for tensor in tensors]
+        directs = [address_range(self._constants[index])[0] for index in region.directs]
+        memory = Memory(addresses[: len(region.slots)], directs, addresses[-1])
+        return self._calls(region, memory, {**_extents(region, tensors), **dict(zip(numbers, given, strict=True))})
+
+    def _calls(
+        self, region: RegionSpec, memory: Memory, values: Mapping[str, Any]
+    ) -> Iterator[tuple[str, Callable[[], int]]]:
+        for command in region.commands:
+            assert isinstance(command, Dispatch), "other regions are not walked"
+            yield command.kernel, bound(command, self._kernels[command.kernel], memory, values)
+
+
+def _numbers(region: RegionSpec) -> list[str]:
+    """The parameters that a call passes as numbers, since no tensor's extents are just that."""
+    said = {extent for slot in region.slots for extent in slot.shape or ()}
+    return [name for name in region.parameters if name not in said]
+
+
+def _extents(region: RegionSpec, tensors: Sequence[runtime.Tensor]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for slot, tensor in zip(region.slots, tensors, strict=False):  # the arena is no slot
+        for extent, value in zip(slot.shape or (), tensor.shape, strict=True):
+            if isinstance(extent, str) and extent in region.parameters:
+                found[extent] = int(value)
+    return found

@@ -1,0 +1,195 @@
+"""Commands run one by one: kernels by their address, copies and fills with the C library.
+
+This is how command buffers run where the compiler is absent, and how a profile runs them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import tvm_ffi
+
+from ...artifact.commands import ARENA, SLOT, Barrier, Command, Copy, Dispatch, Fill, KernelSpec, Reference
+from ...artifact.dims import parse_dim
+from ...artifact.kernel_addresses import kernel_address
+from ...artifact.names import unknown_name
+from ...artifact.signature import Dim
+from ...errors import BindingError
+from ..file.executable import Executable
+
+Values: TypeAlias = Mapping[str, Any]
+"""Parameters by name."""
+
+SCALARS: dict[str, Any] = {
+    "bool": ctypes.c_bool,
+    "int8": ctypes.c_int8,
+    "int16": ctypes.c_int16,
+    "int32": ctypes.c_int32,
+    "int64": ctypes.c_int64,
+    "uint8": ctypes.c_uint8,
+    "uint16": ctypes.c_uint16,
+    "uint32": ctypes.c_uint32,
+    "uint64": ctypes.c_uint64,
+    "float32": ctypes.c_float,
+    "float64": ctypes.c_double,
+}
+"""The element types that scalars of a kernel may have: C's."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel of an executable, loaded in this process.
+
+    Attributes
+    ----------
+    spec : KernelSpec
+    address : int
+        Of its code: a function of pointers and scalars that returns an int32, 0 unless it failed.
+    code : object
+        Whose it is; loaded as long as this lives.
+    """
+
+    spec: KernelSpec
+    address: int
+    code: Any = field(repr=False, compare=False)
+
+    @functools.cached_property
+    def function(self) -> Callable[..., int]:
+        """The code as a Python function."""
+        scalars = [SCALARS[scalar.dtype] for scalar in self.spec.scalars]
+        return ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_void_p] * len(self.spec.tensors), *scalars)(self.address)
+
+
+def load_kernel(executable: Executable, name: str) -> Kernel:
+    """A kernel of an executable; BindingError for one that it has not, or that cannot be called by address."""
+    spec = executable.metadata.kernels.get(name)
+    if spec is None:
+        raise unknown_name("kernel", name, executable.metadata.kernels, "the executable")
+    if not spec.symbol:
+        kind = executable.devices[spec.device].kind
+        raise BindingError(f"kernel {name!r} is code of the kind {kind!r}, expected one that has an address: 'llvm'")
+    code = executable.runnable()
+    return Kernel(spec, kernel_address(code, spec.symbol), code)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Where the commands of one submission find memory.
+
+    Attributes
+    ----------
+    slots, directs : sequence of int
+        Addresses of the bindings and of the buffers that the recording keeps.
+    arena : int
+        Address of the transient values, if there are any.
+    """
+
+    slots: Sequence[int]
+    directs: Sequence[int]
+    arena: int = 0
+
+    def address(self, reference: Reference, values: Values) -> int:
+        """The first byte of a reference."""
+        if reference.space == ARENA:
+            base = self.arena
+        else:
+            base = (self.slots if reference.space == SLOT else self.directs)[reference.index]
+        return base + value_of(reference.offset, values)
+
+
+def value_of(dim: Dim | float, values: Values) -> Any:
+    """A number that stands as such or as text over parameters."""
+    if not isinstance(dim, str):
+        return dim
+    evaluate = parse_dim(dim).evaluate
+    return values[dim] if evaluate is None else evaluate(values)
+
+
+def walk(commands: Iterable[Command], kernels: Mapping[str, Kernel], memory: Memory, values: Values) -> None:
+    """Run commands in order; what follows a kernel that fails is not run.
+
+    Raises
+    ------
+    Exception
+        The kernel's own.
+    """
+    for command in commands:
+        run_command(command, kernels, memory, values)
+
+
+def run_command(command: Command, kernels: Mapping[str, Kernel], memory: Memory, values: Values) -> None:
+    """Run one command; see `walk`."""
+    if isinstance(command, Dispatch):
+        _dispatch(command, kernels[command.kernel], memory, values)
+    elif isinstance(command, Copy):
+        length = value_of(command.target.length, values)
+        ctypes.memmove(memory.address(command.target, values), memory.address(command.source, values), length)
+    elif isinstance(command, Fill):
+        _fill(memory.address(command.target, values), value_of(command.target.length, values), command.pattern)
+    else:
+        assert isinstance(command, Barrier), f"{type(command).__name__} is no command"
+
+
+def _dispatch(command: Dispatch, kernel: Kernel, memory: Memory, values: Values) -> None:
+    for predicate, runs in ((command.when, True), (command.unless, False)):
+        if predicate is not None and bool(_int32(memory.address(predicate, values))) != runs:
+            return
+    if command.count is None:
+        counts = [value_of(count, values) for count in command.grid]
+    else:
+        first = memory.address(command.count, values)
+        counts = [_int32(first + 4 * axis) for axis in range(len(command.grid))]
+    if min(counts) <= 0:
+        return
+    workgroups = kernel.spec.workgroups
+    counts = [*counts, *[1] * (workgroups - len(counts))][:workgroups]
+    call = bound(command, kernel, memory, values)
+    for numbers in itertools.product(*map(range, reversed(counts))):
+        if call(*reversed(numbers)):
+            raise_kernel_error()
+
+
+def bound(command: Dispatch, kernel: Kernel, memory: Memory, values: Values) -> Callable[..., int]:
+    """The kernel's code with the memory and numbers of a dispatch, to be called with the workgroup numbers."""
+    addresses = [memory.address(operand, values) for operand in command.operands]
+    dtypes = [scalar.dtype for scalar in kernel.spec.scalars]
+    given = zip(command.scalars, dtypes, strict=False)  # the workgroup numbers, which are the last, are not given
+    scalars = [_converted(value_of(scalar, values), dtype) for scalar, dtype in given]
+    return functools.partial(kernel.function, *addresses, *scalars)
+
+
+def _converted(value: Any, dtype: str) -> Any:
+    return float(value) if dtype.startswith("float") else value
+
+
+def _int32(address: int) -> int:
+    return ctypes.c_int32.from_address(address).value
+
+
+def _fill(address: int, length: int, pattern: str) -> None:
+    one = bytes.fromhex(pattern)
+    if len(set(one)) == 1:
+        ctypes.memset(address, one[0], length)
+        return
+    done = min(len(one), length)
+    ctypes.memmove(address, one, done)
+    while done < length:  # what is written doubles
+        step = min(done, length - done)
+        ctypes.memmove(address + done, address, step)
+        done += step
+
+
+_SafeCall = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p)
+# A function that says that it failed, and leaves the error that is there: a kernel's.
+_say_failed = _SafeCall(lambda _self, _args, _count, _result: -1)
+_fail = tvm_ffi.Function.__from_extern_c__(ctypes.cast(_say_failed, ctypes.c_void_p).value)
+
+
+def raise_kernel_error() -> None:
+    """Raise what a kernel, called by address in this thread, left when it said that it had failed."""
+    _fail()

@@ -1,0 +1,116 @@
+"""The compile cache's folder: which one it is, what it may hold, what it counts."""
+
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+import relax_hetero as rh
+from relax_hetero.artifact.cache_folder import DEFAULT_LIMIT, CacheFolder, folder_of
+
+KEYS = [f"{i:040x}" for i in range(5)]
+
+
+def add(folder, key, nbytes, age=0.0):
+    folder.add(key, lambda path: path.write_bytes(b"x" * nbytes), {"seconds": 1.5})
+    then = time.time() - age
+    if folder.file(key).exists():
+        os.utime(folder.file(key), (then, then))
+
+
+def keys(folder):
+    return [entry.key for entry in folder.entries()]
+
+
+def test_the_environment_names_the_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("RELAX_HETERO_CACHE", str(tmp_path / "mine"))
+    assert folder_of() == folder_of(True) == CacheFolder(tmp_path / "mine" / "executables", DEFAULT_LIMIT)
+    assert folder_of(tmp_path).path == tmp_path
+    assert folder_of(False) is None
+
+
+def test_the_default_is_among_the_users_caches(monkeypatch, tmp_path):
+    monkeypatch.delenv("RELAX_HETERO_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert folder_of().path == tmp_path / "relax_hetero" / "executables"
+    monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert folder_of().path == tmp_path / ".cache" / "relax_hetero" / "executables"
+
+
+@pytest.mark.parametrize("word", ["off", "OFF", "0", "no"])
+def test_off_is_off_whatever_a_program_asks_for(monkeypatch, tmp_path, word):
+    monkeypatch.setenv("RELAX_HETERO_CACHE", word)
+    assert folder_of() is folder_of(True) is folder_of(tmp_path) is None
+
+
+@pytest.mark.parametrize("text, size", [("1234", 1234), ("500M", 500 << 20), ("1.5 GiB", 3 << 29), ("2kb", 2048)])
+def test_the_environment_bounds_the_size(monkeypatch, tmp_path, text, size):
+    monkeypatch.setenv("RELAX_HETERO_CACHE", str(tmp_path))
+    monkeypatch.setenv("RELAX_HETERO_CACHE_SIZE", text)
+    assert folder_of().limit == size
+
+
+@pytest.mark.parametrize("text", ["much", "-1", "10 X"])
+def test_a_size_that_is_none_is_named(monkeypatch, tmp_path, text):
+    monkeypatch.setenv("RELAX_HETERO_CACHE", str(tmp_path))
+    monkeypatch.setenv("RELAX_HETERO_CACHE_SIZE", text)
+    with pytest.raises(rh.HeteroError, match=f"RELAX_HETERO_CACHE_SIZE='{text}'.*20G"):
+        folder_of()
+
+
+@pytest.mark.parametrize("cache", [3, "", b"", "a\0b", ["folder"]])
+def test_what_is_no_folder_is_named(monkeypatch, tmp_path, cache):
+    monkeypatch.setenv("RELAX_HETERO_CACHE", str(tmp_path))
+    with pytest.raises(rh.HeteroError, match=re.escape(f"cache={cache!r}")):
+        folder_of(cache)
+
+
+def test_entries_say_what_they_are_and_count_uses(tmp_path):
+    folder = CacheFolder(tmp_path / "deep" / "er")
+    assert folder.entries() == []
+    add(folder, KEYS[0], 10, age=100)
+    add(folder, KEYS[1], 20, age=50)
+    assert keys(folder) == [KEYS[1], KEYS[0]]
+    folder.note_hit(KEYS[0])
+    folder.note_hit(KEYS[0])
+    first, second = folder.entries()
+    assert (first.key, first.hits, first.bytes, first.about) == (KEYS[0], 2, 10, {"seconds": 1.5})
+    assert first.used > second.used > first.created and second.hits == 0
+    assert (tmp_path / "deep" / "er").stat().st_mode & 0o777 == 0o700
+
+
+def test_what_was_not_used_for_longest_goes_first(tmp_path):
+    folder = CacheFolder(tmp_path, limit=100)
+    for index, age in enumerate((400, 300, 200)):
+        add(folder, KEYS[index], 30, age)
+    folder.note_hit(KEYS[0])
+    add(folder, KEYS[3], 30)
+    assert set(keys(folder)) == {KEYS[0], KEYS[2], KEYS[3]}
+    assert not list(tmp_path.glob(f"{KEYS[1]}*"))
+    add(folder, KEYS[4], 101)
+    assert set(keys(folder)) == {KEYS[0], KEYS[2], KEYS[3]}
+
+
+def test_drafts_of_dead_writers_go_and_files_of_others_stay(tmp_path):
+    folder = CacheFolder(tmp_path)
+    drafts = [tmp_path / f".{key}.so.{'a' * 32}" for key in KEYS[:2]]
+    others = [tmp_path / name for name in ("notes.txt", ".hidden", "libm.so", f"{KEYS[2]}.txt")]
+    for file in (*drafts, *others):
+        file.write_bytes(b"")
+        os.utime(file, (0, 0))
+    os.utime(drafts[0])
+    add(folder, KEYS[3], 10)
+    assert drafts[0].exists() and not drafts[1].exists()
+    folder.clear()
+    assert sorted(tmp_path.iterdir()) == sorted([drafts[0], *others])
+
+
+@pytest.mark.parametrize("text", ["{", "3", "[1]", "null"])
+def test_an_entry_whose_description_is_lost_is_still_one(tmp_path, text):
+    folder = CacheFolder(tmp_path)
+    add(folder, KEYS[0], 10)
+    Path(tmp_path, f"{KEYS[0]}.json").write_text(text)
+    assert [(entry.key, entry.about) for entry in folder.entries()] == [(KEYS[0], {})]

@@ -1,0 +1,159 @@
+"""`placement="auto"` of ONNX models and modules."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper, numpy_helper, parser
+
+import relax_hetero as rh
+from frontend.plan_problems import links
+from relax_hetero.frontend import CostModel, DeviceCost
+from relax_hetero.frontend.auto import auto_placement, cost_model
+from relax_hetero.target.vdevice import VDevice, native, parse_vdevices
+
+GPU = {"kind": "cuda", "arch": "sm_90"}
+
+
+def mlp(batch, width, layers):
+    rng = np.random.default_rng(0)
+    nodes, weights, value = [], [], "x"
+    for layer in range(layers):
+        weights.append(numpy_helper.from_array(rng.standard_normal((width, width)).astype("float32"), f"w{layer}"))
+        nodes.append(helper.make_node("MatMul", [value, f"w{layer}"], [f"m{layer}"], name=f"layer{layer}/MatMul"))
+        nodes.append(helper.make_node("Relu", [f"m{layer}"], [f"r{layer}"], name=f"layer{layer}/Relu"))
+        value = f"r{layer}"
+    info = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [batch, width]) for name in ("x", value)]
+    graph = helper.make_graph(nodes, "mlp", info[:1], info[1:], weights)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+
+
+def test_large_products_go_to_the_gpu_and_small_ones_stay():
+    large = auto_placement(mlp(512, 1024, 3), ["llvm", GPU])
+    assert set(large.assignments.values()) == {"cuda:0"}
+    small = auto_placement(mlp(1, 16, 3), ["llvm", GPU])
+    assert set(small.assignments.values()) == {"llvm:0"}
+    for plan in (large, small):
+        assert plan.estimate_seconds <= min(plan.single_device_estimates.values())
+        assert set(plan.single_device_estimates) == {"llvm:0", "cuda:0"}
+    assert set(large.assignments) == {f"layer{i}/{op}" for i in range(3) for op in ("MatMul", "Relu")}
+
+
+def test_the_cost_model_decides():
+    model = CostModel([DeviceCost(1e9, 1e12, 0), DeviceCost(1e12, 1e9, 0)], links(2, 0, bandwidth=1e15, latency=0), 0)
+    plan = auto_placement(mlp(64, 64, 2), ["llvm", "c"], model)
+    assert plan.assignments == {
+        "layer0/MatMul": "c:0", "layer0/Relu": "llvm:0", "layer1/MatMul": "c:0", "layer1/Relu": "llvm:0",
+    }  # fmt: skip
+    slower_links = dataclasses.replace(model, links=links(2, 0, latency=1))
+    assert len(set(auto_placement(mlp(64, 64, 2), ["llvm", "c"], slower_links).assignments.values())) == 1
+
+
+def test_a_module_is_planned_by_its_bindings():
+    mod = rh.from_onnx(mlp(512, 1024, 1))
+    plan = auto_placement(mod, ["llvm", GPU])
+    assert plan.assignments == {"layer0/MatMul": "cuda:0", "layer0/Relu": "cuda:0"}
+
+
+def test_an_if_stays_together():
+    model = parser.parse_model("""
+        <ir_version: 9, opset_import: ["" : 17]>
+        g (float[512, 512] x, bool c) => (float[512, 512] y) {
+            [choice] y = If(c) <
+                then_branch = t () => (float[512, 512] p) { [product] p = MatMul(x, x) },
+                else_branch = e () => (float[512, 512] q) { q = Relu(x) }>
+        }""")
+    assignments = auto_placement(model, ["llvm", GPU]).assignments
+    assert set(assignments) == {"choice", "product", "choice/else_branch/Relu_0"}
+    assert len(set(assignments.values())) == 1
+
+
+def test_symbolic_dimensions_have_the_models_extent():
+    model = mlp(1, 1024, 1)
+    for info in (*model.graph.input, *model.graph.output):
+        info.type.tensor_type.shape.dim[0].dim_param = "batch"
+    costs = CostModel.for_vdevices(parse_vdevices(["llvm", GPU]))
+    few = auto_placement(model, ["llvm", GPU], dataclasses.replace(costs, symbolic_extent=1))
+    many = auto_placement(model, ["llvm", GPU], dataclasses.replace(costs, symbolic_extent=4096))
+    assert many.single_device_estimates["llvm:0"] > 100 * few.single_device_estimates["llvm:0"]
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (CostModel([DeviceCost(1, 1, 0)]), "1 devices for 2 vdevices"),
+        (CostModel([DeviceCost(1, 1, 0)] * 2, {}, 0), r"no link between devices \(0, 1\)"),
+        (CostModel([DeviceCost(1, 1, 0)] * 2, links(2, 0), 2), "host is device 2 of 2"),
+        (CostModel([DeviceCost(1, 1, 0)] * 2, links(2, 0), 0, queues=[0]), "queues are .0.; expected"),
+        (CostModel([DeviceCost(1, 1, 0)] * 2, links(2, 0), 0, queues=[0, -1]), "queues are .0, -1.; expected"),
+    ],
+)
+def test_a_cost_model_that_does_not_fit(model, message):
+    with pytest.raises(rh.VDeviceError, match=message):
+        auto_placement(mlp(1, 4, 1), ["llvm", "c"], model)
+
+
+ONE_CORE = [VDevice({**native("llvm").export(), "num-cores": 1}, index) for index in (0, 1)]
+
+
+def test_equal_halves_go_to_two_equal_devices_for_throughput():
+    plan = auto_placement(mlp(1024, 512, 4), ONE_CORE, objective="throughput")
+    by_layer = [{plan.assignments[f"layer{i}/{op}"] for op in ("MatMul", "Relu")} for i in range(4)]
+    assert by_layer in ([{a}, {a}, {b}, {b}] for a, b in (("llvm:0", "llvm:1"), ("llvm:1", "llvm:0")))
+    assert plan.objective == "throughput"
+    assert plan.estimate_seconds == max(plan.busy_seconds.values())
+    assert plan.estimate_seconds < 0.51 * min(plan.single_device_estimates.values())
+    assert min(plan.busy_seconds.values()) > 0.98 * plan.estimate_seconds
+
+
+def test_one_call_of_the_same_stays_on_one_device():
+    plan = auto_placement(mlp(1024, 512, 4), ONE_CORE)
+    (used,) = set(plan.assignments.values())
+    assert plan.objective == "latency"
+    assert plan.estimate_seconds == plan.single_device_estimates[used]
+    assert plan.busy_seconds[used] == pytest.approx(plan.estimate_seconds)
+
+
+def test_one_call_overlaps_independent_branches_where_devices_have_cores_of_their_own(monkeypatch):
+    model = parser.parse_model("""
+        <ir_version: 9, opset_import: ["" : 17]>
+        g (float[512, 512] x) => (float[512, 512] y) {
+            [left0] a = MatMul(x, x) [left1] b = MatMul(a, a)
+            [right0] c = MatMul(x, x) [right1] d = MatMul(c, c)
+            [join] y = Add(b, d) }""")
+    monkeypatch.setattr(cost_model, "num_cores", lambda: 2)
+    plan = auto_placement(model, ONE_CORE)
+    assert plan.assignments["left0"] == plan.assignments["left1"]
+    assert plan.assignments["right0"] == plan.assignments["right1"] != plan.assignments["left0"]
+    assert plan.estimate_seconds < 0.55 * min(plan.single_device_estimates.values())
+    monkeypatch.setattr(cost_model, "num_cores", lambda: 1)
+    assert len(set(auto_placement(model, ONE_CORE).assignments.values())) == 1
+
+
+def test_a_small_gain_of_one_call_is_not_believed():
+    def small_beside_large(columns):
+        return parser.parse_model(f"""
+            <ir_version: 9, opset_import: ["" : 17]>
+            g (float[512, 512] x, float[512, {columns}] z) => (float[512, 512] y, float[512, {columns}] v) {{
+                [large] y = MatMul(x, x) [small] v = MatMul(x, z) }}""")
+
+    costs = CostModel([DeviceCost(1e9, 1e12, 0)] * 2, links(2, 0), 0)
+    for columns, devices in ((16, 1), (256, 2)):
+        plan = auto_placement(small_beside_large(columns), ["llvm", "c"], costs)
+        assert len(set(plan.assignments.values())) == devices
+
+
+def test_the_estimates_as_json():
+    plan = auto_placement(mlp(64, 64, 1), ["llvm", "c"])
+    assert json.loads(json.dumps(plan.to_json())) == {
+        "objective": "latency",
+        "seconds": plan.estimate_seconds,
+        "busy_seconds": plan.busy_seconds,
+        "single_device_seconds": plan.single_device_estimates,
+    }
+
+
+def test_an_objective_that_there_is_not():
+    with pytest.raises(rh.PlacementError, match="objective is 'speed'; expected 'latency' or 'throughput'"):
+        auto_placement(mlp(1, 4, 1), ["llvm", "c"], objective="speed")

@@ -1,0 +1,123 @@
+"""The search for the best plan, against all plans where they are few."""
+
+import itertools
+import random
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from frontend.plan_problems import SECOND, all_plans, chain, costs_of, links, problems, single_plans
+from relax_hetero.frontend import CostModel, DeviceCost
+from relax_hetero.frontend.auto.least_work import least_work
+from relax_hetero.frontend.auto.list_schedule import call_ticks
+from relax_hetero.frontend.auto.plan_costs import PlanCosts
+from relax_hetero.frontend.auto.plan_search import best_plan
+from relax_hetero.frontend.auto.work_graph import OUTSIDE, Unit, Value, WorkGraph
+
+OBJECTIVES = ["latency", "throughput"]
+
+
+def worth(costs, plan, objective):
+    return call_ticks(costs, plan) if objective == "latency" else max(costs.busy_queues(plan))
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@given(costs=problems(2))
+@settings(max_examples=25)
+def test_of_few_units_the_plan_is_the_best_there_is(costs, objective):
+    plan = best_plan(costs, [0] * len(costs.ops), objective)
+    assert worth(costs, plan, objective) == min(worth(costs, other, objective) for other in all_plans(costs))
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@given(costs=problems(3, most_units=8, in_order=False))
+@settings(max_examples=25)
+def test_no_plan_is_worse_than_one_device_or_least_work(costs, objective):
+    start = min(single_plans(costs), key=lambda plan: worth(costs, plan, objective))
+    found = worth(costs, best_plan(costs, start, objective, most_plans=30), objective)
+    assert found <= worth(costs, start, objective)
+    assert found <= worth(costs, least_work(costs, start), objective)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_of_more_units_the_plan_is_nearly_the_best(objective):
+    """The search proper: only eight plans of clusters are tried, of 512 plans that there are."""
+    ratios = []
+    for seed in range(20):
+        costs = random_costs(random.Random(seed), 9)
+        plan = best_plan(costs, [0] * 9, objective, most_plans=8)
+        ratios.append(worth(costs, plan, objective) / min(worth(costs, p, objective) for p in all_plans(costs)))
+    assert max(ratios) < 1.05 and np.mean(ratios) < 1.005
+
+
+def random_costs(rng, count):
+    units = [Unit([str(i)], [(rng.choice([1e6, 3e6, 1e7, 5e7]), 0)]) for i in range(count)]
+    values = [Value(rng.uniform(1e4, 1e6), OUTSIDE, [0])]
+    for maker in range(count):
+        readers = [reader for reader in range(maker + 1, min(count, maker + 5)) if rng.random() < 0.4]
+        values.append(Value(rng.uniform(1e4, 1e6), maker, readers or [maker + 1 if maker + 1 < count else OUTSIDE]))
+    speeds = [DeviceCost(rng.choice([5e9, 1e10]), 1e12, 1e-7) for _ in range(2)]
+    return PlanCosts(WorkGraph(units, values), CostModel(speeds, links(2, 0), 0))
+
+
+@given(st.lists(st.integers(1, 9), min_size=13, max_size=40), st.integers(0, 20))
+@settings(max_examples=25)
+def test_a_chain_on_two_devices_is_cut_no_worse_than_where_that_is_best(flops, size):
+    costs = costs_of(*chain(flops, size))
+    best = min(max(costs.busy_queues([0] * cut + [1] * (len(flops) - cut)), default=0) for cut in range(len(flops) + 1))
+    assert max(costs.busy_queues(best_plan(costs, [0] * len(flops), "throughput"))) <= best
+
+
+@pytest.mark.parametrize("count", [2, 12, 40])
+def test_a_chain_of_equal_units_is_cut_into_halves(count):
+    costs = costs_of(*chain([5] * count, 1), host=1)
+    plan = best_plan(costs, [0] * count, "throughput")
+    # The transfer is the work of the second device's queue.
+    assert sorted(costs.busy_queues(plan)) == [count // 2 * 5 * SECOND, (count // 2 * 5 + 1) * SECOND]
+    assert plan == [plan[0]] * (count // 2) + [plan[-1]] * (count // 2)
+
+
+def test_a_chain_of_three_equal_parts_on_three_devices():
+    costs = costs_of(*chain([4] * 12, 1), devices=[DeviceCost(1, 1e30, 0)] * 3)
+    plan = best_plan(costs, [0] * 12, "throughput")
+    assert [device for device, _ in itertools.groupby(plan)] == list(dict.fromkeys(plan))
+    assert max(costs.busy_queues(plan)) == 17 * SECOND
+
+
+def test_one_call_of_a_chain_stays_on_one_device():
+    flops, values = chain([5] * 12, 1)
+    assert len(set(best_plan(costs_of(flops, values), [0] * 12, "latency"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("length", "overlaps", "seconds"),
+    [(1, False, 1 + 10 + 1), (3, False, 1 + 30 + 1), (30, True, 1 + 10 + 150 + 10 + 1)],
+)
+def test_one_call_overlaps_two_branches_that_are_worth_it(length, overlaps, seconds):
+    # A unit, two branches of equal length, and a unit that reads both. Going over costs as much as two units.
+    left, right = range(1, 2 * length, 2), range(2, 2 * length + 1, 2)
+    values = [(10, 0, [1, 2]), (10, left[-1], [2 * length + 1]), (10, right[-1], [2 * length + 1])]
+    values += [(10, a, [b]) for branch in (left, right) for a, b in itertools.pairwise(branch)]
+    costs = costs_of([1, *[5] * (2 * length), 1], values)
+    plan = best_plan(costs, [0] * (2 * length + 2), "latency")
+    assert call_ticks(costs, plan) == seconds * SECOND
+    assert ({plan[unit] for unit in left} != {plan[unit] for unit in right}) == overlaps
+
+
+def test_devices_that_take_turns_gain_nothing_by_a_cut():
+    flops, values = chain([5] * 12, 1)
+    for objective in OBJECTIVES:
+        assert len(set(best_plan(costs_of(flops, values, queues=(0, 0)), [0] * 12, objective))) == 1
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_two_thousand_units_are_planned_in_seconds(objective):
+    costs = random_costs(random.Random(0), 2000)
+    start = time.perf_counter()
+    plan = best_plan(costs, [0] * 2000, objective)
+    assert time.perf_counter() - start < 30
+    best = min(worth(costs, single, objective) for single in single_plans(costs))
+    assert worth(costs, plan, objective) < (0.9 if objective == "latency" else 0.7) * best

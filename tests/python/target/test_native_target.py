@@ -1,0 +1,86 @@
+"""Targets for this very machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+
+import numpy as np
+import pytest
+import tvm
+import tvm_ffi
+from tvm import te
+from tvm.target import codegen
+
+import relax_hetero as rh
+from relax_hetero.errors import VDeviceError
+from relax_hetero.target import native_target
+from relax_hetero.target.vdevice import parse_vdevices
+
+
+def test_llvm_describes_this_cpu():
+    target = rh.native("llvm")
+    assert target.kind.name == "llvm"
+    assert target.attrs["mcpu"] == codegen.llvm_get_system_cpu()
+    assert 1 <= target.attrs["num-cores"] == native_target.num_cores() <= (os.cpu_count() or 1)
+    host = tvm_ffi.get_global_func("tvm.codegen.llvm.GetHostCPUFeatures")()
+    present, known = {str(name) for name, has in host.items() if has}, {str(name) for name in host}
+    assert codegen.llvm_get_cpu_features(target) & known == present  # the rest are tuning flags of the CPU
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="reads x86 registers in the assembly")
+def test_llvm_uses_the_widest_vectors():
+    target = rh.native("llvm")
+    a = te.placeholder((64,), "float32", name="a")
+    b = te.compute((64,), lambda i: a[i] * 2.0 + 1.0, name="b")
+    sch = tvm.s_tir.Schedule(te.create_prim_func([a, b]))
+    sch.vectorize(sch.get_loops(sch.get_sblock("b"))[0])
+    library = tvm.tirx.build(sch.mod, target=target)
+    features = codegen.llvm_get_cpu_features(target)
+    register = "zmm" if "avx512f" in features else "ymm" if "avx" in features else "xmm"
+    assert register in library.inspect_source("asm")
+    x, y = np.arange(64, dtype="float32"), tvm.runtime.empty((64,), "float32")
+    library["main"](tvm.runtime.tensor(x), y)  # no illegal instruction, and right
+    np.testing.assert_allclose(y.numpy(), x * 2 + 1)
+
+
+def test_other_kinds():
+    assert rh.native("c").kind.name == "c"
+    assert rh.native("cuda").arch.startswith("sm_")
+    assert rh.native("cuda").arch != "sm_50"
+    assert rh.native("metal").kind.name == "metal"
+
+
+@pytest.mark.parametrize("kind", ["foo", "", "cuda:1", "composite", None])
+def test_unknown_kind(kind):
+    with pytest.raises(VDeviceError, match="kinds are c, cuda"):
+        rh.native(kind)
+
+
+class FakeGPU:
+    """What the driver would say about one GPU."""
+
+    exist = True
+    compute_version = "10.0"
+    max_threads_per_block = 1024
+    max_shared_memory_per_block = 49152
+    warp_size = 32
+
+
+def test_cuda_asks_the_driver(monkeypatch):
+    """Each GPU of the machine is asked itself."""
+    other = FakeGPU()
+    other.compute_version = "8.0"
+    monkeypatch.setattr(tvm, "cuda", lambda index: [FakeGPU(), other][index])
+    monkeypatch.setattr(native_target, "_native_cuda", native_target._native_cuda.__wrapped__)  # without its cache
+    assert rh.native("cuda").arch == "sm_100"
+    assert rh.native("cuda", 1).arch == "sm_80"
+    assert rh.native("cuda").attrs["thread_warp_size"] == 32
+    assert [entry.target.arch for entry in parse_vdevices(["cuda", "cuda", "cuda:0"])] == ["sm_100", "sm_80", "sm_100"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not tvm.cuda(0).exist, reason="needs an NVIDIA GPU")
+def test_cuda_describes_this_gpu():
+    assert rh.native("cuda").arch == "sm_" + tvm.cuda(0).compute_version.replace(".", "")
+    assert rh.native("cuda").attrs["max_threads_per_block"] == tvm.cuda(0).max_threads_per_block

@@ -1,0 +1,113 @@
+"""Kernels that find tensors in a table: what becomes of their parameters, and the CUDA code."""
+
+import pytest
+import tvm
+from tvm.script import tirx as T
+from tvm.script.ir_builder import tirx as B
+
+from relax_hetero.tir.commands.table_kernel import is_one_launch, table_kernel
+from relax_hetero.tir.core.builder import Function
+from relax_hetero.tir.core.raw_kernel import raw_kernel, raw_signature
+
+CUDA = tvm.target.Target({"kind": "cuda", "arch": "sm_90"})
+
+
+@T.prim_func(s_tir=True)
+def add(A: T.Buffer((64,), "float32"), C: T.Buffer((64,), "float32"), D: T.Buffer((64,), "float32")):
+    with T.sblock("root"):
+        S = T.sblock_alloc_buffer((64,), "float32", scope="shared")
+        for b in T.thread_binding(2, thread="blockIdx.x"):
+            for t in T.thread_binding(32, thread="threadIdx.x"):
+                with T.sblock("S"):
+                    i = T.axis.spatial(64, b * 32 + t)
+                    S[i] = A[i] + C[i]
+            for t in T.thread_binding(32, thread="threadIdx.x"):
+                with T.sblock("D"):
+                    i = T.axis.spatial(64, b * 32 + t)
+                    D[i] = S[i] * T.float32(2)
+
+
+@T.prim_func(s_tir=True)
+def two_launches(A: T.Buffer((64,), "float32"), C: T.Buffer((64,), "float32"), D: T.Buffer((64,), "float32")):
+    with T.sblock("root"):
+        for t in T.thread_binding(64, thread="threadIdx.x"):
+            with T.sblock("C"):
+                i = T.axis.spatial(64, t)
+                C[i] = A[i]
+        for t in T.thread_binding(64, thread="threadIdx.x"):
+            with T.sblock("D"):
+                i = T.axis.spatial(64, t)
+                D[i] = C[i]
+
+
+@T.prim_func(s_tir=True)
+def host_loop(A: T.Buffer((64,), "float32"), C: T.Buffer((64,), "float32"), D: T.Buffer((64,), "float32")):
+    with T.sblock("root"):
+        for t in range(64):
+            with T.sblock("C"):
+                i = T.axis.spatial(64, t)
+                D[i] = A[i] + C[i]
+
+
+def raw(kernel):
+    return raw_kernel(kernel, raw_signature(kernel)).with_attr("target", CUDA)
+
+
+def cuda_code(kernel):
+    """The CUDA code of a kernel as a host function would launch it."""
+    gv = tvm.ir.GlobalVar("add_table")
+    with Function("launch") as function:
+        params = [B.arg(f"p{i}", B.handle(p.ty.element_type.dtype)) if is_pointer(p) else B.arg(f"p{i}", B.int32())
+                  for i, p in enumerate(kernel.params)]  # fmt: skip
+        with function.body():
+            B.evaluate(tvm.ir.Call(gv, params, ret_ty="int32"))
+    mod = tvm.IRModule({gv: kernel, "launch": function.result.with_attr("target", CUDA)})
+    return tvm.tirx.build(mod, target=CUDA.with_host("llvm")).imports[0].inspect_source()
+
+
+def is_pointer(param):
+    return isinstance(param.ty, tvm.ir.PointerType)
+
+
+@pytest.mark.parametrize("form", [lambda kernel: kernel, raw])
+def test_is_one_launch(form):
+    assert is_one_launch(form(add))
+    assert not is_one_launch(form(two_launches))
+    assert not is_one_launch(form(host_loop))
+
+
+@pytest.mark.parametrize("entries", [(0,), (2,), (0, 1, 2), (0, 2)])
+def test_entries_stand_for_pointers(entries):
+    kernel = table_kernel(raw(add), entries)
+    names = [f"{name}_entry" if i in entries else f"{name}_data" for i, name in enumerate("ACD")]
+    assert [p.name for p in kernel.params] == ["table", *names]
+    assert [is_pointer(p) for p in kernel.params] == [True, *(i not in entries for i in range(3))]
+    code = cuda_code(kernel)
+    body = code[code.rindex("__global__") :]
+    for i, name in enumerate("ACD"):
+        assert (f"float* {name} = ((float*)((float*)table[{name}_entry]));" in body) == (i in entries)
+        assert (f"float* {name}_data" in body) == (i not in entries)
+
+
+def test_the_raw_kernel_stays_as_it_is():
+    kernel = raw(add)
+    text = kernel.script()
+    table_kernel(kernel, (0, 2))
+    assert kernel.script() == text
+    assert "table" not in cuda_code(kernel).replace("add_table", "")
+
+
+def test_scalars_stay():
+    @T.prim_func(s_tir=True)
+    def scale(a: T.handle, c: T.handle):
+        m = T.int64()
+        A = T.match_buffer(a, (m,), "float32")
+        C = T.match_buffer(c, (m,), "float32")
+        with T.sblock("root"):
+            for b in T.thread_binding(m, thread="blockIdx.x"):
+                with T.sblock("C"):
+                    i = T.axis.spatial(m, b)
+                    C[i] = A[i]
+
+    kernel = table_kernel(raw(scale), (1,))
+    assert [p.name for p in kernel.params] == ["table", "A_data", "C_entry", "m"]

@@ -1,0 +1,62 @@
+"""Main loops of every row of the table of products, on machines that need not be this one."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import tvm
+
+from relax_hetero.encoding.dot_instructions import PRODUCTS, product_for
+from relax_hetero.target.cpu_target import machine_of
+from tir.products_of import compile_kernel, plain_problem
+from tir.test_assembly import innermost_loops, spills
+
+X86 = {"kind": "llvm", "mtriple": "x86_64-linux-gnu", "num-cores": 2}
+ARM = {"kind": "llvm", "mtriple": "aarch64-linux-gnu", "num-cores": 2}
+TARGETS = {
+    "avx512": {**X86, "mcpu": "x86-64-v4", "mattr": ["+avx512vnni", "+avx512bf16"]},
+    "avx512 base": {**X86, "mcpu": "x86-64-v4"},
+    "avx2 vnni": {**X86, "mcpu": "x86-64-v3", "mattr": ["+avxvnni"]},
+    "avx2": {**X86, "mcpu": "x86-64-v3"},
+}
+TYPES = sorted({product.types for product in PRODUCTS})
+# Anywhere in a line: VNNI without AVX-512 is written "{vex} vpdpbusd".
+MULTIPLY = r"vfmadd|vpdpbusd|vdpbf16ps|vpmaddwd|vpmulld|vpmullq|vpmuludq"
+
+
+def _assembly(target: tvm.target.Target, types: tuple[str, str, str]) -> str:
+    return compile_kernel(plain_problem(target, (64, 256, 128), types), target).mod.inspect_source("asm")
+
+
+@pytest.mark.parametrize("types", TYPES, ids="-".join)
+@pytest.mark.parametrize("name", TARGETS)
+def test_no_type_spills(name, types):
+    target = tvm.target.Target(TARGETS[name])
+    loops = innermost_loops(_assembly(target, types))
+    counts = [sum(bool(re.search(MULTIPLY, line)) for line in loop) for loop in loops]
+    assert max(counts) >= 4
+    main = [loop for loop, count in zip(loops, counts, strict=True) if 2 * count >= max(counts)]
+    assert [spills(loop) for loop in main] == [[]] * len(main)
+
+
+@pytest.mark.parametrize(
+    ("features", "types", "instruction"),
+    [
+        ([], ("float32",) * 3, "fmla"),
+        ([], ("int8", "int8", "int32"), "mla"),
+        (["+dotprod"], ("int8", "int8", "int32"), "sdot"),
+        (["+dotprod"], ("uint8", "int8", "int32"), "sdot"),
+        (["+dotprod", "+i8mm"], ("uint8", "int8", "int32"), "usdot"),
+        (["+bf16"], ("bfloat16", "bfloat16", "float32"), "bfdot"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "+".join(value).replace("++", "+"),
+)
+def test_aarch64_uses_its_instructions_and_does_not_spill(features, types, instruction):
+    target = tvm.target.Target({**ARM, "mattr": ["+neon", *features]})
+    assert product_for(machine_of(target), *types).isas != ("generic",)
+    lines = _assembly(target, types).splitlines()
+    used = [number for number, line in enumerate(lines) if re.match(rf"\s+{instruction}\s+v\d+\.4s", line)]
+    assert len(used) >= 16
+    main = lines[used[0] : used[-1]]
+    assert [line for line in main if re.search(r"\b[qv]\d+.*\[sp", line)] == []

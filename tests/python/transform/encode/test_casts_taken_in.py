@@ -1,0 +1,161 @@
+"""The casts of low precision around attention and behind products: which kernels take them in."""
+
+from __future__ import annotations
+
+import numpy as np
+import tvm
+from tvm import relax
+from tvm.ir import assert_structural_equal
+from tvm.script import ir as I
+from tvm.script import relax as R
+
+import relax_hetero as rh
+from relax_hetero.op.attention import ATTENTION
+from relax_hetero.transform import FormAttention, PropagateEncodings
+from relax_hetero.transform.encode.propagate_encodings import propagate_encodings
+from relax_hetero.transform.ir.fusion_report import collect_fusions
+from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
+
+AVX512 = {"kind": "llvm", "mcpu": "znver5", "num-cores": 2}
+ENC = "<bfloat16 * bfloat16 -> float32; (m, k) * (k, n) -> (m, n); m=2, n=4, k=8>"
+
+
+def placed(mod: tvm.IRModule) -> tvm.IRModule:
+    mod = mod.clone()
+    mod.update_global_info("vdevice", [rh.VDevice(AVX512)])
+    return rh.transform.RealizeVDevice()(mod)
+
+
+def test_attention_between_casts():
+    """Queries scaled in float32 are read unscaled; softmax is rounded inside, the result where it is written."""
+
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(
+            x: R.Tensor((1, 5, 32), "bfloat16"),
+            y: R.Tensor((1, 7, 32), "bfloat16"),
+            z: R.Tensor((1, 7, 32), "bfloat16"),
+        ):
+            with R.dataflow():
+                heads = R.permute_dims(R.reshape(x, R.shape([1, 5, 4, 8])), axes=[0, 2, 1, 3])
+                q = R.astype(R.multiply(R.astype(heads, "float32"), R.const(0.5, "float32")), "bfloat16")
+                k = R.permute_dims(R.reshape(y, R.shape([1, 7, 4, 8])), axes=[0, 2, 3, 1])
+                v = R.permute_dims(R.reshape(z, R.shape([1, 7, 4, 8])), axes=[0, 2, 1, 3])
+                p = R.astype(R.nn.softmax(R.matmul(q, k, out_dtype="float32"), axis=-1), "bfloat16")
+                o = R.astype(R.matmul(p, v, out_dtype="float32"), "bfloat16")
+                result = R.reshape(R.permute_dims(o, axes=[0, 2, 1, 3]), R.shape([1, 5, 32]))
+                R.output(result)
+            return result
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(
+            x: R.Tensor((1, 5, 32), "bfloat16"),
+            y: R.Tensor((1, 7, 32), "bfloat16"),
+            z: R.Tensor((1, 7, 32), "bfloat16"),
+        ):
+            with R.dataflow():
+                result = R.hetero.attention(
+                    x,
+                    y,
+                    z,
+                    heads="(1, m, h*d) * (1, n, g*d) * (1, n, g*e) -> (1, m, h*e); b=1, h=4, g=4, m=5, n=7, d=8, e=8",
+                    scores="multiply(x0, 0.5)",
+                )
+                R.output(result)
+            return result
+
+    formed = FormAttention()(placed(relax.transform.Normalize()(Before)))
+    assert_structural_equal(formed, placed(Expected))
+
+
+def test_attention_whose_result_stays_in_float32_is_declined():
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(
+            q: R.Tensor((4, 5, 8), "bfloat16"), k: R.Tensor((4, 8, 7), "bfloat16"), v: R.Tensor((4, 7, 8), "bfloat16")
+        ):
+            with R.dataflow():
+                p = R.astype(R.nn.softmax(R.matmul(q, k, out_dtype="float32"), axis=-1), "bfloat16")
+                result = R.matmul(p, v, out_dtype="float32")
+                R.output(result)
+            return result
+
+    with collect_fusions() as found:
+        mod = placed(relax.transform.Normalize()(Before))
+        assert FormAttention()(mod).same_as(mod)
+    assert [entry.reason for entry in found.declined] == [
+        "operands of bfloat16 and a result of float32, expected one type"
+    ]
+
+
+def test_products_before_casts_become_one():
+    rng = np.random.default_rng()
+    x = relax.Var("x", relax.TensorType((1, 9, 16), "float32"))
+    builder = relax.BlockBuilder()
+    weights = [rng.standard_normal((16, 32)).astype("float32") for _ in range(3)]
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            parts = []
+            for weight in weights:
+                product = builder.emit(relax.op.matmul(x, relax.const(weight)))
+                biased = builder.emit(relax.op.add(product, relax.const(np.ones(32, "float32"))))
+                parts.append(builder.emit(relax.op.permute_dims(relax.op.reshape(biased, (1, 9, 4, 8)), [0, 2, 1, 3])))
+            q, k, v = parts
+            scores = builder.emit(relax.op.matmul(q, builder.emit(relax.op.permute_dims(k, [0, 1, 3, 2]))))
+            heads = builder.emit(relax.op.matmul(builder.emit(relax.op.nn.softmax(scores)), v))
+            merged = relax.op.reshape(relax.op.permute_dims(heads, [0, 2, 1, 3]), (1, 9, 32))
+            out = builder.emit_output(relax.op.matmul(merged, relax.const(np.ones((32, 8), "float32"))))
+        builder.emit_func_output(out)
+    low = rh.transform.ToMixedPrecision("bfloat16")(placed(builder.get()))
+    with collect_fusions() as fusions:
+        formed = FormAttention()(low)
+    assert not fusions.declined
+    found = [op_name(binding.value) for binding in walk_bindings(formed["main"])]
+    product = ["relax.matmul", "relax.add", "relax.astype"]
+    assert found == ["relax.astype", *product, ATTENTION, "relax.matmul"]
+    values = [binding.value for binding in walk_bindings(formed["main"])]
+    assert [str(value.ty.dtype) for value in values[1:4]] == ["float32", "float32", "bfloat16"]
+    assert [int(extent) for extent in values[3].ty.shape.values] == [1, 9, 96]
+
+
+def test_a_residual_is_read_rounded():
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((2, 8), "bfloat16"), w: R.Tensor((8, 4), "bfloat16"), r: R.Tensor((2, 4), "bfloat16")):
+            with R.dataflow():
+                lhs = R.hetero.set_encoding(x, "matmul[0]" + ENC)
+                rhs = R.hetero.set_encoding(w, "matmul[1]" + ENC)
+                out = R.hetero.matmul(lhs, rhs, encoding="matmul[2]" + ENC)
+                y = R.hetero.unset_encoding(out, "matmul[2]" + ENC)
+                wide = R.astype(r, "float32")
+                z = R.astype(R.add(y, wide), "bfloat16")
+                R.output(z)
+            return z
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(x: R.Tensor((2, 8), "bfloat16"), w: R.Tensor((8, 4), "bfloat16"), r: R.Tensor((2, 4), "bfloat16")):
+            with R.dataflow():
+                lhs = R.hetero.set_encoding(x, "matmul[0]" + ENC)
+                rhs = R.hetero.set_encoding(w, "matmul[1]" + ENC)
+                out = R.hetero.matmul(lhs, rhs, encoding="matmul[2]" + ENC)
+                residual = R.hetero.set_encoding(r, "matmul[2]" + ENC)
+                e = R.hetero.elementwise(
+                    out,
+                    residual,
+                    expression="cast(add(x0, cast(x1, 'float32')), 'bfloat16')",
+                    encoding="matmul[2]" + ENC,
+                )
+                z = R.hetero.unset_encoding(e, "matmul[2]" + ENC)
+                R.output(z)
+            return z
+
+    after = PropagateEncodings()(relax.transform.Normalize()(Before))
+    assert_structural_equal(after, Expected)
+    assert propagate_encodings(after) is after

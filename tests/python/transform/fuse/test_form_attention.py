@@ -1,0 +1,239 @@
+"""FormAttention: what becomes one op, what stays, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tvm
+from tvm import relax
+from tvm.ir import assert_structural_equal
+from tvm.script import ir as I
+from tvm.script import relax as R
+from tvm.script import tirx as T
+
+import relax_hetero as rh
+from relax_hetero.op.attention import ATTENTION
+from relax_hetero.transform import FormAttention
+from relax_hetero.transform.ir.fusion_report import collect_fusions
+from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
+
+AVX512 = {"kind": "llvm", "mcpu": "x86-64-v4", "num-cores": 2}
+
+
+def placed(mod: tvm.IRModule, target: Any = AVX512) -> tvm.IRModule:
+    mod = mod.clone()
+    mod.update_global_info("vdevice", [rh.VDevice(target)])
+    return rh.transform.RealizeVDevice()(mod)
+
+
+def attention_of(mod: tvm.IRModule) -> relax.Call:
+    (call,) = [b.value for b in walk_bindings(mod["main"]) if op_name(b.value) == ATTENTION]
+    return call
+
+
+def names(mod: tvm.IRModule) -> list[str | None]:
+    return [op_name(binding.value) for binding in walk_bindings(mod["main"])]
+
+
+def test_heads_of_three_tensors():
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(
+            x: R.Tensor((1, 5, 32), "float32"),
+            y: R.Tensor((1, 7, 32), "float32"),
+            z: R.Tensor((1, 7, 32), "float32"),
+            mask: R.Tensor((1, 1, 1, 7), "float32"),
+        ):
+            with R.dataflow():
+                q = R.permute_dims(R.reshape(x, R.shape([1, 5, 4, 8])), axes=[0, 2, 1, 3])
+                k = R.permute_dims(R.reshape(y, R.shape([1, 7, 4, 8])), axes=[0, 2, 3, 1])
+                v = R.permute_dims(R.reshape(z, R.shape([1, 7, 4, 8])), axes=[0, 2, 1, 3])
+                scores = R.multiply(R.matmul(q, k), R.const(0.5, "float32"))
+                p = R.nn.softmax(R.add(scores, mask), axis=-1)
+                result = R.reshape(R.permute_dims(R.matmul(p, v), axes=[0, 2, 1, 3]), R.shape([1, 5, 32]))
+                R.output(result)
+            return result
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(
+            x: R.Tensor((1, 5, 32), "float32"),
+            y: R.Tensor((1, 7, 32), "float32"),
+            z: R.Tensor((1, 7, 32), "float32"),
+            mask: R.Tensor((1, 1, 1, 7), "float32"),
+        ):
+            with R.dataflow():
+                result = R.hetero.attention(
+                    x,
+                    y,
+                    z,
+                    mask,
+                    heads="(1, m, h*d) * (1, n, g*d) * (1, n, g*e) -> (1, m, h*e); b=1, h=4, g=4, m=5, n=7, d=8, e=8",
+                    scores="add(multiply(x0, 0.5), x1)",
+                )
+                R.output(result)
+            return result
+
+    formed = FormAttention()(placed(relax.transform.Normalize()(Before)))
+    assert_structural_equal(formed, placed(Expected))
+    assert FormAttention()(formed).same_as(formed)
+
+
+def test_products_of_one_tensor_become_one():
+    rng = np.random.default_rng(0)
+    x = relax.Var("x", relax.TensorType((1, 5, 16), "float32"))
+    weights = [rng.standard_normal((16, 32)).astype("float32") for _ in range(3)]
+    biases = [rng.standard_normal(32).astype("float32") for _ in range(3)]
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            parts = []
+            for weight, bias in zip(weights, biases, strict=True):
+                product = builder.emit(relax.op.matmul(x, relax.const(weight)))
+                part = builder.emit(
+                    relax.op.reshape(builder.emit(relax.op.add(product, relax.const(bias))), (1, 5, 4, 8))
+                )
+                parts.append(builder.emit(relax.op.permute_dims(part, [0, 2, 1, 3])))
+            q, k, v = parts
+            scores = builder.emit(relax.op.matmul(q, builder.emit(relax.op.permute_dims(k, [0, 1, 3, 2]))))
+            out = builder.emit_output(relax.op.matmul(builder.emit(relax.op.nn.softmax(scores)), v))
+        builder.emit_func_output(out)
+    formed = FormAttention()(placed(builder.get()))
+    assert names(formed) == ["relax.matmul", "relax.add", ATTENTION]
+    call = attention_of(formed)
+    assert str(call.attrs.heads).startswith("(1, m, h*d) * (1, n, g*d+32) * (1, n, g*e+64) -> (b, h, m, e)")
+    product, added = (binding.value for binding in list(walk_bindings(formed["main"]))[:2])
+    np.testing.assert_array_equal(product.args[1].value.numpy(), np.concatenate(weights, 1))
+    np.testing.assert_array_equal(added.args[1].value.numpy(), np.concatenate(biases))
+
+
+def test_a_value_with_another_user_stays():
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(
+            q: R.Tensor((2, 5, 8), "float32"), k: R.Tensor((2, 8, 7), "float32"), v: R.Tensor((2, 7, 8), "float32")
+        ):
+            with R.dataflow():
+                p = R.nn.softmax(R.matmul(q, k), axis=-1)
+                y = R.matmul(p, v)
+                R.output(p, y)
+            return (p, y)
+
+    mod = placed(relax.transform.Normalize()(Before))
+    assert FormAttention()(mod).same_as(mod)
+
+
+@pytest.mark.parametrize(
+    ("target", "is_formed"), [(AVX512, True), ({"kind": "llvm", "mcpu": "x86-64"}, True), ("c", False)]
+)
+def test_only_where_the_device_has_a_kernel(target: Any, is_formed: bool):
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(
+            q: R.Tensor((2, 5, 8), "float32"), k: R.Tensor((2, 8, 7), "float32"), v: R.Tensor((2, 7, 8), "float32")
+        ):
+            with R.dataflow():
+                y = R.matmul(R.nn.softmax(R.matmul(q, k), axis=-1), v)
+                R.output(y)
+            return y
+
+    formed = FormAttention()(placed(relax.transform.Normalize()(Before), target))
+    assert (ATTENTION in names(formed)) == is_formed
+
+
+def test_reasons_are_told():
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(
+            q: R.Tensor((2, 5, 8), "float16"), k: R.Tensor((2, 8, 7), "float16"), v: R.Tensor((2, 7, 8), "float16")
+        ):
+            with R.dataflow():
+                y = R.matmul(R.nn.softmax(R.matmul(q, k), axis=-1), v)
+                R.output(y)
+            return y
+
+    with collect_fusions() as found:
+        FormAttention()(placed(relax.transform.Normalize()(Before)))
+    (entry,) = found.declined
+    assert "found element types ['float16', 'float16', 'float16', 'float16', 'float16']" in entry.reason
+
+
+def test_symbolic_sizes():
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(q: R.Tensor(("b", 4, "m", 8), "float32"), kv: R.Tensor(("b", 4, "n", 8), "float32")):
+            b, m = T.int64(), T.int64()
+            with R.dataflow():
+                p = R.nn.softmax(R.matmul(q, R.permute_dims(kv, axes=[0, 1, 3, 2])), axis=-1)
+                y = R.reshape(R.permute_dims(R.matmul(p, kv), axes=[0, 2, 1, 3]), R.shape([b, m, 32]))
+                R.output(y)
+            return y
+
+    call = attention_of(FormAttention()(placed(relax.transform.Normalize()(Before))))
+    assert str(call.attrs.heads) == (
+        "(b, h, m, d) * (b, g, n, d) * (b, g, n, e) -> (b, m, h*e); b=?, h=4, g=4, m=?, n=?, d=8, e=8"
+    )
+
+
+@pytest.mark.parametrize("causal", [None, "TopLeft", "BottomRight"])
+@pytest.mark.parametrize("is_biased", [False, True])
+def test_the_attention_op_of_relax(causal: str | None, is_biased: bool):
+    shapes = [(2, 5, 3, 8), (2, 7, 3, 8), (2, 7, 3, 6)] + [(2, 3, 5, 7)] * is_biased
+    params = [relax.Var(f"p{i}", relax.TensorType(shape, "float32")) for i, shape in enumerate(shapes)]
+    builder = relax.BlockBuilder()
+    with builder.function("main", params):
+        with builder.dataflow():
+            call = relax.op.nn.attention(*params, causal_mask=causal, scale=0.3 if is_biased else None)
+            out = builder.emit_output(call)
+        builder.emit_func_output(out)
+    mod = builder.get()
+    formed = FormAttention()(placed(mod))
+    assert names(formed) == [ATTENTION]
+    arrays = [np.random.default_rng().standard_normal(shape).astype("float32") for shape in shapes]
+    found = rh.vm.VirtualMachine(rh.compile(mod))["main"](*arrays).numpy()
+    query, key, value = (array.transpose(0, 2, 1, 3).astype("float64") for array in arrays[:3])
+    scores = query @ key.swapaxes(-1, -2) * (0.3 if is_biased else 8**-0.5)
+    scores = scores + arrays[3] if is_biased else scores
+    if causal:
+        scores = np.where(np.tril(np.ones((5, 7), bool), 0 if causal == "TopLeft" else 2), scores, -np.inf)
+    powers = np.exp(scores - scores.max(-1, keepdims=True))
+    wanted = (powers / powers.sum(-1, keepdims=True) @ value).transpose(0, 2, 1, 3)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_one_behind_the_other():
+    """Views between two of them are looked through from both sides."""
+
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((1, 5, 32), "float32"), kv: R.Tensor((1, 4, 7, 8), "float32")):
+            with R.dataflow():
+                k = R.permute_dims(kv, axes=[0, 1, 3, 2])
+                q = R.permute_dims(R.reshape(x, R.shape([1, 5, 4, 8])), axes=[0, 2, 1, 3])
+                a = R.permute_dims(R.matmul(R.nn.softmax(R.matmul(q, k)), kv), axes=[0, 2, 1, 3])
+                b = R.permute_dims(
+                    R.reshape(R.reshape(a, R.shape([1, 5, 32])), R.shape([1, 5, 4, 8])), axes=[0, 2, 1, 3]
+                )
+                y = R.matmul(R.nn.softmax(R.matmul(b, k)), kv)
+                R.output(y)
+            return y
+
+    mod = relax.transform.Normalize()(Before)
+    formed = FormAttention()(placed(mod))
+    assert names(formed) == [ATTENTION, ATTENTION]
+    x, kv = (np.random.default_rng().standard_normal(shape).astype("float32") for shape in ((1, 5, 32), (1, 4, 7, 8)))
+    found = rh.vm.VirtualMachine(rh.compile(mod))["main"](x, kv).numpy()
+    wanted = x.reshape(1, 5, 4, 8).transpose(0, 2, 1, 3).astype("float64")
+    for _ in range(2):
+        powers = np.exp(wanted @ kv.swapaxes(-1, -2))
+        wanted = powers / powers.sum(-1, keepdims=True) @ kv
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)

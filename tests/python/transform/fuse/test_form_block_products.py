@@ -1,0 +1,242 @@
+"""FormBlockProducts: which products keep weights of 4 bits, what they take along, and what others become."""
+
+import numpy as np
+from tvm import relax
+from tvm.ir import assert_structural_equal
+from tvm.script import ir as I
+from tvm.script import relax as R
+
+import relax_hetero as rh
+from relax_hetero.encoding.block_weights import pack_blocks, pack_weights
+from relax_hetero.op.block_products import BLOCK_MATMUL, DEQUANTIZE_BLOCKS
+from relax_hetero.transform import FormBlockProducts, RealizeVDevice
+from relax_hetero.transform.ir.rewriting import op_name, relax_functions, walk_bindings
+
+V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
+N, K, BLOCK = 40, 64, 32
+RNG = np.random.default_rng(7)
+DATA = RNG.integers(0, 256, (N, K // 2), dtype=np.uint8)
+SCALES = RNG.standard_normal((N, K // BLOCK), "float32")
+ZEROS = RNG.integers(0, 16, (N, K // BLOCK), dtype=np.uint8)
+CODES = np.stack([DATA & 15, DATA >> 4], -1).reshape(N, K).astype("float64")
+NUMBERS = (CODES - np.repeat(ZEROS, BLOCK, 1)) * np.repeat(SCALES, BLOCK, 1)
+WEIGHTS = {"data": DATA, "scales": SCALES, "zeros": ZEROS}
+
+
+def formed(mod, **constants):
+    placed = RealizeVDevice()(relax.transform.BindParams("main", {**WEIGHTS, **constants})(mod))
+    after = FormBlockProducts()(placed)
+    assert FormBlockProducts()(after).same_as(after)
+    return after
+
+
+def ops(mod):
+    return [op_name(binding.value) for _, func in relax_functions(mod) for binding in walk_bindings(func)]
+
+
+def expressions(mod):
+    return [
+        str(binding.value.attrs.expression)
+        for _, func in relax_functions(mod)
+        for binding in walk_bindings(func)
+        if op_name(binding.value) == BLOCK_MATMUL
+    ]
+
+
+@I.ir_module
+class Layer:
+    I.module_global_infos({"vdevice": [I.vdevice(V4)]})
+
+    @R.function
+    def main(
+        x: R.Tensor(("m", 64), "float32"),
+        residual: R.Tensor(("m", 40), "float32"),
+        bias: R.Tensor((1, 40), "float32"),
+        data: R.Tensor((40, 32), "uint8"),
+        scales: R.Tensor((40, 2), "float32"),
+        zeros: R.Tensor((40, 2), "uint8"),
+    ):
+        with R.dataflow():
+            w = R.hetero.dequantize_blocks(data, scales, zeros, depth=64, block=32)
+            t = R.permute_dims(w)
+            y = R.matmul(x, t)
+            b = R.add(y, bias)
+            g = R.nn.gelu(b)
+            r = R.add(residual, g)
+            R.output(r)
+        return r
+
+
+def test_a_layer_with_bias_activation_and_residual():
+    @I.ir_module
+    class Expected:
+        I.module_global_infos({"vdevice": [I.vdevice(V4)]})
+
+        @R.function
+        def main(
+            x: R.Tensor(("m", 64), "float32"),
+            residual: R.Tensor(("m", 40), "float32"),
+            bias: R.Tensor((1, 40), "float32"),
+            weight: R.Tensor((2, 8, 32), "int32"),
+            scales: R.Tensor((2, 2, 32), "float32"),
+            zeros: R.Tensor((2, 2, 32), "uint8"),
+        ):
+            with R.dataflow():
+                r_x1 = R.reshape(bias, R.shape([40]))
+                r = R.hetero.block_matmul(
+                    x,
+                    weight,
+                    scales,
+                    zeros,
+                    r_x1,
+                    residual,
+                    columns=40,
+                    block=32,
+                    zeros=True,
+                    expression="add(x2, gelu(add(x0, x1)))",
+                )
+                R.output(r)
+            return r
+
+    packed = {
+        "weight": pack_weights(DATA, K, 32),
+        "scales": pack_blocks(SCALES, 32),
+        "zeros": pack_blocks(ZEROS, 32),
+    }
+    expected = RealizeVDevice()(relax.transform.BindParams("main", packed)(Expected))
+    assert_structural_equal(formed(Layer), expected, map_free_vars=True)
+
+
+@I.ir_module
+class TwoUses:
+    I.module_global_infos({"vdevice": [I.vdevice(V4)]})
+
+    @R.function
+    def main(
+        x: R.Tensor((3, 64), "float16"),
+        v: R.Tensor((64,), "float32"),
+        data: R.Tensor((40, 32), "uint8"),
+        scales: R.Tensor((40, 2), "float32"),
+        zeros: R.Tensor((40, 2), "uint8"),
+    ):
+        with R.dataflow():
+            w = R.hetero.dequantize_blocks(data, scales, zeros, depth=64, block=32)
+            h = R.astype(R.permute_dims(w), "float16")
+            y = R.matmul(x, h, out_dtype="float32")
+            a = R.sigmoid(y)
+            b = R.multiply(y, a)
+            z = R.matmul(w, v)
+            R.output(b, z)
+        return (b, z)
+
+
+def test_what_several_read_is_stored_and_a_vector_takes_numbers():
+    """In half precision, a product is taken in float32; what other ops read of the weights is made by plain ops."""
+    after = formed(TwoUses)
+    assert expressions(after) == ["x0"]
+    found = ops(after)
+    assert DEQUANTIZE_BLOCKS not in found
+    assert found.count("relax.matmul") == 1
+    assert "relax.bitwise_and" in found
+    x, v = RNG.standard_normal((3, K)).astype("float16"), RNG.standard_normal(K, "float32")
+    executable = rh.compile(relax.transform.BindParams("main", WEIGHTS)(TwoUses))
+    got, product = rh.vm.VirtualMachine(executable)["main"](x, v)
+    y = x.astype("float64") @ NUMBERS.T
+    np.testing.assert_allclose(got.numpy(), y / (1 + np.exp(-y)), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(product.numpy(), NUMBERS @ v, rtol=1e-5, atol=1e-4)
+
+
+def test_weights_that_are_parameters_are_unpacked_in_every_call():
+    args = [RNG.standard_normal(shape, "float32") for shape in ((5, K), (5, N), (1, N))]
+    executable = rh.compile(Layer)
+    got = rh.vm.VirtualMachine(executable)["main"](*args, DATA, SCALES, ZEROS).numpy()
+    bound = rh.compile(relax.transform.BindParams("main", WEIGHTS)(Layer))
+    want = rh.vm.VirtualMachine(bound)["main"](*args).numpy()
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+    assert not any("block_matmul" in call["ops"] for call in executable.metadata.fusions["dispatches"])
+
+
+@I.ir_module
+class OnTwoDevices:
+    I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice("c", 1)]})
+
+    @R.function
+    def main(
+        x: R.Tensor(("m", 64), "float32", "llvm:0"),
+        data: R.Tensor((40, 32), "uint8"),
+        scales: R.Tensor((40, 2), "float32"),
+        zeros: R.Tensor((40, 2), "uint8"),
+    ):
+        with R.dataflow():
+            w = R.hetero.dequantize_blocks(data, scales, zeros, depth=64, block=32)
+            y = R.matmul(x, R.permute_dims(w))
+            there = R.to_vdevice(x, "c:0")
+            w1 = R.hetero.dequantize_blocks(data, scales, zeros, depth=64, block=32)
+            z = R.nn.relu(R.matmul(there, R.permute_dims(w1)))
+            R.output(y, z)
+        return (y, z)
+
+
+def test_each_device_has_weights_of_its_own():
+    executable = rh.compile(relax.transform.BindParams("main", WEIGHTS)(OnTwoDevices))
+    found = {(call["device"], *call["ops"]) for call in executable.metadata.fusions["dispatches"]}
+    assert {("llvm:0", "block_matmul"), ("c:0", "block_matmul", "relu")} <= found
+    machine = rh.vm.VirtualMachine(executable)
+    for rows in (1, 6):
+        x = RNG.standard_normal((rows, K), "float32")
+        want = x.astype("float64") @ NUMBERS.T
+        here, there = machine["main"](x)
+        np.testing.assert_allclose(here.numpy(), want, rtol=1e-5, atol=1e-4)
+        np.testing.assert_allclose(there.numpy(), np.maximum(want, 0), rtol=1e-5, atol=1e-4)
+
+
+def test_a_device_without_a_kernel_computes_numbers():
+    @I.ir_module
+    class OnAGPU:
+        I.module_global_infos({"vdevice": [I.vdevice({"kind": "cuda", "arch": "sm_90"})]})
+
+        @R.function
+        def main(
+            x: R.Tensor(("m", 64), "float32"),
+            data: R.Tensor((40, 32), "uint8"),
+            scales: R.Tensor((40, 2), "float32"),
+            zeros: R.Tensor((40, 2), "uint8"),
+        ):
+            with R.dataflow():
+                w = R.hetero.dequantize_blocks(data, scales, zeros, depth=64, block=32)
+                y = R.matmul(x, R.permute_dims(w))
+                R.output(y)
+            return y
+
+    found = ops(formed(OnAGPU))
+    assert BLOCK_MATMUL not in found and DEQUANTIZE_BLOCKS not in found
+    assert "relax.matmul" in found
+
+
+def test_sums_of_half_precision_and_quantized_results():
+    @I.ir_module
+    class Quantized:
+        I.module_global_infos({"vdevice": [I.vdevice(V4)]})
+
+        @R.function
+        def main(
+            x: R.Tensor((3, 64), "float16"),
+            data: R.Tensor((40, 32), "uint8"),
+            scales: R.Tensor((40, 2), "float32"),
+            zeros: R.Tensor((40, 2), "uint8"),
+        ):
+            with R.dataflow():
+                w = R.hetero.dequantize_blocks(data, scales, zeros, depth=64, block=32)
+                y = R.matmul(x, R.astype(R.permute_dims(w), "float16"))
+                h = R.nn.relu(y)
+                s = R.round(R.divide(R.astype(h, "float32"), R.const(0.5, "float32")))
+                q = R.astype(R.clip(s, 0, 255), "uint8")
+                R.output(h, q)
+            return (h, q)
+
+    assert expressions(formed(Quantized)) == ["relu(cast(x0, 'float16'))"]
+    x = RNG.standard_normal((3, K)).astype("float16")
+    executable = rh.compile(relax.transform.BindParams("main", WEIGHTS)(Quantized))
+    half, quantized = (value.numpy() for value in rh.vm.VirtualMachine(executable)["main"](x))
+    np.testing.assert_allclose(half, np.maximum(x.astype("float64") @ NUMBERS.T, 0), rtol=1e-3, atol=1e-2)
+    np.testing.assert_array_equal(quantized, np.clip(np.round(half.astype("float32") / 0.5), 0, 255))

@@ -1,0 +1,68 @@
+"""ToMixedPrecision: what a user keeps in float32, by the names of ops, variables and functions."""
+
+import pytest
+from tvm.script import ir as I
+from tvm.script import relax as R
+
+from relax_hetero.errors import BuildError
+from relax_hetero.transform import ToMixedPrecision
+from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
+from relax_hetero.transform.quantize.to_mixed_precision import to_mixed_precision
+
+
+def ops(mod, name="main"):
+    return [op_name(binding.value) for binding in walk_bindings(mod[name])]
+
+
+def dtypes(mod, op):
+    return [str(b.value.args[0].ty.dtype) for b in walk_bindings(mod["main"]) if op_name(b.value) == op]
+
+
+@I.ir_module
+class Chain:
+    @R.function
+    def main(x: R.Tensor((8, 16), "float32"), w: R.Tensor((16, 16), "float32")):
+        with R.dataflow():
+            first = R.matmul(x, w)
+            second = R.matmul(first, w)
+            third = R.matmul(second, w)
+            y = R.add(third, second)
+            R.output(y)
+        return y
+
+    @R.function(private=True)
+    def other(x: R.Tensor((8, 16), "float32"), w: R.Tensor((16, 16), "float32")):
+        y = R.matmul(x, w)
+        return y
+
+
+def test_a_kept_variable_is_computed_in_float32_and_rounded_for_products_alone():
+    after = ToMixedPrecision("bfloat16", keep=["second"])(Chain)
+    assert dtypes(after, "relax.matmul") == ["bfloat16", "float32", "bfloat16"]
+    (add,) = (b.value for b in walk_bindings(after["main"]) if op_name(b.value) == "relax.add")
+    assert [arg.name for arg in add.args] == ["third", "second"]
+
+
+@pytest.mark.parametrize("keep", [["relax.matmul"], ["matmul"], "matmul", ["main", "other"], ["m*n", "o*r"]])
+def test_kept_ops_and_functions(keep):
+    assert to_mixed_precision(Chain, "bfloat16", keep) is Chain
+
+
+def test_a_kept_function():
+    after = ToMixedPrecision("bfloat16", keep=("main",))(Chain)
+    assert after["main"].same_as(Chain["main"])
+    assert "relax.astype" in ops(after, "other")
+
+
+@pytest.mark.parametrize(
+    ("keep", "text"),
+    [("sofmax", "'nn.softmax'"), (["thrid"], "'third'"), (["zz*"], "no name is near"), ([3], "has 3"), (3, "is 3")],
+)
+def test_wrong_names_are_refused_with_near_ones(keep, text):
+    with pytest.raises(BuildError, match=text):
+        ToMixedPrecision("bfloat16", keep)(Chain)
+
+
+def test_other_types_are_refused():
+    with pytest.raises(BuildError, match="'int8', expected one of"):
+        ToMixedPrecision("int8")

@@ -1,0 +1,259 @@
+"""ToMixedPrecision: what is rounded, and where."""
+
+import ml_dtypes
+import numpy as np
+import tvm
+from tvm import relax
+from tvm.ir import assert_structural_equal
+from tvm.script import ir as I
+from tvm.script import relax as R
+from tvm.script import tirx as T
+
+from relax_hetero.transform import ToMixedPrecision
+from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
+from relax_hetero.transform.quantize.to_mixed_precision import to_mixed_precision
+
+
+def check(before, expected, dtype="bfloat16", keep=()):
+    after = ToMixedPrecision(dtype, keep)(before)
+    assert relax.analysis.check_well_formed(after)
+    assert_structural_equal(after, expected, map_free_vars=True)
+    assert to_mixed_precision(after, dtype) is after
+
+
+def dtypes(mod, op):
+    return [str(b.value.args[0].ty.dtype) for b in walk_bindings(mod["main"]) if op_name(b.value) == op]
+
+
+def test_products_and_what_is_between():
+    """Bias and activation see unrounded sums; what products read too is read rounded, but for results of norms."""
+
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(
+            x: R.Tensor((8, 16), "float32"),
+            w0: R.Tensor((16, 32), "float32"),
+            b0: R.Tensor((32,), "float32"),
+            w1: R.Tensor((32, 16), "float32"),
+            g: R.Tensor((16,), "float32"),
+        ):
+            with R.dataflow():
+                a = R.matmul(x, w0)
+                b = R.add(a, b0)
+                c = R.nn.gelu(b)
+                d = R.matmul(c, w1)
+                e = R.add(d, x)
+                f = R.nn.rms_norm(e, g, axes=[-1])
+                h = R.matmul(f, w0)
+                i = R.tanh(h)
+                j = R.matmul(i, w1)
+                k = R.add(j, f)
+                y = R.add(k, R.sum(i))
+                R.output(y)
+            return y
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(
+            x: R.Tensor((8, 16), "float32"),
+            w0: R.Tensor((16, 32), "float32"),
+            b0: R.Tensor((32,), "float32"),
+            w1: R.Tensor((32, 16), "float32"),
+            g: R.Tensor((16,), "float32"),
+        ):
+            with R.dataflow():
+                x_low = R.astype(x, "bfloat16")
+                w0_low = R.astype(w0, "bfloat16")
+                a = R.matmul(x_low, w0_low, out_dtype="float32")
+                b = R.add(a, b0)
+                c = R.nn.gelu(b)
+                c_low = R.astype(c, "bfloat16")
+                w1_low = R.astype(w1, "bfloat16")
+                d = R.matmul(c_low, w1_low, out_dtype="float32")
+                e = R.add(d, x)
+                f = R.nn.rms_norm(e, g, axes=[-1])
+                f_low = R.astype(f, "bfloat16")
+                h = R.matmul(f_low, w0_low, out_dtype="float32")
+                i = R.tanh(h)
+                i_low = R.astype(i, "bfloat16")
+                j = R.matmul(i_low, w1_low, out_dtype="float32")
+                k = R.add(j, f)
+                i_wide = R.astype(i_low, "float32")
+                s = R.sum(i_wide)
+                y = R.add(k, s)
+                R.output(y)
+            return y
+
+    check(relax.transform.Normalize()(Before), Expected)
+
+
+def test_what_only_moves_elements_moves_rounded_ones():
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((4, 8, 16), "float32"), w: R.Tensor((32, 16), "float32")):
+            with R.dataflow():
+                a = R.nn.relu(x)
+                parts = R.split(a, 2, axis=1)
+                b = R.concat((parts[1], parts[0]), axis=1)
+                c = R.reshape(b, R.shape([32, 16]))
+                wt = R.permute_dims(w)
+                d = R.matmul(c, wt)
+                y = R.add(d, R.sum(b))
+                R.output(y)
+            return y
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(x: R.Tensor((4, 8, 16), "float32"), w: R.Tensor((32, 16), "float32")):
+            with R.dataflow():
+                a = R.nn.relu(x)
+                a_low = R.astype(a, "bfloat16")
+                parts = R.split(a_low, 2, axis=1)
+                second = parts[1]
+                first = parts[0]
+                b = R.concat((second, first), axis=1)
+                c = R.reshape(b, R.shape([32, 16]))
+                w_low = R.astype(w, "bfloat16")
+                wt = R.permute_dims(w_low)
+                d = R.matmul(c, wt, out_dtype="float32")
+                b_wide = R.astype(b, "float32")
+                s = R.sum(b_wide)
+                y = R.add(d, s)
+                R.output(y)
+            return y
+
+    check(relax.transform.Normalize()(Before), Expected)
+
+
+def test_convolutions_and_pooling():
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(
+            x: R.Tensor((1, 3, 8, 8), "float32"),
+            w0: R.Tensor((8, 3, 3, 3), "float32"),
+            w1: R.Tensor((8, 8, 1, 1), "float32"),
+        ):
+            with R.dataflow():
+                a = R.nn.conv2d(x, w0, padding=(1, 1), strides=(2, 2))
+                b = R.nn.relu(a)
+                c = R.nn.max_pool2d(b, pool_size=(2, 2), strides=(2, 2))
+                d = R.nn.conv2d(c, w1)
+                e = R.add(d, c)
+                R.output(e)
+            return e
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(
+            x: R.Tensor((1, 3, 8, 8), "float32"),
+            w0: R.Tensor((8, 3, 3, 3), "float32"),
+            w1: R.Tensor((8, 8, 1, 1), "float32"),
+        ):
+            with R.dataflow():
+                x_low = R.astype(x, "float16")
+                w0_low = R.astype(w0, "float16")
+                a = R.nn.conv2d(x_low, w0_low, padding=(1, 1), strides=(2, 2), out_dtype="float32")
+                b = R.nn.relu(a)
+                b_low = R.astype(b, "float16")
+                c = R.nn.max_pool2d(b_low, pool_size=(2, 2), strides=(2, 2))
+                w1_low = R.astype(w1, "float16")
+                d = R.nn.conv2d(c, w1_low, out_dtype="float32")
+                c_wide = R.astype(c, "float32")
+                e = R.add(d, c_wide)
+                R.output(e)
+            return e
+
+    check(Before, Expected, "float16")
+
+
+def test_returned_values_keep_their_type_and_number():
+    """Also of what is moved, and of tuples; branches end with values of float32 too."""
+
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(p: R.Tensor((), "bool"), x: R.Tensor((8, 16), "float32"), w: R.Tensor((16, 16), "float32")) -> R.Tuple(
+            R.Tensor((16, 8), "float32"), R.Tensor((8, 16), "float32")
+        ):
+            a = R.exp(x)
+            t = R.permute_dims(a)
+            if p:
+                u = R.matmul(a, w)
+                v = u
+            else:
+                v = R.matmul(R.permute_dims(t), w)
+            return (t, v)
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(p: R.Tensor((), "bool"), x: R.Tensor((8, 16), "float32"), w: R.Tensor((16, 16), "float32")) -> R.Tuple(
+            R.Tensor((16, 8), "float32"), R.Tensor((8, 16), "float32")
+        ):
+            a = R.exp(x)
+            a_low = R.astype(a, "bfloat16")
+            t_low = R.permute_dims(a_low)
+            t = R.astype(t_low, "float32")
+            if p:
+                w_low = R.astype(w, "bfloat16")
+                u = R.matmul(a_low, w_low, out_dtype="float32")
+                v = u
+            else:
+                b_low = R.permute_dims(t_low)
+                w_also = R.astype(w, "bfloat16")
+                v = R.matmul(b_low, w_also, out_dtype="float32")
+            return (t, v)
+
+    check(relax.transform.Normalize()(Before), relax.transform.Normalize()(Expected))
+
+
+def test_constants_are_rounded_once():
+    weight = np.random.default_rng().standard_normal((16, 16)).astype("float32")
+
+    @I.ir_module
+    class Model:
+        @R.function
+        def main(x: R.Tensor((8, 16), "float32"), w: R.Tensor((16, 16), "float32")):
+            with R.dataflow():
+                y = R.matmul(R.nn.relu(R.matmul(x, w)), w)
+                R.output(y)
+            return y
+
+    bound = relax.transform.BindParams("main", {"w": weight})(relax.transform.Normalize()(Model))
+    after = ToMixedPrecision("bfloat16")(bound)
+    found = [arg for b in walk_bindings(after["main"]) for arg in getattr(b.value, "args", [])]
+    constants = [arg for arg in found if isinstance(arg, tvm.ir.GenericConst)]
+    assert len(constants) == 2
+    assert constants[0].same_as(constants[1])
+    np.testing.assert_array_equal(constants[0].value.numpy(), weight.astype(ml_dtypes.bfloat16))
+
+
+def test_what_stays_in_float32():
+    """Outer products, weights beyond the range of float16, dequantized weights, and the symbolic extents around."""
+
+    @I.ir_module
+    class Model:
+        @R.function
+        def main(
+            x: R.Tensor(("n", 1), "float32"),
+            w: R.Tensor((1, 64), "float32"),
+            z: R.Tensor(("n", 64), "float32"),
+            q: R.Tensor((64, 16), "int8"),
+        ):
+            n = T.int64()
+            with R.dataflow():
+                a = R.matmul(x, w)
+                b = R.matmul(z, R.multiply(R.astype(R.astype(q, "int32"), "float32"), R.const(0.5)))
+                c = R.matmul(z, R.const(np.full((64, 8), 7e4, "float32")))
+                R.output(a, b, c)
+            return (a, b, c)
+
+    mod = relax.transform.Normalize()(Model)
+    assert to_mixed_precision(mod, "float16") is mod
+    assert dtypes(to_mixed_precision(mod, "bfloat16"), "relax.matmul") == ["float32", "float32", "bfloat16"]

@@ -1,0 +1,193 @@
+"""Streams, events and copies in order with them, with a driver in Python that runs everything as late as it can."""
+
+import ctypes
+from functools import cache
+
+import numpy as np
+import pytest
+import tvm
+
+from relax_hetero.vm.device import cuda_copies, peer_access, pinned_staging, tensors
+from relax_hetero.vm.device.cuda_driver import CudaError
+from relax_hetero.vm.device.cuda_library import CudaLibrary
+from relax_hetero.vm.device.cuda_streams import Event, Stream
+from relax_hetero.vm.device.pinned_pool import PinnedPool
+from relax_hetero.vm.device.pinned_staging import Staging
+from relax_hetero.vm.device.tensors import alias, begin_copy, copy_into, copy_to, from_numpy
+from vm.fake_cuda import LOST, FakeCuda
+
+STAGED_BYTES = 50_000
+
+
+@pytest.fixture
+def cuda():
+    return FakeCuda()
+
+
+@pytest.fixture
+def library(cuda, monkeypatch):
+    library = CudaLibrary(cuda.library, cuda.library)
+    monkeypatch.setattr(tensors, "cuda_library", lambda: library)
+    monkeypatch.setattr(peer_access, "cuda_library", lambda: library)
+    monkeypatch.setattr(cuda_copies, "STAGED_BYTES", STAGED_BYTES)
+    monkeypatch.setattr(cuda_copies, "staging", cache(lambda library, gpu: Staging(library, gpu, 3, 10_000)))
+    return library
+
+
+def on_gpu(array, gpu=0):
+    """What the fake driver takes for a tensor of a GPU."""
+    return alias(tvm.runtime.tensor(array), tvm.cuda(gpu))
+
+
+def on_cpu(array):
+    return tvm.runtime.tensor(array)
+
+
+def values(tensor):
+    return alias(tensor, tvm.cpu(0)).numpy()
+
+
+def random(nbytes):
+    return np.random.default_rng().integers(0, 256, nbytes, "uint8")
+
+
+def test_events_order_streams(cuda, library):
+    order = []
+    first, second = Stream(library, 0), Stream(library, 1)
+    cuda._push(first.handle, lambda: order.append("first"))
+    event = first.record()
+    second.wait(event)
+    cuda._push(second.handle, lambda: order.append("second"))
+    assert not (event.done() or first.done() or second.done()) and not order
+    second.synchronize()
+    assert order == ["first", "second"]
+    assert event.done() and first.done() and second.done()
+    event.synchronize()
+
+
+def test_an_event_that_was_never_recorded_is_done(library):
+    event = Event(library, 0)
+    event.synchronize()
+    assert event.done()
+
+
+def test_failures_name_the_call(cuda, library):
+    stream = Stream(library, 0)
+    event = stream.record()
+    for function, call in (
+        ("cuEventSynchronize", event.synchronize),
+        ("cuEventQuery", event.done),
+        ("cuStreamQuery", stream.done),
+        ("cuStreamSynchronize", stream.synchronize),
+        ("cuStreamCreate", lambda: Stream(library, 0)),
+    ):
+        cuda.failing[function] = LOST
+        with pytest.raises(CudaError, match=f"{function} failed: CUDA_ERROR_LAUNCH_FAILED"):
+            call()
+    cuda.failing["cuEventQuery"] = 12345  # a code that the driver has no name for
+    with pytest.raises(CudaError, match="cuEventQuery failed: 12345"):
+        event.done()
+
+
+def test_streams_and_events_are_destroyed(cuda, library):
+    stream = Stream(library, 0)
+    event = stream.record()
+    assert event.milliseconds_since(event) == 1.5
+    del stream, event
+    assert not cuda.events and list(cuda.streams) == [0]
+    Stream(library, 0, 0)  # of others
+    assert list(cuda.streams) == [0]
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, STAGED_BYTES - 1, STAGED_BYTES, 3 * STAGED_BYTES + 5])
+def test_copies_between_all_devices(cuda, library, nbytes):
+    source = random(nbytes)
+    devices = [tvm.cpu(0), tvm.cuda(0), tvm.cuda(1)]
+    for start in devices:
+        for end in devices:
+            a, b = alias(on_cpu(source), start), alias(on_cpu(np.full(nbytes, 7, "uint8")), end)
+            copy_into(a, b)
+            np.testing.assert_array_equal(values(b), source)
+    assert all(not waiting for waiting in cuda.streams.values())
+
+
+def test_copies_come_after_the_streams_of_both_gpus(cuda, library):
+    """What a GPU still reads is not overwritten by another one."""
+    source, target = on_gpu(random(100), 0), on_gpu(np.zeros(100, "uint8"), 1)
+    seen = []
+    cuda.streams[0] = []
+    with tvm_stream(tvm.cuda(1), 55, cuda):
+        cuda.streams[55].append(lambda: seen.append(values(target).copy()))
+        copy_into(source, target)
+    np.testing.assert_array_equal(seen, np.zeros((1, 100)))
+    np.testing.assert_array_equal(values(target), values(source))
+    assert ((100, 101), 100) in cuda.copies
+
+
+def tvm_stream(device, handle, cuda):
+    cuda.current.context = 0
+    cuda.streams[handle] = []
+    return tensors.tvm_ffi.use_raw_stream(device, handle)
+
+
+def test_pinned_memory_is_copied_directly_and_without_waiting(cuda, library):
+    pool = PinnedPool(library, 0, 1 << 24)
+    stream = Stream(library, 0)
+    nbytes = 4 * STAGED_BYTES
+    source, back = (pool.tensor((nbytes,), "uint8", tvm.cpu(1)) for _ in range(2))
+    device = on_gpu(np.zeros(nbytes, "uint8"))
+    values(source)[:] = 0
+    np.from_dlpack(alias(source, tvm.cpu(0)))[:] = expected = random(nbytes)
+    there = begin_copy(source, device, stream)
+    here = begin_copy(device, back, stream)
+    assert not there.done() and not here.done()
+    assert cuda.copies == [("to the GPU", nbytes), ("to the host", nbytes)]
+    here.synchronize()
+    assert there.done()
+    np.testing.assert_array_equal(values(back), expected)
+
+
+def test_large_pageable_memory_is_staged(cuda, library):
+    nbytes = 4 * STAGED_BYTES
+    stream = Stream(library, 0)
+    device = on_gpu(np.zeros(nbytes, "uint8"))
+    array = random(nbytes)
+    source, back = on_cpu(array), on_cpu(np.zeros(nbytes, "uint8"))
+    event = begin_copy(source, device, stream)
+    ctypes.memset(source.data_ptr(), 0, nbytes)
+    assert not event.done()
+    begin_copy(device, back, stream)
+    np.testing.assert_array_equal(values(back), array)
+
+
+def test_arrays_become_tensors_of_a_gpu(cuda, library, monkeypatch):
+    monkeypatch.setattr(tensors, "_empty", lambda shape, dtype, device, scope: on_gpu(np.zeros(shape, dtype)))
+    array = np.random.default_rng().random((31, 47), "float32")
+    np.testing.assert_array_equal(values(from_numpy(array.T, tvm.cuda(0))), array.T)
+    np.testing.assert_array_equal(values(copy_to(on_cpu(array), tvm.cuda(0))), array)
+    assert cuda.copies == [("to the GPU", array.nbytes)] * 2
+
+
+def test_peer_access_is_asked_for_once_in_each_direction(cuda, library):
+    devices = [tvm.cuda(1), tvm.cpu(0), tvm.cuda(0), tvm.cuda(1)]
+    for _ in range(2):
+        peer_access.enable_peer_access(devices)
+    assert sorted(cuda.copies) == [("peer access", 100), ("peer access", 101)]
+    peer_access.enable_peer_access(devices[:2])
+    assert len(cuda.copies) == 2
+
+
+def test_few_cores_leave_copies_to_the_driver(cuda, library, monkeypatch):
+    pinned_staging._staging.cache_clear()
+    monkeypatch.setattr(cuda_copies, "staging", pinned_staging.staging)
+    monkeypatch.setattr(pinned_staging, "num_cores", lambda: 6)
+    nbytes = 2 * STAGED_BYTES
+    source, target = on_cpu(random(nbytes)), on_gpu(np.zeros(nbytes, "uint8"))
+    copy_into(source, target)
+    assert cuda.copies == [("to the GPU", nbytes)]
+    np.testing.assert_array_equal(values(target), values(source))
+    pinned_staging._staging.cache_clear()
+    monkeypatch.setattr(pinned_staging, "num_cores", lambda: 8)
+    copy_into(source, target)
+    assert sum(size for _, size in cuda.copies[1:]) == nbytes and len(cuda.pinned) == 4 * 2
+    pinned_staging._staging.cache_clear()

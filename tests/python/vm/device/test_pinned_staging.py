@@ -1,0 +1,120 @@
+"""Copies through pinned buffers, with a driver in Python that runs everything as late as it can."""
+
+import ctypes
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relax_hetero.vm.device.cuda_driver import CudaError
+from relax_hetero.vm.device.cuda_library import CudaLibrary
+from relax_hetero.vm.device.cuda_streams import Stream
+from relax_hetero.vm.device.pinned_staging import FIRST_PART_BYTES, PART_BYTES, Staging, parts_of
+from vm.fake_cuda import LOST, FakeCuda
+
+PART = 100
+
+
+def random_bytes(nbytes):
+    return np.random.default_rng().integers(0, 256, nbytes, "uint8")
+
+
+def made(seed=None, threads=2, part=PART):
+    cuda = FakeCuda(seed)
+    library = CudaLibrary(cuda.library, cuda.library)
+    return cuda, library, Staging(library, 0, threads, part)
+
+
+@given(nbytes=st.integers(1, 64 << 20))
+def test_parts_cover_everything_once(nbytes):
+    end, sizes = 0, []
+    for offset, size in parts_of(nbytes, PART_BYTES):
+        assert offset == end and 0 < size <= PART_BYTES
+        sizes.append(size)
+        end += size
+    assert end == nbytes and max(sizes[0], 1) <= FIRST_PART_BYTES
+    assert sizes[:-1] == sorted(sizes[:-1])
+
+
+@given(
+    nbytes=st.integers(1, 40 * PART),
+    threads=st.integers(1, 4),
+    seed=st.none() | st.integers(0, 99),
+    at=st.integers(0, 3),
+)
+def test_what_is_sent_was_read_when_it_returns(nbytes, threads, seed, at):
+    cuda, library, staging = made(seed, threads)
+    stream = Stream(library, 0)
+    source, target = random_bytes(nbytes + at), np.full(nbytes + at + 1, 7, "uint8")
+    expected = source[at:].copy()
+    staging.send(source.ctypes.data + at, target.ctypes.data + at, nbytes, stream)
+    source[:] = 0
+    stream.synchronize()
+    np.testing.assert_array_equal(target[at:-1], expected)
+    assert target[-1] == 7 and set(target[:at]) <= {7}
+
+
+@given(nbytes=st.integers(1, 40 * PART), threads=st.integers(1, 4), seed=st.none() | st.integers(0, 99))
+def test_what_is_received_is_there_when_it_returns(nbytes, threads, seed):
+    cuda, library, staging = made(seed, threads)
+    stream = Stream(library, 0)
+    expected, source, target = random_bytes(nbytes), np.zeros(nbytes, "uint8"), np.full(nbytes + 1, 7, "uint8")
+    cuda._push(stream.handle, lambda: ctypes.memmove(source.ctypes.data, expected.ctypes.data, nbytes))  # a kernel
+    staging.receive(source.ctypes.data, target.ctypes.data, nbytes, stream)
+    np.testing.assert_array_equal(target[:-1], expected)
+    assert target[-1] == 7
+
+
+@given(seed=st.none() | st.integers(0, 99))
+def test_copies_of_several_threads_share_the_buffers(seed):
+    cuda, library, staging = made(seed, threads=2)
+
+    def there_and_back(_):
+        stream = Stream(library, 0)
+        source, target = random_bytes(1037), np.empty(1037, "uint8")
+        device = np.empty(1037, "uint8")
+        staging.send(source.ctypes.data, device.ctypes.data, 1037, stream)
+        staging.receive(device.ctypes.data, target.ctypes.data, 1037, stream)
+        np.testing.assert_array_equal(target, source)
+
+    with ThreadPoolExecutor(5) as threads:
+        list(threads.map(there_and_back, range(10)))
+    assert len(staging._free) == 2
+
+
+@pytest.mark.parametrize("way, function", [("send", "cuMemcpyHtoDAsync_v2"), ("receive", "cuEventSynchronize")])
+def test_a_copy_that_fails_leaves_the_buffers_usable(way, function):
+    cuda, library, staging = made()
+    stream = Stream(library, 0)
+    source, target = random_bytes(1000), np.empty(1000, "uint8")
+    cuda.failing[function] = LOST
+    with pytest.raises(CudaError, match=f"{function} failed: CUDA_ERROR_LAUNCH_FAILED"):
+        getattr(staging, way)(source.ctypes.data, target.ctypes.data, 1000, stream)
+    cuda.failing.clear()
+    getattr(staging, way)(source.ctypes.data, target.ctypes.data, 1000, stream)
+    stream.synchronize()
+    np.testing.assert_array_equal(target, source)
+
+
+def test_a_copy_does_not_wait_for_helpers_that_are_busy_elsewhere(monkeypatch):
+    """Threads that help another GPU's copy may wait for its stream."""
+    from relax_hetero.vm.device import pinned_staging
+
+    busy = threading.Event()
+    with ThreadPoolExecutor(1) as helpers:
+        monkeypatch.setattr(pinned_staging, "_helpers", lambda: helpers)
+        helpers.submit(busy.wait)
+        try:
+            _, library, staging = made(threads=2)
+            stream = Stream(library, 0)
+            source, target = random_bytes(1000), np.empty(1000, "uint8")
+            for _ in range(3):
+                staging.send(source.ctypes.data, target.ctypes.data, 1000, stream)
+            stream.synchronize()
+        finally:
+            busy.set()
+    np.testing.assert_array_equal(target, source)
+    assert len(staging._free) == 2 and staging._available._value == 2

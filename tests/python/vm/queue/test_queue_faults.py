@@ -1,0 +1,262 @@
+"""What goes wrong in a queue: errors arrive at the right fences, and the queue goes on."""
+
+import dis
+import functools
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import relax_hetero as rh
+from vm.queue_models import Gate, Pipeline, expected, kernels
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def exe():
+    return rh.compile(Pipeline)
+
+
+@pytest.fixture
+def vm(exe):
+    return rh.vm.VirtualMachine(exe)
+
+
+def numbers(count=9):
+    return np.random.default_rng().random(count, dtype="float32")
+
+
+def refuse_negative(source, target):
+    if (source.numpy() < 0).any():
+        raise ArithmeticError("negative input")
+    source.copyto(target)
+
+
+@pytest.mark.parametrize("stage", ["first", "second"])
+def test_a_kernel_that_raises(vm, stage):
+    good, bad = numbers(), -1 - numbers()
+    with kernels(**{stage: refuse_negative}):
+        fences = [vm.submit("main", bad if k % 3 == 1 else good) for k in range(12)]
+        for k, fence in enumerate(fences):
+            if k % 3 == 1:
+                with pytest.raises(rh.HeteroError, match=rf"'main', step .*test\.{stage}\b.*negative") as raised:
+                    fence.result(30)
+                assert isinstance(raised.value.__cause__, Exception)
+            else:
+                np.testing.assert_array_equal(fence.result(30).numpy(), expected(good))
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, SystemExit, MemoryError, GeneratorExit])
+def test_exceptions_of_every_kind(vm, raised):
+    def refuse(source, target):
+        raise raised("by hand")
+
+    with kernels(second=refuse):
+        with pytest.raises(rh.HeteroError, match="by hand"):
+            vm.submit("main", numbers()).result(30)
+    x = numbers()
+    np.testing.assert_array_equal(vm.submit("main", x).result(30).numpy(), expected(x))
+
+
+def test_errors_reach_the_fences_that_depend_on_them(exe, vm):
+    other, x = rh.vm.VirtualMachine(exe), numbers()
+    with kernels(second=refuse_negative):
+        failed = vm.submit("main", -1 - x)
+        dependent = other.submit("one", failed)
+        second = vm.submit("same", x=dependent)
+        assert vm.synchronize(30) and other.synchronize(30)
+    message = r"argument 'x' of 'one' is the result of a call that failed: .*negative input"
+    with pytest.raises(rh.HeteroError, match=message):
+        dependent.result(30)
+    with pytest.raises(rh.HeteroError, match=rf"argument 'x' of 'same' is the result of a call that failed: {message}"):
+        second.result(30)
+
+
+def test_results_that_are_arguments(exe, vm):
+    other, x, gate = rh.vm.VirtualMachine(exe), numbers(), Gate()
+    with kernels(gate):
+        first = vm.submit("main", x)
+        second = other.submit("one", x=first)
+        third = vm.submit("one", second)
+        gate.wait()
+        assert not second.running() and not third.done()
+        gate.open()
+        np.testing.assert_array_equal(third.result(30).numpy(), (expected(x) ** 2) ** 2)
+    np.testing.assert_array_equal(second.result().numpy(), expected(x) ** 2)
+
+
+def test_results_of_calls_that_were_cancelled(vm):
+    gate = Gate()
+    with kernels(gate):
+        vm.submit("main", numbers())
+        gate.wait()
+        second = vm.submit("main", numbers())
+        third = vm.submit("one", second)
+        fourth = vm.submit("one", third)
+        assert third.cancel() and second.cancel()
+        with pytest.raises(rh.HeteroError, match="argument 'x' of 'one' is the result of a call that was cancelled"):
+            fourth.result(30)
+        gate.open()
+        assert vm.synchronize(30)
+
+
+def test_results_that_do_not_fit(vm):
+    fence = vm.submit("main", vm.submit("one", numbers()), numbers())
+    with pytest.raises(rh.BindingError, match="'main'"):
+        fence.result(30)
+
+
+def test_a_long_line_of_dependent_calls_fails_in_the_end(exe):
+    vm, x = rh.vm.VirtualMachine(exe, max_in_flight=2000), numbers()
+    with kernels(second=refuse_negative):
+        gate = Gate()
+        with kernels(gate, refuse_negative):
+            fence = vm.submit("main", -1 - x)
+            for _ in range(1500):
+                fence = vm.submit("same", fence)
+            gate.open()
+            assert "negative input" in str(fence.exception(60))
+
+
+def test_nobody_waits_in_a_queues_own_thread(vm):
+    told, gate, x = [], Gate(), numbers()
+    later = []
+
+    def wait(fence):
+        for action in (later[0].result, later[0].exception, vm.synchronize, lambda: vm.profile("main", x)):
+            try:
+                action()
+            except rh.HeteroError as error:
+                told.append(str(error))
+        told.append(vm["one"](x))  # this does not wait for the queue
+
+    with kernels(second=gate):
+        fence = vm.submit("main", x)
+        fence.add_done_callback(wait)
+        later.append(vm.submit("main", x))
+        gate.open()
+        assert vm.synchronize(30)
+    while len(told) < 5:
+        time.sleep(0.001)
+    assert all("in a thread that runs queues" in text for text in told[:-1])
+    np.testing.assert_array_equal(told[-1].numpy(), x * x)
+
+
+# After these instructions an interpreter looks whether an exception was raised in the thread from outside.
+_LOOKS = {dis.opmap[name] for name in ("CALL", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD") if name in dis.opmap}
+_FILES = (
+    "vm/queue/device_queue.py",
+    "vm/queue/call.py",
+    "vm/queue/fence.py",
+    "vm/queue/calls_in_flight.py",
+    "vm/queue/queues.py",
+    "vm/queue/plan.py",
+    "vm/queue/queued_calls.py",
+    "vm/queue/submitted_calls.py",
+    "futures/_base.py",
+    "/threading.py",
+)
+
+
+class Interruption:
+    """Raises KeyboardInterrupt in a queue's thread, where it looks for such for the n-th time from now on."""
+
+    def __init__(self, count):
+        self.left = count
+        self.is_set = threading.Event()
+        self._last = {}
+
+    def run(self):
+        frame = sys._getframe().f_back
+        while frame is not None:
+            self._trace(frame, "call", None)
+            frame.f_trace = self._trace
+            frame = frame.f_back
+        self.is_set.set()
+        sys.settrace(self._trace)
+
+    def fail(self, error):
+        """Struck before the first call's work began."""
+
+    def _trace(self, frame, event, _):
+        code = frame.f_code
+        if not code.co_filename.endswith(_FILES):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            before, self._last[frame] = self._last.get(frame), frame.f_lasti
+            if (
+                before is not None
+                and code.co_code[before] in _LOOKS
+                and _handler(code, before) == _handler(code, frame.f_lasti)
+            ):
+                self.left -= 1
+                if self.left == 0:
+                    self._last.clear()
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+        return self._trace
+
+
+@functools.cache
+def _handlers(code):
+    return dis._parse_exception_table(code)
+
+
+def _handler(code, offset):
+    """Where an instruction's exception goes; it can be raised here only one instruction late."""
+    return next((entry.target for entry in _handlers(code) if entry.start <= offset < entry.end), None)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the instructions are those of Python 3.11")
+@pytest.mark.parametrize("queue", [0, 1])
+def test_an_interruption_at_every_instruction(exe, queue):
+    vm, x = rh.vm.VirtualMachine(exe, max_in_flight=2), numbers()
+    vm.submit("main", x).result(30)
+    queues = vm._queued._queues.all
+    failed, count = 0, 0
+    while True:
+        count += 1
+        interruption = Interruption(count)
+        queues[queue].push((-1, count), interruption)
+        assert interruption.is_set.wait(30)
+        told = []
+        fence = vm.submit("main", x)
+        fence.add_done_callback(told.append)
+        dependent = vm.submit("one", fence)
+        for each, result in ((fence, expected(x)), (dependent, expected(x) ** 2)):
+            error = each.exception(20)
+            if error is None:
+                np.testing.assert_array_equal(each.result().numpy(), result)
+            else:
+                failed += 1
+                assert "KeyboardInterrupt" in str(error)
+        assert vm.synchronize(20)
+        vm.submit("main", x).exception(20)  # the exception may have come too late for the calls above
+        if interruption.left > 0:
+            break
+        np.testing.assert_array_equal(vm.submit("main", x).result(20).numpy(), expected(x))
+        assert set(told) == {fence} and not vm._queued._calls.fences
+        if count > 4000:
+            pytest.fail("interruptions without end")
+    assert failed > 50 and count > 100
+
+
+def test_a_queue_that_gets_no_thread(exe, monkeypatch):
+    vm, x = rh.vm.VirtualMachine(exe), numbers()
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name.startswith("queue of"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(rh.HeteroError, match=r"queue of cpu:0 has no thread \(can't start new thread\)"):
+        vm.submit("main", x).result(30)
+    monkeypatch.undo()
+    np.testing.assert_array_equal(vm.submit("main", x).result(30).numpy(), expected(x))

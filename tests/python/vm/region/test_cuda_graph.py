@@ -1,0 +1,255 @@
+"""CUDA graphs without CUDA: the code that submits, compiled for the CPU; Python plays the driver and the device."""
+
+import ctypes
+import enum
+import gc
+import logging
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tvm
+from tvm import tirx
+
+import relax_hetero as rh
+from relax_hetero.artifact.commands import RegionSpec, SlotSpec
+from relax_hetero.artifact.graph_layout import ROWS, TOLD_EVERY, Layout
+from relax_hetero.tir.commands.command_list import Tensor
+from relax_hetero.tir.commands.graph_functions import submit_function
+from relax_hetero.vm.device.cuda_driver import CudaDriver, CudaError
+from relax_hetero.vm.region import cuda_graph
+from relax_hetero.vm.region.cuda_graph import CudaGraph
+
+EXTENT = 4
+LAYOUT = Layout(2)
+CAPTURE, GRAPH, DEVICE_IS_LOST, NOT_READY = 77, 1234, 719, 600
+
+
+class Result(enum.IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_NOT_READY = NOT_READY
+    CUDA_ERROR_LAUNCH_FAILED = DEVICE_IS_LOST
+
+
+class Device:
+    """Plays driver and device: a graph adds `constant` to the first tensor bound, and writes the second."""
+
+    def __init__(self):
+        self.pinned, self.waiting = {}, []
+        self.launches = self.recordings = self.filled = self.done = self.destroyed = 0
+        self.code = self.end_code = self.query_code = 0
+        self.is_lazy = False
+        self._native = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(self._launched)
+        ok = lambda *_: (0,)  # noqa: E731
+        self.api = SimpleNamespace(
+            CU_MEMHOSTALLOC_PORTABLE=1,
+            CU_MEMHOSTALLOC_DEVICEMAP=2,
+            CUresult=Result,
+            CUstream_flags=SimpleNamespace(CU_STREAM_NON_BLOCKING=1),
+            CUstreamCaptureMode=SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2),
+            CUdriverProcAddress_flags=SimpleNamespace(CU_GET_PROC_ADDRESS_LEGACY_STREAM=1),
+            cuGetProcAddress=lambda *_: (0, ctypes.cast(self._native, ctypes.c_void_p).value, 0),
+            cuMemHostAlloc=self._allocate,
+            cuMemFreeHost=lambda address: (0 if self.pinned.pop(address) is not None else 1,),
+            cuStreamCreate=lambda _: (0, CAPTURE),
+            cuStreamBeginCapture=ok,
+            cuStreamEndCapture=lambda _: (self.end_code, 5),
+            cuGraphInstantiate=lambda graph, _: (0, GRAPH),
+            cuGraphDestroy=ok,
+            cuGraphUpload=ok,
+            cuStreamSynchronize=ok,
+            cuStreamDestroy=ok,
+            cuGraphLaunch=lambda graph, stream: (self._launched(graph, stream),),
+            cuStreamQuery=self._queried,
+            cuGraphExecDestroy=self._destroyed,
+        )
+
+    def record(self, plan):
+        """What the compiled function that launches all kernels would do."""
+        words = words_at(plan.value, LAYOUT.directs + 2)
+        self.constant = floats_at(words[LAYOUT.directs])
+        if words[graph_layout.RING]:
+            self.recordings += 1
+            assert cuda_graph.tvm_ffi.get_raw_stream(tvm.cpu(0)) == CAPTURE
+            self.ring, self.consumed = int(words[graph_layout.RING]), int(words[graph_layout.CONSUMED_AT])
+        else:
+            self.filled += 1
+            self._run(words[graph_layout.BINDINGS :][:2])
+
+    def proceed(self):
+        """Begin, and end, one of the launches that wait."""
+        self.waiting.pop(0)
+        words_at(self.consumed, 1)[0] = self.done // TOLD_EVERY * TOLD_EVERY  # rows of those before it are free
+        self._run(words_at(self.ring + 16 * (self.done % ROWS), 2))
+        self.done += 1
+
+    def _launched(self, graph, stream):
+        assert graph == GRAPH and not stream
+        if self.code:
+            return self.code
+        self.launches += 1
+        self.waiting.append(None)
+        if not self.is_lazy:
+            self.proceed()
+        return 0
+
+    def _run(self, addresses):
+        x, y = map(floats_at, addresses)
+        y[:] = x + self.constant
+
+    def _queried(self, _stream):
+        if self.query_code:
+            return (Result(self.query_code),)
+        self.proceed()
+        return (Result.CUDA_ERROR_NOT_READY,)
+
+    def _allocate(self, nbytes, flags):
+        assert flags == 3
+        memory = np.full(nbytes // 8 + 16, -1, "int64")
+        address = -(-memory.ctypes.data // 64) * 64
+        self.pinned[address] = memory
+        return 0, address
+
+    def _destroyed(self, graph):
+        self.destroyed += graph == GRAPH
+        return (0,)
+
+
+def words_at(address, count):
+    return np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(int(address)))
+
+
+def floats_at(address):
+    return np.ctypeslib.as_array((ctypes.c_float * EXTENT).from_address(int(address)))
+
+
+@pytest.fixture(scope="module")
+def submit():
+    tensors = [Tensor(name, [tirx.const(EXTENT, "int64")], "float32") for name in ("x", "y")]
+    function = submit_function("main_commands", tensors[:1], tensors[1:], rh.native("llvm"))
+    return tvm.tirx.build(tvm.IRModule({"main_commands": function}), rh.native("llvm"))["main_commands"]
+
+
+def tensor(values=0.0):
+    return tvm.runtime.tensor(np.full(EXTENT, values, "float32"))
+
+
+def made(submit, device, driver=None):
+    slots = tuple(SlotSpec(name, 0, 4 * EXTENT, 64, access) for name, access in (("x", "read"), ("y", "write")))
+    region = RegionSpec("main_commands", "main", 0, slots, (), (0,), 0, ())
+    constant = tensor(10.0)
+    driver = CudaDriver(device.api) if driver is None else driver
+    graph = CudaGraph(region, tvm.cpu(0), [constant.data_ptr()], submit, device.record, driver)
+    graph.keeps = constant
+    return graph
+
+
+def call(graph, value):
+    x, y = tensor(value), tensor(np.nan)
+    graph.submit_function(x, graph.state, y)
+    return x, y
+
+
+def test_first_submission_records_and_later_ones_launch(submit):
+    device = Device()
+    graph = made(submit, device)
+    for turn in range(3 * ROWS):
+        _, y = call(graph, turn)
+        np.testing.assert_array_equal(y.numpy(), np.full(EXTENT, turn + 10.0))
+    assert (device.filled, device.recordings, device.launches) == (1, 1, 3 * ROWS - 1)
+
+
+def test_submissions_in_flight_keep_their_bindings(submit):
+    device = Device()
+    graph = made(submit, device)
+    call(graph, 0.0)
+    device.is_lazy = True
+    calls = [call(graph, turn) for turn in range(3 * ROWS)]  # the device begins with one when a row is needed
+    assert ROWS - TOLD_EVERY <= len(device.waiting) < ROWS and device.launches == 3 * ROWS
+    while device.waiting:
+        device.proceed()
+    for turn, (_, y) in enumerate(calls):
+        np.testing.assert_array_equal(y.numpy(), np.full(EXTENT, turn + 10.0))
+
+
+def test_waiting_ends_where_the_device_has_failed(submit):
+    device = Device()
+    graph = made(submit, device)
+    call(graph, 0.0)
+    device.is_lazy = True
+    for turn in range(ROWS):
+        call(graph, turn)
+    device.query_code = DEVICE_IS_LOST
+    with pytest.raises(CudaError, match="CUDA_ERROR_LAUNCH_FAILED"):
+        call(graph, 1.0)
+
+
+def test_a_launch_that_fails_raises_and_takes_no_row(submit):
+    device = Device()
+    graph = made(submit, device)
+    call(graph, 0.0)
+    device.code = DEVICE_IS_LOST
+    for _ in range(2 * ROWS):
+        with pytest.raises(CudaError, match="'main_commands'.*CUDA_ERROR_LAUNCH_FAILED"):
+            call(graph, 1.0)
+    device.code = 0
+    for turn in range(3):
+        _, y = call(graph, turn)
+        np.testing.assert_array_equal(y.numpy(), np.full(EXTENT, turn + 10.0))
+
+
+def test_what_cannot_be_recorded_is_launched_each_time(submit, caplog):
+    device = Device()
+    device.end_code = DEVICE_IS_LOST
+    graph = made(submit, device)
+    with caplog.at_level(logging.WARNING, "relax_hetero"):
+        for turn in range(3):
+            _, y = call(graph, turn)
+            np.testing.assert_array_equal(y.numpy(), np.full(EXTENT, turn + 10.0))
+    assert (device.filled, device.recordings, device.launches) == (3, 1, 0)
+    (record,) = caplog.records
+    assert "'main_commands'" in record.message and "cuStreamEndCapture failed" in record.message
+
+
+def test_without_a_driver_each_submission_is_launched(submit, caplog):
+    device = Device()
+    with caplog.at_level(logging.WARNING, "relax_hetero"):
+        graph = made(submit, device, driver="cuda-bindings is not installed")
+        for turn in range(3):
+            _, y = call(graph, turn)
+            np.testing.assert_array_equal(y.numpy(), np.full(EXTENT, turn + 10.0))
+    assert (device.filled, device.recordings) == (3, 0) and not device.pinned
+    (record,) = caplog.records
+    assert "cuda-bindings is not installed" in record.message
+
+
+@pytest.mark.parametrize("shape, dtype", [((EXTENT + 1,), "float32"), ((EXTENT,), "float64"), ((1, EXTENT), "float32")])
+def test_bad_bindings_are_refused_before_anything_runs(submit, shape, dtype):
+    device = Device()
+    graph = made(submit, device)
+    for place in (0, 2):
+        args = [tensor(), graph.state, tensor()]
+        args[place] = tvm.runtime.empty(shape, dtype)
+        with pytest.raises((TypeError, ValueError), match="main_commands"):
+            submit(*args)
+    assert (device.filled, device.launches) == (0, 0)
+
+
+def test_memory_is_given_back(submit):
+    device = Device()
+    graph = made(submit, device)
+    call(graph, 0.0)
+    assert len(device.pinned) == 1
+    address = graph.state.data_ptr()
+    del graph
+    gc.collect()
+    assert not device.pinned and device.destroyed == 1 and address not in cuda_graph._graphs
+
+
+def test_driver_says_what_failed():
+    device = Device()
+    driver = CudaDriver(device.api)
+    device.api.cuGraphInstantiate = lambda *_: (DEVICE_IS_LOST, None)
+    with pytest.raises(CudaError, match="cuGraphInstantiate failed: CUDA_ERROR_LAUNCH_FAILED"):
+        driver.record(lambda stream: None)
+    assert "failed: 12345" in str(driver.error("a call", 12345))
