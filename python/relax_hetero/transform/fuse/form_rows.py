@@ -36,8 +36,7 @@ from ..encode.encoding_layouts import target_of
 from ..ir.blocks import Block, Emitter, rewrite_function, same_shape, shape_of, tensor_type, with_regions
 from ..ir.fusion_report import decline
 from ..ir.rewriting import op_name, relax_functions, with_functions
-from .row_region import RowRegion
-from .row_regions import RowGrowth
+from .row_regions import RowGrowth, RowRegion
 from .row_terms import WIDE, RowOp, row_op
 
 MIN_COLUMNS = 4
