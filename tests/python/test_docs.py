@@ -63,8 +63,16 @@ def test_the_page_on_encodings_shows_what_the_passes_make():
 def test_links_between_documents_lead_somewhere():
     for document in DOCUMENTS:
         prose = re.sub(r"^ *```.*?^ *```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
-        for target in re.findall(r"\]\((?!https?:)([\w./-]+)[)#]", prose):
-            assert (document.parent / target).exists(), f"{document.relative_to(ROOT)} links to {target}"
+        for target, anchor in re.findall(r"\]\((?!https?:)([\w./-]+)(?:#([\w-]+))?\)", prose):
+            path = document.parent / target
+            assert path.exists(), f"{document.relative_to(ROOT)} links to {target}"
+            assert not anchor or anchor in anchors(path), f"{document.relative_to(ROOT)} links to {target}#{anchor}"
+
+
+def anchors(document):
+    """The headings of a page, as links name them."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_files_and_folders_named_in_documents_exist():
