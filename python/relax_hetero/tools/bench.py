@@ -74,9 +74,9 @@ def bench_command(
     os.environ.setdefault("TVM_BIND_THREADS", "0")
     from .arrays import random_arrays
     from .bench_trace import trace_calls
+    from .call_tables import memory_line, use_with
     from .engines import onnx_runtime, ours, stock_tvm
-    from .fusion_tables import precisions_text, product_precisions
-    from .memory_tables import memory_line, use_with
+    from .kernel_tables import precisions_text, product_precisions
     from .models import compile_onnx
 
     if trace is not None:
