@@ -55,7 +55,8 @@ def test_one_line_of_totals():
 
 
 def test_a_line_for_each_function_where_there_are_several():
-    other = replace(ABOUT, memory=(MAIN, replace(SYMBOLIC.memory[0], name="other")))
+    both = {name: replace(SIGNATURE, name=name) for name in ("main", "other")}
+    other = replace(ABOUT, signatures=both, memory=(MAIN, replace(SYMBOLIC.memory[0], name="other")))
     assert memory_lines(MemoryPlan(ABOUT)) == [memory_line(MemoryPlan(ABOUT).at("main"))]
     first, second = memory_lines(MemoryPlan(other))
     assert first.startswith("main: Memory: weights") and second == "Memory of other depends on n."
