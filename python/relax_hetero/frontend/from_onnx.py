@@ -17,8 +17,7 @@ from ..target.vdevice import parse_vdevices, with_vdevices
 from ..transform.placement.realize_vdevice import realize_vdevice
 from .auto.auto_placement import place_graph
 from .auto.cost_model import check_objective
-from .onnx.import_onnx import import_nodes
-from .onnx.importer import ImportedGraph
+from .onnx.importer import ImportedGraph, import_nodes
 from .onnx.inputs import Shapes
 from .onnx.model import ModelSource, OnnxModel, load_model
 from .onnx.name_bindings import build_function

@@ -19,7 +19,6 @@ from onnx import helper
 from tvm import relax, sym, tirx
 
 from ..errors import FrontendError
-from .domains import STANDARD_DOMAINS
 
 # Longer vectors than shapes are.
 _MAX_ELEMENTS = 64
@@ -69,6 +68,7 @@ def compute_sizes(node: onnx.NodeProto, operands: Sequence[Any]) -> relax.Expr |
     Parameters
     ----------
     node : onnx.NodeProto
+        Of the ONNX standard.
     operands : sequence
         A value per input, None where an optional one is left out.
 
@@ -78,7 +78,7 @@ def compute_sizes(node: onnx.NodeProto, operands: Sequence[Any]) -> relax.Expr |
         None if the node does something else, or on other operands than sizes and small integer constants.
     """
     rule = _RULES.get(node.op_type)
-    if rule is None or node.domain not in STANDARD_DOMAINS or not any(map(_is_symbolic, operands)):
+    if rule is None or not any(map(_is_symbolic, operands)):
         return None
     arrays = [None if operand is None else _as_sizes(operand) for operand in operands]
     if any(array is None and operand is not None for array, operand in zip(arrays, operands, strict=True)):

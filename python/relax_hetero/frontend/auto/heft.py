@@ -12,7 +12,7 @@ from .plan_costs import PlanCosts
 from .work_graph import OUTSIDE
 
 
-def earliest_finish(costs: PlanCosts) -> list[int]:
+def heft(costs: PlanCosts) -> list[int]:
     """A device for every unit."""
     graph = costs.graph
     reads: list[list[int]] = [[] for _ in graph.units]

@@ -17,8 +17,8 @@ from onnx.reference import ReferenceEvaluator
 from tvm import relax
 
 from ...errors import FrontendError
-from ..domains import STANDARD_DOMAINS
 from .inputs import dtype_name
+from .model import STANDARD_DOMAINS
 
 # What exporters put between a weight and the op that uses it. Ops that carry the work of a model stay in it, and
 # DequantizeLinear too, which would make weights larger.

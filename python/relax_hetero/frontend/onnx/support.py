@@ -7,10 +7,9 @@ from typing import Any
 from tvm.relax.frontend.onnx import onnx_frontend as stock
 
 from ...errors import FrontendError
-from ..domains import STANDARD_DOMAINS
 from ..ops import CONVERTERS
 from .functions import FunctionTable, function_of
-from .model import OnnxModel
+from .model import STANDARD_DOMAINS, OnnxModel
 from .node_names import NodeInfo, walk_nodes
 
 # Ops of ONNX Runtime's own domain that stock TVM converts. Stock TVM looks ops up without their domain,
