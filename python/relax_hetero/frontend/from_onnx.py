@@ -1,7 +1,8 @@
 """ONNX import that keeps node names and takes placement rules.
 
-Stock TVM's importer converts single ops well, and loses what a placement needs: the names of the nodes, and on which
-device a shape is read. This one keeps its converters (with corrections, in ``ops/``) and replaces what is around them.
+Stock TVM's importer converts single ops well, but loses two things that a placement needs: the names of the nodes, and
+the device on which a shape is read. This importer keeps its converters (with corrections, in ``ops/``) and replaces the
+walk over the graph.
 """
 
 from __future__ import annotations
@@ -47,10 +48,11 @@ def from_onnx(
     vdevices : list of str, dict, Target or VDevice, optional
         The devices, the first one the default. Without them the module is free, and compiles for the native CPU.
     placement : mapping, or list of (pattern, device) pairs, or "auto", optional
-        Glob patterns over node names and op types, in order: the first that matches a node fixes what it becomes to
-        its device; a node that none matches goes to the default device. ``"auto"`` lets `cost_model` choose.
+        Glob patterns over node names and op types, in order: the first that matches a node fixes the
+        bindings made from it to its device; a node that none matches goes to the default device. ``"auto"`` lets
+        `cost_model` choose.
     shapes : mapping, optional
-        ``{"input": [1, 128]}`` or ``{"batch": 1}``: sizes of inputs, or of named dimensions. What is left open stays
+        ``{"input": [1, 128]}`` or ``{"batch": 1}``: sizes of inputs, or of named dimensions. Others stay
         symbolic.
     cost_model : CostModel, optional
         For ``placement="auto"``; default ``CostModel.for_vdevices(vdevices, objective)``.

@@ -1,7 +1,7 @@
-"""Why each op of an imported model is where it is, in the words of the placement it was given.
+"""Placement reports of imported models: each op with the rule, or the objective, that put it on its device.
 
-The import fixes every node to its device before it asks for transfers, so RealizeVDevice's report knows an annotation
-and not the rule behind it. The report with rules travels with the module, as an attribute that `rh.compile` reads.
+The import fixes every node to its device before it asks for transfers, so RealizeVDevice's report names an annotation
+instead of a rule. The report with rules travels with the module, as an attribute that `rh.compile` reads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .auto.auto_placement import AutoPlacement
 from .onnx.node_names import NodeInfo, variable_name, walk_nodes
 from .onnx.placement_rules import PlacementRules, matching_patterns
 
-# What the import appends to a node's name for the further variables that it became.
+# The import appends a number to a node's name for each further variable that it becomes.
 _SUFFIX = re.compile(r"_[0-9a-z]+$")
 
 
@@ -48,7 +48,7 @@ def with_reasons(
 
 
 def _of_entry(entry: PlacementEntry, reasons: Mapping[str, str]) -> str:
-    """Entries of what is no node's (transfers, parameters, the host's work) keep their reason."""
+    """The reason of an entry; transfers, parameters and work of the host belong to no node and keep theirs."""
     if entry.kind != "op" or "host" in entry.reason:
         return entry.reason
     name = entry.variable

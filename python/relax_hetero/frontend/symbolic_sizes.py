@@ -1,4 +1,4 @@
-"""Arithmetic of sizes that are known only by name.
+"""Arithmetic on symbolic sizes: nodes that compute shapes become expressions instead of kernels.
 
 Exporters compute shapes with nodes: ``Concat(Gather(Shape(x), [0]), [-1, 768])``. Where a dimension is symbolic its
 values are carried through such nodes as expressions, so that the reshape at their end has a shape that kernels can be
@@ -34,7 +34,7 @@ _BOUNDS: ContextVar[Bounds] = ContextVar("_BOUNDS", default={})  # noqa: B039 - 
 
 
 class SizeIsBounded(FrontendError):
-    """A model works only where a symbolic size is at most some number; to be imported again with that known.
+    """A model works only where a symbolic size is at most some number; the import starts again with that bound.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What people see: tables on stdout, progress on stderr."""
+"""Output for people: tables on stdout, progress on stderr; and JSON for programs."""
 
 from __future__ import annotations
 

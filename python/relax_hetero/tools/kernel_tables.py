@@ -12,7 +12,7 @@ from .console import Shown, bytes_text, plural, table
 
 @dataclass(frozen=True)
 class EncodingTotal:
-    """What encodings do on one device.
+    """The sums of the encodings on one device.
 
     Attributes
     ----------

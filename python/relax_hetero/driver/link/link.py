@@ -76,7 +76,7 @@ def external_modules(mod: tvm.IRModule) -> list[tvm.runtime.Module]:
 
 
 def argument_alignment(mod: tvm.IRModule) -> int:
-    """What the linked code needs of a host tensor's address, in bytes."""
+    """The alignment in bytes that the linked code needs of a host tensor's address."""
     return ALIGNMENT if external_modules(mod) else ARGUMENT_ALIGNMENT
 
 
@@ -157,7 +157,7 @@ def build_group(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target
 
 
 def runs_commands(func: tirx.PrimFunc) -> bool:
-    """Whether a function is host code for a device: a command buffer, or what calls other functions."""
+    """Whether a function is host code for a device: a command buffer, or a function that calls others."""
     on_global = (tvm.ir.GlobalVar, VisitInterrupt)
     return COMMANDS in func.attrs or structural_walk(func.body, on_global) is not None
 

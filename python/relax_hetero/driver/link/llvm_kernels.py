@@ -1,4 +1,4 @@
-"""Kernels of llvm devices become LLVM modules: TVM's steps, and what kernels of a model need between them.
+"""Kernels of llvm devices become LLVM modules: TVM's steps, and the changes that kernels of a model need between.
 
 Parameters may begin at any address that numpy gives, checks of arguments that are known to fit are dropped, temporaries
 of plain functions get a device, and functions of vectors become arithmetic (`lower_vector_math`).

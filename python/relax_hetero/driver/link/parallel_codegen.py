@@ -27,7 +27,7 @@ Progress = Callable[[str, int, int], None]
 def cut(target: Target, group: tvm.IRModule) -> list[tvm.IRModule]:
     """Kernels of one target as modules that are compiled one by one, in order of the kernels' names.
 
-    Kernels of llvm targets are cut apart unless one of them calls another; those of other targets stay together.
+    Kernels of llvm targets are cut apart unless one of them calls another; kernels of other targets stay together.
     """
     kernels = sorted(group.functions.items(), key=lambda pair: pair[0].name_hint)
     if target.kind.name != "llvm" or len(kernels) <= KERNELS_A_MODULE or _call_each_other(kernels):
@@ -39,7 +39,7 @@ def cut(target: Target, group: tvm.IRModule) -> list[tvm.IRModule]:
 def build_in_parallel(
     parts: Sequence[tuple[Target, tvm.IRModule]], build: Build, progress: Progress | None = None
 ) -> list[tvm.runtime.Module]:
-    """What `build` gives for each part, in order; it is called from several threads.
+    """The results of `build` for each part, in order; it is called from several threads.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What a plan, a device for every unit of a graph, costs: ticks of its ops and transfers, of one call, of each queue.
+"""Costs of a plan, which gives every unit of a graph a device: the time of one call, and the work of each queue.
 
 Ticks are whole numbers, so that a plan costs the same on every machine. `call_ticks` is the time of one call, in which
 independent work overlaps; `CallTime` and `BusiestQueue` keep what a search minimizes up to date while units move.
@@ -106,9 +106,9 @@ def _ticks(seconds: float) -> int:
 def call_ticks(costs: PlanCosts, plan: Sequence[int]) -> int:
     """Ticks from the start of a call until all its ops and transfers are done, by a list schedule of them.
 
-    A queue does one thing at a time: of what is ready, what comes first in the program, where a transfer stands before
-    its first reader. A unit is ready when all it reads is at hand, a transfer when its value is made. Never more than
-    ``costs.total(plan)``, as some queue always works.
+    A queue does one thing at a time: of the steps that are ready, the first in the program, where a transfer stands
+    before its first reader. A unit is ready when all it reads is at hand, a transfer when its value is made. Never more
+    than ``costs.total(plan)``, as some queue always works.
 
     A value that a unit before its maker reads, which is possible where a unit's bindings lie apart, is not waited for.
     """
@@ -184,7 +184,7 @@ def _run(
 
 
 class Measure(Protocol):
-    """A plan that can be changed, and what it is worth.
+    """A plan that can be changed, and its cost.
 
     Attributes
     ----------

@@ -1,6 +1,6 @@
 """The search for the plan of least time for one call, or whose busiest queue works least.
 
-Both are hard problems, so what is found is good rather than best. Starting points are the best of all plans that keep
+Both problems are NP-hard, so the result is good rather than best. Starting points are the best of all plans that keep
 each of a few clusters of units together, the plan of least work, and for latency `heft`, for throughput the
 best cut of the program in two. Each is refined by moving and exchanging clusters, coarse ones first, single units last,
 as long as that helps. Of few units (12 on two devices) the first is the best plan there is.

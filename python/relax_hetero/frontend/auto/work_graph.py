@@ -1,4 +1,4 @@
-"""How much work the parts of a graph are, and what passes between them."""
+"""The graph of work: arithmetic and bytes of each unit that is placed as a whole, and the values between units."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import tvm
 from tvm import relax
 
-# What reads a value after everything else: the caller.
+# The caller, which makes the inputs and reads the outputs.
 OUTSIDE = -1
 
 # Arithmetic per element of ops that are more than one instruction each.
@@ -41,7 +41,7 @@ NamesOf = Callable[[relax.Var], str]
 
 @dataclass
 class WorkUnit:
-    """What is placed as a whole: the bindings of one ONNX node, or of one `If` with everything in its branches.
+    """A part that is placed as a whole: the bindings of one ONNX node, or of one `If` with everything in its branches.
 
     Attributes
     ----------
@@ -57,7 +57,7 @@ class WorkUnit:
 
 @dataclass
 class WorkValue:
-    """What passes from one unit to others: bytes, maker and readers, as positions; OUTSIDE is the caller."""
+    """A value that units pass on: its bytes, maker and readers, as positions; OUTSIDE is the caller."""
 
     size: float
     maker: int

@@ -28,7 +28,7 @@ from .tvm_messages import reason
 
 @dataclass(frozen=True)
 class ImportedGraph:
-    """What a graph became, before names and devices are written into it.
+    """An imported graph, before names and devices are written into it.
 
     Attributes
     ----------
@@ -100,7 +100,7 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
     """Stock TVM's importer with its walk over the nodes replaced.
 
     The stock walk leaves values unbound, forgets which node a binding came from, computes both branches of an `If`
-    before it decides, and prints; what it does per op stays as it is.
+    before it decides, and prints; its work per op stays as it is.
     """
 
     def __init__(self, model: OnnxModel) -> None:
@@ -160,7 +160,7 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
             self._adopt(bindings, info)
 
     def _adopt(self, bindings: list[relax.Binding], info: NodeInfo) -> None:
-        """Emit bindings again where the builder stands, as what a node became unless an inner one owns them."""
+        """Emit bindings again where the builder stands; a node owns them unless an inner node does."""
         for binding in bindings:
             self._owners.setdefault(binding.var, info)
             self.bb.emit_normalized(binding)

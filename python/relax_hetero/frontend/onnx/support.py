@@ -23,7 +23,7 @@ _OWN_MICROSOFT_OPS = frozenset(
     "DynamicQuantizeMatMul MatMulIntegerToFloat MatMulNBits QGemm QLinearAdd QLinearAveragePool QLinearConcat "
     "QLinearGlobalAveragePool QLinearLeakyRelu QLinearMul QLinearSigmoid QLinearSoftmax QLinearWhere".split()
 )
-# And those that mean what the standard op of that name means.
+# Ops of that domain that are the same as the standard op of that name.
 _LIKE_STANDARD = frozenset({"DequantizeLinear", "QuantizeLinear"})
 # Stock converters of these follow ONNX Runtime's definition only.
 _ONLY_MICROSOFT = _MICROSOFT_OPS - {"Gelu"}

@@ -1,4 +1,4 @@
-"""How a node is converted: folded, by a converter of ours, by stock TVM's, or through its ONNX function body."""
+"""Conversion of a node: folded, by a converter of this library, by stock TVM's, or through its ONNX function body."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def convert_by_body(node: Node) -> Any:
 
 
 def convert_by_stock(node: Node) -> Any:
-    """Convert a node by stock TVM's converter; what it raises becomes a `FrontendError`."""
+    """Convert a node by stock TVM's converter; its errors become a `FrontendError`."""
     attributes = dict(node.attributes)
     attributes["tvm_custom"] = {"name": node.name, "num_outputs": node.num_outputs}
     inputs = _StockInputs(_stock_input(node, index) for index in range(len(node.inputs)))
