@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -129,6 +132,18 @@ def test_a_loaded_executable_explains_itself_on_standard_output(model: Path, cap
     loaded.metadata = replace(loaded.metadata, placement=None)
     with pytest.raises(rh.HeteroError, match="holds no placement report"):
         loaded.explain()
+
+
+def test_an_explanation_needs_no_compiler(model: Path):
+    library = model.with_suffix(".so")
+    compiled = rh.compile(rh.from_onnx(str(model)))
+    compiled.export_library(library)
+    compiled.explain("all", file=(text := io.StringIO()))
+    code = f"import relax_hetero as rh; rh.load({str(library)!r}).explain('all')"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TVM_USE_RUNTIME_LIB": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == text.getvalue()
 
 
 def test_what_the_cost_model_expects_is_printed():
