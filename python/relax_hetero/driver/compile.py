@@ -32,7 +32,7 @@ from .bind_params import bind_params
 from .commands.command_metadata import linked_regions, region_dispatches, with_public_kernels
 from .commands.cuda_regions import CudaGraphs
 from .compile_cache import through_cache
-from .link.address_table import DirectTable, by_address
+from .link.address_table import AddressTable, by_address
 from .link.lift_constants import lift_constants
 from .link.link import argument_alignment, link, reason
 from .link.parallel_codegen import Progress
@@ -132,7 +132,7 @@ def _compile(mod: tvm.IRModule, command_buffers: bool, progress: Progress | None
 
 def _lower(
     mod: tvm.IRModule, command_buffers: bool, progress: Progress | None
-) -> tuple[tvm.IRModule, list[DirectTable]]:
+) -> tuple[tvm.IRModule, list[AddressTable]]:
     """The module in the virtual machine's form, and what its CUDA graphs need."""
     graphs = CudaGraphs()
     *passes, last = all_passes(command_buffers, apart=True)

@@ -30,8 +30,7 @@ from ..transform.ir import fusion_report
 from ..transform.ir.rewriting import is_tensor_constant
 from ..transform.placement import report as placement_report
 from ..vm.device.tensors import bytes_of
-from .link.external_symbols import external_calls
-from .link.link import external_modules
+from .link.link import external_calls, external_modules
 
 # Hashed by one thread at a time.
 _PIECE = 8 << 20

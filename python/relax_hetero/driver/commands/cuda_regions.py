@@ -39,7 +39,7 @@ from ...transform.ir.blocks import renamed
 from ...transform.ir.module_attrs import COMMANDS, KERNEL, is_lowered
 from ...transform.ir.rewriting import copy_module, fresh_global_var, map_bindings, op_name, relax_functions, typed
 from ...transform.record.region_attrs import regions_of, with_region
-from ..link.address_table import DirectTable
+from ..link.address_table import AddressTable
 
 _MOST_ROUNDS = 8
 """In which one block of few threads fetches a table; more are left to a kernel of its own."""
@@ -51,11 +51,11 @@ class CudaGraphs:
 
     Attributes
     ----------
-    tables : list of DirectTable
+    tables : list of AddressTable
         The state of each graph, and the constants that its launches read.
     """
 
-    tables: list[DirectTable] = field(default_factory=list)
+    tables: list[AddressTable] = field(default_factory=list)
 
     def form(self) -> tvm.transform.Pass:
         """The pass: assumes FormCommandBuffers; a lowered module is returned as it is."""
@@ -69,7 +69,7 @@ class CudaGraphs:
         return run
 
 
-def form_cuda_graphs(mod: tvm.IRModule) -> tuple[tvm.IRModule, list[DirectTable]]:
+def form_cuda_graphs(mod: tvm.IRModule) -> tuple[tvm.IRModule, list[AddressTable]]:
     """See the module's docstring; with the module, the table of each graph."""
     if is_lowered(mod):
         return mod, []
@@ -199,7 +199,7 @@ class _Calls:
         chosen: dict[tvm.ir.GlobalVar, RegionSpec],
         vdevices: list[relax.VDevice],
     ) -> None:
-        self.tables: list[DirectTable] = []
+        self.tables: list[AddressTable] = []
         self._submits, self._vdevices = submits, vdevices
         self._regions = {gv.name_hint: region for gv, region in chosen.items()}
         self._names: dict[relax.Var, relax.Expr] = {}
@@ -216,7 +216,7 @@ class _Calls:
         vdevice = self._vdevices[region.device]
         words = np.zeros(Layout(len(region.slots)).state, "int64")
         state = tvm.ir.GenericConst(tvm.runtime.tensor(words), relax.TensorType(words.shape, "int64", vdevice))
-        self.tables.append(DirectTable(state, args[inputs:], [], name))
+        self.tables.append(AddressTable(state, args[inputs:], [], name))
         ty, var = call.ty_args[0], binding.var
         if region.arena != 0:
             ty = tvm.ir.TupleType(list(ty.fields)[:-1])

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 from weakref import WeakValueDictionary
 
 from tvm import runtime
@@ -20,6 +20,7 @@ from ...artifact.metadata import DeviceSpec, Metadata, device_names
 from ...artifact.names import unknown_name
 from ...artifact.signature import FunctionSignature
 from ...errors import BuildError
+from ...providers import provided
 from ..device.constants import PlacedConstants
 from .export import checked_path, link_library, needs_linking, write_copy, write_executable
 from .load_code import load_code
@@ -101,6 +102,36 @@ class Executable:
         if signature is None:
             raise unknown_name("function", name, self.function_names, "the executable")
         return signature
+
+    def explain(self, *sections: str, file: TextIO | None = None) -> None:
+        """Print where each op runs and why, as ``relax-hetero explain`` does.
+
+        The explanation was recorded when the model was compiled, so that neither its devices nor the compiler are
+        needed.
+
+        Parameters
+        ----------
+        sections : str
+            Tables with a row for every "ops", "transfers", "encodings", "kernels", "commands", "steps" or "memory",
+            or "all" of them. Without any, an overview that stays short however large the model is: the devices, the
+            ops by device and reason, the reasons for which something was declined, and a line for each section.
+        file : text file, optional
+            Default: standard output.
+
+        Raises
+        ------
+        BindingError
+            No section has that name.
+        HeteroError
+            The executable was made by another compiler, and has no explanation.
+
+        Examples
+        --------
+        >>> exe = rh.compile(rh.from_onnx("model.onnx", ["llvm", "cuda:0"], {"Conv": "cuda:0", "*": "llvm:0"}))
+        >>> exe.explain()
+        >>> exe.explain("ops", "memory")
+        """
+        provided("explain")(self, sections, file)
 
     def export_library(self, path: str | os.PathLike[str]) -> None:
         """Write one file with code, metadata and weights, for `relax_hetero.load`.

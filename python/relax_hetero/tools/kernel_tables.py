@@ -1,17 +1,18 @@
-"""A report of encodings, added up per device and printed."""
+"""Kernels as tables: how the tensors of encoded ops are stored, and which ops each kernel computes."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .console import bytes_text, console, plural, print_table
+from .console import Shown, bytes_text, plural, table
 
 
 @dataclass(frozen=True)
 class EncodingTotal:
-    """What encodings do on one device.
+    """The sums of the encodings on one device.
 
     Attributes
     ----------
@@ -66,8 +67,8 @@ def _total(device: str, encodings: Mapping[str, Any]) -> EncodingTotal:
     )
 
 
-def print_encodings(encodings: Mapping[str, Any], every_op: bool) -> None:
-    """Print the totals, what was cancelled, encoded transfers and, if asked for, every op's layouts."""
+def encoding_tables(encodings: Mapping[str, Any]) -> Iterator[Shown]:
+    """Totals per device, encoded transfers, ops whose encoding was cancelled, and the layouts of every encoded op."""
     totals = encoding_totals(encodings)
     columns = ["device", "encoded ops", "kernels", "packed tensors", "bytes before", "bytes after", "cancelled"]
     rows = [
@@ -83,7 +84,7 @@ def print_encodings(encodings: Mapping[str, Any], every_op: bool) -> None:
         for total in totals
     ]
     if rows:
-        print_table("Encodings", columns, rows, right=columns[1:])
+        yield table("Encodings", columns, rows, right=columns[1:])
     if encodings["transfers"]:
         columns = ["encoded transfer", "from", "to", "layout on the way", "bytes", "laid out anew"]
         fields = ("variable", "source", "destination", "layout")
@@ -91,18 +92,21 @@ def print_encodings(encodings: Mapping[str, Any], every_op: bool) -> None:
             [*(entry[field] for field in fields), size_text(entry["bytes"]), entry["relayout"] or "no"]
             for entry in encodings["transfers"]
         ]
-        print_table("Encoded transfers", columns, rows, right=["bytes"])
+        yield table("Encoded transfers", columns, rows, right=["bytes"])
     if encodings["cancelled"]:
         rows = [[entry[field] for field in ("variable", "op", "device", "reason")] for entry in encodings["cancelled"]]
-        print_table("Cancelled encodings", ["variable", "op", "device", "why"], rows)
-    if every_op and encodings["ops"]:
+        yield table("Cancelled encodings", ["variable", "op", "device", "why"], rows)
+    if encodings["ops"]:
         columns = ["variable", "op", "device", "operand", "shape", "layout", "packed", "bytes"]
-        print_table("Layouts", columns, [row for op in encodings["ops"] for row in _operand_rows(op)])
-    ops = len(encodings["ops"])
-    console().print(
-        f"{plural(ops, 'encoded op')}, {plural(len(encodings['transfers']), 'encoded transfer')}, "
-        f"{len(encodings['cancelled']):,} cancelled.",
-        markup=False,
+        yield table("Layouts", columns, [row for op in encodings["ops"] for row in _operand_rows(op)])
+    yield encodings_line(encodings)
+
+
+def encodings_line(encodings: Mapping[str, Any]) -> str:
+    """How many ops and transfers are encoded, and how many encodings were cancelled."""
+    return (
+        f"{plural(len(encodings['ops']), 'encoded op')}, "
+        f"{plural(len(encodings['transfers']), 'encoded transfer')}, {len(encodings['cancelled']):,} cancelled."
     )
 
 
@@ -125,3 +129,52 @@ def _operand_rows(op: Mapping[str, Any]) -> Iterator[list[str]]:
             before if before == after else f"{before}, stored in {after}",
         ]
         head = ["", "", ""]
+
+
+def fusion_tables(fusions: Mapping[str, Any]) -> Iterator[Shown]:
+    """Every kernel call with the ops that it computes, and the ops that were not fused."""
+    dispatches, declined = fusions["dispatches"], fusions["declined"]
+    if dispatches:
+        rows = [
+            [
+                entry["variable"],
+                entry["kernel"],
+                entry["device"] or "host",
+                # A library that was made before reports had it lacks the precision.
+                entry.get("precision", ""),
+                ", ".join(entry["ops"]),
+            ]
+            for entry in dispatches
+        ]
+        yield table("Dispatches", ["variable", "kernel", "device", "precision", "computes"], rows)
+    if declined:
+        rows = [[entry["variable"], entry["op"], entry["reason"]] for entry in declined]
+        yield table("Not fused", ["variable", "op", "why"], rows)
+    yield fusions_line(fusions)
+
+
+def fusions_line(fusions: Mapping[str, Any]) -> str:
+    """How many kernel calls compute how many ops, and in which precision they compute products."""
+    dispatches = fusions["dispatches"]
+    ops = sum(len(entry["ops"]) for entry in dispatches)
+    kernels = len({entry["kernel"] for entry in dispatches})
+    return (
+        f"{plural(ops, 'op')} in {plural(len(dispatches), 'kernel call')} of {plural(kernels, 'kernel')}, "
+        f"{len(fusions['declined']):,} not fused. {precisions_text(product_precisions(fusions))}"
+    )
+
+
+def product_precisions(fusions: Mapping[str, Any]) -> dict[str, int]:
+    """How many kernel calls compute products in which precision, the most frequent first."""
+    products = [entry for entry in fusions["dispatches"] if any(map(_is_product, entry["ops"]))]
+    return dict(Counter(entry.get("precision", "") for entry in products).most_common())
+
+
+def precisions_text(precisions: Mapping[str, int]) -> str:
+    """``Products: 53 in u8*s8->s32, 1 in f32.``"""
+    counts = ", ".join(f"{count:,} in {precision or 'what is not known'}" for precision, count in precisions.items())
+    return f"Products: {counts or 'none'}."
+
+
+def _is_product(op: str) -> bool:
+    return "matmul" in op or op.startswith("conv") or op == "attention"

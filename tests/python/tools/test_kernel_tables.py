@@ -1,13 +1,22 @@
-"""A report of encodings, added up per device and printed."""
+"""Kernels as tables: layouts of encoded ops, added up per device, and the ops that each kernel computes."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from relax_hetero.tools.encoding_tables import encoding_totals, print_encodings
+from relax_hetero.tools.console import show
 from relax_hetero.tools.explanation import Explanation
+from relax_hetero.tools.kernel_tables import (
+    encoding_tables,
+    encoding_totals,
+    fusion_tables,
+    fusions_line,
+    precisions_text,
+    product_precisions,
+)
 from relax_hetero.transform.encode.encoding_report import (
     CancelledEntry,
     EncodedOpEntry,
@@ -37,15 +46,15 @@ def test_a_tensor_that_two_ops_read_counts_once():
 
 
 def test_everything_is_printed(capsys: pytest.CaptureFixture[str]):
-    print_encodings(REPORT, every_op=True)
+    show(encoding_tables(REPORT))
     shown = capsys.readouterr().out
     for text in ("no resolver of [cuda]", "on c:0: a to b", "relu(x0)", "10.0 KiB", "15.0 KiB", "m * 384", TILED):
         assert text in shown
     assert "3 encoded ops, 1 encoded transfer, 1 cancelled." in shown
 
 
-def test_summary_leaves_layouts_of_ops_out(capsys: pytest.CaptureFixture[str]):
-    print_encodings(REPORT, every_op=False)
+def test_an_overview_leaves_layouts_of_ops_out(capsys: pytest.CaptureFixture[str]):
+    show(Explanation("m", {}, [], REPORT).tables())
     shown = capsys.readouterr().out
     assert "no resolver of [cuda]" in shown and "relu(x0)" not in shown
 
@@ -55,3 +64,40 @@ def test_explain_carries_it():
     assert [device["device"] for device in data["devices"]] == ["cuda:0", "llvm:0"]
     assert data["ops"] == REPORT["ops"] and data["cancelled"] == REPORT["cancelled"]
     assert Explanation("m", {}, []).to_json()["encodings"] is None
+
+
+def dispatch(kernel: str, precision: str, *ops: str) -> dict[str, Any]:
+    return {"variable": f"{kernel}_result", "kernel": kernel, "device": "llvm:0", "ops": ops, "precision": precision}
+
+
+FUSIONS = {
+    "dispatches": [
+        dispatch("a", "u8*s8->s32", "matmul", "add"),
+        dispatch("b", "bf16", "conv2d"),
+        dispatch("c", "u8*s8->s32", "batch_matmul"),
+        dispatch("d", "f32", "attention"),
+        dispatch("e", "int4*f32", "block_matmul"),
+        dispatch("f", "f32, s64", "take", "relu"),
+    ],
+    "declined": [],
+}
+
+
+def test_products_are_counted_by_precision():
+    assert product_precisions(FUSIONS) == {"u8*s8->s32": 2, "bf16": 1, "f32": 1, "int4*f32": 1}
+    assert precisions_text(product_precisions(FUSIONS)).startswith("Products: 2 in u8*s8->s32, 1 in bf16,")
+    assert precisions_text({}) == "Products: none."
+
+
+def test_every_dispatch_is_printed_with_its_precision(capsys: pytest.CaptureFixture[str]):
+    show(fusion_tables(FUSIONS))
+    shown = capsys.readouterr().out
+    assert all(entry["precision"] in shown for entry in FUSIONS["dispatches"])
+    shown = fusions_line(FUSIONS)
+    assert "Products: 2 in u8*s8->s32" in shown and "f32, s64" not in shown
+
+
+def test_libraries_without_precisions_are_printed(capsys: pytest.CaptureFixture[str]):
+    old = {key: value for key, value in dispatch("a", "", "matmul").items() if key != "precision"}
+    show(fusion_tables({"dispatches": [old], "declined": []}))
+    assert "Products: 1 in what is not known." in capsys.readouterr().out
