@@ -12,8 +12,6 @@ import sys
 
 import pytest
 
-import relax_hetero as rh
-
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PATH = re.compile(r"`([\w.-]+(?:/[\w.-]+)*(?:/|\.py))`")
@@ -25,10 +23,7 @@ def blocks():
         text = document.read_text()
         for match in BLOCK.finditer(text):
             line = text.count("\n", 0, match.start()) + 1
-            # Until executables explain themselves in Python; remove with this comment.
-            missing = ".explain(" in match[1] and not hasattr(rh.vm.Executable, "explain")
-            marks = [pytest.mark.skip(reason="needs Executable.explain")] if missing else []
-            yield pytest.param(match[1], match[2], id=f"{document.relative_to(ROOT)}:{line}", marks=marks)
+            yield pytest.param(match[1], match[2], id=f"{document.relative_to(ROOT)}:{line}")
 
 
 @pytest.mark.parametrize(("code", "output"), list(blocks()))

@@ -19,15 +19,13 @@ from .placing import Placing, placing_options
 @command("explain")
 @click.argument("model", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("sections", nargs=-1, type=click.Choice([*SECTIONS, ALL]))
-# The overview, which this option once asked for, needs no option any more.
-@click.option("--summary", is_flag=True, hidden=True)
+@click.option("--summary", is_flag=True, help="An overview: devices, ops by device and reason, a line a section.")
 @placing_options
 @json_option
 def explain_command(model: Path, sections: tuple[str, ...], summary: bool, placing: Placing, as_json: bool) -> None:
     """Show where the ops of MODEL (an ONNX file or a compiled library) are placed, and why.
 
-    Without SECTIONS an overview: devices, ops by device and reason, what was declined and why, and a line for each
-    section. With them every op, transfer, encoded tensor, kernel call, command or step, or the memory of a call.
+    SECTIONS choose among ops, transfers, encodings, kernels, commands, steps and memory; without them all are shown.
 
     An ONNX file is imported, placed, given layouts and cut into kernels and command buffers, but not compiled; whether
     it was before, and can be found in the compile cache, stands at the end.
@@ -35,13 +33,13 @@ def explain_command(model: Path, sections: tuple[str, ...], summary: bool, placi
     \b
     relax-hetero explain model.onnx --vdevice llvm --vdevice cuda:0 --place '/encoder/*=cuda:0'
     relax-hetero explain model.so ops kernels
-    relax-hetero explain model.so all
+    relax-hetero explain model.so --summary
     """
     explanation = _of_onnx(model, placing) if is_onnx(model) else _of_library(model, placing)
     if as_json:
         print_json(explanation.to_json())
     else:
-        show(explanation.tables(*(() if summary else sections)))
+        show(explanation.tables(*(() if summary else sections or (ALL,))))
 
 
 def _of_onnx(path: Path, placing: Placing) -> Explanation:
