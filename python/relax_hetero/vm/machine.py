@@ -15,7 +15,6 @@ from ..artifact.signature import FunctionSignature
 from ..errors import BindingError, HeteroError
 from .args.call_cache import KnownCall, KnownCalls
 from .args.results import check_out, fill, to_python
-from .bound_function import BoundFunction
 from .device import run_functions as _run_functions  # noqa: F401 (registers what bytecode calls)
 from .device.builtins import running
 from .device.devices import bind_devices, host_device
@@ -25,7 +24,7 @@ from .device.threads import enter_call, leave_call, leave_threads_unpinned, thre
 from .file.executable import Executable
 from .file.export import generate_code
 from .profile import Profile, Recorder
-from .queue.fence import here
+from .queue.fence import Fence, here
 from .queue.queued_calls import MAX_IN_FLIGHT
 from .queue.submitted_calls import SubmittedCalls
 from .region.cuda_graph import with_graphs
@@ -227,6 +226,41 @@ class VirtualMachine(SubmittedCalls):
             finally:
                 self._module["set_instrument"](None)
             return recorder.profile(name, self.executable.metadata)
+
+
+class BoundFunction:
+    """A function of a machine, as ``vm["main"]`` gives it.
+
+    Attributes
+    ----------
+    machine : VirtualMachine
+    name : str
+    """
+
+    __slots__ = ("machine", "name")
+
+    def __init__(self, machine: VirtualMachine, name: str) -> None:
+        self.machine = machine
+        self.name = name
+
+    @property
+    def signature(self) -> FunctionSignature:
+        """What the function takes and returns."""
+        return self.machine.executable.signature(self.name)
+
+    def __call__(self, *args: Any, out: Any = None, **kwargs: Any) -> Any:
+        """Run the function; see `VirtualMachine.__getitem__`."""
+        return self.machine.call(self.name, args, kwargs, out)
+
+    def submit(self, *args: Any, out: Any = None, **kwargs: Any) -> Fence:
+        """Have the function run, without waiting for it; see `VirtualMachine.submit`.
+
+        Buffers given as `out` are not to be used until the fence is done.
+        """
+        return self.machine.submit_into(out, self.name, args, kwargs)
+
+    def __repr__(self) -> str:
+        return f"<{self.signature} on {', '.join(map(str, self.machine.devices))}>"
 
 
 def _load(module: runtime.Module, devices: Sequence[runtime.Device]) -> runtime.Module:

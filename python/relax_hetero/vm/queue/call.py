@@ -18,7 +18,7 @@ from typing import Any
 from ..args.donated_arguments import ArgumentMemory
 from .cuda_queue import CudaQueue, Point
 from .fence import Fence
-from .plan import Plan
+from .plan import QueuePlan
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,16 @@ class Prepared:
     memory: ArgumentMemory | None = None
 
 
-class Call:
+Prepare = Callable[[Sequence[Any], Mapping[str, Any]], Prepared]
+"""Checks the arguments that a caller gave, by position and by name, and places them."""
+
+
+class QueuedCall:
     """One call.
 
     Parameters
     ----------
-    plan : Plan
+    plan : QueuePlan
         The function's steps, and where they run.
     number : int
         Older calls have smaller ones.
@@ -69,7 +73,7 @@ class Call:
         The values of symbolic dimensions.
     """
 
-    def __init__(self, plan: Plan, number: int, prepared: Prepared, fence: Fence, owner: object) -> None:
+    def __init__(self, plan: QueuePlan, number: int, prepared: Prepared, fence: Fence, owner: object) -> None:
         self.sizes = prepared.sizes
         self.values: list[Any] = [*prepared.values, *(None,) * (plan.values - len(prepared.values))]
         self.points: dict[int, Point] = {}
@@ -228,7 +232,7 @@ class _StepWork:
 
     __slots__ = ("_call", "_index")
 
-    def __init__(self, call: Call, index: int) -> None:
+    def __init__(self, call: QueuedCall, index: int) -> None:
         self._call, self._index = call, index
 
     def run(self) -> None:
@@ -243,7 +247,7 @@ class _StepEnd:
 
     __slots__ = ("_call", "_index", "_point")
 
-    def __init__(self, call: Call, index: int, point: Point) -> None:
+    def __init__(self, call: QueuedCall, index: int, point: Point) -> None:
         self._call, self._index, self._point = call, index, point
 
     def run(self) -> None:

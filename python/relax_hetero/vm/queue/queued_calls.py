@@ -12,18 +12,15 @@ from typing import Any
 from ...artifact.signature import FunctionSignature
 from ...errors import BindingError, HeteroError
 from ..args.donated_arguments import ArgumentMemory, check_apart
-from .call import Call, Prepared
+from .call import Prepare, QueuedCall
 from .calls_in_flight import CallsInFlight
 from .fence import Fence
-from .plan import Plan
+from .plan import QueuePlan
 from .queues import Queues
 from .trace import Trace
 
 MAX_IN_FLIGHT = 4
 """How many calls a machine has under way at once unless it is told: two for each of two stages, so that none waits."""
-
-
-Prepare = Callable[[Sequence[Any], Mapping[str, Any]], Prepared]
 
 
 class QueuedCalls:
@@ -101,7 +98,7 @@ class QueuedCalls:
     def submit(
         self,
         signature: FunctionSignature,
-        plan: Callable[[Queues], Plan],
+        plan: Callable[[Queues], QueuePlan],
         prepare: Prepare,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
@@ -148,7 +145,7 @@ class QueuedCalls:
 
     def _start(
         self,
-        plan: Callable[[Queues], Plan],
+        plan: Callable[[Queues], QueuePlan],
         prepare: Prepare,
         number: int,
         fence: Fence,
@@ -165,7 +162,7 @@ class QueuedCalls:
                 self._memory[fence] = prepared.memory
             route = plan(queues)
             queues.follow_caller()
-        Call(route, number, prepared, fence, owner).begin()
+        QueuedCall(route, number, prepared, fence, owner).begin()
 
 
 class _LateStart:

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import tvm_ffi
 from tvm import runtime
@@ -28,11 +28,16 @@ from .copy_queues import Lanes
 from .cuda_queue import CudaQueue, Point, follow_callers_streams, shared_stream
 from .device_queue import DeviceQueue
 
-if TYPE_CHECKING:
-    from .call import Call
-
 # A process that ends waits so long for what still runs.
 CLOSE_SECONDS = 5.0
+
+
+class CallState(Protocol):
+    """What a step reads of the call that it belongs to; see `call.QueuedCall`."""
+
+    values: list[Any]
+    points: dict[int, Point]
+    sizes: Mapping[str, int]
 
 
 class Queues:
@@ -117,7 +122,7 @@ class Queues:
         """What is issued from now on comes after what this thread has given to streams of its own choice."""
         follow_callers_streams(queue for queue in (*self.all, *self._copying()) if isinstance(queue, CudaQueue))
 
-    def run(self, step: Step, queue: DeviceQueue | None, leaves: bool, call: Call) -> tuple[Any, Point | None]:
+    def run(self, step: Step, queue: DeviceQueue | None, leaves: bool, call: CallState) -> tuple[Any, Point | None]:
         """Run a step in this thread, which is that of its queue.
 
         Parameters
@@ -127,7 +132,7 @@ class Queues:
             As `queue_of` says.
         leaves : bool
             Whether what it makes is a result of the call.
-        call : Call
+        call : CallState
 
         Returns
         -------

@@ -21,7 +21,7 @@ from ..file.executable import Executable
 from ..stateful_calls import StatefulCalls
 from .call import Prepared
 from .fence import Fence
-from .plan import Plan, whole
+from .plan import QueuePlan, whole
 from .queued_calls import QueuedCalls
 from .queues import Queues, overlapping
 from .trace import Trace
@@ -45,7 +45,7 @@ class SubmittedCalls(StatefulCalls):
         about = executable.metadata
         self._pool = PoolWatch()
         self._schedules = {schedule.function: schedule for schedule in about.schedules}
-        self._plans: dict[str, Plan] = {}
+        self._plans: dict[str, QueuePlan] = {}
         # The functions whose plain calls go through the queues too.
         self._queued_functions = set(executable.function_names) if has_lost_threads() else overlapping(about)
         self._is_host_alone = all(map(is_host, devices))
@@ -115,13 +115,13 @@ class SubmittedCalls(StatefulCalls):
         with self._lock if self._is_host_alone else self._alone():
             yield
 
-    def _plan(self, name: str, queues: Queues) -> Plan:
+    def _plan(self, name: str, queues: Queues) -> QueuePlan:
         plan = self._plans.get(name)
         if plan is None:
             signature = self.executable.signature(name)
             entries = range(len(self._devices) - 1)
             schedule = self._schedules.get(name) or whole(signature, entries)
-            plan = self._plans[name] = Plan(schedule, queues)
+            plan = self._plans[name] = QueuePlan(schedule, queues)
         return plan
 
     def _prepare(self, name: str, out: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prepared:

@@ -25,7 +25,7 @@ from relax_hetero.vm.device.pinned_memory import PinnedBlock
 from relax_hetero.vm.device.tensors import alias
 from relax_hetero.vm.queue import queues
 from relax_hetero.vm.queue.call import Prepared
-from relax_hetero.vm.queue.plan import Plan
+from relax_hetero.vm.queue.plan import QueuePlan
 from relax_hetero.vm.queue.queued_calls import QueuedCalls
 from relax_hetero.vm.queue.queues import Queues
 from vm.fake_cuda import LOST, FakeCuda
@@ -110,7 +110,7 @@ class Machine:
 
     def submit(self, *arrays, inputs=None):
         def plan(made):
-            self.plan = self.plan or Plan(self.schedule, made)
+            self.plan = self.plan or QueuePlan(self.schedule, made)
             return self.plan
 
         def prepare(args, _kwargs):

@@ -17,8 +17,7 @@ from tvm.script import relax as R
 
 import relax_hetero as rh
 from relax_hetero.artifact.schedule import Step
-from relax_hetero.vm.queue.trace import RESULT, Ran, TracedCall
-from relax_hetero.vm.queue.trace_events import chrome_events, in_line
+from relax_hetero.vm.queue.traced_calls import RESULT, Ran, TracedCall, chrome_events, in_line
 
 GATES: dict[str, threading.Event] = {}
 WAIT = 60

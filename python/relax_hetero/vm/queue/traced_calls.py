@@ -1,4 +1,4 @@
-"""Calls that were traced, as events of the Trace Event Format (the JSON that Perfetto and Chrome read).
+"""Calls that were traced, as data, and as events of the Trace Event Format (the JSON that Perfetto and Chrome read).
 
 Tracks are the threads of queues, one each, with steps, transfers and the making of results as slices; and above them
 as many tracks as there were calls in flight, with a slice per call, from its submission to its fence. Flows lead from a
@@ -9,22 +9,82 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ...artifact.commands import Dispatch
 from ...artifact.metadata import Metadata, device_names
-
-if TYPE_CHECKING:
-    from ...artifact.schedule import Step
-    from .trace import Ran, TracedCall
+from ...artifact.schedule import Step
+from .plan import QueuePlan
 
 Event = dict[str, Any]
 
 # Tracks of calls come first; those of threads have numbers from here.
 _THREADS = 1000
+
+RESULT = -1
+"""In place of a step: making the caller's result of what the steps made."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A step of a call, as it ran.
+
+    Attributes
+    ----------
+    step : int
+        Which one, or `RESULT`.
+    track : str
+        The name of the thread, or of a GPU's queue.
+    begin, end : int
+        In nanoseconds of ``time.perf_counter_ns``. Work of a GPU begins when it is issued.
+    error : str
+        What it raised, if it did.
+    """
+
+    step: int
+    track: str
+    begin: int
+    end: int
+    error: str = ""
+
+
+@dataclass
+class TracedCall:
+    """One call.
+
+    Attributes
+    ----------
+    number : int
+        Calls are counted from 1, in the order in which they were submitted.
+    asked, ended : int
+        When `submit` was called and when the fence was done, as `Ran` has times; 0 where that is yet to come.
+    outcome : str
+        ``"done"``, ``"cancelled"``, or the error.
+    plan : QueuePlan, optional
+        None for a call that failed before it had one.
+    ran : list of Ran
+        In the order in which they ended.
+    nbytes : dict of int to int
+        Of each value that a step made and somebody reads.
+    """
+
+    number: int
+    asked: int
+    ended: int = 0
+    outcome: str = ""
+    plan: QueuePlan | None = None
+    ran: list[Ran] = field(default_factory=list)
+    nbytes: dict[int, int] = field(default_factory=dict)
+
+    def note(self, step: int, begin: int, error: str = "", track: str = "") -> None:
+        """A step, or the result, has just ended that was begun, or issued, at `begin`: by this thread unless named."""
+        name = track or threading.current_thread().name
+        self.ran.append(Ran(step, name, begin, time.perf_counter_ns(), error))
 
 
 def chrome_events(calls: Sequence[TracedCall], metadata: Metadata) -> list[Event]:
