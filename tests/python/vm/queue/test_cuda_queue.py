@@ -23,7 +23,7 @@ from relax_hetero.vm.device.cuda_library import CudaLibrary
 from relax_hetero.vm.device.device_memory import DeviceBlock
 from relax_hetero.vm.device.pinned_memory import PinnedBlock
 from relax_hetero.vm.device.tensors import alias
-from relax_hetero.vm.queue import queues
+from relax_hetero.vm.queue import copy_queues, queues
 from relax_hetero.vm.queue.call import Prepared
 from relax_hetero.vm.queue.plan import QueuePlan
 from relax_hetero.vm.queue.queued_calls import QueuedCalls
