@@ -21,6 +21,7 @@ from relax_hetero.errors import HeteroError
 from relax_hetero.vm.device.block_pool import BlockPool
 from relax_hetero.vm.device.cuda_library import CudaLibrary
 from relax_hetero.vm.device.device_memory import DeviceBlock
+from relax_hetero.vm.device.forks import MachineLock
 from relax_hetero.vm.device.pinned_memory import PinnedBlock
 from relax_hetero.vm.device.tensors import alias
 from relax_hetero.vm.queue import copy_queues, queues
@@ -66,7 +67,7 @@ class Machine:
         me = weakref.proxy(self)  # queues end with their machine, unless they keep it
         functions = {s.function: Machine.kernel(me, number) for number, s in enumerate(schedule.steps) if s.function}
         make = partial(Queues, metadata, DEVICES, ["global"] * 4, tvm_ffi.convert([]), lambda: functions)
-        self.calls = QueuedCalls(self, threading.RLock(), max_in_flight, make)
+        self.calls = QueuedCalls(self, MachineLock(), max_in_flight, make)
         self.plan = None
 
     def tensor(self, device):
