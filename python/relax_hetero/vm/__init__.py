@@ -8,7 +8,7 @@ from ..artifact.schedule import Schedule, Step
 from ..artifact.signature import FunctionSignature, ObjectSpec, PrimSpec, ShapeSpec, TensorSpec, TupleSpec
 from .command_buffer.binding_table import BindingTable
 from .command_buffer.command_buffer import CommandBuffer
-from .command_buffer.submission import Submission
+from .command_buffer.runners import Submission
 from .device.pinned_memory import pinned_array
 from .file.executable import Executable
 from .file.load import load
