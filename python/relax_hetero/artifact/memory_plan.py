@@ -9,14 +9,12 @@ from typing import Any
 from ..errors import BindingError
 from ..target.element_types import bytes_for
 from .commands import GRAPH
-from .memory_needs import Need, call_needs, queued_needs
 from .memory_spec import ARENA, RESULT, TRANSFER
-from .memory_use import UnknownSizeError, Walk, evaluate, most_alive, pool_bytes
+from .memory_use import Need, UnknownSizeError, Walk, call_needs, evaluate, most_alive, pool_bytes, queued_needs
+from .messages import text_table, unknown_name
 from .metadata import Metadata, device_names
-from .names import unknown_name
 from .schedule import Schedule, Step
 from .signature import TensorSpec, tensors_of
-from .text_table import text_table
 
 
 @dataclass(frozen=True)

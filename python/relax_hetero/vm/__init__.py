@@ -9,7 +9,7 @@ from ..artifact.signature import FunctionSignature, ObjectSpec, PrimSpec, ShapeS
 from .command_buffer.binding_table import BindingTable
 from .command_buffer.command_buffer import CommandBuffer
 from .command_buffer.runners import Submission
-from .device.pinned_memory import pinned_array
+from .device.cuda_memory import pinned_array
 from .file.executable import Executable
 from .file.load import load
 from .machine import BoundFunction, VirtualMachine

@@ -10,13 +10,12 @@ from typing import Any, NoReturn
 import tvm_ffi
 from tvm import runtime
 
-from ..artifact.failure import explain_failure
+from ..artifact.messages import explain_failure
 from ..artifact.signature import FunctionSignature
 from ..errors import BindingError, HeteroError
 from .args.argument_binding import ArgumentBinder, BoundArguments
 from .args.call_cache import CachedCall, CallCache
 from .args.results import check_out, fill, to_python
-from .device import run_functions as _run_functions  # noqa: F401 (registers what bytecode calls)
 from .device.builtins import running
 from .device.devices import bind_devices, host_device
 from .device.forks import MachineLock
@@ -26,7 +25,7 @@ from .device.tensors import copy_into
 from .device.threads import enter_call, leave_call, leave_threads_unpinned, threads_for
 from .file.executable import Executable
 from .file.export import generate_code
-from .profile import Profile, Recorder
+from .profile import Profile, ProfileRecorder
 from .queue.fence import Fence, here
 from .queue.queued_calls import MAX_IN_FLIGHT
 from .queue.submitter import Submitter
@@ -256,7 +255,7 @@ class VirtualMachine:
         signature = self.executable.signature(name)
         with self._submitter.alone():
             bound = self._arguments.bind(signature, args, kwargs, keep=False)
-            recorder = Recorder(self._devices, RegionCalls(self.executable, self._constants.values))
+            recorder = ProfileRecorder(self._devices, RegionCalls(self.executable, self._constants.values))
             self._module["set_instrument"](recorder.instrument)
             try:
                 self._run(signature, bound, None)

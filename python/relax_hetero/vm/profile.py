@@ -11,8 +11,8 @@ from typing import Any
 from tvm import runtime
 
 from ..artifact.commands import Dispatch, RegionSpec
+from ..artifact.messages import text_table
 from ..artifact.metadata import CPU, Metadata, device_names
-from ..artifact.text_table import text_table
 from .region.profile_regions import RegionCalls
 from .region.walk_commands import raise_kernel_error
 
@@ -95,7 +95,7 @@ def _shorten(ops: Sequence[str], limit: int = 48) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-class Recorder:
+class ProfileRecorder:
     """Measures the calls that a machine's bytecode makes; a call's own time is without the calls inside it.
 
     Parameters

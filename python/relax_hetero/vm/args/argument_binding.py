@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from tvm import runtime
 
 from ...artifact.dims import DimValues
-from ...artifact.names import unknown_name
+from ...artifact.messages import unknown_name
 from ...artifact.signature import FunctionSignature
 from ...errors import BindingError
 from ..device.memory_limit import MemoryLimits

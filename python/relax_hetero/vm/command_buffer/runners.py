@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from tvm import base
 
-from ...artifact.failure import explain_failure
+from ...artifact.messages import explain_failure
 from ...artifact.metadata import CPU
 from ...errors import BindingError, HeteroError
 from ...providers import provided

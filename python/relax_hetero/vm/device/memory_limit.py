@@ -10,7 +10,7 @@ from ...artifact.memory_use import UnknownSizeError
 from ...artifact.metadata import Metadata, device_names
 from ...errors import BindingError, MemoryLimitError
 from .devices import find_entry
-from .pinned_pool import release_pinned
+from .memory_pools import release_pinned
 from .pool_watch import clear_pools
 
 _UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**e for e, p in enumerate("KMGT", 1)}}

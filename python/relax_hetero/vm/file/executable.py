@@ -16,8 +16,8 @@ from tvm import runtime
 from ...artifact.container import Container
 from ...artifact.kernel_addresses import kernel_address
 from ...artifact.memory_plan import MemoryPlan
+from ...artifact.messages import unknown_name
 from ...artifact.metadata import DeviceSpec, Metadata, device_names
-from ...artifact.names import unknown_name
 from ...artifact.signature import FunctionSignature
 from ...errors import BuildError
 from ..device.constants import PlacedConstants

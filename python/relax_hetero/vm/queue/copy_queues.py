@@ -8,11 +8,10 @@ from typing import Any
 
 from tvm import runtime
 
-from ..device.block_pool import BlockPool
 from ..device.cuda_library import CUDA, CudaLibrary
+from ..device.cuda_memory import DeviceBlock
 from ..device.cuda_streams import Stream
-from ..device.device_memory import DeviceBlock
-from ..device.pinned_pool import PinnedPool
+from ..device.memory_pools import BlockPool, PinnedPool
 from ..device.tensors import begin_copy, empty, is_host, map_tensors, same_device
 from .cuda_queue import CudaQueue, shared_stream
 

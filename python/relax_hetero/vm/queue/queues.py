@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import tvm_ffi
 from tvm import runtime
 
-from ...artifact.failure import explain_failure
+from ...artifact.messages import explain_failure
 from ...artifact.metadata import CPU, Metadata
 from ...artifact.schedule import Step
 from ...errors import HeteroError

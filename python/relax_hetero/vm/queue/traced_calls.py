@@ -31,7 +31,7 @@ RESULT = -1
 
 
 @dataclass(frozen=True)
-class Ran:
+class RanStep:
     """A step of a call, as it ran.
 
     Attributes
@@ -62,12 +62,12 @@ class TracedCall:
     number : int
         Calls are counted from 1, in the order in which they were submitted.
     asked, ended : int
-        When `submit` was called and when the fence was done, as `Ran` has times; 0 where that is yet to come.
+        When `submit` was called and when the fence was done, as `RanStep` has times; 0 where that is yet to come.
     outcome : str
         ``"done"``, ``"cancelled"``, or the error.
     plan : QueuePlan, optional
         None for a call that failed before it had one.
-    ran : list of Ran
+    ran : list of RanStep
         In the order in which they ended.
     nbytes : dict of int to int
         Of each value that a step made and somebody reads.
@@ -78,13 +78,13 @@ class TracedCall:
     ended: int = 0
     outcome: str = ""
     plan: QueuePlan | None = None
-    ran: list[Ran] = field(default_factory=list)
+    ran: list[RanStep] = field(default_factory=list)
     nbytes: dict[int, int] = field(default_factory=dict)
 
     def note(self, step: int, begin: int, error: str = "", track: str = "") -> None:
         """A step, or the result, has just ended that was begun, or issued, at `begin`: by this thread unless named."""
         name = track or threading.current_thread().name
-        self.ran.append(Ran(step, name, begin, time.perf_counter_ns(), error))
+        self.ran.append(RanStep(step, name, begin, time.perf_counter_ns(), error))
 
 
 def chrome_events(calls: Sequence[TracedCall], metadata: Metadata) -> list[Event]:
@@ -122,7 +122,7 @@ def in_line(calls: Sequence[TracedCall]) -> list[TracedCall]:
     """
     made = {(call.number, one.step): one.end for call in calls for one in call.ran}
     reached: dict[str, int] = {}
-    lined: dict[int, list[Ran]] = {call.number: [] for call in calls}
+    lined: dict[int, list[RanStep]] = {call.number: [] for call in calls}
     pairs = [(one, call) for call in calls for one in call.ran]
     for one, owner in sorted(pairs, key=lambda pair: pair[0].end):
         before = [made.get((owner.number, maker), 0) for maker in _makers(owner, one.step)]
@@ -179,7 +179,7 @@ class _Steps:
             kernels += [name] if region is None else [c.kernel for c in region.commands if isinstance(c, Dispatch)]
         return Counter(op for kernel in kernels if kernel in self._dispatches for op in self._dispatches[kernel].ops)
 
-    def slice_of(self, ran: Ran, call: TracedCall, track: int) -> Event:
+    def slice_of(self, ran: RanStep, call: TracedCall, track: int) -> Event:
         args: Event = {"call": call.number}
         if ran.error:
             args["error"] = ran.error

@@ -17,7 +17,7 @@ import tvm_ffi
 from ...artifact.commands import ARENA, SLOT, Barrier, Command, Copy, Dispatch, Fill, KernelSpec, Reference
 from ...artifact.dims import parse_dim
 from ...artifact.kernel_addresses import kernel_address
-from ...artifact.names import unknown_name
+from ...artifact.messages import unknown_name
 from ...artifact.signature import Dim
 from ...errors import BindingError
 from ..file.executable import Executable

@@ -18,11 +18,10 @@ import tvm_ffi
 
 from relax_hetero.artifact.schedule import Schedule, Step
 from relax_hetero.errors import HeteroError
-from relax_hetero.vm.device.block_pool import BlockPool
 from relax_hetero.vm.device.cuda_library import CudaLibrary
-from relax_hetero.vm.device.device_memory import DeviceBlock
+from relax_hetero.vm.device.cuda_memory import DeviceBlock, PinnedBlock
 from relax_hetero.vm.device.forks import MachineLock
-from relax_hetero.vm.device.pinned_memory import PinnedBlock
+from relax_hetero.vm.device.memory_pools import BlockPool
 from relax_hetero.vm.device.tensors import alias
 from relax_hetero.vm.queue import copy_queues, queues
 from relax_hetero.vm.queue.call import Prepared
