@@ -16,7 +16,7 @@ from .signature import Dim
 SLOT, DIRECT, ARENA = "slot", "direct", "arena"
 READ, WRITE, READ_WRITE = "read", "write", "read-write"
 GRAPH = "CUDA graph"
-"""How a region runs (`RegionSpec.runs`) whose arena and constants belong to the machine."""
+"""The value of `RegionSpec.runs` for regions whose arena and constants belong to the machine."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Fill:
 
 @dataclass(frozen=True)
 class Barrier:
-    """What follows sees what came before. Commands run in order on every device there is today."""
+    """Later commands see the results of earlier ones. Commands run in order on every device there is today."""
 
 
 Command: TypeAlias = Dispatch | Copy | Fill | Barrier
@@ -99,7 +99,7 @@ Command: TypeAlias = Dispatch | Copy | Fill | Barrier
 
 @dataclass(frozen=True)
 class SlotSpec:
-    """What all commands of a buffer together require of what is bound to a slot.
+    """The requirements of all commands of a buffer on the memory that is bound to a slot.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What a function allocates, as plain data that the compiler writes and `memory_plan` evaluates.
+"""Allocations of functions, as plain data that the compiler writes and `memory_plan` evaluates.
 
 Time is counted in *steps*: calls of kernels, command buffers, transfers and other functions, in program order. Sizes
 are bytes: integers, or text over the function's symbolic dimensions in the grammar of `dims.parse_dim`.
@@ -79,7 +79,7 @@ class CallStep:
 
 @dataclass(frozen=True)
 class FunctionMemory:
-    """What one function allocates.
+    """The allocations of one function.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What calls take on each device: one call, gone through with its sizes known, or several under way at once."""
+"""Memory of calls on each device: of one call whose sizes are known, or of several under way at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .schedule import Schedule, Step
 from .signature import Dim
 
 PAGE = 4096
-"""What TVM's pool rounds a buffer up to; it serves a request from freed buffers of exactly that size."""
+"""Bytes to which TVM's pool rounds a buffer up; it serves a request from freed buffers of exactly that size."""
 
 # When: steps of a call, of a call in it, commands. A begin is shorter than anything within it; an end is closed by
 # infinity, so that it comes after all of it.
@@ -37,7 +37,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Use:
-    """What is there from `begin` to `end`."""
+    """Bytes that are in use from `begin` to `end`."""
 
     device: int
     nbytes: int
@@ -132,7 +132,7 @@ class Walk:
 
 @dataclass
 class _InRegion:
-    """What commands use between `first` and `last`: a slot, or a tensor in the arena."""
+    """Memory that commands use between `first` and `last`: a slot, or a tensor in the arena."""
 
     slot: int | None
     nbytes: Dim
@@ -240,13 +240,13 @@ class Need:
         return self.weights + self.results + sum(nbytes for _, nbytes in self.transient)
 
     def largest(self) -> list[tuple[str, int]]:
-        """What takes most, largest first."""
+        """The largest parts, largest first."""
         parts = [("weights", self.weights), ("results of steps and calls", self.results), *self.transient]
         return sorted((part for part in parts if part[1]), key=lambda part: -part[1])
 
 
 def call_needs(metadata: Metadata, function: str, sizes: Mapping[str, int], device: int) -> Need:
-    """Of one call that runs alone, without weights."""
+    """The need of one call that runs alone, without weights."""
     walk = Walk(metadata)
     walk.function(function, sizes)
     results = sum(a.nbytes for a in walk.allocations if a.use == RESULT and a.device == device)
@@ -255,7 +255,7 @@ def call_needs(metadata: Metadata, function: str, sizes: Mapping[str, int], devi
 
 
 def queued_needs(metadata: Metadata, schedule: Schedule, sizes: Mapping[str, int], device: int, calls: int) -> Need:
-    """Of `calls` calls under way at once, without weights.
+    """The need of `calls` calls under way at once, without weights.
 
     Each holds what its steps give, at worst all of it; of the steps, one runs at a time on a device.
     """

@@ -1,4 +1,4 @@
-"""Text for people: tables, names that are not known, and what failed."""
+"""Messages: tables as text, errors for unknown names, and failures of calls in terms of the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an executable says about itself: its devices, signatures, constants and dispatches.
+"""Metadata of executables: devices, signatures, constants, dispatches, command buffers and memory.
 
 Written by the compiler, read where only TVM's runtime is: plain data, no TVM object inside.
 """

@@ -340,7 +340,7 @@ class BoundFunction:
 
     @property
     def signature(self) -> FunctionSignature:
-        """What the function takes and returns."""
+        """The function's inputs and results."""
         return self.machine.executable.signature(self.name)
 
     def __call__(self, *args: Any, out: Any = None, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Time per kernel and transfer of one call."""
+"""Profiles: the time of each kernel and transfer of one call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .region.walk_commands import raise_kernel_error
 _TRANSFER = "relax_hetero.to_device"
 _BUILTIN = ("vm.builtin.", "relax_hetero.pinned_storage", "runtime.TVMTensorCreateView")
 _RUN, _SKIP_RUN = 0, 1
-"""What an instrument tells TVM (VMInstrumentReturnKind)."""
+"""Answers of an instrument to TVM (VMInstrumentReturnKind)."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ProfileRow:
 
 @dataclass(frozen=True)
 class Profile:
-    """What `VirtualMachine.profile` measured, longest row first; printing it gives a table.
+    """The measurements of `VirtualMachine.profile`, longest row first; printing it gives a table.
 
     Attributes
     ----------
@@ -115,7 +115,7 @@ class ProfileRecorder:
         self._begin = self._end = self._unseen = 0.0
 
     def instrument(self, function: Any, symbol: str, before: bool, result: Any, *args: Any) -> int:
-        """What TVM calls before and after each bytecode call."""
+        """Called by TVM before and after each bytecode call."""
         self._synchronise(symbol)
         now = time.perf_counter()
         if before:

@@ -1,4 +1,4 @@
-"""Arguments of calls: which value is meant for which input, and what functions take in its place."""
+"""Binding of arguments: a value for each input, by position, by name or given before, checked and placed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that look like one before: what was found to fit once is recognised, not checked again.
+"""The call cache: a call whose arguments look like those of an earlier call is not checked again.
 
 Checking a call costs several times what the virtual machine takes to start a small kernel. All that checks depend
 on is each argument's *look*: its device, element type, shape, contiguity and alignment. A call whose arguments were
@@ -76,7 +76,7 @@ class CachedCall:
         )
 
     def values(self, tensors: Sequence[runtime.Tensor]) -> Sequence[Any]:
-        """What the function takes for these arguments."""
+        """The values to call the function with, for these arguments."""
         if not (self.moves or self.rest):
             return tensors
         values = [*tensors, *self.rest]

@@ -18,7 +18,7 @@ from .recorder import Recording
 
 
 class BindingTable:
-    """What the slots of one command buffer stand for; made by `CommandBuffer.bind`, for any number of submissions.
+    """The memory of each slot of a command buffer; made by `CommandBuffer.bind`, for any number of submissions.
 
     Attributes
     ----------

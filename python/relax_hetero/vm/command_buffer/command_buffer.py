@@ -172,7 +172,7 @@ class CommandBuffer:
         self._recorder.copy(self._own(source, "the source of copy"), self._own(target, "the target of copy"))
 
     def barrier(self) -> None:
-        """What follows sees what came before. On CPUs that is so without."""
+        """Have later commands see the results of earlier ones. CPUs need none: they run commands in order."""
         self.require("recorded into", RECORDING)
         self._recorder.barrier()
 

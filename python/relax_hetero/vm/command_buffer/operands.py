@@ -1,4 +1,4 @@
-"""What commands recorded by hand work on, checked: ranges of memory, and numbers that come with each submission."""
+"""Operands of recorded commands, checked: ranges of memory, and numbers that come with each submission."""
 
 from __future__ import annotations
 
@@ -88,12 +88,12 @@ class MemoryRange:
 
 
 def parameter_name(index: int) -> str:
-    """What texts call a parameter."""
+    """The name of a parameter in the text of a number."""
     return f"parameter_{index}"
 
 
 def size_name(slot: int) -> str:
-    """What texts call the bytes of a slot's binding."""
+    """The name of the size of a slot's binding in the text of a number."""
     return f"bytes_{slot}"
 
 
@@ -108,7 +108,7 @@ def names_in(value: Integer) -> frozenset[str]:
 
 
 def divided(value: Integer) -> list[Number]:
-    """What ``//`` and ``%`` in a number divide: machine code wraps where it is no int64, which they alone reveal."""
+    """The dividends in a number: machine code wraps beyond int64, and only ``//`` and ``%`` would show it."""
     if not isinstance(value, Number) or not ("//" in value.text or "%" in value.text):
         return []
     nodes = ast.walk(ast.parse(value.text, mode="eval"))
@@ -214,7 +214,7 @@ class Limit:
 
     @property
     def condition(self) -> str:
-        """What must hold, as a Python expression."""
+        """The condition on the number, as a Python expression."""
         bounds = [
             f"{self.low} <= {self.value}" if self.low is not None else "",
             f"{self.value} <= {self.high}" if self.high is not None else "",
@@ -278,7 +278,7 @@ class Limits:
         self._asked.clear()
 
     def all(self) -> tuple[Limit, ...]:
-        """Those that submissions are asked for."""
+        """The limits that each submission is checked against."""
         return tuple(self._found.values())
 
 

@@ -1,4 +1,4 @@
-"""Recording: commands are checked as far as they are known, and written down as data with what they require."""
+"""The recorder of a command buffer: checks commands, and writes them as data with their requirements."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from .operands import (
 
 @dataclass
 class Requirement:
-    """Of one slot, or of one buffer that the recording keeps."""
+    """The requirements of all commands on one slot, or on one buffer that the recording keeps."""
 
     static: int = 0
     dynamic: dict[str, None] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class Requirement:
         return str(ends[0]) if len(ends) == 1 else f"max({', '.join(map(str, ends))})"
 
     def slot(self, index: int, device: int) -> SlotSpec:
-        """As data."""
+        """The requirement as data."""
         dtype = next(iter(self.dtypes)) if len(self.dtypes) == 1 else ""
         return SlotSpec(f"slot {index}", device, self.nbytes, self.alignment, self.access, dtype)
 
@@ -274,7 +274,7 @@ class Recorder:
         self._end(Copy(read, write))
 
     def barrier(self) -> None:
-        """What follows sees what came before."""
+        """Have later commands see the results of earlier ones."""
         self._commands.append(Barrier())
 
     def dispatch(
@@ -307,7 +307,7 @@ class Recorder:
         self._end(Dispatch(spec.name, tuple(operands), scalars, tuple(map(dim, grid)), counts, *predicates))
 
     def _begin(self) -> None:
-        """Of a command: what one that was refused has asked for is forgotten."""
+        """Begin a command, and forget the requirements of one that was refused."""
         self._uses.clear()
         self._limits.forget()
 

@@ -68,7 +68,7 @@ class Runner(Protocol):
 
 
 def runner_for(machine: VirtualMachine, recording: Recording, compiled: bool) -> Runner:
-    """What runs a recording on its device.
+    """The runner of a recording on its device.
 
     Parameters
     ----------

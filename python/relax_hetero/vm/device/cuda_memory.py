@@ -93,7 +93,7 @@ def pinned_array(shape: int | tuple[int, ...], dtype: str | np.dtype[Any] = "flo
 
 
 class _Array:
-    """What numpy makes an array of, and keeps as long as there is one."""
+    """A block as numpy takes memory; it lives as long as any array over it."""
 
     def __init__(self, block: PinnedBlock) -> None:
         self._block = block

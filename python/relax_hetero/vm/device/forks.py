@@ -1,4 +1,4 @@
-"""Machines in a process that was forked, where no thread but the one that forked goes on.
+"""Machines after a fork: in the new process, no thread but the one that forked goes on.
 
 A machine whose queues were at work, or that another thread was in, stays behind: there it refuses everything, and its
 fences that were not done fail. Others can still be used. Where the helper threads of the thread that forked stayed

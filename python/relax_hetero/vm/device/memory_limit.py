@@ -1,4 +1,4 @@
-"""Machines that may only take so much memory: what would take more is refused before it runs."""
+"""Memory limits of machines: a call that would exceed one is refused before it runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TEXT = re.compile(r"(\d+(?:\.\d+)?) *([a-zA-Z]*)")
 
 
 class MemoryLimits:
-    """What a machine may take on each device, counted by the executable's memory plan.
+    """The memory that a machine may take on each device, counted by the executable's memory plan.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Tensors in memory that is kept for reuse, because it takes long to get: pinned host memory above all."""
+"""Pools of memory that takes long to get, pinned host memory above all, and the tensors in it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class BlockPool:
         return empty(shape, dtype, device) if tensor is None else tensor
 
     def kept_tensor(self, shape: tuple[int, ...], dtype: str, device: runtime.Device) -> runtime.Tensor | None:
-        """As `tensor`, but None beyond the limit, and where there are no elements."""
+        """A tensor as `tensor` gives it; None beyond the limit, and where there are no elements."""
         nbytes = bytes_for(shape, dtype)
         block = self._take(_rounded(nbytes)) if nbytes else None
         if block is None:
@@ -136,7 +136,7 @@ class PinnedPool(BlockPool):
 def arrival(
     source: runtime.Tensor, device: runtime.Device, room: runtime.Tensor | None = None
 ) -> runtime.Tensor | None:
-    """Where a copy of `source`, on a GPU, should arrive on a CPU: pinned memory, which the GPU writes at full rate.
+    """The tensor in which a copy of `source`, on a GPU, should arrive on a CPU: pinned, to be written at full rate.
 
     That is `room`, if its memory is pinned. None for other devices, and where any memory will do or the limit is
     reached.

@@ -65,13 +65,13 @@ def nbytes_of(tensor: runtime.Tensor) -> int:
 
 
 def address_range(tensor: runtime.Tensor) -> AddressRange:
-    """Where a contiguous tensor's elements begin and end."""
+    """The addresses at which a contiguous tensor's elements begin and end."""
     begin = tensor.data_ptr()
     return begin, begin + nbytes_of(tensor)
 
 
 def address_ranges(values: Any) -> list[AddressRange]:
-    """Where the tensors among run-time values lie, tuples opened."""
+    """The addresses of the tensors among run-time values, tuples opened."""
     if isinstance(values, tvm_ffi.core.Tensor):
         return [address_range(values)]
     if isinstance(values, Sequence) and not isinstance(values, str | tvm_ffi.Shape):

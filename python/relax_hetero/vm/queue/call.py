@@ -1,4 +1,4 @@
-"""A call on its way through the queues of a machine.
+"""Queued calls: each step of a call enters a queue as soon as the values it reads are made.
 
 A call's schedule is a graph of steps. A step enters the queue of its device when all it reads is made; the thread that
 made the last of it puts it there. Each call has values of its own, dropped after their last reader, so calls do not
@@ -23,7 +23,7 @@ from .plan import QueuePlan
 
 @dataclass(frozen=True)
 class Prepared:
-    """A call whose arguments fit.
+    """A call whose arguments were checked and placed.
 
     Attributes
     ----------
@@ -49,7 +49,7 @@ Prepare = Callable[[Sequence[Any], Mapping[str, Any]], Prepared]
 
 
 class QueuedCall:
-    """One call.
+    """A call on its way through the queues of a machine.
 
     Parameters
     ----------
@@ -159,7 +159,7 @@ class QueuedCall:
         return False
 
     def _issued(self, index: int, made: Sequence[Any], point: Point | None) -> None:
-        """What a step makes can be read, by what waits for `point` on a GPU, or by all where that is None."""
+        """A step's values can be read: on GPUs by work that waits for `point`, or by all where that is None."""
         step, ready = self._plan.steps[index], []
         with self._lock:
             for number, value in zip(step.makes, made, strict=True):

@@ -1,4 +1,4 @@
-"""What `VirtualMachine.submit` returns: the promise of a result."""
+"""Fences: the futures that `VirtualMachine.submit` returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a function goes through the queues of a machine."""
+"""Queue plans: the schedule of a function together with the queues of one machine."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class QueuePlan:
         return self._owner.explain(what, error)
 
     def result(self, values: Sequence[Any]) -> Any:
-        """What the function returns, of the values made."""
+        """The function's result, gathered from the values of a call."""
         return _gather(self._results, values)
 
 

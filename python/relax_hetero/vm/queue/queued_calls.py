@@ -21,7 +21,7 @@ from .queues import Queues
 from .trace import Trace
 
 MAX_IN_FLIGHT = 4
-"""How many calls a machine has under way at once unless it is told: two for each of two stages, so that none waits."""
+"""The default number of calls under way at once: two for each of two stages, so that neither stage waits."""
 
 
 class CallsInFlight:

@@ -1,4 +1,4 @@
-"""The queues of a machine, and how its functions go through them."""
+"""The queues of a machine, one for each device, and how a step runs in them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CLOSE_SECONDS = 5.0
 
 
 class CallState(Protocol):
-    """What a step reads of the call that it belongs to; see `call.QueuedCall`."""
+    """The parts of a `call.QueuedCall` that its steps read."""
 
     values: list[Any]
     points: dict[int, Point]
@@ -119,7 +119,7 @@ class Queues:
         return isinstance(queue, CudaQueue) and not step.also and (not step.is_transfer or queue not in self.all)
 
     def follow_caller(self) -> None:
-        """What is issued from now on comes after what this thread has given to streams of its own choice."""
+        """Have work that is issued from now on come after the work on streams that this thread has chosen itself."""
         follow_callers_streams(queue for queue in (*self.all, *self._copying()) if isinstance(queue, CudaQueue))
 
     def run(self, step: Step, queue: DeviceQueue | None, leaves: bool, call: CallState) -> tuple[Any, Point | None]:

@@ -1,4 +1,4 @@
-"""Calls of a machine's functions through its queues."""
+"""The submitter of a machine: function calls become queued calls, with a plan, checked arguments and a result."""
 
 from __future__ import annotations
 
@@ -131,13 +131,13 @@ class Submitter:
         return Prepared(values, dims.values, partial(self._finish, extents, lent, out), memory)
 
     def _finish(self, extents: Hashable, lent: list[AddressRange], out: Any, result: Any) -> Any:
-        """What the caller of a call through the queues gets; in a queue's thread."""
+        """The result for the caller, from what the function returned; runs in a queue's thread."""
         if extents is not None:
             self._pool.note(extents, (result,))
         return to_python(result, self._constants.ranges, lent) if out is None else fill(out, result)
 
     def after_fork(self) -> None:
-        """See `forks`; nobody else calls this."""
+        """Refuse calls in a process that was forked while the machine was at work; only `forks` calls this."""
         if self.calls.has_queues or not self._lock.is_free():
             why = (
                 "this machine was at work when the process was forked, and its threads stayed behind; expected a "

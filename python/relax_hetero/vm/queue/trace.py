@@ -1,4 +1,4 @@
-"""What went through a machine's queues and when; `Trace.save` writes it for Perfetto and Chrome's ``about:tracing``.
+"""Traces: when each step ran in a machine's queues; `Trace.save` writes a file for Perfetto and ``about:tracing``.
 
 A call that is followed has a plan and arguments like any other, only that running a step and making the result note
 the time. So a machine that is not traced does nothing for it.
@@ -62,7 +62,7 @@ class Trace:
     def follow(
         self, fence: Fence, plan: Callable[[Queues], QueuePlan], prepare: Prepare
     ) -> tuple[Callable[[Queues], QueuePlan], Prepare]:
-        """What a call is submitted with, so that it is followed; as given beyond the limit."""
+        """A plan and a `prepare` that note when steps run, for the next call; beyond the limit those given."""
         with self._changed:
             if len(self.calls) == self._limit:
                 self.left_out += 1
@@ -171,7 +171,7 @@ def _noting(finish: Callable[[Any], Any], call: TracedCall) -> Callable[[Any], A
 
 
 def _nbytes(value: Any) -> int:
-    """Of a tensor, or of all tensors of a tuple; 0 for what is none."""
+    """Bytes of a tensor, or of all tensors of a tuple; 0 for other values."""
     if isinstance(value, tvm_ffi.core.Tensor):
         return nbytes_of(value)
     if isinstance(value, (tuple, tvm_ffi.Array)):

@@ -165,7 +165,7 @@ def _track_names(calls: Sequence[TracedCall]) -> list[str]:
 
 
 class _Steps:
-    """What slices of steps are called, and what stands beside them."""
+    """Names and arguments of the slices that stand for steps."""
 
     def __init__(self, metadata: Metadata, names: Sequence[str]) -> None:
         self._names, self._dispatches = names, metadata.dispatches
@@ -245,7 +245,7 @@ def _in_flight(calls: Sequence[TracedCall]) -> list[Event]:
 
 
 def _bytes_live(calls: Sequence[TracedCall], names: Sequence[str]) -> list[Event]:
-    """What lies between steps and in results that the caller does not have yet, by device."""
+    """Bytes of values between steps, and of results that the caller does not have yet, by device."""
     changes: dict[str, list[tuple[int, int]]] = {}
     for call in calls:
         for device, nbytes, begin, end in _lifetimes(call):

@@ -79,7 +79,7 @@ def load_kernel(executable: Executable, name: str) -> Kernel:
 
 @dataclass(frozen=True)
 class Memory:
-    """Where the commands of one submission find memory.
+    """The addresses of memory for the commands of one submission.
 
     Attributes
     ----------
