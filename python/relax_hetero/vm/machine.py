@@ -28,6 +28,7 @@ from .file.export import generate_code
 from .profile import Profile, ProfileRecorder
 from .queue.fence import Fence, here
 from .queue.queued_calls import MAX_IN_FLIGHT
+from .queue.queues import Queues
 from .queue.submitter import Submitter
 from .queue.trace import Trace
 from .region.cuda_graph import with_graphs
@@ -107,9 +108,10 @@ class VirtualMachine:
             self._values, self.graphs = with_graphs(about, self._devices, self._constants.values, module)
         except Exception as error:  # TVM raises its own kinds
             raise explain_failure("making the machine", error, about) from error
+        load = partial(_load, module, self._devices)
         self._submitter = Submitter(
-            self, executable, self._devices, self._scopes, self._arguments, self._lock, self._pool, self._constants,
-            self._values, max_in_flight, partial(_load, module, self._devices),
+            self, executable, self._devices, self._arguments, self._lock, self._pool, self._constants, max_in_flight,
+            partial(Queues, about, self._devices, self._scopes, self._values, load),
         )  # fmt: skip
 
     def __reduce__(self) -> NoReturn:

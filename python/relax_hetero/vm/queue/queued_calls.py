@@ -100,7 +100,7 @@ class QueuedCalls:
         Held while arguments are bound and while the machine runs a plain call: neither begins during the other.
     max_in_flight : int
     make_queues : callable
-        Called with the first submission; its result must not refer to the machine.
+        Called with the first submission; neither it nor its result may refer to the machine.
 
     Attributes
     ----------

@@ -34,19 +34,17 @@ class Submitter:
     machine : object
         Whose queues end with it. Calls under way keep it alive; the submitter does not.
     executable : Executable
-    devices, scopes : sequence
+    devices : sequence of Device
         By manifest index; the last is the host.
     arguments : ArgumentBinder
     lock : MachineLock
         Held while arguments are bound.
     pool : PoolWatch
     constants : PlacedConstants
-    values : tvm_ffi.Array
-        The constants, as functions take them.
     max_in_flight : int
         How many calls may be under way at once.
-    load : callable
-        Makes a virtual machine of TVM's for each queue; must not refer to the machine.
+    make_queues : callable
+        Called with the first submission; neither it nor its result may refer to the machine.
 
     Attributes
     ----------
@@ -67,17 +65,14 @@ class Submitter:
         machine: object,
         executable: Executable,
         devices: Sequence[runtime.Device],
-        scopes: Sequence[str],
         arguments: ArgumentBinder,
         lock: MachineLock,
         pool: PoolWatch,
         constants: PlacedConstants,
-        values: Any,
         max_in_flight: int,
-        load: Callable[[], runtime.Module],
+        make_queues: Callable[[], Queues],
     ) -> None:
         about = executable.metadata
-        make_queues = partial(Queues, about, devices, scopes, values, load)
         self.calls = QueuedCalls(machine, lock, max_in_flight, make_queues)
         self.queued_functions = set(executable.function_names) if has_lost_threads() else overlapping(about)
         self.is_host_alone = all(map(is_host, devices))
