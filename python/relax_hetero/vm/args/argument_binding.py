@@ -88,11 +88,20 @@ class ArgumentBinder:
     def recall(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None
     ) -> tuple[CallCache, Sequence[Any] | None, CachedCall | None, list[runtime.Tensor]]:
-        """The function's cache; all arguments by position, where they can be; the earlier call that they look like, if
-        there is one; and they as tensors."""
+        """Look for an earlier call with arguments that look the same.
+
+        Returns
+        -------
+        tuple
+            The function's cache; all arguments by position, None where they cannot be; the earlier call, None where
+            there is none; and the arguments as tensors.
+        """
         cache = self.caches.get(name) or self._new_cache(name)
         ordered = cache.in_order(args, kwargs) if kwargs else args
-        return (cache, ordered, *((None, []) if ordered is None else cache.recall(ordered)))
+        if ordered is None:
+            return cache, None, None, []
+        call, tensors = cache.recall(ordered)
+        return cache, ordered, call, tensors
 
     def bind_new(
         self, name: str, cache: CallCache, ordered: Sequence[Any] | None, args: Sequence[Any], kwargs: Any
