@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..artifact.command_json import kernel_to_json, region_to_json
 from ..artifact.commands import (
     ARENA,
     DIRECT,
@@ -19,6 +18,8 @@ from ..artifact.commands import (
     Reference,
     RegionSpec,
     SingleCall,
+    kernel_to_json,
+    region_to_json,
 )
 from ..artifact.signature import Dim
 from .console import Shown, bytes_text, plural, table

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from relax_hetero.artifact.memory_plan import MemoryPlan
-from relax_hetero.artifact.memory_spec import FunctionMemory, Live, Storage
+from relax_hetero.artifact.memory_spec import FunctionMemory, Live, StorageSpec
 from relax_hetero.artifact.metadata import ConstantSpec, DeviceSpec, Metadata
 from relax_hetero.artifact.schedule import Schedule, Step
 from relax_hetero.artifact.signature import FunctionSignature, TensorSpec
@@ -17,7 +17,7 @@ from relax_hetero.tools.call_tables import Schedules, memory_line, memory_lines,
 from relax_hetero.tools.console import show
 from relax_hetero.tools.explanation import Explanation
 
-STORAGES = (Storage(0, 3072, 0, 1, "value", "a"), Storage(0, 1024, 0, 0, "transfer", "b"))
+STORAGES = (StorageSpec(0, 3072, 0, 1, "value", "a"), StorageSpec(0, 1024, 0, 0, "transfer", "b"))
 TENSORS = (Live(0, 2048, 0, 1), Live(1, 1024, 0, 0))
 MAIN = FunctionMemory("main", STORAGES, TENSORS)
 SIGNATURE = FunctionSignature("main", (TensorSpec("x", ("n", 4), "float32", 0),), ())
@@ -28,7 +28,7 @@ ABOUT = Metadata(
     constants=(ConstantSpec("w", (256,), "float32", 0),),
     memory=(MAIN,),
 )
-SYMBOLIC = replace(ABOUT, memory=(FunctionMemory("main", (Storage(0, "n*1024", 0, 0, "value", "a"),), ()),))
+SYMBOLIC = replace(ABOUT, memory=(FunctionMemory("main", (StorageSpec(0, "n*1024", 0, 0, "value", "a"),), ()),))
 
 
 def test_bytes_of_each_device_are_printed(capsys: pytest.CaptureFixture[str]):
@@ -45,7 +45,7 @@ def test_sizes_that_only_a_call_gives(capsys: pytest.CaptureFixture[str]):
     use = use_with(MemoryPlan(SYMBOLIC), SIGNATURE, {"x": np.zeros((3, 4), "float32")})
     assert use is not None and use.transient == 3072
     assert memory_line(use) == "Memory: weights 1.0 KiB, transient 3.0 KiB a call."
-    unknown = replace(SYMBOLIC, memory=(FunctionMemory("main", (Storage(0, "m", 0, 0, "value", "a"),), ()),))
+    unknown = replace(SYMBOLIC, memory=(FunctionMemory("main", (StorageSpec(0, "m", 0, 0, "value", "a"),), ()),))
     assert use_with(MemoryPlan(unknown), SIGNATURE, {"x": np.zeros((3, 4), "float32")}) is None
 
 

@@ -28,8 +28,7 @@ import tvm
 from tvm import relax, tirx
 from tvm_ffi import structural_walk
 
-from ...artifact.command_json import kernel_from_json
-from ...artifact.commands import ARENA, GRAPH, SLOT, Dispatch, Reference, RegionSpec
+from ...artifact.commands import ARENA, GRAPH, SLOT, Dispatch, Reference, RegionSpec, kernel_from_json
 from ...artifact.graph_layout import ENTRIES, ROWS, TABLE, Layout
 from ...target.vdevice import vdevices_of
 from ...tir.commands.command_list import Tensor

@@ -23,7 +23,7 @@ from ...artifact.memory_spec import (
     FunctionMemory,
     Live,
     RegionStep,
-    Storage,
+    StorageSpec,
     memory_from_json,
     memory_to_json,
 )
@@ -135,7 +135,7 @@ class _Reader:
                 self._binding(binding.var, binding.value)
         return self._shown.of(body.body)
 
-    def finished(self, results: set[int]) -> tuple[Storage, ...]:
+    def finished(self, results: set[int]) -> tuple[StorageSpec, ...]:
         """The storages, once everything is read; `results` are the tensors that leave the call."""
         names: dict[int, str] = {}
         for tensor in self.tensors:
@@ -144,7 +144,7 @@ class _Reader:
             place = self.storages[self.tensors[number].storage]
             place.use, place.end = RESULT, _OPEN
         return tuple(
-            Storage(place.device, place.nbytes, place.begin, place.end, place.use, names.get(number, ""))
+            StorageSpec(place.device, place.nbytes, place.begin, place.end, place.use, names.get(number, ""))
             for number, place in enumerate(self.storages)
         )
 

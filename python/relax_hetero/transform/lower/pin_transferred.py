@@ -27,7 +27,7 @@ from tvm import relax
 
 from ...artifact.metadata import DEVICE_TYPES
 from ...target.vdevice import is_cpu, vdevices_of
-from ...vm.device.pinned_pool import PINNED_BYTES
+from ...vm.device.memory_pools import PINNED_BYTES
 from ..ir.rewriting import copy_module, map_bindings, op_name, relax_functions
 from ..ir.tensor_aliases import NOTHING, Shown, ShownTensors, either, flat, is_view
 from ..partition.form_schedules import schedules_of

@@ -15,7 +15,6 @@ from typing import Any
 import tvm
 from tvm import relax, tirx
 
-from ...artifact.command_json import kernel_from_json, kernel_to_json, region_from_json, region_to_json
 from ...artifact.commands import (
     ARENA,
     DIRECT,
@@ -31,6 +30,10 @@ from ...artifact.commands import (
     SingleCall,
     SlotSpec,
     TensorParam,
+    kernel_from_json,
+    kernel_to_json,
+    region_from_json,
+    region_to_json,
 )
 from ...artifact.metadata import CPU, DEVICE_TYPES
 from ...errors import BuildError

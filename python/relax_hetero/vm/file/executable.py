@@ -1,4 +1,4 @@
-"""A compiled model: code, what it says about itself, and its constants."""
+"""Executables: the code, the metadata and the constants of a compiled model."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tvm import runtime
 from ...artifact.container import Container
 from ...artifact.kernel_addresses import kernel_address
 from ...artifact.memory_plan import MemoryPlan
+from ...artifact.messages import unknown_name
 from ...artifact.metadata import DeviceSpec, Metadata, device_names
-from ...artifact.names import unknown_name
 from ...artifact.signature import FunctionSignature
 from ...errors import BuildError
 from ...providers import provided
@@ -93,11 +93,11 @@ class Executable:
 
     @property
     def memory_plan(self) -> MemoryPlan:
-        """What calls take on each device, and the least that they could take."""
+        """Memory of calls on each device, as planned, and the least that any plan could need."""
         return MemoryPlan(self.metadata)
 
     def signature(self, name: str = "main") -> FunctionSignature:
-        """What function `name` takes and returns; BindingError where there is none."""
+        """The inputs and results of function `name`; BindingError where there is none."""
         signature = self.metadata.signatures.get(name)
         if signature is None:
             raise unknown_name("function", name, self.function_names, "the executable")

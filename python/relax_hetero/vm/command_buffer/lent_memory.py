@@ -23,7 +23,7 @@ _Tensor = tvm_ffi.core.Tensor
 
 
 @dataclass(frozen=True)
-class Lent:
+class LentMemory:
     """Contiguous memory, alive as long as this is.
 
     Attributes
@@ -44,16 +44,16 @@ class Lent:
     device: tuple[int, int]
     owner: Any = field(repr=False, compare=False)
 
-    def part(self, offset: int, length: int | None, where: str) -> Lent:
+    def part(self, offset: int, length: int | None, where: str) -> LentMemory:
         """`length` bytes from `offset` on, all there are for None; BindingError where it has not so many."""
         end = self.nbytes if length is None else offset + length
         if offset < 0 or not offset <= end <= self.nbytes:
             asked = f"{'the rest' if length is None else length} from byte {offset} on"
             raise BindingError(f"{where} takes {asked} of {self.nbytes} bytes, expected a part of them")
-        return Lent(self.address + offset, end - offset, self.dtype, self.writable, self.device, self.owner)
+        return LentMemory(self.address + offset, end - offset, self.dtype, self.writable, self.device, self.owner)
 
 
-def lend(value: object, where: str) -> Lent:
+def lend(value: object, where: str) -> LentMemory:
     """The memory of a tensor.
 
     Raises
@@ -77,7 +77,7 @@ def lend(value: object, where: str) -> Lent:
     raise BindingError(f"{where} is a {type(value).__name__}, {expected}")
 
 
-def check_device(lent: Lent, device: runtime.Device, name: str, where: str) -> None:
+def check_device(lent: LentMemory, device: runtime.Device, name: str, where: str) -> None:
     """Require memory to be on `device`, which messages call `name`; host memory without an id is on every CPU."""
     wanted = device.dlpack_device_type(), device.index
     if lent.device == wanted or lent.device == (wanted[0], -1):
@@ -88,22 +88,22 @@ def check_device(lent: Lent, device: runtime.Device, name: str, where: str) -> N
     raise BindingError(f"{where} is on the device {found}, expected {expected}")
 
 
-def _lend_array(array: np.ndarray, where: str) -> Lent:
+def _lend_array(array: np.ndarray, where: str) -> LentMemory:
     if array.dtype.kind in "OSUMm" or array.dtype.names is not None or not array.dtype.isnative:
         raise BindingError(f"{where} has numpy dtype {array.dtype}, expected numbers in this machine's byte order")
     if not array.flags.c_contiguous:
         raise BindingError(f"{where} has strides {array.strides} for shape {array.shape}, expected contiguous memory")
     address = array.__array_interface__["data"][0]
-    return Lent(address, array.nbytes, dtype_name(array.dtype), array.flags.writeable, (CPU, -1), array)
+    return LentMemory(address, array.nbytes, dtype_name(array.dtype), array.flags.writeable, (CPU, -1), array)
 
 
-def _lend_tensor(tensor: runtime.Tensor, owner: Any, device: tuple[int, int], writable: bool, where: str) -> Lent:
+def _lend_tensor(tensor: runtime.Tensor, owner: Any, device: tuple[int, int], writable: bool, where: str) -> LentMemory:
     if tensor.numel() and not tensor.is_contiguous():
         raise BindingError(
             f"{where} has strides {tensor.strides} for shape {tuple(tensor.shape)}, expected contiguous memory"
         )
     start = alias(tensor, tensor.device) if has_offset(tensor) else tensor
-    return Lent(start.data_ptr(), nbytes_of(tensor), str(tensor.dtype), writable, device, owner)
+    return LentMemory(start.data_ptr(), nbytes_of(tensor), str(tensor.dtype), writable, device, owner)
 
 
 def _device(tensor: runtime.Tensor) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Calls that were traced, as events of the Trace Event Format (the JSON that Perfetto and Chrome read).
+"""Calls that were traced, as data, and as events of the Trace Event Format (the JSON that Perfetto and Chrome read).
 
 Tracks are the threads of queues, one each, with steps, transfers and the making of results as slices; and above them
 as many tracks as there were calls in flight, with a slice per call, from its submission to its fence. Flows lead from a
@@ -9,22 +9,82 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ...artifact.commands import Dispatch
 from ...artifact.metadata import Metadata, device_names
-
-if TYPE_CHECKING:
-    from ...artifact.schedule import Step
-    from .trace import Ran, TracedCall
+from ...artifact.schedule import Step
+from .plan import QueuePlan
 
 Event = dict[str, Any]
 
 # Tracks of calls come first; those of threads have numbers from here.
 _THREADS = 1000
+
+RESULT = -1
+"""In place of a step: making the caller's result of what the steps made."""
+
+
+@dataclass(frozen=True)
+class RanStep:
+    """A step of a call, as it ran.
+
+    Attributes
+    ----------
+    step : int
+        Which one, or `RESULT`.
+    track : str
+        The name of the thread, or of a GPU's queue.
+    begin, end : int
+        In nanoseconds of ``time.perf_counter_ns``. Work of a GPU begins when it is issued.
+    error : str
+        What it raised, if it did.
+    """
+
+    step: int
+    track: str
+    begin: int
+    end: int
+    error: str = ""
+
+
+@dataclass
+class TracedCall:
+    """One call.
+
+    Attributes
+    ----------
+    number : int
+        Calls are counted from 1, in the order in which they were submitted.
+    asked, ended : int
+        When `submit` was called and when the fence was done, as `RanStep` has times; 0 where that is yet to come.
+    outcome : str
+        ``"done"``, ``"cancelled"``, or the error.
+    plan : QueuePlan, optional
+        None for a call that failed before it had one.
+    ran : list of RanStep
+        In the order in which they ended.
+    nbytes : dict of int to int
+        Of each value that a step made and somebody reads.
+    """
+
+    number: int
+    asked: int
+    ended: int = 0
+    outcome: str = ""
+    plan: QueuePlan | None = None
+    ran: list[RanStep] = field(default_factory=list)
+    nbytes: dict[int, int] = field(default_factory=dict)
+
+    def note(self, step: int, begin: int, error: str = "", track: str = "") -> None:
+        """A step, or the result, has just ended that was begun, or issued, at `begin`: by this thread unless named."""
+        name = track or threading.current_thread().name
+        self.ran.append(RanStep(step, name, begin, time.perf_counter_ns(), error))
 
 
 def chrome_events(calls: Sequence[TracedCall], metadata: Metadata) -> list[Event]:
@@ -62,7 +122,7 @@ def in_line(calls: Sequence[TracedCall]) -> list[TracedCall]:
     """
     made = {(call.number, one.step): one.end for call in calls for one in call.ran}
     reached: dict[str, int] = {}
-    lined: dict[int, list[Ran]] = {call.number: [] for call in calls}
+    lined: dict[int, list[RanStep]] = {call.number: [] for call in calls}
     pairs = [(one, call) for call in calls for one in call.ran]
     for one, owner in sorted(pairs, key=lambda pair: pair[0].end):
         before = [made.get((owner.number, maker), 0) for maker in _makers(owner, one.step)]
@@ -105,7 +165,7 @@ def _track_names(calls: Sequence[TracedCall]) -> list[str]:
 
 
 class _Steps:
-    """What slices of steps are called, and what stands beside them."""
+    """Names and arguments of the slices that stand for steps."""
 
     def __init__(self, metadata: Metadata, names: Sequence[str]) -> None:
         self._names, self._dispatches = names, metadata.dispatches
@@ -119,7 +179,7 @@ class _Steps:
             kernels += [name] if region is None else [c.kernel for c in region.commands if isinstance(c, Dispatch)]
         return Counter(op for kernel in kernels if kernel in self._dispatches for op in self._dispatches[kernel].ops)
 
-    def slice_of(self, ran: Ran, call: TracedCall, track: int) -> Event:
+    def slice_of(self, ran: RanStep, call: TracedCall, track: int) -> Event:
         args: Event = {"call": call.number}
         if ran.error:
             args["error"] = ran.error
@@ -185,7 +245,7 @@ def _in_flight(calls: Sequence[TracedCall]) -> list[Event]:
 
 
 def _bytes_live(calls: Sequence[TracedCall], names: Sequence[str]) -> list[Event]:
-    """What lies between steps and in results that the caller does not have yet, by device."""
+    """Bytes of values between steps, and of results that the caller does not have yet, by device."""
     changes: dict[str, list[tuple[int, int]]] = {}
     for call in calls:
         for device, nbytes, begin, end in _lifetimes(call):

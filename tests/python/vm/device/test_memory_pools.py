@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import tvm
 
-from relax_hetero.vm.device import pinned_pool, tensors
-from relax_hetero.vm.device.block_pool import BlockPool
+from relax_hetero.vm.device import memory_pools, tensors
 from relax_hetero.vm.device.builtins import running_on, to_device
 from relax_hetero.vm.device.cuda_library import CudaLibrary
-from relax_hetero.vm.device.pinned_pool import PinnedPool, release_pinned
+from relax_hetero.vm.device.memory_pools import BlockPool, PinnedPool, release_pinned
 from relax_hetero.vm.device.tensors import alias
 from vm.fake_cuda import FakeCuda
 
@@ -117,12 +116,12 @@ def test_many_threads(cuda, library):
 
 
 def test_what_comes_from_a_gpu_arrives_in_pinned_memory(cuda, library, monkeypatch):
-    monkeypatch.setattr(pinned_pool, "cuda_library", lambda: library)
+    monkeypatch.setattr(memory_pools, "cuda_library", lambda: library)
     monkeypatch.setattr(tensors, "cuda_library", lambda: library)
-    monkeypatch.setattr(pinned_pool, "_pools", {})
-    monkeypatch.setattr(pinned_pool, "TRANSFER_BYTES", 3 * pinned_pool.PINNED_BYTES)
+    monkeypatch.setattr(memory_pools, "_pools", {})
+    monkeypatch.setattr(memory_pools, "TRANSFER_BYTES", 3 * memory_pools.PINNED_BYTES)
     for rows, pinned in ((1, False), (2, True), (8, False)):  # too small, fits, beyond the limit
-        array = np.random.default_rng().random((rows, pinned_pool.PINNED_BYTES // 8), "float32")
+        array = np.random.default_rng().random((rows, memory_pools.PINNED_BYTES // 8), "float32")
         there, room = alias(tvm.runtime.tensor(array), tvm.cuda(0)), tvm.runtime.tensor(np.zeros_like(array))
         with running_on((tvm.cpu(0), tvm.cuda(0)), ("global", "global")):
             for given in (None, room):
@@ -130,8 +129,8 @@ def test_what_comes_from_a_gpu_arrives_in_pinned_memory(cuda, library, monkeypat
                 np.testing.assert_array_equal(here.numpy(), array)
                 assert library.is_pinned(here.data_ptr()) == pinned
                 assert (here.data_ptr() == room.data_ptr()) == (given is room and not pinned)
-    assert cuda.copies == [("to the host", 4 * n * pinned_pool.PINNED_BYTES // 8) for n in (1, 1, 2, 2, 8, 8)]
-    array = np.random.default_rng().random(pinned_pool.PINNED_BYTES // 4, "float32")
+    assert cuda.copies == [("to the host", 4 * n * memory_pools.PINNED_BYTES // 8) for n in (1, 1, 2, 2, 8, 8)]
+    array = np.random.default_rng().random(memory_pools.PINNED_BYTES // 4, "float32")
     room = PinnedPool(library, 0, 1 << 20).tensor(array.shape, "float32", tvm.cpu(0))
     with running_on((tvm.cpu(0), tvm.cuda(0)), ("global", "global")):  # room that is pinned already
         here = to_device(alias(tvm.runtime.tensor(array), tvm.cuda(0)), 0, 0, room)
@@ -140,10 +139,10 @@ def test_what_comes_from_a_gpu_arrives_in_pinned_memory(cuda, library, monkeypat
 
 
 def test_what_no_tensor_uses_can_be_given_back(cuda, library, monkeypatch):
-    monkeypatch.setattr(pinned_pool, "cuda_library", lambda: library)
-    monkeypatch.setattr(pinned_pool, "_pools", {})
-    kept, used = (pinned_pool.departure(nbytes * pinned_pool.PINNED_BYTES, CPU, 0) for nbytes in (1, 2))
+    monkeypatch.setattr(memory_pools, "cuda_library", lambda: library)
+    monkeypatch.setattr(memory_pools, "_pools", {})
+    kept, used = (memory_pools.departure(nbytes * memory_pools.PINNED_BYTES, CPU, 0) for nbytes in (1, 2))
     assert len(cuda.pinned) == 2
     del kept
     release_pinned()
-    assert list(cuda.pinned) == [used.data_ptr()] and pinned_pool._pools[0].nbytes == 2 * pinned_pool.PINNED_BYTES
+    assert list(cuda.pinned) == [used.data_ptr()] and memory_pools._pools[0].nbytes == 2 * memory_pools.PINNED_BYTES

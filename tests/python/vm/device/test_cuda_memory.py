@@ -8,7 +8,7 @@ import tvm
 import tvm_ffi
 
 import relax_hetero as rh
-from relax_hetero.vm.device import pinned_memory
+from relax_hetero.vm.device import cuda_memory
 from relax_hetero.vm.device.cuda_library import CUDA_HOST, CudaLibrary
 from relax_hetero.vm.device.tensors import alias, copy_into, copy_to
 from vm.command_kernels import Kernels, floats
@@ -21,7 +21,7 @@ PINNED = tvm_ffi.Device(CUDA_HOST, 0)
 def cuda(monkeypatch):
     fake = FakeCuda()
     library = CudaLibrary(fake.library, fake.library)
-    monkeypatch.setattr(pinned_memory, "cuda_library", lambda: library)
+    monkeypatch.setattr(cuda_memory, "cuda_library", lambda: library)
     return fake
 
 
@@ -61,7 +61,7 @@ def test_shapes_and_element_types(cuda, shape, dtype, nbytes):
 
 
 def test_without_cuda_it_says_so(monkeypatch):
-    monkeypatch.setattr(pinned_memory, "cuda_library", lambda: None)
+    monkeypatch.setattr(cuda_memory, "cuda_library", lambda: None)
     with pytest.raises(rh.BindingError, match="pinned_array needs a CUDA driver and a GPU, found none"):
         rh.vm.pinned_array(4)
 

@@ -1,4 +1,9 @@
-"""Pinned host memory, which GPUs copy from and to at full rate while the host does other work."""
+"""Memory for copies from and to GPUs: pinned memory of the host, and memory of a GPU outside of TVM's pool.
+
+GPUs copy from and to pinned memory at full rate while the host does other work. TVM's pool gives memory again as soon
+as nothing on the host refers to it: right for work that follows in the stream of the kernels which used it, wrong for
+copies that run beside them.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +33,30 @@ class PinnedBlock:
         library.use(gpu)
         self.address, self.nbytes = library.pinned(nbytes), nbytes
         # When the process ends the driver may have ended before, and frees everything.
-        weakref.finalize(self, _give_back, library, gpu, self.address).atexit = False
+        weakref.finalize(self, _give_back, library, gpu, "cuMemFreeHost", self.address).atexit = False
 
 
-def _give_back(library: CudaLibrary, gpu: int, address: int) -> None:
+class DeviceBlock:
+    """Memory of a GPU, given back when nothing refers to it.
+
+    Parameters
+    ----------
+    library : CudaLibrary
+    gpu : int
+        Whose memory.
+    nbytes : int
+    """
+
+    def __init__(self, library: CudaLibrary, gpu: int, nbytes: int) -> None:
+        library.use(gpu)
+        self.address, self.nbytes = library.made("cuMemAlloc_v2", nbytes), nbytes
+        # When the process ends the driver may have ended before, and frees everything.
+        weakref.finalize(self, _give_back, library, gpu, "cuMemFree_v2", self.address).atexit = False
+
+
+def _give_back(library: CudaLibrary, gpu: int, function: str, address: int) -> None:
     library.use(gpu)
-    library.call("cuMemFreeHost", address)
+    library.call(function, address)
 
 
 def pinned_array(shape: int | tuple[int, ...], dtype: str | np.dtype[Any] = "float32") -> np.ndarray:
@@ -70,7 +93,7 @@ def pinned_array(shape: int | tuple[int, ...], dtype: str | np.dtype[Any] = "flo
 
 
 class _Array:
-    """What numpy makes an array of, and keeps as long as there is one."""
+    """A block as numpy takes memory; it lives as long as any array over it."""
 
     def __init__(self, block: PinnedBlock) -> None:
         self._block = block
