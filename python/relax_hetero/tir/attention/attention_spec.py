@@ -13,7 +13,7 @@ from ...encoding.problem import AttentionProblem
 from ...encoding.tiles import tile_sizes
 from ...target.cpu_target import Machine
 from ..core.builder import Expr, Registers, broadcast, ceil_div, lane_numbers
-from ..core.work_split import WORTH_A_TASK
+from ..core.work_split import tasks_for
 from .heads_view import HALVES, HeadsView
 
 # Keys of a block: the scores of a tile of 8 queries against them take a third of the first-level cache, keys and
@@ -156,7 +156,7 @@ def _share(sizes: Mapping[str, Any], cores: int, rows: int) -> tuple[int, int]:
     most = max(rows, QUERIES // rows * rows)
     known = all(isinstance(sizes[name], int) for name in ("b", "m", "n"))
     work = heads * queries * (sizes["n"] if known else KEYS) * (sizes["d"] + sizes["e"])
-    if cores == 1 or (known and work < WORTH_A_TASK):
+    if tasks_for(cores, "multiply-adds", work if known else None) == 1:
         return 1, min(most, ceil_div(queries, rows) * rows)
     parts = next((parts for parts in range(1, cores + 1) if heads * parts % cores == 0), cores)
     if heads >= 4 * cores:

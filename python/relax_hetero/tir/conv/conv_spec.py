@@ -14,7 +14,7 @@ from ...encoding.problem import ConvProblem, Window
 from ...target.cpu_target import Machine
 from ..core.builder import Expr, Function, broadcast, ceil_div, lane_numbers, prefetch, settled, vector_type
 from ..core.operand_view import Coordinates, OperandView
-from ..core.work_split import WORTH_A_TASK, Split
+from ..core.work_split import Split, tasks_for, unravel
 from ..elementwise import expression_code
 
 
@@ -99,10 +99,7 @@ class Row:
 def make_row(conv: Convolution, number: Expr) -> Row:
     """The row of a number."""
     names = ["b", *(f"y{d}" for d in range(len(conv.windows) - 1))]
-    at: dict[str, Expr] = {}
-    for name, extent in reversed(list(zip(names, conv.rows, strict=True))):
-        at[name] = settled(number if name == "b" else number % extent)
-        number = number // extent
+    at = dict(zip(names, unravel(number, conv.rows, place=settled), strict=True))
     taps = tuple(
         _outer_taps(conv.windows[d], conv.data.extents[2 + d], conv.result.extents[2 + d], at[f"y{d}"])
         for d in range(len(conv.windows) - 1)
@@ -210,7 +207,8 @@ def split_rows(conv: Convolution, panels: int, macs: int) -> Split:
     for extent in conv.rows[1:]:
         rows *= extent
     cores = conv.machine.cores
-    if cores == 1 or (isinstance(batch, int) and rows * panels * macs < WORTH_A_TASK):
+    work = rows * panels * macs if isinstance(batch, int) else None
+    if tasks_for(cores, "multiply-adds", work) == 1:
         return Split(1, 1, 1, 1)
     read = conv.problem.data.layout.storage_bytes(_static(conv.data.extents), conv.data.dtype)
     weights = conv.problem.weight.layout.storage_bytes(conv.weight.extents, conv.weight.dtype)

@@ -1,8 +1,8 @@
-"""A kernel's parameter under a layout, addressed by tile and position in it; and work cut into parts for cores."""
+"""A kernel's parameter under a layout, addressed by tile and position in it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tvm
@@ -11,12 +11,8 @@ from tvm.script.ir_builder import tirx as T
 
 from ...encoding.packed_layout import PackedLayout
 from ...encoding.problem import Dim
-from ...target.cpu_target import Machine
 from ...target.element_types import bytes_of
-from .builder import Expr, Function, ceil_div, flat, int64, loop
-
-PARALLEL_BYTES = 1 << 18
-"""Work on no more bytes than this stays on one core: waking another takes about as long as copying them."""
+from .builder import Expr, Function, ceil_div, flat, int64
 
 
 class Storage:
@@ -137,64 +133,6 @@ def raw_type(dtype: str) -> str:
 def whole(extent: Expr, tile: int) -> bool:
     """Whether an extent is known to be a multiple of a tile."""
     return tile == 1 or (isinstance(extent, int) and extent % tile == 0)
-
-
-def for_parts(
-    counts: Sequence[Expr], size: Expr, machine: Machine, body: Callable[[list[Expr]], None], unit: int = 1
-) -> None:
-    """Run `body` with every position of a nest of loops, cut into equal parts for the machine's cores.
-
-    Parameters
-    ----------
-    counts : sequence of int or PrimExpr
-        Extents of the loops, outermost first.
-    size : int or PrimExpr
-        Bytes that all of it touches; little work stays on one core.
-    machine : Machine
-    body : Callable
-        Gets the positions.
-    unit : int
-        Parts are multiples of this many innermost positions.
-    """
-    total: Expr = 1
-    for count in counts:
-        total = total * count
-    if any(isinstance(count, int) and count == 0 for count in counts):  # whatever the symbolic ones are
-        return
-
-    def positions(index: Expr) -> list[Expr]:
-        found: list[Expr] = []
-        for count in reversed(counts[1:]):
-            # The analyzer must not find a division by zero, not even where nothing runs.
-            by = int64(count) if isinstance(count, int) else T.max(count, int64(1))
-            found.append(tirx.floormod(index, by))
-            index = tirx.floordiv(index, by)
-        return [index, *reversed(found)]
-
-    small = isinstance(size, int) and size <= PARALLEL_BYTES
-    if small or machine.cores == 1 or (isinstance(total, int) and total < 2 * unit):
-        with loop(total) as index:
-            body(positions(index))
-        return
-    parts = machine.cores
-    share = ceil_div(ceil_div(total, unit), parts) * unit
-    with loop(parts, parallel=True) as part:
-        start = part * share
-        with loop(T.max(T.min(int64(share), int64(total) - start), int64(0))) as index:
-            body(positions(start + index))
-
-
-def nest_loops(counts: Sequence[Expr], body: Callable[[list[Expr]], None]) -> None:
-    """Run `body` with every position of a nest of loops, on one core."""
-
-    def nest(positions: list[Expr]) -> None:
-        if len(positions) == len(counts):
-            body(positions)
-            return
-        with loop(counts[len(positions)]) as position:
-            nest([*positions, position])
-
-    nest([])
 
 
 def _times(left: Expr, right: Expr) -> Expr:

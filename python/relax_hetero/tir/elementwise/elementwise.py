@@ -9,9 +9,10 @@ from ...encoding.problem import ElementwiseProblem
 from ...errors import EncodingError
 from ...target.cpu_target import Machine
 from ..core.builder import Expr, Function, lane_indices, loop, vector_type
-from ..core.storage import Storage, for_parts, nest_loops, whole
+from ..core.storage import Storage, whole
 from ..core.ties import tied_to
 from ..core.vector_access import gathered, loaded, split_run, tail_mask
+from ..core.work_split import for_parts, nest_loops
 from .expression_code import computed_in, emit
 
 

@@ -7,7 +7,7 @@ from tvm_ffi import structural_walk
 
 from ...target.cpu_target import Machine
 from ...target.element_types import bytes_of
-from ..core.work_split import WORTH_THREADS
+from ..core import work_split
 from .nests import Nest
 from .stages import loads
 
@@ -19,10 +19,7 @@ _CALL = 2.0
 
 def tasks_for(nest: Nest, machine: Machine) -> int:
     """Into how many tasks a nest is cut: one for each core, or one if it is done soon."""
-    if machine.cores == 1:
-        return 1
-    cost = nanoseconds(nest, machine)
-    return 1 if cost is not None and cost < WORTH_THREADS else machine.cores
+    return work_split.tasks_for(machine.cores, "nanoseconds", nanoseconds(nest, machine))
 
 
 def nanoseconds(nest: Nest, machine: Machine) -> float | None:

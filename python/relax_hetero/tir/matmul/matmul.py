@@ -6,7 +6,7 @@ operand stays in the second-level cache while the tiles of a block of rows go ov
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -20,7 +20,7 @@ from ...target.element_types import bytes_of
 from ..core.builder import Expr, Function, Registers, ceil_div, either, loop, settled, smaller
 from ..core.operand_view import Coordinates, OperandView, extent_of
 from ..core.ties import tied_to
-from ..core.work_split import Split, part, split_work
+from ..core.work_split import Split, part, split_work, unravel
 from ..rows.row_code import Row, RowCode
 from ..rows.rows import emit_rows, phase_code
 from .inner_product import llvm_import
@@ -152,7 +152,7 @@ def _emit_loops(spec: Product2D, machine: Machine, batch: list[str], rows_code: 
         block_m = _tiles_per_block(tiles, split, rows)
         row = Row(rows_code) if rows_code is not None and in_task else None
         with loop(last_b - first_b) as b, loop(settled(ceil_div(last_m - first_m, block_m))) as block:
-            at = {name: settled(place) for name, place in _unravel(first_b + b, extents).items()}
+            at = dict(zip(extents, unravel(first_b + b, list(extents.values()), place=settled), strict=True))
             begin_m = settled(first_m + block * block_m)
             end_m = settled(smaller(begin_m + block_m, last_m))
             sweep_tiles = min(ceil_div(tiles, split.rows), block_m) if isinstance(tiles, int) else end_m - begin_m
@@ -220,14 +220,6 @@ def _k_blocks(spec: Product2D) -> tuple[Expr, int]:
         return 1, 0
     count = ceil_div(spec.k, block)
     return count, ceil_div(ceil_div(spec.k, count), spec.product.k0) * spec.product.k0
-
-
-def _unravel(number: Expr, extents: Mapping[str, Expr]) -> Coordinates:
-    at: dict[str, Expr] = {}
-    for name, extent in reversed(list(extents.items())):
-        at[name] = number if name == next(iter(extents)) else number % extent
-        number = number // extent
-    return at
 
 
 Case = tuple[Expr, int, Expr]

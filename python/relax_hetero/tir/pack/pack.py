@@ -19,7 +19,8 @@ from ...encoding.packed_layout import PackedLayout
 from ...encoding.problem import Dim
 from ...target.cpu_target import Machine
 from ..core.builder import Expr, Function, Registers, broadcast, lane_indices, loop, zeros
-from ..core.storage import Storage, extents_of, for_parts, whole
+from ..core.storage import Storage, extents_of, whole
+from ..core.work_split import for_parts
 from ..math.vector_math import once
 from .tile_copy import copy_runs, interleave_rows
 from .tile_transpose import transpose_tiles

@@ -10,8 +10,9 @@ from tvm.script.ir_builder import tirx as T
 
 from ...target.cpu_target import Machine
 from ..core.builder import Expr, ceil_div, int64, lane_indices, loop, masked_store, smaller, zeros
-from ..core.storage import Storage, extents_of, for_parts, nest_loops, whole
+from ..core.storage import Storage, extents_of, whole
 from ..core.vector_access import EMPTY, masked_vector, split_run, tail_mask
+from ..core.work_split import for_parts, nest_loops
 
 ROWS = 16
 """Rows that are copied tile by tile: reads go along rows, writes fill a few kilobytes of each tile column."""

@@ -14,7 +14,8 @@ from tvm.script.ir_builder import tirx as T
 from ...target.cpu_target import Machine
 from ...target.element_types import bytes_of
 from ..core.builder import Expr, ceil_div, int64, lane_indices, loop, smaller, zeros
-from ..core.storage import Storage, extents_of, for_parts, whole
+from ..core.storage import Storage, extents_of, whole
+from ..core.work_split import for_parts
 from ..math.vector_math import once
 
 

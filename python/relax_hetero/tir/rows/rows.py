@@ -16,16 +16,14 @@ from ...encoding.problem import RowPhase, RowsProblem
 from ...encoding.row_program import Reduction, RowProgram
 from ...errors import EncodingError
 from ...target.cpu_target import Machine
-from ..core.builder import Expr, Function, loop, settled
-from ..core.operand_view import Coordinates, OperandView, extent_of
+from ..core.builder import Expr, Function, ceil_div, loop, settled
+from ..core.operand_view import OperandView, extent_of
 from ..core.ties import with_ties
-from ..core.work_split import part
+from ..core.work_split import is_worth_tasks, part, unravel
 from ..elementwise.expression_code import computed_in
 from .row_code import Row, RowCode
 from .row_plan import is_read_after_keeping, plan_rows
 
-WORTH_A_TASK = 10_000
-"""Instructions on vectors that take as long as handing work to another core and waiting for it (about 2 us)."""
 _ROW_COST = 20
 """Instructions of a reduction beside those on vectors: the lanes of one vector are reduced one after another."""
 
@@ -162,29 +160,20 @@ def emit_rows(code: RowCode, names: list[str], machine: Machine) -> None:
         T.evaluate(0)
         return
     total = settled(total)
-    tasks = machine.cores if is_worth_tasks(code, total, machine.cores) else 1
+    tasks = _tasks(code, total, machine.cores)
     with loop(tasks, parallel=tasks > 1) as task:
         row = Row(code)
         first, last = part(total, tasks, task)
         with loop(settled(last - first)) as number:
-            row.emit(unravel(settled(first + number), extents))
+            places = unravel(settled(first + number), list(extents.values()), place=settled, rest=settled)
+            row.emit(dict(zip(extents, places, strict=True)))
 
 
-def is_worth_tasks(code: RowCode, total: Expr, cores: int) -> bool:
-    """Whether to share rows among cores: unless they are known to be too few, or too short."""
+def _tasks(code: RowCode, total: Expr, cores: int) -> int:
+    """One task for each core, or one for rows that are known to be too few, or too short."""
     if cores == 1 or (isinstance(total, int) and total < cores):
-        return False
+        return 1
     if not isinstance(total, int) or not isinstance(code.n, int):
-        return True
-    vectors = -(-code.n // code.lanes)
-    return total * (vectors * code.plan.cost + _ROW_COST * len(code.plan.passes)) > cores * WORTH_A_TASK
-
-
-def unravel(number: Expr, extents: dict[str, Expr]) -> Coordinates:
-    """The position of row `number` in every dimension."""
-    at: dict[str, Expr] = {}
-    names = list(extents)
-    for name in reversed(names):
-        at[name] = number if name == names[0] else settled(tirx.floormod(number, extents[name]))
-        number = settled(tirx.floordiv(number, extents[name])) if name != names[0] else number
-    return at
+        return cores
+    work = total * (-(-code.n // code.lanes) * code.plan.cost + _ROW_COST * len(code.plan.passes))
+    return cores if is_worth_tasks("vector instructions a task", ceil_div(work, cores)) else 1
