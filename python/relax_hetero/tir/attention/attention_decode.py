@@ -5,10 +5,9 @@ Laying keys out for one query would cost more than its scores: these are sums of
 
 from __future__ import annotations
 
-from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ..core.builder import Expr, broadcast, held, lane_numbers, settled, smaller
+from ..core.builder import Expr, held, lane_mask, settled, smaller
 from ..math.vector_math import once
 from .attention_spec import AttentionPlace
 
@@ -43,8 +42,7 @@ def products_of_keys(
         rows = [settled(keys + smaller(column + lane, size - 1) * step) for lane in range(lanes)]
     sums: list[Expr] = []
     for chunk in range(0, width, lanes):
-        left = width - chunk
-        mask = None if left >= lanes else lane_numbers(lanes) < broadcast(tirx.const(left, "int32"), lanes)
+        mask = lane_mask(width - chunk, lanes)
         factor = held(place.query.load(start + place.query.stride("d") * chunk, "d", lanes, mask))
         products = [factor * place.key.load(row + chunk, "d", lanes, mask) for row in rows]
         sums = [once(one if chunk == 0 else sums[lane] + one) for lane, one in enumerate(products)]

@@ -16,7 +16,7 @@ from ..core.builder import (
     either,
     held,
     lane_indices,
-    lane_numbers,
+    lane_mask,
     loop,
     settled,
     smaller,
@@ -119,7 +119,7 @@ class _Rows:
         loaded: dict[tuple[int, int], Expr] = {}
         for j in range(vectors):
             column = settled(panel * columns + j * self.lanes)
-            exists = _exists(left, j * self.lanes, self.lanes)
+            exists = None if left is None else lane_mask(left - j * self.lanes, self.lanes)
             for i in range(self.rows):
                 value = self._score(accs[i * vectors + j], i, column, exists, loaded)
                 T.buffer_store(place.room, value, [self._score_at(i, column)])
@@ -145,7 +145,7 @@ class _Rows:
         value = expression_code.emit(scores.expression, values, dtypes, self.lanes)
         if place.problem.causal:
             seen = settled(self.row + (i + 1 + self._ahead()) - self.first - column)
-            exists = _exists(smaller(seen, self.size - column), 0, self.lanes)
+            exists = lane_mask(smaller(seen, self.size - column), self.lanes)
         if exists is None:
             return held(value)
         return held(T.Select(exists, value, vector_math.constant(value, -float("inf"))))
@@ -277,14 +277,6 @@ class _Rows:
     def _write(self, i: int, column: Expr, value: Expr, mask: Expr | None) -> None:
         view = self.place.result
         view.store(view.address({**self.at, "m": self.row + i, "e": column}), value, self.lanes, mask)
-
-
-def _exists(left: Expr | None, first: int, lanes: int) -> Expr | None:
-    """Which lanes of a vector are among the `left` columns of its panel; None: all."""
-    if left is None or (isinstance(left, int) and left - first >= lanes):
-        return None
-    number = tirx.const(left - first, "int32") if isinstance(left, int) else tirx.Cast("int32", left - first)
-    return lane_numbers(lanes) < broadcast(number, lanes)
 
 
 def _over_lanes(vector: Expr, apply: Callable[[Any, Any], Any], lanes: int) -> Expr:

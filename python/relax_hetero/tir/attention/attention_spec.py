@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tvm import tirx
-
 from ...encoding.dot_instructions import Product, product_for
 from ...encoding.problem import AttentionProblem
 from ...encoding.tiles import tile_sizes
 from ...target.cpu_target import Machine
-from ..core.builder import Expr, Registers, broadcast, ceil_div, lane_numbers
+from ..core.builder import Expr, Registers, ceil_div, lane_mask
 from ..core.work_split import tasks_for
 from .heads_view import HALVES, HeadsView
 
@@ -224,12 +222,7 @@ class AttentionPlace:
     def value_masks(self) -> list[Expr | None]:
         """Of the vectors of a value: which lanes exist, None where all do."""
         lanes, width = self.blocks.lanes, self.sizes["e"]
-        return [
-            None
-            if first + lanes <= width
-            else lane_numbers(lanes) < broadcast(tirx.const(width - first, "int32"), lanes)
-            for first in range(0, width, lanes)
-        ]
+        return [lane_mask(width - first, lanes) for first in range(0, width, lanes)]
 
 
 def for_few_queries(place: AttentionPlace, machine: Machine) -> AttentionPlace | None:

@@ -16,11 +16,10 @@ from tvm.script.ir_builder import tirx as T
 from ..core.builder import (
     Expr,
     Registers,
-    broadcast,
     ceil_div,
     held,
     lane_indices,
-    lane_numbers,
+    lane_mask,
     loop,
     settled,
     vector_type,
@@ -181,6 +180,6 @@ def _run(conv: Convolution, start: Expr, wide: int, existing: int) -> Expr:
         return cast(conv.data.data[start], dtype)
     if existing >= wide:
         return cast(conv.data.data[lane_indices(start, wide)], dtype)
-    mask = lane_numbers(wide) < broadcast(tirx.const(existing, "int32"), wide)
+    mask = lane_mask(existing, wide)
     vector = T.masked_load(vector_type(conv.data.dtype, wide), conv.data.data, lane_indices(start, wide), mask)
     return T.Select(mask, held(cast(vector, dtype)), zeros(dtype, wide))

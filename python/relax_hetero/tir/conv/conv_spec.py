@@ -9,13 +9,12 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...encoding.dot_instructions import Product
-from ...encoding.expression import Expression
 from ...encoding.problem import ConvProblem, Window
 from ...target.cpu_target import Machine
-from ..core.builder import Expr, Function, broadcast, ceil_div, lane_numbers, prefetch, settled, vector_type
+from ..core.builder import Expr, Function, ceil_div, lane_mask, prefetch, settled
 from ..core.operand_view import Coordinates, OperandView
 from ..core.work_split import Split, tasks_for, unravel
-from ..elementwise import expression_code
+from ..elementwise.epilogue import EpilogueCode
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,7 @@ class Convolution:
     product : Product
         How the machine multiplies the element types.
     data, weight, result : OperandView
-    more : tuple of OperandView
-        The epilogue's operands.
+    epilogue : EpilogueCode
     lanes : int
         Of an accumulator.
     """
@@ -41,7 +39,7 @@ class Convolution:
     data: OperandView
     weight: OperandView
     result: OperandView
-    more: tuple[OperandView, ...]
+    epilogue: EpilogueCode
     lanes: int
 
     @staticmethod
@@ -49,14 +47,14 @@ class Convolution:
         """Declares the parameters."""
         data = OperandView(function, "data", problem.data)
         weight = OperandView(function, "weight", problem.weight)
-        operands = problem.epilogue.operands if problem.epilogue else ()
-        more = tuple(OperandView(function, f"x{i + 1}", operand) for i, operand in enumerate(operands))
+        lanes = machine.lanes(problem.acc_dtype)
+        epilogue = EpilogueCode.of(function, problem.epilogue, problem.acc_dtype, problem.result.dtype, lanes)
         result = OperandView(function, "result", problem.result)
-        return Convolution(problem, machine, product, data, weight, result, more, machine.lanes(problem.acc_dtype))
+        return Convolution(problem, machine, product, data, weight, result, epilogue, lanes)
 
     def open(self) -> None:
         """Declare the flat views; inside the function's body."""
-        for view in (self.data, self.weight, *self.more, self.result):
+        for view in (self.data, self.weight, *self.epilogue.views, self.result):
             view.open()
 
     @property
@@ -134,11 +132,7 @@ def data_position(conv: Convolution, row: Row, taps: Sequence[Expr], channel: Ex
 
 def channel_masks(conv: Convolution, vectors: int, existing: int) -> tuple[Expr | None, ...]:
     """For each vector of output channels which lanes exist, where only `existing` channels do; None: all."""
-    return tuple(_mask(conv.lanes, existing - j * conv.lanes) for j in range(vectors))
-
-
-def _mask(lanes: int, left: int) -> Expr | None:
-    return None if left >= lanes else lane_numbers(lanes) < broadcast(tirx.const(left, "int32"), lanes)
+    return tuple(lane_mask(existing - j * conv.lanes, conv.lanes) for j in range(vectors))
 
 
 def store_places(
@@ -165,26 +159,21 @@ def store_places(
     value : callable
         The accumulator of a place and a vector.
     """
-    epilogue = conv.problem.epilogue
-    expression = epilogue.expression if epilogue else Expression.operand(0)
-    dtypes = [conv.problem.acc_dtype, *(view.dtype for view in conv.more)]
     last = f"y{len(conv.windows) - 1}"
     for t in range(size[0]):
         for j in range(size[1]):
             at = {**row.at, last: place + t, "n": column + j * conv.lanes}
-            mask = masks[j]
-            values = [value(t, j)]
-            values += [view.load(at, "n", conv.lanes, mask if view.runs_along("n") else None) for view in conv.more]
-            out = expression_code.emit(expression, values, dtypes, conv.lanes)
-            if expression.dtype(dtypes) != conv.result.dtype:
-                out = tirx.Cast(vector_type(conv.result.dtype, conv.lanes), out)
-            conv.result.store(at, "n", out, conv.lanes, mask)
+
+            def load(view: OperandView, at: Coordinates = at, mask: Expr | None = masks[j]) -> Expr:
+                return view.load(at, "n", conv.lanes, mask if view.runs_along("n") else None)
+
+            conv.result.store(at, "n", conv.epilogue.result(value(t, j), load), conv.lanes, masks[j])
 
 
 def prefetch_operands(conv: Convolution, row: Row, place: Expr, column: Expr, size: tuple[int, int]) -> None:
     """Ask for what the epilogue reads of every element of a tile, so that it has come when the sums are done."""
     last = f"y{len(conv.windows) - 1}"
-    for view in conv.more:
+    for view in conv.epilogue.views:
         if view.runs_along("n") and view.runs_along(last) and conv.lanes > 1:
             for t in range(size[0]):
                 for j in range(size[1]):

@@ -18,11 +18,10 @@ from ..core.builder import (
     CACHE_LINE_BYTES,
     Expr,
     Registers,
-    broadcast,
     ceil_div,
     held,
     lane_indices,
-    lane_numbers,
+    lane_mask,
     loop,
     prefetch,
     settled,
@@ -264,21 +263,20 @@ def _left(conv: Convolution, address: Expr, existing: int) -> Expr | list[Expr]:
 def _right(conv: Convolution, start: Expr, vector: int) -> Expr:
     """Vector number `vector` of a panel's factors; lanes beyond the panel are zero."""
     groups = rhs_groups(conv.product, _panel_vector(conv, start, vector), conv.lanes)
-    existing = conv.weight.layout.tile(0) - vector * conv.lanes
-    if existing >= conv.lanes:
+    mask = lane_mask(conv.weight.layout.tile(0) - vector * conv.lanes, conv.lanes)
+    if mask is None:
         return groups
-    mask = lane_numbers(conv.lanes) < broadcast(tirx.const(existing, "int32"), conv.lanes)
     return T.Select(mask, held(groups), zeros(str(groups.ty.dtype).partition("x")[0], conv.lanes))
 
 
 def _panel_vector(conv: Convolution, start: Expr, vector: int) -> Expr:
     """Vector number `vector` of what lies in the weight for the channels of a panel, `Product.k0` elements each."""
     k0, dtype = conv.product.k0, conv.weight.dtype
-    lanes, existing = conv.lanes * k0, (conv.weight.layout.tile(0) - vector * conv.lanes) * k0
+    lanes = conv.lanes * k0
     index = lane_indices(start + vector * lanes, lanes)
-    if existing >= lanes:
+    mask = lane_mask((conv.weight.layout.tile(0) - vector * conv.lanes) * k0, lanes)
+    if mask is None:
         return conv.weight.data[index]
-    mask = lane_numbers(lanes) < broadcast(tirx.const(existing, "int32"), lanes)
     return T.masked_load(vector_type(dtype, lanes), conv.weight.data, index, mask)
 
 

@@ -106,6 +106,16 @@ def lane_numbers(lanes: int) -> Expr:
     return T.ramp(tirx.const(0, "int32"), 1, lanes)
 
 
+def lane_mask(left: Expr, lanes: int) -> Expr | None:
+    """Which lanes of a vector exist where `left` elements are left for it; None: all of them, and known to be."""
+    if isinstance(left, int) and left >= lanes:
+        return None
+    if lanes == 1:
+        return left > 0
+    count = tirx.const(left, "int32") if isinstance(left, int) else tirx.Cast("int32", left)
+    return lane_numbers(lanes) < broadcast(count, lanes)
+
+
 class Registers:
     """Vector registers that a kernel may write: accumulators.
 

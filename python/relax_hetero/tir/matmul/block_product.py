@@ -19,7 +19,6 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...encoding.block_weights import GROUP
-from ...encoding.expression import Expression
 from ...encoding.problem import BlockProductProblem
 from ...encoding.tiles import tile_sizes
 from ...target.cpu_target import Machine
@@ -32,17 +31,16 @@ from ..core.builder import (
     either,
     held,
     lane_indices,
-    lane_numbers,
+    lane_mask,
     loop,
     settled,
     smaller,
-    vector_type,
     when,
     zeros,
 )
-from ..core.operand_view import OperandView, extent_of
+from ..core.operand_view import Coordinates, OperandView, extent_of
 from ..core.work_split import part, split_work
-from ..elementwise import expression_code
+from ..elementwise.epilogue import EpilogueCode
 from .block_numbers import PLACES, Unpacking
 from .matmul_tile import IN_FLIGHT, MAX_CHAIN
 
@@ -58,8 +56,7 @@ class _Kernel:
     ----------
     problem : BlockProductProblem
     lhs, result : OperandView
-    extra : tuple of OperandView
-        The epilogue's operands.
+    epilogue : EpilogueCode
     weight, scales : Buffer
         In one dimension.
     unpacking : Unpacking
@@ -74,7 +71,7 @@ class _Kernel:
     problem: BlockProductProblem
     lhs: OperandView
     result: OperandView
-    extra: tuple[OperandView, ...]
+    epilogue: EpilogueCode
     weight: Expr
     scales: Expr
     unpacking: Unpacking
@@ -114,24 +111,23 @@ def block_product_kernel(problem: BlockProductProblem, machine: Machine) -> tirx
             OperandView(function, name, operand)
             for name, operand in zip(("weight", "scales", "zeros"), problem.weights, strict=False)
         ]
-        operands = problem.epilogue.operands if problem.epilogue else ()
-        extra = tuple(OperandView(function, f"x{i + 1}", operand) for i, operand in enumerate(operands))
+        lanes = machine.lanes("float32")
+        epilogue = EpilogueCode.of(function, problem.epilogue, "float32", problem.result.dtype, lanes)
         result = OperandView(function, "result", problem.result)
-        views = [lhs, *extra, result]
+        views = [lhs, *epilogue.views, result]
         for name in reversed([name for name in result.index_map if name.startswith("b")]):
             for view in views:
                 view.merge(name, "m")
         with function.body():
             for view in (*views, *packed):
                 view.open()
-            lanes = machine.lanes("float32")
             vectors = problem.panel // lanes
             data = [view.data for view in packed]
             kernel = _Kernel(
                 problem,
                 lhs,
                 result,
-                extra,
+                epilogue,
                 data[0],
                 data[1],
                 Unpacking.of(machine, data[2] if len(data) > 2 else None),
@@ -267,11 +263,7 @@ def _finish(kernel: _Kernel, tile: _Tile, totals: Registers) -> None:
     if left == 0:
         _store(kernel, tile, totals, [None] * kernel.vectors)
         return
-    masks = []
-    for j in range(ceil_div(left, lanes)):
-        exist = left - j * lanes
-        limit = broadcast(tirx.const(exist, "int32"), lanes)
-        masks.append(None if exist >= lanes else lane_numbers(lanes) < limit)
+    masks = [lane_mask(left - j * lanes, lanes) for j in range(ceil_div(left, lanes))]
     last = problem.columns // problem.panel
     either(
         tile.panel < last,
@@ -282,18 +274,15 @@ def _finish(kernel: _Kernel, tile: _Tile, totals: Registers) -> None:
 
 def _store(kernel: _Kernel, tile: _Tile, totals: Registers, masks: list[Expr]) -> None:
     """Write vectors of the tile, one for each mask (None: whole)."""
-    epilogue, lanes = kernel.problem.epilogue, kernel.lanes
-    expression = epilogue.expression if epilogue else Expression.operand(0)
-    dtypes = ["float32", *(view.dtype for view in kernel.extra)]
+    lanes = kernel.lanes
     rows = _rows_in(kernel, tile)
     for i in range(tile.rows):
         with when(True if tile.end is None or i == 0 else tile.row + i < tile.end):
             for j, mask in enumerate(masks):
                 at = {"m": rows[i], "n": tile.panel * kernel.problem.panel + j * lanes}
-                values = [totals[i * kernel.vectors + j]]
-                for view in kernel.extra:
-                    values.append(view.load(at, "n", lanes, mask if view.runs_along("n") else None))
-                value = expression_code.emit(expression, values, dtypes, lanes)
-                if expression.dtype(dtypes) != kernel.result.dtype:
-                    value = tirx.Cast(vector_type(kernel.result.dtype, lanes), value)
+
+                def load(view: OperandView, at: Coordinates = at, mask: Expr | None = mask) -> Expr:
+                    return view.load(at, "n", lanes, mask if view.runs_along("n") else None)
+
+                value = kernel.epilogue.result(totals[i * kernel.vectors + j], load)
                 kernel.result.store(at, "n", value, lanes, mask)

@@ -21,6 +21,7 @@ from ..core.builder import Expr, Function, Registers, ceil_div, either, loop, se
 from ..core.operand_view import Coordinates, OperandView, extent_of
 from ..core.ties import tied_to
 from ..core.work_split import Split, part, split_work, unravel
+from ..elementwise.epilogue import EpilogueCode
 from ..rows.row_code import Row, RowCode
 from ..rows.rows import emit_rows, phase_code
 from .inner_product import llvm_import
@@ -71,19 +72,18 @@ def matmul_kernel(problem: MatmulProblem, machine: Machine) -> tirx.PrimFunc:
         lhs = OperandView(function, "lhs", problem.lhs)
         rhs = OperandView(function, "rhs", problem.rhs)
         init = OperandView(function, "init", problem.init) if problem.init else None
-        operands = problem.epilogue.operands if problem.epilogue else ()
-        more = tuple(OperandView(function, f"x{i + 1}", operand) for i, operand in enumerate(operands))
+        lanes = machine.lanes(problem.acc_dtype)
+        epilogue = EpilogueCode.of(function, problem.epilogue, problem.acc_dtype, problem.result.dtype, lanes)
         in_rows = [
             OperandView(function, f"y{i}", o) for i, o in enumerate(problem.rows.operands if problem.rows else ())
         ]
         result = OperandView(function, "result", problem.result)
-        views = [lhs, rhs, *([init] if init else []), *more, *in_rows, result]
+        views = [lhs, rhs, *([init] if init else []), *epilogue.views, *in_rows, result]
         batch = merge_batches(views, lhs, rhs, result)
-        lanes = machine.lanes(problem.acc_dtype)
         # One register holds what is broadcast of the left operand.
         free = machine.isa.registers - 1 - product.temporaries
         m, n, k = (extent_of(views, name) for name in "mnk")
-        spec = Product2D(lhs, rhs, result, init, problem.epilogue, more, product, lanes, free, m, n, k)
+        spec = Product2D(lhs, rhs, result, init, epilogue, product, lanes, free, m, n, k)
         with function.body():
             for view in views:
                 view.open()
@@ -228,7 +228,7 @@ Case = tuple[Expr, int, Expr]
 
 def _row_cases(spec: Product2D, row: Expr, rows: int) -> list[Case]:
     """The forms of a tile along m: whole, and what is left at the end."""
-    views = (spec.lhs, spec.result, *([spec.init] if spec.init else []), *spec.epilogue_views)
+    views = (spec.lhs, spec.result, *([spec.init] if spec.init else []), *spec.epilogue.views)
     if all(view.is_padded("m", rows) for view in views if view.runs_along("m")):
         return [(None, rows, None)]
     if isinstance(spec.m, int):
@@ -245,7 +245,7 @@ def _row_cases(spec: Product2D, row: Expr, rows: int) -> list[Case]:
 
 def _column_cases(spec: Product2D, column: Expr, vectors: int) -> list[Case]:
     """The forms of a tile along n."""
-    views = (spec.rhs, spec.result, *([spec.init] if spec.init else []), *spec.epilogue_views)
+    views = (spec.rhs, spec.result, *([spec.init] if spec.init else []), *spec.epilogue.views)
     columns = vectors * spec.lanes
     if all(view.is_padded("n", columns) for view in views if view.runs_along("n")):
         left = spec.n % columns if isinstance(spec.n, int) else 0

@@ -8,9 +8,9 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...encoding.dot_instructions import Product
-from ...encoding.problem import Epilogue
-from ..core.builder import Expr, broadcast, lane_numbers, settled, smaller
+from ..core.builder import Expr, lane_mask, settled, smaller
 from ..core.operand_view import Coordinates, OperandView
+from ..elementwise.epilogue import EpilogueCode
 
 # Steps along k between prefetches: at most, and where only the run knows how many tiles share them.
 MAX_TURN = 8
@@ -25,8 +25,7 @@ class Product2D:
     ----------
     lhs, rhs, result : OperandView
     init : OperandView or None
-    epilogue : Epilogue or None
-    epilogue_views : tuple of OperandView
+    epilogue : EpilogueCode
     product : Product
     lanes : int
         Of an accumulator.
@@ -40,8 +39,7 @@ class Product2D:
     rhs: OperandView
     result: OperandView
     init: OperandView | None
-    epilogue: Epilogue | None
-    epilogue_views: tuple[OperandView, ...]
+    epilogue: EpilogueCode
     product: Product
     lanes: int
     registers: int
@@ -133,19 +131,10 @@ def make_tile(
         rows = tuple(settled(T.min(row + i, rows_end - 1)) for i in range(size[0]))
     if not isinstance(columns_end, int) and columns_end is not None:
         columns_end = settled(columns_end - column)
-    masks = tuple(_mask(columns_end, j * spec.lanes, spec.lanes) for j in range(size[1]))
+    masks = tuple(
+        None if columns_end is None else lane_mask(columns_end - j * spec.lanes, spec.lanes) for j in range(size[1])
+    )
     return Tile(batch, row, column, *size, rows, masks, rows_end, sweep)
-
-
-def _mask(columns: Expr | None, first: int, lanes: int) -> Expr | None:
-    if columns is None or (isinstance(columns, int) and first + lanes <= columns):
-        return None
-    left = columns - first
-    if lanes == 1:
-        return left > 0
-    if isinstance(left, int):
-        return lane_numbers(lanes) < broadcast(tirx.const(left, "int32"), lanes)
-    return lane_numbers(lanes) < broadcast(tirx.Cast("int32", left), lanes)
 
 
 @dataclass(frozen=True)

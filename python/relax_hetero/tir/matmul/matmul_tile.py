@@ -7,7 +7,6 @@ from collections.abc import Callable
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...encoding.expression import Expression
 from ...target.element_types import bytes_of
 from ..core.builder import (
     CACHE_LINE_BYTES,
@@ -26,7 +25,6 @@ from ..core.builder import (
     zeros,
 )
 from ..core.operand_view import Coordinates, OperandView
-from ..elementwise import expression_code
 from .inner_product import emit_step, lhs_group, rhs_groups, zero
 from .matmul_spec import KRange, Product2D, Sweep, Tile, mask_in, position_in, row_in
 
@@ -65,7 +63,7 @@ def _prefetch_operands(spec: Product2D, tile: Tile, k: KRange) -> None:
     """Ask for what the epilogue reads of every element of the tile, so that it has come when the sums are done."""
     if not k.whole or spec.lanes == 1:
         return
-    for view in spec.epilogue_views:
+    for view in spec.epilogue.views:
         if view.runs_along("m") and view.runs_along("n"):
             for i in range(tile.rows):
                 for j in range(tile.vectors):
@@ -224,19 +222,11 @@ def _suspend(spec: Product2D, tile: Tile, accs: Registers) -> None:
 
 
 def _finish(spec: Product2D, tile: Tile, accs: Registers) -> None:
-    expression = spec.epilogue.expression if spec.epilogue else Expression.operand(0)
-    acc_dtype = spec.product.types[2]
-    dtypes = [acc_dtype, *(view.dtype for view in spec.epilogue_views)]
-
     def value(i: int, j: int) -> Expr:
-        values = [accs[i * tile.vectors + j]]
-        for view in spec.epilogue_views:
-            at = position_in(spec, tile, view, i, j)
-            values.append(view.load(at, "n", spec.lanes, mask_in(spec, tile, view, j)))
-        result = expression_code.emit(expression, values, dtypes, spec.lanes)
-        if expression.dtype(dtypes) == spec.result.dtype:
-            return result
-        return tirx.Cast(vector_type(spec.result.dtype, spec.lanes), result)
+        def load(view: OperandView) -> Expr:
+            return view.load(position_in(spec, tile, view, i, j), "n", spec.lanes, mask_in(spec, tile, view, j))
+
+        return spec.epilogue.result(accs[i * tile.vectors + j], load)
 
     _store(spec, tile, value)
 

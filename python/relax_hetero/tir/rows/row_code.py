@@ -10,7 +10,18 @@ from tvm.script.ir_builder import tirx as T
 
 from ...encoding.expression import Expression
 from ...encoding.row_program import RowProgram, operands_of
-from ..core.builder import Expr, Registers, broadcast, lane_numbers, lane_of, loop, settled, smaller, vector_type, when
+from ..core.builder import (
+    Expr,
+    Registers,
+    broadcast,
+    lane_mask,
+    lane_of,
+    loop,
+    settled,
+    smaller,
+    vector_type,
+    when,
+)
 from ..core.operand_view import Coordinates, OperandView
 from ..elementwise import expression_code
 from ..elementwise.expression_code import computed_in
@@ -159,8 +170,7 @@ class Row:
             for number in range(looped * CHAINS, count):
                 one(tirx.const(number * lanes, "int64"), None, number % CHAINS)
             if tail:
-                mask = lane_numbers(lanes) < broadcast(tirx.const(tail, "int32"), lanes)
-                one(tirx.const(count * lanes, "int64"), mask, count % CHAINS)
+                one(tirx.const(count * lanes, "int64"), lane_mask(tail, lanes), count % CHAINS)
             return
         groups = settled(tirx.floordiv(n, lanes * CHAINS))
         with loop(groups) as group:
@@ -170,10 +180,7 @@ class Row:
         with loop(settled(tirx.floordiv(n - done + (lanes - 1), lanes))) as number:
             column = settled(done + number * lanes)
             left = settled(smaller(n - column, tirx.const(lanes, "int64")))
-            mask = None
-            if lanes > 1:
-                mask = lane_numbers(lanes) < broadcast(tirx.Cast("int32", left), lanes)
-            one(column, mask, 0)
+            one(column, lane_mask(left, lanes) if lanes > 1 else None, 0)
 
     def _keep(self, step: RowPass, at: Coordinates, column: Expr, mask: Expr | None) -> dict[int, Expr]:
         if step.keep is None:
