@@ -13,7 +13,6 @@ from ..core.builder import (
     Expr,
     Function,
     broadcast,
-    flat,
     held,
     lane_indices,
     masked_store,
@@ -21,6 +20,7 @@ from ..core.builder import (
     vector_type,
     zeros,
 )
+from ..core.view import View
 from ..elementwise.expression_ops import cast
 
 HALVES = ("bfloat16", "float16")
@@ -30,10 +30,8 @@ Coordinates = Mapping[str, Expr]
 """A position by the names of iteration dimensions, int64; names that are missing are at 0."""
 
 
-class HeadsView:
-    """A parameter of an attention kernel, its elements found by iteration coordinates.
-
-    Make one for each parameter in order, then call `open` inside the function's body.
+class HeadsView(View):
+    """A parameter of an attention kernel, its elements found by iteration coordinates; see `View`.
 
     Parameters
     ----------
@@ -50,20 +48,17 @@ class HeadsView:
     def __init__(
         self, function: Function, name: str, operand: Operand, starts: Sequence[int], sizes: Mapping[str, Expr]
     ) -> None:
-        self.dtype = operand.dtype
         self._dims = [text.split("*") for text in operand.index_map]
         self._starts, self._sizes = list(starts), sizes
-        self._extents = [function.extent(dim) for dim in operand.shape]
-        self._buffer = function.argument(name, self._extents, operand.dtype)
+        super().__init__(function, name, [function.extent(dim) for dim in operand.shape], operand.dtype)
 
-    def open(self) -> None:
-        """Declare the flat view of the parameter; inside the function's body."""
-        # Conditions are read as bytes, bfloat16 as bits: vectors of them cannot be bound, nor loaded with a mask.
-        self.data = flat(self._buffer, self._extents, {"bool": "int8", "bfloat16": "uint16"}.get(self.dtype))
+    def open(self, raw: bool = False) -> None:
+        """As of any view. Conditions are read as bytes, bfloat16 as bits: vectors cannot be bound, nor be masked."""
+        self.open_as({"bool": "int8", "bfloat16": "uint16"}.get(self.nominal, self.nominal))
         self._strides: dict[str, Expr] = {}
         self._start: Expr = 0
         distance: Expr = 1
-        for extent, names, start in reversed(list(zip(self._extents, self._dims, self._starts, strict=True))):
+        for extent, names, start in reversed(list(zip(self.physical, self._dims, self._starts, strict=True))):
             if start:
                 self._start = self._start + distance * start
             step = distance
@@ -91,7 +86,7 @@ class HeadsView:
 
     def pairs(self) -> Any:
         """A flat view of elements of 16 bits, of which an even number lies in each dimension, in words of two."""
-        return flat(self._buffer, self._extents, "float32")
+        return self.elements("float32")
 
     def element(self, place: Expr) -> Expr:
         """The element at a place, in the type that is computed in."""
@@ -105,15 +100,11 @@ class HeadsView:
         return self._computed(self.load_bits(place, along, lanes, mask))
 
     def _computed(self, value: Expr) -> Expr:
-        if self.dtype == "bfloat16":
-            value = T.reinterpret(vector_type("bfloat16", value.ty.dtype.lanes), value)
-        return cast(value, "float32") if self.dtype in HALVES else value
+        return cast(self.typed(value), "float32") if self.nominal in HALVES else value
 
     def store(self, place: Expr, value: Expr, lanes: int, mask: Expr | None) -> None:
         """Write neighbours, those of the mask where there is one."""
-        value = cast(value, self.dtype)
-        if self.dtype == "bfloat16":
-            value = T.reinterpret(vector_type("uint16", lanes), value)
+        value = self.bits(cast(value, self.nominal))
         index = lane_indices(place, lanes)
         if mask is None:
             T.buffer_store(self.data, value, [index])
@@ -124,7 +115,7 @@ class HeadsView:
         """As `load`, as they are stored: bfloat16 as uint16."""
         if not self.runs_along(along) or lanes == 1:
             return broadcast(self.data[place], lanes)
-        dtype = str(self.data.dtype)
+        dtype = self.dtype
         if self.stride(along) == 1:
             index = lane_indices(place, lanes)
             if mask is None:

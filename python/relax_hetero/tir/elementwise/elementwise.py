@@ -8,10 +8,9 @@ from tvm.script.ir_builder import tirx as T
 from ...encoding.problem import ElementwiseProblem
 from ...errors import EncodingError
 from ...target.cpu_target import Machine
-from ..core.builder import Expr, Function, lane_indices, loop, vector_type
-from ..core.storage import Storage, whole
+from ..core.builder import Expr, Function, lane_indices, loop
+from ..core.packed_storage import PackedStorage, gathered, loaded, split_run, tail_mask, whole
 from ..core.ties import tied_to
-from ..core.vector_access import gathered, loaded, split_run, tail_mask
 from ..core.work_split import for_parts, nest_loops
 from .expression_code import computed_in, emit
 
@@ -37,7 +36,7 @@ def elementwise_kernel(problem: ElementwiseProblem, machine: Machine) -> tirx.Pr
     with function:
         bound: set[str] = set()
         storages = [
-            Storage(function, name, operand.shape, operand.dtype, operand.layout, bound)
+            PackedStorage(function, name, operand.shape, operand.dtype, operand.layout, bound)
             for name, operand in [
                 *((f"x{i}", operand) for i, operand in enumerate(problem.operands)),
                 ("result", problem.result),
@@ -58,7 +57,9 @@ def elementwise_kernel(problem: ElementwiseProblem, machine: Machine) -> tirx.Pr
 class _Work:
     """The loops of one elementwise kernel, while it is being built."""
 
-    def __init__(self, problem: ElementwiseProblem, operands: list[Storage], result: Storage, machine: Machine) -> None:
+    def __init__(
+        self, problem: ElementwiseProblem, operands: list[PackedStorage], result: PackedStorage, machine: Machine
+    ) -> None:
         self.problem, self.operands, self.result, self.machine = problem, operands, result, machine
         self.names = list(problem.result.index_map)
         types = [operand.dtype for operand in (*problem.operands, problem.result)]
@@ -186,6 +187,4 @@ class _Work:
     def _store(self, values: list[tirx.Expr], where: Expr, width: int) -> None:
         dtypes = [operand.dtype for operand in self.problem.operands]
         value = emit(self.problem.expression, values, dtypes, width)
-        if self.result.dtype == "bfloat16":
-            value = T.reinterpret(vector_type("uint16", width), value)
-        T.buffer_store(self.result.data, value, [where])
+        T.buffer_store(self.result.data, self.result.bits(value), [where])

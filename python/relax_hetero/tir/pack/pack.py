@@ -19,7 +19,7 @@ from ...encoding.packed_layout import PackedLayout
 from ...encoding.problem import Dim
 from ...target.cpu_target import Machine
 from ..core.builder import Expr, Function, Registers, broadcast, lane_indices, loop, zeros
-from ..core.storage import Storage, extents_of, whole
+from ..core.packed_storage import PackedStorage, extents_of, whole
 from ..core.work_split import for_parts
 from ..math.vector_math import once
 from .tile_copy import copy_runs, interleave_rows
@@ -60,7 +60,7 @@ def _kernel(
     with function:
         bound: set[str] = set()
         sides = [
-            Storage(function, side, shape, dtype, layout, bound)
+            PackedStorage(function, side, shape, dtype, layout, bound)
             for side, layout in (("source", source), ("destination", destination))
         ]
         with function.body():
@@ -74,7 +74,7 @@ def _kernel(
     return function.result
 
 
-def _copy_elements(source: Storage, destination: Storage, machine: Machine) -> None:
+def _copy_elements(source: PackedStorage, destination: PackedStorage, machine: Machine) -> None:
     """Any layout to any other, element by element of the destination."""
     layout, rank = destination.layout, len(destination.shape)
     extents = extents_of([source, destination])
@@ -116,11 +116,11 @@ def _split(layout: PackedLayout, at: Sequence[Expr]) -> tuple[dict[int, Expr], d
     return outer, inner
 
 
-def _compensate(destination: Storage, machine: Machine) -> None:
+def _compensate(destination: PackedStorage, machine: Machine) -> None:
     """Fill the blocks of ``-128 * column sum`` from what was packed."""
     layout = destination.layout
     *columns, last = layout.inner_dims
-    words = destination.view("int32")
+    words = destination.elements("int32")
     dims = [d for d in layout.outer_perm if d != last]
     width = 1
     for d in columns:
@@ -129,7 +129,7 @@ def _compensate(destination: Storage, machine: Machine) -> None:
 
     def block(positions: list[Expr]) -> None:
         at = dict(zip(dims, positions, strict=True))
-        # Storage.offset skips the block that is written here.
+        # PackedStorage.offset skips the block that is written here.
         first = tirx.floordiv(destination.offset(at, {}), 4)
         stride = tirx.floordiv(destination.outer_stride(last), 4)
         with loop(width // lanes) as vector:

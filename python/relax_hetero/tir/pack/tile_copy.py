@@ -10,15 +10,14 @@ from tvm.script.ir_builder import tirx as T
 
 from ...target.cpu_target import Machine
 from ..core.builder import Expr, ceil_div, int64, lane_indices, loop, masked_store, smaller, zeros
-from ..core.storage import Storage, extents_of, whole
-from ..core.vector_access import EMPTY, masked_vector, split_run, tail_mask
+from ..core.packed_storage import EMPTY, PackedStorage, extents_of, masked_vector, split_run, tail_mask, whole
 from ..core.work_split import for_parts, nest_loops
 
 ROWS = 16
 """Rows that are copied tile by tile: reads go along rows, writes fill a few kilobytes of each tile column."""
 
 
-def copy_runs(source: Storage, destination: Storage, machine: Machine) -> bool:
+def copy_runs(source: PackedStorage, destination: PackedStorage, machine: Machine) -> bool:
     """Copy where one side is row-major and the innermost tile of the other lies along the last dimension.
 
     ``(k, n) -> [n/32, k, 32]``, ``(m, n) -> [m/8, n/32, 8, 32]``, and back. Returns False, with nothing written, for
@@ -28,7 +27,7 @@ def copy_runs(source: Storage, destination: Storage, machine: Machine) -> bool:
     plain = source if packing else destination
     last = len(packed.shape) - 1
     inner = _real_inner(packed)
-    lanes = machine.lanes(plain.dtype)
+    lanes = machine.lanes(plain.nominal)
     if not plain.layout.is_identity or not inner or inner[-1] != last or lanes == 1:
         return False
     extents = extents_of([source, destination])
@@ -74,7 +73,7 @@ def copy_runs(source: Storage, destination: Storage, machine: Machine) -> bool:
     return True
 
 
-def interleave_rows(source: Storage, destination: Storage, machine: Machine) -> bool:
+def interleave_rows(source: PackedStorage, destination: PackedStorage, machine: Machine) -> bool:
     """Pack where groups of 2 or 4 rows are interleaved: ``(k, n) -> [n/32, k/4, 32, 4]``.
 
     Returns False, with nothing written, for other layouts.
@@ -85,7 +84,7 @@ def interleave_rows(source: Storage, destination: Storage, machine: Machine) -> 
         return False
     columns, rows = inner
     group, tile = layout.tile(rows), layout.tile(columns)
-    width = math.gcd(tile, max(1, machine.lanes(source.dtype) // group))
+    width = math.gcd(tile, max(1, machine.lanes(source.nominal) // group))
     if group not in (2, 4) or width == 1:
         return False
     extents = extents_of([source, destination])
@@ -124,7 +123,7 @@ def interleave_rows(source: Storage, destination: Storage, machine: Machine) -> 
 
 
 def _tiles(
-    packed: Storage, extents: list[Expr], machine: Machine, body: Callable[[dict[int, Expr], bool], None]
+    packed: PackedStorage, extents: list[Expr], machine: Machine, body: Callable[[dict[int, Expr], bool], None]
 ) -> None:
     """Visit every tile by its outer position; `body` also hears whether the tile is whole along the last dimension."""
     order, last = packed.layout.outer_perm, len(packed.shape) - 1
@@ -168,12 +167,12 @@ def _tiles(
     for_parts(counts, packed.bytes(), machine, several)
 
 
-def _real_inner(storage: Storage) -> list[int]:
+def _real_inner(storage: PackedStorage) -> list[int]:
     return [d for d in storage.layout.inner_dims if storage.layout.tile(d) > 1]
 
 
 def _move(
-    plain: Storage, here: Expr, packed: Storage, there: Expr, width: int, mask: Expr | None, packing: bool
+    plain: PackedStorage, here: Expr, packed: PackedStorage, there: Expr, width: int, mask: Expr | None, packing: bool
 ) -> None:
     if packing:
         T.buffer_store(packed.data, masked_vector(plain, here, width, mask), [there])

@@ -14,12 +14,12 @@ from tvm.script.ir_builder import tirx as T
 from ...target.cpu_target import Machine
 from ...target.element_types import bytes_of
 from ..core.builder import Expr, ceil_div, int64, lane_indices, loop, smaller, zeros
-from ..core.storage import Storage, extents_of, whole
+from ..core.packed_storage import PackedStorage, extents_of, whole
 from ..core.work_split import for_parts
 from ..math.vector_math import once
 
 
-def transpose_tiles(source: Storage, destination: Storage, machine: Machine) -> bool:
+def transpose_tiles(source: PackedStorage, destination: PackedStorage, machine: Machine) -> bool:
     """Pack, or undo it, where the innermost tile lies along another dimension than the last.
 
     Returns False, with nothing written, for other layouts and for machines without vectors.
@@ -39,7 +39,14 @@ class _Transpose:
     """One transposing copy while it is built: rows along the tiled dimension, columns along the last one, in words."""
 
     def __init__(
-        self, plain: Storage, packed: Storage, packing: bool, extents: list[Expr], rows: int, group: int, lanes: int
+        self,
+        plain: PackedStorage,
+        packed: PackedStorage,
+        packing: bool,
+        extents: list[Expr],
+        rows: int,
+        group: int,
+        lanes: int,
     ) -> None:
         self.plain, self.packed, self.packing = plain, packed, packing
         self.rows, self.last, self.group, self.lanes = rows, len(packed.shape) - 1, group, lanes
@@ -49,11 +56,13 @@ class _Transpose:
         self.width = ceil_div(extents[self.last], group)
         word = f"uint{tvm.DataType(plain.data.dtype).bits * group}"
         self.word = word
-        self.plain_words = plain.data if group == 1 else plain.view(word)
-        self.packed_words = packed.data if group == 1 else packed.view(word)
+        self.plain_words = plain.data if group == 1 else plain.elements(word)
+        self.packed_words = packed.data if group == 1 else packed.elements(word)
 
     @staticmethod
-    def of(plain: Storage, packed: Storage, packing: bool, extents: list[Expr], machine: Machine) -> _Transpose | None:
+    def of(
+        plain: PackedStorage, packed: PackedStorage, packing: bool, extents: list[Expr], machine: Machine
+    ) -> _Transpose | None:
         """The transpose for a pair of storages, None where there is none."""
         layout, last = packed.layout, len(packed.shape) - 1
         inner = [d for d in layout.inner_dims if layout.tile(d) > 1]

@@ -19,7 +19,6 @@ from ..core.builder import (
     loop,
     settled,
     smaller,
-    vector_type,
     when,
 )
 from ..core.operand_view import Coordinates, OperandView
@@ -81,7 +80,7 @@ class Row:
         code = self.code
         for number, view in enumerate(code.operands):
             if number in self.constant:
-                value = cast(_typed(view.load({**at, "n": tirx.const(0, "int64")}, "-", 1), view), self.types[number])
+                value = cast(view.typed(view.load({**at, "n": tirx.const(0, "int64")}, "-", 1)), self.types[number])
                 self.constant[number][0] = broadcast(value, code.lanes)
         for number, step in enumerate(code.plan.passes):
             for index, expression in step.per_row:
@@ -219,7 +218,7 @@ class Row:
             else:
                 view = self.code.result if number == self.code.plan.kept else self.code.operands[number]
                 loaded = view.load({**at, "n": column}, "n", self.code.lanes, mask)
-                values.append(cast(_typed(loaded, view), self.types[number]))
+                values.append(cast(view.typed(loaded), self.types[number]))
         places = [Expression.operand(used.index(number) if number in used else 0) for number in range(used[-1] + 1)]
         types = [self.types[number] for number in used]
         result = expression_code.emit(expression.substitute(places), values, types, self.code.lanes)
@@ -246,16 +245,8 @@ def _value_types(code: RowCode) -> dict[int, str]:
     return types
 
 
-def _typed(value: Expr, view: OperandView) -> Expr:
-    """What was loaded as bits as what it is."""
-    if view.nominal in (view.dtype, "bool"):
-        return value
-    return T.reinterpret(vector_type(view.nominal, value.ty.dtype.lanes), value)
-
-
 def _store(view: OperandView, at: Coordinates, value: Expr, lanes: int, mask: Expr | None) -> None:
-    if view.nominal != view.dtype:
-        value = T.reinterpret(vector_type(view.dtype, lanes), value)
+    value = view.bits(value)
     if lanes == 1:
         with when(True if mask is None else mask):
             T.buffer_store(view.data, value, [view.address(at)])

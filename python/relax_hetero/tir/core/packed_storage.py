@@ -1,37 +1,36 @@
-"""A kernel's parameter under a layout, addressed by tile and position in it."""
+"""A parameter whose elements are found by tile and position in the tile, and its vectors: masked or gathered."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import tvm
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...encoding.packed_layout import PackedLayout
 from ...encoding.problem import Dim
 from ...target.element_types import bytes_of
-from .builder import Expr, Function, ceil_div, flat, int64
+from .builder import Expr, Function, ceil_div, int64, lane_of, vector_type, zeros
+from .view import View, row_major
+
+EMPTY = tirx.const(False, "bool")
+"""The mask of no lanes."""
 
 
-class Storage:
-    """A parameter: a tensor of logical `shape` stored under `layout`.
+class PackedStorage(View):
+    """A tensor of logical `shape` stored under `layout`; see `View`.
 
-    Make one for each parameter in order, all with one set `bound` (of the symbols that parameters so far show), then
-    call `open` inside the function's body.
+    All parameters of a kernel are made with one set `bound`, of the symbols that parameters so far show.
 
     Attributes
     ----------
     shape : tuple of int or str
-    dtype : str
     layout : PackedLayout
     extents : list of (int or PrimExpr or None)
         Logical extents; None where the parameter shows how many tiles there are, but not where the last one ends.
     tiles : list of (int or PrimExpr)
         Tiles along every logical dimension: its extent where it is not tiled.
-    data : Buffer
-        After `open`: the elements in one dimension, as unsigned integers if `raw`.
     """
 
     def __init__(
@@ -43,10 +42,9 @@ class Storage:
         layout: PackedLayout,
         bound: set[str],
     ) -> None:
-        self.shape, self.dtype, self.layout = tuple(shape), dtype, layout
+        self.shape, self.layout = tuple(shape), layout
         self.extents: list[Any] = []
         self.tiles: list[Expr] = []
-        self.physical: list[Expr] = []
         blocks: dict[int, Expr] = {}
         for d, dim in enumerate(shape):
             tile = layout.tile(d)
@@ -65,19 +63,8 @@ class Storage:
                 self.extents.append(None)
                 self.tiles.append(blocks[d] - extra if extra else blocks[d])
         bound.update(d for d, e in zip(self.shape, self.extents, strict=True) if isinstance(d, str) and e is not None)
-        for d in layout.outer_perm:
-            self.physical.append(int64(blocks[d]))
-        self.physical += [int64(tile) for tile in layout.inner_tiles]
-        self.buffer = function.argument(name, self.physical, dtype)
-        self.data: Any = None
-
-    def open(self, raw: bool = False) -> None:
-        """Declare the flat view; inside the function's body."""
-        self.data = self.view(raw_type(self.dtype) if raw else self.dtype)
-
-    def view(self, dtype: str) -> Any:
-        """The parameter's bytes as elements of another type, in one dimension."""
-        return flat(self.buffer, self.physical, dtype)
+        physical = [int64(blocks[d]) for d in layout.outer_perm] + [int64(tile) for tile in layout.inner_tiles]
+        super().__init__(function, name, physical, dtype)
 
     def offset(self, outer: Mapping[int, Expr], inner: Mapping[int, Expr]) -> Expr:
         """Where an element lies, by tile and position in the tile along every dimension (0 where not given)."""
@@ -91,7 +78,7 @@ class Storage:
 
     def bytes(self) -> Expr:
         """Bytes of the parameter: an int if its shape is static."""
-        total: Expr = bytes_of(self.dtype)
+        total: Expr = bytes_of(self.nominal)
         for extent in self.physical:
             total = _times(total, extent)
         return total
@@ -101,15 +88,10 @@ class Storage:
         return self._strides()[self.layout.outer_perm.index(dim)]
 
     def _strides(self) -> list[Expr]:
-        strides: list[Expr] = []
-        stride: Expr = 1
-        for extent in reversed(self.physical):
-            strides.append(stride)
-            stride = _times(stride, extent)
-        return strides[::-1]
+        return row_major(self.physical, _times)
 
 
-def extents_of(storages: Sequence[Storage]) -> list[Expr]:
+def extents_of(storages: Sequence[PackedStorage]) -> list[Expr]:
     """Logical extents that storages of one tensor show together; whole tiles where none knows better."""
     found: list[Expr] = []
     for d in range(len(storages[0].extents)):
@@ -125,11 +107,6 @@ def extents_of(storages: Sequence[Storage]) -> list[Expr]:
     return found
 
 
-def raw_type(dtype: str) -> str:
-    """The unsigned integer of as many bits: what moves bytes without looking at them."""
-    return f"uint{max(8, tvm.DataType(dtype).bits)}"
-
-
 def whole(extent: Expr, tile: int) -> bool:
     """Whether an extent is known to be a multiple of a tile."""
     return tile == 1 or (isinstance(extent, int) and extent % tile == 0)
@@ -137,3 +114,59 @@ def whole(extent: Expr, tile: int) -> bool:
 
 def _times(left: Expr, right: Expr) -> Expr:
     return left * (int(right) if isinstance(right, tirx.IntImm) else right)
+
+
+def split_run(length: int, lanes: int) -> list[tuple[int, int]]:
+    """Starts and widths (powers of two) of the vectors that cover a run."""
+    found, start = [], 0
+    while start < length:
+        width = min(lanes, 1 << ((length - start).bit_length() - 1))
+        found.append((start, width))
+        start += width
+    return found
+
+
+def tail_mask(extent: Expr, tile: int, column: Expr, start: int, width: int) -> Expr | None:
+    """Which lanes of a vector in the last, partial tile exist; `EMPTY` and None where it is known that none, all do.
+
+    Known cases are told apart here: TVM drops a store of a masked load whose mask it can prove empty.
+    """
+    if not isinstance(extent, int):
+        return T.ramp(column + start, 1, width) < T.broadcast(extent, width) if width > 1 else column + start < extent
+    valid = extent % tile - start
+    if valid <= 0:
+        return EMPTY
+    if valid >= width:
+        return None
+    return T.ramp(int64(0), 1, width) < T.broadcast(int64(valid), width)
+
+
+def masked_vector(storage: PackedStorage, index: Expr, width: int, mask: Expr | None) -> Expr:
+    """Elements of a storage, zeros where the mask does not hold."""
+    raw = str(storage.data.dtype)
+    if mask is None:
+        return storage.data[index]
+    if mask is EMPTY:
+        return zeros(raw, width)
+    if width == 1:
+        return T.if_then_else(mask, storage.data[index], tirx.const(0, raw))
+    # LLVM is told that the lanes left out are poison; the selection becomes part of the load. Bound, because TVM takes
+    # the inner mask for true where the outer one is.
+    vector = T.bind(T.masked_load(vector_type(raw, width), storage.data, index, mask))
+    return T.Select(mask, vector, zeros(raw, width))
+
+
+def loaded(storage: PackedStorage, where: Expr, mask: Expr | None, width: int) -> tirx.Expr:
+    """Elements of a storage as its own type, zeros where the mask does not hold."""
+    return storage.typed(masked_vector(storage, where, width, mask))
+
+
+def gathered(storage: PackedStorage, offset: Expr, step: Expr, mask: Expr | None, width: int) -> tirx.Expr:
+    """As `loaded`, of elements that are `step` apart."""
+    if width == 1:
+        return loaded(storage, offset, mask, 1)
+    lanes = []
+    for lane in range(width):
+        inside = mask if mask is None or mask is EMPTY else lane_of(mask, lane)
+        lanes.append(loaded(storage, offset + lane * step, inside, 1))
+    return T.Shuffle(lanes, list(range(width)))
