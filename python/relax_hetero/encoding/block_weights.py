@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..target.cpu_target import Machine
-from .tiles import tile_columns
+from ..target.tiles import tile_columns
 
 GROUP = 8
 """Weights in a lane of 32 bits."""

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..encoding.dot_instructions import Product, product_for
 from ..encoding.encoding import DYNAMIC, RHS, Encoding
 from ..encoding.packed_layout import PackedLayout
 from ..encoding.problem import AttentionProblem, BlockProductProblem, RowsProblem
-from ..encoding.tiles import tile_columns
 from ..target.cpu_target import Machine, machine_of
+from ..target.dot_instructions import Product, product_for
 from ..target.element_types import bytes_of
-from .convolutions import conv_layout
+from ..target.tiles import tile_columns
+from .conv_layouts import conv_layout
 from .layouts import ResolverBase, tiled
 
 if TYPE_CHECKING:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..encoding.dot_instructions import product_for
 from ..encoding.encoding import LHS, RHS, Encoding
 from ..encoding.packed_layout import PackedLayout
 from ..encoding.problem import BlockProductProblem
 from ..target.cpu_target import machine_of
+from ..target.dot_instructions import product_for
 from .layouts import ResolverBase, tiled
 
 if TYPE_CHECKING:

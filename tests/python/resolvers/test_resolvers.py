@@ -7,10 +7,10 @@ import tvm
 from tvm import tirx
 
 from relax_hetero.encoding import Encoding, resolver_for
-from relax_hetero.encoding.dot_instructions import PRODUCTS
 from relax_hetero.encoding.problem import MatmulProblem, Operand
 from relax_hetero.errors import EncodingError
 from relax_hetero.target.cpu_target import machine_of
+from relax_hetero.target.dot_instructions import PRODUCTS
 
 AVX512 = {
     "kind": "llvm",

@@ -10,11 +10,11 @@ import ml_dtypes
 import numpy as np
 import tvm
 
-from relax_hetero.encoding.dot_instructions import product_for
 from relax_hetero.encoding.packed_layout import PackedLayout
 from relax_hetero.encoding.problem import Epilogue, MatmulProblem, Operand
-from relax_hetero.encoding.tiles import tile_columns
 from relax_hetero.target.cpu_target import machine_of
+from relax_hetero.target.dot_instructions import product_for
+from relax_hetero.target.tiles import tile_columns
 from relax_hetero.tir.matmul.matmul import matmul_kernel
 
 AVX512 = tvm.target.Target({"kind": "llvm", "mcpu": "znver5", "num-cores": 2})

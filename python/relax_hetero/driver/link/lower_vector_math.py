@@ -13,7 +13,7 @@ After::
     T.attr(0, "pragma_import_llvm", "define <16 x float> @relax_hetero.exp.16(<16 x float> %x0) { ... }")
     B[i * 16 : i * 16 + 16] = T.call_pure_extern("relax_hetero.exp.16", A[i * 16 : i * 16 + 16], "float32x16")
 
-What rounds vectors to bfloat16 (`tir.math.bfloat16_bits`) becomes an instruction where the machine has one.
+What rounds vectors to bfloat16 (`tir.math.casts`) becomes an instruction where the machine has one.
 Vectors of float16 and bfloat16 are computed in float32; float64 and scalars stay the C library's, vectors of float64
 lane by lane where LLVM does not do that itself. Assumes vectorized loops, kernels of the kind llvm, and that
 LowerIntrin is still to come.
@@ -33,7 +33,7 @@ from tvm_ffi import structural_map
 from ...target.cpu_target import machine_of
 from ...tir.core.builder import lane_of
 from ...tir.math import vector_math, vector_powers, vector_trigonometry
-from ...tir.math.bfloat16_bits import BITS
+from ...tir.math.casts import BITS
 from ...tir.math.llvm_text import llvm_function
 
 _MODULES: dict[Any, str] = {

@@ -21,10 +21,9 @@ from ...target.cpu_target import Machine
 from ..core.builder import Expr, Function, Registers, ceil_div, either, loop, settled, smaller, when
 from ..core.work_split import part
 from ..matmul.inner_product import llvm_import
-from .attention_packing import pack_keys, pack_values
+from .attention_operands import pack_keys, pack_values
 from .attention_rows import emit_rows
-from .attention_spec import FEW_QUERIES, AttentionPlace, accumulation, block_sizes, for_few_queries
-from .heads_view import HALVES, HeadsView
+from .attention_spec import FEW_QUERIES, HALVES, AttentionPlace, HeadsView, accumulation, block_sizes, for_few_queries
 
 
 def attention_kernel(problem: AttentionProblem, machine: Machine) -> tirx.PrimFunc:

@@ -25,10 +25,9 @@ from ..core.builder import (
 )
 from ..elementwise import expression_code
 from ..math import vector_math
-from ..math.exp_nonpositive import exp_nonpositive
+from ..math.vector_powers import exp_nonpositive
 from .attention_decode import products_of_keys
-from .attention_factors import accumulate, factors_of_scores, factors_of_values, store_weights
-from .attention_packing import widen_queries
+from .attention_operands import accumulate, factors_of_scores, factors_of_values, store_weights, widen_queries
 from .attention_spec import AttentionPlace
 
 LOWEST = -3.4028234663852886e38

@@ -26,7 +26,7 @@ from ..core.builder import (
     zeros,
 )
 from ..core.work_split import part
-from ..elementwise.expression_ops import cast
+from ..math.casts import cast
 from .conv_geometry import Segment, segments_of
 from .conv_spec import Convolution, Row, channel_masks, data_position, make_row, split_rows, store_places
 

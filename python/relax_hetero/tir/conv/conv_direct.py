@@ -13,8 +13,8 @@ from math import prod
 
 from tvm import tirx
 
-from ...encoding.tiles import conv_places
 from ...target.element_types import bytes_of
+from ...target.tiles import conv_places
 from ..core.builder import Expr, ceil_div, either, loop, settled, smaller
 from ..core.work_split import part
 from .conv_geometry import Segment, segments_of

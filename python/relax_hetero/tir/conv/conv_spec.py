@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...encoding.dot_instructions import Product
 from ...encoding.problem import ConvProblem, Window
 from ...target.cpu_target import Machine
+from ...target.dot_instructions import Product
 from ..core.builder import Expr, Function, ceil_div, lane_mask, prefetch, settled
 from ..core.operand_view import Coordinates, OperandView
 from ..core.work_split import Split, tasks_for, unravel

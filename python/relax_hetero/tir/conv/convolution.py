@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...encoding.dot_instructions import Product, product_for
 from ...encoding.packed_layout import PackedLayout
 from ...encoding.problem import ConvProblem, Epilogue, MatmulProblem, Operand
 from ...errors import EncodingError
 from ...target.cpu_target import Machine
+from ...target.dot_instructions import Product, product_for
 from ..core.builder import Function
 from ..core.ties import tied_to
 from ..matmul.inner_product import llvm_import

@@ -4,7 +4,7 @@ A PrimFunc is read as *stages*: what is stored at every point (`stages`). Stages
 one *nest*, cheap ones are computed where they are read (`nests`). A nest's domain is cut into *boxes* where conditions
 on positions change (`boxes`), and in each box neighbouring loops that advance every access alike become one (`flat`).
 Then a box is written: maps (`map_box`) in vectors along the results, reductions (`reduce_box`) with accumulators in
-registers, along the results or along what is reduced; loops that take long are shared among the cores (`runs`).
+registers, along the results or along what is reduced; loops that take long are shared among the cores (`loop_code`).
 """
 
 from __future__ import annotations

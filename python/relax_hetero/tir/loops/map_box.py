@@ -10,8 +10,7 @@ from .flat import FlatBox
 from .interleaved import interleaved, write_interleaved
 from .loop_code import nested, run, spread
 from .transposed_reads import turned, write_turned
-from .vector_code import write_point
-from .vectors import chooses, lanes_of, varies_inside
+from .vector_code import chooses, lanes_of, varies_inside, write_point
 
 # Vectors that are computed in one iteration.
 _TOGETHER = 2

@@ -1,15 +1,19 @@
-"""Nests become code: vectors inside, threads outside."""
+"""Nests become code: vectors inside, threads outside where a nest takes long enough."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
+import tvm
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
+from tvm_ffi import structural_walk
 
 from ...target.cpu_target import Machine
+from ...target.element_types import bytes_of
+from ..core import work_split
 from ..core.builder import Expr, flat, int64, settled
 from ..core.ties import with_ties
 from ..core.work_split import part
@@ -17,12 +21,10 @@ from .boxes import cut
 from .flat import FlatBox, flatten
 from .loop_code import most_even
 from .map_box import computes_once, write_map
-from .nests import Nest
+from .nests import Nest, tied_in
 from .reduce_box import write_reduction
 from .split_axes import split_axes
-from .stages import known, sources
-from .tied import tied_in
-from .work import tasks_for
+from .stages import known, loads, sources
 
 
 def write_function(func: tirx.PrimFunc, nests: Sequence[Nest], machine: Machine) -> tirx.PrimFunc:
@@ -88,3 +90,49 @@ def _write_nest(nest: Nest, machine: Machine, views: dict[tirx.Buffer, tirx.Buff
 def _write_box(box: FlatBox, machine: Machine, tasks: int) -> None:
     write = write_reduction if box.nest.sums else write_map
     write(box, machine, tasks)
+
+
+# One core: bytes read or written in a nanosecond, and vectors of simple operations.
+_BYTES, _VECTORS = 20.0, 2.0
+# Nanoseconds that a call of a transcendental function takes for a vector.
+_CALL = 2.0
+
+
+def tasks_for(nest: Nest, machine: Machine) -> int:
+    """Into how many tasks a nest is cut: one for each core, or one if it is done soon."""
+    return work_split.tasks_for(machine.cores, "nanoseconds", nanoseconds(nest, machine))
+
+
+def nanoseconds(nest: Nest, machine: Machine) -> float | None:
+    """An estimate of a nest's time on one core; None where extents are unknown."""
+    points = 1
+    for axis in nest.axes:
+        if not isinstance(axis.extent, int):
+            return None
+        points *= axis.extent
+    total = 0.0
+    for s in nest.sums:
+        inside = points
+        for axis in nest.reduced:
+            if not isinstance(axis.extent, int):
+                return None
+            inside *= axis.extent
+        total += inside * _point(s.value, machine)
+    for _, value in nest.steps:
+        total += points * _point(value, machine)
+    return total
+
+
+def _point(value: tvm.ir.Expr, machine: Machine) -> float:
+    lanes = machine.lanes("float32")
+    nodes = calls = 0
+
+    def on_node(node: tvm.ir.Expr) -> None:
+        nonlocal nodes, calls
+        nodes += 1
+        if isinstance(node, tvm.ir.Call) and node.op.name not in ("prim.if_then_else", "prim.likely"):
+            calls += 1
+
+    structural_walk(value, (tvm.ir.Expr, on_node))
+    read = sum(bytes_of(str(load.ty.dtype)) for load in loads(value))
+    return read / _BYTES + (nodes / _VECTORS / 4 + calls * _CALL) / lanes

@@ -20,8 +20,8 @@ from tvm.script.ir_builder import tirx as T
 
 from ...encoding.block_weights import GROUP
 from ...encoding.problem import BlockProductProblem
-from ...encoding.tiles import tile_sizes
 from ...target.cpu_target import Machine
+from ...target.tiles import tile_sizes
 from ..core.builder import (
     Expr,
     Function,

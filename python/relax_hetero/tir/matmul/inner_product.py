@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 from tvm import tirx
 from tvm.ir import Expr
 
-from ...encoding.dot_instructions import Product
-from ..elementwise.expression_ops import cast
+from ...target.dot_instructions import Product
+from ..math.casts import cast
 
 _FLIP = -0x7F7F7F80  # 0x80808080 as int32
 _SHIM = "relax_hetero_bf16_dot"

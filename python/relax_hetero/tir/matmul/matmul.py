@@ -11,12 +11,12 @@ from collections.abc import Callable
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...encoding.dot_instructions import product_for
 from ...encoding.problem import MatmulProblem
-from ...encoding.tiles import tile_sizes
 from ...errors import EncodingError
 from ...target.cpu_target import Machine
+from ...target.dot_instructions import product_for
 from ...target.element_types import bytes_of
+from ...target.tiles import tile_sizes
 from ..core.builder import Expr, Function, Registers, ceil_div, either, loop, settled, smaller
 from ..core.operand_view import Coordinates, OperandView, extent_of
 from ..core.ties import tied_to

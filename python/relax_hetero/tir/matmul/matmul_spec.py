@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...encoding.dot_instructions import Product
+from ...target.dot_instructions import Product
 from ..core.builder import Expr, lane_mask, settled, smaller
 from ..core.operand_view import Coordinates, OperandView
 from ..elementwise.epilogue import EpilogueCode

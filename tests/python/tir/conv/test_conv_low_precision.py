@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from relax_hetero.encoding import PackedLayout
-from relax_hetero.encoding.dot_instructions import product_for
 from relax_hetero.encoding.expression import Expression
 from relax_hetero.encoding.problem import Epilogue, Window
 from relax_hetero.errors import EncodingError
+from relax_hetero.target.dot_instructions import product_for
 from relax_hetero.tir.conv.convolution import conv_kernel
 from tir.convolutions_of import assert_near, check, conv_problem, random_operands, reference, run, with_epilogue
 from tir.kernel_runs import LOW_PRECISION_TARGETS, NAMES, machine_named, runs_here

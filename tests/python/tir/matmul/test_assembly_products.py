@@ -7,8 +7,8 @@ import re
 import pytest
 import tvm
 
-from relax_hetero.encoding.dot_instructions import PRODUCTS, product_for
 from relax_hetero.target.cpu_target import machine_of
+from relax_hetero.target.dot_instructions import PRODUCTS, product_for
 from tir.products_of import compile_kernel, plain_problem
 from tir.test_assembly import innermost_loops, spills
 

@@ -12,8 +12,8 @@ import tvm_ffi
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from relax_hetero.encoding.dot_instructions import PRODUCTS, Product, product_for
 from relax_hetero.target.cpu_target import machine_of
+from relax_hetero.target.dot_instructions import PRODUCTS, Product, product_for
 from relax_hetero.tir.core.builder import Function, Registers, lane_indices, loop
 from relax_hetero.tir.matmul.inner_product import FORMS, emit_step, lhs_group, llvm_import, rhs_groups, zero
 

@@ -11,8 +11,8 @@ import tvm
 from relax_hetero.encoding.expression import Expression
 from relax_hetero.encoding.packed_layout import PackedLayout
 from relax_hetero.encoding.problem import Epilogue, MatmulProblem
-from relax_hetero.encoding.tiles import tile_columns
 from relax_hetero.target.cpu_target import machine_of
+from relax_hetero.target.tiles import tile_columns
 from tir.products_of import AVX2, AVX512, SSE, SYMBOLS, C, check, operand
 
 F = "float32"

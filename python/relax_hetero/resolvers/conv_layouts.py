@@ -12,11 +12,11 @@ channel at a time is widened and multiplied: one vector of weights meets one vec
 
 from __future__ import annotations
 
-from ..encoding.dot_instructions import product_for
 from ..encoding.encoding import DYNAMIC, LHS, RHS, Encoding
 from ..encoding.packed_layout import PackedLayout
-from ..encoding.tiles import conv_columns
 from ..target.cpu_target import Machine
+from ..target.dot_instructions import product_for
+from ..target.tiles import conv_columns
 
 FEW_CHANNELS = 4
 """An image of no more channels is read as it lies: they would not fill a vector, and it need not be permuted first."""

@@ -13,7 +13,7 @@ from relax_hetero.encoding import Expression, PackedLayout
 from relax_hetero.encoding.problem import ElementwiseProblem, Operand, RowsProblem
 from relax_hetero.encoding.row_program import RowProgram
 from relax_hetero.tir.elementwise.elementwise import elementwise_kernel
-from relax_hetero.tir.elementwise.quantize_code import with_quantize
+from relax_hetero.tir.elementwise.expression_ops import with_quantize
 from relax_hetero.tir.rows.rows import rows_kernel
 from tir.kernel_runs import NAMES, assembly, built, machine_named, poisoned
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..target.cpu_target import Machine
+from .cpu_target import Machine
 
 
 @dataclass(frozen=True)

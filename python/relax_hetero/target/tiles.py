@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..target.cpu_target import Machine
+from .cpu_target import Machine
 from .dot_instructions import Product
 
 # More places of a convolution's tile gain nothing: with two vectors each, this many fill the registers of AVX-512.
