@@ -14,7 +14,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..encoding.problem import Dim
-from .core.builder import Expr, Function, ceil_div, flat, loop, settled, when
+from .core.builder import Expr, Function, ceil_div, flat, loop, opaque, when
 from .core.ties import with_ties
 from .core.work_split import LEAST, is_worth_tasks, ravel
 
@@ -73,7 +73,7 @@ def scatter_elements_kernel(problem: ScatterProblem, axis: int) -> tirx.PrimFunc
                 return
             places = [position[d] for d in range(len(extents))]
             index = at.index(ravel(places, at.indices_extents))
-            index = settled(tirx.Select(index < 0, index + at.data_extents[axis], index))
+            index = opaque(tirx.Select(index < 0, index + at.data_extents[axis], index))
             target = [index if d == axis else place for d, place in enumerate(places)]
             with when(_is_inside(index, at.data_extents[axis])):
                 at.update(ravel(target, at.data_extents), ravel(places, extents))
@@ -91,8 +91,8 @@ def scatter_nd_kernel(problem: ScatterProblem) -> tirx.PrimFunc:
         count = _product(rows)
         size = _product(at.data_extents[depth:])
         with loop(count) as row:
-            place = [settled(at.index(row * depth + d)) for d in range(depth)]
-            start = settled(ravel(place, at.data_extents[:depth]) * size)
+            place = [opaque(at.index(row * depth + d)) for d in range(depth)]
+            start = opaque(ravel(place, at.data_extents[:depth]) * size)
             is_inside = [_is_inside(index, extent) for index, extent in zip(place, at.data_extents, strict=False)]
             # Rows may be for the same elements; those of a slice are not.
             with when(tirx.all(*is_inside) if is_inside else True):
@@ -132,7 +132,7 @@ class _Scatter:
         chunks = ceil_div(total, _CHUNK)
         with loop(chunks, parallel=not (isinstance(chunks, int) and chunks == 1)) as chunk:
             begin = chunk * _CHUNK
-            # Not settled: in place, nothing of these loops is to be left.
+            # Not opaque: in place, nothing of these loops is to be left.
             with loop(T.min(total - begin, tirx.const(_CHUNK, "int64"))) as i:
                 T.buffer_store(self._result, self._data[begin + i], [begin + i])
 

@@ -13,7 +13,7 @@ from tvm.script.ir_builder import tirx as T
 from relax_hetero.encoding import ConvProblem, Encoding, PackedLayout, register_resolver
 from relax_hetero.encoding.problem import ElementwiseProblem, MatmulProblem, Operand
 from relax_hetero.resolvers import CpuResolver
-from relax_hetero.target.cpu_target import machine_of
+from relax_hetero.target.cpu_target import cpu_target_of
 from relax_hetero.tir.core.builder import Function, Registers, loop
 from relax_hetero.tir.core.packed_storage import PackedStorage
 from relax_hetero.tir.elementwise.elementwise import elementwise_kernel
@@ -48,7 +48,7 @@ class Reference:
         if isinstance(problem, ConvProblem):
             return convolution(problem)
         if isinstance(problem, ElementwiseProblem):
-            return elementwise_kernel(problem, machine_of(target))
+            return elementwise_kernel(problem, cpu_target_of(target))
         return CpuResolver().kernel(problem, target)
 
 

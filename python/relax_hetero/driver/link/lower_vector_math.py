@@ -30,7 +30,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 from tvm_ffi import structural_map
 
-from ...target.cpu_target import machine_of
+from ...target.cpu_target import cpu_target_of
 from ...tir.core.builder import lane_of
 from ...tir.math import vector_math, vector_powers, vector_trigonometry
 from ...tir.math.casts import BITS
@@ -128,7 +128,7 @@ def _symbol(name: str, lanes: int) -> str:
 def _rounds_to_bfloat16(func: tirx.PrimFunc) -> bool:
     """Whether a kernel's machine has an instruction for it; for others LLVM calls a library, lane by lane."""
     target = func.attrs.get("target")
-    return target is not None and target.kind.name == "llvm" and "avx512bf16" in machine_of(target).features
+    return target is not None and target.kind.name == "llvm" and "avx512bf16" in cpu_target_of(target).features
 
 
 @cache

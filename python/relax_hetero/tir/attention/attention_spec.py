@@ -10,8 +10,8 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...encoding.problem import AttentionProblem, Operand
-from ...target.cpu_target import Machine
-from ...target.dot_instructions import Product, product_for
+from ...target.cpu_target import CpuTarget
+from ...target.dot_instructions import DotInstruction, dot_instruction_for
 from ...target.tiles import tile_sizes
 from ..core.builder import (
     Expr,
@@ -19,11 +19,11 @@ from ..core.builder import (
     Registers,
     broadcast,
     ceil_div,
-    held,
     lane_indices,
     lane_mask,
+    let,
     masked_store,
-    settled,
+    opaque,
     vector_type,
     zeros,
 )
@@ -72,9 +72,9 @@ class HeadsView(View):
             step = distance
             for name in reversed(names):
                 self._strides[name] = step
-                step = settled(_product(step, self._sizes.get(name, 1)))
-            distance = settled(_product(distance, int(extent) if isinstance(extent, tirx.IntImm) else extent))
-        self._start = settled(self._start)
+                step = opaque(_product(step, self._sizes.get(name, 1)))
+            distance = opaque(_product(distance, int(extent) if isinstance(extent, tirx.IntImm) else extent))
+        self._start = opaque(self._start)
 
     def runs_along(self, name: str) -> bool:
         """Whether the tensor has the iteration dimension (else it is broadcast along it)."""
@@ -96,45 +96,45 @@ class HeadsView(View):
         """A flat view of elements of 16 bits, of which an even number lies in each dimension, in words of two."""
         return self.elements("float32")
 
-    def element(self, place: Expr) -> Expr:
-        """The element at a place, in the type that is computed in."""
-        return self._computed(self.data[place])
+    def element(self, start: Expr) -> Expr:
+        """The element at an address, in the type that is computed in."""
+        return self._computed(self.data[start])
 
-    def load(self, place: Expr, along: str, lanes: int, mask: Expr | None = None) -> Expr:
+    def load(self, start: Expr, along: str, lanes: int, mask: Expr | None = None) -> Expr:
         """Elements from a place (of `address`) along an iteration dimension, in the type that is computed in.
 
         They are zero where the mask does not hold.
         """
-        return self._computed(self.load_bits(place, along, lanes, mask))
+        return self._computed(self.load_bits(start, along, lanes, mask))
 
     def _computed(self, value: Expr) -> Expr:
         return cast(self.typed(value), "float32") if self.nominal in HALVES else value
 
-    def store(self, place: Expr, value: Expr, lanes: int, mask: Expr | None) -> None:
+    def store(self, start: Expr, value: Expr, lanes: int, mask: Expr | None) -> None:
         """Write neighbours, those of the mask where there is one."""
         value = self.bits(cast(value, self.nominal))
-        index = lane_indices(place, lanes)
+        index = lane_indices(start, lanes)
         if mask is None:
             T.buffer_store(self.data, value, [index])
         else:
             masked_store(self.data, index, value, mask)
 
-    def load_bits(self, place: Expr, along: str, lanes: int, mask: Expr | None = None) -> Expr:
+    def load_bits(self, start: Expr, along: str, lanes: int, mask: Expr | None = None) -> Expr:
         """As `load`, as they are stored: bfloat16 as uint16."""
         if not self.runs_along(along) or lanes == 1:
-            return broadcast(self.data[place], lanes)
+            return broadcast(self.data[start], lanes)
         dtype = self.dtype
         if self.stride(along) == 1:
-            index = lane_indices(place, lanes)
+            index = lane_indices(start, lanes)
             if mask is None:
                 return self.data[index]
             # Lanes left out are poison until the choice, which becomes part of the load.
-            loaded = held(T.masked_load(vector_type(dtype, lanes), self.data, index, mask))
+            loaded = let(T.masked_load(vector_type(dtype, lanes), self.data, index, mask))
             return T.Select(mask, loaded, zeros(dtype, lanes))
         parts = []
         for lane in range(lanes):
             inside = True if mask is None else T.Shuffle([mask], [lane])
-            value = self.data[place + self.stride(along) * lane]
+            value = self.data[start + self.stride(along) * lane]
             parts.append(value if inside is True else T.if_then_else(inside, value, tirx.const(0, dtype)))
         return T.Shuffle(parts, list(range(lanes)))
 
@@ -152,7 +152,7 @@ KEYS = 512
 QUERIES = 256
 # For no more queries than this, keys and values are read as they lie. Measured (AVX-512, 512 keys of width 64): packing
 # them takes two thirds of the time of one query.
-FEW_QUERIES = 2
+DECODE_QUERIES = 2
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class Blocks:
         Panels of `columns` that the width of a value fills.
     width : int
         Of query and key.
-    is_few : bool
+    is_decode : bool
         Keys and values are read as they lie.
     is_paired : bool
         Terms are multiplied two at a time, in bfloat16.
@@ -189,7 +189,7 @@ class Blocks:
     lanes: int
     value_panels: int
     width: int
-    is_few: bool
+    is_decode: bool
     is_paired: bool
     is_widened: bool
 
@@ -209,8 +209,8 @@ class Blocks:
         found, end = {}, 0
         state = 0 if self.is_single else self.queries
         for name, size in {
-            "keys": 0 if self.is_few else self.keys * self.width // self.together,
-            "values": 0 if self.is_few else self.keys // self.together * self.value_panels * self.columns,
+            "keys": 0 if self.is_decode else self.keys * self.width // self.together,
+            "values": 0 if self.is_decode else self.keys // self.together * self.value_panels * self.columns,
             "queries": self.rows * self.width if self.is_widened else 0,
             "weights": self.rows * self.keys // 2 if self.is_paired else 0,
             "scores": self.rows * self.keys,
@@ -227,18 +227,18 @@ class Blocks:
         return self.offsets["end"]
 
 
-def block_sizes(problem: AttentionProblem, machine: Machine) -> Blocks:
+def block_sizes(problem: AttentionProblem, cpu: CpuTarget) -> Blocks:
     """The blocks of a problem: as few as caches and cores allow."""
     sizes: dict[str, Any] = dict(problem.sizes)
-    tile, lanes = tile_sizes(machine), machine.lanes("float32")
+    tile, lanes = tile_sizes(cpu), cpu.lanes("float32")
     columns = tile.vectors * lanes
     queries, keys = sizes["m"], sizes["n"]
     rows = min(tile.rows, queries) if isinstance(queries, int) else tile.rows
     most_keys = KEYS // columns * columns
     block_keys = min(most_keys, ceil_div(keys, columns) * columns) if isinstance(keys, int) else most_keys
-    tasks, block_queries = _share(sizes, machine.cores, rows)
-    is_few = _is_few(problem)
-    is_paired = accumulation(problem, machine).k0 == 2
+    tasks, block_queries = _share(sizes, cpu.cores, rows)
+    is_decode = _is_decode(problem)
+    is_paired = accumulation(problem, cpu).k0 == 2
     return Blocks(
         tasks=tasks,
         queries=block_queries,
@@ -249,25 +249,25 @@ def block_sizes(problem: AttentionProblem, machine: Machine) -> Blocks:
         lanes=lanes,
         value_panels=ceil_div(int(sizes["e"]), columns),
         width=int(sizes["d"]),
-        is_few=is_few,
+        is_decode=is_decode,
         is_paired=is_paired,
-        is_widened=problem.query.dtype in HALVES and not is_few and not is_paired,
+        is_widened=problem.query.dtype in HALVES and not is_decode and not is_paired,
     )
 
 
-def _is_few(problem: AttentionProblem) -> bool:
+def _is_decode(problem: AttentionProblem) -> bool:
     queries = dict(problem.sizes)["m"]
-    return isinstance(queries, int) and queries <= FEW_QUERIES and problem.key.index_map[-1].split("*")[-1] == "d"
+    return isinstance(queries, int) and queries <= DECODE_QUERIES and problem.key.index_map[-1].split("*")[-1] == "d"
 
 
-def accumulation(problem: AttentionProblem, machine: Machine) -> Product:
-    """How products are accumulated: two terms a step where the machine has an instruction for it, and pairs lie so."""
-    single = product_for(machine, *("float32",) * 3)
+def accumulation(problem: AttentionProblem, cpu: CpuTarget) -> DotInstruction:
+    """How products are accumulated: two terms a step where the CPU has an instruction for it, and pairs lie so."""
+    single = dot_instruction_for(cpu, *("float32",) * 3)
     assert single is not None, "every machine multiplies float32"
-    product = product_for(machine, "bfloat16", "bfloat16", "float32")
+    dot = dot_instruction_for(cpu, "bfloat16", "bfloat16", "float32")
     operands = (problem.query, problem.key, problem.value)
     is_low = all(operand.dtype == "bfloat16" for operand in operands)
-    if product is None or product.form != "bf16_dot" or not is_low or _is_few(problem):
+    if dot is None or dot.form != "bf16_dot" or not is_low or _is_decode(problem):
         return single
     for operand, starts, name in zip(operands, problem.starts, "dde", strict=True):
         last = operand.shape[-1]
@@ -275,7 +275,7 @@ def accumulation(problem: AttentionProblem, machine: Machine) -> Product:
             return single
         if name == "d" and (last % 2 or starts[-1] % 2 or int(dict(problem.sizes)["d"]) % 2):
             return single
-    return product
+    return dot
 
 
 def _share(sizes: Mapping[str, Any], cores: int, rows: int) -> tuple[int, int]:
@@ -295,7 +295,7 @@ def _share(sizes: Mapping[str, Any], cores: int, rows: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class AttentionPlace:
+class AttentionSpec:
     """The views of a kernel, and its task's scratch.
 
     Attributes
@@ -315,7 +315,7 @@ class AttentionPlace:
         Where the task's scratch begins.
     registers : Registers
         Accumulators of a tile.
-    product : Product
+    dot : DotInstruction
         How they accumulate.
     """
 
@@ -328,7 +328,7 @@ class AttentionPlace:
     room: Any
     task: Expr
     registers: Registers
-    product: Product
+    dot: DotInstruction
 
     @property
     def query(self) -> HeadsView:
@@ -356,14 +356,14 @@ class AttentionPlace:
         return [lane_mask(width - first, lanes) for first in range(0, width, lanes)]
 
 
-def for_few_queries(place: AttentionPlace, machine: Machine) -> AttentionPlace | None:
+def for_decode(spec: AttentionSpec, cpu: CpuTarget) -> AttentionSpec | None:
     """The same attention where hardly a query turns up: None unless only the run knows, and keys may be read so."""
-    if isinstance(place.sizes["m"], int):
+    if isinstance(spec.sizes["m"], int):
         return None
     # Tiles of one query: code for more would be twice as much, and few kernels ever see two.
-    sizes = tuple((name, 1 if name == "m" else size) for name, size in place.problem.sizes)
-    problem = replace(place.problem, sizes=sizes)
-    if not _is_few(problem):
+    sizes = tuple((name, 1 if name == "m" else size) for name, size in spec.problem.sizes)
+    problem = replace(spec.problem, sizes=sizes)
+    if not _is_decode(problem):
         return None
-    blocks = replace(block_sizes(problem, machine), tasks=place.blocks.tasks)
-    return replace(place, blocks=blocks, product=accumulation(problem, machine))
+    blocks = replace(block_sizes(problem, cpu), tasks=spec.blocks.tasks)
+    return replace(spec, blocks=blocks, dot=accumulation(problem, cpu))

@@ -9,9 +9,9 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...encoding.problem import ConvProblem, Window
-from ...target.cpu_target import Machine
-from ...target.dot_instructions import Product
-from ..core.builder import Expr, Function, ceil_div, lane_mask, prefetch, settled
+from ...target.cpu_target import CpuTarget
+from ...target.dot_instructions import DotInstruction
+from ..core.builder import Expr, Function, ceil_div, lane_mask, opaque, prefetch
 from ..core.operand_view import Coordinates, OperandView
 from ..core.work_split import Split, tasks_for, unravel
 from ..elementwise.epilogue import EpilogueCode
@@ -24,9 +24,9 @@ class Convolution:
     Attributes
     ----------
     problem : ConvProblem
-    machine : Machine
-    product : Product
-        How the machine multiplies the element types.
+    cpu : CpuTarget
+    dot : DotInstruction
+        How the CPU multiplies the element types.
     data, weight, result : OperandView
     epilogue : EpilogueCode
     lanes : int
@@ -34,8 +34,8 @@ class Convolution:
     """
 
     problem: ConvProblem
-    machine: Machine
-    product: Product
+    cpu: CpuTarget
+    dot: DotInstruction
     data: OperandView
     weight: OperandView
     result: OperandView
@@ -43,14 +43,14 @@ class Convolution:
     lanes: int
 
     @staticmethod
-    def of(function: Function, problem: ConvProblem, machine: Machine, product: Product) -> Convolution:
+    def of(function: Function, problem: ConvProblem, cpu: CpuTarget, dot: DotInstruction) -> Convolution:
         """Declares the parameters."""
         data = OperandView(function, "data", problem.data)
         weight = OperandView(function, "weight", problem.weight)
-        lanes = machine.lanes(problem.acc_dtype)
+        lanes = cpu.lanes(problem.acc_dtype)
         epilogue = EpilogueCode.of(function, problem.epilogue, problem.acc_dtype, problem.result.dtype, lanes)
         result = OperandView(function, "result", problem.result)
-        return Convolution(problem, machine, product, data, weight, result, epilogue, lanes)
+        return Convolution(problem, cpu, dot, data, weight, result, epilogue, lanes)
 
     def open(self) -> None:
         """Declare the flat views; inside the function's body."""
@@ -79,7 +79,7 @@ class Convolution:
 
 
 @dataclass(frozen=True)
-class Row:
+class ConvRow:
     """One row of the result, at a place that is known when the kernel runs.
 
     Attributes
@@ -94,31 +94,31 @@ class Row:
     taps: tuple[tuple[Expr, Expr], ...]
 
 
-def make_row(conv: Convolution, number: Expr) -> Row:
+def make_conv_row(conv: Convolution, number: Expr) -> ConvRow:
     """The row of a number."""
     names = ["b", *(f"y{d}" for d in range(len(conv.windows) - 1))]
-    at = dict(zip(names, unravel(number, conv.rows, place=settled), strict=True))
+    at = dict(zip(names, unravel(number, conv.rows, place=opaque), strict=True))
     taps = tuple(
         _outer_taps(conv.windows[d], conv.data.extents[2 + d], conv.result.extents[2 + d], at[f"y{d}"])
         for d in range(len(conv.windows) - 1)
     )
-    return Row(at, taps)
+    return ConvRow(at, taps)
 
 
 def _outer_taps(window: Window, extent: int, places: int, place: Expr) -> tuple[Expr, Expr]:
     last = (places - 1) * window.stride + window.reach - 1 - window.before
     if window.before == 0 and last < extent:
         return 0, window.size
-    start = settled(place * window.stride - window.before)
-    first = settled(T.max(tirx.const(0, "int64"), tirx.floordiv(window.dilation - 1 - start, window.dilation)))
+    start = opaque(place * window.stride - window.before)
+    first = opaque(T.max(tirx.const(0, "int64"), tirx.floordiv(window.dilation - 1 - start, window.dilation)))
     end = T.min(
         tirx.const(window.size, "int64"),
         tirx.floordiv(extent - start + (window.dilation - 1), window.dilation),
     )
-    return first, settled(T.max(tirx.const(0, "int64"), end - first))
+    return first, opaque(T.max(tirx.const(0, "int64"), end - first))
 
 
-def data_position(conv: Convolution, row: Row, taps: Sequence[Expr], channel: Expr, column: Expr) -> Coordinates:
+def data_position(conv: Convolution, row: ConvRow, taps: Sequence[Expr], channel: Expr, column: Expr) -> Coordinates:
     """Where the outer places `taps` of the window read, in input channel `channel`.
 
     `column` is the position along the innermost dimension; it may lie in the padding as long as nothing is read there.
@@ -137,7 +137,7 @@ def channel_masks(conv: Convolution, vectors: int, existing: int) -> tuple[Expr 
 
 def store_places(
     conv: Convolution,
-    row: Row,
+    row: ConvRow,
     place: Expr,
     column: Expr,
     size: tuple[int, int],
@@ -149,7 +149,7 @@ def store_places(
     Parameters
     ----------
     conv : Convolution
-    row : Row
+    row : ConvRow
     place, column : PrimExpr
         The first place along the innermost spatial dimension, the first output channel.
     size : tuple of int
@@ -170,7 +170,7 @@ def store_places(
             conv.result.store(at, "n", conv.epilogue.result(value(t, j), load), conv.lanes, masks[j])
 
 
-def prefetch_operands(conv: Convolution, row: Row, place: Expr, column: Expr, size: tuple[int, int]) -> None:
+def prefetch_operands(conv: Convolution, row: ConvRow, place: Expr, column: Expr, size: tuple[int, int]) -> None:
     """Ask for what the epilogue reads of every element of a tile, so that it has come when the sums are done."""
     last = f"y{len(conv.windows) - 1}"
     for view in conv.epilogue.views:
@@ -195,7 +195,7 @@ def split_rows(conv: Convolution, panels: int, macs: int) -> Split:
     rows = 1 if not isinstance(batch, int) else batch
     for extent in conv.rows[1:]:
         rows *= extent
-    cores = conv.machine.cores
+    cores = conv.cpu.cores
     work = rows * panels * macs if isinstance(batch, int) else None
     if tasks_for(cores, "multiply-adds", work) == 1:
         return Split(1, 1, 1, 1)

@@ -9,7 +9,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ...encoding.packed_layout import PackedLayout
 from ...encoding.problem import Operand
-from .builder import Expr, Function, broadcast, int64, lane_indices, lane_of, masked_store, settled, vector_type
+from .builder import Expr, Function, broadcast, int64, lane_indices, lane_of, masked_store, opaque, vector_type
 from .view import View, row_major
 
 Coordinates = Mapping[str, Expr]
@@ -51,7 +51,7 @@ class OperandView(View):
     def open_as(self, dtype: str) -> None:
         """As of any view; after merging."""
         super().open_as(dtype)
-        self._strides = row_major(self.layout.packed_shape(self.extents), lambda a, b: settled(a * b))
+        self._strides = row_major(self.layout.packed_shape(self.extents), lambda a, b: opaque(a * b))
 
     def runs_along(self, name: str) -> bool:
         """Whether the operand has the iteration dimension (else it is broadcast along it)."""

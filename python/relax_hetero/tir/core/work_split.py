@@ -14,8 +14,8 @@ from typing import Any, Literal
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...target.cpu_target import Machine
-from .builder import Expr, ceil_div, int64, loop, settled
+from ...target.cpu_target import CpuTarget
+from .builder import Expr, ceil_div, int64, loop, opaque
 
 Unit = Literal["nanoseconds", "multiply-adds", "bytes", "vector instructions a task", "elements"]
 """What the work of a kernel is counted in."""
@@ -75,7 +75,7 @@ def part(units: Expr, parts: Expr, number: Expr) -> tuple[Expr, Expr]:
     """Begin and end of one of `parts` parts, of sizes that differ by one at most."""
     if isinstance(parts, int) and parts == 1:
         return 0, units
-    return settled(number * units // parts), settled((number + 1) * units // parts)
+    return opaque(number * units // parts), opaque((number + 1) * units // parts)
 
 
 def split_work(cores: int, batch: Expr, rows: Expr, columns: Expr, tile: tuple[int, int], k: Expr) -> Split:
@@ -96,7 +96,7 @@ def split_work(cores: int, batch: Expr, rows: Expr, columns: Expr, tile: tuple[i
         return Split(1, 1, 1, 1)
     if not isinstance(rows, int) and not isinstance(columns, int):
         wide = columns * tile[1] >= rows * tile[0]
-        return Split(1, settled(_either(wide, 1, cores)), settled(_either(wide, cores, 1)), cores)
+        return Split(1, opaque(_either(wide, 1, cores)), opaque(_either(wide, cores, 1)), cores)
     # Unknown: batches may be one, rows may be few, columns are many.
     guess = [size if isinstance(size, int) else unknown for size, unknown in ((batch, 1), (rows, 2), (columns, 256))]
     few = guess[1] * tile[0] <= FEW_ROWS
@@ -116,8 +116,8 @@ def split_work(cores: int, batch: Expr, rows: Expr, columns: Expr, tile: tuple[i
     return Split(used[0], used[1], used[2], _volume(used))
 
 
-def for_parts(counts: Sequence[Expr], size: Expr, machine: Machine, body: Callable[[list[Expr]], None]) -> None:
-    """Run `body` with every position of a nest of loops, cut into equal parts for the machine's cores.
+def for_parts(counts: Sequence[Expr], size: Expr, cpu: CpuTarget, body: Callable[[list[Expr]], None]) -> None:
+    """Run `body` with every position of a nest of loops, cut into equal parts for the CPU's cores.
 
     Parameters
     ----------
@@ -125,7 +125,7 @@ def for_parts(counts: Sequence[Expr], size: Expr, machine: Machine, body: Callab
         Extents of the loops, outermost first.
     size : int or PrimExpr
         Bytes that all of it touches; little work stays on one core.
-    machine : Machine
+    cpu : CpuTarget
     body : Callable
         Gets the positions.
     """
@@ -136,7 +136,7 @@ def for_parts(counts: Sequence[Expr], size: Expr, machine: Machine, body: Callab
         return
     # The analyzer must not find a division by zero, not even where nothing runs.
     extents = [int64(count) if isinstance(count, int) else T.max(count, int64(1)) for count in counts]
-    parts = tasks_for(machine.cores, "bytes", size)
+    parts = tasks_for(cpu.cores, "bytes", size)
     if parts == 1 or (isinstance(total, int) and total < 2):
         with loop(total) as index:
             body(unravel(index, extents))
@@ -183,7 +183,7 @@ def unravel(
     extents : sequence of int or PrimExpr
         The first is not needed: whatever is left is the place along it.
     place, rest : callable
-        What is done to each place, and to what is left for the dimensions before it: `settled` where they are used
+        What is done to each place, and to what is left for the dimensions before it: `opaque` where they are used
         more than once.
     """
     found: list[Expr] = []

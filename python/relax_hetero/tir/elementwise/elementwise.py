@@ -7,7 +7,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ...encoding.problem import ElementwiseProblem
 from ...errors import EncodingError
-from ...target.cpu_target import Machine
+from ...target.cpu_target import CpuTarget
 from ..core.builder import Expr, Function, lane_indices, loop
 from ..core.packed_storage import PackedStorage, gathered, loaded, split_run, tail_mask, whole
 from ..core.ties import tied_to
@@ -15,7 +15,7 @@ from ..core.work_split import for_parts, nest_loops
 from .expression_code import computed_in, emit
 
 
-def elementwise_kernel(problem: ElementwiseProblem, machine: Machine) -> tirx.PrimFunc:
+def elementwise_kernel(problem: ElementwiseProblem, cpu: CpuTarget) -> tirx.PrimFunc:
     """An elementwise expression alone, on packed or row-major storage.
 
     Padding of the result is whatever the expression makes of the operands' padding; it is never read by what consumes
@@ -25,7 +25,7 @@ def elementwise_kernel(problem: ElementwiseProblem, machine: Machine) -> tirx.Pr
     ----------
     problem : ElementwiseProblem
         Operands stored as the result are read tile by tile; row-major ones are broadcast against it.
-    machine : Machine
+    cpu : CpuTarget
 
     Raises
     ------
@@ -46,7 +46,7 @@ def elementwise_kernel(problem: ElementwiseProblem, machine: Machine) -> tirx.Pr
             for storage in storages:
                 # TVM has no masked loads of bfloat16.
                 storage.open(raw=storage.dtype == "bfloat16")
-            work = _Work(problem, storages[:-1], storages[-1], machine)
+            work = _Work(problem, storages[:-1], storages[-1], cpu)
             if all(work.is_alike(i) or not work.axes(i) for i in range(len(problem.operands))):
                 work.as_one_dimension()
             else:
@@ -58,12 +58,12 @@ class _Work:
     """The loops of one elementwise kernel, while it is being built."""
 
     def __init__(
-        self, problem: ElementwiseProblem, operands: list[PackedStorage], result: PackedStorage, machine: Machine
+        self, problem: ElementwiseProblem, operands: list[PackedStorage], result: PackedStorage, cpu: CpuTarget
     ) -> None:
-        self.problem, self.operands, self.result, self.machine = problem, operands, result, machine
+        self.problem, self.operands, self.result, self.cpu = problem, operands, result, cpu
         self.names = list(problem.result.index_map)
         types = [operand.dtype for operand in (*problem.operands, problem.result)]
-        self.lanes = min(machine.lanes(computed_in(dtype)) for dtype in types)
+        self.lanes = min(cpu.lanes(computed_in(dtype)) for dtype in types)
         self.extents = [self._extent(d) for d in range(len(self.names))]
         for i, operand in enumerate(problem.operands):
             if not operand.layout.is_identity and not self.is_alike(i):
@@ -105,9 +105,7 @@ class _Work:
                 values.append(loaded(storage, where, None, width))
             self._store(values, lane_indices(start, width), width)
 
-        for_parts(
-            [vectors], self.result.bytes(), self.machine, lambda positions: at(positions[0] * self.lanes, self.lanes)
-        )
+        for_parts([vectors], self.result.bytes(), self.cpu, lambda positions: at(positions[0] * self.lanes, self.lanes))
         if self.lanes > 1 and not (isinstance(total, int) and total % self.lanes == 0):
             with loop(total - vectors * self.lanes) as rest:
                 at(vectors * self.lanes + rest, 1)
@@ -125,7 +123,7 @@ class _Work:
                 lambda within: self._run(last, outer, dict(zip(inner_dims, within, strict=True))),
             )
 
-        for_parts([self.result.tiles[d] for d in outer_dims], self.result.bytes(), self.machine, visit)
+        for_parts([self.result.tiles[d] for d in outer_dims], self.result.bytes(), self.cpu, visit)
 
     def _run(self, last: int, outer: dict[int, Expr], inner: dict[int, Expr]) -> None:
         layout = self.result.layout

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...target.cpu_target import Machine
+from ...target.cpu_target import CpuTarget
 from ..core.builder import Expr, either, int64, when
 from .boxes import is_choice
 from .flat import FlatBox, Loop, is_step
@@ -22,16 +22,16 @@ from .stages import Load, loads, replaced, variables
 from .vector_code import LANE, chooses, lanes_of, reading, slot, store, varies_inside, write_point
 
 
-def write_reduction(box: FlatBox, machine: Machine, tasks: int) -> None:
+def write_reduction(box: FlatBox, cpu: CpuTarget, tasks: int) -> None:
     """Write the loops of a box."""
-    along = _reduced_vector(box, machine)
+    along = _reduced_vector(box, cpu)
     if along is not None:
-        AlongReduced(box, machine, along).write(tasks)
+        AlongReduced(box, cpu, along).write(tasks)
     else:
-        AlongResults(box, machine).write(tasks)
+        AlongResults(box, cpu).write(tasks)
 
 
-def _reduced_vector(box: FlatBox, machine: Machine) -> int | None:
+def _reduced_vector(box: FlatBox, cpu: CpuTarget) -> int | None:
     """The reduced loop to cut into vectors, None where vectors lie along the results."""
     if any(combined(s) is None or s.buffer.dtype == "bool" for s in box.nest.sums):
         return None
@@ -100,10 +100,10 @@ _PARTS = 4
 class AlongReduced:
     """Every lane accumulates a part of one result; the parts are combined at the end."""
 
-    def __init__(self, box: FlatBox, machine: Machine, along: int) -> None:
+    def __init__(self, box: FlatBox, cpu: CpuTarget, along: int) -> None:
         self.box, self.along = box, box.reduced[along]
         self.others = [loop for loop in box.reduced if loop is not self.along]
-        self.lanes = lanes_of(box.nest, machine)
+        self.lanes = lanes_of(box.nest, cpu)
         count = self.along.count
         while isinstance(count, int) and self.lanes > 1 and self.lanes > count:
             self.lanes //= 2
@@ -189,13 +189,13 @@ class AlongResults:
     Where rows share what they read, as those of a matrix product do, several are computed together.
     """
 
-    def __init__(self, box: FlatBox, machine: Machine) -> None:
+    def __init__(self, box: FlatBox, cpu: CpuTarget) -> None:
         self.box = box
         self.var = box.spatial[-1].var if box.spatial else None
         scalar = self.var is None or varies_inside(box, self.var)
-        self.lanes = 1 if scalar else lanes_of(box.nest, machine)
+        self.lanes = 1 if scalar else lanes_of(box.nest, cpu)
         self.rows = self._shared_rows()
-        self.together = _VECTORS if self.rows is None or machine.isa.registers >= 32 else _VECTORS // 2
+        self.together = _VECTORS if self.rows is None or cpu.isa.registers >= 32 else _VECTORS // 2
 
     def _shared_rows(self) -> tirx.Var | None:
         """The variable of rows that read the same vectors and are long enough to gain from it."""

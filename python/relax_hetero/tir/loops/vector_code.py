@@ -10,14 +10,14 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 from tvm_ffi import structural_map, structural_walk
 
-from ...target.cpu_target import Machine
+from ...target.cpu_target import CpuTarget
 from ..core.builder import Expr, lane_indices
 from .boxes import is_choice
 from .flat import FlatBox, stride
 from .nests import Nest
 from .stages import Load, loads, replaced, sources, variables, with_loads
 
-Held = Mapping[tirx.Buffer, tirx.Buffer]
+Slots = Mapping[tirx.Buffer, tirx.Buffer]
 """By what it holds values of: a slot of memory with an element for each lane, which becomes a register."""
 
 LANE = tirx.Var("lane", "int64")
@@ -98,7 +98,7 @@ def _shuffled(load: Load, lanes: int) -> Expr:
     return tirx.BufferLoad(result, [LANE])
 
 
-def reading(expr: Expr, held: Held, inline: Mapping[tirx.Buffer, Expr]) -> Expr:
+def reading(expr: Expr, held: Slots, inline: Mapping[tirx.Buffer, Expr]) -> Expr:
     """`expr` with what the nest itself made taken from slots, or computed where it is read."""
     if not held and not inline:
         return expr
@@ -111,7 +111,7 @@ def reading(expr: Expr, held: Held, inline: Mapping[tirx.Buffer, Expr]) -> Expr:
     return with_loads(expr, change)
 
 
-def write_point(box: FlatBox, var: tirx.Var | None, start: Expr, lanes: int, sums: Held) -> None:
+def write_point(box: FlatBox, var: tirx.Var | None, start: Expr, lanes: int, sums: Slots) -> None:
     """Compute the steps of `lanes` neighbouring points and store them.
 
     Parameters
@@ -149,12 +149,12 @@ def write_point(box: FlatBox, var: tirx.Var | None, start: Expr, lanes: int, sum
             store(buffer, value, here.places[buffer], lanes)
 
 
-def lanes_of(nest: Nest, machine: Machine) -> int:
+def lanes_of(nest: Nest, cpu: CpuTarget) -> int:
     """Elements of a vector register of the widest type that is read, computed with or stored."""
     types = {str(load.ty.dtype) for value in nest.expressions() for load in loads(value)}
     types |= {buffer.dtype for buffer in nest.made}
     types -= {"bool"}
-    return min((machine.lanes(dtype) for dtype in types), default=machine.lanes("int8"))
+    return min((cpu.lanes(dtype) for dtype in types), default=cpu.lanes("int8"))
 
 
 def varies_inside(box: FlatBox, var: tirx.Var) -> bool:

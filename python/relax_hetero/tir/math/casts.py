@@ -28,7 +28,7 @@ def bfloat16_bits(x: tirx.Expr) -> tirx.Expr:
 
 
 def by_integers(call: tvm.ir.Call) -> tirx.Expr:
-    """The call as arithmetic on integers, for any machine."""
+    """The call as arithmetic on integers, for any CPU."""
     x = call.args[0]
     raw = tirx.reinterpret(_type_of("uint32", x), x)
 

@@ -20,7 +20,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ...encoding.block_weights import GROUP
 from ...encoding.problem import BlockProductProblem
-from ...target.cpu_target import Machine
+from ...target.cpu_target import CpuTarget
 from ...target.tiles import tile_sizes
 from ..core.builder import (
     Expr,
@@ -29,12 +29,12 @@ from ..core.builder import (
     broadcast,
     ceil_div,
     either,
-    held,
     lane_indices,
     lane_mask,
+    let,
     loop,
-    settled,
-    smaller,
+    minimum,
+    opaque,
     when,
     zeros,
 )
@@ -91,18 +91,18 @@ class _Tile:
     panel: Expr
 
 
-def block_product_kernel(problem: BlockProductProblem, machine: Machine) -> tirx.PrimFunc:
+def block_product_kernel(problem: BlockProductProblem, cpu: CpuTarget) -> tirx.PrimFunc:
     """The kernel of a product with weights of 4 bits.
 
     Parameters
     ----------
     problem : BlockProductProblem
-    machine : Machine
+    cpu : CpuTarget
 
     Returns
     -------
     tirx.PrimFunc
-        Its parameters are those that `BlockProductProblem` says; it is parallel over the machine's cores.
+        Its parameters are those that `BlockProductProblem` says; it is parallel over the CPU's cores.
     """
     function = Function("block_product")
     with function:
@@ -111,7 +111,7 @@ def block_product_kernel(problem: BlockProductProblem, machine: Machine) -> tirx
             OperandView(function, name, operand)
             for name, operand in zip(("weight", "scales", "zeros"), problem.weights, strict=False)
         ]
-        lanes = machine.lanes("float32")
+        lanes = cpu.lanes("float32")
         epilogue = EpilogueCode.of(function, problem.epilogue, "float32", problem.result.dtype, lanes)
         result = OperandView(function, "result", problem.result)
         views = [lhs, *epilogue.views, result]
@@ -130,29 +130,29 @@ def block_product_kernel(problem: BlockProductProblem, machine: Machine) -> tirx
                 epilogue,
                 data[0],
                 data[1],
-                Unpacking.of(machine, data[2] if len(data) > 2 else None),
+                Unpacking.of(cpu, data[2] if len(data) > 2 else None),
                 lanes,
                 vectors,
-                machine.isa.registers - (2 + PLACES) * vectors - 1,
+                cpu.isa.registers - (2 + PLACES) * vectors - 1,
                 extent_of([result], "m"),
             )
-            _emit_loops(kernel, machine)
+            _emit_loops(kernel, cpu)
     return function.result
 
 
-def _rows_of_a_tile(kernel: _Kernel, machine: Machine) -> int:
-    rows = max(1, min(tile_sizes(machine).rows, kernel.free // kernel.vectors))
+def _rows_of_a_tile(kernel: _Kernel, cpu: CpuTarget) -> int:
+    rows = max(1, min(tile_sizes(cpu).rows, kernel.free // kernel.vectors))
     return min(rows, kernel.m) if isinstance(kernel.m, int) else rows
 
 
-def _emit_loops(kernel: _Kernel, machine: Machine) -> None:
+def _emit_loops(kernel: _Kernel, cpu: CpuTarget) -> None:
     problem = kernel.problem
     if 0 in (kernel.m, problem.columns):
         T.evaluate(0)
         return
-    rows = _rows_of_a_tile(kernel, machine)
-    tiles, panels = settled(ceil_div(kernel.m, rows)), ceil_div(problem.columns, problem.panel)
-    split = split_work(machine.cores, 1, tiles, panels, (rows, problem.panel), problem.depth)
+    rows = _rows_of_a_tile(kernel, cpu)
+    tiles, panels = opaque(ceil_div(kernel.m, rows)), ceil_div(problem.columns, problem.panel)
+    split = split_work(cpu.cores, 1, tiles, panels, (rows, problem.panel), problem.depth)
     tiles_per_block = max(1, ROW_BLOCK_BYTES // (4 * problem.depth * rows))
     with loop(split.tasks, parallel=split.tasks > 1) as task:
         accs = Registers(max(rows * kernel.vectors, IN_FLIGHT), "float32", kernel.lanes)
@@ -160,12 +160,12 @@ def _emit_loops(kernel: _Kernel, machine: Machine) -> None:
         _, row_part, column_part = split.place(task)
         first_m, last_m = part(tiles, split.rows, row_part)
         first_n, last_n = part(panels, split.columns, column_part)
-        with loop(settled(ceil_div(last_m - first_m, tiles_per_block))) as block:
-            begin = settled(first_m + block * tiles_per_block)
-            end = settled(smaller(begin + tiles_per_block, last_m))
+        with loop(opaque(ceil_div(last_m - first_m, tiles_per_block))) as block:
+            begin = opaque(first_m + block * tiles_per_block)
+            end = opaque(minimum(begin + tiles_per_block, last_m))
             with loop(last_n - first_n) as panel, loop(end - begin) as tile:
-                row = settled(settled(begin + tile) * rows)
-                _emit_rows(kernel, row, rows, settled(first_n + panel), accs, totals)
+                row = opaque(opaque(begin + tile) * rows)
+                _emit_rows(kernel, row, rows, opaque(first_n + panel), accs, totals)
 
 
 def _emit_rows(kernel: _Kernel, row: Expr, rows: int, panel: Expr, accs: Registers, totals: Registers) -> None:
@@ -201,7 +201,7 @@ def _emit_tile(kernel: _Kernel, tile: _Tile, accs: Registers, totals: Registers)
         totals[number] = zeros("float32", kernel.lanes)
     if whole:
         with loop(whole) as number:
-            _emit_chain(kernel, tile, (accs, totals), settled(number * chain), chain, banks)
+            _emit_chain(kernel, tile, (accs, totals), opaque(number * chain), chain, banks)
     if rest:
         _emit_chain(kernel, tile, (accs, totals), tirx.const(whole * chain, "int64"), rest, banks)
     _finish(kernel, tile, totals)
@@ -220,19 +220,19 @@ def _emit_chain(
     accs, totals = sums
     count = tile.rows * kernel.vectors
     groups, blocks = ceil_div(problem.depth, GROUP), ceil_div(problem.depth, problem.block)
-    at_scale = settled((tile.panel * blocks + first // problem.block) * panel)
+    at_scale = opaque((tile.panel * blocks + first // problem.block) * panel)
     points = [kernel.unpacking.points(at_scale + j * lanes) for j in range(kernel.vectors)]
-    weights = settled((tile.panel * groups + first // GROUP) * panel)
-    rows = [settled(kernel.lhs.address({"m": row, "k": first})) for row in _rows_in(kernel, tile)]
+    weights = opaque((tile.panel * groups + first // GROUP) * panel)
+    rows = [opaque(kernel.lhs.address({"m": row, "k": first})) for row in _rows_in(kernel, tile)]
     for number in range(count * banks):
         accs[number] = zeros("float32", lanes)
 
     def group(number: Expr, steps: int) -> None:
-        at = settled(weights + number * panel)
-        bits = [held(kernel.weight[lane_indices(at + j * lanes, lanes)]) for j in range(kernel.vectors)]
+        at = opaque(weights + number * panel)
+        bits = [let(kernel.weight[lane_indices(at + j * lanes, lanes)]) for j in range(kernel.vectors)]
         numbers = [kernel.unpacking.numbers(bits[j], points[j]) for j in range(kernel.vectors)]
         for step in range(steps):
-            right = [held(number(step)) for number in numbers]
+            right = [let(number(step)) for number in numbers]
             bank = step % banks
             for i in range(tile.rows):
                 left = broadcast(kernel.lhs.data[rows[i] + number * GROUP + step], lanes)
@@ -247,7 +247,7 @@ def _emit_chain(
     if rest:
         group(tirx.const(whole, "int64"), rest)
     for j in range(kernel.vectors):
-        scale = held(kernel.scales[lane_indices(at_scale + j * lanes, lanes)])
+        scale = let(kernel.scales[lane_indices(at_scale + j * lanes, lanes)])
         for i in range(tile.rows):
             number = i * kernel.vectors + j
             total = accs[number]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...target.dot_instructions import Product
-from ..core.builder import Expr, lane_mask, settled, smaller
+from ...target.dot_instructions import DotInstruction
+from ..core.builder import Expr, lane_mask, minimum, opaque
 from ..core.operand_view import Coordinates, OperandView
 from ..elementwise.epilogue import EpilogueCode
 
@@ -18,7 +18,7 @@ RUN_TIME_TURN = 2
 
 
 @dataclass(frozen=True)
-class Product2D:
+class MatmulSpec:
     """What every tile of a kernel shares.
 
     Attributes
@@ -26,7 +26,7 @@ class Product2D:
     lhs, rhs, result : OperandView
     init : OperandView or None
     epilogue : EpilogueCode
-    product : Product
+    dot : DotInstruction
     lanes : int
         Of an accumulator.
     registers : int
@@ -40,7 +40,7 @@ class Product2D:
     result: OperandView
     init: OperandView | None
     epilogue: EpilogueCode
-    product: Product
+    dot: DotInstruction
     lanes: int
     registers: int
     m: Expr
@@ -75,7 +75,7 @@ class Sweep:
         """Cache lines that a tile prefetches at once, so that all tiles do the panel's."""
         if isinstance(self.tiles, int):
             return max(1, turn * vectors // self.tiles)
-        return settled(tirx.floordiv(self.tiles + (turn * vectors - 1), self.tiles))
+        return opaque(tirx.floordiv(self.tiles + (turn * vectors - 1), self.tiles))
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Tile:
 
 
 def make_tile(
-    spec: Product2D,
+    spec: MatmulSpec,
     batch: Coordinates,
     place: tuple[Expr, Expr],
     size: tuple[int, int],
@@ -128,9 +128,9 @@ def make_tile(
     rows_end, columns_end = ends
     rows = None
     if rows_end is not None:
-        rows = tuple(settled(T.min(row + i, rows_end - 1)) for i in range(size[0]))
+        rows = tuple(opaque(T.min(row + i, rows_end - 1)) for i in range(size[0]))
     if not isinstance(columns_end, int) and columns_end is not None:
-        columns_end = settled(columns_end - column)
+        columns_end = opaque(columns_end - column)
     masks = tuple(
         None if columns_end is None else lane_mask(columns_end - j * spec.lanes, spec.lanes) for j in range(size[1])
     )
@@ -164,8 +164,8 @@ class KRange:
         """Range `number` of `count`, each of `block` but the last."""
         if isinstance(count, int) and count == 1:
             return KRange(0, k, True, True)
-        begin = settled(number) * block
-        return KRange(begin, settled(smaller(begin + block, k)), number < 1, number >= count - 1)
+        begin = opaque(number) * block
+        return KRange(begin, opaque(minimum(begin + block, k)), number < 1, number >= count - 1)
 
 
 def row_in(tile: Tile, view: OperandView, i: int) -> Expr:
@@ -175,12 +175,12 @@ def row_in(tile: Tile, view: OperandView, i: int) -> Expr:
     return tile.existing_rows[i]
 
 
-def position_in(spec: Product2D, tile: Tile, view: OperandView, i: int, j: int) -> Coordinates:
+def position_in(spec: MatmulSpec, tile: Tile, view: OperandView, i: int, j: int) -> Coordinates:
     """Where row i of vector j begins in the view; a row that does not exist is the last that does."""
     return {**tile.batch, "m": row_in(tile, view, i), "n": tile.column + j * spec.lanes}
 
 
-def mask_in(spec: Product2D, tile: Tile, view: OperandView, j: int) -> Expr | None:
+def mask_in(spec: MatmulSpec, tile: Tile, view: OperandView, j: int) -> Expr | None:
     """Which lanes of vector j may be read or written in the view; None: all of them."""
     if not view.runs_along("n") or view.is_padded("n", tile.vectors * spec.lanes):
         return None

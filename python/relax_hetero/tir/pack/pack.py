@@ -17,7 +17,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ...encoding.packed_layout import PackedLayout
 from ...encoding.problem import Dim
-from ...target.cpu_target import Machine
+from ...target.cpu_target import CpuTarget
 from ..core.builder import Expr, Function, Registers, broadcast, lane_indices, loop, zeros
 from ..core.packed_storage import PackedStorage, extents_of, whole
 from ..core.work_split import for_parts
@@ -26,7 +26,7 @@ from .tile_copy import copy_runs, interleave_rows
 from .tile_transpose import transpose_tiles
 
 
-def pack_kernel(shape: Sequence[Dim], dtype: str, layout: PackedLayout, machine: Machine) -> tirx.PrimFunc:
+def pack_kernel(shape: Sequence[Dim], dtype: str, layout: PackedLayout, cpu: CpuTarget) -> tirx.PrimFunc:
     """Row-major to `layout`.
 
     Parameters
@@ -36,25 +36,25 @@ def pack_kernel(shape: Sequence[Dim], dtype: str, layout: PackedLayout, machine:
     dtype : str
     layout : PackedLayout
         Of the destination.
-    machine : Machine
+    cpu : CpuTarget
     """
-    return _kernel("pack", shape, dtype, PackedLayout.identity(len(shape)), layout, machine)
+    return _kernel("pack", shape, dtype, PackedLayout.identity(len(shape)), layout, cpu)
 
 
-def unpack_kernel(shape: Sequence[Dim], dtype: str, layout: PackedLayout, machine: Machine) -> tirx.PrimFunc:
+def unpack_kernel(shape: Sequence[Dim], dtype: str, layout: PackedLayout, cpu: CpuTarget) -> tirx.PrimFunc:
     """`layout` to row-major; parameters as of `pack_kernel`."""
-    return _kernel("unpack", shape, dtype, layout, PackedLayout.identity(len(shape)), machine)
+    return _kernel("unpack", shape, dtype, layout, PackedLayout.identity(len(shape)), cpu)
 
 
 def relayout_kernel(
-    shape: Sequence[Dim], dtype: str, source: PackedLayout, destination: PackedLayout, machine: Machine
+    shape: Sequence[Dim], dtype: str, source: PackedLayout, destination: PackedLayout, cpu: CpuTarget
 ) -> tirx.PrimFunc:
     """One layout to another; parameters as of `pack_kernel`."""
-    return _kernel("relayout", shape, dtype, source, destination, machine)
+    return _kernel("relayout", shape, dtype, source, destination, cpu)
 
 
 def _kernel(
-    name: str, shape: Sequence[Dim], dtype: str, source: PackedLayout, destination: PackedLayout, machine: Machine
+    name: str, shape: Sequence[Dim], dtype: str, source: PackedLayout, destination: PackedLayout, cpu: CpuTarget
 ) -> tirx.PrimFunc:
     function = Function(name)
     with function:
@@ -67,14 +67,14 @@ def _kernel(
             for side in sides:
                 side.open(raw=True)
             ways = (transpose_tiles, copy_runs, interleave_rows)
-            if not any(way(sides[0], sides[1], machine) for way in ways):
-                _copy_elements(sides[0], sides[1], machine)
+            if not any(way(sides[0], sides[1], cpu) for way in ways):
+                _copy_elements(sides[0], sides[1], cpu)
             if destination.compensation:
-                _compensate(sides[1], machine)
+                _compensate(sides[1], cpu)
     return function.result
 
 
-def _copy_elements(source: PackedStorage, destination: PackedStorage, machine: Machine) -> None:
+def _copy_elements(source: PackedStorage, destination: PackedStorage, cpu: CpuTarget) -> None:
     """Any layout to any other, element by element of the destination."""
     layout, rank = destination.layout, len(destination.shape)
     extents = extents_of([source, destination])
@@ -104,7 +104,7 @@ def _copy_elements(source: PackedStorage, destination: PackedStorage, machine: M
             value = T.if_then_else(condition, value, tirx.const(0, str(source.data.dtype)))
         T.buffer_store(destination.data, value, [destination.offset(outer, inner)])
 
-    for_parts([destination.tiles[d] for d in layout.outer_perm], destination.bytes(), machine, tiles)
+    for_parts([destination.tiles[d] for d in layout.outer_perm], destination.bytes(), cpu, tiles)
 
 
 def _split(layout: PackedLayout, at: Sequence[Expr]) -> tuple[dict[int, Expr], dict[int, Expr]]:
@@ -116,7 +116,7 @@ def _split(layout: PackedLayout, at: Sequence[Expr]) -> tuple[dict[int, Expr], d
     return outer, inner
 
 
-def _compensate(destination: PackedStorage, machine: Machine) -> None:
+def _compensate(destination: PackedStorage, cpu: CpuTarget) -> None:
     """Fill the blocks of ``-128 * column sum`` from what was packed."""
     layout = destination.layout
     *columns, last = layout.inner_dims
@@ -125,7 +125,7 @@ def _compensate(destination: PackedStorage, machine: Machine) -> None:
     width = 1
     for d in columns:
         width *= layout.tile(d)
-    lanes = math.gcd(width, machine.lanes("int32"))
+    lanes = math.gcd(width, cpu.lanes("int32"))
 
     def block(positions: list[Expr]) -> None:
         at = dict(zip(dims, positions, strict=True))
@@ -146,4 +146,4 @@ def _compensate(destination: PackedStorage, machine: Machine) -> None:
             here = lane_indices(first - stride + column, lanes)
             T.buffer_store(words, total[0] * broadcast(tirx.const(-128, "int32"), lanes), [here])
 
-    for_parts([destination.tiles[d] for d in dims], destination.bytes(), machine, block)
+    for_parts([destination.tiles[d] for d in dims], destination.bytes(), cpu, block)

@@ -17,8 +17,8 @@ from ..core.builder import (
     lane_mask,
     lane_of,
     loop,
-    settled,
-    smaller,
+    minimum,
+    opaque,
     when,
 )
 from ..core.operand_view import Coordinates, OperandView
@@ -36,7 +36,7 @@ CHAINS = 4
 
 
 @dataclass(frozen=True)
-class RowCode:
+class RowSpec:
     """What all rows of a kernel share.
 
     Attributes
@@ -59,10 +59,10 @@ class RowCode:
     n: Expr
 
 
-class Row:
+class RowWriter:
     """Registers of one task, and the code of a row in them."""
 
-    def __init__(self, code: RowCode) -> None:
+    def __init__(self, code: RowSpec) -> None:
         self.code = code
         self.types = _value_types(code)
         # What has one value for all of a row, by operand number: in every lane of a register.
@@ -172,14 +172,14 @@ class Row:
             if tail:
                 one(tirx.const(count * lanes, "int64"), lane_mask(tail, lanes), count % CHAINS)
             return
-        groups = settled(tirx.floordiv(n, lanes * CHAINS))
+        groups = opaque(tirx.floordiv(n, lanes * CHAINS))
         with loop(groups) as group:
             for chain in range(CHAINS):
                 one((group * CHAINS + chain) * lanes, None, chain)
-        done = settled(groups * (lanes * CHAINS))
-        with loop(settled(tirx.floordiv(n - done + (lanes - 1), lanes))) as number:
-            column = settled(done + number * lanes)
-            left = settled(smaller(n - column, tirx.const(lanes, "int64")))
+        done = opaque(groups * (lanes * CHAINS))
+        with loop(opaque(tirx.floordiv(n - done + (lanes - 1), lanes))) as number:
+            column = opaque(done + number * lanes)
+            left = opaque(minimum(n - column, tirx.const(lanes, "int64")))
             one(column, lane_mask(left, lanes) if lanes > 1 else None, 0)
 
     def _keep(self, step: RowPass, at: Coordinates, column: Expr, mask: Expr | None) -> dict[int, Expr]:
@@ -226,7 +226,7 @@ class Row:
         return cast(result, computed_in(expression.substitute(places).dtype(types)))
 
 
-def _value_types(code: RowCode) -> dict[int, str]:
+def _value_types(code: RowSpec) -> dict[int, str]:
     """The type that every operand of the plan's expressions is computed in, by number."""
     program, plan = code.program, code.plan
     # Conditions are read as bytes: TVM's analyzer fails on vectors of bool in registers.

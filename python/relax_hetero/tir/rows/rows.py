@@ -15,31 +15,31 @@ from ...encoding.expression import Expression, Term
 from ...encoding.problem import RowPhase, RowsProblem
 from ...encoding.row_program import Reduction, RowProgram
 from ...errors import EncodingError
-from ...target.cpu_target import Machine
-from ..core.builder import Expr, Function, ceil_div, loop, settled
+from ...target.cpu_target import CpuTarget
+from ..core.builder import Expr, Function, ceil_div, loop, opaque
 from ..core.operand_view import OperandView, extent_of
 from ..core.ties import with_ties
 from ..core.work_split import is_worth_tasks, part, unravel
 from ..elementwise.expression_code import computed_in
-from .row_code import Row, RowCode
+from .row_code import RowSpec, RowWriter
 from .row_plan import is_read_after_keeping, plan_rows
 
 _ROW_COST = 20
 """Instructions of a reduction beside those on vectors: the lanes of one vector are reduced one after another."""
 
 
-def rows_kernel(problem: RowsProblem, machine: Machine) -> tirx.PrimFunc:
+def rows_kernel(problem: RowsProblem, cpu: CpuTarget) -> tirx.PrimFunc:
     """The kernel of a program of rows.
 
     Parameters
     ----------
     problem : RowsProblem
-    machine : Machine
+    cpu : CpuTarget
 
     Returns
     -------
     tirx.PrimFunc
-        Its parameters are those that `RowsProblem` says; it is parallel over the machine's cores.
+        Its parameters are those that `RowsProblem` says; it is parallel over the CPU's cores.
 
     Raises
     ------
@@ -58,7 +58,7 @@ def rows_kernel(problem: RowsProblem, machine: Machine) -> tirx.PrimFunc:
         if not wide:
             raise EncodingError(f"rows {problem.program}: found no operand that runs along the rows")
         n = extent_of(wide, "n")
-        lanes = _lanes(views, machine)
+        lanes = _lanes(views, cpu)
         program = _in_single(problem.program)
         plan = plan_rows(
             program,
@@ -68,8 +68,8 @@ def rows_kernel(problem: RowsProblem, machine: Machine) -> tirx.PrimFunc:
         with function.body():
             for view in views:
                 view.open(raw=view.dtype in ("bfloat16", "bool"))
-            code = RowCode(program, plan, operands, result, lanes, n)
-            emit_rows(code, names, machine)
+            code = RowSpec(program, plan, operands, result, lanes, n)
+            emit_rows(code, names, cpu)
     last = len(operands)
     return with_ties(
         function.result,
@@ -81,7 +81,7 @@ def rows_kernel(problem: RowsProblem, machine: Machine) -> tirx.PrimFunc:
     )
 
 
-def phase_code(phase: RowPhase, others: list[OperandView], result: OperandView, machine: Machine, n: Expr) -> RowCode:
+def phase_code(phase: RowPhase, others: list[OperandView], result: OperandView, cpu: CpuTarget, n: Expr) -> RowSpec:
     """The code of work on the rows of a product's result, in place.
 
     Parameters
@@ -89,7 +89,7 @@ def phase_code(phase: RowPhase, others: list[OperandView], result: OperandView, 
     phase : RowPhase
     others, result : OperandView
         Opened: the phase's operands, and the result with the product's rows.
-    machine : Machine
+    cpu : CpuTarget
     n : int or PrimExpr
         Elements of a row.
     """
@@ -97,12 +97,12 @@ def phase_code(phase: RowPhase, others: list[OperandView], result: OperandView, 
     varying = frozenset(i for i, view in enumerate(operands) if view.runs_along("n"))
     program = _in_single(phase.program)
     plan = plan_rows(program, varying, _holds_floats(result.dtype), phase.product)
-    return RowCode(program, plan, operands, result, _lanes(operands, machine), n)
+    return RowSpec(program, plan, operands, result, _lanes(operands, cpu), n)
 
 
-def _lanes(views: list[OperandView], machine: Machine) -> int:
+def _lanes(views: list[OperandView], cpu: CpuTarget) -> int:
     """Of vectors in which everything, bytes included, is computed in floats."""
-    return min(machine.lanes(dtype) for dtype in ("float32", *(computed_in(view.dtype) for view in views)))
+    return min(cpu.lanes(dtype) for dtype in ("float32", *(computed_in(view.dtype) for view in views)))
 
 
 def _holds_floats(dtype: str) -> bool:
@@ -149,9 +149,9 @@ def _together(view: OperandView, first: str, second: str) -> bool:
     return not view.runs_along(first) and not view.runs_along(second)
 
 
-def emit_rows(code: RowCode, names: list[str], machine: Machine) -> None:
-    """The loops over all rows, whose positions run along the dimensions `names`, shared by the machine's cores."""
-    extents = {name: settled(extent_of([*code.operands, code.result], name)) for name in names}
+def emit_rows(code: RowSpec, names: list[str], cpu: CpuTarget) -> None:
+    """The loops over all rows, whose positions run along the dimensions `names`, shared by the CPU's cores."""
+    extents = {name: opaque(extent_of([*code.operands, code.result], name)) for name in names}
     total: Expr = 1
     for extent in extents.values():
         total = total * extent
@@ -159,17 +159,17 @@ def emit_rows(code: RowCode, names: list[str], machine: Machine) -> None:
         # Without columns, what a reduction is of none is not worth code of its own: shapes are checked before.
         T.evaluate(0)
         return
-    total = settled(total)
-    tasks = _tasks(code, total, machine.cores)
+    total = opaque(total)
+    tasks = _tasks(code, total, cpu.cores)
     with loop(tasks, parallel=tasks > 1) as task:
-        row = Row(code)
+        row = RowWriter(code)
         first, last = part(total, tasks, task)
-        with loop(settled(last - first)) as number:
-            places = unravel(settled(first + number), list(extents.values()), place=settled, rest=settled)
+        with loop(opaque(last - first)) as number:
+            places = unravel(opaque(first + number), list(extents.values()), place=opaque, rest=opaque)
             row.emit(dict(zip(extents, places, strict=True)))
 
 
-def _tasks(code: RowCode, total: Expr, cores: int) -> int:
+def _tasks(code: RowSpec, total: Expr, cores: int) -> int:
     """One task for each core, or one for rows that are known to be too few, or too short."""
     if cores == 1 or (isinstance(total, int) and total < cores):
         return 1
