@@ -1,4 +1,4 @@
-"""Who turns an encoding into a layout: resolvers, found by target.
+"""Resolvers, found by target, turn an encoding into a layout.
 
 A resolver is asked three things about a target that it was registered for: how an operand is stored (`resolve`), how
 many bytes that takes (`storage_size`), and what computes on operands so stored (`kernel`). "None" to the first means

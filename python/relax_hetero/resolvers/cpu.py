@@ -1,9 +1,9 @@
-"""CPUs with vector instructions: x86 from SSE2 to AVX-512, and AArch64. The tables decide; nothing here names one.
+"""Layouts for CPUs with vector instructions: x86 from SSE2 to AVX-512, and AArch64. Tables of `target` decide.
 
 The left operand and the result stay row-major: the kernel broadcasts elements of the left one from where they lie, as
 fast as from packed storage, and stores rows of the result with a mask at their end. The right operand is packed into
 panels of n0 columns, ``[b.., n/n0, k/k0, n0, k0]``: a k-step reads one stretch of memory. Convolutions: see
-`convolutions`.
+`conv_layouts`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Machines that nothing is known of: ``c`` targets and CPUs outside the tables. Small tiles, every operand packed.
+"""Layouts for ``c`` targets and CPUs outside the tables: small tiles, every operand packed.
 
 Packing all three makes every access of the kernel's tile contiguous, whatever the compiler behind makes of it.
 """

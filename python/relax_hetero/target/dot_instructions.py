@@ -3,7 +3,7 @@
 A row says which instruction a k-step uses. A step takes `k0` consecutive k of one row of the left operand (a group,
 the same for every lane) and `k0` consecutive k of one column a lane of the right operand, and adds their products to
 one accumulator a lane. The table is read from the top; adding an instruction is adding a row. What a row's `form`
-means in code stands in `relax_hetero.tir.matmul.inner_product`.
+means in code stands in `relax_hetero.tir.matmul.k_step`.
 
 A byte dot product wants one operand signed and the other not, or both alike. Where the left operand's sign is wrong,
 its top bit is flipped: int8 becomes uint8 plus 128, uint8 becomes int8 minus 128; the right operand's layout then
@@ -33,7 +33,7 @@ class DotInstruction:
     types : tuple of str
         Element types of left operand, right operand and accumulator.
     form : str
-        How it is emitted, a key of `relax_hetero.tir.matmul.inner_product.FORMS`.
+        How it is emitted, a key of `relax_hetero.tir.matmul.k_step.FORMS`.
     k0 : int
         k values of a step; the right operand is packed with k in tiles of k0, innermost.
     instruction : str

@@ -9,6 +9,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ..core.builder import Expr, lane_mask, let, minimum, opaque
 from ..math.vector_math import once
+from ..pack.tile_transpose import riffle_orders
 from .attention_spec import AttentionSpec
 
 
@@ -54,8 +55,7 @@ def sums_of(vectors: list[Expr], lanes: int) -> Expr:
 
     Two halves of the vectors are merged element by element and their halves added, as a transpose would go.
     """
-    low = [index for i in range(lanes // 2) for index in (i, lanes + i)]
-    high = [index for i in range(lanes // 2, lanes) for index in (i, lanes + i)]
+    low, high = riffle_orders(lanes)
     while len(vectors) > 1:
         half = len(vectors) // 2
         pairs = zip(vectors[:half], vectors[half:], strict=True)

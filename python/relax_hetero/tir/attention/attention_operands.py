@@ -12,7 +12,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ..core.builder import Expr, ceil_div, either, lane_indices, let, loop, minimum, opaque, vector_type, zeros
 from ..math.casts import cast
-from ..matmul.inner_product import emit_step
+from ..matmul.k_step import emit_step
 from ..pack.tile_transpose import riffle
 from .attention_spec import AttentionSpec
 

@@ -1,9 +1,9 @@
-"""What the parts of a convolution's kernel share: its operands, the place that is computed, where results go."""
+"""What the kernels of convolutions share: operands, rows of the result, how tiles are stored and work is split."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -11,7 +11,7 @@ from tvm.script.ir_builder import tirx as T
 from ...encoding.problem import ConvProblem, Window
 from ...target.cpu_target import CpuTarget
 from ...target.dot_instructions import DotInstruction
-from ..core.builder import Expr, Function, ceil_div, lane_mask, opaque, prefetch
+from ..core.builder import Expr, Function, ceil_div, lane_mask, opaque
 from ..core.operand_view import Coordinates, OperandView
 from ..core.work_split import Split, tasks_for, unravel
 from ..elementwise.epilogue import EpilogueCode
@@ -135,6 +135,11 @@ def channel_masks(conv: Convolution, vectors: int, existing: int) -> tuple[Expr 
     return tuple(lane_mask(existing - j * conv.lanes, conv.lanes) for j in range(vectors))
 
 
+def result_position(conv: Convolution, row: ConvRow, place: Expr, column: Expr) -> Coordinates:
+    """The place along the innermost spatial dimension, and the output channel, of an element in a row."""
+    return {**row.at, f"y{len(conv.windows) - 1}": place, "n": column}
+
+
 def store_places(
     conv: Convolution,
     row: ConvRow,
@@ -159,26 +164,14 @@ def store_places(
     value : callable
         The accumulator of a place and a vector.
     """
-    last = f"y{len(conv.windows) - 1}"
     for t in range(size[0]):
         for j in range(size[1]):
-            at = {**row.at, last: place + t, "n": column + j * conv.lanes}
+            at = result_position(conv, row, place + t, column + j * conv.lanes)
 
             def load(view: OperandView, at: Coordinates = at, mask: Expr | None = masks[j]) -> Expr:
                 return view.load(at, "n", conv.lanes, mask if view.runs_along("n") else None)
 
             conv.result.store(at, "n", conv.epilogue.result(value(t, j), load), conv.lanes, masks[j])
-
-
-def prefetch_operands(conv: Convolution, row: ConvRow, place: Expr, column: Expr, size: tuple[int, int]) -> None:
-    """Ask for what the epilogue reads of every element of a tile, so that it has come when the sums are done."""
-    last = f"y{len(conv.windows) - 1}"
-    for view in conv.epilogue.views:
-        if view.runs_along("n") and view.runs_along(last) and conv.lanes > 1:
-            for t in range(size[0]):
-                for j in range(size[1]):
-                    at = {**row.at, last: place + t, "n": column + j * conv.lanes}
-                    prefetch(view.data, view.address(at))
 
 
 def split_rows(conv: Convolution, panels: int, macs: int) -> Split:
@@ -209,7 +202,7 @@ def split_rows(conv: Convolution, panels: int, macs: int) -> Split:
     parts = min((parts for parts in range(1, cores + 1) if cores % parts == 0), key=cost)
     columns = min(panels, cores // parts)
     parts = min(parts, rows) if isinstance(batch, int) else parts
-    return replace(Split(1, parts, columns, 1), tasks=parts * columns)
+    return Split(1, parts, columns, parts * columns)
 
 
 def _static(extents: Sequence[Expr]) -> list[int]:

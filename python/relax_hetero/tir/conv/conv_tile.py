@@ -29,9 +29,9 @@ from ..core.builder import (
     vector_type,
     zeros,
 )
-from ..matmul.inner_product import emit_step, lhs_group, rhs_groups, zero
+from ..matmul.k_step import emit_step, lhs_group, rhs_groups, zero
 from .conv_geometry import Segment, Taps
-from .conv_spec import Convolution, ConvRow, data_position, prefetch_operands, store_places
+from .conv_spec import Convolution, ConvRow, data_position, result_position, store_places
 
 # Up to so many steps over the input channels, the loop is written out.
 FEW_STEPS = 4
@@ -132,14 +132,18 @@ Visit = Callable[[Sequence[Expr]], None]
 def emit_tile(conv: Convolution, tile: ConvTile, registers: TileRegisters) -> None:
     """Write the code of a tile."""
     panel, width, accs = tile.panel, tile.segment.width, registers.sums
-    prefetch_operands(conv, tile.row, tile.first, panel.column, (width, panel.vectors))
+    size = (width, panel.vectors)
+    conv.epilogue.prefetch(
+        f"y{len(conv.windows) - 1}",
+        size,
+        lambda _, t, j: result_position(conv, tile.row, tile.first + t, panel.column + j * conv.lanes),
+    )
     if registers.compensation is None:
         for number in range(width * panel.vectors):
             accs[number] = zero(conv.dot, conv.lanes)
     else:
         _start_compensated(conv, tile, registers.compensation, accs)
     _over_taps(tile.row, lambda taps: _accumulate_row(conv, tile, taps, accs))
-    size = (width, panel.vectors)
     store_places(conv, tile.row, tile.first, panel.column, size, panel.masks, lambda t, j: accs[t * panel.vectors + j])
 
 

@@ -14,7 +14,7 @@ from ...target.cpu_target import CpuTarget
 from ...target.dot_instructions import DotInstruction, dot_instruction_for
 from ..core.builder import Function
 from ..core.ties import tied_to
-from ..matmul.inner_product import llvm_import
+from ..matmul.k_step import llvm_import
 from ..matmul.matmul import matmul_kernel
 from .conv_channelwise import emit_channelwise
 from .conv_direct import emit_direct

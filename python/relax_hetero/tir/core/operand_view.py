@@ -10,7 +10,7 @@ from tvm.script.ir_builder import tirx as T
 from ...encoding.packed_layout import PackedLayout
 from ...encoding.problem import Operand
 from .builder import Expr, Function, broadcast, int64, lane_indices, lane_of, masked_store, opaque, vector_type
-from .view import View, row_major
+from .view import View, row_major, split_position
 
 Coordinates = Mapping[str, Expr]
 """A position in the iteration space: an int64 expression for each iteration dimension."""
@@ -78,12 +78,8 @@ class OperandView(View):
 
     def address(self, at: Coordinates, skip_compensation: bool = True) -> Expr:
         """Position of an element in the flat view; coordinates of dimensions it lacks are ignored."""
-        outer, inner = {}, {}
-        for d, name in enumerate(self.index_map):
-            value = tirx.const(0, "int64") if name == "1" else at[name]
-            tile = self.layout.tile(d)
-            outer[d] = value if tile == 1 else tirx.floordiv(value, tile)
-            inner[d] = tirx.const(0, "int64") if tile == 1 else tirx.floormod(value, tile)
+        zero = tirx.const(0, "int64")
+        outer, inner = split_position(self.layout, [zero if name == "1" else at[name] for name in self.index_map])
         if self.layout.compensation and skip_compensation:
             outer[self.layout.inner_dims[-1]] = outer[self.layout.inner_dims[-1]] + 1
         offset: Expr = tirx.const(0, "int64")

@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tvm
+from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from ...encoding.packed_layout import PackedLayout
 from .builder import Expr, Function, flat, vector_type
 
 
@@ -65,6 +67,16 @@ class View:
 def raw_type(dtype: str) -> str:
     """The unsigned integer of as many bits: what moves bytes without looking at them."""
     return f"uint{max(8, tvm.DataType(dtype).bits)}"
+
+
+def split_position(layout: PackedLayout, position: Sequence[Expr]) -> tuple[dict[int, Expr], dict[int, Expr]]:
+    """A position in a tensor as tiles and positions in them, by dimension."""
+    outer, inner = {}, {}
+    for d, at in enumerate(position):
+        tile = layout.tile(d)
+        outer[d] = at if tile == 1 else tirx.floordiv(at, tile)
+        inner[d] = tirx.const(0, "int64") if tile == 1 else tirx.floormod(at, tile)
+    return outer, inner
 
 
 def row_major(extents: Sequence[Expr], product: Callable[[Expr, Expr], Expr]) -> list[Expr]:

@@ -9,8 +9,8 @@ from tvm import tirx
 
 from ...encoding.expression import Expression
 from ...encoding.problem import Epilogue
-from ..core.builder import Expr, Function, vector_type
-from ..core.operand_view import OperandView
+from ..core.builder import Expr, Function, prefetch, vector_type
+from ..core.operand_view import Coordinates, OperandView
 from . import expression_code
 
 
@@ -42,6 +42,24 @@ class EpilogueCode:
         operands = epilogue.operands if epilogue else ()
         views = tuple(OperandView(function, f"x{i + 1}", operand) for i, operand in enumerate(operands))
         return EpilogueCode(epilogue.expression if epilogue else Expression.operand(0), views, acc_dtype, dtype, lanes)
+
+    def prefetch(self, along: str, size: tuple[int, int], at: Callable[[OperandView, int, int], Coordinates]) -> None:
+        """Ask for what is read of every element of a tile, so that it has come when the sums are done.
+
+        Parameters
+        ----------
+        along : str
+            The tile's iteration dimension beside "n".
+        size : tuple of int
+            How much of it the tile has, and its vectors.
+        at : callable
+            Where an element of that dimension and a vector begin in an operand.
+        """
+        for view in self.views:
+            if self.lanes > 1 and view.runs_along(along) and view.runs_along("n"):
+                for i in range(size[0]):
+                    for j in range(size[1]):
+                        prefetch(view.data, view.address(at(view, i, j)))
 
     def result(self, acc: Expr, load: Callable[[OperandView], Expr]) -> Expr:
         """What is stored for a vector of accumulators; `load` reads an operand where the vector lies."""

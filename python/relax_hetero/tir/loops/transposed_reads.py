@@ -1,4 +1,4 @@
-"""Maps that read across the direction they write in: square tiles, turned in registers.
+"""Maps that read across the direction they write in: square tiles, transposed in registers.
 
 Before, every element of a column is a read of its own::
 

@@ -11,7 +11,6 @@ scale, groups, the eight weights of a group.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
 
@@ -41,8 +40,9 @@ from ..core.builder import (
 from ..core.operand_view import Coordinates, OperandView, extent_of
 from ..core.work_split import part, split_work
 from ..elementwise.epilogue import EpilogueCode
-from .block_numbers import PLACES, Unpacking
+from .matmul_spec import choose, row_cases
 from .matmul_tile import IN_FLIGHT, MAX_CHAIN
+from .weight_unpacking import PLACES, Unpacking
 
 # Bytes of the left operand that all panels go over before the next rows: half of a second-level cache.
 ROW_BLOCK_BYTES = 1 << 19
@@ -171,23 +171,10 @@ def _emit_loops(kernel: _Kernel, cpu: CpuTarget) -> None:
 def _emit_rows(kernel: _Kernel, row: Expr, rows: int, panel: Expr, accs: Registers, totals: Registers) -> None:
     """A tile in the form that its place needs: whole, or of what rows are left."""
 
-    def form(count: int, end: Expr) -> Callable[[], None]:
-        return lambda: _emit_tile(kernel, _Tile(row, count, end, panel), accs, totals)
-
-    if isinstance(kernel.m, int):
-        left = kernel.m % rows
-        whole = row + rows <= kernel.m if left else True
-        either(whole, form(rows, None), form(left, None))
-        return
-    forms = [rows, *(count for count in (4, 2, 1) if count < rows)]
-
-    def choose(number: int) -> None:
-        if number == len(forms) - 1:
-            form(forms[number], kernel.m)()
-            return
-        either(row + forms[number + 1] < kernel.m, form(forms[number], kernel.m), lambda: choose(number + 1))
-
-    choose(0)
+    choose(
+        row_cases(kernel.m, row, rows),
+        lambda count, end: _emit_tile(kernel, _Tile(row, count, end, panel), accs, totals),
+    )
 
 
 def _emit_tile(kernel: _Kernel, tile: _Tile, accs: Registers, totals: Registers) -> None:

@@ -6,8 +6,6 @@ operand stays in the second-level cache while the tiles of a block of rows go ov
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
@@ -17,15 +15,15 @@ from ...target.cpu_target import CpuTarget
 from ...target.dot_instructions import dot_instruction_for
 from ...target.element_types import bytes_of
 from ...target.tiles import tile_sizes
-from ..core.builder import Expr, Function, Registers, ceil_div, either, loop, minimum, opaque
+from ..core.builder import Expr, Function, Registers, ceil_div, loop, minimum, opaque
 from ..core.operand_view import Coordinates, OperandView, extent_of
 from ..core.ties import tied_to
 from ..core.work_split import Split, part, split_work, unravel
 from ..elementwise.epilogue import EpilogueCode
 from ..rows.row_code import RowSpec, RowWriter
 from ..rows.rows import emit_rows, phase_code
-from .inner_product import llvm_import
-from .matmul_spec import KRange, MatmulSpec, Sweep, make_tile
+from .k_step import llvm_import
+from .matmul_spec import Case, KRange, MatmulSpec, Sweep, choose, make_tile, row_cases
 from .matmul_tile import accumulators, emit_tile
 
 # Bytes of a row of the left operand in one block of k: a panel of 32 such columns is a fraction of the second-level
@@ -220,25 +218,12 @@ def _k_blocks(spec: MatmulSpec) -> tuple[Expr, int]:
     return count, ceil_div(ceil_div(spec.k, count), spec.dot.k0) * spec.dot.k0
 
 
-Case = tuple[Expr, int, Expr]
-"""When a form of the tile is used (None: otherwise), its rows or vectors, where existing ones end (None: no end)."""
-
-
 def _row_cases(spec: MatmulSpec, row: Expr, rows: int) -> list[Case]:
     """The forms of a tile along m: whole, and what is left at the end."""
     views = (spec.lhs, spec.result, *([spec.init] if spec.init else []), *spec.epilogue.views)
     if all(view.is_padded("m", rows) for view in views if view.runs_along("m")):
         return [(None, rows, None)]
-    if isinstance(spec.m, int):
-        left = spec.m % rows
-        if left == 0:
-            return [(None, rows, None)]
-        return [(row + rows <= spec.m, rows, None), (None, left, None)]
-    forms = [form for form in (4, 2, 1) if form < rows]
-    cases: list[Case] = [
-        (row + fewer < spec.m, form, spec.m) for form, fewer in zip([rows, *forms], forms, strict=False)
-    ]
-    return [*cases, (None, 1, None)]
+    return row_cases(spec.m, row, rows)
 
 
 def _column_cases(spec: MatmulSpec, column: Expr, vectors: int) -> list[Case]:
@@ -276,11 +261,6 @@ def _emit_tile_at(
             over = None if rows < PREFETCH_ROWS and not isinstance(spec.m, int) else sweep
             emit_tile(spec, make_tile(spec, at, place, (rows, vectors), (rows_end, columns_end), over), step, accs)
 
-        _choose(_column_cases(spec, place[1], size[1]), tile_of)
+        choose(_column_cases(spec, place[1], size[1]), tile_of)
 
-    _choose(_row_cases(spec, place[0], size[0]), columns_of)
-
-
-def _choose(cases: list[Case], emit: Callable[[int, Expr], None]) -> None:
-    condition, size, end = cases[0]
-    either(True if condition is None else condition, lambda: emit(size, end), lambda: _choose(cases[1:], emit))
+    choose(_row_cases(spec, place[0], size[0]), columns_of)

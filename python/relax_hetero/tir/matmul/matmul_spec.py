@@ -1,14 +1,15 @@
-"""Where a register tile of a matrix product is: its place, its rows and columns that exist, its range of k."""
+"""What the tiles of a matrix product share, and of one tile: its rows and columns that exist, its range of k."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...target.dot_instructions import DotInstruction
-from ..core.builder import Expr, lane_mask, minimum, opaque
+from ..core.builder import Expr, either, lane_mask, minimum, opaque
 from ..core.operand_view import Coordinates, OperandView
 from ..elementwise.epilogue import EpilogueCode
 
@@ -185,3 +186,23 @@ def mask_in(spec: MatmulSpec, tile: Tile, view: OperandView, j: int) -> Expr | N
     if not view.runs_along("n") or view.is_padded("n", tile.vectors * spec.lanes):
         return None
     return tile.masks[j]
+
+
+Case = tuple[Expr, int, Expr]
+"""When a form of the tile is used (None: otherwise), its rows or vectors, where existing ones end (None: no end)."""
+
+
+def row_cases(m: Expr, row: Expr, rows: int) -> list[Case]:
+    """The forms of a tile of `rows` rows from `row` on: whole, and for what is left at the end of `m`."""
+    if isinstance(m, int):
+        left = m % rows
+        return [(None, rows, None)] if left == 0 else [(row + rows <= m, rows, None), (None, left, None)]
+    forms = [form for form in (4, 2, 1) if form < rows]
+    cases: list[Case] = [(row + fewer < m, form, m) for form, fewer in zip([rows, *forms], forms, strict=False)]
+    return [*cases, (None, 1, None)]
+
+
+def choose(cases: Sequence[Case], emit: Callable[[int, Expr], None]) -> None:
+    """Write the code of every form; `emit` gets its rows or vectors, and where existing ones end."""
+    condition, size, end = cases[0]
+    either(True if condition is None else condition, lambda: emit(size, end), lambda: choose(cases[1:], emit))

@@ -25,7 +25,7 @@ from ..core.builder import (
     zeros,
 )
 from ..core.operand_view import Coordinates, OperandView
-from .inner_product import emit_step, lhs_group, rhs_groups, zero
+from .k_step import emit_step, lhs_group, rhs_groups, zero
 from .matmul_spec import KRange, MatmulSpec, Sweep, Tile, mask_in, position_in, row_in
 
 # Multiply-adds that must be in flight: 4 cycles of latency times 2 a cycle on every core of the table.
@@ -47,7 +47,8 @@ def emit_tile(spec: MatmulSpec, tile: Tile, k: KRange, accs: Registers) -> None:
     # As in a whole panel, whatever the width: equal columns have equal sums, to the last bit.
     panel = max(tile.vectors, spec.rhs.layout.tile(spec.rhs.index_map.index("n")) // spec.lanes)
     unroll = max(1, min(IN_FLIGHT, spec.registers - panel) // (tile.rows * panel)) if spec.lanes > 1 else 1
-    _prefetch_operands(spec, tile, k)
+    if k.whole:
+        spec.epilogue.prefetch("m", (tile.rows, tile.vectors), lambda view, i, j: position_in(spec, tile, view, i, j))
     either(k.first, lambda: _start(spec, tile, accs), lambda: _clear(spec, accs, range(count)))
     _clear(spec, accs, range(count, count * unroll))
     _accumulate_chains(spec, tile, accs, k, unroll)
@@ -57,17 +58,6 @@ def emit_tile(spec: MatmulSpec, tile: Tile, k: KRange, accs: Registers) -> None:
         with when(tirx.Not(k.first)):
             _resume(spec, tile, accs)
     either(k.last, lambda: _finish(spec, tile, accs), lambda: _suspend(spec, tile, accs))
-
-
-def _prefetch_operands(spec: MatmulSpec, tile: Tile, k: KRange) -> None:
-    """Ask for what the epilogue reads of every element of the tile, so that it has come when the sums are done."""
-    if not k.whole or spec.lanes == 1:
-        return
-    for view in spec.epilogue.views:
-        if view.runs_along("m") and view.runs_along("n"):
-            for i in range(tile.rows):
-                for j in range(tile.vectors):
-                    prefetch(view.data, view.address(position_in(spec, tile, view, i, j)))
 
 
 def _clear(spec: MatmulSpec, accs: Registers, numbers: range) -> None:

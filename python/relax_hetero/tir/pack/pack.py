@@ -20,7 +20,8 @@ from ...encoding.problem import Dim
 from ...target.cpu_target import CpuTarget
 from ..core.builder import Expr, Function, Registers, broadcast, lane_indices, loop, zeros
 from ..core.packed_storage import PackedStorage, extents_of, whole
-from ..core.work_split import for_parts
+from ..core.view import split_position
+from ..core.work_split import for_parts, nest_loops
 from ..math.vector_math import once
 from .tile_copy import copy_runs, interleave_rows
 from .tile_transpose import transpose_tiles
@@ -81,21 +82,11 @@ def _copy_elements(source: PackedStorage, destination: PackedStorage, cpu: CpuTa
 
     def tiles(positions: list[Expr]) -> None:
         outer = dict(zip(layout.outer_perm, positions, strict=True))
-        inner: dict[int, Expr] = {}
-
-        def nest(axes: list[tuple[int, int]]) -> None:
-            if not axes:
-                element(outer, inner)
-                return
-            with loop(axes[0][1]) as position:
-                inner[axes[0][0]] = position
-                nest(axes[1:])
-
-        nest(list(zip(layout.inner_dims, layout.inner_tiles, strict=True)))
+        nest_loops(layout.inner_tiles, lambda within: element(outer, dict(zip(layout.inner_dims, within, strict=True))))
 
     def element(outer: dict[int, Expr], inner: dict[int, Expr]) -> None:
         at = [outer[d] * layout.tile(d) + inner.get(d, 0) for d in range(rank)]
-        value = source.data[source.offset(*_split(source.layout, at))]
+        value = source.data[source.offset(*split_position(source.layout, at))]
         inside = [at[d] < extents[d] for d in range(rank) if not whole(extents[d], layout.tile(d))]
         if inside:
             condition = inside[0]
@@ -105,15 +96,6 @@ def _copy_elements(source: PackedStorage, destination: PackedStorage, cpu: CpuTa
         T.buffer_store(destination.data, value, [destination.offset(outer, inner)])
 
     for_parts([destination.tiles[d] for d in layout.outer_perm], destination.bytes(), cpu, tiles)
-
-
-def _split(layout: PackedLayout, at: Sequence[Expr]) -> tuple[dict[int, Expr], dict[int, Expr]]:
-    outer, inner = {}, {}
-    for d, position in enumerate(at):
-        tile = layout.tile(d)
-        outer[d] = position if tile == 1 else tirx.floordiv(position, tile)
-        inner[d] = tirx.IntImm("int64", 0) if tile == 1 else tirx.floormod(position, tile)
-    return outer, inner
 
 
 def _compensate(destination: PackedStorage, cpu: CpuTarget) -> None:

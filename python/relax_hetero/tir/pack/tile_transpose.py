@@ -176,8 +176,7 @@ def riffle(vectors: list[Expr], lanes: int) -> list[Expr]:
 
     Every stage merges the rows of two halves element by element, as a deck of cards is riffled.
     """
-    low = [index for i in range(lanes // 2) for index in (i, lanes + i)]
-    high = [index for i in range(lanes // 2, lanes) for index in (i, lanes + i)]
+    low, high = riffle_orders(lanes)
     groups = [[vector] for vector in vectors]
     while len(groups) > 1:
         half = len(groups) // 2
@@ -186,3 +185,9 @@ def riffle(vectors: list[Expr], lanes: int) -> list[Expr]:
             for first, second in zip(groups[:half], groups[half:], strict=True)
         ]
     return groups[0]
+
+
+def riffle_orders(lanes: int) -> tuple[list[int], list[int]]:
+    """Two vectors merged element by element: the numbers of the lanes that make the first and the second result."""
+    both = [index for i in range(lanes) for index in (i, lanes + i)]
+    return both[:lanes], both[lanes:]
