@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..encoding.encoding import Encoding, IndexMap
 from ..encoding.packed_layout import PackedLayout
 from ..encoding.problem import AttentionProblem, BlockProductProblem, ConvProblem, MatmulProblem, Problem, RowsProblem
-from ..target.cpu_target import machine_of
+from ..target.cpu_target import cpu_target_of
 
 if TYPE_CHECKING:
     import tvm
@@ -43,7 +43,7 @@ def tiled(
 
 
 class ResolverBase(ABC):
-    """Storage sizes and kernels, which follow from the layout and the machine alone."""
+    """Storage sizes and kernels, which follow from the layout and the CPU alone."""
 
     name = "base"
 
@@ -61,23 +61,23 @@ class ResolverBase(ABC):
         if isinstance(problem, MatmulProblem):
             from ..tir.matmul.matmul import matmul_kernel
 
-            return matmul_kernel(problem, machine_of(target))
+            return matmul_kernel(problem, cpu_target_of(target))
         if isinstance(problem, ConvProblem):
             from ..tir.conv.convolution import conv_kernel
 
-            return conv_kernel(problem, machine_of(target))
+            return conv_kernel(problem, cpu_target_of(target))
         if isinstance(problem, AttentionProblem):
             from ..tir.attention.attention import attention_kernel
 
-            return attention_kernel(problem, machine_of(target))
+            return attention_kernel(problem, cpu_target_of(target))
         if isinstance(problem, BlockProductProblem):
             from ..tir.matmul.block_product import block_product_kernel
 
-            return block_product_kernel(problem, machine_of(target))
+            return block_product_kernel(problem, cpu_target_of(target))
         if isinstance(problem, RowsProblem):
             from ..tir.rows.rows import rows_kernel
 
-            return rows_kernel(problem, machine_of(target))
+            return rows_kernel(problem, cpu_target_of(target))
         from ..tir.elementwise.elementwise import elementwise_kernel
 
-        return elementwise_kernel(problem, machine_of(target))
+        return elementwise_kernel(problem, cpu_target_of(target))

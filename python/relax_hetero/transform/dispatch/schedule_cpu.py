@@ -27,7 +27,7 @@ import tvm
 from tvm import tirx
 from tvm_ffi import StructuralKey
 
-from ...target.cpu_target import machine_of
+from ...target.cpu_target import cpu_target_of
 from ...tir.loops import NotStages, is_written, schedule
 from ..ir.fusion_report import decline
 from ..ir.kernel_ops import ops_of
@@ -51,12 +51,12 @@ def schedule_cpu(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def _is_cpu(target: tvm.target.Target | None) -> bool:
-    return target is not None and target.kind.name == "llvm" and machine_of(target).isa.vector_bytes > 0
+    return target is not None and target.kind.name == "llvm" and cpu_target_of(target).isa.vector_bytes > 0
 
 
 def _scheduled(name: str, func: tirx.PrimFunc) -> tirx.PrimFunc:
     try:
-        return schedule(func, machine_of(func.attrs["target"]))
+        return schedule(func, cpu_target_of(func.attrs["target"]))
     except NotStages as reason:
         why = str(reason)
     except Exception as error:  # a rule that fails must not cost the model: the stock loops are right

@@ -30,7 +30,7 @@ from ...encoding.expression import Expression, Term
 from ...encoding.problem import BlockProductProblem
 from ...encoding.resolver import solves
 from ...op.block_products import DEQUANTIZE_BLOCKS, block_matmul
-from ...target.cpu_target import machine_of
+from ...target.cpu_target import cpu_target_of
 from ..encode.encoding_layouts import target_of
 from ..encode.epilogues import may_write
 from ..ir.axes import permutation
@@ -225,7 +225,7 @@ class _Packer:
 
     def pack(self, weight: relax.Call, vdevice: relax.VDevice | None) -> list[relax.Expr]:
         """The operands of a call of dequantize_blocks as the kernel of a device reads them."""
-        panel = panel_columns(machine_of(target_of(vdevice)))
+        panel = panel_columns(cpu_target_of(target_of(vdevice)))
         depth = int(weight.attrs.depth)
         constants = []
         for index, arg in enumerate(weight.args):

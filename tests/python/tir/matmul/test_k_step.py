@@ -12,10 +12,10 @@ import tvm_ffi
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from relax_hetero.encoding.dot_instructions import PRODUCTS, Product, product_for
-from relax_hetero.target.cpu_target import machine_of
+from relax_hetero.target.cpu_target import cpu_target_of
+from relax_hetero.target.dot_instructions import DOT_INSTRUCTIONS, DotInstruction, dot_instruction_for
 from relax_hetero.tir.core.builder import Function, Registers, lane_indices, loop
-from relax_hetero.tir.matmul.inner_product import FORMS, emit_step, lhs_group, llvm_import, rhs_groups, zero
+from relax_hetero.tir.matmul.k_step import FORMS, emit_step, lhs_group, llvm_import, rhs_groups, zero
 
 TARGETS = {
     "avx512": {"kind": "llvm", "mcpu": "x86-64-v4", "mattr": ["+avx512vnni", "+avx512bf16"]},
@@ -30,7 +30,7 @@ AARCH64 = {
     "dotprod": ["+neon", "+dotprod"],
     "armv8.6": ["+neon", "+dotprod", "+i8mm", "+bf16"],
 }
-TYPES = sorted({product.types for product in PRODUCTS})
+TYPES = sorted({dot.types for dot in DOT_INSTRUCTIONS})
 ROWS = 3
 
 
@@ -42,30 +42,28 @@ def _runs_here(target: tvm.target.Target) -> bool:
     host = tvm_ffi.get_global_func("tvm.codegen.llvm.GetHostCPUFeatures")()
     present = {str(name) for name, has in host.items() if has}
     needed = {"avx512f", "avx512bw", "avx512vnni", "avx512bf16", "avxvnni", "avx2", "fma", "f16c"}
-    return machine_of(target).features & needed <= present
+    return cpu_target_of(target).features & needed <= present
 
 
-def _kernel(product: Product, lanes: int, k: int, vectors: int) -> tirx.PrimFunc:
+def _kernel(dot: DotInstruction, lanes: int, k: int, vectors: int) -> tirx.PrimFunc:
     """ROWS rows by `vectors` vectors of columns; left operand row-major, right one ``[vectors, k/k0, lanes, k0]``."""
-    lhs, rhs, acc = product.types
-    k0, steps = product.k0, -(-k // product.k0)
+    lhs, rhs, acc = dot.types
+    k0, steps = dot.k0, -(-k // dot.k0)
     with Function("product") as function:
         a = function.argument("a", (ROWS, k), lhs)
         b = function.argument("b", (vectors, steps, lanes * k0), rhs)
         c = function.argument("c", (ROWS, vectors * lanes), acc)
 
         def step(sums: Registers, at: object, position: object, groups: list) -> None:
-            factors = T.bind(
-                rhs_groups(product, b[at, position, lane_indices(tirx.const(0, "int64"), lanes * k0)], lanes)
-            )
+            factors = T.bind(rhs_groups(dot, b[at, position, lane_indices(tirx.const(0, "int64"), lanes * k0)], lanes))
             for row in range(ROWS):
-                sums[row] = emit_step(product, sums[row], T.bind(lhs_group(product, groups[row])), factors, lanes)
+                sums[row] = emit_step(dot, sums[row], T.bind(lhs_group(dot, groups[row])), factors, lanes)
 
         def body() -> None:
             with loop(vectors) as at:
                 sums = Registers(ROWS, acc, lanes)
                 for row in range(ROWS):
-                    sums[row] = zero(product, lanes)
+                    sums[row] = zero(dot, lanes)
                 with loop(k // k0) as position:
                     step(sums, at, position, [a[row, lane_indices(position * k0, k0)] for row in range(ROWS)])
                 if k % k0:
@@ -77,7 +75,7 @@ def _kernel(product: Product, lanes: int, k: int, vectors: int) -> tirx.PrimFunc
                     T.buffer_store(c, sums[row], [row, lane_indices(at * lanes, lanes)])
 
         with function.body():
-            text = llvm_import(product, lanes)
+            text = llvm_import(dot, lanes)
             if text is None:
                 body()
             else:
@@ -86,9 +84,9 @@ def _kernel(product: Product, lanes: int, k: int, vectors: int) -> tirx.PrimFunc
     return function.result
 
 
-def _compile(product: Product, target: tvm.target.Target, k: int = 37, vectors: int = 2) -> tvm.runtime.Executable:
-    lanes = machine_of(target).lanes(product.types[2])
-    return tvm.compile(tvm.IRModule({"product": _kernel(product, lanes, k, vectors)}), target=target)
+def _compile(dot: DotInstruction, target: tvm.target.Target, k: int = 37, vectors: int = 2) -> tvm.runtime.Executable:
+    lanes = cpu_target_of(target).lanes(dot.types[2])
+    return tvm.compile(tvm.IRModule({"product": _kernel(dot, lanes, k, vectors)}), target=target)
 
 
 def _random(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
@@ -125,15 +123,15 @@ def test_numbers(name, types, tmp_path):
     target = tvm.target.Target(TARGETS[name])
     if not _runs_here(target):
         pytest.skip("another machine's instructions")
-    machine, (k, vectors) = machine_of(target), (37, 2)
-    product = product_for(machine, *types)
-    lanes = machine.lanes(types[2])
+    cpu, (k, vectors) = cpu_target_of(target), (37, 2)
+    dot = dot_instruction_for(cpu, *types)
+    lanes = cpu.lanes(types[2])
     rng = np.random.default_rng([ord(letter) for letter in name + "".join(types)])
     lhs, rhs = _random(rng, (ROWS, k), types[0]), _random(rng, (k, vectors * lanes), types[1])
     poison = np.full((ROWS, vectors * lanes), np.nan if "float" in types[2] else 0x5B, types[2])
-    found = _run(_compile(product, target, k, vectors), [lhs, _packed(rhs, lanes, product.k0), poison], tmp_path)
+    found = _run(_compile(dot, target, k, vectors), [lhs, _packed(rhs, lanes, dot.k0), poison], tmp_path)
     if "int" in types[2]:
-        found = found + (product.compensation * -128 * rhs.astype("int64").sum(axis=0)).astype(types[2])
+        found = found + (dot.compensation * -128 * rhs.astype("int64").sum(axis=0)).astype(types[2])
         np.testing.assert_array_equal(found, lhs.astype(types[2]) @ rhs.astype(types[2]))
     else:
         wanted = lhs.astype("float64") @ rhs.astype("float64")
@@ -145,12 +143,12 @@ def test_special_float16_values(name, tmp_path):
     target = tvm.target.Target(TARGETS[name])
     if not _runs_here(target):
         pytest.skip("another machine's instructions")
-    product = product_for(machine_of(target), "float16", "float16", "float32")
-    lanes = machine_of(target).lanes("float32")
+    dot = dot_instruction_for(cpu_target_of(target), "float16", "float16", "float32")
+    lanes = cpu_target_of(target).lanes("float32")
     values = np.array([np.nan, np.inf, -np.inf, -0.0, 6e-8, -6e-5, 65504.0, -1.5], "float16")
     rhs = np.resize(values, (1, 8 * lanes))
     found = _run(
-        _compile(product, target, 1, 8),
+        _compile(dot, target, 1, 8),
         [np.array([[1], [-1], [0]], "float16"), _packed(rhs, lanes, 1), np.zeros((ROWS, 8 * lanes), "float32")],
         tmp_path,
     )
@@ -164,13 +162,13 @@ def test_a_nan_stays_in_its_row_and_column(name, types, tmp_path):
     target = tvm.target.Target(TARGETS[name])
     if not _runs_here(target):
         pytest.skip("another machine's instructions")
-    product = product_for(machine_of(target), *types)
-    lanes = machine_of(target).lanes(types[2])
+    dot = dot_instruction_for(cpu_target_of(target), *types)
+    lanes = cpu_target_of(target).lanes(types[2])
     lhs, rhs = np.ones((ROWS, 5), ml_dtypes.bfloat16), np.ones((5, lanes), ml_dtypes.bfloat16)
     lhs[1, 0], rhs[2, 3] = np.nan, np.inf
     found = _run(
-        _compile(product, target, 5, 1),
-        [lhs, _packed(rhs, lanes, product.k0), np.zeros((ROWS, lanes), "float32")],
+        _compile(dot, target, 5, 1),
+        [lhs, _packed(rhs, lanes, dot.k0), np.zeros((ROWS, lanes), "float32")],
         tmp_path,
     )
     with np.errstate(invalid="ignore"):
@@ -206,23 +204,23 @@ def test_instructions(name, types, instruction):
     if not arm:
         config = {"mtriple": "x86_64-linux-gnu", **config}
     target = tvm.target.Target(config)
-    product = product_for(machine_of(target), *types)
-    assembly = _compile(product, target, 64).mod.inspect_source("asm")
+    dot = dot_instruction_for(cpu_target_of(target), *types)
+    assembly = _compile(dot, target, 64).mod.inspect_source("asm")
     assert len(re.findall(rf"\s{instruction}", assembly)) >= 2, assembly
 
 
 def test_a_group_of_four_bytes_is_one_broadcast_from_memory():
     target = tvm.target.Target({"mtriple": "x86_64-linux-gnu", **TARGETS["avx512"]})
-    product = product_for(machine_of(target), "uint8", "int8", "int32")
-    assembly = _compile(product, target, 64).mod.inspect_source("asm")
+    dot = dot_instruction_for(cpu_target_of(target), "uint8", "int8", "int32")
+    assembly = _compile(dot, target, 64).mod.inspect_source("asm")
     assert re.search(r"vpbroadcastd\s+-?\d*\(%r\w+", assembly) or re.search(r"\{1to16\}", assembly), assembly
     assert not re.search(r"vpinsrb|vpshufb|movzb", assembly)
 
 
 def test_two_kernels_of_one_module_import_the_same_function(tmp_path):
     target = tvm.target.Target(TARGETS["avx512"])
-    product = product_for(machine_of(target), "bfloat16", "bfloat16", "float32")
-    kernels = {name: _kernel(product, 16, 4, 1).with_attr("global_symbol", name) for name in ("one", "two")}
+    dot = dot_instruction_for(cpu_target_of(target), "bfloat16", "bfloat16", "float32")
+    kernels = {name: _kernel(dot, 16, 4, 1).with_attr("global_symbol", name) for name in ("one", "two")}
     executable = tvm.compile(tvm.IRModule(kernels), target=target)
     if not _runs_here(target):
         pytest.skip("another machine's instructions")
@@ -234,11 +232,11 @@ def test_two_kernels_of_one_module_import_the_same_function(tmp_path):
 
 
 def test_unknown_types_have_no_product():
-    machine = machine_of(tvm.target.Target(TARGETS["avx512"]))
-    assert product_for(machine, "float32", "int8", "float32") is None
-    assert product_for(machine, "float8_e4m3fn", "float8_e4m3fn", "float32") is None
+    cpu = cpu_target_of(tvm.target.Target(TARGETS["avx512"]))
+    assert dot_instruction_for(cpu, "float32", "int8", "float32") is None
+    assert dot_instruction_for(cpu, "float8_e4m3fn", "float8_e4m3fn", "float32") is None
 
 
 def test_every_row_names_a_form():
-    assert {product.form for product in PRODUCTS} == set(FORMS)
-    assert all((product.compensation != 0) == product.flip for product in PRODUCTS)
+    assert {dot.form for dot in DOT_INSTRUCTIONS} == set(FORMS)
+    assert all((dot.compensation != 0) == dot.flip for dot in DOT_INSTRUCTIONS)

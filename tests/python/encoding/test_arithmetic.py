@@ -1,11 +1,16 @@
-"""How much arithmetic a problem is."""
+"""How much arithmetic a problem is, and in which element types."""
 
 from __future__ import annotations
 
+import pytest
+
+from relax_hetero.encoding import PackedLayout
+from relax_hetero.encoding.arithmetic import operations, precision, precision_of_arguments
 from relax_hetero.encoding.expression import Expression
 from relax_hetero.encoding.packed_layout import PackedLayout
 from relax_hetero.encoding.problem import (
     AttentionProblem,
+    BlockProductProblem,
     ConvProblem,
     Dim,
     ElementwiseProblem,
@@ -14,7 +19,6 @@ from relax_hetero.encoding.problem import (
     Operand,
     Window,
 )
-from relax_hetero.encoding.work import operations
 
 
 def operand(names: str, *shape: Dim) -> Operand:
@@ -53,3 +57,43 @@ def test_what_has_no_products_counts_nothing() -> None:
     x = operand("d0 d1", 3, 4)
     assert operations(ElementwiseProblem(Expression.parse("relu(x0)"), (x,), x)) == 0
     assert operations("pack") == 0
+
+
+def of_type(dtype, *names):
+    return Operand((4,) * len(names), dtype, names, PackedLayout.identity(len(names)))
+
+
+@pytest.mark.parametrize(
+    "lhs, rhs, sums, text",
+    [
+        ("float32", "float32", "float32", "f32"),
+        ("float64", "float64", "float64", "f64"),
+        ("bfloat16", "bfloat16", "float32", "bf16"),
+        ("float16", "float16", "float32", "f16"),
+        ("uint8", "int8", "int32", "u8*s8->s32"),
+        ("int8", "int8", "int32", "s8*s8->s32"),
+        ("int32", "int32", "int32", "s32*s32->s32"),
+    ],
+)
+def test_products_and_convolutions(lhs, rhs, sums, text):
+    result = of_type("float32", "m", "n")
+    assert precision(MatmulProblem(of_type(lhs, "m", "k"), of_type(rhs, "k", "n"), result, sums)) == text
+    assert precision(ConvProblem(of_type(lhs, "b", "c"), of_type(rhs, "n", "k"), result, sums, ())) == text
+
+
+def test_weights_of_4_bits():
+    weights = (of_type("uint8", "n", "k"), of_type("float32", "n"))
+    problem = BlockProductProblem(of_type("float32", "m", "k"), weights, of_type("float32", "m", "n"), 32)
+    assert precision(problem) == "int4*f32"
+
+
+def test_attention():
+    heads = of_type("bfloat16", "b", "h", "m", "d")
+    scores = Epilogue(Expression.operand(0))
+    assert precision(AttentionProblem(heads, heads, heads, heads, ((0,) * 4,) * 3, (), scores)) == "bf16"
+
+
+def test_what_has_no_products():
+    x = of_type("float32", "d0")
+    assert precision(ElementwiseProblem(Expression.parse("relu(x0)"), (x,), x)) == ""
+    assert precision_of_arguments(["float32", "int64", "float32", "bool"]) == "f32, s64, bool"

@@ -13,9 +13,9 @@ from relax_hetero.encoding import Expression, PackedLayout
 from relax_hetero.encoding.problem import ElementwiseProblem, Operand, RowsProblem
 from relax_hetero.encoding.row_program import RowProgram
 from relax_hetero.tir.elementwise.elementwise import elementwise_kernel
-from relax_hetero.tir.elementwise.quantize_code import with_quantize
+from relax_hetero.tir.elementwise.expression_ops import with_quantize
 from relax_hetero.tir.rows.rows import rows_kernel
-from tir.kernel_runs import NAMES, assembly, built, machine_named, poisoned
+from tir.kernel_runs import NAMES, assembly, built, cpu_named, poisoned
 
 LIMITS = {"uint8": (0, 255), "int8": (-128, 127)}
 
@@ -53,7 +53,7 @@ def test_every_number_is_rounded_to_even_and_held(target, tmp_path):
     for number, (dtype, zero, low, high) in enumerate(CASES):
         expression = Expression.parse(quantize("x0", zero, dtype, low, high))
         problem = ElementwiseProblem(expression, (flat(x.shape, "float32"),), flat(x.shape, dtype))
-        functions[f"kernel{number}"] = elementwise_kernel(problem, machine_named(target))
+        functions[f"kernel{number}"] = elementwise_kernel(problem, cpu_named(target))
     module = built(functions, target, tmp_path)
     for number, (dtype, zero, low, high) in enumerate(CASES):
         out = poisoned(x.shape, dtype)
@@ -74,7 +74,7 @@ def test_rows_of_bytes(target, tmp_path):
     names = ("d0", "n")
     problem = RowsProblem(RowProgram.parse(text), (flat(x.shape, "uint8", names),), flat(x.shape, "int8", names))
     out = poisoned(x.shape, "int8")
-    built({"rows": rows_kernel(problem, machine_named(target))}, target, tmp_path)["rows"](runtime.tensor(x), out)
+    built({"rows": rows_kernel(problem, cpu_named(target))}, target, tmp_path)["rows"](runtime.tensor(x), out)
     exponential = np.exp(
         (x.astype("float64") - 131) * 0.04 - ((x.astype("float64") - 131) * 0.04).max(1, keepdims=True)
     )
@@ -103,7 +103,7 @@ def test_a_vector_takes_six_instructions_between_load_and_store():
         (flat((4096,), "int32"),),
         flat((4096,), "uint8"),
     )
-    text = assembly(elementwise_kernel(problem, machine_named("avx512")), "avx512")
+    text = assembly(elementwise_kernel(problem, cpu_named("avx512")), "avx512")
     counts = Counter(re.findall(r"^\s+(v\w+)\s[^#\n]*%zmm", text, re.MULTILINE))
     vectors = counts["vpmovdb"]
     assert vectors > 0

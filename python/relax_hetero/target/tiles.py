@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..target.cpu_target import Machine
-from .dot_instructions import Product
+from .cpu_target import CpuTarget
+from .dot_instructions import DotInstruction
 
 # More places of a convolution's tile gain nothing: with two vectors each, this many fill the registers of AVX-512.
 MOST_PLACES = 14
@@ -24,7 +24,7 @@ class TileSizes:
     rows : int
         m of a tile.
     vectors : int
-        n of a tile, in vectors of the accumulator's type (in elements where a machine has no vectors).
+        n of a tile, in vectors of the accumulator's type (in elements where a CPU has no vectors).
     groups : int
         The most places of a convolution's tile whose steps take groups of input channels.
     """
@@ -46,23 +46,23 @@ TILES: dict[str, TileSizes] = {
 }
 
 
-def tile_sizes(machine: Machine) -> TileSizes:
-    """The tile of a machine's main loop."""
-    return TILES[machine.isa.name]
+def tile_sizes(cpu: CpuTarget) -> TileSizes:
+    """The tile of a CPU's main loop."""
+    return TILES[cpu.isa.name]
 
 
-def tile_columns(machine: Machine, acc_dtype: str) -> int:
+def tile_columns(cpu: CpuTarget, acc_dtype: str) -> int:
     """n of a tile: what the right operand is packed by."""
-    return tile_sizes(machine).vectors * machine.lanes(acc_dtype)
+    return tile_sizes(cpu).vectors * cpu.lanes(acc_dtype)
 
 
-def conv_places(machine: Machine, product: Product, vectors: int) -> int:
+def conv_places(cpu: CpuTarget, dot: DotInstruction, vectors: int) -> int:
     """The most places of a convolution's tile of so many vectors of output channels.
 
     Accumulators, a vector of weights each, one register for the data and what a step needs besides fit the registers.
     """
-    registers = machine.isa.registers - 1 - product.temporaries
-    most = tile_sizes(machine).groups if product.k0 > 1 else MOST_PLACES
+    registers = cpu.isa.registers - 1 - dot.temporaries
+    most = tile_sizes(cpu).groups if dot.k0 > 1 else MOST_PLACES
     return max(1, min(most, (registers - vectors) // vectors))
 
 
@@ -71,13 +71,13 @@ MOST_VECTORS = 6
 
 
 def conv_columns(
-    machine: Machine, dtype: str, out_channels_per_group: int, in_channels_per_group: int, groups: int
+    cpu: CpuTarget, dtype: str, out_channels_per_group: int, in_channels_per_group: int, groups: int
 ) -> int:
     """By how many output channels the weight of a convolution is packed.
 
     Parameters
     ----------
-    machine : Machine
+    cpu : CpuTarget
     dtype : str
         Of the accumulators.
     out_channels_per_group, in_channels_per_group, groups : int
@@ -93,13 +93,13 @@ def conv_columns(
     A tile never holds a part of one group beside a part of another: it divides the channels of a group, or it is one
     vector that holds several whole groups.
     """
-    lanes, preferred = machine.lanes(dtype), tile_columns(machine, dtype)
+    lanes, preferred = cpu.lanes(dtype), tile_columns(cpu, dtype)
     if groups > 1 and in_channels_per_group == 1:
         return 0
     channels = out_channels_per_group
     if groups == 1:
         wide = preferred + lanes
-        if lanes > 1 and machine.isa.registers >= 32 and preferred < channels <= wide:
+        if lanes > 1 and cpu.isa.registers >= 32 and preferred < channels <= wide:
             return wide
         return min(preferred, -(-channels // lanes) * lanes)
     if channels < lanes and lanes % channels == 0 and channels == in_channels_per_group:

@@ -2,7 +2,7 @@
 
 Four bits at a place of the fraction of a float, whose exponent says what the fraction's last bits are worth, are a
 power of two (the place's mark) and the weight added: no conversion, and no shift for the second of two weights. The
-first of two is looked up where the machine can. (Measured for one row, AVX-512: 10 % faster than looking up both, 25 %
+first of two is looked up where the CPU can. (Measured for one row, AVX-512: 10 % faster than looking up both, 25 %
 faster than marking both.)
 """
 
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...target.cpu_target import Machine
-from ..core.builder import Expr, broadcast, held, lane_indices, lane_numbers, vector_type
+from ...target.cpu_target import CpuTarget
+from ..core.builder import Expr, broadcast, lane_indices, lane_numbers, let, vector_type
 
 PLACES = 2
 """Weights of a lane that are told apart without a shift."""
@@ -39,7 +39,7 @@ class Unpacking:
     zeros : Buffer or None
         Zero points in one dimension, uint8 or float32.
     table : PrimExpr or None
-        The 16 weights as numbers, less `MIDDLE`; None where the machine has no look-up of floats.
+        The 16 weights as numbers, less `MIDDLE`; None where the CPU has no look-up of floats.
     """
 
     lanes: int
@@ -47,12 +47,12 @@ class Unpacking:
     table: Expr
 
     @staticmethod
-    def of(machine: Machine, zeros: Expr) -> Unpacking:
-        """For a machine; called inside the body of a PrimFunc."""
+    def of(cpu: CpuTarget, zeros: Expr) -> Unpacking:
+        """For a CPU; called inside the body of a PrimFunc."""
         table = None
-        if machine.isa.name == "avx512":
+        if cpu.isa.name == "avx512":
             table = T.bind(tirx.Cast("float32x16", lane_numbers(16)) - broadcast(tirx.const(MIDDLE, "float32"), 16))
-        return Unpacking(machine.lanes("float32"), zeros, table)
+        return Unpacking(cpu.lanes("float32"), zeros, table)
 
     def points(self, start: Expr) -> list[Expr]:
         """What is to be taken from weights whose zero points begin at `start`; see `numbers`.
@@ -66,9 +66,9 @@ class Unpacking:
             return [mark + broadcast(tirx.const(MIDDLE, "float32"), lanes) for mark in marks]
         point = self.zeros[lane_indices(start, lanes)]
         if str(self.zeros.dtype) == "float32":
-            return [*marks, held(point)]
-        number = held(tirx.Cast(vector_type("float32", lanes), tirx.Cast(vector_type("int32", lanes), point)))
-        return [held(mark + number) for mark in marks]
+            return [*marks, let(point)]
+        number = let(tirx.Cast(vector_type("float32", lanes), tirx.Cast(vector_type("int32", lanes), point)))
+        return [let(mark + number) for mark in marks]
 
     def numbers(self, bits: Expr, points: list[Expr]) -> Callable[[int], Expr]:
         """Gives, by its position in the lane, each weight less its zero point.
@@ -85,7 +85,7 @@ class Unpacking:
         def number(position: int) -> Expr:
             shift, place = divmod(position, PLACES)
             if shift not in moved:
-                moved[shift] = held(tirx.shift_right(bits, self._constant(4 * PLACES * shift)))
+                moved[shift] = let(tirx.shift_right(bits, self._constant(4 * PLACES * shift)))
             if not self._is_looked_up(place):
                 return self._less(self._marked(moved[shift], place), points, place)
             value = tirx.call_llvm_pure_intrin("float32x16", _LOOKUP, self.table, moved[shift])

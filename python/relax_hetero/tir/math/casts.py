@@ -1,6 +1,7 @@
-"""``tirx.relax_hetero.bfloat16_bits``: float32 rounded to the nearest bfloat16, as its 16 bits.
+"""Casts of vectors between element types, bfloat16 by way of its bits.
 
-An op of its own, so that a CPU with an instruction for it gets that (`driver.link.lower_vector_math`); what is left
+``tirx.relax_hetero.bfloat16_bits`` is float32 rounded to the nearest bfloat16, as 16 bits. It is an op of its own, so
+that a CPU with an instruction for it gets that (`driver.link.lower_vector_math`); what is left
 of it is lowered by TVM's LowerIntrin to arithmetic on integers.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import tvm
 from tvm import tirx
+from tvm.script.ir_builder import tirx as T
 
 from ..core.builder import vector_type
 from . import vector_math
@@ -26,7 +28,7 @@ def bfloat16_bits(x: tirx.Expr) -> tirx.Expr:
 
 
 def by_integers(call: tvm.ir.Call) -> tirx.Expr:
-    """The call as arithmetic on integers, for any machine."""
+    """The call as arithmetic on integers, for any CPU."""
     x = call.args[0]
     raw = tirx.reinterpret(_type_of("uint32", x), x)
 
@@ -46,10 +48,35 @@ def _type_of(dtype: str, x: tirx.Expr) -> tvm.ir.PrimType:
 
 def register_bfloat16_bits() -> None:
     """Make TVM know the op; once, when this is imported."""
-    tvm.ir._ffi_api.RegisterOp(BITS, f"{BITS}: see relax_hetero.tir.math.bfloat16_bits")
+    tvm.ir._ffi_api.RegisterOp(BITS, f"{BITS}: see relax_hetero.tir.math.casts")
     tvm.ir.register_op_attr(BITS, "TCallEffectKind", _PURE)
     tvm.ir.register_op_attr(BITS, "TScriptPrinterName", "bfloat16_bits")
     tirx.op.register_intrin_lowering(BITS, "default", f=by_integers)
+
+
+def cast(value: tirx.Expr, dtype: str) -> tirx.Expr:
+    """`value` converted to an element type, its lanes kept.
+
+    Between bfloat16 and others by way of the bits: TVM's own casts of bfloat16 convert the bits as if they were a
+    number where the value is bound, and vanish in pairs, rounding and all.
+    """
+    found = value.ty.dtype
+    lanes = found.lanes
+    element = str(found).partition("x")[0]
+    if element == dtype:
+        return value
+    if element == "bfloat16":
+        wide = T.cast(T.reinterpret(vector_type("uint16", lanes), value), vector_type("uint32", lanes))
+        single = T.reinterpret(vector_type("float32", lanes), T.shift_left(wide, vector_math.constant(wide, 16)))
+        return cast(single, dtype)
+    if dtype == "bfloat16":
+        return T.reinterpret(vector_type("bfloat16", lanes), bfloat16_bits(cast(value, "float32")))
+    return T.cast(value, vector_type(dtype, lanes))
+
+
+def round_to_bfloat16(x: tirx.Expr) -> tirx.Expr:
+    """A float32 expression rounded to the nearest bfloat16 (halves to even), as float32."""
+    return vector_math.once(cast(cast(x, "bfloat16"), "float32"))
 
 
 register_bfloat16_bits()
