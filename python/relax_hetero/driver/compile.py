@@ -23,20 +23,20 @@ from ..transform.ir.kernel_work import bytes_of, operations_of, precision_of
 from ..transform.ir.module_attrs import COMMANDS, is_lowered, placement_estimate, placement_report
 from ..transform.ir.rewriting import relax_functions, walk_bindings
 from ..transform.lower.note_memory import memory_of
-from ..transform.partition.form_schedules import FormSchedules, schedules_of
+from ..transform.partition.form_schedules import schedules_of
 from ..transform.placement.realize_vdevice import collect_placement
 from ..transform.record.donated import with_donated
 from ..transform.record.region_attrs import single_calls_of
 from ..vm.file.executable import Executable
 from .bind_params import bind_params
 from .commands.command_metadata import linked_regions, region_dispatches, with_public_kernels
-from .commands.cuda_regions import CudaGraphs
+from .commands.graph_tables import graph_tables
 from .compile_cache import through_cache
-from .link.address_table import DirectTable, by_address
+from .link.address_table import by_address
 from .link.lift_constants import lift_constants
 from .link.link import argument_alignment, link, reason
 from .link.parallel_codegen import Progress
-from .pipeline import all_passes
+from .pipeline import pipeline_steps
 from .signatures import function_signatures
 
 _log = logging.getLogger("relax_hetero")
@@ -101,11 +101,12 @@ def _compile(mod: tvm.IRModule, command_buffers: bool, progress: Progress | None
     report, estimate = placement_report(mod), placement_estimate(mod)
     writes = may_write_arguments(mod)
     with collect_placement() as reports, collect_encodings() as encodings, collect_fusions() as fusions:
-        mod, graphs = _lower(mod, command_buffers, progress)
+        mod = _lower(mod, command_buffers, progress)
     if report is None and reports:
         report = reports[0].to_json()
     devices = tuple(device_spec(vdevice, default=i == 0) for i, vdevice in enumerate(vdevices))
     mod, kernels = with_public_kernels(mod, devices)
+    mod, graphs = graph_tables(mod)
     mod, tables = by_address(mod)
     lifted = lift_constants(mod, [*tables, *graphs])
     host = host_vdevice(vdevices)
@@ -130,23 +131,19 @@ def _compile(mod: tvm.IRModule, command_buffers: bool, progress: Progress | None
     return Executable(link(lifted.mod, progress), metadata, lifted.tensors)
 
 
-def _lower(
-    mod: tvm.IRModule, command_buffers: bool, progress: Progress | None
-) -> tuple[tvm.IRModule, list[DirectTable]]:
-    """The module in the virtual machine's form, and what its CUDA graphs need."""
-    graphs = CudaGraphs()
-    *passes, last = all_passes(command_buffers, apart=True)
-    passes += [graphs.form(), FormSchedules(), last]
-    for done, step in enumerate(passes, 1):
+def _lower(mod: tvm.IRModule, command_buffers: bool, progress: Progress | None) -> tvm.IRModule:
+    """The module in the virtual machine's form."""
+    steps = pipeline_steps(command_buffers)
+    for done, step in enumerate(steps, 1):
         try:
-            mod = step(mod)
+            mod = step.run(mod)
         except HeteroError:
             raise
         except Exception as error:  # stock passes raise what has no common class
             raise BuildError(f"this module cannot be lowered: {reason(error)}") from error
         if progress is not None:
-            progress("passes", done, len(passes))
-    return mod, graphs.tables
+            progress("passes", done, len(steps))
+    return mod
 
 
 def _check_globals(mod: tvm.IRModule) -> None:

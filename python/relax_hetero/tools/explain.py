@@ -43,14 +43,13 @@ def explain_command(model: Path, summary: bool, placing: Placing, as_json: bool)
 
 def _of_onnx(path: Path, placing: Placing) -> Explanation:
     from ..driver.commands.command_metadata import regions_as_linked
-    from ..driver.commands.cuda_regions import CudaGraphs
     from ..driver.compile_cache import look_up
     from ..driver.memory_report import memory_plan_of
-    from ..driver.pipeline import passes_to_dispatches
+    from ..driver.pipeline import pipeline_steps
     from ..target.vdevice import device_name, vdevices_of
-    from ..transform import FormCommandBuffers, collect_encodings, collect_fusions
+    from ..transform import collect_encodings, collect_fusions
     from ..transform.ir.module_attrs import placement_estimate, placement_report
-    from ..transform.partition.form_schedules import FormSchedules, schedules_of
+    from ..transform.partition.form_schedules import schedules_of
     from ..transform.record.region_attrs import kernels_of, single_calls_of
     from .command_tables import CommandBuffers
     from .explanation import Explanation
@@ -63,12 +62,12 @@ def _of_onnx(path: Path, placing: Placing) -> Explanation:
     placement = json.loads(placement_report(module) or "[]")
     estimate = json.loads(placement_estimate(module) or "null")
     with (
-        console(stderr=True).status(f"Forming the dispatches of {path.name}"),
+        console(stderr=True).status(f"Lowering {path.name}"),
         collect_encodings() as reports,
         collect_fusions() as fusions,
     ):
-        for step in (*passes_to_dispatches(), FormCommandBuffers(apart=True), CudaGraphs().form()):
-            module = step(module)
+        for step in pipeline_steps():
+            module = step.run(module)
     regions = regions_as_linked(module)
     commands = CommandBuffers(list(targets), regions, kernels_of(module), single_calls_of(module))
     return Explanation(
@@ -80,7 +79,7 @@ def _of_onnx(path: Path, placing: Placing) -> Explanation:
         commands,
         estimate,
         memory_plan_of(module),
-        Schedules(list(targets), schedules_of(FormSchedules()(module))),
+        Schedules(list(targets), schedules_of(module)),
         cache,
     )
 
