@@ -20,6 +20,7 @@ from ..transform.encode.specialize_encodings import SpecializeEncodings
 from ..transform.fuse.form_attention import FormAttention
 from ..transform.fuse.form_block_products import FormBlockProducts
 from ..transform.fuse.form_rows import FormRows
+from ..transform.ir.keep_findings import KeepFindings
 from ..transform.lower.lower_to_vm import LowerToVM
 from ..transform.partition.form_schedules import FormSchedules
 from ..transform.permute.move_permutes import MovePermutes
@@ -78,6 +79,7 @@ def pipeline_steps(command_buffers: bool = True, stock: bool = False) -> list[Pi
         step("record", FormCudaGraphs(), "on GPUs, that function becomes a CUDA graph", only_ours=True),
     ]
     steps = [
+        step("ir", KeepFindings(), "what the passes find from here on stays with the module"),
         step("placement", RealizeVDevice(), "every value and op gets its device, transfers are written out"),
         step("quantize", SinkDequantize(), "bytes stay bytes up to the op that computes with their numbers"),
         step("simplify", SimplifyConvolutions(), "norms and padding join convolutions"),

@@ -6,15 +6,14 @@ and not the rule behind it. The report with rules travels with the module, as an
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
 
 import tvm
 
-from ..transform.ir.module_attrs import ESTIMATE, PLACEMENT
-from ..transform.placement.realize_vdevice import PlacementEntry, PlacementReport
+from ..transform.ir.findings import with_findings
+from ..transform.ir.reports import PlacementEntry, PlacementReport
 from .auto.auto_placement import AutoPlacement
 from .onnx.node_names import NodeInfo, variable_name, walk_nodes
 from .onnx.placement_rules import PlacementRules, matching_patterns
@@ -34,7 +33,7 @@ def with_reasons(
     otherwise = "default device"
     if isinstance(placement, AutoPlacement):
         otherwise = f"chosen by the cost model for {placement.objective}"
-        mod = mod.with_attr(ESTIMATE, json.dumps(placement.to_json()))
+        mod = with_findings(mod, placement_estimate=placement.to_json())
     else:
         rules = matching_patterns(nodes, placement)
     if rules:
@@ -44,7 +43,7 @@ def with_reasons(
         for node in walk_nodes(nodes)
     }
     entries = [replace(entry, reason=_of_entry(entry, reasons)) for entry in report.entries]
-    return mod.with_attr(PLACEMENT, PlacementReport(entries).to_json())
+    return with_findings(mod, placement=PlacementReport(entries))
 
 
 def _of_entry(entry: PlacementEntry, reasons: Mapping[str, str]) -> str:

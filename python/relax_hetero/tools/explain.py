@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,10 +46,8 @@ def _of_onnx(path: Path, placing: Placing) -> Explanation:
     from ..driver.memory_report import memory_plan_of
     from ..driver.pipeline import pipeline_steps
     from ..target.vdevice import device_name, vdevices_of
-    from ..transform import collect_encodings, collect_fusions
-    from ..transform.ir.module_attrs import placement_estimate, placement_report
-    from ..transform.partition.form_schedules import schedules_of
-    from ..transform.record.region_attrs import kernels_of, single_calls_of
+    from ..transform.ir.findings import findings_of
+    from ..transform.record.region_attrs import kernels_of
     from .command_tables import CommandBuffers
     from .explanation import Explanation
     from .schedule_tables import Schedules
@@ -59,27 +56,22 @@ def _of_onnx(path: Path, placing: Placing) -> Explanation:
     cache = look_up(module)
     vdevices = vdevices_of(module)
     targets = {device_name(v, vdevices): str(v.target) for v in vdevices}
-    placement = json.loads(placement_report(module) or "[]")
-    estimate = json.loads(placement_estimate(module) or "null")
-    with (
-        console(stderr=True).status(f"Lowering {path.name}"),
-        collect_encodings() as reports,
-        collect_fusions() as fusions,
-    ):
+    with console(stderr=True).status(f"Lowering {path.name}"):
         for step in pipeline_steps():
             module = step.run(module)
+    found = findings_of(module).to_data()
     regions = regions_as_linked(module)
-    commands = CommandBuffers(list(targets), regions, kernels_of(module), single_calls_of(module))
+    commands = CommandBuffers(list(targets), regions, kernels_of(module), findings_of(module).single_calls or ())
     return Explanation(
         path.name,
         targets,
-        placement,
-        reports[-1].to_data(),
-        fusions.to_data(),
+        found["placement"] or [],
+        found["encodings"],
+        found["fusions"],
         commands,
-        estimate,
+        found["placement_estimate"],
         memory_plan_of(module),
-        Schedules(list(targets), schedules_of(module)),
+        Schedules(list(targets), findings_of(module).schedules or ()),
         cache,
     )
 

@@ -16,6 +16,7 @@ from .. import op as _op  # noqa: F401 (makes TVMScript strict before a pass see
 from .ir.declare import PassDeclaration, declared_passes
 
 _PASSES: dict[str, str] = {
+    "KeepFindings": ".ir.keep_findings",
     "UpdateVDevice": ".placement.update_vdevice",
     "RealizeVDevice": ".placement.realize_vdevice",
     "ToMixedPrecision": ".quantize.to_mixed_precision",
@@ -52,14 +53,14 @@ _PASSES: dict[str, str] = {
 
 _OTHERS: dict[str, str] = {
     "verify_placement": ".placement.realize_vdevice",
-    "collect_placement": ".placement.realize_vdevice",
-    "PlacementEntry": ".placement.realize_vdevice",
-    "PlacementReport": ".placement.realize_vdevice",
-    "collect_encodings": ".encode.encoding_report",
+    "collect_placement": ".ir.findings",
+    "PlacementEntry": ".ir.reports",
+    "PlacementReport": ".ir.reports",
+    "collect_encodings": ".ir.findings",
     "describe_encodings": ".encode.encoding_description",
-    "EncodingReport": ".encode.encoding_report",
-    "collect_fusions": ".ir.fusion_report",
-    "FusionReport": ".ir.fusion_report",
+    "EncodingReport": ".ir.reports",
+    "collect_fusions": ".ir.findings",
+    "FusionReport": ".ir.reports",
     "verify_encodings": ".encode.verify_encodings",
     "PassDeclaration": ".ir.declare",
 }

@@ -8,7 +8,7 @@ import pytest
 
 from relax_hetero.tools.encoding_tables import encoding_totals, print_encodings
 from relax_hetero.tools.explanation import Explanation
-from relax_hetero.transform.encode.encoding_report import (
+from relax_hetero.transform.ir.reports import (
     CancelledEntry,
     EncodedOpEntry,
     EncodedTransferEntry,

@@ -32,7 +32,7 @@ from tvm_ffi import StructuralKey
 from ...target.cpu_target import machine_of
 from ...tir.loops import NotStages, is_written, schedule
 from ..ir.declare import declare_pass
-from ..ir.fusion_report import decline
+from ..ir.findings import decline
 from ..ir.kernel_ops import ops_of
 from ..ir.rewriting import copy_module
 

@@ -39,14 +39,15 @@ from ..ir.blocks import Block, rewrite_blocks, without_unused
 from ..ir.declare import declare_pass
 from ..ir.emitting import Emitter, dataflow_variables
 from ..ir.error_context import blaming
+from ..ir.findings import is_collecting, publish
 from ..ir.merge_variables import Merges
 from ..ir.op_names import CAST, PERMUTE, RESHAPE, TRANSFER
+from ..ir.reports import CancelledEntry
 from ..ir.rewriting import map_bindings, op_name, relax_functions, typed, with_functions
 from .cancel_encodings import stock_elementwise, stock_product
 from .encoded_values import layout_of
 from .encoding_description import describe_encodings, name_in_model, product_name
 from .encoding_layouts import Layouts, target_of
-from .encoding_report import CancelledEntry, is_collecting, publish
 from .kernel_names import VariantNames
 from .relayout_transfers import Crossing, moved
 from .stored_tensors import Stored, product_problem

@@ -30,7 +30,7 @@ from ...op.attention import attention
 from ..encode.encoding_layouts import target_of
 from ..ir.blocks import Block, rewrite_function, without_unused
 from ..ir.declare import declare_pass
-from ..ir.fusion_report import decline
+from ..ir.findings import decline
 from ..ir.rewriting import op_name, relax_functions, with_functions
 from .attention_ops import OPS as ATTENTION_OPS
 from .attention_ops import find_attention_op

@@ -35,7 +35,7 @@ from ...op.rows import rows
 from ..encode.encoding_layouts import target_of
 from ..ir.blocks import Block, Emitter, rewrite_function, same_shape, shape_of, tensor_type, with_regions
 from ..ir.declare import declare_pass
-from ..ir.fusion_report import decline
+from ..ir.findings import decline
 from ..ir.rewriting import op_name, relax_functions, with_functions
 from .row_region import RowRegion
 from .row_regions import RowGrowth

@@ -22,6 +22,8 @@ from typing import Any, Concatenate, ParamSpec
 
 import tvm
 
+from .findings import noting
+
 _Options = ParamSpec("_Options")
 _HEADING = re.compile(r"^(\w+)\n-{3,}$", re.MULTILINE)
 _RETURNS = "Returns\n-------\ntvm.transform.Pass"
@@ -89,7 +91,7 @@ def declare_pass(
             check(*args, **kwargs)
 
         def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-            return work(mod, *args, **kwargs)
+            return noting(lambda mod: work(mod, *args, **kwargs), mod)
 
         return tvm.transform.module_pass(run, opt_level=0, name=name)
 

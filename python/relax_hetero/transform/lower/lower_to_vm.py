@@ -29,7 +29,6 @@ from tvm_ffi import structural_map
 from ...target.vdevice import vdevices_of
 from ..ir.declare import declare_pass
 from ..ir.module_attrs import is_lowered, mark_lowered
-from ..ir.private_kernels import keep_private_kernels
 from ..ir.rewriting import copy_module, relax_functions, typed
 from ..ir.root_blocks import with_root_blocks
 from ..partition.written_arguments import note_written
@@ -38,6 +37,7 @@ from .lower_transfers import LowerTransfers, writes_in_place
 from .note_memory import NoteMemory
 from .pin_transferred import PinTransferred
 from .plan_memory import PlanMemoryPerDevice
+from .private_kernels import keep_private_kernels
 from .settle_packed_results import SettlePackedResults
 
 

@@ -32,7 +32,6 @@ and so is a module with schedules.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -43,17 +42,18 @@ from ...artifact.schedule import Results, Schedule, Step
 from ...target.vdevice import vdevices_of
 from ..ir.blocks import used_vars
 from ..ir.declare import declare_pass
-from ..ir.module_attrs import SCHEDULES, is_lowered
+from ..ir.findings import findings_of, with_findings
+from ..ir.module_attrs import is_lowered
 from ..ir.rewriting import copy_module, fresh_global_var, global_vars_in, relax_functions, typed, walk_bindings
-from ..ir.step_functions import step_function
 from .binding_devices import WorkPlaces
 from .device_partition import Part, WorkParts
+from .step_functions import step_function
 from .transfer_dependences import is_transfer
 
 
 def form_schedules(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring."""
-    if is_lowered(mod) or len(vdevices_of(mod)) <= 1 or (mod.attrs and SCHEDULES in mod.attrs):
+    if is_lowered(mod) or len(vdevices_of(mod)) <= 1 or findings_of(mod).schedules is not None:
         return mod
     places = WorkPlaces(mod)
     taken = {gv.name_hint for gv in mod.get_global_vars()}
@@ -66,8 +66,7 @@ def form_schedules(mod: tvm.IRModule) -> tvm.IRModule:
             functions.update(cutter.functions)
     if not schedules:
         return mod
-    text = json.dumps([schedule.to_json() for schedule in schedules])
-    return copy_module(mod, functions).with_attr(SCHEDULES, text)
+    return with_findings(copy_module(mod, functions), schedules=schedules)
 
 
 FormSchedules = declare_pass("FormSchedules", form_schedules)
@@ -75,8 +74,7 @@ FormSchedules = declare_pass("FormSchedules", form_schedules)
 
 def schedules_of(mod: tvm.IRModule) -> list[Schedule]:
     """The schedules of a module that FormSchedules was applied to, or of what became of it."""
-    text = mod.attrs[SCHEDULES] if mod.attrs and SCHEDULES in mod.attrs else "[]"
-    return [Schedule.from_json(data) for data in json.loads(text)]
+    return list(findings_of(mod).schedules or ())
 
 
 def _can_be_cut(func: relax.Function) -> bool:

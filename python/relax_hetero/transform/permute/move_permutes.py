@@ -32,7 +32,7 @@ from tvm import relax
 from ..ir.axes import Axes, identity, inverse, lying, moves_nothing, permutation, then
 from ..ir.blocks import Block, Emitter, Rewrite, renamed, rewrite_function, shape_of, tensor_type, used_vars
 from ..ir.declare import declare_pass
-from ..ir.fusion_report import decline
+from ..ir.findings import decline
 from ..ir.op_names import PERMUTE
 from ..ir.rewriting import op_name, relax_functions, typed, with_functions
 from .permute_preferences import wishes_of

@@ -29,14 +29,16 @@ from tvm import relax
 from tvm.relax.utils import copy_with_new_vars
 
 from ..ir.declare import declare_pass
+from ..ir.findings import collect_placement, publish
 from ..ir.module_attrs import is_lowered
+from ..ir.reports import PlacementEntry, PlacementReport
 from .callee_summary import Group
 from .clones import Instance, instance_for, make_instances
 from .collect import collect
 from .operands import Note
 from .program import CallRef, Program, Unit
 from .recursion import recursion_groups
-from .report import PlacementEntry, PlacementReport, collect_placement, entries_of, publish
+from .report import entries_of
 from .rewrite import rewrite
 from .solve import solve
 from .types import on_devices

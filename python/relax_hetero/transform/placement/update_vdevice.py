@@ -35,7 +35,7 @@ from ...errors import VDeviceError
 from ...op.hints import decode_hint, encode_hint
 from ...target.vdevice import device_name, vdevice_index, vdevices_of, with_vdevices
 from ..ir.declare import declare_pass
-from ..ir.module_attrs import PLACEMENT, placement_report
+from ..ir.findings import with_findings
 from ..ir.rewriting import copy_module
 from .vdevice_uses import first_use, follow_targets
 
@@ -73,8 +73,7 @@ def update_vdevices(
         copied = _position(vdevice, new)
         return None if copied is None else new[copied]
 
-    if placement_report(mod) is not None:  # it names the old devices
-        mod = mod.without_attr(PLACEMENT)
+    mod = with_findings(mod, placement=None)  # it names the old devices
     updated = _map_references(mod, successor, old, new)
     return with_vdevices(follow_targets(updated, mod, old, new), new)
 

@@ -37,6 +37,7 @@ from ..dispatch.bind_targets import bind_targets
 from ..dispatch.form_dispatches import is_formed
 from ..ir.blocks import Block, Rewrite, rewrite_function, without_unused
 from ..ir.declare import declare_pass
+from ..ir.findings import with_findings
 from ..ir.module_attrs import COMMANDS, is_lowered
 from ..ir.op_names import RESHAPE
 from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions, typed
@@ -44,7 +45,7 @@ from ..ir.root_blocks import with_root_blocks
 from .command_regions import Run, RunFinder
 from .donated import DonatedVariables
 from .outline_run import RunRecorder
-from .region_attrs import kernel_specs, region_spec, with_kernel, with_region, with_single_calls
+from .region_attrs import kernel_specs, region_spec, with_kernel, with_region
 from .region_diagnostics import single_calls, why_ended
 from .region_ir import Recorded
 
@@ -143,7 +144,7 @@ class _Former:
             for kernel, spec in kernel_specs(recorded, kernels, signatures, vdevices).items():
                 raw = replaced[kernel]
                 result[raw] = with_kernel(result[raw], spec, raw.name_hint)
-        return with_single_calls(copy_module(self.mod, result), self.single)
+        return with_findings(copy_module(self.mod, result), single_calls=self.single)
 
 
 def _has_target(func: tvm.ir.BaseFunc) -> bool:

@@ -25,7 +25,7 @@ import tvm
 from ..ir.blocks import rewrite_blocks
 from ..ir.constant_values import fold_constants
 from ..ir.declare import declare_pass
-from ..ir.fusion_report import decline
+from ..ir.findings import decline
 from ..ir.rewriting import op_name, relax_functions, walk_bindings
 from .batch_norms import expand_batch_norms
 from .channel_scales import fold_channel_scales
