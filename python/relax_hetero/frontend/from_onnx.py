@@ -7,7 +7,6 @@ walk over the graph.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -18,8 +17,9 @@ from tvm import relax
 
 from ..errors import FrontendError
 from ..target.vdevice import parse_vdevices, with_vdevices
-from ..transform.ir.module_attrs import ESTIMATE, PLACEMENT
-from ..transform.placement.realize_vdevice import PlacementEntry, PlacementReport, realize_vdevice
+from ..transform.ir.findings import with_findings
+from ..transform.ir.reports import PlacementEntry, PlacementReport
+from ..transform.placement.realize_vdevice import realize_vdevice
 from .auto.auto_placement import AutoPlacement, place_graph
 from .auto.cost_model import check_objective
 from .onnx.importer import ImportedGraph, import_nodes
@@ -125,7 +125,7 @@ def _module(model: OnnxModel, graph: ImportedGraph, func: relax.Function) -> tvm
 def _with_reasons(
     mod: tvm.IRModule, report: PlacementReport, nodes: list[NodeInfo], placement: PlacementRules | AutoPlacement
 ) -> tvm.IRModule:
-    """`mod` with its placement report as an attribute, the reason of each op the rule that matched its node.
+    """`mod` with its placement report among its findings, the reason of each op the rule that matched its node.
 
     RealizeVDevice's own report names the annotations that the import made from rules. Where a cost model chose, its
     estimates are another attribute.
@@ -134,7 +134,7 @@ def _with_reasons(
     otherwise = "default device"
     if isinstance(placement, AutoPlacement):
         otherwise = f"chosen by the cost model for {placement.objective}"
-        mod = mod.with_attr(ESTIMATE, json.dumps(placement.to_json()))
+        mod = with_findings(mod, placement_estimate=placement.to_json())
     else:
         rules = matching_patterns(nodes, placement)
     if rules:
@@ -144,7 +144,7 @@ def _with_reasons(
         for node in walk_nodes(nodes)
     }
     entries = [replace(entry, reason=_reason_of(entry, reasons)) for entry in report.entries]
-    return mod.with_attr(PLACEMENT, PlacementReport(entries).to_json())
+    return with_findings(mod, placement=PlacementReport(entries))
 
 
 def _reason_of(entry: PlacementEntry, reasons: Mapping[str, str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
@@ -44,41 +43,33 @@ def explain_command(model: Path, sections: tuple[str, ...], summary: bool, placi
 
 def _of_onnx(path: Path, placing: Placing) -> Explanation:
     from ..driver.commands.command_metadata import regions_as_linked
-    from ..driver.commands.cuda_regions import CudaGraphs
     from ..driver.compile_cache import look_up
     from ..driver.memory_report import memory_plan_of
-    from ..driver.pipeline import passes_to_dispatches
+    from ..driver.pipeline import pipeline_steps
     from ..target.vdevice import device_name, vdevices_of
-    from ..transform import FormCommandBuffers, collect_encodings, collect_fusions
-    from ..transform.ir.module_attrs import placement_estimate, placement_report
-    from ..transform.partition.form_schedules import FormSchedules, schedules_of
-    from ..transform.record.region_attrs import kernels_of, single_calls_of
+    from ..transform.ir.findings import findings_of
+    from ..transform.record.region_attrs import kernels_of
 
     module = placed_onnx(path, placing)
     cache = look_up(module)
     vdevices = vdevices_of(module)
     targets = {device_name(v, vdevices): str(v.target) for v in vdevices}
-    placement = json.loads(placement_report(module) or "[]")
-    estimate = json.loads(placement_estimate(module) or "null")
-    with (
-        console(stderr=True).status(f"Forming the dispatches of {path.name}"),
-        collect_encodings() as reports,
-        collect_fusions() as fusions,
-    ):
-        for step in (*passes_to_dispatches(), FormCommandBuffers(apart=True), CudaGraphs().form()):
-            module = step(module)
+    with console(stderr=True).status(f"Lowering {path.name}"):
+        for step in pipeline_steps():
+            module = step.run(module)
+    found = findings_of(module).to_data()
     regions = regions_as_linked(module)
-    commands = CommandBuffers(list(targets), regions, kernels_of(module), single_calls_of(module))
+    commands = CommandBuffers(list(targets), regions, kernels_of(module), findings_of(module).single_calls or ())
     return Explanation(
         path.name,
         targets,
-        placement,
-        reports[-1].to_data(),
-        fusions.to_data(),
+        found["placement"] or [],
+        found["encodings"],
+        found["fusions"],
         commands,
-        estimate,
+        found["placement_estimate"],
         memory_plan_of(module),
-        Schedules(list(targets), schedules_of(FormSchedules()(module))),
+        Schedules(list(targets), findings_of(module).schedules or ()),
         cache,
     )
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from ..artifact.cache_use import CacheUse
 from ..artifact.memory_plan import MemoryPlan
+from ..artifact.messages import unknown_name
 from ..artifact.metadata import device_names
-from ..artifact.names import unknown_name
 from ..errors import HeteroError
 from .call_tables import Schedules, memory_lines, memory_tables
 from .command_tables import CommandBuffers

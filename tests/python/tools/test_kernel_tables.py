@@ -17,7 +17,7 @@ from relax_hetero.tools.kernel_tables import (
     precisions_text,
     product_precisions,
 )
-from relax_hetero.transform.encode.encoding_report import (
+from relax_hetero.transform.ir.reports import (
     CancelledEntry,
     EncodedOpEntry,
     EncodedTransferEntry,

@@ -68,7 +68,7 @@ class AddressTable:
     constants : list of tvm.ir.GenericConst
     kernels : list of str
     region : str
-        The command buffer whose state it is (`cuda_regions`); ``""`` for a table alone.
+        The command buffer whose state it is (`form_cuda_graphs`); ``""`` for a table alone.
     """
 
     tensor: tvm.ir.GenericConst

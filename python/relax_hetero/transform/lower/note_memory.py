@@ -1,6 +1,20 @@
 """NoteMemory: what each function allocates, and from when to when, stands on it as data (`artifact.memory_spec`).
 
-Reads a module whose allocations are explicit and freed after their last use, and whose shapes are not lowered yet.
+Before::
+
+    @R.function
+    def main(x: R.Tensor((4,), "float32", "llvm:0")):
+        storage = R.memory.alloc_storage(R.shape([64]), 0, "global", "uint8")
+        alloc = R.memory.alloc_tensor(storage, 0, R.shape([4]), "float32", 0)
+        cls.kernel(x, alloc)
+        return alloc
+
+After, the same with::
+
+    R.func_attr({"relax_hetero.memory": '{"name": "main", "storages": [{"nbytes": 64, ...}], ...}'})
+
+Assumes that allocations are explicit and freed after their last use (KillAfterLastUse), and that shapes are not lowered
+yet (VMShapeLower). A second run changes nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +43,7 @@ from ...artifact.memory_spec import (
 )
 from ...artifact.signature import Dim
 from ...target.vdevice import vdevice_index, vdevices_of
+from ..ir.declare import declare_pass
 from ..ir.dim_text import NoTextError, dim_text
 from ..ir.kernel_work import tensor_bytes
 from ..ir.module_attrs import MEMORY
@@ -42,24 +57,17 @@ _KILLS = ("relax.memory.kill_storage", "relax.memory.kill_tensor", "relax.vm.kil
 _OPEN = -1
 
 
-def NoteMemory() -> tvm.transform.Pass:
-    """Note on each Relax function what it allocates.
+def note_memory(mod: tvm.IRModule) -> tvm.IRModule:
+    """See the module's docstring."""
+    regions = {region.name: region for region in regions_of(mod)}
+    functions = dict(mod.functions.items())
+    for gv, func in relax_functions(mod):
+        memory = function_memory(gv.name_hint, func, mod, regions)
+        functions[gv] = func.with_attr(MEMORY, json.dumps(memory_to_json(memory)))
+    return copy_module(mod, functions)
 
-    Returns
-    -------
-    tvm.transform.Pass
-    """
 
-    @tvm.transform.module_pass(opt_level=0, name="NoteMemory")
-    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        regions = {region.name: region for region in regions_of(mod)}
-        functions = dict(mod.functions.items())
-        for gv, func in relax_functions(mod):
-            memory = function_memory(gv.name_hint, func, mod, regions)
-            functions[gv] = func.with_attr(MEMORY, json.dumps(memory_to_json(memory)))
-        return copy_module(mod, functions)
-
-    return run
+NoteMemory = declare_pass("NoteMemory", note_memory)
 
 
 def memory_of(mod: tvm.IRModule) -> tuple[FunctionMemory, ...]:

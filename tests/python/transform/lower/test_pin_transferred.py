@@ -13,7 +13,6 @@ from tvm.script import tirx as T
 
 import relax_hetero as rh
 from relax_hetero.driver.memory_report import memory_plan_of
-from relax_hetero.driver.pipeline import passes_to_dispatches
 from relax_hetero.transform import FormSchedules, LowerPinnedStorage, LowerToVM, PinTransferred
 from relax_hetero.vm.device import memory_pools
 from relax_hetero.vm.device.builtins import running_on
@@ -164,8 +163,16 @@ def pinned_bytes(func):
     ]
 
 
+def formed(mod):
+    """A module whose dispatches are formed."""
+    for step in rh.get_pipeline(command_buffers=False).passes:
+        mod = step(mod)
+        if step.info.name == "FormDispatches":
+            return mod
+
+
 def test_results_of_steps_that_a_later_step_sends():
-    mod = FormSchedules()(tvm.transform.Sequential(passes_to_dispatches())(Pipeline))
+    mod = FormSchedules()(formed(Pipeline))
     lowered = LowerToVM()(mod)
     functions = {gv.name_hint: func for gv, func in lowered.functions.items() if isinstance(func, relax.Function)}
     assert pinned_bytes(functions.pop("main")) == [256 * 512 * 4, 512 * 512 * 4]
@@ -174,7 +181,7 @@ def test_results_of_steps_that_a_later_step_sends():
 
 def test_the_memory_plan_counts_it():
     """Of a call that runs alone; pinned memory is the CPU's, and `stays` is a result."""
-    mod = tvm.transform.Sequential(passes_to_dispatches())(Pipeline)
+    mod = formed(Pipeline)
     cpu, _ = memory_plan_of(mod).at("main").devices
     assert (cpu.transient, cpu.results) == ((256 + 512) * 512 * 4, 256 * 512 * 4)
 

@@ -1,13 +1,137 @@
-"""What encodings became on each device, and what was cancelled: the record that ``relax-hetero explain`` prints."""
+"""What passes find, as plain data: where values are and why, how they are stored, what became one kernel.
+
+The records that ``relax-hetero explain`` prints and an executable's metadata holds.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator, Mapping
-from contextvars import ContextVar
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementEntry:
+    """One op, transfer, parameter or constant of a placed module.
+
+    Attributes
+    ----------
+    function : str
+    variable : str
+        The variable that is bound; for a constant the one whose binding uses it first.
+    op : str
+        E.g. "relax.add", "relax.to_vdevice", "parameter", "constant".
+    device : str
+        ``kind:i``.
+    device_index : int
+        Position in the module's vdevice list.
+    reason : str
+        A sentence.
+    bytes : int, optional
+        Size of the result; None where it depends on a symbolic or unknown shape.
+    kind : str
+        "op", "transfer", "param" or "constant".
+    """
+
+    function: str
+    variable: str
+    op: str
+    device: str
+    device_index: int
+    reason: str
+    bytes: int | None
+    kind: str
+
+
+@dataclass(slots=True)
+class PlacementReport:
+    """The entries of one `RealizeVDevice` run, in program order."""
+
+    entries: list[PlacementEntry] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        """As a JSON array of objects."""
+        return json.dumps(self.to_data())
+
+    def to_data(self) -> list[dict[str, Any]]:
+        """As JSON data."""
+        return [_data(entry) for entry in self.entries]
+
+    @staticmethod
+    def from_json(text: str) -> PlacementReport:
+        """Read what `to_json` wrote."""
+        return PlacementReport.from_data(json.loads(text))
+
+    @staticmethod
+    def from_data(data: Iterable[Mapping[str, Any]]) -> PlacementReport:
+        """Read what `to_data` made."""
+        return PlacementReport([PlacementEntry(**entry) for entry in data])
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchEntry:
+    """One call of a kernel.
+
+    Attributes
+    ----------
+    function, variable : str
+        Where it is; the variable holds its result.
+    kernel : str
+        The PrimFunc's name.
+    device : str
+        ``kind:i``; empty for what computes shapes on the host.
+    ops : tuple of str
+        What it computes, in order: more than one op where ops were fused.
+    precision : str
+        The element types of its products, else those of its arguments (`kernel_work.precision_of`).
+    """
+
+    function: str
+    variable: str
+    kernel: str
+    device: str
+    ops: tuple[str, ...]
+    precision: str
+
+
+@dataclass(frozen=True, slots=True)
+class Declined:
+    """Work that stayed out of a kernel.
+
+    Attributes
+    ----------
+    function, variable : str
+        Where it is in the model.
+    op : str
+        The op that stayed out, or whose kernel did not take another in.
+    reason : str
+        What was found and what would have been needed.
+    """
+
+    function: str
+    variable: str
+    op: str
+    reason: str
+
+
+@dataclass(slots=True)
+class FusionReport:
+    """The kernel calls of a module, and what was not fused, in program order."""
+
+    dispatches: list[DispatchEntry] = field(default_factory=list)
+    declined: list[Declined] = field(default_factory=list)
+
+    def to_data(self) -> dict[str, Any]:
+        """As JSON data."""
+        return {name: [_data(entry) for entry in getattr(self, name)] for name in self.__slots__}
+
+    @staticmethod
+    def from_data(data: Mapping[str, Any]) -> FusionReport:
+        """Read what `to_data` made."""
+        dispatches = [DispatchEntry(**{**entry, "ops": tuple(entry["ops"])}) for entry in data["dispatches"]]
+        return FusionReport(dispatches, [Declined(**entry) for entry in data["declined"]])
+
 
 Size = int | str
 """Bytes: a number, or an expression of the symbolic extents it depends on."""
@@ -131,7 +255,7 @@ class EncodingReport:
 
     def to_data(self) -> dict[str, Any]:
         """As JSON data."""
-        return {name: [asdict(entry) for entry in getattr(self, name)] for name in self.__slots__}
+        return {name: [_data(entry) for entry in getattr(self, name)] for name in self.__slots__}
 
     @staticmethod
     def from_json(text: str) -> EncodingReport:
@@ -151,27 +275,8 @@ class EncodingReport:
         )
 
 
-# The lists of all `collect_encodings` blocks that are open here, outermost first.
-_OPEN: ContextVar[tuple[list[EncodingReport], ...]] = ContextVar("relax_hetero_encodings", default=())
-
-
-@contextlib.contextmanager
-def collect_encodings() -> Iterator[list[EncodingReport]]:
-    """A list to which every `SpecializeEncodings` that runs inside the ``with`` block adds its report."""
-    reports: list[EncodingReport] = []
-    token = _OPEN.set((*_OPEN.get(), reports))
-    try:
-        yield reports
-    finally:
-        _OPEN.reset(token)
-
-
-def publish(report: EncodingReport) -> None:
-    """Give a report to every `collect_encodings` that is open."""
-    for reports in _OPEN.get():
-        reports.append(report)
-
-
-def is_collecting() -> bool:
-    """Whether anyone wants a report."""
-    return bool(_OPEN.get())
+def _data(entry: Any) -> Any:
+    """An entry as JSON data, which has no tuples."""
+    if isinstance(entry, tuple):
+        return [_data(each) for each in entry]
+    return {part.name: _data(getattr(entry, part.name)) for part in fields(entry)} if is_dataclass(entry) else entry

@@ -12,9 +12,10 @@ from tvm.script import tirx as T
 import relax_hetero as rh
 from relax_hetero.artifact.commands import GRAPH
 from relax_hetero.artifact.graph_layout import FILLED_AT_ONCE, Layout
-from relax_hetero.driver.commands.cuda_regions import form_cuda_graphs
+from relax_hetero.driver.commands.graph_tables import graph_tables
 from relax_hetero.target.vdevice import with_vdevices
 from relax_hetero.transform.ir.module_attrs import COMMANDS
+from relax_hetero.transform.record.form_cuda_graphs import GRAPH_CONSTANTS, FormCudaGraphs, form_cuda_graphs
 from relax_hetero.transform.record.region_attrs import kernels_of, regions_of
 from relax_hetero.vm.device.cuda_driver import cuda_driver
 from relax_hetero.vm.region import cuda_graph
@@ -74,8 +75,9 @@ def sources(module):
 
 def test_what_the_module_becomes():
     before = recorded(Steps)
-    mod, (table,) = form_cuda_graphs(before)
+    mod = FormCudaGraphs()(before)
     main = functions(mod)["main"]
+    _, (table,) = graph_tables(rh.transform.LowerToVM()(mod))
     (call,) = [b.value for block in main.body.blocks for b in block.bindings if isinstance(b.value, relax.Call)]
     state = call.args[1].fields[-1]
     assert [str(arg.name) for arg in call.args[1].fields[:-1]] == ["x", "w"] and state.same_as(table.tensor)
@@ -85,10 +87,18 @@ def test_what_the_module_becomes():
     (region,) = regions_of(mod)
     assert region.runs == "CUDA graph" and region.arena > 0
     assert regions_of(before)[0].runs == "stream" and kernels_of(mod) == kernels_of(before)
+    assert form_cuda_graphs(mod).same_as(mod)
+
+
+def test_constants_of_a_graph_travel_with_it_until_the_module_is_linked():
+    mod = form_cuda_graphs(recorded(Steps))
+    assert len(functions(mod)["main_commands"].attrs[GRAPH_CONSTANTS]) == 1
+    plain, _ = graph_tables(rh.transform.LowerToVM()(mod))
+    assert GRAPH_CONSTANTS not in functions(plain)["main_commands"].attrs
 
 
 def test_kernels_read_the_table_only_for_bindings():
-    found = functions(form_cuda_graphs(recorded(Steps))[0])
+    found = functions(form_cuda_graphs(recorded(Steps)))
     assert {"step", "step_table", "step_table_1", "join_table", "join_table_1"} <= set(found)
     assert "join" not in found  # each call of it has a binding
     record = found["main_commands_record"].script()
@@ -140,7 +150,7 @@ def test_bindings_are_fetched_by_a_kernel_of_its_own_before_many_blocks():
         builder.emit_func_output(y)
     mod = builder.get()
     mod.update_global_info("vdevice", [device])
-    found = functions(form_cuda_graphs(recorded(mod))[0])
+    found = functions(form_cuda_graphs(recorded(mod)))
     record = found["main_commands_record"].script()
     order = [record.index(f" {name}(") for name in ("fetch_table", "fill_table", "softmax_table", "softmax_table_1")]
     assert order == sorted(order)
@@ -162,7 +172,7 @@ def test_more_slots_than_one_kernel_fills():
     mod.update_global_info("vdevice", [device])
     (region,) = (exe := rh.compile(mod)).metadata.regions
     assert len(region.slots) > FILLED_AT_ONCE
-    found = functions(form_cuda_graphs(recorded(mod))[0])
+    found = functions(form_cuda_graphs(recorded(mod)))
     assert found["main_commands_record"].script().count("fill_table(") == 2
     assert "fetch_table" in sources(exe.module)
 
@@ -187,7 +197,7 @@ def symbolic():
 
 def test_symbolic_extents_stay_host_functions():
     mod = recorded(symbolic())
-    assert form_cuda_graphs(mod)[0].same_as(mod)
+    assert form_cuda_graphs(mod).same_as(mod)
     exe = rh.compile(symbolic())
     assert [region.runs for region in exe.metadata.regions] == ["stream"]
     assert "fetch_table" not in sources(exe.module)
@@ -201,9 +211,9 @@ def test_modules_without_cuda_and_lowered_ones_are_left():
     mod = builder.get()
     mod.update_global_info("vdevice", [device])
     mod = recorded(mod)
-    assert form_cuda_graphs(mod) == (mod, [])
+    assert form_cuda_graphs(mod).same_as(mod) and graph_tables(mod) == (mod, [])
     lowered = rh.get_pipeline()(Steps)
-    assert form_cuda_graphs(lowered) == (lowered, [])
+    assert form_cuda_graphs(lowered).same_as(lowered)
 
 
 def test_stock_tvm_builds_the_pipelines_module():

@@ -12,7 +12,7 @@ import tvm
 from tvm import relax, tirx
 from tvm_ffi import structural_map, structural_walk
 
-from .rewriting import copy_module, fresh_global_var
+from ..ir.rewriting import copy_module, fresh_global_var
 
 
 def keep_private_kernels(mod: tvm.IRModule) -> tvm.IRModule:

@@ -1,4 +1,4 @@
-"""Command buffers of CUDA devices become graphs: recorded once by the machine, launched with a table of bindings.
+"""FormCudaGraphs: command buffers of GPUs become CUDA graphs, recorded once and launched with a table of bindings.
 
 Before::
 
@@ -11,16 +11,20 @@ After::
 `main_commands` now submits the graph that `main_commands_record` records. Constants and the arena, which the machine
 owns, are arguments of the recorded launches; kernels that work on bindings, inputs and results, read where these are
 in a table in device memory (`tir.commands.table_kernel`). `state` is a constant that each machine replaces by memory
-of its own (`vm.region.cuda_graph`).
+of its own (`vm.region.cuda_graph`), and which constants the graph reads stands on `main_commands` (`GRAPH_CONSTANTS`).
 
 Extents that are symbolic decide how many blocks a launch has, which a graph keeps: such command buffers stay host
-functions that launch kernel by kernel.
+functions that launch kernel by kernel. TVM's RewriteCUDAGraph captures what a function does with memory of its own,
+with inputs and outputs outside of the graph, and weights as they were at the first call.
+
+Assumes FormCommandBuffers. A lowered module is returned as it is; a second run changes nothing. The result needs a
+machine that records graphs, so `rh.compile` runs this pass and `rh.get_pipeline` leaves it out.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,59 +38,45 @@ from ...target.vdevice import vdevices_of
 from ...tir.commands.command_list import Tensor
 from ...tir.commands.graph_functions import Launch, fetch_kernel, fill_kernel, record_function, submit_function
 from ...tir.commands.table_kernel import fetching_kernel, table_kernel, threads_of_one_block
-from ...transform.ir.blocks import renamed
-from ...transform.ir.module_attrs import COMMANDS, KERNEL, is_lowered
-from ...transform.ir.rewriting import copy_module, fresh_global_var, map_bindings, op_name, relax_functions, typed
-from ...transform.record.region_attrs import regions_of, with_region
-from ..link.address_table import AddressTable
+from ..ir.blocks import renamed
+from ..ir.declare import declare_pass
+from ..ir.module_attrs import COMMANDS, KERNEL, is_lowered
+from ..ir.rewriting import copy_module, fresh_global_var, map_bindings, op_name, relax_functions, typed
+from .region_attrs import regions_of, with_region
 
 _MOST_ROUNDS = 8
 """In which one block of few threads fetches a table; more are left to a kernel of its own."""
 
 
-@dataclass
-class CudaGraphs:
-    """Collects what the graphs of a module need of the machine.
-
-    Attributes
-    ----------
-    tables : list of AddressTable
-        The state of each graph, and the constants that its launches read.
-    """
-
-    tables: list[AddressTable] = field(default_factory=list)
-
-    def form(self) -> tvm.transform.Pass:
-        """The pass: assumes FormCommandBuffers; a lowered module is returned as it is."""
-
-        @tvm.transform.module_pass(opt_level=0, name="FormCudaGraphs")
-        def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-            mod, tables = form_cuda_graphs(mod)
-            self.tables += tables
-            return mod
-
-        return run
+GRAPH_CONSTANTS = "relax_hetero.graph_constants"
+"""On the function that submits a graph: the constants that its launches read."""
 
 
-def form_cuda_graphs(mod: tvm.IRModule) -> tuple[tvm.IRModule, list[AddressTable]]:
-    """See the module's docstring; with the module, the table of each graph."""
+def form_cuda_graphs(mod: tvm.IRModule) -> tvm.IRModule:
+    """See the module's docstring."""
     if is_lowered(mod):
-        return mod, []
+        return mod
     regions = {region.name: region for region in regions_of(mod)}
     buffers = {gv: regions[gv.name_hint] for gv, func in mod.functions.items() if COMMANDS in func.attrs}
     chosen = {gv: region for gv, region in buffers.items() if _can_be_graph(mod.functions[gv], region)}
     if not chosen:
-        return mod, []
+        return mod
     writer = _Writer(mod)
     rewritten = {gv.name_hint: writer.write(gv, region) for gv, region in chosen.items()}
     calls = _Calls(rewritten, chosen, vdevices_of(mod))
     for gv, func in relax_functions(mod):
         writer.functions[gv] = map_bindings(func, calls.change)
-    return copy_module(mod, writer.without_unused_kernels()), calls.tables
+    for name, constants in calls.constants.items():
+        submit = rewritten[name]
+        writer.functions[submit] = writer.functions[submit].with_attr(GRAPH_CONSTANTS, constants)
+    return copy_module(mod, writer.without_unused_kernels())
+
+
+FormCudaGraphs = declare_pass("FormCudaGraphs", form_cuda_graphs)
 
 
 def _can_be_graph(func: tirx.PrimFunc, region: RegionSpec) -> bool:
-    return func.attrs["target"].kind.name == "cuda" and not region.parameters
+    return func.attrs["target"].kind.name == "cuda" and not region.parameters and region.runs != GRAPH
 
 
 class _Writer:
@@ -190,7 +180,13 @@ def _word(operand: Reference, region: RegionSpec) -> tuple[int, int]:
 
 
 class _Calls:
-    """Rewrites the calls of command buffers that became graphs."""
+    """Rewrites the calls of command buffers that became graphs.
+
+    Attributes
+    ----------
+    constants : dict of str to list of tvm.ir.GenericConst
+        What each command buffer took as arguments, and its graph keeps.
+    """
 
     def __init__(
         self,
@@ -198,7 +194,7 @@ class _Calls:
         chosen: dict[tvm.ir.GlobalVar, RegionSpec],
         vdevices: list[relax.VDevice],
     ) -> None:
-        self.tables: list[AddressTable] = []
+        self.constants: dict[str, list[tvm.ir.GenericConst]] = {}
         self._submits, self._vdevices = submits, vdevices
         self._regions = {gv.name_hint: region for gv, region in chosen.items()}
         self._names: dict[relax.Var, relax.Expr] = {}
@@ -215,7 +211,7 @@ class _Calls:
         vdevice = self._vdevices[region.device]
         words = np.zeros(Layout(len(region.slots)).state, "int64")
         state = tvm.ir.GenericConst(tvm.runtime.tensor(words), relax.TensorType(words.shape, "int64", vdevice))
-        self.tables.append(AddressTable(state, args[inputs:], [], name))
+        self.constants[name] = args[inputs:]
         ty, var = call.ty_args[0], binding.var
         if region.arena != 0:
             ty = tvm.ir.TupleType(list(ty.fields)[:-1])

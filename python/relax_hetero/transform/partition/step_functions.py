@@ -8,8 +8,8 @@ import tvm
 from tvm import relax, tirx
 from tvm_ffi import structural_map
 
-from .blocks import renamed
-from .rewriting import typed
+from ..ir.blocks import renamed
+from ..ir.rewriting import typed
 
 
 def step_function(
