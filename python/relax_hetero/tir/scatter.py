@@ -14,8 +14,9 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..encoding.problem import Dim
-from .core.builder import Expr, Function, ceil_div, flat, loop, opaque, when
+from .core.builder import Expr, Function, ceil_div, loop, opaque, when
 from .core.ties import with_ties
+from .core.view import View
 from .core.work_split import LEAST, is_worth_tasks, ravel
 
 REDUCTIONS: dict[str, Callable[[Expr, Expr], Expr]] = {
@@ -114,17 +115,19 @@ class _Scatter:
         total = _product(self.updates_extents)
         self.is_long = is_worth_tasks("elements", total)
         self._combine = REDUCTIONS[problem.reduction]
-        shapes = [list(map(function.extent, shape)) for shape in (problem.data, problem.indices, problem.updates)]
-        dtypes = (problem.dtype, problem.index_dtype, problem.dtype)
-        names = ("data", "indices", "updates")
-        self._shapes = [*shapes, shapes[0]]
-        self._params = [function.argument(*each) for each in zip(names, shapes, dtypes, strict=True)]
-        self._params.append(function.argument("result", shapes[0], problem.dtype))
+
+        def view(name: str, shape: Sequence[Dim], dtype: str) -> View:
+            return View(function, name, list(map(function.extent, shape)), dtype)
+
+        self._data = view("data", problem.data, problem.dtype)
+        self._indices = view("indices", problem.indices, problem.index_dtype)
+        self._updates = view("updates", problem.updates, problem.dtype)
+        self._result = view("result", problem.data, problem.dtype)
 
     def open(self) -> None:
-        """Declare the views, inside of the body."""
-        views = [flat(param, shape) for param, shape in zip(self._params, self._shapes, strict=True)]
-        self._data, self._indices, self._updates, self._result = views
+        """Declare the elements of all parameters, inside of the body."""
+        for view in (self._data, self._indices, self._updates, self._result):
+            view.open()
 
     def copy(self) -> None:
         """Copy the data to the result."""
@@ -134,15 +137,16 @@ class _Scatter:
             begin = chunk * _CHUNK
             # Not opaque: in place, nothing of these loops is to be left.
             with loop(T.min(total - begin, tirx.const(_CHUNK, "int64"))) as i:
-                T.buffer_store(self._result, self._data[begin + i], [begin + i])
+                T.buffer_store(self._result.data, self._data.data[begin + i], [begin + i])
 
     def index(self, place: Expr) -> Expr:
         """An index as int64."""
-        return tirx.Cast("int64", self._indices[place])
+        return tirx.Cast("int64", self._indices.data[place])
 
     def update(self, target: Expr, source: Expr) -> None:
         """One update, by the places of both in memory."""
-        T.buffer_store(self._result, self._combine(self._result[target], self._updates[source]), [target])
+        new = self._combine(self._result.data[target], self._updates.data[source])
+        T.buffer_store(self._result.data, new, [target])
 
 
 def _kernel(name: str, problem: ScatterProblem, write: Callable[[_Scatter], None]) -> tirx.PrimFunc:
