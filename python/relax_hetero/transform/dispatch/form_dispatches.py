@@ -31,8 +31,8 @@ from ..ir.findings import record_dispatches
 from ..ir.kernel_ops import fused_ops, with_ops
 from ..ir.module_attrs import is_lowered
 from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions, walk_bindings
-from ..placement.realize_vdevice import realize_vdevice
 from .bind_targets import bind_targets
+from .keep_devices import keep_devices
 from .legalize import is_kept, legalize
 from .name_kernel_variables import name_kernel_variables
 from .schedule_cpu import schedule_cpu
@@ -62,8 +62,7 @@ def form_dispatches(mod: tvm.IRModule) -> tvm.IRModule:
     ops = fused_ops(mod)
     fuse = [stock.FuseTIR(), stock.DeadCodeElimination(), stock.CanonicalizeBindings()]
     mod = with_ops(tvm.transform.Sequential(fuse)(mod), ops)
-    mod, _ = realize_vdevice(mod)  # places what folding made
-    return _for_their_devices(mod)
+    return _for_their_devices(keep_devices(mod))  # folding made constants
 
 
 FormDispatches = declare_pass("FormDispatches", form_dispatches)

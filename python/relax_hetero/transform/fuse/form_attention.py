@@ -32,9 +32,7 @@ from ..ir.blocks import Block, rewrite_function, without_unused
 from ..ir.declare import declare_pass
 from ..ir.findings import decline
 from ..ir.rewriting import op_name, relax_functions, with_functions
-from .attention_ops import OPS as ATTENTION_OPS
-from .attention_ops import find_attention_op
-from .attention_patterns import Attention, NoAttention, find_attention
+from .attention_patterns import ATTENTION_OPS, Attention, NoAttention, find_attention, find_attention_op
 from .merge_products import merge_products
 
 

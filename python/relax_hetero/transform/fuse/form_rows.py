@@ -37,8 +37,7 @@ from ..ir.blocks import Block, Emitter, rewrite_function, same_shape, shape_of, 
 from ..ir.declare import declare_pass
 from ..ir.findings import decline
 from ..ir.rewriting import op_name, relax_functions, with_functions
-from .row_region import RowRegion
-from .row_regions import RowGrowth
+from .row_regions import RowGrowth, RowRegion
 from .row_terms import WIDE, RowOp, row_op
 
 MIN_COLUMNS = 4
