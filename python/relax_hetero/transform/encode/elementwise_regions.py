@@ -22,9 +22,8 @@ from tvm import relax
 
 from ...encoding.encoding import Encoding
 from ...encoding.expression import Expression, Term
-from ...encoding.requantization import simplify_requantization
+from ...encoding.requantization import numbers_as_operands, simplify_requantization
 from ...encoding.row_program import operands_of
-from ...encoding.scalar_operands import numbers_as_operands
 from ...op import encoded as op
 from ...target.vdevice import same_object
 from ..ir.axes import permutation

@@ -22,7 +22,7 @@ from ...encoding.resolver import resolver_for
 from ...encoding.row_program import RowProgram
 from ...errors import EncodingError
 from ...op.encoded import PRODUCTS, encoded_op
-from ...target.cpu_target import machine_of
+from ...target.cpu_target import cpu_target_of
 from ...target.element_types import short_name
 from ...target.vdevice import device_name
 from ..ir.extents import Symbols
@@ -246,7 +246,7 @@ class EncodingKernels:
         from ...tir.pack import pack  # compiler parts load when they are needed
 
         target = target_of(result.ty.vdevice)
-        machine = machine_of(target)
+        machine = cpu_target_of(target)
         symbols = Symbols()
         shape = tuple(symbols.dim(extent) for extent in result.ty.shape.values)
         dtype = str(result.ty.dtype)

@@ -20,9 +20,9 @@ from relax_hetero.transform import (
     SetEncoding,
     SpecializeEncodings,
     collect_encodings,
+    collect_fusions,
 )
 from relax_hetero.transform.encode.set_encoding import set_encoding
-from relax_hetero.transform.ir.fusion_report import collect_fusions
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from transform.interpreting import run
 from transform.reference_convolution import NHWC, reference_resolver
