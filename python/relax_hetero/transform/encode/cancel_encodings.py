@@ -13,18 +13,18 @@ from tvm import relax, tirx
 
 from ...encoding.encoding import LHS, RESULT, RHS, Encoding
 from ...encoding.expression import Expression
-from ..ir.emitting import Emitter
+from ..ir.emitting import Replacement
 from ..ir.relax_expressions import from_expression
 from .encoded_convolutions import stock_convolution
-from .encoded_values import shape_of
+from .encoded_values import extents_of
 
 
-def stock_product(encoding: Encoding, operands: Sequence[relax.Expr], out: Emitter) -> list[relax.Binding]:
+def stock_product(encoding: Encoding, operands: Sequence[relax.Expr], out: Replacement) -> list[relax.Binding]:
     """Bindings that make `out.var` the product or convolution of plain operands; parameters as of `stock_matmul`."""
     return (stock_matmul if encoding.moves is None else stock_convolution)(encoding, operands, out)
 
 
-def stock_matmul(encoding: Encoding, operands: Sequence[relax.Expr], out: Emitter) -> list[relax.Binding]:
+def stock_matmul(encoding: Encoding, operands: Sequence[relax.Expr], out: Replacement) -> list[relax.Binding]:
     """Bindings that make `out.var` the product of plain operands.
 
     Parameters
@@ -33,7 +33,7 @@ def stock_matmul(encoding: Encoding, operands: Sequence[relax.Expr], out: Emitte
         Of the op.
     operands : sequence of relax.Expr
         lhs, rhs and, where given, the initial accumulator.
-    out : Emitter
+    out : Replacement
     """
     vdevice = out.var.ty.vdevice
     batch = encoding.batch_dims
@@ -50,7 +50,7 @@ def stock_matmul(encoding: Encoding, operands: Sequence[relax.Expr], out: Emitte
     return out.finish(value)
 
 
-def stock_elementwise(expression: Expression, operands: Sequence[relax.Expr], out: Emitter) -> list[relax.Binding]:
+def stock_elementwise(expression: Expression, operands: Sequence[relax.Expr], out: Replacement) -> list[relax.Binding]:
     """Bindings that make `out.var` the expression of plain operands."""
 
     def emit(call: relax.Expr, ty: relax.TensorType) -> relax.Expr:
@@ -59,7 +59,7 @@ def stock_elementwise(expression: Expression, operands: Sequence[relax.Expr], ou
     return out.finish(from_expression(expression, operands, emit, out.var.ty.vdevice))
 
 
-def _operand(encoding: Encoding, value: relax.Expr, wanted: tuple[str, ...], out: Emitter) -> relax.Expr:
+def _operand(encoding: Encoding, value: relax.Expr, wanted: tuple[str, ...], out: Replacement) -> relax.Expr:
     """An operand as stock matmul wants it: named dimensions in order, batch dimensions aligned at the end."""
     names = encoding.index_map
     which = "lhs" if encoding.operand_index == LHS else "rhs"
@@ -71,7 +71,7 @@ def _operand(encoding: Encoding, value: relax.Expr, wanted: tuple[str, ...], out
     aligned = [name if name in names else "1" for name in wanted]
     if _without_leading_ones(names) == _without_leading_ones(aligned):
         return value
-    extents = dict(zip(names, shape_of(value.ty), strict=True))
+    extents = dict(zip(names, extents_of(value.ty), strict=True))
     shape = [extents[name] if name != "1" else tirx.IntImm("int64", 1) for name in aligned]
     return out.stock(relax.op.reshape(value, shape), out.var.ty.vdevice, f"{which}_reshaped")
 
@@ -81,18 +81,18 @@ def _without_leading_ones(names: Sequence[str]) -> list[str]:
     return list(names[first:])
 
 
-def _cast(value: relax.Expr, dtype: str, which: str, out: Emitter) -> relax.Expr:
+def _cast(value: relax.Expr, dtype: str, which: str, out: Replacement) -> relax.Expr:
     if str(value.ty.dtype) == dtype:
         return value
     return out.stock(relax.op.astype(value, dtype), out.var.ty.vdevice, f"{which}_{dtype}")
 
 
-def _as_result(value: relax.Expr, names: tuple[str, ...], wanted: tuple[str, ...], out: Emitter) -> relax.Expr:
+def _as_result(value: relax.Expr, names: tuple[str, ...], wanted: tuple[str, ...], out: Replacement) -> relax.Expr:
     """The product, whose dimensions are `names`, with those of the op's result."""
     ordered = [name for name in wanted if name != "1"]
     if list(names) != ordered:
         call = relax.op.permute_dims(value, [names.index(name) for name in ordered])
         value = out.stock(call, out.var.ty.vdevice, "permuted")
-    if len(shape_of(value.ty)) != len(wanted):
-        value = out.stock(relax.op.reshape(value, shape_of(out.var.ty)), out.var.ty.vdevice, "reshaped")
+    if len(extents_of(value.ty)) != len(wanted):
+        value = out.stock(relax.op.reshape(value, extents_of(out.var.ty)), out.var.ty.vdevice, "reshaped")
     return value

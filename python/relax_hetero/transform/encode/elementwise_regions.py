@@ -82,7 +82,7 @@ def _write(emitter: Emitter, region: Region, var: relax.Var, block: Block) -> No
     emitter.bind(var, relax.Call(view.op, list(view.args), view.attrs, ret_ty=var.ty))
 
 
-def _simplified(region: Region) -> tuple[Expression, list[Operand]]:
+def _simplified(region: Region) -> tuple[Expression, list[RegionOperand]]:
     """The region's expression with as few ops as requantizing takes, and the operands it still has after ``x0``."""
     values: list[relax.Expr] = [region.root, *(operand.value for operand in region.operands)]
     constants = {
@@ -94,13 +94,13 @@ def _simplified(region: Region) -> tuple[Expression, list[Operand]]:
     if expression != region.expression:
         expression, numbers = numbers_as_operands(expression, [*dtypes, *["float32"] * len(arrays)])
         arrays += numbers
-    operands = [*region.operands, *(Operand(constant_near(array, region.root), None, False) for array in arrays)]
+    operands = [*region.operands, *(RegionOperand(constant_near(array, region.root), None, False) for array in arrays)]
     used = [index for index in operands_of(expression) if index]
     places = [Expression.operand(used.index(i) + 1 if i in used else 0) for i in range(len(operands) + 1)]
     return expression.substitute(places), [operands[index - 1] for index in used]
 
 
-def _constant(operand: Operand) -> np.ndarray | None:
+def _constant(operand: RegionOperand) -> np.ndarray | None:
     """The elements of a constant operand of float32 as it is met at the root; None for others."""
     if not isinstance(operand.value, tvm.ir.GenericConst) or str(operand.value.ty.dtype) != "float32":
         return None
@@ -112,7 +112,7 @@ def _constant(operand: Operand) -> np.ndarray | None:
     return array if operand.shape is None else array.reshape([int(extent) for extent in operand.shape])
 
 
-def _as_the_root(emitter: Emitter, operand: Operand, name: str) -> relax.Expr:
+def _as_the_root(emitter: Emitter, operand: RegionOperand, name: str) -> relax.Expr:
     """An operand that was met behind a reshape or a permutation, as it has to be before that."""
     value, dtype = operand.value, str(operand.value.ty.dtype)
     if operand.axes is not None:
@@ -133,7 +133,7 @@ _NO_END = (RESHAPE, PERMUTE, "relax.less")
 
 
 @dataclass
-class Operand:
+class RegionOperand:
     """A plain operand of a region.
 
     Attributes
@@ -167,7 +167,7 @@ class Region:
         Bindings before the end, which vanish.
     expression : Expression
         ``x0`` is the root.
-    operands : list of Operand
+    operands : list of RegionOperand
         ``x1``, ``x2``, ...
     order : tuple of int, optional
         How the root's dimensions are permuted where it ends; None where they are not.
@@ -177,7 +177,7 @@ class Region:
     end: int
     inside: list[int]
     expression: Expression
-    operands: list[Operand]
+    operands: list[RegionOperand]
     order: tuple[int, ...] | None = None
 
 
@@ -192,7 +192,7 @@ class Growth:
         self.views = {root: self.shape}
         self.orders: dict[relax.Var, tuple[int, ...] | None] = {root: None}  # of what stands behind a permutation
         self.negative: dict[relax.Var, Expression] = {}  # from where(x < 0, ...)'s condition to x
-        self.operands: list[Operand] = []
+        self.operands: list[RegionOperand] = []
 
     def region(self) -> Region | None:
         """The region up to its last end, None if not even one op is in it."""
@@ -322,7 +322,7 @@ class Growth:
         bits = [tvm.DataType(str(x.ty.dtype)).bits for x in (source, tensor)]
         return (source, str(tensor.ty.dtype)) if bits[0] < bits[1] else (tensor, None)
 
-    def _operand(self, tensor: relax.Expr, view: list[Any], order: tuple[int, ...] | None) -> Operand | None:
+    def _operand(self, tensor: relax.Expr, view: list[Any], order: tuple[int, ...] | None) -> RegionOperand | None:
         shape = shape_of(tensor)
         own, device = tensor.ty.vdevice, self.root.ty.vdevice
         if own is not None and device is not None and not same_object(own, device):
@@ -334,27 +334,27 @@ class Growth:
         if order is not None:
             return self._permuted_operand(tensor, shape, is_full, order)
         if same_shape(view, self.shape):
-            return Operand(tensor, None, is_full)
+            return RegionOperand(tensor, None, is_full)
         if is_full:
-            return Operand(tensor, self.shape, True)
+            return RegionOperand(tensor, self.shape, True)
         wide = [axis for axis, extent in enumerate(shape) if not is_one(extent)]
         if not wide:
-            return Operand(tensor, [], False)
+            return RegionOperand(tensor, [], False)
         if wide == [len(shape) - 1] and same_extent(view[-1], self.shape[-1]):
-            return Operand(tensor, [shape[-1]], False)
+            return RegionOperand(tensor, [shape[-1]], False)
         return None
 
     def _permuted_operand(
         self, tensor: relax.Expr, shape: list[Any], is_full: bool, order: tuple[int, ...]
-    ) -> Operand | None:
+    ) -> RegionOperand | None:
         """Behind a permutation: what costs nothing to permute back."""
         back = tuple(order.index(axis) for axis in range(len(order)))
         if is_full:
-            return Operand(tensor, None, True, back) if _is_permuted(self.block, tensor, order) else None
+            return RegionOperand(tensor, None, True, back) if _is_permuted(self.block, tensor, order) else None
         if sum(not is_one(extent) for extent in shape) > 1:
             return None
         aligned = [ONE] * (len(order) - len(shape)) + shape
-        return Operand(tensor, [aligned[axis] for axis in back], False)
+        return RegionOperand(tensor, [aligned[axis] for axis in back], False)
 
 
 def _cast(operand: Expression, dtype: str | None) -> Expression:

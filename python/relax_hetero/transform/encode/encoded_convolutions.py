@@ -24,7 +24,7 @@ from tvm import relax, tirx
 from ...encoding.encoding import CONVOLUTIONS, DYNAMIC, LHS, RESULT, RHS, Encoding, Moves, conv_maps
 from ...op import encoded as op
 from ..ir.blocks import shape_of, tensor_type
-from ..ir.emitting import Emitter
+from ..ir.emitting import Replacement
 from ..ir.findings import decline
 from ..ir.rewriting import op_name
 from .encoded_products import ProductWriter
@@ -132,7 +132,7 @@ def _encoding(shapes: Sequence[Sequence[Any]], attrs: Any, dtypes: tuple[str, st
     return Encoding(CONVOLUTIONS[len(strides) - 1], RESULT, dtypes, maps, tuple(sizes.items()), moves)
 
 
-def stock_convolution(encoding: Encoding, operands: Sequence[relax.Expr], out: Emitter) -> list[relax.Binding]:
+def stock_convolution(encoding: Encoding, operands: Sequence[relax.Expr], out: Replacement) -> list[relax.Binding]:
     """Bindings that make `out.var` the convolution of plain operands; `encoding` is of any of them."""
     moves = encoding.moves
     assert moves is not None

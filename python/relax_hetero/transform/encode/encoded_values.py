@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import tvm
-from tvm import relax, tirx
+from tvm import relax
 
 from ...encoding.encoding import Encoding, IndexMap
 from ...encoding.packed_layout import PackedLayout
@@ -14,6 +13,7 @@ from ...encoding.problem import Operand
 from ...encoding.row_program import RowProgram
 from ...errors import EncodingError
 from ...op.encoded import UNSET, encoded_op
+from ...tir.core.raw_kernel import plain_extent
 from ..ir.extents import Symbols
 from ..ir.op_names import TRANSFER
 from ..ir.rewriting import op_name, walk_bindings
@@ -83,11 +83,11 @@ class Stored:
     @staticmethod
     def plain(ty: relax.TensorType) -> Stored:
         """A tensor outside of encodings."""
-        return Stored(ty, PackedLayout.identity(len(shape_of(ty))))
+        return Stored(ty, PackedLayout.identity(len(extents_of(ty))))
 
     def operand(self, symbols: Symbols, index_map: IndexMap) -> Operand:
         """The tensor as problems have it."""
-        shape = tuple(symbols.dim(extent) for extent in shape_of(self.ty))
+        shape = tuple(symbols.dim(extent) for extent in extents_of(self.ty))
         return Operand(shape, str(self.ty.dtype), index_map, self.layout)
 
 
@@ -100,7 +100,7 @@ class StoredRows:
     operands: tuple[Stored, ...]
 
 
-def shape_of(ty: relax.TensorType) -> list[tvm.tirx.PrimExpr]:
+def extents_of(ty: relax.TensorType) -> list[tvm.tirx.PrimExpr]:
     """Extents of a tensor type.
 
     Raises
@@ -117,11 +117,7 @@ def physical_type(stored: Stored, vdevice: relax.VDevice | None = None) -> relax
     """The type of the bytes of a tensor under its layout."""
     if stored.layout.is_identity:
         return stored.ty
-    shape = stored.layout.packed_shape([_int_if_known(extent) for extent in shape_of(stored.ty)])
+    shape = stored.layout.packed_shape([plain_extent(extent) for extent in extents_of(stored.ty)])
     analyzer = tvm.sym.Analyzer()
     simple = [e if isinstance(e, int) else analyzer.simplify(e) for e in shape]
     return relax.TensorType(simple, stored.ty.dtype, vdevice or stored.ty.vdevice)
-
-
-def _int_if_known(extent: tvm.tirx.PrimExpr) -> Any:
-    return int(extent) if isinstance(extent, tirx.IntImm) else extent

@@ -21,7 +21,7 @@ from ...op.rows import ROWS
 from ..ir.blocks import same_shape
 from ..ir.op_names import IN_PLACE
 from ..ir.rewriting import op_name, walk_bindings, walk_scopes
-from .encoded_values import shape_of
+from .encoded_values import extents_of
 from .encoding_layouts import target_of
 
 
@@ -186,6 +186,6 @@ def _joins(
         str(arg.ty.dtype) == str(result.dtype)
         and all(dtype in _TYPES for dtype in types)
         and names[-1] == "n"
-        and same_shape(shape_of(arg.ty), shape_of(result))
+        and same_shape(extents_of(arg.ty), extents_of(result))
         and solves(target_of(result.vdevice), RowsProblem)
     )

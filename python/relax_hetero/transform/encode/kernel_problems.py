@@ -32,7 +32,7 @@ from ...errors import EncodingError
 from ...op.attention import attention_sizes
 from ..ir.blocks import is_one, same_shape
 from ..ir.extents import Symbols
-from .encoded_values import Stored, StoredRows, shape_of
+from .encoded_values import Stored, StoredRows, extents_of
 
 
 def product_problem(
@@ -129,14 +129,14 @@ def conv_problem(
 def elementwise_problem(expression: Expression, operands: Sequence[Stored], result: Stored) -> ElementwiseProblem:
     """The problem of an elementwise op: operands broadcast against the result."""
     symbols = Symbols()
-    names = tuple(f"d{i}" for i in range(len(shape_of(result.ty))))
+    names = tuple(f"d{i}" for i in range(len(extents_of(result.ty))))
     inputs = tuple(s.operand(symbols, _broadcast_map(s, result, names)) for s in operands)
     return ElementwiseProblem(expression, inputs, result.operand(symbols, names))
 
 
 def _broadcast_map(stored: Stored, result: Stored, names: IndexMap) -> IndexMap:
     """Trailing dimensions align; an extent of one where the result's is another is broadcast."""
-    shape, full = shape_of(stored.ty), shape_of(result.ty)
+    shape, full = extents_of(stored.ty), extents_of(result.ty)
     if len(shape) > len(names):
         raise EncodingError(f"an operand of {len(shape)} dimensions cannot be broadcast to {len(names)}")
     start = len(names) - len(shape)
@@ -156,9 +156,9 @@ def rows_problem(program: RowProgram, operands: Sequence[Stored], result: Stored
         Plain; the last extent is 1 where the result does not vary along a row.
     """
     symbols = Symbols()
-    rank = len(shape_of(result.ty))
+    rank = len(extents_of(result.ty))
     # Rows of one element still run along n.
-    single = all(is_one(extent) for stored in operands for extent in shape_of(stored.ty)[-1:])
+    single = all(is_one(extent) for stored in operands for extent in extents_of(stored.ty)[-1:])
 
     def operand(stored: Stored) -> Operand:
         return _operand(symbols, stored, rank, single)
@@ -168,7 +168,7 @@ def rows_problem(program: RowProgram, operands: Sequence[Stored], result: Stored
 
 def _operand(symbols: Symbols, stored: Stored, rank: int, single: bool) -> Operand:
     """Dimensions align from the last, which is "n"; extents of one are "1", whatever the others have there."""
-    shape = tuple(symbols.dim(extent) for extent in shape_of(stored.ty))
+    shape = tuple(symbols.dim(extent) for extent in extents_of(stored.ty))
     names = [f"d{axis}" for axis in range(rank - 1)] + ["n"]
     aligned = zip(shape, names[rank - len(shape) :], strict=True)
     index_map = tuple("1" if extent == 1 and not (single and name == "n") else name for extent, name in aligned)
@@ -181,7 +181,7 @@ def attention_problem(call: relax.Call, result: relax.TensorType) -> AttentionPr
     symbols = Symbols()
 
     def operand(ty: relax.TensorType, index_map: tuple[str, ...]) -> Operand:
-        shape = tuple(symbols.dim(extent) for extent in shape_of(ty))
+        shape = tuple(symbols.dim(extent) for extent in extents_of(ty))
         return Operand(shape, str(ty.dtype), index_map, PackedLayout.identity(len(shape)))
 
     types = [arg.ty for arg in call.args]
@@ -201,7 +201,7 @@ def attention_problem(call: relax.Call, result: relax.TensorType) -> AttentionPr
 
 
 def _mask_map(ty: relax.TensorType, sizes: dict[str, Any]) -> tuple[str, ...]:
-    extents = shape_of(ty)
+    extents = extents_of(ty)
     names = "bhmn"[4 - len(extents) :]
     return tuple(
         "1" if is_one(extent) and not is_one(sizes[name]) else name for extent, name in zip(extents, names, strict=True)
@@ -211,15 +211,17 @@ def _mask_map(ty: relax.TensorType, sizes: dict[str, Any]) -> tuple[str, ...]:
 def block_product_problem(call: relax.Call, result: relax.TensorType) -> BlockProductProblem:
     """What a call of `R.hetero.block_matmul` asks of a kernel."""
     symbols = Symbols()
-    names = (*(f"b{axis}" for axis in range(len(shape_of(result)) - 2)), "m", "n")
+    names = (*(f"b{axis}" for axis in range(len(extents_of(result)) - 2)), "m", "n")
     stored = [Stored.plain(arg.ty) for arg in call.args]
     first = 3 + bool(call.attrs.zeros)
-    whole, epilogue = shape_of(result), None
+    whole, epilogue = extents_of(result), None
     lhs = stored[0].operand(symbols, (*names[:-1], "k"))
     weights = tuple(one.operand(symbols, ("panel", "row", "column")) for one in stored[1:first])
     expression = Expression.parse(call.attrs.expression)
     if expression != Expression.operand(0):
-        maps = [names if same_shape(shape_of(one.ty), whole) else _of_columns(one, whole[-1]) for one in stored[first:]]
+        maps = [
+            names if same_shape(extents_of(one.ty), whole) else _of_columns(one, whole[-1]) for one in stored[first:]
+        ]
         operands = (one.operand(symbols, index_map) for one, index_map in zip(stored[first:], maps, strict=True))
         epilogue = Epilogue(expression, tuple(operands))
     out = Stored.plain(result).operand(symbols, names)
@@ -228,5 +230,5 @@ def block_product_problem(call: relax.Call, result: relax.TensorType) -> BlockPr
 
 def _of_columns(operand: Stored, columns: Any) -> tuple[str, ...]:
     """The map of one number, or of one for each column."""
-    extents = shape_of(operand.ty)
+    extents = extents_of(operand.ty)
     return ("n",) if same_shape(extents, [columns]) else ("1",) * len(extents)

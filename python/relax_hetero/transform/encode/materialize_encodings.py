@@ -41,7 +41,7 @@ from ...op.encoded import PREPACKED, PRODUCTS, RELAYOUT, SET, UNSET, encoded_op
 from ...op.rows import ROWS
 from ...target.vdevice import vdevices_of
 from ..ir.declare import declare_pass
-from ..ir.error_context import blaming
+from ..ir.error_context import error_context
 from ..ir.merge_variables import Merges
 from ..ir.op_names import TRANSFER
 from ..ir.rewriting import map_bindings, op_name, relax_functions, typed, walk_bindings, with_functions
@@ -84,7 +84,7 @@ class _Function:
         self.merges = Merges()
 
     def materialize(self) -> relax.Function:
-        return self.merges.apply(map_bindings(self.func, blaming(self._change, self.name)))
+        return self.merges.apply(map_bindings(self.func, error_context(self._change, self.name)))
 
     def _change(self, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
         value = binding.value

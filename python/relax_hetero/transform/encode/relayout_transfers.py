@@ -13,9 +13,9 @@ from ...encoding.packed_layout import PackedLayout
 from ...op import encoded as ops
 from ...target.cpu_target import cpu_target_of
 from ...target.vdevice import physical
-from ..ir.emitting import Emitter
+from ..ir.emitting import Replacement
 from ..ir.rewriting import with_vdevice
-from .encoded_values import shape_of
+from .encoded_values import extents_of
 
 # Bytes a second: of one core that lays data out with vectors and without, and of a copy between two memories. Only
 # their ratios matter. (Sources: packing kernels measured at 10 to 40 GB/s a core from memory, scalar loops at about 1;
@@ -60,7 +60,7 @@ class Crossing:
         return 0.0 if physical(self.source) == physical(self.destination) else size / WIRE_RATE
 
     def _bytes(self, layout: PackedLayout) -> int:
-        extents = [int(e) if isinstance(e, tvm.tirx.IntImm) else _SYMBOLIC_EXTENT for e in shape_of(self.ty)]
+        extents = [int(e) if isinstance(e, tvm.tirx.IntImm) else _SYMBOLIC_EXTENT for e in extents_of(self.ty)]
         return int(layout.storage_bytes(extents, str(self.ty.dtype)))
 
 
@@ -69,7 +69,7 @@ def _rate(vdevice: relax.VDevice) -> float:
     return machine.cores * (VECTOR_RATE if machine.isa.vector_bytes else SCALAR_RATE)
 
 
-def moved(value: relax.Expr, crossing: Crossing, out: Emitter) -> list[relax.Binding]:
+def moved(value: relax.Expr, crossing: Crossing, out: Replacement) -> list[relax.Binding]:
     """Bindings that make `out.var`, on the destination and in its layout, of an encoded `value` at the source."""
     there = with_vdevice(crossing.ty, crossing.destination)
     again = (crossing.encoding, crossing.to_layout, crossing.from_layout)

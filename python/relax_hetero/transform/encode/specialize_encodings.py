@@ -37,8 +37,8 @@ from ...op.encoded import CONV, ELEMENTWISE, PRODUCTS, SET, UNSET, encoded_op
 from ...target.vdevice import device_name, vdevices_of
 from ..ir.blocks import Block, rewrite_blocks, without_unused
 from ..ir.declare import declare_pass
-from ..ir.emitting import Emitter, dataflow_variables
-from ..ir.error_context import blaming
+from ..ir.emitting import Replacement, dataflow_variables
+from ..ir.error_context import error_context
 from ..ir.findings import is_collecting, publish
 from ..ir.merge_variables import Merges
 from ..ir.op_names import CAST, PERMUTE, RESHAPE, TRANSFER
@@ -107,7 +107,7 @@ class _Function:
 
     def specialize(self, func: relax.Function) -> relax.Function:
         self.local = dataflow_variables(func)
-        return self.merges.apply(map_bindings(func, blaming(self._change, self.name)))
+        return self.merges.apply(map_bindings(func, error_context(self._change, self.name)))
 
     def _change(self, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
         name = encoded_op(binding.value)
@@ -171,7 +171,7 @@ class _Function:
             return self.merges.drop(var, operands[0])
         if name == UNSET:
             return self.merges.alias(var, operands[0])
-        out = Emitter(var, var in self.local)
+        out = Replacement(var, var in self.local)
         if name == ELEMENTWISE:
             return stock_elementwise(Expression.parse(call.attrs.expression), operands, out)
         vdevice = var.ty.vdevice
@@ -191,7 +191,7 @@ class _Function:
             return binding
         new = self._layout(encoding, var)
         self.values[var] = (encoding, new)
-        out = Emitter(var, var in self.local)
+        out = Replacement(var, var in self.local)
         value = self.merges.resolve(source)
         if old is None and new is None:
             return binding

@@ -21,7 +21,7 @@ from ..ir.blocks import Block, broadcast, is_one, same_shape, shape_of
 from ..ir.op_names import PERMUTE, RESHAPE
 from ..ir.relax_expressions import scalar_of, to_expression
 from ..ir.rewriting import op_name
-from .attention_views import View, followed, regrouped, rounds, sharing, traced
+from .attention_views import HeadsTrace, followed, regrouped, rounds, sharing, traced
 from .causal_masks import without_triangle
 
 _SOFTMAX, _MATMUL = "relax.nn.softmax", "relax.matmul"
@@ -110,9 +110,9 @@ def _fit(block: Block, index: int, before: Scores, after: Weighted, shape: list[
         raise NoAttention(
             f"symbolic heads: found {query.ty} times {transposed.ty}, expected numbers of heads and widths"
         )
-    view = traced(block, View.of(query, [*outer, ("m",), ("d",)]), sizes, ("d",))
+    view = traced(block, HeadsTrace.of(query, [*outer, ("m",), ("d",)]), sizes, ("d",))
     keys, values, shared = _shared_heads(block, transposed, value, outer, sizes)
-    result, passed = followed(block, View.of(second.var, [*outer, ("m",), ("e",)]), sizes)
+    result, passed = followed(block, HeadsTrace.of(second.var, [*outer, ("m",), ("e",)]), sizes)
     if str(result.value.ty.dtype) != types[0]:
         raise NoAttention(f"operands of {types[0]} and a result of {result.value.ty.dtype}, expected one type")
     expression = _scaled(before.expression, view.factor * keys.factor)
@@ -172,7 +172,7 @@ def _same_batch(found: list[Any], shape: list[Any]) -> bool:
 
 def _shared_heads(
     block: Block, transposed: relax.Expr, value: relax.Expr, outer: list[tuple[str, ...]], sizes: dict[str, Any]
-) -> tuple[View, View, int]:
+) -> tuple[HeadsTrace, HeadsTrace, int]:
     """Views of key and value, and how many heads share one of theirs."""
     shared = sharing(block, transposed)
     heads = int(sizes["h"])
@@ -182,8 +182,8 @@ def _shared_heads(
         sizes = {**sizes, "g": tirx.IntImm("int64", heads // ratio), "r": tirx.IntImm("int64", ratio)}
         own = ("g",) if ratio == 1 else ("g", "r")
         dims = [tuple(name for part in dim for name in (own if part == "h" else (part,))) for dim in outer]
-        keys = traced(block, View.of(transposed, [*dims, ("d",), ("n",)]), sizes, ("d", "n"))
-        values = traced(block, View.of(value, [*dims, ("n",), ("e",)]), sizes, ("e",))
+        keys = traced(block, HeadsTrace.of(transposed, [*dims, ("d",), ("n",)]), sizes, ("d", "n"))
+        values = traced(block, HeadsTrace.of(value, [*dims, ("n",), ("e",)]), sizes, ("e",))
         if values.factor == 1.0 and not any("r" in dim for view in (keys, values) for dim in view.dims):
             return keys, values, ratio
     raise NoAttention(f"values of {value.ty} are scaled")
@@ -224,7 +224,7 @@ def size_of(extent: Any) -> int:
     return int(extent) if isinstance(extent, tirx.IntImm) else DYNAMIC
 
 
-def check_known(views: list[View], sizes: dict[str, Any]) -> None:
+def check_known(views: list[HeadsTrace], sizes: dict[str, Any]) -> None:
     """A symbolic size has to be the extent of a dimension of its own in an operand."""
     alone = {dim[0] for view in views for dim in view.dims if len(dim) == 1}
     for name in NAMES:
@@ -392,12 +392,12 @@ def find_attention_op(block: Block, index: int) -> Attention | None:
     if names == "bottom_right" and not (size_of(sizes["m"]) <= size_of(sizes["n"]) and size_of(sizes["m"]) > 0):
         raise NoAttention(f"causal with {query[1]} queries and {key[1]} keys")
     views = [
-        traced(block, View.of(operand, [("b",), (length,), (heads,), (width,)]), sizes, (width,))
+        traced(block, HeadsTrace.of(operand, [("b",), (length,), (heads,), (width,)]), sizes, (width,))
         for operand, length, heads, width in zip(operands, "mnn", "hgg", "dde", strict=True)
     ]
     if views[2].factor != 1.0:
-        views[2] = View.of(operands[2], [("b",), ("n",), ("g",), ("e",)])
-    result, passed = followed(block, View.of(binding.var, [("b",), ("m",), ("h",), ("e",)]), sizes)
+        views[2] = HeadsTrace.of(operands[2], [("b",), ("n",), ("g",), ("e",)])
+    result, passed = followed(block, HeadsTrace.of(binding.var, [("b",), ("m",), ("h",), ("e",)]), sizes)
     own = call.attrs.scale
     scale = 1.0 / math.sqrt(int(sizes["d"])) if own is None else float(own.value if hasattr(own, "value") else own)
     factor = Term("number", (), (scale * views[0].factor * views[1].factor,))

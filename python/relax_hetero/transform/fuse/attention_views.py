@@ -1,8 +1,8 @@
 """Where an attention's operands come from and where its result goes, through permutations, reshapes, slices and casts.
 
-A `View` says along which iteration dimensions each dimension of a tensor runs. `traced` goes back from an operand to
-the tensor that it was made of, as long as every op on the way only moves, scales or rounds elements; `followed` goes
-on from the result in the same way.
+A `HeadsTrace` says along which iteration dimensions each dimension of a tensor runs. `traced` goes back from an operand
+to the tensor that it was made of, as long as every op on the way only moves, scales or rounds elements; `followed`
+goes on from the result in the same way.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Dims = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
-class View:
+class HeadsTrace:
     """A tensor and where the heads lie in it.
 
     Attributes
@@ -44,9 +44,9 @@ class View:
     factor: float = 1.0
 
     @staticmethod
-    def of(value: relax.Expr, dims: Sequence[Sequence[str]]) -> View:
+    def of(value: relax.Expr, dims: Sequence[Sequence[str]]) -> HeadsTrace:
         """A whole tensor."""
-        return View(value, tuple(map(tuple, dims)), (0,) * len(dims))
+        return HeadsTrace(value, tuple(map(tuple, dims)), (0,) * len(dims))
 
     @property
     def map(self) -> HeadsMap:
@@ -59,7 +59,7 @@ class View:
         return self.dims[-1][-1] if self.dims and self.dims[-1] else ""
 
 
-def traced(block: Block, view: View, sizes: Mapping[str, Any], innermost: tuple[str, ...]) -> View:
+def traced(block: Block, view: HeadsTrace, sizes: Mapping[str, Any], innermost: tuple[str, ...]) -> HeadsTrace:
     """The earliest value whose elements the view is, if in another order; its neighbours run along `innermost`.
 
     `innermost` are names that are each as good as the other. What is scaled between two casts is scaled without them.
@@ -75,7 +75,7 @@ def traced(block: Block, view: View, sizes: Mapping[str, Any], innermost: tuple[
             best = view
 
 
-def _before(block: Block, view: View, sizes: Mapping[str, Any]) -> View | None:
+def _before(block: Block, view: HeadsTrace, sizes: Mapping[str, Any]) -> HeadsTrace | None:
     """The view of the operand of the op that made a value, None where that op does more than move elements."""
     call = block.definition(view.value)
     if isinstance(call, relax.TupleGetItem):
@@ -86,7 +86,7 @@ def _before(block: Block, view: View, sizes: Mapping[str, Any]) -> View | None:
     return step(view, call, sizes)
 
 
-def _permuted(view: View, call: relax.Call, _sizes: Mapping[str, Any]) -> View:
+def _permuted(view: HeadsTrace, call: relax.Call, _sizes: Mapping[str, Any]) -> HeadsTrace:
     order = permutation(call)
     dims: list[tuple[str, ...]] = [()] * len(order)
     starts = [0] * len(order)
@@ -95,14 +95,14 @@ def _permuted(view: View, call: relax.Call, _sizes: Mapping[str, Any]) -> View:
     return replace(view, value=call.args[0], dims=tuple(dims), starts=tuple(starts))
 
 
-def _reshaped(view: View, call: relax.Call, sizes: Mapping[str, Any]) -> View | None:
+def _reshaped(view: HeadsTrace, call: relax.Call, sizes: Mapping[str, Any]) -> HeadsTrace | None:
     if any(view.starts):
         return None
     dims = regrouped(view.dims, shape_of(call.args[0]) or [], sizes)
-    return None if dims is None else replace(View.of(call.args[0], dims), factor=view.factor)
+    return None if dims is None else replace(HeadsTrace.of(call.args[0], dims), factor=view.factor)
 
 
-def _expanded(view: View, call: relax.Call, _sizes: Mapping[str, Any]) -> View | None:
+def _expanded(view: HeadsTrace, call: relax.Call, _sizes: Mapping[str, Any]) -> HeadsTrace | None:
     """Before expand_dims: without the dimensions of one."""
     rank = len(view.dims)
     new = {int(axis) % rank for axis in call.attrs.axis}
@@ -113,7 +113,7 @@ def _expanded(view: View, call: relax.Call, _sizes: Mapping[str, Any]) -> View |
     return replace(view, value=call.args[0], dims=dims, starts=starts)
 
 
-def _squeezed(view: View, call: relax.Call, _sizes: Mapping[str, Any]) -> View:
+def _squeezed(view: HeadsTrace, call: relax.Call, _sizes: Mapping[str, Any]) -> HeadsTrace:
     """Before squeeze: with the dimensions of one."""
     shape = shape_of(call.args[0]) or []
     axes = call.attrs.axis
@@ -129,7 +129,7 @@ def _squeezed(view: View, call: relax.Call, _sizes: Mapping[str, Any]) -> View:
     return replace(view, value=call.args[0], dims=tuple(dims), starts=tuple(starts))
 
 
-def _sliced(view: View, call: relax.Call, _sizes: Mapping[str, Any]) -> View | None:
+def _sliced(view: HeadsTrace, call: relax.Call, _sizes: Mapping[str, Any]) -> HeadsTrace | None:
     lists = [_ints(arg) for arg in call.args[1:]]
     axes, begins, steps = lists[0], lists[1], lists[3] if len(lists) > 3 else [1]
     if axes is None or begins is None or steps is None or any(step != 1 for step in steps):
@@ -144,7 +144,7 @@ def _sliced(view: View, call: relax.Call, _sizes: Mapping[str, Any]) -> View | N
     return replace(view, value=call.args[0], starts=tuple(starts))
 
 
-def _taken(view: View, call: relax.Call, _sizes: Mapping[str, Any]) -> View | None:
+def _taken(view: HeadsTrace, call: relax.Call, _sizes: Mapping[str, Any]) -> HeadsTrace | None:
     """Before ``take`` of one place: that place of a further dimension."""
     index = call.args[1]
     shape = shape_of(call.args[0]) or []
@@ -159,7 +159,7 @@ def _taken(view: View, call: relax.Call, _sizes: Mapping[str, Any]) -> View | No
     return replace(view, value=call.args[0], dims=tuple(dims), starts=tuple(starts))
 
 
-def _scaled(view: View, call: relax.Call, _sizes: Mapping[str, Any]) -> View | None:
+def _scaled(view: HeadsTrace, call: relax.Call, _sizes: Mapping[str, Any]) -> HeadsTrace | None:
     left, right = call.args
     number = scalar_of(right)
     if op_name(call) == "relax.divide":
@@ -171,12 +171,12 @@ def _scaled(view: View, call: relax.Call, _sizes: Mapping[str, Any]) -> View | N
     return replace(view, value=left, factor=view.factor * number)
 
 
-def _recast(view: View, call: relax.Call, _sizes: Mapping[str, Any]) -> View | None:
+def _recast(view: HeadsTrace, call: relax.Call, _sizes: Mapping[str, Any]) -> HeadsTrace | None:
     types = {str(call.attrs.dtype), str(call.args[0].ty.dtype)}
     return replace(view, value=call.args[0]) if types <= {*HALVES, "float32"} else None
 
 
-def _repeated(view: View, call: relax.Call, _sizes: Mapping[str, Any]) -> View | None:
+def _repeated(view: HeadsTrace, call: relax.Call, _sizes: Mapping[str, Any]) -> HeadsTrace | None:
     """Before ``repeat`` of every head."""
     if call.attrs.axis is None or any(view.starts):
         return None
@@ -187,7 +187,7 @@ def _repeated(view: View, call: relax.Call, _sizes: Mapping[str, Any]) -> View |
     return replace(view, value=call.args[0], dims=dims)
 
 
-def _shared(view: View, call: relax.Call, _sizes: Mapping[str, Any]) -> View | None:
+def _shared(view: HeadsTrace, call: relax.Call, _sizes: Mapping[str, Any]) -> HeadsTrace | None:
     """Before broadcast_to: a dimension that was one is not run along any more. Only "r" may be: heads that share."""
     found = shape_of(call.args[0]) or []
     if len(found) != len(view.dims) or any(view.starts):
@@ -231,7 +231,7 @@ def sharing(block: Block, value: relax.Expr) -> int:
     return 1
 
 
-def _before_split(block: Block, view: View, item: relax.TupleGetItem) -> View | None:
+def _before_split(block: Block, view: HeadsTrace, item: relax.TupleGetItem) -> HeadsTrace | None:
     call = block.definition(item.tuple_value)
     if op_name(call) != "relax.split":
         return None
@@ -282,7 +282,7 @@ def _ints(arg: relax.Expr) -> list[int] | None:
     return known if len(known) == len(values) else None
 
 
-def followed(block: Block, view: View, sizes: Mapping[str, Any]) -> tuple[View, list[int]]:
+def followed(block: Block, view: HeadsTrace, sizes: Mapping[str, Any]) -> tuple[HeadsTrace, list[int]]:
     """The last value that is the view's elements in another order, and the bindings that are passed on the way.
 
     Each is the only user of the one before; the last one's neighbours are neighbours in the view.
@@ -305,7 +305,7 @@ def followed(block: Block, view: View, sizes: Mapping[str, Any]) -> tuple[View, 
             dims = regrouped(view.dims, shape_of(var) or [], sizes)
         if dims is None:
             return best, passed
-        view = View.of(var, dims)
+        view = HeadsTrace.of(var, dims)
         steps.append(index)
         if view.innermost == innermost:
             best, passed = view, list(steps)

@@ -33,7 +33,7 @@ from ...encoding.resolver import solves
 from ...op.encoded import UNSET
 from ...op.rows import rows
 from ..encode.encoding_layouts import target_of
-from ..ir.blocks import Block, Emitter, rewrite_function, same_shape, shape_of, tensor_type, with_regions
+from ..ir.blocks import Block, Emitter, is_one, rewrite_function, same_shape, shape_of, tensor_type, with_regions
 from ..ir.declare import declare_pass
 from ..ir.findings import decline
 from ..ir.rewriting import op_name, relax_functions, with_functions
@@ -85,7 +85,7 @@ class _Former:
         region = RowGrowth(block, index, op, taken).region()
         if region is None:
             self._say(var, op.call.op.name, "its operands do not broadcast along the rows")
-        elif op.axes > 1 and (_is_one(region.shape[-1]) or _is_image(block, op)):
+        elif op.axes > 1 and (is_one(region.shape[-1]) or _is_image(block, op)):
             self._say(var, op.call.op.name, f"reduces {op.axes} axes, expected one, or a norm of what is no image")
             return None
         return region
@@ -113,10 +113,6 @@ def _why_not(op: RowOp, var: relax.Var) -> str | None:
     if any(isinstance(extent, tirx.IntImm) and int(extent) == 0 for extent in shape):
         return "it has no elements"
     return ""
-
-
-def _is_one(extent: tirx.Expr) -> bool:
-    return isinstance(extent, tirx.IntImm) and int(extent) == 1
 
 
 def _is_image(block: Block, op: RowOp) -> bool:

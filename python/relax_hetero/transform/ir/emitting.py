@@ -9,7 +9,7 @@ from tvm import relax
 from .rewriting import typed, with_vdevice
 
 
-class Emitter:
+class Replacement:
     """Collects the bindings that replace the binding of `var`.
 
     Parameters

@@ -8,7 +8,7 @@ from ...errors import EncodingError
 from .rewriting import BindingMap
 
 
-def blaming(change: BindingMap, function: str) -> BindingMap:
+def error_context(change: BindingMap, function: str) -> BindingMap:
     """`change`, whose EncodingErrors name the binding's variable and the function where they do not yet."""
 
     def named(binding: relax.Binding) -> relax.Binding | list[relax.Binding]:

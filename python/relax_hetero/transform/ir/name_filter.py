@@ -14,7 +14,7 @@ from .rewriting import op_name, relax_functions, walk_bindings
 _NEAR_MISSES = 3
 
 
-class KeptNames:
+class NameFilter:
     """What of a module is kept as it is.
 
     Parameters
@@ -66,6 +66,6 @@ def _names(mod: tvm.IRModule) -> list[str]:
     return list(names)
 
 
-def kept_call(kept: KeptNames, var: tvm.ir.Var, value: tvm.ir.Expr) -> bool:
+def kept_call(kept: NameFilter, var: tvm.ir.Var, value: tvm.ir.Expr) -> bool:
     """Whether a binding is kept: by the name of its variable, or of its op."""
     return kept.has(var.name) or kept.has(op_name(value))

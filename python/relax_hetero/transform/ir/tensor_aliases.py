@@ -23,7 +23,7 @@ def is_view(value: relax.Expr) -> bool:
     return op_name(value) in _VIEWS
 
 
-class ShownTensors:
+class TensorAliases:
     """What the variables of a function show, filled in as it is read."""
 
     def __init__(self) -> None:

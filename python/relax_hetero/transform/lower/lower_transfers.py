@@ -82,7 +82,7 @@ def _is_on_cpu(ty: tvm.ir.Type) -> bool:
     return vdevice is not None and vdevice.memory_scope == "global" and is_cpu(vdevice)
 
 
-def is_transfer_call(value: relax.Expr) -> bool:
+def is_lowered_transfer(value: relax.Expr) -> bool:
     """Whether this is what a transfer became."""
     is_packed = isinstance(value, relax.Call) and isinstance(value.op, relax.ExternFunc)
     return is_packed and value.op.global_symbol == TO_DEVICE

@@ -48,9 +48,9 @@ from ..ir.dim_text import NoTextError, dim_text
 from ..ir.kernel_work import tensor_bytes
 from ..ir.module_attrs import MEMORY
 from ..ir.rewriting import copy_module, op_name, relax_functions, tensor_types
-from ..ir.tensor_aliases import NOTHING, Shown, ShownTensors, either, flat, is_view
+from ..ir.tensor_aliases import NOTHING, Shown, TensorAliases, either, flat, is_view
 from ..record.region_attrs import regions_of
-from .lower_transfers import is_transfer_call
+from .lower_transfers import is_lowered_transfer
 from .storage_sizes import upper_bounds
 
 _KILLS = ("relax.memory.kill_storage", "relax.memory.kill_tensor", "relax.vm.kill_object")
@@ -134,7 +134,7 @@ class _Reader:
     regions: list[RegionStep] = field(default_factory=list)
     calls: list[CallStep] = field(default_factory=list)
     _rooms: dict[relax.Var, int] = field(default_factory=dict)
-    _shown: ShownTensors = field(default_factory=ShownTensors)
+    _shown: TensorAliases = field(default_factory=TensorAliases)
 
     def body(self, body: relax.SeqExpr) -> Shown:
         """Read the bindings of a body; the tensors it gives."""
@@ -186,13 +186,15 @@ class _Reader:
         callee = call.op.name_hint if isinstance(call.op, tvm.ir.GlobalVar) else ""
         spec = self.specs.get(callee)
         operands = [self._shown.of(arg) for arg in call.args]
-        name = callee or ("a transfer" if is_transfer_call(call) else str(getattr(call.op, "global_symbol", call.op)))
+        name = callee or (
+            "a transfer" if is_lowered_transfer(call) else str(getattr(call.op, "global_symbol", call.op))
+        )
         for shown in operands:
             self._touch(shown, name)
         if spec is not None:
             self._region(call, spec, operands)
         made: Shown = NOTHING
-        if is_transfer_call(call):
+        if is_lowered_transfer(call):
             # It arrives in the room it is given, else it is its operand by another name.
             made = operands[-1] if len(call.args) == 4 else operands[0]
             if len(call.args) == 4:

@@ -30,9 +30,9 @@ from ...target.vdevice import is_cpu, vdevices_of
 from ...vm.device.memory_pools import PINNED_BYTES
 from ..ir.declare import declare_pass
 from ..ir.rewriting import copy_module, map_bindings, op_name, relax_functions
-from ..ir.tensor_aliases import NOTHING, Shown, ShownTensors, either, flat, is_view
+from ..ir.tensor_aliases import NOTHING, Shown, TensorAliases, either, flat, is_view
 from ..partition.form_schedules import schedules_of
-from .lower_transfers import is_transfer_call
+from .lower_transfers import is_lowered_transfer
 from .storage_sizes import ALLOC, size_of, upper_bounds
 
 PINNED = "pinned"
@@ -111,7 +111,7 @@ class _Reader:
     vdevices: list[relax.VDevice]
     allocated: list[relax.Binding] = field(default_factory=list)
     sent: set[int] = field(default_factory=set)
-    _shown: ShownTensors = field(default_factory=ShownTensors)
+    _shown: TensorAliases = field(default_factory=TensorAliases)
 
     def body(self, body: relax.SeqExpr) -> Shown:
         """Read the bindings of a body, and what it shows."""
@@ -129,7 +129,7 @@ class _Reader:
                 return NOTHING
             self.allocated.append(binding)
             return frozenset((len(self.allocated) - 1,))
-        if is_transfer_call(value):
+        if is_lowered_transfer(value):
             source, device, _, *room = value.args
             if _is_gpu(self.vdevices[int(device.value)]):
                 self.sent.update(flat(self._shown.of(source)))

@@ -38,9 +38,9 @@ from ...target.vdevice import vdevices_of
 from ..ir.blocks import used_vars
 from ..ir.declare import declare_pass
 from ..ir.rewriting import copy_module, map_bindings, op_name, relax_functions
-from ..ir.tensor_aliases import NOTHING, Shown, ShownTensors, either, flat, is_view
+from ..ir.tensor_aliases import NOTHING, Shown, TensorAliases, either, flat, is_view
 from ..record.plan_arena import Lifetime
-from .lower_transfers import is_transfer_call
+from .lower_transfers import is_lowered_transfer
 from .plan_storages import plan_storages
 from .storage_sizes import ALLOC, size_of, upper_bounds
 
@@ -130,7 +130,7 @@ class _Reader:
     tensors: list[_Tensor] = field(default_factory=list)
     now: int = 0
     branches: int = 0
-    _shown: ShownTensors = field(default_factory=ShownTensors)
+    _shown: TensorAliases = field(default_factory=TensorAliases)
 
     def body(self, body: relax.SeqExpr, branch: int) -> Shown:
         """Read the bindings of a body, and what it shows."""
@@ -156,7 +156,7 @@ class _Reader:
             return self._shown.of(value)
         for operand in used_vars(value):
             self._use(operand)
-        if is_transfer_call(value):
+        if is_lowered_transfer(value):
             return self._moved(*value.args)
         if not self._lets_go(value):
             for operand in used_vars(value):

@@ -39,7 +39,7 @@ class _Uses:
     writes: bool = False
 
 
-class WorkPlaces:
+class BindingDevices:
     """The devices that bindings of a module use.
 
     Parameters

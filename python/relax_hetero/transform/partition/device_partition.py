@@ -19,8 +19,8 @@ from tvm_ffi import structural_map
 from ..ir.blocks import used_vars
 from ..ir.kernel_work import tensor_bytes
 from ..ir.rewriting import op_name, tensor_types
-from .binding_devices import CALLS, WorkPlaces
-from .transfer_dependences import Around, Reads, crossings, is_transfer
+from .binding_devices import CALLS, BindingDevices
+from .transfer_dependences import Around, Reads, is_transfer, transfer_dependences
 
 SMALL = 64 << 10
 """Work whose tensors hold fewer bytes takes some 10 us, less than a queue needs to hand over a part."""
@@ -48,14 +48,14 @@ class Part:
     is_apart: bool = False
 
 
-class WorkParts:
+class DevicePartition:
     """The parts of some bindings.
 
     Parameters
     ----------
     bindings : sequence of relax.Binding
         In order.
-    places : WorkPlaces
+    places : BindingDevices
         Of their module.
 
     Attributes
@@ -68,7 +68,7 @@ class WorkParts:
         From the index of a binding to the number of its part; what belongs to nobody is missing.
     """
 
-    def __init__(self, bindings: Sequence[relax.Binding], places: WorkPlaces) -> None:
+    def __init__(self, bindings: Sequence[relax.Binding], places: BindingDevices) -> None:
         self.parts: dict[int, Part] = {}
         self.part_of: dict[int, int] = {}
         self.bindings, self._places = list(bindings), places
@@ -111,7 +111,7 @@ class WorkParts:
         devices = [() if places.is_free(binding) else places.devices(binding) for binding in bindings]
         apart = [len(used) > 1 or is_transfer(binding) for binding, used in zip(bindings, devices, strict=True)]
         works_on = [used[0] if used and not alone else None for used, alone in zip(devices, apart, strict=True)]
-        around = crossings(bindings, self._reads, works_on, apart)
+        around = transfer_dependences(bindings, self._reads, works_on, apart)
         opened: dict[tuple[int, Around], int] = {}
         for index, device in enumerate(works_on):
             if apart[index]:

@@ -45,8 +45,8 @@ from ..ir.declare import declare_pass
 from ..ir.findings import findings_of, with_findings
 from ..ir.module_attrs import is_lowered
 from ..ir.rewriting import copy_module, fresh_global_var, global_vars_in, relax_functions, typed, walk_bindings
-from .binding_devices import WorkPlaces
-from .device_partition import Part, WorkParts
+from .binding_devices import BindingDevices
+from .device_partition import DevicePartition, Part
 from .step_functions import step_function
 from .transfer_dependences import is_transfer
 
@@ -55,7 +55,7 @@ def form_schedules(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring."""
     if is_lowered(mod) or len(vdevices_of(mod)) <= 1 or findings_of(mod).schedules is not None:
         return mod
-    places = WorkPlaces(mod)
+    places = BindingDevices(mod)
     taken = {gv.name_hint for gv in mod.get_global_vars()}
     functions = dict(mod.functions.items())
     schedules: list[Schedule] = []
@@ -92,10 +92,10 @@ class _Cutter:
         Those of the steps, once the schedule is made.
     """
 
-    def __init__(self, name: str, func: relax.Function, places: WorkPlaces, taken: set[str]) -> None:
+    def __init__(self, name: str, func: relax.Function, places: BindingDevices, taken: set[str]) -> None:
         self.functions: dict[tvm.ir.GlobalVar, relax.Function] = {}
         self._name, self._func, self._places, self._taken = name, func, places, taken
-        self._parts = WorkParts(list(walk_bindings(func.body, nested=False)), places)
+        self._parts = DevicePartition(list(walk_bindings(func.body, nested=False)), places)
         self._bindings = self._parts.bindings
         self._position = {binding.var: index for index, binding in enumerate(self._bindings)}
         self._inputs: dict[relax.Var, int] = {param: index for index, param in enumerate(func.params)}

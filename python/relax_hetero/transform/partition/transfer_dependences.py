@@ -54,7 +54,7 @@ class Reads:
         return Reads(direct, makers)
 
 
-def crossings(
+def transfer_dependences(
     bindings: Sequence[relax.Binding], reads: Reads, devices: Sequence[int | None], apart: Sequence[bool]
 ) -> list[Around]:
     """For each binding the transfers that it depends on, and those that depend on it.
@@ -81,7 +81,7 @@ def crossings(
     enters = _numbered([_enters(index, makers, devices, apart) for index in range(count)], sum(apart))
     moves = [is_transfer(binding) for binding in bindings]
 
-    needs = list(enters)  # the crossings that each depends on
+    needs = list(enters)  # the transfer_dependences that each depends on
     fed = [0] * count  # the transfers whose source is there when it has run
     from_inputs = 0
     for index in range(count):

@@ -16,8 +16,8 @@ as its operand read in another order (`PermutedValues`). An op that has a rule (
 is at hand, and its result is again remembered in the order in which it came out; two permutations compose, and
 nothing is left of those that cancel. An op without a rule, a result and whatever else needs the program's order has
 it written, once, there. Among the orders that an op can be done in, the one is taken that moves the fewest bytes:
-those of operands that are not at hand in it, and those of the result where its users wish (`permute_preferences`) for
-another. The walk is repeated while the block's permutations move fewer bytes each time, so that no program comes out
+those of operands that are not at hand in it, and those of the result where its users prefer another one
+(`permute_preferences`). The walk is repeated while the block's permutations move fewer bytes each time, so that no program comes out
 worse or in need of another run.
 
 Assumes a placed module (RealizeVDevice), at any stage before FormDispatches. Every permutation stays on the device of
@@ -35,9 +35,9 @@ from ..ir.declare import declare_pass
 from ..ir.findings import decline
 from ..ir.op_names import PERMUTE
 from ..ir.rewriting import op_name, relax_functions, typed, with_functions
-from .permute_preferences import wishes_of
+from .permute_preferences import preferences_of
 from .permute_rules import Plan, data_operands, order_for, plan_for
-from .permuted_values import PermutedValues, Value, size_of
+from .permuted_values import PermutedValue, PermutedValues, size_of
 
 
 def move_permutes(mod: tvm.IRModule) -> tvm.IRModule:
@@ -81,7 +81,7 @@ class _Mover:
         self.block, self.function = block, function
         self.emitter = Emitter(block.is_dataflow)
         self.values = PermutedValues(block, self.emitter)
-        self.wishes = wishes_of(block)
+        self.preferences = preferences_of(block)
         self.declined: list[tuple[str, str, str]] = []
         self.tuples: dict[relax.Var, tuple[relax.Var, tuple[Axes, ...]]] = {}
 
@@ -109,9 +109,9 @@ class _Mover:
             return None
         plain = identity(len(shape_of(data[0]) or []))
         at_hand = list(dict.fromkeys(axes for operand in data for axes in self.values.orders(operand)))
-        wish = self.wishes.get(binding.var)
-        wished = None if wish is None else order_for(call, wish)
-        orders = at_hand if wished is None else [*at_hand, wished]
+        preference = self.preferences.get(binding.var)
+        preferred = None if preference is None else order_for(call, preference)
+        orders = at_hand if preferred is None else [*at_hand, preferred]
         is_lazy = any(plain not in self.values.orders(operand) for operand in data)
         cost = sum(self.values.cost(operand, plain) for operand in data) + self._cost_beyond(binding.var, None)
         best: tuple[int, int, Plan | None] = (cost, 1, None)
@@ -128,11 +128,11 @@ class _Mover:
 
     def _cost_beyond(self, var: relax.Var, axes: Axes | None) -> int:
         """Bytes that users of `var` have to move where it lies in the order `axes`, as the program says if None."""
-        shape, wish = shape_of(var), self.wishes.get(var)
-        if shape is None or wish is None:
+        shape, preference = shape_of(var), self.preferences.get(var)
+        if shape is None or preference is None:
             return 0
         axes = identity(len(shape)) if axes is None else axes
-        moved = then(axes, inverse(wish))
+        moved = then(axes, inverse(preference))
         return 0 if moves_nothing(lying(shape, axes), moved) else size_of(var.ty)
 
     def _is_possible(self, var: relax.Var, plan: Plan) -> bool:
@@ -190,7 +190,7 @@ class _Mover:
         self._define(var, field, axes)
 
     def _define(self, var: relax.Var, made: relax.Var, axes: Axes) -> None:
-        self.values.define(var, Value(shape_of(made) or [], made.ty, {identity(len(axes)): made}), axes)
+        self.values.define(var, PermutedValue(shape_of(made) or [], made.ty, {identity(len(axes)): made}), axes)
 
 
 def _simple(value: relax.Expr) -> relax.Expr:

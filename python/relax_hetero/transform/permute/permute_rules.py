@@ -59,17 +59,17 @@ def data_operands(call: relax.Expr) -> list[relax.Expr]:
     return [operand for operand, rank in zip(operands, ranks, strict=True) if rank and rank == max(ranks)]
 
 
-def order_for(call: relax.Call, wish: Axes) -> Axes | None:
-    """The order of its data in which an op makes a result that lies in the order `wish`; None where none is known."""
+def order_for(call: relax.Call, preference: Axes) -> Axes | None:
+    """The order of its data in which an op makes a result in the order `preference`; None where none is known."""
     data = data_operands(call)
     source, target = (shape_of(data[0]) if data else None), shape_of(call)
     if source is None or target is None:
         return None
     if RULES[op_name(call) or ""] is not _reshape:
-        return wish if len(source) == len(wish) else None
-    # A reshape undone: the source, made of the target where that lies in the order of the wish.
-    undone = reshaped(target, source, wish)
-    return undone.result if undone is not None and undone.operand == wish else None
+        return preference if len(source) == len(preference) else None
+    # A reshape undone: the source, made of the target where that lies in the order of the preference.
+    undone = reshaped(target, source, preference)
+    return undone.result if undone is not None and undone.operand == preference else None
 
 
 def _tensors(call: relax.Call) -> list[relax.Expr]:

@@ -1,7 +1,7 @@
 """Values and the orders in which they are at hand, while permutations move.
 
-Variables that are permutations of one another are one `Value`. A permutation is written where an order is first needed
-that nothing has; what was written is used again. Where only dimensions of extent 1 change places it is a reshape, which
+Variables that are permutations of one another are one `PermutedValue`. A permutation is written where an order is
+first needed that no variable has, and is used again from then on. Where only dimensions of extent 1 change places it is a reshape, which
 costs nothing, and a constant is permuted at compile time.
 """
 
@@ -22,7 +22,7 @@ _NOMINAL_EXTENT = 64
 
 
 @dataclass
-class Value:
+class PermutedValue:
     """A tensor in some orders: ``at_hand[axes]`` is ``permute_dims(root, axes)``.
 
     Attributes
@@ -64,11 +64,11 @@ class PermutedValues:
 
     def __init__(self, block: Block, emitter: Emitter) -> None:
         self.block, self.emitter = block, emitter
-        self._known: dict[relax.Var, tuple[Value, Axes]] = {}
-        self._constants: dict[tuple[int, str], Value] = {}
+        self._known: dict[relax.Var, tuple[PermutedValue, Axes]] = {}
+        self._constants: dict[tuple[int, str], PermutedValue] = {}
         self._wide: dict[tuple[relax.Var, int], relax.Expr] = {}
 
-    def find(self, expr: relax.Expr) -> tuple[Value, Axes] | None:
+    def find(self, expr: relax.Expr) -> tuple[PermutedValue, Axes] | None:
         """The value that a tensor is, and its order; None for a tensor of unknown shape and what is no tensor."""
         if isinstance(expr, relax.Var) and expr in self._known:
             return self._known[expr]
@@ -77,23 +77,23 @@ class PermutedValues:
             return None
         if isinstance(expr, tvm.ir.GenericConst):
             key = hash(expr.value), str(expr.ty)  # by identity: the table keeps the tensor alive
-            value = self._constants.setdefault(key, Value(shape, expr.ty, {identity(len(shape)): expr}))
+            value = self._constants.setdefault(key, PermutedValue(shape, expr.ty, {identity(len(shape)): expr}))
             return value, identity(len(shape))
         if not isinstance(expr, relax.Var):
             return None
-        return self.define(expr, Value(shape, expr.ty, {identity(len(shape)): expr}), identity(len(shape)))
+        return self.define(expr, PermutedValue(shape, expr.ty, {identity(len(shape)): expr}), identity(len(shape)))
 
-    def define(self, var: relax.Var, value: Value, axes: Axes) -> tuple[Value, Axes]:
+    def define(self, var: relax.Var, value: PermutedValue, axes: Axes) -> tuple[PermutedValue, Axes]:
         """`var` is `value` in the order `axes`; written where it is needed, at once if it leaves the block."""
         self._known[var] = value, axes
         if not self.block.stays(var) and not self._is_at_hand(var, value):
             self._write_as(var, value, axes)
         return value, axes
 
-    def _is_at_hand(self, var: relax.Var, value: Value) -> bool:
+    def _is_at_hand(self, var: relax.Var, value: PermutedValue) -> bool:
         return any(isinstance(have, relax.Var) and have.same_as(var) for have in value.at_hand.values())
 
-    def _write_as(self, var: relax.Var, value: Value, axes: Axes) -> None:
+    def _write_as(self, var: relax.Var, value: PermutedValue, axes: Axes) -> None:
         if axes in value.at_hand:
             self.emitter.bind(var, value.at_hand[axes])
         else:
@@ -132,7 +132,7 @@ class PermutedValues:
             self._write(value, key, expr if isinstance(expr, relax.Var) and key == order else None)
         return value.at_hand[key]
 
-    def _write(self, value: Value, key: Axes, var: relax.Var | None) -> None:
+    def _write(self, value: PermutedValue, key: Axes, var: relax.Var | None) -> None:
         source, axes, is_free = value.source(key)
         shape = [value.shape[axis] for axis in key]
         if isinstance(source, tvm.ir.GenericConst):
@@ -180,5 +180,5 @@ def _widened(shape: list[Any], rank: int) -> list[Any]:
     return [tirx.IntImm("int64", 1)] * (rank - len(shape)) + shape
 
 
-def _dtype(value: Value) -> str:
+def _dtype(value: PermutedValue) -> str:
     return str(value.ty.dtype)

@@ -11,7 +11,7 @@ from .solve import Solution, nearest_origin
 
 
 @dataclass(slots=True, eq=False)
-class Group:
+class RecursionGroup:
     """Functions that call each other, or one function alone.
 
     Attributes
@@ -28,7 +28,7 @@ class Group:
     solution: Solution
 
 
-def mention(graph: Graph, callee: Unit, group: Group, spot: Spot) -> tuple[Tree, CallRef]:
+def mention(graph: Graph, callee: Unit, group: RecursionGroup, spot: Spot) -> tuple[Tree, CallRef]:
     """Nodes in the caller's graph for one call (or other mention) of a function.
 
     Every mention gets its own, so that a function may be called on several devices. A parameter or result that the
@@ -39,7 +39,7 @@ def mention(graph: Graph, callee: Unit, group: Group, spot: Spot) -> tuple[Tree,
     graph : Graph
         Of the caller; sites are added.
     callee : Unit
-    group : Group
+    group : RecursionGroup
         The group of the callee.
     spot : Spot
         The call.
@@ -81,11 +81,11 @@ def mention(graph: Graph, callee: Unit, group: Group, spot: Spot) -> tuple[Tree,
     return visit(callee.tree), CallRef(callee, sites)
 
 
-def _because(group: Group, node: int) -> Callable[[], str]:
+def _because(group: RecursionGroup, node: int) -> Callable[[], str]:
     return lambda: str(nearest_origin(group.graph, node))
 
 
-def _pass_hints(graph: Graph, site: int, group: Group, class_index: int) -> None:
+def _pass_hints(graph: Graph, site: int, group: RecursionGroup, class_index: int) -> None:
     """Hints inside the callee count in round two of the caller: the first of each device."""
     found: dict[int, Origin] = {}
     for node in group.solution.classes[class_index]:

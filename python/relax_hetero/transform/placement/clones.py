@@ -1,22 +1,22 @@
-"""Decide, callers first, on which devices each function is needed: one instance per distinct answer."""
+"""Decide, callers first, on which devices each function is needed: one clone per distinct answer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .callee_summary import Group
+from .callee_summary import RecursionGroup
 from .program import CallRef, Program, Unit
 from .solve import Solution, check_rigid, is_mixed, place_part
 
 
 @dataclass(slots=True, eq=False)
-class Instance:
+class Clone:
     """One recursion group on given devices.
 
     Attributes
     ----------
-    group : Group
+    group : RecursionGroup
     devices : list of int
         Of every node of the group's graph.
     names : dict
@@ -29,7 +29,7 @@ class Instance:
         Whether values are used on other devices than their own.
     """
 
-    group: Group
+    group: RecursionGroup
     devices: list[int]
     names: dict[str, str]
     first: bool
@@ -37,16 +37,16 @@ class Instance:
     mixed: bool
 
 
-def make_instances(program: Program, groups: Sequence[Group], insert_copies: bool) -> list[list[Instance]]:
-    """The instances of every group.
+def make_clones(program: Program, groups: Sequence[RecursionGroup], insert_copies: bool) -> list[list[Clone]]:
+    """The clones of every group.
 
-    A group that nobody outside calls gets one instance, its open classes placed by hints (round two) or by default.
+    A group that nobody outside calls gets one clone, its open classes placed by hints (round two) or by default.
     The others get one per distinct set of devices that their callers ask for; the first call in module order keeps
     the names.
 
     Returns
     -------
-    instances : list of list of Instance
+    clones : list of list of Clone
         By group index.
 
     Raises
@@ -54,7 +54,7 @@ def make_instances(program: Program, groups: Sequence[Group], insert_copies: boo
     PlacementError
         If two hints meet in a part of a function that nothing else places.
     """
-    made: list[list[Instance]] = [[] for _ in groups]
+    made: list[list[Clone]] = [[] for _ in groups]
     taken = {str(gvar.name_hint) for gvar in program.mod.functions.keys()}
     callers = _callers(groups)
     for group in reversed(groups):
@@ -68,7 +68,7 @@ def make_instances(program: Program, groups: Sequence[Group], insert_copies: boo
                     requests.setdefault(tuple(asked), caller.names[unit.name])
         if not requests:
             requests[tuple([-1] * len(group.solution.classes))] = ""
-        by_devices: dict[tuple[int, ...], Instance] = {}
+        by_devices: dict[tuple[int, ...], Clone] = {}
         for key, caller_name in requests.items():
             devices = _devices(program, group, key, insert_copies)
             if tuple(devices) in by_devices:
@@ -78,21 +78,21 @@ def make_instances(program: Program, groups: Sequence[Group], insert_copies: boo
                 suffix = _suffix(program, group, devices)
                 names = {name: _unique(f"{name}_{suffix}", taken) for name in names}
             mixed = insert_copies and is_mixed(group.graph, devices)
-            by_devices[tuple(devices)] = Instance(group, devices, names, not by_devices, caller_name, mixed)
+            by_devices[tuple(devices)] = Clone(group, devices, names, not by_devices, caller_name, mixed)
         made[group.index] = list(by_devices.values())
     return made
 
 
-def instance_for(instances: Sequence[Instance], caller: Instance, classes: dict[int, int]) -> Instance:
-    """The instance that a call of `caller` needs."""
-    for instance in instances:
-        class_of = instance.group.solution.classes
-        if all(instance.devices[class_of[index][0]] == caller.devices[site] for index, site in classes.items()):
-            return instance
-    raise AssertionError("every call was asked for when instances were made")
+def clone_for(clones: Sequence[Clone], caller: Clone, classes: dict[int, int]) -> Clone:
+    """The clone that a call of `caller` needs."""
+    for clone in clones:
+        class_of = clone.group.solution.classes
+        if all(clone.devices[class_of[index][0]] == caller.devices[site] for index, site in classes.items()):
+            return clone
+    raise AssertionError("every call was asked for when clones were made")
 
 
-def _callers(groups: Sequence[Group]) -> list[list[tuple[Unit, list[CallRef]]]]:
+def _callers(groups: Sequence[RecursionGroup]) -> list[list[tuple[Unit, list[CallRef]]]]:
     """By group, the units of other groups that mention it, in module order, with their mentions in program order."""
     found: list[dict[int, tuple[Unit, list[CallRef]]]] = [{} for _ in groups]
     for group in groups:
@@ -102,7 +102,7 @@ def _callers(groups: Sequence[Group]) -> list[list[tuple[Unit, list[CallRef]]]]:
     return [[by_unit[index] for index in sorted(by_unit)] for by_unit in found]
 
 
-def _devices(program: Program, group: Group, asked: tuple[int, ...], insert_copies: bool) -> list[int]:
+def _devices(program: Program, group: RecursionGroup, asked: tuple[int, ...], insert_copies: bool) -> list[int]:
     """All nodes' devices where the callers ask for these devices of the open classes (-1: none asked)."""
     solution: Solution = group.solution
     devices = list(solution.devices)
@@ -118,7 +118,7 @@ def _devices(program: Program, group: Group, asked: tuple[int, ...], insert_copi
     return devices
 
 
-def _suffix(program: Program, group: Group, devices: list[int]) -> str:
+def _suffix(program: Program, group: RecursionGroup, devices: list[int]) -> str:
     """The devices of a clone's interface, as part of a name."""
     used = dict.fromkeys(devices[part[0]] for part in group.solution.classes)
     return "_".join(program.names[device].replace(":", "_") for device in used)

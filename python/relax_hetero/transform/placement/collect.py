@@ -10,7 +10,7 @@ from tvm import relax
 
 from ...errors import HeteroError, PlacementError
 from ..ir.rewriting import handle
-from .callee_summary import Group
+from .callee_summary import RecursionGroup
 from .graph import ANY, FuncTree, Graph, Origin, Spot, Tree, nodes_of, place_text
 from .program import Program, Record, Scope, Unit
 from .read_calls import CallReader
@@ -18,7 +18,7 @@ from .trampoline import run
 from .trees import fits, names_device
 
 
-def collect(program: Program, units: Sequence[Unit], groups: Sequence[Group]) -> Graph:
+def collect(program: Program, units: Sequence[Unit], groups: Sequence[RecursionGroup]) -> Graph:
     """The graph of one recursion group.
 
     Parameters
@@ -26,7 +26,7 @@ def collect(program: Program, units: Sequence[Unit], groups: Sequence[Group]) ->
     program : Program
     units : sequence of Unit
         The functions of the group; their trees and scopes are filled in.
-    groups : sequence of Group
+    groups : sequence of RecursionGroup
         All groups they call, solved.
 
     Returns

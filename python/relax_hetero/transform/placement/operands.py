@@ -9,7 +9,7 @@ import tvm
 from tvm import relax
 
 from ..ir.rewriting import handle
-from .clones import Instance
+from .clones import Clone
 from .graph import ANY, HOST, ConstLeaf, FuncTree, Tree
 from .program import CallRef, Program, Unit
 from .transfers import TransferPlan
@@ -64,14 +64,14 @@ class Operands:
         The variable whose binding is being written.
     """
 
-    def __init__(self, program: Program, unit: Unit, instance: Instance, plan: TransferPlan) -> None:
+    def __init__(self, program: Program, unit: Unit, clone: Clone, plan: TransferPlan) -> None:
         self.program = program
         self.vdevices = program.vdevices
         self.unit = unit
-        self.devices = instance.devices
-        self.constants = instance.group.graph.constants
-        self.opaque = instance.group.graph.opaque
-        self.mixed = instance.mixed
+        self.devices = clone.devices
+        self.constants = clone.group.graph.constants
+        self.opaque = clone.group.graph.opaque
+        self.mixed = clone.mixed
         self.plan = plan
         self.env: dict[int, relax.Expr] = {}
         self.out: list[relax.Binding] = []

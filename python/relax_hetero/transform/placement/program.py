@@ -42,7 +42,7 @@ class Record:
     device : int
         Of a hint or `to_vdevice`: where to.
     callee : list of CallRef
-        Instances of Relax functions that the value refers to.
+        Clones of Relax functions that the value refers to.
     func : FuncTree
         Of a local function: its parameters and result.
     stale : bool

@@ -12,7 +12,7 @@ import heapq
 from .graph import Graph
 
 
-def flow(graph: Graph, part: list[int], seeds: dict[int, int]) -> dict[int, int]:
+def propagate(graph: Graph, part: list[int], seeds: dict[int, int]) -> dict[int, int]:
     """The device of every node of a connected part.
 
     Parameters

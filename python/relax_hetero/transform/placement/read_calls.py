@@ -11,7 +11,7 @@ from ...errors import PlacementError
 from ...op.hints import hinted_vdevice
 from ..ir.op_names import HINT, TRANSFER
 from . import ops
-from .callee_summary import Group, mention
+from .callee_summary import RecursionGroup, mention
 from .graph import ANY, HOST, ConstLeaf, FuncTree, Graph, Origin, Spot, Tree, nodes_of, place_text, tensors_of
 from .program import CallRef, Program, Record, Unit
 from .trees import Trees, names_device
@@ -34,7 +34,7 @@ class CallReader:
         Values of unknown kind -> the site that makes them: a match_cast to a tensor ties them.
     """
 
-    def __init__(self, program: Program, units: dict[str, Unit], groups: Sequence[Group]) -> None:
+    def __init__(self, program: Program, units: dict[str, Unit], groups: Sequence[RecursionGroup]) -> None:
         self.program = program
         self.units = units
         self.groups = groups
@@ -53,7 +53,7 @@ class CallReader:
         return self.trees.of(expr, self._mention)
 
     def _mention(self, gvar: tvm.ir.GlobalVar) -> Tree:
-        """The tree of a Relax function, None for a PrimFunc; notes which instance of it this place needs."""
+        """The tree of a Relax function, None for a PrimFunc; notes which clone of it this place needs."""
         name = str(gvar.name_hint)
         unit = self.units.get(name)
         if unit is not None:

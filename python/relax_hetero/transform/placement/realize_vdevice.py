@@ -32,8 +32,8 @@ from ..ir.declare import declare_pass
 from ..ir.findings import collect_placement, publish
 from ..ir.module_attrs import is_lowered
 from ..ir.reports import PlacementEntry, PlacementReport
-from .callee_summary import Group
-from .clones import Instance, instance_for, make_instances
+from .callee_summary import RecursionGroup
+from .clones import Clone, clone_for, make_clones
 from .collect import collect
 from .operands import Note
 from .program import CallRef, Program, Unit
@@ -68,12 +68,12 @@ def realize_vdevice(mod: tvm.IRModule, insert_copies: bool = False) -> tuple[tvm
     program = Program(mod)
     if not program.vdevices:
         return mod, report
-    groups: list[Group] = []
+    groups: list[RecursionGroup] = []
     for index, units in enumerate(recursion_groups(program)):
         graph = collect(program, units, groups)
-        groups.append(Group(index, units, graph, solve(graph, program.names, program.host, insert_copies)))
-    instances = make_instances(program, groups, insert_copies)
-    placed = _write_module(program, instances, report)
+        groups.append(RecursionGroup(index, units, graph, solve(graph, program.names, program.host, insert_copies)))
+    clones = make_clones(program, groups, insert_copies)
+    placed = _write_module(program, clones, report)
     publish(report)
     return placed, report
 
@@ -100,59 +100,59 @@ def _realized(mod: tvm.IRModule, insert_copies: bool = False) -> tvm.IRModule:
 RealizeVDevice = declare_pass("RealizeVDevice", _realized)
 
 
-def _write_module(program: Program, instances: list[list[Instance]], report: PlacementReport) -> tvm.IRModule:
+def _write_module(program: Program, clones: list[list[Clone]], report: PlacementReport) -> tvm.IRModule:
     mod = program.mod
     gvars: dict[str, tvm.ir.GlobalVar] = {}
-    todo: list[tuple[Unit, Instance]] = []
+    todo: list[tuple[Unit, Clone]] = []
     for unit in program.units.values():
-        for instance in instances[unit.group]:
-            gvars[instance.names[unit.name]] = _global_var(program, unit, instance)
-            todo.append((unit, instance))
+        for clone in clones[unit.group]:
+            gvars[clone.names[unit.name]] = _global_var(program, unit, clone)
+            todo.append((unit, clone))
     changed = False
     functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = {}
     written: dict[str, list[tuple[tvm.ir.GlobalVar, relax.Function]]] = {}
-    for unit, instance in todo:
-        func, notes = _write_function(program, instances, gvars, unit, instance)
-        gvar = gvars[instance.names[unit.name]]
+    for unit, clone in todo:
+        func, notes = _write_function(program, clones, gvars, unit, clone)
+        gvar = gvars[clone.names[unit.name]]
         changed = changed or func is not unit.func or gvar is not unit.gvar
         if gvar is not unit.gvar:
             relax.expr._update_type(gvar, func.ty)
         written.setdefault(unit.name, []).append((gvar, func))
-        report.entries += entries_of(instance.names[unit.name], notes, instance, program.names)
+        report.entries += entries_of(clone.names[unit.name], notes, clone, program.names)
     if not changed:
         return mod
     for gvar, base_func in mod.functions.items():
-        first, *clones = written.get(str(gvar.name_hint), [(gvar, base_func)])
-        functions.update([first, *((clone, copy_with_new_vars(func)) for clone, func in clones)])
+        first, *others = written.get(str(gvar.name_hint), [(gvar, base_func)])
+        functions.update([first, *((clone, copy_with_new_vars(func)) for clone, func in others)])
     return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
 
 
-def _global_var(program: Program, unit: Unit, instance: Instance) -> tvm.ir.GlobalVar:
+def _global_var(program: Program, unit: Unit, clone: Clone) -> tvm.ir.GlobalVar:
     """The old one where name and type stay, so that untouched callers stay untouched."""
-    name = instance.names[unit.name]
+    name = clone.names[unit.name]
     old = unit.gvar.ty
     # BindParams leaves the variable with the parameters it bound.
     is_current = isinstance(old, relax.FuncType) and old.params is not None and len(old.params) == len(unit.func.params)
     same_type = is_current and old is on_devices(
-        old, unit.tree, lambda leaf: program.vdevices[instance.devices[leaf] if isinstance(leaf, int) else 0]
+        old, unit.tree, lambda leaf: program.vdevices[clone.devices[leaf] if isinstance(leaf, int) else 0]
     )
-    return unit.gvar if instance.first and same_type else tvm.ir.GlobalVar(name)
+    return unit.gvar if clone.first and same_type else tvm.ir.GlobalVar(name)
 
 
 def _write_function(
     program: Program,
-    instances: list[list[Instance]],
+    clones: list[list[Clone]],
     gvars: dict[str, tvm.ir.GlobalVar],
     unit: Unit,
-    instance: Instance,
+    clone: Clone,
 ) -> tuple[relax.Function, list[Note]]:
     def callee(ref: CallRef) -> tvm.ir.GlobalVar:
         if ref.callee.group == unit.group:
-            return gvars[instance.names[ref.callee.name]]
-        called = instance_for(instances[ref.callee.group], instance, ref.classes)
+            return gvars[clone.names[ref.callee.name]]
+        called = clone_for(clones[ref.callee.group], clone, ref.classes)
         return gvars[called.names[ref.callee.name]]
 
-    func, notes = rewrite(program, unit, instance, callee)
-    if not instance.first:
+    func, notes = rewrite(program, unit, clone, callee)
+    if not clone.first:
         func = func.without_attr("global_symbol")
     return func, notes

@@ -9,15 +9,15 @@ import tvm
 from tvm import relax
 
 from ..ir.reports import PlacementEntry
-from .clones import Instance
+from .clones import Clone
 from .graph import HOST, Graph
 from .operands import Note
 from .solve import Path, shortest_paths
 
 
-def entries_of(function: str, notes: Sequence[Note], instance: Instance, names: list[str]) -> list[PlacementEntry]:
+def entries_of(function: str, notes: Sequence[Note], clone: Clone, names: list[str]) -> list[PlacementEntry]:
     """Put the notes of one written function into words."""
-    reasons = _Reasons(instance, names)
+    reasons = _Reasons(clone, names)
     return [
         PlacementEntry(
             function, note.name, note.op, names[note.device], note.device, reasons(note), _bytes(note.ty), note.kind
@@ -27,10 +27,10 @@ def entries_of(function: str, notes: Sequence[Note], instance: Instance, names: 
 
 
 class _Reasons:
-    def __init__(self, instance: Instance, names: list[str]) -> None:
-        self.instance = instance
+    def __init__(self, clone: Clone, names: list[str]) -> None:
+        self.clone = clone
         self.names = names
-        self.graph: Graph = instance.group.graph
+        self.graph: Graph = clone.group.graph
         self.fixed, _ = shortest_paths(self.graph, self.graph.fixed)
         hints = {node: found[0] for node, found in self.graph.hints.items() if node not in self.fixed}
         self.hinted: dict[int, Path] = shortest_paths(self.graph, hints)[0] if hints else {}
@@ -46,8 +46,8 @@ class _Reasons:
             if path.device == note.device:
                 return self._follows(note.node, path, self.fixed)
             return "goes with its first use" if note.kind == "param" else "goes with its operands and users"
-        if note.node in self.instance.group.solution.class_of and self.instance.caller:
-            return f"called by '{self.instance.caller}' on {device}"
+        if note.node in self.clone.group.solution.class_of and self.clone.caller:
+            return f"called by '{self.clone.caller}' on {device}"
         path = self.hinted.get(note.node)
         if path is not None and path.device == note.device:
             return self._follows(note.node, path, self.hinted)

@@ -1,4 +1,4 @@
-"""Write one instance of a function: explicit devices in every type, transfers where they are planned, no hints.
+"""Write one clone of a function: explicit devices in every type, transfers where they are planned, no hints.
 
 Types are written, never inferred: stock inference refuses or forgets the device of n-ary ops.
 """
@@ -13,7 +13,7 @@ from tvm import relax
 
 from ..ir.op_names import TRANSFER
 from ..ir.rewriting import handle
-from .clones import Instance
+from .clones import Clone
 from .graph import ANY, HOST, Tree, tensors_of
 from .operands import Note
 from .program import CallRef, Program, Record, Scope, Unit
@@ -26,22 +26,22 @@ from .write_calls import CallWriter, Place
 Callee = Callable[[CallRef], tvm.ir.GlobalVar]
 
 
-def rewrite(program: Program, unit: Unit, instance: Instance, callee: Callee) -> tuple[relax.Function, list[Note]]:
-    """The function on the instance's devices, and what is to report about it.
+def rewrite(program: Program, unit: Unit, clone: Clone, callee: Callee) -> tuple[relax.Function, list[Note]]:
+    """The function on the clone's devices, and what is to report about it.
 
     Returns
     -------
     func, notes
         The very function of the module if nothing changes.
     """
-    writer = _Writer(program, unit, instance, callee)
+    writer = _Writer(program, unit, clone, callee)
     func = run(writer.function(unit.func, unit.scope, unit.tree.params, unit.tree.ret))
     return func, writer.notes
 
 
 class _Writer(CallWriter):
-    def __init__(self, program: Program, unit: Unit, instance: Instance, callee: Callee) -> None:
-        super().__init__(program, unit, instance, plan_transfers(program, instance, unit.scope))
+    def __init__(self, program: Program, unit: Unit, clone: Clone, callee: Callee) -> None:
+        super().__init__(program, unit, clone, plan_transfers(program, clone, unit.scope))
         self._callee = callee
 
     def callee(self, ref: CallRef) -> tvm.ir.GlobalVar:

@@ -1,7 +1,7 @@
 """Give every connected part of the graph its device.
 
-Round one: a part with fixed devices has that one device; two that meet are an error, or go to `flow` where copies are
-allowed. Round two: a part without gets the device that is hinted for one of its values. A part that callers can still
+Round one: a part with fixed devices has that one device; two that meet are an error, or go to `propagate` where
+copies are allowed. Round two: a part without gets the device that is hinted for one of its values. A part that callers can still
 place stays open, as a numbered class.
 """
 
@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from ...errors import PlacementError
 from .graph import Graph, Origin, Spot, place_text
-from .propagate import flow
+from .propagate import propagate
 
 # Node to its fixed device (index), and where that comes from.
 Seeds: TypeAlias = "dict[int, tuple[int, Origin]]"
@@ -89,7 +89,7 @@ def place_part(
         return dict.fromkeys(part, devices.pop())
     if not insert_copies:
         raise PlacementError(explain_conflict(graph, seeds, names, hinted=not fixed))
-    return flow(graph, part, {node: device for node, (device, _) in seeds.items()})
+    return propagate(graph, part, {node: device for node, (device, _) in seeds.items()})
 
 
 def _hinted(graph: Graph, part: Iterable[int], names: list[str], insert_copies: bool) -> Seeds:

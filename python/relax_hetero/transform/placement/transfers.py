@@ -1,4 +1,4 @@
-"""Plan the transfers of one instance: one per (value, destination), placed so that all its uses can share it."""
+"""Plan the transfers of one clone: one per (value, destination), placed so that all its uses can share it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from tvm import relax
 
-from .clones import Instance
+from .clones import Clone
 from .graph import ANY, HOST, Tree, tensors_of
 from .program import Program, Record, Scope
 
@@ -90,23 +90,23 @@ class TransferPlan:
     before: dict[tuple[int, int], list[Transfer]] = field(default_factory=dict)
 
 
-def plan_transfers(program: Program, instance: Instance, body: Scope) -> TransferPlan:
+def plan_transfers(program: Program, clone: Clone, body: Scope) -> TransferPlan:
     """Find what is used on another device than its own, in a function body.
 
     Without fixed devices that meet, only what the host reads is. Where they meet, transfers of the program itself count
     as uses, so that they are reused, too.
     """
-    return _Planner(program, instance).run(body)
+    return _Planner(program, clone).run(body)
 
 
 class _Planner:
-    def __init__(self, program: Program, instance: Instance) -> None:
+    def __init__(self, program: Program, clone: Clone) -> None:
         self.program = program
-        self.devices = instance.devices
-        self.mixed = instance.mixed
-        self.constants = instance.group.graph.constants
-        self.opaque = instance.group.graph.opaque
-        self.made_on_host = instance.group.graph.made_on_host
+        self.devices = clone.devices
+        self.mixed = clone.mixed
+        self.constants = clone.group.graph.constants
+        self.opaque = clone.group.graph.opaque
+        self.made_on_host = clone.group.graph.made_on_host
         self.plan = TransferPlan()
         self.transfers: dict[tuple[int, int, int], Transfer] = {}
         # Value node -> a number that changes when something may have written to it.

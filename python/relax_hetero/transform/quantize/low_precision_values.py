@@ -14,7 +14,7 @@ import tvm
 from tvm import relax
 
 from ..ir.blocks import used_vars
-from ..ir.name_filter import KeptNames, kept_call
+from ..ir.name_filter import NameFilter, kept_call
 from ..ir.op_names import CAST
 from ..ir.relax_expressions import to_expression
 from ..ir.rewriting import handle, is_tensor_constant, op_name
@@ -25,7 +25,7 @@ _BYTES = ("int8", "uint8")
 _BLOCKS = "relax.hetero.dequantize_blocks"
 
 
-class LowValues:
+class LowPrecisionValues:
     """The decisions for one function.
 
     Parameters
@@ -33,7 +33,7 @@ class LowValues:
     func : relax.Function
     dtype : str
         The low type.
-    kept : KeptNames
+    kept : NameFilter
 
     Attributes
     ----------
@@ -45,7 +45,7 @@ class LowValues:
         What the function, its branches and local functions end with: it keeps its type.
     """
 
-    def __init__(self, func: relax.Function, dtype: str, kept: KeptNames) -> None:
+    def __init__(self, func: relax.Function, dtype: str, kept: NameFilter) -> None:
         self.carried: set[relax.Var] = set()
         self.products: set[relax.Var] = set()
         rounded = cache(lambda key: low_constant(self._constants[key], dtype))

@@ -45,10 +45,10 @@ from tvm import relax
 from ...errors import BuildError
 from ..ir.blocks import Emitter, renamed, used_vars
 from ..ir.declare import declare_pass
-from ..ir.name_filter import KeptNames
+from ..ir.name_filter import NameFilter
 from ..ir.rewriting import is_tensor_constant, op_name, relax_functions, typed, with_body, with_functions
 from ..simplify.simplify_convolutions import simplify_convolutions
-from .low_precision_values import LowValues
+from .low_precision_values import LowPrecisionValues
 from .precision_rules import LOW_TYPES, PRODUCTS, WIDE_TYPE, is_wide, low_product, with_dtype
 
 
@@ -70,7 +70,7 @@ def to_mixed_precision(mod: tvm.IRModule, dtype: str, keep: Sequence[str] = ()) 
     BuildError
         For another element type; when it runs, for a name in `keep` that the module does not have.
     """
-    kept = KeptNames(mod, keep, "ToMixedPrecision")
+    kept = NameFilter(mod, keep, "ToMixedPrecision")
     mod = simplify_convolutions(mod)
     functions = {gv: func for gv, func in relax_functions(mod) if not kept.has(gv.name_hint)}
     return with_functions(mod, {gv: _rewritten(func, dtype, kept) for gv, func in functions.items()})
@@ -84,15 +84,15 @@ def _check_type(dtype: str, keep: Sequence[str] = ()) -> None:
 ToMixedPrecision = declare_pass("ToMixedPrecision", to_mixed_precision, _check_type)
 
 
-def _rewritten(func: relax.Function, dtype: str, kept: KeptNames) -> relax.Function:
-    low = LowValues(func, dtype, kept)
+def _rewritten(func: relax.Function, dtype: str, kept: NameFilter) -> relax.Function:
+    low = LowPrecisionValues(func, dtype, kept)
     return with_body(func, _Writer(low, dtype).sequence(func.body)) if low.products else func
 
 
 class _Writer:
-    """Writes one function anew, with the decisions of `LowValues`."""
+    """Writes one function anew, with the decisions of `LowPrecisionValues`."""
 
-    def __init__(self, low: LowValues, dtype: str) -> None:
+    def __init__(self, low: LowPrecisionValues, dtype: str) -> None:
         self._low, self._dtype = low, dtype
         self._instead: dict[relax.Var, relax.Var] = {}
         """What is in the place of variables that exist in low precision only."""

@@ -19,8 +19,8 @@ from ..ir.blocks import Block, used_vars
 from ..ir.extents import known_extents
 from ..ir.op_names import CALL_TIR_INPLACE, RESHAPE
 from ..ir.rewriting import op_name
-from ..partition.binding_devices import WorkPlaces
-from ..partition.device_partition import WorkParts
+from ..partition.binding_devices import BindingDevices
+from ..partition.device_partition import DevicePartition
 from .kernel_calls import KernelCall, KernelCalls
 
 WORTH_A_BUFFER = 2
@@ -76,7 +76,7 @@ class RunFinder:
 
     def __init__(self, mod: tvm.IRModule, apart: bool = False) -> None:
         self.calls = KernelCalls(mod, apart)
-        self._places = WorkPlaces(mod)
+        self._places = BindingDevices(mod)
 
     def cut(self, block: Block, free: Set[relax.Var] = frozenset()) -> list[int | Run]:
         """The block's bindings in an order in which they may run: indices of those that stay, and runs.
@@ -88,7 +88,7 @@ class RunFinder:
             Those that kernels may overwrite though the block does not make them: nothing outside of it uses them.
         """
         cut = _Cut(block, free)
-        parts = WorkParts(block.bindings, self._places).part_of
+        parts = DevicePartition(block.bindings, self._places).part_of
         for index, binding in enumerate(block.bindings):
             call = self.calls.of(binding)
             if call is not None and cut.may_work(index, call, parts[index]):

@@ -44,10 +44,10 @@ from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functio
 from ..ir.root_blocks import with_root_blocks
 from .command_regions import Run, RunFinder
 from .donated import DonatedVariables
-from .outline_run import RunRecorder
+from .outline_run import RunOutliner
 from .region_attrs import kernel_specs, region_spec, with_kernel, with_region
 from .region_diagnostics import single_calls, why_ended
-from .region_ir import Recorded
+from .region_ir import OutlinedRegion
 
 
 def form_command_buffers(mod: tvm.IRModule, apart: bool = False) -> tvm.IRModule:
@@ -70,7 +70,7 @@ def form_command_buffers(mod: tvm.IRModule, apart: bool = False) -> tvm.IRModule
     functions = {
         gv: rewrite_function(func, former.in_function(gv.name_hint, func)) for gv, func in relax_functions(former.mod)
     }
-    return former.finish(functions) if former.recorded else mod
+    return former.finish(functions) if former.outlined else mod
 
 
 FormCommandBuffers = declare_pass("FormCommandBuffers", form_command_buffers)
@@ -81,7 +81,7 @@ class _Former:
 
     def __init__(self, mod: tvm.IRModule, apart: bool) -> None:
         self.mod = mod
-        self.recorded: list[Recorded] = []
+        self.outlined: list[OutlinedRegion] = []
         self.single: list[SingleCall] = []
         self._finder = RunFinder(mod, apart)
         self._taken = self._finder.calls.taken
@@ -100,8 +100,8 @@ class _Former:
             bindings: list[relax.Binding] = []
             for item in order:
                 if isinstance(item, Run):
-                    recorder = RunRecorder(block, item, stay, self._finder.calls, free)
-                    bindings += self._outlined(name, recorder, why_ended(block, item))
+                    outliner = RunOutliner(block, item, stay, self._finder.calls, free)
+                    bindings += self._outlined(name, outliner, why_ended(block, item))
                 else:
                     bindings.append(block.bindings[item])
             # Views of what a buffer reads are of no use any more: it takes the tensor itself.
@@ -109,12 +109,12 @@ class _Former:
 
         return rewrite
 
-    def _outlined(self, function: str, recorder: RunRecorder, ended: str) -> list[relax.Binding]:
+    def _outlined(self, function: str, outliner: RunOutliner, ended: str) -> list[relax.Binding]:
         gv = fresh_global_var(f"{function}_commands", tvm.ir.Type.missing(), self._taken)
-        recorded, bindings = recorder.record(function, gv)
-        recorded.ended = ended
+        outlined, bindings = outliner.record(function, gv)
+        outlined.ended = ended
         if bindings:
-            self.recorded.append(recorded)
+            self.outlined.append(outlined)
         return bindings
 
     def finish(self, functions: Mapping[tvm.ir.GlobalVar, relax.Function]) -> tvm.IRModule:
@@ -124,7 +124,7 @@ class _Former:
         called = _called(result.values())
         replaced: dict[tvm.ir.GlobalVar, tvm.ir.GlobalVar] = {}
         signatures: dict[tvm.ir.GlobalVar, RawSignature] = {}
-        for kernel in dict.fromkeys(gv for recorded in self.recorded for gv in recorded.kernels):
+        for kernel in dict.fromkeys(gv for outlined in self.outlined for gv in outlined.kernels):
             func = kernels[kernel]
             stays = kernel.name_hint in called or "global_symbol" in func.attrs
             raw = fresh_global_var(f"{kernel.name_hint}_raw", kernel.ty, self._taken) if stays else kernel
@@ -138,10 +138,10 @@ class _Former:
             if not is_kept:
                 del result[kernel]
         vdevices = vdevices_of(self.mod)
-        for recorded in self.recorded:
-            host = with_region(recorded.host_function(replaced), region_spec(recorded, vdevices))
-            result[typed(recorded.gv, host.ty)] = host
-            for kernel, spec in kernel_specs(recorded, kernels, signatures, vdevices).items():
+        for outlined in self.outlined:
+            host = with_region(outlined.host_function(replaced), region_spec(outlined, vdevices))
+            result[typed(outlined.gv, host.ty)] = host
+            for kernel, spec in kernel_specs(outlined, kernels, signatures, vdevices).items():
                 raw = replaced[kernel]
                 result[raw] = with_kernel(result[raw], spec, raw.name_hint)
         return with_findings(copy_module(self.mod, result), single_calls=self.single)

@@ -15,11 +15,11 @@ from ..ir.rewriting import typed
 from .command_regions import Run, is_view
 from .kernel_calls import KernelCall, KernelCalls
 from .plan_arena import Lifetime, plan_arena
-from .region_ir import Recorded, Step, Value
+from .region_ir import OutlinedRegion, RegionStep, RegionValue
 from .take_operands import Draft, take_operands
 
 
-class RunRecorder:
+class RunOutliner:
     """Records one run of a block.
 
     Parameters
@@ -39,13 +39,13 @@ class RunRecorder:
     ) -> None:
         self._block, self._run, self._stay, self._kernels, self._free = block, run, stay, kernels, free
         self._members = set(run.members)
-        self._made: dict[relax.Var, list[Value]] = {}
-        self._values: list[Value] = []
-        self._inputs: dict[relax.Var, Value] = {}
-        self._constants: dict[tvm.ir.GenericConst, Value] = {}
+        self._made: dict[relax.Var, list[RegionValue]] = {}
+        self._values: list[RegionValue] = []
+        self._inputs: dict[relax.Var, RegionValue] = {}
+        self._constants: dict[tvm.ir.GenericConst, RegionValue] = {}
         self._drafts: list[Draft] = []
 
-    def record(self, function: str, gv: tvm.ir.GlobalVar) -> tuple[Recorded, list[relax.Binding]]:
+    def record(self, function: str, gv: tvm.ir.GlobalVar) -> tuple[OutlinedRegion, list[relax.Binding]]:
         """The command buffer, to be called `gv`, and the bindings in the run's place: none if no one reads it."""
         for index in self._run.members:
             var = self._block.bindings[index].var
@@ -58,12 +58,12 @@ class RunRecorder:
         arena = self._placed()
         inputs, constants = list(self._inputs.values()), list(self._constants.values())
         results = [value for value in self._values if value.is_result and value.home not in inputs]
-        recorded = Recorded(gv, function, self._run.vdevice, inputs, constants, results, [], arena, steps)
+        outlined = OutlinedRegion(gv, function, self._run.vdevice, inputs, constants, results, [], arena, steps)
         said = {e for v in (*inputs, *constants, *results) for e in v.shape if isinstance(e, tirx.Var)}
-        recorded.numbers = [symbol for symbol in recorded.symbols() if symbol not in said]
-        return recorded, self._bindings(recorded)
+        outlined.numbers = [symbol for symbol in outlined.symbols() if symbol not in said]
+        return outlined, self._bindings(outlined)
 
-    def _steps(self) -> list[Step]:
+    def _steps(self) -> list[RegionStep]:
         """The calls as they will be made, results over operands where they may be."""
         free = [value for var, value in self._inputs.items() if var in self._free and self._is_mine(var)]
         taken = take_operands(self._drafts, self._kernels.ties, self._values, free)
@@ -75,12 +75,12 @@ class RunRecorder:
             access = [READ_WRITE if i in draft.over.values() else READ for i in range(len(draft.reads))]
             made = [value for i, value in enumerate(draft.makes) if i not in draft.over]
             operands, all_access = (*draft.reads, *made), (*access, *[WRITE] * len(made))
-            steps.append(Step(draft.kernel, operands, all_access, draft.scalars, draft.variable))
+            steps.append(RegionStep(draft.kernel, operands, all_access, draft.scalars, draft.variable))
         return steps
 
     def _placed(self) -> Any:
         """Give transient values their places in the arena; its bytes."""
-        homes: dict[Value, list[Value]] = {}
+        homes: dict[RegionValue, list[RegionValue]] = {}
         for value in self._values:
             homes.setdefault(value.home, []).append(value)
         given = set(self._inputs.values())
@@ -100,15 +100,15 @@ class RunRecorder:
 
         return all(map(mine, self._block.users.get(var, [])))
 
-    def _viewed(self, view: relax.Expr) -> list[Value]:
+    def _viewed(self, view: relax.Expr) -> list[RegionValue]:
         if isinstance(view, relax.TupleGetItem):
             return [self._made[view.tuple_value][view.index]]
         return self._made[view if isinstance(view, relax.Var) else view.args[0]]
 
-    def _step(self, var: relax.Var, call: KernelCall) -> list[Value]:
+    def _step(self, var: relax.Var, call: KernelCall) -> list[RegionValue]:
         now = len(self._drafts)
         names = [var.name] if len(call.makes) == 1 else [f"{var.name}_{i}" for i in range(len(call.makes))]
-        made = [Value(ty, name, now, now) for ty, name in zip(call.makes, names, strict=True)]
+        made = [RegionValue(ty, name, now, now) for ty, name in zip(call.makes, names, strict=True)]
         self._values += made
         read = [self._operand(arg, now) for arg in call.reads]
         draft = Draft(call.kernel, read, made, call.scalars, var.name)
@@ -117,15 +117,15 @@ class RunRecorder:
         self._drafts.append(draft)
         return made
 
-    def _operand(self, arg: relax.Expr, now: int) -> Value:
+    def _operand(self, arg: relax.Expr, now: int) -> RegionValue:
         if isinstance(arg, tvm.ir.GenericConst):
-            return self._constants.setdefault(arg, Value(arg.ty, f"constant_{len(self._constants)}"))
+            return self._constants.setdefault(arg, RegionValue(arg.ty, f"constant_{len(self._constants)}"))
         if arg in self._made:
             (value,) = self._made[arg]
             value.end = now
             return value
         shown = self._shown(arg)
-        value = self._inputs.setdefault(shown, Value(shown.ty, shown.name))
+        value = self._inputs.setdefault(shown, RegionValue(shown.ty, shown.name))
         value.end = now
         return value
 
@@ -145,23 +145,23 @@ class RunRecorder:
         users = self._block.users.get(var, [])
         return not self._block.stays(var) or any(user not in self._members for user in users)
 
-    def _bindings(self, recorded: Recorded) -> list[relax.Binding]:
-        over = [value for value in self._values if value.is_result and value.home in recorded.inputs]
-        if not recorded.results and not over:
+    def _bindings(self, outlined: OutlinedRegion) -> list[relax.Binding]:
+        over = [value for value in self._values if value.is_result and value.home in outlined.inputs]
+        if not outlined.results and not over:
             return []
-        fresh = [value.ty for value in recorded.results]
-        if recorded.has_arena:
-            fresh.append(relax.TensorType([recorded.arena], "uint8", self._run.vdevice))
+        fresh = [value.ty for value in outlined.results]
+        if outlined.has_arena:
+            fresh.append(relax.TensorType([outlined.arena], "uint8", self._run.vdevice))
         types = [*fresh, *(value.ty for value in over)]
-        args = relax.Tuple([*self._inputs, *self._constants, *recorded.numbers])
+        args = relax.Tuple([*self._inputs, *self._constants, *outlined.numbers])
         if over:
-            places = [-1] * len(fresh) + [recorded.inputs.index(value.home) for value in over]
-            call = relax.call_tir_inplace(recorded.gv, args, places, types)
+            places = [-1] * len(fresh) + [outlined.inputs.index(value.home) for value in over]
+            call = relax.call_tir_inplace(outlined.gv, args, places, types)
         else:
-            call = relax.call_tir(recorded.gv, args, types)
-        buffer = self._local(recorded.gv.name_hint, tvm.ir.TupleType(types) if len(types) > 1 else types[0])
+            call = relax.call_tir(outlined.gv, args, types)
+        buffer = self._local(outlined.gv.name_hint, tvm.ir.TupleType(types) if len(types) > 1 else types[0])
         bindings = [relax.VarBinding(buffer, typed(call, buffer.ty))]
-        numbers = [*enumerate(recorded.results), *enumerate(over, len(fresh))]
+        numbers = [*enumerate(outlined.results), *enumerate(over, len(fresh))]
         fields = {value: buffer if len(types) == 1 else relax.TupleGetItem(buffer, i) for i, value in numbers}
         for index in self._run.members:
             var = self._block.bindings[index].var
@@ -169,7 +169,7 @@ class RunRecorder:
                 bindings += self._result(var, fields)
         return bindings
 
-    def _result(self, var: relax.Var, fields: Mapping[Value, relax.Expr]) -> list[relax.Binding]:
+    def _result(self, var: relax.Var, fields: Mapping[RegionValue, relax.Expr]) -> list[relax.Binding]:
         """Bindings of a variable of the run that something after it reads."""
         values = self._made[var]
         if isinstance(var.ty, tvm.ir.TupleType):

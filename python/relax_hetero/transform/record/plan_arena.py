@@ -63,7 +63,7 @@ def least_bytes(values: Sequence[Lifetime]) -> int:
 
 
 @dataclass
-class Group:
+class ArenaGroup:
     """Values whose size is a count of one unit: (number of the value, count), multiples of the alignment together."""
 
     unit: Any
@@ -71,14 +71,14 @@ class Group:
     members: list[tuple[int, int]] = field(default_factory=list)
 
 
-def groups_by_unit(values: Sequence[Lifetime]) -> list[Group]:
+def groups_by_unit(values: Sequence[Lifetime]) -> list[ArenaGroup]:
     """Values apart by their symbolic factor; numbers come first."""
-    groups: list[Group] = []
+    groups: list[ArenaGroup] = []
     for i, value in enumerate(values):
         count, factors = _counted(value.nbytes)
         group = next((group for group in groups if _same_factors(group.factors, factors)), None)
         if group is None:
-            groups.append(group := Group(_product(factors), factors))
+            groups.append(group := ArenaGroup(_product(factors), factors))
         group.members.append((i, count))
     # So most offsets stay numbers.
     return sorted(groups, key=lambda group: bool(group.factors))

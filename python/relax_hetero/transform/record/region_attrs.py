@@ -42,7 +42,7 @@ from ..ir.buffer_access import buffer_access
 from ..ir.dim_text import NoTextError, dim_text
 from ..ir.kernel_ops import ops_of
 from ..ir.module_attrs import COMMANDS, KERNEL
-from .region_ir import Recorded, Step, Value
+from .region_ir import OutlinedRegion, RegionStep, RegionValue
 
 WORKGROUPS = "relax_hetero.workgroups"
 """On a PrimFunc: how many of its last parameters are workgroup numbers (x, y, z)."""
@@ -75,56 +75,56 @@ class _Texts:
             return str(expr)
 
 
-def region_spec(recorded: Recorded, vdevices: list[relax.VDevice]) -> RegionSpec:
+def region_spec(outlined: OutlinedRegion, vdevices: list[relax.VDevice]) -> RegionSpec:
     """What a command buffer does; its `directs` count the constants it reads."""
-    texts = _Texts(recorded.symbols())
-    device = vdevice_index(recorded.vdevice, vdevices)
-    places = {value.home: (SLOT, i) for i, value in enumerate((*recorded.inputs, *recorded.results))}
-    places.update({value: (DIRECT, i) for i, value in enumerate(recorded.constants)})
-    written = {v.home for s in recorded.steps for v, access in zip(s.operands, s.access, strict=True) if access != READ}
+    texts = _Texts(outlined.symbols())
+    device = vdevice_index(outlined.vdevice, vdevices)
+    places = {value.home: (SLOT, i) for i, value in enumerate((*outlined.inputs, *outlined.results))}
+    places.update({value: (DIRECT, i) for i, value in enumerate(outlined.constants)})
+    written = {v.home for s in outlined.steps for v, access in zip(s.operands, s.access, strict=True) if access != READ}
 
-    def reference(value: Value) -> Reference:
+    def reference(value: RegionValue) -> Reference:
         space, index = places.get(value.home, (ARENA, 0))
         offset = texts.of(value.home.offset) if space == ARENA else 0
         return Reference(space, index, offset, texts.of(value.nbytes))
 
-    def command(step: Step) -> Dispatch:
+    def command(step: RegionStep) -> Dispatch:
         operands = tuple(map(reference, step.operands))
         scalars = tuple(map(texts.of, step.scalars))
         return Dispatch(step.kernel.name_hint, operands, scalars, variable=step.variable)
 
-    def slot(value: Value, access: str) -> SlotSpec:
+    def slot(value: RegionValue, access: str) -> SlotSpec:
         shape = tuple(map(texts.of, value.shape))
         return SlotSpec(value.name, device, texts.of(value.nbytes), _ALLOCATED, access, value.dtype, shape)
 
-    is_host = DEVICE_TYPES.get(recorded.vdevice.target.kind.name) == CPU
+    is_host = DEVICE_TYPES.get(outlined.vdevice.target.kind.name) == CPU
     return RegionSpec(
-        name=recorded.gv.name_hint,
-        function=recorded.function,
+        name=outlined.gv.name_hint,
+        function=outlined.function,
         device=device,
         slots=(
-            *(slot(v, READ_WRITE if v in written else READ) for v in recorded.inputs),
-            *(slot(v, WRITE) for v in recorded.results),
+            *(slot(v, READ_WRITE if v in written else READ) for v in outlined.inputs),
+            *(slot(v, WRITE) for v in outlined.results),
         ),
         parameters=tuple(texts.names.values()),
-        directs=tuple(range(len(recorded.constants))),
-        arena=texts.of(recorded.arena),
-        commands=tuple(map(command, recorded.steps)),
+        directs=tuple(range(len(outlined.constants))),
+        arena=texts.of(outlined.arena),
+        commands=tuple(map(command, outlined.steps)),
         runs="host function" if is_host else "stream",
-        ended=recorded.ended,
+        ended=outlined.ended,
     )
 
 
 def kernel_specs(
-    recorded: Recorded,
+    outlined: OutlinedRegion,
     kernels: Mapping[tvm.ir.GlobalVar, tirx.PrimFunc],
     signatures: Mapping[tvm.ir.GlobalVar, RawSignature],
     vdevices: list[relax.VDevice],
 ) -> dict[tvm.ir.GlobalVar, KernelSpec]:
     """The kernels of a command buffer."""
-    device = vdevice_index(recorded.vdevice, vdevices)
+    device = vdevice_index(outlined.vdevice, vdevices)
     found: dict[tvm.ir.GlobalVar, KernelSpec] = {}
-    for step in recorded.steps:
+    for step in outlined.steps:
         if step.kernel not in found:
             func, signature = kernels[step.kernel], signatures[step.kernel]
             found[step.kernel] = kernel_spec(step.kernel.name_hint, func, signature, device, step.access)

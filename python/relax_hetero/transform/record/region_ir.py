@@ -16,7 +16,7 @@ from ..ir.kernel_work import bytes_of_extents
 
 
 @dataclass(eq=False)
-class Value:
+class RegionValue:
     """A tensor that a run reads or makes.
 
     Attributes
@@ -27,7 +27,7 @@ class Value:
         The command that makes it and the last one that reads it.
     is_result : bool
         Whether something after the run reads it.
-    over : Value, optional
+    over : RegionValue, optional
         The one whose memory it takes.
     offset : int or tirx.Expr
         Of its first byte in the arena, if it lies there and has memory of its own.
@@ -39,7 +39,7 @@ class Value:
     begin: int = 0
     end: int = 0
     is_result: bool = False
-    over: Value | None = None
+    over: RegionValue | None = None
     offset: Any = 0
     shape: list[Any] = field(init=False)
 
@@ -47,7 +47,7 @@ class Value:
         self.shape = [plain_extent(extent) for extent in self.ty.shape.values]
 
     @property
-    def home(self) -> Value:
+    def home(self) -> RegionValue:
         """The value that lay first in the same memory."""
         return self if self.over is None else self.over.home
 
@@ -63,13 +63,13 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Step:
+class RegionStep:
     """A call of a kernel in a run.
 
     Attributes
     ----------
     kernel : tvm.ir.GlobalVar
-    operands : tuple of Value
+    operands : tuple of RegionValue
         Its tensors.
     access : tuple of str
         What it does to each: ``"read"``, ``"write"`` or ``"read-write"``.
@@ -79,14 +79,14 @@ class Step:
     """
 
     kernel: tvm.ir.GlobalVar
-    operands: tuple[Value, ...]
+    operands: tuple[RegionValue, ...]
     access: tuple[str, ...]
     scalars: tuple[Any, ...]
     variable: str
 
 
 @dataclass
-class Recorded:
+class OutlinedRegion:
     """A command buffer, to be written once the kernels' raw names are known.
 
     Attributes
@@ -96,14 +96,14 @@ class Recorded:
     function : str
         The Relax function it was cut from.
     vdevice : relax.VDevice
-    inputs, constants, results : list of Value
+    inputs, constants, results : list of RegionValue
         Its tensor parameters, in this order, with `numbers` before the results, and the arena after them. Results that
         take the memory of an input are not among them.
     numbers : list of tirx.Var
         The symbols that the call passes, since no tensor's extents say them.
     arena : int or tirx.Expr
         Bytes; 0 for none.
-    steps : list of Step
+    steps : list of RegionStep
     ended : str
         What came after the run and could not join it.
     """
@@ -111,12 +111,12 @@ class Recorded:
     gv: tvm.ir.GlobalVar
     function: str
     vdevice: relax.VDevice
-    inputs: list[Value]
-    constants: list[Value]
-    results: list[Value]
+    inputs: list[RegionValue]
+    constants: list[RegionValue]
+    results: list[RegionValue]
     numbers: list[tirx.Var]
     arena: Any
-    steps: list[Step]
+    steps: list[RegionStep]
     ended: str = ""
 
     @property
@@ -164,7 +164,7 @@ class Recorded:
         if self.has_arena:
             params.append(Tensor("arena", [_int64(renamed(self.arena))], "uint8"))
 
-        def address(value: Value) -> Address:
+        def address(value: RegionValue) -> Address:
             if value.home in places:
                 return Address(places[value.home], 0, value.dtype)
             return Address(len(params) - 1, renamed(value.home.offset), value.dtype)

@@ -21,7 +21,7 @@ import tvm
 
 from ...tir.core.ties import Tie
 from ..ir.blocks import same_shape
-from .region_ir import Value
+from .region_ir import RegionValue
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Draft:
     Attributes
     ----------
     kernel : tvm.ir.GlobalVar
-    reads, makes : list of Value
+    reads, makes : list of RegionValue
     scalars : tuple
     variable : str
     over : dict
@@ -40,8 +40,8 @@ class Draft:
     """
 
     kernel: tvm.ir.GlobalVar
-    reads: list[Value]
-    makes: list[Value]
+    reads: list[RegionValue]
+    makes: list[RegionValue]
     scalars: tuple[object, ...]
     variable: str
     over: dict[int, int] = field(default_factory=dict)
@@ -55,20 +55,20 @@ class Draft:
 def take_operands(
     drafts: Sequence[Draft],
     ties: Callable[[tvm.ir.GlobalVar], list[Tie]],
-    made: Collection[Value],
-    free: Collection[Value],
+    made: Collection[RegionValue],
+    free: Collection[RegionValue],
 ) -> list[Draft]:
     """Have results take the memory of operands; the drafts of which one does now.
 
     Parameters
     ----------
     drafts : sequence of Draft
-        In order; `Value.end` and `Value.is_result` are final.
+        In order; `RegionValue.end` and `RegionValue.is_result` are final.
     ties : callable
         What a kernel ties: numbers of its tensors, operands first.
-    made : collection of Value
+    made : collection of RegionValue
         By the run.
-    free : collection of Value
+    free : collection of RegionValue
         Those that the run is given and may overwrite.
     """
     taken: list[Draft] = []
@@ -93,15 +93,15 @@ def _is_last_reader(draft: Draft, operand: int, result: int, now: int, pairs: Se
     return value.end == now and not value.is_result and all((other, result) in pairs for other in others)
 
 
-def _same_form(one: Value, other: Value) -> bool:
+def _same_form(one: RegionValue, other: RegionValue) -> bool:
     """Whether two values have one shape: an operand may be shown in another than it has."""
     return same_shape(one.ty.shape.values, other.ty.shape.values)
 
 
-def _without_dead_ends(taken: list[Draft], free: Collection[Value]) -> list[Draft]:
+def _without_dead_ends(taken: list[Draft], free: Collection[RegionValue]) -> list[Draft]:
     """Less those at the end of a chain that overwrites what the run was given for nothing that is read after it."""
     kept: list[Draft] = []
-    needed: set[Value] = set()
+    needed: set[RegionValue] = set()
     for draft in reversed(taken):
         ((number, operand),) = draft.over.items()
         result = draft.makes[number]

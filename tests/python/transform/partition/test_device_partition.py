@@ -12,8 +12,8 @@ from tvm.script import relax as R
 import relax_hetero as rh
 from relax_hetero.transform.ir.blocks import used_vars
 from relax_hetero.transform.ir.rewriting import walk_bindings
-from relax_hetero.transform.partition.binding_devices import WorkPlaces
-from relax_hetero.transform.partition.device_partition import WorkParts
+from relax_hetero.transform.partition.binding_devices import BindingDevices
+from relax_hetero.transform.partition.device_partition import DevicePartition
 from relax_hetero.transform.partition.transfer_dependences import is_transfer
 from transform.outlines import D0, D1, FIRST, ONE, SECOND, TWO, with_main
 
@@ -53,7 +53,7 @@ def graphs(draw):
 def parts_of(mod, small=-1):
     """The parts of `main`; none are small unless told."""
     with mock.patch.object(device_partition, "SMALL", small):
-        return WorkParts(list(walk_bindings(mod["main"].body)), WorkPlaces(mod))
+        return DevicePartition(list(walk_bindings(mod["main"].body)), BindingDevices(mod))
 
 
 class Dependence:
@@ -96,7 +96,7 @@ def test_parts_in_order_read_what_is_made(mod, small):
     parts = parts_of(mod, small)
     order = parts.in_order()
     assert sorted(order) == sorted(parts.parts)
-    dependence = Dependence(parts.bindings, WorkPlaces(mod))
+    dependence = Dependence(parts.bindings, BindingDevices(mod))
     done: set[int] = set()
     for number in order:
         members = set(parts.parts[number].members)
@@ -104,7 +104,7 @@ def test_parts_in_order_read_what_is_made(mod, small):
             made = {other for other in dependence.before[index] if other in parts.part_of}
             assert made <= done | members
         done |= members
-    work = {i for i, b in enumerate(parts.bindings) if not WorkPlaces(mod).is_free(b)}
+    work = {i for i, b in enumerate(parts.bindings) if not BindingDevices(mod).is_free(b)}
     assert work <= done == set(parts.part_of)
 
 
@@ -112,7 +112,7 @@ def test_parts_in_order_read_what_is_made(mod, small):
 @SETTINGS
 def test_no_part_waits_for_what_its_first_kernel_does_not_need(mod):
     parts = parts_of(mod)
-    places = WorkPlaces(mod)
+    places = BindingDevices(mod)
     dependence = Dependence(parts.bindings, places)
     for part in parts.parts.values():
         work = [index for index in part.members if not places.is_free(parts.bindings[index])]
@@ -131,7 +131,7 @@ def test_no_part_waits_for_what_its_first_kernel_does_not_need(mod):
 @SETTINGS
 def test_work_with_the_same_transfers_around_it_is_one_part(mod):
     parts = parts_of(mod)
-    places = WorkPlaces(mod)
+    places = BindingDevices(mod)
     dependence = Dependence(parts.bindings, places)
     found = {}
     for number, part in parts.parts.items():

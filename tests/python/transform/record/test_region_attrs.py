@@ -18,7 +18,7 @@ from relax_hetero.transform.record.region_attrs import (
     region_spec,
     regions_of,
 )
-from relax_hetero.transform.record.region_ir import Recorded, Step, Value
+from relax_hetero.transform.record.region_ir import OutlinedRegion, RegionStep, RegionValue
 
 
 def formed(mod):
@@ -89,17 +89,17 @@ def test_symbols_of_one_name_are_told_apart():
     device = rh.VDevice("llvm")
 
     def value(name, extent, **fields):
-        return Value(relax.TensorType([extent], "float32", device), name, **fields)
+        return RegionValue(relax.TensorType([extent], "float32", device), name, **fields)
 
     x, y, z = value("x", n), value("y", other), value("z", keyword, begin=1, end=1, is_result=True)
     inside = value("t", n + other, offset=other * 64)
     kernel = tvm.ir.GlobalVar("k")
     steps = [
-        Step(kernel, (x, y, inside), ("read", "read", "write"), (n, tirx.FloatImm("float32", 0.5)), "t"),
-        Step(kernel, (x, inside, z), ("read", "read", "write"), (keyword - 1, tirx.IntImm("int64", 3)), "z"),
+        RegionStep(kernel, (x, y, inside), ("read", "read", "write"), (n, tirx.FloatImm("float32", 0.5)), "t"),
+        RegionStep(kernel, (x, inside, z), ("read", "read", "write"), (keyword - 1, tirx.IntImm("int64", 3)), "z"),
     ]
-    recorded = Recorded(tvm.ir.GlobalVar("c"), "main", device, [x, y], [], [z], [], other * 128, steps)
-    region = region_spec(recorded, [device])
+    outlined = OutlinedRegion(tvm.ir.GlobalVar("c"), "main", device, [x, y], [], [z], [], other * 128, steps)
+    region = region_spec(outlined, [device])
     assert region.parameters == ("n", "n_1", "min_1")
     assert [slot.shape for slot in region.slots] == [("n",), ("n_1",), ("min_1",)]
     assert region.arena == "(n_1 * 128)"

@@ -11,7 +11,7 @@ from tvm.script import tirx as T
 import relax_hetero as rh
 from relax_hetero.transform.record.form_command_buffers import form_command_buffers
 from relax_hetero.transform.record.region_attrs import regions_of
-from relax_hetero.transform.record.region_ir import Value
+from relax_hetero.transform.record.region_ir import RegionValue
 from relax_hetero.transform.record.take_operands import Draft, take_operands
 from transform.outlines import V4, called, check
 
@@ -142,12 +142,12 @@ VDEVICE = rh.VDevice("llvm")
 def programs(draw):
     """Drafts over a few inputs: every kernel reads up to three values and ties some of them; some values are wanted."""
     count = draw(st.integers(1, 3))
-    values = [Value(relax.TensorType([4], "float32", VDEVICE), f"x{i}") for i in range(count)]
+    values = [RegionValue(relax.TensorType([4], "float32", VDEVICE), f"x{i}") for i in range(count)]
     free = [value for value in values if draw(st.booleans())]
     drafts, ties = [], {}
     for now in range(draw(st.integers(1, 12))):
         reads = draw(st.lists(st.sampled_from(values), min_size=1, max_size=3))
-        made = Value(relax.TensorType([4], "float32", VDEVICE), f"v{now}", now, now)
+        made = RegionValue(relax.TensorType([4], "float32", VDEVICE), f"v{now}", now, now)
         for value in reads:
             value.end = now
         kernel = tvm.ir.GlobalVar(f"k{now}")
@@ -182,7 +182,7 @@ def test_every_kernel_finds_what_was_made(program):
 
 
 def test_the_last_reader_is_always_taken():
-    program = [Value(relax.TensorType([4], "float32", VDEVICE), name) for name in "xab"]
+    program = [RegionValue(relax.TensorType([4], "float32", VDEVICE), name) for name in "xab"]
     x, a, b = program
     x.end, a.begin, a.end, b.begin, b.end, b.is_result = 0, 0, 1, 1, 1, True
     first, second = Draft(tvm.ir.GlobalVar("f"), [x], [a], (), "a"), Draft(tvm.ir.GlobalVar("g"), [a], [b], (), "b")
