@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 
@@ -279,4 +279,4 @@ def _data(entry: Any) -> Any:
     """An entry as JSON data, which has no tuples."""
     if isinstance(entry, tuple):
         return [_data(each) for each in entry]
-    return {name: _data(getattr(entry, name)) for name in entry.__slots__} if is_dataclass(entry) else entry
+    return {each.name: _data(getattr(entry, each.name)) for each in fields(entry)} if is_dataclass(entry) else entry
