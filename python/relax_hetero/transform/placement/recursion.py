@@ -1,6 +1,6 @@
 """Group the functions of a module by recursion.
 
-TVM's `relax.analysis.detect_recursion` names the groups that recurse, but gives no order: placement needs callees first.
+TVM's `detect_recursion` names the groups that recurse, but gives no order: placement needs callees first.
 """
 
 from __future__ import annotations
