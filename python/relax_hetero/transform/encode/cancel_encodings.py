@@ -16,7 +16,7 @@ from ...encoding.expression import Expression
 from ..ir.emitting import Emitter
 from ..ir.relax_expressions import from_expression
 from .encoded_convolutions import stock_convolution
-from .stored_tensors import shape_of
+from .encoded_values import shape_of
 
 
 def stock_product(encoding: Encoding, operands: Sequence[relax.Expr], out: Emitter) -> list[relax.Binding]:

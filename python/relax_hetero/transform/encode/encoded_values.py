@@ -1,14 +1,20 @@
-"""Which variables of a function hold encoded tensors, and how those are stored."""
+"""Which variables of a function hold encoded tensors, how those are stored, and the types of what is stored."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from tvm import relax
+import tvm
+from tvm import relax, tirx
 
-from ...encoding.encoding import Encoding
+from ...encoding.encoding import Encoding, IndexMap
 from ...encoding.packed_layout import PackedLayout
+from ...encoding.problem import Operand
+from ...encoding.row_program import RowProgram
+from ...errors import EncodingError
 from ...op.encoded import UNSET, encoded_op
+from ..ir.extents import Symbols
 from ..ir.op_names import TRANSFER
 from ..ir.rewriting import op_name, walk_bindings
 
@@ -57,3 +63,65 @@ def encoded_value(expr: relax.Expr, known: dict[relax.Var, EncodedValue]) -> Enc
 def layout_of(call: relax.Call) -> PackedLayout | None:
     """The layout an encoded op names, None where it names none yet."""
     return PackedLayout.parse(call.attrs.layout) if call.attrs.layout else None
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor operand of an encoded op: what the program means by it, and how it is stored.
+
+    Attributes
+    ----------
+    ty : relax.TensorType
+        The logical type.
+    layout : PackedLayout
+        Identity for plain tensors.
+    """
+
+    ty: relax.TensorType
+    layout: PackedLayout
+
+    @staticmethod
+    def plain(ty: relax.TensorType) -> Stored:
+        """A tensor outside of encodings."""
+        return Stored(ty, PackedLayout.identity(len(shape_of(ty))))
+
+    def operand(self, symbols: Symbols, index_map: IndexMap) -> Operand:
+        """The tensor as problems have it."""
+        shape = tuple(symbols.dim(extent) for extent in shape_of(self.ty))
+        return Operand(shape, str(self.ty.dtype), index_map, self.layout)
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """Work on the rows of a product's result: see `RowPhase`, whose operands are tensors here."""
+
+    program: RowProgram
+    product: int
+    operands: tuple[Stored, ...]
+
+
+def shape_of(ty: relax.TensorType) -> list[tvm.tirx.PrimExpr]:
+    """Extents of a tensor type.
+
+    Raises
+    ------
+    EncodingError
+        Where the type does not know them: encodings need extents, if only symbolic ones.
+    """
+    if ty.shape is None or not isinstance(ty.shape, relax.ShapeExpr):
+        raise EncodingError(f"an encoded op on a {ty}: found no shape, expected extents (symbolic ones will do)")
+    return list(ty.shape.values)
+
+
+def physical_type(stored: Stored, vdevice: relax.VDevice | None = None) -> relax.TensorType:
+    """The type of the bytes of a tensor under its layout."""
+    if stored.layout.is_identity:
+        return stored.ty
+    shape = stored.layout.packed_shape([_int_if_known(extent) for extent in shape_of(stored.ty)])
+    analyzer = tvm.sym.Analyzer()
+    simple = [e if isinstance(e, int) else analyzer.simplify(e) for e in shape]
+    return relax.TensorType(simple, stored.ty.dtype, vdevice or stored.ty.vdevice)
+
+
+def _int_if_known(extent: tvm.tirx.PrimExpr) -> Any:
+    return int(extent) if isinstance(extent, tirx.IntImm) else extent

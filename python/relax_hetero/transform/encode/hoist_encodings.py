@@ -32,7 +32,7 @@ from ..ir.blocks import Block, rewrite_blocks, without_unused
 from ..ir.declare import declare_pass
 from ..ir.op_names import CAST, PERMUTE, RESHAPE, TRANSFER
 from ..ir.rewriting import map_bindings, op_name, relax_functions, typed, with_functions
-from .stored_tensors import Stored, physical_type
+from .encoded_values import Stored, physical_type
 
 _COMPUTED = (PERMUTE, RESHAPE, CAST, TRANSFER)
 """Ops on a constant that are computed here, where an encoding is all they are for."""

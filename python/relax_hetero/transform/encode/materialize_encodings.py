@@ -17,7 +17,7 @@ and vanishes where the layout is identity; what was packed and is unpacked
 only to be packed for another op goes from the one layout to the other. Types become those of the bytes.
 Elementwise ops of which each is the only user of the one before, the first of a product's, become the epilogue of the
 product's kernel: its accumulators never leave registers before bias, activation and residual are applied.
-`R.hetero.rows` becomes a kernel too, or a phase of the kernel of the product whose result only it reads (`row_phases`).
+`R.hetero.rows` becomes a kernel too, or a phase of the kernel of the product whose result only it reads (`epilogues`).
 
 Assumes SpecializeEncodings. Kernels are written by the resolver of the device's target (products, elementwise) or by
 `relax_hetero.tir.pack.pack`; equal problems on equal targets share one. A second run changes nothing.
@@ -45,11 +45,9 @@ from ..ir.error_context import blaming
 from ..ir.merge_variables import Merges
 from ..ir.op_names import TRANSFER
 from ..ir.rewriting import map_bindings, op_name, relax_functions, typed, walk_bindings, with_functions
+from .encoded_values import Stored, StoredRows, physical_type
 from .encoding_kernels import EncodingKernels
-from .epilogues import Chain, fused_variables, user_counts
-from .materialize_attention import attention_bindings
-from .row_phases import find_row_phases
-from .stored_tensors import Stored, StoredRows, physical_type
+from .epilogues import Chain, find_row_phases, fused_variables, user_counts
 from .verify_encodings import verify_encodings
 
 
@@ -199,9 +197,16 @@ class _Function:
         return relax.VarBinding(var, self._call(kernel, call.args, var.ty), binding.span)
 
     def _attention(self, binding: relax.Binding) -> list[relax.Binding]:
+        """The call of a kernel, whose scratch is a second result that nobody reads."""
         where = f"{ATTENTION} of variable {binding.var.name!r} in function {self.name!r}"
         kernel, scratch = self.kernels.attention(binding.value, binding.var.ty, where)
-        return attention_bindings(binding, kernel, scratch, self.merges.resolve)
+        var, call = binding.var, binding.value
+        types = [var.ty, scratch]
+        operands = relax.Tuple([self.merges.resolve(arg) for arg in call.args])
+        value = typed(relax.call_tir(kernel, operands, types), tvm.ir.TupleType(types))
+        both = type(var)(f"{var.name}_scratch", value.ty)
+        first = relax.VarBinding(var, relax.TupleGetItem(both, 0), binding.span)
+        return [relax.VarBinding(both, value, binding.span), first]
 
     def _block_product(self, binding: relax.Binding) -> relax.Binding:
         var, call = binding.var, binding.value

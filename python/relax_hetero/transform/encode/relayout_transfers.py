@@ -15,7 +15,7 @@ from ...target.cpu_target import cpu_target_of
 from ...target.vdevice import physical
 from ..ir.emitting import Emitter
 from ..ir.rewriting import with_vdevice
-from .stored_tensors import shape_of
+from .encoded_values import shape_of
 
 # Bytes a second: of one core that lays data out with vectors and without, and of a copy between two memories. Only
 # their ratios matter. (Sources: packing kernels measured at 10 to 40 GB/s a core from memory, scalar loops at about 1;

@@ -45,12 +45,12 @@ from ..ir.op_names import CAST, PERMUTE, RESHAPE, TRANSFER
 from ..ir.reports import CancelledEntry
 from ..ir.rewriting import map_bindings, op_name, relax_functions, typed, with_functions
 from .cancel_encodings import stock_elementwise, stock_product
-from .encoded_values import layout_of
+from .encoded_values import Stored, layout_of
 from .encoding_description import describe_encodings, name_in_model, product_name
+from .encoding_kernels import VariantNames
 from .encoding_layouts import Layouts, target_of
-from .kernel_names import VariantNames
+from .kernel_problems import product_problem
 from .relayout_transfers import Crossing, moved
-from .stored_tensors import Stored, product_problem
 from .verify_encodings import verify_encodings
 
 _FOLDED = (CAST, PERMUTE, RESHAPE, TRANSFER)

@@ -1,96 +1,38 @@
-"""Tensors as they are stored, and the problems that calls of encoded ops state about them.
+"""The problems that encoded ops state to resolvers, a function for each kind of op.
 
-Problems name symbolic extents "s0", "s1", ... in order of appearance, so that dispatches that differ only in the names
-of their symbols share a kernel.
+A problem says what a kernel computes on which operands, in which layouts, with symbols instead of variables, so that
+equal problems are equal objects.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import tvm
-from tvm import relax, tirx
+from tvm import relax
 
 from ...encoding.encoding import LHS, RESULT, RHS, Encoding, IndexMap
 from ...encoding.expression import Expression
+from ...encoding.heads import NAMES, Heads
 from ...encoding.packed_layout import PackedLayout
 from ...encoding.problem import (
+    AttentionProblem,
+    BlockProductProblem,
     ConvProblem,
     ElementwiseProblem,
     Epilogue,
     MatmulProblem,
     Operand,
     RowPhase,
+    RowsProblem,
     Window,
 )
 from ...encoding.row_program import RowProgram
 from ...errors import EncodingError
-from ..ir.blocks import is_one
+from ...op.attention import attention_sizes
+from ..ir.blocks import is_one, same_shape
 from ..ir.extents import Symbols
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor operand of an encoded op: what the program means by it, and how it is stored.
-
-    Attributes
-    ----------
-    ty : relax.TensorType
-        The logical type.
-    layout : PackedLayout
-        Identity for plain tensors.
-    """
-
-    ty: relax.TensorType
-    layout: PackedLayout
-
-    @staticmethod
-    def plain(ty: relax.TensorType) -> Stored:
-        """A tensor outside of encodings."""
-        return Stored(ty, PackedLayout.identity(len(shape_of(ty))))
-
-    def operand(self, symbols: Symbols, index_map: IndexMap) -> Operand:
-        """The tensor as problems have it."""
-        shape = tuple(symbols.dim(extent) for extent in shape_of(self.ty))
-        return Operand(shape, str(self.ty.dtype), index_map, self.layout)
-
-
-@dataclass(frozen=True)
-class StoredRows:
-    """Work on the rows of a product's result: see `RowPhase`, whose operands are tensors here."""
-
-    program: RowProgram
-    product: int
-    operands: tuple[Stored, ...]
-
-
-def shape_of(ty: relax.TensorType) -> list[tvm.tirx.PrimExpr]:
-    """Extents of a tensor type.
-
-    Raises
-    ------
-    EncodingError
-        Where the type does not know them: encodings need extents, if only symbolic ones.
-    """
-    if ty.shape is None or not isinstance(ty.shape, relax.ShapeExpr):
-        raise EncodingError(f"an encoded op on a {ty}: found no shape, expected extents (symbolic ones will do)")
-    return list(ty.shape.values)
-
-
-def physical_type(stored: Stored, vdevice: relax.VDevice | None = None) -> relax.TensorType:
-    """The type of the bytes of a tensor under its layout."""
-    if stored.layout.is_identity:
-        return stored.ty
-    shape = stored.layout.packed_shape([_int_if_known(extent) for extent in shape_of(stored.ty)])
-    analyzer = tvm.sym.Analyzer()
-    simple = [e if isinstance(e, int) else analyzer.simplify(e) for e in shape]
-    return relax.TensorType(simple, stored.ty.dtype, vdevice or stored.ty.vdevice)
-
-
-def _int_if_known(extent: tvm.tirx.PrimExpr) -> Any:
-    return int(extent) if isinstance(extent, tirx.IntImm) else extent
+from .encoded_values import Stored, StoredRows, shape_of
 
 
 def product_problem(
@@ -200,3 +142,91 @@ def _broadcast_map(stored: Stored, result: Stored, names: IndexMap) -> IndexMap:
     start = len(names) - len(shape)
     aligned = zip(shape, full[start:], names[start:], strict=True)
     return tuple("1" if is_one(extent) and not is_one(whole) else name for extent, whole, name in aligned)
+
+
+def rows_problem(program: RowProgram, operands: Sequence[Stored], result: Stored) -> RowsProblem:
+    """The problem of `R.hetero.rows`: operands broadcast against the rows that they have together.
+
+    Parameters
+    ----------
+    program : RowProgram
+    operands : sequence of Stored
+        Plain tensors.
+    result : Stored
+        Plain; the last extent is 1 where the result does not vary along a row.
+    """
+    symbols = Symbols()
+    rank = len(shape_of(result.ty))
+    # Rows of one element still run along n.
+    single = all(is_one(extent) for stored in operands for extent in shape_of(stored.ty)[-1:])
+
+    def operand(stored: Stored) -> Operand:
+        return _operand(symbols, stored, rank, single)
+
+    return RowsProblem(program, tuple(map(operand, operands)), operand(result))
+
+
+def _operand(symbols: Symbols, stored: Stored, rank: int, single: bool) -> Operand:
+    """Dimensions align from the last, which is "n"; extents of one are "1", whatever the others have there."""
+    shape = tuple(symbols.dim(extent) for extent in shape_of(stored.ty))
+    names = [f"d{axis}" for axis in range(rank - 1)] + ["n"]
+    aligned = zip(shape, names[rank - len(shape) :], strict=True)
+    index_map = tuple("1" if extent == 1 and not (single and name == "n") else name for extent, name in aligned)
+    return Operand(shape, str(stored.ty.dtype), index_map, PackedLayout.identity(len(shape)))
+
+
+def attention_problem(call: relax.Call, result: relax.TensorType) -> AttentionProblem:
+    """What a call of `R.hetero.attention` asks of a kernel."""
+    heads, sizes = Heads.parse(call.attrs.heads), attention_sizes(call)
+    symbols = Symbols()
+
+    def operand(ty: relax.TensorType, index_map: tuple[str, ...]) -> Operand:
+        shape = tuple(symbols.dim(extent) for extent in shape_of(ty))
+        return Operand(shape, str(ty.dtype), index_map, PackedLayout.identity(len(shape)))
+
+    types = [arg.ty for arg in call.args]
+    query, key, value = (operand(ty, found.index_map) for ty, found in zip(types, heads.operands, strict=False))
+    masks = tuple(operand(ty, _mask_map(ty, sizes)) for ty in types[3:])
+    return AttentionProblem(
+        query,
+        key,
+        value,
+        operand(result, heads.result.index_map),
+        (heads.query.starts, heads.key.starts, heads.value.starts),
+        tuple((name, symbols.dim(sizes[name])) for name in NAMES),
+        Epilogue(Expression.parse(call.attrs.scores), masks),
+        str(call.attrs.causal),
+        bool(call.attrs.nan_to_zero),
+    )
+
+
+def _mask_map(ty: relax.TensorType, sizes: dict[str, Any]) -> tuple[str, ...]:
+    extents = shape_of(ty)
+    names = "bhmn"[4 - len(extents) :]
+    return tuple(
+        "1" if is_one(extent) and not is_one(sizes[name]) else name for extent, name in zip(extents, names, strict=True)
+    )
+
+
+def block_product_problem(call: relax.Call, result: relax.TensorType) -> BlockProductProblem:
+    """What a call of `R.hetero.block_matmul` asks of a kernel."""
+    symbols = Symbols()
+    names = (*(f"b{axis}" for axis in range(len(shape_of(result)) - 2)), "m", "n")
+    stored = [Stored.plain(arg.ty) for arg in call.args]
+    first = 3 + bool(call.attrs.zeros)
+    whole, epilogue = shape_of(result), None
+    lhs = stored[0].operand(symbols, (*names[:-1], "k"))
+    weights = tuple(one.operand(symbols, ("panel", "row", "column")) for one in stored[1:first])
+    expression = Expression.parse(call.attrs.expression)
+    if expression != Expression.operand(0):
+        maps = [names if same_shape(shape_of(one.ty), whole) else _of_columns(one, whole[-1]) for one in stored[first:]]
+        operands = (one.operand(symbols, index_map) for one, index_map in zip(stored[first:], maps, strict=True))
+        epilogue = Epilogue(expression, tuple(operands))
+    out = Stored.plain(result).operand(symbols, names)
+    return BlockProductProblem(lhs, weights, out, int(call.attrs.block), epilogue)
+
+
+def _of_columns(operand: Stored, columns: Any) -> tuple[str, ...]:
+    """The map of one number, or of one for each column."""
+    extents = shape_of(operand.ty)
+    return ("n",) if same_shape(extents, [columns]) else ("1",) * len(extents)
