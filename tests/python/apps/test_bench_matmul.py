@@ -218,8 +218,8 @@ def test_the_peak_loop_touches_registers_only() -> None:
         loop()
 
 
-def test_turns_give_every_program_its_calls_and_wait_for_quiet() -> None:
-    from turns import take_turns, wait_until_idle
+def test_turns_give_every_program_its_calls() -> None:
+    from turns import take_turns
 
     counts = {"a": 0, "b": 0}
 
@@ -232,4 +232,22 @@ def test_turns_give_every_program_its_calls_and_wait_for_quiet() -> None:
     timings = take_turns({name: program(name) for name in counts}, rounds=3)
     assert all(timing.turns == 3 and len(timing.seconds) <= counts[name] for name, timing in timings.items())
     assert all(timing.fastest <= timing.median for timing in timings.values())
-    assert wait_until_idle()
+
+
+def test_a_process_is_quiet_when_it_uses_no_processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    import turns
+
+    now, used = 0.0, 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now, used
+        now += seconds
+        used += seconds if now < busy_until else 0.0
+
+    monkeypatch.setattr(turns.time, "sleep", sleep)
+    monkeypatch.setattr(turns.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(turns.time, "process_time", lambda: used)
+    busy_until = 0.1
+    assert turns.wait_until_idle() and busy_until < now < busy_until + 0.01
+    busy_until = 10.0
+    assert not turns.wait_until_idle()

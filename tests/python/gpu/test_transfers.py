@@ -87,7 +87,8 @@ def test_copies_run_in_the_order_of_their_streams(pool):
     np.testing.assert_array_equal(result.numpy(), array)
 
 
-def test_pinned_copies_return_before_they_end(pool):
+@pytest.mark.timing
+def test_pinned_copies_return_at_once(pool):
     stream = Stream(cuda_library(), 0)
     tensors = pool.tensor((LARGE,), "uint8", CPU), empty((LARGE,), "uint8", GPU)
     for source, target in (tensors, tensors[::-1]):
@@ -98,6 +99,17 @@ def test_pinned_copies_return_before_they_end(pool):
         assert not event.done()
         event.synchronize()
         assert issued < (time.perf_counter() - start) / 4
+
+
+def test_pinned_copies_return_before_they_end(pool):
+    stream = Stream(cuda_library(), 0)
+    tensors = pool.tensor((LARGE,), "uint8", CPU), empty((LARGE,), "uint8", GPU)
+    for source, target in (tensors, tensors[::-1]):
+        begin_copy(source, target, stream).synchronize()
+        event = begin_copy(source, target, stream)
+        assert not event.done()
+        event.synchronize()
+        assert event.done()
 
 
 def test_timed_events(pool):
@@ -215,6 +227,7 @@ def rate(copy):
 
 
 @pytest.mark.skipif(num_cores() < 16, reason="fewer than 16 cores")
+@pytest.mark.timing
 def test_rates(pool):
     """Bounds with room for a busy host; apps/bench/transfers.py measures."""
     stream = Stream(cuda_library(), 0)
@@ -229,6 +242,7 @@ def test_rates(pool):
 
 
 @two_gpus
+@pytest.mark.timing
 def test_rate_between_gpus():
     enable_peer_access([GPU, tvm.cuda(1)])
     source, target = empty((LARGE,), "uint8", GPU), empty((LARGE,), "uint8", tvm.cuda(1))

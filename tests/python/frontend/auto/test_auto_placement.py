@@ -9,8 +9,8 @@ from onnx import TensorProto, helper, numpy_helper, parser
 
 import relax_hetero as rh
 from frontend.plan_problems import links
-from relax_hetero.frontend import CostModel, DeviceCost
-from relax_hetero.frontend.auto import auto_placement, cost_model
+from relax_hetero.frontend import CostModel, DeviceCost, auto_placement
+from relax_hetero.frontend.auto import cost_model
 from relax_hetero.target.vdevice import VDevice, native, parse_vdevices
 
 GPU = {"kind": "cuda", "arch": "sm_90"}
