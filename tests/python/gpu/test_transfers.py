@@ -21,6 +21,7 @@ from relax_hetero.vm.device.peer_access import enable_peer_access
 from relax_hetero.vm.device.pinned_pool import PINNED_BYTES, PinnedPool
 from relax_hetero.vm.device.pinned_staging import FIRST_PART_BYTES, PART_BYTES, STAGED_BYTES
 from relax_hetero.vm.device.tensors import alias, begin_copy, copy_into, copy_to, empty, from_array, from_numpy
+from seeds import fresh_rng
 
 GPUS = sum(tvm.cuda(i).exist for i in range(8)) if tvm.runtime.enabled("cuda") else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no NVIDIA GPU")]
@@ -32,7 +33,7 @@ LARGE = 256_000_000
 
 
 def random(nbytes):
-    return np.random.default_rng().integers(0, 256, nbytes, "uint8")
+    return fresh_rng().integers(0, 256, nbytes, "uint8")
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +179,7 @@ def sending(rows, is_made):
 def test_what_a_cpu_makes_for_a_gpu_lies_in_pinned_memory(is_symbolic, sent):
     for rows in (8, 32, 2 * STAGED_BYTES // 4096):
         vm = sending(tvm.tirx.Var("n", "int64") if is_symbolic else rows, True)
-        x = np.random.default_rng().random((rows, 1024), "float32")
+        x = fresh_rng().random((rows, 1024), "float32")
         results = [vm["main"](x) for _ in range(3)]
         results += [fence.result() for fence in [vm.submit("main", x) for _ in range(6)]]
         for y, z in results:
@@ -191,7 +192,7 @@ def test_what_a_cpu_makes_for_a_gpu_lies_in_pinned_memory(is_symbolic, sent):
 def test_pinned_arguments_are_sent_from_where_they_are(sent):
     vm = sending(STAGED_BYTES // 4096, False)
     array = rh.vm.pinned_array((STAGED_BYTES // 4096, 1024))
-    array[...] = np.random.default_rng().random(array.shape, "float32")
+    array[...] = fresh_rng().random(array.shape, "float32")
     arguments = [array, tvm_ffi.from_dlpack(array), alias(tvm_ffi.from_dlpack(array), tvm_ffi.Device(CUDA_HOST, 0))]
     with suppress(ImportError):
         import torch
@@ -207,7 +208,7 @@ def test_many_threads_at_once():
     def there_and_back(number):
         gpu = tvm.cuda(number % GPUS)
         for _ in range(5):
-            array = random(int(np.random.default_rng().integers(1, 2 * STAGED_BYTES)))
+            array = random(int(fresh_rng().integers(1, 2 * STAGED_BYTES)))
             back = np.empty_like(array)
             copy_into(copy_to(from_array(array), gpu), from_array(back))
             np.testing.assert_array_equal(back, array)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from relax_hetero.errors import EncodingError
 from relax_hetero.target.cpu_target import machine_of
 from relax_hetero.tir.attention.attention import attention_kernel
+from seeds import fresh_rng
 from tir.attention_runs import case, check, problem_of
 from tir.products_of import AVX2, AVX512, SSE
 
@@ -17,7 +18,7 @@ TARGETS = {"avx512": AVX512, "avx2": AVX2, "sse": SSE}
 
 @pytest.fixture
 def rng() -> np.random.Generator:
-    return np.random.default_rng()
+    return fresh_rng()
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)

@@ -6,6 +6,7 @@ import tvm
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from seeds import fresh_rng
 from tir.attention_runs import case, check
 from tir.products_of import AVX2, SSE
 from tir.products_of import AVX512 as BF16
@@ -16,7 +17,7 @@ TARGETS = {"bf16": BF16, "avx512": NO_BF16, "avx2": AVX2, "sse": SSE}
 
 @pytest.fixture
 def rng() -> np.random.Generator:
-    return np.random.default_rng()
+    return fresh_rng()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

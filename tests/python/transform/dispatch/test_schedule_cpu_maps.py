@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from tvm import relax, tirx
 from tvm.relax import op
 
+from seeds import fresh_rng
 from tir.kernel_runs import VECTOR_NAMES
 from transform.scheduled_ops import F32, I32, I64, Build, N, Operands, check, const, f32, i64, resize
 
@@ -110,4 +110,4 @@ CASES: dict[str, tuple[Build, Operands]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_numbers(name: str) -> None:
-    check(*CASES[name], VECTOR_NAMES, np.random.default_rng())
+    check(*CASES[name], VECTOR_NAMES, fresh_rng())

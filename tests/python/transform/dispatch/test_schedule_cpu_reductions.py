@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 from tvm.relax import op
 
+from seeds import fresh_rng
 from tir.kernel_runs import VECTOR_NAMES
 from transform.scheduled_ops import Build, N, Operands, check, f32, i32, i64, pool
 
@@ -78,4 +78,4 @@ CASES: dict[str, tuple[Build, Operands]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_numbers(name: str) -> None:
-    check(*CASES[name], VECTOR_NAMES, np.random.default_rng())
+    check(*CASES[name], VECTOR_NAMES, fresh_rng())

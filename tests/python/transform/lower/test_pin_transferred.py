@@ -18,6 +18,7 @@ from relax_hetero.transform import FormSchedules, LowerPinnedStorage, LowerToVM,
 from relax_hetero.vm.device import pinned_pool
 from relax_hetero.vm.device.builtins import running_on
 from relax_hetero.vm.device.cuda_library import CudaLibrary
+from seeds import fresh_rng
 from vm.fake_cuda import FakeCuda
 
 CUDA = {"kind": "cuda", "arch": "sm_90"}
@@ -250,7 +251,7 @@ def doubled():
 def test_a_machine_without_gpus_takes_plain_memory(doubled):
     vm = rh.vm.VirtualMachine(doubled, [tvm.cpu(2)])
     for rows in (0, 3, 20_000):
-        x = np.random.default_rng().random((rows, 4), "float32")
+        x = fresh_rng().random((rows, 4), "float32")
         for result in vm["main"](x):
             assert str(result.device) == "cpu:2"
             np.testing.assert_array_equal(result.numpy(), 4 * x)
@@ -273,7 +274,7 @@ def test_with_a_gpu_it_is_pinned_and_given_back(doubled, monkeypatch):
         (3 * pinned_pool.PINNED_BYTES, False, 4 * pinned_pool.PINNED_BYTES),
         (5 * pinned_pool.PINNED_BYTES, False, 0),
     ):
-        x = np.random.default_rng().random((nbytes // 16, 4), "float32")
+        x = fresh_rng().random((nbytes // 16, 4), "float32")
         with running_on((tvm.cpu(0), tvm.cuda(0)), ("global", "global")):
             y, z = machine["main"](tvm.runtime.tensor(x))
         np.testing.assert_array_equal(y.numpy(), 4 * x)

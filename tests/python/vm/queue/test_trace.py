@@ -19,6 +19,7 @@ import relax_hetero as rh
 from relax_hetero.artifact.schedule import Step
 from relax_hetero.vm.queue.trace import RESULT, Ran, TracedCall
 from relax_hetero.vm.queue.trace_events import chrome_events, in_line
+from seeds import fresh_rng
 
 GATES: dict[str, threading.Event] = {}
 WAIT = 60
@@ -76,7 +77,7 @@ def gated():
 
 
 def inputs(count: int) -> list[np.ndarray]:
-    return list(np.random.default_rng().standard_normal((count, 8, 64)).astype("float32"))
+    return list(fresh_rng().standard_normal((count, 8, 64)).astype("float32"))
 
 
 def nanoseconds(microseconds):
