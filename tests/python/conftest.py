@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import secrets
 from collections.abc import Generator
@@ -13,6 +14,12 @@ os.environ.setdefault("TVM_BIND_THREADS", "0")
 os.environ["RELAX_HETERO_CACHE"] = "off"
 # Workers of pytest-xdist inherit the environment, so that all of them draw from the same seed.
 os.environ.setdefault("RELAX_HETERO_TEST_SEED", str(secrets.randbelow(10**9)))
+
+# TVMScript looks at the whole stack for each function and class that it parses. For every frame of the import system
+# `inspect` would search all modules for the one that the frame's file belongs to, and find none: half of the time that
+# it takes to import the tests.
+for name in ("importlib._bootstrap", "importlib._bootstrap_external"):
+    inspect.modulesbyfile[f"<frozen {name}>"] = ""
 
 import pytest  # noqa: E402 (the environment comes first)
 from hypothesis import HealthCheck, settings  # noqa: E402

@@ -32,10 +32,7 @@ def run(*arguments: str) -> Any:
     return json.loads(done.stdout)
 
 
-SYMBOLIC = pytest.mark.parametrize("options", [(), ("--symbolic",)], ids=["static", "symbolic"])
-
-
-@SYMBOLIC
+@pytest.mark.parametrize("options", [(), pytest.param(("--symbolic",), marks=pytest.mark.slow)])
 def test_chains_of_kernels_are_one_region_and_every_contestant_has_a_time(options: tuple[str, ...]) -> None:
     report = run("elementwise", "--counts", "2,20", "--rounds", "1", *options)
     chains, kernel = report["found"]["chains"], report["found"]["kernel_ns"]
@@ -51,7 +48,7 @@ def test_chains_of_kernels_are_one_region_and_every_contestant_has_a_time(option
 
 
 @pytest.mark.timing
-@SYMBOLIC
+@pytest.mark.parametrize("options", [(), ("--symbolic",)], ids=["static", "symbolic"])
 def test_kernels_in_a_command_buffer_cost_less_than_through_bytecode(options: tuple[str, ...]) -> None:
     kernel = run("elementwise", "--counts", "2,200", "--rounds", "2", *options)["found"]["kernel_ns"]
     # The difference is more than tenfold.
@@ -77,6 +74,7 @@ def test_models_are_compared_with_and_without_command_buffers(tmp_path: Path) ->
     assert [check["found"] for check in report["checks"]] == [pytest.approx(ratio)] * 2
 
 
+@pytest.mark.slow
 def test_compile_times_are_those_of_kernels_that_differ() -> None:
     report = run("compile", "kernels:9", "--rounds", "1")
     (row,) = report["found"]

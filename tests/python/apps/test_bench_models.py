@@ -84,6 +84,7 @@ def test_named_dimensions_get_sizes(tmp_path: Path) -> None:
     assert random_inputs(path, {}, 0)["x"].shape == (1, 4)
 
 
+@pytest.mark.slow
 def test_one_file_serves_all_sizes(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     from model_zoo.graph import Graph

@@ -10,6 +10,7 @@ import pytest
 import tvm
 from tvm.script import tirx as T
 
+from marks import slow_but_for
 from relax_hetero.encoding import Expression, PackedLayout
 from relax_hetero.encoding.problem import ElementwiseProblem, Epilogue, Operand, Window
 from relax_hetero.target.cpu_target import machine_of
@@ -135,7 +136,7 @@ def test_residuals_of_convolutions(name, tmp_path):
     check_ties(cases, name, tmp_path)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but_for(NAMES, NAMES[:1]))
 def test_kernels_of_rows(name, tmp_path):
     rng = fresh_rng()
     residual = test_rows.NORM.replace("x2", "x3").replace("x1", "x2").replace("x0", "add(x0, x1)")

@@ -7,6 +7,7 @@ import tvm
 from tvm.script import ir as I
 from tvm.script import tirx as T
 
+from marks import slow_but_for
 from relax_hetero.driver.link.llvm_kernels import build_llvm
 from relax_hetero.tir.core.ties import in_place, ties_of
 from relax_hetero.transform.dispatch.schedule_cpu import schedule_cpu
@@ -40,7 +41,7 @@ def only_call(mod):
 
 
 @pytest.mark.parametrize("is_scheduled", [True, False])
-@pytest.mark.parametrize("target", VECTOR_NAMES)
+@pytest.mark.parametrize("target", slow_but_for(VECTOR_NAMES, VECTOR_NAMES[:1]))
 def test_results_over_their_operands(target, is_scheduled):
     functions, runs, tied = {}, [], {}
     for i, (name, (build, operands)) in enumerate(CASES.items()):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import relax_hetero as rh
+from marks import slow_but_for
 from seeds import fresh_rng, fresh_seed
 from vm.queue_models import Pipeline, expected
 
@@ -135,7 +136,7 @@ atexit.register(lambda: print(vm.submit("main", x).exception(20)))
 }
 
 
-@pytest.mark.parametrize("way", ENDS)
+@pytest.mark.parametrize("way", slow_but_for(ENDS, ["queued and running", "a daemon waits", "submitted at exit"]))
 def test_interpreters_end(way, folder):
     out = run(SLEEP + ENDS[way], folder)
     if way == "a thread waits":
