@@ -92,18 +92,18 @@ def test_memory_is_read_while_bindings_differ() -> None:
 
 
 def test_growth_is_between_the_outer_quarters(monkeypatch: pytest.MonkeyPatch) -> None:
-    import command_buffer_memory
+    from command_buffer_bench import growth as module
 
     kept: list[int] = []
-    monkeypatch.setattr(command_buffer_memory, "resident", lambda name: sum(kept))
+    monkeypatch.setattr(module, "resident", lambda name: sum(kept))
     # 64 KB of each of the 160 submissions that are counted; between the middles of the outer quarters lie 120.
-    assert command_buffer_memory.growth(lambda index: kept.append(1 << 16), 200) == 120 * 64
-    assert command_buffer_memory.growth(lambda index: None, 200) == 0
+    assert module.growth(lambda index: kept.append(1 << 16), 200) == 120 * 64
+    assert module.growth(lambda index: None, 200) == 0
 
 
 @pytest.mark.timing
 def test_a_leak_is_seen() -> None:
-    from command_buffer_memory import GROWTH_BAR, growth
+    from command_buffer_bench.growth import GROWTH_BAR, growth
 
     kept: list[mmap.mmap] = []
 
@@ -117,7 +117,7 @@ def test_a_leak_is_seen() -> None:
 
 @pytest.mark.parametrize("grows", [False, True])
 def test_a_kernel_left_out_or_out_of_order_changes_the_result(grows: bool) -> None:
-    from command_buffer_chains import Chain, whole_numbers
+    from command_buffer_bench.chains import Chain, whole_numbers
 
     chain = Chain(12, distinct=12 if grows else 4, grows=grows)
     array = whole_numbers(3)
@@ -131,7 +131,7 @@ def test_a_kernel_left_out_or_out_of_order_changes_the_result(grows: bool) -> No
 
 
 def _without(x: np.ndarray, distinct: int, left_out: int | None) -> np.ndarray:
-    from command_buffer_chains import step
+    from command_buffer_bench.chains import step
 
     for index in range(12):
         add, negate = step(index % distinct)
@@ -142,8 +142,8 @@ def _without(x: np.ndarray, distinct: int, left_out: int | None) -> np.ndarray:
 
 def test_a_wrong_contestant_gets_no_time() -> None:
     import tvm
-    from command_buffer_chains import Chain, whole_numbers
-    from command_buffer_elementwise import Contestant, WrongResult, check_result
+    from command_buffer_bench.chains import Chain, whole_numbers
+    from command_buffer_bench.elementwise import Contestant, WrongResult, check_result
 
     array, chain = whole_numbers(1), Chain(5)
 
@@ -156,7 +156,7 @@ def test_a_wrong_contestant_gets_no_time() -> None:
 
 
 def test_models_whose_bits_differ_are_failures() -> None:
-    from command_buffer_model_report import model_checks, model_failures
+    from command_buffer_bench.model_report import model_checks, model_failures
 
     rows = {"ours": {"median_ms": 1.0}, "bytecode": {"median_ms": 1.5}, "onnxruntime": {"failure": "gone"}}
     result = {"model": "net", "threads": 2, "rows": rows, "equal": False}
