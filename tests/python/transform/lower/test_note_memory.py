@@ -1,15 +1,19 @@
 """NoteMemory: what lowered functions allocate, and from when to when."""
 
+import json
+
 import numpy as np
 import pytest
 import tvm
+from tvm.ir import assert_structural_equal
 from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
-from relax_hetero.artifact.memory_spec import CallStep, FunctionMemory, Live, Storage
+from relax_hetero.artifact.memory_spec import CallStep, FunctionMemory, Live, Storage, memory_to_json
 from relax_hetero.transform import LowerToVM
+from relax_hetero.transform.ir.module_attrs import MEMORY
 from relax_hetero.transform.lower.note_memory import NoteMemory, memory_of
 from seeds import fresh_rng
 
@@ -55,6 +59,10 @@ def test_storage_shared_by_two_tensors_and_a_view_that_keeps_one():
     )
     # a is read, as a view, by the second kernel; b by the third; c by nobody.
     assert memory.tensors == (Live(0, 16, 0, 1), Live(1, 16, 1, 2), Live(0, 8, 2, 2))
+    # Before and after differ in this attribute alone.
+    expected = Mod.clone()
+    expected["main"] = Mod["main"].with_attr(MEMORY, json.dumps(memory_to_json(memory)))
+    assert_structural_equal(NoteMemory()(Mod), expected)
 
 
 def test_what_arrives_and_what_a_called_function_gives():

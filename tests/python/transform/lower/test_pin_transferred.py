@@ -1,4 +1,4 @@
-"""PinTransferred and LowerPinnedStorage: what a CPU makes and a GPU gets lies in pinned memory."""
+"""PinTransferred: what a CPU makes and a GPU gets lies in pinned memory."""
 
 import gc
 
@@ -14,7 +14,7 @@ from tvm.script import tirx as T
 import relax_hetero as rh
 from relax_hetero.driver.memory_report import memory_plan_of
 from relax_hetero.driver.pipeline import passes_to_dispatches
-from relax_hetero.transform import FormSchedules, LowerPinnedStorage, LowerToVM, PinTransferred
+from relax_hetero.transform import FormSchedules, LowerToVM, PinTransferred
 from relax_hetero.vm.device import pinned_pool
 from relax_hetero.vm.device.builtins import running_on
 from relax_hetero.vm.device.cuda_library import CudaLibrary
@@ -178,40 +178,6 @@ def test_the_memory_plan_counts_it():
     mod = tvm.transform.Sequential(passes_to_dispatches())(Pipeline)
     cpu, _ = memory_plan_of(mod).at("main").devices
     assert (cpu.transient, cpu.results) == ((256 + 512) * 512 * 4, 256 * 512 * 4)
-
-
-def test_storage_in_pinned_memory_comes_from_the_run_time():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice(CUDA, 0)]})
-
-        @R.function(pure=False)
-        def main(x: R.Tensor(("n",), "float32", "llvm:0")):
-            n = T.int64()
-            s: R.Any = R.memory.alloc_storage(R.shape([n * 4]), 0, "pinned", "uint8")
-            a: R.Tensor((n,), "float32") = R.memory.alloc_tensor(s, 0, R.shape([n]), "float32", 0)
-            t: R.Any = R.memory.alloc_storage(R.shape([64]), 0, "global", "uint8")
-            b: R.Tensor((16,), "float32") = R.memory.alloc_tensor(t, 0, R.shape([16]), "float32", 0)
-            R.memory.kill_storage(s)
-            return (a, b)
-
-    @I.ir_module
-    class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice(CUDA, 0)]})
-
-        @R.function(pure=False)
-        def main(x: R.Tensor(("n",), "float32", "llvm:0")):
-            n = T.int64()
-            s: R.Any = R.call_packed("relax_hetero.pinned_storage", R.shape([n * 4]), 0, ty_args=R.Any)
-            a: R.Tensor((n,), "float32") = R.call_packed(
-                "runtime.TVMTensorCreateView", s, R.shape([n]), R.dtype("float32"), 0, ty_args=R.Tensor((n,), "float32")
-            )
-            t: R.Any = R.memory.alloc_storage(R.shape([64]), 0, "global", "uint8")
-            b: R.Tensor((16,), "float32") = R.memory.alloc_tensor(t, 0, R.shape([16]), "float32", 0)
-            R.memory.kill_storage(s)
-            return (a, b)
-
-    assert_structural_equal(LowerPinnedStorage()(Before), Expected)
 
 
 @I.ir_module
