@@ -14,7 +14,6 @@ import platform
 import statistics
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from typing import Any
 import numpy as np
 import onnx
 from rich.console import Console
-from rich.table import Table
 
 import relax_hetero as rh
 
@@ -67,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with screen.status(f"Compiling for {label}"):
             module = rh.from_onnx(str(options.model), vdevices=vdevices, placement=rules, shapes=options.shape)
             built[label] = rh.compile(module)
-    screen.print(placement_table(built["two devices"]))
+    built["two devices"].explain()
 
     inputs = random_inputs(built["one device"], options.seed)
     outputs = {}
@@ -80,22 +78,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _rules(options: argparse.Namespace) -> Any:
     return options.place or cut(onnx.load(str(options.model), load_external_data=False), options.fraction)
-
-
-def placement_table(executable: Any) -> Table:
-    """What each device holds, from the executable's own placement report."""
-    table = Table(title="Placement", title_justify="left")
-    for column in ("device", "ops", "constants MiB", "transfers in", "target"):
-        table.add_column(column, justify="right" if column not in ("device", "target") else "left")
-    for index, device in enumerate(executable.devices):
-        here = [entry for entry in executable.metadata.placement if entry["device_index"] == index]
-        kinds = Counter(entry["kind"] for entry in here)
-        constants = sum(entry["bytes"] or 0 for entry in here if entry["kind"] == "constant")
-        target = json.loads(device.target)
-        described = f"{target['kind']} {target.get('mcpu', target.get('arch', ''))}"
-        row = [str(kinds["op"]), f"{constants / 2**20:.1f}", str(kinds["transfer"])]
-        table.add_row(here[0]["device"] if here else target["kind"], *row, described)
-    return table
 
 
 def _timed(machine: Any, inputs: dict[str, np.ndarray], repeat: int) -> tuple[list[np.ndarray], float]:

@@ -12,7 +12,6 @@ import json
 import platform
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -65,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         executable = rh.compile(module)
         machine = rh.vm.VirtualMachine(executable)
     screen.print(f"Compiled for {len(executable.devices)} devices in {time.perf_counter() - start:.1f} s")
-    screen.print(placement_table(executable))
+    executable.explain()
 
     tokenizer = SentenceTokenizer(options.cache, options.seq)
     sentences = [options.query, *options.sentences]
@@ -79,23 +78,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     screen.print(f"Embedded {len(sentences)} sentences in {time.perf_counter() - start:.2f} s\n")
     screen.print(ranking_table(options.query, options.sentences, embeddings[1:] @ embeddings[0]))
     return _check(path, batches, options, embeddings, screen)
-
-
-def placement_table(executable: Any) -> Table:
-    """What each device holds, from the executable's own placement report."""
-    entries = executable.metadata.placement
-    table = Table(title="Placement", title_justify="left")
-    for column in ("device", "ops", "of them MatMul", "transfers in", "target"):
-        table.add_column(column, justify="right" if column not in ("device", "target") else "left")
-    for index, device in enumerate(executable.devices):
-        here = [entry for entry in entries if entry["device_index"] == index]
-        kinds = Counter(entry["kind"] for entry in here)
-        matmuls = sum(entry["op"] == "relax.matmul" for entry in here)
-        target = json.loads(device.target)
-        described = f"{target['kind']} {target.get('mcpu', target.get('arch', ''))}"
-        name = here[0]["device"] if here else target["kind"]
-        table.add_row(name, str(kinds["op"]), str(matmuls), str(kinds["transfer"]), described)
-    return table
 
 
 def ranking_table(query: str, sentences: Sequence[str], scores: np.ndarray) -> Table:

@@ -71,4 +71,5 @@ def __dir__() -> list[str]:
 
 provide("own_resolvers", f"{__name__}.resolvers", "own_resolvers")
 provide("compile_commands", f"{__name__}.driver.commands.compile_commands", "compile_commands")
+provide("explain", f"{__name__}.tools.explanation", "explain")
 watch_tvmscript()

@@ -8,7 +8,7 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from relax_hetero.target.cpu_target import machine_of
+from relax_hetero.target.cpu_target import cpu_target_of
 
 from .peak import Peak
 from .relax_module import native_target
@@ -21,7 +21,7 @@ _CHAINS = 8
 def read_bandwidth(threads: int) -> Peak:
     """The loop; its "operations" are the bytes that a run reads."""
     target = native_target(threads)
-    lanes = machine_of(target).lanes("float32")
+    lanes = cpu_target_of(target).lanes("float32")
     step = lanes * _CHAINS
     steps = _BYTES // 4 // step // threads
     executable = tvm.compile(tvm.IRModule({"read": _loop(threads, lanes, steps)}), target=target)

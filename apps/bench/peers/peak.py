@@ -10,7 +10,7 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from relax_hetero.target.cpu_target import Machine, machine_of
+from relax_hetero.target.cpu_target import Machine, cpu_target_of
 
 from .relax_module import native_target
 from .shape import Unsupported
@@ -61,7 +61,7 @@ def peak(kind: str, threads: int) -> Peak:
         If the CPU has no instruction for the type that this module knows.
     """
     target = native_target(threads)
-    machine = machine_of(target)
+    machine = cpu_target_of(target)
     lanes = machine.lanes("float32")
     width, element = _width(kind, machine)
     chains = _CHAINS[machine.isa.registers]

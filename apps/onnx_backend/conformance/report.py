@@ -15,9 +15,9 @@ TITLES = {
 _EXPLAINED = {
     PASSED: "outputs have the expected types and shapes, and values within the case's tolerances",
     WRONG: "outputs differ",
-    REFUSED: "a `HeteroError` says what is not supported",
+    REFUSED: "a `HeteroError` names the unsupported feature",
     RAISED: "any other exception",
-    NOT_RUN: "sequence or optional inputs or outputs, which stock TVM's front end takes no values for",
+    NOT_RUN: "sequence or optional inputs or outputs, for which stock TVM's front end takes no values",
     CRASHED: "the process died, or ran out of time or memory",
 }
 
@@ -41,9 +41,11 @@ def _head(held: dict[str, dict[str, Outcome]]) -> str:
     count = max(map(len, held.values()), default=0)
     return f"""# Conformance
 
-ONNX's own backend suite: {count:,} cases of the kinds node, simple and pytorch-\\*, as the `onnx` package holds
-them. In (c) the nodes of each model are dealt out in turn to two CPU devices with different targets, and transfers
-are inserted. Written by
+The page shows the results of ONNX's own backend suite: {count:,} cases of the kinds node, simple and pytorch-\\*, \
+as the `onnx` package holds them.
+In (c) the nodes of each model are dealt out in turn to two CPU devices with different targets, \
+and transfers are inserted.
+The page is written by
 
 ```
 make conformance        # python apps/onnx_backend/run.py --write-docs
@@ -76,7 +78,7 @@ def _refusals(outcomes: dict[str, Outcome]) -> str:
     for outcome in outcomes.values():
         if outcome.status == REFUSED:
             groups[_reason(outcome)].append(outcome)
-    lines = ["## What (b) refuses", "", "| why | cases | ops | for example |", "| --- | ---: | --- | --- |"]
+    lines = ["## Refused by (b)", "", "| why | cases | ops | for example |", "| --- | ---: | --- | --- |"]
     for why, refused in sorted(groups.items(), key=lambda item: (-len(item[1]), item[0])):
         named = Counter(_op(outcome) for outcome in refused)
         ops = ", ".join(f"{op} ({count})" for op, count in sorted(named.items(), key=lambda each: (-each[1], each[0])))

@@ -1,4 +1,4 @@
-"""What an executable is, as plain data: metadata, signatures, commands, schedules, memory, and the container file.
+"""Executables as plain data: metadata, signatures, commands, schedules, memory plans, and the container file.
 
 Needs neither the compiler nor a device: the compiler writes these, the virtual machine reads them.
 """

@@ -79,7 +79,7 @@ class CacheFolder:
     limit: int = DEFAULT_LIMIT
 
     def file(self, key: str) -> Path:
-        """Where the executable of a key is, or would be."""
+        """The path of the executable of a key, there or not."""
         return self.path / f"{key}.so"
 
     def add(self, key: str, write: Callable[[Path], None], about: dict[str, Any]) -> None:
@@ -119,12 +119,12 @@ class CacheFolder:
             _unlink(file)
 
     def entries(self) -> list[Entry]:
-        """What is in the folder, the last used first."""
+        """The entries of the folder, the last used first."""
         found = [self.entry(file.stem) for file in _files(self.path, re.compile(rf"{_KEY.pattern}\.so"))]
         return sorted((entry for entry in found if entry is not None), key=lambda entry: -entry.used)
 
     def entry(self, key: str) -> Entry | None:
-        """What there is of a key."""
+        """The entry of a key."""
         try:
             status = self.file(key).stat()
         except OSError:  # another process has just removed it

@@ -1,4 +1,4 @@
-"""What the compile cache had to do with an executable."""
+"""The part of the compile cache in an executable: found there, compiled and stored, or not used."""
 
 from __future__ import annotations
 

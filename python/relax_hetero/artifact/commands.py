@@ -1,22 +1,22 @@
-"""Commands: what a command buffer holds, as plain data that the compiler writes and the runtime reads.
+"""Commands: what a command buffer holds, as plain data that the compiler writes and the runtime reads; and as JSON.
 
 A command finds memory by reference. *Indirect* references name a slot of the binding table that comes with each
 submission; *direct* ones name memory that is there when the buffer is recorded (constants), or the arena, which a
 region's transient values share. Extents, offsets and scalars are integers, or text over the buffer's parameters (the
-symbolic dimensions), in the grammar of `dims.parse_dim`.
+symbolic dimensions), in the grammar of `dims.parse_dim`. JSON is short, as a model has a command for every kernel call.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from .signature import Dim
 
 SLOT, DIRECT, ARENA = "slot", "direct", "arena"
 READ, WRITE, READ_WRITE = "read", "write", "read-write"
 GRAPH = "CUDA graph"
-"""How a region runs (`RegionSpec.runs`) whose arena and constants belong to the machine."""
+"""The value of `RegionSpec.runs` for regions whose arena and constants belong to the machine."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Fill:
 
 @dataclass(frozen=True)
 class Barrier:
-    """What follows sees what came before. Commands run in order on every device there is today."""
+    """Later commands see the results of earlier ones. Commands run in order on every device there is today."""
 
 
 Command: TypeAlias = Dispatch | Copy | Fill | Barrier
@@ -99,7 +99,7 @@ Command: TypeAlias = Dispatch | Copy | Fill | Barrier
 
 @dataclass(frozen=True)
 class SlotSpec:
-    """What all commands of a buffer together require of what is bound to a slot.
+    """The requirements of all commands of a buffer on the memory that is bound to a slot.
 
     Attributes
     ----------
@@ -240,3 +240,84 @@ class SingleCall:
     variable: str
     kernel: str
     why: str
+
+
+_GRID = (1,)
+
+
+def region_to_json(region: RegionSpec) -> dict[str, Any]:
+    """A region as a JSON object."""
+    return {
+        **vars(region),
+        "slots": [dict(vars(slot)) for slot in region.slots],
+        "commands": [_command_to_json(command) for command in region.commands],
+    }
+
+
+def region_from_json(data: dict[str, Any]) -> RegionSpec:
+    """The inverse of `region_to_json`; KeyError, TypeError or ValueError for anything else."""
+    slots = (SlotSpec(**{**slot, "shape": _tuple(slot["shape"])}) for slot in data["slots"])
+    commands = tuple(map(_command_from_json, data["commands"]))
+    parameters, directs = tuple(data["parameters"]), tuple(data["directs"])
+    made = {"slots": tuple(slots), "commands": commands, "parameters": parameters, "directs": directs}
+    return RegionSpec(**{**data, **made})
+
+
+def kernel_to_json(kernel: KernelSpec) -> dict[str, Any]:
+    """A kernel as a JSON object."""
+    tensors, scalars = ([dict(vars(param)) for param in params] for params in (kernel.tensors, kernel.scalars))
+    return {**vars(kernel), "tensors": tensors, "scalars": scalars}
+
+
+def kernel_from_json(data: dict[str, Any]) -> KernelSpec:
+    """The inverse of `kernel_to_json`; KeyError or TypeError for anything else."""
+    tensors = tuple(TensorParam(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in data["tensors"])
+    scalars = tuple(ScalarParam(**scalar) for scalar in data["scalars"])
+    return KernelSpec(**{**data, "tensors": tensors, "scalars": scalars, "ops": tuple(data["ops"])})
+
+
+def _tuple(values: list[Any] | None) -> tuple[Any, ...] | None:
+    return None if values is None else tuple(values)
+
+
+def _reference_to_json(reference: Reference) -> list[Any]:
+    return [reference.space, reference.index, reference.offset, reference.length]
+
+
+def _command_to_json(command: Command) -> dict[str, Any]:
+    if isinstance(command, Copy):
+        return {"copy": _reference_to_json(command.source), "to": _reference_to_json(command.target)}
+    if isinstance(command, Fill):
+        return {"fill": _reference_to_json(command.target), "pattern": command.pattern}
+    if isinstance(command, Barrier):
+        return {"barrier": True}
+    data: dict[str, Any] = {"dispatch": command.kernel, "operands": list(map(_reference_to_json, command.operands))}
+    if command.scalars:
+        data["scalars"] = list(command.scalars)
+    if command.grid != _GRID:
+        data["grid"] = list(command.grid)
+    for name in ("count", "when", "unless"):
+        reference = getattr(command, name)
+        if reference is not None:
+            data[name] = _reference_to_json(reference)
+    if command.variable:
+        data["variable"] = command.variable
+    return data
+
+
+def _command_from_json(data: dict[str, Any]) -> Command:
+    if "copy" in data:
+        return Copy(Reference(*data["copy"]), Reference(*data["to"]))
+    if "fill" in data:
+        return Fill(Reference(*data["fill"]), data["pattern"])
+    if "barrier" in data:
+        return Barrier()
+    references = {name: Reference(*data[name]) for name in ("count", "when", "unless") if name in data}
+    return Dispatch(
+        kernel=data["dispatch"],
+        operands=tuple(Reference(*operand) for operand in data["operands"]),
+        scalars=tuple(data.get("scalars", ())),
+        grid=tuple(data.get("grid", _GRID)),
+        variable=data.get("variable", ""),
+        **references,
+    )

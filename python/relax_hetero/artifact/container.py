@@ -38,7 +38,7 @@ _COPY_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class Weight:
-    """Where one weight lies in the file, in bytes, and the checksum (CRC-32) of its bytes."""
+    """The position of a weight in the file, in bytes, and the checksum (CRC-32) of its bytes."""
 
     offset: int
     nbytes: int

@@ -1,4 +1,4 @@
-"""Memory that a command buffer's code and the machine share, where the buffer runs as a CUDA graph: what is where.
+"""The layout of memory that a machine shares with the code of a command buffer that runs as a CUDA graph.
 
 All are int64 words. The *state* is pinned host memory that the device reads too; the *table*, device memory that the
 graph's kernels read; the *plan*, host memory that says to the recording function what to record.
@@ -23,12 +23,12 @@ TICKET, ENTRIES = 0, 1
 RING, TABLE, CONSUMED_AT, BINDINGS = 0, 1, 2, 3
 
 FILLED_AT_ONCE = 32
-"""How many entries of the table one kernel writes that has them as arguments."""
+"""The number of table entries that one kernel takes as arguments and writes."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the words of a command buffer with so many slots are.
+    """The positions of the words of a command buffer with a number of slots.
 
     Attributes
     ----------
@@ -39,12 +39,12 @@ class Layout:
 
     @property
     def staged(self) -> int:
-        """Of the state: the bindings of a submission that the code leaves to the machine."""
+        """In the state, the bindings of a submission that the code leaves to the machine."""
         return _STAGED
 
     @property
     def ring(self) -> int:
-        """Of the state: the first of `ROWS` rows of bindings."""
+        """In the state, the first of `ROWS` rows of bindings."""
         return _STAGED + self.slots
 
     @property
@@ -59,5 +59,5 @@ class Layout:
 
     @property
     def directs(self) -> int:
-        """Of the plan: the address of the first constant; that of the arena follows the last one's."""
+        """In the plan, the address of the first constant; the arena's address follows the last constant's."""
         return BINDINGS + self.slots

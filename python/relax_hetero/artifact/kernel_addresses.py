@@ -1,4 +1,4 @@
-"""Where the kernels of loaded code are, for those who call them as plain functions."""
+"""Addresses of the kernels of loaded code, by which they are called as plain functions."""
 
 from __future__ import annotations
 

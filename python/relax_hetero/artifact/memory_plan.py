@@ -1,4 +1,4 @@
-"""`Executable.memory_plan`: what the compiler planned, and the least that any plan of the same order could do with."""
+"""Memory plans (`Executable.memory_plan`): bytes that calls take, and the least that any plan could need."""
 
 from __future__ import annotations
 
@@ -9,19 +9,17 @@ from typing import Any
 from ..errors import BindingError
 from ..target.element_types import bytes_for
 from .commands import GRAPH
-from .memory_needs import Need, call_needs, queued_needs
 from .memory_spec import ARENA, RESULT, TRANSFER
-from .memory_use import UnknownSizeError, Walk, evaluate, most_alive, pool_bytes
+from .memory_use import Need, UnknownSizeError, Walk, call_needs, evaluate, most_alive, pool_bytes, queued_needs
+from .messages import text_table, unknown_name
 from .metadata import Metadata, device_names
-from .names import unknown_name
 from .schedule import Schedule, Step
 from .signature import TensorSpec, tensors_of
-from .text_table import text_table
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What a call of one function takes on one device, in bytes.
+    """The bytes that a call of one function takes on one device.
 
     Attributes
     ----------
@@ -59,7 +57,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class FunctionUse:
-    """What a call of one function takes; printing it gives a table.
+    """The memory of a call of one function; printing it gives a table.
 
     Attributes
     ----------
@@ -84,7 +82,7 @@ class FunctionUse:
         return sum(memory.least for memory in self.devices)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON data."""
+        """The use as JSON data."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -109,7 +107,7 @@ _NUMBERS = ("weights", "transient", "arenas", "transfers", "results", "least")
 
 
 class MemoryPlan:
-    """What each function of an executable takes on each device; printing it gives a table.
+    """The memory of each function of an executable on each device; printing it gives a table.
 
     Parameters
     ----------
@@ -128,7 +126,7 @@ class MemoryPlan:
         return list(self._metadata.signatures)
 
     def to_json(self) -> list[dict[str, Any]]:
-        """As JSON data, an object for each function; what depends on sizes says on which."""
+        """The plan as JSON data, an object for each function; one that depends on sizes names them."""
         return [
             {"function": name, "depends_on": list(missing)}
             if (missing := self.names(name))
@@ -152,7 +150,7 @@ class MemoryPlan:
         return ()
 
     def at(self, function: str = "main", /, **sizes: int) -> FunctionUse:
-        """What a call of `function` takes.
+        """The memory of a call of `function`.
 
         Parameters
         ----------
@@ -180,7 +178,7 @@ class MemoryPlan:
         return FunctionUse(function, every, used)
 
     def needs(self, function: str, sizes: Mapping[str, int], max_in_flight: int) -> dict[int, Need]:
-        """What a machine needs on each device, by manifest index, to run calls of `function`.
+        """The need of a machine on each device, by manifest index, to run calls of `function`.
 
         That is the weights, and what one call takes that runs alone, or `max_in_flight` that are under way at once.
 
@@ -236,7 +234,7 @@ class MemoryPlan:
         )
 
     def _params(self, device: int, function: str, sizes: Mapping[str, int]) -> int:
-        """Of parameters that `VirtualMachine.set_params` gives once."""
+        """Bytes of the parameters that `VirtualMachine.set_params` gives once."""
         signature = self._metadata.signatures.get(function)
         if signature is None or signature.num_input < 0:
             return 0

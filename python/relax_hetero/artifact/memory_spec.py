@@ -1,4 +1,4 @@
-"""What a function allocates, as plain data that the compiler writes and `memory_plan` evaluates.
+"""Allocations of functions, as plain data that the compiler writes and `memory_plan` evaluates.
 
 Time is counted in *steps*: calls of kernels, command buffers, transfers and other functions, in program order. Sizes
 are bytes: integers, or text over the function's symbolic dimensions in the grammar of `dims.parse_dim`.
@@ -15,7 +15,7 @@ VALUE, ARENA, TRANSFER, RESULT = "value", "arena", "transfer", "result"
 
 
 @dataclass(frozen=True)
-class Storage:
+class StorageSpec:
     """Memory that a function allocates.
 
     Attributes
@@ -79,12 +79,12 @@ class CallStep:
 
 @dataclass(frozen=True)
 class FunctionMemory:
-    """What one function allocates.
+    """The allocations of one function.
 
     Attributes
     ----------
     name : str
-    storages : tuple of Storage
+    storages : tuple of StorageSpec
     tensors : tuple of Live
     regions : tuple of RegionStep
     calls : tuple of CallStep
@@ -95,7 +95,7 @@ class FunctionMemory:
     """
 
     name: str
-    storages: tuple[Storage, ...] = ()
+    storages: tuple[StorageSpec, ...] = ()
     tensors: tuple[Live, ...] = ()
     regions: tuple[RegionStep, ...] = ()
     calls: tuple[CallStep, ...] = ()
@@ -114,7 +114,7 @@ def memory_from_json(data: dict[str, Any]) -> FunctionMemory:
     """The inverse of `memory_to_json`; KeyError or TypeError for anything else."""
     return FunctionMemory(
         data["name"],
-        tuple(Storage(*item) for item in data["storages"]),
+        tuple(StorageSpec(*item) for item in data["storages"]),
         tuple(Live(*item) for item in data["tensors"]),
         tuple(RegionStep(step, region, tuple(slots)) for step, region, slots in data["regions"]),
         tuple(CallStep(*item) for item in data["calls"]),

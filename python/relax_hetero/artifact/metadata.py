@@ -1,4 +1,4 @@
-"""What an executable says about itself: its devices, signatures, constants and dispatches.
+"""Metadata of executables: devices, signatures, constants, dispatches, command buffers and memory.
 
 Written by the compiler, read where only TVM's runtime is: plain data, no TVM object inside.
 """
@@ -11,8 +11,15 @@ from typing import Any
 
 from ..errors import BuildError
 from .cache_use import CacheUse
-from .command_json import kernel_from_json, kernel_to_json, region_from_json, region_to_json
-from .commands import KernelSpec, RegionSpec, SingleCall
+from .commands import (
+    KernelSpec,
+    RegionSpec,
+    SingleCall,
+    kernel_from_json,
+    kernel_to_json,
+    region_from_json,
+    region_to_json,
+)
 from .memory_spec import FunctionMemory, memory_from_json, memory_to_json
 from .schedule import Schedule
 from .signature import FunctionSignature

@@ -1,4 +1,4 @@
-"""How a call goes through queues: steps on devices, and the values between them, as plain data.
+"""Schedules: a function as steps on devices, with the values between them, as plain data.
 
 Written by the compiler (`transform.partition.form_schedules`) for functions that use several devices. A step reads
 values that steps before it made; it may run as soon as they are there, whatever else waits.
@@ -112,7 +112,7 @@ class Schedule:
         )
 
     def _predecessors(self) -> list[int]:
-        """For each step the set (as bits) of the steps that come before it."""
+        """The set (as bits) of the steps that come before each step."""
         maker: dict[int, int] = {}
         found: list[int] = []
         for index, step in enumerate(self.steps):
@@ -125,7 +125,7 @@ class Schedule:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON data."""
+        """The schedule as JSON data."""
         return asdict(self)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What a function of an executable takes and returns: data that stands in the file beside the code.
+"""Signatures: the inputs and results of an executable's functions, as data in the file beside the code.
 
 A symbolic dimension is text: an identifier (``"n"``) or an integer expression over identifiers with
 ``+ - * // %``, ``min`` and ``max`` (``"2*n + 1"``).

@@ -47,7 +47,7 @@ def bind_params(mod: tvm.IRModule, params: Mapping[str, Any]) -> tvm.IRModule:
 
 
 def _without_names(func: relax.Function, weights: Mapping[relax.Var, tvm.runtime.Tensor]) -> relax.Function:
-    """The function whose attributes count and name parameters without those of `weights`."""
+    """The function, with attributes that count and name the parameters that are not in `weights`."""
     kept = [number for number, param in enumerate(func.params) if param not in weights]
     if "input_names" in func.attrs:
         names = input_names(func)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -15,28 +14,24 @@ from ..artifact.metadata import DeviceSpec, DispatchSpec, Metadata
 from ..errors import BuildError, HeteroError
 from ..target.native_target import native
 from ..target.vdevice import VDevice, device_name, host_vdevice, vdevice_index, vdevices_of, with_vdevices
-from ..transform.encode.encoding_report import collect_encodings
 from ..transform.ir.calls import call_vdevice, called_prim_func
-from ..transform.ir.fusion_report import collect_fusions
+from ..transform.ir.findings import findings_of
 from ..transform.ir.kernel_ops import ops_of
 from ..transform.ir.kernel_work import bytes_of, operations_of, precision_of
-from ..transform.ir.module_attrs import COMMANDS, is_lowered, placement_estimate, placement_report
+from ..transform.ir.module_attrs import COMMANDS, is_lowered
 from ..transform.ir.rewriting import relax_functions, walk_bindings
 from ..transform.lower.note_memory import memory_of
-from ..transform.partition.form_schedules import FormSchedules, schedules_of
-from ..transform.placement.realize_vdevice import collect_placement
 from ..transform.record.donated import with_donated
-from ..transform.record.region_attrs import single_calls_of
 from ..vm.file.executable import Executable
 from .bind_params import bind_params
 from .commands.command_metadata import linked_regions, region_dispatches, with_public_kernels
-from .commands.cuda_regions import CudaGraphs
+from .commands.graph_tables import graph_tables
 from .compile_cache import through_cache
-from .link.address_table import DirectTable, by_address
+from .link.address_table import by_address
 from .link.lift_constants import lift_constants
 from .link.link import argument_alignment, link, reason
 from .link.parallel_codegen import Progress
-from .pipeline import all_passes
+from .pipeline import pipeline_steps
 from .signatures import function_signatures
 
 _log = logging.getLogger("relax_hetero")
@@ -98,14 +93,13 @@ def compile(  # noqa: A001 (the contract's name)
 
 def _compile(mod: tvm.IRModule, command_buffers: bool, progress: Progress | None) -> Executable:
     vdevices = vdevices_of(mod)
-    report, estimate = placement_report(mod), placement_estimate(mod)
     writes = may_write_arguments(mod)
-    with collect_placement() as reports, collect_encodings() as encodings, collect_fusions() as fusions:
-        mod, graphs = _lower(mod, command_buffers, progress)
-    if report is None and reports:
-        report = reports[0].to_json()
+    mod = _lower(mod, command_buffers, progress)
+    found = findings_of(mod)
+    reports = found.to_data()
     devices = tuple(device_spec(vdevice, default=i == 0) for i, vdevice in enumerate(vdevices))
     mod, kernels = with_public_kernels(mod, devices)
+    mod, graphs = graph_tables(mod)
     mod, tables = by_address(mod)
     lifted = lift_constants(mod, [*tables, *graphs])
     host = host_vdevice(vdevices)
@@ -114,39 +108,35 @@ def _compile(mod: tvm.IRModule, command_buffers: bool, progress: Progress | None
         host_index=vdevice_index(host, vdevices) if host is not None else -1,
         signatures=function_signatures(mod, lifted.takers),
         constants=tuple(lifted.specs),
-        placement=json.loads(report) if report is not None else None,
-        placement_estimate=json.loads(estimate) if estimate is not None else None,
+        placement=reports["placement"],
+        placement_estimate=reports["placement_estimate"],
         dispatches=_dispatches(mod, vdevices),
-        encodings=encodings[-1].to_data() if encodings else None,
-        fusions=fusions.to_data(),
+        encodings=reports["encodings"],
+        fusions=reports["fusions"],
         alignment=argument_alignment(mod),
         writes_arguments=writes,
         regions=linked_regions(lifted),
         kernels=kernels,
-        single_calls=tuple(single_calls_of(mod)),
-        schedules=tuple(schedule.with_takers(lifted.takers) for schedule in schedules_of(mod)),
+        single_calls=found.single_calls or (),
+        schedules=tuple(schedule.with_takers(lifted.takers) for schedule in found.schedules or ()),
         memory=memory_of(mod),
     )
     return Executable(link(lifted.mod, progress), metadata, lifted.tensors)
 
 
-def _lower(
-    mod: tvm.IRModule, command_buffers: bool, progress: Progress | None
-) -> tuple[tvm.IRModule, list[DirectTable]]:
-    """The module in the virtual machine's form, and what its CUDA graphs need."""
-    graphs = CudaGraphs()
-    *passes, last = all_passes(command_buffers, apart=True)
-    passes += [graphs.form(), FormSchedules(), last]
-    for done, step in enumerate(passes, 1):
+def _lower(mod: tvm.IRModule, command_buffers: bool, progress: Progress | None) -> tvm.IRModule:
+    """The module in the virtual machine's form."""
+    steps = pipeline_steps(command_buffers)
+    for done, step in enumerate(steps, 1):
         try:
-            mod = step(mod)
+            mod = step.run(mod)
         except HeteroError:
             raise
         except Exception as error:  # stock passes raise what has no common class
             raise BuildError(f"this module cannot be lowered: {reason(error)}") from error
         if progress is not None:
-            progress("passes", done, len(passes))
-    return mod, graphs.tables
+            progress("passes", done, len(steps))
+    return mod
 
 
 def _check_globals(mod: tvm.IRModule) -> None:

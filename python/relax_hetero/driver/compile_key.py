@@ -25,13 +25,10 @@ from ..encoding.resolver import resolver_key
 from ..target.cpu_cores import num_cores
 from ..target.native_target import native
 from ..target.vdevice import vdevices_of
-from ..transform.encode import encoding_report
-from ..transform.ir import fusion_report
+from ..transform.ir.findings import is_collecting
 from ..transform.ir.rewriting import is_tensor_constant
-from ..transform.placement import report as placement_report
 from ..vm.device.tensors import bytes_of
-from .link.external_symbols import external_calls
-from .link.link import external_modules
+from .link.link import external_calls, external_modules
 
 # Hashed by one thread at a time.
 _PIECE = 8 << 20
@@ -55,7 +52,7 @@ def why_uncached(mod: tvm.IRModule) -> str:
     """
     if tvm.transform.PassContext.current().instruments:
         return "the PassContext has instruments, which see passes only where they run"
-    if any(reports.is_collecting() for reports in (placement_report, encoding_report, fusion_report)):
+    if is_collecting():
         return "a report of the passes is being collected"
     if _sources()[1] > _IMPORTED:
         return "the sources of this library were changed while it was in use"

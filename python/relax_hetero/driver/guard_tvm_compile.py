@@ -1,8 +1,8 @@
 """`tvm.compile` with this library's pipeline is refused for several devices, instead of built for the first one.
 
 TVM links all host kernels for one target and puts all constants on one device, silently. Importing
-`relax_hetero.driver` wraps its link step with a check, and with what command buffers need there (`noinline_kernels`);
-modules that did not go through our pipeline pass untouched.
+`relax_hetero.driver` wraps its link step with a check, and with what command buffers need there
+(`with_noinline_kernels`); modules that did not go through our pipeline pass untouched.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tvm.relax import vm_build
 
 from ..errors import BuildError
 from ..transform.ir.module_attrs import device_count
-from .link.noinline_kernels import with_kernels_out_of_line
+from .link.address_table import with_noinline_kernels
 
 
 def install() -> None:
@@ -33,7 +33,7 @@ def install() -> None:
                 "expected relax_hetero.compile(mod), which builds each device's kernels for its own target"
             )
         if tir_mod is not None:
-            tir_mod = with_kernels_out_of_line(tir_mod)
+            tir_mod = with_noinline_kernels(tir_mod)
         return stock(builder, target, tir_mod, *args, **kwargs)
 
     checked.guarded_by_relax_hetero = True  # type: ignore[attr-defined]

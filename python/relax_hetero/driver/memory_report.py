@@ -9,6 +9,7 @@ from ..artifact.metadata import Metadata
 from ..target.vdevice import host_vdevice, vdevice_index, vdevices_of
 from ..transform.lower.lower_to_vm import LowerToVM
 from ..transform.lower.note_memory import memory_of
+from ..transform.partition.form_schedules import schedules_of
 from ..transform.record.region_attrs import kernels_of
 from .commands.command_metadata import regions_as_linked
 from .compile import device_spec
@@ -22,7 +23,7 @@ def memory_plan_of(mod: tvm.IRModule) -> MemoryPlan:
     Parameters
     ----------
     mod : tvm.IRModule
-        With dispatches formed, and command buffers where they are wanted.
+        With dispatches formed, command buffers and schedules where they are wanted; lowered or not.
     """
     lowered = LowerToVM()(mod)
     vdevices = vdevices_of(lowered)
@@ -34,6 +35,7 @@ def memory_plan_of(mod: tvm.IRModule) -> MemoryPlan:
         constants=tuple(lift_constants(lowered).specs),
         regions=tuple(regions_as_linked(lowered)),
         kernels=kernels_of(lowered),
+        schedules=tuple(schedules_of(lowered)),
         memory=memory_of(lowered),
     )
     return MemoryPlan(metadata)

@@ -1,6 +1,13 @@
-"""The road from a model to the virtual machine's form, as one Sequential."""
+"""The passes that make a model ready for the virtual machine: all of them, in order, with a line each.
+
+`rh.compile` runs this list and links the result (`driver.compile`). `rh.get_pipeline` is the list without the steps
+that only our linker and machine understand. ``relax-hetero explain`` runs the list and prints what it found, and the
+table in docs/design.md is made from it. ``help`` of a pass says what it assumes, and shows a program before and after.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import tvm
 
@@ -13,17 +20,91 @@ from ..transform.encode.specialize_encodings import SpecializeEncodings
 from ..transform.fuse.form_attention import FormAttention
 from ..transform.fuse.form_block_products import FormBlockProducts
 from ..transform.fuse.form_rows import FormRows
+from ..transform.ir.keep_findings import KeepFindings
 from ..transform.lower.lower_to_vm import LowerToVM
+from ..transform.partition.form_schedules import FormSchedules
 from ..transform.permute.move_permutes import MovePermutes
 from ..transform.placement.realize_vdevice import RealizeVDevice
 from ..transform.quantize.sink_dequantize import SinkDequantize
-from ..transform.record.donated import UpdateDonated
 from ..transform.record.form_command_buffers import FormCommandBuffers
+from ..transform.record.form_cuda_graphs import FormCudaGraphs
+from ..transform.record.update_donated import UpdateDonated
 from ..transform.simplify.simplify_convolutions import SimplifyConvolutions
 
 
+@dataclass(frozen=True)
+class PipelineStep:
+    """A pass of the pipeline.
+
+    Attributes
+    ----------
+    stage : str
+        The room of `relax_hetero.transform` that the pass lives in.
+    run : tvm.transform.Pass
+    does : str
+        In a line.
+    only_ours : bool
+        Whether only our linker and machine understand its result; `tvm.compile` does without it.
+    """
+
+    stage: str
+    run: tvm.transform.Pass
+    does: str
+    only_ours: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of the pass."""
+        return str(self.run.info.name)
+
+
+def pipeline_steps(command_buffers: bool = True, stock: bool = False) -> list[PipelineStep]:
+    """The way of a model, from ops on tensors to the virtual machine's form.
+
+    Parameters
+    ----------
+    command_buffers : bool
+        Whether runs of kernels on one device become command buffers.
+    stock : bool
+        Whether stock TVM links the result, and not `rh.compile`.
+
+    Returns
+    -------
+    list of PipelineStep
+        Each can be run alone, and does nothing to a module that has been through it.
+    """
+    step = PipelineStep
+    record = [
+        step("record", FormCommandBuffers(apart=not stock), "runs of kernels on one device become one host function"),
+        step("record", FormCudaGraphs(), "on GPUs, that function becomes a CUDA graph", only_ours=True),
+    ]
+    steps = [
+        step("ir", KeepFindings(), "what the passes find from here on stays with the module"),
+        step("placement", RealizeVDevice(), "every value and op gets its device, transfers are written out"),
+        step("quantize", SinkDequantize(), "bytes stay bytes up to the op that computes with their numbers"),
+        step("simplify", SimplifyConvolutions(), "norms and padding join convolutions"),
+        step("fuse", FormBlockProducts(), "products with 4-bit weights become one op"),
+        step("fuse", FormAttention(), "scores, mask, softmax and values become one op"),
+        step("encode", SetEncoding(), "products and convolutions say what their operands are for"),
+        step("encode", PropagateEncodings(), "work around products is done on their encoded operands and results"),
+        step("fuse", FormRows(), "softmax, norms and the work around them become one op on rows"),
+        step("encode", SpecializeEncodings(), "each device chooses the layout of its encoded values, or has none"),
+        step("encode", HoistEncodings(), "weights are packed now, once for each layout and device"),
+        step("encode", MaterializeEncodings(), "encoded ops become calls of the device's own kernels"),
+        step("permute", MovePermutes(), "permutations move to where they cancel"),
+        step("dispatch", FormDispatches(), "other ops become kernels: fused, scheduled, each with its device's target"),
+        *(record if command_buffers else []),
+        step("record", UpdateDonated(), "kernels left alone write over inputs that the caller donated"),
+        step(
+            "partition", FormSchedules(), "functions on several devices are cut into steps, to overlap", only_ours=True
+        ),
+        step("lower", LowerToVM(), "results are allocated, memory is planned, transfers become run-time calls"),
+    ]
+    return [step for step in steps if not (stock and step.only_ours)]
+
+
 def get_pipeline(command_buffers: bool = True) -> tvm.transform.Pass:
-    """Place, encode, form dispatches, lower: what ``rh.compile`` runs, for ``tvm.compile`` and for looking at stages.
+    """The passes of ``rh.compile`` as one pass, for ``tvm.compile`` and for looking at stages.
 
     Parameters
     ----------
@@ -35,18 +116,14 @@ def get_pipeline(command_buffers: bool = True) -> tvm.transform.Pass:
     tvm.transform.Sequential
         Each pass can be run alone, and does nothing to a module that has been through it.
     """
-    return tvm.transform.Sequential(all_passes(command_buffers), name="relax_hetero")
+    steps = pipeline_steps(command_buffers, stock=True)
+    return tvm.transform.Sequential([step.run for step in steps], name="relax_hetero")
 
 
-def all_passes(command_buffers: bool, apart: bool = False) -> list[tvm.transform.Pass]:
-    """The passes of `get_pipeline`; `apart` is that of `FormCommandBuffers`."""
-    record = [FormCommandBuffers(apart)] if command_buffers else []
-    return [*passes_to_dispatches(), *record, UpdateDonated(), LowerToVM()]
+def pipeline_table() -> str:
+    """The pipeline as a table in Markdown; docs/design.md shows it."""
+    rows = [f"| {step.stage} | `{step.name}` | {step.does}{_NOTE[step.only_ours]} |" for step in pipeline_steps()]
+    return "\n".join(["| stage | pass | what it does |", "| --- | --- | --- |", *rows])
 
 
-def passes_to_dispatches() -> list[tvm.transform.Pass]:
-    """The passes after which every call of a kernel, and the device it runs on, is there to see."""
-    encode = [SetEncoding(), PropagateEncodings(), FormRows(), SpecializeEncodings()]
-    store = [HoistEncodings(), MaterializeEncodings(), MovePermutes()]
-    form = [SimplifyConvolutions(), FormBlockProducts(), FormAttention()]
-    return [RealizeVDevice(), SinkDequantize(), *form, *encode, *store, FormDispatches()]
+_NOTE = {False: "", True: " (`rh.compile` only)"}

@@ -1,4 +1,4 @@
-"""Signatures: what a caller must know of a Relax function, as plain data."""
+"""Signatures of Relax functions as plain data: the inputs and outputs that callers must know."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class _TypeReader:
 
 
 def dims(values: object) -> tuple[Dim, ...] | None:
-    """Extents as integers and expression text; None where unknown or beyond what a signature can say."""
+    """Extents as integers and expression text; None where they are unknown, or no text describes them."""
     if values is None:
         return None
     try:

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..target.cpu_target import Machine
-from .tiles import tile_columns
+from ..target.cpu_target import CpuTarget
+from ..target.tiles import tile_columns
 
 GROUP = 8
 """Weights in a lane of 32 bits."""
 
 
-def panel_columns(machine: Machine) -> int:
-    """Columns of a panel on a machine."""
-    return tile_columns(machine, "float32")
+def panel_columns(cpu: CpuTarget) -> int:
+    """Columns of a panel on a CPU."""
+    return tile_columns(cpu, "float32")
 
 
 def pack_weights(data: np.ndarray, depth: int, panel: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What a compute kernel has to do, all of it: the operands, how each is stored, what happens to the result.
+"""Problems: all that a kernel is written from, its operands, how each is stored, what happens to the result.
 
 A problem is plain data: equal problems are one kernel. Symbolic extents are names, numbered in order of appearance
 ("s0", "s1", ...), so that two dispatches that differ in the names of their symbols share a kernel.

@@ -1,4 +1,4 @@
-"""Who turns an encoding into a layout: resolvers, found by target.
+"""Resolvers, found by target, turn an encoding into a layout.
 
 A resolver is asked three things about a target that it was registered for: how an operand is stored (`resolve`), how
 many bytes that takes (`storage_size`), and what computes on operands so stored (`kernel`). "None" to the first means
@@ -19,7 +19,7 @@ from tvm import tirx
 
 from ..errors import EncodingError
 from ..providers import provided
-from ..target.cpu_target import machine_of
+from ..target.cpu_target import cpu_target_of
 from .encoding import Encoding
 from .packed_layout import PackedLayout
 from .problem import Problem
@@ -130,8 +130,8 @@ def _own_entries() -> tuple[_Entry, ...]:
 
 
 def _features(target: tvm.target.Target) -> frozenset[str]:
-    machine = machine_of(target)
-    return machine.features | frozenset(map(str, target.keys)) | {f"isa={machine.isa.name}", str(target.tag)}
+    cpu = cpu_target_of(target)
+    return cpu.features | frozenset(map(str, target.keys)) | {f"isa={cpu.isa.name}", str(target.tag)}
 
 
 def _take_back(entry: _Entry) -> None:

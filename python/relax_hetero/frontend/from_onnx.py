@@ -1,12 +1,15 @@
 """ONNX import that keeps node names and takes placement rules.
 
-Stock TVM's importer converts single ops well, and loses what a placement needs: the names of the nodes, and on which
-device a shape is read. This one keeps its converters (with corrections, in ``ops/``) and replaces what is around them.
+Stock TVM's importer converts single ops well, but loses two things that a placement needs: the names of the nodes, and
+the device on which a shape is read. This importer keeps its converters (with corrections, in ``ops/``) and replaces the
+walk over the graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import tvm
@@ -14,21 +17,24 @@ from tvm import relax
 
 from ..errors import FrontendError
 from ..target.vdevice import parse_vdevices, with_vdevices
+from ..transform.ir.findings import with_findings
+from ..transform.ir.reports import PlacementEntry, PlacementReport
 from ..transform.placement.realize_vdevice import realize_vdevice
-from .auto.auto_placement import place_graph
+from .auto.auto_placement import AutoPlacement, place_graph
 from .auto.cost_model import check_objective
-from .onnx.import_onnx import import_nodes
-from .onnx.importer import ImportedGraph
+from .onnx.importer import ImportedGraph, import_nodes
 from .onnx.inputs import Shapes
 from .onnx.model import ModelSource, OnnxModel, load_model
 from .onnx.name_bindings import build_function
-from .onnx.node_names import name_nodes
-from .onnx.placement_rules import PlacementRules, assign_devices
-from .placement_reasons import with_reasons
+from .onnx.node_names import NodeInfo, name_nodes, variable_name, walk_nodes
+from .onnx.placement_rules import PlacementRules, assign_devices, matching_patterns
 
 if TYPE_CHECKING:
     from ..target.make_vdevice import VDeviceEntry
     from .auto.cost_model import CostModel, Objective
+
+# The import appends a number to a node's name for each further variable that it becomes.
+_SUFFIX = re.compile(r"_[0-9a-z]+$")
 
 
 def from_onnx(
@@ -48,10 +54,11 @@ def from_onnx(
     vdevices : list of str, dict, Target or VDevice, optional
         The devices, the first one the default. Without them the module is free, and compiles for the native CPU.
     placement : mapping, or list of (pattern, device) pairs, or "auto", optional
-        Glob patterns over node names and op types, in order: the first that matches a node fixes what it becomes to
-        its device; a node that none matches goes to the default device. ``"auto"`` lets `cost_model` choose.
+        Glob patterns over node names and op types, in order: the first that matches a node fixes the
+        bindings made from it to its device; a node that none matches goes to the default device. ``"auto"`` lets
+        `cost_model` choose.
     shapes : mapping, optional
-        ``{"input": [1, 128]}`` or ``{"batch": 1}``: sizes of inputs, or of named dimensions. What is left open stays
+        ``{"input": [1, 128]}`` or ``{"batch": 1}``: sizes of inputs, or of named dimensions. Others stay
         symbolic.
     cost_model : CostModel, optional
         For ``placement="auto"``; default ``CostModel.for_vdevices(vdevices, objective)``.
@@ -98,7 +105,7 @@ def from_onnx(
     assigned = plan.vdevices if plan is not None else by_rule or {}
     mod = _module(model, graph, build_function(graph, lambda node: assigned[node.name]))
     placed, report = realize_vdevice(with_vdevices(mod, devices), insert_copies=True)
-    return with_reasons(placed, report, nodes, plan or rules or {})
+    return _with_reasons(placed, report, nodes, plan or rules or {})
 
 
 def _module(model: OnnxModel, graph: ImportedGraph, func: relax.Function) -> tvm.IRModule:
@@ -113,3 +120,38 @@ def _module(model: OnnxModel, graph: ImportedGraph, func: relax.Function) -> tvm
     mod = graph.module.clone()
     mod["main"] = func.with_attrs(names)
     return mod
+
+
+def _with_reasons(
+    mod: tvm.IRModule, report: PlacementReport, nodes: list[NodeInfo], placement: PlacementRules | AutoPlacement
+) -> tvm.IRModule:
+    """`mod` with its placement report among its findings, the reason of each op the rule that matched its node.
+
+    RealizeVDevice's own report names the annotations that the import made from rules. Where a cost model chose, its
+    estimates are another attribute.
+    """
+    rules: Mapping[str, str] = {}
+    otherwise = "default device"
+    if isinstance(placement, AutoPlacement):
+        otherwise = f"chosen by the cost model for {placement.objective}"
+        mod = with_findings(mod, placement_estimate=placement.to_json())
+    else:
+        rules = matching_patterns(nodes, placement)
+    if rules:
+        otherwise = f"no rule matches: {otherwise}"
+    reasons = {
+        variable_name(node.name): f"rule {rules[node.name]!r}" if node.name in rules else otherwise
+        for node in walk_nodes(nodes)
+    }
+    entries = [replace(entry, reason=_reason_of(entry, reasons)) for entry in report.entries]
+    return with_findings(mod, placement=PlacementReport(entries))
+
+
+def _reason_of(entry: PlacementEntry, reasons: Mapping[str, str]) -> str:
+    """The reason of an entry; transfers, parameters and work of the host belong to no node and keep theirs."""
+    if entry.kind != "op" or "host" in entry.reason:
+        return entry.reason
+    name = entry.variable
+    while name not in reasons and _SUFFIX.search(name):
+        name = _SUFFIX.sub("", name)
+    return reasons.get(name, entry.reason)

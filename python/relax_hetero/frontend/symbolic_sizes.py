@@ -1,4 +1,4 @@
-"""Arithmetic of sizes that are known only by name.
+"""Arithmetic on symbolic sizes: nodes that compute shapes become expressions instead of kernels.
 
 Exporters compute shapes with nodes: ``Concat(Gather(Shape(x), [0]), [-1, 768])``. Where a dimension is symbolic its
 values are carried through such nodes as expressions, so that the reshape at their end has a shape that kernels can be
@@ -19,7 +19,6 @@ from onnx import helper
 from tvm import relax, sym, tirx
 
 from ..errors import FrontendError
-from .domains import STANDARD_DOMAINS
 
 # Longer vectors than shapes are.
 _MAX_ELEMENTS = 64
@@ -35,7 +34,7 @@ _BOUNDS: ContextVar[Bounds] = ContextVar("_BOUNDS", default={})  # noqa: B039 - 
 
 
 class SizeIsBounded(FrontendError):
-    """A model works only where a symbolic size is at most some number; to be imported again with that known.
+    """A model works only where a symbolic size is at most some number; the import starts again with that bound.
 
     Attributes
     ----------
@@ -69,6 +68,7 @@ def compute_sizes(node: onnx.NodeProto, operands: Sequence[Any]) -> relax.Expr |
     Parameters
     ----------
     node : onnx.NodeProto
+        Of the ONNX standard.
     operands : sequence
         A value per input, None where an optional one is left out.
 
@@ -78,7 +78,7 @@ def compute_sizes(node: onnx.NodeProto, operands: Sequence[Any]) -> relax.Expr |
         None if the node does something else, or on other operands than sizes and small integer constants.
     """
     rule = _RULES.get(node.op_type)
-    if rule is None or node.domain not in STANDARD_DOMAINS or not any(map(_is_symbolic, operands)):
+    if rule is None or not any(map(_is_symbolic, operands)):
         return None
     arrays = [None if operand is None else _as_sizes(operand) for operand in operands]
     if any(array is None and operand is not None for array, operand in zip(arrays, operands, strict=True)):

@@ -11,13 +11,12 @@ from typing import Any
 import tvm
 import tvm_ffi
 from tvm import relax
-from tvm.relax import script as relax_script
-from tvm.relax.script import parser as relax_parser
 
 from ..encoding.encoding import DYNAMIC
 from ..encoding.expression import Expression
 from ..encoding.heads import NAMES, Heads
 from ..errors import EncodingError
+from .definition import check_attrs, differ, extents_of, is_one, make_call, register_op
 
 ATTENTION = "relax.hetero.attention"
 CAUSAL = ("", "top_left", "bottom_right")
@@ -65,17 +64,12 @@ def attention(
     EncodingError
         If text is no map of heads or expression, or an operand is no Relax expression.
     """
-    operands = [query, key, value, *masks]
-    for index, operand in enumerate(operands):
-        if not isinstance(operand, relax.Expr):
-            raise EncodingError(
-                f"{ATTENTION}: operand {index} is a {type(operand).__name__}, expected a Relax expression"
-            )
     if causal not in CAUSAL:
         raise EncodingError(f"{ATTENTION}: found causal={causal!r}, expected one of {CAUSAL}")
     text = str(heads if isinstance(heads, Heads) else Heads.parse(heads))
     expression = str(scores if isinstance(scores, Expression) else Expression.parse(scores))
-    return relax.Call(tvm.ir.Op.get(ATTENTION), operands, AttentionAttrs(text, expression, causal, nan_to_zero))
+    attrs = AttentionAttrs(text, expression, causal, nan_to_zero)
+    return make_call(ATTENTION, [query, key, value, *masks], attrs)
 
 
 def attention_sizes(call: relax.Call) -> dict[str, Any]:
@@ -85,7 +79,7 @@ def attention_sizes(call: relax.Call) -> dict[str, Any]:
         name: tvm.tirx.IntImm("int64", size) for name, size in zip(NAMES, heads.sizes, strict=True) if size != DYNAMIC
     }
     for index, found in enumerate(heads.operands):
-        extents = _extents(call, index)
+        extents = extents_of(call, index)
         if len(extents) != len(found.dims):
             raise EncodingError(
                 f"{ATTENTION}: operand {index} has {len(extents)} dimensions, its map ({found}) {len(found.dims)}"
@@ -97,7 +91,7 @@ def attention_sizes(call: relax.Call) -> dict[str, Any]:
     if unknown:
         raise EncodingError(f"{ATTENTION}: no operand tells the sizes {unknown} of {heads}")
     for index, found in enumerate(heads.operands):
-        for extent, names, start in zip(_extents(call, index), found.dims, found.starts, strict=True):
+        for extent, names, start in zip(extents_of(call, index), found.dims, found.starts, strict=True):
             _check_fits(extent, [sizes[name] for name in names], start, index, heads)
     return sizes
 
@@ -114,17 +108,9 @@ def _check_fits(extent: Any, sizes: list[Any], start: int, index: int, heads: He
         )
 
 
-def _extents(call: relax.Call, index: int) -> list[Any]:
-    ty = call.args[index].ty
-    if not isinstance(ty, relax.TensorType) or not isinstance(ty.shape, relax.ShapeExpr):
-        raise EncodingError(f"{ATTENTION}: operand {index} is a {ty}, expected a tensor of known extents")
-    return list(ty.shape.values)
-
-
 def infer_attention(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
     """The type of `attention`; EncodingError for operands that do not fit."""
-    if not isinstance(call.attrs, AttentionAttrs):
-        raise EncodingError(f"{ATTENTION}: attributes are a {type(call.attrs).__name__}, expected AttentionAttrs")
+    check_attrs(call, AttentionAttrs)
     if len(call.args) < 3 or len(call.args) < 2 + Expression.parse(call.attrs.scores).num_operands:
         raise EncodingError(
             f"{ATTENTION}: found {len(call.args)} operands, expected query, key, value and those of {call.attrs.scores}"
@@ -132,9 +118,9 @@ def infer_attention(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorT
     sizes = attention_sizes(call)
     full = [sizes[name] for name in "bhmn"]
     for index in range(3, len(call.args)):
-        extents = _extents(call, index)
+        extents = extents_of(call, index)
         aligned = zip(reversed(extents), reversed(full), strict=False)
-        if len(extents) > 4 or any(_differ(extent, size) for extent, size in aligned):
+        if len(extents) > 4 or any(not is_one(extent) and differ(extent, size) for extent, size in aligned):
             raise EncodingError(
                 f"{ATTENTION}: operand {index} has shape {extents}, expected one that broadcasts to {full}"
             )
@@ -148,15 +134,6 @@ def infer_attention(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorT
     return relax.TensorType(shape, query.dtype, query.vdevice)
 
 
-def _differ(extent: Any, size: Any) -> bool:
-    is_one = isinstance(extent, tvm.tirx.IntImm) and int(extent) == 1
-    return not is_one and tvm.sym.Analyzer().can_prove(extent != size)
-
-
 def register_attention_op() -> None:
-    """Make TVM know the op, and TVMScript its name; once, when `relax_hetero.op` is imported."""
-    tvm.ir._ffi_api.RegisterOp(ATTENTION, f"{ATTENTION}: see relax_hetero.op.attention")
-    tvm.ir.register_op_attr(ATTENTION, "FInferType", infer_attention)
-    tvm.ir.register_op_attr(ATTENTION, "FPurity", True)
-    for namespace in (relax_script, relax_parser):
-        namespace.hetero.attention = staticmethod(attention)  # type: ignore[attr-defined]
+    """Make TVM and TVMScript know the operator."""
+    register_op(ATTENTION, attention, infer_attention)

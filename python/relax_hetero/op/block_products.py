@@ -11,13 +11,12 @@ from typing import Any
 
 import tvm
 import tvm_ffi
-from tvm import relax, tirx
-from tvm.relax import script as relax_script
-from tvm.relax.script import parser as relax_parser
+from tvm import relax
 
 from ..encoding.block_weights import GROUP
 from ..encoding.expression import Expression
 from ..errors import EncodingError
+from .definition import check_attrs, extents_of, make_call, number, register_op
 
 DEQUANTIZE_BLOCKS, BLOCK_MATMUL = "relax.hetero.dequantize_blocks", "relax.hetero.block_matmul"
 
@@ -67,7 +66,7 @@ def dequantize_blocks(
         If an operand is no Relax expression.
     """
     operands = [data, scales] if zeros is None else [data, scales, zeros]
-    return _call(DEQUANTIZE_BLOCKS, operands, DequantizeBlocksAttrs(depth, block))
+    return make_call(DEQUANTIZE_BLOCKS, operands, DequantizeBlocksAttrs(depth, block))
 
 
 def block_matmul(
@@ -103,25 +102,15 @@ def block_matmul(
         If text is no expression, or an operand is no Relax expression.
     """
     text = str(expression if isinstance(expression, Expression) else Expression.parse(expression))
-    return _call(BLOCK_MATMUL, [x, weight, scales, *others], BlockMatmulAttrs(columns, block, zeros, text))
-
-
-def _call(name: str, operands: list[relax.Expr], attrs: tvm.ir.Attrs) -> relax.Call:
-    for index, operand in enumerate(operands):
-        if not isinstance(operand, relax.Expr):
-            raise EncodingError(f"{name}: operand {index} is a {type(operand).__name__}, expected a Relax expression")
-    return relax.Call(tvm.ir.Op.get(name), operands, attrs)
+    return make_call(BLOCK_MATMUL, [x, weight, scales, *others], BlockMatmulAttrs(columns, block, zeros, text))
 
 
 def _tensor(call: relax.Call, index: int, dtypes: tuple[str, ...]) -> list[Any]:
     """The extents of an operand that has one of some element types; ints where they are numbers."""
     ty = call.args[index].ty
-    known = isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr)
-    if not known or str(ty.dtype) not in dtypes:
-        raise EncodingError(
-            f"{call.op.name}: operand {index} is a {ty}, expected a tensor of {' or '.join(dtypes)} of known extents"
-        )
-    return [int(extent) if isinstance(extent, tirx.IntImm) else extent for extent in ty.shape.values]
+    if not isinstance(ty, relax.TensorType) or str(ty.dtype) not in dtypes:
+        raise EncodingError(f"{call.op.name}: operand {index} is a {ty}, expected a tensor of {' or '.join(dtypes)}")
+    return [number(extent) for extent in extents_of(call, index)]
 
 
 def _expect(call: relax.Call, index: int, found: list[Any], expected: list[Any]) -> None:
@@ -168,8 +157,7 @@ def infer_block_matmul(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.Tens
 
 
 def _check_call(call: relax.Call, attrs: type, operands: int) -> None:
-    if not isinstance(call.attrs, attrs):
-        raise EncodingError(f"{call.op.name}: attributes are a {type(call.attrs).__name__}, expected {attrs.__name__}")
+    check_attrs(call, attrs)
     needed = operands + bool(getattr(call.attrs, "zeros", False))
     if len(call.args) < needed:
         raise EncodingError(f"{call.op.name}: found {len(call.args)} operands, expected {needed} at least")
@@ -181,11 +169,6 @@ def _check_block(call: relax.Call, block: int) -> None:
 
 
 def register_block_ops() -> None:
-    """Make TVM know the ops, and TVMScript their names; once, after `register_encoded_ops`."""
-    for name, infer in ((DEQUANTIZE_BLOCKS, infer_dequantize_blocks), (BLOCK_MATMUL, infer_block_matmul)):
-        tvm.ir._ffi_api.RegisterOp(name, f"{name}: see relax_hetero.op.block_products")
-        tvm.ir.register_op_attr(name, "FInferType", infer)
-        tvm.ir.register_op_attr(name, "FPurity", True)
-    for namespace in (relax_script, relax_parser):
-        namespace.hetero.dequantize_blocks = staticmethod(dequantize_blocks)
-        namespace.hetero.block_matmul = staticmethod(block_matmul)
+    """Make TVM and TVMScript know the operators."""
+    register_op(DEQUANTIZE_BLOCKS, dequantize_blocks, infer_dequantize_blocks)
+    register_op(BLOCK_MATMUL, block_matmul, infer_block_matmul)

@@ -25,7 +25,7 @@ from tvm import relax
 from ..encoding.encoding import Encoding
 from ..encoding.expression import Expression
 from ..encoding.packed_layout import PackedLayout
-from ..errors import EncodingError
+from .definition import make_call
 
 SET, UNSET, RELAYOUT, PREPACKED, MATMUL, CONV, ELEMENTWISE = (
     f"relax.hetero.{name}"
@@ -108,24 +108,24 @@ def set_encoding(x: relax.Expr, encoding: EncodingLike, layout: LayoutLike = "")
     EncodingError
         If text is no encoding or layout, or the tensor's type is not the one the encoding is for.
     """
-    return _call(SET, [x], EncodingAttrs(_encoding(encoding), _layout(layout)))
+    return make_call(SET, [x], EncodingAttrs(_encoding(encoding), _layout(layout)))
 
 
 def unset_encoding(x: relax.Expr, encoding: EncodingLike, layout: LayoutLike = "") -> relax.Call:
     """An encoded tensor as a plain one; `encoding` and `layout` are those of `x`. Raises as `set_encoding`."""
-    return _call(UNSET, [x], EncodingAttrs(_encoding(encoding), _layout(layout)))
+    return make_call(UNSET, [x], EncodingAttrs(_encoding(encoding), _layout(layout)))
 
 
 def relayout(x: relax.Expr, encoding: EncodingLike, layout: LayoutLike, from_layout: LayoutLike) -> relax.Call:
     """An encoded tensor from one layout to another, for `encoding`."""
-    return _call(RELAYOUT, [x], RelayoutAttrs(_encoding(encoding), _layout(layout), _layout(from_layout)))
+    return make_call(RELAYOUT, [x], RelayoutAttrs(_encoding(encoding), _layout(layout), _layout(from_layout)))
 
 
 def prepacked(data: relax.Expr, shape: Sequence[int] | str, encoding: EncodingLike, layout: LayoutLike) -> relax.Call:
     """Bytes that are stored under `layout` already, as an encoded tensor of logical `shape`."""
     text = shape if isinstance(shape, str) else "x".join(str(int(extent)) for extent in shape)
     attrs = PrepackedAttrs(text, _encoding(encoding), _layout(layout))
-    return _call(PREPACKED, [data], attrs)
+    return make_call(PREPACKED, [data], attrs)
 
 
 def matmul(
@@ -151,7 +151,7 @@ def matmul(
         The result's layout and the name of the kernel's variant; empty until SpecializeEncodings.
     """
     operands = [lhs, rhs] if init is None else [lhs, rhs, init]
-    return _call(MATMUL, operands, EncodedMatmulAttrs(_encoding(encoding), _layout(layout), kernel))
+    return make_call(MATMUL, operands, EncodedMatmulAttrs(_encoding(encoding), _layout(layout), kernel))
 
 
 def conv(
@@ -168,7 +168,7 @@ def conv(
     layout, kernel : str
         As of `matmul`.
     """
-    return _call(CONV, [data, weight], EncodedConvAttrs(_encoding(encoding), _layout(layout), kernel))
+    return make_call(CONV, [data, weight], EncodedConvAttrs(_encoding(encoding), _layout(layout), kernel))
 
 
 def elementwise(
@@ -186,7 +186,7 @@ def elementwise(
         The result's.
     """
     text = str(expression if isinstance(expression, Expression) else Expression.parse(expression))
-    return _call(ELEMENTWISE, list(operands), EncodedElementwiseAttrs(text, _encoding(encoding), _layout(layout)))
+    return make_call(ELEMENTWISE, list(operands), EncodedElementwiseAttrs(text, _encoding(encoding), _layout(layout)))
 
 
 def encoded_op(expr: relax.Expr) -> str | None:
@@ -202,22 +202,3 @@ def _encoding(encoding: EncodingLike) -> str:
 
 def _layout(layout: LayoutLike) -> str:
     return str(layout if isinstance(layout, PackedLayout) or layout == "" else PackedLayout.parse(layout))
-
-
-def _call(name: str, operands: list[relax.Expr], attrs: tvm.ir.Attrs) -> relax.Call:
-    for index, operand in enumerate(operands):
-        if not isinstance(operand, relax.Expr):
-            raise EncodingError(f"{name}: operand {index} is a {type(operand).__name__}, expected a Relax expression")
-    return relax.Call(tvm.ir.Op.get(name), operands, attrs)
-
-
-class Namespace:
-    """``R.hetero``."""
-
-    set_encoding = staticmethod(set_encoding)
-    unset_encoding = staticmethod(unset_encoding)
-    relayout = staticmethod(relayout)
-    prepacked = staticmethod(prepacked)
-    matmul = staticmethod(matmul)
-    conv = staticmethod(conv)
-    elementwise = staticmethod(elementwise)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import tvm
 from tvm import relax
-from tvm.relax import script as relax_script
-from tvm.relax.script import parser as relax_parser
 
 from ..encoding.encoding import LHS, RESULT, RHS, Encoding
 from ..encoding.expression import Expression
 from ..encoding.packed_layout import PackedLayout, misfit
 from ..errors import EncodingError
+from .definition import Infer, check_attrs, differ, is_one, number, register_op
 from .encoded import (
     CONV,
     ELEMENTWISE,
@@ -27,12 +25,16 @@ from .encoded import (
     EncodedElementwiseAttrs,
     EncodedMatmulAttrs,
     EncodingAttrs,
-    Namespace,
     PrepackedAttrs,
     RelayoutAttrs,
+    conv,
+    elementwise,
+    matmul,
+    prepacked,
+    relayout,
+    set_encoding,
+    unset_encoding,
 )
-
-Infer = Callable[[relax.Call, relax.BlockBuilder], relax.TensorType]
 
 
 def _tensor(call: relax.Call, index: int) -> relax.TensorType:
@@ -70,8 +72,7 @@ def _check_broadcast(call: relax.Call, index: int, onto: relax.TensorType) -> No
     if found is None or wanted is None:
         return
     for extent, size in zip(reversed(found), reversed(wanted), strict=False):
-        is_one = isinstance(extent, tvm.tirx.IntImm) and int(extent) == 1
-        if not is_one and tvm.sym.Analyzer().can_prove(extent != size):
+        if not is_one(extent) and differ(extent, size):
             raise EncodingError(
                 f"{call.op.name}: operand {index} has shape {_text(found)}, expected one that broadcasts to "
                 f"{_text(wanted)}"
@@ -79,11 +80,7 @@ def _check_broadcast(call: relax.Call, index: int, onto: relax.TensorType) -> No
 
 
 def _text(extents: list[Any]) -> str:
-    return f"({', '.join(str(_number(extent)) for extent in extents)})"
-
-
-def _number(extent: Any) -> Any:
-    return int(extent) if isinstance(extent, tvm.tirx.IntImm) else extent
+    return f"({', '.join(str(number(extent)) for extent in extents)})"
 
 
 def _infer_same(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
@@ -105,7 +102,7 @@ def _infer_prepacked(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.Tensor
     shape = [int(extent) for extent in attrs.shape.split("x")]
     stored = PackedLayout.parse(attrs.layout).packed_shape(shape)
     extents = _extents(ty)
-    found = None if extents is None else tuple(map(_number, extents))
+    found = None if extents is None else tuple(map(number, extents))
     if found != stored:
         raise EncodingError(
             f"{PREPACKED}: the operand has shape {found}; {tuple(shape)} stored as {attrs.layout} has {stored}"
@@ -134,10 +131,8 @@ def _infer_product(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorTy
             raise EncodingError(f"{name}: operand {index} is {ty.dtype}, its encoding is for {operand.element_type}")
         for dim, extent in zip(operand.index_map, _extents(ty) or [], strict=False):
             known = extents.setdefault(dim, extent)
-            if dim != "1" and tvm.sym.Analyzer().can_prove(known != extent):
-                raise EncodingError(
-                    f"{name}: {dim} is {_number(known)} in one operand and {_number(extent)} in another"
-                )
+            if dim != "1" and differ(known, extent):
+                raise EncodingError(f"{name}: {dim} is {number(known)} in one operand and {number(extent)} in another")
     _add_places(encoding, extents)
     vdevice = _tensor(call, LHS).vdevice or _tensor(call, RHS).vdevice
     names = encoding.index_map
@@ -190,8 +185,7 @@ def _named(name: str, attrs: type, counts: range, infer: Infer) -> Infer:
     """`infer` for calls that have the right attributes and number of operands; its messages begin with the op."""
 
     def checked(call: relax.Call, ctx: relax.BlockBuilder) -> relax.TensorType:
-        if not isinstance(call.attrs, attrs):
-            raise EncodingError(f"{name}: attributes are a {type(call.attrs).__name__}, expected {attrs.__name__}")
+        check_attrs(call, attrs)
         if len(call.args) not in counts:
             expected = counts[0] if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
             raise EncodingError(f"{name}: found {len(call.args)} operands, expected {expected}")
@@ -206,23 +200,17 @@ def _named(name: str, attrs: type, counts: range, infer: Infer) -> Infer:
 
 
 _MANY = 1 << 10
-INFER: dict[str, Infer] = {
-    SET: _named(SET, EncodingAttrs, range(1, 2), _infer_same),
-    UNSET: _named(UNSET, EncodingAttrs, range(1, 2), _infer_same),
-    RELAYOUT: _named(RELAYOUT, RelayoutAttrs, range(1, 2), _infer_same),
-    PREPACKED: _named(PREPACKED, PrepackedAttrs, range(1, 2), _infer_prepacked),
-    MATMUL: _named(MATMUL, EncodedMatmulAttrs, range(2, 4), _infer_matmul),
-    CONV: _named(CONV, EncodedConvAttrs, range(2, 3), _infer_product),
-    ELEMENTWISE: _named(ELEMENTWISE, EncodedElementwiseAttrs, range(1, _MANY), _infer_elementwise),
-}
-"""Of every op: what TVM calls to type it."""
 
 
 def register_encoded_ops() -> None:
-    """Make TVM know the ops, and TVMScript the namespace; once, when `relax_hetero.op` is imported."""
-    for name, infer in INFER.items():
-        tvm.ir._ffi_api.RegisterOp(name, f"{name}: see relax_hetero.op.encoded")
-        tvm.ir.register_op_attr(name, "FInferType", infer)
-        tvm.ir.register_op_attr(name, "FPurity", True)
-    for namespace in (relax_script, relax_parser):
-        namespace.hetero = Namespace  # type: ignore[attr-defined]
+    """Make TVM and TVMScript know the operators."""
+    for name, function, attrs, counts, infer in (
+        (SET, set_encoding, EncodingAttrs, range(1, 2), _infer_same),
+        (UNSET, unset_encoding, EncodingAttrs, range(1, 2), _infer_same),
+        (RELAYOUT, relayout, RelayoutAttrs, range(1, 2), _infer_same),
+        (PREPACKED, prepacked, PrepackedAttrs, range(1, 2), _infer_prepacked),
+        (MATMUL, matmul, EncodedMatmulAttrs, range(2, 4), _infer_matmul),
+        (CONV, conv, EncodedConvAttrs, range(2, 3), _infer_product),
+        (ELEMENTWISE, elementwise, EncodedElementwiseAttrs, range(1, _MANY), _infer_elementwise),
+    ):
+        register_op(name, function, _named(name, attrs, counts, infer))

@@ -11,11 +11,10 @@ from typing import Any
 import tvm
 import tvm_ffi
 from tvm import relax
-from tvm.relax import script as relax_script
-from tvm.relax.script import parser as relax_parser
 
 from ..encoding.row_program import RowProgram, operands_of
 from ..errors import EncodingError
+from .definition import check_attrs, differ, extents_of, is_one, make_call, number, register_op
 
 ROWS = "relax.hetero.rows"
 
@@ -48,24 +47,17 @@ def rows(*operands: relax.Expr, program: RowProgram | str, ops: str = "") -> rel
         If text is no program, or an operand is no Relax expression.
     """
     text = str(program if isinstance(program, RowProgram) else RowProgram.parse(program))
-    for index, operand in enumerate(operands):
-        if not isinstance(operand, relax.Expr):
-            raise EncodingError(f"{ROWS}: operand {index} is a {type(operand).__name__}, expected a Relax expression")
-    return relax.Call(tvm.ir.Op.get(ROWS), list(operands), RowsAttrs(text, ops))
+    return make_call(ROWS, operands, RowsAttrs(text, ops))
 
 
 def infer_rows(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
     """The type of `rows`; EncodingError for operands that do not fit its program, or each other."""
-    if not isinstance(call.attrs, RowsAttrs):
-        raise EncodingError(f"{ROWS}: attributes are a {type(call.attrs).__name__}, expected {RowsAttrs.__name__}")
+    check_attrs(call, RowsAttrs)
     program = RowProgram.parse(call.attrs.program)
     types = [arg.ty for arg in call.args]
     if len(types) != program.num_operands:
         raise EncodingError(f"{ROWS}: found {len(types)} operands, {program} has {program.num_operands}")
-    for index, ty in enumerate(types):
-        if not isinstance(ty, relax.TensorType) or not isinstance(ty.shape, relax.ShapeExpr):
-            raise EncodingError(f"{ROWS}: operand {index} is a {ty}, expected a tensor of known extents")
-    shapes = [list(ty.shape.values) for ty in types]
+    shapes = [extents_of(call, index) for index in range(len(types))]
     whole = _broadcast(shapes)
     if not whole:
         raise EncodingError(f"{ROWS}: found scalars only, expected an operand of rows")
@@ -80,28 +72,16 @@ def _broadcast(shapes: list[list[Any]]) -> list[Any]:
     result: list[Any] = [tvm.tirx.IntImm("int64", 1)] * max(map(len, shapes))
     for index, shape in enumerate(shapes):
         for axis, extent in enumerate(shape, len(result) - len(shape)):
-            if _is_one(result[axis]):
+            if is_one(result[axis]):
                 result[axis] = extent
-            elif not _is_one(extent) and tvm.sym.Analyzer().can_prove(extent != result[axis]):
+            elif not is_one(extent) and differ(extent, result[axis]):
                 raise EncodingError(
-                    f"{ROWS}: operand {index} has extent {_text(extent)} where others have {_text(result[axis])}; "
+                    f"{ROWS}: operand {index} has extent {number(extent)} where others have {number(result[axis])}; "
                     "expected 1 or that"
                 )
     return result
 
 
-def _text(extent: Any) -> str:
-    return str(int(extent) if isinstance(extent, tvm.tirx.IntImm) else extent)
-
-
-def _is_one(extent: Any) -> bool:
-    return isinstance(extent, tvm.tirx.IntImm) and int(extent) == 1
-
-
 def register_rows_op() -> None:
-    """Make TVM know the op, and TVMScript its name; once, after `register_encoded_ops`."""
-    tvm.ir._ffi_api.RegisterOp(ROWS, f"{ROWS}: see relax_hetero.op.rows")
-    tvm.ir.register_op_attr(ROWS, "FInferType", infer_rows)
-    tvm.ir.register_op_attr(ROWS, "FPurity", True)
-    for namespace in (relax_script, relax_parser):
-        namespace.hetero.rows = staticmethod(rows)
+    """Make TVM and TVMScript know the operator."""
+    register_op(ROWS, rows, infer_rows)

@@ -1,23 +1,23 @@
-"""CPUs with vector instructions: x86 from SSE2 to AVX-512, and AArch64. The tables decide; nothing here names one.
+"""Layouts for CPUs with vector instructions: x86 from SSE2 to AVX-512, and AArch64. Tables of `target` decide.
 
 The left operand and the result stay row-major: the kernel broadcasts elements of the left one from where they lie, as
 fast as from packed storage, and stores rows of the result with a mask at their end. The right operand is packed into
 panels of n0 columns, ``[b.., n/n0, k/k0, n0, k0]``: a k-step reads one stretch of memory. Convolutions: see
-`convolutions`.
+`conv_layouts`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..encoding.dot_instructions import Product, product_for
 from ..encoding.encoding import DYNAMIC, RHS, Encoding
 from ..encoding.packed_layout import PackedLayout
 from ..encoding.problem import AttentionProblem, BlockProductProblem, RowsProblem
-from ..encoding.tiles import tile_columns
-from ..target.cpu_target import Machine, machine_of
+from ..target.cpu_target import CpuTarget, cpu_target_of
+from ..target.dot_instructions import DotInstruction, dot_instruction_for
 from ..target.element_types import bytes_of
-from .convolutions import conv_layout
+from ..target.tiles import tile_columns
+from .conv_layouts import conv_layout
 from .layouts import ResolverBase, tiled
 
 if TYPE_CHECKING:
@@ -42,43 +42,43 @@ class CpuResolver(ResolverBase):
 
     def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """Row-major left operand and result; panels for the right one, unless it is a small activation."""
-        machine = machine_of(target)
+        cpu = cpu_target_of(target)
         if encoding.moves is not None:
-            return conv_layout(encoding, machine)
-        product = product_for(machine, *encoding.element_types)
-        if product is None:
+            return conv_layout(encoding, cpu)
+        dot = dot_instruction_for(cpu, *encoding.element_types)
+        if dot is None:
             return None
         index_map = encoding.index_map
-        if encoding.operand_index != RHS or _read_in_place(encoding, product):
+        if encoding.operand_index != RHS or _read_in_place(encoding, dot):
             return PackedLayout.identity(len(index_map))
-        tiles = {"n": panel_width(machine, product, encoding.sizes["n"]), "k": product.k0}
-        return tiled(index_map, ("n", "k"), tiles, product.compensation != 0)
+        tiles = {"n": panel_width(cpu, dot, encoding.sizes["n"]), "k": dot.k0}
+        return tiled(index_map, ("n", "k"), tiles, dot.compensation != 0)
 
     def resolve_activation(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """As `resolve`, but a right operand that few rows meet stays as it is."""
         if encoding.moves is not None:
             return self.resolve(encoding, target)
-        product = product_for(machine_of(target), *encoding.element_types)
+        dot = dot_instruction_for(cpu_target_of(target), *encoding.element_types)
         few = 0 <= encoding.sizes["m"] <= FEW_ROWS
-        if product is not None and encoding.operand_index == RHS and few and _is_readable(encoding, product):
+        if dot is not None and encoding.operand_index == RHS and few and _is_readable(encoding, dot):
             return PackedLayout.identity(len(encoding.index_map))
         return self.resolve(encoding, target)
 
 
-def panel_width(machine: Machine, product: Product, n: int) -> int:
+def panel_width(cpu: CpuTarget, dot: DotInstruction, n: int) -> int:
     """Columns of a packed panel: those of the kernel's tile, one vector where N is no wider."""
-    lanes = machine.lanes(product.types[2])
-    return lanes if 0 <= n <= lanes else tile_columns(machine, product.types[2])
+    lanes = cpu.lanes(dot.types[2])
+    return lanes if 0 <= n <= lanes else tile_columns(cpu, dot.types[2])
 
 
-def _read_in_place(encoding: Encoding, product: Product) -> bool:
+def _read_in_place(encoding: Encoding, dot: DotInstruction) -> bool:
     """Whether the right operand is a small activation: it runs along a batch dimension; weights are shared by all."""
-    if not _is_readable(encoding, product) or not any(name.startswith("b") for name in encoding.of(RHS).index_map):
+    if not _is_readable(encoding, dot) or not any(name.startswith("b") for name in encoding.of(RHS).index_map):
         return False
     k, n = encoding.sizes["k"], encoding.sizes["n"]
     return DYNAMIC in (k, n) or k * n * bytes_of(encoding.element_types[RHS]) <= IN_PLACE_BYTES
 
 
-def _is_readable(encoding: Encoding, product: Product) -> bool:
+def _is_readable(encoding: Encoding, dot: DotInstruction) -> bool:
     """Whether the kernel can read the right operand as it lies: rows of n, one k a step."""
-    return product.k0 == 1 and encoding.of(RHS).index_map[-2:] == ("k", "n")
+    return dot.k0 == 1 and encoding.of(RHS).index_map[-2:] == ("k", "n")

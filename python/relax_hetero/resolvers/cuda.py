@@ -1,4 +1,4 @@
-"""CUDA devices: no layouts yet, their products stay stock ops."""
+"""Layouts for CUDA devices: none yet, so that their products stay stock ops."""
 
 from __future__ import annotations
 

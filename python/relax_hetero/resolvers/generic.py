@@ -1,4 +1,4 @@
-"""Machines that nothing is known of: ``c`` targets and CPUs outside the tables. Small tiles, every operand packed.
+"""Layouts for ``c`` targets and CPUs outside the tables: small tiles, every operand packed.
 
 Packing all three makes every access of the kernel's tile contiguous, whatever the compiler behind makes of it.
 """
@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..encoding.dot_instructions import product_for
 from ..encoding.encoding import LHS, RHS, Encoding
 from ..encoding.packed_layout import PackedLayout
 from ..encoding.problem import BlockProductProblem
-from ..target.cpu_target import machine_of
+from ..target.cpu_target import cpu_target_of
+from ..target.dot_instructions import dot_instruction_for
 from .layouts import ResolverBase, tiled
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class GenericResolver(ResolverBase):
 
     def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """``[m/8, k, 8]``, ``[n/8, k, 8]`` and ``[m/8, n/8, 8, 8]``; convolutions stay stock ops."""
-        if encoding.moves is not None or product_for(machine_of(target), *encoding.element_types) is None:
+        if encoding.moves is not None or dot_instruction_for(cpu_target_of(target), *encoding.element_types) is None:
             return None
         index_map = encoding.index_map
         if encoding.operand_index == LHS:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ..encoding.encoding import Encoding, IndexMap
 from ..encoding.packed_layout import PackedLayout
-from ..encoding.problem import AttentionProblem, BlockProductProblem, ConvProblem, MatmulProblem, Problem, RowsProblem
-from ..target.cpu_target import machine_of
+from ..encoding.problem import (
+    AttentionProblem,
+    BlockProductProblem,
+    ConvProblem,
+    ElementwiseProblem,
+    MatmulProblem,
+    Problem,
+    RowsProblem,
+)
+from ..target.cpu_target import CpuTarget, cpu_target_of
 
 if TYPE_CHECKING:
     import tvm
@@ -43,7 +52,7 @@ def tiled(
 
 
 class ResolverBase(ABC):
-    """Storage sizes and kernels, which follow from the layout and the machine alone."""
+    """Storage sizes and kernels, which follow from the layout and the CPU alone."""
 
     name = "base"
 
@@ -58,26 +67,24 @@ class ResolverBase(ABC):
 
     def kernel(self, problem: Problem, target: tvm.target.Target) -> tirx.PrimFunc:
         """The project's own kernel for the target's machine."""
-        if isinstance(problem, MatmulProblem):
-            from ..tir.matmul.matmul import matmul_kernel
+        return _generators()[type(problem)](problem, cpu_target_of(target))
 
-            return matmul_kernel(problem, machine_of(target))
-        if isinstance(problem, ConvProblem):
-            from ..tir.conv.convolution import conv_kernel
 
-            return conv_kernel(problem, machine_of(target))
-        if isinstance(problem, AttentionProblem):
-            from ..tir.attention.attention import attention_kernel
+@cache
+def _generators() -> dict[type, Callable[[Any, CpuTarget], tirx.PrimFunc]]:
+    """Which generator solves which problem; they load when the first kernel is written."""
+    from ..tir.attention.attention import attention_kernel
+    from ..tir.conv.convolution import conv_kernel
+    from ..tir.elementwise.elementwise import elementwise_kernel
+    from ..tir.matmul.block_product import block_product_kernel
+    from ..tir.matmul.matmul import matmul_kernel
+    from ..tir.rows.rows import rows_kernel
 
-            return attention_kernel(problem, machine_of(target))
-        if isinstance(problem, BlockProductProblem):
-            from ..tir.matmul.block_product import block_product_kernel
-
-            return block_product_kernel(problem, machine_of(target))
-        if isinstance(problem, RowsProblem):
-            from ..tir.rows.rows import rows_kernel
-
-            return rows_kernel(problem, machine_of(target))
-        from ..tir.elementwise.elementwise import elementwise_kernel
-
-        return elementwise_kernel(problem, machine_of(target))
+    return {
+        MatmulProblem: matmul_kernel,
+        ConvProblem: conv_kernel,
+        BlockProductProblem: block_product_kernel,
+        AttentionProblem: attention_kernel,
+        RowsProblem: rows_kernel,
+        ElementwiseProblem: elementwise_kernel,
+    }

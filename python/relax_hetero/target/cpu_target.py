@@ -1,6 +1,6 @@
 """Facts about CPUs that layouts and kernels are chosen by, in one table.
 
-A row is an instruction set; a target gets the first row all of whose features it has. Adding a machine is adding a row.
+A row is an instruction set; a target gets the first row all of whose features it has. Adding a CPU is adding a row.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ INSTRUCTION_SETS: tuple[InstructionSet, ...] = (
 
 
 @dataclass(frozen=True)
-class Machine:
+class CpuTarget:
     """A CPU target as kernels see it.
 
     Attributes
@@ -67,25 +67,25 @@ class Machine:
     kind: str
 
     def lanes(self, dtype: str) -> int:
-        """Elements of a vector register, 1 on a machine without vectors."""
+        """Elements of a vector register, 1 on a CPU without vectors."""
         return max(1, self.isa.vector_bytes * 8 // tvm.DataType(dtype).bits)
 
 
-def machine_of(target: tvm.target.Target) -> Machine:
+def cpu_target_of(target: tvm.target.Target) -> CpuTarget:
     """The facts of a CPU target; targets that are no CPU of the table get the generic row."""
-    return _machine_of(str(target))
+    return _cpu_target_of(str(target))
 
 
 @cache
-def _machine_of(text: str) -> Machine:
+def _cpu_target_of(text: str) -> CpuTarget:
     target = tvm.target.Target(text)
     cores = max(1, int(target.attrs.get("num-cores", 1)))
     if target.kind.name != "llvm":
-        return Machine(INSTRUCTION_SETS[-1], frozenset(), cores, target.kind.name)
+        return CpuTarget(INSTRUCTION_SETS[-1], frozenset(), cores, target.kind.name)
     features = frozenset(str(f) for f in codegen.llvm_get_cpu_features(target))
     arch = str(codegen.llvm_get_system_triple() if not target.attrs.get("mtriple") else target.attrs["mtriple"])
     arch = arch.split("-")[0].replace("arm64", "aarch64")
     for isa in INSTRUCTION_SETS:
         if isa.arch in ("", arch) and features.issuperset(isa.features):
-            return Machine(isa, features, cores, "llvm")
+            return CpuTarget(isa, features, cores, "llvm")
     raise AssertionError("the last row fits every target")

@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import tvm_ffi
 
+HALVES = ("bfloat16", "float16")
+"""Floats of two bytes: kernels read and write them, and compute in float32."""
+
 _SHORT = {"float": "f", "bfloat": "bf", "int": "s", "uint": "u"}
 
 

@@ -14,8 +14,10 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..encoding.problem import Dim
-from .core.builder import Expr, Function, ceil_div, flat, loop, settled, when
+from .core.builder import Expr, Function, ceil_div, loop, opaque, when
 from .core.ties import with_ties
+from .core.view import View
+from .core.work_split import LEAST, is_worth_tasks, ravel
 
 REDUCTIONS: dict[str, Callable[[Expr, Expr], Expr]] = {
     "update": lambda _, new: new,
@@ -26,8 +28,8 @@ REDUCTIONS: dict[str, Callable[[Expr, Expr], Expr]] = {
 }
 """What becomes of an element that an update is for."""
 
-# Elements that one task copies, and updates from which on they are shared among the cores.
-_CHUNK = 1 << 15
+_CHUNK = LEAST["elements"]
+"""Elements that one task copies."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +73,11 @@ def scatter_elements_kernel(problem: ScatterProblem, axis: int) -> tirx.PrimFunc
                     visit(left[1:], {**position, left[0]: i})
                 return
             places = [position[d] for d in range(len(extents))]
-            index = at.index(_offset(places, at.indices_extents))
-            index = settled(tirx.Select(index < 0, index + at.data_extents[axis], index))
+            index = at.index(ravel(places, at.indices_extents))
+            index = opaque(tirx.Select(index < 0, index + at.data_extents[axis], index))
             target = [index if d == axis else place for d, place in enumerate(places)]
             with when(_is_inside(index, at.data_extents[axis])):
-                at.update(_offset(target, at.data_extents), _offset(places, extents))
+                at.update(ravel(target, at.data_extents), ravel(places, extents))
 
         visit(order, {})
 
@@ -90,12 +92,12 @@ def scatter_nd_kernel(problem: ScatterProblem) -> tirx.PrimFunc:
         count = _product(rows)
         size = _product(at.data_extents[depth:])
         with loop(count) as row:
-            place = [settled(at.index(row * depth + d)) for d in range(depth)]
-            start = settled(_offset(place, at.data_extents[:depth]) * size)
+            place = [opaque(at.index(row * depth + d)) for d in range(depth)]
+            start = opaque(ravel(place, at.data_extents[:depth]) * size)
             is_inside = [_is_inside(index, extent) for index, extent in zip(place, at.data_extents, strict=False)]
             # Rows may be for the same elements; those of a slice are not.
             with when(tirx.all(*is_inside) if is_inside else True):
-                with loop(size, parallel=isinstance(size, int) and size >= _CHUNK) as i:
+                with loop(size, parallel=isinstance(size, int) and is_worth_tasks("elements", size)) as i:
                     at.update(start + i, row * size + i)
 
     return _kernel("scatter_nd", problem, write)
@@ -111,19 +113,21 @@ class _Scatter:
         self.data_extents, self.indices_extents = extents(problem.data), extents(problem.indices)
         self.updates_extents = extents(problem.updates)
         total = _product(self.updates_extents)
-        self.is_long = not isinstance(total, int) or total >= _CHUNK
+        self.is_long = is_worth_tasks("elements", total)
         self._combine = REDUCTIONS[problem.reduction]
-        shapes = [list(map(function.extent, shape)) for shape in (problem.data, problem.indices, problem.updates)]
-        dtypes = (problem.dtype, problem.index_dtype, problem.dtype)
-        names = ("data", "indices", "updates")
-        self._shapes = [*shapes, shapes[0]]
-        self._params = [function.argument(*each) for each in zip(names, shapes, dtypes, strict=True)]
-        self._params.append(function.argument("result", shapes[0], problem.dtype))
+
+        def view(name: str, shape: Sequence[Dim], dtype: str) -> View:
+            return View(function, name, list(map(function.extent, shape)), dtype)
+
+        self._data = view("data", problem.data, problem.dtype)
+        self._indices = view("indices", problem.indices, problem.index_dtype)
+        self._updates = view("updates", problem.updates, problem.dtype)
+        self._result = view("result", problem.data, problem.dtype)
 
     def open(self) -> None:
-        """Declare the views, inside of the body."""
-        views = [flat(param, shape) for param, shape in zip(self._params, self._shapes, strict=True)]
-        self._data, self._indices, self._updates, self._result = views
+        """Declare the elements of all parameters, inside of the body."""
+        for view in (self._data, self._indices, self._updates, self._result):
+            view.open()
 
     def copy(self) -> None:
         """Copy the data to the result."""
@@ -131,17 +135,18 @@ class _Scatter:
         chunks = ceil_div(total, _CHUNK)
         with loop(chunks, parallel=not (isinstance(chunks, int) and chunks == 1)) as chunk:
             begin = chunk * _CHUNK
-            # Not settled: in place, nothing of these loops is to be left.
+            # Not opaque: in place, nothing of these loops is to be left.
             with loop(T.min(total - begin, tirx.const(_CHUNK, "int64"))) as i:
-                T.buffer_store(self._result, self._data[begin + i], [begin + i])
+                T.buffer_store(self._result.data, self._data.data[begin + i], [begin + i])
 
     def index(self, place: Expr) -> Expr:
         """An index as int64."""
-        return tirx.Cast("int64", self._indices[place])
+        return tirx.Cast("int64", self._indices.data[place])
 
     def update(self, target: Expr, source: Expr) -> None:
         """One update, by the places of both in memory."""
-        T.buffer_store(self._result, self._combine(self._result[target], self._updates[source]), [target])
+        new = self._combine(self._result.data[target], self._updates.data[source])
+        T.buffer_store(self._result.data, new, [target])
 
 
 def _kernel(name: str, problem: ScatterProblem, write: Callable[[_Scatter], None]) -> tirx.PrimFunc:
@@ -164,10 +169,3 @@ def _is_inside(index: Expr, extent: Expr) -> Expr:
 
 def _product(extents: Sequence[Expr]) -> Expr:
     return prod(extents) if extents else 1
-
-
-def _offset(position: Sequence[Expr], extents: Sequence[Expr]) -> Expr:
-    offset: Expr = 0
-    for place, extent in zip(position, extents, strict=True):
-        offset = offset * extent + place
-    return offset

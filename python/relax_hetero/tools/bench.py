@@ -18,8 +18,8 @@ from .placing import Placing, placing_options
 if TYPE_CHECKING:
     import numpy as np
 
+    from .bench_timing import Timing
     from .engines import Call, Engine
-    from .rounds import Timing
 
 REFERENCE = "ONNX Runtime"
 OURS = "relax-hetero"
@@ -42,7 +42,7 @@ OURS = "relax-hetero"
     "--trace",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="OUT.json",
-    help="Also submit calls, and write what each queue did when: a trace for Perfetto and Chrome.",
+    help="Also submit calls, and write when each queue did which work: a trace for Perfetto and Chrome.",
 )
 @click.option("--calls", type=click.IntRange(min=1), default=16, show_default=True, help="Of the trace.")
 @placing_options
@@ -73,10 +73,10 @@ def bench_command(
     os.environ["TVM_NUM_THREADS"] = str(threads)
     os.environ.setdefault("TVM_BIND_THREADS", "0")
     from .arrays import random_arrays
-    from .bench_trace import trace_calls
+    from .bench_timing import trace_calls
+    from .call_tables import memory_line, use_with
     from .engines import onnx_runtime, ours, stock_tvm
-    from .fusion_tables import precisions_text, product_precisions
-    from .memory_tables import memory_line, use_with
+    from .kernel_tables import precisions_text, product_precisions
     from .models import compile_onnx
 
     if trace is not None:
@@ -150,7 +150,7 @@ class Result:
 def _measure(engines: list[Engine], inputs: Mapping[str, np.ndarray], rounds: int, budget: float) -> list[Result]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from .rounds import interleave
+    from .bench_timing import interleave
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console(stderr=True), transient=True) as progress:

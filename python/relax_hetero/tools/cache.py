@@ -1,4 +1,4 @@
-"""``relax-hetero cache``: what the compile cache holds."""
+"""``relax-hetero cache``: lists and removes the entries of the compile cache."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from ..errors import HeteroError
 def command(name: str) -> Callable[[Callable[..., None]], click.Command]:
     """Declare a click command with ``--debug``, whose errors become one line on stderr and exit code 1.
 
-    A `HeteroError` or an `OSError` (a file that cannot be written, say) is what a user can mend, so no traceback is
+    A `HeteroError` or an `OSError` (a file that cannot be written, say) is the user's to mend, so no traceback is
     shown unless ``--debug`` asks for it. Anything else is a defect and keeps its traceback.
     """
 

@@ -1,12 +1,11 @@
-"""Command buffers, printed: the regions, what is bound to them, and their commands."""
+"""Command buffers as tables: their regions, the memory bound to each, and the commands in it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..artifact.command_json import kernel_to_json, region_to_json
 from ..artifact.commands import (
     ARENA,
     DIRECT,
@@ -19,9 +18,11 @@ from ..artifact.commands import (
     Reference,
     RegionSpec,
     SingleCall,
+    kernel_to_json,
+    region_to_json,
 )
 from ..artifact.signature import Dim
-from .console import bytes_text, console, plural, print_table
+from .console import Shown, bytes_text, plural, table
 
 
 @dataclass(frozen=True)
@@ -61,34 +62,25 @@ class CommandBuffers:
             "single_calls": [dict(vars(call)) for call in self.single_calls],
         }
 
-    def print(self, every_op: bool) -> None:
-        """Print the regions and, if asked for, their slots, their commands and the kernels outside of them."""
+    def tables(self) -> Iterator[Shown]:
+        """The regions, the slots and the commands of each, and the kernel calls outside of them."""
         if self.regions:
-            columns = [
-                "command buffer",
-                "device",
-                "runs as",
-                *_KINDS,
-                "slots",
-                "numbers",
-                "constants",
-                "arena",
-                "until",
-            ]
-            print_table(
-                "Command buffers", columns, map(self._region_row, self.regions), right=[*_KINDS, "slots", "arena"]
-            )
-        if every_op:
-            for region in self.regions:
-                self._print_region(region)
-            if self.single_calls:
-                rows = [[call.variable, call.kernel, call.function, call.why] for call in self.single_calls]
-                print_table("Outside of command buffers", ["variable", "kernel", "function", "why"], rows)
+            counted = [*_KINDS, "slots"]
+            columns = ["command buffer", "device", "runs as", *counted, "numbers", "constants", "arena", "until"]
+            yield table("Command buffers", columns, map(self._region_row, self.regions), right=[*counted, "arena"])
+        for region in self.regions:
+            yield from self._region_tables(region)
+        if self.single_calls:
+            rows = [[call.variable, call.kernel, call.function, call.why] for call in self.single_calls]
+            yield table("Outside of command buffers", ["variable", "kernel", "function", "why"], rows)
+        yield self.line()
+
+    def line(self) -> str:
+        """How many command buffers there are, and how many kernel calls in them and outside."""
         calls = sum(_counts(region)["kernels"] for region in self.regions)
-        console().print(
+        return (
             f"{plural(len(self.regions), 'command buffer')} of {plural(calls, 'kernel call')} in all, "
-            f"{plural(len(self.single_calls), 'kernel call')} outside.",
-            markup=False,
+            f"{plural(len(self.single_calls), 'kernel call')} outside."
         )
 
     def _region_row(self, region: RegionSpec) -> list[str]:
@@ -106,7 +98,7 @@ class CommandBuffers:
             region.ended,
         ]
 
-    def _print_region(self, region: RegionSpec) -> None:
+    def _region_tables(self, region: RegionSpec) -> Iterator[Shown]:
         rows = [
             [
                 str(index),
@@ -120,9 +112,9 @@ class CommandBuffers:
             for index, slot in enumerate(region.slots)
         ]
         columns = ["slot", "name", "access", "bytes", "aligned to", "type", "device"]
-        print_table(f"Slots of {region.name}", columns, rows, right=["slot", "bytes", "aligned to"])
+        yield table(f"Slots of {region.name}", columns, rows, right=["slot", "bytes", "aligned to"])
         commands = [[str(number), *self._command_row(command)] for number, command in enumerate(region.commands)]
-        print_table(f"Commands of {region.name}", ["", "command", "reads", "writes", "numbers", "result"], commands)
+        yield table(f"Commands of {region.name}", ["", "command", "reads", "writes", "numbers", "result"], commands)
 
     def _command_row(self, command: Command) -> list[str]:
         if isinstance(command, Copy):

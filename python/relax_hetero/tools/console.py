@@ -1,41 +1,57 @@
-"""What people see: tables on stdout, progress on stderr."""
+"""Output for people: tables on stdout, progress on stderr; and JSON for programs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO, TypeAlias, Union
 
 import click
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 # Columns where the output is no terminal and so has no width of its own.
 FILE_WIDTH = 160
 
+Shown: TypeAlias = Union["Table", str]
+"""A table, or a line of text."""
 
-def console(stderr: bool = False) -> Console:
-    """A console; stdout's is wide enough for a table where it is redirected."""
+
+def console(stderr: bool = False, file: TextIO | None = None) -> Console:
+    """A console; one that is no terminal is wide enough for a table."""
     from rich.console import Console
 
-    made = Console(stderr=stderr, highlight=False)
+    made = Console(stderr=stderr, file=file, highlight=False)
     if not made.is_terminal:
-        made = Console(stderr=stderr, highlight=False, width=max(made.width, FILE_WIDTH))
+        made = Console(stderr=stderr, file=file, highlight=False, width=max(made.width, FILE_WIDTH))
+    return made
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], right: Sequence[str] = ()) -> Table:
+    """A table; the columns named in `right` hold numbers."""
+    from rich.table import Table
+
+    made = Table(title=_plain(title, "bold"), title_justify="left")
+    for column in columns:
+        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    for row in rows:
+        # Text from a model is no markup: a name may well hold "[1]".
+        made.add_row(*(_plain(cell) for cell in row))
     return made
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], right: Sequence[str] = ()) -> None:
     """Print a table on stdout; the columns named in `right` hold numbers."""
-    from rich.table import Table
+    show([table(title, columns, rows, right)])
 
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    for row in rows:
-        # Text from a model is no markup: a name may well hold "[1]".
-        table.add_row(*(_plain(cell) for cell in row))
-    console().print(table)
+
+def show(parts: Iterable[Shown], file: TextIO | None = None) -> None:
+    """Print tables and lines on stdout, or into `file`; a line that is wider than the terminal is wrapped."""
+    screen = console(file=file)
+    for part in parts:
+        screen.print(part, markup=False)
 
 
 def print_json(data: Any) -> None:
@@ -82,7 +98,7 @@ def _finite(data: Any) -> Any:
     return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
-def _plain(cell: Any) -> Any:
+def _plain(cell: Any, style: str = "") -> Any:
     from rich.text import Text
 
-    return Text(cell) if isinstance(cell, str) else cell
+    return Text(cell, style) if isinstance(cell, str) else cell

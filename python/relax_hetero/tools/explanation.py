@@ -1,19 +1,33 @@
-"""A placement report, added up per device and printed."""
+"""Explanations: where each op of a model runs and why, how it is stored, fused and scheduled, and what that takes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ..artifact.cache_use import CacheUse
 from ..artifact.memory_plan import MemoryPlan
+from ..artifact.messages import unknown_name
+from ..artifact.metadata import device_names
+from ..errors import HeteroError
+from .call_tables import Schedules, memory_lines, memory_tables
 from .command_tables import CommandBuffers
-from .console import bytes_text, console, plural, print_table, target_text
-from .encoding_tables import encoding_totals, print_encodings
-from .fusion_tables import print_fusions
-from .memory_tables import print_memory
-from .schedule_tables import Schedules
+from .console import Shown, bytes_text, plural, show, table, target_text
+from .kernel_tables import encoding_tables, encoding_totals, encodings_line, fusion_tables, fusions_line
+
+if TYPE_CHECKING:
+    from ..vm import Executable
+
+SECTIONS = ("ops", "transfers", "encodings", "kernels", "commands", "steps", "memory")
+"""The parts of an explanation that have a line for every op, transfer, kernel call or step."""
+
+ALL = "all"
+
+# An overview lists so many ops, or reasons, one by one; more are counted.
+_FEW = 12
+_KINDS_SHOWN = 5
 
 # The fields of an entry that programs get: those of `relax_hetero.transform.PlacementEntry`.
 FIELDS = ("function", "variable", "op", "device", "kind", "bytes", "reason")
@@ -108,7 +122,7 @@ class Explanation:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON data: totals per device, every entry, what is encoded and fused, and the command buffers."""
+        """As JSON data, all sections with all their entries."""
         return {
             "model": self.model,
             "devices": [total.to_json() for total in self.totals()],
@@ -127,9 +141,68 @@ class Explanation:
             return None
         return {"devices": [dict(vars(total)) for total in encoding_totals(self.encodings)], **self.encodings}
 
-    def print(self, every_op: bool) -> None:
-        """Print tables: the devices, the transfers and, if asked for, every op with its reason."""
-        transfers, ops = self.of_kind("transfer"), self.of_kind("op")
+    def tables(self, *sections: str) -> Iterator[Shown]:
+        """The tables of `SECTIONS`, in order; without any, an overview that is short however large the model is.
+
+        Raises
+        ------
+        BindingError
+            A name that is neither of a section nor "all".
+        """
+        for name in sections:
+            if name not in (*SECTIONS, ALL):
+                raise unknown_name("section", name, [*SECTIONS, ALL], "an explanation")
+        if not sections:
+            yield from self._overview()
+        elif ALL in sections:
+            yield self._device_table()
+            yield from self._tables_of(SECTIONS)
+            yield from self._closing_lines()
+        else:
+            yield from self._tables_of(sections)
+
+    def _tables_of(self, sections: Iterable[str]) -> Iterator[Shown]:
+        for name in sections:
+            if name == "ops":
+                yield self._op_table()
+                yield self._placement_line()
+            elif name == "transfers" and self.of_kind("transfer"):
+                columns = ["transfer", "to", "bytes", "why"]
+                yield table("Transfers", columns, _rows(self.of_kind("transfer"), "variable", "device"), ["bytes"])
+            elif name == "encodings" and self.encodings is not None:
+                yield from encoding_tables(self.encodings)
+            elif name == "kernels" and self.fusions is not None:
+                yield from fusion_tables(self.fusions)
+            elif name == "commands" and self.commands is not None:
+                yield from self.commands.tables()
+            elif name == "steps" and self.schedules is not None:
+                yield from self.schedules.tables()
+            elif name == "memory" and self.memory is not None:
+                yield from memory_tables(self.memory)
+
+    def _overview(self) -> Iterator[Shown]:
+        yield self._device_table()
+        if len(self.of_kind("op")) <= _FEW:
+            yield self._op_table()
+        else:
+            yield table("Placement", ["device", "ops", "which", "why"], self._placement_rows(), right=["ops"])
+        if declined := self._declined_rows():
+            yield table("Declined", ["declined", "times", "why"], declined, right=["times"])
+        yield self._placement_line()
+        if self.encodings is not None:
+            yield encodings_line(self.encodings)
+        if self.fusions is not None:
+            yield fusions_line(self.fusions)
+        if self.commands is not None:
+            yield self.commands.line()
+        if self.schedules is not None:
+            yield from self.schedules.lines()
+        if self.memory is not None:
+            yield from memory_lines(self.memory)
+        yield from self._closing_lines()
+        yield f"Ask for more: {', '.join(SECTIONS)}, or {ALL}."
+
+    def _device_table(self) -> Shown:
         columns = ["device", "ops", "results", "parameters", "constants", "transfers in", "target"]
         rows = [
             [
@@ -143,43 +216,104 @@ class Explanation:
             ]
             for total in self.totals()
         ]
-        print_table(self.model, columns, rows, right=columns[1:6])
-        if transfers:
-            columns = ["transfer", "to", "bytes", "why"]
-            print_table("Transfers", columns, _rows(transfers, "variable", "device"), right=["bytes"])
-        if every_op:
-            columns = ["variable", "op", "device", "bytes", "why"]
-            print_table("Ops", columns, _rows(ops, "variable", "op", "device"), right=["bytes"])
+        return table("Devices", columns, rows, right=columns[1:6])
+
+    def _op_table(self) -> Shown:
+        columns = ["variable", "op", "device", "bytes", "why"]
+        return table("Ops", columns, _rows(self.of_kind("op"), "variable", "op", "device"), ["bytes"])
+
+    def _placement_rows(self) -> list[list[str]]:
+        """The ops that are on one device for one reason, most ops first."""
+        groups: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+        for entry in self.of_kind("op"):
+            groups[entry["device"], entry["reason"]][entry["op"].removeprefix("relax.").removeprefix("nn.")] += 1
+        rows = [
+            [device, f"{kinds.total():,}", _counted(kinds), reason]
+            for (device, reason), kinds in sorted(groups.items(), key=lambda group: -group[1].total())
+        ]
+        return _shortened(rows, "reasons")
+
+    def _declined_rows(self) -> list[list[str]]:
+        """Why ops are not encoded, not fused and not in a command buffer, the most frequent reasons first."""
+        found: Counter[tuple[str, str]] = Counter()
+        if self.encodings is not None:
+            found.update(("encoding", entry["reason"]) for entry in self.encodings["cancelled"])
+        if self.fusions is not None:
+            found.update(("fusion", entry["reason"]) for entry in self.fusions["declined"])
+        if self.commands is not None:
+            found.update(("command buffer", call.why) for call in self.commands.single_calls)
+        return _shortened([[what, f"{count:,}", why] for (what, why), count in found.most_common()], "reasons")
+
+    def _placement_line(self) -> str:
+        transfers, ops = self.of_kind("transfer"), self.of_kind("op")
         moved = sum(entry["bytes"] or 0 for entry in transfers)
         devices = sum(total.ops > 0 for total in self.totals())
-        console().print(
+        return (
             f"{plural(len(ops), 'op')} on {plural(devices, 'device')}, "
-            f"{plural(len(transfers), 'transfer')} of {bytes_text(moved)} in all.",
-            markup=False,
+            f"{plural(len(transfers), 'transfer')} of {bytes_text(moved)} in all."
         )
+
+    def _closing_lines(self) -> Iterator[Shown]:
         if self.estimate is not None:
-            console().print(_estimate_text(self.estimate), markup=False)
-        if self.encodings is not None:
-            print_encodings(self.encodings, every_op)
-        if self.fusions is not None:
-            print_fusions(self.fusions, every_op)
-        if self.commands is not None:
-            self.commands.print(every_op)
-        if self.schedules is not None:
-            self.schedules.print()
-        if self.memory is not None:
-            print_memory(self.memory)
+            yield _estimate_line(self.estimate)
         if self.cache is not None:
-            console().print(f"Compile cache: {self.cache}.", markup=False)
+            yield f"Compile cache: {self.cache}."
 
 
-def _estimate_text(estimate: Mapping[str, Any]) -> str:
+def explain(executable: Executable, sections: Sequence[str], file: TextIO | None = None) -> None:
+    """Print the explanation of an executable; the provider of ``Executable.explain``."""
+    show(explanation_of(executable).tables(*sections), file)
+
+
+def explanation_of(executable: Executable, model: str = "") -> Explanation:
+    """The explanation that an executable carries; neither its devices nor the compiler are needed.
+
+    Raises
+    ------
+    HeteroError
+        The executable has no placement report.
+    """
+    about = executable.metadata
+    if about.placement is None:
+        raise HeteroError(
+            f"{model or executable} holds no placement report; it was not made by this library's compiler"
+        )
+    names = device_names(about.devices)
+    return Explanation(
+        model,
+        {name: device.target for name, device in zip(names, about.devices, strict=True)},
+        about.placement,
+        about.encodings,
+        about.fusions,
+        CommandBuffers(names, about.regions, about.kernels, about.single_calls),
+        about.placement_estimate,
+        executable.memory_plan,
+        Schedules(names, about.schedules),
+        about.cache,
+    )
+
+
+def _estimate_line(estimate: Mapping[str, Any]) -> str:
     time = "one call takes" if estimate["objective"] == "latency" else "time between calls"
     busy = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in estimate["busy_seconds"].items())
     return (
         f"Placed for {estimate['objective']} by the cost model: {time} {estimate['seconds'] * 1e3:.3g} ms; "
         f"busy for one call: {busy}."
     )
+
+
+def _counted(kinds: Counter[str]) -> str:
+    """``26 conv2d, 26 add, 2 others``."""
+    shown = [f"{count:,} {kind}" for kind, count in kinds.most_common(_KINDS_SHOWN)]
+    others = kinds.total() - sum(count for _, count in kinds.most_common(_KINDS_SHOWN))
+    return ", ".join([*shown, f"{others:,} others"] if others else shown)
+
+
+def _shortened(rows: list[list[str]], noun: str) -> list[list[str]]:
+    """The first rows, and how many more there are."""
+    if len(rows) <= _FEW:
+        return rows
+    return [*rows[: _FEW - 1], [*[""] * (len(rows[0]) - 1), f"and {len(rows) - _FEW + 1:,} more {noun}"]]
 
 
 def _rows(entries: Sequence[Mapping[str, Any]], *fields: str) -> list[list[str]]:

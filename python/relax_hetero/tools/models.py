@@ -1,4 +1,4 @@
-"""From a path on the command line to an executable."""
+"""Models of the command line: an ONNX file is imported and compiled, a library is loaded."""
 
 from __future__ import annotations
 

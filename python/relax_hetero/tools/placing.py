@@ -64,7 +64,7 @@ class ShapeParam(click.ParamType):
 
 @dataclass(frozen=True)
 class Placing:
-    """What the options said.
+    """The devices, rules and shapes that the options gave.
 
     Attributes
     ----------
@@ -75,7 +75,7 @@ class Placing:
     auto
         Whether the cost model places the nodes.
     objective
-        ``--objective``: what it goes for; None where nothing was said.
+        ``--objective``: latency or throughput; None where it was not given.
     shapes
         ``--shape``: name of an input, or of a symbolic dimension, to extents.
     """

@@ -1,58 +1,103 @@
 """Passes: one a file, named after what it does. A pass is a CamelCase function that returns a ``tvm.transform.Pass``.
 
+``help(rh.transform.FormRows)`` says what a pass does, what it assumes, and shows a program before and after;
+`passes` lists all of them, `find_pass` finds one by name.
+
 Importing this package makes TVMScript's device look-up strict (see `relax_hetero.op`).
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from typing import Any
 
 from .. import op as _op  # noqa: F401 (makes TVMScript strict before a pass sees a module)
+from .ir.declare import PassDeclaration, declared_passes
 
-# Public name -> module of this package that defines it.
-_EXPORTS: dict[str, str] = {
+_PASSES: dict[str, str] = {
+    "KeepFindings": ".ir.keep_findings",
     "UpdateVDevice": ".placement.update_vdevice",
     "RealizeVDevice": ".placement.realize_vdevice",
-    "verify_placement": ".placement.realize_vdevice",
-    "collect_placement": ".placement.realize_vdevice",
-    "PlacementEntry": ".placement.realize_vdevice",
-    "PlacementReport": ".placement.realize_vdevice",
-    "collect_encodings": ".encode.encoding_report",
-    "describe_encodings": ".encode.encoding_description",
-    "EncodingReport": ".encode.encoding_report",
-    "collect_fusions": ".ir.fusion_report",
-    "FusionReport": ".ir.fusion_report",
-    "SpecializeEncodings": ".encode.specialize_encodings",
-    "HoistEncodings": ".encode.hoist_encodings",
-    "MaterializeEncodings": ".encode.materialize_encodings",
     "ToMixedPrecision": ".quantize.to_mixed_precision",
     "SinkDequantize": ".quantize.sink_dequantize",
     "SimplifyConvolutions": ".simplify.simplify_convolutions",
-    "FormAttention": ".fuse.form_attention",
     "FormBlockProducts": ".fuse.form_block_products",
+    "FormAttention": ".fuse.form_attention",
     "FormRows": ".fuse.form_rows",
-    "MovePermutes": ".permute.move_permutes",
     "SetEncoding": ".encode.set_encoding",
     "PropagateEncodings": ".encode.propagate_encodings",
+    "SpecializeEncodings": ".encode.specialize_encodings",
+    "HoistEncodings": ".encode.hoist_encodings",
+    "MaterializeEncodings": ".encode.materialize_encodings",
     "VerifyEncodings": ".encode.verify_encodings",
-    "verify_encodings": ".encode.verify_encodings",
-    "NameKernelVariables": ".dispatch.name_kernel_variables",
-    "BindTargets": ".dispatch.bind_targets",
+    "MovePermutes": ".permute.move_permutes",
     "FormDispatches": ".dispatch.form_dispatches",
-    "FormCommandBuffers": ".record.form_command_buffers",
-    "FormSchedules": ".partition.form_schedules",
+    "BindTargets": ".dispatch.bind_targets",
+    "NameKernelVariables": ".dispatch.name_kernel_variables",
     "ScheduleCPU": ".dispatch.schedule_cpu",
     "ScheduleGPU": ".dispatch.schedule_gpu",
+    "FormCommandBuffers": ".record.form_command_buffers",
+    "UpdateDonated": ".record.update_donated",
+    "FormCudaGraphs": ".record.form_cuda_graphs",
+    "FormSchedules": ".partition.form_schedules",
+    "LowerToVM": ".lower.lower_to_vm",
     "SettlePackedResults": ".lower.settle_packed_results",
-    "PlanMemoryPerDevice": ".lower.plan_memory",
     "LowerTransfers": ".lower.lower_transfers",
     "PinTransferred": ".lower.pin_transferred",
+    "PlanMemoryPerDevice": ".lower.plan_memory",
+    "NoteMemory": ".lower.note_memory",
     "LowerPinnedStorage": ".lower.lower_pinned_storage",
-    "LowerToVM": ".lower.lower_to_vm",
+}
+"""Each pass, and the module of this package that declares it: in the order of the pipeline, parts after the whole."""
+
+_OTHERS: dict[str, str] = {
+    "verify_placement": ".placement.realize_vdevice",
+    "collect_placement": ".ir.findings",
+    "PlacementEntry": ".ir.reports",
+    "PlacementReport": ".ir.reports",
+    "collect_encodings": ".ir.findings",
+    "describe_encodings": ".encode.encoding_description",
+    "EncodingReport": ".ir.reports",
+    "collect_fusions": ".ir.findings",
+    "FusionReport": ".ir.reports",
+    "verify_encodings": ".encode.verify_encodings",
+    "PassDeclaration": ".ir.declare",
 }
 
-__all__ = [*_EXPORTS]
+_EXPORTS = {**_PASSES, **_OTHERS}
+
+__all__ = ["find_pass", "passes", *_EXPORTS]
+
+
+def passes() -> dict[str, PassDeclaration]:
+    """Every pass of this library by name, with its summary, its text and its options."""
+    return {name: find_pass(name) for name in _PASSES}
+
+
+def find_pass(name: str) -> PassDeclaration:
+    """A pass by name.
+
+    Parameters
+    ----------
+    name : str
+        E.g. "FormRows".
+
+    Returns
+    -------
+    PassDeclaration
+        Its ``constructor`` takes the options and returns the ``tvm.transform.Pass``.
+
+    Raises
+    ------
+    KeyError
+        There is no such pass; near names are listed.
+    """
+    if name not in _PASSES:
+        near = ", ".join(difflib.get_close_matches(name, _PASSES)) or "none"
+        raise KeyError(f"no pass is called {name!r}; near names: {near}")
+    importlib.import_module(_PASSES[name], __name__)
+    return declared_passes()[name]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,14 +6,13 @@ from ..artifact.memory_plan import MemoryPlan
 from ..artifact.metadata import ConstantSpec, DeviceSpec, DispatchSpec, Metadata
 from ..artifact.schedule import Schedule, Step
 from ..artifact.signature import FunctionSignature, ObjectSpec, PrimSpec, ShapeSpec, TensorSpec, TupleSpec
-from .bound_function import BoundFunction
 from .command_buffer.binding_table import BindingTable
 from .command_buffer.command_buffer import CommandBuffer
-from .command_buffer.submission import Submission
-from .device.pinned_memory import pinned_array
+from .command_buffer.runners import Submission
+from .device.cuda_memory import pinned_array
 from .file.executable import Executable
 from .file.load import load
-from .machine import VirtualMachine
+from .machine import BoundFunction, VirtualMachine
 from .profile import Profile, ProfileRow
 from .queue.fence import Fence
 from .queue.trace import Trace

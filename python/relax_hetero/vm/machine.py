@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NoReturn
 
 import tvm_ffi
 from tvm import runtime
 
-from ..artifact.dims import DimValues
-from ..artifact.failure import explain_failure
+from ..artifact.messages import explain_failure
 from ..artifact.signature import FunctionSignature
 from ..errors import BindingError, HeteroError
-from .args.call_cache import KnownCall, KnownCalls
+from .args.argument_binding import ArgumentBinder, BoundArguments
+from .args.call_cache import CachedCall, CallCache
 from .args.results import check_out, fill, to_python
-from .bound_function import BoundFunction
-from .device import run_functions as _run_functions  # noqa: F401 (registers what bytecode calls)
 from .device.builtins import running
 from .device.devices import bind_devices, host_device
+from .device.forks import MachineLock
 from .device.memory_limit import MemoryLimits
-from .device.tensors import AddressRange, copy_into
+from .device.pool_watch import PoolWatch
+from .device.tensors import copy_into
 from .device.threads import enter_call, leave_call, leave_threads_unpinned, threads_for
 from .file.executable import Executable
 from .file.export import generate_code
-from .profile import Profile, Recorder
-from .queue.fence import here
+from .profile import Profile, ProfileRecorder
+from .queue.fence import Fence, here
 from .queue.queued_calls import MAX_IN_FLIGHT
-from .queue.submitted_calls import SubmittedCalls
+from .queue.queues import Queues
+from .queue.submitter import Submitter
+from .queue.trace import Trace
 from .region.cuda_graph import with_graphs
 from .region.profile_regions import RegionCalls
 from .region.walk_commands import Kernel, load_kernel
+from .stateful_calls import StatefulCalls
 
 # TVM's kinds of allocator; the pooled one keeps freed buffers for the next call.
 _POOLED_ALLOCATOR = 2
@@ -38,7 +42,7 @@ _POOLED_ALLOCATOR = 2
 _Tensor = tvm_ffi.core.Tensor
 
 
-class VirtualMachine(SubmittedCalls):
+class VirtualMachine:
     """An executable, ready to run on devices of this process.
 
     Plain calls from several threads wait for each other; machines of their own run side by side, and so do calls that
@@ -82,10 +86,16 @@ class VirtualMachine(SubmittedCalls):
     ) -> None:
         if not isinstance(executable, Executable):
             raise BindingError(f"VirtualMachine runs an Executable, found {type(executable).__name__}")
-        bound = bind_devices(executable.metadata, devices)
-        super().__init__(executable, (*bound, host_device(executable.metadata, bound)))
-        if memory_limit is not None:
-            self._limits = MemoryLimits(executable.metadata, memory_limit, max_in_flight)
+        about = executable.metadata
+        bound = bind_devices(about, devices)
+        limits = None if memory_limit is None else MemoryLimits(about, memory_limit, max_in_flight)
+        self.executable = executable
+        self._devices = (*bound, host_device(about, bound))
+        self._scopes = (*(spec.memory_scope for spec in executable.devices), "global")
+        self._lock = MachineLock()
+        self._arguments = ArgumentBinder(executable, self._devices, self._scopes, limits)
+        self._stateful = StatefulCalls()
+        self._pool = PoolWatch()
         self._closures: dict[str, tuple[Any, tuple[Any, ...]]] = {}
         self._running = (self._devices, self._scopes)
         self._threads = threads_for(executable.devices)
@@ -95,12 +105,14 @@ class VirtualMachine(SubmittedCalls):
             generate_code(module)
             self._constants = executable.constants_on(self._devices)
             self._module = _load(module, self._devices)
-            constants = self._constants.values
-            self._values, self.graphs = with_graphs(executable.metadata, self._devices, constants, module)
+            self._values, self.graphs = with_graphs(about, self._devices, self._constants.values, module)
         except Exception as error:  # TVM raises its own kinds
-            raise explain_failure("making the machine", error, executable.metadata) from error
+            raise explain_failure("making the machine", error, about) from error
         load = partial(_load, module, self._devices)
-        self._take_submissions(max_in_flight, load)
+        self._submitter = Submitter(
+            self, executable, self._devices, self._arguments, self._lock, self._pool, self._constants, max_in_flight,
+            partial(Queues, about, self._devices, self._scopes, self._values, load),
+        )  # fmt: skip
 
     def __reduce__(self) -> NoReturn:
         raise BindingError("a VirtualMachine cannot be pickled or copied: make one from the Executable in each process")
@@ -141,25 +153,126 @@ class VirtualMachine(SubmittedCalls):
         self, name: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, out: Any = None
     ) -> Any:
         """Run function `name`; ``vm[name](*args, **kwargs, out=out)``, also for an input that is called "out"."""
-        with self._lock:
-            is_free = self._queued.is_idle and name not in self._queued_functions
+        with self._lock.held:
+            submitter = self._submitter
+            is_free = submitter.calls.is_idle and name not in submitter.queued_functions
             # A kernel or a callback that calls its machine in a queue's thread must not wait for that queue.
-            if is_free or (here.is_worker and self._is_host_alone):
-                known, ordered, call, tensors = self._recall(name, args, kwargs)
+            if is_free or (here.is_worker and submitter.is_host_alone):
+                cache, ordered, call, tensors = self._arguments.recall(name, args, kwargs)
                 if call is not None:
-                    return self._run_known(name, known, call, tensors, out)
-                values, dims, lent = self._bind_new(name, known, ordered, args, kwargs or {})
-                return self._run(self.executable.signature(name), values, dims, lent, out)
+                    return self._run_cached(name, cache, call, tensors, out)
+                bound = self._arguments.bind_new(name, cache, ordered, args, kwargs or {})
+                return self._run(self.executable.signature(name), bound, out)
         return self.submit_into(out, name, args, kwargs or {}).result()
 
-    def _run_known(
-        self, name: str, known: KnownCalls, call: KnownCall, tensors: Sequence[runtime.Tensor], out: Any
+    def submit(self, name: str, /, *args: Any, **kwargs: Any) -> Fence:
+        """Have function `name` run, without waiting for it.
+
+        Arguments are as in a call, and are checked now; those that are lent must not change until the fence is done.
+        A `Fence` among them stands for its result, and they are checked when that is there. Steps on different devices
+        overlap, within a call and between calls; what a call gives does not depend on it. Where `max_in_flight` calls
+        are under way, this waits. A machine that is dropped ends with the last of its calls.
+
+        Returns
+        -------
+        Fence
+            Of the result that ``vm[name](*args, **kwargs)`` would return.
+
+        Raises
+        ------
+        BindingError
+            As in a call; and for memory that a call under way consumes, or that this one does and another reads.
+        HeteroError
+            In a process that was forked since the machine took calls.
+        """
+        return self.submit_into(None, name, args, kwargs)
+
+    def submit_into(self, out: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Fence:
+        """`submit` that fills the buffers `out`, unless that is None: ``vm[name].submit(*args, **kwargs, out=out)``."""
+        return self._submitter.submit(out, name, args, kwargs)
+
+    def synchronize(self, timeout: float | None = None) -> bool:
+        """Wait until all calls that were submitted have ended; False if they have not after `timeout` seconds."""
+        return self._submitter.calls.wait(timeout)
+
+    def trace(self, limit: int = 1000) -> AbstractContextManager[Trace]:
+        """Record what runs when, while a ``with`` block lasts: ``with vm.trace() as trace``, then ``trace.save(path)``.
+
+        Plain calls go through the queues meanwhile. The end of the block waits for the calls that were recorded, at
+        most `limit`; `Trace.left_out` counts the others. BindingError for a `limit` that is no positive integer;
+        HeteroError, in the ``with``, while another trace is taken of this machine.
+        """
+        return self._submitter.calls.traced(Trace(self.executable.metadata, limit))
+
+    def set_params(self, params: Mapping[str, Any] | Sequence[Any], function: str = "main") -> None:
+        """Give the parameters of a function (its inputs after ``num_input``) once, for all later calls.
+
+        Parameters
+        ----------
+        params : mapping or sequence
+            By name, then some may be given now and others later; or all of them in order.
+        function : str
+            Which function takes them.
+
+        Raises
+        ------
+        BindingError
+            Unknown names, a wrong count, values that do not fit. Nothing is changed then.
+        """
+        with self._lock.held:
+            self._arguments.set_params(params, function)
+
+    def set_input(self, name: str, *args: Any, **kwargs: Any) -> None:
+        """Place the arguments of function `name` for `invoke_stateful`; checked as in a call."""
+        signature = self.executable.signature(name)
+        with self._lock.held:
+            self._stateful.set_inputs(signature, self._arguments.bind(signature, args, kwargs, keep=True))
+
+    def invoke_stateful(self, name: str) -> None:
+        """Run function `name` on what `set_input` was given; BindingError without it."""
+        signature = self.executable.signature(name)
+        with self._submitter.apart():
+            bound = self._stateful.inputs_of_run(signature)
+            self._stateful.set_outputs(name, self._run(signature, bound, None))
+
+    def get_outputs(self, name: str) -> Any:
+        """The result of the last `invoke_stateful` of function `name`."""
+        self.executable.signature(name)
+        with self._lock.held:
+            return self._stateful.outputs(name)
+
+    def get_output(self, name: str, index: int = 0) -> Any:
+        """One result of the last `invoke_stateful`: field `index` of a tuple, or the result itself for 0."""
+        outputs = self.get_outputs(name)
+        fields = outputs if isinstance(outputs, tuple) else (outputs,)
+        if not 0 <= index < len(fields):
+            raise BindingError(f"function {name!r} has {len(fields)} outputs, found index {index}")
+        return fields[index]
+
+    def profile(self, name: str, /, *args: Any, **kwargs: Any) -> Profile:
+        """Run function `name` once and measure every kernel and transfer; see `Profile`.
+
+        Devices other than CPUs are synchronised around each kernel, so a profile shows less overlap than a call.
+        """
+        signature = self.executable.signature(name)
+        with self._submitter.alone():
+            bound = self._arguments.bind(signature, args, kwargs, keep=False)
+            recorder = ProfileRecorder(self._devices, RegionCalls(self.executable, self._constants.values))
+            self._module["set_instrument"](recorder.instrument)
+            try:
+                self._run(signature, bound, None)
+            finally:
+                self._module["set_instrument"](None)
+            return recorder.profile(name, self.executable.metadata)
+
+    def _run_cached(
+        self, name: str, cache: CallCache, call: CachedCall, tensors: Sequence[runtime.Tensor], out: Any
     ) -> Any:
-        """`_run` of a call that fits, as it was found before."""
+        """`_run` of a call that looks like an earlier one."""
         buffer = None
         if out is not None:
             signature = self.executable.signature(name)
-            met = known.look_of_out(out)
+            met = cache.look_of_out(out)
             if met is not None and met[0] in call.outs:
                 buffer = met[1]
             else:
@@ -181,9 +294,8 @@ class VirtualMachine(SubmittedCalls):
         copy_into(result, buffer)
         return out
 
-    def _run(
-        self, signature: FunctionSignature, values: list[Any], dims: DimValues, lent: list[AddressRange], out: Any
-    ) -> Any:
+    def _run(self, signature: FunctionSignature, bound: BoundArguments, out: Any) -> Any:
+        values, dims, lent = bound
         if out is not None:
             check_out(out, signature, dims.copy())
         result = self._invoke(signature.name, values)
@@ -212,21 +324,40 @@ class VirtualMachine(SubmittedCalls):
             running.machine = outer
             leave_call(pool)
 
-    def profile(self, name: str, /, *args: Any, **kwargs: Any) -> Profile:
-        """Run function `name` once and measure every kernel and transfer; see `Profile`.
 
-        Devices other than CPUs are synchronised around each kernel, so a profile shows less overlap than a call.
+class BoundFunction:
+    """A function of a machine, as ``vm["main"]`` gives it.
+
+    Attributes
+    ----------
+    machine : VirtualMachine
+    name : str
+    """
+
+    __slots__ = ("machine", "name")
+
+    def __init__(self, machine: VirtualMachine, name: str) -> None:
+        self.machine = machine
+        self.name = name
+
+    @property
+    def signature(self) -> FunctionSignature:
+        """The function's inputs and results."""
+        return self.machine.executable.signature(self.name)
+
+    def __call__(self, *args: Any, out: Any = None, **kwargs: Any) -> Any:
+        """Run the function; see `VirtualMachine.__getitem__`."""
+        return self.machine.call(self.name, args, kwargs, out)
+
+    def submit(self, *args: Any, out: Any = None, **kwargs: Any) -> Fence:
+        """Have the function run, without waiting for it; see `VirtualMachine.submit`.
+
+        Buffers given as `out` are not to be used until the fence is done.
         """
-        signature = self.executable.signature(name)
-        with self._alone():
-            values, dims, lent = self._bind(signature, args, kwargs, keep=False)
-            recorder = Recorder(self._devices, RegionCalls(self.executable, self._constants.values))
-            self._module["set_instrument"](recorder.instrument)
-            try:
-                self._run(signature, values, dims, lent, None)
-            finally:
-                self._module["set_instrument"](None)
-            return recorder.profile(name, self.executable.metadata)
+        return self.machine.submit_into(out, self.name, args, kwargs)
+
+    def __repr__(self) -> str:
+        return f"<{self.signature} on {', '.join(map(str, self.machine.devices))}>"
 
 
 def _load(module: runtime.Module, devices: Sequence[runtime.Device]) -> runtime.Module:

@@ -1,4 +1,4 @@
-"""Time per kernel and transfer of one call."""
+"""Profiles: the time of each kernel and transfer of one call."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 from tvm import runtime
 
 from ..artifact.commands import Dispatch, RegionSpec
+from ..artifact.messages import text_table
 from ..artifact.metadata import CPU, Metadata, device_names
-from ..artifact.text_table import text_table
 from .region.profile_regions import RegionCalls
 from .region.walk_commands import raise_kernel_error
 
 _TRANSFER = "relax_hetero.to_device"
 _BUILTIN = ("vm.builtin.", "relax_hetero.pinned_storage", "runtime.TVMTensorCreateView")
 _RUN, _SKIP_RUN = 0, 1
-"""What an instrument tells TVM (VMInstrumentReturnKind)."""
+"""Answers of an instrument to TVM (VMInstrumentReturnKind)."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ProfileRow:
 
 @dataclass(frozen=True)
 class Profile:
-    """What `VirtualMachine.profile` measured, longest row first; printing it gives a table.
+    """The measurements of `VirtualMachine.profile`, longest row first; printing it gives a table.
 
     Attributes
     ----------
@@ -95,7 +95,7 @@ def _shorten(ops: Sequence[str], limit: int = 48) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-class Recorder:
+class ProfileRecorder:
     """Measures the calls that a machine's bytecode makes; a call's own time is without the calls inside it.
 
     Parameters
@@ -115,7 +115,7 @@ class Recorder:
         self._begin = self._end = self._unseen = 0.0
 
     def instrument(self, function: Any, symbol: str, before: bool, result: Any, *args: Any) -> int:
-        """What TVM calls before and after each bytecode call."""
+        """Called by TVM before and after each bytecode call."""
         self._synchronise(symbol)
         now = time.perf_counter()
         if before:

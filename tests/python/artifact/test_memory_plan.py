@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 import relax_hetero as rh
 from relax_hetero.artifact.commands import ARENA, SLOT, Dispatch, KernelSpec, Reference, RegionSpec, TensorParam
 from relax_hetero.artifact.memory_plan import MemoryPlan
-from relax_hetero.artifact.memory_spec import CallStep, FunctionMemory, Live, RegionStep, Storage
+from relax_hetero.artifact.memory_spec import CallStep, FunctionMemory, Live, RegionStep, StorageSpec
 from relax_hetero.artifact.memory_use import PAGE, Allocation, Use, most_alive, pool_bytes
 from relax_hetero.artifact.metadata import ConstantSpec, DeviceSpec, Metadata
+from vm.conftest import Chain
 
 CPUS = (DeviceSpec('{"kind": "llvm"}', 0, default=True), DeviceSpec('{"kind": "llvm"}', 1))
 MiB = 1 << 20
@@ -25,10 +26,10 @@ def test_static_storage_shared_and_not():
     main = FunctionMemory(
         "main",
         (
-            Storage(0, 4 * MiB, 0, 2, "value", "a"),
-            Storage(0, 3 * MiB, 1, 1, "value", "b"),
-            Storage(1, MiB, 1, -1, "result", "r"),
-            Storage(1, 2 * MiB, 2, 2, "transfer", "t"),
+            StorageSpec(0, 4 * MiB, 0, 2, "value", "a"),
+            StorageSpec(0, 3 * MiB, 1, 1, "value", "b"),
+            StorageSpec(1, MiB, 1, -1, "result", "r"),
+            StorageSpec(1, 2 * MiB, 2, 2, "transfer", "t"),
         ),
         # a, then what takes its place; b, which only the second step has
         (
@@ -65,9 +66,9 @@ def test_what_lies_in_an_arena_is_counted_by_its_commands():
     main = FunctionMemory(
         "main",
         (
-            Storage(0, "n*100", 0, 1, "value", "x"),
-            Storage(0, "n*30", 1, 2, "value", "y"),
-            Storage(0, "n*200", 1, 1, "arena", "the arena"),
+            StorageSpec(0, "n*100", 0, 1, "value", "x"),
+            StorageSpec(0, "n*30", 1, 2, "value", "y"),
+            StorageSpec(0, "n*200", 1, 1, "arena", "the arena"),
         ),
         (Live(0, "n*100", 0, 1), Live(1, "n*30", 1, 2), Live(2, 0, 1, 1)),
         (RegionStep(1, "main_commands", (0, 1)),),
@@ -83,13 +84,13 @@ def test_what_lies_in_an_arena_is_counted_by_its_commands():
 def test_called_functions_and_one_that_calls_itself():
     inner = FunctionMemory(
         "inner",
-        (Storage(0, "k*8", 0, 1, "value", "t"), Storage(0, "k", 1, -1, "result", "r")),
+        (StorageSpec(0, "k*8", 0, 1, "value", "t"), StorageSpec(0, "k", 1, -1, "result", "r")),
         (Live(0, "k*8", 0, 1), Live(1, "k", 1, 1)),
         calls=(CallStep(0, "inner", {"k": "k"}),),
     )
     main = FunctionMemory(
         "main",
-        (Storage(0, PAGE, 0, 3, "value", "a"), Storage(0, "n*2", 2, 3, "value", "inner")),
+        (StorageSpec(0, PAGE, 0, 3, "value", "a"), StorageSpec(0, "n*2", 2, 3, "value", "inner")),
         (Live(0, PAGE, 0, 3), Live(1, "n*2", 2, 3)),
         calls=(CallStep(1, "inner", {"k": "n*2"}),),
     )
@@ -100,7 +101,9 @@ def test_called_functions_and_one_that_calls_itself():
 
 
 def test_sizes_that_are_missing_and_upper_bounds():
-    main = FunctionMemory("main", (Storage(0, "n*m", 0, 0, "value", "a"),), (Live(0, "n*m", 0, 0),), (), (), {"n": 7})
+    main = FunctionMemory(
+        "main", (StorageSpec(0, "n*m", 0, 0, "value", "a"),), (Live(0, "n*m", 0, 0),), (), (), {"n": 7}
+    )
     plan = MemoryPlan(metadata(main))
     assert plan.names() == ("m",)
     assert plan.at(m=3).devices[0].transient == 21
@@ -140,6 +143,11 @@ def test_the_pool_hands_on_by_pages(uses):
         expected += max(sum(begin <= now <= end for begin, end in of_size) for now in range(20))
     assert len(made) == expected
     assert sum(n for _, n in made) <= sum(n for d, n, _, _ in uses if d == 0)
+
+
+@pytest.fixture(scope="module")
+def chain():
+    return rh.compile(Chain)
 
 
 def test_a_compiled_chain(chain):

@@ -15,7 +15,7 @@ import relax_hetero as rh
 from driver.cached_models import Linear, W, bound, check, compiled
 from relax_hetero.artifact.cache_use import HIT, MISS, UNUSED
 from relax_hetero.driver import compile_cache
-from relax_hetero.driver.pipeline import all_passes
+from relax_hetero.driver.pipeline import pipeline_steps
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def test_it_is_found_by_another_process(tmp_path):
     script = tmp_path / "compile_it.py"
     script.write_text(
         "import numpy as np, relax_hetero as rh\n"
-        "from build.cached_models import Linear, W\n"
+        "from driver.cached_models import Linear, W\n"
         "print(rh.compile(Linear, {'w': W}, cache=True).metadata.cache.state)\n"
     )
     here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -217,9 +217,9 @@ def test_it_is_switched_off(folder, monkeypatch):
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("steps", range(1, len(all_passes(True)) + 1))
+@pytest.mark.parametrize("steps", range(1, len(pipeline_steps()) + 1))
 def test_modules_at_any_stage_are_found(steps):
-    mod = tvm.transform.Sequential(all_passes(True)[:steps])(bound())
+    mod = tvm.transform.Sequential([step.run for step in pipeline_steps()[:steps]])(bound())
     states = []
     for _ in range(2):
         exe = rh.compile(mod, cache=True)

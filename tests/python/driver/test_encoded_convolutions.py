@@ -9,6 +9,7 @@ from tvm.script import relax as R
 
 import relax_hetero as rh
 from relax_hetero.encoding import PackedLayout
+from relax_hetero.target.vdevice import with_vdevices
 from seeds import fresh_rng
 from tir.kernel_runs import runs_here
 from tir.products_of import numpy_type, random_array
@@ -57,7 +58,7 @@ def run(exe, *args):
 
 
 def on(mod, *targets):
-    return rh.vdevice.with_vdevices(mod, [rh.VDevice(target) for target in targets])
+    return with_vdevices(mod, [rh.VDevice(target) for target in targets])
 
 
 def ops_of(exe):

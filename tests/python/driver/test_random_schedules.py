@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 import relax_hetero as rh
 from driver.random_graphs import modules
-from relax_hetero.vm.queue.call import Call
+from relax_hetero.transform.partition import device_partition
+from relax_hetero.vm.queue.call import QueuedCall
 from relax_hetero.vm.queue.device_queue import DeviceQueue
-from relax_hetero.vm.queue.plan import Plan
+from relax_hetero.vm.queue.plan import QueuePlan
 
 DEVICES = [rh.VDevice({"kind": "llvm", "mcpu": "x86-64-v2", "num-cores": 1}, index) for index in range(3)]
 GRAPHS = st.integers(1, 3).flatmap(lambda count: modules(DEVICES[:count]))
@@ -45,9 +46,9 @@ def test_same_bits_whatever_comes_late(graph, seed):
     sys.setswitchinterval(1e-6)
     try:
         with (
-            mock.patch.object(Plan, "execute", delayed(Plan.execute, late)),
-            mock.patch.object(Call, "_ended", delayed(Call._ended, late)),
-            mock.patch.object(Call, "_settle", delayed(Call._settle, late)),
+            mock.patch.object(QueuePlan, "execute", delayed(QueuePlan.execute, late)),
+            mock.patch.object(QueuedCall, "_ended", delayed(QueuedCall._ended, late)),
+            mock.patch.object(QueuedCall, "_settle", delayed(QueuedCall._settle, late)),
             mock.patch.object(DeviceQueue, "push", delayed(DeviceQueue.push, late)),
             ThreadPoolExecutor(3) as pool,
         ):

@@ -8,6 +8,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
+from relax_hetero.target.vdevice import with_vdevices
 from seeds import fresh_rng
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4", "num-cores": 2}
@@ -20,7 +21,7 @@ def arrays(*shapes):
 
 
 def compiled(mod, target):
-    return rh.compile(rh.vdevice.with_vdevices(mod, [rh.VDevice(target)]))
+    return rh.compile(with_vdevices(mod, [rh.VDevice(target)]))
 
 
 def run(exe, *args):

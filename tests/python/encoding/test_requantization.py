@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_hetero.encoding.expression import Expression
-from relax_hetero.encoding.requantization import simplify_requantization
-from relax_hetero.encoding.scalar_operands import numbers_as_operands
+from relax_hetero.encoding.requantization import numbers_as_operands, simplify_requantization
 
 NUMPY = {
     "add": np.add,

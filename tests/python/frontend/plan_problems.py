@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from relax_hetero.frontend import CostModel, DeviceCost, LinkCost
 from relax_hetero.frontend.auto.plan_costs import PlanCosts
-from relax_hetero.frontend.auto.work_graph import OUTSIDE, Unit, Value, WorkGraph
+from relax_hetero.frontend.auto.work_graph import OUTSIDE, WorkGraph, WorkUnit, WorkValue
 
 # A device that does an operation a second, and links that take a second a byte: costs are whole seconds.
 SLOW = DeviceCost(1, 1e30, 0)
@@ -20,7 +20,9 @@ def links(num_devices, host, bandwidth=1e10, latency=1e-6):
 
 def costs_of(flops, values, devices=(SLOW, SLOW), host=0, queues=()):
     """A unit for each number of flops; a value for each (bytes, maker, readers)."""
-    graph = WorkGraph([Unit([str(i)], [(work, 0)]) for i, work in enumerate(flops)], [Value(*v) for v in values])
+    graph = WorkGraph(
+        [WorkUnit([str(i)], [(work, 0)]) for i, work in enumerate(flops)], [WorkValue(*v) for v in values]
+    )
     return PlanCosts(graph, CostModel(list(devices), links(len(devices), host, 1, 0), host, queues=queues))
 
 
@@ -34,14 +36,16 @@ def problems(draw, num_devices, most_units=6, in_order=True):
     """A graph under a model; unless `in_order`, values may go to units before their maker."""
     count = draw(st.integers(1, most_units))
     rates = st.sampled_from([1e9, 1e10, 1e11, 1e12])
-    units = [Unit([str(i)], [(draw(st.sampled_from([0.0, 1e6, 1e8])), draw(st.floats(0, 1e6)))]) for i in range(count)]
+    units = [
+        WorkUnit([str(i)], [(draw(st.sampled_from([0.0, 1e6, 1e8])), draw(st.floats(0, 1e6)))]) for i in range(count)
+    ]
     values = []
     for maker in (OUTSIDE, *range(count)):
         possible = [*range(maker + 1 if in_order else 0, count), OUTSIDE]
         readers = draw(st.lists(st.sampled_from(possible), unique=True, max_size=4))
         readers = [reader for reader in readers if reader != maker]
         if readers:
-            values.append(Value(draw(st.floats(1, 1e6)), maker, readers))
+            values.append(WorkValue(draw(st.floats(1, 1e6)), maker, readers))
     host = draw(st.sampled_from([-1, 0, num_devices - 1]))
     places = sorted({*range(num_devices), host})
     devices = [DeviceCost(draw(rates), draw(rates), draw(st.floats(0, 1e-5))) for _ in range(num_devices)]

@@ -13,7 +13,7 @@ from tvm.script import relax as R
 import relax_hetero as rh
 from relax_hetero.errors import PlacementError, VDeviceError
 from relax_hetero.op import encode_hint, hinted_vdevice, is_hint
-from relax_hetero.target.vdevice import lookup, same_object, vdevices_of
+from relax_hetero.target.vdevice import lookup, physical, same_object, vdevices_of
 
 SM90 = {"kind": "cuda", "arch": "sm_90"}
 SM80 = {"kind": "cuda", "arch": "sm_80"}
@@ -46,7 +46,7 @@ def test_every_vdevice_can_be_hinted(vdevices, data):
     assert same_object(hinted_vdevice(call, vdevices), vdevices[wanted])
     by_name = encode_hint(X, f"vdevice:{wanted}", vdevices)
     tvm.ir.assert_structural_equal(call, by_name)
-    assert (call.attrs.device_type, call.attrs.index) == rh.vdevice.physical(vdevices[wanted])
+    assert (call.attrs.device_type, call.attrs.index) == physical(vdevices[wanted])
 
 
 @given(st.lists(ANY_VDEVICE, min_size=1, max_size=6), st.integers(0, 1))

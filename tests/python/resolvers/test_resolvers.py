@@ -7,10 +7,10 @@ import tvm
 from tvm import tirx
 
 from relax_hetero.encoding import Encoding, resolver_for
-from relax_hetero.encoding.dot_instructions import PRODUCTS
 from relax_hetero.encoding.problem import MatmulProblem, Operand
 from relax_hetero.errors import EncodingError
-from relax_hetero.target.cpu_target import machine_of
+from relax_hetero.target.cpu_target import cpu_target_of
+from relax_hetero.target.dot_instructions import DOT_INSTRUCTIONS
 
 AVX512 = {
     "kind": "llvm",
@@ -120,7 +120,7 @@ def test_an_activation_that_few_rows_meet_is_read_where_it_lies():
 
 
 @pytest.mark.parametrize("target", [AVX512, AVX2, SSE, NEON, C])
-@pytest.mark.parametrize("types", sorted({" * ".join(p.types[:2]) + f" -> {p.types[2]}" for p in PRODUCTS}))
+@pytest.mark.parametrize("types", sorted({" * ".join(p.types[:2]) + f" -> {p.types[2]}" for p in DOT_INSTRUCTIONS}))
 def test_one_weight_layout_serves_every_m(target, types):
     found = {_layouts(target, types, MATMUL.replace("m=?", f"m={m}"))[1] for m in ("?", 0, 1, 8, 1000)}
     assert len(found) == 1 and None not in found
@@ -163,4 +163,4 @@ def test_kernel_takes_the_operands_as_stored():
     kernel = resolver_for(target).kernel(problem, target)
     shapes = [tuple(map(int, parameter.shape)) for parameter in kernel.params]
     assert shapes == [(5, 7), (4, 7, 32), (5, 100)]
-    assert machine_of(target).isa.name == "avx512"
+    assert cpu_target_of(target).isa.name == "avx512"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import tvm
 
-from relax_hetero.target.cpu_target import INSTRUCTION_SETS, machine_of
+from relax_hetero.target.cpu_target import INSTRUCTION_SETS, cpu_target_of
 
 X86, ARM = "x86_64-linux-gnu", "aarch64-linux-gnu"
 
@@ -27,21 +27,21 @@ X86, ARM = "x86_64-linux-gnu", "aarch64-linux-gnu"
     ],
 )
 def test_rows(target, row):
-    assert machine_of(tvm.target.Target(target)).isa.name == row
+    assert cpu_target_of(tvm.target.Target(target)).isa.name == row
 
 
 def test_cores_and_lanes():
-    machine = machine_of(tvm.target.Target({"kind": "llvm", "mtriple": X86, "mcpu": "x86-64-v3", "num-cores": 6}))
-    assert machine.cores == 6
-    assert [machine.lanes(dtype) for dtype in ("float64", "float32", "bfloat16", "int8")] == [4, 8, 16, 32]
-    nothing_known = machine_of(tvm.target.Target("c"))
+    cpu = cpu_target_of(tvm.target.Target({"kind": "llvm", "mtriple": X86, "mcpu": "x86-64-v3", "num-cores": 6}))
+    assert cpu.cores == 6
+    assert [cpu.lanes(dtype) for dtype in ("float64", "float32", "bfloat16", "int8")] == [4, 8, 16, 32]
+    nothing_known = cpu_target_of(tvm.target.Target("c"))
     assert (nothing_known.cores, nothing_known.lanes("int8"), nothing_known.kind) == (1, 1, "c")
 
 
 def test_features_beyond_the_row():
-    arm = machine_of(tvm.target.Target({"kind": "llvm", "mtriple": ARM, "mcpu": "neoverse-v1"}))
+    arm = cpu_target_of(tvm.target.Target({"kind": "llvm", "mtriple": ARM, "mcpu": "neoverse-v1"}))
     assert {"dotprod", "i8mm", "bf16"} <= arm.features
-    x86 = machine_of(tvm.target.Target({"kind": "llvm", "mtriple": X86, "mcpu": "znver5"}))
+    x86 = cpu_target_of(tvm.target.Target({"kind": "llvm", "mtriple": X86, "mcpu": "znver5"}))
     assert {"avx512vnni", "avx512bf16"} <= x86.features
 
 

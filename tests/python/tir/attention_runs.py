@@ -12,7 +12,7 @@ import tvm
 from relax_hetero.encoding.expression import Expression
 from relax_hetero.encoding.packed_layout import PackedLayout
 from relax_hetero.encoding.problem import AttentionProblem, Epilogue, Operand
-from relax_hetero.target.cpu_target import machine_of
+from relax_hetero.target.cpu_target import cpu_target_of
 from relax_hetero.target.element_types import numpy_dtype
 from relax_hetero.tir.attention.attention import attention_kernel
 
@@ -134,7 +134,7 @@ class Kernel:
 
 
 def compiled(case: Case, target: tvm.target.Target) -> Kernel:
-    function = attention_kernel(problem_of(case), machine_of(target))
+    function = attention_kernel(problem_of(case), cpu_target_of(target))
     executable = tvm.compile(tvm.IRModule({"attention": function}), target=target)
     return Kernel(executable, function.params[-1].shape)
 

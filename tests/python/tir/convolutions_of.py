@@ -14,11 +14,11 @@ from relax_hetero.encoding import PackedLayout
 from relax_hetero.encoding.encoding import CONVOLUTIONS, RHS, Encoding, Moves, conv_maps
 from relax_hetero.encoding.expression import Expression
 from relax_hetero.encoding.problem import ConvProblem, Dim, Epilogue, Operand, Window
-from relax_hetero.resolvers.convolutions import conv_layout
-from relax_hetero.target.cpu_target import Machine
+from relax_hetero.resolvers.conv_layouts import conv_layout
+from relax_hetero.target.cpu_target import CpuTarget
 from relax_hetero.tir.conv.convolution import conv_kernel
 from seeds import fresh_rng
-from tir.kernel_runs import kernel, machine_named, poisoned, stored
+from tir.kernel_runs import cpu_named, kernel, poisoned, stored
 from tir.products_of import random_array
 
 
@@ -28,7 +28,7 @@ def channels_last(rank: int) -> PackedLayout:
 
 
 def conv_problem(
-    machine: str | Machine,
+    cpu: str | CpuTarget,
     channels: tuple[int, int],
     extents: Sequence[int],
     windows: Sequence[Window],
@@ -39,7 +39,7 @@ def conv_problem(
 ) -> ConvProblem:
     """`channels` are those of the data and of the result; data and result are stored channels-last.
 
-    `machine` decides how the weight is packed; `dtype` is that of everything, or those of data, weight and
+    `cpu` decides how the weight is packed; `dtype` is that of everything, or those of data, weight and
     accumulators, which are the result.
     """
     types = (dtype,) * 3 if isinstance(dtype, str) else dtype
@@ -49,13 +49,13 @@ def conv_problem(
     weight = (outs, ins // groups, *(window.size for window in windows))
     shapes = ((batch, ins, *extents), weight, (batch, outs, *places))
     maps = conv_maps(len(extents))
-    layouts = (data_layout or channels_last(rank), weight_layout(machine, types, shapes, windows, groups))
+    layouts = (data_layout or channels_last(rank), weight_layout(cpu, types, shapes, windows, groups))
     operands = [Operand(*operand) for operand in zip(shapes, types, maps, (*layouts, channels_last(rank)), strict=True)]
     return ConvProblem(*operands, types[2], tuple(windows), groups)
 
 
 def weight_layout(
-    machine: str | Machine,
+    cpu: str | CpuTarget,
     types: tuple[str, str, str],
     shapes: Sequence[Sequence[Dim]],
     windows: Sequence[Window],
@@ -71,7 +71,7 @@ def weight_layout(
     padding = (*(w.before for w in windows), *(w.after for w in windows))
     moves = Moves(tuple(w.stride for w in windows), padding, tuple(w.dilation for w in windows), groups)
     encoding = Encoding(CONVOLUTIONS[len(windows) - 1], RHS, types, maps, tuple(sizes.items()), moves)
-    layout = conv_layout(encoding, machine_named(machine) if isinstance(machine, str) else machine)
+    layout = conv_layout(encoding, cpu_named(cpu) if isinstance(cpu, str) else cpu)
     assert layout is not None
     return layout
 
@@ -121,7 +121,7 @@ def random_operands(problem: ConvProblem, rng: np.random.Generator, batch: int =
 
 @cache
 def _kernel(problem: ConvProblem, name: str, folder: Path) -> Callable[..., None]:
-    return kernel(conv_kernel(problem, machine_named(name)), name, folder)
+    return kernel(conv_kernel(problem, cpu_named(name)), name, folder)
 
 
 def run(problem: ConvProblem, name: str, folder: Path, arrays: Sequence[np.ndarray]) -> np.ndarray:

@@ -12,7 +12,7 @@ import tvm_ffi
 from tvm import tirx
 
 from relax_hetero.encoding import PackedLayout
-from relax_hetero.target.cpu_target import Machine, machine_of
+from relax_hetero.target.cpu_target import CpuTarget, cpu_target_of
 from relax_hetero.target.element_types import numpy_dtype
 
 TARGETS = {
@@ -35,8 +35,8 @@ def target_of(name: str) -> tvm.target.Target:
     return tvm.target.Target({**TARGETS, **LOW_PRECISION_TARGETS}[name])
 
 
-def machine_named(name: str) -> Machine:
-    return machine_of(target_of(name))
+def cpu_named(name: str) -> CpuTarget:
+    return cpu_target_of(target_of(name))
 
 
 def runs_here(name: str) -> bool:
@@ -46,7 +46,7 @@ def runs_here(name: str) -> bool:
         return False
     host = tvm_ffi.get_global_func("tvm.codegen.llvm.GetHostCPUFeatures")()
     present = {str(feature) for feature, has in host.items() if has}
-    return set(machine_named(name).isa.features) | _EXTENSIONS.get(name, set()) <= present
+    return set(cpu_named(name).isa.features) | _EXTENSIONS.get(name, set()) <= present
 
 
 NAMES = [name for name in TARGETS if runs_here(name)]

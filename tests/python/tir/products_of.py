@@ -10,11 +10,11 @@ import ml_dtypes
 import numpy as np
 import tvm
 
-from relax_hetero.encoding.dot_instructions import product_for
 from relax_hetero.encoding.packed_layout import PackedLayout
 from relax_hetero.encoding.problem import Epilogue, MatmulProblem, Operand
-from relax_hetero.encoding.tiles import tile_columns
-from relax_hetero.target.cpu_target import machine_of
+from relax_hetero.target.cpu_target import cpu_target_of
+from relax_hetero.target.dot_instructions import dot_instruction_for
+from relax_hetero.target.tiles import tile_columns
 from relax_hetero.tir.matmul.matmul import matmul_kernel
 
 AVX512 = tvm.target.Target({"kind": "llvm", "mcpu": "znver5", "num-cores": 2})
@@ -49,12 +49,12 @@ def operand(
 
 def weight_layout(target: tvm.target.Target, types: tuple[str, str, str]) -> PackedLayout:
     """How a (k, n) right operand is packed for a target."""
-    machine = machine_of(target)
-    product = product_for(machine, *types)
-    columns = tile_columns(machine, types[2])
-    if product.k0 == 1:
+    cpu = cpu_target_of(target)
+    dot = dot_instruction_for(cpu, *types)
+    columns = tile_columns(cpu, types[2])
+    if dot.k0 == 1:
         return PackedLayout((1, 0), (1,), (columns,))
-    return PackedLayout((1, 0), (1, 0), (columns, product.k0), product.compensation != 0)
+    return PackedLayout((1, 0), (1, 0), (columns, dot.k0), dot.compensation != 0)
 
 
 def plain_problem(
@@ -78,7 +78,7 @@ def plain_problem(
 
 
 def compile_kernel(problem: MatmulProblem, target: tvm.target.Target) -> tvm.runtime.Executable:
-    return tvm.compile(tvm.IRModule({"matmul": matmul_kernel(problem, machine_of(target))}), target=target)
+    return tvm.compile(tvm.IRModule({"matmul": matmul_kernel(problem, cpu_target_of(target))}), target=target)
 
 
 def run_kernel(

@@ -18,6 +18,7 @@ from relax_hetero.artifact.commands import (
     TensorParam,
 )
 from relax_hetero.tools.command_tables import CommandBuffers
+from relax_hetero.tools.console import show
 from relax_hetero.tools.explanation import Explanation
 
 SCALE = KernelSpec(
@@ -62,7 +63,7 @@ def rows_with(text: str, first: str) -> list[list[str]]:
 
 
 def test_regions_are_printed_with_their_slots_and_commands(capsys: pytest.CaptureFixture[str]):
-    BUFFERS.print(every_op=True)
+    show(BUFFERS.tables())
     shown = capsys.readouterr().out
     (region,) = rows_with(shown, "main_commands")
     assert region[1:] == ["c:0", "host function", "2", "1", "1", "2", "n", "2 (320 B)", "2.0 KiB", "transfer (moved)"]
@@ -80,10 +81,10 @@ def test_regions_are_printed_with_their_slots_and_commands(capsys: pytest.Captur
     assert "1 command buffer of 2 kernel calls in all, 1 kernel call outside." in shown
 
 
-def test_summary_leaves_slots_and_commands_out(capsys: pytest.CaptureFixture[str]):
-    Explanation("m", {}, [], commands=BUFFERS).print(every_op=False)
+def test_an_overview_leaves_slots_and_commands_out(capsys: pytest.CaptureFixture[str]):
+    show(Explanation("m", {}, [], commands=BUFFERS).tables())
     shown = capsys.readouterr().out
-    assert rows_with(shown, "main_commands") and not rows_with(shown, "0") and "alone" not in shown
+    assert BUFFERS.line() in shown and not rows_with(shown, "0") and not rows_with(shown, "z")
 
 
 def test_json_has_names_and_sizes():

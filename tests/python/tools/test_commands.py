@@ -125,7 +125,7 @@ def test_explain_lists_command_buffers(invoke: Invoke, model: Path, tmp_path: Pa
     assert all(0 <= index < 3 for index in of_library["regions"][0]["directs"])
     of_library["regions"][0]["directs"] = region["directs"]
     assert of_library == data
-    shown = invoke("explain", library).stdout
+    shown = invoke("explain", library, "commands").stdout
     assert "Slots of main_commands" in shown and "slot 0, direct 0" in shown
 
 

@@ -1,12 +1,24 @@
-"""A placement report, added up per device and printed."""
+"""Explanations: an overview, its sections, and the same from Python as from the command line."""
 
 from __future__ import annotations
 
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import Result
 
+import relax_hetero as rh
+from relax_hetero.artifact.commands import SingleCall
+from relax_hetero.errors import BindingError
+from relax_hetero.tools.command_tables import CommandBuffers
+from relax_hetero.tools.console import show
 from relax_hetero.tools.explanation import FIELDS, Explanation
 
 
@@ -41,26 +53,104 @@ def test_a_device_outside_the_manifest_is_shown_too():
     assert [total.name for total in explanation.totals()] == ["cuda:0", "host"]
 
 
-def test_every_op_is_printed_with_its_reason(capsys: pytest.CaptureFixture[str]):
-    EXPLANATION.print(every_op=True)
-    shown = capsys.readouterr().out
+def shown_of(explanation: Explanation, *sections: str) -> str:
+    text = io.StringIO()
+    show(explanation.tables(*sections), text)
+    return text.getvalue()
+
+
+@pytest.mark.parametrize("sections", [(), ("all",), ("ops", "transfers")])
+def test_every_op_is_printed_with_its_reason(sections: tuple[str, ...]):
+    shown = shown_of(EXPLANATION, *sections)
+    assert ("because of [a_cuda]" in shown) == bool(sections)
+    for text in ("because of [a]", "because of [b]", "16 B"):
+        assert text in shown
+    assert "3 ops on 2 devices, 1 transfer of 16 B in all." in shown
+
+
+def test_all_is_every_section():
+    shown = shown_of(EXPLANATION, "all")
     for text in ("because of [a]", "because of [b]", "because of [a_cuda]", "2.0 KiB", "cuda sm_90"):
         assert text in shown
     assert "3 ops on 2 devices, 1 transfer of 16 B in all." in shown
 
 
-def test_summary_leaves_the_ops_out(capsys: pytest.CaptureFixture[str]):
-    EXPLANATION.print(every_op=False)
-    shown = capsys.readouterr().out
-    assert "because of [a_cuda]" in shown and "because of [b]" not in shown
+def test_an_overview_counts_ops_by_device_and_reason():
+    rules = [{**entry("op", f"v{i}", "llvm:0", 4), "reason": "rule '*'"} for i in range(20)]
+    many = replace(EXPLANATION, entries=[*rules, entry("op", "b", "cuda:0", None)])
+    (most, least) = (line for line in shown_of(many).splitlines() if "add" in line)
+    assert [cell.strip() for cell in most.strip("│").split("│")] == ["llvm:0", "20", "20 add", "rule '*'"]
+    assert [cell.strip() for cell in least.strip("│").split("│")] == ["cuda:0", "1", "1 add", "because of [b]"]
+    assert "v3" not in shown_of(many) and "v3" in shown_of(many, "ops")
 
 
-def test_what_the_cost_model_expects_is_printed(capsys: pytest.CaptureFixture[str]):
+def test_an_overview_stays_short():
+    kinds = [{**entry("op", f"v{i}", "llvm:0", 4), "op": f"relax.nn.op{i}", "reason": "rule '*'"} for i in range(20)]
+    shown = shown_of(replace(EXPLANATION, entries=kinds))
+    assert "1 op4, 15 others" in shown and "op5" not in shown
+    reasons = [entry("op", f"v{i}", "llvm:0", 4) for i in range(100)]
+    shown = shown_of(replace(EXPLANATION, entries=reasons))
+    assert "because of [v10]" in shown and "because of [v11]" not in shown and "and 89 more reasons" in shown
+
+
+def test_an_overview_says_what_was_declined_and_why():
+    encodings = {"ops": [], "transfers": [], "cancelled": [{"reason": "no layout of [x]", "device": "cuda:0"}]}
+    fusions = {"dispatches": [], "declined": [{"reason": "an output"}] * 2}
+    calls = [SingleCall("main", str(i), "add", "alone") for i in range(3)]
+    explanation = replace(
+        EXPLANATION, encodings=encodings, fusions=fusions, commands=CommandBuffers(["llvm:0"], [], {}, calls)
+    )
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown_of(explanation).splitlines()]
+    declined = rows.index(["command buffer", "3", "alone"])
+    assert rows[declined + 1 : declined + 3] == [["fusion", "2", "an output"], ["encoding", "1", "no layout of [x]"]]
+
+
+def test_sections_that_are_not_there():
+    with pytest.raises(BindingError, match="no section 'op'; it has 'ops', .*'all'; did you mean 'ops'"):
+        shown_of(EXPLANATION, "op")
+    assert shown_of(EXPLANATION, "memory") == ""
+
+
+def test_an_executable_explains_itself_as_the_command_line_does(invoke: Callable[..., Result], model: Path):
+    compiled = rh.compile(rh.from_onnx(str(model)))
+    library = model.with_suffix(".so")
+    compiled.export_library(library)
+    for sections in ((), ("all",), ("ops", "memory")):
+        texts = []
+        for executable in (compiled, rh.load(library)):
+            executable.explain(*sections, file=(text := io.StringIO()))
+            texts.append(text.getvalue())
+        assert texts == [invoke("explain", library, *(sections or ("--summary",))).stdout] * 2 and texts[0]
+
+
+def test_a_loaded_executable_explains_itself_on_standard_output(model: Path, capsys: pytest.CaptureFixture[str]):
+    library = model.with_suffix(".so")
+    rh.compile(rh.from_onnx(str(model))).export_library(library)
+    loaded = rh.load(library)
+    loaded.explain()
+    assert "/lower/MatMul" in capsys.readouterr().out
+    loaded.metadata = replace(loaded.metadata, placement=None)
+    with pytest.raises(rh.HeteroError, match="holds no placement report"):
+        loaded.explain()
+
+
+def test_an_explanation_needs_no_compiler(model: Path):
+    library = model.with_suffix(".so")
+    compiled = rh.compile(rh.from_onnx(str(model)))
+    compiled.export_library(library)
+    compiled.explain("all", file=(text := io.StringIO()))
+    code = f"import relax_hetero as rh; rh.load({str(library)!r}).explain('all')"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TVM_USE_RUNTIME_LIB": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == text.getvalue()
+
+
+def test_what_the_cost_model_expects_is_printed():
     busy = {"llvm:0": 0.0012, "cuda:0": 0.0034567}
     for objective, words in (("latency", "one call takes 3.46 ms"), ("throughput", "time between calls 3.46 ms")):
         estimate = {"objective": objective, "seconds": 0.0034567, "busy_seconds": busy}
-        replace(EXPLANATION, estimate=estimate).print(every_op=False)
-        shown = " ".join(capsys.readouterr().out.split())
+        shown = " ".join(shown_of(replace(EXPLANATION, estimate=estimate)).split())
         assert f"Placed for {objective} by the cost model: {words}; " in shown
         assert "busy for one call: llvm:0 1.2 ms, cuda:0 3.46 ms." in shown
 

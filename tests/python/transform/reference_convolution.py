@@ -13,9 +13,9 @@ from tvm.script.ir_builder import tirx as T
 from relax_hetero.encoding import ConvProblem, Encoding, PackedLayout, register_resolver
 from relax_hetero.encoding.problem import ElementwiseProblem, MatmulProblem, Operand
 from relax_hetero.resolvers import CpuResolver
-from relax_hetero.target.cpu_target import machine_of
+from relax_hetero.target.cpu_target import cpu_target_of
 from relax_hetero.tir.core.builder import Function, Registers, loop
-from relax_hetero.tir.core.storage import Storage
+from relax_hetero.tir.core.packed_storage import PackedStorage
 from relax_hetero.tir.elementwise.elementwise import elementwise_kernel
 
 NCHW16C = PackedLayout((0, 1, 2, 3), (1,), (16,))
@@ -48,7 +48,7 @@ class Reference:
         if isinstance(problem, ConvProblem):
             return convolution(problem)
         if isinstance(problem, ElementwiseProblem):
-            return elementwise_kernel(problem, machine_of(target))
+            return elementwise_kernel(problem, cpu_target_of(target))
         return CpuResolver().kernel(problem, target)
 
 
@@ -76,7 +76,7 @@ def convolution(problem: ConvProblem) -> tirx.PrimFunc:
         bound: set[str] = set()
         operands = [problem.data, problem.weight, *others, problem.result]
         stores = [
-            Storage(function, f"p{i}", operand.shape, operand.dtype, operand.layout, bound)
+            PackedStorage(function, f"p{i}", operand.shape, operand.dtype, operand.layout, bound)
             for i, operand in enumerate(operands)
         ]
         with function.body():
@@ -86,7 +86,7 @@ def convolution(problem: ConvProblem) -> tirx.PrimFunc:
     return function.result
 
 
-def _body(problem: ConvProblem, operands: Sequence[Operand], stores: Sequence[Storage]) -> None:
+def _body(problem: ConvProblem, operands: Sequence[Operand], stores: Sequence[PackedStorage]) -> None:
     data, weight, *others, result = stores
     names = problem.result.index_map
 
@@ -127,7 +127,7 @@ def _body(problem: ConvProblem, operands: Sequence[Operand], stores: Sequence[St
     nest(result.extents, element)
 
 
-def _zero(result: Storage, tiles: Sequence[Any]) -> None:
+def _zero(result: PackedStorage, tiles: Sequence[Any]) -> None:
     inner = result.layout.inner_dims
     size = 1
     for tile in result.layout.inner_tiles:
@@ -138,7 +138,7 @@ def _zero(result: Storage, tiles: Sequence[Any]) -> None:
         T.buffer_store(result.data, tirx.const(0, result.dtype), [at])
 
 
-def position(store: Storage, at: Sequence[Any]) -> Any:
+def position(store: PackedStorage, at: Sequence[Any]) -> Any:
     """Where the element `at` lies."""
     outer, inner = {}, {}
     for d, index in enumerate(at):
@@ -148,7 +148,7 @@ def position(store: Storage, at: Sequence[Any]) -> Any:
     return store.offset(outer, inner)
 
 
-def load(store: Storage, at: Sequence[Any]) -> Any:
+def load(store: PackedStorage, at: Sequence[Any]) -> Any:
     return store.data[position(store, at)]
 
 

@@ -146,7 +146,7 @@ def test_gpus_copy_to_each_other_directly(mixed):
         assert str(check_on["main"](X, W)[1].device) == f"cuda:{gpu}"
     x = from_numpy(np.zeros(1 << 28, "uint8"), tvm.cuda(0))
     before = rate(x, tvm.cuda(1))
-    from relax_hetero.vm.device.peer_access import enable_peer_access
+    from relax_hetero.vm.device.cuda_copies import enable_peer_access
 
     enable_peer_access([tvm.cuda(0), tvm.cuda(1)])
     after = rate(x, tvm.cuda(1))

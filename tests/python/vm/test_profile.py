@@ -12,7 +12,7 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
-from relax_hetero.vm.profile import Recorder
+from relax_hetero.vm.profile import ProfileRecorder
 from relax_hetero.vm.region.profile_regions import RegionCalls
 
 X, W = np.zeros((64, 4), "float32"), np.ones(4, "float32")
@@ -87,7 +87,7 @@ def test_other_threads_do_not_disturb_a_profile(vm):
 
 
 def test_a_call_is_charged_without_the_calls_inside_it():
-    recorder = Recorder([])
+    recorder = ProfileRecorder([])
     for symbol, before in [("outer", True), ("inner", True), ("inner", False), ("outer", False)]:
         recorder.instrument(None, symbol, before, None)
     profile = recorder.profile("main", rh.vm.Metadata((), -1, {}))
@@ -145,7 +145,7 @@ def buffered():
 
 def profiled_call(vm, *args):
     """A result that was made under a profile, and the profile."""
-    recorder = Recorder(vm.devices, RegionCalls(vm.executable, vm._constants.values))
+    recorder = ProfileRecorder(vm.devices, RegionCalls(vm.executable, vm._constants.values))
     vm._module["set_instrument"](recorder.instrument)
     try:
         result = vm["main"](*args).numpy()

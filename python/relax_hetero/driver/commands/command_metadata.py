@@ -1,4 +1,4 @@
-"""What an executable says about command buffers: its regions, and the kernels that can be called by address."""
+"""Metadata of command buffers: the regions of an executable, and the kernels that can be called by address."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def region_dispatches(mod: tvm.IRModule) -> dict[str, DispatchSpec]:
 
 
 def _bytes(kernel: KernelSpec) -> int:
-    """Of its tensors, each once; 0 where an extent is symbolic."""
+    """Bytes of its tensors, each once; 0 where an extent is symbolic."""
     total = 0
     for tensor in kernel.tensors:
         if any(isinstance(extent, str) for extent in tensor.shape):

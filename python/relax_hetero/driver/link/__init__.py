@@ -1,1 +1,1 @@
-"""Kernels and bytecode become one library."""
+"""Kernels and bytecode become one library, `link.py` first: constants lifted, addresses in tables, code by target."""

@@ -1,4 +1,6 @@
-"""Command buffers of llvm devices find constants and kernels by address, in one table that the machine fills.
+"""Calls of kernels from command buffers on llvm devices: by address from a table, or by name in `tvm.compile`.
+
+Command buffers find constants and kernels by address, in one table that the machine fills.
 
 Before::
 
@@ -16,6 +18,8 @@ module on one core, and kernels are compiled in modules of a few (`parallel_code
 nanoseconds.
 
 Each kernel that is called by address gets a packed function ``relax_hetero.address.NAME`` that says where it is.
+
+``tvm.compile`` compiles kernels and command buffers together, and calls by name: see `with_noinline_kernels`.
 """
 
 from __future__ import annotations
@@ -46,7 +50,7 @@ from ...transform.ir.rewriting import (
     relax_functions,
 )
 from ...transform.record.region_attrs import regions_of
-from .trusted_arguments import TRUSTED, types_are_true
+from .llvm_kernels import TRUSTED, types_are_true
 
 _SYMBOL = "relax_hetero.kernel."
 _THUNK = "relax_hetero.call."
@@ -54,7 +58,7 @@ _LLVM_TYPES = {"bool": "i1", "float16": "half", "bfloat16": "bfloat", "float32":
 
 
 @dataclass(frozen=True)
-class DirectTable:
+class AddressTable:
     """A constant of zeros that the machine replaces: by addresses of other constants, then of kernels.
 
     Attributes
@@ -64,7 +68,7 @@ class DirectTable:
     constants : list of tvm.ir.GenericConst
     kernels : list of str
     region : str
-        The command buffer whose state it is (`cuda_regions`); ``""`` for a table alone.
+        The command buffer whose state it is (`form_cuda_graphs`); ``""`` for a table alone.
     """
 
     tensor: tvm.ir.GenericConst
@@ -73,7 +77,7 @@ class DirectTable:
     region: str = ""
 
 
-def by_address(mod: tvm.IRModule) -> tuple[tvm.IRModule, list[DirectTable]]:
+def by_address(mod: tvm.IRModule) -> tuple[tvm.IRModule, list[AddressTable]]:
     """A lowered module whose command buffers on llvm devices take a table of addresses, and the tables."""
     buffers = {gv: func for gv, func in mod.functions.items() if is_llvm_buffer(func)}
     if not buffers:
@@ -81,7 +85,7 @@ def by_address(mod: tvm.IRModule) -> tuple[tvm.IRModule, list[DirectTable]]:
     functions = dict(mod.functions.items())
     functions.update(named_kernels(mod, buffers.values()))
     is_trusted = types_are_true(mod)
-    tables: list[DirectTable] = []
+    tables: list[AddressTable] = []
     vdevices = vdevices_of(mod)
     devices = {region.name: vdevices[region.device] for region in regions_of(mod)}
     rewritten: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
@@ -95,7 +99,7 @@ def by_address(mod: tvm.IRModule) -> tuple[tvm.IRModule, list[DirectTable]]:
         func = buffers[call.op]
         kernels = global_vars_in(func.body)
         table = _table(len(constants) + len(kernels), devices[call.op.name_hint])
-        tables.append(DirectTable(table, constants, [kernel.name_hint for kernel in kernels]))
+        tables.append(AddressTable(table, constants, [kernel.name_hint for kernel in kernels]))
         buffer = _with_table(func, taken, kernels)
         rewritten[call.op] = buffer.with_attr(TRUSTED, True) if is_trusted else buffer
         args = [table, *(arg for i, arg in enumerate(call.args) if i not in taken)]
@@ -236,3 +240,45 @@ def thunk(types: Sequence[str]) -> tuple[str, str]:
         f"  %address = inttoptr i64 %kernel to ptr\n  %status = call i32 %address({args})\n  ret i32 %status\n}}\n"
     )
     return name, text
+
+
+def with_noinline_kernels(mod: tvm.IRModule) -> tvm.IRModule:
+    """A module of PrimFuncs whose command buffers on llvm devices call kernels that LLVM does not inline.
+
+    TVM writes on each access of memory which variable of its kernel it goes through, and LLVM takes accesses through
+    two variables for different memory. Within a kernel they are. In a host function with its kernels inlined, one
+    kernel loads what another stored, and LLVM would load first. TIR has no word for a function that is not to be
+    inlined, LLVM's language has: the host function calls each kernel through a function of that language.
+
+    ``rh.compile`` needs none of this: it compiles kernels apart from host functions.
+    """
+    buffers = {gv: func for gv, func in mod.functions.items() if is_llvm_buffer(func)}
+    if not buffers:
+        return mod
+    functions = dict(mod.functions.items())
+    functions.update(named_kernels(mod, buffers.values()))
+    functions.update({gv: _with_trampolines(func) for gv, func in buffers.items()})
+    return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+
+
+def _with_trampolines(buffer: tirx.PrimFunc) -> tirx.PrimFunc:
+    texts: dict[str, str] = {}
+
+    def on_call(call: tvm.ir.Call) -> tvm.ir.Expr:
+        if not isinstance(call.op, tvm.ir.GlobalVar):
+            return call
+        symbol = kernel_symbol(call.op.name_hint)
+        texts[symbol] = _trampoline(symbol, [llvm_type(arg) for arg in call.args])
+        return tirx.call_extern("int32", f"{symbol}.call", *call.args)
+
+    body = structural_map(buffer.body, (tvm.ir.Call, on_call))
+    return buffer.with_body(tirx.AttrStmt(tirx.const(0, "int32"), "pragma_import_llvm", "".join(texts.values()), body))
+
+
+def _trampoline(symbol: str, types: Sequence[str]) -> str:
+    params = ", ".join(f"{kind} %a{i}" for i, kind in enumerate(types))
+    return (
+        f"declare i32 @{symbol}({', '.join(types)})\n"
+        f"define linkonce_odr hidden i32 @{symbol}.call({params}) noinline {{\n"
+        f"  %status = call i32 @{symbol}({params})\n  ret i32 %status\n}}\n"
+    )

@@ -23,7 +23,7 @@ from tvm import tirx
 from tvm_ffi import structural_map
 
 
-def spell_c(func: tirx.PrimFunc) -> tirx.PrimFunc:
+def with_c_literals(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """`func` without infinite or NaN immediates and ``fabs``; infinities keep their signs, NaN does not."""
     return structural_map(structural_map(func, (tirx.FloatImm, _number)), (tvm.ir.Call, _magnitude))
 

@@ -16,7 +16,7 @@ from tvm_ffi import structural_map, structural_walk
 from ...artifact.metadata import ConstantSpec
 from ...target.vdevice import vdevice_index, vdevices_of
 from ...transform.ir.rewriting import copy_module, is_tensor_constant, relax_functions, typed, with_body
-from .address_table import DirectTable
+from .address_table import AddressTable
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class LiftedConstants:
     takers: set[str]
 
 
-class _Table:
+class _ConstantTuple:
     """Distinct (tensor, device) pairs in order of first use."""
 
     def __init__(self, vdevices: list[relax.VDevice]):
@@ -52,18 +52,18 @@ class _Table:
             self.tensors.append(data)
         return self.index[key]
 
-    def add_table(self, direct: DirectTable) -> None:
+    def add_table(self, direct: AddressTable) -> None:
         """Add a table of addresses, after the constants it stands for."""
         entries: list[int | str] = [*(self.add(constant) for constant in direct.constants), *direct.kernels]
         index = self.add(direct.tensor)
         self.specs[index] = replace(self.specs[index], addresses=tuple(entries), region=direct.region)
 
 
-def lift_constants(mod: tvm.IRModule, tables: Sequence[DirectTable] = ()) -> LiftedConstants:
+def lift_constants(mod: tvm.IRModule, tables: Sequence[AddressTable] = ()) -> LiftedConstants:
     """Lift every tensor constant of a lowered module (LowerToVM), and those that tables of addresses stand for."""
     functions = dict(relax_functions(mod))
     takers = _takers(mod, functions)
-    table = _Table(vdevices_of(mod))
+    table = _ConstantTuple(vdevices_of(mod))
     for direct in tables:
         table.add_table(direct)
     replaced: dict[tvm.ir.GlobalVar, tuple[relax.Expr, dict[int, relax.Var]]] = {}
@@ -112,7 +112,7 @@ def _takers(mod: tvm.IRModule, functions: dict[tvm.ir.GlobalVar, relax.Function]
     return holds
 
 
-def _replace(func: relax.Function, table: _Table) -> tuple[relax.Expr, dict[int, relax.Var]]:
+def _replace(func: relax.Function, table: _ConstantTuple) -> tuple[relax.Expr, dict[int, relax.Var]]:
     used: dict[int, relax.Var] = {}
 
     def on_constant(constant: tvm.ir.GenericConst) -> relax.Expr:

@@ -6,6 +6,8 @@ given. Here kernels are grouped by their own target, and no module is of two.
 
 from __future__ import annotations
 
+import ctypes
+
 import tvm
 from tvm import relax, tirx
 from tvm.relax import _ffi_api as relax_ffi
@@ -19,11 +21,11 @@ from ...target.vdevice import host_vdevice, vdevices_of
 from ...transform.ir.module_attrs import COMMANDS
 from ...vm.device.tensors import ALIGNMENT
 from .address_table import with_address_functions
-from .c_literals import spell_c
-from .external_symbols import check_external_symbols
-from .llvm_kernels import build_llvm
-from .loosen_alignment import ARGUMENT_ALIGNMENT, loosen_alignment
-from .parallel_codegen import Progress, build_side_by_side, cut
+from .c_literals import with_c_literals
+from .llvm_kernels import ARGUMENT_ALIGNMENT, build_llvm, loosen_alignment
+from .parallel_codegen import Progress, build_in_parallel, cut
+
+_EXTERNAL_CALLS = ("tirx.call_extern", "tirx.call_pure_extern")
 
 
 def link(mod: tvm.IRModule, progress: Progress | None = None) -> tvm.runtime.Module:
@@ -60,7 +62,7 @@ def link(mod: tvm.IRModule, progress: Progress | None = None) -> tvm.runtime.Mod
         if target.kind.name == "llvm" and not external:
             check_external_symbols(group)
     parts = [(target, with_address_functions(part)) for target, group in groups for part in cut(target, group)]
-    libraries = build_side_by_side(parts, lambda target, part: build_group(target, part, host_target), progress)
+    libraries = build_in_parallel(parts, lambda target, part: build_group(target, part, host_target), progress)
     if not libraries and not external and host_target.kind.name == "llvm":
         # TVM would put an empty module of C there, which a compiler of C would have to link.
         libraries = [build_llvm(host_target, tvm.IRModule())]
@@ -74,8 +76,55 @@ def external_modules(mod: tvm.IRModule) -> list[tvm.runtime.Module]:
 
 
 def argument_alignment(mod: tvm.IRModule) -> int:
-    """What the linked code needs of a host tensor's address, in bytes."""
+    """The alignment in bytes that the linked code needs of a host tensor's address."""
     return ALIGNMENT if external_modules(mod) else ARGUMENT_ALIGNMENT
+
+
+def check_external_symbols(mod: tvm.IRModule) -> None:
+    """Check the symbols that the CPU kernels of a module call against its own and those of this process.
+
+    LLVM's JIT would end the process when a kernel calls a symbol that nobody defines. Kernels that bring code along
+    (``pragma_import_llvm``) are not looked into.
+
+    Raises
+    ------
+    BuildError
+        Names the kernel and the symbol.
+    """
+    process = ctypes.CDLL(None)
+    for kernel, symbols in external_calls(mod).items():
+        for symbol in symbols:
+            if not hasattr(process, symbol):
+                raise BuildError(
+                    f"kernel {kernel!r} calls the external function {symbol!r}, which this process does not "
+                    "have: expected its library loaded first, with ctypes.CDLL(path, ctypes.RTLD_GLOBAL)"
+                )
+
+
+def external_calls(mod: tvm.IRModule) -> dict[str, list[str]]:
+    """The symbols that each kernel of a module calls and the module itself lacks; by the kernels' names, in order."""
+    kernels = [(gv, func) for gv, func in mod.functions.items() if isinstance(func, tirx.PrimFunc)]
+    own = {str(func.attrs["global_symbol"]) for _, func in kernels if "global_symbol" in func.attrs}
+    return {
+        gv.name_hint: [symbol for symbol in _external_symbols(func) if symbol not in own]
+        for gv, func in sorted(kernels, key=lambda pair: pair[0].name_hint)
+    }
+
+
+def _external_symbols(func: tirx.PrimFunc) -> list[str]:
+    found: list[str] = []
+    imports: list[str] = []
+
+    def on_call(call: tvm.ir.Call) -> None:
+        if isinstance(call.op, tvm.ir.Op) and call.op.name in _EXTERNAL_CALLS:
+            found.append(str(call.args[0].value))
+
+    def on_attribute(statement: tirx.AttrStmt) -> None:
+        if statement.attr_key.startswith("pragma_import"):
+            imports.append(statement.attr_key)
+
+    structural_walk(func.body, [(tvm.ir.Call, on_call), (tirx.AttrStmt, on_attribute)])
+    return [] if imports else found
 
 
 def group_by_target(mod: tvm.IRModule, host: tvm.target.Target) -> list[tuple[tvm.target.Target, tvm.IRModule]]:
@@ -108,7 +157,7 @@ def build_group(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target
 
 
 def runs_commands(func: tirx.PrimFunc) -> bool:
-    """Whether a function is host code for a device: a command buffer, or what calls other functions."""
+    """Whether a function is host code for a device: a command buffer, or a function that calls others."""
     on_global = (tvm.ir.GlobalVar, VisitInterrupt)
     return COMMANDS in func.attrs or structural_walk(func.body, on_global) is not None
 
@@ -127,7 +176,7 @@ def _build(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Targ
     if target.kind.name == "llvm":
         return build_llvm(full, group)
     if not _is_gpu(target):
-        group = tvm.IRModule({gv: spell_c(loosen_alignment(func)) for gv, func in group.functions.items()})
+        group = tvm.IRModule({gv: with_c_literals(loosen_alignment(func)) for gv, func in group.functions.items()})
     return tirx.build(group, target=full)
 
 

@@ -13,7 +13,7 @@ After::
     T.attr(0, "pragma_import_llvm", "define <16 x float> @relax_hetero.exp.16(<16 x float> %x0) { ... }")
     B[i * 16 : i * 16 + 16] = T.call_pure_extern("relax_hetero.exp.16", A[i * 16 : i * 16 + 16], "float32x16")
 
-What rounds vectors to bfloat16 (`tir.math.bfloat16_bits`) becomes an instruction where the machine has one.
+What rounds vectors to bfloat16 (`tir.math.casts`) becomes an instruction where the machine has one.
 Vectors of float16 and bfloat16 are computed in float32; float64 and scalars stay the C library's, vectors of float64
 lane by lane where LLVM does not do that itself. Assumes vectorized loops, kernels of the kind llvm, and that
 LowerIntrin is still to come.
@@ -30,10 +30,10 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 from tvm_ffi import structural_map
 
-from ...target.cpu_target import machine_of
+from ...target.cpu_target import cpu_target_of
 from ...tir.core.builder import lane_of
 from ...tir.math import vector_math, vector_powers, vector_trigonometry
-from ...tir.math.bfloat16_bits import BITS
+from ...tir.math.casts import BITS
 from ...tir.math.llvm_text import llvm_function
 
 _MODULES: dict[Any, str] = {
@@ -128,7 +128,7 @@ def _symbol(name: str, lanes: int) -> str:
 def _rounds_to_bfloat16(func: tirx.PrimFunc) -> bool:
     """Whether a kernel's machine has an instruction for it; for others LLVM calls a library, lane by lane."""
     target = func.attrs.get("target")
-    return target is not None and target.kind.name == "llvm" and "avx512bf16" in machine_of(target).features
+    return target is not None and target.kind.name == "llvm" and "avx512bf16" in cpu_target_of(target).features
 
 
 @cache

@@ -21,13 +21,13 @@ KERNELS_A_MODULE = 4
 
 Build = Callable[[Target, tvm.IRModule], tvm.runtime.Module]
 Progress = Callable[[str, int, int], None]
-"""Told of a step, and how many of how many parts of it are done."""
+"""Called with a step, how many parts of it are done, and how many there are."""
 
 
 def cut(target: Target, group: tvm.IRModule) -> list[tvm.IRModule]:
     """Kernels of one target as modules that are compiled one by one, in order of the kernels' names.
 
-    Kernels of llvm targets are cut apart unless one of them calls another; those of other targets stay together.
+    Kernels of llvm targets are cut apart unless one of them calls another; kernels of other targets stay together.
     """
     kernels = sorted(group.functions.items(), key=lambda pair: pair[0].name_hint)
     if target.kind.name != "llvm" or len(kernels) <= KERNELS_A_MODULE or _call_each_other(kernels):
@@ -36,22 +36,22 @@ def cut(target: Target, group: tvm.IRModule) -> list[tvm.IRModule]:
     return [tvm.IRModule(dict(kernels[part::parts])) for part in range(parts)]
 
 
-def build_side_by_side(
+def build_in_parallel(
     parts: Sequence[tuple[Target, tvm.IRModule]], build: Build, progress: Progress | None = None
 ) -> list[tvm.runtime.Module]:
-    """What `build` gives for each part, in order; it is called from several threads.
+    """The results of `build` for each part, in order; it is called from several threads.
 
     Raises
     ------
     Exception
         Of the first part, in order, that `build` raises one for.
     """
-    told = _Told(progress, sum(len(part.functions) for _, part in parts))
+    counter = _Counter(progress, sum(len(part.functions) for _, part in parts))
     context = tvm.transform.PassContext.current()
     # Instruments are the caller's objects: they are asked from the caller's thread only.
     workers = 1 if context.instruments else min(len(parts), num_cores())
     if workers <= 1:
-        return [told.of(part, build(target, part)) for target, part in parts]
+        return [counter.done(part, build(target, part)) for target, part in parts]
 
     def task(target: Target, part: tvm.IRModule) -> tvm.runtime.Module:
         with _copy(context):
@@ -60,21 +60,21 @@ def build_side_by_side(
     with ThreadPoolExecutor(workers, thread_name_prefix="relax_hetero.driver") as pool:
         futures = {pool.submit(task, target, part): part for target, part in parts}
         for future in as_completed(futures):
-            told.of(futures[future])
+            counter.done(futures[future])
         return [future.result() for future in futures]
 
 
-class _Told:
-    """Counts the kernels that are done."""
+class _Counter:
+    """Tells how many kernels are built."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress, self._done, self._total = progress, 0, total
+        self._progress, self._built, self._total = progress, 0, total
 
-    def of(self, part: tvm.IRModule, library: tvm.runtime.Module = None) -> tvm.runtime.Module:
-        """A part is done; gives back what it was compiled to."""
-        self._done += len(part.functions)
+    def done(self, part: tvm.IRModule, library: tvm.runtime.Module = None) -> tvm.runtime.Module:
+        """Count the kernels of a part; returns `library`."""
+        self._built += len(part.functions)
         if self._progress is not None:
-            self._progress("kernels", self._done, self._total)
+            self._progress("kernels", self._built, self._total)
         return library
 
 

@@ -1,1 +1,1 @@
-"""``placement="auto"``: a cost model and the search for the plan it thinks best."""
+"""Automatic placement: a cost model, the graph of work that it measures, and the search for the best plan."""

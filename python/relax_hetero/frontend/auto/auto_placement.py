@@ -1,9 +1,9 @@
-"""``placement="auto"``: the plan that a cost model thinks best, for one call or for many in flight.
+"""``placement="auto"``: the plan that costs least by a cost model, for one call or for many in flight.
 
 A plan gives every node a device. For latency its cost is the time of one call, in which independent work on different
-devices overlaps: a list schedule (`list_schedule`). For throughput it is the time between calls that follow each other
-through the queues: what the busiest of them works for one call. Both count what ops and transfers take by a
-`CostModel`, a value going to a device at most once. The search (`plan_search`) starts from the best single device and
+devices overlaps: a list schedule (`plan_costs`). For throughput it is the time between calls that follow each other
+through the queues: the work of the busiest queue for one call. Both sum the times of ops and transfers from a
+`CostModel`; a value goes to a device at most once. The search (`plan_search`) starts from the best single device and
 the plan of least work, and never ends with a worse one.
 """
 
@@ -18,11 +18,10 @@ from tvm import relax
 
 from ...errors import PlacementError
 from ...target.vdevice import device_name, parse_vdevices
-from ..onnx.import_onnx import import_onnx
+from ..onnx.importer import import_onnx
 from .cost_model import CostModel, Objective, check_objective
 from .least_work import least_work
-from .list_schedule import call_ticks
-from .plan_costs import TICKS, PlanCosts
+from .plan_costs import TICKS, PlanCosts, call_ticks
 from .plan_search import best_plan
 from .work_graph import WorkGraph, work_graph
 
@@ -48,7 +47,7 @@ class AutoPlacement:
     vdevices : mapping
         The same as vdevices.
     estimate_seconds : float
-        By the cost model: for latency what one call takes, for throughput the time between calls.
+        By the cost model: the time of one call for latency, the time between calls for throughput.
     single_device_estimates : mapping
         Device -> the same with everything on it; none is below `estimate_seconds`.
     objective : str

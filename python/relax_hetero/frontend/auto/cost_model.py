@@ -1,4 +1,4 @@
-"""What ops and transfers cost: the estimates that ``placement="auto"`` minimizes.
+"""Costs of ops and transfers on each device: the estimates that ``placement="auto"`` minimizes.
 
 Rough on purpose, and every number can be replaced: a plan needs to know that a GPU multiplies matrices a hundred times
 faster than this CPU and that reaching it costs ten microseconds, not the third digit of either.
@@ -51,7 +51,7 @@ _OTHER_GPU = (5e12, 0.3e12)
 _GPU_LAUNCH = 5e-6  # seconds per kernel
 _CPU_LAUNCH = 0.5e-6
 
-# Seconds until the worker of one CPU queue goes on with what that of another has finished: 45 us were measured between
+# Seconds until the worker of one CPU queue goes on with a result of another queue's worker: 45 us were measured between
 # calls in flight, 90 us within a call.
 _HAND_OVER = 60e-6
 

@@ -2,8 +2,8 @@
 
 Units are placed in order of how long the work behind them takes at least, longest first; each goes to the device
 where it would end first, given when its operands can be there and what stands in the queues already (H. Topcuoglu,
-S. Hariri, M. Wu, Performance-effective and low-complexity task scheduling for heterogeneous computing, 2002). What a
-queue leaves idle between two units stays so.
+S. Hariri, M. Wu, Performance-effective and low-complexity task scheduling for heterogeneous computing, 2002). Gaps
+that a queue leaves between two units are not filled.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from .plan_costs import PlanCosts
 from .work_graph import OUTSIDE
 
 
-def earliest_finish(costs: PlanCosts) -> list[int]:
+def heft(costs: PlanCosts) -> list[int]:
     """A device for every unit."""
     graph = costs.graph
     reads: list[list[int]] = [[] for _ in graph.units]

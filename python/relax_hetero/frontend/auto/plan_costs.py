@@ -1,11 +1,17 @@
-"""What a plan, a device for every unit of a graph, costs: in whole ticks, so that it is the same everywhere."""
+"""Costs of a plan, which gives every unit of a graph a device: the time of one call, and the work of each queue.
+
+Ticks are whole numbers, so that a plan costs the same on every machine. `call_ticks` is the time of one call, in which
+independent work overlaps; `CallTime` and `BusiestQueue` keep what a search minimizes up to date while units move.
+"""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from .cost_model import CostModel
-from .work_graph import OUTSIDE, Value, WorkGraph
+from .work_graph import OUTSIDE, WorkGraph, WorkValue
 
 TICKS = 1e12
 """Ticks in a second: picoseconds."""
@@ -68,7 +74,7 @@ class PlanCosts:
             ticks[queue] += amount
         return ticks
 
-    def transfers(self, value: Value, plan: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    def transfers(self, value: WorkValue, plan: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         """Where a value is taken, the device whose queue does it, and ticks; once for each place."""
         source = self.where(value.maker, plan)
         for destination in dict.fromkeys(self.where(reader, plan) for reader in value.readers):
@@ -84,7 +90,7 @@ class PlanCosts:
         """Ticks until that many bytes have gone from one device to another."""
         return _ticks(self._model.transfer_seconds(size, source, destination))
 
-    def crossing(self, value: Value) -> int:
+    def crossing(self, value: WorkValue) -> int:
         """Ticks of a transfer of a value between two devices, on average."""
         pairs = [(a, b) for a in self._all() for b in self._all() if a != b]
         return sum(self.transfer(value.size, a, b) for a, b in pairs) // max(len(pairs), 1)
@@ -95,3 +101,177 @@ class PlanCosts:
 
 def _ticks(seconds: float) -> int:
     return round(seconds * TICKS)
+
+
+def call_ticks(costs: PlanCosts, plan: Sequence[int]) -> int:
+    """Ticks from the start of a call until all its ops and transfers are done, by a list schedule of them.
+
+    A queue does one thing at a time: of the steps that are ready, the first in the program, where a transfer stands
+    before its first reader. A unit is ready when all it reads is at hand, a transfer when its value is made. Never more
+    than ``costs.total(plan)``, as some queue always works.
+
+    A value that a unit before its maker reads, which is possible where a unit's bindings lie apart, is not waited for.
+    """
+    units = len(costs.graph.units)
+    # Steps: the units, then the transfers. Of each its place in the program, its queue and ticks, how many it waits
+    # for, and who waits for it.
+    order = list(range(1, 2 * units, 2))
+    queue_of = [costs.queue_of[device] for device in plan]
+    ticks = [unit_ticks[device] for unit_ticks, device in zip(costs.ops, plan, strict=True)]
+    waits = [0] * units
+    followers: list[list[int]] = [[] for _ in range(units)]
+    ready: list[list[tuple[int, int]]] = [[] for _ in range(costs.queues)]
+    for value in costs.graph.values:
+        maker, source = value.maker, costs.where(value.maker, plan)
+        step_to: dict[int, int] = {}
+        for destination, carrier, amount in costs.transfers(value, plan):
+            step = step_to[destination] = len(ticks)
+            at = (reader for reader in value.readers if costs.where(reader, plan) == destination and reader != OUTSIDE)
+            order.append(2 * min(at, default=units))
+            queue_of.append(costs.queue_of[carrier])
+            ticks.append(amount)
+            waits.append(0 if maker == OUTSIDE else 1)
+            followers.append([])
+            if maker != OUTSIDE:
+                followers[maker].append(step)
+        for reader in value.readers:
+            if reader == OUTSIDE or reader <= maker:
+                continue
+            before = step_to.get(plan[reader], maker)
+            if plan[reader] != source or maker != OUTSIDE:
+                followers[before].append(reader)
+                waits[reader] += 1
+    for step, count in enumerate(waits):
+        if count == 0:
+            ready[queue_of[step]].append((order[step], step))
+    for waiting in ready:
+        heapq.heapify(waiting)
+    return _run(order, queue_of, ticks, waits, followers, ready)
+
+
+def _run(
+    order: list[int],
+    queue_of: list[int],
+    ticks: list[int],
+    waits: list[int],
+    followers: list[list[int]],
+    ready: list[list[tuple[int, int]]],
+) -> int:
+    """When the last step ends. `ready` holds a heap for each queue: places in the program and steps."""
+    now = 0
+    running: list[tuple[int, int]] = []  # until when, and which step
+    free = [True] * len(ready)
+    for queue, waiting in enumerate(ready):
+        if waiting:
+            step = heapq.heappop(waiting)[1]
+            heapq.heappush(running, (ticks[step], step))
+            free[queue] = False
+    while running:
+        now, done = heapq.heappop(running)
+        free[queue_of[done]] = True
+        touched = [queue_of[done]]
+        for follower in followers[done]:
+            waits[follower] -= 1
+            if waits[follower] == 0:
+                heapq.heappush(ready[queue_of[follower]], (order[follower], follower))
+                touched.append(queue_of[follower])
+        for queue in touched:
+            if free[queue] and ready[queue]:
+                step = heapq.heappop(ready[queue])[1]
+                heapq.heappush(running, (now + ticks[step], step))
+                free[queue] = False
+    return now
+
+
+class Measure(Protocol):
+    """A plan that can be changed, and its cost.
+
+    Attributes
+    ----------
+    plan : list of int
+        A device for every unit; changed by the methods only.
+    key : tuple of int
+        Less is better.
+    effort : int
+        Units and values looked at so far.
+    """
+
+    plan: list[int]
+    key: tuple[int, ...]
+    effort: int
+
+    def move(self, units: Sequence[int], devices: Sequence[int]) -> None:
+        """Put units on devices."""
+
+    def improve(self, units: Sequence[int], devices: Sequence[int]) -> None:
+        """Put units on devices if that is better."""
+
+
+class CallTime:
+    """The time of one call (`call_ticks`); of equal ones the least work."""
+
+    def __init__(self, costs: PlanCosts, plan: Sequence[int]) -> None:
+        self._costs = costs
+        self.effort = 0
+        self.plan = list(plan)
+        self.key: tuple[int, ...] = ()
+        self.move((), ())
+
+    def move(self, units: Sequence[int], devices: Sequence[int]) -> None:
+        """Put units on devices."""
+        self._put(units, devices)
+        self.key = call_ticks(self._costs, self.plan), self._costs.total(self.plan)
+        self.effort += len(self.plan) + len(self._costs.graph.values)
+
+    def improve(self, units: Sequence[int], devices: Sequence[int]) -> None:
+        """Put units on devices if that is better."""
+        before, key = [self.plan[unit] for unit in units], self.key
+        self.move(units, devices)
+        if not self.key < key:
+            self._put(units, before)
+            self.key = key
+
+    def _put(self, units: Sequence[int], devices: Sequence[int]) -> None:
+        for unit, device in zip(units, devices, strict=True):
+            self.plan[unit] = device
+
+
+class BusiestQueue:
+    """How long the busiest queue works for one call, then the second, and so on."""
+
+    def __init__(self, costs: PlanCosts, plan: Sequence[int]) -> None:
+        self._costs = costs
+        self.effort = 0
+        self.plan = list(plan)
+        self._busy = costs.busy_queues(plan)
+        self.key = self._sorted()
+
+    def move(self, units: Sequence[int], devices: Sequence[int]) -> None:
+        """Put units on devices; looks at them and the values around them only."""
+        costs = self._costs
+        around = {value for unit in units for value in costs.around[unit]}
+        self._add(units, around, -1)
+        for unit, device in zip(units, devices, strict=True):
+            self.plan[unit] = device
+        self._add(units, around, 1)
+        self.key = self._sorted()
+        self.effort += len(units) + len(around)
+
+    def improve(self, units: Sequence[int], devices: Sequence[int]) -> None:
+        """Put units on devices if that is better."""
+        before, key = [self.plan[unit] for unit in units], self.key
+        self.move(units, devices)
+        if not self.key < key:
+            self.move(units, before)
+
+    def _add(self, units: Sequence[int], values: set[int], sign: int) -> None:
+        costs = self._costs
+        for unit in units:
+            device = self.plan[unit]
+            self._busy[costs.queue_of[device]] += sign * costs.ops[unit][device]
+        for value in values:
+            for _, device, amount in costs.transfers(costs.graph.values[value], self.plan):
+                self._busy[costs.queue_of[device]] += sign * amount
+
+    def _sorted(self) -> tuple[int, ...]:
+        return tuple(sorted(self._busy, reverse=True))

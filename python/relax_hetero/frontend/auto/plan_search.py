@@ -1,6 +1,6 @@
 """The search for the plan of least time for one call, or whose busiest queue works least.
 
-Both are hard problems, so what is found is good rather than best. Starting points are the best of all plans that keep
+Both problems are NP-hard, so the result is good rather than best. Starting points are the best of all plans that keep
 each of a few clusters of units together, the plan of least work, and for latency `heft`, for throughput the
 best cut of the program in two. Each is refined by moving and exchanging clusters, coarse ones first, single units last,
 as long as that helps. Of few units (12 on two devices) the first is the best plan there is.
@@ -9,15 +9,17 @@ as long as that helps. Of few units (12 on two devices) the first is the best pl
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Sequence
 
 from .cost_model import Objective
-from .heft import earliest_finish
+from .heft import heft
 from .least_work import least_work
-from .list_schedule import call_ticks
-from .plan_costs import PlanCosts
-from .plan_measures import BusiestQueue, CallTime, Measure
-from .unit_clusters import Clusters, cluster_levels
+from .plan_costs import BusiestQueue, CallTime, Measure, PlanCosts, call_ticks
+from .work_graph import OUTSIDE
+
+Clusters = list[list[int]]
+"""Every unit in one of them; those of a cluster in program order."""
 
 # Units and values looked at from one starting point: about a second.
 _MOST_EFFORT = 300_000
@@ -53,7 +55,7 @@ def best_plan(costs: PlanCosts, start: list[int], objective: Objective, most_pla
         found: list[Measure] = [BusiestQueue(costs, plan) for plan in starts]
     else:
         levels = _levels(costs, min(most_plans, _MOST_EFFORT // (len(start) + len(costs.graph.values) + 1)))
-        starts.append(earliest_finish(costs))
+        starts.append(heft(costs))
         found = [CallTime(costs, plan) for plan in starts]
     _try_all(found[0], levels[0], costs.devices, most_plans)
     for measure in found:
@@ -122,3 +124,67 @@ def _try(measure: Measure, units: Sequence[int], devices: Sequence[int]) -> None
     """Move units if that makes it better, and the search may go on."""
     if measure.effort < _MOST_EFFORT and [measure.plan[unit] for unit in units] != devices:
         measure.improve(units, devices)
+
+
+def cluster_levels(costs: PlanCosts, fewest: int) -> list[Clusters]:
+    """Partitions of the units, the coarsest first; the last has a cluster for each unit.
+
+    Heavy-edge matching, as multilevel graph partitioning has it: clusters are joined in pairs, those first between
+    which a transfer would cost most for the work that they are, until few are left.
+
+    Parameters
+    ----------
+    costs : PlanCosts
+    fewest : int
+        Joining stops at so many clusters. It may stop before: no cluster gets to be more than twice the average of
+        so many, and clusters that nothing passes between are not joined.
+    """
+    clusters: Clusters = [[unit] for unit in range(len(costs.ops))]
+    work = [min(ticks) + 1 for ticks in costs.ops]
+    largest = 2 * sum(work) / max(fewest, 1)
+    edges = _edges(costs)
+    levels = [clusters]
+    while len(clusters) > fewest:
+        joined = _match(work, edges, largest, len(clusters) - fewest)
+        count = max(joined, default=-1) + 1
+        if count == len(clusters):
+            break
+        merged: Clusters = [[] for _ in range(count)]
+        merged_work = [0] * count
+        for cluster, into in enumerate(joined):
+            merged[into] += clusters[cluster]
+            merged_work[into] += work[cluster]
+        clusters, work = [sorted(units) for units in merged], merged_work
+        merged_edges: defaultdict[tuple[int, int], float] = defaultdict(float)
+        for (a, b), weight in edges.items():
+            if joined[a] != joined[b]:
+                merged_edges[min(joined[a], joined[b]), max(joined[a], joined[b])] += weight
+        edges = merged_edges
+        levels.append(clusters)
+    return levels[::-1]
+
+
+def _edges(costs: PlanCosts) -> defaultdict[tuple[int, int], float]:
+    """What it costs to divide two units, by pairs in order; of a value that many read, a share."""
+    edges: defaultdict[tuple[int, int], float] = defaultdict(float)
+    for value in costs.graph.values:
+        if value.maker == OUTSIDE:
+            continue
+        share = (costs.crossing(value) + 1) / len(value.readers)
+        for reader in value.readers:
+            if reader != OUTSIDE:
+                edges[min(value.maker, reader), max(value.maker, reader)] += share
+    return edges
+
+
+def _match(work: list[int], edges: dict[tuple[int, int], float], largest: float, most: int) -> list[int]:
+    """For each cluster the one that it becomes part of: at most `most` pairs are joined."""
+    partner = list(range(len(work)))
+    rated = sorted(edges.items(), key=lambda edge: (-(edge[1] ** 2) / (work[edge[0][0]] * work[edge[0][1]]), edge[0]))
+    for (a, b), _ in rated:
+        if most > 0 and partner[a] == a and partner[b] == b and work[a] + work[b] <= largest:
+            partner[b] = a
+            partner[a] = b
+            most -= 1
+    numbers: dict[int, int] = {}
+    return [numbers.setdefault(min(cluster, other), len(numbers)) for cluster, other in enumerate(partner)]

@@ -1,4 +1,4 @@
-"""How much work the parts of a graph are, and what passes between them."""
+"""The graph of work: arithmetic and bytes of each unit that is placed as a whole, and the values between units."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import tvm
 from tvm import relax
 
-# What reads a value after everything else: the caller.
+# The caller, which makes the inputs and reads the outputs.
 OUTSIDE = -1
 
 # Arithmetic per element of ops that are more than one instruction each.
@@ -40,8 +40,8 @@ NamesOf = Callable[[relax.Var], str]
 
 
 @dataclass
-class Unit:
-    """What is placed as a whole: the bindings of one ONNX node, or of one `If` with everything in its branches.
+class WorkUnit:
+    """A part that is placed as a whole: the bindings of one ONNX node, or of one `If` with everything in its branches.
 
     Attributes
     ----------
@@ -56,8 +56,8 @@ class Unit:
 
 
 @dataclass
-class Value:
-    """What passes from one unit to others: bytes, maker and readers, as positions; OUTSIDE is the caller."""
+class WorkValue:
+    """A value that units pass on: its bytes, maker and readers, as positions; OUTSIDE is the caller."""
 
     size: float
     maker: int
@@ -68,8 +68,8 @@ class Value:
 class WorkGraph:
     """Units in program order, and the values between them."""
 
-    units: list[Unit]
-    values: list[Value]
+    units: list[WorkUnit]
+    values: list[WorkValue]
 
 
 def work_graph(
@@ -97,21 +97,21 @@ class _Measure:
     def __init__(self, name_of: NamesOf, symbolic_extent: int) -> None:
         self._name_of = name_of
         self._extent = symbolic_extent
-        self._units: list[Unit] = []
+        self._units: list[WorkUnit] = []
         self._unit_of: dict[str, int] = {}
-        self._values: dict[relax.Var, Value] = {}
+        self._values: dict[relax.Var, WorkValue] = {}
 
     def graph(
         self, params: Iterable[relax.Var], bindings: Iterable[relax.Binding], outputs: Iterable[relax.Expr]
     ) -> WorkGraph:
         for param in params:
-            self._values[param] = Value(self._size(param.ty), OUTSIDE, [])
+            self._values[param] = WorkValue(self._size(param.ty), OUTSIDE, [])
         for binding in bindings:
             unit = self._place(binding)
             self._units[unit].ops += self._work(binding.value)
             for var in relax.analysis.free_vars(binding.value):
                 self._read(var, unit)
-            self._values[binding.var] = Value(self._size(binding.var.ty), unit, [])
+            self._values[binding.var] = WorkValue(self._size(binding.var.ty), unit, [])
         for output in outputs:
             for var in relax.analysis.free_vars(output):
                 self._read(var, OUTSIDE)
@@ -124,7 +124,7 @@ class _Measure:
         name = self._name_of(binding.var)
         if name not in self._unit_of:
             self._unit_of[name] = len(self._units)
-            self._units.append(Unit([name]))
+            self._units.append(WorkUnit([name]))
         unit = self._unit_of[name]
         for inner in _inner_bindings(binding.value):
             inner_name = self._name_of(inner.var)

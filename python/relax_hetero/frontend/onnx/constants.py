@@ -1,4 +1,4 @@
-"""Weights of an ONNX graph: initializers, constants, and what chains of simple nodes make of them.
+"""Weights of an ONNX graph: initializers, constants, and the results of chains of simple nodes on them.
 
 Exporters put `ConstantOfShape`, `Transpose`, `Cast` … between a weight and the op that uses it. Those are computed here
 once, with ONNX's own reference implementation, so that a weight is a constant wherever it is used, and lives there.
@@ -17,10 +17,10 @@ from onnx.reference import ReferenceEvaluator
 from tvm import relax
 
 from ...errors import FrontendError
-from ..domains import STANDARD_DOMAINS
 from .inputs import dtype_name
+from .model import STANDARD_DOMAINS
 
-# What exporters put between a weight and the op that uses it. Ops that carry the work of a model stay in it, and
+# Ops that exporters put between a weight and the op that uses it. Ops that carry the work of a model stay in it, and
 # DequantizeLinear too, which would make weights larger.
 FOLDED_OPS = frozenset(
     "Cast CastLike Concat ConstantOfShape Flatten Identity Mul Reshape Slice Split Squeeze Transpose Unsqueeze".split()
@@ -53,7 +53,7 @@ def constant_value(node: onnx.NodeProto) -> np.ndarray:
 
 
 def tensor_value(tensor: onnx.TensorProto, what: str) -> np.ndarray:
-    """The array of a tensor, of a dtype TVM has; `what` is named in the error."""
+    """The array of a tensor, of a dtype TVM has; the error names it by `what`."""
     dtype_name(tensor.data_type, what)
     if any(dim < 0 for dim in tensor.dims):
         raise FrontendError(f"{what} has the shape {list(tensor.dims)}; expected sizes >= 0")

@@ -12,7 +12,7 @@ FunctionTable: TypeAlias = "Mapping[tuple[str, str, str], onnx.FunctionProto]"
 
 
 class Callee(Protocol):
-    """What a call is looked up by: a `NodeProto` or a name record of one."""
+    """The fields that a call is looked up by, of a `NodeProto` or of its `NodeInfo`."""
 
     @property
     def domain(self) -> str: ...
@@ -23,7 +23,7 @@ class Callee(Protocol):
 
 
 def function_table(proto: onnx.ModelProto) -> dict[tuple[str, str, str], onnx.FunctionProto]:
-    """The functions of a model by what calls name."""
+    """The functions of a model, by the domain, name and overload that calls give."""
     return {(function.domain, function.name, function.overload): function for function in proto.functions}
 
 
@@ -33,7 +33,7 @@ def function_of(node: Callee, functions: FunctionTable) -> onnx.FunctionProto | 
 
 
 def body_of_call(function: onnx.FunctionProto, call: onnx.NodeProto) -> list[onnx.NodeProto]:
-    """The function's nodes with references to its attributes replaced by what the call gives, or by defaults."""
+    """The function's nodes with references to its attributes replaced by the call's values, or by defaults."""
     given = {attribute.name: attribute for attribute in (*function.attribute_proto, *call.attribute)}
     return [_bound(node, given) for node in function.node]
 

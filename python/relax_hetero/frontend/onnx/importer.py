@@ -1,4 +1,4 @@
-"""From an ONNX graph to Relax bindings, node by node, remembering which node each binding came from."""
+"""From an ONNX model to Relax bindings, node by node, remembering which node each binding came from."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from ...errors import FrontendError
 from ..symbolic_sizes import Bounds, SizeIsBounded, compute_sizes, known_bounds
 from .constants import FOLDED_OPS, constant_value, fold_node, initializer_value, make_const, sparse_value
 from .functions import body_of_call, function_of, function_table
-from .model import OnnxModel, opset_in
-from .node_names import NodeInfo
-from .support import SEQUENCE_OPS, find_converter, takes_shapes
+from .inputs import Shapes, graph_inputs
+from .model import STANDARD_DOMAINS, ModelSource, OnnxModel, load_model, opset_in
+from .node_names import NodeInfo, name_nodes
+from .support import SEQUENCE_OPS, check_supported, find_converter, takes_shapes
 from .tvm_messages import reason
 
 
 @dataclass(frozen=True)
 class ImportedGraph:
-    """What a graph became, before names and devices are written into it.
+    """An imported graph, before names and devices are written into it.
 
     Attributes
     ----------
@@ -56,6 +57,18 @@ class ImportedGraph:
     owners: dict[relax.Var, NodeInfo]
     results: dict[NodeInfo, list[relax.Var]]
     bounds: dict[str, int]
+
+
+def import_onnx(model_or_path: ModelSource, shapes: Shapes | None = None) -> ImportedGraph:
+    """An ONNX model as bindings that know their nodes, without names or devices; arguments as in `from_onnx`."""
+    model = load_model(model_or_path)
+    return import_nodes(model, name_nodes(model.proto), shapes)
+
+
+def import_nodes(model: OnnxModel, nodes: list[NodeInfo], shapes: Shapes | None) -> ImportedGraph:
+    """`import_onnx` of a model that is read, and whose nodes have names."""
+    check_supported(nodes, model, function_table(model.proto))
+    return import_graph(model, nodes, graph_inputs(model.proto.graph, shapes))
 
 
 def import_graph(model: OnnxModel, nodes: list[NodeInfo], inputs: Mapping[str, relax.Var]) -> ImportedGraph:
@@ -87,7 +100,7 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
     """Stock TVM's importer with its walk over the nodes replaced.
 
     The stock walk leaves values unbound, forgets which node a binding came from, computes both branches of an `If`
-    before it decides, and prints; what it does per op stays as it is.
+    before it decides, and prints; its work per op stays as it is.
     """
 
     def __init__(self, model: OnnxModel) -> None:
@@ -147,7 +160,7 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
             self._adopt(bindings, info)
 
     def _adopt(self, bindings: list[relax.Binding], info: NodeInfo) -> None:
-        """Emit bindings again where the builder stands, as what a node became unless an inner one owns them."""
+        """Emit bindings again where the builder stands; a node owns them unless an inner node does."""
         for binding in bindings:
             self._owners.setdefault(binding.var, info)
             self.bb.emit_normalized(binding)
@@ -177,7 +190,7 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
     def _fold(self, node: onnx.NodeProto, operands: list[Any]) -> list[relax.Expr] | None:
         if node.op_type == "Constant":
             return [make_const(constant_value(node))]
-        sizes = compute_sizes(node, operands)
+        sizes = compute_sizes(node, operands) if node.domain in STANDARD_DOMAINS else None
         if sizes is not None:
             return [sizes]
         is_known = all(operand is None or isinstance(operand, tvm.ir.GenericConst) for operand in operands)

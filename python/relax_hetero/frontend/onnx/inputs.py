@@ -48,7 +48,8 @@ def graph_inputs(graph: onnx.GraphProto, shapes: Shapes | None) -> dict[str, rel
     Raises
     ------
     FrontendError
-        If an input is no tensor, or `shapes` names what the model lacks or contradicts it or itself.
+        If an input is no tensor, or `shapes` names an input or a dimension that the model lacks, or contradicts the
+        model or itself.
     """
     if shapes is not None and not isinstance(shapes, Mapping):
         raise FrontendError(f"shapes is {shapes!r}; expected a mapping of inputs or named dimensions to sizes")
@@ -83,7 +84,7 @@ def _declared_dims(info: onnx.ValueInfoProto) -> list[_Dim] | None:
 
 
 def _apply_shapes(dims: dict[str, list[_Dim] | None], shapes: dict[str, Sequence[_Dim] | int]) -> dict[str, int]:
-    """Write what `shapes` says of inputs into `dims`; return the values of named dimensions."""
+    """Write the shapes of inputs into `dims`; return the values of named dimensions."""
     names = {dim for shape in dims.values() for dim in shape or () if isinstance(dim, str)}
     names |= {symbol for name in names for symbol in _symbols_in(name)}
     pinned: dict[str, int] = {}
@@ -237,7 +238,7 @@ def _parameter(info: onnx.ValueInfoProto, dims: list[_Dim] | None, symbols: _Sym
 
 
 def dtype_name(elem_type: int, what: str) -> str:
-    """TVM's name of an ONNX element type; `what` is named in the error for those it has none for."""
+    """TVM's name of an ONNX element type; the error for a type that TVM lacks names `what`."""
     try:
         dtype = onnx.helper.tensor_dtype_to_np_dtype(elem_type)
         name = onnx.TensorProto.DataType.Name(elem_type)

@@ -12,11 +12,12 @@ import onnx
 from onnx import external_data_helper
 
 from ...errors import FrontendError
-from ..domains import STANDARD_DOMAINS
 
-# What users may give as a model.
 ModelSource: TypeAlias = "str | os.PathLike[str] | bytes | onnx.ModelProto"
+"""A model as users may give it."""
 
+STANDARD_DOMAINS = ("", "ai.onnx")
+"""Domains of operators whose name means "the ONNX standard"."""
 
 # The checker wants a shape on every graph output; models without one are common, and nothing here reads it.
 _HARMLESS_CHECK = "Field 'shape' of 'type' is required but missing"

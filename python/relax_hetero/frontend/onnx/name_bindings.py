@@ -1,4 +1,4 @@
-"""Write node names, and devices if there are any, into what an ONNX graph became."""
+"""Node names, and devices if there are any, for the bindings of an imported ONNX graph."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def build_function(imported: ImportedGraph, device_of: DeviceOf | None = None) -
     Returns
     -------
     func : relax.Function
-        Each binding is named after its node: the first output of a node has the node's name, what else the node became
-        has that name and a number. Everything but `If`s stands in dataflow blocks.
+        Each binding is named after its node: the first output of a node has the node's name, its other
+        bindings have that name and a number. Everything but `If`s stands in dataflow blocks.
     """
     return _Rebuild(imported, device_of).function()
 
@@ -81,7 +81,7 @@ class _Rebuild:
     def _binding(self, binding: relax.Binding, kind: type[relax.Var]) -> relax.Binding:
         value = self._expr(binding.value)
         ty = binding.ty if isinstance(binding, relax.MatchCast) else binding.var.ty
-        # What a match_cast checks has less of a type than what it makes; with the same type it would be dropped.
+        # The operand of a match_cast has less of a type than its result; with the same type it would be dropped.
         value_ty = binding.value.ty if isinstance(binding, relax.MatchCast) else ty
         if self._device_of is not None:
             device = self._device_of(self._imported.owners[binding.var])

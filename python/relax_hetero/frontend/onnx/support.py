@@ -7,10 +7,9 @@ from typing import Any
 from tvm.relax.frontend.onnx import onnx_frontend as stock
 
 from ...errors import FrontendError
-from ..domains import STANDARD_DOMAINS
 from ..ops import CONVERTERS
 from .functions import FunctionTable, function_of
-from .model import OnnxModel
+from .model import STANDARD_DOMAINS, OnnxModel
 from .node_names import NodeInfo, walk_nodes
 
 # Ops of ONNX Runtime's own domain that stock TVM converts. Stock TVM looks ops up without their domain,
@@ -24,7 +23,7 @@ _OWN_MICROSOFT_OPS = frozenset(
     "DynamicQuantizeMatMul MatMulIntegerToFloat MatMulNBits QGemm QLinearAdd QLinearAveragePool QLinearConcat "
     "QLinearGlobalAveragePool QLinearLeakyRelu QLinearMul QLinearSigmoid QLinearSoftmax QLinearWhere".split()
 )
-# And those that mean what the standard op of that name means.
+# Ops of that domain that are the same as the standard op of that name.
 _LIKE_STANDARD = frozenset({"DequantizeLinear", "QuantizeLinear"})
 # Stock converters of these follow ONNX Runtime's definition only.
 _ONLY_MICROSOFT = _MICROSOFT_OPS - {"Gelu"}

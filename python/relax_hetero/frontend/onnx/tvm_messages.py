@@ -1,4 +1,4 @@
-"""What TVM says when a converter fails, as people read it."""
+"""Messages of TVM's converters without stacks and dumps of ops."""
 
 from __future__ import annotations
 

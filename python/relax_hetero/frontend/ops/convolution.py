@@ -148,7 +148,7 @@ def _transposed_pads(
         upper = mode == "SAME_UPPER"
         before.append(small if upper else large)
         after.append(large if upper else small)
-        if total < 0:  # the output is larger than what is computed: the rest is the bias alone
+        if total < 0:  # the output is larger than the computed part: the rest is the bias alone
             extra = [value - total if i == axis else value for i, value in enumerate(extra)]
     return before + after, extra
 

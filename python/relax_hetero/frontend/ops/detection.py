@@ -41,7 +41,7 @@ def roi_align(node: Node) -> relax.Expr:
 
 
 def _suppression_kernel(batches: int, classes: int, boxes: int, limit: int, is_center: bool) -> tirx.PrimFunc:
-    """Greedy suppression per class: take the best box left, drop what overlaps it, repeat.
+    """Greedy suppression per class: take the best box left, drop the boxes that overlap it, repeat.
 
     Writes the selected (batch, class, box) triples, as many as there are, and their number.
     """

@@ -1,4 +1,4 @@
-"""Scales and zero points of quantized tensors; what is constant is cast and reshaped at import."""
+"""Scales and zero points of quantized tensors; constants are cast and reshaped at import."""
 
 from __future__ import annotations
 

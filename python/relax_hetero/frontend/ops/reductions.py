@@ -142,7 +142,7 @@ def _source_index(position: Sequence[Any], reduced: dict[int, Any], rank: int, k
 
 
 def _extreme(node: Node, data: relax.Expr, axes: list[int], keepdims: bool, largest: bool) -> relax.Expr:
-    """Maximum or minimum; of no elements what the reduction starts from."""
+    """Maximum or minimum; of no elements the value that the reduction starts from."""
     if not axes:
         return data
     dtype = dtype_of(data)

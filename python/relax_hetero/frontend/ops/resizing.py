@@ -11,10 +11,9 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from tvm import relax, te
+from tvm import relax, te, tirx
 
 from .elementwise import cast
-from .enlarging import enlarged
 from .node import Node, const, dtype_of, is_float
 from .table import converts
 
@@ -23,7 +22,7 @@ _FEW_TAPS = 16
 
 
 @dataclass(frozen=True)
-class Axis:
+class ResizedAxis:
     """How one axis is resized.
 
     Attributes
@@ -42,7 +41,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Taps:
+class ResizeTaps:
     """Input elements and their weights, a row per output element; `outside` marks outputs that are extrapolated."""
 
     places: np.ndarray
@@ -50,7 +49,7 @@ class Taps:
     outside: np.ndarray | None
 
 
-def source_coordinates(axis: Axis, transformation: str) -> np.ndarray:
+def source_coordinates(axis: ResizedAxis, transformation: str) -> np.ndarray:
     """Where in the input, in elements, every output element lies.
 
     In single precision, as implementations compute it: which of two neighbours is nearest can hang on the last bit.
@@ -103,7 +102,7 @@ def _cubic_kernel(distance: np.ndarray, a: float) -> np.ndarray:
     return np.where(x <= 1, near, np.where(x < 2, far, 0.0))
 
 
-def taps(axis: Axis, mode: str, transformation: str, node: Node) -> Taps:
+def taps(axis: ResizedAxis, mode: str, transformation: str, node: Node) -> ResizeTaps:
     """The input elements of every output element along one axis, and their weights."""
     source = source_coordinates(axis, transformation).astype(np.float64)
     left = np.ceil(source).astype(np.int64) - 1  # the element before, also for a whole coordinate
@@ -112,7 +111,7 @@ def taps(axis: Axis, mode: str, transformation: str, node: Node) -> Taps:
     if mode == "nearest":
         nearest = left + _nearest(distance, node.attribute("nearest_mode", "round_prefer_floor"))
         places = np.clip(nearest, 0, axis.before - 1)[:, None]
-        return Taps(places, np.ones(places.shape), outside)
+        return ResizeTaps(places, np.ones(places.shape), outside)
     # The antialiasing filter widens the kernel where the axis shrinks.
     shrink = min(axis.scale, 1.0) if node.attribute("antialias", 0) else 1.0
     reach = 1 if mode == "linear" else 2
@@ -127,10 +126,10 @@ def taps(axis: Axis, mode: str, transformation: str, node: Node) -> Taps:
         weights = np.where((places >= 0) & (places < axis.before), weights, 0.0)
         total = weights.sum(axis=1, keepdims=True)
         weights = weights / np.where(total == 0, 1.0, total)
-    return Taps(np.clip(places, 0, axis.before - 1), weights, outside)
+    return ResizeTaps(np.clip(places, 0, axis.before - 1), weights, outside)
 
 
-def _apply(node: Node, data: relax.Expr, axis: int, table: Taps) -> relax.Expr:
+def _apply(node: Node, data: relax.Expr, axis: int, table: ResizeTaps) -> relax.Expr:
     dtype = dtype_of(data)
     if table.places.shape[1] == 1:
         result = node.emit(relax.op.take(data, const(table.places[:, 0], "int64"), axis, "fast"))
@@ -142,7 +141,7 @@ def _apply(node: Node, data: relax.Expr, axis: int, table: Taps) -> relax.Expr:
     return node.emit(relax.op.where(const(mask), const(node.attribute("extrapolation_value", 0.0), dtype), result))
 
 
-def _weighted_sum(node: Node, data: relax.Expr, axis: int, table: Taps) -> relax.Expr:
+def _weighted_sum(node: Node, data: relax.Expr, axis: int, table: ResizeTaps) -> relax.Expr:
     def compute(x: te.Tensor, places: te.Tensor, weights: te.Tensor) -> te.Tensor:
         tap = te.reduce_axis((0, table.places.shape[1]), name="tap")
         shape = [table.places.shape[0] if i == axis else size for i, size in enumerate(x.shape)]
@@ -159,7 +158,7 @@ def _weighted_sum(node: Node, data: relax.Expr, axis: int, table: Taps) -> relax
     return node.builder.emit_te(compute, data, places, weights, primfunc_name_hint="resize")
 
 
-def _weighted_sum_at_once(node: Node, data: relax.Expr, tables: dict[int, Taps]) -> relax.Expr:
+def _weighted_sum_at_once(node: Node, data: relax.Expr, tables: dict[int, ResizeTaps]) -> relax.Expr:
     """All axes together, as elements taken and weighed: ops whose axes can move, and which fuse into one kernel."""
     total = data
     for number, combination in enumerate(itertools.product(*(range(len(t.weights[0])) for t in tables.values()))):
@@ -173,7 +172,7 @@ def _weighted_sum_at_once(node: Node, data: relax.Expr, tables: dict[int, Taps])
     return total
 
 
-def _resized(node: Node, data: relax.Expr, axes: list[Axis], mode: str, transformation: str) -> relax.Expr:
+def _resized(node: Node, data: relax.Expr, axes: list[ResizedAxis], mode: str, transformation: str) -> relax.Expr:
     dtype = dtype_of(data)
     is_kept = mode == "nearest" or dtype in ("float32", "float64")
     value = data if is_kept else cast(node, data, "float32")
@@ -203,7 +202,7 @@ def _mode(node: Node) -> str:
     return mode
 
 
-def _axes_by_scale(node: Node, data: relax.Expr, which: list[int], scales: list[float]) -> list[Axis] | None:
+def _axes_by_scale(node: Node, data: relax.Expr, which: list[int], scales: list[float]) -> list[ResizedAxis] | None:
     """None if an axis to be resized is symbolic."""
     dims, axes = node.shape(data), []
     for axis, scale in zip(which, scales, strict=True):
@@ -212,11 +211,11 @@ def _axes_by_scale(node: Node, data: relax.Expr, which: list[int], scales: list[
             continue
         if not isinstance(size, int):
             return None
-        axes.append(Axis(axis, size, int(size * scale), scale, (0.0, 1.0)))
+        axes.append(ResizedAxis(axis, size, int(size * scale), scale, (0.0, 1.0)))
     return axes
 
 
-def _axes_by_size(node: Node, data: relax.Expr, which: list[int], sizes: list[int]) -> list[Axis] | None:
+def _axes_by_size(node: Node, data: relax.Expr, which: list[int], sizes: list[int]) -> list[ResizedAxis] | None:
     dims = node.shape(data)
     known = {axis: dims[axis] for axis in which}
     if any(not isinstance(size, int) for size in known.values()):
@@ -228,18 +227,18 @@ def _axes_by_size(node: Node, data: relax.Expr, which: list[int], sizes: list[in
         scales = [common] * len(which)
         sizes = [int(common * int(dims[axis]) + 0.5) for axis in which]
     return [
-        Axis(axis, int(dims[axis]), size, scale, (0.0, 1.0))
+        ResizedAxis(axis, int(dims[axis]), size, scale, (0.0, 1.0))
         for axis, size, scale in zip(which, sizes, scales, strict=True)
     ]
 
 
-def _with_regions(node: Node, axes: list[Axis], which: list[int]) -> list[Axis]:
+def _with_regions(node: Node, axes: list[ResizedAxis], which: list[int]) -> list[ResizedAxis]:
     region = node.constant(1)
     if region is None or region.size != 2 * len(which):
         raise node.refusal("tf_crop_and_resize needs a roi that is known at import")
     low, high = region[: len(which)], region[len(which) :]
     by_axis = {axis: (float(low[i]), float(high[i])) for i, axis in enumerate(which)}
-    return [Axis(a.axis, a.before, a.after, a.scale, by_axis[a.axis]) for a in axes]
+    return [ResizedAxis(a.axis, a.before, a.after, a.scale, by_axis[a.axis]) for a in axes]
 
 
 @converts("Resize")
@@ -262,7 +261,7 @@ def resize(node: Node) -> relax.Expr:
     else:
         axes = _axes_by_size(node, data, which, [int(size) for size in given])
     if axes is None and has_scales:
-        return enlarged(node, data, dict(zip(which, map(float, given), strict=True)), mode, transformation)
+        return _enlarged(node, data, dict(zip(which, map(float, given), strict=True)), mode, transformation)
     if axes is None:
         raise node.refusal("resizes a symbolic dimension to a size; give its size with shapes=")
     if transformation == "tf_crop_and_resize":
@@ -272,7 +271,7 @@ def resize(node: Node) -> relax.Expr:
     return _resized(node, data, axes, mode, transformation)
 
 
-def _check_whole(node: Node, axes: list[Axis], transformation: str) -> None:
+def _check_whole(node: Node, axes: list[ResizedAxis], transformation: str) -> None:
     """Refuse scales by which a size does not become a whole number: ONNX's reference and onnxruntime then differ."""
     for axis in axes:
         if axis.scale * axis.before != axis.after:
@@ -303,5 +302,54 @@ def _upsampled(node: Node, data: relax.Expr, scales: np.ndarray | None, mode: st
     attributes = {**node.attributes, "nearest_mode": "floor"}
     floored = Node(node.op_type, node.name, node.opset, node.builder, node.inputs, attributes, 1)
     if axes is None:
-        return enlarged(floored, data, dict(enumerate(map(float, scales))), mode, "asymmetric")
+        return _enlarged(floored, data, dict(enumerate(map(float, scales))), mode, "asymmetric")
     return _resized(floored, data, axes, mode, "asymmetric")
+
+
+def _enlarged(node: Node, data: relax.Expr, scales: dict[int, float], mode: str, transformation: str) -> relax.Expr:
+    """Images of symbolic size, enlarged by whole numbers: coordinates are computed in the kernel, not at import.
+
+    Raises
+    ------
+    FrontendError: for other scales and for the modes that need the sizes in advance.
+    """
+    is_plain = mode != "cubic" and transformation in ("asymmetric", "half_pixel", "pytorch_half_pixel")
+    if not is_plain or any(scale < 1 or scale != int(scale) for scale in scales.values()):
+        raise node.refusal("resizes a symbolic dimension in a way that needs its size; give it with shapes=")
+    for axis, scale in scales.items():
+        if scale != 1:
+            data = _enlarged_axis(node, data, axis, int(scale), mode, 0.0 if transformation == "asymmetric" else 0.5)
+    return data
+
+
+def _enlarged_axis(node: Node, data: relax.Expr, axis: int, scale: int, mode: str, center: float) -> relax.Expr:
+    dtype = dtype_of(data)
+    if mode == "linear" and dtype not in ("float32", "float64"):
+        raise node.refusal(f"resizes {dtype} of a symbolic size linearly; give its size with shapes=")
+    nearest_mode = node.attribute("nearest_mode", "round_prefer_floor")
+
+    def compute(x: te.Tensor) -> te.Tensor:
+        def element(*i: tirx.Expr) -> tirx.Expr:
+            position = i[axis].astype("float32")
+            source = (position + center) / float(scale) - center
+
+            def at(place: tirx.Expr) -> tirx.Expr:
+                held = tirx.max(tirx.min(place.astype("int64"), x.shape[axis] - 1), 0)
+                return x(*i[:axis], held, *i[axis + 1 :])
+
+            left = tirx.floor(source)
+            if mode == "linear":
+                share = (source - left).astype(dtype)
+                return at(left) * (tirx.const(1, dtype) - share) + at(left + 1.0) * share
+            rounded = {
+                "floor": left,
+                "ceil": tirx.ceil(source),
+                "round_prefer_floor": tirx.ceil(source - 0.5),
+                "round_prefer_ceil": tirx.floor(source + 0.5),
+            }
+            return at(rounded[nearest_mode])
+
+        shape = [size * scale if a == axis else size for a, size in enumerate(x.shape)]
+        return te.compute(shape, element, name="enlarge")
+
+    return node.builder.emit_te(compute, data, primfunc_name_hint="enlarge")

@@ -102,7 +102,7 @@ def reshape(node: Node) -> relax.Expr:
 
 
 def _target_at_run_time(node: Node, data: relax.Expr) -> list[tirx.Var]:
-    """Dimensions of the result where the target is an input: 0 copies a dimension, -1 is what is left."""
+    """Dimensions of the result where the target is an input: 0 copies a dimension, -1 takes the remaining elements."""
     target = node.tensor(1)
     (length,) = node.static_shape(target)
     zero, one = relax.const(0, "int64"), relax.const(1, "int64")

@@ -1,4 +1,4 @@
-"""How a node is converted: folded, by a converter of ours, by stock TVM's, or through its ONNX function body."""
+"""Conversion of a node: folded, by a converter of this library, by stock TVM's, or through its ONNX function body."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import onnx
 import tvm
-from tvm import relax
+from tvm import relax, tirx
 from tvm.relax.frontend.onnx.onnx_frontend import _get_convert_map
 
-from .broadcasting import BROADCASTING, check_bounds
+from ..symbolic_sizes import SizeIsBounded, is_at_most
 from .fold import fold
 from .function_body import expand, has_body
-from .node import Node
+from .node import Dim, Node, as_dim
 
 Convert = Callable[[Node], Any]
 """A converter of ours: from a node to its output, or to a `relax.Tuple` of its outputs."""
@@ -22,6 +22,11 @@ Convert = Callable[[Node], Any]
 _OURS: dict[str, Convert] = {}
 # Stock TVM looks up ops of onnxruntime's own domain by the same names; ONNX does not define those.
 _STOCK: dict[str, Any] = {name: converter for name, converter in _get_convert_map().items() if onnx.defs.has(name)}
+_BROADCASTING = frozenset(
+    "Add And BitwiseAnd BitwiseOr BitwiseXor Div Equal Greater GreaterOrEqual Less LessOrEqual Max Mean Min Mod Mul Or "
+    "Pow Sub Sum Where Xor".split()
+)
+"""Op types all of whose inputs broadcast to each other."""
 
 
 def converts(*op_types: str) -> Callable[[Convert], Convert]:
@@ -47,8 +52,8 @@ def convert_node(node: Node) -> Any:
     folded = fold(node)
     if folded is not None:
         return folded
-    if node.op_type in BROADCASTING:
-        check_bounds(node)
+    if node.op_type in _BROADCASTING:
+        _check_bounds(node)
     ours = _OURS.get(node.op_type)
     value = ours(node) if ours is not None else convert_by_default(node)
     return node.builder.normalize(value) if isinstance(value, relax.Expr) else value
@@ -71,7 +76,7 @@ def convert_by_body(node: Node) -> Any:
 
 
 def convert_by_stock(node: Node) -> Any:
-    """Convert a node by stock TVM's converter; what it raises becomes a `FrontendError`."""
+    """Convert a node by stock TVM's converter; its errors become a `FrontendError`."""
     attributes = dict(node.attributes)
     attributes["tvm_custom"] = {"name": node.name, "num_outputs": node.num_outputs}
     inputs = _StockInputs(_stock_input(node, index) for index in range(len(node.inputs)))
@@ -123,3 +128,38 @@ def converters() -> dict[str, Converter]:
     schemas = (schema for schema in onnx.defs.get_all_schemas() if schema.domain == "")
     bodies = {schema.name for schema in schemas if has_body(schema.name, schema.since_version)}
     return {op_type: Converter(op_type) for op_type in sorted({*_OURS, *_STOCK, *bodies})}
+
+
+def _check_bounds(node: Node) -> None:
+    """Find a bound of a size in the inputs of a node that broadcasts them all.
+
+    Exporters slice a table of positions by the sequence they are given, ``table[:sequence]``, which has
+    ``min(sequence, 512)`` rows, and add it to something of ``sequence`` rows. That works for at most 512 only: a fact
+    that the model states and type inference cannot know.
+
+    Raises
+    ------
+    SizeIsBounded
+        If an input of ``n`` elements meets one of ``min(n, 512)``: more than 512 were as many as neither.
+    """
+    shapes = [shape for shape in map(_shape_of, node.inputs) if shape]
+    for axis in range(1, max(map(len, shapes), default=0) + 1):
+        dims = [shape[-axis] for shape in shapes if len(shape) >= axis]
+        for size, bound in filter(None, map(_bound_in, dims)):
+            if bound > 1 and any(size.same_as(dim) for dim in dims) and not is_at_most(size, bound):
+                raise SizeIsBounded(size, bound)
+
+
+def _shape_of(value: Any) -> list[Dim] | None:
+    is_tensor = isinstance(value, (relax.Var, tvm.ir.GenericConst)) and isinstance(value.ty, relax.TensorType)
+    if not is_tensor or not isinstance(value.ty.shape, relax.ShapeExpr):
+        return None
+    return [as_dim(dim) for dim in value.ty.shape.values]
+
+
+def _bound_in(dim: Dim) -> tuple[tirx.Var, int] | None:
+    """Variable and number where a size is the minimum of these."""
+    parts = [as_dim(dim.a), as_dim(dim.b)] if isinstance(dim, tirx.Min) else []
+    variables = [part for part in parts if isinstance(part, tirx.Var)]
+    numbers = [part for part in parts if isinstance(part, int)]
+    return (variables[0], numbers[0]) if variables and numbers else None

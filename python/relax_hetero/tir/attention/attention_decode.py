@@ -5,22 +5,22 @@ Laying keys out for one query would cost more than its scores: these are sums of
 
 from __future__ import annotations
 
-from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ..core.builder import Expr, broadcast, held, lane_numbers, settled, smaller
+from ..core.builder import Expr, lane_mask, let, minimum, opaque
 from ..math.vector_math import once
-from .attention_spec import AttentionPlace
+from ..pack.tile_transpose import riffle_orders
+from .attention_spec import AttentionSpec
 
 
 def products_of_keys(
-    place: AttentionPlace, at: dict[str, Expr], query: Expr, first: Expr, column: Expr, size: Expr | None
+    spec: AttentionSpec, at: dict[str, Expr], query: Expr, first: Expr, column: Expr, size: Expr | None
 ) -> Expr:
     """The products of a query with a vector of keys.
 
     Parameters
     ----------
-    place : AttentionPlace
+    spec : AttentionSpec
     at : dict
         Batch and head.
     query : PrimExpr
@@ -32,21 +32,20 @@ def products_of_keys(
     size : PrimExpr or None
         How many keys the block has: for what is beyond the last, the last is taken. None: all of the vector's exist.
     """
-    lanes, width = place.blocks.lanes, place.sizes["d"]
-    keys = settled(place.key.address({**at, "n": first}))
-    start = settled(place.query.address({**at, "m": query}))
-    step = place.key.stride("n")
+    lanes, width = spec.blocks.lanes, spec.sizes["d"]
+    keys = opaque(spec.key.address({**at, "n": first}))
+    start = opaque(spec.query.address({**at, "m": query}))
+    step = spec.key.stride("n")
     if size is None:
-        begin = settled(keys + column * step)
+        begin = opaque(keys + column * step)
         rows = [begin + step * lane for lane in range(lanes)]
     else:
-        rows = [settled(keys + smaller(column + lane, size - 1) * step) for lane in range(lanes)]
+        rows = [opaque(keys + minimum(column + lane, size - 1) * step) for lane in range(lanes)]
     sums: list[Expr] = []
     for chunk in range(0, width, lanes):
-        left = width - chunk
-        mask = None if left >= lanes else lane_numbers(lanes) < broadcast(tirx.const(left, "int32"), lanes)
-        factor = held(place.query.load(start + place.query.stride("d") * chunk, "d", lanes, mask))
-        products = [factor * place.key.load(row + chunk, "d", lanes, mask) for row in rows]
+        mask = lane_mask(width - chunk, lanes)
+        factor = let(spec.query.load(start + spec.query.stride("d") * chunk, "d", lanes, mask))
+        products = [factor * spec.key.load(row + chunk, "d", lanes, mask) for row in rows]
         sums = [once(one if chunk == 0 else sums[lane] + one) for lane, one in enumerate(products)]
     return sums_of(sums, lanes)
 
@@ -56,8 +55,7 @@ def sums_of(vectors: list[Expr], lanes: int) -> Expr:
 
     Two halves of the vectors are merged element by element and their halves added, as a transpose would go.
     """
-    low = [index for i in range(lanes // 2) for index in (i, lanes + i)]
-    high = [index for i in range(lanes // 2, lanes) for index in (i, lanes + i)]
+    low, high = riffle_orders(lanes)
     while len(vectors) > 1:
         half = len(vectors) // 2
         pairs = zip(vectors[:half], vectors[half:], strict=True)

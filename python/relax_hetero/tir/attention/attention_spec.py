@@ -1,20 +1,149 @@
-"""What the parts of an attention kernel share: block sizes, views, and where in scratch things are."""
+"""What the parts of an attention kernel share: views of the heads, block sizes, and where in scratch things are."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tvm import tirx
+from tvm.script.ir_builder import tirx as T
 
-from ...encoding.dot_instructions import Product, product_for
-from ...encoding.problem import AttentionProblem
-from ...encoding.tiles import tile_sizes
-from ...target.cpu_target import Machine
-from ..core.builder import Expr, Registers, broadcast, ceil_div, lane_numbers
-from ..core.work_split import WORTH_A_TASK
-from .heads_view import HALVES, HeadsView
+from ...encoding.problem import AttentionProblem, Operand
+from ...target.cpu_target import CpuTarget
+from ...target.dot_instructions import DotInstruction, dot_instruction_for
+from ...target.tiles import tile_sizes
+from ..core.builder import (
+    Expr,
+    Function,
+    Registers,
+    broadcast,
+    ceil_div,
+    lane_indices,
+    lane_mask,
+    let,
+    masked_store,
+    opaque,
+    vector_type,
+    zeros,
+)
+from ..core.view import View
+from ..core.work_split import tasks_for
+from ..math.casts import cast
+
+HALVES = ("bfloat16", "float16")
+"""Element types that are computed in float32."""
+
+Coordinates = Mapping[str, Expr]
+"""A position by the names of iteration dimensions, int64; names that are missing are at 0."""
+
+
+class HeadsView(View):
+    """A parameter of an attention kernel, its elements found by iteration coordinates; see `View`.
+
+    Parameters
+    ----------
+    function : Function
+    name : str
+    operand : Operand
+        A dimension of it may run along several iteration dimensions, outermost first: ``"h*d"``.
+    starts : sequence of int
+        Where it begins in each dimension.
+    sizes : mapping of str to PrimExpr
+        Of every iteration dimension.
+    """
+
+    def __init__(
+        self, function: Function, name: str, operand: Operand, starts: Sequence[int], sizes: Mapping[str, Expr]
+    ) -> None:
+        self._dims = [text.split("*") for text in operand.index_map]
+        self._starts, self._sizes = list(starts), sizes
+        super().__init__(function, name, [function.extent(dim) for dim in operand.shape], operand.dtype)
+
+    def open(self, raw: bool = False) -> None:
+        """As of any view. Conditions are read as bytes, bfloat16 as bits: vectors cannot be bound, nor be masked."""
+        self.open_as({"bool": "int8", "bfloat16": "uint16"}.get(self.nominal, self.nominal))
+        self._strides: dict[str, Expr] = {}
+        self._start: Expr = 0
+        distance: Expr = 1
+        for extent, names, start in reversed(list(zip(self.physical, self._dims, self._starts, strict=True))):
+            if start:
+                self._start = self._start + distance * start
+            step = distance
+            for name in reversed(names):
+                self._strides[name] = step
+                step = opaque(_product(step, self._sizes.get(name, 1)))
+            distance = opaque(_product(distance, int(extent) if isinstance(extent, tirx.IntImm) else extent))
+        self._start = opaque(self._start)
+
+    def runs_along(self, name: str) -> bool:
+        """Whether the tensor has the iteration dimension (else it is broadcast along it)."""
+        return name in self._strides
+
+    def stride(self, name: str) -> Expr:
+        """Distance of neighbours along an iteration dimension, 0 where it is broadcast."""
+        return self._strides.get(name, 0)
+
+    def address(self, at: Coordinates) -> Expr:
+        """Position of an element in the flat view; coordinates of dimensions it lacks are ignored."""
+        offset: Expr = self._start
+        for name, position in at.items():
+            if name in self._strides:
+                offset = offset + position * self._strides[name]
+        return tirx.const(offset, "int64") if isinstance(offset, int) else offset
+
+    def pairs(self) -> Any:
+        """A flat view of elements of 16 bits, of which an even number lies in each dimension, in words of two."""
+        return self.elements("float32")
+
+    def element(self, start: Expr) -> Expr:
+        """The element at an address, in the type that is computed in."""
+        return self._computed(self.data[start])
+
+    def load(self, start: Expr, along: str, lanes: int, mask: Expr | None = None) -> Expr:
+        """Elements from a place (of `address`) along an iteration dimension, in the type that is computed in.
+
+        They are zero where the mask does not hold.
+        """
+        return self._computed(self.load_bits(start, along, lanes, mask))
+
+    def _computed(self, value: Expr) -> Expr:
+        return cast(self.typed(value), "float32") if self.nominal in HALVES else value
+
+    def store(self, start: Expr, value: Expr, lanes: int, mask: Expr | None) -> None:
+        """Write neighbours, those of the mask where there is one."""
+        value = self.bits(cast(value, self.nominal))
+        index = lane_indices(start, lanes)
+        if mask is None:
+            T.buffer_store(self.data, value, [index])
+        else:
+            masked_store(self.data, index, value, mask)
+
+    def load_bits(self, start: Expr, along: str, lanes: int, mask: Expr | None = None) -> Expr:
+        """As `load`, as they are stored: bfloat16 as uint16."""
+        if not self.runs_along(along) or lanes == 1:
+            return broadcast(self.data[start], lanes)
+        dtype = self.dtype
+        if self.stride(along) == 1:
+            index = lane_indices(start, lanes)
+            if mask is None:
+                return self.data[index]
+            # Lanes left out are poison until the choice, which becomes part of the load.
+            loaded = let(T.masked_load(vector_type(dtype, lanes), self.data, index, mask))
+            return T.Select(mask, loaded, zeros(dtype, lanes))
+        parts = []
+        for lane in range(lanes):
+            inside = True if mask is None else T.Shuffle([mask], [lane])
+            value = self.data[start + self.stride(along) * lane]
+            parts.append(value if inside is True else T.if_then_else(inside, value, tirx.const(0, dtype)))
+        return T.Shuffle(parts, list(range(lanes)))
+
+
+def _product(left: Expr, right: Expr) -> Expr:
+    if isinstance(left, int) and left == 1:
+        return right
+    return left * right
+
 
 # Keys of a block: the scores of a tile of 8 queries against them take a third of the first-level cache, keys and
 # values of width 64 together a quarter of the second-level one.
@@ -23,7 +152,7 @@ KEYS = 512
 QUERIES = 256
 # For no more queries than this, keys and values are read as they lie. Measured (AVX-512, 512 keys of width 64): packing
 # them takes two thirds of the time of one query.
-FEW_QUERIES = 2
+DECODE_QUERIES = 2
 
 
 @dataclass(frozen=True)
@@ -43,7 +172,7 @@ class Blocks:
         Panels of `columns` that the width of a value fills.
     width : int
         Of query and key.
-    is_few : bool
+    is_decode : bool
         Keys and values are read as they lie.
     is_paired : bool
         Terms are multiplied two at a time, in bfloat16.
@@ -60,7 +189,7 @@ class Blocks:
     lanes: int
     value_panels: int
     width: int
-    is_few: bool
+    is_decode: bool
     is_paired: bool
     is_widened: bool
 
@@ -80,8 +209,8 @@ class Blocks:
         found, end = {}, 0
         state = 0 if self.is_single else self.queries
         for name, size in {
-            "keys": 0 if self.is_few else self.keys * self.width // self.together,
-            "values": 0 if self.is_few else self.keys // self.together * self.value_panels * self.columns,
+            "keys": 0 if self.is_decode else self.keys * self.width // self.together,
+            "values": 0 if self.is_decode else self.keys // self.together * self.value_panels * self.columns,
             "queries": self.rows * self.width if self.is_widened else 0,
             "weights": self.rows * self.keys // 2 if self.is_paired else 0,
             "scores": self.rows * self.keys,
@@ -98,18 +227,18 @@ class Blocks:
         return self.offsets["end"]
 
 
-def block_sizes(problem: AttentionProblem, machine: Machine) -> Blocks:
+def block_sizes(problem: AttentionProblem, cpu: CpuTarget) -> Blocks:
     """The blocks of a problem: as few as caches and cores allow."""
     sizes: dict[str, Any] = dict(problem.sizes)
-    tile, lanes = tile_sizes(machine), machine.lanes("float32")
+    tile, lanes = tile_sizes(cpu), cpu.lanes("float32")
     columns = tile.vectors * lanes
     queries, keys = sizes["m"], sizes["n"]
     rows = min(tile.rows, queries) if isinstance(queries, int) else tile.rows
     most_keys = KEYS // columns * columns
     block_keys = min(most_keys, ceil_div(keys, columns) * columns) if isinstance(keys, int) else most_keys
-    tasks, block_queries = _share(sizes, machine.cores, rows)
-    is_few = _is_few(problem)
-    is_paired = accumulation(problem, machine).k0 == 2
+    tasks, block_queries = _share(sizes, cpu.cores, rows)
+    is_decode = _is_decode(problem)
+    is_paired = accumulation(problem, cpu).k0 == 2
     return Blocks(
         tasks=tasks,
         queries=block_queries,
@@ -120,25 +249,25 @@ def block_sizes(problem: AttentionProblem, machine: Machine) -> Blocks:
         lanes=lanes,
         value_panels=ceil_div(int(sizes["e"]), columns),
         width=int(sizes["d"]),
-        is_few=is_few,
+        is_decode=is_decode,
         is_paired=is_paired,
-        is_widened=problem.query.dtype in HALVES and not is_few and not is_paired,
+        is_widened=problem.query.dtype in HALVES and not is_decode and not is_paired,
     )
 
 
-def _is_few(problem: AttentionProblem) -> bool:
+def _is_decode(problem: AttentionProblem) -> bool:
     queries = dict(problem.sizes)["m"]
-    return isinstance(queries, int) and queries <= FEW_QUERIES and problem.key.index_map[-1].split("*")[-1] == "d"
+    return isinstance(queries, int) and queries <= DECODE_QUERIES and problem.key.index_map[-1].split("*")[-1] == "d"
 
 
-def accumulation(problem: AttentionProblem, machine: Machine) -> Product:
-    """How products are accumulated: two terms a step where the machine has an instruction for it, and pairs lie so."""
-    single = product_for(machine, *("float32",) * 3)
+def accumulation(problem: AttentionProblem, cpu: CpuTarget) -> DotInstruction:
+    """How products are accumulated: two terms a step where the CPU has an instruction for it, and pairs lie so."""
+    single = dot_instruction_for(cpu, *("float32",) * 3)
     assert single is not None, "every machine multiplies float32"
-    product = product_for(machine, "bfloat16", "bfloat16", "float32")
+    dot = dot_instruction_for(cpu, "bfloat16", "bfloat16", "float32")
     operands = (problem.query, problem.key, problem.value)
     is_low = all(operand.dtype == "bfloat16" for operand in operands)
-    if product is None or product.form != "bf16_dot" or not is_low or _is_few(problem):
+    if dot is None or dot.form != "bf16_dot" or not is_low or _is_decode(problem):
         return single
     for operand, starts, name in zip(operands, problem.starts, "dde", strict=True):
         last = operand.shape[-1]
@@ -146,7 +275,7 @@ def accumulation(problem: AttentionProblem, machine: Machine) -> Product:
             return single
         if name == "d" and (last % 2 or starts[-1] % 2 or int(dict(problem.sizes)["d"]) % 2):
             return single
-    return product
+    return dot
 
 
 def _share(sizes: Mapping[str, Any], cores: int, rows: int) -> tuple[int, int]:
@@ -156,7 +285,7 @@ def _share(sizes: Mapping[str, Any], cores: int, rows: int) -> tuple[int, int]:
     most = max(rows, QUERIES // rows * rows)
     known = all(isinstance(sizes[name], int) for name in ("b", "m", "n"))
     work = heads * queries * (sizes["n"] if known else KEYS) * (sizes["d"] + sizes["e"])
-    if cores == 1 or (known and work < WORTH_A_TASK):
+    if tasks_for(cores, "multiply-adds", work if known else None) == 1:
         return 1, min(most, ceil_div(queries, rows) * rows)
     parts = next((parts for parts in range(1, cores + 1) if heads * parts % cores == 0), cores)
     if heads >= 4 * cores:
@@ -166,7 +295,7 @@ def _share(sizes: Mapping[str, Any], cores: int, rows: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class AttentionPlace:
+class AttentionSpec:
     """The views of a kernel, and its task's scratch.
 
     Attributes
@@ -186,7 +315,7 @@ class AttentionPlace:
         Where the task's scratch begins.
     registers : Registers
         Accumulators of a tile.
-    product : Product
+    dot : DotInstruction
         How they accumulate.
     """
 
@@ -199,7 +328,7 @@ class AttentionPlace:
     room: Any
     task: Expr
     registers: Registers
-    product: Product
+    dot: DotInstruction
 
     @property
     def query(self) -> HeadsView:
@@ -224,22 +353,17 @@ class AttentionPlace:
     def value_masks(self) -> list[Expr | None]:
         """Of the vectors of a value: which lanes exist, None where all do."""
         lanes, width = self.blocks.lanes, self.sizes["e"]
-        return [
-            None
-            if first + lanes <= width
-            else lane_numbers(lanes) < broadcast(tirx.const(width - first, "int32"), lanes)
-            for first in range(0, width, lanes)
-        ]
+        return [lane_mask(width - first, lanes) for first in range(0, width, lanes)]
 
 
-def for_few_queries(place: AttentionPlace, machine: Machine) -> AttentionPlace | None:
+def for_decode(spec: AttentionSpec, cpu: CpuTarget) -> AttentionSpec | None:
     """The same attention where hardly a query turns up: None unless only the run knows, and keys may be read so."""
-    if isinstance(place.sizes["m"], int):
+    if isinstance(spec.sizes["m"], int):
         return None
     # Tiles of one query: code for more would be twice as much, and few kernels ever see two.
-    sizes = tuple((name, 1 if name == "m" else size) for name, size in place.problem.sizes)
-    problem = replace(place.problem, sizes=sizes)
-    if not _is_few(problem):
+    sizes = tuple((name, 1 if name == "m" else size) for name, size in spec.problem.sizes)
+    problem = replace(spec.problem, sizes=sizes)
+    if not _is_decode(problem):
         return None
-    blocks = replace(block_sizes(problem, machine), tasks=place.blocks.tasks)
-    return replace(place, blocks=blocks, product=accumulation(problem, machine))
+    blocks = replace(block_sizes(problem, cpu), tasks=spec.blocks.tasks)
+    return replace(spec, blocks=blocks, dot=accumulation(problem, cpu))

@@ -1,12 +1,17 @@
-"""Lists of commands as host functions: kernels called one after the other, over tensors, an arena and numbers.
+"""Lists of commands as host functions: kernels, fills and copies, one after the other; nothing runs after a failure.
 
-A kernel is called as a plain function (`raw_kernel`) and says whether it failed; what follows a failure is not run,
-and the host function fails with the kernel's own error.
+Two kinds of lists become functions with a `CommandList`:
+
+- Those of a model's command buffers (`host_function`), over tensors, an arena and numbers. A kernel is called as a
+  plain function (`raw_kernel`) and says whether it failed; the host function then fails with the kernel's own error.
+- Those recorded by hand (`driver.commands.compile_commands`), whose memory and kernels are addresses: TIR has no
+  expression that reads, fills, copies or calls an int64, so functions in LLVM's language do, which LLVM inlines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +20,9 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..core.builder import Expr, Function
+
+_PREFIX = "relax_hetero.commands"
+_FIRST = tirx.const(0, "int64")
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,80 @@ class Call:
     kernel: tvm.ir.GlobalVar
     operands: Sequence[Address]
     scalars: Sequence[Expr]
+
+
+class CommandList:
+    """Commands that are being written into a PrimFunc; each runs where none before it has failed."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, str] = {}
+        self._status = T.alloc_buffer((1,), "int32", scope="global")
+        self._set(tirx.const(0, "int32"))
+
+    @property
+    def status(self) -> Expr:
+        """The status of the first kernel that failed, else 0."""
+        return self._status[_FIRST]
+
+    @contextmanager
+    def command(self) -> Iterator[None]:
+        """The context of a command, which is skipped after a failure."""
+        with T.If(self.status == 0), T.Then():
+            yield
+
+    def call(self, result: Expr) -> None:
+        """Call a kernel: `result` is the call, whose value is a status. Within `command`."""
+        self._set(result)
+
+    def call_address(self, name: str, text: str, arguments: Sequence[Expr]) -> None:
+        """Call a kernel by its address, the first argument, with the function `name` that `text` defines for LLVM."""
+        self.call(self._extern("int32", name, text, *arguments))
+
+    @contextmanager
+    def repeated(self, counts: Sequence[Expr]) -> Iterator[list[Expr]]:
+        """Nested loops, the first one innermost, that end at a failure; their variables."""
+        with ExitStack() as stack:
+            numbers: list[Expr] = []
+            for count in reversed(counts):
+                numbers.insert(0, stack.enter_context(T.serial(held_in_memory(count))))
+                stack.enter_context(self.command())
+            yield numbers
+
+    def fill(self, target: Expr, pattern: bytes, nbytes: Expr) -> None:
+        """Repeat a pattern of 1, 2, 4 or 8 bytes over `nbytes` bytes at an address."""
+        width = len(pattern)
+        value = tirx.const(int.from_bytes(pattern, "little", signed=True), f"int{8 * width}")
+        count = tirx.floordiv(nbytes, tirx.const(width, "int64"))
+        text = _FILL.format(width=width, type=f"i{8 * width}")
+        T.evaluate(self._extern("int32", f"{_PREFIX}.fill.{width}", text, target, value, count))
+
+    def copy(self, target: Expr, source: Expr, nbytes: Expr) -> None:
+        """Copy `nbytes` bytes from one address to another; they may share bytes."""
+        T.evaluate(self._extern("int32", f"{_PREFIX}.copy", _COPY, target, source, nbytes))
+
+    def load(self, dtype: str, address: Expr) -> Expr:
+        """The int32 or int64 at an address."""
+        text = _LOAD.format(name=dtype, type=f"i{dtype[3:]}")
+        return self._extern(dtype, f"{_PREFIX}.{dtype}", text, address)
+
+    def with_texts(self, func: tirx.PrimFunc) -> tirx.PrimFunc:
+        """The PrimFunc with the functions in LLVM's language that its commands call."""
+        body = tirx.AttrStmt(tirx.const(0, "int32"), "pragma_import_llvm", "".join(self._texts.values()), func.body)
+        return tirx.PrimFunc(func.params, body, func.ret_type, func.attrs)
+
+    def _extern(self, dtype: str, name: str, text: str, *arguments: Expr) -> Expr:
+        self._texts[name] = text
+        return tirx.call_extern(dtype, name, *arguments)
+
+    def _set(self, status: Expr) -> None:
+        T.buffer_store(self._status, status, [_FIRST])
+
+
+def held_in_memory(value: Expr) -> Expr:
+    """An int64 that passes do not look into: where they see that it is small, they pass an int32 in its place."""
+    slot = T.alloc_buffer((1,), "int64", scope="global")
+    T.buffer_store(slot, value, [_FIRST])
+    return slot[_FIRST]
 
 
 def host_function(
@@ -72,22 +154,15 @@ def host_function(
                 for call in calls:
                     T.evaluate(_called(buffers, call))
             else:
-                _write(buffers, calls, is_untyped=target.kind.name != "c")
+                is_untyped = target.kind.name != "c"
+                commands = CommandList()
+                for call in calls:
+                    result = _called(buffers, call, is_untyped)
+                    with commands.command():
+                        commands.call(result)
+                with T.If(commands.status != 0), T.Then():
+                    T.evaluate(tvm.ir.Call("tirx.tvm_throw_last_error", [], ret_ty="int32"))
     return function.result.without_attr("global_symbol").with_attr("target", target)
-
-
-def _write(buffers: Sequence[Any], calls: Sequence[Call], is_untyped: bool) -> None:
-    zero = tirx.const(0, "int64")
-    status = T.alloc_buffer((1,), "int32", scope="global")
-    T.buffer_store(status, tirx.const(0, "int32"), [zero])
-    for call in calls:
-        result = _called(buffers, call, is_untyped)
-        with T.If(status[zero] == 0):
-            with T.Then():
-                T.buffer_store(status, result, [zero])
-    with T.If(status[zero] != 0):
-        with T.Then():
-            T.evaluate(tvm.ir.Call("tirx.tvm_throw_last_error", [], ret_ty="int32"))
 
 
 def _called(buffers: Sequence[Any], call: Call, is_untyped: bool = True) -> Expr:
@@ -105,3 +180,35 @@ def _pointer(buffer: Any, operand: Address, is_untyped: bool) -> Expr:
         buffer = T.decl_buffer([tirx.floordiv(e, size) for e in buffer.shape], operand.dtype, data=buffer.data)
         offset = tirx.floordiv(offset, size)
     return tvm.ir.Call("tirx.address_of", [buffer[offset]], ret_ty=ty)
+
+
+_LOAD = f"""define linkonce_odr hidden {{type}} @{_PREFIX}.{{name}}(i64 %address) alwaysinline {{{{
+  %p = inttoptr i64 %address to ptr
+  %v = load {{type}}, ptr %p, align 4
+  ret {{type}} %v
+}}}}
+"""
+_COPY = f"""declare void @llvm.memmove.p0.p0.i64(ptr, ptr, i64, i1)
+define linkonce_odr hidden i32 @{_PREFIX}.copy(i64 %target, i64 %source, i64 %bytes) alwaysinline {{
+  %t = inttoptr i64 %target to ptr
+  %s = inttoptr i64 %source to ptr
+  call void @llvm.memmove.p0.p0.i64(ptr %t, ptr %s, i64 %bytes, i1 false)
+  ret i32 0
+}}
+"""
+_FILL = f"""define linkonce_odr hidden i32 @{_PREFIX}.fill.{{width}}(i64 %target, {{type}} %pattern, i64 %count) {{{{
+entry:
+  %t = inttoptr i64 %target to ptr
+  %some = icmp sgt i64 %count, 0
+  br i1 %some, label %loop, label %done
+loop:
+  %i = phi i64 [ 0, %entry ], [ %next, %loop ]
+  %p = getelementptr {{type}}, ptr %t, i64 %i
+  store {{type}} %pattern, ptr %p, align {{width}}
+  %next = add i64 %i, 1
+  %more = icmp slt i64 %next, %count
+  br i1 %more, label %loop, label %done
+done:
+  ret i32 0
+}}}}
+"""

@@ -16,20 +16,19 @@ from tvm.script.ir_builder import tirx as T
 from ..core.builder import (
     Expr,
     Registers,
-    broadcast,
     ceil_div,
-    held,
     lane_indices,
-    lane_numbers,
+    lane_mask,
+    let,
     loop,
-    settled,
+    opaque,
     vector_type,
     zeros,
 )
 from ..core.work_split import part
-from ..elementwise.expression_ops import cast
+from ..math.casts import cast
 from .conv_geometry import Segment, segments_of
-from .conv_spec import Convolution, Row, channel_masks, data_position, make_row, split_rows, store_places
+from .conv_spec import Convolution, ConvRow, channel_masks, data_position, make_conv_row, split_rows, store_places
 
 # Places of a tile: what neighbours share of the data is read once.
 PLACES = {32: 8, 16: 4}
@@ -54,7 +53,7 @@ class Channels:
 def emit_channelwise(conv: Convolution) -> None:
     """Write the body of the kernel."""
     vectors = ceil_div(conv.channels, conv.lanes)
-    widest = PLACES[conv.machine.isa.registers] if conv.lanes > 1 else 1
+    widest = PLACES[conv.cpu.isa.registers] if conv.lanes > 1 else 1
     segments = segments_of(conv.windows[-1], conv.data.extents[-1], conv.result.extents[-1], widest)
     macs = conv.depth * conv.result.extents[-1] * conv.lanes
     for window in conv.windows:
@@ -63,29 +62,31 @@ def emit_channelwise(conv: Convolution) -> None:
     rows: Expr = 1
     for extent in conv.rows:
         rows = rows * extent
-    rows = settled(rows)
+    rows = opaque(rows)
     whole = conv.channels // conv.lanes
     with loop(split.tasks, parallel=split.tasks > 1) as task:
         accs = Registers(max(segment.width for segment in segments), conv.problem.acc_dtype, conv.lanes)
         _, row_part, vector_part = split.place(task)
         first_row, last_row = part(rows, split.rows, row_part)
         first, last = part(vectors, split.columns, vector_part)
-        full = settled(T.min(last, tirx.const(whole, "int64"))) if split.columns > 1 else whole
+        full = opaque(T.min(last, tirx.const(whole, "int64"))) if split.columns > 1 else whole
         with loop(last_row - first_row) as r:
-            row = make_row(conv, settled(first_row + r))
+            row = make_conv_row(conv, opaque(first_row + r))
             for segment in segments:
                 with loop(segment.count) as tile:
-                    place = settled(tile * segment.width + segment.start)
+                    place = opaque(tile * segment.width + segment.start)
                     with loop(full - first) as vector:
-                        channels = Channels(settled(first + vector) * conv.lanes, conv.lanes)
+                        channels = Channels(opaque(first + vector) * conv.lanes, conv.lanes)
                         _emit_tile(conv, row, segment, place, channels, accs)
                     if whole < vectors:
                         left = Channels(tirx.const(whole * conv.lanes, "int64"), conv.channels - whole * conv.lanes)
-                        with loop(last - settled(T.max(full, first)) if split.columns > 1 else 1):
+                        with loop(last - opaque(T.max(full, first)) if split.columns > 1 else 1):
                             _emit_tile(conv, row, segment, place, left, accs)
 
 
-def _emit_tile(conv: Convolution, row: Row, segment: Segment, place: Expr, channels: Channels, accs: Registers) -> None:
+def _emit_tile(
+    conv: Convolution, row: ConvRow, segment: Segment, place: Expr, channels: Channels, accs: Registers
+) -> None:
     for t in range(segment.width):
         accs[t] = zeros(conv.problem.acc_dtype, conv.lanes)
     _over_taps(conv, row, segment, place, channels, accs, [])
@@ -95,7 +96,7 @@ def _emit_tile(conv: Convolution, row: Row, segment: Segment, place: Expr, chann
 
 def _over_taps(
     conv: Convolution,
-    row: Row,
+    row: ConvRow,
     segment: Segment,
     place: Expr,
     channels: Channels,
@@ -105,11 +106,11 @@ def _over_taps(
     if len(taps) < len(row.taps):
         first, count = row.taps[len(taps)]
         with loop(count) as tap:
-            _over_taps(conv, row, segment, place, channels, accs, [*taps, settled(first + tap)])
+            _over_taps(conv, row, segment, place, channels, accs, [*taps, opaque(first + tap)])
         return
     window = conv.windows[-1]
     at = data_position(conv, row, taps, tirx.const(0, "int64"), place * window.stride - window.before)
-    data = settled(conv.data.address(at))
+    data = opaque(conv.data.address(at))
     for k in range(conv.depth):
         _accumulate(conv, segment, channels, (data, k), taps, accs)
 
@@ -133,11 +134,11 @@ def _accumulate(
             at = {"n": channels.column, "k": tirx.const(k, "int64")}
             at |= {f"w{d}": place for d, place in enumerate([*taps, tirx.const(tap, "int64")])}
             weight = cast(conv.weight.load(at, "n", conv.lanes, mask), conv.problem.acc_dtype)
-            right[tap] = held(_existing(conv, weight, mask))
+            right[tap] = let(_existing(conv, weight, mask))
             ranges[tap] = range(run.begin, run.end)
     offsets = sorted({t * window.stride + tap * window.dilation for tap, places in ranges.items() for t in places})
     for offset in offsets:
-        left = held(_data_vector(conv, channels, data + offset * conv.data.stride(f"x{len(conv.windows) - 1}"), k))
+        left = let(_data_vector(conv, channels, data + offset * conv.data.stride(f"x{len(conv.windows) - 1}"), k))
         for tap, places in ranges.items():
             t, rest = divmod(offset - tap * window.dilation, window.stride)
             if rest == 0 and t in places:
@@ -149,7 +150,7 @@ def _existing(conv: Convolution, value: Expr, mask: Expr | None) -> Expr:
     return (
         value
         if mask is None or conv.lanes == 1
-        else T.Select(mask, held(value), zeros(conv.problem.acc_dtype, conv.lanes))
+        else T.Select(mask, let(value), zeros(conv.problem.acc_dtype, conv.lanes))
     )
 
 
@@ -164,7 +165,7 @@ def _data_vector(conv: Convolution, channels: Channels, start: Expr, k: int) -> 
         picks = [lane // outputs * depth + k for lane in range(lanes)]
         if picks == list(range(wide)):
             return vector
-        vector = held(vector)
+        vector = let(vector)
         # TVM wants as many lanes as are picked.
         return T.Shuffle([vector] * ceil_div(lanes, wide), picks)
     scalars = []
@@ -181,6 +182,6 @@ def _run(conv: Convolution, start: Expr, wide: int, existing: int) -> Expr:
         return cast(conv.data.data[start], dtype)
     if existing >= wide:
         return cast(conv.data.data[lane_indices(start, wide)], dtype)
-    mask = lane_numbers(wide) < broadcast(tirx.const(existing, "int32"), wide)
+    mask = lane_mask(existing, wide)
     vector = T.masked_load(vector_type(conv.data.dtype, wide), conv.data.data, lane_indices(start, wide), mask)
-    return T.Select(mask, held(cast(vector, dtype)), zeros(dtype, wide))
+    return T.Select(mask, let(cast(vector, dtype)), zeros(dtype, wide))

@@ -13,13 +13,13 @@ from math import prod
 
 from tvm import tirx
 
-from ...encoding.tiles import conv_places
 from ...target.element_types import bytes_of
-from ..core.builder import Expr, ceil_div, either, loop, settled, smaller
+from ...target.tiles import conv_places
+from ..core.builder import Expr, ceil_div, either, loop, minimum, opaque
 from ..core.work_split import part
 from .conv_geometry import Segment, segments_of
-from .conv_spec import Convolution, channel_masks, make_row, split_rows
-from .conv_tile import Ahead, Panel, Place, TileRegisters, emit_tile
+from .conv_spec import Convolution, channel_masks, make_conv_row, split_rows
+from .conv_tile import Ahead, ConvTile, Panel, TileRegisters, emit_tile
 
 # Elements that are a multiple of this apart fall into one set of the first-level cache, of 8 to 12 ways.
 CACHE_WAY_BYTES = 4096
@@ -29,7 +29,7 @@ PREFETCH_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
-class Sweep:
+class PanelTiles:
     """The tiles that go over one panel.
 
     Attributes
@@ -54,8 +54,8 @@ def emit_direct(conv: Convolution) -> None:
     rows: Expr = 1
     for extent in conv.rows:
         rows = rows * extent
-    rows = settled(rows)
-    sweep = Sweep(ceil_div(rows, split.rows), sum(segment.count for segment in segments))
+    rows = opaque(rows)
+    sweep = PanelTiles(ceil_div(rows, split.rows), sum(segment.count for segment in segments))
     vectors = ceil_div(min(width, conv.channels), conv.lanes)
     with loop(split.tasks, parallel=split.tasks > 1) as task:
         registers = TileRegisters.of(conv, segments, vectors)
@@ -63,8 +63,8 @@ def emit_direct(conv: Convolution) -> None:
         first_row, last_row = part(rows, split.rows, row_part)
         first_panel, last_panel = part(panels, split.columns, panel_part)
         with loop(last_panel - first_panel) as number:
-            panel_number = settled(first_panel + number)
-            following = settled(smaller(panel_number + 1, last_panel - 1) * _panel_elements(conv))
+            panel_number = opaque(first_panel + number)
+            following = opaque(minimum(panel_number + 1, last_panel - 1) * _panel_elements(conv))
 
             def rows_of(existing: int, number: Expr = panel_number, following: Expr = following) -> None:
                 panel = _make_panel(conv, number, existing, following)
@@ -85,18 +85,18 @@ def _panel_elements(conv: Convolution) -> int:
 
 def _most_places(conv: Convolution, vectors: int) -> int:
     """The widest tile: as the registers allow, less where places would put one another out of the cache."""
-    most = conv_places(conv.machine, conv.product, vectors)
+    most = conv_places(conv.cpu, conv.dot, vectors)
     apart = conv.data.stride(f"x{len(conv.windows) - 1}") * conv.windows[-1].stride * bytes_of(conv.data.dtype)
     return min(most, PLACES_IN_ONE_SET) if apart % CACHE_WAY_BYTES == 0 else most
 
 
 def _make_panel(conv: Convolution, number: Expr, existing: int, following: Expr) -> Panel:
     width = conv.weight.layout.tile(0)
-    column = settled(number * width)
+    column = opaque(number * width)
     vectors = ceil_div(existing, conv.lanes)
     channel: Expr = tirx.const(0, "int64")
     if conv.problem.groups > 1:
-        channel = settled(column // (conv.channels // conv.problem.groups) * conv.depth)
+        channel = opaque(column // (conv.channels // conv.problem.groups) * conv.depth)
     size = conv.problem.weight.layout.storage_bytes(conv.weight.extents, conv.weight.dtype)
     return Panel(
         column, vectors, channel_masks(conv, vectors, existing), channel, following if size > PREFETCH_BYTES else None
@@ -109,23 +109,23 @@ def _emit_row(
     panel: Panel,
     segments: Sequence[Segment],
     registers: TileRegisters,
-    sweep: tuple[Expr, Sweep],
+    sweep: tuple[Expr, PanelTiles],
 ) -> None:
-    row = make_row(conv, settled(row_number))
+    row = make_conv_row(conv, opaque(row_number))
     number, whole = sweep
     before = 0
     for segment in segments:
         with loop(segment.count) as tile:
-            first = settled(tile * segment.width + segment.start)
+            first = opaque(tile * segment.width + segment.start)
             ahead = _make_ahead(conv, panel, number * whole.tiles + before + tile, whole)
-            emit_tile(conv, Place(row, panel, segment, first, ahead), registers)
+            emit_tile(conv, ConvTile(row, panel, segment, first, ahead), registers)
         before += segment.count
 
 
-def _make_ahead(conv: Convolution, panel: Panel, number: Expr, sweep: Sweep) -> Ahead | None:
+def _make_ahead(conv: Convolution, panel: Panel, number: Expr, sweep: PanelTiles) -> Ahead | None:
     if panel.following is None or not isinstance(sweep.rows, int):
         return None
     tiles = sweep.rows * sweep.tiles
     share = ceil_div(_panel_elements(conv), tiles)
-    step = conv.weight.layout.tile(0) * conv.product.k0
-    return Ahead(settled(panel.following + number * share), ceil_div(step, tiles))
+    step = conv.weight.layout.tile(0) * conv.dot.k0
+    return Ahead(opaque(panel.following + number * share), ceil_div(step, tiles))

@@ -1,21 +1,20 @@
-"""What the parts of a convolution's kernel share: its operands, the place that is computed, where results go."""
+"""What the kernels of convolutions share: operands, rows of the result, how tiles are stored and work is split."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...encoding.dot_instructions import Product
-from ...encoding.expression import Expression
 from ...encoding.problem import ConvProblem, Window
-from ...target.cpu_target import Machine
-from ..core.builder import Expr, Function, broadcast, ceil_div, lane_numbers, prefetch, settled, vector_type
+from ...target.cpu_target import CpuTarget
+from ...target.dot_instructions import DotInstruction
+from ..core.builder import Expr, Function, ceil_div, lane_mask, opaque
 from ..core.operand_view import Coordinates, OperandView
-from ..core.work_split import WORTH_A_TASK, Split
-from ..elementwise import expression_code
+from ..core.work_split import Split, tasks_for, unravel
+from ..elementwise.epilogue import EpilogueCode
 
 
 @dataclass(frozen=True)
@@ -25,38 +24,37 @@ class Convolution:
     Attributes
     ----------
     problem : ConvProblem
-    machine : Machine
-    product : Product
-        How the machine multiplies the element types.
+    cpu : CpuTarget
+    dot : DotInstruction
+        How the CPU multiplies the element types.
     data, weight, result : OperandView
-    more : tuple of OperandView
-        The epilogue's operands.
+    epilogue : EpilogueCode
     lanes : int
         Of an accumulator.
     """
 
     problem: ConvProblem
-    machine: Machine
-    product: Product
+    cpu: CpuTarget
+    dot: DotInstruction
     data: OperandView
     weight: OperandView
     result: OperandView
-    more: tuple[OperandView, ...]
+    epilogue: EpilogueCode
     lanes: int
 
     @staticmethod
-    def of(function: Function, problem: ConvProblem, machine: Machine, product: Product) -> Convolution:
+    def of(function: Function, problem: ConvProblem, cpu: CpuTarget, dot: DotInstruction) -> Convolution:
         """Declares the parameters."""
         data = OperandView(function, "data", problem.data)
         weight = OperandView(function, "weight", problem.weight)
-        operands = problem.epilogue.operands if problem.epilogue else ()
-        more = tuple(OperandView(function, f"x{i + 1}", operand) for i, operand in enumerate(operands))
+        lanes = cpu.lanes(problem.acc_dtype)
+        epilogue = EpilogueCode.of(function, problem.epilogue, problem.acc_dtype, problem.result.dtype, lanes)
         result = OperandView(function, "result", problem.result)
-        return Convolution(problem, machine, product, data, weight, result, more, machine.lanes(problem.acc_dtype))
+        return Convolution(problem, cpu, dot, data, weight, result, epilogue, lanes)
 
     def open(self) -> None:
         """Declare the flat views; inside the function's body."""
-        for view in (self.data, self.weight, *self.more, self.result):
+        for view in (self.data, self.weight, *self.epilogue.views, self.result):
             view.open()
 
     @property
@@ -81,7 +79,7 @@ class Convolution:
 
 
 @dataclass(frozen=True)
-class Row:
+class ConvRow:
     """One row of the result, at a place that is known when the kernel runs.
 
     Attributes
@@ -96,34 +94,31 @@ class Row:
     taps: tuple[tuple[Expr, Expr], ...]
 
 
-def make_row(conv: Convolution, number: Expr) -> Row:
+def make_conv_row(conv: Convolution, number: Expr) -> ConvRow:
     """The row of a number."""
     names = ["b", *(f"y{d}" for d in range(len(conv.windows) - 1))]
-    at: dict[str, Expr] = {}
-    for name, extent in reversed(list(zip(names, conv.rows, strict=True))):
-        at[name] = settled(number if name == "b" else number % extent)
-        number = number // extent
+    at = dict(zip(names, unravel(number, conv.rows, place=opaque), strict=True))
     taps = tuple(
         _outer_taps(conv.windows[d], conv.data.extents[2 + d], conv.result.extents[2 + d], at[f"y{d}"])
         for d in range(len(conv.windows) - 1)
     )
-    return Row(at, taps)
+    return ConvRow(at, taps)
 
 
 def _outer_taps(window: Window, extent: int, places: int, place: Expr) -> tuple[Expr, Expr]:
     last = (places - 1) * window.stride + window.reach - 1 - window.before
     if window.before == 0 and last < extent:
         return 0, window.size
-    start = settled(place * window.stride - window.before)
-    first = settled(T.max(tirx.const(0, "int64"), tirx.floordiv(window.dilation - 1 - start, window.dilation)))
+    start = opaque(place * window.stride - window.before)
+    first = opaque(T.max(tirx.const(0, "int64"), tirx.floordiv(window.dilation - 1 - start, window.dilation)))
     end = T.min(
         tirx.const(window.size, "int64"),
         tirx.floordiv(extent - start + (window.dilation - 1), window.dilation),
     )
-    return first, settled(T.max(tirx.const(0, "int64"), end - first))
+    return first, opaque(T.max(tirx.const(0, "int64"), end - first))
 
 
-def data_position(conv: Convolution, row: Row, taps: Sequence[Expr], channel: Expr, column: Expr) -> Coordinates:
+def data_position(conv: Convolution, row: ConvRow, taps: Sequence[Expr], channel: Expr, column: Expr) -> Coordinates:
     """Where the outer places `taps` of the window read, in input channel `channel`.
 
     `column` is the position along the innermost dimension; it may lie in the padding as long as nothing is read there.
@@ -137,16 +132,17 @@ def data_position(conv: Convolution, row: Row, taps: Sequence[Expr], channel: Ex
 
 def channel_masks(conv: Convolution, vectors: int, existing: int) -> tuple[Expr | None, ...]:
     """For each vector of output channels which lanes exist, where only `existing` channels do; None: all."""
-    return tuple(_mask(conv.lanes, existing - j * conv.lanes) for j in range(vectors))
+    return tuple(lane_mask(existing - j * conv.lanes, conv.lanes) for j in range(vectors))
 
 
-def _mask(lanes: int, left: int) -> Expr | None:
-    return None if left >= lanes else lane_numbers(lanes) < broadcast(tirx.const(left, "int32"), lanes)
+def result_position(conv: Convolution, row: ConvRow, place: Expr, column: Expr) -> Coordinates:
+    """The place along the innermost spatial dimension, and the output channel, of an element in a row."""
+    return {**row.at, f"y{len(conv.windows) - 1}": place, "n": column}
 
 
 def store_places(
     conv: Convolution,
-    row: Row,
+    row: ConvRow,
     place: Expr,
     column: Expr,
     size: tuple[int, int],
@@ -158,7 +154,7 @@ def store_places(
     Parameters
     ----------
     conv : Convolution
-    row : Row
+    row : ConvRow
     place, column : PrimExpr
         The first place along the innermost spatial dimension, the first output channel.
     size : tuple of int
@@ -168,31 +164,14 @@ def store_places(
     value : callable
         The accumulator of a place and a vector.
     """
-    epilogue = conv.problem.epilogue
-    expression = epilogue.expression if epilogue else Expression.operand(0)
-    dtypes = [conv.problem.acc_dtype, *(view.dtype for view in conv.more)]
-    last = f"y{len(conv.windows) - 1}"
     for t in range(size[0]):
         for j in range(size[1]):
-            at = {**row.at, last: place + t, "n": column + j * conv.lanes}
-            mask = masks[j]
-            values = [value(t, j)]
-            values += [view.load(at, "n", conv.lanes, mask if view.runs_along("n") else None) for view in conv.more]
-            out = expression_code.emit(expression, values, dtypes, conv.lanes)
-            if expression.dtype(dtypes) != conv.result.dtype:
-                out = tirx.Cast(vector_type(conv.result.dtype, conv.lanes), out)
-            conv.result.store(at, "n", out, conv.lanes, mask)
+            at = result_position(conv, row, place + t, column + j * conv.lanes)
 
+            def load(view: OperandView, at: Coordinates = at, mask: Expr | None = masks[j]) -> Expr:
+                return view.load(at, "n", conv.lanes, mask if view.runs_along("n") else None)
 
-def prefetch_operands(conv: Convolution, row: Row, place: Expr, column: Expr, size: tuple[int, int]) -> None:
-    """Ask for what the epilogue reads of every element of a tile, so that it has come when the sums are done."""
-    last = f"y{len(conv.windows) - 1}"
-    for view in conv.more:
-        if view.runs_along("n") and view.runs_along(last) and conv.lanes > 1:
-            for t in range(size[0]):
-                for j in range(size[1]):
-                    at = {**row.at, last: place + t, "n": column + j * conv.lanes}
-                    prefetch(view.data, view.address(at))
+            conv.result.store(at, "n", conv.epilogue.result(value(t, j), load), conv.lanes, masks[j])
 
 
 def split_rows(conv: Convolution, panels: int, macs: int) -> Split:
@@ -209,8 +188,9 @@ def split_rows(conv: Convolution, panels: int, macs: int) -> Split:
     rows = 1 if not isinstance(batch, int) else batch
     for extent in conv.rows[1:]:
         rows *= extent
-    cores = conv.machine.cores
-    if cores == 1 or (isinstance(batch, int) and rows * panels * macs < WORTH_A_TASK):
+    cores = conv.cpu.cores
+    work = rows * panels * macs if isinstance(batch, int) else None
+    if tasks_for(cores, "multiply-adds", work) == 1:
         return Split(1, 1, 1, 1)
     read = conv.problem.data.layout.storage_bytes(_static(conv.data.extents), conv.data.dtype)
     weights = conv.problem.weight.layout.storage_bytes(conv.weight.extents, conv.weight.dtype)
@@ -222,7 +202,7 @@ def split_rows(conv: Convolution, panels: int, macs: int) -> Split:
     parts = min((parts for parts in range(1, cores + 1) if cores % parts == 0), key=cost)
     columns = min(panels, cores // parts)
     parts = min(parts, rows) if isinstance(batch, int) else parts
-    return replace(Split(1, parts, columns, 1), tasks=parts * columns)
+    return Split(1, parts, columns, parts * columns)
 
 
 def _static(extents: Sequence[Expr]) -> list[int]:

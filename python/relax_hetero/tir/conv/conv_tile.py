@@ -1,8 +1,9 @@
 """The register tile of a direct convolution: its sums over window and input channels, and their end.
 
-A step takes as many neighbouring input channels as the machine multiplies at once (`Product.k0`), the same in every
-lane, and as many of each output channel of the panel. Where the product flips the sign of the data, a tile starts from
-what the layout of the weight holds for the places of the window that it reads: padding is no part of any sum.
+A step takes as many neighbouring input channels as the CPU multiplies at once (`DotInstruction.k0`), the same in every
+lane, and as many of each output channel of the panel. Where the instruction needs the sign of the data flipped, a tile
+starts from the compensation in the weight's layout, for the places of the window that it reads: padding is no part of
+any sum.
 """
 
 from __future__ import annotations
@@ -18,20 +19,19 @@ from ..core.builder import (
     CACHE_LINE_BYTES,
     Expr,
     Registers,
-    broadcast,
     ceil_div,
-    held,
     lane_indices,
-    lane_numbers,
+    lane_mask,
+    let,
     loop,
+    opaque,
     prefetch,
-    settled,
     vector_type,
     zeros,
 )
-from ..matmul.inner_product import emit_step, lhs_group, rhs_groups, zero
+from ..matmul.k_step import emit_step, lhs_group, rhs_groups, zero
 from .conv_geometry import Segment, Taps
-from .conv_spec import Convolution, Row, data_position, prefetch_operands, store_places
+from .conv_spec import Convolution, ConvRow, data_position, result_position, store_places
 
 # Up to so many steps over the input channels, the loop is written out.
 FEW_STEPS = 4
@@ -79,12 +79,12 @@ class Ahead:
 
 
 @dataclass(frozen=True)
-class Place:
+class ConvTile:
     """The tile that is being written.
 
     Attributes
     ----------
-    row : Row
+    row : ConvRow
     panel : Panel
     segment : Segment
     first : PrimExpr
@@ -92,7 +92,7 @@ class Place:
     ahead : Ahead or None
     """
 
-    row: Row
+    row: ConvRow
     panel: Panel
     segment: Segment
     first: Expr
@@ -119,7 +119,7 @@ class TileRegisters:
         """Registers for the tiles of some segments, of so many vectors."""
         dtype = conv.problem.acc_dtype
         sums = Registers(max(segment.width for segment in segments) * vectors, dtype, conv.lanes)
-        if conv.product.compensation == 0:
+        if conv.dot.compensation == 0:
             return TileRegisters(sums, None)
         runs = max(len(segment.taps) for segment in segments)
         return TileRegisters(sums, Registers(runs * vectors, dtype, conv.lanes))
@@ -129,41 +129,43 @@ Visit = Callable[[Sequence[Expr]], None]
 """Writes what is done for outer places of the window."""
 
 
-def emit_tile(conv: Convolution, place: Place, registers: TileRegisters) -> None:
+def emit_tile(conv: Convolution, tile: ConvTile, registers: TileRegisters) -> None:
     """Write the code of a tile."""
-    panel, width, accs = place.panel, place.segment.width, registers.sums
-    prefetch_operands(conv, place.row, place.first, panel.column, (width, panel.vectors))
+    panel, width, accs = tile.panel, tile.segment.width, registers.sums
+    size = (width, panel.vectors)
+    conv.epilogue.prefetch(
+        f"y{len(conv.windows) - 1}",
+        size,
+        lambda _, t, j: result_position(conv, tile.row, tile.first + t, panel.column + j * conv.lanes),
+    )
     if registers.compensation is None:
         for number in range(width * panel.vectors):
-            accs[number] = zero(conv.product, conv.lanes)
+            accs[number] = zero(conv.dot, conv.lanes)
     else:
-        _start_compensated(conv, place, registers.compensation, accs)
-    _over_taps(place.row, lambda taps: _accumulate_row(conv, place, taps, accs))
-    size = (width, panel.vectors)
-    store_places(
-        conv, place.row, place.first, panel.column, size, panel.masks, lambda t, j: accs[t * panel.vectors + j]
-    )
+        _start_compensated(conv, tile, registers.compensation, accs)
+    _over_taps(tile.row, lambda taps: _accumulate_row(conv, tile, taps, accs))
+    store_places(conv, tile.row, tile.first, panel.column, size, panel.masks, lambda t, j: accs[t * panel.vectors + j])
 
 
-def _over_taps(row: Row, visit: Visit, taps: Sequence[Expr] = ()) -> None:
+def _over_taps(row: ConvRow, visit: Visit, taps: Sequence[Expr] = ()) -> None:
     """The loops over the outer places of the window."""
     if len(taps) == len(row.taps):
         visit(taps)
         return
     first, count = row.taps[len(taps)]
     with loop(count) as tap:
-        _over_taps(row, visit, [*taps, settled(first + tap)])
+        _over_taps(row, visit, [*taps, opaque(first + tap)])
 
 
-def _start_compensated(conv: Convolution, place: Place, compensation: Registers, accs: Registers) -> None:
+def _start_compensated(conv: Convolution, tile: ConvTile, compensation: Registers, accs: Registers) -> None:
     """The sums of what the layout holds for every place of the window that reads data."""
-    vectors, runs = place.panel.vectors, place.segment.taps
+    vectors, runs = tile.panel.vectors, tile.segment.taps
     for number in range(len(runs) * vectors):
-        compensation[number] = zero(conv.product, conv.lanes)
+        compensation[number] = zero(conv.dot, conv.lanes)
 
     def visit(taps: Sequence[Expr]) -> None:
-        at = _weight_position(conv, place.panel, taps)
-        start = settled(conv.weight.address(at, skip_compensation=False))
+        at = _weight_position(conv, tile.panel, taps)
+        start = opaque(conv.weight.address(at, skip_compensation=False))
         for index, run in enumerate(runs):
             with loop(run.count) as tap:
                 block = start + (run.first + tap) * _tap_stride(conv)
@@ -172,14 +174,14 @@ def _start_compensated(conv: Convolution, place: Place, compensation: Registers,
                     number = index * vectors + j
                     compensation[number] = compensation[number] + sums
 
-    _over_taps(place.row, visit)
-    for t in range(place.segment.width):
+    _over_taps(tile.row, visit)
+    for t in range(tile.segment.width):
         for j in range(vectors):
-            total = zero(conv.product, conv.lanes)
+            total = zero(conv.dot, conv.lanes)
             for index, run in enumerate(runs):
                 if run.begin <= t < run.end:
                     sums = compensation[index * vectors + j]
-                    total = total + sums if conv.product.compensation > 0 else total - sums
+                    total = total + sums if conv.dot.compensation > 0 else total - sums
             accs[t * vectors + j] = total
 
 
@@ -195,47 +197,47 @@ def _tap_stride(conv: Convolution) -> Expr:
     return conv.weight.stride(f"w{len(conv.windows) - 1}")
 
 
-def _accumulate_row(conv: Convolution, place: Place, taps: Sequence[Expr], accs: Registers) -> None:
+def _accumulate_row(conv: Convolution, tile: ConvTile, taps: Sequence[Expr], accs: Registers) -> None:
     """Multiply and add what one row of the data gives."""
     window = conv.windows[-1]
-    at = data_position(conv, place.row, taps, place.panel.channel, place.first * window.stride - window.before)
-    data = settled(conv.data.address(at))
-    weight_at = _weight_position(conv, place.panel, taps)
-    weight = settled(conv.weight.address(weight_at))
+    at = data_position(conv, tile.row, taps, tile.panel.channel, tile.first * window.stride - window.before)
+    data = opaque(conv.data.address(at))
+    weight_at = _weight_position(conv, tile.panel, taps)
+    weight = opaque(conv.weight.address(weight_at))
     ahead = None
-    if place.ahead is not None:
+    if tile.ahead is not None:
         done = conv.weight.address({**weight_at, "n": tirx.const(0, "int64")})
-        steps = tirx.floordiv(done, conv.weight.layout.tile(0) * conv.product.k0)
-        ahead = Ahead(settled(place.ahead.start + steps * place.ahead.step), place.ahead.step)
-    for run in place.segment.taps:
-        _accumulate(conv, place.panel.vectors, run, (data, weight), ahead, accs)
+        steps = tirx.floordiv(done, conv.weight.layout.tile(0) * conv.dot.k0)
+        ahead = Ahead(opaque(tile.ahead.start + steps * tile.ahead.step), tile.ahead.step)
+    for run in tile.segment.taps:
+        _accumulate(conv, tile.panel.vectors, run, (data, weight), ahead, accs)
 
 
 def _accumulate(
     conv: Convolution, vectors: int, run: Taps, start: tuple[Expr, Expr], ahead: Ahead | None, accs: Registers
 ) -> None:
     """Multiply and add what a run of the window's places finds in one row of the data."""
-    window, product = conv.windows[-1], conv.product
+    window, dot = conv.windows[-1], conv.dot
     along, across = conv.data.stride(f"x{len(conv.windows) - 1}"), conv.data.stride("c")
-    size, next_tap = conv.weight.layout.tile(0) * product.k0, _tap_stride(conv)
+    size, next_tap = conv.weight.layout.tile(0) * dot.k0, _tap_stride(conv)
     is_padded = conv.data.layout.tile(1) > 1
-    steps, left = (ceil_div(conv.depth, product.k0), 0) if is_padded else divmod(conv.depth, product.k0)
+    steps, left = (ceil_div(conv.depth, dot.k0), 0) if is_padded else divmod(conv.depth, dot.k0)
 
-    def step(tap: Expr, number: Expr, left: int = product.k0) -> None:
+    def step(tap: Expr, number: Expr, left: int = dot.k0) -> None:
         data, weight = start
-        data = data + (run.first + tap) * (window.dilation * along) + number * (product.k0 * across)
+        data = data + (run.first + tap) * (window.dilation * along) + number * (dot.k0 * across)
         weight = weight + (run.first + tap) * next_tap + number * size
         if ahead is not None:
-            done = (run.first + tap) * ceil_div(conv.depth, product.k0) + number
+            done = (run.first + tap) * ceil_div(conv.depth, dot.k0) + number
             _prefetch(conv, ahead.start + done * ahead.step, ahead.step)
-        right = [held(_right(conv, weight, j)) for j in range(vectors)]
+        right = [let(_right(conv, weight, j)) for j in range(vectors)]
         for t in range(run.begin, run.end):
-            group = held(lhs_group(product, _left(conv, data + t * window.stride * along, left)))
+            group = let(lhs_group(dot, _left(conv, data + t * window.stride * along, left)))
             for j in range(vectors):
                 acc = t * vectors + j
-                accs[acc] = emit_step(product, accs[acc], group, right[j], conv.lanes)
+                accs[acc] = emit_step(dot, accs[acc], group, right[j], conv.lanes)
 
-    is_one_run = along * window.dilation == steps * product.k0 * across and next_tap == steps * size
+    is_one_run = along * window.dilation == steps * dot.k0 * across and next_tap == steps * size
     if left == 0 and (is_one_run or run.count == 1):
         # From the last channels of one place, the same step leads to the first channels of the next.
         with loop(run.count * steps) as s:
@@ -254,7 +256,7 @@ def _accumulate(
 
 def _left(conv: Convolution, address: Expr, existing: int) -> Expr | list[Expr]:
     """The input channels of a step, zeros for those beyond `existing`."""
-    k0, across = conv.product.k0, conv.data.stride("c")
+    k0, across = conv.dot.k0, conv.data.stride("c")
     if across == 1 and existing == k0:
         return conv.data.data[lane_indices(address, k0)]
     nothing = zeros(conv.data.dtype, 1)
@@ -263,22 +265,21 @@ def _left(conv: Convolution, address: Expr, existing: int) -> Expr | list[Expr]:
 
 def _right(conv: Convolution, start: Expr, vector: int) -> Expr:
     """Vector number `vector` of a panel's factors; lanes beyond the panel are zero."""
-    groups = rhs_groups(conv.product, _panel_vector(conv, start, vector), conv.lanes)
-    existing = conv.weight.layout.tile(0) - vector * conv.lanes
-    if existing >= conv.lanes:
+    groups = rhs_groups(conv.dot, _panel_vector(conv, start, vector), conv.lanes)
+    mask = lane_mask(conv.weight.layout.tile(0) - vector * conv.lanes, conv.lanes)
+    if mask is None:
         return groups
-    mask = lane_numbers(conv.lanes) < broadcast(tirx.const(existing, "int32"), conv.lanes)
-    return T.Select(mask, held(groups), zeros(str(groups.ty.dtype).partition("x")[0], conv.lanes))
+    return T.Select(mask, let(groups), zeros(str(groups.ty.dtype).partition("x")[0], conv.lanes))
 
 
 def _panel_vector(conv: Convolution, start: Expr, vector: int) -> Expr:
-    """Vector number `vector` of what lies in the weight for the channels of a panel, `Product.k0` elements each."""
-    k0, dtype = conv.product.k0, conv.weight.dtype
-    lanes, existing = conv.lanes * k0, (conv.weight.layout.tile(0) - vector * conv.lanes) * k0
+    """Vector number `vector` of the weights of a panel, `DotInstruction.k0` elements for each channel."""
+    k0, dtype = conv.dot.k0, conv.weight.dtype
+    lanes = conv.lanes * k0
     index = lane_indices(start + vector * lanes, lanes)
-    if existing >= lanes:
+    mask = lane_mask((conv.weight.layout.tile(0) - vector * conv.lanes) * k0, lanes)
+    if mask is None:
         return conv.weight.data[index]
-    mask = lane_numbers(lanes) < broadcast(tirx.const(existing, "int32"), lanes)
     return T.masked_load(vector_type(dtype, lanes), conv.weight.data, index, mask)
 
 

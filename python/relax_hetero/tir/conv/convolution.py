@@ -7,51 +7,51 @@ from collections.abc import Sequence
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...encoding.dot_instructions import Product, product_for
 from ...encoding.packed_layout import PackedLayout
 from ...encoding.problem import ConvProblem, Epilogue, MatmulProblem, Operand
 from ...errors import EncodingError
-from ...target.cpu_target import Machine
+from ...target.cpu_target import CpuTarget
+from ...target.dot_instructions import DotInstruction, dot_instruction_for
 from ..core.builder import Function
 from ..core.ties import tied_to
-from ..matmul.inner_product import llvm_import
+from ..matmul.k_step import llvm_import
 from ..matmul.matmul import matmul_kernel
 from .conv_channelwise import emit_channelwise
 from .conv_direct import emit_direct
 from .conv_spec import Convolution
 
 
-def conv_kernel(problem: ConvProblem, machine: Machine) -> tirx.PrimFunc:
+def conv_kernel(problem: ConvProblem, cpu: CpuTarget) -> tirx.PrimFunc:
     """The kernel of a convolution.
 
     Parameters
     ----------
     problem : ConvProblem
         Data and result row-major or permuted (channels last is what kernels are made for), the data perhaps with its
-        channels padded to `Product.k0`; the weight in tiles of output channels, `conv_columns` of them,
+        channels padded to `DotInstruction.k0`; the weight in tiles of output channels, `conv_columns` of them,
         ``[OC/n0, KH, KW, IC/groups/k0, n0, k0]``.
-    machine : Machine
+    cpu : CpuTarget
 
     Returns
     -------
     tirx.PrimFunc
-        Its parameters are those that `ConvProblem` says; it is parallel over the machine's cores.
+        Its parameters are those that `ConvProblem` says; it is parallel over the CPU's cores.
 
     Raises
     ------
     EncodingError
         If no kernel computes these element types, stores, or symbolic extents (the batch may be symbolic).
     """
-    product = _checked(problem, machine)
+    dot = _checked(problem, cpu)
     matmul = as_product(problem)
     if matmul is not None:
-        return matmul_kernel(matmul, machine)
+        return matmul_kernel(matmul, cpu)
     function = Function("conv2d")
     with function:
-        conv = Convolution.of(function, problem, machine, product)
+        conv = Convolution.of(function, problem, cpu, dot)
         with function.body():
             conv.open()
-            text = llvm_import(product, conv.lanes)
+            text = llvm_import(dot, conv.lanes)
             if _is_channelwise(problem):
                 emit_channelwise(conv)
             elif text is None:
@@ -62,14 +62,14 @@ def conv_kernel(problem: ConvProblem, machine: Machine) -> tirx.PrimFunc:
     return tied_to(function.result, problem.epilogue.operands if problem.epilogue else (), 2, problem.result)
 
 
-def _checked(problem: ConvProblem, machine: Machine) -> Product:
-    """How the machine multiplies what the problem, which kernels can compute, multiplies."""
+def _checked(problem: ConvProblem, cpu: CpuTarget) -> DotInstruction:
+    """How the CPU multiplies what the problem, which kernels can compute, multiplies."""
     types = (problem.data.dtype, problem.weight.dtype, problem.acc_dtype)
-    product = product_for(machine, *types)
-    if product is None:
+    dot = dot_instruction_for(cpu, *types)
+    if dot is None:
         raise EncodingError(
             "convolution: found element types {} * {} -> {}, expected ones that {} multiplies".format(
-                *types, machine.isa.name
+                *types, cpu.isa.name
             )
         )
     fixed = (*problem.data.shape[1:], *problem.weight.shape, *problem.result.shape[1:])
@@ -82,24 +82,24 @@ def _checked(problem: ConvProblem, machine: Machine) -> Product:
                 f"convolution: found {problem.result.shape[2 + d]} places along spatial dimension {d}, "
                 f"expected {places}"
             )
-    _check_layouts(problem, product)
-    return product
+    _check_layouts(problem, dot)
+    return dot
 
 
-def _check_layouts(problem: ConvProblem, product: Product) -> None:
+def _check_layouts(problem: ConvProblem, dot: DotInstruction) -> None:
     rank = len(problem.windows) + 2
     perm, last = (0, *range(2, rank), 1), (1, *range(2, rank), 0)
     data, result, weight = problem.data.layout, problem.result.layout, problem.weight.layout
-    padded = PackedLayout(perm, (1,), (product.k0,))
-    if data.inner_dims and (data != padded or problem.groups > 1 or product.k0 == 1):
+    padded = PackedLayout(perm, (1,), (dot.k0,))
+    if data.inner_dims and (data != padded or problem.groups > 1 or dot.k0 == 1):
         raise EncodingError(f"convolution: found data stored as {data}, expected no tiles but those of {padded}")
     if result.inner_dims:
         raise EncodingError(f"convolution: found result stored as {result}, expected no tiles")
     if problem.weight.shape[1] == 1 and weight == PackedLayout(last):
         return
     expected = PackedLayout(perm, (0,), (weight.tile(0),))
-    if product.k0 > 1 and not (weight.inner_dims and _is_channelwise(problem)):
-        expected = PackedLayout(perm, (0, 1), (weight.tile(0), product.k0), product.compensation != 0)
+    if dot.k0 > 1 and not (weight.inner_dims and _is_channelwise(problem)):
+        expected = PackedLayout(perm, (0, 1), (weight.tile(0), dot.k0), dot.compensation != 0)
     if weight != expected:
         raise EncodingError(
             f"convolution: found the weight stored as {weight}, expected {expected} with any tile of dimension 0, "

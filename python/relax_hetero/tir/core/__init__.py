@@ -1,1 +1,1 @@
-"""What every generator of kernels is written with: the builder, storage, views, vector access, splitting work."""
+"""What every generator of kernels is written with: the builder, views of parameters, ties, and sharing of work."""

@@ -106,6 +106,16 @@ def lane_numbers(lanes: int) -> Expr:
     return T.ramp(tirx.const(0, "int32"), 1, lanes)
 
 
+def lane_mask(left: Expr, lanes: int) -> Expr | None:
+    """Which lanes of a vector exist where `left` elements are left for it; None: all of them, and known to be."""
+    if isinstance(left, int) and left >= lanes:
+        return None
+    if lanes == 1:
+        return left > 0
+    count = tirx.const(left, "int32") if isinstance(left, int) else tirx.Cast("int32", left)
+    return lane_numbers(lanes) < broadcast(count, lanes)
+
+
 class Registers:
     """Vector registers that a kernel may write: accumulators.
 
@@ -127,7 +137,7 @@ class Registers:
         return len(self._slots)
 
 
-def settled(value: Expr) -> Expr:
+def opaque(value: Expr) -> Expr:
     """An int64 whose making later passes do not look into.
 
     TVM's simplifier substitutes bound integers wherever they are used, and takes minutes over the nested minima of a
@@ -140,10 +150,10 @@ def settled(value: Expr) -> Expr:
     return T.bind(slot[tirx.const(0, "int64")])
 
 
-def held(value: Expr) -> Expr:
+def let(value: Expr) -> Expr:
     """A vector or scalar that is computed once.
 
-    Only floats are bound. Integers are held in memory, which LLVM makes a register: the analyses of `settled` look
+    Only floats are bound. Integers are held in memory, which LLVM makes a register: the analyses of `opaque` look
     into variables that are bound to them, be they data. (And TVM's legalization of bfloat16 fails on such variables.)
     """
     dtype = value.ty.dtype
@@ -159,7 +169,7 @@ def either(condition: Expr, then: Callable[[], None], otherwise: Callable[[], No
     if isinstance(condition, bool):
         (then if condition else otherwise)()
         return
-    with T.If(_settled_condition(condition)):
+    with T.If(_opaque_condition(condition)):
         with T.Then():
             then()
         with T.Else():
@@ -173,12 +183,12 @@ def when(condition: Expr) -> Iterator[None]:
         assert condition, "a branch that is never taken is not written"
         yield
         return
-    with T.If(_settled_condition(condition)), T.Then():
+    with T.If(_opaque_condition(condition)), T.Then():
         yield
 
 
-def _settled_condition(condition: Expr) -> Expr:
-    # As in `settled`: TVM would intersect the condition with every region that the branch accesses, a millisecond each.
+def _opaque_condition(condition: Expr) -> Expr:
+    # As in `opaque`: TVM would intersect the condition with every region that the branch accesses, a millisecond each.
     slot = T.alloc_buffer((1,), "bool", scope="global")
     T.buffer_store(slot, condition, [tirx.const(0, "int64")])
     return slot[tirx.const(0, "int64")]
@@ -201,7 +211,7 @@ def ceil_div(value: Expr, by: int) -> Expr:
     return (value + (by - 1)) // by if isinstance(value, int) else tirx.floordiv(value + (by - 1), by)
 
 
-def smaller(left: Expr, right: Expr) -> Expr:
+def minimum(left: Expr, right: Expr) -> Expr:
     """The minimum, folded where both are ints."""
     return min(left, right) if isinstance(left, int) and isinstance(right, int) else T.min(left, right)
 

@@ -1,4 +1,4 @@
-"""A kernel's parameters as iteration coordinates address them, whatever their layout."""
+"""A kernel's parameter whose elements are found by iteration coordinates, whatever its layout."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from tvm.script.ir_builder import tirx as T
 
 from ...encoding.packed_layout import PackedLayout
 from ...encoding.problem import Operand
-from .builder import Expr, Function, broadcast, flat, int64, lane_indices, lane_of, masked_store, settled, vector_type
-from .storage import raw_type
+from .builder import Expr, Function, broadcast, int64, lane_indices, lane_of, masked_store, opaque, vector_type
+from .view import View, row_major, split_position
 
 Coordinates = Mapping[str, Expr]
 """A position in the iteration space: an int64 expression for each iteration dimension."""
 
 
-class OperandView:
-    """A parameter, its elements found by coordinates.
-
-    Make one for each parameter in order, then call `open` inside the function's body.
+class OperandView(View):
+    """A parameter, its elements found by coordinates; see `View`.
 
     Attributes
     ----------
@@ -28,13 +26,9 @@ class OperandView:
     index_map : list of str
         The iteration dimension of each logical dimension, "1" for none.
     layout : PackedLayout
-    dtype : str
-        Of what is loaded and stored: `nominal`, the operand's type, or the type of its bits if opened raw.
-    nominal : str
     """
 
     def __init__(self, function: Function, name: str, operand: Operand) -> None:
-        self.dtype = self.nominal = operand.dtype
         self.layout = operand.layout
         self.index_map = list(operand.index_map)
         self.extents: list[Expr] = []
@@ -52,19 +46,12 @@ class OperandView:
                 self.extents.append((blocks - 1 if compensated else blocks) * tile)
         for extent in operand.layout.packed_shape(self.extents):
             physical.append(int64(extent) if isinstance(extent, int) else _simplify(extent))
-        self._buffer = function.argument(name, physical, operand.dtype)
-        self._physical = physical
+        super().__init__(function, name, physical, operand.dtype)
 
-    def open(self, raw: bool = False) -> None:
-        """Declare the flat view of the parameter, as unsigned integers if `raw`; inside the body, after merging."""
-        if raw:
-            self.dtype = raw_type(self.nominal)
-        self.data = flat(self._buffer, self._physical, self.dtype)
-        self._strides: list[Expr] = []
-        distance: Expr = 1
-        for extent in reversed(self.layout.packed_shape(self.extents)):
-            self._strides.insert(0, distance)
-            distance = settled(distance * extent)
+    def open_as(self, dtype: str) -> None:
+        """As of any view; after merging."""
+        super().open_as(dtype)
+        self._strides = row_major(self.layout.packed_shape(self.extents), lambda a, b: opaque(a * b))
 
     def runs_along(self, name: str) -> bool:
         """Whether the operand has the iteration dimension (else it is broadcast along it)."""
@@ -91,12 +78,8 @@ class OperandView:
 
     def address(self, at: Coordinates, skip_compensation: bool = True) -> Expr:
         """Position of an element in the flat view; coordinates of dimensions it lacks are ignored."""
-        outer, inner = {}, {}
-        for d, name in enumerate(self.index_map):
-            value = tirx.const(0, "int64") if name == "1" else at[name]
-            tile = self.layout.tile(d)
-            outer[d] = value if tile == 1 else tirx.floordiv(value, tile)
-            inner[d] = tirx.const(0, "int64") if tile == 1 else tirx.floormod(value, tile)
+        zero = tirx.const(0, "int64")
+        outer, inner = split_position(self.layout, [zero if name == "1" else at[name] for name in self.index_map])
         if self.layout.compensation and skip_compensation:
             outer[self.layout.inner_dims[-1]] = outer[self.layout.inner_dims[-1]] + 1
         offset: Expr = tirx.const(0, "int64")

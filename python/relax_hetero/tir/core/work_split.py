@@ -1,25 +1,53 @@
-"""When work is worth several threads, and how that of a product is cut into tasks, one for a core.
+"""How work is shared among cores: when that is worth it, and into which parts a kernel's loops are cut.
 
-Generators and schedules have one rule: a kernel that one core is done with in `WORTH_THREADS` is compiled for one
-thread. It then costs what its work costs, 0.3 us of the virtual machine included, however many threads there are.
+A kernel that one core is done with soon is compiled for one thread. It then costs what its work costs, 0.3 us of the
+virtual machine included, however many threads there are. `LEAST` says what "soon" is, for each kind of kernel in the
+unit that its work is counted in.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from tvm import tirx
+from tvm.script.ir_builder import tirx as T
 
-from .builder import Expr, ceil_div, settled
+from ...target.cpu_target import CpuTarget
+from .builder import Expr, ceil_div, int64, loop, opaque
 
-# Nanoseconds. In a chain of kernels on two cores of a Zen 5, a kernel of 1.8 us took as long on one as on two, one of
-# 0.3 us 0.7 us longer on two, and one of 7.7 us less than half as long.
-WORTH_THREADS = 4_000
-# The same in multiply-adds of float32.
-WORTH_A_TASK = 250_000
-# Up to so many rows, the right operand is what there is to read: cores then share its columns, else the rows.
+Unit = Literal["nanoseconds", "multiply-adds", "bytes", "vector instructions a task", "elements"]
+"""What the work of a kernel is counted in."""
+
+LEAST: dict[Unit, int] = {
+    # Loops of stock kernels. In a chain of kernels on two cores of a Zen 5, a kernel of 1.8 us took as long on one as
+    # on two, one of 0.3 us 0.7 us longer on two, and one of 7.7 us less than half as long.
+    "nanoseconds": 4_000,
+    # Products, convolutions and attention: the same time in multiply-adds of float32.
+    "multiply-adds": 250_000,
+    # Copies and elementwise work: waking another core takes about as long as copying a quarter of a MiB.
+    "bytes": (1 << 18) + 1,
+    # Rows: what takes as long as handing work to another core and waiting for it (about 2 us).
+    "vector instructions a task": 10_001,
+    # Scatter: a task copies as many; these are 128 KiB of float32.
+    "elements": 1 << 15,
+}
+"""The least work that is shared among cores."""
+
+
+def is_worth_tasks(unit: Unit, work: Any) -> bool:
+    """Whether to share work among cores; work that only the run knows (a PrimExpr, None) is shared."""
+    return not isinstance(work, (int, float)) or work >= LEAST[unit]
+
+
+def tasks_for(cores: int, unit: Unit, work: Any) -> int:
+    """One task for each core, or one where that is not worth it."""
+    return cores if cores > 1 and is_worth_tasks(unit, work) else 1
+
+
 FEW_ROWS = 128
+"""Up to so many rows, the right operand is what there is to read: cores then share its columns, else the rows."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +75,7 @@ def part(units: Expr, parts: Expr, number: Expr) -> tuple[Expr, Expr]:
     """Begin and end of one of `parts` parts, of sizes that differ by one at most."""
     if isinstance(parts, int) and parts == 1:
         return 0, units
-    return settled(number * units // parts), settled((number + 1) * units // parts)
+    return opaque(number * units // parts), opaque((number + 1) * units // parts)
 
 
 def split_work(cores: int, batch: Expr, rows: Expr, columns: Expr, tile: tuple[int, int], k: Expr) -> Split:
@@ -63,11 +91,12 @@ def split_work(cores: int, batch: Expr, rows: Expr, columns: Expr, tile: tuple[i
     k : PrimExpr or int
     """
     known = [size for size in (batch, rows, columns, k) if isinstance(size, int)]
-    if cores == 1 or (len(known) == 4 and _volume(known) * tile[0] * tile[1] < WORTH_A_TASK):
+    work = _volume(known) * tile[0] * tile[1] if len(known) == 4 else None
+    if tasks_for(cores, "multiply-adds", work) == 1:
         return Split(1, 1, 1, 1)
     if not isinstance(rows, int) and not isinstance(columns, int):
         wide = columns * tile[1] >= rows * tile[0]
-        return Split(1, settled(_either(wide, 1, cores)), settled(_either(wide, cores, 1)), cores)
+        return Split(1, opaque(_either(wide, 1, cores)), opaque(_either(wide, cores, 1)), cores)
     # Unknown: batches may be one, rows may be few, columns are many.
     guess = [size if isinstance(size, int) else unknown for size, unknown in ((batch, 1), (rows, 2), (columns, 256))]
     few = guess[1] * tile[0] <= FEW_ROWS
@@ -85,6 +114,83 @@ def split_work(cores: int, batch: Expr, rows: Expr, columns: Expr, tile: tuple[i
         for size, count in zip((batch, rows, columns), best, strict=True)
     ]
     return Split(used[0], used[1], used[2], _volume(used))
+
+
+def for_parts(counts: Sequence[Expr], size: Expr, cpu: CpuTarget, body: Callable[[list[Expr]], None]) -> None:
+    """Run `body` with every position of a nest of loops, cut into equal parts for the CPU's cores.
+
+    Parameters
+    ----------
+    counts : sequence of int or PrimExpr
+        Extents of the loops, outermost first.
+    size : int or PrimExpr
+        Bytes that all of it touches; little work stays on one core.
+    cpu : CpuTarget
+    body : Callable
+        Gets the positions.
+    """
+    total: Expr = 1
+    for count in counts:
+        total = total * count
+    if any(isinstance(count, int) and count == 0 for count in counts):  # whatever the symbolic ones are
+        return
+    # The analyzer must not find a division by zero, not even where nothing runs.
+    extents = [int64(count) if isinstance(count, int) else T.max(count, int64(1)) for count in counts]
+    parts = tasks_for(cpu.cores, "bytes", size)
+    if parts == 1 or (isinstance(total, int) and total < 2):
+        with loop(total) as index:
+            body(unravel(index, extents))
+        return
+    share = ceil_div(total, parts)
+    with loop(parts, parallel=True) as number:
+        start = number * share
+        with loop(T.max(T.min(int64(share), int64(total) - start), int64(0))) as index:
+            body(unravel(start + index, extents))
+
+
+def nest_loops(counts: Sequence[Expr], body: Callable[[list[Expr]], None]) -> None:
+    """Run `body` with every position of a nest of loops, on one core."""
+
+    def nest(positions: list[Expr]) -> None:
+        if len(positions) == len(counts):
+            body(positions)
+            return
+        with loop(counts[len(positions)]) as position:
+            nest([*positions, position])
+
+    nest([])
+
+
+def ravel(position: Sequence[Expr], extents: Sequence[Expr]) -> Expr:
+    """The number of a position in row-major order."""
+    number: Expr = 0
+    for place, extent in zip(position, extents, strict=True):
+        number = number * extent + place
+    return number
+
+
+def unravel(
+    number: Expr,
+    extents: Sequence[Expr],
+    place: Callable[[Expr], Expr] = lambda value: value,
+    rest: Callable[[Expr], Expr] = lambda value: value,
+) -> list[Expr]:
+    """The position of a number in row-major order.
+
+    Parameters
+    ----------
+    number : PrimExpr
+    extents : sequence of int or PrimExpr
+        The first is not needed: whatever is left is the place along it.
+    place, rest : callable
+        What is done to each place, and to what is left for the dimensions before it: `opaque` where they are used
+        more than once.
+    """
+    found: list[Expr] = []
+    for extent in reversed(extents[1:]):
+        found.append(place(tirx.floormod(number, extent)))
+        number = rest(tirx.floordiv(number, extent))
+    return [place(number), *reversed(found)] if extents else []
 
 
 def _either(condition: Expr, then: int, otherwise: int) -> Expr:

@@ -7,15 +7,15 @@ from tvm.script.ir_builder import tirx as T
 
 from ...encoding.problem import ElementwiseProblem
 from ...errors import EncodingError
-from ...target.cpu_target import Machine
-from ..core.builder import Expr, Function, lane_indices, loop, vector_type
-from ..core.storage import Storage, for_parts, nest_loops, whole
+from ...target.cpu_target import CpuTarget
+from ..core.builder import Expr, Function, lane_indices, loop
+from ..core.packed_storage import PackedStorage, gathered, loaded, split_run, tail_mask, whole
 from ..core.ties import tied_to
-from ..core.vector_access import gathered, loaded, split_run, tail_mask
+from ..core.work_split import for_parts, nest_loops
 from .expression_code import computed_in, emit
 
 
-def elementwise_kernel(problem: ElementwiseProblem, machine: Machine) -> tirx.PrimFunc:
+def elementwise_kernel(problem: ElementwiseProblem, cpu: CpuTarget) -> tirx.PrimFunc:
     """An elementwise expression alone, on packed or row-major storage.
 
     Padding of the result is whatever the expression makes of the operands' padding; it is never read by what consumes
@@ -25,7 +25,7 @@ def elementwise_kernel(problem: ElementwiseProblem, machine: Machine) -> tirx.Pr
     ----------
     problem : ElementwiseProblem
         Operands stored as the result are read tile by tile; row-major ones are broadcast against it.
-    machine : Machine
+    cpu : CpuTarget
 
     Raises
     ------
@@ -36,7 +36,7 @@ def elementwise_kernel(problem: ElementwiseProblem, machine: Machine) -> tirx.Pr
     with function:
         bound: set[str] = set()
         storages = [
-            Storage(function, name, operand.shape, operand.dtype, operand.layout, bound)
+            PackedStorage(function, name, operand.shape, operand.dtype, operand.layout, bound)
             for name, operand in [
                 *((f"x{i}", operand) for i, operand in enumerate(problem.operands)),
                 ("result", problem.result),
@@ -46,7 +46,7 @@ def elementwise_kernel(problem: ElementwiseProblem, machine: Machine) -> tirx.Pr
             for storage in storages:
                 # TVM has no masked loads of bfloat16.
                 storage.open(raw=storage.dtype == "bfloat16")
-            work = _Work(problem, storages[:-1], storages[-1], machine)
+            work = _Work(problem, storages[:-1], storages[-1], cpu)
             if all(work.is_alike(i) or not work.axes(i) for i in range(len(problem.operands))):
                 work.as_one_dimension()
             else:
@@ -57,11 +57,13 @@ def elementwise_kernel(problem: ElementwiseProblem, machine: Machine) -> tirx.Pr
 class _Work:
     """The loops of one elementwise kernel, while it is being built."""
 
-    def __init__(self, problem: ElementwiseProblem, operands: list[Storage], result: Storage, machine: Machine) -> None:
-        self.problem, self.operands, self.result, self.machine = problem, operands, result, machine
+    def __init__(
+        self, problem: ElementwiseProblem, operands: list[PackedStorage], result: PackedStorage, cpu: CpuTarget
+    ) -> None:
+        self.problem, self.operands, self.result, self.cpu = problem, operands, result, cpu
         self.names = list(problem.result.index_map)
         types = [operand.dtype for operand in (*problem.operands, problem.result)]
-        self.lanes = min(machine.lanes(computed_in(dtype)) for dtype in types)
+        self.lanes = min(cpu.lanes(computed_in(dtype)) for dtype in types)
         self.extents = [self._extent(d) for d in range(len(self.names))]
         for i, operand in enumerate(problem.operands):
             if not operand.layout.is_identity and not self.is_alike(i):
@@ -103,9 +105,7 @@ class _Work:
                 values.append(loaded(storage, where, None, width))
             self._store(values, lane_indices(start, width), width)
 
-        for_parts(
-            [vectors], self.result.bytes(), self.machine, lambda positions: at(positions[0] * self.lanes, self.lanes)
-        )
+        for_parts([vectors], self.result.bytes(), self.cpu, lambda positions: at(positions[0] * self.lanes, self.lanes))
         if self.lanes > 1 and not (isinstance(total, int) and total % self.lanes == 0):
             with loop(total - vectors * self.lanes) as rest:
                 at(vectors * self.lanes + rest, 1)
@@ -123,7 +123,7 @@ class _Work:
                 lambda within: self._run(last, outer, dict(zip(inner_dims, within, strict=True))),
             )
 
-        for_parts([self.result.tiles[d] for d in outer_dims], self.result.bytes(), self.machine, visit)
+        for_parts([self.result.tiles[d] for d in outer_dims], self.result.bytes(), self.cpu, visit)
 
     def _run(self, last: int, outer: dict[int, Expr], inner: dict[int, Expr]) -> None:
         layout = self.result.layout
@@ -185,6 +185,4 @@ class _Work:
     def _store(self, values: list[tirx.Expr], where: Expr, width: int) -> None:
         dtypes = [operand.dtype for operand in self.problem.operands]
         value = emit(self.problem.expression, values, dtypes, width)
-        if self.result.dtype == "bfloat16":
-            value = T.reinterpret(vector_type("uint16", width), value)
-        T.buffer_store(self.result.data, value, [where])
+        T.buffer_store(self.result.data, self.result.bits(value), [where])

@@ -22,8 +22,8 @@ from tvm.script.ir_builder import tirx as T
 from ...encoding.expression import Expression
 from ...errors import EncodingError
 from ..math import vector_math
-from .expression_ops import FLOAT32_OPS, FLOAT_OPS, INT_OPS, cast, round_to_bfloat16
-from .quantize_code import QUANTIZE, quantize, with_quantize
+from ..math.casts import cast, round_to_bfloat16
+from .expression_ops import FLOAT32_OPS, FLOAT_OPS, INT_OPS, QUANTIZE, quantize, with_quantize
 
 HALVES = ("float16", "bfloat16")
 

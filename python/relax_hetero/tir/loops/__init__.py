@@ -4,14 +4,14 @@ A PrimFunc is read as *stages*: what is stored at every point (`stages`). Stages
 one *nest*, cheap ones are computed where they are read (`nests`). A nest's domain is cut into *boxes* where conditions
 on positions change (`boxes`), and in each box neighbouring loops that advance every access alike become one (`flat`).
 Then a box is written: maps (`map_box`) in vectors along the results, reductions (`reduce_box`) with accumulators in
-registers, along the results or along what is reduced; loops that take long are shared among the cores (`runs`).
+registers, along the results or along what is reduced; loops that take long are shared among the cores (`loop_code`).
 """
 
 from __future__ import annotations
 
 from tvm import tirx
 
-from ...target.cpu_target import Machine
+from ...target.cpu_target import CpuTarget
 from .nests import form_nests
 from .stages import NotStages, is_written, read_stages
 from .write import write_function
@@ -19,18 +19,18 @@ from .write import write_function
 __all__ = ["NotStages", "is_written", "schedule"]
 
 
-def schedule(func: tirx.PrimFunc, machine: Machine) -> tirx.PrimFunc:
+def schedule(func: tirx.PrimFunc, cpu: CpuTarget) -> tirx.PrimFunc:
     """The function with vector code and parallel loops.
 
     Parameters
     ----------
     func : PrimFunc
         Of te.compute form, as legalization and FuseTIR make them.
-    machine : Machine
+    cpu : CpuTarget
 
     Raises
     ------
     NotStages
         The function is of another form, and stays as it is.
     """
-    return write_function(func, form_nests(read_stages(func), list(func.params)), machine)
+    return write_function(func, form_nests(read_stages(func), list(func.params)), cpu)

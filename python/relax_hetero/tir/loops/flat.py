@@ -9,7 +9,8 @@ import tvm
 from tvm import tirx
 from tvm.sym import Analyzer, detect_linear_equation
 
-from ..core.builder import Expr
+from ..core.builder import Expr, int64
+from ..core.work_split import ravel
 from .boxes import Box
 from .nests import Nest
 from .stages import Load, loads, replaced, variables, with_loads
@@ -136,11 +137,7 @@ def flatten(box: Box, shared: tuple[int, Expr, Expr] | None, view: Callable[[tir
 
 
 def _offset(buffer: tirx.Buffer, indices: Sequence[Expr], analyzer: Analyzer) -> Expr:
-    offset: Expr = tirx.IntImm("int64", 0)
-    for d, (index, extent) in enumerate(zip(indices, buffer.shape, strict=True)):
-        offset = offset * extent + index.astype("int64") if d else index.astype("int64")
-
-    return analyzer.simplify(offset)
+    return analyzer.simplify(int64(ravel([index.astype("int64") for index in indices], buffer.shape)))
 
 
 def _terms(offset: Expr, variables_: list[tirx.Var]) -> tuple[dict[tirx.Var, Expr], set[tirx.Var]]:

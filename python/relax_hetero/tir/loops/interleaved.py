@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ..core.builder import Expr, ceil_div, int64, lane_indices, settled
+from ..core.builder import Expr, ceil_div, int64, lane_indices, opaque
 from .flat import FlatBox, Loop, is_step, stride
 from .loop_code import nested, spread
 from .stages import Load, loads, replaced, variables, with_loads
@@ -89,7 +89,7 @@ def write_interleaved(merge: Interleaved, tasks: int) -> None:
             first = i * lanes + outer.begin
             if not isinstance(outer.count, int) or outer.count % lanes:
                 # The last run ends with the loop, and does again what it shares with the one before.
-                first = settled(T.min(first, int64(outer.end) - lanes))
+                first = opaque(T.min(first, int64(outer.end) - lanes))
             merged: list[dict[tirx.Buffer, tirx.Buffer]] = [{} for _ in range(last.count)]
             for stand_in, load in merge.reads.items():
                 places = []

@@ -4,32 +4,31 @@ from __future__ import annotations
 
 from tvm import tirx
 
-from ...target.cpu_target import Machine
+from ...target.cpu_target import CpuTarget
 from ..core.builder import Expr
 from .flat import FlatBox
 from .interleaved import interleaved, write_interleaved
 from .loop_code import nested, run, spread
-from .transposed_reads import turned, write_turned
-from .vector_code import write_point
-from .vectors import chooses, lanes_of, varies_inside
+from .transposed_reads import transposed_reads, write_transposed
+from .vector_code import chooses, lanes_of, varies_inside, write_point
 
 # Vectors that are computed in one iteration.
 _TOGETHER = 2
 
 
-def write_map(box: FlatBox, machine: Machine, tasks: int) -> None:
+def write_map(box: FlatBox, cpu: CpuTarget, tasks: int) -> None:
     """Write the loops of a box."""
     if not box.spatial:
         write_point(box, None, tirx.IntImm("int64", 0), 1, {})
         return
-    var, lanes = box.spatial[-1].var, _lanes(box, machine)
+    var, lanes = box.spatial[-1].var, _lanes(box, cpu)
     merge = interleaved(box, lanes, tasks) if _is_free(box, lanes) else None
     if merge is not None:
         write_interleaved(merge, tasks)
         return
-    tiles = turned(box, lanes, tasks) if _is_free(box, lanes) else None
+    tiles = transposed_reads(box, lanes, tasks) if _is_free(box, lanes) else None
     if tiles is not None:
-        write_turned(tiles, tasks)
+        write_transposed(tiles, tasks)
         return
 
     def write(part: FlatBox) -> None:
@@ -45,18 +44,18 @@ def write_map(box: FlatBox, machine: Machine, tasks: int) -> None:
     spread(box, tasks, lanes * _TOGETHER, write)
 
 
-def computes_once(box: FlatBox, machine: Machine, tasks: int) -> bool:
+def computes_once(box: FlatBox, cpu: CpuTarget, tasks: int) -> bool:
     """Whether computing every element once, and by itself, takes no more than `write_map` does otherwise."""
     if len(box.spatial) < 2:
         return True  # what is left of one loop is little, even element by element
-    lanes, count = _lanes(box, machine), box.spatial[-1].count
-    if _is_free(box, lanes) and (interleaved(box, lanes, tasks) or turned(box, lanes, tasks)):
+    lanes, count = _lanes(box, cpu), box.spatial[-1].count
+    if _is_free(box, lanes) and (interleaved(box, lanes, tasks) or transposed_reads(box, lanes, tasks)):
         return False
     return not isinstance(count, int) or count < lanes or count % lanes == 0
 
 
-def _lanes(box: FlatBox, machine: Machine) -> int:
-    return 1 if varies_inside(box, box.spatial[-1].var) else lanes_of(box.nest, machine)
+def _lanes(box: FlatBox, cpu: CpuTarget) -> int:
+    return 1 if varies_inside(box, box.spatial[-1].var) else lanes_of(box.nest, cpu)
 
 
 def _is_free(box: FlatBox, lanes: int) -> bool:

@@ -202,16 +202,20 @@ def _size(stage: Stage) -> float:
     return size
 
 
-def is_at(load: Load, stage: Stage) -> bool:
-    """Whether a stage reads at the place that it computes."""
-    return len(load.indices) == len(stage.spatial) and all(
-        axis.extent == 1 or index.same_as(axis.var) for index, axis in zip(load.indices, stage.spatial, strict=True)
+def is_at(load: Load, computed: Stage | Nest) -> bool:
+    """Whether a stage or nest reads at the place that it computes."""
+    axes = _axes(computed)
+    return len(load.indices) == len(axes) and all(
+        axis.extent == 1 or index.same_as(axis.var) for index, axis in zip(load.indices, axes, strict=True)
     )
 
 
+def _axes(computed: Stage | Nest) -> tuple[Axis, ...]:
+    return computed.spatial if isinstance(computed, Stage) else computed.axes
+
+
 def _alike(one: Stage | Nest, other: Stage | Nest) -> bool:
-    mine = one.spatial if isinstance(one, Stage) else one.axes
-    its = other.spatial if isinstance(other, Stage) else other.axes
+    mine, its = _axes(one), _axes(other)
     return len(mine) == len(its) and all(_same(a.extent, b.extent) for a, b in zip(mine, its, strict=True))
 
 
@@ -262,3 +266,39 @@ def _share_storage(stages: list[Stage], results: Sequence[tirx.Buffer]) -> list[
         )
         for stage in stages
     ]
+
+
+Pair = tuple[tirx.Buffer, tirx.Buffer]
+
+
+def tied_in(nests: Sequence[Nest], params: Sequence[tirx.Buffer]) -> list[tuple[Pair, Nest]]:
+    """Pairs of an operand and a result of one form, with the nest that reads the one and stores the other.
+
+    They are candidates to be one memory. Whether they may be is up to the code: it must compute no element twice, nor
+    read for one what it stores for another. The result is the last that its nest computes at a point, and no other
+    nest touches either.
+
+    Parameters
+    ----------
+    nests : sequence of Nest
+        As `form_nests` gives them.
+    params : sequence of Buffer
+        Of the function.
+    """
+    made = [buffer for nest in nests for buffer in nest.made]
+    # In order of appearance, so that a kernel's attributes are the same in every process.
+    read = [dict.fromkeys(source for value in nest.expressions() for source in sources(value)) for nest in nests]
+    found = []
+    for n, nest in enumerate(nests):
+        result = nest.steps[-1][0] if nest.steps and not nest.sums else None
+        if result not in params or made.count(result) != 1 or any(result in others for others in read):
+            continue
+        for operand in read[n]:
+            elsewhere = operand in made or any(operand in others for m, others in enumerate(read) if m != n)
+            if operand in params and not elsewhere and all(is_at(load, nest) for load in _loads_of(nest, operand)):
+                found.append(((operand, result), nest))
+    return found
+
+
+def _loads_of(nest: Nest, operand: tirx.Buffer) -> list[Load]:
+    return [load for value in nest.expressions() for load in loads(value) if load.source.same_as(operand)]

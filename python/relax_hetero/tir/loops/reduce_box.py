@@ -1,25 +1,37 @@
-"""Boxes with reductions: accumulators in registers, vectors along the results or along what is reduced."""
+"""Boxes with reductions: accumulators in registers, vectors along the results or along what is reduced.
+
+Along the results, every lane accumulates a result of its own (`AlongResults`); along what is reduced, every lane
+accumulates a part of one result, and the parts are combined at the end (`AlongReduced`).
+"""
 
 from __future__ import annotations
 
-from ...target.cpu_target import Machine
-from .along_reduced import AlongReduced
-from .along_results import AlongResults
-from .combining import combined
-from .flat import FlatBox, is_step
-from .vectors import varies_inside
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ...target.cpu_target import CpuTarget
+from ..core.builder import Expr, either, int64, when
+from .boxes import is_choice
+from .flat import FlatBox, Loop, is_step
+from .loop_code import nested, run, spread
+from .nests import Sum
+from .stages import Load, loads, replaced, variables
+from .vector_code import LANE, chooses, lanes_of, reading, slot, store, varies_inside, write_point
 
 
-def write_reduction(box: FlatBox, machine: Machine, tasks: int) -> None:
+def write_reduction(box: FlatBox, cpu: CpuTarget, tasks: int) -> None:
     """Write the loops of a box."""
-    along = _reduced_vector(box, machine)
+    along = _reduced_vector(box, cpu)
     if along is not None:
-        AlongReduced(box, machine, along).write(tasks)
+        AlongReduced(box, cpu, along).write(tasks)
     else:
-        AlongResults(box, machine).write(tasks)
+        AlongResults(box, cpu).write(tasks)
 
 
-def _reduced_vector(box: FlatBox, machine: Machine) -> int | None:
+def _reduced_vector(box: FlatBox, cpu: CpuTarget) -> int | None:
     """The reduced loop to cut into vectors, None where vectors lie along the results."""
     if any(combined(s) is None or s.buffer.dtype == "bool" for s in box.nest.sums):
         return None
@@ -35,3 +47,267 @@ def _reduced_vector(box: FlatBox, machine: Machine) -> int | None:
         if long and any(is_step(step, 1) for value in values for step in box.strides(value, loop.var)):
             return None if varies_inside(box, loop.var) else d
     return None
+
+
+_COMBINERS: dict[type, Callable[[Expr, Expr], Expr]] = {
+    tirx.Add: lambda a, b: a + b,
+    tirx.Mul: lambda a, b: a * b,
+    tirx.Max: tirx.max,
+    tirx.Min: tirx.min,
+}
+
+
+@dataclass(frozen=True)
+class Combined:
+    """``buffer = combine(buffer, term)``, which may be done in any order."""
+
+    sum: Sum
+    combine: Callable[[Expr, Expr], Expr]
+    term: Expr
+    neutral: Expr
+
+
+def combined(s: Sum) -> Combined | None:
+    """What a reduction combines, if that is one value with what is there so far."""
+    kind = type(s.value)
+    if kind not in _COMBINERS:
+        return None
+    for own, term in ((s.value.a, s.value.b), (s.value.b, s.value.a)):
+        if isinstance(own, Load) and own.source.same_as(s.buffer):
+            if any(load.source.same_as(s.buffer) for load in loads(term)):
+                return None
+            dtype = s.buffer.dtype
+            neutral = {tirx.Add: tirx.const(0, dtype), tirx.Mul: tirx.const(1, dtype)}.get(kind, s.initial)
+            return Combined(s, _COMBINERS[kind], term, neutral)
+    return None
+
+
+def parts_of(box: FlatBox) -> list[Combined]:
+    """What each reduction of a box combines, where all of them do."""
+    return [c for c in (combined(s) for s in box.nest.sums) if c is not None]
+
+
+def is_number(value: Expr, number: Expr) -> bool:
+    """Whether an expression is a certain constant."""
+    numbers = (tirx.IntImm, tirx.FloatImm)
+    return isinstance(value, numbers) and isinstance(number, numbers) and float(value) == float(number)
+
+
+# Vectors that accumulate parts of one result at once: an addition takes about so many cycles.
+_PARTS = 4
+
+
+class AlongReduced:
+    """Every lane accumulates a part of one result; the parts are combined at the end."""
+
+    def __init__(self, box: FlatBox, cpu: CpuTarget, along: int) -> None:
+        self.box, self.along = box, box.reduced[along]
+        self.others = [loop for loop in box.reduced if loop is not self.along]
+        self.lanes = lanes_of(box.nest, cpu)
+        count = self.along.count
+        while isinstance(count, int) and self.lanes > 1 and self.lanes > count:
+            self.lanes //= 2
+        self.together = _PARTS if not isinstance(count, int) else max(1, min(_PARTS, count // self.lanes))
+
+    def write(self, tasks: int) -> None:
+        def write(part: FlatBox) -> None:
+            with nested(part.spatial) as position:
+                self._row(part.at(position))
+
+        spread(self.box, tasks, 1, write)
+
+    def _row(self, box: FlatBox) -> None:
+        parts = parts_of(box)
+        wide = [[slot(p.sum.buffer.dtype, self.lanes) for p in parts] for _ in range(self.together)]
+        narrow = [slot(p.sum.buffer.dtype, 1) for p in parts]
+        zero = int64(0)
+        for registers in wide:
+            for p, register in zip(parts, registers, strict=True):
+                store(register, p.neutral, LANE, self.lanes)
+        for p, single in zip(parts, narrow, strict=True):
+            T.buffer_store(single, p.sum.initial, [zero])
+        with nested(self.others) as position:
+            inner = parts_of(box.at(position))
+
+            def visit(start: Expr, lanes: int, count: int) -> None:
+                for i in range(count):
+                    if lanes == self.lanes:
+                        self._accumulate(inner, start + i * lanes, lanes, wide[i])
+                    else:
+                        self._few(inner, start, lanes, narrow)
+
+            run(self.along, self.lanes, self.together, False, visit)
+        for n, (p, single) in enumerate(zip(parts, narrow, strict=True)):
+            self._combine(p, [registers[n] for registers in wide], single)
+        write_point(box, None, zero, 1, {p.sum.buffer: s for p, s in zip(parts, narrow, strict=True)})
+
+    def _accumulate(self, parts: list[Combined], start: Expr, lanes: int, registers: list[tirx.Buffer]) -> None:
+        for p, register in zip(parts, registers, strict=True):
+            term = replaced(p.term, {self.along.var: start + LANE})
+            store(register, p.combine(tirx.BufferLoad(register, [LANE]), term), LANE, lanes)
+
+    def _few(self, parts: list[Combined], start: Expr, lanes: int, narrow: list[tirx.Buffer]) -> None:
+        """Fewer terms than a vector holds, combined one after another."""
+        terms = [slot(p.sum.buffer.dtype, lanes) for p in parts]
+        for p, term in zip(parts, terms, strict=True):
+            store(term, replaced(p.term, {self.along.var: start + LANE}), LANE, lanes)
+        for p, term, single in zip(parts, terms, narrow, strict=True):
+            self._fold(p, term, lanes, single)
+
+    def _combine(self, p: Combined, registers: list[tirx.Buffer], single: tirx.Buffer) -> None:
+        while len(registers) > 1:
+            half = (len(registers) + 1) // 2
+            for one, other in zip(registers, registers[half:], strict=False):
+                both = p.combine(tirx.BufferLoad(one, [LANE]), tirx.BufferLoad(other, [LANE]))
+                store(one, both, LANE, self.lanes)
+            registers = registers[:half]
+        self._fold(p, registers[0], self.lanes, single)
+
+    def _fold(self, p: Combined, register: tirx.Buffer, lanes: int, single: tirx.Buffer) -> None:
+        while lanes > 1:
+            lanes //= 2
+            both = p.combine(tirx.BufferLoad(register, [LANE]), tirx.BufferLoad(register, [LANE + lanes]))
+            store(register, both, LANE, lanes)
+        zero = int64(0)
+        T.buffer_store(single, p.combine(tirx.BufferLoad(single, [zero]), tirx.BufferLoad(register, [zero])), [zero])
+
+
+# Vectors of results that are accumulated at once.
+_VECTORS = 4
+# Reductions of up to so many terms are written out.
+_WRITTEN_OUT = 32
+# Rows that are computed together where they read the same vectors, from so many terms on.
+_ROWS, _WORTH_ROWS = 4, 8
+
+ResultRow = tuple[FlatBox, list[dict[tirx.Buffer, tirx.Buffer]]]
+"""A row of results: what is computed, and for each of its vectors the slots of the sums."""
+
+
+class AlongResults:
+    """Every lane accumulates a result of its own.
+
+    Where rows share what they read, as those of a matrix product do, several are computed together.
+    """
+
+    def __init__(self, box: FlatBox, cpu: CpuTarget) -> None:
+        self.box = box
+        self.var = box.spatial[-1].var if box.spatial else None
+        scalar = self.var is None or varies_inside(box, self.var)
+        self.lanes = 1 if scalar else lanes_of(box.nest, cpu)
+        self.rows = self._shared_rows()
+        self.together = _VECTORS if self.rows is None or cpu.isa.registers >= 32 else _VECTORS // 2
+
+    def _shared_rows(self) -> tirx.Var | None:
+        """The variable of rows that read the same vectors and are long enough to gain from it."""
+        values = [s.value for s in self.box.nest.sums]
+        if self.lanes == 1 or any(map(chooses, values)) or _terms(self.box) < _WORTH_ROWS:
+            return None
+        for loop in reversed(self.box.spatial[:-1]):
+            by_row = [step for value in values for step in self.box.strides(value, loop.var)]
+            along = [step for value in values for step in self.box.strides(value, self.var)]
+            shares = any(is_step(row, 0) and is_step(step, 1) for row, step in zip(by_row, along, strict=True))
+            if shares and not all(is_step(row, 0) for row in by_row):
+                return loop.var
+        return None
+
+    def write(self, tasks: int) -> None:
+        """Write the loops, shared among tasks."""
+
+        def write(part: FlatBox) -> None:
+            if self.var is None:
+                self._visit([part], tirx.IntImm("int64", 0), 1, 1)
+                return
+            rows = next((loop for loop in part.spatial[:-1] if loop.var is self.rows), None)
+            with nested([loop for loop in part.spatial[:-1] if loop is not rows]) as position:
+                here = part.at(position)
+                if rows is None:
+                    self._row_of_vectors([here])
+                else:
+                    self._several_rows(here, rows)
+
+        spread(self.box, tasks, self.lanes * self.together, write)
+
+    def _several_rows(self, box: FlatBox, rows: Loop) -> None:
+        def at(first: Expr, count: int) -> None:
+            self._row_of_vectors([box.at({rows.var: first + i}) for i in range(count)])
+
+        run(rows, 1, _ROWS, False, lambda first, _lanes, count: at(first, count))
+
+    def _row_of_vectors(self, rows: list[FlatBox]) -> None:
+        overlap = not self.box.nest.in_place
+        run(rows[0].spatial[-1], self.lanes, self.together, overlap, lambda *at: self._visit(rows, *at))
+
+    def _visit(self, rows: list[FlatBox], start: Expr, lanes: int, count: int) -> None:
+        sums = self.box.nest.sums
+        group: list[ResultRow] = [
+            (row, [{s.buffer: slot(s.buffer.dtype, lanes) for s in sums} for _ in range(count)]) for row in rows
+        ]
+        for row, slots in group:
+            for held in slots:
+                for s in row.nest.sums:
+                    store(held[s.buffer], s.initial, LANE, lanes)
+        # The borders of an image, where terms are left out, are not worth code of their own for every term.
+        few = _terms(self.box) * count * len(rows) <= 2 * _WRITTEN_OUT and not any(chooses(s.value) for s in sums)
+        self._reduce(group, list(self.box.reduced), few, start, lanes)
+        for row, slots in group:
+            for i, held in enumerate(slots):
+                write_point(row, self.var, start + i * lanes, lanes, held)
+
+    def _reduce(self, group: list[ResultRow], loops: list[Loop], written_out: bool, start: Expr, lanes: int) -> None:
+        if loops:
+            if written_out and _is_known(loops[0]):
+                for i in range(loops[0].begin, loops[0].end):
+                    inner = [(row.at({loops[0].var: int64(i)}), slots) for row, slots in group]
+                    self._reduce(inner, loops[1:], written_out, start, lanes)
+            else:
+                with nested(loops[:1]) as position:
+                    inner = [(row.at(position), slots) for row, slots in group]
+                    self._reduce(inner, loops[1:], written_out, start, lanes)
+            return
+        for row, slots in group:
+            sums = row.nest.sums
+            if len(sums) == 1 and self._by_choice(sums[0], start, lanes, slots):
+                continue
+            for i, held in enumerate(slots):
+                self._accumulate([s.value for s in sums], sums, start + i * lanes, lanes, held)
+
+    def _by_choice(self, s: Sum, start: Expr, lanes: int, slots: list[dict[tirx.Buffer, tirx.Buffer]]) -> bool:
+        """Have all vectors choose at once where a term is one of two."""
+        parts = combined(s)
+        if parts is None or not is_choice(parts.term) or (self.var in variables(parts.term.args[0])):
+            return False
+        condition, then, otherwise = parts.term.args
+        own = tirx.BufferLoad(s.buffer, [int64(0)])
+
+        def accumulate(term: Expr) -> None:
+            for i, held in enumerate(slots):
+                self._accumulate([parts.combine(own, term)], [s], start + i * lanes, lanes, held)
+
+        if is_number(otherwise, parts.neutral):
+            with when(condition):
+                accumulate(then)
+        else:
+            either(condition, lambda: accumulate(then), lambda: accumulate(otherwise))
+        return True
+
+    def _accumulate(
+        self, values: list[Expr], sums: list[Sum], start: Expr, lanes: int, held: dict[tirx.Buffer, tirx.Buffer]
+    ) -> None:
+        new = [slot(s.buffer.dtype, lanes) for s in sums] if len(sums) > 1 else []
+        for i, (s, value) in enumerate(zip(sums, values, strict=True)):
+            at = replaced(value, {self.var: start + LANE}) if self.var is not None else value
+            store(new[i] if new else held[s.buffer], reading(at, held, {}), LANE, lanes)
+        for s, fresh in zip(sums, new, strict=False):
+            store(held[s.buffer], tirx.BufferLoad(fresh, [LANE]), LANE, lanes)
+
+
+def _terms(box: FlatBox) -> int:
+    """How many terms a result has; many where that is unknown."""
+    terms = 1
+    for loop in box.reduced:
+        terms *= loop.count if isinstance(loop.count, int) else _WRITTEN_OUT
+    return terms
+
+
+def _is_known(loop: Loop) -> bool:
+    return isinstance(loop.begin, int) and isinstance(loop.end, int)

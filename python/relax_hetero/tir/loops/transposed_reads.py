@@ -1,4 +1,4 @@
-"""Maps that read across the direction they write in: square tiles, turned in registers.
+"""Maps that read across the direction they write in: square tiles, transposed in registers.
 
 Before, every element of a column is a read of its own::
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ..core.builder import Expr, ceil_div, int64, lane_indices, settled
+from ..core.builder import Expr, ceil_div, int64, lane_indices, opaque
 from ..pack.tile_transpose import riffle
 from .flat import FlatBox, Loop, stride
 from .loop_code import nested, spread
@@ -26,7 +26,7 @@ _LARGEST = 16
 
 
 @dataclass(frozen=True)
-class Turned:
+class TransposedReads:
     """A box whose reads, some of them, lie along another loop.
 
     Attributes
@@ -46,7 +46,7 @@ class Turned:
     size: int
 
 
-def turned(box: FlatBox, lanes: int, tasks: int) -> Turned | None:
+def transposed_reads(box: FlatBox, lanes: int, tasks: int) -> TransposedReads | None:
     """How to tile a box, None where nothing in it reads across."""
     *outer, last = box.spatial
     if not outer or not isinstance(last.count, int):
@@ -76,10 +76,10 @@ def turned(box: FlatBox, lanes: int, tasks: int) -> Turned | None:
         size //= 2
     if size < 4:
         return None
-    return Turned(replace(box, nest=replace(box.nest, steps=steps)), across.var, reads, size)
+    return TransposedReads(replace(box, nest=replace(box.nest, steps=steps)), across.var, reads, size)
 
 
-def write_turned(tiles: Turned, tasks: int) -> None:
+def write_transposed(tiles: TransposedReads, tasks: int) -> None:
     """Write the loops of a box by tiles."""
 
     def write(part: FlatBox) -> None:
@@ -98,10 +98,10 @@ def _start(loop: Loop, number: Expr, size: int) -> Expr:
     """Where a tile starts: the last one ends with the loop, and does again what it shares with the one before."""
     if isinstance(loop.count, int) and loop.count % size == 0:
         return number * size + loop.begin
-    return settled(T.min(number * size + loop.begin, int64(loop.end) - size))
+    return opaque(T.min(number * size + loop.begin, int64(loop.end) - size))
 
 
-def _tile(tiles: Turned, part: FlatBox, position: dict[tirx.Var, Expr], first: Expr, start: Expr) -> None:
+def _tile(tiles: TransposedReads, part: FlatBox, position: dict[tirx.Var, Expr], first: Expr, start: Expr) -> None:
     last, size = part.spatial[-1].var, tiles.size
     columns: dict[tirx.Buffer, list[tirx.Buffer]] = {}
     for stand_in, load in tiles.reads.items():

@@ -1,4 +1,4 @@
-"""The code of one point, or of a vector of neighbouring points."""
+"""The code of one point, or of a vector of neighbouring points: how wide it is, and how it is computed and stored."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from contextlib import contextmanager
 import tvm
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
-from tvm_ffi import structural_map
+from tvm_ffi import structural_map, structural_walk
 
+from ...target.cpu_target import CpuTarget
 from ..core.builder import Expr, lane_indices
 from .boxes import is_choice
 from .flat import FlatBox, stride
-from .stages import Load, replaced, sources, with_loads
+from .nests import Nest
+from .stages import Load, loads, replaced, sources, variables, with_loads
 
-Held = Mapping[tirx.Buffer, tirx.Buffer]
+Slots = Mapping[tirx.Buffer, tirx.Buffer]
 """By what it holds values of: a slot of memory with an element for each lane, which becomes a register."""
 
 LANE = tirx.Var("lane", "int64")
@@ -96,7 +98,7 @@ def _shuffled(load: Load, lanes: int) -> Expr:
     return tirx.BufferLoad(result, [LANE])
 
 
-def reading(expr: Expr, held: Held, inline: Mapping[tirx.Buffer, Expr]) -> Expr:
+def reading(expr: Expr, held: Slots, inline: Mapping[tirx.Buffer, Expr]) -> Expr:
     """`expr` with what the nest itself made taken from slots, or computed where it is read."""
     if not held and not inline:
         return expr
@@ -109,7 +111,7 @@ def reading(expr: Expr, held: Held, inline: Mapping[tirx.Buffer, Expr]) -> Expr:
     return with_loads(expr, change)
 
 
-def write_point(box: FlatBox, var: tirx.Var | None, start: Expr, lanes: int, sums: Held) -> None:
+def write_point(box: FlatBox, var: tirx.Var | None, start: Expr, lanes: int, sums: Slots) -> None:
     """Compute the steps of `lanes` neighbouring points and store them.
 
     Parameters
@@ -145,3 +147,32 @@ def write_point(box: FlatBox, var: tirx.Var | None, start: Expr, lanes: int, sum
             inline[buffer] = value
         if is_stored:
             store(buffer, value, here.places[buffer], lanes)
+
+
+def lanes_of(nest: Nest, cpu: CpuTarget) -> int:
+    """Elements of a vector register of the widest type that is read, computed with or stored."""
+    types = {str(load.ty.dtype) for value in nest.expressions() for load in loads(value)}
+    types |= {buffer.dtype for buffer in nest.made}
+    types -= {"bool"}
+    return min((cpu.lanes(dtype) for dtype in types), default=cpu.lanes("int8"))
+
+
+def varies_inside(box: FlatBox, var: tirx.Var) -> bool:
+    """Whether a choice of one of two values hangs on a variable: the lanes of a vector cannot choose alone."""
+    return any(var in variables(c) for value in box.nest.expressions() for c in _choices(value))
+
+
+def chooses(value: tirx.Expr) -> bool:
+    """Whether an expression has choices."""
+    return bool(_choices(value))
+
+
+def _choices(value: tirx.Expr) -> list[tirx.Expr]:
+    found: list[tirx.Expr] = []
+
+    def on_call(call: tvm.ir.Call) -> None:
+        if is_choice(call):
+            found.append(call.args[0])
+
+    structural_walk(value, (tvm.ir.Call, on_call))
+    return found

@@ -11,7 +11,6 @@ scale, groups, the eight weights of a group.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
 
@@ -19,10 +18,9 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...encoding.block_weights import GROUP
-from ...encoding.expression import Expression
 from ...encoding.problem import BlockProductProblem
-from ...encoding.tiles import tile_sizes
-from ...target.cpu_target import Machine
+from ...target.cpu_target import CpuTarget
+from ...target.tiles import tile_sizes
 from ..core.builder import (
     Expr,
     Function,
@@ -30,21 +28,21 @@ from ..core.builder import (
     broadcast,
     ceil_div,
     either,
-    held,
     lane_indices,
-    lane_numbers,
+    lane_mask,
+    let,
     loop,
-    settled,
-    smaller,
-    vector_type,
+    minimum,
+    opaque,
     when,
     zeros,
 )
-from ..core.operand_view import OperandView, extent_of
+from ..core.operand_view import Coordinates, OperandView, extent_of
 from ..core.work_split import part, split_work
-from ..elementwise import expression_code
-from .block_numbers import PLACES, Unpacking
+from ..elementwise.epilogue import EpilogueCode
+from .matmul_spec import choose, row_cases
 from .matmul_tile import IN_FLIGHT, MAX_CHAIN
+from .weight_unpacking import PLACES, Unpacking
 
 # Bytes of the left operand that all panels go over before the next rows: half of a second-level cache.
 ROW_BLOCK_BYTES = 1 << 19
@@ -58,8 +56,7 @@ class _Kernel:
     ----------
     problem : BlockProductProblem
     lhs, result : OperandView
-    extra : tuple of OperandView
-        The epilogue's operands.
+    epilogue : EpilogueCode
     weight, scales : Buffer
         In one dimension.
     unpacking : Unpacking
@@ -74,7 +71,7 @@ class _Kernel:
     problem: BlockProductProblem
     lhs: OperandView
     result: OperandView
-    extra: tuple[OperandView, ...]
+    epilogue: EpilogueCode
     weight: Expr
     scales: Expr
     unpacking: Unpacking
@@ -94,18 +91,18 @@ class _Tile:
     panel: Expr
 
 
-def block_product_kernel(problem: BlockProductProblem, machine: Machine) -> tirx.PrimFunc:
+def block_product_kernel(problem: BlockProductProblem, cpu: CpuTarget) -> tirx.PrimFunc:
     """The kernel of a product with weights of 4 bits.
 
     Parameters
     ----------
     problem : BlockProductProblem
-    machine : Machine
+    cpu : CpuTarget
 
     Returns
     -------
     tirx.PrimFunc
-        Its parameters are those that `BlockProductProblem` says; it is parallel over the machine's cores.
+        Its parameters are those that `BlockProductProblem` says; it is parallel over the CPU's cores.
     """
     function = Function("block_product")
     with function:
@@ -114,49 +111,48 @@ def block_product_kernel(problem: BlockProductProblem, machine: Machine) -> tirx
             OperandView(function, name, operand)
             for name, operand in zip(("weight", "scales", "zeros"), problem.weights, strict=False)
         ]
-        operands = problem.epilogue.operands if problem.epilogue else ()
-        extra = tuple(OperandView(function, f"x{i + 1}", operand) for i, operand in enumerate(operands))
+        lanes = cpu.lanes("float32")
+        epilogue = EpilogueCode.of(function, problem.epilogue, "float32", problem.result.dtype, lanes)
         result = OperandView(function, "result", problem.result)
-        views = [lhs, *extra, result]
+        views = [lhs, *epilogue.views, result]
         for name in reversed([name for name in result.index_map if name.startswith("b")]):
             for view in views:
                 view.merge(name, "m")
         with function.body():
             for view in (*views, *packed):
                 view.open()
-            lanes = machine.lanes("float32")
             vectors = problem.panel // lanes
             data = [view.data for view in packed]
             kernel = _Kernel(
                 problem,
                 lhs,
                 result,
-                extra,
+                epilogue,
                 data[0],
                 data[1],
-                Unpacking.of(machine, data[2] if len(data) > 2 else None),
+                Unpacking.of(cpu, data[2] if len(data) > 2 else None),
                 lanes,
                 vectors,
-                machine.isa.registers - (2 + PLACES) * vectors - 1,
+                cpu.isa.registers - (2 + PLACES) * vectors - 1,
                 extent_of([result], "m"),
             )
-            _emit_loops(kernel, machine)
+            _emit_loops(kernel, cpu)
     return function.result
 
 
-def _rows_of_a_tile(kernel: _Kernel, machine: Machine) -> int:
-    rows = max(1, min(tile_sizes(machine).rows, kernel.free // kernel.vectors))
+def _rows_of_a_tile(kernel: _Kernel, cpu: CpuTarget) -> int:
+    rows = max(1, min(tile_sizes(cpu).rows, kernel.free // kernel.vectors))
     return min(rows, kernel.m) if isinstance(kernel.m, int) else rows
 
 
-def _emit_loops(kernel: _Kernel, machine: Machine) -> None:
+def _emit_loops(kernel: _Kernel, cpu: CpuTarget) -> None:
     problem = kernel.problem
     if 0 in (kernel.m, problem.columns):
         T.evaluate(0)
         return
-    rows = _rows_of_a_tile(kernel, machine)
-    tiles, panels = settled(ceil_div(kernel.m, rows)), ceil_div(problem.columns, problem.panel)
-    split = split_work(machine.cores, 1, tiles, panels, (rows, problem.panel), problem.depth)
+    rows = _rows_of_a_tile(kernel, cpu)
+    tiles, panels = opaque(ceil_div(kernel.m, rows)), ceil_div(problem.columns, problem.panel)
+    split = split_work(cpu.cores, 1, tiles, panels, (rows, problem.panel), problem.depth)
     tiles_per_block = max(1, ROW_BLOCK_BYTES // (4 * problem.depth * rows))
     with loop(split.tasks, parallel=split.tasks > 1) as task:
         accs = Registers(max(rows * kernel.vectors, IN_FLIGHT), "float32", kernel.lanes)
@@ -164,34 +160,21 @@ def _emit_loops(kernel: _Kernel, machine: Machine) -> None:
         _, row_part, column_part = split.place(task)
         first_m, last_m = part(tiles, split.rows, row_part)
         first_n, last_n = part(panels, split.columns, column_part)
-        with loop(settled(ceil_div(last_m - first_m, tiles_per_block))) as block:
-            begin = settled(first_m + block * tiles_per_block)
-            end = settled(smaller(begin + tiles_per_block, last_m))
+        with loop(opaque(ceil_div(last_m - first_m, tiles_per_block))) as block:
+            begin = opaque(first_m + block * tiles_per_block)
+            end = opaque(minimum(begin + tiles_per_block, last_m))
             with loop(last_n - first_n) as panel, loop(end - begin) as tile:
-                row = settled(settled(begin + tile) * rows)
-                _emit_rows(kernel, row, rows, settled(first_n + panel), accs, totals)
+                row = opaque(opaque(begin + tile) * rows)
+                _emit_rows(kernel, row, rows, opaque(first_n + panel), accs, totals)
 
 
 def _emit_rows(kernel: _Kernel, row: Expr, rows: int, panel: Expr, accs: Registers, totals: Registers) -> None:
     """A tile in the form that its place needs: whole, or of what rows are left."""
 
-    def form(count: int, end: Expr) -> Callable[[], None]:
-        return lambda: _emit_tile(kernel, _Tile(row, count, end, panel), accs, totals)
-
-    if isinstance(kernel.m, int):
-        left = kernel.m % rows
-        whole = row + rows <= kernel.m if left else True
-        either(whole, form(rows, None), form(left, None))
-        return
-    forms = [rows, *(count for count in (4, 2, 1) if count < rows)]
-
-    def choose(number: int) -> None:
-        if number == len(forms) - 1:
-            form(forms[number], kernel.m)()
-            return
-        either(row + forms[number + 1] < kernel.m, form(forms[number], kernel.m), lambda: choose(number + 1))
-
-    choose(0)
+    choose(
+        row_cases(kernel.m, row, rows),
+        lambda count, end: _emit_tile(kernel, _Tile(row, count, end, panel), accs, totals),
+    )
 
 
 def _emit_tile(kernel: _Kernel, tile: _Tile, accs: Registers, totals: Registers) -> None:
@@ -205,7 +188,7 @@ def _emit_tile(kernel: _Kernel, tile: _Tile, accs: Registers, totals: Registers)
         totals[number] = zeros("float32", kernel.lanes)
     if whole:
         with loop(whole) as number:
-            _emit_chain(kernel, tile, (accs, totals), settled(number * chain), chain, banks)
+            _emit_chain(kernel, tile, (accs, totals), opaque(number * chain), chain, banks)
     if rest:
         _emit_chain(kernel, tile, (accs, totals), tirx.const(whole * chain, "int64"), rest, banks)
     _finish(kernel, tile, totals)
@@ -224,19 +207,19 @@ def _emit_chain(
     accs, totals = sums
     count = tile.rows * kernel.vectors
     groups, blocks = ceil_div(problem.depth, GROUP), ceil_div(problem.depth, problem.block)
-    at_scale = settled((tile.panel * blocks + first // problem.block) * panel)
+    at_scale = opaque((tile.panel * blocks + first // problem.block) * panel)
     points = [kernel.unpacking.points(at_scale + j * lanes) for j in range(kernel.vectors)]
-    weights = settled((tile.panel * groups + first // GROUP) * panel)
-    rows = [settled(kernel.lhs.address({"m": row, "k": first})) for row in _rows_in(kernel, tile)]
+    weights = opaque((tile.panel * groups + first // GROUP) * panel)
+    rows = [opaque(kernel.lhs.address({"m": row, "k": first})) for row in _rows_in(kernel, tile)]
     for number in range(count * banks):
         accs[number] = zeros("float32", lanes)
 
     def group(number: Expr, steps: int) -> None:
-        at = settled(weights + number * panel)
-        bits = [held(kernel.weight[lane_indices(at + j * lanes, lanes)]) for j in range(kernel.vectors)]
+        at = opaque(weights + number * panel)
+        bits = [let(kernel.weight[lane_indices(at + j * lanes, lanes)]) for j in range(kernel.vectors)]
         numbers = [kernel.unpacking.numbers(bits[j], points[j]) for j in range(kernel.vectors)]
         for step in range(steps):
-            right = [held(number(step)) for number in numbers]
+            right = [let(number(step)) for number in numbers]
             bank = step % banks
             for i in range(tile.rows):
                 left = broadcast(kernel.lhs.data[rows[i] + number * GROUP + step], lanes)
@@ -251,7 +234,7 @@ def _emit_chain(
     if rest:
         group(tirx.const(whole, "int64"), rest)
     for j in range(kernel.vectors):
-        scale = held(kernel.scales[lane_indices(at_scale + j * lanes, lanes)])
+        scale = let(kernel.scales[lane_indices(at_scale + j * lanes, lanes)])
         for i in range(tile.rows):
             number = i * kernel.vectors + j
             total = accs[number]
@@ -267,11 +250,7 @@ def _finish(kernel: _Kernel, tile: _Tile, totals: Registers) -> None:
     if left == 0:
         _store(kernel, tile, totals, [None] * kernel.vectors)
         return
-    masks = []
-    for j in range(ceil_div(left, lanes)):
-        exist = left - j * lanes
-        limit = broadcast(tirx.const(exist, "int32"), lanes)
-        masks.append(None if exist >= lanes else lane_numbers(lanes) < limit)
+    masks = [lane_mask(left - j * lanes, lanes) for j in range(ceil_div(left, lanes))]
     last = problem.columns // problem.panel
     either(
         tile.panel < last,
@@ -282,18 +261,15 @@ def _finish(kernel: _Kernel, tile: _Tile, totals: Registers) -> None:
 
 def _store(kernel: _Kernel, tile: _Tile, totals: Registers, masks: list[Expr]) -> None:
     """Write vectors of the tile, one for each mask (None: whole)."""
-    epilogue, lanes = kernel.problem.epilogue, kernel.lanes
-    expression = epilogue.expression if epilogue else Expression.operand(0)
-    dtypes = ["float32", *(view.dtype for view in kernel.extra)]
+    lanes = kernel.lanes
     rows = _rows_in(kernel, tile)
     for i in range(tile.rows):
         with when(True if tile.end is None or i == 0 else tile.row + i < tile.end):
             for j, mask in enumerate(masks):
                 at = {"m": rows[i], "n": tile.panel * kernel.problem.panel + j * lanes}
-                values = [totals[i * kernel.vectors + j]]
-                for view in kernel.extra:
-                    values.append(view.load(at, "n", lanes, mask if view.runs_along("n") else None))
-                value = expression_code.emit(expression, values, dtypes, lanes)
-                if expression.dtype(dtypes) != kernel.result.dtype:
-                    value = tirx.Cast(vector_type(kernel.result.dtype, lanes), value)
+
+                def load(view: OperandView, at: Coordinates = at, mask: Expr | None = mask) -> Expr:
+                    return view.load(at, "n", lanes, mask if view.runs_along("n") else None)
+
+                value = kernel.epilogue.result(totals[i * kernel.vectors + j], load)
                 kernel.result.store(at, "n", value, lanes, mask)

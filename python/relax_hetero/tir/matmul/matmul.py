@@ -6,25 +6,24 @@ operand stays in the second-level cache while the tiles of a block of rows go ov
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...encoding.dot_instructions import product_for
 from ...encoding.problem import MatmulProblem
-from ...encoding.tiles import tile_sizes
 from ...errors import EncodingError
-from ...target.cpu_target import Machine
+from ...target.cpu_target import CpuTarget
+from ...target.dot_instructions import dot_instruction_for
 from ...target.element_types import bytes_of
-from ..core.builder import Expr, Function, Registers, ceil_div, either, loop, settled, smaller
+from ...target.tiles import tile_sizes
+from ..core.builder import Expr, Function, Registers, ceil_div, loop, minimum, opaque
 from ..core.operand_view import Coordinates, OperandView, extent_of
 from ..core.ties import tied_to
-from ..core.work_split import Split, part, split_work
-from ..rows.row_code import Row, RowCode
+from ..core.work_split import Split, part, split_work, unravel
+from ..elementwise.epilogue import EpilogueCode
+from ..rows.row_code import RowSpec, RowWriter
 from ..rows.rows import emit_rows, phase_code
-from .inner_product import llvm_import
-from .matmul_spec import KRange, Product2D, Sweep, make_tile
+from .k_step import llvm_import
+from .matmul_spec import Case, KRange, MatmulSpec, Sweep, choose, make_tile, row_cases
 from .matmul_tile import accumulators, emit_tile
 
 # Bytes of a row of the left operand in one block of k: a panel of 32 such columns is a fraction of the second-level
@@ -40,64 +39,61 @@ PREFETCH_BYTES = 1 << 16
 PREFETCH_ROWS = 3
 
 
-def matmul_kernel(problem: MatmulProblem, machine: Machine) -> tirx.PrimFunc:
+def matmul_kernel(problem: MatmulProblem, cpu: CpuTarget) -> tirx.PrimFunc:
     """The kernel of a matrix product.
 
     Parameters
     ----------
     problem : MatmulProblem
-    machine : Machine
+    cpu : CpuTarget
 
     Returns
     -------
     tirx.PrimFunc
-        Its parameters are those that `MatmulProblem` says; it is parallel over the machine's cores.
+        Its parameters are those that `MatmulProblem` says; it is parallel over the CPU's cores.
 
     Raises
     ------
     EncodingError
-        If the machine has no product of these element types, or an operand is stored in a way the product cannot read.
+        If the CPU has no product of these element types, or an operand is stored in a way the product cannot read.
     """
     types = (problem.lhs.dtype, problem.rhs.dtype, problem.acc_dtype)
-    product = product_for(machine, *types)
-    if product is None:
+    dot = dot_instruction_for(cpu, *types)
+    if dot is None:
         raise EncodingError(
-            "matmul: found element types {} * {} -> {}, expected ones that {} multiplies".format(
-                *types, machine.isa.name
-            )
+            "matmul: found element types {} * {} -> {}, expected ones that {} multiplies".format(*types, cpu.isa.name)
         )
     function = Function("matmul")
     with function:
         lhs = OperandView(function, "lhs", problem.lhs)
         rhs = OperandView(function, "rhs", problem.rhs)
         init = OperandView(function, "init", problem.init) if problem.init else None
-        operands = problem.epilogue.operands if problem.epilogue else ()
-        more = tuple(OperandView(function, f"x{i + 1}", operand) for i, operand in enumerate(operands))
+        lanes = cpu.lanes(problem.acc_dtype)
+        epilogue = EpilogueCode.of(function, problem.epilogue, problem.acc_dtype, problem.result.dtype, lanes)
         in_rows = [
             OperandView(function, f"y{i}", o) for i, o in enumerate(problem.rows.operands if problem.rows else ())
         ]
         result = OperandView(function, "result", problem.result)
-        views = [lhs, rhs, *([init] if init else []), *more, *in_rows, result]
+        views = [lhs, rhs, *([init] if init else []), *epilogue.views, *in_rows, result]
         batch = merge_batches(views, lhs, rhs, result)
-        lanes = machine.lanes(problem.acc_dtype)
         # One register holds what is broadcast of the left operand.
-        free = machine.isa.registers - 1 - product.temporaries
+        free = cpu.isa.registers - 1 - dot.temporaries
         m, n, k = (extent_of(views, name) for name in "mnk")
-        spec = Product2D(lhs, rhs, result, init, problem.epilogue, more, product, lanes, free, m, n, k)
+        spec = MatmulSpec(lhs, rhs, result, init, epilogue, dot, lanes, free, m, n, k)
         with function.body():
             for view in views:
                 view.open()
-            rows = phase_code(problem.rows, in_rows, result, machine, n) if problem.rows else None
-            text = llvm_import(product, lanes)
+            rows = phase_code(problem.rows, in_rows, result, cpu, n) if problem.rows else None
+            text = llvm_import(dot, lanes)
             if text is None:
-                _emit_loops(spec, machine, batch, rows)
+                _emit_loops(spec, cpu, batch, rows)
             else:
                 with T.attr(0, "pragma_import_llvm", text):
-                    _emit_loops(spec, machine, batch, rows)
+                    _emit_loops(spec, cpu, batch, rows)
     return _tied(function.result, problem, spec)
 
 
-def _tied(func: tirx.PrimFunc, problem: MatmulProblem, spec: Product2D) -> tirx.PrimFunc:
+def _tied(func: tirx.PrimFunc, problem: MatmulProblem, spec: MatmulSpec) -> tirx.PrimFunc:
     """What a tile starts from and what its epilogue reads may be its result, unless partial sums wait there.
 
     Operands of work on rows may not: the rows of the product are there by then.
@@ -128,50 +124,50 @@ def _can_merge(view: OperandView, name: str) -> bool:
     return view.layout.is_identity and view.index_map.index(name) + 1 == view.index_map.index("m")
 
 
-def _emit_loops(spec: Product2D, machine: Machine, batch: list[str], rows_code: RowCode | None) -> None:
+def _emit_loops(spec: MatmulSpec, cpu: CpuTarget, batch: list[str], rows_code: RowSpec | None) -> None:
     if 0 in (spec.m, spec.n):
         T.evaluate(0)
         return
-    rows, vectors = _tile_size(spec, machine)
+    rows, vectors = _tile_size(spec, cpu)
     tiles, panels = ceil_div(spec.m, rows), ceil_div(spec.n, vectors * spec.lanes)
     extents = {name: extent_of([spec.result], name) for name in batch}
     count: Expr = 1
     for extent in extents.values():
         count = count * extent
     blocks_k, block_k = _k_blocks(spec)
-    count, tiles, panels, blocks_k = (settled(value) for value in (count, tiles, panels, blocks_k))
-    split = split_work(machine.cores, count, tiles, panels, (rows, vectors * spec.lanes), spec.k)
-    prefetches = _is_prefetched(spec, machine, split)
+    count, tiles, panels, blocks_k = (opaque(value) for value in (count, tiles, panels, blocks_k))
+    split = split_work(cpu.cores, count, tiles, panels, (rows, vectors * spec.lanes), spec.k)
+    prefetches = _is_prefetched(spec, cpu, split)
     in_task = isinstance(split.columns, int) and split.columns == 1  # a task makes whole rows
     with loop(split.tasks, parallel=split.tasks > 1) as task:
-        accs = Registers(accumulators(rows, vectors), spec.product.types[2], spec.lanes)
+        accs = Registers(accumulators(rows, vectors), spec.dot.types[2], spec.lanes)
         place = split.place(task)
         first_b, last_b = part(count, split.batch, place[0])
         first_m, last_m = part(tiles, split.rows, place[1])
         first_n, last_n = part(panels, split.columns, place[2])
         block_m = _tiles_per_block(tiles, split, rows)
-        row = Row(rows_code) if rows_code is not None and in_task else None
-        with loop(last_b - first_b) as b, loop(settled(ceil_div(last_m - first_m, block_m))) as block:
-            at = {name: settled(place) for name, place in _unravel(first_b + b, extents).items()}
-            begin_m = settled(first_m + block * block_m)
-            end_m = settled(smaller(begin_m + block_m, last_m))
+        row = RowWriter(rows_code) if rows_code is not None and in_task else None
+        with loop(last_b - first_b) as b, loop(opaque(ceil_div(last_m - first_m, block_m))) as block:
+            at = dict(zip(extents, unravel(first_b + b, list(extents.values()), place=opaque), strict=True))
+            begin_m = opaque(first_m + block * block_m)
+            end_m = opaque(minimum(begin_m + block_m, last_m))
             sweep_tiles = min(ceil_div(tiles, split.rows), block_m) if isinstance(tiles, int) else end_m - begin_m
             with loop(blocks_k) as kb, loop(last_n - first_n) as panel, loop(end_m - begin_m) as tile:
                 step = KRange.of(spec.k, blocks_k, block_k, kb)
-                first_row, column = settled(begin_m + tile) * rows, settled(first_n + panel) * (vectors * spec.lanes)
+                first_row, column = opaque(begin_m + tile) * rows, opaque(first_n + panel) * (vectors * spec.lanes)
                 sweep = Sweep(tile, sweep_tiles, column + vectors * spec.lanes) if prefetches else None
-                _emit_place(spec, at, (first_row, column), (rows, vectors), step, accs, sweep)
+                _emit_tile_at(spec, at, (first_row, column), (rows, vectors), step, accs, sweep)
             if row is not None:
-                first_row = settled(begin_m * rows)
-                with loop(settled(smaller(end_m * rows, spec.m)) - first_row) as number:
-                    row.emit({**at, "m": settled(first_row + number)})
+                first_row = opaque(begin_m * rows)
+                with loop(opaque(minimum(end_m * rows, spec.m)) - first_row) as number:
+                    row.emit({**at, "m": opaque(first_row + number)})
     if rows_code is not None and not in_task:
-        emit_rows(rows_code, [*batch, "m"], machine)
+        emit_rows(rows_code, [*batch, "m"], cpu)
 
 
-def _tile_size(spec: Product2D, machine: Machine) -> tuple[int, int]:
+def _tile_size(spec: MatmulSpec, cpu: CpuTarget) -> tuple[int, int]:
     """Rows and vectors of a tile: as wide as the right operand is packed, as high as registers allow."""
-    sizes = tile_sizes(machine)
+    sizes = tile_sizes(cpu)
     packed = spec.rhs.layout.tile(spec.rhs.index_map.index("n")) // spec.lanes
     vectors = packed if 0 < packed <= sizes.vectors * 2 else sizes.vectors
     if packed == 0 and isinstance(spec.m, int) and 0 < spec.m <= sizes.rows and spec.lanes > 1:
@@ -192,68 +188,47 @@ def _tiles_per_block(tiles: Expr, split: Split, rows: int) -> int:
     return ceil_div(own, max(1, (2 * own + most) // (2 * most)))
 
 
-def _is_prefetched(spec: Product2D, machine: Machine, split: Split) -> bool:
+def _is_prefetched(spec: MatmulSpec, cpu: CpuTarget, split: Split) -> bool:
     """Whether the tiles that go over a panel prefetch the next one.
 
     Worth it where a packed right operand comes from memory or the last-level cache, unless hardly a row goes over it.
     """
     packed = spec.rhs.layout.tile(spec.rhs.index_map.index("n")) > 1
-    if machine.kind != "llvm" or spec.lanes == 1 or not packed or not isinstance(split.rows, int):
+    if cpu.kind != "llvm" or spec.lanes == 1 or not packed or not isinstance(split.rows, int):
         return False
     if not isinstance(spec.n, int) or not isinstance(spec.k, int):
         return False
     # Where a product needs registers besides, the addresses of what is fetched would drive accumulators out of theirs.
-    if spec.product.temporaries:
+    if spec.dot.temporaries:
         return False
     is_read_only = isinstance(spec.m, int) and spec.m < PREFETCH_ROWS
     return spec.n * spec.k * bytes_of(spec.rhs.dtype) > PREFETCH_BYTES and not is_read_only
 
 
-def _k_blocks(spec: Product2D) -> tuple[Expr, int]:
+def _k_blocks(spec: MatmulSpec) -> tuple[Expr, int]:
     """How many blocks k is cut into, and the k of one."""
     block = K_BLOCK_BYTES // bytes_of(spec.lhs.dtype)
     few = isinstance(spec.m, int) and spec.m < PREFETCH_ROWS
-    whole = spec.result.dtype != spec.product.types[2] or few
+    whole = spec.result.dtype != spec.dot.types[2] or few
     if not isinstance(spec.k, int):
         return (1, 0) if whole else (T.max(ceil_div(spec.k, block), tirx.const(1, "int64")), block)
     if whole or spec.k <= block * 3 // 2:
         return 1, 0
     count = ceil_div(spec.k, block)
-    return count, ceil_div(ceil_div(spec.k, count), spec.product.k0) * spec.product.k0
+    return count, ceil_div(ceil_div(spec.k, count), spec.dot.k0) * spec.dot.k0
 
 
-def _unravel(number: Expr, extents: Mapping[str, Expr]) -> Coordinates:
-    at: dict[str, Expr] = {}
-    for name, extent in reversed(list(extents.items())):
-        at[name] = number if name == next(iter(extents)) else number % extent
-        number = number // extent
-    return at
-
-
-Case = tuple[Expr, int, Expr]
-"""When a form of the tile is used (None: otherwise), its rows or vectors, where existing ones end (None: no end)."""
-
-
-def _row_cases(spec: Product2D, row: Expr, rows: int) -> list[Case]:
+def _row_cases(spec: MatmulSpec, row: Expr, rows: int) -> list[Case]:
     """The forms of a tile along m: whole, and what is left at the end."""
-    views = (spec.lhs, spec.result, *([spec.init] if spec.init else []), *spec.epilogue_views)
+    views = (spec.lhs, spec.result, *([spec.init] if spec.init else []), *spec.epilogue.views)
     if all(view.is_padded("m", rows) for view in views if view.runs_along("m")):
         return [(None, rows, None)]
-    if isinstance(spec.m, int):
-        left = spec.m % rows
-        if left == 0:
-            return [(None, rows, None)]
-        return [(row + rows <= spec.m, rows, None), (None, left, None)]
-    forms = [form for form in (4, 2, 1) if form < rows]
-    cases: list[Case] = [
-        (row + fewer < spec.m, form, spec.m) for form, fewer in zip([rows, *forms], forms, strict=False)
-    ]
-    return [*cases, (None, 1, None)]
+    return row_cases(spec.m, row, rows)
 
 
-def _column_cases(spec: Product2D, column: Expr, vectors: int) -> list[Case]:
+def _column_cases(spec: MatmulSpec, column: Expr, vectors: int) -> list[Case]:
     """The forms of a tile along n."""
-    views = (spec.rhs, spec.result, *([spec.init] if spec.init else []), *spec.epilogue_views)
+    views = (spec.rhs, spec.result, *([spec.init] if spec.init else []), *spec.epilogue.views)
     columns = vectors * spec.lanes
     if all(view.is_padded("n", columns) for view in views if view.runs_along("n")):
         left = spec.n % columns if isinstance(spec.n, int) else 0
@@ -270,8 +245,8 @@ def _column_cases(spec: Product2D, column: Expr, vectors: int) -> list[Case]:
     return [last] if spec.n < columns else [(column + columns <= spec.n, vectors, None), last]
 
 
-def _emit_place(
-    spec: Product2D,
+def _emit_tile_at(
+    spec: MatmulSpec,
     at: Coordinates,
     place: tuple[Expr, Expr],
     size: tuple[int, int],
@@ -286,11 +261,6 @@ def _emit_place(
             over = None if rows < PREFETCH_ROWS and not isinstance(spec.m, int) else sweep
             emit_tile(spec, make_tile(spec, at, place, (rows, vectors), (rows_end, columns_end), over), step, accs)
 
-        _choose(_column_cases(spec, place[1], size[1]), tile_of)
+        choose(_column_cases(spec, place[1], size[1]), tile_of)
 
-    _choose(_row_cases(spec, place[0], size[0]), columns_of)
-
-
-def _choose(cases: list[Case], emit: Callable[[int, Expr], None]) -> None:
-    condition, size, end = cases[0]
-    either(True if condition is None else condition, lambda: emit(size, end), lambda: _choose(cases[1:], emit))
+    choose(_row_cases(spec, place[0], size[0]), columns_of)

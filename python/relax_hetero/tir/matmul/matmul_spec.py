@@ -1,16 +1,17 @@
-"""Where a register tile of a matrix product is: its place, its rows and columns that exist, its range of k."""
+"""What the tiles of a matrix product share, and of one tile: its rows and columns that exist, its range of k."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...encoding.dot_instructions import Product
-from ...encoding.problem import Epilogue
-from ..core.builder import Expr, broadcast, lane_numbers, settled, smaller
+from ...target.dot_instructions import DotInstruction
+from ..core.builder import Expr, either, lane_mask, minimum, opaque
 from ..core.operand_view import Coordinates, OperandView
+from ..elementwise.epilogue import EpilogueCode
 
 # Steps along k between prefetches: at most, and where only the run knows how many tiles share them.
 MAX_TURN = 8
@@ -18,16 +19,15 @@ RUN_TIME_TURN = 2
 
 
 @dataclass(frozen=True)
-class Product2D:
+class MatmulSpec:
     """What every tile of a kernel shares.
 
     Attributes
     ----------
     lhs, rhs, result : OperandView
     init : OperandView or None
-    epilogue : Epilogue or None
-    epilogue_views : tuple of OperandView
-    product : Product
+    epilogue : EpilogueCode
+    dot : DotInstruction
     lanes : int
         Of an accumulator.
     registers : int
@@ -40,9 +40,8 @@ class Product2D:
     rhs: OperandView
     result: OperandView
     init: OperandView | None
-    epilogue: Epilogue | None
-    epilogue_views: tuple[OperandView, ...]
-    product: Product
+    epilogue: EpilogueCode
+    dot: DotInstruction
     lanes: int
     registers: int
     m: Expr
@@ -77,7 +76,7 @@ class Sweep:
         """Cache lines that a tile prefetches at once, so that all tiles do the panel's."""
         if isinstance(self.tiles, int):
             return max(1, turn * vectors // self.tiles)
-        return settled(tirx.floordiv(self.tiles + (turn * vectors - 1), self.tiles))
+        return opaque(tirx.floordiv(self.tiles + (turn * vectors - 1), self.tiles))
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ class Tile:
 
 
 def make_tile(
-    spec: Product2D,
+    spec: MatmulSpec,
     batch: Coordinates,
     place: tuple[Expr, Expr],
     size: tuple[int, int],
@@ -130,22 +129,13 @@ def make_tile(
     rows_end, columns_end = ends
     rows = None
     if rows_end is not None:
-        rows = tuple(settled(T.min(row + i, rows_end - 1)) for i in range(size[0]))
+        rows = tuple(opaque(T.min(row + i, rows_end - 1)) for i in range(size[0]))
     if not isinstance(columns_end, int) and columns_end is not None:
-        columns_end = settled(columns_end - column)
-    masks = tuple(_mask(columns_end, j * spec.lanes, spec.lanes) for j in range(size[1]))
+        columns_end = opaque(columns_end - column)
+    masks = tuple(
+        None if columns_end is None else lane_mask(columns_end - j * spec.lanes, spec.lanes) for j in range(size[1])
+    )
     return Tile(batch, row, column, *size, rows, masks, rows_end, sweep)
-
-
-def _mask(columns: Expr | None, first: int, lanes: int) -> Expr | None:
-    if columns is None or (isinstance(columns, int) and first + lanes <= columns):
-        return None
-    left = columns - first
-    if lanes == 1:
-        return left > 0
-    if isinstance(left, int):
-        return lane_numbers(lanes) < broadcast(tirx.const(left, "int32"), lanes)
-    return lane_numbers(lanes) < broadcast(tirx.Cast("int32", left), lanes)
 
 
 @dataclass(frozen=True)
@@ -175,8 +165,8 @@ class KRange:
         """Range `number` of `count`, each of `block` but the last."""
         if isinstance(count, int) and count == 1:
             return KRange(0, k, True, True)
-        begin = settled(number) * block
-        return KRange(begin, settled(smaller(begin + block, k)), number < 1, number >= count - 1)
+        begin = opaque(number) * block
+        return KRange(begin, opaque(minimum(begin + block, k)), number < 1, number >= count - 1)
 
 
 def row_in(tile: Tile, view: OperandView, i: int) -> Expr:
@@ -186,13 +176,33 @@ def row_in(tile: Tile, view: OperandView, i: int) -> Expr:
     return tile.existing_rows[i]
 
 
-def position_in(spec: Product2D, tile: Tile, view: OperandView, i: int, j: int) -> Coordinates:
+def position_in(spec: MatmulSpec, tile: Tile, view: OperandView, i: int, j: int) -> Coordinates:
     """Where row i of vector j begins in the view; a row that does not exist is the last that does."""
     return {**tile.batch, "m": row_in(tile, view, i), "n": tile.column + j * spec.lanes}
 
 
-def mask_in(spec: Product2D, tile: Tile, view: OperandView, j: int) -> Expr | None:
+def mask_in(spec: MatmulSpec, tile: Tile, view: OperandView, j: int) -> Expr | None:
     """Which lanes of vector j may be read or written in the view; None: all of them."""
     if not view.runs_along("n") or view.is_padded("n", tile.vectors * spec.lanes):
         return None
     return tile.masks[j]
+
+
+Case = tuple[Expr, int, Expr]
+"""When a form of the tile is used (None: otherwise), its rows or vectors, where existing ones end (None: no end)."""
+
+
+def row_cases(m: Expr, row: Expr, rows: int) -> list[Case]:
+    """The forms of a tile of `rows` rows from `row` on: whole, and for what is left at the end of `m`."""
+    if isinstance(m, int):
+        left = m % rows
+        return [(None, rows, None)] if left == 0 else [(row + rows <= m, rows, None), (None, left, None)]
+    forms = [form for form in (4, 2, 1) if form < rows]
+    cases: list[Case] = [(row + fewer < m, form, m) for form, fewer in zip([rows, *forms], forms, strict=False)]
+    return [*cases, (None, 1, None)]
+
+
+def choose(cases: Sequence[Case], emit: Callable[[int, Expr], None]) -> None:
+    """Write the code of every form; `emit` gets its rows or vectors, and where existing ones end."""
+    condition, size, end = cases[0]
+    either(True if condition is None else condition, lambda: emit(size, end), lambda: choose(cases[1:], emit))

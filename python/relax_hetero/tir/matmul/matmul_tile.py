@@ -7,7 +7,6 @@ from collections.abc import Callable
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...encoding.expression import Expression
 from ...target.element_types import bytes_of
 from ..core.builder import (
     CACHE_LINE_BYTES,
@@ -16,19 +15,18 @@ from ..core.builder import (
     broadcast,
     ceil_div,
     either,
-    held,
+    let,
     loop,
+    minimum,
+    opaque,
     prefetch,
-    settled,
-    smaller,
     vector_type,
     when,
     zeros,
 )
 from ..core.operand_view import Coordinates, OperandView
-from ..elementwise import expression_code
-from .inner_product import emit_step, lhs_group, rhs_groups, zero
-from .matmul_spec import KRange, Product2D, Sweep, Tile, mask_in, position_in, row_in
+from .k_step import emit_step, lhs_group, rhs_groups, zero
+from .matmul_spec import KRange, MatmulSpec, Sweep, Tile, mask_in, position_in, row_in
 
 # Multiply-adds that must be in flight: 4 cycles of latency times 2 a cycle on every core of the table.
 IN_FLIGHT = 8
@@ -43,13 +41,14 @@ def accumulators(rows: int, vectors: int) -> int:
     return max(rows * vectors, IN_FLIGHT)
 
 
-def emit_tile(spec: Product2D, tile: Tile, k: KRange, accs: Registers) -> None:
+def emit_tile(spec: MatmulSpec, tile: Tile, k: KRange, accs: Registers) -> None:
     """Write the code of a tile for a range of k; `accs` are at least those of `accumulators`."""
     count = tile.rows * tile.vectors
     # As in a whole panel, whatever the width: equal columns have equal sums, to the last bit.
     panel = max(tile.vectors, spec.rhs.layout.tile(spec.rhs.index_map.index("n")) // spec.lanes)
     unroll = max(1, min(IN_FLIGHT, spec.registers - panel) // (tile.rows * panel)) if spec.lanes > 1 else 1
-    _prefetch_operands(spec, tile, k)
+    if k.whole:
+        spec.epilogue.prefetch("m", (tile.rows, tile.vectors), lambda view, i, j: position_in(spec, tile, view, i, j))
     either(k.first, lambda: _start(spec, tile, accs), lambda: _clear(spec, accs, range(count)))
     _clear(spec, accs, range(count, count * unroll))
     _accumulate_chains(spec, tile, accs, k, unroll)
@@ -61,38 +60,27 @@ def emit_tile(spec: Product2D, tile: Tile, k: KRange, accs: Registers) -> None:
     either(k.last, lambda: _finish(spec, tile, accs), lambda: _suspend(spec, tile, accs))
 
 
-def _prefetch_operands(spec: Product2D, tile: Tile, k: KRange) -> None:
-    """Ask for what the epilogue reads of every element of the tile, so that it has come when the sums are done."""
-    if not k.whole or spec.lanes == 1:
-        return
-    for view in spec.epilogue_views:
-        if view.runs_along("m") and view.runs_along("n"):
-            for i in range(tile.rows):
-                for j in range(tile.vectors):
-                    prefetch(view.data, view.address(position_in(spec, tile, view, i, j)))
-
-
-def _clear(spec: Product2D, accs: Registers, numbers: range) -> None:
+def _clear(spec: MatmulSpec, accs: Registers, numbers: range) -> None:
     for number in numbers:
-        accs[number] = zero(spec.product, spec.lanes)
+        accs[number] = zero(spec.dot, spec.lanes)
 
 
-def _accumulate_chains(spec: Product2D, tile: Tile, accs: Registers, k: KRange, unroll: int) -> None:
+def _accumulate_chains(spec: MatmulSpec, tile: Tile, accs: Registers, k: KRange, unroll: int) -> None:
     """Accumulate a range of k, in several chains where it is long, so that rounding errors do not pile up."""
-    length = MAX_CHAIN * spec.product.k0
-    inexact = "float" in spec.product.types[2] and spec.product.types[2] != "float64"
+    length = MAX_CHAIN * spec.dot.k0
+    inexact = "float" in spec.dot.types[2] and spec.dot.types[2] != "float64"
     size = k.end - k.begin
     if not inexact or not k.whole or (isinstance(size, int) and size * 2 <= length * 3):
         _accumulate(spec, tile, accs, k, unroll)
         return
     count = tile.rows * tile.vectors
-    totals = Registers(count, spec.product.types[2], spec.lanes)
+    totals = Registers(count, spec.dot.types[2], spec.lanes)
     for number in range(count):
         totals[number] = accs[number]
     _clear(spec, accs, range(count))
-    with loop(settled(ceil_div(size, length))) as chain:
-        begin = settled(chain) * length
-        _accumulate(spec, tile, accs, KRange(begin, settled(smaller(begin + length, k.end)), True, True), unroll)
+    with loop(opaque(ceil_div(size, length))) as chain:
+        begin = opaque(chain) * length
+        _accumulate(spec, tile, accs, KRange(begin, opaque(minimum(begin + length, k.end)), True, True), unroll)
         for number in range(count):
             totals[number] = totals[number] + accs[number]
         _clear(spec, accs, range(count))
@@ -100,11 +88,11 @@ def _accumulate_chains(spec: Product2D, tile: Tile, accs: Registers, k: KRange, 
         accs[number] = totals[number]
 
 
-def _start(spec: Product2D, tile: Tile, accs: Registers) -> None:
+def _start(spec: MatmulSpec, tile: Tile, accs: Registers) -> None:
     for j in range(tile.vectors):
         compensation = _compensation(spec, tile, j)
         for i in range(tile.rows):
-            value = zero(spec.product, spec.lanes)
+            value = zero(spec.dot, spec.lanes)
             if spec.init is not None:
                 value = spec.init.load(
                     position_in(spec, tile, spec.init, i, j), "n", spec.lanes, mask_in(spec, tile, spec.init, j)
@@ -112,17 +100,17 @@ def _start(spec: Product2D, tile: Tile, accs: Registers) -> None:
             accs[i * tile.vectors + j] = value if compensation is None else value + compensation
 
 
-def _compensation(spec: Product2D, tile: Tile, j: int) -> Expr | None:
+def _compensation(spec: MatmulSpec, tile: Tile, j: int) -> Expr | None:
     """What makes up for the flipped sign of the left operand in vector j, None where nothing was flipped."""
-    sign = spec.product.compensation
+    sign = spec.dot.compensation
     if sign == 0:
         return None
     at = {**tile.batch, "k": tirx.const(0, "int64"), "n": tile.column + j * spec.lanes}
     sums = T.bind(spec.rhs.load_compensation(at, spec.lanes))
-    return sums if sign > 0 else zero(spec.product, spec.lanes) - sums
+    return sums if sign > 0 else zero(spec.dot, spec.lanes) - sums
 
 
-def _resume(spec: Product2D, tile: Tile, accs: Registers) -> None:
+def _resume(spec: MatmulSpec, tile: Tile, accs: Registers) -> None:
     for i in range(tile.rows):
         for j in range(tile.vectors):
             at = position_in(spec, tile, spec.result, i, j)
@@ -130,44 +118,44 @@ def _resume(spec: Product2D, tile: Tile, accs: Registers) -> None:
             accs[i * tile.vectors + j] = accs[i * tile.vectors + j] + sums
 
 
-def _accumulate(spec: Product2D, tile: Tile, accs: Registers, k: KRange, unroll: int) -> None:
-    k0 = spec.product.k0
+def _accumulate(spec: MatmulSpec, tile: Tile, accs: Registers, k: KRange, unroll: int) -> None:
+    k0 = spec.dot.k0
 
     def step(at_k: Expr, bank: int, left: Expr | None = None) -> None:
-        right = [
-            held(rhs_groups(spec.product, _right(spec, tile, at_k, j, left), spec.lanes)) for j in range(tile.vectors)
-        ]
+        right = [let(rhs_groups(spec.dot, _right(spec, tile, at_k, j, left), spec.lanes)) for j in range(tile.vectors)]
         for i in range(tile.rows):
             at = {**tile.batch, "m": row_in(tile, spec.lhs, i), "k": at_k}
-            group = held(lhs_group(spec.product, _left(spec, at, left)))
+            group = let(lhs_group(spec.dot, _left(spec, at, left)))
             for j in range(tile.vectors):
                 number = (bank * tile.rows + i) * tile.vectors + j
-                accs[number] = emit_step(spec.product, accs[number], group, right[j], spec.lanes)
+                accs[number] = emit_step(spec.dot, accs[number], group, right[j], spec.lanes)
 
     size = k.end - k.begin
-    steps = settled(size // k0)
+    steps = opaque(size // k0)
     turn = unroll if tile.sweep is None else tile.sweep.turn(unroll, tile.vectors)
-    turns = settled(steps // turn)
+    turns = opaque(steps // turn)
     with loop(turns) as s:
         if tile.sweep is not None:
             _prefetch_panel(spec, tile, tile.sweep, k, turns, s, turn)
         for number in range(turn):
             step(k.begin + s * (k0 * turn) + number * k0, number % unroll)
     if turn > 1 and not (isinstance(steps, int) and steps % turn == 0):
-        with loop(settled(steps % turn)) as s:
+        with loop(opaque(steps % turn)) as s:
             step(k.begin + (turns * turn + s) * k0, 0)
     if k0 > 1 and not (isinstance(size, int) and size % k0 == 0):
-        left = settled(size % k0)
+        left = opaque(size % k0)
         with when(True if isinstance(left, int) else left > 0):
             step(k.begin + steps * k0, 0, left)
 
 
-def _prefetch_panel(spec: Product2D, tile: Tile, sweep: Sweep, k: KRange, turns: Expr, number: Expr, turn: int) -> None:
+def _prefetch_panel(
+    spec: MatmulSpec, tile: Tile, sweep: Sweep, k: KRange, turns: Expr, number: Expr, turn: int
+) -> None:
     """Ask for the part of the next panel that one turn of `turn` steps of the loop over k has to."""
     lines = sweep.lines(turn, tile.vectors)
     start = spec.rhs.address({**tile.batch, "k": tirx.const(0, "int64") + k.begin, "n": sweep.panel})
-    share = sweep.number if isinstance(sweep.tiles, int) else settled(sweep.number % (turn * tile.vectors))
-    first = settled(share * turns + number) * lines
+    share = sweep.number if isinstance(sweep.tiles, int) else opaque(sweep.number % (turn * tile.vectors))
+    first = opaque(share * turns + number) * lines
 
     def line(position: Expr) -> None:
         prefetch(spec.rhs.data, start + (first + position) * (CACHE_LINE_BYTES // bytes_of(spec.rhs.dtype)))
@@ -180,9 +168,9 @@ def _prefetch_panel(spec: Product2D, tile: Tile, sweep: Sweep, k: KRange, turns:
             line(position)
 
 
-def _left(spec: Product2D, at: Coordinates, left: Expr | None) -> Expr | list[Expr]:
+def _left(spec: MatmulSpec, at: Coordinates, left: Expr | None) -> Expr | list[Expr]:
     """The k0 left factors from a place; where only `left` of them exist, zeros for the others."""
-    k0 = spec.product.k0
+    k0 = spec.dot.k0
     if left is None and spec.lhs.stride("k") == 1 and spec.lhs.layout.tile(spec.lhs.index_map.index("k")) in (1, k0):
         return spec.lhs.load(at, "k", k0)
     return [_one_of(spec.lhs, at, i, left, 1) for i in range(k0)]
@@ -199,16 +187,16 @@ def _one_of(
     # No branch: the last that exists is read in the place of one that does not.
     value = view.load({**at, "k": at["k"] + T.min(left - 1, i)}, "n", lanes, mask)
     if view.dtype != "bfloat16":
-        return tirx.Select(broadcast(left > i, lanes), held(value), zeros(view.dtype, lanes))
+        return tirx.Select(broadcast(left > i, lanes), let(value), zeros(view.dtype, lanes))
     # As bits: TVM's legalization makes a choice between bfloat16 values one between float32 ones.
-    bits = held(tirx.reinterpret(vector_type("uint16", lanes), value))
+    bits = let(tirx.reinterpret(vector_type("uint16", lanes), value))
     chosen = tirx.Select(broadcast(left > i, lanes), bits, zeros("uint16", lanes))
     return tirx.reinterpret(vector_type(view.dtype, lanes), chosen)
 
 
-def _right(spec: Product2D, tile: Tile, k: Expr, j: int, left: Expr | None) -> Expr:
+def _right(spec: MatmulSpec, tile: Tile, k: Expr, j: int, left: Expr | None) -> Expr:
     """The right factors of vector j, k0 of a column together; `left` as for the left ones."""
-    k0, lanes = spec.product.k0, spec.lanes
+    k0, lanes = spec.dot.k0, spec.lanes
     at = {**tile.batch, "k": k, "n": tile.column + j * lanes}
     mask = mask_in(spec, tile, spec.rhs, j)
     if k0 == 1:
@@ -219,29 +207,21 @@ def _right(spec: Product2D, tile: Tile, k: Expr, j: int, left: Expr | None) -> E
     return T.Shuffle(rows, [i * lanes + lane for lane in range(lanes) for i in range(k0)])
 
 
-def _suspend(spec: Product2D, tile: Tile, accs: Registers) -> None:
+def _suspend(spec: MatmulSpec, tile: Tile, accs: Registers) -> None:
     _store(spec, tile, lambda i, j: accs[i * tile.vectors + j])
 
 
-def _finish(spec: Product2D, tile: Tile, accs: Registers) -> None:
-    expression = spec.epilogue.expression if spec.epilogue else Expression.operand(0)
-    acc_dtype = spec.product.types[2]
-    dtypes = [acc_dtype, *(view.dtype for view in spec.epilogue_views)]
-
+def _finish(spec: MatmulSpec, tile: Tile, accs: Registers) -> None:
     def value(i: int, j: int) -> Expr:
-        values = [accs[i * tile.vectors + j]]
-        for view in spec.epilogue_views:
-            at = position_in(spec, tile, view, i, j)
-            values.append(view.load(at, "n", spec.lanes, mask_in(spec, tile, view, j)))
-        result = expression_code.emit(expression, values, dtypes, spec.lanes)
-        if expression.dtype(dtypes) == spec.result.dtype:
-            return result
-        return tirx.Cast(vector_type(spec.result.dtype, spec.lanes), result)
+        def load(view: OperandView) -> Expr:
+            return view.load(position_in(spec, tile, view, i, j), "n", spec.lanes, mask_in(spec, tile, view, j))
+
+        return spec.epilogue.result(accs[i * tile.vectors + j], load)
 
     _store(spec, tile, value)
 
 
-def _store(spec: Product2D, tile: Tile, value: Callable[[int, int], Expr]) -> None:
+def _store(spec: MatmulSpec, tile: Tile, value: Callable[[int, int], Expr]) -> None:
     guarded = tile.existing_rows is not None and not spec.result.is_padded("m", tile.rows)
 
     def row(i: int) -> None:

@@ -17,15 +17,17 @@ from tvm.script.ir_builder import tirx as T
 
 from ...encoding.packed_layout import PackedLayout
 from ...encoding.problem import Dim
-from ...target.cpu_target import Machine
+from ...target.cpu_target import CpuTarget
 from ..core.builder import Expr, Function, Registers, broadcast, lane_indices, loop, zeros
-from ..core.storage import Storage, extents_of, for_parts, whole
+from ..core.packed_storage import PackedStorage, extents_of, whole
+from ..core.view import split_position
+from ..core.work_split import for_parts, nest_loops
 from ..math.vector_math import once
 from .tile_copy import copy_runs, interleave_rows
 from .tile_transpose import transpose_tiles
 
 
-def pack_kernel(shape: Sequence[Dim], dtype: str, layout: PackedLayout, machine: Machine) -> tirx.PrimFunc:
+def pack_kernel(shape: Sequence[Dim], dtype: str, layout: PackedLayout, cpu: CpuTarget) -> tirx.PrimFunc:
     """Row-major to `layout`.
 
     Parameters
@@ -35,66 +37,56 @@ def pack_kernel(shape: Sequence[Dim], dtype: str, layout: PackedLayout, machine:
     dtype : str
     layout : PackedLayout
         Of the destination.
-    machine : Machine
+    cpu : CpuTarget
     """
-    return _kernel("pack", shape, dtype, PackedLayout.identity(len(shape)), layout, machine)
+    return _kernel("pack", shape, dtype, PackedLayout.identity(len(shape)), layout, cpu)
 
 
-def unpack_kernel(shape: Sequence[Dim], dtype: str, layout: PackedLayout, machine: Machine) -> tirx.PrimFunc:
+def unpack_kernel(shape: Sequence[Dim], dtype: str, layout: PackedLayout, cpu: CpuTarget) -> tirx.PrimFunc:
     """`layout` to row-major; parameters as of `pack_kernel`."""
-    return _kernel("unpack", shape, dtype, layout, PackedLayout.identity(len(shape)), machine)
+    return _kernel("unpack", shape, dtype, layout, PackedLayout.identity(len(shape)), cpu)
 
 
 def relayout_kernel(
-    shape: Sequence[Dim], dtype: str, source: PackedLayout, destination: PackedLayout, machine: Machine
+    shape: Sequence[Dim], dtype: str, source: PackedLayout, destination: PackedLayout, cpu: CpuTarget
 ) -> tirx.PrimFunc:
     """One layout to another; parameters as of `pack_kernel`."""
-    return _kernel("relayout", shape, dtype, source, destination, machine)
+    return _kernel("relayout", shape, dtype, source, destination, cpu)
 
 
 def _kernel(
-    name: str, shape: Sequence[Dim], dtype: str, source: PackedLayout, destination: PackedLayout, machine: Machine
+    name: str, shape: Sequence[Dim], dtype: str, source: PackedLayout, destination: PackedLayout, cpu: CpuTarget
 ) -> tirx.PrimFunc:
     function = Function(name)
     with function:
         bound: set[str] = set()
         sides = [
-            Storage(function, side, shape, dtype, layout, bound)
+            PackedStorage(function, side, shape, dtype, layout, bound)
             for side, layout in (("source", source), ("destination", destination))
         ]
         with function.body():
             for side in sides:
                 side.open(raw=True)
             ways = (transpose_tiles, copy_runs, interleave_rows)
-            if not any(way(sides[0], sides[1], machine) for way in ways):
-                _copy_elements(sides[0], sides[1], machine)
+            if not any(way(sides[0], sides[1], cpu) for way in ways):
+                _copy_elements(sides[0], sides[1], cpu)
             if destination.compensation:
-                _compensate(sides[1], machine)
+                _compensate(sides[1], cpu)
     return function.result
 
 
-def _copy_elements(source: Storage, destination: Storage, machine: Machine) -> None:
+def _copy_elements(source: PackedStorage, destination: PackedStorage, cpu: CpuTarget) -> None:
     """Any layout to any other, element by element of the destination."""
     layout, rank = destination.layout, len(destination.shape)
     extents = extents_of([source, destination])
 
     def tiles(positions: list[Expr]) -> None:
         outer = dict(zip(layout.outer_perm, positions, strict=True))
-        inner: dict[int, Expr] = {}
-
-        def nest(axes: list[tuple[int, int]]) -> None:
-            if not axes:
-                element(outer, inner)
-                return
-            with loop(axes[0][1]) as position:
-                inner[axes[0][0]] = position
-                nest(axes[1:])
-
-        nest(list(zip(layout.inner_dims, layout.inner_tiles, strict=True)))
+        nest_loops(layout.inner_tiles, lambda within: element(outer, dict(zip(layout.inner_dims, within, strict=True))))
 
     def element(outer: dict[int, Expr], inner: dict[int, Expr]) -> None:
         at = [outer[d] * layout.tile(d) + inner.get(d, 0) for d in range(rank)]
-        value = source.data[source.offset(*_split(source.layout, at))]
+        value = source.data[source.offset(*split_position(source.layout, at))]
         inside = [at[d] < extents[d] for d in range(rank) if not whole(extents[d], layout.tile(d))]
         if inside:
             condition = inside[0]
@@ -103,32 +95,23 @@ def _copy_elements(source: Storage, destination: Storage, machine: Machine) -> N
             value = T.if_then_else(condition, value, tirx.const(0, str(source.data.dtype)))
         T.buffer_store(destination.data, value, [destination.offset(outer, inner)])
 
-    for_parts([destination.tiles[d] for d in layout.outer_perm], destination.bytes(), machine, tiles)
+    for_parts([destination.tiles[d] for d in layout.outer_perm], destination.bytes(), cpu, tiles)
 
 
-def _split(layout: PackedLayout, at: Sequence[Expr]) -> tuple[dict[int, Expr], dict[int, Expr]]:
-    outer, inner = {}, {}
-    for d, position in enumerate(at):
-        tile = layout.tile(d)
-        outer[d] = position if tile == 1 else tirx.floordiv(position, tile)
-        inner[d] = tirx.IntImm("int64", 0) if tile == 1 else tirx.floormod(position, tile)
-    return outer, inner
-
-
-def _compensate(destination: Storage, machine: Machine) -> None:
+def _compensate(destination: PackedStorage, cpu: CpuTarget) -> None:
     """Fill the blocks of ``-128 * column sum`` from what was packed."""
     layout = destination.layout
     *columns, last = layout.inner_dims
-    words = destination.view("int32")
+    words = destination.elements("int32")
     dims = [d for d in layout.outer_perm if d != last]
     width = 1
     for d in columns:
         width *= layout.tile(d)
-    lanes = math.gcd(width, machine.lanes("int32"))
+    lanes = math.gcd(width, cpu.lanes("int32"))
 
     def block(positions: list[Expr]) -> None:
         at = dict(zip(dims, positions, strict=True))
-        # Storage.offset skips the block that is written here.
+        # PackedStorage.offset skips the block that is written here.
         first = tirx.floordiv(destination.offset(at, {}), 4)
         stride = tirx.floordiv(destination.outer_stride(last), 4)
         with loop(width // lanes) as vector:
@@ -145,4 +128,4 @@ def _compensate(destination: Storage, machine: Machine) -> None:
             here = lane_indices(first - stride + column, lanes)
             T.buffer_store(words, total[0] * broadcast(tirx.const(-128, "int32"), lanes), [here])
 
-    for_parts([destination.tiles[d] for d in dims], destination.bytes(), machine, block)
+    for_parts([destination.tiles[d] for d in dims], destination.bytes(), cpu, block)

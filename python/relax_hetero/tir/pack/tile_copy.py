@@ -8,16 +8,16 @@ from collections.abc import Callable
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...target.cpu_target import Machine
-from ..core.builder import Expr, ceil_div, int64, lane_indices, loop, masked_store, smaller, zeros
-from ..core.storage import Storage, extents_of, for_parts, nest_loops, whole
-from ..core.vector_access import EMPTY, masked_vector, split_run, tail_mask
+from ...target.cpu_target import CpuTarget
+from ..core.builder import Expr, ceil_div, int64, lane_indices, loop, masked_store, minimum, zeros
+from ..core.packed_storage import EMPTY, PackedStorage, extents_of, masked_vector, split_run, tail_mask, whole
+from ..core.work_split import for_parts, nest_loops
 
 ROWS = 16
 """Rows that are copied tile by tile: reads go along rows, writes fill a few kilobytes of each tile column."""
 
 
-def copy_runs(source: Storage, destination: Storage, machine: Machine) -> bool:
+def copy_runs(source: PackedStorage, destination: PackedStorage, cpu: CpuTarget) -> bool:
     """Copy where one side is row-major and the innermost tile of the other lies along the last dimension.
 
     ``(k, n) -> [n/32, k, 32]``, ``(m, n) -> [m/8, n/32, 8, 32]``, and back. Returns False, with nothing written, for
@@ -27,7 +27,7 @@ def copy_runs(source: Storage, destination: Storage, machine: Machine) -> bool:
     plain = source if packing else destination
     last = len(packed.shape) - 1
     inner = _real_inner(packed)
-    lanes = machine.lanes(plain.dtype)
+    lanes = cpu.lanes(plain.nominal)
     if not plain.layout.is_identity or not inner or inner[-1] != last or lanes == 1:
         return False
     extents = extents_of([source, destination])
@@ -69,11 +69,11 @@ def copy_runs(source: Storage, destination: Storage, machine: Machine) -> bool:
 
         nest_loops([packed.layout.tile(d) for d in tiled], row)
 
-    _tiles(packed, extents, machine, rows)
+    _tiles(packed, extents, cpu, rows)
     return True
 
 
-def interleave_rows(source: Storage, destination: Storage, machine: Machine) -> bool:
+def interleave_rows(source: PackedStorage, destination: PackedStorage, cpu: CpuTarget) -> bool:
     """Pack where groups of 2 or 4 rows are interleaved: ``(k, n) -> [n/32, k/4, 32, 4]``.
 
     Returns False, with nothing written, for other layouts.
@@ -84,7 +84,7 @@ def interleave_rows(source: Storage, destination: Storage, machine: Machine) -> 
         return False
     columns, rows = inner
     group, tile = layout.tile(rows), layout.tile(columns)
-    width = math.gcd(tile, max(1, machine.lanes(source.dtype) // group))
+    width = math.gcd(tile, max(1, cpu.lanes(source.nominal) // group))
     if group not in (2, 4) or width == 1:
         return False
     extents = extents_of([source, destination])
@@ -118,12 +118,12 @@ def interleave_rows(source: Storage, destination: Storage, machine: Machine) -> 
             with T.Else():
                 chunk(outer, full, False)
 
-    _tiles(destination, extents, machine, body)
+    _tiles(destination, extents, cpu, body)
     return True
 
 
 def _tiles(
-    packed: Storage, extents: list[Expr], machine: Machine, body: Callable[[dict[int, Expr], bool], None]
+    packed: PackedStorage, extents: list[Expr], cpu: CpuTarget, body: Callable[[dict[int, Expr], bool], None]
 ) -> None:
     """Visit every tile by its outer position; `body` also hears whether the tile is whole along the last dimension."""
     order, last = packed.layout.outer_perm, len(packed.shape) - 1
@@ -145,7 +145,7 @@ def _tiles(
             outer = dict(zip(order, positions, strict=True))
             visit(outer, lambda full: body(outer, full))
 
-        for_parts([packed.tiles[d] for d in order], packed.bytes(), machine, one)
+        for_parts([packed.tiles[d] for d in order], packed.bytes(), cpu, one)
         return
     # Tile columns are far apart in storage: a few rows of each at a time.
     rows = order[-1]
@@ -158,21 +158,21 @@ def _tiles(
         outer[last] = positions[-1]
 
         def inside(full: bool) -> None:
-            with loop(smaller(ROWS, int64(count) - first) if not whole(count, ROWS) else ROWS) as row:
+            with loop(minimum(ROWS, int64(count) - first) if not whole(count, ROWS) else ROWS) as row:
                 body({**outer, rows: first + row}, full)
 
         visit(outer, inside)
 
     counts = [packed.tiles[d] for d in others] + [ceil_div(count, ROWS), packed.tiles[last]]
-    for_parts(counts, packed.bytes(), machine, several)
+    for_parts(counts, packed.bytes(), cpu, several)
 
 
-def _real_inner(storage: Storage) -> list[int]:
+def _real_inner(storage: PackedStorage) -> list[int]:
     return [d for d in storage.layout.inner_dims if storage.layout.tile(d) > 1]
 
 
 def _move(
-    plain: Storage, here: Expr, packed: Storage, there: Expr, width: int, mask: Expr | None, packing: bool
+    plain: PackedStorage, here: Expr, packed: PackedStorage, there: Expr, width: int, mask: Expr | None, packing: bool
 ) -> None:
     if packing:
         T.buffer_store(packed.data, masked_vector(plain, here, width, mask), [there])

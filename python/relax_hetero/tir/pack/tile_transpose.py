@@ -11,26 +11,27 @@ import tvm
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...target.cpu_target import Machine
+from ...target.cpu_target import CpuTarget
 from ...target.element_types import bytes_of
-from ..core.builder import Expr, ceil_div, int64, lane_indices, loop, smaller, zeros
-from ..core.storage import Storage, extents_of, for_parts, whole
+from ..core.builder import Expr, ceil_div, int64, lane_indices, loop, minimum, zeros
+from ..core.packed_storage import PackedStorage, extents_of, whole
+from ..core.work_split import for_parts
 from ..math.vector_math import once
 
 
-def transpose_tiles(source: Storage, destination: Storage, machine: Machine) -> bool:
+def transpose_tiles(source: PackedStorage, destination: PackedStorage, cpu: CpuTarget) -> bool:
     """Pack, or undo it, where the innermost tile lies along another dimension than the last.
 
     Returns False, with nothing written, for other layouts and for machines without vectors.
     """
     packed, packing = (destination, True) if source.layout.is_identity else (source, False)
     plain = source if packing else destination
-    if not plain.layout.is_identity or machine.isa.vector_bytes == 0:
+    if not plain.layout.is_identity or cpu.isa.vector_bytes == 0:
         return False
-    transpose = _Transpose.of(plain, packed, packing, extents_of([source, destination]), machine)
+    transpose = _Transpose.of(plain, packed, packing, extents_of([source, destination]), cpu)
     if transpose is None:
         return False
-    transpose.write(machine)
+    transpose.write(cpu)
     return True
 
 
@@ -38,7 +39,14 @@ class _Transpose:
     """One transposing copy while it is built: rows along the tiled dimension, columns along the last one, in words."""
 
     def __init__(
-        self, plain: Storage, packed: Storage, packing: bool, extents: list[Expr], rows: int, group: int, lanes: int
+        self,
+        plain: PackedStorage,
+        packed: PackedStorage,
+        packing: bool,
+        extents: list[Expr],
+        rows: int,
+        group: int,
+        lanes: int,
     ) -> None:
         self.plain, self.packed, self.packing = plain, packed, packing
         self.rows, self.last, self.group, self.lanes = rows, len(packed.shape) - 1, group, lanes
@@ -48,11 +56,13 @@ class _Transpose:
         self.width = ceil_div(extents[self.last], group)
         word = f"uint{tvm.DataType(plain.data.dtype).bits * group}"
         self.word = word
-        self.plain_words = plain.data if group == 1 else plain.view(word)
-        self.packed_words = packed.data if group == 1 else packed.view(word)
+        self.plain_words = plain.data if group == 1 else plain.elements(word)
+        self.packed_words = packed.data if group == 1 else packed.elements(word)
 
     @staticmethod
-    def of(plain: Storage, packed: Storage, packing: bool, extents: list[Expr], machine: Machine) -> _Transpose | None:
+    def of(
+        plain: PackedStorage, packed: PackedStorage, packing: bool, extents: list[Expr], cpu: CpuTarget
+    ) -> _Transpose | None:
         """The transpose for a pair of storages, None where there is none."""
         layout, last = packed.layout, len(packed.shape) - 1
         inner = [d for d in layout.inner_dims if layout.tile(d) > 1]
@@ -62,7 +72,7 @@ class _Transpose:
         if len(inner) != 1 or inner[0] == last or (group == 1 and layout.tile(last) != 1):
             return None
         size = bytes_of(str(plain.data.dtype)) * group
-        lanes = machine.isa.vector_bytes // max(4, size)
+        lanes = cpu.isa.vector_bytes // max(4, size)
         tile = layout.tile(inner[0])
         wide_enough = not isinstance(extents[last], int) or extents[last] // group >= lanes
         if size not in (1, 2, 4, 8) or not wide_enough or lanes < 2:
@@ -73,7 +83,7 @@ class _Transpose:
             return None
         return _Transpose(plain, packed, packing, extents, inner[0], group, lanes)
 
-    def write(self, machine: Machine) -> None:
+    def write(self, cpu: CpuTarget) -> None:
         """The loops: panels of rows over the cores, blocks of columns inside."""
         others = [d for d in self.packed.layout.outer_perm if d not in (self.rows, self.last)]
         counts = [self.packed.tiles[d] for d in others] + [self.packed.tiles[self.rows]]
@@ -89,7 +99,7 @@ class _Transpose:
                 with T.Else():
                     self._panel(outer, False)
 
-        for_parts(counts, self.packed.bytes(), machine, panel)
+        for_parts(counts, self.packed.bytes(), cpu, panel)
 
     def _panel(self, outer: dict[int, Expr], full: bool) -> None:
         if isinstance(self.width, int):
@@ -106,7 +116,7 @@ class _Transpose:
             # The last block ends with the row: what it has in common with the one before is copied twice.
             start = block * self.lanes
             if not whole(self.width, self.lanes):
-                start = T.bind(smaller(start, int64(self.width) - self.lanes))
+                start = T.bind(minimum(start, int64(self.width) - self.lanes))
             for first in range(0, self.tile, self.block):
                 (self._pack if self.packing else self._unpack)(outer, start, first, full)
 
@@ -166,8 +176,7 @@ def riffle(vectors: list[Expr], lanes: int) -> list[Expr]:
 
     Every stage merges the rows of two halves element by element, as a deck of cards is riffled.
     """
-    low = [index for i in range(lanes // 2) for index in (i, lanes + i)]
-    high = [index for i in range(lanes // 2, lanes) for index in (i, lanes + i)]
+    low, high = riffle_orders(lanes)
     groups = [[vector] for vector in vectors]
     while len(groups) > 1:
         half = len(groups) // 2
@@ -176,3 +185,9 @@ def riffle(vectors: list[Expr], lanes: int) -> list[Expr]:
             for first, second in zip(groups[:half], groups[half:], strict=True)
         ]
     return groups[0]
+
+
+def riffle_orders(lanes: int) -> tuple[list[int], list[int]]:
+    """Two vectors merged element by element: the numbers of the lanes that make the first and the second result."""
+    both = [index for i in range(lanes) for index in (i, lanes + i)]
+    return both[:lanes], both[lanes:]

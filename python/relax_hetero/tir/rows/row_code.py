@@ -10,12 +10,23 @@ from tvm.script.ir_builder import tirx as T
 
 from ...encoding.expression import Expression
 from ...encoding.row_program import RowProgram, operands_of
-from ..core.builder import Expr, Registers, broadcast, lane_numbers, lane_of, loop, settled, smaller, vector_type, when
+from ..core.builder import (
+    Expr,
+    Registers,
+    broadcast,
+    lane_mask,
+    lane_of,
+    loop,
+    minimum,
+    opaque,
+    when,
+)
 from ..core.operand_view import Coordinates, OperandView
 from ..elementwise import expression_code
 from ..elementwise.expression_code import computed_in
-from ..elementwise.expression_ops import FLOAT_OPS, INT_OPS, cast
+from ..elementwise.expression_ops import FLOAT_OPS, INT_OPS
 from ..math import vector_math
+from ..math.casts import cast
 from .row_plan import RowPass, RowPlan
 
 UNROLLED = 16
@@ -25,7 +36,7 @@ CHAINS = 4
 
 
 @dataclass(frozen=True)
-class RowCode:
+class RowSpec:
     """What all rows of a kernel share.
 
     Attributes
@@ -48,10 +59,10 @@ class RowCode:
     n: Expr
 
 
-class Row:
+class RowWriter:
     """Registers of one task, and the code of a row in them."""
 
-    def __init__(self, code: RowCode) -> None:
+    def __init__(self, code: RowSpec) -> None:
         self.code = code
         self.types = _value_types(code)
         # What has one value for all of a row, by operand number: in every lane of a register.
@@ -70,7 +81,7 @@ class Row:
         code = self.code
         for number, view in enumerate(code.operands):
             if number in self.constant:
-                value = cast(_typed(view.load({**at, "n": tirx.const(0, "int64")}, "-", 1), view), self.types[number])
+                value = cast(view.typed(view.load({**at, "n": tirx.const(0, "int64")}, "-", 1)), self.types[number])
                 self.constant[number][0] = broadcast(value, code.lanes)
         for number, step in enumerate(code.plan.passes):
             for index, expression in step.per_row:
@@ -159,21 +170,17 @@ class Row:
             for number in range(looped * CHAINS, count):
                 one(tirx.const(number * lanes, "int64"), None, number % CHAINS)
             if tail:
-                mask = lane_numbers(lanes) < broadcast(tirx.const(tail, "int32"), lanes)
-                one(tirx.const(count * lanes, "int64"), mask, count % CHAINS)
+                one(tirx.const(count * lanes, "int64"), lane_mask(tail, lanes), count % CHAINS)
             return
-        groups = settled(tirx.floordiv(n, lanes * CHAINS))
+        groups = opaque(tirx.floordiv(n, lanes * CHAINS))
         with loop(groups) as group:
             for chain in range(CHAINS):
                 one((group * CHAINS + chain) * lanes, None, chain)
-        done = settled(groups * (lanes * CHAINS))
-        with loop(settled(tirx.floordiv(n - done + (lanes - 1), lanes))) as number:
-            column = settled(done + number * lanes)
-            left = settled(smaller(n - column, tirx.const(lanes, "int64")))
-            mask = None
-            if lanes > 1:
-                mask = lane_numbers(lanes) < broadcast(tirx.Cast("int32", left), lanes)
-            one(column, mask, 0)
+        done = opaque(groups * (lanes * CHAINS))
+        with loop(opaque(tirx.floordiv(n - done + (lanes - 1), lanes))) as number:
+            column = opaque(done + number * lanes)
+            left = opaque(minimum(n - column, tirx.const(lanes, "int64")))
+            one(column, lane_mask(left, lanes) if lanes > 1 else None, 0)
 
     def _keep(self, step: RowPass, at: Coordinates, column: Expr, mask: Expr | None) -> dict[int, Expr]:
         if step.keep is None:
@@ -212,14 +219,14 @@ class Row:
             else:
                 view = self.code.result if number == self.code.plan.kept else self.code.operands[number]
                 loaded = view.load({**at, "n": column}, "n", self.code.lanes, mask)
-                values.append(cast(_typed(loaded, view), self.types[number]))
+                values.append(cast(view.typed(loaded), self.types[number]))
         places = [Expression.operand(used.index(number) if number in used else 0) for number in range(used[-1] + 1)]
         types = [self.types[number] for number in used]
         result = expression_code.emit(expression.substitute(places), values, types, self.code.lanes)
         return cast(result, computed_in(expression.substitute(places).dtype(types)))
 
 
-def _value_types(code: RowCode) -> dict[int, str]:
+def _value_types(code: RowSpec) -> dict[int, str]:
     """The type that every operand of the plan's expressions is computed in, by number."""
     program, plan = code.program, code.plan
     # Conditions are read as bytes: TVM's analyzer fails on vectors of bool in registers.
@@ -239,16 +246,8 @@ def _value_types(code: RowCode) -> dict[int, str]:
     return types
 
 
-def _typed(value: Expr, view: OperandView) -> Expr:
-    """What was loaded as bits as what it is."""
-    if view.nominal in (view.dtype, "bool"):
-        return value
-    return T.reinterpret(vector_type(view.nominal, value.ty.dtype.lanes), value)
-
-
 def _store(view: OperandView, at: Coordinates, value: Expr, lanes: int, mask: Expr | None) -> None:
-    if view.nominal != view.dtype:
-        value = T.reinterpret(vector_type(view.dtype, lanes), value)
+    value = view.bits(value)
     if lanes == 1:
         with when(True if mask is None else mask):
             T.buffer_store(view.data, value, [view.address(at)])

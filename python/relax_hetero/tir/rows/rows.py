@@ -15,33 +15,31 @@ from ...encoding.expression import Expression, Term
 from ...encoding.problem import RowPhase, RowsProblem
 from ...encoding.row_program import Reduction, RowProgram
 from ...errors import EncodingError
-from ...target.cpu_target import Machine
-from ..core.builder import Expr, Function, loop, settled
-from ..core.operand_view import Coordinates, OperandView, extent_of
+from ...target.cpu_target import CpuTarget
+from ..core.builder import Expr, Function, ceil_div, loop, opaque
+from ..core.operand_view import OperandView, extent_of
 from ..core.ties import with_ties
-from ..core.work_split import part
+from ..core.work_split import is_worth_tasks, part, unravel
 from ..elementwise.expression_code import computed_in
-from .row_code import Row, RowCode
+from .row_code import RowSpec, RowWriter
 from .row_plan import is_read_after_keeping, plan_rows
 
-WORTH_A_TASK = 10_000
-"""Instructions on vectors that take as long as handing work to another core and waiting for it (about 2 us)."""
 _ROW_COST = 20
 """Instructions of a reduction beside those on vectors: the lanes of one vector are reduced one after another."""
 
 
-def rows_kernel(problem: RowsProblem, machine: Machine) -> tirx.PrimFunc:
+def rows_kernel(problem: RowsProblem, cpu: CpuTarget) -> tirx.PrimFunc:
     """The kernel of a program of rows.
 
     Parameters
     ----------
     problem : RowsProblem
-    machine : Machine
+    cpu : CpuTarget
 
     Returns
     -------
     tirx.PrimFunc
-        Its parameters are those that `RowsProblem` says; it is parallel over the machine's cores.
+        Its parameters are those that `RowsProblem` says; it is parallel over the CPU's cores.
 
     Raises
     ------
@@ -60,7 +58,7 @@ def rows_kernel(problem: RowsProblem, machine: Machine) -> tirx.PrimFunc:
         if not wide:
             raise EncodingError(f"rows {problem.program}: found no operand that runs along the rows")
         n = extent_of(wide, "n")
-        lanes = _lanes(views, machine)
+        lanes = _lanes(views, cpu)
         program = _in_single(problem.program)
         plan = plan_rows(
             program,
@@ -70,8 +68,8 @@ def rows_kernel(problem: RowsProblem, machine: Machine) -> tirx.PrimFunc:
         with function.body():
             for view in views:
                 view.open(raw=view.dtype in ("bfloat16", "bool"))
-            code = RowCode(program, plan, operands, result, lanes, n)
-            emit_rows(code, names, machine)
+            code = RowSpec(program, plan, operands, result, lanes, n)
+            emit_rows(code, names, cpu)
     last = len(operands)
     return with_ties(
         function.result,
@@ -83,7 +81,7 @@ def rows_kernel(problem: RowsProblem, machine: Machine) -> tirx.PrimFunc:
     )
 
 
-def phase_code(phase: RowPhase, others: list[OperandView], result: OperandView, machine: Machine, n: Expr) -> RowCode:
+def phase_code(phase: RowPhase, others: list[OperandView], result: OperandView, cpu: CpuTarget, n: Expr) -> RowSpec:
     """The code of work on the rows of a product's result, in place.
 
     Parameters
@@ -91,7 +89,7 @@ def phase_code(phase: RowPhase, others: list[OperandView], result: OperandView, 
     phase : RowPhase
     others, result : OperandView
         Opened: the phase's operands, and the result with the product's rows.
-    machine : Machine
+    cpu : CpuTarget
     n : int or PrimExpr
         Elements of a row.
     """
@@ -99,12 +97,12 @@ def phase_code(phase: RowPhase, others: list[OperandView], result: OperandView, 
     varying = frozenset(i for i, view in enumerate(operands) if view.runs_along("n"))
     program = _in_single(phase.program)
     plan = plan_rows(program, varying, _holds_floats(result.dtype), phase.product)
-    return RowCode(program, plan, operands, result, _lanes(operands, machine), n)
+    return RowSpec(program, plan, operands, result, _lanes(operands, cpu), n)
 
 
-def _lanes(views: list[OperandView], machine: Machine) -> int:
+def _lanes(views: list[OperandView], cpu: CpuTarget) -> int:
     """Of vectors in which everything, bytes included, is computed in floats."""
-    return min(machine.lanes(dtype) for dtype in ("float32", *(computed_in(view.dtype) for view in views)))
+    return min(cpu.lanes(dtype) for dtype in ("float32", *(computed_in(view.dtype) for view in views)))
 
 
 def _holds_floats(dtype: str) -> bool:
@@ -151,9 +149,9 @@ def _together(view: OperandView, first: str, second: str) -> bool:
     return not view.runs_along(first) and not view.runs_along(second)
 
 
-def emit_rows(code: RowCode, names: list[str], machine: Machine) -> None:
-    """The loops over all rows, whose positions run along the dimensions `names`, shared by the machine's cores."""
-    extents = {name: settled(extent_of([*code.operands, code.result], name)) for name in names}
+def emit_rows(code: RowSpec, names: list[str], cpu: CpuTarget) -> None:
+    """The loops over all rows, whose positions run along the dimensions `names`, shared by the CPU's cores."""
+    extents = {name: opaque(extent_of([*code.operands, code.result], name)) for name in names}
     total: Expr = 1
     for extent in extents.values():
         total = total * extent
@@ -161,30 +159,21 @@ def emit_rows(code: RowCode, names: list[str], machine: Machine) -> None:
         # Without columns, what a reduction is of none is not worth code of its own: shapes are checked before.
         T.evaluate(0)
         return
-    total = settled(total)
-    tasks = machine.cores if is_worth_tasks(code, total, machine.cores) else 1
+    total = opaque(total)
+    tasks = _tasks(code, total, cpu.cores)
     with loop(tasks, parallel=tasks > 1) as task:
-        row = Row(code)
+        row = RowWriter(code)
         first, last = part(total, tasks, task)
-        with loop(settled(last - first)) as number:
-            row.emit(unravel(settled(first + number), extents))
+        with loop(opaque(last - first)) as number:
+            places = unravel(opaque(first + number), list(extents.values()), place=opaque, rest=opaque)
+            row.emit(dict(zip(extents, places, strict=True)))
 
 
-def is_worth_tasks(code: RowCode, total: Expr, cores: int) -> bool:
-    """Whether to share rows among cores: unless they are known to be too few, or too short."""
+def _tasks(code: RowSpec, total: Expr, cores: int) -> int:
+    """One task for each core, or one for rows that are known to be too few, or too short."""
     if cores == 1 or (isinstance(total, int) and total < cores):
-        return False
+        return 1
     if not isinstance(total, int) or not isinstance(code.n, int):
-        return True
-    vectors = -(-code.n // code.lanes)
-    return total * (vectors * code.plan.cost + _ROW_COST * len(code.plan.passes)) > cores * WORTH_A_TASK
-
-
-def unravel(number: Expr, extents: dict[str, Expr]) -> Coordinates:
-    """The position of row `number` in every dimension."""
-    at: dict[str, Expr] = {}
-    names = list(extents)
-    for name in reversed(names):
-        at[name] = number if name == names[0] else settled(tirx.floormod(number, extents[name]))
-        number = settled(tirx.floordiv(number, extents[name])) if name != names[0] else number
-    return at
+        return cores
+    work = total * (-(-code.n // code.lanes) * code.plan.cost + _ROW_COST * len(code.plan.passes))
+    return cores if is_worth_tasks("vector instructions a task", ceil_div(work, cores)) else 1

@@ -10,7 +10,9 @@ After::
     lv1 = R.call_tir(cls.scale, ...)          # scale: target of llvm:0
     lv2 = R.call_tir(cls.scale_llvm_1, ...)   # a private copy with the target of llvm:1
 
-Assumes a placed module (RealizeVDevice). Functions that other PrimFuncs call follow their callers.
+Functions that other PrimFuncs call follow their callers.
+
+Assumes a placed module (RealizeVDevice). A second run changes nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from tvm_ffi import structural_map
 from ...errors import BuildError
 from ...target.vdevice import default_vdevice, device_name, vdevices_of
 from ..ir.calls import call_vdevice, called_prim_func
+from ..ir.declare import declare_pass
 from ..ir.rewriting import (
     copy_module,
     fresh_global_var,
@@ -56,19 +59,7 @@ def bind_targets(mod: tvm.IRModule) -> tvm.IRModule:
     return copy_module(mod, functions)
 
 
-def BindTargets() -> tvm.transform.Pass:
-    """Give each PrimFunc the target of the device that calls it, copies where several do.
-
-    Returns
-    -------
-    tvm.transform.Pass
-    """
-
-    @tvm.transform.module_pass(opt_level=0, name="BindTargets")
-    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        return bind_targets(mod)
-
-    return run
+BindTargets = declare_pass("BindTargets", bind_targets)
 
 
 class _Binder:

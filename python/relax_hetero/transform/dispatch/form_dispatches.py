@@ -9,9 +9,11 @@ After::
 
     gv = R.call_tir(cls.fused_exp_add, (x,), out_ty=R.Tensor((4,), "float32", "llvm:1"))   # target: that of llvm:1
 
-Assumes a placed module (RealizeVDevice). Only `to_vdevice`, which is opaque, joins values of two devices, so no
-kernel spans two. Stock passes do the legalizing and fusing; what they lose on the way is put back: devices of
-variables (LegalizeOps), of folded constants (FoldConstant makes new ones), and targets of fused kernels (FuseTIR).
+Only `to_vdevice`, which is opaque, joins values of two devices, so no kernel spans two. Stock passes do the legalizing
+and fusing; what they lose on the way is put back: devices of variables (LegalizeOps), of folded constants (FoldConstant
+makes new ones), and targets of fused kernels (FuseTIR).
+
+Assumes a placed module (RealizeVDevice). A lowered module is returned as it is; a second run changes nothing.
 """
 
 from __future__ import annotations
@@ -24,12 +26,13 @@ from tvm_ffi import StructuralKey, structural_map
 
 from ...target.vdevice import vdevices_of
 from ..ir.calls import called_prim_func
-from ..ir.fusion_report import record_dispatches
+from ..ir.declare import declare_pass
+from ..ir.findings import record_dispatches
 from ..ir.kernel_ops import fused_ops, with_ops
 from ..ir.module_attrs import is_lowered
 from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions, walk_bindings
-from ..placement.realize_vdevice import realize_vdevice
 from .bind_targets import bind_targets
+from .keep_devices import keep_devices
 from .legalize import is_kept, legalize
 from .name_kernel_variables import name_kernel_variables
 from .schedule_cpu import schedule_cpu
@@ -37,24 +40,14 @@ from .schedule_gpu import schedule_gpu
 from .tied_operands import note_ties
 
 
-def FormDispatches() -> tvm.transform.Pass:
-    """Legalize, fold constants and fuse, keeping every kernel on its device.
-
-    Returns
-    -------
-    tvm.transform.Pass
-        Raises BuildError for an op that has no kernel, and where :func:`BindTargets` does.
-    """
-
-    @tvm.transform.module_pass(opt_level=0, name="FormDispatches")
-    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        return form_dispatches(mod)
-
-    return run
-
-
 def form_dispatches(mod: tvm.IRModule) -> tvm.IRModule:
-    """See the module's docstring."""
+    """See the module's docstring.
+
+    Raises
+    ------
+    BuildError
+        When it runs: an op has no kernel, or a kernel with a target of one kind is called on a device of another.
+    """
     if is_lowered(mod):
         return mod
     if is_formed(mod):
@@ -69,8 +62,10 @@ def form_dispatches(mod: tvm.IRModule) -> tvm.IRModule:
     ops = fused_ops(mod)
     fuse = [stock.FuseTIR(), stock.DeadCodeElimination(), stock.CanonicalizeBindings()]
     mod = with_ops(tvm.transform.Sequential(fuse)(mod), ops)
-    mod, _ = realize_vdevice(mod)  # places what folding made
-    return _for_their_devices(mod)
+    return _for_their_devices(keep_devices(mod))  # folding made constants
+
+
+FormDispatches = declare_pass("FormDispatches", form_dispatches)
 
 
 def _for_their_devices(mod: tvm.IRModule) -> tvm.IRModule:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import tvm
 from tvm import relax
-from tvm_ffi import structural_map
 
 from ...errors import BuildError
 from ..ir.op_names import RESHAPE
 from ..ir.rewriting import copy_module, map_bindings, op_name, relax_functions, typed, walk_bindings
 from ..ir.unique_names import with_unique_names
-from ..placement.realize_vdevice import realize_vdevice
+from .keep_devices import keep_devices
 from .nan_kernels import legalizations
 
 # Relax ops that later passes or the VM itself carry out; anything else left after legalizing has no kernel.
@@ -44,10 +43,7 @@ def legalize(mod: tvm.IRModule) -> tvm.IRModule:
         _blame(mod, variables)
         raise
     _check(legal, variables)
-    functions = dict(legal.functions.items())
-    for gv, func in relax_functions(legal):
-        functions[gv] = _with_types(func, variables.get(gv.name_hint, {}))
-    return realize_vdevice(copy_module(legal, functions))[0]
+    return keep_devices(legal, variables)
 
 
 def _with_kernels(mod: tvm.IRModule) -> tvm.IRModule:
@@ -88,16 +84,6 @@ def _simplified(mod: tvm.IRModule) -> tvm.IRModule:
 def _written_out(arg: relax.Expr) -> relax.Expr:
     is_shape = isinstance(arg, relax.Var) and isinstance(arg.ty, relax.ShapeType) and arg.ty.values is not None
     return relax.ShapeExpr(arg.ty.values) if is_shape else arg
-
-
-def _with_types(func: relax.Function, variables: dict[str, relax.Var]) -> relax.Function:
-    typed: dict[relax.Var, relax.Var] = {}
-    for binding in walk_bindings(func):
-        var = binding.var
-        old = variables.get(var.name)
-        if old is not None and var.ty is not old.ty:
-            typed[var] = type(var)(var.name, old.ty, var.span)
-    return structural_map(func, (relax.Var, lambda var: typed.get(var, var))) if typed else func
 
 
 def _check(mod: tvm.IRModule, variables: dict[str, dict[str, relax.Var]]) -> None:

@@ -9,7 +9,9 @@ After::
     def matmul(_encoder_layer_0_Relu: T.Buffer((4, 4), "float32"), ...)
 
 Kernels take the names of the Relax variables they were made for, and those carry the names of ONNX nodes. LLVM takes
-any name; the C and CUDA generators write them into source text as they are. Assumes nothing of the module.
+any name; the C and CUDA generators write them into source text as they are.
+
+Assumes nothing. A second run changes nothing.
 """
 
 from __future__ import annotations
@@ -20,25 +22,11 @@ import tvm
 from tvm import tirx
 from tvm_ffi import structural_map
 
+from ..ir.declare import declare_pass
 from ..ir.rewriting import copy_module
 
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _OTHER = re.compile(r"\W", re.ASCII)
-
-
-def NameKernelVariables() -> tvm.transform.Pass:
-    """Give variables of PrimFuncs names of ASCII letters, digits and underscores.
-
-    Returns
-    -------
-    tvm.transform.Pass
-    """
-
-    @tvm.transform.module_pass(opt_level=0, name="NameKernelVariables")
-    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        return name_kernel_variables(mod)
-
-    return run
 
 
 def name_kernel_variables(mod: tvm.IRModule) -> tvm.IRModule:
@@ -49,6 +37,9 @@ def name_kernel_variables(mod: tvm.IRModule) -> tvm.IRModule:
     }
     changed = any(not func.same_as(mod.functions[gvar]) for gvar, func in functions.items())
     return copy_module(mod, functions) if changed else mod
+
+
+NameKernelVariables = declare_pass("NameKernelVariables", name_kernel_variables)
 
 
 def _with_identifiers(func: tirx.PrimFunc) -> tirx.PrimFunc:

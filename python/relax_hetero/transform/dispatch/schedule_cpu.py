@@ -15,8 +15,10 @@ After::
                 for lane in T.vectorized(16): y[i * 256 + j * 32 + lane] = T.exp(x[...] + b[...])
                 for lane in T.vectorized(16): ...
 
-Assumes BindTargets. A kernel that no rule fits stays as it is, loops that are right for any PrimFunc, and the report
-of what was not fused says so. What the rules do stands in `loops`.
+The rules stand in `relax_hetero.tir.loops`. A kernel that matches no rule keeps TVM's loops: slower, still correct. The
+report of what was not fused names it.
+
+Assumes BindTargets. A second run changes nothing.
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ import tvm
 from tvm import tirx
 from tvm_ffi import StructuralKey
 
-from ...target.cpu_target import machine_of
+from ...target.cpu_target import cpu_target_of
 from ...tir.loops import NotStages, is_written, schedule
-from ..ir.fusion_report import decline
+from ..ir.declare import declare_pass
+from ..ir.findings import decline
 from ..ir.kernel_ops import ops_of
 from ..ir.rewriting import copy_module
 
@@ -50,13 +53,16 @@ def schedule_cpu(mod: tvm.IRModule) -> tvm.IRModule:
     return copy_module(mod, functions)
 
 
+ScheduleCPU = declare_pass("ScheduleCPU", schedule_cpu)
+
+
 def _is_cpu(target: tvm.target.Target | None) -> bool:
-    return target is not None and target.kind.name == "llvm" and machine_of(target).isa.vector_bytes > 0
+    return target is not None and target.kind.name == "llvm" and cpu_target_of(target).isa.vector_bytes > 0
 
 
 def _scheduled(name: str, func: tirx.PrimFunc) -> tirx.PrimFunc:
     try:
-        return schedule(func, machine_of(func.attrs["target"]))
+        return schedule(func, cpu_target_of(func.attrs["target"]))
     except NotStages as reason:
         why = str(reason)
     except Exception as error:  # a rule that fails must not cost the model: the stock loops are right
@@ -64,18 +70,3 @@ def _scheduled(name: str, func: tirx.PrimFunc) -> tirx.PrimFunc:
         _log.debug("kernel %s stays unscheduled", name, exc_info=True)
     decline(name, name, ", ".join(ops_of(func)) or name, f"no schedule for its loops: {why}")
     return func
-
-
-def ScheduleCPU() -> tvm.transform.Pass:
-    """Schedule the PrimFuncs of CPU devices.
-
-    Returns
-    -------
-    tvm.transform.Pass
-    """
-
-    @tvm.transform.module_pass(opt_level=0, name="ScheduleCPU")
-    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        return schedule_cpu(mod)
-
-    return run

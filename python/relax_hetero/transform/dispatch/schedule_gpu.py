@@ -1,6 +1,19 @@
-"""ScheduleGPU: PrimFuncs with a GPU target get a GPU schedule.
+"""ScheduleGPU: kernels of GPUs get a schedule, blocks and threads.
 
-Assumes BindTargets. Functions that already bind threads are left as written.
+Before::
+
+    for i in range(4096):
+        with T.sblock("exp"): y[i] = T.exp(x[i])
+
+After::
+
+    for block in T.thread_binding(4, thread="blockIdx.x"):
+        for thread in T.thread_binding(1024, thread="threadIdx.x"):
+            with T.sblock("exp"): ...
+
+The rules are TVM's (``tvm.s_tir.dlight``). Kernels that bind threads already are left as written.
+
+Assumes BindTargets. A second run changes nothing.
 """
 
 from __future__ import annotations
@@ -8,6 +21,7 @@ from __future__ import annotations
 import tvm
 from tvm import tirx
 
+from ..ir.declare import declare_pass
 from ..ir.rewriting import copy_module
 
 
@@ -30,16 +44,4 @@ def schedule_gpu(mod: tvm.IRModule) -> tvm.IRModule:
     return copy_module(mod, {gv: by_name[gv.name_hint] if gv in gpu else f for gv, f in mod.functions.items()})
 
 
-def ScheduleGPU() -> tvm.transform.Pass:
-    """Schedule the PrimFuncs of GPU devices.
-
-    Returns
-    -------
-    tvm.transform.Pass
-    """
-
-    @tvm.transform.module_pass(opt_level=0, name="ScheduleGPU")
-    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        return schedule_gpu(mod)
-
-    return run
+ScheduleGPU = declare_pass("ScheduleGPU", schedule_gpu)

@@ -12,9 +12,8 @@ import tvm
 from tvm import tirx
 
 from ...tir.core.ties import TIED, with_ties
-from ...tir.loops.nests import form_nests
+from ...tir.loops.nests import form_nests, tied_in
 from ...tir.loops.stages import NotStages, is_written, read_stages
-from ...tir.loops.tied import tied_in
 from ..ir.rewriting import copy_module
 
 

@@ -14,9 +14,8 @@ from tvm import relax
 
 from ...encoding.encoding import Encoding
 from ...encoding.expression import Expression
-from ...encoding.requantization import simplify_requantization
+from ...encoding.requantization import numbers_as_operands, simplify_requantization
 from ...encoding.row_program import operands_of
-from ...encoding.scalar_operands import numbers_as_operands
 from ...op import encoded as op
 from ..ir.blocks import Block, Emitter, same_shape, shape_of, tensor_type, with_regions
 from ..ir.constant_values import constant_near

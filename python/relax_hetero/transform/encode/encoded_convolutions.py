@@ -25,7 +25,7 @@ from ...encoding.encoding import CONVOLUTIONS, DYNAMIC, LHS, RESULT, RHS, Encodi
 from ...op import encoded as op
 from ..ir.blocks import shape_of, tensor_type
 from ..ir.emitting import Emitter
-from ..ir.fusion_report import decline
+from ..ir.findings import decline
 from ..ir.rewriting import op_name
 from .encoded_products import ProductWriter
 

@@ -17,8 +17,8 @@ from ...encoding.packed_layout import PackedLayout
 from ...op.encoded import ELEMENTWISE, PREPACKED, PRODUCTS, RELAYOUT, SET, UNSET, encoded_op
 from ...target.vdevice import device_name, vdevices_of
 from ..ir.op_names import TRANSFER
+from ..ir.reports import CancelledEntry, EncodedOpEntry, EncodedTransferEntry, EncodingReport, OperandEntry, Size
 from ..ir.rewriting import op_name, relax_functions, walk_bindings
-from .encoding_report import CancelledEntry, EncodedOpEntry, EncodedTransferEntry, EncodingReport, OperandEntry, Size
 from .epilogues import Chain, fused_variables
 
 

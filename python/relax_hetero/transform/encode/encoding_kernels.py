@@ -17,7 +17,7 @@ from ...encoding.problem import AttentionProblem, Operand, Problem
 from ...encoding.resolver import resolver_for
 from ...encoding.row_program import RowProgram
 from ...errors import EncodingError
-from ...target.cpu_target import machine_of
+from ...target.cpu_target import cpu_target_of
 from ..ir.extents import Symbols
 from ..ir.kernel_ops import OPS
 from ..ir.kernel_work import work_attributes
@@ -166,7 +166,7 @@ class EncodingKernels:
         from ...tir.pack import pack  # compiler parts load when they are needed
 
         target = target_of(result.ty.vdevice)
-        machine = machine_of(target)
+        machine = cpu_target_of(target)
         symbols = Symbols()
         shape = tuple(symbols.dim(extent) for extent in result.ty.shape.values)
         dtype = str(result.ty.dtype)

@@ -27,6 +27,7 @@ class Layouts:
     def __init__(self) -> None:
         self._resolvers: dict[str, EncodingResolver | None] = {}
         self._products: dict[tuple[Encoding, str], tuple[PackedLayout, ...] | str] = {}
+        self._activations: dict[tuple[Encoding, str], PackedLayout | None] = {}
 
     def resolver(self, target: tvm.target.Target) -> EncodingResolver | None:
         """The resolver of a target."""
@@ -60,7 +61,10 @@ class Layouts:
         resolve = getattr(resolver, "resolve_activation", None)
         if resolver is None or layout is None or resolve is None:
             return layout
-        return _answer(resolver, resolve, encoding, target, where)
+        key = (encoding, str(target))
+        if key not in self._activations:
+            self._activations[key] = _answer(resolver, resolve, encoding, target, where)
+        return self._activations[key]
 
     def why_not(self, encoding: Encoding, target: tvm.target.Target) -> str:
         """Why there is no layout."""

@@ -10,7 +10,9 @@ After::
 
 There is one packed copy for each distinct (constant, layout), shared by all its users, functions included, and placed
 once on each device that uses it; the source goes with its last user. A transfer or relayout of a packed constant is a
-constant packed for where it goes. Assumes SpecializeEncodings.
+constant packed for where it goes.
+
+Assumes SpecializeEncodings. A second run changes nothing.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from ...op import encoded as ops
 from ...op.encoded import PREPACKED, RELAYOUT, SET, encoded_op
 from ...target.element_types import numpy_dtype
 from ..ir.blocks import Block, rewrite_blocks, without_unused
+from ..ir.declare import declare_pass
 from ..ir.op_names import CAST, PERMUTE, RESHAPE, TRANSFER
 from ..ir.rewriting import map_bindings, op_name, relax_functions, typed, with_functions
 from .stored_tensors import Stored, physical_type
@@ -79,21 +82,6 @@ class _Encoded:
     layout: str
 
 
-def HoistEncodings() -> tvm.transform.Pass:
-    """Pack the constants that are encoded.
-
-    Returns
-    -------
-    tvm.transform.Pass
-    """
-
-    @tvm.transform.module_pass(opt_level=0, name="HoistEncodings")
-    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        return hoist_encodings(mod)
-
-    return run
-
-
 def hoist_encodings(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring."""
     packer = _Packer()
@@ -101,6 +89,9 @@ def hoist_encodings(mod: tvm.IRModule) -> tvm.IRModule:
     if not packer.packed:
         return mod
     return mod if changed.same_as(mod) else rewrite_blocks(changed, _without_sources)
+
+
+HoistEncodings = declare_pass("HoistEncodings", hoist_encodings)
 
 
 def _without_sources(block: Block) -> list[relax.Binding] | None:

@@ -20,7 +20,7 @@ product's kernel: its accumulators never leave registers before bias, activation
 `R.hetero.rows` becomes a kernel too, or a phase of the kernel of the product whose result only it reads (`row_phases`).
 
 Assumes SpecializeEncodings. Kernels are written by the resolver of the device's target (products, elementwise) or by
-`relax_hetero.tir.pack.pack`; equal problems on equal targets share one.
+`relax_hetero.tir.pack.pack`; equal problems on equal targets share one. A second run changes nothing.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from ...op.block_products import BLOCK_MATMUL
 from ...op.encoded import PREPACKED, PRODUCTS, RELAYOUT, SET, UNSET, encoded_op
 from ...op.rows import ROWS
 from ...target.vdevice import vdevices_of
+from ..ir.declare import declare_pass
 from ..ir.error_context import blaming
 from ..ir.merge_variables import Merges
 from ..ir.op_names import TRANSFER
@@ -52,28 +53,21 @@ from .stored_tensors import Stored, StoredRows, physical_type
 from .verify_encodings import verify_encodings
 
 
-def MaterializeEncodings() -> tvm.transform.Pass:
-    """Lower encoded ops to call_tir of kernels on stored tensors.
-
-    Returns
-    -------
-    tvm.transform.Pass
-        Raises EncodingError where an op has no layout yet, or a resolver's kernel does not fit its problem.
-    """
-
-    @tvm.transform.module_pass(opt_level=0, name="MaterializeEncodings")
-    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        return materialize_encodings(mod)
-
-    return run
-
-
 def materialize_encodings(mod: tvm.IRModule) -> tvm.IRModule:
-    """See the module's docstring."""
+    """See the module's docstring.
+
+    Raises
+    ------
+    EncodingError
+        When it runs: an op has no layout yet, or a resolver's kernel does not fit its problem.
+    """
     verify_encodings(mod)
     kernels = EncodingKernels(mod, vdevices_of(mod))
     functions = {gv: _Function(gv.name_hint, kernels, func).materialize() for gv, func in relax_functions(mod)}
     return with_functions(mod, {**functions, **kernels.functions})
+
+
+MaterializeEncodings = declare_pass("MaterializeEncodings", materialize_encodings)
 
 
 class _Function:

@@ -21,7 +21,8 @@ What moves, and where it stops:
   from one device to another.
 - A pair of unset and set with one encoding cancels.
 
-Asks no device anything; SpecializeEncodings undoes all of it where a device has no layout.
+Assumes SetEncoding, and asks no device anything: SpecializeEncodings undoes all of it where a device has no layout.
+Linear in the number of bindings; a second run changes nothing.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from tvm import relax
 from ...op import encoded as op
 from ...op.encoded import encoded_op
 from ..ir.blocks import Block, Emitter, renamed, rewrite_blocks, without_unused
+from ..ir.declare import declare_pass
 from ..ir.op_names import TRANSFER
 from ..ir.rewriting import op_name
 from ..quantize.quantized_operands import is_part_of_quantized
@@ -43,26 +45,12 @@ from .elementwise_regions import absorb_elementwise
 Step = Callable[[Block], "list[relax.Binding] | None"]
 
 
-def PropagateEncodings() -> tvm.transform.Pass:
-    """Do elementwise work, permutations and transfers on encoded values where a layout can bear it.
-
-    Assumes SetEncoding; linear in the number of bindings.
-
-    Returns
-    -------
-    tvm.transform.Pass
-    """
-
-    @tvm.transform.module_pass(opt_level=0, name="PropagateEncodings")
-    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        return propagate_encodings(mod)
-
-    return run
-
-
 def propagate_encodings(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring; the very module where there is nothing to do."""
     return rewrite_blocks(mod, _propagate)
+
+
+PropagateEncodings = declare_pass("PropagateEncodings", propagate_encodings)
 
 
 def _propagate(block: Block) -> list[relax.Binding] | None:

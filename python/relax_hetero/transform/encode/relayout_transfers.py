@@ -11,7 +11,7 @@ from tvm import relax
 from ...encoding.encoding import Encoding
 from ...encoding.packed_layout import PackedLayout
 from ...op import encoded as ops
-from ...target.cpu_target import machine_of
+from ...target.cpu_target import cpu_target_of
 from ...target.vdevice import physical
 from ..ir.emitting import Emitter
 from ..ir.rewriting import with_vdevice
@@ -65,7 +65,7 @@ class Crossing:
 
 
 def _rate(vdevice: relax.VDevice) -> float:
-    machine = machine_of(vdevice.target)
+    machine = cpu_target_of(vdevice.target)
     return machine.cores * (VECTOR_RATE if machine.isa.vector_bytes else SCALAR_RATE)
 
 

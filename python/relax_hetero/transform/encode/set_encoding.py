@@ -11,11 +11,14 @@ After::
     out = R.hetero.matmul(lhs, rhs, encoding="matmul[2]<...>")
     y: R.Tensor((8, 4), "float32") = R.hetero.unset_encoding(out, "matmul[2]<...>")
 
-Convolutions become `R.hetero.conv` in the same way (`encoded_convolutions`).
+`R.nn.conv1d`, `conv2d` and `conv3d` of floats and bytes become `R.hetero.conv` (`encoded_convolutions`).
+`R.matmul` in every form becomes `R.hetero.matmul`: batched and broadcast, of vectors (reshaped to matrices), of half
+precision (accumulated in float32), of 8-bit integers. Products and convolutions of 8-bit integers, written as those of
+wider numbers, become integer ones (`quantized_products`, `quantized_convolutions`). Left alone are products of other
+integers, of unknown rank or shape, and of shapes that do not provably fit.
 
-Asks no device anything: it does this everywhere, and what a device has no layout for is cancelled by
-SpecializeEncodings. Products and convolutions of 8-bit integers, written as those of wider numbers, become integer ones
-(`quantized_products`, `quantized_convolutions`).
+Assumes nothing, and asks no device anything: every product is encoded, and SpecializeEncodings cancels what a
+device has no layout for. A second run changes nothing.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from tvm import relax
 
 from ...encoding.encoding import LHS, RHS
 from ..ir.blocks import Block, rewrite_function, shape_of, without_unused
+from ..ir.declare import declare_pass
 from ..ir.rewriting import op_name, relax_functions, with_functions
 from ..quantize.quantized_operands import is_part_of_quantized
 from .encoded_convolutions import emit_convolution
@@ -39,26 +43,6 @@ from .quantized_products import emit_quantized_product
 _ACCUMULATORS = {"float32": "float32", "float64": "float64", "float16": "float32", "bfloat16": "float32"}
 
 
-def SetEncoding() -> tvm.transform.Pass:
-    """Give the operands and results of matrix products and convolutions encodings.
-
-    `R.nn.conv1d`, `conv2d` and `conv3d` of floats and bytes become `R.hetero.conv`. `R.matmul` in every
-    form becomes `R.hetero.matmul`: batched and broadcast, of vectors (reshaped to matrices), of
-    half precision (accumulated in float32), of 8-bit integers. Left alone are products of other integers, of unknown
-    rank or shape, and of shapes that do not provably fit.
-
-    Returns
-    -------
-    tvm.transform.Pass
-    """
-
-    @tvm.transform.module_pass(opt_level=0, name="SetEncoding")
-    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        return set_encoding(mod)
-
-    return run
-
-
 def set_encoding(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring; the very module where there is nothing to do."""
     constants: dict[Any, relax.Expr] = {}
@@ -67,6 +51,9 @@ def set_encoding(mod: tvm.IRModule) -> tvm.IRModule:
         rewrite = partial(_encode_block, function=gv.name_hint, constants=constants)
         functions[gv] = rewrite_function(func, rewrite)
     return with_functions(mod, functions)
+
+
+SetEncoding = declare_pass("SetEncoding", set_encoding)
 
 
 def _encode_block(block: Block, function: str, constants: dict[Any, relax.Expr]) -> list[relax.Binding] | None:

@@ -21,7 +21,7 @@ product, that product is a stock op again, with all that was computed on its enc
 a device of another layout is laid out again on the cheaper side, never reinterpreted. (Source: the data-tiling design
 document's SpecializeEncodings, which updates host and device together and drops what has no solver.)
 
-Assumes a placed module (RealizeVDevice). Layouts that are there already stay.
+Assumes a placed module (RealizeVDevice). Layouts that are there already stay, and a second run changes nothing.
 """
 
 from __future__ import annotations
@@ -36,16 +36,18 @@ from ...op import encoded as ops
 from ...op.encoded import CONV, ELEMENTWISE, PRODUCTS, SET, UNSET, encoded_op
 from ...target.vdevice import device_name, vdevices_of
 from ..ir.blocks import Block, rewrite_blocks, without_unused
+from ..ir.declare import declare_pass
 from ..ir.emitting import Emitter, dataflow_variables
 from ..ir.error_context import blaming
+from ..ir.findings import is_collecting, publish
 from ..ir.merge_variables import Merges
 from ..ir.op_names import CAST, PERMUTE, RESHAPE, TRANSFER
+from ..ir.reports import CancelledEntry
 from ..ir.rewriting import map_bindings, op_name, relax_functions, typed, with_functions
 from .cancel_encodings import stock_elementwise, stock_product
 from .encoded_values import layout_of
 from .encoding_description import describe_encodings, name_in_model, product_name
 from .encoding_layouts import Layouts, target_of
-from .encoding_report import CancelledEntry, is_collecting, publish
 from .kernel_names import VariantNames
 from .relayout_transfers import Crossing, moved
 from .stored_tensors import Stored, product_problem
@@ -55,24 +57,14 @@ _FOLDED = (CAST, PERMUTE, RESHAPE, TRANSFER)
 """Ops that make a constant of a constant, since HoistEncodings computes them."""
 
 
-def SpecializeEncodings() -> tvm.transform.Pass:
-    """Resolve encodings by device, cancel those without a layout, lay out anew what crosses between layouts.
-
-    Returns
-    -------
-    tvm.transform.Pass
-        Raises EncodingError where a resolver answers with what is no layout of the operand.
-    """
-
-    @tvm.transform.module_pass(opt_level=0, name="SpecializeEncodings")
-    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        return specialize_encodings(mod)
-
-    return run
-
-
 def specialize_encodings(mod: tvm.IRModule) -> tvm.IRModule:
-    """See the module's docstring."""
+    """See the module's docstring.
+
+    Raises
+    ------
+    EncodingError
+        When it runs: a resolver answers with what is no layout of the operand.
+    """
     verify_encodings(mod)
     functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = {}
     layouts, names = Layouts(), VariantNames(mod, vdevices_of(mod))
@@ -84,6 +76,9 @@ def specialize_encodings(mod: tvm.IRModule) -> tvm.IRModule:
     if is_collecting():
         publish(describe_encodings(mod, cancelled))
     return mod
+
+
+SpecializeEncodings = declare_pass("SpecializeEncodings", specialize_encodings)
 
 
 def _without_idle_packing(block: Block) -> list[relax.Binding] | None:

@@ -1,4 +1,18 @@
-"""VerifyEncodings: only ops that understand encodings consume encoded values."""
+"""VerifyEncodings: a module in which a plain op reads an encoded value is refused.
+
+An encoded tensor's type is the logical one, so type inference lets every op take it, and would read bytes in the wrong
+order. Encoded values go into encoded ops, as the operand their encoding is of, and through ``to_vdevice``; they do not
+leave functions or `If` branches, do not go into tuples, and no kernel takes them.
+
+Before, which raises an EncodingError that names ``relax.exp``, ``a`` and ``main``::
+
+    a = R.hetero.set_encoding(x, "matmul[0]<...>")
+    y = R.exp(a)
+
+After, for modules that are right: the very same module.
+
+Assumes nothing: it can stand between any two passes. The module is returned as it is.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +26,10 @@ from ...encoding.packed_layout import PackedLayout
 from ...errors import EncodingError
 from ...op.encoded import PREPACKED, PRODUCTS, RELAYOUT, SET, encoded_op
 from ..ir.blocks import used_vars
+from ..ir.declare import declare_pass
 from ..ir.op_names import TRANSFER
 from ..ir.rewriting import op_name, relax_functions, walk_bindings
 from .encoded_values import EncodedValue, encoded_values, layout_of
-
-
-def VerifyEncodings() -> tvm.transform.Pass:
-    """Refuse a module in which a plain op consumes an encoded value; otherwise change nothing.
-
-    An encoded tensor's type is the logical one, so type inference lets every op take it, and would read bytes in the
-    wrong order. Encoded values go into encoded ops, as the operand their encoding is of, and through ``to_vdevice``;
-    they do not leave functions or `If` branches, do not go into tuples, and no kernel takes them.
-
-    Returns
-    -------
-    tvm.transform.Pass
-        Raises EncodingError when it runs.
-    """
-
-    @tvm.transform.module_pass(opt_level=0, name="VerifyEncodings")
-    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        verify_encodings(mod)
-        return mod
-
-    return run
 
 
 def verify_encodings(mod: tvm.IRModule) -> None:
@@ -57,6 +51,21 @@ def verify_encodings(mod: tvm.IRModule) -> None:
                         f"{_of(var, known[var])} leaves function {gv.name_hint!r} or one of its branches; "
                         "expected unset_encoding before that"
                     )
+
+
+def _verified(mod: tvm.IRModule) -> tvm.IRModule:
+    """The module, once `verify_encodings` has nothing against it.
+
+    Raises
+    ------
+    EncodingError
+        When it runs. Names the op, the encoded variable, its encoding and the function.
+    """
+    verify_encodings(mod)
+    return mod
+
+
+VerifyEncodings = declare_pass("VerifyEncodings", _verified)
 
 
 def _results(func: relax.Function) -> Iterator[relax.Expr]:

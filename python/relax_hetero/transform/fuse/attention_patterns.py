@@ -1,28 +1,32 @@
-"""Finding attention among plain ops: two products with a softmax between them.
+"""Finding attention: two products with a softmax between them, written as plain ops, or Relax's own attention ops.
 
-Taken in are, between the products, whatever is elementwise (scale, masks, ``where``), before them scales, and around
-them permutations, reshapes, slices and repeated heads. Nothing inside has another user.
+Of plain ops it takes in all elementwise work between the products (scale, masks, ``where``), scales in front of them,
+and the permutations, reshapes, slices and repeated heads around them. No value inside has another user.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import tvm
 from tvm import relax, tirx
 
 from ...encoding.encoding import DYNAMIC
 from ...encoding.expression import Expression, Term
 from ...encoding.heads import NAMES, STATIC, Heads
+from ...target.element_types import HALVES
 from ..ir.blocks import Block, broadcast, is_one, same_shape, shape_of
 from ..ir.op_names import PERMUTE, RESHAPE
+from ..ir.relax_expressions import scalar_of, to_expression
 from ..ir.rewriting import op_name
-from .attention_chain import HALVES, Scores, Weighted, scores_before, weighted_after
-from .attention_results import followed
-from .attention_views import View, regrouped, sharing, traced
+from .attention_views import View, followed, regrouped, rounds, sharing, traced
 from .causal_masks import without_triangle
 
-_SOFTMAX = "relax.nn.softmax"
+_SOFTMAX, _MATMUL = "relax.nn.softmax", "relax.matmul"
+ATTENTION_OPS = ("relax.nn.attention", "relax.nn.attention_bias")
+_CAUSAL = {None: "", "TopLeft": "top_left", "BottomRight": "bottom_right"}
 TYPES = ("float32", *HALVES)
 """Of operands and result; scores are of float32."""
 
@@ -226,3 +230,190 @@ def check_known(views: list[View], sizes: dict[str, Any]) -> None:
     for name in NAMES:
         if name not in STATIC and size_of(sizes[name]) == DYNAMIC and name not in alone:
             raise NoAttention(f"no operand tells the size of {name}")
+
+
+@dataclass
+class Scores:
+    """What stands before softmax: the product, the bindings between, and what they compute."""
+
+    product: relax.Call
+    inside: list[int]
+    expression: Expression
+    operands: list[relax.Expr]
+
+
+@dataclass
+class Weighted:
+    """What stands after softmax: the product with values."""
+
+    index: int
+    inside: list[int]
+    nan_to_zero: bool
+
+
+def scores_before(block: Block, value: relax.Expr) -> Scores | None:
+    """Elementwise work from a product to `value`, which has no other users."""
+    if not isinstance(value, relax.Var) or block.sole_user(value) is None or value not in block.definitions:
+        return None
+    call = block.definitions[value]
+    here = block.positions[value]
+    if op_name(call) == _MATMUL:
+        return Scores(call, [here], Expression.operand(0), [])
+    if op_name(call) == "relax.where":
+        step: tuple[Expression, list[relax.Expr]] | None = _choice(call)
+    else:
+        step = to_expression(call)
+    if step is None:
+        return None
+    expression, operands = step
+    for position, operand in enumerate(operands):
+        shape = shape_of(operand)
+        if shape is None or not same_shape(shape, shape_of(value) or []):
+            continue
+        before = scores_before(block, operand)
+        if before is not None:
+            terms = [Expression.operand(0)] * len(operands)
+            masks = list(before.operands)
+            for other, expr in enumerate(operands):
+                terms[other] = before.expression if other == position else _operand(expr, masks)
+            return Scores(before.product, [*before.inside, here], expression.substitute(terms), masks)
+    return None
+
+
+def _operand(expr: relax.Expr, masks: list[relax.Expr]) -> Expression:
+    for index, known in enumerate(masks):
+        if known.same_as(expr):
+            return Expression.operand(index + 1)
+    masks.append(expr)
+    return Expression.operand(len(masks))
+
+
+def _choice(call: relax.Call) -> tuple[Expression, list[relax.Expr]] | None:
+    """``where`` as an expression; numbers, infinite ones too, stand in it."""
+    operands: list[relax.Expr] = []
+    terms = []
+    for arg in call.args:
+        number = _number(arg)
+        if number is None:
+            terms.append(Term("operand", (), (len(operands),)))
+            operands.append(arg)
+        else:
+            terms.append(Term("number", (), (number,)))
+    if terms[0].op == "number" or (terms[1].op, terms[2].op) == ("number", "number"):
+        return None
+    return Expression(Term("where", tuple(terms))), operands
+
+
+def _number(expr: relax.Expr) -> float | None:
+    if isinstance(expr, tvm.ir.GenericConst) and "float" in str(expr.ty.dtype):
+        array = expr.value.numpy()
+        return float(array.reshape(-1)[0]) if array.size == 1 else None
+    return None
+
+
+def weighted_after(block: Block, index: int) -> Weighted | None:
+    """The product that softmax, perhaps with zeros in place of NaN, is the left operand of."""
+    var = block.bindings[index].var
+    inside = [index]
+    passed = _no_choice(block, var)
+    if passed is not None:
+        inside.append(passed)
+        var = block.bindings[passed].var
+    guard = _zero_for_nan(block, var)
+    if guard is not None:
+        inside += guard
+        var = block.bindings[guard[-1]].var
+    user = block.sole_user(var)
+    if user is not None and rounds(block.bindings[user].value):
+        inside.append(user)
+        var = block.bindings[user].var
+        user = block.sole_user(var)
+    if user is None:
+        return None
+    call = block.bindings[user].value
+    if op_name(call) != _MATMUL or not call.args[0].same_as(var) or call.args[1].same_as(var):
+        return None
+    return Weighted(user, [*inside, user], guard is not None)
+
+
+def _zero_for_nan(block: Block, var: relax.Var) -> list[int] | None:
+    """The bindings of ``where(isnan(x), 0, x)`` where they are all that use x."""
+    users = block.users.get(var, [])
+    if len(users) != 2 or not block.stays(var):
+        return None
+    test, choice = (block.bindings[user] for user in users)
+    if op_name(test.value) != "relax.isnan" or op_name(choice.value) != "relax.where":
+        return None
+    condition, then, otherwise = choice.value.args
+    is_guard = condition.same_as(test.var) and scalar_of(then) == 0 and otherwise.same_as(var)
+    return users if is_guard and block.sole_user(test.var) == users[1] else None
+
+
+def _no_choice(block: Block, var: relax.Var) -> int | None:
+    """The binding of ``where(condition, y, x)`` of a constant condition that holds nowhere, the only user of x."""
+    user = block.sole_user(var)
+    if user is None or op_name(block.bindings[user].value) != "relax.where":
+        return None
+    condition, _, otherwise = block.bindings[user].value.args
+    is_never = isinstance(condition, tvm.ir.GenericConst) and not condition.value.numpy().any()
+    is_same = same_shape(shape_of(var) or [], shape_of(block.bindings[user].var) or [])
+    return user if is_never and is_same and otherwise.same_as(var) else None
+
+
+def find_attention_op(block: Block, index: int) -> Attention | None:
+    """The attention that a binding's op is: of query (b, m, h, d), key (b, n, h, d) and value (b, n, h, e).
+
+    Raises
+    ------
+    NoAttention
+        Where something about it does not fit.
+    """
+    binding = block.bindings[index]
+    call = binding.value
+    if op_name(call) not in ATTENTION_OPS or not isinstance(binding, relax.VarBinding):
+        return None
+    operands = list(call.args[:3])
+    shapes = [shape_of(operand) or [] for operand in (*operands, binding.var)]
+    types = {str(expr.ty.dtype) for expr in (*operands, binding.var)}
+    causal = call.attrs.causal_mask
+    is_known = len(types) == 1 and types <= {*TYPES} and all(len(shape) == 4 for shape in shapes)
+    if not is_known or call.attrs.window_size is not None:
+        found = [str(operand.ty) for operand in operands]
+        raise NoAttention(f"found {found}, expected tensors of known shape and of one type among {TYPES}")
+    query, key, value, _ = shapes
+    if not same_shape(query[:1] + query[2:3], key[:1] + key[2:3]):
+        raise NoAttention(f"found query {query} and key {key}, expected one batch and number of heads")
+    sizes: dict[str, Any] = {"b": query[0], "h": query[2], "g": key[2], "m": query[1], "n": key[1]}
+    sizes.update({"d": query[3], "e": value[3]})
+    numbers = [sizes[name] for name in "hde"]
+    if not all(isinstance(number, tirx.IntImm) for number in numbers):
+        raise NoAttention(f"found {query}, expected numbers of heads and widths")
+    names = _CAUSAL[None if causal is None else str(causal)]
+    if names == "bottom_right" and not (size_of(sizes["m"]) <= size_of(sizes["n"]) and size_of(sizes["m"]) > 0):
+        raise NoAttention(f"causal with {query[1]} queries and {key[1]} keys")
+    views = [
+        traced(block, View.of(operand, [("b",), (length,), (heads,), (width,)]), sizes, (width,))
+        for operand, length, heads, width in zip(operands, "mnn", "hgg", "dde", strict=True)
+    ]
+    if views[2].factor != 1.0:
+        views[2] = View.of(operands[2], [("b",), ("n",), ("g",), ("e",)])
+    result, passed = followed(block, View.of(binding.var, [("b",), ("m",), ("h",), ("e",)]), sizes)
+    own = call.attrs.scale
+    scale = 1.0 / math.sqrt(int(sizes["d"])) if own is None else float(own.value if hasattr(own, "value") else own)
+    factor = Term("number", (), (scale * views[0].factor * views[1].factor,))
+    scores = Expression(Term("multiply", (Term("operand", (), (0,)), factor)))
+    masks = list(call.args[3:])
+    if masks:
+        scores = Expression(Term("add", (scores.term, Term("operand", (), (1,)))))
+        checked_masks(masks, [sizes[name] for name in "bhmn"], sizes, scores)
+    check_known(views, sizes)
+    heads = Heads(views[0].map, views[1].map, views[2].map, result.map, shared_sizes(sizes))
+    end = passed[-1] if passed else index
+    return Attention(
+        end,
+        [*(view.value for view in views), *masks],
+        Heads.parse(str(heads)),
+        scores,
+        names,
+        inside=[index, *passed],
+    )

@@ -1,7 +1,8 @@
-"""Where the heads of an attention come from, through the permutations, reshapes and slices around it.
+"""Where an attention's operands come from and where its result goes, through permutations, reshapes, slices and casts.
 
-A `View` says of a value which iteration dimensions each of its dimensions runs along. `traced` goes back to what the
-value was made of, as long as every step only says where elements lie, or scales or rounds them.
+A `View` says along which iteration dimensions each dimension of a tensor runs. `traced` goes back from an operand to
+the tensor that it was made of, as long as every op on the way only moves, scales or rounds elements; `followed` goes
+on from the result in the same way.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import tvm
 from tvm import relax, tirx
 
 from ...encoding.heads import HeadsMap
+from ...target.element_types import HALVES
 from ..ir.axes import permutation
 from ..ir.blocks import Block, is_one, same_extent, shape_of
 from ..ir.op_names import CAST, PERMUTE, RESHAPE
 from ..ir.relax_expressions import scalar_of
 from ..ir.rewriting import op_name
-from .attention_chain import HALVES
 
 Dims = tuple[tuple[str, ...], ...]
 
@@ -279,3 +280,38 @@ def _ints(arg: relax.Expr) -> list[int] | None:
     values = [field if isinstance(field, tirx.IntImm) else getattr(field, "value", None) for field in fields]
     known = [int(value) for value in values if isinstance(value, (int, tirx.IntImm))]
     return known if len(known) == len(values) else None
+
+
+def followed(block: Block, view: View, sizes: Mapping[str, Any]) -> tuple[View, list[int]]:
+    """The last value that is the view's elements in another order, and the bindings that are passed on the way.
+
+    Each is the only user of the one before; the last one's neighbours are neighbours in the view.
+    """
+    best, innermost = view, view.innermost
+    passed: list[int] = []
+    steps: list[int] = []
+    while True:
+        index = block.sole_user(view.value)
+        if index is None or not isinstance(block.bindings[index], relax.VarBinding):
+            return best, passed
+        call, var = block.bindings[index].value, block.bindings[index].var
+        name = op_name(call)
+        dims: Dims | None = None
+        if rounds(call):
+            dims = view.dims
+        elif name == PERMUTE:
+            dims = tuple(view.dims[axis] for axis in permutation(call))
+        elif name == RESHAPE and shape_of(var) is not None:
+            dims = regrouped(view.dims, shape_of(var) or [], sizes)
+        if dims is None:
+            return best, passed
+        view = View.of(var, dims)
+        steps.append(index)
+        if view.innermost == innermost:
+            best, passed = view, list(steps)
+
+
+def rounds(value: relax.Expr) -> bool:
+    """Whether this is a cast from float32 to half precision."""
+    is_cast = op_name(value) == CAST and str(value.args[0].ty.dtype) == "float32"
+    return is_cast and str(value.attrs.dtype) in HALVES

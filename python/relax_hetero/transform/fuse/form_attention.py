@@ -14,7 +14,9 @@ After::
                            scores="add(multiply(x0, 0.125), x1)")
 
 Products of one tensor with constant weights whose results only attention reads become one product, of which attention
-reads slices (`merge_products`). Assumes a placed module (RealizeVDevice).
+reads slices (`merge_products`).
+
+Assumes a placed module (RealizeVDevice). A second run changes nothing.
 """
 
 from __future__ import annotations
@@ -27,32 +29,19 @@ from ...encoding.resolver import solves
 from ...op.attention import attention
 from ..encode.encoding_layouts import target_of
 from ..ir.blocks import Block, rewrite_function, without_unused
-from ..ir.fusion_report import decline
+from ..ir.declare import declare_pass
+from ..ir.findings import decline
 from ..ir.rewriting import op_name, relax_functions, with_functions
-from .attention_ops import OPS as ATTENTION_OPS
-from .attention_ops import find_attention_op
-from .attention_patterns import Attention, NoAttention, find_attention
+from .attention_patterns import ATTENTION_OPS, Attention, NoAttention, find_attention, find_attention_op
 from .merge_products import merge_products
-
-
-def FormAttention() -> tvm.transform.Pass:
-    """Scores, mask, softmax and values become one op where the device has a kernel for it.
-
-    Returns
-    -------
-    tvm.transform.Pass
-    """
-
-    @tvm.transform.module_pass(opt_level=0, name="FormAttention")
-    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        return form_attention(mod)
-
-    return run
 
 
 def form_attention(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring; the very module where there is nothing to do."""
     return with_functions(mod, {gv: _formed_function(func, gv.name_hint) for gv, func in relax_functions(mod)})
+
+
+FormAttention = declare_pass("FormAttention", form_attention)
 
 
 def _formed_function(func: relax.Function, name: str) -> relax.Function:

@@ -11,8 +11,9 @@ After::
 
 The constants are packed as the device's kernel reads them. Elementwise work of which each is the only user of the one
 before becomes part of the op. Where there is no kernel, or the weights are no constants or used by something else,
-what they mean is computed by plain ops: of constants by FormDispatches, of parameters in every call. Assumes a placed
-module (RealizeVDevice).
+what they mean is computed by plain ops: of constants by FormDispatches, of parameters in every call.
+
+Assumes a placed module (RealizeVDevice). A second run changes nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ...encoding.expression import Expression, Term
 from ...encoding.problem import BlockProductProblem
 from ...encoding.resolver import solves
 from ...op.block_products import DEQUANTIZE_BLOCKS, block_matmul
-from ...target.cpu_target import machine_of
+from ...target.cpu_target import cpu_target_of
 from ..encode.encoding_layouts import target_of
 from ..encode.epilogues import may_write
 from ..ir.axes import permutation
@@ -46,6 +47,7 @@ from ..ir.blocks import (
     with_regions,
     without_unused,
 )
+from ..ir.declare import declare_pass
 from ..ir.op_names import CAST, PERMUTE
 from ..ir.relax_expressions import to_expression
 from ..ir.rewriting import is_tensor_constant, op_name
@@ -79,25 +81,13 @@ class _Product:
     operands: list[relax.Expr] = field(default_factory=list)
 
 
-def FormBlockProducts() -> tvm.transform.Pass:
-    """Products with weights of 4 bits become one op where the device has a kernel for it.
-
-    Returns
-    -------
-    tvm.transform.Pass
-    """
-
-    @tvm.transform.module_pass(opt_level=0, name="FormBlockProducts")
-    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        return form_block_products(mod)
-
-    return run
-
-
 def form_block_products(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring; the very module where there is nothing to do."""
     packer = _Packer()
     return rewrite_blocks(mod, lambda block: _form(block, packer))
+
+
+FormBlockProducts = declare_pass("FormBlockProducts", form_block_products)
 
 
 def _form(block: Block, packer: _Packer) -> list[relax.Binding] | None:
@@ -225,7 +215,7 @@ class _Packer:
 
     def pack(self, weight: relax.Call, vdevice: relax.VDevice | None) -> list[relax.Expr]:
         """The operands of a call of dequantize_blocks as the kernel of a device reads them."""
-        panel = panel_columns(machine_of(target_of(vdevice)))
+        panel = panel_columns(cpu_target_of(target_of(vdevice)))
         depth = int(weight.attrs.depth)
         constants = []
         for index, arg in enumerate(weight.args):

@@ -19,7 +19,7 @@ lie channels last, and their means over height and width are not of rows.
 Kernels compute in single precision. Programs of half-precision ops cast where the results of those ops are rounded,
 so that a model gets the numbers that it gets op by op.
 
-Assumes a placed module (RealizeVDevice); values of two devices never meet in a region.
+Assumes a placed module (RealizeVDevice); values of two devices never meet in a region. A second run changes nothing.
 """
 
 from __future__ import annotations
@@ -34,29 +34,14 @@ from ...op.encoded import UNSET
 from ...op.rows import rows
 from ..encode.encoding_layouts import target_of
 from ..ir.blocks import Block, Emitter, rewrite_function, same_shape, shape_of, tensor_type, with_regions
-from ..ir.fusion_report import decline
+from ..ir.declare import declare_pass
+from ..ir.findings import decline
 from ..ir.rewriting import op_name, relax_functions, with_functions
-from .row_region import RowRegion
-from .row_regions import RowGrowth
+from .row_regions import RowGrowth, RowRegion
 from .row_terms import WIDE, RowOp, row_op
 
 MIN_COLUMNS = 4
 """Shorter rows would fill a vector with little but padding."""
-
-
-def FormRows() -> tvm.transform.Pass:
-    """Softmax, norms and other work on rows become one op where the device has a kernel for it.
-
-    Returns
-    -------
-    tvm.transform.Pass
-    """
-
-    @tvm.transform.module_pass(opt_level=0, name="FormRows")
-    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        return form_rows(mod)
-
-    return run
 
 
 def form_rows(mod: tvm.IRModule) -> tvm.IRModule:
@@ -64,6 +49,9 @@ def form_rows(mod: tvm.IRModule) -> tvm.IRModule:
     return with_functions(
         mod, {gv: rewrite_function(func, _Former(gv.name_hint).rewrite) for gv, func in relax_functions(mod)}
     )
+
+
+FormRows = declare_pass("FormRows", form_rows)
 
 
 class _Former:

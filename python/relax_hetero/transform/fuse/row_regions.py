@@ -1,8 +1,8 @@
 """Which ops become one `R.hetero.rows`: reductions along rows and the elementwise work around them.
 
 A region grows from its first reduction over users as long as they are elementwise on the same rows, or reduce them,
-and ends at the last value through which all that uses it goes; then elementwise ops that only the region reads join
-from above. All but the end is used nowhere else, so nothing is computed twice, and what comes between is impossible.
+and ends at the last value through which every other use of it goes; then elementwise ops that only the region reads
+join from above. No value but the last is used elsewhere, so nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -20,8 +20,49 @@ from ..ir.blocks import Block, broadcast, is_one, same_shape, shape_of
 from ..ir.op_names import RESHAPE
 from ..ir.relax_expressions import is_supported, scalar_of, to_expression
 from ..ir.rewriting import op_name
-from .row_region import RowOperand, RowRegion
 from .row_terms import RowOp, rounded, row_op, row_term
+
+
+@dataclass(frozen=True)
+class RowOperand:
+    """A tensor that a region reads.
+
+    Attributes
+    ----------
+    value : relax.Expr
+    shape : tuple or None
+        What it is reshaped to first.
+    """
+
+    value: relax.Expr
+    shape: tuple[Any, ...] | None
+
+
+@dataclass(frozen=True)
+class RowRegion:
+    """Work that one `rows` will do.
+
+    Attributes
+    ----------
+    end : int
+        Index of the binding that it ends at.
+    inside : tuple of int
+        Indices of bindings that vanish.
+    program : RowProgram
+    operands : tuple of RowOperand
+    shape : list
+        Of the result of `rows`.
+    ops : tuple of str
+        Names of what it is made of.
+    """
+
+    end: int
+    inside: tuple[int, ...]
+    program: RowProgram
+    operands: tuple[RowOperand, ...]
+    shape: list[Any]
+    ops: tuple[str, ...]
+
 
 FULL, ROW, FLAT = "full", "row", "flat"
 """Shapes of values in a region: all of the rows; one value a row with extents of 1 for its axes, or without them."""

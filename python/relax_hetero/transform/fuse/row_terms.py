@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from tvm import relax
 
 from ...encoding.expression import Term
+from ...target.element_types import HALVES
 from ..ir.rewriting import op_name
 
 Reduce = Callable[[str, Term], Term]
@@ -18,7 +19,6 @@ MOMENTS = ("relax.variance", "relax.std")
 WIDE = ("relax.nn.softmax", "relax.nn.log_softmax", "relax.nn.layer_norm", "relax.nn.rms_norm")
 """Ops whose result has all of the row."""
 
-_HALVES = ("float16", "bfloat16")
 # Ops whose result is one of the values that they read, or of the same precision: nothing to round.
 _EXACT = {
     *(f"relax.{op}" for op in ("max", "min", "maximum", "minimum", "where", "abs", "negative", "astype")),
@@ -60,7 +60,7 @@ def rounded(term: Term, value: relax.Expr) -> Term:
     that, not what they compute on the way. A later op may be sensitive to that: a difference of what is nearly equal.
     """
     dtype = str(value.ty.dtype)
-    return term if dtype not in _HALVES or op_name(value) in _EXACT else Term("cast", (term,), (dtype,))
+    return term if dtype not in HALVES or op_name(value) in _EXACT else Term("cast", (term,), (dtype,))
 
 
 def row_op(call: relax.Expr) -> RowOp | None:

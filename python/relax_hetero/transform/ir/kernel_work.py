@@ -9,8 +9,7 @@ from typing import Any
 from tvm import tirx
 from tvm.tirx.buffer import is_buffer_var
 
-from ...encoding.precision import precision, precision_of_arguments
-from ...encoding.work import operations
+from ...encoding.arithmetic import operations, precision, precision_of_arguments
 
 OPERATIONS = "relax_hetero.operations"
 PRECISION = "relax_hetero.precision"
@@ -28,7 +27,7 @@ def operations_of(func: tirx.PrimFunc) -> int:
 
 
 def precision_of(func: tirx.PrimFunc, arguments: Iterable[str] | None = None) -> str:
-    """The element types of a kernel's products, as `encoding.precision` writes them, else those of its arguments.
+    """The element types of a kernel's products, as `encoding.arithmetic` writes them, else those of its arguments.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What has been done to a module, where its text does not say: attributes that LowerToVM and the import leave."""
+"""What has been done to a module, where its text does not say: attributes that passes leave."""
 
 from __future__ import annotations
 
@@ -7,29 +7,12 @@ import tvm
 LOWERED = "relax_hetero.lowered"
 PUBLIC = "relax_hetero.public"
 PUBLIC_KERNELS = "relax_hetero.public_kernels"
-PLACEMENT = "relax_hetero.placement"
-ESTIMATE = "relax_hetero.placement_estimate"
-"""On a module: what the cost model expects of the placement that it chose (JSON)."""
 COMMANDS = "relax_hetero.commands"
 """On a PrimFunc: it is a command buffer, and this says what it does (`region_attrs`)."""
 KERNEL = "relax_hetero.kernel"
 """On a PrimFunc: command buffers call it, and this says how."""
 MEMORY = "relax_hetero.memory"
 """On a Relax function: what it allocates (`note_memory`)."""
-SINGLE = "relax_hetero.single_calls"
-"""On a module: the kernel calls that no command buffer makes, and why."""
-SCHEDULES = "relax_hetero.schedules"
-"""On a module: by which steps functions go through queues (`form_schedules`)."""
-
-
-def placement_report(mod: tvm.IRModule) -> str | None:
-    """The placement report (JSON) that the import of an ONNX model left; None for other modules."""
-    return str(mod.attrs[PLACEMENT]) if mod.attrs and PLACEMENT in mod.attrs else None
-
-
-def placement_estimate(mod: tvm.IRModule) -> str | None:
-    """What the cost model that placed an ONNX model expects of it (JSON); None for other modules."""
-    return str(mod.attrs[ESTIMATE]) if mod.attrs and ESTIMATE in mod.attrs else None
 
 
 def mark_lowered(mod: tvm.IRModule, vdevices: int, public: list[str], kernels: list[str]) -> tvm.IRModule:

@@ -10,7 +10,9 @@ After::
     s = R.call_packed("relax_hetero.pinned_storage", R.shape([262144]), 0)
     a: R.Tensor((65536,), "float32") = R.call_packed("runtime.TVMTensorCreateView", s, R.shape([65536]), "float32", 0)
 
-TVM's pool of a CPU has no memory that is pinned. Runs once it is settled when storage is freed.
+TVM's pool of a CPU has no memory that is pinned.
+
+Assumes PlanMemoryPerDevice and KillAfterLastUse, which settle when storage is freed. A second run changes nothing.
 """
 
 from __future__ import annotations
@@ -18,27 +20,21 @@ from __future__ import annotations
 import tvm
 from tvm import relax
 
+from ..ir.declare import declare_pass
 from ..ir.rewriting import copy_module, map_bindings, op_name, relax_functions
 from .pin_transferred import PINNED
 
 _STORAGE, _VIEW = "relax_hetero.pinned_storage", "runtime.TVMTensorCreateView"
 
 
-def LowerPinnedStorage() -> tvm.transform.Pass:
-    """Lower allocations of pinned memory to run-time calls.
+def lower_pinned_storage(mod: tvm.IRModule) -> tvm.IRModule:
+    """See the module's docstring."""
+    functions = dict(mod.functions.items())
+    functions.update({gv: _lowered(func) for gv, func in relax_functions(mod)})
+    return copy_module(mod, functions)
 
-    Returns
-    -------
-    tvm.transform.Pass
-    """
 
-    @tvm.transform.module_pass(opt_level=0, name="LowerPinnedStorage")
-    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        functions = dict(mod.functions.items())
-        functions.update({gv: _lowered(func) for gv, func in relax_functions(mod)})
-        return copy_module(mod, functions)
-
-    return run
+LowerPinnedStorage = declare_pass("LowerPinnedStorage", lower_pinned_storage)
 
 
 def _lowered(func: relax.Function) -> relax.Function:

@@ -1,7 +1,23 @@
 """LowerToVM: dispatches and transfers become what the virtual machine runs.
 
-Output tensors are allocated explicitly and freed after their last use, storage is planned per device, shapes are
-computed on the host. Assumes FormDispatches. A module that is lowered already is returned as it is.
+Before::
+
+    lv: R.Tensor((4,), "float32", "llvm:0") = R.call_tir(cls.scale, (x,), out_ty=R.Tensor((4,), "float32", "llvm:0"))
+    gv: R.Tensor((4,), "float32", "llvm:1") = R.to_vdevice(lv, "llvm:1")
+
+After::
+
+    storage = R.vm.alloc_storage(R.shape([16]), 0, "uint8", "global")
+    alloc = R.vm.alloc_tensor(storage, 0, R.shape([4]), "float32", 0)
+    cls.scale(x, alloc)
+    room = ...                                               # the result's memory on llvm:1
+    gv = R.call_packed("relax_hetero.to_device", alloc, 1, 0, room)
+    R.vm.kill_object(storage)
+
+Output tensors are allocated explicitly and freed after their last use, storage is planned per device, and shapes are
+computed on the host. `lowering_steps` lists the passes that do it, TVM's and ours.
+
+Assumes FormDispatches. A lowered module is returned as it is.
 """
 
 from __future__ import annotations
@@ -11,8 +27,8 @@ from tvm import relax, tirx
 from tvm_ffi import structural_map
 
 from ...target.vdevice import vdevices_of
+from ..ir.declare import declare_pass
 from ..ir.module_attrs import is_lowered, mark_lowered
-from ..ir.private_kernels import keep_private_kernels
 from ..ir.rewriting import copy_module, relax_functions, typed
 from ..ir.root_blocks import with_root_blocks
 from ..partition.written_arguments import note_written
@@ -21,51 +37,51 @@ from .lower_transfers import LowerTransfers, writes_in_place
 from .note_memory import NoteMemory
 from .pin_transferred import PinTransferred
 from .plan_memory import PlanMemoryPerDevice
+from .private_kernels import keep_private_kernels
 from .settle_packed_results import SettlePackedResults
 
 
-def LowerToVM() -> tvm.transform.Pass:
-    """Lower a module of dispatches to the virtual machine's form.
+def lower_to_vm(mod: tvm.IRModule) -> tvm.IRModule:
+    """See the module's docstring."""
+    if is_lowered(mod):
+        return mod
+    named = {gv.name_hint: func for gv, func in mod.functions.items() if "global_symbol" in func.attrs}
+    public = [name for name, func in named.items() if isinstance(func, relax.Function)]
+    kernels = [name for name, func in named.items() if isinstance(func, tirx.PrimFunc)]
+    mod = note_written(with_root_blocks(without_callee_devices(mod)))
+    lowered = keep_private_kernels(tvm.transform.Sequential(lowering_steps(writes_in_place(mod)))(mod))
+    return mark_lowered(lowered, len(vdevices_of(mod)), public, kernels)
 
-    Returns
-    -------
-    tvm.transform.Pass
+
+LowerToVM = declare_pass("LowerToVM", lower_to_vm)
+
+
+def lowering_steps(must_copy: bool) -> list[tvm.transform.Pass]:
+    """The passes of LowerToVM, in order.
+
+    Parameters
+    ----------
+    must_copy : bool
+        Of LowerTransfers.
     """
-
-    def steps(must_copy: bool) -> tvm.transform.Pass:
-        return tvm.transform.Sequential(
-            [
-                relax.transform.RewriteDataflowReshape(),
-                relax.transform.ToNonDataflow(),
-                relax.transform.RemovePurityChecking(),
-                SettlePackedResults(),
-                relax.transform.CallTIRRewrite(),
-                LowerTransfers(must_copy),
-                PinTransferred(),
-                PlanMemoryPerDevice(),
-                relax.transform.LowerAllocTensor(),
-                relax.transform.KillAfterLastUse(),
-                NoteMemory(),
-                LowerPinnedStorage(),
-                relax.transform.LowerRuntimeBuiltin(),
-                relax.transform.ComputePrimValue(),
-                relax.transform.VMShapeLower(),
-                relax.transform.AttachGlobalSymbol(),
-            ]
-        )
-
-    @tvm.transform.module_pass(opt_level=0, name="LowerToVM")
-    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        if is_lowered(mod):
-            return mod
-        named = {gv.name_hint: func for gv, func in mod.functions.items() if "global_symbol" in func.attrs}
-        public = [name for name, func in named.items() if isinstance(func, relax.Function)]
-        kernels = [name for name, func in named.items() if isinstance(func, tirx.PrimFunc)]
-        mod = note_written(with_root_blocks(without_callee_devices(mod)))
-        lowered = keep_private_kernels(steps(writes_in_place(mod))(mod))
-        return mark_lowered(lowered, len(vdevices_of(mod)), public, kernels)
-
-    return run
+    return [
+        relax.transform.RewriteDataflowReshape(),
+        relax.transform.ToNonDataflow(),
+        relax.transform.RemovePurityChecking(),
+        SettlePackedResults(),
+        relax.transform.CallTIRRewrite(),
+        LowerTransfers(must_copy),
+        PinTransferred(),
+        PlanMemoryPerDevice(),
+        relax.transform.LowerAllocTensor(),
+        relax.transform.KillAfterLastUse(),
+        NoteMemory(),
+        LowerPinnedStorage(),
+        relax.transform.LowerRuntimeBuiltin(),
+        relax.transform.ComputePrimValue(),
+        relax.transform.VMShapeLower(),
+        relax.transform.AttachGlobalSymbol(),
+    ]
 
 
 def without_callee_devices(mod: tvm.IRModule) -> tvm.IRModule:

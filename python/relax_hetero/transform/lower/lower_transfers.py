@@ -15,8 +15,8 @@ it must in a module that writes in place, since the source may have other reader
 room from the machine's pool, whose memory is in use already; fresh memory costs a page fault each 4 KB. Between CPUs,
 which share their memory, a result that need not be new gets none: it is its operand by another device's name.
 
-Runs before memory is planned, so that rooms share storage with other tensors. Assumes no dataflow blocks and purity
-checks removed.
+Assumes no dataflow blocks, purity checks removed, and memory that is not planned yet, so that rooms share storage with
+other tensors. A second run changes nothing.
 """
 
 from __future__ import annotations
@@ -25,34 +25,24 @@ import tvm
 from tvm import relax
 
 from ...target.vdevice import is_cpu, vdevice_index, vdevices_of
+from ..ir.declare import declare_pass
 from ..ir.op_names import IN_PLACE, TRANSFER
 from ..ir.rewriting import copy_module, map_bindings, op_name, relax_functions, walk_bindings
 
 TO_DEVICE = "relax_hetero.to_device"
 
 
-def LowerTransfers(must_copy: bool | None = None) -> tvm.transform.Pass:
-    """Lower transfers to run-time calls.
+def lower_transfers(mod: tvm.IRModule, must_copy: bool | None = None) -> tvm.IRModule:
+    """See the module's docstring.
 
     Parameters
     ----------
+    mod : tvm.IRModule
     must_copy : bool, optional
         Whether results must be new tensors; None finds out, which CallTIRRewrite makes impossible.
-
-    Returns
-    -------
-    tvm.transform.Pass
     """
-
-    @tvm.transform.module_pass(opt_level=0, name="LowerTransfers")
-    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        return lower_transfers(mod, writes_in_place(mod) if must_copy is None else must_copy)
-
-    return run
-
-
-def lower_transfers(mod: tvm.IRModule, must_copy: bool) -> tvm.IRModule:
-    """See the module's docstring."""
+    if must_copy is None:
+        must_copy = writes_in_place(mod)
     vdevices = vdevices_of(mod)
 
     def change(binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
@@ -70,6 +60,9 @@ def lower_transfers(mod: tvm.IRModule, must_copy: bool) -> tvm.IRModule:
     functions = dict(mod.functions.items())
     functions.update({gv: map_bindings(func, change) for gv, func in relax_functions(mod)})
     return copy_module(mod, functions)
+
+
+LowerTransfers = declare_pass("LowerTransfers", lower_transfers)
 
 
 def _room(result: relax.Var, index: int) -> list[relax.VarBinding]:

@@ -1,6 +1,20 @@
 """NoteMemory: what each function allocates, and from when to when, stands on it as data (`artifact.memory_spec`).
 
-Reads a module whose allocations are explicit and freed after their last use, and whose shapes are not lowered yet.
+Before::
+
+    @R.function
+    def main(x: R.Tensor((4,), "float32", "llvm:0")):
+        storage = R.memory.alloc_storage(R.shape([64]), 0, "global", "uint8")
+        alloc = R.memory.alloc_tensor(storage, 0, R.shape([4]), "float32", 0)
+        cls.kernel(x, alloc)
+        return alloc
+
+After, the same with::
+
+    R.func_attr({"relax_hetero.memory": '{"name": "main", "storages": [{"nbytes": 64, ...}], ...}'})
+
+Assumes that allocations are explicit and freed after their last use (KillAfterLastUse), and that shapes are not lowered
+yet (VMShapeLower). A second run changes nothing.
 """
 
 from __future__ import annotations
@@ -23,12 +37,13 @@ from ...artifact.memory_spec import (
     FunctionMemory,
     Live,
     RegionStep,
-    Storage,
+    StorageSpec,
     memory_from_json,
     memory_to_json,
 )
 from ...artifact.signature import Dim
 from ...target.vdevice import vdevice_index, vdevices_of
+from ..ir.declare import declare_pass
 from ..ir.dim_text import NoTextError, dim_text
 from ..ir.kernel_work import tensor_bytes
 from ..ir.module_attrs import MEMORY
@@ -42,24 +57,17 @@ _KILLS = ("relax.memory.kill_storage", "relax.memory.kill_tensor", "relax.vm.kil
 _OPEN = -1
 
 
-def NoteMemory() -> tvm.transform.Pass:
-    """Note on each Relax function what it allocates.
+def note_memory(mod: tvm.IRModule) -> tvm.IRModule:
+    """See the module's docstring."""
+    regions = {region.name: region for region in regions_of(mod)}
+    functions = dict(mod.functions.items())
+    for gv, func in relax_functions(mod):
+        memory = function_memory(gv.name_hint, func, mod, regions)
+        functions[gv] = func.with_attr(MEMORY, json.dumps(memory_to_json(memory)))
+    return copy_module(mod, functions)
 
-    Returns
-    -------
-    tvm.transform.Pass
-    """
 
-    @tvm.transform.module_pass(opt_level=0, name="NoteMemory")
-    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        regions = {region.name: region for region in regions_of(mod)}
-        functions = dict(mod.functions.items())
-        for gv, func in relax_functions(mod):
-            memory = function_memory(gv.name_hint, func, mod, regions)
-            functions[gv] = func.with_attr(MEMORY, json.dumps(memory_to_json(memory)))
-        return copy_module(mod, functions)
-
-    return run
+NoteMemory = declare_pass("NoteMemory", note_memory)
 
 
 def memory_of(mod: tvm.IRModule) -> tuple[FunctionMemory, ...]:
@@ -135,7 +143,7 @@ class _Reader:
                 self._binding(binding.var, binding.value)
         return self._shown.of(body.body)
 
-    def finished(self, results: set[int]) -> tuple[Storage, ...]:
+    def finished(self, results: set[int]) -> tuple[StorageSpec, ...]:
         """The storages, once everything is read; `results` are the tensors that leave the call."""
         names: dict[int, str] = {}
         for tensor in self.tensors:
@@ -144,7 +152,7 @@ class _Reader:
             place = self.storages[self.tensors[number].storage]
             place.use, place.end = RESULT, _OPEN
         return tuple(
-            Storage(place.device, place.nbytes, place.begin, place.end, place.use, names.get(number, ""))
+            StorageSpec(place.device, place.nbytes, place.begin, place.end, place.use, names.get(number, ""))
             for number, place in enumerate(self.storages)
         )
 

@@ -14,7 +14,7 @@ So is what the step of a schedule returns for a transfer that is a step of its o
 stay where they are; those of unknown size are pinned, and the run-time looks again. The memory scope says so as long
 as storage is planned: tensors of different scopes share none. `LowerPinnedStorage` turns it into calls.
 
-Assumes that transfers are lowered and memory is not planned.
+Assumes that transfers are lowered (LowerTransfers) and memory is not planned yet. A second run changes nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from tvm import relax
 
 from ...artifact.metadata import DEVICE_TYPES
 from ...target.vdevice import is_cpu, vdevices_of
-from ...vm.device.pinned_pool import PINNED_BYTES
+from ...vm.device.memory_pools import PINNED_BYTES
+from ..ir.declare import declare_pass
 from ..ir.rewriting import copy_module, map_bindings, op_name, relax_functions
 from ..ir.tensor_aliases import NOTHING, Shown, ShownTensors, either, flat, is_view
 from ..partition.form_schedules import schedules_of
@@ -40,21 +41,6 @@ PINNED = "pinned"
 _CUDA = DEVICE_TYPES["cuda"]
 
 
-def PinTransferred() -> tvm.transform.Pass:
-    """Have large tensors that transfers take from a CPU to a GPU allocated in pinned memory.
-
-    Returns
-    -------
-    tvm.transform.Pass
-    """
-
-    @tvm.transform.module_pass(opt_level=0, name="PinTransferred")
-    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        return pin_transferred(mod)
-
-    return run
-
-
 def pin_transferred(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring."""
     if not any(map(_is_gpu, vdevices_of(mod))):
@@ -63,6 +49,9 @@ def pin_transferred(mod: tvm.IRModule) -> tvm.IRModule:
     functions = dict(mod.functions.items())
     functions.update({gv: _pinned(func, mod, sent.get(gv.name_hint, ())) for gv, func in relax_functions(mod)})
     return copy_module(mod, functions)
+
+
+PinTransferred = declare_pass("PinTransferred", pin_transferred)
 
 
 def _is_gpu(vdevice: relax.VDevice) -> bool:

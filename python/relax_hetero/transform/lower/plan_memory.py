@@ -21,6 +21,8 @@ it, is left to the machine's pool. A transfer may return its operand or the room
 
 Sizes that are symbolic are planned by their upper bounds where the function has some (`tir_var_upper_bound`), else with
 others of the same symbols.
+
+Assumes no dataflow blocks and purity checks removed. A second run changes nothing.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from tvm import relax, tirx
 from ...artifact.metadata import CPU, DEVICE_TYPES
 from ...target.vdevice import vdevices_of
 from ..ir.blocks import used_vars
+from ..ir.declare import declare_pass
 from ..ir.rewriting import copy_module, map_bindings, op_name, relax_functions
 from ..ir.tensor_aliases import NOTHING, Shown, ShownTensors, either, flat, is_view
 from ..record.plan_arena import Lifetime
@@ -44,26 +47,14 @@ from .storage_sizes import ALLOC, size_of, upper_bounds
 _ONLY_READ = ("relax.shape_of", "relax.tensor_to_shape", "relax.assert_op", "relax.print")
 
 
-def PlanMemoryPerDevice() -> tvm.transform.Pass:
-    """Plan static storage, apart for each device and branch. Assumes no dataflow blocks and purity checks removed.
-
-    Returns
-    -------
-    tvm.transform.Pass
-    """
-
-    @tvm.transform.module_pass(opt_level=0, name="PlanMemoryPerDevice")
-    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        return plan_memory_per_device(mod)
-
-    return run
-
-
 def plan_memory_per_device(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring."""
     functions = dict(mod.functions.items())
     functions.update({gv: _planned(func, mod) for gv, func in relax_functions(mod)})
     return copy_module(mod, functions)
+
+
+PlanMemoryPerDevice = declare_pass("PlanMemoryPerDevice", plan_memory_per_device)
 
 
 def _planned(func: relax.Function, mod: tvm.IRModule) -> relax.Function:

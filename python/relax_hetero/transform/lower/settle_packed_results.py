@@ -10,8 +10,10 @@ After::
     y: R.Tensor((4,), "float32", "llvm:1") = R.to_vdevice(y_packed, "llvm:1")
 
 A packed function may allocate where it likes, most often on the first CPU. Tuples are taken apart and made again. The
-virtual machine's and TVM's own functions are left alone. Assumes purity checks removed; LowerTransfers makes the
-transfer a check where the result is in place.
+virtual machine's and TVM's own functions are left alone. LowerTransfers makes the transfer a check where the result is
+in place already.
+
+Assumes a placed module with purity checks removed. Runs once: a second run adds a second check.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import tvm
 from tvm import relax
 
+from ..ir.declare import declare_pass
 from ..ir.rewriting import copy_module, map_bindings, relax_functions, tensor_types
 
 _OWN = ("vm.", "relax.", "relax_hetero.", "runtime.")
@@ -30,21 +33,14 @@ def is_foreign(value: relax.Expr) -> bool:
     return is_call and not value.op.global_symbol.startswith(_OWN)
 
 
-def SettlePackedResults() -> tvm.transform.Pass:
-    """Move tensors that packed functions return to the device of the variable they are bound to.
+def settle_packed_results(mod: tvm.IRModule) -> tvm.IRModule:
+    """See the module's docstring."""
+    functions = dict(mod.functions.items())
+    functions.update({gv: map_bindings(func, _settle) for gv, func in relax_functions(mod)})
+    return copy_module(mod, functions)
 
-    Returns
-    -------
-    tvm.transform.Pass
-    """
 
-    @tvm.transform.module_pass(opt_level=0, name="SettlePackedResults")
-    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        functions = dict(mod.functions.items())
-        functions.update({gv: map_bindings(func, _settle) for gv, func in relax_functions(mod)})
-        return copy_module(mod, functions)
-
-    return run
+SettlePackedResults = declare_pass("SettlePackedResults", settle_packed_results)
 
 
 def _settle(binding: relax.Binding) -> relax.Binding | list[relax.Binding]:

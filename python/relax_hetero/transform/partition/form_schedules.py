@@ -8,7 +8,7 @@ Before::
         c = R.call_tir(cls.g, (b,), ...llvm:1)
         return c
 
-After: `main` as it was, for calls that run alone, and besides it::
+After, besides `main` as it was, which serves calls that run alone::
 
     def main_step(x: llvm:0):
         a = R.call_tir(cls.f, (x,), ...llvm:0)
@@ -25,11 +25,13 @@ one of the module's devices is one step, itself, so that another device is free 
 Functions with checks of shapes, local functions or effects, and those that overwrite what something else reads, or
 call a function that writes in place, have no schedule: there what runs later must not run earlier. They go through the
 queues whole.
+
+Assumes FormDispatches, and FormCommandBuffers where command buffers are wanted. A lowered module is returned as it is,
+and so is a module with schedules.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -39,33 +41,19 @@ from tvm import relax
 from ...artifact.schedule import Results, Schedule, Step
 from ...target.vdevice import vdevices_of
 from ..ir.blocks import used_vars
-from ..ir.module_attrs import SCHEDULES, is_lowered
+from ..ir.declare import declare_pass
+from ..ir.findings import findings_of, with_findings
+from ..ir.module_attrs import is_lowered
 from ..ir.rewriting import copy_module, fresh_global_var, global_vars_in, relax_functions, typed, walk_bindings
-from ..ir.step_functions import step_function
 from .binding_devices import WorkPlaces
 from .device_partition import Part, WorkParts
+from .step_functions import step_function
 from .transfer_dependences import is_transfer
-
-
-def FormSchedules() -> tvm.transform.Pass:
-    """Give functions that use several devices a schedule, and a function for each of its steps.
-
-    Returns
-    -------
-    tvm.transform.Pass
-        A lowered module is returned as it is, and so is one with schedules.
-    """
-
-    @tvm.transform.module_pass(opt_level=0, name="FormSchedules")
-    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        return form_schedules(mod)
-
-    return run
 
 
 def form_schedules(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring."""
-    if is_lowered(mod) or len(vdevices_of(mod)) <= 1 or (mod.attrs and SCHEDULES in mod.attrs):
+    if is_lowered(mod) or len(vdevices_of(mod)) <= 1 or findings_of(mod).schedules is not None:
         return mod
     places = WorkPlaces(mod)
     taken = {gv.name_hint for gv in mod.get_global_vars()}
@@ -78,14 +66,15 @@ def form_schedules(mod: tvm.IRModule) -> tvm.IRModule:
             functions.update(cutter.functions)
     if not schedules:
         return mod
-    text = json.dumps([schedule.to_json() for schedule in schedules])
-    return copy_module(mod, functions).with_attr(SCHEDULES, text)
+    return with_findings(copy_module(mod, functions), schedules=schedules)
+
+
+FormSchedules = declare_pass("FormSchedules", form_schedules)
 
 
 def schedules_of(mod: tvm.IRModule) -> list[Schedule]:
     """The schedules of a module that FormSchedules was applied to, or of what became of it."""
-    text = mod.attrs[SCHEDULES] if mod.attrs and SCHEDULES in mod.attrs else "[]"
-    return [Schedule.from_json(data) for data in json.loads(text)]
+    return list(findings_of(mod).schedules or ())
 
 
 def _can_be_cut(func: relax.Function) -> bool:

@@ -20,8 +20,8 @@ those of operands that are not at hand in it, and those of the result where its 
 another. The walk is repeated while the block's permutations move fewer bytes each time, so that no program comes out
 worse or in need of another run.
 
-Works on a placed module at any stage before FormDispatches. Every permutation stays on the device of its operand, but
-goes with it through a transfer.
+Assumes a placed module (RealizeVDevice), at any stage before FormDispatches. Every permutation stays on the device of
+its operand, but goes with it through a transfer. A second run changes nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from tvm import relax
 
 from ..ir.axes import Axes, identity, inverse, lying, moves_nothing, permutation, then
 from ..ir.blocks import Block, Emitter, Rewrite, renamed, rewrite_function, shape_of, tensor_type, used_vars
-from ..ir.fusion_report import decline
+from ..ir.declare import declare_pass
+from ..ir.findings import decline
 from ..ir.op_names import PERMUTE
 from ..ir.rewriting import op_name, relax_functions, typed, with_functions
 from .permute_preferences import wishes_of
@@ -39,25 +40,13 @@ from .permute_rules import Plan, data_operands, order_for, plan_for
 from .permuted_values import PermutedValues, Value, size_of
 
 
-def MovePermutes() -> tvm.transform.Pass:
-    """Move `permute_dims` to where they cancel.
-
-    Returns
-    -------
-    tvm.transform.Pass
-    """
-
-    @tvm.transform.module_pass(opt_level=0, name="MovePermutes")
-    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        return move_permutes(mod)
-
-    return run
-
-
 def move_permutes(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring; the very module where there is nothing to do."""
     functions = relax_functions(mod)
     return with_functions(mod, {gv: rewrite_function(func, _in_function(gv.name_hint)) for gv, func in functions})
+
+
+MovePermutes = declare_pass("MovePermutes", move_permutes)
 
 
 def _in_function(name: str) -> Rewrite:

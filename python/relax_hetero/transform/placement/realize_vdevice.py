@@ -1,4 +1,26 @@
-"""Give every value and every op its device, by DESIGN's placement rules."""
+"""RealizeVDevice: every value and every op gets its device; what crosses devices becomes a transfer.
+
+Before::
+
+    def main(x: R.Tensor((4,), "float32", "llvm:0"), y: R.Tensor((4,), "float32")):
+        h = R.hint_on_device(R.exp(x), tvm.cuda(0))
+        z = R.add(h, y)
+
+After::
+
+    def main(x: R.Tensor((4,), "float32", "llvm:0"), y: R.Tensor((4,), "float32", "cuda:0")):
+        e: R.Tensor((4,), "float32", "llvm:0") = R.exp(x)
+        h: R.Tensor((4,), "float32", "cuda:0") = R.to_vdevice(e, "cuda:0")
+        z: R.Tensor((4,), "float32", "cuda:0") = R.add(h, y)
+
+Devices spread from annotations, hints and transfers to all that is free, by the rules of docs/placement.md. Afterwards
+every parameter, binding, constant, ``out_ty`` and result names its vdevice, the very object in
+``mod.global_infos["vdevice"]``, and hints are gone. TVM's pass of this name lets the first annotation it visits win,
+overwrites others without an error, and stops at function calls.
+
+Assumes A-normal form. A module without vdevices and a lowered module are returned as they are; a second run changes
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +28,17 @@ import tvm
 from tvm import relax
 from tvm.relax.utils import copy_with_new_vars
 
+from ..ir.declare import declare_pass
+from ..ir.findings import collect_placement, publish
 from ..ir.module_attrs import is_lowered
+from ..ir.reports import PlacementEntry, PlacementReport
 from .callee_summary import Group
 from .clones import Instance, instance_for, make_instances
 from .collect import collect
 from .operands import Note
 from .program import CallRef, Program, Unit
 from .recursion import recursion_groups
-from .report import PlacementEntry, PlacementReport, collect_placement, entries_of, publish
+from .report import entries_of
 from .rewrite import rewrite
 from .solve import solve
 from .types import on_devices
@@ -27,37 +52,6 @@ __all__ = [
     "realize_vdevice",
     "verify_placement",
 ]
-
-
-def RealizeVDevice(insert_copies: bool = False) -> tvm.transform.Pass:
-    """Spread devices from annotations, hints and transfers to every tensor of the module.
-
-    Before: tensors may name a vdevice, ``hint_on_device`` may say where a value belongs, the rest is free. After: every
-    parameter, binding, constant, ``out_ty`` and result names its vdevice, the very object in
-    ``mod.global_infos["vdevice"]``; hints are gone; what crosses devices is a ``to_vdevice``. A module without vdevices
-    is left as it is. Assumes A-normal form.
-
-    Parameters
-    ----------
-    insert_copies : bool
-        Whether to insert a transfer where two fixed devices meet; else that is an error.
-
-    Returns
-    -------
-    pass : tvm.transform.Pass
-
-    Raises
-    ------
-    PlacementError
-        When the pass runs: two fixed devices, or two hints, meet; a callee is not known.
-    VDeviceError
-        When the pass runs: a hint names a device the module does not have.
-    """
-
-    def apply(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        return realize_vdevice(mod, insert_copies)[0]
-
-    return tvm.transform.module_pass(apply, opt_level=0, name="RealizeVDevice")
 
 
 def realize_vdevice(mod: tvm.IRModule, insert_copies: bool = False) -> tuple[tvm.IRModule, PlacementReport]:
@@ -82,6 +76,28 @@ def realize_vdevice(mod: tvm.IRModule, insert_copies: bool = False) -> tuple[tvm
     placed = _write_module(program, instances, report)
     publish(report)
     return placed, report
+
+
+def _realized(mod: tvm.IRModule, insert_copies: bool = False) -> tvm.IRModule:
+    """`realize_vdevice` without its report.
+
+    Parameters
+    ----------
+    mod : tvm.IRModule
+    insert_copies : bool
+        Whether to insert a transfer where two fixed devices meet; else that is an error.
+
+    Raises
+    ------
+    PlacementError
+        When it runs: two fixed devices, or two hints, meet; a callee is not known.
+    VDeviceError
+        When it runs: a hint names a device the module does not have.
+    """
+    return realize_vdevice(mod, insert_copies)[0]
+
+
+RealizeVDevice = declare_pass("RealizeVDevice", _realized)
 
 
 def _write_module(program: Program, instances: list[list[Instance]], report: PlacementReport) -> tvm.IRModule:

@@ -2,95 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import tvm
 from tvm import relax
 
+from ..ir.reports import PlacementEntry
 from .clones import Instance
 from .graph import HOST, Graph
 from .operands import Note
 from .solve import Path, shortest_paths
-
-
-@dataclass(frozen=True, slots=True)
-class PlacementEntry:
-    """One op, transfer, parameter or constant of a placed module.
-
-    Attributes
-    ----------
-    function : str
-    variable : str
-        The variable that is bound; for a constant the one whose binding uses it first.
-    op : str
-        E.g. "relax.add", "relax.to_vdevice", "parameter", "constant".
-    device : str
-        ``kind:i``.
-    device_index : int
-        Position in the module's vdevice list.
-    reason : str
-        A sentence.
-    bytes : int, optional
-        Size of the result; None where it depends on a symbolic or unknown shape.
-    kind : str
-        "op", "transfer", "param" or "constant".
-    """
-
-    function: str
-    variable: str
-    op: str
-    device: str
-    device_index: int
-    reason: str
-    bytes: int | None
-    kind: str
-
-
-@dataclass(slots=True)
-class PlacementReport:
-    """The entries of one `RealizeVDevice` run, in program order."""
-
-    entries: list[PlacementEntry] = field(default_factory=list)
-
-    def to_json(self) -> str:
-        """As a JSON array of objects."""
-        return json.dumps([asdict(entry) for entry in self.entries])
-
-    @staticmethod
-    def from_json(text: str) -> PlacementReport:
-        """Read what `to_json` wrote."""
-        return PlacementReport([PlacementEntry(**entry) for entry in json.loads(text)])
-
-
-# The lists of all `collect_placement` blocks that are open here, outermost first.
-_OPEN: ContextVar[tuple[list[PlacementReport], ...]] = ContextVar("relax_hetero_placements", default=())
-
-
-@contextlib.contextmanager
-def collect_placement() -> Iterator[list[PlacementReport]]:
-    """A list to which every `RealizeVDevice` that runs inside the ``with`` block adds its report."""
-    reports: list[PlacementReport] = []
-    token = _OPEN.set((*_OPEN.get(), reports))
-    try:
-        yield reports
-    finally:
-        _OPEN.reset(token)
-
-
-def publish(report: PlacementReport) -> None:
-    """Give a report to every `collect_placement` that is open."""
-    for reports in _OPEN.get():
-        reports.append(report)
-
-
-def is_collecting() -> bool:
-    """Whether anyone wants a report."""
-    return bool(_OPEN.get())
 
 
 def entries_of(function: str, notes: Sequence[Note], instance: Instance, names: list[str]) -> list[PlacementEntry]:

@@ -1,4 +1,23 @@
-"""Change a module's vdevices, and everything that refers to them."""
+"""UpdateVDevice: a vdevice of the module is replaced or added, or the list reset, and all that refers to it follows.
+
+Before::
+
+    I.module_global_infos({"vdevice": [I.vdevice("llvm")]})
+    y: R.Tensor((4,), "float32", "llvm:0") = R.exp(x)
+
+After ``UpdateVDevice(VDevice("cuda"), index=0)``::
+
+    I.module_global_infos({"vdevice": [I.vdevice("cuda")]})
+    y: R.Tensor((4,), "float32", "cuda:0") = R.exp(x)
+
+With an `index` the vdevice there is replaced, without one `new_vdevice` is appended, and a list takes the place of the
+whole list, each old vdevice being succeeded by the new one at its position. Types of parameters, bindings, constants
+and returns, types inside tuples, functions and ``out_ty``, the targets of ``to_vdevice``, hints, and the ``target`` of
+PrimFuncs follow. Afterwards every reference to a vdevice is the very object in ``mod.global_infos["vdevice"]``. TVM's
+pass of this name changes its input, and leaves targets of transfers, ``out_ty`` and tuples behind.
+
+Assumes nothing. A second run changes nothing, but for a vdevice that is appended again.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +34,8 @@ from tvm.relax.op.op_attrs import HintOnDeviceAttrs
 from ...errors import VDeviceError
 from ...op.hints import decode_hint, encode_hint
 from ...target.vdevice import device_name, vdevice_index, vdevices_of, with_vdevices
-from ..ir.module_attrs import PLACEMENT, placement_report
+from ..ir.declare import declare_pass
+from ..ir.findings import with_findings
 from ..ir.rewriting import copy_module
 from .vdevice_uses import first_use, follow_targets
 
@@ -23,43 +43,24 @@ from .vdevice_uses import first_use, follow_targets
 Successor: TypeAlias = Callable[[VDevice], "VDevice | None"]
 
 
-def UpdateVDevice(new_vdevice: VDevice | Sequence[VDevice], index: int | None = None) -> tvm.transform.Pass:
-    """Replace a vdevice of the module, append one, or reset the list.
-
-    With an `index` the vdevice there is replaced, without one `new_vdevice` is appended, and a list takes the place of
-    the whole list, each old vdevice being succeeded by the new one at its position. Types of parameters, bindings,
-    constants and returns, types inside tuples, functions and ``out_ty``, the targets of ``to_vdevice``, hints, and the
-    ``target`` of PrimFuncs follow. The input module is not changed. Afterwards every reference to a vdevice is the very
-    object in ``mod.global_infos["vdevice"]``.
+def update_vdevices(
+    mod: tvm.IRModule, new_vdevice: VDevice | Sequence[VDevice], index: int | None = None
+) -> tvm.IRModule:
+    """See the module's docstring.
 
     Parameters
     ----------
+    mod : tvm.IRModule
     new_vdevice : VDevice, or sequence of VDevice
     index : int, optional
         Position in the module's list of the vdevice to replace.
 
-    Returns
-    -------
-    pass : tvm.transform.Pass
-
     Raises
     ------
     VDeviceError
-        At once, if the arguments are of the wrong kind. When the pass runs, if `index` is out of range, or a vdevice
-        that is used has no successor; the message names the function and variable that use it.
+        At once, if the arguments are of the wrong kind. When it runs, if `index` is out of range, or a vdevice that is
+        used has no successor; the message names the function and variable that use it.
     """
-    _check_arguments(new_vdevice, index)
-
-    def apply(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        return update_vdevices(mod, new_vdevice, index)
-
-    return tvm.transform.module_pass(apply, opt_level=0, name="UpdateVDevice")
-
-
-def update_vdevices(
-    mod: tvm.IRModule, new_vdevice: VDevice | Sequence[VDevice], index: int | None = None
-) -> tvm.IRModule:
-    """What `UpdateVDevice` does, as a function."""
     _check_arguments(new_vdevice, index)
     old = vdevices_of(mod)
     new = _new_list(old, new_vdevice, index)
@@ -72,13 +73,12 @@ def update_vdevices(
         copied = _position(vdevice, new)
         return None if copied is None else new[copied]
 
-    if placement_report(mod) is not None:  # it names the old devices
-        mod = mod.without_attr(PLACEMENT)
+    mod = with_findings(mod, placement=None)  # it names the old devices
     updated = _map_references(mod, successor, old, new)
     return with_vdevices(follow_targets(updated, mod, old, new), new)
 
 
-def _check_arguments(new_vdevice: VDevice | Sequence[VDevice], index: int | None) -> None:
+def _check_arguments(new_vdevice: VDevice | Sequence[VDevice], index: int | None = None) -> None:
     if isinstance(new_vdevice, VDevice):
         if index is not None and (isinstance(index, bool) or not isinstance(index, int)):
             raise VDeviceError(f"UpdateVDevice: index must be an int, got {index!r}")
@@ -87,6 +87,9 @@ def _check_arguments(new_vdevice: VDevice | Sequence[VDevice], index: int | None
         raise VDeviceError(f"UpdateVDevice needs a VDevice or a list of them, got {new_vdevice!r}")
     if index is not None:
         raise VDeviceError(f"UpdateVDevice: a list resets all vdevices, so it takes no index (got {index})")
+
+
+UpdateVDevice = declare_pass("UpdateVDevice", update_vdevices, _check_arguments)
 
 
 def _new_list(old: list[VDevice], new_vdevice: VDevice | Sequence[VDevice], index: int | None) -> list[VDevice]:

@@ -31,6 +31,7 @@ from tvm import relax
 
 from ...encoding.expression import Expression, Term
 from ..ir.blocks import Block, Emitter, renamed, rewrite_blocks, shape_of, tensor_type, used_vars, without_unused
+from ..ir.declare import declare_pass
 from ..ir.op_names import CAST
 from ..ir.relax_expressions import from_expression, to_expression
 from ..ir.rewriting import op_name
@@ -47,24 +48,12 @@ _CONCAT = "relax.concat"
 _LONGEST_CHAIN = 6
 
 
-def SinkDequantize() -> tvm.transform.Pass:
-    """Move bytes, not the numbers they stand for, and dequantize where those are computed with.
-
-    Returns
-    -------
-    tvm.transform.Pass
-    """
-
-    @tvm.transform.module_pass(opt_level=0, name="SinkDequantize")
-    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        return sink_dequantize(mod)
-
-    return run
-
-
 def sink_dequantize(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring; the very module where there is nothing to do."""
     return rewrite_blocks(mod, _sink)
+
+
+SinkDequantize = declare_pass("SinkDequantize", sink_dequantize)
 
 
 @dataclass

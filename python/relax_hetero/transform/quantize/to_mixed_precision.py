@@ -24,6 +24,15 @@ TVM's pass of this name makes float16 only, of what is in dataflow blocks, round
 bias and activation, lets elementwise work follow in float16, and keeps nothing that a user wants kept.
 
 The casts are plain ones: the kernels of products, rows and attention take them in when the module is compiled.
+
+Norms, softmax, reductions and elementwise work stay in float32. So do products of fewer than 8 terms, products of
+dequantized integers, and products with weights that the low type cannot hold. Constant weights are rounded here;
+weights that `rh.compile` binds, when it binds them. Convolutions are simplified first (`SimplifyConvolutions`), so that
+batch norms are folded in single precision.
+
+Activations beyond 65,504 are infinite in float16: keep the ops that make them, or take bfloat16.
+
+Assumes nothing of devices; run it before `rh.compile`. A second run changes nothing.
 """
 
 from __future__ import annotations
@@ -35,6 +44,7 @@ from tvm import relax
 
 from ...errors import BuildError
 from ..ir.blocks import Emitter, renamed, used_vars
+from ..ir.declare import declare_pass
 from ..ir.name_filter import KeptNames
 from ..ir.rewriting import is_tensor_constant, op_name, relax_functions, typed, with_body, with_functions
 from ..simplify.simplify_convolutions import simplify_convolutions
@@ -42,18 +52,12 @@ from .low_precision_values import LowValues
 from .precision_rules import LOW_TYPES, PRODUCTS, WIDE_TYPE, is_wide, low_product, with_dtype
 
 
-def ToMixedPrecision(dtype: str, keep: Sequence[str] = ()) -> tvm.transform.Pass:
-    """Compute matrix products, convolutions and attention in low precision, with sums in float32.
-
-    Norms, softmax, reductions and elementwise work stay in float32, and so do products of fewer than 8 terms, those of
-    dequantized integers, and with weights that the low type cannot hold. Constant weights are rounded here; those that
-    `rh.compile` binds, when it does. Signatures of functions stay as they are. Convolutions are simplified first
-    (`SimplifyConvolutions`), so that batch norms are folded in single precision. Run it before `rh.compile`.
-
-    Activations beyond 65,504 are infinite in float16: keep what makes them, or take bfloat16.
+def to_mixed_precision(mod: tvm.IRModule, dtype: str, keep: Sequence[str] = ()) -> tvm.IRModule:
+    """See the module's docstring; the very module where there is nothing to do.
 
     Parameters
     ----------
+    mod : tvm.IRModule
     dtype : str
         "bfloat16" or "float16".
     keep : sequence of str
@@ -61,31 +65,23 @@ def ToMixedPrecision(dtype: str, keep: Sequence[str] = ()) -> tvm.transform.Pass
         in float32 and not rounded but for products that read them, and names of functions, which stay as they are.
         ``*`` stands for any letters.
 
-    Returns
-    -------
-    tvm.transform.Pass
-
     Raises
     ------
     BuildError
         For another element type; when it runs, for a name in `keep` that the module does not have.
     """
-    if dtype not in LOW_TYPES:
-        raise BuildError(f"ToMixedPrecision: found element type {dtype!r}, expected one of {LOW_TYPES}")
-
-    @tvm.transform.module_pass(opt_level=0, name="ToMixedPrecision")
-    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        return to_mixed_precision(mod, dtype, keep)
-
-    return run
-
-
-def to_mixed_precision(mod: tvm.IRModule, dtype: str, keep: Sequence[str] = ()) -> tvm.IRModule:
-    """See `ToMixedPrecision`; the very module where there is nothing to do."""
     kept = KeptNames(mod, keep, "ToMixedPrecision")
     mod = simplify_convolutions(mod)
     functions = {gv: func for gv, func in relax_functions(mod) if not kept.has(gv.name_hint)}
     return with_functions(mod, {gv: _rewritten(func, dtype, kept) for gv, func in functions.items()})
+
+
+def _check_type(dtype: str, keep: Sequence[str] = ()) -> None:
+    if dtype not in LOW_TYPES:
+        raise BuildError(f"ToMixedPrecision: found element type {dtype!r}, expected one of {LOW_TYPES}")
+
+
+ToMixedPrecision = declare_pass("ToMixedPrecision", to_mixed_precision, _check_type)
 
 
 def _rewritten(func: relax.Function, dtype: str, kept: KeptNames) -> relax.Function:

@@ -1,14 +1,7 @@
-"""Donated parameters: what the caller gives a function to overwrite, so that results may lie in its memory.
+"""Donated parameters: inputs that the caller gives a function to overwrite, so that results may lie in their memory.
 
-Before, where the attribute says that `cache` is donated and the kernel ties it to its result (`tir.core.ties`)::
-
-    new = R.call_tir(cls.write_row, (cache, row), out_ty=R.Tensor((64, 16), "float32", "llvm:0"))
-
-After::
-
-    new = R.call_tir_inplace(cls.write_row_in_place, (cache, row), inplace_indices=[0], out_ty=...)
-
-A donated parameter is overwritten by the only work that uses it, be it one kernel or one command buffer.
+The numbers of such parameters stand on the function. A donated parameter is overwritten by the only work that uses it:
+one command buffer (`form_command_buffers`), or one kernel that is called by itself (`update_donated`).
 """
 
 from __future__ import annotations
@@ -20,10 +13,9 @@ import tvm
 from tvm import relax
 
 from ...errors import BuildError
-from ..ir.blocks import Block, rewrite_function, same_shape, used_vars
+from ..ir.blocks import Block, used_vars
 from ..ir.module_attrs import is_lowered
-from ..ir.rewriting import copy_module, global_vars_in, op_name, relax_functions, typed, walk_bindings
-from .kernel_calls import KernelCalls
+from ..ir.rewriting import copy_module, relax_functions, walk_bindings
 
 DONATED = "relax_hetero.donated"
 """On a Relax function: the numbers of the parameters that it may overwrite."""
@@ -112,63 +104,3 @@ class DonatedVariables:
             for var in self._donated
             if var not in block.used_later and self._uses[var] == len(block.users.get(var, ()))
         )
-
-
-def UpdateDonated() -> tvm.transform.Pass:
-    """Have kernels that are called by themselves write over donated parameters; see the module's docstring.
-
-    Returns
-    -------
-    tvm.transform.Pass
-        Assumes FormDispatches; FormCommandBuffers does the same for command buffers.
-    """
-
-    @tvm.transform.module_pass(opt_level=0, name="UpdateDonated")
-    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        return mod if is_lowered(mod) else update_donated(mod)
-
-    return run
-
-
-def update_donated(mod: tvm.IRModule) -> tvm.IRModule:
-    """See `UpdateDonated`."""
-    kernels = KernelCalls(mod)
-    functions = dict(mod.functions.items())
-    for gv, func in relax_functions(mod):
-        variables = DonatedVariables(func)
-
-        def rewrite(block: Block, variables: DonatedVariables = variables) -> list[relax.Binding] | None:
-            free = variables.of(block)
-            return [_in_place(binding, block, free, kernels) for binding in block.bindings] if free else None
-
-        functions[gv] = rewrite_function(func, rewrite)
-    if not kernels.functions:
-        return mod
-    used = {gv for func in functions.values() for gv in global_vars_in(func.body)}
-    for gv in kernels.replaced:
-        if gv not in used and "global_symbol" not in functions[gv].attrs:
-            del functions[gv]
-    return copy_module(mod, {**functions, **kernels.functions})
-
-
-def _in_place(binding: relax.Binding, block: Block, free: frozenset[relax.Var], kernels: KernelCalls) -> relax.Binding:
-    call = binding.value
-    if op_name(call) != "relax.call_tir" or not isinstance(call.ty, relax.TensorType):
-        return binding
-    kernel, args = call.args[0], call.args[1]
-    for operand, result in kernels.ties(kernel):
-        if result == len(args.fields) and _is_sole_use(args.fields[operand], args, call.ty, block, free):
-            new = kernels.in_place(kernel, (operand, result))
-            over = relax.call_tir_inplace(new, args, [operand], [call.ty_args[0]])
-            return relax.VarBinding(binding.var, typed(over, call.ty), binding.span)
-    return binding
-
-
-def _is_sole_use(
-    value: relax.Expr, args: relax.Tuple, result: relax.TensorType, block: Block, free: frozenset[relax.Var]
-) -> bool:
-    """Whether a call is all that uses a parameter, as one operand, and the parameter has the form of the result."""
-    if value not in free or len(block.users[value]) > 1 or list(args.fields).count(value) > 1:
-        return False
-    shapes = [ty.shape for ty in (value.ty, result)]
-    return all(isinstance(shape, relax.ShapeExpr) for shape in shapes) and same_shape(*(s.values for s in shapes))

@@ -17,6 +17,9 @@ functions of pointers (`tir.core.raw_kernel`). Control flow, transfers of what t
 calls of unknown functions end a run (`command_regions`). The module stays one that stock TVM can build.
 
 What each buffer does stands in the module's attributes, as data (`artifact.commands.RegionSpec`).
+
+Assumes FormDispatches: a module that has still to be formed is returned as it is. So is a lowered one, and one whose
+runs are outlined.
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ from ...tir.core.raw_kernel import RawSignature, raw_kernel
 from ..dispatch.bind_targets import bind_targets
 from ..dispatch.form_dispatches import is_formed
 from ..ir.blocks import Block, Rewrite, rewrite_function, without_unused
+from ..ir.declare import declare_pass
+from ..ir.findings import with_findings
 from ..ir.module_attrs import COMMANDS, is_lowered
 from ..ir.op_names import RESHAPE
 from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions, typed
@@ -40,36 +45,21 @@ from ..ir.root_blocks import with_root_blocks
 from .command_regions import Run, RunFinder
 from .donated import DonatedVariables
 from .outline_run import RunRecorder
-from .region_attrs import kernel_specs, region_spec, with_kernel, with_region, with_single_calls
+from .region_attrs import kernel_specs, region_spec, with_kernel, with_region
 from .region_diagnostics import single_calls, why_ended
 from .region_ir import Recorded
 
 
-def FormCommandBuffers(apart: bool = False) -> tvm.transform.Pass:
-    """Outline runs of kernels as command buffers.
+def form_command_buffers(mod: tvm.IRModule, apart: bool = False) -> tvm.IRModule:
+    """See the module's docstring.
 
     Parameters
     ----------
+    mod : tvm.IRModule
     apart : bool
         Whether kernels of llvm devices will be compiled apart from the host function, as ``rh.compile`` does. Only
         then kernels with temporaries in TVM's workspace join, which stock TVM cannot build.
-
-    Returns
-    -------
-    tvm.transform.Pass
-        A module that needs FormDispatches first is returned as it is, and so is a lowered one, and one whose runs are
-        outlined.
     """
-
-    @tvm.transform.module_pass(opt_level=0, name="FormCommandBuffers")
-    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        return form_command_buffers(mod, apart)
-
-    return run
-
-
-def form_command_buffers(mod: tvm.IRModule, apart: bool = False) -> tvm.IRModule:
-    """See the module's docstring."""
     if is_lowered(mod) or not vdevices_of(mod) or any(COMMANDS in func.attrs for func in mod.functions.values()):
         return mod
     bound = mod if all(map(_has_target, mod.functions.values())) else bind_targets(mod)
@@ -81,6 +71,9 @@ def form_command_buffers(mod: tvm.IRModule, apart: bool = False) -> tvm.IRModule
         gv: rewrite_function(func, former.in_function(gv.name_hint, func)) for gv, func in relax_functions(former.mod)
     }
     return former.finish(functions) if former.recorded else mod
+
+
+FormCommandBuffers = declare_pass("FormCommandBuffers", form_command_buffers)
 
 
 class _Former:
@@ -151,7 +144,7 @@ class _Former:
             for kernel, spec in kernel_specs(recorded, kernels, signatures, vdevices).items():
                 raw = replaced[kernel]
                 result[raw] = with_kernel(result[raw], spec, raw.name_hint)
-        return with_single_calls(copy_module(self.mod, result), self.single)
+        return with_findings(copy_module(self.mod, result), single_calls=self.single)
 
 
 def _has_target(func: tvm.ir.BaseFunc) -> bool:

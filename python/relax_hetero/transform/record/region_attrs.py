@@ -15,7 +15,6 @@ from typing import Any
 import tvm
 from tvm import relax, tirx
 
-from ...artifact.command_json import kernel_from_json, kernel_to_json, region_from_json, region_to_json
 from ...artifact.commands import (
     ARENA,
     DIRECT,
@@ -28,9 +27,12 @@ from ...artifact.commands import (
     Reference,
     RegionSpec,
     ScalarParam,
-    SingleCall,
     SlotSpec,
     TensorParam,
+    kernel_from_json,
+    kernel_to_json,
+    region_from_json,
+    region_to_json,
 )
 from ...artifact.metadata import CPU, DEVICE_TYPES
 from ...errors import BuildError
@@ -39,7 +41,7 @@ from ...tir.core.raw_kernel import RawSignature
 from ..ir.buffer_access import buffer_access
 from ..ir.dim_text import NoTextError, dim_text
 from ..ir.kernel_ops import ops_of
-from ..ir.module_attrs import COMMANDS, KERNEL, SINGLE
+from ..ir.module_attrs import COMMANDS, KERNEL
 from .region_ir import Recorded, Step, Value
 
 WORKGROUPS = "relax_hetero.workgroups"
@@ -198,17 +200,6 @@ def with_kernel(raw: tirx.PrimFunc, kernel: KernelSpec, symbol: str) -> tirx.Pri
     """A kernel that command buffers call, with how it is called noted on it."""
     named = replace(kernel, symbol=symbol if is_llvm(raw) else "")
     return raw.with_attr(KERNEL, json.dumps(kernel_to_json(named)))
-
-
-def with_single_calls(mod: tvm.IRModule, calls: Sequence[SingleCall]) -> tvm.IRModule:
-    """The module, with the kernel calls that no command buffer makes noted on it."""
-    return mod.with_attr(SINGLE, json.dumps([vars(call) for call in calls]))
-
-
-def single_calls_of(mod: tvm.IRModule) -> list[SingleCall]:
-    """The kernel calls that no command buffer makes, where the module has any command buffers."""
-    text = mod.attrs[SINGLE] if mod.attrs and SINGLE in mod.attrs else "[]"
-    return [SingleCall(**call) for call in json.loads(str(text))]
 
 
 def regions_of(mod: tvm.IRModule) -> list[RegionSpec]:

@@ -15,7 +15,7 @@ Step by step, each in its own file: expressions of constants are computed (`cons
 multiplications and additions (`batch_norms`), which are taken into weights (`channel_scales`), padding becomes the
 convolution's own (`fold_pads`), and transposed convolutions become plain ones (`transposed_convolutions`).
 
-Needs nothing of devices and keeps those that are written. Assumes nothing; a second run changes nothing.
+Assumes nothing of devices, and keeps those that are written. A second run changes nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import tvm
 
 from ..ir.blocks import rewrite_blocks
 from ..ir.constant_values import fold_constants
-from ..ir.fusion_report import decline
+from ..ir.declare import declare_pass
+from ..ir.findings import decline
 from ..ir.rewriting import op_name, relax_functions, walk_bindings
 from .batch_norms import expand_batch_norms
 from .channel_scales import fold_channel_scales
@@ -32,21 +33,6 @@ from .fold_pads import fold_pads
 from .transposed_convolutions import TRANSPOSED, expand_transposed_convolutions
 
 _STEPS = (fold_constants, expand_batch_norms, fold_channel_scales, fold_pads, expand_transposed_convolutions)
-
-
-def SimplifyConvolutions() -> tvm.transform.Pass:
-    """Fold batch norms and constants, and bring convolutions into a form that kernels know.
-
-    Returns
-    -------
-    tvm.transform.Pass
-    """
-
-    @tvm.transform.module_pass(opt_level=0, name="SimplifyConvolutions")
-    def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        return simplify_convolutions(mod)
-
-    return run
 
 
 def simplify_convolutions(mod: tvm.IRModule) -> tvm.IRModule:
@@ -60,3 +46,6 @@ def simplify_convolutions(mod: tvm.IRModule) -> tvm.IRModule:
                 reason = "stays transposed: its weights or the size of its image are not known at compile time"
                 decline(gv.name_hint, binding.var.name, name.removeprefix("relax."), reason)
     return mod
+
+
+SimplifyConvolutions = declare_pass("SimplifyConvolutions", simplify_convolutions)

@@ -1,1 +1,1 @@
-"""From what a caller gives to what a function takes, and from what it returns to what the caller gets."""
+"""Arguments of calls, checked and placed on devices; results, as tuples of tensors or in the caller's buffers."""

@@ -1,111 +1,148 @@
-"""The part of a machine that turns what callers give into what functions take."""
+"""Binding of arguments: a value for each input, by position, by name or given before, checked and placed."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tvm import runtime
 
 from ...artifact.dims import DimValues
+from ...artifact.messages import unknown_name
 from ...artifact.signature import FunctionSignature
+from ...errors import BindingError
 from ..device.memory_limit import MemoryLimits
 from ..device.tensors import AddressRange, address_ranges
 from ..file.executable import Executable
-from .argument_names import match_names, named_params
 from .arguments import Placement, place
-from .call_cache import KnownCall, KnownCalls
+from .call_cache import CachedCall, CallCache
 from .donated_arguments import check_donated
 
 
-class ArgumentBinding:
-    """The part of a machine that binds arguments and parameters; holds its lock.
+class BoundArguments(NamedTuple):
+    """The arguments of a call that fit.
+
+    Attributes
+    ----------
+    values : sequence
+        What the function takes.
+    dims : DimValues
+        The values of its symbolic dimensions.
+    lent : list of (int, int)
+        Address ranges of the caller's memory that results must not share.
+    """
+
+    values: Sequence[Any]
+    dims: DimValues
+    lent: list[AddressRange]
+
+
+class ArgumentBinder:
+    """Binds the arguments and parameters of a machine's functions. Used by one thread at a time.
 
     Parameters
     ----------
     executable : Executable
     devices : sequence of Device
         By manifest index; the last is the host.
+    scopes : sequence of str
+        The memory scope of each.
+    limits : MemoryLimits, optional
+        What a call with symbolic sizes may need.
 
     Attributes
     ----------
-    executable : Executable
-        As given.
+    caches : dict of str to CallCache
+        By function, the calls that were found to fit.
     """
 
-    def __init__(self, executable: Executable, devices: Sequence[runtime.Device]) -> None:
-        self.executable = executable
-        self._devices = tuple(devices)
-        self._scopes = (*(spec.memory_scope for spec in executable.devices), "global")
-        self._lock: Any = threading.RLock()
+    def __init__(
+        self,
+        executable: Executable,
+        devices: Sequence[runtime.Device],
+        scopes: Sequence[str],
+        limits: MemoryLimits | None = None,
+    ) -> None:
+        self.caches: dict[str, CallCache] = {}
+        self._executable, self._devices, self._scopes, self._limits = executable, devices, scopes, limits
         self._params: dict[str, tuple[dict[int, Any], DimValues, list[AddressRange]]] = {}
-        self._known: dict[str, KnownCalls] = {}
-        self._limits: MemoryLimits | None = None
         self._bounds = {memory.name: memory.upper_bounds for memory in executable.metadata.memory}
 
-    def set_params(self, params: Mapping[str, Any] | Sequence[Any], function: str = "main") -> None:
-        """Give the parameters of a function (its inputs after ``num_input``) once, for all later calls.
+    def set_params(self, params: Mapping[str, Any] | Sequence[Any], function: str) -> None:
+        """Place parameters for all later calls; see `VirtualMachine.set_params`."""
+        signature = self._executable.signature(function)
+        specs = dict(list(enumerate(signature.inputs))[signature.num_input :])
+        named = named_params(params, signature)
+        given = dict(self._params.get(function, ({}, None, None))[0])
+        to = Placement(self._devices, self._scopes, keep=True)
+        for index, spec in specs.items():
+            where = f"parameter {spec.name!r} of {function!r}"
+            if spec.name in named:
+                given[index] = place(named[spec.name], spec, where, to)
+            elif index in given:  # again, for its symbolic dimensions
+                place(given[index], spec, where, to)
+        to.dims.settle()
+        self._params[function] = (given, to.dims, address_ranges(given.values()))
+        self.caches.pop(function, None)
+
+    def recall(
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> tuple[CallCache, Sequence[Any] | None, CachedCall | None, list[runtime.Tensor]]:
+        """Look for an earlier call with arguments that look the same.
+
+        Returns
+        -------
+        tuple
+            The function's cache; all arguments by position, None where they cannot be; the earlier call, None where
+            there is none; and the arguments as tensors.
+        """
+        cache = self.caches.get(name) or self._new_cache(name)
+        ordered = cache.in_order(args, kwargs) if kwargs else args
+        if ordered is None:
+            return cache, None, None, []
+        call, tensors = cache.recall(ordered)
+        return cache, ordered, call, tensors
+
+    def bind_new(
+        self, name: str, cache: CallCache, ordered: Sequence[Any] | None, args: Sequence[Any], kwargs: Any
+    ) -> BoundArguments:
+        """`bind` after `recall`, whose first two results are `cache` and `ordered`; the call is remembered."""
+        bound = self.bind(self._executable.signature(name), args, kwargs, keep=False)
+        is_admitted = self._limits is None or not bound.dims.values  # for good: nothing changes with the extents
+        if ordered is not None and is_admitted:
+            _, _, rest_lent = self._params.get(name, ({}, None, []))
+            cache.remember(ordered, bound.values, bound.dims, rest_lent)
+        return bound
+
+    def _new_cache(self, name: str) -> CallCache:
+        about, signature = self._executable.metadata, self._executable.signature(name)
+        cache = self.caches[name] = CallCache(
+            about.alignment, not about.writes_arguments, signature.input_names, signature.donated
+        )
+        return cache
+
+    def bind(
+        self, signature: FunctionSignature, args: Sequence[Any], kwargs: Mapping[str, Any], keep: bool
+    ) -> BoundArguments:
+        """Check arguments, and place them on their parameters' devices.
 
         Parameters
         ----------
-        params : mapping or sequence
-            By name, then some may be given now and others later; or all of them in order.
-        function : str
-            Which function takes them.
+        signature : FunctionSignature
+        args, kwargs
+            The caller's.
+        keep : bool
+            Whether they are for later calls, too: then each gets memory of its own.
 
         Raises
         ------
         BindingError
-            Unknown names, a wrong count, values that do not fit. Nothing is changed then.
+            Arguments that do not fit.
+        MemoryLimitError
+            Sizes that need more memory than the machine may take.
         """
-        signature = self.executable.signature(function)
-        specs = dict(list(enumerate(signature.inputs))[signature.num_input :])
-        named = named_params(params, signature)
-        with self._lock:
-            given = dict(self._params.get(function, ({}, None, None))[0])
-            to = Placement(self._devices, self._scopes, keep=True)
-            for index, spec in specs.items():
-                if spec.name in named:
-                    where = f"parameter {spec.name!r} of {function!r}"
-                    given[index] = place(named[spec.name], spec, where, to)
-                elif index in given:  # again, for its symbolic dimensions
-                    place(given[index], spec, f"parameter {spec.name!r} of {function!r}", to)
-            to.dims.settle()
-            self._params[function] = (given, to.dims, address_ranges(given.values()))
-            self._known.pop(function, None)
-
-    def _recall(
-        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None
-    ) -> tuple[KnownCalls, Sequence[Any] | None, KnownCall | None, list[runtime.Tensor]]:
-        known = self._known.get(name) or self._known_calls(name)
-        ordered = known.in_order(args, kwargs) if kwargs else args
-        return (known, ordered, *((None, []) if ordered is None else known.recall(ordered)))
-
-    def _bind_new(
-        self, name: str, known: KnownCalls, ordered: Sequence[Any] | None, args: Sequence[Any], kwargs: Any
-    ) -> tuple[list[Any], DimValues, list[AddressRange]]:
-        """`_bind`, and remember the call."""
-        signature = self.executable.signature(name)
-        values, dims, lent = self._bind(signature, args, kwargs, keep=False)
-        is_admitted = self._limits is None or not dims.values  # for good: nothing of it changes with the extents
-        if ordered is not None and is_admitted:
-            _, _, rest_lent = self._params.get(name, ({}, None, []))
-            known.remember(ordered, values, dims, rest_lent)
-        return values, dims, lent
-
-    def _known_calls(self, name: str) -> KnownCalls:
-        about, signature = self.executable.metadata, self.executable.signature(name)
-        known = self._known[name] = KnownCalls(
-            about.alignment, not about.writes_arguments, signature.input_names, signature.donated
-        )
-        return known
-
-    def _bind(
-        self, signature: FunctionSignature, args: Sequence[Any], kwargs: Mapping[str, Any], keep: bool
-    ) -> tuple[list[Any], DimValues, list[AddressRange]]:
         params, dims, lent = self._params.get(signature.name, ({}, DimValues(), []))
-        about = self.executable.metadata
+        about = self._executable.metadata
         to = Placement(
             self._devices,
             self._scopes,
@@ -127,4 +164,69 @@ class ArgumentBinding:
             self._limits.admit(signature.name, to.dims.values)
         if signature.donated:
             check_donated(signature, values)
-        return values, to.dims, to.lent
+        return BoundArguments(values, to.dims, to.lent)
+
+
+def match_names(
+    signature: FunctionSignature, args: Sequence[Any], kwargs: Mapping[str, Any], given: Mapping[int, Any]
+) -> list[tuple[Any, bool]]:
+    """One (value, whether it is already placed) per input, from positions, names and earlier parameters.
+
+    Parameters
+    ----------
+    signature : FunctionSignature
+        The function's.
+    args, kwargs
+        What this call gives.
+    given : mapping of int to object
+        Parameters that were placed before, by input index.
+
+    Raises
+    ------
+    BindingError
+        Too many, too few, unknown or repeated arguments.
+    """
+    names = signature.input_names
+    if len(args) == len(names) and not kwargs:
+        return [(value, False) for value in args]
+    if len(args) > len(names):
+        raise BindingError(f"{signature.name!r} takes {_count(signature)}, found {len(args)}: {signature}")
+    values: dict[int, Any] = dict(enumerate(args))
+    for name, value in kwargs.items():
+        if name not in names:
+            raise unknown_name("input", name, names, f"function {signature.name!r}")
+        index = names.index(name)
+        if index in values:
+            raise BindingError(f"{signature.name!r}: input {name!r} is given by position and by name")
+        values[index] = value
+    missing = [name for i, name in enumerate(names) if i not in values and i not in given]
+    if missing:
+        parameters = set(names[signature.num_input :])
+        unset = ", ".join(repr(name) for name in missing if name in parameters)
+        hint = f"; {unset}: parameters that set_params gives once" if unset else ""
+        raise BindingError(
+            f"{signature.name!r} takes {_count(signature)}, found {len(values)}: "
+            f"{', '.join(map(repr, missing))} missing{hint}"
+        )
+    return [(values[i], False) if i in values else (given[i], True) for i in range(len(names))]
+
+
+def named_params(params: Mapping[str, Any] | Sequence[Any], signature: FunctionSignature) -> Mapping[str, Any]:
+    """Parameters by name, from a mapping of some or a sequence of all; BindingError for anything else."""
+    function, names = signature.name, signature.input_names[signature.num_input :]
+    if not isinstance(params, Mapping):
+        if not isinstance(params, Sequence) or isinstance(params, str):
+            kind = type(params).__name__
+            raise BindingError(f"the parameters of {function!r} are a {kind}, expected a mapping or a sequence")
+        if len(params) != len(names):
+            raise BindingError(f"{function!r} takes {len(names)} parameters, found {len(params)}: {list(names)}")
+        params = dict(zip(names, params, strict=True))
+    for name in params:
+        if name not in names:
+            raise unknown_name("parameter", name, names, f"function {function!r}")
+    return params
+
+
+def _count(signature: FunctionSignature) -> str:
+    inputs, params = signature.num_input, len(signature.inputs) - signature.num_input
+    return f"{inputs} input{'s' * (inputs != 1)}" + (f" and {params} parameters" if params else "")

@@ -1,4 +1,4 @@
-"""From what a caller gives to what a function takes: checked, and each on its parameter's device.
+"""Arguments as callers give them, checked, and placed on the devices of their parameters.
 
 Tensors (TVM's own, numpy arrays, any object with ``__dlpack__``) that are on the right device, contiguous and aligned
 are lent for the call; others, and Python scalars, are copied. Numpy arrays are copied for code that may write in place.
@@ -39,7 +39,7 @@ _Tensor = tvm_ffi.core.Tensor
 
 @dataclass
 class Placement:
-    """Where the arguments of one call go.
+    """Devices, scopes and rules by which the arguments of one call are placed.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Calls that look like one before: what was found to fit once is recognised, not checked again.
+"""The call cache: a call whose arguments look like those of an earlier call is not checked again.
 
 Checking a call costs several times what the virtual machine takes to start a small kernel. All that checks depend
 on is each argument's *look*: its device, element type, shape, contiguity and alignment. A call whose arguments were
@@ -37,7 +37,7 @@ _NOTHING = b"\1" * 48
 
 
 @dataclass(slots=True)
-class KnownCall:
+class CachedCall:
     """A call that was found to fit.
 
     Attributes
@@ -76,7 +76,7 @@ class KnownCall:
         )
 
     def values(self, tensors: Sequence[runtime.Tensor]) -> Sequence[Any]:
-        """What the function takes for these arguments."""
+        """The values to call the function with, for these arguments."""
         if not (self.moves or self.rest):
             return tensors
         values = [*tensors, *self.rest]
@@ -97,7 +97,7 @@ class KnownCall:
         return bool(self.rest_lent)
 
 
-class KnownCalls:
+class CallCache:
     """The known calls of one function of one machine.
 
     Parameters
@@ -117,7 +117,7 @@ class KnownCalls:
     def __init__(
         self, alignment: int, takes_arrays: bool, names: tuple[str, ...] = (), donated: tuple[str, ...] = ()
     ) -> None:
-        self._calls: dict[tuple[Look, ...], KnownCall] = {}
+        self._calls: dict[tuple[Look, ...], CachedCall] = {}
         self._mask = alignment - 1
         self._takes_arrays = takes_arrays
         self._names = names
@@ -133,7 +133,7 @@ class KnownCalls:
         except KeyError:
             return None
 
-    def recall(self, args: Sequence[Any]) -> tuple[KnownCall | None, list[runtime.Tensor]]:
+    def recall(self, args: Sequence[Any]) -> tuple[CachedCall | None, list[runtime.Tensor]]:
         """The known call that these arguments make, and they as tensors; None where there is none."""
         tensors: list[Any] = []
         looks: list[Look] = []
@@ -150,7 +150,7 @@ class KnownCalls:
             return None, tensors
         return call, tensors
 
-    def _may_consume(self, args: Sequence[Any], tensors: Sequence[runtime.Tensor], call: KnownCall) -> bool:
+    def _may_consume(self, args: Sequence[Any], tensors: Sequence[runtime.Tensor], call: CachedCall) -> bool:
         """Whether each donated argument may be written and has memory of its own."""
         ranges = [(begin := tensor.data_ptr(), begin + nbytes_of(tensor)) for tensor in tensors]
         for index in self._donated:
@@ -193,7 +193,7 @@ class KnownCalls:
                 moves.append((index, value.device))
         if len(self._calls) >= MANY_CALLS:
             self._calls.clear()
-        self._calls[tuple(looks)] = KnownCall(tuple(nbytes), tuple(moves), tuple(values[len(args) :]), lent, dims)
+        self._calls[tuple(looks)] = CachedCall(tuple(nbytes), tuple(moves), tuple(values[len(args) :]), lent, dims)
 
     def look_of_out(self, out: Any) -> tuple[Look, runtime.Tensor] | None:
         """A result buffer's look, and the buffer as a tensor; None for what is no single writable one."""

@@ -1,4 +1,4 @@
-"""Donated arguments: a call may overwrite them, so that nothing else it is given may lie in their memory."""
+"""Donated arguments: a call may overwrite their memory, so nothing else may use it meanwhile."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_donated(signature: FunctionSignature, values: Sequence[Any]) -> None:
 
 @dataclass(frozen=True)
 class ArgumentMemory:
-    """Where the arguments of a call lie while it is under way.
+    """The memory of a call's arguments while it is under way.
 
     Attributes
     ----------
@@ -52,7 +52,7 @@ class ArgumentMemory:
 
 
 def argument_memory(signature: FunctionSignature, values: Sequence[Any]) -> ArgumentMemory:
-    """Where what a function takes lies, `values` in the order of its inputs."""
+    """The memory of a function's `values`, in the order of its inputs."""
     read: list[tuple[str, AddressRange]] = []
     consumed: list[tuple[str, AddressRange]] = []
     for spec, value in zip(signature.inputs, values, strict=True):
@@ -77,13 +77,13 @@ def check_apart(mine: ArgumentMemory, others: Iterable[ArgumentMemory]) -> None:
 
 
 def kept_ranges(signature: FunctionSignature, values: Sequence[Any]) -> list[AddressRange]:
-    """Where the arguments that a call leaves as they are lie."""
+    """The memory of the arguments that a call does not overwrite."""
     kept = [value for spec, value in zip(signature.inputs, values, strict=True) if spec.name not in signature.donated]
     return address_ranges(kept)
 
 
 def for_one_run(signature: FunctionSignature, values: Sequence[Any]) -> list[Any]:
-    """What one of several runs on the same arguments takes: copies of those that the function's code writes to."""
+    """The arguments of one of several runs: those that the function's code writes to are copied."""
     specs = signature.inputs
 
     def copied(tensor: runtime.Tensor) -> runtime.Tensor:

@@ -1,4 +1,4 @@
-"""From what a function returns to what a caller gets: Python tuples of tensors, or filled buffers."""
+"""Results of calls for their callers: tuples of tensors, or the caller's buffers, filled."""
 
 from __future__ import annotations
 

@@ -12,13 +12,13 @@ from tvm import runtime
 from ...artifact.commands import READ, SlotSpec
 from ...artifact.dims import parse_dim
 from ...errors import BindingError
-from .binding_table_memory import BYTES, Lent, check_device, lend
+from .lent_memory import BYTES, LentMemory, check_device, lend
 from .operands import size_name
 from .recorder import Recording
 
 
 class BindingTable:
-    """What the slots of one command buffer stand for; made by `CommandBuffer.bind`, for any number of submissions.
+    """The memory of each slot of a command buffer; made by `CommandBuffer.bind`, for any number of submissions.
 
     Attributes
     ----------
@@ -32,7 +32,7 @@ class BindingTable:
 
     __slots__ = ("_lent", "_memory", "addresses", "pointer", "recording", "sizes", "values")
 
-    def __init__(self, recording: Recording, lent: Sequence[Lent | None]) -> None:
+    def __init__(self, recording: Recording, lent: Sequence[LentMemory | None]) -> None:
         self.recording = recording
         self._lent = tuple(lent)  # kept alive
         self.addresses = tuple(part.address if part else 0 for part in lent)
@@ -52,7 +52,7 @@ class BindingTable:
 def bind(recording: Recording, bindings: object, device: runtime.Device, device_name: str) -> BindingTable:
     """A table of bindings; see `CommandBuffer.bind`."""
     given = _by_slot(bindings, len(recording.slots))
-    lent: list[Lent | None] = [None] * len(recording.slots)
+    lent: list[LentMemory | None] = [None] * len(recording.slots)
     for slot, binding in given.items():
         lent[slot] = part = _lend(binding, f"slot {slot}")
         check_device(part, device, device_name, f"slot {slot}")
@@ -96,7 +96,7 @@ def _by_slot(bindings: object, slots: int) -> dict[int, object]:
     return {slot: binding for slot, binding in given.items() if binding is not None}
 
 
-def _lend(binding: object, where: str) -> Lent:
+def _lend(binding: object, where: str) -> LentMemory:
     if not isinstance(binding, tuple):
         return lend(binding, where)
     if len(binding) not in (2, 3):
@@ -116,7 +116,7 @@ def _bytes(number: Any, where: str) -> int | None:
         raise BindingError(f"{where} is bound to a part by {number!r} ({type(number).__name__}), {expected}") from None
 
 
-def _check(lent: Lent | None, spec: SlotSpec) -> None:
+def _check(lent: LentMemory | None, spec: SlotSpec) -> None:
     if lent is None:
         raise BindingError(f"{spec.name} is empty, expected a buffer: commands {spec.access} it")
     if spec.dtype and lent.dtype not in (spec.dtype, BYTES):
@@ -130,7 +130,7 @@ def _check(lent: Lent | None, spec: SlotSpec) -> None:
         )
 
 
-def _refuse_overlap(recording: Recording, lent: Sequence[Lent | None]) -> None:
+def _refuse_overlap(recording: Recording, lent: Sequence[LentMemory | None]) -> None:
     """Refuse memory that is bound twice and written, other than where the buffer says that it may be."""
     places = [
         (part.address, part.address + part.nbytes, slot, recording.slots[slot].access != READ)

@@ -6,23 +6,37 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from ...artifact.commands import RegionSpec
+from ...artifact.commands import DIRECT, SLOT, RegionSpec
 from ...artifact.dims import parse_dim
-from ...errors import BindingError
+from ...artifact.metadata import device_names
+from ...errors import BindingError, HeteroError
+from ..device.devices import find_entry
 from ..machine import VirtualMachine
-from .arguments import as_numbers
+from ..region.walk_commands import Kernel
 from .binding_table import BindingTable, bind, check_size
-from .limits import all_hold
-from .operands import parameter_name, size_name
-from .recorder import Recording
-from .recording import READY, RECORDING, Recordable
-from .runners import check_device_kind, runner_for
-from .submission import Submission
+from .lent_memory import check_device, lend
+from .operands import (
+    Integer,
+    MemoryRange,
+    Number,
+    all_hold,
+    as_count,
+    as_grid,
+    as_numbers,
+    as_pairs,
+    as_pattern,
+    integer,
+    parameter_name,
+    size_name,
+)
+from .recorder import Recorder, Recording, dispatch_arguments
+from .runners import Submission, check_device_kind, runner_for
 
+NEW, RECORDING, READY = "new", "recording", "ready"
 ONE_SHOT, REUSABLE = "one-shot", "reusable"
 
 
-class CommandBuffer(Recordable):
+class CommandBuffer:
     """Commands for one device, recorded once and submitted with a binding table each time.
 
     ``begin()``, then commands, then ``end()``, then ``submit`` as often as wanted, from any thread, also while earlier
@@ -43,6 +57,18 @@ class CommandBuffer(Recordable):
         Pairs of slots whose bindings may share bytes though commands write them; ``(i, i)`` for one slot that a command
         reads and writes.
 
+    Attributes
+    ----------
+    machine : VirtualMachine
+    device : Device
+    index : int
+        Of the device in the manifest.
+    device_name : str
+        As messages call it.
+    mode : str
+    state : str
+        ``"new"``, ``"recording"``, ``"ready"``, or ``"submitted"`` for a one-shot buffer that was.
+
     Raises
     ------
     BindingError
@@ -62,9 +88,13 @@ class CommandBuffer(Recordable):
             raise BindingError(f"CommandBuffer takes a VirtualMachine, found {type(machine).__name__}")
         if mode not in (ONE_SHOT, REUSABLE):
             raise BindingError(f"mode is {mode!r}, expected {REUSABLE!r} or {ONE_SHOT!r}")
-        super().__init__(machine, device, slots, parameters, may_overlap)
+        self.machine, self.mode, self.state = machine, mode, NEW
+        self.index = find_entry(device, machine.executable.devices)
+        self.device = machine.devices[self.index]
+        self.device_name = device_names(machine.executable.devices)[self.index]
+        self._slots, self._parameters = as_count(slots, "slots"), as_count(parameters, "parameters")
+        self._recorder = Recorder(self.index, self._slots, self._parameters, as_pairs(may_overlap, slots))
         check_device_kind(machine, self.index)
-        self.mode = mode
         self._recording: Recording | None = None
         self._lock = threading.Lock()
 
@@ -73,6 +103,138 @@ class CommandBuffer(Recordable):
 
     def __reduce__(self) -> NoReturn:
         raise BindingError("a CommandBuffer cannot be pickled or copied: record one in each process")
+
+    # What commands work on.
+
+    def slot(self, index: int, offset: Integer = 0, length: Integer | None = None) -> MemoryRange:
+        """A part of what each submission binds to a slot: an indirect reference.
+
+        Parameters
+        ----------
+        index : int
+        offset, length : int or a number made of parameters
+            Bytes, counted from where the binding begins; None: what the command needs, else all there is.
+        """
+        if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < self._slots:
+            raise BindingError(f"slot {index!r} is not among the {self._slots} slots of {self!r}")
+        return self._range(SLOT, index, offset, length, f"slot {index}")
+
+    def buffer(self, tensor: object, offset: Integer = 0, length: Integer | None = None) -> MemoryRange:
+        """A part of memory that is the same in each submission, kept alive by this command buffer: a direct reference.
+
+        Parameters
+        ----------
+        tensor : numpy array, tvm tensor or object with ``__dlpack__``
+            Contiguous, on this buffer's device.
+        offset, length : int or a number made of parameters
+            Bytes; see `slot`.
+        """
+        self.require("recorded into", NEW, RECORDING)
+        lent = lend(tensor, "the buffer")
+        check_device(lent, self.device, self.device_name, "the buffer")
+        index = self._recorder.keep(lent)
+        return self._range(DIRECT, index, offset, length, f"buffer {index}")
+
+    def parameter(self, index: int) -> Number:
+        """A number that comes with each submission.
+
+        It stands for an int where an int is expected (extents, offsets, lengths, workgroup counts, integer scalars), as
+        such or in arithmetic with ints and other parameters, and for a float as a kernel's floating-point scalar.
+        """
+        if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < self._parameters:
+            raise BindingError(f"parameter {index!r} is not among the {self._parameters} parameters of {self!r}")
+        return Number(parameter_name(index))
+
+    # Recording.
+
+    def begin(self) -> None:
+        """Begin to record; once in a buffer's life."""
+        self.require("begun", NEW)
+        self.state = RECORDING
+
+    def fill(self, target: MemoryRange, pattern: bytes | float, dtype: str | None = None) -> None:
+        """Repeat a pattern of 1, 2, 4 or 8 bytes over a range, whose length is a multiple of it.
+
+        Parameters
+        ----------
+        target : MemoryRange
+        pattern : bytes, number or numpy scalar
+            The bytes of one element; a Python number other than 0 needs `dtype`.
+        dtype : str, optional
+            TVM's name of an element type.
+        """
+        self.require("recorded into", RECORDING)
+        self._recorder.fill(self._own(target, "the target of fill"), as_pattern(pattern, dtype))
+
+    def copy(self, source: MemoryRange, target: MemoryRange) -> None:
+        """Copy bytes: as many as either range says, else all that `source` has."""
+        self.require("recorded into", RECORDING)
+        self._recorder.copy(self._own(source, "the source of copy"), self._own(target, "the target of copy"))
+
+    def barrier(self) -> None:
+        """Have later commands see the results of earlier ones. CPUs need none: they run commands in order."""
+        self.require("recorded into", RECORDING)
+        self._recorder.barrier()
+
+    def dispatch(
+        self,
+        kernel: str | Kernel,
+        grid: Integer | Sequence[Integer],
+        operands: Sequence[MemoryRange],
+        scalars: Mapping[str, Any] | Sequence[Any] = (),
+        *,
+        when: MemoryRange | None = None,
+        unless: MemoryRange | None = None,
+    ) -> None:
+        """Run a kernel.
+
+        Parameters
+        ----------
+        kernel : str or Kernel
+            Its name in the executable, or `VirtualMachine.kernel` of it.
+        grid : int or sequence of one to three
+            Workgroup counts along x, y, z. A kernel that takes workgroup numbers (attribute
+            ``relax_hetero.workgroups``) runs once for each; any other runs once if all counts are positive. Zero skips.
+        operands : sequence of MemoryRange
+            One for each tensor parameter, in order.
+        scalars : sequence or mapping by name
+            Of symbolic extents, then of scalar parameters, without workgroup numbers.
+        when, unless : MemoryRange, optional
+            An int32 that is read when the command runs: it is skipped where `when` is zero, or `unless` is not.
+
+        Raises
+        ------
+        BindingError
+            What does not fit the kernel, as far as it is known now; the rest is asked of bindings and parameters.
+        """
+        self._dispatch(self._kernel(kernel), as_grid(grid), None, operands, scalars, when, unless)
+
+    def dispatch_indirect(
+        self,
+        kernel: str | Kernel,
+        count: MemoryRange,
+        operands: Sequence[MemoryRange],
+        scalars: Mapping[str, Any] | Sequence[Any] = (),
+        *,
+        when: MemoryRange | None = None,
+        unless: MemoryRange | None = None,
+    ) -> None:
+        """Run a kernel as often as memory says when the command runs.
+
+        Parameters
+        ----------
+        kernel, operands, scalars, when, unless
+            As in `dispatch`.
+        count : MemoryRange
+            One to three int32 workgroup counts, as many as its length says, else as the kernel takes workgroup numbers
+            (at least one). An earlier command may have written them. Zero or less skips.
+        """
+        found = self._kernel(kernel)
+        own = self._own(count, "the count")
+        number = own.length if own.length is not None else 4 * max(1, found.spec.workgroups)
+        if number not in (4, 8, 12):
+            raise BindingError(f"the count of kernel {found.spec.name!r} has {number} bytes, expected 4, 8 or 12")
+        self._dispatch(found, (1,) * (int(number) // 4), own, operands, scalars, when, unless)
 
     def end(self, compiled: bool = True) -> None:
         """End recording, and make what submissions run.
@@ -94,6 +256,8 @@ class CommandBuffer(Recordable):
         names = [parameter_name(index) for index in range(self._parameters)]
         self._holds = all_hold(conditions, [*names, *sizes]) if conditions else None
         self._recording, self.state = recording, READY
+
+    # Submitting.
 
     @property
     def spec(self) -> RegionSpec:
@@ -152,6 +316,63 @@ class CommandBuffer(Recordable):
                 self.require("submitted", READY)
                 self.state = "submitted"
         return self._runner(table, numbers)
+
+    def require(self, what: str, *states: str) -> None:
+        """HeteroError unless the recording is in one of these states."""
+        if self.state not in states:
+            raise HeteroError(f"a command buffer is {what} that is {self.state}, expected {' or '.join(states)}")
+
+    def _range(self, space: str, index: int, offset: Integer, length: Integer | None, what: str) -> MemoryRange:
+        begin = integer(offset, f"the offset in {what}")
+        return MemoryRange(
+            self, space, index, begin, None if length is None else integer(length, f"the length in {what}")
+        )
+
+    def _own(self, memory: object, what: str) -> MemoryRange:
+        if not isinstance(memory, MemoryRange):
+            expected = "expected slot(...) or buffer(...) of this command buffer"
+            raise BindingError(f"{what} is a {type(memory).__name__}, {expected}")
+        if memory.owner is not self:
+            raise BindingError(f"{what} is a range of another command buffer")
+        return memory
+
+    def _kernel(self, kernel: object) -> Kernel:
+        found = self.machine.kernel(kernel) if isinstance(kernel, str) else kernel
+        if not isinstance(found, Kernel):
+            raise BindingError(
+                f"a kernel is a {type(kernel).__name__}, expected its name or VirtualMachine.kernel(name)"
+            )
+        executable = self.machine.executable
+        if found.code is not executable.runnable():  # its name and its device are another executable's
+            raise BindingError(f"kernel {found.spec.name!r} is another executable's, expected one of {executable!r}")
+        devices = executable.devices
+        if devices[found.spec.device].target != devices[self.index].target:  # equal devices share code
+            compiled_for = device_names(devices)[found.spec.device]
+            raise BindingError(
+                f"kernel {found.spec.name!r} was compiled for {compiled_for}, expected {self.device_name}"
+            )
+        return found
+
+    def _dispatch(
+        self,
+        kernel: Kernel,
+        grid: tuple[Integer, ...],
+        count: MemoryRange | None,
+        operands: Sequence[MemoryRange],
+        scalars: Mapping[str, Any] | Sequence[Any],
+        when: MemoryRange | None,
+        unless: MemoryRange | None,
+    ) -> None:
+        self.require("recorded into", RECORDING)
+        name = kernel.spec.name
+        if not isinstance(operands, Sequence):
+            raise BindingError(f"kernel {name!r} is given a {type(operands).__name__}, expected a sequence of operands")
+        own = [self._own(memory, f"operand {i} of kernel {name!r}") for i, memory in enumerate(operands)]
+        predicates = [
+            None if memory is None else self._own(memory, f"{what} of kernel {name!r}")
+            for what, memory in (("when", when), ("unless", unless))
+        ]
+        self._recorder.dispatch(dispatch_arguments(kernel, own, scalars), grid, count, *predicates)
 
     def _recorded(self, what: str) -> Recording:
         if self._recording is None:

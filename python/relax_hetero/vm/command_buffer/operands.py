@@ -1,18 +1,22 @@
-"""What commands recorded by hand work on: memory, and numbers that come with each submission."""
+"""Operands of recorded commands, checked: ranges of memory, and numbers that come with each submission."""
 
 from __future__ import annotations
 
 import ast
 import ctypes
 import math
+import numbers
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
+
+import numpy as np
 
 from ...artifact.dims import parse_dim
 from ...artifact.signature import Dim
 from ...errors import BindingError
+from ...target.element_types import numpy_dtype
 
 MOST_CHARACTERS = 1000
 INT64 = -(1 << 63), (1 << 63) - 1
@@ -84,12 +88,12 @@ class MemoryRange:
 
 
 def parameter_name(index: int) -> str:
-    """What texts call a parameter."""
+    """The name of a parameter in the text of a number."""
     return f"parameter_{index}"
 
 
 def size_name(slot: int) -> str:
-    """What texts call the bytes of a slot's binding."""
+    """The name of the size of a slot's binding in the text of a number."""
     return f"bytes_{slot}"
 
 
@@ -104,7 +108,7 @@ def names_in(value: Integer) -> frozenset[str]:
 
 
 def divided(value: Integer) -> list[Number]:
-    """What ``//`` and ``%`` in a number divide: machine code wraps where it is no int64, which they alone reveal."""
+    """The dividends in a number: machine code wraps beyond int64, and only ``//`` and ``%`` would show it."""
     if not isinstance(value, Number) or not ("//" in value.text or "%" in value.text):
         return []
     nodes = ast.walk(ast.parse(value.text, mode="eval"))
@@ -184,3 +188,179 @@ def _divisor(value: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise BindingError(f"a parameter is divided by {value!r}, expected a positive int")
     return value
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A number that each submission is asked for.
+
+    Attributes
+    ----------
+    what : str
+        What messages call it.
+    value : str
+        Arithmetic of parameters and sizes of bindings.
+    low, high : int, optional
+        The least and greatest value.
+    multiple : int
+        Of what it must be a multiple.
+    """
+
+    what: str
+    value: str
+    low: int | None = 0
+    high: int | None = None
+    multiple: int = 1
+
+    @property
+    def condition(self) -> str:
+        """The condition on the number, as a Python expression."""
+        bounds = [
+            f"{self.low} <= {self.value}" if self.low is not None else "",
+            f"{self.value} <= {self.high}" if self.high is not None else "",
+            f"{self.value} % {self.multiple} == 0" if self.multiple > 1 else "",
+        ]
+        return " and ".join(filter(None, bounds)) or "True"
+
+    def check(self, values: Mapping[str, int]) -> None:
+        """BindingError where a submission's values break it."""
+        evaluate = parse_dim(self.value).evaluate
+        assert evaluate is not None, f"{self.value} is arithmetic by construction"
+        self._check(evaluate(values), f", {self.value}")
+
+    def _check(self, found: int, text: str) -> None:
+        if self.low is not None and found < self.low:
+            expected = f"at least {self.low}"
+        elif self.high is not None and found > self.high:
+            expected = f"at most {self.high}"
+        elif found % self.multiple:
+            expected = f"a multiple of {self.multiple}"
+        else:
+            return
+        raise BindingError(f"{self.what} is {found}{text}, expected {expected}")
+
+
+def all_hold(conditions: Sequence[str], names: Sequence[str]) -> Callable[..., bool]:
+    """One function of the values of `names` that says whether all conditions hold.
+
+    Texts of conditions are arithmetic that `Number` and `parse_dim` vouch for.
+    """
+    holds: Callable[..., bool] = eval(f"lambda {', '.join(names)}: {' and '.join(conditions) or 'True'}")
+    return holds
+
+
+class Limits:
+    """Limits of a recording, each once; a number that is known is checked when it is asked for.
+
+    Those of a command count from `settle` on: a command that is refused leaves none.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[object, ...], Limit] = {}
+        self._asked: list[Limit] = []
+
+    def ask(self, what: str, value: Integer, low: int | None = 0, high: int | None = None, multiple: int = 1) -> None:
+        """Require something of a number; BindingError, which begins with `what`, where it is known and breaks it."""
+        limit = Limit(what, str(dim(value)), low, high, multiple)
+        if isinstance(value, int):
+            limit._check(value, "")
+        else:
+            self._asked.append(limit)
+
+    def forget(self) -> None:
+        """Drop what was asked since `settle`."""
+        self._asked.clear()
+
+    def settle(self) -> None:
+        """Keep what was asked."""
+        for limit in self._asked:
+            self._found.setdefault((limit.value, limit.low, limit.high, limit.multiple), limit)
+        self._asked.clear()
+
+    def all(self) -> tuple[Limit, ...]:
+        """The limits that each submission is checked against."""
+        return tuple(self._found.values())
+
+
+def as_count(value: object, what: str) -> int:
+    """A number of things."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise BindingError(f"{what} is {value!r}, expected a number of them")
+    return value
+
+
+def as_pairs(pairs: object, slots: int) -> frozenset[tuple[int, int]]:
+    """Pairs of slots, both ways round."""
+    found: set[tuple[int, int]] = set()
+    for pair in pairs if isinstance(pairs, Iterable) else [pairs]:
+        both = tuple(pair) if isinstance(pair, Iterable) else (pair,)
+        if len(both) != 2 or not all(isinstance(slot, int) and 0 <= slot < slots for slot in both):
+            raise BindingError(f"may_overlap has {pair!r}, expected pairs of the {slots} slots")
+        found |= {(both[0], both[1]), (both[1], both[0])}
+    return frozenset(found)
+
+
+def as_grid(grid: object) -> tuple[Integer, ...]:
+    """One to three workgroup counts."""
+    counts = tuple(grid) if isinstance(grid, Sequence) and not isinstance(grid, str) else (grid,)
+    if not 1 <= len(counts) <= 3:
+        raise BindingError(f"the grid has {len(counts)} workgroup counts, expected 1 to 3: along x, y, z")
+    return tuple(
+        integer(count, f"the workgroup count along {axis}") for count, axis in zip(counts, "xyz", strict=False)
+    )
+
+
+def as_pattern(pattern: object, dtype: str | None) -> bytes:
+    """The bytes that a fill repeats."""
+    if isinstance(pattern, bytes | bytearray):
+        data = bytes(pattern)
+    elif isinstance(pattern, np.generic) and dtype is None:
+        data = pattern.tobytes()
+    elif not isinstance(pattern, numbers.Real):
+        raise BindingError(f"the pattern of fill is a {type(pattern).__name__}, expected bytes or a number")
+    elif dtype is None:
+        if pattern != 0 or str(pattern).startswith("-"):
+            raise BindingError(f"fill with the number {pattern!r} needs dtype=, the element type it is written as")
+        data = b"\0"
+    else:
+        data = _element(pattern, dtype)
+    if len(data) not in (1, 2, 4, 8):
+        raise BindingError(f"the pattern of fill has {len(data)} bytes, expected 1, 2, 4 or 8")
+    return data
+
+
+def _element(value: numbers.Real, dtype: str) -> bytes:
+    try:
+        kind = numpy_dtype(dtype)
+        with np.errstate(over="raise"):  # a number that would become infinite
+            data = np.asarray(value).astype(kind) if kind.kind not in "iu" else np.array(operator.index(value), kind)  # type: ignore[arg-type]
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+        raise BindingError(f"the pattern of fill, {value!r}, is no element of {dtype} ({error})") from None
+    return bytes(data.tobytes())
+
+
+def as_numbers(parameters: Sequence[int | float], dtypes: Sequence[str]) -> tuple[int | float, ...]:
+    """The parameters of a submission."""
+    if len(parameters) != len(dtypes):
+        raise BindingError(f"{len(parameters)} parameters are given, expected {len(dtypes)}")
+    return tuple(map(_number, parameters, dtypes, range(len(dtypes))))
+
+
+def _number(value: Any, dtype: str, index: int) -> int | float:
+    if value.__class__ is not int or dtype != "int64":
+        value = _converted(value, dtype, index)
+        if dtype == "float64":
+            return value
+    return value if INT64[0] <= value <= INT64[1] else within_int64(value, f"parameter {index}")
+
+
+def _converted(value: object, dtype: str, index: int) -> Any:
+    if dtype == "float64" and isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return as_float(value, dtype, f"parameter {index}")
+    try:
+        if dtype == "float64" or isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        expected = f"expected a number of type {dtype}"
+        raise BindingError(f"parameter {index} is {value!r} ({type(value).__name__}), {expected}") from None

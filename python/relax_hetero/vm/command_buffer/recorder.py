@@ -1,19 +1,188 @@
-"""Recording: commands are checked as far as they are known, and written down as data with what they require."""
+"""The recorder of a command buffer: checks commands, and writes them as data with their requirements."""
 
 from __future__ import annotations
 
 import itertools
+import numbers
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-from ...artifact.commands import DIRECT, READ, SLOT, WRITE, Barrier, Command, Copy, Dispatch, Fill, Reference, SlotSpec
+import tvm_ffi
+
+from ...artifact.commands import (
+    DIRECT,
+    READ,
+    READ_WRITE,
+    SLOT,
+    WRITE,
+    Barrier,
+    Command,
+    Copy,
+    Dispatch,
+    Fill,
+    KernelSpec,
+    Reference,
+    SlotSpec,
+    TensorParam,
+)
+from ...artifact.signature import Dim
 from ...errors import BindingError
-from ..region.walk_commands import Kernel
-from .binding_table_memory import BYTES, Lent
-from .limits import Limit, Limits
-from .operands import INT64, Integer, MemoryRange, Number, dim, divided, names_in, parameter_name, size_name
-from .recorder_operands import KernelCall
-from .recorder_requirements import Requirement, end_of, text_of
+from ..region.walk_commands import SCALARS, Kernel
+from .lent_memory import BYTES, LentMemory
+from .operands import (
+    INT64,
+    Integer,
+    Limit,
+    Limits,
+    MemoryRange,
+    Number,
+    as_float,
+    dim,
+    divided,
+    integer,
+    names_in,
+    parameter_name,
+    size_name,
+    substituted,
+)
+
+
+@dataclass
+class Requirement:
+    """The requirements of all commands on one slot, or on one buffer that the recording keeps."""
+
+    static: int = 0
+    dynamic: dict[str, None] = field(default_factory=dict)
+    alignment: int = 1
+    access: str = ""
+    dtypes: set[str] = field(default_factory=set)
+
+    def add(self, end: Integer, alignment: int, access: str, dtype: str) -> None:
+        """One more use, of the bytes before `end`; `dtype` is empty where only bytes are asked for."""
+        if isinstance(end, Number):
+            self.dynamic[end.text] = None
+        else:
+            self.static = max(self.static, end)
+        self.alignment = max(self.alignment, alignment)
+        self.access = access if self.access in ("", access) else READ_WRITE
+        if dtype:
+            self.dtypes.add(dtype)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether any command writes it."""
+        return self.access in (WRITE, READ_WRITE)
+
+    @property
+    def nbytes(self) -> Dim:
+        """The least size: a number, or text over parameters and sizes."""
+        if not self.dynamic:
+            return self.static
+        ends = [*([self.static] if self.static else []), *self.dynamic]
+        return str(ends[0]) if len(ends) == 1 else f"max({', '.join(map(str, ends))})"
+
+    def slot(self, index: int, device: int) -> SlotSpec:
+        """The requirement as data."""
+        dtype = next(iter(self.dtypes)) if len(self.dtypes) == 1 else ""
+        return SlotSpec(f"slot {index}", device, self.nbytes, self.alignment, self.access, dtype)
+
+
+def end_of(offset: Integer, length: Integer) -> Integer:
+    """The byte after a range."""
+    return length if isinstance(offset, int) and offset == 0 else offset + length
+
+
+def text_of(value: Integer) -> str:
+    """A number in a message."""
+    return str(dim(value))
+
+
+@dataclass(frozen=True)
+class DispatchArguments:
+    """A kernel and what it works on.
+
+    Attributes
+    ----------
+    kernel : Kernel
+    operands : tuple of MemoryRange
+    scalars : tuple
+        Numbers, without those of workgroups.
+    extents : tuple
+        For each tensor its extents, and its bytes.
+    """
+
+    kernel: Kernel
+    operands: tuple[MemoryRange, ...]
+    scalars: tuple[Any, ...]
+    extents: tuple[tuple[tuple[Integer, ...], Integer], ...]
+
+
+def dispatch_arguments(kernel: Kernel, operands: Sequence[MemoryRange], scalars: object) -> DispatchArguments:
+    """A call of a kernel.
+
+    Raises
+    ------
+    BindingError
+        A wrong number of operands or scalars, scalars that are missing, unknown or of another kind.
+    """
+    spec, where = kernel.spec, f"kernel {kernel.spec.name!r}"
+    if len(operands) != len(spec.tensors):
+        names = ", ".join(tensor.name for tensor in spec.tensors)
+        raise BindingError(f"{where} is given {len(operands)} operands, expected {len(spec.tensors)}: {names}")
+    given = _in_order(spec, scalars, where)
+    values: dict[str, Integer] = {
+        name: value for name, value in given.items() if isinstance(value, int | Number)  # the others are no extents
+    }  # fmt: skip
+    extents = tuple(_extents(tensor, values, f"tensor {tensor.name!r} of {where}") for tensor in spec.tensors)
+    return DispatchArguments(kernel, tuple(operands), tuple(given.values()), extents)
+
+
+def _in_order(spec: KernelSpec, scalars: object, where: str) -> dict[str, Any]:
+    own = spec.scalars[: len(spec.scalars) - spec.workgroups]
+    names = [scalar.name for scalar in own]
+    expected = f"expected {', '.join(f'{scalar.name}: {scalar.dtype}' for scalar in own) or 'none'}"
+    if isinstance(scalars, Mapping):
+        if set(scalars) != set(names):
+            raise BindingError(f"{where} is given the scalars {', '.join(map(str, scalars)) or 'none'}, {expected}")
+        values = [scalars[name] for name in names]
+    elif isinstance(scalars, Sequence) and not isinstance(scalars, str):
+        if len(scalars) != len(names):
+            raise BindingError(f"{where} is given {len(scalars)} scalars, {expected}")
+        values = list(scalars)
+    else:
+        raise BindingError(f"{where} is given scalars {scalars!r}, expected a mapping or a sequence")
+    for scalar in spec.scalars:
+        if scalar.dtype not in SCALARS:
+            raise BindingError(f"{where} takes scalar {scalar.name!r} of {scalar.dtype}, expected one of C's types")
+    pairs = zip(own, values, strict=True)
+    return {scalar.name: _value(value, scalar.dtype, f"scalar {scalar.name!r} of {where}") for scalar, value in pairs}
+
+
+def _value(value: object, dtype: str, what: str) -> Any:
+    if isinstance(value, Number):
+        if dtype.startswith("float") and not value.text.isidentifier():
+            raise BindingError(f"{what} ({dtype}) is {value.text}, expected a float or a parameter itself")
+        return value
+    if dtype == "bool" and isinstance(value, bool):
+        return int(value)
+    if dtype.startswith("float"):
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise BindingError(f"{what} is {value!r} ({type(value).__name__}), expected a {dtype}")
+        return as_float(value, dtype, what)
+    return integer(value, what)
+
+
+def _extents(tensor: TensorParam, values: dict[str, Integer], what: str) -> tuple[tuple[Integer, ...], Integer]:
+    extents = tuple(substituted(extent, values, what) for extent in tensor.shape)
+    dtype = tvm_ffi.dtype(tensor.dtype)
+    bits = int(dtype.bits) * int(dtype.lanes)
+    count: Integer = 1
+    for extent in extents:
+        count = extent if isinstance(count, int) and count == 1 else count * extent
+    nbytes: Integer = (count * bits + 7) // 8 if bits % 8 else count * (bits // 8)
+    return extents, nbytes
+
 
 COUNT_BYTES = 4
 """Of a workgroup count or a predicate in memory, an int32."""
@@ -31,7 +200,7 @@ class Recording:
     slots : tuple of SlotSpec
     parameters : tuple of str
         ``"int64"`` for each that is used as an integer anywhere, ``"float64"`` for the others.
-    directs : tuple of Lent
+    directs : tuple of LentMemory
     written_directs : frozenset of int
         Indices of those that commands write.
     kernels : dict of str to Kernel
@@ -44,7 +213,7 @@ class Recording:
     commands: tuple[Command, ...]
     slots: tuple[SlotSpec, ...]
     parameters: tuple[str, ...]
-    directs: tuple[Lent, ...]
+    directs: tuple[LentMemory, ...]
     written_directs: frozenset[int]
     kernels: Mapping[str, Kernel]
     limits: tuple[Limit, ...]
@@ -68,14 +237,14 @@ class Recorder:
         self._device, self._parameters, self._may_overlap = device, parameters, may_overlap
         self._commands: list[Command] = []
         self._slots = [Requirement() for _ in range(slots)]
-        self._directs: list[Lent] = []
+        self._directs: list[LentMemory] = []
         self._direct_uses: list[Requirement] = []
         self._kernels: dict[str, Kernel] = {}
         self._limits = Limits()
         self._uses: list[tuple[Requirement, Integer, int, str, str]] = []
         self._integers: set[str] = set()
 
-    def keep(self, lent: Lent) -> int:
+    def keep(self, lent: LentMemory) -> int:
         """A buffer for as long as the recording lives; its index."""
         self._directs.append(lent)
         self._direct_uses.append(Requirement())
@@ -105,12 +274,12 @@ class Recorder:
         self._end(Copy(read, write))
 
     def barrier(self) -> None:
-        """What follows sees what came before."""
+        """Have later commands see the results of earlier ones."""
         self._commands.append(Barrier())
 
     def dispatch(
         self,
-        call: KernelCall,
+        call: DispatchArguments,
         grid: tuple[Integer, ...],
         count: MemoryRange | None,
         when: MemoryRange | None,
@@ -138,7 +307,7 @@ class Recorder:
         self._end(Dispatch(spec.name, tuple(operands), scalars, tuple(map(dim, grid)), counts, *predicates))
 
     def _begin(self) -> None:
-        """Of a command: what one that was refused has asked for is forgotten."""
+        """Begin a command, and forget the requirements of one that was refused."""
         self._uses.clear()
         self._limits.forget()
 

@@ -1,4 +1,4 @@
-"""Whether this CPU has the instructions that code was compiled for: an error instead of an illegal instruction."""
+"""Checks that this CPU has the instructions that code was compiled for: an error instead of a crash."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _llvm_features(target: str) -> tuple[str, ...]:
 
 @functools.cache
 def linux_features() -> frozenset[str]:
-    """What Linux says this CPU can do, in its own words; empty where it does not say."""
+    """The features of this CPU by Linux's names; empty where it lists none."""
     try:
         with open("/proc/cpuinfo") as file:
             for line in file:

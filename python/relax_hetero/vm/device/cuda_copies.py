@@ -1,15 +1,22 @@
-"""Copies from and to GPUs by address, as work of a stream."""
+"""Copies from and to GPUs by address, as work of a stream; and direct copies between GPUs."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from .cuda_library import CudaLibrary
+from tvm import runtime
+
+from .cuda_driver import CudaError
+from .cuda_library import CUDA, CudaLibrary, cuda_library
 from .cuda_streams import Stream
 from .pinned_staging import STAGED_BYTES, staging
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Memory.
 
     Attributes
@@ -23,7 +30,7 @@ class Place(NamedTuple):
     gpu: int | None
 
 
-def issue_copy(library: CudaLibrary, source: Place, target: Place, nbytes: int, stream: Stream) -> None:
+def issue_copy(library: CudaLibrary, source: Location, target: Location, nbytes: int, stream: Stream) -> None:
     """Copy in order with `stream`, of a GPU that is concerned; one of the places is on a GPU.
 
     From memory of the host that is not pinned, it returns when that has been read; to such memory, when the copy has
@@ -50,3 +57,30 @@ def issue_copy(library: CudaLibrary, source: Place, target: Place, nbytes: int, 
     else:
         name = "cuMemcpyHtoDAsync_v2" if source.gpu is None else "cuMemcpyDtoHAsync_v2"
         library.call(name, target.address, source.address, nbytes, stream.handle)
+
+
+def enable_peer_access(devices: Sequence[runtime.Device]) -> None:
+    """Let every pair of CUDA devices among `devices` read each other, where the hardware can; else nothing happens."""
+    gpus = sorted({device.index for device in devices if device.dlpack_device_type() == CUDA})
+    library = cuda_library() if len(gpus) > 1 else None
+    if library is not None:
+        for gpu, peer in itertools.permutations(gpus, 2):
+            _enable(library, gpu, peer)
+
+
+@functools.cache
+def _enable(library: CudaLibrary, gpu: int, peer: int) -> bool:
+    """Whether `gpu` can now read memory of `peer` (asked for once: the driver keeps it for the whole process)."""
+    able = ctypes.c_int(0)
+    try:
+        library.call("cuDeviceCanAccessPeer", ctypes.byref(able), gpu, peer)
+        if not able.value:
+            return False
+        library.call("cuCtxPushCurrent_v2", library.context(gpu))
+        try:
+            library.call("cuCtxEnablePeerAccess", library.context(peer), 0)
+        finally:
+            library.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+    except CudaError:  # a GPU that is lost, or access that others have enabled
+        return False
+    return True

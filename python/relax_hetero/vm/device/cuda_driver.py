@@ -1,4 +1,4 @@
-"""What is used of the CUDA driver: pinned memory, recording of launches as a graph. Needs the package cuda-bindings.
+"""The CUDA driver through the package cuda-bindings: pinned memory, and launches recorded as graphs.
 
 Streams, contexts and kernels are TVM's; a device's primary context is current where these functions are called.
 """
@@ -39,7 +39,7 @@ class CudaDriver:
         self._call("cuMemFreeHost", self._api.cuMemFreeHost, address)
 
     def record(self, launch: Callable[[int], None]) -> int:
-        """What `launch` launches on the stream it is given, as a graph that can be launched."""
+        """A graph of the kernels that `launch` launches on the stream it is given."""
         api = self._api
         stream = self._call("cuStreamCreate", api.cuStreamCreate, api.CUstream_flags.CU_STREAM_NON_BLOCKING)
         try:
@@ -75,7 +75,7 @@ class CudaDriver:
         self._call("cuGraphExecDestroy", self._api.cuGraphExecDestroy, graph)
 
     def error(self, call: str, code: int) -> CudaError:
-        """What a failing call's code says."""
+        """The text of a failing call's code."""
         try:
             name = self._api.CUresult(code).name
         except ValueError:

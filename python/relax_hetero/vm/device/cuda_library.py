@@ -83,11 +83,11 @@ class CudaLibrary:
             raise self.error(name, status)
 
     def status(self, name: str, *args: Any) -> int:
-        """What a function that waits for nothing returns, where failing is an answer."""
+        """The status that a function returns which does not wait, where a failure is an answer."""
         return int(self._quick[name](*args))
 
     def error(self, name: str, status: int) -> CudaError:
-        """What a failing function's status says."""
+        """The text of a failing function's status."""
         text = c_char_p()
         self._functions["cuGetErrorName"](status, ctypes.byref(text))
         return CudaError(f"{name} failed: {text.value.decode() if text.value else status}")

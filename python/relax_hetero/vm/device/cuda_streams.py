@@ -92,7 +92,7 @@ class Stream:
         return event
 
     def wait(self, event: Event) -> None:
-        """What the stream is given from now on runs after `event`; the thread does not wait."""
+        """Have later work of the stream run after `event`; the thread does not wait."""
         self.library.use(self.gpu)
         self.library.quick("cuStreamWaitEvent", self.handle, event.handle, 0)
 

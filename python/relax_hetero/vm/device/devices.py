@@ -1,20 +1,41 @@
-"""From the manifest to physical devices: which one each entry runs on in this process."""
+"""Devices of this process: which one each manifest entry runs on, and TVM's support for them, loaded when it is needed.
+
+A process with the compiler loads the support of every kind of device when tvm is imported; one with the runtime only
+loads none.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tvm import runtime
+from tvm import libinfo, runtime
+from tvm.base import _LOADED_LIBS
+from tvm_ffi.libinfo import load_lib_ctypes
 
+from ...artifact.messages import unknown_name
 from ...artifact.metadata import CPU, DeviceSpec, Metadata, device_names
-from ...artifact.names import unknown_name
 from ...errors import BindingError
-from .backends import load_backend
 from .cpu_features import check_cpu
-from .peer_access import enable_peer_access
+from .cuda_copies import enable_peer_access
+
+_lock = threading.Lock()
+
+
+def load_backend(name: str) -> bool:
+    """Load ``libtvm_runtime_<name>`` if it is there; whether it is loaded now."""
+    library = f"tvm_runtime_{name}"
+    with _lock:
+        if library not in _LOADED_LIBS:
+            try:
+                paths = libinfo.package_lib_paths()
+                _LOADED_LIBS[library] = load_lib_ctypes("tvm", library, "RTLD_LOCAL", extra_lib_paths=paths)
+            except (OSError, RuntimeError):
+                return False
+        return True
 
 
 def _make_vdevices_hashable() -> None:

@@ -1,4 +1,4 @@
-"""Machines that may only take so much memory: what would take more is refused before it runs."""
+"""Memory limits of machines: a call that would exceed one is refused before it runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...artifact.memory_use import UnknownSizeError
 from ...artifact.metadata import Metadata, device_names
 from ...errors import BindingError, MemoryLimitError
 from .devices import find_entry
-from .pinned_pool import release_pinned
+from .memory_pools import release_pinned
 from .pool_watch import clear_pools
 
 _UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**e for e, p in enumerate("KMGT", 1)}}
@@ -19,7 +19,7 @@ _TEXT = re.compile(r"(\d+(?:\.\d+)?) *([a-zA-Z]*)")
 
 
 class MemoryLimits:
-    """What a machine may take on each device, counted by the executable's memory plan.
+    """The memory that a machine may take on each device, counted by the executable's memory plan.
 
     Parameters
     ----------

@@ -21,8 +21,8 @@ from typing import TypeAlias
 
 from ...target.cpu_cores import num_cores
 from .cuda_library import CudaLibrary
+from .cuda_memory import PinnedBlock
 from .cuda_streams import Event, Stream
-from .pinned_memory import PinnedBlock
 
 STAGED_BYTES = 32 << 20
 """Smaller copies are left to the driver, which is as fast until then."""

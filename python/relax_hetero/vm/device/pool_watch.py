@@ -1,4 +1,4 @@
-"""TVM's buffer pool, kept from growing with every shape it meets.
+"""A watch that keeps TVM's buffer pool from growing with every shape it meets.
 
 The pool serves a request only from freed buffers of exactly that size (rounded to pages), and returns none to the
 system. A model called with ever new extents would hold the buffers of all of them.

@@ -18,7 +18,7 @@ from tvm import runtime
 
 from ...artifact.metadata import CPU
 from ...target.element_types import bits_of
-from .cuda_copies import Place, issue_copy
+from .cuda_copies import Location, issue_copy
 from .cuda_library import CUDA, CUDA_HOST, cuda_library
 from .cuda_streams import Event, Stream
 
@@ -65,13 +65,13 @@ def nbytes_of(tensor: runtime.Tensor) -> int:
 
 
 def address_range(tensor: runtime.Tensor) -> AddressRange:
-    """Where a contiguous tensor's elements begin and end."""
+    """The addresses at which a contiguous tensor's elements begin and end."""
     begin = tensor.data_ptr()
     return begin, begin + nbytes_of(tensor)
 
 
 def address_ranges(values: Any) -> list[AddressRange]:
-    """Where the tensors among run-time values lie, tuples opened."""
+    """The addresses of the tensors among run-time values, tuples opened."""
     if isinstance(values, tvm_ffi.core.Tensor):
         return [address_range(values)]
     if isinstance(values, Sequence) and not isinstance(values, str | tvm_ffi.Shape):
@@ -223,9 +223,9 @@ def begin_copy(source: runtime.Tensor, target: runtime.Tensor, stream: Stream) -
     return stream.record()
 
 
-def _place_of(tensor: runtime.Tensor) -> Place:
+def _place_of(tensor: runtime.Tensor) -> Location:
     device = tensor.device
-    return Place(tensor.data_ptr(), device.index if device.dlpack_device_type() == CUDA else None)
+    return Location(tensor.data_ptr(), device.index if device.dlpack_device_type() == CUDA else None)
 
 
 def copy_to(tensor: runtime.Tensor, device: runtime.Device, scope: str | None = None) -> runtime.Tensor:

@@ -60,15 +60,12 @@ def has_lost_threads() -> bool:
     return _mine.pool.used < 0
 
 
-def _after_fork() -> None:
+def after_fork() -> None:
+    """In a process that was forked: no other thread is in a call, and this one's helpers are gone (see `forks`)."""
     _calling.clear()
     if _mine.pool.used > 1:
         _mine.pool = Pool()
         _mine.pool.used = -1
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 def threads_for(devices: Sequence[DeviceSpec]) -> int:

@@ -1,4 +1,4 @@
-"""A compiled model: code, what it says about itself, and its constants."""
+"""Executables: the code, the metadata and the constants of a compiled model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 from weakref import WeakValueDictionary
 
 from tvm import runtime
@@ -16,10 +16,11 @@ from tvm import runtime
 from ...artifact.container import Container
 from ...artifact.kernel_addresses import kernel_address
 from ...artifact.memory_plan import MemoryPlan
+from ...artifact.messages import unknown_name
 from ...artifact.metadata import DeviceSpec, Metadata, device_names
-from ...artifact.names import unknown_name
 from ...artifact.signature import FunctionSignature
 from ...errors import BuildError
+from ...providers import provided
 from ..device.constants import PlacedConstants
 from .export import checked_path, link_library, needs_linking, write_copy, write_executable
 from .load_code import load_code
@@ -92,15 +93,45 @@ class Executable:
 
     @property
     def memory_plan(self) -> MemoryPlan:
-        """What calls take on each device, and the least that they could take."""
+        """Memory of calls on each device, as planned, and the least that any plan could need."""
         return MemoryPlan(self.metadata)
 
     def signature(self, name: str = "main") -> FunctionSignature:
-        """What function `name` takes and returns; BindingError where there is none."""
+        """The inputs and results of function `name`; BindingError where there is none."""
         signature = self.metadata.signatures.get(name)
         if signature is None:
             raise unknown_name("function", name, self.function_names, "the executable")
         return signature
+
+    def explain(self, *sections: str, file: TextIO | None = None) -> None:
+        """Print where each op runs and why, as ``relax-hetero explain`` does.
+
+        The explanation was recorded when the model was compiled, so that neither its devices nor the compiler are
+        needed.
+
+        Parameters
+        ----------
+        sections : str
+            Tables with a row for every "ops", "transfers", "encodings", "kernels", "commands", "steps" or "memory",
+            or "all" of them. Without any, an overview that stays short however large the model is: the devices, the
+            ops by device and reason, the reasons for which something was declined, and a line for each section.
+        file : text file, optional
+            Default: standard output.
+
+        Raises
+        ------
+        BindingError
+            No section has that name.
+        HeteroError
+            The executable was made by another compiler, and has no explanation.
+
+        Examples
+        --------
+        >>> exe = rh.compile(rh.from_onnx("model.onnx", ["llvm", "cuda:0"], {"Conv": "cuda:0", "*": "llvm:0"}))
+        >>> exe.explain()
+        >>> exe.explain("ops", "memory")
+        """
+        provided("explain")(self, sections, file)
 
     def export_library(self, path: str | os.PathLike[str]) -> None:
         """Write one file with code, metadata and weights, for `relax_hetero.load`.

@@ -117,7 +117,7 @@ def write_copy(path: Path, data: Any) -> None:
 
 
 def header_of(metadata: Metadata) -> dict[str, Any]:
-    """What the file says beside its code, as JSON data."""
+    """The header of the file, as JSON data: versions and metadata."""
     metadata = replace(metadata, devices=tuple(with_features(spec) for spec in metadata.devices))
     return {"tvm": tvm.__version__, "tvm_ffi": tvm_ffi.__version__, "metadata": metadata.to_json()}
 

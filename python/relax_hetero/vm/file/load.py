@@ -11,7 +11,7 @@ from tvm import runtime
 from ...artifact.container import Container, open_container
 from ...artifact.metadata import CPU, Metadata
 from ...errors import BuildError
-from ..device.backends import load_backend
+from ..device.devices import load_backend
 from ..device.tensors import view_bytes
 from .executable import Executable
 from .export import checked_path

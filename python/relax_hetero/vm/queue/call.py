@@ -1,4 +1,4 @@
-"""A call on its way through the queues of a machine.
+"""Queued calls: each step of a call enters a queue as soon as the values it reads are made.
 
 A call's schedule is a graph of steps. A step enters the queue of its device when all it reads is made; the thread that
 made the last of it puts it there. Each call has values of its own, dropped after their last reader, so calls do not
@@ -18,12 +18,12 @@ from typing import Any
 from ..args.donated_arguments import ArgumentMemory
 from .cuda_queue import CudaQueue, Point
 from .fence import Fence
-from .plan import Plan
+from .plan import QueuePlan
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A call whose arguments fit.
+    """A call whose arguments were checked and placed.
 
     Attributes
     ----------
@@ -44,12 +44,16 @@ class Prepared:
     memory: ArgumentMemory | None = None
 
 
-class Call:
-    """One call.
+Prepare = Callable[[Sequence[Any], Mapping[str, Any]], Prepared]
+"""Checks the arguments that a caller gave, by position and by name, and places them."""
+
+
+class QueuedCall:
+    """A call on its way through the queues of a machine.
 
     Parameters
     ----------
-    plan : Plan
+    plan : QueuePlan
         The function's steps, and where they run.
     number : int
         Older calls have smaller ones.
@@ -69,7 +73,7 @@ class Call:
         The values of symbolic dimensions.
     """
 
-    def __init__(self, plan: Plan, number: int, prepared: Prepared, fence: Fence, owner: object) -> None:
+    def __init__(self, plan: QueuePlan, number: int, prepared: Prepared, fence: Fence, owner: object) -> None:
         self.sizes = prepared.sizes
         self.values: list[Any] = [*prepared.values, *(None,) * (plan.values - len(prepared.values))]
         self.points: dict[int, Point] = {}
@@ -155,7 +159,7 @@ class Call:
         return False
 
     def _issued(self, index: int, made: Sequence[Any], point: Point | None) -> None:
-        """What a step makes can be read, by what waits for `point` on a GPU, or by all where that is None."""
+        """A step's values can be read: on GPUs by work that waits for `point`, or by all where that is None."""
         step, ready = self._plan.steps[index], []
         with self._lock:
             for number, value in zip(step.makes, made, strict=True):
@@ -228,7 +232,7 @@ class _StepWork:
 
     __slots__ = ("_call", "_index")
 
-    def __init__(self, call: Call, index: int) -> None:
+    def __init__(self, call: QueuedCall, index: int) -> None:
         self._call, self._index = call, index
 
     def run(self) -> None:
@@ -243,7 +247,7 @@ class _StepEnd:
 
     __slots__ = ("_call", "_index", "_point")
 
-    def __init__(self, call: Call, index: int, point: Point) -> None:
+    def __init__(self, call: QueuedCall, index: int, point: Point) -> None:
         self._call, self._index, self._point = call, index, point
 
     def run(self) -> None:

@@ -8,11 +8,10 @@ from typing import Any
 
 from tvm import runtime
 
-from ..device.block_pool import BlockPool
 from ..device.cuda_library import CUDA, CudaLibrary
+from ..device.cuda_memory import DeviceBlock
 from ..device.cuda_streams import Stream
-from ..device.device_memory import DeviceBlock
-from ..device.pinned_pool import PinnedPool
+from ..device.memory_pools import BlockPool, PinnedPool
 from ..device.tensors import begin_copy, empty, is_host, map_tensors, same_device
 from .cuda_queue import CudaQueue, shared_stream
 
@@ -23,7 +22,7 @@ ROOM_BYTES = 4 << 30
 """Of each GPU's memory that a machine keeps for what comes to it."""
 
 
-class Lanes:
+class CopyQueues:
     """A queue for each two devices of a machine, of which one is a GPU, and each direction.
 
     Parameters
@@ -40,7 +39,7 @@ class Lanes:
     def __init__(self, library: CudaLibrary, gpus: Iterable[int]) -> None:
         self.queues: list[CudaQueue] = []
         self._library = library
-        self._lanes: dict[tuple[str, str], CudaQueue] = {}
+        self._queues: dict[tuple[str, str], CudaQueue] = {}
         self._rooms = {gpu: BlockPool(partial(DeviceBlock, library, gpu), ROOM_BYTES) for gpu in gpus}
         self._pinned = PinnedPool(library, min(self._rooms), PINNED_BYTES)
 
@@ -55,11 +54,11 @@ class Lanes:
         if not gpus or len(gpus) + sum(kinds) < 2:
             return None
         pair = str(source), str(target)
-        if pair not in self._lanes:
+        if pair not in self._queues:
             stream = shared_stream(self._library, gpus[0], f"copies from {source} to {target}")
-            self._lanes[pair] = CudaQueue(f"copies from {source} to {target}", stream)
-            self.queues.append(self._lanes[pair])
-        return self._lanes[pair]
+            self._queues[pair] = CudaQueue(f"copies from {source} to {target}", stream)
+            self.queues.append(self._queues[pair])
+        return self._queues[pair]
 
     def copy(self, value: Any, device: runtime.Device, stream: Stream, leaves: bool) -> Any:
         """Issue copies of the tensors in a value, tuples opened, to a device; from any thread.

@@ -27,7 +27,7 @@ from .device_queue import DeviceQueue, Work
 
 
 class Point(NamedTuple):
-    """Where in a stream's work a value is made.
+    """The point in a stream's work at which a value is made.
 
     Attributes
     ----------
@@ -108,7 +108,7 @@ def shared_stream(library: CudaLibrary, gpu: int, purpose: str) -> Stream:
 
 
 def follow_callers_streams(queues: Iterable[CudaQueue]) -> None:
-    """What queues issue from now on comes after what this thread has given to streams that it chose itself.
+    """Have queues issue later work after the work on streams that this thread has chosen itself.
 
     CUDA's default stream needs no such care.
     """

@@ -25,13 +25,13 @@ from .fence import here
 
 
 class Work(Protocol):
-    """What queues run."""
+    """A piece of work that a queue runs."""
 
     def run(self) -> None:
         """Do it; whatever it raises ends the work, and not the queue."""
 
     def fail(self, error: BaseException) -> None:
-        """What to do when `run` raised, was interrupted, or will never be called; perhaps again, after it returned."""
+        """Called when `run` raised, was interrupted, or will never be called; perhaps again, after it returned."""
 
 
 class DeviceQueue:
@@ -73,7 +73,7 @@ class DeviceQueue:
 
 
 class _Line:
-    """What the thread of a queue sees of it: not the queue, which is dropped with its machine."""
+    """The state that a queue shares with its thread, which must not keep the queue and so the machine alive."""
 
     def __init__(self, name: str, cores: tuple[int, ...], threads: int) -> None:
         self.thread: threading.Thread | None = None

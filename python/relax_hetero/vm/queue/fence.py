@@ -1,4 +1,4 @@
-"""What `VirtualMachine.submit` returns: the promise of a result."""
+"""Fences: the futures that `VirtualMachine.submit` returns."""
 
 from __future__ import annotations
 
@@ -51,7 +51,12 @@ class Fence(Future[Any]):
     ``done()``, ``exception()``, ``add_done_callback(f)`` and ``cancel()`` are those of futures: a call can be cancelled
     until its first step begins. A fence may be given as an argument of a later call, which then waits for it.
 
-    Callbacks run in the thread that ends the call, mostly one that runs a queue: what takes long holds the queue up.
+    Callbacks run in the thread that ends the call, mostly one that runs a queue: a slow callback holds the queue up.
+
+    It is a future of the standard library and not a wrapper of one, as `concurrent.futures.wait` and `as_completed`
+    return the very futures that they were given. It begins and ends by methods of its own (`begin`, `settle`): an
+    exception that others raise in a queue's thread may interrupt them anywhere, and calling them again completes what
+    they had begun, where the stock methods would refuse, or leave the condition locked.
 
     Parameters
     ----------

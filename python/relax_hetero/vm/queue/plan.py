@@ -1,21 +1,18 @@
-"""How a function goes through the queues of a machine."""
+"""Queue plans: the schedule of a function together with the queues of one machine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...artifact.schedule import Results, Schedule, Step
 from ...artifact.signature import FunctionSignature
 from ...errors import HeteroError
 from .cuda_queue import Point
-from .queues import Queues
-
-if TYPE_CHECKING:
-    from .call import Call
+from .queues import CallState, Queues
 
 
-class Plan:
+class QueuePlan:
     """A schedule with the queues of a machine.
 
     Parameters
@@ -64,7 +61,7 @@ class Plan:
                     follow[maker].append(index)
         self._leaves = [any(number in self.returned for number in step.makes) for step in self.steps]
 
-    def execute(self, index: int, call: Call) -> tuple[Sequence[Any], Point | None]:
+    def execute(self, index: int, call: CallState) -> tuple[Sequence[Any], Point | None]:
         """Run a step of a call; what it makes, in order, and the point at which that is made."""
         step = self.steps[index]
         made, point = self._owner.run(step, self.queues[index], self._leaves[index], call)
@@ -88,7 +85,7 @@ class Plan:
         return self._owner.explain(what, error)
 
     def result(self, values: Sequence[Any]) -> Any:
-        """What the function returns, of the values made."""
+        """The function's result, gathered from the values of a call."""
         return _gather(self._results, values)
 
 

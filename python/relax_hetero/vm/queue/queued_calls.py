@@ -1,7 +1,8 @@
-"""The half of a machine that takes calls without waiting for them."""
+"""Calls that a machine takes without waiting for them: how many may be under way, and how each begins."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,18 +13,80 @@ from typing import Any
 from ...artifact.signature import FunctionSignature
 from ...errors import BindingError, HeteroError
 from ..args.donated_arguments import ArgumentMemory, check_apart
-from .call import Call, Prepared
-from .calls_in_flight import CallsInFlight
-from .fence import Fence
-from .plan import Plan
+from ..device.forks import MachineLock
+from .call import Prepare, QueuedCall
+from .fence import Fence, check_may_wait, here
+from .plan import QueuePlan
 from .queues import Queues
 from .trace import Trace
 
 MAX_IN_FLIGHT = 4
-"""How many calls a machine has under way at once unless it is told: two for each of two stages, so that none waits."""
+"""The default number of calls under way at once: two for each of two stages, so that neither stage waits."""
 
 
-Prepare = Callable[[Sequence[Any], Mapping[str, Any]], Prepared]
+class CallsInFlight:
+    """How many calls a machine has under way, and room for them.
+
+    Parameters
+    ----------
+    limit : int
+        How many there may be; further ones wait in the thread that submits them.
+
+    Attributes
+    ----------
+    fences : set of Fence
+        Of the calls under way, and of some that have just ended.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._room = threading.Condition(self._lock)
+        self._changed = threading.Condition(self._lock)
+        self.fences: set[Fence] = set()
+        self._numbers = itertools.count(1)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call is under way."""
+        return not self.fences or all(fence.done() for fence in tuple(self.fences))
+
+    def enter(self) -> Fence:
+        """The fence of another call, when there is room for it; a thread that runs queues does not wait for any."""
+        fence = Fence(self.leave)
+        with self._lock:
+            if len(self.fences) >= self._limit and not here.is_worker:
+                try:
+                    self._room.wait_for(lambda: len(self.fences) < self._limit)
+                except BaseException:  # the room was perhaps announced to this thread alone
+                    self._room.notify()
+                    raise
+            self.fences.add(fence)
+        return fence
+
+    def leave(self, fence: Fence) -> None:
+        """A call has ended, whatever way; again, if this was interrupted."""
+        with self._lock:
+            self.fences.discard(fence)
+            self._room.notify()
+            self._changed.notify_all()
+
+    def next_number(self) -> int:
+        """The number of another call."""
+        return next(self._numbers)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the calls that are under way have ended; False after `timeout` seconds."""
+        with self._lock:
+            earlier = set(self.fences)
+            if earlier and timeout != 0:
+                check_may_wait("calls")
+            return self._changed.wait_for(lambda: earlier.isdisjoint(self.fences), timeout)
+
+    def lose(self, error: HeteroError) -> None:
+        """In a process that was forked: the calls under way stayed behind."""
+        for fence in self.fences:
+            fence.lose(error)
 
 
 class QueuedCalls:
@@ -33,11 +96,11 @@ class QueuedCalls:
     ----------
     owner : object
         The machine; the queues end when it does.
-    lock : threading.RLock
+    lock : MachineLock
         Held while arguments are bound and while the machine runs a plain call: neither begins during the other.
     max_in_flight : int
     make_queues : callable
-        Called with the first submission; its result must not refer to the machine.
+        Called with the first submission; neither it nor its result may refer to the machine.
 
     Attributes
     ----------
@@ -50,7 +113,7 @@ class QueuedCalls:
         A `max_in_flight` that is no positive integer.
     """
 
-    def __init__(self, owner: object, lock: Any, max_in_flight: int, make_queues: Callable[[], Queues]) -> None:
+    def __init__(self, owner: object, lock: MachineLock, max_in_flight: int, make_queues: Callable[[], Queues]) -> None:
         if isinstance(max_in_flight, bool) or not isinstance(max_in_flight, int) or max_in_flight < 1:
             raise BindingError(f"max_in_flight is {max_in_flight!r}, expected a positive integer")
         self.limit = max_in_flight
@@ -76,19 +139,18 @@ class QueuedCalls:
 
     def wait(self, timeout: float | None) -> bool:
         """Wait until the calls submitted so far have ended; False after `timeout` seconds without."""
-        with self._lock:  # refused in a process that was forked
+        with self._lock.held:  # refused in a process that was forked
             calls = self._calls
         return calls.wait(timeout)
 
-    def lose(self, lock: Any, error: HeteroError) -> None:
-        """In a process that was forked: calls under way fail, and `lock`, the machine's new one, refuses others."""
-        self._lock = lock
+    def lose(self, error: HeteroError) -> None:
+        """In a process that was forked: the calls under way fail."""
         self._calls.lose(error)
 
     @contextmanager
     def traced(self, trace: Trace) -> Iterator[Trace]:
         """Have `trace` follow the calls that come while this lasts; it ends when those have."""
-        with self._lock:
+        with self._lock.held:
             if self.trace is not None:
                 raise HeteroError("this machine is being traced already; expected that trace to end first")
             self.trace = trace
@@ -101,7 +163,7 @@ class QueuedCalls:
     def submit(
         self,
         signature: FunctionSignature,
-        plan: Callable[[Queues], Plan],
+        plan: Callable[[Queues], QueuePlan],
         prepare: Prepare,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
@@ -119,7 +181,7 @@ class QueuedCalls:
         args, kwargs
             The caller's. A `Fence` among them stands for its result.
         """
-        with self._lock:
+        with self._lock.held:
             queues = self._started()
             number = self._calls.next_number()
         fence = self._calls.enter()
@@ -148,7 +210,7 @@ class QueuedCalls:
 
     def _start(
         self,
-        plan: Callable[[Queues], Plan],
+        plan: Callable[[Queues], QueuePlan],
         prepare: Prepare,
         number: int,
         fence: Fence,
@@ -156,7 +218,7 @@ class QueuedCalls:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> None:
-        with self._lock:
+        with self._lock.held:
             queues = self._started()
             prepared = prepare(args, kwargs)
             if prepared.memory is not None:
@@ -165,7 +227,7 @@ class QueuedCalls:
                 self._memory[fence] = prepared.memory
             route = plan(queues)
             queues.follow_caller()
-        Call(route, number, prepared, fence, owner).begin()
+        QueuedCall(route, number, prepared, fence, owner).begin()
 
 
 class _LateStart:

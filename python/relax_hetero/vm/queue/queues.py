@@ -1,4 +1,4 @@
-"""The queues of a machine, and how its functions go through them."""
+"""The queues of a machine, one for each device, and how a step runs in them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import tvm_ffi
 from tvm import runtime
 
-from ...artifact.failure import explain_failure
+from ...artifact.messages import explain_failure
 from ...artifact.metadata import CPU, Metadata
 from ...artifact.schedule import Step
 from ...errors import HeteroError
@@ -24,15 +24,20 @@ from ..device.cuda_driver import CudaError
 from ..device.cuda_library import CUDA, cuda_library
 from ..device.tensors import alias, is_host, map_tensors, same_device
 from ..device.threads import threads_of_queues
-from .copy_queues import Lanes
+from .copy_queues import CopyQueues
 from .cuda_queue import CudaQueue, Point, follow_callers_streams, shared_stream
 from .device_queue import DeviceQueue
 
-if TYPE_CHECKING:
-    from .call import Call
-
 # A process that ends waits so long for what still runs.
 CLOSE_SECONDS = 5.0
+
+
+class CallState(Protocol):
+    """The parts of a `call.QueuedCall` that its steps read."""
+
+    values: list[Any]
+    points: dict[int, Point]
+    sizes: Mapping[str, int]
 
 
 class Queues:
@@ -72,7 +77,7 @@ class Queues:
         cpus = own_cpus(threads)
         gpus = {index for kind, index in keys if kind == CUDA}
         cuda = cuda_library() if gpus else None
-        self._lanes = Lanes(cuda, gpus) if cuda is not None else None
+        self._copies = CopyQueues(cuda, gpus) if cuda is not None else None
         queues: dict[tuple[int, int], DeviceQueue] = {}
         for key, device in zip(keys, devices, strict=True):
             if key not in queues and key[0] == CUDA and cuda is not None:
@@ -106,18 +111,18 @@ class Queues:
         source, target = self._devices[step.source], self._devices[step.device]
         if same_device(source, target) or (is_host(source) and is_host(target)):
             return None
-        lane = self._lanes.between(source, target) if self._lanes is not None else None
-        return own if lane is None else lane
+        found = self._copies.between(source, target) if self._copies is not None else None
+        return own if found is None else found
 
     def is_issued(self, step: Step, queue: DeviceQueue | None) -> bool:
         """Whether a step is only issued when it has run: one of a single GPU, or a copy from or to it."""
         return isinstance(queue, CudaQueue) and not step.also and (not step.is_transfer or queue not in self.all)
 
     def follow_caller(self) -> None:
-        """What is issued from now on comes after what this thread has given to streams of its own choice."""
+        """Have work that is issued from now on come after the work on streams that this thread has chosen itself."""
         follow_callers_streams(queue for queue in (*self.all, *self._copying()) if isinstance(queue, CudaQueue))
 
-    def run(self, step: Step, queue: DeviceQueue | None, leaves: bool, call: Call) -> tuple[Any, Point | None]:
+    def run(self, step: Step, queue: DeviceQueue | None, leaves: bool, call: CallState) -> tuple[Any, Point | None]:
         """Run a step in this thread, which is that of its queue.
 
         Parameters
@@ -127,7 +132,7 @@ class Queues:
             As `queue_of` says.
         leaves : bool
             Whether what it makes is a result of the call.
-        call : Call
+        call : CallState
 
         Returns
         -------
@@ -149,8 +154,8 @@ class Queues:
         device = self._devices[step.device]
         if queue is None:
             return map_tensors(value, lambda tensor: alias(tensor, device))
-        if isinstance(queue, CudaQueue) and queue not in self.all and self._lanes is not None:
-            return self._lanes.copy(value, device, queue.stream, leaves)
+        if isinstance(queue, CudaQueue) and queue not in self.all and self._copies is not None:
+            return self._copies.copy(value, device, queue.stream, leaves)
         running.machine = self._devices, self._scopes
         return _to_device(value, step.device, 0)
 
@@ -186,7 +191,7 @@ class Queues:
         return explain_failure(what, error, self._metadata)
 
     def _copying(self) -> list[CudaQueue]:
-        return self._lanes.queues if self._lanes is not None else []
+        return self._copies.queues if self._copies is not None else []
 
     def _function(self, queue: DeviceQueue, name: str) -> Any:
         found = self._machines.get(queue)

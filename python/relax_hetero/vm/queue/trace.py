@@ -1,4 +1,4 @@
-"""What went through a machine's queues and when; `Trace.save` writes it for Perfetto and Chrome's ``about:tracing``.
+"""Traces: when each step ran in a machine's queues; `Trace.save` writes a file for Perfetto and ``about:tracing``.
 
 A call that is followed has a plan and arguments like any other, only that running a step and making the result note
 the time. So a machine that is not traced does nothing for it.
@@ -12,84 +12,21 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tvm_ffi
 
 from ...artifact.metadata import Metadata
 from ...errors import BindingError
 from ..device.tensors import nbytes_of
-from .plan import Plan
-from .queues import Queues
-from .trace_events import chrome_events, in_line
-
-if TYPE_CHECKING:
-    from .call import Call, Prepared
-    from .cuda_queue import Point
-    from .fence import Fence
-    from .queued_calls import Prepare
-
-RESULT = -1
-"""In place of a step: making the caller's result of what the steps made."""
-
-
-@dataclass(frozen=True)
-class Ran:
-    """A step of a call, as it ran.
-
-    Attributes
-    ----------
-    step : int
-        Which one, or `RESULT`.
-    track : str
-        The name of the thread, or of a GPU's queue.
-    begin, end : int
-        In nanoseconds of ``time.perf_counter_ns``. Work of a GPU begins when it is issued.
-    error : str
-        What it raised, if it did.
-    """
-
-    step: int
-    track: str
-    begin: int
-    end: int
-    error: str = ""
-
-
-@dataclass
-class TracedCall:
-    """One call.
-
-    Attributes
-    ----------
-    number : int
-        Calls are counted from 1, in the order in which they were submitted.
-    asked, ended : int
-        When `submit` was called and when the fence was done, as `Ran` has times; 0 where that is yet to come.
-    outcome : str
-        ``"done"``, ``"cancelled"``, or the error.
-    plan : Plan, optional
-        None for a call that failed before it had one.
-    ran : list of Ran
-        In the order in which they ended.
-    nbytes : dict of int to int
-        Of each value that a step made and somebody reads.
-    """
-
-    number: int
-    asked: int
-    ended: int = 0
-    outcome: str = ""
-    plan: Plan | None = None
-    ran: list[Ran] = field(default_factory=list)
-    nbytes: dict[int, int] = field(default_factory=dict)
-
-    def note(self, step: int, begin: int, error: str = "", track: str = "") -> None:
-        """A step, or the result, has just ended that was begun, or issued, at `begin`: by this thread unless named."""
-        name = track or threading.current_thread().name
-        self.ran.append(Ran(step, name, begin, time.perf_counter_ns(), error))
+from .call import Prepare, Prepared
+from .cuda_queue import Point
+from .fence import Fence
+from .plan import QueuePlan
+from .queues import CallState, Queues
+from .traced_calls import RESULT, TracedCall, chrome_events, in_line
 
 
 class Trace:
@@ -123,9 +60,9 @@ class Trace:
         self._changed = threading.Condition()
 
     def follow(
-        self, fence: Fence, plan: Callable[[Queues], Plan], prepare: Prepare
-    ) -> tuple[Callable[[Queues], Plan], Prepare]:
-        """What a call is submitted with, so that it is followed; as given beyond the limit."""
+        self, fence: Fence, plan: Callable[[Queues], QueuePlan], prepare: Prepare
+    ) -> tuple[Callable[[Queues], QueuePlan], Prepare]:
+        """A plan and a `prepare` that note when steps run, for the next call; beyond the limit those given."""
         with self._changed:
             if len(self.calls) == self._limit:
                 self.left_out += 1
@@ -139,7 +76,7 @@ class Trace:
                 call.ended = time.perf_counter_ns()
                 self._changed.notify_all()
 
-        def traced_plan(queues: Queues) -> Plan:
+        def traced_plan(queues: Queues) -> QueuePlan:
             call.plan = plan(queues)
             return _TracedPlan(call.plan, call)
 
@@ -182,15 +119,15 @@ class Trace:
         Path(path).write_text(json.dumps(data))
 
 
-class _TracedPlan(Plan):
+class _TracedPlan(QueuePlan):
     """A plan whose steps note when they ran."""
 
-    def __init__(self, plan: Plan, call: TracedCall) -> None:
+    def __init__(self, plan: QueuePlan, call: TracedCall) -> None:
         vars(self).update(vars(plan))  # what is in it is not computed again
         self._traced = call
         self._issued: dict[int, int] = {}
 
-    def execute(self, index: int, call: Call) -> tuple[Sequence[Any], Point | None]:
+    def execute(self, index: int, call: CallState) -> tuple[Sequence[Any], Point | None]:
         begin = time.perf_counter_ns()
         try:
             made, point = super().execute(index, call)
@@ -234,7 +171,7 @@ def _noting(finish: Callable[[Any], Any], call: TracedCall) -> Callable[[Any], A
 
 
 def _nbytes(value: Any) -> int:
-    """Of a tensor, or of all tensors of a tuple; 0 for what is none."""
+    """Bytes of a tensor, or of all tensors of a tuple; 0 for other values."""
     if isinstance(value, tvm_ffi.core.Tensor):
         return nbytes_of(value)
     if isinstance(value, (tuple, tvm_ffi.Array)):

@@ -111,7 +111,7 @@ class CudaGraph:
         words[state.SUBMITTED] = ticket + 1
 
     def failed(self, code: int) -> CudaError:
-        """What to raise where launching the graph returned `code`."""
+        """The error for a launch of the graph that returned `code`."""
         assert self._driver is not None, "there is no graph without a driver"
         return self._driver.error(f"launching command buffer {self._name!r} on {self._device}", code)
 

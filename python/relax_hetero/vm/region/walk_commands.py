@@ -17,7 +17,7 @@ import tvm_ffi
 from ...artifact.commands import ARENA, SLOT, Barrier, Command, Copy, Dispatch, Fill, KernelSpec, Reference
 from ...artifact.dims import parse_dim
 from ...artifact.kernel_addresses import kernel_address
-from ...artifact.names import unknown_name
+from ...artifact.messages import unknown_name
 from ...artifact.signature import Dim
 from ...errors import BindingError
 from ..file.executable import Executable
@@ -79,7 +79,7 @@ def load_kernel(executable: Executable, name: str) -> Kernel:
 
 @dataclass(frozen=True)
 class Memory:
-    """Where the commands of one submission find memory.
+    """The addresses of memory for the commands of one submission.
 
     Attributes
     ----------

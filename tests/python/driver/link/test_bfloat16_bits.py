@@ -10,7 +10,7 @@ from tvm.script.ir_builder import tirx as T
 
 from relax_hetero.driver.link.link import build_group
 from relax_hetero.tir.core.builder import Function, lane_indices, loop
-from relax_hetero.tir.math.bfloat16_bits import bfloat16_bits
+from relax_hetero.tir.math.casts import bfloat16_bits
 from seeds import fresh_rng
 from tir.products_of import AVX2, AVX512, SSE
 

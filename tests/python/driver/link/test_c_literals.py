@@ -9,7 +9,7 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
-from relax_hetero.driver.link.c_literals import spell_c
+from relax_hetero.driver.link.c_literals import with_c_literals
 
 
 @I.ir_module
@@ -31,9 +31,9 @@ class Expected:
 
 
 def test_they_are_calls_of_built_ins():
-    after = spell_c(Before["main"])
+    after = with_c_literals(Before["main"])
     tvm.ir.assert_structural_equal(after, Expected["main"], map_free_vars=True)
-    assert spell_c(after).same_as(after)
+    assert with_c_literals(after).same_as(after)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])

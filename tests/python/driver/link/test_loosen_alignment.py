@@ -11,7 +11,7 @@ from tvm.script import tirx as T
 
 import relax_hetero as rh
 from relax_hetero.driver.link.link import build_group
-from relax_hetero.driver.link.loosen_alignment import ARGUMENT_ALIGNMENT, loosen_alignment
+from relax_hetero.driver.link.llvm_kernels import ARGUMENT_ALIGNMENT, loosen_alignment
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4", "mtriple": "x86_64-unknown-linux-gnu"}
 

@@ -12,7 +12,8 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
-from relax_hetero.driver.link.parallel_codegen import KERNELS_A_MODULE, build_side_by_side, cut
+from relax_hetero.driver.link import parallel_codegen
+from relax_hetero.driver.link.parallel_codegen import KERNELS_A_MODULE, build_in_parallel, cut
 from seeds import fresh_rng
 
 LLVM = tvm.target.Target({"kind": "llvm", "mcpu": "x86-64-v3"})
@@ -72,7 +73,7 @@ def test_results_stand_in_order_and_settings_reach_every_thread(two_cores):
     parts = [(LLVM, _kernels(i + 1)) for i in range(6)]
     told: list[tuple[str, int, int]] = []
     with tvm.transform.PassContext(config={"tirx.disable_assert": True}):
-        results = build_side_by_side(parts, build, lambda *step: told.append(step))
+        results = build_in_parallel(parts, build, lambda *step: told.append(step))
     assert all(result.same_as(part) for result, (_, part) in zip(results, parts, strict=True))
     assert all(asserted for _, asserted in seen)
     assert len({name for name, _ in seen}) == 2
@@ -91,7 +92,7 @@ def test_instruments_are_asked_in_the_callers_thread(two_cores):
         return part
 
     with tvm.transform.PassContext(instruments=[Nothing()]):
-        assert len(build_side_by_side([(LLVM, _kernels(1))] * 3, build)) == 3
+        assert len(build_in_parallel([(LLVM, _kernels(1))] * 3, build)) == 3
 
 
 def test_the_first_part_that_fails_is_named(two_cores):
@@ -103,7 +104,7 @@ def test_the_first_part_that_fails_is_named(two_cores):
 
     parts = [(LLVM, tvm.IRModule({name: scale})) for name in ("kernel_0", "kernel_1", "kernel_2", "kernel_3")]
     with pytest.raises(ValueError, match="kernel_1"):
-        build_side_by_side(parts, build)
+        build_in_parallel(parts, build)
 
 
 @I.ir_module

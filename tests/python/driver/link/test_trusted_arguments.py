@@ -8,7 +8,7 @@ from tvm.script import relax as R
 
 import relax_hetero as rh
 from relax_hetero.driver.link.address_table import by_address
-from relax_hetero.driver.link.trusted_arguments import TRUSTED
+from relax_hetero.driver.link.llvm_kernels import TRUSTED
 
 W = np.eye(4, dtype="float32")[::-1].copy()
 

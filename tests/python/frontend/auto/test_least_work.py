@@ -8,7 +8,7 @@ from relax_hetero.frontend import CostModel, DeviceCost
 from relax_hetero.frontend.auto import min_cut
 from relax_hetero.frontend.auto.least_work import least_work
 from relax_hetero.frontend.auto.plan_costs import PlanCosts
-from relax_hetero.frontend.auto.work_graph import Unit, Value, WorkGraph
+from relax_hetero.frontend.auto.work_graph import WorkGraph, WorkUnit, WorkValue
 
 
 @given(problems(2, in_order=False))
@@ -45,9 +45,9 @@ def test_five_thousand_units_are_placed_in_few_phases(monkeypatch):
     )
     rng = np.random.default_rng(0)
     count = 5000
-    units = [Unit([str(i)], [(10 ** rng.uniform(3, 9), 10 ** rng.uniform(3, 7))]) for i in range(count)]
+    units = [WorkUnit([str(i)], [(10 ** rng.uniform(3, 9), 10 ** rng.uniform(3, 7))]) for i in range(count)]
     values = [
-        Value(10 ** rng.uniform(3, 6.5), i, sorted({i + 1, min(count - 1, i + int(rng.integers(1, 300)))}))
+        WorkValue(10 ** rng.uniform(3, 6.5), i, sorted({i + 1, min(count - 1, i + int(rng.integers(1, 300)))}))
         for i in range(count - 1)
     ]
     model = CostModel([DeviceCost(1e11, 8e10, 1e-7), DeviceCost(1e12, 2e10, 1e-6)], links(2, 0), 0)

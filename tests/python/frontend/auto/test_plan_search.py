@@ -1,4 +1,4 @@
-"""The search for the best plan, against all plans where they are few."""
+"""The search for the best plan, against all plans where they are few, and the clusters that it moves."""
 
 import itertools
 import random
@@ -12,10 +12,9 @@ from frontend.plan_problems import SECOND, all_plans, chain, costs_of, links, pr
 from relax_hetero.frontend import CostModel, DeviceCost
 from relax_hetero.frontend.auto import plan_search
 from relax_hetero.frontend.auto.least_work import least_work
-from relax_hetero.frontend.auto.list_schedule import call_ticks
-from relax_hetero.frontend.auto.plan_costs import PlanCosts
-from relax_hetero.frontend.auto.plan_search import best_plan
-from relax_hetero.frontend.auto.work_graph import OUTSIDE, Unit, Value, WorkGraph
+from relax_hetero.frontend.auto.plan_costs import PlanCosts, call_ticks
+from relax_hetero.frontend.auto.plan_search import best_plan, cluster_levels
+from relax_hetero.frontend.auto.work_graph import OUTSIDE, WorkGraph, WorkUnit, WorkValue
 
 OBJECTIVES = ["latency", "throughput"]
 
@@ -54,11 +53,11 @@ def test_of_more_units_the_plan_is_nearly_the_best(objective):
 
 
 def random_costs(rng, count):
-    units = [Unit([str(i)], [(rng.choice([1e6, 3e6, 1e7, 5e7]), 0)]) for i in range(count)]
-    values = [Value(rng.uniform(1e4, 1e6), OUTSIDE, [0])]
+    units = [WorkUnit([str(i)], [(rng.choice([1e6, 3e6, 1e7, 5e7]), 0)]) for i in range(count)]
+    values = [WorkValue(rng.uniform(1e4, 1e6), OUTSIDE, [0])]
     for maker in range(count):
         readers = [reader for reader in range(maker + 1, min(count, maker + 5)) if rng.random() < 0.4]
-        values.append(Value(rng.uniform(1e4, 1e6), maker, readers or [maker + 1 if maker + 1 < count else OUTSIDE]))
+        values.append(WorkValue(rng.uniform(1e4, 1e6), maker, readers or [maker + 1 if maker + 1 < count else OUTSIDE]))
     speeds = [DeviceCost(rng.choice([5e9, 1e10]), 1e12, 1e-7) for _ in range(2)]
     return PlanCosts(WorkGraph(units, values), CostModel(speeds, links(2, 0), 0))
 
@@ -135,3 +134,36 @@ def test_many_units_are_planned_with_bounded_effort(objective, monkeypatch):
     assert 0 < max(measure.effort for measure in measures) <= plan_search._MOST_EFFORT + last_step
     best = min(worth(costs, single, objective) for single in single_plans(costs))
     assert worth(costs, plan, objective) < (0.9 if objective == "latency" else 0.7) * best
+
+
+@given(problems(2, most_units=12, in_order=False), st.integers(1, 12))
+@settings(max_examples=60)
+def test_levels_are_partitions_of_which_each_refines_the_one_before(costs, fewest):
+    levels = cluster_levels(costs, fewest)
+    for clusters in levels:
+        assert sorted(unit for units in clusters for unit in units) == list(range(len(costs.ops)))
+        assert all(units == sorted(units) for units in clusters)
+    for coarse, fine in zip(levels, levels[1:], strict=False):
+        assert len(coarse) < len(fine)
+        for units in fine:
+            assert any(set(units) <= set(larger) for larger in coarse)
+    assert all(len(units) == 1 for units in levels[-1])
+    assert len(levels[0]) >= min(fewest, len(costs.ops))
+
+
+def test_a_chain_becomes_stretches_of_it():
+    flops, values = chain([5] * 64, 1)
+    coarsest = cluster_levels(costs_of(flops, values), 4)[0]
+    assert len(coarsest) in range(4, 9)
+    assert all(units == list(range(units[0], units[-1] + 1)) for units in coarsest)
+
+
+def test_units_between_which_much_passes_stay_together():
+    costs = costs_of([5] * 4, [(1, 0, [1]), (100, 1, [2]), (1, 2, [3]), (100, 0, [3])])
+    assert cluster_levels(costs, 2)[0] == [[0, 3], [1, 2]]
+
+
+def test_a_unit_that_is_most_of_the_work_is_joined_with_no_other():
+    costs = costs_of([90, 5, 5, 5, 5], [(100, 0, [1]), (1, 1, [2]), (1, 2, [3]), (1, 3, [4])])
+    coarsest = cluster_levels(costs, 4)[0]
+    assert [0] in coarsest and len(coarsest) == 4

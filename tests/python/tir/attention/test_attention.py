@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from marks import slow_but_for
 from relax_hetero.errors import EncodingError
-from relax_hetero.target.cpu_target import machine_of
+from relax_hetero.target.cpu_target import cpu_target_of
 from relax_hetero.tir.attention.attention import attention_kernel
 from seeds import fresh_rng
 from tir.attention_runs import case, check, compiled, problem_of
@@ -149,7 +149,7 @@ def test_any_sizes(sizes: tuple[int, ...], share: int, causal: str, symbolic: bo
 
 
 def test_registers_hold_the_tile() -> None:
-    function = attention_kernel(problem_of(case(1, 12, 12, 128, 128, 64, 64)), machine_of(AVX512))
+    function = attention_kernel(problem_of(case(1, 12, 12, 128, 128, 64, 64)), cpu_target_of(AVX512))
     text = tvm.compile(tvm.IRModule({"attention": function}), target=AVX512).mod.inspect_source("asm")
     products = [line for line in text.splitlines() if "vfmadd231ps" in line and "zmm" in line]
     assert products
@@ -161,4 +161,4 @@ def test_registers_hold_the_tile() -> None:
 def test_other_types_and_machines_are_refused() -> None:
     problem = problem_of(case(1, 1, 1, 8, 8, 8, 8))
     with pytest.raises(EncodingError, match="expected operands of one of float32, .*and a machine with vectors"):
-        attention_kernel(problem, machine_of(tvm.target.Target("c")))
+        attention_kernel(problem, cpu_target_of(tvm.target.Target("c")))

@@ -8,7 +8,7 @@ import pytest
 import tvm
 
 from relax_hetero.encoding.problem import Window
-from relax_hetero.target.cpu_target import machine_of
+from relax_hetero.target.cpu_target import cpu_target_of
 from relax_hetero.tir.conv.convolution import conv_kernel
 from tir.convolutions_of import conv_problem
 from tir.matmul.test_assembly_products import ARM, TARGETS
@@ -28,9 +28,9 @@ INSTRUCTIONS = {
 
 
 def _assembly(target: tvm.target.Target, types: tuple[str, str, str]) -> str:
-    machine = machine_of(target)
-    problem = conv_problem(machine, (64, 64), (28, 28), (SAME, SAME), dtype=types)
-    module = tvm.IRModule({"kernel": conv_kernel(problem, machine).with_attr("global_symbol", "kernel")})
+    cpu = cpu_target_of(target)
+    problem = conv_problem(cpu, (64, 64), (28, 28), (SAME, SAME), dtype=types)
+    module = tvm.IRModule({"kernel": conv_kernel(problem, cpu).with_attr("global_symbol", "kernel")})
     return tvm.compile(module, target=target).mod.inspect_source("asm")
 
 

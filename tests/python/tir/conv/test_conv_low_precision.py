@@ -11,14 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from relax_hetero.encoding import PackedLayout
-from relax_hetero.encoding.dot_instructions import product_for
 from relax_hetero.encoding.expression import Expression
 from relax_hetero.encoding.problem import Epilogue, Window
 from relax_hetero.errors import EncodingError
+from relax_hetero.target.dot_instructions import dot_instruction_for
 from relax_hetero.tir.conv.convolution import conv_kernel
 from seeds import fresh_rng
 from tir.convolutions_of import assert_near, check, conv_problem, random_operands, reference, run, with_epilogue
-from tir.kernel_runs import LOW_PRECISION_TARGETS, NAMES, machine_named, runs_here
+from tir.kernel_runs import LOW_PRECISION_TARGETS, NAMES, cpu_named, runs_here
 
 TYPES = {
     "u8s8": ("uint8", "int8", "int32"),
@@ -63,7 +63,7 @@ def test_windows_and_groups(name: str, types: tuple[str, str, str], case: str, t
 def test_an_image_of_few_channels_is_padded_to_whole_steps(
     name: str, ins: int, types: tuple[str, str, str], tmp_path: Path
 ) -> None:
-    window, k0 = Window(7, 2, 1, 3, 3), product_for(machine_named(name), *types).k0
+    window, k0 = Window(7, 2, 1, 3, 3), dot_instruction_for(cpu_named(name), *types).k0
     layout = PackedLayout((0, 2, 3, 1), (1,), (k0,)) if k0 > 1 else PackedLayout.identity(4)
     check(conv_problem(name, (ins, 33), (21, 35), (window, window), 1, 2, types, layout), name, tmp_path)
 
@@ -135,7 +135,7 @@ def test_layouts_that_the_kernel_does_not_read() -> None:
     problem = conv_problem("vnni", (8, 32), (8, 8), (SAME, SAME), dtype=TYPES["s8s8"])
     plain = replace(problem.weight, layout=replace(problem.weight.layout, compensation=False))
     with pytest.raises(EncodingError, match="found the weight stored as .*1:4\\]>, expected .*1:4\\] \\+compensation>"):
-        conv_kernel(replace(problem, weight=plain), machine_named("vnni"))
+        conv_kernel(replace(problem, weight=plain), cpu_named("vnni"))
     tiled = replace(problem.data, layout=PackedLayout((0, 2, 3, 1), (1,), (8,)))
     with pytest.raises(EncodingError, match="found data stored as .*expected no tiles but those of .*1:4"):
-        conv_kernel(replace(problem, data=tiled), machine_named("vnni"))
+        conv_kernel(replace(problem, data=tiled), cpu_named("vnni"))

@@ -16,7 +16,7 @@ from relax_hetero.errors import EncodingError
 from relax_hetero.tir.conv.convolution import as_product, conv_kernel
 from seeds import fresh_rng
 from tir.convolutions_of import assert_near, check, conv_problem, random_operands, reference, run, with_epilogue
-from tir.kernel_runs import NAMES, VECTOR_NAMES, assembly, machine_named, runs_here
+from tir.kernel_runs import NAMES, VECTOR_NAMES, assembly, cpu_named, runs_here
 
 SAME = Window(3, before=1, after=1)
 CASES = {
@@ -66,7 +66,7 @@ def test_large_weights_and_rows_a_cache_way_apart(tmp_path: Path) -> None:
     problem = conv_problem("avx512", (1024, 40), (4, 13), (SAME, SAME))
     if not runs_here("avx512"):
         pytest.skip("needs AVX-512")
-    assert "prefetch" in assembly(conv_kernel(problem, machine_named("avx512")), "avx512")
+    assert "prefetch" in assembly(conv_kernel(problem, cpu_named("avx512")), "avx512")
     check(problem, "avx512", tmp_path)
 
 
@@ -165,13 +165,13 @@ def _stored(operand, layout: PackedLayout):
 def test_what_no_kernel_computes(change, message: str) -> None:
     problem = conv_problem("avx2", (4, 20), (8, 8), (SAME, SAME))
     with pytest.raises(EncodingError, match=message):
-        conv_kernel(change(problem), machine_named("avx2"))
+        conv_kernel(change(problem), cpu_named("avx2"))
 
 
 @pytest.mark.skipif(not runs_here("avx512"), reason="needs AVX-512")
 def test_accumulators_stay_in_registers() -> None:
     text = assembly(
-        conv_kernel(conv_problem("avx512", (64, 64), (28, 28), (SAME, SAME)), machine_named("avx512")), "avx512"
+        conv_kernel(conv_problem("avx512", (64, 64), (28, 28), (SAME, SAME)), cpu_named("avx512")), "avx512"
     )
     adds = [line for line in text.splitlines() if "vfmadd" in line and "zmm" in line]
     assert len(adds) >= 27 * 4

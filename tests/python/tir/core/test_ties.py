@@ -13,7 +13,7 @@ from tvm.script import tirx as T
 from marks import slow_but_for
 from relax_hetero.encoding import Expression, PackedLayout
 from relax_hetero.encoding.problem import ElementwiseProblem, Epilogue, Operand, Window
-from relax_hetero.target.cpu_target import machine_of
+from relax_hetero.target.cpu_target import cpu_target_of
 from relax_hetero.tir.conv.convolution import conv_kernel
 from relax_hetero.tir.core.ties import in_place, ties_of, with_ties
 from relax_hetero.tir.elementwise.elementwise import elementwise_kernel
@@ -21,7 +21,7 @@ from relax_hetero.tir.matmul.matmul import matmul_kernel
 from relax_hetero.tir.rows.rows import rows_kernel
 from seeds import fresh_rng
 from tir import convolutions_of, products_of
-from tir.kernel_runs import NAMES, built, machine_named, poisoned, same_bits, stored, target_of
+from tir.kernel_runs import NAMES, built, cpu_named, poisoned, same_bits, stored, target_of
 from tir.rows import test_rows
 
 # Products of SSE are those of AVX2, narrower; each of these takes seconds to compile.
@@ -64,14 +64,14 @@ def test_elementwise(name, tmp_path):
                 ("maximum(add(x0, x1), x2)", (whole, row, whole), (x, bias, y)),
             ):
                 problem = ElementwiseProblem(Expression.parse(text), operands, whole)
-                func = elementwise_kernel(problem, machine_named(name))
+                func = elementwise_kernel(problem, cpu_named(name))
                 assert ties_of(func) == [(i, len(operands)) for i, o in enumerate(operands) if o is whole]
                 cases.append((func, arrays, shape))
     tiles = PackedLayout.parse("pack<outer=[0, 1] inner=[0:4, 1:32]>")
     x, y = (rng.standard_normal((37, 70)).astype("float32") for _ in range(2))
     packed = plain((37, 70), "float32", "de", tiles)
     problem = ElementwiseProblem(Expression.parse("add(x0, x1)"), (packed, plain((37, 70), "float32", "de")), packed)
-    func = elementwise_kernel(problem, machine_named(name))
+    func = elementwise_kernel(problem, cpu_named(name))
     assert ties_of(func) == [(0, 2)]  # the other operand is stored otherwise
     cases.append((func, (stored(x, tiles, 0), y), tiles.packed_shape((37, 70))))
     check_ties(cases, name, tmp_path)
@@ -81,7 +81,7 @@ def test_another_element_type_is_not_tied():
     problem = ElementwiseProblem(
         Expression.parse('cast(x0, "float16")'), (plain((5,), "float32", "d"),), plain((5,), "float16", "d")
     )
-    assert ties_of(elementwise_kernel(problem, machine_named("avx2"))) == []
+    assert ties_of(elementwise_kernel(problem, cpu_named("avx2"))) == []
 
 
 @pytest.mark.parametrize("name", WITH_TILES)
@@ -94,7 +94,7 @@ def test_residuals_of_products(name, symbolic, tmp_path):
         base = products_of.plain_problem(target, (m, k, n), symbolic=symbolic)
         epilogue = Epilogue(residual, (plain((base.rhs.shape[1],), "float32", "n"), base.result))
         problem = products_of.plain_problem(target, (m, k, n), symbolic=symbolic, epilogue=epilogue)
-        func = matmul_kernel(problem, machine_of(target))
+        func = matmul_kernel(problem, cpu_target_of(target))
         shapes = ((m, k), (k, n), (n,), (m, n))
         x, w, bias, more = (rng.standard_normal(shape).astype("float32") for shape in shapes)
         assert ties_of(func) == [(3, 4)]
@@ -107,10 +107,10 @@ def test_residuals_of_products_in_blocks_of_k_are_not_tied():
     base = products_of.plain_problem(target, (16, 4096, 32))
     epilogue = Epilogue(Expression.parse("add(x0, x1)"), (base.result,))
     problem = products_of.plain_problem(target, (16, 4096, 32), epilogue=epilogue)
-    assert ties_of(matmul_kernel(problem, machine_of(target))) == []
+    assert ties_of(matmul_kernel(problem, cpu_target_of(target))) == []
     epilogue = Epilogue(Expression.parse("add(x0, x1)"), (plain((16, 32), "float32", "mn"),))
     of_any_k = products_of.plain_problem(target, (16, 64, 32), symbolic="k", epilogue=epilogue)
-    assert ties_of(matmul_kernel(of_any_k, machine_of(target))) == []
+    assert ties_of(matmul_kernel(of_any_k, cpu_target_of(target))) == []
 
 
 @pytest.mark.parametrize("name", WITH_TILES)
@@ -126,7 +126,7 @@ def test_residuals_of_convolutions(name, tmp_path):
         window = Window(size, before=size // 2, after=size // 2)
         plain_problem = convolutions_of.conv_problem(name, channels, extents, [window, window], groups)
         problem = convolutions_of.with_epilogue(plain_problem, "relu(add(add(x0, x1), x2))", "n", "bny")
-        func = conv_kernel(problem, machine_named(name))
+        func = conv_kernel(problem, cpu_named(name))
         assert ties_of(func) == [(3, 4)]
         arrays = convolutions_of.random_operands(problem, rng)
         operands = problem.parameters[:-1]
@@ -153,7 +153,7 @@ def test_kernels_of_rows(name, tmp_path):
             maps = [["d0" if c == "d" else c for c in m] for m in maps]
             for symbols in ({}, {"d0": "s0", "n": "s1"}):
                 case = test_rows.problem(text, arrays, maps, (rows, n), ["d0", "n"], "float32", symbols)
-                func = rows_kernel(case, machine_named(name))
+                func = rows_kernel(case, cpu_named(name))
                 assert ties_of(func) == [(i, len(arrays)) for i in tied]
                 cases.append((func, arrays, (rows, n)))
     check_ties(cases, name, tmp_path)
@@ -206,7 +206,7 @@ def test_llvm_is_told_that_accesses_may_be_of_the_same_memory():
         Expression.parse("exp(x0)"), (plain((64,), "float32", "d"),), plain((64,), "float32", "d")
     )
     target = target_of("avx2")
-    func = in_place(elementwise_kernel(problem, machine_of(target)), (0, 1))
+    func = in_place(elementwise_kernel(problem, cpu_target_of(target)), (0, 1))
     module = tvm.IRModule({"kernel": func.with_attr("global_symbol", "kernel")})
     text = tvm.compile(module, target=target).mod.inspect_source("ll")
     body = text[text.index("kernel_compute_") :] if "kernel_compute_" in text else text

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tvm import tirx
 
-from relax_hetero.tir.core.work_split import part, split_work
+from relax_hetero.tir.core.work_split import LEAST, Unit, part, ravel, split_work, tasks_for, unravel
 
 COUNTS = st.integers(1, 60)
 
@@ -44,3 +46,18 @@ def test_batches_go_first() -> None:
 def test_cores_without_a_batch_of_their_own_share_rows() -> None:
     split = split_work(8, 2, 64, 4, (8, 32), 512)
     assert (split.batch, split.tasks) == (2, 8)
+
+
+@given(extents=st.lists(st.integers(1, 9), min_size=1, max_size=4), data=st.data())
+def test_positions_and_their_numbers(extents: list[int], data: st.DataObject) -> None:
+    position = [data.draw(st.integers(0, extent - 1)) for extent in extents]
+    number = tirx.IntImm("int64", ravel(position, extents))
+    assert [int(place) for place in unravel(number, extents)] == position
+
+
+@pytest.mark.parametrize("unit", LEAST)
+def test_little_work_stays_on_one_core_and_unknown_work_is_shared(unit: Unit) -> None:
+    assert tasks_for(4, unit, LEAST[unit] - 1) == 1
+    assert tasks_for(4, unit, LEAST[unit]) == 4
+    assert tasks_for(4, unit, None) == tasks_for(4, unit, tirx.Var("n", "int64")) == 4
+    assert tasks_for(1, unit, None) == 1

@@ -15,7 +15,7 @@ from relax_hetero.tir.core.builder import Function
 from relax_hetero.tir.elementwise.elementwise import elementwise_kernel
 from relax_hetero.tir.elementwise.expression_code import emit
 from seeds import fresh_rng
-from tir.kernel_runs import NAMES, built, kernel, machine_named, poisoned, stored
+from tir.kernel_runs import NAMES, built, cpu_named, kernel, poisoned, stored
 
 TILES = "pack<outer=[0, 1] inner=[0:8, 1:32]>"
 SMALL_TILES = "pack<outer=[0, 1] inner=[0:4, 1:3]>"
@@ -43,7 +43,7 @@ def _run(text, operands, layout, target, folder, dynamic=False):
     dtype = expression.dtype([operand.dtype for operand in described])
     problem = ElementwiseProblem(expression, tuple(described), Operand(dims(names, shape), dtype, names, layout))
     out = poisoned(layout.packed_shape(shape), dtype)
-    kernel(elementwise_kernel(problem, machine_named(target)), target, folder)(*given, out)
+    kernel(elementwise_kernel(problem, cpu_named(target)), target, folder)(*given, out)
     return layout.unpack(out.numpy(), shape)
 
 
@@ -57,7 +57,7 @@ def _all_flat(texts, arrays, target, folder):
         types[text] = expression.dtype([operand.dtype for operand in flat])
         result = Operand(flat[0].shape, types[text], ("d0",), PackedLayout.identity(1))
         functions[f"kernel{i}"] = elementwise_kernel(
-            ElementwiseProblem(expression, tuple(flat), result), machine_named(target)
+            ElementwiseProblem(expression, tuple(flat), result), cpu_named(target)
         )
     module, found = built(functions, target, folder), {}
     for i, text in enumerate(texts):
@@ -321,4 +321,4 @@ def test_an_operand_in_another_layout_is_refused():
     with pytest.raises(
         EncodingError, match=r"x1 is stored as pack<outer=\[1, 0\] .*; expected the result's pack<outer="
     ):
-        elementwise_kernel(problem, machine_named(NAMES[0]))
+        elementwise_kernel(problem, cpu_named(NAMES[0]))

@@ -13,7 +13,7 @@ from tvm.script.ir_builder import tirx as T
 
 from relax_hetero.tir.core.builder import Function, lane_indices, loop
 from relax_hetero.tir.math import vector_gelu, vector_math
-from tir.kernel_runs import NAMES, VECTOR_NAMES, assembly, built, machine_named, poisoned
+from tir.kernel_runs import NAMES, VECTOR_NAMES, assembly, built, cpu_named, poisoned
 
 SIZE = 1 << 14
 SPECIAL = np.array(
@@ -86,7 +86,7 @@ def _inputs() -> np.ndarray:
 def results(request, tmp_path_factory):
     """What every function gives on a target, by name."""
     names = [*REFERENCES, *LOOSE_REFERENCES]
-    lanes = machine_named(request.param).lanes("float32")
+    lanes = cpu_named(request.param).lanes("float32")
     module = built({n: _function(n, lanes) for n in names}, request.param, tmp_path_factory.mktemp("kernels"))
     found = {}
     for name in names:
@@ -139,7 +139,7 @@ def test_within_units_in_the_last_place_of_the_argument(results, name):
 @pytest.mark.parametrize("target", VECTOR_NAMES)
 @pytest.mark.parametrize("name", [*REFERENCES, *LOOSE_REFERENCES])
 def test_no_calls(name, target):
-    text = assembly(_function(name, machine_named(target).lanes("float32")), target)
+    text = assembly(_function(name, cpu_named(target).lanes("float32")), target)
     body = text[text.index("kernel_compute_:") :]
     body = body[: body.index(".cfi_endproc")]
     assert not re.search(r"\bcallq?\b", body)

@@ -7,8 +7,8 @@ import re
 import pytest
 import tvm
 
-from relax_hetero.encoding.dot_instructions import PRODUCTS, product_for
-from relax_hetero.target.cpu_target import machine_of
+from relax_hetero.target.cpu_target import cpu_target_of
+from relax_hetero.target.dot_instructions import DOT_INSTRUCTIONS, dot_instruction_for
 from tir.products_of import compile_kernel, plain_problem
 from tir.test_assembly import innermost_loops, spills
 
@@ -20,7 +20,7 @@ TARGETS = {
     "avx2 vnni": {**X86, "mcpu": "x86-64-v3", "mattr": ["+avxvnni"]},
     "avx2": {**X86, "mcpu": "x86-64-v3"},
 }
-TYPES = sorted({product.types for product in PRODUCTS})
+TYPES = sorted({dot.types for dot in DOT_INSTRUCTIONS})
 # Anywhere in a line: VNNI without AVX-512 is written "{vex} vpdpbusd".
 MULTIPLY = r"vfmadd|vpdpbusd|vdpbf16ps|vpmaddwd|vpmulld|vpmullq|vpmuludq"
 
@@ -54,7 +54,7 @@ def test_no_type_spills(name, types):
 )
 def test_aarch64_uses_its_instructions_and_does_not_spill(features, types, instruction):
     target = tvm.target.Target({**ARM, "mattr": ["+neon", *features]})
-    assert product_for(machine_of(target), *types).isas != ("generic",)
+    assert dot_instruction_for(cpu_target_of(target), *types).isas != ("generic",)
     lines = _assembly(target, types).splitlines()
     used = [number for number, line in enumerate(lines) if re.match(rf"\s+{instruction}\s+v\d+\.4s", line)]
     assert len(used) >= 16

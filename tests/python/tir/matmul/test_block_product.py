@@ -15,7 +15,7 @@ from relax_hetero.encoding.packed_layout import PackedLayout
 from relax_hetero.encoding.problem import BlockProductProblem, Epilogue, Operand
 from relax_hetero.tir.matmul.block_product import block_product_kernel
 from seeds import fresh_rng
-from tir.kernel_runs import NAMES, kernel, machine_named
+from tir.kernel_runs import NAMES, cpu_named, kernel
 
 PANEL = ("panel", "row", "column")
 
@@ -90,19 +90,19 @@ def assert_close(got: np.ndarray, x: np.ndarray, numbers: np.ndarray) -> None:
 def test_sizes(name, rows, columns, depth, block, zeros, tmp_path):
     """Ragged ends of rows, columns, groups and blocks; blocks longer than what is added up at once."""
     rng = fresh_rng()
-    panel = panel_columns(machine_named(name))
+    panel = panel_columns(cpu_named(name))
     weights = random_weights(rng, columns, depth, block, zeros)
     x = rng.standard_normal((rows, depth), "float32")
-    function = kernel(block_product_kernel(problem_of(weights, rows, panel), machine_named(name)), name, tmp_path)
+    function = kernel(block_product_kernel(problem_of(weights, rows, panel), cpu_named(name)), name, tmp_path)
     assert_close(call(function, x, weights.packed(panel), columns), x, weights.numbers)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_symbolic_kernel_serves_all_rows(name, tmp_path):
     rng = fresh_rng()
-    panel = panel_columns(machine_named(name))
+    panel = panel_columns(cpu_named(name))
     weights = random_weights(rng, 70, 96, 32, "uint8")
-    function = kernel(block_product_kernel(problem_of(weights, "s0", panel), machine_named(name)), name, tmp_path)
+    function = kernel(block_product_kernel(problem_of(weights, "s0", panel), cpu_named(name)), name, tmp_path)
     for rows in (0, 1, 2, 3, 7, 8, 9, 31):
         x = rng.standard_normal((rows, 96), "float32")
         assert_close(call(function, x, weights.packed(panel), 70), x, weights.numbers)
@@ -111,7 +111,7 @@ def test_one_symbolic_kernel_serves_all_rows(name, tmp_path):
 def test_batches_and_what_is_done_to_sums(tmp_path):
     """A bias, a tensor of the result's shape and one number; the result in another type."""
     name, rng = NAMES[0], fresh_rng()
-    panel = panel_columns(machine_named(name))
+    panel = panel_columns(cpu_named(name))
     weights = random_weights(rng, 45, 64, 32)
     plain_problem = problem_of(weights, 1, panel)
     expression = Expression.parse('cast(relu(multiply(add(add(x0, x1), x2), x3)), "float16")')
@@ -123,7 +123,7 @@ def test_batches_and_what_is_done_to_sums(tmp_path):
         result=plain((2, 3, 45), "float16", names),
         epilogue=Epilogue(expression, others),
     )
-    function = kernel(block_product_kernel(problem, machine_named(name)), name, tmp_path)
+    function = kernel(block_product_kernel(problem, cpu_named(name)), name, tmp_path)
     x, bias, more = (rng.standard_normal(shape, "float32") for shape in ((2, 3, 64), (45,), (2, 3, 45)))
     factor = np.array(0.5, "float32")
     got = call(function, x, [*weights.packed(panel), bias, more, factor], 45, "float16")
@@ -134,12 +134,12 @@ def test_batches_and_what_is_done_to_sums(tmp_path):
 def test_zero_points_and_weights_at_the_ends_are_exact(tmp_path):
     """Every weight with every zero point, times one: no rounding may show."""
     for name in NAMES:
-        panel = panel_columns(machine_named(name))
+        panel = panel_columns(cpu_named(name))
         codes = np.tile(np.arange(16, dtype=np.uint8), (256, 1))
         data = codes[:, 0::2] | codes[:, 1::2] << 4
         zeros = np.arange(256, dtype=np.uint8)[:, None]
         weights = Weights(data, np.ones((256, 1), "float32"), zeros, 16, 16)
-        function = kernel(block_product_kernel(problem_of(weights, 16, panel), machine_named(name)), name, tmp_path)
+        function = kernel(block_product_kernel(problem_of(weights, 16, panel), cpu_named(name)), name, tmp_path)
         got = call(function, np.eye(16, dtype="float32"), weights.packed(panel), 256)
         np.testing.assert_array_equal(got, weights.numbers.T)
 

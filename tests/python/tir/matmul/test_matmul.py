@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from relax_hetero.encoding.packed_layout import PackedLayout
 from relax_hetero.encoding.problem import MatmulProblem
 from relax_hetero.errors import EncodingError
-from relax_hetero.target.cpu_target import machine_of
+from relax_hetero.target.cpu_target import cpu_target_of
 from relax_hetero.tir.matmul.matmul import matmul_kernel
 from seeds import fresh_rng
 from tir.products_of import (
@@ -181,7 +181,7 @@ def test_unknown_element_types_are_refused_by_name() -> None:
         "float32",
     )
     with pytest.raises(EncodingError, match=r"float32 \* int8 -> float32"):
-        matmul_kernel(problem, machine_of(AVX512))
+        matmul_kernel(problem, cpu_target_of(AVX512))
 
 
 @pytest.mark.parametrize("sizes", [(1, 300, 77), (1, 64, 512), (2, 33, 161), (3, 7, 5), (5, 40, 400), (8, 130, 1000)])

@@ -11,8 +11,8 @@ import tvm
 from relax_hetero.encoding.expression import Expression
 from relax_hetero.encoding.packed_layout import PackedLayout
 from relax_hetero.encoding.problem import Epilogue, MatmulProblem
-from relax_hetero.encoding.tiles import tile_columns
-from relax_hetero.target.cpu_target import machine_of
+from relax_hetero.target.cpu_target import cpu_target_of
+from relax_hetero.target.tiles import tile_columns
 from seeds import fresh_rng
 from tir.products_of import AVX2, AVX512, SSE, SYMBOLS, C, check, operand
 
@@ -33,7 +33,7 @@ def _random(*shape: int) -> np.ndarray:
 
 
 def _columns(target: tvm.target.Target) -> int:
-    return tile_columns(machine_of(target), F)
+    return tile_columns(cpu_target_of(target), F)
 
 
 def _weight(target: tvm.target.Target) -> PackedLayout:
@@ -107,7 +107,7 @@ def test_everything_packed(target: tvm.target.Target, symbols: Symbols, rows: in
 @pytest.mark.parametrize("columns", [4, 8, 16])
 def test_packed_result_with_row_major_epilogue(target: tvm.target.Target, symbols: Symbols, columns: int) -> None:
     """Tiles of the result may be narrower than those of the right operand."""
-    if columns % machine_of(target).lanes(F):
+    if columns % cpu_target_of(target).lanes(F):
         pytest.skip("tiles are whole vectors")
     a, b, init, residual = _random(M, K), _random(K, N), _random(N), _random(M, N)
     problem = MatmulProblem(

@@ -13,7 +13,7 @@ from tvm import runtime
 
 from relax_hetero.encoding import PackedLayout
 from relax_hetero.tir.pack.pack import pack_kernel, relayout_kernel, unpack_kernel
-from tir.kernel_runs import NAMES, assembly, kernel, machine_named, poisoned, random_bits, same_bits, stored
+from tir.kernel_runs import NAMES, assembly, cpu_named, kernel, poisoned, random_bits, same_bits, stored
 
 RUNS = "pack<outer=[1, 0] inner=[1:32]>"
 TRANSPOSED = "pack<outer=[0, 1] inner=[0:16]>"
@@ -51,16 +51,16 @@ def _dims(shape, dynamic):
 
 
 def _pack_and_unpack(shape, dtype, text, target, dynamic, folder):
-    layout, machine = PackedLayout.parse(text), machine_named(target)
+    layout, cpu = PackedLayout.parse(text), cpu_named(target)
     array = random_bits(shape, dtype, np.random.default_rng(sum(shape)))
     wanted = layout.pack(array)
-    pack = kernel(pack_kernel(_dims(shape, dynamic), dtype, layout, machine), target, folder)
+    pack = kernel(pack_kernel(_dims(shape, dynamic), dtype, layout, cpu), target, folder)
     out = poisoned(wanted.shape, dtype)
     pack(runtime.tensor(array), out)
     assert same_bits(out.numpy(), wanted)
     if layout.compensation or target == "c":
         return
-    unpack = kernel(unpack_kernel(_dims(shape, dynamic), dtype, layout, machine), target, folder)
+    unpack = kernel(unpack_kernel(_dims(shape, dynamic), dtype, layout, cpu), target, folder)
     out = poisoned(shape, dtype)
     unpack(runtime.tensor(stored(array, layout)), out)
     assert same_bits(out.numpy(), array)
@@ -102,7 +102,7 @@ def test_on_other_machines(shape, dtype, layout, target, tmp_path):
 def test_unpack_on_every_machine(target, tmp_path):
     shape, layout = (37, 70), PackedLayout.parse("pack<outer=[0, 1] inner=[0:4, 1:4]>")
     array = random_bits(shape, "float32", np.random.default_rng(1))
-    unpack = kernel(unpack_kernel(shape, "float32", layout, machine_named(target)), target, tmp_path)
+    unpack = kernel(unpack_kernel(shape, "float32", layout, cpu_named(target)), target, tmp_path)
     out = poisoned(shape, "float32")
     unpack(runtime.tensor(stored(array, layout)), out)
     assert same_bits(out.numpy(), array)
@@ -121,7 +121,7 @@ def test_unpack_on_every_machine(target, tmp_path):
 def test_relayout_writes_zeros_for_what_was_padding(source, destination, target, tmp_path):
     shape, old, new = (37, 70), PackedLayout.parse(source), PackedLayout.parse(destination)
     array = random_bits(shape, "float32", np.random.default_rng(2))
-    move = kernel(relayout_kernel(shape, "float32", old, new, machine_named(target)), target, tmp_path)
+    move = kernel(relayout_kernel(shape, "float32", old, new, cpu_named(target)), target, tmp_path)
     wanted = new.pack(array)
     out = poisoned(wanted.shape, "float32")
     move(runtime.tensor(stored(array, old)), out)
@@ -130,8 +130,8 @@ def test_relayout_writes_zeros_for_what_was_padding(source, destination, target,
 
 @pytest.mark.parametrize("target", ["avx512", "c"])
 def test_nothing_beside_a_symbolic_extent(target, tmp_path):
-    layout, machine = PackedLayout.parse("pack<outer=[0, 1] inner=[0:8, 1:4]>"), machine_named(target)
-    pack = kernel(pack_kernel(["s0", 0], "float32", layout, machine), target, tmp_path)
+    layout, cpu = PackedLayout.parse("pack<outer=[0, 1] inner=[0:8, 1:4]>"), cpu_named(target)
+    pack = kernel(pack_kernel(["s0", 0], "float32", layout, cpu), target, tmp_path)
     pack(runtime.tensor(np.zeros((9, 0), "float32")), runtime.tensor(np.zeros((2, 0, 8, 4), "float32")))
 
 
@@ -139,7 +139,7 @@ def test_relayout_of_symbolic_extents(tmp_path):
     """No buffer shows where the last tile ends: what there is moves, padding included."""
     shape, old, new = (37, 70), PackedLayout.parse(RUNS), PackedLayout.parse("pack<outer=[1, 0] inner=[1:16]>")
     array = random_bits(shape, "float32", np.random.default_rng(3))
-    move = kernel(relayout_kernel(["s0", "s1"], "float32", old, new, machine_named(NAMES[0])), NAMES[0], tmp_path)
+    move = kernel(relayout_kernel(["s0", "s1"], "float32", old, new, cpu_named(NAMES[0])), NAMES[0], tmp_path)
     out = poisoned(new.packed_shape(shape), "float32")
     move(runtime.tensor(stored(array, old)), out)
     assert same_bits(new.unpack(out.numpy(), shape), array)
@@ -152,7 +152,7 @@ def test_relayout_of_symbolic_extents(tmp_path):
 @pytest.mark.parametrize("target", [name for name in ("avx512", "avx2") if name in NAMES])
 def test_moves_whole_vectors(layout, dtype, shuffle, target):
     """A pack loads and stores whole registers, and transposes by shuffles if at all."""
-    text = assembly(pack_kernel((512, 512), dtype, PackedLayout.parse(layout), machine_named(target)), target)
+    text = assembly(pack_kernel((512, 512), dtype, PackedLayout.parse(layout), cpu_named(target)), target)
     register = {"avx512": "%zmm", "avx2": "%ymm"}[target]
     assert re.search(rf"vmov(up|ap|dq)\S*\s+{register}\d+, \S*\(", text)
     assert bool(re.search(r"v(perm|unpck|punpck|pshuf)\S*\s.*%[xyz]mm", text)) == shuffle

@@ -17,7 +17,7 @@ from relax_hetero.encoding.row_program import RowProgram
 from relax_hetero.errors import EncodingError
 from relax_hetero.tir.rows.rows import rows_kernel
 from seeds import fresh_rng
-from tir.kernel_runs import NAMES, VECTOR_NAMES, assembly, built, machine_named, poisoned
+from tir.kernel_runs import NAMES, VECTOR_NAMES, assembly, built, cpu_named, poisoned
 
 SOFTMAX = "r0 = max(x0); r1 = sum(exp(subtract(x0, r0))); multiply(exp(subtract(x0, r0)), divide(1.0, r1))"
 NORM = (
@@ -40,7 +40,7 @@ def problem(text, arrays, maps, shape, names, dtype, symbols=None) -> RowsProble
 
 def run_all(cases: Sequence[tuple[RowsProblem, Sequence[np.ndarray]]], target, folder, shapes=None) -> list[np.ndarray]:
     """The results of several problems, compiled at once."""
-    functions = {f"rows{i}": rows_kernel(case, machine_named(target)) for i, (case, _) in enumerate(cases)}
+    functions = {f"rows{i}": rows_kernel(case, cpu_named(target)) for i, (case, _) in enumerate(cases)}
     module, results = built(functions, target, folder), []
     for i, (case, arrays) in enumerate(cases):
         out = poisoned(case.result.shape if shapes is None else shapes[i], case.result.dtype)
@@ -89,7 +89,7 @@ def test_symbolic_rows_and_columns(target, rows, tmp_path):
         cases.append((problem(SOFTMAX, [x], [("d0", "n")], x.shape, ("d0", "n"), "float32", symbols), [x]))
         wanted.append(softmax(x.astype("float64")))
         shapes.append(x.shape)
-    first = built({"rows": rows_kernel(cases[0][0], machine_named(target))}, target, tmp_path)["rows"]
+    first = built({"rows": rows_kernel(cases[0][0], cpu_named(target))}, target, tmp_path)["rows"]
     for (_, arrays), want, shape in zip(cases, wanted, shapes, strict=True):
         out = poisoned(shape, "float32")
         first(*map(runtime.tensor, arrays), out)
@@ -191,7 +191,7 @@ def test_no_calls_and_no_spills(n):
     names = ("d0", "d1", "n")
     x = np.zeros((12, 128, n), "float32")
     case = problem(SOFTMAX, [x], [names], x.shape, names, "float32")
-    lines = assembly(rows_kernel(case, machine_named("avx512")), "avx512").splitlines()
+    lines = assembly(rows_kernel(case, cpu_named("avx512")), "avx512").splitlines()
     assert not [line for line in lines if "zmm" in line and "(%rsp)" in line]
     assert not [line for line in lines if "call" in line and any(f in line for f in ("exp", "max"))]
 
@@ -199,15 +199,15 @@ def test_no_calls_and_no_spills(n):
 def test_packed_operands_and_rows_of_nothing_are_refused():
     tiles = PackedLayout.parse("pack<outer=[0, 1] inner=[0:8]>")
     plain = PackedLayout.identity(2)
-    machine = machine_named("avx512")
+    cpu = cpu_named("avx512")
     result = Operand((8, 5), "float32", ("d0", "n"), plain)
     with pytest.raises(EncodingError, match="row-major"):
         rows_kernel(
-            RowsProblem(RowProgram.parse(SOFTMAX), (Operand((8, 5), "float32", ("d0", "n"), tiles),), result), machine
+            RowsProblem(RowProgram.parse(SOFTMAX), (Operand((8, 5), "float32", ("d0", "n"), tiles),), result), cpu
         )
     one = Operand((8, 1), "float32", ("d0", "1"), plain)
     with pytest.raises(EncodingError, match="no operand that runs along"):
-        rows_kernel(RowsProblem(RowProgram.parse("r0 = sum(x0); r0"), (one,), one), machine)
+        rows_kernel(RowsProblem(RowProgram.parse("r0 = sum(x0); r0"), (one,), one), cpu)
 
 
 # Programs of two reductions at random, of ops that are defined everywhere and do not blow up.

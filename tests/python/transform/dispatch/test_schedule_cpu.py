@@ -77,6 +77,51 @@ def test_before_and_after():
     np.testing.assert_array_equal(out.numpy(), np.float32([[2, 0], [np.nan, 6]]))
 
 
+V3 = {"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "x86-64-v3", "num-cores": 2}
+
+
+def test_two_stages_become_one_loop_of_vectors():
+    @I.ir_module
+    class Before:
+        @T.prim_func(private=True, s_tir=True)
+        def shift_and_scale(x: T.Buffer((4, 32), "float32"), y: T.Buffer((4, 32), "float32")):
+            T.func_attr({"target": T.target(V3)})
+            t = T.sblock_alloc_buffer((4, 32), "float32")
+            for i, j in T.grid(4, 32):
+                with T.sblock("shift"):
+                    vi, vj = T.axis.remap("SS", [i, j])
+                    t[vi, vj] = x[vi, vj] + T.float32(1)
+            for i, j in T.grid(4, 32):
+                with T.sblock("scale"):
+                    vi, vj = T.axis.remap("SS", [i, j])
+                    y[vi, vj] = t[vi, vj] * T.float32(2)
+
+    @I.ir_module
+    class Expected:
+        """Two vectors at a time: the work is too small to wake a thread for."""
+
+        @T.prim_func(private=True, s_tir=True)
+        def shift_and_scale(x: T.Buffer((4, 32), "float32"), y: T.Buffer((4, 32), "float32")):
+            T.func_attr({"relax_hetero.tied": [[0, 1]], "target": T.target(V3)})
+            with T.sblock("root"):
+                T.reads()
+                T.writes()
+                a = T.decl_buffer((T.int64(128),), data=x.data)
+                b = T.decl_buffer((T.int64(128),), data=y.data)
+                for i, j in T.grid(T.int64(4), T.int64(2)):
+                    for lane in T.vectorized(T.int64(8)):
+                        b[T.Cast("int64", i) * T.int64(32) + T.Cast("int64", j * T.int64(16) + lane)] = (
+                            a[T.Cast("int64", i) * T.int64(32) + T.Cast("int64", j * T.int64(16) + lane)] + T.float32(1)
+                        ) * T.float32(2)
+                    for lane in T.vectorized(T.int64(8)):
+                        b[T.Cast("int64", i) * T.int64(32) + T.Cast("int64", j * T.int64(16) + T.int64(8) + lane)] = (
+                            a[T.Cast("int64", i) * T.int64(32) + T.Cast("int64", j * T.int64(16) + T.int64(8) + lane)]
+                            + T.float32(1)
+                        ) * T.float32(2)
+
+    assert_structural_equal(schedule_cpu(Before), Expected)
+
+
 def test_large_work_is_parallel_and_small_is_not():
     assert len(loops(scheduled(op.exp, [f32(LARGE)]), tirx.ForKind.PARALLEL)) == 1
     assert not loops(scheduled(op.exp, [f32(64)]), tirx.ForKind.PARALLEL)

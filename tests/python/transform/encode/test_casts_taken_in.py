@@ -11,9 +11,8 @@ from tvm.script import relax as R
 
 import relax_hetero as rh
 from relax_hetero.op.attention import ATTENTION
-from relax_hetero.transform import FormAttention, PropagateEncodings
+from relax_hetero.transform import FormAttention, PropagateEncodings, collect_fusions
 from relax_hetero.transform.encode.propagate_encodings import propagate_encodings
-from relax_hetero.transform.ir.fusion_report import collect_fusions
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from seeds import fresh_rng
 

@@ -1,5 +1,7 @@
 """SpecializeEncodings: layouts by device, cancellation, transfers between layouts, kernel variants."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from tvm.ir import assert_structural_equal
@@ -525,6 +527,52 @@ def test_a_resolver_may_store_activations_differently(toys):
     toys["llvm"].resolve_activation = lambda encoding, target: PackedLayout.identity(3)
     with pytest.raises(EncodingError, match="expected a PackedLayout of 2 dimensions"):
         SpecializeEncodings()(RealizeVDevice()(Mod))
+
+
+def test_each_question_is_asked_once(toys, monkeypatch):
+    """A resolver answers once for each encoding and target, however many products have that encoding."""
+    asked, answer = Counter(), toys["llvm"].resolve
+
+    def counting(name):
+        def ask(encoding, target):
+            asked[name, str(encoding), str(target)] += 1
+            return answer(encoding, target)
+
+        return ask
+
+    for name in ("resolve", "resolve_activation"):
+        monkeypatch.setattr(toys["llvm"], name, counting(name), raising=False)
+
+    @I.ir_module
+    class Mod:
+        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V4, 1), I.vdevice(V2, 2)]})
+
+        @R.function
+        def main(
+            a: R.Tensor((5, 3), "float32", "llvm:0"),
+            b: R.Tensor((5, 3), "float32", "llvm:1"),
+            c: R.Tensor((5, 3), "float32", "llvm:2"),
+            v: R.Tensor((3, 7), "float32", "llvm:0"),
+            w: R.Tensor((3, 7), "float32", "llvm:1"),
+            z: R.Tensor((3, 7), "float32", "llvm:2"),
+        ):
+            with R.dataflow():
+                p = R.hetero.matmul(R.hetero.set_encoding(a, LHS), R.hetero.set_encoding(v, RHS), encoding=OUT)
+                q = R.hetero.matmul(R.hetero.set_encoding(b, LHS), R.hetero.set_encoding(w, RHS), encoding=OUT)
+                r = R.hetero.matmul(R.hetero.set_encoding(c, LHS), R.hetero.set_encoding(z, RHS), encoding=OUT)
+                p1 = R.hetero.unset_encoding(p, OUT)
+                q1 = R.hetero.unset_encoding(q, OUT)
+                r1 = R.hetero.unset_encoding(r, OUT)
+                R.output(p1, q1, r1)
+            return (p1, q1, r1)
+
+    SpecializeEncodings()(Mod)
+    targets = {target for _, _, target in asked}
+    assert len(targets) == 2
+    assert set(asked) == {("resolve", encoding, target) for encoding in (LHS, RHS, OUT) for target in targets} | {
+        ("resolve_activation", encoding, target) for encoding in (LHS, RHS) for target in targets
+    }
+    assert set(asked.values()) == {1}
 
 
 def test_a_storage_size_that_does_not_hold_the_layout_is_refused(toys):

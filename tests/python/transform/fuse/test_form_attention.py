@@ -15,8 +15,7 @@ from tvm.script import tirx as T
 
 import relax_hetero as rh
 from relax_hetero.op.attention import ATTENTION
-from relax_hetero.transform import FormAttention
-from relax_hetero.transform.ir.fusion_report import collect_fusions
+from relax_hetero.transform import FormAttention, collect_fusions
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from seeds import fresh_rng
 

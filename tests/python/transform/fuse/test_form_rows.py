@@ -9,9 +9,8 @@ from tvm.script import relax as R
 
 from relax_hetero.op.rows import ROWS
 from relax_hetero.target.vdevice import same_object
-from relax_hetero.transform import RealizeVDevice
+from relax_hetero.transform import RealizeVDevice, collect_fusions
 from relax_hetero.transform.fuse.form_rows import FormRows
-from relax_hetero.transform.ir.fusion_report import collect_fusions
 from relax_hetero.transform.ir.rewriting import op_name, relax_functions, walk_bindings
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}

@@ -5,7 +5,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
-from relax_hetero.artifact.memory_spec import FunctionMemory, Live, Storage
+from relax_hetero.artifact.memory_spec import FunctionMemory, Live, StorageSpec
 from relax_hetero.transform import LowerToVM
 from relax_hetero.transform.lower.note_memory import memory_of
 
@@ -90,9 +90,9 @@ def test_dispatches_and_transfers_become_calls_of_the_machine():
     assert memory == FunctionMemory(
         "main",
         storages=(
-            Storage(0, 64, 0, 1, "value", "twice"),
-            Storage(0, 64, 1, 3, "value", "twice"),
-            Storage(1, 16, 3, -1, "result", "twice"),
+            StorageSpec(0, 64, 0, 1, "value", "twice"),
+            StorageSpec(0, 64, 1, 3, "value", "twice"),
+            StorageSpec(1, 16, 3, -1, "result", "twice"),
         ),
         tensors=(Live(0, 16, 0, 1), Live(1, 16, 1, 3), Live(2, 16, 3, 3)),
         results=(16,),

@@ -11,7 +11,7 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
-from relax_hetero.artifact.memory_spec import CallStep, FunctionMemory, Live, Storage, memory_to_json
+from relax_hetero.artifact.memory_spec import CallStep, FunctionMemory, Live, StorageSpec, memory_to_json
 from relax_hetero.transform import LowerToVM
 from relax_hetero.transform.ir.module_attrs import MEMORY
 from relax_hetero.transform.lower.note_memory import NoteMemory, memory_of
@@ -54,8 +54,8 @@ def test_storage_shared_by_two_tensors_and_a_view_that_keeps_one():
 
     memory = noted(Mod)["main"]
     assert memory.storages == (
-        Storage(1, 64, 0, 2, "value", "kernel"),
-        Storage(1, 48, 1, -1, "result", "kernel"),
+        StorageSpec(1, 64, 0, 2, "value", "kernel"),
+        StorageSpec(1, 48, 1, -1, "result", "kernel"),
     )
     # a is read, as a view, by the second kernel; b by the third; c by nobody.
     assert memory.tensors == (Live(0, 16, 0, 1), Live(1, 16, 1, 2), Live(0, 8, 2, 2))
@@ -100,10 +100,10 @@ def test_what_arrives_and_what_a_called_function_gives():
             return result
 
     memory = noted(Mod)
-    assert memory["twice"].storages == (Storage(1, "(k * 8)", 0, -1, "result", "kernel"),)
+    assert memory["twice"].storages == (StorageSpec(1, "(k * 8)", 0, -1, "result", "kernel"),)
     assert memory["main"].storages == (
-        Storage(1, "(n * 8)", 0, 1, "transfer", "a transfer"),
-        Storage(1, "8*n", 2, -1, "result", "twice"),
+        StorageSpec(1, "(n * 8)", 0, 1, "transfer", "a transfer"),
+        StorageSpec(1, "8*n", 2, -1, "result", "twice"),
     )
     assert memory["main"].calls == (CallStep(1, "twice", {"k": "n"}),)
 

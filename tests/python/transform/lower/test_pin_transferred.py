@@ -13,9 +13,8 @@ from tvm.script import tirx as T
 
 import relax_hetero as rh
 from relax_hetero.driver.memory_report import memory_plan_of
-from relax_hetero.driver.pipeline import passes_to_dispatches
 from relax_hetero.transform import FormSchedules, LowerToVM, PinTransferred
-from relax_hetero.vm.device import pinned_pool
+from relax_hetero.vm.device import memory_pools
 from relax_hetero.vm.device.builtins import running_on
 from relax_hetero.vm.device.cuda_library import CudaLibrary
 from seeds import fresh_rng
@@ -165,8 +164,16 @@ def pinned_bytes(func):
     ]
 
 
+def formed(mod):
+    """A module whose dispatches are formed."""
+    for step in rh.get_pipeline(command_buffers=False).passes:
+        mod = step(mod)
+        if step.info.name == "FormDispatches":
+            return mod
+
+
 def test_results_of_steps_that_a_later_step_sends():
-    mod = FormSchedules()(tvm.transform.Sequential(passes_to_dispatches())(Pipeline))
+    mod = FormSchedules()(formed(Pipeline))
     lowered = LowerToVM()(mod)
     functions = {gv.name_hint: func for gv, func in lowered.functions.items() if isinstance(func, relax.Function)}
     assert pinned_bytes(functions.pop("main")) == [256 * 512 * 4, 512 * 512 * 4]
@@ -175,7 +182,7 @@ def test_results_of_steps_that_a_later_step_sends():
 
 def test_the_memory_plan_counts_it():
     """Of a call that runs alone; pinned memory is the CPU's, and `stays` is a result."""
-    mod = tvm.transform.Sequential(passes_to_dispatches())(Pipeline)
+    mod = formed(Pipeline)
     cpu, _ = memory_plan_of(mod).at("main").devices
     assert (cpu.transient, cpu.results) == ((256 + 512) * 512 * 4, 256 * 512 * 4)
 
@@ -228,17 +235,17 @@ def test_a_machine_without_gpus_takes_plain_memory(doubled):
 def test_with_a_gpu_it_is_pinned_and_given_back(doubled, monkeypatch):
     cuda = FakeCuda()
     library = CudaLibrary(cuda.library, cuda.library)
-    monkeypatch.setattr(pinned_pool, "cuda_library", lambda: library)
-    monkeypatch.setattr(pinned_pool, "TRANSFER_BYTES", 4 * pinned_pool.PINNED_BYTES)
-    monkeypatch.setattr(pinned_pool, "_pools", {})
+    monkeypatch.setattr(memory_pools, "cuda_library", lambda: library)
+    monkeypatch.setattr(memory_pools, "TRANSFER_BYTES", 4 * memory_pools.PINNED_BYTES)
+    monkeypatch.setattr(memory_pools, "_pools", {})
     machine = doubled.runnable()["vm_load_executable"]()
     machine["vm_initialization"](1, 0, 2, 1, 0, 2)
     # Each size twice; beyond the limit the first of both (TVM's machine has the last result still), and then none.
     for nbytes, is_pinned, in_blocks in (
-        (pinned_pool.PINNED_BYTES // 2, False, 0),
-        (pinned_pool.PINNED_BYTES, True, 2 * pinned_pool.PINNED_BYTES),
-        (3 * pinned_pool.PINNED_BYTES, False, 4 * pinned_pool.PINNED_BYTES),
-        (5 * pinned_pool.PINNED_BYTES, False, 0),
+        (memory_pools.PINNED_BYTES // 2, False, 0),
+        (memory_pools.PINNED_BYTES, True, 2 * memory_pools.PINNED_BYTES),
+        (3 * memory_pools.PINNED_BYTES, False, 4 * memory_pools.PINNED_BYTES),
+        (5 * memory_pools.PINNED_BYTES, False, 0),
     ):
         x = fresh_rng().random((nbytes // 16, 4), "float32")
         with running_on((tvm.cpu(0), tvm.cuda(0)), ("global", "global")):
@@ -246,6 +253,6 @@ def test_with_a_gpu_it_is_pinned_and_given_back(doubled, monkeypatch):
         np.testing.assert_array_equal(y.numpy(), 4 * x)
         np.testing.assert_array_equal(z.numpy(), 4 * x)
         assert library.is_pinned(y.data_ptr()) == is_pinned and not library.is_pinned(z.data_ptr())
-        assert sum(pool.nbytes for pool in pinned_pool._pools.values()) == in_blocks
+        assert sum(pool.nbytes for pool in memory_pools._pools.values()) == in_blocks
         del y, z
         gc.collect()

@@ -7,8 +7,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
-from relax_hetero.transform import MovePermutes
-from relax_hetero.transform.ir.fusion_report import collect_fusions
+from relax_hetero.transform import MovePermutes, collect_fusions
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 
 

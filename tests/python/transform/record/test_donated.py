@@ -9,8 +9,9 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
-from relax_hetero.transform.record.donated import DONATED, update_donated, with_donated
+from relax_hetero.transform.record.donated import DONATED, with_donated
 from relax_hetero.transform.record.form_command_buffers import form_command_buffers
+from relax_hetero.transform.record.update_donated import update_donated
 from transform.outlines import V4, called, check
 
 

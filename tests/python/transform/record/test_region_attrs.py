@@ -10,13 +10,13 @@ from tvm.script import tirx as T
 import relax_hetero as rh
 from relax_hetero.artifact.commands import Dispatch, Reference, ScalarParam, SlotSpec, TensorParam
 from relax_hetero.tir.core.raw_kernel import raw_signature
+from relax_hetero.transform.ir.findings import findings_of
 from relax_hetero.transform.record.form_command_buffers import form_command_buffers
 from relax_hetero.transform.record.region_attrs import (
     kernel_spec,
     kernels_of,
     region_spec,
     regions_of,
-    single_calls_of,
 )
 from relax_hetero.transform.record.region_ir import Recorded, Step, Value
 
@@ -80,7 +80,7 @@ def test_regions_say_what_their_commands_touch():
     kernels = kernels_of(mod)
     assert [tensor.access for tensor in kernels["both"].tensors] == ["read", "write", "write"]
     assert [tensor.alignment for tensor in kernels["both"].tensors] == [2, 2, 1]
-    (alone,) = single_calls_of(mod)
+    (alone,) = findings_of(mod).single_calls
     assert (alone.function, alone.variable, alone.why) == ("main", "f", "no other kernel to run with")
 
 

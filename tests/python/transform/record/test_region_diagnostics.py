@@ -5,8 +5,9 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
+from relax_hetero.transform.ir.findings import findings_of
 from relax_hetero.transform.record.form_command_buffers import form_command_buffers
-from relax_hetero.transform.record.region_attrs import regions_of, single_calls_of
+from relax_hetero.transform.record.region_attrs import regions_of
 
 
 @I.ir_module
@@ -67,7 +68,7 @@ def test_what_came_after_a_run():
         "checked": "kernel every_other (c)",
         "whole": "end of block",
     }
-    (alone,) = single_calls_of(mod)
+    (alone,) = findings_of(mod).single_calls
     assert (alone.function, alone.kernel, alone.why) == (
         "checked",
         "every_other",

@@ -11,8 +11,7 @@ from tvm.relax import op
 from tvm.script import ir as I
 from tvm.script import relax as R
 
-from relax_hetero.transform import RealizeVDevice, SimplifyConvolutions
-from relax_hetero.transform.ir.fusion_report import collect_fusions
+from relax_hetero.transform import RealizeVDevice, SimplifyConvolutions, collect_fusions
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from seeds import fresh_rng
 

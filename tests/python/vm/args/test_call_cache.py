@@ -8,7 +8,7 @@ import pytest
 import tvm
 
 import relax_hetero as rh
-from relax_hetero.vm.args.call_cache import MANY_CALLS, KnownCalls
+from relax_hetero.vm.args.call_cache import MANY_CALLS, CallCache
 from relax_hetero.vm.device.tensors import from_array
 
 X = np.linspace(-1, 1, 12, dtype="float32").reshape(3, 4)
@@ -126,7 +126,7 @@ def test_names_of_known_calls(vm):
     calls = [((), {"x": X, "w": W}), ((), {"w": W, "x": X}), ((X,), {"w": W}), ((X, W), {})]
     for args, kwargs in calls * 2:
         np.testing.assert_allclose(vm["main"](*args, **kwargs)[0].numpy(), np.exp(X) + W, rtol=1e-6)
-    assert len(vm._known["main"]._calls) == 1
+    assert len(vm._arguments.caches["main"]._calls) == 1
     for args, kwargs, message in [
         ((X,), {"v": W}, "no input 'v'"),
         ((X,), {"x": X}, "'x' is given by position and by name"),
@@ -170,13 +170,13 @@ def test_few_calls_are_remembered(plumber):
     for extent in range(MANY_CALLS + 20):
         a = np.full(extent, extent, "float32")
         np.testing.assert_array_equal(plumber["same_extent"](a, a).numpy(), a * 2)
-    assert len(plumber._known["same_extent"]._calls) <= MANY_CALLS
+    assert len(plumber._arguments.caches["same_extent"]._calls) <= MANY_CALLS
 
 
 def test_a_look_tells_device_element_type_and_shape_apart():
-    known = KnownCalls(64, True)
+    cache = CallCache(64, True)
     looks = [
-        known._look(tensor)
+        cache._look(tensor)
         for tensor in (
             tvm.runtime.tensor(np.zeros((2, 3), "float32")),
             tvm.runtime.tensor(np.zeros((3, 2), "float32")),
@@ -188,6 +188,6 @@ def test_a_look_tells_device_element_type_and_shape_apart():
     ]
     assert None not in looks and len(set(looks)) == len(looks)
     whole = tvm.runtime.tensor(np.zeros(64, "float32"))
-    assert known._look(whole._create_view((3,), "float32", 64)) is None  # kernels refuse offsets
-    assert known._look(from_array(array_at(4, X))) is None
-    assert known._look(from_array(np.zeros((4, 4), "float32")[:, :2])) is None
+    assert cache._look(whole._create_view((3,), "float32", 64)) is None  # kernels refuse offsets
+    assert cache._look(from_array(array_at(4, X))) is None
+    assert cache._look(from_array(np.zeros((4, 4), "float32")[:, :2])) is None

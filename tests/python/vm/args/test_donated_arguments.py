@@ -13,7 +13,7 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
-from relax_hetero.vm.queue.plan import Plan
+from relax_hetero.vm.queue.plan import QueuePlan
 from seeds import fresh_rng
 
 
@@ -210,13 +210,13 @@ def test_calls_under_way_consume_nothing_that_others_take(executable):
     caches = [tvm.runtime.tensor(rng.standard_normal((40, 8)).astype("float32")) for _ in range(4)]
     befores = [cache.numpy() for cache in caches]
     shared = np.from_dlpack(caches[1])[8:9]
-    is_open, execute = threading.Event(), Plan.execute
+    is_open, execute = threading.Event(), QueuePlan.execute
 
     def late(plan, index, call):
         assert is_open.wait(60)
         return execute(plan, index, call)
 
-    with mock.patch.object(Plan, "execute", late):
+    with mock.patch.object(QueuePlan, "execute", late):
         fence = vm.submit("main", caches[0], shared, place, query)
         under_way = "of a call of 'main' that is under way, and"
         with pytest.raises(rh.BindingError, match=f"'cache' of 'main' shares memory with argument 'cache' {under_way}"):

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import tvm
 
-from relax_hetero.vm.device import cuda_copies, peer_access, pinned_staging, tensors
+from relax_hetero.vm.device import cuda_copies, pinned_staging, tensors
 from relax_hetero.vm.device.cuda_driver import CudaError
 from relax_hetero.vm.device.cuda_library import CudaLibrary
 from relax_hetero.vm.device.cuda_streams import Event, Stream
-from relax_hetero.vm.device.pinned_pool import PinnedPool
+from relax_hetero.vm.device.memory_pools import PinnedPool
 from relax_hetero.vm.device.pinned_staging import Staging
 from relax_hetero.vm.device.tensors import alias, begin_copy, copy_into, copy_to, from_numpy
 from seeds import fresh_rng
@@ -29,7 +29,7 @@ def cuda():
 def library(cuda, monkeypatch):
     library = CudaLibrary(cuda.library, cuda.library)
     monkeypatch.setattr(tensors, "cuda_library", lambda: library)
-    monkeypatch.setattr(peer_access, "cuda_library", lambda: library)
+    monkeypatch.setattr(cuda_copies, "cuda_library", lambda: library)
     monkeypatch.setattr(cuda_copies, "STAGED_BYTES", STAGED_BYTES)
     monkeypatch.setattr(cuda_copies, "staging", cache(lambda library, gpu: Staging(library, gpu, 3, 10_000)))
     return library
@@ -172,9 +172,9 @@ def test_arrays_become_tensors_of_a_gpu(cuda, library, monkeypatch):
 def test_peer_access_is_asked_for_once_in_each_direction(cuda, library):
     devices = [tvm.cuda(1), tvm.cpu(0), tvm.cuda(0), tvm.cuda(1)]
     for _ in range(2):
-        peer_access.enable_peer_access(devices)
+        cuda_copies.enable_peer_access(devices)
     assert sorted(cuda.copies) == [("peer access", 100), ("peer access", 101)]
-    peer_access.enable_peer_access(devices[:2])
+    cuda_copies.enable_peer_access(devices[:2])
     assert len(cuda.copies) == 2
 
 

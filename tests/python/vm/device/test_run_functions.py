@@ -9,8 +9,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
-from relax_hetero.vm.device.builtins import running_on
-from relax_hetero.vm.device.run_functions import nonzero, shape_to_tensor, unique
+from relax_hetero.vm.device.builtins import nonzero, running_on, shape_to_tensor, unique
 
 integers = st.lists(st.integers(0, 4), min_size=1, max_size=8)
 

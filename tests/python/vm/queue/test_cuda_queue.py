@@ -18,14 +18,14 @@ import tvm_ffi
 
 from relax_hetero.artifact.schedule import Schedule, Step
 from relax_hetero.errors import HeteroError
-from relax_hetero.vm.device.block_pool import BlockPool
 from relax_hetero.vm.device.cuda_library import CudaLibrary
-from relax_hetero.vm.device.device_memory import DeviceBlock
-from relax_hetero.vm.device.pinned_memory import PinnedBlock
+from relax_hetero.vm.device.cuda_memory import DeviceBlock, PinnedBlock
+from relax_hetero.vm.device.forks import MachineLock
+from relax_hetero.vm.device.memory_pools import BlockPool
 from relax_hetero.vm.device.tensors import alias
-from relax_hetero.vm.queue import queues
+from relax_hetero.vm.queue import copy_queues, queues
 from relax_hetero.vm.queue.call import Prepared
-from relax_hetero.vm.queue.plan import Plan
+from relax_hetero.vm.queue.plan import QueuePlan
 from relax_hetero.vm.queue.queued_calls import QueuedCalls
 from relax_hetero.vm.queue.queues import Queues
 from seeds import fresh_rng
@@ -67,7 +67,7 @@ class Machine:
         me = weakref.proxy(self)  # queues end with their machine, unless they keep it
         functions = {s.function: Machine.kernel(me, number) for number, s in enumerate(schedule.steps) if s.function}
         make = partial(Queues, metadata, DEVICES, ["global"] * 4, tvm_ffi.convert([]), lambda: functions)
-        self.calls = QueuedCalls(self, threading.RLock(), max_in_flight, make)
+        self.calls = QueuedCalls(self, MachineLock(), max_in_flight, make)
         self.plan = None
 
     def tensor(self, device):
@@ -111,7 +111,7 @@ class Machine:
 
     def submit(self, *arrays, inputs=None):
         def plan(made):
-            self.plan = self.plan or Plan(self.schedule, made)
+            self.plan = self.plan or QueuePlan(self.schedule, made)
             return self.plan
 
         def prepare(args, _kwargs):

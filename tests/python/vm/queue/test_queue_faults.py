@@ -152,11 +152,10 @@ _FILES = (
     "vm/queue/device_queue.py",
     "vm/queue/call.py",
     "vm/queue/fence.py",
-    "vm/queue/calls_in_flight.py",
     "vm/queue/queues.py",
     "vm/queue/plan.py",
     "vm/queue/queued_calls.py",
-    "vm/queue/submitted_calls.py",
+    "vm/queue/submitter.py",
     "futures/_base.py",
     "/threading.py",
 )
@@ -218,7 +217,7 @@ def _handler(code, offset):
 def test_an_interruption_at_every_instruction(exe, queue):
     vm, x = rh.vm.VirtualMachine(exe, max_in_flight=2), numbers()
     vm.submit("main", x).result(30)
-    queues = vm._queued._queues.all
+    queues = vm._submitter.calls._queues.all
     failed, count = 0, 0
     while True:
         count += 1
@@ -241,7 +240,7 @@ def test_an_interruption_at_every_instruction(exe, queue):
         if interruption.left > 0:
             break
         np.testing.assert_array_equal(vm.submit("main", x).result(20).numpy(), expected(x))
-        assert set(told) == {fence} and not vm._queued._calls.fences
+        assert set(told) == {fence} and not vm._submitter.calls._calls.fences
         if count > 4000:
             pytest.fail("interruptions without end")
     assert failed > 50 and count > 100

@@ -17,8 +17,7 @@ from tvm.script import relax as R
 
 import relax_hetero as rh
 from relax_hetero.artifact.schedule import Step
-from relax_hetero.vm.queue.trace import RESULT, Ran, TracedCall
-from relax_hetero.vm.queue.trace_events import chrome_events, in_line
+from relax_hetero.vm.queue.traced_calls import RESULT, RanStep, TracedCall, chrome_events, in_line
 from seeds import fresh_rng
 
 GATES: dict[str, threading.Event] = {}
@@ -328,8 +327,8 @@ def test_work_of_gpus_is_in_line_however_it_was_issued(data):
         for index in (0, 1):
             began = max(now, ends[index], made)
             made = ends[index] = began + data.draw(st.integers(2, 50))
-            call.ran.append(Ran(index, names[index], now, made))
-        call.ran.append(Ran(RESULT, "ends", made, made + 1))
+            call.ran.append(RanStep(index, names[index], now, made))
+        call.ran.append(RanStep(RESULT, "ends", made, made + 1))
         call.ended = made + 2
         call.nbytes = {1: 4, 2: 8}
         calls.append(call)

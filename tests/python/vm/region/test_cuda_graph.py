@@ -12,6 +12,7 @@ import tvm
 from tvm import tirx
 
 import relax_hetero as rh
+from relax_hetero.artifact import graph_layout
 from relax_hetero.artifact.commands import RegionSpec, SlotSpec
 from relax_hetero.artifact.graph_layout import ROWS, TOLD_EVERY, Layout
 from relax_hetero.tir.commands.command_list import Tensor

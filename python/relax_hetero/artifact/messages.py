@@ -1,0 +1,55 @@
+"""Messages: tables as text, errors for unknown names, and failures of calls in terms of the model."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+
+from ..errors import BindingError, HeteroError
+from .metadata import Metadata, device_names
+
+
+def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
+    """Lines of aligned columns: the first `left` hold text, the rest numbers. Rows may end early."""
+    lines = [head, *rows]
+    widths = [max((len(line[i]) for line in lines if len(line) == len(head)), default=0) for i in range(len(head))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=False))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def unknown_name(what: str, name: object, known: Iterable[str], where: str) -> BindingError:
+    """An error for a name that `where` does not have, with the nearest one that it has."""
+    names = list(known)
+    by_lower = {known_name.lower(): known_name for known_name in names}
+    close = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
+    hint = f"; did you mean {by_lower[close[0]]!r}?" if close else ""
+    shown = repr(name) if isinstance(name, str) else str(name)
+    return BindingError(f"{where} has no {what} {shown}; it has {', '.join(map(repr, names)) or 'none'}{hint}")
+
+
+_MISSING = re.compile(r"Cannot find ffi::Function (\S+)")
+
+
+def explain_failure(what: str, error: BaseException, metadata: Metadata) -> HeteroError:
+    """A HeteroError for an exception of TVM or of a kernel, naming the kernels that its message mentions."""
+    text = str(error).strip()
+    missing = _MISSING.search(text)
+    if missing:
+        return HeteroError(
+            f"{what}: the code calls {missing.group(1)!r}, which this process has not registered; expected the library "
+            "or Python module that defines it to be loaded before"
+        )
+    names = [*device_names(metadata.devices), "host"]
+    mentioned = [
+        f"kernel {symbol} ({'ops ' + ', '.join(dispatch.ops) + ' ' if dispatch.ops else ''}on {names[dispatch.device]})"
+        for symbol, dispatch in metadata.dispatches.items()
+        if re.search(rf"\b{re.escape(symbol)}\b", text)
+    ]
+    where = f" in {' or '.join(mentioned)}" if mentioned else ""
+    return HeteroError(f"{what} failed{where}: {type(error).__name__}: {text or 'no message'}")

@@ -1,0 +1,78 @@
+"""What arithmetic a problem is: how many multiplications and additions, and in which element types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+from typing import Any
+
+from ..target.element_types import short_name
+from .problem import AttentionProblem, BlockProductProblem, ConvProblem, Dim, MatmulProblem
+
+
+def operations(problem: Any) -> int:
+    """Multiplications and additions of a problem's products, a multiply-add being two.
+
+    Places of a window that lie in the padding count as others do, as is usual; epilogues and softmax do not count.
+
+    Parameters
+    ----------
+    problem : MatmulProblem, ConvProblem, BlockProductProblem, AttentionProblem or anything else
+
+    Returns
+    -------
+    int
+        0 where the problem has no products, and where an extent is symbolic.
+    """
+    if isinstance(problem, MatmulProblem):
+        return 2 * _count(*problem.result.shape, problem.lhs.size("k"))
+    if isinstance(problem, ConvProblem):
+        return 2 * _count(*problem.result.shape, *problem.weight.shape[1:])
+    if isinstance(problem, BlockProductProblem):
+        return 2 * _count(*problem.result.shape, problem.depth)
+    if isinstance(problem, AttentionProblem):
+        sizes = dict(problem.sizes)
+        scores = _count(*(sizes[name] for name in ("b", "h", "m", "n")))
+        return 2 * scores * (_count(sizes["d"]) + _count(sizes["e"]))
+    return 0
+
+
+def _count(*extents: Dim) -> int:
+    """Their product; 0 if one is symbolic."""
+    return prod(extent if isinstance(extent, int) else 0 for extent in extents)
+
+
+def precision(problem: Any) -> str:
+    """The element types of a problem's products.
+
+    Parameters
+    ----------
+    problem : MatmulProblem, ConvProblem, BlockProductProblem, AttentionProblem or anything else
+
+    Returns
+    -------
+    str
+        ``f32`` or ``bf16`` where both operands are of one such type, which have sums of 32 bits or more;
+        ``u8*s8->s32`` with the sums' type for others; ``int4*f32`` for weights of 4 bits that are unpacked in the
+        kernel; empty where the problem has no products.
+    """
+    if isinstance(problem, MatmulProblem):
+        return _product(problem.lhs.dtype, problem.rhs.dtype, problem.acc_dtype)
+    if isinstance(problem, ConvProblem):
+        return _product(problem.data.dtype, problem.weight.dtype, problem.acc_dtype)
+    if isinstance(problem, BlockProductProblem):
+        return f"int4*{short_name(problem.lhs.dtype)}"
+    if isinstance(problem, AttentionProblem):
+        return _product(problem.query.dtype, problem.key.dtype, "float32")
+    return ""
+
+
+def precision_of_arguments(dtypes: Iterable[str]) -> str:
+    """The element types of what other kernels take, each once: ``f32, s64``."""
+    return ", ".join(dict.fromkeys(map(short_name, dtypes)))
+
+
+def _product(lhs: str, rhs: str, sums: str) -> str:
+    if lhs == rhs and "float" in lhs and "float" in sums:
+        return short_name(lhs)
+    return f"{short_name(lhs)}*{short_name(rhs)}->{short_name(sums)}"

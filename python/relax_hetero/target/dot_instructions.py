@@ -1,0 +1,137 @@
+"""How each CPU multiplies each pair of element types: a table of facts.
+
+A row says which instruction a k-step uses. A step takes `k0` consecutive k of one row of the left operand (a group,
+the same for every lane) and `k0` consecutive k of one column a lane of the right operand, and adds their products to
+one accumulator a lane. The table is read from the top; adding an instruction is adding a row. What a row's `form`
+means in code stands in `relax_hetero.tir.matmul.k_step`.
+
+A byte dot product wants one operand signed and the other not, or both alike. Where the left operand's sign is wrong,
+its top bit is flipped: int8 becomes uint8 plus 128, uint8 becomes int8 minus 128; the right operand's layout then
+carries -128 times every column's sum (`PackedLayout.compensation`), which starts the accumulators, times
+`DotInstruction.compensation`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .cpu_target import CpuTarget
+
+
+@dataclass(frozen=True)
+class DotInstruction:
+    """One k-step on one CPU.
+
+    Attributes
+    ----------
+    name : str
+        Short, for kernel names and ``explain``: "fma", "vnni", "sdot".
+    isas : tuple of str
+        Names of the `InstructionSet` rows that have it.
+    features : tuple of str
+        LLVM features needed beyond the row's.
+    types : tuple of str
+        Element types of left operand, right operand and accumulator.
+    form : str
+        How it is emitted, a key of `relax_hetero.tir.matmul.k_step.FORMS`.
+    k0 : int
+        k values of a step; the right operand is packed with k in tiles of k0, innermost.
+    instruction : str
+        LLVM intrinsic, where the form needs one.
+    swapped : bool
+        The right operand is the instruction's first factor.
+    flip : bool
+        The top bit of every byte of the left operand is flipped.
+    compensation : int
+        What the layout's compensation block is multiplied by before it starts the accumulators: 1, -1, or 0 where the
+        layout has none. K=0 has a block of zeros.
+    temporaries : int
+        Vector registers that a step needs beside the accumulators, the right factors and one left factor, with two
+        vectors of columns; a CPU with few registers takes fewer rows for them.
+    """
+
+    name: str
+    isas: tuple[str, ...]
+    features: tuple[str, ...]
+    types: tuple[str, str, str]
+    form: str
+    k0: int = 1
+    instruction: str = ""
+    swapped: bool = False
+    flip: bool = False
+    compensation: int = 0
+    temporaries: int = 0
+
+
+_VECTOR = ("avx512", "avx2", "sse", "neon")
+_ANY = (*_VECTOR, "generic")
+
+_U8S8 = ("uint8", "int8", "int32")
+_S8S8 = ("int8", "int8", "int32")
+_S8U8 = ("int8", "uint8", "int32")
+_U8U8 = ("uint8", "uint8", "int32")
+_BYTES = (_U8S8, _S8S8, _S8U8, _U8U8)
+_BF16 = ("bfloat16", "bfloat16", "float32")
+_F16 = ("float16", "float16", "float32")
+
+
+def _unsigned_by_signed(name: str, isa: str, features: tuple[str, ...], instruction: str) -> tuple[DotInstruction, ...]:
+    """Rows of a dot product whose first factor is unsigned and whose second is signed (x86 VNNI)."""
+    return (
+        DotInstruction(name, (isa,), features, _U8S8, "dot", 4, instruction),
+        DotInstruction(name, (isa,), features, _S8S8, "dot", 4, instruction, flip=True, compensation=1),
+        DotInstruction(name, (isa,), features, _S8U8, "dot", 4, instruction, swapped=True),
+        DotInstruction(name, (isa,), features, _U8U8, "dot", 4, instruction, swapped=True, flip=True, compensation=-1),
+    )
+
+
+_SDOT, _UDOT, _USDOT = (f"llvm.aarch64.neon.{name}.v4i32.v16i8" for name in ("sdot", "udot", "usdot"))
+
+# Sources: Intel SDM vol. 2 (VPDPBUSD, VDPBF16PS, PMADDWD, VCVTPH2PS); Arm ARM (SDOT, UDOT, USDOT, BFDOT).
+DOT_INSTRUCTIONS: tuple[DotInstruction, ...] = (
+    *(DotInstruction("fma", _ANY, (), (t, t, t), "fma") for t in ("float32", "float64")),
+    *(DotInstruction("mla", _ANY, (), (t, t, t), "fma", temporaries=2) for t in ("int32", "uint32")),
+    DotInstruction("mla", _ANY, (), ("int64",) * 3, "fma", temporaries=7),
+    # bytes
+    *_unsigned_by_signed("vnni", "avx512", ("avx512vnni",), "llvm.x86.avx512.vpdpbusd.512"),
+    *_unsigned_by_signed("avxvnni", "avx2", ("avxvnni",), "llvm.x86.avx512.vpdpbusd.256"),
+    *(
+        DotInstruction("pmaddwd", ("avx512",), (), t, "i16_pairs", 4, "llvm.x86.avx512.pmaddw.d.512", temporaries=5)
+        for t in _BYTES
+    ),
+    *(
+        DotInstruction("pmaddwd", ("avx2",), (), t, "i16_pairs", 4, "llvm.x86.avx2.pmadd.wd", temporaries=6)
+        for t in _BYTES
+    ),
+    *(
+        DotInstruction("pmaddwd", ("sse",), (), t, "i16_pairs", 4, "llvm.x86.sse2.pmadd.wd", temporaries=5)
+        for t in _BYTES
+    ),
+    DotInstruction("usdot", ("neon",), ("i8mm",), _U8S8, "dot", 4, _USDOT),
+    DotInstruction("usdot", ("neon",), ("i8mm",), _S8U8, "dot", 4, _USDOT, swapped=True),
+    DotInstruction("sdot", ("neon",), ("dotprod",), _S8S8, "dot", 4, _SDOT),
+    DotInstruction("udot", ("neon",), ("dotprod",), _U8U8, "dot", 4, _UDOT),
+    DotInstruction("sdot", ("neon",), ("dotprod",), _U8S8, "dot", 4, _SDOT, flip=True, compensation=-1),
+    DotInstruction("udot", ("neon",), ("dotprod",), _S8U8, "dot", 4, _UDOT, flip=True, compensation=1),
+    *(DotInstruction("mla", ("neon",), (), t, "i32_bytes", 4, temporaries=5) for t in _BYTES),
+    *(DotInstruction("fma", ("generic",), (), t, "fma") for t in _BYTES),
+    # halves
+    DotInstruction("dpbf16", ("avx512",), ("avx512bf16",), _BF16, "bf16_dot", 2, "llvm.x86.avx512bf16.dpbf16ps.512"),
+    DotInstruction("bfdot", ("neon",), ("bf16",), _BF16, "bf16_dot", 2, "llvm.aarch64.neon.bfdot.v4f32.v8bf16"),
+    DotInstruction("bf16", _VECTOR, (), _BF16, "bf16_pairs", 2, temporaries=6),
+    DotInstruction("fma", ("generic",), (), _BF16, "fma"),
+    DotInstruction("cvtph", ("avx512", "avx2", "neon"), (), _F16, "f16_fma", temporaries=2),
+    DotInstruction("f16", ("sse", "generic"), (), _F16, "f16_bits", temporaries=7),
+)
+
+
+def dot_instruction_for(cpu: CpuTarget, lhs_dtype: str, rhs_dtype: str, acc_dtype: str) -> DotInstruction | None:
+    """The CPU's best way to multiply these types, None if there is none."""
+    for dot in DOT_INSTRUCTIONS:
+        if (
+            dot.types == (lhs_dtype, rhs_dtype, acc_dtype)
+            and cpu.isa.name in dot.isas
+            and cpu.features.issuperset(dot.features)
+        ):
+            return dot
+    return None

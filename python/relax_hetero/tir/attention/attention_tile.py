@@ -1,0 +1,288 @@
+"""A tile of queries against a block of keys: scores, softmax, and the sums of values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ..core.builder import (
+    Expr,
+    Registers,
+    broadcast,
+    ceil_div,
+    either,
+    lane_indices,
+    lane_mask,
+    let,
+    loop,
+    minimum,
+    opaque,
+    when,
+    zeros,
+)
+from ..elementwise import expression_code
+from ..math import vector_math
+from ..math.vector_powers import exp_nonpositive
+from .attention_decode import products_of_keys
+from .attention_operands import accumulate, factors_of_scores, factors_of_values, store_weights, widen_queries
+from .attention_spec import AttentionSpec
+
+LOWEST = -3.4028234663852886e38
+"""The least finite float32: what a row's maximum is raised to, so that -inf less it is -inf, not NaN."""
+
+Span = tuple[Expr, Expr, Expr, Expr]
+"""A block of keys: its first, how many, whether it is the first and whether the last."""
+
+
+def emit_tile(spec: AttentionSpec, at: dict[str, Expr], row: Expr, within: Expr, rows: int, span: Span) -> None:
+    """The work of `rows` queries from `row` on, those from `within` on in their block, for a block of keys."""
+    tile = _QueryTile(spec, at, row, within, rows, span)
+    if spec.blocks.is_widened:
+        widen_queries(spec, at, row, rows)
+    tile.scores()
+    tile.softmax()
+    tile.values()
+
+
+class _QueryTile:
+    """One tile while its code is written."""
+
+    def __init__(
+        self, spec: AttentionSpec, at: dict[str, Expr], row: Expr, within: Expr, rows: int, span: Span
+    ) -> None:
+        self.spec, self.at, self.row, self.within, self.rows = spec, at, row, opaque(within), rows
+        self.first, self.size, self.is_first, self.is_last = span
+        self.lanes, self.vectors = spec.blocks.lanes, spec.blocks.vectors
+        self.online = not spec.blocks.is_single
+        self.count = self._visible()
+        self.maxima = Registers(rows, "float32", self.lanes)
+        self.factors = Registers(rows, "float32", self.lanes)
+        """What sums so far are multiplied by, or, with one block of keys, what makes sums averages."""
+
+    def _visible(self) -> Expr:
+        """Keys of the block that at least one of the rows sees."""
+        if not self.spec.problem.causal:
+            return self.size
+        seen = self.row + (self.rows + self._ahead() - self.first)
+        return opaque(T.max(minimum(seen, self.size), tirx.const(0, "int64")))
+
+    def _ahead(self) -> Expr:
+        """Keys that query 0 sees, less one."""
+        sizes = self.spec.sizes
+        return sizes["n"] - sizes["m"] if self.spec.problem.causal == "bottom_right" else 0
+
+    # -- scores
+
+    def scores(self) -> None:
+        """Scores of every key of the block into scratch, and what is greatest of each lane into registers."""
+        for i in range(self.rows):
+            self.maxima[i] = broadcast(vector_math.constant(zeros("float32", 1), -float("inf")), self.lanes)
+        columns = self.spec.blocks.columns
+        if isinstance(self.count, int):
+            with loop(self.count // columns) as panel:
+                self._panel(panel, None)
+            if self.count % columns:
+                self._panel(tirx.const(self.count // columns, "int64"), self.count % columns)
+            return
+        whole = opaque(self.count // columns)
+        with loop(whole) as panel:
+            self._panel(panel, None)
+        left = opaque(self.count - whole * columns)
+        with when(left > 0):
+            self._panel(whole, left)
+
+    def _panel(self, panel: Expr, left: Expr | None) -> None:
+        """One panel of keys, of which `left` exist (None: all)."""
+        spec, blocks = self.spec, self.spec.blocks
+        width, columns, accs = spec.sizes["d"], blocks.columns, spec.registers
+        vectors = self.vectors if not isinstance(left, int) else ceil_div(left, self.lanes)
+        if blocks.is_decode:
+            for number in range(self.rows * vectors):
+                i, j = divmod(number, vectors)
+                column = opaque(panel * columns + j * self.lanes)
+                size = None if left is None else self.size
+                accs[number] = products_of_keys(spec, self.at, self.row + i, self.first, column, size)
+        else:
+            keys = opaque(spec.at("keys") + panel * (width // blocks.together * columns))
+            factor = factors_of_scores(spec, self.at, self.row)
+            accumulate(
+                spec,
+                (self.rows, vectors),
+                width // blocks.together,
+                factor,
+                lambda k, j: self._in_room(keys + k * columns + j * self.lanes),
+            )
+        loaded: dict[tuple[int, int], Expr] = {}
+        for j in range(vectors):
+            column = opaque(panel * columns + j * self.lanes)
+            exists = None if left is None else lane_mask(left - j * self.lanes, self.lanes)
+            for i in range(self.rows):
+                value = self._score(accs[i * vectors + j], i, column, exists, loaded)
+                T.buffer_store(spec.room, value, [self._score_at(i, column)])
+                self.maxima[i] = T.max(self.maxima[i], value)
+
+    def _in_room(self, start: Expr) -> Expr:
+        value = self.spec.room[lane_indices(start, self.lanes)]
+        return T.reinterpret(f"int32x{self.lanes}", value) if self.spec.blocks.is_paired else value
+
+    def _score(
+        self, product: Expr, i: int, column: Expr, exists: Expr | None, loaded: dict[tuple[int, int], Expr]
+    ) -> Expr:
+        """A vector of scores of query i: the expression, and -inf where there is no key or it is not seen."""
+        spec, scores = self.spec, self.spec.problem.scores
+        values = [product]
+        for number, view in enumerate(spec.masks):
+            key = (number, i if view.runs_along("m") else -1)
+            if i == 0 or view.runs_along("m"):
+                where = view.address({**self.at, "m": self.row + i, "n": self.first + column})
+                loaded[key] = let(view.load(where, "n", self.lanes, exists))
+            values.append(loaded[key])
+        dtypes = ["float32", *(str(view.data.dtype) for view in spec.masks)]
+        value = expression_code.emit(scores.expression, values, dtypes, self.lanes)
+        if spec.problem.causal:
+            seen = opaque(self.row + (i + 1 + self._ahead()) - self.first - column)
+            exists = lane_mask(minimum(seen, self.size - column), self.lanes)
+        if exists is None:
+            return let(value)
+        return let(T.Select(exists, value, vector_math.constant(value, -float("inf"))))
+
+    def _score_at(self, i: int, column: Expr) -> Expr:
+        start = self.spec.at("scores") + (i * self.spec.blocks.keys)
+        return lane_indices(start + column, self.lanes)
+
+    # -- softmax
+
+    def softmax(self) -> None:
+        """Scores in scratch become powers of e, not divided by their sum yet."""
+        spec = self.spec
+        for i in range(self.rows):
+            greatest = broadcast(let(_over_lanes(self.maxima[i], T.max, self.lanes)), self.lanes)
+            if self.online:
+                before = self._state("maxima", i)
+                greatest = let(T.Select(broadcast(self.is_first, self.lanes), greatest, T.max(greatest, before)))
+            # NaN among the scores need not reach the maximum: it makes the sum NaN.
+            greatest = let(T.max(greatest, vector_math.constant(greatest, LOWEST)))
+            total = Registers(1, "float32", self.lanes)
+            total[0] = zeros("float32", self.lanes)
+            with loop(opaque(ceil_div(self.count, self.lanes))) as vector:
+                where = self._score_at(i, vector * self.lanes)
+                power = exp_nonpositive(spec.room[where] - greatest)
+                if spec.blocks.is_paired:
+                    store_weights(spec, i, opaque(vector), power)
+                else:
+                    T.buffer_store(spec.room, power, [where])
+                total[0] = total[0] + power
+            added = broadcast(let(_over_lanes(total[0], lambda a, b: a + b, self.lanes)), self.lanes)
+            self.factors[i] = self._factor(i, greatest, added)
+
+    def _factor(self, i: int, greatest: Expr, total: Expr) -> Expr:
+        if not self.online:
+            return self._average(total)
+        before = self._state("maxima", i)
+        shrunk = T.Select(
+            broadcast(self.is_first, self.lanes), zeros("float32", self.lanes), exp_nonpositive(before - greatest)
+        )
+        shrunk = let(shrunk)
+        kept = T.Select(
+            broadcast(self.is_first, self.lanes), zeros("float32", self.lanes), self._state("sums", i) * shrunk
+        )
+        for name, value in (("sums", let(kept + total)), ("maxima", greatest)):
+            T.buffer_store(self.spec.room, T.Shuffle([value], [0]), [self._state_at(name, i)])
+        return shrunk
+
+    def _average(self, total: Expr) -> Expr:
+        one = vector_math.constant(total, 1.0)
+        if not self.spec.problem.nan_to_zero:
+            return one / total
+        # A sum of zero: every score was -inf.
+        return T.Select(total > zeros("float32", self.lanes), one / total, zeros("float32", self.lanes))
+
+    def _state_at(self, name: str, i: int) -> Expr:
+        return self.spec.at(name) + self.within + i
+
+    def _state(self, name: str, i: int) -> Expr:
+        return let(broadcast(self.spec.room[self._state_at(name, i)], self.lanes))
+
+    # -- values
+
+    def values(self) -> None:
+        """Sums of values, weighted by the powers of e; after the last block, averages into the result."""
+        blocks, masks = self.spec.blocks, self.spec.value_masks
+        whole = (len(masks) - (masks[-1] is not None)) // blocks.vectors
+        with loop(whole) as panel:
+            self._value_panel(panel, [None] * blocks.vectors)
+        rest = masks[whole * blocks.vectors :]
+        if rest:
+            self._value_panel(tirx.const(blocks.value_panels - 1, "int64"), rest)
+
+    def _value_panel(self, panel: Expr, masks: list[Expr | None]) -> None:
+        spec, blocks = self.spec, self.spec.blocks
+        panel = opaque(panel)
+        factor = factors_of_values(spec)
+        if blocks.is_decode:
+            view = spec.value
+            start = opaque(view.address({**self.at, "n": self.first, "e": opaque(panel * blocks.columns)}))
+            steps = view.stride("n"), view.stride("e") * self.lanes
+            accumulate(
+                spec,
+                (self.rows, len(masks)),
+                self.count,
+                factor,
+                lambda k, j: view.load(start + k * steps[0] + j * steps[1], "e", self.lanes, masks[j]),
+            )
+        else:
+            values = opaque(spec.at("values") + panel * (blocks.keys // blocks.together * blocks.columns))
+            steps = opaque(ceil_div(self.count, blocks.together))
+            accumulate(
+                spec,
+                (self.rows, len(masks)),
+                steps,
+                factor,
+                lambda k, j: self._in_room(values + k * blocks.columns + j * self.lanes),
+            )
+
+        def finish() -> None:
+            for i in range(self.rows):
+                average = self.factors[i] if not self.online else let(self._average(self._state("sums", i)))
+                for j, mask in enumerate(masks):
+                    value = self._sum(i, j, panel, len(masks)) * average
+                    if spec.problem.nan_to_zero:
+                        value = T.Select(average > zeros("float32", self.lanes), value, zeros("float32", self.lanes))
+                    self._write(i, opaque(panel * blocks.columns) + j * self.lanes, value, mask)
+
+        def keep() -> None:
+            for i in range(self.rows):
+                for j in range(len(masks)):
+                    T.buffer_store(spec.room, self._sum(i, j, panel, len(masks)), [self._partial_at(i, j, panel)])
+
+        either(self.is_last if self.online else True, finish, keep)
+
+    def _sum(self, i: int, j: int, panel: Expr, vectors: int) -> Expr:
+        added = self.spec.registers[i * vectors + j]
+        if not self.online:
+            return added
+        before = let(self.spec.room[self._partial_at(i, j, panel)])
+        is_first = broadcast(self.is_first, self.lanes)
+        return added + T.Select(is_first, zeros("float32", self.lanes), before * self.factors[i])
+
+    def _partial_at(self, i: int, j: int, panel: Expr) -> Expr:
+        blocks = self.spec.blocks
+        row = (self.within + i) * (blocks.value_panels * blocks.columns)
+        return lane_indices(self.spec.at("partial") + row + panel * blocks.columns + j * self.lanes, self.lanes)
+
+    def _write(self, i: int, column: Expr, value: Expr, mask: Expr | None) -> None:
+        view = self.spec.result
+        view.store(view.address({**self.at, "m": self.row + i, "e": column}), value, self.lanes, mask)
+
+
+def _over_lanes(vector: Expr, apply: Callable[[Any, Any], Any], lanes: int) -> Expr:
+    """All lanes of a vector combined."""
+    while lanes > 1:
+        lanes //= 2
+        low, high = list(range(lanes)), list(range(lanes, 2 * lanes))
+        vector = let(vector)
+        vector = apply(T.Shuffle([vector], low), T.Shuffle([vector], high))
+    return vector

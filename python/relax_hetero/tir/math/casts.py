@@ -1,0 +1,82 @@
+"""Casts of vectors between element types, bfloat16 by way of its bits.
+
+``tirx.relax_hetero.bfloat16_bits`` is float32 rounded to the nearest bfloat16, as 16 bits. It is an op of its own, so
+that a CPU with an instruction for it gets that (`driver.link.lower_vector_math`); what is left
+of it is lowered by TVM's LowerIntrin to arithmetic on integers.
+"""
+
+from __future__ import annotations
+
+import tvm
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ..core.builder import vector_type
+from . import vector_math
+
+BITS = "tirx.relax_hetero.bfloat16_bits"
+_PURE = 1  # tirx's CallEffectKind
+_NAN, _QUIET = 0x7F800000, 0x40
+
+
+def bfloat16_bits(x: tirx.Expr) -> tirx.Expr:
+    """A float32 expression rounded to bfloat16 (halves to even; NaN stays NaN), as uint16.
+
+    Numbers below 2^-126 may become zero: instructions treat them so.
+    """
+    return tvm.ir.Call(tvm.ir.Op.get(BITS), [vector_math.once(x)], ret_ty=_type_of("uint16", x))
+
+
+def by_integers(call: tvm.ir.Call) -> tirx.Expr:
+    """The call as arithmetic on integers, for any CPU."""
+    x = call.args[0]
+    raw = tirx.reinterpret(_type_of("uint32", x), x)
+
+    def number(value: int) -> tirx.Expr:
+        return tirx.const(value, str(raw.ty.dtype))
+
+    upper = tirx.shift_right(raw, number(16))
+    rounded = tirx.shift_right(raw + number(0x7FFF) + tirx.bitwise_and(upper, number(1)), number(16))
+    is_nan = tirx.bitwise_and(raw, number(0x7FFFFFFF)) > number(_NAN)
+    chosen = tirx.Select(is_nan, tirx.bitwise_or(upper, number(_QUIET)), rounded)
+    return tirx.Cast(str(_type_of("uint16", x).dtype), chosen)
+
+
+def _type_of(dtype: str, x: tirx.Expr) -> tvm.ir.PrimType:
+    return tvm.ir.PrimType(vector_type(dtype, x.ty.dtype.lanes))
+
+
+def register_bfloat16_bits() -> None:
+    """Make TVM know the op; once, when this is imported."""
+    tvm.ir._ffi_api.RegisterOp(BITS, f"{BITS}: see relax_hetero.tir.math.casts")
+    tvm.ir.register_op_attr(BITS, "TCallEffectKind", _PURE)
+    tvm.ir.register_op_attr(BITS, "TScriptPrinterName", "bfloat16_bits")
+    tirx.op.register_intrin_lowering(BITS, "default", f=by_integers)
+
+
+def cast(value: tirx.Expr, dtype: str) -> tirx.Expr:
+    """`value` converted to an element type, its lanes kept.
+
+    Between bfloat16 and others by way of the bits: TVM's own casts of bfloat16 convert the bits as if they were a
+    number where the value is bound, and vanish in pairs, rounding and all.
+    """
+    found = value.ty.dtype
+    lanes = found.lanes
+    element = str(found).partition("x")[0]
+    if element == dtype:
+        return value
+    if element == "bfloat16":
+        wide = T.cast(T.reinterpret(vector_type("uint16", lanes), value), vector_type("uint32", lanes))
+        single = T.reinterpret(vector_type("float32", lanes), T.shift_left(wide, vector_math.constant(wide, 16)))
+        return cast(single, dtype)
+    if dtype == "bfloat16":
+        return T.reinterpret(vector_type("bfloat16", lanes), bfloat16_bits(cast(value, "float32")))
+    return T.cast(value, vector_type(dtype, lanes))
+
+
+def round_to_bfloat16(x: tirx.Expr) -> tirx.Expr:
+    """A float32 expression rounded to the nearest bfloat16 (halves to even), as float32."""
+    return vector_math.once(cast(cast(x, "bfloat16"), "float32"))
+
+
+register_bfloat16_bits()

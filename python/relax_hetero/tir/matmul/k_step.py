@@ -1,0 +1,254 @@
+"""How a k-step of each `DotInstruction` is written in TIR.
+
+Operands keep their logical dtype (int8, bfloat16, float16) in buffers and loads; TVM's legalization of bfloat16 turns
+such buffers into uint16 and leaves ``reinterpret`` of a load alone, so nothing has to be aliased. LLVM folds the
+broadcast of a reinterpreted four-byte load into one ``vpbroadcastd`` from memory, unaligned.
+
+Use, for one row i and one vector j of columns::
+
+    lhs = lhs_group(dot, A[i, T.ramp(k * k0, 1, k0)])         # or a list of k0 scalars, zeros beyond K
+    rhs = rhs_groups(dot, B[..., T.ramp(j * lanes * k0, 1, lanes * k0)], lanes)
+    acc = emit_step(dot, acc, lhs, rhs, lanes)
+
+with the whole body under ``T.attr(0, "pragma_import_llvm", text)`` where `llvm_import` gives a text. A group that
+reaches beyond K must have zeros there, not what memory holds: zero times NaN is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tvm import tirx
+from tvm.ir import Expr
+
+from ...target.dot_instructions import DotInstruction
+from ..math.casts import cast
+
+_FLIP = -0x7F7F7F80  # 0x80808080 as int32
+_SHIM = "relax_hetero_bf16_dot"
+
+
+def lhs_group(dot: DotInstruction, values: Expr | Sequence[Expr]) -> Expr:
+    """The k0 left factors of a step as one scalar, which may be bound to a variable.
+
+    Parameters
+    ----------
+    dot : DotInstruction
+    values : PrimExpr or sequence of PrimExpr
+        A vector of k0 elements (a contiguous load; a scalar where k0 is 1), or k0 scalars, of the left operand's type.
+
+    Returns
+    -------
+    PrimExpr
+        Where k0 is 1 the element, as the step wants it (float16, or the accumulator's type); else its k0 elements as
+        an int32, the first in the low bits.
+    """
+    if dot.k0 == 1:
+        value = values if isinstance(values, Expr) else values[0]
+        return value if dot.form == "f16_fma" else _widened(dot, value, 1)
+    group: Expr = tirx.const(0, "int32")
+    if isinstance(values, Expr):
+        group = tirx.reinterpret("int32", values)
+    else:
+        bits = 32 // dot.k0
+        for position, value in enumerate(values):
+            if isinstance(value, (tirx.IntImm, tirx.FloatImm)) and not value.value:
+                continue
+            wide = tirx.Cast("int32", tirx.reinterpret(f"uint{bits}", value))
+            group = tirx.bitwise_or(group, tirx.shift_left(wide, tirx.const(bits * position, "int32")))
+    if dot.flip:
+        group = tirx.bitwise_xor(group, tirx.const(_FLIP, "int32"))
+    return group
+
+
+def rhs_groups(dot: DotInstruction, values: Expr, lanes: int) -> Expr:
+    """The right factors of a step, a group for each lane, which may be bound to a variable.
+
+    Parameters
+    ----------
+    dot : DotInstruction
+    values : PrimExpr
+        ``lanes * k0`` elements of the right operand's type, column after column, the k of a column together.
+    lanes : int
+        The CPU's lanes of the accumulator's type.
+
+    Returns
+    -------
+    PrimExpr
+        Where k0 is 1 the elements, in the accumulator's type; else an int32 for each lane.
+    """
+    if dot.k0 == 1:
+        return _widened(dot, values, lanes)
+    return tirx.reinterpret(_vector("int32", lanes), values)
+
+
+def emit_step(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
+    """The accumulators after one k-step.
+
+    Parameters
+    ----------
+    dot : DotInstruction
+    acc : PrimExpr
+        `lanes` accumulators: a vector of the accumulator's type, a scalar where lanes is 1.
+    lhs, rhs : PrimExpr
+        From `lhs_group` and `rhs_groups`.
+    lanes : int
+        The CPU's lanes of the accumulator's type.
+
+    Returns
+    -------
+    PrimExpr
+        Of the type of `acc`.
+    """
+    return FORMS[dot.form](dot, acc, lhs, rhs, lanes)
+
+
+def zero(dot: DotInstruction, lanes: int) -> Expr:
+    """`lanes` accumulators of zero."""
+    return _all(tirx.const(0, dot.types[2]), lanes)
+
+
+def llvm_import(dot: DotInstruction, lanes: int) -> str | None:
+    """LLVM IR that a kernel with this product imports, None if it needs none.
+
+    The intrinsics of bfloat16 take vectors of LLVM's type ``bfloat``, which TVM's legalization would turn into
+    integers; a function that bit-casts stands between.
+    """
+    if dot.form != "bf16_dot":
+        return None
+    acc, ints, halves = f"<{lanes} x float>", f"<{lanes} x i32>", f"<{2 * lanes} x bfloat>"
+    return f"""
+declare {acc} @{dot.instruction}({acc}, {halves}, {halves})
+define {acc} @{_SHIM}({acc} %c, {ints} %a, {ints} %b) {{
+  %x = bitcast {ints} %a to {halves}
+  %y = bitcast {ints} %b to {halves}
+  %r = call {acc} @{dot.instruction}({acc} %c, {halves} %x, {halves} %y)
+  ret {acc} %r
+}}
+"""
+
+
+def _vector(dtype: str, lanes: int) -> str:
+    return dtype if lanes == 1 else f"{dtype}x{lanes}"
+
+
+def _all(value: Expr, lanes: int) -> Expr:
+    return value if lanes == 1 else tirx.Broadcast(value, lanes)
+
+
+def _constant(value: int, dtype: str, lanes: int) -> Expr:
+    return _all(tirx.const(value, dtype), lanes)
+
+
+def _widened(dot: DotInstruction, values: Expr, lanes: int) -> Expr:
+    """Elements of an operand in the accumulator's type."""
+    return _decode_float16(values, lanes) if dot.form == "f16_bits" else cast(values, dot.types[2])
+
+
+def _decode_float16(values: Expr, lanes: int) -> Expr:
+    """float16 where the CPU cannot convert it: exponent and fraction moved into place, scaled by 2^112."""
+    floats = _vector("float32", lanes)
+    bits = tirx.Cast(_vector("uint32", lanes), tirx.reinterpret(_vector("uint16", lanes), values))
+    magnitude = tirx.bitwise_and(bits, _constant(0x7FFF, "uint32", lanes))
+    sign = tirx.bitwise_and(bits, _constant(0x8000, "uint32", lanes))
+    moved = tirx.shift_left(magnitude, _constant(13, "uint32", lanes))
+    scaled = tirx.reinterpret(floats, moved) * _all(tirx.const(2.0**112, "float32"), lanes)
+    # infinities and NaNs keep their fraction and get the largest exponent
+    special = tirx.bitwise_or(moved, _constant(0x7F800000, "uint32", lanes))
+    finite = tirx.reinterpret(_vector("uint32", lanes), scaled)
+    whole = tirx.Select(magnitude >= _constant(0x7C00, "uint32", lanes), special, finite)
+    return tirx.reinterpret(floats, tirx.bitwise_or(whole, tirx.shift_left(sign, _constant(16, "uint32", lanes))))
+
+
+def _fma(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
+    """One k a step."""
+    return acc + _all(lhs, lanes) * rhs
+
+
+def _f16_fma(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
+    """One k a step. The left factor is converted in every lane: twice as fast as converting it alone, since the
+    instruction that loads one float16 keeps the rest of its register and so waits for it."""
+    return acc + cast(tirx.Broadcast(lhs, lanes), dot.types[2]) * rhs
+
+
+def _dot(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
+    """Four bytes by four bytes in one instruction."""
+    left = tirx.reinterpret(f"int8x{4 * lanes}", tirx.Broadcast(lhs, lanes))
+    right = tirx.reinterpret(f"int8x{4 * lanes}", rhs)
+    first, second = (right, left) if dot.swapped else (left, right)
+    return tirx.call_llvm_pure_intrin(f"int32x{lanes}", dot.instruction, acc, first, second)
+
+
+def _bf16_dot(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
+    """Two bfloat16 by two in one instruction, through the function of `llvm_import`."""
+    return tirx.call_pure_extern(f"float32x{lanes}", _SHIM, acc, tirx.Broadcast(lhs, lanes), rhs)
+
+
+def _bf16_pairs(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
+    """Two bfloat16 by two as float32: a bfloat16 is the upper half of a float32."""
+
+    def low(bits: Expr, count: int) -> Expr:
+        return tirx.reinterpret(_vector("float32", count), tirx.shift_left(bits, _constant(16, "int32", count)))
+
+    def high(bits: Expr, count: int) -> Expr:
+        return tirx.reinterpret(_vector("float32", count), tirx.bitwise_and(bits, _constant(-65536, "int32", count)))
+
+    for half in (low, high):
+        acc = acc + tirx.Broadcast(half(lhs, 1), lanes) * half(rhs, lanes)
+    return acc
+
+
+def _i16_pairs(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
+    """Bytes 0 and 2, then 1 and 3 of every group, widened to int16: PMADDWD multiplies and adds pairs, exactly."""
+    count = 2 * lanes
+    left = tirx.reinterpret(f"int16x{count}", tirx.Broadcast(lhs, lanes))
+    right = tirx.reinterpret(f"int16x{count}", rhs)
+    for half in (_even_bytes, _odd_bytes):
+        factors = (half(value, dtype, count) for value, dtype in zip((left, right), dot.types[:2], strict=True))
+        acc = acc + tirx.call_llvm_pure_intrin(f"int32x{lanes}", dot.instruction, *factors)
+    return acc
+
+
+def _even_bytes(pairs: Expr, dtype: str, count: int) -> Expr:
+    if dtype == "uint8":
+        return tirx.bitwise_and(pairs, _constant(0xFF, "int16", count))
+    eight = _constant(8, "int16", count)
+    return tirx.shift_right(tirx.shift_left(pairs, eight), eight)
+
+
+def _odd_bytes(pairs: Expr, dtype: str, count: int) -> Expr:
+    eight = _constant(8, "int16", count)
+    if dtype == "int8":
+        return tirx.shift_right(pairs, eight)
+    vector = f"uint16x{count}"
+    shifted = tirx.shift_right(tirx.reinterpret(vector, pairs), _constant(8, "uint16", count))
+    return tirx.reinterpret(f"int16x{count}", shifted)
+
+
+def _i32_bytes(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
+    """The four bytes of a group one after the other, each widened to int32."""
+
+    def byte(position: int, bits: Expr, dtype: str, count: int) -> Expr:
+        if dtype == "uint8":
+            moved = tirx.shift_right(bits, _constant(8 * position, "int32", count))
+            return tirx.bitwise_and(moved, _constant(0xFF, "int32", count))
+        moved = tirx.shift_left(bits, _constant(24 - 8 * position, "int32", count))
+        return tirx.shift_right(moved, _constant(24, "int32", count))
+
+    for position in range(4):
+        left = tirx.Broadcast(byte(position, lhs, dot.types[0], 1), lanes)
+        acc = acc + left * byte(position, rhs, dot.types[1], lanes)
+    return acc
+
+
+FORMS: dict[str, Callable[[DotInstruction, Expr, Expr, Expr, int], Expr]] = {
+    "fma": _fma,
+    "f16_fma": _f16_fma,
+    "dot": _dot,
+    "bf16_dot": _bf16_dot,
+    "bf16_pairs": _bf16_pairs,
+    "f16_bits": _fma,
+    "i16_pairs": _i16_pairs,
+    "i32_bytes": _i32_bytes,
+}
+"""How each value of `DotInstruction.form` is emitted."""

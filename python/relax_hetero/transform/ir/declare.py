@@ -1,0 +1,124 @@
+"""How a pass is declared: a plain function does the work, one line makes it the pass that users write.
+
+A pass lives in a module of its own. The module's text says what the pass does, what it assumes, and shows a program
+before and after; the function beside it takes a module, and options, and returns a module::
+
+    def form_rows(mod: tvm.IRModule) -> tvm.IRModule: ...
+
+    FormRows = declare_pass("FormRows", form_rows)
+
+``FormRows()`` is then a ``tvm.transform.Pass``, as TVM's own constructors of passes return, and ``help(FormRows)``
+shows the module's text. The function can be called and tested without TVM's pass machinery.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec
+
+import tvm
+
+from .findings import noting
+
+_Options = ParamSpec("_Options")
+_HEADING = re.compile(r"^(\w+)\n-{3,}$", re.MULTILINE)
+_RETURNS = "Returns\n-------\ntvm.transform.Pass"
+
+
+@dataclass(frozen=True)
+class PassDeclaration:
+    """A pass as it is declared.
+
+    Attributes
+    ----------
+    name : str
+        E.g. "FormRows".
+    summary : str
+        One sentence: the first line of the text.
+    text : str
+        What the pass does, what it assumes, a program before and after; then its options.
+    options : mapping of str to object
+        Each option's default; ``inspect.Parameter.empty`` for an option that has none.
+    constructor : callable
+        Takes the options, returns the ``tvm.transform.Pass``.
+    """
+
+    name: str
+    summary: str
+    text: str
+    options: dict[str, Any]
+    constructor: Callable[..., tvm.transform.Pass]
+
+
+_DECLARED: dict[str, PassDeclaration] = {}
+
+
+def declare_pass(
+    name: str,
+    work: Callable[Concatenate[tvm.IRModule, _Options], tvm.IRModule],
+    check: Callable[_Options, None] | None = None,
+) -> Callable[_Options, tvm.transform.Pass]:
+    """The constructor of a pass, which is listed from now on (`relax_hetero.transform.passes`).
+
+    Parameters
+    ----------
+    name : str
+        The constructor's name. The text of `work`'s module begins with it and a colon.
+    work : callable
+        Takes a module and the options, returns a module: the same object where nothing changes. The sections
+        "Parameters" and "Raises" of its docstring become those of the constructor.
+    check : callable, optional
+        Takes the options when the constructor is called, and raises where they cannot be right.
+
+    Returns
+    -------
+    callable
+        With the options of `work` as its signature.
+    """
+    _, *options = inspect.signature(work).parameters.values()
+    signature = inspect.Signature(options, return_annotation="tvm.transform.Pass")
+
+    def constructor(*args: _Options.args, **kwargs: _Options.kwargs) -> tvm.transform.Pass:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:  # here, not where the pass runs
+            raise TypeError(f"{name}: {error}") from None
+        if check is not None:
+            check(*args, **kwargs)
+
+        def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+            return noting(lambda mod: work(mod, *args, **kwargs), mod)
+
+        return tvm.transform.module_pass(run, opt_level=0, name=name)
+
+    text = _text(inspect.cleandoc(sys.modules[work.__module__].__doc__ or ""), inspect.getdoc(work) or "")
+    summary = text.partition("\n\n")[0].removeprefix(f"{name}:").strip()
+    constructor.__name__ = constructor.__qualname__ = name
+    constructor.__module__, constructor.__doc__ = work.__module__, text
+    constructor.__signature__ = signature  # type: ignore[attr-defined]
+    defaults = {option.name: option.default for option in options}
+    _DECLARED[name] = PassDeclaration(name, summary, text, defaults, constructor)
+    return constructor
+
+
+def declared_passes() -> dict[str, PassDeclaration]:
+    """The passes whose modules have been imported, by name."""
+    return dict(_DECLARED)
+
+
+def _text(what: str, work: str) -> str:
+    """The text of a module, then those sections of its function's docstring that users of the pass need."""
+    sections = _HEADING.split(work)
+    bodies = dict(zip(sections[1::2], sections[2::2], strict=True))
+    parts = [what]
+    options = re.sub(r"^\nmod : .*\n(?:    .*\n?|\n(?=    ))*", "\n", bodies.get("Parameters", ""))
+    if options.strip():
+        parts.append(f"Parameters\n----------\n{options.strip()}")
+    parts.append(_RETURNS)
+    if "Raises" in bodies:
+        parts.append(f"Raises\n------\n{bodies['Raises'].strip()}")
+    return "\n\n".join(parts)

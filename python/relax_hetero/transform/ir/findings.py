@@ -1,0 +1,236 @@
+"""What the passes find out about a module besides its text: one typed record, which travels with the module.
+
+Each field of the record is a module attribute, as JSON text, written when it is found and read once. A global info
+would be the natural home, but TVMScript writes one that Python defines as a reference to metadata, and a module's text
+would not read back.
+
+Passes add to the record of a module that keeps one (`KeepFindings`). Other modules are not touched, so that programs
+before and after a pass can be compared; there `collect_placement`, `collect_encodings` and `collect_fusions` listen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import tvm
+
+from ...artifact.commands import SingleCall
+from ...artifact.schedule import Schedule
+from ...target.vdevice import device_name, vdevices_of
+from .calls import call_vdevice, called_prim_func
+from .kernel_ops import ops_of
+from .kernel_work import precision_of
+from .module_attrs import COMMANDS
+from .reports import Declined, DispatchEntry, EncodingReport, FusionReport, PlacementReport
+from .rewriting import relax_functions, walk_bindings
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What is known about a module besides its text; None for what no pass has found.
+
+    Attributes
+    ----------
+    placement : PlacementReport, optional
+        Why each value is where it is, by the import or the first RealizeVDevice.
+    placement_estimate : object
+        What the cost model that placed the module expects of it, as JSON data.
+    encodings : EncodingReport, optional
+        What encodings became on each device, by SpecializeEncodings.
+    fusions : FusionReport, optional
+        Which kernel computes what, by FormDispatches, and what stayed out of a kernel and why, by any pass.
+    single_calls : tuple of SingleCall, optional
+        The kernel calls that no command buffer makes, by FormCommandBuffers.
+    schedules : tuple of Schedule, optional
+        By which steps functions go through queues, by FormSchedules.
+    """
+
+    placement: PlacementReport | None = None
+    placement_estimate: Any = None
+    encodings: EncodingReport | None = None
+    fusions: FusionReport | None = None
+    single_calls: tuple[SingleCall, ...] | None = None
+    schedules: tuple[Schedule, ...] | None = None
+
+    def to_data(self) -> dict[str, Any]:
+        """As JSON data, by field."""
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: None if value is None else _FORMATS[name].write(value) for name, value in found.items()}
+
+
+@dataclass(frozen=True)
+class _Format:
+    """How a field of the record is written as JSON data, and read."""
+
+    write: Callable[[Any], Any]
+    read: Callable[[Any], Any]
+
+
+_FORMATS = {
+    "placement": _Format(lambda report: report.to_data(), PlacementReport.from_data),
+    "placement_estimate": _Format(lambda data: data, lambda data: data),
+    "encodings": _Format(lambda report: report.to_data(), EncodingReport.from_data),
+    "fusions": _Format(lambda report: report.to_data(), FusionReport.from_data),
+    "single_calls": _Format(
+        lambda calls: [vars(call) for call in calls], lambda data: tuple(SingleCall(**d) for d in data)
+    ),
+    "schedules": _Format(lambda all_: [s.to_json() for s in all_], lambda data: tuple(map(Schedule.from_json, data))),
+}
+
+
+def _attribute(name: str) -> str:
+    return f"relax_hetero.{name}"
+
+
+@functools.lru_cache(maxsize=64)
+def _read(name: str, text: str) -> Any:
+    return _FORMATS[name].read(json.loads(text))
+
+
+def findings_of(mod: tvm.IRModule) -> Findings:
+    """What is known about a module. Each text is parsed once; the reports are shared, so they are not to be changed."""
+    attrs = mod.attrs or {}
+    names = [each.name for each in fields(Findings)]
+    return Findings(**{name: _read(name, str(attrs[_attribute(name)])) for name in names if _attribute(name) in attrs})
+
+
+def with_findings(mod: tvm.IRModule, **found: Any) -> tvm.IRModule:
+    """The module with some fields of its record set, or taken off where they are None."""
+    for name, value in found.items():
+        if value is not None:
+            mod = mod.with_attr(_attribute(name), json.dumps(_FORMATS[name].write(value)))
+        elif mod.attrs and _attribute(name) in mod.attrs:
+            mod = mod.without_attr(_attribute(name))
+    return mod
+
+
+def keeps_findings(mod: tvm.IRModule) -> bool:
+    """Whether passes add to the module's record."""
+    return bool(mod.attrs and _attribute("fusions") in mod.attrs)
+
+
+@dataclass
+class Notes:
+    """What passes have found while this was open."""
+
+    placements: list[PlacementReport] = field(default_factory=list)
+    encodings: list[EncodingReport] = field(default_factory=list)
+    fusions: FusionReport = field(default_factory=FusionReport)
+
+    def add_to(self, mod: tvm.IRModule) -> tvm.IRModule:
+        """The module with its record brought up to date; the very module where nothing is new."""
+        if not (self.placements or self.encodings or self.fusions.dispatches or self.fusions.declined):
+            return mod
+        before = findings_of(mod)
+        new: dict[str, Any] = {}
+        if self.placements and before.placement is None:  # later ones see the transfers that the first one wrote
+            new["placement"] = self.placements[0]
+        if self.encodings:
+            new["encodings"] = _joined(before.encodings, self.encodings[-1])
+        fusions = before.fusions or FusionReport()
+        is_recorded = any(COMMANDS in func.attrs for func in mod.functions.values())
+        dispatches = fusions.dispatches if is_recorded and fusions.dispatches else self.fusions.dispatches
+        declined = [*fusions.declined, *(entry for entry in self.fusions.declined if entry not in fusions.declined)]
+        new["fusions"] = FusionReport(dispatches or fusions.dispatches, declined)
+        return with_findings(mod, **{name: value for name, value in new.items() if value != getattr(before, name)})
+
+
+def _joined(before: EncodingReport | None, now: EncodingReport) -> EncodingReport:
+    """A report of a module that was specialized before: what was cancelled then is not in the module any more."""
+    if before is None:
+        return now
+    is_empty = not (now.ops or now.transfers)
+    cancelled = [*before.cancelled, *(entry for entry in now.cancelled if entry not in before.cancelled)]
+    latest = before if is_empty else now
+    return EncodingReport(latest.ops, latest.transfers, cancelled)
+
+
+_OPEN: ContextVar[tuple[Notes, ...]] = ContextVar("relax_hetero_notes", default=())
+
+
+@contextlib.contextmanager
+def _open() -> Iterator[Notes]:
+    notes = Notes()
+    token = _OPEN.set((*_OPEN.get(), notes))
+    try:
+        yield notes
+    finally:
+        _OPEN.reset(token)
+
+
+def noting(work: Callable[[tvm.IRModule], tvm.IRModule], mod: tvm.IRModule) -> tvm.IRModule:
+    """What a pass makes of a module, with what it found in the record of a module that keeps one."""
+    if not keeps_findings(mod):
+        return work(mod)
+    with _open() as notes:
+        result = work(mod)
+    return notes.add_to(result)
+
+
+@contextlib.contextmanager
+def collect_placement() -> Iterator[list[PlacementReport]]:
+    """A list to which every `RealizeVDevice` that runs inside the ``with`` block adds its report."""
+    with _open() as notes:
+        yield notes.placements
+
+
+@contextlib.contextmanager
+def collect_encodings() -> Iterator[list[EncodingReport]]:
+    """A list to which every `SpecializeEncodings` that runs inside the ``with`` block adds its report."""
+    with _open() as notes:
+        yield notes.encodings
+
+
+@contextlib.contextmanager
+def collect_fusions() -> Iterator[FusionReport]:
+    """A report that the passes which run inside the ``with`` block fill."""
+    with _open() as notes:
+        yield notes.fusions
+
+
+def is_collecting() -> bool:
+    """Whether anyone wants to know what passes find: a pass skips what only a report needs."""
+    return bool(_OPEN.get())
+
+
+def publish(report: PlacementReport | EncodingReport) -> None:
+    """Give a report to all who collect."""
+    for notes in _OPEN.get():
+        if isinstance(report, PlacementReport):
+            notes.placements.append(report)
+        else:
+            notes.encodings.append(report)
+
+
+def decline(function: str, variable: str, op: str, reason: str) -> None:
+    """Say why something was not fused; each reason is kept once, and costs nothing where nobody listens."""
+    entry = Declined(function, variable, op, reason)
+    for notes in _OPEN.get():
+        if entry not in notes.fusions.declined:
+            notes.fusions.declined.append(entry)
+
+
+def record_dispatches(mod: tvm.IRModule) -> None:
+    """Note the kernel calls of a module whose dispatches are formed, for those who listen."""
+    if not is_collecting():
+        return
+    vdevices = vdevices_of(mod)
+    entries = []
+    for gv, func in relax_functions(mod):
+        for binding in walk_bindings(func):
+            kernel = called_prim_func(mod, binding.value)
+            if kernel is None:
+                continue
+            vdevice = call_vdevice(binding.value)
+            device = device_name(vdevice, vdevices) if vdevice is not None else ""
+            code = mod.functions[kernel]
+            names = (gv.name_hint, binding.var.name, kernel.name_hint, device)
+            entries.append(DispatchEntry(*names, ops_of(code), precision_of(code)))
+    for notes in _OPEN.get():
+        notes.fusions.dispatches = entries

@@ -1,0 +1,282 @@
+"""What passes find, as plain data: where values are and why, how they are stored, what became one kernel.
+
+The records that ``relax-hetero explain`` prints and an executable's metadata holds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementEntry:
+    """One op, transfer, parameter or constant of a placed module.
+
+    Attributes
+    ----------
+    function : str
+    variable : str
+        The variable that is bound; for a constant the one whose binding uses it first.
+    op : str
+        E.g. "relax.add", "relax.to_vdevice", "parameter", "constant".
+    device : str
+        ``kind:i``.
+    device_index : int
+        Position in the module's vdevice list.
+    reason : str
+        A sentence.
+    bytes : int, optional
+        Size of the result; None where it depends on a symbolic or unknown shape.
+    kind : str
+        "op", "transfer", "param" or "constant".
+    """
+
+    function: str
+    variable: str
+    op: str
+    device: str
+    device_index: int
+    reason: str
+    bytes: int | None
+    kind: str
+
+
+@dataclass(slots=True)
+class PlacementReport:
+    """The entries of one `RealizeVDevice` run, in program order."""
+
+    entries: list[PlacementEntry] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        """As a JSON array of objects."""
+        return json.dumps(self.to_data())
+
+    def to_data(self) -> list[dict[str, Any]]:
+        """As JSON data."""
+        return [_data(entry) for entry in self.entries]
+
+    @staticmethod
+    def from_json(text: str) -> PlacementReport:
+        """Read what `to_json` wrote."""
+        return PlacementReport.from_data(json.loads(text))
+
+    @staticmethod
+    def from_data(data: Iterable[Mapping[str, Any]]) -> PlacementReport:
+        """Read what `to_data` made."""
+        return PlacementReport([PlacementEntry(**entry) for entry in data])
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchEntry:
+    """One call of a kernel.
+
+    Attributes
+    ----------
+    function, variable : str
+        Where it is; the variable holds its result.
+    kernel : str
+        The PrimFunc's name.
+    device : str
+        ``kind:i``; empty for what computes shapes on the host.
+    ops : tuple of str
+        What it computes, in order: more than one op where ops were fused.
+    precision : str
+        The element types of its products, else those of its arguments (`kernel_work.precision_of`).
+    """
+
+    function: str
+    variable: str
+    kernel: str
+    device: str
+    ops: tuple[str, ...]
+    precision: str
+
+
+@dataclass(frozen=True, slots=True)
+class Declined:
+    """Work that stayed out of a kernel.
+
+    Attributes
+    ----------
+    function, variable : str
+        Where it is in the model.
+    op : str
+        The op that stayed out, or whose kernel did not take another in.
+    reason : str
+        What was found and what would have been needed.
+    """
+
+    function: str
+    variable: str
+    op: str
+    reason: str
+
+
+@dataclass(slots=True)
+class FusionReport:
+    """The kernel calls of a module, and what was not fused, in program order."""
+
+    dispatches: list[DispatchEntry] = field(default_factory=list)
+    declined: list[Declined] = field(default_factory=list)
+
+    def to_data(self) -> dict[str, Any]:
+        """As JSON data."""
+        return {name: [_data(entry) for entry in getattr(self, name)] for name in self.__slots__}
+
+    @staticmethod
+    def from_data(data: Mapping[str, Any]) -> FusionReport:
+        """Read what `to_data` made."""
+        dispatches = [DispatchEntry(**{**entry, "ops": tuple(entry["ops"])}) for entry in data["dispatches"]]
+        return FusionReport(dispatches, [Declined(**entry) for entry in data["declined"]])
+
+
+Size = int | str
+"""Bytes: a number, or an expression of the symbolic extents it depends on."""
+
+
+@dataclass(frozen=True, slots=True)
+class OperandEntry:
+    """One tensor of an encoded op: what it is for, and how it is stored.
+
+    Attributes
+    ----------
+    role : str
+        "lhs", "rhs", "init", "data", "weight", "result", or "x1", "x2", ... for what an expression reads besides.
+    variable : str
+        The encoded tensor's variable.
+    shape, dtype : str
+        Logical shape ("128x768", symbolic extents by name) and element type.
+    encoding : str
+        Text of its `Encoding`.
+    layout : str
+        Text of its `PackedLayout`; empty before SpecializeEncodings.
+    bytes_before : int or str
+        Row-major, in bytes.
+    bytes_after : int or str
+        As it is stored, in bytes; equal to `bytes_before` where no layout is known yet.
+    packed : str
+        Where its layout comes from: "never" (row-major as it is, or no layout yet), "at compile time", "at run time",
+        "as a permutation" (nothing is tiled: MovePermutes moves it, most often to where it meets its inverse),
+        "by transfer" (it arrives packed), or "by op" (the op that makes it writes this layout).
+    """
+
+    role: str
+    variable: str
+    shape: str
+    dtype: str
+    encoding: str
+    layout: str
+    bytes_before: Size
+    bytes_after: Size
+    packed: str
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedOpEntry:
+    """One encoded op.
+
+    Attributes
+    ----------
+    function, variable : str
+        Where it is; the variable as the model calls it.
+    op : str
+        "matmul", "conv2d", or the expression of elementwise work that no product takes along.
+    device : str
+        ``kind:i``.
+    kernel : str
+        The name of its kernel's variant; empty before SpecializeEncodings.
+    operands : tuple of OperandEntry
+        Its encoded operands in order, then its result.
+    epilogue : str
+        The expression that its kernel applies before it stores ("" if there is none).
+    """
+
+    function: str
+    variable: str
+    op: str
+    device: str
+    kernel: str
+    operands: tuple[OperandEntry, ...]
+    epilogue: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CancelledEntry:
+    """An op that was encoded and is a stock op again: which one, on which device, and why."""
+
+    function: str
+    variable: str
+    op: str
+    device: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedTransferEntry:
+    """A tensor that crosses devices while encoded.
+
+    Attributes
+    ----------
+    function, variable : str
+        The variable that holds it on the destination.
+    source, destination : str
+        Devices.
+    layout : str
+        How it is stored on the way.
+    bytes : int or str
+        What goes over the wire.
+    relayout : str
+        Where it is laid out anew, and from which layout to which; empty where both sides agree.
+    """
+
+    function: str
+    variable: str
+    source: str
+    destination: str
+    layout: str
+    bytes: Size
+    relayout: str = ""
+
+
+@dataclass(slots=True)
+class EncodingReport:
+    """The encoded ops of a module, its encoded transfers and what was cancelled, in program order."""
+
+    ops: list[EncodedOpEntry] = field(default_factory=list)
+    transfers: list[EncodedTransferEntry] = field(default_factory=list)
+    cancelled: list[CancelledEntry] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        """As a JSON object."""
+        return json.dumps(self.to_data())
+
+    def to_data(self) -> dict[str, Any]:
+        """As JSON data."""
+        return {name: [_data(entry) for entry in getattr(self, name)] for name in self.__slots__}
+
+    @staticmethod
+    def from_json(text: str) -> EncodingReport:
+        """Read what `to_json` wrote."""
+        return EncodingReport.from_data(json.loads(text))
+
+    @staticmethod
+    def from_data(data: Mapping[str, Any]) -> EncodingReport:
+        """Read what `to_data` made."""
+        return EncodingReport(
+            [
+                EncodedOpEntry(**{**entry, "operands": tuple(OperandEntry(**operand) for operand in entry["operands"])})
+                for entry in data["ops"]
+            ],
+            [EncodedTransferEntry(**entry) for entry in data["transfers"]],
+            [CancelledEntry(**entry) for entry in data["cancelled"]],
+        )
+
+
+def _data(entry: Any) -> Any:
+    """An entry as JSON data, which has no tuples."""
+    if isinstance(entry, tuple):
+        return [_data(each) for each in entry]
+    return {part.name: _data(getattr(entry, part.name)) for part in fields(entry)} if is_dataclass(entry) else entry

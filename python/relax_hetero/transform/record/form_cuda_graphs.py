@@ -1,0 +1,221 @@
+"""FormCudaGraphs: command buffers of GPUs become CUDA graphs, recorded once and launched with a table of bindings.
+
+Before::
+
+    buffer = R.call_tir(cls.main_commands, (x, w), out_ty=[R.Tensor((16,), "float32"), R.Tensor((64,), "uint8")])
+
+After::
+
+    buffer = R.call_tir(cls.main_commands, (x, state), out_ty=[R.Tensor((16,), "float32")])
+
+`main_commands` now submits the graph that `main_commands_record` records. Constants and the arena, which the machine
+owns, are arguments of the recorded launches; kernels that work on bindings, inputs and results, read where these are
+in a table in device memory (`tir.commands.table_kernel`). `state` is a constant that each machine replaces by memory
+of its own (`vm.region.cuda_graph`), and which constants the graph reads stands on `main_commands` (`GRAPH_CONSTANTS`).
+
+Extents that are symbolic decide how many blocks a launch has, which a graph keeps: such command buffers stay host
+functions that launch kernel by kernel. TVM's RewriteCUDAGraph captures what a function does with memory of its own,
+with inputs and outputs outside of the graph, and weights as they were at the first call.
+
+Assumes FormCommandBuffers. A lowered module is returned as it is; a second run changes nothing. The result needs a
+machine that records graphs, so `rh.compile` runs this pass and `rh.get_pipeline` leaves it out.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax, tirx
+from tvm_ffi import structural_walk
+
+from ...artifact.commands import ARENA, GRAPH, SLOT, Dispatch, Reference, RegionSpec, kernel_from_json
+from ...artifact.graph_layout import ENTRIES, ROWS, TABLE, Layout
+from ...target.vdevice import vdevices_of
+from ...tir.commands.command_list import Tensor
+from ...tir.commands.graph_functions import Launch, fetch_kernel, fill_kernel, record_function, submit_function
+from ...tir.commands.table_kernel import fetching_kernel, table_kernel, threads_of_one_block
+from ..ir.blocks import renamed
+from ..ir.declare import declare_pass
+from ..ir.module_attrs import COMMANDS, KERNEL, is_lowered
+from ..ir.rewriting import copy_module, fresh_global_var, map_bindings, op_name, relax_functions, typed
+from .region_attrs import regions_of, with_region
+
+_MOST_ROUNDS = 8
+"""In which one block of few threads fetches a table; more are left to a kernel of its own."""
+
+
+GRAPH_CONSTANTS = "relax_hetero.graph_constants"
+"""On the function that submits a graph: the constants that its launches read."""
+
+
+def form_cuda_graphs(mod: tvm.IRModule) -> tvm.IRModule:
+    """See the module's docstring."""
+    if is_lowered(mod):
+        return mod
+    regions = {region.name: region for region in regions_of(mod)}
+    buffers = {gv: regions[gv.name_hint] for gv, func in mod.functions.items() if COMMANDS in func.attrs}
+    chosen = {gv: region for gv, region in buffers.items() if _can_be_graph(mod.functions[gv], region)}
+    if not chosen:
+        return mod
+    writer = _Writer(mod)
+    rewritten = {gv.name_hint: writer.write(gv, region) for gv, region in chosen.items()}
+    calls = _Calls(rewritten, chosen, vdevices_of(mod))
+    for gv, func in relax_functions(mod):
+        writer.functions[gv] = map_bindings(func, calls.change)
+    for name, constants in calls.constants.items():
+        submit = rewritten[name]
+        writer.functions[submit] = writer.functions[submit].with_attr(GRAPH_CONSTANTS, constants)
+    return copy_module(mod, writer.without_unused_kernels())
+
+
+FormCudaGraphs = declare_pass("FormCudaGraphs", form_cuda_graphs)
+
+
+def _can_be_graph(func: tirx.PrimFunc, region: RegionSpec) -> bool:
+    return func.attrs["target"].kind.name == "cuda" and not region.parameters and region.runs != GRAPH
+
+
+class _Writer:
+    """Writes the functions of graphs.
+
+    Attributes
+    ----------
+    functions : dict
+        Those of the module, without the command buffers' host functions, and with those of their graphs.
+    """
+
+    def __init__(self, mod: tvm.IRModule) -> None:
+        self.functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = dict(mod.functions.items())
+        self._taken = {gv.name_hint for gv in self.functions}
+        self._kernels = {
+            kernel_from_json(json.loads(str(func.attrs[KERNEL]))).name: gv
+            for gv, func in mod.functions.items()
+            if KERNEL in func.attrs
+        }
+        self._variants: dict[tuple[Any, ...], tvm.ir.GlobalVar] = {}
+
+    def write(self, gv: tvm.ir.GlobalVar, region: RegionSpec) -> tvm.ir.GlobalVar:
+        """Replace a host function by those of a graph; the one that submits it is returned."""
+        old = self.functions.pop(gv)
+        target, count = old.attrs["target"], len(region.slots)
+        tensors = [Tensor(str(p.name), list(p.ty.shape), str(p.ty.dtype)) for p in old.params]
+        inputs = sum(slot.access == "read" for slot in region.slots)
+        results = tensors[inputs + len(region.directs) :][: count - inputs]
+        commands = [command for command in region.commands if isinstance(command, Dispatch)]
+        launches = [self._launch(command, region) for command in commands]
+        first = next(i for i, command in enumerate(commands) if _entries(command))
+        launches[first] = self._fetching(launches[first], commands[first], count)
+        fetch = None
+        if launches[first].fetching is None:
+            fetch = self._once(("fetch", count, str(target)), lambda name: fetch_kernel(name, count, target))
+        fill = self._once(("fill", str(target)), lambda name: fill_kernel(name, target))
+        record = fresh_global_var(f"{gv.name_hint}_record", tvm.ir.Type.missing(), self._taken)
+        self._add(record, record_function(record.name_hint, count, launches, fetch, fill, target))
+        submit = submit_function(gv.name_hint, tensors[:inputs], results, target).without_attr("global_symbol")
+        return self._add(tvm.ir.GlobalVar(gv.name_hint), with_region(submit, replace(region, runs=GRAPH)))
+
+    def without_unused_kernels(self) -> dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc]:
+        """The functions, less kernels of which only variants are called."""
+        called: set[str] = set()
+        for func in self.functions.values():
+            structural_walk(func.body, (tvm.ir.GlobalVar, lambda gv: called.add(gv.name_hint)))
+        kernels = {gv.name_hint for gv in self._kernels.values()}
+        return {gv: f for gv, f in self.functions.items() if gv.name_hint not in kernels - called}
+
+    def _launch(self, command: Dispatch, region: RegionSpec) -> Launch:
+        kernel = self._kernels[command.kernel]
+        raw = self.functions[kernel]
+        entries = _entries(command)
+        arguments: list[Any] = [
+            tirx.const(ENTRIES + operand.index, "int32")
+            if i in entries
+            else (*_word(operand, region), raw.params[i].ty)
+            for i, operand in enumerate(command.operands)
+        ]
+        numbers = raw.params[len(arguments) :]
+        arguments += [tirx.const(value, p.ty.dtype) for p, value in zip(numbers, command.scalars, strict=True)]
+        if not entries:
+            return Launch(kernel, arguments)
+        variant = self._once((kernel.name_hint, entries), lambda _: table_kernel(raw, entries))
+        return Launch(variant, [(TABLE, 0, _POINTER), *arguments])
+
+    def _fetching(self, launch: Launch, command: Dispatch, slots: int) -> Launch:
+        """The first launch that needs the table, with the kernel that fetches it where one block does all its work."""
+        kernel, entries = self._kernels[command.kernel], _entries(command)
+        raw = self.functions[kernel]
+        threads = threads_of_one_block(raw)
+        if threads is None or threads * _MOST_ROUNDS < ROWS * slots:
+            return launch
+        fetch = fetch_kernel("fetch", slots, raw.attrs["target"], threads)
+        key = (kernel.name_hint, entries, slots)
+        return replace(launch, fetching=self._once(key, lambda _: fetching_kernel(raw, entries, fetch)))
+
+    def _once(self, key: tuple[Any, ...], make: Any) -> tvm.ir.GlobalVar:
+        if key not in self._variants:
+            gv = fresh_global_var(f"{key[0]}_table", tvm.ir.Type.missing(), self._taken)
+            self._variants[key] = self._add(gv, make(gv.name_hint))
+        return self._variants[key]
+
+    def _add(self, gv: tvm.ir.GlobalVar, func: tirx.PrimFunc) -> tvm.ir.GlobalVar:
+        self.functions[typed(gv, func.ty)] = func
+        return gv
+
+
+_POINTER = tvm.ir.PointerType(tvm.ir.PrimType("int64"), "global")
+
+
+def _entries(command: Dispatch) -> tuple[int, ...]:
+    """Which operands of a command are bindings."""
+    return tuple(i for i, operand in enumerate(command.operands) if operand.space == SLOT)
+
+
+def _word(operand: Reference, region: RegionSpec) -> tuple[int, int]:
+    """The word of the plan that a direct reference or one to the arena starts from, and its offset."""
+    first = Layout(len(region.slots)).directs
+    return first + (len(region.directs) if operand.space == ARENA else operand.index), int(operand.offset)
+
+
+class _Calls:
+    """Rewrites the calls of command buffers that became graphs.
+
+    Attributes
+    ----------
+    constants : dict of str to list of tvm.ir.GenericConst
+        What each command buffer took as arguments, and its graph keeps.
+    """
+
+    def __init__(
+        self,
+        submits: dict[str, tvm.ir.GlobalVar],
+        chosen: dict[tvm.ir.GlobalVar, RegionSpec],
+        vdevices: list[relax.VDevice],
+    ) -> None:
+        self.constants: dict[str, list[tvm.ir.GenericConst]] = {}
+        self._submits, self._vdevices = submits, vdevices
+        self._regions = {gv.name_hint: region for gv, region in chosen.items()}
+        self._names: dict[relax.Var, relax.Expr] = {}
+
+    def change(self, binding: relax.Binding) -> relax.Binding:
+        """A binding, with the state for constants and without an arena where it calls such a command buffer."""
+        call = binding.value
+        name = call.args[0].name_hint if op_name(call) == "relax.call_tir" else ""
+        if name not in self._submits:
+            return renamed(binding, self._names)
+        region = self._regions[name]
+        args = list(renamed(binding, self._names).value.args[1].fields)
+        inputs = len(args) - len(region.directs)
+        vdevice = self._vdevices[region.device]
+        words = np.zeros(Layout(len(region.slots)).state, "int64")
+        state = tvm.ir.GenericConst(tvm.runtime.tensor(words), relax.TensorType(words.shape, "int64", vdevice))
+        self.constants[name] = args[inputs:]
+        ty, var = call.ty_args[0], binding.var
+        if region.arena != 0:
+            ty = tvm.ir.TupleType(list(ty.fields)[:-1])
+            self._names[var] = type(var)(var.name, ty)
+        operands = [self._submits[name], relax.Tuple([*args[:inputs], state])]
+        new = relax.Call(call.op, operands, call.attrs, [ty], call.span, ret_ty=ty)
+        return relax.VarBinding(self._names.get(var, var), new, binding.span)

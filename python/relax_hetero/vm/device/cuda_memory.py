@@ -1,0 +1,101 @@
+"""Memory for copies from and to GPUs: pinned memory of the host, and memory of a GPU outside of TVM's pool.
+
+GPUs copy from and to pinned memory at full rate while the host does other work. TVM's pool gives memory again as soon
+as nothing on the host refers to it: right for work that follows in the stream of the kernels which used it, wrong for
+copies that run beside them.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Any
+
+import numpy as np
+
+from ...errors import BindingError
+from ...target.element_types import numpy_dtype
+from .cuda_library import CudaLibrary, cuda_library
+
+
+class PinnedBlock:
+    """Pinned memory, given back when nothing refers to it.
+
+    Parameters
+    ----------
+    library : CudaLibrary
+    gpu : int
+        Any: each can use the memory.
+    nbytes : int
+    """
+
+    def __init__(self, library: CudaLibrary, gpu: int, nbytes: int) -> None:
+        library.use(gpu)
+        self.address, self.nbytes = library.pinned(nbytes), nbytes
+        # When the process ends the driver may have ended before, and frees everything.
+        weakref.finalize(self, _give_back, library, gpu, "cuMemFreeHost", self.address).atexit = False
+
+
+class DeviceBlock:
+    """Memory of a GPU, given back when nothing refers to it.
+
+    Parameters
+    ----------
+    library : CudaLibrary
+    gpu : int
+        Whose memory.
+    nbytes : int
+    """
+
+    def __init__(self, library: CudaLibrary, gpu: int, nbytes: int) -> None:
+        library.use(gpu)
+        self.address, self.nbytes = library.made("cuMemAlloc_v2", nbytes), nbytes
+        # When the process ends the driver may have ended before, and frees everything.
+        weakref.finalize(self, _give_back, library, gpu, "cuMemFree_v2", self.address).atexit = False
+
+
+def _give_back(library: CudaLibrary, gpu: int, function: str, address: int) -> None:
+    library.use(gpu)
+    library.call(function, address)
+
+
+def pinned_array(shape: int | tuple[int, ...], dtype: str | np.dtype[Any] = "float32") -> np.ndarray:
+    """An uninitialised array in pinned host memory: an argument or ``out=`` that GPUs copy from and to at full rate.
+
+    Pinning takes longer than copying: make such arrays once and use them again. The memory is given back when no array
+    over it is left.
+
+    Parameters
+    ----------
+    shape : int or tuple of int
+    dtype : str or numpy.dtype
+        By name also those that numpy lacks (``"bfloat16"``).
+
+    Returns
+    -------
+    numpy.ndarray
+
+    Raises
+    ------
+    BindingError
+        Where CUDA does not work.
+    CudaError
+        Where so much cannot be pinned.
+    """
+    kind = numpy_dtype(dtype) if isinstance(dtype, str) else np.dtype(dtype)
+    library = cuda_library()
+    if library is None:
+        raise BindingError("pinned_array needs a CUDA driver and a GPU, found none; numpy.empty gives plain memory")
+    nbytes = math.prod((shape,) if isinstance(shape, int) else shape) * kind.itemsize
+    if not nbytes:
+        return np.empty(shape, kind)
+    return np.asarray(_Array(PinnedBlock(library, 0, nbytes))).view(kind).reshape(shape)
+
+
+class _Array:
+    """A block as numpy takes memory; it lives as long as any array over it."""
+
+    def __init__(self, block: PinnedBlock) -> None:
+        self._block = block
+        data = (block.address, False)
+        self.__array_interface__ = {"shape": (block.nbytes,), "typestr": "|u1", "data": data, "version": 3}

@@ -1,0 +1,144 @@
+"""The submitter of a machine: function calls become queued calls, with a plan, checked arguments and a result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from tvm import runtime
+
+from ...errors import HeteroError
+from ..args.argument_binding import ArgumentBinder, BoundArguments
+from ..args.donated_arguments import argument_memory
+from ..args.results import check_out, fill, to_python
+from ..device.constants import PlacedConstants
+from ..device.forks import MachineLock, tell_of_forks
+from ..device.pool_watch import PoolWatch
+from ..device.tensors import AddressRange, is_host
+from ..device.threads import has_lost_threads
+from ..file.executable import Executable
+from .call import Prepared
+from .fence import Fence
+from .plan import QueuePlan, whole
+from .queued_calls import QueuedCalls
+from .queues import Queues, overlapping
+
+
+class Submitter:
+    """Submits calls of a machine's functions to its queues.
+
+    Parameters
+    ----------
+    machine : object
+        Whose queues end with it. Calls under way keep it alive; the submitter does not.
+    executable : Executable
+    devices : sequence of Device
+        By manifest index; the last is the host.
+    arguments : ArgumentBinder
+    lock : MachineLock
+        Held while arguments are bound.
+    pool : PoolWatch
+    constants : PlacedConstants
+    max_in_flight : int
+        How many calls may be under way at once.
+    make_queues : callable
+        Called with the first submission; neither it nor its result may refer to the machine.
+
+    Attributes
+    ----------
+    calls : QueuedCalls
+    queued_functions : set of str
+        The functions whose plain calls go through the queues too.
+    is_host_alone : bool
+        Whether the machine has no device but the host's.
+
+    Raises
+    ------
+    BindingError
+        A `max_in_flight` that is no positive integer.
+    """
+
+    def __init__(
+        self,
+        machine: object,
+        executable: Executable,
+        devices: Sequence[runtime.Device],
+        arguments: ArgumentBinder,
+        lock: MachineLock,
+        pool: PoolWatch,
+        constants: PlacedConstants,
+        max_in_flight: int,
+        make_queues: Callable[[], Queues],
+    ) -> None:
+        about = executable.metadata
+        self.calls = QueuedCalls(machine, lock, max_in_flight, make_queues)
+        self.queued_functions = set(executable.function_names) if has_lost_threads() else overlapping(about)
+        self.is_host_alone = all(map(is_host, devices))
+        self._executable, self._arguments, self._lock = executable, arguments, lock
+        self._pool, self._constants = pool, constants
+        self._entries = range(len(devices) - 1)
+        self._schedules = {schedule.function: schedule for schedule in about.schedules}
+        self._plans: dict[str, QueuePlan] = {}
+        self._consumes = any(signature.donated for signature in about.signatures.values())
+        tell_of_forks(self)
+
+    def submit(self, out: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Fence:
+        """Have function `name` run; see `VirtualMachine.submit_into`."""
+        signature = self._executable.signature(name)
+        return self.calls.submit(signature, partial(self._plan, name), partial(self._prepare, name, out), args, kwargs)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold the lock when no call is under way."""
+        while True:
+            self.calls.wait(None)
+            with self._lock.held:
+                if self.calls.wait(0):
+                    yield
+                    return
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Hold the lock; where GPUs are at work, whose graphs have arenas of their own, when no call is under way."""
+        with self._lock.held if self.is_host_alone else self.alone():
+            yield
+
+    def _plan(self, name: str, queues: Queues) -> QueuePlan:
+        plan = self._plans.get(name)
+        if plan is None:
+            schedule = self._schedules.get(name) or whole(self._executable.signature(name), self._entries)
+            plan = self._plans[name] = QueuePlan(schedule, queues)
+        return plan
+
+    def _prepare(self, name: str, out: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prepared:
+        cache, ordered, call, tensors = self._arguments.recall(name, args, kwargs)
+        if call is not None:
+            bound = BoundArguments(call.values(tensors), call.dims, call.lent(tensors))
+        else:
+            bound = self._arguments.bind_new(name, cache, ordered, args, kwargs)
+        values, dims, lent = bound
+        if out is not None:
+            check_out(out, self._executable.signature(name), dims.copy())
+        extents = (name, *dims.values.values()) if dims.values else None
+        memory = argument_memory(self._executable.signature(name), values) if self._consumes else None
+        return Prepared(values, dims.values, partial(self._finish, extents, lent, out), memory)
+
+    def _finish(self, extents: Hashable, lent: list[AddressRange], out: Any, result: Any) -> Any:
+        """The result for the caller, from what the function returned; runs in a queue's thread."""
+        if extents is not None:
+            self._pool.note(extents, (result,))
+        return to_python(result, self._constants.ranges, lent) if out is None else fill(out, result)
+
+    def after_fork(self) -> None:
+        """Refuse calls in a process that was forked while the machine was at work; only `forks` calls this."""
+        if self.calls.has_queues or not self._lock.is_free():
+            why = (
+                "this machine was at work when the process was forked, and its threads stayed behind; expected a "
+                "VirtualMachine made from the Executable in the new process"
+            )
+            self._lock.refuse(why)
+            self.calls.lose(HeteroError(why))
+        elif has_lost_threads():
+            self.queued_functions = set(self._executable.function_names)

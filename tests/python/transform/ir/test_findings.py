@@ -1,0 +1,118 @@
+"""The record of what passes find: kept by modules that ask for it, the same by a Sequential and by rh.compile."""
+
+import tvm
+from tvm.ir import assert_structural_equal
+from tvm.script import ir as I
+from tvm.script import relax as R
+
+import relax_hetero as rh
+from relax_hetero.transform.ir.declare import declare_pass
+from relax_hetero.transform.ir.findings import decline, findings_of, keeps_findings, with_findings
+from relax_hetero.transform.ir.reports import (
+    CancelledEntry,
+    Declined,
+    EncodingReport,
+    FusionReport,
+    PlacementEntry,
+    PlacementReport,
+)
+
+
+@I.ir_module
+class Before:
+    I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("c")]})
+
+    @R.function
+    def main(x: R.Tensor((8, 16), "float32", "llvm:0"), w: R.Tensor((16, 8), "float32", "llvm:0")):
+        with R.dataflow():
+            a = R.matmul(x, w)
+            b = R.to_vdevice(a, "c:0")
+            c = R.exp(b)
+            R.output(c)
+        return c
+
+
+@I.ir_module
+class Expected:
+    I.module_attrs({"relax_hetero.fusions": '{"dispatches": [], "declined": []}'})
+    I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("c")]})
+
+    @R.function
+    def main(x: R.Tensor((8, 16), "float32", "llvm:0"), w: R.Tensor((16, 8), "float32", "llvm:0")):
+        with R.dataflow():
+            a = R.matmul(x, w)
+            b = R.to_vdevice(a, "c:0")
+            c = R.exp(b)
+            R.output(c)
+        return c
+
+
+def test_a_module_keeps_findings_from_a_pass_on():
+    after = rh.transform.KeepFindings()(Before)
+    assert_structural_equal(after, Expected)
+    assert rh.transform.KeepFindings()(after).same_as(after)
+    assert keeps_findings(after) and not keeps_findings(Before)
+
+
+def test_other_modules_are_not_touched():
+    placed = rh.transform.RealizeVDevice()(Before)
+    assert findings_of(placed).placement is None and not placed.attrs
+
+
+def test_a_sequential_and_compile_find_the_same():
+    lowered = rh.get_pipeline()(Before)
+    direct, later = rh.compile(Before).metadata, rh.compile(lowered).metadata
+    assert direct.placement and direct.encodings["ops"] and direct.fusions["dispatches"]
+    for name in ("placement", "placement_estimate", "encodings", "fusions", "single_calls"):
+        assert getattr(later, name) == getattr(direct, name), name
+
+
+def test_a_record_survives_stock_passes_json_and_text():
+    report = PlacementReport([PlacementEntry("main", "a", "relax.matmul", "llvm:0", 0, "a reason", 256, "op")])
+    mod = with_findings(rh.transform.KeepFindings()(Before), placement=report, placement_estimate={"seconds": 1.5})
+    stock = tvm.transform.Sequential(
+        [tvm.relax.transform.CanonicalizeBindings(), tvm.relax.transform.LegalizeOps(), tvm.relax.transform.FuseOps()]
+    )(mod)
+    for each in (stock, tvm.ir.load_json(tvm.ir.save_json(mod)), tvm.script.from_source(mod.script())):
+        assert findings_of(each) == findings_of(mod)
+        assert findings_of(each).placement == report and findings_of(each).fusions == FusionReport()
+    assert findings_of(mod).placement is findings_of(mod).placement  # parsed once
+    assert findings_of(with_findings(mod, placement=None)).placement is None
+
+
+def declining(mod: tvm.IRModule, reason: str, again: bool = False) -> tvm.IRModule:
+    if again:
+        mod = Declining(reason)(mod)
+    decline("main", "a", "matmul", reason)
+    return mod
+
+
+Declining = declare_pass("Declining", declining)
+
+
+def test_what_a_pass_declines_stands_in_the_module_it_returns():
+    kept = rh.transform.KeepFindings()(Before)
+    mod = tvm.transform.Sequential([Declining("one"), Declining("two"), Declining("one", again=True)])(kept)
+    assert findings_of(mod).fusions.declined == [Declined("main", "a", "matmul", each) for each in ("one", "two")]
+    assert findings_of(kept).fusions.declined == []
+    with rh.transform.collect_fusions() as outer, rh.transform.collect_fusions() as inner:
+        assert Declining("three")(Before).same_as(Before)
+    assert outer.declined == inner.declined == [Declined("main", "a", "matmul", "three")]
+
+
+def test_what_was_cancelled_stays_known_when_encodings_are_specialized_again():
+    cancelled = CancelledEntry("main", "q", "matmul", "c:0", "no layout")
+    mod = with_findings(rh.transform.KeepFindings()(Before), encodings=EncodingReport([], [], [cancelled]))
+    mod = tvm.transform.Sequential(
+        [rh.transform.RealizeVDevice(), rh.transform.SetEncoding(), rh.transform.SpecializeEncodings()]
+    )(mod)
+    report = findings_of(mod).encodings
+    assert report.cancelled == [cancelled] and [entry.variable for entry in report.ops] == ["a"]
+    again = tvm.transform.Sequential([rh.transform.MaterializeEncodings(), rh.transform.SpecializeEncodings()])(mod)
+    assert findings_of(again).encodings == report
+
+
+def test_an_updated_vdevice_takes_the_old_placement_off():
+    placed = rh.transform.RealizeVDevice()(rh.transform.KeepFindings()(Before))
+    assert findings_of(placed).placement is not None
+    assert findings_of(rh.transform.UpdateVDevice(rh.VDevice("llvm"), 1)(placed)).placement is None

@@ -1,0 +1,283 @@
+"""Command buffers of CUDA devices as graphs: what the module becomes, and the code; the GPU tests run them."""
+
+import logging
+
+import numpy as np
+import tvm
+from tvm import relax
+from tvm.ir import assert_structural_equal
+from tvm.script import ir as I
+from tvm.script import relax as R
+from tvm.script import tirx as T
+
+import relax_hetero as rh
+from relax_hetero.artifact.commands import GRAPH
+from relax_hetero.artifact.graph_layout import FILLED_AT_ONCE, Layout
+from relax_hetero.driver.commands.graph_tables import graph_tables
+from relax_hetero.target.vdevice import with_vdevices
+from relax_hetero.transform.ir.module_attrs import COMMANDS
+from relax_hetero.transform.record.form_cuda_graphs import GRAPH_CONSTANTS, FormCudaGraphs, form_cuda_graphs
+from relax_hetero.transform.record.region_attrs import kernels_of, regions_of
+from relax_hetero.vm.device.cuda_driver import cuda_driver
+from relax_hetero.vm.region import cuda_graph
+
+CUDA = {"kind": "cuda", "arch": "sm_90"}
+
+
+@I.ir_module
+class Steps:
+    I.module_global_infos({"vdevice": [I.vdevice({"kind": "cuda", "arch": "sm_90"})]})
+
+    @T.prim_func(private=True, s_tir=True)
+    def step(A: T.Buffer((16,), "float32"), C: T.Buffer((16,), "float32")):
+        T.func_attr({"op_pattern": 8})
+        for i in range(16):
+            with T.sblock("C"):
+                v = T.axis.spatial(16, i)
+                C[v] = A[v] + T.float32(1)
+
+    @T.prim_func(private=True, s_tir=True)
+    def join(A: T.Buffer((16,), "float32"), W: T.Buffer((16,), "float32"), C: T.Buffer((16,), "float32")):
+        T.func_attr({"op_pattern": 8})
+        for i in range(16):
+            with T.sblock("C"):
+                v = T.axis.spatial(16, i)
+                C[v] = A[v] * W[v]
+
+    @R.function
+    def main(x: R.Tensor((16,), "float32", "cuda:0"), w: R.Tensor((16,), "float32", "cuda:0")):
+        cls = Steps
+        with R.dataflow():
+            a = R.call_tir(cls.step, (x,), out_ty=R.Tensor((16,), "float32", "cuda:0"))
+            b = R.call_tir(cls.step, (a,), out_ty=R.Tensor((16,), "float32", "cuda:0"))
+            c = R.call_tir(cls.step, (b,), out_ty=R.Tensor((16,), "float32", "cuda:0"))
+            d = R.call_tir(cls.join, (c, w), out_ty=R.Tensor((16,), "float32", "cuda:0"))
+            e = R.call_tir(
+                cls.join, (d, R.const(np.arange(16, dtype="float32"))), out_ty=R.Tensor((16,), "float32", "cuda:0")
+            )
+            R.output(c, e)
+        return (c, e)
+
+
+def recorded(mod):
+    for step in rh.get_pipeline().passes[:-1]:
+        mod = step(mod)
+    return mod
+
+
+def functions(mod):
+    return {gv.name_hint: func for gv, func in mod.functions.items()}
+
+
+def sources(module):
+    found = [module.inspect_source()] if module.kind == "cuda" else []
+    return "".join([*found, *(sources(part) for part in module.imports)])
+
+
+# What each machine replaces by memory of its own.
+STATE = tvm.ir.GenericConst(
+    tvm.runtime.tensor(np.zeros(Layout(4).state, "int64")),
+    relax.TensorType((Layout(4).state,), "int64", Steps.global_infos["vdevice"][0]),
+)
+
+
+@I.ir_module
+class Expected:
+    """The graph reads its arguments from a table in `STATE`; the arena and constants belong to what was recorded."""
+
+    I.module_global_infos({"vdevice": [I.vdevice({"kind": "cuda", "arch": "sm_90"})]})
+
+    @T.prim_func(private=True, s_tir=True)
+    def main_commands(x: T.handle, w: T.handle, state: T.handle, c: T.handle, e: T.handle):
+        T.evaluate(0)
+
+    @R.function
+    def main(x: R.Tensor((16,), "float32", "cuda:0"), w: R.Tensor((16,), "float32", "cuda:0")):
+        cls = Expected
+        with R.dataflow():
+            buffer = R.call_tir(
+                cls.main_commands,
+                (x, w, STATE),
+                out_ty=[R.Tensor((16,), "float32", "cuda:0"), R.Tensor((16,), "float32", "cuda:0")],
+            )
+            c: R.Tensor((16,), "float32", "cuda:0") = buffer[0]
+            e: R.Tensor((16,), "float32", "cuda:0") = buffer[1]
+            R.output(c, e)
+        return (c, e)
+
+
+def test_calls_of_command_buffers_become_calls_of_graphs():
+    mod = FormCudaGraphs()(recorded(Steps))
+    assert_structural_equal(mod["main"], Expected["main"], map_free_vars=True)
+
+
+def test_what_the_module_becomes():
+    before = recorded(Steps)
+    mod = FormCudaGraphs()(before)
+    main = functions(mod)["main"]
+    _, (table,) = graph_tables(rh.transform.LowerToVM()(mod))
+    (call,) = [b.value for block in main.body.blocks for b in block.bindings if isinstance(b.value, relax.Call)]
+    state = call.args[1].fields[-1]
+    assert [str(arg.name) for arg in call.args[1].fields[:-1]] == ["x", "w"] and state.same_as(table.tensor)
+    assert len(table.constants) == 1 and table.region == "main_commands" and table.kernels == []
+    assert state.value.shape == (Layout(4).state,)
+    assert [list(map(int, ty.shape.values)) for ty in call.ty_args[0].fields] == [[16], [16]]  # no arena
+    (region,) = regions_of(mod)
+    assert region.runs == "CUDA graph" and region.arena > 0
+    assert regions_of(before)[0].runs == "stream" and kernels_of(mod) == kernels_of(before)
+    assert form_cuda_graphs(mod).same_as(mod)
+
+
+def test_constants_of_a_graph_travel_with_it_until_the_module_is_linked():
+    mod = form_cuda_graphs(recorded(Steps))
+    assert len(functions(mod)["main_commands"].attrs[GRAPH_CONSTANTS]) == 1
+    plain, _ = graph_tables(rh.transform.LowerToVM()(mod))
+    assert GRAPH_CONSTANTS not in functions(plain)["main_commands"].attrs
+
+
+def test_kernels_read_the_table_only_for_bindings():
+    found = functions(form_cuda_graphs(recorded(Steps)))
+    assert {"step", "step_table", "step_table_1", "join_table", "join_table_1"} <= set(found)
+    assert "join" not in found  # each call of it has a binding
+    record = found["main_commands_record"].script()
+    names = ("fill_table", "step_table_2", "step_table", "step", "step_table_1", "join_table", "join_table_1")
+    order = [record.index(f" {name}(") for name in names]
+    assert order == sorted(order)
+    assert COMMANDS not in found["main_commands_record"].attrs
+
+
+def test_memory_of_a_graph_with_several_constants():
+    builder, device = relax.BlockBuilder(), rh.VDevice(CUDA)
+    y = x = relax.Var("x", relax.TensorType((8, 16), "float32", device))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            for _ in range(3):
+                y = builder.emit(relax.op.matmul(y, relax.const(np.ones((16, 16), "float32"))))
+            y = builder.emit_output(y)
+        builder.emit_func_output(y)
+    exe = rh.compile(with_vdevices(builder.get(), [device]))
+    ((region,), (memory,)) = exe.metadata.regions, exe.metadata.memory
+    (step,) = memory.regions
+    assert region.runs == GRAPH and len(region.directs) == 3
+    assert len(step.slots) == len(region.slots) and step.slots[0] == -1  # the argument is the caller's
+    assert memory.storages[memory.tensors[step.slots[1]].storage].nbytes == 8 * 16 * 4
+
+
+def test_code_of_a_graph():
+    exe = rh.compile(Steps)
+    code = sources(exe.module)
+    for kernel in ("step", "step_table", "join_table", "fill_table"):
+        assert f" {kernel}(" in code
+    assert "fetch_table" not in code  # the first kernel is one block, and fetches the bindings itself
+    fetching = code[code.rindex(" step_table_2(") :]
+    order = [fetching.index(text) for text in ("ring[", "consumed[0] =", "__syncthreads();\n  float* A", "C_data[")]
+    assert order == sorted(order)
+    (region,) = exe.metadata.regions
+    (state,) = [spec for spec in exe.metadata.constants if spec.region]
+    assert state.region == region.name and state.addresses == region.directs and len(region.directs) == 1
+
+
+def test_bindings_are_fetched_by_a_kernel_of_its_own_before_many_blocks():
+    builder = relax.BlockBuilder()
+    device = rh.VDevice(CUDA)
+    x = relax.Var("x", relax.TensorType((64, 1000), "float32", device))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            y = builder.emit(relax.op.nn.softmax(builder.emit(relax.op.nn.softmax(x))))
+            y = builder.emit_output(y)
+        builder.emit_func_output(y)
+    mod = builder.get()
+    mod.update_global_info("vdevice", [device])
+    found = functions(form_cuda_graphs(recorded(mod)))
+    record = found["main_commands_record"].script()
+    order = [record.index(f" {name}(") for name in ("fetch_table", "fill_table", "softmax_table", "softmax_table_1")]
+    assert order == sorted(order)
+
+
+def test_more_slots_than_one_kernel_fills():
+    builder = relax.BlockBuilder()
+    device = rh.VDevice(CUDA)
+    xs = [relax.Var(f"x{i}", relax.TensorType((8,), "float32", device)) for i in range(FILLED_AT_ONCE + 5)]
+    with builder.function("main", xs):
+        with builder.dataflow():
+            total = xs[0]
+            for x in xs[1:]:
+                total = builder.emit(relax.op.matmul(total, x))
+                total = builder.emit(relax.op.add(relax.op.reshape(total, (1,)), x))
+            total = builder.emit_output(total)
+        builder.emit_func_output(total)
+    mod = builder.get()
+    mod.update_global_info("vdevice", [device])
+    (region,) = (exe := rh.compile(mod)).metadata.regions
+    assert len(region.slots) > FILLED_AT_ONCE
+    found = functions(form_cuda_graphs(recorded(mod)))
+    assert found["main_commands_record"].script().count("fill_table(") == 2
+    assert "fetch_table" in sources(exe.module)
+
+
+def symbolic():
+    builder = relax.BlockBuilder()
+    device = rh.VDevice(CUDA)
+    x = relax.Var("x", relax.TensorType((tvm.tirx.Var("n", "int64"), 64), "float32", device))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            y = builder.emit(
+                relax.op.nn.softmax(builder.emit(relax.op.matmul(x, relax.const(np.eye(64, dtype="float32")))))
+            )
+            y = builder.emit_output(
+                relax.op.nn.softmax(builder.emit(relax.op.matmul(y, relax.const(np.eye(64, dtype="float32")))))
+            )
+        builder.emit_func_output(y)
+    mod = builder.get()
+    mod.update_global_info("vdevice", [device])
+    return mod
+
+
+def test_symbolic_extents_stay_host_functions():
+    mod = recorded(symbolic())
+    assert form_cuda_graphs(mod).same_as(mod)
+    exe = rh.compile(symbolic())
+    assert [region.runs for region in exe.metadata.regions] == ["stream"]
+    assert "fetch_table" not in sources(exe.module)
+
+
+def test_modules_without_cuda_and_lowered_ones_are_left():
+    x = relax.Var("x", relax.TensorType((8,), "float32", device := rh.VDevice(rh.native("llvm"))))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x]):
+        builder.emit_func_output(builder.emit(relax.op.cumsum(builder.emit(relax.op.cumsum(x)))))
+    mod = builder.get()
+    mod.update_global_info("vdevice", [device])
+    mod = recorded(mod)
+    assert form_cuda_graphs(mod).same_as(mod) and graph_tables(mod) == (mod, [])
+    lowered = rh.get_pipeline()(Steps)
+    assert form_cuda_graphs(lowered).same_as(lowered)
+
+
+def test_stock_tvm_builds_the_pipelines_module():
+    built = tvm.compile(Steps, relax_pipeline=rh.get_pipeline())
+    assert " step(" in sources(built.mod)
+
+
+def test_a_driver_is_found_or_it_is_said_why_not(monkeypatch):
+    import builtins
+
+    real = builtins.__import__
+
+    def without_cuda(name, *args, **kwargs):
+        if name.startswith("cuda"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_cuda)
+    cuda_driver.cache_clear()
+    try:
+        assert "relax-hetero[cuda]" in cuda_driver()
+    finally:
+        cuda_driver.cache_clear()
+
+
+def test_an_executable_without_graphs_needs_no_state(caplog):
+    with caplog.at_level(logging.WARNING, "relax_hetero"):
+        assert cuda_graph.with_graphs(rh.compile(symbolic()).metadata, [], constants := [], None) == (constants, [])
+    assert not caplog.records
