@@ -1,6 +1,6 @@
 """Random numbers that differ from run to run, and that a failure can repeat.
 
-One seed, the environment variable RELAX_HETERO_TEST_SEED, stands behind all of them. It is drawn anew for every run
+One seed, the environment variable RELAX_HETERO_TEST_SEED, stands behind all of them. Runs repeat the same numbers
 unless it is set; pytest prints it at the top of its output and with every failure. A test draws the same numbers from
 the same seed whether it runs alone or with others, because its own name is part of what the generator starts from.
 """
