@@ -8,12 +8,14 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 CHECKED := python apps tests
 
-.PHONY: help demo test lint format conformance clean distclean
+.PHONY: help demo test test-slow test-timing test-all lint format conformance clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo         rank sentences with a real embedding model, cut over two devices"
-	@echo "make test         the test suite (about ten minutes on two cores)"
+	@echo "make test         the test suite (about seven minutes on two cores)"
+	@echo "make test-slow    what takes long and rarely finds more; make test-timing what reads the clock or resident"
+	@echo "                  memory, on a quiet machine; make test-all all three"
 	@echo "make lint         ruff check, ruff format --check, mypy, import-linter"
 	@echo "make format       let ruff rewrite what lint would complain about"
 	@echo "make conformance  ONNX's own backend suite, against stock TVM (long)"
@@ -22,8 +24,18 @@ help:
 demo: $(VENV)/.stamp-demo
 	@$(PY) apps/sentence_similarity/run.py
 
+# By default pytest leaves out tests marked slow and timing (tests/python/conftest.py).
 test: $(VENV)/.stamp-dev
 	$(PY) -m pytest -q -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+test-slow: $(VENV)/.stamp-dev
+	$(PY) -m pytest -q -n $(WORKERS) --dist worksteal -m "slow and not timing" $(PYTEST_ARGS)
+
+# One after the other: they would disturb each other.
+test-timing: $(VENV)/.stamp-dev
+	$(PY) -m pytest -q -m timing $(PYTEST_ARGS)
+
+test-all: test test-slow test-timing
 
 lint: $(VENV)/.stamp-dev
 	$(PY) -m ruff check $(CHECKED)

@@ -62,7 +62,7 @@ def main() -> None:
 @_json
 def elementwise(counts: tuple[int, ...], distinct: int, symbolic: bool, rounds: int, seed: int, as_json: bool) -> None:
     """Chains of small kernels: what one costs, and what a call of few does."""
-    from command_buffer_elementwise import (
+    from command_buffer_bench.elementwise import (
         WrongResult,
         elementwise_checks,
         elementwise_table,
@@ -96,8 +96,8 @@ def models(
     as_json: bool,
 ) -> None:
     """Time NAMES (ONNX files, or names of built-in ones) with command buffers, without, and in ONNX Runtime."""
-    from command_buffer_model_report import model_checks, model_failures, model_table
-    from command_buffer_models import MODELS, measure_models
+    from command_buffer_bench.model_report import model_checks, model_failures, model_table
+    from command_buffer_bench.models import MODELS, measure_models
 
     chosen = [_model(name) for name in names or MODELS]
     with contextlib.ExitStack() as stack:
@@ -115,7 +115,7 @@ def models(
 @_json
 def compile_time(names: Sequence[str], rounds: int, as_json: bool) -> None:
     """Compile NAMES (as `models`, or kernels:N for so many distinct small kernels) with command buffers and without."""
-    from command_buffer_compile import CHAIN, compile_checks, compile_table, measure_compile
+    from command_buffer_bench.compiling import CHAIN, compile_checks, compile_table, measure_compile
 
     rows = []
     for name in names or COMPILED:
@@ -127,13 +127,23 @@ def compile_time(names: Sequence[str], rounds: int, as_json: bool) -> None:
     _say(rows, compile_table(rows), compile_checks(rows), as_json)
 
 
+@main.command(hidden=True)
+@click.argument("model")
+@click.option("--without", is_flag=True, help="Without command buffers.")
+def compile_here(model: str, without: bool) -> None:
+    """Compile in this process and print what it took: what `compile` runs."""
+    from command_buffer_bench import compiling
+
+    click.echo(json.dumps(compiling.compile_here(model, not without)))
+
+
 @main.command()
 @click.option("--kernels", default=100, show_default=True, type=click.IntRange(1), help="Of the region.")
 @click.option("--submissions", default=10_000, show_default=True, type=click.IntRange(100))
 @_json
 def memory(kernels: int, submissions: int, as_json: bool) -> None:
     """Submit a region again and again with other bindings: resident memory must not grow."""
-    from command_buffer_memory import measure_memory, memory_checks, memory_table
+    from command_buffer_bench.growth import measure_memory, memory_checks, memory_table
 
     try:
         rows = measure_memory(kernels, submissions)

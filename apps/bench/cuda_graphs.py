@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import tvm
 import tvm_ffi
-from command_buffer_chains import WIDTH, Chain, whole_numbers
+from command_buffer_bench.chains import WIDTH, Chain, whole_numbers
 from memory import resident
 from report import Check, verdict
 from rich.console import Console

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
+from matmul_worker import Job
 from report import checks, markdown, remarks, tables, verdict
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from worker import Job
 
 TYPES = ("f32", "u8s8", "s8s8", "bf16")
 FOUR_BITS = "q4"
@@ -56,7 +56,7 @@ def _listed(known: tuple[str, ...]) -> Callable[[click.Context, click.Parameter,
 
 
 def _shapes(_context: click.Context, parameter: click.Parameter, text: str) -> tuple[str, ...]:
-    from peers.product import Shape
+    from peers.shape import Shape
 
     shapes = tuple(item.strip() for item in text.split(",") if item.strip())
     for shape in shapes:

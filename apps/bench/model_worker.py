@@ -144,7 +144,7 @@ def measure_memory(job: Job) -> dict[str, Any]:
 
 def profile_dispatches(job: Job) -> dict[str, Any]:
     """What each of our kernels takes, and the peaks of the machine, measured in the same process."""
-    from model_dispatches import dispatches_of, measured_roof
+    from model_bench.dispatches import dispatches_of, measured_roof
     from model_peers import OURS
     from model_peers.ours import tensors_of
 

@@ -21,10 +21,10 @@ from typing import Any
 
 import click
 import numpy as np
-from model_cases import Case, cases_of
+from model_bench.cases import Case, cases_of
+from model_bench.report import LEFT, all_tables, markdown, remarks, summary
+from model_bench.runs import add_memory, at_once, file_stem, prepare, time_models
 from model_peers import FLOAT32, OURS, PEERS, PRECISIONS
-from model_report import LEFT, all_tables, markdown, remarks, summary
-from model_runs import add_memory, at_once, file_stem, prepare, time_models
 from model_worker import Job
 from model_zoo import MAKERS, random_inputs
 from rich.console import Console
@@ -129,7 +129,7 @@ def main(
                 if json_file:  # each time, so that what was measured is there after an interrupt
                     json_file.write_text(json.dumps({"made": time.strftime("%Y-%m-%d"), "results": results}, indent=1))
     if png_file:
-        from model_chart import draw
+        from model_bench.chart import draw
 
         draw(results, png_file)
     if as_markdown:

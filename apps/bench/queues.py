@@ -34,7 +34,7 @@ def main(parts: tuple[str, ...], rounds: int, calls: int, width: int, depth: int
     # Devices of one core take one thread each unless the environment says otherwise; TVM reads it once.
     os.environ.pop("TVM_NUM_THREADS", None)
     os.environ.setdefault("TVM_BIND_THREADS", "0")
-    import queue_measures as measures
+    from queue_bench import measures
 
     found: dict[str, dict[str, Any]] = {}
     for part in parts or PARTS:

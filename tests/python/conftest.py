@@ -1,19 +1,67 @@
-"""Settings that must hold before TVM is imported, and one hypothesis profile for all tests."""
+"""Settings that must hold before TVM is imported, which tests run by default, and where random numbers come from."""
 
 from __future__ import annotations
 
+import inspect
 import os
+import secrets
+from collections.abc import Generator
 
 # Tests run several at a time: a pool as wide as the machine in each would only make them wait for each other.
 os.environ.setdefault("TVM_NUM_THREADS", "2")
 os.environ.setdefault("TVM_BIND_THREADS", "0")
 # Tests are of the code as it is compiled now; those of the compile cache have folders of their own.
 os.environ["RELAX_HETERO_CACHE"] = "off"
+# The same numbers on every run; ``RELAX_HETERO_TEST_SEED=random`` draws a new seed. Workers of pytest-xdist inherit the
+# environment, so that all of them draw from the same one.
+if os.environ.setdefault("RELAX_HETERO_TEST_SEED", "0") == "random":
+    os.environ["RELAX_HETERO_TEST_SEED"] = str(secrets.randbelow(10**9))
 
-from hypothesis import HealthCheck, settings  # noqa: E402 (the environment comes first)
+# TVMScript looks at the whole stack for each function and class that it parses. For every frame of the import system
+# `inspect` would search all modules for the one that the frame's file belongs to, and find none: half of the time that
+# it takes to import the tests.
+for name in ("importlib._bootstrap", "importlib._bootstrap_external"):
+    inspect.modulesbyfile[f"<frozen {name}>"] = ""
 
-# The same examples on every run; the first example of a test pays for compiling and imports, so no deadline.
+import pytest  # noqa: E402 (the environment comes first)
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+# The same examples on every run; the first example of a test pays for compiling and imports, so no deadline. A failure
+# prints a line that repeats its example.
 settings.register_profile(
-    "relax_hetero", derandomize=True, deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow]
+    "relax_hetero",
+    derandomize=True,
+    deadline=None,
+    max_examples=30,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("relax_hetero")
+
+OPTIONAL = ("slow", "timing")
+
+
+def pytest_report_header() -> str:
+    """The seed of all fresh random numbers, at the top of the output."""
+    return f"random numbers: RELAX_HETERO_TEST_SEED={os.environ['RELAX_HETERO_TEST_SEED']}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out slow tests and those of the clock, unless `-m` chooses or a test is asked for by its name."""
+    if config.option.markexpr or any("::" in argument for argument in config.args):
+        return
+    kept, left_out = [], []
+    for item in items:
+        (left_out if any(item.get_closest_marker(name) for name in OPTIONAL) else kept).append(item)
+    if left_out:
+        items[:] = kept
+        config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Say with every failure how to draw the same numbers again."""
+    report = yield
+    if report.failed:
+        report.sections.append(("random numbers", f"RELAX_HETERO_TEST_SEED={os.environ['RELAX_HETERO_TEST_SEED']}"))
+    return report

@@ -4,6 +4,7 @@ A block followed by a ```text block must print exactly that; where the text begi
 output must hold the lines between.
 """
 
+import json
 import os
 import pathlib
 import re
@@ -26,17 +27,47 @@ def blocks():
             yield pytest.param(match[1], match[2], id=f"{document.relative_to(ROOT)}:{line}")
 
 
+# Imports what every block imports, then runs each script that it is told of in a fork of its own.
+SERVER = """
+import json, os, runpy, sys, traceback
+import numpy, onnx, tvm, relax_hetero
+
+def run(folder):
+    os.chdir(folder)
+    os.environ["RELAX_HETERO_CACHE"] = os.path.join(folder, "cache")
+    for descriptor, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), descriptor)
+    sys.path[0] = folder
+    runpy.run_path("example.py", run_name="__main__")
+
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        run(json.loads(line))
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def server():
+    settings = {"TVM_NUM_THREADS": "2", "TVM_BIND_THREADS": "0", "PYTHONPATH": str(ROOT / "python")}
+    command, env = [sys.executable, "-c", SERVER], {**os.environ, **settings}
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        process.stdin.close()
+
+
 @pytest.mark.parametrize(("code", "output"), list(blocks()))
-def test_block_runs(code, output, tmp_path):
-    path = tmp_path / "example.py"
-    path.write_text(code)
-    settings = {"TVM_NUM_THREADS": "2", "TVM_BIND_THREADS": "0", "RELAX_HETERO_CACHE": str(tmp_path / "cache")}
-    env = {**os.environ, **settings, "PYTHONPATH": str(ROOT / "python")}
-    done = subprocess.run([sys.executable, path], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr
+def test_block_runs(code, output, tmp_path, server):
+    (tmp_path / "example.py").write_text(code)
+    print(json.dumps(str(tmp_path)), file=server.stdin, flush=True)
+    status = server.stdout.readline().strip()
+    assert status == "0", (tmp_path / "err").read_text()
     if output is not None:
+        printed = (tmp_path / "out").read_text()
         # Tables pad their titles.
-        found, expected = ("\n".join(map(str.rstrip, text.strip().splitlines())) for text in (done.stdout, output))
+        found, expected = ("\n".join(map(str.rstrip, text.strip().splitlines())) for text in (printed, output))
         if expected.startswith("...\n") and expected.endswith("\n..."):
             assert expected[4:-4] in found
         else:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from packages import is_installed
 
-from .product import Contestant, Product, Unsupported
+from .product import Contestant, Product
+from .shape import Unsupported
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from .product import Product, Unsupported
+from .shape import Shape, Unsupported
 
 BLOCK = 32
 
@@ -33,18 +33,17 @@ class Weights:
         return self.codes[:, 0::2] | self.codes[:, 1::2] << 4
 
 
-def weights_of(product: Product) -> Weights:
-    """The random codes and scales whose numbers are the right operand.
+def weights_of(shape: Shape, weight: bool, seed: int) -> Weights:
+    """The random codes and scales whose numbers are the right operand of a product.
 
     Raises
     ------
     Unsupported
         For a batch, an activation, or a `k` that is no multiple of `BLOCK`.
     """
-    shape = product.shape
-    if shape.batch or not product.weight or shape.k % BLOCK:
+    if shape.batch or not weight or shape.k % BLOCK:
         raise Unsupported(f"4 bits are for weights whose k is a multiple of {BLOCK}")
-    generator = np.random.default_rng((product.seed, 2))
+    generator = np.random.default_rng((seed, 2))
     codes = generator.integers(0, 16, (shape.n, shape.k), dtype="uint8")
     return Weights(codes, generator.uniform(0.1, 0.3, (shape.n, shape.k // BLOCK)).astype("float32"))
 
@@ -55,15 +54,14 @@ def numbers_of(weights: Weights) -> np.ndarray:
     return np.ascontiguousarray(((weights.codes.astype("float32") - 8) * scales).T)
 
 
-def onnx_model(product: Product) -> onnx.ModelProto:
+def onnx_model(shape: Shape, weights: Weights) -> onnx.ModelProto:
     """``com.microsoft.MatMulNBits`` of ``x``, in float32 (no accuracy level)."""
-    weights, shape = weights_of(product), product.shape
     packed = weights.packed().reshape(shape.n, shape.k // BLOCK, BLOCK // 2)
     constants = [numpy_helper.from_array(packed, "w"), numpy_helper.from_array(weights.scales.reshape(-1), "scales")]
     sizes = {"K": shape.k, "N": shape.n, "bits": 4, "block_size": BLOCK}
     node = helper.make_node("MatMulNBits", ["x", "w", "scales"], ["y"], domain="com.microsoft", **sizes)
-    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, product.lhs.shape)
-    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, product.result_shape)
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, shape.tensor(shape.m, shape.k))
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, shape.tensor(shape.m, shape.n))
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
     graph = helper.make_graph([node], "product", [x], [y], constants)
     return helper.make_model(graph, opset_imports=opsets, ir_version=10)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from .product import Contestant, Product, Unsupported, empty
+from .product import Contestant, Product, empty
+from .shape import Unsupported
 
 
 def matmul(product: Product, threads: int) -> Contestant:

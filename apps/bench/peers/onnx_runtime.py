@@ -7,7 +7,8 @@ import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
 from .four_bits import onnx_model
-from .product import Contestant, Product, Unsupported, empty
+from .product import Contestant, Product, empty
+from .shape import Unsupported
 
 _ELEMENTS = {"float32": TensorProto.FLOAT, "uint8": TensorProto.UINT8, "int8": TensorProto.INT8}
 _ELEMENTS["int32"] = TensorProto.INT32
@@ -21,7 +22,7 @@ def matmul(product: Product, threads: int) -> Contestant:
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
-    model = onnx_model(product) if product.kind == "q4" else _model(product)
+    model = onnx_model(product.shape, product.blocks) if product.kind == "q4" else _model(product)
     session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     values = {"x": product.lhs} if product.weight else {"x": product.lhs, "w": product.rhs}
     inputs = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in values.items()}

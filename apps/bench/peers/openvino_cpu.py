@@ -8,7 +8,7 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as op
 
-from .four_bits import BLOCK, weights_of
+from .four_bits import BLOCK
 from .product import BF16, Contestant, Product, aligned, empty
 
 
@@ -62,7 +62,7 @@ def _model(product: Product) -> tuple[ov.Model, object]:
 
 def _dequantized(product: Product) -> tuple[Any, object]:
     """The weight (n, k) out of codes of 4 bits, as its weight compression writes it, and what has to stay alive."""
-    weights, shape = weights_of(product), product.shape
+    weights, shape = product.blocks, product.shape
     blocks = [shape.n, shape.k // BLOCK, BLOCK]
     packed = weights.packed().reshape(-1)
     codes = op.constant(ov.Tensor(packed, ov.Shape(blocks), ov.Type.u4))

@@ -17,7 +17,7 @@ from .relax_module import native_target, relax_module, tensor
 def matmul(product: Product, threads: int) -> Contestant:
     """``vm["main"](x)`` on a tensor; the machine allocates its result, as some of the peers do."""
     if product.kind == "q4":
-        module = rh.from_onnx(onnx_model(product), [native_target(threads)])
+        module = rh.from_onnx(onnx_model(product.shape, product.blocks), [native_target(threads)])
     else:
         module = rh.transform.UpdateVDevice(rh.VDevice(native_target(threads)))(relax_module(product))
     begin = time.perf_counter()

@@ -12,8 +12,8 @@ from tvm.script.ir_builder import tirx as T
 
 from relax_hetero.target.cpu_target import Machine, cpu_target_of
 
-from .product import Unsupported
 from .relax_module import native_target
+from .shape import Unsupported
 
 # Independent chains: more than latency (4 to 5 cycles) times units (2) of any of these CPUs.
 _CHAINS = {32: 24, 16: 12}

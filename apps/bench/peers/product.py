@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +9,9 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from .four_bits import Weights, numbers_of, weights_of
+from .shape import Shape
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 # Element types of both operands and of the result. Weights of q4 are stored in 4 bits: the type is of what they mean.
@@ -22,41 +24,6 @@ KINDS: dict[str, tuple[np.dtype[Any], np.dtype[Any], np.dtype[Any]]] = {
 }
 # A cache line and a vector register: the alignment that all allocators of the contestants give.
 ALIGNMENT = 64
-
-
-class Unsupported(Exception):
-    """What a contestant cannot compute, and why; its row says so."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Extents of a product: ``batch`` times (m, k) by (k, n); batch 0 means two plain matrices."""
-
-    m: int
-    k: int
-    n: int
-    batch: int = 0
-
-    @staticmethod
-    def parse(text: str) -> Shape:
-        """``128x768x3072``, ``256`` for a cube, ``12*128x64x128`` for a batch; ValueError for other text."""
-        found = re.fullmatch(r"(?:(\d+)\*)?(\d+)(?:x(\d+)x(\d+))?", text)
-        if found is None:
-            raise ValueError(f"{text!r} is no shape; expected MxKxN, N for a cube, or BATCH*MxKxN")
-        batch, m, k, n = (int(size) if size else 0 for size in found.groups())
-        return Shape(m, k or m, n or m, batch)
-
-    def __str__(self) -> str:
-        return (f"{self.batch}*" if self.batch else "") + f"{self.m}x{self.k}x{self.n}"
-
-    @property
-    def operations(self) -> int:
-        """Multiplications and additions of one product."""
-        return 2 * max(1, self.batch) * self.m * self.k * self.n
-
-    def tensor(self, rows: int, columns: int) -> tuple[int, ...]:
-        """Shape of a matrix, or of the batch of them."""
-        return (self.batch, rows, columns) if self.batch else (rows, columns)
 
 
 @dataclass(frozen=True)
@@ -88,10 +55,13 @@ class Product:
     def rhs(self) -> np.ndarray:
         """The row-major right operand."""
         if self.kind == "q4":
-            from .four_bits import numbers_of, weights_of
-
-            return aligned(numbers_of(weights_of(self)))
+            return aligned(numbers_of(self.blocks))
         return aligned(self._random(self.shape.tensor(self.shape.k, self.shape.n), KINDS[self.kind][1], 1))
+
+    @property
+    def blocks(self) -> Weights:
+        """The right operand of q4, as it is stored."""
+        return weights_of(self.shape, self.weight, self.seed)
 
     @property
     def result_shape(self) -> tuple[int, ...]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import tvm
 
-from .product import Contestant, Product, Unsupported
+from .product import Contestant, Product
 from .relax_module import native_target, relax_module, tensor
+from .shape import Unsupported
 
 # It computes about half a billion operations a second: 4 seconds a call at 1024 cubed.
 _MOST_OPERATIONS = 2 * 1024**3

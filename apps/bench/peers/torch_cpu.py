@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from .product import BF16, Contestant, Product, Unsupported, empty
+from .product import BF16, Contestant, Product, empty
+from .shape import Unsupported
 
 # oneDNN runs int8 products of a signed left operand by a reference loop on CPUs without AMX: minutes at 2048 cubed.
 _SLOW_SIGNED = 2**27

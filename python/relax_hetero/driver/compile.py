@@ -1,4 +1,10 @@
-"""rh.compile: a module at any stage becomes an executable."""
+"""rh.compile: a module at any stage becomes an executable.
+
+`compile` checks what it is given and asks the cache. `_compile` is the way of the model: first the passes, which
+`driver.pipeline` lists with a line each, then linking, step by step below. Kernels come to be in three of the passes:
+MaterializeEncodings asks the device's resolver for those of products, convolutions, rows and attention, FormDispatches
+has TVM legalize and fuse all other ops, and FormCommandBuffers writes the functions that call runs of both.
+"""
 
 from __future__ import annotations
 
@@ -94,14 +100,20 @@ def compile(  # noqa: A001 (the contract's name)
 def _compile(mod: tvm.IRModule, command_buffers: bool, progress: Progress | None) -> Executable:
     vdevices = vdevices_of(mod)
     writes = may_write_arguments(mod)
+    # The passes: ops become calls of kernels, calls become what the virtual machine runs.
     mod = _lower(mod, command_buffers, progress)
     found = findings_of(mod)
     reports = found.to_data()
     devices = tuple(device_spec(vdevice, default=i == 0) for i, vdevice in enumerate(vdevices))
+    # Kernels that command buffers recorded by hand may use can be called by address too.
     mod, kernels = with_public_kernels(mod, devices)
+    # The constants that CUDA graphs read are taken off their functions: the machine passes them when it records.
     mod, graphs = graph_tables(mod)
+    # Command buffers on CPUs find their constants and kernels in a table that the machine fills.
     mod, tables = by_address(mod)
+    # Constants leave the code: one tuple, each on the device that uses it.
     lifted = lift_constants(mod, [*tables, *graphs])
+    # All that a machine, a profile and `explain` need to know without the compiler.
     host = host_vdevice(vdevices)
     metadata = Metadata(
         devices=devices,
@@ -121,6 +133,7 @@ def _compile(mod: tvm.IRModule, command_buffers: bool, progress: Progress | None
         schedules=tuple(schedule.with_takers(lifted.takers) for schedule in found.schedules or ()),
         memory=memory_of(mod),
     )
+    # LLVM and CUDA compile the kernels, a group for each target, and TVM links them behind one bytecode.
     return Executable(link(lifted.mod, progress), metadata, lifted.tensors)
 
 

@@ -14,6 +14,8 @@ import onnx
 import pytest
 
 BENCH = Path(__file__).parents[3] / "apps" / "bench"
+# Contestants of chains of kernels: those of one command buffer, and those that call each kernel.
+RECORDED, ONE_BY_ONE = ("command buffers", "by hand", "by hand, bound"), ("without", "stock TVM")
 
 
 @pytest.fixture(autouse=True)
@@ -30,21 +32,28 @@ def run(*arguments: str) -> Any:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("options", [(), ("--symbolic",)])
-def test_kernels_in_a_command_buffer_cost_less_than_through_bytecode(options: tuple[str, ...]) -> None:
-    report = run("elementwise", "--counts", "2,200", "--rounds", "2", *options)
+@pytest.mark.parametrize("options", [(), pytest.param(("--symbolic",), marks=pytest.mark.slow)])
+def test_chains_of_kernels_are_one_region_and_every_contestant_has_a_time(options: tuple[str, ...]) -> None:
+    report = run("elementwise", "--counts", "2,20", "--rounds", "1", *options)
     chains, kernel = report["found"]["chains"], report["found"]["kernel_ns"]
-    assert [(chain["regions"], chain["commands"]) for chain in chains.values()] == [(1, 2), (1, 200)]
+    assert [(chain["regions"], chain["commands"]) for chain in chains.values()] == [(1, 2), (1, 20)]
     for chain in chains.values():
+        assert set(chain["us"]) == set(kernel) == {*RECORDED, *ONE_BY_ONE}
         for one in chain["us"].values():
             assert 0 < one["fastest"] <= one["median"]
-    # The difference is more than tenfold: not even a busy machine hides it.
-    for name in ("command buffers", "by hand", "by hand, bound"):
-        assert 0 < kernel[name] < min(kernel["without"], kernel["stock TVM"]) / 2
     first = chains["2"]["us"]
     assert [check["found"] for check in report["checks"]] == [
         value for name in ("command buffers", "by hand") for value in (kernel[name], first[name]["median"])
     ]
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("options", [(), ("--symbolic",)], ids=["static", "symbolic"])
+def test_kernels_in_a_command_buffer_cost_less_than_through_bytecode(options: tuple[str, ...]) -> None:
+    kernel = run("elementwise", "--counts", "2,200", "--rounds", "2", *options)["found"]["kernel_ns"]
+    # The difference is more than tenfold.
+    for name in RECORDED:
+        assert 0 < kernel[name] < min(kernel[other] for other in ONE_BY_ONE) / 2
 
 
 def test_models_are_compared_with_and_without_command_buffers(tmp_path: Path) -> None:
@@ -65,6 +74,7 @@ def test_models_are_compared_with_and_without_command_buffers(tmp_path: Path) ->
     assert [check["found"] for check in report["checks"]] == [pytest.approx(ratio)] * 2
 
 
+@pytest.mark.slow
 def test_compile_times_are_those_of_kernels_that_differ() -> None:
     report = run("compile", "kernels:9", "--rounds", "1")
     (row,) = report["found"]
@@ -81,8 +91,19 @@ def test_memory_is_read_while_bindings_differ() -> None:
     assert [check["found"] for check in report["checks"]] == [row["grown_kb"] for row in report["found"]]
 
 
+def test_growth_is_between_the_outer_quarters(monkeypatch: pytest.MonkeyPatch) -> None:
+    from command_buffer_bench import growth as module
+
+    kept: list[int] = []
+    monkeypatch.setattr(module, "resident", lambda name: sum(kept))
+    # 64 KB of each of the 160 submissions that are counted; between the middles of the outer quarters lie 120.
+    assert module.growth(lambda index: kept.append(1 << 16), 200) == 120 * 64
+    assert module.growth(lambda index: None, 200) == 0
+
+
+@pytest.mark.timing
 def test_a_leak_is_seen() -> None:
-    from command_buffer_memory import GROWTH_BAR, growth
+    from command_buffer_bench.growth import GROWTH_BAR, growth
 
     kept: list[mmap.mmap] = []
 
@@ -90,14 +111,13 @@ def test_a_leak_is_seen() -> None:
         kept.append(mmap.mmap(-1, 1 << 16))  # pages of its own: nothing that was freed before is taken again
         kept[-1].write(b"x" * (1 << 16))
 
-    # 64 KB of each of the 160 submissions that are counted; between the middles of the outer quarters lie 120.
     assert growth(leak, 200) == pytest.approx(120 * 64, rel=0.1)
     assert growth(lambda index: None, 200) < GROWTH_BAR
 
 
 @pytest.mark.parametrize("grows", [False, True])
 def test_a_kernel_left_out_or_out_of_order_changes_the_result(grows: bool) -> None:
-    from command_buffer_chains import Chain, whole_numbers
+    from command_buffer_bench.chains import Chain, whole_numbers
 
     chain = Chain(12, distinct=12 if grows else 4, grows=grows)
     array = whole_numbers(3)
@@ -111,7 +131,7 @@ def test_a_kernel_left_out_or_out_of_order_changes_the_result(grows: bool) -> No
 
 
 def _without(x: np.ndarray, distinct: int, left_out: int | None) -> np.ndarray:
-    from command_buffer_chains import step
+    from command_buffer_bench.chains import step
 
     for index in range(12):
         add, negate = step(index % distinct)
@@ -122,8 +142,8 @@ def _without(x: np.ndarray, distinct: int, left_out: int | None) -> np.ndarray:
 
 def test_a_wrong_contestant_gets_no_time() -> None:
     import tvm
-    from command_buffer_chains import Chain, whole_numbers
-    from command_buffer_elementwise import Contestant, WrongResult, check_result
+    from command_buffer_bench.chains import Chain, whole_numbers
+    from command_buffer_bench.elementwise import Contestant, WrongResult, check_result
 
     array, chain = whole_numbers(1), Chain(5)
 
@@ -136,7 +156,7 @@ def test_a_wrong_contestant_gets_no_time() -> None:
 
 
 def test_models_whose_bits_differ_are_failures() -> None:
-    from command_buffer_model_report import model_checks, model_failures
+    from command_buffer_bench.model_report import model_checks, model_failures
 
     rows = {"ours": {"median_ms": 1.0}, "bytecode": {"median_ms": 1.5}, "onnxruntime": {"failure": "gone"}}
     result = {"model": "net", "threads": 2, "rows": rows, "equal": False}

@@ -6,11 +6,13 @@ import sys
 from pathlib import Path
 
 import onnx
+import pytest
 from onnx import TensorProto, helper
 
 BENCH = Path(__file__).parents[3] / "apps" / "bench"
 
 
+@pytest.mark.slow
 def test_a_model_is_compiled_kept_and_found(tmp_path: Path) -> None:
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [2, 3]) for name in "xy")
     graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "relu", [x], [y])

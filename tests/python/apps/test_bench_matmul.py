@@ -77,7 +77,8 @@ def test_wrong_options_are_refused_by_name(arguments: list[str], message: str) -
 @pytest.mark.parametrize("name", ["numpy", "ONNX Runtime", "torch", "torch packed", "OpenVINO", "IREE", "stock TVM"])
 def test_a_peer_computes_the_product_or_says_why_not(name: str, kind: str, shape: str, weight: bool) -> None:
     from peers import PEERS
-    from peers.product import Product, Shape, Unsupported
+    from peers.product import Product
+    from peers.shape import Shape, Unsupported
 
     peer = next(peer for peer in PEERS if peer.name == name)
     if not peer.installed:
@@ -100,7 +101,8 @@ def test_a_peer_computes_the_product_or_says_why_not(name: str, kind: str, shape
 @pytest.mark.parametrize("name", ["relax-hetero", "ONNX Runtime", "OpenVINO"])
 def test_weights_of_four_bits_are_computed_in_float32(name: str) -> None:
     from peers import OURS, PEERS
-    from peers.product import Product, Shape
+    from peers.product import Product
+    from peers.shape import Shape
 
     peer = next(peer for peer in (OURS, *PEERS) if peer.name == name)
     if not peer.installed:
@@ -114,7 +116,8 @@ def test_weights_of_four_bits_are_computed_in_float32(name: str) -> None:
 @pytest.mark.parametrize(("shape", "weight"), [("3x50x40", True), ("3x64x40", False), ("2*3x64x40", False)])
 def test_what_has_no_weights_of_four_bits_is_left_out(shape: str, weight: bool) -> None:
     from peers import OURS
-    from peers.product import Product, Shape, Unsupported
+    from peers.product import Product
+    from peers.shape import Shape, Unsupported
 
     with pytest.raises(Unsupported, match="weights whose k is a multiple of 32"):
         OURS.make(Product(Shape.parse(shape), "q4", weight), 1)
@@ -131,7 +134,8 @@ def test_weights_of_four_bits_are_compared_with_our_own_float32() -> None:
 
 
 def test_a_wrong_result_is_told_from_a_right_one() -> None:
-    from peers.product import BF16, Product, Shape
+    from peers.product import BF16, Product
+    from peers.shape import Shape
 
     for kind in ("f32", "u8s8", "s8s8", "bf16"):
         product = Product(Shape(5, 40, 7), kind, weight=True)
@@ -146,7 +150,7 @@ def test_a_wrong_result_is_told_from_a_right_one() -> None:
 
 
 def test_shapes_are_read_and_counted() -> None:
-    from peers.product import Shape
+    from peers.shape import Shape
 
     assert Shape.parse("256") == Shape(256, 256, 256)
     assert Shape.parse("12*128x64x128") == Shape(128, 64, 128, 12)
@@ -205,7 +209,7 @@ def test_markdown_has_every_number() -> None:
 
 def test_the_peak_loop_touches_registers_only() -> None:
     from peers.peak import peak
-    from peers.product import Unsupported
+    from peers.shape import Unsupported
 
     for kind, mnemonic in (("f32", "vfmadd"), ("u8s8", "vpdpbusd"), ("bf16", "vdpbf16ps")):
         try:
@@ -218,8 +222,8 @@ def test_the_peak_loop_touches_registers_only() -> None:
         loop()
 
 
-def test_turns_give_every_program_its_calls_and_wait_for_quiet() -> None:
-    from turns import take_turns, wait_until_idle
+def test_turns_give_every_program_its_calls() -> None:
+    from turns import take_turns
 
     counts = {"a": 0, "b": 0}
 
@@ -232,4 +236,22 @@ def test_turns_give_every_program_its_calls_and_wait_for_quiet() -> None:
     timings = take_turns({name: program(name) for name in counts}, rounds=3)
     assert all(timing.turns == 3 and len(timing.seconds) <= counts[name] for name, timing in timings.items())
     assert all(timing.fastest <= timing.median for timing in timings.values())
-    assert wait_until_idle()
+
+
+def test_a_process_is_quiet_when_it_uses_no_processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    import turns
+
+    now, used = 0.0, 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now, used
+        now += seconds
+        used += seconds if now < busy_until else 0.0
+
+    monkeypatch.setattr(turns.time, "sleep", sleep)
+    monkeypatch.setattr(turns.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(turns.time, "process_time", lambda: used)
+    busy_until = 0.1
+    assert turns.wait_until_idle() and busy_until < now < busy_until + 0.01
+    busy_until = 10.0
+    assert not turns.wait_until_idle()

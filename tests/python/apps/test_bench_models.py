@@ -84,6 +84,7 @@ def test_named_dimensions_get_sizes(tmp_path: Path) -> None:
     assert random_inputs(path, {}, 0)["x"].shape == (1, 4)
 
 
+@pytest.mark.slow
 def test_one_file_serves_all_sizes(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     from model_zoo.graph import Graph
@@ -102,7 +103,7 @@ def test_one_file_serves_all_sizes(tmp_path: Path) -> None:
 
 
 def test_precisions_are_those_of_names_or_the_option(small: Path) -> None:
-    from model_cases import FLOAT32_ALLOWED, LOW_ALLOWED, cases_of
+    from model_bench.cases import FLOAT32_ALLOWED, LOW_ALLOWED, cases_of
 
     plain, low = cases_of([str(small), f"{small}:bf16"], "float32", {})
     assert (plain.label, plain.precision, plain.allowed()) == ("small", "float32", FLOAT32_ALLOWED)
@@ -205,7 +206,7 @@ def test_a_wrong_result_is_told_from_a_right_one() -> None:
 
 
 def test_ratios_are_to_the_fastest_peer_and_stock_tvm_is_none() -> None:
-    from model_report import best_peer, ratio, summary
+    from model_bench.report import best_peer, ratio, summary
 
     one = result(ours=10.0, onnxruntime=12.0, openvino=11.0, tvm=2.0)
     assert best_peer(one) == ("openvino", 11.0)
@@ -216,7 +217,7 @@ def test_ratios_are_to_the_fastest_peer_and_stock_tvm_is_none() -> None:
 
 
 def test_failures_are_remarks_and_leave_a_hole() -> None:
-    from model_report import markdown, remarks
+    from model_bench.report import markdown, remarks
 
     broken = result(ours=10.0)
     broken["rows"]["iree"] = {"failure": "not done after 300 s"}
@@ -226,7 +227,7 @@ def test_failures_are_remarks_and_leave_a_hole() -> None:
 
 
 def test_what_bounds_a_dispatch() -> None:
-    from model_dispatches import Dispatch, Roof, dispatch_cells
+    from model_bench.dispatches import Dispatch, Roof, dispatch_cells
 
     roof = Roof(operations=100e9, bytes=10e9)
     arithmetic = Dispatch("a", ("conv2d",), 1, 100.0, 9_000_000, 10_000, 0.5, "bf16")
@@ -241,7 +242,7 @@ def test_what_bounds_a_dispatch() -> None:
 
 def test_a_chart_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from model_chart import draw
+    from model_bench.chart import draw
 
     file = tmp_path / "chart.png"
     draw([result("a", 1, ours=1.0, onnxruntime=2.5), result("b", 1, onnxruntime=2.0), result("a", 2, ours=1.0)], file)

@@ -18,6 +18,7 @@ def test_small_models_give_all_figures():
     options = ["--rounds", "1", "--calls", "3", "--width", "32", "--depth", "1", "--json"]
     done = subprocess.run([*command, *options], env=os.environ, capture_output=True, text=True, timeout=250)
     assert done.returncode in (0, 1), done.stderr  # whether bars are reached is not for a test
+    assert done.stdout, done.stderr
     found = json.loads(done.stdout)
     assert set(found["pipeline"]["microseconds"]) == {"plain", "submit"}
     assert found["pipeline"]["possible"] == 2 * 3 / 4

@@ -43,7 +43,13 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "120"})
 
 
-@pytest.mark.parametrize("options", [[], ["--fraction", "0.25"], ["--place", "Exp=vdevice:1"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--place", "Exp=vdevice:1"],
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ([], ["--fraction", "0.25"])),
+    ],
+)
 def test_two_devices_give_what_one_gives(model: Path, options: list[str]):
     done = run(model, *options)
     assert done.returncode == 0, done.stderr

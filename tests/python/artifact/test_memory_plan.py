@@ -12,6 +12,7 @@ from relax_hetero.artifact.memory_plan import MemoryPlan
 from relax_hetero.artifact.memory_spec import CallStep, FunctionMemory, Live, RegionStep, StorageSpec
 from relax_hetero.artifact.memory_use import PAGE, Allocation, Use, most_alive, pool_bytes
 from relax_hetero.artifact.metadata import ConstantSpec, DeviceSpec, Metadata
+from vm.conftest import Chain
 
 CPUS = (DeviceSpec('{"kind": "llvm"}', 0, default=True), DeviceSpec('{"kind": "llvm"}', 1))
 MiB = 1 << 20
@@ -142,6 +143,11 @@ def test_the_pool_hands_on_by_pages(uses):
         expected += max(sum(begin <= now <= end for begin, end in of_size) for now in range(20))
     assert len(made) == expected
     assert sum(n for _, n in made) <= sum(n for d, n, _, _ in uses if d == 0)
+
+
+@pytest.fixture(scope="module")
+def chain():
+    return rh.compile(Chain)
 
 
 def test_a_compiled_chain(chain):

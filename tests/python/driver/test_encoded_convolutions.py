@@ -9,6 +9,8 @@ from tvm.script import relax as R
 
 import relax_hetero as rh
 from relax_hetero.encoding import PackedLayout
+from relax_hetero.target.vdevice import with_vdevices
+from seeds import fresh_rng
 from tir.kernel_runs import runs_here
 from tir.products_of import numpy_type, random_array
 from transform.numpy_convolution import convolve
@@ -56,7 +58,7 @@ def run(exe, *args):
 
 
 def on(mod, *targets):
-    return rh.vdevice.with_vdevices(mod, [rh.VDevice(target) for target in targets])
+    return with_vdevices(mod, [rh.VDevice(target) for target in targets])
 
 
 def ops_of(exe):
@@ -160,7 +162,7 @@ def low_precision(data, weight, channels=40):
 @pytest.mark.parametrize("types", [("uint8", "int8"), ("int8", "int8"), ("bfloat16",) * 2, ("float16",) * 2])
 @pytest.mark.parametrize("name", [name for name in TARGETS if name != "c"])
 def test_low_precision(name, types):
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     mod = low_precision(*types)
     shapes = [[int(extent) for extent in param.ty.shape.values] for param in mod["main"].params]
     x, w, v = (random_array(rng, shape, dtype) for shape, dtype in zip(shapes, (types[0], *types[1:] * 2), strict=True))
@@ -205,7 +207,7 @@ class Bytes:
 @pytest.mark.skipif(not runs_here("vnni"), reason="needs AVX-512 with VNNI")
 @pytest.mark.parametrize("bound", [True, False])
 def test_bytes_on_two_devices(bound):
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     x, w = (rng.integers(-128, 128, shape).astype("int8") for shape in ((1, 3, 9, 7), (20, 3, 3, 3)))
     exe = rh.compile(Bytes, params={"w": w} if bound else None)
     vm = rh.vm.VirtualMachine(exe, [tvm.cpu(0), tvm.cpu(1)])

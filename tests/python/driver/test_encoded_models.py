@@ -11,6 +11,7 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
+from relax_hetero.target.vdevice import with_vdevices
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4", "num-cores": 2}
 V3 = {"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 2}
@@ -19,7 +20,7 @@ TARGETS = {"avx512": V4, "avx2": V3, "sse": {"kind": "llvm", "mcpu": "x86-64-v2"
 
 def on(mod, target):
     """`mod` for one device."""
-    return rh.vdevice.with_vdevices(mod, [rh.VDevice(target)])
+    return with_vdevices(mod, [rh.VDevice(target)])
 
 
 def run(exe, *args):

@@ -8,19 +8,20 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
+from relax_hetero.target.vdevice import with_vdevices
+from seeds import fresh_rng
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4", "num-cores": 2}
 V3 = {"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 2}
 TARGETS = {"avx512": V4, "avx2": V3, "sse": {"kind": "llvm", "mcpu": "x86-64-v2"}, "c": "c"}
-RNG = np.random.default_rng()
 
 
 def arrays(*shapes):
-    return [RNG.standard_normal(shape).astype("float32") for shape in shapes]
+    return [fresh_rng().standard_normal(shape).astype("float32") for shape in shapes]
 
 
 def compiled(mod, target):
-    return rh.compile(rh.vdevice.with_vdevices(mod, [rh.VDevice(target)]))
+    return rh.compile(with_vdevices(mod, [rh.VDevice(target)]))
 
 
 def run(exe, *args):
@@ -190,9 +191,9 @@ class Softmaxes:
 def test_masks(target):
     x, mask = arrays((2, 3, 9, 50), (2, 1, 1, 50))
     mask[..., 20:] = -np.inf
-    keep = RNG.random((9, 50)) < 0.5
+    keep = fresh_rng().random((9, 50)) < 0.5
     keep[4] = False
-    h = RNG.standard_normal((9, 50)).astype("float16")
+    h = fresh_rng().standard_normal((9, 50)).astype("float16")
     a, b, c = run(compiled(Softmaxes, TARGETS[target]), x, mask, keep, h)
     wide = x.astype("float64")
     with np.errstate(invalid="ignore"):
@@ -237,10 +238,10 @@ def test_half_precision_is_rounded_by_every_op(target, product, dtype, large, sm
     assert any({"max", "exp", "sum", "divide"} <= set(ops) for ops in ops_of(exe))
     vm = rh.vm.VirtualMachine(exe)
     for rows, columns in [(1, 1), (3, 37), (5, 64), (2, 1001)]:
-        x, w = RNG.uniform(0, 2, (rows, columns)), RNG.uniform(0, 2, (1, columns))
+        x, w = fresh_rng().uniform(0, 2, (rows, columns)), fresh_rng().uniform(0, 2, (1, columns))
         if product:
             # Scores are whole numbers: what a product's epilogue adds to them is not rounded in between.
-            x, w = RNG.integers(0, 2, (rows, 24)), RNG.integers(0, 2, (24, 70))
+            x, w = fresh_rng().integers(0, 2, (rows, 24)), fresh_rng().integers(0, 2, (24, 70))
         x, w = x.astype(half), w.astype(half)
         single = (np.matmul if product else np.multiply)(x.astype("float32"), w.astype("float32"))
         h = (single.astype(half) + half(large)) - half(large)

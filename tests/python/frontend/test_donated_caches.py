@@ -6,27 +6,28 @@ import pytest
 from onnx import TensorProto, helper
 
 import relax_hetero as rh
+from seeds import fresh_rng
 
 CACHE, NEW = (2, 3, 8, 4), (2, 3, 1, 4)
 
 
 def scatter_nd():
     """Rows found by (batch, head, position)."""
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     places = np.stack(np.meshgrid(range(2), range(3), [5], indexing="ij"), -1).astype("int64")
     node = helper.make_node("ScatterND", ["past.0", "places", "new"], ["present.0"])
     return node, {"places": places}, rng, lambda cache, new: _with_row(cache, new, [5, 5])
 
 
 def scatter_elements():
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     node = helper.make_node("ScatterElements", ["past.0", "places", "new"], ["present.0"], axis=2)
     return node, {"places": np.full(NEW, -3, "int64")}, rng, lambda cache, new: _with_row(cache, new, [5, 5])
 
 
 def tensor_scatter():
     """A position of its own for each sequence of the batch."""
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     node = helper.make_node("TensorScatter", ["past.0", "new", "starts"], ["present.0"], axis=2)
     return node, {"starts": np.array([6, 1])}, rng, lambda cache, new: _with_row(cache, new, [6, 1])
 

@@ -13,6 +13,7 @@ import relax_hetero as rh
 from relax_hetero.artifact.graph_layout import ROWS
 from relax_hetero.target.vdevice import with_vdevices
 from relax_hetero.vm.region import cuda_graph
+from seeds import fresh_rng
 
 GPUS = sum(tvm.cuda(i).exist for i in range(8)) if tvm.runtime.enabled("cuda") else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no NVIDIA GPU")]
@@ -20,7 +21,6 @@ two_gpus = pytest.mark.skipif(GPUS < 2, reason="fewer than two NVIDIA GPUs")
 
 CUDA = {"kind": "cuda", "arch": "sm_90"}
 OPAQUE = 8
-RNG = np.random.default_rng(0)
 
 
 def steps(count, extent=16, symbolic=False):
@@ -51,13 +51,13 @@ def added(x, count):
 
 
 def numbers(extent=16):
-    return RNG.integers(-1000, 1000, extent).astype("float32")
+    return fresh_rng().integers(-1000, 1000, extent).astype("float32")
 
 
 def layers(count=3, rows=8, devices=None, at=None):
     """Products by constants and softmax: kernels with shared memory, an arena, constants."""
     devices = devices or [rh.VDevice(CUDA)]
-    weights = [RNG.standard_normal((64, 64)).astype("float32") for _ in range(count)]
+    weights = [fresh_rng().standard_normal((64, 64)).astype("float32") for _ in range(count)]
     builder = relax.BlockBuilder()
     x = relax.Var("x", relax.TensorType((rows, 64), "float32", devices[0]))
     with builder.function("main", [x]):
@@ -99,7 +99,7 @@ def test_layers_as_a_graph():
     vm = rh.vm.VirtualMachine(exe)
     plain = rh.vm.VirtualMachine(rh.compile(mod, command_buffers=False))
     for _ in range(5):
-        x = RNG.standard_normal((8, 64)).astype("float32")
+        x = fresh_rng().standard_normal((8, 64)).astype("float32")
         out = vm["main"](x).numpy()
         np.testing.assert_allclose(out, layered(x, weights), rtol=1e-4)
         np.testing.assert_array_equal(out, plain["main"](x).numpy())
@@ -192,7 +192,7 @@ def test_two_machines_share_a_device():
     exe = rh.compile(mod)
     machines = [rh.vm.VirtualMachine(exe) for _ in range(2)]
     for _ in range(4):
-        xs = [RNG.standard_normal((8, 64)).astype("float32") for _ in machines]
+        xs = [fresh_rng().standard_normal((8, 64)).astype("float32") for _ in machines]
         ys = [vm["main"](x) for vm, x in zip(machines, xs, strict=True)]
         for x, y in zip(xs, ys, strict=True):
             np.testing.assert_allclose(y.numpy(), layered(x, weights), rtol=1e-4)
@@ -211,7 +211,7 @@ def test_without_cuda_bindings(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, "relax_hetero"):
         vm = rh.vm.VirtualMachine(rh.compile(mod))
         for _ in range(3):
-            x = RNG.standard_normal((8, 64)).astype("float32")
+            x = fresh_rng().standard_normal((8, 64)).astype("float32")
             np.testing.assert_allclose(vm["main"](x).numpy(), layered(x, weights), rtol=1e-4)
     (record,) = [r for r in caplog.records if "kernel by kernel" in r.message]
     assert "main_commands" in record.message and "the package is not here" in record.message
@@ -222,7 +222,7 @@ def test_export_and_load(tmp_path):
     rh.compile(mod).export_library(tmp_path / "model.so")
     vm = rh.vm.VirtualMachine(rh.load(tmp_path / "model.so"))
     for _ in range(3):
-        x = RNG.standard_normal((8, 64)).astype("float32")
+        x = fresh_rng().standard_normal((8, 64)).astype("float32")
         np.testing.assert_allclose(vm["main"](x).numpy(), layered(x, weights), rtol=1e-4)
     assert is_recorded(graph_of(vm))
 
@@ -235,7 +235,7 @@ def test_a_file_loaded_again_after_the_first_executable_ended(tmp_path):
     for _ in range(3):
         vm = rh.vm.VirtualMachine(rh.load(tmp_path / "model.so"))  # the machine before ends here
         gc.collect()
-        x = RNG.standard_normal((8, 64)).astype("float32")
+        x = fresh_rng().standard_normal((8, 64)).astype("float32")
         np.testing.assert_allclose(vm["main"](x).numpy(), layered(x, weights), rtol=1e-4)
     assert is_recorded(graph_of(vm))
 
@@ -243,7 +243,7 @@ def test_a_file_loaded_again_after_the_first_executable_ended(tmp_path):
 def test_profile():
     mod, weights = layers()
     vm = rh.vm.VirtualMachine(rh.compile(mod))
-    x = RNG.standard_normal((8, 64)).astype("float32")
+    x = fresh_rng().standard_normal((8, 64)).astype("float32")
     for _ in range(2):
         assert any(row.device == "cuda:0" for row in vm.profile("main", x).rows)
         np.testing.assert_allclose(vm["main"](x).numpy(), layered(x, weights), rtol=1e-4)
@@ -252,7 +252,7 @@ def test_profile():
 def test_stock_tvm_builds_and_runs_it():
     mod, weights = layers()
     vm = relax.VirtualMachine(tvm.compile(mod, relax_pipeline=rh.get_pipeline()), [tvm.cuda(0), tvm.cpu(0)])
-    x = RNG.standard_normal((8, 64)).astype("float32")
+    x = fresh_rng().standard_normal((8, 64)).astype("float32")
     out = vm["main"](tvm.runtime.tensor(x, tvm.cuda(0)))
     np.testing.assert_allclose(out.numpy(), layered(x, weights), rtol=1e-4)
 
@@ -261,7 +261,7 @@ def test_cpu_and_gpu():
     mod, weights = layers(4, devices=[rh.VDevice(rh.native("llvm")), rh.VDevice(CUDA)], at=[0, 1, 1, 0])
     vm = rh.vm.VirtualMachine(rh.compile(mod))
     for _ in range(3):
-        x = RNG.standard_normal((8, 64)).astype("float32")
+        x = fresh_rng().standard_normal((8, 64)).astype("float32")
         np.testing.assert_allclose(vm["main"](x).numpy(), layered(x, weights), rtol=1e-4)
     assert is_recorded(graph_of(vm))
 
@@ -271,7 +271,7 @@ def test_two_gpus_have_graphs_of_their_own():
     mod, weights = layers(4, devices=[rh.VDevice(CUDA, 0), rh.VDevice(CUDA, 1)], at=[0, 0, 1, 1])
     vm = rh.vm.VirtualMachine(rh.compile(mod))
     for _ in range(4):
-        x = RNG.standard_normal((8, 64)).astype("float32")
+        x = fresh_rng().standard_normal((8, 64)).astype("float32")
         np.testing.assert_allclose(vm["main"](x).numpy(), layered(x, weights), rtol=1e-4)
     assert len(vm.graphs) == 2 and all(map(is_recorded, vm.graphs))
 
@@ -283,5 +283,5 @@ def test_one_executable_on_either_gpu():
     machines = [rh.vm.VirtualMachine(exe, [tvm.cuda(index)]) for index in (0, 1)]
     for _ in range(3):
         for vm in machines:
-            x = RNG.standard_normal((8, 64)).astype("float32")
+            x = fresh_rng().standard_normal((8, 64)).astype("float32")
             np.testing.assert_allclose(vm["main"](x).numpy(), layered(x, weights), rtol=1e-4)

@@ -15,6 +15,7 @@ from tvm import relax
 
 import relax_hetero as rh
 from relax_hetero.target.vdevice import with_vdevices
+from seeds import fresh_rng
 
 GPUS = sum(tvm.cuda(i).exist for i in range(8)) if tvm.runtime.enabled("cuda") else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no NVIDIA GPU")]
@@ -46,7 +47,7 @@ def stages(kinds, places, rows=None, results=None):
 
 
 def random(rows):
-    return np.random.default_rng().standard_normal((rows, WIDTH)).astype("float32")
+    return fresh_rng().standard_normal((rows, WIDTH)).astype("float32")
 
 
 def arrays(result):

@@ -21,6 +21,7 @@ from relax_hetero.vm.device.cuda_streams import Stream
 from relax_hetero.vm.device.memory_pools import PINNED_BYTES, PinnedPool
 from relax_hetero.vm.device.pinned_staging import FIRST_PART_BYTES, PART_BYTES, STAGED_BYTES
 from relax_hetero.vm.device.tensors import alias, begin_copy, copy_into, copy_to, empty, from_array, from_numpy
+from seeds import fresh_rng
 
 GPUS = sum(tvm.cuda(i).exist for i in range(8)) if tvm.runtime.enabled("cuda") else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no NVIDIA GPU")]
@@ -32,7 +33,7 @@ LARGE = 256_000_000
 
 
 def random(nbytes):
-    return np.random.default_rng().integers(0, 256, nbytes, "uint8")
+    return fresh_rng().integers(0, 256, nbytes, "uint8")
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,8 @@ def test_copies_run_in_the_order_of_their_streams(pool):
     np.testing.assert_array_equal(result.numpy(), array)
 
 
-def test_pinned_copies_return_before_they_end(pool):
+@pytest.mark.timing
+def test_pinned_copies_return_at_once(pool):
     stream = Stream(cuda_library(), 0)
     tensors = pool.tensor((LARGE,), "uint8", CPU), empty((LARGE,), "uint8", GPU)
     for source, target in (tensors, tensors[::-1]):
@@ -98,6 +100,17 @@ def test_pinned_copies_return_before_they_end(pool):
         assert not event.done()
         event.synchronize()
         assert issued < (time.perf_counter() - start) / 4
+
+
+def test_pinned_copies_return_before_they_end(pool):
+    stream = Stream(cuda_library(), 0)
+    tensors = pool.tensor((LARGE,), "uint8", CPU), empty((LARGE,), "uint8", GPU)
+    for source, target in (tensors, tensors[::-1]):
+        begin_copy(source, target, stream).synchronize()
+        event = begin_copy(source, target, stream)
+        assert not event.done()
+        event.synchronize()
+        assert event.done()
 
 
 def test_timed_events(pool):
@@ -166,7 +179,7 @@ def sending(rows, is_made):
 def test_what_a_cpu_makes_for_a_gpu_lies_in_pinned_memory(is_symbolic, sent):
     for rows in (8, 32, 2 * STAGED_BYTES // 4096):
         vm = sending(tvm.tirx.Var("n", "int64") if is_symbolic else rows, True)
-        x = np.random.default_rng().random((rows, 1024), "float32")
+        x = fresh_rng().random((rows, 1024), "float32")
         results = [vm["main"](x) for _ in range(3)]
         results += [fence.result() for fence in [vm.submit("main", x) for _ in range(6)]]
         for y, z in results:
@@ -179,7 +192,7 @@ def test_what_a_cpu_makes_for_a_gpu_lies_in_pinned_memory(is_symbolic, sent):
 def test_pinned_arguments_are_sent_from_where_they_are(sent):
     vm = sending(STAGED_BYTES // 4096, False)
     array = rh.vm.pinned_array((STAGED_BYTES // 4096, 1024))
-    array[...] = np.random.default_rng().random(array.shape, "float32")
+    array[...] = fresh_rng().random(array.shape, "float32")
     arguments = [array, tvm_ffi.from_dlpack(array), alias(tvm_ffi.from_dlpack(array), tvm_ffi.Device(CUDA_HOST, 0))]
     with suppress(ImportError):
         import torch
@@ -195,7 +208,7 @@ def test_many_threads_at_once():
     def there_and_back(number):
         gpu = tvm.cuda(number % GPUS)
         for _ in range(5):
-            array = random(int(np.random.default_rng().integers(1, 2 * STAGED_BYTES)))
+            array = random(int(fresh_rng().integers(1, 2 * STAGED_BYTES)))
             back = np.empty_like(array)
             copy_into(copy_to(from_array(array), gpu), from_array(back))
             np.testing.assert_array_equal(back, array)
@@ -215,6 +228,7 @@ def rate(copy):
 
 
 @pytest.mark.skipif(num_cores() < 16, reason="fewer than 16 cores")
+@pytest.mark.timing
 def test_rates(pool):
     """Bounds with room for a busy host; apps/bench/transfers.py measures."""
     stream = Stream(cuda_library(), 0)
@@ -229,6 +243,7 @@ def test_rates(pool):
 
 
 @two_gpus
+@pytest.mark.timing
 def test_rate_between_gpus():
     enable_peer_access([GPU, tvm.cuda(1)])
     source, target = empty((LARGE,), "uint8", GPU), empty((LARGE,), "uint8", tvm.cuda(1))

@@ -13,8 +13,10 @@ import tvm
 import relax_hetero as rh
 from models.attention_graphs import FORMS, bert
 from relax_hetero.op.attention import ATTENTION
+from relax_hetero.target.vdevice import same_vdevice
 from relax_hetero.transform.fuse.form_attention import form_attention
 from relax_hetero.transform.ir.rewriting import op_name, relax_functions, walk_bindings
+from seeds import fresh_rng
 
 AVX512 = {"kind": "llvm", "mcpu": "x86-64-v4", "num-cores": 2}
 
@@ -24,7 +26,7 @@ def attentions(mod: tvm.IRModule) -> list[Any]:
 
 
 def random_inputs(model: onnx.ModelProto, sizes: dict[str, int]) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     found = {}
     for value in model.graph.input:
         tensor = value.type.tensor_type
@@ -77,7 +79,7 @@ def test_attention_on_one_device_and_the_rest_on_another() -> None:
     inside = dict.fromkeys(names[first : last + 1], "vdevice:1")
     mod = rh.transform.RealizeVDevice()(rh.from_onnx(model, vdevices=vdevices, placement=inside))
     (call,) = attentions(form_attention(mod))
-    assert rh.vdevice.same_vdevice(call.ty.vdevice, vdevices[1])
+    assert same_vdevice(call.ty.vdevice, vdevices[1])
     check(model, vdevices, placement=inside)
     check(model, vdevices, placement={"Softmax*": "vdevice:1"})
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import relax_hetero as rh
+from marks import slow_but_for
 from models.running import (
     TWO_DEVICES,
     assert_both_devices_hold_ops,
@@ -21,7 +22,7 @@ from models.zoo import inputs_of, light_model, node_names, random_model
 MODELS = ("squeezenet", "resnet50", "inception_v1", "bvlc_alexnet")
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but_for(MODELS, ["squeezenet", "resnet50"]))
 def test_one_device(name: str, tmp_path: Path):
     model = random_model(name)
     inputs = inputs_of(model)
@@ -33,7 +34,7 @@ def test_one_device(name: str, tmp_path: Path):
         assert (ours == loaded).all()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but_for(MODELS, ["squeezenet"]))
 def test_cut_over_two_devices(name: str, tmp_path: Path):
     model = random_model(name, seed=1)
     inputs = inputs_of(model, seed=1)
@@ -44,7 +45,7 @@ def test_cut_over_two_devices(name: str, tmp_path: Path):
     assert_same(outputs_after_export(executable, inputs, tmp_path), expected_outputs(model, inputs))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but_for(MODELS, ["squeezenet"]))
 def test_as_published(name: str):
     """With the constant weights the package ships, whose shapes are computed in the graph."""
     model = light_model(name)

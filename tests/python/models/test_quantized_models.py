@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
-import onnx
 import onnxruntime
 import pytest
 
 import relax_hetero as rh
+from marks import slow_but_for
 from models.quantized_graphs import (
     QDQ,
     QOPERATOR,
@@ -39,29 +39,42 @@ STATIC: dict[str, dict[str, Any]] = {
         "extra_options": {"ActivationSymmetric": True, "WeightSymmetric": False},
     },
 }
-NETWORKS = (residual_network, gated_network, encoder_layer)
+NETWORKS = {make.__name__: make for make in (residual_network, gated_network, encoder_layer)}
+COMMON = "u8 by s8 per channel"
 
 
-@pytest.mark.parametrize("make", NETWORKS, ids=lambda make: make.__name__)
-@pytest.mark.parametrize("options", STATIC.values(), ids=STATIC)
-def test_each_requantization_is_within_one_unit(
-    make: Callable[[], onnx.ModelProto], options: dict[str, Any], seed: int = 5
-) -> None:
-    model = quantized(make, **options)
-    found = differences(model, inputs_of(model, seed))
+def pairs(firsts: Iterable[str], kept: Collection[tuple[str, str]]) -> list[Any]:
+    """Each of the first with each network; all but those kept are slow."""
+    return [
+        pytest.param(first, name, marks=() if (first, name) in kept else pytest.mark.slow)
+        for first in firsts
+        for name in NETWORKS
+    ]
+
+
+# Every network in the common form, every form on the smallest network.
+@pytest.mark.parametrize(
+    ("form", "name"),
+    pairs(STATIC, {(COMMON, name) for name in NETWORKS} | {(form, "gated_network") for form in STATIC}),
+)
+def test_each_requantization_is_within_one_unit(form: str, name: str) -> None:
+    model = quantized(NETWORKS[name], **STATIC[form])
+    found = differences(model, inputs_of(model, 5))
     assert found.tensors > 5 and found.largest <= 1
     # Where a number lies just between two integers; a wrong rounding mode or scale would hit far more.
     assert found.off_by_one <= max(2, found.elements // 1000)
 
 
-@pytest.mark.parametrize("make", NETWORKS, ids=lambda make: make.__name__)
-@pytest.mark.parametrize("mcpu", ["x86-64-v3", "x86-64"])
-def test_cpus_without_such_instructions_compute_the_same(make: Callable[[], onnx.ModelProto], mcpu: str) -> None:
-    model = quantized(make, **STATIC["u8 by s8 per channel"])
+@pytest.mark.parametrize(
+    ("mcpu", "name"),
+    pairs(["x86-64-v3", "x86-64"], {("x86-64-v3", "residual_network"), ("x86-64", "gated_network")}),
+)
+def test_cpus_without_such_instructions_compute_the_same(mcpu: str, name: str) -> None:
+    model = quantized(NETWORKS[name], **STATIC[COMMON])
     assert differences(model, inputs_of(model, 6), {"kind": "llvm", "mcpu": mcpu}).largest <= 1
 
 
-@pytest.mark.parametrize("weight_type", [S8, U8], ids=["s8", "u8"])
+@pytest.mark.parametrize("weight_type", [pytest.param(S8, id="s8"), pytest.param(U8, id="u8", marks=pytest.mark.slow)])
 def test_dynamically_quantized_products_are_those_of_onnx_runtime(weight_type: Any) -> None:
     model = quantized(encoder_layer, dynamic=True, weight_type=weight_type)
     assert any(node.op_type == "MatMulInteger" for node in model.graph.node)
@@ -78,9 +91,9 @@ def test_dynamically_quantized_products_are_those_of_onnx_runtime(weight_type: A
     }
 
 
-@pytest.mark.parametrize("make", NETWORKS, ids=lambda make: make.__name__)
-def test_products_of_bytes_have_kernels_of_bytes(make: Callable[[], onnx.ModelProto]) -> None:
-    model = quantized(make, **STATIC["u8 by s8 per channel"])
+@pytest.mark.parametrize("name", slow_but_for(NETWORKS, ["residual_network", "gated_network"]))
+def test_products_of_bytes_have_kernels_of_bytes(name: str) -> None:
+    model = quantized(NETWORKS[name], **STATIC[COMMON])
     metadata = rh.compile(rh.from_onnx(model)).metadata
     assert metadata.encodings["cancelled"] == []
     products = sum(node.op_type in ("Conv", "MatMul", "Gemm") for node in model.graph.node)
@@ -88,7 +101,7 @@ def test_products_of_bytes_have_kernels_of_bytes(make: Callable[[], onnx.ModelPr
 
 
 def test_a_model_is_cut_at_what_is_quantized_in_it() -> None:
-    model = quantized(residual_network, **STATIC["u8 by s8 per channel"])
+    model = quantized(residual_network, **STATIC[COMMON])
     values = reference(model, inputs_of(model, 8))
     cut = cut_model(model, values)
     outputs = [value.name for value in cut.graph.output]

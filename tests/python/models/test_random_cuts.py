@@ -25,13 +25,16 @@ from models.running import (
     outputs_of,
 )
 from models.zoo import inputs_of, minilm, node_names, random_model
+from seeds import fresh_rng
 
 Case = tuple[onnx.ModelProto, dict[str, np.ndarray], list[np.ndarray]]
 MODELS: dict[str, Callable[[], onnx.ModelProto]] = {
     "minilm": lambda: minilm(1, 16),
     **{name: partial(random_model, name) for name in ("squeezenet", "bvlc_alexnet", "inception_v1", "resnet50")},
 }
-# How many cuts: the larger models take some ten seconds each.
+# How many cuts: the larger models take some ten seconds each. Every run tries a few,
+# `make test-slow` all of them.
+FEW_CUTS = {"squeezenet": 3}
 CUTS = {"minilm": 10, "squeezenet": 6, "bvlc_alexnet": 3, "inception_v1": 3, "resnet50": 3}
 # A cut is a handful of points of the whole; as fractions they fit every model.
 FRACTIONS = st.lists(st.integers(1, 199), min_size=1, max_size=6, unique=True)
@@ -48,6 +51,12 @@ def switches(names: Sequence[str], fractions: Sequence[int]) -> list[int]:
     return sorted({min(len(names) - 1, max(1, len(names) * fraction // 200)) for fraction in fractions})
 
 
+@pytest.mark.parametrize("name", FEW_CUTS)
+def test_a_few_random_cuts(name: str):
+    settings(max_examples=FEW_CUTS[name])(given(fractions=FRACTIONS)(check_cut))(name)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_random_cuts(name: str):
     examples = int(os.environ.get("RELAX_HETERO_CUTS", CUTS[name]))
@@ -63,9 +72,18 @@ def check_cut(name: str, fractions: list[int]) -> None:
     assert_same(outputs_of(executable, inputs), expected)
 
 
+def test_every_node_anywhere():
+    check_choices(list(fresh_rng().integers(0, 2, 221)))
+
+
+@pytest.mark.slow
 @given(choices=st.lists(st.booleans(), min_size=221, max_size=221))
 @settings(max_examples=3)
-def test_every_node_anywhere(choices: list[bool]):
+def test_every_node_anywhere_thrice(choices: list[bool]):
+    check_choices(choices)
+
+
+def check_choices(choices: Sequence[int]) -> None:
     model, inputs, expected = case("minilm")
     names = node_names(model)
     placement = {name: f"vdevice:{int(choice)}" for name, choice in zip(names, choices, strict=True)}

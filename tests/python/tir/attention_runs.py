@@ -125,17 +125,35 @@ def stored(text: str, start: int, heads: np.ndarray, order: str) -> np.ndarray:
     return np.ascontiguousarray(array)
 
 
-def check(case: Case, target: tvm.target.Target, rng: np.random.Generator, scale: float = 1.0) -> None:
-    """Run a kernel on random operands, with NaN in what it must write, and compare."""
+@dataclass(frozen=True)
+class Kernel:
+    """A compiled kernel, and the shape of the memory that it wants for itself."""
+
+    executable: tvm.runtime.Executable
+    scratch: Sequence[Any]
+
+
+def compiled(case: Case, target: tvm.target.Target) -> Kernel:
+    function = attention_kernel(problem_of(case), cpu_target_of(target))
+    executable = tvm.compile(tvm.IRModule({"attention": function}), target=target)
+    return Kernel(executable, function.params[-1].shape)
+
+
+def check(
+    case: Case,
+    target: tvm.target.Target,
+    rng: np.random.Generator,
+    scale: float = 1.0,
+    kernel: Kernel | None = None,
+) -> None:
+    """Run a kernel (its own, unless there is one already) on random operands, with NaN in what it must write."""
     s = case.sizes
     dtype = numpy_dtype(case.dtype)
     query = (rng.standard_normal((s["b"], s["h"], s["m"], s["d"])) * scale).astype(dtype).astype("float32")
     key = rng.standard_normal((s["b"], s["g"], s["n"], s["d"])).astype(dtype).astype("float32")
     value = rng.standard_normal((s["b"], s["g"], s["n"], s["e"])).astype(dtype).astype("float32")
     want = reference(case, query, key, value)
-    problem = problem_of(case)
-    function = attention_kernel(problem, cpu_target_of(target))
-    executable = tvm.compile(tvm.IRModule({"attention": function}), target=target)
+    kernel = compiled(case, target) if kernel is None else kernel
     orders = ("bhmd", "bgnd", "bgne")
     inputs = [
         stored(text, start, array, order).astype(dtype)
@@ -143,8 +161,8 @@ def check(case: Case, target: tvm.target.Target, rng: np.random.Generator, scale
     ]
     inputs += [] if case.mask is None else [case.mask]
     out = stored(case.maps[3], 0, np.full(want.shape, np.nan, "float32"), "bhme")
-    result, scratch = tvm.runtime.tensor(out.astype(dtype)), nan_tensor(function.params[-1].shape)
-    executable["attention"](*map(tvm.runtime.tensor, inputs), result, scratch)
+    result, scratch = tvm.runtime.tensor(out.astype(dtype)), nan_tensor(kernel.scratch)
+    kernel.executable["attention"](*map(tvm.runtime.tensor, inputs), result, scratch)
     expected = stored(case.maps[3], 0, want, "bhme")
     tolerance = 1e-5 + _error_of_rounded_scores(case, query, key, value)
     unit = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}[case.dtype]

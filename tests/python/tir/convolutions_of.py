@@ -17,6 +17,7 @@ from relax_hetero.encoding.problem import ConvProblem, Dim, Epilogue, Operand, W
 from relax_hetero.resolvers.conv_layouts import conv_layout
 from relax_hetero.target.cpu_target import CpuTarget
 from relax_hetero.tir.conv.convolution import conv_kernel
+from seeds import fresh_rng
 from tir.kernel_runs import cpu_named, kernel, poisoned, stored
 from tir.products_of import random_array
 
@@ -146,5 +147,5 @@ def assert_near(problem: ConvProblem, got: np.ndarray, want: np.ndarray) -> None
 
 def check(problem: ConvProblem, name: str, folder: Path, batch: int = 1) -> None:
     """Run a problem without epilogue on fresh random operands."""
-    arrays = random_operands(problem, np.random.default_rng(), batch)
+    arrays = random_operands(problem, fresh_rng(), batch)
     assert_near(problem, run(problem, name, folder, arrays), reference(problem, arrays[0], arrays[1]))

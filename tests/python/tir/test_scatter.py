@@ -8,6 +8,7 @@ import tvm
 
 from relax_hetero.tir.core.ties import in_place, ties_of
 from relax_hetero.tir.scatter import REDUCTIONS, ScatterProblem, scatter_elements_kernel, scatter_nd_kernel
+from seeds import fresh_rng
 from tir.kernel_runs import NAMES, built, poisoned
 
 COMBINE = {
@@ -71,7 +72,7 @@ def check(cases, name, folder):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_elements(name, tmp_path):
-    rng, cases = np.random.default_rng(), []
+    rng, cases = fresh_rng(), []
     for axis, reduction in [(0, "update"), (1, "update"), (2, "update"), *((1, r) for r in REDUCTIONS)]:
         for dtype, symbolic in (("float32", False), ("int64", True)):
             data = numbers(rng, (5, 7, 9), dtype)
@@ -85,7 +86,7 @@ def test_elements(name, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_slices(name, tmp_path):
-    rng, cases = np.random.default_rng(), []
+    rng, cases = fresh_rng(), []
     for depth, reduction in [(1, "update"), (2, "update"), (3, "update"), *((2, r) for r in REDUCTIONS)]:
         for dtype, symbolic in (("float32", ""), ("int32", "nd")):
             data = numbers(rng, (5, 7, 9), dtype)
@@ -98,7 +99,7 @@ def test_slices(name, tmp_path):
 
 def test_much_data_and_many_updates(tmp_path):
     """Copies are cut into chunks, and updates shared among the cores."""
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     data = numbers(rng, (3, 50_001), "float32")
     updates = numbers(rng, (3, 40_000), "float32")
     indices = np.stack([rng.permutation(50_001)[:40_000] for _ in range(3)])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,7 @@ import relax_hetero as rh
 from relax_hetero.target.vdevice import with_vdevices
 from relax_hetero.transform.dispatch import form_dispatches
 from relax_hetero.transform.dispatch.schedule_cpu import schedule_cpu
-from tir.kernel_runs import TARGETS, poisoned
+from tir.kernel_runs import TARGETS, VECTOR_NAMES, poisoned
 
 Build = Callable[..., relax.Expr]
 Operand = tuple[tuple[Any, ...], str]
@@ -95,6 +96,11 @@ def results(mod: tvm.IRModule, values: Sequence[np.ndarray]) -> list[np.ndarray]
         machine["main"](*values, out=out)
         arrays = [out.numpy()]
     return arrays
+
+
+def one_width_each(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Each case with one of the vector widths, in turns."""
+    return list(zip(names, itertools.cycle(VECTOR_NAMES), strict=False))
 
 
 def check(build: Build, operands: Operands, targets: Sequence[str], rng: np.random.Generator) -> None:

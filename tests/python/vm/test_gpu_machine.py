@@ -139,6 +139,7 @@ def test_transfers_in_every_direction(source, target):
 
 
 @two_gpus
+@pytest.mark.timing
 def test_gpus_copy_to_each_other_directly(mixed):
     for gpu in (0, 1):
         check_on = rh.vm.VirtualMachine(mixed, {"cuda:0": tvm.cuda(gpu)})

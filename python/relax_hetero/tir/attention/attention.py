@@ -20,9 +20,10 @@ from ...errors import EncodingError
 from ...target.cpu_target import CpuTarget
 from ..core.builder import Expr, Function, Registers, ceil_div, either, loop, minimum, opaque, when
 from ..core.work_split import part
+from ..math.casts import HALVES
 from ..matmul.k_step import llvm_import
 from .attention_operands import pack_keys, pack_values
-from .attention_spec import DECODE_QUERIES, HALVES, AttentionSpec, HeadsView, accumulation, block_sizes, for_decode
+from .attention_spec import DECODE_QUERIES, AttentionSpec, HeadsView, accumulation, block_sizes, for_decode
 from .attention_tile import emit_tile
 
 

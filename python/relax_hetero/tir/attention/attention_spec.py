@@ -29,10 +29,16 @@ from ..core.builder import (
 )
 from ..core.view import View
 from ..core.work_split import tasks_for
-from ..math.casts import cast
+from ..math.casts import HALVES, cast
 
-HALVES = ("bfloat16", "float16")
-"""Element types that are computed in float32."""
+# Keys of a block: the scores of a tile of 8 queries against them take a third of the first-level cache, keys and
+# values of width 64 together a quarter of the second-level one.
+KEYS = 512
+# Queries of a block: packing a block of keys for them costs 1 % of what they compute.
+QUERIES = 256
+# For no more queries than this, keys and values are read as they lie. Measured (AVX-512, 512 keys of width 64): packing
+# them takes two thirds of the time of one query.
+DECODE_QUERIES = 2
 
 Coordinates = Mapping[str, Expr]
 """A position by the names of iteration dimensions, int64; names that are missing are at 0."""
@@ -143,16 +149,6 @@ def _product(left: Expr, right: Expr) -> Expr:
     if isinstance(left, int) and left == 1:
         return right
     return left * right
-
-
-# Keys of a block: the scores of a tile of 8 queries against them take a third of the first-level cache, keys and
-# values of width 64 together a quarter of the second-level one.
-KEYS = 512
-# Queries of a block: packing a block of keys for them costs 1 % of what they compute.
-QUERIES = 256
-# For no more queries than this, keys and values are read as they lie. Measured (AVX-512, 512 keys of width 64): packing
-# them takes two thirds of the time of one query.
-DECODE_QUERIES = 2
 
 
 @dataclass(frozen=True)

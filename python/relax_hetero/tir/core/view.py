@@ -1,7 +1,7 @@
 """A parameter of a kernel: its buffer, its elements in one dimension, and how far apart neighbours lie.
 
 What finds an element differs: coordinates of the iteration space (`operand_view`), a tile and a position in it
-(`packed_storage`), heads of an attention (`attention.attention_spec`).
+(`packed_storage`), heads of an attention (`tir.attention.attention_spec`).
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ from ..core.builder import Expr, Function, lane_indices, loop
 from ..core.packed_storage import PackedStorage, gathered, loaded, split_run, tail_mask, whole
 from ..core.ties import tied_to
 from ..core.work_split import for_parts, nest_loops
-from .expression_code import computed_in, emit
+from ..math.casts import computed_in
+from .expression_code import emit
 
 
 def elementwise_kernel(problem: ElementwiseProblem, cpu: CpuTarget) -> tirx.PrimFunc:

@@ -22,10 +22,8 @@ from tvm.script.ir_builder import tirx as T
 from ...encoding.expression import Expression
 from ...errors import EncodingError
 from ..math import vector_math
-from ..math.casts import cast, round_to_bfloat16
+from ..math.casts import HALVES, cast, computed_in, round_to_bfloat16
 from .expression_ops import FLOAT32_OPS, FLOAT_OPS, INT_OPS, QUANTIZE, quantize, with_quantize
-
-HALVES = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -34,11 +32,6 @@ class _Value:
 
     dtype: str
     value: tirx.Expr
-
-
-def computed_in(dtype: str) -> str:
-    """The element type that arithmetic on `dtype` is done in."""
-    return "float32" if dtype in HALVES else dtype
 
 
 def emit(expression: Expression, values: Sequence[tirx.Expr], dtypes: Sequence[str], lanes: int) -> tirx.Expr:

@@ -15,6 +15,8 @@ from ..core.builder import vector_type
 from . import vector_math
 
 BITS = "tirx.relax_hetero.bfloat16_bits"
+HALVES = ("bfloat16", "float16")
+"""Element types that are computed in float32."""
 _PURE = 1  # tirx's CallEffectKind
 _NAN, _QUIET = 0x7F800000, 0x40
 
@@ -52,6 +54,11 @@ def register_bfloat16_bits() -> None:
     tvm.ir.register_op_attr(BITS, "TCallEffectKind", _PURE)
     tvm.ir.register_op_attr(BITS, "TScriptPrinterName", "bfloat16_bits")
     tirx.op.register_intrin_lowering(BITS, "default", f=by_integers)
+
+
+def computed_in(dtype: str) -> str:
+    """The element type that arithmetic on `dtype` is done in."""
+    return "float32" if dtype in HALVES else dtype
 
 
 def cast(value: tirx.Expr, dtype: str) -> tirx.Expr:

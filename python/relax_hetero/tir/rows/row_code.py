@@ -23,10 +23,9 @@ from ..core.builder import (
 )
 from ..core.operand_view import Coordinates, OperandView
 from ..elementwise import expression_code
-from ..elementwise.expression_code import computed_in
 from ..elementwise.expression_ops import FLOAT_OPS, INT_OPS
 from ..math import vector_math
-from ..math.casts import cast
+from ..math.casts import cast, computed_in
 from .row_plan import RowPass, RowPlan
 
 UNROLLED = 16

@@ -20,7 +20,7 @@ from ..core.builder import Expr, Function, ceil_div, loop, opaque
 from ..core.operand_view import OperandView, extent_of
 from ..core.ties import with_ties
 from ..core.work_split import is_worth_tasks, part, unravel
-from ..elementwise.expression_code import computed_in
+from ..math.casts import computed_in
 from .row_code import RowSpec, RowWriter
 from .row_plan import is_read_after_keeping, plan_rows
 

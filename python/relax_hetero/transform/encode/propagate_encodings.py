@@ -21,6 +21,9 @@ What moves, and where it stops:
   from one device to another.
 - A pair of unset and set with one encoding cancels.
 
+TVM's FuseTransposeMatmul makes a kernel of loops for a product with a transposed right operand; an index map lets the
+device's own kernel read either operand, and write the result, in any order.
+
 Assumes SetEncoding, and asks no device anything: SpecializeEncodings undoes all of it where a device has no layout.
 Linear in the number of bindings; a second run changes nothing.
 """

@@ -14,7 +14,9 @@ After::
                            scores="add(multiply(x0, 0.125), x1)")
 
 Products of one tensor with constant weights whose results only attention reads become one product, of which attention
-reads slices (`merge_products`).
+reads slices (`merge_products`). TVM's CombineParallelMatmul merges products for any reader, which would then copy its
+slice. Attention is found by walking from the softmax: TVM's dataflow patterns name each op of a match, and models write
+attention in too many ways.
 
 Assumes a placed module (RealizeVDevice). A second run changes nothing.
 """

@@ -188,7 +188,10 @@ def _rewrite_nested(binding: relax.Binding, rewrite: Rewrite) -> relax.Binding:
 def without_unused(
     bindings: list[relax.Binding], block: Block, is_droppable: Callable[[relax.Expr], bool]
 ) -> list[Any]:
-    """`bindings`, new ones of `block`, less those that nobody uses and whose value may be dropped."""
+    """`bindings`, new ones of `block`, less those that nobody uses and whose value may be dropped.
+
+    TVM's DeadCodeElimination normalizes the module as it goes, which infers types anew, and drops functions too.
+    """
     used: set[relax.Var] = set(block.used_later)
     kept: list[relax.Binding] = []
     for binding in reversed(bindings):

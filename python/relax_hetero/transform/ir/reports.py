@@ -279,4 +279,4 @@ def _data(entry: Any) -> Any:
     """An entry as JSON data, which has no tuples."""
     if isinstance(entry, tuple):
         return [_data(each) for each in entry]
-    return {part.name: _data(getattr(entry, part.name)) for part in fields(entry)} if is_dataclass(entry) else entry
+    return {each.name: _data(getattr(entry, each.name)) for each in fields(entry)} if is_dataclass(entry) else entry

@@ -17,8 +17,8 @@ is at hand, and its result is again remembered in the order in which it came out
 nothing is left of those that cancel. An op without a rule, a result and whatever else needs the program's order has
 it written, once, there. Among the orders that an op can be done in, the one is taken that moves the fewest bytes:
 those of operands that are not at hand in it, and those of the result where its users prefer another one
-(`permute_preferences`). The walk is repeated while the block's permutations move fewer bytes each time, so that no program comes out
-worse or in need of another run.
+(`permute_preferences`). The walk is repeated while the block's permutations move fewer bytes each time, so that no
+program comes out worse or in need of another run.
 
 Assumes a placed module (RealizeVDevice), at any stage before FormDispatches. Every permutation stays on the device of
 its operand, but goes with it through a transfer. A second run changes nothing.

@@ -1,8 +1,8 @@
 """Values and the orders in which they are at hand, while permutations move.
 
 Variables that are permutations of one another are one `PermutedValue`. A permutation is written where an order is
-first needed that no variable has, and is used again from then on. Where only dimensions of extent 1 change places it is a reshape, which
-costs nothing, and a constant is permuted at compile time.
+first needed that no variable has, and is used again from then on. Where only dimensions of extent 1 change places it is
+a reshape, which costs nothing, and a constant is permuted at compile time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Group the functions of a module by recursion."""
+"""Group the functions of a module by recursion.
+
+TVM's `detect_recursion` names the groups that recurse, but gives no order: placement needs callees first.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Give every connected part of the graph its device.
 
 Round one: a part with fixed devices has that one device; two that meet are an error, or go to `propagate` where
-copies are allowed. Round two: a part without gets the device that is hinted for one of its values. A part that callers can still
-place stays open, as a numbered class.
+copies are allowed. Round two: a part without gets the device that is hinted for one of its values. A part that callers
+can still place stays open, as a numbered class.
 """
 
 from __future__ import annotations

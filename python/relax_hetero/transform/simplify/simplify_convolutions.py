@@ -15,6 +15,9 @@ Step by step, each in its own file: expressions of constants are computed (`cons
 multiplications and additions (`batch_norms`), which are taken into weights (`channel_scales`), padding becomes the
 convolution's own (`fold_pads`), and transposed convolutions become plain ones (`transposed_convolutions`).
 
+TVM's FoldBatchnormToConv2D knows a norm right behind a `conv2d`; its DecomposeOpsForInference infers types anew, and
+devices with them.
+
 Assumes nothing of devices, and keeps those that are written. A second run changes nothing.
 """
 

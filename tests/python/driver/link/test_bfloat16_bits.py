@@ -11,6 +11,7 @@ from tvm.script.ir_builder import tirx as T
 from relax_hetero.driver.link.link import build_group
 from relax_hetero.tir.core.builder import Function, lane_indices, loop
 from relax_hetero.tir.math.casts import bfloat16_bits
+from seeds import fresh_rng
 from tir.products_of import AVX2, AVX512, SSE
 
 COUNT = 1 << 12
@@ -37,7 +38,7 @@ def kernel(lanes: int) -> tvm.tirx.PrimFunc:
 
 @pytest.mark.parametrize(("target", "lanes"), MACHINES.values(), ids=MACHINES)
 def test_numbers(target: tvm.target.Target, lanes: int) -> None:
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     source = rng.standard_normal(COUNT).astype("float32") * np.float32(2.0) ** rng.integers(-100, 100, COUNT)
     source[: len(SPECIAL)] = SPECIAL
     # Halves between two neighbours, which go to the even one.

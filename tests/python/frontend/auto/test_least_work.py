@@ -1,13 +1,11 @@
 """Minimum cuts: the plan of least work."""
 
-import time
-
 import numpy as np
 from hypothesis import given, settings
 
 from frontend.plan_problems import all_plans, costs_of, links, problems, single_plans
 from relax_hetero.frontend import CostModel, DeviceCost
-from relax_hetero.frontend.auto.least_work import least_work
+from relax_hetero.frontend.auto.least_work import Network, least_work
 from relax_hetero.frontend.auto.plan_costs import PlanCosts
 from relax_hetero.frontend.auto.work_graph import WorkGraph, WorkUnit, WorkValue
 
@@ -37,7 +35,11 @@ def test_a_value_goes_to_a_device_once():
     assert costs.total(plan) == (4 * 9 + 10) * 10**12
 
 
-def test_five_thousand_units_are_placed_in_seconds():
+def test_five_thousand_units_are_placed_in_few_phases(monkeypatch):
+    """Each phase of a cut walks the network once; a bad order of walks would need about one for each unit."""
+    phases = []
+    levels = Network._levels
+    monkeypatch.setattr(Network, "_levels", lambda self, *ends: phases.append(len(self._head)) or levels(self, *ends))
     rng = np.random.default_rng(0)
     count = 5000
     units = [WorkUnit([str(i)], [(10 ** rng.uniform(3, 9), 10 ** rng.uniform(3, 7))]) for i in range(count)]
@@ -48,8 +50,7 @@ def test_five_thousand_units_are_placed_in_seconds():
     model = CostModel([DeviceCost(1e11, 8e10, 1e-7), DeviceCost(1e12, 2e10, 1e-6)], links(2, 0), 0)
     costs = PlanCosts(WorkGraph(units, values), model)
     best = min(single_plans(costs), key=costs.total)
-    start = time.perf_counter()
     found = least_work(costs, best)
-    assert time.perf_counter() - start < 10
+    assert 0 < len(phases) < 100 and max(phases) < 20 * count
     assert costs.total(found) < costs.total(best)
     assert set(found) == {0, 1}

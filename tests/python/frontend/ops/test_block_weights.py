@@ -13,8 +13,8 @@ from onnx import helper, numpy_helper
 
 import relax_hetero as rh
 from frontend.ops.checking import expected
+from seeds import fresh_rng
 
-RNG = np.random.default_rng(11)
 COLUMNS = 37
 
 
@@ -39,16 +39,16 @@ def matmul_nbits(
     """`more`: zeros ("packed" or "float"), bias, and attributes; None for an attribute that is left out."""
     blocks = -(-depth // block)
     weights = {
-        "b": RNG.integers(0, 256, (COLUMNS, blocks, block // 2), dtype=np.uint8),
-        "scales": RNG.uniform(0.1, 1, COLUMNS * blocks).astype(dtype),
+        "b": fresh_rng().integers(0, 256, (COLUMNS, blocks, block // 2), dtype=np.uint8),
+        "scales": fresh_rng().uniform(0.1, 1, COLUMNS * blocks).astype(dtype),
     }
     zeros, bias = more.pop("zeros", None), more.pop("bias", False)
     if zeros == "packed":
-        weights["zeros"] = RNG.integers(0, 256, COLUMNS * -(-blocks // 2), dtype=np.uint8)
+        weights["zeros"] = fresh_rng().integers(0, 256, COLUMNS * -(-blocks // 2), dtype=np.uint8)
     elif zeros == "float":
-        weights["zeros"] = RNG.uniform(0, 15, COLUMNS * blocks).astype(dtype)
+        weights["zeros"] = fresh_rng().uniform(0, 15, COLUMNS * blocks).astype(dtype)
     if bias:
-        weights["bias"] = RNG.standard_normal(COLUMNS).astype(dtype)
+        weights["bias"] = fresh_rng().standard_normal(COLUMNS).astype(dtype)
     weights.update(more.pop("weights", {}))
     inputs = ["x", *(name if name in weights else "" for name in ("b", "scales", "zeros", "order", "bias"))]
     while not inputs[-1]:
@@ -66,7 +66,7 @@ def check(
     reference: str = "onnxruntime",
 ) -> None:
     """The numbers are those of the reference, and weights stay in 4 bits."""
-    x = RNG.standard_normal(shape).astype(dtype)
+    x = fresh_rng().standard_normal(shape).astype(dtype)
     executable = rh.compile(rh.from_onnx(model))
     got = rh.vm.VirtualMachine(executable)["main"](x).numpy()
     (want,) = expected(model, {"x": x}, reference)
@@ -125,11 +125,11 @@ def dequantized(kind: str, axis: int, zeros: bool, depth: int = 80, block: int =
     blocks = -(-depth // block)
     shape, scales = ((depth, COLUMNS), (blocks, COLUMNS)) if axis == 0 else ((COLUMNS, depth), (COLUMNS, blocks))
     weights = {
-        "codes": RNG.integers(low, low + 16, shape).astype(dtype),
-        "scales": RNG.uniform(0.1, 1, scales).astype("float32"),
+        "codes": fresh_rng().integers(low, low + 16, shape).astype(dtype),
+        "scales": fresh_rng().uniform(0.1, 1, scales).astype("float32"),
     }
     if zeros:
-        weights["zeros"] = RNG.integers(low, low + 16, scales).astype(dtype)
+        weights["zeros"] = fresh_rng().integers(low, low + 16, scales).astype(dtype)
     nodes = [helper.make_node("DequantizeLinear", list(weights), ["w"], "dequantize", axis=axis, block_size=block)]
     if axis == 1:
         nodes.append(helper.make_node("Transpose", ["w"], ["turned"], "turn", perm=[1, 0]))
@@ -154,13 +154,13 @@ def test_four_bits_that_others_read_are_refused():
 
 def test_scales_of_whole_columns_are_right_too():
     weights = {
-        "codes": RNG.integers(-8, 8, (24, COLUMNS)).astype(ml_dtypes.int4),
-        "scales": RNG.uniform(0.1, 1, COLUMNS).astype("float32"),
+        "codes": fresh_rng().integers(-8, 8, (24, COLUMNS)).astype(ml_dtypes.int4),
+        "scales": fresh_rng().uniform(0.1, 1, COLUMNS).astype("float32"),
     }
     nodes = [
         helper.make_node("DequantizeLinear", ["codes", "scales"], ["w"], "dequantize", axis=1),
         helper.make_node("MatMul", ["x", "w"], ["y"], "product"),
     ]
-    model, x = model_of(nodes, (3,), 24, weights, "float32"), RNG.standard_normal((3, 24)).astype("float32")
+    model, x = model_of(nodes, (3,), 24, weights, "float32"), fresh_rng().standard_normal((3, 24)).astype("float32")
     got = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"](x).numpy()
     np.testing.assert_allclose(got, expected(model, {"x": x}, "onnx")[0], rtol=1e-5, atol=1e-5)

@@ -6,7 +6,8 @@ import tvm
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tir.attention_runs import case, check
+from seeds import fresh_rng
+from tir.attention_runs import case, check, compiled
 from tir.products_of import AVX2, SSE
 from tir.products_of import AVX512 as BF16
 
@@ -16,7 +17,7 @@ TARGETS = {"bf16": BF16, "avx512": NO_BF16, "avx2": AVX2, "sse": SSE}
 
 @pytest.fixture
 def rng() -> np.random.Generator:
-    return np.random.default_rng()
+    return fresh_rng()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -25,10 +26,19 @@ def test_ragged_sizes(target: tvm.target.Target, dtype: str, rng: np.random.Gene
     check(case(2, 3, 1, 21, 37, 20, 33, dtype=dtype), target, rng)
 
 
-@pytest.mark.parametrize("symbolic", [False, True])
-@pytest.mark.parametrize("keys", [1, 530, 1025])
-def test_several_blocks_and_an_odd_key(symbolic: bool, keys: int, rng: np.random.Generator) -> None:
-    check(case(1, 2, 2, 19, keys, 64, 40, dtype="bfloat16", symbolic=symbolic), BF16, rng)
+BLOCKS = (1, 530, 1025)
+
+
+@pytest.mark.parametrize("keys", BLOCKS)
+def test_several_blocks_and_an_odd_key(keys: int, rng: np.random.Generator) -> None:
+    check(case(1, 2, 2, 19, keys, 64, 40, dtype="bfloat16"), BF16, rng)
+
+
+def test_several_blocks_in_one_kernel(rng: np.random.Generator) -> None:
+    cases = [case(1, 2, 2, 19, keys, 64, 40, dtype="bfloat16", symbolic=True) for keys in BLOCKS]
+    kernel = compiled(cases[0], BF16)
+    for one in cases:
+        check(one, BF16, rng, kernel=kernel)
 
 
 def test_what_does_not_lie_in_pairs(rng: np.random.Generator) -> None:
@@ -60,7 +70,8 @@ def test_masks_and_rows_without_keys(rng: np.random.Generator) -> None:
     check(case(2, 2, 1, 21, 37, 16, 16, dtype="bfloat16", **options), BF16, rng)
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@pytest.mark.slow
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     sizes=st.tuples(*(st.integers(1, limit) for limit in (2, 3, 40, 600, 40, 40))),
     share=st.integers(1, 3),

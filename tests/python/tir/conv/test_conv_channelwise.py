@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from relax_hetero.encoding.problem import Window
+from seeds import fresh_rng
 from tir.convolutions_of import assert_near, check, conv_problem, random_operands, reference, run, with_epilogue
 from tir.kernel_runs import NAMES, VECTOR_NAMES
 
@@ -56,14 +57,14 @@ def test_epilogue(name: str, groups: int, tmp_path: Path) -> None:
     channels = groups * (1 if groups == 37 else 4)
     problem = conv_problem(name, (channels, channels), (9, 15), (SAME, SAME), groups, batch=2)
     problem = with_epilogue(problem, "relu(add(add(x0, x1), x2))", "n", "bny")
-    arrays = random_operands(problem, np.random.default_rng())
+    arrays = random_operands(problem, fresh_rng())
     want = np.maximum(reference(problem, *arrays[:2]) + arrays[2] + arrays[3], 0)
     assert_near(problem, run(problem, name, tmp_path, arrays), want)
 
 
 def test_channels_do_not_reach_each_other(tmp_path: Path) -> None:
     problem = conv_problem(NAMES[0], (40, 40), (5, 9), (SAME, SAME), 10)
-    data, weight = random_operands(problem, np.random.default_rng())
+    data, weight = random_operands(problem, fresh_rng())
     data[:, 17] = np.nan
     got = run(problem, NAMES[0], tmp_path, [data, weight])
     assert np.isnan(got[:, 16:20]).all()

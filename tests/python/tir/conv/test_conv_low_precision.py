@@ -16,6 +16,7 @@ from relax_hetero.encoding.problem import Epilogue, Window
 from relax_hetero.errors import EncodingError
 from relax_hetero.target.dot_instructions import dot_instruction_for
 from relax_hetero.tir.conv.convolution import conv_kernel
+from seeds import fresh_rng
 from tir.convolutions_of import assert_near, check, conv_problem, random_operands, reference, run, with_epilogue
 from tir.kernel_runs import LOW_PRECISION_TARGETS, NAMES, cpu_named, runs_here
 
@@ -86,7 +87,7 @@ def test_requantized_in_the_epilogue(tmp_path: Path) -> None:
         residual = replace(problem.result, dtype="uint8")
         epilogue = Epilogue(Expression.parse(text), (*problem.epilogue.operands, residual))
         problem = replace(problem, epilogue=epilogue, result=residual)
-        arrays = random_operands(problem, np.random.default_rng())
+        arrays = random_operands(problem, fresh_rng())
         sums = (reference(problem, *arrays[:2]) + arrays[2]) * 0.00390625
         want = np.clip(np.round(sums + arrays[3]), 0, 255)
         np.testing.assert_array_equal(run(problem, MACHINES[0], tmp_path, arrays), want)
@@ -102,7 +103,7 @@ def test_a_symbolic_batch(tmp_path: Path) -> None:
 def test_nan_beyond_a_group_of_halves_is_not_read(tmp_path: Path) -> None:
     """Seven channels of a group are no whole number of steps: what follows them is another group's."""
     problem = conv_problem(MACHINES[0], (14, 64), (4, 6), (SAME, SAME), 2, dtype=TYPES["bf16"])
-    data, weight = random_operands(problem, np.random.default_rng())
+    data, weight = random_operands(problem, fresh_rng())
     data[:, 7:] = np.nan
     got = run(problem, MACHINES[0], tmp_path, [data, weight])
     assert np.isfinite(got[:, :32]).all() and np.isnan(got[:, 32:]).all()

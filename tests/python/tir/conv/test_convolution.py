@@ -14,6 +14,7 @@ from relax_hetero.encoding import PackedLayout
 from relax_hetero.encoding.problem import Window
 from relax_hetero.errors import EncodingError
 from relax_hetero.tir.conv.convolution import as_product, conv_kernel
+from seeds import fresh_rng
 from tir.convolutions_of import assert_near, check, conv_problem, random_operands, reference, run, with_epilogue
 from tir.kernel_runs import NAMES, VECTOR_NAMES, assembly, cpu_named, runs_here
 
@@ -96,7 +97,7 @@ EPILOGUES = {
 def test_epilogues(name: str, epilogue: tuple, window: Window, tmp_path: Path) -> None:
     text, shown, function = epilogue
     problem = with_epilogue(conv_problem(name, (9, 37), (6, 15), (window, window), batch=2), text, *shown)
-    arrays = random_operands(problem, np.random.default_rng())
+    arrays = random_operands(problem, fresh_rng())
     want = function(reference(problem, *arrays[:2]), *(array.astype("float64") for array in arrays[2:]))
     assert_near(problem, run(problem, name, tmp_path, arrays), want)
 
@@ -104,7 +105,7 @@ def test_epilogues(name: str, epilogue: tuple, window: Window, tmp_path: Path) -
 def test_infinite_data_does_not_reach_places_beside_it(tmp_path: Path) -> None:
     """Padding is left out, not multiplied; NaN and infinity stay where windows see them."""
     problem = conv_problem(NAMES[0], (2, 5), (1, 30), (Window(1), SAME))
-    data, weight = random_operands(problem, np.random.default_rng())
+    data, weight = random_operands(problem, fresh_rng())
     data[0, 0, 0, 0], data[0, 1, 0, 29] = np.inf, np.nan
     got = run(problem, NAMES[0], tmp_path, [data, weight])
     assert not np.isfinite(got[..., [0, 1, 28, 29]]).any()

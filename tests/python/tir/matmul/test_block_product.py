@@ -14,6 +14,7 @@ from relax_hetero.encoding.expression import Expression
 from relax_hetero.encoding.packed_layout import PackedLayout
 from relax_hetero.encoding.problem import BlockProductProblem, Epilogue, Operand
 from relax_hetero.tir.matmul.block_product import block_product_kernel
+from seeds import fresh_rng
 from tir.kernel_runs import NAMES, cpu_named, kernel
 
 PANEL = ("panel", "row", "column")
@@ -88,7 +89,7 @@ def assert_close(got: np.ndarray, x: np.ndarray, numbers: np.ndarray) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_sizes(name, rows, columns, depth, block, zeros, tmp_path):
     """Ragged ends of rows, columns, groups and blocks; blocks longer than what is added up at once."""
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     panel = panel_columns(cpu_named(name))
     weights = random_weights(rng, columns, depth, block, zeros)
     x = rng.standard_normal((rows, depth), "float32")
@@ -98,7 +99,7 @@ def test_sizes(name, rows, columns, depth, block, zeros, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_symbolic_kernel_serves_all_rows(name, tmp_path):
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     panel = panel_columns(cpu_named(name))
     weights = random_weights(rng, 70, 96, 32, "uint8")
     function = kernel(block_product_kernel(problem_of(weights, "s0", panel), cpu_named(name)), name, tmp_path)
@@ -109,7 +110,7 @@ def test_one_symbolic_kernel_serves_all_rows(name, tmp_path):
 
 def test_batches_and_what_is_done_to_sums(tmp_path):
     """A bias, a tensor of the result's shape and one number; the result in another type."""
-    name, rng = NAMES[0], np.random.default_rng()
+    name, rng = NAMES[0], fresh_rng()
     panel = panel_columns(cpu_named(name))
     weights = random_weights(rng, 45, 64, 32)
     plain_problem = problem_of(weights, 1, panel)
@@ -144,7 +145,7 @@ def test_zero_points_and_weights_at_the_ends_are_exact(tmp_path):
 
 
 def test_packing_says_where_every_weight_is():
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     data = rng.integers(0, 256, (37, 50), dtype=np.uint8)
     packed = pack_weights(data, 99, 16)
     assert packed.shape == (3, 13, 16)

@@ -15,6 +15,7 @@ from relax_hetero.encoding.problem import MatmulProblem
 from relax_hetero.errors import EncodingError
 from relax_hetero.target.cpu_target import cpu_target_of
 from relax_hetero.tir.matmul.matmul import matmul_kernel
+from seeds import fresh_rng
 from tir.products_of import (
     AVX2,
     AVX512,
@@ -43,7 +44,7 @@ SIZES = [(1, 10, 100), (15, 37, 7), (7, 33, 17), (63, 65, 70)]
 def _check_plain(
     target: tvm.target.Target, sizes: tuple[int, int, int], types: tuple[str, str, str], **options
 ) -> None:
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     m, k, n = sizes
     a, b = random_array(rng, (m, k), types[0]), random_array(rng, (k, n), types[1])
     problem = plain_problem(target, sizes, types, **options)
@@ -68,7 +69,7 @@ def test_static_on_small_machines(name: str, types: tuple[str, str, str]) -> Non
 @pytest.mark.parametrize("types", [F32, U8S8, S8S8, BF16], ids=["f32", "u8s8", "s8s8", "bf16"])
 @pytest.mark.parametrize("name", ["avx512", "avx2"])
 def test_one_symbolic_kernel_serves_all_sizes(name: str, types: tuple[str, str, str]) -> None:
-    target, rng = TARGETS[name], np.random.default_rng()
+    target, rng = TARGETS[name], fresh_rng()
     problem = plain_problem(target, (1, 1, 1), types, symbolic="mkn")
     executable = compile_kernel(problem, target)
     for m, k, n in [
@@ -119,7 +120,7 @@ def test_large_right_operand_is_prefetched_without_harm() -> None:
 @pytest.mark.parametrize("types", [F32, U8S8, BF16], ids=["f32", "u8s8", "bf16"])
 def test_any_number_of_rows_prefetches_without_harm(types: tuple[str, str, str]) -> None:
     k, n = 701, 600
-    problem, rng = plain_problem(AVX512, (1, k, n), types, symbolic="m"), np.random.default_rng()
+    problem, rng = plain_problem(AVX512, (1, k, n), types, symbolic="m"), fresh_rng()
     executable = compile_kernel(problem, AVX512)
     assert "prefetch" in executable.mod.inspect_source("asm")
     b = random_array(rng, (k, n), types[1])
@@ -132,7 +133,7 @@ def test_any_number_of_rows_prefetches_without_harm(types: tuple[str, str, str])
 @pytest.mark.parametrize("symbolic", ["", "mkn"])
 @pytest.mark.parametrize("types", [F32, BF16], ids=["f32", "bf16"])
 def test_nan_and_infinity_as_numpy(types: tuple[str, str, str], symbolic: str) -> None:
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     a, b = random_array(rng, (11, 35), types[0]), random_array(rng, (35, 37), types[1])
     a[3, 34], a[5, 2], b[7, 36], b[34, 0] = np.nan, np.inf, -np.inf, np.inf
     problem = plain_problem(AVX512, (11, 35, 37), types, symbolic=symbolic)
@@ -146,7 +147,7 @@ def test_nan_and_infinity_as_numpy(types: tuple[str, str, str], symbolic: str) -
 @pytest.mark.parametrize("types", [F32, BF16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("symbolic", ["", "mkn"])
 def test_padding_with_nan_does_not_leak(types: tuple[str, str, str], symbolic: str) -> None:
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     problem = plain_problem(AVX512, (5, 34, 37), types, symbolic=symbolic)
     a, b = random_array(rng, (5, 34), types[0]), random_array(rng, (34, 37), types[1])
     stored = problem.rhs.layout.pack(b)
@@ -158,7 +159,7 @@ def test_padding_with_nan_does_not_leak(types: tuple[str, str, str], symbolic: s
 @pytest.mark.parametrize("types", [S8S8, BF16], ids=["s8s8", "bf16"])
 def test_rows_of_ragged_k_are_not_read_beyond_their_end(types: tuple[str, str, str]) -> None:
     """The neighbour of a row's last element is NaN (or large), in the next row."""
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     a, b = random_array(rng, (9, 33), types[0]), random_array(rng, (33, 20), types[1])
     a[:, 0] = np.nan if types is BF16 else 127
     b[0] = 0
@@ -186,7 +187,7 @@ def test_unknown_element_types_are_refused_by_name() -> None:
 @pytest.mark.parametrize("sizes", [(1, 300, 77), (1, 64, 512), (2, 33, 161), (3, 7, 5), (5, 40, 400), (8, 130, 1000)])
 @pytest.mark.parametrize("name", TARGETS)
 def test_few_rows_over_a_row_major_right_operand(name: str, sizes: tuple[int, int, int]) -> None:
-    rng, (m, k, n) = np.random.default_rng(), sizes
+    rng, (m, k, n) = fresh_rng(), sizes
     problem = plain_problem(TARGETS[name], sizes)
     problem = replace(problem, rhs=replace(problem.rhs, layout=PackedLayout.identity(2)))
     a, b = random_array(rng, (m, k), "float32"), random_array(rng, (k, n), "float32")

@@ -13,6 +13,7 @@ from relax_hetero.encoding.packed_layout import PackedLayout
 from relax_hetero.encoding.problem import Epilogue, MatmulProblem
 from relax_hetero.target.cpu_target import cpu_target_of
 from relax_hetero.target.tiles import tile_columns
+from seeds import fresh_rng
 from tir.products_of import AVX2, AVX512, SSE, SYMBOLS, C, check, operand
 
 F = "float32"
@@ -28,7 +29,7 @@ Symbols = Mapping[str, str] | None
 
 
 def _random(*shape: int) -> np.ndarray:
-    return np.random.default_rng().standard_normal(shape).astype(F)
+    return fresh_rng().standard_normal(shape).astype(F)
 
 
 def _columns(target: tvm.target.Target) -> int:

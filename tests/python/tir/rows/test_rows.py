@@ -16,6 +16,7 @@ from relax_hetero.encoding.problem import Operand, RowsProblem
 from relax_hetero.encoding.row_program import RowProgram
 from relax_hetero.errors import EncodingError
 from relax_hetero.tir.rows.rows import rows_kernel
+from seeds import fresh_rng
 from tir.kernel_runs import NAMES, VECTOR_NAMES, assembly, built, cpu_named, poisoned
 
 SOFTMAX = "r0 = max(x0); r1 = sum(exp(subtract(x0, r0))); multiply(exp(subtract(x0, r0)), divide(1.0, r1))"
@@ -61,7 +62,7 @@ def norm(x, scale, shift):
 
 @pytest.mark.parametrize("target", NAMES)
 def test_softmax_and_norm_of_any_length(target, tmp_path):
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     cases, wanted = [], []
     for n in LENGTHS:
         x = rng.standard_normal((2, 3, n)).astype("float32") * 5
@@ -79,7 +80,7 @@ def test_softmax_and_norm_of_any_length(target, tmp_path):
 @pytest.mark.parametrize("rows", [1, 2, 7, 200])
 def test_symbolic_rows_and_columns(target, rows, tmp_path):
     """One kernel for every length; 200 long rows are shared by the cores."""
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     lengths = (1, 15, 16, 64, 70, 1000)
     cases, wanted, shapes = [], [], []
     symbols = {"d0": "s0", "n": "s1"}
@@ -97,7 +98,7 @@ def test_symbolic_rows_and_columns(target, rows, tmp_path):
 
 @pytest.mark.parametrize("target", NAMES)
 def test_reductions_of_every_kind(target, tmp_path):
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     kinds = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min, "prod": np.prod}
     cases, wanted = [], []
     for kind, function in kinds.items():
@@ -114,7 +115,7 @@ def test_reductions_of_every_kind(target, tmp_path):
 @pytest.mark.parametrize("target", NAMES)
 def test_rows_of_infinities_and_nan(target, tmp_path):
     """Masked scores vanish, a row of nothing but masks is NaN, and NaN stays: in a sum, a maximum and a minimum."""
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     x = rng.standard_normal((7, 70)).astype("float32")
     x[0, 3:] = -np.inf
     x[1] = -np.inf
@@ -137,7 +138,7 @@ def test_rows_of_infinities_and_nan(target, tmp_path):
 @pytest.mark.parametrize("target", NAMES)
 def test_operands_that_broadcast(target, tmp_path):
     """Scalars, one value a row, one a column, masks of some dimensions, conditions; values kept between the passes."""
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     b, h, m, n = 2, 3, 5, 37
     x = rng.standard_normal((b, h, m, n)).astype("float32")
     mask = np.where(rng.random((b, 1, 1, n)) < 0.3, -np.inf, 0).astype("float32")
@@ -159,7 +160,7 @@ def test_operands_that_broadcast(target, tmp_path):
 @pytest.mark.parametrize("target", VECTOR_NAMES)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_is_computed_in_single(target, dtype, tmp_path):
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     element = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16
     cases, wanted = [], []
     for n in (5, 32, 131):

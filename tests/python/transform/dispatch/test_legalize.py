@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tvm
 from tvm import relax
+from tvm.ir import assert_structural_equal
 from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
@@ -42,6 +43,59 @@ def batch_norm_module():
     mod = bb.get()
     mod.update_global_info("vdevice", devices)
     return mod
+
+
+def test_each_op_becomes_a_kernel_of_its_device():
+    @I.ir_module
+    class Before:
+        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
+
+        @R.function
+        def main(x: R.Tensor((2, 4), "float32", "llvm:0")):
+            with R.dataflow():
+                a: R.Tensor((2, 4), "float32", "llvm:0") = R.exp(x)
+                b: R.Tensor((2, 4), "float32", "llvm:1") = R.to_vdevice(a, "llvm:1")
+                y: R.Tensor((2, 4), "float32", "llvm:1") = R.add(b, b)
+                R.output(y)
+            return y
+
+    @I.ir_module
+    class Expected:
+        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
+
+        @T.prim_func(private=True, s_tir=True)
+        def tir_exp_llvm(
+            A: T.Buffer((T.int64(2), T.int64(4)), "float32"), B: T.Buffer((T.int64(2), T.int64(4)), "float32")
+        ):
+            T.func_attr({"target": T.target(V4), "tirx.noalias": True})
+            for i, j in T.grid(T.int64(2), T.int64(4)):
+                with T.sblock("compute"):
+                    vi, vj = T.axis.remap("SS", [i, j])
+                    B[vi, vj] = T.exp(A[vi, vj])
+
+        @T.prim_func(private=True, s_tir=True)
+        def add_llvm(
+            A: T.Buffer((T.int64(2), T.int64(4)), "float32"),
+            B: T.Buffer((T.int64(2), T.int64(4)), "float32"),
+            C: T.Buffer((T.int64(2), T.int64(4)), "float32"),
+        ):
+            T.func_attr({"target": T.target(V2), "tirx.noalias": True})
+            for i, j in T.grid(T.int64(2), T.int64(4)):
+                with T.sblock("T_add"):
+                    vi, vj = T.axis.remap("SS", [i, j])
+                    C[vi, vj] = A[vi, vj] + B[vi, vj]
+
+        @R.function
+        def main(x: R.Tensor((2, 4), "float32", "llvm:0")) -> R.Tensor((2, 4), "float32", "llvm:1"):
+            cls = Expected
+            with R.dataflow():
+                a = R.call_tir(cls.tir_exp_llvm, (x,), out_ty=R.Tensor((2, 4), "float32", "llvm:0"))
+                b: R.Tensor((2, 4), "float32", "llvm:1") = R.to_vdevice(a, "llvm:1")
+                y = R.call_tir(cls.add_llvm, (b, b), out_ty=R.Tensor((2, 4), "float32", "llvm:1"))
+                R.output(y)
+            return y
+
+    assert_structural_equal(legalize(Before), Expected)
 
 
 def test_results_of_tuple_ops_stay_where_they_were():

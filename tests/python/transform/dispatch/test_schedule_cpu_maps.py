@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from tvm import relax, tirx
 from tvm.relax import op
 
+from seeds import fresh_rng
 from tir.kernel_runs import VECTOR_NAMES
-from transform.scheduled_ops import F32, I32, I64, Build, N, Operands, check, const, f32, i64, resize
+from transform.scheduled_ops import F32, I32, I64, Build, N, Operands, check, const, f32, i64, one_width_each, resize
 
 
 def shuffle(groups: int) -> Build:
@@ -108,6 +108,12 @@ CASES: dict[str, tuple[Build, Operands]] = {
 }
 
 
+@pytest.mark.parametrize(("name", "width"), one_width_each(CASES))
+def test_numbers(name: str, width: str) -> None:
+    check(*CASES[name], [width], fresh_rng())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_numbers(name: str) -> None:
-    check(*CASES[name], VECTOR_NAMES, np.random.default_rng())
+def test_numbers_on_every_width(name: str) -> None:
+    check(*CASES[name], VECTOR_NAMES, fresh_rng())

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 from tvm.relax import op
 
+from seeds import fresh_rng
 from tir.kernel_runs import VECTOR_NAMES
-from transform.scheduled_ops import Build, N, Operands, check, f32, i32, i64, pool
+from transform.scheduled_ops import Build, N, Operands, check, f32, i32, i64, one_width_each, pool
 
 CHANNELS_LAST = {"data_layout": "NHWC", "kernel_layout": "HWOI"}
 
@@ -76,6 +76,12 @@ CASES: dict[str, tuple[Build, Operands]] = {
 }
 
 
+@pytest.mark.parametrize(("name", "width"), one_width_each(CASES))
+def test_numbers(name: str, width: str) -> None:
+    check(*CASES[name], [width], fresh_rng())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_numbers(name: str) -> None:
-    check(*CASES[name], VECTOR_NAMES, np.random.default_rng())
+def test_numbers_on_every_width(name: str) -> None:
+    check(*CASES[name], VECTOR_NAMES, fresh_rng())

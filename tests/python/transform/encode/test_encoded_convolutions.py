@@ -13,6 +13,7 @@ from tvm.script import relax as R
 import relax_hetero as rh
 from relax_hetero.encoding import PackedLayout
 from relax_hetero.op.encoded import CONV, SET
+from relax_hetero.target.vdevice import with_vdevices
 from relax_hetero.transform import (
     HoistEncodings,
     MaterializeEncodings,
@@ -240,7 +241,7 @@ def test_what_stays_a_stock_op(data, weight, attrs, reason):
 @pytest.mark.parametrize("target, image", [("llvm", "h"), ({"kind": "cuda", "arch": "sm_90"}, 9), ("c", "h"), ("c", 9)])
 def test_without_a_layout_it_is_the_stock_op_again(target, image):
     mod = convolution((1, 4, image, 8), (6, 4, 3, 3), padding=[1, 0, 1, 2])
-    mod = rh.transform.RealizeVDevice()(rh.vdevice.with_vdevices(mod, [rh.VDevice(target)]))
+    mod = rh.transform.RealizeVDevice()(with_vdevices(mod, [rh.VDevice(target)]))
     with collect_encodings() as reports:
         after = SpecializeEncodings()(SetEncoding()(mod))
     assert_structural_equal(after, mod)

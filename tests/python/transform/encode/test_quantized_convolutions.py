@@ -14,6 +14,7 @@ from frontend.ops.checking import node_model
 from relax_hetero.op.encoded import CONV
 from relax_hetero.transform import SetEncoding, VerifyEncodings
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
+from seeds import fresh_rng
 
 U8S8 = (
     "<uint8 * int8 -> int32; (b, c, x0, x1) * (n, k, w0, w1) -> (b, n, y0, y1); b=1, c=4, x0={0}, x1={0}, n=2, k=4,"
@@ -134,7 +135,7 @@ SHAPES = (
 @pytest.mark.parametrize("is_constant", [False, True])
 def test_conv_integer_is_exact(data_type, weight_type, is_constant):
     """Also where zero points are known only at run time, and at the ends of their ranges."""
-    random = np.random.default_rng()
+    random = fresh_rng()
     for number, (data_shape, weight_shape, groups) in enumerate(SHAPES):
         data, weight = random_bytes(random, data_type, *data_shape), random_bytes(random, weight_type, *weight_shape)
         limits = [np.iinfo(dtype) for dtype in (data_type, weight_type)]
@@ -183,7 +184,7 @@ def test_what_stays_a_convolution_of_floats(data, weight, scales):
 
 @pytest.mark.parametrize("target", ["c", {"kind": "llvm", "mcpu": "x86-64"}])
 def test_devices_without_a_kernel_compute_the_same(target):
-    random = np.random.default_rng()
+    random = fresh_rng()
     data, weight = random_bytes(random, "uint8", 1, 3, 6, 5), random_bytes(random, "int8", 4, 3, 3, 3)
     model, feeds = node_model("ConvInteger", [data, weight, np.array(9, "uint8")], 18, constant=[1, 2], pads=[1] * 4)
     exe = rh.compile(rh.from_onnx(model, vdevices=[target]))

@@ -18,6 +18,7 @@ from relax_hetero.op.encoded import MATMUL
 from relax_hetero.transform import PropagateEncodings, SetEncoding, VerifyEncodings
 from relax_hetero.transform.encode.set_encoding import set_encoding
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
+from seeds import fresh_rng
 from transform.interpreting import run
 
 U8S8 = "<uint8 * int8 -> int32; (m, k) * (k, n) -> (m, n); m=4, n=2, k=3>"
@@ -77,7 +78,7 @@ ZEROS = ("none", "scalar", "vector")
 @pytest.mark.parametrize("rhs_type", ["uint8", "int8"])
 @pytest.mark.parametrize("is_constant", [False, True])
 def test_matmul_integer_is_exact(lhs_type, rhs_type, is_constant):
-    random = np.random.default_rng()
+    random = fresh_rng()
     for (lhs_zero, rhs_zero), points_constant in product(product(ZEROS, ZEROS), (False, True)):
         a, b = random_bytes(random, lhs_type, 4, 300), random_bytes(random, rhs_type, 300, 5)
         shapes = {"none": None, "scalar": ()}
@@ -107,7 +108,7 @@ def test_matmul_integer_is_exact(lhs_type, rhs_type, is_constant):
 )
 @pytest.mark.parametrize("is_constant", [False, True])
 def test_matmul_integer_of_other_ranks(lhs, rhs, is_constant):
-    random = np.random.default_rng()
+    random = fresh_rng()
     a, b = random_bytes(random, "uint8", *lhs), random_bytes(random, "uint8", *rhs)
     points = [np.array(7, "uint8"), np.array(200, "uint8")]
     model, feeds = node_model("MatMulInteger", [a, b, *points], 18, constant=[1] if is_constant else [])
@@ -118,7 +119,7 @@ def test_matmul_integer_of_other_ranks(lhs, rhs, is_constant):
 
 
 def test_a_constant_takes_its_zero_point_in_where_it_fits():
-    random = np.random.default_rng()
+    random = fresh_rng()
     a = random_bytes(random, "uint8", 4, 6)
     b = random.integers(90, 210, (6, 5)).astype("uint8")
     model, feeds = node_model("MatMulInteger", [a, b, None, np.array(128, "uint8")], 18, constant=[1, 3])
@@ -199,7 +200,7 @@ def test_dequantized_operands(transpose_b, per_column, is_constant, lhs_type, se
 
 
 def test_qlinear_matmul():
-    random = np.random.default_rng()
+    random = fresh_rng()
     a, b = random_bytes(random, "uint8", 4, 60), random_bytes(random, "uint8", 60, 5)
     scale, point = np.array(0.05, "float32"), np.array(9, "uint8")
     operands = [a, scale, point, b, scale, point, np.array(1.1, "float32"), np.array(30, "uint8")]
@@ -284,7 +285,7 @@ def test_parameters_along_the_reduced_dimension_stay_float():
 
 
 def test_layers_that_differ_in_scales_and_zero_points_share_a_kernel():
-    random = np.random.default_rng()
+    random = fresh_rng()
     x = relax.Var("x", relax.TensorType((3, 16), "uint8"))
     builder = relax.BlockBuilder()
     with builder.function("main", [x]):

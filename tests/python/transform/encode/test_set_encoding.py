@@ -16,6 +16,7 @@ from relax_hetero.op.encoded import MATMUL
 from relax_hetero.transform import SetEncoding, VerifyEncodings
 from relax_hetero.transform.encode.set_encoding import set_encoding
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
+from seeds import fresh_rng
 from transform.interpreting import run
 
 F32 = "<float32 * float32 -> float32; (m, k) * (k, n) -> (m, n); m=2, n=4, k=3>"
@@ -173,7 +174,7 @@ def test_shapes(lhs, rhs, maps):
     assert encodings(after) == [maps.format("<float32 * float32 -> float32; ")]
     assert_structural_equal(after["main"].ret_ty, before["main"].ret_ty, map_free_vars=True)
     assert set_encoding(after) is after
-    random = np.random.default_rng()
+    random = fresh_rng()
     sizes = {"b": 2, "m": 7, "k": 6, "n": 3}
     x, w = (random.normal(size=[sizes.get(e, e) for e in shape]).astype("float32") for shape in (lhs, rhs))
     np.testing.assert_allclose(run(after, x, w), np.matmul(x.astype("float64"), w), rtol=1e-5, atol=1e-6)

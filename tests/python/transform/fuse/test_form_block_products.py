@@ -11,6 +11,7 @@ from relax_hetero.encoding.block_weights import pack_blocks, pack_weights
 from relax_hetero.op.block_products import BLOCK_MATMUL, DEQUANTIZE_BLOCKS
 from relax_hetero.transform import FormBlockProducts, RealizeVDevice
 from relax_hetero.transform.ir.rewriting import op_name, relax_functions, walk_bindings
+from seeds import fresh_rng
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 N, K, BLOCK = 40, 64, 32
@@ -138,7 +139,7 @@ def test_what_several_read_is_stored_and_a_vector_takes_numbers():
     assert DEQUANTIZE_BLOCKS not in found
     assert found.count("relax.matmul") == 1
     assert "relax.bitwise_and" in found
-    x, v = RNG.standard_normal((3, K)).astype("float16"), RNG.standard_normal(K, "float32")
+    x, v = fresh_rng().standard_normal((3, K)).astype("float16"), fresh_rng().standard_normal(K, "float32")
     executable = rh.compile(relax.transform.BindParams("main", WEIGHTS)(TwoUses))
     got, product = rh.vm.VirtualMachine(executable)["main"](x, v)
     y = x.astype("float64") @ NUMBERS.T
@@ -147,7 +148,7 @@ def test_what_several_read_is_stored_and_a_vector_takes_numbers():
 
 
 def test_weights_that_are_parameters_are_unpacked_in_every_call():
-    args = [RNG.standard_normal(shape, "float32") for shape in ((5, K), (5, N), (1, N))]
+    args = [fresh_rng().standard_normal(shape, "float32") for shape in ((5, K), (5, N), (1, N))]
     executable = rh.compile(Layer)
     got = rh.vm.VirtualMachine(executable)["main"](*args, DATA, SCALES, ZEROS).numpy()
     bound = rh.compile(relax.transform.BindParams("main", WEIGHTS)(Layer))
@@ -183,7 +184,7 @@ def test_each_device_has_weights_of_its_own():
     assert {("llvm:0", "block_matmul"), ("c:0", "block_matmul", "relu")} <= found
     machine = rh.vm.VirtualMachine(executable)
     for rows in (1, 6):
-        x = RNG.standard_normal((rows, K), "float32")
+        x = fresh_rng().standard_normal((rows, K), "float32")
         want = x.astype("float64") @ NUMBERS.T
         here, there = machine["main"](x)
         np.testing.assert_allclose(here.numpy(), want, rtol=1e-5, atol=1e-4)
@@ -235,7 +236,7 @@ def test_sums_of_half_precision_and_quantized_results():
             return (h, q)
 
     assert expressions(formed(Quantized)) == ["relu(cast(x0, 'float16'))"]
-    x = RNG.standard_normal((3, K)).astype("float16")
+    x = fresh_rng().standard_normal((3, K)).astype("float16")
     executable = rh.compile(relax.transform.BindParams("main", WEIGHTS)(Quantized))
     half, quantized = (value.numpy() for value in rh.vm.VirtualMachine(executable)["main"](x))
     np.testing.assert_allclose(half, np.maximum(x.astype("float64") @ NUMBERS.T, 0), rtol=1e-3, atol=1e-2)

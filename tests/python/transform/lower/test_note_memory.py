@@ -1,16 +1,21 @@
 """NoteMemory: what lowered functions allocate, and from when to when."""
 
+import json
+
 import numpy as np
 import pytest
 import tvm
+from tvm.ir import assert_structural_equal
 from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
-from relax_hetero.artifact.memory_spec import CallStep, FunctionMemory, Live, StorageSpec
+from relax_hetero.artifact.memory_spec import CallStep, FunctionMemory, Live, StorageSpec, memory_to_json
 from relax_hetero.transform import LowerToVM
+from relax_hetero.transform.ir.module_attrs import MEMORY
 from relax_hetero.transform.lower.note_memory import NoteMemory, memory_of
+from seeds import fresh_rng
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}
@@ -54,6 +59,10 @@ def test_storage_shared_by_two_tensors_and_a_view_that_keeps_one():
     )
     # a is read, as a view, by the second kernel; b by the third; c by nobody.
     assert memory.tensors == (Live(0, 16, 0, 1), Live(1, 16, 1, 2), Live(0, 8, 2, 2))
+    # Before and after differ in this attribute alone.
+    expected = Mod.clone()
+    expected["main"] = Mod["main"].with_attr(MEMORY, json.dumps(memory_to_json(memory)))
+    assert_structural_equal(NoteMemory()(Mod), expected)
 
 
 def test_what_arrives_and_what_a_called_function_gives():
@@ -173,7 +182,7 @@ def test_a_region_may_read_a_variable_that_is_a_constant():
     slots = {region.name: len(region.slots) for region in exe.metadata.regions}
     steps = [step for memory in exe.metadata.memory for step in memory.regions]
     assert steps and all(len(step.slots) == slots[step.region] for step in steps)
-    x = np.random.default_rng().standard_normal(6).astype("float32")
+    x = fresh_rng().standard_normal(6).astype("float32")
     doubled, scores = rh.vm.VirtualMachine(exe)["main"](x)
     np.testing.assert_array_equal(doubled.numpy(), [24])
     np.testing.assert_allclose(scores.numpy(), np.tanh(np.exp(x)), rtol=1e-5)

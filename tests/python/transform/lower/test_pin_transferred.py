@@ -1,4 +1,4 @@
-"""PinTransferred and LowerPinnedStorage: what a CPU makes and a GPU gets lies in pinned memory."""
+"""PinTransferred: what a CPU makes and a GPU gets lies in pinned memory."""
 
 import gc
 
@@ -13,10 +13,11 @@ from tvm.script import tirx as T
 
 import relax_hetero as rh
 from relax_hetero.driver.memory_report import memory_plan_of
-from relax_hetero.transform import FormSchedules, LowerPinnedStorage, LowerToVM, PinTransferred
+from relax_hetero.transform import FormSchedules, LowerToVM, PinTransferred
 from relax_hetero.vm.device import memory_pools
 from relax_hetero.vm.device.builtins import running_on
 from relax_hetero.vm.device.cuda_library import CudaLibrary
+from seeds import fresh_rng
 from vm.fake_cuda import FakeCuda
 
 CUDA = {"kind": "cuda", "arch": "sm_90"}
@@ -186,40 +187,6 @@ def test_the_memory_plan_counts_it():
     assert (cpu.transient, cpu.results) == ((256 + 512) * 512 * 4, 256 * 512 * 4)
 
 
-def test_storage_in_pinned_memory_comes_from_the_run_time():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice(CUDA, 0)]})
-
-        @R.function(pure=False)
-        def main(x: R.Tensor(("n",), "float32", "llvm:0")):
-            n = T.int64()
-            s: R.Any = R.memory.alloc_storage(R.shape([n * 4]), 0, "pinned", "uint8")
-            a: R.Tensor((n,), "float32") = R.memory.alloc_tensor(s, 0, R.shape([n]), "float32", 0)
-            t: R.Any = R.memory.alloc_storage(R.shape([64]), 0, "global", "uint8")
-            b: R.Tensor((16,), "float32") = R.memory.alloc_tensor(t, 0, R.shape([16]), "float32", 0)
-            R.memory.kill_storage(s)
-            return (a, b)
-
-    @I.ir_module
-    class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice(CUDA, 0)]})
-
-        @R.function(pure=False)
-        def main(x: R.Tensor(("n",), "float32", "llvm:0")):
-            n = T.int64()
-            s: R.Any = R.call_packed("relax_hetero.pinned_storage", R.shape([n * 4]), 0, ty_args=R.Any)
-            a: R.Tensor((n,), "float32") = R.call_packed(
-                "runtime.TVMTensorCreateView", s, R.shape([n]), R.dtype("float32"), 0, ty_args=R.Tensor((n,), "float32")
-            )
-            t: R.Any = R.memory.alloc_storage(R.shape([64]), 0, "global", "uint8")
-            b: R.Tensor((16,), "float32") = R.memory.alloc_tensor(t, 0, R.shape([16]), "float32", 0)
-            R.memory.kill_storage(s)
-            return (a, b)
-
-    assert_structural_equal(LowerPinnedStorage()(Before), Expected)
-
-
 @I.ir_module
 class Doubled:
     """x + x by way of a tensor in pinned memory and of one that is not; both are returned."""
@@ -257,7 +224,7 @@ def doubled():
 def test_a_machine_without_gpus_takes_plain_memory(doubled):
     vm = rh.vm.VirtualMachine(doubled, [tvm.cpu(2)])
     for rows in (0, 3, 20_000):
-        x = np.random.default_rng().random((rows, 4), "float32")
+        x = fresh_rng().random((rows, 4), "float32")
         for result in vm["main"](x):
             assert str(result.device) == "cpu:2"
             np.testing.assert_array_equal(result.numpy(), 4 * x)
@@ -280,7 +247,7 @@ def test_with_a_gpu_it_is_pinned_and_given_back(doubled, monkeypatch):
         (3 * memory_pools.PINNED_BYTES, False, 4 * memory_pools.PINNED_BYTES),
         (5 * memory_pools.PINNED_BYTES, False, 0),
     ):
-        x = np.random.default_rng().random((nbytes // 16, 4), "float32")
+        x = fresh_rng().random((nbytes // 16, 4), "float32")
         with running_on((tvm.cpu(0), tvm.cuda(0)), ("global", "global")):
             y, z = machine["main"](tvm.runtime.tensor(x))
         np.testing.assert_array_equal(y.numpy(), 4 * x)

@@ -12,6 +12,7 @@ from tvm.script import relax as R
 import relax_hetero as rh
 from relax_hetero.transform.ir.blocks import used_vars
 from relax_hetero.transform.ir.rewriting import walk_bindings
+from relax_hetero.transform.partition import device_partition
 from relax_hetero.transform.partition.binding_devices import BindingDevices
 from relax_hetero.transform.partition.device_partition import DevicePartition
 from relax_hetero.transform.partition.transfer_dependences import is_transfer

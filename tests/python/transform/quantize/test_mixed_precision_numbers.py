@@ -13,6 +13,7 @@ import relax_hetero as rh
 from relax_hetero.transform import ToMixedPrecision
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from relax_hetero.transform.quantize.to_mixed_precision import to_mixed_precision
+from seeds import fresh_rng
 from transform.interpreting import run as interpreted
 
 
@@ -65,7 +66,7 @@ def inputs_of(mod, rng):
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 2e-2), ("float16", 3e-3)])
 def test_an_encoder_computes_nearly_the_same(dtype, tolerance):
     mod = relax.transform.Normalize()(Encoder)
-    inputs = inputs_of(mod, np.random.default_rng())
+    inputs = inputs_of(mod, fresh_rng())
     wanted = run(mod, *inputs)
     low = ToMixedPrecision(dtype)(mod)
     exe = rh.compile(low)
@@ -79,7 +80,7 @@ def test_an_encoder_computes_nearly_the_same(dtype, tolerance):
 def test_weights_that_are_bound_later():
     mod = relax.transform.Normalize()(Encoder)
     names = [param.name for param in mod["main"].params]
-    values = dict(zip(names, inputs_of(mod, np.random.default_rng()), strict=True))
+    values = dict(zip(names, inputs_of(mod, fresh_rng()), strict=True))
     weights = {name: value for name, value in values.items() if name not in ("x", "mask")}
     rest = [values["x"], values["mask"]]
     low = ToMixedPrecision("bfloat16")
@@ -140,8 +141,10 @@ def test_any_graph_keeps_its_signature_and_its_numbers(steps, seed):
 
 
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("target", [{"kind": "llvm", "mcpu": "znver5"}, "llvm"], ids=["kernel", "stock"])
-def test_attention_as_an_op(target, biased):
+@pytest.mark.parametrize("has_kernel", [True, False], ids=["kernel", "stock"])
+def test_attention_as_an_op(has_kernel, biased):
+    # This CPU's own target, whichever it is: code for another one cannot run here.
+    target = rh.native("llvm") if has_kernel else "llvm"
     shape = (2, 9, 4, 16)
     q, k, v = (relax.Var(name, relax.TensorType(shape, "float32")) for name in "qkv")
     bias = relax.Var("bias", relax.TensorType((2, 4, 9, 9), "float32"))
@@ -155,9 +158,7 @@ def test_attention_as_an_op(target, biased):
     mod.update_global_info("vdevice", [rh.VDevice(target)])
     low = ToMixedPrecision("bfloat16")(mod)
     assert "relax.astype" in ops(low)
-    inputs = [
-        np.random.default_rng().standard_normal([int(e) for e in p.ty.shape.values]).astype("float32") for p in params
-    ]
+    inputs = [fresh_rng().standard_normal([int(e) for e in p.ty.shape.values]).astype("float32") for p in params]
     wanted, found = run(mod, *inputs), run(low, *inputs)
     assert np.linalg.norm(found - wanted) < 2e-2 * np.linalg.norm(wanted)
 
@@ -179,6 +180,6 @@ def test_rounded_values_cross_devices():
     low = ToMixedPrecision("bfloat16")(Model)
     (moved,) = (b.var.ty for b in walk_bindings(low["main"]) if op_name(b.value) == "relax.to_vdevice")
     assert (str(moved.dtype), int(moved.vdevice.vdevice_id)) == ("bfloat16", 1)
-    inputs = inputs_of(Model, np.random.default_rng())
+    inputs = inputs_of(Model, fresh_rng())
     wanted, found = run(Model, *inputs), run(low, *inputs)
     assert np.linalg.norm(found - wanted) < 2e-2 * np.linalg.norm(wanted)

@@ -5,6 +5,7 @@ import logging
 import numpy as np
 import tvm
 from tvm import relax
+from tvm.ir import assert_structural_equal
 from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
@@ -71,6 +72,43 @@ def functions(mod):
 def sources(module):
     found = [module.inspect_source()] if module.kind == "cuda" else []
     return "".join([*found, *(sources(part) for part in module.imports)])
+
+
+# What each machine replaces by memory of its own.
+STATE = tvm.ir.GenericConst(
+    tvm.runtime.tensor(np.zeros(Layout(4).state, "int64")),
+    relax.TensorType((Layout(4).state,), "int64", Steps.global_infos["vdevice"][0]),
+)
+
+
+@I.ir_module
+class Expected:
+    """The graph reads its arguments from a table in `STATE`; the arena and constants belong to what was recorded."""
+
+    I.module_global_infos({"vdevice": [I.vdevice({"kind": "cuda", "arch": "sm_90"})]})
+
+    @T.prim_func(private=True, s_tir=True)
+    def main_commands(x: T.handle, w: T.handle, state: T.handle, c: T.handle, e: T.handle):
+        T.evaluate(0)
+
+    @R.function
+    def main(x: R.Tensor((16,), "float32", "cuda:0"), w: R.Tensor((16,), "float32", "cuda:0")):
+        cls = Expected
+        with R.dataflow():
+            buffer = R.call_tir(
+                cls.main_commands,
+                (x, w, STATE),
+                out_ty=[R.Tensor((16,), "float32", "cuda:0"), R.Tensor((16,), "float32", "cuda:0")],
+            )
+            c: R.Tensor((16,), "float32", "cuda:0") = buffer[0]
+            e: R.Tensor((16,), "float32", "cuda:0") = buffer[1]
+            R.output(c, e)
+        return (c, e)
+
+
+def test_calls_of_command_buffers_become_calls_of_graphs():
+    mod = FormCudaGraphs()(recorded(Steps))
+    assert_structural_equal(mod["main"], Expected["main"], map_free_vars=True)
 
 
 def test_what_the_module_becomes():

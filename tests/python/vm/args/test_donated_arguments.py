@@ -14,6 +14,7 @@ from tvm.script import tirx as T
 
 import relax_hetero as rh
 from relax_hetero.vm.queue.plan import QueuePlan
+from seeds import fresh_rng
 
 
 @I.ir_module
@@ -69,7 +70,7 @@ def vm(executable):
 
 
 def test_results_lie_in_the_memory_of_what_was_donated(vm):
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     assert vm["main"].signature.donated == ("cache",)
     for n in (6, 3, 6):
         args = arguments(rng, n)
@@ -87,7 +88,7 @@ def test_results_lie_in_the_memory_of_what_was_donated(vm):
 
 
 def test_a_cache_goes_from_call_to_call(vm):
-    cache, row, _, query = arguments(np.random.default_rng(), 4)
+    cache, row, _, query = arguments(fresh_rng(), 4)
     want, new = cache.copy(), tvm.runtime.tensor(cache)
     address = new.data_ptr()
     for place in (0, 3, 1):
@@ -98,7 +99,7 @@ def test_a_cache_goes_from_call_to_call(vm):
 
 
 def test_submitted_calls_consume_it_too(vm):
-    args = arguments(np.random.default_rng())
+    args = arguments(fresh_rng())
     want, tensor = expected(*args), tvm.runtime.tensor(args[0])
     new, result = vm.submit("main", tensor, *args[1:]).result(timeout=60)
     check((new, result), want)
@@ -108,7 +109,7 @@ def test_submitted_calls_consume_it_too(vm):
 def test_after_export_and_load(executable, tmp_path):
     executable.export_library(str(tmp_path / "decoder.so"))
     machine = rh.vm.VirtualMachine(rh.load(str(tmp_path / "decoder.so")))
-    args = arguments(np.random.default_rng())
+    args = arguments(fresh_rng())
     want = expected(*args)
     new, result = machine["main"](*args)
     check((new, result), want)
@@ -116,7 +117,7 @@ def test_after_export_and_load(executable, tmp_path):
 
 
 def test_what_cannot_be_overwritten_where_it_is_is_copied(vm):
-    args = arguments(np.random.default_rng())
+    args = arguments(fresh_rng())
     want = expected(*args)
     for cache in (np.asfortranarray(args[0]), np.concatenate([args[0]] * 2, 1)[:, :8]):
         before = cache.copy()
@@ -126,7 +127,7 @@ def test_what_cannot_be_overwritten_where_it_is_is_copied(vm):
 
 @pytest.mark.parametrize("is_known", [False, True])
 def test_memory_that_must_not_be_overwritten_is_refused(vm, is_known):
-    args = arguments(np.random.default_rng())
+    args = arguments(fresh_rng())
     if is_known:  # a call that looks like this one was found to fit
         vm["main"](args[0].copy(), *args[1:])
     args[0].flags.writeable = False
@@ -140,7 +141,7 @@ def test_memory_that_must_not_be_overwritten_is_refused(vm, is_known):
 
 
 def test_inputs_set_before_are_consumed_by_one_run(vm):
-    args = arguments(np.random.default_rng())
+    args = arguments(fresh_rng())
     want = expected(*args)
     vm.set_input("main", *args)
     vm.invoke_stateful("main")
@@ -151,7 +152,7 @@ def test_inputs_set_before_are_consumed_by_one_run(vm):
 
 def test_without_donation_nothing_is_overwritten():
     machine = rh.vm.VirtualMachine(rh.compile(Decoder))
-    args = arguments(np.random.default_rng())
+    args = arguments(fresh_rng())
     want, tensor = expected(*args), tvm.runtime.tensor(args[0])
     before = [array.copy() for array in args]
     check(machine["main"](tensor, *args[1:]), want)
@@ -204,7 +205,7 @@ def test_kernels_of_the_user_that_work_in_place(donates):
 
 def test_calls_under_way_consume_nothing_that_others_take(executable):
     vm = rh.vm.VirtualMachine(executable, max_in_flight=8)
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     _, row, place, query = arguments(rng)
     caches = [tvm.runtime.tensor(rng.standard_normal((40, 8)).astype("float32")) for _ in range(4)]
     befores = [cache.numpy() for cache in caches]

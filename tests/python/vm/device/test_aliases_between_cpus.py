@@ -12,6 +12,7 @@ from tvm.script import tirx as T
 
 import relax_hetero as rh
 from relax_hetero.vm.device import builtins
+from seeds import fresh_rng
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}
@@ -65,7 +66,7 @@ def copies(monkeypatch):
 
 
 def random(*shape):
-    return np.random.default_rng().random(shape, "float32")
+    return fresh_rng().random(shape, "float32")
 
 
 def test_results_do_not_share_memory_with_each_other(vm, copies):

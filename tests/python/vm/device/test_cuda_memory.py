@@ -11,6 +11,7 @@ import relax_hetero as rh
 from relax_hetero.vm.device import cuda_memory
 from relax_hetero.vm.device.cuda_library import CUDA_HOST, CudaLibrary
 from relax_hetero.vm.device.tensors import alias, copy_into, copy_to
+from seeds import fresh_rng
 from vm.command_kernels import Kernels, floats
 from vm.fake_cuda import FakeCuda
 
@@ -87,7 +88,7 @@ class Foreign:
 @pytest.mark.parametrize("kind", [pinned, Foreign])
 def test_a_cpu_takes_it_where_it_lies(chain, weighted, kind):
     vm = rh.vm.VirtualMachine(chain)
-    x = np.random.default_rng().random((256, 4), "float32")
+    x = fresh_rng().random((256, 4), "float32")
     given, w = kind(x), np.ones(4, "float32")
     for _ in range(2):  # the second call is a known one
         z, y = vm["main"](given, w)
@@ -104,7 +105,7 @@ def test_a_cpu_takes_it_where_it_lies(chain, weighted, kind):
 
 
 def test_copies_between_it_and_other_host_memory():
-    x = np.random.default_rng().random(100, "float32")
+    x = fresh_rng().random(100, "float32")
     source, target = pinned(x), pinned(np.zeros_like(x))
     here = copy_to(source, tvm.cpu(1))
     assert str(here.device) == "cpu:1"

@@ -14,6 +14,7 @@ from relax_hetero.vm.device.cuda_streams import Event, Stream
 from relax_hetero.vm.device.memory_pools import PinnedPool
 from relax_hetero.vm.device.pinned_staging import Staging
 from relax_hetero.vm.device.tensors import alias, begin_copy, copy_into, copy_to, from_numpy
+from seeds import fresh_rng
 from vm.fake_cuda import LOST, FakeCuda
 
 STAGED_BYTES = 50_000
@@ -48,7 +49,7 @@ def values(tensor):
 
 
 def random(nbytes):
-    return np.random.default_rng().integers(0, 256, nbytes, "uint8")
+    return fresh_rng().integers(0, 256, nbytes, "uint8")
 
 
 def test_events_order_streams(cuda, library):
@@ -162,7 +163,7 @@ def test_large_pageable_memory_is_staged(cuda, library):
 
 def test_arrays_become_tensors_of_a_gpu(cuda, library, monkeypatch):
     monkeypatch.setattr(tensors, "_empty", lambda shape, dtype, device, scope: on_gpu(np.zeros(shape, dtype)))
-    array = np.random.default_rng().random((31, 47), "float32")
+    array = fresh_rng().random((31, 47), "float32")
     np.testing.assert_array_equal(values(from_numpy(array.T, tvm.cuda(0))), array.T)
     np.testing.assert_array_equal(values(copy_to(on_cpu(array), tvm.cuda(0))), array)
     assert cuda.copies == [("to the GPU", array.nbytes)] * 2

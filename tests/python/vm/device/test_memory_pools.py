@@ -15,6 +15,7 @@ from relax_hetero.vm.device.builtins import running_on, to_device
 from relax_hetero.vm.device.cuda_library import CudaLibrary
 from relax_hetero.vm.device.memory_pools import BlockPool, PinnedPool, release_pinned
 from relax_hetero.vm.device.tensors import alias
+from seeds import fresh_rng
 from vm.fake_cuda import FakeCuda
 
 CPU = tvm.cpu(0)
@@ -121,7 +122,7 @@ def test_what_comes_from_a_gpu_arrives_in_pinned_memory(cuda, library, monkeypat
     monkeypatch.setattr(memory_pools, "_pools", {})
     monkeypatch.setattr(memory_pools, "TRANSFER_BYTES", 3 * memory_pools.PINNED_BYTES)
     for rows, pinned in ((1, False), (2, True), (8, False)):  # too small, fits, beyond the limit
-        array = np.random.default_rng().random((rows, memory_pools.PINNED_BYTES // 8), "float32")
+        array = fresh_rng().random((rows, memory_pools.PINNED_BYTES // 8), "float32")
         there, room = alias(tvm.runtime.tensor(array), tvm.cuda(0)), tvm.runtime.tensor(np.zeros_like(array))
         with running_on((tvm.cpu(0), tvm.cuda(0)), ("global", "global")):
             for given in (None, room):
@@ -130,7 +131,7 @@ def test_what_comes_from_a_gpu_arrives_in_pinned_memory(cuda, library, monkeypat
                 assert library.is_pinned(here.data_ptr()) == pinned
                 assert (here.data_ptr() == room.data_ptr()) == (given is room and not pinned)
     assert cuda.copies == [("to the host", 4 * n * memory_pools.PINNED_BYTES // 8) for n in (1, 1, 2, 2, 8, 8)]
-    array = np.random.default_rng().random(memory_pools.PINNED_BYTES // 4, "float32")
+    array = fresh_rng().random(memory_pools.PINNED_BYTES // 4, "float32")
     room = PinnedPool(library, 0, 1 << 20).tensor(array.shape, "float32", tvm.cpu(0))
     with running_on((tvm.cpu(0), tvm.cuda(0)), ("global", "global")):  # room that is pinned already
         here = to_device(alias(tvm.runtime.tensor(array), tvm.cuda(0)), 0, 0, room)

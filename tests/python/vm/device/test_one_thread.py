@@ -34,7 +34,9 @@ print(len(os.listdir("/proc/self/task")) - before)
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="the operating system does not list threads here")
-@pytest.mark.parametrize("cores, given, started", [(1, None, 0), (2, "1", 0), (2, "2", 1)])
+@pytest.mark.parametrize(
+    "cores, given, started", [(1, None, 0), pytest.param(2, "1", 0, marks=pytest.mark.slow), (2, "2", 1)]
+)
 def test_threads_started_by_calls(cores, given, started):
     environment = {
         name: value for name, value in os.environ.items() if name not in ("TVM_NUM_THREADS", "OMP_NUM_THREADS")

@@ -13,13 +13,14 @@ from relax_hetero.vm.device.cuda_driver import CudaError
 from relax_hetero.vm.device.cuda_library import CudaLibrary
 from relax_hetero.vm.device.cuda_streams import Stream
 from relax_hetero.vm.device.pinned_staging import FIRST_PART_BYTES, PART_BYTES, Staging, parts_of
+from seeds import fresh_rng
 from vm.fake_cuda import LOST, FakeCuda
 
 PART = 100
 
 
 def random_bytes(nbytes):
-    return np.random.default_rng().integers(0, 256, nbytes, "uint8")
+    return fresh_rng().integers(0, 256, nbytes, "uint8")
 
 
 def made(seed=None, threads=2, part=PART):

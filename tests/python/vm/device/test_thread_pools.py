@@ -149,8 +149,8 @@ print(tvm.get_global_func("runtime.NumThreads")(), os.sched_getaffinity(0) == be
     [
         (2, {"TVM_NUM_THREADS": "1"}, 1),
         (3, {"TVM_NUM_THREADS": "2"}, 2),
-        (1, {"TVM_NUM_THREADS": "2"}, 2),
-        (2, {}, min(2, num_cores())),
+        pytest.param(1, {"TVM_NUM_THREADS": "2"}, 2, marks=pytest.mark.slow),
+        pytest.param(2, {}, min(2, num_cores()), marks=pytest.mark.slow),
     ],
 )
 def test_any_number_of_threads_computes_the_same(tmp_path, cores, environment, expected):

@@ -10,6 +10,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
+from seeds import fresh_rng
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -34,7 +35,7 @@ def file(tmp_path):
 
 
 def check(executable):
-    x = np.random.default_rng().random(4, "float32")
+    x = fresh_rng().random(4, "float32")
     np.testing.assert_allclose(rh.vm.VirtualMachine(executable)["main"](x).numpy(), np.exp(x + 1), rtol=1e-5)
 
 

@@ -28,6 +28,7 @@ from relax_hetero.vm.queue.call import Prepared
 from relax_hetero.vm.queue.plan import QueuePlan
 from relax_hetero.vm.queue.queued_calls import QueuedCalls
 from relax_hetero.vm.queue.queues import Queues
+from seeds import fresh_rng
 from vm.fake_cuda import LOST, FakeCuda
 
 LENGTH = 700
@@ -136,7 +137,7 @@ INPUTS = [CPU, GPU]
 
 
 def numbers():
-    return [np.random.default_rng().integers(0, 1000, LENGTH) for _ in INPUTS]
+    return [fresh_rng().integers(0, 1000, LENGTH) for _ in INPUTS]
 
 
 def schedule_of(steps, results):

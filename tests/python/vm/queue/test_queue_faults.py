@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import relax_hetero as rh
+from seeds import fresh_rng
 from vm.queue_models import Gate, Pipeline, expected, kernels
 
 pytestmark = pytest.mark.timeout(120)
@@ -26,7 +27,7 @@ def vm(exe):
 
 
 def numbers(count=9):
-    return np.random.default_rng().random(count, dtype="float32")
+    return fresh_rng().random(count, dtype="float32")
 
 
 def refuse_negative(source, target):

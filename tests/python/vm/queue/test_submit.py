@@ -10,6 +10,7 @@ import pytest
 import tvm
 
 import relax_hetero as rh
+from seeds import fresh_rng
 from vm.queue_models import Gate, Pipeline, expected, kernels
 
 pytestmark = pytest.mark.timeout(60)
@@ -26,7 +27,7 @@ def vm(exe):
 
 
 def numbers(count=17):
-    return np.random.default_rng().standard_normal(count, dtype="float32")
+    return fresh_rng().standard_normal(count, dtype="float32")
 
 
 def test_a_fence_gives_what_a_call_gives(vm):

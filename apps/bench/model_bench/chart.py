@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from model_peers import OURS, PEERS
-from model_report import Result, best_peer, ratio
 from report import geometric_mean
+
+from model_bench.report import Result, best_peer, ratio
 
 _COLORS = {"onnxruntime": "#1f77b4", "openvino": "#9467bd", "iree": "#ff7f0e", "torch": "#d62728"}
 _MOST = 2.0  # the axis ends here; longer bars say their number

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import tvm
-from command_buffer_chains import WIDTH, Chain, whole_numbers
 from memory import resident
 from report import Check
 
 import relax_hetero as rh
+from command_buffer_bench.chains import WIDTH, Chain, whole_numbers
 
 GROWTH_BAR = 256.0  # KB, over all submissions that are counted
 # So many buffers are held, so that the next submission cannot get their addresses.

@@ -7,10 +7,12 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from report import Check
 
+PROGRAM = Path(__file__).resolve().parents[1] / "command_buffers.py"
 COMPILE_BAR = 1.3  # times without command buffers
 # Chains are written like this: so many distinct small kernels.
 CHAIN = "kernels:"
@@ -23,9 +25,9 @@ def compile_here(model: str, command_buffers: bool) -> dict[str, Any]:
     """
     import numpy as np
     import tvm
-    from command_buffer_chains import Chain, whole_numbers
 
     import relax_hetero as rh
+    from command_buffer_bench.chains import Chain, whole_numbers
 
     chain = Chain(int(model[len(CHAIN) :]), sys.maxsize, grows=True) if model.startswith(CHAIN) else None
     mod = chain.module() if chain else rh.from_onnx(model)
@@ -51,7 +53,7 @@ def compile_here(model: str, command_buffers: bool) -> dict[str, Any]:
 
 def compile_apart(model: str, command_buffers: bool) -> dict[str, Any]:
     """`compile_here` in a process of its own; RuntimeError with what it said where it fails."""
-    command = [sys.executable, __file__, model, str(int(command_buffers))]
+    command = [sys.executable, str(PROGRAM), "compile-here", model, *([] if command_buffers else ["--without"])]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{model}: status {done.returncode}: {done.stderr.strip()[-500:]}")
@@ -94,7 +96,3 @@ def compile_table(rows: list[dict[str, Any]]) -> tuple[str, list[str], list[list
     ]
     columns = ["model", "kernels", "regions", "commands", "compile", "without", "machine", "without", "ratio"]
     return "seconds to compile and to make the machine, with command buffers and without", columns, cells
-
-
-if __name__ == "__main__":
-    print(json.dumps(compile_here(sys.argv[1], sys.argv[2] == "1")))

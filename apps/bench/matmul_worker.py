@@ -51,7 +51,7 @@ def measure(job: Job, kind: str, shape_text: str) -> dict[str, Any]:
     """Make, verify and time all contestants of one product; a row of the report as JSON data."""
     from peers import OURS, Product, installed
     from peers.peak import peak
-    from peers.product import Shape, Unsupported
+    from peers.shape import Shape, Unsupported
     from turns import take_turns
 
     shape = Shape.parse(shape_text)

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import tvm
-from queue_models import MIDDLE, addition, half, halves, one_core_devices, pipeline
 from turns import wait_until_idle
 
 import relax_hetero as rh
+from queue_bench.models import MIDDLE, addition, half, halves, one_core_devices, pipeline
 
 # A round counts if other programs took less than this share of the cores meanwhile.
 QUIET = 0.05

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from model_dispatches import COLUMNS, Dispatch, Roof, dispatch_cells
 from model_peers import NO_PEERS, OURS, PEERS, SYMBOLIC
 from report import geometric_mean
+
+from model_bench.dispatches import COLUMNS, Dispatch, Roof, dispatch_cells
 
 Result = dict[str, Any]
 Table = tuple[str, list[str], list[list[str]]]

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from command_buffer_model_report import REFERENCE, WITHOUT
+from model_bench.runs import at_once, prepare, time_models
 from model_peers import OURS
-from model_runs import at_once, prepare, time_models
 from model_worker import Job
 from model_zoo import random_inputs
+
+from command_buffer_bench.model_report import REFERENCE, WITHOUT
 
 MODELS = (
     "minilm",

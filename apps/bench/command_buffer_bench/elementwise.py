@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import tvm
-from command_buffer_chains import Chain, whole_numbers
 from report import Check
 from turns import Timing, take_turns
 
 import relax_hetero as rh
+from command_buffer_bench.chains import Chain, whole_numbers
 
 WITH, WITHOUT, HAND, BOUND, STOCK = "command buffers", "without", "by hand", "by hand, bound", "stock TVM"
 NAMES = (WITH, WITHOUT, STOCK, HAND, BOUND)

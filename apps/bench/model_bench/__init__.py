@@ -1,0 +1,1 @@
+"""Parts of `models.py`: which models run, how contestants take turns, and what is reported."""

@@ -1,0 +1,15 @@
+"""Marks of parameters: which of many run by default."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+
+def slow_but_for(values: Iterable[str], kept: Collection[str]) -> list[Any]:
+    """Parameters of a test, all of them slow except a few that stand for the others."""
+    values = list(values)
+    assert set(kept) <= set(values), f"{set(kept) - set(values)} are no parameters"
+    return [value if value in kept else pytest.param(value, marks=pytest.mark.slow) for value in values]

@@ -1,0 +1,43 @@
+"""Folders stay small enough to be read at a glance, and tests lie where the code they test lies."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST_FILES = 25
+PACKAGE, TESTS = ROOT / "python" / "relax_hetero", ROOT / "tests" / "python"
+# Tests of no room of the package: programs, whole models, and machines with GPUs.
+OTHERS = {"apps", "gpu", "models"}
+
+
+def folders_with_python(top: Path) -> Counter[Path]:
+    """How many Python files each folder holds, those in folders below it not counted."""
+    return Counter(file.parent for file in top.rglob("*.py"))
+
+
+def test_no_folder_holds_more_than_a_reader_can_see():
+    crowded = {
+        str(folder.relative_to(ROOT)): count
+        for top in ("python", "tests", "apps")
+        for folder, count in folders_with_python(ROOT / top).items()
+        if count > MOST_FILES
+    }
+    assert crowded == {}
+
+
+def test_tests_lie_where_the_code_lies():
+    astray = [
+        str(folder.relative_to(TESTS))
+        for folder in folders_with_python(TESTS)
+        if folder.relative_to(TESTS).parts[:1] not in {(), *((name,) for name in OTHERS)}
+        and not (PACKAGE / folder.relative_to(TESTS)).is_dir()
+    ]
+    assert astray == []
+
+
+def test_every_room_has_tests():
+    rooms = {folder.relative_to(PACKAGE) for folder in folders_with_python(PACKAGE)}
+    tested = {folder.relative_to(TESTS) for folder in folders_with_python(TESTS)}
+    assert sorted(map(str, rooms - tested)) == []

@@ -1,0 +1,32 @@
+"""Every pass has tests in the folder that mirrors its stage, which compare a module with the one expected."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from relax_hetero import transform
+
+HERE = Path(__file__).parent
+PASSES = {name: module.strip(".").split(".") for name, module in transform._PASSES.items()}
+# The second is of `outlines`, for regions: it compares functions of Relax.
+COMPARES = {"assert_structural_equal", "check"}
+# These change nothing: there is no module to expect.
+ONLY_CHECKS = {"VerifyEncodings"}
+
+
+def names_in(file: Path) -> set[str]:
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    return {n.id for n in nodes if isinstance(n, ast.Name)} | {n.attr for n in nodes if isinstance(n, ast.Attribute)}
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_each_pass_has_a_module_before_and_one_expected(name):
+    stage, module = PASSES[name]
+    found = {file.name: names_in(file) for file in (HERE / stage).glob("test_*.py")}
+    of_this = {file: names for file, names in found.items() if names & {name, module}}
+    assert of_this, f"no test in {stage}/ names {name}"
+    compares = name in ONLY_CHECKS or any(names & COMPARES for names in of_this.values())
+    assert compares, f"none of {sorted(of_this)} compares a module with an expected one"
