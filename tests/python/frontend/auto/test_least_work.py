@@ -5,8 +5,7 @@ from hypothesis import given, settings
 
 from frontend.plan_problems import all_plans, costs_of, links, problems, single_plans
 from relax_hetero.frontend import CostModel, DeviceCost
-from relax_hetero.frontend.auto import min_cut
-from relax_hetero.frontend.auto.least_work import least_work
+from relax_hetero.frontend.auto.least_work import Network, least_work
 from relax_hetero.frontend.auto.plan_costs import PlanCosts
 from relax_hetero.frontend.auto.work_graph import WorkGraph, WorkUnit, WorkValue
 
@@ -39,10 +38,8 @@ def test_a_value_goes_to_a_device_once():
 def test_five_thousand_units_are_placed_in_few_phases(monkeypatch):
     """Each phase of a cut walks the network once; a bad order of walks would need about one for each unit."""
     phases = []
-    levels = min_cut.Network._levels
-    monkeypatch.setattr(
-        min_cut.Network, "_levels", lambda self, *ends: phases.append(len(self._head)) or levels(self, *ends)
-    )
+    levels = Network._levels
+    monkeypatch.setattr(Network, "_levels", lambda self, *ends: phases.append(len(self._head)) or levels(self, *ends))
     rng = np.random.default_rng(0)
     count = 5000
     units = [WorkUnit([str(i)], [(10 ** rng.uniform(3, 9), 10 ** rng.uniform(3, 7))]) for i in range(count)]
