@@ -13,3 +13,13 @@ def slow_but_for(values: Iterable[str], kept: Collection[str]) -> list[Any]:
     values = list(values)
     assert set(kept) <= set(values), f"{set(kept) - set(values)} are no parameters"
     return [value if value in kept else pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+def in_turns(firsts: Iterable[Any], seconds: Iterable[Any]) -> list[Any]:
+    """Each of the first with each of the second: by default only with one of them, in turns; the others are slow."""
+    partners = list(seconds)
+    return [
+        pytest.param(first, second, marks=() if number % len(partners) == turn else pytest.mark.slow)
+        for number, first in enumerate(firsts)
+        for turn, second in enumerate(partners)
+    ]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tvm import relax, tirx
 
 import relax_hetero as rh
+from marks import in_turns
 
 SHAPES = [
     *((size, size, size) for size in range(1, 10)),
@@ -161,16 +162,14 @@ def run_cases(types: tuple[str, str, str], target, cases: list[Case], shapes: li
             check(got, reference(x.a, x.b, *added_to), x.a.shape[1], types[2], f"{types} {case} {x.a.shape}")
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("types", TYPES)
+@pytest.mark.parametrize(("types", "target"), in_turns(TYPES, TARGETS))
 def test_static_shapes(types, target):
     shapes = SHAPES if types == "f32" else SHAPES[::2] if target == "native" else SHAPES[1::4]
     cases = [Case(shape, epilogue=i % 2 == 0, constant=i % 3 != 0) for i, shape in enumerate(shapes)]
     run_cases(TYPES[types], TARGETS[target](), cases, [[shape] for shape in shapes], seed=1)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("types", TYPES)
+@pytest.mark.parametrize(("types", "target"), in_turns(TYPES, TARGETS))
 def test_dynamic_shapes(types, target):
     cases = [Case(("m", "k", "n"), epilogue, constant=False) for epilogue in (False, True)]
     run_cases(TYPES[types], TARGETS[target](), cases, [SHAPES, SHAPES], seed=2)

@@ -34,7 +34,7 @@ MODELS: dict[str, Callable[[], onnx.ModelProto]] = {
 }
 # How many cuts: the larger models take some ten seconds each. Every run tries a few,
 # `make test-slow` all of them.
-FEW_CUTS = {"squeezenet": 3}
+FEW_CUTS = {"squeezenet": 2}
 CUTS = {"minilm": 10, "squeezenet": 6, "bvlc_alexnet": 3, "inception_v1": 3, "resnet50": 3}
 # A cut is a handful of points of the whole; as fractions they fit every model.
 FRACTIONS = st.lists(st.integers(1, 199), min_size=1, max_size=6, unique=True)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from marks import in_turns
 from relax_hetero.encoding.problem import Window
 from seeds import fresh_rng
 from tir.convolutions_of import assert_near, check, conv_problem, random_operands, reference, run, with_epilogue
@@ -37,10 +38,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("name", NAMES)
-def test_groups(name: str, case: tuple, tmp_path: Path) -> None:
-    check(conv_problem(name, *case), name, tmp_path)
+@pytest.mark.parametrize(("case", "name"), in_turns(CASES, NAMES))
+def test_groups(name: str, case: str, tmp_path: Path) -> None:
+    check(conv_problem(name, *CASES[case]), name, tmp_path)
 
 
 @pytest.mark.parametrize("groups", [10, 40])

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from marks import in_turns
 from relax_hetero.encoding import PackedLayout
 from relax_hetero.encoding.problem import Window
 from relax_hetero.errors import EncodingError
@@ -36,10 +37,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("name", NAMES)
-def test_windows(name: str, case: tuple, tmp_path: Path) -> None:
-    check(conv_problem(name, *case), name, tmp_path)
+@pytest.mark.parametrize(("case", "name"), in_turns(CASES, NAMES))
+def test_windows(name: str, case: str, tmp_path: Path) -> None:
+    check(conv_problem(name, *CASES[case]), name, tmp_path)
 
 
 @pytest.mark.parametrize("size", [3, 7])
@@ -92,10 +92,9 @@ EPILOGUES = {
 
 
 @pytest.mark.parametrize("window", [SAME, Window(1)], ids=["direct", "product"])
-@pytest.mark.parametrize("epilogue", EPILOGUES.values(), ids=EPILOGUES)
-@pytest.mark.parametrize("name", VECTOR_NAMES)
-def test_epilogues(name: str, epilogue: tuple, window: Window, tmp_path: Path) -> None:
-    text, shown, function = epilogue
+@pytest.mark.parametrize(("epilogue", "name"), in_turns(EPILOGUES, VECTOR_NAMES))
+def test_epilogues(name: str, epilogue: str, window: Window, tmp_path: Path) -> None:
+    text, shown, function = EPILOGUES[epilogue]
     problem = with_epilogue(conv_problem(name, (9, 37), (6, 15), (window, window), batch=2), text, *shown)
     arrays = random_operands(problem, fresh_rng())
     want = function(reference(problem, *arrays[:2]), *(array.astype("float64") for array in arrays[2:]))
