@@ -34,13 +34,7 @@ _BOUNDS: ContextVar[Bounds] = ContextVar("_BOUNDS", default={})  # noqa: B039 - 
 
 
 class SizeIsBounded(FrontendError):
-    """A model works only where a symbolic size is at most some number; the import starts again with that bound.
-
-    Attributes
-    ----------
-    size : tirx.Var
-    bound : int
-    """
+    """A model works only where a symbolic size is at most some number; the import starts again with that bound."""
 
     def __init__(self, size: tirx.Var, bound: int) -> None:
         super().__init__(f"{size} is at most {bound}")
@@ -67,15 +61,13 @@ def compute_sizes(node: onnx.NodeProto, operands: Sequence[Any]) -> relax.Expr |
 
     Parameters
     ----------
-    node : onnx.NodeProto
-        Of the ONNX standard.
-    operands : sequence
-        A value per input, None where an optional one is left out.
+    node: Of the ONNX standard.
+    operands: A value per input, None where an optional one is left out.
 
     Returns
     -------
-    value : Expr or None
-        None if the node does something else, or on other operands than sizes and small integer constants.
+    value : Expr or None: None if the node does something else, or on other operands than sizes and small integer
+        constants.
     """
     rule = _RULES.get(node.op_type)
     if rule is None or not any(map(_is_symbolic, operands)):

@@ -26,14 +26,11 @@ def with_public_kernels(mod: tvm.IRModule, devices: Sequence[DeviceSpec]) -> tup
 
     Parameters
     ----------
-    mod : tvm.IRModule
-    devices : sequence of DeviceSpec
-        The manifest. A kernel is for the first device of its target.
+    devices: The manifest. A kernel is for the first device of its target.
 
     Raises
     ------
-    BuildError
-        A kernel whose workgroup numbers are not among its parameters.
+    BuildError: A kernel whose workgroup numbers are not among its parameters.
     """
     targets = [device.target for device in devices]
     kernels = kernels_of(mod)

@@ -35,8 +35,7 @@ def constant_value(node: onnx.NodeProto) -> np.ndarray:
 
     Raises
     ------
-    FrontendError
-        If it is a string, or nothing.
+    FrontendError: If it is a string, or nothing.
     """
     for attribute in node.attribute:
         value = helper.get_attribute_value(attribute)
@@ -80,8 +79,7 @@ def initializer_value(tensor: onnx.TensorProto, graph: onnx.GraphProto) -> np.nd
 
     Raises
     ------
-    FrontendError
-        As `tensor_value`.
+    FrontendError: As `tensor_value`.
     """
     array = tensor_value(tensor, f"initializer {tensor.name!r}")
     wide = {"int4": np.int8, "uint4": np.uint8}.get(str(array.dtype))
@@ -107,8 +105,7 @@ def make_const(array: np.ndarray) -> tvm.ir.GenericConst:
 
     Raises
     ------
-    FrontendError
-        If TVM has no tensors of its dtype (4-bit integers).
+    FrontendError: If TVM has no tensors of its dtype (4-bit integers).
     """
     try:
         return relax.const(tvm.runtime.tensor(np.ascontiguousarray(array).reshape(array.shape)))
@@ -123,10 +120,7 @@ def fold_node(node: onnx.NodeProto, operands: list[np.ndarray | None], opset: in
 
     Parameters
     ----------
-    node : onnx.NodeProto
-    operands : list of array or None
-        One per input; None for an optional input that is left out.
-    opset : int
+    operands: One per input; None for an optional input that is left out.
     """
     if node.op_type not in FOLDED_OPS or node.domain not in STANDARD_DOMAINS or not all(node.output):
         return None

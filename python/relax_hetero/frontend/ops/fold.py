@@ -50,12 +50,7 @@ def _result_elements(op_type: str, arrays: list[np.ndarray | None]) -> float:
 
 
 def fold(node: Node) -> relax.Expr | None:
-    """The node's outputs as constants, or None where it cannot or should not be computed now.
-
-    Returns
-    -------
-    A constant, or a `relax.Tuple` of constants for a node with several outputs.
-    """
+    """The node's outputs as constants, or None where it cannot or should not be computed now."""
     if node.op_type not in _FOLDED or not any(node.has(i) for i in range(len(node.inputs))):
         return None
     arrays = [as_constant(value) if value is not None else None for value in node.inputs]
