@@ -14,7 +14,7 @@ from pathlib import Path
 import tvm
 
 from ..artifact.cache_folder import CacheFolder, folder_of
-from ..artifact.cache_use import HIT, MISS, UNUSED, CacheUse
+from ..artifact.metadata import HIT, MISS, UNUSED, CacheUse
 from ..errors import BuildError
 from ..vm.device.tensors import nbytes_of
 from ..vm.file.executable import Executable

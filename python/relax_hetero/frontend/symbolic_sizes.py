@@ -179,10 +179,6 @@ def _slice(operands: list[_Sizes | None], attributes: dict[str, Any]) -> _Sizes:
     return data[slice(starts[0], ends[0], (steps or [1])[0])]
 
 
-def _unsqueeze(operands: list[_Sizes | None], attributes: dict[str, Any]) -> _Sizes:
-    return np.expand_dims(_data(operands), tuple(_axes(operands, attributes) or ()))
-
-
 def _squeeze(operands: list[_Sizes | None], attributes: dict[str, Any]) -> _Sizes:
     axes = _axes(operands, attributes)
     return np.squeeze(_data(operands), None if axes is None else tuple(axes))
@@ -197,10 +193,6 @@ def _reshape(operands: list[_Sizes | None], attributes: dict[str, Any]) -> _Size
 
 def _cast(operands: list[_Sizes | None], attributes: dict[str, Any]) -> _Sizes | None:
     return _data(operands) if attributes["to"] == onnx.TensorProto.INT64 else None
-
-
-def _same(operands: list[_Sizes | None], attributes: dict[str, Any]) -> _Sizes:
-    return _data(operands)
 
 
 def _reduce_prod(operands: list[_Sizes | None], attributes: dict[str, Any]) -> _Sizes:
@@ -264,7 +256,7 @@ _RULES: dict[str, _Rule] = {
     "Div": _elementwise(_divide),
     "Equal": _elementwise(_equal),
     "Gather": _gather,
-    "Identity": _same,
+    "Identity": lambda operands, _: _data(operands),
     "Max": _elementwise(_extreme(max, tirx.max)),
     "Min": _elementwise(_extreme(min, tirx.min)),
     "Mul": _elementwise(lambda a, b: a * b),
@@ -273,6 +265,6 @@ _RULES: dict[str, _Rule] = {
     "Slice": _slice,
     "Squeeze": _squeeze,
     "Sub": _elementwise(lambda a, b: a - b),
-    "Unsqueeze": _unsqueeze,
+    "Unsqueeze": lambda operands, attributes: np.expand_dims(_data(operands), tuple(_axes(operands, attributes) or ())),
     "Where": _elementwise(_choose),
 }

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ..artifact.cache_use import CacheUse
 from ..artifact.memory_plan import MemoryPlan
 from ..artifact.messages import unknown_name
-from ..artifact.metadata import device_names
+from ..artifact.metadata import CacheUse, device_names
 from ..errors import HeteroError
 from .call_tables import Schedules, memory_lines, memory_tables
 from .command_tables import CommandBuffers

@@ -13,7 +13,7 @@ import tvm
 
 import relax_hetero as rh
 from driver.cached_models import Linear, W, bound, check, compiled
-from relax_hetero.artifact.cache_use import HIT, MISS, UNUSED
+from relax_hetero.artifact.metadata import HIT, MISS, UNUSED
 from relax_hetero.driver import compile_cache
 from relax_hetero.driver.pipeline import pipeline_steps
 
@@ -57,7 +57,7 @@ def test_it_is_found_by_another_process(tmp_path):
     script = tmp_path / "compile_it.py"
     script.write_text(
         "import numpy as np, relax_hetero as rh\n"
-        "from build.cached_models import Linear, W\n"
+        "from driver.cached_models import Linear, W\n"
         "print(rh.compile(Linear, {'w': W}, cache=True).metadata.cache.state)\n"
     )
     here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

@@ -111,6 +111,13 @@ class Node:
         value = self.attributes.get(name, default)
         return value.decode() if isinstance(value, bytes) else value
 
+    def proto(self) -> onnx.NodeProto:
+        """The node as ONNX writes it, with its inputs named ``x0``, ``x1``, ... and its outputs ``y0``, ``y1``, ..."""
+        inputs = [f"x{i}" if value is not None else "" for i, value in enumerate(self.inputs)]
+        outputs = [f"y{i}" for i in range(self.num_outputs)]
+        attributes = {name: value for name, value in self.attributes.items() if name != "tvm_custom"}
+        return onnx.helper.make_node(self.op_type, inputs, outputs, **attributes)
+
     def emit(self, expr: relax.Expr) -> relax.Var:
         """Bind `expr` to a new variable."""
         return self.builder.emit(expr)

@@ -15,7 +15,7 @@ from ..args.donated_arguments import argument_memory
 from ..args.results import check_out, fill, to_python
 from ..device.constants import PlacedConstants
 from ..device.forks import MachineLock, tell_of_forks
-from ..device.pool_watch import PoolWatch
+from ..device.memory_limit import PoolWatch
 from ..device.tensors import AddressRange, is_host
 from ..device.threads import has_lost_threads
 from ..file.executable import Executable
