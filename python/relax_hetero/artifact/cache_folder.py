@@ -45,14 +45,9 @@ class Entry:
 
     Attributes
     ----------
-    key : str
-    bytes : int
-    created, used : float
-        When it was stored and last used, in seconds since 1970.
-    hits : int
-        How often it was used instead of compiling.
-    about : dict
-        What `CacheFolder.add` was told of it; empty where that is lost.
+    created, used: When it was stored and last used, in seconds since 1970.
+    hits: How often it was used instead of compiling.
+    about: What `CacheFolder.add` was told of it; empty where that is lost.
     """
 
     key: str
@@ -69,10 +64,8 @@ class CacheFolder:
 
     Attributes
     ----------
-    path : Path
-        It is made when something is stored.
-    limit : int
-        The most bytes that executables may take in it; those that were not used for longest go first.
+    path: It is made when something is stored.
+    limit: The most bytes that executables may take in it; those that were not used for longest go first.
     """
 
     path: Path
@@ -87,16 +80,12 @@ class CacheFolder:
 
         Parameters
         ----------
-        key : str
-        write : callable
-            Writes the file it is given, so that it appears complete or not at all.
-        about : dict
-            JSON data, for people.
+        write: Writes the file it is given, so that it appears complete or not at all.
+        about: JSON data, for people.
 
         Raises
         ------
-        OSError
-            A folder that cannot be made or written.
+        OSError: A folder that cannot be made or written.
         """
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         write(self.file(key))
@@ -172,15 +161,13 @@ def folder_of(cache: bool | str | os.PathLike[str] | None = None) -> CacheFolder
 
     Parameters
     ----------
-    cache : bool, str, path or None
-        The folder itself, or, for None and True, ``executables`` in the folder that the environment names, which is by
-        default ``relax_hetero`` among the user's caches. False: no cache, nor is there one where the environment says
-        ``RELAX_HETERO_CACHE=off``.
+    cache: The folder itself, or, for None and True, ``executables`` in the folder that the environment names, which is
+        by default ``relax_hetero`` among the user's caches. False: no cache, nor is there one where the environment
+        says ``RELAX_HETERO_CACHE=off``.
 
     Raises
     ------
-    BuildError
-        What is no folder's name, or a limit in the environment that is no size.
+    BuildError: What is no folder's name, or a limit in the environment that is no size.
     """
     named = os.environ.get(FOLDER, "").strip()
     if cache is False or named.lower() in _OFF:

@@ -25,14 +25,10 @@ class Reference:
 
     Attributes
     ----------
-    space : str
-        ``"slot"`` (of the binding table), ``"direct"`` (of the table of constants) or ``"arena"``.
-    index : int
-        Which slot or constant; 0 for the arena.
-    offset : int or str
-        First byte, counted from where the binding, the constant or the arena begins.
-    length : int or str
-        Bytes.
+    space: ``"slot"`` (of the binding table), ``"direct"`` (of the table of constants) or ``"arena"``.
+    index: Which slot or constant; 0 for the arena.
+    offset: First byte, counted from where the binding, the constant or the arena begins.
+    length: Bytes.
     """
 
     space: str
@@ -47,20 +43,14 @@ class Dispatch:
 
     Attributes
     ----------
-    kernel : str
-        Its name in `Metadata.kernels`.
-    operands : tuple of Reference
-        One for each tensor parameter, in order.
-    scalars : tuple of int, float or str
-        One for each scalar parameter, in order.
-    grid : tuple of (int or str)
-        Workgroup counts along x, y, z.
-    count : Reference, optional
-        Where the workgroup counts are read when the command runs (int32, as many as `grid` has): an indirect dispatch.
-    when, unless : Reference, optional
-        An int32: the command runs where it is not zero (`when`), or is zero (`unless`).
-    variable : str
-        What the model calls the result; ``""`` where there is no model.
+    kernel: Its name in `Metadata.kernels`.
+    operands: One for each tensor parameter, in order.
+    scalars: One for each scalar parameter, in order.
+    grid: Workgroup counts along x, y, z.
+    count: Where the workgroup counts are read when the command runs (int32, as many as `grid` has): an indirect
+        dispatch.
+    when, unless: An int32: the command runs where it is not zero (`when`), or is zero (`unless`).
+    variable: What the model calls the result; ``""`` where there is no model.
     """
 
     kernel: str
@@ -103,20 +93,13 @@ class SlotSpec:
 
     Attributes
     ----------
-    name : str
-        What messages call it: the model's variable, or ``slot 3``.
-    device : int
-        Manifest index.
-    nbytes : int or str
-        The least size, in bytes.
-    alignment : int
-        Of the first byte, a power of two.
-    access : str
-        ``"read"``, ``"write"``, ``"read-write"``, or ``""`` for a slot that nothing uses and may stay empty.
-    dtype : str
-        The element type, ``""`` where only bytes are asked for.
-    shape : tuple of (int or str), optional
-        Where one is asked for.
+    name: What messages call it: the model's variable, or ``slot 3``.
+    device: Manifest index.
+    nbytes: The least size, in bytes.
+    alignment: Of the first byte, a power of two.
+    access: ``"read"``, ``"write"``, ``"read-write"``, or ``""`` for a slot that nothing uses and may stay empty.
+    dtype: The element type, ``""`` where only bytes are asked for.
+    shape: Where one is asked for.
     """
 
     name: str
@@ -153,21 +136,14 @@ class KernelSpec:
 
     Attributes
     ----------
-    name : str
-        What the model calls it.
-    device : int
-        The manifest index of the device it was compiled for.
-    tensors : tuple of TensorParam
-        What `Dispatch.operands` gives.
-    scalars : tuple of ScalarParam
-        What `Dispatch.scalars` gives.
-    workgroups : int
-        How many trailing scalars of those are workgroup numbers (x, y, z), which the command buffer counts through;
-        0 for a kernel that does all its work in one call.
-    ops : tuple of str
-        What it computes.
-    symbol : str
-        What `kernel_addresses.kernel_address` finds it by; ``""`` for one that cannot be called by its address.
+    name: What the model calls it.
+    device: The manifest index of the device it was compiled for.
+    tensors: What `Dispatch.operands` gives.
+    scalars: What `Dispatch.scalars` gives.
+    workgroups: How many trailing scalars of those are workgroup numbers (x, y, z), which the command buffer counts
+        through; 0 for a kernel that does all its work in one call.
+    ops: What it computes.
+    symbol: What `kernel_addresses.kernel_address` finds it by; ``""`` for one that cannot be called by its address.
     """
 
     name: str
@@ -185,26 +161,16 @@ class RegionSpec:
 
     Attributes
     ----------
-    name : str
-        Its symbol.
-    function : str
-        The model's function it was cut from.
-    device : int
-        Manifest index.
-    slots : tuple of SlotSpec
-        The binding table: what the region reads, then what it writes.
-    parameters : tuple of str
-        The symbolic dimensions and scalars that travel in the parameter buffer.
-    directs : tuple of int
-        Indices into `Metadata.constants`.
-    arena : int or str
-        Bytes of its transient values.
-    commands : tuple of Command
-        In order.
-    runs : str
-        ``"host function"``, ``"CUDA graph"`` or ``"stream"``; ``"walked commands"`` without the compiler.
-    ended : str
-        What came after it that could not be a command of it.
+    name: Its symbol.
+    function: The model's function it was cut from.
+    device: Manifest index.
+    slots: The binding table: what the region reads, then what it writes.
+    parameters: The symbolic dimensions and scalars that travel in the parameter buffer.
+    directs: Indices into `Metadata.constants`.
+    arena: Bytes of its transient values.
+    commands: In order.
+    runs: ``"host function"``, ``"CUDA graph"`` or ``"stream"``; ``"walked commands"`` without the compiler.
+    ended: What came after it that could not be a command of it.
     """
 
     name: str
@@ -230,10 +196,7 @@ class SingleCall:
 
     Attributes
     ----------
-    function, variable : str
-        Where, and what the model calls the result.
-    kernel : str
-    why : str
+    function, variable: Where, and what the model calls the result.
     """
 
     function: str

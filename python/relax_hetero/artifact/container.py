@@ -51,18 +51,12 @@ class Container:
 
     Attributes
     ----------
-    path : Path
-        Where it was opened.
-    identity : tuple of int
-        The file itself, whatever the path names later: its device and inode numbers.
-    header : dict
-        The metadata's JSON object.
-    weights : tuple of Weight
-        Constants in order; two may share their bytes.
-    data : numpy.ndarray
-        All bytes of the file as ``uint8``: a private mapping, read when touched.
-    code_bytes : int
-        Of the shared library, which comes first.
+    path: Where it was opened.
+    identity: The file itself, whatever the path names later: its device and inode numbers.
+    header: The metadata's JSON object.
+    weights: Constants in order; two may share their bytes.
+    data: All bytes of the file as ``uint8``: a private mapping, read when touched.
+    code_bytes: Of the shared library, which comes first.
     """
 
     path: Path
@@ -97,14 +91,10 @@ def write_container(path: Path, library: Path, header: dict[str, Any], weights: 
 
     Parameters
     ----------
-    path : Path
-        The file to make.
-    library : Path
-        The linked shared library.
-    header : dict
-        JSON data to keep; the weights' places are added.
-    weights : sequence of numpy.ndarray
-        Each one-dimensional ``uint8``.
+    path: The file to make.
+    library: The linked shared library.
+    header: JSON data to keep; the weights' places are added.
+    weights: Each one-dimensional ``uint8``.
     """
     with open(path, "wb") as file:
         library_checksum = _append(file, library)
@@ -148,8 +138,7 @@ def open_container(path: Path) -> Container:
 
     Raises
     ------
-    BuildError
-        A file that is missing, unreadable, truncated, corrupt, of another format version, or no executable.
+    BuildError: A file that is missing, unreadable, truncated, corrupt, of another format version, or no executable.
     """
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):

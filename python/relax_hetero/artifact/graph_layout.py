@@ -28,12 +28,7 @@ FILLED_AT_ONCE = 32
 
 @dataclass(frozen=True)
 class Layout:
-    """The positions of the words of a command buffer with a number of slots.
-
-    Attributes
-    ----------
-    slots : int
-    """
+    """The positions of the words of a command buffer with a number of slots."""
 
     slots: int
 

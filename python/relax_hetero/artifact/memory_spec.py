@@ -20,16 +20,12 @@ class StorageSpec:
 
     Attributes
     ----------
-    device : int
-        Manifest index; -1: the implicit host.
-    nbytes : int or str
-    begin, end : int
-        The step before which it is allocated, and the one after which it is given back; -1 for the end of the call.
-    use : str
-        ``"value"``, ``"arena"`` (of a command buffer), ``"transfer"`` (where one arrives) or ``"result"`` (leaves the
+    device: Manifest index; -1: the implicit host.
+    begin, end: The step before which it is allocated, and the one after which it is given back; -1 for the end of the
+        call.
+    use: ``"value"``, ``"arena"`` (of a command buffer), ``"transfer"`` (where one arrives) or ``"result"`` (leaves the
         call).
-    name : str
-        What it holds first, as messages call it.
+    name: What it holds first, as messages call it.
     """
 
     device: int
@@ -46,11 +42,8 @@ class Live:
 
     Attributes
     ----------
-    storage : int
-        Number of the storage it lies in.
-    nbytes : int or str
-    begin, end : int
-        Steps.
+    storage: Number of the storage it lies in.
+    begin, end: Steps.
     """
 
     storage: int
@@ -83,15 +76,8 @@ class FunctionMemory:
 
     Attributes
     ----------
-    name : str
-    storages : tuple of StorageSpec
-    tensors : tuple of Live
-    regions : tuple of RegionStep
-    calls : tuple of CallStep
-    upper_bounds : dict of str to int
-        Symbolic dimensions that the module says are never larger.
-    results : tuple of (int or str)
-        Bytes of what it returns, of a tuple field by field.
+    upper_bounds: Symbolic dimensions that the module says are never larger.
+    results: Bytes of what it returns, of a tuple field by field.
     """
 
     name: str

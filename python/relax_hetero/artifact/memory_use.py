@@ -68,14 +68,11 @@ class Walk:
 
     Parameters
     ----------
-    metadata : Metadata
-        Of an executable.
+    metadata: Of an executable.
 
     Attributes
     ----------
-    allocations : list of Allocation
-    tensors : list of Use
-        What lies in transient storages; what lies in arenas is counted one by one.
+    tensors: What lies in transient storages; what lies in arenas is counted one by one.
     """
 
     def __init__(self, metadata: Metadata) -> None:
@@ -222,12 +219,9 @@ class Need:
 
     Attributes
     ----------
-    weights : int
-        Constants and bound parameters.
-    results : int
-        What steps give and calls return, of all calls under way.
-    transient : tuple of (str, int)
-        What a step takes while it runs, by what it holds first: one step runs at a time.
+    weights: Constants and bound parameters.
+    results: What steps give and calls return, of all calls under way.
+    transient: What a step takes while it runs, by what it holds first: one step runs at a time.
     """
 
     weights: int

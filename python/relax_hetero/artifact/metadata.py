@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..errors import BuildError
-from .cache_use import CacheUse
 from .commands import (
     KernelSpec,
     RegionSpec,
@@ -51,6 +50,8 @@ TYPE_NAMES: dict[int, str] = {
     15: "webgpu",
     16: "hexagon",
 }
+HIT, MISS, UNUSED = "hit", "miss", "unused"
+"""Found in the compile cache; compiled, and stored there unless something speaks against it; not looked for."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,29 @@ class DispatchSpec:
     operations: int = 0
     bytes: int = 0
     precision: str = ""
+
+
+@dataclass(frozen=True)
+class CacheUse:
+    """Whether an executable came from the compile cache.
+
+    Attributes
+    ----------
+    state: ``"hit"``: it was found there; ``"miss"``: it was compiled, and can be found from now on unless `why` says
+        otherwise; ``"unused"``: nobody looked, for the reason `why`.
+    key: Of the module, its devices, the options and the versions; empty where nobody looked.
+    seconds: What compiling took, on a hit the one that it stands for.
+    why: Why it was not looked for, or not stored.
+    """
+
+    state: str = UNUSED
+    key: str = ""
+    seconds: float = 0.0
+    why: str = ""
+
+    def __str__(self) -> str:
+        parts = [self.state, self.key[:12], f"compiled in {self.seconds:.2f} s" if self.seconds else "", self.why]
+        return ", ".join(part for part in parts if part)
 
 
 @dataclass(frozen=True)

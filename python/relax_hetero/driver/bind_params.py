@@ -22,8 +22,7 @@ def bind_params(mod: tvm.IRModule, params: Mapping[str, Any]) -> tvm.IRModule:
 
     Raises
     ------
-    BuildError
-        No ``main``, a name that is no parameter's, or a value that does not fit its parameter's type.
+    BuildError: No ``main``, a name that is no parameter's, or a value that does not fit its parameter's type.
     """
     mains = [(gv, func) for gv, func in relax_functions(mod) if gv.name_hint == "main"]
     if not mains:

@@ -30,8 +30,7 @@ from ..transform.lower.note_memory import memory_of
 from ..transform.record.donated import with_donated
 from ..vm.file.executable import Executable
 from .bind_params import bind_params
-from .commands.command_metadata import linked_regions, region_dispatches, with_public_kernels
-from .commands.graph_tables import graph_tables
+from .commands.command_metadata import graph_tables, linked_regions, region_dispatches, with_public_kernels
 from .compile_cache import through_cache
 from .link.address_table import by_address
 from .link.lift_constants import lift_constants

@@ -14,7 +14,7 @@ from pathlib import Path
 import tvm
 
 from ..artifact.cache_folder import CacheFolder, folder_of
-from ..artifact.cache_use import HIT, MISS, UNUSED, CacheUse
+from ..artifact.metadata import HIT, MISS, UNUSED, CacheUse
 from ..errors import BuildError
 from ..vm.device.tensors import nbytes_of
 from ..vm.file.executable import Executable
@@ -42,24 +42,20 @@ def through_cache(
 
     Parameters
     ----------
-    mod : tvm.IRModule
-        With vdevices, weights bound.
-    cache : bool, str, path or None
-        As `folder_of` takes it; None keeps only what took `LEAST_SECONDS`.
-    command_buffers : bool
-        What `build` depends on besides.
-    build : callable
-        Compiles the module.
+    mod: With vdevices, weights bound.
+    cache: As `folder_of` takes it; None keeps only what took `LEAST_SECONDS`.
+    command_buffers: What `build` depends on besides.
+    build: Compiles the module.
 
     Returns
     -------
-    Executable
-        Its ``metadata.cache`` says where it came from. One that is found, or was just stored, is that of a file.
+    Executable: Its ``metadata.cache`` says where it came from. One that is found, or was just stored, is that of a
+        file.
 
     Raises
     ------
-    HeteroError
-        What `build` raises; a cache that is no folder's name. Whatever else is wrong with a cache, compiling goes on.
+    HeteroError: What `build` raises; a cache that is no folder's name. Whatever else is wrong with a cache, compiling
+        goes on.
     """
     folder = folder_of(cache)
     key, why = ("", "it is switched off") if folder is None else _key(mod, command_buffers)

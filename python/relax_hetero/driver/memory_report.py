@@ -22,8 +22,7 @@ def memory_plan_of(mod: tvm.IRModule) -> MemoryPlan:
 
     Parameters
     ----------
-    mod : tvm.IRModule
-        With dispatches formed, command buffers and schedules where they are wanted; lowered or not.
+    mod: With dispatches formed, command buffers and schedules where they are wanted; lowered or not.
     """
     lowered = LowerToVM()(mod)
     vdevices = vdevices_of(lowered)

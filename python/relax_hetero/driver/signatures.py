@@ -28,10 +28,8 @@ def function_signatures(mod: tvm.IRModule, takers: set[str]) -> dict[str, Functi
 
     Parameters
     ----------
-    mod : tvm.IRModule
-        A lowered module whose constants are not lifted yet.
-    takers : set of str
-        The functions that will take the tuple of constants.
+    mod: A lowered module whose constants are not lifted yet.
+    takers: The functions that will take the tuple of constants.
     """
     reader = _TypeReader(vdevices_of(mod))
     signatures = {}

@@ -34,13 +34,7 @@ _BOUNDS: ContextVar[Bounds] = ContextVar("_BOUNDS", default={})  # noqa: B039 - 
 
 
 class SizeIsBounded(FrontendError):
-    """A model works only where a symbolic size is at most some number; the import starts again with that bound.
-
-    Attributes
-    ----------
-    size : tirx.Var
-    bound : int
-    """
+    """A model works only where a symbolic size is at most some number; the import starts again with that bound."""
 
     def __init__(self, size: tirx.Var, bound: int) -> None:
         super().__init__(f"{size} is at most {bound}")
@@ -67,15 +61,13 @@ def compute_sizes(node: onnx.NodeProto, operands: Sequence[Any]) -> relax.Expr |
 
     Parameters
     ----------
-    node : onnx.NodeProto
-        Of the ONNX standard.
-    operands : sequence
-        A value per input, None where an optional one is left out.
+    node: Of the ONNX standard.
+    operands: A value per input, None where an optional one is left out.
 
     Returns
     -------
-    value : Expr or None
-        None if the node does something else, or on other operands than sizes and small integer constants.
+    value : Expr or None: None if the node does something else, or on other operands than sizes and small integer
+        constants.
     """
     rule = _RULES.get(node.op_type)
     if rule is None or not any(map(_is_symbolic, operands)):
@@ -187,10 +179,6 @@ def _slice(operands: list[_Sizes | None], attributes: dict[str, Any]) -> _Sizes:
     return data[slice(starts[0], ends[0], (steps or [1])[0])]
 
 
-def _unsqueeze(operands: list[_Sizes | None], attributes: dict[str, Any]) -> _Sizes:
-    return np.expand_dims(_data(operands), tuple(_axes(operands, attributes) or ()))
-
-
 def _squeeze(operands: list[_Sizes | None], attributes: dict[str, Any]) -> _Sizes:
     axes = _axes(operands, attributes)
     return np.squeeze(_data(operands), None if axes is None else tuple(axes))
@@ -205,10 +193,6 @@ def _reshape(operands: list[_Sizes | None], attributes: dict[str, Any]) -> _Size
 
 def _cast(operands: list[_Sizes | None], attributes: dict[str, Any]) -> _Sizes | None:
     return _data(operands) if attributes["to"] == onnx.TensorProto.INT64 else None
-
-
-def _same(operands: list[_Sizes | None], attributes: dict[str, Any]) -> _Sizes:
-    return _data(operands)
 
 
 def _reduce_prod(operands: list[_Sizes | None], attributes: dict[str, Any]) -> _Sizes:
@@ -272,7 +256,7 @@ _RULES: dict[str, _Rule] = {
     "Div": _elementwise(_divide),
     "Equal": _elementwise(_equal),
     "Gather": _gather,
-    "Identity": _same,
+    "Identity": lambda operands, _: _data(operands),
     "Max": _elementwise(_extreme(max, tirx.max)),
     "Min": _elementwise(_extreme(min, tirx.min)),
     "Mul": _elementwise(lambda a, b: a * b),
@@ -281,6 +265,6 @@ _RULES: dict[str, _Rule] = {
     "Slice": _slice,
     "Squeeze": _squeeze,
     "Sub": _elementwise(lambda a, b: a - b),
-    "Unsqueeze": _unsqueeze,
+    "Unsqueeze": lambda operands, attributes: np.expand_dims(_data(operands), tuple(_axes(operands, attributes) or ())),
     "Where": _elementwise(_choose),
 }

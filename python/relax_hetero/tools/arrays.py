@@ -23,15 +23,12 @@ def read_arrays(files: Sequence[str], names: Sequence[str]) -> dict[str, np.ndar
 
     Parameters
     ----------
-    files
-        As given on the command line.
-    names
-        The model's inputs; an ``.npy`` file without a name is for the first one that has no array yet.
+    files: As given on the command line.
+    names: The model's inputs; an ``.npy`` file without a name is for the first one that has no array yet.
 
     Raises
     ------
-    BindingError
-        If a file cannot be read, or names an input that the model does not have, or one twice.
+    BindingError: If a file cannot be read, or names an input that the model does not have, or one twice.
     """
     found: dict[str, np.ndarray] = {}
     for text in files:
@@ -63,8 +60,7 @@ def random_arrays(
 
     Raises
     ------
-    BindingError
-        If an input is no tensor, or a symbolic dimension has no value in `shapes`.
+    BindingError: If an input is no tensor, or a symbolic dimension has no value in `shapes`.
     """
     generator = np.random.default_rng(seed)
     made: dict[str, np.ndarray] = {}

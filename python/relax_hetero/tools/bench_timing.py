@@ -50,18 +50,10 @@ def interleave(
 
     Parameters
     ----------
-    calls
-        Programs by name.
-    rounds
-        How many timed calls each gets.
-    budget
-        Seconds after which a program sits out the remaining rounds, once it has `AT_LEAST` timed calls.
-    advance
-        Told the program's name after each of its turns, taken or sat out.
-
-    Returns
-    -------
-    dict of str to Timing
+    calls: Programs by name.
+    rounds: How many timed calls each gets.
+    budget: Seconds after which a program sits out the remaining rounds, once it has `AT_LEAST` timed calls.
+    advance: Told the program's name after each of its turns, taken or sat out.
     """
     timings = {name: Timing() for name in calls}
     for _ in range(rounds):
@@ -91,13 +83,9 @@ class TracedCalls:
 
     Attributes
     ----------
-    path : Path
-        Where the trace is.
-    calls : int
-    seconds : float
-        From the first submission to the last result.
-    busy : dict of str to float
-        The share of that time, 0 to 1, in which each queue worked.
+    path: Where the trace is.
+    seconds: From the first submission to the last result.
+    busy: The share of that time, 0 to 1, in which each queue worked.
     """
 
     path: Path
@@ -124,11 +112,7 @@ def trace_calls(executable: Executable, inputs: Mapping[str, np.ndarray], calls:
 
     Parameters
     ----------
-    executable : Executable
-    inputs : mapping of str to numpy.ndarray
-    calls : int
-    path : Path
-        Written over.
+    path: Written over.
     """
     from ..vm.machine import VirtualMachine
 

@@ -21,9 +21,7 @@ class Schedules:
 
     Attributes
     ----------
-    devices : sequence of str
-        Device names, in manifest order.
-    schedules : sequence of Schedule
+    devices: Device names, in manifest order.
     """
 
     devices: Sequence[str]

@@ -31,13 +31,9 @@ class CommandBuffers:
 
     Attributes
     ----------
-    devices : sequence of str
-        Names of the manifest's entries.
-    regions : sequence of RegionSpec
-    kernels : mapping of str to KernelSpec
-        Those that the regions call, at least.
-    single_calls : sequence of SingleCall
-        The kernel calls outside of regions, where there are regions.
+    devices: Names of the manifest's entries.
+    kernels: Those that the regions call, at least.
+    single_calls: The kernel calls outside of regions, where there are regions.
     """
 
     devices: Sequence[str]

@@ -23,10 +23,8 @@ class Engine:
 
     Attributes
     ----------
-    name
-        As the table shows it.
-    make
-        Compiles the model and returns the call; may raise anything.
+    name: As the table shows it.
+    make: Compiles the model and returns the call; may raise anything.
     """
 
     name: str

@@ -34,7 +34,10 @@ def explain_command(model: Path, sections: tuple[str, ...], summary: bool, placi
     relax-hetero explain model.so ops kernels
     relax-hetero explain model.so --summary
     """
-    explanation = _of_onnx(model, placing) if is_onnx(model) else _of_library(model, placing)
+    if is_onnx(model):
+        explanation = _of_onnx(model, placing)
+    else:
+        explanation = explanation_of(load_library(model, placing).executable, model.name)
     if as_json:
         print_json(explanation.to_json())
     else:
@@ -72,7 +75,3 @@ def _of_onnx(path: Path, placing: Placing) -> Explanation:
         Schedules(list(targets), findings_of(module).schedules or ()),
         cache,
     )
-
-
-def _of_library(path: Path, placing: Placing) -> Explanation:
-    return explanation_of(load_library(path, placing).executable, path.name)

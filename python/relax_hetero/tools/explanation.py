@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ..artifact.cache_use import CacheUse
 from ..artifact.memory_plan import MemoryPlan
 from ..artifact.messages import unknown_name
-from ..artifact.metadata import device_names
+from ..artifact.metadata import CacheUse, device_names
 from ..errors import HeteroError
 from .call_tables import Schedules, memory_lines, memory_tables
 from .command_tables import CommandBuffers
@@ -58,26 +57,16 @@ class Explanation:
 
     Attributes
     ----------
-    model
-        The file's name.
-    targets
-        Device name (``llvm:0``) to its target, in manifest order.
-    entries
-        The placement report's entries as JSON objects.
-    encodings
-        The report of encodings as JSON data, None where there is none.
-    fusions
-        The report of fusions as JSON data, None where there is none.
-    commands
-        The command buffers, None where nobody looked for any.
-    memory
-        The memory plan, None where there is none.
-    schedules
-        The steps of functions that use several devices, None where nobody looked for any.
-    estimate
-        What the cost model expects of the placement as JSON data, None where it did not place.
-    cache
-        Whether the compile cache has it compiled, or had where it was compiled; None where nobody looked.
+    model: The file's name.
+    targets: Device name (``llvm:0``) to its target, in manifest order.
+    entries: The placement report's entries as JSON objects.
+    encodings: The report of encodings as JSON data, None where there is none.
+    fusions: The report of fusions as JSON data, None where there is none.
+    commands: The command buffers, None where nobody looked for any.
+    memory: The memory plan, None where there is none.
+    schedules: The steps of functions that use several devices, None where nobody looked for any.
+    estimate: What the cost model expects of the placement as JSON data, None where it did not place.
+    cache: Whether the compile cache has it compiled, or had where it was compiled; None where nobody looked.
     """
 
     model: str
@@ -146,8 +135,7 @@ class Explanation:
 
         Raises
         ------
-        BindingError
-            A name that is neither of a section nor "all".
+        BindingError: A name that is neither of a section nor "all".
         """
         for name in sections:
             if name not in (*SECTIONS, ALL):
@@ -270,8 +258,7 @@ def explanation_of(executable: Executable, model: str = "") -> Explanation:
 
     Raises
     ------
-    HeteroError
-        The executable has no placement report.
+    HeteroError: The executable has no placement report.
     """
     about = executable.metadata
     if about.placement is None:

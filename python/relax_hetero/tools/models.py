@@ -26,12 +26,9 @@ class Model:
 
     Attributes
     ----------
-    executable
-        Loaded, or compiled in this process.
-    onnx
-        The ONNX file it was compiled from, if that is known.
-    seconds
-        How long each step took: ``import`` and ``compile``, or ``load``.
+    executable: Loaded, or compiled in this process.
+    onnx: The ONNX file it was compiled from, if that is known.
+    seconds: How long each step took: ``import`` and ``compile``, or ``load``.
     """
 
     executable: Executable
@@ -50,15 +47,12 @@ def obtain(path: Path, placing: Placing, cache: bool) -> Model:
     Parameters
     ----------
     path, placing
-    cache
-        Whether compiled models are kept and found again.
+    cache: Whether compiled models are kept and found again.
 
     Raises
     ------
-    HeteroError
-        If the model cannot be imported, placed, compiled or loaded.
-    click.UsageError
-        If placement options are given for a library, which is placed already.
+    HeteroError: If the model cannot be imported, placed, compiled or loaded.
+    click.UsageError: If placement options are given for a library, which is placed already.
     """
     return compile_onnx(path, placing, cache) if is_onnx(path) else load_library(path, placing)
 

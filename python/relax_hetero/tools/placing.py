@@ -68,16 +68,11 @@ class Placing:
 
     Attributes
     ----------
-    vdevices
-        One entry per ``--vdevice``; empty for the native CPU alone.
-    rules
-        ``--place`` in order: pattern over node names or op types, and device.
-    auto
-        Whether the cost model places the nodes.
-    objective
-        ``--objective``: latency or throughput; None where it was not given.
-    shapes
-        ``--shape``: name of an input, or of a symbolic dimension, to extents.
+    vdevices: One entry per ``--vdevice``; empty for the native CPU alone.
+    rules: ``--place`` in order: pattern over node names or op types, and device.
+    auto: Whether the cost model places the nodes.
+    objective: ``--objective``: latency or throughput; None where it was not given.
+    shapes: ``--shape``: name of an input, or of a symbolic dimension, to extents.
     """
 
     vdevices: tuple[str | dict[str, Any], ...]

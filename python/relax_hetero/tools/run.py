@@ -168,16 +168,11 @@ class RunReport:
 
     Attributes
     ----------
-    inputs, outputs
-        Arrays by ONNX name.
-    places
-        The device each output was left on, by name.
-    seconds
-        Time of each step; ``run`` is the call with its copies to the host.
-    comparisons
-        One per output, or None where none was asked for.
-    output_file
-        Where the outputs were written, if anywhere.
+    inputs, outputs: Arrays by ONNX name.
+    places: The device each output was left on, by name.
+    seconds: Time of each step; ``run`` is the call with its copies to the host.
+    comparisons: One per output, or None where none was asked for.
+    output_file: Where the outputs were written, if anywhere.
     """
 
     inputs: dict[str, np.ndarray]

@@ -19,8 +19,7 @@ from .args.results import check_out, fill, to_python
 from .device.builtins import running
 from .device.devices import bind_devices, host_device
 from .device.forks import MachineLock
-from .device.memory_limit import MemoryLimits
-from .device.pool_watch import PoolWatch
+from .device.memory_limit import MemoryLimits, PoolWatch
 from .device.tensors import copy_into
 from .device.threads import enter_call, leave_call, leave_threads_unpinned, threads_for
 from .file.executable import Executable

@@ -100,10 +100,8 @@ class ProfileRecorder:
 
     Parameters
     ----------
-    devices : sequence of Device
-        The machine's.
-    regions : RegionCalls, optional
-        Command buffers whose kernels are measured instead of the whole.
+    devices: The machine's.
+    regions: Command buffers whose kernels are measured instead of the whole.
     """
 
     def __init__(self, devices: Sequence[runtime.Device], regions: RegionCalls | None = None) -> None:

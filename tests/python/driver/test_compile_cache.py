@@ -13,7 +13,7 @@ import tvm
 
 import relax_hetero as rh
 from driver.cached_models import Linear, W, bound, check, compiled
-from relax_hetero.artifact.cache_use import HIT, MISS, UNUSED
+from relax_hetero.artifact.metadata import HIT, MISS, UNUSED
 from relax_hetero.driver import compile_cache
 from relax_hetero.driver.pipeline import pipeline_steps
 

@@ -1,4 +1,4 @@
-"""Metadata of command buffers: the regions of an executable, and the kernels that can be called by address."""
+"""Metadata of command buffers: regions, kernels that can be called by address, and the constants of CUDA graphs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from ...target.vdevice import vdevices_of
 from ...tir.core.raw_kernel import raw_signature
 from ...transform.ir.kernel_work import operations_of, precision_of, tensor_bytes
 from ...transform.ir.module_attrs import COMMANDS, public_kernels
-from ...transform.ir.rewriting import relax_functions, walk_bindings
+from ...transform.ir.rewriting import copy_module, is_tensor_constant, relax_functions, walk_bindings
+from ...transform.record.form_cuda_graphs import GRAPH_CONSTANTS
 from ...transform.record.region_attrs import kernel_functions, kernel_spec, kernels_of, regions_of
-from ..link.address_table import callable_by_hand
+from ..link.address_table import AddressTable, callable_by_hand
 from ..link.lift_constants import LiftedConstants
 from ..link.link import argument_alignment
 
@@ -26,14 +27,11 @@ def with_public_kernels(mod: tvm.IRModule, devices: Sequence[DeviceSpec]) -> tup
 
     Parameters
     ----------
-    mod : tvm.IRModule
-    devices : sequence of DeviceSpec
-        The manifest. A kernel is for the first device of its target.
+    devices: The manifest. A kernel is for the first device of its target.
 
     Raises
     ------
-    BuildError
-        A kernel whose workgroup numbers are not among its parameters.
+    BuildError: A kernel whose workgroup numbers are not among its parameters.
     """
     targets = [device.target for device in devices]
     kernels = kernels_of(mod)
@@ -115,3 +113,22 @@ def _bytes(kernel: KernelSpec) -> int:
             return 0
         total += tensor_bytes([int(extent) for extent in tensor.shape], tvm.DataType(tensor.dtype))
     return total
+
+
+def graph_tables(mod: tvm.IRModule) -> tuple[tvm.IRModule, list[AddressTable]]:
+    """A lowered module whose graphs' constants are no attributes any more, and the table of each graph."""
+    graphs = {gv: func for gv, func in mod.functions.items() if GRAPH_CONSTANTS in func.attrs}
+    if not graphs:
+        return mod, []
+    tables: dict[str, AddressTable] = {}
+    for _, relax_func in relax_functions(mod):
+        for binding in walk_bindings(relax_func):
+            call = binding.value
+            if not isinstance(call, relax.Call) or call.op not in graphs:
+                continue
+            name = call.op.name_hint
+            if name not in tables:  # the steps of a schedule call the same graphs
+                (state,) = (arg for arg in call.args if is_tensor_constant(arg))
+                tables[name] = AddressTable(state, list(graphs[call.op].attrs[GRAPH_CONSTANTS]), [], name)
+    plain = {gv: func.without_attr(GRAPH_CONSTANTS) for gv, func in graphs.items()}
+    return copy_module(mod, {**dict(mod.functions.items()), **plain}), list(tables.values())

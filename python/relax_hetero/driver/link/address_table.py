@@ -63,12 +63,8 @@ class AddressTable:
 
     Attributes
     ----------
-    tensor : tvm.ir.GenericConst
-        What lowered code names.
-    constants : list of tvm.ir.GenericConst
-    kernels : list of str
-    region : str
-        The command buffer whose state it is (`form_cuda_graphs`); ``""`` for a table alone.
+    tensor: What lowered code names.
+    region: The command buffer whose state it is (`form_cuda_graphs`); ``""`` for a table alone.
     """
 
     tensor: tvm.ir.GenericConst
@@ -121,14 +117,11 @@ def callable_by_hand(mod: tvm.IRModule, kernels: Sequence[str]) -> tuple[tvm.IRM
 
     Parameters
     ----------
-    mod : tvm.IRModule
-    kernels : sequence of str
-        PrimFuncs by name; those that cannot be called raw are left out.
+    kernels: PrimFuncs by name; those that cannot be called raw are left out.
 
     Returns
     -------
-    tvm.IRModule, dict
-        And the symbol that each kernel is called by.
+    tvm.IRModule, dict: And the symbol that each kernel is called by.
     """
     functions = dict(mod.functions.items())
     taken = {gv.name_hint for gv in functions}
@@ -229,8 +222,7 @@ def thunk(types: Sequence[str]) -> tuple[str, str]:
 
     Parameters
     ----------
-    types : sequence of str
-        LLVM's names of the types of arguments; the address comes before them, as an i64.
+    types: LLVM's names of the types of arguments; the address comes before them, as an i64.
     """
     name = _THUNK + ".".join(types)
     params = "".join(f", {kind} %a{i}" for i, kind in enumerate(types))

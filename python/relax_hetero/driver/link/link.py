@@ -33,21 +33,17 @@ def link(mod: tvm.IRModule, progress: Progress | None = None) -> tvm.runtime.Mod
 
     Parameters
     ----------
-    mod : tvm.IRModule
-        Lowered (LowerToVM), constants lifted; each PrimFunc has a target, or none if it computes shapes on the host.
-    progress : callable, optional
-        Told how many kernels are compiled.
+    mod: Lowered (LowerToVM), constants lifted; each PrimFunc has a target, or none if it computes shapes on the host.
+    progress: Told how many kernels are compiled.
 
     Returns
     -------
-    tvm.runtime.Module
-        Of kind ``relax.VMExecutable``.
+    tvm.runtime.Module: Of kind ``relax.VMExecutable``.
 
     Raises
     ------
-    BuildError
-        A kernel does not compile, is written for another kind of device or calls a symbol that is nowhere, or TVM
-        has no code generator for its target; names the kernel and the target.
+    BuildError: A kernel does not compile, is written for another kind of device or calls a symbol that is nowhere, or
+        TVM has no code generator for its target; names the kernel and the target.
     """
     host = host_vdevice(vdevices_of(mod))
     host_target = host.target if host is not None else native("llvm")
@@ -88,8 +84,7 @@ def check_external_symbols(mod: tvm.IRModule) -> None:
 
     Raises
     ------
-    BuildError
-        Names the kernel and the symbol.
+    BuildError: Names the kernel and the symbol.
     """
     process = ctypes.CDLL(None)
     for kernel, symbols in external_calls(mod).items():

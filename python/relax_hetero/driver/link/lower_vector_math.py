@@ -57,12 +57,7 @@ _IMPORT = "pragma_import_llvm"
 
 
 def LowerVectorMath() -> tvm.transform.Pass:
-    """Replace functions of vectors in the PrimFuncs of a module.
-
-    Returns
-    -------
-    tvm.transform.Pass
-    """
+    """Replace functions of vectors in the PrimFuncs of a module."""
 
     @tvm.transform.module_pass(opt_level=0, name="LowerVectorMath")
     def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:

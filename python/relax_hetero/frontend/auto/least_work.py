@@ -82,12 +82,7 @@ def _exchange(costs: PlanCosts, plan: Sequence[int], first: int, second: int) ->
 
 
 class Network:
-    """Nodes 0 … n-1 and arcs of integer capacities, cut between a source and a sink by Dinic's algorithm.
-
-    Parameters
-    ----------
-    num_nodes : int
-    """
+    """Nodes 0 … n-1 and arcs of integer capacities, cut between a source and a sink by Dinic's algorithm."""
 
     def __init__(self, num_nodes: int) -> None:
         self._first: list[list[int]] = [[] for _ in range(num_nodes)]

@@ -25,17 +25,11 @@ class PlanCosts:
 
     Attributes
     ----------
-    graph : WorkGraph
-    devices : int
-        How many there are.
-    queues : int
-        How many queues they have.
-    queue_of : list of int
-        The queue of each device.
-    ops : list of list of int
-        Ticks of each unit on each device.
-    around : list of list of int
-        For each unit the values that it makes or reads, as positions in ``graph.values``.
+    devices: How many there are.
+    queues: How many queues they have.
+    queue_of: The queue of each device.
+    ops: Ticks of each unit on each device.
+    around: For each unit the values that it makes or reads, as positions in ``graph.values``.
     """
 
     def __init__(self, graph: WorkGraph, model: CostModel) -> None:
@@ -188,12 +182,9 @@ class Measure(Protocol):
 
     Attributes
     ----------
-    plan : list of int
-        A device for every unit; changed by the methods only.
-    key : tuple of int
-        Less is better.
-    effort : int
-        Units and values looked at so far.
+    plan: A device for every unit; changed by the methods only.
+    key: Less is better.
+    effort: Units and values looked at so far.
     """
 
     plan: list[int]

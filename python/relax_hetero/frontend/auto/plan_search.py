@@ -37,14 +37,10 @@ def best_plan(costs: PlanCosts, start: list[int], objective: Objective, most_pla
 
     Parameters
     ----------
-    costs : PlanCosts
-    start : list of int
-        A plan; the result is no worse than this, and than the plan of least work.
-    objective : str
-        "latency": the time of one call, of equal ones the least work. "throughput": the time of the busiest queue,
-        then of the second, and so on; of equal ones the quickest call.
-    most_plans : int
-        How many plans of clusters are all tried.
+    start: A plan; the result is no worse than this, and than the plan of least work.
+    objective: "latency": the time of one call, of equal ones the least work. "throughput": the time of the busiest
+        queue, then of the second, and so on; of equal ones the quickest call.
+    most_plans: How many plans of clusters are all tried.
     """
     starts = [start, least_work(costs, start)]
     if costs.queues == 1:
@@ -134,9 +130,7 @@ def cluster_levels(costs: PlanCosts, fewest: int) -> list[Clusters]:
 
     Parameters
     ----------
-    costs : PlanCosts
-    fewest : int
-        Joining stops at so many clusters. It may stop before: no cluster gets to be more than twice the average of
+    fewest: Joining stops at so many clusters. It may stop before: no cluster gets to be more than twice the average of
         so many, and clusters that nothing passes between are not joined.
     """
     clusters: Clusters = [[unit] for unit in range(len(costs.ops))]

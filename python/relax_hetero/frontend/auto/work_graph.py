@@ -45,10 +45,8 @@ class WorkUnit:
 
     Attributes
     ----------
-    names : list of str
-        The nodes in it.
-    ops : list of (float, float)
-        Arithmetic operations, and bytes read and written, of each op.
+    names: The nodes in it.
+    ops: Arithmetic operations, and bytes read and written, of each op.
     """
 
     names: list[str]
@@ -83,12 +81,9 @@ def work_graph(
 
     Parameters
     ----------
-    params, bindings, outputs
-        Of the function; bindings in program order.
-    name_of : callable
-        Variable -> name; consecutive bindings of one name are one unit, whatever stands between them.
-    symbolic_extent : int
-        Size of a symbolic dimension.
+    params, bindings, outputs: Of the function; bindings in program order.
+    name_of: Variable -> name; consecutive bindings of one name are one unit, whatever stands between them.
+    symbolic_extent: Size of a symbolic dimension.
     """
     return _Measure(name_of, symbolic_extent).graph(params, bindings, outputs)
 

@@ -13,10 +13,10 @@ import numpy as np
 import onnx
 import tvm
 from onnx import helper, numpy_helper
-from onnx.reference import ReferenceEvaluator
 from tvm import relax
 
 from ...errors import FrontendError
+from ..ops.fold import evaluate
 from .inputs import dtype_name
 from .model import STANDARD_DOMAINS
 
@@ -35,8 +35,7 @@ def constant_value(node: onnx.NodeProto) -> np.ndarray:
 
     Raises
     ------
-    FrontendError
-        If it is a string, or nothing.
+    FrontendError: If it is a string, or nothing.
     """
     for attribute in node.attribute:
         value = helper.get_attribute_value(attribute)
@@ -80,8 +79,7 @@ def initializer_value(tensor: onnx.TensorProto, graph: onnx.GraphProto) -> np.nd
 
     Raises
     ------
-    FrontendError
-        As `tensor_value`.
+    FrontendError: As `tensor_value`.
     """
     array = tensor_value(tensor, f"initializer {tensor.name!r}")
     wide = {"int4": np.int8, "uint4": np.uint8}.get(str(array.dtype))
@@ -107,8 +105,7 @@ def make_const(array: np.ndarray) -> tvm.ir.GenericConst:
 
     Raises
     ------
-    FrontendError
-        If TVM has no tensors of its dtype (4-bit integers).
+    FrontendError: If TVM has no tensors of its dtype (4-bit integers).
     """
     try:
         return relax.const(tvm.runtime.tensor(np.ascontiguousarray(array).reshape(array.shape)))
@@ -123,44 +120,20 @@ def fold_node(node: onnx.NodeProto, operands: list[np.ndarray | None], opset: in
 
     Parameters
     ----------
-    node : onnx.NodeProto
-    operands : list of array or None
-        One per input; None for an optional input that is left out.
-    opset : int
+    operands: One per input; None for an optional input that is left out.
     """
     if node.op_type not in FOLDED_OPS or node.domain not in STANDARD_DOMAINS or not all(node.output):
         return None
     if node.op_type == "ConstantOfShape" and not _affordable(node, operands[0]):
         return None
-    names = [f"operand_{index}" for index in range(len(operands))]
-    feeds = {name: value for name, value in zip(names, operands, strict=True) if value is not None}
-    single = onnx.NodeProto()
-    single.CopyFrom(node)
-    del single.input[:]
-    single.input.extend(name if name in feeds else "" for name in names)
-    try:
-        with np.errstate(all="ignore"):
-            results = _evaluator(single, opset, list(feeds)).run(None, feeds)
-    except Exception:  # noqa: BLE001 (whatever the reference cannot do is left to the converters)
-        return None
-    arrays = [np.asarray(result) for result in results]
-    if any(array.dtype.kind in "OUSc" for array in arrays):
+    arrays = evaluate(lambda: node, operands, opset)
+    if arrays is None or any(array.dtype.kind in "OUSc" for array in arrays):
         return None
     if node.op_type != "ConstantOfShape":
-        read = sum(value.nbytes for value in feeds.values())
+        read = sum(value.nbytes for value in operands if value is not None)
         if sum(array.nbytes for array in arrays) > read + _GROWTH:
             return None
     return arrays
-
-
-def _evaluator(node: onnx.NodeProto, opset: int, inputs: list[str]) -> ReferenceEvaluator:
-    graph = helper.make_graph(
-        [node],
-        "folded",
-        [onnx.ValueInfoProto(name=name) for name in inputs],
-        [onnx.ValueInfoProto(name=name) for name in node.output],
-    )
-    return ReferenceEvaluator(helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)]))
 
 
 def _affordable(node: onnx.NodeProto, shape: np.ndarray | None) -> bool:

@@ -32,21 +32,13 @@ class ImportedGraph:
 
     Attributes
     ----------
-    module : tvm.IRModule
-        PrimFuncs that converters made.
-    input_names : list of str
-    params : list of Var
-        One per graph input, named like it as far as TVMScript can read names.
-    bindings : list of Binding
-        In program order, all variables plain `Var`; branches of an `If` hold their own.
-    outputs : list of Expr
-        One per graph output: a variable, a constant or a tuple of those.
-    owners : dict
-        Variable of a binding -> the node it came from, in branches too.
-    results : dict
-        Node -> the variables of its outputs, the first one taking the node's name.
-    bounds : dict of str to int
-        The most that symbolic sizes may be for the model to work.
+    module: PrimFuncs that converters made.
+    params: One per graph input, named like it as far as TVMScript can read names.
+    bindings: In program order, all variables plain `Var`; branches of an `If` hold their own.
+    outputs: One per graph output: a variable, a constant or a tuple of those.
+    owners: Variable of a binding -> the node it came from, in branches too.
+    results: Node -> the variables of its outputs, the first one taking the node's name.
+    bounds: The most that symbolic sizes may be for the model to work.
     """
 
     module: tvm.IRModule
@@ -76,16 +68,12 @@ def import_graph(model: OnnxModel, nodes: list[NodeInfo], inputs: Mapping[str, r
 
     Parameters
     ----------
-    model : OnnxModel
-    nodes : list of NodeInfo
-        The names of its nodes, in order.
-    inputs : Mapping
-        ONNX name -> parameter.
+    nodes: The names of its nodes, in order.
+    inputs: ONNX name -> parameter.
 
     Raises
     ------
-    FrontendError
-        If a node cannot be converted; names it, its op and the reason.
+    FrontendError: If a node cannot be converted; names it, its op and the reason.
     """
     bounds: dict[tvm.tirx.Var, int] = {}
     while True:

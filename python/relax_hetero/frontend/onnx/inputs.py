@@ -34,22 +34,18 @@ def graph_inputs(graph: onnx.GraphProto, shapes: Shapes | None) -> dict[str, rel
 
     Parameters
     ----------
-    graph : onnx.GraphProto
-    shapes : Mapping, optional
-        ``{"input": [1, 128]}`` gives an input's shape (an entry of None keeps the model's dimension, a string names a
-        symbolic one); ``{"batch": 1}`` gives a named dimension its value wherever it occurs.
+    shapes: ``{"input": [1, 128]}`` gives an input's shape (an entry of None keeps the model's dimension, a string names
+        a symbolic one); ``{"batch": 1}`` gives a named dimension its value wherever it occurs.
 
     Returns
     -------
-    inputs : dict
-        ONNX name -> variable of that name, as far as TVMScript can read it. Dimensions of one name share one symbolic
-        variable; nameless ones get their own, ``<input>_d<axis>``.
+    inputs : dict: ONNX name -> variable of that name, as far as TVMScript can read it. Dimensions of one name share one
+        symbolic variable; nameless ones get their own, ``<input>_d<axis>``.
 
     Raises
     ------
-    FrontendError
-        If an input is no tensor, or `shapes` names an input or a dimension that the model lacks, or contradicts the
-        model or itself.
+    FrontendError: If an input is no tensor, or `shapes` names an input or a dimension that the model lacks, or
+        contradicts the model or itself.
     """
     if shapes is not None and not isinstance(shapes, Mapping):
         raise FrontendError(f"shapes is {shapes!r}; expected a mapping of inputs or named dimensions to sizes")

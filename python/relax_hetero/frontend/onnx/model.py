@@ -29,12 +29,9 @@ class OnnxModel:
 
     Attributes
     ----------
-    proto : onnx.ModelProto
-        The user's own object if that is what was given: read-only.
-    source : str
-        What messages call it: the file, or "the model".
-    opset : int
-        Version of the standard operator set.
+    proto: The user's own object if that is what was given: read-only.
+    source: What messages call it: the file, or "the model".
+    opset: Version of the standard operator set.
     """
 
     proto: onnx.ModelProto
@@ -47,13 +44,11 @@ def load_model(model: ModelSource) -> OnnxModel:
 
     Parameters
     ----------
-    model : str, PathLike, bytes or ModelProto
-        A file, whose external data lies relative to it; the bytes of one; or a model in memory, with its data in it.
+    model: A file, whose external data lies relative to it; the bytes of one; or a model in memory, with its data in it.
 
     Raises
     ------
-    FrontendError
-        If the file (or one with external data) is missing or no ONNX model, or the model is not valid.
+    FrontendError: If the file (or one with external data) is missing or no ONNX model, or the model is not valid.
     """
     proto, source, path = _read(model)
     _check(proto, source, path)

@@ -20,16 +20,13 @@ def build_function(imported: ImportedGraph, device_of: DeviceOf | None = None) -
 
     Parameters
     ----------
-    imported : ImportedGraph
-    device_of : callable, optional
-        NodeInfo -> VDevice. With it the types of a node's bindings carry that device, which fixes them for
+    device_of: NodeInfo -> VDevice. With it the types of a node's bindings carry that device, which fixes them for
         RealizeVDevice; parameters stay free.
 
     Returns
     -------
-    func : relax.Function
-        Each binding is named after its node: the first output of a node has the node's name, its other
-        bindings have that name and a number. Everything but `If`s stands in dataflow blocks.
+    func : relax.Function: Each binding is named after its node: the first output of a node has the node's name, its
+        other bindings have that name and a number. Everything but `If`s stands in dataflow blocks.
     """
     return _Rebuild(imported, device_of).function()
 

@@ -30,26 +30,20 @@ def assign_devices(
 
     Parameters
     ----------
-    nodes : list of NodeInfo
-        Nodes in subgraphs and in bodies of functions are looked at one by one.
-    rules : mapping or pairs
-        Patterns are case-sensitive; ``*``, ``?`` and ``[…]`` as in file names (``*`` crosses slashes). A pattern
-        matches a node's name, its op type, and those of the call of a model's own function that the node is in. A
-        name that happens to contain ``[`` matches itself.
-    vdevices : list of VDevice
-        What device strings are looked up in.
+    nodes: Nodes in subgraphs and in bodies of functions are looked at one by one.
+    rules: Patterns are case-sensitive; ``*``, ``?`` and ``[…]`` as in file names (``*`` crosses slashes). A pattern
+        matches a node's name, its op type, and those of the call of a model's own function that the node is in. A name
+        that happens to contain ``[`` matches itself.
+    vdevices: What device strings are looked up in.
 
     Returns
     -------
-    devices : dict
-        Unique node name -> vdevice.
+    devices : dict: Unique node name -> vdevice.
 
     Raises
     ------
-    FrontendError
-        If a pattern matches no node, or the rules are not pairs of a pattern and a device.
-    VDeviceError
-        If a device is not among `vdevices`.
+    FrontendError: If a pattern matches no node, or the rules are not pairs of a pattern and a device.
+    VDeviceError: If a device is not among `vdevices`.
     """
     compiled = [(pattern, _matcher(pattern), lookup(device, vdevices)) for pattern, device in _pairs(rules)]
     everything = list(walk_nodes(nodes))

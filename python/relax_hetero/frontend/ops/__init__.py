@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # Each of these registers the converters it defines.
-from . import (
+from . import (  # noqa: F401
     activations,
     block_weights,
     convolution,
@@ -27,25 +27,3 @@ from .table import Converter, converters
 
 CONVERTERS: dict[str, Converter] = converters()
 """Op type to converter, in the form of stock TVM's: `get_converter(opset)(builder, inputs, attributes, scope)`."""
-
-__all__ = [
-    "CONVERTERS",
-    "activations",
-    "block_weights",
-    "convolution",
-    "detection",
-    "elementwise",
-    "gathering",
-    "moving",
-    "normalization",
-    "pooling",
-    "products",
-    "quantization",
-    "quantized_ops",
-    "recurrent",
-    "reductions",
-    "resizing",
-    "sequences",
-    "shapes",
-    "slicing",
-]

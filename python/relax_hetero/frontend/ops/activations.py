@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tvm import relax
 
-from .elementwise import cast
+from .elementwise import cast, widened
 from .node import Node, const, dtype_of
 from .table import converts
 
@@ -15,9 +15,9 @@ def prelu(node: Node) -> relax.Expr:
     data, slope = node.tensor(0), node.tensor(1)
     rank = node.rank(data)
     if node.opset < 7 and node.rank(slope) == 1 and rank > 2 and node.shape(slope) != [1]:
-        slope = node.emit(relax.op.reshape(slope, [1, -1] + [1] * (rank - 2)))
-    is_negative = node.emit(relax.op.less(data, const(0, dtype_of(data))))
-    return node.emit(relax.op.where(is_negative, node.emit(relax.op.multiply(data, slope)), data))
+        slope = node.per_channel(slope, rank)
+    is_negative = relax.op.less(data, const(0, dtype_of(data)))
+    return node.emit(relax.op.where(is_negative, relax.op.multiply(data, slope), data))
 
 
 @converts("LeakyRelu")
@@ -26,7 +26,7 @@ def leaky_relu(node: Node) -> relax.Expr:
     data = node.tensor(0)
     dtype = dtype_of(data)
     scaled = node.emit(relax.op.multiply(data, const(node.attribute("alpha", 0.01), dtype)))
-    return node.emit(relax.op.where(node.emit(relax.op.less(data, const(0, dtype))), scaled, data))
+    return node.emit(relax.op.where(relax.op.less(data, const(0, dtype)), scaled, data))
 
 
 def _exponential_unit(node: Node, data: relax.Expr, alpha: float, inverse: float = 1.0) -> relax.Expr:
@@ -36,9 +36,9 @@ def _exponential_unit(node: Node, data: relax.Expr, alpha: float, inverse: float
     below = node.emit(relax.op.minimum(data, const(0, dtype)))
     if inverse != 1.0:
         below = node.emit(relax.op.divide(below, const(inverse, dtype)))
-    grown = node.emit(relax.op.subtract(node.emit(relax.op.exp(below)), const(1, dtype)))
+    grown = node.emit(relax.op.subtract(relax.op.exp(below), const(1, dtype)))
     scaled = node.emit(relax.op.multiply(const(alpha, dtype), grown))
-    return node.emit(relax.op.where(node.emit(relax.op.greater(data, const(0, dtype))), data, scaled))
+    return node.emit(relax.op.where(relax.op.greater(data, const(0, dtype)), data, scaled))
 
 
 @converts("Elu")
@@ -69,7 +69,7 @@ def thresholded_relu(node: Node) -> relax.Expr:
     """x where x > alpha, else 0."""
     data = node.tensor(0)
     dtype = dtype_of(data)
-    above = node.emit(relax.op.greater(data, const(node.attribute("alpha", 1.0), dtype)))
+    above = relax.op.greater(data, const(node.attribute("alpha", 1.0), dtype))
     return node.emit(relax.op.where(above, data, const(0, dtype)))
 
 
@@ -78,41 +78,38 @@ def hard_sigmoid(node: Node) -> relax.Expr:
     """max(0, min(1, alpha * x + beta))."""
     data = node.tensor(0)
     dtype = dtype_of(data)
-    scaled = node.emit(relax.op.multiply(const(node.attribute("alpha", 0.2), dtype), data))
-    moved = node.emit(relax.op.add(scaled, const(node.attribute("beta", 0.5), dtype)))
-    return node.emit(relax.op.clip(moved, 0, 1))
+    scaled = relax.op.multiply(const(node.attribute("alpha", 0.2), dtype), data)
+    return node.emit(relax.op.clip(relax.op.add(scaled, const(node.attribute("beta", 0.5), dtype)), 0, 1))
 
 
 @converts("Mish")
 def mish(node: Node) -> relax.Expr:
     """x * tanh(log(1 + exp(x))), which with e = exp(x) is x * (e^2 + 2e) / (e^2 + 2e + 2), without cancellation."""
     data = node.tensor(0)
-    dtype = dtype_of(data)
-    wide = cast(node, data, "float32") if dtype in ("float16", "bfloat16") else data
+    wide = widened(node, data)
     compute = dtype_of(wide)
     # Beyond 20 the factor is 1 to the last bit, and exp would overflow.
-    exponential = node.emit(relax.op.exp(node.emit(relax.op.minimum(wide, const(20, compute)))))
+    exponential = node.emit(relax.op.exp(relax.op.minimum(wide, const(20, compute))))
     two = const(2, compute)
-    grown = node.emit(relax.op.multiply(exponential, node.emit(relax.op.add(exponential, two))))
-    factor = node.emit(relax.op.divide(grown, node.emit(relax.op.add(grown, two))))
-    return cast(node, node.emit(relax.op.multiply(wide, factor)), dtype)
+    grown = node.emit(relax.op.multiply(exponential, relax.op.add(exponential, two)))
+    factor = node.emit(relax.op.divide(grown, relax.op.add(grown, two)))
+    return cast(node, node.emit(relax.op.multiply(wide, factor)), dtype_of(data))
 
 
 @converts("Softplus")
 def softplus(node: Node) -> relax.Expr:
     """log(1 + exp(x)) as max(x, 0) + log(1 + e) with e = exp(-|x|), whose small values the sum with 1 must not lose."""
     data = node.tensor(0)
-    dtype = dtype_of(data)
-    wide = cast(node, data, "float32") if dtype in ("float16", "bfloat16") else data
+    wide = widened(node, data)
     compute = dtype_of(wide)
     one = const(1, compute)
-    small = node.emit(relax.op.exp(node.emit(relax.op.negative(node.emit(relax.op.abs(wide))))))
+    small = node.emit(relax.op.exp(relax.op.negative(relax.op.abs(wide))))
     grown = node.emit(relax.op.add(small, one))
     # log(1 + e) * e / ((1 + e) - 1): the rounding of 1 + e cancels out (Kahan); where nothing is left it is e itself.
     excess = node.emit(relax.op.subtract(grown, one))
     is_lost = node.emit(relax.op.equal(excess, const(0, compute)))
     divisor = node.emit(relax.op.where(is_lost, one, excess))
     ratio = node.emit(relax.op.divide(small, divisor))
-    logarithm = node.emit(relax.op.multiply(node.emit(relax.op.log(grown)), ratio))
+    logarithm = node.emit(relax.op.multiply(relax.op.log(grown), ratio))
     rest = node.emit(relax.op.where(is_lost, small, logarithm))
-    return cast(node, node.emit(relax.op.add(node.emit(relax.op.maximum(wide, const(0, compute))), rest)), dtype)
+    return cast(node, node.emit(relax.op.add(relax.op.maximum(wide, const(0, compute)), rest)), dtype_of(data))

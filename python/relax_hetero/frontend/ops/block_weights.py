@@ -35,7 +35,7 @@ def matmul_nbits(node: Node) -> relax.Expr:
     scales = _weights(node, 2, "scales", columns * blocks).astype("float32").reshape(columns, blocks)
     zeros = _zero_points(node, columns, blocks) if node.has(3) else None
     weight = _dequantized(node, data, scales, zeros, depth, block)
-    product = node.emit(relax.op.matmul(cast(node, a, "float32"), node.emit(relax.op.permute_dims(weight, [1, 0]))))
+    product = node.emit(relax.op.matmul(cast(node, a, "float32"), relax.op.permute_dims(weight, [1, 0])))
     if node.has(5):
         product = node.emit(relax.op.add(product, cast(node, node.tensor(5), "float32")))
     return cast(node, product, dtype_of(a))

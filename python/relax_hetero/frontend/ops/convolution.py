@@ -6,6 +6,7 @@ from typing import Any
 
 from tvm import relax
 
+from .elementwise import HALF, cast
 from .node import Node, dtype_of
 from .table import converts
 
@@ -77,8 +78,7 @@ def _convolve(node: Node, data: relax.Expr, weight: relax.Expr, out_dtype: str) 
 def _with_bias(node: Node, result: relax.Expr, index: int) -> relax.Expr:
     if not node.has(index):
         return result
-    bias = node.emit(relax.op.reshape(node.tensor(index), [1, -1] + [1] * (node.rank(result) - 2)))
-    return node.emit(relax.op.add(result, bias))
+    return node.emit(relax.op.add(result, node.per_channel(node.tensor(index), node.rank(result))))
 
 
 @converts("Conv")
@@ -86,10 +86,8 @@ def convolution(node: Node) -> relax.Expr:
     """1 to 3 spatial axes, any padding rule, groups; half precision is accumulated in float32."""
     data, weight = node.tensor(0), node.tensor(1)
     dtype = dtype_of(data)
-    if dtype not in ("float16", "bfloat16"):
-        return _with_bias(node, _convolve(node, data, weight, dtype), 2)
-    wide = _convolve(node, data, weight, "float32")
-    return _with_bias(node, node.emit(relax.op.astype(wide, dtype)), 2)
+    result = _convolve(node, data, weight, "float32" if dtype in HALF else dtype)
+    return _with_bias(node, cast(node, result, dtype), 2)
 
 
 def integer_convolution(node: Node, data: relax.Expr, weight: relax.Expr) -> relax.Expr:

@@ -31,7 +31,7 @@ def roi_align(node: Node) -> relax.Expr:
     return node.emit(
         relax.op.vision.roi_align(
             data,
-            node.emit(relax.op.concat([column, scaled], axis=1)),
+            relax.op.concat([column, scaled], axis=1),
             size,
             1.0,
             node.attribute("sampling_ratio", 0),

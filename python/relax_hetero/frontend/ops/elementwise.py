@@ -9,6 +9,7 @@ from tvm import relax, topi
 from .node import Node, const, dtype_of, is_float, onnx_dtype
 from .table import converts
 
+HALF = ("float16", "bfloat16")
 _WIDTH = {"bool": 8, "bfloat16": 16}
 
 
@@ -22,14 +23,18 @@ def cast(node: Node, value: relax.Expr, dtype: str) -> relax.Expr:
     return value if dtype_of(value) == dtype else node.emit(relax.op.astype(value, dtype))
 
 
+def widened(node: Node, value: relax.Expr) -> relax.Expr:
+    """`value` in float32 where it is of half precision, else as it is."""
+    return cast(node, value, "float32") if dtype_of(value) in HALF else value
+
+
 @converts("IsInf")
 def is_inf(node: Node) -> relax.Expr:
     """Infinities of the signs asked for."""
     data = node.tensor(0)
     dtype = dtype_of(data)
-    signs = [
-        sign for sign, name in ((np.inf, "detect_positive"), (-np.inf, "detect_negative")) if node.attribute(name, 1)
-    ]
+    names = {"detect_positive": np.inf, "detect_negative": -np.inf}
+    signs = [sign for name, sign in names.items() if node.attribute(name, 1)]
     if not signs:
         return node.emit(relax.op.not_equal(zero := node.emit(relax.op.zeros_like(data)), zero))
     found = [node.emit(relax.op.equal(data, const(sign, dtype))) for sign in signs]
@@ -47,14 +52,10 @@ def mod(node: Node) -> relax.Expr:
     if node.attribute("fmod", 0):
         return remainder
     zero = const(0, dtype)
-    is_below, is_above = node.emit(relax.op.less(remainder, zero)), node.emit(relax.op.greater(remainder, zero))
-    differs = node.emit(
-        relax.op.logical_or(
-            node.emit(relax.op.logical_and(is_below, node.emit(relax.op.greater(b, zero)))),
-            node.emit(relax.op.logical_and(is_above, node.emit(relax.op.less(b, zero)))),
-        )
-    )
-    return node.emit(relax.op.where(differs, node.emit(relax.op.add(remainder, b)), remainder))
+    is_below = relax.op.logical_and(relax.op.less(remainder, zero), relax.op.greater(b, zero))
+    is_above = relax.op.logical_and(relax.op.greater(remainder, zero), relax.op.less(b, zero))
+    differs = node.emit(relax.op.logical_or(is_below, is_above))
+    return node.emit(relax.op.where(differs, relax.op.add(remainder, b), remainder))
 
 
 @converts("BitShift")
@@ -66,7 +67,7 @@ def bit_shift(node: Node) -> relax.Expr:
     width = bits_of(dtype)
     is_far = node.emit(relax.op.greater_equal(amount, const(width, dtype)))
     if not dtype.startswith("uint"):
-        is_far = node.emit(relax.op.logical_or(is_far, node.emit(relax.op.less(amount, const(0, dtype)))))
+        is_far = node.emit(relax.op.logical_or(is_far, relax.op.less(amount, const(0, dtype))))
     near = node.emit(relax.op.where(is_far, const(0, dtype), amount))
     shifted = node.emit((relax.op.left_shift if left else relax.op.right_shift)(data, near))
     gone = const(0, dtype)
@@ -119,8 +120,7 @@ def clip(node: Node) -> relax.Expr:
         if bound is None:
             continue
         if is_float(dtype) and (not isinstance(bound, tvm.ir.GenericConst) or np.isnan(bound.value.numpy()).any()):
-            is_nan = node.emit(relax.op.isnan(bound))
-            bound = node.emit(relax.op.where(is_nan, const(none, dtype), bound))
+            bound = node.emit(relax.op.where(relax.op.isnan(bound), const(none, dtype), bound))
         if node.rank(bound) > 0:
             bound = node.emit(relax.op.reshape(bound, ()))
         data = node.emit(operation(data, bound))
@@ -159,9 +159,7 @@ _RARE = {
 def rare_unary(node: Node) -> relax.Expr:
     """Half precision is computed in float32, as not every target has these functions for it."""
     data = node.tensor(0)
-    dtype = dtype_of(data)
-    wide = cast(node, data, "float32") if dtype in ("float16", "bfloat16") else data
-    return cast(node, node.emit(_RARE[node.op_type](wide)), dtype)
+    return cast(node, node.emit(_RARE[node.op_type](widened(node, data))), dtype_of(data))
 
 
 @converts("Where")
@@ -181,15 +179,15 @@ def dropout(node: Node) -> relax.Expr:
     if training is None or (known is not None and not known.any()):
         if node.opset < 10:
             ones = cast(node, ones, dtype_of(data))
-        return relax.Tuple([data, ones]) if node.num_outputs > 1 else data
+        return node.outputs([data, ones])
     if "seed" not in node.attributes:
         raise node.refusal("drops elements at random in training mode, and has no seed to do it by")
     ratio = node.tensor(1) if node.has(1) else const(0.5, dtype_of(data))
     drawn = np.random.RandomState(node.attribute("seed")).uniform(0, 1.0, node.static_shape(data))
     drops = node.emit(relax.op.less(const(drawn, "float64"), cast(node, ratio, "float64")))
-    mask = node.emit(relax.op.logical_not(node.emit(relax.op.logical_and(drops, training))))
+    mask = node.emit(relax.op.logical_not(relax.op.logical_and(drops, training)))
     kept = node.emit(relax.op.subtract(const(1, dtype_of(ratio)), ratio))
     scale = node.emit(relax.op.where(training, kept, const(1, dtype_of(ratio))))
     scaled = node.emit(relax.op.divide(data, cast(node, scale, dtype_of(data))))
     result = node.emit(relax.op.where(mask, scaled, const(0, dtype_of(data))))
-    return relax.Tuple([result, mask]) if node.num_outputs > 1 else result
+    return node.outputs([result, mask])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import onnx
@@ -39,9 +40,7 @@ def _result_elements(op_type: str, arrays: list[np.ndarray | None]) -> float:
     second = arrays[1] if len(arrays) > 1 else None
     if op_type == "ConstantOfShape" and first is not None:
         return math.prod(abs(int(dim)) for dim in first.reshape(-1))
-    if op_type == "Expand" and first is not None and second is not None:
-        return first.size * math.prod(abs(int(dim)) for dim in second.reshape(-1))
-    if op_type == "Tile" and first is not None and second is not None:
+    if op_type in ("Expand", "Tile") and first is not None and second is not None:
         return first.size * math.prod(abs(int(dim)) for dim in second.reshape(-1))
     if op_type == "Range" and len(arrays) == 3 and all(array is not None for array in arrays):
         start, limit, delta = (float(array.reshape(())) for array in arrays if array is not None)
@@ -50,12 +49,7 @@ def _result_elements(op_type: str, arrays: list[np.ndarray | None]) -> float:
 
 
 def fold(node: Node) -> relax.Expr | None:
-    """The node's outputs as constants, or None where it cannot or should not be computed now.
-
-    Returns
-    -------
-    A constant, or a `relax.Tuple` of constants for a node with several outputs.
-    """
+    """The node's outputs as constants, or None where it cannot or should not be computed now."""
     if node.op_type not in _FOLDED or not any(node.has(i) for i in range(len(node.inputs))):
         return None
     arrays = [as_constant(value) if value is not None else None for value in node.inputs]
@@ -66,26 +60,27 @@ def fold(node: Node) -> relax.Expr | None:
         return None
     if any(isinstance(value, onnx.GraphProto) for value in node.attributes.values()):
         return None
-    results = _evaluate(node, arrays)
-    if results is None or len(results) != node.num_outputs:
+    results = evaluate(node.proto, arrays, node.opset)
+    if results is None or len(results) != node.num_outputs or any(str(r.dtype) not in _DTYPES for r in results):
         return None
     constants = [const(array) for array in results]
     return constants[0] if len(constants) == 1 else relax.Tuple(constants)
 
 
-def _evaluate(node: Node, arrays: list[np.ndarray | None]) -> list[np.ndarray] | None:
-    names = [f"x{i}" if array is not None else "" for i, array in enumerate(arrays)]
-    outputs = [f"y{i}" for i in range(node.num_outputs)]
-    attributes = {name: value for name, value in node.attributes.items() if name != "tvm_custom"}
+def evaluate(
+    make_node: Callable[[], onnx.NodeProto], arrays: Sequence[np.ndarray | None], opset: int
+) -> list[np.ndarray] | None:
+    """The outputs of a node by ONNX's reference; None where it fails, or gives anything but tensors.
+
+    `arrays` has an entry for each input of the node, None for an optional one that is left out.
+    """
     try:
-        proto = onnx.helper.make_node(node.op_type, names, outputs, **attributes)
+        node = make_node()
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
-            evaluator = ReferenceEvaluator(proto, opsets={"": node.opset})
-            results = evaluator.run(None, {name: array for name, array in zip(names, arrays, strict=True) if name})
+            feeds = {name: array for name, array in zip(node.input, arrays, strict=True) if array is not None}
+            results = ReferenceEvaluator(node, opsets={"": opset}).run(None, feeds)
     except Exception:  # the reference does not cover every op and type; the converter then does the work or refuses
         return None
-    checked = [np.asarray(value) for value in results if isinstance(value, (np.ndarray, np.generic))]
-    if len(checked) != len(results) or any(str(array.dtype) not in _DTYPES for array in checked):
-        return None
-    return checked
+    tensors = [np.asarray(value) for value in results if isinstance(value, (np.ndarray, np.generic))]
+    return tensors if len(tensors) == len(results) else None

@@ -83,7 +83,7 @@ def _value(attribute: onnx.AttributeProto) -> Any:
 
 def _body(node: Node) -> onnx.FunctionProto:
     schema = _schema(node.op_type, node.opset)
-    proto = _proto(node)
+    proto = node.proto()
     if schema.has_context_dependent_function:
         types = [_type(value).SerializeToString() for value in node.inputs]
         versions = [v for v in schema.context_dependent_function_opset_versions if v <= node.opset]
@@ -104,12 +104,6 @@ def _parse(node: Node, text: bytes) -> onnx.FunctionProto:
     body = onnx.FunctionProto()
     body.ParseFromString(text)
     return body
-
-
-def _proto(node: Node) -> onnx.NodeProto:
-    inputs = [f"x{i}" if value is not None else "" for i, value in enumerate(node.inputs)]
-    attributes = {name: value for name, value in node.attributes.items() if name != "tvm_custom"}
-    return onnx.helper.make_node(node.op_type, inputs, [f"y{i}" for i in range(node.num_outputs)], **attributes)
 
 
 def _type(value: Any) -> onnx.TypeProto:

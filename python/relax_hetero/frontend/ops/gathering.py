@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from tvm import relax, te, tirx, topi
 
-from .elementwise import cast
-from .node import Node, as_constant, const, dtype_of, onnx_dtype
+from .elementwise import cast, widened
+from .node import Node, Position, as_constant, const, dtype_of, onnx_dtype
 from .shapes import sizes_of
 from .table import converts
 
@@ -19,7 +19,7 @@ def from_front(node: Node, indices: relax.Expr, extent: relax.Expr) -> relax.Exp
         return indices
     extent = cast(node, extent, dtype_of(indices))
     is_negative = node.emit(relax.op.less(indices, const(0, dtype_of(indices))))
-    return node.emit(relax.op.where(is_negative, node.emit(relax.op.add(indices, extent)), indices))
+    return node.emit(relax.op.where(is_negative, relax.op.add(indices, extent), indices))
 
 
 def _extent(node: Node, data: relax.Expr, axis: int) -> relax.Expr:
@@ -29,7 +29,7 @@ def _extent(node: Node, data: relax.Expr, axis: int) -> relax.Expr:
         if isinstance(dim, int):
             return const(dim, "int64")
     vector = sizes_of(node, data)
-    return node.emit(relax.op.reshape(node.emit(relax.op.strided_slice(vector, [0], [axis], [axis + 1])), ()))
+    return node.emit(relax.op.reshape(relax.op.strided_slice(vector, [0], [axis], [axis + 1]), ()))
 
 
 def _inside(node: Node, indices: relax.Expr, extent: relax.Expr) -> relax.Expr:
@@ -126,18 +126,14 @@ def scatter_nd(node: Node) -> relax.Expr:
 def one_hot(node: Node) -> relax.Expr:
     """A new axis of `depth` places, on where the index is (negative from the back), off elsewhere and out of range."""
     indices, values = node.tensor(0), node.tensor(2)
-    depth = node.dims(1)
-    if depth is None:
-        raise node.refusal("its depth is computed when the model runs; it must be known at import")
+    depth = node.known_dims(1, "its depth is")
     rank = node.rank(indices) + 1
     axis = node.axis(node.attribute("axis", -1), rank)
     wide = cast(node, indices, "int64")  # of any numeric type
     counted = from_front(node, wide, const(depth[0], "int64"))
     places = np.arange(int(depth[0])).reshape([-1 if i == axis else 1 for i in range(rank)])
-    is_on = node.emit(relax.op.equal(node.emit(relax.op.expand_dims(counted, axis)), const(places, "int64")))
-    off, on = (
-        node.emit(relax.op.reshape(node.emit(relax.op.strided_slice(values, [0], [i], [i + 1])), ())) for i in (0, 1)
-    )
+    is_on = node.emit(relax.op.equal(relax.op.expand_dims(counted, axis), const(places, "int64")))
+    off, on = (node.emit(relax.op.reshape(relax.op.strided_slice(values, [0], [i], [i + 1]), ())) for i in (0, 1))
     return node.emit(relax.op.where(is_on, on, off))
 
 
@@ -152,20 +148,18 @@ _SORTED_AS = {
 def top_k(node: Node) -> relax.Expr:
     """The k largest or smallest along an axis, in order, with their indices."""
     data = node.tensor(0)
-    k = [node.attribute("k", 1)] if node.opset < 10 else node.dims(1)
-    if k is None:
-        raise node.refusal("its k is computed when the model runs; it must be known at import")
+    k = int((node.known_dims(1, "its k is") if node.opset >= 10 else [node.attribute("k", 1)])[0])
     axis = node.axis(node.attribute("axis", -1), node.rank(data))
     size = node.shape(data)[axis]
-    if isinstance(size, int) and not 0 <= k[0] <= size:
-        raise node.refusal(f"k is {k[0]}, but the axis has {size} elements")
-    if k[0] == 0:
+    if isinstance(size, int) and not 0 <= k <= size:
+        raise node.refusal(f"k is {k}, but the axis has {size} elements")
+    if k == 0:
         raise node.refusal("k is 0")
     largest, dtype = bool(node.attribute("largest", 1)), dtype_of(data)
     sortable = _SORTED_AS.get(dtype, dtype)
     if sortable not in ("float32", "float64", "int32", "int64"):
         raise node.refusal(f"elements of type {dtype} cannot be sorted")
-    found = node.emit(relax.op.topk(cast(node, data, sortable), int(k[0]), axis, "both", largest, "int64"))
+    found = node.emit(relax.op.topk(cast(node, data, sortable), k, axis, "both", largest, "int64"))
     values, indices = (node.emit(relax.TupleGetItem(found, i)) for i in (0, 1))
     return relax.Tuple([cast(node, values, dtype), indices])
 
@@ -202,16 +196,13 @@ def reverse_sequence(node: Node) -> relax.Expr:
     data, lengths = node.tensor(0), node.tensor(1)
     time, batch = node.attribute("time_axis", 0), node.attribute("batch_axis", 1)
 
-    def compute(x: te.Tensor, length: te.Tensor) -> te.Tensor:
-        def element(*i: tirx.Expr) -> tirx.Expr:
-            steps = length(i[batch])
-            step = tirx.Select(i[time] < steps, steps - 1 - i[time], i[time])
-            held = tirx.max(tirx.min(step, x.shape[time] - 1), 0)  # a length beyond the axis reads nothing else
-            return x(*i[:time], held, *i[time + 1 :])
+    def element(i: Position, x: te.Tensor, length: te.Tensor) -> tirx.Expr:
+        steps = length(i[batch])
+        step = tirx.Select(i[time] < steps, steps - 1 - i[time], i[time])
+        held = tirx.max(tirx.min(step, x.shape[time] - 1), 0)  # a length beyond the axis reads nothing else
+        return x(*i[:time], held, *i[time + 1 :])
 
-        return te.compute(x.shape, element, name="reverse_sequence")
-
-    return node.builder.emit_te(compute, data, cast(node, lengths, "int64"), primfunc_name_hint="reverse_sequence")
+    return node.kernel("reverse_sequence", element, data, cast(node, lengths, "int64"))
 
 
 @converts("TensorScatter")
@@ -224,18 +215,13 @@ def tensor_scatter(node: Node) -> relax.Expr:
     starts = node.tensor(2) if node.has(2) else const(np.zeros(node.static_shape(data)[0]), "int64")
 
     # Written as a scatter, which can update a donated cache in place.
-    def places(cache: te.Tensor, new: te.Tensor, start: te.Tensor) -> te.Tensor:
-        extent = cache.shape[axis]
+    def place(i: Position, cache: te.Tensor, start: te.Tensor) -> tirx.Expr:
+        extent, step = cache.shape[axis], i[axis] + start(i[0])
+        if is_circular:
+            return topi.floor_mod(step, extent)
+        return tirx.Select(step < 0, extent, step)  # a negative index would count from the end
 
-        def place(*i: tirx.Expr) -> tirx.Expr:
-            step = i[axis] + start(i[0])
-            if is_circular:
-                return topi.floor_mod(step, extent)
-            return tirx.Select(step < 0, extent, step)  # a negative index would count from the end
-
-        return te.compute(new.shape, place, name="places")
-
-    index = node.builder.emit_te(places, data, update, starts, primfunc_name_hint="places")
+    index = node.kernel("places", place, data, starts, shape=node.shape(update))
     return node.emit(relax.op.scatter_elements(data, index, update, axis))
 
 
@@ -255,7 +241,7 @@ def scan_axis(node: Node, data: relax.Expr) -> int:
         return node.axis(int(axis.reshape(())), node.rank(data))
     if node.rank(data) == 1:
         return 0
-    raise node.refusal("its axis is computed when the model runs; it must be known at import")
+    raise node.unknown("its axis is")
 
 
 @converts("CumSum", "CumProd")
@@ -265,7 +251,7 @@ def cumulate(node: Node) -> relax.Expr:
     dtype = dtype_of(data)
     axis = scan_axis(node, data)
     operation: Any = relax.op.cumsum if node.op_type == "CumSum" else relax.op.cumprod
-    wide = cast(node, data, "float32") if dtype in ("float16", "bfloat16") else data
+    wide = widened(node, data)
     backwards = bool(node.attribute("reverse", 0))
     if backwards:
         wide = node.emit(relax.op.flip(wide, axis))

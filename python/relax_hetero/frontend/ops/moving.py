@@ -9,7 +9,7 @@ import numpy as np
 from tvm import relax, te, tirx, topi
 
 from .elementwise import cast
-from .node import Dim, Node, const, dtype_of, is_float
+from .node import Dim, Node, Position, const, dtype_of, is_float
 from .table import converts
 
 
@@ -17,11 +17,11 @@ def _padding(node: Node, rank: int) -> tuple[list[int], list[int]]:
     """Elements to add (or, negative, to cut) before and after each axis."""
     pads = node.dims(1) if node.has(1) else node.attribute("pads") or node.attribute("paddings")
     if pads is None:
-        raise node.refusal("its pads are computed when the model runs; they must be known at import")
+        raise node.unknown("its pads are")
     amounts = [int(pad) for pad in pads if isinstance(pad, int)]
     axes = node.dims(3) if node.has(3) else list(range(rank))
     if axes is None or len(amounts) != len(pads):
-        raise node.refusal("its pads or axes are computed when the model runs; they must be known at import")
+        raise node.unknown("its pads or axes are")
     if len(amounts) != 2 * len(axes):
         raise node.refusal(f"has {len(amounts)} pads for {len(axes)} axes")
     before, after = [0] * rank, [0] * rank
@@ -70,20 +70,17 @@ def pad(node: Node) -> relax.Expr:
     else:
         fill = const(node.attribute("value", 0), dtype)
 
-    def compute(x: te.Tensor, filling: te.Tensor) -> te.Tensor:
-        def element(*i: tirx.Expr) -> tirx.Expr:
-            places = [place - before[axis] if axis in moved else place for axis, place in enumerate(i)]
-            if mode != "constant":
-                for axis in moved:
-                    places[axis] = _wrapped(places[axis], dims[axis], mode)
-                return x(*places)
-            checks = [places[axis] >= 0 for axis in moved if before[axis] > 0]
-            checks += [places[axis] < dims[axis] for axis in moved if after[axis] > 0]
-            return tirx.if_then_else(tirx.all(*checks), x(*places), filling()) if checks else x(*places)
+    def element(i: Position, x: te.Tensor, filling: te.Tensor) -> tirx.Expr:
+        places = [place - before[axis] if axis in moved else place for axis, place in enumerate(i)]
+        if mode != "constant":
+            for axis in moved:
+                places[axis] = _wrapped(places[axis], dims[axis], mode)
+            return x(*places)
+        checks = [places[axis] >= 0 for axis in moved if before[axis] > 0]
+        checks += [places[axis] < dims[axis] for axis in moved if after[axis] > 0]
+        return tirx.if_then_else(tirx.all(*checks), x(*places), filling()) if checks else x(*places)
 
-        return te.compute(sizes, element, name="pad")
-
-    return node.builder.emit_te(compute, data, fill, primfunc_name_hint="pad")
+    return node.kernel("pad", element, data, fill, shape=sizes)
 
 
 def _is_exact(value: float, dtype: str) -> bool:
@@ -111,20 +108,16 @@ def _taken(node: Node, data: relax.Expr, before: list[int], after: list[int], mo
 def trilu(node: Node) -> relax.Expr:
     """The part of the last two axes on and above (or below) diagonal k, zeros elsewhere; k may be an input."""
     data = node.tensor(0)
-    rows, columns = node.shape(data)[-2:]
     dtype, is_upper = dtype_of(data), bool(node.attribute("upper", 1))
     given = node.tensor(1) if node.has(1) else const(0, "int64")
     diagonal = node.emit(relax.op.reshape(given, ())) if node.rank(given) else given
 
-    def compute(x: te.Tensor, k: te.Tensor) -> te.Tensor:
-        def element(*i: tirx.Expr) -> tirx.Expr:
-            offset = i[-1] - i[-2]
-            kept = offset >= k() if is_upper else offset <= k()
-            return tirx.Select(kept, x(*i), tirx.const(0, dtype))
+    def element(i: Position, x: te.Tensor, k: te.Tensor) -> tirx.Expr:
+        offset = i[-1] - i[-2]
+        kept = offset >= k() if is_upper else offset <= k()
+        return tirx.Select(kept, x(*i), tirx.const(0, dtype))
 
-        return te.compute([*x.shape[:-2], rows, columns], element, name="trilu")
-
-    return node.builder.emit_te(compute, data, diagonal, primfunc_name_hint="trilu")
+    return node.kernel("trilu", element, data, diagonal)
 
 
 @converts("Concat")
@@ -143,9 +136,9 @@ def space_to_depth(node: Node) -> relax.Expr:
     if any(isinstance(size, int) and size % block for size in (height, width)):
         raise node.refusal(f"an image of {height} x {width} does not divide into blocks of {block}")
     inner = [batch, channels, height // block, block, width // block, block]
-    grouped = node.emit(relax.op.reshape(data, inner))
+    grouped = relax.op.reshape(data, inner)
     slowest_channel = node.attribute("mode", "DCR") == "CRD"
-    moved = node.emit(relax.op.permute_dims(grouped, [0, 1, 3, 5, 2, 4] if slowest_channel else [0, 3, 5, 1, 2, 4]))
+    moved = relax.op.permute_dims(grouped, [0, 1, 3, 5, 2, 4] if slowest_channel else [0, 3, 5, 1, 2, 4])
     return node.emit(relax.op.reshape(moved, [batch, channels * block * block, height // block, width // block]))
 
 
@@ -153,35 +146,30 @@ def space_to_depth(node: Node) -> relax.Expr:
 def col2im(node: Node) -> relax.Expr:
     """Columns of blocks added back into an image of any number of spatial axes."""
     data = node.tensor(0)
-    image, block = node.dims(1), node.dims(2)
-    if image is None or block is None:
-        raise node.refusal("its shapes are computed when the model runs; they must be known at import")
+    image, block = ([int(size) for size in node.known_dims(i, "its shapes are")] for i in (1, 2))
     count = len(image)
     strides, dilations = node.attribute("strides", (1,) * count), node.attribute("dilations", (1,) * count)
     pads = node.attribute("pads", (0,) * (2 * count))
     batch, columns, _ = node.shape(data)
-    elements = math.prod(int(size) for size in block)
     steps = [
-        (int(image[a]) + pads[a] + pads[count + a] - dilations[a] * (int(block[a]) - 1) - 1) // strides[a] + 1
+        (image[a] + pads[a] + pads[count + a] - dilations[a] * (block[a] - 1) - 1) // strides[a] + 1
         for a in range(count)
     ]
 
-    def compute(x: te.Tensor) -> te.Tensor:
-        offsets = [te.reduce_axis((0, int(size)), name=f"k{a}") for a, size in enumerate(block)]
+    offsets = [te.reduce_axis((0, size), name=f"k{a}") for a, size in enumerate(block)]
 
-        def element(n: tirx.Expr, c: tirx.Expr, *place: tirx.Expr) -> tirx.Expr:
-            row, column, checks = c, tirx.const(0, "int64"), []
-            for a in range(count):
-                distance = place[a] + pads[a] - offsets[a] * dilations[a]
-                step = topi.floor_divide(distance, strides[a])
-                checks += [distance >= 0, topi.floor_mod(distance, strides[a]) == 0, step < steps[a]]
-                row, column = row * int(block[a]) + offsets[a], column * steps[a] + step
-            inside = tirx.if_then_else(tirx.all(*checks), x(n, row, column), tirx.const(0, str(x.dtype)))
-            return te.sum(inside, axis=offsets)
+    def element(i: Position, x: te.Tensor) -> tirx.Expr:
+        batch_index, row, *place = i
+        column, checks = tirx.const(0, "int64"), []
+        for a in range(count):
+            distance = place[a] + pads[a] - offsets[a] * dilations[a]
+            step = topi.floor_divide(distance, strides[a])
+            checks += [distance >= 0, topi.floor_mod(distance, strides[a]) == 0, step < steps[a]]
+            row, column = row * block[a] + offsets[a], column * steps[a] + step
+        inside = tirx.if_then_else(tirx.all(*checks), x(batch_index, row, column), tirx.const(0, str(x.dtype)))
+        return te.sum(inside, axis=offsets)
 
-        return te.compute([batch, columns // elements, *(int(size) for size in image)], element, name="col2im")
-
-    return node.builder.emit_te(compute, data, primfunc_name_hint="col2im")
+    return node.kernel("col2im", element, data, shape=[batch, columns // math.prod(block), *image])
 
 
 @converts("MaxUnpool")
@@ -195,38 +183,27 @@ def max_unpool(node: Node) -> relax.Expr:
     natural = [(shape[2 + a] - 1) * strides[a] + kernel[a] - pads[a] - pads[count + a] for a in range(count)]
     sizes = [*shape[:2], *natural]
     if node.has(2):
-        given = node.dims(2)
-        if given is None:
-            raise node.refusal("its output_shape is computed when the model runs; it must be known at import")
-        sizes = [int(size) for size in given]
+        sizes = [int(size) for size in node.known_dims(2, "its output_shape is")]
     elements = math.prod([*shape[:2], *natural])
     flat = node.filled([elements], 0, dtype_of(data))
     held = node.emit(relax.op.clip(cast(node, indices, "int64"), 0, elements - 1))
-    placed = node.emit(
-        relax.op.scatter_elements(
-            flat, node.emit(relax.op.reshape(held, (-1,))), node.emit(relax.op.reshape(data, (-1,))), 0
-        )
-    )
+    placed = relax.op.scatter_elements(flat, relax.op.reshape(held, (-1,)), relax.op.reshape(data, (-1,)), 0)
     result = node.emit(relax.op.reshape(placed, [*shape[:2], *natural]))
     if sizes == [*shape[:2], *natural]:
         return result
     width = [0] * 2 + [0] * count + [0] * 2 + [sizes[2 + a] - natural[a] for a in range(count)]
-    padding = Node("Pad", node.name, 13, node.builder, [result, const(np.array(width), "int64")], {}, 1)
-    return pad(padding)
+    return pad(node.as_op("Pad", [result, const(width, "int64")], opset=13))
 
 
 @converts("CenterCropPad")
 def center_crop_pad(node: Node) -> relax.Expr:
     """Cut or padded with zeros to a target size, evenly on both sides (the odd element goes after)."""
-    data, target = node.tensor(0), node.dims(1)
-    dims = node.static_shape(data)
-    if target is None:
-        raise node.refusal("its shape is computed when the model runs; it must be known at import")
+    data = node.tensor(0)
+    dims, target = node.static_shape(data), node.known_dims(1, "its shape is")
     axes = [node.axis(axis, len(dims)) for axis in node.attribute("axes", range(len(dims)))]
     before, after = [0] * len(dims), [0] * len(dims)
     for axis, size in zip(axes, target, strict=True):
         change = int(size) - dims[axis]
         before[axis] = change // 2 if change >= 0 else -(-change // 2)
         after[axis] = change - before[axis]
-    padding = Node("Pad", node.name, 13, node.builder, [data, const(np.array(before + after), "int64")], {}, 1)
-    return pad(padding)
+    return pad(node.as_op("Pad", [data, const(before + after, "int64")], opset=13))

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 import onnx
 import tvm
-from tvm import relax, tirx
+from tvm import relax, te, tirx
 
 from ...errors import FrontendError
 
 Dim: TypeAlias = "int | tirx.Expr"
 """A dimension: an integer, or an int64 expression over symbolic sizes."""
+
+Position: TypeAlias = "tuple[tirx.Expr, ...]"
+"""The indices of an element of a tensor that a kernel computes."""
 
 
 @dataclass
@@ -91,14 +94,63 @@ class Node:
         array = self.constant(index)
         return None if array is None else [int(dim) for dim in array.reshape(-1)]
 
+    def known_dims(self, index: int, subject: str) -> list[Dim]:
+        """As `dims`; the error for sizes that are only known when the model runs begins with `subject` ("its k is")."""
+        found = self.dims(index)
+        if found is None:
+            raise self.unknown(subject)
+        return found
+
+    def unknown(self, subject: str) -> FrontendError:
+        """The error for numbers that must be known at import; `subject` says which, and is or are: "its pads are"."""
+        pronoun = "they" if subject.endswith("are") else "it"
+        return self.refusal(f"{subject} computed when the model runs; {pronoun} must be known at import")
+
     def attribute(self, name: str, default: Any = None) -> Any:
         """Attribute `name`, bytes as str, or `default` if it is not given."""
         value = self.attributes.get(name, default)
         return value.decode() if isinstance(value, bytes) else value
 
+    def proto(self) -> onnx.NodeProto:
+        """The node as ONNX writes it, with its inputs named ``x0``, ``x1``, ... and its outputs ``y0``, ``y1``, ..."""
+        inputs = [f"x{i}" if value is not None else "" for i, value in enumerate(self.inputs)]
+        outputs = [f"y{i}" for i in range(self.num_outputs)]
+        attributes = {name: value for name, value in self.attributes.items() if name != "tvm_custom"}
+        return onnx.helper.make_node(self.op_type, inputs, outputs, **attributes)
+
     def emit(self, expr: relax.Expr) -> relax.Var:
         """Bind `expr` to a new variable."""
         return self.builder.emit(expr)
+
+    def kernel(
+        self,
+        name: str,
+        element: Callable[..., Any],
+        *inputs: Any,
+        shape: Sequence[Any] | None = None,
+    ) -> relax.Var:
+        """Bind a tensor whose elements are ``element(position, *inputs)``, of `shape` or of the first input's.
+
+        `position` is the tuple of its indices; the inputs are TE tensors there (lists of scalars stay lists).
+        """
+
+        def compute(*tensors: Any) -> te.Tensor:
+            dims = tensors[0].shape if shape is None else shape
+            return te.compute(dims, lambda *position: element(position, *tensors), name=name)
+
+        return self.builder.emit_te(compute, *inputs, primfunc_name_hint=name)
+
+    def per_channel(self, vector: relax.Expr, rank: int) -> relax.Expr:
+        """A vector laid along axis 1, to broadcast with tensors of this rank."""
+        return self.emit(relax.op.reshape(vector, [1, -1] + [1] * (rank - 2)))
+
+    def outputs(self, values: Sequence[relax.Expr]) -> relax.Expr:
+        """The first of `values`, as many as the node has outputs: one by itself, several as a tuple."""
+        return relax.Tuple(values[: self.num_outputs]) if self.num_outputs > 1 else values[0]
+
+    def as_op(self, op_type: str, inputs: Sequence[Any], opset: int = 0, **attributes: Any) -> Node:
+        """A node of another op in the place of this one, with one output; by default of the same opset."""
+        return Node(op_type, self.name, opset or self.opset, self.builder, inputs, attributes, 1)
 
     def filled(self, dims: Sequence[Dim], value: Any, dtype: str) -> relax.Expr:
         """A tensor of one value (`relax.op.full` cannot be built with an infinity)."""

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from tvm import relax, te, tirx
 
-from .elementwise import cast
-from .node import Dim, Node, const, dtype_of
+from .elementwise import HALF, cast, widened
+from .node import Dim, Node, Position, const, dtype_of
 from .reductions import arg_extreme, largest_along
 from .table import convert_by_stock, converts
-
-_HALF = ("float16", "bfloat16")
-
-
-def _wide(node: Node, value: relax.Expr) -> relax.Expr:
-    """`value` in float32 where it is of half precision."""
-    return cast(node, value, "float32") if dtype_of(value) in _HALF else value
 
 
 @converts("Softmax")
@@ -22,7 +15,7 @@ def softmax(node: Node) -> relax.Expr:
     """Along one axis (before opset 13: along all from the axis on). Half precision is summed in float32."""
     data = node.tensor(0)
     dtype = dtype_of(data)
-    if dtype not in _HALF or node.opset < 13:
+    if dtype not in HALF or node.opset < 13:
         return convert_by_stock(node)
     axis = [node.axis(node.attribute("axis", -1), node.rank(data))]
     moved = node.emit(relax.op.subtract(data, largest_along(node, data, axis)))
@@ -43,17 +36,14 @@ def hardmax(node: Node) -> relax.Expr:
         for position, dim in enumerate(dims):
             parts[position >= axis] = parts[position >= axis] * dim
         value, axis = node.emit(relax.op.reshape(data, parts)), 1
-    found = Node("ArgMax", node.name, 13, node.builder, [value], {"axis": axis, "keepdims": 1}, 1)
+    found = node.as_op("ArgMax", [value], opset=13, axis=axis, keepdims=1)
     largest = node.builder.normalize(arg_extreme(found))
 
-    def compute(x: te.Tensor, index: te.Tensor) -> te.Tensor:
-        def element(*i: tirx.Expr) -> tirx.Expr:
-            is_first = tirx.Cast("int64", i[axis]) == index(*i[:axis], 0, *i[axis + 1 :])
-            return tirx.Select(is_first, tirx.const(1, str(x.dtype)), tirx.const(0, str(x.dtype)))
+    def element(i: Position, x: te.Tensor, index: te.Tensor) -> tirx.Expr:
+        is_first = tirx.Cast("int64", i[axis]) == index(*i[:axis], 0, *i[axis + 1 :])
+        return tirx.Select(is_first, tirx.const(1, str(x.dtype)), tirx.const(0, str(x.dtype)))
 
-        return te.compute(x.shape, element, name="hardmax")
-
-    result = node.builder.emit_te(compute, value, largest, primfunc_name_hint="hardmax")
+    result = node.kernel("hardmax", element, value, largest)
     return result if value is data else node.emit(relax.op.reshape(result, dims))
 
 
@@ -61,13 +51,13 @@ def _moments(node: Node, data: relax.Expr, axes: list[int]) -> tuple[relax.Expr,
     """Mean, centred data and variance (of the population) over `axes`, which are kept."""
     mean = node.emit(relax.op.mean(data, axes, keepdims=True))
     centred = node.emit(relax.op.subtract(data, mean))
-    variance = node.emit(relax.op.mean(node.emit(relax.op.multiply(centred, centred)), axes, keepdims=True))
+    variance = node.emit(relax.op.mean(relax.op.multiply(centred, centred), axes, keepdims=True))
     return mean, centred, variance
 
 
 def _inverse_deviation(node: Node, variance: relax.Expr, epsilon: float) -> relax.Expr:
     stable = node.emit(relax.op.add(variance, const(epsilon, dtype_of(variance))))
-    return node.emit(relax.op.divide(const(1, dtype_of(variance)), node.emit(relax.op.sqrt(stable))))
+    return node.emit(relax.op.divide(const(1, dtype_of(variance)), relax.op.sqrt(stable)))
 
 
 @converts("LayerNormalization")
@@ -82,12 +72,12 @@ def layer_normalization(node: Node) -> relax.Expr:
     if node.num_outputs == 1 and dtype == "float32" and spans_axes and first > 0:
         shift = node.tensor(2) if node.has(2) else node.emit(relax.op.zeros_like(scale))
         return node.emit(relax.op.nn.layer_norm(data, scale, shift, axes, epsilon))
-    mean, centred, variance = _moments(node, _wide(node, data), axes)
+    mean, centred, variance = _moments(node, widened(node, data), axes)
     inverse = _inverse_deviation(node, variance, epsilon)
     result = node.emit(relax.op.multiply(cast(node, node.emit(relax.op.multiply(centred, inverse)), dtype), scale))
     if node.has(2):
         result = node.emit(relax.op.add(result, node.tensor(2)))
-    return relax.Tuple([result, mean, inverse][: node.num_outputs]) if node.num_outputs > 1 else result
+    return node.outputs([result, mean, inverse])
 
 
 @converts("RMSNormalization")
@@ -96,15 +86,11 @@ def rms_normalization(node: Node) -> relax.Expr:
     data = node.tensor(0)
     rank = node.rank(data)
     axes = list(range(node.axis(node.attribute("axis", -1), rank), rank))
-    wide = _wide(node, data)
-    square = node.emit(relax.op.mean(node.emit(relax.op.multiply(wide, wide)), axes, keepdims=True))
+    wide = widened(node, data)
+    square = node.emit(relax.op.mean(relax.op.multiply(wide, wide), axes, keepdims=True))
     inverse = _inverse_deviation(node, square, node.attribute("epsilon", 1e-5))
     normal = cast(node, node.emit(relax.op.multiply(wide, inverse)), dtype_of(data))
     return node.emit(relax.op.multiply(normal, node.tensor(1)))
-
-
-def _per_channel(node: Node, vector: relax.Expr, rank: int) -> relax.Expr:
-    return node.emit(relax.op.reshape(vector, [1, -1] + [1] * (rank - 2)))
 
 
 @converts("GroupNormalization")
@@ -115,17 +101,17 @@ def group_normalization(node: Node) -> relax.Expr:
     groups, channels = node.attribute("num_groups"), dims[1]
     if not isinstance(channels, int) or channels % groups:
         raise node.refusal(f"{channels} channels do not divide into {groups} groups")
-    grouped = node.emit(relax.op.reshape(_wide(node, data), [dims[0], groups, channels // groups, *dims[2:]]))
+    grouped = node.emit(relax.op.reshape(widened(node, data), [dims[0], groups, channels // groups, *dims[2:]]))
     _, centred, variance = _moments(node, grouped, list(range(2, len(dims) + 1)))
     inverse = _inverse_deviation(node, variance, node.attribute("epsilon", 1e-5))
     normal = cast(node, node.emit(relax.op.multiply(centred, inverse)), dtype_of(data))
     if node.opset < 21:
-        affine = [_per_channel(node, node.tensor(i), len(dims) + 1) for i in (1, 2)]
-        scaled = node.emit(relax.op.add(node.emit(relax.op.multiply(normal, affine[0])), affine[1]))
+        affine = [node.per_channel(node.tensor(i), len(dims) + 1) for i in (1, 2)]
+        scaled = node.emit(relax.op.add(relax.op.multiply(normal, affine[0]), affine[1]))
         return node.emit(relax.op.reshape(scaled, dims))
     flat = node.emit(relax.op.reshape(normal, dims))
-    affine = [_per_channel(node, node.tensor(i), len(dims)) for i in (1, 2)]
-    return node.emit(relax.op.add(node.emit(relax.op.multiply(flat, affine[0])), affine[1]))
+    affine = [node.per_channel(node.tensor(i), len(dims)) for i in (1, 2)]
+    return node.emit(relax.op.add(relax.op.multiply(flat, affine[0]), affine[1]))
 
 
 @converts("InstanceNormalization")
@@ -133,11 +119,11 @@ def instance_normalization(node: Node) -> relax.Expr:
     """Each channel of each sample by itself."""
     data = node.tensor(0)
     rank, dtype = node.rank(data), dtype_of(data)
-    _, centred, variance = _moments(node, _wide(node, data), list(range(2, rank)))
+    _, centred, variance = _moments(node, widened(node, data), list(range(2, rank)))
     inverse = _inverse_deviation(node, variance, node.attribute("epsilon", 1e-5))
     normal = cast(node, node.emit(relax.op.multiply(centred, inverse)), dtype)
-    scaled = node.emit(relax.op.multiply(normal, _per_channel(node, node.tensor(1), rank)))
-    return node.emit(relax.op.add(scaled, _per_channel(node, node.tensor(2), rank)))
+    scaled = node.emit(relax.op.multiply(normal, node.per_channel(node.tensor(1), rank)))
+    return node.emit(relax.op.add(scaled, node.per_channel(node.tensor(2), rank)))
 
 
 @converts("BatchNormalization")
@@ -152,19 +138,18 @@ def batch_normalization(node: Node) -> relax.Expr:
     data = node.tensor(0)
     rank, dtype = node.rank(data), dtype_of(data)
     axes = [axis for axis in range(rank) if axis != 1]
-    mean, centred, variance = _moments(node, _wide(node, data), axes)
+    mean, centred, variance = _moments(node, widened(node, data), axes)
     inverse = _inverse_deviation(node, variance, node.attribute("epsilon", 1e-5))
-    scale, shift = (_per_channel(node, _wide(node, node.tensor(i)), rank) for i in (1, 2))
-    scaled = node.emit(relax.op.multiply(node.emit(relax.op.multiply(centred, inverse)), scale))
+    scale, shift = (node.per_channel(widened(node, node.tensor(i)), rank) for i in (1, 2))
+    scaled = node.emit(relax.op.multiply(relax.op.multiply(centred, inverse), scale))
     outputs = [cast(node, node.emit(relax.op.add(scaled, shift)), dtype)]
     momentum = node.attribute("momentum", 0.9)
     for index, current in ((3, mean), (4, variance)):
         running = node.tensor(index)
-        kept = node.emit(relax.op.multiply(_wide(node, running), const(momentum, dtype_of(current))))
-        flat = node.emit(relax.op.reshape(current, (-1,)))
-        added = node.emit(relax.op.multiply(flat, const(1 - momentum, dtype_of(current))))
+        kept = node.emit(relax.op.multiply(widened(node, running), const(momentum, dtype_of(current))))
+        added = node.emit(relax.op.multiply(relax.op.reshape(current, (-1,)), const(1 - momentum, dtype_of(current))))
         outputs.append(cast(node, node.emit(relax.op.add(kept, added)), dtype_of(running)))
-    return relax.Tuple(outputs[: node.num_outputs]) if node.num_outputs > 1 else outputs[0]
+    return node.outputs(outputs)
 
 
 @converts("MeanVarianceNormalization")
@@ -172,9 +157,8 @@ def mean_variance_normalization(node: Node) -> relax.Expr:
     """(x - mean) / (deviation + 1e-9) over `axes`, by default all but the channels of an image."""
     data = node.tensor(0)
     axes = [node.axis(axis, node.rank(data)) for axis in node.attribute("axes", (0, 2, 3))]
-    _, centred, variance = _moments(node, _wide(node, data), axes)
-    deviation = node.emit(relax.op.sqrt(variance))
-    stable = node.emit(relax.op.add(deviation, const(1e-9, dtype_of(deviation))))
+    _, centred, variance = _moments(node, widened(node, data), axes)
+    stable = relax.op.add(relax.op.sqrt(variance), const(1e-9, dtype_of(variance)))
     return cast(node, node.emit(relax.op.divide(centred, stable)), dtype_of(data))
 
 
@@ -186,16 +170,15 @@ def lp_normalization(node: Node) -> relax.Expr:
     if order not in (1, 2):
         raise node.refusal(f"p is {order}, expected 1 or 2")
     axis = [node.axis(node.attribute("axis", -1), node.rank(data))]
-    wide = _wide(node, data)
+    wide = widened(node, data)
     powers = node.emit(relax.op.abs(wide) if order == 1 else relax.op.multiply(wide, wide))
     norm = node.emit(relax.op.sum(powers, axis, keepdims=True))
     if order == 2:
         norm = node.emit(relax.op.sqrt(norm))
     is_zero = node.emit(relax.op.equal(norm, const(0, dtype_of(norm))))
     divisor = node.emit(relax.op.where(is_zero, const(1, dtype_of(norm)), norm))
-    quotient = node.emit(relax.op.divide(wide, divisor))
-    nothing = const(0, dtype_of(norm))
-    return cast(node, node.emit(relax.op.where(is_zero, nothing, quotient)), dtype_of(data))
+    quotient = relax.op.where(is_zero, const(0, dtype_of(norm)), relax.op.divide(wide, divisor))
+    return cast(node, node.emit(quotient), dtype_of(data))
 
 
 @converts("LRN")
@@ -207,18 +190,18 @@ def local_response_normalization(node: Node) -> relax.Expr:
     before = (size - 1) // 2
     # A sum of shifted slices and not a kernel: the axis of these can move where images lie channels-last.
     widths = [0, 0, before, size - 1 - before, *[0, 0] * (rank - 2)]
-    padded = node.emit(relax.op.nn.pad(node.emit(relax.op.multiply(data, data)), widths))
+    padded = node.emit(relax.op.nn.pad(relax.op.multiply(data, data), widths))
     squares: relax.Expr | None = None
     for offset in range(size):
         part = node.emit(relax.op.strided_slice(padded, [1], [offset], [offset + channels]))
         squares = part if squares is None else node.emit(relax.op.add(squares, part))
     alpha = const(node.attribute("alpha", 1e-4) / size, dtype)
     bias = const(node.attribute("bias", 1.0), dtype)
-    grown = node.emit(relax.op.add(node.emit(relax.op.multiply(squares, alpha)), bias))
+    grown = node.emit(relax.op.add(relax.op.multiply(squares, alpha), bias))
     beta = node.attribute("beta", 0.75)
     if beta == 0.75:  # x ** 0.75 as two roots, far cheaper than a general power
         root = node.emit(relax.op.sqrt(grown))
-        divisor = node.emit(relax.op.multiply(root, node.emit(relax.op.sqrt(root))))
+        divisor = node.emit(relax.op.multiply(root, relax.op.sqrt(root)))
     else:
         divisor = node.emit(relax.op.power(grown, const(beta, dtype)))
     return node.emit(relax.op.divide(data, divisor))

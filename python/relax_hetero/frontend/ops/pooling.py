@@ -12,11 +12,10 @@ import tvm
 from tvm import relax, te, tirx
 
 from .convolution import pads_of, spatial
-from .elementwise import cast
-from .node import Dim, Node, const, dtype_of, is_float
+from .elementwise import cast, widened
+from .node import Dim, Node, Position, const, dtype_of
+from .reductions import lowest
 from .table import converts
-
-_HALF = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,10 @@ class Windows:
     after: list[int]
     output: list[Dim]
     reaches_beyond: bool
+
+    def steps(self) -> list[tirx.IterVar]:
+        """The axes of a reduction over the elements of a window."""
+        return [te.reduce_axis((0, size), name=f"k{a}") for a, size in enumerate(self.kernel)]
 
     def places(self, windows: Sequence[Any], steps: Sequence[Any]) -> list[tirx.Expr]:
         """The element of the image (or of its padding) that step `steps` of window `windows` is at."""
@@ -91,10 +94,6 @@ def windows_of(node: Node, data: relax.Expr) -> Windows:
     return Windows(image, kernel, strides, dilations, before, after, output, rounds_up)
 
 
-def _lowest(dtype: str) -> tirx.Expr:
-    return tirx.const(float("-inf"), dtype) if is_float(dtype) else tvm.tirx.min_value(dtype)
-
-
 @converts("MaxPool")
 def max_pool(node: Node) -> relax.Expr:
     """Largest element of every window, with its flat index where that is asked for."""
@@ -112,20 +111,18 @@ def max_pool(node: Node) -> relax.Expr:
 
 
 def _max_pool(node: Node, data: relax.Expr, windows: Windows) -> relax.Expr:
-    def compute(x: te.Tensor) -> te.Tensor:
-        steps = [te.reduce_axis((0, size), name=f"k{a}") for a, size in enumerate(windows.kernel)]
-        reducer = te.comm_reducer(lambda one, other: tirx.max(one, other), lambda dtype: _lowest(str(dtype)))
+    steps = windows.steps()
+    reducer = te.comm_reducer(lambda one, other: tirx.max(one, other), lambda dtype: lowest(str(dtype)))
 
-        def element(n: tirx.Expr, c: tirx.Expr, *window: tirx.Expr) -> tirx.Expr:
-            places = windows.places(window, steps)
-            value = tirx.if_then_else(windows.inside(places), x(n, c, *places), _lowest(str(x.dtype)))
-            return reducer(value, axis=steps)
-
-        return te.compute([*x.shape[:2], *windows.output], element, name="max_pool")
+    def element(i: Position, x: te.Tensor) -> tirx.Expr:
+        places = windows.places(i[2:], steps)
+        value = tirx.if_then_else(windows.inside(places), x(*i[:2], *places), lowest(str(x.dtype)))
+        return reducer(value, axis=steps)
 
     dtype = dtype_of(data)
     wide = cast(node, data, "float32") if dtype == "bfloat16" else data
-    return cast(node, node.builder.emit_te(compute, wide, primfunc_name_hint="max_pool"), dtype)
+    shape = [*node.shape(data)[:2], *windows.output]
+    return cast(node, node.kernel("max_pool", element, wide, shape=shape), dtype)
 
 
 def _max_pool_with_indices(node: Node, data: relax.Expr, windows: Windows) -> relax.Expr:
@@ -137,10 +134,10 @@ def _max_pool_with_indices(node: Node, data: relax.Expr, windows: Windows) -> re
         return tirx.Select(wins, one[0], other[0]), tirx.Select(wins, one[1], other[1])
 
     def worst(index_type: str, value_type: str) -> tuple[tirx.Expr, tirx.Expr]:
-        return tvm.tirx.max_value(index_type), _lowest(value_type)
+        return tvm.tirx.max_value(index_type), lowest(value_type)
 
     def compute(x: te.Tensor) -> list[te.Tensor]:
-        steps = [te.reduce_axis((0, size), name=f"k{a}") for a, size in enumerate(windows.kernel)]
+        steps = windows.steps()
         reducer = te.comm_reducer(better, worst, name="largest_at")
 
         def pair(n: tirx.Expr, c: tirx.Expr, *window: tirx.Expr) -> Any:
@@ -153,7 +150,7 @@ def _max_pool_with_indices(node: Node, data: relax.Expr, windows: Windows) -> re
                 offset = offset * windows.image[a] + places[a]
             inside = windows.inside(places)
             where = tirx.if_then_else(inside, index + offset, tvm.tirx.max_value("int64"))
-            return reducer((where, tirx.if_then_else(inside, x(n, c, *places), _lowest(dtype))), axis=steps)
+            return reducer((where, tirx.if_then_else(inside, x(n, c, *places), lowest(dtype))), axis=steps)
 
         found = te.compute([*x.shape[:2], *windows.output], pair, name="max_pool_at")
         return [found[1], found[0]]
@@ -164,17 +161,14 @@ def _max_pool_with_indices(node: Node, data: relax.Expr, windows: Windows) -> re
 def _window_sum(node: Node, data: relax.Expr, windows: Windows, term: Any) -> relax.Expr:
     """Sum of `term(element)` over the elements of every window that are in the image."""
 
-    def compute(x: te.Tensor) -> te.Tensor:
-        steps = [te.reduce_axis((0, size), name=f"k{a}") for a, size in enumerate(windows.kernel)]
+    steps = windows.steps()
 
-        def element(n: tirx.Expr, c: tirx.Expr, *window: tirx.Expr) -> tirx.Expr:
-            places = windows.places(window, steps)
-            value = tirx.if_then_else(windows.inside(places), term(x(n, c, *places)), tirx.const(0, str(x.dtype)))
-            return te.sum(value, axis=steps)
+    def element(i: Position, x: te.Tensor) -> tirx.Expr:
+        places = windows.places(i[2:], steps)
+        value = tirx.if_then_else(windows.inside(places), term(x(*i[:2], *places)), tirx.const(0, str(x.dtype)))
+        return te.sum(value, axis=steps)
 
-        return te.compute([*x.shape[:2], *windows.output], element, name="window_sum")
-
-    return node.builder.emit_te(compute, data, primfunc_name_hint="window_sum")
+    return node.kernel("window_sum", element, data, shape=[*node.shape(data)[:2], *windows.output])
 
 
 def _window_sizes(node: Node, windows: Windows, counts_padding: bool, dtype: str) -> relax.Expr:
@@ -204,7 +198,7 @@ def average_pool(node: Node) -> relax.Expr:
     """Mean of every window, over its elements in the image or (`count_include_pad`) in the padding too."""
     data = node.tensor(0)
     dtype = dtype_of(data)
-    wide = cast(node, data, "float32") if dtype in _HALF else data
+    wide = widened(node, data)
     windows = windows_of(node, data)
     counts_padding = bool(node.attribute("count_include_pad", 0))
     count = len(windows.kernel)
@@ -240,7 +234,7 @@ def lp_pool(node: Node) -> relax.Expr:
     """The p-norm of every window."""
     data = node.tensor(0)
     order, dtype = _powers(node), dtype_of(data)
-    wide = cast(node, data, "float32") if dtype in _HALF else data
+    wide = widened(node, data)
 
     def term(value: tirx.Expr) -> tirx.Expr:
         size = tirx.abs(value)
@@ -256,7 +250,7 @@ def global_pool(node: Node) -> relax.Expr:
     dtype, axes = dtype_of(data), list(range(2, node.rank(data)))
     if node.op_type == "GlobalMaxPool":
         return node.emit(relax.op.max(data, axes, keepdims=True))
-    wide = cast(node, data, "float32") if dtype in _HALF else data
+    wide = widened(node, data)
     if node.op_type == "GlobalAveragePool":
         return cast(node, node.emit(relax.op.mean(wide, axes, keepdims=True)), dtype)
     order = _powers(node)

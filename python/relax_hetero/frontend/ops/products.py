@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from tvm import relax
 
+from .elementwise import HALF
 from .node import Node, const, dtype_of
 from .quantization_parameters import as_type, is_zero, reshaped
 from .table import convert_by_body, converts
-
-_HALF = ("float16", "bfloat16")
 
 
 def matmul(node: Node, a: relax.Expr, b: relax.Expr) -> relax.Expr:
     """Product in the operands' type; half precision is accumulated in float32."""
     dtype = dtype_of(a)
-    if dtype not in _HALF:
+    if dtype not in HALF:
         return node.emit(relax.op.matmul(a, b))
-    return node.emit(relax.op.astype(node.emit(relax.op.matmul(a, b, out_dtype="float32")), dtype))
+    return node.emit(relax.op.astype(relax.op.matmul(a, b, out_dtype="float32"), dtype))
 
 
 @converts("MatMul")

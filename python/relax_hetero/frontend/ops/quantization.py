@@ -37,14 +37,13 @@ def convert_cast(node: Node) -> relax.Expr:
     _check_cast(node, dtype_of(data), target)
     if dtype_of(data) == target:
         return data
-    return convert_by_stock(Node(node.op_type, node.name, node.opset, node.builder, [data], {"to": target}, 1))
+    return convert_by_stock(node.as_op(node.op_type, [data], to=target))
 
 
 @converts("CastLike")
 def cast_like(node: Node) -> relax.Expr:
     """To the type of the second input."""
-    like = dtype_of(node.tensor(1))
-    return convert_cast(Node("Cast", node.name, node.opset, node.builder, [node.inputs[0]], {"to": like}, 1))
+    return convert_cast(node.as_op("Cast", [node.inputs[0]], to=dtype_of(node.tensor(1))))
 
 
 def quantize(node: Node, scaled: relax.Expr, zero_point: relax.Expr | None, dtype: str) -> relax.Expr:
@@ -120,13 +119,13 @@ def dynamic_quantize_linear(node: Node) -> relax.Expr:
     """To uint8 over the range of the data, which always includes 0; outputs the scale and the zero point too."""
     data = node.tensor(0)
     zero = const(0, "float32")
-    high = node.emit(relax.op.maximum(node.emit(relax.op.max(data)), zero))
-    low = node.emit(relax.op.minimum(node.emit(relax.op.min(data)), zero))
-    scale = node.emit(relax.op.divide(node.emit(relax.op.subtract(high, low)), const(255, "float32")))
+    high = node.emit(relax.op.maximum(relax.op.max(data), zero))
+    low = node.emit(relax.op.minimum(relax.op.min(data), zero))
+    scale = node.emit(relax.op.divide(relax.op.subtract(high, low), const(255, "float32")))
     is_flat = node.emit(relax.op.equal(scale, zero))  # all zeros: any scale will do but 0, and onnxruntime takes 1
     safe = node.emit(relax.op.where(is_flat, const(1, "float32"), scale))
-    wanted = node.emit(relax.op.divide(node.emit(relax.op.subtract(zero, low)), safe))
-    point = cast(node, node.emit(relax.op.round(node.emit(relax.op.clip(wanted, 0, 255)))), "uint8")
+    wanted = node.emit(relax.op.divide(relax.op.subtract(zero, low), safe))
+    point = cast(node, node.emit(relax.op.round(relax.op.clip(wanted, 0, 255))), "uint8")
     return relax.Tuple([quantize(node, node.emit(relax.op.divide(data, safe)), point, "uint8"), safe, point])
 
 
@@ -142,7 +141,7 @@ def _factor(node: Node, scales: list[relax.Expr]) -> relax.Expr:
     arrays = [as_constant(scale) for scale in scales]
     first, second, result = scales
     if any(array is None for array in arrays):
-        return node.emit(relax.op.divide(node.emit(relax.op.multiply(first, second)), result))
+        return node.emit(relax.op.divide(relax.op.multiply(first, second), result))
     known = [array for array in arrays if array is not None]
     return const(known[0] * known[1] / known[2], "float32")
 
@@ -186,8 +185,7 @@ def qlinear_conv(node: Node) -> relax.Expr:
     total = integer_convolution(node, shifted(node, data, node.tensor(2), None), shifted_weight)
     rank = node.rank(data)
     if node.has(8):
-        bias = node.emit(relax.op.reshape(node.tensor(8), [1, -1] + [1] * (rank - 2)))
-        total = node.emit(relax.op.add(total, bias))
+        total = node.emit(relax.op.add(total, node.per_channel(node.tensor(8), rank)))
     scales = [_scalar(node, 1), _vector_along(node, 4, rank, 1), _scalar(node, 6)]
     return _requantize(node, total, scales, _scalar(node, 7))
 

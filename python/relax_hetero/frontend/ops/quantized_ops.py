@@ -6,8 +6,6 @@ as; passes make one kernel on bytes of all three.
 
 from __future__ import annotations
 
-from typing import Any
-
 from tvm import relax
 
 from .elementwise import cast
@@ -22,10 +20,6 @@ _PLAIN = {
 }
 
 
-def _node(node: Node, op_type: str, inputs: list[Any], opset: int = 0, **attributes: Any) -> Node:
-    return Node(op_type, node.name, opset or node.opset, node.builder, inputs, attributes, 1)
-
-
 def _given(node: Node, index: int) -> relax.Expr | None:
     return node.tensor(index) if node.has(index) else None
 
@@ -33,20 +27,20 @@ def _given(node: Node, index: int) -> relax.Expr | None:
 def _floats(node: Node, first: int) -> relax.Expr:
     """Inputs `first` to `first + 2`, the bytes, their scale and their zero point, as floats."""
     inputs = [node.tensor(first), node.tensor(first + 1), _given(node, first + 2)]
-    return dequantize_linear(_node(node, "DequantizeLinear", inputs))
+    return dequantize_linear(node.as_op("DequantizeLinear", inputs))
 
 
 def _bytes(node: Node, value: relax.Expr, first: int, dtype: str) -> relax.Expr:
     """Quantized by the scale and zero point that are inputs `first` and `first + 1`; to `dtype` without one."""
     point = _given(node, first + 1)
     attributes = {} if point is not None else {"output_dtype": 3 if dtype == "int8" else 2}
-    return quantize_linear(_node(node, "QuantizeLinear", [value, node.tensor(first), point], **attributes))
+    return quantize_linear(node.as_op("QuantizeLinear", [value, node.tensor(first), point], **attributes))
 
 
 @converts("QLinearAdd", "QLinearMul")
 def qlinear_binary(node: Node) -> relax.Expr:
     """A sum or a product of two quantized tensors, which broadcast."""
-    value = convert_node(_node(node, node.op_type.removeprefix("QLinear"), [_floats(node, 0), _floats(node, 3)]))
+    value = convert_node(node.as_op(node.op_type.removeprefix("QLinear"), [_floats(node, 0), _floats(node, 3)]))
     return _bytes(node, value, 6, dtype_of(node.tensor(0)))
 
 
@@ -56,7 +50,7 @@ def qlinear_unary(node: Node) -> relax.Expr:
     attributes = {name: value for name, value in node.attributes.items() if name not in ("channels_last", "tvm_custom")}
     if node.attribute("channels_last", 0):
         raise node.refusal("channels_last=1 cannot be imported")
-    value = convert_node(_node(node, _PLAIN[node.op_type], [_floats(node, 0)], **attributes))
+    value = convert_node(node.as_op(_PLAIN[node.op_type], [_floats(node, 0)], **attributes))
     return _bytes(node, value, 3, dtype_of(node.tensor(0)))
 
 
@@ -65,7 +59,7 @@ def qlinear_softmax(node: Node) -> relax.Expr:
     """As the Softmax of the standard opset that the node names."""
     opset = node.attribute("opset", 13)
     axis = node.attribute("axis", 1 if opset < 13 else -1)
-    value = convert_node(_node(node, "Softmax", [_floats(node, 0)], opset, axis=axis))
+    value = convert_node(node.as_op("Softmax", [_floats(node, 0)], opset, axis=axis))
     return _bytes(node, value, 3, dtype_of(node.tensor(0)))
 
 
@@ -73,14 +67,14 @@ def qlinear_softmax(node: Node) -> relax.Expr:
 def qlinear_concat(node: Node) -> relax.Expr:
     """Tensors of several scales, one after another, in one scale."""
     parts = [_floats(node, first) for first in range(2, len(node.inputs), 3)]
-    value = convert_node(_node(node, "Concat", parts, axis=node.attribute("axis")))
+    value = convert_node(node.as_op("Concat", parts, axis=node.attribute("axis")))
     return _bytes(node, value, 0, dtype_of(node.tensor(2)))
 
 
 @converts("QLinearWhere")
 def qlinear_where(node: Node) -> relax.Expr:
     """A choice between two quantized tensors."""
-    value = convert_node(_node(node, "Where", [node.tensor(0), _floats(node, 1), _floats(node, 4)]))
+    value = convert_node(node.as_op("Where", [node.tensor(0), _floats(node, 1), _floats(node, 4)]))
     return _bytes(node, value, 7, dtype_of(node.tensor(1)))
 
 
@@ -89,16 +83,9 @@ def qgemm(node: Node) -> relax.Expr:
     """alpha * A' @ B' + C, quantized where the result's scale is given; C is of int32, in units of both scales."""
     b = [node.tensor(3), node.tensor(4), _given(node, 5)]
     axis = 0 if node.attribute("transB", 0) else 1
-    value = convert_node(
-        _node(
-            node,
-            "Gemm",
-            [_floats(node, 0), dequantize_linear(_node(node, "DequantizeLinear", b, axis=axis))],
-            **{
-                name: node.attribute(name) for name in ("transA", "transB", "alpha") if node.attribute(name) is not None
-            },
-        )
-    )
+    operands = [_floats(node, 0), dequantize_linear(node.as_op("DequantizeLinear", b, axis=axis))]
+    attributes = {name: node.attributes[name] for name in ("transA", "transB", "alpha") if name in node.attributes}
+    value = convert_node(node.as_op("Gemm", operands, **attributes))
     if node.has(6):
         scale = _product(node, node.tensor(1), node.tensor(4))
         alpha = node.attribute("alpha", 1.0)
@@ -122,7 +109,7 @@ def matmul_integer_to_float(node: Node) -> relax.Expr:
 @converts("DynamicQuantizeMatMul")
 def dynamic_quantize_matmul(node: Node) -> relax.Expr:
     """A product of floats, quantized to uint8 over their range, and quantized weights, plus a bias."""
-    quantized = dynamic_quantize_linear(_node(node, "DynamicQuantizeLinear", [node.tensor(0)]))
+    quantized = dynamic_quantize_linear(node.as_op("DynamicQuantizeLinear", [node.tensor(0)]))
     data, scale, point = quantized.fields
     operands = [data, node.tensor(1), point, _given(node, 3)]
     return _scaled_product(node, operands, [scale, node.tensor(2)], _given(node, 4))
@@ -131,6 +118,6 @@ def dynamic_quantize_matmul(node: Node) -> relax.Expr:
 def _scaled_product(
     node: Node, operands: list[relax.Expr | None], scales: list[relax.Expr], bias: relax.Expr | None
 ) -> relax.Expr:
-    total = cast(node, convert_node(_node(node, "MatMulInteger", operands)), "float32")
+    total = cast(node, convert_node(node.as_op("MatMulInteger", operands)), "float32")
     value = node.emit(relax.op.multiply(total, _product(node, *scales)))
     return value if bias is None else node.emit(relax.op.add(value, bias))

@@ -193,7 +193,7 @@ def _run_direction(
     if node.has(3):
         bias = _row(node, node.tensor(3), direction)
         size = gates * hidden
-        inputs = node.emit(relax.op.add(inputs, node.emit(relax.op.strided_slice(bias, [0], [0], [size]))))
+        inputs = node.emit(relax.op.add(inputs, relax.op.strided_slice(bias, [0], [0], [size])))
         recurrent_bias = node.emit(relax.op.strided_slice(bias, [0], [size], [2 * size]))
     peepholes = None
     if node.op_type == "LSTM" and node.has(7):
@@ -243,5 +243,4 @@ def recurrent(node: Node) -> relax.Expr:
     if is_batch_first:
         sequence = node.emit(relax.op.permute_dims(sequence, [2, 0, 1, 3]))
         finals = [node.emit(relax.op.permute_dims(value, [1, 0, 2])) for value in finals]
-    outputs = [sequence, *finals][: node.num_outputs]
-    return relax.Tuple(outputs) if node.num_outputs > 1 else outputs[0]
+    return node.outputs([sequence, *finals])

@@ -9,6 +9,7 @@ import numpy as np
 import tvm
 from tvm import relax, te, tirx
 
+from .elementwise import HALF, cast, widened
 from .node import Node, const, dtype_of, is_float
 from .table import converts
 
@@ -25,7 +26,7 @@ def _axes(node: Node, rank: int) -> list[int]:
         elif node.static_shape(node.tensor(1)) == [0]:
             given = []
         else:
-            raise node.refusal("its axes are computed when the model runs; they must be known at import")
+            raise node.unknown("its axes are")
     if given:
         return sorted({node.axis(int(axis), rank) for axis in given})
     return [] if node.attribute("noop_with_empty_axes", 0) else list(range(rank))
@@ -49,33 +50,28 @@ def _of_nothing(node: Node, data: relax.Expr, axes: list[int], keepdims: bool, v
 
 def _sum(node: Node, data: relax.Expr, axes: list[int], keepdims: bool) -> relax.Expr:
     """Sum; half precision is accumulated in float32."""
-    dtype = dtype_of(data)
     if not axes:
         return data
     empty = _of_nothing(node, data, axes, keepdims, 0)
     if empty is not None:
         return empty
-    if dtype in ("float16", "bfloat16"):
-        wide = node.emit(relax.op.sum(node.emit(relax.op.astype(data, "float32")), axes, keepdims))
-        return node.emit(relax.op.astype(wide, dtype))
-    return node.emit(relax.op.sum(data, axes, keepdims))
+    return cast(node, node.emit(relax.op.sum(widened(node, data), axes, keepdims)), dtype_of(data))
 
 
 def _mean(node: Node, data: relax.Expr, axes: list[int], keepdims: bool) -> relax.Expr:
     dtype = dtype_of(data)
     if not axes:
         return data
-    if dtype in ("float16", "bfloat16"):
-        wide = node.emit(relax.op.mean(node.emit(relax.op.astype(data, "float32")), axes, keepdims))
-        return node.emit(relax.op.astype(wide, dtype))
+    if dtype in HALF:
+        return cast(node, node.emit(relax.op.mean(widened(node, data), axes, keepdims)), dtype)
     if is_float(dtype):
         empty = _of_nothing(node, data, axes, keepdims, np.nan)
         return empty if empty is not None else node.emit(relax.op.mean(data, axes, keepdims))
     shape = node.static_shape(data)
     count = int(np.prod([shape[axis] for axis in axes]))
     # numpy's mean of integers, cast back: the quotient is rounded towards zero.
-    total = node.emit(relax.op.sum(node.emit(relax.op.astype(data, "float64")), axes, keepdims))
-    return node.emit(relax.op.astype(node.emit(relax.op.divide(total, const(count, "float64"))), dtype))
+    total = node.emit(relax.op.sum(relax.op.astype(data, "float64"), axes, keepdims))
+    return node.emit(relax.op.astype(relax.op.divide(total, const(count, "float64")), dtype))
 
 
 def _prod(node: Node, data: relax.Expr, axes: list[int], keepdims: bool) -> relax.Expr:
@@ -95,9 +91,8 @@ def _l2(node: Node, data: relax.Expr, axes: list[int], keepdims: bool) -> relax.
     """Square root of the sum of squares, taken in float for integers (float64 where they are wide)."""
     dtype = dtype_of(data)
     compute = dtype if dtype in ("float32", "float64") else "float64" if dtype.endswith("64") else "float32"
-    wide = node.emit(relax.op.astype(data, compute)) if compute != dtype else data
-    root = node.emit(relax.op.sqrt(_sum_square(node, wide, axes, keepdims)))
-    return node.emit(relax.op.astype(root, dtype)) if compute != dtype else root
+    squares = _sum_square(node, cast(node, data, compute), axes, keepdims)
+    return cast(node, node.emit(relax.op.sqrt(squares)), dtype)
 
 
 def _float_only(node: Node, data: relax.Expr) -> None:
@@ -116,15 +111,15 @@ def _log_sum_exp(node: Node, data: relax.Expr, axes: list[int], keepdims: bool) 
     if not axes:
         return data
     largest = _extreme(node, data, axes, keepdims=True, largest=True)
-    finite = node.emit(relax.op.isfinite(largest))
-    shift = node.emit(relax.op.where(finite, largest, const(0, dtype_of(data))))
-    exponentials = node.emit(relax.op.exp(node.emit(relax.op.subtract(data, shift))))
-    total = node.emit(relax.op.log(_sum(node, exponentials, axes, keepdims=True)))
-    result = node.emit(relax.op.add(total, shift))
+    shift = node.emit(relax.op.where(relax.op.isfinite(largest), largest, const(0, dtype_of(data))))
+    exponentials = node.emit(relax.op.exp(relax.op.subtract(data, shift)))
+    total = _sum(node, exponentials, axes, keepdims=True)
+    result = node.emit(relax.op.add(relax.op.log(total), shift))
     return result if keepdims else node.emit(relax.op.squeeze(result, axes))
 
 
-def _lowest(dtype: str) -> tirx.Expr:
+def lowest(dtype: str) -> tirx.Expr:
+    """The value that a maximum starts from."""
     return tirx.const(float("-inf"), dtype) if is_float(dtype) else tvm.tirx.min_value(dtype)
 
 
@@ -154,13 +149,10 @@ def _extreme(node: Node, data: relax.Expr, axes: list[int], keepdims: bool, larg
     empty = _of_nothing(node, data, axes, keepdims, nothing)
     if empty is not None:
         return empty
-    if dtype == "bool":
-        number = _extreme(node, node.emit(relax.op.astype(data, "int8")), axes, keepdims, largest)
-        return node.emit(relax.op.astype(number, "bool"))
-    if dtype == "bfloat16":  # exact in float32, and targets without bfloat16 arithmetic have no infinity for it
-        number = _extreme(node, node.emit(relax.op.astype(data, "float32")), axes, keepdims, largest)
-        return node.emit(relax.op.astype(number, "bfloat16"))
-
+    # bfloat16 is exact in float32, and targets without bfloat16 arithmetic have no infinity for it.
+    compute = {"bool": "int8", "bfloat16": "float32"}.get(dtype)
+    if compute is not None:
+        return cast(node, _extreme(node, cast(node, data, compute), axes, keepdims, largest), dtype)
     return node.emit((relax.op.max if largest else relax.op.min)(data, axes, keepdims))
 
 
@@ -190,8 +182,7 @@ def arg_extreme(node: Node) -> relax.Expr:
     keepdims, last = bool(node.attribute("keepdims", 1)), bool(node.attribute("select_last_index", 0))
     largest = node.op_type == "ArgMax"
     if dtype_of(data) == "bfloat16":
-        data = node.emit(relax.op.astype(data, "float32"))
-
+        data = cast(node, data, "float32")
     if not last and is_float(dtype_of(data)):
         return node.emit((relax.op.argmax if largest else relax.op.argmin)(data, axis, keepdims))
 
@@ -204,7 +195,7 @@ def arg_extreme(node: Node) -> relax.Expr:
     def worst(index_type: str, value_type: str) -> tuple[tirx.Expr, tirx.Expr]:
         # An index that loses every tie against a real element.
         nowhere = tirx.const(-1, index_type) if last else tvm.tirx.max_value(index_type)
-        return nowhere, _lowest(value_type) if largest else _highest(value_type)
+        return nowhere, lowest(value_type) if largest else _highest(value_type)
 
     def compute(x: te.Tensor) -> te.Tensor:
         reducer = te.comm_reducer(better, worst, name="arg_extreme")

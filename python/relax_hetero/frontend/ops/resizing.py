@@ -14,7 +14,7 @@ import numpy as np
 from tvm import relax, te, tirx
 
 from .elementwise import cast
-from .node import Node, const, dtype_of, is_float
+from .node import Node, Position, const, dtype_of, is_float
 from .table import converts
 
 _FEW_TAPS = 16
@@ -142,20 +142,14 @@ def _apply(node: Node, data: relax.Expr, axis: int, table: ResizeTaps) -> relax.
 
 
 def _weighted_sum(node: Node, data: relax.Expr, axis: int, table: ResizeTaps) -> relax.Expr:
-    def compute(x: te.Tensor, places: te.Tensor, weights: te.Tensor) -> te.Tensor:
-        tap = te.reduce_axis((0, table.places.shape[1]), name="tap")
-        shape = [table.places.shape[0] if i == axis else size for i, size in enumerate(x.shape)]
-        return te.compute(
-            shape,
-            lambda *i: te.sum(
-                weights(i[axis], tap) * x(*i[:axis], places(i[axis], tap), *i[axis + 1 :]),
-                axis=tap,
-            ),
-            name="resize",
-        )
+    tap = te.reduce_axis((0, table.places.shape[1]), name="tap")
 
+    def element(i: Position, x: te.Tensor, places: te.Tensor, weights: te.Tensor) -> tirx.Expr:
+        return te.sum(weights(i[axis], tap) * x(*i[:axis], places(i[axis], tap), *i[axis + 1 :]), axis=tap)
+
+    shape = [table.places.shape[0] if i == axis else size for i, size in enumerate(node.shape(data))]
     places, weights = const(table.places, "int32"), const(table.weights, dtype_of(data))
-    return node.builder.emit_te(compute, data, places, weights, primfunc_name_hint="resize")
+    return node.kernel("resize", element, data, places, weights, shape=shape)
 
 
 def _weighted_sum_at_once(node: Node, data: relax.Expr, tables: dict[int, ResizeTaps]) -> relax.Expr:
@@ -190,8 +184,8 @@ def _resized(node: Node, data: relax.Expr, axes: list[ResizedAxis], mode: str, t
     if is_kept or is_float(dtype):
         return cast(node, value, dtype)
     limits = np.iinfo(dtype)
-    rounded = node.emit(relax.op.round(value))
-    return cast(node, node.emit(relax.op.clip(rounded, int(limits.min), int(limits.max))), dtype)
+    rounded = relax.op.clip(relax.op.round(value), int(limits.min), int(limits.max))
+    return cast(node, node.emit(rounded), dtype)
 
 
 def _mode(node: Node) -> str:
@@ -226,10 +220,8 @@ def _axes_by_size(node: Node, data: relax.Expr, which: list[int], sizes: list[in
         common = min(scales) if policy == "not_larger" else max(scales)
         scales = [common] * len(which)
         sizes = [int(common * int(dims[axis]) + 0.5) for axis in which]
-    return [
-        ResizedAxis(axis, int(dims[axis]), size, scale, (0.0, 1.0))
-        for axis, size, scale in zip(which, sizes, scales, strict=True)
-    ]
+    resized = zip(which, sizes, scales, strict=True)
+    return [ResizedAxis(axis, int(dims[axis]), size, scale, (0.0, 1.0)) for axis, size, scale in resized]
 
 
 def _with_regions(node: Node, axes: list[ResizedAxis], which: list[int]) -> list[ResizedAxis]:
@@ -253,7 +245,7 @@ def resize(node: Node) -> relax.Expr:
     has_scales = node.has(2) and (node.constant(2) is None or node.constant(2).size > 0)  # type: ignore[union-attr]
     given = node.constant(2) if has_scales else node.constant(3)
     if given is None:
-        raise node.refusal("its scales or sizes are computed when the model runs; they must be known at import")
+        raise node.unknown("its scales or sizes are")
     if given.size != len(which):
         raise node.refusal(f"has {given.size} scales or sizes for {len(which)} axes")
     if has_scales:
@@ -297,10 +289,9 @@ def upsample(node: Node) -> relax.Expr:
 def _upsampled(node: Node, data: relax.Expr, scales: np.ndarray | None, mode: str) -> relax.Expr:
     """The form of Resize before opset 11: coordinates are divided by the scale, the nearest is the one below."""
     if scales is None:
-        raise node.refusal("its scales are computed when the model runs; they must be known at import")
+        raise node.unknown("its scales are")
     axes = _axes_by_scale(node, data, list(range(node.rank(data))), [float(scale) for scale in scales])
-    attributes = {**node.attributes, "nearest_mode": "floor"}
-    floored = Node(node.op_type, node.name, node.opset, node.builder, node.inputs, attributes, 1)
+    floored = node.as_op(node.op_type, node.inputs, **{**node.attributes, "nearest_mode": "floor"})
     if axes is None:
         return _enlarged(floored, data, dict(enumerate(map(float, scales))), mode, "asymmetric")
     return _resized(floored, data, axes, mode, "asymmetric")
@@ -328,28 +319,24 @@ def _enlarged_axis(node: Node, data: relax.Expr, axis: int, scale: int, mode: st
         raise node.refusal(f"resizes {dtype} of a symbolic size linearly; give its size with shapes=")
     nearest_mode = node.attribute("nearest_mode", "round_prefer_floor")
 
-    def compute(x: te.Tensor) -> te.Tensor:
-        def element(*i: tirx.Expr) -> tirx.Expr:
-            position = i[axis].astype("float32")
-            source = (position + center) / float(scale) - center
+    def element(i: Position, x: te.Tensor) -> tirx.Expr:
+        source = (i[axis].astype("float32") + center) / float(scale) - center
 
-            def at(place: tirx.Expr) -> tirx.Expr:
-                held = tirx.max(tirx.min(place.astype("int64"), x.shape[axis] - 1), 0)
-                return x(*i[:axis], held, *i[axis + 1 :])
+        def at(place: tirx.Expr) -> tirx.Expr:
+            held = tirx.max(tirx.min(place.astype("int64"), x.shape[axis] - 1), 0)
+            return x(*i[:axis], held, *i[axis + 1 :])
 
-            left = tirx.floor(source)
-            if mode == "linear":
-                share = (source - left).astype(dtype)
-                return at(left) * (tirx.const(1, dtype) - share) + at(left + 1.0) * share
-            rounded = {
-                "floor": left,
-                "ceil": tirx.ceil(source),
-                "round_prefer_floor": tirx.ceil(source - 0.5),
-                "round_prefer_ceil": tirx.floor(source + 0.5),
-            }
-            return at(rounded[nearest_mode])
+        left = tirx.floor(source)
+        if mode == "linear":
+            share = (source - left).astype(dtype)
+            return at(left) * (tirx.const(1, dtype) - share) + at(left + 1.0) * share
+        rounded = {
+            "floor": left,
+            "ceil": tirx.ceil(source),
+            "round_prefer_floor": tirx.ceil(source - 0.5),
+            "round_prefer_ceil": tirx.floor(source + 0.5),
+        }
+        return at(rounded[nearest_mode])
 
-        shape = [size * scale if a == axis else size for a, size in enumerate(x.shape)]
-        return te.compute(shape, element, name="enlarge")
-
-    return node.builder.emit_te(compute, data, primfunc_name_hint="enlarge")
+    shape = [size * scale if a == axis else size for a, size in enumerate(node.shape(data))]
+    return node.kernel("enlarge", element, data, shape=shape)

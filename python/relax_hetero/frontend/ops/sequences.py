@@ -32,7 +32,7 @@ def _position(node: Node, index: int, default: int, low: int, high: int) -> int:
         return default
     known = node.constant(index)
     if known is None:
-        raise node.refusal("its position is computed when the model runs; it must be known at import")
+        raise node.unknown("its position is")
     position = int(known.reshape(()))
     if not low <= position <= high:
         raise node.refusal(f"position {position} is out of range {low} to {high}")
@@ -106,7 +106,7 @@ def split_to_sequence(node: Node) -> relax.Expr:
     if node.has(1):
         known = node.constant(1)
         if known is None:
-            raise node.refusal("the sizes of its parts are computed when the model runs; they must be known at import")
+            raise node.unknown("the sizes of its parts are")
         sizes = [int(part) for part in known.reshape(-1)]
         if known.ndim == 0:
             part = sizes[0]

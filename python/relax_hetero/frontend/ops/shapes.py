@@ -9,7 +9,7 @@ import onnx
 import tvm_ffi
 from tvm import relax, te, tirx
 
-from .node import Dim, Node, const, dtype_of
+from .node import Dim, Node, Position, const, dtype_of
 from .table import converts
 
 
@@ -21,15 +21,12 @@ def constant(node: Node) -> relax.Expr:
         if name in node.attributes:
             return const(node.attributes[name], dtype)
     if "value" not in node.attributes:
-        raise node.refusal(f"a constant given as {', '.join(_own(node.attributes))} cannot be imported")
+        given = [name for name in node.attributes if name != "tvm_custom"]
+        raise node.refusal(f"a constant given as {', '.join(given)} cannot be imported")
     array = onnx.numpy_helper.to_array(node.attributes["value"])
     if array.dtype == object:
         raise node.refusal("string tensors cannot be imported")
     return const(array)
-
-
-def _own(attributes: dict[str, Any]) -> list[str]:
-    return [name for name in attributes if name != "tvm_custom"]
 
 
 @converts("Shape")
@@ -49,7 +46,7 @@ def shape(node: Node) -> relax.Expr:
 
 def _shape_at_run_time(node: Node, value: relax.Expr) -> relax.Expr:
     rank = node.rank(value)
-    vector = node.emit(relax.op.shape_to_tensor(node.emit(relax.op.shape_of(value))))
+    vector = sizes_of(node, value)
     chosen = range(rank)[slice(node.attribute("start", 0), node.attribute("end", None))]
     if len(chosen) == rank:
         return vector
@@ -81,7 +78,7 @@ def dims_at_run_time(node: Node, vector: relax.Expr, prefix: str) -> list[tirx.V
 
 def sizes_of(node: Node, value: relax.Expr) -> relax.Expr:
     """The shape of a tensor as an int64 vector."""
-    return node.emit(relax.op.shape_to_tensor(node.emit(relax.op.shape_of(value))))
+    return node.emit(relax.op.shape_to_tensor(relax.op.shape_of(value)))
 
 
 @converts("Reshape")
@@ -143,17 +140,13 @@ def broadcast(node: Node, data: relax.Expr, target: list[Dim]) -> relax.Expr:
         isinstance(dim, int) and isinstance(size, int) for dim, size in pairs
     ):
         return node.emit(relax.op.broadcast_to(data, relax.ShapeExpr(target)))
-    offset = len(target) - len(dims)
 
-    def compute(x: te.Tensor) -> te.Tensor:
-        # Held inside the axis, the index is 0 where the size is 1 and itself where it is the target's.
-        def element(*i: tirx.Expr) -> tirx.Expr:
-            own = i[offset:]
-            return x(*(tirx.min(place, size - 1) for place, size in zip(own, x.shape, strict=True)))
+    # Held inside the axis, the index is 0 where the size is 1 and itself where it is the target's.
+    def element(i: Position, x: te.Tensor) -> tirx.Expr:
+        own = i[len(target) - len(dims) :]
+        return x(*(tirx.min(place, size - 1) for place, size in zip(own, x.shape, strict=True)))
 
-        return te.compute(target, element, name="broadcast")
-
-    return node.builder.emit_te(compute, data, primfunc_name_hint="broadcast")
+    return node.kernel("broadcast", element, data, shape=target)
 
 
 @converts("Expand")

@@ -10,7 +10,7 @@ from tvm import relax, te, tirx
 
 from ..symbolic_sizes import analyzer_for, simplified
 from .elementwise import cast
-from .node import Dim, Node, const, dtype_of
+from .node import Dim, Node, Position, const, dtype_of
 from .shapes import dims_at_run_time, sizes_of
 from .table import converts
 
@@ -23,7 +23,7 @@ def slice_(node: Node) -> relax.Expr:
     if node.opset < 10:
         given = [node.attributes.get(name) for name in ("starts", "ends", "axes")]
         inputs = [node.inputs[0], *(None if values is None else const(values, "int64") for values in given), None]
-        node = Node("Slice", node.name, 13, node.builder, inputs, {}, 1)
+        node = node.as_op("Slice", inputs, opset=13)
     data = node.tensor(0)
     rank = node.rank(data)
     starts, ends = node.dims(1), node.dims(2)
@@ -107,20 +107,15 @@ def _cut(node: Node, data: relax.Expr, ranges: dict[int, tuple[Dim, Dim, int]]) 
         last = [start + (count - 1) * step + 1 for start, count, step in chosen]
         return node.emit(relax.op.strided_slice(data, axes, first, last, steps))
 
-    axes = list(ranges)
-
-    def compute(x: te.Tensor, first: list[Any]) -> te.Tensor:
-        def element(*i: tirx.Expr) -> tirx.Expr:
-            places = list(i)
-            for axis, start in zip(axes, first, strict=True):
-                places[axis] = start + i[axis] * ranges[axis][2]
-            return x(*places)
-
-        return te.compute(sizes, element, name="slice")
+    def element(i: Position, x: te.Tensor, first: list[Any]) -> tirx.Expr:
+        places = list(i)
+        for axis, start in zip(ranges, first, strict=True):
+            places[axis] = start + i[axis] * ranges[axis][2]
+        return x(*places)
 
     # The starts are arguments: a size in one of them may be no size of an operand or of the result.
     starts = [tirx.const(start, "int64") if isinstance(start, int) else start for start, _, _ in ranges.values()]
-    return node.builder.emit_te(compute, data, starts, primfunc_name_hint="slice")
+    return node.kernel("slice", element, data, starts, shape=sizes)
 
 
 def _slice_at_run_time(node: Node, data: relax.Expr) -> relax.Expr:
@@ -132,13 +127,12 @@ def _slice_at_run_time(node: Node, data: relax.Expr) -> relax.Expr:
     steps = cast(node, node.tensor(4), "int64") if node.has(4) else const(np.ones(count), "int64")
     zero, one = const(0, "int64"), const(1, "int64")
 
-    def emit(expr: relax.Expr) -> relax.Expr:
-        return node.emit(expr)
+    emit = node.emit
 
     def spread(default: relax.Expr, values: relax.Expr) -> relax.Expr:
         return emit(relax.op.scatter_elements(default, axes, values, 0))
 
-    axes = emit(relax.op.where(emit(relax.op.less(axes, zero)), emit(relax.op.add(axes, const(rank, "int64"))), axes))
+    axes = emit(relax.op.where(relax.op.less(axes, zero), relax.op.add(axes, const(rank, "int64")), axes))
     axes = emit(relax.op.clip(axes, 0, rank - 1))
     size = sizes_of(node, data)
     step = spread(const(np.ones(rank), "int64"), steps)
@@ -149,24 +143,23 @@ def _slice_at_run_time(node: Node, data: relax.Expr) -> relax.Expr:
     end = spread(emit(relax.op.where(forward, size, const(np.full(rank, -(2**62)), "int64"))), ends)
 
     def held(position: relax.Expr, low: relax.Expr) -> relax.Expr:
-        is_negative = emit(relax.op.less(position, zero))
-        from_back = emit(relax.op.where(is_negative, emit(relax.op.add(position, size)), position))
-        return emit(relax.op.maximum(emit(relax.op.minimum(from_back, high)), low))
+        from_back = relax.op.where(relax.op.less(position, zero), relax.op.add(position, size), position)
+        return emit(relax.op.maximum(relax.op.minimum(from_back, high), low))
 
     begin = held(begin, zero)
     end = held(end, emit(relax.op.where(forward, zero, const(-1, "int64"))))
     distance = emit(relax.op.subtract(end, begin))
-    distance = emit(relax.op.where(forward, distance, emit(relax.op.negative(distance))))
-    width = emit(relax.op.maximum(emit(relax.op.abs(step)), one))
-    rounded = emit(relax.op.subtract(emit(relax.op.add(distance, width)), one))
-    counts = emit(relax.op.maximum(emit(relax.op.floor_divide(rounded, width)), zero))
+    distance = emit(relax.op.where(forward, distance, relax.op.negative(distance)))
+    width = emit(relax.op.maximum(relax.op.abs(step), one))
+    rounded = relax.op.subtract(relax.op.add(distance, width), one)
+    counts = emit(relax.op.maximum(relax.op.floor_divide(rounded, width), zero))
     dims = dims_at_run_time(node, counts, "slice_dim")
 
-    def compute(x: te.Tensor, first: te.Tensor, stride: te.Tensor) -> te.Tensor:
-        # An axis that is not sliced starts at 0 with step 1, like any other.
-        return te.compute(dims, lambda *i: x(*(first(a) + p * stride(a) for a, p in enumerate(i))), name="slice")
+    # An axis that is not sliced starts at 0 with step 1, like any other.
+    def element(i: Position, x: te.Tensor, first: te.Tensor, stride: te.Tensor) -> tirx.Expr:
+        return x(*(first(a) + place * stride(a) for a, place in enumerate(i)))
 
-    return node.builder.emit_te(compute, data, begin, step, primfunc_name_hint="slice")
+    return node.kernel("slice", element, data, begin, step, shape=dims)
 
 
 @converts("Split")
@@ -177,7 +170,7 @@ def split(node: Node) -> relax.Expr:
     size = node.shape(data)[axis]
     sizes = node.dims(1) if node.has(1) else node.attribute("split")
     if node.has(1) and sizes is None:
-        raise node.refusal("the sizes of its parts are computed when the model runs; they must be known at import")
+        raise node.unknown("the sizes of its parts are")
     if sizes is None:
         parts = node.attribute("num_outputs", node.num_outputs)
         if not isinstance(size, int):

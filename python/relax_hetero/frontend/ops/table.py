@@ -139,8 +139,7 @@ def _check_bounds(node: Node) -> None:
 
     Raises
     ------
-    SizeIsBounded
-        If an input of ``n`` elements meets one of ``min(n, 512)``: more than 512 were as many as neither.
+    SizeIsBounded: If an input of ``n`` elements meets one of ``min(n, 512)``: more than 512 were as many as neither.
     """
     shapes = [shape for shape in map(_shape_of, node.inputs) if shape]
     for axis in range(1, max(map(len, shapes), default=0) + 1):

@@ -24,12 +24,9 @@ class BoundArguments(NamedTuple):
 
     Attributes
     ----------
-    values : sequence
-        What the function takes.
-    dims : DimValues
-        The values of its symbolic dimensions.
-    lent : list of (int, int)
-        Address ranges of the caller's memory that results must not share.
+    values: What the function takes.
+    dims: The values of its symbolic dimensions.
+    lent: Address ranges of the caller's memory that results must not share.
     """
 
     values: Sequence[Any]
@@ -42,18 +39,13 @@ class ArgumentBinder:
 
     Parameters
     ----------
-    executable : Executable
-    devices : sequence of Device
-        By manifest index; the last is the host.
-    scopes : sequence of str
-        The memory scope of each.
-    limits : MemoryLimits, optional
-        What a call with symbolic sizes may need.
+    devices: By manifest index; the last is the host.
+    scopes: The memory scope of each.
+    limits: What a call with symbolic sizes may need.
 
     Attributes
     ----------
-    caches : dict of str to CallCache
-        By function, the calls that were found to fit.
+    caches: By function, the calls that were found to fit.
     """
 
     def __init__(
@@ -92,8 +84,7 @@ class ArgumentBinder:
 
         Returns
         -------
-        tuple
-            The function's cache; all arguments by position, None where they cannot be; the earlier call, None where
+        tuple: The function's cache; all arguments by position, None where they cannot be; the earlier call, None where
             there is none; and the arguments as tensors.
         """
         cache = self.caches.get(name) or self._new_cache(name)
@@ -128,18 +119,13 @@ class ArgumentBinder:
 
         Parameters
         ----------
-        signature : FunctionSignature
-        args, kwargs
-            The caller's.
-        keep : bool
-            Whether they are for later calls, too: then each gets memory of its own.
+        args, kwargs: The caller's.
+        keep: Whether they are for later calls, too: then each gets memory of its own.
 
         Raises
         ------
-        BindingError
-            Arguments that do not fit.
-        MemoryLimitError
-            Sizes that need more memory than the machine may take.
+        BindingError: Arguments that do not fit.
+        MemoryLimitError: Sizes that need more memory than the machine may take.
         """
         params, dims, lent = self._params.get(signature.name, ({}, DimValues(), []))
         about = self._executable.metadata
@@ -174,17 +160,13 @@ def match_names(
 
     Parameters
     ----------
-    signature : FunctionSignature
-        The function's.
-    args, kwargs
-        What this call gives.
-    given : mapping of int to object
-        Parameters that were placed before, by input index.
+    signature: The function's.
+    args, kwargs: What this call gives.
+    given: Parameters that were placed before, by input index.
 
     Raises
     ------
-    BindingError
-        Too many, too few, unknown or repeated arguments.
+    BindingError: Too many, too few, unknown or repeated arguments.
     """
     names = signature.input_names
     if len(args) == len(names) and not kwargs:

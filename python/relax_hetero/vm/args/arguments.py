@@ -43,24 +43,16 @@ class Placement:
 
     Attributes
     ----------
-    devices : sequence of Device
-        By manifest index; the last is the host.
-    scopes : sequence of str
-        Memory scope by manifest index; the last is the host's.
-    dims : DimValues
-        Symbolic dimensions met so far.
-    keep : bool
-        Whether foreign memory must be copied even where it could be lent: the values outlive the call.
-    alignment : int
-        What kernels need of a tensor's address, in bytes.
-    lends_arrays : bool
-        Whether numpy arrays may be lent: no kernel writes to an argument.
-    lent : list of (int, int)
-        Address ranges of the caller's tensors that were taken as they are.
-    copies : bool
-        Whether the values must be new memory: they will be written.
-    donates : bool
-        Whether the caller's memory may be written: it is taken as it is where that can be, and is not among `lent`.
+    devices: By manifest index; the last is the host.
+    scopes: Memory scope by manifest index; the last is the host's.
+    dims: Symbolic dimensions met so far.
+    keep: Whether foreign memory must be copied even where it could be lent: the values outlive the call.
+    alignment: What kernels need of a tensor's address, in bytes.
+    lends_arrays: Whether numpy arrays may be lent: no kernel writes to an argument.
+    lent: Address ranges of the caller's tensors that were taken as they are.
+    copies: Whether the values must be new memory: they will be written.
+    donates: Whether the caller's memory may be written: it is taken as it is where that can be, and is not among
+        `lent`.
     """
 
     devices: Sequence[runtime.Device]
@@ -79,8 +71,7 @@ def place(value: Any, spec: ValueSpec, where: str, to: Placement) -> Any:
 
     Raises
     ------
-    BindingError
-        A value of another kind, element type, rank, extent or length; the message begins with `where`.
+    BindingError: A value of another kind, element type, rank, extent or length; the message begins with `where`.
     """
     if isinstance(spec, TensorSpec):
         return place_tensor(value, spec, where, to)

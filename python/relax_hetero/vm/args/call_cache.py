@@ -42,18 +42,12 @@ class CachedCall:
 
     Attributes
     ----------
-    nbytes : tuple of int
-        Size of each argument that results must not share memory with; 0 of one that is donated.
-    moves : tuple of (int, Device)
-        Arguments that kernels must see from another device id.
-    rest : tuple
-        Parameters that follow, placed before.
-    rest_lent : list of (int, int)
-        Their address ranges.
-    dims : DimValues
-        The values of its symbolic dimensions.
-    outs : set
-        Looks of ``out=`` that were found to fit.
+    nbytes: Size of each argument that results must not share memory with; 0 of one that is donated.
+    moves: Arguments that kernels must see from another device id.
+    rest: Parameters that follow, placed before.
+    rest_lent: Their address ranges.
+    dims: The values of its symbolic dimensions.
+    outs: Looks of ``out=`` that were found to fit.
     """
 
     nbytes: tuple[int, ...]
@@ -102,14 +96,10 @@ class CallCache:
 
     Parameters
     ----------
-    alignment : int
-        Of tensors in bytes, a power of two, as kernels need it.
-    takes_arrays : bool
-        Whether numpy arrays may be lent to kernels.
-    names : tuple of str
-        The function's inputs.
-    donated : tuple of str
-        Those of them that a call consumes.
+    alignment: Of tensors in bytes, a power of two, as kernels need it.
+    takes_arrays: Whether numpy arrays may be lent to kernels.
+    names: The function's inputs.
+    donated: Those of them that a call consumes.
     """
 
     __slots__ = ("_calls", "_donated", "_mask", "_names", "_takes_arrays")
@@ -167,14 +157,10 @@ class CallCache:
 
         Parameters
         ----------
-        args : sequence
-            What the caller gave, all by position.
-        values : sequence
-            What the function takes for it; parameters that were placed before follow.
-        dims : DimValues
-            The values of symbolic dimensions.
-        lent : list of (int, int)
-            Address ranges of those parameters.
+        args: What the caller gave, all by position.
+        values: What the function takes for it; parameters that were placed before follow.
+        dims: The values of symbolic dimensions.
+        lent: Address ranges of those parameters.
         """
         looks: list[Look] = []
         moves: list[tuple[int, runtime.Device]] = []

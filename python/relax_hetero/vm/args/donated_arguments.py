@@ -18,9 +18,7 @@ def check_donated(signature: FunctionSignature, values: Sequence[Any]) -> None:
 
     Parameters
     ----------
-    signature : FunctionSignature
-    values : sequence
-        What the function takes, in the order of its inputs.
+    values: What the function takes, in the order of its inputs.
     """
     ranges = [(spec.name, address_ranges(value)) for spec, value in zip(signature.inputs, values, strict=True)]
     for name, mine in ranges:
@@ -41,9 +39,7 @@ class ArgumentMemory:
 
     Attributes
     ----------
-    function : str
-    read, consumed : tuple of (str, AddressRange)
-        By the names of inputs: what it leaves as it is, and what it may overwrite.
+    read, consumed: By the names of inputs: what it leaves as it is, and what it may overwrite.
     """
 
     function: str

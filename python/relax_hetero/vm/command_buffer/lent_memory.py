@@ -28,13 +28,8 @@ class LentMemory:
 
     Attributes
     ----------
-    address, nbytes : int
-    dtype : str
-        The element type its owner gives it.
-    writable : bool
-    device : tuple of int
-        DLPack's device type and id; the id is -1 where the owner knows one host only.
-    owner : object
+    dtype: The element type its owner gives it.
+    device: DLPack's device type and id; the id is -1 where the owner knows one host only.
     """
 
     address: int
@@ -58,8 +53,7 @@ def lend(value: object, where: str) -> LentMemory:
 
     Raises
     ------
-    BindingError
-        No tensor, or one that is not contiguous or of a foreign byte order; the message begins with `where`.
+    BindingError: No tensor, or one that is not contiguous or of a foreign byte order; the message begins with `where`.
     """
     if isinstance(value, _Tensor):
         return _lend_tensor(value, value, _device(value), True, where)

@@ -104,12 +104,8 @@ class DispatchArguments:
 
     Attributes
     ----------
-    kernel : Kernel
-    operands : tuple of MemoryRange
-    scalars : tuple
-        Numbers, without those of workgroups.
-    extents : tuple
-        For each tensor its extents, and its bytes.
+    scalars: Numbers, without those of workgroups.
+    extents: For each tensor its extents, and its bytes.
     """
 
     kernel: Kernel
@@ -123,8 +119,7 @@ def dispatch_arguments(kernel: Kernel, operands: Sequence[MemoryRange], scalars:
 
     Raises
     ------
-    BindingError
-        A wrong number of operands or scalars, scalars that are missing, unknown or of another kind.
+    BindingError: A wrong number of operands or scalars, scalars that are missing, unknown or of another kind.
     """
     spec, where = kernel.spec, f"kernel {kernel.spec.name!r}"
     if len(operands) != len(spec.tensors):
@@ -194,19 +189,10 @@ class Recording:
 
     Attributes
     ----------
-    device : int
-        Manifest index.
-    commands : tuple of Command
-    slots : tuple of SlotSpec
-    parameters : tuple of str
-        ``"int64"`` for each that is used as an integer anywhere, ``"float64"`` for the others.
-    directs : tuple of LentMemory
-    written_directs : frozenset of int
-        Indices of those that commands write.
-    kernels : dict of str to Kernel
-    limits : tuple of Limit
-    may_overlap : frozenset of tuple of int
-        Pairs of slots.
+    device: Manifest index.
+    parameters: ``"int64"`` for each that is used as an integer anywhere, ``"float64"`` for the others.
+    written_directs: Indices of those that commands write.
+    may_overlap: Pairs of slots.
     """
 
     device: int
@@ -225,12 +211,9 @@ class Recorder:
 
     Parameters
     ----------
-    device : int
-        Manifest index.
-    slots, parameters : int
-        How many there are.
-    may_overlap : frozenset of tuple of int
-        Pairs of slots whose bindings may share bytes.
+    device: Manifest index.
+    slots, parameters: How many there are.
+    may_overlap: Pairs of slots whose bindings may share bytes.
     """
 
     def __init__(self, device: int, slots: int, parameters: int, may_overlap: frozenset[tuple[int, int]]) -> None:

@@ -72,15 +72,11 @@ def runner_for(machine: VirtualMachine, recording: Recording, compiled: bool) ->
 
     Parameters
     ----------
-    machine : VirtualMachine
-    recording : Recording
-    compiled : bool
-        Whether to make machine code of it, where the compiler is at hand; else commands are walked.
+    compiled: Whether to make machine code of it, where the compiler is at hand; else commands are walked.
 
     Raises
     ------
-    BindingError
-        A kind of device that command buffers cannot be recorded for by hand.
+    BindingError: A kind of device that command buffers cannot be recorded for by hand.
     """
     check_device_kind(machine, recording.device)
     return _HostRunner(machine, recording, compiled and not base._RUNTIME_ONLY)

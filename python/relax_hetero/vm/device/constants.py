@@ -31,10 +31,8 @@ class PlacedConstants:
 
     Attributes
     ----------
-    values : tvm_ffi.Array of Tensor
-        Tables of addresses are filled with those of this process.
-    ranges : MemoryRanges
-        The memory they occupy.
+    values: Tables of addresses are filled with those of this process.
+    ranges: The memory they occupy.
     """
 
     def __init__(

@@ -21,9 +21,7 @@ class Location(NamedTuple):
 
     Attributes
     ----------
-    address : int
-    gpu : int or None
-        None: memory of the host.
+    gpu: None: memory of the host.
     """
 
     address: int

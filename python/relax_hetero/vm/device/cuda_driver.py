@@ -21,8 +21,7 @@ class CudaDriver:
 
     Parameters
     ----------
-    api : module
-        ``cuda.bindings.driver``.
+    api: ``cuda.bindings.driver``.
     """
 
     def __init__(self, api: Any) -> None:

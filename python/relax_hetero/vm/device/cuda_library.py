@@ -59,10 +59,8 @@ class CudaLibrary:
 
     Parameters
     ----------
-    library : ctypes.CDLL
-        With the driver's functions.
-    quick : ctypes.PyDLL
-        The same, for calls during which no other Python thread runs.
+    library: With the driver's functions.
+    quick: The same, for calls during which no other Python thread runs.
     """
 
     def __init__(self, library: Any, quick: Any) -> None:

@@ -23,10 +23,7 @@ class PinnedBlock:
 
     Parameters
     ----------
-    library : CudaLibrary
-    gpu : int
-        Any: each can use the memory.
-    nbytes : int
+    gpu: Any: each can use the memory.
     """
 
     def __init__(self, library: CudaLibrary, gpu: int, nbytes: int) -> None:
@@ -41,10 +38,7 @@ class DeviceBlock:
 
     Parameters
     ----------
-    library : CudaLibrary
-    gpu : int
-        Whose memory.
-    nbytes : int
+    gpu: Whose memory.
     """
 
     def __init__(self, library: CudaLibrary, gpu: int, nbytes: int) -> None:

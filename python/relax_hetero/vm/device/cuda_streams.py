@@ -22,13 +22,9 @@ class Event:
 
     Parameters
     ----------
-    library : CudaLibrary
-    gpu : int
-        Whose streams record it; any may wait for it.
-    sleeps : bool
-        Whether threads that wait for it sleep (and wake some microseconds later) rather than spin.
-    timed : bool
-        Whether it has a time.
+    gpu: Whose streams record it; any may wait for it.
+    sleeps: Whether threads that wait for it sleep (and wake some microseconds later) rather than spin.
+    timed: Whether it has a time.
     """
 
     def __init__(self, library: CudaLibrary, gpu: int, sleeps: bool = False, timed: bool = False) -> None:
@@ -64,11 +60,8 @@ class Stream:
 
     Parameters
     ----------
-    library : CudaLibrary
-    gpu : int
-    handle : int, optional
-        A stream of others, which outlives this object; None makes a new one, which waits for no other stream of its own
-        accord.
+    handle: A stream of others, which outlives this object; None makes a new one, which waits for no other stream of its
+        own accord.
     """
 
     def __init__(self, library: CudaLibrary, gpu: int, handle: int | None = None) -> None:

@@ -28,8 +28,7 @@ class MachineLock:
 
     Attributes
     ----------
-    held : context manager
-        Reentrant; raises HeteroError once `refuse` was called.
+    held: Reentrant; raises HeteroError once `refuse` was called.
     """
 
     __slots__ = ("held",)

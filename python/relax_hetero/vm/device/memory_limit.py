@@ -1,9 +1,14 @@
-"""Memory limits of machines: a call that would exceed one is refused before it runs."""
+"""Bounds on the memory of machines: calls that exceed a limit are refused, and TVM's pool is emptied when it grows."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping
+import threading
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tvm_ffi
 
 from ...artifact.memory_plan import MemoryPlan
 from ...artifact.memory_use import UnknownSizeError
@@ -11,11 +16,18 @@ from ...artifact.metadata import Metadata, device_names
 from ...errors import BindingError, MemoryLimitError
 from .devices import find_entry
 from .memory_pools import release_pinned
-from .pool_watch import clear_pools
+from .tensors import address_ranges
 
 _UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**e for e, p in enumerate("KMGT", 1)}}
 _UNITS |= {f"{p}IB": 1024**e for e, p in enumerate("KMGT", 1)}
 _TEXT = re.compile(r"(\d+(?:\.\d+)?) *([a-zA-Z]*)")
+
+# Pools are emptied after calls with this many different extents, or with this much in their arguments and results.
+MANY_SHAPES = 64
+MANY_BYTES = 64 << 20
+
+clear_pools = tvm_ffi.get_global_func("vm.builtin.memory_manager.clear")
+"""Returns to the system what no tensor uses, of all machines."""
 
 
 class MemoryLimits:
@@ -23,20 +35,15 @@ class MemoryLimits:
 
     Parameters
     ----------
-    metadata : Metadata
-        The executable's.
-    limit : int, str or mapping
-        For every device, or from devices (as ``VirtualMachine(devices=)`` names them) to their own: bytes, or text as
-        `bytes_of_text` reads it.
-    max_in_flight : int
-        How many submitted calls may be under way at once.
+    metadata: The executable's.
+    limit: For every device, or from devices (as ``VirtualMachine(devices=)`` names them) to their own: bytes, or text
+        as `bytes_of_text` reads it.
+    max_in_flight: How many submitted calls may be under way at once.
 
     Raises
     ------
-    BindingError
-        An unknown device, or no number of bytes.
-    MemoryLimitError
-        Weights, or a function whose sizes are known, that need more than the limit.
+    BindingError: An unknown device, or no number of bytes.
+    MemoryLimitError: Weights, or a function whose sizes are known, that need more than the limit.
     """
 
     def __init__(self, metadata: Metadata, limit: object, max_in_flight: int) -> None:
@@ -104,3 +111,34 @@ def bytes_of_text(value: object, where: str) -> int:
     if nbytes <= 0:
         raise BindingError(f"{where} is {value!r}, expected a positive number of bytes, or text like '512MB' or '2GiB'")
     return nbytes
+
+
+@dataclass
+class PoolWatch:
+    """Keeps TVM's buffer pool from growing with every shape it meets: the extents that calls of one machine had.
+
+    The pool serves a request only from freed buffers of exactly that size (rounded to pages), and returns none to the
+    system. A model called with ever new extents would hold the buffers of all of them.
+    """
+
+    shapes: set[Hashable] = field(default_factory=set)
+    nbytes: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def note(self, extents: Hashable, values: Sequence[Any]) -> None:
+        """A call has ended, with these extents of its symbolic dimensions and these arguments and results.
+
+        Emptying frees buffers that nothing uses, of all machines: they allocate again, and are otherwise untouched.
+        """
+        if extents in self.shapes:
+            return
+        with self.lock:
+            self._add(extents, values)
+
+    def _add(self, extents: Hashable, values: Sequence[Any]) -> None:
+        self.shapes.add(extents)
+        self.nbytes += sum(end - begin for begin, end in address_ranges(values))
+        if len(self.shapes) > MANY_SHAPES or self.nbytes > MANY_BYTES:
+            clear_pools()
+            self.shapes.clear()
+            self.nbytes = 0

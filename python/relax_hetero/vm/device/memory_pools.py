@@ -36,15 +36,12 @@ class BlockPool:
 
     Parameters
     ----------
-    make : callable
-        Makes a block of so many bytes.
-    limit : int
-        Bytes in blocks, lent and kept, beyond which none is made.
+    make: Makes a block of so many bytes.
+    limit: Bytes in blocks, lent and kept, beyond which none is made.
 
     Attributes
     ----------
-    nbytes : int
-        Bytes in blocks, lent and kept.
+    nbytes: Bytes in blocks, lent and kept.
     """
 
     def __init__(self, make: Callable[[int], MemoryBlock], limit: int) -> None:
@@ -122,11 +119,8 @@ class PinnedPool(BlockPool):
 
     Parameters
     ----------
-    library : CudaLibrary
-    gpu : int
-        Any.
-    limit : int
-        Bytes of pinned memory, lent and kept, beyond which none is pinned.
+    gpu: Any.
+    limit: Bytes of pinned memory, lent and kept, beyond which none is pinned.
     """
 
     def __init__(self, library: CudaLibrary, gpu: int, limit: int) -> None:

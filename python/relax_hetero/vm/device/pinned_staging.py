@@ -65,12 +65,8 @@ class Staging:
 
     Parameters
     ----------
-    library : CudaLibrary
-    gpu : int
-    threads : int
-        How many copy, the caller's among them.
-    part : int
-        Bytes of a buffer.
+    threads: How many copy, the caller's among them.
+    part: Bytes of a buffer.
     """
 
     def __init__(self, library: CudaLibrary, gpu: int, threads: int, part: int = PART_BYTES) -> None:

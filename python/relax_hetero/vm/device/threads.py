@@ -32,12 +32,9 @@ class Pool:
 
     Attributes
     ----------
-    width : int
-        How many threads it has, the caller included; 0 before its first call.
-    used : int
-        How many of them kernels are cut for; -1 where they stayed behind in a process that this one was forked from.
-    alone : int
-        Calls since another thread was in one.
+    width: How many threads it has, the caller included; 0 before its first call.
+    used: How many of them kernels are cut for; -1 where they stayed behind in a process that this one was forked from.
+    alone: Calls since another thread was in one.
     """
 
     __slots__ = ("alone", "used", "width")
@@ -82,8 +79,7 @@ def threads_of_queues(cores: Sequence[int]) -> list[int]:
 
     Parameters
     ----------
-    cores : sequence of int
-        How many cores each one's code was compiled for; 0 where nobody said.
+    cores: How many cores each one's code was compiled for; 0 where nobody said.
     """
     share = max(1, (_given_threads() or num_cores()) // max(1, len(cores)))
     return [min(share, own or share) for own in cores]

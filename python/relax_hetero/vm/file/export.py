@@ -79,8 +79,7 @@ def link_library(module: runtime.Module, path: Path, what: str) -> None:
 
     Raises
     ------
-    BuildError
-        No compiler of TVM or C in this process, or one that fails; `what` says what for.
+    BuildError: No compiler of TVM or C in this process, or one that fails; `what` says what for.
     """
     if _RUNTIME_ONLY:
         raise BuildError(f"{what} needs TVM's compiler: found TVM's runtime only")

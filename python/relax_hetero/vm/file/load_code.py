@@ -30,9 +30,7 @@ def load_code(path: Path, container: Container | None = None) -> runtime.Module:
 
     Parameters
     ----------
-    path : Path
-    container : Container, optional
-        The opened file, if it is one; a file that has taken its place meanwhile is refused.
+    container: The opened file, if it is one; a file that has taken its place meanwhile is refused.
     """
     real = os.path.realpath(path)
     with _lock:

@@ -25,15 +25,9 @@ ROOM_BYTES = 4 << 30
 class CopyQueues:
     """A queue for each two devices of a machine, of which one is a GPU, and each direction.
 
-    Parameters
-    ----------
-    library : CudaLibrary
-    gpus : iterable of int
-
     Attributes
     ----------
-    queues : list of CudaQueue
-        Those that were asked for.
+    queues: Those that were asked for.
     """
 
     def __init__(self, library: CudaLibrary, gpus: Iterable[int]) -> None:
@@ -65,18 +59,13 @@ class CopyQueues:
 
         Parameters
         ----------
-        value : object
-        device : Device
-        stream : Stream
-            Of a queue that `between` gave.
-        leaves : bool
-            Whether the copies leave the call. On a GPU they get memory of their own then: others may have the GPU
+        stream: Of a queue that `between` gave.
+        leaves: Whether the copies leave the call. On a GPU they get memory of their own then: others may have the GPU
             work on it when they give it back.
 
         Returns
         -------
-        object
-            The value as it will be there.
+        object: The value as it will be there.
         """
 
         def copied(tensor: runtime.Tensor) -> runtime.Tensor:

@@ -27,13 +27,7 @@ from .device_queue import DeviceQueue, Work
 
 
 class Point(NamedTuple):
-    """The point in a stream's work at which a value is made.
-
-    Attributes
-    ----------
-    stream : Stream
-    event : Event
-    """
+    """The point in a stream's work at which a value is made."""
 
     stream: Stream
     event: Event
@@ -44,16 +38,12 @@ class CudaQueue(DeviceQueue):
 
     Parameters
     ----------
-    name : str
-        Of the threads, and in messages.
-    stream : Stream
+    name: Of the threads, and in messages.
 
     Attributes
     ----------
-    stream : Stream
-        As given.
-    ends : DeviceQueue
-        Waits for the ends of work, in the order in which it was issued.
+    stream: As given.
+    ends: Waits for the ends of work, in the order in which it was issued.
     """
 
     def __init__(self, name: str, stream: Stream) -> None:
@@ -67,15 +57,12 @@ class CudaQueue(DeviceQueue):
 
         Parameters
         ----------
-        work : callable
-            Gives work to the stream, and returns what that will make.
-        after : iterable of Point
-            What must have ended on the GPU before.
+        work: Gives work to the stream, and returns what that will make.
+        after: What must have ended on the GPU before.
 
         Returns
         -------
-        tuple
-            What `work` returned, and the point at which it has ended.
+        tuple: What `work` returned, and the point at which it has ended.
         """
         for point in after:
             if point.stream is not self.stream:

@@ -39,17 +39,13 @@ class DeviceQueue:
 
     Parameters
     ----------
-    name : str
-        Of the thread, and in messages.
-    cores : sequence of int
-        The CPUs of a CPU device's thread and its helpers; empty for none of its own.
-    threads : int
-        How many threads kernels are cut for; 0 where that is not for this queue to say.
+    name: Of the thread, and in messages.
+    cores: The CPUs of a CPU device's thread and its helpers; empty for none of its own.
+    threads: How many threads kernels are cut for; 0 where that is not for this queue to say.
 
     Attributes
     ----------
-    lock : threading.Lock
-        Held while work of this queue runs; work that uses several devices holds the locks of all.
+    lock: Held while work of this queue runs; work that uses several devices holds the locks of all.
     """
 
     def __init__(self, name: str, cores: Sequence[int] = (), threads: int = 0) -> None:

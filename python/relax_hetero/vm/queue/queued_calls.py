@@ -29,13 +29,11 @@ class CallsInFlight:
 
     Parameters
     ----------
-    limit : int
-        How many there may be; further ones wait in the thread that submits them.
+    limit: How many there may be; further ones wait in the thread that submits them.
 
     Attributes
     ----------
-    fences : set of Fence
-        Of the calls under way, and of some that have just ended.
+    fences: Of the calls under way, and of some that have just ended.
     """
 
     def __init__(self, limit: int) -> None:
@@ -94,23 +92,17 @@ class QueuedCalls:
 
     Parameters
     ----------
-    owner : object
-        The machine; the queues end when it does.
-    lock : MachineLock
-        Held while arguments are bound and while the machine runs a plain call: neither begins during the other.
-    max_in_flight : int
-    make_queues : callable
-        Called with the first submission; neither it nor its result may refer to the machine.
+    owner: The machine; the queues end when it does.
+    lock: Held while arguments are bound and while the machine runs a plain call: neither begins during the other.
+    make_queues: Called with the first submission; neither it nor its result may refer to the machine.
 
     Attributes
     ----------
-    trace : Trace or None
-        What follows the calls that come.
+    trace: What follows the calls that come.
 
     Raises
     ------
-    BindingError
-        A `max_in_flight` that is no positive integer.
+    BindingError: A `max_in_flight` that is no positive integer.
     """
 
     def __init__(self, owner: object, lock: MachineLock, max_in_flight: int, make_queues: Callable[[], Queues]) -> None:
@@ -172,14 +164,10 @@ class QueuedCalls:
 
         Parameters
         ----------
-        signature : FunctionSignature
-            Of the function.
-        plan : callable
-            Gives the function's plan.
-        prepare : callable
-            Checks and places arguments; called under the machine's lock.
-        args, kwargs
-            The caller's. A `Fence` among them stands for its result.
+        signature: Of the function.
+        plan: Gives the function's plan.
+        prepare: Checks and places arguments; called under the machine's lock.
+        args, kwargs: The caller's. A `Fence` among them stands for its result.
         """
         with self._lock.held:
             queues = self._started()

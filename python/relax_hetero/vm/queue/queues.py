@@ -47,13 +47,9 @@ class Queues:
 
     Parameters
     ----------
-    metadata : Metadata
-    devices, scopes : sequence
-        By manifest index; the last is the host.
-    constants : tvm_ffi.Array
-        As functions take them.
-    load : callable
-        Makes a virtual machine of TVM's, as each queue's thread has its own.
+    devices, scopes: By manifest index; the last is the host.
+    constants: As functions take them.
+    load: Makes a virtual machine of TVM's, as each queue's thread has its own.
     """
 
     def __init__(
@@ -127,17 +123,12 @@ class Queues:
 
         Parameters
         ----------
-        step : Step
-        queue : DeviceQueue or None
-            As `queue_of` says.
-        leaves : bool
-            Whether what it makes is a result of the call.
-        call : CallState
+        queue: As `queue_of` says.
+        leaves: Whether what it makes is a result of the call.
 
         Returns
         -------
-        tuple
-            What the step makes; and the point at which that is made, where it is only issued.
+        tuple: What the step makes; and the point at which that is made, where it is only issued.
         """
         reads = [call.values[number] for number in step.reads]
 

@@ -15,7 +15,7 @@ from ..args.donated_arguments import argument_memory
 from ..args.results import check_out, fill, to_python
 from ..device.constants import PlacedConstants
 from ..device.forks import MachineLock, tell_of_forks
-from ..device.pool_watch import PoolWatch
+from ..device.memory_limit import PoolWatch
 from ..device.tensors import AddressRange, is_host
 from ..device.threads import has_lost_threads
 from ..file.executable import Executable
@@ -31,33 +31,20 @@ class Submitter:
 
     Parameters
     ----------
-    machine : object
-        Whose queues end with it. Calls under way keep it alive; the submitter does not.
-    executable : Executable
-    devices : sequence of Device
-        By manifest index; the last is the host.
-    arguments : ArgumentBinder
-    lock : MachineLock
-        Held while arguments are bound.
-    pool : PoolWatch
-    constants : PlacedConstants
-    max_in_flight : int
-        How many calls may be under way at once.
-    make_queues : callable
-        Called with the first submission; neither it nor its result may refer to the machine.
+    machine: Whose queues end with it. Calls under way keep it alive; the submitter does not.
+    devices: By manifest index; the last is the host.
+    lock: Held while arguments are bound.
+    max_in_flight: How many calls may be under way at once.
+    make_queues: Called with the first submission; neither it nor its result may refer to the machine.
 
     Attributes
     ----------
-    calls : QueuedCalls
-    queued_functions : set of str
-        The functions whose plain calls go through the queues too.
-    is_host_alone : bool
-        Whether the machine has no device but the host's.
+    queued_functions: The functions whose plain calls go through the queues too.
+    is_host_alone: Whether the machine has no device but the host's.
 
     Raises
     ------
-    BindingError
-        A `max_in_flight` that is no positive integer.
+    BindingError: A `max_in_flight` that is no positive integer.
     """
 
     def __init__(

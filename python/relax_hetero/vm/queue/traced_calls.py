@@ -36,14 +36,10 @@ class RanStep:
 
     Attributes
     ----------
-    step : int
-        Which one, or `RESULT`.
-    track : str
-        The name of the thread, or of a GPU's queue.
-    begin, end : int
-        In nanoseconds of ``time.perf_counter_ns``. Work of a GPU begins when it is issued.
-    error : str
-        What it raised, if it did.
+    step: Which one, or `RESULT`.
+    track: The name of the thread, or of a GPU's queue.
+    begin, end: In nanoseconds of ``time.perf_counter_ns``. Work of a GPU begins when it is issued.
+    error: What it raised, if it did.
     """
 
     step: int
@@ -59,18 +55,13 @@ class TracedCall:
 
     Attributes
     ----------
-    number : int
-        Calls are counted from 1, in the order in which they were submitted.
-    asked, ended : int
-        When `submit` was called and when the fence was done, as `RanStep` has times; 0 where that is yet to come.
-    outcome : str
-        ``"done"``, ``"cancelled"``, or the error.
-    plan : QueuePlan, optional
-        None for a call that failed before it had one.
-    ran : list of RanStep
-        In the order in which they ended.
-    nbytes : dict of int to int
-        Of each value that a step made and somebody reads.
+    number: Calls are counted from 1, in the order in which they were submitted.
+    asked, ended: When `submit` was called and when the fence was done, as `RanStep` has times; 0 where that is yet to
+        come.
+    outcome: ``"done"``, ``"cancelled"``, or the error.
+    plan: None for a call that failed before it had one.
+    ran: In the order in which they ended.
+    nbytes: Of each value that a step made and somebody reads.
     """
 
     number: int
@@ -92,9 +83,7 @@ def chrome_events(calls: Sequence[TracedCall], metadata: Metadata) -> list[Event
 
     Parameters
     ----------
-    calls : sequence of TracedCall
-    metadata : Metadata
-        Of the executable whose functions were called.
+    metadata: Of the executable whose functions were called.
     """
     calls = in_line(calls)
     lanes = _lanes(calls)

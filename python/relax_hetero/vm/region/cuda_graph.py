@@ -39,24 +39,17 @@ class CudaGraph:
 
     Parameters
     ----------
-    region : RegionSpec
-        Without parameters.
-    device : Device
-        A CUDA device.
-    constants : sequence of int
-        Addresses.
-    submit, record : callable
-        The compiled functions: one submits, and takes inputs, the state and results; one launches all kernels, and
-        takes the address of the plan.
-    driver : CudaDriver or str
-        Why there are no graphs, where there is no driver.
+    region: Without parameters.
+    device: A CUDA device.
+    constants: Addresses.
+    submit, record: The compiled functions: one submits, and takes inputs, the state and results; one launches all
+        kernels, and takes the address of the plan.
+    driver: Why there are no graphs, where there is no driver.
 
     Attributes
     ----------
-    state : Tensor
-        For the function that submits.
-    submit_function : callable
-        That function.
+    state: For the function that submits.
+    submit_function: That function.
     """
 
     def __init__(
@@ -167,13 +160,9 @@ def with_graphs(
 
     Parameters
     ----------
-    metadata : Metadata
-    devices : sequence of Device
-        By manifest index.
-    constants : tvm_ffi.Array of Tensor
-        `PlacedConstants.values`.
-    module : tvm.runtime.Module
-        The code.
+    devices: By manifest index.
+    constants: `PlacedConstants.values`.
+    module: The code.
     """
     regions = {region.name: region for region in metadata.regions}
     values, graphs = list(constants), []

@@ -20,9 +20,7 @@ class RegionCalls:
 
     Parameters
     ----------
-    executable : Executable
-    constants : sequence of Tensor
-        Its constants on the machine's devices.
+    constants: Its constants on the machine's devices.
     """
 
     def __init__(self, executable: Executable, constants: Sequence[runtime.Tensor]) -> None:

@@ -47,11 +47,8 @@ class Kernel:
 
     Attributes
     ----------
-    spec : KernelSpec
-    address : int
-        Of its code: a function of pointers and scalars that returns an int32, 0 unless it failed.
-    code : object
-        Whose it is; loaded as long as this lives.
+    address: Of its code: a function of pointers and scalars that returns an int32, 0 unless it failed.
+    code: Whose it is; loaded as long as this lives.
     """
 
     spec: KernelSpec
@@ -83,10 +80,8 @@ class Memory:
 
     Attributes
     ----------
-    slots, directs : sequence of int
-        Addresses of the bindings and of the buffers that the recording keeps.
-    arena : int
-        Address of the transient values, if there are any.
+    slots, directs: Addresses of the bindings and of the buffers that the recording keeps.
+    arena: Address of the transient values, if there are any.
     """
 
     slots: Sequence[int]
@@ -115,8 +110,7 @@ def walk(commands: Iterable[Command], kernels: Mapping[str, Kernel], memory: Mem
 
     Raises
     ------
-    Exception
-        The kernel's own.
+    Exception: The kernel's own.
     """
     for command in commands:
         run_command(command, kernels, memory, values)

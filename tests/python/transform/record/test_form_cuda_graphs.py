@@ -13,7 +13,7 @@ from tvm.script import tirx as T
 import relax_hetero as rh
 from relax_hetero.artifact.commands import GRAPH
 from relax_hetero.artifact.graph_layout import FILLED_AT_ONCE, Layout
-from relax_hetero.driver.commands.graph_tables import graph_tables
+from relax_hetero.driver.commands.command_metadata import graph_tables
 from relax_hetero.target.vdevice import with_vdevices
 from relax_hetero.transform.ir.module_attrs import COMMANDS
 from relax_hetero.transform.record.form_cuda_graphs import GRAPH_CONSTANTS, FormCudaGraphs, form_cuda_graphs
