@@ -182,14 +182,15 @@ def test_low_precision(name, types):
     assert exe.metadata.encodings["cancelled"] == []
 
 
-ZEN5 = {"kind": "llvm", "mcpu": "znver5", "num-cores": 2}
+# What the test needs and no more: a model of CPU has instructions that others lack.
+VNNI = {"kind": "llvm", "mcpu": "x86-64-v4", "mattr": ["+avx512vnni"], "num-cores": 2}
 
 
 @I.ir_module
 class Bytes:
     """One weight on two devices: with what makes up for flipped signs where bytes are multiplied, without elsewhere."""
 
-    I.module_global_infos({"vdevice": [I.vdevice(ZEN5, 0), I.vdevice(V3, 1)]})
+    I.module_global_infos({"vdevice": [I.vdevice(VNNI, 0), I.vdevice(V3, 1)]})
 
     @R.function
     def main(x: R.Tensor((1, 3, 9, 7), "int8", "llvm:0"), w: R.Tensor((20, 3, 3, 3), "int8", "llvm:0")):

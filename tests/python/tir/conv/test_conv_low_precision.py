@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from marks import in_turns
 from relax_hetero.encoding import PackedLayout
 from relax_hetero.encoding.expression import Expression
 from relax_hetero.encoding.problem import Epilogue, Window
@@ -46,11 +47,12 @@ CASES = {
 ELSEWHERE = ("channels left over", "pointwise", "depthwise", "groups of 20")
 
 
-@pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
 @pytest.mark.parametrize(
-    ("name", "case"), [(name, case) for name in MACHINES for case in (CASES if name == MACHINES[0] else ELSEWHERE)]
+    ("where", "kind"),
+    in_turns([(name, case) for name in MACHINES for case in (CASES if name == MACHINES[0] else ELSEWHERE)], TYPES),
 )
-def test_windows_and_groups(name: str, types: tuple[str, str, str], case: str, tmp_path: Path) -> None:
+def test_windows_and_groups(where: tuple[str, str], kind: str, tmp_path: Path) -> None:
+    (name, case), types = where, TYPES[kind]
     if name == "c" and types[0] == "float16":
         pytest.skip("TVM writes no C of float16")
     channels, extents, windows, groups = CASES[case]

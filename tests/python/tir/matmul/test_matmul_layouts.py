@@ -20,10 +20,20 @@ F = "float32"
 B, H, M, K, N = 3, 2, 13, 19, 21
 TARGETS = {"avx512": AVX512, "avx2": AVX2, "sse": SSE, "c": C}
 
-pytestmark = [
-    pytest.mark.parametrize("target", [pytest.param(target, id=name) for name, target in TARGETS.items()]),
-    pytest.mark.parametrize("symbols", [pytest.param(None, id="static"), pytest.param(SYMBOLS, id="symbolic")]),
-]
+# By default two machines with numbers and two with symbols; `make test-slow` runs each with both.
+pytestmark = pytest.mark.parametrize(
+    ("target", "symbols"),
+    [
+        pytest.param(
+            target,
+            symbols,
+            id=f"{name}-{'symbolic' if symbols else 'static'}",
+            marks=pytest.mark.slow if bool(symbols) == (name in ("avx512", "sse")) else (),
+        )
+        for name, target in TARGETS.items()
+        for symbols in (None, SYMBOLS)
+    ],
+)
 
 Symbols = Mapping[str, str] | None
 
