@@ -134,6 +134,4 @@ def infer_attention(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorT
     return relax.TensorType(shape, query.dtype, query.vdevice)
 
 
-def register_attention_op() -> None:
-    """Make TVM and TVMScript know the operator."""
-    register_op(ATTENTION, attention, infer_attention)
+register_op(ATTENTION, attention, infer_attention)

@@ -12,6 +12,7 @@ from tvm.script.ir_builder import tirx as T
 from ...encoding.problem import AttentionProblem, Operand
 from ...target.cpu_target import CpuTarget
 from ...target.dot_instructions import DotInstruction, dot_instruction_for
+from ...target.element_types import HALVES
 from ...target.tiles import tile_sizes
 from ..core.builder import (
     Expr,
@@ -29,7 +30,7 @@ from ..core.builder import (
 )
 from ..core.view import View
 from ..core.work_split import tasks_for
-from ..math.casts import HALVES, cast
+from ..math.casts import cast
 
 # Keys of a block: the scores of a tile of 8 queries against them take a third of the first-level cache, keys and
 # values of width 64 together a quarter of the second-level one.

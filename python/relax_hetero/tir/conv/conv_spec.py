@@ -12,9 +12,9 @@ from ...encoding.problem import ConvProblem, Window
 from ...target.cpu_target import CpuTarget
 from ...target.dot_instructions import DotInstruction
 from ..core.builder import Expr, Function, ceil_div, lane_mask, opaque
-from ..core.operand_view import Coordinates, OperandView
+from ..core.view import Coordinates, OperandView
 from ..core.work_split import Split, tasks_for, unravel
-from ..elementwise.epilogue import EpilogueCode
+from ..elementwise.expression_code import EpilogueCode
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ...encoding.expression import Expression, Term
 from ..math import vector_math
-from ..math.vector_gelu import gelu, gelu_tanh
-from ..math.vector_powers import exp_nonpositive
+from ..math.vector_math import exp_nonpositive, gelu, gelu_tanh
 
 Number = bool | int | float
 

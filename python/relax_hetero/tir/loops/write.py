@@ -17,13 +17,12 @@ from ..core import work_split
 from ..core.builder import Expr, flat, int64, opaque
 from ..core.ties import with_ties
 from ..core.work_split import part
-from .boxes import cut
+from .boxes import cut, split_axes
 from .flat import FlatBox, flatten
 from .loop_code import most_even
 from .map_box import computes_once, write_map
 from .nests import Nest, tied_in
 from .reduce_box import write_reduction
-from .split_axes import split_axes
 from .stages import known, loads, sources
 
 

@@ -37,9 +37,9 @@ from ..core.builder import (
     when,
     zeros,
 )
-from ..core.operand_view import Coordinates, OperandView, extent_of
+from ..core.view import Coordinates, OperandView, extent_of
 from ..core.work_split import part, split_work
-from ..elementwise.epilogue import EpilogueCode
+from ..elementwise.expression_code import EpilogueCode
 from .matmul_spec import choose, row_cases
 from .matmul_tile import IN_FLIGHT, MAX_CHAIN
 from .weight_unpacking import PLACES, Unpacking

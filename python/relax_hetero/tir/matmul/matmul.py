@@ -16,10 +16,10 @@ from ...target.dot_instructions import dot_instruction_for
 from ...target.element_types import bytes_of
 from ...target.tiles import tile_sizes
 from ..core.builder import Expr, Function, Registers, ceil_div, loop, minimum, opaque
-from ..core.operand_view import Coordinates, OperandView, extent_of
 from ..core.ties import tied_to
+from ..core.view import Coordinates, OperandView, extent_of
 from ..core.work_split import Split, part, split_work, unravel
-from ..elementwise.epilogue import EpilogueCode
+from ..elementwise.expression_code import EpilogueCode
 from ..rows.row_code import RowSpec, RowWriter
 from ..rows.rows import emit_rows, phase_code
 from .k_step import llvm_import

@@ -21,7 +21,7 @@ from ..core.builder import (
     opaque,
     when,
 )
-from ..core.operand_view import Coordinates, OperandView
+from ..core.view import Coordinates, OperandView
 from ..elementwise import expression_code
 from ..elementwise.expression_ops import FLOAT_OPS, INT_OPS
 from ..math import vector_math

@@ -17,8 +17,8 @@ from ...encoding.row_program import Reduction, RowProgram
 from ...errors import EncodingError
 from ...target.cpu_target import CpuTarget
 from ..core.builder import Expr, Function, ceil_div, loop, opaque
-from ..core.operand_view import OperandView, extent_of
 from ..core.ties import with_ties
+from ..core.view import OperandView, extent_of
 from ..core.work_split import is_worth_tasks, part, unravel
 from ..math.casts import computed_in
 from .row_code import RowSpec, RowWriter
