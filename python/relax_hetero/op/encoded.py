@@ -73,7 +73,7 @@ class PrepackedAttrs(tvm.ir.Attrs):
 
 @tvm_ffi.dataclasses.py_class("relax_hetero.EncodedProductAttrs")
 class EncodedProductAttrs(tvm.ir.Attrs):
-    """Of matmul and conv: encoding and layout of the result; `kernel` names a variant, empty before SpecializeEncodings."""
+    """Of matmul and conv: encoding and layout of the result; `kernel`, its variant, is set by SpecializeEncodings."""
 
     encoding: str
     layout: str
