@@ -25,6 +25,7 @@ from ..core.builder import (
     let,
     masked_store,
     opaque,
+    plain_extent,
     vector_type,
     zeros,
 )
@@ -80,7 +81,7 @@ class HeadsView(View):
             for name in reversed(names):
                 self._strides[name] = step
                 step = opaque(_product(step, self._sizes.get(name, 1)))
-            distance = opaque(_product(distance, int(extent) if isinstance(extent, tirx.IntImm) else extent))
+            distance = opaque(_product(distance, plain_extent(extent)))
         self._start = opaque(self._start)
 
     def runs_along(self, name: str) -> bool:

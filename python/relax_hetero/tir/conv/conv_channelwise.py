@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -55,14 +56,9 @@ def emit_channelwise(conv: Convolution) -> None:
     vectors = ceil_div(conv.channels, conv.lanes)
     widest = PLACES[conv.cpu.isa.registers] if conv.lanes > 1 else 1
     segments = segments_of(conv.windows[-1], conv.data.extents[-1], conv.result.extents[-1], widest)
-    macs = conv.depth * conv.result.extents[-1] * conv.lanes
-    for window in conv.windows:
-        macs *= window.size
+    macs = conv.depth * conv.result.extents[-1] * conv.lanes * prod(window.size for window in conv.windows)
     split = split_rows(conv, vectors, macs)
-    rows: Expr = 1
-    for extent in conv.rows:
-        rows = rows * extent
-    rows = opaque(rows)
+    rows = conv.row_count()
     whole = conv.channels // conv.lanes
     with loop(split.tasks, parallel=split.tasks > 1) as task:
         accs = Registers(max(segment.width for segment in segments), conv.problem.acc_dtype, conv.lanes)

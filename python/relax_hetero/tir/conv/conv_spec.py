@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -76,6 +77,10 @@ class Convolution:
     def rows(self) -> list[Expr]:
         """Batch and the outer spatial extents of the result: what a row is numbered by."""
         return [self.result.extents[0], *self.result.extents[2:-1]]
+
+    def row_count(self) -> Expr:
+        """How many rows the result has."""
+        return opaque(prod(self.rows))
 
 
 @dataclass(frozen=True)
@@ -168,10 +173,7 @@ def store_places(
         for j in range(size[1]):
             at = result_position(conv, row, place + t, column + j * conv.lanes)
 
-            def load(view: OperandView, at: Coordinates = at, mask: Expr | None = masks[j]) -> Expr:
-                return view.load(at, "n", conv.lanes, mask if view.runs_along("n") else None)
-
-            conv.result.store(at, "n", conv.epilogue.result(value(t, j), load), conv.lanes, masks[j])
+            conv.result.store(at, "n", conv.epilogue.result_at(value(t, j), at, masks[j]), conv.lanes, masks[j])
 
 
 def split_rows(conv: Convolution, panels: int, macs: int) -> Split:
@@ -185,9 +187,7 @@ def split_rows(conv: Convolution, panels: int, macs: int) -> Split:
         Multiply-adds of one panel of one row.
     """
     batch = conv.result.extents[0]
-    rows = 1 if not isinstance(batch, int) else batch
-    for extent in conv.rows[1:]:
-        rows *= extent
+    rows = prod(_static(conv.rows))
     cores = conv.cpu.cores
     work = rows * panels * macs if isinstance(batch, int) else None
     if tasks_for(cores, "multiply-adds", work) == 1:

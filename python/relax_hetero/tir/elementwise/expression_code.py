@@ -188,3 +188,7 @@ class EpilogueCode:
         if self.expression.dtype(dtypes) == self.dtype:
             return value
         return tirx.Cast(vector_type(self.dtype, self.lanes), value)
+
+    def result_at(self, acc: Expr, at: Coordinates, mask: Expr | None) -> Expr:
+        """What is stored for a vector of accumulators along "n"; `mask` says which of its lanes exist (None: all)."""
+        return self.result(acc, lambda view: view.load(at, "n", self.lanes, mask if view.runs_along("n") else None))

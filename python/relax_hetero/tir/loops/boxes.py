@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import tvm
@@ -137,9 +138,7 @@ def cut(nest: Nest) -> list[Box]:
                 if isinstance(extent, int) and 0 < point < extent:
                     points[d].add(point)
     for d in range(len(points)):  # the innermost is what vectors need
-        count = 1
-        for found in points:
-            count *= len(found) + 1
+        count = prod(len(found) + 1 for found in points)
         if count > (_MOST_REDUCTIONS if nest.sums else _MOST_BOXES):
             points[d] = set()
     pieces = []

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 
 import tvm
 from tvm import tirx
@@ -196,10 +197,9 @@ def _weight(expr: Expr) -> tuple[int, bool]:
 
 
 def _size(stage: Stage) -> float:
-    size = 1.0
-    for axis in (*stage.spatial, *stage.reduced):
-        size *= axis.extent if isinstance(axis.extent, int) else 1e9
-    return size
+    """How many points it computes; very many where extents are unknown."""
+    extents = [axis.extent for axis in (*stage.spatial, *stage.reduced)]
+    return prod(extent if isinstance(extent, int) else 1e9 for extent in extents)
 
 
 def is_at(load: Load, computed: Stage | Nest) -> bool:

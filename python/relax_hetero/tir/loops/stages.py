@@ -12,7 +12,7 @@ from tvm.ir.expr import TensorLoad as Load
 from tvm.s_tir import SBlock, SBlockRealize
 from tvm_ffi import structural_map, structural_walk
 
-from ..core.builder import Expr
+from ..core.builder import Expr, plain_extent
 
 _REDUCED = 2  # IterVar.CommReduce
 
@@ -91,7 +91,7 @@ def _read_nest(statement: tirx.Stmt) -> Stage:
     while isinstance(statement, tirx.For):
         if statement.kind != tirx.ForKind.SERIAL or not _is(statement.min, 0) or statement.step is not None:
             raise NotStages(f"loop {statement.loop_var} is no plain loop")
-        loops[statement.loop_var] = known(statement.extent)
+        loops[statement.loop_var] = plain_extent(statement.extent)
         statement = statement.body
     if not isinstance(statement, SBlockRealize) or not _is(statement.predicate, 1):
         raise NotStages("a loop has more inside than one block")
@@ -137,11 +137,6 @@ def _stores(block: SBlock, body: tirx.Stmt, spatial: list[Axis]) -> tuple[tuple[
         buffers.append(statement.buffer)
         values.append(replaced(statement.value, bound))
     return tuple(buffers), tuple(values)
-
-
-def known(value: Expr) -> Expr:
-    """An int where the expression is one."""
-    return int(value) if isinstance(value, tirx.IntImm) else value
 
 
 def _is(value: Expr, number: int) -> bool:

@@ -37,7 +37,7 @@ from ..core.builder import (
     when,
     zeros,
 )
-from ..core.view import Coordinates, OperandView, extent_of
+from ..core.view import OperandView, extent_of
 from ..core.work_split import part, split_work
 from ..elementwise.expression_code import EpilogueCode
 from .matmul_spec import choose, row_cases
@@ -267,9 +267,5 @@ def _store(kernel: _Kernel, tile: _Tile, totals: Registers, masks: list[Expr]) -
         with when(True if tile.end is None or i == 0 else tile.row + i < tile.end):
             for j, mask in enumerate(masks):
                 at = {"m": rows[i], "n": tile.panel * kernel.problem.panel + j * lanes}
-
-                def load(view: OperandView, at: Coordinates = at, mask: Expr | None = mask) -> Expr:
-                    return view.load(at, "n", lanes, mask if view.runs_along("n") else None)
-
-                value = kernel.epilogue.result(totals[i * kernel.vectors + j], load)
+                value = kernel.epilogue.result_at(totals[i * kernel.vectors + j], at, mask)
                 kernel.result.store(at, "n", value, lanes, mask)

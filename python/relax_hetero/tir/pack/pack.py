@@ -104,9 +104,7 @@ def _compensate(destination: PackedStorage, cpu: CpuTarget) -> None:
     *columns, last = layout.inner_dims
     words = destination.elements("int32")
     dims = [d for d in layout.outer_perm if d != last]
-    width = 1
-    for d in columns:
-        width *= layout.tile(d)
+    width = math.prod(map(layout.tile, columns))
     lanes = math.gcd(width, cpu.lanes("int32"))
 
     def block(positions: list[Expr]) -> None:

@@ -6,6 +6,7 @@ computed once and waits in the result's row (`row_plan`). Rows are shared by the
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 from tvm import tirx
@@ -152,9 +153,7 @@ def _together(view: OperandView, first: str, second: str) -> bool:
 def emit_rows(code: RowSpec, names: list[str], cpu: CpuTarget) -> None:
     """The loops over all rows, whose positions run along the dimensions `names`, shared by the CPU's cores."""
     extents = {name: opaque(extent_of([*code.operands, code.result], name)) for name in names}
-    total: Expr = 1
-    for extent in extents.values():
-        total = total * extent
+    total: Expr = prod(extents.values())
     if any(isinstance(extent, int) and extent == 0 for extent in (*extents.values(), code.n)):
         # Without columns, what a reduction is of none is not worth code of its own: shapes are checked before.
         T.evaluate(0)
