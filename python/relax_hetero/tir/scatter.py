@@ -40,7 +40,6 @@ class ScatterProblem:
     ----------
     data, indices, updates : tuple of int or str
         Shapes; symbolic extents are names.
-    dtype, index_dtype : str
     reduction : str
         One of `REDUCTIONS`.
     """

@@ -51,8 +51,6 @@ class HeadsView(View):
 
     Parameters
     ----------
-    function : Function
-    name : str
     operand : Operand
         A dimension of it may run along several iteration dimensions, outermost first: ``"h*d"``.
     starts : sequence of int
@@ -159,7 +157,6 @@ class Blocks:
 
     Attributes
     ----------
-    tasks : int
     queries, keys : int
         Of a block; multiples of `rows` and `columns`.
     is_single : bool
@@ -298,15 +295,12 @@ class AttentionSpec:
 
     Attributes
     ----------
-    problem : AttentionProblem
     sizes : mapping of str to PrimExpr or int
         Of every iteration dimension.
-    blocks : Blocks
     operands : tuple of HeadsView
         Query, key and value.
     masks : tuple of HeadsView
         Operands of the scores' expression.
-    result : HeadsView
     room : tirx.Buffer
         Scratch of all tasks, as one dimension.
     task : PrimExpr

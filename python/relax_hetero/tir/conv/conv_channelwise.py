@@ -29,7 +29,16 @@ from ..core.builder import (
 from ..core.work_split import part
 from ..math.casts import cast
 from .conv_geometry import Segment, segments_of
-from .conv_spec import Convolution, ConvRow, channel_masks, data_position, make_conv_row, split_rows, store_places
+from .conv_spec import (
+    Convolution,
+    ConvRow,
+    channel_masks,
+    data_position,
+    make_conv_row,
+    over_taps,
+    split_rows,
+    store_places,
+)
 
 # Places of a tile: what neighbours share of the data is read once.
 PLACES = {32: 8, 16: 4}
@@ -85,30 +94,17 @@ def _emit_tile(
 ) -> None:
     for t in range(segment.width):
         accs[t] = zeros(conv.problem.acc_dtype, conv.lanes)
-    _over_taps(conv, row, segment, place, channels, accs, [])
+    window = conv.windows[-1]
+
+    def accumulate(taps: Sequence[Expr]) -> None:
+        at = data_position(conv, row, taps, tirx.const(0, "int64"), place * window.stride - window.before)
+        data = opaque(conv.data.address(at))
+        for k in range(conv.depth):
+            _accumulate(conv, segment, channels, (data, k), taps, accs)
+
+    over_taps(row, accumulate)
     masks = channel_masks(conv, 1, channels.existing)
     store_places(conv, row, place, channels.column, (segment.width, 1), masks, lambda t, _: accs[t])
-
-
-def _over_taps(
-    conv: Convolution,
-    row: ConvRow,
-    segment: Segment,
-    place: Expr,
-    channels: Channels,
-    accs: Registers,
-    taps: list[Expr],
-) -> None:
-    if len(taps) < len(row.taps):
-        first, count = row.taps[len(taps)]
-        with loop(count) as tap:
-            _over_taps(conv, row, segment, place, channels, accs, [*taps, opaque(first + tap)])
-        return
-    window = conv.windows[-1]
-    at = data_position(conv, row, taps, tirx.const(0, "int64"), place * window.stride - window.before)
-    data = opaque(conv.data.address(at))
-    for k in range(conv.depth):
-        _accumulate(conv, segment, channels, (data, k), taps, accs)
 
 
 def _accumulate(

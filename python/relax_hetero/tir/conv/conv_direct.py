@@ -34,7 +34,6 @@ class PanelTiles:
 
     Attributes
     ----------
-    rows : PrimExpr or int
     tiles : int
         Of a row.
     """

@@ -12,7 +12,7 @@ from tvm.script.ir_builder import tirx as T
 from ...encoding.problem import ConvProblem, Window
 from ...target.cpu_target import CpuTarget
 from ...target.dot_instructions import DotInstruction
-from ..core.builder import Expr, Function, ceil_div, lane_mask, opaque
+from ..core.builder import Expr, Function, ceil_div, lane_mask, loop, opaque
 from ..core.view import Coordinates, OperandView
 from ..core.work_split import Split, tasks_for, unravel
 from ..elementwise.expression_code import EpilogueCode
@@ -24,12 +24,8 @@ class Convolution:
 
     Attributes
     ----------
-    problem : ConvProblem
-    cpu : CpuTarget
     dot : DotInstruction
         How the CPU multiplies the element types.
-    data, weight, result : OperandView
-    epilogue : EpilogueCode
     lanes : int
         Of an accumulator.
     """
@@ -135,6 +131,16 @@ def data_position(conv: Convolution, row: ConvRow, taps: Sequence[Expr], channel
     return at
 
 
+def over_taps(row: ConvRow, visit: Callable[[Sequence[Expr]], None], taps: Sequence[Expr] = ()) -> None:
+    """The loops over the outer places of the window; `visit` writes what is done for each of them."""
+    if len(taps) == len(row.taps):
+        visit(taps)
+        return
+    first, count = row.taps[len(taps)]
+    with loop(count) as tap:
+        over_taps(row, visit, [*taps, opaque(first + tap)])
+
+
 def channel_masks(conv: Convolution, vectors: int, existing: int) -> tuple[Expr | None, ...]:
     """For each vector of output channels which lanes exist, where only `existing` channels do; None: all."""
     return tuple(lane_mask(existing - j * conv.lanes, conv.lanes) for j in range(vectors))
@@ -158,8 +164,6 @@ def store_places(
 
     Parameters
     ----------
-    conv : Convolution
-    row : ConvRow
     place, column : PrimExpr
         The first place along the innermost spatial dimension, the first output channel.
     size : tuple of int
@@ -181,8 +185,6 @@ def split_rows(conv: Convolution, panels: int, macs: int) -> Split:
 
     Parameters
     ----------
-    conv : Convolution
-    panels : int
     macs : int
         Multiply-adds of one panel of one row.
     """

@@ -26,8 +26,6 @@ class PackedStorage(View):
 
     Attributes
     ----------
-    shape : tuple of int or str
-    layout : PackedLayout
     extents : list of (int or PrimExpr or None)
         Logical extents; None where the parameter shows how many tiles there are, but not where the last one ends.
     tiles : list of (int or PrimExpr)

@@ -103,7 +103,6 @@ class OperandView(View):
         Logical extents: ints where static.
     index_map : list of str
         The iteration dimension of each logical dimension, "1" for none.
-    layout : PackedLayout
     """
 
     def __init__(self, function: Function, name: str, operand: Operand) -> None:
@@ -180,8 +179,6 @@ class OperandView(View):
         ----------
         at : Coordinates
             Of the first element. Where the dimension is tiled, the lanes do not leave the tile.
-        along : str
-        lanes : int
         mask : PrimExpr, optional
             Which lanes may be read (the others are zero), a vector of bool.
         """

@@ -57,7 +57,6 @@ class Split:
 
     Attributes
     ----------
-    batch, rows, columns : PrimExpr or int
     tasks : int
         At least their product.
     """
@@ -84,12 +83,10 @@ def split_work(cores: int, batch: Expr, rows: Expr, columns: Expr, tile: tuple[i
 
     Parameters
     ----------
-    cores : int
     batch, rows, columns : PrimExpr or int
         How many products, tiles of rows and panels of columns there are.
     tile : tuple of int
         Rows and columns of a tile.
-    k : PrimExpr or int
     """
     known = [size for size in (batch, rows, columns, k) if isinstance(size, int)]
     work = prod(known) * tile[0] * tile[1] if len(known) == 4 else None
@@ -126,7 +123,6 @@ def for_parts(counts: Sequence[Expr], size: Expr, cpu: CpuTarget, body: Callable
         Extents of the loops, outermost first.
     size : int or PrimExpr
         Bytes that all of it touches; little work stays on one core.
-    cpu : CpuTarget
     body : Callable
         Gets the positions.
     """
@@ -178,7 +174,6 @@ def unravel(
 
     Parameters
     ----------
-    number : PrimExpr
     extents : sequence of int or PrimExpr
         The first is not needed: whatever is left is the place along it.
     place, rest : callable

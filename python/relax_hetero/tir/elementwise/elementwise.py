@@ -28,7 +28,6 @@ def elementwise_kernel(problem: ElementwiseProblem, cpu: CpuTarget) -> tirx.Prim
     ----------
     problem : ElementwiseProblem
         Operands stored as the result are read tile by tile; row-major ones are broadcast against it.
-    cpu : CpuTarget
 
     Raises
     ------

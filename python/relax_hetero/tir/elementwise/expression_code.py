@@ -43,12 +43,10 @@ def emit(expression: Expression, values: Sequence[tirx.Expr], dtypes: Sequence[s
 
     Parameters
     ----------
-    expression : Expression
     values : sequence of PrimExpr
         The operands, of `lanes` lanes each (scalars where `lanes` is 1; a scalar operand is broadcast otherwise).
     dtypes : sequence of str
         Element types of the operands. A value may be in the type itself or in the one of `computed_in`.
-    lanes : int
 
     Returns
     -------

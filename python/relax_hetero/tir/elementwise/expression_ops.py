@@ -15,7 +15,7 @@ import numpy as np
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...encoding.expression import Expression, Term
+from ...encoding.expression import Expression, Term, split_sum
 from ..math import vector_math
 from ..math.vector_math import exp_nonpositive, gelu, gelu_tanh
 
@@ -123,7 +123,6 @@ def with_quantize(expression: Expression, dtypes: Sequence[str]) -> Expression:
 
     Parameters
     ----------
-    expression : Expression
     dtypes : sequence of str
         Element types of its operands.
     """
@@ -141,10 +140,8 @@ def _quantize(term: Term, dtypes: Sequence[str]) -> tuple[Term, tuple[Any, ...]]
     """What is quantized by a term, and how; None for a term that is no requantization to bytes."""
     if term.op != "cast" or term.params[0] not in ("int8", "uint8") or term.args[0].op != "clip":
         return None
-    dtype, bounds, inner = str(term.params[0]), term.args[0].params, term.args[0].args[0]
-    zero = 0.0
-    if inner.op == "add" and inner.args[1].op == "number":
-        inner, zero = inner.args[0], float(inner.args[1].params[0])
+    dtype, bounds = str(term.params[0]), term.args[0].params
+    inner, zero = split_sum(term.args[0].args[0])
     numbers = (zero, *map(float, bounds))
     limits = np.iinfo(dtype)
     fits = all(number.is_integer() and limits.min <= number <= limits.max for number in numbers)

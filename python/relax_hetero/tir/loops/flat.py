@@ -89,7 +89,6 @@ def flatten(box: Box, shared: tuple[int, Expr, Expr] | None, view: Callable[[tir
 
     Parameters
     ----------
-    box : Box
     shared : (axis, begin, end) or None
         An axis of which only a part is computed, which stays a loop of its own.
     view : callable

@@ -100,7 +100,6 @@ class Interleaved:
         It reads the first element of a buffer of `reads` instead.
     reads : dict of Buffer to TensorLoad
         Neighbours along the outer of the two loops.
-    lanes : int
     """
 
     box: FlatBox
@@ -178,7 +177,6 @@ class TransposedReads:
         It reads the first element of a buffer of `reads` instead.
     across : Var
         The loop that these reads lie along.
-    reads : dict of Buffer to TensorLoad
     size : int
         Elements of a tile's side.
     """

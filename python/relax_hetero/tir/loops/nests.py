@@ -47,7 +47,6 @@ class Nest:
 
     Attributes
     ----------
-    axes, reduced : tuple of Axis
     indices : tuple of Var
         What is stored at: the variables of the axes, before any was split.
     sums : list of Sum
@@ -90,7 +89,6 @@ def form_nests(stages: Sequence[Stage], results: Sequence[tirx.Buffer]) -> list[
 
     Parameters
     ----------
-    stages : sequence of Stage
     results : sequence of Buffer
         Parameters of the function; everything else is read by later stages only.
     """

@@ -37,7 +37,6 @@ class Stage:
         One for each buffer. Those of a reduction read the buffers at the same place: what is there so far.
     initial : tuple of PrimExpr
         What a reduction starts from, one for each buffer; empty where nothing is reduced.
-    spatial, reduced : tuple of Axis
     """
 
     buffers: tuple[tirx.Buffer, ...]
@@ -61,10 +60,8 @@ def is_written(func: tirx.PrimFunc) -> bool:
 def read_stages(func: tirx.PrimFunc) -> list[Stage]:
     """The stages of a PrimFunc, in order.
 
-    Raises
-    ------
-    NotStages
-        The function is not made of loops around single blocks that store, or has loops that are scheduled already.
+    Raises NotStages if the function is not made of loops around single blocks that store, or has loops that are
+    scheduled already.
     """
     root = func.body
     if not isinstance(root, SBlockRealize) or root.iter_values:

@@ -109,12 +109,10 @@ def write_point(box: FlatBox, var: tirx.Var | None, start: Expr, lanes: int, sum
 
     Parameters
     ----------
-    box : FlatBox
     var : Var, optional
         The variable along which the points lie; none for a single point.
     start : PrimExpr
         Where the first is.
-    lanes : int
     sums : mapping of Buffer to Buffer
         Slots of the reduced values.
     """

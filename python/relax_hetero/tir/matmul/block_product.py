@@ -54,18 +54,13 @@ class _Kernel:
 
     Attributes
     ----------
-    problem : BlockProductProblem
-    lhs, result : OperandView
-    epilogue : EpilogueCode
     weight, scales : Buffer
         In one dimension.
-    unpacking : Unpacking
     lanes, vectors : int
         Of a panel.
     free : int
         Registers for accumulators, beside weights as they are and as numbers, what is taken from them, and what is
         broadcast.
-    m : PrimExpr or int
     """
 
     problem: BlockProductProblem
@@ -92,17 +87,9 @@ class _Tile:
 
 
 def block_product_kernel(problem: BlockProductProblem, cpu: CpuTarget) -> tirx.PrimFunc:
-    """The kernel of a product with weights of 4 bits.
+    """The kernel of a product with weights of 4 bits, parallel over the CPU's cores.
 
-    Parameters
-    ----------
-    problem : BlockProductProblem
-    cpu : CpuTarget
-
-    Returns
-    -------
-    tirx.PrimFunc
-        Its parameters are those that `BlockProductProblem` says; it is parallel over the CPU's cores.
+    Its parameters are those that `BlockProductProblem` says.
     """
     function = Function("block_product")
     with function:

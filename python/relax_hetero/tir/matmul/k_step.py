@@ -33,7 +33,6 @@ def lhs_group(dot: DotInstruction, values: Expr | Sequence[Expr]) -> Expr:
 
     Parameters
     ----------
-    dot : DotInstruction
     values : PrimExpr or sequence of PrimExpr
         A vector of k0 elements (a contiguous load; a scalar where k0 is 1), or k0 scalars, of the left operand's type.
 
@@ -66,7 +65,6 @@ def rhs_groups(dot: DotInstruction, values: Expr, lanes: int) -> Expr:
 
     Parameters
     ----------
-    dot : DotInstruction
     values : PrimExpr
         ``lanes * k0`` elements of the right operand's type, column after column, the k of a column together.
     lanes : int
@@ -87,18 +85,12 @@ def emit_step(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) 
 
     Parameters
     ----------
-    dot : DotInstruction
     acc : PrimExpr
         `lanes` accumulators: a vector of the accumulator's type, a scalar where lanes is 1.
     lhs, rhs : PrimExpr
         From `lhs_group` and `rhs_groups`.
     lanes : int
         The CPU's lanes of the accumulator's type.
-
-    Returns
-    -------
-    PrimExpr
-        Of the type of `acc`.
     """
     return FORMS[dot.form](dot, acc, lhs, rhs, lanes)
 

@@ -40,22 +40,10 @@ PREFETCH_ROWS = 3
 
 
 def matmul_kernel(problem: MatmulProblem, cpu: CpuTarget) -> tirx.PrimFunc:
-    """The kernel of a matrix product.
+    """The kernel of a matrix product, parallel over the CPU's cores; `MatmulProblem` says what its parameters are.
 
-    Parameters
-    ----------
-    problem : MatmulProblem
-    cpu : CpuTarget
-
-    Returns
-    -------
-    tirx.PrimFunc
-        Its parameters are those that `MatmulProblem` says; it is parallel over the CPU's cores.
-
-    Raises
-    ------
-    EncodingError
-        If the CPU has no product of these element types, or an operand is stored in a way the product cannot read.
+    Raises EncodingError if the CPU has no product of these element types, or an operand is stored in a way the product
+    cannot read.
     """
     types = (problem.lhs.dtype, problem.rhs.dtype, problem.acc_dtype)
     dot = dot_instruction_for(cpu, *types)

@@ -24,10 +24,6 @@ class MatmulSpec:
 
     Attributes
     ----------
-    lhs, rhs, result : OperandView
-    init : OperandView or None
-    epilogue : EpilogueCode
-    dot : DotInstruction
     lanes : int
         Of an accumulator.
     registers : int

@@ -35,7 +35,6 @@ class Unpacking:
 
     Attributes
     ----------
-    lanes : int
     zeros : Buffer or None
         Zero points in one dimension, uint8 or float32.
     table : PrimExpr or None

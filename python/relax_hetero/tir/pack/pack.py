@@ -34,10 +34,8 @@ def pack_kernel(shape: Sequence[Dim], dtype: str, layout: PackedLayout, cpu: Cpu
     ----------
     shape : sequence of int or str
         Logical extents; a symbolic one is a name.
-    dtype : str
     layout : PackedLayout
         Of the destination.
-    cpu : CpuTarget
     """
     return _kernel("pack", shape, dtype, PackedLayout.identity(len(shape)), layout, cpu)
 

@@ -40,12 +40,8 @@ class RowSpec:
 
     Attributes
     ----------
-    program : RowProgram
-    plan : RowPlan
     operands : list of OperandView
         Opened; those of bfloat16 as bits.
-    result : OperandView
-    lanes : int
     n : int or PrimExpr
         Elements of a row.
     """

@@ -30,22 +30,9 @@ _ROW_COST = 20
 
 
 def rows_kernel(problem: RowsProblem, cpu: CpuTarget) -> tirx.PrimFunc:
-    """The kernel of a program of rows.
+    """The kernel of a program of rows, parallel over the CPU's cores; its parameters are those that `RowsProblem` says.
 
-    Parameters
-    ----------
-    problem : RowsProblem
-    cpu : CpuTarget
-
-    Returns
-    -------
-    tirx.PrimFunc
-        Its parameters are those that `RowsProblem` says; it is parallel over the CPU's cores.
-
-    Raises
-    ------
-    EncodingError
-        If an operand is not row-major, or an op does not exist for its type.
+    Raises EncodingError if an operand is not row-major, or an op does not exist for its type.
     """
     if not all(operand.layout.is_identity for operand in problem.parameters):
         raise EncodingError(f"rows {problem.program}: found a packed operand, expected row-major ones")
@@ -87,10 +74,8 @@ def phase_code(phase: RowPhase, others: list[OperandView], result: OperandView, 
 
     Parameters
     ----------
-    phase : RowPhase
     others, result : OperandView
         Opened: the phase's operands, and the result with the product's rows.
-    cpu : CpuTarget
     n : int or PrimExpr
         Elements of a row.
     """
