@@ -90,9 +90,14 @@ def broadcast(value: Expr, lanes: int) -> Expr:
     return value if lanes == 1 else T.broadcast(value, lanes)
 
 
+def constant(value: float, dtype: str, lanes: int) -> Expr:
+    """A number in every lane."""
+    return broadcast(tirx.const(value, dtype), lanes)
+
+
 def zeros(dtype: str, lanes: int) -> Expr:
     """A vector of zeros."""
-    return broadcast(tirx.const(0, dtype), lanes)
+    return constant(0, dtype, lanes)
 
 
 def lane_indices(start: Expr, lanes: int, step: Expr = 1) -> Expr:

@@ -18,7 +18,7 @@ from tvm.script.ir_builder import tirx as T
 from ...encoding.packed_layout import PackedLayout
 from ...encoding.problem import Dim
 from ...target.cpu_target import CpuTarget
-from ..core.builder import Expr, Function, Registers, broadcast, lane_indices, loop, zeros
+from ..core.builder import Expr, Function, Registers, constant, lane_indices, loop, zeros
 from ..core.packed_storage import PackedStorage, extents_of, whole
 from ..core.view import split_position
 from ..core.work_split import for_parts, nest_loops
@@ -116,12 +116,12 @@ def _compensate(destination: PackedStorage, cpu: CpuTarget) -> None:
             total[0] = zeros("int32", lanes)
             with loop(destination.tiles[last]) as index:
                 word = once(words[lane_indices(first + index * stride + column, lanes)])
-                added = T.shift_right(word, broadcast(tirx.const(24, "int32"), lanes))
+                added = T.shift_right(word, constant(24, "int32", lanes))
                 for left in (8, 16, 24):
-                    high = T.shift_left(word, broadcast(tirx.const(left, "int32"), lanes))
-                    added = added + T.shift_right(high, broadcast(tirx.const(24, "int32"), lanes))
+                    high = T.shift_left(word, constant(left, "int32", lanes))
+                    added = added + T.shift_right(high, constant(24, "int32", lanes))
                 total[0] = total[0] + added
             here = lane_indices(first - stride + column, lanes)
-            T.buffer_store(words, total[0] * broadcast(tirx.const(-128, "int32"), lanes), [here])
+            T.buffer_store(words, total[0] * constant(-128, "int32", lanes), [here])
 
     for_parts([destination.tiles[d] for d in dims], destination.bytes(), cpu, block)

@@ -14,6 +14,7 @@ from ..core.builder import (
     Expr,
     Registers,
     broadcast,
+    constant,
     lane_mask,
     lane_of,
     loop,
@@ -265,7 +266,7 @@ def _combine(kind: str, dtype: str, carries_nan: bool) -> Callable[[Expr, Expr],
 
 def _neutral(kind: str, dtype: str, lanes: int) -> Expr:
     if kind in ("sum", "mean", "prod"):
-        return broadcast(tirx.const(1 if kind == "prod" else 0, dtype), lanes)
+        return constant(1 if kind == "prod" else 0, dtype, lanes)
     if "float" in dtype:
         edge = float("-inf") if kind == "max" else float("inf")
         return broadcast(_infinity(edge, dtype), lanes)
