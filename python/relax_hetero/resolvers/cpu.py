@@ -40,7 +40,6 @@ FEW_ROWS = 8
 """For no more rows of the left operand than this, laying a right operand out costs more than it saves. Measured
 (AVX-512, float32, 4096x4096): 8 rows take a third of the time in place, one row a tenth."""
 
-
 FEW_CHANNELS = 4
 """An image of no more channels is read as it lies: they would not fill a vector, and it need not be permuted first."""
 

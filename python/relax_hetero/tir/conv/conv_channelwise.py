@@ -14,18 +14,7 @@ from math import prod
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ..core.builder import (
-    Expr,
-    Registers,
-    ceil_div,
-    lane_indices,
-    lane_mask,
-    let,
-    loop,
-    opaque,
-    vector_type,
-    zeros,
-)
+from ..core.builder import Expr, Registers, ceil_div, lane_indices, lane_mask, let, loop, opaque, vector_type, zeros
 from ..core.work_split import part
 from ..math.casts import cast
 from .conv_geometry import Segment, segments_of

@@ -10,18 +10,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ...encoding.expression import Expression
 from ...encoding.row_program import RowProgram, operands_of
-from ..core.builder import (
-    Expr,
-    Registers,
-    broadcast,
-    constant,
-    lane_mask,
-    lane_of,
-    loop,
-    minimum,
-    opaque,
-    when,
-)
+from ..core.builder import Expr, Registers, broadcast, constant, lane_mask, lane_of, loop, minimum, opaque, when
 from ..core.view import Coordinates, OperandView
 from ..elementwise import expression_code
 from ..elementwise.expression_ops import FLOAT_OPS, INT_OPS
