@@ -13,16 +13,8 @@ from .problem import AttentionProblem, BlockProductProblem, ConvProblem, Dim, Ma
 def operations(problem: Any) -> int:
     """Multiplications and additions of a problem's products, a multiply-add being two.
 
-    Places of a window that lie in the padding count as others do, as is usual; epilogues and softmax do not count.
-
-    Parameters
-    ----------
-    problem : MatmulProblem, ConvProblem, BlockProductProblem, AttentionProblem or anything else
-
-    Returns
-    -------
-    int
-        0 where the problem has no products, and where an extent is symbolic.
+    Places of a window that lie in the padding count as others do, as is usual; epilogues and softmax do not count. The
+    count is 0 where the problem has no products, and where an extent is symbolic.
     """
     if isinstance(problem, MatmulProblem):
         return 2 * _count(*problem.result.shape, problem.lhs.size("k"))
@@ -43,18 +35,10 @@ def _count(*extents: Dim) -> int:
 
 
 def precision(problem: Any) -> str:
-    """The element types of a problem's products.
+    """The element types of a problem's products; empty where it has none.
 
-    Parameters
-    ----------
-    problem : MatmulProblem, ConvProblem, BlockProductProblem, AttentionProblem or anything else
-
-    Returns
-    -------
-    str
-        ``f32`` or ``bf16`` where both operands are of one such type, which have sums of 32 bits or more;
-        ``u8*s8->s32`` with the sums' type for others; ``int4*f32`` for weights of 4 bits that are unpacked in the
-        kernel; empty where the problem has no products.
+    ``f32`` or ``bf16`` where both operands are of one such type, which have sums of 32 bits or more; ``u8*s8->s32``
+    with the sums' type for others; ``int4*f32`` for weights of 4 bits that are unpacked in the kernel.
     """
     if isinstance(problem, MatmulProblem):
         return _product(problem.lhs.dtype, problem.rhs.dtype, problem.acc_dtype)

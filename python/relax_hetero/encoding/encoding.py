@@ -108,13 +108,7 @@ class Encoding:
 
     @staticmethod
     def parse(text: str) -> Encoding:
-        """The encoding that `str` wrote.
-
-        Raises
-        ------
-        EncodingError
-            If the text is not an encoding, or one that contradicts itself.
-        """
+        """The encoding that `str` wrote; EncodingError for other text, and for one that contradicts itself."""
         return _parse(text)
 
     def of(self, operand_index: int) -> Encoding:

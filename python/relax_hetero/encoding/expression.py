@@ -57,6 +57,13 @@ class Term:
         return f"{self.op}({', '.join([*map(str, self.args), *map(repr, self.params)])})"
 
 
+def split_sum(term: Term) -> tuple[Term, float]:
+    """``a`` and the number of ``a + number``; of other terms the term itself and 0."""
+    if term.op == "add" and term.args[1].op == "number":
+        return term.args[0], float(term.args[1].params[0])
+    return term, 0.0
+
+
 @dataclass(frozen=True)
 class Expression:
     """An elementwise function of several operands.

@@ -65,7 +65,6 @@ class Heads:
 
     Attributes
     ----------
-    query, key, value, result : HeadsMap
     sizes : tuple of int
         By `NAMES`; `DYNAMIC` where symbolic, which b, m and n may be.
     """
@@ -84,13 +83,7 @@ class Heads:
 
     @staticmethod
     def parse(text: str) -> Heads:
-        """What `str` wrote.
-
-        Raises
-        ------
-        EncodingError
-            If the text is no such thing, or contradicts itself.
-        """
+        """What `str` wrote; EncodingError for other text, and for one that contradicts itself."""
         return _parse(text)
 
     @property

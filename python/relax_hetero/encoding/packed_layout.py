@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -95,10 +96,7 @@ class PackedLayout:
 
     def storage_bytes(self, shape: Sequence[Any], dtype: str) -> Any:
         """Bytes of the stored tensor, an expression where an extent is symbolic."""
-        total: Any = bytes_of(dtype)
-        for extent in self.packed_shape(shape):
-            total = total * extent
-        return total
+        return prod(self.packed_shape(shape), start=bytes_of(dtype))
 
     def transposed(self, perm: Sequence[int]) -> PackedLayout:
         """The layout under which ``permute_dims(x, perm)`` has the very bytes that `x` has under this one."""

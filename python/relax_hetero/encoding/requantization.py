@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from .expression import Expression, Term
+from .expression import Expression, Term, split_sum
 
 _BYTES = ("int8", "uint8")
 _FLOAT = "float32"
@@ -39,7 +39,6 @@ def simplify_requantization(
 
     Parameters
     ----------
-    expression : Expression
     dtypes : sequence of str
         Element types of its operands.
     constants : mapping
@@ -170,10 +169,8 @@ def _is_integral(term: Term) -> bool:
     """Whether a float term is a whole number within bounds that a cast to its type keeps: what QuantizeLinear casts."""
     if term.op != "clip":
         return False
-    inner = term.args[0]
-    if inner.op == "add" and inner.args[1].op == "number" and float(inner.args[1].params[0]).is_integer():
-        inner = inner.args[0]
-    return inner.op == "round" and all(float(bound).is_integer() for bound in term.params)
+    inner, offset = split_sum(term.args[0])
+    return inner.op == "round" and all(float(number).is_integer() for number in (offset, *term.params))
 
 
 def _less(term: Term, number: float) -> Term:
@@ -187,10 +184,7 @@ def _less(term: Term, number: float) -> Term:
 
 def _without_relu(term: Term) -> Term:
     """A clip of what is rounded behind a relu: the relu is a bound, too."""
-    inner, (low, high) = term.args[0], term.params
-    offset = 0.0
-    if inner.op == "add" and inner.args[1].op == "number":
-        inner, offset = inner.args[0], float(inner.args[1].params[0])
+    (inner, offset), (low, high) = split_sum(term.args[0]), term.params
     if inner.op != "round" or inner.args[0].op != "relu" or offset > high:
         return term
     rounded = Term("round", inner.args[0].args)
@@ -210,7 +204,6 @@ def numbers_as_operands(expression: Expression, dtypes: Sequence[str]) -> tuple[
 
     Parameters
     ----------
-    expression : Expression
     dtypes : sequence of str
         Element types of its operands.
 

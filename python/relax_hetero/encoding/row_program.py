@@ -38,8 +38,6 @@ class RowProgram:
 
     Attributes
     ----------
-    num_operands : int
-    reductions : tuple of Reduction
     result : Expression
         ``x0`` to ``x<num_operands - 1>`` are the operands, those after them the reductions.
     """

@@ -7,14 +7,12 @@ vdevices strict (see `strict_tvmscript`).
 
 from __future__ import annotations
 
-from .attention import attention, register_attention_op
-from .block_products import block_matmul, dequantize_blocks, register_block_ops
+from .attention import attention
+from .block_products import block_matmul, dequantize_blocks
 from .encoded import elementwise, matmul, prepacked, relayout, set_encoding, unset_encoding
-from .encoded_types import register_encoded_ops
-from .hints import encode_hint, hint_on_device, hinted_vdevice, is_hint
-from .rows import register_rows_op, rows
+from .placement import encode_hint, hint_on_device, hinted_vdevice, is_hint, to_vdevice
+from .rows import rows
 from .strict_tvmscript import make_tvmscript_strict
-from .transfers import to_vdevice
 
 __all__ = [
     "attention",
@@ -35,7 +33,3 @@ __all__ = [
 ]
 
 make_tvmscript_strict()
-register_encoded_ops()
-register_rows_op()
-register_attention_op()
-register_block_ops()

@@ -6,6 +6,7 @@ MaterializeEncodings makes kernels of it.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import tvm
@@ -99,9 +100,7 @@ def attention_sizes(call: relax.Call) -> dict[str, Any]:
 def _check_fits(extent: Any, sizes: list[Any], start: int, index: int, heads: Heads) -> None:
     if not all(isinstance(size, tvm.tirx.IntImm) for size in (extent, *sizes)):
         return
-    needed = 1
-    for size in sizes:
-        needed *= int(size)
+    needed = prod(map(int, sizes))
     if start + needed > int(extent):
         raise EncodingError(
             f"{ATTENTION}: operand {index} has a dimension of {int(extent)}, {heads} reads {needed} from {start} on"
@@ -126,14 +125,10 @@ def infer_attention(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorT
             )
     shape = []
     for names in Heads.parse(call.attrs.heads).result.dims:
-        extent: Any = tvm.tirx.IntImm("int64", 1)
-        for name in names:
-            extent = extent * sizes[name]
+        extent = prod((sizes[name] for name in names), start=tvm.tirx.IntImm("int64", 1))
         shape.append(tvm.sym.Analyzer().simplify(extent))
     query = call.args[0].ty
     return relax.TensorType(shape, query.dtype, query.vdevice)
 
 
-def register_attention_op() -> None:
-    """Make TVM and TVMScript know the operator."""
-    register_op(ATTENTION, attention, infer_attention)
+register_op(ATTENTION, attention, infer_attention)

@@ -168,7 +168,5 @@ def _check_block(call: relax.Call, block: int) -> None:
         raise EncodingError(f"{call.op.name}: found blocks of {block}, expected a multiple of {GROUP}")
 
 
-def register_block_ops() -> None:
-    """Make TVM and TVMScript know the operators."""
-    register_op(DEQUANTIZE_BLOCKS, dequantize_blocks, infer_dequantize_blocks)
-    register_op(BLOCK_MATMUL, block_matmul, infer_block_matmul)
+register_op(DEQUANTIZE_BLOCKS, dequantize_blocks, infer_dequantize_blocks)
+register_op(BLOCK_MATMUL, block_matmul, infer_block_matmul)

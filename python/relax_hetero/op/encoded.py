@@ -16,16 +16,19 @@ specialized, how it is stored (`PackedLayout`, as text) stands in the attributes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import tvm
 import tvm_ffi
 from tvm import relax
 
-from ..encoding.encoding import Encoding
+from ..encoding.encoding import LHS, RESULT, RHS, Encoding
 from ..encoding.expression import Expression
-from ..encoding.packed_layout import PackedLayout
-from .definition import make_call
+from ..encoding.packed_layout import PackedLayout, misfit
+from ..errors import EncodingError
+from .definition import Infer, check_attrs, differ, is_one, make_call, number, register_op
 
 SET, UNSET, RELAYOUT, PREPACKED, MATMUL, CONV, ELEMENTWISE = (
     f"relax.hetero.{name}"
@@ -37,6 +40,9 @@ PRODUCTS = (MATMUL, CONV)
 
 EncodingLike = Encoding | str
 LayoutLike = PackedLayout | str
+
+
+# Attributes and calls.
 
 
 @tvm_ffi.dataclasses.py_class("relax_hetero.EncodingAttrs")
@@ -65,18 +71,9 @@ class PrepackedAttrs(tvm.ir.Attrs):
     layout: str
 
 
-@tvm_ffi.dataclasses.py_class("relax_hetero.EncodedMatmulAttrs")
-class EncodedMatmulAttrs(tvm.ir.Attrs):
-    """Of matmul: encoding and layout of its result; `kernel`, its variant, is empty before SpecializeEncodings."""
-
-    encoding: str
-    layout: str
-    kernel: str
-
-
-@tvm_ffi.dataclasses.py_class("relax_hetero.EncodedConvAttrs")
-class EncodedConvAttrs(tvm.ir.Attrs):
-    """Of conv, as of matmul."""
+@tvm_ffi.dataclasses.py_class("relax_hetero.EncodedProductAttrs")
+class EncodedProductAttrs(tvm.ir.Attrs):
+    """Of matmul and conv: encoding and layout of the result; `kernel`, its variant, is set by SpecializeEncodings."""
 
     encoding: str
     layout: str
@@ -151,7 +148,7 @@ def matmul(
         The result's layout and the name of the kernel's variant; empty until SpecializeEncodings.
     """
     operands = [lhs, rhs] if init is None else [lhs, rhs, init]
-    return make_call(MATMUL, operands, EncodedMatmulAttrs(_encoding(encoding), _layout(layout), kernel))
+    return make_call(MATMUL, operands, EncodedProductAttrs(_encoding(encoding), _layout(layout), kernel))
 
 
 def conv(
@@ -168,7 +165,7 @@ def conv(
     layout, kernel : str
         As of `matmul`.
     """
-    return make_call(CONV, [data, weight], EncodedConvAttrs(_encoding(encoding), _layout(layout), kernel))
+    return make_call(CONV, [data, weight], EncodedProductAttrs(_encoding(encoding), _layout(layout), kernel))
 
 
 def elementwise(
@@ -202,3 +199,179 @@ def _encoding(encoding: EncodingLike) -> str:
 
 def _layout(layout: LayoutLike) -> str:
     return str(layout if isinstance(layout, PackedLayout) or layout == "" else PackedLayout.parse(layout))
+
+
+# Type inference: the logical type of a result, and the first thing that is wrong with a call.
+
+
+def _tensor(call: relax.Call, index: int) -> relax.TensorType:
+    ty = call.args[index].ty
+    if not isinstance(ty, relax.TensorType):
+        raise EncodingError(f"{call.op.name}: operand {index} is a {ty}, expected a tensor")
+    return ty
+
+
+def _extents(ty: relax.TensorType) -> list[Any] | None:
+    return list(ty.shape.values) if isinstance(ty.shape, relax.ShapeExpr) else None
+
+
+def _check_encoded(call: relax.Call, ty: relax.TensorType, encoding: Encoding, what: str) -> None:
+    if ty.ndim not in (-1, len(encoding.index_map)):
+        raise EncodingError(f"{call.op.name}: {what} has {ty.ndim} dimensions, encoding {encoding} is for others")
+    for extent, name, size in zip(_extents(ty) or [], encoding.index_map, encoding.shape(), strict=False):
+        if isinstance(extent, tvm.tirx.IntImm) and size >= 0 and int(extent) != size:
+            raise EncodingError(f"{call.op.name}: {what} has {name} = {int(extent)}, encoding {encoding} says {size}")
+
+
+def _check_layout(call: relax.Call, encoding: Encoding) -> None:
+    for text in (call.attrs.layout, getattr(call.attrs, "from_layout", "")):
+        wrong = misfit(PackedLayout.parse(text), encoding) if text else ""
+        if wrong:
+            raise EncodingError(f"{call.op.name}: layout {wrong}: encoding {encoding}")
+
+
+def _check_broadcast(call: relax.Call, index: int, onto: relax.TensorType) -> None:
+    """Refuse an operand that certainly does not broadcast to the shape of the result."""
+    ty, wanted = _tensor(call, index), _extents(onto)
+    found = _extents(ty)
+    if onto.ndim >= 0 and ty.ndim > onto.ndim:
+        raise EncodingError(f"{call.op.name}: operand {index} has {ty.ndim} dimensions, the result {onto.ndim}")
+    if found is None or wanted is None:
+        return
+    for extent, size in zip(reversed(found), reversed(wanted), strict=False):
+        if not is_one(extent) and differ(extent, size):
+            raise EncodingError(
+                f"{call.op.name}: operand {index} has shape {_text(found)}, expected one that broadcasts to "
+                f"{_text(wanted)}"
+            )
+
+
+def _text(extents: list[Any]) -> str:
+    return f"({', '.join(str(number(extent)) for extent in extents)})"
+
+
+def _infer_same(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
+    ty = _tensor(call, 0)
+    encoding = Encoding.parse(call.attrs.encoding)
+    _check_encoded(call, ty, encoding, "the operand")
+    _check_layout(call, encoding)
+    # What has the result's encoding may be of another type: a residual, or what elementwise work made of the result.
+    if encoding.operand_index != RESULT and str(ty.dtype) not in ("", encoding.element_type):
+        raise EncodingError(f"{call.op.name}: the operand is {ty.dtype}, encoding {encoding} is for others")
+    return ty
+
+
+def _infer_prepacked(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
+    ty = _tensor(call, 0)
+    attrs = call.attrs
+    if not re.fullmatch("[0-9]{1,18}(x[0-9]{1,18})*", attrs.shape):
+        raise EncodingError(f"{PREPACKED}: found shape {attrs.shape!r}, expected extents like '5x3'")
+    shape = [int(extent) for extent in attrs.shape.split("x")]
+    stored = PackedLayout.parse(attrs.layout).packed_shape(shape)
+    extents = _extents(ty)
+    found = None if extents is None else tuple(map(number, extents))
+    if found != stored:
+        raise EncodingError(
+            f"{PREPACKED}: the operand has shape {found}; {tuple(shape)} stored as {attrs.layout} has {stored}"
+        )
+    logical = relax.TensorType(shape, ty.dtype, ty.vdevice)
+    _check_encoded(call, logical, Encoding.parse(attrs.encoding), "the stored tensor")
+    return logical
+
+
+def _infer_product(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
+    """Of matmul and conv: the result's extents are those of its operands, or follow from the encoding's sizes."""
+    name, encoding = call.op.name, Encoding.parse(call.attrs.encoding)
+    if encoding.operand_index != RESULT:
+        raise EncodingError(
+            f"{name}: takes the encoding of its result, found {encoding}, which is that of {encoding.operand_name}"
+        )
+    if (encoding.moves is not None) != (name == CONV):
+        raise EncodingError(f"{name}: found {encoding}, the encoding of another op")
+    _check_layout(call, encoding)
+    one = tvm.tirx.IntImm("int64", 1)
+    extents: dict[str, Any] = {"1": one}
+    for index in (LHS, RHS):
+        ty, operand = _tensor(call, index), encoding.of(index)
+        _check_encoded(call, ty, operand, f"operand {index}")
+        if str(ty.dtype) != operand.element_type:
+            raise EncodingError(f"{name}: operand {index} is {ty.dtype}, its encoding is for {operand.element_type}")
+        for dim, extent in zip(operand.index_map, _extents(ty) or [], strict=False):
+            known = extents.setdefault(dim, extent)
+            if dim != "1" and differ(known, extent):
+                raise EncodingError(f"{name}: {dim} is {number(known)} in one operand and {number(extent)} in another")
+    _add_places(encoding, extents)
+    vdevice = _tensor(call, LHS).vdevice or _tensor(call, RHS).vdevice
+    names = encoding.index_map
+    if any(dim not in extents for dim in names):
+        return relax.TensorType(None, encoding.element_type, vdevice, len(names))
+    return relax.TensorType([extents[dim] for dim in names], encoding.element_type, vdevice)
+
+
+def _add_places(encoding: Encoding, extents: dict[str, Any]) -> None:
+    """How many places a convolution's windows have along each spatial dimension whose extents are known."""
+    if encoding.moves is None:
+        return
+    spatial = len(encoding.moves.strides)
+    for d in range(spatial):
+        image, window = extents.get(f"x{d}"), extents.get(f"w{d}")
+        if image is None or window is None:
+            continue
+        padding = encoding.moves.padding[d] + encoding.moves.padding[spatial + d]
+        room = image + padding - ((window - 1) * encoding.moves.dilation[d] + 1)
+        extents[f"y{d}"] = tvm.sym.Analyzer().simplify(tvm.tirx.floordiv(room, encoding.moves.strides[d]) + 1)
+
+
+def _infer_matmul(call: relax.Call, ctx: relax.BlockBuilder) -> relax.TensorType:
+    result = _infer_product(call, ctx)
+    if len(call.args) > RESULT:
+        dtype = str(_tensor(call, RESULT).dtype)
+        if dtype != str(result.dtype):
+            raise EncodingError(f"{MATMUL}: the initial accumulator is {dtype}, expected {result.dtype}")
+        _check_broadcast(call, RESULT, result)
+    return result
+
+
+def _infer_elementwise(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
+    expression = Expression.parse(call.attrs.expression)
+    if expression.num_operands > len(call.args):
+        raise EncodingError(f"{ELEMENTWISE}: {expression} needs {expression.num_operands} operands")
+    first = _tensor(call, 0)
+    encoding = Encoding.parse(call.attrs.encoding)
+    _check_encoded(call, first, encoding, "operand 0")
+    _check_layout(call, encoding)
+    for index in range(1, len(call.args)):
+        _check_broadcast(call, index, first)
+    dtype = expression.dtype([str(_tensor(call, i).dtype) for i in range(len(call.args))])
+    if not dtype:
+        raise EncodingError(f"{ELEMENTWISE}: {expression} is made of numbers alone, expected one of operands")
+    return relax.TensorType(first.shape, dtype, first.vdevice, first.ndim if first.shape is None else -1)
+
+
+def _register(name: str, function: Callable[..., relax.Call], attrs: type, counts: range, infer: Infer) -> None:
+    """Make TVM know an operator: `infer` sees calls with the right attributes and number of operands only."""
+
+    def checked(call: relax.Call, ctx: relax.BlockBuilder) -> relax.TensorType:
+        check_attrs(call, attrs)
+        if len(call.args) not in counts:
+            expected = counts[0] if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+            raise EncodingError(f"{name}: found {len(call.args)} operands, expected {expected}")
+        try:
+            return infer(call, ctx)
+        except EncodingError as error:
+            if str(error).startswith(f"{name}: "):
+                raise
+            raise EncodingError(f"{name}: {error}") from error
+
+    register_op(name, function, checked)
+
+
+_MANY = 1 << 10
+
+_register(SET, set_encoding, EncodingAttrs, range(1, 2), _infer_same)
+_register(UNSET, unset_encoding, EncodingAttrs, range(1, 2), _infer_same)
+_register(RELAYOUT, relayout, RelayoutAttrs, range(1, 2), _infer_same)
+_register(PREPACKED, prepacked, PrepackedAttrs, range(1, 2), _infer_prepacked)
+_register(MATMUL, matmul, EncodedProductAttrs, range(2, 4), _infer_matmul)
+_register(CONV, conv, EncodedProductAttrs, range(2, 3), _infer_product)
+_register(ELEMENTWISE, elementwise, EncodedElementwiseAttrs, range(1, _MANY), _infer_elementwise)

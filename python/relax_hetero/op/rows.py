@@ -82,6 +82,4 @@ def _broadcast(shapes: list[list[Any]]) -> list[Any]:
     return result
 
 
-def register_rows_op() -> None:
-    """Make TVM and TVMScript know the operator."""
-    register_op(ROWS, rows, infer_rows)
+register_op(ROWS, rows, infer_rows)

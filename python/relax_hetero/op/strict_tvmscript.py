@@ -32,9 +32,8 @@ from tvm.script.parser import ir as ir_parser
 
 from ..errors import VDeviceError
 from ..target.vdevice import VDeviceSpec
-from . import hints, transfers
-from .each_tensor import Operand
-from .under_construction import resolve, vdevices_under_construction
+from . import placement
+from .placement import Operand, resolve, vdevices_under_construction
 
 # Modules that hold a stock function under its own name; `from ... import *` copied it around.
 _RELAX_NAMESPACES: tuple[ModuleType, ...] = (relax_builder, relax_builder_package, relax_parser, relax_script)
@@ -55,12 +54,12 @@ def make_tvmscript_strict() -> None:
 
 def to_vdevice(data: Operand, dst_vdevice: VDeviceSpec) -> relax.Expr:
     """`relax_hetero.op.to_vdevice` with the parameter names of stock TVMScript, which its printer writes."""
-    return transfers.to_vdevice(data, dst_vdevice)
+    return placement.to_vdevice(data, dst_vdevice)
 
 
 def hint_on_device(data: Operand, dst_vdevice: VDeviceSpec, memory_scope: str | None = None) -> relax.Expr:
     """`relax_hetero.op.hint_on_device` with the parameter names of stock TVMScript."""
-    return hints.hint_on_device(data, dst_vdevice, memory_scope)
+    return placement.hint_on_device(data, dst_vdevice, memory_scope)
 
 
 def lookup_vdevice(target_kind: str | None = None, device_index: int = -1) -> tvm.relax.VDevice:

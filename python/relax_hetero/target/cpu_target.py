@@ -18,7 +18,6 @@ class InstructionSet:
 
     Attributes
     ----------
-    name : str
     arch : str
         LLVM's name of the architecture: "x86_64", "aarch64", or "" for any.
     features : tuple of str
@@ -52,7 +51,6 @@ class CpuTarget:
 
     Attributes
     ----------
-    isa : InstructionSet
     features : frozenset of str
         Every LLVM feature of the target ("avx512vnni", "dotprod", ...), for instructions beyond the row's.
     cores : int

@@ -77,10 +77,8 @@ def conv_columns(
 
     Parameters
     ----------
-    cpu : CpuTarget
     dtype : str
         Of the accumulators.
-    out_channels_per_group, in_channels_per_group, groups : int
 
     Returns
     -------

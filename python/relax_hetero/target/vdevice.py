@@ -107,9 +107,7 @@ def vdevice_index(vdevice: tvm.relax.VDevice, vdevices: Sequence[tvm.relax.VDevi
 
 def device_name(vdevice: tvm.relax.VDevice, vdevices: Sequence[tvm.relax.VDevice]) -> str:
     """Its name in messages and look-ups, ``kind:i``."""
-    index = vdevice_index(vdevice, vdevices)
-    kind = _kind(vdevices[index])
-    return f"{kind}:{sum(_kind(entry) == kind for entry in vdevices[:index])}"
+    return _name_at(vdevice_index(vdevice, vdevices), vdevices)
 
 
 def default_vdevice(vdevices: Sequence[tvm.relax.VDevice]) -> tvm.relax.VDevice:

@@ -40,7 +40,6 @@ class ScatterProblem:
     ----------
     data, indices, updates : tuple of int or str
         Shapes; symbolic extents are names.
-    dtype, index_dtype : str
     reduction : str
         One of `REDUCTIONS`.
     """
@@ -89,8 +88,8 @@ def scatter_nd_kernel(problem: ScatterProblem) -> tirx.PrimFunc:
 
     def write(at: _Scatter) -> None:
         *rows, depth = at.indices_extents
-        count = _product(rows)
-        size = _product(at.data_extents[depth:])
+        count = prod(rows)
+        size = prod(at.data_extents[depth:])
         with loop(count) as row:
             place = [opaque(at.index(row * depth + d)) for d in range(depth)]
             start = opaque(ravel(place, at.data_extents[:depth]) * size)
@@ -112,7 +111,7 @@ class _Scatter:
 
         self.data_extents, self.indices_extents = extents(problem.data), extents(problem.indices)
         self.updates_extents = extents(problem.updates)
-        total = _product(self.updates_extents)
+        total = prod(self.updates_extents)
         self.is_long = is_worth_tasks("elements", total)
         self._combine = REDUCTIONS[problem.reduction]
 
@@ -131,7 +130,7 @@ class _Scatter:
 
     def copy(self) -> None:
         """Copy the data to the result."""
-        total = _product(self.data_extents)
+        total = prod(self.data_extents)
         chunks = ceil_div(total, _CHUNK)
         with loop(chunks, parallel=not (isinstance(chunks, int) and chunks == 1)) as chunk:
             begin = chunk * _CHUNK
@@ -165,7 +164,3 @@ def _kernel(name: str, problem: ScatterProblem, write: Callable[[_Scatter], None
 
 def _is_inside(index: Expr, extent: Expr) -> Expr:
     return tirx.all(index >= 0, index < extent)
-
-
-def _product(extents: Sequence[Expr]) -> Expr:
-    return prod(extents) if extents else 1

@@ -18,9 +18,9 @@ from tvm.script.ir_builder import tirx as T
 from ...encoding.problem import AttentionProblem
 from ...errors import EncodingError
 from ...target.cpu_target import CpuTarget
+from ...target.element_types import HALVES
 from ..core.builder import Expr, Function, Registers, ceil_div, either, loop, minimum, opaque, when
 from ..core.work_split import part
-from ..math.casts import HALVES
 from ..matmul.k_step import llvm_import
 from .attention_operands import pack_keys, pack_values
 from .attention_spec import DECODE_QUERIES, AttentionSpec, HeadsView, accumulation, block_sizes, for_decode

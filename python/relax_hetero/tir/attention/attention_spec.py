@@ -12,6 +12,7 @@ from tvm.script.ir_builder import tirx as T
 from ...encoding.problem import AttentionProblem, Operand
 from ...target.cpu_target import CpuTarget
 from ...target.dot_instructions import DotInstruction, dot_instruction_for
+from ...target.element_types import HALVES
 from ...target.tiles import tile_sizes
 from ..core.builder import (
     Expr,
@@ -24,12 +25,13 @@ from ..core.builder import (
     let,
     masked_store,
     opaque,
+    plain_extent,
     vector_type,
     zeros,
 )
 from ..core.view import View
 from ..core.work_split import tasks_for
-from ..math.casts import HALVES, cast
+from ..math.casts import cast
 
 # Keys of a block: the scores of a tile of 8 queries against them take a third of the first-level cache, keys and
 # values of width 64 together a quarter of the second-level one.
@@ -49,8 +51,6 @@ class HeadsView(View):
 
     Parameters
     ----------
-    function : Function
-    name : str
     operand : Operand
         A dimension of it may run along several iteration dimensions, outermost first: ``"h*d"``.
     starts : sequence of int
@@ -79,7 +79,7 @@ class HeadsView(View):
             for name in reversed(names):
                 self._strides[name] = step
                 step = opaque(_product(step, self._sizes.get(name, 1)))
-            distance = opaque(_product(distance, int(extent) if isinstance(extent, tirx.IntImm) else extent))
+            distance = opaque(_product(distance, plain_extent(extent)))
         self._start = opaque(self._start)
 
     def runs_along(self, name: str) -> bool:
@@ -157,7 +157,6 @@ class Blocks:
 
     Attributes
     ----------
-    tasks : int
     queries, keys : int
         Of a block; multiples of `rows` and `columns`.
     is_single : bool
@@ -296,15 +295,12 @@ class AttentionSpec:
 
     Attributes
     ----------
-    problem : AttentionProblem
     sizes : mapping of str to PrimExpr or int
         Of every iteration dimension.
-    blocks : Blocks
     operands : tuple of HeadsView
         Query, key and value.
     masks : tuple of HeadsView
         Operands of the scores' expression.
-    result : HeadsView
     room : tirx.Buffer
         Scratch of all tasks, as one dimension.
     task : PrimExpr

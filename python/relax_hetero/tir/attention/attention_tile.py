@@ -25,8 +25,8 @@ from ..core.builder import (
 )
 from ..elementwise import expression_code
 from ..math import vector_math
-from ..math.vector_powers import exp_nonpositive
-from .attention_decode import products_of_keys
+from ..math.vector_math import exp_nonpositive, once
+from ..pack.tile_transpose import riffle_orders
 from .attention_operands import accumulate, factors_of_scores, factors_of_values, store_weights, widen_queries
 from .attention_spec import AttentionSpec
 
@@ -286,3 +286,55 @@ def _over_lanes(vector: Expr, apply: Callable[[Any, Any], Any], lanes: int) -> E
         vector = let(vector)
         vector = apply(T.Shuffle([vector], low), T.Shuffle([vector], high))
     return vector
+
+
+def products_of_keys(
+    spec: AttentionSpec, at: dict[str, Expr], query: Expr, first: Expr, column: Expr, size: Expr | None
+) -> Expr:
+    """The products of a query with a vector of keys, which are read once, as they lie.
+
+    This is the form for hardly a query, as of a decoder that makes one token after the other: laying keys out for one
+    query would cost more than its scores, which are sums of products along the keys' own rows.
+
+    Parameters
+    ----------
+    at : dict
+        Batch and head.
+    query : PrimExpr
+        Its number.
+    first : PrimExpr
+        The first key of the block.
+    column : PrimExpr
+        The first of the vector's keys in the block.
+    size : PrimExpr or None
+        How many keys the block has: for what is beyond the last, the last is taken. None: all of the vector's exist.
+    """
+    lanes, width = spec.blocks.lanes, spec.sizes["d"]
+    keys = opaque(spec.key.address({**at, "n": first}))
+    start = opaque(spec.query.address({**at, "m": query}))
+    step = spec.key.stride("n")
+    if size is None:
+        begin = opaque(keys + column * step)
+        rows = [begin + step * lane for lane in range(lanes)]
+    else:
+        rows = [opaque(keys + minimum(column + lane, size - 1) * step) for lane in range(lanes)]
+    sums: list[Expr] = []
+    for chunk in range(0, width, lanes):
+        mask = lane_mask(width - chunk, lanes)
+        factor = let(spec.query.load(start + spec.query.stride("d") * chunk, "d", lanes, mask))
+        products = [factor * spec.key.load(row + chunk, "d", lanes, mask) for row in rows]
+        sums = [once(one if chunk == 0 else sums[lane] + one) for lane, one in enumerate(products)]
+    return sums_of(sums, lanes)
+
+
+def sums_of(vectors: list[Expr], lanes: int) -> Expr:
+    """The vector of the sums of as many vectors as each has lanes.
+
+    Two halves of the vectors are merged element by element and their halves added, as a transpose would go.
+    """
+    low, high = riffle_orders(lanes)
+    while len(vectors) > 1:
+        half = len(vectors) // 2
+        pairs = zip(vectors[:half], vectors[half:], strict=True)
+        vectors = [once(T.Shuffle([a, b], low) + T.Shuffle([a, b], high)) for a, b in pairs]
+    return vectors[0]

@@ -133,7 +133,6 @@ def host_function(
 
     Parameters
     ----------
-    name : str
     params : sequence of Tensor or tirx.Var
         In order; variables are scalars.
     calls : sequence of Call

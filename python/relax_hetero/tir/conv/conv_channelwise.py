@@ -9,26 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ..core.builder import (
-    Expr,
-    Registers,
-    ceil_div,
-    lane_indices,
-    lane_mask,
-    let,
-    loop,
-    opaque,
-    vector_type,
-    zeros,
-)
+from ..core.builder import Expr, Registers, ceil_div, lane_indices, lane_mask, let, loop, opaque, vector_type, zeros
 from ..core.work_split import part
 from ..math.casts import cast
 from .conv_geometry import Segment, segments_of
-from .conv_spec import Convolution, ConvRow, channel_masks, data_position, make_conv_row, split_rows, store_places
+from .conv_spec import (
+    Convolution,
+    ConvRow,
+    channel_masks,
+    data_position,
+    make_conv_row,
+    over_taps,
+    split_rows,
+    store_places,
+)
 
 # Places of a tile: what neighbours share of the data is read once.
 PLACES = {32: 8, 16: 4}
@@ -55,14 +54,9 @@ def emit_channelwise(conv: Convolution) -> None:
     vectors = ceil_div(conv.channels, conv.lanes)
     widest = PLACES[conv.cpu.isa.registers] if conv.lanes > 1 else 1
     segments = segments_of(conv.windows[-1], conv.data.extents[-1], conv.result.extents[-1], widest)
-    macs = conv.depth * conv.result.extents[-1] * conv.lanes
-    for window in conv.windows:
-        macs *= window.size
+    macs = conv.depth * conv.result.extents[-1] * conv.lanes * prod(window.size for window in conv.windows)
     split = split_rows(conv, vectors, macs)
-    rows: Expr = 1
-    for extent in conv.rows:
-        rows = rows * extent
-    rows = opaque(rows)
+    rows = conv.row_count()
     whole = conv.channels // conv.lanes
     with loop(split.tasks, parallel=split.tasks > 1) as task:
         accs = Registers(max(segment.width for segment in segments), conv.problem.acc_dtype, conv.lanes)
@@ -89,30 +83,17 @@ def _emit_tile(
 ) -> None:
     for t in range(segment.width):
         accs[t] = zeros(conv.problem.acc_dtype, conv.lanes)
-    _over_taps(conv, row, segment, place, channels, accs, [])
+    window = conv.windows[-1]
+
+    def accumulate(taps: Sequence[Expr]) -> None:
+        at = data_position(conv, row, taps, tirx.const(0, "int64"), place * window.stride - window.before)
+        data = opaque(conv.data.address(at))
+        for k in range(conv.depth):
+            _accumulate(conv, segment, channels, (data, k), taps, accs)
+
+    over_taps(row, accumulate)
     masks = channel_masks(conv, 1, channels.existing)
     store_places(conv, row, place, channels.column, (segment.width, 1), masks, lambda t, _: accs[t])
-
-
-def _over_taps(
-    conv: Convolution,
-    row: ConvRow,
-    segment: Segment,
-    place: Expr,
-    channels: Channels,
-    accs: Registers,
-    taps: list[Expr],
-) -> None:
-    if len(taps) < len(row.taps):
-        first, count = row.taps[len(taps)]
-        with loop(count) as tap:
-            _over_taps(conv, row, segment, place, channels, accs, [*taps, opaque(first + tap)])
-        return
-    window = conv.windows[-1]
-    at = data_position(conv, row, taps, tirx.const(0, "int64"), place * window.stride - window.before)
-    data = opaque(conv.data.address(at))
-    for k in range(conv.depth):
-        _accumulate(conv, segment, channels, (data, k), taps, accs)
 
 
 def _accumulate(

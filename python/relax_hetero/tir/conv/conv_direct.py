@@ -34,7 +34,6 @@ class PanelTiles:
 
     Attributes
     ----------
-    rows : PrimExpr or int
     tiles : int
         Of a row.
     """
@@ -51,10 +50,7 @@ def emit_direct(conv: Convolution) -> None:
     segments = segments_of(conv.windows[-1], conv.data.extents[-1], conv.result.extents[-1], widest)
     macs = prod(window.size for window in conv.windows) * conv.depth
     split = split_rows(conv, panels, conv.result.extents[-1] * width * macs)
-    rows: Expr = 1
-    for extent in conv.rows:
-        rows = rows * extent
-    rows = opaque(rows)
+    rows = conv.row_count()
     sweep = PanelTiles(ceil_div(rows, split.rows), sum(segment.count for segment in segments))
     vectors = ceil_div(min(width, conv.channels), conv.lanes)
     with loop(split.tasks, parallel=split.tasks > 1) as task:

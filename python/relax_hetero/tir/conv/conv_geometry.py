@@ -58,7 +58,6 @@ def segments_of(window: Window, extent: int, places: int, widest: int) -> list[S
 
     Parameters
     ----------
-    window : Window
     extent : int
         Of the data.
     places : int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -11,10 +12,10 @@ from tvm.script.ir_builder import tirx as T
 from ...encoding.problem import ConvProblem, Window
 from ...target.cpu_target import CpuTarget
 from ...target.dot_instructions import DotInstruction
-from ..core.builder import Expr, Function, ceil_div, lane_mask, opaque
-from ..core.operand_view import Coordinates, OperandView
+from ..core.builder import Expr, Function, ceil_div, lane_mask, loop, opaque
+from ..core.view import Coordinates, OperandView
 from ..core.work_split import Split, tasks_for, unravel
-from ..elementwise.epilogue import EpilogueCode
+from ..elementwise.expression_code import EpilogueCode
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,8 @@ class Convolution:
 
     Attributes
     ----------
-    problem : ConvProblem
-    cpu : CpuTarget
     dot : DotInstruction
         How the CPU multiplies the element types.
-    data, weight, result : OperandView
-    epilogue : EpilogueCode
     lanes : int
         Of an accumulator.
     """
@@ -76,6 +73,10 @@ class Convolution:
     def rows(self) -> list[Expr]:
         """Batch and the outer spatial extents of the result: what a row is numbered by."""
         return [self.result.extents[0], *self.result.extents[2:-1]]
+
+    def row_count(self) -> Expr:
+        """How many rows the result has."""
+        return opaque(prod(self.rows))
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,16 @@ def data_position(conv: Convolution, row: ConvRow, taps: Sequence[Expr], channel
     return at
 
 
+def over_taps(row: ConvRow, visit: Callable[[Sequence[Expr]], None], taps: Sequence[Expr] = ()) -> None:
+    """The loops over the outer places of the window; `visit` writes what is done for each of them."""
+    if len(taps) == len(row.taps):
+        visit(taps)
+        return
+    first, count = row.taps[len(taps)]
+    with loop(count) as tap:
+        over_taps(row, visit, [*taps, opaque(first + tap)])
+
+
 def channel_masks(conv: Convolution, vectors: int, existing: int) -> tuple[Expr | None, ...]:
     """For each vector of output channels which lanes exist, where only `existing` channels do; None: all."""
     return tuple(lane_mask(existing - j * conv.lanes, conv.lanes) for j in range(vectors))
@@ -153,8 +164,6 @@ def store_places(
 
     Parameters
     ----------
-    conv : Convolution
-    row : ConvRow
     place, column : PrimExpr
         The first place along the innermost spatial dimension, the first output channel.
     size : tuple of int
@@ -168,10 +177,7 @@ def store_places(
         for j in range(size[1]):
             at = result_position(conv, row, place + t, column + j * conv.lanes)
 
-            def load(view: OperandView, at: Coordinates = at, mask: Expr | None = masks[j]) -> Expr:
-                return view.load(at, "n", conv.lanes, mask if view.runs_along("n") else None)
-
-            conv.result.store(at, "n", conv.epilogue.result(value(t, j), load), conv.lanes, masks[j])
+            conv.result.store(at, "n", conv.epilogue.result_at(value(t, j), at, masks[j]), conv.lanes, masks[j])
 
 
 def split_rows(conv: Convolution, panels: int, macs: int) -> Split:
@@ -179,15 +185,11 @@ def split_rows(conv: Convolution, panels: int, macs: int) -> Split:
 
     Parameters
     ----------
-    conv : Convolution
-    panels : int
     macs : int
         Multiply-adds of one panel of one row.
     """
     batch = conv.result.extents[0]
-    rows = 1 if not isinstance(batch, int) else batch
-    for extent in conv.rows[1:]:
-        rows *= extent
+    rows = prod(_static(conv.rows))
     cores = conv.cpu.cores
     work = rows * panels * macs if isinstance(batch, int) else None
     if tasks_for(cores, "multiply-adds", work) == 1:

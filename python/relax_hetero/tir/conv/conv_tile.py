@@ -8,7 +8,7 @@ any sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -31,7 +31,7 @@ from ..core.builder import (
 )
 from ..matmul.k_step import emit_step, lhs_group, rhs_groups, zero
 from .conv_geometry import Segment, Taps
-from .conv_spec import Convolution, ConvRow, data_position, result_position, store_places
+from .conv_spec import Convolution, ConvRow, data_position, over_taps, result_position, store_places
 
 # Up to so many steps over the input channels, the loop is written out.
 FEW_STEPS = 4
@@ -84,12 +84,8 @@ class ConvTile:
 
     Attributes
     ----------
-    row : ConvRow
-    panel : Panel
-    segment : Segment
     first : PrimExpr
         Its first place along the innermost dimension.
-    ahead : Ahead or None
     """
 
     row: ConvRow
@@ -125,10 +121,6 @@ class TileRegisters:
         return TileRegisters(sums, Registers(runs * vectors, dtype, conv.lanes))
 
 
-Visit = Callable[[Sequence[Expr]], None]
-"""Writes what is done for outer places of the window."""
-
-
 def emit_tile(conv: Convolution, tile: ConvTile, registers: TileRegisters) -> None:
     """Write the code of a tile."""
     panel, width, accs = tile.panel, tile.segment.width, registers.sums
@@ -143,18 +135,8 @@ def emit_tile(conv: Convolution, tile: ConvTile, registers: TileRegisters) -> No
             accs[number] = zero(conv.dot, conv.lanes)
     else:
         _start_compensated(conv, tile, registers.compensation, accs)
-    _over_taps(tile.row, lambda taps: _accumulate_row(conv, tile, taps, accs))
+    over_taps(tile.row, lambda taps: _accumulate_row(conv, tile, taps, accs))
     store_places(conv, tile.row, tile.first, panel.column, size, panel.masks, lambda t, j: accs[t * panel.vectors + j])
-
-
-def _over_taps(row: ConvRow, visit: Visit, taps: Sequence[Expr] = ()) -> None:
-    """The loops over the outer places of the window."""
-    if len(taps) == len(row.taps):
-        visit(taps)
-        return
-    first, count = row.taps[len(taps)]
-    with loop(count) as tap:
-        _over_taps(row, visit, [*taps, opaque(first + tap)])
 
 
 def _start_compensated(conv: Convolution, tile: ConvTile, compensation: Registers, accs: Registers) -> None:
@@ -174,7 +156,7 @@ def _start_compensated(conv: Convolution, tile: ConvTile, compensation: Register
                     number = index * vectors + j
                     compensation[number] = compensation[number] + sums
 
-    _over_taps(tile.row, visit)
+    over_taps(tile.row, visit)
     for t in range(tile.segment.width):
         for j in range(vectors):
             total = zero(conv.dot, conv.lanes)

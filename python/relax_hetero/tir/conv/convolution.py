@@ -30,7 +30,6 @@ def conv_kernel(problem: ConvProblem, cpu: CpuTarget) -> tirx.PrimFunc:
         Data and result row-major or permuted (channels last is what kernels are made for), the data perhaps with its
         channels padded to `DotInstruction.k0`; the weight in tiles of output channels, `conv_columns` of them,
         ``[OC/n0, KH, KW, IC/groups/k0, n0, k0]``.
-    cpu : CpuTarget
 
     Returns
     -------

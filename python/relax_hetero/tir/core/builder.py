@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import tvm
@@ -72,9 +73,7 @@ class Function:
 
 def flat(buffer: Any, extents: Sequence[Expr], dtype: str | None = None) -> Any:
     """The elements of a parameter as one dimension, perhaps read as another `dtype` of the same width or wider."""
-    count: Expr = tirx.IntImm("int64", 1)
-    for extent in extents:
-        count = count * extent
+    count: Expr = prod(extents, start=tirx.IntImm("int64", 1))
     own, other = tvm.DataType(buffer.dtype), tvm.DataType(dtype or buffer.dtype)
     if own.bits != other.bits:
         count = tirx.floordiv(count * own.bits, other.bits)
@@ -91,9 +90,14 @@ def broadcast(value: Expr, lanes: int) -> Expr:
     return value if lanes == 1 else T.broadcast(value, lanes)
 
 
+def constant(value: float, dtype: str, lanes: int) -> Expr:
+    """A number in every lane."""
+    return broadcast(tirx.const(value, dtype), lanes)
+
+
 def zeros(dtype: str, lanes: int) -> Expr:
     """A vector of zeros."""
-    return broadcast(tirx.const(0, dtype), lanes)
+    return constant(0, dtype, lanes)
 
 
 def lane_indices(start: Expr, lanes: int, step: Expr = 1) -> Expr:
@@ -202,6 +206,11 @@ def loop(extent: Expr, parallel: bool = False) -> Any:
 def int64(value: Expr) -> Expr:
     """An int as an int64 expression; expressions as they are."""
     return tirx.IntImm("int64", value) if isinstance(value, int) else value
+
+
+def plain_extent(extent: Expr) -> Any:
+    """An int for a number, the expression itself for any other."""
+    return int(extent) if isinstance(extent, tirx.IntImm) else extent
 
 
 def ceil_div(value: Expr, by: int) -> Expr:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 from tvm import tirx
@@ -11,7 +12,7 @@ from tvm.script.ir_builder import tirx as T
 from ...encoding.packed_layout import PackedLayout
 from ...encoding.problem import Dim
 from ...target.element_types import bytes_of
-from .builder import Expr, Function, ceil_div, int64, lane_of, vector_type, zeros
+from .builder import Expr, Function, ceil_div, int64, lane_of, plain_extent, vector_type, zeros
 from .view import View, row_major
 
 EMPTY = tirx.const(False, "bool")
@@ -25,8 +26,6 @@ class PackedStorage(View):
 
     Attributes
     ----------
-    shape : tuple of int or str
-    layout : PackedLayout
     extents : list of (int or PrimExpr or None)
         Logical extents; None where the parameter shows how many tiles there are, but not where the last one ends.
     tiles : list of (int or PrimExpr)
@@ -78,10 +77,7 @@ class PackedStorage(View):
 
     def bytes(self) -> Expr:
         """Bytes of the parameter: an int if its shape is static."""
-        total: Expr = bytes_of(self.nominal)
-        for extent in self.physical:
-            total = _times(total, extent)
-        return total
+        return prod(map(plain_extent, self.physical), start=bytes_of(self.nominal))
 
     def outer_stride(self, dim: int) -> Expr:
         """Distance of neighbouring tiles along a dimension."""
@@ -112,8 +108,20 @@ def whole(extent: Expr, tile: int) -> bool:
     return tile == 1 or (isinstance(extent, int) and extent % tile == 0)
 
 
+def by_wholeness(extent: Expr, tile: int, number: Expr, visit: Callable[[bool], None]) -> None:
+    """Write what is done for tile `number` along a dimension; `visit` hears whether the tile is whole."""
+    if whole(extent, tile):
+        visit(True)
+        return
+    with T.If(number * tile + tile <= extent):
+        with T.Then():
+            visit(True)
+        with T.Else():
+            visit(False)
+
+
 def _times(left: Expr, right: Expr) -> Expr:
-    return left * (int(right) if isinstance(right, tirx.IntImm) else right)
+    return left * plain_extent(right)
 
 
 def split_run(length: int, lanes: int) -> list[tuple[int, int]]:

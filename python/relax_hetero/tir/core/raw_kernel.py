@@ -27,7 +27,7 @@ from tvm import s_tir, tirx
 from tvm.tirx.buffer import is_buffer_var
 from tvm_ffi import VisitInterrupt, structural_map, structural_walk
 
-from .builder import Expr
+from .builder import Expr, plain_extent
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,6 @@ def raw_signature(kernel: tirx.PrimFunc) -> RawSignature | None:
 def _can_be_passed(param: tirx.Var) -> bool:
     # TVM passes bfloat16 numbers as integers, but only to packed functions.
     return isinstance(param.ty, tvm.ir.PrimType) and str(param.ty.dtype) != "bfloat16"
-
-
-def plain_extent(extent: Expr) -> Any:
-    """An int for a number, the expression itself for any other."""
-    return int(extent.value) if isinstance(extent, tirx.IntImm) else extent
 
 
 def raw_kernel(kernel: tirx.PrimFunc, signature: RawSignature) -> tirx.PrimFunc:

@@ -1,20 +1,21 @@
 """A parameter of a kernel: its buffer, its elements in one dimension, and how far apart neighbours lie.
 
-What finds an element differs: coordinates of the iteration space (`operand_view`), a tile and a position in it
+What finds an element differs: coordinates of the iteration space (`OperandView`), a tile and a position in it
 (`packed_storage`), heads of an attention (`tir.attention.attention_spec`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tvm
-from tvm import tirx
+from tvm import sym, tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...encoding.packed_layout import PackedLayout
-from .builder import Expr, Function, flat, vector_type
+from ...encoding.problem import Operand
+from .builder import Expr, Function, broadcast, flat, int64, lane_indices, lane_of, masked_store, opaque, vector_type
 
 
 class View:
@@ -87,3 +88,164 @@ def row_major(extents: Sequence[Expr], product: Callable[[Expr, Expr], Expr]) ->
         strides.append(distance)
         distance = product(distance, extent)
     return strides[::-1]
+
+
+Coordinates = Mapping[str, Expr]
+"""A position in the iteration space: an int64 expression for each iteration dimension."""
+
+
+class OperandView(View):
+    """A parameter, its elements found by coordinates; see `View`.
+
+    Attributes
+    ----------
+    extents : list of PrimExpr or int
+        Logical extents: ints where static.
+    index_map : list of str
+        The iteration dimension of each logical dimension, "1" for none.
+    """
+
+    def __init__(self, function: Function, name: str, operand: Operand) -> None:
+        self.layout = operand.layout
+        self.index_map = list(operand.index_map)
+        self.extents: list[Expr] = []
+        physical = []
+        for d, dim in enumerate(operand.shape):
+            tile = operand.layout.tile(d)
+            if isinstance(dim, int):
+                self.extents.append(dim)
+            elif tile == 1:
+                self.extents.append(function.symbol(dim))
+            else:
+                # A parameter of this shape cannot say what the extent is, only how many tiles there are.
+                blocks = function.symbol(f"{name}_tiles_{d}")
+                compensated = operand.layout.compensation and d == operand.layout.inner_dims[-1]
+                self.extents.append((blocks - 1 if compensated else blocks) * tile)
+        for extent in operand.layout.packed_shape(self.extents):
+            physical.append(int64(extent) if isinstance(extent, int) else _simplify(extent))
+        super().__init__(function, name, physical, operand.dtype)
+
+    def open_as(self, dtype: str) -> None:
+        """As of any view; after merging."""
+        super().open_as(dtype)
+        self._strides = row_major(self.layout.packed_shape(self.extents), lambda a, b: opaque(a * b))
+
+    def runs_along(self, name: str) -> bool:
+        """Whether the operand has the iteration dimension (else it is broadcast along it)."""
+        return name in self.index_map
+
+    def exact_extent(self, name: str) -> Expr | None:
+        """The extent of an iteration dimension, None where only the number of its tiles is known."""
+        d = self.index_map.index(name)
+        known = isinstance(self.extents[d], (int, tirx.Var)) or self.layout.tile(d) == 1
+        return self.extents[d] if known else None
+
+    def is_padded(self, name: str, unit: int) -> bool:
+        """Whether storage goes on to the next multiple of `unit` along an iteration dimension."""
+        return self.runs_along(name) and self.layout.tile(self.index_map.index(name)) % unit == 0
+
+    def merge(self, first: str, second: str) -> None:
+        """Make dimensions `first` and `second`, neighbours in row-major storage, one that is called `second`."""
+        if not self.runs_along(second):
+            return
+        d = self.index_map.index(first)
+        self.extents[d : d + 2] = [self.extents[d] * self.extents[d + 1]]
+        self.index_map[d : d + 2] = [second]
+        self.layout = PackedLayout.identity(len(self.extents))
+
+    def address(self, at: Coordinates, skip_compensation: bool = True) -> Expr:
+        """Position of an element in the flat view; coordinates of dimensions it lacks are ignored."""
+        zero = tirx.const(0, "int64")
+        outer, inner = split_position(self.layout, [zero if name == "1" else at[name] for name in self.index_map])
+        if self.layout.compensation and skip_compensation:
+            outer[self.layout.inner_dims[-1]] = outer[self.layout.inner_dims[-1]] + 1
+        offset: Expr = tirx.const(0, "int64")
+        positions = [outer[d] for d in self.layout.outer_perm] + [inner[d] for d in self.layout.inner_dims]
+        for stride, position in zip(self._strides, positions, strict=True):
+            offset = offset + position * stride
+        return _simplify(offset)
+
+    def stride(self, name: str) -> Expr:
+        """Distance of neighbours along an iteration dimension, within a tile where it is tiled."""
+        d = self.index_map.index(name)
+        if d in self.layout.inner_dims:
+            return self._strides[len(self.extents) + self.layout.inner_dims.index(d)]
+        return self._strides[self.layout.outer_perm.index(d)]
+
+    def load(self, at: Coordinates, along: str, lanes: int, mask: Expr | None = None) -> Expr:
+        """`lanes` elements from a position along an iteration dimension, all the same where the operand lacks it.
+
+        Parameters
+        ----------
+        at : Coordinates
+            Of the first element. Where the dimension is tiled, the lanes do not leave the tile.
+        mask : PrimExpr, optional
+            Which lanes may be read (the others are zero), a vector of bool.
+        """
+        if not self.runs_along(along):
+            return broadcast(self.data[self.address(at)], lanes)
+        stride = self.stride(along)
+        if lanes == 1:
+            scalar = self.data[self.address(at)]
+            return scalar if mask is None else _guarded(scalar, mask, self.dtype)
+        if mask is None:
+            return self.data[lane_indices(self.address(at), lanes, stride)]
+        if isinstance(stride, int) and stride == 1:
+            return T.masked_load(vector_type(self.dtype, lanes), self.data, lane_indices(self.address(at), lanes), mask)
+        return T.Shuffle(
+            [self.load(_moved(at, along, lane), along, 1, lane_of(mask, lane)) for lane in range(lanes)],
+            list(range(lanes)),
+        )
+
+    def load_run(self, at: Coordinates, count: int) -> Expr:
+        """`count` elements that lie one after the other in storage, from a position on."""
+        return self.data[lane_indices(self.address(at), count)]
+
+    def load_compensation(self, at: Coordinates, lanes: int) -> Expr:
+        """The layout's compensation of `lanes` columns from a position on, whose k is 0; as int32."""
+        start = self.address(at, skip_compensation=False)
+        return tirx.reinterpret(vector_type("int32", lanes), self.data[lane_indices(start, 4 * lanes)])
+
+    def store(self, at: Coordinates, along: str, value: Expr, lanes: int, mask: Expr | None = None) -> None:
+        """Write `lanes` elements from a position along an iteration dimension, those of the mask where there is one."""
+        stride = self.stride(along)
+        index = lane_indices(self.address(at), lanes, stride)
+        if mask is None:
+            T.buffer_store(self.data, value, [index])
+        elif lanes == 1:
+            with T.If(mask), T.Then():
+                T.buffer_store(self.data, value, [index])
+        elif isinstance(stride, int) and stride == 1:
+            masked_store(self.data, index, value, mask)
+        else:
+            kept = T.bind(value)
+            for lane in range(lanes):
+                with T.If(lane_of(mask, lane)), T.Then():
+                    T.buffer_store(self.data, lane_of(kept, lane), [self.address(_moved(at, along, lane))])
+
+
+def _guarded(scalar: Expr, mask: Expr, dtype: str) -> Expr:
+    """A load that happens only where the mask holds, zero elsewhere."""
+    if dtype != "bfloat16":
+        return T.if_then_else(mask, scalar, tirx.const(0, dtype))
+    # As bits: TVM's legalization makes a choice between bfloat16 values one between float32 ones.
+    bits = T.if_then_else(mask, tirx.reinterpret("uint16", scalar), tirx.const(0, "uint16"))
+    return tirx.reinterpret("bfloat16", bits)
+
+
+def _moved(at: Coordinates, along: str, by: int) -> Coordinates:
+    return {**at, along: at[along] + by}
+
+
+def _simplify(expression: Expr) -> Expr:
+    return sym.Analyzer().simplify(expression)
+
+
+def extent_of(views: Sequence[OperandView], name: str) -> Expr:
+    """The extent of an iteration dimension: exact where a view knows it, else rounded up to whole tiles."""
+    fitting = [view for view in views if view.runs_along(name)]
+    for view in fitting:
+        exact = view.exact_extent(name)
+        if exact is not None:
+            return exact
+    return fitting[0].extents[fitting[0].index_map.index(name)]

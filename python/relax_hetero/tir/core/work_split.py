@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal
 
 from tvm import tirx
@@ -56,7 +57,6 @@ class Split:
 
     Attributes
     ----------
-    batch, rows, columns : PrimExpr or int
     tasks : int
         At least their product.
     """
@@ -83,15 +83,13 @@ def split_work(cores: int, batch: Expr, rows: Expr, columns: Expr, tile: tuple[i
 
     Parameters
     ----------
-    cores : int
     batch, rows, columns : PrimExpr or int
         How many products, tiles of rows and panels of columns there are.
     tile : tuple of int
         Rows and columns of a tile.
-    k : PrimExpr or int
     """
     known = [size for size in (batch, rows, columns, k) if isinstance(size, int)]
-    work = _volume(known) * tile[0] * tile[1] if len(known) == 4 else None
+    work = prod(known) * tile[0] * tile[1] if len(known) == 4 else None
     if tasks_for(cores, "multiply-adds", work) == 1:
         return Split(1, 1, 1, 1)
     if not isinstance(rows, int) and not isinstance(columns, int):
@@ -102,7 +100,7 @@ def split_work(cores: int, batch: Expr, rows: Expr, columns: Expr, tile: tuple[i
     few = guess[1] * tile[0] <= FEW_ROWS
 
     def cost(parts: tuple[int, int, int]) -> tuple[Any, ...]:
-        longest = _volume([ceil_div(size, count) for size, count in zip(guess, parts, strict=True)])
+        longest = prod([ceil_div(size, count) for size, count in zip(guess, parts, strict=True)])
         return longest, -parts[0], -parts[2] if few else -parts[1]
 
     best = min(
@@ -113,7 +111,7 @@ def split_work(cores: int, batch: Expr, rows: Expr, columns: Expr, tile: tuple[i
         min(size, count) if isinstance(size, int) else count
         for size, count in zip((batch, rows, columns), best, strict=True)
     ]
-    return Split(used[0], used[1], used[2], _volume(used))
+    return Split(used[0], used[1], used[2], prod(used))
 
 
 def for_parts(counts: Sequence[Expr], size: Expr, cpu: CpuTarget, body: Callable[[list[Expr]], None]) -> None:
@@ -125,13 +123,10 @@ def for_parts(counts: Sequence[Expr], size: Expr, cpu: CpuTarget, body: Callable
         Extents of the loops, outermost first.
     size : int or PrimExpr
         Bytes that all of it touches; little work stays on one core.
-    cpu : CpuTarget
     body : Callable
         Gets the positions.
     """
-    total: Expr = 1
-    for count in counts:
-        total = total * count
+    total: Expr = prod(counts)
     if any(isinstance(count, int) and count == 0 for count in counts):  # whatever the symbolic ones are
         return
     # The analyzer must not find a division by zero, not even where nothing runs.
@@ -179,7 +174,6 @@ def unravel(
 
     Parameters
     ----------
-    number : PrimExpr
     extents : sequence of int or PrimExpr
         The first is not needed: whatever is left is the place along it.
     place, rest : callable
@@ -195,10 +189,3 @@ def unravel(
 
 def _either(condition: Expr, then: int, otherwise: int) -> Expr:
     return tirx.Select(condition, tirx.const(then, "int64"), tirx.const(otherwise, "int64"))
-
-
-def _volume(sizes: list[int]) -> int:
-    product = 1
-    for size in sizes:
-        product *= size
-    return product

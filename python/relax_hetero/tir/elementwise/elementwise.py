@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...encoding.problem import ElementwiseProblem
 from ...errors import EncodingError
 from ...target.cpu_target import CpuTarget
-from ..core.builder import Expr, Function, lane_indices, loop
-from ..core.packed_storage import PackedStorage, gathered, loaded, split_run, tail_mask, whole
+from ..core.builder import Expr, Function, lane_indices, loop, plain_extent
+from ..core.packed_storage import PackedStorage, by_wholeness, gathered, loaded, split_run, tail_mask, whole
 from ..core.ties import tied_to
 from ..core.work_split import for_parts, nest_loops
 from ..math.casts import computed_in
@@ -26,7 +28,6 @@ def elementwise_kernel(problem: ElementwiseProblem, cpu: CpuTarget) -> tirx.Prim
     ----------
     problem : ElementwiseProblem
         Operands stored as the result are read tile by tile; row-major ones are broadcast against it.
-    cpu : CpuTarget
 
     Raises
     ------
@@ -94,9 +95,7 @@ class _Work:
 
     def as_one_dimension(self) -> None:
         """No operand needs to know where in the tensor it is."""
-        total: Expr = 1
-        for extent in self.result.physical:
-            total = total * (int(extent) if isinstance(extent, tirx.IntImm) else extent)
+        total: Expr = prod(map(plain_extent, self.result.physical))
         vectors = total // self.lanes if isinstance(total, int) else tirx.floordiv(total, self.lanes)
 
         def at(start: Expr, width: int) -> None:
@@ -137,14 +136,7 @@ class _Work:
                     mask = None if full else tail_mask(extent, tile, first, start, width)
                     self._at(outer, {**inner, last: tirx.const(start, "int64")}, last, width, mask)
 
-            if whole(extent, tile):
-                vectors(True)
-                return
-            with T.If(first + tile <= extent):
-                with T.Then():
-                    vectors(True)
-                with T.Else():
-                    vectors(False)
+            by_wholeness(extent, tile, outer[last], vectors)
             return
         extent = self.extents[last]
         count = extent // self.lanes if isinstance(extent, int) else tirx.floordiv(extent, self.lanes)

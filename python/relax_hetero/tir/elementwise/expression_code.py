@@ -1,4 +1,4 @@
-"""Elementwise expressions as vector code: in the epilogue of a product, and alone (`elementwise`).
+"""Elementwise expressions as vector code: in the epilogue of a product (`EpilogueCode`), and alone (`elementwise`).
 
 Rules of arithmetic
 -------------------
@@ -12,7 +12,7 @@ Rules of arithmetic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,13 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...encoding.expression import Expression
+from ...encoding.problem import Epilogue
 from ...errors import EncodingError
+from ...target.element_types import HALVES
+from ..core.builder import Expr, Function, prefetch, vector_type
+from ..core.view import Coordinates, OperandView
 from ..math import vector_math
-from ..math.casts import HALVES, cast, computed_in, round_to_bfloat16
+from ..math.casts import cast, computed_in, round_to_bfloat16
 from .expression_ops import FLOAT32_OPS, FLOAT_OPS, INT_OPS, QUANTIZE, quantize, with_quantize
 
 
@@ -39,12 +43,10 @@ def emit(expression: Expression, values: Sequence[tirx.Expr], dtypes: Sequence[s
 
     Parameters
     ----------
-    expression : Expression
     values : sequence of PrimExpr
         The operands, of `lanes` lanes each (scalars where `lanes` is 1; a scalar operand is broadcast otherwise).
     dtypes : sequence of str
         Element types of the operands. A value may be in the type itself or in the one of `computed_in`.
-    lanes : int
 
     Returns
     -------
@@ -128,3 +130,63 @@ def _cast(value: _Value, dtype: str) -> _Value:
         # Not bound: TVM's analyzer fails on bound vectors of bool.
         return _Value(dtype, tirx.NE(value.value, vector_math.constant(value.value, 0)))
     return _Value(dtype, vector_math.once(cast(value.value, computed_in(dtype))))
+
+
+@dataclass(frozen=True)
+class EpilogueCode:
+    """What is done to the accumulators of a product before they are stored; its operands are parameters of a kernel.
+
+    Attributes
+    ----------
+    expression : Expression
+        ``x0`` is the accumulator.
+    views : tuple of OperandView
+        Of ``x1``, ``x2``, ...
+    acc_dtype, dtype : str
+        Element types of the accumulators and of the kernel's result.
+    lanes : int
+        Of an accumulator.
+    """
+
+    expression: Expression
+    views: tuple[OperandView, ...]
+    acc_dtype: str
+    dtype: str
+    lanes: int
+
+    @staticmethod
+    def of(function: Function, epilogue: Epilogue | None, acc_dtype: str, dtype: str, lanes: int) -> EpilogueCode:
+        """Declares the operands, the next parameters of `function`; without an epilogue there are none."""
+        operands = epilogue.operands if epilogue else ()
+        views = tuple(OperandView(function, f"x{i + 1}", operand) for i, operand in enumerate(operands))
+        return EpilogueCode(epilogue.expression if epilogue else Expression.operand(0), views, acc_dtype, dtype, lanes)
+
+    def prefetch(self, along: str, size: tuple[int, int], at: Callable[[OperandView, int, int], Coordinates]) -> None:
+        """Ask for what is read of every element of a tile, so that it has come when the sums are done.
+
+        Parameters
+        ----------
+        along : str
+            The tile's iteration dimension beside "n".
+        size : tuple of int
+            How much of it the tile has, and its vectors.
+        at : callable
+            Where an element of that dimension and a vector begin in an operand.
+        """
+        for view in self.views:
+            if self.lanes > 1 and view.runs_along(along) and view.runs_along("n"):
+                for i in range(size[0]):
+                    for j in range(size[1]):
+                        prefetch(view.data, view.address(at(view, i, j)))
+
+    def result(self, acc: Expr, load: Callable[[OperandView], Expr]) -> Expr:
+        """What is stored for a vector of accumulators; `load` reads an operand where the vector lies."""
+        dtypes = [self.acc_dtype, *(view.dtype for view in self.views)]
+        value = emit(self.expression, [acc, *map(load, self.views)], dtypes, self.lanes)
+        if self.expression.dtype(dtypes) == self.dtype:
+            return value
+        return tirx.Cast(vector_type(self.dtype, self.lanes), value)
+
+    def result_at(self, acc: Expr, at: Coordinates, mask: Expr | None) -> Expr:
+        """What is stored for a vector of accumulators along "n"; `mask` says which of its lanes exist (None: all)."""
+        return self.result(acc, lambda view: view.load(at, "n", self.lanes, mask if view.runs_along("n") else None))

@@ -15,10 +15,8 @@ import numpy as np
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...encoding.expression import Expression, Term
+from ...encoding.expression import Expression, Term, split_sum
 from ..math import vector_math
-from ..math.vector_gelu import gelu, gelu_tanh
-from ..math.vector_powers import exp_nonpositive
 
 Number = bool | int | float
 
@@ -56,21 +54,9 @@ def _divide_int(a: tirx.Expr, b: tirx.Expr) -> tirx.Expr:
     return T.Select(by_minus_one, zero - a, T.truncdiv(a, safe))
 
 
-def _square(x: tirx.Expr) -> tirx.Expr:
-    return x * x
-
-
-def _negative(x: tirx.Expr) -> tirx.Expr:
-    return vector_math.constant(x, 0) - x
-
-
 def _negative_float(x: tirx.Expr) -> tirx.Expr:
     # 0 - x would lose the sign of a zero.
     return x * vector_math.constant(x, -1)
-
-
-def _same(x: tirx.Expr) -> tirx.Expr:
-    return x
 
 
 _ARITHMETIC: dict[str, Callable[..., tirx.Expr]] = {
@@ -78,16 +64,14 @@ _ARITHMETIC: dict[str, Callable[..., tirx.Expr]] = {
     "subtract": lambda a, b: a - b,
     "multiply": lambda a, b: a * b,
     "relu": lambda x: vector_math.at_least(x, 0),
-    "square": _square,
+    "square": lambda x: x * x,
     "leaky_relu": _leaky_relu,
     "clip": _clip,
 }
+# `exp_nonpositive` is no op of an expression's text: plans of kernels put it where they know the argument.
 FLOAT32_OPS: dict[str, Callable[..., tirx.Expr]] = {
-    name: getattr(vector_math, name) for name in ("exp", "log", "tanh", "erf", "sigmoid", "silu")
+    name: getattr(vector_math, name) for name in "exp exp_nonpositive log tanh erf sigmoid silu gelu gelu_tanh".split()
 }
-FLOAT32_OPS.update(gelu=gelu, gelu_tanh=gelu_tanh)
-# No op of an expression's text: plans of kernels put it where they know the argument.
-FLOAT32_OPS["exp_nonpositive"] = exp_nonpositive
 FLOAT_OPS: dict[str, Callable[..., tirx.Expr]] = {
     **_ARITHMETIC,
     **FLOAT32_OPS,
@@ -108,10 +92,8 @@ INT_OPS: dict[str, Callable[..., tirx.Expr]] = {
     "maximum": T.max,
     "minimum": T.min,
     "abs": T.abs,
-    "negative": _negative,
-    "round": _same,
-    "floor": _same,
-    "ceil": _same,
+    "negative": lambda x: vector_math.constant(x, 0) - x,
+    **dict.fromkeys(("round", "floor", "ceil"), lambda x: x),
 }
 
 
@@ -124,7 +106,6 @@ def with_quantize(expression: Expression, dtypes: Sequence[str]) -> Expression:
 
     Parameters
     ----------
-    expression : Expression
     dtypes : sequence of str
         Element types of its operands.
     """
@@ -142,10 +123,8 @@ def _quantize(term: Term, dtypes: Sequence[str]) -> tuple[Term, tuple[Any, ...]]
     """What is quantized by a term, and how; None for a term that is no requantization to bytes."""
     if term.op != "cast" or term.params[0] not in ("int8", "uint8") or term.args[0].op != "clip":
         return None
-    dtype, bounds, inner = str(term.params[0]), term.args[0].params, term.args[0].args[0]
-    zero = 0.0
-    if inner.op == "add" and inner.args[1].op == "number":
-        inner, zero = inner.args[0], float(inner.args[1].params[0])
+    dtype, bounds = str(term.params[0]), term.args[0].params
+    inner, zero = split_sum(term.args[0].args[0])
     numbers = (zero, *map(float, bounds))
     limits = np.iinfo(dtype)
     fits = all(number.is_integer() and limits.min <= number <= limits.max for number in numbers)

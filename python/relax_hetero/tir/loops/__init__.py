@@ -26,7 +26,6 @@ def schedule(func: tirx.PrimFunc, cpu: CpuTarget) -> tirx.PrimFunc:
     ----------
     func : PrimFunc
         Of te.compute form, as legalization and FuseTIR make them.
-    cpu : CpuTarget
 
     Raises
     ------

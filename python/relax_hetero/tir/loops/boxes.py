@@ -1,6 +1,14 @@
-"""Domains cut where conditions on positions change, so that none is left inside a loop.
+"""Domains made simple: axes split where positions are taken apart, then boxes cut where conditions change.
 
-Before::
+`split_axes` makes every access linear again. Before, what a reshape and a transpose leave behind::
+
+    for c in 24: y[c] = x[c % 3 * 8 + c // 3]
+
+After::
+
+    for a in 8: for b in 3: y[a * 3 + b] = x[b * 8 + a]
+
+`cut` leaves no condition on positions inside a loop. Before::
 
     for i in 30: y[i] = if_then_else(1 <= i and i < 29, x[i - 1], 0)
 
@@ -15,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import tvm
@@ -24,7 +33,7 @@ from tvm_ffi import structural_map, structural_walk
 
 from ..core.builder import Expr
 from .nests import Nest
-from .stages import Axis, variables
+from .stages import Axis, replaced, variables
 
 # More pieces of code than this cost more to compile than they save; those of reductions are larger.
 _MOST_BOXES, _MOST_REDUCTIONS = 40, 9
@@ -43,6 +52,55 @@ _EDGES: dict[Any, tuple[int, ...]] = {
     tirx.EQ: (0, 1),
     tirx.NE: (0, 1),
 }
+
+_APART = (tirx.FloorDiv, tirx.FloorMod)
+
+
+def split_axes(nest: Nest) -> Nest:
+    """The nest with axes split that are divided by a constant.
+
+    Axes that are divided by several constants stay as they are, and so do the axes of reductions.
+    """
+    if nest.sums:
+        return nest
+    nest = _rewritten(nest, nest.axes, {})
+    found: dict[tirx.Var, set[int]] = {}
+    for value in nest.expressions():
+        for node in _taken_apart(value):
+            if isinstance(node.a, tvm.ir.Var) and isinstance(node.b, tirx.IntImm):
+                found.setdefault(node.a, set()).add(int(node.b))
+    axes: list[Axis] = []
+    split: dict[tirx.Var, Expr] = {}
+    for axis in nest.axes:
+        by = next(iter(found.get(axis.var, ())), 1)
+        fits = isinstance(axis.extent, int) and 1 < by < axis.extent and axis.extent % by == 0
+        if not fits or len(found[axis.var]) != 1:
+            axes.append(axis)
+            continue
+        outer, inner = tirx.Var(f"{axis.var.name}_o", "int64"), tirx.Var(f"{axis.var.name}_i", "int64")
+        axes += [Axis(outer, axis.extent // by), Axis(inner, by)]
+        split[axis.var] = outer * by + inner
+    return replace(_rewritten(nest, axes, split), axes=tuple(axes), split=split) if split else nest
+
+
+def _rewritten(nest: Nest, axes: Sequence[Axis], values: dict[tirx.Var, Expr]) -> Nest:
+    """The nest with variables replaced, and quotients and remainders simplified."""
+    if not any(_taken_apart(value) for value in nest.expressions()):
+        return nest
+    analyzer = Analyzer()
+    for axis in axes:
+        analyzer.bind(axis.var, tvm.ir.Range(0, axis.extent))
+
+    def rewritten(value: Expr) -> Expr:
+        return structural_map(replaced(value, values), [(kind, analyzer.simplify) for kind in _APART])
+
+    return replace(nest, steps=[(buffer, rewritten(value)) for buffer, value in nest.steps])
+
+
+def _taken_apart(value: Expr) -> list[Expr]:
+    found: list[Expr] = []
+    structural_walk(value, [(kind, found.append) for kind in _APART])
+    return found
 
 
 @dataclass(frozen=True)
@@ -80,9 +138,7 @@ def cut(nest: Nest) -> list[Box]:
                 if isinstance(extent, int) and 0 < point < extent:
                     points[d].add(point)
     for d in range(len(points)):  # the innermost is what vectors need
-        count = 1
-        for found in points:
-            count *= len(found) + 1
+        count = prod(len(found) + 1 for found in points)
         if count > (_MOST_REDUCTIONS if nest.sums else _MOST_BOXES):
             points[d] = set()
     pieces = []
@@ -106,13 +162,15 @@ def _bounds(pieces: list[list[Bounds]], whole: Sequence[Bounds], border: bool = 
 def conditions_of(expr: Expr) -> list[Expr]:
     """Conditions on positions in an expression."""
     found: list[Expr] = []
+    structural_walk(expr, (tirx.Select, lambda select: found.append(select.condition)))
+    return [*choices_of(expr), *found]
 
-    def on_call(call: Expr) -> None:
-        if is_choice(call):
-            found.append(call.args[0])
 
-    structural_walk(expr, [(tvm.ir.Call, on_call), (tirx.Select, lambda select: found.append(select.condition))])
-    return found
+def choices_of(expr: Expr) -> list[Expr]:
+    """The conditions of the choices in an expression that evaluate one of two values only."""
+    found: list[Expr] = []
+    structural_walk(expr, (tvm.ir.Call, found.append))
+    return [call.args[0] for call in found if is_choice(call)]
 
 
 def _atoms(condition: Any) -> Iterable[Any]:
@@ -152,12 +210,19 @@ def _turning_points(atom: Expr, axes: Sequence[Axis], reduced: Sequence[Axis]) -
     return [(own[0], point) for point in found]
 
 
-def _inside(nest: Nest, bounds: Sequence[Bounds]) -> Nest:
+def analyzer_of(nest: Nest, bounds: Sequence[Bounds]) -> Analyzer:
+    """It knows the bounds of every axis of a nest, the reduced ones included."""
     analyzer = Analyzer()
     for axis, (begin, end) in zip(nest.axes, bounds, strict=True):
         analyzer.bind(axis.var, tvm.ir.Range(begin, end))
     for axis in nest.reduced:
         analyzer.bind(axis.var, tvm.ir.Range(0, axis.extent))
+    return analyzer
+
+
+def _inside(nest: Nest, bounds: Sequence[Bounds]) -> Nest:
+    """The nest as it is inside a box: its choices are made where the bounds decide them."""
+    analyzer = analyzer_of(nest, bounds)
 
     def decided(expr: Expr) -> Expr:
         return structural_map(expr, [(tvm.ir.Call, call), (tirx.Select, select)])

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import tvm
 from tvm import tirx
 from tvm.sym import Analyzer, detect_linear_equation
 
 from ..core.builder import Expr, int64
 from ..core.work_split import ravel
-from .boxes import Box
+from .boxes import Box, analyzer_of
 from .nests import Nest
 from .stages import Load, loads, replaced, variables, with_loads
 
@@ -90,18 +89,13 @@ def flatten(box: Box, shared: tuple[int, Expr, Expr] | None, view: Callable[[tir
 
     Parameters
     ----------
-    box : Box
     shared : (axis, begin, end) or None
         An axis of which only a part is computed, which stays a loop of its own.
     view : callable
         A buffer's elements as one dimension.
     """
     nest = box.nest
-    analyzer = Analyzer()
-    for axis, (begin, end) in zip(nest.axes, box.bounds, strict=True):
-        analyzer.bind(axis.var, tvm.ir.Range(begin, end))
-    for axis in nest.reduced:
-        analyzer.bind(axis.var, tvm.ir.Range(0, axis.extent))
+    analyzer = analyzer_of(nest, box.bounds)
 
     def flat_load(load: Load) -> Expr:
         return tirx.BufferLoad(view(load.source), [_offset(load.source, load.indices, analyzer)])
@@ -175,20 +169,16 @@ def _merged(
             inner = None
             continue
         var = tirx.Var(loop.var.name, "int64")
-        values[loop.var] = var + loop.begin if not _is_zero(loop.begin) else var
+        values[loop.var] = var + loop.begin if not is_step(loop.begin, 0) else var
         done.append(Loop(var, 0, count))
         inner = loop.var
     return done[::-1]
-
-
-def _is_zero(value: Expr) -> bool:
-    return isinstance(value, int) and value == 0
 
 
 def _follows(numbers: dict[tirx.Var, Expr], outer: tirx.Var, inner: tirx.Var, count: Expr) -> bool:
     wide, narrow = numbers.get(outer, 0), numbers.get(inner, 0)
     if isinstance(wide, int) and isinstance(narrow, int) and isinstance(count, int):
         return wide == narrow * count
-    if _is_zero(wide) or _is_zero(narrow):
-        return _is_zero(wide) and _is_zero(narrow)
+    if is_step(wide, 0) or is_step(narrow, 0):
+        return is_step(wide, 0) and is_step(narrow, 0)
     return Analyzer().can_prove_equal(wide, narrow * count)

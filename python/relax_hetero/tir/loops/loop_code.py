@@ -38,7 +38,6 @@ def spread(box: FlatBox, tasks: int, unit: int, write: Callable[[FlatBox], None]
 
     Parameters
     ----------
-    box : FlatBox
     tasks : int
         Of one, no parallel loop is written.
     unit : int
@@ -74,13 +73,10 @@ def run(loop: Loop, lanes: int, together: int, overlap: bool, visit: Visit) -> N
 
     Parameters
     ----------
-    loop : Loop
-    lanes : int
     together : int
         How many vectors are visited at once.
     overlap : bool
         Whether elements may be computed twice, which makes a whole vector of the last ones.
-    visit : callable
     """
     unit = lanes * together
     count = loop.count

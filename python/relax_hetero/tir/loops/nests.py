@@ -14,7 +14,8 @@ After, one nest over i::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import prod
 
 import tvm
 from tvm import tirx
@@ -46,7 +47,6 @@ class Nest:
 
     Attributes
     ----------
-    axes, reduced : tuple of Axis
     indices : tuple of Var
         What is stored at: the variables of the axes, before any was split.
     sums : list of Sum
@@ -89,7 +89,6 @@ def form_nests(stages: Sequence[Stage], results: Sequence[tirx.Buffer]) -> list[
 
     Parameters
     ----------
-    stages : sequence of Stage
     results : sequence of Buffer
         Parameters of the function; everything else is read by later stages only.
     """
@@ -146,8 +145,9 @@ def _inlined(stages: list[Stage], results: Sequence[tirx.Buffer]) -> list[Stage]
     return _live(done, results)
 
 
-def _reads(stage: Stage, buffer: tirx.Buffer) -> list[Load]:
-    return [load for value in stage.values for load in loads(value) if load.source.same_as(buffer)]
+def _reads(computed: Stage | Nest, buffer: tirx.Buffer) -> list[Load]:
+    values = computed.values if isinstance(computed, Stage) else computed.expressions()
+    return [load for value in values for load in loads(value) if load.source.same_as(buffer)]
 
 
 def _with_values(stage: Stage, inline: dict[tirx.Buffer, Stage]) -> Stage:
@@ -160,8 +160,7 @@ def _with_values(stage: Stage, inline: dict[tirx.Buffer, Stage]) -> Stage:
 
     if not any(source in inline for value in stage.values for source in sources(value)):
         return stage
-    values = tuple(with_loads(value, change) for value in stage.values)
-    return Stage(stage.buffers, values, stage.initial, stage.spatial, stage.reduced)
+    return replace(stage, values=tuple(with_loads(value, change) for value in stage.values))
 
 
 def _is_inlined(stage: Stage, uses: list[tuple[Stage, Load]]) -> bool:
@@ -196,10 +195,9 @@ def _weight(expr: Expr) -> tuple[int, bool]:
 
 
 def _size(stage: Stage) -> float:
-    size = 1.0
-    for axis in (*stage.spatial, *stage.reduced):
-        size *= axis.extent if isinstance(axis.extent, int) else 1e9
-    return size
+    """How many points it computes; very many where extents are unknown."""
+    extents = [axis.extent for axis in (*stage.spatial, *stage.reduced)]
+    return prod(extent if isinstance(extent, int) else 1e9 for extent in extents)
 
 
 def is_at(load: Load, computed: Stage | Nest) -> bool:
@@ -257,21 +255,16 @@ def _share_storage(stages: list[Stage], results: Sequence[tirx.Buffer]) -> list[
         return tirx.BufferLoad(renamed[load.source], load.indices) if load.source in renamed else load
 
     return [
-        Stage(
-            tuple(renamed.get(b, b) for b in stage.buffers),
-            tuple(with_loads(value, change) for value in stage.values),
-            stage.initial,
-            stage.spatial,
-            stage.reduced,
+        replace(
+            stage,
+            buffers=tuple(renamed.get(b, b) for b in stage.buffers),
+            values=tuple(with_loads(value, change) for value in stage.values),
         )
         for stage in stages
     ]
 
 
-Pair = tuple[tirx.Buffer, tirx.Buffer]
-
-
-def tied_in(nests: Sequence[Nest], params: Sequence[tirx.Buffer]) -> list[tuple[Pair, Nest]]:
+def tied_in(nests: Sequence[Nest], params: Sequence[tirx.Buffer]) -> list[tuple[tuple[tirx.Buffer, tirx.Buffer], Nest]]:
     """Pairs of an operand and a result of one form, with the nest that reads the one and stores the other.
 
     They are candidates to be one memory. Whether they may be is up to the code: it must compute no element twice, nor
@@ -295,10 +288,6 @@ def tied_in(nests: Sequence[Nest], params: Sequence[tirx.Buffer]) -> list[tuple[
             continue
         for operand in read[n]:
             elsewhere = operand in made or any(operand in others for m, others in enumerate(read) if m != n)
-            if operand in params and not elsewhere and all(is_at(load, nest) for load in _loads_of(nest, operand)):
+            if operand in params and not elsewhere and all(is_at(load, nest) for load in _reads(nest, operand)):
                 found.append(((operand, result), nest))
     return found
-
-
-def _loads_of(nest: Nest, operand: tirx.Buffer) -> list[Load]:
-    return [load for value in nest.expressions() for load in loads(value) if load.source.same_as(operand)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -303,10 +304,7 @@ class AlongResults:
 
 def _terms(box: FlatBox) -> int:
     """How many terms a result has; many where that is unknown."""
-    terms = 1
-    for loop in box.reduced:
-        terms *= loop.count if isinstance(loop.count, int) else _WRITTEN_OUT
-    return terms
+    return prod(loop.count if isinstance(loop.count, int) else _WRITTEN_OUT for loop in box.reduced)
 
 
 def _is_known(loop: Loop) -> bool:

@@ -12,7 +12,7 @@ from tvm.ir.expr import TensorLoad as Load
 from tvm.s_tir import SBlock, SBlockRealize
 from tvm_ffi import structural_map, structural_walk
 
-from ..core.builder import Expr
+from ..core.builder import Expr, plain_extent
 
 _REDUCED = 2  # IterVar.CommReduce
 
@@ -37,7 +37,6 @@ class Stage:
         One for each buffer. Those of a reduction read the buffers at the same place: what is there so far.
     initial : tuple of PrimExpr
         What a reduction starts from, one for each buffer; empty where nothing is reduced.
-    spatial, reduced : tuple of Axis
     """
 
     buffers: tuple[tirx.Buffer, ...]
@@ -61,10 +60,8 @@ def is_written(func: tirx.PrimFunc) -> bool:
 def read_stages(func: tirx.PrimFunc) -> list[Stage]:
     """The stages of a PrimFunc, in order.
 
-    Raises
-    ------
-    NotStages
-        The function is not made of loops around single blocks that store, or has loops that are scheduled already.
+    Raises NotStages if the function is not made of loops around single blocks that store, or has loops that are
+    scheduled already.
     """
     root = func.body
     if not isinstance(root, SBlockRealize) or root.iter_values:
@@ -89,11 +86,11 @@ def read_stages(func: tirx.PrimFunc) -> list[Stage]:
 def _read_nest(statement: tirx.Stmt) -> Stage:
     loops: dict[tirx.Var, Expr] = {}
     while isinstance(statement, tirx.For):
-        if statement.kind != tirx.ForKind.SERIAL or not _is_zero(statement.min) or statement.step is not None:
+        if statement.kind != tirx.ForKind.SERIAL or not _is(statement.min, 0) or statement.step is not None:
             raise NotStages(f"loop {statement.loop_var} is no plain loop")
-        loops[statement.loop_var] = known(statement.extent)
+        loops[statement.loop_var] = plain_extent(statement.extent)
         statement = statement.body
-    if not isinstance(statement, SBlockRealize) or not _is_true(statement.predicate):
+    if not isinstance(statement, SBlockRealize) or not _is(statement.predicate, 1):
         raise NotStages("a loop has more inside than one block")
     block = statement.block
     if block.match_buffers or block.alloc_buffers or any(v.iter_type not in (0, _REDUCED) for v in block.iter_vars):
@@ -101,7 +98,7 @@ def _read_nest(statement: tirx.Stmt) -> Stage:
     spatial: list[Axis] = []
     reduced: list[Axis] = []
     for iter_var, value in zip(block.iter_vars, statement.iter_values, strict=True):
-        if value not in loops and not _is_zero(value):
+        if value not in loops and not _is(value, 0):
             raise NotStages(f"block {block.name_hint} is bound to {value}")
         axis = Axis(iter_var.var, loops.pop(value, 1))
         (reduced if iter_var.iter_type == _REDUCED else spatial).append(axis)
@@ -130,7 +127,7 @@ def _stores(block: SBlock, body: tirx.Stmt, spatial: list[Axis]) -> tuple[tuple[
         if not statement.indices and all(axis.extent == 1 for axis in spatial):
             spatial.clear()
         if len(statement.indices) != len(spatial) or not all(
-            index.same_as(axis.var) or (axis.extent == 1 and _is_zero(index))
+            index.same_as(axis.var) or (axis.extent == 1 and _is(index, 0))
             for index, axis in zip(statement.indices, spatial, strict=True)
         ):
             raise NotStages(f"block {block.name_hint} stores to {list(statement.indices)}")
@@ -139,17 +136,8 @@ def _stores(block: SBlock, body: tirx.Stmt, spatial: list[Axis]) -> tuple[tuple[
     return tuple(buffers), tuple(values)
 
 
-def known(value: Expr) -> Expr:
-    """An int where the expression is one."""
-    return int(value) if isinstance(value, tirx.IntImm) else value
-
-
-def _is_zero(value: Expr) -> bool:
-    return isinstance(value, tirx.IntImm) and int(value) == 0
-
-
-def _is_true(value: Expr) -> bool:
-    return isinstance(value, tirx.IntImm) and int(value) == 1
+def _is(value: Expr, number: int) -> bool:
+    return isinstance(value, tirx.IntImm) and int(value) == number
 
 
 def replaced(expr: Expr, values: Mapping[tirx.Var, Expr]) -> Expr:

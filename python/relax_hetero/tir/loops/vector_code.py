@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import tvm
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
-from tvm_ffi import structural_map, structural_walk
+from tvm_ffi import structural_map
 
 from ...target.cpu_target import CpuTarget
 from ..core.builder import Expr, lane_indices
-from .boxes import is_choice
+from .boxes import choices_of, is_choice
 from .flat import FlatBox, stride
 from .nests import Nest
 from .stages import Load, loads, replaced, sources, variables, with_loads
@@ -41,14 +40,8 @@ def store(buffer: tirx.Buffer, value: Expr, index: Expr, lanes: int) -> None:
         T.buffer_store(buffer, replaced(value, none), [replaced(index, none)])
         return
     value = _by_vectors(value, lanes)
-    with _lanes(lanes) as lane:
-        T.buffer_store(buffer, replaced(value, {LANE: lane}), [replaced(index, {LANE: lane})])
-
-
-@contextmanager
-def _lanes(lanes: int) -> Iterator[Expr]:
     with T.vectorized(tirx.IntImm("int64", lanes)) as lane:
-        yield lane
+        T.buffer_store(buffer, replaced(value, {LANE: lane}), [replaced(index, {LANE: lane})])
 
 
 def _by_vectors(value: Expr, lanes: int) -> Expr:
@@ -116,12 +109,10 @@ def write_point(box: FlatBox, var: tirx.Var | None, start: Expr, lanes: int, sum
 
     Parameters
     ----------
-    box : FlatBox
     var : Var, optional
         The variable along which the points lie; none for a single point.
     start : PrimExpr
         Where the first is.
-    lanes : int
     sums : mapping of Buffer to Buffer
         Slots of the reduced values.
     """
@@ -159,20 +150,9 @@ def lanes_of(nest: Nest, cpu: CpuTarget) -> int:
 
 def varies_inside(box: FlatBox, var: tirx.Var) -> bool:
     """Whether a choice of one of two values hangs on a variable: the lanes of a vector cannot choose alone."""
-    return any(var in variables(c) for value in box.nest.expressions() for c in _choices(value))
+    return any(var in variables(c) for value in box.nest.expressions() for c in choices_of(value))
 
 
 def chooses(value: tirx.Expr) -> bool:
     """Whether an expression has choices."""
-    return bool(_choices(value))
-
-
-def _choices(value: tirx.Expr) -> list[tirx.Expr]:
-    found: list[tirx.Expr] = []
-
-    def on_call(call: tvm.ir.Call) -> None:
-        if is_choice(call):
-            found.append(call.args[0])
-
-    structural_walk(value, (tvm.ir.Call, on_call))
-    return found
+    return bool(choices_of(value))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 
 import tvm
 from tvm import tirx
@@ -14,17 +15,16 @@ from tvm_ffi import structural_walk
 from ...target.cpu_target import CpuTarget
 from ...target.element_types import bytes_of
 from ..core import work_split
-from ..core.builder import Expr, flat, int64, opaque
+from ..core.builder import flat, int64, opaque, plain_extent
 from ..core.ties import with_ties
 from ..core.work_split import part
-from .boxes import cut
+from .boxes import cut, split_axes
 from .flat import FlatBox, flatten
 from .loop_code import most_even
 from .map_box import computes_once, write_map
 from .nests import Nest, tied_in
 from .reduce_box import write_reduction
-from .split_axes import split_axes
-from .stages import known, loads, sources
+from .stages import loads, sources
 
 
 def write_function(func: tirx.PrimFunc, nests: Sequence[Nest], cpu: CpuTarget) -> tirx.PrimFunc:
@@ -50,9 +50,7 @@ def _views(func: tirx.PrimFunc, nests: Sequence[Nest]) -> dict[tirx.Buffer, tirx
     views = {p: flat(p, p.shape) for p in func.params if p in used or p in stored}
     for buffer in [buffer for nest in nests for buffer in nest.made]:
         if buffer not in views:
-            count: Expr = tirx.IntImm("int64", 1)
-            for extent in buffer.shape:
-                count = count * extent
+            count = prod(buffer.shape, start=tirx.IntImm("int64", 1))
             make = T.alloc_buffer if buffer in stored else tirx.decl_buffer
             views[buffer] = make((count,), buffer.dtype)
     return views
@@ -69,7 +67,7 @@ def _write_nest(nest: Nest, cpu: CpuTarget, views: dict[tirx.Buffer, tirx.Buffer
             only = replace(only, nest=replace(only.nest, in_place=True))
         _write_box(only, cpu, tasks)
         return ties
-    wide = [d for d, axis in enumerate(nest.axes[:-1]) if known(axis.extent) != 1]
+    wide = [d for d, axis in enumerate(nest.axes[:-1]) if plain_extent(axis.extent) != 1]
     shared = most_even([nest.axes[d].extent for d in wide], tasks)
     if shared is None or tasks == 1:
         for box in boxes:
@@ -105,22 +103,11 @@ def tasks_for(nest: Nest, cpu: CpuTarget) -> int:
 
 def nanoseconds(nest: Nest, cpu: CpuTarget) -> float | None:
     """An estimate of a nest's time on one core; None where extents are unknown."""
-    points = 1
-    for axis in nest.axes:
-        if not isinstance(axis.extent, int):
-            return None
-        points *= axis.extent
-    total = 0.0
-    for s in nest.sums:
-        inside = points
-        for axis in nest.reduced:
-            if not isinstance(axis.extent, int):
-                return None
-            inside *= axis.extent
-        total += inside * _point(s.value, cpu)
-    for _, value in nest.steps:
-        total += points * _point(value, cpu)
-    return total
+    if not all(isinstance(axis.extent, int) for axis in (*nest.axes, *nest.reduced)):
+        return None
+    points, terms = prod(axis.extent for axis in nest.axes), prod(axis.extent for axis in nest.reduced)
+    of_sums = sum(points * terms * _point(s.value, cpu) for s in nest.sums)
+    return of_sums + sum(points * _point(value, cpu) for _, value in nest.steps)
 
 
 def _point(value: tvm.ir.Expr, cpu: CpuTarget) -> float:

@@ -11,12 +11,11 @@ import tvm
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from ...target.element_types import HALVES
 from ..core.builder import vector_type
 from . import vector_math
 
 BITS = "tirx.relax_hetero.bfloat16_bits"
-HALVES = ("bfloat16", "float16")
-"""Element types that are computed in float32."""
 _PURE = 1  # tirx's CallEffectKind
 _NAN, _QUIET = 0x7F800000, 0x40
 
@@ -46,14 +45,6 @@ def by_integers(call: tvm.ir.Call) -> tirx.Expr:
 
 def _type_of(dtype: str, x: tirx.Expr) -> tvm.ir.PrimType:
     return tvm.ir.PrimType(vector_type(dtype, x.ty.dtype.lanes))
-
-
-def register_bfloat16_bits() -> None:
-    """Make TVM know the op; once, when this is imported."""
-    tvm.ir._ffi_api.RegisterOp(BITS, f"{BITS}: see relax_hetero.tir.math.casts")
-    tvm.ir.register_op_attr(BITS, "TCallEffectKind", _PURE)
-    tvm.ir.register_op_attr(BITS, "TScriptPrinterName", "bfloat16_bits")
-    tirx.op.register_intrin_lowering(BITS, "default", f=by_integers)
 
 
 def computed_in(dtype: str) -> str:
@@ -86,4 +77,7 @@ def round_to_bfloat16(x: tirx.Expr) -> tirx.Expr:
     return vector_math.once(cast(cast(x, "bfloat16"), "float32"))
 
 
-register_bfloat16_bits()
+tvm.ir._ffi_api.RegisterOp(BITS, f"{BITS}: see relax_hetero.tir.math.casts")
+tvm.ir.register_op_attr(BITS, "TCallEffectKind", _PURE)
+tvm.ir.register_op_attr(BITS, "TScriptPrinterName", "bfloat16_bits")
+tirx.op.register_intrin_lowering(BITS, "default", f=by_integers)

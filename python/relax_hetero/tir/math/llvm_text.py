@@ -28,7 +28,6 @@ def llvm_function(name: str, params: Sequence[tirx.Var], result: tirx.Expr) -> s
 
     Parameters
     ----------
-    name : str
     params : sequence of tirx.Var
         Vectors, which `result` is an expression of.
     result : tirx.Expr

@@ -37,9 +37,9 @@ from ..core.builder import (
     when,
     zeros,
 )
-from ..core.operand_view import Coordinates, OperandView, extent_of
+from ..core.view import OperandView, extent_of
 from ..core.work_split import part, split_work
-from ..elementwise.epilogue import EpilogueCode
+from ..elementwise.expression_code import EpilogueCode
 from .matmul_spec import choose, row_cases
 from .matmul_tile import IN_FLIGHT, MAX_CHAIN
 from .weight_unpacking import PLACES, Unpacking
@@ -54,18 +54,13 @@ class _Kernel:
 
     Attributes
     ----------
-    problem : BlockProductProblem
-    lhs, result : OperandView
-    epilogue : EpilogueCode
     weight, scales : Buffer
         In one dimension.
-    unpacking : Unpacking
     lanes, vectors : int
         Of a panel.
     free : int
         Registers for accumulators, beside weights as they are and as numbers, what is taken from them, and what is
         broadcast.
-    m : PrimExpr or int
     """
 
     problem: BlockProductProblem
@@ -92,17 +87,9 @@ class _Tile:
 
 
 def block_product_kernel(problem: BlockProductProblem, cpu: CpuTarget) -> tirx.PrimFunc:
-    """The kernel of a product with weights of 4 bits.
+    """The kernel of a product with weights of 4 bits, parallel over the CPU's cores.
 
-    Parameters
-    ----------
-    problem : BlockProductProblem
-    cpu : CpuTarget
-
-    Returns
-    -------
-    tirx.PrimFunc
-        Its parameters are those that `BlockProductProblem` says; it is parallel over the CPU's cores.
+    Its parameters are those that `BlockProductProblem` says.
     """
     function = Function("block_product")
     with function:
@@ -267,9 +254,5 @@ def _store(kernel: _Kernel, tile: _Tile, totals: Registers, masks: list[Expr]) -
         with when(True if tile.end is None or i == 0 else tile.row + i < tile.end):
             for j, mask in enumerate(masks):
                 at = {"m": rows[i], "n": tile.panel * kernel.problem.panel + j * lanes}
-
-                def load(view: OperandView, at: Coordinates = at, mask: Expr | None = mask) -> Expr:
-                    return view.load(at, "n", lanes, mask if view.runs_along("n") else None)
-
-                value = kernel.epilogue.result(totals[i * kernel.vectors + j], load)
+                value = kernel.epilogue.result_at(totals[i * kernel.vectors + j], at, mask)
                 kernel.result.store(at, "n", value, lanes, mask)

@@ -22,6 +22,7 @@ from tvm import tirx
 from tvm.ir import Expr
 
 from ...target.dot_instructions import DotInstruction
+from ..core.builder import broadcast, constant, vector_type, zeros
 from ..math.casts import cast
 
 _FLIP = -0x7F7F7F80  # 0x80808080 as int32
@@ -33,7 +34,6 @@ def lhs_group(dot: DotInstruction, values: Expr | Sequence[Expr]) -> Expr:
 
     Parameters
     ----------
-    dot : DotInstruction
     values : PrimExpr or sequence of PrimExpr
         A vector of k0 elements (a contiguous load; a scalar where k0 is 1), or k0 scalars, of the left operand's type.
 
@@ -66,7 +66,6 @@ def rhs_groups(dot: DotInstruction, values: Expr, lanes: int) -> Expr:
 
     Parameters
     ----------
-    dot : DotInstruction
     values : PrimExpr
         ``lanes * k0`` elements of the right operand's type, column after column, the k of a column together.
     lanes : int
@@ -79,7 +78,7 @@ def rhs_groups(dot: DotInstruction, values: Expr, lanes: int) -> Expr:
     """
     if dot.k0 == 1:
         return _widened(dot, values, lanes)
-    return tirx.reinterpret(_vector("int32", lanes), values)
+    return tirx.reinterpret(vector_type("int32", lanes), values)
 
 
 def emit_step(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
@@ -87,25 +86,19 @@ def emit_step(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) 
 
     Parameters
     ----------
-    dot : DotInstruction
     acc : PrimExpr
         `lanes` accumulators: a vector of the accumulator's type, a scalar where lanes is 1.
     lhs, rhs : PrimExpr
         From `lhs_group` and `rhs_groups`.
     lanes : int
         The CPU's lanes of the accumulator's type.
-
-    Returns
-    -------
-    PrimExpr
-        Of the type of `acc`.
     """
     return FORMS[dot.form](dot, acc, lhs, rhs, lanes)
 
 
 def zero(dot: DotInstruction, lanes: int) -> Expr:
     """`lanes` accumulators of zero."""
-    return _all(tirx.const(0, dot.types[2]), lanes)
+    return zeros(dot.types[2], lanes)
 
 
 def llvm_import(dot: DotInstruction, lanes: int) -> str | None:
@@ -128,18 +121,6 @@ define {acc} @{_SHIM}({acc} %c, {ints} %a, {ints} %b) {{
 """
 
 
-def _vector(dtype: str, lanes: int) -> str:
-    return dtype if lanes == 1 else f"{dtype}x{lanes}"
-
-
-def _all(value: Expr, lanes: int) -> Expr:
-    return value if lanes == 1 else tirx.Broadcast(value, lanes)
-
-
-def _constant(value: int, dtype: str, lanes: int) -> Expr:
-    return _all(tirx.const(value, dtype), lanes)
-
-
 def _widened(dot: DotInstruction, values: Expr, lanes: int) -> Expr:
     """Elements of an operand in the accumulator's type."""
     return _decode_float16(values, lanes) if dot.form == "f16_bits" else cast(values, dot.types[2])
@@ -147,22 +128,22 @@ def _widened(dot: DotInstruction, values: Expr, lanes: int) -> Expr:
 
 def _decode_float16(values: Expr, lanes: int) -> Expr:
     """float16 where the CPU cannot convert it: exponent and fraction moved into place, scaled by 2^112."""
-    floats = _vector("float32", lanes)
-    bits = tirx.Cast(_vector("uint32", lanes), tirx.reinterpret(_vector("uint16", lanes), values))
-    magnitude = tirx.bitwise_and(bits, _constant(0x7FFF, "uint32", lanes))
-    sign = tirx.bitwise_and(bits, _constant(0x8000, "uint32", lanes))
-    moved = tirx.shift_left(magnitude, _constant(13, "uint32", lanes))
-    scaled = tirx.reinterpret(floats, moved) * _all(tirx.const(2.0**112, "float32"), lanes)
+    floats = vector_type("float32", lanes)
+    bits = tirx.Cast(vector_type("uint32", lanes), tirx.reinterpret(vector_type("uint16", lanes), values))
+    magnitude = tirx.bitwise_and(bits, constant(0x7FFF, "uint32", lanes))
+    sign = tirx.bitwise_and(bits, constant(0x8000, "uint32", lanes))
+    moved = tirx.shift_left(magnitude, constant(13, "uint32", lanes))
+    scaled = tirx.reinterpret(floats, moved) * constant(2.0**112, "float32", lanes)
     # infinities and NaNs keep their fraction and get the largest exponent
-    special = tirx.bitwise_or(moved, _constant(0x7F800000, "uint32", lanes))
-    finite = tirx.reinterpret(_vector("uint32", lanes), scaled)
-    whole = tirx.Select(magnitude >= _constant(0x7C00, "uint32", lanes), special, finite)
-    return tirx.reinterpret(floats, tirx.bitwise_or(whole, tirx.shift_left(sign, _constant(16, "uint32", lanes))))
+    special = tirx.bitwise_or(moved, constant(0x7F800000, "uint32", lanes))
+    finite = tirx.reinterpret(vector_type("uint32", lanes), scaled)
+    whole = tirx.Select(magnitude >= constant(0x7C00, "uint32", lanes), special, finite)
+    return tirx.reinterpret(floats, tirx.bitwise_or(whole, tirx.shift_left(sign, constant(16, "uint32", lanes))))
 
 
 def _fma(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
     """One k a step."""
-    return acc + _all(lhs, lanes) * rhs
+    return acc + broadcast(lhs, lanes) * rhs
 
 
 def _f16_fma(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
@@ -188,10 +169,10 @@ def _bf16_pairs(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int
     """Two bfloat16 by two as float32: a bfloat16 is the upper half of a float32."""
 
     def low(bits: Expr, count: int) -> Expr:
-        return tirx.reinterpret(_vector("float32", count), tirx.shift_left(bits, _constant(16, "int32", count)))
+        return tirx.reinterpret(vector_type("float32", count), tirx.shift_left(bits, constant(16, "int32", count)))
 
     def high(bits: Expr, count: int) -> Expr:
-        return tirx.reinterpret(_vector("float32", count), tirx.bitwise_and(bits, _constant(-65536, "int32", count)))
+        return tirx.reinterpret(vector_type("float32", count), tirx.bitwise_and(bits, constant(-65536, "int32", count)))
 
     for half in (low, high):
         acc = acc + tirx.Broadcast(half(lhs, 1), lanes) * half(rhs, lanes)
@@ -211,17 +192,17 @@ def _i16_pairs(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int)
 
 def _even_bytes(pairs: Expr, dtype: str, count: int) -> Expr:
     if dtype == "uint8":
-        return tirx.bitwise_and(pairs, _constant(0xFF, "int16", count))
-    eight = _constant(8, "int16", count)
+        return tirx.bitwise_and(pairs, constant(0xFF, "int16", count))
+    eight = constant(8, "int16", count)
     return tirx.shift_right(tirx.shift_left(pairs, eight), eight)
 
 
 def _odd_bytes(pairs: Expr, dtype: str, count: int) -> Expr:
-    eight = _constant(8, "int16", count)
+    eight = constant(8, "int16", count)
     if dtype == "int8":
         return tirx.shift_right(pairs, eight)
     vector = f"uint16x{count}"
-    shifted = tirx.shift_right(tirx.reinterpret(vector, pairs), _constant(8, "uint16", count))
+    shifted = tirx.shift_right(tirx.reinterpret(vector, pairs), constant(8, "uint16", count))
     return tirx.reinterpret(f"int16x{count}", shifted)
 
 
@@ -230,10 +211,10 @@ def _i32_bytes(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int)
 
     def byte(position: int, bits: Expr, dtype: str, count: int) -> Expr:
         if dtype == "uint8":
-            moved = tirx.shift_right(bits, _constant(8 * position, "int32", count))
-            return tirx.bitwise_and(moved, _constant(0xFF, "int32", count))
-        moved = tirx.shift_left(bits, _constant(24 - 8 * position, "int32", count))
-        return tirx.shift_right(moved, _constant(24, "int32", count))
+            moved = tirx.shift_right(bits, constant(8 * position, "int32", count))
+            return tirx.bitwise_and(moved, constant(0xFF, "int32", count))
+        moved = tirx.shift_left(bits, constant(24 - 8 * position, "int32", count))
+        return tirx.shift_right(moved, constant(24, "int32", count))
 
     for position in range(4):
         left = tirx.Broadcast(byte(position, lhs, dot.types[0], 1), lanes)

@@ -16,10 +16,10 @@ from ...target.dot_instructions import dot_instruction_for
 from ...target.element_types import bytes_of
 from ...target.tiles import tile_sizes
 from ..core.builder import Expr, Function, Registers, ceil_div, loop, minimum, opaque
-from ..core.operand_view import Coordinates, OperandView, extent_of
 from ..core.ties import tied_to
+from ..core.view import Coordinates, OperandView, extent_of
 from ..core.work_split import Split, part, split_work, unravel
-from ..elementwise.epilogue import EpilogueCode
+from ..elementwise.expression_code import EpilogueCode
 from ..rows.row_code import RowSpec, RowWriter
 from ..rows.rows import emit_rows, phase_code
 from .k_step import llvm_import
@@ -40,22 +40,10 @@ PREFETCH_ROWS = 3
 
 
 def matmul_kernel(problem: MatmulProblem, cpu: CpuTarget) -> tirx.PrimFunc:
-    """The kernel of a matrix product.
+    """The kernel of a matrix product, parallel over the CPU's cores; `MatmulProblem` says what its parameters are.
 
-    Parameters
-    ----------
-    problem : MatmulProblem
-    cpu : CpuTarget
-
-    Returns
-    -------
-    tirx.PrimFunc
-        Its parameters are those that `MatmulProblem` says; it is parallel over the CPU's cores.
-
-    Raises
-    ------
-    EncodingError
-        If the CPU has no product of these element types, or an operand is stored in a way the product cannot read.
+    Raises EncodingError if the CPU has no product of these element types, or an operand is stored in a way the product
+    cannot read.
     """
     types = (problem.lhs.dtype, problem.rhs.dtype, problem.acc_dtype)
     dot = dot_instruction_for(cpu, *types)

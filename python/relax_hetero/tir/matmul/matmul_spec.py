@@ -10,8 +10,8 @@ from tvm.script.ir_builder import tirx as T
 
 from ...target.dot_instructions import DotInstruction
 from ..core.builder import Expr, either, lane_mask, minimum, opaque
-from ..core.operand_view import Coordinates, OperandView
-from ..elementwise.epilogue import EpilogueCode
+from ..core.view import Coordinates, OperandView
+from ..elementwise.expression_code import EpilogueCode
 
 # Steps along k between prefetches: at most, and where only the run knows how many tiles share them.
 MAX_TURN = 8
@@ -24,10 +24,6 @@ class MatmulSpec:
 
     Attributes
     ----------
-    lhs, rhs, result : OperandView
-    init : OperandView or None
-    epilogue : EpilogueCode
-    dot : DotInstruction
     lanes : int
         Of an accumulator.
     registers : int

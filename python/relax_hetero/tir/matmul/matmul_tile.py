@@ -24,7 +24,7 @@ from ..core.builder import (
     when,
     zeros,
 )
-from ..core.operand_view import Coordinates, OperandView
+from ..core.view import Coordinates, OperandView
 from .k_step import emit_step, lhs_group, rhs_groups, zero
 from .matmul_spec import KRange, MatmulSpec, Sweep, Tile, mask_in, position_in, row_in
 

@@ -15,7 +15,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...target.cpu_target import CpuTarget
-from ..core.builder import Expr, broadcast, lane_indices, lane_numbers, let, vector_type
+from ..core.builder import Expr, constant, lane_indices, lane_numbers, let, vector_type
 
 PLACES = 2
 """Weights of a lane that are told apart without a shift."""
@@ -35,7 +35,6 @@ class Unpacking:
 
     Attributes
     ----------
-    lanes : int
     zeros : Buffer or None
         Zero points in one dimension, uint8 or float32.
     table : PrimExpr or None
@@ -51,7 +50,7 @@ class Unpacking:
         """For a CPU; called inside the body of a PrimFunc."""
         table = None
         if cpu.isa.name == "avx512":
-            table = T.bind(tirx.Cast("float32x16", lane_numbers(16)) - broadcast(tirx.const(MIDDLE, "float32"), 16))
+            table = T.bind(tirx.Cast("float32x16", lane_numbers(16)) - constant(MIDDLE, "float32", 16))
         return Unpacking(cpu.lanes("float32"), zeros, table)
 
     def points(self, start: Expr) -> list[Expr]:
@@ -61,9 +60,9 @@ class Unpacking:
         round, stand by themselves, as the last.
         """
         lanes = self.lanes
-        marks = [broadcast(tirx.const(self._mark(place), "float32"), lanes) for place in range(PLACES)]
+        marks = [constant(self._mark(place), "float32", lanes) for place in range(PLACES)]
         if self.zeros is None:
-            return [mark + broadcast(tirx.const(MIDDLE, "float32"), lanes) for mark in marks]
+            return [mark + constant(MIDDLE, "float32", lanes) for mark in marks]
         point = self.zeros[lane_indices(start, lanes)]
         if str(self.zeros.dtype) == "float32":
             return [*marks, let(point)]
@@ -85,7 +84,7 @@ class Unpacking:
         def number(position: int) -> Expr:
             shift, place = divmod(position, PLACES)
             if shift not in moved:
-                moved[shift] = let(tirx.shift_right(bits, self._constant(4 * PLACES * shift)))
+                moved[shift] = let(tirx.shift_right(bits, self._bits(4 * PLACES * shift)))
             if not self._is_looked_up(place):
                 return self._less(self._marked(moved[shift], place), points, place)
             value = tirx.call_llvm_pure_intrin("float32x16", _LOOKUP, self.table, moved[shift])
@@ -103,15 +102,15 @@ class Unpacking:
 
     def _marked(self, bits: Expr, place: int) -> Expr:
         """The weight at a place and its mark; converted, without a mark, where there are no vectors."""
-        four = tirx.bitwise_and(bits, self._constant(15 << 4 * place))
+        four = tirx.bitwise_and(bits, self._bits(15 << 4 * place))
         if self.lanes == 1:
-            return tirx.Cast("float32", tirx.shift_right(four, self._constant(4 * place)))
-        exponent = self._constant((_EXPONENT_BIAS + _FRACTION_BITS - 4 * place) << _FRACTION_BITS)
+            return tirx.Cast("float32", tirx.shift_right(four, self._bits(4 * place)))
+        exponent = self._bits((_EXPONENT_BIAS + _FRACTION_BITS - 4 * place) << _FRACTION_BITS)
         return tirx.reinterpret(vector_type("float32", self.lanes), tirx.bitwise_or(four, exponent))
 
     def _less(self, value: Expr, points: list[Expr], place: int) -> Expr:
         value = value - points[place]
         return value - points[PLACES] if len(points) > PLACES else value
 
-    def _constant(self, value: int) -> Expr:
-        return broadcast(tirx.const(value, "int32"), self.lanes)
+    def _bits(self, value: int) -> Expr:
+        return constant(value, "int32", self.lanes)

@@ -18,7 +18,7 @@ from tvm.script.ir_builder import tirx as T
 from ...encoding.packed_layout import PackedLayout
 from ...encoding.problem import Dim
 from ...target.cpu_target import CpuTarget
-from ..core.builder import Expr, Function, Registers, broadcast, lane_indices, loop, zeros
+from ..core.builder import Expr, Function, Registers, constant, lane_indices, loop, zeros
 from ..core.packed_storage import PackedStorage, extents_of, whole
 from ..core.view import split_position
 from ..core.work_split import for_parts, nest_loops
@@ -34,10 +34,8 @@ def pack_kernel(shape: Sequence[Dim], dtype: str, layout: PackedLayout, cpu: Cpu
     ----------
     shape : sequence of int or str
         Logical extents; a symbolic one is a name.
-    dtype : str
     layout : PackedLayout
         Of the destination.
-    cpu : CpuTarget
     """
     return _kernel("pack", shape, dtype, PackedLayout.identity(len(shape)), layout, cpu)
 
@@ -104,9 +102,7 @@ def _compensate(destination: PackedStorage, cpu: CpuTarget) -> None:
     *columns, last = layout.inner_dims
     words = destination.elements("int32")
     dims = [d for d in layout.outer_perm if d != last]
-    width = 1
-    for d in columns:
-        width *= layout.tile(d)
+    width = math.prod(map(layout.tile, columns))
     lanes = math.gcd(width, cpu.lanes("int32"))
 
     def block(positions: list[Expr]) -> None:
@@ -120,12 +116,12 @@ def _compensate(destination: PackedStorage, cpu: CpuTarget) -> None:
             total[0] = zeros("int32", lanes)
             with loop(destination.tiles[last]) as index:
                 word = once(words[lane_indices(first + index * stride + column, lanes)])
-                added = T.shift_right(word, broadcast(tirx.const(24, "int32"), lanes))
+                added = T.shift_right(word, constant(24, "int32", lanes))
                 for left in (8, 16, 24):
-                    high = T.shift_left(word, broadcast(tirx.const(left, "int32"), lanes))
-                    added = added + T.shift_right(high, broadcast(tirx.const(24, "int32"), lanes))
+                    high = T.shift_left(word, constant(left, "int32", lanes))
+                    added = added + T.shift_right(high, constant(24, "int32", lanes))
                 total[0] = total[0] + added
             here = lane_indices(first - stride + column, lanes)
-            T.buffer_store(words, total[0] * broadcast(tirx.const(-128, "int32"), lanes), [here])
+            T.buffer_store(words, total[0] * constant(-128, "int32", lanes), [here])
 
     for_parts([destination.tiles[d] for d in dims], destination.bytes(), cpu, block)

@@ -10,7 +10,16 @@ from tvm.script.ir_builder import tirx as T
 
 from ...target.cpu_target import CpuTarget
 from ..core.builder import Expr, ceil_div, int64, lane_indices, loop, masked_store, minimum, zeros
-from ..core.packed_storage import EMPTY, PackedStorage, extents_of, masked_vector, split_run, tail_mask, whole
+from ..core.packed_storage import (
+    EMPTY,
+    PackedStorage,
+    by_wholeness,
+    extents_of,
+    masked_vector,
+    split_run,
+    tail_mask,
+    whole,
+)
 from ..core.work_split import for_parts, nest_loops
 
 ROWS = 16
@@ -109,14 +118,7 @@ def interleave_rows(source: PackedStorage, destination: PackedStorage, cpu: CpuT
             T.buffer_store(destination.data, T.Shuffle(loaded, order), [there])
 
     def body(outer: dict[int, Expr], full: bool) -> None:
-        if whole(extents[rows], group):
-            chunk(outer, full, True)
-            return
-        with T.If(outer[rows] * group + group <= extents[rows]):
-            with T.Then():
-                chunk(outer, full, True)
-            with T.Else():
-                chunk(outer, full, False)
+        by_wholeness(extents[rows], group, outer[rows], lambda full_rows: chunk(outer, full, full_rows))
 
     _tiles(destination, extents, cpu, body)
     return True
@@ -129,21 +131,11 @@ def _tiles(
     order, last = packed.layout.outer_perm, len(packed.shape) - 1
     tile = packed.layout.tile(last)
 
-    def visit(outer: dict[int, Expr], inside: Callable[[bool], None]) -> None:
-        if whole(extents[last], tile):
-            inside(True)
-            return
-        with T.If(outer[last] * tile + tile <= extents[last]):
-            with T.Then():
-                inside(True)
-            with T.Else():
-                inside(False)
-
     if order[-1] == last:
 
         def one(positions: list[Expr]) -> None:
             outer = dict(zip(order, positions, strict=True))
-            visit(outer, lambda full: body(outer, full))
+            by_wholeness(extents[last], tile, outer[last], lambda full: body(outer, full))
 
         for_parts([packed.tiles[d] for d in order], packed.bytes(), cpu, one)
         return
@@ -161,7 +153,7 @@ def _tiles(
             with loop(minimum(ROWS, int64(count) - first) if not whole(count, ROWS) else ROWS) as row:
                 body({**outer, rows: first + row}, full)
 
-        visit(outer, inside)
+        by_wholeness(extents[last], tile, outer[last], inside)
 
     counts = [packed.tiles[d] for d in others] + [ceil_div(count, ROWS), packed.tiles[last]]
     for_parts(counts, packed.bytes(), cpu, several)

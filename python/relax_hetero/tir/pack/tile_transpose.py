@@ -14,7 +14,7 @@ from tvm.script.ir_builder import tirx as T
 from ...target.cpu_target import CpuTarget
 from ...target.element_types import bytes_of
 from ..core.builder import Expr, ceil_div, int64, lane_indices, loop, minimum, zeros
-from ..core.packed_storage import PackedStorage, extents_of, whole
+from ..core.packed_storage import PackedStorage, by_wholeness, extents_of, whole
 from ..core.work_split import for_parts
 from ..math.vector_math import once
 
@@ -90,14 +90,7 @@ class _Transpose:
 
         def panel(positions: list[Expr]) -> None:
             outer = dict(zip([*others, self.rows], positions, strict=True))
-            if whole(self.height, self.tile):
-                self._panel(outer, True)
-                return
-            with T.If(outer[self.rows] * self.tile + self.tile <= self.height):
-                with T.Then():
-                    self._panel(outer, True)
-                with T.Else():
-                    self._panel(outer, False)
+            by_wholeness(self.height, self.tile, outer[self.rows], lambda full: self._panel(outer, full))
 
         for_parts(counts, self.packed.bytes(), cpu, panel)
 

@@ -10,18 +10,8 @@ from tvm.script.ir_builder import tirx as T
 
 from ...encoding.expression import Expression
 from ...encoding.row_program import RowProgram, operands_of
-from ..core.builder import (
-    Expr,
-    Registers,
-    broadcast,
-    lane_mask,
-    lane_of,
-    loop,
-    minimum,
-    opaque,
-    when,
-)
-from ..core.operand_view import Coordinates, OperandView
+from ..core.builder import Expr, Registers, broadcast, constant, lane_mask, lane_of, loop, minimum, opaque, when
+from ..core.view import Coordinates, OperandView
 from ..elementwise import expression_code
 from ..elementwise.expression_ops import FLOAT_OPS, INT_OPS
 from ..math import vector_math
@@ -40,12 +30,8 @@ class RowSpec:
 
     Attributes
     ----------
-    program : RowProgram
-    plan : RowPlan
     operands : list of OperandView
         Opened; those of bfloat16 as bits.
-    result : OperandView
-    lanes : int
     n : int or PrimExpr
         Elements of a row.
     """
@@ -269,7 +255,7 @@ def _combine(kind: str, dtype: str, carries_nan: bool) -> Callable[[Expr, Expr],
 
 def _neutral(kind: str, dtype: str, lanes: int) -> Expr:
     if kind in ("sum", "mean", "prod"):
-        return broadcast(tirx.const(1 if kind == "prod" else 0, dtype), lanes)
+        return constant(1 if kind == "prod" else 0, dtype, lanes)
     if "float" in dtype:
         edge = float("-inf") if kind == "max" else float("inf")
         return broadcast(_infinity(edge, dtype), lanes)

@@ -30,7 +30,6 @@ class RowPass:
         Terms to compute before the pass, and their operand numbers.
     keep : Expression or None
         What is stored in the result's row for later passes.
-    expression : Expression
     """
 
     kind: str
@@ -47,7 +46,6 @@ class RowPlan:
     ----------
     kept, keeping : int
         The value in the result's row, as loaded and as this pass makes it.
-    passes : tuple of RowPass
     cost : int
         Instructions for a vector of a row, roughly.
     """
@@ -66,7 +64,6 @@ def plan_rows(program: RowProgram, varying: frozenset[int], may_keep: bool, in_p
 
     Parameters
     ----------
-    program : RowProgram
     varying : frozenset of int
         The operands that run along a row; others have one value for all of it.
     may_keep : bool

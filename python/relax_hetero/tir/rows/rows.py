@@ -6,6 +6,7 @@ computed once and waits in the result's row (`row_plan`). Rows are shared by the
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 from tvm import tirx
@@ -17,8 +18,8 @@ from ...encoding.row_program import Reduction, RowProgram
 from ...errors import EncodingError
 from ...target.cpu_target import CpuTarget
 from ..core.builder import Expr, Function, ceil_div, loop, opaque
-from ..core.operand_view import OperandView, extent_of
 from ..core.ties import with_ties
+from ..core.view import OperandView, extent_of
 from ..core.work_split import is_worth_tasks, part, unravel
 from ..math.casts import computed_in
 from .row_code import RowSpec, RowWriter
@@ -29,22 +30,9 @@ _ROW_COST = 20
 
 
 def rows_kernel(problem: RowsProblem, cpu: CpuTarget) -> tirx.PrimFunc:
-    """The kernel of a program of rows.
+    """The kernel of a program of rows, parallel over the CPU's cores; its parameters are those that `RowsProblem` says.
 
-    Parameters
-    ----------
-    problem : RowsProblem
-    cpu : CpuTarget
-
-    Returns
-    -------
-    tirx.PrimFunc
-        Its parameters are those that `RowsProblem` says; it is parallel over the CPU's cores.
-
-    Raises
-    ------
-    EncodingError
-        If an operand is not row-major, or an op does not exist for its type.
+    Raises EncodingError if an operand is not row-major, or an op does not exist for its type.
     """
     if not all(operand.layout.is_identity for operand in problem.parameters):
         raise EncodingError(f"rows {problem.program}: found a packed operand, expected row-major ones")
@@ -86,10 +74,8 @@ def phase_code(phase: RowPhase, others: list[OperandView], result: OperandView, 
 
     Parameters
     ----------
-    phase : RowPhase
     others, result : OperandView
         Opened: the phase's operands, and the result with the product's rows.
-    cpu : CpuTarget
     n : int or PrimExpr
         Elements of a row.
     """
@@ -152,9 +138,7 @@ def _together(view: OperandView, first: str, second: str) -> bool:
 def emit_rows(code: RowSpec, names: list[str], cpu: CpuTarget) -> None:
     """The loops over all rows, whose positions run along the dimensions `names`, shared by the CPU's cores."""
     extents = {name: opaque(extent_of([*code.operands, code.result], name)) for name in names}
-    total: Expr = 1
-    for extent in extents.values():
-        total = total * extent
+    total: Expr = prod(extents.values())
     if any(isinstance(extent, int) and extent == 0 for extent in (*extents.values(), code.n)):
         # Without columns, what a reduction is of none is not worth code of its own: shapes are checked before.
         T.evaluate(0)

@@ -185,7 +185,7 @@ def _write_product(
         writer.lay_out(x, change.encoding.of(side), var.name.removesuffix("_encoded"))
         for side, x in enumerate(operands)
     ]
-    attrs = op.EncodedMatmulAttrs(str(change.encoding), "", call.attrs.kernel)
+    attrs = op.EncodedProductAttrs(str(change.encoding), "", call.attrs.kernel)
     _write_result(writer, change, binding, relax.Call(call.op, [*encoded, *call.args[2:]], attrs), names)
 
 

@@ -9,7 +9,7 @@ from tvm import relax, tirx
 from tvm_ffi import StructuralKey
 
 from ...encoding.problem import Dim
-from ...tir.core.raw_kernel import plain_extent
+from ...tir.core.builder import plain_extent
 
 
 def known_extents(ty: tvm.ir.Type) -> list[Any] | None:

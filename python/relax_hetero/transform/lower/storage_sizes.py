@@ -9,7 +9,7 @@ import tvm
 from tvm import relax, tirx
 from tvm_ffi import structural_walk
 
-from ...tir.core.raw_kernel import plain_extent
+from ...tir.core.builder import plain_extent
 from ..ir.kernel_work import bytes_of_extents
 
 ALLOC = "relax.builtin.alloc_tensor"

@@ -8,7 +8,7 @@ import tvm
 from tvm import relax
 
 from ...errors import PlacementError
-from ...op.hints import hinted_vdevice
+from ...op.placement import hinted_vdevice
 from ..ir.op_names import HINT, TRANSFER
 from . import ops
 from .callee_summary import RecursionGroup, mention

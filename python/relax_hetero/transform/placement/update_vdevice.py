@@ -32,7 +32,7 @@ from tvm.relax.expr import _update_type
 from tvm.relax.op.op_attrs import HintOnDeviceAttrs
 
 from ...errors import VDeviceError
-from ...op.hints import decode_hint, encode_hint
+from ...op.placement import decode_hint, encode_hint
 from ...target.vdevice import device_name, vdevice_index, vdevices_of, with_vdevices
 from ..ir.declare import declare_pass
 from ..ir.findings import with_findings

@@ -11,7 +11,7 @@ from tvm import relax, tirx
 from tvm_ffi import structural_map, structural_walk
 
 from ...tir.commands.command_list import Address, Call, Tensor, host_function
-from ...tir.core.raw_kernel import plain_extent
+from ...tir.core.builder import plain_extent
 from ..ir.kernel_work import bytes_of_extents
 
 

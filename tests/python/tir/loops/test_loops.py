@@ -6,10 +6,9 @@ import pytest
 from tvm import relax, tirx
 from tvm.relax import op
 
-from relax_hetero.tir.loops.boxes import cut
+from relax_hetero.tir.loops.boxes import cut, split_axes
 from relax_hetero.tir.loops.flat import flatten
 from relax_hetero.tir.loops.nests import Nest, form_nests
-from relax_hetero.tir.loops.split_axes import split_axes
 from relax_hetero.tir.loops.stages import NotStages, Stage, read_stages, sources
 from relax_hetero.transform.dispatch.schedule_cpu import schedule_cpu
 from tir.kernel_runs import VECTOR_NAMES

@@ -12,7 +12,7 @@ from tvm import runtime, tirx
 from tvm.script.ir_builder import tirx as T
 
 from relax_hetero.tir.core.builder import Function, lane_indices, loop
-from relax_hetero.tir.math import vector_gelu, vector_math
+from relax_hetero.tir.math import vector_math
 from tir.kernel_runs import NAMES, VECTOR_NAMES, assembly, built, cpu_named, poisoned
 
 SIZE = 1 << 14
@@ -54,7 +54,7 @@ LOOSE_REFERENCES = {"gelu": (lambda x: x * _half_erfc(x), 4), "gelu_tanh": (_gel
 
 
 def _named(name: str):
-    return getattr(vector_gelu if name in LOOSE_REFERENCES else vector_math, name)
+    return getattr(vector_math, name)
 
 
 def _function(name: str, lanes: int) -> tirx.PrimFunc:
