@@ -16,6 +16,7 @@ from typing import Any
 import tvm
 from tvm import relax, tirx
 
+from ..artifact.memory_plan import MemoryPlan
 from ..artifact.metadata import DeviceSpec, DispatchSpec, Metadata
 from ..errors import BuildError, HeteroError
 from ..target.native_target import native
@@ -26,11 +27,20 @@ from ..transform.ir.kernel_ops import ops_of
 from ..transform.ir.kernel_work import bytes_of, operations_of, precision_of
 from ..transform.ir.module_attrs import COMMANDS, is_lowered
 from ..transform.ir.rewriting import relax_functions, walk_bindings
+from ..transform.lower.lower_to_vm import LowerToVM
 from ..transform.lower.note_memory import memory_of
+from ..transform.partition.form_schedules import schedules_of
 from ..transform.record.donated import with_donated
+from ..transform.record.region_attrs import kernels_of
 from ..vm.file.executable import Executable
 from .bind_params import bind_params
-from .commands.command_metadata import graph_tables, linked_regions, region_dispatches, with_public_kernels
+from .commands.command_metadata import (
+    graph_tables,
+    linked_regions,
+    region_dispatches,
+    regions_as_linked,
+    with_public_kernels,
+)
 from .compile_cache import through_cache
 from .link.address_table import by_address
 from .link.lift_constants import lift_constants
@@ -183,6 +193,29 @@ def _warn_if_generic(vdevices: list[relax.VDevice]) -> None:
             "%s: TVM's generic CPU target, several times slower than this CPU's own, which is rh.native('llvm')",
             ", ".join(generic),
         )
+
+
+def memory_plan_of(mod: tvm.IRModule) -> MemoryPlan:
+    """What calls of a module would take, as `rh.compile` plans it.
+
+    Parameters
+    ----------
+    mod: With dispatches formed, command buffers and schedules where they are wanted; lowered or not.
+    """
+    lowered = LowerToVM()(mod)
+    vdevices = vdevices_of(lowered)
+    host = host_vdevice(vdevices)
+    metadata = Metadata(
+        devices=tuple(device_spec(vdevice, default=i == 0) for i, vdevice in enumerate(vdevices)),
+        host_index=vdevice_index(host, vdevices) if host is not None else -1,
+        signatures=function_signatures(lowered, set()),
+        constants=tuple(lift_constants(lowered).specs),
+        regions=tuple(regions_as_linked(lowered)),
+        kernels=kernels_of(lowered),
+        schedules=tuple(schedules_of(lowered)),
+        memory=memory_of(lowered),
+    )
+    return MemoryPlan(metadata)
 
 
 def _dispatches(mod: tvm.IRModule, vdevices: list[relax.VDevice]) -> dict[str, DispatchSpec]:

@@ -66,8 +66,8 @@ def compute_sizes(node: onnx.NodeProto, operands: Sequence[Any]) -> relax.Expr |
 
     Returns
     -------
-    value : Expr or None: None if the node does something else, or on other operands than sizes and small integer
-        constants.
+    None if the node does something else, or on other operands than sizes and small integer
+    constants.
     """
     rule = _RULES.get(node.op_type)
     if rule is None or not any(map(_is_symbolic, operands)):

@@ -46,8 +46,8 @@ def explain_command(model: Path, sections: tuple[str, ...], summary: bool, placi
 
 def _of_onnx(path: Path, placing: Placing) -> Explanation:
     from ..driver.commands.command_metadata import regions_as_linked
+    from ..driver.compile import memory_plan_of
     from ..driver.compile_cache import look_up
-    from ..driver.memory_report import memory_plan_of
     from ..driver.pipeline import pipeline_steps
     from ..target.vdevice import device_name, vdevices_of
     from ..transform.ir.findings import findings_of

@@ -39,7 +39,7 @@ def graph_inputs(graph: onnx.GraphProto, shapes: Shapes | None) -> dict[str, rel
 
     Returns
     -------
-    inputs : dict: ONNX name -> variable of that name, as far as TVMScript can read it. Dimensions of one name share one
+    inputs: ONNX name -> variable of that name, as far as TVMScript can read it. Dimensions of one name share one
         symbolic variable; nameless ones get their own, ``<input>_d<axis>``.
 
     Raises

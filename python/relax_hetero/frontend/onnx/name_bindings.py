@@ -25,8 +25,8 @@ def build_function(imported: ImportedGraph, device_of: DeviceOf | None = None) -
 
     Returns
     -------
-    func : relax.Function: Each binding is named after its node: the first output of a node has the node's name, its
-        other bindings have that name and a number. Everything but `If`s stands in dataflow blocks.
+    Each binding is named after its node: the first output of a node has the node's name, its
+    other bindings have that name and a number. Everything but `If`s stands in dataflow blocks.
     """
     return _Rebuild(imported, device_of).function()
 

@@ -38,7 +38,7 @@ def assign_devices(
 
     Returns
     -------
-    devices : dict: Unique node name -> vdevice.
+    Unique node name -> vdevice.
 
     Raises
     ------

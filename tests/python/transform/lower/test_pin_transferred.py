@@ -12,7 +12,7 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
-from relax_hetero.driver.memory_report import memory_plan_of
+from relax_hetero.driver.compile import memory_plan_of
 from relax_hetero.transform import FormSchedules, LowerToVM, PinTransferred
 from relax_hetero.vm.device import memory_pools
 from relax_hetero.vm.device.builtins import running_on
