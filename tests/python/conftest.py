@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import secrets
+from collections import Counter
 from collections.abc import Generator
 
 # Tests run several at a time: a pool as wide as the machine in each would only make them wait for each other.
@@ -46,8 +47,17 @@ def pytest_report_header() -> str:
     return f"random numbers: RELAX_HETERO_TEST_SEED={os.environ['RELAX_HETERO_TEST_SEED']}"
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out slow tests and those of the clock, unless `-m` chooses or a test is asked for by its name."""
+    variants: Counter[str] = Counter()
+    for item in items:
+        sampled = item.get_closest_marker("sampled")
+        if sampled is not None:
+            test = item.nodeid.partition("[")[0]
+            if variants[test] % sampled.args[0]:
+                item.add_marker(pytest.mark.slow)
+            variants[test] += 1
     if config.option.markexpr or any("::" in argument for argument in config.args):
         return
     kept, left_out = [], []

@@ -10,7 +10,7 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from relax_hetero.target.cpu_target import Machine, cpu_target_of
+from relax_hetero.target.cpu_target import CpuTarget, cpu_target_of
 
 from .relax_module import native_target
 from .shape import Unsupported
@@ -74,7 +74,7 @@ def peak(kind: str, threads: int) -> Peak:
     return Peak(lambda: loop(factors, sums), operations, executable.mod.inspect_source("asm"))
 
 
-def _width(kind: str, machine: Machine) -> tuple[int, str]:
+def _width(kind: str, machine: CpuTarget) -> tuple[int, str]:
     """Multiplications that one instruction does per 32-bit lane, and the type of its accumulators."""
     if kind == "f32" and machine.isa.vector_bytes >= 32:
         return 1, "float32"

@@ -13,6 +13,8 @@ from tvm.script import tirx as T
 import relax_hetero as rh
 from relax_hetero.target.vdevice import with_vdevices
 
+pytestmark = pytest.mark.sampled(2)
+
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4", "num-cores": 2}
 V3 = {"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 2}
 TARGETS = {"avx512": V4, "avx2": V3, "sse": {"kind": "llvm", "mcpu": "x86-64-v2"}, "c": "c"}

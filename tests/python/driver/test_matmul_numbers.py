@@ -15,6 +15,8 @@ from tvm import relax, tirx
 import relax_hetero as rh
 from marks import in_turns
 
+pytestmark = pytest.mark.sampled(2)
+
 SHAPES = [
     *((size, size, size) for size in range(1, 10)),
     (15, 37, 7),

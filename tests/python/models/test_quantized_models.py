@@ -26,6 +26,8 @@ from models.quantized_graphs import (
     residual_network,
 )
 
+pytestmark = pytest.mark.sampled(2)
+
 STATIC: dict[str, dict[str, Any]] = {
     "u8 by s8 per channel": {"quant_format": QDQ, "per_channel": True, "activation_type": U8, "weight_type": S8},
     "s8 by s8 per tensor": {"quant_format": QDQ, "activation_type": S8, "weight_type": S8},

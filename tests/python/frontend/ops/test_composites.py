@@ -8,6 +8,8 @@ from onnx import TensorProto, helper, numpy_helper, parser
 import relax_hetero as rh
 from frontend.ops.checking import check, expected, integers, refused, run, uniform
 
+pytestmark = pytest.mark.sampled(2)
+
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_gemm(dtype):

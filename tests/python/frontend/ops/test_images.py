@@ -5,6 +5,8 @@ import pytest
 
 from frontend.ops.checking import check, refused, uniform
 
+pytestmark = pytest.mark.sampled(3)
+
 
 @pytest.mark.parametrize("axes", [1, 2, 3])
 @pytest.mark.parametrize("auto_pad", ["SAME_UPPER", "SAME_LOWER", "VALID", None])

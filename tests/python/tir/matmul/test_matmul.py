@@ -31,6 +31,8 @@ from tir.products_of import (
     run_stored,
 )
 
+pytestmark = pytest.mark.sampled(3)
+
 F32 = ("float32", "float32", "float32")
 U8S8 = ("uint8", "int8", "int32")
 S8S8 = ("int8", "int8", "int32")

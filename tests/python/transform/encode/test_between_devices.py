@@ -14,6 +14,8 @@ from tvm.script import relax as R
 
 import relax_hetero as rh
 
+pytestmark = pytest.mark.sampled(2)
+
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V3 = {"kind": "llvm", "mcpu": "x86-64-v3"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}

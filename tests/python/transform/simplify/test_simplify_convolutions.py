@@ -15,6 +15,8 @@ from relax_hetero.transform import RealizeVDevice, SimplifyConvolutions, collect
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from seeds import fresh_rng
 
+pytestmark = pytest.mark.sampled(2)
+
 
 def array(*shape):
     return fresh_rng().standard_normal(shape).astype("float32")

@@ -148,7 +148,7 @@ print(tvm.get_global_func("runtime.NumThreads")(), os.sched_getaffinity(0) == be
     ("cores", "environment", "expected"),
     [
         (2, {"TVM_NUM_THREADS": "1"}, 1),
-        (3, {"TVM_NUM_THREADS": "2"}, 2),
+        pytest.param(3, {"TVM_NUM_THREADS": "2"}, 2, marks=pytest.mark.slow),
         pytest.param(1, {"TVM_NUM_THREADS": "2"}, 2, marks=pytest.mark.slow),
         pytest.param(2, {}, min(2, num_cores()), marks=pytest.mark.slow),
     ],
