@@ -67,7 +67,7 @@ def take_rounds(programs: Mapping[str, Callable[[], object]], calls: int, rounds
     Parameters
     ----------
     programs : mapping of str to callable
-        Each makes `calls` calls and waits for their results.
+        Each makes `kernels` calls and waits for their results.
     calls : int
     rounds : int
         How many quiet ones are wanted.

@@ -249,7 +249,7 @@ def call_needs(metadata: Metadata, function: str, sizes: Mapping[str, int], devi
 
 
 def queued_needs(metadata: Metadata, schedule: Schedule, sizes: Mapping[str, int], device: int, calls: int) -> Need:
-    """The need of `calls` calls under way at once, without weights.
+    """The need of `kernels` calls under way at once, without weights.
 
     Each holds what its steps give, at worst all of it; of the steps, one runs at a time on a device.
     """

@@ -21,10 +21,8 @@ from ..artifact.metadata import DeviceSpec, DispatchSpec, Metadata
 from ..errors import BuildError, HeteroError
 from ..target.native_target import native
 from ..target.vdevice import VDevice, device_name, host_vdevice, vdevice_index, vdevices_of, with_vdevices
-from ..transform.ir.calls import call_vdevice, called_prim_func
 from ..transform.ir.findings import findings_of
-from ..transform.ir.kernel_ops import ops_of
-from ..transform.ir.kernel_work import bytes_of, operations_of, precision_of
+from ..transform.ir.kernels import bytes_of, call_vdevice, called_prim_func, operations_of, ops_of, precision_of
 from ..transform.ir.module_attrs import COMMANDS, is_lowered
 from ..transform.ir.rewriting import relax_functions, walk_bindings
 from ..transform.lower.lower_to_vm import LowerToVM

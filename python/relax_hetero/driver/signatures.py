@@ -16,7 +16,7 @@ from ..artifact.signature import (
     ValueSpec,
 )
 from ..target.vdevice import vdevice_index, vdevices_of
-from ..transform.ir.dim_text import NoTextError, dim_text
+from ..transform.ir.extents import NoTextError, dim_text
 from ..transform.ir.module_attrs import public_functions
 from ..transform.ir.rewriting import relax_functions
 from ..transform.partition.written_arguments import WRITTEN

@@ -12,7 +12,7 @@ from ...artifact.commands import KernelSpec, RegionSpec, SlotSpec
 from ...artifact.metadata import CPU, DEVICE_TYPES, DeviceSpec, DispatchSpec
 from ...target.vdevice import vdevices_of
 from ...tir.core.raw_kernel import raw_signature
-from ...transform.ir.kernel_work import operations_of, precision_of, tensor_bytes
+from ...transform.ir.kernels import operations_of, precision_of, tensor_bytes
 from ...transform.ir.module_attrs import COMMANDS, public_kernels
 from ...transform.ir.rewriting import copy_module, is_tensor_constant, relax_functions, walk_bindings
 from ...transform.record.form_cuda_graphs import GRAPH_CONSTANTS

@@ -25,8 +25,8 @@ from tvm_ffi import structural_map
 
 from ...errors import BuildError
 from ...target.vdevice import default_vdevice, device_name, vdevices_of
-from ..ir.calls import call_vdevice, called_prim_func
 from ..ir.declare import declare_pass
+from ..ir.kernels import call_vdevice, called_prim_func
 from ..ir.rewriting import (
     copy_module,
     fresh_global_var,

@@ -25,10 +25,9 @@ from tvm import relax, tirx
 from tvm_ffi import StructuralKey, structural_map
 
 from ...target.vdevice import vdevices_of
-from ..ir.calls import called_prim_func
 from ..ir.declare import declare_pass
 from ..ir.findings import record_dispatches
-from ..ir.kernel_ops import fused_ops, with_ops
+from ..ir.kernels import called_prim_func, fused_ops, with_ops
 from ..ir.module_attrs import is_lowered
 from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions, walk_bindings
 from .bind_targets import bind_targets

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import tvm
 from tvm import relax
+from tvm_ffi import structural_map
 
 from ...errors import BuildError
 from ..ir.op_names import RESHAPE
 from ..ir.rewriting import copy_module, map_bindings, op_name, relax_functions, typed, walk_bindings
-from ..ir.unique_names import with_unique_names
 from .keep_devices import keep_devices
 from .nan_kernels import legalizations
 
@@ -116,3 +116,36 @@ def _no_kernel(binding: relax.Binding, function: str, variables: dict[str, dict[
         f"op {op_name(binding.value)} of variable {var.name!r} in function {function!r} has no kernel for operands "
         f"({operands}): expected an op with a legalization and operand shapes that are known (or symbolic)"
     )
+
+
+def with_unique_names(mod: tvm.IRModule) -> tuple[tvm.IRModule, dict[str, dict[str, relax.Var]]]:
+    """Number the parameters and bindings of every Relax function that share a name with an earlier one.
+
+    Returns
+    -------
+    mod : tvm.IRModule
+    variables : dict
+        Function name to new variable name to the variable as it was.
+    """
+    functions = dict(mod.functions.items())
+    variables: dict[str, dict[str, relax.Var]] = {}
+    for gv, func in relax_functions(mod):
+        functions[gv], variables[gv.name_hint] = _rename(func)
+    return copy_module(mod, functions), variables
+
+
+def _rename(func: relax.Function) -> tuple[relax.Function, dict[str, relax.Var]]:
+    old_of: dict[str, relax.Var] = {}
+    renamed: dict[relax.Var, relax.Var] = {}
+    counts: dict[str, int] = {}
+    for var in (*func.params, *(binding.var for binding in walk_bindings(func))):
+        name = var.name
+        while name in old_of:
+            counts[var.name] = counts.get(var.name, 0) + 1
+            name = f"{var.name}_{counts[var.name]}"
+        old_of[name] = var
+        if name != var.name:
+            renamed[var] = type(var)(name, var.ty, var.span)
+    if not renamed:
+        return func, old_of
+    return structural_map(func, (relax.Var, lambda var: renamed.get(var, var))), old_of

@@ -33,7 +33,7 @@ from ...target.cpu_target import cpu_target_of
 from ...tir.loops import NotStages, is_written, schedule
 from ..ir.declare import declare_pass
 from ..ir.findings import decline
-from ..ir.kernel_ops import ops_of
+from ..ir.kernels import ops_of
 from ..ir.rewriting import copy_module
 
 _log = logging.getLogger("relax_hetero")

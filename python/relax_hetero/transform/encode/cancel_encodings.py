@@ -13,10 +13,10 @@ from tvm import relax, tirx
 
 from ...encoding.encoding import LHS, RESULT, RHS, Encoding
 from ...encoding.expression import Expression
-from ..ir.emitting import Replacement
 from ..ir.relax_expressions import from_expression
 from .encoded_convolutions import stock_convolution
 from .encoded_values import extents_of
+from .replaced_bindings import Replacement
 
 
 def stock_product(encoding: Encoding, operands: Sequence[relax.Expr], out: Replacement) -> list[relax.Binding]:

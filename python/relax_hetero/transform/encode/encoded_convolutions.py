@@ -24,10 +24,10 @@ from tvm import relax, tirx
 from ...encoding.encoding import CONVOLUTIONS, DYNAMIC, LHS, RESULT, RHS, Encoding, Moves, conv_maps
 from ...op import encoded as op
 from ..ir.blocks import shape_of, tensor_type
-from ..ir.emitting import Replacement
 from ..ir.findings import decline
 from ..ir.rewriting import op_name
 from .encoded_products import ProductWriter
+from .replaced_bindings import Replacement
 
 CONV_OPS = {f"relax.nn.{name}": spatial for spatial, name in enumerate(CONVOLUTIONS, 1)}
 """Stock convolutions, and how many spatial dimensions they have."""

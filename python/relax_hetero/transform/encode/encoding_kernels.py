@@ -26,8 +26,7 @@ from ...target.cpu_target import cpu_target_of
 from ...target.element_types import short_name
 from ...target.vdevice import device_name
 from ..ir.extents import Symbols
-from ..ir.kernel_ops import OPS
-from ..ir.kernel_work import work_attributes
+from ..ir.kernels import OPS, work_attributes
 from ..ir.rewriting import fresh_global_var, relax_functions, walk_bindings
 from .encoded_values import Stored, StoredRows
 from .encoding_layouts import target_of

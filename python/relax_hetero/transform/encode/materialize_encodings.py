@@ -41,13 +41,12 @@ from ...op.encoded import PREPACKED, PRODUCTS, RELAYOUT, SET, UNSET, encoded_op
 from ...op.rows import ROWS
 from ...target.vdevice import vdevices_of
 from ..ir.declare import declare_pass
-from ..ir.error_context import error_context
-from ..ir.merge_variables import Merges
 from ..ir.op_names import TRANSFER
 from ..ir.rewriting import map_bindings, op_name, relax_functions, typed, walk_bindings, with_functions
 from .encoded_values import Stored, StoredRows, physical_type
 from .encoding_kernels import EncodingKernels
 from .epilogues import Chain, find_row_phases, fused_variables, user_counts
+from .replaced_bindings import Merges, error_context
 from .verify_encodings import verify_encodings
 
 

@@ -13,9 +13,9 @@ from ...encoding.packed_layout import PackedLayout
 from ...op import encoded as ops
 from ...target.cpu_target import cpu_target_of
 from ...target.vdevice import physical
-from ..ir.emitting import Replacement
 from ..ir.rewriting import with_vdevice
 from .encoded_values import extents_of
+from .replaced_bindings import Replacement
 
 # Bytes a second: of one core that lays data out with vectors and without, and of a copy between two memories. Only
 # their ratios matter. (Sources: packing kernels measured at 10 to 40 GB/s a core from memory, scalar loops at about 1;

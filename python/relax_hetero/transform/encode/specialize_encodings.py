@@ -37,10 +37,7 @@ from ...op.encoded import CONV, ELEMENTWISE, PRODUCTS, SET, UNSET, encoded_op
 from ...target.vdevice import device_name, vdevices_of
 from ..ir.blocks import Block, rewrite_blocks, without_unused
 from ..ir.declare import declare_pass
-from ..ir.emitting import Replacement, dataflow_variables
-from ..ir.error_context import error_context
 from ..ir.findings import is_collecting, publish
-from ..ir.merge_variables import Merges
 from ..ir.op_names import CAST, PERMUTE, RESHAPE, TRANSFER
 from ..ir.reports import CancelledEntry
 from ..ir.rewriting import map_bindings, op_name, relax_functions, typed, with_functions
@@ -51,6 +48,7 @@ from .encoding_kernels import VariantNames
 from .encoding_layouts import Layouts, target_of
 from .kernel_problems import product_problem
 from .relayout_transfers import Crossing, moved
+from .replaced_bindings import Merges, Replacement, dataflow_variables, error_context
 from .verify_encodings import verify_encodings
 
 _FOLDED = (CAST, PERMUTE, RESHAPE, TRANSFER)

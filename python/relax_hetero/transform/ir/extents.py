@@ -1,14 +1,15 @@
-"""Extents of tensor types: as numbers, and as the names that problems give to symbolic ones."""
+"""Extents of tensor types: as numbers, as names that problems give to symbols, as text of signatures and commands."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import tvm
 from tvm import relax, tirx
 from tvm_ffi import StructuralKey
 
-from ...encoding.problem import Dim
+from ...artifact.signature import Dim
 from ...tir.core.builder import plain_extent
 
 
@@ -31,3 +32,39 @@ class Symbols:
             return int(extent)
         key = StructuralKey(extent)
         return self._names.setdefault(key, f"s{len(self._names)}")
+
+
+_INFIX: tuple[tuple[type[Any], str], ...] = (
+    (tirx.Add, "+"),
+    (tirx.Sub, "-"),
+    (tirx.Mul, "*"),
+    (tirx.FloorDiv, "//"),
+    (tirx.FloorMod, "%"),
+)
+_PREFIX: tuple[tuple[type[Any], str], ...] = ((tirx.Min, "min"), (tirx.Max, "max"))
+
+
+class NoTextError(Exception):
+    """An extent that the small expression language cannot say."""
+
+
+def dim_text(expr: Any, names: Mapping[Any, str] | None = None) -> Dim:
+    """One extent: an int, or an expression over symbolic variables; NoTextError where it is beyond the grammar.
+
+    Variables are written by their own names, where `names` has no other.
+    """
+    if isinstance(expr, int):
+        return expr
+    if isinstance(expr, tirx.IntImm):
+        return int(expr.value)
+    if isinstance(expr, tirx.Var):
+        return (names or {}).get(expr, str(expr.name))
+    if isinstance(expr, tirx.Cast):
+        return dim_text(expr.value, names)
+    for node, symbol in _INFIX:
+        if isinstance(expr, node):
+            return f"({dim_text(expr.a, names)} {symbol} {dim_text(expr.b, names)})"
+    for node, symbol in _PREFIX:
+        if isinstance(expr, node):
+            return f"{symbol}({dim_text(expr.a, names)}, {dim_text(expr.b, names)})"
+    raise NoTextError

@@ -23,9 +23,7 @@ import tvm
 from ...artifact.commands import SingleCall
 from ...artifact.schedule import Schedule
 from ...target.vdevice import device_name, vdevices_of
-from .calls import call_vdevice, called_prim_func
-from .kernel_ops import ops_of
-from .kernel_work import precision_of
+from .kernels import call_vdevice, called_prim_func, ops_of, precision_of
 from .module_attrs import COMMANDS
 from .reports import Declined, DispatchEntry, EncodingReport, FusionReport, PlacementReport
 from .rewriting import relax_functions, walk_bindings

@@ -84,7 +84,7 @@ class DispatchEntry:
     ops : tuple of str
         What it computes, in order: more than one op where ops were fused.
     precision : str
-        The element types of its products, else those of its arguments (`kernel_work.precision_of`).
+        The element types of its products, else those of its arguments (`kernels.precision_of`).
     """
 
     function: str

@@ -44,8 +44,8 @@ from ...artifact.memory_spec import (
 from ...artifact.signature import Dim
 from ...target.vdevice import vdevice_index, vdevices_of
 from ..ir.declare import declare_pass
-from ..ir.dim_text import NoTextError, dim_text
-from ..ir.kernel_work import tensor_bytes
+from ..ir.extents import NoTextError, dim_text
+from ..ir.kernels import tensor_bytes
 from ..ir.module_attrs import MEMORY
 from ..ir.rewriting import copy_module, op_name, relax_functions, tensor_types
 from ..ir.tensor_aliases import NOTHING, Shown, TensorAliases, either, flat, is_view

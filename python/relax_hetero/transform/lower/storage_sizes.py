@@ -10,7 +10,7 @@ from tvm import relax, tirx
 from tvm_ffi import structural_walk
 
 from ...tir.core.builder import plain_extent
-from ..ir.kernel_work import bytes_of_extents
+from ..ir.kernels import bytes_of_extents
 
 ALLOC = "relax.builtin.alloc_tensor"
 """The op that allocates a tensor, before memory is planned."""

@@ -11,7 +11,7 @@ from tvm import relax
 
 from ...target.vdevice import host_vdevice, vdevice_index, vdevices_of
 from ..ir.blocks import used_vars
-from ..ir.calls import call_vdevice
+from ..ir.kernels import call_vdevice
 from ..ir.op_names import IN_PLACE, RESHAPE
 from ..ir.rewriting import global_vars_in, op_name, tensor_types, walk_bindings
 from .transfer_dependences import is_transfer

@@ -17,7 +17,7 @@ from tvm import relax, tirx
 from tvm_ffi import structural_map
 
 from ..ir.blocks import used_vars
-from ..ir.kernel_work import tensor_bytes
+from ..ir.kernels import tensor_bytes
 from ..ir.rewriting import op_name, tensor_types
 from .binding_devices import CALLS, BindingDevices
 from .transfer_dependences import Around, Reads, is_transfer, transfer_dependences

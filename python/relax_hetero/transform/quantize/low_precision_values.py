@@ -14,10 +14,10 @@ import tvm
 from tvm import relax
 
 from ..ir.blocks import used_vars
-from ..ir.name_filter import NameFilter, kept_call
 from ..ir.op_names import CAST
 from ..ir.relax_expressions import to_expression
 from ..ir.rewriting import handle, is_tensor_constant, op_name
+from .name_filter import NameFilter, kept_call
 from .precision_rules import MOVING, PRODUCTS, READ_EXACTLY, STORED_ANYWAY, is_product, is_wide, low_constant
 
 _DEQUANTIZING = ("relax.multiply", "relax.divide", "relax.subtract", CAST)

@@ -45,10 +45,10 @@ from tvm import relax
 from ...errors import BuildError
 from ..ir.blocks import Emitter, renamed, used_vars
 from ..ir.declare import declare_pass
-from ..ir.name_filter import NameFilter
 from ..ir.rewriting import is_tensor_constant, op_name, relax_functions, typed, with_body, with_functions
 from ..simplify.simplify_convolutions import simplify_convolutions
 from .low_precision_values import LowPrecisionValues
+from .name_filter import NameFilter
 from .precision_rules import LOW_TYPES, PRODUCTS, WIDE_TYPE, is_wide, low_product, with_dtype
 
 

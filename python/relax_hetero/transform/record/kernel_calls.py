@@ -19,8 +19,8 @@ from ...tir.commands.table_kernel import is_one_launch
 from ...tir.core.raw_kernel import RawSignature, has_temporaries, raw_signature
 from ...tir.core.ties import Tie, in_place, ties_of
 from ..ir.blocks import same_extent
-from ..ir.calls import call_vdevice
 from ..ir.extents import known_extents
+from ..ir.kernels import call_vdevice
 from ..ir.module_attrs import COMMANDS
 from ..ir.op_names import CALL_TIR_INPLACE
 from ..ir.rewriting import fresh_global_var, is_tensor_constant, op_name

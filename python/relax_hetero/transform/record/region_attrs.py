@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import tvm
-from tvm import relax, tirx
+from tvm import relax, s_tir, tirx
+from tvm.ir.expr import TensorLoad
+from tvm_ffi import structural_walk
 
 from ...artifact.commands import (
     ARENA,
@@ -38,9 +41,8 @@ from ...artifact.metadata import CPU, DEVICE_TYPES
 from ...errors import BuildError
 from ...target.vdevice import vdevice_index
 from ...tir.core.raw_kernel import RawSignature
-from ..ir.buffer_access import buffer_access
-from ..ir.dim_text import NoTextError, dim_text
-from ..ir.kernel_ops import ops_of
+from ..ir.extents import NoTextError, dim_text
+from ..ir.kernels import ops_of
 from ..ir.module_attrs import COMMANDS, KERNEL
 from .region_ir import OutlinedRegion, RegionStep, RegionValue
 
@@ -223,3 +225,51 @@ def kernels_of(mod: tvm.IRModule) -> dict[str, KernelSpec]:
 def _in_order(name: str) -> list[Any]:
     """A key that sorts ``x2`` before ``x10``."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
+def buffer_access(func: tirx.PrimFunc) -> dict[tirx.Var, str]:
+    """Whether each tensor parameter is read, written or both, by the elements that the body names.
+
+    The body may name the same memory by other buffers. Memory that is handed on otherwise (its address, another
+    function) counts as read and written; memory that nothing names counts as read.
+    """
+    seen: Counter[tirx.Var] = Counter()
+    loads: Counter[tirx.Var] = Counter()
+    stores: Counter[tirx.Var] = Counter()
+    declared: Counter[tirx.Var] = Counter()
+    views: dict[tirx.Var, tirx.Var] = {}
+
+    def on_block(block: s_tir.SBlock) -> None:
+        declared.update(region.source for region in (*block.reads, *block.writes))
+
+    def on_view(view: tirx.DeclBuffer) -> None:
+        data = view.data
+        if isinstance(data, tvm.ir.Call) and isinstance(data.op, tvm.ir.Op) and data.op.name == "tirx.buffer_data":
+            views[view.buffer] = data.args[0]
+            declared.update((view.buffer, data.args[0]))
+
+    on_nodes = [
+        (tvm.ir.Var, lambda var: seen.update((var,))),
+        (TensorLoad, lambda load: loads.update((load.source,))),
+        (tirx.BufferStore, lambda store: stores.update((store.buffer,))),
+        (s_tir.SBlock, on_block),
+        (tirx.DeclBuffer, on_view),
+    ]
+    structural_walk(func.body, on_nodes)
+
+    def access(param: tirx.Var) -> str:
+        names = [param, *(view for view in views if _viewed(view, views) == param)]
+        handed_on = any(seen[name] > loads[name] + stores[name] + declared[name] for name in names)
+        read, written = (any(uses[name] for name in names) for uses in (loads, stores))
+        if handed_on or (read and written):
+            return READ_WRITE
+        return WRITE if written else READ
+
+    return {param: access(param) for param in func.params}
+
+
+def _viewed(view: tirx.Var, views: dict[tirx.Var, tirx.Var]) -> tirx.Var:
+    """The parameter that a buffer names the memory of."""
+    while view in views:
+        view = views[view]
+    return view

@@ -12,7 +12,7 @@ from tvm_ffi import structural_map, structural_walk
 
 from ...tir.commands.command_list import Address, Call, Tensor, host_function
 from ...tir.core.builder import plain_extent
-from ..ir.kernel_work import bytes_of_extents
+from ..ir.kernels import bytes_of_extents
 
 
 @dataclass(eq=False)

@@ -12,7 +12,7 @@ from relax_hetero.driver.link.llvm_kernels import build_llvm
 from relax_hetero.tir.core.ties import in_place, ties_of
 from relax_hetero.transform.dispatch.schedule_cpu import schedule_cpu
 from relax_hetero.transform.dispatch.tied_operands import note_ties
-from relax_hetero.transform.ir.calls import called_prim_func
+from relax_hetero.transform.ir.kernels import called_prim_func
 from relax_hetero.transform.ir.rewriting import walk_bindings
 from seeds import fresh_rng
 from tir.kernel_runs import VECTOR_NAMES, poisoned, same_bits, target_of

@@ -5,7 +5,7 @@ from tvm.ir import assert_structural_equal
 from tvm.script import ir as I
 from tvm.script import relax as R
 
-from relax_hetero.transform.ir.merge_variables import Merges
+from relax_hetero.transform.encode.replaced_bindings import Merges
 from relax_hetero.transform.ir.rewriting import map_bindings
 
 

@@ -1,15 +1,76 @@
-"""How much a kernel computes and moves, and in which element types: what its time is compared with."""
+"""Kernels of a module: which one a call runs and where, the ops that were fused into it, its work.
+
+Ops and work are attributes of a kernel, which last to the executable.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from math import prod
 from typing import Any
 
-from tvm import tirx
+import tvm
+from tvm import relax, tirx
 from tvm.tirx.buffer import is_buffer_var
 
 from ...encoding.arithmetic import operations, precision, precision_of_arguments
+from .op_names import CALL_TIR_OPS
+from .rewriting import copy_module, op_name, tensor_types, walk_bindings
+
+
+def called_prim_func(mod: tvm.IRModule, value: relax.Expr) -> tvm.ir.GlobalVar | None:
+    """The PrimFunc a Relax call runs: by call_tir and its kin, or directly once output tensors are explicit."""
+    if not isinstance(value, relax.Call):
+        return None
+    callee = value.args[0] if op_name(value) in CALL_TIR_OPS else value.op
+    if isinstance(callee, tvm.ir.GlobalVar) and isinstance(mod.functions.get(callee), tirx.PrimFunc):
+        return callee
+    return None
+
+
+def call_vdevice(value: relax.Call) -> relax.VDevice | None:
+    """The device a call runs on: of its result, else of its first tensor operand, nested tuples included."""
+    for ty in (*value.ty_args, value.ty, *(arg.ty for arg in value.args)):
+        for tensor in tensor_types(ty):
+            if tensor.vdevice is not None:
+                return tensor.vdevice
+    return None
+
+
+OPS = "relax_hetero.ops"
+
+
+def fused_ops(mod: tvm.IRModule) -> dict[str, list[str]]:
+    """Between FuseOps and FuseTIR: function name to the kernels inside, in order."""
+    found: dict[str, list[str]] = {}
+    for gv, func in mod.functions.items():
+        if isinstance(func, relax.Function) and func.attrs.get("Primitive"):
+            kernels = [called_prim_func(mod, binding.value) for binding in walk_bindings(func)]
+            found[gv.name_hint] = [_plain(kernel.name_hint) for kernel in kernels if kernel is not None]
+    return found
+
+
+def with_ops(mod: tvm.IRModule, fused: dict[str, list[str]]) -> tvm.IRModule:
+    """Note on every kernel what it computes; kernels that are noted already keep it."""
+    functions = {
+        gv: func.with_attr(OPS, fused.get(gv.name_hint, [_plain(gv.name_hint)]))
+        if isinstance(func, tirx.PrimFunc) and OPS not in func.attrs
+        else func
+        for gv, func in mod.functions.items()
+    }
+    return copy_module(mod, functions)
+
+
+def ops_of(func: tirx.PrimFunc) -> tuple[str, ...]:
+    """The ops of a kernel; none for those that TVM adds, which compute shapes."""
+    return tuple(str(op) for op in func.attrs.get(OPS, ()))
+
+
+def _plain(kernel: str) -> str:
+    # Legalization writes tir_exp for exp, and numbers the kernels of one op.
+    return re.sub(r"\d+$", "", kernel).removeprefix("tir_")
+
 
 OPERATIONS = "relax_hetero.operations"
 PRECISION = "relax_hetero.precision"

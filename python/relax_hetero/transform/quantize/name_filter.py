@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import tvm
 
 from ...errors import BuildError
-from .rewriting import op_name, relax_functions, walk_bindings
+from ..ir.rewriting import op_name, relax_functions, walk_bindings
 
 _NEAR_MISSES = 3
 

@@ -3,7 +3,7 @@
 from tvm.script import ir as I
 from tvm.script import tirx as T
 
-from relax_hetero.transform.ir.buffer_access import buffer_access
+from relax_hetero.transform.record.region_attrs import buffer_access
 
 
 @I.ir_module
