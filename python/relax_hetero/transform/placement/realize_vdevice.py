@@ -32,12 +32,10 @@ from ..ir.declare import declare_pass
 from ..ir.findings import collect_placement, publish
 from ..ir.module_attrs import is_lowered
 from ..ir.reports import PlacementEntry, PlacementReport
-from .callee_summary import RecursionGroup
-from .clones import Clone, clone_for, make_clones
+from .clones import Clone, RecursionGroup, clone_for, make_clones
 from .collect import collect
 from .operands import Note
-from .program import CallRef, Program, Unit
-from .recursion import recursion_groups
+from .program import CallRef, Program, Unit, recursion_groups
 from .report import entries_of
 from .rewrite import rewrite
 from .solve import solve

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
 import tvm
 from tvm import relax
@@ -214,3 +215,29 @@ def fits(tree: Tree, ty: tvm.ir.Type) -> bool:
     if isinstance(ty, relax.FuncType):
         return isinstance(tree, FuncTree)
     return True
+
+
+def run(walk: Generator[Any, Any, Any]) -> Any:
+    """Run a generator that yields the generators it wants run, and gets their return values back.
+
+    Parameters
+    ----------
+    walk : Generator
+
+    Returns
+    -------
+    result
+        What `walk` returns. An exception ends all of them.
+    """
+    stack = [walk]
+    result: Any = None
+    while stack:
+        try:
+            nested = stack[-1].send(result)
+        except StopIteration as stop:
+            stack.pop()
+            result = stop.value
+        else:
+            stack.append(nested)
+            result = None
+    return result

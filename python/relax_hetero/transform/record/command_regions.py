@@ -19,8 +19,7 @@ from ..ir.blocks import Block, used_vars
 from ..ir.extents import known_extents
 from ..ir.op_names import CALL_TIR_INPLACE, RESHAPE
 from ..ir.rewriting import op_name
-from ..partition.binding_devices import BindingDevices
-from ..partition.device_partition import DevicePartition
+from ..partition.device_partition import BindingDevices, DevicePartition
 from .kernel_calls import KernelCall, KernelCalls
 
 WORTH_A_BUFFER = 2

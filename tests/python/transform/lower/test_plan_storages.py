@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tvm import tirx
 from tvm_ffi import structural_map
 
-from relax_hetero.transform.lower.plan_storages import plan_storages
+from relax_hetero.transform.lower.plan_memory import plan_storages
 from relax_hetero.transform.record.plan_arena import Lifetime, least_bytes
 
 N, S = tirx.Var("n", "int64"), tirx.Var("s", "int64")
