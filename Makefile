@@ -13,7 +13,7 @@ CHECKED := python apps tests
 
 help:
 	@echo "make demo         rank sentences with a real embedding model, cut over two devices"
-	@echo "make test         the test suite (about seven minutes on two cores)"
+	@echo "make test         the test suite (under ten minutes on two cores)"
 	@echo "make test-slow    what takes long and rarely finds more; make test-timing what reads the clock or resident"
 	@echo "                  memory, on a quiet machine; make test-all all three"
 	@echo "make lint         ruff check, ruff format --check, mypy, import-linter"
