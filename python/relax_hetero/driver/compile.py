@@ -4,6 +4,7 @@
 `driver.pipeline` lists with a line each, then linking, step by step below. Kernels come to be in three of the passes:
 MaterializeEncodings asks the device's resolver for those of products, convolutions, rows and attention, FormDispatches
 has TVM legalize and fuse all other ops, and FormCommandBuffers writes the functions that call runs of both.
+`memory_plan_of` plans memory for `explain`, without linking.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 `rh.compile` runs this list and links the result (`driver.compile`). `rh.get_pipeline` is the list without the steps
 that only our linker and machine understand. ``relax-hetero explain`` runs the list and prints what it found, and the
 table in docs/design.md is made from it. ``help`` of a pass says what it assumes, and shows a program before and after.
+
+Two steps are lists of their own: `form_dispatches`, with TVM's legalizing and fusing, and `lowering_steps` in
+`transform.lower.lower_to_vm`.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ class PipelineStep:
     Attributes
     ----------
     stage: The room of `relax_hetero.transform` that the pass lives in.
-    does: In a line.
+    does: What the pass does, in a line.
     only_ours: Whether only our linker and machine understand its result; `tvm.compile` does without it.
     """
 
@@ -50,7 +53,7 @@ class PipelineStep:
 
     @property
     def name(self) -> str:
-        """Of the pass."""
+        """The name of the pass."""
         return str(self.run.info.name)
 
 
@@ -87,13 +90,13 @@ def pipeline_steps(command_buffers: bool = True, stock: bool = False) -> list[Pi
         step("permute", MovePermutes(), "permutations move to where they cancel"),
         step("dispatch", FormDispatches(), "other ops become kernels: fused, scheduled, each with its device's target"),
         *(record if command_buffers else []),
-        step("record", UpdateDonated(), "kernels left alone write over inputs that the caller donated"),
+        step("record", UpdateDonated(), "kernels outside command buffers write over inputs that the caller donated"),
         step(
             "partition", FormSchedules(), "functions on several devices are cut into steps, to overlap", only_ours=True
         ),
         step("lower", LowerToVM(), "results are allocated, memory is planned, transfers become run-time calls"),
     ]
-    return [step for step in steps if not (stock and step.only_ours)]
+    return [each for each in steps if not (stock and each.only_ours)]
 
 
 def get_pipeline(command_buffers: bool = True) -> tvm.transform.Pass:

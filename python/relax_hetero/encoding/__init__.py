@@ -1,4 +1,4 @@
-"""What tensors are for and how they are stored: encodings, packed layouts, and the resolvers of devices."""
+"""What tensors are for and how they are stored: encodings, layouts, problems; the registry of resolvers."""
 
 from __future__ import annotations
 

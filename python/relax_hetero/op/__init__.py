@@ -1,8 +1,8 @@
-"""Relax operators for placement (hints and explicit transfers) and for encoded tensors (``relax.hetero.*``).
+"""Relax operators of this library: hints and transfers, encoded tensors, attention, rows, 4-bit weights.
 
-They build TVM's own ``relax.hint_on_device`` and ``relax.to_vdevice`` calls, so that ``R.hint_on_device`` and
-``R.to_vdevice`` in TVMScript are the same thing to every pass. Importing this package makes TVMScript's look-up of
-vdevices strict (see `strict_tvmscript`).
+The operators of placement build TVM's own ``relax.hint_on_device`` and ``relax.to_vdevice`` calls, so that
+``R.hint_on_device`` and ``R.to_vdevice`` in TVMScript are the same thing to every pass. Importing this package makes
+TVMScript's look-up of vdevices strict (see `strict_tvmscript`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The resolvers of this library, one a file: layout and kernel for each kind of device.
+"""The resolvers of this library, a file for each kind of device: `cpu`, `cuda`, `generic`; they share `resolver_base`.
 
 The only room that knows which generator solves which problem.
 """

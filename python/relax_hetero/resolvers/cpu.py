@@ -26,7 +26,7 @@ from ..target.cpu_target import CpuTarget, cpu_target_of
 from ..target.dot_instructions import DotInstruction, dot_instruction_for
 from ..target.element_types import bytes_of
 from ..target.tiles import conv_columns, tile_columns
-from .layouts import ResolverBase, tiled
+from .resolver_base import ResolverBase, tiled
 
 if TYPE_CHECKING:
     import tvm

@@ -8,7 +8,7 @@ from ..encoding.encoding import Encoding
 from ..encoding.packed_layout import PackedLayout
 from ..encoding.problem import Problem
 from ..errors import EncodingError
-from .layouts import ResolverBase
+from .resolver_base import ResolverBase
 
 if TYPE_CHECKING:
     import tvm

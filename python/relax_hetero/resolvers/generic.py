@@ -12,7 +12,7 @@ from ..encoding.packed_layout import PackedLayout
 from ..encoding.problem import BlockProductProblem
 from ..target.cpu_target import cpu_target_of
 from ..target.dot_instructions import dot_instruction_for
-from .layouts import ResolverBase, tiled
+from .resolver_base import ResolverBase, tiled
 
 if TYPE_CHECKING:
     import tvm

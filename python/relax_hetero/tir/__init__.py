@@ -1,1 +1,4 @@
-"""Generators of TIR: pack, unpack, relayout, matrix products, elementwise; one definition per family."""
+"""Generators of kernels: products, convolutions, attention, rows, elementwise, packing, scatter; one a family.
+
+`loops` schedules stock kernels, `commands` writes command buffers; all are written with `core` and `math`.
+"""

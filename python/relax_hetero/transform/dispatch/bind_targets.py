@@ -11,6 +11,7 @@ After::
     lv2 = R.call_tir(cls.scale_llvm_1, ...)   # a private copy with the target of llvm:1
 
 Functions that other PrimFuncs call follow their callers.
+A PrimFunc that nothing calls gets the default device's target; one written for another kind of target is refused.
 
 Assumes a placed module (RealizeVDevice). A second run changes nothing.
 """

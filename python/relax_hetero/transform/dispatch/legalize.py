@@ -1,7 +1,7 @@
 """Ops become call_tir of kernels, and every variable keeps its device.
 
-Stock legalization gives a kernel's result the device of its first operand: none where there is no operand, where the
-operand is a literal, or where the result is a tuple. So the types that variables had are put back afterwards.
+Variables get unique names first, so that their devices can be put back after TVM's LegalizeOps (`keep_devices`). An op
+without a kernel is an error that names op, variable and operands; `is_kept` says which ops need none.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""ScheduleCPU: kernels of CPUs that no generator wrote get a schedule, vectors inside and threads outside.
+"""ScheduleCPU: kernels of llvm CPUs that no generator wrote get a schedule, vectors inside, threads outside.
 
 Before::
 

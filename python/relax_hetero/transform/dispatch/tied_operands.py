@@ -2,8 +2,8 @@
 
 Kernels as legalization and FuseTIR make them, loops around stores, tie an operand if all there is to compute is one
 nest of loops that reads the operand where it stores the result: such loops are right in any order, and so is what a
-schedule makes of them that computes no element twice. This package's own schedules say for themselves
-(`loops`), and kernels of GPUs tie nothing.
+schedule makes of them that computes no element twice. Schedules of this library note their ties
+themselves (`tir.loops`), and kernels of GPUs tie nothing.
 """
 
 from __future__ import annotations

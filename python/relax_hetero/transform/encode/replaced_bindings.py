@@ -1,4 +1,4 @@
-"""Bindings made in the place of one, variables that became the same value, and errors that name a binding.
+"""Rewriting bindings of encoded values: `Replacement` for one, `Merges` of equal variables, errors that name a binding.
 
 A cancelled or identity ``y = R.hetero.unset_encoding(v)`` makes `y` and `v` one. The name of the program's own variable
 stays, which is that of `y`; where both must stay (two results of one value), an alias ``y = v`` does.

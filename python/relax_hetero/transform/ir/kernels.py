@@ -1,6 +1,7 @@
 """Kernels of a module: which one a call runs and where, the ops that were fused into it, its work.
 
-Ops and work are attributes of a kernel, which last to the executable.
+`tensor_bytes` and `bytes_of_extents` say how much memory its tensors take. Ops and work are attributes of a kernel,
+which last to the executable.
 """
 
 from __future__ import annotations

@@ -10,12 +10,13 @@ After::
     storage = R.vm.alloc_storage(R.shape([16]), 0, "uint8", "global")
     alloc = R.vm.alloc_tensor(storage, 0, R.shape([4]), "float32", 0)
     cls.scale(x, alloc)
-    room = ...                                               # the result's memory on llvm:1
-    gv = R.call_packed("relax_hetero.to_device", alloc, 1, 0, room)
+    gv = R.call_packed("relax_hetero.to_device", alloc, 1, 0)   # between CPUs an alias; else it gets its room, too
     R.vm.kill_object(storage)
 
 Output tensors are allocated explicitly and freed after their last use, storage is planned per device, and shapes are
-computed on the host. `lowering_steps` lists the passes that do it, TVM's and ours.
+computed on the host. `lowering_steps` lists the passes that do it, TVM's and ours. Before them, kernels get root
+blocks, devices go from the types by which functions are called, and arguments that are written to are noted; after
+them, kernels that only kernels call lose their symbols (`keep_private_kernels`).
 
 Assumes FormDispatches. A lowered module is returned as it is.
 """

@@ -14,13 +14,15 @@ After::
     storage1 = R.memory.alloc_storage(R.shape([64]), 1, "global", "uint8")
     alloc1 = R.memory.alloc_tensor(storage1, 0, R.shape([4]), "float32", 1)
 
-TVM's planner shares storage between devices, and between branches of an `If`; it takes what a packed function reads
-for free after the call, while the user's may return an operand, and it plans nothing that a transfer reads. Here each
-device and each branch plans for itself, and what leaves the function, or goes to another one that may keep or return
-it, is left to the machine's pool. A transfer may return its operand or the room it was given: both stay.
+TVM's planner shares storage between devices, and between branches of an `If`; it frees what a packed function read
+right after the call, although a user's function may return its operand, and it plans nothing that a transfer reads.
+Here each device and each branch plans for itself, and what leaves the function, or goes to another one that may keep
+or return it, is left to the machine's pool. A transfer may return its operand or the room it was given: both stay.
 
 Sizes that are symbolic are planned by their upper bounds where the function has some (`tir_var_upper_bound`), else with
 others of the same symbols.
+
+`plan_storages` chooses which tensors share: of two greedy orders, the one that takes fewer bytes.
 
 Assumes no dataflow blocks and purity checks removed. A second run changes nothing.
 """

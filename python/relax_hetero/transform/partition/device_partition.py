@@ -1,9 +1,9 @@
 """A function's work in parts: maximal stretches on one device with the same transfers before and after them.
 
 Transfers, and what uses several devices (control flow, calls of functions), are parts of their own. What costs nothing
-belongs to the part whose result it shows, or else to nobody: whatever uses it has a copy. A part that is less work
-than what a part costs joins the only part that reads it, or that it reads, if both are on one device: that delays
-others by next to nothing.
+belongs to the part whose result it shows, or else to nobody: whatever uses it has a copy. A part whose work takes
+less time than handing it to a queue joins the only part that reads it, or that it reads, if both are on one device:
+that delays others by next to nothing. `BindingDevices` says which devices a binding uses, calls followed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Read the functions of one recursion group into a graph, and keep what the rewriting needs of every binding."""
+"""Read the functions of one recursion group into a graph: their bindings and scopes (`_Collector`), and what calls add
+(`CallReader`).
+"""
 
 from __future__ import annotations
 

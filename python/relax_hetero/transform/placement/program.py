@@ -1,4 +1,4 @@
-"""What a module looks like to placement: functions, scopes and bindings, read once, with trees for their values."""
+"""A module as placement reads it: functions, scopes and bindings, and the groups of functions that call each other."""
 
 from __future__ import annotations
 

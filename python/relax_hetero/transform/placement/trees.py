@@ -1,4 +1,7 @@
-"""Trees of nodes for types and expressions, and the ties between them."""
+"""Trees of nodes for types and expressions, the ties between them, and which types hold tensors or name devices.
+
+`run` walks nested scopes without Python's recursion.
+"""
 
 from __future__ import annotations
 

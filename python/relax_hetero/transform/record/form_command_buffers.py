@@ -16,7 +16,7 @@ others read of the run, and an arena, where the run's transient values lie by li
 functions of pointers (`tir.core.raw_kernel`). Control flow, transfers of what the run made, work on another device and
 calls of unknown functions end a run (`command_regions`). The module stays one that stock TVM can build.
 
-What each buffer does stands in the module's attributes, as data (`artifact.commands.RegionSpec`).
+What each buffer does stands on its host function as an attribute, as data (`artifact.commands.RegionSpec`).
 
 Assumes FormDispatches: a module that has still to be formed is returned as it is. So is a lowered one, and one whose
 runs are outlined.

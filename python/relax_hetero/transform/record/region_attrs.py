@@ -1,4 +1,4 @@
-"""What command buffers do, as data (`commands`): noted on functions of a module, where programs and people find it.
+"""What command buffers do, as data (`artifact.commands`) on functions; and which tensors a kernel reads or writes.
 
 Each host function of a command buffer carries its `RegionSpec`, each kernel that one calls its `KernelSpec`, as JSON
 text, so that both last until the executable is made.
