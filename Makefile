@@ -51,7 +51,7 @@ conformance: $(VENV)/.stamp-dev
 	$(PY) apps/onnx_backend/run.py --write-docs
 
 clean:
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis python/*.egg-info
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis python/*.egg-info
 	find python apps tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
