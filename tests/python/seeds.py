@@ -1,8 +1,9 @@
-"""Random numbers that differ from run to run, and that a failure can repeat.
+"""Random numbers of tests, which a failure can repeat.
 
 One seed, the environment variable RELAX_HETERO_TEST_SEED, stands behind all of them. Runs repeat the same numbers
-unless it is set; pytest prints it at the top of its output and with every failure. A test draws the same numbers from
-the same seed whether it runs alone or with others, because its own name is part of what the generator starts from.
+unless it is set, to another seed or to "random"; pytest prints it at the top of its output and with every failure.
+A test draws the same numbers from the same seed whether it runs alone or with others, because its own name is part of
+what the generator starts from.
 """
 
 from __future__ import annotations

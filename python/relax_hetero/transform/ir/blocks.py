@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -118,6 +118,18 @@ def with_regions(
         elif index not in gone:
             emitter.bindings.append(binding)
     return emitter.bindings
+
+
+def with_replaced(
+    block: Block, made: Mapping[int, list[relax.Binding]], gone: Container[int]
+) -> list[relax.Binding] | None:
+    """The bindings of a block, some of them replaced and some left out, by position; None where none is replaced."""
+    if not made:
+        return None
+    bindings: list[relax.Binding] = []
+    for index, binding in enumerate(block.bindings):
+        bindings += made.get(index, [] if index in gone else [binding])
+    return bindings
 
 
 def used_vars(expr: relax.Expr) -> list[relax.Var]:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 from tvm import relax, tirx
 
-from ..ir.blocks import Block, Emitter, shape_of
+from ..ir.blocks import Block, Emitter, shape_of, with_replaced
 from ..ir.constant_values import ConstantValues, constant_like
 from ..ir.rewriting import op_name, typed
 
@@ -92,12 +92,7 @@ def fold_channel_scales(block: Block) -> list[relax.Binding] | None:
         if new is not None:
             members, made[index] = new
             gone.update(members)
-    if not made:
-        return None
-    bindings: list[relax.Binding] = []
-    for index, binding in enumerate(block.bindings):
-        bindings += made.get(index, [] if index in gone else [binding])
-    return bindings
+    return with_replaced(block, made, gone)
 
 
 def _is_float(var: relax.Var) -> bool:

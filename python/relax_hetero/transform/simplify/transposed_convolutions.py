@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from tvm import relax, tirx
 
-from ..ir.blocks import Block, Emitter, is_one, shape_of, tensor_type
+from ..ir.blocks import Block, Emitter, is_one, shape_of, tensor_type, with_replaced
 from ..ir.constant_values import ConstantValues, constant_like
 from ..ir.op_names import ELEMENTWISE
 from ..ir.rewriting import op_name, typed
@@ -73,12 +73,7 @@ def expand_transposed_convolutions(block: Block) -> list[relax.Binding] | None:
             if expansion is not None:
                 made[index] = expansion.bindings()
                 gone.update(expansion.chain)
-    if not made:
-        return None
-    bindings: list[relax.Binding] = []
-    for index, binding in enumerate(block.bindings):
-        bindings += made.get(index, [] if index in gone else [binding])
-    return bindings
+    return with_replaced(block, made, gone)
 
 
 @dataclass
