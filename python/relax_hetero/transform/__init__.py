@@ -19,6 +19,7 @@ _PASSES: dict[str, str] = {
     "KeepFindings": ".ir.keep_findings",
     "UpdateVDevice": ".placement.update_vdevice",
     "RealizeVDevice": ".placement.realize_vdevice",
+    "CheckSizes": ".sizes.check_sizes",
     "ToMixedPrecision": ".quantize.to_mixed_precision",
     "SinkDequantize": ".quantize.sink_dequantize",
     "SimplifyConvolutions": ".simplify.simplify_convolutions",
