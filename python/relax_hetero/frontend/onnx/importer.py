@@ -16,7 +16,9 @@ from tvm import relax
 from tvm.relax.frontend.onnx import onnx_frontend as stock
 
 from ...errors import FrontendError
-from ..symbolic_sizes import Bounds, SizeIsBounded, compute_sizes, known_bounds
+from ..ops.node import Node
+from ..ops.required_sizes import computed_sizes
+from ..symbolic_sizes import Bounds, SizeIsBounded, known_bounds
 from .constants import FOLDED_OPS, constant_value, fold_node, initializer_value, make_const, sparse_value
 from .functions import body_of_call, function_of, function_table
 from .inputs import Shapes, graph_inputs
@@ -156,7 +158,7 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
     def _convert_node(self, node: onnx.NodeProto, info: NodeInfo) -> None:
         self._makers.update(dict.fromkeys(node.output, info))
         operands = stock.onnx_input(self._read(name, info) for name in node.input)
-        folded = self._fold(node, operands)
+        folded = self._fold(node, info, operands)
         if folded is not None:
             self._nodes.update(zip(node.output, folded, strict=False))
             return
@@ -175,10 +177,11 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
             raise FrontendError(f"node {info} reads {name!r}, which no input, initializer or node before it makes")
         return self._nodes[name]
 
-    def _fold(self, node: onnx.NodeProto, operands: list[Any]) -> list[relax.Expr] | None:
+    def _fold(self, node: onnx.NodeProto, info: NodeInfo, operands: list[Any]) -> list[relax.Expr] | None:
         if node.op_type == "Constant":
             return [make_const(constant_value(node))]
-        sizes = compute_sizes(node, operands) if node.domain in STANDARD_DOMAINS else None
+        as_read = Node(node.op_type, info.name, self.opset, self.bb, operands, {}, len(node.output))
+        sizes = computed_sizes(as_read, node) if node.domain in STANDARD_DOMAINS else None
         if sizes is not None:
             return [sizes]
         is_known = all(operand is None or isinstance(operand, tvm.ir.GenericConst) for operand in operands)

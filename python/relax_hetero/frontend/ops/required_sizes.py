@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import onnx
+import tvm
 import tvm_ffi
 from tvm import relax, tirx
 
+from ..symbolic_sizes import compute_sizes
 from .node import Dim, Node, as_dim
 
 MOST_ELEMENTS = 2**47
@@ -89,6 +92,16 @@ def require_multiple(node: Node, size: Dim, divisor: int, subject: str) -> None:
     """Require that a size is a multiple of a number; the error begins with `subject`: "its image has a height of"."""
     rest = size % divisor if isinstance(size, int) else tirx.floormod(size, divisor)
     node.require(equal(as_dim(rest), 0), f"{subject} {size}, expected a multiple of {divisor}")
+
+
+def computed_sizes(node: Node, proto: onnx.NodeProto) -> Any:
+    """The output of a node that computes sizes, as `compute_sizes`; none of them may be divided by 0."""
+    sizes = compute_sizes(proto, node.inputs)
+    if sizes is not None and proto.op_type == "Div":
+        for divisor in node.inputs[1].values if isinstance(node.inputs[1], relax.ShapeExpr) else [node.inputs[1]]:
+            if tvm.ir.is_prim_expr(divisor):
+                node.require(tirx.NE(divisor, as_expr(0)), f"divides by {divisor}")
+    return sizes
 
 
 def shown(dims: Sequence[Dim]) -> str:

@@ -10,8 +10,8 @@ import numpy as np
 import onnx
 import tvm_ffi
 from tvm import relax, te, tirx, topi
-from tvm_ffi import structural_walk
 
+from ..symbolic_sizes import symbolic_divisors, with_safe_divisions
 from .node import Dim, Node, Position, as_constant, as_dim, const, dtype_of
 from .required_sizes import MOST_ELEMENTS, any_of, as_expr, equal, shown
 from .table import convert_by_stock, converts
@@ -150,20 +150,12 @@ def _reshaped(node: Node, data: relax.Expr, target: list[Dim]) -> relax.Expr:
         _note_fixed_sizes(node, dims, target)
         node.require(equal(elements, others), f"{subject}, which has another number of elements")
         return node.emit(relax.op.reshape(data, target))
-    result = node.emit(relax.op.reshape(data, target))
-    rest = node.shape(result)[open_axes[0]]
-    if not isinstance(rest, int) and _divides_by_size(rest):  # TVM divides by the other sizes, and cancels what it can
-        node.require(tirx.NE(others, as_expr(0)), f"{subject}, which leaves the size of -1 open")
+    rest = node.shape(node.builder.normalize(relax.op.reshape(data, target)))[open_axes[0]]
+    for divisor in symbolic_divisors(rest):  # TVM divides by the other sizes, and cancels what it can
+        node.require(tirx.NE(divisor, as_expr(0)), f"{subject}, which leaves the size of -1 open")
+    rest = with_safe_divisions(rest)
     node.require(equal(others * as_expr(rest), elements), f"{subject}, which do not divide evenly")
-    return result
-
-
-def _divides_by_size(expr: tirx.Expr) -> bool:
-    """Whether an expression has a divisor that may be 0."""
-    found: list[bool] = []
-    for kind in (tirx.FloorDiv, tirx.Div, tirx.FloorMod, tirx.Mod):
-        structural_walk(expr, (kind, lambda part: found.append(not isinstance(part.b, tirx.IntImm))))
-    return any(found)
+    return node.emit(relax.op.reshape(data, [rest if axis in open_axes else dim for axis, dim in enumerate(target)]))
 
 
 def _note_fixed_sizes(node: Node, dims: list[Dim], target: list[Dim]) -> None:
