@@ -43,6 +43,7 @@ _PASSES: dict[str, str] = {
     "UpdateDonated": ".record.update_donated",
     "FormSchedules": ".partition.form_schedules",
     "LowerToVM": ".lower.lower_to_vm",
+    "LowerRequirements": ".lower.lower_requirements",
     "SettlePackedResults": ".lower.settle_packed_results",
     "LowerTransfers": ".lower.lower_transfers",
     "PinTransferred": ".lower.pin_transferred",
