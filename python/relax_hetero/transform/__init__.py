@@ -18,6 +18,7 @@ from .ir.declare import PassDeclaration, declared_passes
 _PASSES: dict[str, str] = {
     "KeepFindings": ".ir.keep_findings",
     "UpdateVDevice": ".placement.update_vdevice",
+    "IsolateWrites": ".simplify.isolate_writes",
     "RealizeVDevice": ".placement.realize_vdevice",
     "ToMixedPrecision": ".quantize.to_mixed_precision",
     "SinkDequantize": ".quantize.sink_dequantize",
@@ -42,6 +43,7 @@ _PASSES: dict[str, str] = {
     "UpdateDonated": ".record.update_donated",
     "FormSchedules": ".partition.form_schedules",
     "LowerToVM": ".lower.lower_to_vm",
+    "LowerRequirements": ".lower.lower_requirements",
     "SettlePackedResults": ".lower.settle_packed_results",
     "LowerTransfers": ".lower.lower_transfers",
     "PinTransferred": ".lower.pin_transferred",

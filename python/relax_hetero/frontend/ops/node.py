@@ -12,6 +12,7 @@ import tvm
 from tvm import relax, te, tirx
 
 from ...errors import FrontendError
+from ...op.require import MET, requirement
 
 Dim: TypeAlias = "int | tirx.Expr"
 """A dimension: an integer, or an int64 expression over symbolic sizes."""
@@ -42,8 +43,12 @@ class Node:
 
     def refusal(self, reason: str) -> FrontendError:
         """The error to raise where this node cannot be converted."""
-        name = f" {self.name!r}" if self.name else ""
-        return FrontendError(f"{self.op_type} node{name}: {reason}")
+        return FrontendError(f"{self.title}: {reason}")
+
+    @property
+    def title(self) -> str:
+        """How messages call the node: its op type and its name."""
+        return f"{self.op_type} node {self.name!r}" if self.name else f"{self.op_type} node"
 
     def has(self, index: int) -> bool:
         """Whether input `index` is given."""
@@ -143,6 +148,23 @@ class Node:
     def per_channel(self, vector: relax.Expr, rank: int) -> relax.Expr:
         """A vector laid along axis 1, to broadcast with tensors of this rank."""
         return self.emit(relax.op.reshape(vector, [1, -1] + [1] * (rank - 2)))
+
+    def require(self, condition: Any, message: str) -> None:
+        """Have calls fail with `message` unless a condition over sizes holds, such as ``a == b``.
+
+        Nothing is done where it always holds.
+
+        Raises
+        ------
+        FrontendError: if it never holds.
+        """
+        analyzer = tvm.sym.Analyzer()
+        value = requirement(condition, f"{self.title}: {message}")
+        if analyzer.can_prove(value.args[0]):
+            return
+        if analyzer.can_prove(tirx.Not(value.args[0])):
+            raise self.refusal(message)
+        self.builder.match_cast(value, MET)
 
     def outputs(self, values: Sequence[relax.Expr]) -> relax.Expr:
         """The first of `values`, as many as the node has outputs: one by itself, several as a tuple."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from ..symbolic_sizes import SizeIsBounded, is_at_most
 from .fold import fold
 from .function_body import expand, has_body
 from .node import Dim, Node, as_dim
+from .required_sizes import MOST_ELEMENTS
 
 Convert = Callable[[Node], Any]
 """A converter of ours: from a node to its output, or to a `relax.Tuple` of its outputs."""
@@ -56,7 +58,27 @@ def convert_node(node: Node) -> Any:
         _check_bounds(node)
     ours = _OURS.get(node.op_type)
     value = ours(node) if ours is not None else convert_by_default(node)
-    return node.builder.normalize(value) if isinstance(value, relax.Expr) else value
+    if not isinstance(value, relax.Expr):
+        return value
+    value = node.builder.normalize(value)
+    _check_extents(node, value.ty)
+    return value
+
+
+def _check_extents(node: Node, ty: tvm.ir.Type) -> None:
+    """Refuse a result whose known sizes no memory can hold, before anything is made of it."""
+    if isinstance(ty, tvm.ir.TupleType):
+        for field in ty.fields:
+            _check_extents(node, field)
+    shape = ty.shape if isinstance(ty, relax.TensorType) else None
+    if not isinstance(shape, relax.ShapeExpr):
+        return
+    known = [int(dim) for dim in shape.values if isinstance(dim, tirx.IntImm)]
+    text = f"its result would have the shape [{', '.join(map(str, shape.values))}]"
+    if any(size < 0 for size in known):
+        raise node.refusal(f"{text}, expected sizes of 0 and more")
+    if math.prod(max(size, 1) for size in known) > MOST_ELEMENTS:
+        raise node.refusal(f"{text}, more elements than memory can hold")
 
 
 def convert_by_default(node: Node) -> Any:

@@ -30,6 +30,7 @@ from ..ir.findings import record_dispatches
 from ..ir.kernels import called_prim_func, fused_ops, with_ops
 from ..ir.module_attrs import is_lowered
 from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions, walk_bindings
+from ..ir.root_blocks import with_root_blocks
 from .bind_targets import bind_targets
 from .keep_devices import keep_devices
 from .legalize import is_kept, legalize
@@ -37,6 +38,7 @@ from .name_kernel_variables import name_kernel_variables
 from .schedule_cpu import schedule_cpu
 from .schedule_gpu import schedule_gpu
 from .tied_operands import note_ties
+from .wide_extents import widen_extents
 
 
 def form_dispatches(mod: tvm.IRModule) -> tvm.IRModule:
@@ -54,7 +56,7 @@ def form_dispatches(mod: tvm.IRModule) -> tvm.IRModule:
     if any(isinstance(b.value, relax.Function) for _, func in relax_functions(mod) for b in walk_bindings(func)):
         mod = relax.transform.LambdaLift()(mod)
     written = {gv.name_hint for gv in mod.get_global_vars()}
-    mod = legalize(mod)
+    mod = legalize(widen_extents(with_root_blocks(mod)))
     stock = relax.transform
     fold = [stock.AnnotateTIROpPattern(), stock.FoldConstant(), stock.FuseOps()]
     mod = tvm.transform.Sequential(fold)(forget_targets(mod, written))

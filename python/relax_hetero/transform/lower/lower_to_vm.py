@@ -36,6 +36,7 @@ from ..ir.rewriting import copy_module, fresh_global_var, relax_functions, typed
 from ..ir.root_blocks import with_root_blocks
 from ..partition.written_arguments import note_written
 from .lower_pinned_storage import LowerPinnedStorage
+from .lower_requirements import LowerRequirements
 from .lower_transfers import LowerTransfers, writes_in_place
 from .note_memory import NoteMemory
 from .pin_transferred import PinTransferred
@@ -67,9 +68,11 @@ def lowering_steps(must_copy: bool) -> list[tvm.transform.Pass]:
         Of LowerTransfers.
     """
     return [
-        relax.transform.RewriteDataflowReshape(),
+        # A kernel that moves nothing would become an alias, which a kernel in place may not overwrite.
+        *([] if must_copy else [relax.transform.RewriteDataflowReshape()]),
         relax.transform.ToNonDataflow(),
         relax.transform.RemovePurityChecking(),
+        LowerRequirements(),
         SettlePackedResults(),
         relax.transform.CallTIRRewrite(),
         LowerTransfers(must_copy),
