@@ -40,6 +40,12 @@ from .schedule_gpu import schedule_gpu
 from .tied_operands import note_ties
 from .wide_extents import widen_extents
 
+_FUSED = "relax.FuseOps.max_depth"
+MOST_FUSED = 64
+"""Ops in one kernel. Reading, scheduling and compiling a kernel takes time that grows faster than its length, and LLVM
+recurses into it, so TVM's own bound of 256 is too high for chains that are long enough; what work repeats in real
+models, gates of recurrent cells and gelu among it, is shorter than 32."""
+
 
 def form_dispatches(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring.
@@ -58,8 +64,8 @@ def form_dispatches(mod: tvm.IRModule) -> tvm.IRModule:
     written = {gv.name_hint for gv in mod.get_global_vars()}
     mod = legalize(widen_extents(with_root_blocks(mod)))
     stock = relax.transform
-    fold = [stock.AnnotateTIROpPattern(), stock.FoldConstant(), stock.FuseOps()]
-    mod = tvm.transform.Sequential(fold)(forget_targets(mod, written))
+    fold = [stock.AnnotateTIROpPattern(), stock.FoldConstant()]
+    mod = _with_fused_ops(tvm.transform.Sequential(fold)(forget_targets(mod, written)))
     ops = fused_ops(mod)
     fuse = [stock.FuseTIR(), stock.DeadCodeElimination(), stock.CanonicalizeBindings()]
     mod = with_ops(tvm.transform.Sequential(fuse)(mod), ops)
@@ -67,6 +73,14 @@ def form_dispatches(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 FormDispatches = declare_pass("FormDispatches", form_dispatches)
+
+
+def _with_fused_ops(mod: tvm.IRModule) -> tvm.IRModule:
+    """Stock FuseOps with our bound on a kernel's ops, unless the caller's context has one."""
+    context = tvm.transform.PassContext.current()
+    config = {_FUSED: MOST_FUSED, **dict(context.config)}
+    with tvm.transform.PassContext(context.opt_level, context.required_pass, context.disabled_pass, config=config):
+        return relax.transform.FuseOps()(mod)
 
 
 def _for_their_devices(mod: tvm.IRModule) -> tvm.IRModule:
