@@ -106,7 +106,8 @@ def alias(tensor: runtime.Tensor, device: runtime.Device) -> runtime.Tensor:
 
 def has_offset(tensor: runtime.Tensor) -> bool:
     """Whether a tensor starts inside its allocation by a byte offset, which kernels do not accept."""
-    return bool(_head(tensor.__dlpack__()).byte_offset)
+    capsule = tensor.__dlpack__()  # the head lies in memory that goes with it
+    return bool(_head(capsule).byte_offset)
 
 
 def view_bytes(data: np.ndarray, shape: tuple[int, ...], dtype: str) -> runtime.Tensor:
