@@ -27,7 +27,7 @@ import numpy as np
 
 Attack = Callable[[np.random.Generator], "Outcome"]
 
-NOISE = 6000
+NOISE = 20000
 """Characters of a child's complaints that are kept."""
 
 SILENCE_S = 90.0
@@ -35,6 +35,8 @@ SILENCE_S = 90.0
 
 MEMORY_BYTES = 12 << 30
 """Address space of a child. TVM, LLVM and numpy reserve about 3 GiB of it before the first case."""
+
+_THREADS = {"TVM_NUM_THREADS": "2", "TVM_BIND_THREADS": "0", "RELAX_HETERO_CACHE": "off"}
 
 CASES_OF_A_CHILD = 400
 """A child is replaced after this many cases, so that what one leaks is not blamed on another."""
@@ -98,30 +100,38 @@ class Report:
         return "\n".join(lines)
 
 
-def run(attack: str, seconds: float, seed: int, report: Report, most_findings: int = 20) -> None:
-    """Attack for some seconds, from `seed` on; what happens is added to `report`."""
+def run(
+    attack: str,
+    seconds: float,
+    seed: int,
+    report: Report,
+    environment: Mapping[str, str],
+    most_findings: int = 20,
+    most_cases: int = CASES_OF_A_CHILD,
+) -> int:
+    """Attack for some seconds, from `seed` on, in processes with some variables; what happens is added to `report`.
+
+    Returns
+    -------
+    int: The next seed.
+    """
     end = time.monotonic() + seconds
     while time.monotonic() < end and len(report.findings) < most_findings:
-        seed = _run_child(attack, seed, end, report)
+        seed = _run_child(attack, seed, end, report, environment, most_cases)
+    return seed
 
 
-def _run_child(attack: str, seed: int, end: float, report: Report, most_cases: int = CASES_OF_A_CHILD) -> int:
+def _run_child(
+    attack: str, seed: int, end: float, report: Report, environment: Mapping[str, str], most_cases: int
+) -> int:
     """Run cases in one child until it has had enough, dies, hangs or the time is over; the next seed."""
+    script = str(Path(__file__).with_name("run.py"))
     with subprocess.Popen(
-        [
-            sys.executable,
-            "-X",
-            "faulthandler",
-            str(Path(__file__).with_name("run.py")),
-            "--child",
-            attack,
-            str(seed),
-            str(most_cases),
-        ],
+        [sys.executable, "-X", "faulthandler", script, "--child", attack, str(seed), str(most_cases)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         bufsize=0,
-        env=_environment(),
+        env={**os.environ, **_THREADS, **environment},
         start_new_session=True,
     ) as child:
         assert child.stdout is not None and child.stderr is not None
@@ -177,18 +187,13 @@ def _waiting(stream: IO[bytes]) -> str:
     return b"".join(parts).decode(errors="replace")
 
 
-def _environment() -> dict[str, str]:
-    # The C library fills memory that is freed or not yet written, so that reading it shows.
-    extra = {"MALLOC_PERTURB_": "165", "TVM_NUM_THREADS": "2", "TVM_BIND_THREADS": "0", "RELAX_HETERO_CACHE": "off"}
-    return {**os.environ, **extra}
-
-
-def be_child(attack: Attack, seed: int, most_cases: int) -> None:
+def be_child(attack: Attack, seed: int, most_cases: int, limit_memory: bool) -> None:
     """In the child: run cases from `seed` on, and say so on the standard output."""
     # What models and TVM print goes elsewhere.
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    if limit_memory:
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for number in range(seed, seed + most_cases):
         out.write(json.dumps({"event": "begin", "seed": number}) + "\n")

@@ -515,6 +515,15 @@ def _resized(graph: Graph, value: np.ndarray, dims: Sequence[int | str], sizes: 
 
 def attack(rng: np.random.Generator) -> Outcome:
     """A batch of graphs."""
+    return _batch(rng, ["llvm"])
+
+
+def attack_sanitized(rng: np.random.Generator) -> Outcome:
+    """A batch of graphs whose kernels are C++ that checks its accesses."""
+    return _batch(rng, ["c"])
+
+
+def _batch(rng: np.random.Generator, vdevices: list[str]) -> Outcome:
     found: list[Outcome] = []
 
     @seed(int(rng.integers(2**62)))
@@ -533,7 +542,7 @@ def attack(rng: np.random.Generator) -> Outcome:
             text = onnx.printer.to_text(model)
             print(text, [{name: value.shape for name, value in call.items()} for call in calls], file=sys.stderr)
             try:
-                found.extend(compared(model, calls))
+                found.extend(compared(model, calls, vdevices))
             except Exception:
                 found.append(Outcome("foreign", f"{text}\n{traceback.format_exc()[-2500:]}"))
 

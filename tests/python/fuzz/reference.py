@@ -49,10 +49,12 @@ def run_reference(model: onnx.ModelProto, inputs: Mapping[str, np.ndarray]) -> l
         raise kind(str(error)) from error
 
 
-def compared(model: onnx.ModelProto, calls: Sequence[Mapping[str, np.ndarray]]) -> list[Outcome]:
-    """An outcome for each call, or one if the model is refused."""
+def compared(
+    model: onnx.ModelProto, calls: Sequence[Mapping[str, np.ndarray]], vdevices: Sequence[str] = ("llvm",)
+) -> list[Outcome]:
+    """An outcome for each call of a model on some devices, or one if the model is refused."""
     try:
-        vm = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))
+        vm = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model, vdevices=list(vdevices))))
     except rh.HeteroError:
         return [REFUSED]
     except Exception:
