@@ -13,7 +13,7 @@ import onnxruntime
 
 import relax_hetero as rh
 
-from .harness import REFUSED, RIGHT, Outcome
+from .harness import REFUSED, RIGHT, Outcome, reference
 
 onnxruntime.set_default_logger_severity(4)
 
@@ -41,9 +41,11 @@ def session(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
 
 def run_reference(model: onnx.ModelProto, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     """ONNX Runtime's results."""
-    made = session(model)
     try:
-        return [np.asarray(value) for value in made.run(None, dict(inputs))]
+        with reference():
+            return [np.asarray(value) for value in session(model).run(None, dict(inputs))]
+    except RefusedByReference:
+        raise
     except Exception as error:
         kind = Unsupported if "NOT_IMPLEMENTED" in str(error) else RefusedByReference
         raise kind(str(error)) from error

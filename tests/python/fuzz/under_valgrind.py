@@ -9,6 +9,8 @@ something was found.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import os
 import pickle
 import re
@@ -16,6 +18,9 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import numpy as np
+import onnx
 
 ROOT = Path(__file__).parents[3]
 sys.path[:0] = [str(ROOT / "python"), str(Path(__file__).parents[1])]
@@ -47,7 +52,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.make:
+        make(options.seed, options.make)
+        return 0
     with tempfile.TemporaryDirectory() as folder:
         paths = _exported(options.models, options.seed, Path(folder))
         log = Path(folder) / "valgrind.log"
@@ -69,41 +78,41 @@ def main() -> int:
 
 
 def _exported(count: int, seed: int, folder: Path) -> list[Path]:
-    """Models in a folder, as many as asked for, each with its calls beside it."""
-    import numpy as np
+    """Models in a folder, as many as asked for, each with its calls beside it.
+
+    They are made in other processes, because ONNX Runtime, which the generator asks for shapes, dies of some models.
+    """
+    paths: list[Path] = []
+    while len(paths) < count:
+        subprocess.run([sys.executable, __file__, "--make", str(folder), "--seed", str(seed)], check=False)
+        paths = sorted(folder.glob("*.so"))
+        seed += 1
+    return paths[:count]
+
+
+def make(seed: int, folder: Path) -> None:
+    """Up to ten models."""
     from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis import seed as seeded
 
     import relax_hetero as rh
     from fuzz.onnx_graphs import problems
 
-    paths: list[Path] = []
+    made = itertools.count()
 
     @seeded(seed)
     @settings(
-        max_examples=10 * count,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
+        max_examples=10, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
     )
     @given(problems())
-    def make(problem: tuple) -> None:
+    def export(problem: tuple[onnx.ModelProto, list[dict[str, np.ndarray]]]) -> None:
         model, calls = problem
-        if len(paths) >= count or not model.graph.node:
-            return
-        path = folder / f"{len(paths)}.so"
-        try:
+        path = folder / f"{seed}_{next(made)}.so"
+        Path(f"{path}.calls").write_bytes(pickle.dumps(calls))
+        with contextlib.suppress(rh.HeteroError):
             rh.compile(rh.from_onnx(model, vdevices=[CPU])).export_library(str(path))
-        except rh.HeteroError:
-            return
-        path.with_name(f"{path.name}.calls").write_bytes(
-            pickle.dumps([{name: np.asarray(value) for name, value in call.items()} for call in calls])
-        )
-        paths.append(path)
 
-    make()
-    return paths
+    export()
 
 
 def complaints(log: str) -> list[str]:
