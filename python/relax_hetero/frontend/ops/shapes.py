@@ -147,7 +147,7 @@ def _divides_by_size(expr: tirx.Expr) -> bool:
 
 
 def _note_fixed_sizes(node: Node, dims: list[Dim], target: list[Dim]) -> None:
-    """Tell that a target of numbers alone leaves a symbolic size one value: exporters write the batch of their trace."""
+    """Tell that a target of numbers alone leaves a symbolic size one value: exporters write the batch they traced."""
     symbolic = [dim for dim in dims if not isinstance(dim, int)]
     if not symbolic or not all(isinstance(dim, int) for dim in target):
         return
