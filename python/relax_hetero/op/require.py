@@ -46,13 +46,18 @@ def requirement(condition: Any, message: str) -> relax.Call:
     EncodingError
         If the condition is no boolean expression over sizes.
     """
-    expr = tirx.IntImm("bool", int(condition)) if isinstance(condition, bool) else condition
-    if not isinstance(expr, tvm.ir.Expr):
-        as_object = getattr(expr, "asobject", None)  # what == and != of sizes make before they are used
-        expr = as_object() if as_object is not None else expr
+    expr = as_condition(condition)
     if not tvm.ir.is_prim_expr(expr) or str(expr.ty) != "bool":
         raise EncodingError(f"{REQUIREMENT}: found condition {condition!r}, expected a boolean expression over sizes")
     return relax.Call(tvm.ir.Op.get(REQUIREMENT), [expr], RequirementAttrs(str(message)))
+
+
+def as_condition(condition: Any) -> Any:
+    """The expression that ``==`` of two sizes means, which makes it only when it is used; also for True and False."""
+    if isinstance(condition, bool):
+        return tirx.IntImm("bool", int(condition))
+    as_object = None if isinstance(condition, tvm.ir.Expr) else getattr(condition, "asobject", None)
+    return condition if as_object is None else as_object()
 
 
 def require(condition: Any, message: str) -> None:

@@ -26,46 +26,21 @@ BuildError
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import tvm
 from tvm import relax, tirx
-from tvm_ffi import structural_map, structural_walk
+from tvm_ffi import structural_map
 
 from ...errors import BuildError
 from ...op.require import is_requirement
 from ..ir.declare import declare_pass
+from ..ir.requirements import MOST, Requirement, by_place, in_requirements, sizes_made, sizes_of_parameters
 from ..ir.rewriting import copy_module, fresh_global_var, relax_functions, typed, walk_bindings, with_body
 
 REFUSE = "relax_hetero.refuse_sizes"
-_MOST = 2**62
-
-
-@dataclass(frozen=True)
-class Requirement:
-    """A condition over sizes, and the text of the error for sizes that do not meet it."""
-
-    condition: Any
-    message: str
-
-    @classmethod
-    def of(cls, call: relax.Call) -> Requirement:
-        """What a `requirement` call says."""
-        return cls(call.args[0], str(call.attrs.message))
-
-    @property
-    def sizes(self) -> list[tirx.Var]:
-        """The symbolic sizes that it is about, in order."""
-        return symbols_in(self.condition)
-
-
-def symbols_in(expr: Any) -> list[tirx.Var]:
-    """The symbolic sizes of an expression, or of a type, each once, in order."""
-    found: dict[tirx.Var, None] = {}
-    structural_walk(expr, (tvm.ir.Var, lambda var: found.setdefault(var)))
-    return list(found)
 
 
 def lower_requirements(mod: tvm.IRModule) -> tvm.IRModule:
@@ -76,13 +51,27 @@ def lower_requirements(mod: tvm.IRModule) -> tvm.IRModule:
     for gv, func in relax_functions(mod):
         if any(is_requirement(binding.value) for binding in walk_bindings(func)):
             writer = _Writer(gv.name_hint, "global_symbol" in func.attrs, taken)
-            functions[gv] = writer.function(func)
+            functions[gv] = without_division_by_zero(writer.function(func))
             functions.update(writer.guards)
             is_changed = True
     return copy_module(mod, functions) if is_changed else mod
 
 
 LowerRequirements = declare_pass("LowerRequirements", lower_requirements)
+
+
+def without_division_by_zero(func: relax.Function) -> relax.Function:
+    """Sizes that are quotients of sizes divide by 1 at least.
+
+    VMShapeLower computes all sizes where a function begins, before the call that refuses those that cannot be.
+    """
+
+    def change(quotient: Any) -> Any:
+        if isinstance(quotient.b, tirx.IntImm):
+            return quotient
+        return type(quotient)(quotient.a, tirx.Max(quotient.b, tirx.IntImm(str(quotient.b.ty), 1)))
+
+    return structural_map(func, [(kind, change) for kind in (tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod)])
 
 
 @dataclass
@@ -94,15 +83,18 @@ class _Writer:
     taken: set[str]
     guards: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = field(default_factory=dict)
 
-    def function(self, func: relax.Function, is_top: bool = True) -> relax.Function:
-        return with_body(func, self._sequence(func.body, is_top))
+    def function(self, func: relax.Function, known: Set[tirx.Var] = frozenset(), is_top: bool = True) -> relax.Function:
+        return with_body(func, self._sequence(func.body, known | sizes_of_parameters(func), is_top))
 
-    def _sequence(self, expr: relax.Expr, is_top: bool = False) -> relax.Expr:
+    def _sequence(self, expr: relax.Expr, known: Set[tirx.Var], is_top: bool = False) -> relax.Expr:
         if not isinstance(expr, relax.SeqExpr):
             return expr
-        blocks = [(type(block), *self._without(block)) for block in expr.blocks]
+        inside = known | set(sizes_made(list(walk_bindings(expr, nested=False)), known))
+        blocks = [(type(block), *self._without(block, inside)) for block in expr.blocks]
         required = [requirement for _, _, found in blocks for requirement in found]
-        due = self._placed(required, [binding for _, bindings, _ in blocks for binding in bindings], is_top)
+        bindings = [binding for _, bindings, _ in blocks for binding in bindings]
+        places = by_place(required, bindings, known)
+        due = {place: self._checks(found, place < 0, is_top) for place, found in places.items()}
         position, new = 0, []
         first = due.get(-1, [])
         if not blocks and first:
@@ -116,52 +108,42 @@ class _Writer:
             new.append(kind(written))
         return typed(relax.SeqExpr(new, expr.body, expr.span), expr.ty)
 
-    def _without(self, block: relax.BindingBlock) -> tuple[list[relax.Binding], list[Requirement]]:
+    def _without(
+        self, block: relax.BindingBlock, known: Set[tirx.Var]
+    ) -> tuple[list[relax.Binding], list[Requirement]]:
         """The bindings of a block less its requirements, and these."""
         kept: list[relax.Binding] = []
         found: list[Requirement] = []
-        values: set[relax.Var] = set()
-        for binding in block.bindings:
-            value = binding.value
-            if is_requirement(value):
-                found.append(Requirement.of(value))
-                values.add(binding.var)
-            elif not (isinstance(value, relax.Var) and value in values):
-                kept.append(self._nested(binding))
+        required = in_requirements(block.bindings)
+        for position, binding in enumerate(block.bindings):
+            if is_requirement(binding.value):
+                found.append(Requirement.of(binding.value))
+            elif position not in required:
+                kept.append(self._nested(binding, known))
         return kept, found
 
-    def _nested(self, binding: relax.Binding) -> relax.Binding:
+    def _nested(self, binding: relax.Binding, known: Set[tirx.Var]) -> relax.Binding:
         value = binding.value
         if isinstance(value, relax.If):
-            branches = [self._sequence(branch) for branch in (value.true_branch, value.false_branch)]
+            branches = [self._sequence(branch, known) for branch in (value.true_branch, value.false_branch)]
             return relax.VarBinding(binding.var, typed(relax.If(value.cond, *branches, value.span), value.ty))
         if isinstance(value, relax.Function):
-            return relax.VarBinding(binding.var, self.function(value, is_top=False))
+            return relax.VarBinding(binding.var, self.function(value, known, is_top=False))
         return binding
 
-    def _placed(
-        self, required: Iterable[Requirement], bindings: Sequence[relax.Binding], is_top: bool
-    ) -> dict[int, list[relax.Binding]]:
-        """By the position that they follow, -1 for the beginning, the calls that check requirements."""
-        defined: dict[tirx.Var, int] = {}
-        for position, binding in enumerate(bindings):
-            found = symbols_in(binding.ty) if isinstance(binding, relax.MatchCast) else []
-            for symbol in [*found, binding.var]:
-                defined.setdefault(symbol, position)
-        due: dict[int, dict[Requirement, None]] = {}
-        analyzers: dict[bool, tvm.sym.Analyzer] = {}
+    def _checks(self, required: Iterable[Requirement], is_given: bool, is_top: bool) -> list[relax.Binding]:
+        """The call that checks what is not proven, if there is such; `is_given` says that callers give the sizes."""
+        analyzer = tvm.sym.Analyzer()
+        open_: dict[Requirement, None] = {}
         for requirement in required:
-            place = max((defined.get(symbol, -1) for symbol in requirement.sizes), default=-1)
-            analyzer = analyzers.setdefault(place < 0, tvm.sym.Analyzer())
-            if place < 0:
-                for symbol in requirement.sizes:
-                    analyzer.bind(symbol, tvm.ir.Range(0, _MOST), allow_override=True)
+            for symbol in requirement.sizes if is_given else ():
+                analyzer.bind(symbol, tvm.ir.Range(0, MOST), allow_override=True)
             if analyzer.can_prove(requirement.condition):
                 continue
             if is_top and self.is_public and analyzer.can_prove(tirx.Not(requirement.condition)):
                 raise BuildError(f"function {self.name!r}: {requirement.message}")
-            due.setdefault(place, {}).setdefault(requirement)
-        return {place: [self._check(list(found))] for place, found in due.items()}
+            open_.setdefault(requirement)
+        return [self._check(list(open_))] if open_ else []
 
     def _check(self, required: Sequence[Requirement]) -> relax.Binding:
         """A call that checks requirements."""
