@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import tvm_ffi
 from tvm import relax, te, tirx, topi
 
 from .elementwise import cast, widened
@@ -124,7 +123,7 @@ def scatter_elements(node: Node) -> relax.Expr:
     data, indices, updates = node.tensor(0), node.tensor(1), node.tensor(2)
     axis = node.axis(node.attribute("axis", 0), node.rank(data))
     _check_indices(node, data, indices, axis)
-    require_shape(node, updates, node.shape(indices), "its updates, one for each index:")
+    updates = require_shape(node, updates, node.shape(indices), "its updates")
     indices = _inside(node, indices, _extent(node, data, axis))
     return node.emit(relax.op.scatter_elements(data, indices, updates, axis, _reduction(node)))
 
@@ -141,22 +140,15 @@ def scatter_nd(node: Node) -> relax.Expr:
     data, indices, updates = node.tensor(0), node.tensor(1), node.tensor(2)
     places = node.shape(indices)
     slices = node.shape(data)[int(places[-1]) :] if isinstance(places[-1], int) else []
-    require_shape(node, updates, [*places[:-1], *slices], "its updates, one for each index:")
-    updates = _with_shape(node, updates, [*places[:-1], *slices])
+    updates = require_shape(node, updates, [*places[:-1], *slices], "its updates")
     return node.emit(relax.op.scatter_nd(data, _coordinates(node, data, indices, 0), updates, _reduction(node)))
-
-
-def _with_shape(node: Node, value: relax.Expr, dims: list[Dim]) -> relax.Expr:
-    """A tensor under other names of its sizes, which are required to be the same."""
-    is_same = all(tvm_ffi.structural_equal(own, dim) for own, dim in zip(node.shape(value), dims, strict=True))
-    return value if is_same else node.emit(relax.op.reshape(value, dims))
 
 
 @converts("OneHot")
 def one_hot(node: Node) -> relax.Expr:
     """A new axis of `depth` places, on where the index is (negative from the back), off elsewhere and out of range."""
     indices, values = node.tensor(0), node.tensor(2)
-    require_shape(node, values, [2], "its values, off and on:")
+    values = require_shape(node, values, [2], "its values, off and on,")
     given = node.dims(1)
     if given is None:
         given = list(dims_at_run_time(node, node.emit(relax.op.reshape(node.tensor(1), (1,))), "depth"))
@@ -261,7 +253,7 @@ def reverse_sequence(node: Node) -> relax.Expr:
     """The first `sequence_lens[b]` steps of each sequence in reverse order, the rest as it is."""
     data, lengths = node.tensor(0), node.tensor(1)
     time, batch = node.attribute("time_axis", 0), node.attribute("batch_axis", 1)
-    require_shape(node, lengths, [node.shape(data)[batch]], "its lengths, one for each sequence:")
+    lengths = require_shape(node, lengths, [node.shape(data)[batch]], "its lengths, one for each sequence,")
 
     def element(i: Position, x: te.Tensor, length: te.Tensor) -> tirx.Expr:
         steps = length(i[batch])
@@ -280,12 +272,12 @@ def tensor_scatter(node: Node) -> relax.Expr:
     axis = node.axis(node.attribute("axis", -2), rank)
     is_circular = node.attribute("mode", "linear") == "circular"
     dims, written = node.shape(data), node.shape(update)
-    require_shape(node, update, [written[i] if i == axis else dim for i, dim in enumerate(dims)], "its update")
+    update = require_shape(node, update, [written[i] if i == axis else dim for i, dim in enumerate(dims)], "its update")
     node.require(
         as_expr(written[axis]) <= as_expr(dims[axis]), f"its update {shown(written)} is longer than {shown(dims)}"
     )
     if node.has(2):
-        require_shape(node, node.tensor(2), dims[:1], "its indices, one for each batch:")
+        require_shape(node, node.tensor(2), dims[:1], "its indices, one for each batch,")
     starts = node.tensor(2) if node.has(2) else const(np.zeros(node.static_shape(data)[0]), "int64")
 
     # Written as a scatter, which can update a donated cache in place.

@@ -15,6 +15,7 @@ from .convolution import pads_of, spatial
 from .elementwise import cast, widened
 from .node import Dim, Node, Position, const, dtype_of
 from .reductions import lowest
+from .required_sizes import as_expr
 from .table import converts
 
 
@@ -78,6 +79,11 @@ def windows_of(node: Node, data: relax.Expr) -> Windows:
     strides, dilations = spatial(node, "strides", count, 1), spatial(node, "dilations", count, 1)
     pads = pads_of(node, list(image), kernel, strides, dilations)
     before, after = pads[:count], pads[count:]
+    for a, size in enumerate(image):
+        node.require(as_expr(size) >= 1, f"axis {a + 2} of its input has {size} elements")
+        extent = (kernel[a] - 1) * dilations[a] + 1
+        text = f"its windows span {extent} elements of axis {a + 2}, which has {size} and padding"
+        node.require(as_expr(size) + before[a] + after[a] >= extent - strides[a], text)
     # With auto_pad the number of windows is given by the padding; only explicit padding is rounded up.
     rounds_up = bool(node.attribute("ceil_mode", 0)) and node.attribute("auto_pad", "NOTSET") in ("NOTSET", "", "VALID")
     output: list[Dim] = []
@@ -248,6 +254,8 @@ def global_pool(node: Node) -> relax.Expr:
     """Over all spatial axes, which become 1."""
     data = node.tensor(0)
     dtype, axes = dtype_of(data), list(range(2, node.rank(data)))
+    for axis, size in enumerate(node.shape(data)[2:]):
+        node.require(as_expr(size) >= 1, f"axis {axis + 2} of its input has {size} elements")
     if node.op_type == "GlobalMaxPool":
         return node.emit(relax.op.max(data, axes, keepdims=True))
     wide = widened(node, data)

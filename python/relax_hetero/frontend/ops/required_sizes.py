@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import tvm_ffi
 from tvm import relax, tirx
 
 from .node import Dim, Node, as_dim
@@ -36,8 +37,8 @@ def require_equal(node: Node, found: Dim, expected: Dim, subject: str) -> None:
     node.require(equal(found, expected), f"{subject} {found} elements, expected {expected}")
 
 
-def require_shape(node: Node, value: relax.Expr, expected: Sequence[Dim], subject: str) -> None:
-    """Require that a tensor has a shape; the error begins with `subject`: "its scale".
+def require_shape(node: Node, value: relax.Expr, expected: Sequence[Dim], subject: str) -> relax.Expr:
+    """Require that a tensor has a shape, and return it with symbolic sizes named so; the error begins with `subject`.
 
     Raises
     ------
@@ -47,8 +48,26 @@ def require_shape(node: Node, value: relax.Expr, expected: Sequence[Dim], subjec
     message = f"{subject} has shape {shown(found)}, expected {shown(expected)}"
     if len(found) != len(expected):
         raise node.refusal(message)
-    for size, wanted in zip(found, expected, strict=True):
+    pairs = list(zip(found, expected, strict=True))
+    for size, wanted in pairs:
         node.require(equal(size, wanted), message)
+    return renamed(node, value, [size if isinstance(size, int) else wanted for size, wanted in pairs])
+
+
+def renamed(node: Node, value: relax.Expr, dims: Sequence[Dim]) -> relax.Expr:
+    """A tensor under other names of its sizes, which are required to be the same."""
+    pairs = zip(node.shape(value), dims, strict=True)
+    is_same = all(tvm_ffi.structural_equal(as_expr(size), as_expr(wanted)) for size, wanted in pairs)
+    return value if is_same else node.emit(relax.op.reshape(value, list(dims)))
+
+
+def with_sizes_of(node: Node, data: relax.Expr, value: relax.Expr, first: int) -> relax.Expr:
+    """`data` with sizes that a vector or tensor along its axes from `first` on is known to have, and requires."""
+    dims, own = node.shape(data), node.shape(value)
+    for axis, size in enumerate(own, first):
+        if axis < len(dims) and isinstance(size, int) and size != 1 and not isinstance(dims[axis], int):
+            dims[axis] = size
+    return renamed(node, data, dims)
 
 
 def require_fits(node: Node, value: relax.Expr, target: Sequence[Dim], subject: str) -> None:

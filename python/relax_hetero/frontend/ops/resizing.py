@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from tvm import relax, te, tirx
 
 from .elementwise import cast
 from .node import Node, Position, const, dtype_of, is_float
-from .table import converts
+from .required_sizes import as_expr, require_equal, require_shape
+from .table import convert_by_stock, converts
 
 _FEW_TAPS = 16
 """Elements up to which an output element is their sum written out: bilinear takes 4, bicubic 16."""
@@ -340,3 +341,23 @@ def _enlarged_axis(node: Node, data: relax.Expr, axis: int, scale: int, mode: st
 
     shape = [size * scale if a == axis else size for a, size in enumerate(node.shape(data))]
     return node.kernel("enlarge", element, data, shape=shape)
+
+
+@converts("GridSample")
+def grid_sample(node: Node) -> relax.Expr:
+    """As stock, where the grid has a place for each axis of the image, and as many batches."""
+    data, grid = node.tensor(0), node.tensor(1)
+    dims, places = node.shape(data), node.shape(grid)
+    require_equal(node, places[0], dims[0], "axis 0 of its grid, the batches, has")
+    require_equal(node, places[-1], len(dims) - 2, "the last axis of its grid, the coordinates, has")
+    for axis, size in enumerate(dims[2:]):
+        node.require(as_expr(size) >= 1, f"axis {axis + 2} of its input has {size} elements")
+    return convert_by_stock(node)
+
+
+@converts("AffineGrid")
+def affine_grid(node: Node) -> relax.Expr:
+    """As stock, for a size that is known and one matrix for each of its batches."""
+    size = node.known_dims(1, "its size is")
+    matrices = require_shape(node, node.tensor(0), [size[0], len(size) - 2, len(size) - 1], "its matrices")
+    return convert_by_stock(replace(node, inputs=[matrices, *node.inputs[1:]]))

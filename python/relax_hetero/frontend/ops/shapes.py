@@ -12,9 +12,9 @@ import tvm_ffi
 from tvm import relax, te, tirx, topi
 from tvm_ffi import structural_walk
 
-from .node import Dim, Node, Position, as_dim, const, dtype_of
+from .node import Dim, Node, Position, as_constant, as_dim, const, dtype_of
 from .required_sizes import MOST_ELEMENTS, any_of, as_expr, equal, shown
-from .table import converts
+from .table import convert_by_stock, converts
 
 _log = logging.getLogger("relax_hetero")
 
@@ -85,6 +85,26 @@ def dims_at_run_time(node: Node, vector: relax.Expr, prefix: str) -> list[tirx.V
     return dims
 
 
+def numbers_of(node: Node, values: relax.Expr, prefix: str) -> list[Dim]:
+    """The numbers of a vector of static length, symbolic where they are computed when the model runs."""
+    known = as_constant(values)
+    return list(dims_at_run_time(node, values, prefix)) if known is None else [int(number) for number in known]
+
+
+def require_axes(node: Node, axes: relax.Expr, rank: int) -> None:
+    """Require that axes, from the front or the back, are such of a tensor, and differ."""
+    found = numbers_of(node, axes, "axis")
+    for axis in found:
+        if isinstance(axis, int):
+            node.axis(axis, rank)
+        else:
+            node.require(tirx.all(axis >= -rank, axis < rank), f"an axis is out of range for rank {rank}")
+    from_front = [tirx.Select(as_expr(axis) < 0, as_expr(axis) + rank, as_expr(axis)) for axis in found]
+    for position, axis in enumerate(from_front):
+        for other in from_front[:position]:
+            node.require(tirx.NE(axis, other), "names an axis twice")
+
+
 def sizes_of(node: Node, value: relax.Expr) -> relax.Expr:
     """The shape of a tensor as an int64 vector."""
     return node.emit(relax.op.shape_to_tensor(relax.op.shape_of(value)))
@@ -147,7 +167,7 @@ def _divides_by_size(expr: tirx.Expr) -> bool:
 
 
 def _note_fixed_sizes(node: Node, dims: list[Dim], target: list[Dim]) -> None:
-    """Tell that a target of numbers alone leaves a symbolic size one value: exporters write the batch they traced."""
+    """Tell that a target of numbers leaves a symbolic size one value, such as the batch that an exporter traced."""
     symbolic = [dim for dim in dims if not isinstance(dim, int)]
     if not symbolic or not all(isinstance(dim, int) for dim in target):
         return
@@ -286,7 +306,7 @@ def tile(node: Node) -> relax.Expr:
     data = node.tensor(0)
     dims, repeats = node.shape(data), node.dims(1)
     if repeats is None:
-        repeats = list(dims_at_run_time(node, node.tensor(1), "repeat"))
+        repeats = numbers_of(node, node.tensor(1), "repeat")
     if len(repeats) != len(dims):
         raise node.refusal(f"has {len(repeats)} numbers of repeats for {len(dims)} axes")
     for size, count in zip(dims, repeats, strict=True):
@@ -315,3 +335,39 @@ def constant_of_shape(node: Node) -> relax.Expr:
             node.require(as_expr(dim) >= 0, f"has a size of {dim}")
     scalar = const(value.reshape(()))
     return relax.op.broadcast_to(scalar, relax.ShapeExpr(dims))
+
+
+@converts("Squeeze")
+def squeeze(node: Node) -> relax.Expr:
+    """Without axes of size 1: those given, or all; a size that only a call knows must turn out to be right."""
+    data = node.tensor(0)
+    dims = node.shape(data)
+    axes = list(node.attribute("axes", ())) if node.opset < 13 else []
+    if node.opset >= 13 and node.has(1):
+        known = node.constant(1)
+        if known is None:
+            raise node.unknown("its axes are")
+        axes = [int(axis) for axis in known.reshape(-1)]
+    elif not axes:
+        for axis, dim in enumerate(dims):
+            node.require(
+                isinstance(dim, int) or tirx.NE(dim, as_expr(1)),
+                f"drops axis {axis} where its size is 1, which would leave another rank",
+            )
+        axes = [axis for axis, dim in enumerate(dims) if isinstance(dim, int) and dim == 1]
+    dropped = {node.axis(axis, len(dims)) for axis in axes}
+    for axis in sorted(dropped):
+        node.require(equal(dims[axis], 1), f"drops axis {axis} of size {dims[axis]}, expected 1")
+    if all(isinstance(dims[axis], int) for axis in dropped):
+        return node.emit(relax.op.squeeze(data, sorted(dropped))) if dropped else data
+    return node.emit(relax.op.reshape(data, [dim for axis, dim in enumerate(dims) if axis not in dropped]))
+
+
+@converts("Unsqueeze")
+def unsqueeze(node: Node) -> relax.Expr:
+    """With further axes of size 1, at places that are known or computed when the model runs."""
+    if node.opset >= 13 and node.constant(1) is None:
+        axes = node.tensor(1)
+        (count,) = node.static_shape(axes)
+        require_axes(node, axes, node.rank(node.tensor(0)) + count)
+    return convert_by_stock(node)

@@ -10,9 +10,9 @@ from tvm import relax, te, tirx
 
 from ..symbolic_sizes import analyzer_for, simplified
 from .elementwise import cast
-from .node import Dim, Node, Position, as_constant, const, dtype_of
+from .node import Dim, Node, Position, const, dtype_of
 from .required_sizes import as_expr, equal, require_multiple, require_shape, shown
-from .shapes import dims_at_run_time, sizes_of
+from .shapes import dims_at_run_time, numbers_of, require_axes, sizes_of
 from .table import converts
 
 _UNBOUNDED = 2**31 - 1  # what exporters write for "to the end"
@@ -136,8 +136,8 @@ def _slice_at_run_time(node: Node, data: relax.Expr) -> relax.Expr:
     steps = cast(node, node.tensor(4), "int64") if node.has(4) else const(np.ones(count), "int64")
     for values, subject in ((ends, "its ends"), (axes, "its axes"), (steps, "its steps")):
         require_shape(node, values, [count], subject)
-    _check_axes(node, axes, rank)
-    for step in _numbers(node, steps, "step"):
+    require_axes(node, axes, rank)
+    for step in numbers_of(node, steps, "step"):
         node.require(step != 0 if isinstance(step, int) else tirx.NE(step, as_expr(0)), "a step is 0")
     zero, one, longest = const(0, "int64"), const(1, "int64"), const(_LONGEST_STEP, "int64")
     steps = node.emit(relax.op.maximum(relax.op.minimum(steps, longest), const(-_LONGEST_STEP, "int64")))
@@ -177,33 +177,13 @@ def _slice_at_run_time(node: Node, data: relax.Expr) -> relax.Expr:
     return node.kernel("slice", element, data, begin, step, shape=dims)
 
 
-def _numbers(node: Node, values: relax.Expr, prefix: str) -> list[Dim]:
-    """The numbers of a vector of static length, symbolic where they are computed when the model runs."""
-    known = as_constant(values)
-    return list(dims_at_run_time(node, values, prefix)) if known is None else [int(number) for number in known]
-
-
-def _check_axes(node: Node, axes: relax.Expr, rank: int) -> None:
-    """Require that axes, from the front or the back, are such of a tensor, and differ."""
-    found = _numbers(node, axes, "axis")
-    for axis in found:
-        if isinstance(axis, int):
-            node.axis(axis, rank)
-        else:
-            node.require(tirx.all(axis >= -rank, axis < rank), f"an axis is out of range for rank {rank}")
-    from_front = [tirx.Select(as_expr(axis) < 0, as_expr(axis) + rank, as_expr(axis)) for axis in found]
-    for position, axis in enumerate(from_front):
-        for other in from_front[:position]:
-            node.require(tirx.NE(axis, other), "slices an axis twice")
-
-
 @converts("Split")
 def split(node: Node) -> relax.Expr:
     """Parts of an axis, of given sizes (some may be empty) or of equal ones, the last one then possibly smaller."""
     data = node.tensor(0)
     axis = node.axis(node.attribute("axis", 0), node.rank(data))
     size = node.shape(data)[axis]
-    sizes = _numbers(node, node.tensor(1), "part") if node.has(1) else node.attribute("split")
+    sizes = numbers_of(node, node.tensor(1), "part") if node.has(1) else node.attribute("split")
     if sizes is None:
         parts = int(node.attribute("num_outputs", node.num_outputs))
         if node.opset < 18 and not isinstance(size, int):
