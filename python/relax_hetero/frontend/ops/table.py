@@ -16,7 +16,7 @@ from ..symbolic_sizes import SizeIsBounded, is_at_most
 from .fold import fold
 from .function_body import expand, has_body
 from .node import Dim, Node, as_dim
-from .required_sizes import MOST_ELEMENTS
+from .required_sizes import MOST_ELEMENTS, with_one_shape
 
 Convert = Callable[[Node], Any]
 """A converter of ours: from a node to its output, or to a `relax.Tuple` of its outputs."""
@@ -25,8 +25,8 @@ _OURS: dict[str, Convert] = {}
 # Stock TVM looks up ops of onnxruntime's own domain by the same names; ONNX does not define those.
 _STOCK: dict[str, Any] = {name: converter for name, converter in _get_convert_map().items() if onnx.defs.has(name)}
 _BROADCASTING = frozenset(
-    "Add And BitwiseAnd BitwiseOr BitwiseXor Div Equal Greater GreaterOrEqual Less LessOrEqual Max Mean Min Mod Mul Or "
-    "Pow Sub Sum Where Xor".split()
+    "Add And BitShift BitwiseAnd BitwiseOr BitwiseXor Div Equal Greater GreaterOrEqual Less LessOrEqual Max Mean Min "
+    "Mod Mul Or Pow Sub Sum Where Xor".split()
 )
 """Op types all of whose inputs broadcast to each other."""
 
@@ -56,6 +56,7 @@ def convert_node(node: Node) -> Any:
         return folded
     if node.op_type in _BROADCASTING:
         _check_bounds(node)
+        node = with_one_shape(node)
     ours = _OURS.get(node.op_type)
     value = ours(node) if ours is not None else convert_by_default(node)
     if not isinstance(value, relax.Expr):
