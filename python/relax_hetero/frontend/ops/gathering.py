@@ -131,6 +131,7 @@ def one_hot(node: Node) -> relax.Expr:
     axis = node.axis(node.attribute("axis", -1), rank)
     wide = cast(node, indices, "int64")  # of any numeric type
     counted = from_front(node, wide, const(depth[0], "int64"))
+    node.check_table(int(depth[0]))
     places = np.arange(int(depth[0])).reshape([-1 if i == axis else 1 for i in range(rank)])
     is_on = node.emit(relax.op.equal(relax.op.expand_dims(counted, axis), const(places, "int64")))
     off, on = (node.emit(relax.op.reshape(relax.op.strided_slice(values, [0], [i], [i + 1]), ())) for i in (0, 1))
@@ -231,6 +232,7 @@ def eye_like(node: Node) -> relax.Expr:
     data = node.tensor(0)
     rows, columns = node.static_shape(data)
     dtype = onnx_dtype(node.attribute("dtype")) if "dtype" in node.attributes else dtype_of(data)
+    node.check_table(rows, columns)
     return const(np.eye(rows, columns, k=node.attribute("k", 0)), dtype)
 
 

@@ -94,6 +94,7 @@ def _taken(node: Node, data: relax.Expr, before: list[int], after: list[int], mo
     """Padding that repeats elements, as elements taken along each axis."""
     for axis, size in enumerate(node.shape(data)):
         if before[axis] or after[axis]:
+            node.check_table(before[axis] + int(size) + after[axis], itemsize=32)
             places = np.arange(-before[axis], int(size) + after[axis])
             if mode == "reflect":
                 places = int(size) - 1 - np.abs(places % max(2 * (int(size) - 1), 1) - (int(size) - 1))

@@ -102,7 +102,9 @@ def split_to_sequence(node: Node) -> relax.Expr:
     size = node.shape(data)[axis]
     if not isinstance(size, int):
         raise node.refusal("splits a symbolic dimension; give its size with shapes=")
-    sizes = [1] * size
+    if not node.has(1):
+        node.check_ops(size)
+    sizes = [1] * (0 if node.has(1) else size)
     if node.has(1):
         known = node.constant(1)
         if known is None:
@@ -110,6 +112,9 @@ def split_to_sequence(node: Node) -> relax.Expr:
         sizes = [int(part) for part in known.reshape(-1)]
         if known.ndim == 0:
             part = sizes[0]
+            if part < 1:
+                raise node.refusal(f"splits an axis into parts of {part}")
+            node.check_ops(size // part)
             sizes = [min(part, size - start) for start in range(0, size, part)]
     parts, start = [], 0
     for part in sizes:

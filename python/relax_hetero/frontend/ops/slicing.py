@@ -177,6 +177,7 @@ def split(node: Node) -> relax.Expr:
             if node.opset >= 18:
                 raise node.refusal("splits a symbolic dimension evenly; give its size with shapes=")
             return node.emit(relax.op.split(data, parts, axis))
+        node.check_ops(parts)
         part = -(-size // parts)
         sizes = [min(part, max(size - i * part, 0)) for i in range(parts)]
     is_known = all(isinstance(part, int) for part in sizes)

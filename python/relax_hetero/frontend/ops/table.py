@@ -11,6 +11,7 @@ import tvm
 from tvm import relax, tirx
 from tvm.relax.frontend.onnx.onnx_frontend import _get_convert_map
 
+from ..import_limits import MAX_RANK
 from ..symbolic_sizes import SizeIsBounded, is_at_most
 from .fold import fold
 from .function_body import expand, has_body
@@ -27,6 +28,12 @@ _BROADCASTING = frozenset(
     "Pow Sub Sum Where Xor".split()
 )
 """Op types all of whose inputs broadcast to each other."""
+_TAKE_SIZES = frozenset(
+    "AffineGrid CenterCropPad Col2Im ConstantOfShape Expand Pad ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp "
+    "ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum ReduceSumSquare Reshape Resize Slice Squeeze Tile Unsqueeze "
+    "Upsample".split()
+)
+"""Op types whose inputs behind the data are vectors with an entry or two for each dimension."""
 
 
 def converts(*op_types: str) -> Callable[[Convert], Convert]:
@@ -49,6 +56,7 @@ def convert_node(node: Node) -> Any:
     FrontendError: if the op, or this form of it, cannot be imported.
     SizeIsBounded: if its inputs show that a size is bounded which was not known to be.
     """
+    _check_lengths(node)
     folded = fold(node)
     if folded is not None:
         return folded
@@ -57,6 +65,16 @@ def convert_node(node: Node) -> Any:
     ours = _OURS.get(node.op_type)
     value = ours(node) if ours is not None else convert_by_default(node)
     return node.builder.normalize(value) if isinstance(value, relax.Expr) else value
+
+
+def _check_lengths(node: Node) -> None:
+    """Refuse vectors of sizes, axes or pads with more entries than any tensor has dimensions, known or not."""
+    if node.op_type not in _TAKE_SIZES:
+        return
+    for index in range(0 if node.op_type == "ConstantOfShape" else 1, len(node.inputs)):
+        shape = _shape_of(node.inputs[index])
+        if shape is not None and len(shape) == 1 and isinstance(shape[0], int) and shape[0] > 2 * MAX_RANK:
+            raise node.refusal(f"input {index} has {shape[0]:,} entries, expected at most 2 for each dimension")
 
 
 def convert_by_default(node: Node) -> Any:
