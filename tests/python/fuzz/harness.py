@@ -62,7 +62,8 @@ class Outcome:
 
     Attributes
     ----------
-    kind: "right" (the reference's result), "refused" (an error of this library), or a finding: "wrong" numbers,
+    kind: "right" (the reference's result), "refused" (an error of this library), "declined" (an error where the
+        reference has a result, which is allowed, but of interest), or a finding: "wrong" numbers,
         "foreign" (an error that is no HeteroError), "accepted" (a result where the reference refuses).
     detail: For a finding what to look at.
     counts: Where the case was a batch, how many of it ended how.
@@ -79,25 +80,27 @@ RIGHT, REFUSED = Outcome("right"), Outcome("refused")
 def worst(outcomes: Sequence[Outcome]) -> Outcome:
     """A batch as one outcome: its first finding if it has one, and the counts of all."""
     counts = Counter(outcome.kind for outcome in outcomes)
-    finding = next((outcome for outcome in outcomes if outcome.kind not in HARMLESS), None)
-    return Outcome("batch", counts=counts) if finding is None else replace(finding, counts=counts)
+    told = [outcome for outcome in outcomes if outcome.detail]
+    finding = next((outcome for outcome in told if outcome.kind not in HARMLESS), told[0] if told else Outcome("batch"))
+    return replace(finding, counts=counts)
 
 
-HARMLESS = ("right", "refused", "skipped", "batch")
+HARMLESS = ("right", "refused", "declined", "skipped", "batch")
 
 
 @dataclass
 class Report:
-    """What a run found: cases tried by outcome, and findings with their seeds."""
+    """What a run found: cases tried by outcome, and findings with their seeds; also harmless outcomes to be shown."""
 
     tried: Counter[str] = field(default_factory=Counter)
     findings: list[tuple[str, int, str, str]] = field(default_factory=list)
+    shown: Sequence[str] = ()
 
     def note(self, attack: str, seed: int, kind: str, detail: str, counts: Mapping[str, int] | None = None) -> None:
         """Count a case, or those of a batch."""
         for name, count in (counts or {kind: 0 if kind == "batch" else 1}).items():
             self.tried[f"{attack} {name}"] += count
-        if kind not in HARMLESS:
+        if kind not in HARMLESS or kind in self.shown:
             self.findings.append((attack, seed, kind, detail))
 
     @property

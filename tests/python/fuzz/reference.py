@@ -57,8 +57,8 @@ def compared(
     """An outcome for each call of a model on some devices, or one if the model is refused."""
     try:
         vm = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model, vdevices=list(vdevices))))
-    except rh.HeteroError:
-        return [REFUSED]
+    except rh.HeteroError as error:
+        return [_refused(model, calls[0], error)]
     except Exception:
         return [Outcome("foreign", f"{_text(model)}\n{traceback.format_exc()[-2500:]}")]
     return [_call(vm, model, inputs) for inputs in calls]
@@ -72,8 +72,8 @@ def _call(vm: rh.vm.VirtualMachine, model: onnx.ModelProto, inputs: Mapping[str,
         wanted = error
     try:
         result = vm["main"](**guarded(inputs))
-    except rh.HeteroError:
-        return REFUSED
+    except rh.HeteroError as error:
+        return _refused(model, inputs, error) if isinstance(wanted, list) else REFUSED
     except Exception:
         return Outcome("foreign", f"{_text(model)}\n{shapes}\n{traceback.format_exc()[-2500:]}")
     if isinstance(wanted, Unsupported):
@@ -86,6 +86,16 @@ def _call(vm: rh.vm.VirtualMachine, model: onnx.ModelProto, inputs: Mapping[str,
         if complaint:
             return Outcome("wrong", f"{_text(model)}\n{shapes}\nresult {number}: {complaint}")
     return RIGHT
+
+
+def _refused(model: onnx.ModelProto, inputs: Mapping[str, np.ndarray], error: Exception) -> Outcome:
+    """What it means that this library refuses: nothing, if ONNX Runtime does so, too."""
+    try:
+        run_reference(model, inputs)
+    except RefusedByReference:
+        return REFUSED
+    shapes = {name: (str(value.dtype), value.shape) for name, value in inputs.items()}
+    return Outcome("declined", f"{_text(model)}\n{shapes}\n{error}")
 
 
 def guarded(inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
