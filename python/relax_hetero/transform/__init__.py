@@ -18,6 +18,7 @@ from .ir.declare import PassDeclaration, declared_passes
 _PASSES: dict[str, str] = {
     "KeepFindings": ".ir.keep_findings",
     "UpdateVDevice": ".placement.update_vdevice",
+    "IsolateWrites": ".simplify.isolate_writes",
     "RealizeVDevice": ".placement.realize_vdevice",
     "CheckSizes": ".sizes.check_sizes",
     "ToMixedPrecision": ".quantize.to_mixed_precision",

@@ -159,6 +159,7 @@ def one_hot(node: Node) -> relax.Expr:
     wide = cast(node, indices, "int64")  # of any numeric type
     if not isinstance(depth, int):
         return _one_hot_at_run_time(node, wide, values, depth, axis)
+    node.check_table(depth)
     counted = from_front(node, wide, const(depth, "int64"))
     places = np.arange(depth).reshape([-1 if i == axis else 1 for i in range(rank)])
     is_on = node.emit(relax.op.equal(relax.op.expand_dims(counted, axis), const(places, "int64")))
@@ -306,6 +307,7 @@ def eye_like(node: Node) -> relax.Expr:
     dims = node.shape(data)
     if all(isinstance(dim, int) for dim in dims):
         rows, columns = map(int, dims)
+        node.check_table(rows, columns)
         return const(np.eye(rows, columns, k=diagonal), dtype)
     return node.kernel("eye", element, data)
 

@@ -172,6 +172,7 @@ def _taken(node: Node, data: relax.Expr, before: list[int], after: list[int], mo
         if before[axis] or after[axis]:
             cut_off = max(-before[axis], 0)
             kept = int(size) - cut_off + min(after[axis], 0)
+            node.check_table(before[axis] + int(size) + after[axis], itemsize=32)
             places = np.arange(-before[axis], int(size) + after[axis]) - cut_off
             if mode == "reflect":
                 places = kept - 1 - np.abs(places % max(2 * (kept - 1), 1) - (kept - 1))

@@ -213,6 +213,7 @@ def local_response_normalization(node: Node) -> relax.Expr:
     data = node.tensor(0)
     channels, rank = node.shape(data)[1], node.rank(data)
     size, dtype = node.attribute("size"), dtype_of(data)
+    node.check_ops(2 * size)
     before = (size - 1) // 2
     # A sum of shifted slices and not a kernel: the axis of these can move where images lie channels-last.
     widths = [0, 0, before, size - 1 - before, *[0, 0] * (rank - 2)]

@@ -186,16 +186,15 @@ def _window_sizes(node: Node, windows: Windows, counts_padding: bool, dtype: str
     for a, size in enumerate(output):
         bound = windows.image[a] + (windows.after[a] if counts_padding else 0)
         first = -windows.before[a] if counts_padding else 0
-        per_axis = [
-            sum(
-                first <= window * windows.strides[a] + step * windows.dilations[a] - windows.before[a] < bound
-                for step in range(windows.kernel[a])
-            )
-            for window in range(size)
-        ]
+        node.check_table(*output[: a + 1])
+        starts = np.arange(size) * windows.strides[a] - windows.before[a]
+        # Steps up to the first place that counts, and up to the first that no longer does.
+        skipped, reached = (
+            np.clip(-((starts - end) // windows.dilations[a]), 0, windows.kernel[a]) for end in (first, bound)
+        )
         shape = [1] * (2 + len(output))
         shape[2 + a] = size
-        counts = counts * np.array(per_axis).reshape(shape)
+        counts = counts * (reached - skipped).reshape(shape)
     return const(counts, dtype)
 
 

@@ -7,13 +7,15 @@ from tvm import relax
 from .elementwise import HALF
 from .node import Dim, Node, const, dtype_of
 from .quantization_parameters import as_type, is_zero, reshaped
-from .required_sizes import require_equal, require_fits, shown
+from .required_sizes import require_broadcast, require_equal, shown, stretched
 from .table import convert_by_body, convert_by_stock, converts
 
 
 def matmul(node: Node, a: relax.Expr, b: relax.Expr) -> relax.Expr:
     """Product in the operands' type; half precision is accumulated in float32."""
     dtype = dtype_of(a)
+    if min(node.rank(a), node.rank(b)) > 2:
+        a, b = stretched(node, [a, b], kept=2)
     if dtype not in HALF:
         return node.emit(relax.op.matmul(a, b))
     return node.emit(relax.op.astype(relax.op.matmul(a, b, out_dtype="float32"), dtype))
@@ -40,8 +42,7 @@ def gemm(node: Node) -> relax.Expr:
         result = node.emit(relax.op.multiply(result, const(alpha, dtype)))
     if not node.has(2) or beta == 0.0:
         return result
-    addend = node.tensor(2)
-    require_fits(node, addend, node.shape(result), "its addend")
+    addend = require_broadcast(node, node.tensor(2), node.shape(result), "its C")
     if beta != 1.0:
         addend = node.emit(relax.op.multiply(addend, const(beta, dtype)))
     return node.emit(relax.op.add(result, addend))
@@ -74,7 +75,10 @@ def matmul_integer(node: Node) -> relax.Expr:
         a_shifted = shifted(node, a, a_point, None)
     else:
         a_shifted = shifted(node, a, a_point, -2)
-    return node.emit(relax.op.matmul(a_shifted, shifted(node, b, b_point, -1), out_dtype="int32"))
+    b_shifted = shifted(node, b, b_point, -1)
+    if min(node.rank(a), node.rank(b)) > 2:
+        a_shifted, b_shifted = stretched(node, [a_shifted, b_shifted], kept=2)
+    return node.emit(relax.op.matmul(a_shifted, b_shifted, out_dtype="int32"))
 
 
 @converts("Einsum")

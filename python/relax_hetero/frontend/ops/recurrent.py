@@ -207,6 +207,7 @@ def _run_direction(
         given = node.tensor(index) if node.has(index) else None
         if given is not None and node.attribute("layout", 0):
             given = node.emit(relax.op.permute_dims(given, [1, 0, 2]))
+        node.check_table(batch, hidden)
         zeros = const(np.zeros((batch, hidden)), dtype)
         states.append(zeros if given is None else _row(node, given, direction))
     lengths = node.emit(relax.op.reshape(node.tensor(4), (batch, 1))) if node.has(4) else None

@@ -105,6 +105,10 @@ def _cubic_kernel(distance: np.ndarray, a: float) -> np.ndarray:
 
 def taps(axis: ResizedAxis, mode: str, transformation: str, node: Node) -> ResizeTaps:
     """The input elements of every output element along one axis, and their weights."""
+    # The antialiasing filter widens the kernel where the axis shrinks.
+    shrink = min(axis.scale, 1.0) if node.attribute("antialias", 0) else 1.0
+    reach = 1 if mode == "linear" else 2
+    node.check_table(axis.after, 1 if mode == "nearest" else math.ceil(2 * reach / shrink) + 2, itemsize=32)
     source = source_coordinates(axis, transformation).astype(np.float64)
     left = np.ceil(source).astype(np.int64) - 1  # the element before, also for a whole coordinate
     distance = source - left
@@ -113,9 +117,6 @@ def taps(axis: ResizedAxis, mode: str, transformation: str, node: Node) -> Resiz
         nearest = left + _nearest(distance, node.attribute("nearest_mode", "round_prefer_floor"))
         places = np.clip(nearest, 0, axis.before - 1)[:, None]
         return ResizeTaps(places, np.ones(places.shape), outside)
-    # The antialiasing filter widens the kernel where the axis shrinks.
-    shrink = min(axis.scale, 1.0) if node.attribute("antialias", 0) else 1.0
-    reach = 1 if mode == "linear" else 2
     first = math.floor(-reach / shrink) + 1
     offsets = np.arange(first, 2 - first)
     away = (offsets[None, :] - distance[:, None]) * shrink

@@ -103,7 +103,9 @@ def split_to_sequence(node: Node) -> relax.Expr:
     size = node.shape(data)[axis]
     if not isinstance(size, int):
         raise node.refusal("splits a symbolic dimension; give its size with shapes=")
-    sizes = [1] * size
+    if not node.has(1):
+        node.check_ops(size)
+    sizes = [1] * (0 if node.has(1) else size)
     if node.has(1):
         known = node.constant(1)
         if known is None:
@@ -113,6 +115,7 @@ def split_to_sequence(node: Node) -> relax.Expr:
             part = sizes[0]
             if part <= 0:
                 raise node.refusal(f"splits an axis into parts of {part}")
+            node.check_ops(size // part)
             sizes = [min(part, size - start) for start in range(0, size, part)]
         if min(sizes, default=0) < 0 or sum(sizes) != size:
             raise node.refusal(f"splits an axis of {size} into parts of {sizes}")

@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import onnx
-import tvm_ffi
 from tvm import relax, te, tirx, topi
 
 from ..symbolic_sizes import symbolic_divisors, with_safe_divisions
 from .node import Dim, Node, Position, as_constant, as_dim, const, dtype_of
-from .required_sizes import MOST_ELEMENTS, any_of, as_expr, equal, shown
+from .required_sizes import MOST_ELEMENTS, any_of, as_expr, broadcast, equal, joined, shown
 from .table import convert_by_stock, converts
 
 _log = logging.getLogger("relax_hetero")
@@ -226,36 +225,6 @@ def _require_product(node: Node, found: list[tirx.Var], dims: list[Dim]) -> None
     node.require(any_of([equal(elements, 0), equal(product, elements)]), message)
 
 
-def _joined(node: Node, own: Dim, wanted: Dim) -> Dim:
-    """One dimension of a tensor of size `own` broadcast with `wanted`, either of which may turn out to be 1."""
-    node.require(
-        any_of([equal(own, wanted), equal(own, 1), equal(wanted, 1)]), f"size {own} does not broadcast to {wanted}"
-    )
-    if isinstance(own, int):
-        return wanted if own == 1 else own
-    if isinstance(wanted, int):
-        return own if wanted == 1 else wanted
-    return own if tvm_ffi.structural_equal(own, wanted) else tirx.Select(equal(own, 1), wanted, own)
-
-
-def broadcast(node: Node, data: relax.Expr, target: list[Dim]) -> relax.Expr:
-    """`data` with its last axes stretched to `target`; an axis whose size is only known by name may be 1 or equal."""
-    dims = node.shape(data)
-    aligned: list[Dim] = [1] * (len(target) - len(dims)) + dims
-    pairs = list(zip(aligned, target, strict=True))
-    if all(dim == 1 if isinstance(dim, int) else tvm_ffi.structural_equal(dim, size) for dim, size in pairs) or all(
-        isinstance(dim, int) and isinstance(size, int) for dim, size in pairs
-    ):
-        return node.emit(relax.op.broadcast_to(data, relax.ShapeExpr(target)))
-
-    # Held inside the axis, the index is 0 where the size is 1 and itself where it is the target's.
-    def element(i: Position, x: te.Tensor) -> tirx.Expr:
-        own = i[len(target) - len(dims) :]
-        return x(*(tirx.min(place, size - 1) for place, size in zip(own, x.shape, strict=True)))
-
-    return node.kernel("broadcast", element, data, shape=target)
-
-
 @converts("Expand")
 def expand(node: Node) -> relax.Expr:
     """Broadcast both ways: a 1 in the target keeps the input's dimension."""
@@ -269,7 +238,7 @@ def expand(node: Node) -> relax.Expr:
     rank = max(len(dims), len(target))
     aligned: list[Dim] = [1] * (rank - len(dims)) + dims
     wanted: list[Dim] = [1] * (rank - len(target)) + target
-    return broadcast(node, data, [_joined(node, dim, size) for dim, size in zip(aligned, wanted, strict=True)])
+    return broadcast(node, data, [joined(node, dim, size) for dim, size in zip(aligned, wanted, strict=True)])
 
 
 def _expand_at_run_time(node: Node, data: relax.Expr) -> relax.Expr:

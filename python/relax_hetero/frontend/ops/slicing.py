@@ -189,6 +189,7 @@ def split(node: Node) -> relax.Expr:
         if node.opset < 18 and not isinstance(size, int):
             require_multiple(node, size, parts, "splits an axis of")
             return node.emit(relax.op.split(data, parts, axis))
+        node.check_ops(parts)
         part = tirx.ceildiv(size, parts) if not isinstance(size, int) else -(-size // parts)
         sizes = [part] * (parts - 1) + [size - part * (parts - 1)]
     text = f"splits an axis of {size} into parts of {shown(sizes)}"

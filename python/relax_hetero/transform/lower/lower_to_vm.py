@@ -68,7 +68,8 @@ def lowering_steps(must_copy: bool) -> list[tvm.transform.Pass]:
         Of LowerTransfers.
     """
     return [
-        relax.transform.RewriteDataflowReshape(),
+        # A kernel that moves nothing would become an alias, which a kernel in place may not overwrite.
+        *([] if must_copy else [relax.transform.RewriteDataflowReshape()]),
         relax.transform.ToNonDataflow(),
         relax.transform.RemovePurityChecking(),
         LowerRequirements(),
