@@ -16,7 +16,7 @@ MOST = 2**62
 """More than any extent of a tensor: what analyzers are told that sizes stay below."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Requirement:
     """A condition over sizes, and the text of the error for sizes that do not meet it."""
 

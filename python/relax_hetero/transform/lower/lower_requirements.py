@@ -32,7 +32,7 @@ from typing import Any
 
 import tvm
 from tvm import relax, tirx
-from tvm_ffi import structural_map
+from tvm_ffi import StructuralKey, structural_map
 
 from ...errors import BuildError
 from ...op.require import is_requirement
@@ -134,7 +134,7 @@ class _Writer:
     def _checks(self, required: Iterable[Requirement], is_given: bool, is_top: bool) -> list[relax.Binding]:
         """The call that checks what is not proven, if there is such; `is_given` says that callers give the sizes."""
         analyzer = tvm.sym.Analyzer()
-        open_: dict[Requirement, None] = {}
+        left: dict[tuple[StructuralKey, str], Requirement] = {}
         for requirement in required:
             for symbol in requirement.sizes if is_given else ():
                 analyzer.bind(symbol, tvm.ir.Range(0, MOST), allow_override=True)
@@ -142,8 +142,8 @@ class _Writer:
                 continue
             if is_top and self.is_public and analyzer.can_prove(tirx.Not(requirement.condition)):
                 raise BuildError(f"function {self.name!r}: {requirement.message}")
-            open_.setdefault(requirement)
-        return [self._check(list(open_))] if open_ else []
+            left.setdefault((StructuralKey(requirement.condition), requirement.message), requirement)
+        return [self._check(list(left.values()))] if left else []
 
     def _check(self, required: Sequence[Requirement]) -> relax.Binding:
         """A call that checks requirements."""
