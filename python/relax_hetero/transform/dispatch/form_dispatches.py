@@ -31,6 +31,7 @@ from ..ir.kernels import called_prim_func, fused_ops, with_ops
 from ..ir.module_attrs import is_lowered
 from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions, walk_bindings
 from .bind_targets import bind_targets
+from .folding import fold_constants
 from .keep_devices import keep_devices
 from .legalize import is_kept, legalize
 from .name_kernel_variables import name_kernel_variables
@@ -56,8 +57,8 @@ def form_dispatches(mod: tvm.IRModule) -> tvm.IRModule:
     written = {gv.name_hint for gv in mod.get_global_vars()}
     mod = legalize(mod)
     stock = relax.transform
-    fold = [stock.AnnotateTIROpPattern(), stock.FoldConstant(), stock.FuseOps()]
-    mod = tvm.transform.Sequential(fold)(forget_targets(mod, written))
+    mod = fold_constants(stock.AnnotateTIROpPattern()(forget_targets(mod, written)))
+    mod = stock.FuseOps()(mod)
     ops = fused_ops(mod)
     fuse = [stock.FuseTIR(), stock.DeadCodeElimination(), stock.CanonicalizeBindings()]
     mod = with_ops(tvm.transform.Sequential(fuse)(mod), ops)
