@@ -115,9 +115,7 @@ def test_large_allocations_are_compared_with_the_memory_of_the_host():
     ):
         main(x)
     assert main(x[:5]).shape == (5, 5)
-    with pytest.raises(
-        rh.MemoryLimitError, match=r"'large' of \(524288, 524288\) float32 takes 1,099,511,627,776 bytes"
-    ):
+    with pytest.raises(rh.MemoryLimitError, match=r"'large' of \(524288, 524288\) float32 takes 1,099,511"):
         table("large", 2**19, 2**19)(x[:4])
 
 
