@@ -31,6 +31,7 @@ from ..ir.kernels import called_prim_func, fused_ops, with_ops
 from ..ir.module_attrs import is_lowered
 from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions, walk_bindings
 from .bind_targets import bind_targets
+from .bound_kernels import bound_kernels
 from .keep_devices import keep_devices
 from .legalize import is_kept, legalize
 from .name_kernel_variables import name_kernel_variables
@@ -54,7 +55,7 @@ def form_dispatches(mod: tvm.IRModule) -> tvm.IRModule:
     if any(isinstance(b.value, relax.Function) for _, func in relax_functions(mod) for b in walk_bindings(func)):
         mod = relax.transform.LambdaLift()(mod)
     written = {gv.name_hint for gv in mod.get_global_vars()}
-    mod = legalize(mod)
+    mod = bound_kernels(legalize(mod))
     stock = relax.transform
     fold = [stock.AnnotateTIROpPattern(), stock.FoldConstant(), stock.FuseOps()]
     mod = tvm.transform.Sequential(fold)(forget_targets(mod, written))
