@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from tvm import relax, te, tirx, topi
 
 from .elementwise import cast, widened
-from .node import Node, Position, as_constant, const, dtype_of, onnx_dtype
-from .shapes import sizes_of
+from .node import Dim, Node, Position, as_constant, const, dtype_of, onnx_dtype
 from .table import converts
 
 
@@ -22,32 +22,29 @@ def from_front(node: Node, indices: relax.Expr, extent: relax.Expr) -> relax.Exp
     return node.emit(relax.op.where(is_negative, relax.op.add(indices, extent), indices))
 
 
-def _extent(node: Node, data: relax.Expr, axis: int) -> relax.Expr:
-    """Size of one axis as an int64 scalar, a constant where it is known."""
-    if data.ty.shape is not None:
-        dim = node.shape(data)[axis]
-        if isinstance(dim, int):
-            return const(dim, "int64")
-    vector = sizes_of(node, data)
-    return node.emit(relax.op.reshape(relax.op.strided_slice(vector, [0], [axis], [axis + 1]), ()))
+def _inside(node: Node, indices: relax.Expr, sizes: Sequence[Dim | None]) -> relax.Expr:
+    """Indices, from the front where that is known now; when the model runs, CheckValues sees to the others.
 
-
-def _inside(node: Node, indices: relax.Expr, extent: relax.Expr) -> relax.Expr:
-    """Indices from the front and inside the axis: ONNX leaves others undefined, and they must not reach other memory.
+    Parameters
+    ----------
+    sizes : sequence
+        Of the axis of each place along the last one, or of a single axis; None where it is unknown.
 
     Raises
     ------
     FrontendError: if an index that is known now is outside.
     """
-    known, sizes = as_constant(indices), as_constant(extent)
-    if known is not None and sizes is not None:
-        if np.any((known < -sizes) | (known >= sizes)):
-            raise node.refusal(f"indices from {known.min()} to {known.max()} are out of an axis of {sizes.tolist()}")
-        return const(np.where(known < 0, known + sizes, known), "int64")
-    dtype = dtype_of(indices)
-    last = node.emit(relax.op.subtract(cast(node, extent, dtype), const(1, dtype)))
-    below = node.emit(relax.op.minimum(from_front(node, indices, extent), last))
-    return below if dtype.startswith("uint") else node.emit(relax.op.maximum(below, const(0, dtype)))
+    known = as_constant(indices)
+    if known is None or known.size == 0 or not all(isinstance(size, int) for size in sizes):
+        return indices
+    extents = np.array(sizes, "int64")
+    if np.any((known < -extents) | (known >= extents)):
+        raise node.refusal(f"indices from {known.min()} to {known.max()} are out of an axis of {list(sizes)}")
+    return const(np.where(known < 0, known + extents, known), "int64")
+
+
+def _size(node: Node, data: relax.Expr, axis: int) -> Dim | None:
+    return node.shape(data)[axis] if data.ty.shape is not None else None
 
 
 @converts("Gather")
@@ -60,10 +57,7 @@ def gather(node: Node) -> relax.Expr:
             return data.values[int(index)]
     data, indices = node.tensor(0), node.tensor(1)
     axis = node.axis(node.attribute("axis", 0), node.rank(data))
-    extent = _extent(node, data, axis)
-    if as_constant(indices) is not None and as_constant(extent) is not None:
-        return node.emit(relax.op.take(data, _inside(node, indices, extent), axis, "fast"))
-    return node.emit(relax.op.take(data, from_front(node, indices, extent), axis, "clip"))
+    return node.emit(relax.op.take(data, _inside(node, indices, [_size(node, data, axis)]), axis, "fast"))
 
 
 @converts("GatherElements")
@@ -71,7 +65,7 @@ def gather_elements(node: Node) -> relax.Expr:
     """Elements at indices along one axis, the other coordinates being those of the index."""
     data, indices = node.tensor(0), node.tensor(1)
     axis = node.axis(node.attribute("axis", 0), node.rank(data))
-    return node.emit(relax.op.gather_elements(data, _inside(node, indices, _extent(node, data, axis)), axis))
+    return node.emit(relax.op.gather_elements(data, _inside(node, indices, [_size(node, data, axis)]), axis))
 
 
 @converts("GatherND")
@@ -87,10 +81,7 @@ def _coordinates(node: Node, data: relax.Expr, indices: relax.Expr, first: int) 
     if not isinstance(length, int):
         raise node.refusal("needs a static number of coordinates")
     sizes = node.shape(data)[first : first + length] if data.ty.shape is not None else [None]
-    if all(isinstance(size, int) for size in sizes):
-        return _inside(node, indices, const(sizes, "int64"))
-    vector = node.emit(relax.op.strided_slice(sizes_of(node, data), [0], [first], [first + length]))
-    return _inside(node, indices, vector)
+    return _inside(node, indices, sizes)
 
 
 def _reduction(node: Node) -> str:
@@ -105,7 +96,7 @@ def scatter_elements(node: Node) -> relax.Expr:
     """A copy of the data with elements replaced by, or reduced with, updates."""
     data, indices, updates = node.tensor(0), node.tensor(1), node.tensor(2)
     axis = node.axis(node.attribute("axis", 0), node.rank(data))
-    indices = _inside(node, indices, _extent(node, data, axis))
+    indices = _inside(node, indices, [_size(node, data, axis)])
     return node.emit(relax.op.scatter_elements(data, indices, updates, axis, _reduction(node)))
 
 
@@ -172,11 +163,15 @@ def compress(node: Node) -> relax.Expr:
     if given is None:
         data = node.emit(relax.op.reshape(data, (-1,)))
     axis = 0 if given is None else node.axis(given, node.rank(data))
+    size, count = node.shape(data)[axis], node.shape(condition)[0]
+    if not (isinstance(size, int) and isinstance(count, int) and count <= size):  # what is longer says nothing
+        held = tirx.min(*(tirx.const(each, "int64") if isinstance(each, int) else each for each in (size, count)))
+        condition = node.emit(relax.op.strided_slice(condition, [0], [0], [held]))
     places = node.emit(relax.op.nonzero(condition))
     number = tirx.Var("number_kept", "int64")
     places = node.builder.match_cast(places, relax.TensorType((1, number), "int64"))
     flat = node.emit(relax.op.reshape(places, (number,)))
-    return node.emit(relax.op.take(data, flat, axis, "clip"))
+    return node.emit(relax.op.take(data, flat, axis, "fast"))
 
 
 @converts("NonZero")
