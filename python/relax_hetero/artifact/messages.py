@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from ..errors import BindingError, HeteroError, MemoryLimitError
+from .checks import refused_by
 from .metadata import Metadata, device_names
 
 
@@ -39,6 +40,9 @@ _MISSING = re.compile(r"Cannot find ffi::Function (\S+)")
 def explain_failure(what: str, error: BaseException, metadata: Metadata) -> HeteroError:
     """A HeteroError for an exception of TVM or of a kernel, naming the kernels that its message mentions."""
     text = str(error).strip()
+    refused = refused_by(text, metadata.checks)
+    if refused is not None:
+        return HeteroError(f"{what}: {refused}")
     missing = _MISSING.search(text)
     if missing:
         return HeteroError(

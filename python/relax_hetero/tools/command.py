@@ -53,4 +53,12 @@ cache_option = click.option(
     help="Whether a model that was compiled before is taken from the compile cache.",
 )
 
+checks_option = click.option(
+    "--checks",
+    type=click.Choice(["default", "strict"]),
+    default="default",
+    show_default=True,
+    help="Which wrong indices and divisors are errors: those on CPUs, or (strict) those on every device.",
+)
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout, for programs.")

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ..errors import BuildError
-from .command import cache_option, command, json_option, refuse_overwriting
+from .command import cache_option, checks_option, command, json_option, refuse_overwriting
 from .console import bytes_text, console, print_json, target_text
 from .models import compile_onnx
 from .placing import Placing, placing_options
@@ -28,8 +28,9 @@ from .placing import Placing, placing_options
 )
 @placing_options
 @cache_option
+@checks_option
 @json_option
-def compile_command(model: Path, output: Path, placing: Placing, cache: bool, as_json: bool) -> None:
+def compile_command(model: Path, output: Path, placing: Placing, cache: bool, checks: str, as_json: bool) -> None:
     """Compile MODEL (an ONNX file) into one library for all its devices.
 
     \b
@@ -40,7 +41,7 @@ def compile_command(model: Path, output: Path, placing: Placing, cache: bool, as
     if not output.parent.is_dir():
         raise BuildError(f"cannot write {output}: there is no folder {output.parent}")
     refuse_overwriting(output, model)
-    built = compile_onnx(model, placing, cache)
+    built = compile_onnx(model, placing, cache, checks)
     start = time.perf_counter()
     built.executable.export_library(str(output))
     built.seconds["export"] = time.perf_counter() - start

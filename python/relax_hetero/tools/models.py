@@ -41,20 +41,21 @@ def is_onnx(path: Path) -> bool:
     return path.suffix.lower() not in (".so", ".dylib", ".dll", ".tar")
 
 
-def obtain(path: Path, placing: Placing, cache: bool) -> Model:
+def obtain(path: Path, placing: Placing, cache: bool, checks: str = "default") -> Model:
     """Compile an ONNX file, or load an exported library.
 
     Parameters
     ----------
     path, placing
     cache: Whether compiled models are kept and found again.
+    checks: As `rh.compile` takes it.
 
     Raises
     ------
     HeteroError: If the model cannot be imported, placed, compiled or loaded.
     click.UsageError: If placement options are given for a library, which is placed already.
     """
-    return compile_onnx(path, placing, cache) if is_onnx(path) else load_library(path, placing)
+    return compile_onnx(path, placing, cache, checks) if is_onnx(path) else load_library(path, placing)
 
 
 def placed_onnx(path: Path, placing: Placing) -> IRModule:
@@ -65,7 +66,7 @@ def placed_onnx(path: Path, placing: Placing) -> IRModule:
     return rh.from_onnx(str(path), **placing.import_options([value.name for value in proto.graph.input]))
 
 
-def compile_onnx(path: Path, placing: Placing, cache: bool) -> Model:
+def compile_onnx(path: Path, placing: Placing, cache: bool, checks: str = "default") -> Model:
     """Import, place and compile an ONNX file, or find it compiled; with a spinner on stderr."""
     import relax_hetero as rh
 
@@ -77,6 +78,7 @@ def compile_onnx(path: Path, placing: Placing, cache: bool) -> Model:
         executable = rh.compile(
             module,
             cache=cache,
+            checks=checks,
             progress=lambda step, done, total: status.update(f"Compiling {path.name}: {done} of {total} {step}"),
         )
         seconds = {"import": imported - start, "compile": time.perf_counter() - imported}

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import BindingError, HeteroError
 from .arrays import random_arrays, read_arrays, write_arrays
-from .command import cache_option, command, json_option, refuse_overwriting
+from .command import cache_option, checks_option, command, json_option, refuse_overwriting
 from .console import console, print_json, print_table
 from .models import Model, is_onnx, obtain
 from .onnxruntime_reference import Comparison, compare, reference
@@ -56,6 +56,7 @@ from .placing import Placing, placing_options
 )
 @placing_options
 @cache_option
+@checks_option
 @json_option
 def run_command(
     model: Path,
@@ -70,6 +71,7 @@ def run_command(
     atol: float,
     placing: Placing,
     cache: bool,
+    checks: str,
     as_json: bool,
 ) -> None:
     """Run MODEL, a compiled library or an ONNX file, once.
@@ -83,7 +85,7 @@ def run_command(
     devices = _device_map(remap)
     if output is not None:
         refuse_overwriting(output, model, *filter(None, [onnx]))
-    obtained = obtain(model, placing, cache)
+    obtained = obtain(model, placing, cache, checks)
     inputs = _inputs(obtained, function_name, files, dict(placing.shapes), seed)
     outputs, places, seconds = _call(obtained, function_name, inputs, devices)
     if output is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from tvm import relax, te, tirx, topi
 from .elementwise import cast, widened
 from .node import Dim, Node, Position, as_constant, const, dtype_of, onnx_dtype
 from .required_sizes import as_expr, require_equal, require_shape, shown
-from .shapes import dims_at_run_time, sizes_of
+from .shapes import dims_at_run_time
 from .slicing import cut
 from .table import converts
 
@@ -24,32 +25,29 @@ def from_front(node: Node, indices: relax.Expr, extent: relax.Expr) -> relax.Exp
     return node.emit(relax.op.where(is_negative, relax.op.add(indices, extent), indices))
 
 
-def _extent(node: Node, data: relax.Expr, axis: int) -> relax.Expr:
-    """Size of one axis as an int64 scalar, a constant where it is known."""
-    if data.ty.shape is not None:
-        dim = node.shape(data)[axis]
-        if isinstance(dim, int):
-            return const(dim, "int64")
-    vector = sizes_of(node, data)
-    return node.emit(relax.op.reshape(relax.op.strided_slice(vector, [0], [axis], [axis + 1]), ()))
+def _inside(node: Node, indices: relax.Expr, sizes: Sequence[Dim | None]) -> relax.Expr:
+    """Indices, from the front where that is known now; when the model runs, CheckValues sees to the others.
 
-
-def _inside(node: Node, indices: relax.Expr, extent: relax.Expr) -> relax.Expr:
-    """Indices from the front and inside the axis: ONNX leaves others undefined, and they must not reach other memory.
+    Parameters
+    ----------
+    sizes : sequence
+        Of the axis of each place along the last one, or of a single axis; None where it is unknown.
 
     Raises
     ------
     FrontendError: if an index that is known now is outside.
     """
-    known, sizes = as_constant(indices), as_constant(extent)
-    if known is not None and sizes is not None:
-        if np.any((known < -sizes) | (known >= sizes)):
-            raise node.refusal(f"indices from {known.min()} to {known.max()} are out of an axis of {sizes.tolist()}")
-        return const(np.where(known < 0, known + sizes, known), "int64")
-    dtype = dtype_of(indices)
-    last = node.emit(relax.op.subtract(cast(node, extent, dtype), const(1, dtype)))
-    below = node.emit(relax.op.minimum(from_front(node, indices, extent), last))
-    return below if dtype.startswith("uint") else node.emit(relax.op.maximum(below, const(0, dtype)))
+    known = as_constant(indices)
+    if known is None or known.size == 0 or not all(isinstance(size, int) for size in sizes):
+        return indices
+    extents = np.array(sizes, "int64")
+    if np.any((known < -extents) | (known >= extents)):
+        raise node.refusal(f"indices from {known.min()} to {known.max()} are out of an axis of {list(sizes)}")
+    return const(np.where(known < 0, known + extents, known), "int64")
+
+
+def _size(node: Node, data: relax.Expr, axis: int) -> Dim | None:
+    return node.shape(data)[axis] if data.ty.shape is not None else None
 
 
 @converts("Gather")
@@ -62,10 +60,7 @@ def gather(node: Node) -> relax.Expr:
             return data.values[int(index)]
     data, indices = node.tensor(0), node.tensor(1)
     axis = node.axis(node.attribute("axis", 0), node.rank(data))
-    extent = _extent(node, data, axis)
-    if as_constant(indices) is not None and as_constant(extent) is not None:
-        return node.emit(relax.op.take(data, _inside(node, indices, extent), axis, "fast"))
-    return node.emit(relax.op.take(data, from_front(node, indices, extent), axis, "clip"))
+    return node.emit(relax.op.take(data, _inside(node, indices, [_size(node, data, axis)]), axis, "fast"))
 
 
 @converts("GatherElements")
@@ -74,7 +69,7 @@ def gather_elements(node: Node) -> relax.Expr:
     data, indices = node.tensor(0), node.tensor(1)
     axis = node.axis(node.attribute("axis", 0), node.rank(data))
     _check_indices(node, data, indices, axis)
-    return node.emit(relax.op.gather_elements(data, _inside(node, indices, _extent(node, data, axis)), axis))
+    return node.emit(relax.op.gather_elements(data, _inside(node, indices, [_size(node, data, axis)]), axis))
 
 
 def _check_indices(node: Node, data: relax.Expr, indices: relax.Expr, axis: int) -> None:
@@ -104,10 +99,7 @@ def _coordinates(node: Node, data: relax.Expr, indices: relax.Expr, first: int) 
     if not isinstance(length, int):
         raise node.refusal("needs a static number of coordinates")
     sizes = node.shape(data)[first : first + length] if data.ty.shape is not None else [None]
-    if all(isinstance(size, int) for size in sizes):
-        return _inside(node, indices, const(sizes, "int64"))
-    vector = node.emit(relax.op.strided_slice(sizes_of(node, data), [0], [first], [first + length]))
-    return _inside(node, indices, vector)
+    return _inside(node, indices, sizes)
 
 
 def _reduction(node: Node) -> str:
@@ -124,7 +116,7 @@ def scatter_elements(node: Node) -> relax.Expr:
     axis = node.axis(node.attribute("axis", 0), node.rank(data))
     _check_indices(node, data, indices, axis)
     updates = require_shape(node, updates, node.shape(indices), "its updates")
-    indices = _inside(node, indices, _extent(node, data, axis))
+    indices = _inside(node, indices, [_size(node, data, axis)])
     return node.emit(relax.op.scatter_elements(data, indices, updates, axis, _reduction(node)))
 
 
@@ -223,7 +215,7 @@ def compress(node: Node) -> relax.Expr:
     number = tirx.Var("number_kept", "int64")
     places = node.builder.match_cast(places, relax.TensorType((1, number), "int64"))
     flat = node.emit(relax.op.reshape(places, (number,)))
-    return node.emit(relax.op.take(data, flat, axis, "clip"))
+    return node.emit(relax.op.take(data, flat, axis, "fast"))
 
 
 def _kept(node: Node, condition: relax.Expr, size: Dim) -> relax.Expr:

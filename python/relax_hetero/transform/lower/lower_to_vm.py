@@ -16,7 +16,8 @@ After::
 Output tensors are allocated explicitly and freed after their last use, storage is planned per device, and shapes are
 computed on the host. `lowering_steps` lists the passes that do it, TVM's and ours. Before them, kernels get root
 blocks, devices go from the types by which functions are called, and arguments that are written to are noted; after
-them, kernels that only kernels call lose their symbols (`keep_private_kernels`).
+them, kernels that only kernels call lose their symbols (`keep_private_kernels`), and divisors of sizes are checked
+(`check_size_divisors`).
 
 Assumes FormDispatches. A lowered module is returned as it is.
 """
@@ -35,6 +36,7 @@ from ..ir.module_attrs import is_lowered, mark_lowered
 from ..ir.rewriting import copy_module, fresh_global_var, relax_functions, typed
 from ..ir.root_blocks import with_root_blocks
 from ..partition.written_arguments import note_written
+from .check_size_divisors import check_size_divisors
 from .lower_pinned_storage import LowerPinnedStorage
 from .lower_requirements import LowerRequirements
 from .lower_transfers import LowerTransfers, writes_in_place
@@ -52,7 +54,8 @@ def lower_to_vm(mod: tvm.IRModule) -> tvm.IRModule:
     public = [name for name, func in named.items() if isinstance(func, relax.Function)]
     kernels = [name for name, func in named.items() if isinstance(func, tirx.PrimFunc)]
     mod = note_written(with_root_blocks(without_callee_devices(mod)))
-    lowered = keep_private_kernels(tvm.transform.Sequential(lowering_steps(writes_in_place(mod)))(mod))
+    lowered = tvm.transform.Sequential(lowering_steps(writes_in_place(mod)))(mod)
+    lowered = check_size_divisors(keep_private_kernels(lowered))
     return mark_lowered(lowered, len(vdevices_of(mod)), public, kernels)
 
 
