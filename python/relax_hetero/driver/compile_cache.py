@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +16,7 @@ from ..artifact.metadata import HIT, MISS, UNUSED, CacheUse
 from ..errors import BuildError
 from ..vm.device.tensors import nbytes_of
 from ..vm.file.executable import Executable
-from ..vm.file.export import find_compiler
+from ..vm.file.export import check_linking
 from ..vm.file.load import load
 from .compile_key import compile_key, why_uncached
 
@@ -27,9 +25,6 @@ _unwritable: set[Path] = set()
 
 LEAST_SECONDS = 1.0
 """What compiles in less is not kept, unless the caller asks for a cache: it would cost more than it saves."""
-
-_LINKING_BYTES = 64 << 20
-"""Temporary files that linking may need: LLVM ends the process where it cannot write all of an object."""
 
 
 def through_cache(
@@ -152,12 +147,9 @@ def _store(folder: CacheFolder, executable: Executable, use: CacheUse) -> Execut
 def _why_not_linked() -> str:
     """What linking lacks that nobody needs who only runs."""
     try:
-        find_compiler("the compile cache")
-        free = shutil.disk_usage(tempfile.gettempdir()).free
+        check_linking("the compile cache")
     except (BuildError, OSError) as error:
         return str(error)
-    if free < _LINKING_BYTES:
-        return f"{tempfile.gettempdir()} has {free:,} bytes left for linking, expected {_LINKING_BYTES:,}"
     return ""
 
 
