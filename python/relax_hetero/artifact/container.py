@@ -143,25 +143,23 @@ def _write_weights(file: BinaryIO, weights: Sequence[np.ndarray]) -> list[Weight
     return places
 
 
-def open_container(
-    path: Path, *, copy: bool = False, key: bytes | None = None, follow: bool = True, folder: int | None = None
-) -> Container:
+def open_container(path: Path, *, copy: bool = False, key: bytes | None = None, folder: int | None = None) -> Container:
     """Open and check a file: its footer, library and metadata; weights are mapped, and not read.
 
     Parameters
     ----------
     copy: Read all of the file into memory first, so that whatever happens to it later does not matter.
     key: Refuse a file that was not signed with it; implies `copy`, as only then what was verified is what is loaded.
-    follow: Whether the last part of `path` may be a link.
-    folder: The descriptor of a folder that has the file, under the name of `path`.
+    folder: The descriptor of a folder that has the file, under the name of `path`; the file may be no link then, and
+        has to be this user's own.
 
     Raises
     ------
     BuildError: A file that is missing, unreadable, truncated, corrupt, of another format version, or no executable.
     """
     try:
-        name = path if folder is None else path.name
-        file, status = open_regular(name, follow=follow, folder=folder)
+        name, is_ours = (path, False) if folder is None else (Path(path.name), True)
+        file, status = open_regular(name, follow=not is_ours, folder=folder, own=is_ours)
         with file:
             if status.st_size < _FOOTER_BYTES:
                 raise BuildError(_foreign(path, f"{status.st_size} bytes"))

@@ -154,12 +154,19 @@ class Executable:
             No compiler, a failing one, a path that cannot be written, or a key that is none. Nothing is left half
             written.
         """
-        key = None if key is None else checked_key(key)
-        file = Path(checked_path(path, "exporting an executable"))
+        self._export(
+            Path(checked_path(path, "exporting an executable")), None if key is None else checked_key(key), 0o666
+        )
+
+    def export_private(self, path: Path) -> None:
+        """As `export_library`, to a file that only this user may read or write."""
+        self._export(path, None, 0o600)
+
+    def _export(self, path: Path, key: bytes | None, mode: int) -> None:
         if self._container is not None:
-            write_copy(file, self._container.data, key)
+            write_copy(path, self._container.data, key, mode)
         else:
-            write_executable(file, self.module, self.metadata, self.constants, key)
+            write_executable(path, self.module, self.metadata, self.constants, key, mode)
 
     def runnable(self) -> runtime.Module:
         """The module in a form that runs in this process; code of ``c`` devices is compiled now, once.

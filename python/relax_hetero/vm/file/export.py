@@ -139,18 +139,19 @@ def write_executable(
     metadata: Metadata,
     constants: Sequence[runtime.Tensor],
     key: bytes | None = None,
+    mode: int = 0o666,
 ) -> None:
     """Link and write a new executable to `path`, signed with `key` if there is one; see `replacing`."""
-    with tempfile.TemporaryDirectory(prefix="relax_hetero_") as folder, replacing(path) as target:
+    with tempfile.TemporaryDirectory(prefix="relax_hetero_") as folder, replacing(path, mode) as target:
         library = Path(folder) / "library.so"
         link_library(module, library, f"exporting {path}")
         write_container(target, library, header_of(metadata), [bytes_of(tensor) for tensor in constants])
         _sign(target, key)
 
 
-def write_copy(path: Path, data: Any, key: bytes | None = None) -> None:
+def write_copy(path: Path, data: Any, key: bytes | None = None, mode: int = 0o666) -> None:
     """Write the bytes of an executable that was loaded, signed with `key` if there is one."""
-    with replacing(path) as target:
+    with replacing(path, mode) as target:
         with open(target, "wb") as file:
             file.write(data)
         _sign(target, key)
@@ -173,16 +174,21 @@ def header_of(metadata: Metadata) -> dict[str, Any]:
 class replacing:
     """A new file beside `path` that takes its place when the block ends well, and vanishes otherwise.
 
+    `mode`: its permissions, less those that the umask takes.
+
     The old file's contents live on for whoever has it open or loaded: it is unlinked, never written.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, mode: int = 0o666) -> None:
+        self._mode = mode
         self.path = path = Path(os.path.realpath(path))  # of a link, the file it leads to
         self.temporary = path.parent / f".{path.name[:100]}.{uuid.uuid4().hex}"
 
     def __enter__(self) -> Path:
         try:
             self._check()
+            # Never through a link that somebody has put there, and from the start with the permissions of the end.
+            os.close(os.open(self.temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, self._mode))
         except OSError as error:  # a name that is too long, a folder that may not be searched
             raise BuildError(f"exporting {self.path}: {error.strerror or error}") from error
         return self.temporary
