@@ -6,14 +6,14 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 
-from ..errors import BindingError, HeteroError, MemoryLimitError
+from ..errors import BindingError, HeteroError, MemoryLimitError, printable
 from .checks import refused_by
 from .metadata import Metadata, device_names
 
 
 def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
     """Lines of aligned columns: the first `left` hold text, the rest numbers. Rows may end early."""
-    lines = [head, *rows]
+    lines = [[printable(cell) for cell in line] for line in (head, *rows)]
     widths = [max((len(line[i]) for line in lines if len(line) == len(head)), default=0) for i in range(len(head))]
     return "\n".join(
         "  ".join(
