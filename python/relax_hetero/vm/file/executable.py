@@ -99,7 +99,7 @@ class Executable:
 
     def signature(self, name: str = "main") -> FunctionSignature:
         """The inputs and results of function `name`; BindingError where there is none."""
-        signature = self.metadata.signatures.get(name)
+        signature = self.metadata.signatures.get(name) if isinstance(name, str) else None
         if signature is None:
             raise unknown_name("function", name, self.function_names, "the executable")
         return signature
