@@ -10,6 +10,9 @@ from typing import Any
 
 from tvm_ffi import register_error  # the small foreign-function layer, not TVM and not its compiler
 
+# Unknown to TVM, it would arrive as a RuntimeError, and Ctrl-C be taken for a fault of the module that is compiled.
+register_error("KeyboardInterrupt", KeyboardInterrupt)
+
 
 class HeteroError(Exception):
     """Base of every error this library raises.
