@@ -1,7 +1,6 @@
 """Ctrl-C while a model is compiled is KeyboardInterrupt, soon, and leaves nothing half-written."""
 
 import os
-import random
 import signal
 import subprocess
 import sys
