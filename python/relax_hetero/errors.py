@@ -11,6 +11,9 @@ from typing import Any
 
 from tvm_ffi import register_error  # the small foreign-function layer, not TVM and not its compiler
 
+# Unknown to TVM, it would arrive as a RuntimeError, and Ctrl-C be taken for a fault of the module that is compiled.
+register_error("KeyboardInterrupt", KeyboardInterrupt)
+
 # Control characters but for tab and newline, marks that reverse the direction of text, and halves of surrogate pairs.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 

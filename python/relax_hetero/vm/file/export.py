@@ -11,7 +11,6 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,7 @@ from ...artifact.signing import trailer_of
 from ...errors import BuildError
 from ...target.cpu_cores import num_cores
 from ..device.cpu_features import with_features
+from ..device.interruptible import run_in_threads
 from ..device.tensors import bytes_of
 
 # Modules that hold source or objects, and run only after they were linked.
@@ -56,11 +56,8 @@ def _modules(module: runtime.Module) -> Iterator[runtime.Module]:
 
 def generate_code(module: runtime.Module) -> None:
     """Have LLVM write the machine code of every module of its own, all at once: it would do so one by one later."""
-    parts = [part for part in _modules(module) if part.kind == "llvm"]
-    if len(parts) < 2:
-        return
-    with ThreadPoolExecutor(min(len(parts), num_cores()), thread_name_prefix="relax_hetero.code") as threads:
-        list(threads.map(_first_function, parts))
+    parts = [partial(_first_function, part) for part in _modules(module) if part.kind == "llvm"]
+    run_in_threads(parts, num_cores(), "relax_hetero.code")
 
 
 def _first_function(part: runtime.Module) -> None:
