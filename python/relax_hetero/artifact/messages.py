@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 
-from ..errors import BindingError, HeteroError
+from ..errors import BindingError, HeteroError, MemoryLimitError
 from .metadata import Metadata, device_names
 
 
@@ -45,6 +45,8 @@ def explain_failure(what: str, error: BaseException, metadata: Metadata) -> Hete
             f"{what}: the code calls {missing.group(1)!r}, which this process has not registered; expected the library "
             "or Python module that defines it to be loaded before"
         )
+    if "bad_alloc" in text or isinstance(error, MemoryError):
+        return MemoryLimitError(f"{what} failed: the system has no memory left for a result or a transient tensor")
     names = [*device_names(metadata.devices), "host"]
     mentioned = [
         f"kernel {symbol} ({'ops ' + ', '.join(dispatch.ops) + ' ' if dispatch.ops else ''}on {names[dispatch.device]})"

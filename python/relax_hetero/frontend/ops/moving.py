@@ -201,9 +201,15 @@ def trilu(node: Node) -> relax.Expr:
 
 @converts("Concat")
 def concat(node: Node) -> relax.Expr:
-    """The inputs side by side."""
+    """The inputs side by side; all but their sizes along the axis have to agree."""
     values = [node.tensor(i) for i in range(len(node.inputs))]
-    return node.emit(relax.op.concat(values, node.attribute("axis", 1 if node.opset < 4 else None)))
+    axis = node.axis(node.attribute("axis", 1 if node.opset < 4 else None), node.rank(values[0]))
+    shapes = [node.shape(value) for value in values]
+    known = [[dim for dim in dims if isinstance(dim, int)] or dims for dims in zip(*shapes, strict=False)]
+    for index, dims in enumerate(shapes):
+        expected = [dim if place == axis else known[place][0] for place, dim in enumerate(dims[: len(known)])]
+        values[index] = require_shape(node, values[index], expected, f"input {index}")
+    return node.emit(relax.op.concat(values, axis))
 
 
 @converts("SpaceToDepth")
@@ -215,9 +221,9 @@ def space_to_depth(node: Node) -> relax.Expr:
     require_multiple(node, height, block, "its image has a height of")
     require_multiple(node, width, block, "its image has a width of")
     inner = [batch, channels, height // block, block, width // block, block]
-    grouped = relax.op.reshape(data, inner)
+    grouped = node.emit(relax.op.reshape(data, inner))
     slowest_channel = node.attribute("mode", "DCR") == "CRD"
-    moved = relax.op.permute_dims(grouped, [0, 1, 3, 5, 2, 4] if slowest_channel else [0, 3, 5, 1, 2, 4])
+    moved = node.emit(relax.op.permute_dims(grouped, [0, 1, 3, 5, 2, 4] if slowest_channel else [0, 3, 5, 1, 2, 4]))
     return node.emit(relax.op.reshape(moved, [batch, channels * block * block, height // block, width // block]))
 
 
@@ -239,7 +245,7 @@ def depth_to_space(node: Node) -> relax.Expr:
     is_channel_first = node.attribute("mode", "DCR") == "CRD"
     inner = [left, block, block] if is_channel_first else [block, block, left]
     grouped = node.emit(relax.op.reshape(data, [batch, *inner, height, width]))
-    moved = relax.op.permute_dims(grouped, [0, 1, 4, 2, 5, 3] if is_channel_first else [0, 3, 4, 1, 5, 2])
+    moved = node.emit(relax.op.permute_dims(grouped, [0, 1, 4, 2, 5, 3] if is_channel_first else [0, 3, 4, 1, 5, 2]))
     return node.emit(relax.op.reshape(moved, [batch, left, height * block, width * block]))
 
 

@@ -79,13 +79,13 @@ def windows_of(node: Node, data: relax.Expr) -> Windows:
     strides, dilations = spatial(node, "strides", count, 1), spatial(node, "dilations", count, 1)
     pads = pads_of(node, list(image), kernel, strides, dilations)
     before, after = pads[:count], pads[count:]
+    # With auto_pad the number of windows is given by the padding; only explicit padding is rounded up.
+    rounds_up = bool(node.attribute("ceil_mode", 0)) and node.attribute("auto_pad", "NOTSET") in ("NOTSET", "", "VALID")
     for a, size in enumerate(image):
         node.require(as_expr(size) >= 1, f"axis {a + 2} of its input has {size} elements")
         extent = (kernel[a] - 1) * dilations[a] + 1
         text = f"its windows span {extent} elements of axis {a + 2}, which has {size} and padding"
-        node.require(as_expr(size) + before[a] + after[a] >= extent - strides[a], text)
-    # With auto_pad the number of windows is given by the padding; only explicit padding is rounded up.
-    rounds_up = bool(node.attribute("ceil_mode", 0)) and node.attribute("auto_pad", "NOTSET") in ("NOTSET", "", "VALID")
+        node.require(as_expr(size) + before[a] + after[a] >= extent - (strides[a] if rounds_up else 0), text)
     output: list[Dim] = []
     for a, size in enumerate(image):
         span = size + before[a] + after[a] - (kernel[a] - 1) * dilations[a] - 1

@@ -180,13 +180,15 @@ def _reshape(call: relax.Call, shapes: list[Any], result: Shape | None) -> Condi
     data = shapes[0]
     if data is None or result is None:
         return
-    own, other = [list(shape) for shape in (data, result)]
+    left, own = list(result), []
     for extent in data:  # what stands on both sides need not be multiplied
-        at = next((i for i, found in enumerate(other) if found.same_as(extent)), None)
-        if at is not None and not isinstance(extent, tirx.IntImm):
-            own.remove(extent)
-            del other[at]
-    yield from _same(tvm.sym.Analyzer().simplify(product(own)), tvm.sym.Analyzer().simplify(product(other)))
+        at = next((i for i, found in enumerate(left) if found.same_as(extent)), None)
+        if at is None or isinstance(extent, tirx.IntImm):
+            own.append(extent)
+        else:
+            del left[at]
+    analyzer = tvm.sym.Analyzer()
+    yield from _same(analyzer.simplify(product(own)), analyzer.simplify(product(left)))
 
 
 def _broadcast_to(call: relax.Call, shapes: list[Any], result: Shape | None) -> Conditions:
