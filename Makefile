@@ -6,9 +6,10 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --quiet --quiet --disable-pip-version-check
 WORKERS ?= 2
 PYTEST_ARGS ?=
+FUZZ_SECONDS ?= 3600
 CHECKED := python apps tests
 
-.PHONY: help demo test test-slow test-timing test-all lint format conformance clean distclean
+.PHONY: help demo test test-slow test-timing test-all fuzz lint format conformance clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -16,6 +17,7 @@ help:
 	@echo "make test         the test suite (under ten minutes on two cores)"
 	@echo "make test-slow    what takes long and rarely finds more; make test-timing what reads the clock or resident"
 	@echo "                  memory, on a quiet machine; make test-all all three"
+	@echo "make fuzz         attack the library for FUZZ_SECONDS=3600 with random models, sizes, arguments and files"
 	@echo "make lint         ruff check, ruff format --check, mypy, import-linter"
 	@echo "make format       let ruff rewrite what lint would complain about"
 	@echo "make conformance  ONNX's own backend suite, against stock TVM (long)"
@@ -36,6 +38,10 @@ test-timing: $(VENV)/.stamp-dev
 	$(PY) -m pytest -q -m timing $(PYTEST_ARGS)
 
 test-all: test test-slow test-timing
+
+# Attacks with random models, sizes, arguments and files, in child processes. A minute of them is in `make test`.
+fuzz: $(VENV)/.stamp-dev
+	$(PY) tests/python/fuzz/run.py --seconds $(FUZZ_SECONDS)
 
 lint: $(VENV)/.stamp-dev
 	$(PY) -m ruff check $(CHECKED)

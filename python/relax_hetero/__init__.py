@@ -33,6 +33,7 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "transform": (".transform", None),
     "vm": (".vm", None),
     "from_onnx": (".frontend", "from_onnx"),
+    "ImportLimits": (".frontend", "ImportLimits"),
     "compile": (".driver", "compile"),
     "get_pipeline": (".driver", "get_pipeline"),
     "load": (".vm", "load"),

@@ -198,10 +198,16 @@ def _limit() -> int:
     text = os.environ.get(LIMIT, "").strip()
     if not text:
         return DEFAULT_LIMIT
-    match = _SIZE.fullmatch(text)
-    if match is None:
-        raise BuildError(f"{LIMIT}={text!r}: expected a number of bytes, or one such as 500M or 20G")
-    return int(float(match[1]) * (1 << _UNITS[match[2].upper()]))
+    size = parse_size(text)
+    if size is None:
+        raise BuildError(f"{LIMIT}={text[:100]!r}: expected a number of bytes, or one such as 500M or 20G")
+    return size
+
+
+def parse_size(text: str) -> int | None:
+    """A number of bytes, as ``123``, ``500M`` or ``1.5 GiB``; None for other text."""
+    match = _SIZE.fullmatch(text.strip()) if len(text) < 40 else None
+    return None if match is None else int(float(match[1]) * (1 << _UNITS[match[2].upper()]))
 
 
 def _files(folder: Path, name: re.Pattern[str]) -> list[Path]:

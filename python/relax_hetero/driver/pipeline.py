@@ -33,7 +33,9 @@ from ..transform.quantize.sink_dequantize import SinkDequantize
 from ..transform.record.form_command_buffers import FormCommandBuffers
 from ..transform.record.form_cuda_graphs import FormCudaGraphs
 from ..transform.record.update_donated import UpdateDonated
+from ..transform.simplify.isolate_writes import IsolateWrites
 from ..transform.simplify.simplify_convolutions import SimplifyConvolutions
+from ..transform.sizes.check_sizes import CheckSizes
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,9 @@ def pipeline_steps(command_buffers: bool = True, stock: bool = False) -> list[Pi
     ]
     steps = [
         step("ir", KeepFindings(), "what the passes find from here on stays with the module"),
+        step("simplify", IsolateWrites(), "kernels in place overwrite nothing that others read"),
         step("placement", RealizeVDevice(), "every value and op gets its device, transfers are written out"),
+        step("sizes", CheckSizes(), "what ops need of sizes that only a call knows is checked when a call begins"),
         step("quantize", SinkDequantize(), "bytes stay bytes up to the op that computes with their numbers"),
         step("simplify", SimplifyConvolutions(), "norms and padding join convolutions"),
         step("fuse", FormBlockProducts(), "products with 4-bit weights become one op"),

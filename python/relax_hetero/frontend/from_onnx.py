@@ -22,9 +22,10 @@ from ..transform.ir.reports import PlacementEntry, PlacementReport
 from ..transform.placement.realize_vdevice import realize_vdevice
 from .auto.auto_placement import AutoPlacement, place_graph
 from .auto.cost_model import check_objective
+from .import_limits import ImportLimits
 from .onnx.importer import ImportedGraph, import_nodes
 from .onnx.inputs import Shapes
-from .onnx.model import ModelSource, OnnxModel, load_model
+from .onnx.model import ModelSource, OnnxModel, errors_of, load_model
 from .onnx.name_bindings import build_function
 from .onnx.node_names import NodeInfo, name_nodes, variable_name, walk_nodes
 from .onnx.placement_rules import PlacementRules, assign_devices, matching_patterns
@@ -44,13 +45,14 @@ def from_onnx(
     shapes: Shapes | None = None,
     cost_model: CostModel | None = None,
     objective: Objective = "latency",
+    limits: ImportLimits | None = None,
 ) -> tvm.IRModule:
     """Import an ONNX model as a Relax module, placed over several devices if any are named.
 
     Parameters
     ----------
     model_or_path : str, PathLike, bytes or onnx.ModelProto
-        External data lies relative to the file.
+        External data lies in the file's folder; bytes and protos have none, and so no external data.
     vdevices : list of str, dict, Target or VDevice, optional
         The devices, the first one the default. Without them the module is free, and compiles for the native CPU.
     placement : mapping, or list of (pattern, device) pairs, or "auto", optional
@@ -65,6 +67,9 @@ def from_onnx(
     objective : str, optional
         For ``placement="auto"``. "latency": the least time for one call. "throughput": the least time between calls,
         of which several are in flight (``vm.submit``).
+    limits : ImportLimits, optional
+        The most nodes and computed constants that the model may become, default ``rh.ImportLimits()``. A small file can
+        ask for more than any machine has; raise them for a large model that you trust.
 
     Returns
     -------
@@ -77,7 +82,8 @@ def from_onnx(
     Raises
     ------
     FrontendError
-        If the model cannot be read or imported (naming file, node and op), or a shape or pattern does not fit it.
+        If the model cannot be read or imported (naming file, node and op), or a shape or pattern does not fit it, or it
+        becomes larger than `limits` allow.
     VDeviceError
         If a device string names nothing in `vdevices`.
     PlacementError
@@ -93,7 +99,19 @@ def from_onnx(
     if objective != "latency" and placement != "auto":
         raise FrontendError(f"objective is {objective!r}, which only placement='auto' reads")
     devices = None if vdevices is None else parse_vdevices(vdevices)
-    model = load_model(model_or_path)
+    model = load_model(model_or_path, limits)
+    with errors_of(model.source):
+        return _imported(model, devices, placement, shapes, cost_model, objective)
+
+
+def _imported(
+    model: OnnxModel,
+    devices: list[tvm.relax.VDevice] | None,
+    placement: PlacementRules | Literal["auto"] | None,
+    shapes: Shapes | None,
+    cost_model: CostModel | None,
+    objective: Objective,
+) -> tvm.IRModule:
     nodes = name_nodes(model.proto)
     # Patterns are looked at before the work of importing.
     rules = None if isinstance(placement, str) else placement or {}

@@ -17,6 +17,7 @@ import onnx
 import tvm
 from onnx import helper
 from tvm import relax, sym, tirx
+from tvm_ffi import structural_map, structural_walk
 
 from ..errors import FrontendError
 
@@ -26,6 +27,8 @@ _MAX_ELEMENTS = 64
 # Objects in an array: ints and int64 expressions. A rule returns one, or None where it cannot say.
 _Sizes = np.ndarray
 _Rule = Callable[[list["_Sizes | None"], dict[str, Any]], "_Sizes | None"]
+
+_QUOTIENTS = (tirx.FloorDiv, tirx.Div, tirx.FloorMod, tirx.Mod)
 
 Bounds: TypeAlias = Mapping[tirx.Var, int]
 """The most that some symbolic sizes are."""
@@ -130,6 +133,38 @@ def analyzer_for(*values: Any) -> sym.Analyzer:
     return analyzer
 
 
+def symbolic_divisors(value: Any) -> list[tvm.tirx.Expr]:
+    """What an expression divides by that is no number."""
+    found: list[tvm.tirx.Expr] = []
+
+    def visit(part: Any) -> None:
+        if not isinstance(part.b, tirx.IntImm):
+            found.append(part.b)
+
+    if not isinstance(value, int):
+        for kind in _QUOTIENTS:
+            structural_walk(value, (kind, visit))
+    return found
+
+
+def with_safe_divisions(value: Any) -> Any:
+    """The expression with divisors of 1 instead of 0: sizes are computed before a call with a 0 is refused."""
+    if not symbolic_divisors(value):
+        return value
+    analyzer = analyzer_for(value)
+
+    def replace(part: Any) -> Any:
+        if isinstance(part.b, tirx.IntImm):
+            return part
+        is_size = analyzer.can_prove(part.b >= 0)
+        safe = tirx.max(part.b, _expr(1)) if is_size else tirx.Select(tirx.EQ(part.b, _expr(0)), _expr(1), part.b)
+        return type(part)(part.a, safe)
+
+    for kind in _QUOTIENTS:
+        value = structural_map(value, (kind, replace))
+    return value
+
+
 def simplified(value: tvm.tirx.Expr) -> Any:
     """An expression of sizes in fewer terms, an int where it is one."""
     simple = analyzer_for(value).simplify(value)
@@ -218,8 +253,8 @@ def _divide(a: Any, b: Any) -> Any:
     if isinstance(a, int) and isinstance(b, int):
         return None
     analyzer = analyzer_for(a, b)
-    is_size = analyzer.can_prove(tirx.all(_expr(a) >= 0, _expr(b) > 0))
-    return tirx.floordiv(_expr(a), _expr(b)) if is_size else tirx.truncdiv(_expr(a), _expr(b))
+    is_size = analyzer.can_prove(tirx.all(_expr(a) >= 0, _expr(b) >= 0))
+    return with_safe_divisions(simplified((tirx.floordiv if is_size else tirx.truncdiv)(_expr(a), _expr(b))))
 
 
 def _equal(a: Any, b: Any) -> bool | None:

@@ -1,4 +1,5 @@
-"""Relax operators of this library: hints and transfers, encoded tensors, attention, rows, 4-bit weights.
+"""Relax operators of this library: hints and transfers, requirements on sizes, encoded tensors, attention, rows, 4-bit
+weights.
 
 The operators of placement build TVM's own ``relax.hint_on_device`` and ``relax.to_vdevice`` calls, so that
 ``R.hint_on_device`` and ``R.to_vdevice`` in TVMScript are the same thing to every pass. Importing this package makes
@@ -9,14 +10,17 @@ from __future__ import annotations
 
 from .attention import attention
 from .block_products import block_matmul, dequantize_blocks
+from .copies import copy
 from .encoded import elementwise, matmul, prepacked, relayout, set_encoding, unset_encoding
 from .placement import encode_hint, hint_on_device, hinted_vdevice, is_hint, to_vdevice
+from .require import require, requirement
 from .rows import rows
 from .strict_tvmscript import make_tvmscript_strict
 
 __all__ = [
     "attention",
     "block_matmul",
+    "copy",
     "dequantize_blocks",
     "elementwise",
     "encode_hint",
@@ -26,6 +30,8 @@ __all__ = [
     "matmul",
     "prepacked",
     "relayout",
+    "require",
+    "requirement",
     "rows",
     "set_encoding",
     "to_vdevice",

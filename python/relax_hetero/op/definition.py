@@ -16,7 +16,7 @@ from tvm.relax.script import parser as relax_parser
 
 from ..errors import EncodingError
 
-Infer = Callable[[relax.Call, relax.BlockBuilder], relax.TensorType]
+Infer = Callable[[relax.Call, relax.BlockBuilder], "relax.TensorType | relax.ShapeType"]
 """Gives the type of a call; raises EncodingError for the first thing that is wrong with it."""
 
 
@@ -29,6 +29,11 @@ def register_op(name: str, function: Callable[..., relax.Call], infer: Infer) ->
     tvm.ir._ffi_api.RegisterOp(name, f"{name}: see {function.__module__}")
     tvm.ir.register_op_attr(name, "FInferType", infer)
     tvm.ir.register_op_attr(name, "FPurity", True)
+    register_statement(function)
+
+
+def register_statement(function: Callable[..., Any]) -> None:
+    """Have TVMScript find a function as ``R.hetero.*``."""
     setattr(Namespace, function.__name__, staticmethod(function))
     for module in (relax_script, relax_parser):
         module.hetero = Namespace  # type: ignore[attr-defined]

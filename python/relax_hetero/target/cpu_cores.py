@@ -7,6 +7,8 @@ import os
 from functools import cache
 from pathlib import Path
 
+_CGROUPS = Path("/sys/fs/cgroup")
+
 
 @cache
 def num_cores() -> int:
@@ -42,9 +44,35 @@ def _core_of(cpu: int) -> str:
 
 
 def _cgroup_cpus() -> int | None:
-    """CPUs granted by the container's quota (cgroup v2), rounded up; None if there is no quota."""
+    """CPUs granted by the quotas of the process' control groups and all around them, rounded up; None without any."""
+    quotas = []
+    for controllers, path in _control_groups():
+        folder = _CGROUPS / controllers / path.lstrip("/")
+        # A container may see the path that its group has outside, of which only the root is mounted inside.
+        for group in (folder, *folder.parents):
+            quotas.append(_quota(group))
+            if group == _CGROUPS / controllers:
+                break
+    return min((max(1, math.ceil(quota)) for quota in quotas if quota is not None), default=None)
+
+
+def _control_groups() -> list[tuple[str, str]]:
+    """Controllers, as the folder of version 1 is called ("" for version 2), and the group that has them."""
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return None if quota == "max" else max(1, math.ceil(int(quota) / int(period)))
-    except (OSError, ValueError):
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    groups = [line.split(":", 2) for line in lines if line.count(":") >= 2]
+    return [(names, path) for _, names, path in groups if not names or "cpu" in names.split(",")]
+
+
+def _quota(group: Path) -> float | None:
+    """CPUs that a control group may use, None if it has no quota."""
+    try:
+        if (group / "cpu.max").exists():
+            quota, period = (group / "cpu.max").read_text().split()
+        else:
+            quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return None if quota == "max" or int(quota) <= 0 else int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
         return None

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import click
 
+from ..artifact.cache_folder import parse_size
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -62,6 +64,19 @@ class ShapeParam(click.ParamType):
         return name, shape
 
 
+class BytesParam(click.ParamType):
+    """A number of bytes, or one such as ``500M`` or ``4G``."""
+
+    name = "bytes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The number of bytes."""
+        size = value if isinstance(value, int) else parse_size(value)
+        if size is None:
+            self.fail(f"{value!r} is no number of bytes, nor one such as 500M or 4G", param, ctx)
+        return size
+
+
 @dataclass(frozen=True)
 class Placing:
     """The devices, rules and shapes that the options gave.
@@ -73,6 +88,7 @@ class Placing:
     auto: Whether the cost model places the nodes.
     objective: ``--objective``: latency or throughput; None where it was not given.
     shapes: ``--shape``: name of an input, or of a symbolic dimension, to extents.
+    max_nodes, max_computed: ``--max-nodes`` and ``--max-computed``, limits of the import; None for its own.
     """
 
     vdevices: tuple[str | dict[str, Any], ...]
@@ -80,6 +96,8 @@ class Placing:
     auto: bool
     objective: str | None
     shapes: tuple[tuple[str, list[int]], ...]
+    max_nodes: int | None = None
+    max_computed: int | None = None
 
     @property
     def given(self) -> bool:
@@ -93,6 +111,12 @@ class Placing:
         for name, extents in self.shapes:
             shapes[name] = extents[0] if name not in inputs and len(extents) == 1 else extents
         options = {"vdevices": list(self.vdevices) or ["llvm"], "placement": placement, "shapes": shapes or None}
+        limits = {"nodes": self.max_nodes, "computed_bytes": self.max_computed}
+        given = {name: value for name, value in limits.items() if value is not None}
+        if given:
+            from ..frontend import ImportLimits
+
+            options["limits"] = ImportLimits(**given)
         return options if self.objective is None else {**options, "objective": self.objective}
 
 
@@ -109,6 +133,8 @@ def placing_options(work: F) -> F:
         place_auto: bool,
         objective: str | None,
         shape: tuple[Any, ...],
+        max_nodes: int | None,
+        max_computed: int | None,
         **options: Any,
     ) -> None:
         if place and place_auto:
@@ -117,9 +143,21 @@ def placing_options(work: F) -> F:
             raise click.UsageError("--objective says what --place-auto goes for, which is not given")
         _once("--place", [pattern for pattern, _ in place])
         _once("--shape", [name for name, _ in shape])
-        work(placing=Placing(vdevice, place, place_auto, objective, shape), **options)
+        work(placing=Placing(vdevice, place, place_auto, objective, shape, max_nodes, max_computed), **options)
 
     for option in (
+        click.option(
+            "--max-computed",
+            type=BytesParam(),
+            metavar="BYTES",
+            help="The most bytes of constants that importing the model may compute, such as 4G; default: 640M.",
+        ),
+        click.option(
+            "--max-nodes",
+            type=click.IntRange(min=0),
+            metavar="N",
+            help="The most nodes that the model may become when it is imported; default: 200,000.",
+        ),
         click.option(
             "--shape",
             multiple=True,

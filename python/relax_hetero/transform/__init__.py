@@ -18,7 +18,9 @@ from .ir.declare import PassDeclaration, declared_passes
 _PASSES: dict[str, str] = {
     "KeepFindings": ".ir.keep_findings",
     "UpdateVDevice": ".placement.update_vdevice",
+    "IsolateWrites": ".simplify.isolate_writes",
     "RealizeVDevice": ".placement.realize_vdevice",
+    "CheckSizes": ".sizes.check_sizes",
     "ToMixedPrecision": ".quantize.to_mixed_precision",
     "SinkDequantize": ".quantize.sink_dequantize",
     "SimplifyConvolutions": ".simplify.simplify_convolutions",
@@ -45,6 +47,7 @@ _PASSES: dict[str, str] = {
     "FormSchedules": ".partition.form_schedules",
     "CheckSizeDivisors": ".lower.check_size_divisors",
     "LowerToVM": ".lower.lower_to_vm",
+    "LowerRequirements": ".lower.lower_requirements",
     "SettlePackedResults": ".lower.settle_packed_results",
     "LowerTransfers": ".lower.lower_transfers",
     "PinTransferred": ".lower.pin_transferred",

@@ -10,6 +10,7 @@ from .command_buffer.binding_table import BindingTable
 from .command_buffer.command_buffer import CommandBuffer
 from .command_buffer.runners import Submission
 from .device.cuda_memory import pinned_array
+from .device.tensor_arrays import make_tensors_arrays
 from .file.executable import Executable
 from .file.load import load
 from .machine import BoundFunction, VirtualMachine
@@ -44,3 +45,5 @@ __all__ = [
     "load",
     "pinned_array",
 ]
+
+make_tensors_arrays()

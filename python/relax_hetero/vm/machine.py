@@ -21,7 +21,7 @@ from .device.devices import bind_devices, host_device
 from .device.forks import MachineLock
 from .device.memory_limit import MemoryLimits, PoolWatch
 from .device.tensors import copy_into
-from .device.threads import enter_call, leave_call, leave_threads_unpinned, threads_for
+from .device.threads import enter_call, leave_call, threads_of
 from .file.executable import Executable
 from .file.export import generate_code
 from .profile import Profile, ProfileRecorder
@@ -97,11 +97,10 @@ class VirtualMachine:
         self._pool = PoolWatch()
         self._closures: dict[str, tuple[Any, tuple[Any, ...]]] = {}
         self._running = (self._devices, self._scopes)
-        self._threads = threads_for(executable.devices)
-        leave_threads_unpinned()
         module = executable.runnable()
         try:
             generate_code(module)
+            self._threads = threads_of(executable.devices, module)
             self._constants = executable.constants_on(self._devices)
             self._module = _load(module, self._devices)
             self._values, self.graphs = with_graphs(about, self._devices, self._constants.values, module)
@@ -110,7 +109,8 @@ class VirtualMachine:
         load = partial(_load, module, self._devices)
         self._submitter = Submitter(
             self, executable, self._devices, self._arguments, self._lock, self._pool, self._constants, max_in_flight,
-            partial(Queues, about, self._devices, self._scopes, self._values, load),
+            partial(Queues, about, self._devices, self._scopes, self._values, load, self._threads.are_stock),
+            self._threads,
         )  # fmt: skip
 
     def __reduce__(self) -> NoReturn:

@@ -58,7 +58,7 @@ def test_no_opset_import():
 
 def test_nodes_out_of_order():
     model = simple([helper.make_node("Neg", ["t"], ["y"]), helper.make_node("Relu", ["x"], ["t"])])
-    refused(model, "'Neg_0' (Neg) reads 't'")  # the checker stops at the output without a shape
+    refused(model, "not a valid ONNX model", "topologically sorted")  # the output has no shape
     model.graph.output[0].CopyFrom(helper.make_tensor_value_info("y", TensorProto.FLOAT, [2, 3]))
     refused(model, "not a valid ONNX model", "topologically sorted")
 

@@ -1,6 +1,8 @@
 """The machine on CUDA devices: transfers in every direction, weights, foreign tensors, no compiler."""
 
+import copy
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -181,3 +183,18 @@ def test_without_the_compiler(mixed, tmp_path):
         [sys.executable, script, tmp_path / "model.so"], env=env, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_results_of_gpus_are_copied():
+    array = np.linspace(0, 1, 12, dtype="float32").reshape(3, 4)
+    tensor = tvm.runtime.tensor(array, tvm.cuda(0))
+    np.testing.assert_array_equal(tensor, array)
+    assert np.argmax(tensor) == 11 and len(tensor) == 3 and float(tensor[0, 1]) == array[0, 1]
+    np.testing.assert_array_equal(tensor + tensor, 2 * array)
+    np.testing.assert_array_equal(np.from_dlpack(tensor, device="cpu"), array)
+    copied = copy.deepcopy(tensor)
+    assert copied.device == tensor.device and copied.data_ptr() != tensor.data_ptr()
+    assert pickle.loads(pickle.dumps(tensor)).device == tvm.cpu(0)
+    for refused in (lambda: np.array(tensor, copy=False), lambda: tensor.__setitem__(0, 1)):
+        with pytest.raises(ValueError, match="cuda:0"):
+            refused()

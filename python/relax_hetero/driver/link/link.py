@@ -24,6 +24,7 @@ from .address_table import with_address_functions
 from .c_literals import with_c_literals
 from .llvm_kernels import ARGUMENT_ALIGNMENT, build_llvm, loosen_alignment
 from .parallel_codegen import Progress, build_in_parallel, cut
+from .worker_threads import with_launch_setters, worker_threads
 
 _EXTERNAL_CALLS = ("tirx.call_extern", "tirx.call_pure_extern")
 
@@ -58,7 +59,10 @@ def link(mod: tvm.IRModule, progress: Progress | None = None) -> tvm.runtime.Mod
         if target.kind.name == "llvm" and not external:
             check_external_symbols(group)
     parts = [(target, with_address_functions(part)) for target, group in groups for part in cut(target, group)]
+    if not external:  # which would run on TVM's threads, beside the others
+        parts = with_launch_setters(parts)
     libraries = build_in_parallel(parts, lambda target, part: build_group(target, part, host_target), progress)
+    libraries += worker_threads(parts)
     if not libraries and not external and host_target.kind.name == "llvm":
         # TVM would put an empty module of C there, which a compiler of C would have to link.
         libraries = [build_llvm(host_target, tvm.IRModule())]

@@ -16,9 +16,12 @@ from onnx import helper, numpy_helper
 from tvm import relax
 
 from ...errors import FrontendError
-from ..ops.fold import evaluate
+from ...vm.device.tensors import ALIGNMENT, empty, view_bytes
+from ..import_limits import MAX_RANK, budget
+from ..ops.fold import evaluate, result_bytes
+from .check_model import STANDARD_DOMAINS
+from .external_data import ExternalData, is_external
 from .inputs import dtype_name
-from .model import STANDARD_DOMAINS
 
 # Ops that exporters put between a weight and the op that uses it. Ops that carry the work of a model stay in it, and
 # DequantizeLinear too, which would make weights larger.
@@ -26,68 +29,142 @@ FOLDED_OPS = frozenset(
     "Cast CastLike Concat ConstantOfShape Flatten Identity Mul Reshape Slice Split Squeeze Transpose Unsqueeze".split()
 )
 
-_LARGEST_FILL = 2**31  # bytes that a ConstantOfShape may become; a weight larger than this would not be written so
-_GROWTH = 2**24  # bytes by which other results may exceed what they are made of, lest broadcasting fill the memory
+_GROWTH = 2**24  # bytes by which results may exceed what they are made of, lest broadcasting fill the memory
+
+_LENT_BYTES = 2**16  # smaller arrays are copied: views of them may be of anything
+
+# Bits of elements that share bytes.
+_PACKED_BITS = {"int4": 4, "uint4": 4, "float4_e2m1fn": 4, "int2": 2, "uint2": 2}
 
 
-def constant_value(node: onnx.NodeProto) -> np.ndarray:
-    """The value of a `Constant` node, whichever attribute carries it.
+class Tensors:
+    """Reads the tensors of one model.
 
-    Raises
-    ------
-    FrontendError: If it is a string, or nothing.
+    Parameters
+    ----------
+    external: The files of its external data.
     """
-    for attribute in node.attribute:
-        value = helper.get_attribute_value(attribute)
-        if attribute.name == "value":
-            return tensor_value(value, f"Constant {node.output[0]!r}")
-        if attribute.name == "sparse_value":
-            return sparse_value(value)
-        if attribute.name in ("value_float", "value_floats"):
-            return np.array(value, np.float32)
-        if attribute.name in ("value_int", "value_ints"):
-            return np.array(value, np.int64)
-    names = ", ".join(attribute.name for attribute in node.attribute) or "no attribute"
-    raise FrontendError(f"Constant {node.output[0]!r} has {names}; TVM has no tensors of strings")
+
+    def __init__(self, external: ExternalData) -> None:
+        self._external = external
+
+    def value(self, tensor: onnx.TensorProto, what: str) -> np.ndarray:
+        """The array of a tensor, of a dtype TVM has; a mapping of its file where it is external.
+
+        Raises
+        ------
+        FrontendError: Beginning with `what`: another dtype, or data that does not fit the shape.
+        """
+        dtype_name(tensor.data_type, what)
+        if any(dim < 0 for dim in tensor.dims):
+            raise FrontendError(f"{what} has the shape {list(tensor.dims)}; expected sizes >= 0")
+        if is_external(tensor):
+            return self._mapped(tensor, what)
+        try:
+            return numpy_helper.to_array(tensor)
+        except Exception as error:  # numpy's, ONNX's and protobuf's own
+            raise FrontendError(f"{what}: its data cannot be read: {error}") from error
+
+    def _mapped(self, tensor: onnx.TensorProto, what: str) -> np.ndarray:
+        data = self._external.bytes_of(tensor, what)
+        dtype = helper.tensor_dtype_to_np_dtype(tensor.data_type)
+        elements = int(np.prod(list(tensor.dims), dtype=object))
+        bits = _PACKED_BITS.get(str(dtype), dtype.itemsize * 8)
+        nbytes = -(-elements * bits // 8)
+        if data.nbytes < nbytes or (data.nbytes > nbytes and any(e.key == "length" for e in tensor.external_data)):
+            raise FrontendError(
+                f"{what} has the shape {list(tensor.dims)} of {dtype}, {nbytes:,} bytes, but its external data has "
+                f"{data.nbytes:,}"
+            )
+        if str(dtype) in _PACKED_BITS:
+            packed = onnx.TensorProto(data_type=tensor.data_type, dims=tensor.dims, raw_data=data[:nbytes].tobytes())
+            return numpy_helper.to_array(packed)
+        return data[:nbytes].view(dtype).reshape(tuple(tensor.dims))
+
+    def sparse(self, sparse: onnx.SparseTensorProto) -> np.ndarray:
+        """The dense array of a sparse tensor: indices are flat, or one row of coordinates per value.
+
+        Raises
+        ------
+        FrontendError: More elements than the import may compute, or indices that do not fit.
+        """
+        what = f"sparse tensor {sparse.values.name!r}"
+        values, indices = self.value(sparse.values, what), self.value(sparse.indices, f"the indices of {what}")
+        dims = tuple(sparse.dims)
+        if len(dims) > MAX_RANK or any(dim < 0 for dim in dims):
+            raise FrontendError(f"{what} has the shape {list(dims)[:10]}; expected at most {MAX_RANK} sizes >= 0")
+        shapes = [(values.size,), (values.size, len(dims))]
+        if values.ndim != 1 or indices.dtype != np.int64 or indices.shape not in shapes:
+            raise FrontendError(
+                f"{what} has {values.size} values and indices {list(indices.shape)} of {indices.dtype}; expected int64 "
+                f"indices of shape {' or '.join(str(list(shape)) for shape in shapes)}"
+            )
+        elements = int(np.prod(dims, dtype=object))
+        ends = np.array([elements] if indices.ndim == 1 else dims, object)
+        if indices.size and ((indices < 0).any() or (indices >= ends).any()):
+            raise FrontendError(f"{what} has indices outside of its shape {list(dims)}")
+        budget().check_bytes(2 * elements * values.dtype.itemsize, what)
+        budget().take_bytes(elements * values.dtype.itemsize, what)
+        dense = np.zeros(dims, values.dtype)
+        if indices.ndim == 1:
+            dense.reshape(-1)[indices] = values
+        else:
+            dense[tuple(indices.T)] = values
+        return dense
+
+    def constant(self, node: onnx.NodeProto) -> np.ndarray:
+        """The value of a `Constant` node, whichever attribute carries it.
+
+        Raises
+        ------
+        FrontendError: If it is a string, or nothing.
+        """
+        for attribute in node.attribute:
+            if attribute.name == "value" and attribute.HasField("t"):
+                return self.value(attribute.t, f"Constant {_first_output(node)}")
+            if attribute.name == "sparse_value" and attribute.HasField("sparse_tensor"):
+                return self.sparse(attribute.sparse_tensor)
+            if attribute.name in ("value_float", "value_floats"):
+                return np.array(helper.get_attribute_value(attribute), np.float32)
+            if attribute.name in ("value_int", "value_ints"):
+                return np.array(helper.get_attribute_value(attribute), np.int64)
+        names = ", ".join(attribute.name for attribute in node.attribute) or "no attribute"
+        raise FrontendError(f"Constant {_first_output(node)} has {names}; TVM has no tensors of strings")
+
+    def initializers(self, graph: onnx.GraphProto) -> Iterator[tuple[str, np.ndarray]]:
+        """The weights of a graph; of 4 bits that only DequantizeLinear reads as bytes, which mean the same there.
+
+        Raises
+        ------
+        FrontendError: As `value`.
+        """
+        readers: dict[str, set[str]] | None = None
+        for tensor in graph.initializer:
+            array = self.value(tensor, f"initializer {tensor.name!r}")
+            if is_external(tensor) and not _is_lendable(array):
+                budget().take_bytes(array.nbytes, f"initializer {tensor.name!r}")  # of a file that may be all holes
+            wide = {"int4": np.int8, "uint4": np.uint8}.get(str(array.dtype))
+            if wide is not None:
+                readers = _readers(graph) if readers is None else readers
+                array = array.astype(wide) if readers.get(tensor.name) == {"DequantizeLinear"} else array
+            yield tensor.name, array
+        for sparse in graph.sparse_initializer:
+            yield sparse.values.name, self.sparse(sparse)
 
 
-def tensor_value(tensor: onnx.TensorProto, what: str) -> np.ndarray:
-    """The array of a tensor, of a dtype TVM has; the error names it by `what`."""
-    dtype_name(tensor.data_type, what)
-    if any(dim < 0 for dim in tensor.dims):
-        raise FrontendError(f"{what} has the shape {list(tensor.dims)}; expected sizes >= 0")
-    try:
-        return numpy_helper.to_array(tensor)
-    except (ValueError, TypeError, OSError) as error:
-        raise FrontendError(f"{what}: its data cannot be read: {error}") from error
+def _first_output(node: onnx.NodeProto) -> str:
+    return repr(node.output[0]) if node.output else "without an output"
 
 
-def sparse_value(sparse: onnx.SparseTensorProto) -> np.ndarray:
-    """The dense array of a sparse tensor: indices are flat, or one row of coordinates per value."""
-    values = tensor_value(sparse.values, f"sparse tensor {sparse.values.name!r}")
-    indices = numpy_helper.to_array(sparse.indices)
-    dense = np.zeros(tuple(sparse.dims), values.dtype)
-    if indices.ndim == 1:
-        dense.reshape(-1)[indices] = values
-    else:
-        dense[tuple(indices.T)] = values
-    return dense
-
-
-def initializer_value(tensor: onnx.TensorProto, graph: onnx.GraphProto) -> np.ndarray:
-    """The array of an initializer; one of 4 bits that only DequantizeLinear reads as bytes, which mean the same there.
-
-    Raises
-    ------
-    FrontendError: As `tensor_value`.
-    """
-    array = tensor_value(tensor, f"initializer {tensor.name!r}")
-    wide = {"int4": np.int8, "uint4": np.uint8}.get(str(array.dtype))
-    if wide is None:
-        return array
-    readers = {node.op_type for node in _nodes_in(graph) if tensor.name in node.input}
-    is_returned = any(output.name == tensor.name for output in graph.output)
-    return array if is_returned or readers != {"DequantizeLinear"} else array.astype(wide)
+def _readers(graph: onnx.GraphProto) -> dict[str, set[str]]:
+    """The op types that read each value; a graph's output is read by "", an op of no name."""
+    readers: dict[str, set[str]] = {}
+    for output in graph.output:
+        readers.setdefault(output.name, set()).add("")
+    for node in _nodes_in(graph):
+        for name in node.input:
+            readers.setdefault(name, set()).add(node.op_type)
+    return readers
 
 
 def _nodes_in(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
@@ -101,13 +178,15 @@ def _nodes_in(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
 
 
 def make_const(array: np.ndarray) -> tvm.ir.GenericConst:
-    """A Relax constant of this array, dtype and rank included.
+    """A Relax constant of this array, dtype and rank included; over the array's own memory where that is mapped.
 
     Raises
     ------
     FrontendError: If TVM has no tensors of its dtype (4-bit integers).
     """
     try:
+        if _is_lendable(array):
+            return relax.const(view_bytes(array.reshape(-1).view(np.uint8), array.shape, str(array.dtype)))
         return relax.const(tvm.runtime.tensor(np.ascontiguousarray(array).reshape(array.shape)))
     except (RuntimeError, TypeError, ValueError) as error:
         raise FrontendError(
@@ -115,30 +194,58 @@ def make_const(array: np.ndarray) -> tvm.ir.GenericConst:
         ) from error
 
 
-def fold_node(node: onnx.NodeProto, operands: list[np.ndarray | None], opset: int) -> list[np.ndarray] | None:
+def _is_lendable(array: np.ndarray) -> bool:
+    """Whether kernels may read an array where it is: views of mapped files are writable, and begin anywhere."""
+    is_plain = array.flags.c_contiguous and array.flags.writeable and array.dtype != np.bool_
+    return array.nbytes >= _LENT_BYTES and not array.flags.owndata and is_plain and _address(array) % ALIGNMENT == 0
+
+
+def _address(array: np.ndarray) -> int:
+    return int(array.ctypes.data)
+
+
+def fold_node(node: onnx.NodeProto, operands: list[np.ndarray | None], opset: int) -> list[tvm.ir.GenericConst] | None:
     """The outputs of a node whose operands are known, or None if it is to be computed at run time.
 
     Parameters
     ----------
     operands: One per input; None for an optional input that is left out.
+
+    Raises
+    ------
+    FrontendError: A `ConstantOfShape` of more bytes than the import may compute.
     """
     if node.op_type not in FOLDED_OPS or node.domain not in STANDARD_DOMAINS or not all(node.output):
         return None
-    if node.op_type == "ConstantOfShape" and not _affordable(node, operands[0]):
+    if node.op_type == "ConstantOfShape":
+        return _filled(node, operands)
+    distinct = {_address(value): value.nbytes for value in operands if value is not None}
+    nbytes = result_bytes(node, operands)
+    # While a result is copied to where TVM wants it, it is there twice.
+    if nbytes > sum(distinct.values()) + _GROWTH or not budget().has_bytes(2 * nbytes):
         return None
     arrays = evaluate(lambda: node, operands, opset)
     if arrays is None or any(array.dtype.kind in "OUSc" for array in arrays):
         return None
-    if node.op_type != "ConstantOfShape":
-        read = sum(value.nbytes for value in operands if value is not None)
-        if sum(array.nbytes for array in arrays) > read + _GROWTH:
-            return None
-    return arrays
+    budget().take_bytes(sum(array.nbytes for array in arrays), f"{node.op_type} node {node.name!r}")
+    return [make_const(array) for array in arrays]
 
 
-def _affordable(node: onnx.NodeProto, shape: np.ndarray | None) -> bool:
-    if shape is None:
-        return False
-    value = next((attribute.t for attribute in node.attribute if attribute.name == "value"), None)
-    itemsize = 4 if value is None else numpy_helper.to_array(value).dtype.itemsize
-    return int(np.prod([int(size) for size in shape], dtype=object)) * itemsize <= _LARGEST_FILL
+def _filled(node: onnx.NodeProto, operands: list[np.ndarray | None]) -> list[tvm.ir.GenericConst] | None:
+    """A `ConstantOfShape`, written once; None where its converter knows better what is wrong."""
+    shape = operands[0] if operands else None
+    given = next((attribute.t for attribute in node.attribute if attribute.name == "value"), None)
+    value = np.zeros(1, np.float32) if given is None else numpy_helper.to_array(given)
+    if shape is None or shape.size > MAX_RANK or value.size != 1 or value.dtype.kind in "OUSc":
+        return None
+    dims = tuple(int(size) for size in shape.reshape(-1))
+    if any(size < 0 for size in dims):
+        return None
+    nbytes = int(np.prod(dims, dtype=object)) * value.dtype.itemsize
+    budget().take_bytes(nbytes, f"ConstantOfShape node {node.name!r}")
+    try:
+        tensor = empty(dims, str(value.dtype), tvm.cpu())
+        np.from_dlpack(tensor).fill(value.reshape(())[()])
+    except (BufferError, RuntimeError, TypeError, ValueError):  # numpy has no such elements
+        return [make_const(np.full(dims, value.reshape(())))]
+    return [relax.const(tensor)]

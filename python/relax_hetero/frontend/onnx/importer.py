@@ -16,14 +16,22 @@ from tvm import relax
 from tvm.relax.frontend.onnx import onnx_frontend as stock
 
 from ...errors import FrontendError
-from ..symbolic_sizes import Bounds, SizeIsBounded, compute_sizes, known_bounds
-from .constants import FOLDED_OPS, constant_value, fold_node, initializer_value, make_const, sparse_value
+from ...target.element_types import bytes_for
+from ..import_limits import MAX_RANK, Budget, ImportLimits, budget, spending
+from ..ops.node import Node, array_of
+from ..ops.required_sizes import computed_sizes
+from ..symbolic_sizes import Bounds, SizeIsBounded, known_bounds
+from .check_model import STANDARD_DOMAINS
+from .constants import FOLDED_OPS, fold_node, make_const
 from .functions import body_of_call, function_of, function_table
 from .inputs import Shapes, graph_inputs
-from .model import STANDARD_DOMAINS, ModelSource, OnnxModel, load_model, opset_in
+from .model import ModelSource, OnnxModel, load_model, opset_in
 from .node_names import NodeInfo, name_nodes
 from .support import SEQUENCE_OPS, check_supported, find_converter, takes_shapes
 from .tvm_messages import reason
+
+# Times that an import starts again because a symbolic size turned out to be bounded, or bounded further.
+_MOST_BOUNDS = 64
 
 
 @dataclass(frozen=True)
@@ -51,9 +59,11 @@ class ImportedGraph:
     bounds: dict[str, int]
 
 
-def import_onnx(model_or_path: ModelSource, shapes: Shapes | None = None) -> ImportedGraph:
+def import_onnx(
+    model_or_path: ModelSource, shapes: Shapes | None = None, limits: ImportLimits | None = None
+) -> ImportedGraph:
     """An ONNX model as bindings that know their nodes, without names or devices; arguments as in `from_onnx`."""
-    model = load_model(model_or_path)
+    model = load_model(model_or_path, limits)
     return import_nodes(model, name_nodes(model.proto), shapes)
 
 
@@ -76,12 +86,25 @@ def import_graph(model: OnnxModel, nodes: list[NodeInfo], inputs: Mapping[str, r
     FrontendError: If a node cannot be converted; names it, its op and the reason.
     """
     bounds: dict[tvm.tirx.Var, int] = {}
-    while True:
+    for _ in range(_MOST_BOUNDS):
         try:
-            with known_bounds(bounds):
+            with known_bounds(bounds), spending(Budget(model.limits, model.nbytes)):
                 return _GraphImporter(model).run(nodes, inputs, bounds)
         except SizeIsBounded as found:  # all that was made of the size before is made anew
             bounds[found.size] = found.bound
+    raise FrontendError(
+        f"{model.source} bounds its symbolic sizes more than {_MOST_BOUNDS} times; give them in shapes="
+    )
+
+
+def static_bytes(ty: tvm.ir.Type) -> int:
+    """Bytes of a value of this type, those of symbolic and unknown extents left out."""
+    if isinstance(ty, tvm.ir.TupleType):
+        return sum(map(static_bytes, ty.fields))
+    if not isinstance(ty, relax.TensorType) or not isinstance(ty.shape, relax.ShapeExpr):
+        return 0
+    dims = [int(dim) for dim in ty.shape.values if isinstance(dim, tvm.tirx.IntImm)]
+    return bytes_for(tuple(dims), str(ty.dtype)) if str(ty.dtype) and len(dims) == len(ty.shape.values) else 0
 
 
 class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
@@ -96,8 +119,10 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
         self.opset = model.opset
         self._nodes: dict[str, Any] = {}
         self._graph = model.proto.graph
+        self._tensors = model.tensors
         self._functions = function_table(model.proto)
         self._makers: dict[str, NodeInfo] = {}
+        self._known: set[relax.Var] = set()
         self._owners: dict[relax.Var, NodeInfo] = {}
         self._results: dict[NodeInfo, list[relax.Var]] = {}
 
@@ -128,10 +153,8 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
             bindings.extend(self.bb._end_block().bindings)
 
     def _add_initializers(self, graph: onnx.GraphProto) -> None:
-        for tensor in graph.initializer:
-            self._nodes[tensor.name] = make_const(initializer_value(tensor, graph))
-        for sparse in graph.sparse_initializer:
-            self._nodes[sparse.values.name] = make_const(sparse_value(sparse))
+        for name, array in self._tensors.initializers(graph):
+            self._nodes[name] = make_const(array)
 
     def _convert_nodes(self, protos: Iterable[onnx.NodeProto], nodes: list[NodeInfo]) -> None:
         for node, info in zip(protos, nodes, strict=True):
@@ -150,13 +173,37 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
     def _adopt(self, bindings: list[relax.Binding], info: NodeInfo) -> None:
         """Emit bindings again where the builder stands; a node owns them unless an inner node does."""
         for binding in bindings:
-            self._owners.setdefault(binding.var, info)
+            if binding.var not in self._owners:
+                self._owners[binding.var] = info
+                self._note_known(binding, info)
             self.bb.emit_normalized(binding)
+
+    def _note_known(self, binding: relax.Binding, info: NodeInfo) -> None:
+        """Count what is computed from constants only: the compiler evaluates it."""
+        budget().take_ops(1, f"node {info}")
+        if isinstance(binding.var.ty, relax.TensorType) and binding.var.ty.ndim > MAX_RANK:
+            raise FrontendError(f"node {info} makes {binding.var.ty.ndim} dimensions, expected at most {MAX_RANK}")
+        if isinstance(binding, relax.VarBinding) and self._is_known(binding.value):
+            self._known.add(binding.var)
+            budget().take_bytes(static_bytes(binding.var.ty), f"node {info}")
+
+    def _is_known(self, value: Any) -> bool:
+        if isinstance(value, relax.Call):
+            return not tvm.ir.is_prim_expr(value) and all(map(self._is_known, value.args))
+        if isinstance(value, relax.Var):
+            return value in self._known
+        if isinstance(value, relax.Tuple):
+            return all(map(self._is_known, value.fields))
+        if isinstance(value, relax.TupleGetItem):
+            return self._is_known(value.tuple_value)
+        if isinstance(value, relax.ShapeExpr):
+            return all(isinstance(dim, tvm.tirx.IntImm) for dim in value.values)
+        return isinstance(value, (tvm.ir.GenericConst, tvm.ir.GlobalVar, tvm.tirx.IntImm, tvm.tirx.FloatImm))
 
     def _convert_node(self, node: onnx.NodeProto, info: NodeInfo) -> None:
         self._makers.update(dict.fromkeys(node.output, info))
         operands = stock.onnx_input(self._read(name, info) for name in node.input)
-        folded = self._fold(node, operands)
+        folded = self._fold(node, info, operands)
         if folded is not None:
             self._nodes.update(zip(node.output, folded, strict=False))
             return
@@ -175,18 +222,20 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
             raise FrontendError(f"node {info} reads {name!r}, which no input, initializer or node before it makes")
         return self._nodes[name]
 
-    def _fold(self, node: onnx.NodeProto, operands: list[Any]) -> list[relax.Expr] | None:
+    def _fold(self, node: onnx.NodeProto, info: NodeInfo, operands: list[Any]) -> list[relax.Expr] | None:
         if node.op_type == "Constant":
-            return [make_const(constant_value(node))]
-        sizes = compute_sizes(node, operands) if node.domain in STANDARD_DOMAINS else None
+            array = self._tensors.constant(node)
+            budget().take_bytes(array.nbytes, f"Constant node {info}")  # once for each call of a function
+            return [make_const(array)]
+        as_read = Node(node.op_type, info.name, self.opset, self.bb, operands, {}, len(node.output))
+        sizes = computed_sizes(as_read, node) if node.domain in STANDARD_DOMAINS else None
         if sizes is not None:
             return [sizes]
         is_known = all(operand is None or isinstance(operand, tvm.ir.GenericConst) for operand in operands)
         if node.op_type not in FOLDED_OPS or not is_known:
             return None
-        arrays = [None if operand is None else operand.value.numpy() for operand in operands]
-        folded = fold_node(node, arrays, self.opset) if any(array is not None for array in arrays) else None
-        return None if folded is None else [make_const(array) for array in folded]
+        arrays = [None if operand is None else array_of(operand.value) for operand in operands]
+        return fold_node(node, arrays, self.opset) if any(array is not None for array in arrays) else None
 
     def _call_function(self, node: onnx.NodeProto, info: NodeInfo, operands: list[Any]) -> dict[str, Any]:
         """Convert the body of a function of the model; it sees its arguments only."""

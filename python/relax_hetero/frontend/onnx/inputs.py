@@ -12,6 +12,7 @@ import onnx
 from tvm import relax, tirx
 
 from ...errors import FrontendError
+from ..import_limits import MAX_RANK
 from .node_names import variable_name
 
 # `shapes=`: dimensions per input, or the value of a named dimension.
@@ -19,6 +20,9 @@ Shapes: TypeAlias = "Mapping[str, Sequence[int | str | None] | int]"
 _Dim: TypeAlias = "int | str | None"
 
 _LARGEST_SIZE = 2**63 - 1
+_LONGEST_EXPRESSION = 256
+"""Letters; a longer text is a name of its own."""
+_LONGEST_NAME = 4096
 
 _OPERATORS: dict[type[ast.operator], Callable[..., object]] = {
     ast.Add: operator.add,
@@ -70,11 +74,19 @@ def _declared_dims(info: onnx.ValueInfoProto) -> list[_Dim] | None:
     if not info.type.tensor_type.HasField("shape"):
         return None
     dims: list[_Dim] = []
+    rank = len(info.type.tensor_type.shape.dim)
+    if rank > MAX_RANK:
+        raise FrontendError(f"input {info.name!r} has {rank:,} dimensions, expected at most {MAX_RANK}")
     for dim in info.type.tensor_type.shape.dim:
         if dim.HasField("dim_value"):
             # Exporters write -1, which means nothing in ONNX, where they mean "any".
             dims.append(int(dim.dim_value) if dim.dim_value >= 0 else None)
         else:
+            if len(dim.dim_param) > _LONGEST_NAME:
+                raise FrontendError(
+                    f"input {info.name!r} has a dimension whose name has {len(dim.dim_param):,} letters, expected at "
+                    f"most {_LONGEST_NAME:,}"
+                )
             dims.append(dim.dim_param.strip() or None)
     return dims
 
@@ -196,16 +208,21 @@ class _Symbols:
         assert isinstance(tree, ast.BinOp)
         left, right = self._evaluate(tree.left), self._evaluate(tree.right)
         try:
-            return _OPERATORS[type(tree.op)](left, right)
+            value = _OPERATORS[type(tree.op)](left, right)
+            if isinstance(value, int) and abs(value) > _LARGEST_SIZE:
+                raise FrontendError(f"dimension {ast.unparse(tree)!r} comes to {value}, which no 64-bit size can be")
+            return value
         except ZeroDivisionError as error:
             raise FrontendError(f"dimension {ast.unparse(tree)!r} divides by zero") from error
 
 
 def _parse(name: str) -> ast.expr | None:
     """The name as arithmetic on whole numbers and names, or None if it is just a name of another kind."""
+    if len(name) > _LONGEST_EXPRESSION:  # parsing and evaluating recurse
+        return None
     try:
         tree = ast.parse(name, mode="eval").body
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     return tree if _is_arithmetic(tree) else None
 
@@ -213,7 +230,9 @@ def _parse(name: str) -> ast.expr | None:
 def _is_arithmetic(tree: ast.expr) -> bool:
     if isinstance(tree, ast.BinOp):
         return type(tree.op) in _OPERATORS and _is_arithmetic(tree.left) and _is_arithmetic(tree.right)
-    return isinstance(tree, ast.Name) or (isinstance(tree, ast.Constant) and type(tree.value) is int)
+    return isinstance(tree, ast.Name) or (
+        isinstance(tree, ast.Constant) and type(tree.value) is int and tree.value <= _LARGEST_SIZE
+    )
 
 
 def _symbols_in(name: str) -> set[str]:

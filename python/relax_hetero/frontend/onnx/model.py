@@ -4,56 +4,104 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 import onnx
-from onnx import external_data_helper
 
-from ...errors import FrontendError
+from ...artifact.regular_files import read_regular
+from ...errors import FrontendError, HeteroError
+from ..import_limits import Budget, ImportLimits
+from .check_model import STANDARD_DOMAINS, all_tensors, check_form, check_size
+from .constants import Tensors
+from .external_data import ExternalData, is_external
 
 ModelSource: TypeAlias = "str | os.PathLike[str] | bytes | onnx.ModelProto"
 """A model as users may give it."""
 
-STANDARD_DOMAINS = ("", "ai.onnx")
-"""Domains of operators whose name means "the ONNX standard"."""
-
-# The checker wants a shape on every graph output; models without one are common, and nothing here reads it.
-_HARMLESS_CHECK = "Field 'shape' of 'type' is required but missing"
+# Protobuf reads no more.
+_LARGEST_FILE = 2**31
 
 
 @dataclass(frozen=True)
 class OnnxModel:
-    """A checked model with its weights loaded.
+    """A checked model.
 
     Attributes
     ----------
     proto: The user's own object if that is what was given: read-only.
     source: What messages call it: the file, or "the model".
     opset: Version of the standard operator set.
+    tensors: Reads its tensors, those with external data too.
+    limits: The most that it may become.
+    nbytes: Bytes of the model and its external data, as far as they are written.
     """
 
     proto: onnx.ModelProto
     source: str
     opset: int
+    tensors: Tensors
+    limits: ImportLimits
+    nbytes: int
 
 
-def load_model(model: ModelSource) -> OnnxModel:
+def load_model(model: ModelSource, limits: ImportLimits | None = None) -> OnnxModel:
     """Read and check a model.
 
     Parameters
     ----------
-    model: A file, whose external data lies relative to it; the bytes of one; or a model in memory, with its data in it.
+    model: A file, whose external data lies in its folder; the bytes of one; or a model in memory, with its data in it.
+    limits: The most that it may become.
 
     Raises
     ------
-    FrontendError: If the file (or one with external data) is missing or no ONNX model, or the model is not valid.
+    FrontendError: If the file (or one with external data) is missing or no ONNX model, the model is not valid, or
+        becomes more than `limits` say.
     """
-    proto, source, path = _read(model)
-    _check(proto, source, path)
-    _load_external_data(proto, source, path)
-    return OnnxModel(proto, source, opset_in(proto.opset_import))
+    limits = ImportLimits() if limits is None else limits
+    if not isinstance(limits, ImportLimits):
+        raise FrontendError(f"limits is {limits!r}, expected an ImportLimits")
+    proto, source, path, nbytes = _read(model)
+    external = ExternalData(source, path)
+    with errors_of(source):
+        check_form(proto, source)
+        check_size(proto, source, Budget(limits))
+        nbytes += _check_external(proto, external, Budget(limits, nbytes))
+    return OnnxModel(proto, source, opset_in(proto.opset_import), Tensors(external), limits, nbytes)
+
+
+@contextmanager
+def errors_of(source: str) -> Iterator[None]:
+    """Within, every error becomes a `HeteroError`; one that nobody foresaw names the model.
+
+    Text that is no UTF-8 fails wherever it is first read, and forms that the checks let pass anywhere.
+    """
+    try:
+        yield
+    except HeteroError:
+        raise
+    except Exception as error:
+        raise FrontendError(f"{source} cannot be imported: {type(error).__name__}: {_first_line(error)}") from error
+
+
+def _check_external(proto: onnx.ModelProto, external: ExternalData, budget: Budget) -> int:
+    """Check the files of all external data and return the bytes that they hold.
+
+    Attributes get their data here, as converters read them; but for `Constant`, they are small.
+    """
+    needed = 0
+    for what, tensor in all_tensors(proto):
+        if is_external(tensor):
+            data = external.bytes_of(tensor, what)
+            needed += data.nbytes
+            if what.startswith("attribute") and not what.startswith("attribute 'value' of Constant '"):
+                budget.take_bytes(2 * data.nbytes, what)
+                tensor.raw_data = data.tobytes()
+                tensor.data_location = onnx.TensorProto.DEFAULT
+                del tensor.external_data[:]
+    return min(needed, external.written_bytes)
 
 
 def opset_in(imports: Iterable[onnx.OperatorSetIdProto]) -> int:
@@ -61,30 +109,22 @@ def opset_in(imports: Iterable[onnx.OperatorSetIdProto]) -> int:
     return next((int(entry.version) for entry in imports if entry.domain in STANDARD_DOMAINS), 1)
 
 
-def all_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """A graph and those nested in its nodes' attributes, outer ones first."""
-    yield graph
-    for node in graph.node:
-        for attribute in node.attribute:
-            for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
-                yield from all_graphs(inner)
-
-
-def _read(model: ModelSource) -> tuple[onnx.ModelProto, str, Path | None]:
+def _read(model: ModelSource) -> tuple[onnx.ModelProto, str, Path | None, int]:
     if isinstance(model, onnx.ModelProto):
-        return model, "the model", None
+        return model, "the model", None, model.ByteSize()
     if isinstance(model, (bytes, bytearray, memoryview)):
-        return _parse(bytes(model), "the model's bytes"), "the model", None
+        data = bytes(model)
+        return _parse(data, "the model's bytes"), "the model", None, len(data)
     if not isinstance(model, (str, os.PathLike)):
         raise FrontendError(
             f"a model is a path, the bytes of an ONNX file or an onnx.ModelProto, got {type(model).__name__}"
         )
-    path = Path(os.fspath(model))
+    path = Path(os.fsdecode(model))
     try:
-        data = path.read_bytes()
+        data = read_regular(path, _LARGEST_FILE)
     except OSError as error:
         raise FrontendError(f"cannot read the ONNX file {str(path)!r}: {error.strerror or error}") from error
-    return _parse(data, f"the file {str(path)!r}"), str(path), path
+    return _parse(data, f"the file {str(path)!r}"), str(path), path, len(data)
 
 
 def _parse(data: bytes, what: str) -> onnx.ModelProto:
@@ -95,74 +135,6 @@ def _parse(data: bytes, what: str) -> onnx.ModelProto:
     if not proto.HasField("graph"):
         raise FrontendError(f"{what} is not an ONNX model: it has no graph ({len(data)} bytes)")
     return proto
-
-
-def _check(proto: onnx.ModelProto, source: str, path: Path | None) -> None:
-    if not proto.HasField("graph"):
-        raise FrontendError(f"{source} has no graph")
-    if proto.ir_version < 3:
-        raise FrontendError(f"{source} has IR version {proto.ir_version}; expected 3 (ONNX 1.1) or later")
-    if not proto.opset_import:
-        raise FrontendError(f"{source} imports no operator set; a model of IR version {proto.ir_version} has to")
-    newest = onnx.defs.onnx_opset_version()
-    for entry in proto.opset_import:
-        if entry.domain in STANDARD_DOMAINS and entry.version > newest:
-            raise FrontendError(f"{source} is of opset {entry.version}; the installed onnx knows those up to {newest}")
-    _check_external_files(proto, source, path)
-    try:
-        # By path where there is one: a model in memory is serialised again, which fails past 2 GB.
-        onnx.checker.check_model(proto if path is None else str(path))
-    except Exception as error:  # the checker's own errors, and those of protobuf and C++
-        if _HARMLESS_CHECK not in str(error):
-            raise FrontendError(f"{source} is not a valid ONNX model: {_checker_message(error)}") from error
-
-
-def _external_tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    for graph in all_graphs(proto.graph):
-        for tensor in graph.initializer:
-            if external_data_helper.uses_external_data(tensor):
-                yield tensor
-        for node in graph.node:
-            for attribute in node.attribute:
-                if attribute.HasField("t") and external_data_helper.uses_external_data(attribute.t):
-                    yield attribute.t
-
-
-def _check_external_files(proto: onnx.ModelProto, source: str, path: Path | None) -> None:
-    for tensor in _external_tensors(proto):
-        location = next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
-        if path is None:
-            raise FrontendError(
-                f"initializer {tensor.name!r} is in the external file {location!r}, and a model in memory does not say "
-                "where that is: give the model's path"
-            )
-        if not (path.parent / location).is_file():
-            raise FrontendError(
-                f"{source}: the external file {location!r} of initializer {tensor.name!r} is missing; "
-                f"expected it in {str(path.parent)!r}"
-            )
-
-
-def _load_external_data(proto: onnx.ModelProto, source: str, path: Path | None) -> None:
-    if path is None:
-        return
-    for tensor in _external_tensors(proto):
-        try:
-            external_data_helper.load_external_data_for_tensor(tensor, str(path.parent))
-        except (OSError, ValueError, RuntimeError, onnx.checker.ValidationError) as error:
-            raise FrontendError(
-                f"{source}: the external data of initializer {tensor.name!r} cannot be read: {_first_line(error)}"
-            ) from error
-        tensor.data_location = onnx.TensorProto.DEFAULT
-        del tensor.external_data[:]
-
-
-def _checker_message(error: Exception) -> str:
-    """The checker's finding without the dump of the node that follows it."""
-    text = str(error).strip()
-    parts = [line for line in text.splitlines() if line.strip() and not line.startswith("==>")]
-    context = next((line.removeprefix("==> Context: ") for line in text.splitlines() if line.startswith("==>")), "")
-    return "; ".join(filter(None, [" ".join(parts[:2]), context]))[:500]
 
 
 def _first_line(error: BaseException) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 import tvm
 from tvm import relax
 
+from ...op.require import is_requirement
 from .importer import ImportedGraph
 from .node_names import NodeInfo, variable_name
 
@@ -123,8 +124,11 @@ def on_device(ty: tvm.ir.Type, vdevice: tvm.relax.VDevice) -> tvm.ir.Type:
 def _stands_alone(binding: relax.Binding) -> bool:
     """Whether a binding is kept out of dataflow blocks.
 
-    An `If` cannot be in one. A match_cast makes sizes, and FuseOps would move kernels that need them before it.
+    An `If` cannot be in one. A match_cast makes sizes, and FuseOps would move kernels that need them before it; a
+    requirement makes none.
     """
+    if is_requirement(binding.value):
+        return False
     return isinstance(binding, relax.MatchCast) or isinstance(binding.value, relax.If)
 
 

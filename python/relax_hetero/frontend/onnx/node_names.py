@@ -11,8 +11,8 @@ import onnx
 from ...errors import FrontendError
 from .functions import FunctionTable, function_of, function_table
 
-# Deeper nesting of calls than any exporter writes: a function that calls itself.
-_MAX_DEPTH = 64
+# Of all names together; a name in a function's body begins with the names of all calls around it.
+_MAX_LETTERS = 1 << 27
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,9 +42,13 @@ class NodeInfo:
 
 
 def name_nodes(proto: onnx.ModelProto) -> list[NodeInfo]:
-    """Names for the nodes of a model's graph and, below them, of subgraphs and called functions."""
+    """Names for the nodes of a model's graph and, below them, of subgraphs and called functions.
+
+    The model's size and nesting are checked (`check_model.check_size`): functions that call each other in a circle
+    would be named without end.
+    """
     namer = _Namer(function_table(proto), set(_own_names(proto.graph)))
-    return namer.graph(proto.graph.node, "", (), 0)
+    return namer.graph(proto.graph.node, "", ())
 
 
 def walk_nodes(nodes: list[NodeInfo]) -> Iterator[NodeInfo]:
@@ -81,15 +85,13 @@ class _Namer:
         self._functions = functions
         self._reserved = reserved
         self._taken: set[str] = set()
+        self._suffixes: dict[str, int] = {}
+        self._letters = 0
 
-    def graph(
-        self, nodes: Iterable[onnx.NodeProto], prefix: str, aliases: tuple[str, ...], depth: int
-    ) -> list[NodeInfo]:
-        if depth > _MAX_DEPTH:
-            raise FrontendError(f"the model nests graphs or calls its functions more than {_MAX_DEPTH} deep: {prefix}")
-        return [self._node(node, index, prefix, aliases, depth) for index, node in enumerate(nodes)]
+    def graph(self, nodes: Iterable[onnx.NodeProto], prefix: str, aliases: tuple[str, ...]) -> list[NodeInfo]:
+        return [self._node(node, index, prefix, aliases) for index, node in enumerate(nodes)]
 
-    def _node(self, node: onnx.NodeProto, index: int, prefix: str, aliases: tuple[str, ...], depth: int) -> NodeInfo:
+    def _node(self, node: onnx.NodeProto, index: int, prefix: str, aliases: tuple[str, ...]) -> NodeInfo:
         in_call = bool(aliases)
         own = node.name if node.name and not in_call else ""
         name = self._unique(own or f"{prefix}{node.name or f'{node.op_type}_{index}'}", is_own=bool(own))
@@ -97,17 +99,19 @@ class _Namer:
         function = function_of(node, self._functions)
         if function is not None:
             inner_aliases = (*aliases, name, *own_aliases)
-            inner = {"body": self.graph(function.node, f"{name}/", inner_aliases, depth + 1)}
+            inner = {"body": self.graph(function.node, f"{name}/", inner_aliases)}
         else:
-            inner = {
-                key: self.graph(graph.node, f"{name}/{key}/", aliases, depth + 1) for key, graph in subgraphs_of(node)
-            }
+            inner = {key: self.graph(graph.node, f"{name}/{key}/", aliases) for key, graph in subgraphs_of(node)}
         return NodeInfo(name, (*own_aliases, *aliases), node.op_type, node.domain, node.overload, inner)
 
     def _unique(self, wanted: str, *, is_own: bool) -> str:
-        name, suffix = wanted, 0
+        name, suffix = wanted, self._suffixes.get(wanted, 0)
         while name in self._taken or (name in self._reserved and not (is_own and name == wanted)):
             suffix += 1
             name = f"{wanted}_{suffix}"
+        self._suffixes[wanted] = suffix
         self._taken.add(name)
+        self._letters += len(name)
+        if self._letters > _MAX_LETTERS:
+            raise FrontendError(f"the names of nodes take more than {_MAX_LETTERS:,} letters, up to {name[:100]!r}")
         return name

@@ -8,8 +8,9 @@ from tvm.relax.frontend.onnx import onnx_frontend as stock
 
 from ...errors import FrontendError
 from ..ops import CONVERTERS
+from .check_model import STANDARD_DOMAINS
 from .functions import FunctionTable, function_of
-from .model import STANDARD_DOMAINS, OnnxModel
+from .model import OnnxModel
 from .node_names import NodeInfo, walk_nodes
 
 # Ops of ONNX Runtime's own domain that stock TVM converts. Stock TVM looks ops up without their domain,

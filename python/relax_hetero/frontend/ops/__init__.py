@@ -16,6 +16,7 @@ from . import (  # noqa: F401
     products,
     quantization,
     quantized_ops,
+    ranges,
     recurrent,
     reductions,
     resizing,

@@ -8,6 +8,7 @@ from tvm import relax
 
 from .elementwise import HALF, cast
 from .node import Node, dtype_of
+from .required_sizes import as_expr, require_equal, require_shape
 from .table import converts
 
 _LAYOUTS = {1: ("NCW", "OIW", "IOW"), 2: ("NCHW", "OIHW", "IOHW"), 3: ("NCDHW", "OIDHW", "IODHW")}
@@ -66,6 +67,12 @@ def _convolve(node: Node, data: relax.Expr, weight: relax.Expr, out_dtype: str) 
     count = len(kernel)
     strides, dilations = spatial(node, "strides", count, 1), spatial(node, "dilations", count, 1)
     pads = pads_of(node, list(node.shape(data)[2:]), kernel, strides, dilations)
+    for axis, size in enumerate(node.shape(data)[2:]):
+        extent = (kernel[axis] - 1) * dilations[axis] + 1
+        text = f"its kernel spans {extent} elements of axis {axis + 2}, which has {size} and padding"
+        node.require(as_expr(size) + pads[axis] + pads[count + axis] >= extent, text)
+    channels = node.static_shape(weight)[1] * node.attribute("group", 1)
+    require_equal(node, node.shape(data)[1], channels, "axis 1 of its input, the channels, has")
     operation = (relax.op.nn.conv1d, relax.op.nn.conv2d, relax.op.nn.conv3d)[count - 1]
     layout, kernel_layout, _ = _LAYOUTS[count]
     return node.emit(
@@ -78,7 +85,8 @@ def _convolve(node: Node, data: relax.Expr, weight: relax.Expr, out_dtype: str) 
 def _with_bias(node: Node, result: relax.Expr, index: int) -> relax.Expr:
     if not node.has(index):
         return result
-    return node.emit(relax.op.add(result, node.per_channel(node.tensor(index), node.rank(result))))
+    bias = require_shape(node, node.tensor(index), [node.shape(result)[1]], "its bias")
+    return node.emit(relax.op.add(result, node.per_channel(bias, node.rank(result))))
 
 
 @converts("Conv")
@@ -101,6 +109,10 @@ def transposed_convolution(node: Node) -> relax.Expr:
     data, weight = node.tensor(0), node.tensor(1)
     kernel = _kernel_shape(node, weight)
     count = len(kernel)
+    channels = node.static_shape(weight)[0]
+    require_equal(node, node.shape(data)[1], channels, "axis 1 of its input, the channels, has")
+    for axis, size in enumerate(node.shape(data)[2:]):
+        node.require(as_expr(size) >= 1, f"axis {axis + 2} of its input has {size} elements")
     strides, dilations = spatial(node, "strides", count, 1), spatial(node, "dilations", count, 1)
     extra = spatial(node, "output_padding", count, 0)
     extents = [(size - 1) * dilation + 1 for size, dilation in zip(kernel, dilations, strict=True)]

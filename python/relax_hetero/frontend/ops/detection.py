@@ -9,6 +9,7 @@ from tvm.script import tirx as T
 
 from .elementwise import cast
 from .node import Node, const, dtype_of
+from .required_sizes import as_expr, require_shape
 from .shapes import dims_at_run_time
 from .table import converts
 
@@ -19,6 +20,9 @@ def roi_align(node: Node) -> relax.Expr:
     data, regions, batch = node.tensor(0), node.tensor(1), node.tensor(2)
     if node.attribute("mode", "avg") != "avg":
         raise node.refusal("mode 'max' cannot be imported")
+    batch = require_shape(node, batch, [node.shape(regions)[0]], "its batch indices, one for each region,")
+    for axis, size in enumerate(node.shape(data)[2:]):
+        node.require(as_expr(size) >= 1, f"axis {axis + 2} of its input has {size} elements")
     dtype = dtype_of(regions)
     default = "half_pixel" if node.opset >= 16 else "output_half_pixel"
     is_half_pixel = node.attribute("coordinate_transformation_mode", default) == "half_pixel"
@@ -119,6 +123,8 @@ def non_max_suppression(node: Node) -> relax.Expr:
     boxes, scores = node.tensor(0), node.tensor(1)
     batches, count, _ = node.static_shape(boxes)
     classes = node.static_shape(scores)[1]
+    boxes = require_shape(node, boxes, [batches, count, 4], "its boxes")
+    scores = require_shape(node, scores, [batches, classes, count], "its scores")
     known = node.constant(2)
     limit = count
     if not node.has(2) or (known is not None and int(known.reshape(-1)[0]) <= 0):

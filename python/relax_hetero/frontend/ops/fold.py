@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import onnx
 from onnx.reference import ReferenceEvaluator
 from tvm import relax
 
+from ..import_limits import budget
 from .node import Node, as_constant, const
 
 MAX_ELEMENTS = 1 << 16
@@ -28,35 +30,86 @@ _FOLDED = frozenset(
     Or Pow Range Reciprocal ReduceMax ReduceMin ReduceProd ReduceSum Reshape Round Shape Sign Sin Size Slice Split Sqrt
     Squeeze Sub Sum Tile Transpose Trilu Unsqueeze Where Xor""".split()
 )
+# Stock converters compute these on constants, of any size.
+_STOCK_FOLDS = frozenset("BitShift BitwiseAnd BitwiseOr BitwiseXor Mean PRelu".split())
 # Element types that relax constants and numpy agree on.
 _DTYPES = {
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
 }  # fmt: skip
 
 
-def _result_elements(op_type: str, arrays: list[np.ndarray | None]) -> float:
-    """Elements of the result of an op that can make a large tensor of small ones; 0 for other ops."""
-    first = arrays[0] if arrays else None
-    second = arrays[1] if len(arrays) > 1 else None
-    if op_type == "ConstantOfShape" and first is not None:
+# Results of these are given by what their inputs say, and may be large where those are small.
+_LARGE_OF_SMALL = frozenset({"ConstantOfShape", "Expand", "Range", "Tile"})
+
+# Elements that other results may have: a mask of positions, two vectors broadcast to each other.
+_MAX_RESULT = 1 << 22
+
+
+def result_bytes(node: onnx.NodeProto, arrays: Sequence[np.ndarray | None]) -> int:
+    """The most bytes that the results of a node take in all, before it is computed."""
+    itemsize = max((array.dtype.itemsize for array in arrays if array is not None), default=8)
+    for attribute in node.attribute:
+        if attribute.name == "to" and node.op_type == "Cast":
+            itemsize = max(itemsize, 8)
+    if node.op_type == "CastLike":
+        arrays = arrays[:1]
+    attributes = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
+    return result_elements(node.op_type, arrays, attributes) * itemsize
+
+
+def result_elements(
+    op_type: str, arrays: Sequence[np.ndarray | None], attributes: Mapping[str, Any] | None = None
+) -> int:
+    """The most elements that the results of a node have in all, before it is computed."""
+    known = [array for array in arrays if array is not None]
+    first = known[0] if known else np.zeros(0)
+    second = known[1] if len(known) > 1 else np.zeros(0)
+    if op_type == "ConstantOfShape":
         return math.prod(abs(int(dim)) for dim in first.reshape(-1))
-    if op_type in ("Expand", "Tile") and first is not None and second is not None:
-        return first.size * math.prod(abs(int(dim)) for dim in second.reshape(-1))
-    if op_type == "Range" and len(arrays) == 3 and all(array is not None for array in arrays):
-        start, limit, delta = (float(array.reshape(())) for array in arrays if array is not None)
-        return abs(limit - start) / abs(delta) if delta else math.inf
-    return 0
+    if op_type in ("Expand", "Tile"):
+        return int(first.size * math.prod(abs(int(dim)) for dim in second.reshape(-1)))
+    if op_type == "Range":
+        return _range_elements(known)
+    if op_type == "Concat":
+        return sum(array.size for array in known)
+    if op_type == "Gather":
+        axis = int((attributes or {}).get("axis", 0))
+        size = first.shape[axis] if -first.ndim <= axis < first.ndim else 1
+        return int(second.size * (first.size // max(size, 1)))
+    if op_type == "GatherND":
+        return int(second.size * first.size)
+    if op_type == "NonZero":
+        return int(first.size * max(first.ndim, 1))
+    # Of other ops: along each axis at most as many as the largest input has, aligned as in a broadcast.
+    rank = max((array.ndim for array in known), default=0)
+    aligned = [(1,) * (rank - array.ndim) + array.shape for array in known]
+    broadcast = math.prod(max(sizes) for sizes in zip(*aligned, strict=True))
+    return max(broadcast, sum(int(array.size) for array in known[:1]))
+
+
+def _range_elements(known: Sequence[np.ndarray]) -> int:
+    if len(known) != 3 or any(array.size != 1 for array in known):
+        return 0
+    start, limit, delta = (float(array.reshape(())) for array in known)
+    elements = abs(limit - start) / abs(delta) if delta else math.inf
+    return int(elements) + 1 if math.isfinite(elements) else 1 << 63
 
 
 def fold(node: Node) -> relax.Expr | None:
     """The node's outputs as constants, or None where it cannot or should not be computed now."""
-    if node.op_type not in _FOLDED or not any(node.has(i) for i in range(len(node.inputs))):
+    if node.op_type not in _FOLDED | _STOCK_FOLDS or not any(node.has(i) for i in range(len(node.inputs))):
         return None
     arrays = [as_constant(value) if value is not None else None for value in node.inputs]
-    for value, array in zip(node.inputs, arrays, strict=True):
-        if value is not None and (array is None or array.size > MAX_ELEMENTS or str(array.dtype) not in _DTYPES):
-            return None
-    if _result_elements(node.op_type, arrays) > MAX_ELEMENTS:
+    if any(value is not None and array is None for value, array in zip(node.inputs, arrays, strict=True)):
+        return None
+    known = [array for array in arrays if array is not None]
+    elements = result_elements(node.op_type, arrays, node.attributes)
+    # Whoever computes it: converters make tables of their own, and the compiler folds constants.
+    budget().check_bytes(elements * max(array.dtype.itemsize for array in known), node.title)
+    most = MAX_ELEMENTS if node.op_type in _LARGE_OF_SMALL else _MAX_RESULT
+    if node.op_type in _STOCK_FOLDS or elements > most:
+        return None
+    if any(array.size > MAX_ELEMENTS or str(array.dtype) not in _DTYPES for array in known):
         return None
     if any(isinstance(value, onnx.GraphProto) for value in node.attributes.values()):
         return None

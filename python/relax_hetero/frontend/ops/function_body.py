@@ -12,8 +12,8 @@ import onnx
 from tvm import relax, tirx
 
 from ...target.element_types import numpy_dtype
-from ..symbolic_sizes import compute_sizes
 from .node import Node, dtype_of
+from .required_sizes import computed_sizes
 
 ConvertNode = Callable[[Node], Any]
 
@@ -48,11 +48,13 @@ def expand(node: Node, convert: ConvertNode) -> relax.Expr:
             elif attribute.ref_attr_name in given:
                 attributes[attribute.name] = given[attribute.ref_attr_name]
         inputs = [values[name] for name in inner.input]
-        sizes = compute_sizes(onnx.helper.make_node(inner.op_type, inner.input, inner.output, **attributes), inputs)
+        inner_node = Node(inner.op_type, node.name, opset, node.builder, inputs, attributes, len(inner.output))
+        sizes = computed_sizes(
+            inner_node, onnx.helper.make_node(inner.op_type, inner.input, inner.output, **attributes)
+        )
         if sizes is not None:
             values[inner.output[0]] = sizes
             continue
-        inner_node = Node(inner.op_type, node.name, opset, node.builder, inputs, attributes, len(inner.output))
         result = convert(inner_node)
         if len(inner.output) == 1:
             values[inner.output[0]] = result

@@ -10,6 +10,9 @@ from tvm import relax, te, tirx, topi
 
 from .elementwise import cast, widened
 from .node import Dim, Node, Position, as_constant, const, dtype_of, onnx_dtype
+from .required_sizes import as_expr, require_equal, require_shape, shown
+from .shapes import dims_at_run_time
+from .slicing import cut
 from .table import converts
 
 
@@ -65,7 +68,19 @@ def gather_elements(node: Node) -> relax.Expr:
     """Elements at indices along one axis, the other coordinates being those of the index."""
     data, indices = node.tensor(0), node.tensor(1)
     axis = node.axis(node.attribute("axis", 0), node.rank(data))
+    _check_indices(node, data, indices, axis)
     return node.emit(relax.op.gather_elements(data, _inside(node, indices, [_size(node, data, axis)]), axis))
+
+
+def _check_indices(node: Node, data: relax.Expr, indices: relax.Expr, axis: int) -> None:
+    """Require that indices along an axis have the data's rank, and on no other axis more places than the data."""
+    dims, places = node.shape(data), node.shape(indices)
+    text = f"its indices have shape {shown(places)}, which does not fit into {shown(dims)} beside axis {axis}"
+    if len(dims) != len(places):
+        raise node.refusal(text)
+    for position, (size, count) in enumerate(zip(dims, places, strict=True)):
+        if position != axis:
+            node.require(as_expr(count) <= as_expr(size), text)
 
 
 @converts("GatherND")
@@ -73,6 +88,9 @@ def gather_nd(node: Node) -> relax.Expr:
     """Slices at coordinates, which are the last axis of the indices."""
     data, indices = node.tensor(0), node.tensor(1)
     batch_dims = node.attribute("batch_dims", 0)
+    for axis in range(batch_dims):
+        batches = node.shape(indices)[axis]
+        require_equal(node, batches, node.shape(data)[axis], f"axis {axis} of its indices, a batch, has")
     return node.emit(relax.op.gather_nd(data, _coordinates(node, data, indices, batch_dims), batch_dims))
 
 
@@ -96,6 +114,8 @@ def scatter_elements(node: Node) -> relax.Expr:
     """A copy of the data with elements replaced by, or reduced with, updates."""
     data, indices, updates = node.tensor(0), node.tensor(1), node.tensor(2)
     axis = node.axis(node.attribute("axis", 0), node.rank(data))
+    _check_indices(node, data, indices, axis)
+    updates = require_shape(node, updates, node.shape(indices), "its updates")
     indices = _inside(node, indices, [_size(node, data, axis)])
     return node.emit(relax.op.scatter_elements(data, indices, updates, axis, _reduction(node)))
 
@@ -110,6 +130,9 @@ def scatter(node: Node) -> relax.Expr:
 def scatter_nd(node: Node) -> relax.Expr:
     """A copy of the data with slices at coordinates replaced by, or reduced with, updates."""
     data, indices, updates = node.tensor(0), node.tensor(1), node.tensor(2)
+    places = node.shape(indices)
+    slices = node.shape(data)[int(places[-1]) :] if isinstance(places[-1], int) else []
+    updates = require_shape(node, updates, [*places[:-1], *slices], "its updates")
     return node.emit(relax.op.scatter_nd(data, _coordinates(node, data, indices, 0), updates, _reduction(node)))
 
 
@@ -117,15 +140,33 @@ def scatter_nd(node: Node) -> relax.Expr:
 def one_hot(node: Node) -> relax.Expr:
     """A new axis of `depth` places, on where the index is (negative from the back), off elsewhere and out of range."""
     indices, values = node.tensor(0), node.tensor(2)
-    depth = node.known_dims(1, "its depth is")
+    values = require_shape(node, values, [2], "its values, off and on,")
+    given = node.dims(1)
+    if given is None:
+        given = list(dims_at_run_time(node, node.emit(relax.op.reshape(node.tensor(1), (1,))), "depth"))
+    depth = given[0]
+    node.require(as_expr(depth) > 0, f"its depth is {depth}")
     rank = node.rank(indices) + 1
     axis = node.axis(node.attribute("axis", -1), rank)
     wide = cast(node, indices, "int64")  # of any numeric type
-    counted = from_front(node, wide, const(depth[0], "int64"))
-    places = np.arange(int(depth[0])).reshape([-1 if i == axis else 1 for i in range(rank)])
+    if not isinstance(depth, int):
+        return _one_hot_at_run_time(node, wide, values, depth, axis)
+    node.check_table(depth)
+    counted = from_front(node, wide, const(depth, "int64"))
+    places = np.arange(depth).reshape([-1 if i == axis else 1 for i in range(rank)])
     is_on = node.emit(relax.op.equal(relax.op.expand_dims(counted, axis), const(places, "int64")))
     off, on = (node.emit(relax.op.reshape(relax.op.strided_slice(values, [0], [i], [i + 1]), ())) for i in (0, 1))
     return node.emit(relax.op.where(is_on, on, off))
+
+
+def _one_hot_at_run_time(node: Node, indices: relax.Expr, values: relax.Expr, depth: Dim, axis: int) -> relax.Expr:
+    def element(i: Position, places: te.Tensor, value: te.Tensor) -> tirx.Expr:
+        place = places(*i[:axis], *i[axis + 1 :])
+        is_on = tirx.any(place == i[axis], place + depth == i[axis])
+        return tirx.Select(is_on, value(1), value(0))
+
+    dims = node.shape(indices)
+    return node.kernel("one_hot", element, indices, values, shape=[*dims[:axis], depth, *dims[axis:]])
 
 
 # Types that TVM does not sort, and wider ones that hold their values.
@@ -139,19 +180,26 @@ _SORTED_AS = {
 def top_k(node: Node) -> relax.Expr:
     """The k largest or smallest along an axis, in order, with their indices."""
     data = node.tensor(0)
-    k = int((node.known_dims(1, "its k is") if node.opset >= 10 else [node.attribute("k", 1)])[0])
+    given = node.dims(1) if node.opset >= 10 else [node.attribute("k", 1)]
+    if given is None:
+        given = list(dims_at_run_time(node, node.emit(relax.op.reshape(node.tensor(1), (1,))), "k"))
+    k = given[0]
     axis = node.axis(node.attribute("axis", -1), node.rank(data))
     size = node.shape(data)[axis]
-    if isinstance(size, int) and not 0 <= k <= size:
-        raise node.refusal(f"k is {k}, but the axis has {size} elements")
-    if k == 0:
-        raise node.refusal("k is 0")
+    text = f"k is {k}, but the axis has {size} elements"
+    node.require(tirx.all(as_expr(k) >= 0, as_expr(k) <= as_expr(size)), text)
     largest, dtype = bool(node.attribute("largest", 1)), dtype_of(data)
     sortable = _SORTED_AS.get(dtype, dtype)
     if sortable not in ("float32", "float64", "int32", "int64"):
         raise node.refusal(f"elements of type {dtype} cannot be sorted")
-    found = node.emit(relax.op.topk(cast(node, data, sortable), k, axis, "both", largest, "int64"))
+    if isinstance(k, int) and k == 0:
+        dims = [0 if i == axis else dim for i, dim in enumerate(node.shape(data))]
+        return relax.Tuple([node.filled(dims, 0, kind) for kind in (dtype, "int64")])
+    number = k if isinstance(k, int) else -1  # all of them
+    found = node.emit(relax.op.topk(cast(node, data, sortable), number, axis, "both", largest, "int64"))
     values, indices = (node.emit(relax.TupleGetItem(found, i)) for i in (0, 1))
+    if not isinstance(k, int):
+        values, indices = (cut(node, value, {axis: (0, k, 1)}) for value in (values, indices))
     return relax.Tuple([cast(node, values, dtype), indices])
 
 
@@ -163,15 +211,23 @@ def compress(node: Node) -> relax.Expr:
     if given is None:
         data = node.emit(relax.op.reshape(data, (-1,)))
     axis = 0 if given is None else node.axis(given, node.rank(data))
-    size, count = node.shape(data)[axis], node.shape(condition)[0]
-    if not (isinstance(size, int) and isinstance(count, int) and count <= size):  # what is longer says nothing
-        held = tirx.min(*(tirx.const(each, "int64") if isinstance(each, int) else each for each in (size, count)))
-        condition = node.emit(relax.op.strided_slice(condition, [0], [0], [held]))
-    places = node.emit(relax.op.nonzero(condition))
+    places = node.emit(relax.op.nonzero(_kept(node, condition, node.shape(data)[axis])))
     number = tirx.Var("number_kept", "int64")
     places = node.builder.match_cast(places, relax.TensorType((1, number), "int64"))
     flat = node.emit(relax.op.reshape(places, (number,)))
     return node.emit(relax.op.take(data, flat, axis, "fast"))
+
+
+def _kept(node: Node, condition: relax.Expr, size: Dim) -> relax.Expr:
+    """The condition of Compress for an axis of this size: beyond the axis there is nothing to keep."""
+    (length,) = node.shape(condition)
+    if isinstance(length, int) and isinstance(size, int) and length <= size:
+        return condition
+
+    def element(i: Position, given: te.Tensor, extent: list[Any]) -> tirx.Expr:
+        return tirx.all(given(i[0]), i[0] < extent[0])
+
+    return node.kernel("kept", element, condition, [as_expr(size)])
 
 
 @converts("NonZero")
@@ -190,6 +246,7 @@ def reverse_sequence(node: Node) -> relax.Expr:
     """The first `sequence_lens[b]` steps of each sequence in reverse order, the rest as it is."""
     data, lengths = node.tensor(0), node.tensor(1)
     time, batch = node.attribute("time_axis", 0), node.attribute("batch_axis", 1)
+    lengths = require_shape(node, lengths, [node.shape(data)[batch]], "its lengths, one for each sequence,")
 
     def element(i: Position, x: te.Tensor, length: te.Tensor) -> tirx.Expr:
         steps = length(i[batch])
@@ -207,6 +264,13 @@ def tensor_scatter(node: Node) -> relax.Expr:
     rank = node.rank(data)
     axis = node.axis(node.attribute("axis", -2), rank)
     is_circular = node.attribute("mode", "linear") == "circular"
+    dims, written = node.shape(data), node.shape(update)
+    update = require_shape(node, update, [written[i] if i == axis else dim for i, dim in enumerate(dims)], "its update")
+    node.require(
+        as_expr(written[axis]) <= as_expr(dims[axis]), f"its update {shown(written)} is longer than {shown(dims)}"
+    )
+    if node.has(2):
+        require_shape(node, node.tensor(2), dims[:1], "its indices, one for each batch,")
     starts = node.tensor(2) if node.has(2) else const(np.zeros(node.static_shape(data)[0]), "int64")
 
     # Written as a scatter, which can update a donated cache in place.
@@ -224,9 +288,20 @@ def tensor_scatter(node: Node) -> relax.Expr:
 def eye_like(node: Node) -> relax.Expr:
     """Ones on a diagonal, of the input's shape."""
     data = node.tensor(0)
-    rows, columns = node.static_shape(data)
+    if node.rank(data) != 2:
+        raise node.refusal(f"found an input of rank {node.rank(data)}, expected a matrix")
     dtype = onnx_dtype(node.attribute("dtype")) if "dtype" in node.attributes else dtype_of(data)
-    return const(np.eye(rows, columns, k=node.attribute("k", 0)), dtype)
+    diagonal = int(node.attribute("k", 0))
+
+    def element(i: Position, _: te.Tensor) -> tirx.Expr:
+        return tirx.Select(i[1] - i[0] == diagonal, tirx.const(1, dtype), tirx.const(0, dtype))
+
+    dims = node.shape(data)
+    if all(isinstance(dim, int) for dim in dims):
+        rows, columns = map(int, dims)
+        node.check_table(rows, columns)
+        return const(np.eye(rows, columns, k=diagonal), dtype)
+    return node.kernel("eye", element, data)
 
 
 def scan_axis(node: Node, data: relax.Expr) -> int:
@@ -235,6 +310,8 @@ def scan_axis(node: Node, data: relax.Expr) -> int:
     if axis is not None:
         return node.axis(int(axis.reshape(())), node.rank(data))
     if node.rank(data) == 1:
+        (given,) = dims_at_run_time(node, node.emit(relax.op.reshape(node.tensor(1), (1,))), "axis")
+        node.require(tirx.all(given >= -1, given <= 0), "its axis is out of range for rank 1")
         return 0
     raise node.unknown("its axis is")
 

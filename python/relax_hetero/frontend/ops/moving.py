@@ -10,25 +10,37 @@ from tvm import relax, te, tirx, topi
 
 from .elementwise import cast
 from .node import Dim, Node, Position, const, dtype_of, is_float
+from .required_sizes import MOST_ELEMENTS, any_of, as_expr, equal, require_equal, require_multiple, require_shape, shown
+from .shapes import dims_at_run_time, sizes_of
 from .table import converts
 
+_MOST_TAKEN = 2**20
+"""Places of a padded axis that are worked out at import; those of longer ones are computed by the kernel."""
 
-def _padding(node: Node, rank: int) -> tuple[list[int], list[int]]:
-    """Elements to add (or, negative, to cut) before and after each axis."""
+
+def _pads(node: Node, rank: int) -> tuple[list[Dim], list[Dim]] | None:
+    """Elements to add (or, negative, to cut) before and after each axis; None where they are computed at run time."""
     pads = node.dims(1) if node.has(1) else node.attribute("pads") or node.attribute("paddings")
     if pads is None:
-        raise node.unknown("its pads are")
-    amounts = [int(pad) for pad in pads if isinstance(pad, int)]
-    axes = node.dims(3) if node.has(3) else list(range(rank))
-    if axes is None or len(amounts) != len(pads):
-        raise node.unknown("its pads or axes are")
-    if len(amounts) != 2 * len(axes):
-        raise node.refusal(f"has {len(amounts)} pads for {len(axes)} axes")
-    before, after = [0] * rank, [0] * rank
+        return None
+    axes = _padded_axes(node, rank)
+    if len(pads) != 2 * len(axes):
+        raise node.refusal(f"has {len(pads)} pads for {len(axes)} axes")
+    before: list[Dim] = [0] * rank
+    after: list[Dim] = [0] * rank
     for position, axis in enumerate(axes):
-        before[node.axis(int(axis), rank)] = amounts[position]
-        after[node.axis(int(axis), rank)] = amounts[len(axes) + position]
+        before[axis], after[axis] = pads[position], pads[len(axes) + position]
     return before, after
+
+
+def _padded_axes(node: Node, rank: int) -> list[int]:
+    axes = node.dims(3) if node.has(3) else list(range(rank))
+    if axes is None:
+        raise node.unknown("its axes are")
+    found = [node.axis(int(axis), rank) for axis in axes]
+    if len(set(found)) != len(found):
+        raise node.refusal(f"pads an axis twice: axes {found}")
+    return found
 
 
 def _wrapped(place: tirx.Expr, size: Any, mode: str) -> tirx.Expr:
@@ -36,10 +48,30 @@ def _wrapped(place: tirx.Expr, size: Any, mode: str) -> tirx.Expr:
     if mode == "edge":
         return tirx.max(tirx.min(place, size - 1), 0)
     if mode == "wrap":
-        return topi.floor_mod(place, size)
+        return topi.floor_mod(place, tirx.max(size, 1))
     period = tirx.max(2 * (size - 1), 1)
     inside = topi.floor_mod(place, period)
     return tirx.Select(inside < size, inside, period - inside)
+
+
+def _kept(dim: Dim, before: Dim, after: Dim) -> tirx.Expr:
+    """Elements of an axis that no negative pad cuts off."""
+    return as_expr(dim) + tirx.min(as_expr(before), 0) + tirx.min(as_expr(after), 0)
+
+
+def _require_kept(node: Node, dims: list[Dim], before: list[Dim], after: list[Dim], mode: str) -> None:
+    """Require that pads leave a size of 0 and more, and something to repeat where the mode repeats."""
+    for axis, (dim, first, last) in enumerate(zip(dims, before, after, strict=True)):
+        if isinstance(first, int) and isinstance(last, int) and first == last == 0:
+            continue
+        for amount in (first, last):
+            held = tirx.all(as_expr(amount) <= MOST_ELEMENTS, as_expr(amount) >= -MOST_ELEMENTS)
+            node.require(held, f"a pad of axis {axis} is {amount}")
+        text = f"its pads, {first} and {last}, leave too little of axis {axis}, of {dim} elements, for mode {mode!r}"
+        if mode == "constant":
+            node.require(as_expr(dim) + first + last >= 0, text)
+        else:
+            node.require(any_of([_kept(dim, first, last) >= 1, tirx.all(equal(first, 0), equal(last, 0))]), text)
 
 
 @converts("Pad")
@@ -50,37 +82,81 @@ def pad(node: Node) -> relax.Expr:
     mode = node.attribute("mode", "constant")
     if mode not in ("constant", "edge", "reflect", "wrap"):
         raise node.refusal(f"mode is {mode!r}")
-    before, after = _padding(node, len(dims))
-    moved = [axis for axis in range(len(dims)) if before[axis] or after[axis]]
+    pads = _pads(node, len(dims))
+    if pads is None:
+        return _pad_at_run_time(node, data, mode)
+    before, after = pads
+    _require_kept(node, dims, before, after, mode)
+    moved = [axis for axis in range(len(dims)) if before[axis] != 0 or after[axis] != 0]
     if not moved:
         return data
     sizes: list[Dim] = [dim + before[i] + after[i] for i, dim in enumerate(dims)]
-    if any(isinstance(size, int) and size < 0 for size in sizes):
-        raise node.refusal(f"cuts more off shape {dims} than there is: pads {before + after}")
-    if mode != "constant" and all(isinstance(dims[axis], int) for axis in moved):
-        return _taken(node, data, before, after, mode)
-    constant = node.constant(2) if node.has(2) else np.array(node.attribute("value", 0))
-    number = float(constant.item()) if constant is not None and constant.size == 1 else None
-    if mode == "constant" and number is not None and min(before + after) >= 0 and _is_exact(number, dtype):
-        widths = [width for pair in zip(before, after, strict=True) for width in pair]
-        return node.emit(relax.op.nn.pad(data, widths, "constant", number))
-    if node.has(2):
-        value = node.tensor(2)
-        fill = node.emit(relax.op.reshape(value, ())) if node.rank(value) else value
-    else:
-        fill = const(node.attribute("value", 0), dtype)
+    known = [amount for amount in [*before, *after] if isinstance(amount, int)]
+    if len(known) == 2 * len(dims):
+        is_short = all(isinstance(sizes[axis], int) and int(sizes[axis]) <= _MOST_TAKEN for axis in moved)
+        if mode != "constant" and is_short:
+            return _taken(node, data, known[: len(dims)], known[len(dims) :], mode)
+        constant = node.constant(2) if node.has(2) else np.array(node.attribute("value", 0))
+        number = float(constant.item()) if constant is not None and constant.size == 1 else None
+        if mode == "constant" and number is not None and min(known) >= 0 and _is_exact(number, dtype):
+            widths = [width for pair in zip(known[: len(dims)], known[len(dims) :], strict=True) for width in pair]
+            return node.emit(relax.op.nn.pad(data, widths, "constant", number))
 
     def element(i: Position, x: te.Tensor, filling: te.Tensor) -> tirx.Expr:
-        places = [place - before[axis] if axis in moved else place for axis, place in enumerate(i)]
-        if mode != "constant":
-            for axis in moved:
-                places[axis] = _wrapped(places[axis], dims[axis], mode)
-            return x(*places)
-        checks = [places[axis] >= 0 for axis in moved if before[axis] > 0]
-        checks += [places[axis] < dims[axis] for axis in moved if after[axis] > 0]
-        return tirx.if_then_else(tirx.all(*checks), x(*places), filling()) if checks else x(*places)
+        found = {axis: (before[axis], after[axis]) for axis in moved}
+        return _padded_element(i, x, filling, found, mode)
 
-    return node.kernel("pad", element, data, fill, shape=sizes)
+    return node.kernel("pad", element, data, _fill_value(node, dtype), shape=sizes)
+
+
+def _fill_value(node: Node, dtype: str) -> relax.Expr:
+    if not node.has(2):
+        return const(node.attribute("value", 0), dtype)
+    value = node.tensor(2)
+    return node.emit(relax.op.reshape(value, ())) if node.rank(value) else value
+
+
+def _padded_element(
+    i: Position, x: te.Tensor, filling: te.Tensor, pads: dict[int, tuple[Any, Any]], mode: str
+) -> tirx.Expr:
+    """One element of a padded tensor; `pads` has the elements before and after each axis that has any."""
+    places, checks = list(i), []
+    for axis, (before, after) in pads.items():
+        place = i[axis] - as_expr(before)
+        if mode == "constant":
+            places[axis] = place
+            checks += [place >= 0, place < x.shape[axis]]
+        else:
+            cut_off = tirx.max(-as_expr(before), 0)
+            places[axis] = _wrapped(place - cut_off, _kept(x.shape[axis], before, after), mode) + cut_off
+    return tirx.if_then_else(tirx.all(*checks), x(*places), filling()) if checks else x(*places)
+
+
+def _pad_at_run_time(node: Node, data: relax.Expr, mode: str) -> relax.Expr:
+    """Pads that are an input: the sizes of the result are read from a vector when the model runs."""
+    dims = node.shape(data)
+    axes = _padded_axes(node, len(dims))
+    given = cast(node, require_shape(node, node.tensor(1), [2 * len(axes)], "its pads"), "int64")
+    numbers = dims_at_run_time(node, given, "pad")
+    added: list[Dim] = [0] * len(dims)
+    appended: list[Dim] = [0] * len(dims)
+    for position, axis in enumerate(axes):
+        added[axis], appended[axis] = numbers[position], numbers[len(axes) + position]
+    _require_kept(node, dims, added, appended, mode)
+
+    def spread(first: int) -> relax.Expr:
+        part = node.emit(relax.op.strided_slice(given, [0], [first], [first + len(axes)]))
+        zeros = const(np.zeros(len(dims)), "int64")
+        return node.emit(relax.op.scatter_elements(zeros, const(axes, "int64"), part, 0))
+
+    before, after = spread(0), spread(len(axes))
+    total = node.emit(relax.op.add(sizes_of(node, data), relax.op.add(before, after)))
+    sizes = dims_at_run_time(node, total, "padded_dim")
+
+    def element(i: Position, x: te.Tensor, filling: te.Tensor, first: te.Tensor, last: te.Tensor) -> tirx.Expr:
+        return _padded_element(i, x, filling, {axis: (first(axis), last(axis)) for axis in axes}, mode)
+
+    return node.kernel("pad", element, data, _fill_value(node, dtype_of(data)), before, after, shape=list(sizes))
 
 
 def _is_exact(value: float, dtype: str) -> bool:
@@ -94,12 +170,15 @@ def _taken(node: Node, data: relax.Expr, before: list[int], after: list[int], mo
     """Padding that repeats elements, as elements taken along each axis."""
     for axis, size in enumerate(node.shape(data)):
         if before[axis] or after[axis]:
-            places = np.arange(-before[axis], int(size) + after[axis])
+            cut_off = max(-before[axis], 0)
+            kept = int(size) - cut_off + min(after[axis], 0)
+            node.check_table(before[axis] + int(size) + after[axis], itemsize=32)
+            places = np.arange(-before[axis], int(size) + after[axis]) - cut_off
             if mode == "reflect":
-                places = int(size) - 1 - np.abs(places % max(2 * (int(size) - 1), 1) - (int(size) - 1))
+                places = kept - 1 - np.abs(places % max(2 * (kept - 1), 1) - (kept - 1))
             elif mode == "wrap":
-                places = places % int(size)
-            places = np.clip(places, 0, int(size) - 1)
+                places = places % kept
+            places = np.clip(places, 0, kept - 1) + cut_off
             data = node.emit(relax.op.take(data, const(places, "int64"), axis, "fast"))
     return data
 
@@ -122,9 +201,15 @@ def trilu(node: Node) -> relax.Expr:
 
 @converts("Concat")
 def concat(node: Node) -> relax.Expr:
-    """The inputs side by side."""
+    """The inputs side by side; all but their sizes along the axis have to agree."""
     values = [node.tensor(i) for i in range(len(node.inputs))]
-    return node.emit(relax.op.concat(values, node.attribute("axis", 1 if node.opset < 4 else None)))
+    axis = node.axis(node.attribute("axis", 1 if node.opset < 4 else None), node.rank(values[0]))
+    shapes = [node.shape(value) for value in values]
+    known = [[dim for dim in dims if isinstance(dim, int)] or dims for dims in zip(*shapes, strict=False)]
+    for index, dims in enumerate(shapes):
+        expected = [dim if place == axis else known[place][0] for place, dim in enumerate(dims[: len(known)])]
+        values[index] = require_shape(node, values[index], expected, f"input {index}")
+    return node.emit(relax.op.concat(values, axis))
 
 
 @converts("SpaceToDepth")
@@ -132,14 +217,36 @@ def space_to_depth(node: Node) -> relax.Expr:
     """Blocks of an image become channels; in mode CRD (opset 26 on) the original channel varies slowest."""
     data = node.tensor(0)
     batch, channels, height, width = node.shape(data)
-    block = int(node.attribute("blocksize"))
-    if any(isinstance(size, int) and size % block for size in (height, width)):
-        raise node.refusal(f"an image of {height} x {width} does not divide into blocks of {block}")
+    block = _block_size(node)
+    require_multiple(node, height, block, "its image has a height of")
+    require_multiple(node, width, block, "its image has a width of")
     inner = [batch, channels, height // block, block, width // block, block]
-    grouped = relax.op.reshape(data, inner)
+    grouped = node.emit(relax.op.reshape(data, inner))
     slowest_channel = node.attribute("mode", "DCR") == "CRD"
-    moved = relax.op.permute_dims(grouped, [0, 1, 3, 5, 2, 4] if slowest_channel else [0, 3, 5, 1, 2, 4])
+    moved = node.emit(relax.op.permute_dims(grouped, [0, 1, 3, 5, 2, 4] if slowest_channel else [0, 3, 5, 1, 2, 4]))
     return node.emit(relax.op.reshape(moved, [batch, channels * block * block, height // block, width // block]))
+
+
+def _block_size(node: Node) -> int:
+    block = int(node.attribute("blocksize"))
+    if block < 1:
+        raise node.refusal(f"its blocksize is {block}")
+    return block
+
+
+@converts("DepthToSpace")
+def depth_to_space(node: Node) -> relax.Expr:
+    """Channels become blocks of an image; in mode CRD the channel that stays varies slowest."""
+    data = node.tensor(0)
+    batch, channels, height, width = node.shape(data)
+    block = _block_size(node)
+    require_multiple(node, channels, block * block, "its image has a number of channels of")
+    left = channels // (block * block)
+    is_channel_first = node.attribute("mode", "DCR") == "CRD"
+    inner = [left, block, block] if is_channel_first else [block, block, left]
+    grouped = node.emit(relax.op.reshape(data, [batch, *inner, height, width]))
+    moved = node.emit(relax.op.permute_dims(grouped, [0, 1, 4, 2, 5, 3] if is_channel_first else [0, 3, 4, 1, 5, 2]))
+    return node.emit(relax.op.reshape(moved, [batch, left, height * block, width * block]))
 
 
 @converts("Col2Im")
@@ -150,12 +257,17 @@ def col2im(node: Node) -> relax.Expr:
     count = len(image)
     strides, dilations = node.attribute("strides", (1,) * count), node.attribute("dilations", (1,) * count)
     pads = node.attribute("pads", (0,) * (2 * count))
-    batch, columns, _ = node.shape(data)
+    batch, columns, windows = node.shape(data)
     steps = [
         (image[a] + pads[a] + pads[count + a] - dilations[a] * (block[a] - 1) - 1) // strides[a] + 1
         for a in range(count)
     ]
 
+    if min(steps) < 1:
+        raise node.refusal(f"an image of {image} is smaller than blocks of {block}")
+    require_multiple(node, columns, math.prod(block), "axis 1 of its input has a size of")
+    node.require(as_expr(columns) >= 1, f"axis 1 of its input has {columns} elements")
+    require_equal(node, windows, math.prod(steps), "axis 2 of its input, the places of a block, has")
     offsets = [te.reduce_axis((0, size), name=f"k{a}") for a, size in enumerate(block)]
 
     def element(i: Position, x: te.Tensor) -> tirx.Expr:
@@ -177,6 +289,7 @@ def max_unpool(node: Node) -> relax.Expr:
     """Elements put back at flat indices of the pooled image, which counts in the default output size; the rest is 0."""
     data, indices = node.tensor(0), node.tensor(1)
     shape = node.static_shape(data)
+    indices = require_shape(node, indices, shape, "its indices")
     kernel = [int(size) for size in node.attribute("kernel_shape")]
     count = len(kernel)
     strides, pads = node.attribute("strides", (1,) * count), node.attribute("pads", (0,) * (2 * count))
@@ -186,8 +299,11 @@ def max_unpool(node: Node) -> relax.Expr:
         sizes = [int(size) for size in node.known_dims(2, "its output_shape is")]
     elements = math.prod([*shape[:2], *natural])
     flat = node.filled([elements], 0, dtype_of(data))
-    held = node.emit(relax.op.clip(cast(node, indices, "int64"), 0, elements - 1))
-    placed = relax.op.scatter_elements(flat, relax.op.reshape(held, (-1,)), relax.op.reshape(data, (-1,)), 0)
+    places = cast(node, indices, "int64")
+    # Scatter would count negative ones from the end; here they are as wrong as those beyond it.
+    is_negative = relax.op.less(places, const(0, "int64"))
+    places = node.emit(relax.op.where(is_negative, const(elements, "int64"), places))
+    placed = relax.op.scatter_elements(flat, relax.op.reshape(places, (-1,)), relax.op.reshape(data, (-1,)), 0)
     result = node.emit(relax.op.reshape(placed, [*shape[:2], *natural]))
     if sizes == [*shape[:2], *natural]:
         return result
@@ -200,7 +316,11 @@ def center_crop_pad(node: Node) -> relax.Expr:
     """Cut or padded with zeros to a target size, evenly on both sides (the odd element goes after)."""
     data = node.tensor(0)
     dims, target = node.static_shape(data), node.known_dims(1, "its shape is")
+    if any(not isinstance(size, int) or size < 0 for size in target):
+        raise node.refusal(f"its shape is {shown(target)}, expected sizes of 0 and more")
     axes = [node.axis(axis, len(dims)) for axis in node.attribute("axes", range(len(dims)))]
+    if len(axes) != len(target):
+        raise node.refusal(f"has {len(target)} sizes for {len(axes)} axes")
     before, after = [0] * len(dims), [0] * len(dims)
     for axis, size in zip(axes, target, strict=True):
         change = int(size) - dims[axis]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -12,6 +13,8 @@ import tvm
 from tvm import relax, te, tirx
 
 from ...errors import FrontendError
+from ...op.require import MET, requirement
+from ..import_limits import budget
 
 Dim: TypeAlias = "int | tirx.Expr"
 """A dimension: an integer, or an int64 expression over symbolic sizes."""
@@ -42,8 +45,25 @@ class Node:
 
     def refusal(self, reason: str) -> FrontendError:
         """The error to raise where this node cannot be converted."""
-        name = f" {self.name!r}" if self.name else ""
-        return FrontendError(f"{self.op_type} node{name}: {reason}")
+        return FrontendError(f"{self.title}: {reason}")
+
+    @property
+    def title(self) -> str:
+        """How messages call the node: its op type and its name."""
+        return f"{self.op_type} node {self.name!r}" if self.name else f"{self.op_type} node"
+
+    def check_table(self, *extents: int, itemsize: int = 8) -> None:
+        """Refuse to compute a table of this shape at import if it takes more memory than the import may.
+
+        Raises
+        ------
+        FrontendError: naming the node and the limit.
+        """
+        budget().check_bytes(3 * itemsize * math.prod(abs(int(extent)) for extent in extents), self.title)
+
+    def check_ops(self, ops: int) -> None:
+        """Refuse to become that many ops, if that is more than the import allows; FrontendError names the limit."""
+        budget().check_nodes(int(ops), self.title)
 
     def has(self, index: int) -> bool:
         """Whether input `index` is given."""
@@ -144,6 +164,23 @@ class Node:
         """A vector laid along axis 1, to broadcast with tensors of this rank."""
         return self.emit(relax.op.reshape(vector, [1, -1] + [1] * (rank - 2)))
 
+    def require(self, condition: Any, message: str) -> None:
+        """Have calls fail with `message` unless a condition over sizes holds, such as ``a == b``.
+
+        Nothing is done where it always holds.
+
+        Raises
+        ------
+        FrontendError: if it never holds.
+        """
+        analyzer = tvm.sym.Analyzer()
+        value = requirement(condition, f"{self.title}: {message}")
+        if analyzer.can_prove(value.args[0]):
+            return
+        if analyzer.can_prove(tirx.Not(value.args[0])):
+            raise self.refusal(message)
+        self.builder.match_cast(value, MET)
+
     def outputs(self, values: Sequence[relax.Expr]) -> relax.Expr:
         """The first of `values`, as many as the node has outputs: one by itself, several as a tuple."""
         return relax.Tuple(values[: self.num_outputs]) if self.num_outputs > 1 else values[0]
@@ -207,7 +244,7 @@ class Node:
 def as_constant(value: Any) -> np.ndarray | None:
     """The value of an expression that is known at import, else None."""
     if isinstance(value, tvm.ir.GenericConst):
-        return value.value.numpy()
+        return array_of(value.value)
     if isinstance(value, relax.ShapeExpr) and all(isinstance(dim, tirx.IntImm) for dim in value.values):
         return np.array([int(dim) for dim in value.values], "int64")
     if isinstance(value, tirx.IntImm):
@@ -215,9 +252,20 @@ def as_constant(value: Any) -> np.ndarray | None:
     return None
 
 
+def array_of(tensor: tvm.runtime.Tensor) -> np.ndarray:
+    """The elements of a constant, read-only: its own memory where numpy has such elements."""
+    try:
+        array = np.from_dlpack(tensor)
+    except (BufferError, RuntimeError, TypeError, ValueError):
+        array = tensor.numpy()
+    array.flags.writeable = False
+    return array
+
+
 def const(value: Any, dtype: str | None = None) -> relax.Expr:
     """A constant of exactly this element type (`relax.const` alone narrows int64 and float64)."""
-    array = np.asarray(value) if dtype is None else np.asarray(value).astype(dtype)
+    array = np.asarray(value) if dtype is None else np.asarray(value).astype(dtype, copy=False)
+    budget().take_bytes(array.nbytes, "the model")
     return relax.const(array, str(array.dtype))
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tvm import relax, te, tirx
 
 from .elementwise import HALF, cast, widened
 from .node import Dim, Node, Position, const, dtype_of
 from .reductions import arg_extreme, largest_along
+from .required_sizes import require_fits, require_shape, with_sizes_of
+from .slicing import cut
 from .table import convert_by_stock, converts
 
 
@@ -67,17 +71,30 @@ def layer_normalization(node: Node) -> relax.Expr:
     dtype, rank = dtype_of(data), node.rank(data)
     first = node.axis(node.attribute("axis", -1), rank)
     axes = list(range(first, rank))
+    scale = _affine(node, scale, data, first, "its scale")
+    bias = _affine(node, node.tensor(2), data, first, "its bias") if node.has(2) else None
     epsilon = node.attribute("epsilon", 1e-5)
-    spans_axes = node.rank(scale) == len(axes) and (not node.has(2) or node.rank(node.tensor(2)) == len(axes))
+    data = with_sizes_of(node, data, scale, first) if node.rank(scale) == len(axes) else data
+    spans_axes = node.rank(scale) == len(axes) and (bias is None or node.rank(bias) == len(axes))
     if node.num_outputs == 1 and dtype == "float32" and spans_axes and first > 0:
-        shift = node.tensor(2) if node.has(2) else node.emit(relax.op.zeros_like(scale))
+        shift = bias if bias is not None else node.emit(relax.op.zeros_like(scale))
         return node.emit(relax.op.nn.layer_norm(data, scale, shift, axes, epsilon))
     mean, centred, variance = _moments(node, widened(node, data), axes)
     inverse = _inverse_deviation(node, variance, epsilon)
     result = node.emit(relax.op.multiply(cast(node, node.emit(relax.op.multiply(centred, inverse)), dtype), scale))
-    if node.has(2):
-        result = node.emit(relax.op.add(result, node.tensor(2)))
+    if bias is not None:
+        result = node.emit(relax.op.add(result, bias))
     return node.outputs([result, mean, inverse])
+
+
+def _affine(node: Node, value: relax.Expr, data: relax.Expr, first: int, subject: str) -> relax.Expr:
+    """A scale or bias for the axes from `first` on, which may have an axis of size 1 where that is known."""
+    dims = node.shape(data)
+    own = node.shape(value)
+    if len(own) != len(dims) - first or any(isinstance(dim, int) and dim == 1 for dim in own):
+        require_fits(node, value, dims, subject)
+        return value
+    return require_shape(node, value, dims[first:], subject)
 
 
 @converts("RMSNormalization")
@@ -86,11 +103,13 @@ def rms_normalization(node: Node) -> relax.Expr:
     data = node.tensor(0)
     rank = node.rank(data)
     axes = list(range(node.axis(node.attribute("axis", -1), rank), rank))
+    scale = _affine(node, node.tensor(1), data, axes[0], "its scale")
+    data = with_sizes_of(node, data, scale, axes[0]) if node.rank(scale) == len(axes) else data
     wide = widened(node, data)
     square = node.emit(relax.op.mean(relax.op.multiply(wide, wide), axes, keepdims=True))
     inverse = _inverse_deviation(node, square, node.attribute("epsilon", 1e-5))
     normal = cast(node, node.emit(relax.op.multiply(wide, inverse)), dtype_of(data))
-    return node.emit(relax.op.multiply(normal, node.tensor(1)))
+    return node.emit(relax.op.multiply(normal, scale))
 
 
 @converts("GroupNormalization")
@@ -105,12 +124,14 @@ def group_normalization(node: Node) -> relax.Expr:
     _, centred, variance = _moments(node, grouped, list(range(2, len(dims) + 1)))
     inverse = _inverse_deviation(node, variance, node.attribute("epsilon", 1e-5))
     normal = cast(node, node.emit(relax.op.multiply(centred, inverse)), dtype_of(data))
+    length = groups if node.opset < 21 else channels
+    vectors = [require_shape(node, node.tensor(i), [length], f"input {i}") for i in (1, 2)]
     if node.opset < 21:
-        affine = [node.per_channel(node.tensor(i), len(dims) + 1) for i in (1, 2)]
+        affine = [node.per_channel(vector, len(dims) + 1) for vector in vectors]
         scaled = node.emit(relax.op.add(relax.op.multiply(normal, affine[0]), affine[1]))
         return node.emit(relax.op.reshape(scaled, dims))
     flat = node.emit(relax.op.reshape(normal, dims))
-    affine = [node.per_channel(node.tensor(i), len(dims)) for i in (1, 2)]
+    affine = [node.per_channel(vector, len(dims)) for vector in vectors]
     return node.emit(relax.op.add(relax.op.multiply(flat, affine[0]), affine[1]))
 
 
@@ -119,11 +140,13 @@ def instance_normalization(node: Node) -> relax.Expr:
     """Each channel of each sample by itself."""
     data = node.tensor(0)
     rank, dtype = node.rank(data), dtype_of(data)
+    vectors = [require_shape(node, node.tensor(i), [node.shape(data)[1]], f"input {i}") for i in (1, 2)]
+    data = with_sizes_of(node, data, vectors[0], 1)
     _, centred, variance = _moments(node, widened(node, data), list(range(2, rank)))
     inverse = _inverse_deviation(node, variance, node.attribute("epsilon", 1e-5))
     normal = cast(node, node.emit(relax.op.multiply(centred, inverse)), dtype)
-    scaled = node.emit(relax.op.multiply(normal, node.per_channel(node.tensor(1), rank)))
-    return node.emit(relax.op.add(scaled, node.per_channel(node.tensor(2), rank)))
+    scaled = node.emit(relax.op.multiply(normal, node.per_channel(vectors[0], rank)))
+    return node.emit(relax.op.add(scaled, node.per_channel(vectors[1], rank)))
 
 
 @converts("BatchNormalization")
@@ -131,6 +154,9 @@ def batch_normalization(node: Node) -> relax.Expr:
     """By the statistics given; in training mode by the batch's, which are mixed into the running ones."""
     if node.attribute("spatial", 1) != 1:
         raise node.refusal("spatial=0 (statistics per element) cannot be imported")
+    channels = node.shape(node.tensor(0))[1]
+    vectors = [require_shape(node, node.tensor(i), [channels], f"input {i}") for i in range(1, 5)]
+    node = replace(node, inputs=[with_sizes_of(node, node.tensor(0), vectors[0], 1), *vectors])
     if not node.attribute("training_mode", 0):
         if node.num_outputs > 1:
             raise node.refusal(f"asks for {node.num_outputs} outputs without training_mode")
@@ -187,13 +213,14 @@ def local_response_normalization(node: Node) -> relax.Expr:
     data = node.tensor(0)
     channels, rank = node.shape(data)[1], node.rank(data)
     size, dtype = node.attribute("size"), dtype_of(data)
+    node.check_ops(2 * size)
     before = (size - 1) // 2
     # A sum of shifted slices and not a kernel: the axis of these can move where images lie channels-last.
     widths = [0, 0, before, size - 1 - before, *[0, 0] * (rank - 2)]
     padded = node.emit(relax.op.nn.pad(relax.op.multiply(data, data), widths))
     squares: relax.Expr | None = None
     for offset in range(size):
-        part = node.emit(relax.op.strided_slice(padded, [1], [offset], [offset + channels]))
+        part = cut(node, padded, {1: (offset, channels, 1)})
         squares = part if squares is None else node.emit(relax.op.add(squares, part))
     alpha = const(node.attribute("alpha", 1e-4) / size, dtype)
     bias = const(node.attribute("bias", 1.0), dtype)

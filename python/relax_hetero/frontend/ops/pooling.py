@@ -15,6 +15,7 @@ from .convolution import pads_of, spatial
 from .elementwise import cast, widened
 from .node import Dim, Node, Position, const, dtype_of
 from .reductions import lowest
+from .required_sizes import as_expr
 from .table import converts
 
 
@@ -80,6 +81,11 @@ def windows_of(node: Node, data: relax.Expr) -> Windows:
     before, after = pads[:count], pads[count:]
     # With auto_pad the number of windows is given by the padding; only explicit padding is rounded up.
     rounds_up = bool(node.attribute("ceil_mode", 0)) and node.attribute("auto_pad", "NOTSET") in ("NOTSET", "", "VALID")
+    for a, size in enumerate(image):
+        node.require(as_expr(size) >= 1, f"axis {a + 2} of its input has {size} elements")
+        extent = (kernel[a] - 1) * dilations[a] + 1
+        text = f"its windows span {extent} elements of axis {a + 2}, which has {size} and padding"
+        node.require(as_expr(size) + before[a] + after[a] >= extent - (strides[a] if rounds_up else 0), text)
     output: list[Dim] = []
     for a, size in enumerate(image):
         span = size + before[a] + after[a] - (kernel[a] - 1) * dilations[a] - 1
@@ -180,16 +186,15 @@ def _window_sizes(node: Node, windows: Windows, counts_padding: bool, dtype: str
     for a, size in enumerate(output):
         bound = windows.image[a] + (windows.after[a] if counts_padding else 0)
         first = -windows.before[a] if counts_padding else 0
-        per_axis = [
-            sum(
-                first <= window * windows.strides[a] + step * windows.dilations[a] - windows.before[a] < bound
-                for step in range(windows.kernel[a])
-            )
-            for window in range(size)
-        ]
+        node.check_table(*output[: a + 1])
+        starts = np.arange(size) * windows.strides[a] - windows.before[a]
+        # Steps up to the first place that counts, and up to the first that no longer does.
+        skipped, reached = (
+            np.clip(-((starts - end) // windows.dilations[a]), 0, windows.kernel[a]) for end in (first, bound)
+        )
         shape = [1] * (2 + len(output))
         shape[2 + a] = size
-        counts = counts * np.array(per_axis).reshape(shape)
+        counts = counts * (reached - skipped).reshape(shape)
     return const(counts, dtype)
 
 
@@ -248,6 +253,8 @@ def global_pool(node: Node) -> relax.Expr:
     """Over all spatial axes, which become 1."""
     data = node.tensor(0)
     dtype, axes = dtype_of(data), list(range(2, node.rank(data)))
+    for axis, size in enumerate(node.shape(data)[2:]):
+        node.require(as_expr(size) >= 1, f"axis {axis + 2} of its input has {size} elements")
     if node.op_type == "GlobalMaxPool":
         return node.emit(relax.op.max(data, axes, keepdims=True))
     wide = widened(node, data)

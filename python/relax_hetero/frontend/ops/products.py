@@ -5,14 +5,17 @@ from __future__ import annotations
 from tvm import relax
 
 from .elementwise import HALF
-from .node import Node, const, dtype_of
+from .node import Dim, Node, const, dtype_of
 from .quantization_parameters import as_type, is_zero, reshaped
-from .table import convert_by_body, converts
+from .required_sizes import require_broadcast, require_equal, shown, stretched
+from .table import convert_by_body, convert_by_stock, converts
 
 
 def matmul(node: Node, a: relax.Expr, b: relax.Expr) -> relax.Expr:
     """Product in the operands' type; half precision is accumulated in float32."""
     dtype = dtype_of(a)
+    if min(node.rank(a), node.rank(b)) > 2:
+        a, b = stretched(node, [a, b], kept=2)
     if dtype not in HALF:
         return node.emit(relax.op.matmul(a, b))
     return node.emit(relax.op.astype(relax.op.matmul(a, b, out_dtype="float32"), dtype))
@@ -39,7 +42,7 @@ def gemm(node: Node) -> relax.Expr:
         result = node.emit(relax.op.multiply(result, const(alpha, dtype)))
     if not node.has(2) or beta == 0.0:
         return result
-    addend = node.tensor(2)
+    addend = require_broadcast(node, node.tensor(2), node.shape(result), "its C")
     if beta != 1.0:
         addend = node.emit(relax.op.multiply(addend, const(beta, dtype)))
     return node.emit(relax.op.add(result, addend))
@@ -53,6 +56,7 @@ def shifted(node: Node, value: relax.Expr, zero_point: relax.Expr | None, along:
     point = as_type(node, zero_point, "int32")
     if along is not None and node.rank(point) == 1 and node.static_shape(point) != [1]:
         rank = node.rank(value)
+        require_equal(node, node.shape(value)[along], node.static_shape(point)[0], f"axis {along % rank} has")
         shape = [1] * rank
         shape[along % rank] = node.static_shape(point)[0]
         point = reshaped(node, point, shape)
@@ -71,7 +75,35 @@ def matmul_integer(node: Node) -> relax.Expr:
         a_shifted = shifted(node, a, a_point, None)
     else:
         a_shifted = shifted(node, a, a_point, -2)
-    return node.emit(relax.op.matmul(a_shifted, shifted(node, b, b_point, -1), out_dtype="int32"))
+    b_shifted = shifted(node, b, b_point, -1)
+    if min(node.rank(a), node.rank(b)) > 2:
+        a_shifted, b_shifted = stretched(node, [a_shifted, b_shifted], kept=2)
+    return node.emit(relax.op.matmul(a_shifted, b_shifted, out_dtype="int32"))
+
+
+@converts("Einsum")
+def einsum(node: Node) -> relax.Expr:
+    """Sums of products, by an equation; axes of one letter have one size."""
+    equation = str(node.attribute("equation")).replace(" ", "")
+    operands = [node.tensor(i) for i in range(len(node.inputs))]
+    terms = equation.split("->")[0].split(",")
+    if len(terms) != len(operands):
+        raise node.refusal(f"its equation {equation!r} has {len(terms)} operands, found {len(operands)}")
+    sizes: dict[str, Dim] = {}
+    for term, operand in zip(terms, operands, strict=True):
+        dims = node.shape(operand)
+        letters = list(term)
+        if "..." in term:
+            before, after = term.split("...")
+            count = len(dims) - len(before) - len(after)
+            letters = [*before, *(f"...{count - place}" for place in range(count)), *after]
+        if len(letters) != len(dims):
+            raise node.refusal(f"its term {term!r} does not fit an operand of shape {shown(dims)}")
+        for letter, dim in zip(letters, dims, strict=True):
+            first = sizes.setdefault(letter, dim)
+            if not (isinstance(first, int) and isinstance(dim, int)):  # known sizes may be 1, which is repeated
+                require_equal(node, dim, first, f"{letter!r} of its equation {equation!r} has")
+    return convert_by_stock(node)
 
 
 @converts("Attention")

@@ -12,6 +12,7 @@ from .elementwise import cast
 from .node import Node, as_constant, const, dtype_of, is_float, onnx_dtype
 from .products import shifted
 from .quantization_parameters import INTEGER_RANGES, along, as_type, check_zero_point, is_zero, reshaped
+from .required_sizes import require_fits, require_shape
 from .table import convert_by_stock, converts
 
 
@@ -153,13 +154,15 @@ def _scalar(node: Node, index: int) -> relax.Expr:
     return reshaped(node, value, ())
 
 
-def _vector_along(node: Node, index: int, rank: int, axis: int) -> relax.Expr:
-    """A scalar input, or a vector laid along an axis."""
-    value = node.tensor(index)
+def _vector_along(node: Node, index: int, result: relax.Expr, axis: int) -> relax.Expr:
+    """A scalar input, or a vector laid along an axis of the result."""
+    value, rank = node.tensor(index), node.rank(result)
     if node.static_shape(value) in ([], [1]):
         return reshaped(node, value, ())
     if node.rank(value) == rank:
+        require_fits(node, value, node.shape(result), f"input {index}")
         return value
+    value = require_shape(node, value, [node.shape(result)[axis]], f"input {index}")
     return reshaped(node, value, [-1 if i == axis % rank else 1 for i in range(rank)])
 
 
@@ -170,8 +173,7 @@ def qlinear_matmul(node: Node) -> relax.Expr:
     product = node.emit(
         relax.op.matmul(shifted(node, a, node.tensor(2), -2), shifted(node, b, node.tensor(5), -1), out_dtype="int32")
     )
-    rank = node.rank(product)
-    scales = [_vector_along(node, 1, rank, -2), _vector_along(node, 4, rank, -1), _scalar(node, 6)]
+    scales = [_vector_along(node, 1, product, -2), _vector_along(node, 4, product, -1), _scalar(node, 6)]
     return _requantize(node, product, scales, _scalar(node, 7))
 
 
@@ -183,10 +185,10 @@ def qlinear_conv(node: Node) -> relax.Expr:
     check_zero_point(node, 4, 5)
     shifted_weight = shifted(node, weight, node.tensor(5), 0)
     total = integer_convolution(node, shifted(node, data, node.tensor(2), None), shifted_weight)
-    rank = node.rank(data)
     if node.has(8):
-        total = node.emit(relax.op.add(total, node.per_channel(node.tensor(8), rank)))
-    scales = [_scalar(node, 1), _vector_along(node, 4, rank, 1), _scalar(node, 6)]
+        bias = require_shape(node, node.tensor(8), [node.shape(total)[1]], "its bias")
+        total = node.emit(relax.op.add(total, node.per_channel(bias, node.rank(data))))
+    scales = [_scalar(node, 1), _vector_along(node, 4, total, 1), _scalar(node, 6)]
     return _requantize(node, total, scales, _scalar(node, 7))
 
 

@@ -8,6 +8,7 @@ from tvm import relax
 
 from .elementwise import cast
 from .node import Dim, Node, as_constant, const, dtype_of
+from .required_sizes import require_equal
 
 INTEGER_RANGES = {"uint8": (0, 255), "int8": (-128, 127), "uint16": (0, 65535), "int16": (-32768, 32767)}
 """Least and greatest numbers of the types that tensors are quantized to."""
@@ -73,9 +74,13 @@ def _broadcast(node: Node, parameter: relax.Expr, shape: list[Dim]) -> relax.Exp
         size = shape[axis]
         if not isinstance(size, int):
             raise node.refusal("blocks along a symbolic dimension cannot be imported")
+        for position, (count, dim) in enumerate(zip(own, shape, strict=True)):
+            wanted = -(-size // block) if position == axis else dim
+            require_equal(node, wanted, count, f"axis {position} of its input needs scales for")
         if own[axis] * block == size:
             return repeated
         return node.emit(relax.op.strided_slice(repeated, [axis], [0], [size]))
     if len(own) != 1:
         raise node.refusal(f"scale or zero point of shape {own} without block_size")
+    require_equal(node, shape[axis], own[0], f"axis {axis}, which has a scale or zero point each, has")
     return reshaped(node, parameter, [own[0] if i == axis else 1 for i in range(rank)])

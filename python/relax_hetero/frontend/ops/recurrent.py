@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from tvm import relax
 
-from .node import Node, const, dtype_of
+from .node import Dim, Node, const, dtype_of
+from .required_sizes import require_shape
 from .table import converts
 
 MAX_STEPS = 1024
@@ -186,8 +187,8 @@ def _run_direction(
     """Outputs of every step, in time order, and the last states."""
     step, gates, defaults = _STEPS[node.op_type]
     steps, batch, _ = node.static_shape(data)
-    dtype, hidden = dtype_of(data), int(node.attribute("hidden_size") or node.static_shape(node.tensor(2))[2])
-    transposed = [node.emit(relax.op.permute_dims(_row(node, node.tensor(i), direction), [1, 0])) for i in (1, 2)]
+    dtype, hidden = dtype_of(data), _hidden_size(node)
+    transposed = [node.emit(relax.op.permute_dims(_row(node, node.inputs[i], direction), [1, 0])) for i in (1, 2)]
     inputs = node.emit(relax.op.matmul(data, transposed[0]))
     recurrent_bias = None
     if node.has(3):
@@ -206,6 +207,7 @@ def _run_direction(
         given = node.tensor(index) if node.has(index) else None
         if given is not None and node.attribute("layout", 0):
             given = node.emit(relax.op.permute_dims(given, [1, 0, 2]))
+        node.check_table(batch, hidden)
         zeros = const(np.zeros((batch, hidden)), dtype)
         states.append(zeros if given is None else _row(node, given, direction))
     lengths = node.emit(relax.op.reshape(node.tensor(4), (batch, 1))) if node.has(4) else None
@@ -222,6 +224,31 @@ def _run_direction(
     return (outputs[::-1] if backwards else outputs), states
 
 
+def _hidden_size(node: Node) -> int:
+    return int(node.attribute("hidden_size") or node.static_shape(node.tensor(2))[2])
+
+
+def _with_checked_inputs(node: Node, data: relax.Expr, directions: int) -> Node:
+    """The node with inputs whose sizes agree with the data's, which is [steps, batch, input size]."""
+    _, batch, width = node.static_shape(data)
+    hidden, gates = _hidden_size(node), _STEPS[node.op_type][1]
+    state = [batch, directions, hidden] if node.attribute("layout", 0) else [directions, batch, hidden]
+    expected: dict[int, list[Dim]] = {
+        1: [directions, gates * hidden, width],
+        2: [directions, gates * hidden, hidden],
+        3: [directions, 2 * gates * hidden],
+        4: [batch],
+        5: list(state),
+        6: list(state),
+        7: [directions, 3 * hidden],
+    }
+    inputs = list(node.inputs)
+    for index, shape in expected.items():
+        if node.has(index):
+            inputs[index] = require_shape(node, node.tensor(index), shape, f"input {index}")
+    return replace(node, inputs=inputs)
+
+
 @converts("RNN", "GRU", "LSTM")
 def recurrent(node: Node) -> relax.Expr:
     """Forward, reverse or both, with sequence lengths, initial states, peepholes and clipping."""
@@ -234,6 +261,7 @@ def recurrent(node: Node) -> relax.Expr:
         raise node.refusal(f"has sequences of {steps} steps, expected 1 to {MAX_STEPS}")
     direction = node.attribute("direction", "forward")
     backwards = {"forward": [False], "reverse": [True], "bidirectional": [False, True]}[direction]
+    node = _with_checked_inputs(node, data, len(backwards))
     results = [_run_direction(node, data, i, len(backwards), back) for i, back in enumerate(backwards)]
     per_direction = [node.emit(relax.op.stack(outputs, axis=0)) for outputs, _ in results]
     sequence = node.emit(relax.op.stack(per_direction, axis=1))

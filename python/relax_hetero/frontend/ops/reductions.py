@@ -11,6 +11,7 @@ from tvm import relax, te, tirx
 
 from .elementwise import HALF, cast, widened
 from .node import Node, const, dtype_of, is_float
+from .required_sizes import any_of, as_expr, equal, shown
 from .table import converts
 
 Reduce = Callable[[Node, relax.Expr, list[int], bool], relax.Expr]
@@ -181,6 +182,10 @@ def arg_extreme(node: Node) -> relax.Expr:
     axis = node.axis(node.attribute("axis", 0), rank)
     keepdims, last = bool(node.attribute("keepdims", 1)), bool(node.attribute("select_last_index", 0))
     largest = node.op_type == "ArgMax"
+    dims = node.shape(data)
+    others = [equal(dim, 0) for position, dim in enumerate(dims) if position != axis]
+    text = f"there is no largest or smallest element along axis {axis} of shape {shown(dims)}"
+    node.require(any_of([tirx.NE(as_expr(dims[axis]), as_expr(0)), *others]), text)
     if dtype_of(data) == "bfloat16":
         data = cast(node, data, "float32")
     if not last and is_float(dtype_of(data)):

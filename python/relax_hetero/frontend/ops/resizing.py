@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from tvm import relax, te, tirx
 
 from .elementwise import cast
 from .node import Node, Position, const, dtype_of, is_float
-from .table import converts
+from .required_sizes import as_expr, require_equal, require_shape
+from .table import convert_by_stock, converts
 
 _FEW_TAPS = 16
 """Elements up to which an output element is their sum written out: bilinear takes 4, bicubic 16."""
@@ -104,6 +105,10 @@ def _cubic_kernel(distance: np.ndarray, a: float) -> np.ndarray:
 
 def taps(axis: ResizedAxis, mode: str, transformation: str, node: Node) -> ResizeTaps:
     """The input elements of every output element along one axis, and their weights."""
+    # The antialiasing filter widens the kernel where the axis shrinks.
+    shrink = min(axis.scale, 1.0) if node.attribute("antialias", 0) else 1.0
+    reach = 1 if mode == "linear" else 2
+    node.check_table(axis.after, 1 if mode == "nearest" else math.ceil(2 * reach / shrink) + 2, itemsize=32)
     source = source_coordinates(axis, transformation).astype(np.float64)
     left = np.ceil(source).astype(np.int64) - 1  # the element before, also for a whole coordinate
     distance = source - left
@@ -112,9 +117,6 @@ def taps(axis: ResizedAxis, mode: str, transformation: str, node: Node) -> Resiz
         nearest = left + _nearest(distance, node.attribute("nearest_mode", "round_prefer_floor"))
         places = np.clip(nearest, 0, axis.before - 1)[:, None]
         return ResizeTaps(places, np.ones(places.shape), outside)
-    # The antialiasing filter widens the kernel where the axis shrinks.
-    shrink = min(axis.scale, 1.0) if node.attribute("antialias", 0) else 1.0
-    reach = 1 if mode == "linear" else 2
     first = math.floor(-reach / shrink) + 1
     offsets = np.arange(first, 2 - first)
     away = (offsets[None, :] - distance[:, None]) * shrink
@@ -340,3 +342,23 @@ def _enlarged_axis(node: Node, data: relax.Expr, axis: int, scale: int, mode: st
 
     shape = [size * scale if a == axis else size for a, size in enumerate(node.shape(data))]
     return node.kernel("enlarge", element, data, shape=shape)
+
+
+@converts("GridSample")
+def grid_sample(node: Node) -> relax.Expr:
+    """As stock, where the grid has a place for each axis of the image, and as many batches."""
+    data, grid = node.tensor(0), node.tensor(1)
+    dims, places = node.shape(data), node.shape(grid)
+    require_equal(node, places[0], dims[0], "axis 0 of its grid, the batches, has")
+    require_equal(node, places[-1], len(dims) - 2, "the last axis of its grid, the coordinates, has")
+    for axis, size in enumerate(dims[2:]):
+        node.require(as_expr(size) >= 1, f"axis {axis + 2} of its input has {size} elements")
+    return convert_by_stock(node)
+
+
+@converts("AffineGrid")
+def affine_grid(node: Node) -> relax.Expr:
+    """As stock, for a size that is known and one matrix for each of its batches."""
+    size = node.known_dims(1, "its size is")
+    matrices = require_shape(node, node.tensor(0), [size[0], len(size) - 2, len(size) - 1], "its matrices")
+    return convert_by_stock(replace(node, inputs=[matrices, *node.inputs[1:]]))

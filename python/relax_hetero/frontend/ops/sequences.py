@@ -6,6 +6,7 @@ import tvm
 from tvm import relax
 
 from .node import Node, const
+from .slicing import cut
 from .table import converts
 
 
@@ -102,7 +103,9 @@ def split_to_sequence(node: Node) -> relax.Expr:
     size = node.shape(data)[axis]
     if not isinstance(size, int):
         raise node.refusal("splits a symbolic dimension; give its size with shapes=")
-    sizes = [1] * size
+    if not node.has(1):
+        node.check_ops(size)
+    sizes = [1] * (0 if node.has(1) else size)
     if node.has(1):
         known = node.constant(1)
         if known is None:
@@ -110,12 +113,17 @@ def split_to_sequence(node: Node) -> relax.Expr:
         sizes = [int(part) for part in known.reshape(-1)]
         if known.ndim == 0:
             part = sizes[0]
+            if part <= 0:
+                raise node.refusal(f"splits an axis into parts of {part}")
+            node.check_ops(size // part)
             sizes = [min(part, size - start) for start in range(0, size, part)]
+        if min(sizes, default=0) < 0 or sum(sizes) != size:
+            raise node.refusal(f"splits an axis of {size} into parts of {sizes}")
     parts, start = [], 0
     for part in sizes:
-        cut = node.emit(relax.op.strided_slice(data, [axis], [start], [start + part]))
+        taken = cut(node, data, {axis: (start, part, 1)})
         drops = not node.has(1) and not node.attribute("keepdims", 1)
-        parts.append(node.emit(relax.op.squeeze(cut, [axis])) if drops else cut)
+        parts.append(node.emit(relax.op.squeeze(taken, [axis])) if drops else taken)
         start += part
     return relax.Tuple(parts)
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from typing import Any
 
 import numpy as np
 import onnx
-import tvm_ffi
-from tvm import relax, te, tirx
+from tvm import relax, te, tirx, topi
 
-from .node import Dim, Node, Position, const, dtype_of
-from .table import converts
+from ..symbolic_sizes import symbolic_divisors, with_safe_divisions
+from .node import Dim, Node, Position, as_constant, as_dim, const, dtype_of
+from .required_sizes import MOST_ELEMENTS, any_of, as_expr, broadcast, equal, joined, shown
+from .table import convert_by_stock, converts
+
+_log = logging.getLogger("relax_hetero")
 
 
 @converts("Constant")
@@ -66,7 +71,10 @@ def size(node: Node) -> relax.Expr:
 
 
 def dims_at_run_time(node: Node, vector: relax.Expr, prefix: str) -> list[tirx.Var]:
-    """Symbolic dimensions that take the values of an int64 vector of static length when the model runs."""
+    """Symbolic sizes that take the values of a vector of integers of static length when the model runs.
+
+    Values that may be negative serve in requirements only: passes assume that the sizes of a tensor are not.
+    """
     (length,) = node.static_shape(vector)
     if dtype_of(vector) != "int64":
         vector = node.emit(relax.op.astype(vector, "int64"))
@@ -76,6 +84,26 @@ def dims_at_run_time(node: Node, vector: relax.Expr, prefix: str) -> list[tirx.V
     return dims
 
 
+def numbers_of(node: Node, values: relax.Expr, prefix: str) -> list[Dim]:
+    """The numbers of a vector of static length, symbolic where they are computed when the model runs."""
+    known = as_constant(values)
+    return list(dims_at_run_time(node, values, prefix)) if known is None else [int(number) for number in known]
+
+
+def require_axes(node: Node, axes: relax.Expr, rank: int) -> None:
+    """Require that axes, from the front or the back, are such of a tensor, and differ."""
+    found = numbers_of(node, axes, "axis")
+    for axis in found:
+        if isinstance(axis, int):
+            node.axis(axis, rank)
+        else:
+            node.require(tirx.all(axis >= -rank, axis < rank), f"an axis is out of range for rank {rank}")
+    from_front = [tirx.Select(as_expr(axis) < 0, as_expr(axis) + rank, as_expr(axis)) for axis in found]
+    for position, axis in enumerate(from_front):
+        for other in from_front[:position]:
+            node.require(tirx.NE(axis, other), "names an axis twice")
+
+
 def sizes_of(node: Node, value: relax.Expr) -> relax.Expr:
     """The shape of a tensor as an int64 vector."""
     return node.emit(relax.op.shape_to_tensor(relax.op.shape_of(value)))
@@ -83,29 +111,86 @@ def sizes_of(node: Node, value: relax.Expr) -> relax.Expr:
 
 @converts("Reshape")
 def reshape(node: Node) -> relax.Expr:
-    """With a target shape that is known or symbolic as stock, else computed when the model runs."""
+    """To a target that is known, symbolic or computed when the model runs; 0 copies a size, -1 takes the rest."""
     if isinstance(node.inputs[0], relax.ShapeExpr) and node.dims(1) == [-1]:
         return node.inputs[0]
     data = node.tensor(0)
     target = node.dims(1) if node.has(1) else list(node.attribute("shape", ()))
     if target is None:
         return relax.op.reshape(data, relax.ShapeExpr(_target_at_run_time(node, data)))
-    has_zero = any(isinstance(dim, int) and dim == 0 for dim in target)
-    if has_zero and node.attribute("allowzero", 0):  # no elements: only the shape is left to say
+    allows_zero = bool(node.attribute("allowzero", 0))
+    known = [dim for dim in target if isinstance(dim, int)]
+    if any(dim < -1 for dim in known) or known.count(-1) > 1 or (allows_zero and 0 in known and -1 in known):
+        raise node.refusal(f"its target is {shown(target)}, expected sizes of which one at most is -1")
+    if 0 not in known:
+        return _reshaped(node, data, target)
+    dims = node.shape(data)
+    if allows_zero:  # no elements: only the shape is left to say
+        node.require(
+            any_of([equal(dim, 0) for dim in dims]), f"reshapes elements of shape {shown(dims)} to {shown(target)}"
+        )
         return node.filled(target, 0, dtype_of(data))
-    dims = node.shape(data) if has_zero else []
-    resolved = [dims[i] if isinstance(dim, int) and dim == 0 else dim for i, dim in enumerate(target)]
-    return relax.op.reshape(data, resolved)
+    if any(isinstance(dim, int) and dim == 0 for dim in target[len(dims) :]):
+        raise node.refusal(f"its target {shown(target)} copies a size that shape {shown(dims)} does not have")
+    copied = [dims[i] if isinstance(dim, int) and dim == 0 else dim for i, dim in enumerate(target)]
+    return _reshaped(node, data, copied)
+
+
+def _reshaped(node: Node, data: relax.Expr, target: list[Dim]) -> relax.Expr:
+    """To a target without copied sizes."""
+    if data.ty.shape is None:
+        return relax.op.reshape(data, target)
+    dims = node.shape(data)
+    subject = f"reshapes {shown(dims)} to {shown(target)}"
+    others = math.prod([as_expr(dim) for dim in target if not (isinstance(dim, int) and dim == -1)], start=as_expr(1))
+    elements = math.prod(map(as_expr, dims), start=as_expr(1))
+    open_axes = [axis for axis, dim in enumerate(target) if isinstance(dim, int) and dim == -1]
+    if not open_axes:
+        _note_fixed_sizes(node, dims, target)
+        node.require(equal(elements, others), f"{subject}, which has another number of elements")
+        return node.emit(relax.op.reshape(data, target))
+    rest = node.shape(node.builder.normalize(relax.op.reshape(data, target)))[open_axes[0]]
+    for divisor in symbolic_divisors(rest):  # TVM divides by the other sizes, and cancels what it can
+        node.require(tirx.NE(divisor, as_expr(0)), f"{subject}, which leaves the size of -1 open")
+    rest = with_safe_divisions(rest)
+    node.require(equal(others * as_expr(rest), elements), f"{subject}, which do not divide evenly")
+    return node.emit(relax.op.reshape(data, [rest if axis in open_axes else dim for axis, dim in enumerate(target)]))
+
+
+def _note_fixed_sizes(node: Node, dims: list[Dim], target: list[Dim]) -> None:
+    """Tell that a target of numbers leaves a symbolic size one value, such as the batch that an exporter traced."""
+    symbolic = [dim for dim in dims if not isinstance(dim, int)]
+    if not symbolic or not all(isinstance(dim, int) for dim in target):
+        return
+    others, elements = math.prod(dim for dim in dims if isinstance(dim, int)), math.prod(map(int, target))
+    if others == 0 or elements % others:
+        return
+    product = " * ".join(str(dim) for dim in symbolic)
+    _log.warning(
+        "%s writes its target %s as a constant: calls are refused unless %s is %d", node.title, shown(target), product,
+        elements // others,
+    )  # fmt: skip
 
 
 def _target_at_run_time(node: Node, data: relax.Expr) -> list[tirx.Var]:
     """Dimensions of the result where the target is an input: 0 copies a dimension, -1 takes the remaining elements."""
     target = node.tensor(1)
     (length,) = node.static_shape(target)
+    rank = node.rank(data)
+    allows_zero = bool(node.attribute("allowzero", 0))
+    given = dims_at_run_time(node, target, "target")
+    for dim in given:
+        node.require(tirx.GE(dim, as_expr(-1)), "its target has a size below -1")
+    for axis, dim in enumerate(given):
+        for other in given[:axis]:
+            node.require(any_of([tirx.NE(dim, as_expr(-1)), tirx.NE(other, as_expr(-1))]), "its target has -1 twice")
+    if not allows_zero:
+        for dim in given[rank:]:
+            node.require(tirx.NE(dim, as_expr(0)), f"its target copies a size that its input, of rank {rank}, lacks")
     zero, one = relax.const(0, "int64"), relax.const(1, "int64")
+    target = target if dtype_of(target) == "int64" else node.emit(relax.op.astype(target, "int64"))
     sizes = sizes_of(node, data)
-    if not node.attribute("allowzero", 0):
-        rank = node.rank(data)
+    if not allows_zero:
         if rank < length:
             sizes = node.emit(relax.op.concat([sizes, const(np.ones(length - rank), "int64")], axis=0))
         elif rank > length:
@@ -115,38 +200,29 @@ def _target_at_run_time(node: Node, data: relax.Expr) -> list[tirx.Var]:
     known = node.emit(relax.op.prod(relax.op.where(is_open, one, target), keepdims=True))
     elements = node.emit(relax.op.prod(sizes_of(node, data), keepdims=True))
     rest = node.emit(relax.op.floor_divide(elements, relax.op.maximum(known, one)))
-    return dims_at_run_time(node, node.emit(relax.op.where(is_open, rest, target)), "reshape_dim")
+    found = dims_at_run_time(node, node.emit(relax.op.where(is_open, rest, target)), "reshape_dim")
+    for axis, dim in enumerate(given):
+        others = [tirx.NE(size, as_expr(0)) for size in found[:axis] + found[axis + 1 :]]
+        if others:
+            message = "its target leaves the size of -1 open: another size is 0"
+            node.require(any_of([tirx.NE(dim, as_expr(-1)), tirx.all(*others)]), message)
+    if data.ty.shape is not None:
+        dims = node.shape(data)
+        _require_product(node, found, dims)
+    return found
 
 
-def _joined(node: Node, own: Dim, wanted: Dim) -> Dim:
-    """One dimension of a tensor of size `own` broadcast with `wanted`, either of which may turn out to be 1."""
-    if isinstance(own, int) and isinstance(wanted, int):
-        if own != wanted and 1 not in (own, wanted):
-            raise node.refusal(f"size {own} does not broadcast to {wanted}")
-        return wanted if own == 1 else own
-    if isinstance(own, int):
-        return wanted if own == 1 else own
-    if isinstance(wanted, int):
-        return own if wanted == 1 else wanted
-    return own if tvm_ffi.structural_equal(own, wanted) else tirx.max(own, wanted)
-
-
-def broadcast(node: Node, data: relax.Expr, target: list[Dim]) -> relax.Expr:
-    """`data` with its last axes stretched to `target`; an axis whose size is only known by name may be 1 or equal."""
-    dims = node.shape(data)
-    aligned: list[Dim] = [1] * (len(target) - len(dims)) + dims
-    pairs = list(zip(aligned, target, strict=True))
-    if all(dim == 1 if isinstance(dim, int) else tvm_ffi.structural_equal(dim, size) for dim, size in pairs) or all(
-        isinstance(dim, int) and isinstance(size, int) for dim, size in pairs
-    ):
-        return node.emit(relax.op.broadcast_to(data, relax.ShapeExpr(target)))
-
-    # Held inside the axis, the index is 0 where the size is 1 and itself where it is the target's.
-    def element(i: Position, x: te.Tensor) -> tirx.Expr:
-        own = i[len(target) - len(dims) :]
-        return x(*(tirx.min(place, size - 1) for place, size in zip(own, x.shape, strict=True)))
-
-    return node.kernel("broadcast", element, data, shape=target)
+def _require_product(node: Node, found: list[tirx.Var], dims: list[Dim]) -> None:
+    """Require that sizes have as many elements as a tensor; their product may be larger than an integer."""
+    elements = math.prod(map(as_expr, dims), start=as_expr(1))
+    message = f"its target has another number of elements than its input, of shape {shown(dims)}"
+    product = as_expr(1)
+    for dim in found:  # no size but of an empty tensor is larger than the number of elements
+        node.require(any_of([equal(elements, 0), tirx.LE(dim, tirx.floordiv(elements, tirx.max(product, 1)))]), message)
+        product = product * dim
+    none = any_of([equal(dim, 0) for dim in found])
+    node.require(any_of([tirx.NE(elements, as_expr(0)), none]), message)
+    node.require(any_of([equal(elements, 0), equal(product, elements)]), message)
 
 
 @converts("Expand")
@@ -156,13 +232,13 @@ def expand(node: Node) -> relax.Expr:
     target = node.dims(1)
     if target is None:
         return _expand_at_run_time(node, data)
+    if any(isinstance(size, int) and size < 0 for size in target):
+        raise node.refusal(f"its target is {shown(target)}, expected sizes of 0 and more")
     dims = node.shape(data)
     rank = max(len(dims), len(target))
     aligned: list[Dim] = [1] * (rank - len(dims)) + dims
     wanted: list[Dim] = [1] * (rank - len(target)) + target
-    # Exporters write -1 for a dimension that stays.
-    wanted = [dim if isinstance(size, int) and size == -1 else size for dim, size in zip(aligned, wanted, strict=True)]
-    return broadcast(node, data, [_joined(node, dim, size) for dim, size in zip(aligned, wanted, strict=True)])
+    return broadcast(node, data, [joined(node, dim, size) for dim, size in zip(aligned, wanted, strict=True)])
 
 
 def _expand_at_run_time(node: Node, data: relax.Expr) -> relax.Expr:
@@ -173,11 +249,39 @@ def _expand_at_run_time(node: Node, data: relax.Expr) -> relax.Expr:
     if rank < length:
         sizes = node.emit(relax.op.concat([const(np.ones(length - rank), "int64"), sizes], axis=0))
     elif rank > length:
-        target = node.emit(relax.op.concat([const(np.ones(rank - length), "int64"), target], axis=0))
+        target = node.emit(relax.op.concat([const(np.ones(rank - length), dtype_of(target)), target], axis=0))
     # A broadcast of an empty tensor stays empty: only a 1 gives way to the other's size.
+    target = target if dtype_of(target) == "int64" else node.emit(relax.op.astype(target, "int64"))
     is_one = relax.op.equal(target, relax.const(1, "int64"))
     dims = dims_at_run_time(node, node.emit(relax.op.where(is_one, sizes, target)), "expand_dim")
+    for own, size in zip(reversed(node.shape(data)), reversed(dims), strict=False):
+        node.require(any_of([equal(own, 1), equal(own, size)]), f"size {own} does not broadcast to {size}")
+    for size in dims:
+        node.require(tirx.GE(size, as_expr(0)), "its target has a negative size")
     return broadcast(node, data, list(dims))
+
+
+@converts("Tile")
+def tile(node: Node) -> relax.Expr:
+    """The input repeated along each axis."""
+    data = node.tensor(0)
+    dims, repeats = node.shape(data), node.dims(1)
+    if repeats is None:
+        repeats = numbers_of(node, node.tensor(1), "repeat")
+    if len(repeats) != len(dims):
+        raise node.refusal(f"has {len(repeats)} numbers of repeats for {len(dims)} axes")
+    for size, count in zip(dims, repeats, strict=True):
+        node.require(as_expr(count) >= 0, f"repeats {count} times")
+        most = tirx.floordiv(as_expr(MOST_ELEMENTS), tirx.max(as_expr(size), as_expr(1)))
+        node.require(as_expr(count) <= most, f"repeats an axis of {size} elements {count} times")
+    if all(isinstance(count, int) and count == 1 for count in repeats):
+        return data
+
+    def element(i: Position, x: te.Tensor) -> tirx.Expr:
+        return x(*(topi.floor_mod(place, size) for place, size in zip(i, x.shape, strict=True)))
+
+    shape = [as_dim(size * count) for size, count in zip(dims, repeats, strict=True)]
+    return node.kernel("tile", element, data, shape=shape)
 
 
 @converts("ConstantOfShape")
@@ -187,6 +291,44 @@ def constant_of_shape(node: Node) -> relax.Expr:
     value = np.zeros(1, "float32") if given is None else onnx.numpy_helper.to_array(given)
     dims: list[Any] | None = node.dims(0)
     if dims is None:
-        dims = dims_at_run_time(node, node.tensor(0), "filled_dim")
+        dims = list(dims_at_run_time(node, node.tensor(0), "filled_dim"))
+        for dim in dims:
+            node.require(as_expr(dim) >= 0, f"has a size of {dim}")
     scalar = const(value.reshape(()))
     return relax.op.broadcast_to(scalar, relax.ShapeExpr(dims))
+
+
+@converts("Squeeze")
+def squeeze(node: Node) -> relax.Expr:
+    """Without axes of size 1: those given, or all; a size that only a call knows must turn out to be right."""
+    data = node.tensor(0)
+    dims = node.shape(data)
+    axes = list(node.attribute("axes", ())) if node.opset < 13 else []
+    if node.opset >= 13 and node.has(1):
+        known = node.constant(1)
+        if known is None:
+            raise node.unknown("its axes are")
+        axes = [int(axis) for axis in known.reshape(-1)]
+    elif not axes:
+        for axis, dim in enumerate(dims):
+            node.require(
+                isinstance(dim, int) or tirx.NE(dim, as_expr(1)),
+                f"drops axis {axis} where its size is 1, which would leave another rank",
+            )
+        axes = [axis for axis, dim in enumerate(dims) if isinstance(dim, int) and dim == 1]
+    dropped = {node.axis(axis, len(dims)) for axis in axes}
+    for axis in sorted(dropped):
+        node.require(equal(dims[axis], 1), f"drops axis {axis} of size {dims[axis]}, expected 1")
+    if all(isinstance(dims[axis], int) for axis in dropped):
+        return node.emit(relax.op.squeeze(data, sorted(dropped))) if dropped else data
+    return node.emit(relax.op.reshape(data, [dim for axis, dim in enumerate(dims) if axis not in dropped]))
+
+
+@converts("Unsqueeze")
+def unsqueeze(node: Node) -> relax.Expr:
+    """With further axes of size 1, at places that are known or computed when the model runs."""
+    if node.opset >= 13 and node.constant(1) is None:
+        axes = node.tensor(1)
+        (count,) = node.static_shape(axes)
+        require_axes(node, axes, node.rank(node.tensor(0)) + count)
+    return convert_by_stock(node)

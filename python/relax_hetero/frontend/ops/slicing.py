@@ -11,10 +11,12 @@ from tvm import relax, te, tirx
 from ..symbolic_sizes import analyzer_for, simplified
 from .elementwise import cast
 from .node import Dim, Node, Position, const, dtype_of
-from .shapes import dims_at_run_time, sizes_of
+from .required_sizes import as_expr, equal, require_multiple, require_shape, shown
+from .shapes import dims_at_run_time, numbers_of, require_axes, sizes_of
 from .table import converts
 
 _UNBOUNDED = 2**31 - 1  # what exporters write for "to the end"
+_LONGEST_STEP = 2**48  # beyond every axis: a longer step takes one element too, and must not overflow
 
 
 @converts("Slice")
@@ -31,17 +33,21 @@ def slice_(node: Node) -> relax.Expr:
     if starts is None or ends is None or axes is None or steps is None or not all(map(_has_sign, [*starts, *ends])):
         return _slice_at_run_time(node, data)
     which = [node.axis(int(axis), rank) for axis in axes] if axes.size else list(range(len(starts)))
-    strides = [int(step) for step in steps] if steps.size else [1] * len(starts)
+    strides = (
+        [max(min(int(step), _LONGEST_STEP), -_LONGEST_STEP) for step in steps] if steps.size else [1] * len(starts)
+    )
     if not len(which) == len(strides) == len(starts) == len(ends):
         raise node.refusal(f"has {len(starts)} starts, {len(ends)} ends, {len(which)} axes and {len(strides)} steps")
     if 0 in strides:
         raise node.refusal("a step is 0")
+    if len(set(which)) != len(which):
+        raise node.refusal(f"slices an axis twice: axes {which}")
     dims = node.shape(data)
     ranges = [
         _range(dims[axis], start, end, step)
         for axis, start, end, step in zip(which, starts, ends, strides, strict=True)
     ]
-    return _cut(node, data, dict(zip(which, ranges, strict=True)))
+    return cut(node, data, dict(zip(which, ranges, strict=True)))
 
 
 def _optional_numbers(node: Node, index: int) -> np.ndarray | None:
@@ -84,6 +90,8 @@ def _range(size: Dim, start: Dim, end: Dim, step: int) -> tuple[Dim, Dim, int]:
     distance = last - first if step > 0 else first - last
     count = tvm.tirx.floordiv(distance + (abs(step) - 1), abs(step)) if abs(step) > 1 else distance
     is_whole = not isinstance(distance, int) and distance is size
+    if step < 0:  # the first element of an empty axis is none of it
+        count = tirx.min(count, size)
     return first, size if is_whole else _not_negative(count), step
 
 
@@ -91,7 +99,8 @@ def _not_negative(count: Any) -> Dim:
     return max(count, 0) if isinstance(count, int) else simplified(tirx.max(count, 0))
 
 
-def _cut(node: Node, data: relax.Expr, ranges: dict[int, tuple[Dim, Dim, int]]) -> relax.Expr:
+def cut(node: Node, data: relax.Expr, ranges: dict[int, tuple[Dim, Dim, int]]) -> relax.Expr:
+    """Elements of some axes: for each its first one, their number and the step."""
     dims = node.shape(data)
     sizes = [ranges[axis][1] if axis in ranges else dim for axis, dim in enumerate(dims)]
     if any(isinstance(size, int) and size == 0 for size in sizes):
@@ -125,7 +134,13 @@ def _slice_at_run_time(node: Node, data: relax.Expr) -> relax.Expr:
     (count,) = node.static_shape(starts)
     axes = cast(node, node.tensor(3), "int64") if node.has(3) else const(np.arange(count), "int64")
     steps = cast(node, node.tensor(4), "int64") if node.has(4) else const(np.ones(count), "int64")
-    zero, one = const(0, "int64"), const(1, "int64")
+    for values, subject in ((ends, "its ends"), (axes, "its axes"), (steps, "its steps")):
+        require_shape(node, values, [count], subject)
+    require_axes(node, axes, rank)
+    for step in numbers_of(node, steps, "step"):
+        node.require(step != 0 if isinstance(step, int) else tirx.NE(step, as_expr(0)), "a step is 0")
+    zero, one, longest = const(0, "int64"), const(1, "int64"), const(_LONGEST_STEP, "int64")
+    steps = node.emit(relax.op.maximum(relax.op.minimum(steps, longest), const(-_LONGEST_STEP, "int64")))
 
     emit = node.emit
 
@@ -152,7 +167,7 @@ def _slice_at_run_time(node: Node, data: relax.Expr) -> relax.Expr:
     distance = emit(relax.op.where(forward, distance, relax.op.negative(distance)))
     width = emit(relax.op.maximum(relax.op.abs(step), one))
     rounded = relax.op.subtract(relax.op.add(distance, width), one)
-    counts = emit(relax.op.maximum(relax.op.floor_divide(rounded, width), zero))
+    counts = emit(relax.op.minimum(relax.op.maximum(relax.op.floor_divide(rounded, width), zero), size))
     dims = dims_at_run_time(node, counts, "slice_dim")
 
     # An axis that is not sliced starts at 0 with step 1, like any other.
@@ -168,22 +183,25 @@ def split(node: Node) -> relax.Expr:
     data = node.tensor(0)
     axis = node.axis(node.attribute("axis", 0), node.rank(data))
     size = node.shape(data)[axis]
-    sizes = node.dims(1) if node.has(1) else node.attribute("split")
-    if node.has(1) and sizes is None:
-        raise node.unknown("the sizes of its parts are")
+    sizes = numbers_of(node, node.tensor(1), "part") if node.has(1) else node.attribute("split")
     if sizes is None:
-        parts = node.attribute("num_outputs", node.num_outputs)
-        if not isinstance(size, int):
-            if node.opset >= 18:
-                raise node.refusal("splits a symbolic dimension evenly; give its size with shapes=")
+        parts = int(node.attribute("num_outputs", node.num_outputs))
+        if node.opset < 18 and not isinstance(size, int):
+            require_multiple(node, size, parts, "splits an axis of")
             return node.emit(relax.op.split(data, parts, axis))
-        part = -(-size // parts)
-        sizes = [min(part, max(size - i * part, 0)) for i in range(parts)]
-    is_known = all(isinstance(part, int) for part in sizes)
-    if isinstance(size, int) and is_known and sum(sizes) != size:
-        raise node.refusal(f"splits an axis of {size} into parts of {list(sizes)}")
+        node.check_ops(parts)
+        part = tirx.ceildiv(size, parts) if not isinstance(size, int) else -(-size // parts)
+        sizes = [part] * (parts - 1) + [size - part * (parts - 1)]
+    text = f"splits an axis of {size} into parts of {shown(sizes)}"
+    if len(sizes) != node.num_outputs:
+        raise node.refusal(f"{text}, but has {node.num_outputs} outputs")
+    total: Dim = 0
+    for part in sizes:
+        node.require(tirx.all(as_expr(part) >= 0, as_expr(part) <= as_expr(size)), text)
+        total = total + part
+    node.require(equal(total, size), text)
     fields, start = [], 0
     for part in sizes:
-        fields.append(_cut(node, data, {axis: (start, part, 1)}))
+        fields.append(cut(node, data, {axis: (start, part, 1)}))
         start = start + part
     return relax.Tuple(fields) if len(fields) > 1 else fields[0]

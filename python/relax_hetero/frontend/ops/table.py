@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +12,12 @@ import tvm
 from tvm import relax, tirx
 from tvm.relax.frontend.onnx.onnx_frontend import _get_convert_map
 
+from ..import_limits import MAX_RANK
 from ..symbolic_sizes import SizeIsBounded, is_at_most
 from .fold import fold
 from .function_body import expand, has_body
 from .node import Dim, Node, as_dim
+from .required_sizes import MOST_ELEMENTS, with_one_shape
 
 Convert = Callable[[Node], Any]
 """A converter of ours: from a node to its output, or to a `relax.Tuple` of its outputs."""
@@ -23,10 +26,16 @@ _OURS: dict[str, Convert] = {}
 # Stock TVM looks up ops of onnxruntime's own domain by the same names; ONNX does not define those.
 _STOCK: dict[str, Any] = {name: converter for name, converter in _get_convert_map().items() if onnx.defs.has(name)}
 _BROADCASTING = frozenset(
-    "Add And BitwiseAnd BitwiseOr BitwiseXor Div Equal Greater GreaterOrEqual Less LessOrEqual Max Mean Min Mod Mul Or "
-    "Pow Sub Sum Where Xor".split()
+    "Add And BitShift BitwiseAnd BitwiseOr BitwiseXor Div Equal Greater GreaterOrEqual Less LessOrEqual Max Mean Min "
+    "Mod Mul Or Pow Sub Sum Where Xor".split()
 )
 """Op types all of whose inputs broadcast to each other."""
+_TAKE_SIZES = frozenset(
+    "AffineGrid CenterCropPad Col2Im ConstantOfShape Expand Pad ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp "
+    "ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum ReduceSumSquare Reshape Resize Slice Squeeze Tile Unsqueeze "
+    "Upsample".split()
+)
+"""Op types whose inputs behind the data are vectors with an entry or two for each dimension."""
 
 
 def converts(*op_types: str) -> Callable[[Convert], Convert]:
@@ -49,14 +58,46 @@ def convert_node(node: Node) -> Any:
     FrontendError: if the op, or this form of it, cannot be imported.
     SizeIsBounded: if its inputs show that a size is bounded which was not known to be.
     """
+    _check_lengths(node)
     folded = fold(node)
     if folded is not None:
         return folded
     if node.op_type in _BROADCASTING:
         _check_bounds(node)
+        node = with_one_shape(node)
     ours = _OURS.get(node.op_type)
     value = ours(node) if ours is not None else convert_by_default(node)
-    return node.builder.normalize(value) if isinstance(value, relax.Expr) else value
+    if not isinstance(value, relax.Expr):
+        return value
+    value = node.builder.normalize(value)
+    _check_extents(node, value.ty)
+    return value
+
+
+def _check_extents(node: Node, ty: tvm.ir.Type) -> None:
+    """Refuse a result whose known sizes no memory can hold, before anything is made of it."""
+    if isinstance(ty, tvm.ir.TupleType):
+        for field in ty.fields:
+            _check_extents(node, field)
+    shape = ty.shape if isinstance(ty, relax.TensorType) else None
+    if not isinstance(shape, relax.ShapeExpr):
+        return
+    known = [int(dim) for dim in shape.values if isinstance(dim, tirx.IntImm)]
+    text = f"its result would have the shape [{', '.join(map(str, shape.values))}]"
+    if any(size < 0 for size in known):
+        raise node.refusal(f"{text}, expected sizes of 0 and more")
+    if math.prod(max(size, 1) for size in known) > MOST_ELEMENTS:
+        raise node.refusal(f"{text}, more elements than memory can hold")
+
+
+def _check_lengths(node: Node) -> None:
+    """Refuse vectors of sizes, axes or pads with more entries than any tensor has dimensions, known or not."""
+    if node.op_type not in _TAKE_SIZES:
+        return
+    for index in range(0 if node.op_type == "ConstantOfShape" else 1, len(node.inputs)):
+        shape = _shape_of(node.inputs[index])
+        if shape is not None and len(shape) == 1 and isinstance(shape[0], int) and shape[0] > 2 * MAX_RANK:
+            raise node.refusal(f"input {index} has {shape[0]:,} entries, expected at most 2 for each dimension")
 
 
 def convert_by_default(node: Node) -> Any:

@@ -22,12 +22,15 @@ from tvm import tirx
 from tvm_ffi import WalkResult, structural_equal, structural_walk
 
 from ..core.builder import Expr
-from .stages import Axis, Load, Stage, loads, replaced, sources, with_loads
+from .stages import Axis, Load, Stage, loads, node_count, replaced, sources, with_loads
 
 # Up to so many operations are repeated wherever their value is read rather than stored once.
 _CHEAP = 8
 # A value read in another order is stored once its expression has grown beyond this.
 _LARGE = 96
+# Nor is a value repeated whose expression has so many nodes, indices and casts included: a chain of values that each
+# read the one before twice would double with each of them.
+_TOO_LARGE = 512
 # Calls that cost no more than an addition.
 _LIGHT_CALLS = frozenset(("prim.if_then_else", "prim.likely", "tirx.reinterpret", "tirx.fabs"))
 
@@ -165,7 +168,7 @@ def _with_values(stage: Stage, inline: dict[tirx.Buffer, Stage]) -> Stage:
 
 def _is_inlined(stage: Stage, uses: list[tuple[Stage, Load]]) -> bool:
     weight, heavy = _weight(stage.values[0])
-    if weight > _LARGE:
+    if weight > _LARGE or node_count(stage.values[0]) > _TOO_LARGE:
         return False
     in_place = [is_at(load, later) and not later.initial and _alike(stage, later) for later, load in uses]
     if all(in_place):

@@ -164,6 +164,13 @@ def sources(expr: Expr) -> list[tirx.Buffer]:
     return [load.source for load in loads(expr)]
 
 
+def node_count(expr: Expr) -> int:
+    """How many nodes an expression has, written out as a tree."""
+    found: list[None] = []
+    structural_walk(expr, (tvm.ir.Expr, lambda _: found.append(None)))
+    return len(found)
+
+
 def variables(expr: Expr) -> set[tirx.Var]:
     """Every variable in `expr`, buffers included."""
     found: list[tirx.Var] = []

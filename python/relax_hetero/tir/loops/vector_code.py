@@ -14,7 +14,7 @@ from ..core.builder import Expr, lane_indices
 from .boxes import choices_of, is_choice
 from .flat import FlatBox, stride
 from .nests import Nest
-from .stages import Load, loads, replaced, sources, variables, with_loads
+from .stages import Load, loads, node_count, replaced, sources, variables, with_loads
 
 Slots = Mapping[tirx.Buffer, tirx.Buffer]
 """By what it holds values of: a slot of memory with an element for each lane, which becomes a register."""
@@ -24,6 +24,9 @@ LANE = tirx.Var("lane", "int64")
 
 # Functions that TVM's vectorizer takes apart lane by lane, but whose vectors the build lowers.
 _OF_VECTORS = frozenset(f"tirx.{name}" for name in "erf log1p asin acos atan asinh acosh atanh nearbyint".split())
+# An expression of more nodes is computed before it is used. TVM's simplifier takes time that doubles with each maximum
+# of a minimum inside of another, and its walks recurse.
+_MOST_NODES = 64
 # Reads of every second, third or fourth element are contiguous reads and a shuffle.
 _FURTHEST = 4
 
@@ -99,9 +102,15 @@ def reading(expr: Expr, held: Slots, inline: Mapping[tirx.Buffer, Expr]) -> Expr
     def change(load: Load) -> Expr:
         if load.source in inline:
             return inline[load.source]
-        return tirx.BufferLoad(held[load.source], [LANE]) if load.source in held else load
+        return _value_in(load.source, held[load.source]) if load.source in held else load
 
     return with_loads(expr, change)
+
+
+def _value_in(buffer: tirx.Buffer, register: tirx.Buffer) -> Expr:
+    """A buffer's value from the slot that holds it: memory has bytes for truth values."""
+    value = tirx.BufferLoad(register, [LANE])
+    return value != tirx.const(0, register.dtype) if register.dtype != buffer.dtype else value
 
 
 def write_point(box: FlatBox, var: tirx.Var | None, start: Expr, lanes: int, sums: Slots) -> None:
@@ -130,10 +139,11 @@ def write_point(box: FlatBox, var: tirx.Var | None, start: Expr, lanes: int, sum
         inline.pop(buffer, None)
         uses = sum(source.same_as(buffer) for _, later in steps[n + 1 :] for source in sources(later))
         is_stored = buffer in here.places and last[buffer] == n
-        if uses + is_stored > 1 and buffer.dtype != "bool":
-            held[buffer] = slot(buffer.dtype, lanes)
-            store(held[buffer], value, LANE, lanes)
-            value = tirx.BufferLoad(held[buffer], [LANE])
+        is_large = uses > 0 and node_count(value) > _MOST_NODES
+        if is_large or (uses + is_stored > 1 and buffer.dtype != "bool"):
+            held[buffer] = slot("uint8" if buffer.dtype == "bool" else buffer.dtype, lanes)
+            store(held[buffer], value.astype(held[buffer].dtype), LANE, lanes)
+            value = _value_in(buffer, held[buffer])
         else:
             inline[buffer] = value
         if is_stored:

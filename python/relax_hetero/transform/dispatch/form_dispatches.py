@@ -30,6 +30,7 @@ from ..ir.findings import record_dispatches
 from ..ir.kernels import called_prim_func, fused_ops, with_ops
 from ..ir.module_attrs import is_lowered
 from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions, walk_bindings
+from ..ir.root_blocks import with_root_blocks
 from .bind_targets import bind_targets
 from .bound_kernels import bound_kernels
 from .keep_devices import keep_devices
@@ -38,6 +39,13 @@ from .name_kernel_variables import name_kernel_variables
 from .schedule_cpu import schedule_cpu
 from .schedule_gpu import schedule_gpu
 from .tied_operands import note_ties
+from .wide_extents import widen_extents
+
+_FUSED = "relax.FuseOps.max_depth"
+MOST_FUSED = 64
+"""Ops in one kernel. Reading, scheduling and compiling a kernel takes time that grows faster than its length, and LLVM
+recurses into it, so TVM's own bound of 256 is too high for chains that are long enough; what work repeats in real
+models, gates of recurrent cells and gelu among it, is shorter than 32."""
 
 
 def form_dispatches(mod: tvm.IRModule) -> tvm.IRModule:
@@ -55,10 +63,10 @@ def form_dispatches(mod: tvm.IRModule) -> tvm.IRModule:
     if any(isinstance(b.value, relax.Function) for _, func in relax_functions(mod) for b in walk_bindings(func)):
         mod = relax.transform.LambdaLift()(mod)
     written = {gv.name_hint for gv in mod.get_global_vars()}
-    mod = bound_kernels(legalize(mod))
+    mod = bound_kernels(legalize(widen_extents(with_root_blocks(mod))))
     stock = relax.transform
-    fold = [stock.AnnotateTIROpPattern(), stock.FoldConstant(), stock.FuseOps()]
-    mod = tvm.transform.Sequential(fold)(forget_targets(mod, written))
+    fold = [stock.AnnotateTIROpPattern(), stock.FoldConstant()]
+    mod = _with_fused_ops(tvm.transform.Sequential(fold)(forget_targets(mod, written)))
     ops = fused_ops(mod)
     fuse = [stock.FuseTIR(), stock.DeadCodeElimination(), stock.CanonicalizeBindings()]
     mod = with_ops(tvm.transform.Sequential(fuse)(mod), ops)
@@ -66,6 +74,14 @@ def form_dispatches(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 FormDispatches = declare_pass("FormDispatches", form_dispatches)
+
+
+def _with_fused_ops(mod: tvm.IRModule) -> tvm.IRModule:
+    """Stock FuseOps with our bound on a kernel's ops, unless the caller's context has one."""
+    context = tvm.transform.PassContext.current()
+    config = {_FUSED: MOST_FUSED, **dict(context.config)}
+    with tvm.transform.PassContext(context.opt_level, context.required_pass, context.disabled_pass, config=config):
+        return relax.transform.FuseOps()(mod)
 
 
 def _for_their_devices(mod: tvm.IRModule) -> tvm.IRModule:

@@ -6,6 +6,8 @@ without a kernel is an error that names op, variable and operands; `is_kept` say
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import tvm
 from tvm import relax
 from tvm_ffi import structural_map
@@ -25,6 +27,8 @@ _KEPT_OPS = frozenset(
     relax.memory.view relax.memory.ensure_zero_offset""".split()
 )
 _SORTS_AND_SCANS = frozenset(f"relax.{name}" for name in ("bucketize", "sort", "argsort", "topk", "cumsum", "cumprod"))
+# Their stock kernels compute with halves in float32, and give that back.
+_OF_ANOTHER_TYPE = ("relax.nn.batch_norm",)
 _KEPT_PREFIXES = ("relax.builtin.", "relax.memory.", "relax.vm.", "relax.inspect.", "relax.hetero.")
 
 
@@ -49,7 +53,32 @@ def legalize(mod: tvm.IRModule) -> tvm.IRModule:
 def _with_kernels(mod: tvm.IRModule) -> tvm.IRModule:
     if any(op_name(binding.value) in _SORTS_AND_SCANS for _, f in relax_functions(mod) for binding in walk_bindings(f)):
         mod = relax.backend.DispatchSortScan()(mod)  # these have no legalization but a kernel per kind of target
-    return relax.transform.LegalizeOps(legalizations())(mod)
+    kernels = legalizations() | {name: _of_its_type(name) for name in _OF_ANOTHER_TYPE}
+    return relax.transform.LegalizeOps(kernels)(mod)
+
+
+def _of_its_type(name: str) -> Callable[[relax.BlockBuilder, relax.Call], relax.Expr]:
+    """The stock legalization of an op with several results, each cast to the type that the op gives it."""
+    stock = tvm.ir.Op.get(name).get_attr("FLegalize")
+
+    def legalize_op(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
+        made = builder.normalize(stock(builder, call))
+        wanted = list(call.ty.fields)
+        if [field.dtype for field in made.ty.fields] == [field.dtype for field in wanted]:
+            return made
+        results = builder.emit(made)
+        cast = tvm.ir.Op.get("relax.astype").get_attr("FLegalize")
+        fields = [builder.emit(relax.TupleGetItem(results, number)) for number in range(len(wanted))]
+        return relax.Tuple(
+            [
+                field
+                if field.ty.dtype == ty.dtype
+                else builder.emit(cast(builder, builder.normalize(relax.op.astype(field, ty.dtype))))
+                for field, ty in zip(fields, wanted, strict=True)
+            ]
+        )
+
+    return legalize_op
 
 
 def is_kept(name: str) -> bool:

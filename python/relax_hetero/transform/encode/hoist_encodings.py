@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import tvm
-from tvm import relax
+from tvm import relax, tirx
 
 from ...encoding.packed_layout import PackedLayout
 from ...op import encoded as ops
@@ -149,6 +149,9 @@ class _Packer:
         source = self._source(value.args[0]) if name in _COMPUTED else None
         if source is None or name == TRANSFER:
             return source
+        shape = value.ty.shape
+        if not isinstance(shape, relax.ShapeExpr) or not all(isinstance(dim, tirx.IntImm) for dim in shape.values):
+            return None  # reshaped to sizes that only a call knows
         return source.then(name, value)
 
     def _pack(self, source: _Source, layout: PackedLayout) -> tvm.runtime.Tensor:

@@ -38,6 +38,7 @@ from ..ir.root_blocks import with_root_blocks
 from ..partition.written_arguments import note_written
 from .check_size_divisors import check_size_divisors
 from .lower_pinned_storage import LowerPinnedStorage
+from .lower_requirements import LowerRequirements
 from .lower_transfers import LowerTransfers, writes_in_place
 from .note_memory import NoteMemory
 from .pin_transferred import PinTransferred
@@ -70,9 +71,11 @@ def lowering_steps(must_copy: bool) -> list[tvm.transform.Pass]:
         Of LowerTransfers.
     """
     return [
-        relax.transform.RewriteDataflowReshape(),
+        # A kernel that moves nothing would become an alias, which a kernel in place may not overwrite.
+        *([] if must_copy else [relax.transform.RewriteDataflowReshape()]),
         relax.transform.ToNonDataflow(),
         relax.transform.RemovePurityChecking(),
+        LowerRequirements(),
         SettlePackedResults(),
         relax.transform.CallTIRRewrite(),
         LowerTransfers(must_copy),

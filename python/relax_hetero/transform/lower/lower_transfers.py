@@ -11,9 +11,10 @@ After::
 
 The operands are the value, the destination's index in the module's device list (the virtual machine knows which
 physical device that is today), and whether the result must be a new tensor even if the value is there already:
-it must in a module that writes in place, since the source may have other readers. A tensor of known shape gets
-room from the machine's pool, whose memory is in use already; fresh memory costs a page fault each 4 KB. Between CPUs,
-which share their memory, a result that need not be new gets none: it is its operand by another device's name.
+it must in a module that writes in place, since the source may have other readers, and it must where the program asks
+for a copy (`relax_hetero.op.copy`). A tensor of known shape gets room from the machine's pool, whose memory is in use
+already; fresh memory costs a page fault each 4 KB. Between CPUs, which share their memory, a result that need not be
+new gets none: it is its operand by another device's name.
 
 Assumes no dataflow blocks, purity checks removed, and memory that is not planned yet, so that rooms share storage with
 other tensors. A second run changes nothing.
@@ -24,6 +25,7 @@ from __future__ import annotations
 import tvm
 from tvm import relax
 
+from ...op.copies import COPY
 from ...target.vdevice import is_cpu, vdevice_index, vdevices_of
 from ..ir.declare import declare_pass
 from ..ir.op_names import IN_PLACE, TRANSFER
@@ -47,12 +49,15 @@ def lower_transfers(mod: tvm.IRModule, must_copy: bool | None = None) -> tvm.IRM
 
     def change(binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
         value = binding.value
-        if op_name(value) != TRANSFER:
+        if op_name(value) not in (TRANSFER, COPY):
             return binding
-        index = vdevice_index(value.attrs.dst_vdevice, vdevices)
-        is_alias = not must_copy and all(_is_on_cpu(ty) for ty in (value.args[0].ty, binding.var.ty))
+        is_copy = op_name(value) == COPY
+        destination = binding.var.ty.vdevice if is_copy else value.attrs.dst_vdevice
+        index = 0 if destination is None else vdevice_index(destination, vdevices)
+        must_be_new = must_copy or is_copy
+        is_alias = not must_be_new and all(_is_on_cpu(ty) for ty in (value.args[0].ty, binding.var.ty))
         room = [] if is_alias else _room(binding.var, index)
-        operands = [value.args[0], relax.prim_value(index), relax.prim_value(int(must_copy)), *(r.var for r in room)]
+        operands = [value.args[0], relax.prim_value(index), relax.prim_value(int(must_be_new)), *(r.var for r in room)]
         ty = binding.var.ty
         call = relax.Call(relax.ExternFunc(TO_DEVICE), operands, None, [ty], value.span, ret_ty=ty)
         return [*room, relax.VarBinding(binding.var, call, binding.span)]

@@ -22,7 +22,8 @@ with the last of its kernels, and neither waits for what the other does not need
 of the user's packed functions are steps of their own, which hold every device that they may use. A function that uses
 one of the module's devices is one step, itself, so that another device is free meanwhile.
 
-Functions with checks of shapes, local functions or effects, and those that overwrite what something else reads, or
+What a function requires of the sizes of its parameters is checked by the steps that come first. Functions with other
+checks of shapes, local functions or effects, and those that overwrite what something else reads, or
 call a function that writes in place, have no schedule: there what runs later must not run earlier. They go through the
 queues whole.
 
@@ -45,6 +46,7 @@ from ..ir.blocks import renamed, used_vars
 from ..ir.declare import declare_pass
 from ..ir.findings import findings_of, with_findings
 from ..ir.module_attrs import is_lowered
+from ..ir.requirements import in_requirements
 from ..ir.rewriting import copy_module, fresh_global_var, global_vars_in, relax_functions, typed, walk_bindings
 from .device_partition import BindingDevices, DevicePartition, Part
 from .transfer_dependences import is_transfer
@@ -77,7 +79,9 @@ def schedules_of(mod: tvm.IRModule) -> list[Schedule]:
 
 
 def _can_be_cut(func: relax.Function) -> bool:
-    bindings = walk_bindings(func.body, nested=False)
+    bindings = list(walk_bindings(func.body, nested=False))
+    required = in_requirements(bindings)
+    bindings = [binding for position, binding in enumerate(bindings) if position not in required]
     plain = all(isinstance(b, relax.VarBinding) and not isinstance(b.value, relax.Function) for b in bindings)
     return bool(func.is_pure) and plain and isinstance(func.body, relax.SeqExpr)
 
@@ -94,7 +98,11 @@ class _Cutter:
     def __init__(self, name: str, func: relax.Function, places: BindingDevices, taken: set[str]) -> None:
         self.functions: dict[tvm.ir.GlobalVar, relax.Function] = {}
         self._name, self._func, self._places, self._taken = name, func, places, taken
-        self._parts = DevicePartition(list(walk_bindings(func.body, nested=False)), places)
+        bindings = list(walk_bindings(func.body, nested=False))
+        required = in_requirements(bindings)
+        self._required = [binding for position, binding in enumerate(bindings) if position in required]
+        rest = [binding for position, binding in enumerate(bindings) if position not in required]
+        self._parts = DevicePartition(rest, places)
         self._bindings = self._parts.bindings
         self._position = {binding.var: index for index, binding in enumerate(self._bindings)}
         self._inputs: dict[relax.Var, int] = {param: index for index, param in enumerate(func.params)}
@@ -156,7 +164,9 @@ class _Cutter:
             return Step(part.devices[0], self._number_each(reads), self._number_each([first.var]), source=source)
         makes = [self._bindings[index].var for index in part.members if self._bindings[index].var in wanted]
         gv = fresh_global_var(f"{self._name}_step", tvm.ir.Type.missing(), self._taken)
-        func, sizes = step_function(bindings, reads, makes)
+        # What a call requires of its sizes, the steps check before which no other step can have done so.
+        required = [] if any(self._is_computed(var) for var in reads) else self._required
+        func, sizes = step_function([*required, *bindings], reads, makes)
         self.functions[typed(gv, func.ty)] = func
         return Step(
             part.devices[0],
@@ -167,6 +177,11 @@ class _Cutter:
             also=part.devices[1:],
             calls=tuple(name for binding in bindings for name in _callees(binding.value)),
         )
+
+    def _is_computed(self, var: relax.Var) -> bool:
+        """Whether a step that is no mere transfer has made a variable."""
+        index = self._position.get(var)
+        return index is not None and not is_transfer(self._bindings[index])
 
     def _number_each(self, variables: Iterable[relax.Var]) -> tuple[int, ...]:
         return tuple(self._numbers.setdefault(var, len(self._numbers)) for var in variables)
@@ -215,13 +230,13 @@ def _vars_in(result: Any) -> Iterator[relax.Var]:
 
 
 def step_function(
-    bindings: Sequence[relax.VarBinding], reads: Sequence[relax.Var], makes: Sequence[relax.Var]
+    bindings: Sequence[relax.Binding], reads: Sequence[relax.Var], makes: Sequence[relax.Var]
 ) -> tuple[relax.Function, tuple[str, ...]]:
     """A function of some bindings of another one.
 
     Parameters
     ----------
-    bindings : sequence of relax.VarBinding
+    bindings : sequence of relax.Binding
         In order, without effects.
     reads, makes : sequence of relax.Var
         What becomes its parameters and its results: a tuple unless it is one.
@@ -242,7 +257,10 @@ def step_function(
         is_local = is_dataflow and binding.var not in makes
         var = (relax.DataflowVar if is_local else relax.Var)(binding.var.name, binding.var.ty)
         names[binding.var] = var
-        copies.append(relax.VarBinding(var, copy.value, binding.span))
+        if isinstance(copy, relax.MatchCast):
+            copies.append(relax.MatchCast(var, copy.value, copy.ty, binding.span))
+        else:
+            copies.append(relax.VarBinding(var, copy.value, binding.span))
     results = [names[var] for var in makes]
     value = results[0] if len(results) == 1 else relax.Tuple(results)
     block = (relax.DataflowBlock if is_dataflow else relax.BindingBlock)(copies)

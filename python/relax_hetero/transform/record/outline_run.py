@@ -57,7 +57,8 @@ class RunOutliner:
         steps = self._steps()
         arena = self._placed()
         inputs, constants = list(self._inputs.values()), list(self._constants.values())
-        results = [value for value in self._values if value.is_result and value.home not in inputs]
+        given = set(inputs)
+        results = [value for value in self._values if value.is_result and value.home not in given]
         outlined = OutlinedRegion(gv, function, self._run.vdevice, inputs, constants, results, [], arena, steps)
         said = {e for v in (*inputs, *constants, *results) for e in v.shape if isinstance(e, tirx.Var)}
         outlined.numbers = [symbol for symbol in outlined.symbols() if symbol not in said]
@@ -92,13 +93,16 @@ class RunOutliner:
 
     def _is_mine(self, var: relax.Var) -> bool:
         """Whether what uses a variable is in the run, or shows it to the run alone."""
-
-        def mine(user: int) -> bool:
-            binding = self._block.bindings[user]
-            is_shown = binding.var in self._stay and is_view(binding) and self._block.stays(binding.var)
-            return user in self._members or (is_shown and self._is_mine(binding.var))
-
-        return all(map(mine, self._block.users.get(var, [])))
+        pending = [var]
+        while pending:
+            for user in self._block.users.get(pending.pop(), []):
+                binding = self._block.bindings[user]
+                if user in self._members:
+                    continue
+                if not (binding.var in self._stay and is_view(binding) and self._block.stays(binding.var)):
+                    return False
+                pending.append(binding.var)
+        return True
 
     def _viewed(self, view: relax.Expr) -> list[RegionValue]:
         if isinstance(view, relax.TupleGetItem):
@@ -146,7 +150,8 @@ class RunOutliner:
         return not self._block.stays(var) or any(user not in self._members for user in users)
 
     def _bindings(self, outlined: OutlinedRegion) -> list[relax.Binding]:
-        over = [value for value in self._values if value.is_result and value.home in outlined.inputs]
+        positions = {value: number for number, value in enumerate(outlined.inputs)}
+        over = [value for value in self._values if value.is_result and value.home in positions]
         if not outlined.results and not over:
             return []
         fresh = [value.ty for value in outlined.results]
@@ -155,7 +160,7 @@ class RunOutliner:
         types = [*fresh, *(value.ty for value in over)]
         args = relax.Tuple([*self._inputs, *self._constants, *outlined.numbers])
         if over:
-            places = [-1] * len(fresh) + [outlined.inputs.index(value.home) for value in over]
+            places = [-1] * len(fresh) + [positions[value.home] for value in over]
             call = relax.call_tir_inplace(outlined.gv, args, places, types)
         else:
             call = relax.call_tir(outlined.gv, args, types)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,14 +42,32 @@ class RegionValue:
     over: RegionValue | None = None
     offset: Any = 0
     shape: list[Any] = field(init=False)
+    _nearer: RegionValue | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.shape = [plain_extent(extent) for extent in self.ty.shape.values]
 
     @property
     def home(self) -> RegionValue:
-        """The value that lay first in the same memory."""
-        return self if self.over is None else self.over.home
+        """The value that lay first in the same memory.
+
+        Kernels that work in place make chains as long as the model, so each value that is passed on the way keeps a
+        short cut to where the way ends.
+        """
+        passed: list[RegionValue] = []
+        value = self
+        while value.over is not None:
+            passed.append(value)
+            value = value._nearer or value.over
+        for one in passed:
+            one._nearer = value
+        return value
+
+    @staticmethod
+    def forget_homes(values: Iterable[RegionValue]) -> None:
+        """Drop the short cuts of values, some of which have memory of their own again."""
+        for value in values:
+            value._nearer = None
 
     @property
     def dtype(self) -> str:

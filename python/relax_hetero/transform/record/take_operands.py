@@ -71,6 +71,7 @@ def take_operands(
     free : collection of RegionValue
         Those that the run is given and may overwrite.
     """
+    made, free = frozenset(made), frozenset(free)
     taken: list[Draft] = []
     for now, draft in enumerate(drafts):
         if draft.over:
@@ -83,7 +84,10 @@ def take_operands(
                 draft.take(number, operand)
                 taken.append(draft)
                 break
-    return _without_dead_ends(taken, free)
+    kept = _without_dead_ends(taken, free)
+    if len(kept) < len(taken):
+        RegionValue.forget_homes(made)
+    return kept
 
 
 def _is_last_reader(draft: Draft, operand: int, result: int, now: int, pairs: Sequence[Tie]) -> bool:

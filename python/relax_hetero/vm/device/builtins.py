@@ -100,6 +100,13 @@ def pinned_storage(size: Sequence[int], index: int) -> runtime.Tensor:
     return empty((nbytes,), "uint8", device) if pinned is None else pinned
 
 
+@tvm_ffi.register_global_func("relax_hetero.refuse_sizes", override=True)
+def refuse_sizes(function: str, message: str, *sizes: Any) -> None:
+    """HeteroError: a call of `function` has sizes that do not meet a requirement; names and values take turns."""
+    values = ", ".join(f"{name} = {value}" for name, value in zip(sizes[::2], sizes[1::2], strict=True))
+    raise HeteroError(f"function {function!r}: {message}" + (f" ({values})" if values else ""))
+
+
 def _machine(function: str, index: int) -> tuple[Sequence[runtime.Device], Sequence[str]]:
     """Devices and memory scopes of the machine on this thread."""
     if running.machine is None:

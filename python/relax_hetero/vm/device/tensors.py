@@ -95,7 +95,7 @@ def alias(tensor: runtime.Tensor, device: runtime.Device) -> runtime.Tensor:
     `device` must be able to read that memory: the same device type, and for other than CPUs the same id; or a GPU, if
     it is pinned memory of the host.
     """
-    capsule = tensor.__dlpack__()
+    capsule = tensor._to_dlpack()
     head = _head(capsule)
     head.device_type, head.device_id = device.dlpack_device_type(), device.index
     if head.byte_offset:
@@ -106,7 +106,16 @@ def alias(tensor: runtime.Tensor, device: runtime.Device) -> runtime.Tensor:
 
 def has_offset(tensor: runtime.Tensor) -> bool:
     """Whether a tensor starts inside its allocation by a byte offset, which kernels do not accept."""
-    return bool(_head(tensor.__dlpack__()).byte_offset)
+    capsule = tensor._to_dlpack()  # the head lies in memory that goes with it
+    return bool(_head(capsule).byte_offset)
+
+
+def on_host(tensor: runtime.Tensor) -> runtime.Tensor:
+    """The tensor if the host can read it, else a copy there, made when the work that its device was given is done.
+
+    The one road by which numpy gets at what a device computed.
+    """
+    return tensor if tensor.__dlpack_device__()[0] in (CPU, CUDA_HOST) else copy_to(tensor, runtime.device("cpu", 0))
 
 
 def view_bytes(data: np.ndarray, shape: tuple[int, ...], dtype: str) -> runtime.Tensor:
@@ -117,8 +126,7 @@ def view_bytes(data: np.ndarray, shape: tuple[int, ...], dtype: str) -> runtime.
 
 def bytes_of(tensor: runtime.Tensor) -> np.ndarray:
     """The bytes of a contiguous tensor as ``uint8``; shared with it where it is on a CPU."""
-    if not is_host(tensor.device):
-        tensor = copy_to(tensor, runtime.device("cpu", 0))
+    tensor = on_host(tensor)
     if nbytes_of(tensor) == 0:
         return np.empty(0, "uint8")
     flat = _view(tensor, tvm_ffi.Shape((nbytes_of(tensor),)), "uint8", 0)

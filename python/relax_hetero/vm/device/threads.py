@@ -1,9 +1,11 @@
 """The threads that kernels run on: as many as the code was compiled for, shared by callers that run at once.
 
-TVM gives every calling thread a pool of its own, as wide as half the CPUs it sees, and pins it and the caller to the
-first cores. Two callers then compete for the same cores with twice the threads. Here each call first settles how many
-threads are its own: all cores where it is alone, a share of them where other threads are in calls of theirs.
-``TVM_NUM_THREADS`` and ``TVM_BIND_THREADS``, where they are set, still say how many there are and whether to pin them.
+Every calling thread has workers of its own (`workers`). Two callers would compete for the same cores with twice the
+threads, so each call first settles how many threads are its own: all cores where it is alone, a share of them where
+other threads are in calls of theirs. ``TVM_NUM_THREADS``, where it is set, still says how many there are.
+
+Code that brings no workers along (`Threads.are_stock`) runs on TVM's pool of the calling thread, which is settled
+likewise. TVM would pin it and the caller to the first cores, unless ``TVM_BIND_THREADS`` says otherwise.
 """
 
 from __future__ import annotations
@@ -11,12 +13,15 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import tvm_ffi
+from tvm import runtime
 
 from ...artifact.metadata import CPU, DeviceSpec
 from ...errors import HeteroError
 from ...target.cpu_cores import num_cores
+from . import workers
 
 # A caller that shared takes all cores again after so many calls alone: changing costs microseconds.
 PATIENCE = 32
@@ -24,45 +29,71 @@ PATIENCE = 32
 # TVM's mode of choosing cores for pinned threads (ThreadGroup::kBig): its default, the fastest ones.
 _FASTEST_CORES = 1
 
-_configure = tvm_ffi.get_global_func("runtime.config_threadpool")
+_configure_stock = tvm_ffi.get_global_func("runtime.config_threadpool")
 
 
-class Pool:
-    """A thread's pool.
+@dataclass(frozen=True)
+class Threads:
+    """The threads that a machine's kernels run on.
 
     Attributes
     ----------
-    width: How many threads it has, the caller included; 0 before its first call.
+    width: How many, the caller included.
+    are_stock: Whether they are TVM's: the code brings no workers along, or they are to be pinned.
+    """
+
+    width: int
+    are_stock: bool
+
+
+class Pool:
+    """A thread's helpers: workers, or TVM's pool.
+
+    Attributes
+    ----------
+    width: How many threads there are, the caller included; 0 before its first call.
     used: How many of them kernels are cut for; -1 where they stayed behind in a process that this one was forked from.
     alone: Calls since another thread was in one.
     """
 
-    __slots__ = ("alone", "used", "width")
+    __slots__ = ("alone", "are_stock", "used", "width")
 
-    def __init__(self) -> None:
+    def __init__(self, are_stock: bool) -> None:
+        self.are_stock = are_stock
         self.width = self.used = self.alone = 0
 
 
 class _Mine(threading.local):
     def __init__(self) -> None:
-        self.pool = Pool()
+        self.pool, self.stock = Pool(False), Pool(True)
 
 
 _mine = _Mine()
 _calling: set[Pool] = set()
 
 
-def has_lost_threads() -> bool:
-    """Whether this thread's helpers stayed behind in the process that this one was forked from: kernels would wait."""
-    return _mine.pool.used < 0
+def has_lost_threads(threads: Threads) -> bool:
+    """Whether this thread's pool stayed behind in the process that this one was forked from: kernels would wait.
+
+    Workers can be begun anew, TVM's pool of a thread cannot.
+    """
+    return threads.are_stock and _mine.stock.used < 0
 
 
 def after_fork() -> None:
     """In a process that was forked: no other thread is in a call, and this one's helpers are gone (see `forks`)."""
     _calling.clear()
-    if _mine.pool.used > 1:
-        _mine.pool = Pool()
-        _mine.pool.used = -1
+    _mine.pool = Pool(False)
+    workers.after_fork()
+    if _mine.stock.used > 1:
+        _mine.stock = Pool(True)
+        _mine.stock.used = -1
+
+
+def threads_of(devices: Sequence[DeviceSpec], module: runtime.Module) -> Threads:
+    """The threads that loaded code for these devices is to run on; its parallel loops are directed to them."""
+    os.environ.setdefault("TVM_BIND_THREADS", "0")  # TVM reads it when it starts or changes a pool
+    return Threads(threads_for(devices), not workers.use_workers(module))
 
 
 def threads_for(devices: Sequence[DeviceSpec]) -> int:
@@ -90,19 +121,24 @@ def _given_threads() -> int:
     return int(given) if given.isdigit() else 0
 
 
-def leave_threads_unpinned() -> None:
-    """Have TVM pin no threads unless the environment says so; it reads that when it starts or changes a pool."""
-    os.environ.setdefault("TVM_BIND_THREADS", "0")
+def keep_threads(threads: Threads) -> None:
+    """Give this thread helpers that no other caller shares: it runs a queue."""
+    for are_stock in {False, threads.are_stock}:
+        _configure(threads.width, threads.width, are_stock)
 
 
-def keep_threads(width: int) -> None:
-    """Give this thread a pool of `width` threads that no other caller shares: it runs a queue."""
-    _configure(_FASTEST_CORES, width, ["0"] * width)
+def _configure(room: int, used: int, are_stock: bool) -> None:
+    if are_stock:
+        # TVM takes the length of the list for the width; the numbers in it are not used in this mode.
+        _configure_stock(_FASTEST_CORES, used, ["0"] * room)
+    else:
+        workers.configure(room, used)
 
 
-def enter_call(width: int) -> Pool | None:
-    """Settle this thread's pool for a call that may use `width` threads; `leave_call` follows unless it is None."""
-    pool = _mine.pool
+def enter_call(threads: Threads) -> Pool | None:
+    """Settle this thread's helpers for a call on `threads`; `leave_call` follows unless it is None."""
+    pool = _mine.stock if threads.are_stock else _mine.pool
+    width = threads.width
     if pool in _calling:  # a kernel written in Python calls a machine
         return None
     _calling.add(pool)
@@ -128,6 +164,5 @@ def _settle(pool: Pool, width: int, callers: int) -> None:
     share = max(1, width // callers)
     pool.alone = pool.alone + 1 if callers == 1 else 0
     if width != pool.width or share < pool.used or (share > pool.used and pool.alone > PATIENCE):
-        # TVM takes the length of the list for the width; the numbers in it are not used in this mode.
-        _configure(_FASTEST_CORES, share, ["0"] * width)
+        _configure(width, share, pool.are_stock)
         pool.width, pool.used = width, share

@@ -23,6 +23,7 @@ from tvm import runtime
 from ..device.cuda_driver import CudaError
 from ..device.cuda_library import CudaLibrary
 from ..device.cuda_streams import Event, Stream
+from ..device.threads import Threads
 from .device_queue import DeviceQueue, Work
 
 
@@ -47,7 +48,7 @@ class CudaQueue(DeviceQueue):
     """
 
     def __init__(self, name: str, stream: Stream) -> None:
-        super().__init__(name, threads=1)
+        super().__init__(name, threads=Threads(1, True))
         self.stream = stream
         self.ends = DeviceQueue(f"ends of {name}")
         self._issued = itertools.count()

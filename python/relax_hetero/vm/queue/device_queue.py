@@ -20,7 +20,7 @@ from heapq import heappop, heappush
 from typing import Protocol
 
 from ...errors import HeteroError
-from ..device.threads import keep_threads
+from ..device.threads import Threads, keep_threads
 from .fence import here
 
 
@@ -41,14 +41,14 @@ class DeviceQueue:
     ----------
     name: Of the thread, and in messages.
     cores: The CPUs of a CPU device's thread and its helpers; empty for none of its own.
-    threads: How many threads kernels are cut for; 0 where that is not for this queue to say.
+    threads: That its kernels run on; None where it runs none.
 
     Attributes
     ----------
     lock: Held while work of this queue runs; work that uses several devices holds the locks of all.
     """
 
-    def __init__(self, name: str, cores: Sequence[int] = (), threads: int = 0) -> None:
+    def __init__(self, name: str, cores: Sequence[int] = (), threads: Threads | None = None) -> None:
         self.name = name
         self.lock = threading.Lock()
         self._line = _Line(name, tuple(cores), threads)
@@ -71,7 +71,7 @@ class DeviceQueue:
 class _Line:
     """The state that a queue shares with its thread, which must not keep the queue and so the machine alive."""
 
-    def __init__(self, name: str, cores: tuple[int, ...], threads: int) -> None:
+    def __init__(self, name: str, cores: tuple[int, ...], threads: Threads | None) -> None:
         self.thread: threading.Thread | None = None
         self._name, self._cores, self._threads = name, cores, threads
         self._is_open = True
@@ -157,7 +157,7 @@ class _Line:
         if self._cores:
             with suppress(OSError, AttributeError):  # a platform without, or cores that were taken away
                 os.sched_setaffinity(threading.get_native_id(), self._cores)
-        if self._threads:
+        if self._threads is not None:
             keep_threads(self._threads)
         here.is_worker = True
 

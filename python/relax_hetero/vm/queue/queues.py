@@ -23,7 +23,7 @@ from ..device.builtins import running
 from ..device.cuda_driver import CudaError
 from ..device.cuda_library import CUDA, cuda_library
 from ..device.tensors import alias, is_host, map_tensors, same_device
-from ..device.threads import threads_of_queues
+from ..device.threads import Threads, threads_of_queues
 from .copy_queues import CopyQueues
 from .cuda_queue import CudaQueue, Point, follow_callers_streams, shared_stream
 from .device_queue import DeviceQueue
@@ -59,6 +59,7 @@ class Queues:
         scopes: Sequence[str],
         constants: Any,
         load: Callable[[], runtime.Module],
+        are_threads_stock: bool = False,
     ) -> None:
         self._metadata, self._devices, self._scopes = metadata, devices, scopes
         self._constants, self._load = constants, load
@@ -79,7 +80,8 @@ class Queues:
             if key not in queues and key[0] == CUDA and cuda is not None:
                 queues[key] = CudaQueue(f"queue of {device}", shared_stream(cuda, key[1], "kernels"))
             elif key not in queues:
-                queues[key] = DeviceQueue(f"queue of {device}", cpus.get(key, ()), threads.get(key, 1))
+                own = Threads(threads.get(key, 1), are_threads_stock)
+                queues[key] = DeviceQueue(f"queue of {device}", cpus.get(key, ()), own)
         self.by_entry = [queues[key] for key in keys]
         self.all = list(queues.values())
         self._machines: dict[DeviceQueue, tuple[runtime.Module, dict[str, Any]]] = {}

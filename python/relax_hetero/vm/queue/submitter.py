@@ -17,7 +17,7 @@ from ..device.constants import PlacedConstants
 from ..device.forks import MachineLock, tell_of_forks
 from ..device.memory_limit import PoolWatch
 from ..device.tensors import AddressRange, is_host
-from ..device.threads import has_lost_threads
+from ..device.threads import Threads, has_lost_threads
 from ..file.executable import Executable
 from .call import Prepared
 from .fence import Fence
@@ -58,13 +58,14 @@ class Submitter:
         constants: PlacedConstants,
         max_in_flight: int,
         make_queues: Callable[[], Queues],
+        threads: Threads,
     ) -> None:
         about = executable.metadata
         self.calls = QueuedCalls(machine, lock, max_in_flight, make_queues)
-        self.queued_functions = set(executable.function_names) if has_lost_threads() else overlapping(about)
+        self.queued_functions = set(executable.function_names) if has_lost_threads(threads) else overlapping(about)
         self.is_host_alone = all(map(is_host, devices))
         self._executable, self._arguments, self._lock = executable, arguments, lock
-        self._pool, self._constants = pool, constants
+        self._pool, self._constants, self._threads = pool, constants, threads
         self._entries = range(len(devices) - 1)
         self._schedules = {schedule.function: schedule for schedule in about.schedules}
         self._plans: dict[str, QueuePlan] = {}
@@ -127,5 +128,5 @@ class Submitter:
             )
             self._lock.refuse(why)
             self.calls.lose(HeteroError(why))
-        elif has_lost_threads():
+        elif has_lost_threads(self._threads):
             self.queued_functions = set(self._executable.function_names)

@@ -5,6 +5,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from tvm import relax
 
+import relax_hetero as rh
 from frontend.ops.checking import expected, run, uniform
 from relax_hetero.frontend.ops.fold import MAX_ELEMENTS, fold
 from relax_hetero.frontend.ops.node import Node, as_constant, const
@@ -42,8 +43,8 @@ def test_several_outputs():
     "node",
     [
         constant_node("Add", np.zeros(MAX_ELEMENTS + 1), np.zeros(1)),
-        constant_node("Expand", np.zeros(1), np.array([1 << 20, 1 << 20])),
-        constant_node("Range", np.array(0), np.array(1 << 40), np.array(1)),
+        constant_node("Expand", np.zeros(1), np.array([1 << 10, 1 << 10])),
+        constant_node("Range", np.array(0), np.array(1 << 20), np.array(1)),
         constant_node("LRN", uniform(1, 4, 2, 2), size=2),
         constant_node("Softmax", uniform(2, 3), opset=11),
         Node("Relu", "n", 18, relax.BlockBuilder(), [relax.Var("x", relax.TensorType((2,), "float32"))], {}, 1),
@@ -52,6 +53,25 @@ def test_several_outputs():
 )
 def test_weights_large_results_and_other_ops_are_not(node):
     assert fold(node) is None
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        constant_node("Expand", np.zeros(1), np.array([1 << 20, 1 << 20])),
+        constant_node("Range", np.array(0), np.array(1 << 40), np.array(1)),
+        constant_node("Range", np.array(0.0), np.array(1e300), np.array(1e-300)),
+        constant_node("Tile", np.zeros(64), np.array([1 << 40])),
+        constant_node("ConstantOfShape", np.array([1 << 40, 1 << 40])),
+        constant_node("Add", np.zeros((1 << 16, 1)), np.zeros((1, 1 << 16))),
+        constant_node("Gather", np.zeros((1, 1 << 16)), np.zeros(1 << 16, "int64")),
+        constant_node("Where", np.zeros((1 << 16, 1), bool), np.zeros((1, 1 << 16)), np.zeros(1)),
+    ],
+    ids=lambda node: node.op_type,
+)
+def test_results_that_fill_the_memory_are_refused(node):
+    with pytest.raises(rh.FrontendError, match=f"{node.op_type} node 'n' computes a constant of .*limits=rh.ImportLi"):
+        fold(node)
 
 
 def test_ops_that_are_not_folded_compute_on_constants():

@@ -60,6 +60,11 @@ def test_batch_normalization():
     check("BatchNormalization", *operands, opset=15, constant=[1, 2, 3, 4])
 
 
+def test_batch_normalization_of_halves_gives_halves():
+    operands = [uniform(4, 3, 5), *(uniform(3, low=low, high=2) for low in (-1, 0, -2, 0.1))]
+    check("BatchNormalization", *(operand.astype("float16") for operand in operands), opset=15, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_lrn_with_even_and_odd_windows(size):
     data = uniform(2, 7, 3, 4)

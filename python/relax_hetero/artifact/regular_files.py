@@ -1,0 +1,69 @@
+"""Opening files that others may have made: regular ones only, and without waiting for anything.
+
+To open a FIFO waits for a writer, a device may do something when it is opened or never end, and a link leads elsewhere.
+Therefore a path is looked at before it is opened, and the open file once more, as the path may have changed meanwhile.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from typing import BinaryIO
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFLNK: "a link",
+}
+
+
+def open_regular(
+    path: str | os.PathLike[str], *, follow: bool = True, folder: int | None = None
+) -> tuple[BinaryIO, os.stat_result]:
+    """Open a regular file for reading.
+
+    Parameters
+    ----------
+    follow: Whether the last part of `path` may be a link.
+    folder: The descriptor of an open folder that `path` is relative to.
+
+    Returns
+    -------
+    The open file, which the caller closes, and its status.
+
+    Raises
+    ------
+    OSError: A file that is missing, cannot be read, or is no regular one; its `strerror` says which.
+    """
+    try:
+        _refuse_special(path, os.stat(path, dir_fd=folder, follow_symlinks=follow))
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
+        descriptor = os.open(path, flags, dir_fd=folder)
+    except ValueError as error:  # a NUL character, or half a surrogate pair
+        raise OSError(errno.EINVAL, f"no file has such a name: {error}") from error
+    try:
+        status = os.fstat(descriptor)
+        _refuse_special(path, status)
+        return os.fdopen(descriptor, "rb"), status
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_regular(path: str | os.PathLike[str], most: int | None = None) -> bytes:
+    """The bytes of a regular file; OSError as `open_regular`, and for one of more than `most` bytes."""
+    file, status = open_regular(path)
+    with file:
+        if most is not None and status.st_size > most:
+            raise OSError(errno.EFBIG, f"it has {status.st_size:,} bytes, expected at most {most:,}")
+        return file.read()
+
+
+def _refuse_special(path: str | os.PathLike[str], status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a special file")
+        raise OSError(errno.EINVAL, f"found {kind}, expected a regular file", os.fspath(path))

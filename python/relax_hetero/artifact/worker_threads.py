@@ -1,0 +1,31 @@
+"""The names by which code brings worker threads along, and says where to point its parallel loops at them."""
+
+from __future__ import annotations
+
+_PREFIX = "relax_hetero.workers.1"  # the number changes with the functions' meaning: a process may load old files
+
+START = f"{_PREFIX}.start"
+"""Set up, once in a process: addresses of TVM's functions that take, raise and drop an error, threads of a caller that
+said nothing, nanoseconds to spin. Returns 0 unless the system refuses."""
+
+CONFIGURE = f"{_PREFIX}.configure"
+"""Give the calling thread room for so many threads, itself included, and have it use so many of them."""
+
+FORGET = f"{_PREFIX}.forget"
+"""In a process that was forked: the calling thread's workers are gone, it makes new ones."""
+
+WIDTH = f"{_PREFIX}.width"
+"""How many threads the calling thread uses, 0 where nobody said."""
+
+LAUNCH = f"{_PREFIX}.launch_address"
+"""Returns the address of the function that parallel loops call."""
+
+
+def launch_setter(number: int) -> str:
+    """The name of the function that has the parallel loops of a part of the code call the address that it is given.
+
+    Parameters
+    ----------
+    number: Of the part, from 0 on without gaps.
+    """
+    return f"{_PREFIX}.use.{number}"

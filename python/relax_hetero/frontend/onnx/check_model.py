@@ -1,0 +1,328 @@
+"""Checks of a model before anything is computed from it: its form, its nesting, its tensors and the sizes it grows to.
+
+The form is checked by ONNX's checker. It gets the model without its weights: they would be copied twice, and it would
+look for external files relative to the working directory. Shapes that outputs lack are filled in for it, as it would
+end at the first of them, and nothing here needs them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+
+import onnx
+
+from ...errors import FrontendError
+from ..import_limits import MAX_LIST, MAX_NESTING, MAX_RANK, Budget
+from .functions import FunctionTable, function_of, function_table
+
+STANDARD_DOMAINS = ("", "ai.onnx")
+"""Domains of operators whose name means "the ONNX standard"."""
+
+# Converters know ops that an opset deprecates, and models have them.
+_DEPRECATED = re.compile(r"Op registered for (\w+) is deprecated")
+_HIDDEN = "relax_hetero.deprecated"
+
+_LARGEST = 2**63 - 1
+_GRAPHS = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
+_TENSORS = (
+    onnx.AttributeProto.TENSOR,
+    onnx.AttributeProto.TENSORS,
+    onnx.AttributeProto.SPARSE_TENSOR,
+    onnx.AttributeProto.SPARSE_TENSORS,
+)
+
+
+def check_form(proto: onnx.ModelProto, source: str) -> None:
+    """Refuse a model whose form is not ONNX's, or is one that no exporter writes.
+
+    Raises
+    ------
+    FrontendError: Naming `source`, and what was found and expected.
+    """
+    if not proto.HasField("graph"):
+        raise FrontendError(f"{source} has no graph")
+    if proto.ir_version < 3:
+        raise FrontendError(f"{source} has IR version {proto.ir_version}; expected 3 (ONNX 1.1) or later")
+    if not proto.opset_import:
+        raise FrontendError(f"{source} imports no operator set; a model of IR version {proto.ir_version} has to")
+    newest = onnx.defs.onnx_opset_version()
+    for entry in proto.opset_import:
+        if entry.domain in STANDARD_DOMAINS and entry.version > newest:
+            raise FrontendError(f"{source} is of opset {entry.version}; the installed onnx knows those up to {newest}")
+    for what, name in _names(proto):
+        if not isinstance(name, str) or "\0" in name:  # protobuf gives bytes where text is no UTF-8
+            raise FrontendError(f"{source} has {what} {str(name)[:100]!r}, which is no text in UTF-8")
+    for nodes in _node_lists(proto, source):
+        for node in nodes:
+            _check_attributes(node, source)
+    for what, tensor in all_tensors(proto):
+        _check_dims(tensor.dims, f"{source}: {what}")
+    bare = _without_data(proto)
+    while True:
+        try:
+            onnx.checker.check_model(bare)
+            return
+        except Exception as error:  # the checker's own errors, and those of protobuf and C++
+            deprecated = _DEPRECATED.search(str(error))
+            if deprecated is None or not _hide(deprecated[1], bare):
+                raise FrontendError(f"{source} is not a valid ONNX model: {_checker_message(error)}") from error
+
+
+def _hide(op_type: str, bare: onnx.ModelProto) -> bool:
+    """Give the nodes of an op to a domain that the checker knows nothing of; whether there are any."""
+    for imports in (bare.opset_import, *(function.opset_import for function in bare.functions)):
+        if not any(entry.domain == _HIDDEN for entry in imports):
+            imports.append(onnx.OperatorSetIdProto(domain=_HIDDEN, version=1))
+    lists = _node_lists(bare, "the model")
+    found = [node for nodes in lists for node in nodes if node.op_type == op_type and node.domain in STANDARD_DOMAINS]
+    for node in found:
+        node.domain = _HIDDEN
+    return bool(found)
+
+
+def check_size(proto: onnx.ModelProto, source: str, budget: Budget) -> None:
+    """Refuse a model of too many nodes, or of too deep a nesting, once calls of its functions are their bodies.
+
+    Functions are counted once each, so that it takes no longer than the model is.
+
+    Raises
+    ------
+    FrontendError: Also where functions call each other in a circle.
+    """
+    nodes, _ = _Counter(function_table(proto), source).count(proto.graph.node, 0)
+    budget.check_nodes(nodes, source)
+
+
+def _names(proto: onnx.ModelProto) -> Iterator[tuple[str, object]]:
+    """Every name in a model, with what it names."""
+    for nodes in _node_lists(proto, "the model"):
+        for node in nodes:
+            yield "a node named", node.name
+            yield "an op named", node.op_type
+            yield "a domain named", node.domain
+            yield "an overload named", node.overload
+            yield from (("a value named", name) for name in (*node.input, *node.output))
+            yield from (("an attribute named", attribute.name) for attribute in node.attribute)
+            yield from (("an attribute named", attribute.ref_attr_name) for attribute in node.attribute)
+    for graph in _graphs(proto):
+        for value in (*graph.input, *graph.output):
+            yield "a value named", value.name
+            for dim in value.type.tensor_type.shape.dim:
+                yield "a dimension named", dim.dim_param
+    for _, tensor in all_tensors(proto):
+        yield "a tensor named", tensor.name
+        for entry in tensor.external_data:
+            yield "external data with the entry", entry.key
+            yield "external data with the entry", entry.value
+    for function in proto.functions:
+        yield "a function named", function.name
+        yield from (("a value named", name) for name in (*function.input, *function.output))
+
+
+class _Counter:
+    """Counts the nodes of functions, and how deep calls and graphs are nested in them."""
+
+    def __init__(self, functions: FunctionTable, source: str) -> None:
+        self._functions = functions
+        self._source = source
+        self._found: dict[tuple[str, str, str], tuple[int, int]] = {}
+
+    def count(self, nodes: Iterable[onnx.NodeProto], depth: int) -> tuple[int, int]:
+        """Nodes in all, and levels of graphs and bodies, these nodes' own included."""
+        self._check(depth)
+        total, height = 0, 0
+        for node in nodes:
+            total += 1
+            function = function_of(node, self._functions)
+            if function is not None:
+                inner = [self._function(function, depth + 1)]
+            else:
+                inner = [self.count(graph.node, depth + 1) for graph in _graphs_in(node)]
+            for more, levels in inner:
+                total, height = total + more, max(height, levels)
+        return total, height + 1
+
+    def _function(self, function: onnx.FunctionProto, depth: int) -> tuple[int, int]:
+        key = (function.domain, function.name, function.overload)
+        if key not in self._found:
+            self._found[key] = self.count(function.node, depth)
+        self._check(depth + self._found[key][1] - 1)
+        return self._found[key]
+
+    def _check(self, depth: int) -> None:
+        if depth > MAX_NESTING:
+            raise FrontendError(
+                f"{self._source} nests graphs, or calls of its functions, more than {MAX_NESTING} deep; "
+                "a function that calls itself has no end"
+            )
+
+
+def all_tensors(proto: onnx.ModelProto) -> Iterator[tuple[str, onnx.TensorProto]]:
+    """Every tensor of a model, in function bodies and graphs for training too, with what messages call it."""
+    for graph in _graphs(proto):
+        for tensor in graph.initializer:
+            yield f"initializer {tensor.name!r}", tensor
+        for sparse in graph.sparse_initializer:
+            yield from _sparse_parts(f"sparse initializer {sparse.values.name!r}", sparse)
+    for nodes in _node_lists(proto, "the model"):
+        for node in nodes:
+            for attribute in node.attribute:
+                yield from _tensors_in(f"attribute {attribute.name!r} of {node.op_type} {node.name!r}", attribute)
+    for function in proto.functions:
+        for attribute in function.attribute_proto:
+            yield from _tensors_in(f"attribute {attribute.name!r} of function {function.name!r}", attribute)
+
+
+def _tensors_in(what: str, attribute: onnx.AttributeProto) -> Iterator[tuple[str, onnx.TensorProto]]:
+    if attribute.HasField("t"):
+        yield what, attribute.t
+    for tensor in attribute.tensors:
+        yield what, tensor
+    if attribute.HasField("sparse_tensor"):
+        yield from _sparse_parts(what, attribute.sparse_tensor)
+    for sparse in attribute.sparse_tensors:
+        yield from _sparse_parts(what, sparse)
+
+
+def _sparse_parts(what: str, sparse: onnx.SparseTensorProto) -> Iterator[tuple[str, onnx.TensorProto]]:
+    yield f"the values of {what}", sparse.values
+    yield f"the indices of {what}", sparse.indices
+
+
+def _graphs_in(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def _roots(proto: onnx.ModelProto) -> Iterator[onnx.GraphProto]:
+    yield proto.graph
+    for info in proto.training_info:
+        yield info.initialization
+        yield info.algorithm
+
+
+def _graphs(proto: onnx.ModelProto) -> Iterator[onnx.GraphProto]:
+    """Every graph of a model, those inside nodes and function bodies too."""
+    waiting = list(_roots(proto))
+    waiting.extend(graph for function in proto.functions for node in function.node for graph in _graphs_in(node))
+    while waiting:
+        graph = waiting.pop()
+        yield graph
+        for node in graph.node:
+            waiting.extend(_graphs_in(node))
+
+
+def _node_lists(proto: onnx.ModelProto, source: str) -> Iterator[Iterable[onnx.NodeProto]]:
+    """The nodes of every graph and function body; FrontendError where graphs are nested too deep."""
+    level: list[Iterable[onnx.NodeProto]] = [graph.node for graph in _roots(proto)]
+    level.extend(function.node for function in proto.functions)
+    for _ in range(MAX_NESTING + 1):
+        yield from level
+        level = [graph.node for nodes in level for node in nodes for graph in _graphs_in(node)]
+        if not level:
+            return
+    raise FrontendError(f"{source} nests graphs more than {MAX_NESTING} deep")
+
+
+def _check_attributes(node: onnx.NodeProto, source: str) -> None:
+    for attribute in node.attribute:
+        longest = max(len(attribute.ints), len(attribute.floats), len(attribute.strings), len(attribute.tensors))
+        if longest > MAX_LIST and node.op_type != "Constant":
+            raise FrontendError(
+                f"{source}: attribute {attribute.name!r} of {node.op_type} {node.name!r} is a list of {longest:,} "
+                f"entries, expected at most {MAX_LIST:,}"
+            )
+
+
+def _check_dims(dims: Iterable[int], what: str) -> None:
+    sizes = list(dims)
+    if len(sizes) > MAX_RANK:
+        raise FrontendError(f"{what} has {len(sizes):,} dimensions, expected at most {MAX_RANK}")
+    if any(size < 0 for size in sizes):
+        raise FrontendError(f"{what} has the shape {sizes}; expected sizes >= 0")
+    if math.prod(max(size, 1) for size in sizes) > _LARGEST:
+        raise FrontendError(f"{what} has the shape {sizes}, of more elements than 64 bits can count")
+
+
+def _without_data(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """The model as the checker gets it: every tensor empty, and no shape missing."""
+    bare = onnx.ModelProto(ir_version=proto.ir_version)
+    bare.opset_import.extend(proto.opset_import)
+    _copy_graph(proto.graph, bare.graph)
+    for values in (bare.graph.input, bare.graph.output):
+        for value in values:
+            kind = value.type.WhichOneof("value")
+            if kind in ("tensor_type", "sparse_tensor_type"):
+                getattr(value.type, kind).shape.SetInParent()
+    for function in proto.functions:
+        copy = bare.functions.add()
+        copy.name, copy.domain, copy.overload = function.name, function.domain, function.overload
+        copy.input.extend(function.input)
+        copy.output.extend(function.output)
+        copy.attribute.extend(function.attribute)
+        copy.opset_import.extend(function.opset_import)
+        _copy_attributes(function.attribute_proto, copy.attribute_proto)
+        _copy_nodes(function.node, copy.node)
+    return bare
+
+
+def _copy_graph(graph: onnx.GraphProto, copy: onnx.GraphProto) -> None:
+    copy.name = graph.name
+    for part in ("input", "output", "value_info"):
+        getattr(copy, part).extend(getattr(graph, part))
+    for tensor in graph.initializer:
+        _copy_tensor(tensor, copy.initializer.add())
+    # Sparse tensors are checked where they are read: the checker allocates what they ask for.
+    for sparse in graph.sparse_initializer:
+        _copy_tensor(onnx.TensorProto(name=sparse.values.name, data_type=1), copy.initializer.add())
+    _copy_nodes(graph.node, copy.node)
+
+
+def _copy_nodes(nodes: Iterable[onnx.NodeProto], copies: object) -> None:
+    for node in nodes:
+        copy = copies.add()  # type: ignore[attr-defined]
+        if not any(attribute.type in _GRAPHS or attribute.type in _TENSORS for attribute in node.attribute):
+            copy.CopyFrom(node)
+            continue
+        copy.op_type, copy.domain, copy.name, copy.overload = node.op_type, node.domain, node.name, node.overload
+        copy.input.extend(node.input)
+        copy.output.extend(node.output)
+        _copy_attributes(node.attribute, copy.attribute)
+
+
+def _copy_attributes(attributes: Iterable[onnx.AttributeProto], copies: object) -> None:
+    for attribute in attributes:
+        copy = copies.add()  # type: ignore[attr-defined]
+        if attribute.type not in _GRAPHS and attribute.type not in _TENSORS:
+            copy.CopyFrom(attribute)
+            continue
+        copy.name, copy.type, copy.ref_attr_name = attribute.name, attribute.type, attribute.ref_attr_name
+        if attribute.HasField("sparse_tensor"):  # checked where it is read
+            copy.sparse_tensor.dims.append(1)
+            _copy_tensor(onnx.TensorProto(data_type=onnx.TensorProto.FLOAT), copy.sparse_tensor.values)
+            _copy_tensor(onnx.TensorProto(data_type=onnx.TensorProto.INT64), copy.sparse_tensor.indices)
+        if attribute.HasField("t"):
+            _copy_tensor(attribute.t, copy.t)
+        for tensor in attribute.tensors:
+            _copy_tensor(tensor, copy.tensors.add())
+        if attribute.HasField("g"):
+            _copy_graph(attribute.g, copy.g)
+        for graph in attribute.graphs:
+            _copy_graph(graph, copy.graphs.add())
+
+
+def _copy_tensor(tensor: onnx.TensorProto, copy: onnx.TensorProto) -> None:
+    copy.name, copy.data_type = tensor.name, tensor.data_type
+    copy.dims.append(0)
+
+
+def _checker_message(error: Exception) -> str:
+    """The checker's finding without the dump of the node that follows it."""
+    text = str(error).strip()
+    parts = [line for line in text.splitlines() if line.strip() and not line.startswith("==>")]
+    context = next((line.removeprefix("==> Context: ") for line in text.splitlines() if line.startswith("==>")), "")
+    return "; ".join(filter(None, [" ".join(parts[:2]), context]))[:500]

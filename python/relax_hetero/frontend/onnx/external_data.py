@@ -1,0 +1,141 @@
+"""Tensors of a model whose data lies in files of its own: where they may be, and their bytes, mapped and not read.
+
+A location is text in a file that anybody may have written. It names a file in the folder of the model, or below it,
+after links are resolved; a model in memory has no folder, and may name none.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import external_data_helper
+
+from ...artifact.regular_files import open_regular
+from ...errors import FrontendError
+
+# Longer than any path may be (Linux: PATH_MAX).
+_LONGEST_LOCATION = 4096
+
+# Private and writable, as DLPack has no read-only memory; without room in memory for all that could be written.
+_PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+
+# Stretches of data that are counted in a file.
+_MOST_EXTENTS = 100_000
+
+
+def is_external(tensor: onnx.TensorProto) -> bool:
+    """Whether a tensor's data lies in another file."""
+    return bool(external_data_helper.uses_external_data(tensor))
+
+
+class ExternalData:
+    """The external files of a model, each mapped once, when it is first asked for.
+
+    Parameters
+    ----------
+    source: What messages call the model.
+    path: The model's file; None for a model in memory.
+    """
+
+    def __init__(self, source: str, path: Path | None) -> None:
+        self._source = source
+        self._path = path
+        self._files: dict[str, np.ndarray] = {}
+        self._written = 0
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes of the files that were mapped, without their holes: a file of a terabyte may take no room on a disk."""
+        return self._written
+
+    def bytes_of(self, tensor: onnx.TensorProto, what: str) -> np.ndarray:
+        """The bytes of an external tensor as ``uint8``, in a private mapping.
+
+        Raises
+        ------
+        FrontendError: A location that is none, or outside of the model's folder; a file that is missing or not regular;
+            an offset or a length that is no number or beyond the file.
+        """
+        entries = _entries(tensor, what)
+        location = entries.get("location", "")
+        if self._path is None:
+            raise FrontendError(
+                f"{what} is in the external file {location[:200]!r}, and a model in memory does not say where that is: "
+                "give the model's path"
+            )
+        where = f"{self._source}: the external file {location[:200]!r} of {what}"
+        data = self._file(location, where)
+        offset = _number(entries.get("offset", "0"), "offset", where)
+        length = _number(entries.get("length", str(max(data.nbytes - offset, 0))), "length", where)
+        if offset + length > data.nbytes:
+            raise FrontendError(
+                f"{where} has {data.nbytes:,} bytes, expected {length:,} from offset {offset:,}: it is truncated, or "
+                "another model's"
+            )
+        return data[offset : offset + length]
+
+    def _file(self, location: str, where: str) -> np.ndarray:
+        if location not in self._files:
+            real = self._resolved(location, where)
+            try:
+                file, status = open_regular(real, follow=False)
+                with file:
+                    mapped = mmap.mmap(file.fileno(), 0, flags=_PRIVATE) if status.st_size else b""
+                    self._written += _written_bytes(file.fileno(), status.st_size)
+            except OSError as error:
+                reason = "is missing" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
+                raise FrontendError(f"{where} cannot be read: it {reason}; looked for {real!r}") from error
+            self._files[location] = np.frombuffer(mapped, np.uint8)
+        return self._files[location]
+
+    def _resolved(self, location: str, where: str) -> str:
+        assert self._path is not None
+        parts = location.replace("\\", "/").split("/")
+        is_name = 0 < len(location) <= _LONGEST_LOCATION and "\0" not in location
+        if not is_name or os.path.isabs(location) or ".." in parts:
+            raise FrontendError(
+                f"{where} is refused: expected a path relative to the model's folder, and inside it, without '..'"
+            )
+        try:
+            real = os.path.realpath(self._path.parent / location)
+            # A store of models keeps a file and its data side by side, and links to both from another folder.
+            folders = {os.path.realpath(self._path.parent), os.path.dirname(os.path.realpath(self._path))}
+            is_inside = any(os.path.commonpath([real, folder]) == folder for folder in folders)
+        except (OSError, ValueError) as error:
+            raise FrontendError(f"{where} is refused: {error}") from error
+        if not is_inside:
+            raise FrontendError(f"{where} is refused: it is a link to {real!r}, outside of the model's folder")
+        return real
+
+
+def _entries(tensor: onnx.TensorProto, what: str) -> dict[str, str]:
+    entries: dict[str, str] = {}
+    for entry in tensor.external_data:
+        if entries.setdefault(entry.key, entry.value) != entry.value:
+            raise FrontendError(f"{what} gives its external {entry.key[:50]!r} twice")
+    return entries
+
+
+def _number(text: str, name: str, where: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 20):
+        raise FrontendError(f"{where} has the {name} {text[:50]!r}, expected a whole number >= 0")
+    return int(text)
+
+
+def _written_bytes(descriptor: int, size: int) -> int:
+    """Bytes of a file that are no holes; all of them where the system cannot say."""
+    found, at = 0, 0
+    try:
+        for _ in range(_MOST_EXTENTS):
+            begin = os.lseek(descriptor, at, os.SEEK_DATA)
+            at = os.lseek(descriptor, begin, os.SEEK_HOLE)
+            found += at - begin
+    except OSError as error:
+        return found if error.errno == errno.ENXIO else size  # ENXIO: no data behind this place
+    return found

@@ -1,0 +1,224 @@
+"""Sizes that only a call knows: requirements that several converters state, and broadcasting.
+
+Requirements are checked at import where the sizes are known, else at each call.
+
+Two dimensions of other names may be equal, or one of them 1. Stock inference and kernels broadcast where types say
+which dimension is 1. Where they do not, the operands are stretched to the shape of all of them before the op: by
+kernels that fuse into it, and read element 0 where the size turns out 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import onnx
+import tvm
+import tvm_ffi
+from tvm import relax, te, tirx
+
+from ..symbolic_sizes import analyzer_for, compute_sizes
+from .node import Dim, Node, Position, as_dim
+
+MOST_ELEMENTS = 2**47
+"""As many bytes as a process of 64 bits can address."""
+
+
+def as_expr(size: Any) -> tirx.Expr:
+    """A size as an int64 expression."""
+    return tirx.IntImm("int64", size) if isinstance(size, int) else size
+
+
+def equal(one: Dim, other: Dim) -> Any:
+    """The condition that two sizes are the same."""
+    return one == other if isinstance(one, int) and isinstance(other, int) else tirx.EQ(as_expr(one), as_expr(other))
+
+
+def any_of(conditions: Sequence[Any]) -> Any:
+    """The condition that one of `conditions` holds; operands after the first that does are not evaluated."""
+    if any(isinstance(condition, bool) and condition for condition in conditions):
+        return True
+    unknown = [condition for condition in conditions if not isinstance(condition, bool)]
+    return tirx.any(*unknown) if unknown else False
+
+
+def require_equal(node: Node, found: Dim, expected: Dim, subject: str) -> None:
+    """Require that two sizes agree; the error begins with `subject`: "its scale has"."""
+    node.require(equal(found, expected), f"{subject} {found} elements, expected {expected}")
+
+
+def require_shape(node: Node, value: relax.Expr, expected: Sequence[Dim], subject: str) -> relax.Expr:
+    """Require that a tensor has a shape, and return it with symbolic sizes named so; the error begins with `subject`.
+
+    Raises
+    ------
+    FrontendError: if its rank is another, or one of its sizes can never agree.
+    """
+    found = node.shape(value)
+    message = f"{subject} has shape {shown(found)}, expected {shown(expected)}"
+    if len(found) != len(expected):
+        raise node.refusal(message)
+    pairs = list(zip(found, expected, strict=True))
+    for size, wanted in pairs:
+        node.require(equal(size, wanted), message)
+    return renamed(node, value, [size if isinstance(size, int) else wanted for size, wanted in pairs])
+
+
+def renamed(node: Node, value: relax.Expr, dims: Sequence[Dim]) -> relax.Expr:
+    """A tensor under other names of its sizes, which are required to be the same."""
+    pairs = zip(node.shape(value), dims, strict=True)
+    is_same = all(tvm_ffi.structural_equal(as_expr(size), as_expr(wanted)) for size, wanted in pairs)
+    return value if is_same else node.emit(relax.op.reshape(value, list(dims)))
+
+
+def with_sizes_of(node: Node, data: relax.Expr, value: relax.Expr, first: int) -> relax.Expr:
+    """`data` with sizes that a vector or tensor along its axes from `first` on is known to have, and requires."""
+    dims, own = node.shape(data), node.shape(value)
+    for axis, size in enumerate(own, first):
+        if axis < len(dims) and isinstance(size, int) and size != 1 and not isinstance(dims[axis], int):
+            dims[axis] = size
+    return renamed(node, data, dims)
+
+
+def require_fits(node: Node, value: relax.Expr, target: Sequence[Dim], subject: str) -> None:
+    """Require that a tensor broadcasts to the shape `target`, which it may not enlarge.
+
+    Raises
+    ------
+    FrontendError: if it has more axes, or one of its sizes can never fit.
+    """
+    found = node.shape(value)
+    message = f"{subject} has shape {shown(found)}, which does not broadcast to {shown(target)}"
+    if len(found) > len(target):
+        raise node.refusal(message)
+    for size, wanted in zip(reversed(found), reversed(target), strict=False):
+        node.require(any_of([equal(size, 1), equal(size, wanted)]), message)
+
+
+def require_multiple(node: Node, size: Dim, divisor: int, subject: str) -> None:
+    """Require that a size is a multiple of a number; the error begins with `subject`: "its image has a height of"."""
+    rest = size % divisor if isinstance(size, int) else tirx.floormod(size, divisor)
+    node.require(equal(as_dim(rest), 0), f"{subject} {size}, expected a multiple of {divisor}")
+
+
+def computed_sizes(node: Node, proto: onnx.NodeProto) -> Any:
+    """The output of a node that computes sizes, as `compute_sizes`; none of them may be divided by 0."""
+    sizes = compute_sizes(proto, node.inputs)
+    if sizes is not None and proto.op_type == "Div":
+        for divisor in node.inputs[1].values if isinstance(node.inputs[1], relax.ShapeExpr) else [node.inputs[1]]:
+            if tvm.ir.is_prim_expr(divisor):
+                node.require(tirx.NE(divisor, as_expr(0)), f"divides by {divisor}")
+    return sizes
+
+
+def shown(dims: Sequence[Dim]) -> str:
+    """A shape as text."""
+    return f"[{', '.join(str(dim) for dim in dims)}]"
+
+
+def joined(node: Node, own: Dim, wanted: Dim) -> Dim:
+    """One dimension of a tensor of size `own` broadcast with `wanted`, either of which may turn out to be 1."""
+    node.require(
+        any_of([equal(own, wanted), equal(own, 1), equal(wanted, 1)]), f"size {own} does not broadcast to {wanted}"
+    )
+    if isinstance(own, int):
+        return wanted if own == 1 else own
+    if isinstance(wanted, int):
+        return own if wanted == 1 else wanted
+    for one, other in ((own, wanted), (wanted, own)):
+        if all(any(_is_same(part, known) for known in _parts(one)) for part in _parts(other)):
+            return one
+    # The larger of the two, but 0 where one is 0 and the other 1.
+    return tirx.max(own, wanted) * tirx.min(tirx.min(own, wanted), 1)
+
+
+def _parts(size: Dim) -> list[Dim]:
+    """The sizes that `joined` made one of, or the size itself."""
+    if isinstance(size, tirx.Mul) and isinstance(size.a, tirx.Max) and isinstance(size.b, tirx.Min):
+        a, b = size.a.a, size.a.b
+        if tvm_ffi.structural_equal(size, tirx.max(a, b) * tirx.min(tirx.min(a, b), 1)):
+            return _parts(a) + _parts(b)
+    return [size]
+
+
+def _is_same(one: Dim, other: Dim) -> bool:
+    if isinstance(one, int) or isinstance(other, int):
+        return isinstance(one, int) and isinstance(other, int) and one == other
+    return bool(tvm_ffi.structural_equal(one, other)) or analyzer_for(one, other).can_prove_equal(one, other)
+
+
+def broadcast(node: Node, data: relax.Expr, target: list[Dim]) -> relax.Expr:
+    """`data` with its last axes stretched to `target`; an axis whose size is only known by name may be 1 or equal."""
+    dims = node.shape(data)
+    aligned: list[Dim] = [1] * (len(target) - len(dims)) + dims
+    pairs = list(zip(aligned, target, strict=True))
+    if all(dim == 1 if isinstance(dim, int) else tvm_ffi.structural_equal(dim, size) for dim, size in pairs) or all(
+        isinstance(dim, int) and isinstance(size, int) for dim, size in pairs
+    ):
+        return node.emit(relax.op.broadcast_to(data, relax.ShapeExpr(target)))
+
+    # Held inside the axis, the index is 0 where the size is 1 and itself where it is the target's.
+    def element(i: Position, x: te.Tensor) -> tirx.Expr:
+        own = i[len(target) - len(dims) :]
+        return x(*(tirx.min(place, size - 1) for place, size in zip(own, x.shape, strict=True)))
+
+    return node.kernel("broadcast", element, data, shape=target)
+
+
+def stretched(node: Node, values: Sequence[relax.Expr], kept: int = 0) -> list[relax.Expr]:
+    """Tensors with their sizes made one where types do not say whether they are; sizes that are known to be 1 stay.
+
+    Parameters
+    ----------
+    kept: How many of the last axes are no matter of broadcasting.
+    """
+    shapes = [_broadcast_dims(node, value, kept) for value in values]
+    whole: list[Dim] = [1] * max(map(len, shapes), default=0)
+    for shape in shapes:
+        for axis, size in enumerate(shape, len(whole) - len(shape)):
+            whole[axis] = joined(node, size, whole[axis])
+    return [stretched_to(node, value, whole, kept) for value in values]
+
+
+def stretched_to(node: Node, value: relax.Expr, target: Sequence[Dim], kept: int = 0) -> relax.Expr:
+    """A tensor with sizes that may be 1 or those of `target`, as its types do not say, made those of `target`."""
+    own = _broadcast_dims(node, value, kept)
+    wanted = [
+        size if isinstance(size, int) and size == 1 else goal
+        for size, goal in zip(own, target[len(target) - len(own) :], strict=True)
+    ]
+    if all(_is_same(size, goal) for size, goal in zip(own, wanted, strict=True)):
+        return value
+    dims = node.shape(value)
+    return broadcast(node, value, [*wanted, *dims[len(dims) - kept :]])
+
+
+def _broadcast_dims(node: Node, value: relax.Expr, kept: int) -> list[Dim]:
+    dims = node.shape(value)
+    return dims[: max(len(dims) - kept, 0)]
+
+
+def with_one_shape(node: Node) -> Node:
+    """A node all of whose inputs broadcast, with inputs whose sizes agree or are known to be 1."""
+    given = [index for index in range(len(node.inputs)) if node.has(index)]
+    shapes = [getattr(getattr(node.inputs[index], "ty", None), "shape", None) for index in given]
+    known = [shape.values for shape in shapes if isinstance(shape, relax.ShapeExpr)]
+    if len(known) < len(shapes) or all(isinstance(dim, tirx.IntImm) for dims in known for dim in dims):
+        return node
+    values = stretched(node, [node.tensor(index) for index in given])
+    inputs = list(node.inputs)
+    for index, value in zip(given, values, strict=True):
+        inputs[index] = value
+    return replace(node, inputs=inputs)
+
+
+def require_broadcast(node: Node, value: relax.Expr, target: Sequence[Dim], subject: str) -> relax.Expr:
+    """A tensor stretched to `target`, which it may not enlarge; the error begins with `subject`: "its slope"."""
+    dims = node.shape(value)
+    message = f"{subject} has shape {shown(dims)}, which does not broadcast to {shown(target)}"
+    if len(dims) > len(target):
+        raise node.refusal(message)
+    for size, goal in zip(reversed(dims), reversed(target), strict=False):
+        node.require(any_of([equal(size, 1), equal(size, goal)]), message)
+    return stretched_to(node, value, target)

@@ -1,0 +1,111 @@
+"""The operator of requirements on sizes: ``R.hetero.require`` in TVMScript, ``relax_hetero.op.require`` in Python.
+
+A requirement is a condition over the symbolic sizes of a function, such as ``a == b``, that must hold when the function
+is called, with the text of the error for a call where it does not. It is a statement: nothing reads its value.
+
+Dead code elimination removes ops that nothing reads, and ops with effects may not stand in dataflow blocks. A
+``match_cast`` is kept, because it checks something, and may stand everywhere. Therefore a requirement is written as
+the ``match_cast`` of a call of ``relax.hetero.requirement``, which is a shape of which nothing is known::
+
+    _: R.Shape([1]) = R.match_cast(R.hetero.requirement(a == b, message="Add node 'sum': ..."), R.Shape([1]))
+
+``LowerToVM`` collects all requirements of a point into one function of the host.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import relax, tirx
+from tvm.relax.script.builder import ir as relax_builder
+from tvm.script.ir_builder import IRBuilder
+
+from ..errors import EncodingError, PlacementError
+from .definition import check_attrs, register_op, register_statement
+
+REQUIREMENT = "relax.hetero.requirement"
+
+MET = relax.ShapeType([1])
+"""The type that a requirement is cast to: any shape of known rank would do."""
+
+
+@tvm_ffi.dataclasses.py_class("relax_hetero.RequirementAttrs")
+class RequirementAttrs(tvm.ir.Attrs):
+    """Of a requirement: the text of the error."""
+
+    message: str
+
+
+def requirement(condition: Any, message: str) -> relax.Call:
+    """The value of a `require` statement, which TVM's printer writes; `require` makes the statement.
+
+    Raises
+    ------
+    EncodingError
+        If the condition is no boolean expression over sizes.
+    """
+    expr = as_condition(condition)
+    if not tvm.ir.is_prim_expr(expr) or str(expr.ty) != "bool":
+        raise EncodingError(f"{REQUIREMENT}: found condition {condition!r}, expected a boolean expression over sizes")
+    return relax.Call(tvm.ir.Op.get(REQUIREMENT), [expr], RequirementAttrs(str(message)))
+
+
+def as_condition(condition: Any) -> Any:
+    """The expression that ``==`` of two sizes means, which makes it only when it is used; also for True and False."""
+    if isinstance(condition, bool):
+        return tirx.IntImm("bool", int(condition))
+    as_object = None if isinstance(condition, tvm.ir.Expr) else getattr(condition, "asobject", None)
+    return condition if as_object is None else as_object()
+
+
+def require(condition: Any, message: str) -> None:
+    """Have calls of the function under construction fail unless a condition over its sizes holds.
+
+    Parameters
+    ----------
+    condition : tirx.PrimExpr
+        A boolean expression over symbolic sizes, int64: ``a == b``, ``T.any(a == 1, a == 3)``. Operands of ``and`` and
+        ``or`` are evaluated from the left, as far as they are needed.
+    message : str
+        The text of the error, which names the op and its tensors. The function's name stands before it, and the sizes
+        of the condition with their values behind it.
+
+    Raises
+    ------
+    EncodingError
+        If the condition is no boolean expression over sizes.
+    PlacementError
+        If no function is under construction, by TVMScript or by a ``BlockBuilder``.
+    """
+    value = requirement(condition, message)
+    if IRBuilder.is_in_scope():
+        IRBuilder.name("_", relax_builder.emit_match_cast(value, MET))
+        return
+    builder = relax.BlockBuilder.current()
+    if builder is None:
+        raise PlacementError(f"require: no function is under construction that could require {message!r}")
+    builder.match_cast(value, MET)
+
+
+def require_binding(condition: Any, message: str, is_dataflow: bool) -> relax.MatchCast:
+    """A `require` statement as a binding, for passes."""
+    value = requirement(condition, message)
+    relax.expr._update_type(value, relax.ShapeType(ndim=-1))
+    return relax.MatchCast((relax.DataflowVar if is_dataflow else relax.Var)("_", MET), value, MET)
+
+
+def is_requirement(expr: relax.Expr) -> bool:
+    """Whether `expr` is the value of a `require` statement."""
+    return isinstance(expr, relax.Call) and isinstance(expr.op, tvm.ir.Op) and expr.op.name == REQUIREMENT
+
+
+def infer_requirement(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.ShapeType:
+    """A shape of which nothing is known, so that no pass can prove the cast."""
+    check_attrs(call, RequirementAttrs)
+    return relax.ShapeType(ndim=-1)
+
+
+register_op(REQUIREMENT, requirement, infer_requirement)
+register_statement(require)

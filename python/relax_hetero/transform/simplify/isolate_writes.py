@@ -1,0 +1,426 @@
+"""IsolateWrites: what a kernel in place overwrites is its own, and nothing that reads it moves past the kernel.
+
+Before, where the value is on "llvm:0" already::
+
+    with R.dataflow():
+        y: R.Tensor((4,), "float32", "llvm:0") = R.to_vdevice(x, "llvm:0")
+        doubled = R.add(x, x)
+        z = R.call_tir_inplace(cls.increment, (y,), inplace_indices=[0], out_ty=R.Tensor((4,), "float32", "llvm:0"))
+
+After::
+
+    with R.dataflow():
+        y_shared: R.Tensor((4,), "float32", "llvm:0") = R.to_vdevice(x, "llvm:0")
+        y: R.Tensor((4,), "float32", "llvm:0") = R.hetero.copy(y_shared)
+        doubled = R.add(x, x)
+        z = R.call_tir_inplace(cls.increment, (y,), ...)
+
+Ops make new values, but later passes and TVM give some of them the memory of their operand: transfers to the device
+where a value is, reshapes, permutations that cancel, whatever does nothing after all; and constants stay constants. If
+one of two such values is overwritten while the other is still needed, by the caller of the function too, the second is
+copied. Values that are one tensor by the program itself (a name, a field, a branch of `If`, `memory.view`, a parameter)
+stay one: who writes to a parameter directly writes to what the caller gave.
+
+Passes move ops inside a block, since values do not change. A kernel in place gets a block of its own where an op before
+it reads what it overwrites.
+
+Assumes A-normal form. Modules that write nothing in place, and those of kernels alone, are returned as they are; a
+second run changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import tvm
+from tvm import relax
+from tvm_ffi import structural_map
+
+from ...op.copies import COPY, copy
+from ...target.vdevice import same_object
+from ..dispatch.form_dispatches import is_formed
+from ..ir.blocks import used_vars
+from ..ir.declare import declare_pass
+from ..ir.module_attrs import is_lowered
+from ..ir.op_names import CALL_TIR_INPLACE, CAST, IN_PLACE, PERMUTE, RESHAPE, TRANSFER, relax_ops
+from ..ir.rewriting import is_tensor_constant, op_name, relax_functions, typed, walk_bindings, with_functions
+from ..ir.tensor_aliases import NOTHING, Shown, TensorAliases, either, flat
+from ..partition.written_arguments import overwritten, written_arguments
+from ..record.donated import donated
+
+
+def isolate_writes(mod: tvm.IRModule) -> tvm.IRModule:
+    """See the module's docstring."""
+    if is_lowered(mod) or not any(
+        op_name(b.value) in IN_PLACE for _, f in relax_functions(mod) for b in walk_bindings(f)
+    ):
+        return mod
+    if is_formed(mod):
+        return mod
+    writers = {name for name, numbers in written_arguments(mod).items() if numbers}
+    return with_functions(mod, {gv: _Isolated(func, writers).function() for gv, func in relax_functions(mod)})
+
+
+IsolateWrites = declare_pass("IsolateWrites", isolate_writes)
+
+_MOVERS = frozenset(
+    [
+        CAST,
+        PERMUTE,
+        RESHAPE,
+        TRANSFER,
+        *relax_ops(
+            """hint_on_device expand_dims squeeze flatten broadcast_to strided_slice dynamic_strided_slice concat split
+            stack tile repeat flip take gather_elements gather_nd layout_transform collapse_sum_like collapse_sum_to
+            nn.dropout nn.pad nn.batch_flatten where scatter_elements scatter_nd slice_scatter index_put
+            hetero.set_encoding hetero.unset_encoding hetero.relayout wrap_param stop_lift_params"""
+        ),
+    ]
+)
+"""Ops whose result may be their operand, where they turn out to move nothing."""
+_CALLEES = ("relax.call_pure_packed", "relax.call_builtin_with_ctx", "relax.call_py_func", "relax.invoke_pure_closure")
+"""Ops of functions that may return an argument."""
+_NAMES = ("relax.memory.view", "relax.memory.ensure_zero_offset")
+_SOLID = (*IN_PLACE, *_CALLEES, "relax.call_dps_packed", COPY, *_NAMES)
+"""Ops that stay where they are among others."""
+_AFTER_ALL = math.inf
+
+
+@dataclass
+class _Tensor:
+    """A tensor of the function, by number.
+
+    Attributes
+    ----------
+    is_given: Whether it outlives the work here, as arguments do.
+    is_constant: Whether it may be computed when the module is compiled.
+    shares: The tensors whose memory it may have.
+    made: Position of its binding.
+    read: Positions of what reads it.
+    """
+
+    is_given: bool = False
+    is_constant: bool = False
+    shares: frozenset[int] = NOTHING
+    made: float = -1
+    read: list[float] = field(default_factory=list)
+
+
+@dataclass
+class _Block:
+    is_dataflow: bool
+
+
+@dataclass
+class _Write:
+    """A binding that writes to tensors; `around` has the bindings that it stands in, itself last, and their blocks."""
+
+    position: int
+    binding: relax.Binding
+    tensors: frozenset[int]
+    around: list[tuple[_Block, relax.Var]]
+
+
+class _Isolated:
+    """A function: which tensors its variables show, what is written, and where copies and cuts are due."""
+
+    def __init__(self, func: relax.Function, writers: set[str]) -> None:
+        self.func, self.writers = func, writers
+        self.aliases = TensorAliases()
+        self.tensors: list[_Tensor] = []
+        self.writes: list[_Write] = []
+        self.made: dict[relax.Var, list[int]] = {}  # new tensors of a binding that may need a copy
+        # Position of a reader that passes may move inside its block -> the block, and whether any pass does, not
+        # fusion alone, which works on dataflow.
+        self.movable: dict[float, tuple[_Block, bool]] = {}
+        self.around: list[tuple[_Block, relax.Var]] = []
+        self.position = 0
+        free = set(donated(func))
+        for param in func.params:
+            self.aliases.bind(param, self._new(param.ty, is_given=param not in free))
+        self._read(_AFTER_ALL, self._sequence(func.body))
+
+    def function(self) -> relax.Function:
+        """The function with copies and cuts."""
+        if not self.writes:
+            return self.func
+        copied = {var for var, numbers in self.made.items() if any(self._needs_copy(number) for number in numbers)}
+        for var in copied:
+            for number in self.made[var]:
+                self.tensors[number].shares = NOTHING
+        cut = {var for write in self.writes for var in self._raced(write)}
+        inline = {w.binding.var for w in self.writes if _inline_constants(w.binding.value)}
+        if not (copied or cut or inline):
+            return self.func
+        body = _Writer(copied, cut, inline).sequence(self.func.body)
+        func = self.func
+        return relax.Function(list(func.params), body, func.ret_ty, func.is_pure, func.attrs, func.span)
+
+    # What the function does.
+
+    def _sequence(self, expr: relax.Expr) -> Shown:
+        if not isinstance(expr, relax.SeqExpr):
+            return self.aliases.of(expr)
+        for each in expr.blocks:
+            block = _Block(isinstance(each, relax.DataflowBlock))
+            for binding in each.bindings:
+                self.position += 1
+                self.around.append((block, binding.var))
+                self.aliases.bind(binding.var, self._binding(binding))
+                self.around.pop()
+        return self.aliases.of(expr.body)
+
+    def _binding(self, binding: relax.Binding) -> Shown:
+        value = binding.value
+        if isinstance(value, relax.If):
+            return either([self._sequence(value.true_branch), self._sequence(value.false_branch)])
+        if isinstance(value, relax.Function):
+            for param in value.params:
+                self.aliases.bind(param, self._new(param.ty, is_given=True))
+            self._read(_AFTER_ALL, self._sequence(value.body))
+            return NOTHING
+        if is_tensor_constant(value):
+            return self._candidate(binding.var, is_constant=True)
+        name = op_name(value)
+        if not isinstance(value, relax.Call) or name in _NAMES:
+            return self.aliases.of(value.args[0] if isinstance(value, relax.Call) else value)
+        return self._call(binding, value, name)
+
+    def _call(self, binding: relax.Binding, call: relax.Call, name: str | None) -> Shown:
+        operands = frozenset(number for var in used_vars(call) for number in flat(self.aliases.of(var)))
+        position = self.position
+        for number in operands:
+            self.tensors[number].read.append(position)
+        if name not in _SOLID and isinstance(call.op, tvm.ir.Op):
+            self.movable[position] = self.around[-1][0], name != "relax.call_tir"
+        overwrites = overwritten(call, self.writers)
+        if overwrites or _inline_constants(call):
+            written = frozenset(number for var in overwrites for number in flat(self.aliases.of(var)))
+            self.writes.append(_Write(position, binding, written, list(self.around)))
+            return self._overwritten(binding, call, name, overwrites)
+        if name in _CALLEES or not isinstance(call.op, tvm.ir.Op):
+            return self._candidate(binding.var, shares=operands)
+        known = all(self.tensors[number].is_constant for number in operands)
+        is_constant = known and name not in _SOLID and not str(name).startswith(("relax.builtin.", "relax.vm."))
+        if name in _MOVERS and not _crosses(call):
+            return self._candidate(binding.var, shares=operands, is_constant=is_constant)
+        return self._candidate(binding.var, is_constant=is_constant)
+
+    def _overwritten(
+        self, binding: relax.Binding, call: relax.Call, name: str | None, overwrites: list[relax.Var]
+    ) -> Shown:
+        """What a call that writes shows: the operands that it writes to, wherever these may be in its result."""
+        if name != CALL_TIR_INPLACE or not isinstance(binding.var.ty, tvm.ir.TupleType):
+            either_of = frozenset(number for var in overwrites for number in flat(self.aliases.of(var)))
+            fresh = NOTHING if name in IN_PLACE else frozenset(flat(self._new(binding.var.ty)))
+            return either_of | fresh
+        operands = call.args[1].fields
+        places = map(int, call.attrs.inplace_indices)
+        types = binding.var.ty.fields
+        return tuple(
+            self._new(ty) if place < 0 else self.aliases.of(operands[place])
+            for ty, place in zip(types, places, strict=True)
+        )
+
+    def _candidate(self, var: relax.Var, shares: frozenset[int] = NOTHING, is_constant: bool = False) -> Shown:
+        shown = self._new(var.ty, shares=shares, is_constant=is_constant)
+        self.made[var] = list(flat(shown))
+        return shown
+
+    def _new(
+        self, ty: tvm.ir.Type, is_given: bool = False, shares: frozenset[int] = NOTHING, is_constant: bool = False
+    ) -> Shown:
+        if isinstance(ty, tvm.ir.TupleType):
+            return tuple(self._new(part, is_given, shares, is_constant) for part in ty.fields)
+        self.tensors.append(_Tensor(is_given, is_constant, shares, self.position))
+        return frozenset([len(self.tensors) - 1])
+
+    def _read(self, position: float, shown: Shown) -> None:
+        for number in flat(shown):
+            self.tensors[number].read.append(position)
+
+    # What has to change.
+
+    def _needs_copy(self, number: int) -> bool:
+        """Whether a tensor and those whose memory it may have are overwritten, one while the other is needed."""
+        tensor = self.tensors[number]
+        below = self._reached([number], downwards=True)
+        if tensor.is_constant and any(write.tensors & below for write in self.writes):
+            return True
+        if not tensor.shares:
+            return False
+        whole = self._reached(below, downwards=False)
+        whole = self._reached(whole, downwards=True) | whole
+        others = whole - below
+        for write in self.writes:
+            if write.position <= tensor.made:
+                continue
+            if write.tensors & below and self._is_needed(others, write.position, given=True):
+                return True
+            if write.tensors & others and self._is_needed(below, write.position, given=False):
+                return True
+        return False
+
+    def _is_needed(self, numbers: Iterable[int], position: float, given: bool) -> bool:
+        return any(
+            (given and (self.tensors[n].is_given or self.tensors[n].is_constant))
+            or any(at > position for at in self.tensors[n].read)
+            for n in numbers
+        )
+
+    def _reached(self, numbers: Iterable[int], downwards: bool) -> set[int]:
+        """These and the tensors that may have their memory (or whose memory they may have), directly or not."""
+        found = set(numbers)
+        pending = list(found)
+        while pending:
+            number = pending.pop()
+            if downwards:
+                near = [n for n, tensor in enumerate(self.tensors) if number in tensor.shares]
+            else:
+                near = list(self.tensors[number].shares)
+            pending += [n for n in near if n not in found]
+            found.update(near)
+        return found
+
+    def _raced(self, write: _Write) -> Iterator[relax.Var]:
+        """Bindings in which a write stands and before which an op of their block reads what it overwrites."""
+        above = self._reached(write.tensors, downwards=False)
+        makers = {self.tensors[number].made for number in above}
+        shared = self._reached(above, downwards=True)
+        readers = {at for number in shared for at in self.tensors[number].read if at < write.position} - makers
+        for block, var in write.around:
+            near = [self.movable[at] for at in readers if at in self.movable]
+            if any(its is block and (by_any or block.is_dataflow) for its, by_any in near):
+                yield var
+
+
+def _crosses(call: relax.Call) -> bool:
+    """Whether a transfer certainly goes to another device."""
+    if op_name(call) != TRANSFER or not isinstance(call.args[0].ty, relax.TensorType):
+        return False
+    source, destination = call.args[0].ty.vdevice, call.attrs.dst_vdevice
+    return source is not None and not same_object(source, destination)
+
+
+def _inline_constants(call: relax.Expr) -> list[int]:
+    """The operands that a kernel in place is given as written-out constants, and overwrites."""
+    if op_name(call) != CALL_TIR_INPLACE or not isinstance(call.args[1], relax.Tuple):
+        return []
+    places = [int(place) for place in call.attrs.inplace_indices if int(place) >= 0]
+    return [place for place in places if is_tensor_constant(call.args[1].fields[place])]
+
+
+class _Writer:
+    """Writes a body with copies behind some bindings, and other bindings in blocks of their own."""
+
+    def __init__(self, copied: set[relax.Var], cut: set[relax.Var], inline: set[relax.Var]) -> None:
+        self.copied, self.cut, self.inline = copied, cut, inline
+
+    def sequence(self, expr: relax.Expr) -> relax.Expr:
+        """A body, or a branch."""
+        if not isinstance(expr, relax.SeqExpr):
+            return expr
+        blocks: list[relax.BindingBlock] = []
+        for block in expr.blocks:
+            bindings = [new for old in block.bindings for new in self._binding(old)]
+            if any(binding.var in self.cut for binding in bindings):
+                blocks += _cut(bindings, self.cut, isinstance(block, relax.DataflowBlock))
+            else:
+                blocks.append(type(block)(bindings, block.span))
+        return typed(relax.SeqExpr(_with_shared_variables(blocks), expr.body, expr.span), expr.ty)
+
+    def _binding(self, binding: relax.Binding) -> Iterator[relax.Binding]:
+        var, value = binding.var, binding.value
+        if isinstance(value, relax.If):
+            branches = [self.sequence(branch) for branch in (value.true_branch, value.false_branch)]
+            yield relax.VarBinding(var, typed(relax.If(value.cond, *branches, value.span), value.ty), binding.span)
+        elif isinstance(value, relax.Function):
+            body = self.sequence(value.body)
+            func = relax.Function(list(value.params), body, value.ret_ty, value.is_pure, value.attrs, value.span)
+            yield relax.VarBinding(var, func, binding.span)
+        elif var in self.inline:
+            yield from self._with_variables(binding)
+        elif var in self.copied:
+            shared = type(var)(f"{var.name}_shared", var.ty)
+            yield relax.VarBinding(shared, value, binding.span)
+            yield from _copies(var, shared)
+        else:
+            yield binding
+
+    def _with_variables(self, binding: relax.Binding) -> Iterator[relax.Binding]:
+        call = binding.value
+        fields = list(call.args[1].fields)
+        for place in _inline_constants(call):
+            kind = type(binding.var)
+            shared, own = (kind(f"{binding.var.name}_{what}", fields[place].ty) for what in ("constant", "own"))
+            yield relax.VarBinding(shared, fields[place])
+            yield from _copies(own, shared)
+            fields[place] = own
+        args = [call.args[0], typed(relax.Tuple(fields), call.args[1].ty), *call.args[2:]]
+        new = relax.Call(call.op, args, call.attrs, call.ty_args, call.span, ret_ty=call.ty)
+        yield relax.VarBinding(binding.var, new, binding.span)
+
+
+def _copies(var: relax.Var, shared: relax.Var) -> Iterator[relax.Binding]:
+    """Bindings that make `var` a copy of `shared`, tensor by tensor."""
+    if isinstance(var.ty, relax.TensorType):
+        yield relax.VarBinding(var, typed(copy(shared), var.ty))
+    elif isinstance(var.ty, tvm.ir.TupleType):
+        kind = relax.DataflowVar if isinstance(var, relax.DataflowVar) else relax.Var
+        parts = []
+        for index, ty in enumerate(var.ty.fields):
+            field_, own = kind(f"{shared.name}_{index}", ty), kind(f"{var.name}_{index}", ty)
+            yield relax.VarBinding(field_, typed(relax.TupleGetItem(shared, index), ty))
+            yield from _copies(own, field_)
+            parts.append(own)
+        yield relax.VarBinding(var, typed(relax.Tuple(parts), var.ty))
+    else:
+        yield relax.VarBinding(var, shared)
+
+
+def _cut(bindings: list[relax.Binding], cut: set[relax.Var], is_dataflow: bool) -> list[relax.BindingBlock]:
+    """Blocks in place of one: what is cut out stands in blocks that are no dataflow, the rest in blocks that are.
+
+    Blocks of one kind that follow each other become one whenever TVM looks at them.
+    """
+    stretches: list[tuple[bool, list[relax.Binding]]] = []
+    for binding in bindings:
+        inside = binding.var not in cut and (is_dataflow or _may_be_dataflow(binding))
+        if not stretches or stretches[-1][0] != inside:
+            stretches.append((inside, []))
+        stretches[-1][1].append(binding)
+    return [(relax.DataflowBlock if inside else relax.BindingBlock)(part) for inside, part in stretches]
+
+
+def _may_be_dataflow(binding: relax.Binding) -> bool:
+    value = binding.value
+    if isinstance(value, (relax.If, relax.Function)) or op_name(value) in IN_PLACE:
+        return False
+    return not isinstance(value, relax.Call) or (isinstance(value.op, tvm.ir.Op) and bool(value.op.get_attr("FPurity")))
+
+
+def _with_shared_variables(blocks: list[relax.BindingBlock]) -> list[relax.BindingBlock]:
+    """Variables of a dataflow block that others use now, as variables that others may use."""
+    home = {binding.var: number for number, block in enumerate(blocks) for binding in block.bindings}
+    new: dict[relax.Var, relax.Var] = {}
+    for number, block in enumerate(blocks):
+        plain = not isinstance(block, relax.DataflowBlock)
+        for binding in block.bindings:
+            if plain and isinstance(binding.var, relax.DataflowVar):
+                new[binding.var] = relax.Var(binding.var.name, binding.var.ty)
+            for var in used_vars(binding.value):
+                if isinstance(var, relax.DataflowVar) and home.get(var, number) != number:
+                    new.setdefault(var, relax.Var(var.name, var.ty))
+    if not new:
+        return blocks
+
+    def renamed(binding: relax.Binding) -> relax.Binding:
+        value = structural_map(binding.value, (relax.Var, lambda var: new.get(var, var)))
+        var = new.get(binding.var, binding.var)
+        if isinstance(binding, relax.MatchCast):
+            return relax.MatchCast(var, value, binding.ty, binding.span)
+        return relax.VarBinding(var, value, binding.span)
+
+    return [type(block)([renamed(binding) for binding in block.bindings], block.span) for block in blocks]

@@ -1,0 +1,88 @@
+"""The worker threads that executables bring along as code: begun once in a process, for all machines.
+
+`relax_hetero.driver.link.worker_threads` says how they work, and why TVM's own are not used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from tvm import runtime
+from tvm_ffi import libinfo
+
+from ...artifact import worker_threads as names
+from ...target.cpu_cores import num_cores
+
+SPIN = 50_000
+"""Nanoseconds that a thread spins before it sleeps: as long as it takes to wake one."""
+
+MOST_THREADS = 1023
+"""As many as `relax_hetero.driver.link.worker_threads_text` counts, for one caller."""
+
+_lock = threading.Lock()
+_functions: dict[str, Callable[..., int]] = {}
+
+
+def use_workers(module: runtime.Module) -> bool:
+    """Have the parallel loops of loaded code run on the workers.
+
+    False for code without them, and where ``TVM_BIND_THREADS=1`` asks for threads pinned to cores: TVM's are.
+    """
+    if os.environ.get("TVM_BIND_THREADS") == "1":
+        return False
+    with _lock:
+        if not _functions and not _start(module):
+            return False
+    address = _functions[names.LAUNCH]()
+    number = 0
+    while (setter := _found(module, names.launch_setter(number))) is not None:
+        setter(address)
+        number += 1
+    return number > 0
+
+
+def configure(room: int, used: int) -> None:
+    """Have the calling thread's loops use `used` threads, itself included; up to `room` of them stay ready."""
+    if _functions:
+        room = max(1, min(room, MOST_THREADS))
+        _functions[names.CONFIGURE](room, max(1, min(used, room)))
+
+
+def width() -> int:
+    """How many threads the calling thread's loops use; 0 where that is not settled yet."""
+    return _functions[names.WIDTH]() if _functions else 0
+
+
+def after_fork() -> None:
+    """In a process that was forked: the workers stayed behind, the calling thread makes new ones."""
+    if _functions:
+        _functions[names.FORGET]()
+
+
+def _start(module: runtime.Module) -> bool:
+    found = {name: _found(module, name) for name in (*_ROUTINES, names.LAUNCH)}
+    if None in found.values():
+        return False
+    library = ctypes.CDLL(libinfo.find_libtvm_ffi())
+    routines = ("TVMFFIErrorMoveFromRaised", "TVMFFIErrorSetRaised", "TVMFFIObjectDecRef")
+    addresses = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in routines]
+    if found[names.START](*addresses, min(num_cores(), MOST_THREADS), SPIN) != 0:
+        return False
+    # Threads run this code until the process ends: it is never unloaded, not even when the interpreter ends.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(found))
+    _functions.update(found)
+    return True
+
+
+_ROUTINES = (names.START, names.CONFIGURE, names.FORGET, names.WIDTH)
+
+
+def _found(module: runtime.Module, name: str) -> Any:
+    try:
+        return module.get_function(name, True)
+    except AttributeError:
+        return None

@@ -1,0 +1,54 @@
+"""Which modules get worker threads: those with parallel loops, on systems and kernels that can have them."""
+
+import pytest
+import tvm
+from tvm import tirx
+from tvm.script import tirx as T
+
+from relax_hetero.artifact.worker_threads import launch_setter
+from relax_hetero.driver.link.worker_threads import with_launch_setters
+from relax_hetero.driver.link.worker_threads_text import text_for
+
+CPU = tvm.target.Target({"kind": "llvm", "mtriple": "x86_64-unknown-linux-gnu", "mcpu": "x86-64-v3"})
+
+
+def part(parallel, target=CPU, barrier=False):
+    @T.prim_func(s_tir=True)
+    def loop(y: T.Buffer((8,), "float32")):
+        for i in T.parallel(8):
+            y[i] = T.float32(1)
+
+    @T.prim_func(s_tir=True)
+    def plain(y: T.Buffer((8,), "float32")):
+        y[0] = T.float32(1)
+
+    func = loop if parallel else plain
+    if barrier:
+        attribute = tirx.AttrStmt(tirx.const(0, "int32"), "pragma_parallel_barrier_when_finish", 1, func.body)
+        func = func.with_body(attribute)
+    return target, tvm.IRModule({"f": func.with_attr("target", target)})
+
+
+def setters(parts):
+    names = [gv.name_hint for _, mod in with_launch_setters(parts) for gv in mod.get_global_vars()]
+    return sorted(name for name in names if name != "f")
+
+
+def test_only_modules_with_parallel_loops_get_a_setter():
+    assert setters([part(False), part(True), part(False), part(True)]) == [launch_setter(0), launch_setter(1)]
+    assert setters([part(False)]) == []
+
+
+@pytest.mark.parametrize("system", ["x86_64-apple-darwin", "x86_64-pc-windows-msvc", "riscv64-unknown-linux-gnu"])
+def test_other_systems_and_processors_keep_tvms_threads(system):
+    assert text_for(system) is None
+    target = tvm.target.Target({"kind": "llvm", "mtriple": system})
+    assert setters([part(True), part(True, target)]) == []
+
+
+def test_a_kernel_that_waits_for_all_threads_keeps_tvms_for_its_module():
+    assert setters([part(True), part(True, barrier=True)]) == []
+
+
+def test_an_arm_processor_has_threads_too():
+    assert "hint(i32 1)" in text_for("aarch64-linux-gnu") and "PAUSE" not in text_for("aarch64-linux-gnu")

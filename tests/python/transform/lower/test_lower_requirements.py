@@ -1,0 +1,90 @@
+"""LowerRequirements: one call checks all requirements of a point, before anything is allocated."""
+
+from tvm.ir import assert_structural_equal
+from tvm.script import ir as I
+from tvm.script import relax as R
+from tvm.script import tirx as T
+
+from relax_hetero.transform import LowerRequirements
+
+
+def test_checks_stand_where_their_sizes_are_known():
+    @I.ir_module
+    class Before:
+        @R.function(pure=False)
+        def main(x: R.Tensor(("n", 4), "float32"), y: R.Tensor(("m", 4), "float32")):
+            n = T.int64()
+            m = T.int64()
+            found = T.int64()
+            places = R.nonzero(x)
+            R.hetero.require(n == m, "same rows")
+            same = R.match_cast(places, R.Tensor((2, found), "int64"))
+            many = R.add(same, same)
+            R.hetero.require(T.And(found <= m, n < 8), "few")
+            R.hetero.require(T.Or(n == 0, m % n == 0), "whole")
+            R.hetero.require(n >= 0, "always")
+            return many
+
+    @I.ir_module
+    class Expected:
+        @T.prim_func
+        def main_sizes(n: T.int64, m: T.int64):
+            T.func_attr({"global_symbol": "main_sizes"})
+            if not n == m:
+                T.call_packed("relax_hetero.refuse_sizes", "main", "same rows", "n", n, "m", m)
+            if not n == T.int64(0):
+                if not m % n == T.int64(0):
+                    T.call_packed("relax_hetero.refuse_sizes", "main", "whole", "n", n, "m", m)
+
+        @T.prim_func
+        def main_sizes_1(found: T.int64, m: T.int64, n: T.int64):
+            T.func_attr({"global_symbol": "main_sizes_1"})
+            if not found <= m:
+                T.call_packed("relax_hetero.refuse_sizes", "main", "few", "found", found, "m", m, "n", n)
+            if not n < T.int64(8):
+                T.call_packed("relax_hetero.refuse_sizes", "main", "few", "found", found, "m", m, "n", n)
+
+        @R.function(pure=False)
+        def main(x: R.Tensor(("n", 4), "float32"), y: R.Tensor(("m", 4), "float32")):
+            n = T.int64()
+            m = T.int64()
+            found = T.int64()
+            cls = Expected
+            cls.main_sizes(n, m)
+            places = R.nonzero(x)
+            same = R.match_cast(places, R.Tensor((2, found), "int64"))
+            cls.main_sizes_1(found, m, n)
+            many = R.add(same, same)
+            return many
+
+    after = LowerRequirements()(Before)
+    assert_structural_equal(after, Expected)
+    assert_structural_equal(LowerRequirements()(after), after)
+
+
+def test_a_branch_keeps_its_own():
+    @I.ir_module
+    class Before:
+        @R.function(pure=False)
+        def main(x: R.Tensor(("n",), "float32"), flag: R.Tensor((), "bool")):
+            n = T.int64()
+            if flag:
+                R.hetero.require(n == 2, "two")
+                y = R.exp(x)
+            else:
+                y = R.tanh(x)
+            return y
+
+    script = LowerRequirements()(Before).script()
+    assert script.index("if flag") < script.index("cls.main_sizes(n)") < script.index("R.exp(x)")
+
+
+def test_nothing_to_do():
+    @I.ir_module
+    class Before:
+        @R.function(pure=False)
+        def main(x: R.Tensor(("n",), "float32")):
+            y = R.exp(x)
+            return y
+
+    assert LowerRequirements()(Before).same_as(Before)
