@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import tvm
 import tvm_ffi
 from tvm import tirx
 
-from ..core.builder import Expr
+from ..core.builder import Expr, vector_type
 
 
 def maximum(a: Expr, b: Expr) -> Expr:
@@ -28,11 +29,24 @@ def minimum(a: Expr, b: Expr) -> Expr:
 
 
 def is_nan(x: Expr) -> Expr:
-    """Whether a floating-point expression is NaN."""
-    if x.ty.dtype.bits < 32:
-        lanes = x.ty.dtype.lanes
-        x = tirx.Cast("float32" if lanes == 1 else f"float32x{lanes}", x)
-    return tirx.isnan(x)
+    """Whether a floating-point expression is NaN, by its bits.
+
+    TVM would simplify ``x != x`` to false, and generates a call for each lane of ``isnan`` of a vector.
+    """
+    dtype, lanes = str(x.ty.dtype).partition("x")[0], x.ty.dtype.lanes
+    integer, infinity = _BITS[dtype]
+    raw = tirx.reinterpret(tvm.ir.PrimType(vector_type(integer, lanes)), x)
+    kind = str(raw.ty.dtype)
+    return tirx.bitwise_and(raw, tirx.const(tirx.max_value(integer).value, kind)) > tirx.const(infinity, kind)
+
+
+_BITS = {
+    "float16": ("int16", 0x7C00),
+    "bfloat16": ("int16", 0x7F80),
+    "float32": ("int32", 0x7F800000),
+    "float64": ("int64", 0x7FF0000000000000),
+}
+"""Of an element type: the integer of its size, and the bits of infinity."""
 
 
 def index_wins(one: Sequence[Expr], other: Sequence[Expr], largest: bool, last: bool) -> Expr:

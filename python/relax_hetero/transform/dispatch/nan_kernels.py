@@ -12,9 +12,10 @@ from collections.abc import Callable
 import tvm
 from tvm import relax, te, tirx, topi
 
-from ...tir.math.casts import truncated
+from ...tir.math.casts import cast, truncated
 from ...tir.math.extremes import maximum, minimum
 from ..ir.blocks import is_one
+from ..ir.rewriting import is_tensor_constant
 from . import extreme_kernels, scatter_kernels, take_kernels
 
 Legalize = Callable[[relax.BlockBuilder, relax.Call], relax.Expr]
@@ -51,14 +52,38 @@ def _sign(x: te.Tensor) -> te.Tensor:
     return te.compute(x.shape, element, name="compute")
 
 
-def _of_two(extreme: Callable[..., tirx.PrimExpr]) -> Callable[..., te.Tensor]:
-    def kernel(a: te.Tensor, b: te.Tensor) -> te.Tensor:
+def _of_two(name: str, extreme: Callable[..., tirx.PrimExpr]) -> Legalize:
+    def kernel(a: te.Tensor | tirx.PrimExpr, b: te.Tensor | tirx.PrimExpr) -> te.Tensor:
+        tensors = [x for x in (a, b) if isinstance(x, te.Tensor)]
+        shape = topi.add(*tensors).shape if len(tensors) > 1 else tensors[0].shape
+
         def element(*i: tirx.Var) -> tirx.PrimExpr:
-            return extreme(*(x(*_read_at(i, x)) for x in (a, b)))
+            return extreme(*(x(*_read_at(i, x)) if isinstance(x, te.Tensor) else x for x in (a, b)))
 
-        return te.compute(topi.add(a, b).shape, element, name="compute")
+        return te.compute(shape, element, name="compute")
 
-    return kernel
+    def legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
+        if not _is_of_known_floats(call):
+            return _STOCK[name](builder, call)
+        a, b = call.args
+        number = _as_number(b)
+        a, b = (_as_number(a), b) if number is b else (a, number)
+        return builder.call_te(kernel, a, b, primfunc_name_hint=name)
+
+    return legalize
+
+
+def _as_number(arg: relax.Expr) -> relax.Expr:
+    """A constant of one number as that number, which kernels compare with in an instruction; others as they are."""
+    if not is_tensor_constant(arg) or arg.ty.ndim != 0:
+        return arg
+    return tirx.FloatImm(str(arg.ty.dtype), float(arg.value.numpy()[()]))
+
+
+def _is_of_known_floats(call: relax.Call) -> bool:
+    types = [arg.ty for arg in call.args]
+    known = all(isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr) for ty in types)
+    return known and str(call.ty.dtype).startswith(("float", "bfloat"))
 
 
 def _read_at(place: tuple[tirx.Var, ...], x: te.Tensor) -> list[tirx.PrimExpr]:
@@ -69,21 +94,22 @@ def _read_at(place: tuple[tirx.Var, ...], x: te.Tensor) -> list[tirx.PrimExpr]:
 
 def _cast(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
     source, dtype = str(call.args[0].ty.dtype), str(call.attrs.dtype)
-    if not source.startswith("float") or not dtype.startswith(("int", "uint")):
+    if not source.startswith(("float", "bfloat")) or not dtype.startswith(("int", "uint")):
         return _STOCK["astype"](builder, call)
+    is_bfloat16 = source == "bfloat16"
 
     def kernel(x: te.Tensor) -> te.Tensor:
-        return te.compute(x.shape, lambda *i: truncated(x(*i), dtype), name="compute")
+        def element(*i: tirx.Var) -> tirx.PrimExpr:
+            return truncated(cast(x(*i), "float32") if is_bfloat16 else x(*i), dtype)
+
+        return te.compute(x.shape, element, name="compute")
 
     return builder.call_te(kernel, call.args[0], primfunc_name_hint="cast")
 
 
 def _of_floats(stock: Legalize, kernel: Callable[..., te.Tensor], name: str) -> Legalize:
     def legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
-        operands = [arg for arg in call.args if isinstance(arg.ty, relax.TensorType)]
-        known = all(isinstance(arg.ty.shape, relax.ShapeExpr) for arg in operands)
-        expected = 1 if name == "tir_clip" else len(call.args)
-        if not known or len(operands) < expected or not str(call.ty.dtype).startswith(("float", "bfloat")):
+        if not str(call.ty.dtype).startswith(("float", "bfloat")):
             return stock(builder, call)
         return builder.call_te(kernel, *call.args, primfunc_name_hint=name)
 
@@ -95,8 +121,8 @@ def legalizations() -> dict[str, Legalize]:
     return {
         "relax.nn.relu": _of_floats(_STOCK["nn.relu"], _relu, "relu"),
         "relax.clip": _of_floats(_STOCK["clip"], _clip, "tir_clip"),
-        "relax.maximum": _of_floats(_STOCK["maximum"], _of_two(maximum), "maximum"),
-        "relax.minimum": _of_floats(_STOCK["minimum"], _of_two(minimum), "minimum"),
+        "relax.maximum": _of_two("maximum", maximum),
+        "relax.minimum": _of_two("minimum", minimum),
         "relax.sign": _of_floats(_STOCK["sign"], _sign, "tir_sign"),
         "relax.astype": _cast,
         **extreme_kernels.legalizations(),
