@@ -118,8 +118,9 @@ def _whole_length(start: tirx.Expr, limit: tirx.Expr, delta: tirx.Expr) -> tirx.
     zero, one = tirx.const(0, "uint64"), tirx.const(1, "uint64")
     is_up = delta > as_expr(0)
     distance = tirx.Select(is_up, unsigned(limit) - unsigned(start), unsigned(start) - unsigned(limit))
-    width = tirx.max(tirx.Select(is_up, unsigned(delta), zero - unsigned(delta)), one)
-    count = tirx.min(tirx.div(distance - one, width) + one, tirx.const(MOST_ELEMENTS, "uint64"))
+    width = tirx.Select(is_up, unsigned(delta), zero - unsigned(delta))
+    count = tirx.div(distance - one, tirx.Select(delta == as_expr(0), one, width)) + one
+    count = tirx.Select(count > tirx.const(MOST_ELEMENTS, "uint64"), tirx.const(MOST_ELEMENTS, "uint64"), count)
     has_any = tirx.any(tirx.all(is_up, start < limit), tirx.all(delta < as_expr(0), start > limit))
     found = tirx.Select(has_any, tirx.Cast("int64", count), as_expr(0))
     return tirx.Select(delta == as_expr(0), as_expr(_NO_STEP), found)
