@@ -82,9 +82,9 @@ def _union_check(options: tuple[Any, ...]) -> _Check:
     checks = [_check_of(option) for option in options]
 
     def check(value: Any) -> str | None:
-        found = [each(value) for each in checks]
-        if None in found:
+        if any(each(value) is None for each in checks):
             return None
+        found = [each(value) for each in checks]
         # The finding inside of a dataclass that fits says more than that others do not.
         names = " or ".join(getattr(option, "__name__", str(option)) for option in options)
         inner = next((w for w, o in zip(found, options, strict=True) if type(value) is o and w), None)

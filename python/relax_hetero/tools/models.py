@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import click
 
 from ..artifact.regular_files import open_regular
-from ..errors import FrontendError
 from .console import console
 from .placing import Placing
 
@@ -108,10 +107,6 @@ def load_library(path: Path, placing: Placing, key: bytes | None = None) -> Mode
 
 def _without_weights(path: Path) -> onnx.ModelProto:
     """The model as the file has it; weights that lie in files of their own stay there."""
-    import onnx
+    from ..frontend.onnx.model import read_model
 
-    try:
-        return onnx.load(str(path), load_external_data=False)
-    # Every parser of onnx.load raises its own.
-    except Exception as error:
-        raise FrontendError(f"{path} is not a readable ONNX file: {error}") from error
+    return read_model(path)[0]

@@ -192,7 +192,7 @@ def test_errors_are_one_line_and_exit_with_1(invoke: Invoke, model: Path, argume
 def test_files_that_cannot_be_read_or_written(invoke: Invoke, model: Path, tmp_path: Path):
     junk = tmp_path / "junk.onnx"
     junk.write_bytes(b"\xff" * 64)
-    assert "not a readable ONNX file" in invoke("run", junk).stderr
+    assert "is not an ONNX model" in invoke("run", junk).stderr
     (tmp_path / "junk.so").write_bytes(b"\xff" * 64)
     for arguments in (
         ["run", junk],
@@ -250,3 +250,37 @@ def test_outputs_replace_a_file_that_is_mapped(invoke: Invoke, model: Path, tmp_
     found = rh.vm.VirtualMachine(executable)["main"](np.ones((2, 3), "float32"))
     np.testing.assert_allclose(found.numpy(), expected(model, np.ones((2, 3), "float32")), rtol=1e-5)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["model.onnx", "model.so"]
+
+
+def test_a_library_is_signed_and_verified(invoke: Invoke, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    library, key, other = tmp_path / "model.bin", tmp_path / "key", tmp_path / "other"
+    key.write_bytes(b"a key of more than sixteen bytes\n")
+    other.write_bytes(b"another key, also of enough bytes")
+    assert invoke("compile", model, "-o", library, "--key-file", key).exit_code == 0
+    assert invoke("run", library, "--key-file", key).exit_code == 0
+    monkeypatch.setenv("RELAX_HETERO_KEY_FILE", str(other))
+    for command in ("run", "explain"):
+        refused = invoke(command, library)
+        assert refused.exit_code == 1 and "its signature is not by the key given" in refused.stderr
+    other.write_bytes(b"short")
+    assert "a key has at least 16 bytes" in invoke("run", library).stderr
+
+
+def test_limits_of_the_import(invoke: Invoke, model: Path):
+    assert "expected at most 1." in invoke("explain", model, "--max-nodes", "1").stderr
+    assert invoke("explain", model, "--max-nodes", "1000", "--max-computed", "1.5G", "--summary").exit_code == 0
+    assert "no number of bytes" in invoke("explain", model, "--max-computed", "much").stderr
+
+
+def test_names_do_not_command_the_terminal(invoke: Invoke, model: Path, tmp_path: Path):
+    proto = onnx.load(str(model))
+    proto.graph.node[0].name = "red\x1b[31m"
+    onnx.save(proto, tmp_path / "red.onnx")
+    shown = invoke("explain", tmp_path / "red.onnx", "ops")
+    assert "red\\x1b[31m" in shown.stdout and "\x1b" not in shown.stdout
+    proto.graph.node[0].op_type = "Unknown"
+    proto.graph.node[0].domain = "my"
+    proto.opset_import.add(domain="my", version=1)
+    onnx.save(proto, tmp_path / "red.onnx")
+    failed = invoke("explain", tmp_path / "red.onnx")
+    assert "red\\x1b[31m" in failed.stderr and "\x1b" not in failed.stderr

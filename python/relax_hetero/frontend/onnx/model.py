@@ -63,7 +63,7 @@ def load_model(model: ModelSource, limits: ImportLimits | None = None) -> OnnxMo
     limits = ImportLimits() if limits is None else limits
     if not isinstance(limits, ImportLimits):
         raise FrontendError(f"limits is {limits!r}, expected an ImportLimits")
-    proto, source, path, nbytes = _read(model)
+    proto, source, path, nbytes = read_model(model)
     external = ExternalData(source, path)
     with errors_of(source):
         check_form(proto, source)
@@ -109,7 +109,13 @@ def opset_in(imports: Iterable[onnx.OperatorSetIdProto]) -> int:
     return next((int(entry.version) for entry in imports if entry.domain in STANDARD_DOMAINS), 1)
 
 
-def _read(model: ModelSource) -> tuple[onnx.ModelProto, str, Path | None, int]:
+def read_model(model: ModelSource) -> tuple[onnx.ModelProto, str, Path | None, int]:
+    """A model as it is written, unchecked: with what messages call it, its file, and its bytes.
+
+    Raises
+    ------
+    FrontendError: If the file is missing, special, or no ONNX model.
+    """
     if isinstance(model, onnx.ModelProto):
         return model, "the model", None, model.ByteSize()
     if isinstance(model, (bytes, bytearray, memoryview)):
