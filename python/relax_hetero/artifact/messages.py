@@ -49,7 +49,7 @@ def explain_failure(what: str, error: BaseException, metadata: Metadata) -> Hete
             f"{what}: the code calls {missing.group(1)!r}, which this process has not registered; expected the library "
             "or Python module that defines it to be loaded before"
         )
-    if "bad_alloc" in text or isinstance(error, MemoryError):
+    if text.endswith("std::bad_alloc"):
         return MemoryLimitError(f"{what} failed: the system has no memory left for a result or a transient tensor")
     names = [*device_names(metadata.devices), "host"]
     mentioned = [
