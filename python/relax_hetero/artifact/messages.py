@@ -6,14 +6,14 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 
-from ..errors import BindingError, HeteroError
+from ..errors import BindingError, HeteroError, MemoryLimitError, printable
 from .checks import refused_by
 from .metadata import Metadata, device_names
 
 
 def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
     """Lines of aligned columns: the first `left` hold text, the rest numbers. Rows may end early."""
-    lines = [head, *rows]
+    lines = [[printable(cell) for cell in line] for line in (head, *rows)]
     widths = [max((len(line[i]) for line in lines if len(line) == len(head)), default=0) for i in range(len(head))]
     return "\n".join(
         "  ".join(
@@ -49,6 +49,8 @@ def explain_failure(what: str, error: BaseException, metadata: Metadata) -> Hete
             f"{what}: the code calls {missing.group(1)!r}, which this process has not registered; expected the library "
             "or Python module that defines it to be loaded before"
         )
+    if "bad_alloc" in text or isinstance(error, MemoryError):
+        return MemoryLimitError(f"{what} failed: the system has no memory left for a result or a transient tensor")
     names = [*device_names(metadata.devices), "host"]
     mentioned = [
         f"kernel {symbol} ({'ops ' + ', '.join(dispatch.ops) + ' ' if dispatch.ops else ''}on {names[dispatch.device]})"

@@ -23,6 +23,7 @@ from .commands import (
 from .memory_spec import FunctionMemory, memory_from_json, memory_to_json
 from .schedule import Schedule
 from .signature import FunctionSignature
+from .typed_data import read_json
 
 # DLPack device type of each TVM target kind (dlpack.h, DLDeviceType).
 DEVICE_TYPES: dict[str, int] = {
@@ -285,8 +286,11 @@ class Metadata:
 
     @staticmethod
     def from_json(text: str) -> Metadata:
-        """The inverse of `to_json`; ValueError, KeyError or TypeError for anything else."""
-        data = json.loads(text)
+        """The inverse of `to_json`; for anything else ValueError, or another error of access to data.
+
+        What comes from a file is read by `check_metadata.read_metadata`.
+        """
+        data = read_json(text)
         signatures = [FunctionSignature.from_json(signature) for signature in data["signatures"]]
         return Metadata(
             devices=tuple(DeviceSpec(**device) for device in data["devices"]),

@@ -56,7 +56,7 @@ class VirtualMachine:
         ``"llvm"``, ``"vdevice:1"``, an index, a VDevice, a ``tvm.Device``) to devices (``tvm.Device`` or text such as
         ``"cpu:1"``): these, else the manifest's.
     max_in_flight : int
-        How many submitted calls may be under way at once; `submit` waits for room.
+        How many submitted calls may be under way at once; `submit` and `submit_async` wait for room.
     memory_limit : None, int, str or mapping
         What weights, results and transient tensors may take on each device, by the executable's `memory_plan`: bytes or
         text (``"512MB"``), or a mapping from entries to these. Symbolic sizes are checked by each call.
@@ -152,6 +152,8 @@ class VirtualMachine:
         self, name: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, out: Any = None
     ) -> Any:
         """Run function `name`; ``vm[name](*args, **kwargs, out=out)``, also for an input that is called "out"."""
+        if type(name) is not str:
+            self.executable.signature(name)
         with self._lock.held:
             submitter = self._submitter
             is_free = submitter.calls.is_idle and name not in submitter.queued_functions
@@ -162,20 +164,29 @@ class VirtualMachine:
                     return self._run_cached(name, cache, call, tensors, out)
                 bound = self._arguments.bind_new(name, cache, ordered, args, kwargs or {})
                 return self._run(self.executable.signature(name), bound, out)
-        return self.submit_into(out, name, args, kwargs or {}).result()
+        return self.submit_into(out, name, args, kwargs or {}, copy=False).result()
 
-    def submit(self, name: str, /, *args: Any, **kwargs: Any) -> Fence:
-        """Have function `name` run, without waiting for it.
+    def submit(self, name: str, /, *args: Any, copy: bool = True, **kwargs: Any) -> Fence:
+        """Have function `name` run, without waiting for it; arrays are copied, so they may be changed at once.
 
-        Arguments are as in a call, and are checked now; those that are lent must not change until the fence is done.
-        A `Fence` among them stands for its result, and they are checked when that is there. Steps on different devices
-        overlap, within a call and between calls; what a call gives does not depend on it. Where `max_in_flight` calls
-        are under way, this waits. A machine that is dropped ends with the last of its calls.
+        Arguments are as in a call, and are checked now. A `Fence` among them stands for its result, and they are
+        checked when that is there. Steps on different devices overlap, within a call and between calls; what a call
+        gives does not depend on it. Where `max_in_flight` calls are under way, this waits; in a thread that runs an
+        asyncio event loop it never does, and the call stands in line instead: its arguments are checked when there is
+        room, and its fence raises the errors. `submit_async` holds a producer back there. A machine that is dropped
+        ends with the last of its calls.
+
+        Parameters
+        ----------
+        copy : bool
+            Whether arrays of numpy and of other libraries are copied, where the call would read the caller's memory.
+            With False they are lent, and must not change until the fence is done. Tensors of TVM, such as results, are
+            always lent, and so are donated arguments. (An input that is called "copy" is given by position.)
 
         Returns
         -------
         Fence
-            Of the result that ``vm[name](*args, **kwargs)`` would return.
+            Of the result that ``vm[name](*args, **kwargs)`` would return; awaitable.
 
         Raises
         ------
@@ -184,11 +195,22 @@ class VirtualMachine:
         HeteroError
             In a process that was forked since the machine took calls.
         """
-        return self.submit_into(None, name, args, kwargs)
+        return self.submit_into(None, name, args, kwargs, copy)
 
-    def submit_into(self, out: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Fence:
+    async def submit_async(self, name: str, /, *args: Any, copy: bool = True, **kwargs: Any) -> Fence:
+        """`submit` for coroutines: wait for room without holding the event loop up, then submit.
+
+        ``fence = await vm.submit_async("main", x)`` returns once the call is under way, so that a loop over inputs
+        never has more than `max_in_flight` of them at work; ``await fence`` gives the result. Arguments are read when
+        there is room, before this returns. A task that is cancelled while it waits leaves the line.
+        """
+        return await self._submitter.submit_async(None, name, args, kwargs, copy)
+
+    def submit_into(
+        self, out: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], copy: bool = True
+    ) -> Fence:
         """`submit` that fills the buffers `out`, unless that is None: ``vm[name].submit(*args, **kwargs, out=out)``."""
-        return self._submitter.submit(out, name, args, kwargs)
+        return self._submitter.submit(out, name, args, kwargs, copy)
 
     def synchronize(self, timeout: float | None = None) -> bool:
         """Wait until all calls that were submitted have ended; False if they have not after `timeout` seconds."""
@@ -348,12 +370,16 @@ class BoundFunction:
         """Run the function; see `VirtualMachine.__getitem__`."""
         return self.machine.call(self.name, args, kwargs, out)
 
-    def submit(self, *args: Any, out: Any = None, **kwargs: Any) -> Fence:
+    def submit(self, *args: Any, out: Any = None, copy: bool = True, **kwargs: Any) -> Fence:
         """Have the function run, without waiting for it; see `VirtualMachine.submit`.
 
         Buffers given as `out` are not to be used until the fence is done.
         """
-        return self.machine.submit_into(out, self.name, args, kwargs)
+        return self.machine.submit_into(out, self.name, args, kwargs, copy)
+
+    async def submit_async(self, *args: Any, out: Any = None, copy: bool = True, **kwargs: Any) -> Fence:
+        """`submit` that waits for room without holding the event loop up; see `VirtualMachine.submit_async`."""
+        return await self.machine._submitter.submit_async(out, self.name, args, kwargs, copy)
 
     def __repr__(self) -> str:
         return f"<{self.signature} on {', '.join(map(str, self.machine.devices))}>"

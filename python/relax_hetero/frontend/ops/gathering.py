@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import tvm
 from tvm import relax, te, tirx, topi
 
+from ...tir.math.extremes import is_nan
 from .elementwise import cast, widened
-from .node import Dim, Node, Position, as_constant, const, dtype_of, onnx_dtype
+from .node import Dim, Node, Position, as_constant, const, dtype_of, is_float, onnx_dtype
 from .required_sizes import as_expr, require_equal, require_shape, shown
 from .shapes import dims_at_run_time
 from .slicing import cut
@@ -196,11 +198,31 @@ def top_k(node: Node) -> relax.Expr:
         dims = [0 if i == axis else dim for i, dim in enumerate(node.shape(data))]
         return relax.Tuple([node.filled(dims, 0, kind) for kind in (dtype, "int64")])
     number = k if isinstance(k, int) else -1  # all of them
-    found = node.emit(relax.op.topk(cast(node, data, sortable), number, axis, "both", largest, "int64"))
+    data = cast(node, data, sortable)
+    keys = node.kernel("sort_keys", _sort_key, data) if is_float(sortable) else data
+    found = node.emit(relax.op.topk(keys, number, axis, "both", largest, "int64"))
     values, indices = (node.emit(relax.TupleGetItem(found, i)) for i in (0, 1))
+    if is_float(sortable):
+        values = node.kernel("sorted_values", _of_sort_key, values)
     if not isinstance(k, int):
         values, indices = (cut(node, value, {axis: (0, k, 1)}) for value in (values, indices))
     return relax.Tuple([cast(node, values, dtype), indices])
+
+
+def _sort_key(i: Position, x: te.Tensor) -> tirx.Expr:
+    """An integer that is in order as a float is, NaN the largest: TVM's sort takes comparisons for total."""
+    dtype = str(x.dtype).replace("float", "int")
+    raw = tirx.reinterpret(tvm.ir.PrimType(dtype), x(*i))
+    flipped = tirx.bitwise_xor(raw, tirx.max_value(dtype))  # the larger the magnitude of a negative, the smaller
+    key = tirx.Select(raw < 0, flipped, raw)
+    no_sign = tirx.Select(tirx.EQ(x(*i), tirx.const(0, x.dtype)), tirx.const(0, dtype), key)
+    return tirx.Select(is_nan(x(*i)), tirx.max_value(dtype), no_sign)
+
+
+def _of_sort_key(i: Position, keys: te.Tensor) -> tirx.Expr:
+    key, dtype = keys(*i), str(keys.dtype)
+    raw = tirx.Select(key < 0, tirx.bitwise_xor(key, tirx.max_value(dtype)), key)
+    return tirx.reinterpret(tvm.ir.PrimType(dtype.replace("int", "float")), raw)
 
 
 @converts("Compress")

@@ -109,4 +109,12 @@ def einsum(node: Node) -> relax.Expr:
 @converts("Attention")
 def attention(node: Node) -> relax.Expr:
     """By its definition over other ops (stock TVM's converter of this name is of onnxruntime's contrib op)."""
+    dims, keys, values = (node.shape(node.tensor(i)) for i in range(3))
+    if not len(dims) == len(keys) == len(values) or len(dims) not in (3, 4):
+        raise node.refusal(f"found queries, keys and values of shapes {shown(dims)}, {shown(keys)} and {shown(values)}")
+    require_equal(node, keys[0], dims[0], "axis 0 of its keys, the batches, has")
+    require_equal(node, values[0], dims[0], "axis 0 of its values, the batches, has")
+    require_equal(node, values[-2], keys[-2], "axis -2 of its values, the positions, has")
+    if len(dims) == 4:
+        require_equal(node, values[1], keys[1], "axis 1 of its values, the heads, has")
     return convert_by_body(node)

@@ -110,19 +110,26 @@ def _real_length(start: tirx.Expr, limit: tirx.Expr, delta: tirx.Expr) -> tirx.E
 
 
 def _whole_length(start: tirx.Expr, limit: tirx.Expr, delta: tirx.Expr) -> tirx.Expr:
-    """In unsigned numbers, in which the distance of two integers always fits."""
+    """In unsigned numbers, in which the distance of two integers always fits; none of them may wrap around."""
+    zero, one, most = as_expr(0), tirx.const(1, "uint64"), tirx.const(MOST_ELEMENTS, "uint64")
 
     def unsigned(value: tirx.Expr) -> tirx.Expr:
         return tirx.Cast("uint64", value)
 
-    zero, one = tirx.const(0, "uint64"), tirx.const(1, "uint64")
-    is_up = delta > as_expr(0)
-    distance = tirx.Select(is_up, unsigned(limit) - unsigned(start), unsigned(start) - unsigned(limit))
-    width = tirx.max(tirx.Select(is_up, unsigned(delta), zero - unsigned(delta)), one)
-    count = tirx.min(tirx.div(distance - one, width) + one, tirx.const(MOST_ELEMENTS, "uint64"))
-    has_any = tirx.any(tirx.all(is_up, start < limit), tirx.all(delta < as_expr(0), start > limit))
-    found = tirx.Select(has_any, tirx.Cast("int64", count), as_expr(0))
-    return tirx.Select(delta == as_expr(0), as_expr(_NO_STEP), found)
+    def size_of_negative(value: tirx.Expr) -> tirx.Expr:
+        return unsigned(as_expr(-1) - value) + one
+
+    def distance(low: tirx.Expr, high: tirx.Expr) -> tirx.Expr:
+        across = unsigned(high) + size_of_negative(low)
+        return tirx.Select(tirx.all(low < zero, high >= zero), across, unsigned(high - low))
+
+    is_up = delta > zero
+    whole = tirx.Select(is_up, distance(start, limit), distance(limit, start))
+    width = tirx.Select(is_up, unsigned(delta), size_of_negative(tirx.Select(is_up, as_expr(-1), delta)))
+    count = tirx.div(tirx.Select(whole > tirx.const(0, "uint64"), whole - one, whole), width) + one
+    has_any = tirx.any(tirx.all(is_up, start < limit), tirx.all(delta < zero, start > limit))
+    found = tirx.Select(has_any, tirx.Cast("int64", tirx.Select(count > most, most, count)), zero)
+    return tirx.Select(delta == zero, as_expr(_NO_STEP), found)
 
 
 @converts("HannWindow", "HammingWindow", "BlackmanWindow")

@@ -216,10 +216,12 @@ def _require_product(node: Node, found: list[tirx.Var], dims: list[Dim]) -> None
     """Require that sizes have as many elements as a tensor; their product may be larger than an integer."""
     elements = math.prod(map(as_expr, dims), start=as_expr(1))
     message = f"its target has another number of elements than its input, of shape {shown(dims)}"
-    product = as_expr(1)
-    for dim in found:  # no size but of an empty tensor is larger than the number of elements
-        node.require(any_of([equal(elements, 0), tirx.LE(dim, tirx.floordiv(elements, tirx.max(product, 1)))]), message)
-        product = product * dim
+    # Without elements, other sizes may be anything that an array can have.
+    most = tirx.Select(tirx.EQ(elements, as_expr(0)), as_expr(MOST_ELEMENTS), elements)
+    product = largest = as_expr(1)
+    for dim in found:
+        node.require(tirx.LE(dim, tirx.floordiv(most, largest)), message)
+        product, largest = product * dim, largest * tirx.max(dim, as_expr(1))
     none = any_of([equal(dim, 0) for dim in found])
     node.require(any_of([tirx.NE(elements, as_expr(0)), none]), message)
     node.require(any_of([equal(elements, 0), equal(product, elements)]), message)

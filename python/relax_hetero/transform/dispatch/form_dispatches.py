@@ -33,6 +33,7 @@ from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functio
 from ..ir.root_blocks import with_root_blocks
 from .bind_targets import bind_targets
 from .bound_kernels import bound_kernels
+from .folding import fold_constants
 from .keep_devices import keep_devices
 from .legalize import is_kept, legalize
 from .name_kernel_variables import name_kernel_variables
@@ -65,8 +66,7 @@ def form_dispatches(mod: tvm.IRModule) -> tvm.IRModule:
     written = {gv.name_hint for gv in mod.get_global_vars()}
     mod = bound_kernels(legalize(widen_extents(with_root_blocks(mod))))
     stock = relax.transform
-    fold = [stock.AnnotateTIROpPattern(), stock.FoldConstant()]
-    mod = _with_fused_ops(tvm.transform.Sequential(fold)(forget_targets(mod, written)))
+    mod = _with_fused_ops(fold_constants(stock.AnnotateTIROpPattern()(forget_targets(mod, written))))
     ops = fused_ops(mod)
     fuse = [stock.FuseTIR(), stock.DeadCodeElimination(), stock.CanonicalizeBindings()]
     mod = with_ops(tvm.transform.Sequential(fuse)(mod), ops)

@@ -11,6 +11,7 @@ from tvm import relax
 from ...target.element_types import numpy_dtype
 from .axes import permutation
 from .blocks import Block, renamed, shape_of
+from .kernels import tensor_bytes
 from .op_names import CAST, PERMUTE, RESHAPE
 from .rewriting import op_name
 
@@ -40,6 +41,17 @@ _SMALL = 1 << 16
 """Elements up to which every constant expression is computed; of larger ones, those that a convolution weighs with."""
 
 _WEIGHING = frozenset(f"relax.nn.conv{n}d{kind}" for n in (1, 2, 3) for kind in ("", "_transpose"))
+
+
+_GROWTH, _GROWN = 64, 16 << 20
+
+
+def grows_too_much(nbytes: int, origin: int) -> bool:
+    """Whether `nbytes` of a result are too many to be kept in place of `origin` bytes of constants that it comes from.
+
+    Weights of 4 bits that become float32 grow eight times. A kernel fills a tensor with a scalar faster.
+    """
+    return nbytes > _GROWN and nbytes > _GROWTH * origin
 
 
 class ConstantValues:
@@ -72,8 +84,14 @@ class ConstantValues:
         types = (*_FLOATS, "int32") if name in _OF_INTEGERS else _FLOATS
         if len(arrays) < len(tensors) or (name in _ARITHMETIC and any(str(a.dtype) not in types for a in arrays)):
             return None
+        if grows_too_much(tensor_bytes([int(extent) for extent in shape], call.ty.dtype.dtype), _nbytes(arrays)):
+            return None
         with np.errstate(all="ignore"):
             return compute(*arrays)
+
+
+def _nbytes(arrays: list[np.ndarray]) -> int:
+    return sum(array.nbytes for array in arrays)
 
 
 def _computation(call: relax.Call, shape: list[int]) -> Callable[..., np.ndarray] | None:

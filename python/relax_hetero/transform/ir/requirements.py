@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import tvm
 from tvm import relax, tirx
-from tvm_ffi import structural_walk
+from tvm_ffi import StructuralKey, structural_walk
 
 from ...op.require import is_requirement
+from .rewriting import tensor_types
 
 MOST = 2**62
 """More than any extent of a tensor: what analyzers are told that sizes stay below."""
@@ -32,6 +34,38 @@ class Requirement:
     def sizes(self) -> list[tirx.Var]:
         """The symbolic sizes that it is about, in order."""
         return symbols_in(self.condition)
+
+
+Monomial: TypeAlias = tuple[StructuralKey, ...]
+"""The symbolic factors of a number of bytes, in an order of their own."""
+
+
+def factors_of(ty: relax.TensorType) -> tuple[int, list[Any]]:
+    """The bytes of a tensor: a number, times symbolic extents."""
+    number, symbolic = (ty.dtype.dtype.bits * ty.dtype.dtype.lanes + 7) // 8, []
+    pending = list(ty.shape.values)
+    while pending:
+        extent = pending.pop()
+        if isinstance(extent, tirx.Mul):
+            pending += [extent.a, extent.b]
+        elif isinstance(extent, tirx.IntImm):
+            number *= max(int(extent), 0)
+        else:
+            symbolic.append(extent)
+    return number, symbolic
+
+
+def monomial(symbolic: Iterable[Any]) -> Monomial:
+    """A key for symbolic factors, whatever their order."""
+    return tuple(sorted(map(StructuralKey, symbolic), key=hash))
+
+
+def text_of(expr: Any) -> str:
+    """A condition or a shape as messages show it, in Python's notation."""
+    if isinstance(expr, relax.ShapeExpr):
+        shown = ", ".join(map(text_of, expr.values))
+        return f"({shown},)" if len(expr.values) == 1 else f"({shown})"
+    return re.sub(r"T\.(int64|float64|bool)\((-?[^()]*)\)", r"\2", str(expr)).replace("T.", "")
 
 
 def in_requirements(bindings: Sequence[relax.Binding]) -> set[int]:
@@ -75,6 +109,15 @@ def sizes_made(bindings: Sequence[relax.Binding], known: Set[tirx.Var]) -> dict[
             if symbol not in known:
                 made.setdefault(symbol, position)
     return made
+
+
+def bind_extents(analyzer: tvm.sym.Analyzer, ty: tvm.ir.Type) -> None:
+    """Tell an analyzer that sizes which are extents of tensors of a type, which exist, are not negative."""
+    for tensor in tensor_types(ty):
+        if isinstance(tensor.shape, relax.ShapeExpr):
+            for extent in tensor.shape.values:
+                if isinstance(extent, tvm.ir.Var):
+                    analyzer.bind(extent, tvm.ir.Range(0, MOST), allow_override=True)
 
 
 _Found = TypeVar("_Found", bound=Requirement)

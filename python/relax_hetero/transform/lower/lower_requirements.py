@@ -16,6 +16,9 @@ sizes, where a condition does not hold. Requirements on sizes of parameters are 
 others directly behind the ``match_cast`` that finds the last of their sizes; those of a branch stay in the branch. A
 requirement that is provably met vanishes.
 
+Results and the memory of command buffers that take more than a gigabyte are compared with the memory of the host in the
+same call, by ``relax_hetero.refuse_bytes``: on a GPU the driver refuses what does not fit.
+
 Assumes no dataflow blocks, and memory that is not allocated yet. A second run changes nothing.
 
 Raises
@@ -36,11 +39,42 @@ from tvm_ffi import StructuralKey, structural_map
 
 from ...errors import BuildError
 from ...op.require import is_requirement
+from ...target.vdevice import is_cpu
 from ..ir.declare import declare_pass
-from ..ir.requirements import MOST, Requirement, by_place, in_requirements, sizes_made, sizes_of_parameters
-from ..ir.rewriting import copy_module, fresh_global_var, relax_functions, typed, walk_bindings, with_body
+from ..ir.requirements import (
+    Monomial,
+    Requirement,
+    bind_extents,
+    by_place,
+    factors_of,
+    in_requirements,
+    monomial,
+    sizes_made,
+    sizes_of_parameters,
+    text_of,
+)
+from ..ir.rewriting import (
+    copy_module,
+    fresh_global_var,
+    op_name,
+    relax_functions,
+    tensor_types,
+    typed,
+    walk_bindings,
+    with_body,
+)
 
-REFUSE = "relax_hetero.refuse_sizes"
+REFUSE, REFUSE_BYTES = "relax_hetero.refuse_sizes", "relax_hetero.refuse_bytes"
+LARGE = 2**30
+"""Allocations of fewer bytes are not compared with the memory of the host: TVM's error for them is as good."""
+_CALLS = ("relax.call_tir", "relax.call_dps_packed")
+
+
+@dataclass(frozen=True, eq=False)
+class Allocation(Requirement):
+    """Bytes, as float64, that must fit into the memory of the host unless the condition holds: they are few."""
+
+    nbytes: Any
 
 
 def lower_requirements(mod: tvm.IRModule) -> tvm.IRModule:
@@ -49,7 +83,8 @@ def lower_requirements(mod: tvm.IRModule) -> tvm.IRModule:
     taken = {gv.name_hint for gv in functions}
     is_changed = False
     for gv, func in relax_functions(mod):
-        if any(is_requirement(binding.value) for binding in walk_bindings(func)):
+        bindings = list(walk_bindings(func))
+        if any(is_requirement(binding.value) for binding in bindings) or any(map(_may_be_large, bindings)):
             writer = _Writer(gv.name_hint, "global_symbol" in func.attrs, taken)
             functions[gv] = without_division_by_zero(writer.function(func))
             functions.update(writer.guards)
@@ -76,14 +111,25 @@ def without_division_by_zero(func: relax.Function) -> relax.Function:
 
 @dataclass
 class _Writer:
-    """Rewrites a function; `guards` are the PrimFuncs that check."""
+    """Rewrites a function.
+
+    Attributes
+    ----------
+    guards : dict
+        The PrimFuncs that check.
+    analyzer : tvm.sym.Analyzer
+        Knows that extents of tensors which callers give are not negative; numbers of a shape may be.
+    """
 
     name: str
     is_public: bool
     taken: set[str]
     guards: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = field(default_factory=dict)
+    analyzer: tvm.sym.Analyzer = field(default_factory=tvm.sym.Analyzer)
 
     def function(self, func: relax.Function, known: Set[tirx.Var] = frozenset(), is_top: bool = True) -> relax.Function:
+        for param in func.params:
+            bind_extents(self.analyzer, param.ty)
         return with_body(func, self._sequence(func.body, known | sizes_of_parameters(func), is_top))
 
     def _sequence(self, expr: relax.Expr, known: Set[tirx.Var], is_top: bool = False) -> relax.Expr:
@@ -91,10 +137,11 @@ class _Writer:
             return expr
         inside = known | set(sizes_made(list(walk_bindings(expr, nested=False)), known))
         blocks = [(type(block), *self._without(block, inside)) for block in expr.blocks]
-        required = [requirement for _, _, found in blocks for requirement in found]
         bindings = [binding for _, bindings, _ in blocks for binding in bindings]
+        required = [requirement for _, _, found in blocks for requirement in found]
+        required += allocations(bindings)
         places = by_place(required, bindings, known)
-        due = {place: self._checks(found, place < 0, is_top) for place, found in places.items()}
+        due = {place: self._checks(found, is_top) for place, found in places.items()}
         position, new = 0, []
         first = due.get(-1, [])
         if not blocks and first:
@@ -131,16 +178,15 @@ class _Writer:
             return relax.VarBinding(binding.var, self.function(value, known, is_top=False))
         return binding
 
-    def _checks(self, required: Iterable[Requirement], is_given: bool, is_top: bool) -> list[relax.Binding]:
-        """The call that checks what is not proven, if there is such; `is_given` says that callers give the sizes."""
-        analyzer = tvm.sym.Analyzer()
+    def _checks(self, required: Iterable[Requirement], is_top: bool) -> list[relax.Binding]:
+        """The call that checks what is not proven, if there is such."""
+        analyzer = self.analyzer
         left: dict[tuple[StructuralKey, str], Requirement] = {}
         for requirement in required:
-            for symbol in requirement.sizes if is_given else ():
-                analyzer.bind(symbol, tvm.ir.Range(0, MOST), allow_override=True)
-            if analyzer.can_prove(requirement.condition):
+            is_open = isinstance(requirement, Allocation)
+            if not is_open and analyzer.can_prove(requirement.condition):
                 continue
-            if is_top and self.is_public and analyzer.can_prove(tirx.Not(requirement.condition)):
+            if not is_open and is_top and self.is_public and analyzer.can_prove(tirx.Not(requirement.condition)):
                 raise BuildError(f"function {self.name!r}: {requirement.message}")
             left.setdefault((StructuralKey(requirement.condition), requirement.message), requirement)
         return [self._check(list(left.values()))] if left else []
@@ -156,6 +202,53 @@ class _Writer:
         return relax.VarBinding(relax.Var("_", nothing), typed(relax.Call(gv, list(sizes)), nothing))
 
 
+def _may_be_large(binding: relax.Binding) -> bool:
+    if op_name(binding.value) not in _CALLS:
+        return False
+    for ty in _on_hosts(binding):
+        number, symbolic = factors_of(ty)
+        if symbolic or number > LARGE:
+            return True
+    return False
+
+
+def _on_hosts(binding: relax.Binding) -> list[relax.TensorType]:
+    """The tensors of known shapes that a call has allocated in the memory of the host."""
+    return [
+        ty
+        for out in binding.value.ty_args
+        for ty in tensor_types(out)
+        if isinstance(ty.shape, relax.ShapeExpr) and ty.dtype is not None and (ty.vdevice is None or is_cpu(ty.vdevice))
+    ]
+
+
+def allocations(bindings: Iterable[relax.Binding]) -> list[Allocation]:
+    """What calls have allocated and may be large: of the same symbolic factors the largest."""
+    largest: dict[Monomial, tuple[int, Allocation]] = {}
+    for binding in bindings:
+        for ty in _on_hosts(binding) if op_name(binding.value) in _CALLS else ():
+            number, symbolic = factors_of(ty)
+            key = monomial(symbolic)
+            if number <= largest[key][0] if key in largest else not symbolic and number <= LARGE:
+                continue
+            nbytes: Any = tirx.FloatImm("float64", float(number))
+            for extent in symbolic:
+                nbytes = nbytes * as_float(extent)
+            what = f"'{binding.var.name}' of {text_of(ty.shape)} {ty.dtype.dtype}"
+            largest[key] = number, Allocation(nbytes <= tirx.FloatImm("float64", float(LARGE)), what, nbytes)
+    return [allocation for _, allocation in largest.values()]
+
+
+def as_float(expr: Any) -> Any:
+    """An expression over sizes in float64, where no step of it wraps around."""
+    for kind in (tirx.Add, tirx.Sub, tirx.Mul, tirx.Min, tirx.Max):
+        if isinstance(expr, kind):
+            return kind(as_float(expr.a), as_float(expr.b))
+    if isinstance(expr, tirx.FloorDiv) and isinstance(expr.b, tirx.IntImm):
+        return tirx.Div(as_float(expr.a), as_float(expr.b))
+    return tirx.Cast("float64", expr)
+
+
 def guard_function(function: str, required: Iterable[Requirement], sizes: Sequence[tirx.Var]) -> tirx.PrimFunc:
     """A function of sizes that ends in an error at the first requirement that is not met."""
     params = {size: tirx.Var(size.name, str(size.ty)) for size in sizes}
@@ -164,8 +257,13 @@ def guard_function(function: str, required: Iterable[Requirement], sizes: Sequen
         values: list[Any] = []
         for size in requirement.sizes:
             values += [tvm.ir.StringImm(str(size.name)), params[size]]
-        refuse = tirx.call_packed(REFUSE, tvm.ir.StringImm(function), tvm.ir.StringImm(requirement.message), *values)
-        condition = structural_map(requirement.condition, (tvm.ir.Var, lambda var: params.get(var, var)))
+        inside = tvm.ir.Var, lambda var: params.get(var, var)
+        told: list[Any] = [tvm.ir.StringImm(function), tvm.ir.StringImm(requirement.message)]
+        if isinstance(requirement, Allocation):
+            refuse = tirx.call_packed(REFUSE_BYTES, *told, structural_map(requirement.nbytes, inside), *values)
+        else:
+            refuse = tirx.call_packed(REFUSE, *told, *values)
+        condition = structural_map(requirement.condition, inside)
         checks += _unless(condition, tirx.Evaluate(refuse))
     return tirx.PrimFunc([params[size] for size in sizes], tirx.SeqStmt(checks) if len(checks) != 1 else checks[0])
 

@@ -22,10 +22,9 @@ Assumes a placed module (RealizeVDevice). A lowered module is returned as it is;
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import tvm
 from tvm import relax, tirx
@@ -35,7 +34,19 @@ from ...errors import BuildError
 from ...op.require import as_condition, is_requirement, require_binding
 from ..ir.declare import declare_pass
 from ..ir.module_attrs import is_lowered
-from ..ir.requirements import MOST, Requirement, by_place, in_requirements, sizes_made, sizes_of_parameters, symbols_in
+from ..ir.requirements import (
+    Monomial,
+    Requirement,
+    bind_extents,
+    by_place,
+    factors_of,
+    in_requirements,
+    monomial,
+    sizes_made,
+    sizes_of_parameters,
+    symbols_in,
+    text_of,
+)
 from ..ir.rewriting import copy_module, op_name, relax_functions, tensor_types, typed, walk_bindings, with_body
 from .op_sizes import conditions
 
@@ -66,10 +77,6 @@ def check_sizes(mod: tvm.IRModule) -> tvm.IRModule:
 CheckSizes = declare_pass("CheckSizes", check_sizes)
 
 
-_Monomial: TypeAlias = tuple[StructuralKey, ...]
-"""The symbolic extents of a shape, in an order of their own."""
-
-
 @dataclass
 class _Scope:
     """What is known where a scope begins: sizes, and what is required already."""
@@ -95,25 +102,17 @@ class _Function:
     name: str
     is_public: bool
     analyzer: tvm.sym.Analyzer = field(default_factory=tvm.sym.Analyzer)
-    given: dict[_Monomial, int] = field(default_factory=dict)
+    given: dict[Monomial, int] = field(default_factory=dict)
 
     def body(self, func: relax.Function) -> relax.Expr:
         for param in func.params:
-            self._count(param.ty)
+            bind_extents(self.analyzer, param.ty)
             for ty in tensor_types(param.ty):
                 if isinstance(ty.shape, relax.ShapeExpr) and ty.dtype is not None:
-                    number, symbolic = _factors(ty)
-                    key = _monomial(symbolic)
+                    number, symbolic = factors_of(ty)
+                    key = monomial(symbolic)
                     self.given[key] = max(number, self.given.get(key, 0))
         return self._sequence(func.body, _Scope(sizes_of_parameters(func), set(), is_top=True))
-
-    def _count(self, ty: tvm.ir.Type) -> None:
-        """Note sizes that are extents of tensors which exist."""
-        for tensor in tensor_types(ty):
-            if isinstance(tensor.shape, relax.ShapeExpr):
-                for extent in tensor.shape.values:
-                    if isinstance(extent, tvm.ir.Var):
-                        self.analyzer.bind(extent, tvm.ir.Range(0, MOST), allow_override=True)
 
     def _sequence(self, expr: relax.Expr, scope: _Scope) -> relax.Expr:
         if not isinstance(expr, relax.SeqExpr):
@@ -154,7 +153,7 @@ class _Function:
                 branches = typed(relax.If(value.cond, then, other, value.span), value.ty)
                 return relax.VarBinding(binding.var, branches, binding.span)
         elif isinstance(value, relax.Function):
-            self._count(tvm.ir.TupleType([param.ty for param in value.params]))
+            bind_extents(self.analyzer, tvm.ir.TupleType([param.ty for param in value.params]))
             inner = _Scope(scope.known | sizes_of_parameters(value), set(scope.required), is_top=False)
             body = self._sequence(value.body, inner)
             if not body.same_as(value.body):
@@ -169,7 +168,7 @@ class _Function:
         self, bindings: Iterable[relax.Binding], scope: _Scope, outside: Set[tirx.Var], is_top: bool
     ) -> Iterator[Requirement]:
         """The requirements of a scope, each condition once: extents and bytes first, so that the others do not wrap."""
-        bounds: dict[_Monomial, tuple[int, Requirement]] = {}
+        bounds: dict[Monomial, tuple[int, Requirement]] = {}
         others: list[Requirement] = []
         known = set(outside)
         bindings = list(bindings)
@@ -181,7 +180,7 @@ class _Function:
             if isinstance(binding, relax.MatchCast):
                 wanted = list(self._cast(binding, known))
                 known.update(symbols_in(binding.ty))
-                self._count(binding.ty)
+                bind_extents(self.analyzer, binding.ty)
             else:
                 wanted = conditions(self.mod, binding.value, binding.var.ty)
             for ty in tensor_types(binding.var.ty):
@@ -231,40 +230,21 @@ class _Function:
             yield from self._open(extent >= 0, title, scope, is_top)
 
     def _bound(
-        self, ty: relax.TensorType, title: _Title, bounds: dict[_Monomial, tuple[int, Requirement]], is_top: bool
+        self, ty: relax.TensorType, title: _Title, bounds: dict[Monomial, tuple[int, Requirement]], is_top: bool
     ) -> None:
         """Note that a tensor has to fit into memory, unless a larger one of these symbolic extents has to."""
-        number, symbolic = _factors(ty)
+        number, symbolic = factors_of(ty)
         if not symbolic and (number <= MOST_BYTES or not (is_top and self.is_public)):
             return
         expected = f"{title}: expected a result of 2**47 bytes at most, {text_of(ty.shape)} of {ty.dtype.dtype}"
         if not symbolic:
             raise BuildError(f"function {self.name!r}: {expected}")
-        key = _monomial(symbolic)
+        key = monomial(symbolic)
         if number > self.given.get(key, 0) and (key not in bounds or bounds[key][0] < number):
             size: Any = tirx.FloatImm("float64", float(number))
             for extent in symbolic:
                 size = size * tirx.Cast("float64", extent)
             bounds[key] = number, Requirement(size <= tirx.FloatImm("float64", float(MOST_BYTES)), expected)
-
-
-def _factors(ty: relax.TensorType) -> tuple[int, list[Any]]:
-    """The bytes of a tensor: a number, times symbolic extents."""
-    number, symbolic = (ty.dtype.dtype.bits * ty.dtype.dtype.lanes + 7) // 8, []
-    pending = list(ty.shape.values)
-    while pending:
-        extent = pending.pop()
-        if isinstance(extent, tirx.Mul):
-            pending += [extent.a, extent.b]
-        elif isinstance(extent, tirx.IntImm):
-            number *= max(int(extent), 0)
-        else:
-            symbolic.append(extent)
-    return number, symbolic
-
-
-def _monomial(symbolic: Iterable[Any]) -> _Monomial:
-    return tuple(sorted(map(StructuralKey, symbolic), key=hash))
 
 
 def _is_given(binding: relax.Binding) -> bool:
@@ -325,11 +305,3 @@ class _Title:
             name = "match_cast"
         of = f" of {' and '.join(operands)}" if operands else ""
         return f"{name or 'value'} {self._binding.var.name!r}{of}"
-
-
-def text_of(expr: Any) -> str:
-    """A condition or a shape as messages show it, in Python's notation."""
-    if isinstance(expr, relax.ShapeExpr):
-        shown = ", ".join(map(text_of, expr.values))
-        return f"({shown},)" if len(expr.values) == 1 else f"({shown})"
-    return re.sub(r"T\.(int64|float64|bool)\((-?[^()]*)\)", r"\2", str(expr)).replace("T.", "")

@@ -20,8 +20,9 @@ import tvm_ffi
 from tvm import runtime
 
 from ...artifact.checks import refusal
-from ...errors import HeteroError
+from ...errors import HeteroError, MemoryLimitError
 from .cuda_library import CUDA
+from .host_memory import host_memory
 from .memory_pools import arrival, departure
 from .tensors import alias, copy_into, copy_to, empty, from_numpy, is_host
 
@@ -103,8 +104,22 @@ def pinned_storage(size: Sequence[int], index: int) -> runtime.Tensor:
 @tvm_ffi.register_global_func("relax_hetero.refuse_sizes", override=True)
 def refuse_sizes(function: str, message: str, *sizes: Any) -> None:
     """HeteroError: a call of `function` has sizes that do not meet a requirement; names and values take turns."""
+    raise HeteroError(f"function {function!r}: {message}{_values(sizes)}")
+
+
+@tvm_ffi.register_global_func("relax_hetero.refuse_bytes", override=True)
+def refuse_bytes(function: str, tensor: str, nbytes: float, *sizes: Any) -> None:
+    """MemoryLimitError if a tensor takes more than the memory of the host; names and values of sizes take turns."""
+    most = host_memory()
+    if nbytes > most:
+        raise MemoryLimitError(
+            f"function {function!r}: {tensor} takes {nbytes:,.0f} bytes, found {most:,} bytes of memory{_values(sizes)}"
+        )
+
+
+def _values(sizes: Sequence[Any]) -> str:
     values = ", ".join(f"{name} = {value}" for name, value in zip(sizes[::2], sizes[1::2], strict=True))
-    raise HeteroError(f"function {function!r}: {message}" + (f" ({values})" if values else ""))
+    return f" ({values})" if values else ""
 
 
 def _machine(function: str, index: int) -> tuple[Sequence[runtime.Device], Sequence[str]]:

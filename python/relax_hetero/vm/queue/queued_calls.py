@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 import weakref
+from asyncio import events
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from ...artifact.signature import FunctionSignature
 from ...errors import BindingError, HeteroError
@@ -20,6 +22,9 @@ from .plan import QueuePlan
 from .queues import Queues
 from .trace import Trace
 
+Own: TypeAlias = Callable[[Sequence[Any], Mapping[str, Any], bool], tuple[Sequence[Any], Mapping[str, Any]]]
+"""Copies arguments, by position and by name; all that are not tensors of TVM, where they are read after it returns."""
+
 MAX_IN_FLIGHT = 4
 """The default number of calls under way at once: two for each of two stages, so that neither stage waits."""
 
@@ -29,7 +34,8 @@ class CallsInFlight:
 
     Parameters
     ----------
-    limit: How many there may be; further ones wait in the thread that submits them.
+    limit: How many there may be; further ones wait in the thread that submits them, or in line where that thread runs
+        an event loop.
 
     Attributes
     ----------
@@ -38,10 +44,12 @@ class CallsInFlight:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler, or a finalizer, may submit while this thread holds it
         self._room = threading.Condition(self._lock)
         self._changed = threading.Condition(self._lock)
         self.fences: set[Fence] = set()
+        # Calls that wait for room without a thread, each with a function that is told once there is some.
+        self._line: dict[Fence, Callable[[], None]] = {}
         self._numbers = itertools.count(1)
 
     @property
@@ -49,11 +57,16 @@ class CallsInFlight:
         """Whether no call is under way."""
         return not self.fences or all(fence.done() for fence in tuple(self.fences))
 
-    def enter(self) -> Fence:
-        """The fence of another call, when there is room for it; a thread that runs queues does not wait for any."""
+    def enter(self) -> Fence | None:
+        """The fence of another call, when there is room for it; a thread that runs queues does not wait for any.
+
+        Nor does one that runs an event loop, which would stand still: None, where there is no room.
+        """
         fence = Fence(self.leave)
         with self._lock:
-            if len(self.fences) >= self._limit and not here.is_worker:
+            if (len(self.fences) >= self._limit or self._line) and not here.is_worker:
+                if events._get_running_loop() is not None:
+                    return None
                 try:
                     self._room.wait_for(lambda: len(self.fences) < self._limit)
                 except BaseException:  # the room was perhaps announced to this thread alone
@@ -62,12 +75,31 @@ class CallsInFlight:
             self.fences.add(fence)
         return fence
 
+    def line_up(self, fence: Fence, on_room: Callable[[], None]) -> None:
+        """Have `on_room` called when there is room for the call of `fence`, perhaps at once; the first come first."""
+        with self._lock:
+            self._line[fence] = on_room
+        self._admit()
+
     def leave(self, fence: Fence) -> None:
-        """A call has ended, whatever way; again, if this was interrupted."""
+        """A call has ended, whatever way, or waits no more; again, if this was interrupted."""
         with self._lock:
             self.fences.discard(fence)
+            self._line.pop(fence, None)
             self._room.notify()
             self._changed.notify_all()
+        if self._line:
+            self._admit()
+
+    def _admit(self) -> None:
+        while True:
+            with self._lock:
+                if not self._line or len(self.fences) >= self._limit:
+                    return
+                fence = next(iter(self._line))
+                on_room = self._line.pop(fence)
+                self.fences.add(fence)
+            on_room()
 
     def next_number(self) -> int:
         """The number of another call."""
@@ -76,15 +108,16 @@ class CallsInFlight:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the calls that are under way have ended; False after `timeout` seconds."""
         with self._lock:
-            earlier = set(self.fences)
+            earlier = {*self.fences, *self._line}
             if earlier and timeout != 0:
                 check_may_wait("calls")
-            return self._changed.wait_for(lambda: earlier.isdisjoint(self.fences), timeout)
+            return self._changed.wait_for(lambda: earlier.isdisjoint({*self.fences, *self._line}), timeout)
 
     def lose(self, error: HeteroError) -> None:
         """In a process that was forked: the calls under way stayed behind."""
-        for fence in self.fences:
+        for fence in {*self.fences, *self._line}:
             fence.lose(error)
+        self._line.clear()
 
 
 class QueuedCalls:
@@ -159,6 +192,8 @@ class QueuedCalls:
         prepare: Prepare,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
+        own: Own | None = None,
+        fence: Fence | None = None,
     ) -> Fence:
         """Take a call, once there is room for it.
 
@@ -168,20 +203,31 @@ class QueuedCalls:
         plan: Gives the function's plan.
         prepare: Checks and places arguments; called under the machine's lock.
         args, kwargs: The caller's. A `Fence` among them stands for its result.
+        own: Copies what the caller may change while the call is under way; None where that is left to the caller.
+        fence: Of `room`; None to wait for room here.
         """
         with self._lock.held:
             queues = self._started()
             number = self._calls.next_number()
-        fence = self._calls.enter()
+        fence = fence or self._calls.enter()
+        is_admitted = fence is not None
+        fence = fence or Fence(self._calls.leave)
         trace = self.trace
         if trace is not None:
             plan, prepare = trace.follow(fence, plan, prepare)
         start = partial(self._start, plan, prepare, number, fence, self._owner())
         try:
             awaited = [value for value in (*args, *kwargs.values()) if isinstance(value, Fence)]
-            if awaited:
+            if own is not None:
+                args, kwargs = own(args, kwargs, bool(awaited) or not is_admitted)
+            if awaited or not is_admitted:
                 late = _LateStart(start, signature, args, kwargs, fence)
-                _When(awaited, partial(queues.host.push, (number, -1), late))
+                begin = partial(queues.host.push, (number, -1), late)
+                then = begin if is_admitted else partial(self._calls.line_up, fence, begin)
+                if awaited:
+                    _When(awaited, then)
+                else:
+                    then()
             else:
                 start(args, kwargs)
         except BaseException:
@@ -189,6 +235,34 @@ class QueuedCalls:
             fence.cancel()  # nobody has it, but a trace may follow it
             raise
         return fence
+
+    async def room(self) -> Fence:
+        """Wait, without holding the event loop up, until another call may be under way; for `submit`, or `give_up`."""
+        fence, loop = Fence(self._calls.leave), asyncio.get_running_loop()
+        granted: asyncio.Future[None] = loop.create_future()
+
+        def tell() -> None:
+            if not granted.done():
+                granted.set_result(None)
+
+        def grant() -> None:
+            try:
+                loop.call_soon_threadsafe(tell)
+            except RuntimeError:  # the loop was closed meanwhile
+                self._calls.leave(fence)
+
+        with self._lock.held:  # refused in a process that was forked
+            self._calls.line_up(fence, grant)
+        try:
+            await granted
+        except BaseException:
+            self._calls.leave(fence)
+            raise
+        return fence
+
+    def give_up(self, fence: Fence) -> None:
+        """Leave the room that `room` gave, where there is no call."""
+        self._calls.leave(fence)
 
     def _started(self) -> Queues:
         if self._queues is None:
@@ -267,7 +341,7 @@ class _When:
 
     def __init__(self, fences: Sequence[Fence], then: Callable[[], None]) -> None:
         self._left = set(fences)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._then = then
         for fence in dict.fromkeys(fences):
             fence.follow(self._on_done)

@@ -12,6 +12,7 @@ from tvm import runtime
 from ...errors import HeteroError
 from ..args.argument_binding import ArgumentBinder, BoundArguments
 from ..args.donated_arguments import argument_memory
+from ..args.owned_arguments import own_arguments
 from ..args.results import check_out, fill, to_python
 from ..device.constants import PlacedConstants
 from ..device.forks import MachineLock, tell_of_forks
@@ -64,6 +65,7 @@ class Submitter:
         self.calls = QueuedCalls(machine, lock, max_in_flight, make_queues)
         self.queued_functions = set(executable.function_names) if has_lost_threads(threads) else overlapping(about)
         self.is_host_alone = all(map(is_host, devices))
+        self._devices = devices
         self._executable, self._arguments, self._lock = executable, arguments, lock
         self._pool, self._constants, self._threads = pool, constants, threads
         self._entries = range(len(devices) - 1)
@@ -72,10 +74,32 @@ class Submitter:
         self._consumes = any(signature.donated for signature in about.signatures.values())
         tell_of_forks(self)
 
-    def submit(self, out: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Fence:
+    def submit(
+        self,
+        out: Any,
+        name: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        copy: bool,
+        fence: Fence | None = None,
+    ) -> Fence:
         """Have function `name` run; see `VirtualMachine.submit_into`."""
         signature = self._executable.signature(name)
-        return self.calls.submit(signature, partial(self._plan, name), partial(self._prepare, name, out), args, kwargs)
+        plan, prepare = partial(self._plan, name), partial(self._prepare, name, out)
+        own = partial(own_arguments, signature, self._devices) if copy else None
+        return self.calls.submit(signature, plan, prepare, args, kwargs, own, fence)
+
+    async def submit_async(
+        self, out: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], copy: bool
+    ) -> Fence:
+        """`submit` that waits for room without holding the event loop up."""
+        self._executable.signature(name)
+        fence = await self.calls.room()
+        try:
+            return self.submit(out, name, args, kwargs, copy, fence)
+        except BaseException:
+            self.calls.give_up(fence)
+            raise
 
     @contextmanager
     def alone(self) -> Iterator[None]:

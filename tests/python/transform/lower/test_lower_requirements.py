@@ -1,11 +1,17 @@
 """LowerRequirements: one call checks all requirements of a point, before anything is allocated."""
 
+import numpy as np
+import pytest
+from tvm import relax, tirx
 from tvm.ir import assert_structural_equal
 from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
+import relax_hetero as rh
 from relax_hetero.transform import LowerRequirements
+
+N = tirx.Var("n", "int64")
 
 
 def test_checks_stand_where_their_sizes_are_known():
@@ -88,3 +94,39 @@ def test_nothing_to_do():
             return y
 
     assert LowerRequirements()(Before).same_as(Before)
+
+
+def test_large_allocations_are_compared_with_the_memory_of_the_host():
+    def table(name, *shape):
+        x = relax.Var("x", relax.TensorType([N], "float32"))
+        builder = relax.BlockBuilder()
+        with builder.function("main", [x]):
+            with builder.dataflow():
+                result = builder.emit_output(relax.op.zeros(shape, "float32"), name)
+            builder.emit_func_output(result)
+        return rh.vm.VirtualMachine(rh.compile(builder.get(), cache=False))["main"]
+
+    x = np.zeros(2**19, "float32")  # 2**40 bytes, which no machine of today has
+    main = table("square", N, N)
+    assert main(x[:4]).shape == (4, 4)
+    with pytest.raises(
+        rh.MemoryLimitError,
+        match=r"^function 'main': 'square' of \(n, n\) float32 takes 1,099,511,627,776 bytes, found .* \(n = 524288\)$",
+    ):
+        main(x)
+    assert main(x[:5]).shape == (5, 5)
+    with pytest.raises(rh.MemoryLimitError, match=r"'large' of \(524288, 524288\) float32 takes 1,099,511"):
+        table("large", 2**19, 2**19)(x[:4])
+
+
+def test_no_constant_is_folded_that_would_fill_the_memory():
+    one = relax.const(1.0, "float32")
+    builder = relax.BlockBuilder()
+    with builder.function("main", []):
+        with builder.dataflow():
+            filled = builder.emit(relax.op.broadcast_to(one, (4096, 2048)))
+            result = builder.emit_output(builder.emit(relax.op.add(filled, one)))
+        builder.emit_func_output(result)
+    executable = rh.compile(builder.get(), cache=False)
+    assert sum(np.prod(spec.shape) for spec in executable.metadata.constants) <= 2
+    assert (rh.vm.VirtualMachine(executable)["main"]().numpy() == 2).all()
