@@ -14,6 +14,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..encoding.problem import Dim
+from .core.bounds import BOUNDED
 from .core.builder import Expr, Function, ceil_div, loop, opaque, when
 from .core.ties import with_ties
 from .core.view import View
@@ -160,7 +161,7 @@ def _kernel(name: str, problem: ScatterProblem, write: Callable[[_Scatter], None
                 write(scatter)
             else:
                 T.evaluate(0)
-    return with_ties(function.result, [(0, 3)])
+    return with_ties(function.result.with_attr(BOUNDED, True), [(0, 3)])
 
 
 def _is_inside(index: Expr, extent: Expr) -> Expr:

@@ -185,3 +185,59 @@ def test_export_and_load(tmp_path):
     x = random(4, 37)
     expected = np.tanh(np.exp(np.tanh(np.exp(x))))
     np.testing.assert_allclose(vm["main"](x).numpy(), expected, rtol=1e-5)
+
+
+@I.ir_module
+class Values:
+    """Indices and divisors that only a call knows, alone and fused."""
+
+    I.module_global_infos({"vdevice": [I.vdevice({"kind": "cuda", "arch": "sm_90"}), I.vdevice("llvm")]})
+
+    @R.function
+    def main(
+        x: R.Tensor(("n", 4), "float32", "cuda:0"),
+        i: R.Tensor(("m",), "int64", "cuda:0"),
+        d: R.Tensor(("m",), "int32", "cuda:0"),
+    ):
+        with R.dataflow():
+            a = R.exp(R.take(x, i, axis=0))
+            b = R.floor_divide(R.add(d, d), d)
+            R.output(a, b)
+        return a, b
+
+
+EXTREMES = [10, -11, 2**31, 2**40, -(2**31) - 1, 2**63 - 1, -(2**63)]
+
+
+def values_machine(checks):
+    return rh.vm.VirtualMachine(rh.compile(Values, cache=False, checks=checks))
+
+
+def test_kernels_hold_indices_and_divisors():
+    vm = values_machine("default")
+    x = np.random.default_rng(0).standard_normal((10, 4)).astype("float32")
+    i = np.array([0, -1, 9, -10, *EXTREMES], "int64")
+    d = np.array([1, 0, -1, -(2**31), 3, 0, 7, -2, 0, 5, 2**30], "int32")
+    taken, quotient = (result.numpy() for result in vm["main"](x, i, d))
+    front = [index + 10 if index < 0 else index for index in i.tolist()]
+    np.testing.assert_allclose(taken, np.exp(x[np.clip(front, 0, 9)]), rtol=1e-5)
+    wrapped = ((d.astype("int64") * 2 + 2**31) % 2**32 - 2**31).tolist()
+    want = [
+        0 if by == 0 else -value if by == -1 else value // by for value, by in zip(wrapped, d.tolist(), strict=True)
+    ]
+    np.testing.assert_array_equal(quotient, want)
+    empty, _ = vm["main"](x[:0], i, d)
+    np.testing.assert_array_equal(empty.numpy(), np.ones((len(i), 4), "float32"))
+
+
+def test_strict_checks_refuse_and_the_machine_goes_on():
+    vm = values_machine("strict")
+    x, ones = np.ones((10, 4), "float32"), np.ones(2, "int32")
+    for index in EXTREMES:
+        with pytest.raises(rh.HeteroError, match=f"index {index} is out of range, expected -10 to 9"):
+            vm["main"](x, np.array([0, index]), ones)
+        with pytest.raises(rh.HeteroError, match=f"index {index} is out of range"):
+            vm.submit("main", x, np.array([0, index]), ones).result(60)
+    with pytest.raises(rh.HeteroError, match="an integer is divided by 0"):
+        vm["main"](x, np.array([0, 1]), np.array([1, 0], "int32"))
+    assert vm["main"](x, np.array([0, -10]), ones)[0].numpy().shape == (2, 4)

@@ -45,7 +45,7 @@ def _inside(node: Node, indices: relax.Expr, sizes: Sequence[Dim | None]) -> rel
     extents = np.array(sizes, "int64")
     if np.any((known < -extents) | (known >= extents)):
         raise node.refusal(f"indices from {known.min()} to {known.max()} are out of an axis of {list(sizes)}")
-    return const(np.where(known < 0, known + extents, known), "int64")
+    return const(np.where(known < 0, known + extents, known).reshape(known.shape), "int64")
 
 
 def _size(node: Node, data: relax.Expr, axis: int) -> Dim | None:

@@ -18,6 +18,10 @@ def test_gather_of_a_scalar_index():
     check("Gather", uniform(4, 3), np.array(-2), axis=1)
 
 
+def test_gather_of_one_slice_has_no_axis_for_it():
+    check("Gather", uniform(4, 3), np.array(-2), axis=1, constant=[1])
+
+
 def test_gather_with_an_index_out_of_range():
     refused("Gather", uniform(3, 2), np.array([0, 3]), constant=[1], match=r"out of an axis of \[3\]")
     for index in (3, -4, 2**63 - 1, -(2**63)):
