@@ -137,23 +137,19 @@ def reshape(node: Node) -> relax.Expr:
 
 
 def _reshaped(node: Node, data: relax.Expr, target: list[Dim]) -> relax.Expr:
-    """To a target without copied sizes."""
+    """To a target without copied sizes; CheckSizes sees to it that the number of elements is the same."""
+    open_axes = [axis for axis, dim in enumerate(target) if isinstance(dim, int) and dim == -1]
     if data.ty.shape is None:
         return relax.op.reshape(data, target)
     dims = node.shape(data)
-    subject = f"reshapes {shown(dims)} to {shown(target)}"
-    others = math.prod([as_expr(dim) for dim in target if not (isinstance(dim, int) and dim == -1)], start=as_expr(1))
-    elements = math.prod(map(as_expr, dims), start=as_expr(1))
-    open_axes = [axis for axis, dim in enumerate(target) if isinstance(dim, int) and dim == -1]
     if not open_axes:
         _note_fixed_sizes(node, dims, target)
-        node.require(equal(elements, others), f"{subject}, which has another number of elements")
         return node.emit(relax.op.reshape(data, target))
     rest = node.shape(node.builder.normalize(relax.op.reshape(data, target)))[open_axes[0]]
     for divisor in symbolic_divisors(rest):  # TVM divides by the other sizes, and cancels what it can
-        node.require(tirx.NE(divisor, as_expr(0)), f"{subject}, which leaves the size of -1 open")
+        text = f"reshapes {shown(dims)} to {shown(target)}, which leaves the size of -1 open"
+        node.require(tirx.NE(divisor, as_expr(0)), text)
     rest = with_safe_divisions(rest)
-    node.require(equal(others * as_expr(rest), elements), f"{subject}, which do not divide evenly")
     return node.emit(relax.op.reshape(data, [rest if axis in open_axes else dim for axis, dim in enumerate(target)]))
 
 
