@@ -132,9 +132,7 @@ def onnx_calls(count: int) -> onnx.ModelProto:
     """One function, called again and again."""
     body = [helper.make_node("Relu", ["x"], ["y"])]
     function = helper.make_function("local", "F", ["x"], ["y"], body, [helper.make_opsetid("", OPSET)])
-    nodes = [
-        helper.make_node("F", ["x" if i == 0 else f"v{i - 1}"], [f"v{i}"], domain="local") for i in range(count)
-    ]
+    nodes = [helper.make_node("F", ["x" if i == 0 else f"v{i - 1}"], [f"v{i}"], domain="local") for i in range(count)]
     return _model(nodes, f"v{count - 1}", functions=[function])
 
 

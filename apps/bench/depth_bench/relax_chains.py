@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 import tvm
+from command_buffer_bench.chains import Chain
 from tvm import relax, tirx
 from tvm.relax.op import nn
 
 import relax_hetero as rh
-from command_buffer_bench.chains import Chain
 
 ROWS, WIDTH = 4, 8
 TYPE = relax.TensorType((ROWS, WIDTH), "float32")
