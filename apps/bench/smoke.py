@@ -48,7 +48,12 @@ def smoke(**smallest: Any) -> Callable[[Callable[..., None]], Callable[..., None
         def main(*args: Any, is_smoke: bool, **given: Any) -> None:
             if is_smoke:
                 given.update({key: new(given[key]) if callable(new) else new for key, new in smallest.items()})
-            work(*args, **given)
+            try:
+                work(*args, **given)
+            except SystemExit as end:
+                # Bars that are missed end with 1, and mean nothing at this size; wrong numbers end with words or True.
+                if not is_smoke or isinstance(end.code, bool) or end.code != 1:
+                    raise
 
         return main
 
