@@ -15,6 +15,7 @@ import numpy as np
 import tvm
 from rich.console import Console
 from rich.table import Table
+from smoke import smoke
 from tvm.script import ir as I
 from tvm.script import relax as R
 
@@ -65,6 +66,7 @@ def programs() -> dict[str, Callable[[], object]]:
 @click.command()
 @click.option("--rounds", default=50, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@smoke(rounds=1)
 def main(rounds: int, as_json: bool) -> None:
     """Take turns, so that all meet the same machine; the median turn counts."""
     found = programs()

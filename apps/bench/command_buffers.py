@@ -20,6 +20,7 @@ import click
 from report import Check, verdict
 from rich.console import Console
 from rich.table import Table
+from smoke import SMALL_MODEL, smoke
 
 LEFT = ("model", "region", "bits")
 """Columns of words."""
@@ -60,6 +61,7 @@ def main() -> None:
 @click.option("--rounds", default=30, show_default=True, type=click.IntRange(1), help="Turns of each.")
 @_seed
 @_json
+@smoke(counts=(2, 10), rounds=1)
 def elementwise(counts: tuple[int, ...], distinct: int, symbolic: bool, rounds: int, seed: int, as_json: bool) -> None:
     """Chains of small kernels: what one costs, and what a call of few does."""
     from command_buffer_bench.elementwise import (
@@ -85,6 +87,7 @@ def elementwise(counts: tuple[int, ...], distinct: int, symbolic: bool, rounds: 
 @click.option("--compile-only", is_flag=True, help="With --executables: time nothing.")
 @_seed
 @_json
+@smoke(names=(SMALL_MODEL,), threads=(1,), rounds=1, seconds=0.01)
 def models(
     names: Sequence[str],
     threads: tuple[int, ...],
@@ -113,6 +116,7 @@ def models(
 @click.argument("names", nargs=-1)
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(1), help="Compilations of each.")
 @_json
+@smoke(names=("kernels:2",), rounds=1)
 def compile_time(names: Sequence[str], rounds: int, as_json: bool) -> None:
     """Compile NAMES (as `models`, or kernels:N for so many distinct small kernels) with command buffers and without."""
     from command_buffer_bench.compiling import CHAIN, compile_checks, compile_table, measure_compile
@@ -141,6 +145,7 @@ def compile_here(model: str, without: bool) -> None:
 @click.option("--kernels", default=100, show_default=True, type=click.IntRange(1), help="Of the region.")
 @click.option("--submissions", default=10_000, show_default=True, type=click.IntRange(100))
 @_json
+@smoke(kernels=2, submissions=100)
 def memory(kernels: int, submissions: int, as_json: bool) -> None:
     """Submit a region again and again with other bindings: resident memory must not grow."""
     from command_buffer_bench.growth import measure_memory, memory_checks, memory_table

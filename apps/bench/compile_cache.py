@@ -20,6 +20,7 @@ from model_zoo import model_path
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from smoke import SMALL_MODEL, smoke
 
 STEPS = {"without": "compiled", "miss": "compiled and kept", "hit": "found"}
 
@@ -63,6 +64,7 @@ def measure(model: str, rounds: int) -> dict[str, float]:
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--once", metavar="FOLDER", hidden=True)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@smoke(models=(SMALL_MODEL,), rounds=1)
 def main(models: tuple[str, ...], rounds: int, once: str | None, as_json: bool) -> None:
     if once is not None:
         click.echo(json.dumps(compile_once(models[0], once)))

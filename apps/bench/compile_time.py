@@ -1,27 +1,36 @@
-"""Where compile time goes: this library's passes, TVM's, code generation; and how placement scales.
+"""Where compile time goes: this library's passes, TVM's, code generation; how placement and deep models scale.
 
 python apps/bench/compile_time.py                          # ResNet-50 from the onnx package, cut over two CPU targets
 python apps/bench/compile_time.py model.onnx --bindings 1000 --bindings 10000
+python apps/bench/compile_time.py --chains                 # deep and wide models of every kind: seconds by their size
+python apps/bench/compile_time.py --chains --kind softmaxes --kind "ONNX calls" --nodes 1000 --nodes 4000
 """
 
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 import statistics
+import subprocess
+import sys
 import time
+from collections.abc import Sequence
 
 import click
 import onnx
 import tvm
+from depth_bench import onnx_chains, relax_chains
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from smoke import SMALL_MODEL, smoke
 from tvm import relax
 
 import relax_hetero as rh
 from relax_hetero import transform
 
+KINDS = (*relax_chains.KINDS, *onnx_chains.KINDS)
 OURS = frozenset([*transform.__all__, "relax_hetero"])
 RESNET = pathlib.Path(onnx.__file__).parent / "backend/test/data/light/light_resnet50.onnx"
 
@@ -81,12 +90,91 @@ def measure_placement(bindings: int) -> float:
     return time.perf_counter() - start
 
 
+def measure_chain(kind: str, nodes: int) -> dict[str, float]:
+    """Seconds of processor time that this process takes for a chain: to import it (ONNX only), and to compile it."""
+    model = onnx_chains.KINDS[kind](nodes) if kind in onnx_chains.KINDS else relax_chains.KINDS[kind](nodes)
+    start = time.process_time()
+    mod = rh.from_onnx(model) if kind in onnx_chains.KINDS else model
+    imported = time.process_time()
+    rh.compile(mod, cache=False)
+    return {"import": imported - start, "compile": time.process_time() - imported}
+
+
+def chain_in_a_process(kind: str, nodes: int, limit: float) -> dict[str, object]:
+    """`measure_chain` in a process of its own; ``{"fails": why}`` where that crashes, raises or takes too long."""
+    command = [sys.executable, __file__, "--one", kind, "--nodes", str(nodes)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return {"fails": f"over {limit:g} s"}
+    if done.returncode:
+        said = done.stderr.strip().splitlines()
+        return {"fails": said[-1] if said and done.returncode > 0 else f"status {done.returncode}"}
+    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def growth_exponent(first: tuple[int, float], last: tuple[int, float]) -> float:
+    """The power of the number of nodes that the time between two sizes grows with: 1 is linear, 2 quadratic."""
+    return math.log(last[1] / first[1]) / math.log(last[0] / first[0])
+
+
+def chain_table(kinds: Sequence[str], sizes: Sequence[int], limit: float) -> tuple[Table, dict[str, dict[int, object]]]:
+    """Each kind at each size."""
+    table = Table("chain")
+    for size in sizes:
+        table.add_column(f"{size:,} nodes: s", justify="right")
+        table.add_column("ms a node", justify="right")
+    table.add_column("exponent", justify="right")
+    found: dict[str, dict[int, object]] = {}
+    for kind in track(kinds, "compiling", console=Console(stderr=True), transient=True):
+        row, times = [kind], []
+        found[kind] = {}
+        for size in sizes:
+            result = found[kind][size] = chain_in_a_process(kind, size, limit)
+            if "fails" in result:
+                row += [str(result["fails"])[:60], ""]
+                continue
+            seconds = sum(float(str(part)) for part in result.values())
+            times.append((size, seconds))
+            row += [f"{seconds:.2f}", f"{seconds / size * 1e3:.2f}"]
+        table.add_row(*row, f"{growth_exponent(*times[-2:]):.2f}" if len(times) > 1 else "")
+    return table, found
+
+
 @click.command()
 @click.argument("model", default=str(RESNET))
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--bindings", multiple=True, type=int, default=(1000, 10000), show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def main(model: str, rounds: int, bindings: tuple[int, ...], as_json: bool) -> None:
+@click.option("--chains", is_flag=True, help="Models that are deep or wide instead, each in a process of its own.")
+@click.option("--kind", "kinds", multiple=True, type=click.Choice(KINDS), help="Of the chains; all by default.")
+@click.option("--nodes", multiple=True, type=int, default=(100, 1000, 10000), show_default=True, help="Of the chains.")
+@click.option("--limit", default=600.0, show_default=True, help="Seconds that a chain may take.")
+@click.option("--one", hidden=True, help="A chain, in this process.")
+@smoke(model=SMALL_MODEL, rounds=1, bindings=(10,), nodes=(8, 16), kinds=lambda kinds: kinds or KINDS[:1])
+def main(
+    model: str,
+    rounds: int,
+    bindings: tuple[int, ...],
+    as_json: bool,
+    chains: bool,
+    kinds: tuple[str, ...],
+    nodes: tuple[int, ...],
+    limit: float,
+    one: str | None,
+) -> None:
+    if one is not None:
+        rh.compile(relax_chains.KINDS[KINDS[0]](2), cache=False)  # what a process does once is not counted
+        click.echo(json.dumps(measure_chain(one, nodes[0])))
+        return
+    if chains:
+        table, found = chain_table(kinds or KINDS, nodes, limit)
+        if as_json:
+            click.echo(json.dumps(found))
+        else:
+            Console(width=200).print(table)
+        return
     compiled = measure_compile(model, rounds)
     placed = {count: measure_placement(count) for count in bindings}
     if as_json:

@@ -27,6 +27,7 @@ from memory import resident
 from report import Check, verdict
 from rich.console import Console
 from rich.table import Table
+from smoke import smoke
 
 import relax_hetero as rh
 from relax_hetero.target.vdevice import with_vdevices
@@ -191,6 +192,7 @@ def _numbers(_context: click.Context, _parameter: click.Parameter, text: str) ->
 @click.option("--replays", default=0, show_default=True, help="Also look at memory over so many submissions.")
 @click.option("--arch", default="sm_90", show_default=True, help="Of the GPU.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@smoke(counts=[10], rounds=1, replays=lambda given: min(given, 10))
 def main(counts: list[int], rounds: int, replays: int, arch: str, as_json: bool) -> None:
     """Time submissions on an NVIDIA GPU; needs torch, and cuda-bindings."""
     device = rh.VDevice({"kind": "cuda", "arch": arch})

@@ -98,7 +98,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=COLUMNS, help="rows of 16 KB (4096: 64 MB)")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each")
     parser.add_argument("--update", choices=UPDATES, action="append", help="which (all)")
+    parser.add_argument("--smoke", action="store_true", help="everything at its smallest: does the command work?")
     arguments = parser.parse_args()
+    if arguments.smoke:
+        arguments.rows, arguments.seconds = 2, 0.0
     for name in arguments.update or UPDATES:
         print(json.dumps(measure(name, arguments.rows, arguments.seconds)), flush=True)
 

@@ -20,6 +20,7 @@ from report import checks, markdown, remarks, tables, verdict
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from smoke import smoke
 
 TYPES = ("f32", "u8s8", "s8s8", "bf16")
 FOUR_BITS = "q4"
@@ -84,6 +85,7 @@ def _threads(_context: click.Context, parameter: click.Parameter, text: str) -> 
 @click.option("--seed", default=0, show_default=True, help="Of operands and of the order of turns.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print Markdown.")
+@smoke(shapes=("64",), threads=(1,), peers=("numpy",), rounds=1)
 def main(
     shapes: tuple[str, ...],
     types: tuple[str, ...],

@@ -19,6 +19,7 @@ import time
 from typing import Any
 
 import click
+from smoke import smoke
 
 BATCH = 8
 
@@ -171,6 +172,7 @@ def measure(engine: str, model: str, layers: int, width: int) -> dict[str, Any]:
 @click.option("--engine", "engines", multiple=True, default=("relax_hetero", "tvm"), show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--child", "request", hidden=True)
+@smoke(model="", layers=1, width=64)
 def main(model: str, layers: int, width: int, engines: tuple[str, ...], as_json: bool, request: str | None) -> None:
     """Measure MODEL (an ONNX file), or a stack of linear layers."""
     if request is not None:

@@ -27,6 +27,7 @@ from memory import Peak
 from model_zoo import model_path, random_inputs
 from rich.console import Console
 from rich.table import Table
+from smoke import SMALL_MODEL, smoke
 
 MODELS = ("minilm", "resnet50", "squeezenet", "densenet121", "mobilenet_v2")
 CALLS = 3
@@ -120,6 +121,7 @@ def _dims(_context: click.Context, _parameter: click.Parameter, text: str) -> di
 @click.option("--dims", default="batch=1,sequence=128", callback=_dims, show_default=True, help="Symbolic dimensions.")
 @click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there.")
 @click.option("--alone", "words", hidden=True)
+@smoke(models=(SMALL_MODEL,), dims={})
 def main(models: tuple[str, ...], dims: dict[str, int], file: Path | None, words: str | None) -> None:
     """Peak memory of activations of MODELS, as planned and as taken, beside ONNX Runtime's."""
     if words is not None:

@@ -30,6 +30,7 @@ from model_zoo import MAKERS, random_inputs
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from smoke import SMALL_MODEL, smoke
 
 
 def _peers(_context: click.Context, parameter: click.Parameter, text: str) -> tuple[str, ...]:
@@ -82,6 +83,7 @@ def _dims(_context: click.Context, _parameter: click.Parameter, text: str) -> di
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write results there.")
 @click.option("--png", "png_file", type=click.Path(path_type=Path, dir_okay=False), help="Draw the ratios there.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print Markdown.")
+@smoke(models=(SMALL_MODEL,), threads=(1,), peers=("ours",), rounds=1, seconds=0.01, dims={})
 def main(
     models: tuple[str, ...],
     threads: tuple[int, ...],

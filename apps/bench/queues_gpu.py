@@ -21,6 +21,7 @@ import tvm
 from report import Check, verdict
 from rich.console import Console
 from rich.table import Table
+from smoke import smoke
 from tvm import relax
 
 import relax_hetero as rh
@@ -171,6 +172,7 @@ def checks(result: dict[str, Any]) -> list[Check]:
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--arch", default="sm_90", show_default=True, help="Of the GPUs.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@smoke(calls=2, milliseconds=0.1, rounds=1)
 def main(calls: int, milliseconds: float, rounds: int, arch: str, as_json: bool) -> None:
     """Time pipelines over NVIDIA GPUs."""
     cuda = {"kind": "cuda", "arch": arch}

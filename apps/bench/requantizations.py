@@ -8,7 +8,9 @@ difference is that of one requantization and not of all before it.
 
 from __future__ import annotations
 
+import pathlib
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +21,7 @@ from model_zoo import model_path, random_inputs
 from onnx import helper
 from rich.console import Console
 from rich.table import Table
+from smoke import small_quantized_model, smoke
 
 import relax_hetero as rh
 
@@ -118,6 +121,7 @@ def _fields(found: object) -> Sequence[np.ndarray]:
 @click.command()
 @click.argument("models", nargs=-1, required=True)
 @click.option("--seed", default=0, show_default=True, help="Of inputs.")
+@smoke(models=lambda _: (small_quantized_model(pathlib.Path(tempfile.mkdtemp())),))
 def main(models: tuple[str, ...], seed: int) -> None:
     """Compare the quantized tensors of MODELS, ONNX files or names as of models.py, with ONNX Runtime's."""
     table = Table()

@@ -24,6 +24,7 @@ import tvm
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from smoke import smoke
 from tvm import relax
 
 import relax_hetero as rh
@@ -179,6 +180,7 @@ def rows_between(vdevices: list[relax.VDevice], source: int, target: int, elemen
 @click.option("--rounds", default=11, show_default=True)
 @click.option("--torch", "with_torch", is_flag=True, help="PyTorch's copies beside.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@smoke(megabytes=1, rounds=1)
 def main(specs: tuple[str, ...], megabytes: int, rounds: int, with_torch: bool, as_json: bool) -> None:
     vdevices = parse_vdevices(specs)
     elements = megabytes * 1_000_000 // 4

@@ -133,9 +133,12 @@ def transfers_table(module: tvm.IRModule, sizes: dict[str, int]) -> Table:
 @click.option("--n", default=5, show_default=True, type=click.IntRange(min=1), help="Columns of the right matrix.")
 @click.option("--vdevice", multiple=True, help="A device; give two of them. [default: llvm and c]")
 @click.option("--seed", default=0, show_default=True, help="Of the random matrices (sizes other than 2, 3, 5).")
+@click.option("--smoke", is_flag=True, help="The sizes by default, whatever is given: does the command work?")
 @click.option("--ir", is_flag=True, help="Print the module after each pass, too.")
-def main(m: int, k: int, n: int, vdevice: Sequence[str], seed: int, ir: bool) -> None:
+def main(m: int, k: int, n: int, vdevice: Sequence[str], seed: int, smoke: bool, ir: bool) -> None:
     """Multiply two matrices on two devices, add both products, and show the encodings on the way."""
+    if smoke:
+        m, k, n = 2, 3, 5
     screen = Console(highlight=False)
     if not screen.is_terminal:
         screen = Console(highlight=False, width=max(screen.width, 180))

@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     outputs = {}
     for label, executable in built.items():
         machine = rh.vm.VirtualMachine(executable)
-        outputs[label], seconds = _timed(machine, inputs, options.repeat)
+        outputs[label], seconds = _timed(machine, inputs, 1 if options.smoke else options.repeat)
         screen.print(f"{label}: {seconds * 1e3:.2f} ms, median of {options.repeat} calls", markup=False)
     return _compare(executable, outputs["one device"], outputs["two devices"], screen)
 
@@ -113,6 +113,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--place", action="append", type=_place, metavar="PATTERN=DEVICE", help="instead of --fraction")
     parser.add_argument("--shape", action="append", type=_shape, metavar="NAME=1x3x224x224", help="an input's shape")
     parser.add_argument("--seed", type=int, default=0, help="of the random inputs")
+    parser.add_argument("--smoke", action="store_true", help="one timed call: does the command work?")
     parser.add_argument("--repeat", type=int, default=5, help="timed calls (default 5)")
     options = parser.parse_args(arguments)
     options.vdevice = options.vdevice or ["llvm", baseline()]

@@ -53,6 +53,8 @@ def baseline() -> dict[str, str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the example; returns the exit code."""
     options = _parse(arguments)
+    if options.smoke:
+        options.sentences, options.batch, options.seq = options.sentences[:1], 1, 8
     screen = Console(highlight=False)
     path = _prepare(options, screen)
 
@@ -162,6 +164,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--precision", choices=precisions, default="float32", help="of its products")
     parser.add_argument("--batch", type=int, default=4, help="sentences per call (default 4)")
     parser.add_argument("--seq", type=int, default=32, help="tokens per sentence (default 32, at most 512)")
+    parser.add_argument("--smoke", action="store_true", help="few tokens of one sentence: does the command work?")
     parser.add_argument("--cache", type=Path, default=default_cache(), help="where the model is kept")
     options = parser.parse_args(arguments)
     options.vdevice = options.vdevice or ["llvm", baseline()]

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -40,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, help="write all outcomes of the configurations run to this file")
     parser.add_argument("--write-docs", action="store_true", help=f"write {DOCUMENT.name} from the store")
     parser.add_argument("--no-run", action="store_true", help="run nothing, report what the store holds")
+    parser.add_argument("--smoke", action="store_true", help="very few cases, nothing kept: does the command work?")
     parser.add_argument("--list", action="store_true", help="list every case that did not pass")
     return parser
 
@@ -111,6 +113,9 @@ def _is_conformant(results: dict[str, list[Outcome]], stock: dict[str, Outcome],
 def main() -> None:
     """Run, print the table, optionally write the document; exit 1 if (b) or (c) is not conformant."""
     arguments = _parser().parse_args()
+    if arguments.smoke:
+        arguments.every, arguments.write_docs = 500, False
+        arguments.results = Path(tempfile.mkdtemp())
     console = Console()
     os.nice(5)  # a sweep is long, and the machine has other users
     results: dict[str, list[Outcome]] = {}
@@ -127,5 +132,5 @@ def main() -> None:
     if arguments.write_docs:
         DOCUMENT.write_text(markdown({key: store.read(arguments.results, key) for key in "abc"}))
         console.print(f"wrote {DOCUMENT}")
-    if not _is_conformant(results, store.read(arguments.results, "a"), console):
+    if not (arguments.smoke or _is_conformant(results, store.read(arguments.results, "a"), console)):
         sys.exit(1)

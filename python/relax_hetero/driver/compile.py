@@ -25,6 +25,7 @@ from ..target.vdevice import VDevice, device_name, host_vdevice, vdevice_index, 
 from ..transform.ir.findings import findings_of
 from ..transform.ir.kernels import bytes_of, call_vdevice, called_prim_func, operations_of, ops_of, precision_of
 from ..transform.ir.module_attrs import COMMANDS, STRICT, is_lowered
+from ..transform.ir.nesting import check_nesting
 from ..transform.ir.rewriting import relax_functions, walk_bindings
 from ..transform.lower.lower_to_vm import LowerToVM
 from ..transform.lower.note_memory import memory_of
@@ -105,6 +106,7 @@ def compile(  # noqa: A001 (the contract's name)
     if checks not in CHECKS:
         raise BuildError(f"rh.compile: checks is {checks!r}, expected one of {', '.join(map(repr, CHECKS))}")
     _check_globals(mod)
+    check_nesting(mod)
     if not vdevices_of(mod):
         mod = with_vdevices(mod, [VDevice(native("llvm"))])
     if params:

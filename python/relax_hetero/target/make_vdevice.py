@@ -164,5 +164,6 @@ def _target(target: str | dict[str, Any] | Target | tvm.runtime.Device) -> Targe
         if isinstance(target, (str, dict)):
             return Target(target)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise VDeviceError(f"{target!r} is not a target: {str(error).splitlines()[0]}") from error
+        kinds = f"; kinds are {', '.join(device_kinds())}" if isinstance(target, str) else ""
+        raise VDeviceError(f"{target!r} is not a target: {str(error).splitlines()[0]}{kinds}") from error
     raise VDeviceError(f"a target is a string, a dict, a Target or a Device, got {target!r} ({type(target).__name__})")

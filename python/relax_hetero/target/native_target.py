@@ -6,6 +6,7 @@ target without ``arch`` is sm_50. The functions here ask LLVM, the CUDA driver a
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 
 import tvm
@@ -15,8 +16,12 @@ from tvm.target import Target, codegen
 from ..errors import VDeviceError
 from .cpu_cores import num_cores
 
+_log = logging.getLogger("relax_hetero")
+
 # The GPU generation assumed for CUDA code that is compiled where no GPU can be asked (H100, H200).
 DEFAULT_CUDA_ARCH = "sm_90"
+
+_ROCM_EXAMPLE = '{"kind": "rocm", "mcpu": "gfx90a"}'
 
 # Kinds that TVM lists but that name no device a tensor can live on.
 _NOT_DEVICES = frozenset({"composite", "cuda_host", "test"})
@@ -41,7 +46,7 @@ def native(kind: str = "llvm", index: int = 0) -> Target:
     Raises
     ------
     VDeviceError
-        If `kind` is not a kind of target that a device can have.
+        If `kind` is not a kind of target that a device can have, or a device of it has to be asked and is absent.
     """
     if kind not in device_kinds():
         raise VDeviceError(f"{kind!r} is not a target kind of a device; kinds are {', '.join(device_kinds())}")
@@ -52,6 +57,11 @@ def native(kind: str = "llvm", index: int = 0) -> Target:
     if kind == "cuda":
         return Target(_native_cuda(index))
     device = tvm.runtime.device(kind, index)
+    if kind == "rocm" and not device.exist:  # TVM would warn thirty times, and assume a GPU of 2017
+        raise VDeviceError(
+            f"'rocm': there is no such device on this machine whose architecture could be asked: "
+            f"expected a target that says it, such as {_ROCM_EXAMPLE}, or another device ('llvm' is this CPU)"
+        )
     return Target.from_device(device) if device.exist else Target(kind)
 
 
@@ -86,6 +96,7 @@ def _native_llvm() -> dict[str, object]:
 def _native_cuda(index: int) -> dict[str, object]:
     device = tvm.cuda(index)
     if not device.exist:
+        _say_assumed_arch()
         return {"kind": "cuda", "arch": DEFAULT_CUDA_ARCH}
     return {
         "kind": "cuda",
@@ -94,3 +105,12 @@ def _native_cuda(index: int) -> dict[str, object]:
         "max_shared_memory_per_block": int(device.max_shared_memory_per_block),
         "thread_warp_size": int(device.warp_size),
     }
+
+
+@cache
+def _say_assumed_arch() -> None:
+    _log.warning(
+        "cuda: there is no GPU here to ask, so code is compiled for %s (H100, H200); for another one give its target, "
+        'such as {"kind": "cuda", "arch": "sm_80"}',
+        DEFAULT_CUDA_ARCH,
+    )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..errors import BindingError
+from ..errors import BindingError, HeteroError
 from ..target.element_types import numpy_dtype
 
 if TYPE_CHECKING:
@@ -83,7 +83,12 @@ def tensor_spec(spec: object) -> TensorSpec:
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write an ``.npz`` file whose members may have any name (``numpy.savez`` takes none called ``file``)."""
+    """Write an ``.npz`` file whose members may have any name (``numpy.savez`` takes none called ``file``).
+
+    Raises
+    ------
+    HeteroError: If the file cannot be written.
+    """
     # A file may be mapped by whoever loaded it: it is replaced, never written into.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     target = path if path.exists() and not path.is_file() else temporary
@@ -94,6 +99,8 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
                     np.lib.format.write_array(member, np.asanyarray(array), allow_pickle=False)
         if target is temporary:
             os.replace(temporary, os.path.realpath(path))
+    except OSError as error:  # it names the temporary file, which nobody asked for
+        raise HeteroError(f"{path} cannot be written: {error.strerror or error}") from None
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -45,6 +45,12 @@ OURS = "relax-hetero"
     help="Also submit calls, and write when each queue did which work: a trace for Perfetto and Chrome.",
 )
 @click.option("--calls", type=click.IntRange(min=1), default=16, show_default=True, help="Of the trace.")
+@click.option(
+    "--onnx",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="MODEL.onnx",
+    help="The model that a library was compiled from, for the other engines.",
+)
 @placing_options
 @cache_option
 @json_option
@@ -57,14 +63,18 @@ def bench_command(
     seed: int,
     trace: Path | None,
     calls: int,
+    onnx: Path | None,
     placing: Placing,
     cache: bool,
     as_json: bool,
 ) -> None:
-    """Time MODEL (an ONNX file) here, in stock TVM and in ONNX Runtime, in interleaved rounds.
+    """Time MODEL, an ONNX file, here, in stock TVM and in ONNX Runtime, in interleaved rounds.
+
+    A compiled library is timed alone, or beside the others where --onnx names the file that it was made of.
 
     \b
     relax-hetero bench model.onnx
+    relax-hetero bench model.so --onnx model.onnx
     relax-hetero bench model.onnx --vdevice llvm --vdevice cuda:0 --place-auto --json
     relax-hetero bench model.onnx --vdevice llvm --vdevice cuda:0 --place-auto --trace out.json
     """
@@ -77,16 +87,19 @@ def bench_command(
     from .call_tables import memory_line, use_with
     from .engines import onnx_runtime, ours, stock_tvm
     from .kernel_tables import precisions_text, product_precisions
-    from .models import compile_onnx
+    from .models import obtain
 
     if trace is not None:
         refuse_overwriting(trace, model)
-    compiled = compile_onnx(model, placing, cache)
+    compiled = obtain(model, placing, cache)
+    source = onnx or compiled.onnx
     signature = compiled.executable.signature()
     inputs = random_arrays(signature, dict(placing.shapes), seed, {})
-    engines = [ours(compiled), onnx_runtime(model, threads)]
-    if stock:
-        engines.insert(1, stock_tvm(model, dict(placing.shapes)))
+    engines = [ours(compiled)]
+    if source is not None and stock:
+        engines.append(stock_tvm(source, dict(placing.shapes)))
+    if source is not None:
+        engines.append(onnx_runtime(source, threads))
     results = _measure(engines, inputs, rounds, budget)
     precisions = product_precisions(compiled.executable.metadata.fusions)
     memory = use_with(compiled.executable.memory_plan, signature, inputs)
@@ -223,4 +236,7 @@ def _print(model: Path, threads: int, results: list[Result]) -> None:
             ]
         )
     print_table(f"{model.name}, {threads} threads, one call from numpy to numpy", columns, rows, right=columns[1:])
-    console().print(f"Differences are from {REFERENCE}'s outputs; times over 1x are slower.", markup=False)
+    if len(results) > 1:
+        console().print(f"Differences are from {REFERENCE}'s outputs; times over 1x are slower.", markup=False)
+    else:
+        console().print("A library is timed alone: --onnx MODEL.onnx adds other engines.", markup=False)

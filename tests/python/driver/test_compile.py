@@ -178,8 +178,9 @@ def test_tvm_compile_works_on_one_device_and_refuses_two():
     out = relax.VirtualMachine(exe, tvm.cpu())["main"](tvm.runtime.tensor(np.zeros(4, "float32")))
     np.testing.assert_array_equal(out.numpy(), [1, 2, 3, 4])
     two = shared_weight(np.ones((4, 4), "float32"))
-    with pytest.raises(BuildError, match=r"2 vdevices.*relax_hetero.compile"):
-        tvm.compile(two, relax_pipeline=rh.get_pipeline())
+    for pipeline in (rh.get_pipeline(), "default", "zero"):
+        with pytest.raises(BuildError, match=r"2 vdevices.*relax_hetero.compile"):
+            tvm.compile(two, relax_pipeline=pipeline)
 
 
 def test_creation_ops_stay_on_their_device():

@@ -51,6 +51,28 @@ def test_other_kinds():
     assert rh.native("metal").kind.name == "metal"
 
 
+@pytest.mark.skipif(tvm.rocm(0).exist, reason="asks for an absent GPU")
+def test_rocm_is_not_guessed(capfd):
+    with pytest.raises(VDeviceError, match=r"vdevices\[0\]: 'rocm'.*mcpu"):
+        parse_vdevices(["rocm"])
+    assert "Warning" not in capfd.readouterr().err
+
+
+def test_what_is_no_target_is_told_what_is():
+    with pytest.raises(VDeviceError, match=r"vdevices\[1\]: 'gpu'.*kinds are c, cuda"):
+        parse_vdevices(["llvm", "gpu"])
+
+
+def test_an_assumed_architecture_is_said_once(caplog, monkeypatch):
+    absent = FakeGPU()
+    absent.exist = False
+    monkeypatch.setattr(tvm, "cuda", lambda index: absent)
+    monkeypatch.setattr(native_target, "_native_cuda", native_target._native_cuda.__wrapped__)  # without its cache
+    native_target._say_assumed_arch.cache_clear()
+    assert [entry.target.arch for entry in parse_vdevices(["cuda:0", "cuda:1"])] == ["sm_90", "sm_90"]
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and "sm_90" in caplog.text
+
+
 @pytest.mark.parametrize("kind", ["foo", "", "cuda:1", "composite", None])
 def test_unknown_kind(kind):
     with pytest.raises(VDeviceError, match="kinds are c, cuda"):

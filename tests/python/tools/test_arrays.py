@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relax_hetero import BindingError
+from relax_hetero import BindingError, HeteroError
 from relax_hetero.tools.arrays import random_arrays, read_arrays, write_arrays
 from relax_hetero.vm import FunctionSignature, ShapeSpec, TensorSpec
 
@@ -88,3 +88,10 @@ def test_symbolic_dimensions_need_a_shape():
 def test_inputs_that_are_no_tensors_are_errors():
     with pytest.raises(BindingError, match="input 's' is a shape, not a tensor"):
         random_arrays(signature(ShapeSpec("s", (1,))), {}, 0, {})
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path):
+    path = tmp_path / "absent" / "out.npz"
+    with pytest.raises(HeteroError, match=rf"{path} cannot be written: No such file") as raised:
+        write_arrays(path, {"y": np.zeros(2)})
+    assert ".out.npz" not in str(raised.value)

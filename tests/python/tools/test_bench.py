@@ -62,3 +62,15 @@ def test_a_trace_never_overwrites_the_model(invoke: Invoke, model: Path):
     before = model.read_bytes()
     assert invoke("bench", model, "--trace", model).exit_code == 2
     assert model.read_bytes() == before
+
+
+def test_a_library_alone_or_beside_the_others(invoke: Invoke, model: Path, tmp_path: Path):
+    library = tmp_path / "model.so"
+    assert invoke("compile", model, "-o", library).exit_code == 0
+    data = parsed(invoke("bench", library, "--rounds", 1, "--json"))
+    assert [row["name"] for row in data["engines"]] == ["relax-hetero"]
+    data = parsed(invoke("bench", library, "--onnx", model, "--rounds", 1, "--no-stock", "--json"))
+    assert [row["name"] for row in data["engines"]] == ["relax-hetero", "ONNX Runtime"]
+    assert data["engines"][0]["max_abs_diff"] < 1e-5
+    shown = invoke("bench", library, "--rounds", 1)
+    assert "--onnx" in shown.stdout

@@ -137,8 +137,8 @@ def _few_at_a_time(binding: relax.Binding) -> list[relax.Binding]:
         groups = [operands[at : at + MOST_OPERANDS] for at in range(0, len(operands), MOST_OPERANDS)]
         operands = []
         for group in groups:
-            shapes = [list(shape_of(one) or ()) for one in group]
-            shape = shapes[0]
+            shapes = [shape_of(one) or [] for one in group]
+            shape = [*shapes[0]]
             shape[axis] = sum((other[axis] for other in shapes[1:]), start=shape[axis])
             part = type(binding.var)(f"{binding.var.name}_part{len(made)}", tensor_type(shape, str(ty.dtype), ty))
             made.append(relax.VarBinding(part, typed(relax.op.concat(group, axis), part.ty)))

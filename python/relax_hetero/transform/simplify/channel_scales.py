@@ -81,6 +81,7 @@ def fold_channel_scales(block: Block) -> list[relax.Binding] | None:
     values = ConstantValues(block)
     gone: set[int] = set()
     made: dict[int, list[relax.Binding]] = {}
+    plain: set[int] = set()
     for index, binding in enumerate(block.bindings):
         if index in gone or not isinstance(binding, relax.VarBinding) or not _is_float(binding.var):
             continue
@@ -88,7 +89,7 @@ def fold_channel_scales(block: Block) -> list[relax.Binding] | None:
         if weights is not None:
             new = _fold(block, values, index, weights)
         else:
-            new = _merge(block, values, index)
+            new = _merge(block, values, index, plain)
         if new is not None:
             members, made[index] = new
             gone.update(members)
@@ -149,13 +150,20 @@ def _fold(
     return affine.members, emitter.bindings
 
 
-def _merge(block: Block, values: ConstantValues, index: int) -> tuple[list[int], list[relax.Binding]] | None:
-    """A chain with nothing before it to take the scale: one multiplication, one addition."""
+def _merge(
+    block: Block, values: ConstantValues, index: int, plain: set[int]
+) -> tuple[list[int], list[relax.Binding]] | None:
+    """A chain with nothing before it to take the scale: one multiplication, one addition.
+
+    `plain` holds the bindings of chains of single numbers, so that no chain is walked from each of its members.
+    """
+    if index in plain:
+        return None
     first = block.bindings[index]
     data = _data(values, first.value)
     if data is None or shape_of(data) is None:
         return None
-    axis = _channel_axis(block, values, first)
+    axis = _channel_axis(block, values, index, plain)
     shape = shape_of(first.var) or []
     if axis is None or not isinstance(shape[axis], tirx.IntImm) or len(shape_of(data) or []) != len(shape):
         return None
@@ -234,10 +242,11 @@ def _data(values: ConstantValues, call: relax.Expr) -> relax.Expr | None:
     return call.args[known.index(False)] if sum(known) == 1 else None
 
 
-def _channel_axis(block: Block, values: ConstantValues, first: relax.Binding) -> int | None:
-    """The one axis along which the constants of the chain from `first` vary; None for a chain of single numbers."""
-    rank = len(shape_of(first.var) or [])
-    binding: relax.Binding | None = first
+def _channel_axis(block: Block, values: ConstantValues, index: int, plain: set[int]) -> int | None:
+    """The one axis along which the constants of the chain from `index` vary; None for a chain of single numbers."""
+    binding: relax.Binding | None = block.bindings[index]
+    rank = len(shape_of(block.bindings[index].var) or [])
+    walked: list[int] = []
     # Where the first is one number, later ones may have more dimensions than it.
     while binding is not None and op_name(binding.value) in _STEPS and len(shape_of(binding.var) or []) == rank:
         for arg in binding.value.args:
@@ -245,8 +254,10 @@ def _channel_axis(block: Block, values: ConstantValues, first: relax.Binding) ->
             for axis, extent in enumerate(array.shape if array is not None else ()):
                 if extent != 1:
                     return axis + rank - len(array.shape) if array is not None else None
+        walked.append(block.positions[binding.var])
         user = block.sole_user(binding.var)
         binding = None if user is None else block.bindings[user]
+    plain.update(walked)
     return None
 
 

@@ -1,10 +1,14 @@
 """LowerToVM: a module of dispatches and transfers, before and after, as the virtual machine runs it."""
 
+import pytest
+import tvm
+from tvm import relax
 from tvm.ir import assert_structural_equal
 from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
+from relax_hetero import BuildError
 from relax_hetero.artifact.memory_spec import FunctionMemory, Live, StorageSpec
 from relax_hetero.transform import LowerToVM
 from relax_hetero.transform.lower.note_memory import memory_of
@@ -104,3 +108,15 @@ def test_dispatches_and_transfers_become_calls_of_the_machine():
 def test_a_lowered_module_is_left_alone():
     lowered = LowerToVM()(Before)
     assert LowerToVM()(lowered).same_as(lowered)
+
+
+def test_memory_that_was_planned_for_one_device_is_refused():
+    """Stock StaticPlanBlockMemory knows no devices; before it, and with one device, any stage will do."""
+    stock = relax.transform
+    steps = [stock.ToNonDataflow(), stock.RemovePurityChecking(), stock.CallTIRRewrite()]
+    allocated = tvm.transform.Sequential(steps)(Before)
+    assert LowerToVM()(allocated) is not None
+    planned = [stock.StaticPlanBlockMemory(), stock.LowerAllocTensor(), stock.KillAfterLastUse()]
+    for count in range(2, len(planned) + 1):
+        with pytest.raises(BuildError, match=r"function 'main' has memory that was planned before.*2 vdevices"):
+            LowerToVM()(tvm.transform.Sequential(planned[:count])(allocated))

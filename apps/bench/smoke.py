@@ -1,0 +1,60 @@
+"""``--smoke``: a benchmark at its smallest size, which shows that its command works and measures nothing."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import click
+import onnx
+from onnx import TensorProto, helper
+
+SMALL_MODEL = str(pathlib.Path(onnx.__file__).parent / "backend/test/data/light/light_squeezenet.onnx")
+"""Comes with the onnx package, in 150 KB."""
+
+
+def small_quantized_model(folder: pathlib.Path) -> str:
+    """A file in `folder` with one quantized ReLU."""
+    scale, zero = (
+        helper.make_tensor("s", TensorProto.FLOAT, (), [0.1]),
+        helper.make_tensor("z", TensorProto.INT8, (), [3]),
+    )
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"]),
+        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["d"]),
+        helper.make_node("Relu", ["d"], ["y"]),
+    ]
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, (2, 8)) for name in "xy")
+    graph = helper.make_graph(nodes, "small", [x], [y], [scale, zero])
+    path = folder / "small.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), str(path))
+    return str(path)
+
+
+def smoke(**smallest: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator, below those of click, that adds the option.
+
+    Parameters
+    ----------
+    smallest
+        By parameter of the command, what stands for any value that was given; or a function of that value.
+    """
+
+    def decorate(work: Callable[..., None]) -> Callable[..., None]:
+        @click.option("--smoke", "is_smoke", is_flag=True, help="Everything at its smallest: does the command work?")
+        @functools.wraps(work)
+        def main(*args: Any, is_smoke: bool, **given: Any) -> None:
+            if is_smoke:
+                given.update({key: new(given[key]) if callable(new) else new for key, new in smallest.items()})
+            try:
+                work(*args, **given)
+            except SystemExit as end:
+                # Bars that are missed end with 1, and mean nothing at this size; wrong numbers end with words or True.
+                if not is_smoke or isinstance(end.code, bool) or end.code != 1:
+                    raise
+
+        return main
+
+    return decorate

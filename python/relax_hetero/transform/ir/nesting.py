@@ -1,0 +1,103 @@
+"""How deep a module nests: what TVM and the passes here recurse into.
+
+Chains may be as long as they like: walks go over bindings in a loop. An `If` in a branch, a tuple in a tuple and a sum
+in an extent are visited by recursion, in C++ too, where running out of stack ends the process. Therefore modules that
+nest too deep are refused before anything looks at them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tvm
+from tvm import relax, tirx
+
+from ...errors import BuildError
+from .rewriting import handle, relax_functions, walk_scopes
+
+MOST_NESTED = 64
+"""Branches, functions, tuples, or calls written as operands, in each other. ONNX files nest less deep: their reader
+refuses a hundred messages in each other, and a branch is three of them."""
+MOST_NESTED_EXTENT = 1000
+"""Sums and products in each other in one extent."""
+
+
+def check_nesting(mod: tvm.IRModule) -> None:
+    """Refuse what nests too deep.
+
+    Raises
+    ------
+    BuildError
+        It names the function, and the variable.
+    """
+    depths: dict[int, int] = {}
+    for gv, func in relax_functions(mod):
+        _check_branches(gv.name_hint, func)
+        for bindings in walk_scopes(func):
+            for var in (binding.var for binding in bindings):
+                _check_type(gv.name_hint, var, depths)
+        for param in func.params:
+            _check_type(gv.name_hint, param, depths)
+
+
+def _check_branches(function: str, func: relax.Function) -> None:
+    pending: list[tuple[Any, int, str]] = [(func, 0, "")]
+    while pending:
+        expr, depth, name = pending.pop()
+        if depth > MOST_NESTED:
+            raise BuildError(
+                f"function {function!r}: {name!r} nests branches, functions, tuples or calls deeper than {MOST_NESTED} "
+                "levels: expected a shallower module, such as one that binds inner values to variables, or calls "
+                "functions for inner branches"
+            )
+        if isinstance(expr, relax.Function):
+            pending.append((expr.body, depth, name))
+        elif isinstance(expr, relax.SeqExpr):
+            for block in expr.blocks:
+                pending += [(binding.value, depth, binding.var.name) for binding in block.bindings]
+            if not isinstance(expr.body, relax.Var):
+                pending.append((expr.body, depth + 1, name))
+        elif isinstance(expr, relax.If):
+            pending += [(branch, depth + 1, name) for branch in (expr.true_branch, expr.false_branch)]
+        elif isinstance(expr, relax.Tuple):
+            pending += [(field, depth + 1, name) for field in expr.fields if not isinstance(field, relax.Var)]
+        elif isinstance(expr, relax.Call):
+            pending += [(arg, depth + 1, name) for arg in expr.args if isinstance(arg, (relax.Call, relax.Tuple))]
+        elif isinstance(expr, relax.TupleGetItem) and not isinstance(expr.tuple_value, relax.Var):
+            pending.append((expr.tuple_value, depth + 1, name))
+
+
+def _check_type(function: str, var: relax.Var, depths: dict[int, int]) -> None:
+    pending = [(var.ty, 0)]
+    while pending:
+        ty, depth = pending.pop()
+        if depth > MOST_NESTED:
+            raise BuildError(
+                f"function {function!r}: variable {var.name!r} is of tuples in each other, deeper than {MOST_NESTED} "
+                "levels: expected a shallower one"
+            )
+        if isinstance(ty, tvm.ir.TupleType):
+            pending += [(field, depth + 1) for field in ty.fields]
+        elif isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr):
+            for extent in ty.shape.values:
+                if not isinstance(extent, (tirx.IntImm, tirx.Var)) and _depth(extent, depths) > MOST_NESTED_EXTENT:
+                    raise BuildError(
+                        f"function {function!r}: an extent of variable {var.name!r} has more than "
+                        f"{MOST_NESTED_EXTENT} sums or products in each other: expected a shorter expression, such as "
+                        "n + 1000 for n + 1 + 1 + ..., or a new symbol (match_cast)"
+                    )
+
+
+def _depth(expr: Any, depths: dict[int, int]) -> int:
+    """How many operations stand in each other; `depths` holds what is known, as extents share their parts."""
+    pending = [expr]
+    while pending:
+        one = pending[-1]
+        parts = [part for name in ("a", "b") if isinstance(part := getattr(one, name, None), tirx.Expr)]
+        unknown = [part for part in parts if handle(part) not in depths]
+        if unknown:
+            pending += unknown
+        else:
+            depths[handle(one)] = 1 + max((depths[handle(part)] for part in parts), default=0)
+            pending.pop()
+    return depths[handle(expr)]

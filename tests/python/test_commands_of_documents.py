@@ -1,0 +1,141 @@
+"""Every command that a document names works, at its smallest size: benchmarks and examples take ``--smoke`` for that.
+
+The commands are collected from the documents: those of ``apps/`` wherever they stand as code, those of `relax-hetero`
+where they stand in a block of shell. Names of files stand for a small model, which lies in the folder that they run in.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import onnx
+import pytest
+import tvm
+from onnx import TensorProto, helper
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "apps").rglob("README.md")})
+FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`(python apps/[^`]+)`")
+QUICK = ("python apps/bench/command_buffers.py elementwise", "python apps/data_tiling_two_devices/run.py")
+"""What runs by default; all else takes seconds each, and is slow."""
+PACKAGES = {"--torch": "torch", "--png": "matplotlib", "tvm": "tvm"}
+PLACEHOLDERS = ("...", "$", "NAME=", "SECTION", "[")
+"""Signs of a form rather than a command."""
+
+
+def commands_in(text):
+    """The commands of a page, in order: blocks of shell line by line, and code in sentences and tables."""
+    found = []
+    for language, block in FENCE.findall(text):
+        if language in ("", "sh", "bash", "console"):
+            for line in re.sub(r"\s*\\\n\s*", " ", block).splitlines():
+                line = re.sub(r"\s#.*", "", line).strip()
+                found += [part.strip() for part in line.split("&&")]
+    found += [part.strip() for code in INLINE.findall(FENCE.sub("", text)) for part in code.split("&&")]
+    starts = ("python apps/", "relax-hetero ")
+    return [command for command in found if command.startswith(starts) and not any(p in command for p in PLACEHOLDERS)]
+
+
+def commands():
+    seen = {}
+    for document in DOCUMENTS:
+        for command in commands_in(document.read_text()):
+            seen.setdefault(command, document.relative_to(ROOT))
+    for command, document in seen.items():
+        marks = [] if command in QUICK else [pytest.mark.slow]
+        if "cuda" in command or "_gpu.py" in command:
+            absent = pytest.mark.skipif(not tvm.cuda(1 if "cuda:1" in command else 0).exist, reason="needs NVIDIA GPUs")
+            marks = [pytest.mark.gpu, absent]
+        yield pytest.param(command, marks=marks, id=f"{document}: {command}")
+
+
+def small_model(path):
+    """A model that the documents' patterns of placement match."""
+    nodes = [
+        helper.make_node("MatMul", ["input_ids", "w"], ["h"], name="/encoder/layer.3/MatMul"),
+        helper.make_node("Relu", ["h"], ["r"], name="/encoder/Relu"),
+        helper.make_node("Reshape", ["r", "s"], ["i"], name="/head/Reshape"),
+        helper.make_node("Conv", ["i", "k"], ["y"], name="/head/Conv"),
+    ]
+    shape = helper.make_tensor("s", TensorProto.INT64, (4,), [1, 1, 8, 16])
+    weight = helper.make_tensor("w", TensorProto.FLOAT, (128, 128), [0.01] * 128 * 128)
+    kernel = helper.make_tensor("k", TensorProto.FLOAT, (1, 1, 1, 1), [2.0])
+    x = helper.make_tensor_value_info("input_ids", TensorProto.FLOAT, (1, 128))
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, (1, 1, 8, 16))
+    graph = helper.make_graph(nodes, "small", [x], [y], [weight, kernel, shape])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), str(path))
+
+
+def run(words, folder):
+    settings = {
+        "PYTHONPATH": str(ROOT / "python"),
+        "TVM_NUM_THREADS": "2",
+        "TVM_BIND_THREADS": "0",
+        "RELAX_HETERO_CACHE": str(folder / "cache"),
+    }
+    command = [sys.executable, *words]
+    done = subprocess.run(
+        command, cwd=folder, env={**os.environ, **settings}, capture_output=True, text=True, timeout=280
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def words_of(command, folder):
+    """The words of a command as this interpreter runs it, files that it reads being there."""
+    words = shlex.split(command.partition(">")[0])
+    model = folder / "model.onnx"
+    small_model(model)
+    for name in ("MODEL", "MODEL.onnx", "minilm.onnx", "my.onnx"):
+        shutil.copy(model, folder / name)
+    (folder / "faq.txt").write_text("a question\nanother one\n")
+    if words[0] == "relax-hetero":
+        return ["-m", "relax_hetero", *words[1:]]
+    return [str(ROOT / words[1]), *words[2:], "--smoke"]
+
+
+@pytest.mark.parametrize("command", list(commands()))
+def test_command_works(command, tmp_path):
+    for option, package in PACKAGES.items():
+        if option in shlex.split(command.partition(">")[0]):
+            pytest.importorskip(package)
+    if "sentence_similarity" in command:
+        pytest.importorskip("tokenizers")
+        if not (ROOT / ".cache" / "minilm").exists():
+            pytest.skip("needs the weights of MiniLM, which `make demo` downloads")
+    if "relax-hetero cache clear " in command:
+        pytest.skip("names an entry of the reader's own cache")
+    words = words_of(command, tmp_path)
+    if "model.so" in command and words[2] != "compile":
+        status, output = run(["-m", "relax_hetero", "compile", "model.onnx", "-o", "model.so"], tmp_path)
+        assert status == 0, output
+    if "trace_picture" in command:
+        traced = ["--trace", "out.json", "--calls", "2", "--rounds", "1", "--no-stock"]
+        status, output = run(["-m", "relax_hetero", "bench", "model.onnx", *traced], tmp_path)
+        assert status == 0, output
+        words = [words[0], "out.json", "picture.svg"]
+    if "inputs.npz" in command:
+        import numpy as np
+
+        np.savez(tmp_path / "inputs.npz", input_ids=np.ones((1, 128), "float32"))
+    status, output = run(words, tmp_path)
+    assert status == 0, output[-3000:]
+
+
+def test_commands_are_found():
+    """In each kind of place where a document may name one."""
+    page = (
+        "```sh\npython apps/a.py one   # why\npython apps/a.py \\\n   two\nrelax-hetero run m.onnx\n```\n"
+        "| x | `python apps/a.py three` |\n`relax-hetero explain` says `relax-hetero compile M ...`.\n"
+    )
+    assert commands_in(page) == [
+        "python apps/a.py one",
+        "python apps/a.py two",
+        "relax-hetero run m.onnx",
+        "python apps/a.py three",
+    ]
+    assert len(list(commands())) > 60
