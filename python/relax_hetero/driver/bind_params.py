@@ -1,6 +1,7 @@
-"""Weights given by name become constants of ``main``, each on the device of the parameter it stands for.
+"""Weights given by name become constants of the functions that take them, each on the device of its parameter.
 
-TVM's BindParams makes constants without a device, and then finds that calls with them do not fit.
+Functions that share a weight share its constant, so that it is packed and kept once. TVM's BindParams makes constants
+without a device, and then finds that calls with them do not fit.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import tvm
 from tvm import relax, tirx
 from tvm_ffi import structural_map
@@ -18,31 +20,76 @@ from ..transform.record.donated import DONATED, input_names
 
 
 def bind_params(mod: tvm.IRModule, params: Mapping[str, Any]) -> tvm.IRModule:
-    """Put `params` in the place of parameters of ``main``; symbolic extents that they settle become numbers.
+    """Put `params` in the place of parameters of all functions; symbolic extents that they settle become numbers.
+
+    A function's parameters are those after its ``num_input``, or all where it has none; ``main``'s inputs can be bound,
+    too. Functions that others of the module call are left alone: their callers give them weights.
 
     Raises
     ------
-    BuildError: No ``main``, a name that is no parameter's, or a value that does not fit its parameter's type.
+    BuildError: No mapping from names, a name that is no parameter's, or a value that does not fit its parameter's type.
     """
-    mains = [(gv, func) for gv, func in relax_functions(mod) if gv.name_hint == "main"]
-    if not mains:
-        raise BuildError("params= binds weights of function 'main', and the module has none")
-    gv, func = mains[0]
-    names = [param.name for param in func.params]
-    unknown = [name for name in params if name not in names]
+    if not isinstance(params, Mapping):
+        found = type(params).__name__
+        raise BuildError(f"params= is a {found}, expected a mapping from names of parameters to tensors{_hint(params)}")
+    if not params:
+        return mod
+    functions = relax_functions(mod)
+    called = {callee for _, func in functions for callee in relax.analysis.all_global_vars(func)}
+    takers = {gv: names for gv, func in functions if gv not in called and (names := _bindable(gv, func))}
+    known = list(dict.fromkeys(name for names in takers.values() for name in names))
+    unknown = [name for name in params if name not in known]
     if unknown:
-        raise BuildError(f"params= names {unknown}, which function 'main' does not have; it has {names}")
-    callers = [caller.name_hint for caller, f in relax_functions(mod) if gv in relax.analysis.all_global_vars(f)]
-    if callers:
-        raise BuildError(f"params= binds weights of function 'main', which {callers} call with weights of their own")
+        callees = [gv.name_hint for gv, func in functions if gv in called and set(unknown) & {*_bindable(gv, func)}]
+        if callees:
+            callers = [gv.name_hint for gv, func in functions if called & {*relax.analysis.all_global_vars(func)}]
+            raise BuildError(f"params= names {unknown} of {callees}, which {callers} call with weights of their own")
+        raise BuildError(f"params= names {unknown}, which no function has; the module has {known}")
+    tensors = {name: _tensor(name, value) for name, value in params.items()}
+    changed = {gv: _bind(func, takers[gv], tensors) for gv, func in functions if gv in takers}
+    kept = {gv: func for gv, func in mod.functions.items() if gv not in changed}
+    bound = {typed(tvm.ir.GlobalVar(gv.name_hint), func.ty): func for gv, func in changed.items()}
+    return copy_module(mod, {**kept, **bound})
+
+
+def _bindable(gv: tvm.ir.GlobalVar, func: relax.Function) -> list[str]:
+    """The names of the parameters of a function that can be bound."""
+    inputs = int(func.attrs["num_input"]) if "num_input" in func.attrs and gv.name_hint != "main" else 0
+    return [param.name for param in func.params][inputs:]
+
+
+def _bind(func: relax.Function, names: list[str], tensors: Mapping[str, tvm.runtime.Tensor]) -> relax.Function:
     extents: dict[tvm.ir.Var, tvm.ir.Expr] = {}
-    weights = {param: _weight(param, params[param.name], extents) for param in func.params if param.name in params}
+    given = [param for param in func.params if param.name in tensors and param.name in names]
+    weights = {param: _weight(param, tensors[param.name], extents) for param in given}
     kept = [param for param in func.params if param not in weights]
     func = _without_names(func, weights)
     func = _substitute(func, kept, {param: _constant(weight, param.ty) for param, weight in weights.items()})
-    func = _substitute(func, list(func.params), extents)
-    functions = {old: body for old, body in mod.functions.items() if not old.same_as(gv)}
-    return copy_module(mod, {**functions, typed(tvm.ir.GlobalVar(gv.name_hint), func.ty): func})
+    return _substitute(func, list(func.params), extents)
+
+
+def _hint(params: object) -> str:
+    if hasattr(params, "state_dict"):
+        return ", such as its state_dict()"
+    pairs = params if isinstance(params, list | tuple) else ()
+    are_pairs = all(isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs)
+    return ", such as {name: array for name, parameter in params}" if pairs and are_pairs else ""
+
+
+def _tensor(name: str, value: Any) -> tvm.runtime.Tensor:
+    """A weight as a tensor, one for all functions that take it."""
+    if isinstance(value, tvm.runtime.Tensor):
+        return value
+    where = f"params= gives {name!r} a {type(value).__name__}, expected a tensor"
+    if isinstance(value, relax.Expr) or hasattr(value, "_expr"):  # Parameter and Tensor of relax.frontend.nn
+        raise BuildError(f"{where}: it describes one of a model, and holds no array")
+    try:
+        array = np.asarray(value)
+        if array.dtype.kind in "OSUMm" or array.dtype.names is not None:
+            raise TypeError(f"numpy dtype {array.dtype}")
+        return tvm.runtime.tensor(array.astype(array.dtype.newbyteorder("="), copy=False))
+    except Exception as error:  # each library raises its own
+        raise BuildError(f"{where}: {error}") from error
 
 
 def _without_names(func: relax.Function, weights: Mapping[relax.Var, tvm.runtime.Tensor]) -> relax.Function:
@@ -72,16 +119,12 @@ def _substitute(
     return structural_map(plain, (tvm.ir.Var, lambda var: values.get(var, var))) if values else plain
 
 
-def _weight(param: relax.Var, value: Any, extents: dict[tvm.ir.Var, tvm.ir.Expr]) -> tvm.runtime.Tensor:
-    """`value` as a tensor of the parameter's type; symbolic extents that it settles are added to `extents`."""
-    where = f"params= gives {param.name!r}"
-    try:
-        tensor = value if isinstance(value, tvm.runtime.Tensor) else tvm.runtime.tensor(value)
-    except (TypeError, ValueError) as error:
-        raise BuildError(f"{where} a {type(value).__name__}, expected a tensor: {error}") from error
+def _weight(param: relax.Var, tensor: tvm.runtime.Tensor, extents: dict[tvm.ir.Var, tvm.ir.Expr]) -> tvm.runtime.Tensor:
+    """`tensor` if it has the parameter's type; symbolic extents that it settles are added to `extents`."""
     shape = tuple(int(extent) for extent in tensor.shape)
     if not _fits(shape, str(tensor.dtype), param.ty, extents):
-        raise BuildError(f"{where} a tensor of shape {shape} and dtype {tensor.dtype}, expected {param.ty}")
+        found = f"a tensor of shape {shape} and dtype {tensor.dtype}"
+        raise BuildError(f"params= gives {param.name!r} {found}, expected {param.ty}")
     return tensor
 
 

@@ -71,8 +71,9 @@ def compile(  # noqa: A001 (the contract's name)
     mod : tvm.IRModule
         At any stage: free, annotated, placed or lowered. Without vdevices it is compiled for the native CPU.
     params : mapping of str to tensor, optional
-        Weights by parameter name, bound to ``main`` as constants. Parameters after the function's ``num_input``
-        that are not bound are given to the machine once, with ``set_params``.
+        Weights by parameter name, bound as constants to every function that has such a parameter, and kept once.
+        Parameters after a function's ``num_input`` that are not bound are given to the machine once, with
+        ``set_params``.
     progress : callable, optional
         Called as ``progress(step, done, total)``, in this thread, while it compiles: `done` of `total` ``"passes"``,
         and then ``"kernels"``, are done.
@@ -109,7 +110,7 @@ def compile(  # noqa: A001 (the contract's name)
     check_nesting(mod)
     if not vdevices_of(mod):
         mod = with_vdevices(mod, [VDevice(native("llvm"))])
-    if params:
+    if params is not None:
         mod = bind_params(mod, params)
     if donate:
         mod = with_donated(mod, donate)

@@ -225,15 +225,16 @@ class VirtualMachine:
         """
         return self._submitter.calls.traced(Trace(self.executable.metadata, limit))
 
-    def set_params(self, params: Mapping[str, Any] | Sequence[Any], function: str = "main") -> None:
-        """Give the parameters of a function (its inputs after ``num_input``) once, for all later calls.
+    def set_params(self, params: Mapping[str, Any] | Sequence[Any], function: str | None = None) -> None:
+        """Give the parameters of functions (their inputs after ``num_input``) once, for all later calls.
 
         Parameters
         ----------
         params : mapping or sequence
             By name, then some may be given now and others later; or all of them in order.
-        function : str
-            Which function takes them.
+        function : str, optional
+            Which function takes them. Without it, every function that has parameters of these names, such as the
+            ``prefill`` and ``decode`` of a language model: they share one copy on each device.
 
         Raises
         ------

@@ -61,22 +61,31 @@ class ArgumentBinder:
         self._params: dict[str, tuple[dict[int, Any], DimValues, list[AddressRange]]] = {}
         self._bounds = {memory.name: memory.upper_bounds for memory in executable.metadata.memory}
 
-    def set_params(self, params: Mapping[str, Any] | Sequence[Any], function: str) -> None:
+    def set_params(self, params: Mapping[str, Any] | Sequence[Any], function: str | None) -> None:
         """Place parameters for all later calls; see `VirtualMachine.set_params`."""
-        signature = self._executable.signature(function)
-        specs = dict(list(enumerate(signature.inputs))[signature.num_input :])
-        named = named_params(params, signature)
-        given = dict(self._params.get(function, ({}, None, None))[0])
+        names = self._executable.function_names if function is None else [function]
+        signatures = [self._executable.signature(name) for name in names]
+        takers = [signature for signature in signatures if function or signature.num_input < len(signature.inputs)]
+        if not takers:
+            takers = signatures[:1]  # says that it takes no parameters
+        named = shared_params(params, takers)
+        placed = [(signature.name, *self._place_params(signature, named)) for signature in takers]
+        for name, given, dims in placed:
+            self._params[name] = (given, dims, address_ranges(given.values()))
+            self.caches.pop(name, None)
+
+    def _place_params(self, signature: FunctionSignature, named: dict[str, Any]) -> tuple[dict[int, Any], DimValues]:
+        """The parameters of one function; what was placed takes the place of what was given, for other functions."""
+        given = dict(self._params.get(signature.name, ({}, None, None))[0])
         to = Placement(self._devices, self._scopes, keep=True)
-        for index, spec in specs.items():
-            where = f"parameter {spec.name!r} of {function!r}"
+        for index, spec in list(enumerate(signature.inputs))[signature.num_input :]:
+            where = f"parameter {spec.name!r} of {signature.name!r}"
             if spec.name in named:
-                given[index] = place(named[spec.name], spec, where, to)
+                given[index] = named[spec.name] = place(named[spec.name], spec, where, to)
             elif index in given:  # again, for its symbolic dimensions
                 place(given[index], spec, where, to)
         to.dims.settle()
-        self._params[function] = (given, to.dims, address_ranges(given.values()))
-        self.caches.pop(function, None)
+        return given, to.dims
 
     def recall(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None
@@ -214,20 +223,30 @@ def match_names(
     return [(values[i], False) if i in values else (given[i], True) for i in range(len(names))]
 
 
-def named_params(params: Mapping[str, Any] | Sequence[Any], signature: FunctionSignature) -> Mapping[str, Any]:
-    """Parameters by name, from a mapping of some or a sequence of all; BindingError for anything else."""
-    function, names = signature.name, signature.input_names[signature.num_input :]
+def shared_params(params: Mapping[str, Any] | Sequence[Any], signatures: Sequence[FunctionSignature]) -> dict[str, Any]:
+    """Parameters of some functions by name, from a mapping of some or a sequence of all.
+
+    Raises
+    ------
+    BindingError: For anything else; for a name that none of the functions has.
+    """
+    functions = " and ".join(repr(signature.name) for signature in signatures)
+    lists = [signature.input_names[signature.num_input :] for signature in signatures]
     if not isinstance(params, Mapping):
-        if not isinstance(params, Sequence) or isinstance(params, str):
+        if not isinstance(params, Sequence) or isinstance(params, str | bytes):
             kind = type(params).__name__
-            raise BindingError(f"the parameters of {function!r} are a {kind}, expected a mapping or a sequence")
+            raise BindingError(f"the parameters of {functions} are a {kind}, expected a mapping or a sequence")
+        if len(set(lists)) > 1:
+            raise BindingError(f"{functions} take different parameters, found a sequence, expected a mapping by name")
+        names = lists[0] if lists else ()
         if len(params) != len(names):
-            raise BindingError(f"{function!r} takes {len(names)} parameters, found {len(params)}: {list(names)}")
-        params = dict(zip(names, params, strict=True))
+            raise BindingError(f"{functions} takes {len(names)} parameters, found {len(params)}: {list(names)}")
+        return dict(zip(names, params, strict=True))
+    known = tuple(dict.fromkeys(name for names in lists for name in names))
     for name in params:
-        if name not in names:
-            raise unknown_name("parameter", name, names, f"function {function!r}")
-    return params
+        if name not in known:
+            raise unknown_name("parameter", name, known, f"function {functions}")
+    return dict(params)
 
 
 def _count(signature: FunctionSignature) -> str:

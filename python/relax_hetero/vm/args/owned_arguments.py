@@ -9,7 +9,7 @@ import numpy as np
 import tvm_ffi
 from tvm import runtime
 
-from ...artifact.signature import FunctionSignature, TensorSpec, TupleSpec, ValueSpec
+from ...artifact.signature import FunctionSignature, ShapeSpec, TensorSpec, TupleSpec, ValueSpec
 from ..device.tensor_arrays import host_array
 from ..device.tensors import is_host
 from .arguments import from_dlpack
@@ -48,7 +48,7 @@ def _owned(value: Any, spec: ValueSpec, devices: Sequence[runtime.Device], is_la
     if isinstance(value, np.ndarray):
         is_read_later = is_late or not isinstance(spec, TensorSpec) or is_host(devices[spec.device])
         return value.copy() if is_read_later else value
-    if isinstance(value, list):  # of a shape
+    if isinstance(spec, ShapeSpec) and isinstance(value, list):
         return tuple(value)
     if isinstance(value, tvm_ffi.core.Tensor) or not (hasattr(value, "__dlpack__") or hasattr(value, "__array__")):
         return value

@@ -217,7 +217,7 @@ def test_calls_under_way_consume_nothing_that_others_take(executable):
         return execute(plan, index, call)
 
     with mock.patch.object(QueuePlan, "execute", late):
-        fence = vm.submit("main", caches[0], shared, place, query)
+        fence = vm.submit("main", caches[0], shared, place, query, copy=False)
         under_way = "of a call of 'main' that is under way, and"
         with pytest.raises(rh.BindingError, match=f"'cache' of 'main' shares memory with argument 'cache' {under_way}"):
             vm.submit("main", caches[0], row, place, query)
