@@ -6,9 +6,21 @@ Every class here is registered under its name, so that it arrives as the class i
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from tvm_ffi import register_error  # the small foreign-function layer, not TVM and not its compiler
+
+# Unknown to TVM, it would arrive as a RuntimeError, and Ctrl-C be taken for a fault of the module that is compiled.
+register_error("KeyboardInterrupt", KeyboardInterrupt)
+
+# Control characters but for tab and newline, marks that reverse the direction of text, and halves of surrogate pairs.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Text that a terminal shows as it is: names in models and files may hold commands for it, which are escaped."""
+    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class HeteroError(Exception):
@@ -17,6 +29,9 @@ class HeteroError(Exception):
     The message names what it is about (op, variable, file), what was found and what was expected. It is all that
     survives a crossing of TVM's C++ code: a subclass must be constructible from its message alone.
     """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(printable(arg) if isinstance(arg, str) else arg for arg in args))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MOST_FILES = 25
 PACKAGE, TESTS = ROOT / "python" / "relax_hetero", ROOT / "tests" / "python"
 # Tests of no room of the package: programs, whole models, and machines with GPUs.
-OTHERS = {"apps", "gpu", "models"}
+OTHERS = {"apps", "fuzz", "gpu", "models"}
 
 
 def folders_with_python(top: Path) -> Counter[Path]:

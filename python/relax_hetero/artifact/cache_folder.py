@@ -5,22 +5,30 @@ it) and ``KEY.hits``, to which every use adds one byte: its length counts the us
 
 Any number of processes may share a folder without locks: files appear complete, by renaming, and whoever has loaded one
 that is then removed keeps it, as unlinked files live on while they are mapped.
+
+An executable is code: a folder or file of another user, or that others may write, is not used, and no link is followed.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import re
+import stat
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import BuildError
+from ..errors import BuildError, printable
+from .regular_files import open_regular, why_foreign
+from .typed_data import read_json
 
 _log = logging.getLogger("relax_hetero")
 
@@ -34,7 +42,12 @@ _OFF = ("off", "0", "no", "false", "none")
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?", re.IGNORECASE)
 _KEY = re.compile(r"[0-9a-f]{40}")
-_DRAFT = re.compile(r"\.[0-9a-f]{40}\.(so|json)\.[0-9a-f]{32}")
+_DRAFT = r"\.[0-9a-f]{40}\.(so|json)\.[0-9a-f]{32}"
+_SUFFIXES = ("so", "json", "hits")
+# Of what is written for people, in bytes.
+_LARGEST_ABOUT = 1 << 20
+# Folders that were warned of.
+_refused: set[Path] = set()
 # Seconds after which what is half-written belongs to a process that was killed.
 _STALE = 3600.0
 
@@ -88,47 +101,62 @@ class CacheFolder:
         OSError: A folder that cannot be made or written.
         """
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write(self.file(key))
-        draft = self.path / f".{key}.json.{uuid.uuid4().hex}"
-        draft.write_text(json.dumps(about))
-        os.replace(draft, self._about(key))
+        with self.opened() as folder:
+            if folder is None:
+                raise OSError(errno.EPERM, "it is not used", str(self.path))
+            write(self.file(key))
+            draft = f".{key}.json.{uuid.uuid4().hex}"
+            with open(draft, "x", opener=partial(_private, folder)) as file:
+                file.write(json.dumps(about))
+            os.replace(draft, f"{key}.json", src_dir_fd=folder, dst_dir_fd=folder)
         self.trim()
+
+    @contextmanager
+    def opened(self) -> Iterator[int | None]:
+        """The descriptor of the folder while it is open; None where there is none, or it is not to be trusted.
+
+        Whoever may write to it could put code there that this user runs. A warning says so, once.
+        """
+        try:
+            folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except (OSError, ValueError):  # there is no such folder yet
+            yield None
+            return
+        try:
+            why = why_foreign(os.fstat(folder))
+            if why and self.path not in _refused:
+                _refused.add(self.path)
+                _log.warning("the compile cache %s is not used: %s", printable(str(self.path)), why)
+            yield None if why else folder
+        finally:
+            os.close(folder)
 
     def note_hit(self, key: str) -> None:
         """Count a use; a folder that cannot be written counts nothing."""
         try:
-            with open(self._hits(key), "ab") as file:
-                file.write(b"\n")
+            with self.opened() as folder:
+                if folder is not None:
+                    with open(f"{key}.hits", "ab", opener=partial(_private, folder)) as file:
+                        file.write(b"\n")
         except OSError as error:
             _log.debug("the compile cache counts no uses: %s", error)
 
     def drop(self, key: str) -> None:
         """Remove an executable, if it is there and can be."""
-        for file in (self.file(key), self._about(key), self._hits(key)):
-            _unlink(file)
+        with self.opened() as folder:
+            for suffix in _SUFFIXES:
+                _unlink(folder, f"{key}.{suffix}")
 
     def entries(self) -> list[Entry]:
         """The entries of the folder, the last used first."""
-        found = [self.entry(file.stem) for file in _files(self.path, re.compile(rf"{_KEY.pattern}\.so"))]
+        with self.opened() as folder:
+            found = [_entry(folder, name.removesuffix(".so")) for name in _files(folder, _KEY.pattern + r"\.so")]
         return sorted((entry for entry in found if entry is not None), key=lambda entry: -entry.used)
 
     def entry(self, key: str) -> Entry | None:
         """The entry of a key."""
-        try:
-            status = self.file(key).stat()
-        except OSError:  # another process has just removed it
-            return None
-        try:
-            uses = self._hits(key).stat()
-            hits, used = uses.st_size, uses.st_mtime
-        except OSError:
-            hits, used = 0, status.st_mtime
-        try:
-            about = json.loads(self._about(key).read_text())
-        except (OSError, ValueError):
-            about = {}
-        about = about if isinstance(about, dict) else {}
-        return Entry(key, status.st_size, status.st_mtime, max(used, status.st_mtime), hits, about)
+        with self.opened() as folder:
+            return _entry(folder, key)
 
     def trim(self) -> None:
         """Remove what was not used for longest, so that the rest is within the limit, and what dead writers left."""
@@ -139,21 +167,56 @@ class CacheFolder:
             else:
                 total += entry.bytes
         before = time.time() - _STALE
-        for draft in _files(self.path, _DRAFT):
-            if _modified(draft) < before:
-                _unlink(draft)
+        with self.opened() as folder:
+            for draft in _files(folder, _DRAFT):
+                status = _status(folder, draft)
+                if status is not None and status.st_mtime < before:
+                    _unlink(folder, draft)
 
     def clear(self) -> None:
         """Remove every executable; other files in the folder stay."""
-        for suffix in ("so", "json", "hits"):
-            for file in _files(self.path, re.compile(rf"{_KEY.pattern}\.{suffix}")):
-                _unlink(file)
+        with self.opened() as folder:
+            for name in _files(folder, rf"{_KEY.pattern}\.({'|'.join(_SUFFIXES)})"):
+                _unlink(folder, name)
 
-    def _about(self, key: str) -> Path:
-        return self.path / f"{key}.json"
 
-    def _hits(self, key: str) -> Path:
-        return self.path / f"{key}.hits"
+def _private(folder: int, name: str, flags: int) -> int:
+    """Open a file of the folder for writing: never through a link, and for nobody else."""
+    descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=folder)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "no regular file", name)
+    return descriptor
+
+
+def _entry(folder: int | None, key: str) -> Entry | None:
+    status = _status(folder, f"{key}.so")
+    if folder is None or status is None or why_foreign(status):  # another process has just removed it, say
+        return None
+    uses = _status(folder, f"{key}.hits")
+    hits, used = (uses.st_size, uses.st_mtime) if uses is not None else (0, status.st_mtime)
+    return Entry(key, status.st_size, status.st_mtime, max(used, status.st_mtime), hits, _about(folder, f"{key}.json"))
+
+
+def _about(folder: int, name: str) -> dict[str, Any]:
+    """What `CacheFolder.add` wrote for people; only parts of the kinds that it writes."""
+    try:
+        file, status = open_regular(name, follow=False, folder=folder, own=True)
+        with file:
+            found = read_json(file.read()) if status.st_size <= _LARGEST_ABOUT else None
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    about: dict[str, Any] = {}
+    for part in ("functions", "targets"):
+        texts = found.get(part)
+        if isinstance(texts, list) and all(isinstance(text, str) for text in texts):
+            about[part] = texts
+    seconds = found.get("seconds")
+    if isinstance(seconds, (int, float)) and 0 <= seconds < 1e9:
+        about["seconds"] = seconds
+    return about
 
 
 def folder_of(cache: bool | str | os.PathLike[str] | None = None) -> CacheFolder | None:
@@ -210,22 +273,26 @@ def parse_size(text: str) -> int | None:
     return None if match is None else int(float(match[1]) * (1 << _UNITS[match[2].upper()]))
 
 
-def _files(folder: Path, name: re.Pattern[str]) -> list[Path]:
+def _files(folder: int | None, name: str) -> list[str]:
+    """The names in a folder that match a pattern."""
+    pattern = re.compile(name)
+    return [] if folder is None else [found for found in os.listdir(folder) if pattern.fullmatch(found)]
+
+
+def _status(folder: int | None, name: str) -> os.stat_result | None:
+    """The status of a regular file in a folder."""
     try:
-        return [file for file in folder.iterdir() if name.fullmatch(file.name)]
-    except OSError:  # there is no such folder yet
-        return []
+        status = None if folder is None else os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except OSError:
+        return None
+    return status if status is not None and stat.S_ISREG(status.st_mode) else None
 
 
-def _modified(file: Path) -> float:
+def _unlink(folder: int | None, name: str) -> None:
     try:
-        return file.stat().st_mtime
-    except OSError:  # its writer has just renamed it
-        return time.time()
-
-
-def _unlink(file: Path) -> None:
-    try:
-        file.unlink(missing_ok=True)
+        if folder is not None:
+            os.unlink(name, dir_fd=folder)
+    except FileNotFoundError:
+        pass
     except OSError as error:
-        _log.debug("the compile cache keeps %s: %s", file, error)
+        _log.debug("the compile cache keeps %s: %s", name, error)

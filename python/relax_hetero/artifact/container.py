@@ -5,17 +5,22 @@ multiples of `WEIGHT_ALIGNMENT` and are mapped into memory, not read. Layout::
 
     library | padding | weight | padding | weight ... | metadata (JSON) | footer
 
+A signed file has a trailer behind its footer (`signing`).
+
 The footer (`_BODY` and `_CHECKSUM`, little endian): magic, format version, checksums of the library and of the
 metadata, end of the library, begin and end of the metadata, and a checksum of all that.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import mmap
 import os
-import stat
+import shutil
 import struct
+import tempfile
+import weakref
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +30,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ..errors import BuildError
+from .regular_files import open_regular
+from .signing import verify, without_trailer
+from .typed_data import read_json
 
 FORMAT_VERSION = 1
 # What kernels rely on (TVM's kAllocAlignment).
@@ -45,7 +53,7 @@ class Weight:
     checksum: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Container:
     """An opened file.
 
@@ -53,14 +61,16 @@ class Container:
     ----------
     path: Where it was opened.
     identity: The file itself, whatever the path names later: its device and inode numbers.
+    descriptor: Of the open file, or of its copy in memory; closed when this object ends.
     header: The metadata's JSON object.
     weights: Constants in order; two may share their bytes.
-    data: All bytes of the file as ``uint8``: a private mapping, read when touched.
+    data: All bytes of the file but a signature's, as ``uint8``: a private mapping, read when touched.
     code_bytes: Of the shared library, which comes first.
     """
 
     path: Path
     identity: tuple[int, int]
+    descriptor: int
     header: dict[str, Any]
     weights: tuple[Weight, ...]
     data: np.ndarray
@@ -133,25 +143,66 @@ def _write_weights(file: BinaryIO, weights: Sequence[np.ndarray]) -> list[Weight
     return places
 
 
-def open_container(path: Path) -> Container:
+def open_container(path: Path, *, copy: bool = False, key: bytes | None = None, folder: int | None = None) -> Container:
     """Open and check a file: its footer, library and metadata; weights are mapped, and not read.
+
+    Parameters
+    ----------
+    copy: Read all of the file into memory first, so that whatever happens to it later does not matter.
+    key: Refuse a file that was not signed with it; implies `copy`, as only then what was verified is what is loaded.
+    folder: The descriptor of a folder that has the file, under the name of `path`; the file may be no link then, and
+        has to be this user's own.
 
     Raises
     ------
     BuildError: A file that is missing, unreadable, truncated, corrupt, of another format version, or no executable.
     """
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise BuildError(_foreign(path, "no regular file"))
-        with open(path, "rb") as file:
-            status = os.fstat(file.fileno())
-            size = status.st_size
-            if size < _FOOTER_BYTES:
-                raise BuildError(_foreign(path, f"{size} bytes"))
-            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        name, is_ours = (path, False) if folder is None else (Path(path.name), True)
+        file, status = open_regular(name, follow=not is_ours, folder=folder, own=is_ours)
+        with file:
+            if status.st_size < _FOOTER_BYTES:
+                raise BuildError(_foreign(path, f"{status.st_size} bytes"))
+            descriptor = _copied(file) if copy or key is not None else os.dup(file.fileno())
     except OSError as error:
         raise BuildError(f"{path}: {error.strerror or error}; expected a file of Executable.export_library") from error
-    data = np.frombuffer(mapping, dtype=np.uint8)
+    try:
+        return _read_container(path, descriptor, key)
+    except BaseException as error:
+        os.close(descriptor)
+        if isinstance(error, OSError):
+            raise BuildError(f"{path}: cannot be mapped: {error.strerror or error}") from error
+        raise
+
+
+def _copied(file: BinaryIO) -> int:
+    """The descriptor of a copy of a file in memory, which nobody can change."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("relax_hetero", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    else:
+        with tempfile.TemporaryFile() as temporary:
+            descriptor = os.dup(temporary.fileno())
+    try:
+        with open(descriptor, "wb", closefd=False) as target:
+            shutil.copyfileobj(file, target, _COPY_BYTES)
+        if hasattr(fcntl, "F_ADD_SEALS"):
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _read_container(path: Path, descriptor: int, key: bytes | None) -> Container:
+    status = os.fstat(descriptor)
+    if status.st_size < _FOOTER_BYTES:
+        raise BuildError(_foreign(path, f"{status.st_size} bytes"))
+    data = np.frombuffer(mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY), dtype=np.uint8)
+    if key is not None:
+        verify(data, key, str(path))
+    data = without_trailer(data)
+    if data.nbytes < _FOOTER_BYTES:
+        raise BuildError(_foreign(path, f"{data.nbytes} bytes"))
     footer = data[-_FOOTER_BYTES:].tobytes()
     body, (checksum,) = footer[: _BODY.size], _CHECKSUM.unpack(footer[_BODY.size :])
     magic, version, library_checksum, metadata_checksum, library_end, begin, end = _BODY.unpack(body)
@@ -159,15 +210,40 @@ def open_container(path: Path) -> Container:
         raise BuildError(_foreign(path, _kind_of(data)))
     if version != FORMAT_VERSION:
         raise BuildError(f"{path}: found format version {version}, expected {FORMAT_VERSION}; export it again")
-    if checksum != zlib.crc32(body) or not library_end <= begin <= end == size - _FOOTER_BYTES:
-        raise BuildError(f"{path}: found a footer that is corrupt, or for another length than the {size} bytes here")
+    if checksum != zlib.crc32(body) or not library_end <= begin <= end == data.nbytes - _FOOTER_BYTES:
+        raise BuildError(
+            f"{path}: found a footer that is corrupt, or for another length than the {data.nbytes} bytes here"
+        )
     if zlib.crc32(data[begin:end].data) != metadata_checksum:
         raise BuildError(f"{path}: the metadata is corrupt: its checksum differs from the footer's")
     if zlib.crc32(data[:library_end].data) != library_checksum:
         raise BuildError(f"{path}: the code is corrupt: its checksum differs from the footer's")
-    header = json.loads(data[begin:end].tobytes())
-    weights = tuple(Weight(*place) for place in header["weights"])
-    return Container(path, (status.st_dev, status.st_ino), header, weights, data, library_end)
+    try:
+        header = read_json(data[begin:end].tobytes())
+        weights = _weights_of(header, range(library_end, begin + 1))
+    except ValueError as error:
+        raise BuildError(f"{path}: the metadata cannot be read: {error}") from error
+    container = Container(path, (status.st_dev, status.st_ino), descriptor, header, weights, data, library_end)
+    weakref.finalize(container, os.close, descriptor)
+    return container
+
+
+def _weights_of(header: Any, places: range) -> tuple[Weight, ...]:
+    """The weights of a header, which is otherwise an object with texts; ValueError for any other form."""
+    if not isinstance(header, dict) or not isinstance(header.get("weights"), list):
+        raise ValueError("expected an object with a list of weights")
+    for name in ("tvm", "tvm_ffi", "metadata"):
+        if not isinstance(header.get(name), str):
+            raise ValueError(f"its {name!r} is no text")
+    for number, place in enumerate(header["weights"]):
+        is_place = (
+            isinstance(place, list) and len(place) == 3 and all(type(part) is int and part >= 0 for part in place)
+        )
+        if not is_place or place[0] not in places or place[0] + place[1] not in places:
+            raise ValueError(f"weight {number} is at {str(place)[:100]}, outside of the file's weights")
+        if place[1] and place[0] % WEIGHT_ALIGNMENT:
+            raise ValueError(f"weight {number} begins at byte {place[0]}, expected a multiple of {WEIGHT_ALIGNMENT}")
+    return tuple(Weight(*place) for place in header["weights"])
 
 
 def _foreign(path: Path, found: str) -> str:

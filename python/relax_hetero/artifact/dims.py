@@ -19,6 +19,8 @@ _BINARY: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
+# Levels of operators in a dimension.
+_DEEPEST = 200
 _CALLS: dict[str, Callable[..., int]] = {"min": min, "max": max}
 
 
@@ -39,14 +41,16 @@ def parse_dim(text: str) -> DimExpression:
     """Parse a dimension text; never fails (see `DimExpression.evaluate`)."""
     try:
         tree = ast.parse(text, mode="eval").body
-        evaluate = _compile(tree)
-    except (SyntaxError, ValueError):
+        evaluate = _compile(tree, _DEEPEST)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return DimExpression(text, frozenset({text}), None)
     names = frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name)) - _CALLS.keys()
     return DimExpression(text, names, evaluate)
 
 
-def _compile(node: ast.expr) -> Callable[[Mapping[str, int]], int]:
+def _compile(node: ast.expr, depth: int) -> Callable[[Mapping[str, int]], int]:
+    if depth == 0:  # evaluating it would recurse as deep
+        raise ValueError("nested too deep")
     if isinstance(node, ast.Constant) and type(node.value) is int:
         value = node.value
         return lambda env: value
@@ -54,14 +58,14 @@ def _compile(node: ast.expr) -> Callable[[Mapping[str, int]], int]:
         name = node.id
         return lambda env: env[name]
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
-        apply, left, right = _BINARY[type(node.op)], _compile(node.left), _compile(node.right)
+        apply, left, right = _BINARY[type(node.op)], _compile(node.left, depth - 1), _compile(node.right, depth - 1)
         return lambda env: apply(left(env), right(env))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        operand = _compile(node.operand)
+        operand = _compile(node.operand, depth - 1)
         return lambda env: -operand(env)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
         if node.func.id in _CALLS and node.args:
-            function, parts = _CALLS[node.func.id], [_compile(part) for part in node.args]
+            function, parts = _CALLS[node.func.id], [_compile(part, depth - 1) for part in node.args]
             return lambda env: function(*[part(env) for part in parts])
     raise ValueError(f"not a dimension: {ast.dump(node)}")
 

@@ -6,13 +6,14 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 
-from ..errors import BindingError, HeteroError, MemoryLimitError
+from ..errors import BindingError, HeteroError, MemoryLimitError, printable
+from .checks import refused_by
 from .metadata import Metadata, device_names
 
 
 def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
     """Lines of aligned columns: the first `left` hold text, the rest numbers. Rows may end early."""
-    lines = [head, *rows]
+    lines = [[printable(cell) for cell in line] for line in (head, *rows)]
     widths = [max((len(line[i]) for line in lines if len(line) == len(head)), default=0) for i in range(len(head))]
     return "\n".join(
         "  ".join(
@@ -39,6 +40,9 @@ _MISSING = re.compile(r"Cannot find ffi::Function (\S+)")
 def explain_failure(what: str, error: BaseException, metadata: Metadata) -> HeteroError:
     """A HeteroError for an exception of TVM or of a kernel, naming the kernels that its message mentions."""
     text = str(error).strip()
+    refused = refused_by(text, metadata.checks)
+    if refused is not None:
+        return HeteroError(f"{what}: {refused}")
     missing = _MISSING.search(text)
     if missing:
         return HeteroError(

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..errors import BuildError
+from .checks import CheckSpec
 from .commands import (
     KernelSpec,
     RegionSpec,
@@ -22,6 +23,7 @@ from .commands import (
 from .memory_spec import FunctionMemory, memory_from_json, memory_to_json
 from .schedule import Schedule
 from .signature import FunctionSignature
+from .typed_data import read_json
 
 # DLPack device type of each TVM target kind (dlpack.h, DLDeviceType).
 DEVICE_TYPES: dict[str, int] = {
@@ -226,6 +228,8 @@ class Metadata:
         What the cost model that placed the module expects of it, as JSON data of `frontend.AutoPlacement`, or None.
     cache : CacheUse
         Whether it was compiled or found in the compile cache.
+    checks : tuple of CheckSpec
+        By number, the checks of values that kernels make.
     """
 
     devices: tuple[DeviceSpec, ...]
@@ -245,6 +249,7 @@ class Metadata:
     memory: tuple[FunctionMemory, ...] = ()
     placement_estimate: Any = None
     cache: CacheUse = field(default_factory=CacheUse)
+    checks: tuple[CheckSpec, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(self.devices))
@@ -253,6 +258,7 @@ class Metadata:
         object.__setattr__(self, "single_calls", tuple(self.single_calls))
         object.__setattr__(self, "schedules", tuple(self.schedules))
         object.__setattr__(self, "memory", tuple(self.memory))
+        object.__setattr__(self, "checks", tuple(self.checks))
 
     def to_json(self) -> str:
         """This metadata as JSON text."""
@@ -274,13 +280,17 @@ class Metadata:
             "schedules": [schedule.to_json() for schedule in self.schedules],
             "memory": [memory_to_json(memory) for memory in self.memory],
             "cache": asdict(self.cache),
+            "checks": [asdict(check) for check in self.checks],
         }
         return json.dumps(data, separators=(",", ":"))
 
     @staticmethod
     def from_json(text: str) -> Metadata:
-        """The inverse of `to_json`; ValueError, KeyError or TypeError for anything else."""
-        data = json.loads(text)
+        """The inverse of `to_json`; for anything else ValueError, or another error of access to data.
+
+        What comes from a file is read by `check_metadata.read_metadata`.
+        """
+        data = read_json(text)
         signatures = [FunctionSignature.from_json(signature) for signature in data["signatures"]]
         return Metadata(
             devices=tuple(DeviceSpec(**device) for device in data["devices"]),
@@ -305,6 +315,7 @@ class Metadata:
             schedules=tuple(map(Schedule.from_json, data.get("schedules", ()))),
             memory=tuple(memory_from_json(memory) for memory in data.get("memory", ())),
             cache=CacheUse(**data.get("cache", {})),
+            checks=tuple(CheckSpec(**check) for check in data.get("checks", ())),
         )
 
 

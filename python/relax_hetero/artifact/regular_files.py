@@ -22,7 +22,7 @@ _KINDS = {
 
 
 def open_regular(
-    path: str | os.PathLike[str], *, follow: bool = True, folder: int | None = None
+    path: str | os.PathLike[str], *, follow: bool = True, folder: int | None = None, own: bool = False
 ) -> tuple[BinaryIO, os.stat_result]:
     """Open a regular file for reading.
 
@@ -30,6 +30,7 @@ def open_regular(
     ----------
     follow: Whether the last part of `path` may be a link.
     folder: The descriptor of an open folder that `path` is relative to.
+    own: Refuse a file of another user, or that others may write.
 
     Returns
     -------
@@ -48,10 +49,22 @@ def open_regular(
     try:
         status = os.fstat(descriptor)
         _refuse_special(path, status)
+        why = why_foreign(status) if own else ""
+        if why:
+            raise OSError(errno.EPERM, why, os.fspath(path))
         return os.fdopen(descriptor, "rb"), status
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def why_foreign(status: os.stat_result) -> str:
+    """Why a file or folder is not to be trusted with code of this user; empty where it is."""
+    if status.st_uid != os.geteuid():
+        return f"it belongs to user {status.st_uid}, and this is user {os.geteuid()}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"its group or others may write to it (mode {stat.S_IMODE(status.st_mode):o}; chmod go-w)"
+    return ""
 
 
 def read_regular(path: str | os.PathLike[str], most: int | None = None) -> bytes:

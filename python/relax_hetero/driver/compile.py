@@ -24,7 +24,7 @@ from ..target.native_target import native
 from ..target.vdevice import VDevice, device_name, host_vdevice, vdevice_index, vdevices_of, with_vdevices
 from ..transform.ir.findings import findings_of
 from ..transform.ir.kernels import bytes_of, call_vdevice, called_prim_func, operations_of, ops_of, precision_of
-from ..transform.ir.module_attrs import COMMANDS, is_lowered
+from ..transform.ir.module_attrs import COMMANDS, STRICT, is_lowered
 from ..transform.ir.rewriting import relax_functions, walk_bindings
 from ..transform.lower.lower_to_vm import LowerToVM
 from ..transform.lower.note_memory import memory_of
@@ -50,6 +50,9 @@ from .signatures import function_signatures
 
 _log = logging.getLogger("relax_hetero")
 
+CHECKS = ("default", "strict")
+"""What is refused: see `compile`."""
+
 
 def compile(  # noqa: A001 (the contract's name)
     mod: tvm.IRModule,
@@ -58,6 +61,7 @@ def compile(  # noqa: A001 (the contract's name)
     command_buffers: bool = True,
     donate: Sequence[str] | Mapping[str, Sequence[str]] | None = None,
     cache: bool | str | os.PathLike[str] | None = None,
+    checks: str = "default",
 ) -> Executable:
     """Compile a Relax module for the devices it names.
 
@@ -80,6 +84,10 @@ def compile(  # noqa: A001 (the contract's name)
         Where executables are kept on disk, to be found when the same module is compiled again: a folder, True for that
         of the environment (``RELAX_HETERO_CACHE``, else the user's), False for none. By default that of the
         environment, for what took a second or more to compile.
+    checks : str
+        ``"default"``: indices outside of their axis and integer divisors of 0 are errors on CPUs; on GPUs an index
+        holds to the nearest element and a quotient by 0 is 0. ``"strict"``: they are errors on every device, which
+        costs a GPU a wait for the host.
 
     Returns
     -------
@@ -89,11 +97,13 @@ def compile(  # noqa: A001 (the contract's name)
     Raises
     ------
     HeteroError
-        Placement conflicts, ops without kernels, kernels that do not compile, unknown names of parameters, inputs that
-        cannot be donated.
+        An unknown value of `checks`; placement conflicts, ops without kernels, kernels that do not compile, unknown
+        names of parameters, inputs that cannot be donated; indices and divisors that are known now and wrong.
     """
     if not isinstance(mod, tvm.IRModule):
         raise BuildError(f"rh.compile: found {type(mod).__name__}, expected a tvm.IRModule")
+    if checks not in CHECKS:
+        raise BuildError(f"rh.compile: checks is {checks!r}, expected one of {', '.join(map(repr, CHECKS))}")
     _check_globals(mod)
     if not vdevices_of(mod):
         mod = with_vdevices(mod, [VDevice(native("llvm"))])
@@ -101,6 +111,8 @@ def compile(  # noqa: A001 (the contract's name)
         mod = bind_params(mod, params)
     if donate:
         mod = with_donated(mod, donate)
+    if checks == "strict":
+        mod = mod.with_attr(STRICT, True)
     _warn_if_generic(vdevices_of(mod))
     return through_cache(mod, cache, command_buffers, lambda: _compile(mod, command_buffers, progress))
 
@@ -140,6 +152,7 @@ def _compile(mod: tvm.IRModule, command_buffers: bool, progress: Progress | None
         single_calls=found.single_calls or (),
         schedules=tuple(schedule.with_takers(lifted.takers) for schedule in found.schedules or ()),
         memory=memory_of(mod),
+        checks=found.checks or (),
     )
     # LLVM and CUDA compile the kernels, a group for each target, and TVM links them behind one bytecode.
     return Executable(link(lifted.mod, progress), metadata, lifted.tensors)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,12 +12,13 @@ from pathlib import Path
 import tvm
 
 from ..artifact.cache_folder import CacheFolder, folder_of
+from ..artifact.container import open_container
 from ..artifact.metadata import HIT, MISS, UNUSED, CacheUse
 from ..errors import BuildError
 from ..vm.device.tensors import nbytes_of
 from ..vm.file.executable import Executable
-from ..vm.file.export import find_compiler
-from ..vm.file.load import load
+from ..vm.file.export import check_linking
+from ..vm.file.load import load_container
 from .compile_key import compile_key, why_uncached
 
 _log = logging.getLogger("relax_hetero")
@@ -27,9 +26,6 @@ _unwritable: set[Path] = set()
 
 LEAST_SECONDS = 1.0
 """What compiles in less is not kept, unless the caller asks for a cache: it would cost more than it saves."""
-
-_LINKING_BYTES = 64 << 20
-"""Temporary files that linking may need: LLVM ends the process where it cannot write all of an object."""
 
 
 def through_cache(
@@ -101,36 +97,22 @@ def _with_use(executable: Executable, use: CacheUse) -> Executable:
 
 
 def _find(folder: CacheFolder, key: str) -> Executable | None:
-    file = folder.file(key)
-    if not os.path.isfile(file):  # nor is it one where the folder may not be searched
-        return None
     try:
-        executable = _load(file, verify=True)
+        executable = _load(folder, key, verify=True)
     except BuildError as error:
-        if os.path.isfile(file):  # else another process has just removed it
+        if not isinstance(error.__cause__, FileNotFoundError):
             _log.warning("the compile cache is made anew: %s", error)
             folder.drop(key)
         return None
-    return _with_use(executable, CacheUse(HIT, key, executable.metadata.cache.seconds))
+    return None if executable is None else _with_use(executable, CacheUse(HIT, key, executable.metadata.cache.seconds))
 
 
-def _load(file: Path, verify: bool) -> Executable:
-    """`load`, once more where another process has just put its own file in the place of the one that was opened."""
-    before = _identity(file)
-    try:
-        return load(file, verify)
-    except BuildError:
-        if _identity(file) in (before, None):
-            raise
-    return _load(file, verify)
-
-
-def _identity(file: Path) -> tuple[int, int, int] | None:
-    try:
-        status = file.stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino, status.st_mtime_ns
+def _load(folder: CacheFolder, key: str, verify: bool) -> Executable | None:
+    """The executable of a file in the folder; None where there is no folder that may be used."""
+    with folder.opened() as descriptor:
+        if descriptor is None:
+            return None
+        return load_container(open_container(folder.file(key), folder=descriptor), verify)
 
 
 def _store(folder: CacheFolder, executable: Executable, use: CacheUse) -> Executable:
@@ -143,7 +125,10 @@ def _store(folder: CacheFolder, executable: Executable, use: CacheUse) -> Execut
         why = _write(folder, executable, use)
     if not why:
         try:
-            return _load(folder.file(use.key), verify=False)
+            stored = _load(folder, use.key, verify=False)
+            if stored is not None:
+                return stored
+            why = f"{folder.path} was removed"
         except BuildError as error:  # too large for what others keep there, or removed by another process
             why = str(error)
     return _with_use(executable, replace(use, why=f"not kept: {why}"))
@@ -152,19 +137,16 @@ def _store(folder: CacheFolder, executable: Executable, use: CacheUse) -> Execut
 def _why_not_linked() -> str:
     """What linking lacks that nobody needs who only runs."""
     try:
-        find_compiler("the compile cache")
-        free = shutil.disk_usage(tempfile.gettempdir()).free
+        check_linking("the compile cache")
     except (BuildError, OSError) as error:
         return str(error)
-    if free < _LINKING_BYTES:
-        return f"{tempfile.gettempdir()} has {free:,} bytes left for linking, expected {_LINKING_BYTES:,}"
     return ""
 
 
 def _write(folder: CacheFolder, executable: Executable, use: CacheUse) -> str:
     """Write an executable's file; gives the reason where it cannot be, and warns of it once."""
     try:
-        folder.add(use.key, executable.export_library, _about(executable, use))
+        folder.add(use.key, executable.export_private, _about(executable, use))
     except (BuildError, OSError) as error:
         if folder.path not in _unwritable:
             _unwritable.add(folder.path)

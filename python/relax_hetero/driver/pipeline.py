@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import tvm
 
+from ..transform.dispatch.check_values import CheckValues
 from ..transform.dispatch.form_dispatches import FormDispatches
 from ..transform.encode.hoist_encodings import HoistEncodings
 from ..transform.encode.materialize_encodings import MaterializeEncodings
@@ -92,6 +93,7 @@ def pipeline_steps(command_buffers: bool = True, stock: bool = False) -> list[Pi
         step("encode", HoistEncodings(), "weights are packed now, once for each layout and device"),
         step("encode", MaterializeEncodings(), "encoded ops become calls of the device's own kernels"),
         step("permute", MovePermutes(), "permutations move to where they cancel"),
+        step("dispatch", CheckValues(), "an index outside of its axis, or a divisor 0, becomes an error"),
         step("dispatch", FormDispatches(), "other ops become kernels: fused, scheduled, each with its device's target"),
         *(record if command_buffers else []),
         step("record", UpdateDonated(), "kernels outside command buffers write over inputs that the caller donated"),

@@ -9,17 +9,22 @@ passes compare vdevices by identity. `make_tvmscript_strict` replaces the three 
 - ``I.lookup_vdevice``, which whatever else looks vdevices up goes through.
 
 Nothing else changes: what stock TVMScript accepts and resolves is resolved to the same vdevice. Errors are raised as
-`VDeviceError`; TVM's parser turns them into its own ``DiagnosticError`` with the same message.
+`VDeviceError`; TVM's parser turns them into its own ``DiagnosticError`` with the same message, the file and the line.
+
+Where nobody catches such an error, the program ends, and TVM's hook prints that there is a backtrace to be had instead
+of the error. `show_errors` puts the error before it.
 """
 
 from __future__ import annotations
 
 import copy
-from types import ModuleType
+import sys
+from types import ModuleType, TracebackType
 from typing import Any
 
 import tvm
 from tvm import relax
+from tvm.error import DiagnosticError
 from tvm.relax import script as relax_script
 from tvm.relax.script import builder as relax_builder_package
 from tvm.relax.script import parser as relax_parser
@@ -50,6 +55,31 @@ def make_tvmscript_strict() -> None:
         namespace.hint_on_device = hint_on_device  # type: ignore[attr-defined]
     for namespace in _IR_NAMESPACES:
         namespace.lookup_vdevice = lookup_vdevice  # type: ignore[attr-defined]
+    show_errors()
+
+
+def show_errors() -> None:
+    """Have errors in TVMScript that end the program be printed; calling it again changes nothing."""
+    if not isinstance(sys.excepthook, _ShowErrors):
+        sys.excepthook = _ShowErrors(sys.excepthook)
+
+
+class _ShowErrors:
+    """A hook for exceptions that end the program, before the one that was there.
+
+    Parameters
+    ----------
+    hook : callable
+        TVM's, which prints no ``DiagnosticError`` unless ``TVM_BACKTRACE=1``, or one that calls it.
+    """
+
+    def __init__(self, hook: Any) -> None:
+        self._hook = hook
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if kind is DiagnosticError and not tvm._should_print_backtrace() and sys.stderr is not None:
+            print(error, file=sys.stderr, flush=True)
+        self._hook(kind, error, trace)
 
 
 def to_vdevice(data: Operand, dst_vdevice: VDeviceSpec) -> relax.Expr:

@@ -18,13 +18,14 @@ from .core.builder import Expr, Function, ceil_div, loop, opaque, when
 from .core.ties import with_ties
 from .core.view import View
 from .core.work_split import LEAST, is_worth_tasks, ravel
+from .math.extremes import maximum, minimum
 
 REDUCTIONS: dict[str, Callable[[Expr, Expr], Expr]] = {
     "update": lambda _, new: new,
     "add": lambda old, new: old + new,
     "mul": lambda old, new: old * new,
-    "min": T.min,
-    "max": T.max,
+    "min": minimum,
+    "max": maximum,
 }
 """What becomes of an element that an update is for."""
 

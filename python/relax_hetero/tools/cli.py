@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from typing import Any
+
 import click
 
 from .. import __version__
@@ -11,8 +15,20 @@ from .compile import compile_command
 from .explain import explain_command
 from .run import run_command
 
+INTERRUPTED = 130
+"""The exit code of a command that Ctrl-C ended, as shells have it."""
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+
+class _Interruptible(click.Group):
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            context.exit(INTERRUPTED)
+
+
+@click.group(cls=_Interruptible, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="relax-hetero")
 def cli() -> None:
     """One ONNX model over several devices: compile it, run it, time it, and see what was placed where."""
@@ -23,5 +39,12 @@ for _command in (compile_command, run_command, bench_command, explain_command, c
 
 
 def main() -> None:
-    """Entry point of the console script; exits with 0, 1 (an error or a mismatch) or 2 (wrong usage)."""
-    cli(prog_name="relax-hetero")
+    """Entry point of the console script; exits with 0, 1 (an error or a mismatch), 2 (wrong usage) or 130 (Ctrl-C)."""
+    try:
+        cli(prog_name="relax-hetero")
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(INTERRUPTED)  # now: LLVM may be compiling in a thread, which Python would wait for
+        raise

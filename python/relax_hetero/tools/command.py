@@ -11,7 +11,12 @@ from typing import Any
 
 import click
 
-from ..errors import HeteroError
+from ..artifact.regular_files import read_regular
+from ..artifact.signing import checked_key
+from ..errors import HeteroError, printable
+
+# Bytes of a file with a key; other files are none.
+_LARGEST_KEY = 1 << 16
 
 
 def command(name: str) -> Callable[[Callable[..., None]], click.Command]:
@@ -30,7 +35,7 @@ def command(name: str) -> Callable[[Callable[..., None]], click.Command]:
                 if debug:
                     traceback.print_exc()
                 else:
-                    click.echo(f"error: {error}", err=True)
+                    click.echo(f"error: {printable(str(error))}", err=True)
                 sys.exit(1)
 
         shown = click.option("--debug", is_flag=True, help="Show the Python traceback of an error.")(guarded)
@@ -46,11 +51,45 @@ def refuse_overwriting(output: Path, *sources: Path) -> None:
             raise click.UsageError(f"the output {output} is the model itself; give it another name")
 
 
+def _read_key(context: click.Context, parameter: click.Parameter, path: Path | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return checked_key(read_regular(path, _LARGEST_KEY).rstrip(b"\r\n"))
+    except OSError as error:
+        raise click.BadParameter(f"{path}: {error.strerror or error}") from error
+    except HeteroError as error:
+        raise click.BadParameter(f"{path}: {error}") from error
+
+
+def key_option(purpose: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """``--key-file``, whose command gets the `key` as bytes; `purpose` is its help."""
+    return click.option(
+        "--key-file",
+        "key",
+        type=click.Path(path_type=Path),
+        envvar="RELAX_HETERO_KEY_FILE",
+        metavar="FILE",
+        callback=_read_key,
+        help=f"{purpose} Also RELAX_HETERO_KEY_FILE.",
+    )
+
+
+verify_option = key_option("Load a library only if it was signed with the key in this file.")
+
 cache_option = click.option(
     "--cache/--no-cache",
     default=True,
     show_default=True,
     help="Whether a model that was compiled before is taken from the compile cache.",
+)
+
+checks_option = click.option(
+    "--checks",
+    type=click.Choice(["default", "strict"]),
+    default="default",
+    show_default=True,
+    help="Which wrong indices and divisors are errors: those on CPUs, or (strict) those on every device.",
 )
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout, for programs.")

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeAlias, Union
 
 import click
 
+from ..errors import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -23,9 +25,15 @@ def console(stderr: bool = False, file: TextIO | None = None) -> Console:
     """A console; one that is no terminal is wide enough for a table."""
     from rich.console import Console
 
-    made = Console(stderr=stderr, file=file, highlight=False)
+    class PlainConsole(Console):
+        """Prints names of models and files without the commands for a terminal that they may hold."""
+
+        def print(self, *objects: Any, **options: Any) -> None:
+            super().print(*(printable(part) if isinstance(part, str) else part for part in objects), **options)
+
+    made = PlainConsole(stderr=stderr, file=file, highlight=False)
     if not made.is_terminal:
-        made = Console(stderr=stderr, file=file, highlight=False, width=max(made.width, FILE_WIDTH))
+        made = PlainConsole(stderr=stderr, file=file, highlight=False, width=max(made.width, FILE_WIDTH))
     return made
 
 
@@ -84,10 +92,10 @@ def target_text(target: str) -> str:
 
     try:
         fields = json.loads(target)
-    except json.JSONDecodeError:
+        processor = fields.get("mcpu", fields.get("arch", ""))
+        return f"{fields['kind']} {processor}".strip()
+    except (AttributeError, KeyError, ValueError):  # a name, or no target at all
         return target
-    processor = fields.get("mcpu", fields.get("arch", ""))
-    return f"{fields['kind']} {processor}".strip()
 
 
 def _finite(data: Any) -> Any:
@@ -101,4 +109,4 @@ def _finite(data: Any) -> Any:
 def _plain(cell: Any, style: str = "") -> Any:
     from rich.text import Text
 
-    return Text(cell, style) if isinstance(cell, str) else cell
+    return Text(printable(cell), style) if isinstance(cell, str) else cell

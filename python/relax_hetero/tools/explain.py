@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from .call_tables import Schedules
-from .command import command, json_option
+from .command import command, json_option, verify_option
 from .command_tables import CommandBuffers
 from .console import console, print_json, show
 from .explanation import ALL, SECTIONS, Explanation, explanation_of
@@ -20,8 +20,11 @@ from .placing import Placing, placing_options
 @click.argument("sections", nargs=-1, type=click.Choice([*SECTIONS, ALL]))
 @click.option("--summary", is_flag=True, help="An overview: devices, ops by device and reason, a line a section.")
 @placing_options
+@verify_option
 @json_option
-def explain_command(model: Path, sections: tuple[str, ...], summary: bool, placing: Placing, as_json: bool) -> None:
+def explain_command(
+    model: Path, sections: tuple[str, ...], summary: bool, placing: Placing, key: bytes | None, as_json: bool
+) -> None:
     """Show where the ops of MODEL (an ONNX file or a compiled library) are placed, and why.
 
     SECTIONS choose among ops, transfers, encodings, kernels, commands, steps and memory; without them all are shown.
@@ -37,7 +40,7 @@ def explain_command(model: Path, sections: tuple[str, ...], summary: bool, placi
     if is_onnx(model):
         explanation = _of_onnx(model, placing)
     else:
-        explanation = explanation_of(load_library(model, placing).executable, model.name)
+        explanation = explanation_of(load_library(model, placing, key).executable, model.name)
     if as_json:
         print_json(explanation.to_json())
     else:

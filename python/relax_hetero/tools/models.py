@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..artifact.regular_files import open_regular
 from ..errors import FrontendError
 from .console import console
 from .placing import Placing
@@ -38,23 +39,31 @@ class Model:
 
 def is_onnx(path: Path) -> bool:
     """Whether a path names an ONNX file rather than a compiled library."""
-    return path.suffix.lower() not in (".so", ".dylib", ".dll", ".tar")
+    if path.suffix.lower() in (".so", ".dylib", ".dll", ".tar"):
+        return False
+    try:
+        with open_regular(path)[0] as file:
+            return file.read(4) != b"\x7fELF"  # an executable may have any name
+    except OSError:
+        return True
 
 
-def obtain(path: Path, placing: Placing, cache: bool) -> Model:
+def obtain(path: Path, placing: Placing, cache: bool, key: bytes | None = None, checks: str = "default") -> Model:
     """Compile an ONNX file, or load an exported library.
 
     Parameters
     ----------
     path, placing
     cache: Whether compiled models are kept and found again.
+    key: What a library has to be signed with.
+    checks: As `rh.compile` takes it.
 
     Raises
     ------
     HeteroError: If the model cannot be imported, placed, compiled or loaded.
     click.UsageError: If placement options are given for a library, which is placed already.
     """
-    return compile_onnx(path, placing, cache) if is_onnx(path) else load_library(path, placing)
+    return compile_onnx(path, placing, cache, checks) if is_onnx(path) else load_library(path, placing, key)
 
 
 def placed_onnx(path: Path, placing: Placing) -> IRModule:
@@ -65,7 +74,7 @@ def placed_onnx(path: Path, placing: Placing) -> IRModule:
     return rh.from_onnx(str(path), **placing.import_options([value.name for value in proto.graph.input]))
 
 
-def compile_onnx(path: Path, placing: Placing, cache: bool) -> Model:
+def compile_onnx(path: Path, placing: Placing, cache: bool, checks: str = "default") -> Model:
     """Import, place and compile an ONNX file, or find it compiled; with a spinner on stderr."""
     import relax_hetero as rh
 
@@ -77,14 +86,15 @@ def compile_onnx(path: Path, placing: Placing, cache: bool) -> Model:
         executable = rh.compile(
             module,
             cache=cache,
+            checks=checks,
             progress=lambda step, done, total: status.update(f"Compiling {path.name}: {done} of {total} {step}"),
         )
         seconds = {"import": imported - start, "compile": time.perf_counter() - imported}
     return Model(executable, path, seconds)
 
 
-def load_library(path: Path, placing: Placing) -> Model:
-    """Load an exported library."""
+def load_library(path: Path, placing: Placing, key: bytes | None = None) -> Model:
+    """Load an exported library, with a key only one that was signed with it."""
     if placing.given:
         raise click.UsageError(
             f"{path.name} is compiled and so placed already: --vdevice, --place and --place-auto go with an ONNX file"
@@ -92,7 +102,7 @@ def load_library(path: Path, placing: Placing) -> Model:
     import relax_hetero as rh
 
     start = time.perf_counter()
-    executable = rh.load(str(path))
+    executable = rh.load(str(path), key=key)
     return Model(executable, None, {"load": time.perf_counter() - start})
 
 

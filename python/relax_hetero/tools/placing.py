@@ -110,7 +110,12 @@ class Placing:
         shapes: dict[str, list[int] | int] = {}
         for name, extents in self.shapes:
             shapes[name] = extents[0] if name not in inputs and len(extents) == 1 else extents
-        options = {"vdevices": list(self.vdevices) or ["llvm"], "placement": placement, "shapes": shapes or None}
+        devices = list(self.vdevices) or ["llvm"]
+        options: dict[str, Any] = {
+            "vdevices": devices,
+            "placement": placement,
+            "shapes": shapes or None,
+        }
         limits = {"nodes": self.max_nodes, "computed_bytes": self.max_computed}
         given = {name: value for name, value in limits.items() if value is not None}
         if given:

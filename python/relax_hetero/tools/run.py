@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import BindingError, HeteroError
 from .arrays import random_arrays, read_arrays, write_arrays
-from .command import cache_option, command, json_option, refuse_overwriting
+from .command import cache_option, checks_option, command, json_option, refuse_overwriting, verify_option
 from .console import console, print_json, print_table
 from .models import Model, is_onnx, obtain
 from .onnxruntime_reference import Comparison, compare, reference
@@ -55,7 +55,9 @@ from .placing import Placing, placing_options
     "--atol", type=click.FloatRange(min=0), default=1e-4, show_default=True, help="Absolute tolerance of --check."
 )
 @placing_options
+@verify_option
 @cache_option
+@checks_option
 @json_option
 def run_command(
     model: Path,
@@ -69,7 +71,9 @@ def run_command(
     rtol: float,
     atol: float,
     placing: Placing,
+    key: bytes | None,
     cache: bool,
+    checks: str,
     as_json: bool,
 ) -> None:
     """Run MODEL, a compiled library or an ONNX file, once.
@@ -83,7 +87,7 @@ def run_command(
     devices = _device_map(remap)
     if output is not None:
         refuse_overwriting(output, model, *filter(None, [onnx]))
-    obtained = obtain(model, placing, cache)
+    obtained = obtain(model, placing, cache, key, checks)
     inputs = _inputs(obtained, function_name, files, dict(placing.shapes), seed)
     outputs, places, seconds = _call(obtained, function_name, inputs, devices)
     if output is not None:

@@ -152,6 +152,8 @@ class VirtualMachine:
         self, name: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, out: Any = None
     ) -> Any:
         """Run function `name`; ``vm[name](*args, **kwargs, out=out)``, also for an input that is called "out"."""
+        if type(name) is not str:
+            self.executable.signature(name)
         with self._lock.held:
             submitter = self._submitter
             is_free = submitter.calls.is_idle and name not in submitter.queued_functions

@@ -114,3 +114,86 @@ def test_an_entry_whose_description_is_lost_is_still_one(tmp_path, text):
     add(folder, KEYS[0], 10)
     Path(tmp_path, f"{KEYS[0]}.json").write_text(text)
     assert [(entry.key, entry.about) for entry in folder.entries()] == [(KEYS[0], {})]
+
+
+@pytest.fixture
+def kept(tmp_path):
+    folder = CacheFolder(tmp_path / "cache")
+    add(folder, KEYS[0], 10)
+    return folder
+
+
+def test_what_is_made_is_for_this_user_alone(tmp_path):
+    old = os.umask(0)
+    try:
+        folder = CacheFolder(tmp_path / "cache")
+        folder.add(KEYS[0], lambda path: path.touch(0o600), {})
+        folder.note_hit(KEYS[0])
+    finally:
+        os.umask(old)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in folder.path.iterdir()}
+    assert set(modes.values()) == {0o600} and folder.path.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o777, 0o1777])
+def test_a_folder_that_others_may_write_is_not_used(kept, mode, caplog):
+    kept.path.chmod(mode)
+    for _ in range(3):
+        assert kept.entries() == [] and kept.entry(KEYS[0]) is None
+        kept.note_hit(KEYS[0])
+        kept.drop(KEYS[0])
+        kept.clear()
+        with pytest.raises(OSError, match="it is not used"):
+            add(kept, KEYS[1], 10)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the compile cache {kept.path} is not used: its group or others may write to it (mode {mode:o}; chmod go-w)"
+    ]
+    kept.path.chmod(0o700)
+    assert keys(kept) == [KEYS[0]] and kept.entry(KEYS[0]).hits == 0
+
+
+def test_a_folder_of_another_user_is_not_used(kept, monkeypatch, caplog):
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert kept.entries() == []
+    assert "it belongs to user" in caplog.text
+
+
+def test_a_file_that_others_may_write_is_no_entry(kept):
+    kept.file(KEYS[0]).chmod(0o666)
+    assert kept.entries() == []
+
+
+def test_links_and_special_files_are_not_followed(kept, tmp_path):
+    outside = tmp_path / "outside"
+    outside.write_text("{}")
+    for suffix in ("so", "json", "hits"):
+        (kept.path / f"{KEYS[1]}.{suffix}").symlink_to(outside)
+        os.mkfifo(kept.path / f"{KEYS[2]}.{suffix}")
+        (kept.path / f"{KEYS[3]}.{suffix}").mkdir()
+    for key in KEYS[1:4]:
+        assert kept.entry(key) is None
+        kept.note_hit(key)
+    assert keys(kept) == [KEYS[0]] and outside.read_text() == "{}"
+    (kept.path / f"{KEYS[0]}.json").unlink()
+    (kept.path / f"{KEYS[0]}.json").symlink_to(outside)
+    assert kept.entry(KEYS[0]).about == {}
+    kept.clear()
+    assert outside.read_text() == "{}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "null",
+        "{",
+        "[" * 100_000,
+        '{"seconds": "x", "functions": [1], "targets": {}}',
+        '{"seconds": NaN}',
+        "\xff",
+    ],
+)
+def test_odd_descriptions_are_left_out(kept, text):
+    (kept.path / f"{KEYS[0]}.json").write_text(text, "latin-1")
+    assert kept.entry(KEYS[0]).about == {}

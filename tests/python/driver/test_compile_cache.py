@@ -16,6 +16,7 @@ from driver.cached_models import Linear, W, bound, check, compiled
 from relax_hetero.artifact.metadata import HIT, MISS, UNUSED
 from relax_hetero.driver import compile_cache
 from relax_hetero.driver.pipeline import pipeline_steps
+from relax_hetero.vm.file import export
 
 
 @pytest.fixture(autouse=True)
@@ -184,7 +185,7 @@ def test_a_folder_that_may_not_be_searched_is_none(folder):
 
 def test_without_room_to_link_nothing_is_kept(folder, monkeypatch, caplog):
     """LLVM would end the process."""
-    monkeypatch.setattr(compile_cache, "_LINKING_BYTES", 1 << 60)
+    monkeypatch.setattr(export, "_LINKING_BYTES", 1 << 60)
     exe = compiled()
     assert "bytes left for linking" in exe.metadata.cache.why and not folder.exists() and not caplog.records
     check(exe)

@@ -74,7 +74,10 @@ class Kind:
 
 KINDS = {
     "graphs": Kind("onnx_graphs"),
+    "sizes": Kind("call_sizes"),
     "arguments": Kind("argument_attacks"),
+    "models": Kind("damaged_files", "attack_models"),
+    "containers": Kind("damaged_files", "attack_containers"),
     "sanitized": Kind("onnx_graphs", "attack_sanitized", sanitizer, limit_memory=False, quick=False),
 }
 """What `make fuzz` runs."""

@@ -195,3 +195,46 @@ def test_importing_us_makes_it_an_error(tmp_path, imports):
 def test_importing_us_does_not_import_tvm(tmp_path):
     done = run(tmp_path / "light.py", "import sys, relax_hetero; assert 'tvm' not in sys.modules")
     assert done.returncode == 0, done.stderr
+
+
+MODEL = """
+import sys
+import relax_hetero as rh
+from tvm.script import ir as I, relax as R
+
+BEFORE
+
+@I.ir_module
+class Model:
+    I.module_global_infos({"vdevice": [I.vdevice("llvm", 0)]})
+
+    @R.function
+    def main(x: R.Tensor((4,), "float32", "llvm:0")):
+        with R.dataflow():
+            y = R.to_vdevice(x, "cuda:2")
+            R.output(y)
+        return y
+"""
+
+
+@pytest.mark.parametrize("before", ["", "import tvm; rh.op.strict_tvmscript.make_tvmscript_strict()"])
+def test_an_error_that_ends_a_program_is_printed_once(tmp_path, before):
+    script = tmp_path / "model.py"
+    script.write_text(MODEL.replace("BEFORE", before))
+    settings = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TVM_BACKTRACE": "0"}
+    env = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    done = subprocess.run([sys.executable, script], env={**env, **settings}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    text = "error: no vdevice of kind 'cuda' (asked for 'cuda:2'); available: llvm:0"
+    assert done.stderr.count(text) == 1
+    assert f"{script}:15:17" in done.stderr and 'y = R.to_vdevice(x, "cuda:2")' in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_other_errors_go_to_the_hook_that_was_there(monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: seen.append(error[0]))
+    strict_tvmscript.show_errors()
+    strict_tvmscript.show_errors()
+    sys.excepthook(ValueError, ValueError("no"), None)
+    assert seen == [ValueError] and capsys.readouterr().err == ""

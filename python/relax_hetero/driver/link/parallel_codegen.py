@@ -7,7 +7,8 @@ cores there are, so that a model compiles to the same bytes anywhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
+from typing import Any
 
 import tvm
 from tvm import tirx
@@ -15,6 +16,7 @@ from tvm.target import Target
 from tvm_ffi import VisitInterrupt, structural_walk
 
 from ...target.cpu_cores import num_cores
+from ...vm.device.interruptible import run_in_threads
 
 # Each module repeats some code and set-up, worth about a tenth of a kernel; fewer kernels a module share work better.
 KERNELS_A_MODULE = 4
@@ -47,20 +49,15 @@ def build_in_parallel(
     """
     counter = _Counter(progress, sum(len(part.functions) for _, part in parts))
     context = tvm.transform.PassContext.current()
-    # Instruments are the caller's objects: they are asked from the caller's thread only.
-    workers = 1 if context.instruments else min(len(parts), num_cores())
-    if workers <= 1:
+    if context.instruments:  # the caller's objects, which are asked from the caller's thread only
         return [counter.done(part, build(target, part)) for target, part in parts]
 
     def task(target: Target, part: tvm.IRModule) -> tvm.runtime.Module:
         with _copy(context):
             return build(target, part)
 
-    with ThreadPoolExecutor(workers, thread_name_prefix="relax_hetero.driver") as pool:
-        futures = {pool.submit(task, target, part): part for target, part in parts}
-        for future in as_completed(futures):
-            counter.done(futures[future])
-        return [future.result() for future in futures]
+    tasks = [partial(task, target, part) for target, part in parts]
+    return run_in_threads(tasks, num_cores(), "relax_hetero.driver", lambda number: counter.done(parts[number][1]))
 
 
 class _Counter:
@@ -69,7 +66,7 @@ class _Counter:
     def __init__(self, progress: Progress | None, total: int) -> None:
         self._progress, self._built, self._total = progress, 0, total
 
-    def done(self, part: tvm.IRModule, library: tvm.runtime.Module = None) -> tvm.runtime.Module:
+    def done(self, part: tvm.IRModule, library: Any = None) -> Any:
         """Count the kernels of a part; returns `library`."""
         self._built += len(part.functions)
         if self._progress is not None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import tvm
 from tvm import relax, te, tirx, topi
 
+from ...tir.math.extremes import is_nan
 from .elementwise import cast, widened
-from .node import Dim, Node, Position, as_constant, const, dtype_of, onnx_dtype
+from .node import Dim, Node, Position, as_constant, const, dtype_of, is_float, onnx_dtype
 from .required_sizes import as_expr, require_equal, require_shape, shown
-from .shapes import dims_at_run_time, sizes_of
+from .shapes import dims_at_run_time
 from .slicing import cut
 from .table import converts
 
@@ -24,32 +27,29 @@ def from_front(node: Node, indices: relax.Expr, extent: relax.Expr) -> relax.Exp
     return node.emit(relax.op.where(is_negative, relax.op.add(indices, extent), indices))
 
 
-def _extent(node: Node, data: relax.Expr, axis: int) -> relax.Expr:
-    """Size of one axis as an int64 scalar, a constant where it is known."""
-    if data.ty.shape is not None:
-        dim = node.shape(data)[axis]
-        if isinstance(dim, int):
-            return const(dim, "int64")
-    vector = sizes_of(node, data)
-    return node.emit(relax.op.reshape(relax.op.strided_slice(vector, [0], [axis], [axis + 1]), ()))
+def _inside(node: Node, indices: relax.Expr, sizes: Sequence[Dim | None]) -> relax.Expr:
+    """Indices, from the front where that is known now; when the model runs, CheckValues sees to the others.
 
-
-def _inside(node: Node, indices: relax.Expr, extent: relax.Expr) -> relax.Expr:
-    """Indices from the front and inside the axis: ONNX leaves others undefined, and they must not reach other memory.
+    Parameters
+    ----------
+    sizes : sequence
+        Of the axis of each place along the last one, or of a single axis; None where it is unknown.
 
     Raises
     ------
     FrontendError: if an index that is known now is outside.
     """
-    known, sizes = as_constant(indices), as_constant(extent)
-    if known is not None and sizes is not None:
-        if np.any((known < -sizes) | (known >= sizes)):
-            raise node.refusal(f"indices from {known.min()} to {known.max()} are out of an axis of {sizes.tolist()}")
-        return const(np.where(known < 0, known + sizes, known), "int64")
-    dtype = dtype_of(indices)
-    last = node.emit(relax.op.subtract(cast(node, extent, dtype), const(1, dtype)))
-    below = node.emit(relax.op.minimum(from_front(node, indices, extent), last))
-    return below if dtype.startswith("uint") else node.emit(relax.op.maximum(below, const(0, dtype)))
+    known = as_constant(indices)
+    if known is None or known.size == 0 or not all(isinstance(size, int) for size in sizes):
+        return indices
+    extents = np.array(sizes, "int64")
+    if np.any((known < -extents) | (known >= extents)):
+        raise node.refusal(f"indices from {known.min()} to {known.max()} are out of an axis of {list(sizes)}")
+    return const(np.where(known < 0, known + extents, known), "int64")
+
+
+def _size(node: Node, data: relax.Expr, axis: int) -> Dim | None:
+    return node.shape(data)[axis] if data.ty.shape is not None else None
 
 
 @converts("Gather")
@@ -62,10 +62,7 @@ def gather(node: Node) -> relax.Expr:
             return data.values[int(index)]
     data, indices = node.tensor(0), node.tensor(1)
     axis = node.axis(node.attribute("axis", 0), node.rank(data))
-    extent = _extent(node, data, axis)
-    if as_constant(indices) is not None and as_constant(extent) is not None:
-        return node.emit(relax.op.take(data, _inside(node, indices, extent), axis, "fast"))
-    return node.emit(relax.op.take(data, from_front(node, indices, extent), axis, "clip"))
+    return node.emit(relax.op.take(data, _inside(node, indices, [_size(node, data, axis)]), axis, "fast"))
 
 
 @converts("GatherElements")
@@ -74,7 +71,7 @@ def gather_elements(node: Node) -> relax.Expr:
     data, indices = node.tensor(0), node.tensor(1)
     axis = node.axis(node.attribute("axis", 0), node.rank(data))
     _check_indices(node, data, indices, axis)
-    return node.emit(relax.op.gather_elements(data, _inside(node, indices, _extent(node, data, axis)), axis))
+    return node.emit(relax.op.gather_elements(data, _inside(node, indices, [_size(node, data, axis)]), axis))
 
 
 def _check_indices(node: Node, data: relax.Expr, indices: relax.Expr, axis: int) -> None:
@@ -104,10 +101,7 @@ def _coordinates(node: Node, data: relax.Expr, indices: relax.Expr, first: int) 
     if not isinstance(length, int):
         raise node.refusal("needs a static number of coordinates")
     sizes = node.shape(data)[first : first + length] if data.ty.shape is not None else [None]
-    if all(isinstance(size, int) for size in sizes):
-        return _inside(node, indices, const(sizes, "int64"))
-    vector = node.emit(relax.op.strided_slice(sizes_of(node, data), [0], [first], [first + length]))
-    return _inside(node, indices, vector)
+    return _inside(node, indices, sizes)
 
 
 def _reduction(node: Node) -> str:
@@ -124,7 +118,7 @@ def scatter_elements(node: Node) -> relax.Expr:
     axis = node.axis(node.attribute("axis", 0), node.rank(data))
     _check_indices(node, data, indices, axis)
     updates = require_shape(node, updates, node.shape(indices), "its updates")
-    indices = _inside(node, indices, _extent(node, data, axis))
+    indices = _inside(node, indices, [_size(node, data, axis)])
     return node.emit(relax.op.scatter_elements(data, indices, updates, axis, _reduction(node)))
 
 
@@ -204,11 +198,31 @@ def top_k(node: Node) -> relax.Expr:
         dims = [0 if i == axis else dim for i, dim in enumerate(node.shape(data))]
         return relax.Tuple([node.filled(dims, 0, kind) for kind in (dtype, "int64")])
     number = k if isinstance(k, int) else -1  # all of them
-    found = node.emit(relax.op.topk(cast(node, data, sortable), number, axis, "both", largest, "int64"))
+    data = cast(node, data, sortable)
+    keys = node.kernel("sort_keys", _sort_key, data) if is_float(sortable) else data
+    found = node.emit(relax.op.topk(keys, number, axis, "both", largest, "int64"))
     values, indices = (node.emit(relax.TupleGetItem(found, i)) for i in (0, 1))
+    if is_float(sortable):
+        values = node.kernel("sorted_values", _of_sort_key, values)
     if not isinstance(k, int):
         values, indices = (cut(node, value, {axis: (0, k, 1)}) for value in (values, indices))
     return relax.Tuple([cast(node, values, dtype), indices])
+
+
+def _sort_key(i: Position, x: te.Tensor) -> tirx.Expr:
+    """An integer that is in order as a float is, NaN the largest: TVM's sort takes comparisons for total."""
+    dtype = str(x.dtype).replace("float", "int")
+    raw = tirx.reinterpret(tvm.ir.PrimType(dtype), x(*i))
+    flipped = tirx.bitwise_xor(raw, tirx.max_value(dtype))  # the larger the magnitude of a negative, the smaller
+    key = tirx.Select(raw < 0, flipped, raw)
+    no_sign = tirx.Select(tirx.EQ(x(*i), tirx.const(0, x.dtype)), tirx.const(0, dtype), key)
+    return tirx.Select(is_nan(x(*i)), tirx.max_value(dtype), no_sign)
+
+
+def _of_sort_key(i: Position, keys: te.Tensor) -> tirx.Expr:
+    key, dtype = keys(*i), str(keys.dtype)
+    raw = tirx.Select(key < 0, tirx.bitwise_xor(key, tirx.max_value(dtype)), key)
+    return tirx.reinterpret(tvm.ir.PrimType(dtype.replace("int", "float")), raw)
 
 
 @converts("Compress")
@@ -223,7 +237,7 @@ def compress(node: Node) -> relax.Expr:
     number = tirx.Var("number_kept", "int64")
     places = node.builder.match_cast(places, relax.TensorType((1, number), "int64"))
     flat = node.emit(relax.op.reshape(places, (number,)))
-    return node.emit(relax.op.take(data, flat, axis, "clip"))
+    return node.emit(relax.op.take(data, flat, axis, "fast"))
 
 
 def _kept(node: Node, condition: relax.Expr, size: Dim) -> relax.Expr:

@@ -299,8 +299,11 @@ def max_unpool(node: Node) -> relax.Expr:
         sizes = [int(size) for size in node.known_dims(2, "its output_shape is")]
     elements = math.prod([*shape[:2], *natural])
     flat = node.filled([elements], 0, dtype_of(data))
-    held = node.emit(relax.op.clip(cast(node, indices, "int64"), 0, elements - 1))
-    placed = relax.op.scatter_elements(flat, relax.op.reshape(held, (-1,)), relax.op.reshape(data, (-1,)), 0)
+    places = cast(node, indices, "int64")
+    # Scatter would count negative ones from the end; here they are as wrong as those beyond it.
+    is_negative = relax.op.less(places, const(0, "int64"))
+    places = node.emit(relax.op.where(is_negative, const(elements, "int64"), places))
+    placed = relax.op.scatter_elements(flat, relax.op.reshape(places, (-1,)), relax.op.reshape(data, (-1,)), 0)
     result = node.emit(relax.op.reshape(placed, [*shape[:2], *natural]))
     if sizes == [*shape[:2], *natural]:
         return result

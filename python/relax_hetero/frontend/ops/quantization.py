@@ -27,6 +27,9 @@ def _check_cast(node: Node, source: str, target: str) -> None:
         raise node.refusal(f"{source} to {target}: types below 8 bits, and floats of 8 bits, cannot be computed with")
 
 
+_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+
+
 @converts("Cast")
 def convert_cast(node: Node) -> relax.Expr:
     """To another type; a float to an integer is rounded towards zero."""
@@ -38,6 +41,8 @@ def convert_cast(node: Node) -> relax.Expr:
     _check_cast(node, dtype_of(data), target)
     if dtype_of(data) == target:
         return data
+    if is_float(dtype_of(data)) and target in _INTEGERS:  # stock makes NaN and infinities 0, and wraps the rest
+        return node.emit(relax.op.astype(data, target))
     return convert_by_stock(node.as_op(node.op_type, [data], to=target))
 
 

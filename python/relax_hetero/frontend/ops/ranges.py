@@ -88,14 +88,15 @@ def _size(node: Node, index: int, known: np.ndarray | None) -> Dim | None:
 def _length_at_run_time(node: Node, numbers: list[relax.Expr], dtype: str) -> Dim:
     is_real = is_float(dtype)
 
-    def element(_: Position, start: te.Tensor, limit: te.Tensor, delta: te.Tensor) -> tirx.Expr:
-        return (_real_length if is_real else _whole_length)(start(), limit(), delta())
+    # Two numbers: the length, and whether there is none, which is told before the length is looked at.
+    def element(i: Position, start: te.Tensor, limit: te.Tensor, delta: te.Tensor) -> tirx.Expr:
+        found = (_real_length if is_real else _whole_length)(start(), limit(), delta())
+        return tirx.Select(i[0] == 0, tirx.max(found, as_expr(0)), tirx.min(found, as_expr(0)))
 
     wide = numbers if is_real else [cast(node, number, "int64") for number in numbers]
-    length = node.kernel("range_length", element, *wide, shape=[1])
-    (count,) = dims_at_run_time(node, length, "length")
-    node.require(tirx.NE(count, as_expr(_NO_STEP)), "its delta is 0")
-    node.require(tirx.NE(count, as_expr(_NOT_FINITE)), "its start, limit and delta leave its length open or infinite")
+    count, fault = dims_at_run_time(node, node.kernel("range_length", element, *wide, shape=[2]), "length")
+    node.require(tirx.NE(fault, as_expr(_NO_STEP)), "its delta is 0")
+    node.require(tirx.NE(fault, as_expr(_NOT_FINITE)), "its start, limit and delta leave its length open, or too large")
     return count
 
 
@@ -110,19 +111,17 @@ def _real_length(start: tirx.Expr, limit: tirx.Expr, delta: tirx.Expr) -> tirx.E
 
 
 def _whole_length(start: tirx.Expr, limit: tirx.Expr, delta: tirx.Expr) -> tirx.Expr:
-    """In unsigned numbers, in which the distance of two integers always fits."""
-
-    def unsigned(value: tirx.Expr) -> tirx.Expr:
-        return tirx.Cast("uint64", value)
-
-    zero, one = tirx.const(0, "uint64"), tirx.const(1, "uint64")
-    is_up = delta > as_expr(0)
-    distance = tirx.Select(is_up, unsigned(limit) - unsigned(start), unsigned(start) - unsigned(limit))
-    width = tirx.max(tirx.Select(is_up, unsigned(delta), zero - unsigned(delta)), one)
-    count = tirx.min(tirx.div(distance - one, width) + one, tirx.const(MOST_ELEMENTS, "uint64"))
-    has_any = tirx.any(tirx.all(is_up, start < limit), tirx.all(delta < as_expr(0), start > limit))
-    found = tirx.Select(has_any, tirx.Cast("int64", count), as_expr(0))
-    return tirx.Select(delta == as_expr(0), as_expr(_NO_STEP), found)
+    """The length of a range of integers; where their distance is none of 64 bits, that it is not finite."""
+    zero, one, half = as_expr(0), as_expr(1), as_expr(2**62)
+    is_near = tirx.all(start >= -half, start <= half, limit >= -half, limit <= half)
+    fits = tirx.any(is_near, tirx.all(start >= zero, limit >= zero), tirx.all(start < zero, limit < zero))
+    step = tirx.max(delta, as_expr(-(2**63 - 1)))
+    distance = tirx.max(tirx.Select(step > zero, limit - start, start - limit), zero)
+    width = tirx.max(tirx.max(step, -step), one)
+    whole = tirx.truncdiv(distance, width)
+    count = tirx.Select(whole * width < distance, whole + one, whole)
+    found = tirx.Select(fits, tirx.min(count, as_expr(MOST_ELEMENTS)), as_expr(_NOT_FINITE))
+    return tirx.Select(delta == zero, as_expr(_NO_STEP), found)
 
 
 @converts("HannWindow", "HammingWindow", "BlackmanWindow")

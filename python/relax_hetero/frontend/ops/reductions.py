@@ -9,6 +9,7 @@ import numpy as np
 import tvm
 from tvm import relax, te, tirx
 
+from ...tir.math.extremes import index_wins
 from .elementwise import HALF, cast, widened
 from .node import Node, const, dtype_of, is_float
 from .required_sizes import any_of, as_expr, equal, shown
@@ -49,6 +50,15 @@ def _of_nothing(node: Node, data: relax.Expr, axes: list[int], keepdims: bool, v
     return node.filled(_reduced_shape(dims, axes, keepdims), value, dtype_of(data))
 
 
+def _require_elements(node: Node, data: relax.Expr, axes: list[int], message: str) -> None:
+    """Require that there is something to reduce wherever there is a result."""
+    dims = node.shape(data) if data.ty.shape is not None else []
+    own = [as_expr(dim) > 0 for axis, dim in enumerate(dims) if axis in axes]
+    others = [equal(dim, 0) for axis, dim in enumerate(dims) if axis not in axes]
+    if own:
+        node.require(any_of([tirx.all(*own), *others]), f"{message}: its axes {axes} are empty in {shown(dims)}")
+
+
 def _sum(node: Node, data: relax.Expr, axes: list[int], keepdims: bool) -> relax.Expr:
     """Sum; half precision is accumulated in float32."""
     if not axes:
@@ -64,10 +74,16 @@ def _mean(node: Node, data: relax.Expr, axes: list[int], keepdims: bool) -> rela
     if not axes:
         return data
     if dtype in HALF:
-        return cast(node, node.emit(relax.op.mean(widened(node, data), axes, keepdims)), dtype)
+        return cast(node, _mean(node, widened(node, data), axes, keepdims), dtype)
     if is_float(dtype):
-        empty = _of_nothing(node, data, axes, keepdims, np.nan)
-        return empty if empty is not None else node.emit(relax.op.mean(data, axes, keepdims))
+        empty = _of_nothing(node, data, axes, keepdims, 0)  # onnxruntime's result, where numpy has NaN
+        if empty is not None:
+            return empty
+        _require_elements(node, data, axes, "has no mean of nothing to give")
+        return node.emit(relax.op.mean(data, axes, keepdims))
+    empty = _of_nothing(node, data, axes, keepdims, 0)
+    if empty is not None:
+        return empty
     shape = node.static_shape(data)
     count = int(np.prod([shape[axis] for axis in axes]))
     # numpy's mean of integers, cast back: the quotient is rounded towards zero.
@@ -182,19 +198,14 @@ def arg_extreme(node: Node) -> relax.Expr:
     axis = node.axis(node.attribute("axis", 0), rank)
     keepdims, last = bool(node.attribute("keepdims", 1)), bool(node.attribute("select_last_index", 0))
     largest = node.op_type == "ArgMax"
-    dims = node.shape(data)
-    others = [equal(dim, 0) for position, dim in enumerate(dims) if position != axis]
-    text = f"there is no largest or smallest element along axis {axis} of shape {shown(dims)}"
-    node.require(any_of([tirx.NE(as_expr(dims[axis]), as_expr(0)), *others]), text)
+    _require_elements(node, data, [axis], "has no index of an element to give")
     if dtype_of(data) == "bfloat16":
         data = cast(node, data, "float32")
     if not last and is_float(dtype_of(data)):
         return node.emit((relax.op.argmax if largest else relax.op.argmin)(data, axis, keepdims))
 
     def better(one: Sequence[tirx.Expr], other: Sequence[tirx.Expr]) -> tuple[tirx.Expr, tirx.Expr]:
-        is_more = one[1] > other[1] if largest else one[1] < other[1]
-        is_sooner = one[0] > other[0] if last else one[0] < other[0]
-        wins = tirx.any(is_more, tirx.all(one[1] == other[1], is_sooner))
+        wins = index_wins(one, other, largest, last)
         return tirx.Select(wins, one[0], other[0]), tirx.Select(wins, one[1], other[1])
 
     def worst(index_type: str, value_type: str) -> tuple[tirx.Expr, tirx.Expr]:

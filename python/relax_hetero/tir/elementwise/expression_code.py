@@ -6,7 +6,7 @@ Rules of arithmetic
   does in numpy. `round` rounds halves to even. Integer `divide` truncates.
 - 16-bit floats are computed in float32, from loads to the store, and rounded where the expression casts and where the
   result is stored: more exact than op by op, and cheaper.
-- A cast of a float to an integer truncates; what does not fit is undefined, as in Relax.
+- A cast of a float to an integer truncates; what does not fit becomes what `tir.math.casts.truncated` says.
 - An integer division never traps, whatever padding holds: by zero, the result is the dividend.
 """
 

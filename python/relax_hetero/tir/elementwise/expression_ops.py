@@ -17,17 +17,9 @@ from tvm.script.ir_builder import tirx as T
 
 from ...encoding.expression import Expression, Term, split_sum
 from ..math import vector_math
+from ..math.extremes import maximum, minimum
 
 Number = bool | int | float
-
-
-def _maximum(a: tirx.Expr, b: tirx.Expr) -> tirx.Expr:
-    # NaN in b is the result of the comparison's false side. (Nested comparisons would be simplified as if total.)
-    return T.Select(T.isnan(a), a, T.Select(a > b, a, b))
-
-
-def _minimum(a: tirx.Expr, b: tirx.Expr) -> tirx.Expr:
-    return T.Select(T.isnan(a), a, T.Select(a < b, a, b))
 
 
 def _leaky_relu(x: tirx.Expr, alpha: Number) -> tirx.Expr:
@@ -76,8 +68,8 @@ FLOAT_OPS: dict[str, Callable[..., tirx.Expr]] = {
     **_ARITHMETIC,
     **FLOAT32_OPS,
     "divide": lambda a, b: a / b,
-    "maximum": _maximum,
-    "minimum": _minimum,
+    "maximum": maximum,
+    "minimum": minimum,
     "abs": _absolute_float,
     "negative": _negative_float,
     "sqrt": T.sqrt,

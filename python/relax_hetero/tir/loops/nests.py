@@ -109,8 +109,8 @@ def form_nests(stages: Sequence[Stage], results: Sequence[tirx.Buffer]) -> list[
         else:
             for buffer, value in zip(stage.buffers, stage.values, strict=True):
                 nest.steps.append((buffer, replaced(value, vars_)))
-    for i, nest in enumerate(nests):
-        read = {source for later in nests[i + 1 :] for e in later.expressions() for source in sources(e)}
+    read: set[tirx.Buffer] = set()  # by later nests
+    for nest in reversed(nests):
         final = {buffer: n for n, buffer in enumerate(nest.made)}  # of two steps that store, the last
         nest.stored = [b for b in final if b in results or b in read]
         nest.in_place = any(
@@ -118,6 +118,7 @@ def form_nests(stages: Sequence[Stage], results: Sequence[tirx.Buffer]) -> list[
             for n, (_, value) in enumerate(nest.steps, len(nest.sums))
             for source in sources(value)
         )
+        read.update(source for value in nest.expressions() for source in sources(value))
     return nests
 
 
@@ -136,11 +137,12 @@ def _inlined(stages: list[Stage], results: Sequence[tirx.Buffer]) -> list[Stage]
     """With values that are read elsewhere than at their own place computed where they are read, where that is cheap."""
     done: list[Stage] = []
     inline: dict[tirx.Buffer, Stage] = {}
-    for i, stage in enumerate(stages):
+    reads = _readers(stages)
+    for stage in stages:
         stage = _with_values(stage, inline)
         buffer = stage.buffers[0]
         if not stage.initial and len(stage.buffers) == 1 and buffer not in results:
-            uses = [(later, load) for later in stages[i + 1 :] for load in _reads(later, buffer)]
+            uses = [(stages[later], load) for later, load in reads.get(buffer, ())]
             if _is_inlined(stage, uses):
                 inline[buffer] = stage
                 continue
@@ -151,6 +153,17 @@ def _inlined(stages: list[Stage], results: Sequence[tirx.Buffer]) -> list[Stage]
 def _reads(computed: Stage | Nest, buffer: tirx.Buffer) -> list[Load]:
     values = computed.values if isinstance(computed, Stage) else computed.expressions()
     return [load for value in values for load in loads(value) if load.source.same_as(buffer)]
+
+
+def _readers(stages: Sequence[Stage]) -> dict[tirx.Buffer, list[tuple[int, Load]]]:
+    """By buffer, who reads it and how, in order; a reduction's reads of its own result are left out."""
+    found: dict[tirx.Buffer, list[tuple[int, Load]]] = {}
+    for number, stage in enumerate(stages):
+        for value in stage.values:
+            for load in loads(value):
+                if load.source not in stage.buffers:
+                    found.setdefault(load.source, []).append((number, load))
+    return found
 
 
 def _with_values(stage: Stage, inline: dict[tirx.Buffer, Stage]) -> Stage:
@@ -241,8 +254,9 @@ def _home(nests: list[Nest], stage: Stage) -> Nest | None:
 def _share_storage(stages: list[Stage], results: Sequence[tirx.Buffer]) -> list[Stage]:
     """With what is read only where a result of the same form is computed, kept in that result's storage."""
     renamed: dict[tirx.Buffer, tirx.Buffer] = {}
-    for i, stage in enumerate(stages):
-        readers = [j for j in range(i + 1, len(stages)) if any(_reads(stages[j], b) for b in stage.buffers)]
+    reads = _readers(stages)
+    for stage in stages:
+        readers = sorted({j for b in stage.buffers for j, _ in reads.get(b, ())})
         if stage.initial or len(stage.buffers) != 1 or len(readers) < 2 or stage.buffers[0] in results:
             continue
         mine, last = stage.buffers[0], stages[readers[-1]]

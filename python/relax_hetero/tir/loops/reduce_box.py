@@ -15,6 +15,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ...target.cpu_target import CpuTarget
 from ..core.builder import Expr, either, int64, when
+from ..math.extremes import is_maximum, maximum, minimum, operands
 from .boxes import is_choice
 from .flat import FlatBox, Loop, is_step
 from .loop_code import nested, run, spread
@@ -53,17 +54,19 @@ def _reduced_vector(box: FlatBox, cpu: CpuTarget) -> int | None:
 _COMBINERS: dict[type, Callable[[Expr, Expr], Expr]] = {
     tirx.Add: lambda a, b: a + b,
     tirx.Mul: lambda a, b: a * b,
-    tirx.Max: tirx.max,
-    tirx.Min: tirx.min,
+    # A comparison and a choice of the second where it fails: NaN among the terms is left out, wherever it stands.
+    tirx.Max: lambda a, b: tirx.max(b, a),
+    tirx.Min: lambda a, b: tirx.min(b, a),
 }
 
 
 @dataclass(frozen=True)
 class Combined:
-    """``buffer = combine(buffer, term)``, which may be done in any order."""
+    """``buffer = combine(own, term)``, which may be done in any order; `own` reads the buffer."""
 
     sum: Sum
     combine: Callable[[Expr, Expr], Expr]
+    own: Expr
     term: Expr
     neutral: Expr
 
@@ -71,16 +74,25 @@ class Combined:
 def combined(s: Sum) -> Combined | None:
     """What a reduction combines, if that is one value with what is there so far."""
     kind = type(s.value)
-    if kind not in _COMBINERS:
+    of_floats = is_maximum(s.value)
+    if kind not in _COMBINERS and of_floats is None:
         return None
-    for own, term in ((s.value.a, s.value.b), (s.value.b, s.value.a)):
+    one, other = (s.value.a, s.value.b) if of_floats is None else operands(s.value)
+    combine = _COMBINERS[kind] if of_floats is None else maximum if of_floats else minimum
+    for own, term in ((one, other), (other, one)):
         if isinstance(own, Load) and own.source.same_as(s.buffer):
             if any(load.source.same_as(s.buffer) for load in loads(term)):
                 return None
             dtype = s.buffer.dtype
             neutral = {tirx.Add: tirx.const(0, dtype), tirx.Mul: tirx.const(1, dtype)}.get(kind, s.initial)
-            return Combined(s, _COMBINERS[kind], term, neutral)
+            return Combined(s, combine, own, term, neutral)
     return None
+
+
+def value_of(s: Sum) -> Expr:
+    """What a reduction stores, the operands of max and min in the order that leaves NaN out."""
+    parts = combined(s) if isinstance(s.value, (tirx.Max, tirx.Min)) else None
+    return s.value if parts is None else parts.combine(parts.own, parts.term)
 
 
 def parts_of(box: FlatBox) -> list[Combined]:
@@ -270,7 +282,7 @@ class AlongResults:
             if len(sums) == 1 and self._by_choice(sums[0], start, lanes, slots):
                 continue
             for i, held in enumerate(slots):
-                self._accumulate([s.value for s in sums], sums, start + i * lanes, lanes, held)
+                self._accumulate([value_of(s) for s in sums], sums, start + i * lanes, lanes, held)
 
     def _by_choice(self, s: Sum, start: Expr, lanes: int, slots: list[dict[tirx.Buffer, tirx.Buffer]]) -> bool:
         """Have all vectors choose at once where a term is one of two."""

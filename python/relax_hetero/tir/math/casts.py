@@ -47,6 +47,38 @@ def _type_of(dtype: str, x: tirx.Expr) -> tvm.ir.PrimType:
     return tvm.ir.PrimType(vector_type(dtype, x.ty.dtype.lanes))
 
 
+def truncated(x: tirx.Expr, dtype: str) -> tirx.Expr:
+    """A floating-point expression as an integer, towards zero; other expressions as by a plain cast.
+
+    Defined for every number, as instructions of x86, and so numpy and ONNX Runtime there, have it: NaN and what is
+    beyond the 32 bits (of uint32 and 64-bit types: 64 bits) of a signed integer becomes the least of these, and types
+    with fewer bits, or without a sign, take its low bits. A plain cast is undefined there, and differs between vectors,
+    scalars and devices.
+    """
+    if not str(x.ty.dtype).startswith("float") or not dtype.startswith(("int", "uint")) or dtype == "bool":
+        return T.cast(x, vector_type(dtype, x.ty.dtype.lanes))
+    if x.ty.dtype.bits < 32:
+        x = T.cast(x, vector_type("float32", x.ty.dtype.lanes))
+    if dtype == "uint64":
+        half = vector_math.constant(x, 2.0**63)
+        high = T.bitwise_xor(_signed(x - half, "int64"), _least(x, "int64"))
+        return T.cast(T.Select(x >= half, high, _signed(x, "int64")), vector_type(dtype, x.ty.dtype.lanes))
+    wide = "int64" if dtype in ("int64", "uint32") else "int32"
+    whole = _signed(x, wide)
+    return whole if dtype == wide else T.cast(whole, vector_type(dtype, x.ty.dtype.lanes))
+
+
+def _signed(x: tirx.Expr, dtype: str) -> tirx.Expr:
+    limit = 2.0**63 if dtype == "int64" else 2.0**31
+    fits = tirx.all(x > vector_math.constant(x, -limit), x < vector_math.constant(x, limit))
+    return T.Select(fits, T.cast(x, vector_type(dtype, x.ty.dtype.lanes)), _least(x, dtype))
+
+
+def _least(x: tirx.Expr, dtype: str) -> tirx.Expr:
+    least = tirx.min_value(dtype)
+    return least if x.ty.dtype.lanes == 1 else T.broadcast(least, x.ty.dtype.lanes)
+
+
 def computed_in(dtype: str) -> str:
     """The element type that arithmetic on `dtype` is done in."""
     return "float32" if dtype in HALVES else dtype
@@ -69,7 +101,7 @@ def cast(value: tirx.Expr, dtype: str) -> tirx.Expr:
         return cast(single, dtype)
     if dtype == "bfloat16":
         return T.reinterpret(vector_type("bfloat16", lanes), bfloat16_bits(cast(value, "float32")))
-    return T.cast(value, vector_type(dtype, lanes))
+    return truncated(value, dtype)
 
 
 def round_to_bfloat16(x: tirx.Expr) -> tirx.Expr:

@@ -1,7 +1,8 @@
-"""Largest and smallest elements of floats as ONNX and numpy define them, infinities included.
+"""Largest and smallest elements of floats as numpy defines them, infinities and NaN included.
 
 Stock ``max`` and ``min`` start from the largest finite numbers: the largest of nothing but -inf would not be -inf, and
-no element's index would be that of it.
+no element's index would be that of it. And they drop NaN, or not, as it happens to stand: here it is the result, and
+its index, the first one's, that of the largest and of the smallest element.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Any
 
 import tvm
 from tvm import relax, te, tirx
+
+from ...tir.math.extremes import index_wins, maximum, minimum
 
 Legalize = Callable[[relax.BlockBuilder, relax.Call], relax.Expr]
 
@@ -42,7 +45,7 @@ def _legalization(name: str, largest: bool) -> Legalize:
 
 def _extreme(x: te.Tensor, axes: Sequence[int], keepdims: bool, largest: bool) -> te.Tensor:
     def combine(one: tirx.PrimExpr, other: tirx.PrimExpr) -> tirx.PrimExpr:
-        return tirx.max(one, other) if largest else tirx.min(one, other)
+        return maximum(one, other) if largest else minimum(one, other)
 
     reducer = te.comm_reducer(combine, lambda kind: _worst(str(kind), largest), name="extreme")
     reduced = {axis: te.reduce_axis((0, x.shape[axis]), name=f"r{axis}") for axis in axes}
@@ -58,8 +61,7 @@ def _index(x: te.Tensor, axes: Sequence[int], keepdims: bool, largest: bool) -> 
     (axis,) = axes
 
     def better(one: Sequence[Any], other: Sequence[Any]) -> tuple[Any, Any]:
-        is_more = one[1] > other[1] if largest else one[1] < other[1]
-        wins = tirx.any(is_more, tirx.all(one[1] == other[1], one[0] < other[0]))
+        wins = index_wins(one, other, largest, last=False)
         return tirx.Select(wins, one[0], other[0]), tirx.Select(wins, one[1], other[1])
 
     def worst(index_type: str, value_type: str) -> tuple[Any, Any]:

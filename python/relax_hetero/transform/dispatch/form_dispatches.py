@@ -32,6 +32,7 @@ from ..ir.module_attrs import is_lowered
 from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions, walk_bindings
 from ..ir.root_blocks import with_root_blocks
 from .bind_targets import bind_targets
+from .bound_kernels import bound_kernels
 from .folding import fold_constants
 from .keep_devices import keep_devices
 from .legalize import is_kept, legalize
@@ -63,7 +64,7 @@ def form_dispatches(mod: tvm.IRModule) -> tvm.IRModule:
     if any(isinstance(b.value, relax.Function) for _, func in relax_functions(mod) for b in walk_bindings(func)):
         mod = relax.transform.LambdaLift()(mod)
     written = {gv.name_hint for gv in mod.get_global_vars()}
-    mod = legalize(widen_extents(with_root_blocks(mod)))
+    mod = bound_kernels(legalize(widen_extents(with_root_blocks(mod))))
     stock = relax.transform
     mod = _with_fused_ops(fold_constants(stock.AnnotateTIROpPattern()(forget_targets(mod, written))))
     ops = fused_ops(mod)

@@ -9,12 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import tvm
-from tvm import relax
+from tvm import relax, tirx
 from tvm_ffi import structural_map
 
 from ...errors import BuildError
-from ..ir.op_names import RESHAPE
-from ..ir.rewriting import copy_module, map_bindings, op_name, relax_functions, typed, walk_bindings
+from ..ir.blocks import shape_of, tensor_type
+from ..ir.op_names import CONCAT, RESHAPE
+from ..ir.rewriting import (
+    copy_module,
+    map_bindings,
+    op_name,
+    relax_functions,
+    typed,
+    walk_bindings,
+    with_functions,
+)
 from .keep_devices import keep_devices
 from .nan_kernels import legalizations
 
@@ -29,6 +38,9 @@ _KEPT_OPS = frozenset(
 _SORTS_AND_SCANS = frozenset(f"relax.{name}" for name in ("bucketize", "sort", "argsort", "topk", "cumsum", "cumprod"))
 # Their stock kernels compute with halves in float32, and give that back.
 _OF_ANOTHER_TYPE = ("relax.nn.batch_norm",)
+MOST_OPERANDS = 32
+"""Tensors that one concatenation takes. Its kernel is a choice in a choice for each of them, in which TVM recurses."""
+_OPAQUE = 8  # TVM's number for a kernel that is fused with no other
 _KEPT_PREFIXES = ("relax.builtin.", "relax.memory.", "relax.vm.", "relax.inspect.", "relax.hetero.")
 
 
@@ -42,7 +54,7 @@ def legalize(mod: tvm.IRModule) -> tvm.IRModule:
     """
     mod, variables = with_unique_names(_simplified(mod))
     try:
-        legal = _with_kernels(mod)
+        legal = _with_wide_kernels_apart(_with_kernels(mod))
     except Exception:  # an op's own legalization raises what it likes, and names nothing
         _blame(mod, variables)
         raise
@@ -92,8 +104,10 @@ def _simplified(mod: tvm.IRModule) -> tvm.IRModule:
     Operands that are variables of a known shape become that shape: legalizations want it written out.
     """
 
-    def change(binding: relax.Binding) -> relax.Binding:
+    def change(binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
         value = binding.value
+        if op_name(value) == CONCAT and isinstance(binding.var.ty, relax.TensorType):
+            return _few_at_a_time(binding)
         if isinstance(value, relax.TupleGetItem) and isinstance(value.tuple_value, relax.Tuple):
             return relax.VarBinding(binding.var, value.tuple_value.fields[value.index], binding.span)
         name = op_name(value)
@@ -108,6 +122,37 @@ def _simplified(mod: tvm.IRModule) -> tvm.IRModule:
     functions = dict(mod.functions.items())
     functions.update({gv: map_bindings(func, change) for gv, func in relax_functions(mod)})
     return relax.transform.CanonicalizeBindings()(copy_module(mod, functions))
+
+
+def _few_at_a_time(binding: relax.Binding) -> list[relax.Binding]:
+    """A concatenation of many tensors as some of fewer, in order."""
+    made: list[relax.Binding] = []
+    value, ty = binding.value, binding.var.ty
+    operands = list(value.args[0].fields) if isinstance(value.args[0], relax.Tuple) else []
+    axis = int(value.attrs.axis) if value.attrs.axis is not None else 0
+    if len(operands) <= MOST_OPERANDS or any(shape_of(operand) is None for operand in operands):
+        return [binding]
+    axis += int(ty.ndim) if axis < 0 else 0
+    while len(operands) > MOST_OPERANDS:
+        groups = [operands[at : at + MOST_OPERANDS] for at in range(0, len(operands), MOST_OPERANDS)]
+        operands = []
+        for group in groups:
+            shape = shape_of(group[0])
+            shape[axis] = sum((shape_of(one)[axis] for one in group[1:]), start=shape[axis])
+            part = type(binding.var)(f"{binding.var.name}_part{len(made)}", tensor_type(shape, str(ty.dtype), ty))
+            made.append(relax.VarBinding(part, typed(relax.op.concat(group, axis), part.ty)))
+            operands.append(part)
+    return [*made, relax.VarBinding(binding.var, typed(relax.op.concat(operands, axis), ty), binding.span)]
+
+
+def _with_wide_kernels_apart(mod: tvm.IRModule) -> tvm.IRModule:
+    """Kernels of very many tensors marked as fused with nothing, which would make them wider yet."""
+    wide = {
+        gv: func.with_attr("op_pattern", _OPAQUE)
+        for gv, func in mod.functions.items()
+        if isinstance(func, tirx.PrimFunc) and len(func.params) > MOST_OPERANDS and "op_pattern" not in func.attrs
+    }
+    return with_functions(mod, wide)
 
 
 def _written_out(arg: relax.Expr) -> relax.Expr:

@@ -20,6 +20,7 @@ from typing import Any
 
 import tvm
 
+from ...artifact.checks import CheckSpec
 from ...artifact.commands import SingleCall
 from ...artifact.schedule import Schedule
 from ...target.vdevice import device_name, vdevices_of
@@ -47,6 +48,8 @@ class Findings:
         The kernel calls that no command buffer makes, by FormCommandBuffers.
     schedules : tuple of Schedule, optional
         By which steps functions go through queues, by FormSchedules.
+    checks : tuple of CheckSpec, optional
+        By number, the checks of values that kernels make, by CheckValues.
     """
 
     placement: PlacementReport | None = None
@@ -55,6 +58,7 @@ class Findings:
     fusions: FusionReport | None = None
     single_calls: tuple[SingleCall, ...] | None = None
     schedules: tuple[Schedule, ...] | None = None
+    checks: tuple[CheckSpec, ...] | None = None
 
     def to_data(self) -> dict[str, Any]:
         """As JSON data, by field."""
@@ -79,6 +83,9 @@ _FORMATS = {
         lambda calls: [vars(call) for call in calls], lambda data: tuple(SingleCall(**d) for d in data)
     ),
     "schedules": _Format(lambda all_: [s.to_json() for s in all_], lambda data: tuple(map(Schedule.from_json, data))),
+    "checks": _Format(
+        lambda checks: [vars(check) for check in checks], lambda data: tuple(CheckSpec(**d) for d in data)
+    ),
 }
 
 

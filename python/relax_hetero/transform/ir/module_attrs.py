@@ -11,6 +11,8 @@ COMMANDS = "relax_hetero.commands"
 """On a PrimFunc: it is a command buffer, and this says what it does (`region_attrs`)."""
 KERNEL = "relax_hetero.kernel"
 """On a PrimFunc: command buffers call it, and this says how."""
+STRICT = "relax_hetero.strict"
+"""On a module: devices that cannot end a call have their values checked on the host (`CheckValues`)."""
 MEMORY = "relax_hetero.memory"
 """On a Relax function: what it allocates (`note_memory`)."""
 

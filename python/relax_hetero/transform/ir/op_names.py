@@ -7,6 +7,7 @@ TRANSFER = "relax.to_vdevice"
 PERMUTE = "relax.permute_dims"
 RESHAPE = "relax.reshape"
 CAST = "relax.astype"
+CONCAT = "relax.concat"
 CALL_TIR_INPLACE = "relax.call_tir_inplace"
 CALL_TIR_OPS = ("relax.call_tir", CALL_TIR_INPLACE, "relax.call_tir_with_grad")
 IN_PLACE = (CALL_TIR_INPLACE, "relax.call_inplace_packed")

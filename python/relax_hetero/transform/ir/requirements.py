@@ -12,6 +12,7 @@ from tvm import relax, tirx
 from tvm_ffi import StructuralKey, structural_walk
 
 from ...op.require import is_requirement
+from .rewriting import tensor_types
 
 MOST = 2**62
 """More than any extent of a tensor: what analyzers are told that sizes stay below."""
@@ -108,6 +109,15 @@ def sizes_made(bindings: Sequence[relax.Binding], known: Set[tirx.Var]) -> dict[
             if symbol not in known:
                 made.setdefault(symbol, position)
     return made
+
+
+def bind_extents(analyzer: tvm.sym.Analyzer, ty: tvm.ir.Type) -> None:
+    """Tell an analyzer that sizes which are extents of tensors of a type, which exist, are not negative."""
+    for tensor in tensor_types(ty):
+        if isinstance(tensor.shape, relax.ShapeExpr):
+            for extent in tensor.shape.values:
+                if isinstance(extent, tvm.ir.Var):
+                    analyzer.bind(extent, tvm.ir.Range(0, MOST), allow_override=True)
 
 
 _Found = TypeVar("_Found", bound=Requirement)

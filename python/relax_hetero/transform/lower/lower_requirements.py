@@ -42,9 +42,9 @@ from ...op.require import is_requirement
 from ...target.vdevice import is_cpu
 from ..ir.declare import declare_pass
 from ..ir.requirements import (
-    MOST,
     Monomial,
     Requirement,
+    bind_extents,
     by_place,
     factors_of,
     in_requirements,
@@ -111,14 +111,25 @@ def without_division_by_zero(func: relax.Function) -> relax.Function:
 
 @dataclass
 class _Writer:
-    """Rewrites a function; `guards` are the PrimFuncs that check."""
+    """Rewrites a function.
+
+    Attributes
+    ----------
+    guards : dict
+        The PrimFuncs that check.
+    analyzer : tvm.sym.Analyzer
+        Knows that extents of tensors which callers give are not negative; numbers of a shape may be.
+    """
 
     name: str
     is_public: bool
     taken: set[str]
     guards: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = field(default_factory=dict)
+    analyzer: tvm.sym.Analyzer = field(default_factory=tvm.sym.Analyzer)
 
     def function(self, func: relax.Function, known: Set[tirx.Var] = frozenset(), is_top: bool = True) -> relax.Function:
+        for param in func.params:
+            bind_extents(self.analyzer, param.ty)
         return with_body(func, self._sequence(func.body, known | sizes_of_parameters(func), is_top))
 
     def _sequence(self, expr: relax.Expr, known: Set[tirx.Var], is_top: bool = False) -> relax.Expr:
@@ -130,7 +141,7 @@ class _Writer:
         required = [requirement for _, _, found in blocks for requirement in found]
         required += allocations(bindings)
         places = by_place(required, bindings, known)
-        due = {place: self._checks(found, place < 0, is_top) for place, found in places.items()}
+        due = {place: self._checks(found, is_top) for place, found in places.items()}
         position, new = 0, []
         first = due.get(-1, [])
         if not blocks and first:
@@ -167,13 +178,11 @@ class _Writer:
             return relax.VarBinding(binding.var, self.function(value, known, is_top=False))
         return binding
 
-    def _checks(self, required: Iterable[Requirement], is_given: bool, is_top: bool) -> list[relax.Binding]:
-        """The call that checks what is not proven, if there is such; `is_given` says that callers give the sizes."""
-        analyzer = tvm.sym.Analyzer()
+    def _checks(self, required: Iterable[Requirement], is_top: bool) -> list[relax.Binding]:
+        """The call that checks what is not proven, if there is such."""
+        analyzer = self.analyzer
         left: dict[tuple[StructuralKey, str], Requirement] = {}
         for requirement in required:
-            for symbol in requirement.sizes if is_given else ():
-                analyzer.bind(symbol, tvm.ir.Range(0, MOST), allow_override=True)
             is_open = isinstance(requirement, Allocation)
             if not is_open and analyzer.can_prove(requirement.condition):
                 continue

@@ -16,7 +16,8 @@ After::
 Output tensors are allocated explicitly and freed after their last use, storage is planned per device, and shapes are
 computed on the host. `lowering_steps` lists the passes that do it, TVM's and ours. Before them, kernels get root
 blocks, devices go from the types by which functions are called, and arguments that are written to are noted; after
-them, kernels that only kernels call lose their symbols (`keep_private_kernels`).
+them, kernels that only kernels call lose their symbols (`keep_private_kernels`), and divisors of sizes are checked
+(`check_size_divisors`).
 
 Assumes FormDispatches. A lowered module is returned as it is.
 """
@@ -29,12 +30,14 @@ import tvm
 from tvm import relax, tirx
 from tvm_ffi import structural_map, structural_walk
 
+from ...errors import BuildError
 from ...target.vdevice import vdevices_of
 from ..ir.declare import declare_pass
 from ..ir.module_attrs import is_lowered, mark_lowered
-from ..ir.rewriting import copy_module, fresh_global_var, relax_functions, typed
+from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions, typed, walk_bindings
 from ..ir.root_blocks import with_root_blocks
 from ..partition.written_arguments import note_written
+from .check_size_divisors import check_size_divisors
 from .lower_pinned_storage import LowerPinnedStorage
 from .lower_requirements import LowerRequirements
 from .lower_transfers import LowerTransfers, writes_in_place
@@ -45,18 +48,42 @@ from .settle_packed_results import SettlePackedResults
 
 
 def lower_to_vm(mod: tvm.IRModule) -> tvm.IRModule:
-    """See the module's docstring."""
+    """See the module's docstring.
+
+    Raises
+    ------
+    BuildError
+        When it runs: memory of a module of several devices was planned before, by TVM's own planner.
+    """
     if is_lowered(mod):
         return mod
+    if len(vdevices_of(mod)) > 1:
+        _refuse_planned(mod)
     named = {gv.name_hint: func for gv, func in mod.functions.items() if "global_symbol" in func.attrs}
     public = [name for name, func in named.items() if isinstance(func, relax.Function)]
     kernels = [name for name, func in named.items() if isinstance(func, tirx.PrimFunc)]
     mod = note_written(with_root_blocks(without_callee_devices(mod)))
-    lowered = keep_private_kernels(tvm.transform.Sequential(lowering_steps(writes_in_place(mod)))(mod))
+    lowered = tvm.transform.Sequential(lowering_steps(writes_in_place(mod)))(mod)
+    lowered = check_size_divisors(keep_private_kernels(lowered))
     return mark_lowered(lowered, len(vdevices_of(mod)), public, kernels)
 
 
+_STORAGES = ("relax.memory.alloc_storage", "relax.vm.alloc_storage")
+
 LowerToVM = declare_pass("LowerToVM", lower_to_vm)
+
+
+def _refuse_planned(mod: tvm.IRModule) -> None:
+    """Stock StaticPlanBlockMemory lets values of two devices share a storage, and nothing tells afterwards which."""
+    for gv, func in relax_functions(mod):
+        for binding in walk_bindings(func):
+            if op_name(binding.value) in _STORAGES:
+                raise BuildError(
+                    f"function {gv.name_hint!r} has memory that was planned before ({op_name(binding.value)} of "
+                    f"{binding.var.name!r}), by a pass such as StaticPlanBlockMemory, which plans for one device, and "
+                    f"this module has {len(vdevices_of(mod))} vdevices: expected a module without that pass, as "
+                    "LowerToVM and rh.compile plan memory for each device"
+                )
 
 
 def lowering_steps(must_copy: bool) -> list[tvm.transform.Pass]:

@@ -17,6 +17,7 @@ import tvm
 from tvm import relax, tirx
 from tvm_ffi import structural_map
 
+from ...op.require import is_requirement
 from ...target.vdevice import host_vdevice, vdevice_index, vdevices_of
 from ..ir.blocks import used_vars
 from ..ir.kernels import call_vdevice, tensor_bytes
@@ -276,9 +277,13 @@ class BindingDevices:
         self._of_functions: dict[tvm.ir.GlobalVar, _Uses] = {}
 
     def is_free(self, binding: relax.Binding) -> bool:
-        """Whether a binding costs nothing: it names, groups or views others, or is a shape or a number."""
+        """Whether a binding costs nothing: it names, groups or views others, is a shape or a number, or requires."""
         value = binding.value
-        return not isinstance(value, (relax.Call, relax.If, relax.Function)) or op_name(value) == RESHAPE
+        return (
+            is_requirement(value)
+            or not isinstance(value, (relax.Call, relax.If, relax.Function))
+            or op_name(value) == RESHAPE
+        )
 
     def device(self, value: relax.Expr) -> int:
         """The device that an op works on, or that a value is on: manifest index, -1 for the implicit host."""

@@ -11,7 +11,8 @@ from tvm import relax
 
 from ...errors import PlacementError, VDeviceError
 from ...target.vdevice import device_name, host_vdevice, vdevice_index, vdevices_of
-from ..ir.rewriting import handle
+from ..ir.op_names import IN_PLACE
+from ..ir.rewriting import handle, op_name, relax_functions, walk_bindings
 from .graph import ANY, FuncTree, Tree
 
 
@@ -165,6 +166,9 @@ class Program:
         # By identity first: entries of the list that equal each other stay two devices.
         self._index = {handle(vdevice): index for index, vdevice in reversed(list(enumerate(self.vdevices)))}
         self._foreign: list[relax.VDevice] = []  # kept alive, so that their handles stay theirs
+        self.writes_in_place = any(
+            op_name(binding.value) in IN_PLACE for _, func in relax_functions(mod) for binding in walk_bindings(func)
+        )
         self.units: dict[str, Unit] = {}
         for gvar, func in mod.functions.items():
             if isinstance(func, relax.Function):

@@ -11,8 +11,9 @@ from typing import Any
 import tvm
 from tvm import relax
 
+from ...op.copies import copy
 from ..ir.op_names import TRANSFER
-from ..ir.rewriting import handle
+from ..ir.rewriting import handle, op_name, typed
 from .clones import Clone
 from .graph import ANY, HOST, ConstLeaf, Tree, tensors_of
 from .operands import Note, Operands
@@ -143,7 +144,7 @@ class CallWriter(Operands):
         var = self.rebind(record, value)
         if transfer is not None:
             transfer.var = var
-        if isinstance(value, relax.Call):
+        if op_name(value) == TRANSFER:
             why = f"transfer: {record.op} to {self.program.names[device]}"
             self.notes.append(Note("transfer", var.name, var.ty, TRANSFER, device, ANY, why))
 
@@ -153,7 +154,9 @@ class CallWriter(Operands):
             return self.constant(tree.expr, device)
         if isinstance(tree, int):
             if self.devices[tree] == device:
-                return value
+                # An alias, unless one of the two may be overwritten while the other is read.
+                is_own = record.kind == "to_vdevice" and self.program.writes_in_place
+                return typed(copy(value), value.ty) if is_own else value
             if tree in self.constants:
                 return self.constant(self.constants[tree], device)
             call = record.value

@@ -25,6 +25,10 @@ from .kernel_calls import KernelCall, KernelCalls
 WORTH_A_BUFFER = 2
 """A run of fewer kernels gains nothing: one call of a buffer stands for one call of a kernel."""
 
+MOST_CALLS = 256
+"""Kernels in one run. LLVM takes time that grows faster than the length of a host function, most of all than the number
+of its tensors; another call for each so many kernels costs nothing that shows."""
+
 
 @dataclass
 class Run:
@@ -112,7 +116,9 @@ class _Cut:
     def work(self, index: int, call: KernelCall, part: int) -> None:
         """A kernel joins the open run of its part, unless it reads something that is made later."""
         number = self._open.get(part)
-        if number is None or self._read(index) > 2 * number + 1:
+        run = None if number is None else self.sections[number].run
+        is_full = run is not None and len(run.calls) >= MOST_CALLS
+        if number is None or is_full or self._read(index) > 2 * number + 1:
             self._end(part, index)
             number = self._open[part] = len(self.sections) - 1
             self.sections[number].run = Run(call.vdevice)

@@ -9,7 +9,7 @@ from ...artifact.commands import SingleCall
 from ..ir.blocks import Block
 from ..ir.op_names import CALL_TIR_OPS, TRANSFER
 from ..ir.rewriting import op_name
-from .command_regions import Run
+from .command_regions import MOST_CALLS, Run
 from .kernel_calls import KernelCalls
 
 _CALL_PACKED = ("relax.call_packed", "relax.call_pure_packed", "relax.invoke_closure")
@@ -19,6 +19,8 @@ def why_ended(block: Block, run: Run) -> str:
     """What came after a run and could not join it, nor be moved out of its way: ``a transfer (lv3)``."""
     if run.ended_by is None:
         return "end of block"
+    if len(run.calls) >= MOST_CALLS:
+        return f"length ({MOST_CALLS} kernels)"
     binding = block.bindings[run.ended_by]
     return f"{_what(binding)} ({binding.var.name})"
 

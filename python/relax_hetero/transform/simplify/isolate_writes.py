@@ -1,22 +1,23 @@
 """IsolateWrites: what a kernel in place overwrites is its own, and nothing that reads it moves past the kernel.
 
-Before, where the value is on "llvm:0" already::
+Before::
 
     with R.dataflow():
-        y: R.Tensor((4,), "float32", "llvm:0") = R.to_vdevice(x, "llvm:0")
+        y: R.Tensor((4,), "float32", "llvm:0") = R.permute_dims(x, [0])
         doubled = R.add(x, x)
         z = R.call_tir_inplace(cls.increment, (y,), inplace_indices=[0], out_ty=R.Tensor((4,), "float32", "llvm:0"))
 
 After::
 
     with R.dataflow():
-        y_shared: R.Tensor((4,), "float32", "llvm:0") = R.to_vdevice(x, "llvm:0")
+        y_shared: R.Tensor((4,), "float32", "llvm:0") = R.permute_dims(x, [0])
         y: R.Tensor((4,), "float32", "llvm:0") = R.hetero.copy(y_shared)
         doubled = R.add(x, x)
         z = R.call_tir_inplace(cls.increment, (y,), ...)
 
-Ops make new values, but later passes and TVM give some of them the memory of their operand: transfers to the device
-where a value is, reshapes, permutations that cancel, whatever does nothing after all; and constants stay constants. If
+Ops make new values, but later passes and TVM give some of them the memory of their operand: reshapes, permutations that
+cancel, whatever does nothing after all; and constants stay constants. (Transfers to the device where a value is become
+copies in RealizeVDevice, if the module writes in place.) If
 one of two such values is overwritten while the other is still needed, by the caller of the function too, the second is
 copied. Values that are one tensor by the program itself (a name, a field, a branch of `If`, `memory.view`, a parameter)
 stay one: who writes to a parameter directly writes to what the caller gave.
@@ -39,12 +40,11 @@ from tvm import relax
 from tvm_ffi import structural_map
 
 from ...op.copies import COPY, copy
-from ...target.vdevice import same_object
 from ..dispatch.form_dispatches import is_formed
 from ..ir.blocks import used_vars
 from ..ir.declare import declare_pass
 from ..ir.module_attrs import is_lowered
-from ..ir.op_names import CALL_TIR_INPLACE, CAST, IN_PLACE, PERMUTE, RESHAPE, TRANSFER, relax_ops
+from ..ir.op_names import CALL_TIR_INPLACE, CAST, IN_PLACE, PERMUTE, RESHAPE, relax_ops
 from ..ir.rewriting import is_tensor_constant, op_name, relax_functions, typed, walk_bindings, with_functions
 from ..ir.tensor_aliases import NOTHING, Shown, TensorAliases, either, flat
 from ..partition.written_arguments import overwritten, written_arguments
@@ -70,7 +70,6 @@ _MOVERS = frozenset(
         CAST,
         PERMUTE,
         RESHAPE,
-        TRANSFER,
         *relax_ops(
             """hint_on_device expand_dims squeeze flatten broadcast_to strided_slice dynamic_strided_slice concat split
             stack tile repeat flip take gather_elements gather_nd layout_transform collapse_sum_like collapse_sum_to
@@ -204,7 +203,7 @@ class _Isolated:
             return self._candidate(binding.var, shares=operands)
         known = all(self.tensors[number].is_constant for number in operands)
         is_constant = known and name not in _SOLID and not str(name).startswith(("relax.builtin.", "relax.vm."))
-        if name in _MOVERS and not _crosses(call):
+        if name in _MOVERS:
             return self._candidate(binding.var, shares=operands, is_constant=is_constant)
         return self._candidate(binding.var, is_constant=is_constant)
 
@@ -294,14 +293,6 @@ class _Isolated:
             near = [self.movable[at] for at in readers if at in self.movable]
             if any(its is block and (by_any or block.is_dataflow) for its, by_any in near):
                 yield var
-
-
-def _crosses(call: relax.Call) -> bool:
-    """Whether a transfer certainly goes to another device."""
-    if op_name(call) != TRANSFER or not isinstance(call.args[0].ty, relax.TensorType):
-        return False
-    source, destination = call.args[0].ty.vdevice, call.attrs.dst_vdevice
-    return source is not None and not same_object(source, destination)
 
 
 def _inline_constants(call: relax.Expr) -> list[int]:

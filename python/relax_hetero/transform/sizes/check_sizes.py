@@ -35,9 +35,9 @@ from ...op.require import as_condition, is_requirement, require_binding
 from ..ir.declare import declare_pass
 from ..ir.module_attrs import is_lowered
 from ..ir.requirements import (
-    MOST,
     Monomial,
     Requirement,
+    bind_extents,
     by_place,
     factors_of,
     in_requirements,
@@ -106,21 +106,13 @@ class _Function:
 
     def body(self, func: relax.Function) -> relax.Expr:
         for param in func.params:
-            self._count(param.ty)
+            bind_extents(self.analyzer, param.ty)
             for ty in tensor_types(param.ty):
                 if isinstance(ty.shape, relax.ShapeExpr) and ty.dtype is not None:
                     number, symbolic = factors_of(ty)
                     key = monomial(symbolic)
                     self.given[key] = max(number, self.given.get(key, 0))
         return self._sequence(func.body, _Scope(sizes_of_parameters(func), set(), is_top=True))
-
-    def _count(self, ty: tvm.ir.Type) -> None:
-        """Note sizes that are extents of tensors which exist."""
-        for tensor in tensor_types(ty):
-            if isinstance(tensor.shape, relax.ShapeExpr):
-                for extent in tensor.shape.values:
-                    if isinstance(extent, tvm.ir.Var):
-                        self.analyzer.bind(extent, tvm.ir.Range(0, MOST), allow_override=True)
 
     def _sequence(self, expr: relax.Expr, scope: _Scope) -> relax.Expr:
         if not isinstance(expr, relax.SeqExpr):
@@ -161,7 +153,7 @@ class _Function:
                 branches = typed(relax.If(value.cond, then, other, value.span), value.ty)
                 return relax.VarBinding(binding.var, branches, binding.span)
         elif isinstance(value, relax.Function):
-            self._count(tvm.ir.TupleType([param.ty for param in value.params]))
+            bind_extents(self.analyzer, tvm.ir.TupleType([param.ty for param in value.params]))
             inner = _Scope(scope.known | sizes_of_parameters(value), set(scope.required), is_top=False)
             body = self._sequence(value.body, inner)
             if not body.same_as(value.body):
@@ -188,7 +180,7 @@ class _Function:
             if isinstance(binding, relax.MatchCast):
                 wanted = list(self._cast(binding, known))
                 known.update(symbols_in(binding.ty))
-                self._count(binding.ty)
+                bind_extents(self.analyzer, binding.ty)
             else:
                 wanted = conditions(self.mod, binding.value, binding.var.ty)
             for ty in tensor_types(binding.var.ty):

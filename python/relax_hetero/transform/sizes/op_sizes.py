@@ -19,7 +19,7 @@ from ...encoding.heads import Heads
 from ...op.attention import ATTENTION, attention_sizes
 from ..ir.blocks import is_one
 from ..ir.op_names import CALL_TIR_OPS
-from ..ir.requirements import symbols_in
+from ..ir.requirements import Monomial, factors_of, monomial, symbols_in
 from ..ir.rewriting import op_name, tensor_types
 
 Extent: TypeAlias = Any
@@ -87,7 +87,7 @@ def product(shape: Iterable[Extent]) -> Extent:
     result: Extent = tirx.IntImm("int64", 1)
     for extent in shape:
         result = result * extent
-    return result
+    return tvm.sym.Analyzer().simplify(result)
 
 
 Rule: TypeAlias = "Callable[[relax.Call, list[Any], Shape | None], Conditions]"
@@ -180,15 +180,14 @@ def _reshape(call: relax.Call, shapes: list[Any], result: Shape | None) -> Condi
     data = shapes[0]
     if data is None or result is None:
         return
-    left, own = list(result), []
-    for extent in data:  # what stands on both sides need not be multiplied
-        at = next((i for i, found in enumerate(left) if found.same_as(extent)), None)
-        if at is None or isinstance(extent, tirx.IntImm):
-            own.append(extent)
-        else:
-            del left[at]
-    analyzer = tvm.sym.Analyzer()
-    yield from _same(analyzer.simplify(product(own)), analyzer.simplify(product(left)))
+    if _factors(data) != _factors(result):
+        yield from _same(product(data), product(result))
+
+
+def _factors(shape: Shape) -> tuple[int, Monomial]:
+    """A number of elements as a number, times symbols in an order of their own."""
+    number, symbolic = factors_of(relax.TensorType(shape, "uint8"))
+    return number, monomial(symbolic)
 
 
 def _broadcast_to(call: relax.Call, shapes: list[Any], result: Shape | None) -> Conditions:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from tvm import runtime
 
 from ...artifact.dims import DimValues
@@ -85,19 +86,30 @@ class ArgumentBinder:
         Returns
         -------
         tuple: The function's cache; all arguments by position, None where they cannot be; the earlier call, None where
-            there is none; and the arguments as tensors.
+            there is none; and the arguments as tensors. Where there is no such call, the arguments by position have
+            tensors in the place of foreign ones: each is asked for its memory once.
         """
+        if type(args) is not tuple or (kwargs and type(kwargs) is not dict):
+            _check_call(name, args, kwargs)
         cache = self.caches.get(name) or self._new_cache(name)
         ordered = cache.in_order(args, kwargs) if kwargs else args
         if ordered is None:
             return cache, None, None, []
         call, tensors = cache.recall(ordered)
+        if call is None:
+            taken = [
+                value if tensor is None or isinstance(value, np.ndarray) else tensor
+                for value, tensor in zip(ordered, tensors, strict=False)
+            ]
+            ordered = [*taken, *ordered[len(taken) :]]
         return cache, ordered, call, tensors
 
     def bind_new(
         self, name: str, cache: CallCache, ordered: Sequence[Any] | None, args: Sequence[Any], kwargs: Any
     ) -> BoundArguments:
         """`bind` after `recall`, whose first two results are `cache` and `ordered`; the call is remembered."""
+        if ordered is not None:
+            args, kwargs = ordered, {}
         bound = self.bind(self._executable.signature(name), args, kwargs, keep=False)
         is_admitted = self._limits is None or not bound.dims.values  # for good: nothing changes with the extents
         if ordered is not None and is_admitted:
@@ -151,6 +163,15 @@ class ArgumentBinder:
         if signature.donated:
             check_donated(signature, values)
         return BoundArguments(values, to.dims, to.lent)
+
+
+def _check_call(name: str, args: object, kwargs: object) -> None:
+    """Require arguments in a sequence, and by name in a mapping; BindingError for others."""
+    if not isinstance(args, Sequence | np.ndarray) or isinstance(args, str | bytes):
+        raise BindingError(f"the arguments of {name!r} are a {type(args).__name__}, expected a tuple or a list")
+    if not isinstance(kwargs, Mapping | None):
+        kind = type(kwargs).__name__
+        raise BindingError(f"the arguments of {name!r} by name are a {kind}, expected a dict from names to values")
 
 
 def match_names(

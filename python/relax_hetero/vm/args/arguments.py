@@ -7,8 +7,10 @@ What is donated is lent to be overwritten; what code writes to though it is not 
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +19,11 @@ import tvm_ffi
 from tvm import runtime
 
 from ...artifact.dims import DimValues
+from ...artifact.metadata import CPU
 from ...artifact.signature import PrimSpec, ShapeSpec, TensorSpec, TupleSpec, ValueSpec, describe
-from ...errors import BindingError
-from ...target.element_types import numpy_dtype
+from ...errors import BindingError, HeteroError
+from ...target.element_types import bits_of, numpy_dtype
+from ..device.cuda_library import CUDA_HOST
 from ..device.tensors import (
     ALIGNMENT,
     AddressRange,
@@ -35,6 +39,12 @@ from ..device.tensors import (
 )
 
 _Tensor = tvm_ffi.core.Tensor
+# TVM looks an unknown type of device up beyond the end of its table.
+_DEVICE_TYPES = {int(kind): kind.name.removeprefix("kDL").lower() for kind in tvm_ffi.DLDeviceType}
+
+
+# Of others a signal handler may have raised one, which is for whoever waits for it.
+_REFUSALS = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass
@@ -73,14 +83,20 @@ def place(value: Any, spec: ValueSpec, where: str, to: Placement) -> Any:
     ------
     BindingError: A value of another kind, element type, rank, extent or length; the message begins with `where`.
     """
-    if isinstance(spec, TensorSpec):
-        return place_tensor(value, spec, where, to)
-    if isinstance(spec, TupleSpec):
-        return _place_tuple(value, spec, where, to)
-    if isinstance(spec, ShapeSpec):
-        return _place_shape(value, spec, where, to)
-    if isinstance(spec, PrimSpec):
-        return _place_prim(value, spec, where, to)
+    try:
+        if isinstance(spec, TensorSpec):
+            return place_tensor(value, spec, where, to)
+        if isinstance(spec, TupleSpec):
+            return _place_tuple(value, spec, where, to)
+        if isinstance(spec, ShapeSpec):
+            return _place_shape(value, spec, where, to)
+        if isinstance(spec, PrimSpec):
+            return _place_prim(value, spec, where, to)
+    except HeteroError:
+        raise
+    except _REFUSALS as error:  # memory for a copy; methods of the caller's object
+        why = f"{type(error).__name__}: {error}"
+        raise BindingError(f"{where} ({type(value).__name__}) cannot be taken as {describe(spec)}: {why}") from error
     return value
 
 
@@ -110,13 +126,23 @@ def place_tensor(value: Any, spec: TensorSpec, where: str, to: Placement) -> run
 
 
 def as_tensor(value: Any, where: str, spec: TensorSpec) -> runtime.Tensor | np.ndarray:
-    """A tvm tensor over an object's memory, or a numpy array where that cannot be had without a copy."""
+    """A tvm tensor over an object's memory, or a numpy array where that cannot be had without a copy.
+
+    Raises
+    ------
+    BindingError: For an object without memory to read: on a device that is not here, sparse, of impossible size.
+    """
     if isinstance(value, _Tensor):
-        return value
+        return _checked(value, where)
     if hasattr(value, "__dlpack__"):
         try:
-            return from_dlpack(value)
+            return _checked(from_dlpack(value), where)
+        except BindingError:
+            raise
         except Exception as error:  # each library raises its own
+            if isinstance(error, BufferError):
+                with suppress(Exception):
+                    return np.from_dlpack(value)  # read-only memory, which only newer consumers get
             if not hasattr(value, "__array__"):
                 raise BindingError(f"{where} ({type(value).__name__}) gives no DLPack tensor: {error}") from error
     if hasattr(value, "__array__"):
@@ -128,13 +154,40 @@ def as_tensor(value: Any, where: str, spec: TensorSpec) -> runtime.Tensor | np.n
     raise BindingError(f"{where} is a {type(value).__name__}, {expected}")
 
 
+def _checked(tensor: runtime.Tensor, where: str) -> runtime.Tensor:
+    """The tensor, if there can be memory behind it; BindingError where a producer told nonsense."""
+    device_type, index = tensor.__dlpack_device__()
+    if device_type not in (CPU, CUDA_HOST) and (device_type not in _DEVICE_TYPES or not tensor.device.exist):
+        named = _DEVICE_TYPES.get(device_type, f"device type {device_type}")
+        raise BindingError(f"{where} is on {named}:{index}, which this process does not have")
+    shape = tensor.shape
+    try:
+        nbytes = math.prod(shape) * bits_of(tensor.dtype) // 8
+    except ValueError as error:
+        raise BindingError(f"{where} has an element type that TVM does not know: {error}") from None
+    if min(shape, default=0) < 0 or nbytes >= 1 << 63:
+        raise BindingError(f"{where} has shape {shape}, expected extents of memory: not negative, below 2^63 bytes")
+    if nbytes and not tensor.data_ptr():
+        raise BindingError(f"{where} has shape {shape} and no memory: its address is 0")
+    return tensor
+
+
 def from_dlpack(value: Any) -> runtime.Tensor:
     """A tvm tensor over the memory of an object with ``__dlpack__``."""
+    if hasattr(value, "is_neg"):
+        value = _plain_torch(value)
     device_type = int(value.__dlpack_device__()[0])
     if device_type == 2:
         # Work that the producer queued on its own stream comes before ours on the legacy default stream (1).
         return tvm_ffi.from_dlpack(value.__dlpack__(stream=1))
     return tvm_ffi.from_dlpack(value)
+
+
+def _plain_torch(value: Any) -> Any:
+    """A tensor of PyTorch whose memory holds its numbers: views by sign or conjugation are computed, others refused."""
+    if str(getattr(value, "layout", "torch.strided")) != "torch.strided":
+        raise ValueError(f"layout {value.layout}, expected torch.strided")
+    return value.resolve_conj().resolve_neg()
 
 
 def check_tensor(dtype: str, shape: Sequence[int], spec: TensorSpec, where: str, dims: DimValues) -> None:
@@ -215,6 +268,8 @@ def _place_shape(value: Any, spec: ShapeSpec, where: str, to: Placement) -> tvm_
         raise BindingError(f"{where} has {len(dims)} dimensions, expected {spec.ndim}: {describe(spec)}")
     for axis, dim in enumerate(spec.values or ()):
         to.dims.match(dim, dims[axis], where, axis)
+    if any(not 0 <= dim < 1 << 63 for dim in dims):
+        raise BindingError(f"{where} is {dims}, expected {describe(spec)}: extents from 0 to 2^63 - 1")
     return tvm_ffi.Shape(dims)
 
 
@@ -223,13 +278,17 @@ def _refuse(dim: object) -> bool:
 
 
 def _place_prim(value: Any, spec: PrimSpec, where: str, to: Placement) -> bool | int | float:
-    if isinstance(value, np.ndarray) and value.ndim == 0 or isinstance(value, np.generic):
-        value = value.item()
+    if isinstance(value, np.ndarray | np.generic | _Tensor) and value.ndim == 0:
+        value = np.asarray(value).item()
     kinds: tuple[type, ...] = (bool, int) if spec.dtype == "bool" else (int,)
     if spec.dtype.startswith(("float", "bfloat")):
         kinds = (int, float)
     if not isinstance(value, kinds) or (isinstance(value, bool) and spec.dtype != "bool"):
         raise BindingError(f"{where} is {value!r} ({type(value).__name__}), expected {describe(spec)}")
+    if spec.dtype.startswith(("int", "uint")):
+        limits = np.iinfo(spec.dtype)
+        if isinstance(value, int) and not limits.min <= value <= limits.max:
+            raise BindingError(f"{where} is {value}, expected {describe(spec)}: {limits.min} to {limits.max}")
     if spec.value is not None and isinstance(value, int):
         to.dims.match(spec.value, value, where)
     if spec.dtype.startswith(("float", "bfloat")):

@@ -124,16 +124,19 @@ class CallCache:
             return None
 
     def recall(self, args: Sequence[Any]) -> tuple[CachedCall | None, list[runtime.Tensor]]:
-        """The known call that these arguments make, and they as tensors; None where there is none."""
+        """The known call that these arguments make, and they as tensors; None where there is none.
+
+        Then the tensors are those of the first arguments, None for one that gives none.
+        """
         tensors: list[Any] = []
         looks: list[Look] = []
         for value in args:
             tensor: Any = value if isinstance(value, _Tensor) else self._tensor(value)
+            tensors.append(tensor)
             # As `_look` does, in line: this is the shortest way through the machine.
             head = _read(tensor.__chandle__() + _HEADER_BYTES).raw if tensor is not None else _NOTHING
             if head[0] & self._mask or head[40:] != _NO_OFFSET or not tensor.is_contiguous():
                 return None, tensors
-            tensors.append(tensor)
             looks.append((head[8:24], tensor.shape))
         call = self._calls.get(tuple(looks))
         if call is not None and self._donated and not self._may_consume(args, tensors, call):

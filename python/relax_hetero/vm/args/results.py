@@ -62,14 +62,28 @@ def _check_buffer(out: Any, spec: ValueSpec, where: str, dims: DimValues) -> Non
     if not isinstance(spec, TensorSpec):
         raise BindingError(f"{where}: a {describe(spec)} cannot be written into a buffer")
     if isinstance(out, np.ndarray):
+        if isinstance(out, np.ma.MaskedArray):
+            raise BindingError(f"{where} is a masked array, whose mask would be stale; expected {describe(spec)}")
         if not out.flags.writeable:
             raise BindingError(f"{where} is read-only")
         check_tensor(dtype_name(out.dtype), out.shape, spec, where, dims)
+        if not out.flags.c_contiguous and not _elements_are_apart(out):
+            raise BindingError(f"{where} has strides {out.strides}, by which elements share memory: {describe(spec)}")
         return
     tensor = _buffer(out, where, spec)
     check_tensor(str(tensor.dtype), tensor.shape, spec, where, dims)
     if not tensor.is_contiguous():
         raise BindingError(f"{where} has strides {tensor.strides}, expected a contiguous tensor")
+
+
+def _elements_are_apart(array: np.ndarray) -> bool:
+    """Whether each element has bytes of its own, for sure: each axis steps over all that the smaller steps reach."""
+    reach = array.itemsize
+    for stride, extent in sorted((abs(s), n) for s, n in zip(array.strides, array.shape, strict=True) if n > 1):
+        if stride < reach:
+            return False
+        reach += stride * (extent - 1)
+    return True
 
 
 def _check_apart(out: Any) -> None:

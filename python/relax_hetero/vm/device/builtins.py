@@ -19,6 +19,7 @@ import numpy as np
 import tvm_ffi
 from tvm import runtime
 
+from ...artifact.checks import refusal
 from ...errors import HeteroError, MemoryLimitError
 from .cuda_library import CUDA
 from .host_memory import host_memory
@@ -52,6 +53,12 @@ def running_on(devices: Sequence[runtime.Device], scopes: Sequence[str]) -> Iter
 def running_host() -> runtime.Device:
     """The host of the machine that runs on this thread; ``cpu(0)`` outside of a call."""
     return running.machine[0][-1] if running.machine is not None else runtime.device("cpu", 0)
+
+
+@tvm_ffi.register_global_func("relax_hetero.refuse", override=True)
+def refuse(check: int, found: int, least: int, end: int) -> None:
+    """Raise for a value that a kernel was given; the machine, which knows what the check is for, says so."""
+    raise ValueError(refusal(check, found, least, end))
 
 
 @tvm_ffi.register_global_func("relax_hetero.to_device", override=True)

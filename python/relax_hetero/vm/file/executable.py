@@ -19,6 +19,7 @@ from ...artifact.memory_plan import MemoryPlan
 from ...artifact.messages import unknown_name
 from ...artifact.metadata import DeviceSpec, Metadata, device_names
 from ...artifact.signature import FunctionSignature
+from ...artifact.signing import checked_key
 from ...errors import BuildError
 from ...providers import provided
 from ..device.constants import PlacedConstants
@@ -98,7 +99,7 @@ class Executable:
 
     def signature(self, name: str = "main") -> FunctionSignature:
         """The inputs and results of function `name`; BindingError where there is none."""
-        signature = self.metadata.signatures.get(name)
+        signature = self.metadata.signatures.get(name) if isinstance(name, str) else None
         if signature is None:
             raise unknown_name("function", name, self.function_names, "the executable")
         return signature
@@ -133,22 +134,39 @@ class Executable:
         """
         provided("explain")(self, sections, file)
 
-    def export_library(self, path: str | os.PathLike[str]) -> None:
+    def export_library(self, path: str | os.PathLike[str], *, key: bytes | None = None) -> None:
         """Write one file with code, metadata and weights, for `relax_hetero.load`.
 
         The file at `path` is replaced in one step, so it may be one that is loaded. Linking needs a C compiler
         (``CXX`` or cc) and TVM's; an executable that was itself loaded needs neither.
 
+        Parameters
+        ----------
+        path : str or path
+            The file, usually ``.so``; any name can be loaded.
+        key : bytes, optional
+            Sign the file: ``rh.load(path, key=key)`` loads it only if nobody without the key has changed it. At least
+            16 bytes, kept secret by those who write and those who load.
+
         Raises
         ------
         BuildError
-            No compiler, a failing one, or a path that cannot be written.
+            No compiler, a failing one, a path that cannot be written, or a key that is none. Nothing is left half
+            written.
         """
-        file = Path(checked_path(path, "exporting an executable"))
+        self._export(
+            Path(checked_path(path, "exporting an executable")), None if key is None else checked_key(key), 0o666
+        )
+
+    def export_private(self, path: Path) -> None:
+        """As `export_library`, to a file that only this user may read or write."""
+        self._export(path, None, 0o600)
+
+    def _export(self, path: Path, key: bytes | None, mode: int) -> None:
         if self._container is not None:
-            write_copy(file, self._container.data)
+            write_copy(path, self._container.data, key, mode)
         else:
-            write_executable(file, self.module, self.metadata, self.constants)
+            write_executable(path, self.module, self.metadata, self.constants, key, mode)
 
     def runnable(self) -> runtime.Module:
         """The module in a form that runs in this process; code of ``c`` devices is compiled now, once.

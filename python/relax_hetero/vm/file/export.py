@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import os
+import shlex
 import shutil
+import subprocess
+import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +23,18 @@ from tvm.base import _RUNTIME_ONLY
 
 from ...artifact.container import write_container
 from ...artifact.metadata import Metadata
+from ...artifact.signing import trailer_of
 from ...errors import BuildError
 from ...target.cpu_cores import num_cores
 from ..device.cpu_features import with_features
+from ..device.interruptible import run_in_threads
 from ..device.tensors import bytes_of
 
 # Modules that hold source or objects, and run only after they were linked.
 _NEEDS_LINKING = ("c", "static_library")
+
+# Temporary files that linking may need: LLVM ends the process where it cannot write all of an object.
+_LINKING_BYTES = 64 << 20
 
 # Of the symbols of functions (TVM's symbol::tvm_ffi_symbol_prefix).
 SYMBOL_PREFIX = "__tvm_ffi_"
@@ -48,11 +56,8 @@ def _modules(module: runtime.Module) -> Iterator[runtime.Module]:
 
 def generate_code(module: runtime.Module) -> None:
     """Have LLVM write the machine code of every module of its own, all at once: it would do so one by one later."""
-    parts = [part for part in _modules(module) if part.kind == "llvm"]
-    if len(parts) < 2:
-        return
-    with ThreadPoolExecutor(min(len(parts), num_cores()), thread_name_prefix="relax_hetero.code") as threads:
-        list(threads.map(_first_function, parts))
+    parts = [partial(_first_function, part) for part in _modules(module) if part.kind == "llvm"]
+    run_in_threads(parts, num_cores(), "relax_hetero.code")
 
 
 def _first_function(part: runtime.Module) -> None:
@@ -62,16 +67,28 @@ def _first_function(part: runtime.Module) -> None:
         part.get_function(symbol.removeprefix(SYMBOL_PREFIX))
 
 
-def find_compiler(what: str) -> str:
-    """The C compiler that links (``CXX``, ``CC``, else the first known on PATH); BuildError says why it is needed."""
+def check_linking(what: str) -> list[str]:
+    """The command of the C compiler that links: ``CXX`` or ``CC``, with options if any, else the first known on PATH.
+
+    Raises
+    ------
+    BuildError: Beginning with `what`: there is no compiler, or no room for temporary files.
+    """
     from tvm.support.cc import get_cc
 
-    compiler: str | None = get_cc()
-    program = compiler.split()[0] if compiler and compiler.strip() else ""
-    if not program or shutil.which(program) is None:
-        found = f"{compiler!r}, which is no program" if compiler else "none on PATH and no CXX set"
+    given: str | None = get_cc()
+    try:
+        command = shlex.split(given or "")
+    except ValueError as error:  # a quotation that does not end
+        raise BuildError(f"{what} needs a C compiler: found CXX={given!r}, which is no command: {error}") from error
+    if not command or shutil.which(command[0]) is None:
+        found = f"{given!r}, which is no program" if given else "none on PATH and no CXX set"
         raise BuildError(f"{what} needs a C compiler: found {found}, expected g++, gcc, clang++, clang, c++ or cc")
-    return program
+    folder = tempfile.gettempdir()
+    free = shutil.disk_usage(folder).free
+    if free < _LINKING_BYTES:
+        raise BuildError(f"{what}: {folder} has {free:,} bytes left for linking, expected {_LINKING_BYTES:,}")
+    return command
 
 
 def link_library(module: runtime.Module, path: Path, what: str) -> None:
@@ -83,36 +100,66 @@ def link_library(module: runtime.Module, path: Path, what: str) -> None:
     """
     if _RUNTIME_ONLY:
         raise BuildError(f"{what} needs TVM's compiler: found TVM's runtime only")
-    find_compiler(what)
+    command = check_linking(what)
     with tempfile.TemporaryDirectory(prefix="relax_hetero_") as workspace:
         try:
-            module.export_library(str(path), workspace_dir=workspace, options=list(_C_OPTIONS))
+            link = partial(_link, command)
+            module.export_library(str(path), fcompile=link, workspace_dir=workspace, options=list(_C_OPTIONS))
         except Exception as error:  # TVM and the linker raise their own kinds
             raise BuildError(f"{what}: linking failed: {error}") from error
+
+
+def _link(command: Sequence[str], output: str, objects: Sequence[str], options: Sequence[str] = ()) -> None:
+    """Link objects and C sources; TVM's own function takes a compiler without options, and no ``ccache g++``."""
+    undefined = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
+    whole = [*command, "-shared", "-fPIC", *undefined, "-o", output, *options, *objects]
+    done = subprocess.run(whole, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    if done.returncode:
+        text = done.stdout.decode(errors="replace")
+        raise RuntimeError(f"{shlex.join(command)} ended with {done.returncode}:\n{text}\nCommand: {shlex.join(whole)}")
 
 
 def checked_path(path: object, what: str) -> str:
     """`path` as text; BuildError, beginning with `what`, where it is no path."""
     try:
-        return os.fsdecode(path)  # type: ignore[arg-type]
+        text = os.fsdecode(path)  # type: ignore[arg-type]
     except TypeError:
         raise BuildError(f"{what}: {path!r} ({type(path).__name__}) is no path") from None
+    if not text or "\0" in text:
+        raise BuildError(f"{what}: {text!r} is no path")
+    return text
 
 
 def write_executable(
-    path: Path, module: runtime.Module, metadata: Metadata, constants: Sequence[runtime.Tensor]
+    path: Path,
+    module: runtime.Module,
+    metadata: Metadata,
+    constants: Sequence[runtime.Tensor],
+    key: bytes | None = None,
+    mode: int = 0o666,
 ) -> None:
-    """Link and write a new executable to `path`; see `replacing`."""
-    with tempfile.TemporaryDirectory(prefix="relax_hetero_") as folder, replacing(path) as target:
+    """Link and write a new executable to `path`, signed with `key` if there is one; see `replacing`."""
+    with tempfile.TemporaryDirectory(prefix="relax_hetero_") as folder, replacing(path, mode) as target:
         library = Path(folder) / "library.so"
         link_library(module, library, f"exporting {path}")
         write_container(target, library, header_of(metadata), [bytes_of(tensor) for tensor in constants])
+        _sign(target, key)
 
 
-def write_copy(path: Path, data: Any) -> None:
-    """Write the bytes of an executable that was loaded."""
-    with replacing(path) as target, open(target, "wb") as file:
-        file.write(data)
+def write_copy(path: Path, data: Any, key: bytes | None = None, mode: int = 0o666) -> None:
+    """Write the bytes of an executable that was loaded, signed with `key` if there is one."""
+    with replacing(path, mode) as target:
+        with open(target, "wb") as file:
+            file.write(data)
+        _sign(target, key)
+
+
+def _sign(path: Path, key: bytes | None) -> None:
+    if key is not None:
+        with open(path, "r+b") as file:
+            trailer = trailer_of(file, key)
+            file.seek(0, os.SEEK_END)
+            file.write(trailer)
 
 
 def header_of(metadata: Metadata) -> dict[str, Any]:
@@ -124,21 +171,34 @@ def header_of(metadata: Metadata) -> dict[str, Any]:
 class replacing:
     """A new file beside `path` that takes its place when the block ends well, and vanishes otherwise.
 
+    `mode`: its permissions, less those that the umask takes.
+
     The old file's contents live on for whoever has it open or loaded: it is unlinked, never written.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, mode: int = 0o666) -> None:
+        self._mode = mode
         self.path = path = Path(os.path.realpath(path))  # of a link, the file it leads to
-        self.temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+        self.temporary = path.parent / f".{path.name[:100]}.{uuid.uuid4().hex}"
 
     def __enter__(self) -> Path:
+        try:
+            self._check()
+            # Never through a link that somebody has put there, and from the start with the permissions of the end.
+            os.close(os.open(self.temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, self._mode))
+        except OSError as error:  # a name that is too long, a folder that may not be searched
+            raise BuildError(f"exporting {self.path}: {error.strerror or error}") from error
+        return self.temporary
+
+    def _check(self) -> None:
         if self.path.is_dir():
             raise BuildError(f"exporting {self.path}: found a folder, expected the name of a file")
+        if self.path.exists() and not self.path.is_file():
+            raise BuildError(f"exporting {self.path}: found a device, FIFO or socket, expected the name of a file")
         if not self.path.parent.is_dir():
             raise BuildError(f"exporting {self.path}: there is no folder {self.path.parent}")
         if not os.access(self.path.parent, os.W_OK):
             raise BuildError(f"exporting {self.path}: the folder {self.path.parent} is not writable")
-        return self.temporary
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         try:

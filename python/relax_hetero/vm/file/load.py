@@ -8,9 +8,12 @@ from pathlib import Path
 import tvm
 from tvm import runtime
 
+from ...artifact.check_metadata import read_metadata
 from ...artifact.container import Container, open_container
-from ...artifact.metadata import CPU, Metadata
+from ...artifact.metadata import CPU, ConstantSpec, Metadata
+from ...artifact.signing import checked_key
 from ...errors import BuildError
+from ...target.element_types import bytes_for
 from ..device.devices import load_backend
 from ..device.tensors import view_bytes
 from .executable import Executable
@@ -18,11 +21,17 @@ from .export import checked_path
 from .load_code import load_code
 
 
-def load(path: str | os.PathLike[str], verify: bool = False) -> Executable:
+def load(
+    path: str | os.PathLike[str], verify: bool = False, *, copy: bool = False, key: bytes | None = None
+) -> Executable:
     """Load what `Executable.export_library` wrote; needs nothing but this file and TVM's runtime.
 
+    **Loading a file runs its code**, as a shared library does when it is opened: load files only of authors whom you
+    trust. Checksums find damage, not malice; with a `key` only files are loaded that were signed with it.
+
     Weights are mapped: pages are read when a kernel touches them, and processes that load one file share them.
-    Replace a file by renaming another over it (as ``export_library`` does), do not write into it while it is loaded.
+    Replace a file by renaming another over it (as ``export_library`` does), do not write into it while it is loaded: a
+    process that touches a page that is no longer there ends. With `copy` what happens to the file does not matter.
 
     Parameters
     ----------
@@ -30,6 +39,11 @@ def load(path: str | os.PathLike[str], verify: bool = False) -> Executable:
         The file.
     verify : bool
         Also read all weights and compare their checksums. Code and metadata are always checked.
+    copy : bool
+        Read the whole file into memory, of this process alone, and load code and weights from there.
+    key : bytes, optional
+        What the file was signed with, ``export_library(path, key=key)``, of at least 16 bytes. The file is copied, and
+        the copy verified before any of its code is loaded.
 
     Returns
     -------
@@ -38,11 +52,15 @@ def load(path: str | os.PathLike[str], verify: bool = False) -> Executable:
     Raises
     ------
     BuildError
-        A file that is missing, foreign, truncated, corrupt, or of another version; names what was found and
-        expected.
+        A file that is missing, foreign, truncated, corrupt, of another version, or not signed with `key`; names what
+        was found and expected.
     """
     file = Path(os.path.abspath(checked_path(path, "loading an executable")))
-    container = open_container(file)
+    return load_container(open_container(file, copy=copy, key=None if key is None else checked_key(key)), verify)
+
+
+def load_container(container: Container, verify: bool = False) -> Executable:
+    """The executable of a file that is open; as `load`."""
     _check_version(container)
     if verify:
         container.verify_weights()
@@ -50,22 +68,30 @@ def load(path: str | os.PathLike[str], verify: bool = False) -> Executable:
     load_backend("extra")
     here = [load_backend(device.type_name) for device in metadata.devices if device.device_type != CPU]
     # Code of a device that this process knows nothing of cannot be loaded; making the machine says so.
-    module = load_code(file, container) if all(here) else None
+    module = load_code(container.path, container) if all(here) else None
     return Executable(module, metadata, constants, container)
 
 
 def _read(container: Container) -> tuple[Metadata, list[runtime.Tensor]]:
     try:
-        metadata = Metadata.from_json(container.header["metadata"])
-        constants = [
-            view_bytes(container.weight(index), spec.shape, spec.dtype) for index, spec in enumerate(metadata.constants)
-        ]
-    except (ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
-        raise BuildError(f"{container.path}: the metadata cannot be read: {error!r}") from error
-    return metadata, constants
+        metadata = read_metadata(container.header["metadata"])
+        if len(container.weights) != len(metadata.constants):
+            raise ValueError(f"{len(container.weights)} weights for {len(metadata.constants)} constants")
+        return metadata, [_constant(container, index, spec) for index, spec in enumerate(metadata.constants)]
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise BuildError(f"{container.path}: the metadata cannot be read: {error}") from error
+
+
+def _constant(container: Container, index: int, spec: ConstantSpec) -> runtime.Tensor:
+    data, nbytes = container.weight(index), bytes_for(spec.shape, spec.dtype)
+    if data.nbytes != nbytes:
+        raise ValueError(f"constant {spec.name!r} has {data.nbytes:,} bytes, expected {nbytes:,} for {spec.shape}")
+    return view_bytes(data, spec.shape, spec.dtype)
 
 
 def _check_version(container: Container) -> None:
-    found = str(container.header.get("tvm"))
+    found = container.header["tvm"]
     if found.split(".")[:2] != tvm.__version__.split(".")[:2]:
-        raise BuildError(f"{container.path}: compiled by TVM {found}, expected {tvm.__version__}; compile it again")
+        raise BuildError(
+            f"{container.path}: compiled by TVM {found[:50]}, expected {tvm.__version__}; compile it again"
+        )

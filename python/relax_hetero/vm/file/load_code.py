@@ -30,27 +30,42 @@ def load_code(path: Path, container: Container | None = None) -> runtime.Module:
 
     Parameters
     ----------
-    container: The opened file, if it is one; a file that has taken its place meanwhile is refused.
+    container: The opened file, if it is one; another that has taken its place meanwhile is not loaded.
     """
-    real = os.path.realpath(path)
     with _lock:
         try:
-            status = os.stat(real)
-            identity = (status.st_dev, status.st_ino)
-            if container is not None and container.identity != identity:
-                raise OSError("it was replaced while it was being loaded")
+            if container is None:
+                source = os.path.realpath(path)
+                status = os.stat(source)
+                identity = (status.st_dev, status.st_ino)
+            else:
+                source, identity = _open_file(container), container.identity
             is_known = identity in _files
             _files.add(identity)
-            if not is_known and _loaded.setdefault(real, identity) == identity:
-                return tvm_ffi.load_module(real, keep_module_alive=False)
+            if not is_known and container is None and _loaded.setdefault(source, identity) == identity:
+                return tvm_ffi.load_module(source, keep_module_alive=False)
             with tempfile.TemporaryDirectory(prefix="relax_hetero_") as folder:
-                other = os.path.join(folder, os.path.basename(real))
+                name = os.path.basename(path)
+                # TVM knows what a file is by the end of its name.
+                other = os.path.join(folder, name if name.endswith((".so", ".dylib", ".dll")) else "library.so")
                 if not is_known:
-                    os.symlink(real, other)
+                    os.symlink(source, other)
                 elif container is None:
-                    shutil.copyfile(real, other)
+                    shutil.copyfile(source, other)
                 else:
                     container.code.tofile(other)
                 return tvm_ffi.load_module(other, keep_module_alive=False)
         except Exception as error:  # TVM raises its own kinds
             raise BuildError(f"{path}: its code cannot be loaded: {error}") from error
+
+
+def _open_file(container: Container) -> str:
+    """A name of the very file that was opened and checked, whatever its path leads to now."""
+    name = f"/proc/self/fd/{container.descriptor}"
+    if os.path.exists(name):
+        return name
+    real = os.path.realpath(container.path)
+    status = os.stat(real)
+    if (status.st_dev, status.st_ino) != container.identity:
+        raise OSError("it was replaced while it was being loaded")
+    return real

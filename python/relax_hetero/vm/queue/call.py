@@ -67,7 +67,7 @@ class QueuedCall:
         self.points: dict[int, Point] = {}
         self._plan, self._number, self._fence, self._owner = plan, number, fence, owner
         self._finish: Callable[[Any], Any] | None = prepared.finish
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._missing = list(plan.missing)
         self._readers = list(plan.readers)
         self._left = len(plan.steps)

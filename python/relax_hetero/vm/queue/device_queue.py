@@ -16,7 +16,7 @@ import queue
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 from ...errors import HeteroError
@@ -75,7 +75,7 @@ class _Line:
         self.thread: threading.Thread | None = None
         self._name, self._cores, self._threads = name, cores, threads
         self._is_open = True
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler, or a finalizer, may push while this thread holds it
         self._ready: list[tuple[int, int, Work]] = []
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._has_begun = False
@@ -144,14 +144,24 @@ class _Line:
         self._raised = None
         while self._is_open:
             with self._lock:
-                if self._ready:
-                    self._current = self._ready[0][-1]
-                    heappop(self._ready)
+                self._take()
             if self._current is None:
                 self._wake.get()
             else:
                 self._current.run()
                 self._current = None
+
+    def _take(self) -> None:
+        """Have the first of the ready work be the current one; under the lock."""
+        if not self._ready:
+            return
+        first = self._ready[0]
+        self._current = first[-1]
+        popped = heappop(self._ready)
+        if popped is not first:  # a finalizer of this thread has pushed between
+            self._ready.remove(first)
+            heapify(self._ready)
+            heappush(self._ready, popped)
 
     def _settle_in(self) -> None:
         if self._cores:

@@ -38,7 +38,7 @@ class CallsInFlight:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler, or a finalizer, may submit while this thread holds it
         self._room = threading.Condition(self._lock)
         self._changed = threading.Condition(self._lock)
         self.fences: set[Fence] = set()
@@ -267,7 +267,7 @@ class _When:
 
     def __init__(self, fences: Sequence[Fence], then: Callable[[], None]) -> None:
         self._left = set(fences)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._then = then
         for fence in dict.fromkeys(fences):
             fence.follow(self._on_done)

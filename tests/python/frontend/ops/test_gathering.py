@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+import relax_hetero as rh
 from frontend.ops.checking import check, integers, node_model, refused, run, uniform
 
 
@@ -18,10 +19,14 @@ def test_gather_of_a_scalar_index():
 
 
 def test_gather_with_an_index_out_of_range():
-    refused("Gather", uniform(3, 2), np.array([0, 3]), constant=[1], match="out of an axis of 3")
-    # Known only when the model runs, it stays inside the tensor.
-    (got,) = run(*node_model("Gather", [np.arange(3, dtype="float32"), np.array([1, 9, -9])], 18))
-    assert got.tolist() == [1, 2, 0]
+    refused("Gather", uniform(3, 2), np.array([0, 3]), constant=[1], match=r"out of an axis of \[3\]")
+    for index in (3, -4, 2**63 - 1, -(2**63)):
+        with pytest.raises(rh.HeteroError, match=f"index {index} is out of range, expected -3 to 2"):
+            run(*node_model("Gather", [np.arange(3, dtype="float32"), np.array([1, index])], 18))
+
+
+def test_compress_by_a_condition_longer_than_the_axis():
+    check("Compress", uniform(3, 2), np.array([True, False, True, True, True]), axis=0)
 
 
 @pytest.mark.parametrize("axis", [0, 1, -1])
@@ -99,3 +104,21 @@ def test_eye_like(k):
 
 def test_non_zero():
     check("NonZero", np.array([[1, 0, 2], [0, 0, 3]], "float32"))
+
+
+@pytest.mark.parametrize("axis", [0, -1])
+def test_one_hot_of_a_computed_depth(axis):
+    check("OneHot", np.array([[0, 4, -1], [5, -5, -6]]), np.array(5), np.array([2, 7], "float32"), axis=axis)
+
+
+@pytest.mark.parametrize("k", [0, -1, 2])
+def test_eye_of_symbolic_sizes(k):
+    check("EyeLike", uniform(3, 4), symbolic=[0], k=k)
+
+
+def test_more_of_the_largest_than_there_are_is_refused_by_the_call():
+    model, feeds = node_model("TopK", [uniform(3), np.array([4])], 18, outputs=2)
+    with pytest.raises(
+        rh.HeteroError, match=r"TopK node 'the_node': k is k_0, but the axis has 3 elements \(k_0 = 4\)"
+    ):
+        run(model, feeds)

@@ -13,7 +13,7 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
-from relax_hetero.transform import IsolateWrites
+from relax_hetero.transform import IsolateWrites, RealizeVDevice
 from seeds import fresh_rng
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
@@ -59,7 +59,7 @@ def test_a_shared_value_is_copied_and_a_write_does_not_pass_a_read():
         def main(x: R.Tensor((4,), "float32", "llvm:0")):
             cls = Before
             with R.dataflow():
-                y = R.to_vdevice(x, "llvm:0")
+                y = R.permute_dims(x, [0])
                 z = R.call_tir_inplace(cls.bump, (y,), [0], out_ty=R.Tensor((4,), "float32", "llvm:0"))
                 e = R.exp(x)
                 doubled = R.add(e, e)
@@ -81,7 +81,7 @@ def test_a_shared_value_is_copied_and_a_write_does_not_pass_a_read():
         def main(x: R.Tensor((4,), "float32", "llvm:0")):
             cls = Expected
             with R.dataflow():
-                y_shared = R.to_vdevice(x, "llvm:0")
+                y_shared = R.permute_dims(x, [0])
                 y = R.hetero.copy(y_shared)
                 z = R.call_tir_inplace(cls.bump, (y,), [0], out_ty=R.Tensor((4,), "float32", "llvm:0"))
                 e = R.exp(x)
@@ -122,6 +122,33 @@ def test_a_value_that_nothing_else_needs_is_overwritten_where_it_is():
             return R.permute_dims(x, [1, 0])
 
     assert IsolateWrites()(Own).same_as(Own)
+
+
+def test_a_transfer_to_where_a_value_is_copies_in_a_module_that_writes_in_place():
+    @I.ir_module
+    class Mod:
+        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
+
+        @T.prim_func(private=True, s_tir=True)
+        def bump(a: T.Buffer((T.int64(4),), "float32")):
+            for i in range(T.int64(4)):
+                a[i] = a[i] + T.float32(100)
+
+        @R.function
+        def main(x: R.Tensor((4,), "float32", "llvm:0")):
+            cls = Mod
+            with R.dataflow():
+                y = R.to_vdevice(x, "llvm:0")
+                z = R.call_tir_inplace(cls.bump, (y,), [0], out_ty=R.Tensor((4,), "float32", "llvm:0"))
+                w = R.add(x, z)
+                R.output(z, w)
+            return (z, w)
+
+    placed = RealizeVDevice()(Mod)
+    assert placed["main"].body.blocks[0].bindings[0].value.op.name == "relax.hetero.copy"
+    for mod in (Mod, placed):
+        z, w = rh.vm.VirtualMachine(rh.compile(mod))["main"](np.ones(4, "float32"))
+        assert (z.numpy() == 101).all() and (w.numpy() == 102).all()
 
 
 class Program:

@@ -176,6 +176,23 @@ def test_bytes_beyond_what_can_be_addressed():
         rh.compile(build(lambda x: relax.op.zeros((2**31, 2**31), "float32"), [tensor("n")]), cache=False)
 
 
+def test_numbers_of_shapes_may_be_negative():
+    """Extents of tensors that a caller gives are not; the numbers of a shape are what they are."""
+    p, q = tirx.Var("p", "int64"), tirx.Var("q", "int64")
+    shape, x = relax.Var("shape", relax.ShapeType([p, q])), relax.Var("x", tensor("n"))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [shape, x]):
+        builder.emit_func_output(builder.emit(relax.op.reshape(x, (p, q))))
+    main = rh.vm.VirtualMachine(rh.compile(builder.get(), cache=False))["main"]
+    assert main((2, 3), np.zeros(6, "float32")).shape == (2, 3)
+    for sizes, condition in (((-2, -3), "p >= 0"), ((-1, 6), "p >= 0"), ((2, -3), "q >= 0"), ((2, 4), "n == p * q")):
+        with pytest.raises(HeteroError) as info:
+            main(sizes, np.zeros(6, "float32"))
+        assert f"reshape 'gv' of x (n,) and (p, q): expected {condition} (" in str(info.value)
+    with pytest.raises(HeteroError, match="bytes at most"):
+        main((2**32, 2**32), np.zeros(0, "float32"))
+
+
 def test_calls_of_functions_and_kernels():
     @I.ir_module
     class Module:

@@ -249,8 +249,11 @@ print(total(vm["main"](x)))
     assert after == submitted == called == plain == "40.0"
 
 
-def test_plain_calls_after_a_fork(folder):
+@pytest.mark.parametrize("threads", ["workers", "stock"])
+def test_plain_calls_after_a_fork(folder, monkeypatch, threads):
     """Where TVM's helper threads stayed behind, kernels that several threads share would wait for them for ever."""
+    if threads == "stock":
+        monkeypatch.setenv("TVM_BIND_THREADS", "1")
     script = """
 from tvm.script import ir as I, relax as R
 
@@ -273,8 +276,8 @@ vm["main"](x)
 child(lambda: total(unused["main"](x)))
 child(lambda: total(vm["main"](x)))
 child(lambda: total(rh.vm.VirtualMachine(exe)["main"](x)))
-child(lambda: vm.profile("main", x))
+child(lambda: len(vm.profile("main", x).rows) > 0)
 """
     *totals, profile = run(FORKED + script, folder).splitlines()
     assert totals == ["256.0"] * 4
-    assert profile.startswith("HeteroError: this thread's helpers stayed behind")
+    assert profile.startswith("HeteroError: this thread's helpers stayed behind" if threads == "stock" else "True")

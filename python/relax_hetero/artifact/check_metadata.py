@@ -1,0 +1,159 @@
+"""Metadata that came from a file: its types, and that every number in it refers to something that is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from .commands import ARENA, DIRECT, SLOT, Copy, Dispatch, Fill, Reference, RegionSpec
+from .metadata import DeviceSpec, Metadata
+from .report_forms import FORMS, misfit
+from .schedule import Schedule
+from .signature import FunctionSignature, TensorSpec, tensors_of
+from .typed_data import check_types, read_json
+
+
+def read_metadata(text: str) -> Metadata:
+    """Metadata that came from a file; ValueError, with a message for people, for any text that is none."""
+    try:
+        metadata = Metadata.from_json(text)
+    except (AttributeError, KeyError, IndexError, RecursionError, TypeError) as error:
+        raise ValueError(f"a part of it is missing, or of another kind: {error!r}"[:300]) from error
+    check_metadata(metadata)
+    return metadata
+
+
+def check_metadata(metadata: Metadata) -> None:
+    """Refuse metadata that names devices, constants, kernels, slots or values that it does not have.
+
+    Raises
+    ------
+    ValueError: Naming the first such place, what was found and what was expected.
+    """
+    check_types(metadata)
+    for name, form in FORMS.items():
+        wrong = misfit(getattr(metadata, name), form, name)
+        if wrong:
+            raise ValueError(wrong)
+    for device in metadata.devices:
+        _check_device(device)
+    devices = range(-1, len(metadata.devices))
+    _expect(metadata.host_index, devices, "host_index")
+    if metadata.alignment < 1 or metadata.alignment & (metadata.alignment - 1):
+        raise ValueError(f"alignment is {metadata.alignment}, expected a power of two")
+    for constant in metadata.constants:
+        where = f"constant {constant.name!r}"
+        _expect(constant.device, devices, f"the device of {where}")
+        if any(size < 0 for size in constant.shape):
+            raise ValueError(f"{where} has the shape {list(constant.shape)}, expected sizes >= 0")
+        indices = [entry for entry in constant.addresses or () if isinstance(entry, int)]
+        _expect_all(indices, range(len(metadata.constants)), f"an address of {where}")
+    for symbol, dispatch in metadata.dispatches.items():
+        _expect(dispatch.device, devices, f"the device of kernel {symbol!r}")
+    for kernel in metadata.kernels.values():
+        _expect(kernel.device, devices, f"the device of kernel {kernel.name!r}")
+        _expect(kernel.workgroups, range(len(kernel.scalars) + 1), f"the workgroups of kernel {kernel.name!r}")
+    for signature in metadata.signatures.values():
+        _check_signature(signature, devices)
+    for region in metadata.regions:
+        _check_region(region, metadata)
+    for schedule in metadata.schedules:
+        _check_schedule(schedule, devices)
+    for memory in metadata.memory:
+        where = f"the memory of {memory.name!r}"
+        _expect_all((storage.device for storage in memory.storages), devices, f"a device in {where}")
+        _expect_all((live.storage for live in memory.tensors), range(len(memory.storages)), f"a storage in {where}")
+        slots = (slot for step in memory.regions for slot in step.slots)
+        _expect_all(slots, range(-1, len(memory.tensors)), f"a tensor in {where}")
+
+
+def _check_device(device: DeviceSpec) -> None:
+    target = read_json(device.target)
+    kind = target.get("kind") if isinstance(target, dict) else target
+    cores = target.get("num-cores", 0) if isinstance(target, dict) else 0
+    if not isinstance(kind, str) or type(cores) is not int:
+        raise ValueError(f"the target {device.target[:100]!r} has no kind, or cores that are no number")
+    _expect(device.vdevice_id, range(1 << 16), f"the vdevice_id of {kind!r}")
+
+
+def _check_signature(signature: FunctionSignature, devices: range) -> None:
+    where = f"function {signature.name!r}"
+    _expect(signature.num_input, range(len(signature.inputs) + 1), f"num_input of {where}")
+    for name in (*signature.donated, *signature.copied):
+        if name not in signature.input_names:
+            raise ValueError(f"{where} gives away or copies {name!r}, which is no input of it")
+    for spec in (*signature.inputs, *signature.outputs):
+        for tensor in tensors_of(spec):
+            _expect(tensor.device, devices, f"the device of {tensor.name!r} in {where}")
+            _check_shape(tensor, where)
+
+
+def _check_shape(tensor: TensorSpec, where: str) -> None:
+    sizes = [size for size in tensor.shape or () if isinstance(size, int)]
+    if tensor.ndim < -1 or any(size < 0 for size in sizes):
+        raise ValueError(f"{tensor.name!r} of {where} has the shape {tensor.shape}, expected sizes >= 0")
+
+
+def _check_region(region: RegionSpec, metadata: Metadata) -> None:
+    where = f"region {region.name!r}"
+    devices = range(-1, len(metadata.devices))
+    _expect(region.device, devices, f"the device of {where}")
+    _expect_all((slot.device for slot in region.slots), devices, f"the device of a slot of {where}")
+    _expect_all(region.directs, range(len(metadata.constants)), f"a constant of {where}")
+    spaces = {SLOT: len(region.slots), DIRECT: len(region.directs), ARENA: 1}
+    for command in region.commands:
+        if isinstance(command, Dispatch):
+            kernel = metadata.kernels.get(command.kernel)
+            if kernel is None:
+                raise ValueError(f"{where} calls the kernel {command.kernel!r}, which is not there")
+            if len(command.operands) != len(kernel.tensors):
+                raise ValueError(
+                    f"{where} calls the kernel {command.kernel!r} with {len(command.operands)} operands, expected "
+                    f"{len(kernel.tensors)}"
+                )
+        for reference in _references(command):
+            if reference.space not in spaces:
+                raise ValueError(f"{where} refers to {reference.space[:50]!r}, expected one of {', '.join(spaces)}")
+            _expect(reference.index, range(spaces[reference.space]), f"a {reference.space} of {where}")
+
+
+def _references(command: Any) -> Iterable[Reference]:
+    if isinstance(command, Copy):
+        return (command.source, command.target)
+    if isinstance(command, Fill):
+        return (command.target,)
+    if isinstance(command, Dispatch):
+        extra = (command.count, command.when, command.unless)
+        return (*command.operands, *(reference for reference in extra if reference is not None))
+    return ()
+
+
+def _check_schedule(schedule: Schedule, devices: range) -> None:
+    where = f"the schedule of {schedule.function!r}"
+    _expect(schedule.inputs, range(schedule.values + 1), f"the inputs of {where}")
+    made = set(range(schedule.inputs))
+    for step in schedule.steps:
+        _expect_all((*step.devices, step.source), devices, f"a device of {where}")
+        if not made.issuperset(step.reads):
+            raise ValueError(f"{where} reads values {list(step.reads)} that no step before it makes")
+        _expect_all(step.makes, range(schedule.values), f"a value of {where}")
+        made.update(step.makes)
+        if step.is_transfer and (len(step.reads) != 1 or len(step.makes) != 1):
+            raise ValueError(f"{where} has a transfer of {len(step.reads)} values into {len(step.makes)}, expected one")
+    waiting: list[Any] = [schedule.results]
+    while waiting:
+        result = waiting.pop()
+        if isinstance(result, tuple):
+            waiting.extend(result)
+        elif type(result) is not int or result not in made:
+            raise ValueError(f"{where} returns {result!r}, which no step makes")
+
+
+def _expect(found: int, allowed: range, what: str) -> None:
+    if found not in allowed:
+        raise ValueError(f"{what} is {found}, expected {allowed.start} to {allowed.stop - 1}")
+
+
+def _expect_all(found: Iterable[int], allowed: range, what: str) -> None:
+    for each in found:
+        _expect(each, allowed, what)

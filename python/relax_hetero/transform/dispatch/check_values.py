@@ -1,0 +1,363 @@
+"""CheckValues: an index that an axis does not have, or a divisor 0, becomes an error.
+
+Before::
+
+    y: R.Tensor((3, 4), "float32", "llvm:0") = R.take(x, index, axis=0, mode="fast")
+
+After, where `x` has 10 rows::
+
+    y_checked: R.Tensor((3,), "int64", "llvm:0") = R.call_tir(cls.check_values, (index, 0, 10), out_ty=...)
+    y = R.take(x, y_checked, axis=0, mode="fast")
+
+The kernel ends the call where an index is not in [-10, 10), and counts the negative ones from the front. The op reads
+what the kernel writes, so that it cannot run before. The number of the check, here 0, tells the machine which op and
+variable to name. Integer divisions read their divisors in the same way.
+
+Indices that are known now are checked now, and need no kernel. On GPUs, where a kernel cannot end a call, negative
+indices are counted from the front, and no more: BoundKernels has them hold to the nearest element. In a module that is
+marked strict (``rh.compile(checks="strict")``) they are copied to the host, checked there, and copied back.
+
+Ops whose mode says what becomes of an index outside (``take`` with ``clip``, ``wrap`` or ``nan``) are left alone.
+
+Assumes a placed module (RealizeVDevice), before FormDispatches. A second run changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax, te, tirx
+from tvm_ffi import StructuralKey
+
+from ...artifact.checks import CheckSpec
+from ...errors import BuildError
+from ...target.vdevice import host_vdevice, vdevices_of
+from ...tir.checks import CHECKED, CheckProblem, check_kernel
+from ...tir.core.bounds import BOUNDED, from_front
+from ..ir.blocks import Block, Emitter, rewrite_function, shape_of
+from ..ir.constant_values import ConstantValues, constant_near
+from ..ir.declare import declare_pass
+from ..ir.extents import Symbols
+from ..ir.findings import findings_of, with_findings
+from ..ir.kernels import called_prim_func
+from ..ir.module_attrs import STRICT, is_lowered
+from ..ir.op_names import TRANSFER
+from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions, typed
+
+_OPAQUE = 8
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """An operand of an op whose values are checked.
+
+    Attributes
+    ----------
+    number : int
+        Of the operand.
+    ends : tuple
+        The end of the range of each place along the last axis, None where any value will do; a single one for all
+        values. None: these are divisors.
+    wraps : bool
+        Whether negative values count from the end.
+    field : int, optional
+        Which field of the operand, where that is a tuple.
+    """
+
+    number: int
+    ends: tuple[Any, ...] | None
+    wraps: bool = True
+    field: int | None = None
+
+
+Operands = Callable[[relax.Call], "list[_Operand]"]
+
+
+def check_values(mod: tvm.IRModule) -> tvm.IRModule:
+    """See the module's docstring.
+
+    Raises
+    ------
+    BuildError
+        When it runs: an index or a divisor that is known now cannot be right.
+    """
+    if is_lowered(mod):
+        return mod
+    checker = _Checker(mod)
+    functions = {gv: rewrite_function(func, checker.in_function(gv.name_hint)) for gv, func in relax_functions(mod)}
+    return checker.finish(functions)
+
+
+CheckValues = declare_pass("CheckValues", check_values)
+
+
+class _Checker:
+    """Collects the checks of a module."""
+
+    def __init__(self, mod: tvm.IRModule) -> None:
+        self._mod = mod
+        self._specs = list(findings_of(mod).checks or ())
+        self._known = len(self._specs)
+        self._kernels: dict[Any, tvm.ir.GlobalVar] = {}
+        self._functions: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
+        self._taken = {gv.name_hint for gv in mod.get_global_vars()}
+        self._has_changed = False
+        is_strict = bool(mod.attrs and STRICT in mod.attrs)
+        self._host = host_vdevice(vdevices_of(mod)) if is_strict else None
+        if is_strict and self._host is None:
+            raise BuildError("strict checks of a module without a CPU: expected one among its vdevices, to check on")
+
+    def in_function(self, name: str) -> Callable[[Block], list[relax.Binding] | None]:
+        """What rewrites the blocks of a function."""
+
+        def rewrite(block: Block) -> list[relax.Binding] | None:
+            if not any(op_name(binding.value) in _CHECKED for binding in block.bindings):
+                return None
+            emitter, constants = Emitter(block.is_dataflow), ConstantValues(block)
+            for binding in block.bindings:
+                emitter.bindings.append(self._checked(name, binding, block, emitter, constants))
+            changed = any(a is not b for a, b in zip(emitter.bindings, block.bindings, strict=False))
+            self._has_changed |= changed
+            return emitter.bindings if changed else None
+
+        return rewrite
+
+    def finish(self, functions: dict[tvm.ir.GlobalVar, relax.Function]) -> tvm.IRModule:
+        """The module with its checks; the very module where there are none."""
+        if not self._has_changed:
+            return self._mod
+        mod = copy_module(self._mod, {**dict(self._mod.functions.items()), **functions, **self._functions})
+        return with_findings(mod, checks=tuple(self._specs)) if len(self._specs) > self._known else mod
+
+    def _checked(
+        self, function: str, binding: relax.Binding, block: Block, emitter: Emitter, constants: ConstantValues
+    ) -> relax.Binding:
+        call = binding.value
+        name = op_name(call)
+        if name not in _CHECKED or not isinstance(binding, relax.VarBinding):
+            return binding
+        args = list(call.args)
+        where = f"op {name} of variable {binding.var.name!r} in function {function!r}"
+        for operand in _CHECKED[name](call):
+            given = args[operand.number]
+            fields = list(given.fields) if isinstance(given, relax.Tuple) else None
+            value = given if fields is None else fields[operand.field or 0]
+            new = self._safe(value, operand, where, binding.var.name, block, emitter, constants)
+            if fields is None:
+                args[operand.number] = new
+            elif not new.same_as(value):
+                fields[operand.field or 0] = new
+                args[operand.number] = typed(relax.Tuple(fields), tvm.ir.TupleType([f.ty for f in fields]))
+        if all(new.same_as(old) for new, old in zip(args, call.args, strict=True)):
+            return binding
+        new_call = relax.Call(call.op, args, call.attrs, call.ty_args, call.span, ret_ty=call.ty)
+        return relax.VarBinding(binding.var, new_call, binding.span)
+
+    def _safe(
+        self,
+        value: relax.Expr,
+        operand: _Operand,
+        where: str,
+        name: str,
+        block: Block,
+        emitter: Emitter,
+        constants: ConstantValues,
+    ) -> relax.Expr:
+        """A value that the op may use."""
+        shape, ends = shape_of(value), operand.ends
+        source = block.definition(value)
+        while op_name(source) == TRANSFER:
+            source = block.definition(source.args[0])
+        if shape is None or value.ty.dtype is None or self._is_checked(source):
+            return value
+        subject = "divisor" if ends is None else "index"
+        is_static = ends is None or all(isinstance(end, int) or end is None for end in ends)
+        array = constants.of(value) if is_static else None
+        if array is not None:
+            return _known(array, value, operand, CheckSpec(subject, where))
+        vdevice = value.ty.vdevice
+        if vdevice is not None and not _is_cpu(vdevice) and self._host is not None:
+            there = relax.TensorType(shape, value.ty.dtype, self._host)
+            moved = emitter.emit(relax.op.to_vdevice(value, self._host), there, f"{name}_on_host")
+            checked = self._safe(moved, operand, where, name, block, emitter, constants)
+            back = relax.TensorType(shape, checked.ty.dtype, vdevice)
+            return emitter.emit(relax.op.to_vdevice(checked, vdevice), back, f"{name}_index")
+        if vdevice is None or not _is_cpu(vdevice):
+            return value if ends is None or not operand.wraps else _counted(value, ends, name, emitter, self._add)
+        symbols = Symbols()
+        problem = CheckProblem(
+            tuple(map(symbols.dim, shape)),
+            str(value.ty.dtype),
+            (True,) if ends is None else tuple(end is not None for end in ends),
+            operand.wraps,
+            ends is None,
+        )
+        numbers = [len(self._specs), *(end for end in ends or () if end is not None)]
+        self._specs.append(CheckSpec(subject, where))
+        result = relax.TensorType(shape, problem.result, vdevice)
+        gv = self._kernel(problem)
+        scalars = [tirx.IntImm("int64", n) if isinstance(n, int) else n for n in numbers]
+        call = relax.call_tir(gv, relax.Tuple([value, *scalars]), result)
+        return emitter.emit(call, result, f"{name}_checked")
+
+    def _kernel(self, problem: CheckProblem) -> tvm.ir.GlobalVar:
+        if problem not in self._kernels:
+            kernel = check_kernel(problem).without_attr("global_symbol").with_attr("op_pattern", _OPAQUE)
+            self._kernels[problem] = self._add(kernel, "check_values")
+        return self._kernels[problem]
+
+    def _add(self, kernel: tirx.PrimFunc, name: str) -> tvm.ir.GlobalVar:
+        key = StructuralKey(kernel)
+        if key not in self._kernels:
+            gv = fresh_global_var(name, kernel.ty, self._taken)
+            self._kernels[key] = gv
+            self._functions[gv] = kernel
+        return self._kernels[key]
+
+    def _is_checked(self, definition: relax.Expr) -> bool:
+        gv = called_prim_func(self._mod, definition)
+        return gv is not None and CHECKED in self._mod.functions[gv].attrs
+
+
+def _is_cpu(vdevice: relax.VDevice) -> bool:
+    return "cpu" in vdevice.target.keys
+
+
+def _known(array: np.ndarray, value: relax.Expr, operand: _Operand, spec: CheckSpec) -> relax.Expr:
+    """Values that are known now, as the op may use them."""
+    if operand.ends is None:
+        if array.dtype.kind in "iu" and np.any(array == 0):
+            raise BuildError(spec.message(0, 0, 0))
+        return value
+    if array.size == 0:
+        return value
+    used = array.reshape(-1, len(operand.ends)).copy()
+    for column, end in enumerate(operand.ends):
+        if end is None:
+            continue
+        least = -end if operand.wraps else 0
+        found = used[:, column]
+        bad = found[~((found >= least) & (found < end))]
+        if bad.size:
+            raise BuildError(spec.message(int(bad[0]), least, end))
+        if operand.wraps:
+            used[:, column] = np.where(found < 0, found + end, found) if found.dtype.kind == "i" else found
+    same = used.reshape(array.shape)
+    return value if np.array_equal(same, array) else constant_near(same, value)
+
+
+def _counted(
+    value: relax.Expr,
+    ends: Sequence[Any],
+    name: str,
+    emitter: Emitter,
+    add: Callable[[tirx.PrimFunc, str], tvm.ir.GlobalVar],
+) -> relax.Expr:
+    """Indices with the negative ones counted from the front, by a kernel that fuses with the op."""
+    if str(value.ty.dtype).startswith("uint"):
+        return value
+    shape = shape_of(value)
+    assert shape is not None, "the caller has seen the shape"
+    numbers = [tirx.Var(f"end_{i}", "int64") for i in range(len(ends))]
+    symbols: dict[Any, tirx.Var] = {}
+
+    def extent(dim: Any) -> Any:
+        return dim if isinstance(dim, tirx.IntImm) else symbols.setdefault(StructuralKey(dim), tirx.Var("n", "int64"))
+
+    tensor = te.placeholder([extent(dim) for dim in shape], str(value.ty.dtype), "indices")
+
+    def element(*place: Any) -> Any:
+        end: Any = numbers[0]
+        for i in range(1, len(numbers)):
+            end = tirx.Select(place[-1] == i, numbers[i], end)
+        return from_front(tensor(*place), end)
+
+    result = te.compute(tensor.shape, element, name="from_front")
+    return (
+        value
+        if not numbers
+        else _call(value, ends, te.create_prim_func([tensor, *numbers, result]), name, emitter, add)
+    )
+
+
+def _call(
+    value: relax.Expr,
+    ends: Sequence[Any],
+    kernel: tirx.PrimFunc,
+    name: str,
+    emitter: Emitter,
+    add: Callable[[tirx.PrimFunc, str], tvm.ir.GlobalVar],
+) -> relax.Var:
+    kernel = kernel.without_attr("global_symbol").with_attrs({"tirx.noalias": True, CHECKED: True, BOUNDED: True})
+    ty = relax.TensorType(value.ty.shape, "int64", value.ty.vdevice)
+    scalars = [tirx.IntImm("int64", end) if isinstance(end, int) else end for end in ends]
+    return emitter.emit(
+        relax.call_tir(add(kernel, "from_front"), relax.Tuple([value, *scalars]), ty), ty, f"{name}_index"
+    )
+
+
+def _extent(data: relax.Expr, axis: int) -> Any | None:
+    shape = shape_of(data)
+    if shape is None:
+        return None
+    return _number(shape[axis % len(shape)]) if shape else None
+
+
+def _number(extent: Any) -> Any:
+    return int(extent) if isinstance(extent, tirx.IntImm) else extent
+
+
+def _along(data: relax.Expr, axis: Any, number: int, field: int | None = None) -> list[_Operand]:
+    extent = _extent(data, int(axis))
+    return [] if extent is None else [_Operand(number, (extent,), field=field)]
+
+
+def _take(call: relax.Call) -> list[_Operand]:
+    data, _ = call.args
+    axis = 0 if call.attrs.axis is None else call.attrs.axis
+    is_flat = call.attrs.axis is None and int(data.ty.ndim) != 1
+    return [] if str(call.attrs.mode) != "fast" or is_flat else _along(data, axis, 1)
+
+
+def _coordinates(call: relax.Call) -> list[_Operand]:
+    shape, indices = shape_of(call.args[0]), shape_of(call.args[1])
+    first = int(getattr(call.attrs, "batch_dims", 0))
+    if shape is None or not indices or not isinstance(indices[-1], tirx.IntImm):
+        return []
+    ends = tuple(map(_number, shape[first : first + int(indices[-1])]))
+    return [_Operand(1, ends)] if ends else []
+
+
+def _each_axis(call: relax.Call) -> list[_Operand]:
+    data, indices = call.args[:2]
+    fields = indices.ty.fields
+    return [each for axis in range(len(fields)) for each in _along(data, axis, 1, axis)]
+
+
+def _regions(call: relax.Call) -> list[_Operand]:
+    end = _extent(call.args[0], 0)
+    return [] if end is None else [_Operand(1, (end, None, None, None, None), wraps=False)]
+
+
+def _divisor(call: relax.Call) -> list[_Operand]:
+    dtype = call.args[1].ty.dtype if isinstance(call.args[1].ty, relax.TensorType) else None
+    return [_Operand(1, None)] if dtype is not None and str(dtype).startswith(("int", "uint")) else []
+
+
+_CHECKED: dict[str | None, Operands] = {
+    "relax.take": _take,
+    "relax.gather_elements": lambda call: _along(call.args[0], call.attrs.axis, 1),
+    "relax.gather_nd": _coordinates,
+    "relax.scatter_elements": lambda call: _along(call.args[0], call.attrs.axis, 1),
+    "relax.scatter_nd": _coordinates,
+    "relax.index_tensor": _each_axis,
+    "relax.index_put": _each_axis,
+    "relax.vision.roi_align": _regions,
+    "relax.vision.roi_pool": _regions,
+    **dict.fromkeys(("relax.divide", "relax.floor_divide", "relax.mod", "relax.floor_mod"), _divisor),
+}
+"""By op, which of its operands have to be in range."""
