@@ -88,14 +88,15 @@ def _size(node: Node, index: int, known: np.ndarray | None) -> Dim | None:
 def _length_at_run_time(node: Node, numbers: list[relax.Expr], dtype: str) -> Dim:
     is_real = is_float(dtype)
 
-    def element(_: Position, start: te.Tensor, limit: te.Tensor, delta: te.Tensor) -> tirx.Expr:
-        return (_real_length if is_real else _whole_length)(start(), limit(), delta())
+    # Two numbers: the length, and whether there is none, which is told before the length is looked at.
+    def element(i: Position, start: te.Tensor, limit: te.Tensor, delta: te.Tensor) -> tirx.Expr:
+        found = (_real_length if is_real else _whole_length)(start(), limit(), delta())
+        return tirx.Select(i[0] == 0, tirx.max(found, as_expr(0)), tirx.min(found, as_expr(0)))
 
     wide = numbers if is_real else [cast(node, number, "int64") for number in numbers]
-    length = node.kernel("range_length", element, *wide, shape=[1])
-    (count,) = dims_at_run_time(node, length, "length")
-    node.require(tirx.NE(count, as_expr(_NO_STEP)), "its delta is 0")
-    node.require(tirx.NE(count, as_expr(_NOT_FINITE)), "its start, limit and delta leave its length open or infinite")
+    count, fault = dims_at_run_time(node, node.kernel("range_length", element, *wide, shape=[2]), "length")
+    node.require(tirx.NE(fault, as_expr(_NO_STEP)), "its delta is 0")
+    node.require(tirx.NE(fault, as_expr(_NOT_FINITE)), "its start, limit and delta leave its length open, or too large")
     return count
 
 

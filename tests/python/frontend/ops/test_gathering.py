@@ -108,3 +108,21 @@ def test_eye_like(k):
 
 def test_non_zero():
     check("NonZero", np.array([[1, 0, 2], [0, 0, 3]], "float32"))
+
+
+@pytest.mark.parametrize("axis", [0, -1])
+def test_one_hot_of_a_computed_depth(axis):
+    check("OneHot", np.array([[0, 4, -1], [5, -5, -6]]), np.array(5), np.array([2, 7], "float32"), axis=axis)
+
+
+@pytest.mark.parametrize("k", [0, -1, 2])
+def test_eye_of_symbolic_sizes(k):
+    check("EyeLike", uniform(3, 4), symbolic=[0], k=k)
+
+
+def test_more_of_the_largest_than_there_are_is_refused_by_the_call():
+    model, feeds = node_model("TopK", [uniform(3), np.array([4])], 18, outputs=2)
+    with pytest.raises(
+        rh.HeteroError, match=r"TopK node 'the_node': k is k_0, but the axis has 3 elements \(k_0 = 4\)"
+    ):
+        run(model, feeds)

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from frontend.ops.checking import check, integers, uniform
+import relax_hetero as rh
+from frontend.ops.checking import check, integers, node_model, run, uniform
 
 INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
 
@@ -115,3 +116,40 @@ def test_constant_of_a_computed_shape():
 def test_shape(options):
     check("Shape", uniform(2, 3, 4), opset=19, **options)
     check("Shape", uniform(2, 3, 4), opset=19, symbolic=[0], **options)
+
+
+@pytest.mark.parametrize("mode", ["constant", "edge", "reflect", "wrap"])
+def test_pads_that_are_computed(mode):
+    check("Pad", uniform(3, 5), np.array([1, -2, 0, 2]), mode=mode, opset=19, symbolic=[0])
+
+
+def test_pads_that_cut_off_too_much_are_refused_by_the_call():
+    model, feeds = node_model("Pad", [uniform(3), np.array([-2, -2])], 19)
+    with pytest.raises(rh.HeteroError, match="Pad node 'the_node': its pads, .*pad_0 = -2, pad_1 = -2"):
+        run(model, feeds)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "dtype"),
+    [((2, 9, 3), "int64"), ((9, 2, -3), "int32"), ((0, 1, 0.3), "float32"), ((1, 0, 1), "float64")],
+)
+def test_range_of_computed_numbers(numbers, dtype):
+    check("Range", *(np.array(number, dtype) for number in numbers))
+
+
+@pytest.mark.parametrize(("delta", "message"), [(0.0, "its delta is 0"), (np.nan, "its start, limit and delta leave")])
+def test_a_range_without_a_length_is_refused_by_the_call(delta, message):
+    model, feeds = node_model("Range", [np.array(number, "float32") for number in (0, 1, delta)], 18)
+    with pytest.raises(rh.HeteroError, match=f"Range node 'the_node': {message}"):
+        run(model, feeds)
+
+
+def test_a_symbolic_axis_that_turns_out_to_be_1_is_dropped():
+    check("Squeeze", uniform(1, 3), np.array([0]), constant=[1], symbolic=[0])
+
+
+def test_a_constant_target_that_fixes_a_symbolic_size_is_noted(caplog):
+    model, _ = node_model("Reshape", [uniform(1, 4), np.array([2, 2])], 18, constant=[1], symbolic=[0])
+    rh.from_onnx(model)
+    assert "Reshape node 'the_node' writes its target [2, 2] as a constant" in caplog.text
+    assert "unless x0_0 * x0_1 is 4" in caplog.text
