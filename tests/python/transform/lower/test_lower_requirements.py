@@ -117,16 +117,3 @@ def test_large_allocations_are_compared_with_the_memory_of_the_host():
     assert main(x[:5]).shape == (5, 5)
     with pytest.raises(rh.MemoryLimitError, match=r"'large' of \(524288, 524288\) float32 takes 1,099,511"):
         table("large", 2**19, 2**19)(x[:4])
-
-
-def test_no_constant_is_folded_that_would_fill_the_memory():
-    one = relax.const(1.0, "float32")
-    builder = relax.BlockBuilder()
-    with builder.function("main", []):
-        with builder.dataflow():
-            filled = builder.emit(relax.op.broadcast_to(one, (4096, 2048)))
-            result = builder.emit_output(builder.emit(relax.op.add(filled, one)))
-        builder.emit_func_output(result)
-    executable = rh.compile(builder.get(), cache=False)
-    assert sum(np.prod(spec.shape) for spec in executable.metadata.constants) <= 2
-    assert (rh.vm.VirtualMachine(executable)["main"]().numpy() == 2).all()
