@@ -120,7 +120,7 @@ def test_other_bindings_each_time(count, extent):
 
 def test_many_submissions_in_flight():
     """More than there are rows, with nothing waited for in between."""
-    vm = rh.vm.VirtualMachine(rh.compile(steps(300)))
+    vm = rh.vm.VirtualMachine(rh.compile(steps(200)))
     graph, device = graph_of(vm), tvm.cuda(0)
     vm["main"](numbers())
     xs = [numbers() for _ in range(6 * ROWS)]
@@ -130,7 +130,7 @@ def test_many_submissions_in_flight():
     for x, y in zip(inputs, results, strict=True):
         graph.submit_function(x, graph.state, y)
     for x, y in zip(xs, results, strict=True):
-        np.testing.assert_array_equal(y.numpy(), added(x, 300))
+        np.testing.assert_array_equal(y.numpy(), added(x, 200))
 
 
 def test_results_that_are_read_are_not_overwritten_by_later_calls():
