@@ -127,7 +127,10 @@ class QueuedCall:
 
     def _told(self, index: int | None, error: BaseException) -> BaseException:
         """The error for the caller; what it comes from keeps nothing of the call alive."""
-        told = self._plan.explain(index, error)
+        try:
+            told = self._plan.explain(index, error)
+        except Exception:  # whoever waits for the call gets what there is
+            told = error
         frames = error.__traceback__
         traceback.clear_frames(frames)
         error.__traceback__ = frames and frames.tb_next  # the first is this call's own

@@ -63,7 +63,7 @@ class Machine:
         monkeypatch.setattr(queues, "cuda_library", lambda: self.library)
         monkeypatch.setattr(copy_queues, "empty", self.fresh)
         specs = tuple(SimpleNamespace(num_cores=1, kind="any") for _ in DEVICES)
-        metadata = SimpleNamespace(devices=specs, dispatches={})
+        metadata = SimpleNamespace(devices=specs, dispatches={}, checks=())
         me = weakref.proxy(self)  # queues end with their machine, unless they keep it
         functions = {s.function: Machine.kernel(me, number) for number, s in enumerate(schedule.steps) if s.function}
         make = partial(Queues, metadata, DEVICES, ["global"] * 4, tvm_ffi.convert([]), lambda: functions)
