@@ -147,13 +147,14 @@ def _halves(number: Expr) -> tuple[Expr, Expr]:
 
     TVM may narrow an int64 that is made of a shorter number, which has no bits to shift down then.
     """
-    dtype = tvm.DataType(str(number.ty.dtype))
-    if not _is_integer(str(dtype)):
+    if not _is_integer(str(number.ty.dtype)):
         number = tirx.Cast("int64", number)
-    elif dtype.bits < 64:
-        is_negative = number < tirx.const(0, str(dtype)) if str(dtype).startswith("int") else tirx.const(False, "bool")
-        return tirx.Cast("int32", number), tirx.Select(is_negative, tirx.const(-1, "int32"), _ZERO)
-    return tirx.Cast("int32", number), tirx.Cast("int32", tirx.shift_right(number, tirx.const(32, str(number.ty.dtype))))
+    dtype = str(number.ty.dtype)
+    low = tirx.Cast("int32", number)
+    if tvm.DataType(dtype).bits == 64:
+        return low, tirx.Cast("int32", tirx.shift_right(number, tirx.const(32, dtype)))
+    is_negative = number < tirx.const(0, dtype) if dtype.startswith("int") else tirx.const(False, "bool")
+    return low, tirx.Select(is_negative, tirx.const(-1, "int32"), _ZERO)
 
 
 class _Check:

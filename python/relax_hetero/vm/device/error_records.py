@@ -1,7 +1,7 @@
 """Error records: memory of the host in which kernels of a GPU report a value that they refuse.
 
 A kernel of a GPU cannot end a call, and a host that waited for each check would keep the GPU waiting too. So the kernel
-writes to pinned memory, a record for each GPU, which the host looks at where it has just waited for the GPU in any case:
+writes to pinned memory, a record for each GPU, which the host looks at where it has just waited for the GPU anyway:
 when a tensor has come to the host, and when a fence's work has ended. Of several errors the first one is kept.
 
 A record is made once for a GPU, by the first machine that needs it, and stays where it is for the life of the process,
