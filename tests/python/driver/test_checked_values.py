@@ -9,6 +9,7 @@ from tvm.script import relax as R
 
 import relax_hetero as rh
 from relax_hetero.artifact.checks import CheckSpec
+from relax_hetero.artifact.commands import GRAPH
 from relax_hetero.artifact.metadata import Metadata
 from relax_hetero.target.vdevice import vdevices_of
 
@@ -179,7 +180,7 @@ def test_strict_checks_of_a_gpu_stay_in_its_graph():
     except rh.BuildError as error:  # a machine without nvcc or nvrtc
         pytest.skip(str(error))
     (region,) = executable.metadata.regions
-    assert region.runs == "graph" and not executable.metadata.single_calls
+    assert region.runs == GRAPH and not executable.metadata.single_calls
     (record,) = [spec for spec in executable.metadata.constants if spec.is_record]
     assert record.shape == (16,) and record.device == 0
     assert Metadata.from_json(executable.metadata.to_json()).constants == executable.metadata.constants
