@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass
 
 REFUSED = "relax_hetero refuses a value:"
 _REFUSED = re.compile(rf"{REFUSED} check (\d+), found (-?\d+), expected (-?\d+) to (-?\d+)")
+
+
+WORDS = 16
+"""Of the record that a GPU's kernels report a value in, int32 each."""
+
+CLAIMED, READY, KEY, FOUND, LEAST, END = 0, 1, 2, 4, 6, 8
+"""Where in it stands whether a thread has claimed it, whether that has filled it, and then, in two words each, the low
+one first, the key of the check, the value, and the range that was expected."""
+
+RECORD = hashlib.blake2b(b"relax_hetero: the error record of a GPU", digest_size=4 * WORDS).digest()
+"""The bytes of the constant that stands for the record in a module: each machine passes the record instead of it."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +35,12 @@ class CheckSpec:
 
     subject: str
     where: str
+
+    @property
+    def key(self) -> int:
+        """A number for this text, the same one in all executables."""
+        digest = hashlib.blake2b(f"{self.subject}\0{self.where}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 2
 
     def message(self, found: int, least: int, end: int) -> str:
         """What to tell about a value that was refused."""

@@ -126,6 +126,8 @@ class ConstantSpec:
         Of a table that the machine fills with addresses: of constants, by their index, and of kernels, by symbol.
     region : str
         The command buffer whose state it stands for, where that runs as a CUDA graph: each machine makes its own.
+    is_record : bool
+        Whether it stands for the error record of its GPU (`artifact.checks`).
     """
 
     name: str
@@ -134,6 +136,7 @@ class ConstantSpec:
     device: int
     addresses: tuple[int | str, ...] | None = None
     region: str = ""
+    is_record: bool = False
 
     def __post_init__(self) -> None:
         if self.addresses is not None:

@@ -88,8 +88,8 @@ def compile(  # noqa: A001 (the contract's name)
         environment, for what took a second or more to compile.
     checks : str
         ``"default"``: indices outside of their axis and integer divisors of 0 are errors on CPUs; on GPUs an index
-        holds to the nearest element and a quotient by 0 is 0. ``"strict"``: they are errors on every device, which
-        costs a GPU a wait for the host.
+        holds to the nearest element and a quotient by 0 is 0. ``"strict"``: they are errors on every device; those of
+        a GPU are raised by a fence's ``result``, or where the host first reads a tensor of that GPU.
 
     Returns
     -------

@@ -4,6 +4,10 @@ The kernel reads a tensor, and writes the values that the op behind it may use w
 out of range ends the call: the kernel asks the machine to refuse it (`relax_hetero.refuse`), with the number of the
 check, the value, and the range. The op reads what the kernel writes, so that it cannot run before.
 
+On a GPU a kernel cannot end a call. There the first thread that finds such a value claims the error record of the GPU,
+memory of the host which the machine looks at whenever it has waited for the GPU (`vm.device.error_records`), and writes
+the same into it.
+
 Numbers, such as extents, are arguments: checks of equal shapes share a kernel.
 """
 
@@ -12,15 +16,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
+import tvm
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from ..artifact.checks import CLAIMED, END, FOUND, KEY, LEAST, READY, WORDS
 from ..encoding.problem import Dim
 from .core.bounds import BOUNDED, from_front
 from .core.builder import Expr, Function, ceil_div, loop, when
 from .core.view import View
-from .core.work_split import LEAST, is_worth_tasks
+from .core.work_split import LEAST as LEAST_WORK
+from .core.work_split import is_worth_tasks
 
 REFUSE = "relax_hetero.refuse"
 """The packed function that raises: takes the number of a check, the value found, the least and one past the last."""
@@ -28,7 +36,10 @@ REFUSE = "relax_hetero.refuse"
 CHECKED = "relax_hetero.checked"
 """On a PrimFunc: an op may use what it writes as it is."""
 
-_CHUNK = LEAST["elements"]
+_CHUNK = LEAST_WORK["elements"]
+
+_THREADS = 256
+"""Of a block on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -85,16 +96,73 @@ def check_kernel(problem: CheckProblem) -> tirx.PrimFunc:
             if isinstance(total, int) and total == 0:
                 T.evaluate(0)
             else:
-                _write(_Check(problem, values, result, number, ends), total if width == 1 else total // width)
+                _write(_Check(problem, values.data, result.data, number, ends), total if width == 1 else total // width)
     return function.result.with_attrs({BOUNDED: True, CHECKED: True})
+
+
+def reporting_kernel(problem: CheckProblem) -> tirx.PrimFunc:
+    """The kernel for GPUs: parameters are those of `check_kernel`, and behind the values the error record.
+
+    A thread for each row. The first that finds a value out of range claims the record, and fills it; the others' are
+    not told. It is said to be ready last, so that nobody reads a part of it.
+    """
+    function = Function("check_values")
+    shape = list(map(function.extent, problem.shape))
+    width = len(problem.columns)
+    with function:
+        values = function.argument("values", shape, problem.dtype)
+        record = function.argument("record", [_word(WORDS)], "int32")
+        number = T.arg("check", tirx.Var("check", "int64"))
+        ends = [T.arg(f"end_{i}", tirx.Var(f"end_{i}", "int64")) for i in range(problem.ends)]
+        result = function.argument("result", shape, problem.result)
+        check = _Check(problem, values, result, number, ends)
+        total = prod(shape, start=_word(1))
+        rows = total if width == 1 else tirx.floordiv(total, _word(width))
+        # One block more than there may have to be: a launch of none is an error.
+        blocks = tirx.floordiv(rows, _word(_THREADS)) + _word(1)
+        with function.body(), T.thread_binding(blocks, thread="blockIdx.x") as block:
+            with T.thread_binding(_word(_THREADS), thread="threadIdx.x") as thread:
+                row = block * _word(_THREADS) + thread
+                with T.If(row < rows), T.Then():
+                    for column in range(width):
+                        check.report(_coordinates(row * _word(width) + _word(column), shape), column, record)
+    return function.result.with_attrs({BOUNDED: True, CHECKED: True, "tirx.is_scheduled": True})
+
+
+def _word(value: int) -> tirx.IntImm:
+    return tirx.IntImm("int64", value)
+
+
+def _coordinates(place: Expr, shape: Sequence[Expr]) -> list[Expr]:
+    """Where an element stands, by its number in row-major order."""
+    found: list[Expr] = []
+    for extent in reversed(shape[1:]):
+        found.append(tirx.floormod(place, extent))
+        place = tirx.floordiv(place, extent)
+    return [place, *reversed(found)] if shape else []
+
+
+def _halves(number: Expr) -> tuple[Expr, Expr]:
+    """The low and the high word of a number as int64.
+
+    TVM may narrow an int64 that is made of a shorter number, which has no bits to shift down then.
+    """
+    if not _is_integer(str(number.ty.dtype)):
+        number = tirx.Cast("int64", number)
+    dtype = str(number.ty.dtype)
+    low = tirx.Cast("int32", number)
+    if tvm.DataType(dtype).bits == 64:
+        return low, tirx.Cast("int32", tirx.shift_right(number, tirx.const(32, dtype)))
+    is_negative = number < tirx.const(0, dtype) if dtype.startswith("int") else tirx.const(False, "bool")
+    return low, tirx.Select(is_negative, tirx.const(-1, "int32"), _ZERO)
 
 
 class _Check:
     """The parameters of a kernel while it is being written."""
 
-    def __init__(self, problem: CheckProblem, values: View, result: View, number: Expr, ends: Sequence[Expr]) -> None:
+    def __init__(self, problem: CheckProblem, values: Any, result: Any, number: Expr, ends: Sequence[Expr]) -> None:
         self.problem, self.width = problem, len(problem.columns)
-        self._values, self._result, self._number = values.data, result.data, number
+        self._values, self._result, self._number = values, result, number
         given = iter(ends)
         self._ends = [next(given) if is_checked and not problem.is_divisor else None for is_checked in problem.columns]
 
@@ -118,6 +186,22 @@ class _Check:
                 least, end = self._range(column)
                 found = tirx.Cast("int64", value)
                 T.evaluate(T.call_packed(REFUSE, self._number, found, least, end))
+
+    def report(self, place: Sequence[Expr], column: int, record: Any) -> None:
+        """Write a value, as it is to be used; where it is out of range, to the record too, unless that is claimed."""
+        value = self._values[place]
+        T.buffer_store(self._result, self._used(value, column), list(place))
+        if not self.problem.columns[column]:
+            return
+        claim = tirx.call_extern("int32", "atomicCAS", T.address_of(record[_word(CLAIMED)]), _ZERO, _ONE)
+        with T.If(tirx.Not(self._is_good(value, column))), T.Then(), T.If(tirx.EQ(claim, _ZERO)), T.Then():
+            least, end = self._range(column)
+            found = _word(0) if self.problem.is_divisor else value
+            for at, number in ((KEY, self._number), (FOUND, found), (LEAST, least), (END, end)):
+                for i, half in enumerate(_halves(number)):
+                    T.buffer_store(record, half, [_word(at + i)])
+            T.evaluate(tirx.call_extern("void", "__threadfence_system"))
+            T.buffer_store(record, _ONE, [_word(READY)])
 
     def _range(self, column: int) -> tuple[Expr, Expr]:
         end = self._ends[column]
@@ -164,6 +248,9 @@ def _write(check: _Check, rows: Expr) -> None:
         T.buffer_store(is_told, tirx.const(False, "bool"), [zero])
         with loop(rows) as row:
             check.refuse(row, is_told)
+
+
+_ZERO, _ONE = tirx.const(0, "int32"), tirx.const(1, "int32")
 
 
 def _is_integer(dtype: str) -> bool:

@@ -18,6 +18,7 @@ from .args.call_cache import CachedCall, CallCache
 from .args.results import check_out, fill, to_python
 from .device.builtins import running
 from .device.devices import bind_devices, host_device
+from .device.error_records import know_checks
 from .device.forks import MachineLock
 from .device.memory_limit import MemoryLimits, PoolWatch
 from .device.tensors import copy_into
@@ -101,6 +102,7 @@ class VirtualMachine:
         try:
             generate_code(module)
             self._threads = threads_of(executable.devices, module)
+            know_checks(about.checks)
             self._constants = executable.constants_on(self._devices)
             self._module = _load(module, self._devices)
             self._values, self.graphs = with_graphs(about, self._devices, self._constants.values, module)

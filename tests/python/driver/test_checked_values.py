@@ -9,6 +9,7 @@ from tvm.script import relax as R
 
 import relax_hetero as rh
 from relax_hetero.artifact.checks import CheckSpec
+from relax_hetero.artifact.commands import GRAPH
 from relax_hetero.artifact.metadata import Metadata
 from relax_hetero.target.vdevice import vdevices_of
 
@@ -157,3 +158,29 @@ def test_strict_checks_change_nothing_on_a_cpu():
     assert len(vdevices_of(TwoDevices)) == 2
     strict, default = (rh.compile(TwoDevices, cache=False, checks=checks) for checks in ("strict", "default"))
     assert strict.metadata.checks == default.metadata.checks
+
+
+@I.ir_module
+class OnGpu:
+    I.module_global_infos({"vdevice": [I.vdevice({"kind": "cuda", "arch": "sm_90"})]})
+
+    @R.function
+    def main(x: R.Tensor((10, 4), "float32", "cuda:0"), i: R.Tensor((3,), "int64", "cuda:0")):
+        with R.dataflow():
+            doubled = R.add(x, x)
+            taken = R.take(doubled, i, axis=0)
+            out = R.nn.softmax(taken)
+            R.output(out)
+        return out
+
+
+def test_strict_checks_of_a_gpu_stay_in_its_graph():
+    try:
+        executable = rh.compile(OnGpu, cache=False, checks="strict")
+    except rh.BuildError as error:  # a machine without nvcc or nvrtc
+        pytest.skip(str(error))
+    (region,) = executable.metadata.regions
+    assert region.runs == GRAPH and not executable.metadata.single_calls
+    (record,) = [spec for spec in executable.metadata.constants if spec.is_record]
+    assert record.shape == (16,) and record.device == 0
+    assert Metadata.from_json(executable.metadata.to_json()).constants == executable.metadata.constants

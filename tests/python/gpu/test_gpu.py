@@ -228,16 +228,3 @@ def test_kernels_hold_indices_and_divisors():
     np.testing.assert_array_equal(quotient, want)
     empty, _ = vm["main"](x[:0], i, d)
     np.testing.assert_array_equal(empty.numpy(), np.ones((len(i), 4), "float32"))
-
-
-def test_strict_checks_refuse_and_the_machine_goes_on():
-    vm = values_machine("strict")
-    x, ones = np.ones((10, 4), "float32"), np.ones(2, "int32")
-    for index in EXTREMES:
-        with pytest.raises(rh.HeteroError, match=f"index {index} is out of range, expected -10 to 9"):
-            vm["main"](x, np.array([0, index]), ones)
-        with pytest.raises(rh.HeteroError, match=f"index {index} is out of range"):
-            vm.submit("main", x, np.array([0, index]), ones).result(60)
-    with pytest.raises(rh.HeteroError, match="an integer is divided by 0"):
-        vm["main"](x, np.array([0, 1]), np.array([1, 0], "int32"))
-    assert vm["main"](x, np.array([0, -10]), ones)[0].numpy().shape == (2, 4)

@@ -13,6 +13,7 @@ import tvm
 from tvm import relax
 from tvm_ffi import structural_map, structural_walk
 
+from ...artifact.checks import RECORD, WORDS
 from ...artifact.metadata import ConstantSpec
 from ...target.vdevice import vdevice_index, vdevices_of
 from ...transform.ir.rewriting import copy_module, is_tensor_constant, relax_functions, typed, with_body
@@ -47,7 +48,9 @@ class _ConstantTuple:
         if key not in self.index:
             self.index[key] = len(self.specs)
             shape = tuple(int(extent) for extent in data.shape)
-            self.specs.append(ConstantSpec(f"constant_{len(self.specs)}", shape, str(data.dtype), device))
+            is_record = shape == (WORDS,) and str(data.dtype) == "int32" and data.numpy().tobytes() == RECORD
+            name, dtype = f"constant_{len(self.specs)}", str(data.dtype)
+            self.specs.append(ConstantSpec(name, shape, dtype, device, is_record=is_record))
             self.types.append(constant.ty)
             self.tensors.append(data)
         return self.index[key]

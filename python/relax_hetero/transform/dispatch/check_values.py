@@ -15,7 +15,12 @@ variable to name. Integer divisions read their divisors in the same way.
 
 Indices that are known now are checked now, and need no kernel. On GPUs, where a kernel cannot end a call, negative
 indices are counted from the front, and no more: BoundKernels has them hold to the nearest element. In a module that is
-marked strict (``rh.compile(checks="strict")``) they are copied to the host, checked there, and copied back.
+marked strict (``rh.compile(checks="strict")``) a kernel of the GPU checks them, and reports a wrong one in the GPU's
+error record, which is one more operand, a constant (`artifact.checks.RECORD`) that the machine replaces::
+
+    y_checked: R.Tensor((3,), "int64", "cuda:0") = R.call_tir(cls.check_values, (index, record, key, 10), out_ty=...)
+
+There the check is named by its key, a number made of its text, as calls of several machines may share the GPU.
 
 Ops whose mode says what becomes of an index outside (``take`` with ``clip``, ``wrap`` or ``nan``) are left alone.
 
@@ -33,10 +38,9 @@ import tvm
 from tvm import relax, te, tirx
 from tvm_ffi import StructuralKey
 
-from ...artifact.checks import CheckSpec
+from ...artifact.checks import RECORD, CheckSpec
 from ...errors import BuildError
-from ...target.vdevice import host_vdevice, vdevices_of
-from ...tir.checks import CHECKED, CheckProblem, check_kernel
+from ...tir.checks import CHECKED, CheckProblem, check_kernel, reporting_kernel
 from ...tir.core.bounds import BOUNDED, from_front
 from ..ir.blocks import Block, Emitter, rewrite_function, shape_of
 from ..ir.constant_values import ConstantValues, constant_near
@@ -106,10 +110,8 @@ class _Checker:
         self._functions: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
         self._taken = {gv.name_hint for gv in mod.get_global_vars()}
         self._has_changed = False
-        is_strict = bool(mod.attrs and STRICT in mod.attrs)
-        self._host = host_vdevice(vdevices_of(mod)) if is_strict else None
-        if is_strict and self._host is None:
-            raise BuildError("strict checks of a module without a CPU: expected one among its vdevices, to check on")
+        self._is_strict = bool(mod.attrs and STRICT in mod.attrs)
+        self._records: dict[Any, tvm.ir.GenericConst] = {}
 
     def in_function(self, name: str) -> Callable[[Block], list[relax.Binding] | None]:
         """What rewrites the blocks of a function."""
@@ -180,14 +182,12 @@ class _Checker:
         if array is not None:
             return _known(array, value, operand, CheckSpec(subject, where))
         vdevice = value.ty.vdevice
-        if vdevice is not None and not _is_cpu(vdevice) and self._host is not None:
-            there = relax.TensorType(shape, value.ty.dtype, self._host)
-            moved = emitter.emit(relax.op.to_vdevice(value, self._host), there, f"{name}_on_host")
-            checked = self._safe(moved, operand, where, name, block, emitter, constants)
-            back = relax.TensorType(shape, checked.ty.dtype, vdevice)
-            return emitter.emit(relax.op.to_vdevice(checked, vdevice), back, f"{name}_index")
-        if vdevice is None or not _is_cpu(vdevice):
+        is_cpu = vdevice is not None and _is_cpu(vdevice)
+        if not is_cpu and (vdevice is None or not self._is_strict):
             return value if ends is None or not operand.wraps else _counted(value, ends, name, emitter, self._add)
+        if not is_cpu and vdevice.target.kind.name != "cuda":
+            kind = vdevice.target.kind.name
+            raise BuildError(f"{where} is on a device of kind {kind!r}: strict checks need a CPU or a CUDA device")
         symbols = Symbols()
         problem = CheckProblem(
             tuple(map(symbols.dim, shape)),
@@ -196,19 +196,31 @@ class _Checker:
             operand.wraps,
             ends is None,
         )
-        numbers = [len(self._specs), *(end for end in ends or () if end is not None)]
-        self._specs.append(CheckSpec(subject, where))
+        spec = CheckSpec(subject, where)
+        numbers = [len(self._specs) if is_cpu else spec.key, *(end for end in ends or () if end is not None)]
+        self._specs.append(spec)
         result = relax.TensorType(shape, problem.result, vdevice)
-        gv = self._kernel(problem)
         scalars = [tirx.IntImm("int64", n) if isinstance(n, int) else n for n in numbers]
-        call = relax.call_tir(gv, relax.Tuple([value, *scalars]), result)
+        operands = [value, *scalars] if is_cpu else [value, self._record(vdevice), *scalars]
+        call = relax.call_tir(self._kernel(problem, is_cpu), relax.Tuple(operands), result)
         return emitter.emit(call, result, f"{name}_checked")
 
-    def _kernel(self, problem: CheckProblem) -> tvm.ir.GlobalVar:
-        if problem not in self._kernels:
-            kernel = check_kernel(problem).without_attr("global_symbol").with_attr("op_pattern", _OPAQUE)
-            self._kernels[problem] = self._add(kernel, "check_values")
-        return self._kernels[problem]
+    def _record(self, vdevice: relax.VDevice) -> tvm.ir.GenericConst:
+        """What stands for the error record of a GPU."""
+        key = StructuralKey(vdevice)
+        if key not in self._records:
+            words = np.frombuffer(RECORD, "int32")
+            ty = relax.TensorType(words.shape, "int32", vdevice)
+            self._records[key] = tvm.ir.GenericConst(tvm.runtime.tensor(words), ty)
+        return self._records[key]
+
+    def _kernel(self, problem: CheckProblem, is_cpu: bool) -> tvm.ir.GlobalVar:
+        key = problem, is_cpu
+        if key not in self._kernels:
+            kernel = check_kernel(problem) if is_cpu else reporting_kernel(problem)
+            kernel = kernel.without_attr("global_symbol").with_attr("op_pattern", _OPAQUE)
+            self._kernels[key] = self._add(kernel, "check_values")
+        return self._kernels[key]
 
     def _add(self, kernel: tirx.PrimFunc, name: str) -> tvm.ir.GlobalVar:
         key = StructuralKey(kernel)

@@ -10,6 +10,8 @@ import tvm_ffi
 from tvm import runtime
 
 from ...artifact.metadata import ConstantSpec
+from .cuda_library import CUDA
+from .error_records import error_record
 from .tensors import (
     MemoryRanges,
     address_range,
@@ -47,6 +49,8 @@ class PlacedConstants:
             if spec.addresses is not None:
                 places = [address_of(e) if isinstance(e, str) else placed[e].data_ptr() for e in spec.addresses]
                 placed[index] = _table(places, devices[spec.device])
+            if spec.is_record:
+                placed[index] = _record(devices[spec.device]) or placed[index]
         self.values: Any = tvm_ffi.convert(placed)
         self.ranges = MemoryRanges(map(address_range, placed))
 
@@ -56,6 +60,12 @@ def _table(addresses: Sequence[int], device: runtime.Device) -> runtime.Tensor:
     table = runtime.empty((max(len(addresses), 1),), "int64", device)
     copy_into(from_array(np.array(addresses or [0], "int64")), table)
     return table
+
+
+def _record(device: runtime.Device) -> runtime.Tensor | None:
+    """The error record of a GPU, as its kernels see it; None for other devices."""
+    record = error_record(device.index) if device.dlpack_device_type() == CUDA else None
+    return None if record is None else alias(from_array(np.ctypeslib.as_array(record.words)), device)
 
 
 def place_constant(tensor: runtime.Tensor, device: runtime.Device) -> runtime.Tensor:

@@ -21,6 +21,7 @@ from ...target.element_types import bits_of
 from .cuda_copies import Location, issue_copy
 from .cuda_library import CUDA, CUDA_HOST, cuda_library
 from .cuda_streams import Event, Stream
+from .error_records import raise_reported
 
 # TVM's allocations have this alignment in bytes (kAllocAlignment) and its kernels rely on it unless told otherwise.
 ALIGNMENT = 64
@@ -175,6 +176,8 @@ def empty(shape: tuple[int, ...], dtype: str, device: runtime.Device, scope: str
 def copy_into(source: runtime.Tensor, target: runtime.Tensor) -> None:
     """Copy between contiguous tensors of equal size on any two devices; the copy has ended on return.
 
+    One that brings a tensor from a GPU to the host raises, as HeteroError, what the GPU's kernels have refused.
+
     It comes after what the devices' current streams have been given. Two different device types of which neither is a
     CPU cannot exchange bytes directly: these go through the host.
     """
@@ -191,6 +194,8 @@ def copy_into(source: runtime.Tensor, target: runtime.Tensor) -> None:
                     stream.wait(other.record())
             issue_copy(library, _place_of(source), _place_of(target), nbytes_of(source), stream)
             stream.synchronize()
+            if from_type == CUDA and to_type == CPU:
+                raise_reported(from_device.index)
             return
     if from_type != to_type and CPU not in (from_type, to_type):
         source = copy_to(source, runtime.device("cpu", 0))

@@ -8,6 +8,7 @@ from typing import Any
 from ...artifact.schedule import Results, Schedule, Step
 from ...artifact.signature import FunctionSignature
 from ...errors import HeteroError
+from ..device.error_records import raise_reported
 from .cuda_queue import Point
 from .queues import CallState, Queues
 
@@ -55,8 +56,9 @@ class QueuePlan:
         return made if len(step.makes) != 1 else (made,), point
 
     def await_end(self, index: int, point: Point) -> None:
-        """Wait until the GPU is done with a step that was issued."""
+        """Wait until the GPU is done with a step that was issued; HeteroError for what its kernels have refused."""
         point.event.synchronize()
+        raise_reported(point.stream.gpu)
 
     def explain(self, index: int | None, error: BaseException) -> HeteroError:
         """The error that a failed step means for the caller; None for the result that was not made."""

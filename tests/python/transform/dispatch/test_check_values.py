@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 import tvm
+from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
-from relax_hetero.artifact.checks import CheckSpec
+from relax_hetero.artifact.checks import RECORD, WORDS, CheckSpec
 from relax_hetero.errors import BuildError
-from relax_hetero.tir.checks import CheckProblem, check_kernel
+from relax_hetero.tir.checks import CheckProblem, check_kernel, reporting_kernel
 from relax_hetero.transform import CheckValues, KeepFindings
 from relax_hetero.transform.ir.findings import findings_of
 from relax_hetero.transform.ir.module_attrs import STRICT
@@ -101,8 +102,6 @@ def test_nothing_is_checked_that_cannot_be_wrong():
 
 def module_of(vdevice, index, data_rows=10, op=None):
     """A module that takes rows at constant indices, or divides by them."""
-    from tvm import relax
-
     device = relax.VDevice(vdevice, 0, "global")
     x = relax.Var("x", relax.TensorType((data_rows, 4), "float32", device))
     a = relax.Var("a", relax.TensorType((len(index),), "int64", device))
@@ -132,8 +131,6 @@ def test_a_known_index_is_counted_from_the_front_now():
 
 
 def test_a_constant_divisor_of_0_is_refused_at_once():
-    from tvm import relax
-
     with pytest.raises(BuildError, match="relax.mod of variable 'y' in function 'main': an integer is divided by 0"):
         CheckValues()(module_of("llvm", [1, 0], op=relax.op.mod))
 
@@ -158,19 +155,68 @@ def test_on_a_gpu_negative_indices_are_counted_from_the_front():
     assert CheckValues()(after).same_as(after)
 
 
-def test_strict_checks_of_a_gpu_are_made_on_the_host():
+def strict_expected(kernel, record, key):
+    @I.ir_module(check_well_formed=False)
+    class Expected:
+        I.module_global_infos({"vdevice": [I.vdevice(CUDA), I.vdevice("llvm")]})
+
+        @R.function
+        def main(x: R.Tensor((10, 4), "float32", "cuda:0"), index: R.Tensor((3,), "int64", "cuda:0")):
+            with R.dataflow():
+                y_checked: R.Tensor((3,), "int64", "cuda:0") = R.call_tir(
+                    kernel, (index, record, key, T.int64(10)), out_ty=R.Tensor((3,), "int64", "cuda:0")
+                )
+                y: R.Tensor((3, 4), "float32", "cuda:0") = R.take(x, y_checked, axis=0, mode="fast")
+                R.output(y)
+            return y
+
+    return Expected
+
+
+def test_strict_checks_of_a_gpu_report_to_its_record():
     after = CheckValues()(OnGpu.with_attr(STRICT, True))
-    there, checked, back, taken = after["main"].body.blocks[0].bindings
-    names = [binding.value.op.name for binding in (there, checked, back, taken)]
-    assert names == ["relax.to_vdevice", "relax.call_tir", "relax.to_vdevice", "relax.take"]
-    targets = [binding.var.ty.vdevice.target.kind.name for binding in (there, checked, back, taken)]
-    assert targets == ["llvm", "llvm", "cuda", "cuda"]
+    (named,) = [gv for gv in after.get_global_vars() if gv.name_hint == "check_values"]
+    kernel = reporting_kernel(CheckProblem((3,), "int64")).without_attr("global_symbol").with_attr("op_pattern", 8)
+    tvm.ir.assert_structural_equal(after[named], kernel)
+    (check,) = findings_of(after).checks
+    assert check == CheckSpec("index", "op relax.take of variable 'y' in function 'main'")
+    device = after.global_infos["vdevice"][0]
+    record = tvm.ir.GenericConst(
+        tvm.runtime.tensor(np.frombuffer(RECORD, "int32")), relax.TensorType((WORDS,), "int32", device)
+    )
+    Expected = strict_expected(named, record, tvm.tirx.IntImm("int64", check.key))
+    tvm.ir.assert_structural_equal(after["main"].body, Expected["main"].body, map_free_vars=True)
     assert CheckValues()(after).same_as(after)
 
 
-def test_strict_checks_need_a_host():
-    with pytest.raises(BuildError, match="strict checks of a module without a CPU"):
-        CheckValues()(module_of(CUDA, [0]).with_attr(STRICT, True))
+def test_checks_of_a_gpu_share_one_record():
+    both = CheckValues()(module_of(CUDA, [0]).with_attr(STRICT, True))
+    assert findings_of(both).checks is None  # what is known needs none
+    device = relax.VDevice(CUDA)
+    x, i = (relax.Var(name, relax.TensorType((4,), "int64", device)) for name in "xi")
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x, i]):
+        taken = builder.emit(relax.op.take(x, i, 0, "fast"))
+        builder.emit_func_output(builder.emit(relax.op.mod(taken, i)))
+    mod = builder.get()
+    mod.update_global_info("vdevice", [device])
+    after = CheckValues()(mod.with_attr(STRICT, True))
+    calls = [b.value for b in after["main"].body.blocks[0].bindings if b.value.op.name == "relax.call_tir"]
+    assert len(calls) == 2 and calls[0].args[1].fields[1].same_as(calls[1].args[1].fields[1])
+    assert len(findings_of(after).checks) == 2
+
+
+def test_strict_checks_need_a_device_that_can_report():
+    mod = module_of({"kind": "vulkan"}, [1], op=relax.op.mod)
+    call = mod["main"].body.blocks[0].bindings[0].value
+    divisor = relax.op.mod(call.args[0], call.args[0])
+    relax.expr._update_type(divisor, call.ty)
+    y = relax.Var("y", call.ty)
+    body = relax.SeqExpr([relax.BindingBlock([relax.VarBinding(y, divisor)])], y)
+    relax.expr._update_type(body, call.ty)
+    mod["main"] = relax.Function(mod["main"].params, body, call.ty).with_attr("global_symbol", "main")
+    with pytest.raises(BuildError, match="relax.mod of variable 'y' .* kind 'vulkan': strict checks need a CPU or a"):
+        CheckValues()(mod.with_attr(STRICT, True))
 
 
 def test_checks_are_numbered_on_from_those_that_there_are():

@@ -1,0 +1,84 @@
+"""Error records: what a kernel of a GPU reports is raised once, in the words of the check."""
+
+import ctypes
+import threading
+
+import pytest
+
+from relax_hetero.artifact.checks import CLAIMED, END, FOUND, KEY, LEAST, READY, WORDS, CheckSpec
+from relax_hetero.errors import HeteroError
+from relax_hetero.vm.device import error_records
+from relax_hetero.vm.device.error_records import ErrorRecord, know_checks, raise_reported
+
+CHECK = CheckSpec("index", "op relax.take of variable 'y' in function 'main'")
+GPU = 7
+
+
+@pytest.fixture
+def record(monkeypatch):
+    memory = (ctypes.c_int32 * WORDS)(*range(1, WORDS + 1))
+    made = ErrorRecord(ctypes.addressof(memory), memory)
+    monkeypatch.setattr(error_records, "_records", {GPU: made})
+    return made
+
+
+def report(record, *numbers, is_ready=True):
+    """What the first thread of a kernel writes that finds a value out of range."""
+    record.words[CLAIMED] = 1
+    for at, number in zip((KEY, FOUND, LEAST, END), numbers, strict=True):
+        record.words[at], record.words[at + 1] = (ctypes.c_int32(number >> shift).value for shift in (0, 32))
+    record.words[READY] = is_ready
+
+
+def test_a_new_record_says_nothing(record):
+    assert list(record.words) == [0] * WORDS
+    raise_reported(GPU)
+    raise_reported(GPU + 1)
+
+
+@pytest.mark.parametrize("index", [10, -11, 2**31, -(2**31) - 1, 2**32 - 1, 2**63 - 1, -(2**63), -1])
+def test_what_is_reported_is_raised_once(record, index):
+    know_checks([CHECK])
+    report(record, CHECK.key, index, -10, 10)
+    with pytest.raises(HeteroError) as raised:
+        raise_reported(GPU)
+    assert str(raised.value) == f"{CHECK.message(index, -10, 10)} (found on cuda:{GPU})"
+    raise_reported(GPU)
+    assert record.words[CLAIMED] == record.words[READY] == 0
+
+
+def test_half_of_a_report_is_left_alone(record):
+    report(record, CHECK.key, 10, -10, 10, is_ready=False)
+    raise_reported(GPU)
+    assert record.words[CLAIMED] == 1
+
+
+def test_one_thread_is_told(record):
+    know_checks([CHECK])
+    report(record, CHECK.key, 10, -10, 10)
+    told = []
+
+    def look():
+        try:
+            raise_reported(GPU)
+        except HeteroError as error:
+            told.append(error)
+
+    threads = [threading.Thread(target=look) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(told) == 1
+
+
+def test_a_check_that_nobody_knows(record):
+    report(record, 12345, 10, -10, 10)
+    with pytest.raises(HeteroError, match="a check on cuda:7 refused the value 10, expected -10 to 9"):
+        raise_reported(GPU)
+
+
+def test_keys_are_those_of_texts():
+    other = CheckSpec("divisor", CHECK.where)
+    assert CHECK.key == CheckSpec(CHECK.subject, CHECK.where).key != other.key
+    assert 0 <= CHECK.key < 2**62
