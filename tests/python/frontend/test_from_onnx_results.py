@@ -175,3 +175,21 @@ def test_results_are_onnx_runtimes(name, two_devices):
             for ours, theirs in zip(found, expected, strict=True):
                 np.testing.assert_allclose(ours.numpy(), theirs, rtol=1e-4, atol=1e-5)
                 assert ours.numpy().dtype == theirs.dtype
+
+
+@pytest.mark.parametrize(("flag", "sizes"), [(True, (3, 3)), (True, (3, 1)), (False, (3, 2)), (True, (3, 2))])
+def test_sizes_are_checked_in_the_branch_that_needs_them(flag, sizes):
+    model = parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        g (bool c, float[n] x, float[k] w) => (float[q] y) {
+            y = If(c) <then_branch = t () => (float[q] p) { a = Add(x, w) p = Exp(a) },
+                       else_branch = e () => (float[q] r) { r = Mul(x, x) }>
+        }""")
+    feeds = {"c": np.array(flag), "x": np.ones(sizes[0], "float32"), "w": np.ones(sizes[1], "float32")}
+    main = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"]
+    if flag and sizes[1] == 2:
+        with pytest.raises(rh.HeteroError, match="Add_0"):
+            main(**feeds)
+        return
+    (want,) = onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds)
+    np.testing.assert_allclose(main(**feeds).numpy(), want, rtol=1e-6)

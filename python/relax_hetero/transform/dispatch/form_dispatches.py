@@ -36,6 +36,7 @@ from .bound_kernels import bound_kernels
 from .folding import fold_constants
 from .keep_devices import keep_devices
 from .legalize import is_kept, legalize
+from .matched_sizes import with_matches_apart
 from .name_kernel_variables import name_kernel_variables
 from .schedule_cpu import schedule_cpu
 from .schedule_gpu import schedule_gpu
@@ -81,7 +82,7 @@ def _with_fused_ops(mod: tvm.IRModule) -> tvm.IRModule:
     context = tvm.transform.PassContext.current()
     config = {_FUSED: MOST_FUSED, **dict(context.config)}
     with tvm.transform.PassContext(context.opt_level, context.required_pass, context.disabled_pass, config=config):
-        return relax.transform.FuseOps()(mod)
+        return relax.transform.FuseOps()(with_matches_apart(mod))
 
 
 def _for_their_devices(mod: tvm.IRModule) -> tvm.IRModule:

@@ -37,11 +37,11 @@ from dataclasses import dataclass, field
 
 import tvm
 from tvm import relax
-from tvm_ffi import structural_map
 
 from ...op.copies import COPY, copy
 from ..dispatch.form_dispatches import is_formed
 from ..ir.blocks import used_vars
+from ..ir.cut_blocks import cut_block, with_shared_variables
 from ..ir.declare import declare_pass
 from ..ir.module_attrs import is_lowered
 from ..ir.op_names import CALL_TIR_INPLACE, CAST, IN_PLACE, PERMUTE, RESHAPE, relax_ops
@@ -317,10 +317,10 @@ class _Writer:
         for block in expr.blocks:
             bindings = [new for old in block.bindings for new in self._binding(old)]
             if any(binding.var in self.cut for binding in bindings):
-                blocks += _cut(bindings, self.cut, isinstance(block, relax.DataflowBlock))
+                blocks += cut_block(bindings, self.cut, isinstance(block, relax.DataflowBlock))
             else:
                 blocks.append(type(block)(bindings, block.span))
-        return typed(relax.SeqExpr(_with_shared_variables(blocks), expr.body, expr.span), expr.ty)
+        return typed(relax.SeqExpr(with_shared_variables(blocks), expr.body, expr.span), expr.ty)
 
     def _binding(self, binding: relax.Binding) -> Iterator[relax.Binding]:
         var, value = binding.var, binding.value
@@ -369,49 +369,3 @@ def _copies(var: relax.Var, shared: relax.Var) -> Iterator[relax.Binding]:
         yield relax.VarBinding(var, typed(relax.Tuple(parts), var.ty))
     else:
         yield relax.VarBinding(var, shared)
-
-
-def _cut(bindings: list[relax.Binding], cut: set[relax.Var], is_dataflow: bool) -> list[relax.BindingBlock]:
-    """Blocks in place of one: what is cut out stands in blocks that are no dataflow, the rest in blocks that are.
-
-    Blocks of one kind that follow each other become one whenever TVM looks at them.
-    """
-    stretches: list[tuple[bool, list[relax.Binding]]] = []
-    for binding in bindings:
-        inside = binding.var not in cut and (is_dataflow or _may_be_dataflow(binding))
-        if not stretches or stretches[-1][0] != inside:
-            stretches.append((inside, []))
-        stretches[-1][1].append(binding)
-    return [(relax.DataflowBlock if inside else relax.BindingBlock)(part) for inside, part in stretches]
-
-
-def _may_be_dataflow(binding: relax.Binding) -> bool:
-    value = binding.value
-    if isinstance(value, (relax.If, relax.Function)) or op_name(value) in IN_PLACE:
-        return False
-    return not isinstance(value, relax.Call) or (isinstance(value.op, tvm.ir.Op) and bool(value.op.get_attr("FPurity")))
-
-
-def _with_shared_variables(blocks: list[relax.BindingBlock]) -> list[relax.BindingBlock]:
-    """Variables of a dataflow block that others use now, as variables that others may use."""
-    home = {binding.var: number for number, block in enumerate(blocks) for binding in block.bindings}
-    new: dict[relax.Var, relax.Var] = {}
-    for number, block in enumerate(blocks):
-        plain = not isinstance(block, relax.DataflowBlock)
-        for binding in block.bindings:
-            if plain and isinstance(binding.var, relax.DataflowVar):
-                new[binding.var] = relax.Var(binding.var.name, binding.var.ty)
-            for var in used_vars(binding.value):
-                if isinstance(var, relax.DataflowVar) and home.get(var, number) != number:
-                    new.setdefault(var, relax.Var(var.name, var.ty))
-    if not new:
-        return blocks
-
-    def renamed(binding: relax.Binding) -> relax.Binding:
-        value = structural_map(binding.value, (relax.Var, lambda var: new.get(var, var)))
-        var = new.get(binding.var, binding.var)
-        if isinstance(binding, relax.MatchCast):
-            return relax.MatchCast(var, value, binding.ty, binding.span)
-        return relax.VarBinding(var, value, binding.span)
-
-    return [type(block)([renamed(binding) for binding in block.bindings], block.span) for block in blocks]
