@@ -74,6 +74,11 @@ def test_one_name_for_many_nodes():
     refused(model([*nodes, node("StringNormalizer", ["v2999"], ["y"])]), "StringNormalizer")
 
 
+def test_a_constant_of_a_node_without_a_name_is_named_by_its_result():
+    fill = node("ConstantOfShape", ["s"], ["filled"])
+    refused(model([fill, node("Identity", ["filled"], ["y"])], ints([1 << 32, 1 << 32], "s")), "node 'filled'")
+
+
 HUGE = {
     "fill": model([node("ConstantOfShape", ["s"], ["y"])], ints([1 << 32, 1 << 32], "s")),
     "fills": model(
