@@ -31,7 +31,7 @@ import numpy as np
 
 from ..errors import BuildError
 from .regular_files import open_regular
-from .signing import verify, without_trailer
+from .signing import TRAILER_BYTES, changed, check_signed, verify, without_trailer
 from .typed_data import read_json
 
 FORMAT_VERSION = 1
@@ -41,6 +41,7 @@ _MAGIC = b"rlxheter"
 _BODY = struct.Struct("<8sIIIQQQ")
 _CHECKSUM = struct.Struct("<I")
 _FOOTER_BYTES = _BODY.size + _CHECKSUM.size
+_END_BYTES = _FOOTER_BYTES + TRAILER_BYTES
 _COPY_BYTES = 1 << 24
 
 
@@ -163,7 +164,10 @@ def open_container(path: Path, *, copy: bool = False, key: bytes | None = None, 
         with file:
             if status.st_size < _FOOTER_BYTES:
                 raise BuildError(_foreign(path, f"{status.st_size} bytes"))
-            descriptor = _copied(file) if copy or key is not None else os.dup(file.fileno())
+            copies = copy or key is not None
+            if copies:
+                _check_ends(path, file, status.st_size, key is not None)
+            descriptor = _copied(file) if copies else os.dup(file.fileno())
     except OSError as error:
         raise BuildError(f"{path}: {error.strerror or error}; expected a file of Executable.export_library") from error
     try:
@@ -173,6 +177,18 @@ def open_container(path: Path, *, copy: bool = False, key: bytes | None = None, 
         if isinstance(error, OSError):
             raise BuildError(f"{path}: cannot be mapped: {error.strerror or error}") from error
         raise
+
+
+def _check_ends(path: Path, file: BinaryIO, size: int, signed: bool) -> None:
+    """Refuse a file without our footer before all of it is copied: it may be as large as its author likes."""
+    end = np.frombuffer(os.pread(file.fileno(), _END_BYTES, max(size - _END_BYTES, 0)), dtype=np.uint8)
+    if signed:
+        check_signed(end, str(path))
+    if not without_trailer(end)[-_FOOTER_BYTES:].tobytes().startswith(_MAGIC):
+        if signed:  # only files with a footer are signed
+            raise BuildError(changed(str(path)))
+        begin = np.frombuffer(os.pread(file.fileno(), _END_BYTES, 0), dtype=np.uint8)
+        raise BuildError(_foreign(path, _kind_of(begin)))
 
 
 def _copied(file: BinaryIO) -> int:

@@ -54,14 +54,24 @@ def verify(data: np.ndarray, key: bytes, source: str) -> None:
     ------
     BuildError: Naming `source`: no signature, or another.
     """
-    if not _is_signed(data):
-        raise BuildError(f"{source}: found no signature, expected one by the key given: export_library(path, key=...)")
+    check_signed(data, source)
     content, trailer = data[:-TRAILER_BYTES], data[-TRAILER_BYTES:].tobytes()
     digest = hmac.new(key, _PURPOSE, hashlib.sha256)
     for at in range(0, content.nbytes, _PIECE):
         digest.update(content[at : at + _PIECE].data)
     if not hmac.compare_digest(digest.digest(), trailer[:_DIGEST_BYTES]):
-        raise BuildError(f"{source}: its signature is not by the key given, or the file was changed since")
+        raise BuildError(changed(source))
+
+
+def changed(source: str) -> str:
+    """The message for a file whose signature does not fit the rest of it."""
+    return f"{source}: its signature is not by the key given, or the file was changed since"
+
+
+def check_signed(data: np.ndarray, source: str) -> None:
+    """Refuse bytes (``uint8``) that do not end as a signed file does; BuildError naming `source`."""
+    if not _is_signed(data):
+        raise BuildError(f"{source}: found no signature, expected one by the key given: export_library(path, key=...)")
 
 
 def _is_signed(data: np.ndarray) -> bool:

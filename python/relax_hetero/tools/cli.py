@@ -6,17 +6,21 @@ import os
 import sys
 from typing import Any
 
-import click
-
-from .. import __version__
-from .bench import bench_command
-from .cache import cache_group
-from .compile import compile_command
-from .explain import explain_command
-from .run import run_command
-
 INTERRUPTED = 130
 """The exit code of a command that Ctrl-C ended, as shells have it."""
+
+try:
+    import click
+
+    from .. import __version__
+    from .bench import bench_command
+    from .cache import cache_group
+    from .compile import compile_command
+    from .explain import explain_command
+    from .run import run_command
+except KeyboardInterrupt:  # a command interrupted while it starts ends like every other
+    print("interrupted", file=sys.stderr)
+    sys.exit(INTERRUPTED)
 
 
 class _Interruptible(click.Group):

@@ -227,8 +227,13 @@ def fold_node(node: onnx.NodeProto, operands: list[np.ndarray | None], opset: in
     arrays = evaluate(lambda: node, operands, opset)
     if arrays is None or any(array.dtype.kind in "OUSc" for array in arrays):
         return None
-    budget().take_bytes(sum(array.nbytes for array in arrays), f"{node.op_type} node {node.name!r}")
+    budget().take_bytes(sum(array.nbytes for array in arrays), f"{node.op_type} node {_name_of(node)!r}")
     return [make_const(array) for array in arrays]
+
+
+def _name_of(node: onnx.NodeProto) -> str:
+    """A node's name, or that of its first result: most exporters of small models name no nodes."""
+    return node.name or next(iter(node.output), "")
 
 
 def _filled(node: onnx.NodeProto, operands: list[np.ndarray | None]) -> list[tvm.ir.GenericConst] | None:
@@ -242,7 +247,7 @@ def _filled(node: onnx.NodeProto, operands: list[np.ndarray | None]) -> list[tvm
     if any(size < 0 for size in dims):
         return None
     nbytes = int(np.prod(dims, dtype=object)) * value.dtype.itemsize
-    budget().take_bytes(nbytes, f"ConstantOfShape node {node.name!r}")
+    budget().take_bytes(nbytes, f"ConstantOfShape node {_name_of(node)!r}")
     try:
         tensor = empty(dims, str(value.dtype), tvm.cpu())
         np.from_dlpack(tensor).fill(value.reshape(())[()])

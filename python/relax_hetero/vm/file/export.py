@@ -78,7 +78,8 @@ def check_linking(what: str) -> list[str]:
 
     given: str | None = get_cc()
     try:
-        command = shlex.split(given or "")
+        # A program whose path has spaces is one word, whatever a shell would make of it.
+        command = [given] if given and shutil.which(given) else shlex.split(given or "")
     except ValueError as error:  # a quotation that does not end
         raise BuildError(f"{what} needs a C compiler: found CXX={given!r}, which is no command: {error}") from error
     if not command or shutil.which(command[0]) is None:

@@ -74,6 +74,11 @@ def test_one_name_for_many_nodes():
     refused(model([*nodes, node("StringNormalizer", ["v2999"], ["y"])]), "StringNormalizer")
 
 
+def test_a_constant_of_a_node_without_a_name_is_named_by_its_result():
+    fill = node("ConstantOfShape", ["s"], ["filled"])
+    refused(model([fill, node("Identity", ["filled"], ["y"])], ints([1 << 32, 1 << 32], "s")), "node 'filled'")
+
+
 HUGE = {
     "fill": model([node("ConstantOfShape", ["s"], ["y"])], ints([1 << 32, 1 << 32], "s")),
     "fills": model(
@@ -91,7 +96,7 @@ HUGE = {
     ),
     "one-hot": model([node("OneHot", ["i", "d", "v"], ["y"])], ints([1], "i"), ints(1 << 40, "d"), floats([0, 1], "v")),
     "eye": model([node("EyeLike", ["x"], ["y"])], x=(1 << 20, 1 << 20)),
-    "pad": model([node("Pad", ["x", "p"], ["y"], mode="edge")], ints([0, 1 << 40, 0, 1 << 40], "p")),
+    "pad": model([node("Pad", ["w", "p"], ["y"], mode="edge")], floats([1], "w"), ints([1 << 40, 1 << 40], "p")),
     "resize": model([node("Resize", ["x", "", "s"], ["y"])], floats([1, 1, 1e9, 1e9], "s"), x=(1, 1, 4, 4)),
     "blur": model(
         [node("Resize", ["x", "", "s"], ["y"], antialias=1, mode="linear")],

@@ -116,6 +116,29 @@ def test_compilers_with_options(lifted, tmp_path, monkeypatch, command):
     check(rh.load(tmp_path / "model.so"))
 
 
+def test_a_compiler_in_a_folder_with_a_space(lifted, tmp_path, monkeypatch):
+    compiler = tmp_path / "my tools" / "c++"
+    compiler.parent.mkdir()
+    compiler.write_text(f'#!/bin/sh\nexec {export.check_linking("a test")[0]} "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    lifted.export_library(tmp_path / "model.so")
+    check(rh.load(tmp_path / "model.so"))
+
+
+@pytest.mark.parametrize("options", [{"copy": True}, {"key": b"k" * 32}])
+@pytest.mark.parametrize("begin", [b"", b"\x7fELF"])
+def test_a_large_foreign_file_is_not_copied(tmp_path, begin, options):
+    path = tmp_path / "large.so"
+    with open(path, "wb") as file:
+        file.write(begin)
+        file.truncate(1 << 40)  # a hole, which takes no room on the disk; a copy would take more than there is
+    with pytest.raises(
+        rh.BuildError, match="found no signature" if "key" in options else "found (no|a) shared library"
+    ):
+        rh.load(path, **options)
+
+
 def test_a_compiler_that_is_no_command(lifted, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "g++ 'unended")
     with pytest.raises(rh.BuildError, match="which is no command"):
