@@ -61,7 +61,7 @@ def _table(addresses: Sequence[int], device: runtime.Device) -> runtime.Tensor:
 
 
 def _placed(tensor: runtime.Tensor, spec: ConstantSpec, device: runtime.Device) -> runtime.Tensor:
-    """A constant on `device`; where it stands for the error record of a GPU, the record as that GPU's kernels see it."""
+    """A constant on `device`; for one that stands for the error record of a GPU, that record as its kernels see it."""
     is_on_gpu = device.dlpack_device_type() == CUDA
     record = error_record(device.index) if spec.is_record and is_on_gpu else None
     if record is None:
