@@ -44,13 +44,11 @@ class PlacedConstants:
         devices: Sequence[runtime.Device],
         address_of: Callable[[str], int],
     ) -> None:
-        placed = [place_constant(t, devices[spec.device]) for t, spec in zip(tensors, specs, strict=True)]
+        placed = [_placed(t, spec, devices[spec.device]) for t, spec in zip(tensors, specs, strict=True)]
         for index, spec in enumerate(specs):
             if spec.addresses is not None:
                 places = [address_of(e) if isinstance(e, str) else placed[e].data_ptr() for e in spec.addresses]
                 placed[index] = _table(places, devices[spec.device])
-            if spec.is_record:
-                placed[index] = _record(devices[spec.device]) or placed[index]
         self.values: Any = tvm_ffi.convert(placed)
         self.ranges = MemoryRanges(map(address_range, placed))
 
@@ -62,10 +60,13 @@ def _table(addresses: Sequence[int], device: runtime.Device) -> runtime.Tensor:
     return table
 
 
-def _record(device: runtime.Device) -> runtime.Tensor | None:
-    """The error record of a GPU, as its kernels see it; None for other devices."""
-    record = error_record(device.index) if device.dlpack_device_type() == CUDA else None
-    return None if record is None else alias(from_array(np.ctypeslib.as_array(record.words)), device)
+def _placed(tensor: runtime.Tensor, spec: ConstantSpec, device: runtime.Device) -> runtime.Tensor:
+    """A constant on `device`; for one that stands for the error record of a GPU, that record as its kernels see it."""
+    is_on_gpu = device.dlpack_device_type() == CUDA
+    record = error_record(device.index) if spec.is_record and is_on_gpu else None
+    if record is None:
+        return place_constant(tensor, device)
+    return alias(from_array(np.ctypeslib.as_array(record.words)), device)
 
 
 def place_constant(tensor: runtime.Tensor, device: runtime.Device) -> runtime.Tensor:

@@ -3,12 +3,17 @@
 import ctypes
 import threading
 
+import numpy as np
 import pytest
+import tvm
 
 from relax_hetero.artifact.checks import CLAIMED, END, FOUND, KEY, LEAST, READY, WORDS, CheckSpec
+from relax_hetero.artifact.metadata import ConstantSpec
 from relax_hetero.errors import HeteroError
 from relax_hetero.vm.device import error_records
+from relax_hetero.vm.device.constants import PlacedConstants
 from relax_hetero.vm.device.error_records import ErrorRecord, know_checks, raise_reported
+from relax_hetero.vm.device.tensors import from_numpy
 
 CHECK = CheckSpec("index", "op relax.take of variable 'y' in function 'main'")
 GPU = 7
@@ -82,3 +87,11 @@ def test_keys_are_those_of_texts():
     other = CheckSpec("divisor", CHECK.where)
     assert CHECK.key == CheckSpec(CHECK.subject, CHECK.where).key != other.key
     assert 0 <= CHECK.key < 2**62
+
+
+def test_a_machine_has_the_record_in_place_of_the_constant(record):
+    constant = from_numpy(np.zeros(WORDS, "int32"), tvm.cpu())
+    spec = ConstantSpec("constant_0", (WORDS,), "int32", 0, is_record=True)
+    (placed,) = PlacedConstants([constant], [spec], [tvm.cuda(GPU)], lambda name: 0).values
+    assert placed.data_ptr() == ctypes.addressof(record.words) and placed.device == tvm.cuda(GPU)
+    assert tuple(placed.shape) == (WORDS,) and str(placed.dtype) == "int32"
