@@ -16,7 +16,6 @@ from . import (  # noqa: F401
     products,
     quantization,
     quantized_ops,
-    ranges,
     recurrent,
     reductions,
     resizing,

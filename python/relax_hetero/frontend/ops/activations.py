@@ -6,7 +6,7 @@ from tvm import relax
 
 from .elementwise import cast, widened
 from .node import Node, const, dtype_of
-from .required_sizes import require_broadcast
+from .required_sizes import stretched
 from .table import converts
 
 
@@ -17,7 +17,7 @@ def prelu(node: Node) -> relax.Expr:
     rank = node.rank(data)
     if node.opset < 7 and node.rank(slope) == 1 and rank > 2 and node.shape(slope) != [1]:
         slope = node.per_channel(slope, rank)
-    slope = require_broadcast(node, slope, node.shape(data), "its slope")
+    data, slope = stretched(node, [data, slope])
     is_negative = relax.op.less(data, const(0, dtype_of(data)))
     return node.emit(relax.op.where(is_negative, relax.op.multiply(data, slope), data))
 

@@ -13,6 +13,8 @@ KERNEL = "relax_hetero.kernel"
 """On a PrimFunc: command buffers call it, and this says how."""
 STRICT = "relax_hetero.strict"
 """On a module: devices that cannot end a call have their values checked on the host (`CheckValues`)."""
+DIVISORS_CHECKED = "relax_hetero.divisors_checked"
+"""On a PrimFunc: by what sizes are divided has been checked (`CheckSizeDivisors`), or cannot be 0."""
 MEMORY = "relax_hetero.memory"
 """On a Relax function: what it allocates (`note_memory`)."""
 

@@ -35,10 +35,9 @@ from ...artifact.checks import CheckSpec
 from ...tir.checks import REFUSE
 from ..ir.declare import declare_pass
 from ..ir.findings import findings_of, with_findings
-from ..ir.module_attrs import COMMANDS
+from ..ir.module_attrs import COMMANDS, DIVISORS_CHECKED
 from ..ir.rewriting import copy_module
 
-_GUARDED = "relax_hetero.divisors_checked"
 _DIVISIONS = (tirx.Div, tirx.FloorDiv, tirx.Mod, tirx.FloorMod)
 
 
@@ -47,10 +46,14 @@ def check_size_divisors(mod: tvm.IRModule) -> tvm.IRModule:
     checks = list(findings_of(mod).checks or ())
     functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = {}
     for gv, func in sorted(mod.functions.items(), key=lambda pair: pair[0].name_hint):
-        if isinstance(func, tirx.PrimFunc) and _GUARDED not in func.attrs and not (_is_gpu(func) or _is_raw(func)):
+        if (
+            isinstance(func, tirx.PrimFunc)
+            and DIVISORS_CHECKED not in func.attrs
+            and not (_is_gpu(func) or _is_raw(func))
+        ):
             guarded = _guarded(mod, func, gv.name_hint, checks)
             if guarded is not None:
-                functions[gv] = guarded.with_attr(_GUARDED, True)
+                functions[gv] = guarded.with_attr(DIVISORS_CHECKED, True)
     if not functions:
         return mod
     return with_findings(copy_module(mod, {**dict(mod.functions.items()), **functions}), checks=tuple(checks))

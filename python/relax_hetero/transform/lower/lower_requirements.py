@@ -35,12 +35,13 @@ from typing import Any
 
 import tvm
 from tvm import relax, tirx
-from tvm_ffi import StructuralKey, structural_map
+from tvm_ffi import StructuralKey, structural_map, structural_walk
 
 from ...errors import BuildError
 from ...op.require import is_requirement
 from ...target.vdevice import is_cpu
 from ..ir.declare import declare_pass
+from ..ir.module_attrs import DIVISORS_CHECKED
 from ..ir.requirements import (
     Monomial,
     Requirement,
@@ -198,7 +199,8 @@ class _Writer:
         nothing = tvm.ir.TupleType([])
         ty = relax.FuncType([tvm.ir.PrimType(str(size.ty)) for size in sizes], nothing, False)
         gv = fresh_global_var(f"{self.name}_sizes", ty, self.taken)
-        self.guards[gv] = guard.with_attr("global_symbol", gv.name_hint)
+        # It divides by no 0, and refuses in its own words (`guard_function`).
+        self.guards[gv] = guard.with_attr({"global_symbol": gv.name_hint, DIVISORS_CHECKED: True})
         return relax.VarBinding(relax.Var("_", nothing), typed(relax.Call(gv, list(sizes)), nothing))
 
 
@@ -276,4 +278,19 @@ def _unless(condition: Any, refuse: tirx.Stmt) -> list[tirx.Stmt]:
         inner = _unless(condition.b, refuse)
         body = tirx.SeqStmt(inner) if len(inner) != 1 else inner[0]
         return [tirx.IfThenElse(tirx.Not(condition.a), body, None)]
-    return [tirx.IfThenElse(tirx.Not(condition), refuse, None)]
+    check = tirx.IfThenElse(tirx.Not(condition), refuse, None)
+    for divisor in _divisors(condition):
+        # The rest is the other branch: TVM computes what is used twice before the statements that use it.
+        check = tirx.IfThenElse(tirx.EQ(divisor, tirx.const(0, str(divisor.ty))), refuse, check)
+    return [check]
+
+
+def _divisors(condition: Any) -> list[Any]:
+    found: list[Any] = []
+
+    def note(division: Any) -> None:
+        if not isinstance(division.b, tirx.IntImm):
+            found.append(division.b)
+
+    structural_walk(condition, ((tirx.Div, tirx.FloorDiv, tirx.Mod, tirx.FloorMod), note))
+    return found

@@ -127,6 +127,7 @@ class QueuedCall:
 
     def _told(self, index: int | None, error: BaseException) -> BaseException:
         """The error for the caller; what it comes from keeps nothing of the call alive."""
+        told: BaseException
         try:
             told = self._plan.explain(index, error)
         except Exception:  # whoever waits for the call gets what there is

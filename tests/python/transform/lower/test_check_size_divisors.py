@@ -87,6 +87,6 @@ def test_a_call_is_refused_and_the_machine_goes_on(mod):
     six, two, none = (np.ones(count, "float32") for count in (6, 2, 0))
     first = vm["main"](six, two)
     for refused in (lambda: vm["main"](six, none), lambda: vm.submit("main", six, none).result(60)):
-        with pytest.raises(rh.HeteroError, match="a size.* is divided by a size that is 0"):
+        with pytest.raises(rh.HeteroError, match="a size.* is divided by a size that is 0|expected m > 0 .m = 0."):
             refused()
     np.testing.assert_array_equal(vm["main"](six, two).numpy(), first.numpy())

@@ -35,16 +35,19 @@ def test_checks_stand_where_their_sizes_are_known():
     class Expected:
         @T.prim_func
         def main_sizes(n: T.int64, m: T.int64):
-            T.func_attr({"global_symbol": "main_sizes"})
+            T.func_attr({"global_symbol": "main_sizes", "relax_hetero.divisors_checked": True})
             if not n == m:
                 T.call_packed("relax_hetero.refuse_sizes", "main", "same rows", "n", n, "m", m)
             if not n == T.int64(0):
-                if not m % n == T.int64(0):
+                if n == T.int64(0):
                     T.call_packed("relax_hetero.refuse_sizes", "main", "whole", "n", n, "m", m)
+                else:
+                    if not m % n == T.int64(0):
+                        T.call_packed("relax_hetero.refuse_sizes", "main", "whole", "n", n, "m", m)
 
         @T.prim_func
         def main_sizes_1(found: T.int64, m: T.int64, n: T.int64):
-            T.func_attr({"global_symbol": "main_sizes_1"})
+            T.func_attr({"global_symbol": "main_sizes_1", "relax_hetero.divisors_checked": True})
             if not found <= m:
                 T.call_packed("relax_hetero.refuse_sizes", "main", "few", "found", found, "m", m, "n", n)
             if not n < T.int64(8):

@@ -185,10 +185,12 @@ def test_numbers_of_shapes_may_be_negative():
         builder.emit_func_output(builder.emit(relax.op.reshape(x, (p, q))))
     main = rh.vm.VirtualMachine(rh.compile(builder.get(), cache=False))["main"]
     assert main((2, 3), np.zeros(6, "float32")).shape == (2, 3)
-    for sizes, condition in (((-2, -3), "p >= 0"), ((-1, 6), "p >= 0"), ((2, -3), "q >= 0"), ((2, 4), "n == p * q")):
-        with pytest.raises(HeteroError) as info:
+    for sizes in ((-2, -3), (-1, 6), (2, -3)):  # refused before the function begins
+        with pytest.raises(HeteroError, match="argument 'shape' of 'main' is .* extents from 0 to"):
             main(sizes, np.zeros(6, "float32"))
-        assert f"reshape 'gv' of x (n,) and (p, q): expected {condition} (" in str(info.value)
+    with pytest.raises(HeteroError) as info:
+        main((2, 4), np.zeros(6, "float32"))
+    assert "reshape 'gv' of x (n,) and (p, q): expected n == p * q (" in str(info.value)
     with pytest.raises(HeteroError, match="bytes at most"):
         main((2**32, 2**32), np.zeros(0, "float32"))
 
