@@ -93,10 +93,9 @@ define internal i64 @workers.now() {
   ret i64 %now
 }
 
-; Whether a word becomes another than `old` while this spins.
-define internal i1 @workers.changes(ptr %word, i64 %old) {
+; Whether a word becomes another than `old` while this spins, for `limit` nanoseconds.
+define internal i1 @workers.changes(ptr %word, i64 %old, i64 %limit) {
 entry:
-  %limit = load i64, ptr @workers.spin
   br label %poll
 poll:
   %count = phi i64 [ 0, %entry ], [ %next, %pause ], [ 0, %clock ]
@@ -213,11 +212,15 @@ entry:
   %mask = shl i32 1, %bit
   %waits_at = getelementptr %pool, ptr %pool, i64 0, i32 1, i32 0
   %sleepers_at = getelementptr %pool, ptr %pool, i64 0, i32 1, i32 1
+  ; A worker that was done first waits for the others before there is a next job: it spins longer than a caller, for
+  ; whom a worker that has been put away may come back when the caller sleeps.
+  %spin = load i64, ptr @workers.spin
+  %limit = shl i64 %spin, 4
   br label %look
 look:
   %last = phi i64 [ 0, %entry ], [ %last, %sleep ], [ %job, %next ]
   %has_slept = phi i1 [ false, %entry ], [ true, %sleep ], [ false, %next ]
-  %is_there = call i1 @workers.changes(ptr %pool, i64 %last)
+  %is_there = call i1 @workers.changes(ptr %pool, i64 %last, i64 %limit)
   br i1 %is_there, label %awake, label %sleep
 sleep:
   atomicrmw add ptr %sleepers_at, i32 1 seq_cst
@@ -372,7 +375,8 @@ out:
 
 ; Wait for a task that its worker has begun.
 define internal void @workers.join(ptr %pool, ptr %slot, i64 %job) {
-  %ends = call i1 @workers.changes(ptr %slot, i64 %job)
+  %limit = load i64, ptr @workers.spin
+  %ends = call i1 @workers.changes(ptr %slot, i64 %job, i64 %limit)
   br i1 %ends, label %out, label %wait
 wait:
   %waits_at = getelementptr %pool, ptr %pool, i64 0, i32 1, i32 0
