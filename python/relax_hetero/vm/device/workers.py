@@ -18,8 +18,11 @@ from ...artifact import worker_threads as names
 from ...target.cpu_cores import num_cores
 
 SPIN = 50_000
-"""Nanoseconds that a caller spins before it sleeps: as long as it takes to wake a thread. Workers spin 16 times as long:
-with 50 us, halves of a loop that took 1 ms lost 1 to 4 % in networks, because whoever ends first sleeps."""
+"""Nanoseconds that a caller spins before it sleeps: as long as it takes to wake a thread.
+
+Workers spin 16 times as long. With 50 us, networks whose loops take a millisecond lost 1 to 4 %, because whoever ended
+its half first slept and had to be woken for the next loop.
+"""
 
 MOST_THREADS = 1023
 """As many as `relax_hetero.driver.link.worker_threads_text` counts, for one caller."""
