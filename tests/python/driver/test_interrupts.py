@@ -22,6 +22,14 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals are sent to 
 SOON = 5.0  # seconds; half of one where nothing else runs
 
 
+@pytest.fixture(autouse=True)
+def heard():
+    """Ctrl-C is heard, here and in child processes: a shell has background jobs ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """Six convolutions of different shapes: kernels that take LLVM a while."""
