@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from .run_size_attacks import check
 from .size_attacks import attacks
 from .sizes.attack import Attack, Call, extremes
 
+MOST_BYTES = 1 << 28
 _SIZES = (0, 1, 2, 3, 4, 5, 8, 17)
 
 
@@ -40,6 +42,8 @@ def _changed(call: Call, rng: np.random.Generator) -> Call:
     elif value.ndim:
         shape = list(value.shape)
         shape[rng.integers(value.ndim)] = int(rng.choice(_SIZES))
+        if value.itemsize * math.prod(shape) > MOST_BYTES:
+            return changed
         value = np.resize(value, shape) if value.size else np.zeros(shape, value.dtype)
     changed[name] = value
     return changed

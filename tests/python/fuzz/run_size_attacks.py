@@ -84,7 +84,7 @@ def _our_outcome(machine: Any, call: Call) -> Outcome:
         result = machine["main"](**call)
     except rh.HeteroError as error:
         return str(error)
-    return [value.numpy() for value in ([result] if hasattr(result, "numpy") else result)]
+    return [np.asarray(value) for value in ([result] if hasattr(result, "numpy") else result)]
 
 
 def _session(attack: Attack) -> Any:

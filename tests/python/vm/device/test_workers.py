@@ -215,7 +215,10 @@ def test_a_forked_process_makes_new_threads(vm):
 
 @pytest.mark.parametrize(
     ("environment", "before"),
-    [({"TVM_BIND_THREADS": "1"}, ""), ({}, "workers._start = lambda module: False")],
+    [
+        pytest.param({"TVM_BIND_THREADS": "1"}, "", marks=pytest.mark.slow),
+        ({}, "workers._start = lambda module: False"),
+    ],
 )
 def test_a_library_runs_without_workers_too(vm, tmp_path, environment, before):
     vm.executable.export_library(tmp_path / "product.so")
