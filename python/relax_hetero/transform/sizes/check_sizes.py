@@ -243,7 +243,7 @@ class _Function:
         if number > self.given.get(key, 0) and (key not in bounds or bounds[key][0] < number):
             size: Any = tirx.FloatImm("float64", float(number))
             for extent in symbolic:
-                size = size * tirx.Cast("float64", extent)
+                size = size * _at_least_one(extent, len(symbolic))
             bounds[key] = number, Requirement(size <= tirx.FloatImm("float64", float(MOST_BYTES)), expected)
 
 
@@ -305,3 +305,9 @@ class _Title:
             name = "match_cast"
         of = f" of {' and '.join(operands)}" if operands else ""
         return f"{name or 'value'} {self._binding.var.name!r}{of}"
+
+
+def _at_least_one(extent: Any, count: int) -> Any:
+    """An extent as a float64 factor of `count`: an extent of 0 does not let the others be what no array can have."""
+    factor = tirx.Cast("float64", extent)
+    return factor if count == 1 else tirx.max(factor, tirx.FloatImm("float64", 1.0))
