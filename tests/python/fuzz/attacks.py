@@ -15,7 +15,7 @@ from pathlib import Path
 from .harness import Attack
 
 
-def _no_environment() -> dict[str, str]:
+def _marked_memory() -> dict[str, str]:
     # The C library fills memory that is freed or not yet written, so that reading it shows.
     return {"MALLOC_PERTURB_": "165"}
 
@@ -62,7 +62,7 @@ class Kind:
 
     module: str
     function: str = "attack"
-    environment: Callable[[], Mapping[str, str]] = _no_environment
+    environment: Callable[[], Mapping[str, str]] = _marked_memory
     limit_memory: bool = True
     quick: bool = True
 

@@ -28,7 +28,7 @@ def test_nothing_is_found(kind: str) -> None:
     ("seed", "kind"), [(0, "right"), (1, "refused"), (2, "wrong"), (3, "foreign"), (4, "crash -11"), (5, "hang")]
 )
 def test_the_harness_tells_what_happened(seed: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "SILENCE_S", 8.0 if kind != "hang" else 5.0)
+    monkeypatch.setattr(harness, "SILENCE_S", 8.0)
     report = Report()
     end = time.monotonic() + 60
     following = harness._run_child("known", seed, end, report, kind_of("known").environment(), 1)

@@ -214,11 +214,6 @@ def with_one_shape(node: Node) -> Node:
 
 
 def require_broadcast(node: Node, value: relax.Expr, target: Sequence[Dim], subject: str) -> relax.Expr:
-    """A tensor stretched to `target`, which it may not enlarge; the error begins with `subject`: "its slope"."""
-    dims = node.shape(value)
-    message = f"{subject} has shape {shown(dims)}, which does not broadcast to {shown(target)}"
-    if len(dims) > len(target):
-        raise node.refusal(message)
-    for size, goal in zip(reversed(dims), reversed(target), strict=False):
-        node.require(any_of([equal(size, 1), equal(size, goal)]), message)
+    """A tensor stretched to `target`, which it may not enlarge (`require_fits`); `subject`: "its slope"."""
+    require_fits(node, value, target, subject)
     return stretched_to(node, value, target)
