@@ -19,10 +19,14 @@ from ..errors import EncodingError
 from ..target.element_types import bytes_of
 from .encoding import RHS, Encoding
 
+SWIZZLED_BYTES = 128
+"""A row of a swizzled tile, which is as wide as all banks of a GPU's shared memory."""
+CHUNK_BYTES = 16
+"""What a swizzle moves as a whole."""
 _MAX_RANK = 64  # far above any tensor's: text does not decide how much memory a layout takes
 _TEXT = re.compile(
     r"pack<outer=\[([0-9]{1,9}(?:, [0-9]{1,9})*)\] "
-    r"inner=\[((?:[0-9]{1,9}:[0-9]{1,9}(?:, [0-9]{1,9}:[0-9]{1,9})*)?)\]( \+compensation)?>"
+    r"inner=\[((?:[0-9]{1,9}:[0-9]{1,9}(?:, [0-9]{1,9}:[0-9]{1,9})*)?)\]( \+compensation)?( \+swizzle)?>"
 )
 
 
@@ -42,12 +46,17 @@ class PackedLayout:
         The right operand of an s8*s8 product that is computed as u8*s8 (the left one has 128 added): one more block, in
         front, along the outer axis of the last inner dimension (k, in tiles of 4 bytes). It holds -128 times the sum
         over k of every column, as int32.
+    swizzle : bool
+        The tile is the image that a tensor core's instruction reads from shared memory without bank conflicts: rows of
+        128 bytes along the last tile axis, as many as the axis before it has, a multiple of 8; of row r, the 16-byte
+        chunk c lies at ``c ^ (r % 8)``. (Source: PTX ISA, "128-byte swizzle mode" of matrix descriptors.)
     """
 
     outer_perm: tuple[int, ...]
     inner_dims: tuple[int, ...] = ()
     inner_tiles: tuple[int, ...] = ()
     compensation: bool = False
+    swizzle: bool = False
 
     def __post_init__(self) -> None:
         if sorted(self.outer_perm) != list(range(len(self.outer_perm))):
@@ -58,6 +67,8 @@ class PackedLayout:
             raise EncodingError(f"layout {self}: a tiled dimension is out of range, or a tile is empty")
         if self.compensation and (not self.inner_tiles or self.inner_tiles[-1] != 4):
             raise EncodingError(f"layout {self}: compensation needs k in tiles of 4 bytes, innermost")
+        if self.swizzle and (len(self.inner_tiles) != 2 or self.inner_tiles[0] % 8 or self.compensation):
+            raise EncodingError(f"layout {self}: a swizzle needs two tile axes, the first a multiple of 8")
 
     @staticmethod
     def identity(rank: int) -> PackedLayout:
@@ -74,7 +85,8 @@ class PackedLayout:
             return f"identity<{len(self.outer_perm)}>"
         outer = ", ".join(map(str, self.outer_perm))
         inner = ", ".join(f"{d}:{t}" for d, t in zip(self.inner_dims, self.inner_tiles, strict=False))
-        return f"pack<outer=[{outer}] inner=[{inner}]{' +compensation' if self.compensation else ''}>"
+        extras = " +compensation" * self.compensation + " +swizzle" * self.swizzle
+        return f"pack<outer=[{outer}] inner=[{inner}]{extras}>"
 
     @staticmethod
     def parse(text: str) -> PackedLayout:
@@ -106,6 +118,7 @@ class PackedLayout:
             tuple(position[d] for d in self.inner_dims),
             self.inner_tiles,
             self.compensation,
+            self.swizzle,
         )
 
     def permutation_to(self, other: PackedLayout) -> tuple[int, ...] | None:
@@ -130,6 +143,8 @@ class PackedLayout:
         packed = padded.reshape(split).transpose(order)
         if self.compensation:
             return self._with_compensation(packed)
+        if self.swizzle:
+            return _swizzled(packed)
         return np.ascontiguousarray(packed)
 
     def _with_compensation(self, packed: np.ndarray) -> np.ndarray:
@@ -143,6 +158,8 @@ class PackedLayout:
         if self.compensation:
             axis = self.outer_perm.index(self.inner_dims[-1])
             stored = np.delete(stored, 0, axis=axis)
+        if self.swizzle:
+            stored = _swizzled(stored)
         rank = len(self.outer_perm)
         order: list[int] = []
         for d in range(rank):
@@ -151,6 +168,21 @@ class PackedLayout:
                 order.append(rank + self.inner_dims.index(d))
         whole = stored.transpose(order).reshape([_ceil_div(shape[d], self.tile(d)) * self.tile(d) for d in range(rank)])
         return np.ascontiguousarray(whole[tuple(slice(0, extent) for extent in shape)])
+
+
+def _swizzled(tiles: np.ndarray) -> np.ndarray:
+    """Tiles with the chunks of each row moved; twice is as before."""
+    rows = tiles.shape[-2]
+    chunks = (
+        np.ascontiguousarray(tiles)
+        .view(np.uint8)
+        .reshape(*tiles.shape[:-1], SWIZZLED_BYTES // CHUNK_BYTES, CHUNK_BYTES)
+    )
+    moved = np.empty_like(chunks)
+    for row in range(8):
+        order = np.arange(SWIZZLED_BYTES // CHUNK_BYTES) ^ row
+        moved[..., row:rows:8, :, :] = chunks[..., row:rows:8, order, :]
+    return moved.reshape(*tiles.shape[:-1], -1).view(tiles.dtype)
 
 
 def misfit(layout: PackedLayout, encoding: Encoding) -> str:
@@ -164,6 +196,8 @@ def misfit(layout: PackedLayout, encoding: Encoding) -> str:
         and encoding.index_map[layout.inner_dims[-1]] == "k"
     ):
         return f"{layout} has compensation, which is for right operands of 8 bits with k in the innermost tiles"
+    if layout.swizzle and layout.inner_tiles[-1] * bytes_of(encoding.element_type) != SWIZZLED_BYTES:
+        return f"{layout} has rows of {layout.inner_tiles[-1]} {encoding.element_type}, a swizzle needs 128 bytes"
     return ""
 
 
@@ -181,11 +215,12 @@ def _parse(text: str) -> PackedLayout:
         raise EncodingError(
             f"{text!r} is not a layout; expected identity<rank> or pack<outer=[..] inner=[dim:tile, ..]>"
         )
-    outer, inner, compensation = match.groups()
+    outer, inner, compensation, swizzle = match.groups()
     pairs = [pair.split(":") for pair in inner.split(", ") if pair]
     return PackedLayout(
         tuple(int(d) for d in outer.split(", ")),
         tuple(int(d) for d, _ in pairs),
         tuple(int(t) for _, t in pairs),
         compensation is not None,
+        swizzle is not None,
     )

@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 
 
 def tiled(
-    index_map: IndexMap, outer: Sequence[str], tiles: Mapping[str, int], compensation: bool = False
+    index_map: IndexMap,
+    outer: Sequence[str],
+    tiles: Mapping[str, int],
+    compensation: bool = False,
+    swizzle: bool = False,
 ) -> PackedLayout:
     """The layout with batch dimensions outermost, then the dimensions `outer`, then the tiles.
 
@@ -38,7 +42,7 @@ def tiled(
         Order of the other dimensions: ("n", "k").
     tiles : mapping of str to int
         Tile of each dimension, in storage order; tiles of one are left out.
-    compensation : bool
+    compensation, swizzle : bool
         See `PackedLayout`.
     """
     batch = [dim for dim, name in enumerate(index_map) if name not in outer]
@@ -48,6 +52,7 @@ def tiled(
         tuple(dim for dim, _ in inner),
         tuple(tile for _, tile in inner),
         compensation,
+        swizzle,
     )
 
 

@@ -147,3 +147,26 @@ def test_identity():
 def test_layouts_that_contradict_themselves(make):
     with pytest.raises(EncodingError):
         make()
+
+
+@pytest.mark.parametrize("dtype, columns", [("float16", 64), ("int8", 128), ("float32", 32)])
+def test_a_swizzle_moves_chunks_of_16_bytes_within_their_row(dtype, columns):
+    layout = PackedLayout((1, 0), (1, 0), (64, columns), swizzle=True)
+    x = np.arange(130 * 70).reshape(130, 70).astype(dtype)
+    stored = layout.pack(x)
+    assert stored.shape == layout.packed_shape(x.shape)
+    per_chunk = columns // 8
+    for k, n in ((0, 0), (129, 69), (77, 13), (31, 66)):
+        row, column = n % 64, k % columns
+        chunk = (column // per_chunk) ^ (row % 8)
+        assert stored[n // 64, k // columns, row, chunk * per_chunk + column % per_chunk] == x[k, n]
+    np.testing.assert_array_equal(layout.unpack(stored, x.shape), x)
+    assert PackedLayout.parse(str(layout)) == layout
+    assert layout.transposed((1, 0)).swizzle
+
+
+def test_a_swizzle_needs_rows_and_columns():
+    with pytest.raises(EncodingError, match="two tile axes"):
+        PackedLayout((1, 0), (1,), (64,), swizzle=True)
+    with pytest.raises(EncodingError, match="multiple of 8"):
+        PackedLayout((1, 0), (1, 0), (4, 64), swizzle=True)
