@@ -1,0 +1,1 @@
+"""What kernels of GPUs share: instructions, shared memory, launches, views of parameters."""
