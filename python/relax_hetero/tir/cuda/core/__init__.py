@@ -1,1 +1,1 @@
-"""What kernels of GPUs share: instructions, shared memory, launches, views of parameters."""
+"""What all kernels of GPUs are written with."""
