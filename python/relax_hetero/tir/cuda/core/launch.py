@@ -102,3 +102,10 @@ class SharedMemory:
 def local(count: int, dtype: str) -> Any:
     """Registers of a thread, a buffer; its indices are constants once loops over it are unrolled."""
     return T.alloc_buffer((count,), dtype, scope="local")
+
+
+@contextmanager
+def unrolled(count: int) -> Iterator[Expr]:
+    """A loop that the CUDA compiler writes out; TVM, whose passes take long over much code, keeps the loop."""
+    with T.attr(0, "pragma_unroll_explicit", False), T.unroll(count) as i:
+        yield i
