@@ -1,8 +1,8 @@
 """Which thread's access happens before which: vector clocks of threads, and the last accesses of memory.
 
-A thread's clock counts its releases (barriers, arrivals). ``known[d, t, u]`` is the latest clock of thread u that thread
-t has synchronized with, both of cluster d of those that run. An access by t at its clock c happens before what thread u
-does if ``known[d, u, t] >= c``. Threads of different clusters are never ordered within a launch.
+A thread's clock counts its releases (barriers, arrivals). ``known[d, t, u]`` is the latest clock of thread u that
+thread t has synchronized with, both of cluster d of those that run. An access by t at its clock c happens before what
+thread u does if ``known[d, u, t] >= c``. Threads of different clusters are never ordered within a launch.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Clocks:
 class Accesses:
     """The last write and two of the last reads of each cell of a memory.
 
-    Of reads that no barrier separates, the first and the last are kept: a write that comes without a barrier is found if
-    it is unordered with one of them.
+    Of reads that no barrier separates, the first and the last are kept: a write that comes without a barrier is found
+    if it is unordered with one of them.
     """
 
     def __init__(self, name: str, cells: int) -> None:
@@ -123,8 +123,8 @@ class Accesses:
         if not atomic and twice.any():
             at = int(np.flatnonzero(twice)[0])
             raise KernelFault(
-                f"race: {clocks.name(uids[at])} and {clocks.name(self._writer[cells[at]])} write {self._cell(cells[at])} "
-                "in the same statement"
+                f"race: {clocks.name(uids[at])} and {clocks.name(self._writer[cells[at]])} write "
+                f"{self._cell(cells[at])} in the same statement"
             )
 
     def _happened(self, clocks: Clocks, uids: np.ndarray, others: np.ndarray, when: np.ndarray) -> np.ndarray:
@@ -152,8 +152,8 @@ class Accesses:
         if not good.all():
             at = int(np.flatnonzero(~good)[0])
             raise KernelFault(
-                f"race: {clocks.name(uids[at])} {does} {self._cell(cells[chosen[at]])}, which {clocks.name(others[at])} "
-                f"{did}, and no barrier is between the two"
+                f"race: {clocks.name(uids[at])} {does} {self._cell(cells[chosen[at]])}, which "
+                f"{clocks.name(others[at])} {did}, and no barrier is between the two"
             )
         if asynchronous:
             cluster = uids // clocks.width - clocks.first
