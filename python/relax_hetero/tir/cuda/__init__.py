@@ -1,0 +1,1 @@
+"""Generators of kernels for NVIDIA GPUs."""
