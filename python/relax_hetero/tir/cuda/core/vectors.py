@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
@@ -10,8 +12,8 @@ from ...core.builder import Expr, lane_indices, opaque
 from ...core.view import Coordinates, OperandView, View
 
 _UNITS = {1: "uint8", 2: "uint16"}
-_WORDS = 4
-"""Words of the widest access."""
+VECTOR_BYTES = 16
+"""The widest access of a thread."""
 
 
 class VectorRegisters:
@@ -33,7 +35,7 @@ class VectorRegisters:
         size = lanes * bytes_of(view.nominal)
         self._unit = _UNITS.get(size, "uint32")
         per_vector = max(1, size // 4)
-        self._per_vector, self._width = per_vector, min(per_vector, _WORDS)
+        self._per_vector, self._width = per_vector, min(per_vector, VECTOR_BYTES // 4)
         self._memory = view.elements(self._unit)
         # Counted in accesses: TVM reads as one vector only what it can prove to be aligned.
         elements = bytes_of(self._unit) * self._width // bytes_of(view.nominal)
@@ -80,6 +82,10 @@ class VectorRegisters:
         with T.If(inside), T.Then():
             self._copy(vector, place, True)
 
+    def store_to(self, view: View, place: Expr) -> None:
+        """Write the first vector to another parameter, at a place counted from its beginning."""
+        self._write(view.elements(self._unit), 0, place * (self._per_vector // self._width))
+
     def _parts(self, vector: int) -> list[tuple[Expr, int]]:
         start = vector * self._per_vector
         return [
@@ -89,12 +95,16 @@ class VectorRegisters:
 
     def _copy(self, vector: int, place: Expr, out: bool) -> None:
         base = self._first + tirx.Cast("int64", place * (self._per_vector // self._width))
+        if out:
+            self._write(self._memory, vector, base)
+            return
         for number, (here, width) in enumerate(self._parts(vector)):
             there = lane_indices((base + number) * width, width)
-            if out:
-                T.buffer_store(self._memory, self._units[here], [there])
-            else:
-                T.buffer_store(self._units, self._memory[there], [here])
+            T.buffer_store(self._units, self._memory[there], [here])
+
+    def _write(self, memory: Any, vector: int, base: Expr) -> None:
+        for number, (here, width) in enumerate(self._parts(vector)):
+            T.buffer_store(memory, self._units[here], [lane_indices((base + number) * width, width)])
 
 
 class Vectors(VectorRegisters):

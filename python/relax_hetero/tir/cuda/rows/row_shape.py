@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from ....target.element_types import bytes_of
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr
+from ..core.vectors import VECTOR_BYTES
 
-VECTOR_BYTES = 16
-"""The widest access of a thread."""
 MOST_LANES = 8
 """Elements of a vector: bytes meet floats of which so many take two accesses."""
 MOST_THREADS = 1024
