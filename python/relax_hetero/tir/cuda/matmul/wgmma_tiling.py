@@ -1,0 +1,78 @@
+"""How a product is cut for wgmma: tiles, stages, blocks, parts of k."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from ....encoding.packed_layout import SWIZZLED_BYTES
+from ....encoding.problem import MatmulProblem
+from ....target.element_types import bytes_of
+from ....target.gpu_target import GpuTarget
+from ...core.builder import Expr, ceil_div
+
+GROUP = 16
+"""Rows of tiles that go over the columns together."""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a product is cut.
+
+    Attributes
+    ----------
+    rows, columns : int
+        Of a tile: 64 or 128 rows; columns a multiple of 64, up to 256.
+    stages : int
+        Of the ring of tiles in shared memory.
+    blocks : int
+        That are launched, a multiple of `split`.
+    split : int
+        Blocks of a cluster that share a tile, each with a part of k: 1, 2, 4 or 8.
+    group : int
+        Rows of tiles that go over the columns together.
+    """
+
+    rows: int
+    columns: int
+    stages: int
+    blocks: int
+    split: int = 1
+    group: int = GROUP
+
+
+def choose_tiling(
+    problem: MatmulProblem, gpu: GpuTarget, sizes: tuple[Expr, Expr, Expr], counts: Sequence[Expr]
+) -> Tiling:
+    """The tiling of a problem whose m, n, k and batch extents are `sizes` and `counts`."""
+    m, n, k = sizes
+    return tiling_of(problem, gpu, sizes, counts, 128, 128)
+
+
+def tiling_of(
+    problem: MatmulProblem,
+    gpu: GpuTarget,
+    sizes: tuple[Expr, Expr, Expr],
+    counts: Sequence[Expr],
+    rows: int,
+    columns: int,
+    split: int = 1,
+    most_stages: int = 8,
+) -> Tiling:
+    """The tiling with tiles of a size: as many stages as shared memory has room for, as many blocks as there is work."""
+    m, n, k = sizes
+    element = bytes_of(problem.result.dtype)
+    staged = columns // split
+    while staged * element > 512:
+        staged //= 2
+    staging = rows * (staged * element + 32)
+    room = gpu.shared_bytes - staging - 1024
+    stages = room // ((rows + columns) * SWIZZLED_BYTES)
+    if isinstance(k, int):
+        stages = min(stages, max(2, ceil_div(ceil_div(k, SWIZZLED_BYTES // bytes_of(problem.lhs.dtype)), split)))
+    clusters = gpu.multiprocessors // split
+    if isinstance(m, int) and isinstance(n, int) and all(isinstance(count, int) for count in counts):
+        tiles = ceil_div(m, rows) * ceil_div(n, columns) * prod(counts)
+        clusters = tiles if split > 1 else min(tiles, clusters)  # blocks of a cluster have one tile
+    return Tiling(rows, columns, max(1, min(stages, most_stages)), clusters * split, split)
