@@ -8,6 +8,7 @@ of integers. Options are TVM's but for ``--use_fast_math``: it computes sin(1e5)
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import shlex
@@ -117,6 +118,10 @@ class _Compiler:
         """Compile for an architecture such as ``sm_90a``; CompileError where either is wrong."""
         raise NotImplementedError
 
+    def settings(self, source: str, arch: str) -> str:
+        """All but the source that its code depends on, for this compiler."""
+        raise NotImplementedError
+
     def __enter__(self) -> _Compiler:
         return self
 
@@ -133,14 +138,14 @@ class NvrtcCompiler(_Compiler):
     _idle: list[_Worker] = field(default_factory=list)
     _all: list[_Worker] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _closed: bool = False
 
     def __post_init__(self) -> None:
         self.name = f"NVRTC ({self.library})"
         self.identity = f"nvrtc {_stamp(self.library)} {' '.join(_stamp(path / _HEADER) for path in self.includes)}"
 
     def compile(self, source: str, arch: str) -> Compiled:
-        headers = {} if set(_LIBCUPP.findall(source)) - set(_BRIEF_HEADERS) else _BRIEF_HEADERS
-        request = {"source": _PRELUDE + source, "options": self._options(arch, headers), "headers": headers}
+        request = {"source": _PRELUDE + source, **self._request(source, arch)}
         worker = self._take()
         code, log = worker.compile(request)
         with self._lock:
@@ -149,9 +154,13 @@ class NvrtcCompiler(_Compiler):
             raise CompileError(_with_archs(log, arch, worker.archs))
         return Compiled(code, log)
 
-    def _options(self, arch: str, headers: dict[str, str]) -> list[str]:
+    def settings(self, source: str, arch: str) -> str:
+        return _PRELUDE + json.dumps(self._request(source, arch))
+
+    def _request(self, source: str, arch: str) -> dict[str, Any]:
+        headers = {} if set(_LIBCUPP.findall(source)) - set(_BRIEF_HEADERS) else _BRIEF_HEADERS
         folders = [*self.includes, *([] if headers else [path / "cccl" for path in self.includes])]
-        return [
+        options = [
             f"--gpu-architecture={arch}",
             "-default-device",
             "--device-int128",
@@ -159,19 +168,22 @@ class NvrtcCompiler(_Compiler):
             *(f"--ptxas-options={option}" for option in _PTXAS),
             *(f"-I{folder}" for folder in folders),
         ]
+        return {"options": options, "headers": headers}
 
     def _take(self) -> _Worker:
         with self._lock:
+            if self._closed:  # the caller was interrupted
+                raise BuildError("the compilation has ended")
             if self._idle:
                 return self._idle.pop()
-        worker = _Worker(self.library)
-        with self._lock:
+            worker = _Worker(self.library)
             self._all.append(worker)
+        worker.start()
         return worker
 
     def __exit__(self, kind: Any, error: Any, at: Any) -> None:
         with self._lock:
-            workers, self._all, self._idle = self._all, [], []
+            workers, self._all, self._idle, self._closed = self._all, [], [], True
         for worker in workers:
             worker.end()
 
@@ -193,7 +205,11 @@ class _Worker:
             stdout=subprocess.PIPE,
             stderr=self._errors,
         )
-        self.archs: list[int] = self._reply()["archs"]
+        self.archs: list[int] = []
+
+    def start(self) -> None:
+        """Wait until it is ready."""
+        self.archs = self._reply()["archs"]
 
     def compile(self, request: dict[str, Any]) -> tuple[bytes | None, str]:
         """As `nvrtc_worker.Nvrtc.compile`."""
@@ -244,21 +260,25 @@ class NvccCompiler(_Compiler):
         self.identity = f"nvcc {_stamp(self.path)} {said.stdout.decode(errors='replace')}"
 
     def compile(self, source: str, arch: str) -> Compiled:
-        number = arch.removeprefix("sm_")
         with tempfile.TemporaryDirectory(prefix="relax_hetero_") as folder:
             text, code = Path(folder, "kernels.cu"), Path(folder, "kernels.cubin")
             text.write_text(_PRELUDE + source)
-            command = [
-                *(str(self.path), "-cubin", "-std=c++17", f"-gencode=arch=compute_{number},code={arch}"),
-                *("--expt-relaxed-constexpr", "--expt-extended-lambda", f"-diag-suppress={_SILENT}"),
-                *(f"--ptxas-options={option}" for option in _PTXAS),
-                *("-o", str(code), str(text)),
-            ]
+            command = [str(self.path), *self._options(arch), "-o", str(code), str(text)]
             done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
             log = done.stdout.decode(errors="replace")
             if done.returncode or not code.exists():
                 raise CompileError(log or f"{shlex.join(command)} ended with {done.returncode}")
             return Compiled(code.read_bytes(), log)
+
+    def settings(self, source: str, arch: str) -> str:
+        return _PRELUDE + json.dumps(self._options(arch))
+
+    def _options(self, arch: str) -> list[str]:
+        return [
+            *("-cubin", "-std=c++17", f"-gencode=arch=compute_{arch.removeprefix('sm_')},code={arch}"),
+            *("--expt-relaxed-constexpr", "--expt-extended-lambda", f"-diag-suppress={_SILENT}"),
+            *(f"--ptxas-options={option}" for option in _PTXAS),
+        ]
 
 
 Compiler = NvrtcCompiler | NvccCompiler
