@@ -7,7 +7,6 @@ own for each warp, and leave it as whole rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +23,9 @@ from ..core.expression import emit
 from ..core.global_view import GlobalView
 from ..core.launch import SharedMemory, local, unrolled
 from .operand_tiles import alignment
+from .wgmma_tiling import STAGING_PAD
 
 WARP_ROWS = 16
-STAGED_BYTES = 512
-"""Of a row that a warp stages at a time: more are stored in several turns."""
 
 
 class FragmentStore:
@@ -66,13 +64,10 @@ class FragmentStore:
         self._element = bytes_of(result.nominal)
         self._width = _store_width(result, n)
 
-    def plan(self, shared: SharedMemory, warps: int, columns: int) -> Staging:
-        """Take the shared memory in which `warps` warps stage `columns` columns each."""
-        staged = columns
-        while staged * self._element > STAGED_BYTES:
-            staged //= 2
+    def plan(self, shared: SharedMemory, warps: int, staged: int) -> Staging:
+        """Take the shared memory in which `warps` warps stage `staged` columns each."""
         # Rows begin in other banks each: the pairs of eight rows are written without conflicts.
-        pitch = staged * self._element + (32 if self._element == 4 else 16)
+        pitch = staged * self._element + (STAGING_PAD if self._element == 4 else STAGING_PAD // 2)
         return Staging(shared, shared.take(warps * WARP_ROWS * pitch), staged, pitch)
 
     def emit(
@@ -274,6 +269,3 @@ def _store_width(result: GlobalView, n: Expr) -> int:
     while width > element and n * element % width:
         width //= 2
     return width
-
-
-Load = Callable[[GlobalView], Expr]

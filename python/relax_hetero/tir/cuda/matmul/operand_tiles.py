@@ -242,7 +242,7 @@ def _is_contiguous(view: GlobalView, name: str) -> bool:
 
 
 def alignment(view: GlobalView, along: str, most: int = CHUNK_BYTES) -> int:
-    """The largest power of two, up to `most` bytes, that every run of elements along a dimension begins at a multiple of.
+    """The largest power of two, up to `most` bytes, at multiples of which runs of elements along a dimension begin.
 
     Parameters are at multiples of `most`; the dimension is contiguous.
     """

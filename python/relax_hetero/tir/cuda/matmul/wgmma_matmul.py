@@ -152,7 +152,7 @@ class _Kernel:
             # Partial sums take the place of the stages.
             shared.size = max(shared.size, stages + tiling.rows * tiling.columns * 4)
         share = tiling.columns // tiling.split
-        staging = self.store.plan(shared, self.consumers * 4, share)
+        staging = self.store.plan(shared, self.consumers * 4, tiling.staged)
         self.full_at = shared.take(8 * tiling.stages, 8)
         self.empty_at = shared.take(8 * tiling.stages, 8)
         threads = PRODUCERS + self.consumers * WARPGROUP
@@ -192,7 +192,7 @@ class _Kernel:
             body(turn, at, T.bind(T.Cast("int64", row * tiling.rows)), T.bind(T.Cast("int64", column * tiling.columns)))
 
     def _place(self, tile: Expr) -> tuple[Coordinates, Expr, Expr]:
-        """Batch, row and column of a tile: groups of rows go over all columns, the rows of a group one after the other."""
+        """Batch, row and column of a tile: a group of rows goes over all columns, its rows one after the other."""
         at: dict[str, Expr] = {}
         if self.counts:
             each = self.row_tiles * self.column_tiles
@@ -208,7 +208,7 @@ class _Kernel:
         return at, first + T.truncmod(within, height), T.truncdiv(within, height)
 
     def _each_step(self, turn: Expr, body: Callable[[Expr, Expr, Expr, Expr], None]) -> None:
-        """Write `body` for every step of k of the block: its number, the k step, its stage and the parity of its turn."""
+        """Write `body` for the block's steps of k: number, step, stage and the parity of the stage's turn."""
         split, stages = self.tiling.split, self.tiling.stages
         steps = self.steps
         if split == 1:

@@ -14,6 +14,10 @@ from ...core.builder import Expr, ceil_div
 
 GROUP = 16
 """Rows of tiles that go over the columns together."""
+STAGED_BYTES = 512
+"""Of a row of the result, that a warp stages at a time: rows with more are stored in several turns."""
+STAGING_PAD = 32
+"""Bytes between staged rows, at most."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,8 @@ class Tiling:
         Blocks of a cluster that share a tile, each with a part of k: 1, 2, 4 or 8.
     group : int
         Rows of tiles that go over the columns together.
+    staged : int
+        Columns of the result that a warp turns from fragments to rows at a time.
     """
 
     rows: int
@@ -40,6 +46,7 @@ class Tiling:
     blocks: int
     split: int = 1
     group: int = GROUP
+    staged: int = 64
 
 
 def choose_tiling(
@@ -55,24 +62,37 @@ def tiling_of(
     gpu: GpuTarget,
     sizes: tuple[Expr, Expr, Expr],
     counts: Sequence[Expr],
-    rows: int,
-    columns: int,
+    tile: tuple[int, int],
     split: int = 1,
     most_stages: int = 8,
+    staged_bytes: int = STAGED_BYTES,
+    per_multiprocessor: int = 1,
+    group: int = GROUP,
 ) -> Tiling:
-    """The tiling with tiles of a size: as many stages as shared memory has room for, as many blocks as there is work."""
+    """The tiling with tiles of a size: as many stages as shared memory has room for, and blocks as there is work.
+
+    Parameters
+    ----------
+    staged_bytes : int
+        Of a row of the result, that a warp stages at a time.
+    per_multiprocessor : int
+        Blocks that share a multiprocessor.
+    """
     m, n, k = sizes
+    rows, columns = tile
     element = bytes_of(problem.result.dtype)
     staged = columns // split
-    while staged * element > 512:
+    while staged * element > staged_bytes:
         staged //= 2
-    staging = rows * (staged * element + 32)
-    room = gpu.shared_bytes - staging - 1024
+    staging = rows * (staged * element + STAGING_PAD)
+    # A kilobyte of every block is the system's, and some bytes are barriers.
+    room = min(gpu.shared_bytes, gpu.shared_bytes_sm // per_multiprocessor - 1024) - staging - 256
     stages = room // ((rows + columns) * SWIZZLED_BYTES)
     if isinstance(k, int):
-        stages = min(stages, max(2, ceil_div(ceil_div(k, SWIZZLED_BYTES // bytes_of(problem.lhs.dtype)), split)))
-    clusters = gpu.multiprocessors // split
+        steps = ceil_div(ceil_div(k, SWIZZLED_BYTES // bytes_of(problem.lhs.dtype)), split)
+        stages = min(stages, max(2, steps))
+    clusters = gpu.multiprocessors * per_multiprocessor // split
     if isinstance(m, int) and isinstance(n, int) and all(isinstance(count, int) for count in counts):
         tiles = ceil_div(m, rows) * ceil_div(n, columns) * prod(counts)
         clusters = tiles if split > 1 else min(tiles, clusters)  # blocks of a cluster have one tile
-    return Tiling(rows, columns, max(1, min(stages, most_stages)), clusters * split, split)
+    return Tiling(rows, columns, max(1, min(stages, most_stages)), clusters * split, split, group, staged)
