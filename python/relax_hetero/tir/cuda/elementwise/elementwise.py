@@ -126,11 +126,7 @@ class _Kernel:
     def _vectors(self, numbers: list[Expr]) -> None:
         """All loads before the first computation, so that they are in flight together."""
         registers = [
-            [
-                self._loaded(i, number) if alike else None
-                for i, alike in enumerate(self.alike)
-            ]
-            for number in numbers
+            [self._loaded(i, number) if alike else None for i, alike in enumerate(self.alike)] for number in numbers
         ]
         for number, held in zip(numbers, registers, strict=True):
             place = None if self.is_flat else [opaque(at) for at in place_of(self.result, number, self.lanes)]

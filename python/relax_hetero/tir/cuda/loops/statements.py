@@ -186,4 +186,3 @@ def _own_memory(body: tirx.Stmt) -> tuple[tirx.Stmt, list[tirx.Buffer]]:
     if renamed:
         body = structural_map(body, (tvm.ir.Var, lambda var: renamed.get(var, var)))
     return body, hoisted
-
