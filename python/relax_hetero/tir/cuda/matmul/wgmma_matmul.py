@@ -54,6 +54,9 @@ def misfit(problem: MatmulProblem, gpu: GpuTarget, tf32: bool = False) -> str:
     )
     if not fits:
         return f"element types {left} * {right} -> {acc} are not multiplied"
+    for operand, names in ((problem.lhs, "mk"), (problem.rhs, "kn"), (problem.result, "mn")):
+        if not set(names) <= set(operand.index_map):
+            return f"an operand has the dimensions {operand.index_map}, expected {tuple(names)} among them"
     if problem.rows is not None:
         return "work on rows behind the product is not computed"
     if problem.lhs.layout.inner_dims or problem.result.layout.inner_dims:
@@ -135,7 +138,8 @@ class _Kernel:
         m, n, k = sizes
         self.row_tiles = _int32(ceil_div(m, tiling.rows))
         self.column_tiles = _int32(ceil_div(n, tiling.columns))
-        self.steps = _int32(ceil_div(k, left.step))
+        # Where k may be 0, a step of zeros begins the sums.
+        self.steps = ceil_div(k, left.step) if isinstance(k, int) else T.max(_int32(ceil_div(k, left.step)), 1)
         batches: Expr = 1
         for count in counts.values():
             batches = batches * count

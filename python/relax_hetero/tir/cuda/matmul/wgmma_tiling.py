@@ -20,6 +20,23 @@ STAGING_PAD = 32
 """Bytes between staged rows, at most."""
 
 
+TILE_ROWS = (64, 128)
+TILE_COLUMNS = (64, 128, 192, 256)
+SPLITS = (1, 2, 4, 8)
+SYMBOLIC_EXTENT = 1024
+
+# Of a multiprocessor, a cycle: products of 128 bytes of k (1,024 a cycle of 16 bits; the same of others, whose steps
+# have more k at a higher rate), bytes that tiles bring, elements of the result, bytes of sums of other blocks.
+MULTIPLIED = 32.0
+LOADED = 64.0
+STORED = 16.0
+EXCHANGED = 32.0
+# Of a step, of an exchange of sums, of a launch and its first loads.
+STEP_CYCLES = 60.0
+SPLIT_CYCLES = 1500.0
+START_CYCLES = 3000.0
+
+
 @dataclass(frozen=True)
 class Tiling:
     """How a product is cut.
@@ -52,9 +69,38 @@ class Tiling:
 def choose_tiling(
     problem: MatmulProblem, gpu: GpuTarget, sizes: tuple[Expr, Expr, Expr], counts: Sequence[Expr]
 ) -> Tiling:
-    """The tiling of a problem whose m, n, k and batch extents are `sizes` and `counts`."""
-    m, n, k = sizes
-    return tiling_of(problem, gpu, sizes, counts, 128, 128)
+    """The tiling of a problem whose m, n, k and batch extents are `sizes` and `counts`: the one of least `cycles`.
+
+    Where extents are symbolic, that of a product with `SYMBOLIC_EXTENT` in their place.
+    """
+    m, n, k = (size if isinstance(size, int) else SYMBOLIC_EXTENT for size in sizes)
+    batches = prod(count if isinstance(count, int) else 1 for count in counts)
+    is_known = all(isinstance(size, int) for size in (*sizes, *counts))
+    steps = ceil_div(k, SWIZZLED_BYTES // bytes_of(problem.lhs.dtype))
+    best: tuple[float, int, int, int] | None = None
+    for rows in TILE_ROWS:
+        for columns in TILE_COLUMNS:
+            for split in SPLITS if is_known else (1,):
+                if split > 1 and (split > steps or columns // split % 16):
+                    continue
+                tiles = ceil_div(m, rows) * ceil_div(n, columns) * batches
+                cost = cycles(rows, columns, split, tiles, steps, gpu.multiprocessors)
+                if best is None or cost < best[0]:
+                    best = cost, rows, columns, split
+    assert best is not None
+    _, rows, columns, split = best
+    return tiling_of(problem, gpu, sizes, counts, (rows, columns), split)
+
+
+def cycles(rows: int, columns: int, split: int, tiles: int, steps: int, multiprocessors: int) -> float:
+    """About how many cycles of a multiprocessor a product takes."""
+    # The tensor cores' rate, and that of loads: whichever is slower.
+    step = max(rows * columns / MULTIPLIED, (rows + columns) * SWIZZLED_BYTES / LOADED) + STEP_CYCLES
+    turns = ceil_div(tiles * split, multiprocessors)
+    each = ceil_div(steps, split) * step + rows * columns / split / STORED
+    if split > 1:
+        each += SPLIT_CYCLES + rows * columns * 4 / EXCHANGED
+    return START_CYCLES + turns * each
 
 
 def tiling_of(
