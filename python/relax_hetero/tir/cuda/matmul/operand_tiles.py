@@ -192,7 +192,7 @@ class OperandTile:
         passes = self.rows * _CHUNKS // PRODUCERS
         group = min(passes, _GATHERED)
         held = local(group * words, "uint32")
-        rows_are_neighbours = _is_contiguous(self.view, self.side)
+        rows_are_neighbours = is_contiguous(self.view, self.side)
 
         def place(number: Expr) -> tuple[Expr, Expr]:
             """Row and chunk that a thread has in a pass; neighbours read neighbours."""
@@ -234,7 +234,8 @@ def _divides(unit: int, extent: Expr) -> bool:
     return isinstance(extent, int) and extent % unit == 0
 
 
-def _is_contiguous(view: GlobalView, name: str) -> bool:
+def is_contiguous(view: GlobalView, name: str) -> bool:
+    """Whether neighbours along an iteration dimension are neighbours in storage, known to be."""
     if not view.runs_along(name) or view.layout.inner_dims:
         return False
     stride = view.stride(name)
@@ -266,11 +267,11 @@ def _is_multiple(value: Expr, unit: int) -> bool:
 def _source(view: GlobalView, side: str) -> tuple[Source, int]:
     if view.layout.inner_dims:
         return Source.PACKED, CHUNK_BYTES
-    if _is_contiguous(view, "k"):
+    if is_contiguous(view, "k"):
         width = alignment(view, "k")
         if width >= 4:
             return Source.LINES, width
-    elif _is_contiguous(view, side) and bytes_of(view.nominal) == 2:
+    elif is_contiguous(view, side) and bytes_of(view.nominal) == 2:
         width = alignment(view, side)
         if width >= 4:
             return Source.COLUMNS, width
