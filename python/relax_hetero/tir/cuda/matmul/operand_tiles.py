@@ -107,7 +107,6 @@ class OperandTile:
         per_line = ptx.CONTRACTION_BYTES // 16
         return ptx.CONTRACTION_BYTES // self.element * SWIZZLED_BYTES // 16 if self.is_transposed else per_line
 
-    @property
     def load_bulk(
         self,
         shared: SharedMemory,

@@ -67,9 +67,9 @@ def misfit(problem: MatmulProblem, gpu: GpuTarget, tf32: bool = False) -> str:
         return "an extent is 0"
     layout = problem.rhs.layout
     if layout.inner_dims:
-        names = [problem.rhs.index_map[d] for d in layout.inner_dims]
+        tiled = [problem.rhs.index_map[d] for d in layout.inner_dims]
         tile = (PACKED_ROWS, SWIZZLED_BYTES // bytes_of(right))
-        if names != ["n", "k"] or layout.inner_tiles != tile or not layout.swizzle:
+        if tiled != ["n", "k"] or layout.inner_tiles != tile or not layout.swizzle:
             return f"right operand is stored as {layout}, expected tiles n:{tile[0]}, k:{tile[1]}, swizzled"
         if not isinstance(problem.rhs.size("n"), int) or not isinstance(problem.rhs.size("k"), int):
             return "a packed right operand has symbolic extents"
