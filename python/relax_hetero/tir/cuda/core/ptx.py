@@ -201,9 +201,15 @@ def store_shared(address: Expr, values: Sequence[Expr], dtype: str = "u32") -> N
     _emit(f"st.shared.{_vector(len(values))}{dtype}", address, *values)
 
 
-def load_global(registers: Sequence[Expr], address: Expr, dtype: str = "u32") -> None:
-    """One, two or four neighbouring values of 32 bits, which nothing writes while the kernel runs."""
-    _emit(f"ld.global.nc.{_vector(len(registers))}{dtype}", *registers, address)
+def load_global(registers: Sequence[Expr], address: Expr, dtype: str = "u32", is_constant: bool = True) -> None:
+    """One, two or four neighbouring values of 32 bits.
+
+    Parameters
+    ----------
+    is_constant : bool
+        Whether nothing writes them while the kernel runs.
+    """
+    _emit(f"ld.global.{'nc.' if is_constant else ''}{_vector(len(registers))}{dtype}", *registers, address)
 
 
 def store_global(address: Expr, values: Sequence[Expr], dtype: str = "u32") -> None:
