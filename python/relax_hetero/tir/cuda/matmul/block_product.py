@@ -296,7 +296,7 @@ class _Kernel:
     # A weight w under the exponent of 1024 (float16) or 128 (bfloat16) is that power of two and w.
 
     def _points_of(self, at: int) -> None:
-        """What is added to weights under the exponent, for both rows of a lane; of float16 also at 64, see `_unpack`."""
+        """What is added to weights under the exponent, for both columns of a lane; see `_unpack`."""
         is_half = self.type == "float16"
         for half in range(2):
             if self.zeros is None or self._has_any_points:
@@ -423,7 +423,7 @@ class _Kernel:
                 for warp in range(plan.warps):
                     for part in range(self.parts):
                         first = row * self.parts + part
-                        if self.parts > 1:  # the last rows of a group of eight are none
+                        if self.parts > 1:  # the last of a group of eight are none
                             per = GROUP_COLUMNS // self.parts
                             first = (
                                 tirx.floordiv(row, per) * GROUP_COLUMNS + tirx.floormod(row, per) * self.parts + part
