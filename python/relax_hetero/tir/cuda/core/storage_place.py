@@ -1,4 +1,4 @@
-"""Where in a tensor lies what is at some place of its storage: how threads that write storage in order find operands."""
+"""Positions in a tensor of places in its storage: threads that write storage in order find operands by them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from tvm import tirx
+from tvm.script.ir_builder import tirx as T
 
 from ....encoding.packed_layout import CHUNK_BYTES, PackedLayout
 from ....target.element_types import bytes_of
@@ -73,9 +74,19 @@ def is_inside(layout: PackedLayout, extents: Sequence[Expr], place: Sequence[Exp
 
 
 def blocks_for(units: Expr) -> Expr:
-    """Blocks of a launch that has a thread for each of some units; one where there are none: CUDA launches no less."""
-    blocks = ceil_div(units, THREADS)
+    """Blocks of a launch that has a thread for each of some units."""
+    return at_least_one(ceil_div(units, THREADS))
+
+
+def at_least_one(blocks: Expr) -> Expr:
+    """So many blocks, one where there are none: CUDA launches no less."""
     return int64(max(blocks, 1)) if isinstance(blocks, int) else tirx.Max(blocks, tirx.const(1, "int64"))
+
+
+def nothing() -> None:
+    """A launch that does nothing: of a kernel whose tensors have no elements."""
+    with T.thread_binding(1, thread="blockIdx.x"), T.thread_binding(1, thread="threadIdx.x"):
+        T.evaluate(0)
 
 
 def common_lanes(widest: int, runs: Sequence[int]) -> int:

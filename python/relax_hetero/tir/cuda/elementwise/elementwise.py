@@ -19,7 +19,7 @@ from ...core.builder import Expr, Function, ceil_div, int64, opaque, plain_exten
 from ...core.packed_storage import PackedStorage, whole
 from ...core.ties import tied_to
 from ..core.expression import emit
-from ..core.storage_place import THREADS, common_lanes, innermost, place_of, run_length
+from ..core.storage_place import THREADS, at_least_one, common_lanes, innermost, nothing, place_of, run_length
 from ..core.vectors import VECTOR_BYTES, VectorRegisters
 
 MOST_LANES = 8
@@ -83,6 +83,7 @@ class _Kernel:
         self.lanes = widest if self.is_flat else common_lanes(widest, [run])
         self.total = prod(map(plain_extent, result.physical))
         self.extents = [self._extent(d) for d in range(len(self.names))]
+        self._runs = [not self.is_flat and self._runs_along(i) for i in range(len(operands))]
 
     def _extent(self, d: int) -> Expr:
         """The extent of a dimension, whole tiles where no parameter shows where the last one ends."""
@@ -95,11 +96,13 @@ class _Kernel:
 
     def write(self) -> None:
         """The launch, and each thread's vectors."""
+        if isinstance(self.total, int) and self.total == 0:
+            nothing()
+            return
         vectors = ceil_div(self.total, self.lanes)
         resident = self.gpu.multiprocessors * RESIDENT
         each = VECTORS if isinstance(vectors, int) and vectors >= resident * VECTORS else 1
-        blocks = ceil_div(vectors, THREADS * each)
-        grid = int64(max(blocks, 1)) if isinstance(blocks, int) else T.max(blocks, tirx.const(1, "int64"))
+        grid = at_least_one(ceil_div(vectors, THREADS * each))
         with (
             T.thread_binding(grid, thread="blockIdx.x") as block,
             T.thread_binding(THREADS, thread="threadIdx.x") as thread,
@@ -125,11 +128,15 @@ class _Kernel:
 
     def _vectors(self, numbers: list[Expr]) -> None:
         """All loads before the first computation, so that they are in flight together."""
-        registers = [
-            [self._loaded(i, number) if alike else None for i, alike in enumerate(self.alike)] for number in numbers
+        places = [
+            None if self.is_flat else [opaque(at) for at in place_of(self.result, number, self.lanes)]
+            for number in numbers
         ]
-        for number, held in zip(numbers, registers, strict=True):
-            place = None if self.is_flat else [opaque(at) for at in place_of(self.result, number, self.lanes)]
+        registers = [
+            [self._loaded(i, number, place) if alike or self._runs[i] else None for i, alike in enumerate(self.alike)]
+            for number, place in zip(numbers, places, strict=True)
+        ]
+        for number, place, held in zip(numbers, places, registers, strict=True):
             output = VectorRegisters(self.result, _ZERO, self.lanes, 1)
             for lane in range(self.lanes):
                 values = [
@@ -139,14 +146,27 @@ class _Kernel:
                 output.set(lane, self._value(values))
             output.store(0, number, None)
 
-    def _loaded(self, index: int, number: Expr) -> VectorRegisters:
-        register = VectorRegisters(self.operands[index], _ZERO, self.lanes, 1)
-        register.load(0, number, None)
+    def _loaded(self, index: int, number: Expr, place: list[Expr] | None) -> VectorRegisters:
+        first = _ZERO if self.alike[index] else self._offset(index, place, 0)
+        register = VectorRegisters(self.operands[index], first, self.lanes, 1)
+        register.load(0, number if self.alike[index] else _ZERO, None)
         return register
+
+    def _runs_along(self, index: int) -> bool:
+        """Whether neighbours in the result are neighbours in a row-major operand, vectors aligned."""
+        layout, shape = self.result.layout, self.problem.result.shape
+        d = innermost(layout, shape)
+        return (
+            layout.tile(d) == 1
+            and isinstance(self.extents[d], int)
+            and self.problem.operands[index].index_map[-1:] == (self.names[d],)
+        )
 
     def _broadcast(self, index: int, place: list[Expr] | None, lane: int) -> Expr:
         """An element of an operand that is not stored as the result is."""
-        storage = self.operands[index]
+        return self.operands[index].data[self._offset(index, place, lane)]
+
+    def _offset(self, index: int, place: list[Expr] | None, lane: int) -> Expr:
         at: dict[int, Expr] = {}
         for own, name in enumerate(self.problem.operands[index].index_map):
             if name == "1":
@@ -156,7 +176,7 @@ class _Kernel:
             layout = self.result.layout
             here = place[d] + lane if d == innermost(layout, self.problem.result.shape) else place[d]
             at[own] = here if whole(self.extents[d], layout.tile(d)) else T.min(here, int64(self.extents[d]) - 1)
-        return storage.data[storage.offset(at, {})]
+        return self.operands[index].offset(at, {})
 
     def _single(self, index: int, number: Expr) -> Expr:
         """An element behind the last whole vector; all operands lie as the result does, or are one number."""

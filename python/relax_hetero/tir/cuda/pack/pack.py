@@ -1,7 +1,7 @@
 """Kernels of GPUs that lay a tensor out, undo it, or change one layout into another. Padding is written as zeros.
 
-Parameters of every kernel: source, destination. As on CPUs (`tir.pack.pack`), symbolic extents are bound from the buffer
-that shows them, and bytes are moved as integers.
+Parameters of every kernel: source, destination. As on CPUs (`tir.pack.pack`), symbolic extents are bound from the
+buffer that shows them, and bytes are moved as integers.
 
 Where both sides have neighbours along the same dimension, each thread moves a vector of up to 16 bytes; where they do
 not, squares of the tensor go through shared memory, so that reads and writes both follow their side's order.
@@ -20,11 +20,21 @@ from ....encoding.problem import Dim
 from ....errors import EncodingError
 from ....target.element_types import bytes_of
 from ....target.gpu_target import GpuTarget
-from ...core.builder import Expr, Function, ceil_div, int64, opaque, plain_extent
+from ...core.builder import Expr, Function, ceil_div, opaque, plain_extent
 from ...core.packed_storage import PackedStorage, extents_of
 from ...core.view import split_position
 from ...core.work_split import unravel
-from ..core.storage_place import THREADS, blocks_for, common_lanes, innermost, is_inside, place_of, run_length
+from ..core.storage_place import (
+    THREADS,
+    at_least_one,
+    blocks_for,
+    common_lanes,
+    innermost,
+    is_inside,
+    nothing,
+    place_of,
+    run_length,
+)
 from ..core.vectors import VECTOR_BYTES, VectorRegisters
 
 SQUARE = 32
@@ -58,7 +68,9 @@ def relayout_kernel(
             for side, layout in (("source", source), ("destination", destination))
         ]
         with function.body():
-            if _innermost(sides[0]) == _innermost(sides[1]):
+            if any(isinstance(extent, int) and extent == 0 for extent in shape):
+                nothing()
+            elif _innermost(sides[0]) == _innermost(sides[1]):
                 _copy_vectors(sides[0], sides[1])
             else:
                 _copy_squares(sides[0], sides[1])
@@ -102,7 +114,7 @@ def _copy_squares(source: PackedStorage, destination: PackedStorage) -> None:
     extents = extents_of([source, destination])
     counts = [ceil_div(stored[d], SQUARE) if d in (along, across) else stored[d] for d in range(rank)]
     total = prod(counts)
-    grid = int64(max(total, 1)) if isinstance(total, int) else T.max(total, tirx.const(1, "int64"))
+    grid = at_least_one(total)
     with (
         T.thread_binding(grid, thread="blockIdx.x") as block,
         T.thread_binding(THREADS, thread="threadIdx.x") as thread,
@@ -110,9 +122,6 @@ def _copy_squares(source: PackedStorage, destination: PackedStorage) -> None:
         for side in (source, destination):
             side.open(raw=True)
         raw = str(source.data.dtype)
-        if isinstance(total, int) and total == 0:
-            T.evaluate(0)
-            return
         # One column more: a column of the square then lies in different banks.
         square = T.alloc_buffer((SQUARE, SQUARE + 1), raw, scope="shared")
         corner = unravel(block, counts, place=opaque, rest=opaque)

@@ -22,6 +22,7 @@ from ...core.view import OperandView, extent_of
 from ...core.work_split import unravel
 from ...rows.row_plan import RowPlan, plan_rows
 from ...rows.rows import in_single, merge_rows
+from ..core.storage_place import at_least_one, nothing
 from .row_code import RowWriter, Threads, kept_type
 from .row_shape import RowShape, held_shape, lanes_for, looped_shape
 
@@ -63,17 +64,14 @@ class _Kernel:
         """The launch: the threads' loops, and in them the row of each."""
         if any(isinstance(extent, int) and extent == 0 for extent in (*self.extents.values(), self.n)):
             # A reduction of nothing is not worth code of its own: shapes are checked before.
-            with T.thread_binding(1, thread="blockIdx.x"), T.thread_binding(1, thread="threadIdx.x"):
-                T.evaluate(0)
+            nothing()
             return
         plan, kept, shape = self._held()
         if shape is None:
             plan, kept, shape = self._plan(False), "float32", looped_shape(self.n, self.lanes)
-        # A launch needs a block even if there are no rows.
-        blocks = ceil_div(self.total, shape.rows)
-        grid = blocks if isinstance(blocks, int) else T.max(blocks, tirx.const(1, "int64"))
+        grid = at_least_one(ceil_div(self.total, shape.rows))
         with (
-            T.thread_binding(int64(grid), thread="blockIdx.x") as block,
+            T.thread_binding(grid, thread="blockIdx.x") as block,
             T.thread_binding(shape.block, thread="threadIdx.x") as thread,
         ):
             for view in (*self.operands, self.result):
