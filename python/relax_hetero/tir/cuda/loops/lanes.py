@@ -213,10 +213,15 @@ def _word(element: Expr, size: int) -> Expr:
     return element * (size // WORD) if size >= WORD else tirx.floordiv(element, WORD // size)
 
 
-def read_vectors(box: LaneBox, position: Mapping[tirx.Var, Expr]) -> dict[tirx.Buffer, tirx.Buffer]:
-    """Read the vectors at a position; the registers are returned by what stands for them."""
+def read_vectors(
+    box: LaneBox, position: Mapping[tirx.Var, Expr], expressions: Sequence[Expr]
+) -> dict[tirx.Buffer, tirx.Buffer]:
+    """Read the vectors that some expressions need at a position; returned by what stands for them there."""
     held: dict[tirx.Buffer, tirx.Buffer] = {}
+    used = {source for value in expressions for source in sources(value)}
     for read in box.reads:
+        if read.stand_in not in used:
+            continue
         held[read.stand_in] = registers = register(str(read.source.dtype), box.lanes)
         offset = replaced(read.offset, position)
         if read.condition is None:

@@ -94,7 +94,7 @@ def _write_strided(box: FlatBox, gpu: GpuTarget) -> None:
 
 
 def _points(box: LaneBox, position: dict[tirx.Var, Expr]) -> None:
-    held = read_vectors(box, position)
+    held = read_vectors(box, position, box.box.nest.expressions())
     own = position if box.lanes == 1 or box.var is None else {**position, box.var: position[box.var] + LANE}
     results = compute_steps(box.box, box.lanes, own, held)
     store_lanes(box, own, results)

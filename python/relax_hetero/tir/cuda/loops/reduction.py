@@ -154,8 +154,14 @@ def _write_serial(box: FlatBox, merge: Merge | None, plan: Plan, gpu: GpuTarget)
                 held = finished(merge, parts, made.lanes)
             else:
                 held = _in_order(made, position)
-            own = lane_position(made, position)
-            store_lanes(made, own, compute_steps(made.box, made.lanes, own, held))
+            finish(made, position, held)
+
+
+def finish(box: LaneBox, position: Mapping[tirx.Var, Expr], sums: Mapping[tirx.Buffer, tirx.Buffer]) -> None:
+    """Compute what follows the reductions at a position, and store it."""
+    read = read_vectors(box, position, [value for _, value in box.box.nest.steps])
+    own = lane_position(box, position)
+    store_lanes(box, own, compute_steps(box.box, box.lanes, own, {**sums, **read}))
 
 
 def _in_elements(position: Mapping[tirx.Var, Expr], box: LaneBox) -> dict[tirx.Var, Expr]:
@@ -181,9 +187,9 @@ def start(merge: Merge, lanes: int) -> Parts:
 
 def accumulate(box: LaneBox, merge: Merge, position: Mapping[tirx.Var, Expr], parts: Parts) -> None:
     """Join the terms at a position, one a lane, to the parts."""
-    held = read_vectors(box, position)
-    own = lane_position(box, position)
     fresh = merge_terms(box, merge)
+    held = read_vectors(box, position, fresh)
+    own = lane_position(box, position)
 
     def join(lane: Expr) -> None:
         terms = [in_lane(replaced(reading(term, held, {}), own), lane) for term in fresh]
@@ -255,7 +261,7 @@ def _in_order(box: LaneBox, position: Mapping[tirx.Var, Expr]) -> dict[tirx.Buff
         initial = replaced(s.initial, own)
         each_lane(box.lanes, lambda lane, b=held[s.buffer], v=initial: T.buffer_store(b, in_lane(v, lane), [lane]))
     with _serial(box.box.reduced) as terms:
-        read = read_vectors(box, {**position, **terms})
+        read = read_vectors(box, {**position, **terms}, [s.value for s in sums])
 
         def join(lane: Expr) -> None:
             values = []
@@ -288,7 +294,7 @@ class _Together:
     """Threads of a block that compute parts of the same results."""
 
     def __init__(self, box: FlatBox, merge: Merge, plan: Plan) -> None:
-        self.plan, self.merge = plan, merge
+        self.plan, self.merge, self.whole = plan, merge, LaneBox(box, None, 1)
         if plan.terms > 1:
             self.box = vectorized(box, box.reduced[-1], plan.terms, False)
         elif plan.lanes > 1:
@@ -330,14 +336,12 @@ class _Together:
             is_first = tirx.EQ(part, int64(0))
             with T.If(is_first if is_whole else tirx.all(is_first, number < int64(units))), T.Then():
                 made = self._along_results()
-                own = lane_position(made, position)
-                add_initial(merge, parts, made.lanes, own)
-                held = finished(merge, parts, made.lanes)
-                store_lanes(made, own, compute_steps(made.box, made.lanes, own, held))
+                add_initial(merge, parts, made.lanes, lane_position(made, position))
+                finish(made, position, finished(merge, parts, made.lanes))
 
     def _along_results(self) -> LaneBox:
         """The box as results are stored: with no lanes where these are along what is reduced."""
-        return self.box if self.plan.lanes > 1 else LaneBox(self.box.box, None, 1)
+        return self.box if self.plan.lanes > 1 else self.whole
 
     def _accumulate(self, position: Mapping[tirx.Var, Expr], part: Expr, parts: Parts) -> None:
         box, plan = self.box, self.plan
