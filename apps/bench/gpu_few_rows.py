@@ -58,9 +58,7 @@ def _listed(_context: click.Context, _parameter: click.Parameter, text: str) -> 
 
 @click.command()
 @click.option("--rows", "numbers", default="1,8,16,64", show_default=True, callback=_listed)
-@click.option(
-    "--weights", default="4096x4096,4096x14336", show_default=True, callback=_listed, help="Summed x columns."
-)
+@click.option("--weights", default="4096x4096,4096x14336", show_default=True, callback=_listed, help="KxN; a list.")
 @click.option("--four-bits/--no-four-bits", default=True, help="Also one row by weights of 4 bits.")
 @gpu_options
 @smoke(numbers=("1",), weights=("256x128",), rounds=1, workers=1)
@@ -83,9 +81,8 @@ def main(
         click.echo(json.dumps(row), err=True)
 
     rows = contest(chosen, parsed_gpu(gpu), peers, wanted, rounds, workers, say)
-    sizes = {
-        (work.title, work.kind): work.shape.k * work.shape.n * (2 if work.kind == "f16" else 0.5625) for work in chosen
-    }
+    each = {"f16": 2, "q4": (16 + 2) / 32}  # bytes of a number; a block of 32 has a scale
+    sizes = {(work.title, work.kind): work.shape.k * work.shape.n * each[work.kind] for work in chosen}
 
     def rate(row: Row, us: float) -> str:
         return f"{sizes[row['title'], row['kind']] / us / 1e6:.2f} TB/s"

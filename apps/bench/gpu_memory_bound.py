@@ -98,9 +98,8 @@ def main(
         clock = Clock.of(device_of(parsed_gpu(gpu)))
         launch, size = torch_peers.copy_bandwidth(clock)
         copied = size / microseconds(clock, {"copy": launch}, rounds)["copy"]
-        rows.append(
-            {"title": "copy of 1 GB", "kind": "", "us": {"torch copy_": size / copied}, "error": 0.0, "graphs": 1}
-        )
+        copy = {"title": "copy of 1 GB", "kind": "", "us": {"torch copy_": size / copied}}
+        rows.append({**copy, "error": 0.0, "graphs": 1})
         sizes["copy of 1 GB", ""] = size
 
     def rate(row: Row, us: float) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 import click
 import numpy as np
 from gpu_bench import torch_peers
-from gpu_bench.contest import OURS, Row, contest, end, gpu_options, ratio, show, write
+from gpu_bench.contest import Row, contest, end, gpu_options, ratio, show, write
 from gpu_bench.programs import parsed_gpu
 from gpu_bench.workloads import KINDS, Products
 from peers.shape import Shape
@@ -115,18 +115,17 @@ def main(
     def peers(clock: object, work: Products) -> object:
         return torch_peers.products(clock, work, autotune)
 
-    rows = contest(
-        chosen, parsed_gpu(gpu), peers, wanted, rounds, workers, lambda row: click.echo(json.dumps(row), err=True)
-    )
+    def say(row: Row) -> None:
+        click.echo(json.dumps(row), err=True)
+
+    rows = contest(chosen, parsed_gpu(gpu), peers, wanted, rounds, workers, say)
     operations = {(work.title, work.kind): work.shape.operations for work in chosen}
 
     def rate(row: Row, us: float) -> str:
         return f"{operations[row['title'], row['kind']] / us / 1e6:.0f} T"
 
     write(json_file, rows)
-    show(
-        f"{OURS}: rh.compile; device time of one product, T is 10¹² operations a second", rows, rate, checks(rows, gelu)
-    )
+    show("device time of one product; T is 10¹² operations a second", rows, rate, checks(rows, gelu))
     end(rows, lambda row: 5e-2 if gelu else KINDS[row["kind"]].allowed)
 
 

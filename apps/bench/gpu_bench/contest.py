@@ -86,7 +86,7 @@ def _measured(
         first = next(iter(others.values()), None)
         right = first[1]() if first else wanted(work)
         row["error"] = max(error_of(ours, theirs) for ours, theirs in zip(program.results(), right, strict=True))
-        row |= {"compile_seconds": round(program.seconds, 2), "graphs": program.graphs}
+        row |= {"compile_seconds": round(program.seconds, 2), "graphs": 1 if gpu == "llvm" else program.graphs}
     row["us"] = {name: took / work.count for name, took in microseconds(clock, launches, rounds).items()}
     return row
 
@@ -114,9 +114,8 @@ def show(title: str, rows: Sequence[Row], rate: Callable[[Row, float], str], che
     for column in ("", "", *names, "ratio", "error", "compiled, s"):
         table.add_column(column, justify="right" if column else "left")
     for row in rows:
-        cells = [
-            f"{row['us'][name]:.1f} µs, {rate(row, row['us'][name])}" if name in row["us"] else "" for name in names
-        ]
+        times = row["us"]
+        cells = [f"{times[name]:.1f} µs, {rate(row, times[name])}" if name in times else "" for name in names]
         value = ratio(row)
         ends = [f"{value:.3f}" if value else "", f"{row['error']:.1e}" if "error" in row else "failed"]
         table.add_row(row["title"], row["kind"], *cells, *ends, str(row.get("compile_seconds", "")))
@@ -143,17 +142,14 @@ def end(rows: Sequence[Row], allowed: Callable[[Row], float]) -> None:
     """Exit where numbers are wrong or nothing was compiled."""
     wrong = [row for row in rows if "failure" in row or row["error"] > allowed(row)]
     if wrong:
-        raise click.ClickException(
-            "; ".join(f"{row['title']} {row['kind']}: {row.get('error', 'failed')}" for row in wrong)
-        )
+        texts = [f"{row['title']} {row['kind']}: {row.get('error', 'failed')}" for row in wrong]
+        raise click.ClickException("; ".join(texts))
 
 
 def gpu_options(command: Callable[..., None]) -> Callable[..., None]:
     """The options that all benchmarks of GPUs share."""
     options = [
-        click.option(
-            "--gpu", default="cuda", show_default=True, help="Target of the GPU; llvm has a CPU stand for it."
-        ),
+        click.option("--gpu", default="cuda", show_default=True, help="Target of the GPU; llvm: a CPU stands for it."),
         click.option("--rounds", default=15, show_default=True, help="Turns of each contestant."),
         click.option("--workers", default=8, show_default=True, help="Processes that compile at a time."),
         click.option("--json", "json_file", type=click.Path(path_type=Path), help="Append a line for each row there."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import random
 import statistics
@@ -22,6 +23,7 @@ SLICE_MS = 3.0
 MOST_LAUNCHES = 200
 
 
+@functools.cache
 def torch_on_gpu() -> Any:
     """PyTorch where it is installed and has a GPU, else None."""
     if not is_installed("torch"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from .device_time import Clock, Launch, torch_on_gpu
 from .workloads import Array, Products, Rows
 
 Tensor = Any
+Peer = tuple[Launch, Callable[[], list[Array]]]
+"""A launch, and a function that gives its results."""
 
 
 def tensor_of(array: Array) -> Tensor:
@@ -23,7 +26,7 @@ def tensor_of(array: Array) -> Tensor:
     return torch.from_numpy(array).cuda()
 
 
-def captured(clock: Clock, work: Callable[[], Sequence[Tensor]]) -> tuple[Launch, Callable[[], list[Array]]]:
+def captured(clock: Clock, work: Callable[[], Sequence[Tensor]]) -> Peer:
     """A launch of the work as a CUDA graph, and its results in float32 or integers."""
     torch = torch_on_gpu()
     with torch.inference_mode(), torch.cuda.stream(clock.stream):
@@ -42,9 +45,7 @@ def captured(clock: Clock, work: Callable[[], Sequence[Tensor]]) -> tuple[Launch
     return graph.replay, arrays
 
 
-def products(
-    clock: Clock, work: Products, autotune: bool = False
-) -> dict[str, tuple[Launch, Callable[[], list[Array]]]]:
+def products(clock: Clock, work: Products, autotune: bool = False) -> dict[str, Peer]:
     """cuBLAS on right operands as they lie, and transposed; with an epilogue, what torch.compile makes of it."""
     torch = torch_on_gpu()
     torch.backends.cuda.matmul.allow_tf32 = work.kind == "tf32"
@@ -74,12 +75,15 @@ def products(
 
 
 def _scaled(x: Tensor, w: Tensor) -> Tensor:
-    torch = torch_on_gpu()
-    one = _scaled.__dict__.setdefault("one", torch.ones((), device="cuda"))
-    return torch._scaled_mm(x, w, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    return torch_on_gpu()._scaled_mm(x, w, scale_a=_one(), scale_b=_one(), out_dtype=torch_on_gpu().bfloat16)
 
 
-def rows(clock: Clock, work: Rows) -> dict[str, tuple[Launch, Callable[[], list[Array]]]]:
+@functools.cache
+def _one() -> Tensor:
+    return torch_on_gpu().ones((), device="cuda")
+
+
+def rows(clock: Clock, work: Rows) -> dict[str, Peer]:
     """What torch.compile makes of the same work."""
     torch = torch_on_gpu()
     arrays = [tensor_of(array) for array in work.inputs()]

@@ -156,11 +156,9 @@ class Products:
             constants.append(numpy_helper.from_array(weights.scales.astype("float16").reshape(-1), f"s{index}"))
             operands = [f"x{index}", f"w{index}", f"s{index}"]
             nodes.append(helper.make_node("MatMulNBits", operands, [f"y{index}"], domain="com.microsoft", **sizes))
+        kind, numbers = onnx.TensorProto.FLOAT16, range(self.count)
         values = [
-            [
-                helper.make_tensor_value_info(f"{name}{index}", onnx.TensorProto.FLOAT16, extents)
-                for index in range(self.count)
-            ]
+            [helper.make_tensor_value_info(f"{name}{index}", kind, extents) for index in numbers]
             for name, extents in (("x", s.tensor(s.m, s.k)), ("y", s.tensor(s.m, s.n)))
         ]
         opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
@@ -229,12 +227,8 @@ class Rows:
         parameters = [relax.Var(f"x{index}", kind) for index in range(number)]
         with builder.function("main", parameters):
             with builder.dataflow():
-                results = [
-                    builder.emit_output(
-                        self._piece(builder, parameters[index], parameters[index + number - self.count])
-                    )
-                    for index in range(self.count)
-                ]
+                pairs = zip(parameters[: self.count], parameters[-self.count :], strict=True)
+                results = [builder.emit_output(self._piece(builder, x, other)) for x, other in pairs]
             builder.emit_func_output(relax.Tuple(results))
         return on_gpu(builder.get(), gpu)
 
