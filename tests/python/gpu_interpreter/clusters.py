@@ -9,14 +9,14 @@ import numpy as np
 
 from .faults import KernelFault
 from .memory import RANK_BITS, shared_place
-from .ptx import Instruction, instruction, register_writer
+from .ptx import Instruction, instruction, pointer, register_writer
 from .waiting import Rendezvous, Wait, complete_warps, waits
 
 
 @instruction(r"mapa(\.shared::cluster)?\.u(32|64)")
 def _mapa(expressions: Any, one: Instruction) -> Any:
     write = register_writer(expressions, one.operands[0])
-    address, rank = expressions.address(one.operands[1]), expressions.compiled(one.operands[2])
+    address, rank = pointer(expressions, one.operands[1]), expressions.compiled(one.operands[2])
 
     def evaluate(lanes: Any, mask: Any) -> None:
         at = np.broadcast_to(np.asarray(address(lanes, mask)), (lanes.count,))

@@ -15,7 +15,7 @@ import numpy as np
 from .faults import KernelFault
 from .mbarriers import Mbarrier, _by_barrier, barrier_at
 from .memory import ADDRESS_BITS, memory_of, shared_place
-from .ptx import Instruction, instruction
+from .ptx import Instruction, instruction, pointer
 
 
 class ThreadCopies:
@@ -84,7 +84,7 @@ def _pending(lanes: Any) -> dict[str, Any]:
 
 @instruction(r"cp\.async\.(ca|cg)\.shared(::cta)?\.global.*")
 def _copy_async(expressions: Any, one: Instruction) -> Any:
-    target, source = expressions.address(one.operands[0]), expressions.address(one.operands[1])
+    target, source = pointer(expressions, one.operands[0]), pointer(expressions, one.operands[1])
     size = int(one.operands[2])
     expressions.names.accessed(size)
     valid = expressions.compiled(one.operands[3]) if len(one.operands) > 3 else None
@@ -145,7 +145,7 @@ def _wait_group(expressions: Any, one: Instruction) -> Any:
 @instruction(r"cp\.async\.mbarrier\.arrive(\.noinc)?(\.shared(::cta)?)?\.b64")
 def _arrive_after_copies(expressions: Any, one: Instruction) -> Any:
     expressions.names.roles = True
-    address = expressions.address(one.operands[0])
+    address = pointer(expressions, one.operands[0])
     if "noinc" not in one.parts:
         raise NotImplementedError("cp.async.mbarrier.arrive without .noinc")
 
@@ -191,8 +191,8 @@ def _aligned(*values: int) -> None:
 )
 def _bulk_load(expressions: Any, one: Instruction) -> Any:
     expressions.names.roles = True
-    target, source = expressions.address(one.operands[0]), expressions.address(one.operands[1])
-    size, bar = expressions.compiled(one.operands[2]), expressions.address(one.operands[3])
+    target, source = pointer(expressions, one.operands[0]), pointer(expressions, one.operands[1])
+    size, bar = expressions.compiled(one.operands[2]), pointer(expressions, one.operands[3])
     to_many = "multicast::cluster" in one.parts
     blocks = expressions.compiled(one.operands[4]) if to_many else None
 
@@ -261,14 +261,14 @@ class BulkStore:
         self.cells = self.target.cells_of(0, self.start, size)
         memory.require(*source, size, "a bulk store")
         memory.accesses.read(lanes.clocks, np.full(len(self.read), lanes.uid[lane]), self.read, asynchronous=True)
-        self.before = memory.bytes[source[0], source[1] : source[1] + size].copy()
+        self.before = memory.accesses.versions(self.read)
 
     def complete(self) -> None:
         """The bytes arrive."""
         memory, uid = self.lanes.blocks.shared, self.lanes.uid[self.lane]
         now = memory.bytes[self.source[0], self.source[1] : self.source[1] + self.size]
         memory.accesses.read(self.lanes.clocks, np.full(len(self.read), uid), self.read)
-        if (now != self.before).any():
+        if (memory.accesses.versions(self.read) != self.before).any():
             raise KernelFault("shared memory changed before a bulk store had read it")
         self.target.accesses.write(self.lanes.clocks, np.full(len(self.cells), uid), self.cells)
         self.target.bytes[0, self.start : self.start + self.size] = now
@@ -281,7 +281,7 @@ def _stores(lanes: Any) -> dict[int, Any]:
 @instruction(r"cp\.async\.bulk\.global\.shared::cta\.bulk_group(\..*)?")
 def _bulk_store(expressions: Any, one: Instruction) -> Any:
     expressions.names.roles = True
-    target, source = expressions.address(one.operands[0]), expressions.address(one.operands[1])
+    target, source = pointer(expressions, one.operands[0]), pointer(expressions, one.operands[1])
     size = expressions.compiled(one.operands[2])
 
     def evaluate(lanes: Any, mask: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .faults import KernelFault
-from .ptx import TYPES, Instruction, bits_of, instruction, place_of, register_writer
+from .ptx import TYPES, Instruction, bits_of, instruction, place_of, pointer, register_writer
 from .warps import WARP, _complete_warps
 
 _PAIR = np.dtype(np.uint16)
@@ -27,7 +27,7 @@ def _row_addresses(lanes: Any, address: Any, count: int) -> np.ndarray:
 def _ldmatrix(expressions: Any, one: Instruction) -> Any:
     count = int(next(part for part in one.parts if re.fullmatch("x[124]", part))[1:])
     targets = [register_writer(expressions, target) for target in one.operands[:count]]
-    address = expressions.address(one.operands[count])
+    address = pointer(expressions, one.operands[count])
     is_transposed = "trans" in one.parts
 
     def evaluate(lanes: Any, mask: Any) -> None:
@@ -53,7 +53,7 @@ def _ldmatrix(expressions: Any, one: Instruction) -> Any:
 @instruction(r"stmatrix\.sync\.aligned\.m8n8\.x[124](\.trans)?\.shared(::cta)?\.b16")
 def _stmatrix(expressions: Any, one: Instruction) -> Any:
     count = int(next(part for part in one.parts if re.fullmatch("x[124]", part))[1:])
-    address = expressions.address(one.operands[0])
+    address = pointer(expressions, one.operands[0])
     values = [expressions.compiled(value) for value in one.operands[1 : 1 + count]]
     is_transposed = "trans" in one.parts
 

@@ -169,7 +169,14 @@ class _Run:
             blocks.memories, blocks.strict = self.memories, self.strict
             data = np.full((count, -(-statements.shared_bytes // 16) * 16), NOTHING, np.uint8)
             blocks.shared = Addressed(
-                SHARED, "shared memory", data, self.names.cell, defined=False, tracked=True, shared=True
+                SHARED,
+                "shared memory",
+                data,
+                self.names.cell,
+                defined=False,
+                tracked=True,
+                shared=True,
+                size=statements.shared_bytes,
             )
             thread, instance = np.tile(np.arange(per_block), count), np.repeat(np.arange(count), per_block)
             width = GROUP if roles else len(thread)

@@ -10,7 +10,7 @@ import numpy as np
 
 from .faults import KernelFault
 from .memory import shared_place
-from .ptx import Instruction, instruction
+from .ptx import Instruction, instruction, pointer
 from .waiting import Wait, block_barrier, waits
 
 
@@ -131,7 +131,7 @@ def _released(lanes: Any, chosen: np.ndarray) -> np.ndarray:
 def _init(expressions: Any, one: Instruction) -> Any:
     expressions.names.roles = True
     expressions.names.accessed(8)
-    address, count = expressions.address(one.operands[0]), expressions.compiled(one.operands[1])
+    address, count = pointer(expressions, one.operands[0]), expressions.compiled(one.operands[1])
 
     def evaluate(lanes: Any, mask: Any) -> None:
         instance, offset = shared_place(lanes, address(lanes, mask))
@@ -160,7 +160,7 @@ def _init(expressions: Any, one: Instruction) -> Any:
 
 @instruction(r"mbarrier\.inval.*")
 def _inval(expressions: Any, one: Instruction) -> Any:
-    address = expressions.address(one.operands[0])
+    address = pointer(expressions, one.operands[0])
 
     def evaluate(lanes: Any, mask: Any) -> None:
         for barrier, _ in _by_barrier(lanes, mask, address(lanes, mask)):
@@ -183,7 +183,7 @@ def _init_fence(expressions: Any, one: Instruction) -> Any:
 def _arrive(expressions: Any, one: Instruction) -> Any:
     expressions.names.roles = True
     operands = list(one.operands)
-    address = expressions.address(operands[0])
+    address = pointer(expressions, operands[0])
     count = expressions.compiled(operands[1]) if len(operands) > 1 else None
 
     def evaluate(lanes: Any, mask: Any) -> None:
@@ -197,7 +197,7 @@ def _arrive(expressions: Any, one: Instruction) -> Any:
 @instruction(r"mbarrier\.arrive\.expect_tx(\..*)?\.b64")
 def _expect(expressions: Any, one: Instruction) -> Any:
     expressions.names.roles = True
-    address, size = expressions.address(one.operands[0]), expressions.compiled(one.operands[1])
+    address, size = pointer(expressions, one.operands[0]), expressions.compiled(one.operands[1])
 
     def evaluate(lanes: Any, mask: Any) -> None:
         sizes = np.broadcast_to(size(lanes, mask), (lanes.count,))
@@ -209,7 +209,7 @@ def _expect(expressions: Any, one: Instruction) -> Any:
 
 @instruction(r"mbarrier\.expect_tx(\..*)?\.b64")
 def _expect_only(expressions: Any, one: Instruction) -> Any:
-    address, size = expressions.address(one.operands[0]), expressions.compiled(one.operands[1])
+    address, size = pointer(expressions, one.operands[0]), expressions.compiled(one.operands[1])
 
     def evaluate(lanes: Any, mask: Any) -> None:
         sizes = np.broadcast_to(size(lanes, mask), (lanes.count,))
@@ -222,7 +222,7 @@ def _expect_only(expressions: Any, one: Instruction) -> Any:
 @waits("tirx.cuda.mbarrier_wait", "tirx.cuda.mbarrier_wait_acquire_cluster")
 def _wait(expressions: Any, call: Any) -> Any:
     expressions.names.roles = True
-    address, parity = expressions.address(call.args[0]), expressions.compiled(call.args[1])
+    address, parity = pointer(expressions, call.args[0]), expressions.compiled(call.args[1])
 
     def run(lanes: Any, mask: Any) -> Iterator[Wait]:
         parities = np.broadcast_to(parity(lanes, mask), (lanes.count,)).astype(np.int64)

@@ -150,16 +150,27 @@ class Addressed:
         Whether the contents are defined before anything is written.
     tracked : bool
         Whether anything writes at all.
+    size : int, optional
+        Bytes that exist, where `data` has more.
     """
 
     def __init__(
-        self, number: int, name: str, data: np.ndarray, cell: int, *, defined: bool, tracked: bool, shared: bool
+        self,
+        number: int,
+        name: str,
+        data: np.ndarray,
+        cell: int,
+        *,
+        defined: bool,
+        tracked: bool,
+        shared: bool,
+        size: int | None = None,
     ) -> None:
         self.number, self.name, self.cell, self.shared = number, name, cell, shared
         self.bytes = data
-        self.size = data.shape[1]
+        self.size = data.shape[1] if size is None else size
         self.written = None if defined else np.zeros(data.shape, np.uint8)
-        self.cells = -(-self.size // cell)
+        self.cells = -(-data.shape[1] // cell)
         self.accesses = Accesses(name, self.cells * data.shape[0]) if tracked else None
 
     def load(self, lanes: Lanes, mask: Any, view: View, index: Any, instance: Any = None) -> Any:

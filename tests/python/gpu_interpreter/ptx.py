@@ -121,6 +121,13 @@ def _address(expressions: Any, call: Any) -> Any:
     return evaluate
 
 
+def pointer(expressions: Any, operand: Any) -> Callable[[Any, Any], Any]:
+    """An address: of a register its value, of a buffer where it begins."""
+    if type(operand).__name__ == "Var" and expressions.names.is_buffer(operand):
+        return expressions.address(operand)
+    return expressions.compiled(operand)
+
+
 def register_writer(expressions: Any, target: Any) -> Callable[[Any, Any, Any], None]:
     """The function that writes bits to a register: an element of a local buffer."""
     view, index = expressions.place(target)
@@ -184,7 +191,7 @@ def _load(expressions: Any, one: Instruction) -> Any:
     space, count, dtype = _memory_of(one.text)
     expressions.names.accessed(dtype.itemsize * count)
     targets = [register_writer(expressions, target) for target in one.operands[:count]]
-    address = expressions.address(one.operands[count])
+    address = pointer(expressions, one.operands[count])
 
     def evaluate(lanes: Any, mask: Any) -> None:
         at = address(lanes, mask)
@@ -203,7 +210,7 @@ def _load(expressions: Any, one: Instruction) -> Any:
 def _store(expressions: Any, one: Instruction) -> Any:
     space, count, dtype = _memory_of(one.text)
     expressions.names.accessed(dtype.itemsize * count)
-    address = expressions.address(one.operands[0])
+    address = pointer(expressions, one.operands[0])
     values = [expressions.compiled(value) for value in one.operands[1 : 1 + count]]
 
     def evaluate(lanes: Any, mask: Any) -> None:

@@ -160,6 +160,10 @@ class Accesses:
                 f"{self._cell(cells[at])} in the same statement"
             )
 
+    def versions(self, cells: np.ndarray) -> np.ndarray:
+        """Which writes the cells hold."""
+        return np.stack([self._writer[cells], self._write_clock[cells]])
+
     def _happened(self, clocks: Clocks, uids: np.ndarray, others: np.ndarray, when: np.ndarray) -> np.ndarray:
         cluster = uids // clocks.width - clocks.first
         same = others // clocks.width == uids // clocks.width

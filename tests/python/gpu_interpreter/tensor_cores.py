@@ -10,7 +10,7 @@ import numpy as np
 from .calls import handles
 from .faults import KernelFault
 from .memory import Local, pointed, shared_place
-from .ptx import TYPES, Instruction, instruction
+from .ptx import TYPES, Instruction, instruction, pointer
 
 _SWIZZLES = {0: 0, 1: 3, 2: 2, 3: 1}
 """A descriptor's layout field for TVM's number of a swizzle (3: 128 bytes)."""
@@ -18,7 +18,7 @@ _SWIZZLES = {0: 0, 1: 3, 2: 2, 3: 1}
 
 @handles("tirx.cuda.wgmma.encode_matrix_descriptor", "tirx.cuda.wgmma_encode_matrix_descriptor")
 def _encode(expressions: Any, call: Any) -> Any:
-    target, address = expressions.address(call.args[0]), expressions.address(call.args[1])
+    target, address = pointer(expressions, call.args[0]), pointer(expressions, call.args[1])
     leading, stride, swizzle = (expressions.compiled(a) for a in call.args[2:5])
 
     def evaluate(lanes: Any, mask: Any) -> None:
@@ -101,12 +101,22 @@ class Product:
         self.adds = adds
         self.scales = (1, 1)
         self.is_tf32 = False
+        memory, instance = lanes.blocks.shared, int(lanes.instance[0])
+        tiles = [one for one in (left, right) if isinstance(one, Tile)]
+        self._before = [
+            (cells, memory.accesses.versions(cells)) for t in tiles for cells in [t.cells(memory, instance)]
+        ]
 
     def execute(self) -> None:
         """Multiply now."""
         lanes, memory = self.lanes, self.lanes.blocks.shared
         instance = int(lanes.instance[0])
         clocks, uid = lanes.clocks, lanes.uid[0]
+        for cells, before in self._before:
+            if (memory.accesses.versions(cells) != before).any():
+                raise KernelFault(
+                    "shared memory was written again before a tensor-core product that reads it was complete"
+                )
         operands = []
         for one in (self.left, self.right):
             if isinstance(one, Tile):
