@@ -1,1 +1,1 @@
-"""Generators of kernels for NVIDIA GPUs."""
+"""Kernels for NVIDIA GPUs, each of one launch: products, work on rows, elementwise work, packing, and schedules."""
