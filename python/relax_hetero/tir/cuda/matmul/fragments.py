@@ -7,7 +7,6 @@ own for each warp, and leave it as whole rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +22,10 @@ from ..core import ptx
 from ..core.expression import emit
 from ..core.global_view import GlobalView
 from ..core.launch import SharedMemory, local, unrolled
-from .operand_tiles import alignment
+from .operand_tiles import alignment, is_contiguous
+from .wgmma_tiling import STAGING_PAD
 
 WARP_ROWS = 16
-STAGED_BYTES = 512
-"""Of a row that a warp stages at a time: more are stored in several turns."""
 
 
 class FragmentStore:
@@ -60,19 +58,17 @@ class FragmentStore:
     def open(self, result: GlobalView, m: Expr, n: Expr) -> None:
         """Declare the elements of operands and result; in the body of the function, before the launch."""
         for view in [*self.views, *([self._init] if self._init else [])]:
-            view.open()
+            # Halves are read by their bits: TVM's own loads of bfloat16 cannot be held in variables.
+            view.open(raw=view.nominal in HALVES)
         result.open(raw=True)
         self._result, self._m, self._n = result, m, n
         self._element = bytes_of(result.nominal)
         self._width = _store_width(result, n)
 
-    def plan(self, shared: SharedMemory, warps: int, columns: int) -> Staging:
-        """Take the shared memory in which `warps` warps stage `columns` columns each."""
-        staged = columns
-        while staged * self._element > STAGED_BYTES:
-            staged //= 2
+    def plan(self, shared: SharedMemory, warps: int, staged: int) -> Staging:
+        """Take the shared memory in which `warps` warps stage `staged` columns each."""
         # Rows begin in other banks each: the pairs of eight rows are written without conflicts.
-        pitch = staged * self._element + (32 if self._element == 4 else 16)
+        pitch = staged * self._element + (STAGING_PAD if self._element == 4 else STAGING_PAD // 2)
         return Staging(shared, shared.take(warps * WARP_ROWS * pitch), staged, pitch)
 
     def emit(
@@ -122,13 +118,29 @@ class FragmentStore:
                 if h and not view.runs_along("m"):
                     fixed[number, h] = fixed[number, 0]
                 else:
-                    fixed[number, h] = _held(self._load(view, at, rows[h], int64(0)), view.dtype)
+                    fixed[number, h] = T.bind(self._load(view, at, rows[h], int64(0)))
         return fixed
 
     def _load(self, view: GlobalView, at: Coordinates, row: Expr, column: Expr) -> Expr:
         """An element, of rows and columns that do not exist the last that does."""
         place = {**at, "m": T.min(row, int64(self._m - 1)), "n": T.min(column, int64(self._n - 1))}
-        return view.data[view.address(place)]
+        return _value_of(view.data[view.address(place)], view.nominal)
+
+    def _load_pair(self, view: GlobalView, at: Coordinates, row: Expr, column: Expr) -> list[Expr]:
+        """Elements of two neighbouring columns, the first even: in one load where they are aligned."""
+        size = bytes_of(view.nominal)
+        is_aligned = size in (2, 4) and isinstance(self._n, int) and self._n % 2 == 0
+        if not is_aligned or not is_contiguous(view, "n") or alignment(view, "n", 2 * size) < 2 * size:
+            return [T.bind(self._load(view, at, row, column + c)) for c in range(2)]
+        place = {**at, "m": T.min(row, int64(self._m - 1)), "n": T.min(column, int64(self._n - 2))}
+        bits = local(size // 2, "uint32")
+        words = [bits[i] for i in range(size // 2)]
+        # The result may take the place of an operand: it is written once this warp has read it.
+        ptx.load_global(words, T.address_of(view.data[view.address(place)]), is_constant=False)
+        if size == 4:
+            return [T.bind(_bits(word, view.nominal)) for word in words]
+        low, high = T.Cast("uint16", words[0]), T.Cast("uint16", T.shift_right(words[0], T.uint32(16)))
+        return [T.bind(_value_of(half, view.nominal)) for half in (low, high)]
 
     def _stage_pairs(
         self,
@@ -144,29 +156,27 @@ class FragmentStore:
     ) -> None:
         """The pairs of two rows of 8 columns: computed, rounded, written to shared memory."""
         j, lane = where
-        of_column = [
-            {
-                number: _held(self._load(view, at, rows[0], column + c), view.dtype)
-                for number, view in enumerate(self.views)
-                if view.runs_along("n") and not view.runs_along("m")
-            }
-            for c in range(2)
-        ]
+        of_column = {
+            number: self._load_pair(view, at, rows[0], column)
+            for number, view in enumerate(self.views)
+            if view.runs_along("n") and not view.runs_along("m")
+        }
         for h in range(2):
-            values = []
-            for c in range(2):
-                operands = []
-                for number, view in enumerate(self.views):
-                    if not view.runs_along("n"):
-                        operands.append(fixed[number, h])
-                    elif not view.runs_along("m"):
-                        operands.append(of_column[c][number])
-                    else:
-                        operands.append(self._load(view, at, rows[h], column + c))
-                total = self._sum(sums[register + 2 * h + c])
-                if self._init is not None:
-                    total = total + T.Cast(str(total.ty.dtype), self._load(self._init, at, rows[h], column + c))
-                values.append((total, operands))
+            pairs = []
+            for number, view in enumerate(self.views):
+                if not view.runs_along("n"):
+                    pairs.append([fixed[number, h]] * 2)
+                elif not view.runs_along("m"):
+                    pairs.append(of_column[number])
+                else:
+                    pairs.append(self._load_pair(view, at, rows[h], column))
+            totals = [self._sum(sums[register + 2 * h + c]) for c in range(2)]
+            if self._init is not None:
+                starts = self._load_pair(self._init, at, rows[h], column)
+                totals = [
+                    total + T.Cast(str(total.ty.dtype), start) for total, start in zip(totals, starts, strict=True)
+                ]
+            values = [(totals[c], [pair[c] for pair in pairs]) for c in range(2)]
             target = begin + (lane // 4 + 8 * h) * staging.pitch + (j * 8 + lane % 4 * 2) * self._element
             self._write_pair(staging.shared.at(target), values)
 
@@ -186,8 +196,8 @@ class FragmentStore:
             ptx.pack_pair(pair[0], results[0], results[1], dtype)
             ptx.store_shared(address, [pair[0]])
             return
-        if own != dtype:
-            results = [T.Cast(dtype, value) for value in results]
+        if own != dtype or dtype == "bool":
+            results = [T.Cast("uint8" if dtype == "bool" else dtype, value) for value in results]
         if self._element == 4:
             ptx.store_shared(address, [_bits(value, "uint32") for value in results])
             return
@@ -260,9 +270,13 @@ def _bits(value: Expr, dtype: str) -> Expr:
     return value if str(value.ty.dtype) == dtype else tirx.reinterpret(dtype, value)
 
 
-def _held(value: Expr, dtype: str) -> Expr:
-    """A loaded value that is used more than once."""
-    return T.bind(value) if dtype != "bfloat16" else value
+def _value_of(loaded: Expr, dtype: str) -> Expr:
+    """What was loaded, halves by their bits, as a value; bfloat16 as float32."""
+    if dtype == "float16":
+        return tirx.reinterpret("float16", loaded)
+    if dtype == "bfloat16":
+        return tirx.reinterpret("float32", T.shift_left(T.Cast("uint32", loaded), T.uint32(16)))
+    return loaded
 
 
 def _store_width(result: GlobalView, n: Expr) -> int:
@@ -274,6 +288,3 @@ def _store_width(result: GlobalView, n: Expr) -> int:
     while width > element and n * element % width:
         width //= 2
     return width
-
-
-Load = Callable[[GlobalView], Expr]

@@ -107,18 +107,29 @@ class OperandTile:
         per_line = ptx.CONTRACTION_BYTES // 16
         return ptx.CONTRACTION_BYTES // self.element * SWIZZLED_BYTES // 16 if self.is_transposed else per_line
 
-    @property
-    def bulk_bytes(self) -> int:
-        """Bytes of a tile that come by bulk copies, which the barrier counts."""
-        return self.size if self.source is Source.PACKED else 0
-
     def load_bulk(
-        self, shared: SharedMemory, offset: Expr, at: Coordinates, first: Expr, step: Expr, barrier: Expr
+        self,
+        shared: SharedMemory,
+        offset: Expr,
+        at: Coordinates,
+        first: Expr,
+        step: Expr,
+        barrier: Expr,
+        part: tuple[Expr, int] = (0, 1),
     ) -> None:
-        """Issue the bulk copies of the tile from row `first` and step `step` of k; one thread does it."""
+        """Issue the bulk copies of the tile from row `first` and step `step` of k; one thread does it.
+
+        Parameters
+        ----------
+        part : tuple of (PrimExpr, int)
+            Which of how many parts this block of a cluster brings, for all of them.
+        """
+        rank, parts = part
         blocks = self.rows // PACKED_ROWS
-        for block in range(blocks):
-            row = first + block * PACKED_ROWS
+        to = None if parts == 1 else T.uint16((1 << parts) - 1)
+        for i in range(blocks // parts):
+            block = i if parts == 1 else rank * (blocks // parts) + i
+            row = first + T.Cast("int64", block * PACKED_ROWS) if parts > 1 else first + block * PACKED_ROWS
             if not self._is_whole_blocks(blocks):
                 # A tile that does not exist is a copy of the last: what is made of it is not stored.
                 last = (self.extent - 1) // PACKED_ROWS * PACKED_ROWS
@@ -126,7 +137,7 @@ class OperandTile:
             k = T.Cast("int64", step) * self.step
             source = T.address_of(self.view.data[self.view.address({**at, self.side: row, "k": k})])
             size = PACKED_ROWS * SWIZZLED_BYTES
-            ptx.bulk_load(shared.at(offset + block * size), source, size, barrier)
+            ptx.bulk_load(shared.at(offset + block * size), source, size, barrier, to)
 
     def _is_whole_blocks(self, blocks: int) -> bool:
         return isinstance(self.extent, int) and -(-self.extent // PACKED_ROWS) % blocks == 0
@@ -192,7 +203,7 @@ class OperandTile:
         passes = self.rows * _CHUNKS // PRODUCERS
         group = min(passes, _GATHERED)
         held = local(group * words, "uint32")
-        rows_are_neighbours = _is_contiguous(self.view, self.side)
+        rows_are_neighbours = is_contiguous(self.view, self.side)
 
         def place(number: Expr) -> tuple[Expr, Expr]:
             """Row and chunk that a thread has in a pass; neighbours read neighbours."""
@@ -234,7 +245,8 @@ def _divides(unit: int, extent: Expr) -> bool:
     return isinstance(extent, int) and extent % unit == 0
 
 
-def _is_contiguous(view: GlobalView, name: str) -> bool:
+def is_contiguous(view: GlobalView, name: str) -> bool:
+    """Whether neighbours along an iteration dimension are neighbours in storage, known to be."""
     if not view.runs_along(name) or view.layout.inner_dims:
         return False
     stride = view.stride(name)
@@ -242,7 +254,7 @@ def _is_contiguous(view: GlobalView, name: str) -> bool:
 
 
 def alignment(view: GlobalView, along: str, most: int = CHUNK_BYTES) -> int:
-    """The largest power of two, up to `most` bytes, that every run of elements along a dimension begins at a multiple of.
+    """The largest power of two, up to `most` bytes, at multiples of which runs of elements along a dimension begin.
 
     Parameters are at multiples of `most`; the dimension is contiguous.
     """
@@ -266,11 +278,11 @@ def _is_multiple(value: Expr, unit: int) -> bool:
 def _source(view: GlobalView, side: str) -> tuple[Source, int]:
     if view.layout.inner_dims:
         return Source.PACKED, CHUNK_BYTES
-    if _is_contiguous(view, "k"):
+    if is_contiguous(view, "k"):
         width = alignment(view, "k")
         if width >= 4:
             return Source.LINES, width
-    elif _is_contiguous(view, side) and bytes_of(view.nominal) == 2:
+    elif is_contiguous(view, side) and bytes_of(view.nominal) == 2:
         width = alignment(view, side)
         if width >= 4:
             return Source.COLUMNS, width

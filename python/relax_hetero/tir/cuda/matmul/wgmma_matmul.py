@@ -54,6 +54,11 @@ def misfit(problem: MatmulProblem, gpu: GpuTarget, tf32: bool = False) -> str:
     )
     if not fits:
         return f"element types {left} * {right} -> {acc} are not multiplied"
+    for operand, names in ((problem.lhs, "mk"), (problem.rhs, "kn"), (problem.result, "mn")):
+        if not set(names) <= set(operand.index_map):
+            return f"an operand has the dimensions {operand.index_map}, expected {tuple(names)} among them"
+    if bytes_of(problem.result.dtype) > 4:
+        return f"a result of {problem.result.dtype} is not stored"
     if problem.rows is not None:
         return "work on rows behind the product is not computed"
     if problem.lhs.layout.inner_dims or problem.result.layout.inner_dims:
@@ -62,9 +67,9 @@ def misfit(problem: MatmulProblem, gpu: GpuTarget, tf32: bool = False) -> str:
         return "an extent is 0"
     layout = problem.rhs.layout
     if layout.inner_dims:
-        names = [problem.rhs.index_map[d] for d in layout.inner_dims]
+        tiled = [problem.rhs.index_map[d] for d in layout.inner_dims]
         tile = (PACKED_ROWS, SWIZZLED_BYTES // bytes_of(right))
-        if names != ["n", "k"] or layout.inner_tiles != tile or not layout.swizzle:
+        if tiled != ["n", "k"] or layout.inner_tiles != tile or not layout.swizzle:
             return f"right operand is stored as {layout}, expected tiles n:{tile[0]}, k:{tile[1]}, swizzled"
         if not isinstance(problem.rhs.size("n"), int) or not isinstance(problem.rhs.size("k"), int):
             return "a packed right operand has symbolic extents"
@@ -133,9 +138,10 @@ class _Kernel:
         is_integer = left.view.nominal in _BYTE_TYPES[0]
         self.issued = self.registers // 2 if is_integer and tiling.columns > 192 else self.registers
         m, n, k = sizes
-        self.row_tiles = _int32(ceil_div(m, tiling.rows))
+        self.row_tiles = _int32(ceil_div(m, tiling.rows * tiling.share))
         self.column_tiles = _int32(ceil_div(n, tiling.columns))
-        self.steps = _int32(ceil_div(k, left.step))
+        # Where k may be 0, a step of zeros begins the sums.
+        self.steps = ceil_div(k, left.step) if isinstance(k, int) else T.max(_int32(ceil_div(k, left.step)), 1)
         batches: Expr = 1
         for count in counts.values():
             batches = batches * count
@@ -152,26 +158,31 @@ class _Kernel:
             # Partial sums take the place of the stages.
             shared.size = max(shared.size, stages + tiling.rows * tiling.columns * 4)
         share = tiling.columns // tiling.split
-        staging = self.store.plan(shared, self.consumers * 4, share)
+        staging = self.store.plan(shared, self.consumers * 4, tiling.staged)
         self.full_at = shared.take(8 * tiling.stages, 8)
         self.empty_at = shared.take(8 * tiling.stages, 8)
         threads = PRODUCERS + self.consumers * WARPGROUP
-        with launch(tiling.blocks, threads, tiling.split, self.moves_registers) as place:
+        with launch(tiling.blocks, threads, tiling.split * tiling.share, self.moves_registers) as place:
             self.block, self.rank, self.thread = place.block, place.rank, place.thread
             shared.open()
             with when(place.thread == 0):
                 for stage in range(tiling.stages):
                     # All producers arrive when their copies are complete, one more expects the bytes of bulk copies.
-                    bulk = 1 if self.left.bulk_bytes + self.right.bulk_bytes else 0
-                    ptx.barrier_init(self._full(stage), PRODUCERS + bulk)
-                    ptx.barrier_init(self._empty(stage), self.consumers)
+                    bulk = self.right.source is Source.PACKED
+                    ptx.barrier_init(self._full(stage), PRODUCERS + int(bulk))
+                    ptx.barrier_init(self._empty(stage), self.consumers * tiling.share)
                 ptx.barrier_init_fence()
             ptx.block_barrier()
+            if tiling.share > 1:
+                _cluster_barrier()
             with T.If(place.thread < PRODUCERS):
                 with T.Then():
                     self._produce()
                 with T.Else():
                     self._consume(staging, share)
+            if tiling.share > 1:
+                # Copies and arrivals of other blocks come until they have ended, too.
+                _cluster_barrier()
 
     def _full(self, stage: Expr) -> Expr:
         return self.shared.at(self.full_at + stage * 8)
@@ -182,17 +193,20 @@ class _Kernel:
     def _each_tile(self, body: Callable[[Expr, Coordinates, Expr, Expr], None]) -> None:
         """Write `body` for every tile of the block: its number among them, batch, first row and first column."""
         tiling = self.tiling
-        clusters = tiling.blocks // tiling.split
-        own = self.block if tiling.split == 1 else self.block // tiling.split
+        members = tiling.split * tiling.share
+        clusters = tiling.blocks // members
+        own = self.block if members == 1 else self.block // members
         is_one = isinstance(self.tiles, int) and self.tiles == clusters
         count = 1 if is_one else T.truncdiv(self.tiles - own + (clusters - 1), clusters)
         with T.serial(count) as turn:
             tile = own if is_one else own + turn * clusters
             at, row, column = self._place(T.bind(tile))
+            if tiling.share > 1:
+                row = row * tiling.share + self.rank
             body(turn, at, T.bind(T.Cast("int64", row * tiling.rows)), T.bind(T.Cast("int64", column * tiling.columns)))
 
     def _place(self, tile: Expr) -> tuple[Coordinates, Expr, Expr]:
-        """Batch, row and column of a tile: groups of rows go over all columns, the rows of a group one after the other."""
+        """Batch, row and column of a tile: a group of rows goes over all columns, its rows one after the other."""
         at: dict[str, Expr] = {}
         if self.counts:
             each = self.row_tiles * self.column_tiles
@@ -208,7 +222,7 @@ class _Kernel:
         return at, first + T.truncmod(within, height), T.truncdiv(within, height)
 
     def _each_step(self, turn: Expr, body: Callable[[Expr, Expr, Expr, Expr], None]) -> None:
-        """Write `body` for every step of k of the block: its number, the k step, its stage and the parity of its turn."""
+        """Write `body` for the block's steps of k: number, step, stage and the parity of the stage's turn."""
         split, stages = self.tiling.split, self.tiling.stages
         steps = self.steps
         if split == 1:
@@ -226,19 +240,17 @@ class _Kernel:
     def _produce(self) -> None:
         if self.moves_registers:
             ptx.set_max_registers(_FEW_REGISTERS, grows=False)
-        left, right, thread = self.left, self.right, self.thread
+        left, right, thread, share = self.left, self.right, self.thread, self.tiling.share
 
         def tile(turn: Expr, at: Coordinates, row: Expr, column: Expr) -> None:
             def step(_: Expr, k: Expr, stage: Expr, parity: Expr) -> None:
-                ptx.barrier_wait(self._empty(stage), T.bitwise_xor(parity, 1))
+                ptx.barrier_wait(self._empty(stage), T.bitwise_xor(parity, 1), cluster=share > 1)
                 left_to, right_to = self.left_at + stage * left.size, self.right_at + stage * right.size
                 full = self._full(stage)
-                if left.bulk_bytes + right.bulk_bytes:
+                if right.source is Source.PACKED:
                     with when(thread == 0):
-                        ptx.barrier_expect(full, left.bulk_bytes + right.bulk_bytes)
-                        for operand, first, target in ((left, row, left_to), (right, column, right_to)):
-                            if operand.source is Source.PACKED:
-                                operand.load_bulk(self.shared, target, at, first, k, full)
+                        ptx.barrier_expect(full, right.size)
+                        right.load_bulk(self.shared, right_to, at, column, k, full, (self.rank, share))
                 left.load(self.shared, left_to, at, row, k, thread)
                 right.load(self.shared, right_to, at, column, k, thread)
                 if Source.GATHER in (left.source, right.source):
@@ -255,8 +267,7 @@ class _Kernel:
         if self.tiling.split > 1:
             # With the consumers, who read each other's sums in between.
             for _ in range(2):
-                ptx.cluster_arrive()
-                ptx.cluster_wait()
+                _cluster_barrier()
 
     def _consume(self, staging: Staging, share: int) -> None:
         if self.moves_registers:
@@ -271,9 +282,19 @@ class _Kernel:
         ptx.matrix_descriptor(base[0], self.shared.at(self.left_at + group * (64 * SWIZZLED_BYTES)), left.leading)
         ptx.matrix_descriptor(base[1], self.shared.at(self.right_at), right.leading)
 
-        def release(stage: Expr) -> None:
-            with when(member == 0):
-                ptx.barrier_arrive(self._empty(stage))
+        peers = local(self.tiling.share, "uint32")
+        if self.tiling.share > 1:
+            own = T.bind(ptx.shared_address(self._empty(0)))
+            for rank in range(self.tiling.share):
+                ptx.remote_address(peers[rank], own, rank)
+
+        def release(stage: Expr, condition: Expr) -> None:
+            with when(condition):
+                if self.tiling.share == 1:
+                    ptx.barrier_arrive(self._empty(stage))
+                    return
+                for rank in range(self.tiling.share):
+                    ptx.barrier_arrive_remote(peers[rank] + T.Cast("uint32", stage * 8))
 
         def tile(turn: Expr, at: Coordinates, row: Expr, column: Expr) -> None:
             last = local(1, "int32")
@@ -302,13 +323,12 @@ class _Kernel:
                 ptx.wgmma_commit()
                 # The step before is complete then, and its stage free.
                 ptx.wgmma_wait(1)
-                with when(tirx.all(number > 0, member == 0)):
-                    ptx.barrier_arrive(self._empty(last[0]))
+                release(last[0], tirx.all(number > 0, member == 0))
                 T.buffer_store(last, stage, [0])
 
             self._each_step(turn, step)
             ptx.wgmma_wait(0)
-            release(last[0])
+            release(last[0], member == 0)
             begin = row + T.Cast("int64", warp * 16)
             if self.tiling.split > 1:
                 shared_sums = self._add_parts(sums, kind, group, member)
@@ -348,6 +368,11 @@ class _Kernel:
         # No block ends, or stores into what others read, before all have read.
         ptx.cluster_arrive()
         return total
+
+
+def _cluster_barrier() -> None:
+    ptx.cluster_arrive()
+    ptx.cluster_wait()
 
 
 def _int32(value: Expr) -> Expr:
