@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from .dtypes import cast, scalar_type
@@ -129,6 +130,9 @@ exact(np.invert, "bitwise_not")
 exact(_shift_left, "shift_left")
 exact(_shift_right, "shift_right")
 exact(lambda value: value, "likely", "ignore_loop_partition", "assume")
+
+
+exact(lambda x: np.asarray(x).astype(ml_dtypes.bfloat16).view(np.uint16)[()], "relax_hetero.bfloat16_bits")
 
 
 def _popcount(value: Any) -> Any:

@@ -40,10 +40,9 @@ def both(mask: Any, condition: Any) -> Any:
 
 
 def _truncated_quotient(left: Any, right: Any) -> Any:
-    if np.asarray(left).dtype.kind != "i":
-        return left // right
-    quotient = np.abs(left) // np.abs(right)
-    return np.where((left < 0) ^ (right < 0), -quotient, quotient)[()]
+    """As in C, towards zero; nothing of it leaves the operands' type, whose least number has no absolute value."""
+    divisor = np.where(np.asarray(right) == 0, 1, right).astype(np.asarray(right).dtype)
+    return (left - np.fmod(left, divisor)) // divisor
 
 
 def _quotient(left: Any, right: Any) -> Any:
@@ -68,6 +67,11 @@ BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "FloorMod": lambda a, b: a % b,
     "Min": _extreme(np.fmin),
     "Max": _extreme(np.fmax),
+    "BitwiseAnd": np.bitwise_and,
+    "BitwiseOr": np.bitwise_or,
+    "BitwiseXor": np.bitwise_xor,
+    "LShift": np.left_shift,
+    "RShift": np.right_shift,
     "EQ": lambda a, b: a == b,
     "NE": lambda a, b: a != b,
     "LT": lambda a, b: a < b,

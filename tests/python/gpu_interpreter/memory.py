@@ -93,13 +93,13 @@ class Local:
         """Elements; faults where active lanes never wrote them."""
         _within(lanes, mask, index, view)
         at, where = self._place(lanes, mask, view, index)
-        written = self.written.view(f"u{view.dtype.itemsize}")[where, at] == _WRITTEN[view.dtype.itemsize]
+        written = _elements(self.written, f"u{view.dtype.itemsize}")[where, at] == _WRITTEN[view.dtype.itemsize]
         if not written.all() and lanes.blocks.strict:
             bad = ~written if mask is None else ~written & _widened(mask, index)
             if bad.any():
                 lane = int(np.argwhere(bad)[0][0])
                 raise KernelFault(f"{view.name} is read and was never written, in {lanes.name(lane)}")
-        return self.bytes.view(view.dtype)[where, at]
+        return _elements(self.bytes, view.dtype)[where, at]
 
     def store(self, lanes: Lanes, mask: Any, view: View, index: Any, value: Any) -> None:
         """Write elements of the active lanes."""
@@ -110,7 +110,7 @@ class Local:
             self.touched[at * size : (at + 1) * size] = True
         else:
             self.touched.reshape(-1, size)[np.unique(at)] = True
-        data, written = self.bytes.view(view.dtype), self.written.view(f"u{view.dtype.itemsize}")
+        data, written = _elements(self.bytes, view.dtype), _elements(self.written, f"u{view.dtype.itemsize}")
         if mask is None:
             data[where, at] = value
             written[where, at] = _WRITTEN[view.dtype.itemsize]
@@ -137,6 +137,12 @@ class Local:
         if mask is not None:
             index = np.where(_widened(mask, index), index, 0)
         return base + index, (lanes.everyone if np.ndim(index) == 1 else lanes.everyone[:, None])
+
+
+def _elements(data: np.ndarray, dtype: Any) -> np.ndarray:
+    """The whole elements of a type that bytes hold; what is left over at the end belongs to none."""
+    size = np.dtype(dtype).itemsize
+    return data[:, : data.shape[1] // size * size].view(dtype)
 
 
 class Addressed:
@@ -186,7 +192,7 @@ class Addressed:
         instance = self._instance(lanes, index, instance)
         size = view.dtype.itemsize
         if self.written is not None:
-            written = self.written.view(f"u{size}")[instance, at] == _WRITTEN[size]
+            written = _elements(self.written, f"u{size}")[instance, at] == _WRITTEN[size]
             if not written.all() and lanes.blocks.strict:
                 bad = ~written if mask is None else ~written & _widened(mask, index)
                 if bad.any():
@@ -195,7 +201,7 @@ class Addressed:
         if self.accesses is not None:
             uids, cells = self._touched(lanes, mask, size, at, instance)
             self.accesses.read(lanes.clocks, uids, cells)
-        return self.bytes.view(view.dtype)[instance, at]
+        return _elements(self.bytes, view.dtype)[instance, at]
 
     def store(self, lanes: Lanes, mask: Any, view: View, index: Any, value: Any, instance: Any = None) -> None:
         """Write elements of the active lanes; faults of range and races."""
@@ -212,9 +218,9 @@ class Addressed:
         if mask is not None:
             active = np.broadcast_to(_widened(mask, at), shape)
             at, instance, value = at[active], instance[active], value[active]
-        self.bytes.view(view.dtype)[instance, at] = value
+        _elements(self.bytes, view.dtype)[instance, at] = value
         if self.written is not None:
-            self.written.view(f"u{size}")[instance, at] = _WRITTEN[size]
+            _elements(self.written, f"u{size}")[instance, at] = _WRITTEN[size]
 
     def note_atomic(self, lanes: Lanes, mask: Any, view: View, index: Any) -> None:
         """Faults of range and races of an atomic operation on one element a lane."""

@@ -113,3 +113,13 @@ def unrolled(count: int) -> Iterator[Expr]:
     """A loop that the CUDA compiler writes out; TVM, whose passes take long over much code, keeps the loop."""
     with T.attr(0, "pragma_unroll_explicit", False), T.unroll(count) as i:
         yield i
+
+
+def may_begin_early(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
+    """The kernel, launched so that it may begin before the launch before it in the stream has ended.
+
+    Only for kernels in which every thread waits (`ptx.wait_for_launches_before`) before it reads what others wrote, or
+    writes; what it reads before that has to be a constant. TVM passes the tag on to the driver ("programmatic stream
+    serialization"), and capturing a stream keeps it, as an edge of the graph.
+    """
+    return kernel.with_attr("tirx.kernel_launch_params", ["tirx.use_programtic_dependent_launch"])

@@ -348,3 +348,48 @@ def wait_for_launches_before() -> None:
 def let_next_launch_begin() -> None:
     """The launch after this one may begin, up to its `wait_for_launches_before`."""
     _emit("griddepcontrol.launch_dependents")
+
+
+# Tensor cores of all GPUs: one warp multiplies fragments that lie in registers.
+
+
+def mma_sync(sums: Sequence[Expr], left: Sequence[Expr], right: Sequence[Expr], dtype: str, adds: bool = True) -> None:
+    """``sums = left * right (+ sums where adds)`` for 16 rows, 8 columns and 16 values of k of 16 bits, in a warp.
+
+    Parameters
+    ----------
+    sums : sequence of registers
+        Four of float32: of lane l row ``l // 4``, columns ``2 * (l % 4)`` and one more; then the same of row + 8.
+    left : sequence of registers
+        Four of uint32, two values each: row ``l // 4``, k from ``2 * (l % 4)``; row + 8; then both with k + 8.
+    right : sequence of registers
+        Two of uint32: column ``l // 4``, k from ``2 * (l % 4)``; k + 8.
+    dtype : str
+        float16 or bfloat16.
+    """
+    kind = PTX_TYPES[dtype]
+    before = list(sums) if adds else [T.float32(0)] * 4
+    _emit(f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32", *sums, *left, *right, *before)
+
+
+def multiply_add_pair(register: Expr, a: Expr, b: Expr, c: Expr, dtype: str) -> None:
+    """``a * b + c`` of two float16 or bfloat16 in registers of 32 bits, rounded once."""
+    _emit(f"fma.rn.{PTX_TYPES[dtype]}x2", register, a, b, c)
+
+
+def add_pair(register: Expr, a: Expr, b: Expr) -> None:
+    """``a + b`` of two float16 in registers of 32 bits."""
+    _emit("add.f16x2", register, a, b)
+
+
+def stream_global(registers: Sequence[Expr], address: Expr) -> None:
+    """Four neighbouring values of 32 bits of a constant that is read once: the first-level cache does not keep them."""
+    _emit("ld.global.nc.L1::no_allocate.v4.u32", *registers, address)
+
+
+def read_global(registers: Sequence[Expr], address: Expr, dtype: str = "u32") -> None:
+    """One, two or four neighbouring values of 32 bits (or one of 16) that a launch before this one may have written.
+
+    The access stays behind `wait_for_launches_before`, where the compiler may move plain loads ahead of it.
+    """
+    _emit(f"ld.global.{_vector(len(registers))}{dtype}", *registers, address)
