@@ -28,8 +28,7 @@ def for_cuda(expr: Expr) -> Expr:
         if not any(dtype in _NARROW for dtype in types):
             return call
         args = [
-            tirx.Cast("float32", arg) if dtype in _NARROW else arg
-            for arg, dtype in zip(call.args, types, strict=True)
+            tirx.Cast("float32", arg) if dtype in _NARROW else arg for arg, dtype in zip(call.args, types, strict=True)
         ]
         dtype = _type(call)
         wide = tvm.ir.Call(call.op, args, ret_ty=tvm.ir.PrimType("float32" if dtype in _NARROW else dtype))
