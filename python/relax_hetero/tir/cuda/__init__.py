@@ -1,1 +1,1 @@
-"""Kernels of NVIDIA GPUs, written with the IRBuilder; TVM's default TIR pipeline compiles them."""
+"""Kernels for NVIDIA GPUs, each of one launch: products, work on rows, elementwise work, packing, and schedules."""
