@@ -12,7 +12,13 @@ import pytest
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "apps" / "onnx_backend"))
 
 from conformance import pool, store  # noqa: E402
-from conformance.backends import OneDeviceBackend, TwoDeviceBackend, deal_out  # noqa: E402
+from conformance.backends import (  # noqa: E402
+    BUILD_ONLY_VARIABLE,
+    GPU_VARIABLE,
+    OneDeviceBackend,
+    TwoDeviceBackend,
+    deal_out,
+)
 from conformance.cases import load_case, mismatch  # noqa: E402
 from conformance.outcome import CRASHED, NOT_RUN, PASSED, REFUSED, Outcome, run_case  # noqa: E402
 from conformance.report import markdown  # noqa: E402
@@ -59,7 +65,7 @@ def test_nodes_are_dealt_out_in_turn_from_the_second_device():
         "{ a = Relu(x) b = Tanh(a) c = Exp(b) y = Neg(c) }"
     )
     named, placement = deal_out(model)
-    assert placement == {"node0": "llvm:1", "node1": "llvm:0", "node2": "llvm:1", "node3": "llvm:0"}
+    assert placement == {f"node{index}": f"vdevice:{1 - index % 2}" for index in range(4)}
     assert not any(node.name for node in model.graph.node)
     assert [node.name for node in named.graph.node] == list(placement)
     rep = TwoDeviceBackend.prepare(model)
@@ -80,6 +86,29 @@ def test_a_crash_and_a_hang_cost_one_case_each(monkeypatch):
     assert [outcome.status for outcome in outcomes] == [PASSED, CRASHED, PASSED, CRASHED, PASSED]
     assert "SIGABRT" in outcomes[1].detail and "last words" in outcomes[1].detail
     assert "no answer within 3 s" in outcomes[3].detail
+
+
+def test_a_worker_that_ended_by_itself_is_started_again():
+    once = "import json, sys; name = sys.stdin.readline().strip(); answer = dict(name=name, status='passed', ops=[])"
+    worker = pool.Worker([sys.executable, "-c", once + "; print(json.dumps(answer))"], timeout=30.0)
+    try:
+        for name in ("one", "two"):
+            assert worker.run(name).status == PASSED
+            worker._process.wait()
+    finally:
+        worker.close()
+
+
+def test_gpu_configurations_with_a_cpu_in_place_of_the_gpu(monkeypatch):
+    monkeypatch.setenv(GPU_VARIABLE, "llvm")
+    assert [run_case("test_add", configuration).status for configuration in "de"] == [PASSED, PASSED]
+
+
+def test_cases_are_compiled_for_a_gpu_that_is_not_there(monkeypatch):
+    monkeypatch.setenv(GPU_VARIABLE, '{"kind": "cuda", "arch": "sm_90"}')
+    monkeypatch.setenv(BUILD_ONLY_VARIABLE, "1")
+    outcome = run_case("test_add", "d")
+    assert (outcome.status, outcome.detail) == (PASSED, "compiled, not run")
 
 
 def test_the_last_run_of_a_case_counts_and_a_torn_line_is_dropped(tmp_path):

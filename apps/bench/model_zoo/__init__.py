@@ -16,6 +16,7 @@ import onnx
 
 from .convolutional import NETWORKS
 from .light import LIGHT, light_model
+from .newer import NEWER
 from .quantized import write_quantized
 from .transformers import SYMBOLIC, TRANSFORMERS
 
@@ -24,6 +25,9 @@ MAKERS: dict[str, Callable[[], onnx.ModelProto]] = {
     **NETWORKS,
     **TRANSFORMERS,
 }
+
+BY_NAME = {**MAKERS, **NEWER}
+"""Also those that run only where they are asked for."""
 
 
 def cache() -> Path:
@@ -47,15 +51,15 @@ def model_path(name: str) -> Path:
     path = cache() / f"{name}.onnx"
     if not path.exists():
         plain, _, form = name.partition(".")
-        if plain not in MAKERS or form not in ("", "int8", *(["symbolic"] if plain in SYMBOLIC else [])):
-            raise ValueError(f"{name!r} is no file *.onnx and none of {', '.join(MAKERS)}, with .int8 or .symbolic")
+        if plain not in BY_NAME or form not in ("", "int8", *(["symbolic"] if plain in SYMBOLIC else [])):
+            raise ValueError(f"{name!r} is no file *.onnx and none of {', '.join(BY_NAME)}, with .int8 or .symbolic")
         path.parent.mkdir(parents=True, exist_ok=True)
         # Written beside and renamed, so that an interrupted run leaves no half a file.
         unfinished = path.with_name(f"{name}.{os.getpid()}.tmp")
         if form == "int8":
             write_quantized(plain, model_path(plain), unfinished, lambda model, seed: random_inputs(model, {}, seed))
         else:
-            onnx.save((SYMBOLIC if form else MAKERS)[plain](), unfinished)
+            onnx.save((SYMBOLIC if form else BY_NAME)[plain](), unfinished)
         os.replace(unfinished, path)
     return path
 
@@ -73,7 +77,11 @@ def random_inputs(model: Path, dims: Mapping[str, int], seed: int) -> dict[str, 
         Sizes of named dimensions; those it lacks are 1.
     seed : int
     """
-    graph = onnx.load(str(model), load_external_data=False).graph
+    return random_arrays(onnx.load(str(model), load_external_data=False).graph, dims, seed)
+
+
+def random_arrays(graph: onnx.GraphProto, dims: Mapping[str, int], seed: int) -> dict[str, np.ndarray]:
+    """The same for a graph in memory."""
     weights = {initializer.name for initializer in graph.initializer}
     generator = np.random.default_rng(seed)
     found = {}

@@ -1,7 +1,9 @@
-"""Backends for `onnx.backend.test`: stock TVM, relax_hetero on one CPU device, relax_hetero on two."""
+"""Backends for `onnx.backend.test`: stock TVM, and relax_hetero on one or two devices, CPUs and NVIDIA GPUs."""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,6 +13,19 @@ from onnx.backend.base import Backend, BackendRep
 
 # Two CPU targets that differ in their instructions, so a kernel on the wrong device cannot go unnoticed.
 SECOND_CPU = {"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "x86-64-v2"}
+
+GPU_VARIABLE, BUILD_ONLY_VARIABLE = "CONFORMANCE_GPU", "CONFORMANCE_BUILD_ONLY"
+"""Environment of worker processes: the target that stands for the GPU, and whether cases are compiled and not run."""
+
+
+class BuiltOnly(Exception):
+    """A case was compiled; nothing ran, because only compiling was asked for."""
+
+
+def gpu_target() -> Any:
+    """The target of the GPU: this machine's, or the one that the command line names, as a kind or as JSON."""
+    text = os.environ.get(GPU_VARIABLE, "cuda")
+    return json.loads(text) if text.startswith("{") else text
 
 
 def _outputs(result: Any) -> tuple[Any, ...]:
@@ -50,9 +65,12 @@ class HeteroRep(BackendRep):
 
         module = rh.from_onnx(model, vdevices=vdevices, placement=placement)
         self.executable = rh.compile(module, cache=False)
-        self._machine = rh.vm.VirtualMachine(self.executable)
+        is_run = not os.environ.get(BUILD_ONLY_VARIABLE)
+        self._machine = rh.vm.VirtualMachine(self.executable) if is_run else None
 
     def run(self, inputs: Sequence[Any], **kwargs: Any) -> tuple[Any, ...]:
+        if self._machine is None:
+            raise BuiltOnly
         result = self._machine["main"](*inputs)
         return _outputs(result)
 
@@ -94,6 +112,32 @@ class TwoDeviceBackend(Backend):
         return device == "CPU"
 
 
+class GpuBackend(Backend):
+    """relax_hetero with everything on one NVIDIA GPU."""
+
+    @classmethod
+    def prepare(cls, model: onnx.ModelProto, device: str = "CUDA", **kwargs: Any) -> HeteroRep:
+        return HeteroRep(model, [gpu_target()], None)
+
+    @classmethod
+    def supports_device(cls, device: str) -> bool:
+        return device == "CUDA"
+
+
+class CpuAndGpuBackend(Backend):
+    """relax_hetero with the nodes of the graph dealt out in turn over a GPU and the native CPU."""
+
+    @classmethod
+    def prepare(cls, model: onnx.ModelProto, device: str = "CUDA", **kwargs: Any) -> HeteroRep:
+        named, placement = deal_out(model)
+        gpu = gpu_target()
+        return HeteroRep(named, ["llvm", SECOND_CPU if gpu == "llvm" else gpu], placement)
+
+    @classmethod
+    def supports_device(cls, device: str) -> bool:
+        return device == "CUDA"
+
+
 def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
     for node in graph.node:
         yield node
@@ -105,7 +149,7 @@ def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
 
 
 def deal_out(model: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, str]]:
-    """Name every node and place the nodes alternately on `llvm:1` and `llvm:0`.
+    """Name every node and place the nodes alternately on the second and the first device.
 
     The first node goes to the second device, so that a model of one node runs where nothing is by default.
 
@@ -118,9 +162,18 @@ def deal_out(model: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, str]]:
     placement = {}
     for index, node in enumerate(_nodes(named.graph)):
         node.name = f"node{index}"
-        placement[node.name] = "llvm:0" if index % 2 else "llvm:1"
+        placement[node.name] = "vdevice:0" if index % 2 else "vdevice:1"
     return named, placement
 
 
-CONFIGURATIONS: dict[str, type[Backend]] = {"a": StockBackend, "b": OneDeviceBackend, "c": TwoDeviceBackend}
-"""Configuration letter to backend: (a) stock TVM, (b) one CPU device, (c) two CPU devices."""
+CONFIGURATIONS: dict[str, type[Backend]] = {
+    "a": StockBackend,
+    "b": OneDeviceBackend,
+    "c": TwoDeviceBackend,
+    "d": GpuBackend,
+    "e": CpuAndGpuBackend,
+}
+"""Configuration letter to backend: (a) stock TVM, (b) one CPU, (c) two CPUs, (d) a GPU, (e) a GPU and a CPU."""
+
+CPU_CONFIGURATIONS, GPU_CONFIGURATIONS = "abc", "de"
+"""Those that run anywhere, and those that need an NVIDIA GPU."""

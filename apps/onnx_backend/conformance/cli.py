@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import sys
@@ -16,28 +17,44 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from . import store
+from .backends import BUILD_ONLY_VARIABLE, CONFIGURATIONS, GPU_CONFIGURATIONS, GPU_VARIABLE
 from .cases import case_names
 from .outcome import CRASHED, PASSED, RAISED, STATUSES, WRONG, Outcome
 from .pool import APP, run_cases
-from .report import markdown
+from .report import YARDSTICKS, markdown
 
 DOCUMENT = APP.parent.parent / "docs" / "conformance.md"
-TITLES = {"a": "(a) stock TVM", "b": "(b) one CPU device", "c": "(c) two CPU devices"}
+TITLES = {
+    "a": "(a) stock TVM",
+    "b": "(b) one CPU device",
+    "c": "(c) two CPU devices",
+    "d": "(d) one GPU",
+    "e": "(e) a GPU and a CPU",
+}
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="run.py", description="Run ONNX's backend suite on stock TVM and relax_hetero."
     )
-    parser.add_argument("--config", default="abc", help="configurations to run, letters of 'abc' (default: all)")
+    parser.add_argument(
+        "--config", default="abc", help="configurations to run, letters of 'abcde' (default: abc, without a GPU)"
+    )
     parser.add_argument("--filter", default="", help="regular expression that a case's name must contain")
     parser.add_argument("--status", default="", help="only cases whose last outcome in the store is this, e.g. wrong")
-    parser.add_argument("--lost", action="store_true", help="only cases that (a) passes and this configuration did not")
+    parser.add_argument(
+        "--lost",
+        action="store_true",
+        help="only cases that (a) passes, or (b) for GPUs, and this configuration did not",
+    )
     parser.add_argument("--every", type=int, default=1, help="only each N-th of the cases selected")
     parser.add_argument("--resume", action="store_true", help="skip cases that are already in the store")
     parser.add_argument("--results", type=Path, default=APP / ".results", help="folder of the store")
     parser.add_argument("--workers", type=int, default=2, help="processes (default 2)")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds a case may take (default 120)")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no further case begins")
+    parser.add_argument("--gpu", default="cuda", help="target of (d) and (e): cuda, JSON, or llvm to stand for a GPU")
+    parser.add_argument("--build-only", action="store_true", help="compile the cases, run none: needs no GPU")
     parser.add_argument("--json", type=Path, help="write all outcomes of the configurations run to this file")
     parser.add_argument("--write-docs", action="store_true", help=f"write {DOCUMENT.name} from the store")
     parser.add_argument("--no-run", action="store_true", help="run nothing, report what the store holds")
@@ -47,13 +64,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _select(arguments: argparse.Namespace, configuration: str) -> list[str]:
-    known = store.read(arguments.results, configuration)
+    known = store.read(arguments.kept, configuration)
     names = [name for name in case_names() if re.search(arguments.filter, name)]
     if arguments.status:
         names = [name for name in names if name in known and known[name].status == arguments.status]
     if arguments.lost:
-        stock = store.read(arguments.results, "a")
-        passed = {name for name, outcome in stock.items() if outcome.status == PASSED}
+        held = store.read(arguments.results, YARDSTICKS.get(configuration, "a"))
+        passed = {name for name, outcome in held.items() if outcome.status == PASSED}
         names = [name for name in names if name in passed and name in known and known[name].status != PASSED]
     if arguments.resume:
         names = [name for name in names if name not in known]
@@ -72,13 +89,13 @@ def _run(arguments: argparse.Namespace, configuration: str, console: Console) ->
         counts: Counter[str] = Counter()
 
         def report(outcome: Outcome) -> None:
-            store.append(arguments.results, configuration, outcome)
+            store.append(arguments.kept, configuration, outcome)
             outcomes.append(outcome)
             counts[outcome.status] += 1
             text = "  ".join(f"{status} {counts[status]}" for status in STATUSES if counts[status])
             progress.update(task, advance=1, counts=text)
 
-        run_cases(names, configuration, report, arguments.workers, arguments.timeout)
+        run_cases(names, configuration, report, arguments.workers, arguments.timeout, arguments.budget)
     return outcomes
 
 
@@ -97,31 +114,53 @@ def _print(results: dict[str, list[Outcome]], console: Console, list_all: bool) 
                 console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _is_conformant(results: dict[str, list[Outcome]], stock: dict[str, Outcome], console: Console) -> bool:
-    """Whether (b) and (c) pass what (a) passes, give no wrong answer, and only ever raise a HeteroError."""
+def _is_conformant(results: dict[str, list[Outcome]], folder: Path, console: Console) -> bool:
+    """Whether all but (a) pass what their yardstick passes, give no wrong answer, and only ever raise a HeteroError."""
     good = True
-    for configuration in ("b", "c"):
-        for outcome in results.get(configuration, []):
+    for configuration, outcomes in results.items():
+        held = store.read(folder, YARDSTICKS[configuration]) if configuration in YARDSTICKS else {}
+        for outcome in outcomes if configuration in YARDSTICKS else []:
             bad = outcome.status in (WRONG, RAISED, CRASHED)
-            lost = outcome.status != PASSED and outcome.name in stock and stock[outcome.name].status == PASSED
+            lost = outcome.status != PASSED and outcome.name in held and held[outcome.name].status == PASSED
             if lost and not bad:
-                console.print(f"({configuration}) lost: {outcome.name}: {outcome.detail}", markup=False, soft_wrap=True)
+                text = f"({configuration}) lost: {outcome.name}: {outcome.detail}"
+                console.print(text, markup=False, highlight=False, soft_wrap=True)
             good = good and not bad and not lost
     return good
 
 
+def _check_gpu(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """End the command where configurations need a GPU that is not there."""
+    if arguments.no_run or arguments.build_only or arguments.gpu == "llvm":
+        return
+    if set(arguments.config) & set(GPU_CONFIGURATIONS):
+        import tvm
+
+        if not tvm.cuda(0).exist:
+            parser.error("(d) and (e) need an NVIDIA GPU: --build-only compiles the cases, --gpu llvm uses a CPU")
+
+
 def main() -> None:
-    """Run, print the table, optionally write the document; exit 1 if (b) or (c) is not conformant."""
-    arguments = _parser().parse_args()
+    """Run, print the table, optionally write the document; exit 1 if a configuration of ours is not conformant."""
+    parser = _parser()
+    arguments = parser.parse_args()
+    if unknown := set(arguments.config) - set(CONFIGURATIONS):
+        parser.error(f"--config {''.join(sorted(unknown))}: configurations are {''.join(CONFIGURATIONS)}")
     if arguments.smoke:
         arguments.every, arguments.write_docs = 500, False
         arguments.results = Path(tempfile.mkdtemp())
     console = Console()
+    _check_gpu(parser, arguments)
+    arguments.kept = arguments.results
+    os.environ[GPU_VARIABLE] = arguments.gpu
+    if arguments.build_only:
+        os.environ[BUILD_ONLY_VARIABLE] = "1"
+        arguments.kept = arguments.results / "built"
     os.nice(5)  # a sweep is long, and the machine has other users
     results: dict[str, list[Outcome]] = {}
     for configuration in arguments.config:
         if arguments.no_run:
-            held = store.read(arguments.results, configuration)
+            held = store.read(arguments.kept, configuration)
             results[configuration] = [held[name] for name in _select(arguments, configuration) if name in held]
         else:
             results[configuration] = _run(arguments, configuration, console)
@@ -130,7 +169,7 @@ def main() -> None:
         document = {key: [outcome.to_json() for outcome in outcomes] for key, outcomes in results.items()}
         arguments.json.write_text(json.dumps(document, indent=1))
     if arguments.write_docs:
-        DOCUMENT.write_text(markdown({key: store.read(arguments.results, key) for key in "abc"}))
+        DOCUMENT.write_text(markdown({key: store.read(arguments.results, key) for key in CONFIGURATIONS}))
         console.print(f"wrote {DOCUMENT}")
-    if not (arguments.smoke or _is_conformant(results, store.read(arguments.results, "a"), console)):
+    if not (arguments.smoke or _is_conformant(results, arguments.results, console)):
         sys.exit(1)

@@ -7,7 +7,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .backends import CONFIGURATIONS
+from .backends import CONFIGURATIONS, BuiltOnly
 from .cases import Case, load_case, mismatch
 
 PASSED = "passed"
@@ -65,6 +65,8 @@ def run_case(name: str, configuration: str) -> Outcome:
         problem = _run(case, configuration)
         if problem is not None:
             outcome.status, outcome.detail = WRONG, problem
+    except BuiltOnly:
+        outcome.detail = "compiled, not run"
     except Exception as error:  # every failure of a backend is a result here
         outcome.status = REFUSED if _is_hetero_error(error) else RAISED
         outcome.detail = f"{type(error).__name__}: {error}"[:2000]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import queue
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from select import select
@@ -39,7 +41,7 @@ class Worker:
 
     def run(self, name: str) -> Outcome:
         """Run one case; a crash or a timeout is an outcome, not an error."""
-        process = self._process or self._start()
+        process = self._running() or self._start()
         assert process.stdin is not None and process.stdout is not None
         self._log.seek(0)
         self._log.truncate()
@@ -57,6 +59,12 @@ class Worker:
         if not line.endswith(b"\n"):
             return self._lost(name, None)
         return Outcome(**json.loads(line))
+
+    def _running(self) -> subprocess.Popen[bytes] | None:
+        """The process, unless it ended by itself after its last case, as one without a usable GPU does."""
+        if self._process is not None and self._process.poll() is not None:
+            self._process = None
+        return self._process
 
     def close(self) -> None:
         """End the process, if there is one."""
@@ -98,6 +106,7 @@ def run_cases(
     report: Callable[[Outcome], None],
     workers: int = 2,
     timeout: float = 120.0,
+    budget: float = math.inf,
 ) -> None:
     """Run `names` in `configuration` over `workers` processes and hand every outcome to `report`.
 
@@ -105,7 +114,9 @@ def run_cases(
     ----------
     report: called from one thread at a time, in order of completion.
     timeout: seconds one case may take.
+    budget: seconds after which no further case begins.
     """
+    end = time.monotonic() + budget
     command = [sys.executable, "-m", "conformance.worker", configuration, str(MEMORY_BYTES)]
     waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
     for name in names:
@@ -115,7 +126,7 @@ def run_cases(
     def serve() -> None:
         worker = Worker(command, timeout)
         try:
-            while True:
+            while time.monotonic() < end:
                 try:
                     name = waiting.get_nowait()
                 except queue.Empty:

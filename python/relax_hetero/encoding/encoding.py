@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from ..errors import EncodingError
+from ..target.element_types import stored_type
 
 DYNAMIC = -1
 """Size of an iteration dimension that is symbolic."""
@@ -82,7 +83,8 @@ class Encoding:
     operand_index : int
         0 for the left operand (data), 1 for the right one (weight), 2 for the result.
     element_types : tuple of str
-        TVM dtypes of left operand, right operand and accumulator.
+        TVM dtypes of left operand, right operand and accumulator; "tfloat32" for operands that are float32 in memory
+        and may be multiplied with the first 10 bits of their fractions (`ToMixedPrecision`).
     index_maps : tuple of IndexMap
         Of left operand, right operand and result: a transposed right operand has ("n", "k").
     iteration_sizes : tuple of (str, int)
@@ -202,7 +204,7 @@ def _parse_moves(moves: str, text: str) -> Moves:
 
 
 def _check(encoding: Encoding, text: str) -> None:
-    strange = [ty for ty in encoding.element_types if not is_element_type(ty)]
+    strange = [ty for ty in encoding.element_types if not is_element_type(stored_type(ty))]
     if strange:
         raise EncodingError(f"encoding {text!r}: found element types {strange}, expected TVM's, of whole bytes")
     if encoding.op_type not in OP_TYPES:

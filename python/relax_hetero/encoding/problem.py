@@ -80,6 +80,11 @@ class MatmulProblem:
     """A matrix product: ``result = rows(epilogue(init + sum over k of lhs * rhs))``.
 
     Parameters of its kernel, in order: lhs, rhs, init (if any), operands of the epilogue and of the rows, result.
+
+    Attributes
+    ----------
+    tf32 : bool
+        Operands of float32 may be rounded to 10 bits of fraction before they are multiplied.
     """
 
     lhs: Operand
@@ -89,6 +94,7 @@ class MatmulProblem:
     init: Operand | None = None
     epilogue: Epilogue | None = None
     rows: RowPhase | None = None
+    tf32: bool = False
 
     @property
     def parameters(self) -> list[Operand]:

@@ -28,6 +28,7 @@ from ..encoding.encoding import LHS, RESULT, RHS, Encoding
 from ..encoding.expression import Expression
 from ..encoding.packed_layout import PackedLayout, misfit
 from ..errors import EncodingError
+from ..target.element_types import stored_type
 from .definition import Infer, check_attrs, differ, is_one, make_call, number, register_op
 
 SET, UNSET, RELAYOUT, PREPACKED, MATMUL, CONV, ELEMENTWISE = (
@@ -256,7 +257,7 @@ def _infer_same(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
     _check_encoded(call, ty, encoding, "the operand")
     _check_layout(call, encoding)
     # What has the result's encoding may be of another type: a residual, or what elementwise work made of the result.
-    if encoding.operand_index != RESULT and str(ty.dtype) not in ("", encoding.element_type):
+    if encoding.operand_index != RESULT and str(ty.dtype) not in ("", stored_type(encoding.element_type)):
         raise EncodingError(f"{call.op.name}: the operand is {ty.dtype}, encoding {encoding} is for others")
     return ty
 
@@ -294,7 +295,7 @@ def _infer_product(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorTy
     for index in (LHS, RHS):
         ty, operand = _tensor(call, index), encoding.of(index)
         _check_encoded(call, ty, operand, f"operand {index}")
-        if str(ty.dtype) != operand.element_type:
+        if str(ty.dtype) != stored_type(operand.element_type):
             raise EncodingError(f"{name}: operand {index} is {ty.dtype}, its encoding is for {operand.element_type}")
         for dim, extent in zip(operand.index_map, _extents(ty) or [], strict=False):
             known = extents.setdefault(dim, extent)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .cpu_target import CpuTarget
+from .element_types import stored_type
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,7 @@ DOT_INSTRUCTIONS: tuple[DotInstruction, ...] = (
 
 def dot_instruction_for(cpu: CpuTarget, lhs_dtype: str, rhs_dtype: str, acc_dtype: str) -> DotInstruction | None:
     """The CPU's best way to multiply these types, None if there is none."""
+    lhs_dtype, rhs_dtype = stored_type(lhs_dtype), stored_type(rhs_dtype)  # what may be rounded need not be
     for dot in DOT_INSTRUCTIONS:
         if (
             dot.types == (lhs_dtype, rhs_dtype, acc_dtype)

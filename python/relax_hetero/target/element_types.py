@@ -12,6 +12,9 @@ import tvm_ffi
 HALVES = ("bfloat16", "float16")
 """Floats of two bytes: kernels read and write them, and compute in float32."""
 
+TF32 = "tfloat32"
+"""In encodings: float32 in memory, of which products read the first 19 bits where the device is faster so."""
+
 _SHORT = {"float": "f", "bfloat": "bf", "int": "s", "uint": "u"}
 
 
@@ -33,7 +36,12 @@ def short_name(name: str) -> str:
 
 def bytes_of(name: str) -> int:
     """Bytes of an element."""
-    return numpy_dtype(name).itemsize
+    return numpy_dtype(stored_type(name)).itemsize
+
+
+def stored_type(name: str) -> str:
+    """The type that elements have in memory."""
+    return "float32" if name == TF32 else name
 
 
 def bytes_for(shape: tuple[int, ...], dtype: str) -> int:

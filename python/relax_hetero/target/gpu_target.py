@@ -12,6 +12,8 @@ from functools import cache
 
 import tvm
 
+from .element_types import TF32
+
 WARP = 32
 """Threads that run in step."""
 
@@ -59,8 +61,15 @@ class GpuTarget:
     async_copies: bool
     bulk_copies: bool
 
+    def multiplies(self, lhs: str, rhs: str) -> bool:
+        """Whether the tensor cores multiply elements of these types: alike, or bytes of either sign, or any float8."""
+        families = (_BYTES, _FP8)
+        alike = lhs == rhs or any(lhs in family and rhs in family for family in families)
+        return alike and lhs in self.mma_types and rhs in self.mma_types
 
-_AMPERE_TYPES = frozenset(("float16", "bfloat16", "tfloat32", "int8", "uint8"))
+
+_BYTES = frozenset(("int8", "uint8"))
+_AMPERE_TYPES = _BYTES | {"float16", "bfloat16", TF32}
 _FP8 = frozenset(("float8_e4m3fn", "float8_e5m2"))
 
 # Sources: CUDA C++ programming guide, table of technical specifications per compute capability (shared memory,

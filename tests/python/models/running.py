@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import glob
+import json
+import os
 import platform
 from collections import Counter
 from collections.abc import Sequence
@@ -11,12 +13,19 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnxruntime
+import pytest
+import tvm
 
 import relax_hetero as rh
 
 # The native CPU and the baseline of its architecture: two devices whose kernels are different machine code.
 BASELINE = {"kind": "llvm", "mcpu": "x86-64-v2" if platform.machine() == "x86_64" else "generic"}
 TWO_DEVICES = ["llvm", BASELINE]
+
+# A CPU may stand for the GPU where tests of GPUs are written: RELAX_HETERO_TEST_GPU='{"kind": "llvm"}'.
+STAND_IN = os.environ.get("RELAX_HETERO_TEST_GPU", "")
+GPU = json.loads(STAND_IN) if STAND_IN else "cuda"
+needs_gpu = pytest.mark.skipif(not (STAND_IN or tvm.cuda(0).exist), reason="no NVIDIA GPU")
 
 
 def expected_outputs(model: onnx.ModelProto, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
 
 import numpy as np
 import onnx
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import helper, numpy_helper
 
 import relax_hetero as rh
-from models.running import TWO_DEVICES, assert_same, expected_outputs, outputs_of
+from models.running import GPU, TWO_DEVICES, assert_same, expected_outputs, needs_gpu, outputs_of
 
 
 class Graph:
@@ -128,7 +130,7 @@ class Graph:
         self.node("Transpose", x, perm=self.draw.sample(range(self.values[x].ndim), self.values[x].ndim))
 
 
-def check(draw: random.Random, shape: tuple[int, ...], steps: int, devices: int) -> None:
+def check(draw: random.Random, shape: tuple[int, ...], steps: int, vdevices: list[object] | None) -> None:
     """Compile a graph of so many steps, cut anywhere, and compare all values that nothing reads."""
     graph = Graph(draw, shape)
     for _ in range(steps):
@@ -139,21 +141,34 @@ def check(draw: random.Random, shape: tuple[int, ...], steps: int, devices: int)
     outs = [node.name for node in graph.nodes if node.name not in used or draw.random() < 0.1]
     inputs = {"x": graph.input} if "x" in used else {}
     model = graph.model(graph.nodes, inputs, outs)
-    placement = {node.name: f"vdevice:{draw.randrange(devices)}" for node in graph.nodes} if devices > 1 else None
-    module = rh.from_onnx(model, vdevices=TWO_DEVICES if devices > 1 else None, placement=placement)
+    placement = None
+    if vdevices is not None and len(vdevices) > 1:
+        placement = {node.name: f"vdevice:{draw.randrange(len(vdevices))}" for node in graph.nodes}
+    module = rh.from_onnx(model, vdevices=vdevices, placement=placement)
     assert_same(outputs_of(rh.compile(module), inputs), expected_outputs(model, inputs))
 
 
 @settings(max_examples=14, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.randoms(), st.tuples(st.integers(1, 2), st.sampled_from([3, 8, 17]), st.integers(3, 9), st.integers(3, 9)))
 def test_feature_maps(draw, shape):
-    check(draw, shape, draw.randint(2, 7), draw.randint(1, 2))
+    check(draw, shape, draw.randint(2, 7), draw.choice([None, TWO_DEVICES]))
 
 
 @settings(max_examples=14, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.randoms(), st.tuples(st.integers(1, 2), st.sampled_from([1, 5, 16]), st.sampled_from([8, 24, 33])))
 def test_rows(draw, shape):
-    check(draw, shape, draw.randint(2, 7), draw.randint(1, 2))
+    check(draw, shape, draw.randint(2, 7), draw.choice([None, TWO_DEVICES]))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("seed", range(int(os.environ.get("RELAX_HETERO_GPU_GRAPHS", "40"))))
+def test_on_a_gpu(seed: int):
+    """``RELAX_HETERO_GPU_GRAPHS=300 pytest -n 16 -m gpu``; odd ones are cut over the GPU and the CPU."""
+    draw = random.Random(seed)
+    ends = draw.randint(1, 2), draw.choice([1, 3, 5, 8, 16, 17, 64])
+    shape = (*ends, draw.randint(3, 19), draw.randint(3, 19)) if draw.random() < 0.6 else (*ends, draw.randint(2, 96))
+    check(draw, shape, draw.randint(2, 9), ["llvm", GPU] if seed % 2 else [GPU])
 
 
 def test_a_softmax_of_a_norm_keeps_what_is_scaled_once_a_row():

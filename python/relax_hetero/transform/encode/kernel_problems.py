@@ -30,6 +30,7 @@ from ...encoding.problem import (
 from ...encoding.row_program import RowProgram
 from ...errors import EncodingError
 from ...op.attention import attention_sizes
+from ...target.element_types import TF32
 from ..ir.blocks import is_one, same_shape
 from ..ir.extents import Symbols
 from .encoded_values import Stored, StoredRows, extents_of
@@ -92,7 +93,8 @@ def matmul_problem(
         inputs = tuple(s.operand(symbols, _broadcast_map(s, result, maps[RESULT])) for s in rows.operands)
         phase = RowPhase(rows.program, rows.product, inputs)
     out = result.operand(symbols, maps[RESULT])
-    return MatmulProblem(operands[0], operands[1], out, encoding.element_type, first, epilogue, phase)
+    tf32 = encoding.element_types[LHS] == TF32
+    return MatmulProblem(operands[0], operands[1], out, encoding.element_type, first, epilogue, phase, tf32)
 
 
 def conv_problem(

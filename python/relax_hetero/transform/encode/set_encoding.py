@@ -30,8 +30,10 @@ import tvm
 from tvm import relax
 
 from ...encoding.encoding import LHS, RHS
+from ...target.element_types import TF32
 from ..ir.blocks import Block, rewrite_function, shape_of, without_unused
 from ..ir.declare import declare_pass
+from ..ir.module_attrs import TF32_KEPT
 from ..ir.rewriting import op_name, relax_functions, with_functions
 from ..quantize.quantized_operands import is_part_of_quantized
 from .encoded_convolutions import emit_convolution
@@ -39,8 +41,12 @@ from .encoded_products import ProductWriter, as_matrix, product_encoding, with_o
 from .quantized_convolutions import emit_quantized_convolution
 from .quantized_products import emit_quantized_product
 
-# Type of the operands -> type of the accumulator. Half precision is accumulated in single: one rounding, at the end.
-_ACCUMULATORS = {"float32": "float32", "float64": "float64", "float16": "float32", "bfloat16": "float32"}
+# Type of the operands -> type of the accumulator. What is narrower is accumulated in single: one rounding, at the end.
+_ACCUMULATORS = {
+    "float32": "float32",
+    "float64": "float64",
+    **dict.fromkeys(("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"), "float32"),
+}
 
 
 def set_encoding(mod: tvm.IRModule) -> tvm.IRModule:
@@ -48,7 +54,8 @@ def set_encoding(mod: tvm.IRModule) -> tvm.IRModule:
     constants: dict[Any, relax.Expr] = {}
     functions = {}
     for gv, func in relax_functions(mod):
-        rewrite = partial(_encode_block, function=gv.name_hint, constants=constants)
+        exact = frozenset(map(str, func.attrs[TF32_KEPT])) if TF32_KEPT in func.attrs else None
+        rewrite = partial(_encode_block, function=gv.name_hint, constants=constants, exact=exact)
         functions[gv] = rewrite_function(func, rewrite)
     return with_functions(mod, functions)
 
@@ -56,7 +63,10 @@ def set_encoding(mod: tvm.IRModule) -> tvm.IRModule:
 SetEncoding = declare_pass("SetEncoding", set_encoding)
 
 
-def _encode_block(block: Block, function: str, constants: dict[Any, relax.Expr]) -> list[relax.Binding] | None:
+def _encode_block(
+    block: Block, function: str, constants: dict[Any, relax.Expr], exact: frozenset[str] | None
+) -> list[relax.Binding] | None:
+    """The block with its products encoded; `exact` names those of float32 that stay exact, None: all."""
     writer = ProductWriter(block.is_dataflow)
     changed = quantized = False
     for binding in block.bindings:
@@ -72,7 +82,7 @@ def _encode_block(block: Block, function: str, constants: dict[Any, relax.Expr])
             if emit_quantized_product(writer, binding, block, constants):
                 changed = quantized = True
                 continue
-            if _emit_float_product(writer, binding):
+            if _emit_float_product(writer, binding, exact is not None and binding.var.name not in exact):
                 changed = True
                 continue
         writer.bindings.append(binding)
@@ -81,7 +91,7 @@ def _encode_block(block: Block, function: str, constants: dict[Any, relax.Expr])
     return without_unused(writer.bindings, block, is_part_of_quantized) if quantized else writer.bindings
 
 
-def _emit_float_product(writer: ProductWriter, binding: relax.VarBinding) -> bool:
+def _emit_float_product(writer: ProductWriter, binding: relax.VarBinding, tf32: bool) -> bool:
     var = binding.var
     lhs, rhs = binding.value.args
     lhs_shape, rhs_shape = shape_of(lhs), shape_of(rhs)
@@ -93,7 +103,8 @@ def _emit_float_product(writer: ProductWriter, binding: relax.VarBinding) -> boo
     if wanted == "float64":
         dtype = wanted
     shapes = with_one_k(as_matrix(lhs_shape, LHS), as_matrix(rhs_shape, RHS))
-    encoding = product_encoding(*shapes, (dtype, dtype, _ACCUMULATORS[dtype]))
+    multiplied = TF32 if tf32 and dtype == "float32" else dtype
+    encoding = product_encoding(*shapes, (multiplied, multiplied, _ACCUMULATORS[dtype]))
     if encoding is None or shape_of(var) is None:
         return False
     name = var.name

@@ -15,6 +15,8 @@ STRICT = "relax_hetero.strict"
 """On a module: GPUs report values that are out of range, too, in a record that the host reads (`CheckValues`)."""
 DIVISORS_CHECKED = "relax_hetero.divisors_checked"
 """On a PrimFunc: by what sizes are divided has been checked (`CheckSizeDivisors`), or cannot be 0."""
+TF32_KEPT = "relax_hetero.tf32_kept"
+"""On a Relax function: its products of float32 may round their operands to tfloat32, but for variables named here."""
 MEMORY = "relax_hetero.memory"
 """On a Relax function: what it allocates (`note_memory`)."""
 

@@ -1,4 +1,4 @@
-"""ToMixedPrecision: products in bfloat16 or float16 with sums in float32; everything else stays in float32.
+"""ToMixedPrecision: products in bfloat16, float16 or tfloat32 with sums in float32; everything else stays in float32.
 
 Before::
 
@@ -32,6 +32,10 @@ batch norms are folded in single precision.
 
 Activations beyond 65,504 are infinite in float16: keep the ops that make them, or take bfloat16.
 
+With "tfloat32" no type changes: the functions are marked (`module_attrs.TF32_KEPT`), and products of float32 tensors on
+GPUs may then round their operands to 10 bits of fraction, which tensor cores multiply at several times the rate. CPUs
+compute as before.
+
 Assumes nothing of devices; run it before `rh.compile`. A second run changes nothing.
 """
 
@@ -43,12 +47,22 @@ import tvm
 from tvm import relax
 
 from ...errors import BuildError
+from ...target.element_types import TF32
 from ..ir.blocks import Emitter, renamed, used_vars
 from ..ir.declare import declare_pass
-from ..ir.rewriting import is_tensor_constant, op_name, relax_functions, typed, with_body, with_functions
+from ..ir.module_attrs import TF32_KEPT
+from ..ir.rewriting import (
+    is_tensor_constant,
+    op_name,
+    relax_functions,
+    typed,
+    walk_bindings,
+    with_body,
+    with_functions,
+)
 from ..simplify.simplify_convolutions import simplify_convolutions
 from .low_precision_values import LowPrecisionValues
-from .name_filter import NameFilter
+from .name_filter import NameFilter, kept_call
 from .precision_rules import LOW_TYPES, PRODUCTS, WIDE_TYPE, is_wide, low_product, with_dtype
 
 
@@ -59,7 +73,7 @@ def to_mixed_precision(mod: tvm.IRModule, dtype: str, keep: Sequence[str] = ()) 
     ----------
     mod : tvm.IRModule
     dtype : str
-        "bfloat16" or "float16".
+        "bfloat16", "float16" or "tfloat32".
     keep : sequence of str
         What stays in float32: names of ops (``"relax.matmul"``, or ``"matmul"``) and of variables, which are computed
         in float32 and not rounded but for products that read them, and names of functions, which stay as they are.
@@ -71,17 +85,31 @@ def to_mixed_precision(mod: tvm.IRModule, dtype: str, keep: Sequence[str] = ()) 
         For another element type; when it runs, for a name in `keep` that the module does not have.
     """
     kept = NameFilter(mod, keep, "ToMixedPrecision")
+    if dtype == TF32:
+        return _with_tf32(mod, kept)
     mod = simplify_convolutions(mod)
     functions = {gv: func for gv, func in relax_functions(mod) if not kept.has(gv.name_hint)}
     return with_functions(mod, {gv: _rewritten(func, dtype, kept) for gv, func in functions.items()})
 
 
 def _check_type(dtype: str, keep: Sequence[str] = ()) -> None:
-    if dtype not in LOW_TYPES:
-        raise BuildError(f"ToMixedPrecision: found element type {dtype!r}, expected one of {LOW_TYPES}")
+    known = (*LOW_TYPES, TF32)
+    if dtype not in known:
+        raise BuildError(f"ToMixedPrecision: found element type {dtype!r}, expected one of {known}")
 
 
 ToMixedPrecision = declare_pass("ToMixedPrecision", to_mixed_precision, _check_type)
+
+
+def _with_tf32(mod: tvm.IRModule, kept: NameFilter) -> tvm.IRModule:
+    """The functions marked with the variables whose products stay exact; those marked already as they are."""
+    functions = {}
+    for gv, func in relax_functions(mod):
+        if not kept.has(gv.name_hint) and TF32_KEPT not in func.attrs:
+            products = [b for b in walk_bindings(func) if op_name(b.value) == "relax.matmul"]
+            exact = [b.var.name for b in products if kept_call(kept, b.var, b.value)]
+            functions[gv] = func.with_attr(TF32_KEPT, list(dict.fromkeys(exact)))
+    return with_functions(mod, functions)
 
 
 def _rewritten(func: relax.Function, dtype: str, kept: NameFilter) -> relax.Function:

@@ -1,11 +1,14 @@
 """ToMixedPrecision: what a user keeps in float32, by the names of ops, variables and functions."""
 
+import numpy as np
 import pytest
 from tvm.script import ir as I
 from tvm.script import relax as R
 
+import relax_hetero as rh
+from relax_hetero.encoding import Encoding
 from relax_hetero.errors import BuildError
-from relax_hetero.transform import ToMixedPrecision
+from relax_hetero.transform import SetEncoding, ToMixedPrecision
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from relax_hetero.transform.quantize.to_mixed_precision import to_mixed_precision
 
@@ -66,3 +69,21 @@ def test_wrong_names_are_refused_with_near_ones(keep, text):
 def test_other_types_are_refused():
     with pytest.raises(BuildError, match="'int8', expected one of"):
         ToMixedPrecision("int8")
+
+
+def test_tfloat32_marks_products_and_changes_no_type():
+    after = ToMixedPrecision("tfloat32", keep=["second"])(Chain)
+    assert dtypes(after, "relax.matmul") == ["float32"] * 3
+    assert ToMixedPrecision("tfloat32")(after).same_as(after)
+    encoded = SetEncoding()(after)
+    products = [b.value for b in walk_bindings(encoded["main"]) if op_name(b.value) == "relax.hetero.matmul"]
+    types = [Encoding.parse(call.attrs.encoding).element_types[0] for call in products]
+    assert types == ["tfloat32", "float32", "tfloat32"]
+
+
+def test_tfloat32_is_exact_on_cpus():
+    random = np.random.default_rng(0)
+    args = random.random((8, 16), "float32"), random.random((16, 16), "float32")
+    modules = Chain, ToMixedPrecision("tfloat32")(Chain)
+    found = [rh.vm.VirtualMachine(rh.compile(mod))["main"](*args).numpy() for mod in modules]
+    np.testing.assert_array_equal(*found)

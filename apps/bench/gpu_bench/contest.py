@@ -1,0 +1,159 @@
+"""A workload of ours beside PyTorch's: compared, then timed in turns; and how the findings are shown."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from report import Check, verdict
+from rich.console import Console
+from rich.table import Table
+
+from .device_time import Clock, Launch, microseconds, torch_on_gpu
+from .programs import Program, compiled, device_of, error_of
+from .workloads import Array, Workload
+
+OURS = "ours"
+Row = dict[str, Any]
+Peers = Mapping[str, tuple[Launch, Callable[[], list[Array]]]]
+NOTHING: Peers = {}
+
+
+def contest(
+    workloads: Sequence[Workload],
+    gpu: Any,
+    peers: Callable[[Clock, Workload], Peers],
+    wanted: Callable[[Workload], list[Array]],
+    rounds: int,
+    workers: int,
+    say: Callable[[Row], None],
+) -> list[Row]:
+    """Compile all workloads, then compare and time one after the other.
+
+    Parameters
+    ----------
+    workloads : sequence of Workload
+    gpu : str or dict
+        Target of the GPU.
+    peers : callable
+        PyTorch's launches and results for a workload; not asked where there is no PyTorch with a GPU.
+    wanted : callable
+        Right results, where no peer is there to be compared with.
+    rounds, workers : int
+    say : callable
+        Gets each row when it is there.
+
+    Returns
+    -------
+    list of dict
+        ``title``, ``kind``, ``us`` (microseconds of one piece by contestant), ``error``, ``failure`` and others.
+    """
+    found = []
+    clock = Clock.of(device_of(gpu))
+    with tempfile.TemporaryDirectory() as folder:
+        for program in compiled(workloads, gpu, Path(folder), workers):
+            row = _measured(program.load(gpu), gpu, clock, peers, wanted, rounds)
+            found.append(row)
+            say(row)
+    return found
+
+
+def _measured(
+    program: Program,
+    gpu: Any,
+    clock: Clock,
+    peers: Callable[[Clock, Workload], Peers],
+    wanted: Callable[[Workload], list[Array]],
+    rounds: int,
+) -> Row:
+    work = program.workload
+    row: Row = {"title": work.title, "kind": getattr(work, "kind", getattr(work, "dtype", ""))}
+    others = NOTHING
+    if torch_on_gpu():
+        try:
+            others = peers(clock, work)
+        except Exception as error:  # a peer's failure is said, and ours is measured alone
+            row["peer_failure"] = f"{type(error).__name__}: {error}"[:400]
+    launches = {name: launch for name, (launch, _) in others.items()}
+    if program.failure:
+        row["failure"] = program.failure
+    else:
+        launches[OURS] = program.launch
+        first = next(iter(others.values()), None)
+        right = first[1]() if first else wanted(work)
+        row["error"] = max(error_of(ours, theirs) for ours, theirs in zip(program.results(), right, strict=True))
+        row |= {"compile_seconds": round(program.seconds, 2), "graphs": 1 if gpu == "llvm" else program.graphs}
+    row["us"] = {name: took / work.count for name, took in microseconds(clock, launches, rounds).items()}
+    return row
+
+
+def ratio(row: Row) -> float | None:
+    """The fastest peer's time over ours."""
+    times = dict(row["us"])
+    own = times.pop(OURS, None)
+    return min(times.values()) / own if own and times else None
+
+
+def show(title: str, rows: Sequence[Row], rate: Callable[[Row, float], str], checks: Sequence[Check]) -> None:
+    """A table of microseconds and a rate, failures, and the bars.
+
+    Parameters
+    ----------
+    title : str
+    rows : sequence of dict
+    rate : callable
+        What a time means for a row, as a cell.
+    checks : sequence of Check
+    """
+    names = list(dict.fromkeys(name for row in rows for name in row["us"]))
+    table = Table(title=title, title_justify="left")
+    for column in ("", "", *names, "ratio", "error", "compiled, s"):
+        table.add_column(column, justify="right" if column else "left")
+    for row in rows:
+        times = row["us"]
+        cells = [f"{times[name]:.1f} µs, {rate(row, times[name])}" if name in times else "" for name in names]
+        value = ratio(row)
+        ends = [f"{value:.3f}" if value else "", f"{row['error']:.1e}" if "error" in row else "failed"]
+        table.add_row(row["title"], row["kind"], *cells, *ends, str(row.get("compile_seconds", "")))
+    console = Console(highlight=False, width=180)
+    console.print(table)
+    for row in rows:
+        for key in ("failure", "peer_failure"):
+            if key in row:
+                console.print(f"{row['title']} {row['kind']}, {key}: {row[key]}", markup=False, soft_wrap=True)
+        if row.get("graphs") != 1 and "failure" not in row:
+            console.print(f"{row['title']} {row['kind']}: {row.get('graphs')} CUDA graphs", markup=False)
+    for check in checks:
+        console.print(f"{verdict(check)}: {check}", markup=False)
+
+
+def write(file: Path | None, rows: Sequence[Row]) -> None:
+    """Rows as lines of JSON, behind what a file holds."""
+    if file:
+        with file.open("a") as lines:
+            lines.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def end(rows: Sequence[Row], allowed: Callable[[Row], float]) -> None:
+    """Exit where numbers are wrong or nothing was compiled."""
+    wrong = [row for row in rows if "failure" in row or row["error"] > allowed(row)]
+    if wrong:
+        texts = [f"{row['title']} {row['kind']}: {row.get('error', 'failed')}" for row in wrong]
+        raise click.ClickException("; ".join(texts))
+
+
+def gpu_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options that all benchmarks of GPUs share."""
+    options = [
+        click.option("--gpu", default="cuda", show_default=True, help="Target of the GPU; llvm: a CPU stands for it."),
+        click.option("--rounds", default=15, show_default=True, help="Turns of each contestant."),
+        click.option("--workers", default=8, show_default=True, help="Processes that compile at a time."),
+        click.option("--json", "json_file", type=click.Path(path_type=Path), help="Append a line for each row there."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command

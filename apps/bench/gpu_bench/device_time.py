@@ -1,0 +1,113 @@
+"""Device time of programs that take turns: events around many launches in a row, medians over rounds."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tvm
+import tvm_ffi
+from packages import is_installed
+
+Launch = Callable[[], object]
+
+SLICE_MS = 3.0
+"""Launches of one turn take about so long."""
+MOST_LAUNCHES = 200
+
+
+@functools.cache
+def torch_on_gpu() -> Any:
+    """PyTorch where it is installed and has a GPU, else None."""
+    if not is_installed("torch"):
+        return None
+    import torch
+
+    return torch if torch.cuda.is_available() else None
+
+
+@dataclass(frozen=True)
+class Clock:
+    """How launches are timed on a device.
+
+    Attributes
+    ----------
+    device : tvm.runtime.Device
+    stream : torch.cuda.Stream, optional
+        Where all contestants launch; None where there is no PyTorch, and the host's clock is read instead.
+    """
+
+    device: Any
+    stream: Any = None
+
+    @staticmethod
+    def of(device: Any) -> Clock:
+        """The clock of a device: events of PyTorch where it has a GPU."""
+        torch = torch_on_gpu()
+        return Clock(device, torch.cuda.Stream() if torch and device == tvm.cuda(0) else None)
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """The stream as that of TVM and of PyTorch."""
+        if self.stream is None:
+            yield
+            return
+        torch = torch_on_gpu()
+        with torch.cuda.stream(self.stream), tvm_ffi.use_raw_stream(self.device, self.stream.cuda_stream):
+            yield
+
+    def milliseconds(self, launch: Launch, launches: int) -> float:
+        """Of so many launches in a row, until the device has ended the last."""
+        if self.stream is None:
+            self.device.sync()
+            begin = time.perf_counter()
+            for _ in range(launches):
+                launch()
+            self.device.sync()
+            return (time.perf_counter() - begin) * 1e3
+        torch = torch_on_gpu()
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begun.record(self.stream)
+        for _ in range(launches):
+            launch()
+        ended.record(self.stream)
+        ended.synchronize()
+        return float(begun.elapsed_time(ended))
+
+
+def microseconds(clock: Clock, contestants: Mapping[str, Launch], rounds: int, seed: int = 0) -> dict[str, float]:
+    """Median device time of one launch of each contestant.
+
+    In each round every contestant gets one turn, in an order shuffled anew: a launch that is not timed, then as many
+    as take `SLICE_MS`.
+
+    Parameters
+    ----------
+    clock : Clock
+    contestants : mapping of str to callable
+        Each queues its work on the clock's stream, and does not wait for it.
+    rounds : int
+    seed : int
+        Of the orders.
+    """
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    order, shuffle = list(contestants), random.Random(seed)
+    with clock.current():
+        launches = {}
+        for name, launch in contestants.items():
+            clock.milliseconds(launch, 3)
+            each = min(clock.milliseconds(launch, 2) / 2 for _ in range(2))
+            launches[name] = max(1, min(MOST_LAUNCHES, math.ceil(SLICE_MS / max(each, 1e-3))))
+        for _ in range(rounds):
+            shuffle.shuffle(order)
+            for name in order:
+                contestants[name]()
+                times[name].append(clock.milliseconds(contestants[name], launches[name]) / launches[name] * 1e3)
+    return {name: statistics.median(found) for name, found in times.items()}

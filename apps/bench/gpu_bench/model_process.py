@@ -1,0 +1,279 @@
+"""One process of `gpu_models.py`: a model on a GPU, cut over a CPU and the GPU, compared with a CPU, and timed.
+
+Arguments come as JSON in ``argv``. Each finding leaves as a line of JSON on what was standard output, everything that
+libraries print goes to standard error. After the findings the process waits for a line on standard input and times the
+model, so that models are compiled side by side and timed one after the other.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+BENCH = Path(__file__).resolve().parents[1]
+CALLS = 30
+"""Calls of one round, and rounds, of the timing."""
+ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a process does with one model.
+
+    Attributes
+    ----------
+    name, file : str
+        The model, and its ONNX file or skeleton.
+    precision : str
+        Of float products: float32, float16, bfloat16, tfloat32.
+    gpu : str
+        Target of the GPU: a kind, or JSON.
+    reference : str
+        What results are compared with: "onnxruntime", or "ours" on the native CPU.
+    cuts : int
+        In how many parts, in turn on the GPU and on the CPU, the nodes are cut for a second run; 0 for none.
+    build_only : bool
+        Compile and run nothing.
+    peer : bool
+        Also time PyTorch's eager ops, captured as a CUDA graph.
+    slowest : int
+        So many of the slowest kernels are reported.
+    """
+
+    name: str
+    file: str
+    precision: str = "float32"
+    gpu: str = "cuda"
+    reference: str = "onnxruntime"
+    cuts: int = 6
+    build_only: bool = False
+    peer: bool = False
+    slowest: int = 8
+
+    def command(self) -> list[str]:
+        """What runs it."""
+        return [sys.executable, "-m", "gpu_bench.model_process", json.dumps(asdict(self))]
+
+    def environment(self) -> dict[str, str]:
+        """The environment it has to start in."""
+        path = os.pathsep.join([str(BENCH), *filter(None, [os.environ.get("PYTHONPATH", "")])])
+        return {"TVM_NUM_THREADS": "2", "TVM_BIND_THREADS": "0", **os.environ, "PYTHONPATH": path}
+
+    @property
+    def target(self) -> Any:
+        """The GPU as `rh.from_onnx` takes it."""
+        return json.loads(self.gpu) if self.gpu.startswith("{") else self.gpu
+
+
+class Work:
+    """The steps of a job; each gives the fields of its line."""
+
+    def __init__(self, job: Job) -> None:
+        from model_zoo import random_arrays
+        from model_zoo.skeleton import SUFFIX, expanded
+
+        self.job = job
+        file = Path(job.file)
+        self.model = expanded(file) if file.name.endswith(SUFFIX) else onnx.load(str(file))
+        for index, node in enumerate(self.model.graph.node):
+            node.name = node.name or f"{node.op_type}_{index}"
+        self.inputs = random_arrays(self.model.graph, {}, 0)
+        self.wanted: list[np.ndarray] = []
+        self.machine: Any = None
+
+    def reference(self) -> dict[str, Any]:
+        """Results on the CPU, in float32."""
+        begin = time.perf_counter()
+        if self.job.reference == "ours":
+            self.wanted = self._results(self._compiled(["llvm"], None, "float32"))
+        else:
+            import onnxruntime
+
+            options = onnxruntime.SessionOptions()
+            options.intra_op_num_threads = 2
+            content = self.model.SerializeToString()
+            session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+            self.wanted = session.run(None, self.inputs)
+        return {"seconds": time.perf_counter() - begin}
+
+    def gpu(self) -> dict[str, Any]:
+        """The whole model on the GPU."""
+        begin = time.perf_counter()
+        executable = self._compiled([self.job.target], None, self.job.precision)
+        found = {"compile_seconds": time.perf_counter() - begin}
+        if not self.job.build_only:
+            import relax_hetero as rh
+
+            self.machine = rh.vm.VirtualMachine(executable)
+            found["error"] = self._error(self._run(self.machine))
+            found["error_of_a_second_call"] = self._error(self._run(self.machine))
+        return found
+
+    def cut(self) -> dict[str, Any]:
+        """Parts of the model in turn on the GPU and on the CPU; both have to hold ops."""
+        names = [node.name for node in self.model.graph.node]
+        size = max(1, -(-len(names) // self.job.cuts))
+        # A second CPU where a CPU stands for the GPU: two devices need two targets.
+        gpu = {"kind": "llvm", "mcpu": "x86-64-v3"} if self.job.gpu == "llvm" else self.job.target
+        placement = {glob.escape(name): f"vdevice:{1 - index // size % 2}" for index, name in enumerate(names)}
+        begin = time.perf_counter()
+        executable = self._compiled(["llvm", gpu], placement, self.job.precision)
+        found: dict[str, Any] = {"compile_seconds": time.perf_counter() - begin}
+        held = [entry["device_index"] for entry in executable.metadata.placement if entry["kind"] == "op"]
+        found["ops"] = [held.count(0), held.count(1)]
+        if not self.job.build_only:
+            found["error"] = self._error(self._results(executable))
+        return found
+
+    def times(self) -> dict[str, Any]:
+        """Milliseconds of a call: from numpy to numpy, and of many calls in a row on tensors that are on the GPU."""
+        import tvm
+
+        main, kind = self.machine["main"], self.machine.executable.devices[0].kind
+        gpu = tvm.cpu() if kind == "llvm" else tvm.runtime.device(kind, 0)
+        tensors = [tvm.runtime.tensor(array, gpu) for array in self.inputs.values()]
+        found = {
+            "call_ms": _median_ms(lambda: self._run(self.machine), lambda: None),
+            "device_ms": _median_ms(lambda: main(*tensors), gpu.sync),
+        }
+        return {
+            **found,
+            "graphs": len(self.machine.graphs),
+            "kernels": len(self.machine.executable.metadata.dispatches),
+        }
+
+    def slowest(self) -> dict[str, Any]:
+        """The kernels that take longest, each measured alone."""
+        profiles = [self.machine.profile("main", *self.inputs.values()) for _ in range(3)]
+        rows: dict[str, list[Any]] = {}
+        for profile in profiles:
+            for row in profile.rows:
+                rows.setdefault(row.symbol, []).append(row)
+        found = [
+            {
+                "kernel": symbol,
+                "ops": list(same[0].ops),
+                "calls": same[0].calls,
+                "us_each": round(statistics.median(row.microseconds / row.calls for row in same), 1),
+                "gflops": round(same[0].operations / 1e9, 3),
+                "mb": round(same[0].bytes / 1e6, 2),
+            }
+            for symbol, same in rows.items()
+        ]
+        found.sort(key=lambda row: -row["us_each"] * row["calls"])
+        return {"rows": found[: self.job.slowest]}
+
+    def torch(self) -> dict[str, Any]:
+        """PyTorch's eager ops of the same nodes, traced and captured as a CUDA graph."""
+        import torch
+        from model_peers.torch_ops import Runner
+
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self.job.precision == "tfloat32"
+        runner = Runner(self.model).eval().cuda()
+        operands = [torch.from_numpy(array).cuda() for array in self.inputs.values()]
+        lower = getattr(torch, self.job.precision, torch.float32)
+        if lower != torch.float32:
+            runner = runner.to(lower)
+            operands = [value.to(lower) if value.is_floating_point() else value for value in operands]
+        with torch.inference_mode():
+            program = torch.jit.freeze(torch.jit.trace(runner, operands, check_trace=False))
+            side = torch.cuda.Stream()
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    program(*operands)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=side):
+                results = program(*operands)
+        found = {"device_ms": _median_ms(graph.replay, torch.cuda.synchronize)}
+        results = results if isinstance(results, tuple) else (results,)
+        return {**found, "error": self._error([result.float().cpu().numpy() for result in results])}
+
+    def _compiled(self, devices: Sequence[Any], placement: dict[str, str] | None, precision: str) -> Any:
+        import relax_hetero as rh
+
+        module = rh.from_onnx(self.model, vdevices=list(devices), placement=placement)
+        if precision != "float32":
+            module = rh.transform.ToMixedPrecision(precision)(module)
+        return rh.compile(module, cache=False)
+
+    def _results(self, executable: Any) -> list[np.ndarray]:
+        import relax_hetero as rh
+
+        return self._run(rh.vm.VirtualMachine(executable))
+
+    def _run(self, machine: Any) -> list[np.ndarray]:
+        result = machine["main"](**self.inputs)
+        return [tensor.numpy() for tensor in (result if isinstance(result, tuple) else (result,))]
+
+    def _error(self, found: Sequence[np.ndarray]) -> float:
+        """The largest difference of any output over that output's largest number; infinity for other shapes or NaN."""
+        worst = 0.0
+        for ours, wanted in zip(found, self.wanted, strict=True):
+            if ours.shape != wanted.shape or not np.array_equal(np.isfinite(ours), np.isfinite(wanted)):
+                return float("inf")
+            kept = np.isfinite(wanted)
+            if kept.any():
+                difference = np.abs(ours[kept].astype("float64") - wanted[kept].astype("float64")).max()
+                worst = max(worst, float(difference / max(np.abs(wanted[kept]).max(), 1e-30)))
+        return worst
+
+
+def _median_ms(call: Callable[[], object], wait: Callable[[], object]) -> float:
+    for _ in range(3):
+        call()
+    wait()
+    times = []
+    for _ in range(ROUNDS):
+        begin = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        wait()
+        times.append((time.perf_counter() - begin) / CALLS * 1e3)
+    return statistics.median(times)
+
+
+def main(job: Job) -> None:
+    """Do the steps of a job; a step that fails is a line with its failure, and the others go on."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+
+    def step(name: str, work: Callable[[], dict[str, Any]]) -> bool:
+        answers.write(json.dumps({"begins": name}) + "\n")
+        try:
+            found = work()
+        except Exception as error:  # every failure is a finding
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{os.path.basename(at.filename)}:{at.lineno} {at.name}"
+            found = {"failure": f"{type(error).__name__}: {error}"[:3000], "where": where}
+        answers.write(json.dumps({"step": name, "model": job.name, "precision": job.precision, **found}) + "\n")
+        return "failure" not in found
+
+    work = Work(job)
+    if job.build_only or step("reference", work.reference):
+        step("gpu", work.gpu)
+        if job.cuts:
+            step("cut", work.cut)
+    answers.write(json.dumps({"waits": True}) + "\n")
+    if sys.stdin.readline().strip() != "time" or work.machine is None:
+        return
+    if step("times", work.times) and job.slowest:
+        step("slowest", work.slowest)
+    if job.peer:
+        step("torch", work.torch)
+
+
+if __name__ == "__main__":
+    main(Job(**json.loads(sys.argv[1])))

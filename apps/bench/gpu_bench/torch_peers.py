@@ -1,0 +1,115 @@
+"""PyTorch's side of the benchmarks of GPUs: the same pieces of work, captured as one CUDA graph."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .device_time import Clock, Launch, torch_on_gpu
+from .workloads import Array, Products, Rows
+
+Tensor = Any
+Peer = tuple[Launch, Callable[[], list[Array]]]
+"""A launch, and a function that gives its results."""
+
+
+def tensor_of(array: Array) -> Tensor:
+    """An array on the GPU; types that PyTorch cannot take from numpy go by their bytes."""
+    torch = torch_on_gpu()
+    name = array.dtype.name
+    if name in ("bfloat16", "float8_e4m3fn"):
+        plain = np.ascontiguousarray(array).view("uint8")
+        return torch.from_numpy(plain).cuda().view(getattr(torch, name)).reshape(array.shape)
+    return torch.from_numpy(array).cuda()
+
+
+def captured(clock: Clock, work: Callable[[], Sequence[Tensor]]) -> Peer:
+    """A launch of the work as a CUDA graph, and its results in float32 or integers."""
+    torch = torch_on_gpu()
+    with torch.inference_mode(), torch.cuda.stream(clock.stream):
+        for _ in range(3):
+            work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.inference_mode(), torch.cuda.graph(graph, stream=clock.stream):
+        results = work()
+
+    def arrays() -> list[Array]:
+        graph.replay()
+        torch.cuda.synchronize()
+        return [(result.float() if result.is_floating_point() else result).cpu().numpy() for result in results]
+
+    return graph.replay, arrays
+
+
+def products(clock: Clock, work: Products, autotune: bool = False) -> dict[str, Peer]:
+    """cuBLAS on right operands as they lie, and transposed; with an epilogue, what torch.compile makes of it."""
+    torch = torch_on_gpu()
+    torch.backends.cuda.matmul.allow_tf32 = work.kind == "tf32"
+    arrays, count = [tensor_of(array) for array in work.inputs()], work.count
+    left = arrays[:count]
+    right = arrays[count:] if work.shape.batch else [tensor_of(array) for array in work.weights()]
+    turned = [w.transpose(-1, -2).contiguous().transpose(-1, -2) for w in right]
+    if work.gelu:
+        biases = [tensor_of(array) for array in work.biases()]
+
+        def piece(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+            return torch.nn.functional.gelu(x @ w + b)
+
+        mode = "max-autotune-no-cudagraphs" if autotune else None
+        fused = torch.compile(piece, dynamic=False, mode=mode)
+        return {
+            name: captured(clock, lambda w=weights: [fused(*each) for each in zip(left, w, biases, strict=True)])
+            for name, weights in (("torch.compile", right), ("torch.compile, transposed", turned))
+        }
+    multiply = {"e4m3": _scaled, "s8": torch._int_mm}.get(work.kind, torch.bmm if work.shape.batch else torch.mm)
+    found = {}
+    for name, weights in (("cuBLAS", right), ("cuBLAS, transposed", turned)):
+        if work.kind == "e4m3" and weights is right:
+            continue  # _scaled_mm takes the right operand by columns only
+        found[name] = captured(clock, lambda w=weights: [multiply(*each) for each in zip(left, w, strict=True)])
+    return found
+
+
+def _scaled(x: Tensor, w: Tensor) -> Tensor:
+    return torch_on_gpu()._scaled_mm(x, w, scale_a=_one(), scale_b=_one(), out_dtype=torch_on_gpu().bfloat16)
+
+
+@functools.cache
+def _one() -> Tensor:
+    return torch_on_gpu().ones((), device="cuda")
+
+
+def rows(clock: Clock, work: Rows) -> dict[str, Peer]:
+    """What torch.compile makes of the same work."""
+    torch = torch_on_gpu()
+    arrays = [tensor_of(array) for array in work.inputs()]
+    others = arrays[-work.count :]
+    functional = torch.nn.functional
+    gamma, beta = (torch.full((work.width,), value, device="cuda", dtype=arrays[0].dtype) for value in (1.5, 0.25))
+
+    def chain(x: Tensor, other: Tensor) -> Tensor:
+        y = x * 1.5 + other
+        return torch.where(x > 0, y * torch.sigmoid(y), torch.tanh(other))
+
+    pieces: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "chain": chain,
+        "softmax": lambda x, _: torch.softmax(x, -1),
+        "layer norm": lambda x, _: functional.layer_norm(x, (work.width,), gamma, beta),
+        "transpose": lambda x, _: x.t().contiguous(),
+        "reduction": lambda x, _: x.sum(-1),
+    }
+    fused = torch.compile(pieces[work.name], dynamic=False)
+    pairs = list(zip(arrays[: work.count], others, strict=True))
+    return {"torch.compile": captured(clock, lambda: [fused(x, other) for x, other in pairs])}
+
+
+def copy_bandwidth(clock: Clock, megabytes: int = 1024) -> tuple[Launch, int]:
+    """A launch that copies so many megabytes on the device, and the bytes that it reads and writes."""
+    torch = torch_on_gpu()
+    source = torch.empty(megabytes << 20, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return (lambda: target.copy_(source)), 2 * (megabytes << 20)

@@ -1,0 +1,258 @@
+"""What is compiled and timed on a GPU: several equal pieces of work side by side, with operands of their own.
+
+One launch of one kernel is short; a program of several, which becomes one CUDA graph, is long enough to be timed, and
+no piece finds its operands in a cache because the piece before read them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+import tvm
+from peers.shape import Shape
+from tvm import relax
+
+import relax_hetero as rh
+
+Array = np.ndarray
+
+
+class Workload(Protocol):
+    """A program of `count` equal pieces."""
+
+    @property
+    def title(self) -> str:
+        """As tables show it."""
+
+    @property
+    def count(self) -> int:
+        """How many pieces one call computes."""
+
+    def module(self, gpu: Any) -> tvm.IRModule:
+        """``main`` on a device."""
+
+    def inputs(self) -> list[Array]:
+        """Arguments of ``main``."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Element types of a product.
+
+    Attributes
+    ----------
+    operand, result : str
+        Of both operands, and of the result.
+    precision : str
+        The precision that float products are lowered to, if any.
+    allowed : float
+        The largest error, of the result's largest number.
+    """
+
+    operand: str
+    result: str
+    precision: str
+    allowed: float
+
+
+KINDS = {
+    "f16": Kind("float16", "float16", "", 2e-3),
+    "bf16": Kind("bfloat16", "bfloat16", "", 1e-2),
+    "f32": Kind("float32", "float32", "", 1e-5),
+    "tf32": Kind("float32", "float32", "tfloat32", 2e-3),
+    "e4m3": Kind("float8_e4m3fn", "bfloat16", "", 1e-2),
+    "s8": Kind("int8", "int32", "", 0.0),
+}
+
+
+@dataclass(frozen=True)
+class Products:
+    """Matrix products with constant weights, or of two activations where they are batched.
+
+    Attributes
+    ----------
+    shape : Shape
+    kind : str
+        A key of `KINDS`, or "q4": 4-bit weights in blocks of 32, and float16.
+    gelu : bool
+        Whether a bias is added and GELU applied.
+    count : int
+    """
+
+    shape: Shape
+    kind: str
+    gelu: bool = False
+    count: int = 8
+
+    @property
+    def title(self) -> str:
+        """Its shape."""
+        return f"{self.shape}{' bias, GELU' if self.gelu else ''}"
+
+    @property
+    def types(self) -> Kind:
+        """Its element types."""
+        return KINDS["f16" if self.kind == "q4" else self.kind]
+
+    def inputs(self) -> list[Array]:
+        """Left operands, and right ones of a batch."""
+        s = self.shape
+        left = [self._random(f"x{index}", s.tensor(s.m, s.k)) for index in range(self.count)]
+        return left + (self.weights() if s.batch else [])
+
+    def weights(self) -> list[Array]:
+        """Right operands, (k, n) each."""
+        s, scale = self.shape, self.shape.k**-0.5
+        return [self._random(f"w{index}", s.tensor(s.k, s.n), scale) for index in range(self.count)]
+
+    def biases(self) -> list[Array]:
+        """Of n numbers each."""
+        return [self._random(f"b{index}", (self.shape.n,)) for index in range(self.count)]
+
+    def module(self, gpu: Any) -> tvm.IRModule:
+        """``main(x0, x1, ...)``, a tuple of results."""
+        if self.kind == "q4":
+            return rh.from_onnx(self._four_bits(), [gpu])
+        s, types, builder = self.shape, self.types, relax.BlockBuilder()
+        parameters = [
+            relax.Var(f"x{index}", relax.TensorType(s.tensor(s.m, s.k), types.operand)) for index in range(self.count)
+        ]
+        right: list[relax.Expr] = []
+        if s.batch:
+            right = [relax.Var(f"w{i}", relax.TensorType(s.tensor(s.k, s.n), types.operand)) for i in range(self.count)]
+        else:
+            right = [relax.const(tvm.runtime.tensor(weight)) for weight in self.weights()]
+        biases = self.biases() if self.gelu else []
+        with builder.function("main", [*parameters, *(right if s.batch else [])]):
+            with builder.dataflow():
+                results = []
+                for index, (x, w) in enumerate(zip(parameters, right, strict=True)):
+                    operands = [x, w]
+                    if types.operand == "int8":
+                        operands = [builder.emit(relax.op.astype(operand, "int32")) for operand in operands]
+                    y = builder.emit(relax.op.matmul(*operands, out_dtype=types.result))
+                    if self.gelu:
+                        y = builder.emit(relax.op.add(y, relax.const(tvm.runtime.tensor(biases[index]))))
+                        y = builder.emit(relax.op.nn.gelu(y))
+                    results.append(builder.emit_output(y))
+            builder.emit_func_output(relax.Tuple(results))
+        return on_gpu(builder.get(), gpu, types.precision)
+
+    def _four_bits(self) -> Any:
+        import onnx
+        from onnx import helper, numpy_helper
+        from peers.four_bits import BLOCK, weights_of
+
+        s, nodes, constants = self.shape, [], []
+        sizes = {"K": s.k, "N": s.n, "bits": 4, "block_size": BLOCK}
+        for index in range(self.count):
+            weights = weights_of(s, True, index)
+            packed = weights.packed().reshape(s.n, s.k // BLOCK, BLOCK // 2)
+            constants.append(numpy_helper.from_array(packed, f"w{index}"))
+            constants.append(numpy_helper.from_array(weights.scales.astype("float16").reshape(-1), f"s{index}"))
+            operands = [f"x{index}", f"w{index}", f"s{index}"]
+            nodes.append(helper.make_node("MatMulNBits", operands, [f"y{index}"], domain="com.microsoft", **sizes))
+        kind, numbers = onnx.TensorProto.FLOAT16, range(self.count)
+        values = [
+            [helper.make_tensor_value_info(f"{name}{index}", kind, extents) for index in numbers]
+            for name, extents in (("x", s.tensor(s.m, s.k)), ("y", s.tensor(s.m, s.n)))
+        ]
+        opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+        graph = helper.make_graph(nodes, "products", *values, constants)
+        return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+
+    def four_bit_numbers(self) -> list[Array]:
+        """The numbers that 4-bit weights stand for, float32 (k, n) each."""
+        from peers.four_bits import Weights, numbers_of, weights_of
+
+        found = [weights_of(self.shape, True, index) for index in range(self.count)]
+        return [numbers_of(Weights(one.codes, one.scales.astype("float16").astype("float32"))) for one in found]
+
+    def _random(self, name: str, extents: tuple[int, ...], scale: float = 1.0) -> Array:
+        generator = np.random.default_rng(zlib.crc32(f"{self.shape} {name}".encode()))
+        if self.types.operand == "int8":
+            return generator.integers(-128, 128, extents, dtype="int8")
+        scale = 1.0 if self.types.operand.startswith("float8") else scale
+        array = generator.standard_normal(extents, dtype="float32") * np.float32(scale)
+        dtype = self.types.operand if name[0] != "b" else self.types.result
+        return array.astype(getattr(ml_dtypes, dtype, None) or dtype)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Work that is bound by memory, on matrices of rows.
+
+    Attributes
+    ----------
+    name : str
+        "chain", "softmax", "layer norm", "transpose" or "reduction".
+    rows, width : int
+    dtype : str
+    count : int
+    """
+
+    name: str
+    rows: int
+    width: int
+    dtype: str
+    count: int = 4
+
+    @property
+    def title(self) -> str:
+        """Its name and size."""
+        return f"{self.name} {self.rows}x{self.width}"
+
+    @property
+    def bytes(self) -> int:
+        """That one piece has to move: what it reads and what it writes, each once."""
+        results = self.rows if self.name == "reduction" else self.rows * self.width
+        operands = self.rows * self.width * (2 if self.name == "chain" else 1)
+        return (operands + results) * np.dtype(self.dtype).itemsize
+
+    def inputs(self) -> list[Array]:
+        """One matrix a piece; two for a chain."""
+        generator = np.random.default_rng(0)
+        number = self.count * (2 if self.name == "chain" else 1)
+        return [generator.standard_normal((self.rows, self.width), "float32").astype(self.dtype) for _ in range(number)]
+
+    def module(self, gpu: Any) -> tvm.IRModule:
+        """``main(x0, ...)``, a tuple of results."""
+        builder = relax.BlockBuilder()
+        number = self.count * (2 if self.name == "chain" else 1)
+        kind = relax.TensorType((self.rows, self.width), self.dtype)
+        parameters = [relax.Var(f"x{index}", kind) for index in range(number)]
+        with builder.function("main", parameters):
+            with builder.dataflow():
+                pairs = zip(parameters[: self.count], parameters[-self.count :], strict=True)
+                results = [builder.emit_output(self._piece(builder, x, other)) for x, other in pairs]
+            builder.emit_func_output(relax.Tuple(results))
+        return on_gpu(builder.get(), gpu)
+
+    def _piece(self, builder: relax.BlockBuilder, x: relax.Expr, other: relax.Expr) -> relax.Expr:
+        def number(value: float) -> relax.Expr:
+            return relax.const(value, self.dtype)
+
+        if self.name == "softmax":
+            return relax.op.nn.softmax(x, axis=-1)
+        if self.name == "layer norm":
+            gamma, beta = (relax.const(np.full(self.width, value, self.dtype)) for value in (1.5, 0.25))
+            return relax.op.nn.layer_norm(x, gamma, beta, axes=[-1])
+        if self.name == "transpose":
+            return relax.op.permute_dims(x, [1, 0])
+        if self.name == "reduction":
+            return relax.op.sum(x, axis=-1)
+        y = builder.emit(relax.op.add(builder.emit(relax.op.multiply(x, number(1.5))), other))
+        y = builder.emit(relax.op.multiply(y, builder.emit(relax.op.sigmoid(y))))
+        mask = builder.emit(relax.op.greater(x, number(0.0)))
+        return relax.op.where(mask, y, builder.emit(relax.op.tanh(other)))
+
+
+def on_gpu(module: tvm.IRModule, gpu: Any, precision: str = "") -> tvm.IRModule:
+    """The module with everything on one device, its float products in a precision."""
+    target = rh.native(gpu) if isinstance(gpu, str) else tvm.target.Target(gpu)
+    module = rh.transform.UpdateVDevice(rh.VDevice(target))(module)
+    return rh.transform.ToMixedPrecision(precision)(module) if precision else module
