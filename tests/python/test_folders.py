@@ -8,8 +8,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 MOST_FILES = 25
 PACKAGE, TESTS = ROOT / "python" / "relax_hetero", ROOT / "tests" / "python"
-# Tests of no room of the package: programs, whole models, and machines with GPUs.
-OTHERS = {"apps", "fuzz", "gpu", "models"}
+# Tests of no room of the package: programs, whole models, machines with GPUs, and an interpreter of their kernels.
+OTHERS = {"apps", "fuzz", "gpu", "gpu_interpreter", "models"}
 
 
 def folders_with_python(top: Path) -> Counter[Path]:

@@ -2,6 +2,7 @@
 
 Of a key there are ``KEY.so`` (what ``Executable.export_library`` writes), ``KEY.json`` (what a person wants to know of
 it) and ``KEY.hits``, to which every use adds one byte: its length counts the uses, its time says when the last one was.
+Machine code of single kernels lies beside them (`kernel_cache`).
 
 Any number of processes may share a folder without locks: files appear complete, by renaming, and whoever has loaded one
 that is then removed keeps it, as unlinked files live on while they are mapped.
@@ -42,7 +43,7 @@ _OFF = ("off", "0", "no", "false", "none")
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?", re.IGNORECASE)
 _KEY = re.compile(r"[0-9a-f]{40}")
-_DRAFT = r"\.[0-9a-f]{40}\.(so|json)\.[0-9a-f]{32}"
+_DRAFT = r"\.[0-9a-f]{40}\.(so|json|cubin)\.[0-9a-f]{32}"
 _SUFFIXES = ("so", "json", "hits")
 # Of what is written for people, in bytes.
 _LARGEST_ABOUT = 1 << 20
@@ -106,7 +107,7 @@ class CacheFolder:
                 raise OSError(errno.EPERM, "it is not used", str(self.path))
             write(self.file(key))
             draft = f".{key}.json.{uuid.uuid4().hex}"
-            with open(draft, "x", opener=partial(_private, folder)) as file:
+            with open(draft, "x", opener=partial(private_opener, folder)) as file:
                 file.write(json.dumps(about))
             os.replace(draft, f"{key}.json", src_dir_fd=folder, dst_dir_fd=folder)
         self.trim()
@@ -136,7 +137,7 @@ class CacheFolder:
         try:
             with self.opened() as folder:
                 if folder is not None:
-                    with open(f"{key}.hits", "ab", opener=partial(_private, folder)) as file:
+                    with open(f"{key}.hits", "ab", opener=partial(private_opener, folder)) as file:
                         file.write(b"\n")
         except OSError as error:
             _log.debug("the compile cache counts no uses: %s", error)
@@ -145,12 +146,12 @@ class CacheFolder:
         """Remove an executable, if it is there and can be."""
         with self.opened() as folder:
             for suffix in _SUFFIXES:
-                _unlink(folder, f"{key}.{suffix}")
+                unlink_in(folder, f"{key}.{suffix}")
 
     def entries(self) -> list[Entry]:
         """The entries of the folder, the last used first."""
         with self.opened() as folder:
-            found = [_entry(folder, name.removesuffix(".so")) for name in _files(folder, _KEY.pattern + r"\.so")]
+            found = [_entry(folder, name.removesuffix(".so")) for name in files_in(folder, _KEY.pattern + r"\.so")]
         return sorted((entry for entry in found if entry is not None), key=lambda entry: -entry.used)
 
     def entry(self, key: str) -> Entry | None:
@@ -168,19 +169,19 @@ class CacheFolder:
                 total += entry.bytes
         before = time.time() - _STALE
         with self.opened() as folder:
-            for draft in _files(folder, _DRAFT):
-                status = _status(folder, draft)
+            for draft in files_in(folder, _DRAFT):
+                status = status_of(folder, draft)
                 if status is not None and status.st_mtime < before:
-                    _unlink(folder, draft)
+                    unlink_in(folder, draft)
 
     def clear(self) -> None:
-        """Remove every executable; other files in the folder stay."""
+        """Remove every executable and the code of single kernels; other files in the folder stay."""
         with self.opened() as folder:
-            for name in _files(folder, rf"{_KEY.pattern}\.({'|'.join(_SUFFIXES)})"):
-                _unlink(folder, name)
+            for name in files_in(folder, rf"{_KEY.pattern}\.({'|'.join((*_SUFFIXES, 'cubin'))})"):
+                unlink_in(folder, name)
 
 
-def _private(folder: int, name: str, flags: int) -> int:
+def private_opener(folder: int, name: str, flags: int) -> int:
     """Open a file of the folder for writing: never through a link, and for nobody else."""
     descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -190,10 +191,10 @@ def _private(folder: int, name: str, flags: int) -> int:
 
 
 def _entry(folder: int | None, key: str) -> Entry | None:
-    status = _status(folder, f"{key}.so")
+    status = status_of(folder, f"{key}.so")
     if folder is None or status is None or why_foreign(status):  # another process has just removed it, say
         return None
-    uses = _status(folder, f"{key}.hits")
+    uses = status_of(folder, f"{key}.hits")
     hits, used = (uses.st_size, uses.st_mtime) if uses is not None else (0, status.st_mtime)
     return Entry(key, status.st_size, status.st_mtime, max(used, status.st_mtime), hits, _about(folder, f"{key}.json"))
 
@@ -273,13 +274,13 @@ def parse_size(text: str) -> int | None:
     return None if match is None else int(float(match[1]) * (1 << _UNITS[match[2].upper()]))
 
 
-def _files(folder: int | None, name: str) -> list[str]:
+def files_in(folder: int | None, name: str) -> list[str]:
     """The names in a folder that match a pattern."""
     pattern = re.compile(name)
     return [] if folder is None else [found for found in os.listdir(folder) if pattern.fullmatch(found)]
 
 
-def _status(folder: int | None, name: str) -> os.stat_result | None:
+def status_of(folder: int | None, name: str) -> os.stat_result | None:
     """The status of a regular file in a folder."""
     try:
         status = None if folder is None else os.stat(name, dir_fd=folder, follow_symlinks=False)
@@ -288,7 +289,7 @@ def _status(folder: int | None, name: str) -> os.stat_result | None:
     return status if status is not None and stat.S_ISREG(status.st_mode) else None
 
 
-def _unlink(folder: int | None, name: str) -> None:
+def unlink_in(folder: int | None, name: str) -> None:
     try:
         if folder is not None:
             os.unlink(name, dir_fd=folder)

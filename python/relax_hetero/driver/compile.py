@@ -17,6 +17,7 @@ from typing import Any
 import tvm
 from tvm import relax, tirx
 
+from ..artifact.cache_folder import CacheFolder
 from ..artifact.memory_plan import MemoryPlan
 from ..artifact.metadata import DeviceSpec, DispatchSpec, Metadata
 from ..errors import BuildError, HeteroError
@@ -44,8 +45,9 @@ from .commands.command_metadata import (
 from .compile_cache import through_cache
 from .link.address_table import by_address
 from .link.lift_constants import lift_constants
-from .link.link import argument_alignment, link, reason
+from .link.link import argument_alignment, link
 from .link.parallel_codegen import Progress
+from .link.reasons import reason
 from .pipeline import pipeline_steps
 from .signatures import function_signatures
 
@@ -76,7 +78,7 @@ def compile(  # noqa: A001 (the contract's name)
         ``set_params``.
     progress : callable, optional
         Called as ``progress(step, done, total)``, in this thread, while it compiles: `done` of `total` ``"passes"``,
-        and then ``"kernels"``, are done.
+        then ``"kernels"``, and then ``"CUDA kernels"`` where there are any, are done.
     command_buffers : bool
         Whether runs of kernels on one device become command buffers, which costs less than a call for each.
     donate : sequence of str, or mapping from function to sequence of str, optional
@@ -117,10 +119,12 @@ def compile(  # noqa: A001 (the contract's name)
     if checks == "strict":
         mod = mod.with_attr(STRICT, True)
     _warn_if_generic(vdevices_of(mod))
-    return through_cache(mod, cache, command_buffers, lambda: _compile(mod, command_buffers, progress))
+    return through_cache(mod, cache, command_buffers, lambda folder: _compile(mod, command_buffers, progress, folder))
 
 
-def _compile(mod: tvm.IRModule, command_buffers: bool, progress: Progress | None) -> Executable:
+def _compile(
+    mod: tvm.IRModule, command_buffers: bool, progress: Progress | None, folder: CacheFolder | None
+) -> Executable:
     vdevices = vdevices_of(mod)
     writes = may_write_arguments(mod)
     # The passes: ops become calls of kernels, calls become what the virtual machine runs.
@@ -158,7 +162,8 @@ def _compile(mod: tvm.IRModule, command_buffers: bool, progress: Progress | None
         checks=found.checks or (),
     )
     # LLVM and CUDA compile the kernels, a group for each target, and TVM links them behind one bytecode.
-    return Executable(link(lifted.mod, progress), metadata, lifted.tensors)
+    linked = link(lifted.mod, progress, folder)
+    return Executable(linked.module, metadata, lifted.tensors, machine_code=linked.machine_code)
 
 
 def _lower(mod: tvm.IRModule, command_buffers: bool, progress: Progress | None) -> tvm.IRModule:

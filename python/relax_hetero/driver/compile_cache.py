@@ -32,7 +32,7 @@ def through_cache(
     mod: tvm.IRModule,
     cache: bool | str | os.PathLike[str] | None,
     command_buffers: bool,
-    build: Callable[[], Executable],
+    build: Callable[[CacheFolder | None], Executable],
 ) -> Executable:
     """The executable that `build` makes of a module, or the same one, made before.
 
@@ -41,7 +41,7 @@ def through_cache(
     mod: With vdevices, weights bound.
     cache: As `folder_of` takes it; None keeps only what took `LEAST_SECONDS`.
     command_buffers: What `build` depends on besides.
-    build: Compiles the module.
+    build: Compiles the module; told the folder, for what it keeps there itself.
 
     Returns
     -------
@@ -56,13 +56,13 @@ def through_cache(
     folder = folder_of(cache)
     key, why = ("", "it is switched off") if folder is None else _key(mod, command_buffers)
     if folder is None or not key:
-        return _with_use(build(), CacheUse(UNUSED, why=why))
+        return _with_use(build(folder), CacheUse(UNUSED, why=why))
     found = _find(folder, key)
     if found is not None:
         folder.note_hit(key)
         return found
     start = time.perf_counter()
-    executable = build()
+    executable = build(folder)
     use = CacheUse(MISS, key, round(time.perf_counter() - start, 3))
     executable = _with_use(executable, use)
     if cache is None and use.seconds < LEAST_SECONDS:

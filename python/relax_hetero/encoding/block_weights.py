@@ -52,3 +52,53 @@ def pack_blocks(values: np.ndarray, panel: int) -> np.ndarray:
     padded = np.zeros((-(-rows // panel) * panel, blocks), values.dtype)
     padded[:rows] = values
     return np.ascontiguousarray(padded.reshape(-1, panel, blocks).transpose(0, 2, 1))
+
+
+CHUNK = 64
+"""Values of k in a fragment block."""
+FRAGMENT_COLUMNS = 16
+"""Columns in a fragment block."""
+
+
+def pack_fragments(data: np.ndarray, depth: int, block: int) -> np.ndarray:
+    """Rows of bytes as tensor cores of GPUs take them: 16 columns by 64 k, 16 bytes for each of 32 lanes.
+
+    Lane l has the columns ``l // 4`` and 8 more. Of k it has, of each run of 64 (or fewer, where fewer share a scale),
+    the quarter ``l % 4``; a word of 32 bits is four of these, of both columns: bits 0 and 16 are the first two of the
+    first column, bits 4 and 20 of the second, bits 8 and 24, and 12 and 28, the next two.
+
+    Parameters
+    ----------
+    data : array of uint8, (n, bytes)
+        At least ``depth / 2`` bytes a row.
+    depth, block : int
+        Weights of a row, and how many share a scale: a multiple of 16.
+
+    Returns
+    -------
+    array of int32, (ceil(n / 16), ceil(depth / 64), 32, 4)
+        Zeros where columns and weights are not there.
+    """
+    rows, chunks = data.shape[0], -(-depth // CHUNK)
+    tiles = -(-rows // FRAGMENT_COLUMNS)
+    padded = np.zeros((tiles * FRAGMENT_COLUMNS, chunks * CHUNK // 2), np.uint8)
+    kept = min(padded.shape[1], -(-depth // 2))
+    padded[:rows, :kept] = data[:, :kept]
+    if depth % 2:
+        padded[:rows, depth // 2] &= 15
+    weights = np.stack([padded & 15, padded >> 4], axis=-1)
+    run = np.gcd(block, CHUNK)
+    # tile, half, column, chunk, run, quarter, word, pair, one of a pair
+    parts = weights.reshape(tiles, 2, 8, chunks, CHUNK // run, 4, run // 16, 2, 2)
+    order = parts.transpose(0, 3, 2, 5, 4, 6, 8, 7, 1).reshape(tiles, chunks, 32, 4, 8).astype(np.uint32)
+    words = (order << np.arange(0, 32, 4, dtype=np.uint32)).sum(axis=-1, dtype=np.uint32)
+    return np.ascontiguousarray(words.view(np.int32))
+
+
+def pack_fragment_blocks(values: np.ndarray) -> np.ndarray:
+    """Scales or zero points, ``(n, blocks)``, as ``(ceil(n / 16), blocks, 8, 2)``: a lane's two columns together."""
+    rows, blocks = values.shape
+    tiles = -(-rows // FRAGMENT_COLUMNS)
+    padded = np.zeros((tiles * FRAGMENT_COLUMNS, blocks), values.dtype)
+    padded[:rows] = values
+    return np.ascontiguousarray(padded.reshape(tiles, 2, 8, blocks).transpose(0, 3, 2, 1))

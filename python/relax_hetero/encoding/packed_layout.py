@@ -97,6 +97,11 @@ class PackedLayout:
         """The tile of a logical dimension, 1 where it has none."""
         return self.inner_tiles[self.inner_dims.index(dim)] if dim in self.inner_dims else 1
 
+    def swizzled_column(self, row: Any, column: Any, dtype: str) -> Any:
+        """Where in its row of a swizzled tile a column lies; ints or expressions of the same type."""
+        chunk = CHUNK_BYTES // bytes_of(dtype)
+        return column ^ (row % 8 * chunk)
+
     def packed_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
         """Shape of the stored tensor; extents may be symbolic (anything with + and //)."""
         if len(shape) != len(self.outer_perm):

@@ -1,29 +1,83 @@
-"""Layouts for CUDA devices: none yet, so that their products stay stock ops."""
+"""Layouts and kernels for NVIDIA GPUs; the table of `target.gpu_target` decides.
+
+The left operand and the result stay row-major: kernels copy tiles of the left one into shared memory as they lie there.
+A constant right operand of the tensor cores is packed into the tiles that they read from shared memory,
+``[b.., n/64, k/k0, 64, k0]`` with k0 elements of 128 bytes, swizzled: a tile is one stretch of memory, fetched by one
+copy with a plain pointer, and no size of the model has to be a multiple of anything. One layout serves tiles of any
+width, for a wider one is several of these.
+
+Right operands that are activations are read as they lie, and so is what plain threads multiply.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
-from ..encoding.encoding import Encoding
-from ..encoding.packed_layout import PackedLayout
-from ..encoding.problem import Problem
+from ..encoding.encoding import DYNAMIC, RHS, Encoding
+from ..encoding.packed_layout import SWIZZLED_BYTES, PackedLayout
+from ..encoding.problem import (
+    BlockProductProblem,
+    ElementwiseProblem,
+    MatmulProblem,
+    Problem,
+    RowsProblem,
+)
 from ..errors import EncodingError
-from .resolver_base import ResolverBase
+from ..target.element_types import bytes_of
+from ..target.gpu_target import GpuTarget, gpu_target_of
+from .resolver_base import ResolverBase, tiled
 
 if TYPE_CHECKING:
     import tvm
     from tvm import tirx
 
+COLUMNS = 64
+"""Columns of a packed tile: the rows of one wgmma where operands are swapped, and a divisor of every tile's width."""
+
 
 class CudaResolver(ResolverBase):
-    """Answers None: every encoding is cancelled."""
+    """Packed constant right operands of tensor cores, everything else row-major; convolutions stay stock ops."""
 
     name = "cuda"
+    problems = (RowsProblem, BlockProductProblem)
 
     def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
-        """No layout."""
-        return None
+        """Row-major left operand and result; swizzled tiles for a right one that tensor cores read."""
+        if encoding.moves is not None:
+            return None
+        lhs, rhs, _ = encoding.element_types
+        sizes, gpu = encoding.sizes, gpu_target_of(target)
+        is_static = DYNAMIC not in (sizes["n"], sizes["k"]) and 0 not in sizes.values()
+        if encoding.operand_index != RHS or not is_static or gpu.tensor != "wgmma" or not gpu.multiplies(lhs, rhs):
+            return PackedLayout.identity(len(encoding.index_map))
+        tiles = {"n": COLUMNS, "k": SWIZZLED_BYTES // bytes_of(rhs)}
+        return tiled(encoding.index_map, ("n", "k"), tiles, swizzle=True)
+
+    def resolve_activation(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
+        """Row-major: laying an operand out in every call takes longer than reading it as it lies."""
+        return None if encoding.moves is not None else PackedLayout.identity(len(encoding.index_map))
 
     def kernel(self, problem: Problem, target: tvm.target.Target) -> tirx.PrimFunc:
-        """There is none."""
-        raise EncodingError(f"target {target.kind.name} has no encoded kernels, asked for {problem}")
+        """The project's own kernel for the target's GPU."""
+        generator = _generators().get(type(problem))
+        if generator is None:
+            raise EncodingError(f"target {target.kind.name} has no encoded kernels for {problem}")
+        return generator(problem, gpu_target_of(target))
+
+
+@cache
+def _generators() -> dict[type, Callable[[Any, GpuTarget], tirx.PrimFunc]]:
+    """Which generator solves which problem; they load when the first kernel is written."""
+    from ..tir.cuda.elementwise.elementwise import elementwise_kernel
+    from ..tir.cuda.matmul.block_product import block_product_kernel
+    from ..tir.cuda.matmul.matmul import cuda_matmul_kernel
+    from ..tir.cuda.rows.rows import rows_kernel
+
+    return {
+        MatmulProblem: cuda_matmul_kernel,
+        BlockProductProblem: block_product_kernel,
+        RowsProblem: rows_kernel,
+        ElementwiseProblem: elementwise_kernel,
+    }

@@ -14,12 +14,16 @@ import tvm_ffi
 from tvm.target import Target, codegen
 
 from ..errors import VDeviceError
+from .backends import load_backend
 from .cpu_cores import num_cores
 
 _log = logging.getLogger("relax_hetero")
 
 # The GPU generation assumed for CUDA code that is compiled where no GPU can be asked (H100, H200).
-DEFAULT_CUDA_ARCH = "sm_90"
+DEFAULT_CUDA_ARCH = "sm_90a"
+
+# Compute capabilities whose own instructions, such as wgmma, only code for them alone may use: that is sm_90a.
+_OWN_INSTRUCTIONS = frozenset({"9.0"})
 
 _ROCM_EXAMPLE = '{"kind": "rocm", "mcpu": "gfx90a"}'
 
@@ -34,8 +38,8 @@ def native(kind: str = "llvm", index: int = 0) -> Target:
     ----------
     kind : str
         A target kind. "llvm" gives this CPU's name, its features beyond (or short of) what the name implies, and
-        its core count; "cuda" the architecture and limits of a GPU, or sm_90 where none is present; other kinds
-        what TVM detects, or its defaults where the device is absent.
+        its core count; "cuda" the architecture and limits of a GPU (sm_90a on Hopper, which is also assumed where none
+        is present); other kinds what TVM detects, or its defaults where the device is absent.
     index : int
         Which device of the kind is asked; meaningless for CPUs.
 
@@ -94,13 +98,15 @@ def _native_llvm() -> dict[str, object]:
 
 @cache
 def _native_cuda(index: int) -> dict[str, object]:
+    load_backend("cuda")
     device = tvm.cuda(index)
     if not device.exist:
         _say_assumed_arch()
         return {"kind": "cuda", "arch": DEFAULT_CUDA_ARCH}
+    capability = str(device.compute_version)
     return {
         "kind": "cuda",
-        "arch": "sm_" + str(device.compute_version).replace(".", ""),
+        "arch": f"sm_{capability.replace('.', '')}{'a' if capability in _OWN_INSTRUCTIONS else ''}",
         "max_threads_per_block": int(device.max_threads_per_block),
         "max_shared_memory_per_block": int(device.max_shared_memory_per_block),
         "thread_warp_size": int(device.warp_size),

@@ -69,8 +69,8 @@ def test_an_assumed_architecture_is_said_once(caplog, monkeypatch):
     monkeypatch.setattr(tvm, "cuda", lambda index: absent)
     monkeypatch.setattr(native_target, "_native_cuda", native_target._native_cuda.__wrapped__)  # without its cache
     native_target._say_assumed_arch.cache_clear()
-    assert [entry.target.arch for entry in parse_vdevices(["cuda:0", "cuda:1"])] == ["sm_90", "sm_90"]
-    assert [record.levelname for record in caplog.records] == ["WARNING"] and "sm_90" in caplog.text
+    assert [entry.target.arch for entry in parse_vdevices(["cuda:0", "cuda:1"])] == ["sm_90a", "sm_90a"]
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and "sm_90a" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["foo", "", "cuda:1", "composite", None])
@@ -101,8 +101,18 @@ def test_cuda_asks_the_driver(monkeypatch):
     assert [entry.target.arch for entry in parse_vdevices(["cuda", "cuda", "cuda:0"])] == ["sm_100", "sm_80", "sm_100"]
 
 
+def test_hopper_gets_the_instructions_that_only_hopper_has(monkeypatch):
+    hopper = FakeGPU()
+    hopper.compute_version = "9.0"
+    monkeypatch.setattr(tvm, "cuda", lambda index: hopper)
+    monkeypatch.setattr(native_target, "_native_cuda", native_target._native_cuda.__wrapped__)  # without its cache
+    assert rh.native("cuda").arch == "sm_90a"
+    assert parse_vdevices([{"kind": "cuda"}])[0].target.arch == "sm_90a"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not tvm.cuda(0).exist, reason="needs an NVIDIA GPU")
 def test_cuda_describes_this_gpu():
-    assert rh.native("cuda").arch == "sm_" + tvm.cuda(0).compute_version.replace(".", "")
+    number = tvm.cuda(0).compute_version.replace(".", "")
+    assert rh.native("cuda").arch == ("sm_90a" if number == "90" else f"sm_{number}")
     assert rh.native("cuda").attrs["max_threads_per_block"] == tvm.cuda(0).max_threads_per_block

@@ -89,7 +89,7 @@ def poisoned(shape: Sequence[int], dtype: str) -> tvm.runtime.Tensor:
 def stored(array: np.ndarray, layout: PackedLayout, padding: int = 0xFF) -> np.ndarray:
     """`array` as `layout` stores it, every byte of padding as given: 0xFF is NaN."""
     packed = layout.pack(array)
-    real = layout.pack(np.ones(array.shape, np.uint8)).reshape(-1) != 0
+    real = layout.pack(np.ones(array.shape, f"uint{8 * array.dtype.itemsize}")).reshape(-1) != 0
     raw = packed.reshape(-1).view(np.uint8).reshape(packed.size, array.dtype.itemsize)
     raw[~real] = padding
     return packed

@@ -30,8 +30,8 @@ from ...tir.commands.command_list import CommandList, held_in_memory
 from ...tir.core.builder import Expr, Function
 from ...vm.command_buffer.operands import parameter_name, size_name
 from ..link.address_table import llvm_scalar, thunk
-from ..link.link import reason
 from ..link.llvm_kernels import build_llvm
+from ..link.reasons import reason
 
 _NAME = "relax_hetero.commands"
 

@@ -7,6 +7,7 @@ given. Here kernels are grouped by their own target, and no module is of two.
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass, field
 
 import tvm
 from tvm import relax, tirx
@@ -15,6 +16,7 @@ from tvm.relax import vm_build
 from tvm_ffi import VisitInterrupt, structural_walk
 from tvm_ffi.registry import list_global_func_names
 
+from ...artifact.cache_folder import CacheFolder
 from ...errors import BuildError
 from ...target.native_target import native
 from ...target.vdevice import host_vdevice, vdevices_of
@@ -22,29 +24,44 @@ from ...transform.ir.module_attrs import COMMANDS
 from ...vm.device.tensors import ALIGNMENT
 from .address_table import with_address_functions
 from .c_literals import with_c_literals
+from .cuda.kernel_sources import CudaPart, generate
+from .cuda.machine_code import compile_kernels, imported
 from .llvm_kernels import ARGUMENT_ALIGNMENT, build_llvm, loosen_alignment
 from .parallel_codegen import Progress, build_in_parallel, cut
+from .reasons import reason
 from .worker_threads import with_launch_setters, worker_threads
 
 _EXTERNAL_CALLS = ("tirx.call_extern", "tirx.call_pure_extern")
 
 
-def link(mod: tvm.IRModule, progress: Progress | None = None) -> tvm.runtime.Module:
+@dataclass(frozen=True)
+class Linked:
+    """Compiled code.
+
+    Attributes
+    ----------
+    module: Of kind ``relax.VMExecutable``.
+    machine_code: Of CUDA kernels that the module holds as source, because TVM's CUDA runtime is not here; by
+        `vm.file.cuda_modules.source_key`.
+    """
+
+    module: tvm.runtime.Module
+    machine_code: dict[str, bytes] = field(default_factory=dict)
+
+
+def link(mod: tvm.IRModule, progress: Progress | None = None, folder: CacheFolder | None = None) -> Linked:
     """Build a lowered module without constants.
 
     Parameters
     ----------
     mod: Lowered (LowerToVM), constants lifted; each PrimFunc has a target, or none if it computes shapes on the host.
     progress: Told how many kernels are compiled.
-
-    Returns
-    -------
-    tvm.runtime.Module: Of kind ``relax.VMExecutable``.
+    folder: Of the compile cache, where machine code of CUDA kernels is kept.
 
     Raises
     ------
     BuildError: A kernel does not compile, is written for another kind of device or calls a symbol that is nowhere, or
-        TVM has no code generator for its target; names the kernel and the target.
+        TVM has no code generator for its target; names the kernel and the target. There is no CUDA compiler.
     """
     host = host_vdevice(vdevices_of(mod))
     host_target = host.target if host is not None else native("llvm")
@@ -61,13 +78,36 @@ def link(mod: tvm.IRModule, progress: Progress | None = None) -> tvm.runtime.Mod
     parts = [(target, with_address_functions(part)) for target, group in groups for part in cut(target, group)]
     if not external:  # which would run on TVM's threads, beside the others
         parts = with_launch_setters(parts)
-    libraries = build_in_parallel(parts, lambda target, part: build_group(target, part, host_target), progress)
+    built = build_in_parallel(parts, lambda target, part: _built(target, part, host_target), progress)
+    machine_code = _with_machine_code(built, progress, folder)
+    libraries = [part.host if isinstance(part, CudaPart) else part for part in built]
     libraries += worker_threads(parts)
     if not libraries and not external and host_target.kind.name == "llvm":
         # TVM would put an empty module of C there, which a compiler of C would have to link.
         libraries = [build_llvm(host_target, tvm.IRModule())]
     first = libraries[0] if libraries else None
-    return relax_ffi.VMLink(builder, host_target, first, libraries[1:] + external, {})
+    return Linked(relax_ffi.VMLink(builder, host_target, first, libraries[1:] + external, {}), machine_code)
+
+
+def _with_machine_code(
+    built: list[tvm.runtime.Module | CudaPart], progress: Progress | None = None, folder: CacheFolder | None = None
+) -> dict[str, bytes]:
+    """Compile the CUDA kernels of all parts together, and let the parts' host code import them."""
+    parts = [part for part in built if isinstance(part, CudaPart)]
+    sources = [source for part in parts for source in part.sources]
+    count = 0
+
+    def on_done(more: int) -> None:
+        nonlocal count
+        count += more
+        if progress is not None:
+            progress("CUDA kernels", count, len(sources))
+
+    codes = iter(compile_kernels(sources, folder, on_done))
+    kept: dict[str, bytes] = {}
+    for part in parts:
+        kept.update(imported(part, [next(codes) for _ in part.sources]))
+    return kept
 
 
 def external_modules(mod: tvm.IRModule) -> list[tvm.runtime.Module]:
@@ -138,6 +178,13 @@ def group_by_target(mod: tvm.IRModule, host: tvm.target.Target) -> list[tuple[tv
 
 def build_group(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Target) -> tvm.runtime.Module:
     """Compile kernels of one target; BuildError names the first that does not compile."""
+    built = _built(target, group, host)
+    _with_machine_code([built])
+    return built.host if isinstance(built, CudaPart) else built
+
+
+def _built(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Target) -> tvm.runtime.Module | CudaPart:
+    """Compile kernels of one target, those of CUDA up to their source."""
     kind = target.kind.name
     if tvm.get_global_func(f"target.build.{kind}", allow_missing=True) is None:
         names = ", ".join(sorted(gv.name_hint for gv in group.get_global_vars())[:3])
@@ -170,10 +217,12 @@ def binds_threads(func: tirx.PrimFunc) -> bool:
     return structural_walk(func.body, (tirx.For, on_loop)) is not None
 
 
-def _build(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Target) -> tvm.runtime.Module:
+def _build(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Target) -> tvm.runtime.Module | CudaPart:
     full = target if target.host is not None else target.with_host(host if _is_gpu(target) else target)
     if target.kind.name == "llvm":
         return build_llvm(full, group)
+    if target.kind.name == "cuda":
+        return generate(group, full)
     if not _is_gpu(target):
         group = tvm.IRModule({gv: with_c_literals(loosen_alignment(func)) for gv, func in group.functions.items()})
     return tirx.build(group, target=full)
@@ -186,13 +235,6 @@ def _is_gpu(target: tvm.target.Target) -> bool:
 def _code_generators() -> list[str]:
     prefix = "target.build."
     return sorted(n[len(prefix) :] for n in list_global_func_names() if n.startswith(prefix))
-
-
-def reason(error: Exception) -> str:
-    """The line of TVM's or a compiler's message that says what is wrong."""
-    lines = [line.strip(" \0\n") for line in str(error).splitlines()]
-    telling = [line for line in lines if "error:" in line.lower() or "check failed" in line.lower()]
-    return next(iter(telling or [line for line in reversed(lines) if line]), repr(error))
 
 
 def _blame(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Target, error: Exception) -> BuildError:

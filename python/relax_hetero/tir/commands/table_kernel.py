@@ -117,11 +117,15 @@ def _with_table(
     numbers = {p: tirx.Var(f"{p.name.removesuffix('_data')}_entry", tvm.ir.PrimType("int32")) for p in pointers}
     inside: list[tirx.Stmt] = [*before, tirx.DeclBuffer(words, data=table)]
 
+    outside = {declaration.buffer for declaration in _declared_outside(raw)}
+
     def on_declaration(declaration: tirx.DeclBuffer) -> tirx.Stmt:
-        if declaration.data not in numbers:
+        if declaration.buffer not in outside:
             return declaration
-        address = words[tirx.Cast("int64", numbers[declaration.data])]
-        inside.append(tirx.DeclBuffer(declaration.buffer, data=tirx.reinterpret(declaration.data.ty, address)))
+        if declaration.data in numbers:
+            address = words[tirx.Cast("int64", numbers[declaration.data])]
+            declaration = tirx.DeclBuffer(declaration.buffer, data=tirx.reinterpret(declaration.data.ty, address))
+        inside.append(declaration)  # views too, which are of tensors that are declared there
         return tirx.Evaluate(0)
 
     def on_loop(loop: tirx.For) -> tirx.For:
@@ -140,7 +144,23 @@ def _with_table(
 
 def _nest(kernel: tirx.PrimFunc) -> tirx.For | None:
     """The one thread-bound nest of a kernel; None for one that does anything else."""
-    work: list[tirx.Stmt] = []
+    work = [statement for statement in _outermost(kernel) if not isinstance(statement, _NO_WORK)]
+    if len(work) != 1 or not isinstance(work[0], tirx.For) or work[0].kind != tirx.ForKind.THREAD_BINDING:
+        return None
+    return work[0]
+
+
+_NO_WORK = (tirx.DeclBuffer, tirx.stmt.Return)
+
+
+def _declared_outside(kernel: tirx.PrimFunc) -> list[tirx.DeclBuffer]:
+    """The buffers that a kernel declares before its nest."""
+    return [statement for statement in _outermost(kernel) if isinstance(statement, tirx.DeclBuffer)]
+
+
+def _outermost(kernel: tirx.PrimFunc) -> list[tirx.Stmt]:
+    """The statements of a kernel that stand in no loop."""
+    found: list[tirx.Stmt] = []
     pending = [kernel.body]
     while pending:
         statement = pending.pop()
@@ -150,8 +170,6 @@ def _nest(kernel: tirx.PrimFunc) -> tirx.For | None:
             pending.extend(statement.seq)
         elif isinstance(statement, tirx.AttrStmt) and statement.attr_key == "device_id":
             pending.append(statement.body)
-        elif not isinstance(statement, (tirx.DeclBuffer, tirx.stmt.Return)):
-            work.append(statement)
-    if len(work) != 1 or not isinstance(work[0], tirx.For) or work[0].kind != tirx.ForKind.THREAD_BINDING:
-        return None
-    return work[0]
+        else:
+            found.append(statement)
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from math import prod
 from typing import Any
 
@@ -21,8 +22,18 @@ Expr = Any
 """A PrimExpr, or a number where TVM takes one."""
 
 
+_register_scope: ContextVar[str] = ContextVar("_register_scope", default="global")
+"""Where a kernel that is being written has its registers: LLVM promotes stack slots, nvcc local arrays."""
+
+
 class Function:
     """A PrimFunc under construction; a context manager, `result` stands after it.
+
+    Parameters
+    ----------
+    name : str
+    registers : str
+        The scope of `Registers` and of all else that is held: "local" in kernels of GPUs, one for each thread.
 
     Attributes
     ----------
@@ -30,12 +41,13 @@ class Function:
         What was built.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, registers: str = "global") -> None:
+        self._name, self._scope = name, registers
         self._symbols: dict[str, tirx.Var] = {}
         self.result: tirx.PrimFunc = None
 
     def __enter__(self) -> Function:
+        self._token = _register_scope.set(self._scope)
         self._builder, self._frame = IRBuilder(), T.prim_func(s_tir=True)
         self._builder.__enter__()
         self._frame.__enter__()
@@ -46,6 +58,7 @@ class Function:
     def __exit__(self, *error: Any) -> None:
         self._frame.__exit__(*error)
         self._builder.__exit__(*error)
+        _register_scope.reset(self._token)
         if error[0] is None:
             self.result = self._builder.get()
 
@@ -123,12 +136,12 @@ def lane_mask(left: Expr, lanes: int) -> Expr | None:
 class Registers:
     """Vector registers that a kernel may write: accumulators.
 
-    Each is a buffer of its own. Only allocations of the scope "global" under 1,024 bytes become stack slots, which
-    LLVM promotes to registers; a "local" one becomes a call to the runtime's workspace allocator.
+    Each is a buffer of its own. On CPUs, only allocations of the scope "global" under 1,024 bytes become stack slots,
+    which LLVM promotes to registers; a "local" one becomes a call to the runtime's workspace allocator.
     """
 
     def __init__(self, count: int, dtype: str, lanes: int) -> None:
-        self._slots = [T.alloc_buffer((lanes,), dtype, scope="global") for _ in range(count)]
+        self._slots = [T.alloc_buffer((lanes,), dtype, scope=_register_scope.get()) for _ in range(count)]
         self._index = lane_indices(tirx.const(0, "int64"), lanes)
 
     def __getitem__(self, number: int) -> Expr:
@@ -149,7 +162,7 @@ def opaque(value: Expr) -> Expr:
     """
     if isinstance(value, int) or not isinstance(value, tirx.Expr) or isinstance(value, (tirx.IntImm, tirx.Var)):
         return value
-    slot = T.alloc_buffer((1,), "int64", scope="global")
+    slot = T.alloc_buffer((1,), "int64", scope=_register_scope.get())
     T.buffer_store(slot, value, [tirx.const(0, "int64")])
     return T.bind(slot[tirx.const(0, "int64")])
 
@@ -193,7 +206,7 @@ def when(condition: Expr) -> Iterator[None]:
 
 def _opaque_condition(condition: Expr) -> Expr:
     # As in `opaque`: TVM would intersect the condition with every region that the branch accesses, a millisecond each.
-    slot = T.alloc_buffer((1,), "bool", scope="global")
+    slot = T.alloc_buffer((1,), "bool", scope=_register_scope.get())
     T.buffer_store(slot, condition, [tirx.const(0, "int64")])
     return slot[tirx.const(0, "int64")]
 

@@ -70,6 +70,9 @@ class PackedStorage(View):
         shift = self.layout.inner_dims[-1] if self.layout.compensation else -1
         positions = [outer.get(d, 0) + (1 if d == shift else 0) for d in self.layout.outer_perm]
         positions += [inner.get(d, 0) for d in self.layout.inner_dims]
+        if self.layout.swizzle:
+            row, column = map(int64, positions[-2:])
+            positions[-1] = self.layout.swizzled_column(row, column, self.nominal)
         offset: Expr = 0
         for position, stride in zip(positions, self._strides(), strict=True):
             offset = offset + position * stride

@@ -12,7 +12,7 @@ Rules of arithmetic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from ..core.builder import Expr, Function, prefetch, vector_type
 from ..core.view import Coordinates, OperandView
 from ..math import vector_math
 from ..math.casts import cast, computed_in, round_to_bfloat16
-from .expression_ops import FLOAT32_OPS, FLOAT_OPS, INT_OPS, QUANTIZE, quantize, with_quantize
+from .expression_ops import FLOAT64_OPS, FLOAT_OPS, INT_OPS, QUANTIZE, quantize, with_quantize
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,24 @@ class _Value:
     value: tirx.Expr
 
 
-def emit(expression: Expression, values: Sequence[tirx.Expr], dtypes: Sequence[str], lanes: int) -> tirx.Expr:
+Ops = Mapping[str, Callable[..., tirx.Expr]]
+"""What writes the ops of an expression, for operands of one type."""
+
+
+def ops_for(dtype: str) -> Ops:
+    """The ops of CPUs."""
+    if not _is_float(dtype):
+        return INT_OPS
+    return FLOAT64_OPS if dtype == "float64" else FLOAT_OPS
+
+
+def emit(
+    expression: Expression,
+    values: Sequence[tirx.Expr],
+    dtypes: Sequence[str],
+    lanes: int,
+    ops: Callable[[str], Ops] = ops_for,
+) -> tirx.Expr:
     """An expression over vectors; called while a PrimFunc is being built, where it binds intermediates.
 
     Parameters
@@ -47,6 +64,8 @@ def emit(expression: Expression, values: Sequence[tirx.Expr], dtypes: Sequence[s
         The operands, of `lanes` lanes each (scalars where `lanes` is 1; a scalar operand is broadcast otherwise).
     dtypes : sequence of str
         Element types of the operands. A value may be in the type itself or in the one of `computed_in`.
+    ops : callable
+        The device's ops for an element type.
 
     Returns
     -------
@@ -82,8 +101,8 @@ def emit(expression: Expression, values: Sequence[tirx.Expr], dtypes: Sequence[s
             raise EncodingError(f"{op} in expression {expression} meets element types {found}; expected one")
         like = known[0]
         terms = [arg.value if isinstance(arg, _Value) else vector_math.constant(like.value, arg) for arg in args]
-        function = (FLOAT_OPS if _is_float(like.dtype) else INT_OPS).get(op)
-        if function is None or (op in FLOAT32_OPS and like.dtype == "float64"):
+        function = ops(like.dtype).get(op)
+        if function is None:
             raise EncodingError(f"{op} in expression {expression} does not exist for {like.dtype}")
         return _Value(like.dtype, vector_math.once(function(*terms, *params)))
 

@@ -78,6 +78,7 @@ FLOAT_OPS: dict[str, Callable[..., tirx.Expr]] = {
     "floor": T.floor,
     "ceil": T.ceil,
 }
+FLOAT64_OPS = {name: function for name, function in FLOAT_OPS.items() if name not in FLOAT32_OPS}
 INT_OPS: dict[str, Callable[..., tirx.Expr]] = {
     **_ARITHMETIC,
     "divide": _divide_int,

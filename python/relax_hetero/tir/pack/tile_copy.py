@@ -8,7 +8,9 @@ from collections.abc import Callable
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from ...encoding.packed_layout import CHUNK_BYTES
 from ...target.cpu_target import CpuTarget
+from ...target.element_types import bytes_of
 from ..core.builder import Expr, ceil_div, int64, lane_indices, loop, masked_store, minimum, zeros
 from ..core.packed_storage import (
     EMPTY,
@@ -37,6 +39,9 @@ def copy_runs(source: PackedStorage, destination: PackedStorage, cpu: CpuTarget)
     last = len(packed.shape) - 1
     inner = _real_inner(packed)
     lanes = cpu.lanes(plain.nominal)
+    if packed.layout.swizzle:
+        # Chunks stay whole.
+        lanes = min(lanes, CHUNK_BYTES // bytes_of(plain.nominal))
     if not plain.layout.is_identity or not inner or inner[-1] != last or lanes == 1:
         return False
     extents = extents_of([source, destination])
@@ -89,7 +94,7 @@ def interleave_rows(source: PackedStorage, destination: PackedStorage, cpu: CpuT
     """
     rank, inner = len(source.shape), _real_inner(destination)
     layout = destination.layout
-    if not source.layout.is_identity or len(inner) != 2 or inner[0] != rank - 1:
+    if not source.layout.is_identity or len(inner) != 2 or inner[0] != rank - 1 or layout.swizzle:
         return False
     columns, rows = inner
     group, tile = layout.tile(rows), layout.tile(columns)

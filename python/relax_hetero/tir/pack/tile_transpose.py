@@ -69,7 +69,7 @@ class _Transpose:
         group = 1
         if len(inner) == 2 and inner[1] == last and whole(extents[last], layout.tile(last)):
             group = layout.tile(inner.pop())
-        if len(inner) != 1 or inner[0] == last or (group == 1 and layout.tile(last) != 1):
+        if len(inner) != 1 or inner[0] == last or layout.swizzle or (group == 1 and layout.tile(last) != 1):
             return None
         size = bytes_of(str(plain.data.dtype)) * group
         lanes = cpu.isa.vector_bytes // max(4, size)

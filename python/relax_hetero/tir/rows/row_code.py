@@ -49,7 +49,9 @@ class RowWriter:
 
     def __init__(self, code: RowSpec) -> None:
         self.code = code
-        self.types = _value_types(code)
+        self.types = value_types(
+            code.program, code.plan, [view.nominal for view in code.operands], computed_in(code.result.nominal)
+        )
         # What has one value for all of a row, by operand number: in every lane of a register.
         self.constant = {
             number: Registers(1, dtype, code.lanes)
@@ -85,8 +87,8 @@ class RowWriter:
         accumulators = self.accumulators[number]
         index = self.code.program.num_operands + number
         dtype = self.types[index]
-        combine = _combine(step.kind, dtype, self._carries_nan(number))
-        neutral = _neutral(step.kind, dtype, self.code.lanes)
+        combine = _combine(step.kind, dtype, carries_nan(self.code.program, number))
+        neutral = neutral_of(step.kind, dtype, self.code.lanes)
         used: set[int] = set()
 
         def one(column: Expr, mask: Expr | None, chain: int) -> None:
@@ -108,7 +110,7 @@ class RowWriter:
             left = (left + 1) // 2
         whole = self._across(accumulators[0], combine, dtype)
         if step.kind == "mean":
-            whole = whole / _count(self.code.n, dtype)
+            whole = whole / count_of(self.code.n, dtype)
         self.constant[index][0] = broadcast(whole, self.code.lanes)
 
     def _across(self, vector: Expr, combine: Callable[[Expr, Expr], Expr], dtype: str) -> Expr:
@@ -124,23 +126,6 @@ class RowWriter:
                 halves[half] = lane_of(whole[0], half) if lanes == 1 else T.Shuffle([whole[0]], numbers)
             vector = combine(halves[0], halves[1])
         return vector
-
-    def _carries_nan(self, number: int) -> bool:
-        """Whether the greatest or least number of a row with NaN must be NaN.
-
-        Not where it is only subtracted from the very values before they are added up, as a softmax does: the sum
-        is NaN then.
-        """
-        program = self.code.program
-        own = Expression.operand(program.num_operands + number).term
-        for later, reduction in enumerate(program.reductions[number + 1 :], number + 1):
-            if reduction.kind not in ("sum", "mean"):
-                continue
-            for term in reduction.expression.terms():
-                if term.op == "subtract" and term.args == (program.reductions[number].expression.term, own):
-                    index = program.num_operands + later
-                    return index not in operands_of(program.result)
-        return True
 
     def _each(self, one: Callable[[Expr, Expr | None, int], None]) -> None:
         """Code for every vector of a row: its first column, a mask where it is partial, and a chain of accumulators."""
@@ -211,24 +196,45 @@ class RowWriter:
         return cast(result, computed_in(expression.substitute(places).dtype(types)))
 
 
-def _value_types(code: RowSpec) -> dict[int, str]:
-    """The type that every operand of the plan's expressions is computed in, by number."""
-    program, plan = code.program, code.plan
+def value_types(program: RowProgram, plan: RowPlan, operands: list[str], kept: str) -> dict[int, str]:
+    """The type that every operand of a plan's expressions is computed in, by number.
+
+    Parameters
+    ----------
+    operands : list of str
+        Element types of the program's operands.
+    kept : str
+        Type of the value that waits for later passes.
+    """
     # Conditions are read as bytes: TVM's analyzer fails on vectors of bool in registers.
-    types = {
-        number: "uint8" if view.nominal == "bool" else computed_in(view.nominal)
-        for number, view in enumerate(code.operands)
-    }
+    types = {number: "uint8" if dtype == "bool" else computed_in(dtype) for number, dtype in enumerate(operands)}
     plain = [types[number] for number in range(program.num_operands)]
     for number, reduction in enumerate(program.reductions):
         types[program.num_operands + number] = computed_in(reduction.expression.dtype(plain))
         plain.append(types[program.num_operands + number])
-    types[plan.kept] = types[plan.keeping] = computed_in(code.result.nominal)
+    types[plan.kept] = types[plan.keeping] = kept
     for step in plan.passes:
         for number, expression in step.per_row:
             known = [types.get(index, "") for index in range(number)]
             types[number] = computed_in(expression.dtype(known))
     return types
+
+
+def carries_nan(program: RowProgram, number: int) -> bool:
+    """Whether the greatest or least number of a row with NaN must be NaN.
+
+    Not where it is only subtracted from the very values before they are added up, as a softmax does: the sum is NaN
+    then.
+    """
+    own = Expression.operand(program.num_operands + number).term
+    for later, reduction in enumerate(program.reductions[number + 1 :], number + 1):
+        if reduction.kind not in ("sum", "mean"):
+            continue
+        for term in reduction.expression.terms():
+            if term.op == "subtract" and term.args == (program.reductions[number].expression.term, own):
+                index = program.num_operands + later
+                return index not in operands_of(program.result)
+    return True
 
 
 def _store(view: OperandView, at: Coordinates, value: Expr, lanes: int, mask: Expr | None) -> None:
@@ -253,7 +259,8 @@ def _combine(kind: str, dtype: str, carries_nan: bool) -> Callable[[Expr, Expr],
     return lambda a, b: T.Select(a < b, a, b)
 
 
-def _neutral(kind: str, dtype: str, lanes: int) -> Expr:
+def neutral_of(kind: str, dtype: str, lanes: int) -> Expr:
+    """What a reduction of nothing is, in every lane."""
     if kind in ("sum", "mean", "prod"):
         return constant(1 if kind == "prod" else 0, dtype, lanes)
     if "float" in dtype:
@@ -271,5 +278,6 @@ def _infinity(value: float, dtype: str) -> Expr:
     return tirx.call_intrin(dtype, "tirx.reinterpret", T.BitwiseXor(raw, tirx.IntImm("int64", 0)))
 
 
-def _count(n: Expr, dtype: str) -> Expr:
+def count_of(n: Expr, dtype: str) -> Expr:
+    """The number of elements of a row as a number of a type."""
     return tirx.const(float(n), dtype) if isinstance(n, int) else tirx.Cast(dtype, n)

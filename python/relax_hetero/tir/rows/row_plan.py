@@ -56,7 +56,13 @@ class RowPlan:
     cost: int
 
 
-def plan_rows(program: RowProgram, varying: frozenset[int], may_keep: bool, in_place: int | None = None) -> RowPlan:
+def plan_rows(
+    program: RowProgram,
+    varying: frozenset[int],
+    may_keep: bool,
+    in_place: int | None = None,
+    reciprocals: bool = False,
+) -> RowPlan:
     """Cut a program into passes, one for a reduction and one for the result.
 
     What takes many instructions and is needed again, an exponential or a sum of operands, is computed by the first
@@ -70,8 +76,10 @@ def plan_rows(program: RowProgram, varying: frozenset[int], may_keep: bool, in_p
         Whether the result's row can hold a value as exact as it is computed.
     in_place : int, optional
         The operand that the result's row holds when the kernel starts.
+    reciprocals : bool
+        Whether a quotient by a softmax's sum is a product with its reciprocal, which costs one more rounding.
     """
-    return _Planner(program, varying, may_keep, in_place).plan()
+    return _Planner(program, varying, may_keep, in_place, reciprocals).plan()
 
 
 def is_read_after_keeping(plan: RowPlan, operand: int) -> bool:
@@ -87,7 +95,15 @@ def is_read_after_keeping(plan: RowPlan, operand: int) -> bool:
 
 
 class _Planner:
-    def __init__(self, program: RowProgram, varying: frozenset[int], may_keep: bool, in_place: int | None) -> None:
+    def __init__(
+        self,
+        program: RowProgram,
+        varying: frozenset[int],
+        may_keep: bool,
+        in_place: int | None,
+        reciprocals: bool,
+    ) -> None:
+        self.reciprocals = reciprocals
         self.program, self.varying, self.may_keep, self.in_place = program, varying, may_keep, in_place
         self.kept = program.num_operands + len(program.reductions)
         self.keeping = self.kept + 1
@@ -128,6 +144,8 @@ class _Planner:
         args = tuple(map(self._cheaper, term.args))
         if term.op == "divide" and args[1].op == "sqrt" and self._varies(args[0]) and not self._varies(args[1]):
             return Term("multiply", (args[0], Term("rsqrt", args[1].args)))
+        if self.reciprocals and term.op == "divide" and self._varies(args[0]) and self._is_softmax_sum(args[1]):
+            return Term("multiply", (args[0], Term("divide", (Term("number", (), (1.0,)), args[1]))))
         if term.op == "exp" and self._is_below_greatest(term.args[0]):
             return Term("exp_nonpositive", args)
         return Term(term.op, args, term.params)
@@ -140,6 +158,14 @@ class _Planner:
             return False
         reduction = self.program.reductions[number]
         return reduction.kind == "max" and reduction.expression.term == term.args[0]
+
+    def _is_softmax_sum(self, term: Term) -> bool:
+        """Whether a term is a sum of exponentials of which one is 1, so that it has a finite reciprocal."""
+        number = term.params[0] - self.program.num_operands if term.op == "operand" else -1
+        if not 0 <= number < len(self.program.reductions) or self.program.reductions[number].kind != "sum":
+            return False
+        summed = self.program.reductions[number].expression.term
+        return summed.op == "exp" and self._is_below_greatest(summed.args[0])
 
     def _best(self, term: Term, later: list[Term], held: Term | None) -> Term | None:
         """The term that it pays most to keep from this pass on; None: what is held stays, if anything is."""

@@ -47,7 +47,7 @@ def rows_kernel(problem: RowsProblem, cpu: CpuTarget) -> tirx.PrimFunc:
             raise EncodingError(f"rows {problem.program}: found no operand that runs along the rows")
         n = extent_of(wide, "n")
         lanes = _lanes(views, cpu)
-        program = _in_single(problem.program)
+        program = in_single(problem.program)
         plan = plan_rows(
             program,
             frozenset(i for i, view in enumerate(operands) if view.runs_along("n")),
@@ -81,7 +81,7 @@ def phase_code(phase: RowPhase, others: list[OperandView], result: OperandView, 
     """
     operands = [*others[: phase.product], result, *others[phase.product :]]
     varying = frozenset(i for i, view in enumerate(operands) if view.runs_along("n"))
-    program = _in_single(phase.program)
+    program = in_single(phase.program)
     plan = plan_rows(program, varying, _holds_floats(result.dtype), phase.product)
     return RowSpec(program, plan, operands, result, _lanes(operands, cpu), n)
 
@@ -96,7 +96,7 @@ def _holds_floats(dtype: str) -> bool:
     return dtype in ("float32", "float64")
 
 
-def _in_single(program: RowProgram) -> RowProgram:
+def in_single(program: RowProgram) -> RowProgram:
     """The program with a cast back behind every cast to half precision, whose operands too are computed in single.
 
     One at the end is left to the store.

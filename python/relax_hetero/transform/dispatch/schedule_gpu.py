@@ -1,4 +1,4 @@
-"""ScheduleGPU: kernels of GPUs get a schedule, blocks and threads.
+"""ScheduleGPU: kernels of GPUs that no generator wrote get blocks and threads.
 
 Before::
 
@@ -7,11 +7,15 @@ Before::
 
 After::
 
-    for block in T.thread_binding(4, thread="blockIdx.x"):
-        for thread in T.thread_binding(1024, thread="threadIdx.x"):
-            with T.sblock("exp"): ...
+    for block in T.thread_binding(16, thread="blockIdx.x"):
+        for thread in T.thread_binding(64, thread="threadIdx.x"):
+            x_vector[0:4] = x[block * 256 + thread * 4 : ...]     # 16 bytes at once
+            for lane in T.unroll(4): y_vector[lane] = T.exp(x_vector[lane])
+            y[block * 256 + thread * 4 : ...] = y_vector[0:4]
 
-The rules are TVM's (``tvm.s_tir.dlight``). Kernels that bind threads already are left as written.
+The rules stand in `relax_hetero.tir.cuda.loops`. Kernels that bind threads already are left as written. A kernel of a
+form that no rule reads runs statement by statement, in one thread where nothing shows that iterations are independent:
+slower, still correct.
 
 Assumes BindTargets. A second run changes nothing.
 """
@@ -20,28 +24,41 @@ from __future__ import annotations
 
 import tvm
 from tvm import tirx
+from tvm_ffi import StructuralKey, VisitInterrupt, structural_walk
 
+from ...target.gpu_target import gpu_target_of
+from ...tir.cuda.loops import schedule
 from ..ir.declare import declare_pass
 from ..ir.rewriting import copy_module
 
 
 def schedule_gpu(mod: tvm.IRModule) -> tvm.IRModule:
-    """Apply TVM's rule-based schedules, matrix products and reductions first, to the module's GPU functions."""
-    gpu = {
-        gv: func
-        for gv, func in mod.functions.items()
-        if isinstance(func, tirx.PrimFunc) and "gpu" in getattr(func.attrs.get("target"), "keys", ())
-    }
-    if not gpu:
-        return mod
-    from tvm.s_tir import dlight  # slow to import, and only GPU modules need it
-
-    rules = dlight.gpu
-    scheduled = dlight.ApplyDefaultSchedule(
-        rules.Matmul(), rules.GEMV(), rules.Reduction(), rules.GeneralReduction(), rules.Fallback()
-    )(tvm.IRModule(gpu))
-    by_name = {gv.name_hint: func for gv, func in scheduled.functions.items()}
-    return copy_module(mod, {gv: by_name[gv.name_hint] if gv in gpu else f for gv, f in mod.functions.items()})
+    """Schedule the kernels of `mod` whose target is a GPU and that bind no threads yet."""
+    done: dict[StructuralKey, tirx.PrimFunc] = {}
+    functions = dict(mod.functions.items())
+    for gv, func in mod.functions.items():
+        if not isinstance(func, tirx.PrimFunc) or not _is_gpu(func) or _binds_threads(func.body):
+            continue
+        key = StructuralKey(func)
+        if key not in done:
+            done[key] = schedule(func, gpu_target_of(func.attrs["target"]))
+        functions[gv] = done[key]
+    changed = any(not func.same_as(mod.functions[gv]) for gv, func in functions.items())
+    return copy_module(mod, functions) if changed else mod
 
 
 ScheduleGPU = declare_pass("ScheduleGPU", schedule_gpu)
+
+
+def _is_gpu(func: tirx.PrimFunc) -> bool:
+    return "gpu" in getattr(func.attrs.get("target"), "keys", ()) and "tirx.is_scheduled" not in func.attrs
+
+
+def _binds_threads(body: tirx.Stmt) -> bool:
+    def stop(loop: tirx.For) -> VisitInterrupt | None:
+        return VisitInterrupt(loop) if loop.kind == tirx.ForKind.THREAD_BINDING else None
+
+    def attribute(node: tirx.AttrStmt) -> VisitInterrupt | None:
+        return VisitInterrupt(node) if node.attr_key == "thread_extent" else None
+
+    return structural_walk(body, [(tirx.For, stop), (tirx.AttrStmt, attribute)]) is not None

@@ -17,6 +17,7 @@ from tvm.tirx.buffer import is_buffer_var
 from ...encoding.activations import named
 from ...encoding.encoding import Encoding
 from ...encoding.expression import Expression
+from ...encoding.packed_layout import PackedLayout
 from ...encoding.problem import AttentionProblem, ConvProblem, Dim, MatmulProblem, Operand, Problem
 from ...encoding.resolver import resolver_for
 from ...encoding.row_program import RowProgram
@@ -24,6 +25,7 @@ from ...errors import EncodingError
 from ...op.encoded import PRODUCTS, encoded_op
 from ...target.cpu_target import cpu_target_of
 from ...target.element_types import short_name
+from ...target.gpu_target import gpu_target_of
 from ...target.vdevice import device_name
 from ..ir.extents import Symbols
 from ..ir.kernels import OPS, work_attributes
@@ -242,24 +244,21 @@ class EncodingKernels:
 
     def relayout(self, source: Stored, result: Stored, where: str) -> tvm.ir.GlobalVar:
         """The kernel that lays a tensor out anew; one of both is row-major for packing and unpacking."""
-        from ...tir.pack import pack  # compiler parts load when they are needed
-
         target = target_of(result.ty.vdevice)
-        machine = cpu_target_of(target)
         symbols = Symbols()
         shape = tuple(symbols.dim(extent) for extent in result.ty.shape.values)
         dtype = str(result.ty.dtype)
-        if source.layout.is_identity:
-            op, make = "pack", lambda: pack.pack_kernel(shape, dtype, result.layout, machine)
-        elif result.layout.is_identity:
-            op, make = "unpack", lambda: pack.unpack_kernel(shape, dtype, source.layout, machine)
-        else:
-            op, make = "relayout", lambda: pack.relayout_kernel(shape, dtype, source.layout, result.layout, machine)
+        layouts = source.layout, result.layout
+        op = "pack" if layouts[0].is_identity else "unpack" if layouts[1].is_identity else "relayout"
         names = tuple(f"d{i}" for i in range(len(shape)))
         buffers = [Operand(shape, dtype, names, stored.layout) for stored in (source, result)]
         name = f"{op}_{shape_text(shape)}_{self._names.device(target)}"
-        key = (op, shape, dtype, source.layout, result.layout)
-        return self._table.get(key, target, name, [op], lambda: _checked(make(), buffers, target, where))
+        key = (op, shape, dtype, *layouts)
+
+        def make() -> tirx.PrimFunc:
+            return _checked(_relayout_kernel(shape, dtype, *layouts, target), buffers, target, where)
+
+        return self._table.get(key, target, name, [op], make)
 
     def _solve(
         self,
@@ -286,6 +285,24 @@ class EncodingKernels:
             return _checked(func, problem.parameters, target, f"{where}, resolver {resolver.name!r}", scratch)
 
         return self._table.get(problem, target, name, ops, make)
+
+
+def _relayout_kernel(
+    shape: tuple[Dim, ...], dtype: str, source: PackedLayout, result: PackedLayout, target: tvm.target.Target
+) -> tirx.PrimFunc:
+    """The kernel that stores a tensor anew; compiler parts load when they are needed."""
+    if "gpu" in target.keys:
+        from ...tir.cuda.pack.pack import relayout_kernel
+
+        return relayout_kernel(shape, dtype, source, result, gpu_target_of(target))
+    from ...tir.pack import pack
+
+    cpu = cpu_target_of(target)
+    if source.is_identity:
+        return pack.pack_kernel(shape, dtype, result, cpu)
+    if result.is_identity:
+        return pack.unpack_kernel(shape, dtype, source, cpu)
+    return pack.relayout_kernel(shape, dtype, source, result, cpu)
 
 
 def _named(expression: Expression, result: Stored) -> Expression:

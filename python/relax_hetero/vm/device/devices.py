@@ -1,41 +1,22 @@
-"""Devices of this process: which one each manifest entry runs on, and TVM's support for them, loaded when it is needed.
-
-A process with the compiler loads the support of every kind of device when tvm is imported; one with the runtime only
-loads none.
-"""
+"""Devices of this process: which one each manifest entry runs on."""
 
 from __future__ import annotations
 
 import json
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tvm import libinfo, runtime
-from tvm.base import _LOADED_LIBS
-from tvm_ffi.libinfo import load_lib_ctypes
+from tvm import runtime
 
 from ...artifact.messages import unknown_name
 from ...artifact.metadata import CPU, DeviceSpec, Metadata, device_names
 from ...errors import BindingError
+from ...target.backends import load_backend
 from .cpu_features import check_cpu
 from .cuda_copies import enable_peer_access
-
-_lock = threading.Lock()
-
-
-def load_backend(name: str) -> bool:
-    """Load ``libtvm_runtime_<name>`` if it is there; whether it is loaded now."""
-    library = f"tvm_runtime_{name}"
-    with _lock:
-        if library not in _LOADED_LIBS:
-            try:
-                paths = libinfo.package_lib_paths()
-                _LOADED_LIBS[library] = load_lib_ctypes("tvm", library, "RTLD_LOCAL", extra_lib_paths=paths)
-            except (OSError, RuntimeError):
-                return False
-        return True
+from .cuda_library import CUDA
+from .gpu_check import check_gpu, why_no_gpu
 
 
 def _make_vdevices_hashable() -> None:
@@ -158,6 +139,10 @@ def _check(name: str, spec: DeviceSpec, device: runtime.Device) -> runtime.Devic
     check_cpu(name, spec)
     if device.dlpack_device_type() != CPU:
         load_backend(spec.type_name)
+    is_cuda = device.dlpack_device_type() == CUDA
     if device.index < 0 or not device.exist:
-        raise BindingError(f"{name} is to run on {device}, which this machine does not have")
+        why = f": {why_no_gpu()}" if is_cuda else ""
+        raise BindingError(f"{name} is to run on {device}, which this machine does not have{why}")
+    if is_cuda:
+        check_gpu(name, spec, device)
     return device

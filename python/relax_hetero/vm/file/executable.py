@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -41,6 +41,8 @@ class Executable:
         One tensor per entry of ``metadata.constants``, usually on the host.
     container : Container, optional
         The file it was loaded from.
+    machine_code : mapping of str to bytes, optional
+        Of CUDA kernels that the module holds as source, by `cuda_modules.source_key`; files get the machine code.
 
     Attributes
     ----------
@@ -54,6 +56,8 @@ class Executable:
         metadata: Metadata,
         constants: Sequence[runtime.Tensor],
         container: Container | None = None,
+        *,
+        machine_code: Mapping[str, bytes] | None = None,
     ) -> None:
         if len(constants) != len(metadata.constants):
             raise BuildError(f"{len(constants)} constants given, expected {len(metadata.constants)}")
@@ -61,6 +65,7 @@ class Executable:
         self.metadata = metadata
         self.constants = list(constants)
         self._container = container
+        self._machine_code = dict(machine_code or {})
         self._runnable: runtime.Module | None = None
         self._lock = threading.Lock()
         # Machines on the same devices share their copies of the weights.
@@ -166,7 +171,7 @@ class Executable:
         if self._container is not None:
             write_copy(path, self._container.data, key, mode)
         else:
-            write_executable(path, self.module, self.metadata, self.constants, key, mode)
+            write_executable(path, self.module, self.metadata, self.constants, self._machine_code, key, mode)
 
     def runnable(self) -> runtime.Module:
         """The module in a form that runs in this process; code of ``c`` devices is compiled now, once.
@@ -184,7 +189,7 @@ class Executable:
     def _linked(self) -> runtime.Module:
         with tempfile.TemporaryDirectory(prefix="relax_hetero_") as folder:
             library = Path(folder) / "library.so"
-            link_library(self.module, library, "running code of a 'c' device")
+            link_library(self.module, library, "running code of a 'c' device", self._machine_code)
             return load_code(library)
 
     def constants_on(self, devices: Sequence[runtime.Device]) -> PlacedConstants:

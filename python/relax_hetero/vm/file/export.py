@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from ...target.cpu_cores import num_cores
 from ..device.cpu_features import with_features
 from ..device.interruptible import run_in_threads
 from ..device.tensors import bytes_of
+from .cuda_modules import with_machine_code, write_block
 
 # Modules that hold source or objects, and run only after they were linked.
 _NEEDS_LINKING = ("c", "static_library")
@@ -92,8 +93,12 @@ def check_linking(what: str) -> list[str]:
     return command
 
 
-def link_library(module: runtime.Module, path: Path, what: str) -> None:
+def link_library(
+    module: runtime.Module, path: Path, what: str, machine_code: Mapping[str, bytes] | None = None
+) -> None:
     """Link a compiled module into a shared library at `path`.
+
+    `machine_code`: of CUDA kernels that the module holds as source, by `cuda_modules.source_key`.
 
     Raises
     ------
@@ -105,9 +110,18 @@ def link_library(module: runtime.Module, path: Path, what: str) -> None:
     with tempfile.TemporaryDirectory(prefix="relax_hetero_") as workspace:
         try:
             link = partial(_link, command)
-            module.export_library(str(path), fcompile=link, workspace_dir=workspace, options=list(_C_OPTIONS))
+            pack = partial(_pack, machine_code) if machine_code else None
+            module.export_library(
+                str(path), fcompile=link, fpack_imports=pack, workspace_dir=workspace, options=list(_C_OPTIONS)
+            )
         except Exception as error:  # TVM and the linker raise their own kinds
             raise BuildError(f"{what}: linking failed: {error}") from error
+
+
+def _pack(machine_code: Mapping[str, bytes], module: runtime.Module, system: bool, prefix: str, folder: str) -> str:
+    """A file for the linker with all that a module imports, CUDA kernels as machine code."""
+    block = tvm.get_global_func("runtime.ModulePackImportsToTensor")(module).numpy().tobytes()
+    return str(write_block(with_machine_code(block, machine_code), Path(folder)))
 
 
 def _link(command: Sequence[str], output: str, objects: Sequence[str], options: Sequence[str] = ()) -> None:
@@ -136,13 +150,14 @@ def write_executable(
     module: runtime.Module,
     metadata: Metadata,
     constants: Sequence[runtime.Tensor],
+    machine_code: Mapping[str, bytes] | None = None,
     key: bytes | None = None,
     mode: int = 0o666,
 ) -> None:
     """Link and write a new executable to `path`, signed with `key` if there is one; see `replacing`."""
     with tempfile.TemporaryDirectory(prefix="relax_hetero_") as folder, replacing(path, mode) as target:
         library = Path(folder) / "library.so"
-        link_library(module, library, f"exporting {path}")
+        link_library(module, library, f"exporting {path}", machine_code)
         write_container(target, library, header_of(metadata), [bytes_of(tensor) for tensor in constants])
         _sign(target, key)
 

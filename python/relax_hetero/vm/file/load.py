@@ -13,8 +13,8 @@ from ...artifact.container import Container, open_container
 from ...artifact.metadata import CPU, ConstantSpec, Metadata
 from ...artifact.signing import checked_key
 from ...errors import BuildError
+from ...target.backends import load_backend
 from ...target.element_types import bytes_for
-from ..device.devices import load_backend
 from ..device.tensors import view_bytes
 from .executable import Executable
 from .export import checked_path

@@ -21,6 +21,8 @@ RUNS = "pack<outer=[1, 0] inner=[1:32]>"
 TRANSPOSED = "pack<outer=[0, 1] inner=[0:16]>"
 GROUPED = "pack<outer=[1, 0] inner=[1:16, 0:4]>"
 WORDS = "pack<outer=[0, 1] inner=[0:16, 1:4]>"
+SWIZZLED = "pack<outer=[1, 0] inner=[1:64, 0:64] +swizzle>"  # of (k, n), 16 bits
+SWIZZLED_ROWS = "pack<outer=[0, 1] inner=[0:8, 1:64] +swizzle>"  # of (n, k)
 CASES = [
     ((37, 70), "float32", RUNS),
     ((64, 64), "float32", RUNS),
@@ -45,6 +47,11 @@ CASES = [
     ((0, 70), "float32", RUNS),
     ((37, 0), "float32", TRANSPOSED),
     ((1, 1), "float32", RUNS),
+    ((130, 70), "bfloat16", SWIZZLED),
+    ((70, 130), "float16", SWIZZLED_ROWS),
+    ((64, 128), "float16", SWIZZLED_ROWS),
+    ((37, 200), "int8", "pack<outer=[0, 1] inner=[0:16, 1:128] +swizzle>"),
+    ((2, 37, 70), "float32", "pack<outer=[0, 2, 1] inner=[2:64, 1:32] +swizzle>"),
 ]
 
 
@@ -118,6 +125,8 @@ def test_unpack_on_every_machine(target, tmp_path):
         ("pack<outer=[0, 1] inner=[0:4, 1:4]>", "pack<outer=[0, 1] inner=[0:8, 1:32]>"),
         (GROUPED, RUNS),
         ("identity<2>", RUNS),
+        (RUNS, "pack<outer=[1, 0] inner=[1:64, 0:32] +swizzle>"),
+        ("pack<outer=[1, 0] inner=[1:64, 0:32] +swizzle>", "pack<outer=[0, 1] inner=[0:8, 1:32] +swizzle>"),
     ],
 )
 def test_relayout_writes_zeros_for_what_was_padding(source, destination, target, tmp_path):

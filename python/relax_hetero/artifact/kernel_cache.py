@@ -1,0 +1,72 @@
+"""Machine code of single kernels in the folder of the compile cache; needs nothing of TVM.
+
+Of a key there is ``KEY.cubin``: a digest and the code. A model of which one kernel has changed compiles one. All
+code together may take an eighth of the folder's limit; what was not used for longest goes first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import uuid
+from collections.abc import Mapping
+from functools import partial
+
+from .cache_folder import CacheFolder, files_in, private_opener, status_of, unlink_in
+from .regular_files import open_regular
+
+_log = logging.getLogger("relax_hetero")
+
+_SUFFIX = ".cubin"
+_DIGEST_BYTES = 20
+_SHARE = 8
+
+
+def find_code(folder: CacheFolder, key: str) -> bytes | None:
+    """The code of a key; None where there is none that is whole and this user's own."""
+    with folder.opened() as descriptor:
+        if descriptor is None:
+            return None
+        name = key + _SUFFIX
+        try:
+            file, _ = open_regular(name, follow=False, folder=descriptor, own=True)
+            with file:
+                data = file.read()
+            digest, code = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+            if digest != _digest(code):
+                return None
+            os.utime(name, dir_fd=descriptor, follow_symlinks=False)
+        except OSError:
+            return None
+        return code
+
+
+def keep_code(folder: CacheFolder, codes: Mapping[str, bytes]) -> None:
+    """Store code by key; a folder that cannot be written keeps nothing."""
+    try:
+        folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with folder.opened() as descriptor:
+            if descriptor is None:
+                return
+            for key, code in codes.items():
+                draft = f".{key}.cubin.{uuid.uuid4().hex}"
+                with open(draft, "xb", opener=partial(private_opener, descriptor)) as file:
+                    file.write(_digest(code) + code)
+                os.replace(draft, key + _SUFFIX, src_dir_fd=descriptor, dst_dir_fd=descriptor)
+            _trim(descriptor, folder.limit // _SHARE)
+    except OSError as error:
+        _log.debug("the compile cache keeps no kernels: %s", error)
+
+
+def _trim(folder: int, limit: int) -> None:
+    found = [(name, status_of(folder, name)) for name in files_in(folder, r"[0-9a-f]{40}\.cubin")]
+    total = 0
+    for status, name in sorted(((s, n) for n, s in found if s is not None), key=lambda pair: -pair[0].st_mtime):
+        total += status.st_size
+        if total > limit:
+            unlink_in(folder, name)
+
+
+def _digest(code: bytes) -> bytes:
+    return hashlib.blake2b(code, digest_size=_DIGEST_BYTES).digest()

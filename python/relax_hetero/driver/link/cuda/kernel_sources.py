@@ -1,0 +1,115 @@
+"""TVM writes the CUDA source of kernels, a source for each kernel, and the host code that launches them.
+
+TVM's own ``tirx.build`` makes one source of all kernels of a module, and has it compiled at once, in one thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import runtime, tirx
+from tvm.tirx.build import codegen_build, split_host_device_mods
+
+from ....vm.file.cuda_modules import SOURCE, CudaModule, read_only_module
+
+_COMPILE = "tvm_callback_cuda_compile"
+_LAUNCH = 2  # CallingConv::kDeviceKernelLaunch
+_GENERATED = b"\0"
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """CUDA source of one kernel, or of several that call functions of each other.
+
+    Attributes
+    ----------
+    module: As TVM made it: of source where TVM has no CUDA runtime, else of nothing.
+    """
+
+    target: tvm.target.Target
+    names: tuple[str, ...]
+    text: str
+    module: runtime.Module
+    data: CudaModule
+
+    @property
+    def arch(self) -> str:
+        """The architecture that code is made for, such as ``sm_90a``."""
+        return str(self.target.attrs.get("arch", ""))
+
+
+@dataclass(frozen=True)
+class CudaPart:
+    """Kernels of a target, as far as TVM compiles them.
+
+    Attributes
+    ----------
+    host: Compiled host functions, which launch the kernels.
+    """
+
+    host: runtime.Module
+    sources: tuple[KernelSource, ...]
+
+
+def generate(group: tvm.IRModule, target: tvm.target.Target) -> CudaPart:
+    """The host code and the sources of a module's kernels.
+
+    Parameters
+    ----------
+    group: PrimFuncs for the target.
+    target: With a host.
+    """
+    mod = tirx.transform.BindTarget(target)(group)
+    pipeline, finalize_host, finalize_device = tirx.get_default_tir_pipeline(target)
+    host, devices = split_host_device_mods(pipeline(mod))
+    sources = []
+    for device_target, device in devices.items():
+        device = finalize_device()(device)
+        sources += [_source(part, device_target) for part in _single_kernels(device)]
+    return CudaPart(codegen_build(finalize_host()(host), target.host), tuple(sources))
+
+
+def _single_kernels(device: tvm.IRModule) -> Sequence[tvm.IRModule]:
+    kernels = sorted(device.functions.items(), key=lambda pair: pair[0].name_hint)
+    if any(int(func.attrs.get("calling_conv", 0)) != _LAUNCH for _, func in kernels):
+        return [device]  # functions that kernels call
+    return [tvm.IRModule({gv: func}, attrs=device.attrs) for gv, func in kernels]
+
+
+def _source(device: tvm.IRModule, target: tvm.target.Target) -> KernelSource:
+    _state.generating = True
+    try:
+        module = codegen_build(device, target)
+    finally:
+        _state.generating = False
+    text = str(module.inspect_source("cuda"))
+    data = packed(module)
+    return KernelSource(target, data.names, text, module, data)
+
+
+def packed(module: runtime.Module) -> CudaModule:
+    """A module of CUDA kernels as data."""
+    block = tvm.get_global_func("runtime.ModulePackImportsToTensor")(module).numpy().tobytes()
+    return read_only_module(block)
+
+
+def is_source(data: CudaModule) -> bool:
+    """Whether TVM could only keep the source, as its CUDA runtime is not here."""
+    return data.format == SOURCE
+
+
+_state = threading.local()
+_stock_compile = tvm.get_global_func(_COMPILE, allow_missing=True)
+
+
+@tvm_ffi.register_global_func(_COMPILE, override=True)
+def _compile(code: Any) -> Any:
+    """What TVM's CUDA runtime calls with source; ours is compiled later, apart from TVM."""
+    if getattr(_state, "generating", False):
+        return _GENERATED
+    return _stock_compile(code)

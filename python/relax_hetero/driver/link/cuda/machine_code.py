@@ -1,0 +1,109 @@
+"""Sources of CUDA kernels become machine code: all at once, on all cores, equal ones once, found in the cache if there.
+
+NVRTC is asked by source, options and compiler for each kernel, so that a model of which one kernel has changed compiles
+one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import tvm
+from tvm import runtime
+
+from ....artifact.cache_folder import CacheFolder
+from ....artifact.kernel_cache import find_code, keep_code
+from ....errors import BuildError
+from ....target.cpu_cores import num_cores
+from ....vm.device.interruptible import run_in_threads
+from ....vm.file.cuda_modules import KIND, source_key
+from ..reasons import reason
+from .compilers import CompileError, Compiler, find_compiler
+from .kernel_sources import CudaPart, KernelSource, is_source
+
+_MOST_PROCESSES = 32
+
+
+def compile_kernels(
+    sources: Sequence[KernelSource], folder: CacheFolder | None = None, on_done: Callable[[int], None] | None = None
+) -> list[bytes]:
+    """The machine code of each source, in order.
+
+    Parameters
+    ----------
+    folder: Where code is kept between compilations.
+    on_done: Told, in this thread, how many more sources are done.
+
+    Raises
+    ------
+    BuildError: There is no compiler, or a kernel does not compile: names kernel, target and the first error.
+    """
+    if not sources:
+        return []
+    compiler = find_compiler()
+    keys = [_key(compiler, source) for source in sources]
+    found = {key: code for key in dict.fromkeys(keys) if folder is not None and (code := find_code(folder, key))}
+    missing = {key: source for key, source in zip(keys, sources, strict=True) if key not in found}
+    if on_done is not None and found:
+        on_done(sum(key in found for key in keys))
+    with compiler:
+        tasks = [partial(_compile, compiler, source) for source in missing.values()]
+        counts = [keys.count(key) for key in missing]
+
+        def done(number: int) -> None:
+            if on_done is not None:
+                on_done(counts[number])
+
+        codes = run_in_threads(tasks, min(num_cores(), _MOST_PROCESSES), "relax_hetero.cuda", done)
+    made = dict(zip(missing, codes, strict=True))
+    if folder is not None and made:
+        keep_code(folder, made)
+    found.update(made)
+    return [found[key] for key in keys]
+
+
+def _compile(compiler: Compiler, source: KernelSource) -> bytes:
+    try:
+        return compiler.compile(source.text, source.arch).code
+    except CompileError as error:
+        raise BuildError(
+            f"kernel {', '.join(map(repr, source.names))} does not compile for target {source.target}: "
+            f"{reason(error)} ({compiler.name})"
+        ) from error
+
+
+def _key(compiler: Compiler, source: KernelSource) -> str:
+    found = hashlib.blake2b(digest_size=20)
+    for text in (compiler.identity, compiler.settings(source.text, source.arch), source.text):
+        data = text.encode()
+        found.update(len(data).to_bytes(8, "little") + data)
+    return found.hexdigest()
+
+
+def imported(part: CudaPart, codes: Sequence[bytes]) -> dict[str, bytes]:
+    """Let the host code of a part import its kernels.
+
+    Parameters
+    ----------
+    codes: Machine code of each of the part's sources.
+
+    Returns
+    -------
+    dict of str to bytes: Code by `source_key` of kernels that TVM can only hold as source, because its CUDA runtime is
+        not here: what writes a file puts it there.
+    """
+    kept = {}
+    for source, code in zip(part.sources, codes, strict=True):
+        if is_source(source.data):
+            kept[source_key(source.data.code)] = code
+            part.host.import_module(source.module)
+        else:
+            part.host.import_module(_loaded(source, code))
+    return kept
+
+
+def _loaded(source: KernelSource, code: bytes) -> runtime.Module:
+    load = tvm.get_global_func(f"ffi.Module.load_from_bytes.{KIND}")
+    return load(source.data.compiled(code).to_bytes())

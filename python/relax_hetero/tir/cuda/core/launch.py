@@ -1,0 +1,125 @@
+"""How a kernel is launched: blocks, clusters of blocks, threads; and its shared memory, one allocation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ...core.builder import Expr
+
+SWIZZLED_ALIGN = 1024
+"""Of tiles with swizzled rows: the swizzle is of address bits, and repeats every eight rows of 128 bytes."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a thread is.
+
+    Attributes
+    ----------
+    block : PrimExpr
+        Number of the block; blocks of a cluster are neighbours.
+    rank : PrimExpr
+        Number of the block in its cluster, 0 without clusters.
+    thread : PrimExpr
+        Number of the thread in the block.
+    """
+
+    block: Expr
+    rank: Expr
+    thread: Expr
+
+
+@contextmanager
+def launch(blocks: Expr, threads: int, cluster: int = 1, moves_registers: bool = False) -> Iterator[Place]:
+    """The one nest of loops of a kernel; its context gives the place of the thread that runs the statements within.
+
+    Parameters
+    ----------
+    blocks : PrimExpr or int
+        A multiple of `cluster`.
+    cluster : int
+        Blocks that run at the same time and share their shared memory: 1, 2, 4 or 8.
+    moves_registers : bool
+        Whether warpgroups take registers of each other (`ptx.set_max_registers`).
+    """
+    zero = tirx.const(0, "int32")
+    with T.thread_binding(blocks, thread="blockIdx.x") as block:
+        if cluster > 1:
+            with T.thread_binding(cluster, thread="clusterCtaIdx.x") as rank:
+                with T.thread_binding(threads, thread="threadIdx.x") as thread, _bounds(moves_registers):
+                    yield Place(block, rank, thread)
+        else:
+            with T.thread_binding(threads, thread="threadIdx.x") as thread, _bounds(moves_registers):
+                yield Place(block, zero, thread)
+
+
+@contextmanager
+def _bounds(is_said: bool) -> Iterator[None]:
+    if not is_said:
+        yield
+        return
+    # The compiler drops setmaxnreg where it does not know how many blocks share a multiprocessor's registers.
+    with T.attr(0, "tirx.launch_bounds_min_blocks_per_sm", 1):
+        yield
+
+
+class SharedMemory:
+    """The shared memory of a kernel: parts are taken first; within the launch it is opened, and parts have addresses.
+
+    Take swizzled tiles first: the allocation begins at a multiple of their alignment, and nothing is lost.
+
+    Attributes
+    ----------
+    size : int
+        Bytes that are taken.
+    """
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._bytes: Any = None
+
+    def take(self, size: int, align: int = 16) -> int:
+        """The offset of so many bytes."""
+        begin = -(-self.size // align) * align
+        self.size = begin + size
+        return begin
+
+    def open(self) -> None:
+        """Allocate all that was taken; within `launch`."""
+        size = max(self.size, 16)
+        self._bytes = T.alloc_buffer((size,), "uint8", scope="shared.dyn")
+        # TVM cuts an allocation down to the bytes whose addresses it sees, and a copy takes only that of its first one.
+        for end in (0, size - 1):
+            T.evaluate(T.address_of(self._bytes[end]))
+
+    def at(self, offset: Expr) -> Expr:
+        """Pointer to a byte."""
+        return T.address_of(self._bytes[offset])
+
+
+def local(count: int, dtype: str) -> Any:
+    """Registers of a thread, a buffer; its indices are constants once loops over it are unrolled."""
+    return T.alloc_buffer((count,), dtype, scope="local")
+
+
+@contextmanager
+def unrolled(count: int) -> Iterator[Expr]:
+    """A loop that the CUDA compiler writes out; TVM, whose passes take long over much code, keeps the loop."""
+    with T.attr(0, "pragma_unroll_explicit", False), T.unroll(count) as i:
+        yield i
+
+
+def may_begin_early(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
+    """The kernel, launched so that it may begin before the launch before it in the stream has ended.
+
+    Only for kernels in which every thread waits (`ptx.wait_for_launches_before`) before it reads what others wrote, or
+    writes; what it reads before that has to be a constant. TVM passes the tag on to the driver ("programmatic stream
+    serialization"), and capturing a stream keeps it, as an edge of the graph.
+    """
+    return kernel.with_attr("tirx.kernel_launch_params", ["tirx.use_programtic_dependent_launch"])

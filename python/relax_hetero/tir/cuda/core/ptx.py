@@ -1,0 +1,395 @@
+"""The instructions of NVIDIA GPUs that kernels use, a function each: the one file that knows how TVM spells them.
+
+Every function writes a statement into the PrimFunc under construction, or returns an expression where it says so.
+Addresses of shared and global memory are pointers (``T.address_of(buffer[index])``); shared memory of other blocks of
+a cluster is found by 32-bit addresses (`remote_address`). Registers that an instruction writes are elements of local
+buffers.
+
+Shared memory that instructions of this file read or write is never read or written as a buffer: TVM would see the
+accesses, and put barriers of all threads between them that warps with different work do not all reach.
+
+Source: PTX ISA 9.0; section names in the docstrings are its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tvm.script import tirx as _instructions
+from tvm.script.ir_builder import tirx as T
+
+from ...core.builder import Expr
+
+_PTX = _instructions.ptx
+_CUDA = _instructions.cuda
+
+PTX_TYPES = {
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "float32": "tf32",
+    "float8_e4m3fn": "e4m3",
+    "float8_e5m2": "e5m2",
+    "int8": "s8",
+    "uint8": "u8",
+}
+"""What wgmma and mma.sync call element types of operands; float32 is read as tf32, its lowest 13 bits ignored."""
+
+
+def _emit(instruction: str, *operands: Expr) -> None:
+    T.evaluate(_PTX[instruction](*operands))
+
+
+def _u32(value: Expr) -> Expr:
+    return T.uint32(value) if isinstance(value, int) else T.Cast("uint32", value)
+
+
+# Threads: barriers of a block, of some of its warps, of a warp.
+
+
+def block_barrier() -> None:
+    """All threads of the block wait for each other; their shared and global writes are visible to each other."""
+    T.evaluate(_CUDA.cta_sync())
+
+
+def warp_barrier() -> None:
+    """The 32 threads of a warp wait for each other, and see each other's writes."""
+    T.evaluate(_CUDA.warp_sync())
+
+
+def named_barrier(number: Expr, threads: int) -> None:
+    """`threads` threads, a multiple of 32, wait for each other at barrier `number` (1 to 15; 0 is the block's)."""
+    T.evaluate(_PTX["barrier.cta.sync.aligned"](_u32(number), T.uint32(threads)))
+
+
+def warpgroup_barrier(number: Expr) -> None:
+    """The 128 threads of a warpgroup wait for each other at barrier `number` (1 to 15)."""
+    T.evaluate(_CUDA.warpgroup_sync(number))
+
+
+def set_max_registers(count: int, grows: bool) -> None:
+    """All warps of a warpgroup take `count` registers a thread (a multiple of 8), more or fewer than at the launch.
+
+    Dropped by the compiler unless the kernel says how many blocks a multiprocessor holds (`launch.launch`).
+    """
+    _emit(f"setmaxnreg.{'inc' if grows else 'dec'}.sync.aligned.u32", count)
+
+
+# Asynchronous barriers in shared memory ("mbarrier"): arrivals and bytes that are waited for.
+
+
+def barrier_init(barrier: Expr, arrivals: int) -> None:
+    """A barrier whose phase ends with so many arrivals and all expected bytes; one thread does it."""
+    _emit("mbarrier.init.shared.b64", barrier, T.uint32(arrivals))
+
+
+def barrier_init_fence() -> None:
+    """Barriers that this thread has initialized are seen by copies and by the cluster; a `block_barrier` follows."""
+    _emit("fence.mbarrier_init.release.cluster")
+
+
+def barrier_arrive(barrier: Expr) -> None:
+    """One arrival; what the thread wrote before is seen by those that wait."""
+    _emit("mbarrier.arrive.shared.b64", barrier, T.uint32(1))
+
+
+def barrier_expect(barrier: Expr, size: Expr) -> None:
+    """One arrival, and `size` bytes more that copies have to bring before the phase ends."""
+    _emit("mbarrier.arrive.expect_tx.shared.b64", barrier, _u32(size))
+
+
+def barrier_arrive_after_copies(barrier: Expr) -> None:
+    """One arrival as soon as all `copy_async` that this thread has issued are complete; the thread goes on at once.
+
+    Counts as one of the barrier's expected arrivals (``.noinc``).
+    """
+    _emit("cp.async.mbarrier.arrive.noinc.shared.b64", barrier)
+
+
+def barrier_arrive_remote(address: Expr) -> None:
+    """One arrival at the barrier of another block of the cluster, found by `remote_address`."""
+    _emit("mbarrier.arrive.release.cluster.shared::cluster.b64", address)
+
+
+def barrier_wait(barrier: Expr, parity: Expr, cluster: bool = False) -> None:
+    """Wait for the end of the phase of this parity: 0 for the first, 1 for the second, 0 for the third, ...
+
+    A wait for parity 1 of a new barrier returns at once. `cluster`: arrivals come from other blocks.
+    """
+    wait = _CUDA.mbarrier_wait_acquire_cluster if cluster else _CUDA.mbarrier_wait
+    T.evaluate(wait(barrier, parity))
+
+
+# Copies.
+
+
+def copy_async(target: Expr, source: Expr, size: int, valid: Expr | None = None) -> None:
+    """Copy `size` bytes (4, 8 or 16, the addresses' alignment) from global to shared memory, without registers.
+
+    Parameters
+    ----------
+    valid : PrimExpr, optional
+        How many bytes are read, 0 to `size`; the others become zeros. The address has to be a valid one even for 0.
+    """
+    form = "cg" if size == 16 else "ca"
+    extra = [] if valid is None else [_u32(valid)]
+    _emit(f"cp.async.{form}.shared.global", target, source, size, *extra)
+
+
+def copy_commit() -> None:
+    """The thread's copies since the last commit become a group."""
+    _emit("cp.async.commit_group")
+
+
+def copy_wait(groups: int) -> None:
+    """Wait until at most so many of the thread's newest groups of `copy_async` are pending."""
+    _emit("cp.async.wait_group", groups)
+
+
+def bulk_load(target: Expr, source: Expr, size: Expr, barrier: Expr, blocks: Expr | None = None) -> None:
+    """Copy `size` bytes, a multiple of 16, from global to shared memory by one thread; they count at `barrier`.
+
+    Parameters
+    ----------
+    blocks : PrimExpr, optional
+        uint16 mask of the blocks of the cluster that get the bytes, each at the same place of its shared memory, and
+        counts them at its own barrier.
+    """
+    if blocks is None:
+        _emit("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes", target, source, _u32(size), barrier)
+    else:
+        name = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+        _emit(name, target, source, _u32(size), barrier, blocks)
+
+
+def bulk_store(target: Expr, source: Expr, size: Expr) -> None:
+    """Copy `size` bytes, a multiple of 16, from shared to global memory; addresses are multiples of 16, too."""
+    _emit("cp.async.bulk.global.shared::cta.bulk_group", target, source, _u32(size))
+
+
+def bulk_commit() -> None:
+    """The thread's bulk stores since the last commit become a group."""
+    _emit("cp.async.bulk.commit_group")
+
+
+def bulk_wait_read(groups: int) -> None:
+    """Wait until at most so many of the thread's newest groups of bulk stores have yet to read shared memory."""
+    _emit("cp.async.bulk.wait_group.read", groups)
+
+
+def bulk_wait(groups: int) -> None:
+    """Wait until at most so many of the thread's newest groups of bulk stores are pending."""
+    _emit("cp.async.bulk.wait_group", groups)
+
+
+def prefetch_l2(source: Expr, size: int) -> None:
+    """Ask for `size` bytes, a multiple of 16 at a multiple of 16, in the second-level cache."""
+    _emit("cp.async.bulk.prefetch.L2.global", source, T.uint32(size))
+
+
+def async_proxy_fence() -> None:
+    """What this thread wrote to shared memory by plain stores or `copy_async` is seen by wgmma and by bulk stores."""
+    _emit("fence.proxy.async.shared::cta")
+
+
+def load_shared(registers: Sequence[Expr], address: Expr, dtype: str = "u32") -> None:
+    """One, two or four neighbouring values of 32 bits (or one of 8 or 16: "u8", "u16") to registers."""
+    _emit(f"ld.shared.{_vector(len(registers))}{dtype}", *registers, address)
+
+
+def store_shared(address: Expr, values: Sequence[Expr], dtype: str = "u32") -> None:
+    """One, two or four neighbouring values of 32 bits (or one of 8 or 16)."""
+    _emit(f"st.shared.{_vector(len(values))}{dtype}", address, *values)
+
+
+def load_global(registers: Sequence[Expr], address: Expr, dtype: str = "u32", is_constant: bool = True) -> None:
+    """One, two or four neighbouring values of 32 bits.
+
+    Parameters
+    ----------
+    is_constant : bool
+        Whether nothing writes them while the kernel runs.
+    """
+    _emit(f"ld.global.{'nc.' if is_constant else ''}{_vector(len(registers))}{dtype}", *registers, address)
+
+
+def store_global(address: Expr, values: Sequence[Expr], dtype: str = "u32") -> None:
+    """One, two or four neighbouring values of 32 bits."""
+    _emit(f"st.global.{_vector(len(values))}{dtype}", address, *values)
+
+
+def _vector(count: int) -> str:
+    return "" if count == 1 else f"v{count}."
+
+
+def store_matrices(address: Expr, registers: Sequence[Expr], transposed: bool = False) -> None:
+    """Four 8x8 matrices of 16-bit values from the fragments of a warp to shared memory (``stmatrix``).
+
+    Lane l gives the address of row ``l % 8`` of matrix ``l // 8``; register i holds of matrix i the pair of columns
+    ``2 * (l % 4)`` of row ``l // 4``.
+    """
+    trans = ".trans" if transposed else ""
+    _emit(f"stmatrix.sync.aligned.m8n8.x{len(registers)}{trans}.shared.b16", address, *registers)
+
+
+def pack_pair(register: Expr, low: Expr, high: Expr, dtype: str) -> None:
+    """Two float32 rounded to float16 or bfloat16, in one register."""
+    _emit(f"cvt.rn.{PTX_TYPES[dtype]}x2.f32", register, high, low)
+
+
+# Clusters: blocks that run at the same time and read each other's shared memory.
+
+
+def cluster_arrive() -> None:
+    """This thread has come to the cluster's barrier; what it wrote is seen by those that `cluster_wait`."""
+    _emit("barrier.cluster.arrive.release.aligned")
+
+
+def cluster_wait() -> None:
+    """Wait until all threads of all blocks of the cluster have arrived."""
+    _emit("barrier.cluster.wait.acquire.aligned")
+
+
+def shared_address(pointer: Expr) -> Expr:
+    """The 32-bit address of something in this block's shared memory (an expression)."""
+    return _CUDA.cvta_generic_to_shared(pointer)
+
+
+def remote_address(register: Expr, address: Expr, block: Expr) -> None:
+    """Where block `block` of the cluster has what lies at a 32-bit shared address here."""
+    _emit("mapa.shared::cluster.u32", register, address, _u32(block))
+
+
+def load_remote(registers: Sequence[Expr], address: Expr, dtype: str = "u32") -> None:
+    """One, two or four values of 32 bits from shared memory of another block, at a `remote_address`."""
+    _emit(f"ld.shared::cluster.{_vector(len(registers))}{dtype}", *registers, address)
+
+
+# Tensor cores of Hopper: one warpgroup multiplies tiles that lie in shared memory.
+
+CONTRACTION_BYTES = 32
+"""Of a row of k that one wgmma multiplies: 16 values of 16 bits."""
+
+
+def matrix_descriptor(register: Expr, address: Expr, leading: int = 1, stride: int = 64) -> None:
+    """How wgmma finds a tile of rows of 128 bytes, swizzled, at a multiple of 1,024 bytes.
+
+    Parameters
+    ----------
+    register : element of a uint64 buffer
+        Adding ``bytes / 16`` to it moves the tile.
+    leading : int
+        16-byte units between stripes of 64 columns, where rows are those of k (read transposed).
+    stride : int
+        16-byte units between groups of 8 rows.
+    """
+    pointer = T.address_of(register)
+    T.evaluate(_CUDA.wgmma.encode_matrix_descriptor(pointer, address, leading, stride, 3))
+
+
+def wgmma_fence() -> None:
+    """Before the first `wgmma` that uses registers, or shared memory, that were written otherwise."""
+    _emit("wgmma.fence.sync.aligned")
+
+
+def wgmma_commit() -> None:
+    """Every `wgmma` since the last commit becomes a group."""
+    _emit("wgmma.commit_group.sync.aligned")
+
+
+def wgmma_wait(groups: int) -> None:
+    """Wait until at most so many of the newest groups are pending."""
+    _emit("wgmma.wait_group.sync.aligned", groups)
+
+
+def wgmma(
+    sums: Sequence[Expr],
+    left: Expr,
+    right: Expr,
+    types: tuple[str, str],
+    adds: Expr,
+    transposed: tuple[bool, bool] = (False, False),
+) -> None:
+    """``sums = left * right (+ sums where adds)`` for 64 rows and ``2 * len(sums)`` columns.
+
+    Parameters
+    ----------
+    sums : sequence of registers
+        float32, or uint32 that hold int32. Register ``4 * j + 2 * h + c`` of lane l of warp w is row
+        ``16 * w + l // 4 + 8 * h``, column ``8 * j + 2 * (l % 4) + c``.
+    left, right : PrimExpr
+        Descriptors of 64 and of ``2 * len(sums)`` rows of 32 bytes of k.
+    types : tuple of str
+        Element types of both.
+    adds : PrimExpr
+        uint32: 0 begins a sum.
+    transposed : tuple of bool
+        Whether a tile's rows are those of k, for types of 16 bits.
+    """
+    a, b = (PTX_TYPES[dtype] for dtype in types)
+    depth = CONTRACTION_BYTES * 8 // {"f16": 16, "bf16": 16, "tf32": 32}.get(a, 8)
+    is_integer = a in ("s8", "u8")
+    signs = [] if is_integer else [1, 1]
+    orders = [int(t) for t in transposed] if a in ("f16", "bf16") else []
+    name = f"wgmma.mma_async.sync.aligned.m64n{2 * len(sums)}k{depth}.{'s32' if is_integer else 'f32'}.{a}.{b}"
+    _emit(name, *sums, left, right, _PTX.pred(adds), *signs, *orders)
+
+
+# Launches that follow each other.
+
+
+def wait_for_launches_before() -> None:
+    """Wait until the launches before this one are complete and their writes visible.
+
+    Nothing where this launch does not begin before they end.
+    """
+    _emit("griddepcontrol.wait")
+
+
+def let_next_launch_begin() -> None:
+    """The launch after this one may begin, up to its `wait_for_launches_before`."""
+    _emit("griddepcontrol.launch_dependents")
+
+
+# Tensor cores of all GPUs: one warp multiplies fragments that lie in registers.
+
+
+def mma_sync(sums: Sequence[Expr], left: Sequence[Expr], right: Sequence[Expr], dtype: str, adds: bool = True) -> None:
+    """``sums = left * right (+ sums where adds)`` for 16 rows, 8 columns and 16 values of k of 16 bits, in a warp.
+
+    Parameters
+    ----------
+    sums : sequence of registers
+        Four of float32: of lane l row ``l // 4``, columns ``2 * (l % 4)`` and one more; then the same of row + 8.
+    left : sequence of registers
+        Four of uint32, two values each: row ``l // 4``, k from ``2 * (l % 4)``; row + 8; then both with k + 8.
+    right : sequence of registers
+        Two of uint32: column ``l // 4``, k from ``2 * (l % 4)``; k + 8.
+    dtype : str
+        float16 or bfloat16.
+    """
+    kind = PTX_TYPES[dtype]
+    before = list(sums) if adds else [T.float32(0)] * 4
+    _emit(f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32", *sums, *left, *right, *before)
+
+
+def multiply_add_pair(register: Expr, a: Expr, b: Expr, c: Expr, dtype: str) -> None:
+    """``a * b + c`` of two float16 or bfloat16 in registers of 32 bits, rounded once."""
+    _emit(f"fma.rn.{PTX_TYPES[dtype]}x2", register, a, b, c)
+
+
+def add_pair(register: Expr, a: Expr, b: Expr) -> None:
+    """``a + b`` of two float16 in registers of 32 bits."""
+    _emit("add.f16x2", register, a, b)
+
+
+def stream_global(registers: Sequence[Expr], address: Expr) -> None:
+    """Four neighbouring values of 32 bits of a constant that is read once: the first-level cache does not keep them."""
+    _emit("ld.global.nc.L1::no_allocate.v4.u32", *registers, address)
+
+
+def read_global(registers: Sequence[Expr], address: Expr, dtype: str = "u32") -> None:
+    """One, two or four neighbouring values of 32 bits (or one of 16) that a launch before this one may have written.
+
+    The access stays behind `wait_for_launches_before`, where the compiler may move plain loads ahead of it.
+    """
+    _emit(f"ld.global.{_vector(len(registers))}{dtype}", *registers, address)

@@ -1,0 +1,52 @@
+"""Expressions as the CUDA compiler can compute them, and accumulators that lose nothing.
+
+Functions of 16-bit floats are computed in float32 and rounded once. Of most of them CUDA has no 16-bit form (``fmod``,
+``asin``, ``log1p``), of others one that is less exact than a rounded float32, and TVM names some that are nowhere.
+"""
+
+from __future__ import annotations
+
+import tvm
+from tvm import tirx
+from tvm_ffi import structural_map
+
+from ...core.builder import Expr
+
+_NARROW = ("float16", "bfloat16")
+
+# Calls that are no arithmetic: choices, hints, and the bits of a number.
+_KEPT = frozenset(("prim.if_then_else", "prim.likely", "tirx.reinterpret", "tirx.address_of", "tirx.call_extern"))
+
+
+def for_cuda(expr: Expr) -> Expr:
+    """An expression with the functions of 16-bit floats in it computed in float32."""
+
+    def on_call(call: tvm.ir.Call) -> Expr:
+        if not isinstance(call.op, tvm.ir.Op) or call.op.name in _KEPT:
+            return call
+        types = [_type(arg) for arg in call.args]
+        if not any(dtype in _NARROW for dtype in types):
+            return call
+        args = [
+            tirx.Cast("float32", arg) if dtype in _NARROW else arg for arg, dtype in zip(call.args, types, strict=True)
+        ]
+        dtype = _type(call)
+        wide = tvm.ir.Call(call.op, args, ret_ty=tvm.ir.PrimType("float32" if dtype in _NARROW else dtype))
+        return tirx.Cast(dtype, wide) if dtype in _NARROW else wide
+
+    def on_extreme(node: tirx.Max | tirx.Min) -> Expr:
+        dtype = _type(node)
+        if dtype not in _NARROW:
+            return node
+        return tirx.Cast(dtype, type(node)(tirx.Cast("float32", node.a), tirx.Cast("float32", node.b)))
+
+    return structural_map(expr, [(tvm.ir.Call, on_call), ((tirx.Max, tirx.Min), on_extreme)])
+
+
+def accumulator_type(dtype: str) -> str:
+    """The type that terms of a type are added and multiplied in."""
+    return "float32" if dtype in _NARROW else dtype
+
+
+def _type(value: Expr) -> str:
+    return str(getattr(value.ty, "dtype", ""))

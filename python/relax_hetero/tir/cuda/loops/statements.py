@@ -1,0 +1,188 @@
+"""PrimFuncs of any form: statement after statement, each a launch, parallel where iterations are proven independent.
+
+Before::
+
+    for i in range(8):
+        count: T.int64[1]
+        count[0] = 0
+        for j in range(100):
+            if x[i, j] > 0: y[i, count[0]] = x[i, j]; count[0] = count[0] + 1
+
+After, as every access of what the loop writes has ``i`` in one place::
+
+    for block in T.thread_binding(1, "blockIdx.x"), thread in T.thread_binding(64, "threadIdx.x"):
+        if thread < 8: ...                            # the body with i = thread
+
+A statement whose outermost loop is not proven independent runs in one thread.
+"""
+
+from __future__ import annotations
+
+import tvm
+from tvm import s_tir, tirx
+from tvm.script.ir_builder import tirx as T
+from tvm_ffi import structural_map, structural_walk
+
+from ....target.element_types import bytes_of
+from ....target.gpu_target import WARP, GpuTarget
+from ...core.builder import Expr, ceil_div, int64, plain_extent
+from .arithmetic import for_cuda
+from .independence import is_independent
+from .launch import threads_for
+
+_MOST_LOCAL = 2048
+"""Bytes of a thread's own memory for one temporary; larger ones are memory of the device."""
+
+
+def write_statements(func: tirx.PrimFunc, gpu: GpuTarget) -> tirx.PrimFunc:
+    """The function with its statements in launches; those that bind threads already stay as they are."""
+    body, allocated = _plain(func)
+    statements = list(body.seq) if isinstance(body, tirx.SeqStmt) else [body]
+    if any(isinstance(s, (tirx.Bind, tirx.DeclBuffer, tirx.AllocBuffer)) for s in statements):
+        statements = [body]
+    launches = []
+    for statement in statements:
+        launched, hoisted = _launched(statement, gpu)
+        launches.append(launched)
+        allocated += hoisted
+    inner = tirx.SeqStmt(launches) if len(launches) > 1 else launches[0]
+    root = s_tir.SBlock([], [], [], "root", inner, None, allocated)
+    return func.with_body(s_tir.SBlockRealize([], True, root)).with_attr("tirx.is_scheduled", True)
+
+
+def _plain(func: tirx.PrimFunc) -> tuple[tirx.Stmt, list[tirx.Buffer]]:
+    """The body as loops and stores alone, and what the root block allocates."""
+    root = func.body
+    allocated: list[tirx.Buffer] = []
+    if isinstance(root, s_tir.SBlockRealize) and not root.iter_values:
+        allocated = list(root.block.alloc_buffers)
+        root = root.block.body
+    stock = s_tir.transform
+    lower = tvm.transform.Sequential(
+        [
+            stock.CanonicalizeLoop(),
+            stock.LowerInitBlock(),
+            stock.ConvertBlocksToOpaque(),
+            stock.LowerMatchBuffer(),
+            stock.LowerOpaqueBlock(),
+        ]
+    )
+    name = tvm.ir.GlobalVar("main")
+    mod = lower(tvm.IRModule({name: func.with_body(_with_root(root))}))
+    body = mod.functions[name].body
+    while isinstance(body, s_tir.SBlockRealize):
+        allocated += list(body.block.alloc_buffers)
+        body = body.block.body
+    return body, allocated
+
+
+def _with_root(body: tirx.Stmt) -> tirx.Stmt:
+    return s_tir.SBlockRealize([], True, s_tir.SBlock([], [], [], "root", body))
+
+
+def _launched(statement: tirx.Stmt, gpu: GpuTarget) -> tuple[tirx.Stmt, list[tirx.Buffer]]:
+    """A statement in a launch, and temporaries that must be memory of the device."""
+    loops: list[tuple[tirx.Var, Expr, Expr]] = []
+    body = statement
+    while isinstance(body, tirx.For) and is_independent(body) and _all_small(body):
+        loops.append((body.loop_var, body.min, plain_extent(body.extent)))
+        body = body.body
+        while isinstance(body, tirx.SeqStmt) and len(body.seq) == 1:
+            body = body.seq[0]
+    body, hoisted = _own_memory(_serial(body))
+    units: Expr = 1
+    for _, _, extent in loops:
+        units = units * (extent if isinstance(extent, int) else tirx.Cast("int64", extent))
+    threads = threads_for(units, gpu) if loops else WARP
+    block, thread = tirx.Var("block", "int64"), tirx.Var("thread", "int64")
+    number: Expr = block * threads + thread
+    is_there = number < int64(units)
+    places: dict[tirx.Var, Expr] = {}
+    for var, least, extent in reversed(loops):
+        wide = int64(extent) if isinstance(extent, int) else T.max(tirx.Cast("int64", extent), int64(1))
+        place = tirx.floormod(number, wide)
+        number = tirx.floordiv(number, wide)
+        places[var] = (place if str(var.ty.dtype) == "int64" else tirx.Cast(str(var.ty.dtype), place)) + least
+    body = tirx.IfThenElse(is_there, replaced_in(body, places), None)
+    blocks = ceil_div(units, threads)
+    count = int64(max(blocks, 1)) if isinstance(blocks, int) else T.max(blocks, int64(1))
+    inner = _bound(thread, int64(threads), "threadIdx.x", body)
+    return _bound(block, count, "blockIdx.x", inner), hoisted
+
+
+def _bound(var: tirx.Var, extent: Expr, tag: str, body: tirx.Stmt) -> tirx.For:
+    """A loop whose iterations are blocks or threads."""
+    threads = tirx.IterVar(None, tirx.Var("", "int64"), tirx.IterVar.ThreadIndex, tag)
+    return tirx.For(var, int64(0), extent, tirx.ForKind.THREAD_BINDING, body, threads)
+
+
+def replaced_in(body: tirx.Stmt, values: dict[tirx.Var, Expr]) -> tirx.Stmt:
+    """A statement with variables replaced, and its expressions as CUDA can compute them."""
+    if values:
+        body = structural_map(body, (tvm.ir.Var, lambda var: values.get(var, var)))
+    return body
+
+
+def _serial(body: tirx.Stmt) -> tirx.Stmt:
+    """A statement with all loops inside run by the thread itself, one iteration after another."""
+
+    def change(loop: tirx.For) -> tirx.For:
+        if loop.kind in (tirx.ForKind.SERIAL, tirx.ForKind.THREAD_BINDING):
+            return loop
+        return tirx.For(loop.loop_var, loop.min, loop.extent, tirx.ForKind.SERIAL, loop.body, None, {}, loop.step)
+
+    def store(store: tirx.BufferStore) -> tirx.BufferStore:
+        value = for_cuda(store.value)
+        return store if value.same_as(store.value) else tirx.BufferStore(store.buffer, value, store.indices)
+
+    return structural_map(body, [(tirx.For, change), (tirx.BufferStore, store)])
+
+
+def _allocations(body: tirx.Stmt) -> list[tirx.AllocBuffer]:
+    found: list[tirx.AllocBuffer] = []
+    structural_walk(body, (tirx.AllocBuffer, found.append))
+    return found
+
+
+def _bytes(buffer: tirx.Buffer) -> int | None:
+    size = max(bytes_of(str(buffer.dtype)), 1)
+    for extent in buffer.shape:
+        if not isinstance(extent, tirx.IntImm):
+            return None
+        size *= int(extent)
+    return size
+
+
+def _is_small(buffer: tirx.Buffer) -> bool:
+    size = _bytes(buffer)
+    return size is not None and size <= _MOST_LOCAL
+
+
+def _all_small(body: tirx.Stmt) -> bool:
+    return all(_is_small(a.buffer) for a in _allocations(body) if a.buffer.scope() in ("", "global", "local"))
+
+
+def _own_memory(body: tirx.Stmt) -> tuple[tirx.Stmt, list[tirx.Buffer]]:
+    """A thread's temporaries: small ones of its own, large ones, which only a single thread has, of the device."""
+    renamed: dict[tirx.Var, tirx.Buffer] = {}
+    hoisted: list[tirx.Buffer] = []
+    for allocation in _allocations(body):
+        buffer = allocation.buffer
+        if buffer.scope() not in ("", "global"):
+            continue
+        if _is_small(buffer):
+            renamed[buffer] = tirx.decl_buffer(list(buffer.shape), str(buffer.dtype), buffer.name, scope="local")
+        else:
+            hoisted.append(buffer)
+    if not renamed and not hoisted:
+        return body, []
+
+    def allocate(allocation: tirx.AllocBuffer) -> tirx.Stmt:
+        if any(allocation.buffer.same_as(buffer) for buffer in hoisted):
+            return tirx.Evaluate(0)
+        return allocation
+
+    body = structural_map(body, (tirx.AllocBuffer, allocate))
+    if renamed:
+        body = structural_map(body, (tvm.ir.Var, lambda var: renamed.get(var, var)))
+    return body, hoisted

@@ -1,0 +1,290 @@
+"""What becomes of a product's sums: the epilogue, in the registers where tensor cores left them, and the result's rows.
+
+A warp holds 16 rows. Lane l has, of every 8 columns, the pair ``2 * (l % 4)`` of rows ``l // 4`` and ``l // 4 + 8``:
+written as they lie, they would fill eighths of memory transactions. So values go through shared memory, a part of its
+own for each warp, and leave it as whole rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ....encoding.expression import Expression
+from ....encoding.problem import Epilogue
+from ....target.element_types import HALVES, bytes_of
+from ...core.builder import Expr, Function, int64
+from ...core.view import Coordinates
+from ..core import ptx
+from ..core.expression import emit
+from ..core.global_view import GlobalView
+from ..core.launch import SharedMemory, local, unrolled
+from .operand_tiles import alignment, is_contiguous
+from .wgmma_tiling import STAGING_PAD
+
+WARP_ROWS = 16
+
+
+class FragmentStore:
+    """The epilogue and the result of a product.
+
+    Make it where the parameters behind the operands are declared; `open` in the body, `place` and `emit` in the launch.
+
+    Parameters
+    ----------
+    function : Function
+    init : GlobalView, optional
+        Added to the sums.
+    epilogue : Epilogue, optional
+    acc_dtype : str
+        Nominal type of the sums.
+
+    Attributes
+    ----------
+    views : list of GlobalView
+        Operands of the epilogue.
+    """
+
+    def __init__(self, function: Function, init: GlobalView | None, epilogue: Epilogue | None, acc_dtype: str) -> None:
+        operands = epilogue.operands if epilogue else ()
+        self.views = [GlobalView(function, f"x{i + 1}", operand) for i, operand in enumerate(operands)]
+        self._init = init
+        self._expression = epilogue.expression if epilogue else Expression.operand(0)
+        self._acc_dtype = acc_dtype
+
+    def open(self, result: GlobalView, m: Expr, n: Expr) -> None:
+        """Declare the elements of operands and result; in the body of the function, before the launch."""
+        for view in [*self.views, *([self._init] if self._init else [])]:
+            # Halves are read by their bits: TVM's own loads of bfloat16 cannot be held in variables.
+            view.open(raw=view.nominal in HALVES)
+        result.open(raw=True)
+        self._result, self._m, self._n = result, m, n
+        self._element = bytes_of(result.nominal)
+        self._width = _store_width(result, n)
+
+    def plan(self, shared: SharedMemory, warps: int, staged: int) -> Staging:
+        """Take the shared memory in which `warps` warps stage `staged` columns each."""
+        # Rows begin in other banks each: the pairs of eight rows are written without conflicts.
+        pitch = staged * self._element + (STAGING_PAD if self._element == 4 else STAGING_PAD // 2)
+        return Staging(shared, shared.take(warps * WARP_ROWS * pitch), staged, pitch)
+
+    def emit(
+        self,
+        sums: Any,
+        columns: int,
+        staging: Staging,
+        at: Coordinates,
+        first: tuple[Expr, Expr],
+        warp: Expr,
+        lane: Expr,
+    ) -> None:
+        """Store `columns` columns of a warp's rows.
+
+        Parameters
+        ----------
+        sums : Buffer
+            Of `columns` / 2 registers.
+        at : Coordinates
+            Of the batch.
+        first : tuple of PrimExpr
+            int64: row and column of the warp's first element.
+        warp : PrimExpr
+            Number of the warp's staging memory.
+        """
+        begin = staging.offset + warp * (WARP_ROWS * staging.pitch)
+        rows = [T.bind(first[0] + T.Cast("int64", lane // 4 + 8 * h)) for h in range(2)]
+        fixed = self._fixed_operands(at, rows)
+        for part in range(-(-columns // staging.columns)):
+            count = min(staging.columns, columns - part * staging.columns)
+            with unrolled(count // 8) as j:
+                column = T.bind(first[1] + T.Cast("int64", part * staging.columns + j * 8 + lane % 4 * 2))
+                self._stage_pairs(
+                    sums, (part * staging.columns // 8 + j) * 4, staging, begin, at, rows, column, fixed, (j, lane)
+                )
+            ptx.warp_barrier()
+            self._store_rows(staging, begin, at, first, part * staging.columns, count, lane)
+            ptx.warp_barrier()
+
+    def _fixed_operands(self, at: Coordinates, rows: list[Expr]) -> dict[tuple[int, int], Expr]:
+        """What of the operands does not change along a row, read once."""
+        fixed: dict[tuple[int, int], Expr] = {}
+        for number, view in enumerate(self.views):
+            if view.runs_along("n"):
+                continue
+            for h in range(2):
+                if h and not view.runs_along("m"):
+                    fixed[number, h] = fixed[number, 0]
+                else:
+                    fixed[number, h] = T.bind(self._load(view, at, rows[h], int64(0)))
+        return fixed
+
+    def _load(self, view: GlobalView, at: Coordinates, row: Expr, column: Expr) -> Expr:
+        """An element, of rows and columns that do not exist the last that does."""
+        place = {**at, "m": T.min(row, int64(self._m - 1)), "n": T.min(column, int64(self._n - 1))}
+        return _value_of(view.data[view.address(place)], view.nominal)
+
+    def _load_pair(self, view: GlobalView, at: Coordinates, row: Expr, column: Expr) -> list[Expr]:
+        """Elements of two neighbouring columns, the first even: in one load where they are aligned."""
+        size = bytes_of(view.nominal)
+        is_aligned = size in (2, 4) and isinstance(self._n, int) and self._n % 2 == 0
+        if not is_aligned or not is_contiguous(view, "n") or alignment(view, "n", 2 * size) < 2 * size:
+            return [T.bind(self._load(view, at, row, column + c)) for c in range(2)]
+        place = {**at, "m": T.min(row, int64(self._m - 1)), "n": T.min(column, int64(self._n - 2))}
+        bits = local(size // 2, "uint32")
+        words = [bits[i] for i in range(size // 2)]
+        # The result may take the place of an operand: it is written once this warp has read it.
+        ptx.load_global(words, T.address_of(view.data[view.address(place)]), is_constant=False)
+        if size == 4:
+            return [T.bind(_bits(word, view.nominal)) for word in words]
+        low, high = T.Cast("uint16", words[0]), T.Cast("uint16", T.shift_right(words[0], T.uint32(16)))
+        return [T.bind(_value_of(half, view.nominal)) for half in (low, high)]
+
+    def _stage_pairs(
+        self,
+        sums: Any,
+        register: Expr,
+        staging: Staging,
+        begin: Expr,
+        at: Coordinates,
+        rows: list[Expr],
+        column: Expr,
+        fixed: dict[tuple[int, int], Expr],
+        where: tuple[Expr, Expr],
+    ) -> None:
+        """The pairs of two rows of 8 columns: computed, rounded, written to shared memory."""
+        j, lane = where
+        of_column = {
+            number: self._load_pair(view, at, rows[0], column)
+            for number, view in enumerate(self.views)
+            if view.runs_along("n") and not view.runs_along("m")
+        }
+        for h in range(2):
+            pairs = []
+            for number, view in enumerate(self.views):
+                if not view.runs_along("n"):
+                    pairs.append([fixed[number, h]] * 2)
+                elif not view.runs_along("m"):
+                    pairs.append(of_column[number])
+                else:
+                    pairs.append(self._load_pair(view, at, rows[h], column))
+            totals = [self._sum(sums[register + 2 * h + c]) for c in range(2)]
+            if self._init is not None:
+                starts = self._load_pair(self._init, at, rows[h], column)
+                totals = [
+                    total + T.Cast(str(total.ty.dtype), start) for total, start in zip(totals, starts, strict=True)
+                ]
+            values = [(totals[c], [pair[c] for pair in pairs]) for c in range(2)]
+            target = begin + (lane // 4 + 8 * h) * staging.pitch + (j * 8 + lane % 4 * 2) * self._element
+            self._write_pair(staging.shared.at(target), values)
+
+    def _sum(self, register: Expr) -> Expr:
+        return tirx.reinterpret("int32", register) if self._acc_dtype == "int32" else register
+
+    def _write_pair(self, address: Expr, values: list[tuple[Expr, list[Expr]]]) -> None:
+        dtypes = [self._acc_dtype, *(view.nominal for view in self.views)]
+        dtype = self._result.nominal
+        expression = self._expression
+        if expression.term.op == "cast" and expression.term.params[0] == dtype and dtype in HALVES:
+            expression = Expression(expression.term.args[0])
+        results = [emit(expression, [total, *operands], dtypes) for total, operands in values]
+        own = str(results[0].ty.dtype)
+        if dtype in HALVES and (own == "float32"):
+            pair = local(1, "uint32")
+            ptx.pack_pair(pair[0], results[0], results[1], dtype)
+            ptx.store_shared(address, [pair[0]])
+            return
+        if own != dtype or dtype == "bool":
+            results = [T.Cast("uint8" if dtype == "bool" else dtype, value) for value in results]
+        if self._element == 4:
+            ptx.store_shared(address, [_bits(value, "uint32") for value in results])
+            return
+        unit = f"uint{8 * self._element}"
+        low, high = (T.Cast("uint32", _bits(value, unit)) for value in results)
+        pair_bits = T.bitwise_or(low, T.shift_left(high, T.uint32(8 * self._element)))
+        if self._element == 2:
+            ptx.store_shared(address, [pair_bits])
+        else:
+            ptx.store_shared(address, [T.Cast("uint16", pair_bits)], "u16")
+
+    def _store_rows(
+        self,
+        staging: Staging,
+        begin: Expr,
+        at: Coordinates,
+        first: tuple[Expr, Expr],
+        skip: int,
+        count: int,
+        lane: Expr,
+    ) -> None:
+        """Rows of the warp from shared memory to the result, neighbouring lanes neighbouring bytes."""
+        width = self._width
+        while count * self._element % width:
+            width //= 2
+        per_row = count * self._element // width
+        words = max(1, width // 4)
+        kind = "uint32" if width >= 4 else f"uint{8 * width}"
+        registers = local(words, kind)
+        with unrolled(-(-WARP_ROWS * per_row // 32)) as i:
+            number = lane + i * 32
+            row, chunk = number // per_row, number % per_row
+            at_row = first[0] + T.Cast("int64", row)
+            at_column = first[1] + T.Cast("int64", skip + chunk * width // self._element)
+            source = staging.shared.at(begin + row * staging.pitch + chunk * width)
+            conditions = [at_row < self._m, at_column < self._n]
+            if WARP_ROWS * per_row % 32:
+                conditions.append(number < WARP_ROWS * per_row)
+            with T.If(tirx.all(*conditions)), T.Then():
+                taken = [registers[w] for w in range(words)]
+                ptx.load_shared(taken, source, f"u{min(32, 8 * width)}")
+                address = self._result.address({**at, "m": at_row, "n": at_column})
+                if width >= 4:
+                    ptx.store_global(T.address_of(self._result.data[address]), taken)
+                else:
+                    T.buffer_store(self._result.data, taken[0], [address])
+
+
+@dataclass(frozen=True)
+class Staging:
+    """Shared memory in which warps turn their fragments to rows.
+
+    Attributes
+    ----------
+    offset : int
+        Of the first warp's part.
+    columns : int
+        Of a row that are staged at a time.
+    pitch : int
+        Bytes from a row to the next.
+    """
+
+    shared: SharedMemory
+    offset: int
+    columns: int
+    pitch: int
+
+
+def _bits(value: Expr, dtype: str) -> Expr:
+    return value if str(value.ty.dtype) == dtype else tirx.reinterpret(dtype, value)
+
+
+def _value_of(loaded: Expr, dtype: str) -> Expr:
+    """What was loaded, halves by their bits, as a value; bfloat16 as float32."""
+    if dtype == "float16":
+        return tirx.reinterpret("float16", loaded)
+    if dtype == "bfloat16":
+        return tirx.reinterpret("float32", T.shift_left(T.Cast("uint32", loaded), T.uint32(16)))
+    return loaded
+
+
+def _store_width(result: GlobalView, n: Expr) -> int:
+    """Bytes that are stored at a time: of more than one element only where rows are contiguous and aligned."""
+    element = bytes_of(result.nominal)
+    if result.index_map[-1] != "n" or not result.layout.is_identity or not isinstance(n, int):
+        return element
+    width = alignment(result, "n")
+    while width > element and n * element % width:
+        width //= 2
+    return width

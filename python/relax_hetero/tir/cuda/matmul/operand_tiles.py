@@ -1,0 +1,289 @@
+"""How tiles of a product's operands come from global memory to shared memory, in the form that tensor cores read.
+
+A tile of a stage is ``rows`` lines of 128 bytes, the 16-byte chunks of line l moved to ``chunk ^ (l % 8)`` ("swizzle").
+A line holds 128 bytes of k of one row; or, of operands of 16 bits whose rows are neighbours in memory, 64 rows of one
+k ("columns"), which the tensor cores read transposed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from tvm import sym, tirx
+from tvm.script.ir_builder import tirx as T
+
+from ....encoding.packed_layout import CHUNK_BYTES, SWIZZLED_BYTES
+from ....target.element_types import bytes_of
+from ...core.builder import Expr, int64
+from ...core.view import Coordinates
+from ..core import ptx
+from ..core.global_view import GlobalView
+from ..core.launch import SharedMemory, local, unrolled
+
+PRODUCERS = 128
+"""Threads that load tiles."""
+PACKED_ROWS = 64
+"""Of a tile of a packed operand."""
+_CHUNKS = SWIZZLED_BYTES // CHUNK_BYTES
+_LINES = PRODUCERS // _CHUNKS  # that the producers copy at a time, a chunk each
+_GATHERED = 4  # chunks that a thread reads before it stores them
+
+
+class Source(Enum):
+    """How a tile is read."""
+
+    PACKED = auto()
+    """Tiles lie in memory as in shared memory: bulk copies."""
+    LINES = auto()
+    """k is contiguous, lines are aligned: asynchronous copies."""
+    COLUMNS = auto()
+    """Rows are neighbours, aligned: asynchronous copies of 64 rows of one k."""
+    GATHER = auto()
+    """Element by element, through registers: whatever is not aligned, or of a type that is not read transposed."""
+
+
+@dataclass(frozen=True)
+class OperandTile:
+    """An operand of a product, and the tiles that a stage holds of it.
+
+    Attributes
+    ----------
+    view : GlobalView
+        Opened raw.
+    side : str
+        "m" or "n".
+    rows : int
+        Of a tile, along `side`.
+    extent, depth : PrimExpr or int
+        Of `side` and of k.
+    source : Source
+    width : int
+        Bytes of an asynchronous copy.
+    """
+
+    view: GlobalView
+    side: str
+    rows: int
+    extent: Expr
+    depth: Expr
+    source: Source
+    width: int
+
+    @staticmethod
+    def of(view: GlobalView, side: str, rows: int, extent: Expr, depth: Expr) -> OperandTile:
+        """The tile of an opened view, read in the best way that its storage allows."""
+        source, width = _source(view, side)
+        return OperandTile(view, side, rows, extent, depth, source, width)
+
+    @property
+    def element(self) -> int:
+        """Bytes of an element."""
+        return bytes_of(self.view.nominal)
+
+    @property
+    def step(self) -> int:
+        """The k of a stage."""
+        return SWIZZLED_BYTES // self.element
+
+    @property
+    def size(self) -> int:
+        """Bytes of a tile."""
+        return self.rows * SWIZZLED_BYTES
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether tensor cores read it transposed."""
+        return self.source is Source.COLUMNS
+
+    @property
+    def leading(self) -> int:
+        """Of its matrix descriptor: 16-byte units from 64 rows to the next."""
+        return PACKED_ROWS * SWIZZLED_BYTES // 16 if self.is_transposed else 1
+
+    @property
+    def advance(self) -> int:
+        """16-byte units from the k of a wgmma to that of the next."""
+        per_line = ptx.CONTRACTION_BYTES // 16
+        return ptx.CONTRACTION_BYTES // self.element * SWIZZLED_BYTES // 16 if self.is_transposed else per_line
+
+    def load_bulk(
+        self,
+        shared: SharedMemory,
+        offset: Expr,
+        at: Coordinates,
+        first: Expr,
+        step: Expr,
+        barrier: Expr,
+        part: tuple[Expr, int] = (0, 1),
+    ) -> None:
+        """Issue the bulk copies of the tile from row `first` and step `step` of k; one thread does it.
+
+        Parameters
+        ----------
+        part : tuple of (PrimExpr, int)
+            Which of how many parts this block of a cluster brings, for all of them.
+        """
+        rank, parts = part
+        blocks = self.rows // PACKED_ROWS
+        to = None if parts == 1 else T.uint16((1 << parts) - 1)
+        for i in range(blocks // parts):
+            block = i if parts == 1 else rank * (blocks // parts) + i
+            row = first + T.Cast("int64", block * PACKED_ROWS) if parts > 1 else first + block * PACKED_ROWS
+            if not self._is_whole_blocks(blocks):
+                # A tile that does not exist is a copy of the last: what is made of it is not stored.
+                last = (self.extent - 1) // PACKED_ROWS * PACKED_ROWS
+                row = T.min(row, int64(last))
+            k = T.Cast("int64", step) * self.step
+            source = T.address_of(self.view.data[self.view.address({**at, self.side: row, "k": k})])
+            size = PACKED_ROWS * SWIZZLED_BYTES
+            ptx.bulk_load(shared.at(offset + block * size), source, size, barrier, to)
+
+    def _is_whole_blocks(self, blocks: int) -> bool:
+        return isinstance(self.extent, int) and -(-self.extent // PACKED_ROWS) % blocks == 0
+
+    def load(self, shared: SharedMemory, offset: Expr, at: Coordinates, first: Expr, step: Expr, thread: Expr) -> None:
+        """Copy, or begin to copy, the tile by all producers; of what is packed nothing.
+
+        Parameters
+        ----------
+        offset : PrimExpr
+            Of the tile in shared memory.
+        at : Coordinates
+            Of the batch.
+        first : PrimExpr
+            int64: the first row.
+        step : PrimExpr
+            int32: which step of k.
+        thread : PrimExpr
+            Of the producers.
+        """
+        if self.source is Source.LINES:
+            self._copy(shared, offset, at, first, step, thread)
+        elif self.source is Source.COLUMNS:
+            for stripe in range(self.rows // PACKED_ROWS):
+                begin = first + stripe * PACKED_ROWS
+                self._copy(shared, offset + stripe * PACKED_ROWS * SWIZZLED_BYTES, at, begin, step, thread)
+        elif self.source is Source.GATHER:
+            self._gather(shared, offset, at, first, step, thread)
+
+    def _copy(self, shared: SharedMemory, offset: Expr, at: Coordinates, first: Expr, step: Expr, thread: Expr) -> None:
+        """Copy lines: all rows of the tile, or every k of 64 rows."""
+        chunk, line = thread % _CHUNKS, thread // _CHUNKS
+        target = offset + line * SWIZZLED_BYTES + T.bitwise_xor(chunk, line % 8) * CHUNK_BYTES
+        k = T.Cast("int64", step) * self.step
+        along, across = (self.side, "k") if self.is_transposed else ("k", self.side)
+        begin = {self.side: first, "k": k}
+        ends = {self.side: self.extent, "k": self.depth}
+        lines = self.step if self.is_transposed else self.rows
+        units = {self.side: self.rows if not self.is_transposed else PACKED_ROWS, "k": self.step}
+        for i in range(lines // _LINES):
+            position = begin[across] + T.Cast("int64", line + i * _LINES)
+            exists = None if _divides(units[across], ends[across]) else position < ends[across]
+            for part in range(CHUNK_BYTES // self.width):
+                element = begin[along] + T.Cast("int64", chunk * (CHUNK_BYTES // self.element))
+                element = element + part * self.width // self.element
+                valid: Expr = None
+                safe, safe_line = element, position
+                if not _divides(units[along], ends[along]):
+                    left = T.max(T.min((ends[along] - element) * self.element, int64(self.width)), int64(0))
+                    valid = T.Cast("int32", left)
+                    safe = T.Select(element < ends[along], element, int64(0))
+                if exists is not None:
+                    valid = T.Select(exists, self.width if valid is None else valid, 0)
+                    safe_line = T.min(position, int64(ends[across] - 1))
+                source = self.view.address({**at, along: safe, across: safe_line})
+                place = shared.at(target + i * _LINES * SWIZZLED_BYTES + part * self.width)
+                ptx.copy_async(place, T.address_of(self.view.data[source]), self.width, valid)
+
+    def _gather(
+        self, shared: SharedMemory, offset: Expr, at: Coordinates, first: Expr, step: Expr, thread: Expr
+    ) -> None:
+        per_word, words = 4 // self.element, CHUNK_BYTES // 4
+        passes = self.rows * _CHUNKS // PRODUCERS
+        group = min(passes, _GATHERED)
+        held = local(group * words, "uint32")
+        rows_are_neighbours = is_contiguous(self.view, self.side)
+
+        def place(number: Expr) -> tuple[Expr, Expr]:
+            """Row and chunk that a thread has in a pass; neighbours read neighbours."""
+            if rows_are_neighbours:
+                index = thread + number * PRODUCERS
+                return index % self.rows, index // self.rows
+            return thread // _CHUNKS + number * _LINES, thread % _CHUNKS
+
+        with T.serial(passes // group) as part:
+            with unrolled(group) as i:
+                row, chunk = place(part * group + i)
+                position = first + T.Cast("int64", row)
+                exists = None if _divides(self.rows, self.extent) else position < self.extent
+                for word in range(words):
+                    value: Expr = None
+                    for e in range(per_word):
+                        k = T.Cast("int64", step) * self.step + T.Cast(
+                            "int64", chunk * (words * per_word) + word * per_word + e
+                        )
+                        inside = None if _divides(self.step, self.depth) else k < self.depth
+                        bits = self._guarded({**at, self.side: position, "k": k}, exists, inside)
+                        bits = bits if e == 0 else T.shift_left(bits, T.uint32(8 * self.element * e))
+                        value = bits if value is None else T.bitwise_or(value, bits)
+                    T.buffer_store(held, value, [i * words + word])
+            with unrolled(group) as i:
+                row, chunk = place(part * group + i)
+                swizzled = T.bitwise_xor(chunk, row % 8)
+                target = shared.at(offset + row * SWIZZLED_BYTES + swizzled * CHUNK_BYTES)
+                ptx.store_shared(target, [held[i * words + word] for word in range(words)])
+
+    def _guarded(self, at: Coordinates, *conditions: Expr) -> Expr:
+        """An element as uint32, zero where it does not exist."""
+        bits = T.Cast("uint32", self.view.data[self.view.address(at)])
+        known = [condition for condition in conditions if condition is not None]
+        return T.if_then_else(tirx.all(*known), bits, T.uint32(0)) if known else bits
+
+
+def _divides(unit: int, extent: Expr) -> bool:
+    return isinstance(extent, int) and extent % unit == 0
+
+
+def is_contiguous(view: GlobalView, name: str) -> bool:
+    """Whether neighbours along an iteration dimension are neighbours in storage, known to be."""
+    if not view.runs_along(name) or view.layout.inner_dims:
+        return False
+    stride = view.stride(name)
+    return isinstance(stride, int) and stride == 1
+
+
+def alignment(view: GlobalView, along: str, most: int = CHUNK_BYTES) -> int:
+    """The largest power of two, up to `most` bytes, at multiples of which runs of elements along a dimension begin.
+
+    Parameters are at multiples of `most`; the dimension is contiguous.
+    """
+    element = bytes_of(view.nominal)
+    width = most
+    for name in view.index_map:
+        if name in (along, "1"):
+            continue
+        stride = view.stride(name)
+        while width > element and not _is_multiple(stride, width // element):
+            width //= 2
+    return width
+
+
+def _is_multiple(value: Expr, unit: int) -> bool:
+    if isinstance(value, int):
+        return value % unit == 0
+    return bool(sym.Analyzer().can_prove_equal(tirx.floormod(value, unit), 0))
+
+
+def _source(view: GlobalView, side: str) -> tuple[Source, int]:
+    if view.layout.inner_dims:
+        return Source.PACKED, CHUNK_BYTES
+    if is_contiguous(view, "k"):
+        width = alignment(view, "k")
+        if width >= 4:
+            return Source.LINES, width
+    elif is_contiguous(view, side) and bytes_of(view.nominal) == 2:
+        width = alignment(view, side)
+        if width >= 4:
+            return Source.COLUMNS, width
+    return Source.GATHER, 0

@@ -1,0 +1,380 @@
+"""Matrix products on Hopper's tensor cores (wgmma): one definition for every type, layout, edge and epilogue.
+
+A block has a warpgroup of producers and one or two of consumers. Producers bring tiles of both operands to shared
+memory, a ring of stages ahead; each consumer multiplies 64 rows by all columns of the tile, then applies the epilogue
+and stores. Blocks are persistent: block b has the tiles b, b + blocks, ..., in an order in which tiles that are
+computed at the same time share rows and columns, so that the second-level cache has them.
+
+Where tiles are too few for the GPU, the blocks of a cluster share one tile, each with its part of k. Their partial sums
+are added in the order of the blocks, through the shared memory of all of them: equal inputs give equal bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ....encoding.packed_layout import SWIZZLED_BYTES
+from ....encoding.problem import MatmulProblem
+from ....errors import EncodingError
+from ....target.element_types import bytes_of
+from ....target.gpu_target import WARP, WARPGROUP, GpuTarget
+from ...core.builder import Expr, Function, ceil_div, int64, when
+from ...core.ties import tied_to
+from ...core.view import Coordinates, extent_of
+from ...core.work_split import unravel
+from ...matmul.matmul import merge_batches
+from ..core import ptx
+from ..core.global_view import GlobalView
+from ..core.launch import SWIZZLED_ALIGN, SharedMemory, launch, local
+from .fragments import FragmentStore, Staging
+from .operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source
+from .wgmma_tiling import Tiling, choose_tiling
+
+_HALF_TYPES = ("float16", "bfloat16")
+_BYTE_TYPES = (("int8", "uint8"), ("float8_e4m3fn", "float8_e5m2"))
+_FEW_REGISTERS, _MANY_REGISTERS = 40, 232  # of producers and of consumers: 128 * 40 + 256 * 232 <= 65,536
+_UNROLLED_SUMS = 128  # registers of sums from which consumers need those of the producers
+
+
+def misfit(problem: MatmulProblem, gpu: GpuTarget) -> str:
+    """Why `wgmma_matmul_kernel` cannot solve a problem; empty where it can."""
+    if gpu.tensor != "wgmma":
+        return f"{gpu.arch} has no wgmma"
+    left, right, acc = problem.lhs.dtype, problem.rhs.dtype, problem.acc_dtype
+    is_float_sum = acc in ("float32", *_HALF_TYPES)
+    fits = (
+        (left == right and left in _HALF_TYPES and is_float_sum)
+        or (left == right == "float32" and problem.tf32 and acc == "float32")
+        or (left in _BYTE_TYPES[0] and right in _BYTE_TYPES[0] and acc == "int32")
+        or (left in _BYTE_TYPES[1] and right in _BYTE_TYPES[1] and is_float_sum)
+    )
+    if not fits:
+        return f"element types {left} * {right} -> {acc} are not multiplied"
+    for operand, names in ((problem.lhs, "mk"), (problem.rhs, "kn"), (problem.result, "mn")):
+        if not set(names) <= set(operand.index_map):
+            return f"an operand has the dimensions {operand.index_map}, expected {tuple(names)} among them"
+    if bytes_of(problem.result.dtype) > 4:
+        return f"a result of {problem.result.dtype} is not stored"
+    if problem.rows is not None:
+        return "work on rows behind the product is not computed"
+    if problem.lhs.layout.inner_dims or problem.result.layout.inner_dims:
+        return f"left operand and result are row-major, found {problem.lhs.layout} and {problem.result.layout}"
+    if 0 in (*problem.lhs.shape, *problem.rhs.shape):
+        return "an extent is 0"
+    layout = problem.rhs.layout
+    if layout.inner_dims:
+        tiled = [problem.rhs.index_map[d] for d in layout.inner_dims]
+        tile = (PACKED_ROWS, SWIZZLED_BYTES // bytes_of(right))
+        if tiled != ["n", "k"] or layout.inner_tiles != tile or not layout.swizzle:
+            return f"right operand is stored as {layout}, expected tiles n:{tile[0]}, k:{tile[1]}, swizzled"
+        if not isinstance(problem.rhs.size("n"), int) or not isinstance(problem.rhs.size("k"), int):
+            return "a packed right operand has symbolic extents"
+    return ""
+
+
+def wgmma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: Tiling | None = None) -> tirx.PrimFunc:
+    """The kernel of a matrix product for sm_90a; `MatmulProblem` says what its parameters are.
+
+    Parameters
+    ----------
+    tiling : Tiling, optional
+        Tiles, stages and blocks; by default as `choose_tiling` finds them.
+
+    Raises
+    ------
+    EncodingError
+        If `misfit` says why the problem is not one for this kernel.
+    """
+    reason = misfit(problem, gpu)
+    if reason:
+        raise EncodingError(f"matmul on {gpu.arch}: {reason}")
+    function = Function("matmul", registers="local")
+    with function:
+        lhs = GlobalView(function, "lhs", problem.lhs)
+        rhs = GlobalView(function, "rhs", problem.rhs)
+        init = GlobalView(function, "init", problem.init) if problem.init else None
+        store = FragmentStore(function, init, problem.epilogue, problem.acc_dtype)
+        result = GlobalView(function, "result", problem.result)
+        views = [lhs, rhs, *([init] if init else []), *store.views, result]
+        batch = merge_batches(views, lhs, rhs, result)  # type: ignore[arg-type]
+        m, n, k = (extent_of(views, name) for name in "mnk")
+        counts = {name: extent_of([result], name) for name in batch}
+        with function.body():
+            lhs.open(raw=True)
+            rhs.open(raw=True)
+            store.open(result, m, n)
+            tiling = tiling or choose_tiling(problem, gpu, (m, n, k), list(counts.values()))
+            assert tiling.columns // PACKED_ROWS >= tiling.share, "a block brings at least one packed tile"
+            left = OperandTile.of(lhs, "m", tiling.rows, m, k)
+            right = OperandTile.of(rhs, "n", tiling.columns, n, k)
+            _Kernel(left, right, store, tiling, (m, n, k), counts).emit()
+    in_tile = [*([problem.init] if problem.init else []), *(problem.epilogue.operands if problem.epilogue else ())]
+    return tied_to(function.result, in_tile, 2, problem.result)
+
+
+class _Kernel:
+    """What the parts of a kernel share while it is written."""
+
+    def __init__(
+        self,
+        left: OperandTile,
+        right: OperandTile,
+        store: FragmentStore,
+        tiling: Tiling,
+        sizes: tuple[Expr, Expr, Expr],
+        counts: dict[str, Expr],
+    ) -> None:
+        self.left, self.right, self.store, self.tiling, self.counts = left, right, store, tiling, counts
+        self.consumers = tiling.rows // 64
+        self.registers = tiling.columns // 2
+        # TVM has no wgmma of integers with 256 columns.
+        is_integer = left.view.nominal in _BYTE_TYPES[0]
+        self.issued = self.registers // 2 if is_integer and tiling.columns > 192 else self.registers
+        m, n, k = sizes
+        self.row_tiles = _int32(ceil_div(m, tiling.rows * tiling.share))
+        self.column_tiles = _int32(ceil_div(n, tiling.columns))
+        # Where k may be 0, a step of zeros begins the sums.
+        self.steps = ceil_div(k, left.step) if isinstance(k, int) else T.max(_int32(ceil_div(k, left.step)), 1)
+        batches: Expr = 1
+        for count in counts.values():
+            batches = batches * count
+        self.tiles = self.row_tiles * self.column_tiles * _int32(batches)
+        self.moves_registers = self.registers >= _UNROLLED_SUMS
+
+    def emit(self) -> None:
+        """The launch."""
+        tiling = self.tiling
+        shared = self.shared = SharedMemory()
+        stages = shared.take(tiling.stages * (self.left.size + self.right.size), SWIZZLED_ALIGN)
+        self.left_at, self.right_at = stages, stages + tiling.stages * self.left.size
+        if tiling.split > 1:
+            # Partial sums take the place of the stages.
+            shared.size = max(shared.size, stages + tiling.rows * tiling.columns * 4)
+        share = tiling.columns // tiling.split
+        staging = self.store.plan(shared, self.consumers * 4, tiling.staged)
+        self.full_at = shared.take(8 * tiling.stages, 8)
+        self.empty_at = shared.take(8 * tiling.stages, 8)
+        threads = PRODUCERS + self.consumers * WARPGROUP
+        with launch(tiling.blocks, threads, tiling.split * tiling.share, self.moves_registers) as place:
+            self.block, self.rank, self.thread = place.block, place.rank, place.thread
+            shared.open()
+            with when(place.thread == 0):
+                for stage in range(tiling.stages):
+                    # All producers arrive when their copies are complete, one more expects the bytes of bulk copies.
+                    bulk = self.right.source is Source.PACKED
+                    ptx.barrier_init(self._full(stage), PRODUCERS + int(bulk))
+                    ptx.barrier_init(self._empty(stage), self.consumers * tiling.share)
+                ptx.barrier_init_fence()
+            ptx.block_barrier()
+            if tiling.share > 1:
+                _cluster_barrier()
+            with T.If(place.thread < PRODUCERS):
+                with T.Then():
+                    self._produce()
+                with T.Else():
+                    self._consume(staging, share)
+            if tiling.share > 1:
+                # Copies and arrivals of other blocks come until they have ended, too.
+                _cluster_barrier()
+
+    def _full(self, stage: Expr) -> Expr:
+        return self.shared.at(self.full_at + stage * 8)
+
+    def _empty(self, stage: Expr) -> Expr:
+        return self.shared.at(self.empty_at + stage * 8)
+
+    def _each_tile(self, body: Callable[[Expr, Coordinates, Expr, Expr], None]) -> None:
+        """Write `body` for every tile of the block: its number among them, batch, first row and first column."""
+        tiling = self.tiling
+        members = tiling.split * tiling.share
+        clusters = tiling.blocks // members
+        own = self.block if members == 1 else self.block // members
+        is_one = isinstance(self.tiles, int) and self.tiles == clusters
+        count = 1 if is_one else T.truncdiv(self.tiles - own + (clusters - 1), clusters)
+        with T.serial(count) as turn:
+            tile = own if is_one else own + turn * clusters
+            at, row, column = self._place(T.bind(tile))
+            if tiling.share > 1:
+                row = row * tiling.share + self.rank
+            body(turn, at, T.bind(T.Cast("int64", row * tiling.rows)), T.bind(T.Cast("int64", column * tiling.columns)))
+
+    def _place(self, tile: Expr) -> tuple[Coordinates, Expr, Expr]:
+        """Batch, row and column of a tile: a group of rows goes over all columns, its rows one after the other."""
+        at: dict[str, Expr] = {}
+        if self.counts:
+            each = self.row_tiles * self.column_tiles
+            places = unravel(T.Cast("int64", T.truncdiv(tile, each)), list(self.counts.values()))
+            at = dict(zip(self.counts, places, strict=True))
+            tile = T.truncmod(tile, each)
+        if isinstance(self.row_tiles, int) and self.row_tiles <= self.tiling.group:
+            return at, tile % self.row_tiles, tile // self.row_tiles
+        group = self.tiling.group
+        first = T.truncdiv(tile, self.column_tiles * group) * group
+        within = T.truncmod(tile, self.column_tiles * group)
+        height = T.min(self.row_tiles - first, group)
+        return at, first + T.truncmod(within, height), T.truncdiv(within, height)
+
+    def _each_step(self, turn: Expr, body: Callable[[Expr, Expr, Expr, Expr], None]) -> None:
+        """Write `body` for the block's steps of k: number, step, stage and the parity of the stage's turn."""
+        split, stages = self.tiling.split, self.tiling.stages
+        steps = self.steps
+        if split == 1:
+            count, first = steps, 0
+        else:
+            assert isinstance(steps, int), "k is split only where it is known"
+            base, more = divmod(steps, split)
+            first = self.rank * base + T.min(self.rank, more)
+            count = base if more == 0 else base + T.Select(self.rank < more, 1, 0)
+        with T.serial(count) as step:
+            number = T.bind(turn * count + step)
+            stage = T.bind(number % stages)
+            body(step, first + step, stage, T.bitwise_and(number // stages, 1))
+
+    def _produce(self) -> None:
+        if self.moves_registers:
+            ptx.set_max_registers(_FEW_REGISTERS, grows=False)
+        left, right, thread, share = self.left, self.right, self.thread, self.tiling.share
+
+        def tile(turn: Expr, at: Coordinates, row: Expr, column: Expr) -> None:
+            def step(_: Expr, k: Expr, stage: Expr, parity: Expr) -> None:
+                ptx.barrier_wait(self._empty(stage), T.bitwise_xor(parity, 1), cluster=share > 1)
+                left_to, right_to = self.left_at + stage * left.size, self.right_at + stage * right.size
+                full = self._full(stage)
+                if right.source is Source.PACKED:
+                    with when(thread == 0):
+                        ptx.barrier_expect(full, right.size)
+                        right.load_bulk(self.shared, right_to, at, column, k, full, (self.rank, share))
+                left.load(self.shared, left_to, at, row, k, thread)
+                right.load(self.shared, right_to, at, column, k, thread)
+                if Source.GATHER in (left.source, right.source):
+                    ptx.copy_commit()
+                    ptx.copy_wait(0)
+                    ptx.async_proxy_fence()
+                    ptx.barrier_arrive(full)
+                else:
+                    ptx.barrier_arrive_after_copies(full)
+
+            self._each_step(turn, step)
+
+        self._each_tile(tile)
+        if self.tiling.split > 1:
+            # With the consumers, who read each other's sums in between.
+            for _ in range(2):
+                _cluster_barrier()
+
+    def _consume(self, staging: Staging, share: int) -> None:
+        if self.moves_registers:
+            ptx.set_max_registers(_MANY_REGISTERS, grows=True)
+        kind = "uint32" if self.left.view.nominal in _BYTE_TYPES[0] else "float32"
+        sums = local(self.registers, kind)
+        base = local(2, "uint64")
+        member = self.thread % WARPGROUP
+        group = T.bind(self.thread // WARPGROUP - 1)
+        warp, lane = T.bind(self.thread // WARP - PRODUCERS // WARP), T.bind(self.thread % WARP)
+        left, right = self.left, self.right
+        ptx.matrix_descriptor(base[0], self.shared.at(self.left_at + group * (64 * SWIZZLED_BYTES)), left.leading)
+        ptx.matrix_descriptor(base[1], self.shared.at(self.right_at), right.leading)
+
+        peers = local(self.tiling.share, "uint32")
+        if self.tiling.share > 1:
+            own = T.bind(ptx.shared_address(self._empty(0)))
+            for rank in range(self.tiling.share):
+                ptx.remote_address(peers[rank], own, rank)
+
+        def release(stage: Expr, condition: Expr) -> None:
+            with when(condition):
+                if self.tiling.share == 1:
+                    ptx.barrier_arrive(self._empty(stage))
+                    return
+                for rank in range(self.tiling.share):
+                    ptx.barrier_arrive_remote(peers[rank] + T.Cast("uint32", stage * 8))
+
+        def tile(turn: Expr, at: Coordinates, row: Expr, column: Expr) -> None:
+            last = local(1, "int32")
+
+            def step(number: Expr, _: Expr, stage: Expr, parity: Expr) -> None:
+                ptx.barrier_wait(self._full(stage), parity)
+                # What came by `copy_async` was written as by a thread, not as by wgmma's own kind of access.
+                ptx.async_proxy_fence()
+                at_stage = T.Cast("uint64", stage)
+                a = T.bind(base[0] + at_stage * T.uint64(left.size // 16))
+                b = T.bind(base[1] + at_stage * T.uint64(right.size // 16))
+                ptx.wgmma_fence()
+                for i in range(SWIZZLED_BYTES // ptx.CONTRACTION_BYTES):
+                    adds = T.uint32(1) if i else T.if_then_else(number > 0, T.uint32(1), T.uint32(0))
+                    for begin in range(0, self.registers, self.issued):
+                        # Columns of a second instruction are further rows of the right tile.
+                        skipped = begin * 2 * SWIZZLED_BYTES // 16
+                        ptx.wgmma(
+                            [sums[begin + r] for r in range(self.issued)],
+                            a + T.uint64(i * left.advance),
+                            b + T.uint64(i * right.advance + skipped),
+                            (left.view.nominal, right.view.nominal),
+                            adds,
+                            (left.is_transposed, right.is_transposed),
+                        )
+                ptx.wgmma_commit()
+                # The step before is complete then, and its stage free.
+                ptx.wgmma_wait(1)
+                release(last[0], tirx.all(number > 0, member == 0))
+                T.buffer_store(last, stage, [0])
+
+            self._each_step(turn, step)
+            ptx.wgmma_wait(0)
+            release(last[0], member == 0)
+            begin = row + T.Cast("int64", warp * 16)
+            if self.tiling.split > 1:
+                shared_sums = self._add_parts(sums, kind, group, member)
+                shared_column = column + T.Cast("int64", self.rank * share)
+                self.store.emit(shared_sums, share, staging, at, (begin, shared_column), warp, lane)
+                ptx.cluster_wait()
+            else:
+                self.store.emit(sums, self.tiling.columns, staging, at, (begin, column), warp, lane)
+
+        self._each_tile(tile)
+
+    def _add_parts(self, sums: Any, kind: str, group: Expr, member: Expr) -> Any:
+        """This block's columns of the tile, the sums of all blocks of the cluster added in their order."""
+        count = self.registers // self.tiling.split
+        quads = self.registers // 4
+        begin = self.left_at + group * (self.registers * WARPGROUP * 4) + member * 16
+        # Stages are free once all consumers of the block have read the last.
+        ptx.named_barrier(1, self.consumers * WARPGROUP)
+        for quad in range(quads):
+            target = self.shared.at(begin + quad * (WARPGROUP * 16))
+            ptx.store_shared(target, [_as_u32(sums[4 * quad + i], kind) for i in range(4)])
+        ptx.cluster_arrive()
+        ptx.cluster_wait()
+        total, part, remote = local(count, kind), local(4, kind), local(1, "uint32")
+        own = T.bind(ptx.shared_address(self.shared.at(begin + self.rank * (count // 4 * WARPGROUP * 16))))
+        name = "u32" if kind == "uint32" else "f32"
+        for rank in range(self.tiling.split):
+            ptx.remote_address(remote[0], own, rank)
+            for quad in range(count // 4):
+                address = remote[0] + T.uint32(quad * WARPGROUP * 16)
+                if rank == 0:
+                    ptx.load_remote([total[4 * quad + i] for i in range(4)], address, name)
+                    continue
+                ptx.load_remote([part[i] for i in range(4)], address, name)
+                for i in range(4):
+                    T.buffer_store(total, total[4 * quad + i] + part[i], [4 * quad + i])
+        # No block ends, or stores into what others read, before all have read.
+        ptx.cluster_arrive()
+        return total
+
+
+def _cluster_barrier() -> None:
+    ptx.cluster_arrive()
+    ptx.cluster_wait()
+
+
+def _int32(value: Expr) -> Expr:
+    return value if isinstance(value, int) else T.Cast("int32", int64(value))
+
+
+def _as_u32(value: Expr, kind: str) -> Expr:
+    return value if kind == "uint32" else tirx.reinterpret("uint32", value)

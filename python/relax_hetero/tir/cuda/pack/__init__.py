@@ -1,0 +1,1 @@
+"""Laying tensors out: pack, unpack, relayout."""

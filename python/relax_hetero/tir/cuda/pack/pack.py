@@ -1,0 +1,156 @@
+"""Kernels of GPUs that lay a tensor out, undo it, or change one layout into another. Padding is written as zeros.
+
+Parameters of every kernel: source, destination. As on CPUs (`tir.pack.pack`), symbolic extents are bound from the
+buffer that shows them, and bytes are moved as integers.
+
+Where both sides have neighbours along the same dimension, each thread moves a vector of up to 16 bytes; where they do
+not, squares of the tensor go through shared memory, so that reads and writes both follow their side's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ....encoding.packed_layout import PackedLayout
+from ....encoding.problem import Dim
+from ....errors import EncodingError
+from ....target.element_types import bytes_of
+from ....target.gpu_target import GpuTarget
+from ...core.builder import Expr, Function, ceil_div, opaque, plain_extent
+from ...core.packed_storage import PackedStorage, extents_of
+from ...core.view import split_position
+from ...core.work_split import unravel
+from ..core.storage_place import (
+    THREADS,
+    at_least_one,
+    blocks_for,
+    common_lanes,
+    innermost,
+    is_inside,
+    nothing,
+    place_of,
+    run_length,
+)
+from ..core.vectors import VECTOR_BYTES, VectorRegisters
+
+SQUARE = 32
+"""Rows and columns of what goes through shared memory at once."""
+
+
+def relayout_kernel(
+    shape: Sequence[Dim], dtype: str, source: PackedLayout, destination: PackedLayout, gpu: GpuTarget
+) -> tirx.PrimFunc:
+    """One layout to another, row-major included, as one launch.
+
+    Parameters
+    ----------
+    shape : sequence of int or str
+        Logical extents; a symbolic one is a name.
+    source, destination : PackedLayout
+
+    Raises
+    ------
+    EncodingError
+        For layouts with compensation: they are those of CPUs.
+    """
+    for layout in (source, destination):
+        if layout.compensation:
+            raise EncodingError(f"found layout {layout}, expected one without compensation: GPUs add signed bytes")
+    function = Function("relayout", registers="local")
+    with function:
+        bound: set[str] = set()
+        sides = [
+            PackedStorage(function, side, shape, dtype, layout, bound)
+            for side, layout in (("source", source), ("destination", destination))
+        ]
+        with function.body():
+            if any(isinstance(extent, int) and extent == 0 for extent in shape):
+                nothing()
+            elif _innermost(sides[0]) == _innermost(sides[1]):
+                _copy_vectors(sides[0], sides[1])
+            else:
+                _copy_squares(sides[0], sides[1])
+    return function.result
+
+
+def _innermost(side: PackedStorage) -> int:
+    return innermost(side.layout, side.shape)
+
+
+def _copy_vectors(source: PackedStorage, destination: PackedStorage) -> None:
+    dtype = source.nominal
+    runs = [run_length(side.layout, side.shape, dtype) for side in (source, destination)]
+    shown = source.shape[_innermost(source)]
+    if isinstance(shown, int):
+        runs.append(shown)  # no vector begins inside of the tensor and ends in padding
+    lanes = common_lanes(VECTOR_BYTES // bytes_of(dtype), runs)
+    total = prod(map(plain_extent, destination.physical)) // lanes
+    extents = extents_of([source, destination])
+    with (
+        T.thread_binding(blocks_for(total), thread="blockIdx.x") as block,
+        T.thread_binding(THREADS, thread="threadIdx.x") as thread,
+    ):
+        for side in (source, destination):
+            side.open(raw=True)
+        number = opaque(block * THREADS + tirx.Cast("int64", thread))
+        with T.If(number < total), T.Then():
+            place = [opaque(at) for at in place_of(destination, number, lanes)]
+            inside = is_inside(destination.layout, extents, place)
+            first = source.offset(*split_position(source.layout, place))
+            vector = VectorRegisters(source, first, lanes, 1)
+            vector.load(0, tirx.const(0, "int64"), inside)
+            vector.store_to(destination, number)
+
+
+def _copy_squares(source: PackedStorage, destination: PackedStorage) -> None:
+    """Squares along the innermost dimensions of both sides, read along one and written along the other."""
+    along, across = _innermost(source), _innermost(destination)
+    layout, rank = destination.layout, len(destination.shape)
+    stored = [destination.tiles[d] * layout.tile(d) for d in range(rank)]
+    extents = extents_of([source, destination])
+    counts = [ceil_div(stored[d], SQUARE) if d in (along, across) else stored[d] for d in range(rank)]
+    total = prod(counts)
+    grid = at_least_one(total)
+    with (
+        T.thread_binding(grid, thread="blockIdx.x") as block,
+        T.thread_binding(THREADS, thread="threadIdx.x") as thread,
+    ):
+        for side in (source, destination):
+            side.open(raw=True)
+        raw = str(source.data.dtype)
+        # One column more: a column of the square then lies in different banks.
+        square = T.alloc_buffer((SQUARE, SQUARE + 1), raw, scope="shared")
+        corner = unravel(block, counts, place=opaque, rest=opaque)
+        lane, row = thread % SQUARE, thread // SQUARE
+
+        def place(across_by: Expr, along_by: Expr) -> list[Expr]:
+            found = list(corner)
+            found[across] = opaque(corner[across] * SQUARE + tirx.Cast("int64", across_by))
+            found[along] = opaque(corner[along] * SQUARE + tirx.Cast("int64", along_by))
+            return found
+
+        for step in range(0, SQUARE, THREADS // SQUARE):
+            at = place(row + step, lane)
+            inside = tirx.all(*[at[d] < extents[d] for d in range(rank)])
+            with T.If(inside):
+                with T.Then():
+                    value = source.data[source.offset(*split_position(source.layout, at))]
+                    T.buffer_store(square, value, [row + step, lane])
+                with T.Else():
+                    T.buffer_store(square, tirx.const(0, raw), [row + step, lane])
+        T.evaluate(T.tvm_storage_sync("shared"))
+        for step in range(0, SQUARE, THREADS // SQUARE):
+            at = place(lane, row + step)
+            exists = tirx.all(at[across] < stored[across], at[along] < stored[along], *_has_blocks(total, block))
+            with T.If(exists), T.Then():
+                where = destination.offset(*split_position(layout, at))
+                T.buffer_store(destination.data, square[lane, row + step], [where])
+
+
+def _has_blocks(total: Expr, block: Expr) -> list[Expr]:
+    """Whether a block has work, where there may be none at all."""
+    return [] if isinstance(total, int) else [block < total]

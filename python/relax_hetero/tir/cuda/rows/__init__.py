@@ -1,0 +1,1 @@
+"""Work on rows: softmax, norms, reductions along the last axis."""

@@ -1,0 +1,309 @@
+"""The code of one row's threads: vectors of it in registers, passes over them, sums across threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ....encoding.expression import Expression
+from ....encoding.row_program import RowProgram, operands_of
+from ....target.gpu_target import WARP
+from ...core.builder import Expr, Registers, loop, opaque
+from ...core.view import Coordinates, OperandView
+from ...math.casts import cast, computed_in
+from ...rows.row_code import carries_nan, count_of, neutral_of, value_types
+from ...rows.row_plan import RowPass, RowPlan
+from ..core.expression import emit, ops_for
+from ..core.vectors import Vectors
+from .row_shape import BATCH, RowShape
+
+CHAINS = 4
+"""Accumulators of a thread: additions that are in flight."""
+_ZERO = tirx.const(0, "int64")
+
+
+@dataclass(frozen=True)
+class Threads:
+    """Where a thread stands.
+
+    Attributes
+    ----------
+    number : PrimExpr
+        Of the row's threads, int32.
+    is_row : PrimExpr or None
+        Whether the thread's row exists; None: it does. Threads whose row does not exist compute another once more.
+    """
+
+    number: Expr
+    is_row: Expr | None
+
+
+class RowWriter:
+    """The code of a row, written inside of the loops over blocks and threads.
+
+    Parameters
+    ----------
+    operands, result : OperandView
+        Opened; those of bfloat16 and bool as bits.
+    n : int or PrimExpr
+        Elements of a row.
+    kept : str
+        Type of what waits for later passes.
+    """
+
+    def __init__(
+        self,
+        program: RowProgram,
+        plan: RowPlan,
+        operands: Sequence[OperandView],
+        result: OperandView,
+        shape: RowShape,
+        n: Expr,
+        kept: str,
+        threads: Threads,
+        at: Coordinates,
+    ) -> None:
+        self.program, self.plan, self.shape, self.n = program, plan, shape, n
+        self.operands, self.result, self.threads, self.at = list(operands), result, threads, at
+        self.types = value_types(program, plan, [view.nominal for view in operands], kept)
+        self.constant: dict[int, Registers] = {}
+        held = shape.vectors
+        self.vectors = {
+            number: Vectors(view, {**at, "n": _ZERO}, shape.lanes, held or BATCH)
+            for number, view in enumerate(operands)
+            if view.runs_along("n")
+        }
+        keeps = any(step.keep is not None for step in plan.passes)
+        self.kept: Any = T.alloc_buffer((held * shape.lanes,), kept, scope="local") if keeps else None
+        self.output = Vectors(result, {**at, "n": _ZERO}, shape.lanes, 1) if result.runs_along("n") else None
+
+    def emit(self) -> None:
+        """The whole row, from loads to stores."""
+        for number, view in enumerate(self.operands):
+            if number not in self.vectors:
+                loaded = view.typed(view.load({**self.at, "n": _ZERO}, "-", 1))
+                self._set(number, cast(loaded, self.types[number]))
+        if self.shape.vectors:
+            for number in self.vectors:
+                self._load_held(number)
+        for number, step in enumerate(self.plan.passes):
+            for index, expression in step.per_row:
+                self._set(index, self._evaluate(expression, None, {}))
+            if step.kind:
+                self._reduce(step, number)
+            elif self.output is not None:
+                self._store(step, self.output)
+            else:
+                self._store_one(self._evaluate(step.expression, None, {}))
+
+    def _set(self, number: int, value: Expr) -> None:
+        self.constant.setdefault(number, Registers(1, self.types[number], 1))[0] = value
+
+    def _load_held(self, number: int) -> None:
+        vectors = self.vectors[number]
+        for vector in range(self.shape.vectors):
+            place = self._place(vector)
+            vectors.load(vector, place, self._inside(vector, place))
+
+    def _place(self, vector: Expr) -> Expr:
+        """The number in the row of one of the thread's vectors, int32."""
+        return vector * self.shape.threads + self.threads.number
+
+    def _inside(self, vector: int, place: Expr) -> Expr | None:
+        """Whether one of the thread's vectors is in the row; None where all threads' are."""
+        assert isinstance(self.n, int)
+        count = self.n // self.shape.lanes
+        return None if (vector + 1) * self.shape.threads <= count else place < count
+
+    # ---- passes
+
+    def _reduce(self, step: RowPass, number: int) -> None:
+        index = self.program.num_operands + number
+        dtype = self.types[index]
+        combine = _combine(step.kind, dtype, carries_nan(self.program, number))
+        neutral = neutral_of(step.kind, dtype, 1)
+        chains = CHAINS if self.shape.vectors == 0 else min(CHAINS, self.shape.vectors * self.shape.lanes)
+        accumulators = Registers(chains, dtype, 1)
+        for chain in range(chains):
+            accumulators[chain] = neutral
+
+        def one(_slot: int, element: int, place: Expr, inside: Expr | None) -> None:
+            kept = self._keep(step, element)
+            value = self._evaluate(step.expression, element, kept)
+            if inside is not None:
+                value = T.Select(inside, value, neutral)
+            accumulators[chain_of(element)] = combine(accumulators[chain_of(element)], value)
+
+        def chain_of(element: int) -> int:
+            return element % chains
+
+        self._each(step, one)
+        left = chains
+        while left > 1:
+            for chain in range(left // 2):
+                accumulators[chain] = combine(accumulators[chain], accumulators[chain + (left + 1) // 2])
+            left = (left + 1) // 2
+        self._across(accumulators, combine, dtype, number == 0 and isinstance(self.n, int))
+        whole = accumulators[0]
+        if step.kind == "mean":
+            whole = whole / count_of(self.n, dtype)
+        self._set(index, whole)
+
+    def _across(
+        self, accumulator: Registers, combine: Callable[[Expr, Expr], Expr], dtype: str, is_first: bool
+    ) -> None:
+        """The threads' numbers reduced to one, which all of them get."""
+        _across_lanes(accumulator, combine, min(self.shape.threads, WARP))
+        warps = self.shape.warps
+        if warps == 1:
+            return
+        partial = T.alloc_buffer((warps,), dtype, scope="shared")
+        number = self.threads.number
+        if not is_first:
+            # TVM lays the memory of reductions over each other: all threads have read the one before.
+            T.evaluate(T.tvm_storage_sync("shared"))
+        with T.If(tirx.EQ(number % WARP, 0)), T.Then():
+            T.buffer_store(partial, accumulator[0], [number // WARP])
+        T.evaluate(T.tvm_storage_sync("shared"))
+        if warps > 8:
+            accumulator[0] = partial[number % warps]
+            _across_lanes(accumulator, combine, warps)
+            return
+        accumulator[0] = partial[0]
+        for warp in range(1, warps):
+            accumulator[0] = combine(accumulator[0], partial[warp])
+
+    def _keep(self, step: RowPass, element: int) -> dict[int, Expr]:
+        if step.keep is None:
+            return {}
+        value = self._evaluate(step.keep, element, {})
+        T.buffer_store(self.kept, value, [element])
+        return {self.plan.keeping: self.kept[element]}
+
+    def _store(self, step: RowPass, output: Vectors) -> None:
+        lanes = self.shape.lanes
+
+        def one(_slot: int, element: int, place: Expr, inside: Expr | None) -> None:
+            value = cast(self._evaluate(step.expression, element, {}), self.result.nominal)
+            lane = element % lanes
+            output.set(lane, self.result.bits(value))
+            if lane == lanes - 1:
+                exists = inside if self.threads.is_row is None else _both(self.threads.is_row, inside)
+                output.store(0, place, exists)
+
+        self._each(step, one)
+
+    def _store_one(self, value: Expr) -> None:
+        register = Registers(1, str(value.ty.dtype), 1)
+        register[0] = value
+        first = tirx.EQ(self.threads.number, 0)
+        with T.If(_both(first, self.threads.is_row)), T.Then():
+            stored = self.result.bits(cast(register[0], self.result.nominal))
+            T.buffer_store(self.result.data, stored, [self.result.address({**self.at, "n": _ZERO})])
+
+    def _each(self, step: RowPass, one: Callable[[int, int, Expr, Expr | None], None]) -> None:
+        """Code for every element of a row that the thread has.
+
+        `one` gets the vector's slot, the element's number in the slots, the vector's place, and whether it is in the
+        row (None: it is).
+        """
+        lanes = self.shape.lanes
+        if self.shape.vectors:
+            for vector in range(self.shape.vectors):
+                place = self._place(vector)
+                inside = self._inside(vector, place)
+                for lane in range(lanes):
+                    one(vector, vector * lanes + lane, place, inside)
+            return
+        read = self._read_by(step)
+        count = self.n // lanes if isinstance(self.n, int) else opaque(tirx.floordiv(self.n, lanes))
+        threads = self.shape.threads
+        whole = count // (threads * BATCH) if isinstance(count, int) else opaque(tirx.floordiv(count, threads * BATCH))
+
+        def several(first: Expr, many: int, guarded: bool) -> None:
+            places = [first + slot * threads for slot in range(many)]
+            insides = [place < count if guarded else None for place in places]
+            for slot in range(many):
+                for number in read:
+                    self.vectors[number].load(slot, places[slot], insides[slot])
+            for slot in range(many):
+                for lane in range(lanes):
+                    one(slot, slot * lanes + lane, places[slot], insides[slot])
+
+        number = tirx.Cast("int64", self.threads.number)
+        with loop(whole) as batch:
+            several(opaque(batch * (threads * BATCH) + number), BATCH, False)
+        done = whole * (threads * BATCH)
+        left = count - done
+        if isinstance(left, int) and left == 0:
+            return
+        rest = -(-left // threads) if isinstance(left, int) else opaque(tirx.floordiv(left + (threads - 1), threads))
+        with loop(rest) as batch:
+            several(opaque(done + batch * threads + number), 1, True)
+
+    def _read_by(self, step: RowPass) -> list[int]:
+        expressions = [step.expression] if step.keep is None else [step.expression, step.keep]
+        return sorted({number for e in expressions for number in operands_of(e) if number in self.vectors})
+
+    def _evaluate(self, expression: Expression, element: int | None, kept: dict[int, Expr]) -> Expr:
+        """An expression of the plan, for one of the thread's elements."""
+        used = operands_of(expression)
+        values: list[Expr] = []
+        for number in used:
+            if number in kept:
+                values.append(kept[number])
+            elif number == self.plan.kept:
+                values.append(self.kept[element])
+            elif number in self.constant:
+                values.append(self.constant[number][0])
+            else:
+                values.append(cast(self.operands[number].typed(self.vectors[number].get(element)), self.types[number]))
+        places = [Expression.operand(used.index(number) if number in used else 0) for number in range(used[-1] + 1)]
+        types = [self.types[number] for number in used]
+        dense = expression.substitute(places)
+        return cast(emit(dense, values, types), computed_in(dense.dtype(types)))
+
+
+def kept_type(plan: RowPlan, program: RowProgram, operands: list[str]) -> str | None:
+    """The type of the value that waits for later passes; None where it has several."""
+    found: set[str] = set()
+    kept = "float32"
+    for step in plan.passes:
+        if step.keep is None:
+            continue
+        types = value_types(program, plan, operands, kept)
+        kept = computed_in(step.keep.dtype([types.get(number, "") for number in range(step.keep.num_operands)]))
+        found.add(kept)
+    return None if len(found) > 1 else next(iter(found), "float32")
+
+
+def _across_lanes(accumulator: Registers, combine: Callable[[Expr, Expr], Expr], lanes: int) -> None:
+    """The numbers of `lanes` neighbouring threads reduced to one, which all of them get."""
+    everyone = tirx.const(0xFFFFFFFF, "uint32")
+    other = Registers(1, str(accumulator[0].ty.dtype), 1)
+    distance = lanes // 2
+    while distance:
+        other[0] = T.tvm_warp_shuffle_xor(everyone, accumulator[0], distance, WARP, WARP)
+        accumulator[0] = combine(accumulator[0], other[0])
+        distance //= 2
+
+
+def _combine(kind: str, dtype: str, carries: bool) -> Callable[[Expr, Expr], Expr]:
+    ops = ops_for(dtype)
+    if kind in ("sum", "mean"):
+        return ops["add"]
+    if kind == "prod":
+        return ops["multiply"]
+    if carries or "float" not in dtype:
+        return ops["maximum" if kind == "max" else "minimum"]
+    return T.max if kind == "max" else T.min
+
+
+def _both(one: Expr | None, other: Expr | None) -> Expr:
+    if one is None or other is None:
+        return one if other is None else other
+    return tirx.And(one, other)

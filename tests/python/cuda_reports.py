@@ -1,0 +1,89 @@
+"""What ptxas says of CUDA kernels: registers, spills, shared memory, serialized wgmma; needs no GPU.
+
+``reports_of(kernel, target)`` compiles a PrimFunc as `rh.compile` does and skips the test, visibly, where no CUDA
+compiler is.
+"""
+
+import re
+from dataclasses import dataclass
+
+import pytest
+import tvm
+
+from relax_hetero.driver.link.cuda.compilers import Compiled, find_compiler
+from relax_hetero.driver.link.cuda.kernel_sources import KernelSource, generate
+from relax_hetero.errors import BuildError
+
+_KERNEL = re.compile(r"Compiling entry function '(\w+)'")
+_REGISTERS = re.compile(r"Used (\d+) registers")
+_STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_SHARED = re.compile(r"(\d+) bytes smem")
+_SERIALIZED = re.compile(r"wgmma\.mma_async instructions are serialized.*")
+_IN_FUNCTION = re.compile(r"in (?:the )?function '(\w+)'")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ptxas says of a kernel.
+
+    Attributes
+    ----------
+    registers: Of each thread.
+    stack, spill_stores, spill_loads: Bytes of each thread in local memory.
+    shared: Bytes of static shared memory.
+    serialized: Why wgmma waits for each other, empty where it does not.
+    """
+
+    name: str
+    registers: int
+    stack: int
+    spill_stores: int
+    spill_loads: int
+    shared: int
+    serialized: str
+
+
+def reports_of(kernel: tvm.tirx.PrimFunc, target: tvm.target.Target) -> list[Report]:
+    """Reports of the launches of a PrimFunc, in order of their names."""
+    return [report for source in sources_of(kernel, target) for report in parse_reports(compile_source(source).log)]
+
+
+def sources_of(kernel: tvm.tirx.PrimFunc, target: tvm.target.Target) -> tuple[KernelSource, ...]:
+    """The CUDA sources of the launches of a PrimFunc."""
+    name = str(kernel.attrs["global_symbol"]) if "global_symbol" in kernel.attrs else "kernel"
+    kernel = kernel.with_attr("global_symbol", name).with_attr("target", target)
+    return generate(tvm.IRModule({name: kernel}), target.with_host("llvm")).sources
+
+
+def compile_source(source: KernelSource) -> Compiled:
+    """The machine code of a source; skips where there is no compiler."""
+    try:
+        compiler = find_compiler()
+    except BuildError as error:
+        pytest.skip(str(error))
+    with compiler:
+        return compiler.compile(source.text, source.arch)
+
+
+def parse_reports(log: str) -> list[Report]:
+    """The reports of all kernels in a compiler's log, in order of their names."""
+    serialized = {
+        (name[1] if (name := _IN_FUNCTION.search(line)) else ""): found[0]
+        for line in log.splitlines()
+        if (found := _SERIALIZED.search(line))
+    }
+    parts = _KERNEL.split(log)
+    reports = []
+    for name, text in zip(parts[1::2], parts[2::2], strict=True):
+        stack = _STACK.search(text)
+        shared = _SHARED.search(text)
+        reports.append(
+            Report(
+                name,
+                int(_REGISTERS.search(text)[1]),
+                *(int(stack[i]) for i in (1, 2, 3)),
+                int(shared[1]) if shared else 0,
+                serialized.get(name, serialized.get("", "")),
+            )
+        )
+    return sorted(reports, key=lambda report: report.name)

@@ -1,0 +1,197 @@
+"""Kernels of rows on GPUs, run by the interpreter, against numpy in float64: any length, any operands."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from tvm import tirx
+from tvm.target import Target
+from tvm_ffi import structural_walk
+
+from gpu_interpreter import run
+from relax_hetero.errors import EncodingError
+from relax_hetero.target.gpu_target import gpu_target_of
+from relax_hetero.tir.commands.table_kernel import is_one_launch
+from relax_hetero.tir.core.ties import ties_of
+from relax_hetero.tir.cuda.rows.row_shape import MOST_THREADS, held_shape, lanes_for
+from relax_hetero.tir.cuda.rows.rows import rows_kernel
+from seeds import fresh_rng
+from tir.rows.test_rows import NORM, SOFTMAX, norm, problem, softmax
+
+GPU = gpu_target_of(Target({"kind": "cuda", "arch": "sm_90a"}))
+
+
+def solved(case, arrays, shape=None) -> np.ndarray:
+    """What a problem's kernel makes of arrays."""
+    kernel = rows_kernel(case, GPU)
+    assert is_one_launch(kernel)
+    dtype = {"bfloat16": ml_dtypes.bfloat16}.get(case.result.dtype, case.result.dtype)
+    size = int(np.prod(shape or case.result.shape)) * np.dtype(dtype).itemsize
+    out = np.full(size, 0xAB, np.uint8).view(dtype).reshape(shape or case.result.shape)
+    run(kernel, *arrays, out)
+    return out
+
+
+@pytest.mark.parametrize("n", [1, 3, 8, 17, 100, 768, 1027, 4096])
+def test_softmax_and_norm_of_any_length(n):
+    rng = fresh_rng()
+    x = rng.standard_normal((2, 3, n)).astype("float32") * 5
+    scale, shift = rng.standard_normal((2, n)).astype("float32")
+    maps = [("d0", "d1", "n"), ("n",), ("n",)]
+    found = solved(problem(SOFTMAX, [x], maps[:1], x.shape, maps[0], "float32"), [x])
+    np.testing.assert_allclose(found, softmax(x.astype("float64")), rtol=2e-6, atol=2e-7)
+    found = solved(problem(NORM, [x, scale, shift], maps, x.shape, maps[0], "float32"), [x, scale, shift])
+    np.testing.assert_allclose(found, norm(*(a.astype("float64") for a in (x, scale, shift))), rtol=2e-5, atol=2e-5)
+
+
+def test_rows_too_long_for_registers():
+    x = fresh_rng().standard_normal((2, 40000)).astype("float32")
+    found = solved(problem(SOFTMAX, [x], [("d0", "n")], x.shape, ("d0", "n"), "float32"), [x])
+    np.testing.assert_allclose(found, softmax(x.astype("float64")), rtol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("shape", [(3, 1), (1, 15), (2, 64), (5, 1000), (1, 5001), (0, 8)])
+def test_symbolic_rows_and_columns(shape, dtype):
+    x = fresh_rng().standard_normal(shape).astype(dtype)
+    text = SOFTMAX.replace("x0", "cast(x0, 'float32')")
+    head, last = text.rsplit("; ", 1)
+    case = problem(
+        f"{head}; cast({last}, '{dtype}')", [x], [("d0", "n")], shape, ("d0", "n"), dtype, {"d0": "s0", "n": "s1"}
+    )
+    found = solved(case, [x], shape)
+    if x.size:
+        rtol, atol = (2e-6, 1e-7) if dtype == "float32" else (1e-3, 1e-4)
+        np.testing.assert_allclose(found, softmax(x.astype("float64")), rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("kind", ["sum", "mean", "max", "min", "prod"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int8", "int64"])
+def test_reductions_of_every_kind(kind, dtype):
+    rng = fresh_rng()
+    for n in (1, 61, 2048):
+        x = (
+            rng.uniform(0.99, 1.01, (5, n)).astype(dtype)
+            if "float" in dtype
+            else rng.integers(-3, 4, (5, n)).astype(dtype)
+        )
+        if "int" in dtype and kind == "mean":
+            continue
+        found = solved(problem(f"r0 = {kind}(x0); r0", [x], [("d0", "n")], (5, 1), ("d0", "1"), dtype), [x])
+        wanted = getattr(np, kind)(x, -1, keepdims=True, **({"dtype": dtype} if kind in ("sum", "prod") else {}))
+        np.testing.assert_allclose(found, wanted.astype(dtype), rtol=1e-12 if dtype == "float64" else 1e-5)
+
+
+def test_rows_of_infinities_and_nan():
+    """Masked scores vanish, a row of nothing but masks is NaN, and NaN stays: in a sum, a maximum and a minimum."""
+    x = fresh_rng().standard_normal((7, 70)).astype("float32")
+    x[0, 3:] = -np.inf
+    x[1] = -np.inf
+    x[2, 69] = np.nan
+    x[3, 5] = np.inf
+    x[4] = -3e38
+    x[5, 1:] = -200.0
+    with np.errstate(invalid="ignore", over="ignore"):
+        found = solved(problem(SOFTMAX, [x], [("d0", "n")], x.shape, ("d0", "n"), "float32"), [x])
+        np.testing.assert_allclose(found, softmax(x.astype("float64")), rtol=2e-6, atol=1e-37)
+        for kind in ("max", "min"):
+            found = solved(problem(f"r0 = {kind}(x0); r0", [x], [("d0", "n")], (7, 1), ("d0", "1"), "float32"), [x])
+            np.testing.assert_array_equal(found, getattr(x, kind)(-1, keepdims=True))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("n", [96, 77])
+def test_half_precision(dtype, n):
+    """Computed in single precision: the difference is the rounding of operands and result."""
+    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16
+    x = (fresh_rng().standard_normal((33, n)) * 4).astype(kind)
+    scale, shift = (fresh_rng().standard_normal(n).astype("float32") for _ in range(2))
+    text = NORM.replace("x0", "cast(x0, 'float32')")
+    head, last = text.rsplit("; ", 1)
+    case = problem(
+        f"{head}; cast({last.strip()}, '{dtype}')",
+        [x, scale, shift],
+        [("d0", "n"), ("n",), ("n",)],
+        x.shape,
+        ("d0", "n"),
+        dtype,
+    )
+    wanted = norm(x.astype("float64"), scale.astype("float64"), shift.astype("float64"))
+    found = solved(case, [x, scale, shift]).astype("float64")
+    np.testing.assert_allclose(found, wanted, rtol=2**-8 if dtype == "bfloat16" else 2**-10, atol=1e-3)
+
+
+def test_conditions_and_operands_that_lack_dimensions():
+    """Masked scores of heads: a condition of the batch, a bias of the head, one number for all."""
+    rng = fresh_rng()
+    x = rng.standard_normal((2, 3, 5, 24)).astype("float32")
+    mask = rng.random((2, 1, 1, 24)) < 0.7
+    bias = rng.standard_normal((3, 1, 1)).astype("float32")
+    factor = np.float32(0.3).reshape(1)
+    scores = "where(x1, add(multiply(x0, x3), x2), -1e30)"
+    text = f"r0 = max({scores}); r1 = sum(exp(subtract({scores}, r0))); divide(exp(subtract({scores}, r0)), r1)"
+    maps = [("d0", "d1", "d2", "n"), ("d0", "1", "1", "n"), ("d1", "1", "1"), ("1",)]
+    found = solved(problem(text, [x, mask, bias, factor], maps, x.shape, maps[0], "float32"), [x, mask, bias, factor])
+    wanted = softmax(np.where(mask, x.astype("float64") * factor + bias, -1e30))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_no_rows():
+    x = np.zeros((0, 16), "float32")
+    assert solved(problem(SOFTMAX, [x], [("d0", "n")], x.shape, ("d0", "n"), "float32"), [x]).size == 0
+
+
+def test_a_result_may_lie_over_its_operand():
+    x = np.zeros((4, 16), "float32")
+    other = np.zeros((16,), "float32")
+    case = problem(
+        "r0 = sum(x0); add(multiply(x0, r0), x1)", [x, other], [("d0", "n"), ("n",)], x.shape, ("d0", "n"), "float32"
+    )
+    assert ties_of(rows_kernel(case, GPU)) == [(0, 2)]
+
+
+def test_vectors_are_as_wide_as_rows_allow():
+    assert lanes_for(4096, ["float16"]) == 8
+    assert lanes_for(4096, ["float16", "float32"]) == 8  # of float32 two accesses
+    assert lanes_for(1001, ["float16"]) == 1
+    assert lanes_for(12, ["float32"]) == 4
+    x, names = np.zeros((9, 1024), "float16"), ("d0", "n")
+    kernel = rows_kernel(problem(SOFTMAX, [x], [names], x.shape, names, "float16"), GPU)
+    assert set(_stored_words(kernel)) == {4}
+
+
+def _stored_words(func: tirx.PrimFunc) -> list[int]:
+    """Lanes of every store of words."""
+    found: list[int] = []
+
+    def on_store(store: tirx.BufferStore) -> None:
+        if str(store.buffer.dtype) == "uint32":
+            found.append(store.value.ty.dtype.lanes)
+
+    structural_walk(func.body, (tirx.BufferStore, on_store))
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 7, 64, 768, 1000, 4096, 30000, 32768])
+@pytest.mark.parametrize("total", [1, 100, 100000])
+def test_threads_of_a_row(n, total):
+    shape = held_shape(n, lanes_for(n, ["float32"]), total, 2, GPU)
+    assert shape is not None
+    assert shape.threads & (shape.threads - 1) == 0 and 32 <= shape.block <= MOST_THREADS
+    assert shape.rows == 1 or shape.threads <= 64
+    assert shape.vectors * shape.threads * shape.lanes >= n > (shape.vectors - 1) * shape.threads * shape.lanes
+
+
+def test_longer_rows_are_read_again():
+    assert held_shape(32769, 1, 1000, 2, GPU) is None
+
+
+def test_packed_operands_are_refused():
+    from relax_hetero.encoding import PackedLayout
+    from relax_hetero.encoding.problem import Operand, RowsProblem
+    from relax_hetero.encoding.row_program import RowProgram
+
+    packed = Operand((4, 16), "float32", ("d0", "n"), PackedLayout((0, 1), (0,), (4,)))
+    with pytest.raises(EncodingError, match="found a packed operand"):
+        rows_kernel(RowsProblem(RowProgram.parse("r0 = sum(x0); r0"), (packed,), packed), GPU)
