@@ -190,7 +190,10 @@ def test_bindings_are_fetched_by_a_kernel_of_its_own_before_many_blocks():
     mod.update_global_info("vdevice", [device])
     found = functions(form_cuda_graphs(recorded(mod)))
     record = found["main_commands_record"].script()
-    order = [record.index(f" {name}(") for name in ("fetch_table", "fill_table", "softmax_64x1000_cuda_0_table", "transpose_table")]
+    order = [
+        record.index(f" {name}(")
+        for name in ("fetch_table", "fill_table", "softmax_64x1000_cuda_0_table", "transpose_table")
+    ]
     assert order == sorted(order)
 
 
