@@ -22,7 +22,7 @@ from ...matmul.matmul import merge_batches
 from ..core import ptx
 from ..core.global_view import GlobalView
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, launch, local, unrolled
-from .fragments import FragmentStore
+from .fragments import FragmentStore, Staging
 from .mma_tiling import MmaTiling, choose_mma_tiling
 from .operand_tiles import PACKED_ROWS, OperandTile, Source
 from .simt_parts import Batches, at_least_one
@@ -107,7 +107,7 @@ class _Kernel:
             with when(True if isinstance(tiles, int) else int64(place.block) < tiles):
                 self._tile(int64(place.block), row_tiles, column_tiles, staging)
 
-    def _tile(self, block: Expr, row_tiles: Expr, column_tiles: Expr, staging: object) -> None:
+    def _tile(self, block: Expr, row_tiles: Expr, column_tiles: Expr, staging: Staging) -> None:
         tiling = self.tiling
         each = row_tiles * column_tiles
         number = T.bind(tirx.floormod(block, each))
