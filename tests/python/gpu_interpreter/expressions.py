@@ -67,17 +67,17 @@ BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "FloorMod": lambda a, b: a % b,
     "Min": _extreme(np.fmin),
     "Max": _extreme(np.fmax),
-    "BitwiseAnd": np.bitwise_and,
-    "BitwiseOr": np.bitwise_or,
-    "BitwiseXor": np.bitwise_xor,
-    "LShift": np.left_shift,
-    "RShift": np.right_shift,
     "EQ": lambda a, b: a == b,
     "NE": lambda a, b: a != b,
     "LT": lambda a, b: a < b,
     "LE": lambda a, b: a <= b,
     "GT": lambda a, b: a > b,
     "GE": lambda a, b: a >= b,
+    "BitwiseAnd": np.bitwise_and,
+    "BitwiseOr": np.bitwise_or,
+    "BitwiseXor": np.bitwise_xor,
+    "LShift": lambda a, b: np.left_shift(a, np.asarray(b).astype(np.asarray(a).dtype)),
+    "RShift": lambda a, b: np.right_shift(a, np.asarray(b).astype(np.asarray(a).dtype)),
 }
 
 
@@ -111,6 +111,8 @@ class Expressions:
         view = self.view(buffer)
         compiled = [self.compiled(index) for index in indices]
         width = lanes_of(str(buffer.ty.dtype))[1]
+        if str(buffer.ty.storage_scope).startswith("shared"):
+            self.names.accessed(scalar_type(str(buffer.ty.dtype)).itemsize)
 
         def flat(lanes: Any, mask: Any) -> Any:
             if len(compiled) == 1:
@@ -130,7 +132,9 @@ class Expressions:
         """The generic address that a pointer expression, an element or a buffer stands for."""
         if type(expr).__name__ == "TensorLoad":
             self.names.written.add(self.names.slot(expr.source))
+            cell = self.names.cell
             view, index = self.place(expr)
+            self.names.cell = cell  # an address is no access
 
             def of_element(lanes: Any, mask: Any) -> Any:
                 place = view(lanes)
@@ -252,6 +256,10 @@ class Expressions:
     def _not(self, expr: Any) -> Evaluator:
         value = self.compiled(expr.a)
         return lambda lanes, mask: np.logical_not(value(lanes, mask))
+
+    def _bitwisenot(self, expr: Any) -> Evaluator:
+        value = self.compiled(expr.a)
+        return lambda lanes, mask: np.invert(value(lanes, mask))
 
     def _let(self, expr: Any) -> Evaluator:
         slot, value, body = self.names.slot(expr.var), self.compiled(expr.value), self.compiled(expr.body)

@@ -20,6 +20,10 @@ class Blocks:
         Blocks here, threads of a block, blocks of a cluster.
     shared : Addressed
         The shared memory of the blocks.
+    mbarriers : dict
+        Barriers in shared memory, by block and byte offset.
+    running : (count,) int64
+        Of each block: groups of threads that have not ended.
     """
 
     def __init__(self, first: int, count: int, threads: int, cluster: int) -> None:
@@ -29,6 +33,8 @@ class Blocks:
         self.strict = True
         self.memories: dict[int, Any] = {}
         self.barriers: dict[Any, Any] = {}
+        self.mbarriers: dict[tuple[int, int], Any] = {}
+        self.running = np.ones(count, np.int64)
         self.state: dict[str, Any] = {}
 
 
@@ -106,3 +112,9 @@ class Lanes:
         assert self._kinds is not None
         every = self._kinds["returned"] | self._kinds["broken"] | self._kinds["continued"]
         self.jumped = every if every.any() else None
+
+    def members(self, mask: Any) -> list[tuple[int, np.ndarray]]:
+        """The active threads of each cluster, as numbers in it."""
+        active = self.active(mask)
+        cluster = self.instance[active] // self.blocks.cluster
+        return [(int(one), self.member[active[cluster == one]]) for one in np.unique(cluster)]

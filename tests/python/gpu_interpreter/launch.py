@@ -8,14 +8,18 @@ from typing import Any
 import numpy as np
 from tvm import tirx
 
-from . import warps  # noqa: F401 (registers operators)
+from . import clusters, copies, fragments, mbarriers, tensor_cores, warps  # noqa: F401 (they register operators)
 from .dtypes import scalar_type
+from .faults import KernelFault
 from .lanes import Blocks, Lanes
 from .lowering import lowered
 from .memory import NOTHING, SHARED, Addressed, View
 from .names import Names
-from .statements import Statements, _strides
+from .statements import Code, Statements, _strides
 from .waiting import to_the_end
+
+GROUP = 128
+"""Threads of a warpgroup, which run together where warps of a block have different work."""
 
 LANES = 2048
 """About how many threads run at a time where blocks are independent."""
@@ -154,34 +158,70 @@ class _Run:
                 self.memories[SHARED + 1 + slot].accesses = None
         per_block = int(np.prod(threads))
         total = int(np.prod(grid))
-        together = max(1, LANES // per_block)
+        cluster = int(np.prod([size.get(f"clusterCtaIdx.{axis}", 1) for axis in "xyz"]))
+        if total % cluster or per_block > 1024:
+            raise KernelFault(f"{total} blocks in clusters of {cluster}, {per_block} threads a block")
+        roles = self.names.roles or cluster > 1
+        together = cluster if roles else max(1, LANES // per_block)
         for first in range(0, total, together):
             count = min(together, total - first)
-            blocks = Blocks(first, count, per_block, 1)
+            blocks = Blocks(first, count, per_block, cluster)
             blocks.memories, blocks.strict = self.memories, self.strict
             data = np.full((count, -(-statements.shared_bytes // 16) * 16), NOTHING, np.uint8)
             blocks.shared = Addressed(
-                SHARED, "shared memory", data, statements.shared_cell, defined=False, tracked=True, shared=True
+                SHARED,
+                "shared memory",
+                data,
+                self.names.cell,
+                defined=False,
+                tracked=True,
+                shared=True,
+                size=statements.shared_bytes,
             )
             thread, instance = np.tile(np.arange(per_block), count), np.repeat(np.arange(count), per_block)
-            lanes = Lanes(blocks, thread.astype(np.int32), instance, list(self.lanes.slots[: len(self.names)]))
-            number = first + instance
-            places = {
-                "blockIdx.x": number % grid[0],
-                "blockIdx.y": number // grid[0] % grid[1],
-                "blockIdx.z": number // grid[0] // grid[1],
-                "threadIdx.x": thread % threads[0],
-                "threadIdx.y": thread // threads[0] % threads[1],
-                "threadIdx.z": thread // threads[0] // threads[1],
-            }
-            for tag, targets in slots.items():
-                for slot in targets:
-                    value = places[tag].astype(types[slot])
-                    lanes.slots[slot] = value[0] if count == 1 and tag.startswith("block") else value
-            if code.waits:
-                to_the_end([code.run(lanes, None)])
-            else:
-                code.run(lanes, None)
+            width = GROUP if roles else len(thread)
+            groups = [
+                np.arange(start + part, min(start + part + width, start + per_block if roles else len(thread)))
+                for start in (range(0, len(thread), per_block) if roles else (0,))
+                for part in range(0, per_block if roles else 1, width)
+            ]
+            if roles:
+                blocks.running[:] = len(groups) // count
+            running = []
+            for own in groups:
+                lanes = Lanes(
+                    blocks, thread[own].astype(np.int32), instance[own], list(self.lanes.slots[: len(self.names)])
+                )
+                number = first + lanes.instance
+                places = {
+                    "blockIdx.x": number % grid[0],
+                    "blockIdx.y": number // grid[0] % grid[1],
+                    "blockIdx.z": number // grid[0] // grid[1],
+                    "clusterCtaIdx.x": number % cluster,
+                    "threadIdx.x": lanes.thread % threads[0],
+                    "threadIdx.y": lanes.thread // threads[0] % threads[1],
+                    "threadIdx.z": lanes.thread // threads[0] // threads[1],
+                }
+                is_one_block = roles or count == 1
+                for tag, targets in slots.items():
+                    for slot in targets:
+                        value = places[tag].astype(types[slot])
+                        lanes.slots[slot] = value if tag.startswith("thread") or not is_one_block else value[0]
+                running.append(_to_the_end(code, lanes))
+            to_the_end(running)
+            copies.check_copies(blocks.mbarriers.values())
+
+
+def _to_the_end(code: Code, lanes: Lanes) -> Iterator[Any]:
+    """Run a group of threads."""
+    if code.waits:
+        yield from code.run(lanes, None)
+    else:
+        code.run(lanes, None)
+    copies.check_end(lanes)
+    tensor_cores.check_end(lanes)
+    for instance in np.unique(lanes.instance):
+        lanes.blocks.running[instance] -= 1
 
 
 def _launches(stmt: Any) -> bool:

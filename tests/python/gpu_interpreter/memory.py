@@ -75,12 +75,19 @@ def _widened(mask: np.ndarray, index: Any) -> np.ndarray:
 
 
 class Local:
-    """Arrays of threads: each lane has its own."""
+    """Arrays of threads: each lane has its own.
+
+    Attributes
+    ----------
+    touched : (size,) bool
+        Bytes that some lane wrote since the last ``wgmma.fence``.
+    """
 
     def __init__(self, number: int, name: str, lanes: int, size: int) -> None:
         self.number, self.name, self.size = number, name, size
         self.bytes = np.full((lanes, size), NOTHING, np.uint8)
         self.written = np.zeros((lanes, size), np.uint8)
+        self.touched = np.zeros(size, bool)
 
     def load(self, lanes: Lanes, mask: Any, view: View, index: Any) -> Any:
         """Elements; faults where active lanes never wrote them."""
@@ -98,6 +105,11 @@ class Local:
         """Write elements of the active lanes."""
         _within(lanes, mask, index, view)
         at, where = self._place(lanes, mask, view, index)
+        size = view.dtype.itemsize
+        if np.ndim(at) == 0:
+            self.touched[at * size : (at + 1) * size] = True
+        else:
+            self.touched.reshape(-1, size)[np.unique(at)] = True
         data, written = _elements(self.bytes, view.dtype), _elements(self.written, f"u{view.dtype.itemsize}")
         if mask is None:
             data[where, at] = value
@@ -144,23 +156,40 @@ class Addressed:
         Whether the contents are defined before anything is written.
     tracked : bool
         Whether anything writes at all.
+    size : int, optional
+        Bytes that exist, where `data` has more.
     """
 
     def __init__(
-        self, number: int, name: str, data: np.ndarray, cell: int, *, defined: bool, tracked: bool, shared: bool
+        self,
+        number: int,
+        name: str,
+        data: np.ndarray,
+        cell: int,
+        *,
+        defined: bool,
+        tracked: bool,
+        shared: bool,
+        size: int | None = None,
     ) -> None:
         self.number, self.name, self.cell, self.shared = number, name, cell, shared
         self.bytes = data
-        self.size = data.shape[1]
+        self.size = data.shape[1] if size is None else size
         self.written = None if defined else np.zeros(data.shape, np.uint8)
-        self.cells = -(-self.size // cell)
+        self.cells = -(-data.shape[1] // cell)
         self.accesses = Accesses(name, self.cells * data.shape[0]) if tracked else None
 
-    def load(self, lanes: Lanes, mask: Any, view: View, index: Any) -> Any:
-        """Elements; faults of range, of memory never written, and races."""
+    def load(self, lanes: Lanes, mask: Any, view: View, index: Any, instance: Any = None) -> Any:
+        """Elements; faults of range, of memory never written, and races.
+
+        Parameters
+        ----------
+        instance : np.ndarray, optional
+            Of shared memory: whose; by default the lanes' own.
+        """
         _within(lanes, mask, index, view)
         at = self._index(mask, view, index)
-        instance = self._instance(lanes, index)
+        instance = self._instance(lanes, index, instance)
         size = view.dtype.itemsize
         if self.written is not None:
             written = _elements(self.written, f"u{size}")[instance, at] == _WRITTEN[size]
@@ -174,15 +203,15 @@ class Addressed:
             self.accesses.read(lanes.clocks, uids, cells)
         return _elements(self.bytes, view.dtype)[instance, at]
 
-    def store(self, lanes: Lanes, mask: Any, view: View, index: Any, value: Any, atomic: bool = False) -> None:
+    def store(self, lanes: Lanes, mask: Any, view: View, index: Any, value: Any, instance: Any = None) -> None:
         """Write elements of the active lanes; faults of range and races."""
         _within(lanes, mask, index, view)
         at = self._index(mask, view, index)
-        instance = self._instance(lanes, index)
+        instance = self._instance(lanes, index, instance)
         size = view.dtype.itemsize
         assert self.accesses is not None, f"{self.name} was taken for an input that is only read"
         uids, cells = self._touched(lanes, mask, size, at, instance)
-        self.accesses.write(lanes.clocks, uids, cells, atomic)
+        self.accesses.write(lanes.clocks, uids, cells)
         shape = np.broadcast_shapes((lanes.count,) if np.ndim(at) < 2 else (lanes.count, 1), np.shape(at))
         at, instance = np.broadcast_to(at, shape), np.broadcast_to(instance, shape)
         value = np.broadcast_to(value, shape)
@@ -209,10 +238,30 @@ class Addressed:
             index = np.where(_widened(mask, index), index, 0)
         return base + index
 
-    def _instance(self, lanes: Lanes, index: Any) -> Any:
+    def _instance(self, lanes: Lanes, index: Any, instance: Any = None) -> Any:
         if not self.shared or self.bytes.shape[0] == 1:
             return 0
-        return lanes.instance[:, None] if np.ndim(index) == 2 else lanes.instance
+        instance = lanes.instance if instance is None else instance
+        return instance[:, None] if np.ndim(index) == 2 else instance
+
+    def cells_of(self, instance: int, start: int, size: int) -> np.ndarray:
+        """The cells of `size` bytes from `start` on.
+
+        Raises
+        ------
+        KernelFault
+            There are not so many bytes.
+        """
+        if not 0 <= start <= start + size <= self.size:
+            raise KernelFault(f"out of range: bytes {start} to {start + size} of {self.name}, which has {self.size}")
+        first = instance * self.cells
+        return np.arange(first + start // self.cell, first + -(-(start + size) // self.cell))
+
+    def require(self, instance: int, start: int, size: int, who: str) -> None:
+        """A fault if some of the bytes were never written."""
+        if self.written is not None and not self.written[instance, start : start + size].all():
+            at = start + int(np.flatnonzero(self.written[instance, start : start + size] == 0)[0])
+            raise KernelFault(f"{self.name}, byte {at}, is read by {who} and was never written, or not yet")
 
     def _touched(self, lanes: Lanes, mask: Any, size: int, at: Any, instance: Any) -> tuple[np.ndarray, np.ndarray]:
         """Threads and cells, flat, of an access to elements `at` of `size` bytes."""
@@ -262,3 +311,23 @@ def pointed(lanes: Lanes, mask: Any, address: Any, dtype: np.dtype) -> tuple[Vie
         raise KernelFault(f"an address in {memory.name} is not a multiple of {dtype.itemsize} bytes")
     view = View(memory, 0, dtype, memory.size // dtype.itemsize, memory.name)
     return view, (offset // dtype.itemsize)[()]
+
+
+def shared_place(lanes: Lanes, address: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The block (counted from the first that runs) and byte offset of addresses of shared memory.
+
+    Raises
+    ------
+    KernelFault
+        A generic address of other memory, or a block that the cluster does not have.
+    """
+    address = np.broadcast_to(np.asarray(address), (lanes.count,)).astype(np.uint64)
+    number = address >> np.uint64(ADDRESS_BITS)
+    if ((number != 0) & (number != SHARED)).any():
+        raise KernelFault("an address of shared memory is wanted, found one of other memory")
+    rank = ((address >> np.uint64(RANK_BITS)) & np.uint64(0xFF)).astype(np.int64)
+    offset = (address & np.uint64((1 << RANK_BITS) - 1)).astype(np.int64)
+    cluster = lanes.blocks.cluster
+    if (rank > cluster).any():
+        raise KernelFault(f"shared memory of block {int(rank.max()) - 1} of a cluster of {cluster}")
+    return np.where(rank == 0, lanes.instance, lanes.instance // cluster * cluster + rank - 1), offset

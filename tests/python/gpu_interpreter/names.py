@@ -14,6 +14,10 @@ class Names:
         Buffers that are stored to, or whose address is taken.
     aliases : dict of int to int
         Buffers that are views of others.
+    cell : int
+        Bytes of the smallest access of shared memory.
+    roles : bool
+        Whether warps of a block may have different work: each warpgroup runs by itself.
     """
 
     def __init__(self) -> None:
@@ -21,6 +25,8 @@ class Names:
         self._kept: list[Any] = []
         self.written: set[int] = set()
         self.aliases: dict[int, int] = {}
+        self.roles = False
+        self.cell = 16
 
     def slot(self, var: Any) -> int:
         """The number of a variable, a new one for a new variable."""
@@ -29,6 +35,10 @@ class Names:
             self._slots[key] = len(self._kept)
             self._kept.append(var)  # alive, so that no other variable gets its address
         return self._slots[key]
+
+    def accessed(self, size: int) -> None:
+        """Shared memory is accessed in units of so many bytes."""
+        self.cell = min(self.cell, size)
 
     def root(self, slot: int) -> int:
         """The buffer that a view is a view of."""

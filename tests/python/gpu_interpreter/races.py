@@ -35,17 +35,27 @@ class Clocks:
         self.known[:, each, each] = 1
         self.fenced = np.zeros_like(self.known)
 
+    def release(self, cluster: int, threads: np.ndarray) -> np.ndarray:
+        """What these threads know, (2, width); what they do from now on is after it."""
+        given = np.stack([table[cluster, threads].max(axis=0) for table in (self.known, self.fenced)])
+        self.tick(cluster, threads)
+        return given
+
+    def acquire(self, cluster: int, threads: np.ndarray, given: np.ndarray) -> None:
+        """These threads come to know what others released."""
+        for table, one in zip((self.known, self.fenced), given, strict=True):
+            table[cluster, threads] = np.maximum(table[cluster, threads], one)
+
+    def fence(self, cluster: int, threads: np.ndarray) -> None:
+        """What these threads know is visible to asynchronous copies and tensor cores."""
+        self.fenced[cluster, threads] = np.maximum(self.fenced[cluster, threads], self.known[cluster, threads])
+        self.tick(cluster, threads)
+
     def join(self, cluster: int, threads: np.ndarray) -> None:
         """A barrier of these threads."""
         for table in (self.known, self.fenced):
             table[cluster, threads] = table[cluster, threads].max(axis=0)
         self.tick(cluster, threads)
-
-    def join_all(self, cluster: int, first: int, count: int) -> None:
-        """A barrier of neighbouring threads."""
-        for table in (self.known, self.fenced):
-            table[cluster, first : first + count] = table[cluster, first : first + count].max(axis=0)
-        self.tick(cluster, np.arange(first, first + count))
 
     def tick(self, cluster: int, threads: np.ndarray) -> None:
         """What these threads do from now on is after what they released."""
@@ -75,7 +85,9 @@ class Accesses:
         self._read_clocks = [np.zeros(cells, np.int32), np.zeros(cells, np.int32)]
         self._atomic = np.zeros(cells, bool)
 
-    def read(self, clocks: Clocks, uids: np.ndarray, cells: np.ndarray, asynchronous: bool = False) -> None:
+    def read(
+        self, clocks: Clocks, uids: np.ndarray, cells: np.ndarray, asynchronous: bool = False, begins: bool = False
+    ) -> None:
         """Threads read cells (flat, of equal length).
 
         Raises
@@ -86,6 +98,8 @@ class Accesses:
         self._ordered(
             clocks, uids, cells, self._writer[cells], self._write_clock[cells], "reads", "wrote", asynchronous
         )
+        if begins:
+            return
         cluster, thread = uids // clocks.width - clocks.first, uids % clocks.width
         now = clocks.known[cluster, thread, thread]
         last, first = self._readers
@@ -97,9 +111,25 @@ class Accesses:
         last[cells], self._read_clocks[0][cells] = uids, now
 
     def write(
-        self, clocks: Clocks, uids: np.ndarray, cells: np.ndarray, atomic: bool = False, asynchronous: bool = False
+        self,
+        clocks: Clocks,
+        uids: np.ndarray,
+        cells: np.ndarray,
+        atomic: bool = False,
+        asynchronous: bool = False,
+        when: np.ndarray | None = None,
+        begins: bool = False,
     ) -> None:
         """Threads write cells (flat, of equal length).
+
+        Parameters
+        ----------
+        asynchronous : bool
+            Whether copies write that see only what ``fence.proxy.async`` is between.
+        when : np.ndarray, optional
+            The threads' clocks as of the write, where it was issued earlier.
+        begins : bool
+            Whether the write is only issued: others must have finished, but nothing is written yet.
 
         Raises
         ------
@@ -116,8 +146,11 @@ class Accesses:
             self._ordered(clocks, uids, cells, writer, self._write_clock[cells], "writes", "wrote", asynchronous)
         for reader, clock in zip(self._readers, self._read_clocks, strict=True):
             self._ordered(clocks, uids, cells, reader[cells], clock[cells], "writes", "read")
+        if begins:
+            return
         cluster, thread = uids // clocks.width - clocks.first, uids % clocks.width
-        self._writer[cells], self._write_clock[cells] = uids, clocks.known[cluster, thread, thread]
+        self._writer[cells] = uids
+        self._write_clock[cells] = clocks.known[cluster, thread, thread] if when is None else when
         self._atomic[cells] = atomic
         twice = self._writer[cells] != uids
         if not atomic and twice.any():
@@ -126,6 +159,10 @@ class Accesses:
                 f"race: {clocks.name(uids[at])} and {clocks.name(self._writer[cells[at]])} write "
                 f"{self._cell(cells[at])} in the same statement"
             )
+
+    def versions(self, cells: np.ndarray) -> np.ndarray:
+        """Which writes the cells hold."""
+        return np.stack([self._writer[cells], self._write_clock[cells]])
 
     def _happened(self, clocks: Clocks, uids: np.ndarray, others: np.ndarray, when: np.ndarray) -> np.ndarray:
         cluster = uids // clocks.width - clocks.first

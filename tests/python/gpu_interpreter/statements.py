@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from . import ptx
 from .calls import name_of
 from .dtypes import lanes_of, scalar_type
 from .expressions import Expressions, both
@@ -39,13 +40,13 @@ class Statements:
 
     Attributes
     ----------
-    shared_bytes, shared_cell : int
-        Shared memory of a block, and the smallest type it is accessed as.
+    shared_bytes : int
+        Shared memory of a block.
     """
 
     def __init__(self, names: Names) -> None:
         self.names, self.expressions = names, Expressions(names)
-        self.shared_bytes, self.shared_cell = 0, 16
+        self.shared_bytes = 0
         self._jumps = False
 
     def compiled(self, stmt: Any) -> Code:
@@ -116,8 +117,9 @@ class Statements:
 
     def _evaluate(self, stmt: Any) -> Code:
         name = name_of(stmt.value) if type(stmt.value).__name__ == "Call" else ""
-        if name in WAITING:
-            wait = WAITING[name](self.expressions, stmt.value)
+        handler = ptx.waiting(stmt.value) if name.startswith("tirx.ptx.") else WAITING.get(name)
+        if handler is not None:
+            wait = handler(self.expressions, stmt.value)
 
             def waiting(lanes: Any, mask: Any) -> Iterator[Any]:
                 try:
@@ -294,7 +296,6 @@ class Statements:
         offset = self.expressions.compiled(stmt.buffer.ty.elem_offset)
         strides = [self.expressions.compiled(one) for one in stmt.buffer.ty.strides]
         name = str(stmt.buffer.name)
-        self._access_width(stmt.buffer)
         source = None
         if str(getattr(getattr(data, "op", None), "name", "")) == "tirx.buffer_data":
             source = self.names.slot(data.args[0])
@@ -329,10 +330,6 @@ class Statements:
     def _shape(self, buffer: Any) -> list[Callable[[Any, Any], Any]]:
         return [self.expressions.compiled(extent) for extent in buffer.ty.shape]
 
-    def _access_width(self, buffer: Any) -> None:
-        if str(buffer.ty.storage_scope).startswith("shared"):
-            self.shared_cell = min(self.shared_cell, scalar_type(str(buffer.ty.dtype)).itemsize)
-
     def _allocbuffer(self, stmt: Any) -> Code:
         buffer = stmt.buffer
         slot, name, scope = self.names.slot(buffer), str(buffer.name), str(buffer.ty.storage_scope)
@@ -340,7 +337,6 @@ class Statements:
         extents = [int(extent) for extent in buffer.ty.shape]
         count = int(np.prod(extents, dtype=np.int64)) * width
         size = count * dtype.itemsize
-        self._access_width(buffer)
         if scope.startswith("shared"):
             align = max(16, 1024 if scope == "shared.dyn" and not self.shared_bytes else 16)
             start = -(-self.shared_bytes // align) * align

@@ -88,6 +88,8 @@ class Rendezvous:
     name: str
     opened: int = 0
     arrived: list[np.ndarray] = field(default_factory=list)
+    known: np.ndarray | None = None
+    given: np.ndarray | None = None
 
     def arrive(self, clocks: Any, cluster: int, members: np.ndarray, expected: int) -> int:
         """Threads arrive; the number of the opening that lets them through.
@@ -102,9 +104,10 @@ class Rendezvous:
         if count > expected:
             raise KernelFault(f"{self.name}: {count} threads arrive, it is for {expected}")
         ticket = self.opened
+        released = clocks.release(cluster, members)
+        self.known = released if self.known is None else np.maximum(self.known, released)
         if count == expected:
-            clocks.join(cluster, np.concatenate(self.arrived))
-            self.arrived, self.opened = [], self.opened + 1
+            self.arrived, self.opened, self.given, self.known = [], self.opened + 1, self.known, None
         return ticket
 
 
@@ -142,16 +145,16 @@ def block_barrier(
         members = lanes.member[active[lanes.instance[active] == instance]]
         key = (int(instance), number)
         barrier = blocks.barriers.setdefault(key, Rendezvous(f"{name} of block {blocks.first + int(instance)}"))
-        ticket = barrier.arrive(blocks.clocks, int(instance) // blocks.cluster, members, expected)
-        tickets.append((barrier, ticket))
+        cluster = int(instance) // blocks.cluster
+        tickets.append((barrier, barrier.arrive(blocks.clocks, cluster, members, expected), cluster, members))
     if not wait:
         return
 
     def ready() -> bool:
-        return all(barrier.opened > ticket for barrier, ticket in tickets)
+        return all(barrier.opened > ticket for barrier, ticket, _, _ in tickets)
 
     def text() -> str:
-        shut = [barrier for barrier, ticket in tickets if barrier.opened <= ticket]
+        shut = [barrier for barrier, ticket, _, _ in tickets if barrier.opened <= ticket]
         reached = sum(len(part) for part in shut[0].arrived)
         there = np.concatenate(shut[0].arrived) % blocks.threads
         missing = sorted(set(range(blocks.threads)) - set(there.tolist()))
@@ -159,6 +162,8 @@ def block_barrier(
 
     while not ready():
         yield Wait(ready, text)
+    for barrier, _, cluster, members in tickets:
+        blocks.clocks.acquire(cluster, members, barrier.given)
 
 
 @waits("tirx.tvm_storage_sync", "tirx.cuda.cta_sync")

@@ -157,6 +157,7 @@ _ATOMIC: dict[str, Callable[[Any, Any], Any]] = {
 def _atomic(function: Callable[[Any, Any], Any], first: int) -> Any:
     def handler(expressions: Any, call: Any) -> Callable[[Any, Any], Any]:
         address, value = expressions.address(call.args[first]), expressions.compiled(call.args[first + 1])
+        expressions.names.accessed(4)
 
         def evaluate(lanes: Any, mask: Any) -> Any:
             added = np.asarray(value(lanes, mask))

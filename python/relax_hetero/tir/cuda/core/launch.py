@@ -92,7 +92,11 @@ class SharedMemory:
 
     def open(self) -> None:
         """Allocate all that was taken; within `launch`."""
-        self._bytes = T.alloc_buffer((max(self.size, 16),), "uint8", scope="shared.dyn")
+        size = max(self.size, 16)
+        self._bytes = T.alloc_buffer((size,), "uint8", scope="shared.dyn")
+        # TVM cuts an allocation down to the bytes whose addresses it sees, and a copy takes only that of its first one.
+        for end in (0, size - 1):
+            T.evaluate(T.address_of(self._bytes[end]))
 
     def at(self, offset: Expr) -> Expr:
         """Pointer to a byte."""

@@ -84,24 +84,22 @@ def few_plan(problem: MatmulProblem, gpu: GpuTarget) -> FewPlan:
     return FewPlan(split, RING_BYTES)
 
 
-def misfit(problem: MatmulProblem, gpu: GpuTarget, tf32: bool = False) -> str:
+def misfit(problem: MatmulProblem, gpu: GpuTarget) -> str:
     """Why `few_rows_kernel` cannot solve a problem; empty where it can. Any number of rows is right."""
-    reason = wgmma_matmul.misfit(problem, gpu, tf32)
+    reason = wgmma_matmul.misfit(problem, gpu)
     if not reason and not problem.rhs.layout.inner_dims:
         return "the right operand is not packed"
     return reason
 
 
-def few_rows_kernel(
-    problem: MatmulProblem, gpu: GpuTarget, tf32: bool = False, plan: FewPlan | None = None
-) -> tirx.PrimFunc:
+def few_rows_kernel(problem: MatmulProblem, gpu: GpuTarget, plan: FewPlan | None = None) -> tirx.PrimFunc:
     """The kernel of a product of few rows by a packed weight, one launch; `MatmulProblem` says its parameters.
 
     It may begin before the launch before it ends, provided that this does not write the right operand.
 
     Raises EncodingError if `misfit` says why the problem is not one for this kernel.
     """
-    reason = misfit(problem, gpu, tf32)
+    reason = misfit(problem, gpu)
     if reason:
         raise EncodingError(f"matmul of few rows on {gpu.arch}: {reason}")
     function = Function("matmul", registers="local")

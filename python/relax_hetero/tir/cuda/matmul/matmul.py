@@ -18,10 +18,10 @@ from .simt_matmul import simt_matmul_kernel
 
 def cuda_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget) -> tirx.PrimFunc:
     """The kernel of a matrix product for a GPU, one launch; `MatmulProblem` says what its parameters are."""
-    if _has_few_rows(problem) and not few_rows.misfit(problem, gpu, problem.tf32):
-        return few_rows.few_rows_kernel(problem, gpu, problem.tf32)
-    if not wgmma_matmul.misfit(problem, gpu, problem.tf32):
-        return wgmma_matmul.wgmma_matmul_kernel(problem, gpu, problem.tf32)
+    if _has_few_rows(problem) and not few_rows.misfit(problem, gpu):
+        return few_rows.few_rows_kernel(problem, gpu)
+    if not wgmma_matmul.misfit(problem, gpu):
+        return wgmma_matmul.wgmma_matmul_kernel(problem, gpu)
     return simt_matmul_kernel(problem, gpu)
 
 

@@ -74,6 +74,11 @@ class OperandTile:
     def of(view: GlobalView, side: str, rows: int, extent: Expr, depth: Expr) -> OperandTile:
         """The tile of an opened view, read in the best way that its storage allows."""
         source, width = _source(view, side)
+        if source is Source.COLUMNS and rows % PACKED_ROWS:
+            source, width = (
+                Source.GATHER,
+                0,
+            )  # columns come in stripes of so many rows, of which a smaller tile has none
         return OperandTile(view, side, rows, extent, depth, source, width)
 
     @property

@@ -40,7 +40,7 @@ _FEW_REGISTERS, _MANY_REGISTERS = 40, 232  # of producers and of consumers: 128 
 _UNROLLED_SUMS = 128  # registers of sums from which consumers need those of the producers
 
 
-def misfit(problem: MatmulProblem, gpu: GpuTarget, tf32: bool = False) -> str:
+def misfit(problem: MatmulProblem, gpu: GpuTarget) -> str:
     """Why `wgmma_matmul_kernel` cannot solve a problem; empty where it can."""
     if gpu.tensor != "wgmma":
         return f"{gpu.arch} has no wgmma"
@@ -48,7 +48,7 @@ def misfit(problem: MatmulProblem, gpu: GpuTarget, tf32: bool = False) -> str:
     is_float_sum = acc in ("float32", *_HALF_TYPES)
     fits = (
         (left == right and left in _HALF_TYPES and is_float_sum)
-        or (left == right == "float32" and tf32 and acc == "float32")
+        or (left == right == "float32" and problem.tf32 and acc == "float32")
         or (left in _BYTE_TYPES[0] and right in _BYTE_TYPES[0] and acc == "int32")
         or (left in _BYTE_TYPES[1] and right in _BYTE_TYPES[1] and is_float_sum)
     )
@@ -76,15 +76,11 @@ def misfit(problem: MatmulProblem, gpu: GpuTarget, tf32: bool = False) -> str:
     return ""
 
 
-def wgmma_matmul_kernel(
-    problem: MatmulProblem, gpu: GpuTarget, tf32: bool = False, tiling: Tiling | None = None
-) -> tirx.PrimFunc:
+def wgmma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: Tiling | None = None) -> tirx.PrimFunc:
     """The kernel of a matrix product for sm_90a; `MatmulProblem` says what its parameters are.
 
     Parameters
     ----------
-    tf32 : bool
-        Whether float32 operands may be read as tf32: 10 bits of mantissa.
     tiling : Tiling, optional
         Tiles, stages and blocks; by default as `choose_tiling` finds them.
 
@@ -93,7 +89,7 @@ def wgmma_matmul_kernel(
     EncodingError
         If `misfit` says why the problem is not one for this kernel.
     """
-    reason = misfit(problem, gpu, tf32)
+    reason = misfit(problem, gpu)
     if reason:
         raise EncodingError(f"matmul on {gpu.arch}: {reason}")
     function = Function("matmul", registers="local")
@@ -112,6 +108,7 @@ def wgmma_matmul_kernel(
             rhs.open(raw=True)
             store.open(result, m, n)
             tiling = tiling or choose_tiling(problem, gpu, (m, n, k), list(counts.values()))
+            assert tiling.columns // PACKED_ROWS >= tiling.share, "a block brings at least one packed tile"
             left = OperandTile.of(lhs, "m", tiling.rows, m, k)
             right = OperandTile.of(rhs, "n", tiling.columns, n, k)
             _Kernel(left, right, store, tiling, (m, n, k), counts).emit()

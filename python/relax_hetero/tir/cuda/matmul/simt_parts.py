@@ -1,0 +1,69 @@
+"""What products without tensor cores share: batches, extents that may be empty, the barrier."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ...core.builder import Expr, int64
+from ...core.view import Coordinates
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The batch dimensions of a product.
+
+    Attributes
+    ----------
+    extents : dict of str to (PrimExpr or int)
+        By name, outermost first.
+    """
+
+    extents: dict[str, Expr]
+
+    @property
+    def count(self) -> Expr:
+        """How many products there are."""
+        count: Expr = 1
+        for extent in self.extents.values():
+            count = count * extent
+        return count
+
+    @property
+    def exists(self) -> Expr | None:
+        """Whether there is any product; None where that is known."""
+        return None if isinstance(self.count, int) and self.count > 0 else int64(self.count) > 0
+
+    def place(self, number: Expr) -> Coordinates:
+        """Coordinates of a product by its number."""
+        at: dict[str, Expr] = {}
+        for name, extent in reversed(self.extents.items()):
+            whole = at_least_one(extent)
+            at[name] = T.bind(tirx.floormod(number, whole))
+            number = tirx.floordiv(number, whole)
+        return at
+
+
+def barrier() -> None:
+    """All threads of the block meet, and see what the others wrote to shared memory.
+
+    TVM's own barrier, which it takes into account where it adds barriers between accesses to shared memory.
+    """
+    T.evaluate(T.tvm_storage_sync("shared"))
+
+
+def known(extent: Expr) -> int | None:
+    """An extent, None where it is symbolic."""
+    return extent if isinstance(extent, int) else None
+
+
+def divides(extent: Expr, size: int) -> bool:
+    """Whether tiles of a size are known to be whole, and that there are any."""
+    return isinstance(extent, int) and extent > 0 and extent % size == 0
+
+
+def at_least_one(extent: Expr) -> Expr:
+    """An extent, 1 where it is 0: a launch has blocks even where there is nothing to store."""
+    return max(extent, 1) if isinstance(extent, int) else tirx.max(extent, int64(1))

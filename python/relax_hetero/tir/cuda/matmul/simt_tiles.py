@@ -1,0 +1,310 @@
+"""Products by tiles of the result, without tensor cores.
+
+A block computes a tile. Step by step along k, its threads bring tiles of both operands into shared memory, converted to
+the type of the sums and with the result's dimensions innermost, while they multiply the tiles brought before (two
+buffers). A thread keeps its sums in registers; several slices of threads share k where there are few tiles, and add
+their sums in shared memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ....target.element_types import bytes_of
+from ....target.gpu_target import WARP
+from ...core.builder import Expr, ceil_div, int64, lane_indices
+from ...core.view import Coordinates
+from ..core.epilogue import EpilogueWriter
+from ..core.launch import launch, local, unrolled
+from ..core.operand import VECTOR_BYTES, GpuOperand
+from .simt_parts import Batches, at_least_one, barrier, divides
+from .simt_plan import SimtPlan
+
+RASTER_ROWS = 8
+"""Tiles of rows that neighbouring blocks take before the next tile of columns: what they read stays in the cache."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One operand as blocks read it: its dimension of the result, and the tile's rows along that."""
+
+    view: GpuOperand
+    along: str
+    size: int
+    extent: Expr
+
+
+class TiledProduct:
+    """A product by tiles of the result.
+
+    Parameters
+    ----------
+    left, right : Side
+        What the rows and the columns of a tile run along; the columns lie side by side in the result.
+    """
+
+    def __init__(
+        self, left: Side, right: Side, k: Expr, dtype: str, writer: EpilogueWriter, batches: Batches, plan: SimtPlan
+    ) -> None:
+        self.left, self.right, self.k, self.dtype, self.plan = left, right, k, dtype, plan
+        self.writer, self.batches = writer, batches
+
+    def emit(self) -> None:
+        """Write the launch."""
+        plan = self.plan
+        # Never none, so that a launch of an empty result is one that stores nothing.
+        tiles_m, tiles_n = (at_least_one(ceil_div(side.extent, side.size)) for side in (self.left, self.right))
+        count = at_least_one(self.batches.count)
+        with launch(int64(count * tiles_m * tiles_n), plan.threads) as place:
+            self._tile(*self._place(int64(place.block), tiles_m, tiles_n), place.thread)
+
+    def _place(self, block: Expr, tiles_m: Expr, tiles_n: Expr) -> tuple[Coordinates, Expr, Expr]:
+        """Batch coordinates and first row and column of a block's tile."""
+        tiles = tiles_m * tiles_n
+        number = T.bind(tirx.floormod(block, tiles))
+        at = self.batches.place(tirx.floordiv(block, tiles))
+        band = tirx.floordiv(number, tiles_n * RASTER_ROWS)
+        within = number - band * (tiles_n * RASTER_ROWS)
+        high = T.bind(tirx.min(int64(RASTER_ROWS), tiles_m - band * RASTER_ROWS))
+        tile_m = band * RASTER_ROWS + tirx.floormod(within, high)
+        tile_n = tirx.floordiv(within, high)
+        return at, T.bind(tile_m * self.left.size), T.bind(tile_n * self.right.size)
+
+    def _tile(self, at: Coordinates, row: Expr, column: Expr, thread: Expr) -> None:
+        plan = self.plan
+        depth = plan.depth * plan.slices
+        brought = [
+            _Brought(side, first, at, self.batches.exists, self.k, depth, self.dtype, thread, plan)
+            for side, first in ((self.left, row), (self.right, column))
+        ]
+        sums = local(plan.thread_rows * plan.thread_columns, self.dtype)
+        with unrolled(plan.thread_rows * plan.thread_columns) as i:
+            T.buffer_store(sums, tirx.const(0, self.dtype), [i])
+        steps = ceil_div(self.k, depth)
+        for operand in brought:
+            operand.fetch(tirx.const(0, "int64"))
+            operand.put(tirx.const(0, "int32"))
+        barrier()
+        where = _Threads(plan, thread)
+        with T.serial(int64(steps)) as step:
+            buffer = T.cast(tirx.floormod(step, 2), "int32")
+            more = step + 1 < steps
+            with T.If(more), T.Then():
+                for operand in brought:
+                    operand.fetch((step + 1) * depth)
+            self._multiply(sums, brought, buffer, where)
+            with T.If(more), T.Then():
+                for operand in brought:
+                    operand.put(1 - buffer)
+            barrier()
+        self._store(sums, at, row, column, where)
+
+    def _multiply(self, sums: Expr, brought: list[_Brought], buffer: Expr, where: _Threads) -> None:
+        plan = self.plan
+        group = plan.group
+        sizes = (plan.thread_rows, plan.thread_columns)
+        held = [local(size, self.dtype) for size in sizes]
+        with unrolled(plan.depth) as k:
+            for operand, own, size, of_group in zip(
+                brought, held, sizes, (where.row_of_group, where.column_of_group), strict=True
+            ):
+                for g in range(size // group):
+                    offset = operand.offset(buffer, where.slice * plan.depth + k, of_group(g))
+                    T.buffer_store(
+                        own,
+                        operand.shared[lane_indices(offset, group)],
+                        [lane_indices(tirx.const(g * group, "int32"), group)],
+                    )
+            with unrolled(plan.thread_rows) as i, unrolled(plan.thread_columns) as j:
+                at = i * plan.thread_columns + j
+                T.buffer_store(sums, sums[at] + held[0][i] * held[1][j], [at])
+
+    def _store(self, sums: Expr, at: Coordinates, row: Expr, column: Expr, where: _Threads) -> None:
+        plan = self.plan
+        groups = plan.thread_columns // plan.group
+        if plan.slices == 1:
+            with unrolled(plan.thread_rows) as i, unrolled(groups) as g:
+                self._write(
+                    [
+                        lambda e=e: sums[i * plan.thread_columns + g * plan.group + e]  # type: ignore[misc]
+                        for e in range(plan.group)
+                    ],
+                    at,
+                    row + where.row_at(i),
+                    column + where.column_at(g),
+                )
+            return
+        each, threads = plan.thread_rows * plan.thread_columns, plan.slice_threads
+        parts = T.alloc_buffer((plan.slices * each * threads,), self.dtype, scope="shared")
+        with unrolled(each) as i:
+            T.buffer_store(parts, sums[i], [(where.slice * each + i) * threads + where.own])
+        barrier()
+        own_groups = plan.thread_rows * groups // plan.slices
+        totals = local(plan.group, self.dtype)
+        with unrolled(own_groups) as q:
+            number = T.bind(q * plan.slices + where.slice)
+            i, g = tirx.floordiv(number, groups), tirx.floormod(number, groups)
+            with unrolled(plan.group) as e:
+                total: Expr = tirx.const(0, self.dtype)
+                for part in range(plan.slices):
+                    first = part * each + i * plan.thread_columns + g * plan.group + e
+                    total = total + parts[first * threads + where.own]
+                T.buffer_store(totals, total, [e])
+            self._write(
+                [lambda e=e: totals[tirx.const(e, "int32")] for e in range(plan.group)],  # type: ignore[misc]
+                at,
+                row + where.row_at(i),
+                column + where.column_at(g),
+            )
+
+    def _write(self, sums: list[Expr], at: Coordinates, row: Expr, column: Expr) -> None:
+        left, right = self.left, self.right
+        self.writer.write(
+            sums,
+            {**at, left.along: row, right.along: column},
+            right.along,
+            [self.batches.exists, None if divides(left.extent, left.size) else row < left.extent],
+            None if divides(right.extent, right.size) else right.extent,
+        )
+
+
+class _Threads:
+    """Where a thread's sums are: lanes of a warp beside each other, so that it reads shared memory without conflicts.
+
+    A thread has groups of neighbouring rows and columns; between them lie the groups of its warp's other lanes.
+    """
+
+    def __init__(self, plan: SimtPlan, thread: Expr) -> None:
+        self.plan = plan
+        across, down = plan.columns // plan.thread_columns, plan.rows // plan.thread_rows
+        self.lanes_across = min(8, across)
+        self.lanes_down = min(WARP // self.lanes_across, down)
+        if self.lanes_down * self.lanes_across < WARP:
+            self.lanes_across = WARP // self.lanes_down
+        self.slice: Expr = tirx.const(0, "int32")
+        self.own = thread
+        if plan.slices > 1:
+            self.slice = T.bind(tirx.floordiv(thread, plan.slice_threads))
+            self.own = T.bind(tirx.floormod(thread, plan.slice_threads))
+        warp, lane = tirx.floordiv(self.own, WARP), tirx.floormod(self.own, WARP)
+        warps_across = across // self.lanes_across
+        warp_row, warp_column = tirx.floordiv(warp, warps_across), tirx.floormod(warp, warps_across)
+        group = plan.group
+        self.row = T.bind(
+            warp_row * (self.lanes_down * plan.thread_rows) + tirx.floordiv(lane, self.lanes_across) * group
+        )
+        self.column = T.bind(
+            warp_column * (self.lanes_across * plan.thread_columns) + tirx.floormod(lane, self.lanes_across) * group
+        )
+
+    def row_of_group(self, g: int) -> Expr:
+        """The first row of the thread's group of rows."""
+        return self.row + g * (self.lanes_down * self.plan.group)
+
+    def column_of_group(self, g: int) -> Expr:
+        """The first column of the thread's group of columns."""
+        return self.column + g * (self.lanes_across * self.plan.group)
+
+    def row_at(self, i: Expr) -> Expr:
+        """Row of the tile of the thread's row i."""
+        group = self.plan.group
+        return self.row + tirx.floordiv(i, group) * (self.lanes_down * group) + tirx.floormod(i, group)
+
+    def column_at(self, g: Expr) -> Expr:
+        """Column of the tile of the first of the thread's group g of columns."""
+        return self.column + g * (self.lanes_across * self.plan.group)
+
+
+class _Brought:
+    """Tiles of an operand on their way to shared memory."""
+
+    def __init__(
+        self,
+        side: Side,
+        first: Expr,
+        batch: Coordinates,
+        batch_exists: Expr | None,
+        k: Expr,
+        depth: int,
+        dtype: str,
+        thread: Expr,
+        plan: SimtPlan,
+    ) -> None:
+        self.side, self.first, self.batch, self.k, self.depth, self.dtype = side, first, batch, k, depth, dtype
+        self.batch_exists = batch_exists
+        view = side.view
+        self.along_k = view.is_contiguous("k")
+        most = max(1, VECTOR_BYTES // max(bytes_of(view.nominal), 1))
+        fitting = side.size * depth // plan.threads or 1
+        self.vector = view.vector("k" if self.along_k else side.along, min(most, fitting) * bytes_of(view.nominal))
+        while self.along_k and depth % self.vector:
+            self.vector //= 2
+        # Threads that read along k write apart in shared memory: a pitch of a group more spreads them over the banks.
+        self.pitch = side.size + plan.group
+        self.shared = T.alloc_buffer((2 * depth * self.pitch,), dtype, scope="shared")
+        units = side.size * depth // self.vector
+        self.units, self.threads, self.thread = units, plan.threads, thread
+        self.turns = -(-units // plan.threads)
+        self.held = local(self.turns * self.vector, view.dtype)
+
+    def offset(self, buffer: Expr, k: Expr, at: Expr) -> Expr:
+        """Where an element of the tile is in shared memory."""
+        return (buffer * self.depth + k) * self.pitch + at
+
+    def _unit(self, turn: Expr) -> tuple[Expr, Expr, Expr]:
+        """What a thread brings in a turn: its number, and the row and k of its first element within the tile."""
+        number = turn * self.threads + self.thread
+        if self.along_k:
+            across = self.depth // self.vector
+            return number, tirx.floordiv(number, across), tirx.floormod(number, across) * self.vector
+        across = self.side.size // self.vector
+        return number, tirx.floormod(number, across) * self.vector, tirx.floordiv(number, across)
+
+    def fetch(self, k: Expr) -> None:
+        """Bring the tile at `k` into registers, zeros where it leaves the operand."""
+        view, width = self.side.view, self.vector
+        with unrolled(self.turns) as turn:
+            number, row, inner = self._unit(turn)
+            place = {**self.batch, self.side.along: self.first + row, "k": k + inner}
+            conditions = [] if self.batch_exists is None else [self.batch_exists]
+            if self.units % self.threads:
+                conditions.append(number < self.units)
+            if not divides(self.side.extent, self.side.size):
+                conditions.append(place[self.side.along] < self.side.extent)
+            if not divides(self.k, self.depth):
+                conditions.append(place["k"] < self.k)
+            value = view.data[lane_indices(view.address(place), width)]
+            if not conditions:
+                T.buffer_store(self.held, value, [lane_indices(turn * width, width)])
+            else:
+                with T.If(tirx.all(*conditions)):
+                    with T.Then():
+                        T.buffer_store(self.held, value, [lane_indices(turn * width, width)])
+                    with T.Else(), unrolled(width) as v:  # TVM makes vectors of int64 zeros ones of int32
+                        T.buffer_store(self.held, tirx.const(0, view.dtype), [turn * width + v])
+
+    def put(self, buffer: Expr) -> None:
+        """Store the registers as numbers of the sums' type in a buffer of shared memory."""
+        width = self.vector
+        with unrolled(self.turns) as turn:
+            number, row, inner = self._unit(turn)
+
+            def stores() -> None:
+                offset = self.offset(buffer, inner, row)
+                direct = not self.along_k and self.side.view.dtype == self.dtype and width > 1
+                if direct:
+                    value = self.held[lane_indices(turn * width, width)]
+                    T.buffer_store(self.shared, value, [lane_indices(offset, width)])
+                    return
+                with unrolled(width) as v:
+                    value = self.side.view.converted(self.held[turn * width + v], self.dtype)
+                    T.buffer_store(self.shared, value, [offset + v * (self.pitch if self.along_k else 1)])
+
+            if self.units % self.threads:
+                with T.If(number < self.units), T.Then():
+                    stores()
+            else:
+                stores()

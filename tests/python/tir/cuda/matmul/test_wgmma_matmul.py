@@ -1,0 +1,253 @@
+"""Products by wgmma: semantics by the interpreter of GPU kernels, registers and spills as ptxas reports them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from tvm.target import Target
+
+from cuda_reports import reports_of
+from gpu_interpreter import run
+from relax_hetero.encoding import PackedLayout
+from relax_hetero.encoding.expression import Expression
+from relax_hetero.encoding.problem import Epilogue, MatmulProblem, Operand
+from relax_hetero.errors import EncodingError
+from relax_hetero.target.element_types import bytes_of, numpy_dtype
+from relax_hetero.target.gpu_target import gpu_target_of
+from relax_hetero.tir.commands.table_kernel import is_one_launch
+from relax_hetero.tir.cuda.matmul.wgmma_matmul import misfit, wgmma_matmul_kernel
+from relax_hetero.tir.cuda.matmul.wgmma_tiling import choose_tiling, tiling_of
+from seeds import fresh_rng
+from tir.kernel_runs import poisoned
+
+TARGET = Target({"kind": "cuda", "arch": "sm_90a"})
+GPU = gpu_target_of(TARGET)
+SYMBOLS = {"b0": "s0", "m": "s1", "n": "s2", "k": "s3"}
+BIAS_GELU = "cast(gelu(add(x0, cast(x1, 'float32'))), 'float16')"
+RESIDUAL = "add(cast(add(x0, cast(x1, 'float32')), 'float16'), x2)"
+REQUANTIZED = "cast(clip(round(multiply(cast(x0, 'float32'), x1)), 0.0, 255.0), 'uint8')"
+
+
+def packed(rank: int, dtype: str) -> PackedLayout:
+    """The layout of a right operand (batch.., k, n)."""
+    batch = tuple(range(rank - 2))
+    return PackedLayout((*batch, rank - 1, rank - 2), (rank - 1, rank - 2), (64, 128 // bytes_of(dtype)), swizzle=True)
+
+
+def problem_of(
+    sizes: dict[str, int],
+    dtype: str = "float16",
+    result: str = "",
+    acc: str = "float32",
+    right_dtype: str = "",
+    lhs: str = "mk",
+    rhs: str = "packed",
+    epilogue: str = "",
+    operands: Sequence[tuple[Sequence[str], str]] = (),
+    init: bool = False,
+    symbolic: Sequence[str] = (),
+    shares_right: bool = False,
+) -> MatmulProblem:
+    """A product; `lhs` and `rhs` name the order of the last dimensions, "packed" the tiles of tensor cores."""
+    batch = tuple(name for name in sizes if name.startswith("b"))
+    result, right_dtype = result or dtype, right_dtype or dtype
+
+    def operand(names: Sequence[str], element: str, layout: PackedLayout | None = None) -> Operand:
+        shape = tuple(SYMBOLS[n] if n in symbolic else sizes[n] for n in names)
+        return Operand(shape, element, tuple(names), layout or PackedLayout.identity(len(names)))
+
+    of_right = () if shares_right else batch
+    layout = packed(len(of_right) + 2, right_dtype) if rhs == "packed" else None
+    if not epilogue and result != acc:
+        epilogue = f"cast(x0, '{result}')"
+    others = tuple(operand(names, element) for names, element in operands)
+    return MatmulProblem(
+        operand((*batch, *lhs), dtype),
+        operand((*of_right, *("kn" if rhs == "packed" else rhs)), right_dtype, layout),
+        operand((*batch, "m", "n"), result),
+        acc,
+        operand((*batch, "m", "n"), acc) if init else None,
+        Epilogue(Expression.parse(epilogue), others) if epilogue else None,
+        tf32=dtype == "float32",
+    )
+
+
+def random_array(rng: np.random.Generator, shape: Sequence[int], dtype: str) -> np.ndarray:
+    if "int" in dtype:
+        return rng.integers(np.iinfo(dtype).min // (1 if "8" in dtype else 2**20), 128, shape).astype(dtype)
+    return rng.standard_normal(shape).astype(numpy_dtype(dtype))
+
+
+ERF = np.vectorize(math.erf)
+MEANING = {
+    "cast": lambda x, dtype: x,
+    "add": np.add,
+    "multiply": np.multiply,
+    "gelu": lambda x: x * 0.5 * (1 + ERF(x / math.sqrt(2))),
+    "clip": np.clip,
+    "round": np.round,
+}
+
+
+def check(problem: MatmulProblem, sizes: dict[str, int], tile: tuple[int, int] = (64, 64), **how: int) -> None:
+    """Run the kernel and compare it with float64; storage of the result is poisoned before."""
+    counts = [problem.result.size(name) for name in problem.rhs.index_map if name.startswith("b")]
+    m, n, k = (problem.result.size("m"), problem.result.size("n"), problem.lhs.size("k"))
+    kernel = wgmma_matmul_kernel(problem, GPU, tiling_of(problem, GPU, (m, n, k), counts, tile, **how))
+    assert is_one_launch(kernel)
+    rng = fresh_rng()
+    names = [name for name in problem.result.index_map]
+    logical, stored = [], []
+    for operand in problem.parameters[:-1]:
+        array = random_array(rng, [sizes[name] for name in operand.index_map], operand.dtype)
+        stored.append(operand.layout.pack(array))
+        logical.append((array.astype("float64"), operand.index_map))
+
+    def aligned(number: int, order: Sequence[str]) -> np.ndarray:
+        array, index_map = logical[number]
+        array = array.transpose([index_map.index(name) for name in order if name in index_map])
+        return np.expand_dims(array, [i for i, name in enumerate(order) if name not in index_map])
+
+    want = aligned(0, [*names[:-1], "k"]) @ aligned(1, [*names[:-2], "k", "n"])
+    others = [aligned(i, names) for i in range(2, len(logical))]
+    if problem.init is not None:
+        want = want + others.pop(0)
+    if problem.epilogue is not None:
+        values = {"x0": want, **{f"x{i + 1}": other for i, other in enumerate(others)}}
+        want = eval(str(problem.epilogue.expression), MEANING, values)  # noqa: S307 (text of this file)
+    got = poisoned([sizes[name] for name in names], problem.result.dtype).numpy()
+    run(kernel, *stored, got)
+    if "int" in problem.result.dtype:
+        np.testing.assert_array_equal(got, want)
+        return
+    rounding = {"float16": 2.0**-10, "bfloat16": 2.0**-7}.get(problem.result.dtype, 1e-6)
+    operands = 2.0**-9 * math.sqrt(sizes["k"]) if problem.tf32 else 1e-5 * math.sqrt(sizes["k"])
+    np.testing.assert_allclose(got.astype("float64"), want, rtol=2 * rounding, atol=operands + 2 * rounding)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "how", "tile"),
+    [
+        ({"m": 70, "n": 72, "k": 100}, {"lhs": "km"}, (64, 64)),
+        ({"m": 66, "n": 41, "k": 64}, {"dtype": "bfloat16", "result": "float32"}, (64, 64)),
+        ({"m": 20, "n": 136, "k": 72}, {"rhs": "kn"}, (64, 128)),
+        ({"m": 20, "n": 71, "k": 68}, {"rhs": "nk"}, (64, 64)),
+        ({"b0": 2, "b1": 2, "m": 30, "n": 40, "k": 64}, {}, (64, 64)),
+        ({"b0": 3, "m": 30, "n": 40, "k": 63}, {"shares_right": True}, (64, 64)),
+    ],
+)
+def test_any_storage_and_size(sizes, how, tile):
+    check(problem_of(sizes, **how), sizes, tile)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"dtype": "int8", "acc": "int32", "result": "int32"},
+        {"dtype": "uint8", "right_dtype": "int8", "acc": "int32", "result": "int32", "rhs": "kn"},
+        {"dtype": "float8_e4m3fn", "right_dtype": "float8_e5m2", "result": "float16"},
+        {"dtype": "float32"},
+    ],
+    ids=lambda how: f"{how['dtype']}-{how.get('right_dtype', '')}",
+)
+def test_element_types(how):
+    sizes = {"m": 30, "n": 40, "k": 48}
+    check(problem_of(sizes, **how), sizes, (64, 256) if how["dtype"] == "int8" else (64, 64))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"epilogue": BIAS_GELU, "operands": [("n", "float16")]},
+        {"epilogue": RESIDUAL, "operands": [("n", "float16"), ("mn", "float16")]},
+        {
+            "dtype": "bfloat16",
+            "epilogue": "cast(multiply(add(x0, cast(x1, 'float32')), multiply(x2, x3)), 'bfloat16')",
+            "operands": [("mn", "bfloat16"), ("m", "float32"), ("", "float32")],
+        },
+        {"init": True, "result": "float32"},
+        {
+            "dtype": "uint8",
+            "right_dtype": "int8",
+            "acc": "int32",
+            "epilogue": REQUANTIZED,
+            "operands": [("n", "float32")],
+        },
+    ],
+    ids=["bias gelu", "residual", "row scale", "init", "requantized"],
+)
+def test_epilogues(how):
+    sizes = {"m": 66, "n": 40, "k": 64}
+    check(problem_of(sizes, **how), sizes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tile", "how"),
+    [
+        ({"m": 40, "n": 64, "k": 258}, (64, 64), {"split": 4}),
+        ({"m": 140, "n": 128, "k": 64}, (64, 128), {"share": 2}),
+        ({"m": 130, "n": 256, "k": 64}, (128, 256), {"staged_bytes": 128}),
+    ],
+    ids=["parts of k", "shared tiles", "large tiles"],
+)
+def test_clusters_and_tiles(sizes, tile, how):
+    check(problem_of(sizes), sizes, tile, **how)
+
+
+def test_symbolic_extents():
+    sizes = {"b0": 2, "m": 65, "n": 24, "k": 40}
+    check(problem_of(sizes, rhs="kn", symbolic=["b0", "m", "n", "k"]), sizes)
+    check(problem_of({**sizes, "k": 72}, symbolic=["m"]), {**sizes, "k": 72})
+
+
+@pytest.mark.parametrize(
+    ("how", "tile", "options"),
+    [
+        ({}, (128, 256), {}),
+        ({"epilogue": RESIDUAL, "operands": [("n", "float16"), ("mn", "float16")]}, (128, 256), {}),
+        ({}, (128, 128), {"split": 4}),
+        ({"dtype": "int8", "acc": "int32", "result": "int32"}, (128, 256), {"share": 2}),
+    ],
+    ids=["plain", "residual", "split", "int8"],
+)
+def test_registers(how, tile, options):
+    """Sums stay in registers, and wgmma is not serialized."""
+    problem = problem_of({"m": 2048, "n": 2048, "k": 2048}, **how)
+    tiling = tiling_of(problem, GPU, (2048, 2048, 2048), [], tile, **options)
+    (report,) = reports_of(wgmma_matmul_kernel(problem, GPU, tiling), TARGET)
+    assert report.serialized == ""
+    assert report.spill_stores <= 16
+    assert report.registers * (128 + 2 * tiling.rows) <= GPU.registers
+
+
+def test_a_tiling_fits_into_the_gpu():
+    rng = fresh_rng()
+    for _ in range(300):
+        m, n, k = (int(2 ** rng.uniform(0, 13)) for _ in range(3))
+        result = str(rng.choice(["float16", "float32", "int8"]))
+        problem = problem_of({"m": m, "n": n, "k": k}, result=result)
+        tiling = choose_tiling(problem, GPU, (m, n, k), [int(rng.integers(1, 20))])
+        stages = tiling.stages * (tiling.rows + tiling.columns) * 128
+        sums = tiling.rows * tiling.columns * 4 if tiling.split > 1 else 0
+        staging = tiling.rows * (tiling.staged * bytes_of(result) + 32)
+        assert max(stages, sums) + staging + 16 * tiling.stages <= GPU.shared_bytes, (m, n, k, tiling)
+        assert tiling.blocks % tiling.split == 0
+        assert tiling.split <= -(-k // 64), "every block of a cluster has a part of k"
+        assert tiling.columns // tiling.split % 16 == 0
+
+
+def test_what_is_no_problem_for_it():
+    sizes = {"m": 64, "n": 64, "k": 64}
+    problem = problem_of(sizes)
+    assert misfit(problem, GPU) == ""
+    assert "no wgmma" in misfit(problem, gpu_target_of(Target({"kind": "cuda", "arch": "sm_80"})))
+    exact = dataclasses.replace(problem_of(sizes, "float32"), tf32=False)
+    assert "element types float32 * float32 -> float32" in misfit(exact, GPU)
+    assert "0" in misfit(problem_of({**sizes, "k": 0}), GPU)
+    rows = Operand((64, 64), "float16", ("k", "n"), PackedLayout((1, 0), (1,), (16,)))
+    with pytest.raises(EncodingError, match="expected tiles n:64, k:64, swizzled"):
+        wgmma_matmul_kernel(dataclasses.replace(problem, rhs=rows), GPU)
