@@ -5,6 +5,8 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tvm import tirx
 from tvm.target import Target
 from tvm_ffi import structural_walk
@@ -20,7 +22,7 @@ from relax_hetero.tir.cuda.rows.row_shape import MOST_THREADS, RowShape, held_sh
 from relax_hetero.tir.cuda.rows.rows import rows_kernel
 from seeds import fresh_rng
 from tir.cuda.gpu_runs import needs_gpu, run_on_gpu
-from tir.rows.test_rows import NORM, SOFTMAX, norm, problem, softmax
+from tir.rows.test_rows import NORM, SOFTMAX, expressions, norm, problem, softmax
 
 TARGET = Target({"kind": "cuda", "arch": "sm_90a"})
 GPU = gpu_target_of(TARGET)
@@ -250,3 +252,30 @@ def test_on_a_gpu(shape, dtype):
                 rows_kernel(problem(text, arrays, maps, shape, names, dtype, known), GPU), arrays, shape, dtype
             )
             np.testing.assert_allclose(out.astype("float64"), wanted, rtol=4 * ulp, atol=4 * ulp)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_random_programs(data):
+    """Programs of two reductions, of rows of any length, known or not, with operands that lack dimensions."""
+    leaves, parts, functions = ["x0", "x1", "x2"], [], []
+    for number in range(data.draw(st.integers(0, 2))):
+        kind = data.draw(st.sampled_from(["mean", "max", "min"]))
+        text, function = data.draw(expressions(leaves))
+        parts.append(f"r{number} = {kind}({text})")
+        functions.append((kind, function))
+        leaves = [*leaves, f"r{number}"]
+    text, result = data.draw(expressions(leaves))
+    program = "; ".join([*parts, f"add({text}, add(add(x0, x1), x2))"])
+    n, rows = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 9))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    arrays = [rng.uniform(-1, 1, shape).astype("float32") for shape in ((rows, n), (n,), (rows, 1))]
+    values = {f"x{i}": np.broadcast_to(array, (rows, n)).astype("float64") for i, array in enumerate(arrays)}
+    for number, (kind, function) in enumerate(functions):
+        reduced = getattr(np, kind)(function(values), -1, keepdims=True)
+        values[f"r{number}"] = np.broadcast_to(reduced, (rows, n))
+    want = result(values) + values["x0"] + values["x1"] + values["x2"]
+    maps, symbols = [("d0", "n"), ("n",), ("d0", "1")], data.draw(st.sampled_from([{}, {"d0": "s0", "n": "s1"}]))
+    case = problem(program, arrays, maps, (rows, n), ("d0", "n"), "float32", symbols)
+    np.testing.assert_allclose(solved(case, arrays, (rows, n)), want, rtol=1e-4, atol=1e-4)
