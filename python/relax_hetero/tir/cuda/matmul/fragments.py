@@ -21,7 +21,7 @@ from ....encoding.expression import Expression
 from ....encoding.packed_layout import CHUNK_BYTES
 from ....encoding.problem import Epilogue
 from ....target.element_types import HALVES, bytes_of
-from ...core.builder import Expr, Function, int64
+from ...core.builder import Expr, Function, int64, when
 from ...core.view import Coordinates
 from ..core import ptx
 from ..core.epilogue import EpilogueWriter
@@ -253,13 +253,13 @@ class FragmentStore:
         with unrolled(-(-WARP_ROWS * per_row // 32)) as i:
             number = lane + i * 32
             row, chunk = number // per_row, number % per_row
-            at_row = first[0] + T.Cast("int64", row)
-            at_column = first[1] + T.Cast("int64", skip + chunk * width // self._element)
+            at_row = T.bind(first[0] + T.Cast("int64", row))
+            at_column = T.bind(first[1] + T.Cast("int64", skip + chunk * (width // self._element)))
             source = begin + row * staging.pitch + chunk * width
             conditions = [at_row < self._m, at_column < self._n]
             if WARP_ROWS * per_row % 32:
                 conditions.append(number < WARP_ROWS * per_row)
-            with T.If(tirx.all(*conditions)), T.Then():
+            with when(tirx.all(*conditions)):
                 taken = [registers[w] for w in range(words)]
                 for w in range(0, words, 4):
                     # At most 16 bytes in one load.
