@@ -51,7 +51,7 @@ class CudaResolver(ResolverBase):
         lhs, rhs, _ = encoding.element_types
         sizes, gpu = encoding.sizes, gpu_target_of(target)
         is_static = DYNAMIC not in (sizes["n"], sizes["k"]) and 0 not in sizes.values()
-        if encoding.operand_index != RHS or not is_static or gpu.tensor != "wgmma" or not gpu.multiplies(lhs, rhs):
+        if encoding.operand_index != RHS or not is_static or not gpu.tensor or not gpu.multiplies(lhs, rhs):
             return PackedLayout.identity(len(encoding.index_map))
         tiles = {"n": COLUMNS, "k": SWIZZLED_BYTES // bytes_of(rhs)}
         return tiled(encoding.index_map, ("n", "k"), tiles, swizzle=True)
