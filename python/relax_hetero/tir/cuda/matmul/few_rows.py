@@ -36,7 +36,7 @@ from ...matmul.matmul import merge_batches
 from ..core import ptx
 from ..core.epilogue import EpilogueWriter
 from ..core.global_view import GlobalView
-from ..core.launch import SWIZZLED_ALIGN, SharedMemory, launch, local
+from ..core.launch import SWIZZLED_ALIGN, SharedMemory, launch, local, may_begin_early
 from . import wgmma_matmul
 from .operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source
 
@@ -98,7 +98,7 @@ def misfit(problem: MatmulProblem, gpu: GpuTarget) -> str:
 def few_rows_kernel(problem: MatmulProblem, gpu: GpuTarget, plan: FewPlan | None = None) -> tirx.PrimFunc:
     """The kernel of a product of few rows by a packed weight, one launch; `MatmulProblem` says its parameters.
 
-    It may begin before the launch before it ends, provided that this does not write the right operand.
+    It may begin before the launch before it has ended, if the right operand is a constant.
 
     Raises EncodingError if `misfit` says why the problem is not one for this kernel.
     """
@@ -120,7 +120,7 @@ def few_rows_kernel(problem: MatmulProblem, gpu: GpuTarget, plan: FewPlan | None
                 view.open_for_gpu()
             _Kernel(lhs, rhs, writer, plan or few_plan(problem, gpu), (m, n, k), counts).emit()
     in_tile = [*([problem.init] if problem.init else []), *(problem.epilogue.operands if problem.epilogue else ())]
-    return tied_to(function.result, in_tile, 2, problem.result)
+    return may_begin_early(tied_to(function.result, in_tile, 2, problem.result), [1])
 
 
 class _Kernel:
