@@ -29,7 +29,7 @@ from ...core.work_split import unravel
 from ...matmul.matmul import merge_batches
 from ..core import ptx
 from ..core.global_view import GlobalView
-from ..core.launch import SWIZZLED_ALIGN, SharedMemory, launch, local
+from ..core.launch import SWIZZLED_ALIGN, SharedMemory, launch, local, may_begin_early
 from ..core.operand import GpuOperand
 from .fragments import FragmentStore, Staging
 from .operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source
@@ -119,7 +119,7 @@ def wgmma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: Tiling |
             right = OperandTile.of(rhs, "n", tiling.columns, n, k)
             _Kernel(left, right, store, tiling, (m, n, k), counts).emit()
     in_tile = [*([problem.init] if problem.init else []), *(problem.epilogue.operands if problem.epilogue else ())]
-    return tied_to(function.result, in_tile, 2, problem.result)
+    return may_begin_early(tied_to(function.result, in_tile, 2, problem.result))
 
 
 class _Kernel:
