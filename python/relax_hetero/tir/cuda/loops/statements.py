@@ -99,7 +99,7 @@ def _launched(statement: tirx.Stmt, gpu: GpuTarget) -> tuple[tirx.Stmt, list[tir
     is_there = number < int64(units)
     places: dict[tirx.Var, Expr] = {}
     for var, least, extent in reversed(loops):
-        wide = int64(extent) if isinstance(extent, int) else T.max(tirx.Cast("int64", extent), int64(1))
+        wide = int64(max(extent, 1)) if isinstance(extent, int) else T.max(tirx.Cast("int64", extent), int64(1))
         place = tirx.floormod(number, wide)
         number = tirx.floordiv(number, wide)
         places[var] = (place if str(var.ty.dtype) == "int64" else tirx.Cast(str(var.ty.dtype), place)) + least

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from tvm import sym, tirx
+from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ....encoding.packed_layout import CHUNK_BYTES, SWIZZLED_BYTES
@@ -76,6 +76,8 @@ class OperandTile:
     def of(view: GlobalView, side: str, rows: int, extent: Expr, depth: Expr, threads: int = PRODUCERS) -> OperandTile:
         """The tile of an opened view, read in the best way that its storage allows."""
         source, width = _source(view, side)
+        if source is Source.COLUMNS and rows % PACKED_ROWS:
+            source, width = Source.GATHER, 0  # columns come in stripes of so many rows, of which a smaller tile has none
         return OperandTile(view, side, rows, extent, depth, source, width, threads)
 
     @property
@@ -228,7 +230,7 @@ class OperandTile:
         passes = self.rows * _CHUNKS // self.threads
         group = min(passes, _GATHERED)
         held = local(group * words, "uint32")
-        rows_are_neighbours = is_contiguous(self.view, self.side)
+        rows_are_neighbours = self.view.is_contiguous(self.side)
 
         def place(number: Expr) -> tuple[Expr, Expr]:
             """Row and chunk that a thread has in a pass; neighbours read neighbours."""
@@ -270,45 +272,15 @@ def _divides(unit: int, extent: Expr) -> bool:
     return isinstance(extent, int) and extent % unit == 0
 
 
-def is_contiguous(view: GlobalView, name: str) -> bool:
-    """Whether neighbours along an iteration dimension are neighbours in storage, known to be."""
-    if not view.runs_along(name) or view.layout.inner_dims:
-        return False
-    stride = view.stride(name)
-    return isinstance(stride, int) and stride == 1
-
-
-def alignment(view: GlobalView, along: str, most: int = CHUNK_BYTES) -> int:
-    """The largest power of two, up to `most` bytes, at multiples of which runs of elements along a dimension begin.
-
-    Parameters are at multiples of `most`; the dimension is contiguous.
-    """
-    element = bytes_of(view.nominal)
-    width = most
-    for name in view.index_map:
-        if name in (along, "1"):
-            continue
-        stride = view.stride(name)
-        while width > element and not _is_multiple(stride, width // element):
-            width //= 2
-    return width
-
-
-def _is_multiple(value: Expr, unit: int) -> bool:
-    if isinstance(value, int):
-        return value % unit == 0
-    return bool(sym.Analyzer().can_prove_equal(tirx.floormod(value, unit), 0))
-
-
 def _source(view: GlobalView, side: str) -> tuple[Source, int]:
     if view.layout.inner_dims:
         return Source.PACKED, CHUNK_BYTES
-    if is_contiguous(view, "k"):
-        width = alignment(view, "k")
+    if view.is_contiguous("k"):
+        width = view.alignment("k", CHUNK_BYTES)
         if width >= 4:
             return Source.LINES, width
-    elif is_contiguous(view, side) and bytes_of(view.nominal) == 2:
-        width = alignment(view, side)
+    elif view.is_contiguous(side) and bytes_of(view.nominal) == 2:
+        width = view.alignment(side, CHUNK_BYTES)
         if width >= 4:
             return Source.COLUMNS, width
     return Source.GATHER, 0

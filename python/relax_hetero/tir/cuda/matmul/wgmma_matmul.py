@@ -30,6 +30,7 @@ from ...matmul.matmul import merge_batches
 from ..core import ptx
 from ..core.global_view import GlobalView
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, launch, local
+from ..core.operand import GpuOperand
 from .fragments import FragmentStore, Staging
 from .operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source
 from .wgmma_tiling import Tiling, choose_tiling
@@ -101,9 +102,9 @@ def wgmma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: Tiling |
     with function:
         lhs = GlobalView(function, "lhs", problem.lhs)
         rhs = GlobalView(function, "rhs", problem.rhs)
-        init = GlobalView(function, "init", problem.init) if problem.init else None
+        init = GpuOperand(function, "init", problem.init) if problem.init else None
         store = FragmentStore(function, init, problem.epilogue, problem.acc_dtype)
-        result = GlobalView(function, "result", problem.result)
+        result = GpuOperand(function, "result", problem.result)
         views = [lhs, rhs, *([init] if init else []), *store.views, result]
         batch = merge_batches(views, lhs, rhs, result)  # type: ignore[arg-type]
         m, n, k = (extent_of(views, name) for name in "mnk")

@@ -9,17 +9,21 @@ from tvm import tirx
 from tvm.target import Target
 from tvm_ffi import structural_walk
 
+from cuda_reports import reports_of
 from gpu_interpreter import run
 from relax_hetero.errors import EncodingError
+from relax_hetero.target.element_types import numpy_dtype
 from relax_hetero.target.gpu_target import gpu_target_of
 from relax_hetero.tir.commands.table_kernel import is_one_launch
 from relax_hetero.tir.core.ties import ties_of
 from relax_hetero.tir.cuda.rows.row_shape import MOST_THREADS, held_shape, lanes_for
 from relax_hetero.tir.cuda.rows.rows import rows_kernel
 from seeds import fresh_rng
+from tir.cuda.gpu_runs import needs_gpu, run_on_gpu
 from tir.rows.test_rows import NORM, SOFTMAX, norm, problem, softmax
 
-GPU = gpu_target_of(Target({"kind": "cuda", "arch": "sm_90a"}))
+TARGET = Target({"kind": "cuda", "arch": "sm_90a"})
+GPU = gpu_target_of(TARGET)
 
 
 def solved(case, arrays, shape=None) -> np.ndarray:
@@ -195,3 +199,33 @@ def test_packed_operands_are_refused():
     packed = Operand((4, 16), "float32", ("d0", "n"), PackedLayout((0, 1), (0,), (4,)))
     with pytest.raises(EncodingError, match="found a packed operand"):
         rows_kernel(RowsProblem(RowProgram.parse("r0 = sum(x0); r0"), (packed,), packed), GPU)
+
+
+@pytest.mark.parametrize(("text", "shape", "registers"), [(SOFTMAX, (4096, 4096), 40), (NORM, (512, 32768), 64)])
+def test_registers_and_spills(text, shape, registers):
+    x, names = np.zeros(shape, "float32"), ("d0", "n")
+    arrays = [x] if text == SOFTMAX else [x, x[0], x[0]]
+    kernel = rows_kernel(problem(text, arrays, [names, ("n",), ("n",)][: len(arrays)], shape, names, "float32"), GPU)
+    (report,) = reports_of(kernel, TARGET)
+    assert report.stack == report.spill_stores == 0 and report.registers <= registers
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("shape", [(3, 1), (100, 17), (512, 768), (77, 1001), (64, 8192), (5, 70001)])
+def test_on_a_gpu(shape, dtype):
+    """The kernel that is compiled, and the one for any sizes, against numpy."""
+    names, symbols = ("d0", "n"), {"d0": "s0", "n": "s1"}
+    element = numpy_dtype(dtype)
+    x = (fresh_rng().standard_normal(shape) * 3).astype(element)
+    scale, shift = (fresh_rng().standard_normal(shape[1]).astype(element) for _ in range(2))
+    wide = [array.astype("float64") for array in (x, scale, shift)]
+    ulp = {"float32": 2**-22, "float16": 2**-10, "bfloat16": 2**-7}[dtype]
+    for text, arrays, wanted in ((SOFTMAX, [x], softmax(wide[0])), (NORM, [x, scale, shift], norm(*wide))):
+        maps = [names, ("n",), ("n",)][: len(arrays)]
+        for known in ({}, symbols):
+            out = run_on_gpu(
+                rows_kernel(problem(text, arrays, maps, shape, names, dtype, known), GPU), arrays, shape, dtype
+            )
+            np.testing.assert_allclose(out.astype("float64"), wanted, rtol=4 * ulp, atol=4 * ulp)
