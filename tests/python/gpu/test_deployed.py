@@ -127,7 +127,7 @@ vm = rh.vm.VirtualMachine(rh.load(sys.argv[1]))
 for _ in range(3):
     x = np.random.default_rng(0).standard_normal(4 * 51200).astype("float32")
     np.save(sys.argv[2], vm["main"](x).numpy())
-assert "nvrtc" not in open("/proc/self/maps").read()
+assert "libnvrtc" not in open("/proc/self/maps").read()
 """
 
 
