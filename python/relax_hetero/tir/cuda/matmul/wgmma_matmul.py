@@ -45,6 +45,11 @@ def misfit(problem: MatmulProblem, gpu: GpuTarget) -> str:
     """Why `wgmma_matmul_kernel` cannot solve a problem; empty where it can."""
     if gpu.tensor != "wgmma":
         return f"{gpu.arch} has no wgmma"
+    return tensor_core_misfit(problem)
+
+
+def tensor_core_misfit(problem: MatmulProblem) -> str:
+    """Why no kernel of tensor cores solves a problem; empty where they do, on a GPU that multiplies the types."""
     left, right, acc = problem.lhs.dtype, problem.rhs.dtype, problem.acc_dtype
     is_float_sum = acc in ("float32", *_HALF_TYPES)
     fits = (
@@ -173,6 +178,9 @@ class _Kernel:
             ptx.block_barrier()
             if tiling.share > 1:
                 _cluster_barrier()
+            # Operands, and what the result takes the place of, belong to launches before this one until here.
+            ptx.wait_for_launches_before()
+            ptx.let_next_launch_begin()
             with T.If(place.thread < PRODUCERS):
                 with T.Then():
                     self._produce()
