@@ -7,12 +7,11 @@ contiguous dimension.
 
 from __future__ import annotations
 
-from tvm import sym, tirx
 from tvm.script.ir_builder import tirx as T
 
 from ....target.element_types import bytes_of
 from ...core.builder import Expr
-from .global_view import GlobalView
+from .global_view import GlobalView, is_multiple
 
 VECTOR_BYTES = 16
 """The widest access of a thread."""
@@ -28,13 +27,6 @@ class GpuOperand(GlobalView):
         """Declare the elements, as bytes where CUDA has no arithmetic for them."""
         self.open(raw=self.nominal == "bool" or self.nominal.startswith("float8"))
 
-    def is_contiguous(self, name: str) -> bool:
-        """Whether neighbours along an iteration dimension lie side by side."""
-        if not self.runs_along(name):
-            return False
-        stride = self.stride(name)
-        return isinstance(stride, int) and stride == 1
-
     def vector(self, name: str, most_bytes: int = VECTOR_BYTES) -> int:
         """Elements of the widest aligned access along an iteration dimension, 1 where there is none.
 
@@ -45,7 +37,7 @@ class GpuOperand(GlobalView):
         d = self.index_map.index(name)
         others = [stride for stride in self._strides if not (isinstance(stride, int) and stride == 1)]
         lanes = max(1, most_bytes // bytes_of(self.nominal))
-        while lanes > 1 and not all(_is_multiple(value, lanes) for value in (self.extents[d], *others)):
+        while lanes > 1 and not all(is_multiple(value, lanes) for value in (self.extents[d], *others)):
             lanes //= 2
         return lanes
 
@@ -53,9 +45,3 @@ class GpuOperand(GlobalView):
         """A scalar that was loaded, as a number of another element type."""
         typed = self.typed(value)
         return typed if str(typed.ty.dtype) == dtype else T.cast(typed, dtype)
-
-
-def _is_multiple(value: Expr, of: int) -> bool:
-    if isinstance(value, int):
-        return value % of == 0
-    return bool(sym.Analyzer().can_prove_equal(tirx.floormod(value, tirx.const(of, str(value.ty.dtype))), 0))

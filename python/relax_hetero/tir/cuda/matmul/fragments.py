@@ -14,15 +14,15 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ....encoding.expression import Expression
+from ....encoding.packed_layout import CHUNK_BYTES
 from ....encoding.problem import Epilogue
 from ....target.element_types import HALVES, bytes_of
 from ...core.builder import Expr, Function, int64
 from ...core.view import Coordinates
 from ..core import ptx
 from ..core.expression import emit
-from ..core.global_view import GlobalView
 from ..core.launch import SharedMemory, local, unrolled
-from .operand_tiles import alignment, is_contiguous
+from ..core.operand import GpuOperand
 from .wgmma_tiling import STAGING_PAD
 
 WARP_ROWS = 16
@@ -36,7 +36,7 @@ class FragmentStore:
     Parameters
     ----------
     function : Function
-    init : GlobalView, optional
+    init : GpuOperand, optional
         Added to the sums.
     epilogue : Epilogue, optional
     acc_dtype : str
@@ -44,22 +44,25 @@ class FragmentStore:
 
     Attributes
     ----------
-    views : list of GlobalView
+    views : list of GpuOperand
         Operands of the epilogue.
     """
 
-    def __init__(self, function: Function, init: GlobalView | None, epilogue: Epilogue | None, acc_dtype: str) -> None:
+    def __init__(self, function: Function, init: GpuOperand | None, epilogue: Epilogue | None, acc_dtype: str) -> None:
         operands = epilogue.operands if epilogue else ()
-        self.views = [GlobalView(function, f"x{i + 1}", operand) for i, operand in enumerate(operands)]
+        self.views = [GpuOperand(function, f"x{i + 1}", operand) for i, operand in enumerate(operands)]
         self._init = init
         self._expression = epilogue.expression if epilogue else Expression.operand(0)
         self._acc_dtype = acc_dtype
 
-    def open(self, result: GlobalView, m: Expr, n: Expr) -> None:
+    def open(self, result: GpuOperand, m: Expr, n: Expr) -> None:
         """Declare the elements of operands and result; in the body of the function, before the launch."""
         for view in [*self.views, *([self._init] if self._init else [])]:
             # Halves are read by their bits: TVM's own loads of bfloat16 cannot be held in variables.
-            view.open(raw=view.nominal in HALVES)
+            if view.nominal in HALVES:
+                view.open(raw=True)
+            else:
+                view.open_for_gpu()
         result.open(raw=True)
         self._result, self._m, self._n = result, m, n
         self._element = bytes_of(result.nominal)
@@ -121,16 +124,16 @@ class FragmentStore:
                     fixed[number, h] = T.bind(self._load(view, at, rows[h], int64(0)))
         return fixed
 
-    def _load(self, view: GlobalView, at: Coordinates, row: Expr, column: Expr) -> Expr:
+    def _load(self, view: GpuOperand, at: Coordinates, row: Expr, column: Expr) -> Expr:
         """An element, of rows and columns that do not exist the last that does."""
         place = {**at, "m": T.min(row, int64(self._m - 1)), "n": T.min(column, int64(self._n - 1))}
-        return _value_of(view.data[view.address(place)], view.nominal)
+        return _value_of(view, view.data[view.address(place)])
 
-    def _load_pair(self, view: GlobalView, at: Coordinates, row: Expr, column: Expr) -> list[Expr]:
+    def _load_pair(self, view: GpuOperand, at: Coordinates, row: Expr, column: Expr) -> list[Expr]:
         """Elements of two neighbouring columns, the first even: in one load where they are aligned."""
         size = bytes_of(view.nominal)
         is_aligned = size in (2, 4) and isinstance(self._n, int) and self._n % 2 == 0
-        if not is_aligned or not is_contiguous(view, "n") or alignment(view, "n", 2 * size) < 2 * size:
+        if not is_aligned or not view.is_contiguous("n") or view.alignment("n", 2 * size) < 2 * size:
             return [T.bind(self._load(view, at, row, column + c)) for c in range(2)]
         place = {**at, "m": T.min(row, int64(self._m - 1)), "n": T.min(column, int64(self._n - 2))}
         bits = local(size // 2, "uint32")
@@ -140,7 +143,7 @@ class FragmentStore:
         if size == 4:
             return [T.bind(_bits(word, view.nominal)) for word in words]
         low, high = T.Cast("uint16", words[0]), T.Cast("uint16", T.shift_right(words[0], T.uint32(16)))
-        return [T.bind(_value_of(half, view.nominal)) for half in (low, high)]
+        return [T.bind(_value_of(view, half)) for half in (low, high)]
 
     def _stage_pairs(
         self,
@@ -270,21 +273,19 @@ def _bits(value: Expr, dtype: str) -> Expr:
     return value if str(value.ty.dtype) == dtype else tirx.reinterpret(dtype, value)
 
 
-def _value_of(loaded: Expr, dtype: str) -> Expr:
+def _value_of(view: GpuOperand, loaded: Expr) -> Expr:
     """What was loaded, halves by their bits, as a value; bfloat16 as float32."""
-    if dtype == "float16":
-        return tirx.reinterpret("float16", loaded)
-    if dtype == "bfloat16":
+    if view.nominal == "bfloat16":
         return tirx.reinterpret("float32", T.shift_left(T.Cast("uint32", loaded), T.uint32(16)))
-    return loaded
+    return view.typed(loaded)
 
 
-def _store_width(result: GlobalView, n: Expr) -> int:
+def _store_width(result: GpuOperand, n: Expr) -> int:
     """Bytes that are stored at a time: of more than one element only where rows are contiguous and aligned."""
     element = bytes_of(result.nominal)
     if result.index_map[-1] != "n" or not result.layout.is_identity or not isinstance(n, int):
         return element
-    width = alignment(result, "n")
+    width = result.alignment("n", CHUNK_BYTES)
     while width > element and n * element % width:
         width //= 2
     return width

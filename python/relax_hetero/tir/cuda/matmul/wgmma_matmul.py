@@ -30,6 +30,7 @@ from ...matmul.matmul import merge_batches
 from ..core import ptx
 from ..core.global_view import GlobalView
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, launch, local
+from ..core.operand import GpuOperand
 from .fragments import FragmentStore, Staging
 from .operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source
 from .wgmma_tiling import Tiling, choose_tiling
@@ -44,6 +45,11 @@ def misfit(problem: MatmulProblem, gpu: GpuTarget) -> str:
     """Why `wgmma_matmul_kernel` cannot solve a problem; empty where it can."""
     if gpu.tensor != "wgmma":
         return f"{gpu.arch} has no wgmma"
+    return tensor_core_misfit(problem)
+
+
+def tensor_core_misfit(problem: MatmulProblem) -> str:
+    """Why no kernel of tensor cores solves a problem; empty where they do, on a GPU that multiplies the types."""
     left, right, acc = problem.lhs.dtype, problem.rhs.dtype, problem.acc_dtype
     is_float_sum = acc in ("float32", *_HALF_TYPES)
     fits = (
@@ -96,9 +102,9 @@ def wgmma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: Tiling |
     with function:
         lhs = GlobalView(function, "lhs", problem.lhs)
         rhs = GlobalView(function, "rhs", problem.rhs)
-        init = GlobalView(function, "init", problem.init) if problem.init else None
+        init = GpuOperand(function, "init", problem.init) if problem.init else None
         store = FragmentStore(function, init, problem.epilogue, problem.acc_dtype)
-        result = GlobalView(function, "result", problem.result)
+        result = GpuOperand(function, "result", problem.result)
         views = [lhs, rhs, *([init] if init else []), *store.views, result]
         batch = merge_batches(views, lhs, rhs, result)  # type: ignore[arg-type]
         m, n, k = (extent_of(views, name) for name in "mnk")
@@ -172,6 +178,9 @@ class _Kernel:
             ptx.block_barrier()
             if tiling.share > 1:
                 _cluster_barrier()
+            # Operands, and what the result takes the place of, belong to launches before this one until here.
+            ptx.wait_for_launches_before()
+            ptx.let_next_launch_begin()
             with T.If(place.thread < PRODUCERS):
                 with T.Then():
                     self._produce()

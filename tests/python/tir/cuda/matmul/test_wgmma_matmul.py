@@ -97,14 +97,17 @@ def check(problem: MatmulProblem, sizes: dict[str, int], tile: tuple[int, int] =
     """Run the kernel and compare it with float64; storage of the result is poisoned before."""
     counts = [problem.result.size(name) for name in problem.rhs.index_map if name.startswith("b")]
     m, n, k = (problem.result.size("m"), problem.result.size("n"), problem.lhs.size("k"))
-    kernel = wgmma_matmul_kernel(problem, GPU, tiling_of(problem, GPU, (m, n, k), counts, tile, **how))
+    tiling = tiling_of(problem, GPU, (m, n, k), counts, tile, **how)
+    if tiling.blocks == GPU.multiprocessors:  # some extent is symbolic: blocks have several tiles or none
+        tiling = dataclasses.replace(tiling, blocks=3)
+    kernel = wgmma_matmul_kernel(problem, GPU, tiling)
     assert is_one_launch(kernel)
     rng = fresh_rng()
     names = [name for name in problem.result.index_map]
     logical, stored = [], []
     for operand in problem.parameters[:-1]:
         array = random_array(rng, [sizes[name] for name in operand.index_map], operand.dtype)
-        stored.append(operand.layout.pack(array))
+        stored.append(operand.layout.pack(array) if array.ndim else array)
         logical.append((array.astype("float64"), operand.index_map))
 
     def aligned(number: int, order: Sequence[str]) -> np.ndarray:
@@ -125,7 +128,7 @@ def check(problem: MatmulProblem, sizes: dict[str, int], tile: tuple[int, int] =
         np.testing.assert_array_equal(got, want)
         return
     rounding = {"float16": 2.0**-10, "bfloat16": 2.0**-7}.get(problem.result.dtype, 1e-6)
-    operands = 2.0**-9 * math.sqrt(sizes["k"]) if problem.tf32 else 1e-5 * math.sqrt(sizes["k"])
+    operands = 2.0**-7 * math.sqrt(sizes["k"]) if problem.tf32 else 1e-5 * math.sqrt(sizes["k"])
     np.testing.assert_allclose(got.astype("float64"), want, rtol=2 * rounding, atol=operands + 2 * rounding)
 
 
@@ -207,12 +210,14 @@ def test_symbolic_extents():
 @pytest.mark.parametrize(
     ("how", "tile", "options"),
     [
-        ({}, (128, 256), {}),
         ({"epilogue": RESIDUAL, "operands": [("n", "float16"), ("mn", "float16")]}, (128, 256), {}),
-        ({}, (128, 128), {"split": 4}),
-        ({"dtype": "int8", "acc": "int32", "result": "int32"}, (128, 256), {"share": 2}),
+        pytest.param({}, (128, 256), {}, marks=pytest.mark.slow),
+        pytest.param({}, (128, 128), {"split": 4}, marks=pytest.mark.slow),
+        pytest.param(
+            {"dtype": "int8", "acc": "int32", "result": "int32"}, (128, 256), {"share": 2}, marks=pytest.mark.slow
+        ),
     ],
-    ids=["plain", "residual", "split", "int8"],
+    ids=["residual", "plain", "split", "int8"],
 )
 def test_registers(how, tile, options):
     """Sums stay in registers, and wgmma is not serialized."""
