@@ -165,8 +165,8 @@ class _Run:
         for bound in _binds_before(stmt):
             try:
                 self.lanes.slots[self.names.slot(bound.var)] = compiled(bound.value)(self.lanes, None)
-            except KernelFault:
-                pass  # of threads: no extent depends on it
+            except (KernelFault, AttributeError):
+                pass  # made of threads or of memory: no extent depends on it
         size = {tag: int(compiled(extent)(self.lanes, None)) for tag, extent in extents.items()}
         slots = {tag: [self.names.slot(var) for var in variables[tag]] for tag in extents}
         types = {self.names.slot(v): scalar_type(str(v.ty.dtype)) for tag in extents for v in variables[tag]}

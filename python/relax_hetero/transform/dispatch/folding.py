@@ -1,12 +1,13 @@
 """Constant folding that does not fill the memory: results much larger than the constants they come from stay calls.
 
-TVM's FoldConstant evaluates every kernel call of constants, also a ``broadcast_to`` of a scalar to a terabyte.
+TVM's FoldConstant evaluates every kernel call of constants, also a ``broadcast_to`` of a scalar to a terabyte. It
+compiles the kernels for the CPU and runs them there, so that kernels of GPUs, which bind threads, stay calls, too.
 """
 
 from __future__ import annotations
 
 import tvm
-from tvm import relax
+from tvm import relax, tirx
 
 from ..ir.blocks import Block, renamed, rewrite_blocks
 from ..ir.constant_values import grows_too_much
@@ -19,12 +20,12 @@ _OPAQUE = "relax.builtin.stop_lift_params"
 
 def fold_constants(mod: tvm.IRModule) -> tvm.IRModule:
     """FoldConstant on kernel calls, without those whose results would be large."""
-    hidden = rewrite_blocks(mod, _hide)
+    hidden = rewrite_blocks(mod, lambda block: _hide(mod, block))
     folded = relax.transform.FoldConstant()(hidden)
     return folded if hidden.same_as(mod) else rewrite_blocks(folded, _show)
 
 
-def _hide(block: Block) -> list[relax.Binding] | None:
+def _hide(mod: tvm.IRModule, block: Block) -> list[relax.Binding] | None:
     """Constants of calls that are not to be folded, behind an op that FoldConstant does not know."""
     origin: dict[relax.Var, int] = {}
     bindings: list[relax.Binding] = []
@@ -32,7 +33,7 @@ def _hide(block: Block) -> list[relax.Binding] | None:
     for binding in block.bindings:
         value = binding.value
         root = _root(value, origin)
-        if root is not None and grows_too_much(_bytes(binding.var.ty), root):
+        if root is not None and (grows_too_much(_bytes(binding.var.ty), root) or _is_of_gpu(mod, value)):
             args = [_opaque(arg, binding.var.name, block, bindings) for arg in value.args[1].fields]
             call = relax.Call(
                 value.op, [value.args[0], relax.Tuple(args), *value.args[2:]], value.attrs, value.ty_args, value.span
@@ -44,6 +45,11 @@ def _hide(block: Block) -> list[relax.Binding] | None:
             origin[binding.var] = root
         bindings.append(binding)
     return bindings if is_changed else None
+
+
+def _is_of_gpu(mod: tvm.IRModule, value: relax.Call) -> bool:
+    func = mod.functions.get(value.args[0])
+    return isinstance(func, tirx.PrimFunc) and "gpu" in getattr(func.attrs.get("target"), "keys", ())
 
 
 def _root(value: relax.Expr, origin: dict[relax.Var, int]) -> int | None:
