@@ -11,6 +11,7 @@ from collections.abc import Collection
 import tvm
 from tvm import relax
 
+from ...tir.commands.table_kernel import is_one_launch
 from ..ir.blocks import Block, renamed, rewrite_blocks
 from ..ir.constant_values import grows_too_much
 from ..ir.kernels import tensor_bytes
