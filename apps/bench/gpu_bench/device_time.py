@@ -14,7 +14,7 @@ from typing import Any
 
 import tvm
 import tvm_ffi
-from packages import is_installed
+from peers.packages import is_installed
 
 Launch = Callable[[], object]
 

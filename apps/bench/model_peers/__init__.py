@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 
 import numpy as np
-from packages import is_installed
+from peers.packages import is_installed
 
 Inputs = Mapping[str, np.ndarray]
 FLOAT32 = "float32"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 
-from packages import is_installed
-
+from .packages import is_installed
 from .product import Contestant, Product
 from .shape import Unsupported
 

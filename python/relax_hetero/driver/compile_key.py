@@ -2,7 +2,8 @@
 
 A module is hashed as TVM's JSON, its constants apart: as text they would take a hundred times longer. Then there are
 who resolves encodings on its targets, the options, the settings of the PassContext, and the versions of TVM, LLVM and
-this library, whose own sources are hashed because a checkout changes under one version.
+this library, whose own sources are hashed because a checkout changes under one version; of models for CUDA devices also
+the CUDA compiler.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from tvm.target import Target, codegen
 from tvm_ffi import structural_map
 
 from ..encoding.resolver import resolver_key
+from ..errors import BuildError
 from ..target.cpu_cores import num_cores
 from ..target.native_target import native
 from ..target.vdevice import vdevices_of
 from ..transform.ir.findings import is_collecting
 from ..transform.ir.rewriting import is_tensor_constant
 from ..vm.device.tensors import bytes_of
+from .link.cuda.compilers import find_compiler
 from .link.link import external_calls, external_modules
 
 # Hashed by one thread at a time.
@@ -90,6 +93,7 @@ def compile_key(mod: tvm.IRModule, command_buffers: bool) -> str:
     parts = [
         _versions(),
         *(f"{target} {resolver_key(target)}" for target in _targets(mod)),
+        _cuda_compiler(mod),
         str(here),
         str(command_buffers),
         tvm.ir.save_json(settings),
@@ -104,6 +108,16 @@ def compile_key(mod: tvm.IRModule, command_buffers: bool) -> str:
 def _targets(mod: tvm.IRModule) -> list[Target]:
     """The targets that code may be made for: those of the devices, and this CPU's, for hosts that nobody named."""
     return [*(vdevice.target for vdevice in vdevices_of(mod)), native("llvm")]
+
+
+def _cuda_compiler(mod: tvm.IRModule) -> str:
+    """Which compiler makes a module's CUDA code; empty where there is no such code, or no compiler."""
+    if all(target.kind.name != "cuda" for target in _targets(mod)):
+        return ""
+    try:
+        return find_compiler().identity
+    except BuildError:
+        return ""
 
 
 def _without_constants(mod: tvm.IRModule) -> tuple[str, list[runtime.Tensor]]:

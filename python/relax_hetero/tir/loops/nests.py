@@ -87,15 +87,19 @@ class Nest:
         return [s.value for s in self.sums] + [value for _, value in self.steps]
 
 
-def form_nests(stages: Sequence[Stage], results: Sequence[tirx.Buffer]) -> list[Nest]:
+def form_nests(stages: Sequence[Stage], results: Sequence[tirx.Buffer], shares_storage: bool = True) -> list[Nest]:
     """Join stages.
 
     Parameters
     ----------
     results : sequence of Buffer
         Parameters of the function; everything else is read by later stages only.
+    shares_storage : bool
+        Whether a value may be kept where a result is stored later, so that a nest reads what it overwrites.
     """
-    stages = _share_storage(_inlined(_live(list(stages), results), results), results)
+    stages = _inlined(_live(list(stages), results), results)
+    if shares_storage:
+        stages = _share_storage(stages, results)
     nests: list[Nest] = []
     for stage in stages:
         nest = _home(nests, stage)

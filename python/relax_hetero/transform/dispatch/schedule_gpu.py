@@ -30,12 +30,14 @@ from ...target.gpu_target import gpu_target_of
 from ...tir.cuda.loops import schedule
 from ..ir.declare import declare_pass
 from ..ir.rewriting import copy_module
+from .split_launches import split_launches
 
 
 def schedule_gpu(mod: tvm.IRModule) -> tvm.IRModule:
     """Schedule the kernels of `mod` whose target is a GPU and that bind no threads yet."""
     done: dict[StructuralKey, tirx.PrimFunc] = {}
     functions = dict(mod.functions.items())
+    scheduled: set[tvm.ir.GlobalVar] = set()
     for gv, func in mod.functions.items():
         if not isinstance(func, tirx.PrimFunc) or not _is_gpu(func) or _binds_threads(func.body):
             continue
@@ -43,8 +45,8 @@ def schedule_gpu(mod: tvm.IRModule) -> tvm.IRModule:
         if key not in done:
             done[key] = schedule(func, gpu_target_of(func.attrs["target"]))
         functions[gv] = done[key]
-    changed = any(not func.same_as(mod.functions[gv]) for gv, func in functions.items())
-    return copy_module(mod, functions) if changed else mod
+        scheduled.add(gv)
+    return split_launches(copy_module(mod, functions), scheduled) if scheduled else mod
 
 
 ScheduleGPU = declare_pass("ScheduleGPU", schedule_gpu)

@@ -9,7 +9,8 @@ RESHAPE = "relax.reshape"
 CAST = "relax.astype"
 CONCAT = "relax.concat"
 CALL_TIR_INPLACE = "relax.call_tir_inplace"
-CALL_TIR_OPS = ("relax.call_tir", CALL_TIR_INPLACE, "relax.call_tir_with_grad")
+CALL_TIR = "relax.call_tir"
+CALL_TIR_OPS = (CALL_TIR, CALL_TIR_INPLACE, "relax.call_tir_with_grad")
 IN_PLACE = (CALL_TIR_INPLACE, "relax.call_inplace_packed")
 """Ops that write to an operand."""
 

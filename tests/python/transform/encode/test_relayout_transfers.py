@@ -12,6 +12,7 @@ ROWS, TILES, PADDED = PackedLayout.identity(2), PackedLayout((0, 1), (0,), (8,))
 FAST = rh.VDevice({"kind": "llvm", "mcpu": "x86-64-v4", "num-cores": 4})
 SLOW = rh.VDevice("c", 1)
 FAST_TOO = rh.VDevice({"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 4}, 2)
+GPU = rh.VDevice({"kind": "cuda", "arch": "sm_90a"})
 ON_FAST = rh.VDevice("c", 0)  # the same physical device as FAST
 
 
@@ -27,12 +28,21 @@ def crossing(source, destination, old, new, shape=(64, 64)):
         (FAST, FAST_TOO, ROWS, PADDED, False),  # equally fast: the smaller one goes over the wire
         (FAST, FAST_TOO, PADDED, ROWS, True),
         (FAST, FAST_TOO, ROWS, TILES, True),  # nothing to choose: the source
+        (FAST, GPU, ROWS, TILES, False),  # a GPU lays out at the rate of its memory
+        (GPU, FAST, TILES, ROWS, True),
+        (FAST, GPU, PADDED, ROWS, True),  # but padding does not go over the wire
         (FAST, ON_FAST, ROWS, PADDED, True),  # there is no wire
         (ON_FAST, FAST, PADDED, ROWS, False),
     ],
 )
 def test_the_cheaper_side(source, destination, old, new, before):
     assert crossing(source, destination, old, new).before is before
+
+
+def test_compensation_is_computed_by_the_cpu_that_needs_it():
+    layout = PackedLayout((0, 1), (0, 1), (16, 4), compensation=True)
+    assert crossing(GPU, FAST, ROWS, layout).before is False
+    assert crossing(FAST, FAST_TOO, ROWS, layout).before is False
 
 
 def test_symbolic_extents_count_as_some():

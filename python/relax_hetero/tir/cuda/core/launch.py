@@ -15,6 +15,8 @@ from ...core.builder import Expr
 SWIZZLED_ALIGN = 1024
 """Of tiles with swizzled rows: the swizzle is of address bits, and repeats every eight rows of 128 bytes."""
 
+_LAUNCH_TAGS, _BEGINS_EARLY = "tirx.kernel_launch_params", "tirx.use_programtic_dependent_launch"
+
 
 @dataclass(frozen=True)
 class Place:
@@ -121,5 +123,13 @@ def may_begin_early(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
     Only for kernels in which every thread waits (`ptx.wait_for_launches_before`) before it reads what others wrote, or
     writes; what it reads before that has to be a constant. TVM passes the tag on to the driver ("programmatic stream
     serialization"), and capturing a stream keeps it, as an edge of the graph.
+
+    The kernel promises no longer that its tensors do not overlap: the CUDA compiler would take what nobody seems to
+    write for constant, and may read it before the wait.
     """
-    return kernel.with_attr("tirx.kernel_launch_params", ["tirx.use_programtic_dependent_launch"])
+    return kernel.with_attr(_LAUNCH_TAGS, [_BEGINS_EARLY]).with_attr("tirx.noalias", False)
+
+
+def begins_early(kernel: tirx.PrimFunc) -> bool:
+    """Whether a kernel is launched as `may_begin_early` says."""
+    return _LAUNCH_TAGS in kernel.attrs and _BEGINS_EARLY in map(str, kernel.attrs[_LAUNCH_TAGS])

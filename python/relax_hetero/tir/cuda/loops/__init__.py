@@ -13,10 +13,11 @@ from tvm import tirx
 from ....target.gpu_target import GpuTarget
 from ...loops.nests import form_nests
 from ...loops.stages import NotStages, read_stages
+from .launches import Launch, launches_of
 from .statements import write_statements
 from .write import write_function
 
-__all__ = ["schedule"]
+__all__ = ["Launch", "launches_of", "schedule"]
 
 
 def schedule(func: tirx.PrimFunc, gpu: GpuTarget) -> tirx.PrimFunc:
@@ -28,7 +29,7 @@ def schedule(func: tirx.PrimFunc, gpu: GpuTarget) -> tirx.PrimFunc:
         Without thread bindings. What its launches hand on lies in buffers that its root block allocates.
     """
     try:
-        nests = form_nests(read_stages(func), list(func.params))
+        nests = form_nests(read_stages(func), list(func.params), shares_storage=False)
     except NotStages:
         return write_statements(func, gpu)
     return write_function(func, nests, gpu)

@@ -18,12 +18,8 @@ from ...core.builder import Expr
 from ...loops.stages import Load, variables
 
 # What a statement may call without touching memory that nobody sees.
-_OPAQUE_CALLS = (
-    "tirx.call_packed",
-    "tirx.call_extern",
-    "tirx.address_of",
-    "tirx.tvm_call_packed",
-    "tirx.tvm_access_ptr",
+_OPAQUE_CALLS = tuple(
+    f"tirx.{name}" for name in ("call_packed", "call_extern", "address_of", "tvm_call_packed", "tvm_access_ptr")
 )
 
 

@@ -89,8 +89,10 @@ class LaneBox:
 
 def widest(types: Sequence[str]) -> int:
     """How many lanes make vectors of 16 bytes of the widest type, and at least a word of the narrowest."""
-    sizes = [bytes_of(dtype) for dtype in types]
-    return max(_WIDEST // max(sizes), WORD // min(sizes), 1) if sizes and min(sizes) else 1
+    sizes: list[int] = [int(bytes_of(dtype)) for dtype in types]
+    if not sizes or min(sizes) == 0:
+        return 1
+    return max(_WIDEST // max(sizes), WORD // min(sizes), 1)
 
 
 def vectorized(box: FlatBox, loop: Loop, lanes: int, along_results: bool) -> LaneBox:
@@ -252,6 +254,11 @@ def each_lane(lanes: int, write: Callable[[Expr], None]) -> None:
         write(lane)
 
 
+def set_lanes(registers: tirx.Buffer, lanes: int, value: Expr) -> None:
+    """Compute an expression of `LANE` in every lane."""
+    each_lane(lanes, lambda lane: T.buffer_store(registers, in_lane(value, lane), [lane]))
+
+
 def in_lane(expr: Expr, lane: Expr) -> Expr:
     """An expression of `LANE` in one lane, as CUDA can compute it."""
     return for_cuda(replaced(expr, {LANE: lane}))
@@ -283,7 +290,7 @@ def compute_steps(
         is_stored = buffer in here.places and last[buffer] == n
         if is_stored or uses > 1 or (uses and node_count(value) > _MOST_NODES):
             registers = register(str(buffer.dtype), lanes)
-            each_lane(lanes, lambda lane, r=registers, v=value: T.buffer_store(r, in_lane(v, lane), [lane]))
+            set_lanes(registers, lanes, value)
             known[buffer] = registers
             if is_stored:
                 results[buffer] = registers

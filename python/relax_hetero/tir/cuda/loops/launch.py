@@ -66,7 +66,7 @@ def place_in(number: Expr, loops: Sequence[Loop], counts: Sequence[Expr] | None 
 
 def _divisor(extent: Expr) -> Expr:
     # TVM's analyzer must not find a division by zero, not even where nothing runs.
-    return int64(extent) if isinstance(extent, int) else T.max(extent, int64(1))
+    return int64(max(extent, 1)) if isinstance(extent, int) else T.max(extent, int64(1))
 
 
 @contextmanager

@@ -8,7 +8,6 @@ memory.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -17,6 +16,7 @@ from tvm.script.ir_builder import tirx as T
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, ceil_div, int64
 from ...loops.flat import FlatBox, Loop, is_step
+from ...loops.loop_code import nested
 from ...loops.reduce_box import value_of
 from ...loops.stages import replaced
 from .lanes import (
@@ -29,6 +29,7 @@ from .lanes import (
     read_vectors,
     reading,
     register,
+    set_lanes,
     store_lanes,
     vectorized,
     widest,
@@ -97,7 +98,7 @@ def plan_of(box: FlatBox, merge: Merge | None, gpu: GpuTarget) -> Plan:
     if merge is None or (isinstance(terms, int) and terms < 2):
         return Plan(1, False, lanes, 1)
     wanted = gpu.multiprocessors * 1024
-    along_results = contiguous(last) and not (isinstance(last.count, int) and last.count < 4)
+    along_results = last is not None and contiguous(last) and _at_least(last.count, 4)
     if along_results or few:
         threads = results // lanes if isinstance(results, int) else None
         together = 1
@@ -107,7 +108,9 @@ def plan_of(box: FlatBox, merge: Merge | None, gpu: GpuTarget) -> Plan:
         if threads is None and not few and not isinstance(terms, int):
             together = 8
         return Plan(together, False, lanes, 1)
-    vector = _lanes_along(box, inner, False) if contiguous(inner) and len(box.reduced) == 1 else 1
+    vector = 1
+    if inner is not None and contiguous(inner) and len(box.reduced) == 1:
+        vector = _lanes_along(box, inner, False)
     units = ceil_div(terms, vector)
     together = 2
     while together < _BLOCK and _at_least(units, together * 2):
@@ -148,7 +151,7 @@ def _write_serial(box: FlatBox, merge: Merge | None, plan: Plan, gpu: GpuTarget)
             position = _in_elements(position, made)
             if merge is not None:
                 parts = start(merge, made.lanes)
-                with _serial(box.reduced) as terms:
+                with nested(box.reduced) as terms:
                     accumulate(made, merge, {**position, **terms}, parts)
                 add_initial(merge, parts, made.lanes, lane_position(made, position))
                 held = finished(merge, parts, made.lanes)
@@ -181,7 +184,7 @@ def start(merge: Merge, lanes: int) -> Parts:
     """Registers for parts, with what parts start from."""
     parts = [register(dtype, lanes) for dtype in merge.types]
     for part, value in zip(parts, merge.starts, strict=True):
-        each_lane(lanes, lambda lane, p=part, v=value: T.buffer_store(p, v, [lane]))
+        set_lanes(part, lanes, value)
     return parts
 
 
@@ -258,9 +261,8 @@ def _in_order(box: LaneBox, position: Mapping[tirx.Var, Expr]) -> dict[tirx.Buff
     held = {s.buffer: register(str(s.buffer.dtype), box.lanes) for s in sums}
     own = lane_position(box, position)
     for s in sums:
-        initial = replaced(s.initial, own)
-        each_lane(box.lanes, lambda lane, b=held[s.buffer], v=initial: T.buffer_store(b, in_lane(v, lane), [lane]))
-    with _serial(box.box.reduced) as terms:
+        set_lanes(held[s.buffer], box.lanes, replaced(s.initial, own))
+    with nested(box.box.reduced) as terms:
         read = read_vectors(box, {**position, **terms}, [s.value for s in sums])
 
         def join(lane: Expr) -> None:
@@ -273,21 +275,6 @@ def _in_order(box: LaneBox, position: Mapping[tirx.Var, Expr]) -> dict[tirx.Buff
 
         each_lane(box.lanes, join)
     return held
-
-
-class _serial:
-    """The context of the innermost of serial loops, which gives what stands for their variables inside."""
-
-    def __init__(self, loops: Sequence[Loop]) -> None:
-        self._loops, self._stack = loops, ExitStack()
-
-    def __enter__(self) -> dict[tirx.Var, Expr]:
-        return {
-            loop.var: self._stack.enter_context(T.serial(int64(loop.begin), int64(loop.end))) for loop in self._loops
-        }
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.__exit__(*error)
 
 
 class _Together:

@@ -38,8 +38,10 @@ def write_statements(func: tirx.PrimFunc, gpu: GpuTarget) -> tirx.PrimFunc:
     """The function with its statements in launches; those that bind threads already stay as they are."""
     body, allocated = _plain(func)
     statements = list(body.seq) if isinstance(body, tirx.SeqStmt) else [body]
-    if any(isinstance(s, (tirx.Bind, tirx.DeclBuffer, tirx.AllocBuffer)) for s in statements):
+    if any(isinstance(s, (tirx.Bind, tirx.DeclBuffer)) for s in statements):
         statements = [body]
+    allocated += [s.buffer for s in statements if isinstance(s, tirx.AllocBuffer)]
+    statements = [s for s in statements if not isinstance(s, tirx.AllocBuffer)]
     launches = []
     for statement in statements:
         launched, hoisted = _launched(statement, gpu)
@@ -99,7 +101,7 @@ def _launched(statement: tirx.Stmt, gpu: GpuTarget) -> tuple[tirx.Stmt, list[tir
     is_there = number < int64(units)
     places: dict[tirx.Var, Expr] = {}
     for var, least, extent in reversed(loops):
-        wide = int64(extent) if isinstance(extent, int) else T.max(tirx.Cast("int64", extent), int64(1))
+        wide = int64(max(extent, 1)) if isinstance(extent, int) else T.max(tirx.Cast("int64", extent), int64(1))
         place = tirx.floormod(number, wide)
         number = tirx.floordiv(number, wide)
         places[var] = (place if str(var.ty.dtype) == "int64" else tirx.Cast(str(var.ty.dtype), place)) + least

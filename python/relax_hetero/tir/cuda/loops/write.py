@@ -23,17 +23,19 @@ Buffers = dict[tirx.Buffer, tirx.Buffer]
 
 def write_function(func: tirx.PrimFunc, nests: Sequence[Nest], gpu: GpuTarget) -> tirx.PrimFunc:
     """A PrimFunc that computes nests in order, with the parameters and attributes of `func`."""
-    views: Buffers = {p: _elements(p) for p in func.params}
+    own: Buffers = {p: p for p in func.params}
     with IRBuilder() as builder, T.prim_func(s_tir=True):
         T.func_name("scheduled")
         with T.sblock("root"):
             T.reads()
             T.writes()
-            stored = [buffer for nest in nests for buffer in nest.stored if buffer not in views]
-            views.update({buffer: T.alloc_buffer(_count(buffer), buffer.dtype, scope="global") for buffer in stored})
+            for buffer in [buffer for nest in nests for buffer in nest.stored]:
+                if buffer not in own:
+                    own[buffer] = T.alloc_buffer(list(buffer.shape), buffer.dtype, scope="global")
+            views = {buffer: _elements(memory) for buffer, memory in own.items()}
             for nest in nests:
                 _write_nest(split_axes(nest), gpu, views)
-    body = with_views(builder.get().body, {views[p]: p for p in func.params})
+    body = with_views(builder.get().body, {views[buffer]: memory for buffer, memory in own.items()})
     return func.with_body(body).with_attr("tirx.is_scheduled", True)
 
 

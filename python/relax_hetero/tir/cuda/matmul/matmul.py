@@ -12,7 +12,7 @@ from tvm import tirx
 
 from ....encoding.problem import MatmulProblem
 from ....target.gpu_target import GpuTarget
-from . import few_rows, wgmma_matmul
+from . import few_rows, mma_matmul, wgmma_matmul
 from .simt_matmul import simt_matmul_kernel
 
 
@@ -22,6 +22,8 @@ def cuda_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget) -> tirx.PrimFunc:
         return few_rows.few_rows_kernel(problem, gpu)
     if not wgmma_matmul.misfit(problem, gpu):
         return wgmma_matmul.wgmma_matmul_kernel(problem, gpu)
+    if gpu.tensor == "mma" and not mma_matmul.misfit(problem, gpu):
+        return mma_matmul.mma_matmul_kernel(problem, gpu)
     return simt_matmul_kernel(problem, gpu)
 
 

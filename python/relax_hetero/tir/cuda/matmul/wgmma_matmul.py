@@ -45,6 +45,11 @@ def misfit(problem: MatmulProblem, gpu: GpuTarget) -> str:
     """Why `wgmma_matmul_kernel` cannot solve a problem; empty where it can."""
     if gpu.tensor != "wgmma":
         return f"{gpu.arch} has no wgmma"
+    return tensor_core_misfit(problem)
+
+
+def tensor_core_misfit(problem: MatmulProblem) -> str:
+    """Why no kernel of tensor cores solves a problem; empty where they do, on a GPU that multiplies the types."""
     left, right, acc = problem.lhs.dtype, problem.rhs.dtype, problem.acc_dtype
     is_float_sum = acc in ("float32", *_HALF_TYPES)
     fits = (

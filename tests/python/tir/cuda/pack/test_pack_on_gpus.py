@@ -67,7 +67,15 @@ def test_what_was_padding_becomes_zeros(source, destination):
     assert same_bits(new.unpack(found, shape), array)
 
 
-def test_layouts_with_compensation_are_those_of_cpus():
+def test_compensation_is_read_over_and_never_written():
     layout = PackedLayout.parse("pack<outer=[1, 0] inner=[1:16, 0:4] +compensation>")
+    array = random_bits((37, 70), "int8", np.random.default_rng(4))
+    out = poisoned(array.shape, "int8").numpy().copy()
+    run(
+        relayout_kernel((37, 70), "int8", layout, PackedLayout.identity(2), GPU),
+        np.ascontiguousarray(layout.pack(array)),
+        out,
+    )
+    assert same_bits(out, array)
     with pytest.raises(EncodingError, match="expected one without compensation"):
         relayout_kernel((64, 64), "int8", PackedLayout.identity(2), layout, GPU)

@@ -1,0 +1,114 @@
+"""A PrimFunc of several launches as several PrimFuncs of one launch each.
+
+What one launch hands on to the next becomes a tensor that Relax allocates and plans, and each launch can be a node of a
+CUDA graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import tvm
+from tvm import s_tir, tirx
+from tvm.tirx.buffer import is_buffer_var
+from tvm_ffi import structural_map, structural_walk
+
+from ...loops.stages import Load
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a PrimFunc.
+
+    Attributes
+    ----------
+    func : PrimFunc
+        Its parameters are `reads`, then `writes`.
+    reads, writes : tuple of Var
+        Parameters of the whole PrimFunc, numbers among them, and buffers that its root block allocates.
+    """
+
+    func: tirx.PrimFunc
+    reads: tuple[tirx.Var, ...]
+    writes: tuple[tirx.Var, ...]
+
+
+def launches_of(func: tirx.PrimFunc) -> list[Launch] | None:
+    """The launches of a scheduled PrimFunc, in order.
+
+    None where there is but one, or where a launch writes what another one has written or read before.
+    """
+    root = func.body
+    if not isinstance(root, s_tir.SBlockRealize) or not isinstance(root.block.body, tirx.SeqStmt):
+        return None
+    memory = [*func.params, *root.block.alloc_buffers]
+    statements: list[tirx.Stmt] = []
+    for statement in root.block.body.seq:
+        if isinstance(statement, tirx.AllocBuffer):
+            memory.append(statement.buffer)
+        else:
+            statements.append(statement)
+    if len(statements) < 2:
+        return None
+    if not all(isinstance(s, tirx.For) and s.kind == tirx.ForKind.THREAD_BINDING for s in statements):
+        return None
+    touched: set[tirx.Var] = set()
+    found = []
+    for statement in statements:
+        launch = _launch(func, statement, memory)
+        if launch is None or touched & set(launch.writes):
+            return None
+        touched |= {*launch.reads, *launch.writes}
+        found.append(launch)
+    return found
+
+
+def _launch(func: tirx.PrimFunc, statement: tirx.For, memory: list[tirx.Var]) -> Launch | None:
+    views: dict[tirx.Var, tirx.Var] = {}
+    used: dict[tirx.Var, None] = {}
+
+    def on_variable(var: tirx.Var) -> None:
+        if var in memory:
+            used[var] = None
+
+    def on_declaration(declaration: tirx.DeclBuffer) -> None:
+        found: list[tirx.Var] = []
+        structural_walk(declaration.data, (tvm.ir.Var, found.append))
+        for var in found:
+            views[declaration.buffer] = views.get(var, var)
+
+    structural_walk(statement, [(tirx.DeclBuffer, on_declaration), (tvm.ir.Var, on_variable)])
+    stored: list[tirx.Var] = []
+    loaded: list[tirx.Var] = []
+    structural_walk(statement, (tirx.BufferStore, lambda store: stored.append(store.buffer)))
+    structural_walk(statement, (Load, lambda load: loaded.append(load.source)))
+    written = {views.get(buffer, buffer) for buffer in stored} & set(memory)
+    read = {views.get(buffer, buffer) for buffer in loaded} & set(memory)
+    if written & read or not written:
+        return None
+    reads = tuple(var for var in memory if var in used and var not in written)
+    writes = tuple(var for var in memory if var in written)
+    sizes = {extent for var in (*reads, *writes) if is_buffer_var(var) for extent in var.shape}
+    free: list[tirx.Var] = []
+    own: set[tirx.Var] = set()
+    structural_walk(statement, [(tirx.For, lambda loop: own.add(loop.loop_var)), (tvm.ir.Var, free.append)])
+    names = {param for p in func.params if is_buffer_var(p) for param in _extents(p)}
+    if any(var in names and var not in sizes and var not in reads for var in free):
+        return None  # nothing would tell the launch this extent
+    copies = {var: _copy(var) for var in (*reads, *writes) if is_buffer_var(var)}
+    body = structural_map(statement, (tvm.ir.Var, lambda var: copies.get(var, var)))
+    params = [copies.get(var, var) for var in (*reads, *writes)]
+    block = s_tir.SBlock([], [], [], "root", body)
+    made = tirx.PrimFunc(params, s_tir.SBlockRealize([], True, block), func.ret_type, func.attrs, func.span)
+    return Launch(made.without_attr("global_symbol"), reads, writes)
+
+
+def _extents(buffer: tirx.Var) -> list[tirx.Var]:
+    found: list[tirx.Var] = []
+    for extent in buffer.shape:
+        structural_walk(extent, (tvm.ir.Var, found.append))
+    return found
+
+
+def _copy(buffer: tirx.Var) -> tirx.Var:
+    return tirx.decl_buffer(list(buffer.shape), str(buffer.dtype), buffer.name)

@@ -1,0 +1,133 @@
+"""One program of each family of kernels under compute-sanitizer: ``python tests/python/gpu/under_sanitizer.py``.
+
+Memory errors (memcheck), races in shared memory (racecheck) and wrong barriers (synccheck) are findings, and so are
+wrong numbers. Programs are small, because the sanitizer is a hundred times slower, and run side by side. Exits with 1
+if something was found, with 2 where compute-sanitizer or a GPU is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[3]
+FOLDERS = [str(ROOT / "python"), str(ROOT / "tests" / "python")]
+sys.path[:0] = FOLDERS
+
+TOOLS = ("memcheck", "racecheck", "synccheck")
+PRODUCTS = {
+    "f16": "200x192x136", "bf16": "130x256x264", "f32": "67x129x95", "tf32": "96x160x136", "s8": "128x256x96",
+    "e4m3": "128x256x96", "f16 of one row": "1x512x384", "f16 of 16 rows": "16x512x384", "f16 in batches": "3*40x64x48",
+    "f16 odd": "127x255x101", "q4": "1x512x256",
+}  # fmt: skip
+ROWS = {
+    "chain": (64, 300),
+    "softmax": (33, 1000),
+    "layer norm": (40, 1024),
+    "transpose": (130, 200),
+    "reduction": (65, 999),
+}
+
+
+def programs() -> dict[str, Callable[[str], float]]:
+    """By name, what computes it for a target and gives the error, over what is allowed."""
+    from gpu.test_models import MAKERS
+
+    sys.path.append(str(ROOT / "apps" / "bench"))  # its `models` is another one than that of the tests
+    from gpu_bench.programs import error_of, parsed_gpu
+    from gpu_bench.workloads import KINDS, Products, Rows, Workload
+    from gpu_few_rows import wanted as numbers_of_products
+    from gpu_memory_bound import wanted as numbers_of_rows
+    from peers.shape import Shape
+
+    import relax_hetero as rh
+
+    def run(work: Workload, wanted: Callable[[Workload], list[np.ndarray]], allowed: float, gpu: str) -> float:
+        result = rh.vm.VirtualMachine(rh.compile(work.module(parsed_gpu(gpu)), cache=False))["main"](*work.inputs())
+        found = [tensor.numpy() for tensor in result]
+        return max(error_of(ours, right) for ours, right in zip(found, wanted(work), strict=True)) / allowed
+
+    def product(name: str, gpu: str) -> float:
+        kind = name.partition(" ")[0]
+        work = Products(Shape.parse(PRODUCTS[name]), kind, count=2)
+        wanted = _batched if work.shape.batch else numbers_of_products
+        return run(work, wanted, max(KINDS.get(kind, KINDS["f16"]).allowed, 1e-6), gpu)
+
+    def rows(name: str, gpu: str) -> float:
+        return run(Rows(name, *ROWS[name], "float32", 2), numbers_of_rows, 1e-4, gpu)
+
+    def model(make: Callable[..., None], gpu: str) -> float:
+        from gpu.test_models import Build, results
+
+        build = Build()
+        make(build)
+        pairs = zip(results(build, [parsed_gpu(gpu)], None), results(build, ["llvm"], None), strict=True)
+        return max((error_of(ours, right) for ours, right in pairs if right.size), default=0.0) / 1e-3
+
+    found: dict[str, Callable[[str], float]] = {name: lambda gpu, name=name: product(name, gpu) for name in PRODUCTS}
+    found |= {name: lambda gpu, name=name: rows(name, gpu) for name in ROWS}
+    return found | {make.__name__: lambda gpu, make=make: model(make, gpu) for make in MAKERS}
+
+
+def _batched(work: object) -> list[np.ndarray]:
+    arrays = [array.astype("float32") for array in work.inputs()]
+    return [x @ w for x, w in zip(arrays[: work.count], arrays[work.count :], strict=True)]
+
+
+def check(tool: str, name: str, gpu: str, limit: float) -> tuple[str, str, str, float]:
+    """One program in a process of the tool: what was found, empty for nothing."""
+    begin = time.monotonic()
+    command = [sys.executable, os.path.abspath(__file__), "--run", name, "--gpu", gpu]
+    if tool != "none":
+        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "99", "--print-limit", "5", *command]
+    path = os.pathsep.join([*FOLDERS, *filter(None, [os.environ.get("PYTHONPATH", "")])])
+    settings = {**os.environ, "PYTHONPATH": path, "RELAX_HETERO_CACHE": "off", "TVM_NUM_THREADS": "2"}
+    try:
+        done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=limit)
+        finding = "" if done.returncode == 0 else f"status {done.returncode}: {(done.stdout + done.stderr)[-1500:]}"
+    except subprocess.TimeoutExpired:
+        finding = f"no end within {limit:g} s"
+    return tool, name, finding, time.monotonic() - begin
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tools", default=",".join(TOOLS), help="some of memcheck, racecheck, synccheck, none")
+    parser.add_argument("--names", default="", help="programs, by commas; else all")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds for each program and tool")
+    parser.add_argument("--gpu", default="cuda", help="target; llvm with --tools none has a CPU stand for the GPU")
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.run:
+        error = programs()[options.run](options.gpu)
+        print(f"error {error:.3g} of what is allowed")
+        return 0 if error <= 1 else 1
+    tools = options.tools.split(",")
+    if tools != ["none"] and not shutil.which("compute-sanitizer"):
+        print("compute-sanitizer is not installed")
+        return 2
+    names = options.names.split(",") if options.names else list(programs())
+    with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
+        jobs = [pool.submit(check, tool, name, options.gpu, options.limit) for tool in tools for name in names]
+        count = 0
+        for job in concurrent.futures.as_completed(jobs):
+            tool, name, finding, seconds = job.result()
+            count += bool(finding)
+            print(f"{tool}, {name}, {seconds:.0f} s: {finding or 'nothing found'}", flush=True)
+    print(f"{count} findings in {len(jobs)} runs")
+    return 1 if count else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

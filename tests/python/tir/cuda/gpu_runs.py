@@ -1,0 +1,25 @@
+"""Kernels compiled for and run on this machine's GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import tvm
+from tvm import tirx
+
+import relax_hetero as rh
+from relax_hetero.target.element_types import numpy_dtype
+
+needs_gpu = pytest.mark.skipif(not (tvm.runtime.enabled("cuda") and tvm.cuda(0).exist), reason="no NVIDIA GPU")
+
+
+def run_on_gpu(kernel: tirx.PrimFunc, arrays: Sequence[np.ndarray], shape: Sequence[int], dtype: str) -> np.ndarray:
+    """What a kernel makes of arrays, in a result that was full of NaN; compiled as `tvm.compile` does."""
+    device = tvm.cuda(0)
+    function = tvm.compile(tvm.IRModule({"main": kernel}), target=rh.native("cuda").with_host("llvm"))["main"]
+    size = int(np.prod(shape)) * numpy_dtype(dtype).itemsize
+    out = tvm.runtime.tensor(np.full(size, 0xFF, np.uint8).view(numpy_dtype(dtype)).reshape(shape), device)
+    function(*(tvm.runtime.tensor(array, device) for array in arrays), out)
+    return out.numpy()
