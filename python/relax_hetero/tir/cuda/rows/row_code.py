@@ -166,9 +166,7 @@ class RowWriter:
             whole = whole / count_of(self.n, dtype)
         self._set(index, whole)
 
-    def _across(
-        self, accumulator: Registers, combine: Callable[[Expr, Expr], Expr], dtype: str, step: int
-    ) -> None:
+    def _across(self, accumulator: Registers, combine: Callable[[Expr, Expr], Expr], dtype: str, step: int) -> None:
         """The threads' numbers reduced to one, which all of them get."""
         _across_lanes(accumulator, combine, min(self.shape.threads, WARP))
         warps = self.shape.warps
