@@ -38,7 +38,8 @@ from .wgmma_tiling import Tiling, choose_tiling, reads_rows
 _HALF_TYPES = ("float16", "bfloat16")
 _BYTE_TYPES = (("int8", "uint8"), ("float8_e4m3fn", "float8_e5m2"))
 _FEW_REGISTERS, _MANY_REGISTERS = 40, 232  # of producers and of consumers: 128 * 40 + 256 * 232 <= 65,536
-_MOST_AHEAD = 2
+_MOST_AHEAD = 2  # steps whose copies are under way while an older one's are waited for
+_READ_TOGETHER = 64  # registers of other blocks' sums
 _UNROLLED_SUMS = 128  # registers of sums from which consumers need those of the producers
 
 
@@ -378,19 +379,21 @@ class _Kernel:
             ptx.store_shared(target, [_as_u32(sums[4 * quad + i], kind) for i in range(4)])
         ptx.cluster_arrive()
         ptx.cluster_wait()
-        total, part, remote = local(count, kind), local(4, kind), local(1, "uint32")
+        # As many of the others' sums as registers hold are on their way together: each load takes long.
+        together = max(1, min(self.tiling.split, _READ_TOGETHER // count))
+        total, parts, remote = local(count, kind), local(together * count, kind), local(1, "uint32")
         own = T.bind(ptx.shared_address(self.shared.at(begin + self.rank * (count // 4 * WARPGROUP * 16))))
         name = "u32" if kind == "uint32" else "f32"
-        for rank in range(self.tiling.split):
-            ptx.remote_address(remote[0], own, rank)
-            for quad in range(count // 4):
-                address = remote[0] + T.uint32(quad * WARPGROUP * 16)
-                if rank == 0:
-                    ptx.load_remote([total[4 * quad + i] for i in range(4)], address, name)
-                    continue
-                ptx.load_remote([part[i] for i in range(4)], address, name)
-                for i in range(4):
-                    T.buffer_store(total, total[4 * quad + i] + part[i], [4 * quad + i])
+        for first in range(0, self.tiling.split, together):
+            for i in range(together):
+                ptx.remote_address(remote[0], own, first + i)
+                for quad in range(count // 4):
+                    registers = [parts[i * count + 4 * quad + r] for r in range(4)]
+                    ptx.load_remote(registers, remote[0] + T.uint32(quad * WARPGROUP * 16), name)
+            for i in range(together):
+                for r in range(count):
+                    part = parts[i * count + r]
+                    T.buffer_store(total, part if first + i == 0 else total[r] + part, [r])
         # No block ends, or stores into what others read, before all have read.
         ptx.cluster_arrive()
         return total
