@@ -9,7 +9,7 @@ import numpy as np
 from tvm import tirx
 
 from . import clusters, copies, fragments, mbarriers, tensor_cores, warps  # noqa: F401 (they register operators)
-from .dtypes import scalar_type
+from .dtypes import lanes_of, scalar_type
 from .faults import KernelFault
 from .lanes import Blocks, Lanes
 from .lowering import lowered
@@ -74,6 +74,7 @@ class _Run:
         blocks.memories = self.memories
         self.lanes = Lanes(blocks, np.zeros(1, np.int32), np.zeros(1, np.int64), [None] * 100_000)
         self.arrays: list[tuple[int, Any, np.ndarray]] = []
+        self.scratch: set[int] = set()
         for parameter, value in zip(func.params, arguments, strict=True):
             slot = self.names.slot(parameter)
             if not self.names.is_buffer(parameter):
@@ -95,6 +96,9 @@ class _Run:
                 self.lanes.slots[slot] = scalar_type(str(wanted.ty.dtype)).type(extent)
             elif type(wanted).__name__ == "IntImm":
                 assert int(wanted) == extent, f"{parameter.name}: shape {array.shape}"
+        for wanted, number in ((kind.elem_offset, 0), *zip(kind.strides, _strides(list(array.shape)), strict=False)):
+            if type(wanted).__name__ == "Var":
+                self.lanes.slots[self.names.slot(wanted)] = scalar_type(str(wanted.ty.dtype)).type(number)
 
     def host(self, stmt: Any) -> None:
         """Execute a statement of the host part, and launch the kernels in it."""
@@ -119,8 +123,11 @@ class _Run:
                 self.host(stmt.body)
         elif kind == "AllocBuffer":
             shape = [int(self.statements.expressions.compiled(e)(self.lanes, None)) for e in stmt.buffer.ty.shape]
-            array = np.zeros(shape, scalar_type(str(stmt.buffer.ty.dtype)))
+            name, width = lanes_of(str(stmt.buffer.ty.dtype))
+            array = np.empty([*shape, width] if width > 1 else shape, scalar_type(name))
+            array.reshape(-1).view(np.uint8)[...] = NOTHING
             self.arrays.append((self.names.slot(stmt.buffer), stmt.buffer, array))
+            self.scratch.add(self.names.slot(stmt.buffer))
             self._views()
         else:
             self._views()
@@ -136,7 +143,13 @@ class _Run:
                 data = array.reshape(-1).view(np.uint8).reshape(1, -1)
                 cell = array.dtype.itemsize
                 self.memories[number] = Addressed(
-                    number, str(buffer.name), data, cell, defined=True, tracked=True, shared=False
+                    number,
+                    str(buffer.name),
+                    data,
+                    cell,
+                    defined=slot not in self.scratch,
+                    tracked=True,
+                    shared=False,
                 )
             steps = _strides(list(array.shape))
             self.lanes.slots[slot] = View(self.memories[number], 0, array.dtype, array.size, str(buffer.name), steps)
@@ -154,8 +167,8 @@ class _Run:
         statements = Statements(self.names)
         code = statements.compiled(stmt)
         for slot, _, _ in self.arrays:
-            if not self.names.is_written(slot):
-                self.memories[SHARED + 1 + slot].accesses = None
+            # A launch begins when the one before has ended: its accesses are ordered.
+            self.memories[SHARED + 1 + slot].begin(tracked=self.names.is_written(slot))
         per_block = int(np.prod(threads))
         total = int(np.prod(grid))
         cluster = int(np.prod([size.get(f"clusterCtaIdx.{axis}", 1) for axis in "xyz"]))

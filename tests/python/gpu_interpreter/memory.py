@@ -177,7 +177,11 @@ class Addressed:
         self.size = data.shape[1] if size is None else size
         self.written = None if defined else np.zeros(data.shape, np.uint8)
         self.cells = -(-data.shape[1] // cell)
-        self.accesses = Accesses(name, self.cells * data.shape[0]) if tracked else None
+        self.begin(tracked)
+
+    def begin(self, tracked: bool) -> None:
+        """Forget all accesses; `tracked`: whether anything writes from here on."""
+        self.accesses = Accesses(self.name, self.cells * self.bytes.shape[0]) if tracked else None
 
     def load(self, lanes: Lanes, mask: Any, view: View, index: Any, instance: Any = None) -> Any:
         """Elements; faults of range, of memory never written, and races.

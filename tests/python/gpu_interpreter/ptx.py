@@ -167,8 +167,10 @@ def place_of(lanes: Any, mask: Any, space: str, address: Any, dtype: np.dtype) -
     if not space.startswith("shared"):
         view, index = pointed(lanes, mask, address, dtype)
         return view, index, None
-    instance, offset = shared_place(lanes, address)
     active = lanes.active(mask)
+    used = np.zeros(lanes.count, np.uint64)  # what lanes that do nothing have in a register may be anything
+    used[active] = np.broadcast_to(np.asarray(address), (lanes.count,))[active]
+    instance, offset = shared_place(lanes, used)
     if (offset[active] % dtype.itemsize).any():
         raise KernelFault(f"an address of shared memory is not a multiple of {dtype.itemsize} bytes")
     if space == "shared" and (instance[active] != lanes.instance[active]).any():

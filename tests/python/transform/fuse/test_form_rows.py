@@ -1,5 +1,6 @@
 """FormRows: which plain ops become work on rows, and which stay."""
 
+import numpy as np
 import pytest
 import tvm
 from tvm import relax
@@ -7,9 +8,10 @@ from tvm.ir import assert_structural_equal
 from tvm.script import ir as I
 from tvm.script import relax as R
 
+from gpu_interpreter import run
 from relax_hetero.op.rows import ROWS
 from relax_hetero.target.vdevice import same_object
-from relax_hetero.transform import RealizeVDevice, collect_fusions
+from relax_hetero.transform import MaterializeEncodings, RealizeVDevice, collect_fusions
 from relax_hetero.transform.fuse.form_rows import FormRows
 from relax_hetero.transform.ir.rewriting import op_name, relax_functions, walk_bindings
 
@@ -286,3 +288,28 @@ def test_half_precision_is_cast_where_an_op_rounds():
         f"r3 = sum(cast({e}, 'float32')); r4 = mean({e}); "
         f"add(cast(divide({e}, cast(r3, 'float16')), 'float16'), cast(r4, 'float16'))"
     ]
+
+
+def test_gpus_have_kernels_of_rows():
+    """The op is formed, and its kernel computes as numpy does."""
+
+    @I.ir_module
+    class Before:
+        I.module_global_infos({"vdevice": [I.vdevice({"kind": "cuda", "arch": "sm_90a"})]})
+
+        @R.function
+        def main(x: R.Tensor((3, "n"), "float16"), y: R.Tensor((3, "n"), "float16")):
+            with R.dataflow():
+                s = R.nn.softmax(R.add(x, y), axis=-1)
+                R.output(s)
+            return s
+
+    after = formed(Before)
+    assert ops(after) == [ROWS]
+    kernels = MaterializeEncodings()(after)
+    (kernel,) = (func for func in kernels.functions.values() if isinstance(func, tvm.tirx.PrimFunc))
+    x, y = np.random.default_rng(0).standard_normal((2, 3, 70)).astype("float16")
+    out = np.full(x.shape, np.nan, "float16")
+    run(kernel, x, y, out)
+    e = np.exp((x + y).astype("float64"))
+    np.testing.assert_allclose(out, e / e.sum(-1, keepdims=True), rtol=2e-3)

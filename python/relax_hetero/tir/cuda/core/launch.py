@@ -123,8 +123,11 @@ def may_begin_early(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
     Only for kernels in which every thread waits (`ptx.wait_for_launches_before`) before it reads what others wrote, or
     writes; what it reads before that has to be a constant. TVM passes the tag on to the driver ("programmatic stream
     serialization"), and capturing a stream keeps it, as an edge of the graph.
+
+    The kernel promises no longer that its tensors do not overlap: the CUDA compiler would take what nobody seems to
+    write for constant, and may read it before the wait.
     """
-    return kernel.with_attr(_LAUNCH_TAGS, [_BEGINS_EARLY])
+    return kernel.with_attr(_LAUNCH_TAGS, [_BEGINS_EARLY]).with_attr("tirx.noalias", False)
 
 
 def begins_early(kernel: tirx.PrimFunc) -> bool:

@@ -77,7 +77,8 @@ class OperandTile:
         """The tile of an opened view, read in the best way that its storage allows."""
         source, width = _source(view, side)
         if source is Source.COLUMNS and rows % PACKED_ROWS:
-            source, width = Source.GATHER, 0  # columns come in stripes of so many rows, of which a smaller tile has none
+            # Columns come in stripes of so many rows, of which a smaller tile has none.
+            source, width = Source.GATHER, 0
         return OperandTile(view, side, rows, extent, depth, source, width, threads)
 
     @property

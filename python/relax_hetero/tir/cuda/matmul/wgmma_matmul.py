@@ -178,6 +178,9 @@ class _Kernel:
             ptx.block_barrier()
             if tiling.share > 1:
                 _cluster_barrier()
+            # Operands, and what the result takes the place of, belong to launches before this one until here.
+            ptx.wait_for_launches_before()
+            ptx.let_next_launch_begin()
             with T.If(place.thread < PRODUCERS):
                 with T.Then():
                     self._produce()

@@ -11,18 +11,23 @@ from tvm.script.ir_builder import tirx as T
 
 from ....encoding.expression import Expression
 from ....encoding.row_program import RowProgram, operands_of
+from ....target.element_types import bytes_of
 from ....target.gpu_target import WARP
 from ...core.builder import Expr, Registers, loop, opaque
 from ...core.view import Coordinates, OperandView
 from ...math.casts import cast, computed_in
 from ...rows.row_code import carries_nan, count_of, neutral_of, value_types
 from ...rows.row_plan import RowPass, RowPlan
+from ..core import ptx
 from ..core.expression import emit, ops_for
+from ..core.launch import SharedMemory
 from ..core.vectors import Vectors
 from .row_shape import BATCH, RowShape
 
 CHAINS = 4
 """Accumulators of a thread: additions that are in flight."""
+_PARTIAL_BYTES = 8
+"""What a warp's number takes in shared memory, whatever its type."""
 _ZERO = tirx.const(0, "int64")
 
 
@@ -71,6 +76,7 @@ class RowWriter:
         self.operands, self.result, self.threads, self.at = list(operands), result, threads, at
         self.types = value_types(program, plan, [view.nominal for view in operands], kept)
         self.constant: dict[int, Registers] = {}
+        self.memory = SharedMemory()
         held = shape.vectors
         self.vectors = {
             number: Vectors(view, {**at, "n": _ZERO}, shape.lanes, held or BATCH)
@@ -90,6 +96,10 @@ class RowWriter:
         if self.shape.vectors:
             for number in self.vectors:
                 self._load_held(number)
+        if self.shape.cluster > 1:
+            # Of every reduction its own memory: no thread waits for others to have read.
+            self.memory.take(len(self.plan.passes) * self.shape.warps * _PARTIAL_BYTES)
+            self.memory.open()
         for number, step in enumerate(self.plan.passes):
             for index, expression in step.per_row:
                 self._set(index, self._evaluate(expression, None, {}))
@@ -99,6 +109,9 @@ class RowWriter:
                 self._store(step, self.output)
             else:
                 self._store_one(self._evaluate(step.expression, None, {}))
+        if self.shape.cluster > 1:  # no block ends before others have read its numbers
+            ptx.cluster_arrive()
+            ptx.cluster_wait()
 
     def _set(self, number: int, value: Expr) -> None:
         self.constant.setdefault(number, Registers(1, self.types[number], 1))[0] = value
@@ -147,23 +160,26 @@ class RowWriter:
             for chain in range(left // 2):
                 accumulators[chain] = combine(accumulators[chain], accumulators[chain + (left + 1) // 2])
             left = (left + 1) // 2
-        self._across(accumulators, combine, dtype, number == 0 and isinstance(self.n, int))
+        self._across(accumulators, combine, dtype, number)
         whole = accumulators[0]
         if step.kind == "mean":
             whole = whole / count_of(self.n, dtype)
         self._set(index, whole)
 
     def _across(
-        self, accumulator: Registers, combine: Callable[[Expr, Expr], Expr], dtype: str, is_first: bool
+        self, accumulator: Registers, combine: Callable[[Expr, Expr], Expr], dtype: str, step: int
     ) -> None:
         """The threads' numbers reduced to one, which all of them get."""
         _across_lanes(accumulator, combine, min(self.shape.threads, WARP))
         warps = self.shape.warps
+        if self.shape.cluster > 1:
+            self._across_blocks(accumulator, combine, dtype, step)
+            return
         if warps == 1:
             return
         partial = T.alloc_buffer((warps,), dtype, scope="shared")
         number = self.threads.number
-        if not is_first:
+        if step or not isinstance(self.n, int):
             # TVM lays the memory of reductions over each other: all threads have read the one before.
             T.evaluate(T.tvm_storage_sync("shared"))
         with T.If(tirx.EQ(number % WARP, 0)), T.Then():
@@ -176,6 +192,35 @@ class RowWriter:
         accumulator[0] = partial[0]
         for warp in range(1, warps):
             accumulator[0] = combine(accumulator[0], partial[warp])
+
+    def _across_blocks(
+        self, accumulator: Registers, combine: Callable[[Expr, Expr], Expr], dtype: str, step: int
+    ) -> None:
+        """As `_across`, over the warps of a cluster: each reads what all have written in their blocks' memory."""
+        warps, words = self.shape.warps, max(1, bytes_of(dtype) // 4)
+        thread = self.threads.number
+        register = T.alloc_buffer((words,), "uint32", scope="local")
+        held = T.decl_buffer((1,), dtype if words > 1 else "uint32", data=register.data, scope="local")
+        remote = T.alloc_buffer((1,), "uint32", scope="local")
+        parts = [register[word] for word in range(words)]
+
+        def address(warp: Expr) -> Expr:
+            return self.memory.at((step * warps + warp) * _PARTIAL_BYTES)
+
+        def taken() -> Expr:
+            return held[0] if words > 1 else _narrowed(held[0], dtype)
+
+        with T.If(tirx.EQ(thread % WARP, 0)), T.Then():
+            T.buffer_store(held, accumulator[0] if words > 1 else _as_word(accumulator[0], dtype), [0])
+            ptx.store_shared(address(thread // WARP % warps), parts)
+        ptx.cluster_arrive()
+        ptx.cluster_wait()
+        own = T.bind(ptx.shared_address(address(thread % warps)))
+        for block in range(self.shape.cluster):
+            ptx.remote_address(remote[0], own, block)
+            ptx.load_remote(parts, remote[0])
+            accumulator[0] = taken() if block == 0 else combine(accumulator[0], taken())
+        _across_lanes(accumulator, combine, warps)
 
     def _keep(self, step: RowPass, element: int) -> dict[int, Expr]:
         if step.keep is None:
@@ -301,6 +346,15 @@ def _combine(kind: str, dtype: str, carries: bool) -> Callable[[Expr, Expr], Exp
     if carries or "float" not in dtype:
         return ops["maximum" if kind == "max" else "minimum"]
     return T.max if kind == "max" else T.min
+
+
+def _as_word(value: Expr, dtype: str) -> Expr:
+    """A value of at most 32 bits as a word."""
+    return T.reinterpret("uint32", value) if bytes_of(dtype) == 4 else T.cast(value, "uint32")
+
+
+def _narrowed(word: Expr, dtype: str) -> Expr:
+    return T.reinterpret(dtype, word) if bytes_of(dtype) == 4 else T.cast(word, dtype)
 
 
 def _both(one: Expr | None, other: Expr | None) -> Expr:

@@ -20,6 +20,10 @@ ELEMENTS = 32
 WORDS = 48
 """Registers for the elements of a row that one thread holds, where a row may have more threads. More leave too few
 threads on a multiprocessor to hide the latency of memory."""
+MOST_BLOCKS = 8
+"""Of a cluster, on every GPU that has clusters."""
+LEAST_OF_BLOCK = 8192
+"""Elements of a row that one block of a cluster has: the blocks wait for each other in every reduction."""
 BLOCK = 128
 """Threads of a block of several rows, and of a row whose length only the run knows."""
 LONG_BLOCK = 512
@@ -41,29 +45,32 @@ class RowShape:
     Attributes
     ----------
     threads : int
-        Of a row: a power of two, of one warp or of the whole block.
+        Of a row: a power of two, of one warp, of the whole block or of all blocks of the cluster.
     rows : int
         Rows of a block.
     lanes : int
         Elements of a vector, which every row is a multiple of.
     vectors : int
         Of a thread, the last of which may be beyond the row; 0 where a loop reads them anew in every pass.
+    cluster : int
+        Blocks that share a row.
     """
 
     threads: int
     rows: int
     lanes: int
     vectors: int
+    cluster: int = 1
 
     @property
     def warps(self) -> int:
-        """Warps that share a row, 1 where a warp has one or more rows."""
-        return max(1, self.threads // WARP)
+        """Warps of a block that share a row, 1 where a warp has one or more rows."""
+        return max(1, self.threads // self.cluster // WARP)
 
     @property
     def block(self) -> int:
         """Threads of a block."""
-        return self.threads * self.rows
+        return self.threads * self.rows // self.cluster
 
 
 def lanes_for(n: Expr, dtypes: Sequence[str]) -> int:
@@ -90,26 +97,44 @@ def held_shape(n: int, lanes: int, total: Expr, words: int, gpu: GpuTarget) -> R
     def own(threads: int) -> int:
         return -(-vectors // threads) * lanes
 
-    while own(threads) > ELEMENTS or own(threads) * words > WORDS:
-        if threads == MOST_THREADS:
-            if own(threads) > ELEMENTS:
-                return None
-            break
+    most = MOST_THREADS * (MOST_BLOCKS if gpu.bulk_copies else 1)
+    while own(threads) > ELEMENTS or (own(threads) * words > WORDS and threads < MOST_THREADS):
+        if threads == most:
+            return None
         threads *= 2
+    cluster = max(1, threads // MOST_THREADS)
     if isinstance(total, int):
         while threads < MOST_THREADS and own(threads) > LEAST_ELEMENTS and own(threads) > lanes:
             if total * threads >= gpu.multiprocessors * OCCUPIED:
                 break
             threads *= 2
+        blocks = _cluster(n, total, gpu)
+        if blocks > cluster:
+            threads, cluster = max(threads, blocks * WARP), blocks
+    if cluster > 1:
+        return RowShape(threads, 1, lanes, -(-vectors // threads), cluster)
     rows = max(1, BLOCK // threads)
     while isinstance(total, int) and rows > 1 and rows * threads > WARP and total < rows * gpu.multiprocessors:
         rows //= 2
     return RowShape(threads, rows, lanes, -(-vectors // threads))
 
 
-def looped_shape(n: Expr, lanes: int) -> RowShape:
-    """The threads of rows that every pass reads anew, of any length."""
-    return RowShape(LONG_BLOCK if isinstance(n, int) else BLOCK, 1, lanes, 0)
+def looped_shape(n: Expr, lanes: int, total: Expr, gpu: GpuTarget) -> RowShape:
+    """The threads of rows that every pass reads anew, of any length; parameters as of `held_shape`."""
+    if not isinstance(n, int):
+        return RowShape(BLOCK, 1, lanes, 0)
+    cluster = _cluster(n, total, gpu) if isinstance(total, int) else 1
+    return RowShape(LONG_BLOCK * cluster, 1, lanes, 0, cluster)
+
+
+def _cluster(n: int, total: int, gpu: GpuTarget) -> int:
+    """The blocks of a row where rows are long and too few for the multiprocessors."""
+    blocks = 1
+    while gpu.bulk_copies and 2 * blocks <= MOST_BLOCKS and 2 * blocks * total <= gpu.multiprocessors:
+        if n < 2 * blocks * LEAST_OF_BLOCK:
+            break
+        blocks *= 2
+    return blocks
 
 
 def _power_of_two(least: int) -> int:

@@ -22,15 +22,24 @@ from ...core.view import OperandView, extent_of
 from ...core.work_split import unravel
 from ...rows.row_plan import RowPlan, plan_rows
 from ...rows.rows import in_single, merge_rows
+from ..core.launch import launch
 from ..core.storage_place import at_least_one, nothing
 from .row_code import RowWriter, Threads, kept_type
 from .row_shape import RowShape, held_shape, lanes_for, looped_shape
 
 
-def rows_kernel(problem: RowsProblem, gpu: GpuTarget) -> tirx.PrimFunc:
+def rows_kernel(problem: RowsProblem, gpu: GpuTarget, shape: RowShape | None = None) -> tirx.PrimFunc:
     """The kernel of a program of rows, one launch; its parameters are those that `RowsProblem` says.
 
-    Raises EncodingError if an operand is not row-major, or an op does not exist for its type.
+    Parameters
+    ----------
+    shape : RowShape, optional
+        How threads share the rows, where it is not to be chosen here: for measurements and tests.
+
+    Raises
+    ------
+    EncodingError
+        If an operand is not row-major, or an op does not exist for its type.
     """
     if not all(operand.layout.is_identity for operand in problem.parameters):
         raise EncodingError(f"rows {problem.program}: found a packed operand, expected row-major ones")
@@ -39,14 +48,22 @@ def rows_kernel(problem: RowsProblem, gpu: GpuTarget) -> tirx.PrimFunc:
         operands = [OperandView(function, f"x{i}", operand) for i, operand in enumerate(problem.operands)]
         result = OperandView(function, "result", problem.result)
         with function.body():
-            _Kernel(problem, operands, result, gpu).write()
+            _Kernel(problem, operands, result, gpu, shape).write()
     return tied_to(function.result, problem.operands, 0, problem.result)
 
 
 class _Kernel:
     """One kernel while it is written."""
 
-    def __init__(self, problem: RowsProblem, operands: list[OperandView], result: OperandView, gpu: GpuTarget) -> None:
+    def __init__(
+        self,
+        problem: RowsProblem,
+        operands: list[OperandView],
+        result: OperandView,
+        gpu: GpuTarget,
+        shape: RowShape | None,
+    ) -> None:
+        self.shape = shape
         views = [*operands, result]
         self.operands, self.result, self.gpu = operands, result, gpu
         self.names = merge_rows(views, [name for name in result.index_map if name.startswith("d")])
@@ -67,16 +84,18 @@ class _Kernel:
             nothing()
             return
         plan, kept, shape = self._held()
-        if shape is None:
-            plan, kept, shape = self._plan(False), "float32", looped_shape(self.n, self.lanes)
-        grid = at_least_one(ceil_div(self.total, shape.rows))
-        with (
-            T.thread_binding(grid, thread="blockIdx.x") as block,
-            T.thread_binding(shape.block, thread="threadIdx.x") as thread,
-        ):
+        shape = self.shape or shape or looped_shape(self.n, self.lanes, self.total, self.gpu)
+        if shape.vectors == 0:
+            plan, kept = self._plan(False), "float32"
+        grid = at_least_one(ceil_div(self.total, shape.rows) * shape.cluster)
+        with launch(grid, shape.block, shape.cluster) as place:
             for view in (*self.operands, self.result):
                 view.open(raw=view.nominal in ("bfloat16", "bool"))
-            first = opaque(block * shape.rows)
+            if shape.cluster > 1:
+                first = opaque(tirx.floordiv(place.block, shape.cluster))
+                thread = place.rank * shape.block + place.thread
+            else:
+                first, thread = opaque(place.block * shape.rows), place.thread
             if isinstance(self.total, int):
                 self._rows(plan, kept, shape, first, thread)
             else:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tvm import tirx
 from tvm.target import Target
 from tvm_ffi import structural_walk
@@ -16,19 +18,19 @@ from relax_hetero.target.element_types import numpy_dtype
 from relax_hetero.target.gpu_target import gpu_target_of
 from relax_hetero.tir.commands.table_kernel import is_one_launch
 from relax_hetero.tir.core.ties import ties_of
-from relax_hetero.tir.cuda.rows.row_shape import MOST_THREADS, held_shape, lanes_for
+from relax_hetero.tir.cuda.rows.row_shape import MOST_THREADS, RowShape, held_shape, lanes_for, looped_shape
 from relax_hetero.tir.cuda.rows.rows import rows_kernel
 from seeds import fresh_rng
 from tir.cuda.gpu_runs import needs_gpu, run_on_gpu
-from tir.rows.test_rows import NORM, SOFTMAX, norm, problem, softmax
+from tir.rows.test_rows import NORM, SOFTMAX, expressions, norm, problem, softmax
 
 TARGET = Target({"kind": "cuda", "arch": "sm_90a"})
 GPU = gpu_target_of(TARGET)
 
 
-def solved(case, arrays, shape=None) -> np.ndarray:
+def solved(case, arrays, shape=None, how=None) -> np.ndarray:
     """What a problem's kernel makes of arrays."""
-    kernel = rows_kernel(case, GPU)
+    kernel = rows_kernel(case, GPU, how)
     assert is_one_launch(kernel)
     dtype = {"bfloat16": ml_dtypes.bfloat16}.get(case.result.dtype, case.result.dtype)
     size = int(np.prod(shape or case.result.shape)) * np.dtype(dtype).itemsize
@@ -187,8 +189,29 @@ def test_threads_of_a_row(n, total):
     assert shape.vectors * shape.threads * shape.lanes >= n > (shape.vectors - 1) * shape.threads * shape.lanes
 
 
-def test_longer_rows_are_read_again():
-    assert held_shape(32769, 1, 1000, 2, GPU) is None
+def test_longer_rows_have_several_blocks_or_are_read_again():
+    assert held_shape(32768, 4, 1000, 2, GPU).cluster == 1
+    assert held_shape(50257, 1, 1000, 2, GPU).cluster == 2
+    assert held_shape(50257, 1, 1000, 2, gpu_target_of(Target({"kind": "cuda", "arch": "sm_80"}))) is None
+    assert held_shape(8 * 32768, 4, 1000, 2, GPU).cluster == 8
+    assert held_shape(8 * 32768 + 1, 1, 1000, 2, GPU) is None
+    assert looped_shape(1 << 24, 4, 1, GPU).cluster == 8
+    assert looped_shape(1 << 24, 4, 1000, GPU).cluster == 1
+    assert held_shape(40000, 4, 32, 2, GPU).cluster == 4  # few rows: 32 blocks would leave most multiprocessors idle
+
+
+@pytest.mark.parametrize("vectors", [3, 0])
+def test_blocks_that_share_a_row(vectors):
+    """Sums over the blocks of a cluster, of rows in registers and of rows that are read again."""
+    rng, names, shape = fresh_rng(), ("d0", "n"), RowShape(128, 1, 4, vectors, 2)
+    x = rng.standard_normal((3, 1100)).astype("float32")
+    found = solved(problem(SOFTMAX, [x], [names], x.shape, names, "float32"), [x], how=shape)
+    np.testing.assert_allclose(found, softmax(x.astype("float64")), rtol=2e-6, atol=1e-8)
+    for dtype, kind in (("float64", "sum"), ("int8", "max"), ("int32", "sum")):
+        y = (x * 30).astype(dtype)
+        text = f"r0 = {kind}(x0); r0"
+        found = solved(problem(text, [y], [names], (3, 1), ("d0", "1"), dtype), [y], how=shape)
+        np.testing.assert_allclose(found, getattr(y, kind)(-1, keepdims=True), rtol=1e-12)
 
 
 def test_packed_operands_are_refused():
@@ -229,3 +252,30 @@ def test_on_a_gpu(shape, dtype):
                 rows_kernel(problem(text, arrays, maps, shape, names, dtype, known), GPU), arrays, shape, dtype
             )
             np.testing.assert_allclose(out.astype("float64"), wanted, rtol=4 * ulp, atol=4 * ulp)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_random_programs(data):
+    """Programs of two reductions, of rows of any length, known or not, with operands that lack dimensions."""
+    leaves, parts, functions = ["x0", "x1", "x2"], [], []
+    for number in range(data.draw(st.integers(0, 2))):
+        kind = data.draw(st.sampled_from(["mean", "max", "min"]))
+        text, function = data.draw(expressions(leaves))
+        parts.append(f"r{number} = {kind}({text})")
+        functions.append((kind, function))
+        leaves = [*leaves, f"r{number}"]
+    text, result = data.draw(expressions(leaves))
+    program = "; ".join([*parts, f"add({text}, add(add(x0, x1), x2))"])
+    n, rows = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 9))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    arrays = [rng.uniform(-1, 1, shape).astype("float32") for shape in ((rows, n), (n,), (rows, 1))]
+    values = {f"x{i}": np.broadcast_to(array, (rows, n)).astype("float64") for i, array in enumerate(arrays)}
+    for number, (kind, function) in enumerate(functions):
+        reduced = getattr(np, kind)(function(values), -1, keepdims=True)
+        values[f"r{number}"] = np.broadcast_to(reduced, (rows, n))
+    want = result(values) + values["x0"] + values["x1"] + values["x2"]
+    maps, symbols = [("d0", "n"), ("n",), ("d0", "1")], data.draw(st.sampled_from([{}, {"d0": "s0", "n": "s1"}]))
+    case = problem(program, arrays, maps, (rows, n), ("d0", "n"), "float32", symbols)
+    np.testing.assert_allclose(solved(case, arrays, (rows, n)), want, rtol=1e-4, atol=1e-4)
