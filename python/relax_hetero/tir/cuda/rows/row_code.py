@@ -39,11 +39,14 @@ class Threads:
     ----------
     number : PrimExpr
         Of the row's threads, int32.
+    row : PrimExpr or int
+        Of the block's rows.
     is_row : PrimExpr or None
         Whether the thread's row exists; None: it does. Threads whose row does not exist compute another once more.
     """
 
     number: Expr
+    row: Expr
     is_row: Expr | None
 
 
@@ -180,21 +183,21 @@ class RowWriter:
             return
         if warps == 1:
             return
-        partial = T.alloc_buffer((warps,), dtype, scope="shared")
-        number = self.threads.number
+        partial = T.alloc_buffer((self.shape.rows * warps,), dtype, scope="shared")
+        number, first = self.threads.number, self.threads.row * warps
         if step or not isinstance(self.n, int):
             # TVM lays the memory of reductions over each other: all threads have read the one before.
             T.evaluate(T.tvm_storage_sync("shared"))
         with T.If(tirx.EQ(number % WARP, 0)), T.Then():
-            T.buffer_store(partial, accumulator[0], [number // WARP])
+            T.buffer_store(partial, accumulator[0], [first + number // WARP])
         T.evaluate(T.tvm_storage_sync("shared"))
         if warps > 8:
-            accumulator[0] = partial[number % warps]
+            accumulator[0] = partial[first + number % warps]
             _across_lanes(accumulator, combine, warps)
             return
-        accumulator[0] = partial[0]
+        accumulator[0] = partial[first]
         for warp in range(1, warps):
-            accumulator[0] = combine(accumulator[0], partial[warp])
+            accumulator[0] = combine(accumulator[0], partial[first + warp])
 
     def _across_blocks(
         self, accumulator: Registers, combine: Callable[[Expr, Expr], Expr], dtype: str, step: int

@@ -115,7 +115,7 @@ class _Kernel:
         at = dict(zip(self.extents, places, strict=True))
 
         def write(shape: RowShape) -> None:
-            where = Threads(number, is_row)
+            where = Threads(number, 0 if shape.rows == 1 else thread // shape.threads, is_row)
             RowWriter(self.program, plan, self.operands, self.result, shape, self.n, kept, late, where, at).emit()
 
         if isinstance(self.n, int) or shape.lanes == 1:
