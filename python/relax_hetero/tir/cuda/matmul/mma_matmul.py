@@ -21,6 +21,7 @@ from ...core.view import extent_of
 from ...matmul.matmul import merge_batches
 from ..core import ptx
 from ..core.global_view import GlobalView
+from ..core.operand import GpuOperand
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, launch, local, unrolled
 from .fragments import FragmentStore, Staging
 from .mma_tiling import MmaTiling, choose_mma_tiling
@@ -63,9 +64,9 @@ def mma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: MmaTiling 
     with function:
         lhs = GlobalView(function, "lhs", problem.lhs)
         rhs = GlobalView(function, "rhs", problem.rhs)
-        init = GlobalView(function, "init", problem.init) if problem.init else None
+        init = GpuOperand(function, "init", problem.init) if problem.init else None
         store = FragmentStore(function, init, problem.epilogue, problem.acc_dtype)
-        result = GlobalView(function, "result", problem.result)
+        result = GpuOperand(function, "result", problem.result)
         views = [lhs, rhs, *([init] if init else []), *store.views, result]
         names = merge_batches(views, lhs, rhs, result)  # type: ignore[arg-type]
         m, n, k = (extent_of(views, name) for name in "mnk")
