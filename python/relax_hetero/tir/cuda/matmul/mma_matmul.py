@@ -23,11 +23,13 @@ from ..core import ptx
 from ..core.global_view import GlobalView
 from ..core.operand import GpuOperand
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, launch, local, unrolled
+from ..core.operand import GpuOperand
 from .fragments import FragmentStore, Staging
 from .mma_tiling import MmaTiling, choose_mma_tiling
 from .operand_tiles import PACKED_ROWS, OperandTile, Source
 from .simt_parts import Batches, at_least_one
 from .wgmma_matmul import tensor_core_misfit
+from .wgmma_tiling import reads_rows
 
 _BYTES = ("int8", "uint8")
 _RASTER_ROWS = 8
@@ -74,7 +76,7 @@ def mma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: MmaTiling 
         with function.body():
             lhs.open(raw=True)
             rhs.open(raw=True)
-            store.open(result, m, n)
+            store.open(result, m, n, reads_rows(problem))
             tiling = tiling or choose_mma_tiling(problem, gpu, (m, n, k), list(batches.extents.values()))
             left = OperandTile.of(lhs, "m", tiling.rows, m, k, tiling.threads)
             right = OperandTile.of(rhs, "n", tiling.columns, n, k, tiling.threads)
