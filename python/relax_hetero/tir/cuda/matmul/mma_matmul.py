@@ -21,7 +21,6 @@ from ...core.view import extent_of
 from ...matmul.matmul import merge_batches
 from ..core import ptx
 from ..core.global_view import GlobalView
-from ..core.operand import GpuOperand
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, launch, local, unrolled
 from ..core.operand import GpuOperand
 from .fragments import FragmentStore, Staging
