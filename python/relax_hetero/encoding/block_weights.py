@@ -1,11 +1,16 @@
 """Weights of 4 bits, in blocks that share a scale: as models have them, and as kernels read them.
 
 A model's are rows of bytes, a row for each column of the product, two weights a byte, the first in the low half:
-``(n, k / 2)`` with ``(n, blocks)`` scales and zero points. Kernels read panels of columns: a lane of 32 bits is eight
-weights of one column that follow each other along k, and a vector of lanes is as many columns.
+``(n, k / 2)`` with ``(n, blocks)`` scales and zero points. Kernels of CPUs read panels of columns: a lane of 32 bits is
+eight weights of one column that follow each other along k, and a vector of lanes is as many columns. Kernels of GPUs
+read fragments: what each lane of a warp gives to an instruction of tensor cores.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -102,3 +107,76 @@ def pack_fragment_blocks(values: np.ndarray) -> np.ndarray:
     padded = np.zeros((tiles * FRAGMENT_COLUMNS, blocks), values.dtype)
     padded[:rows] = values
     return np.ascontiguousarray(padded.reshape(tiles, 2, 8, blocks).transpose(0, 3, 2, 1))
+
+
+_MOST_POINT = 127
+"""The highest zero point that kernels take from weights before they multiply."""
+
+
+@dataclass(frozen=True)
+class Panels:
+    """Weights in panels of columns.
+
+    Attributes
+    ----------
+    columns : int
+        Of a panel.
+    """
+
+    columns: int
+
+    lhs_types = ("float32",)
+    """Element types of the left operand."""
+    index_map = ("panel", "row", "column")
+
+    def fits(self, block: int) -> bool:
+        """Whether kernels multiply weights of which so many share a scale."""
+        return block % GROUP == 0
+
+    def pack(
+        self, data: np.ndarray, scales: np.ndarray, *zeros: np.ndarray, depth: int, block: int
+    ) -> list[np.ndarray]:
+        """Weights, scales and perhaps zero points of a model as kernels read them."""
+        return [pack_weights(data, depth, self.columns), *(pack_blocks(one, self.columns) for one in (scales, *zeros))]
+
+    def shapes(self, n: int, depth: int, block: int) -> tuple[list[int], list[int]]:
+        """Of the weights, and of scales and zero points."""
+        panels = -(-n // self.columns)
+        return [panels, -(-depth // GROUP), self.columns], [panels, -(-depth // block), self.columns]
+
+
+@dataclass(frozen=True)
+class Fragments:
+    """Weights in fragments of GPUs' tensor cores; scales are float16 where that is exact."""
+
+    lhs_types = ("float32", "float16", "bfloat16")
+    index_map = ("tile", "chunk", "lane", "word")
+
+    def fits(self, block: int) -> bool:
+        """Whether kernels multiply weights of which so many share a scale."""
+        return block % 16 == 0
+
+    def pack(
+        self, data: np.ndarray, scales: np.ndarray, *zeros: np.ndarray, depth: int, block: int
+    ) -> list[np.ndarray]:
+        """Weights, scales and perhaps zero points of a model as kernels read them."""
+        with np.errstate(over="ignore"):
+            half = scales.astype("float16")
+        exact = np.array_equal(half.astype("float32"), scales)
+        points = [one.astype("float32") if one.max(initial=0) > _MOST_POINT else one for one in zeros]
+        kept = [half if exact else scales, *points]
+        return [pack_fragments(data, depth, block), *map(pack_fragment_blocks, kept)]
+
+    def shapes(self, n: int, depth: int, block: int) -> tuple[list[int], list[int]]:
+        """Of the weights, and of scales and zero points."""
+        tiles = -(-n // FRAGMENT_COLUMNS)
+        return [tiles, -(-depth // CHUNK), 32, 4], [tiles, -(-depth // block), 8, 2]
+
+
+BlockLayout = Panels | Fragments
+"""How the weights of a product are stored."""
+
+
+def layout_of(weight: Sequence[Any]) -> BlockLayout:
+    """The layout of packed weights of a shape."""
+    return Fragments() if len(weight) == len(Fragments.index_map) else Panels(weight[-1])

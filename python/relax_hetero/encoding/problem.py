@@ -258,7 +258,7 @@ class BlockProductProblem:
     """A product with weights of 4 bits: ``epilogue(sum over k of lhs * (weight - zero) * scale)``.
 
     Parameters of its kernel, in order: lhs, weight, scales, zeros (if any), operands of the epilogue, result. Left
-    operand (float32) and result are row-major, over batch dimensions and m, then "k" and "n".
+    operand (float32; of GPUs also of 16 bits) and result are row-major, over batch dimensions and m, then "k" and "n".
 
     Attributes
     ----------

@@ -20,9 +20,10 @@ from tvm import tirx
 from ..errors import EncodingError
 from ..providers import provided
 from ..target.cpu_target import cpu_target_of
+from .block_weights import BlockLayout, Panels, panel_columns
 from .encoding import Encoding
 from .packed_layout import PackedLayout
-from .problem import Problem
+from .problem import BlockProductProblem, Problem
 
 
 @runtime_checkable
@@ -32,6 +33,7 @@ class EncodingResolver(Protocol):
     A resolver may have a fourth method, ``resolve_activation``, with the parameters of `resolve`: how an operand is
     stored that is no constant, and so would be laid out anew in every call. Without it, `resolve` answers for all.
     It may have an attribute ``problems``, the classes of further problems that its `kernel` solves (see `solves`), and
+    a method ``block_layout`` of the target, which says how weights of 4 bits are stored (panels without it), and
     an attribute ``cache_key``, a text that changes whenever its answers do: without it no module for its devices is
     kept in the compile cache.
     """
@@ -111,6 +113,14 @@ def resolver_for(target: tvm.target.Target | str) -> EncodingResolver | None:
 def solves(target: tvm.target.Target, problem: type) -> bool:
     """Whether the resolver of a target writes kernels for a class of problems, other than products and elementwise."""
     return problem in getattr(resolver_for(target), "problems", ())
+
+
+def block_layout(target: tvm.target.Target) -> BlockLayout | None:
+    """How a target's kernels read weights of 4 bits; None where it has no kernels for them."""
+    if not solves(target, BlockProductProblem):
+        return None
+    choose = getattr(resolver_for(target), "block_layout", None)
+    return Panels(panel_columns(cpu_target_of(target))) if choose is None else choose(target)
 
 
 def resolver_key(target: tvm.target.Target) -> str | None:

@@ -13,7 +13,7 @@ import tvm
 import tvm_ffi
 from tvm import relax
 
-from ..encoding.block_weights import GROUP
+from ..encoding.block_weights import GROUP, layout_of
 from ..encoding.expression import Expression
 from ..errors import EncodingError
 from .definition import check_attrs, extents_of, make_call, number, register_op
@@ -21,6 +21,7 @@ from .definition import check_attrs, extents_of, make_call, number, register_op
 DEQUANTIZE_BLOCKS, BLOCK_MATMUL = "relax.hetero.dequantize_blocks", "relax.hetero.block_matmul"
 
 _POINTS = ("uint8", "float32")
+_SCALES = ("float32", "float16")
 
 
 @tvm_ffi.dataclasses.py_class("relax_hetero.DequantizeBlocksAttrs")
@@ -84,11 +85,11 @@ def block_matmul(
     Parameters
     ----------
     x : relax.Expr
-        (..., m, k) of float32.
+        (..., m, k) of float32; of float16 or bfloat16 where the weights are fragments.
     weight, scales : relax.Expr
-        In panels of columns, as `relax_hetero.encoding.block_weights` packs them for the device.
+        In panels of columns or in fragments, as `relax_hetero.encoding.block_weights` packs them for the device.
     others : relax.Expr
-        Zero points, if there are any, in panels; then the operands ``x1``, ``x2``, ... of the expression.
+        Zero points, if there are any, packed likewise; then the operands ``x1``, ``x2``, ... of the expression.
     columns, block : int
         Extent of n, and how many weights along k share a scale.
     zeros : bool
@@ -139,15 +140,18 @@ def infer_block_matmul(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.Tens
     _check_call(call, BlockMatmulAttrs, 3)
     columns, block = int(call.attrs.columns), int(call.attrs.block)
     _check_block(call, block)
-    x, weight = _tensor(call, 0, ("float32",)), _tensor(call, 1, ("int32",))
+    weight = _tensor(call, 1, ("int32",))
+    if len(weight) < 3 or not all(isinstance(extent, int) and extent > 0 for extent in weight):
+        raise EncodingError(f"{BLOCK_MATMUL}: operand 1 has shape {weight}, expected packed weights")
+    layout = layout_of(weight)
+    x = _tensor(call, 0, layout.lhs_types)
     if len(x) < 2 or not isinstance(x[-1], int):
         raise EncodingError(f"{BLOCK_MATMUL}: operand 0 has shape {x}, expected (..., m, k) with a number k")
-    panel = weight[-1]
-    panels = -(-columns // panel)
-    _expect(call, 1, weight, [panels, -(-x[-1] // GROUP), panel])
+    weights, blocks = layout.shapes(columns, x[-1], block)
+    _expect(call, 1, weight, weights)
     for index in range(2, 3 + bool(call.attrs.zeros)):
-        found = _tensor(call, index, ("float32",) if index == 2 else _POINTS)
-        _expect(call, index, found, [panels, -(-x[-1] // block), panel])
+        found = _tensor(call, index, _SCALES if index == 2 else _POINTS)
+        _expect(call, index, found, blocks)
     expression = Expression.parse(call.attrs.expression)
     others = list(call.args[3 + bool(call.attrs.zeros) :])
     if expression.num_operands > 1 + len(others):

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from ..encoding.block_weights import BlockLayout, Fragments
 from ..encoding.encoding import DYNAMIC, RHS, Encoding
 from ..encoding.packed_layout import SWIZZLED_BYTES, PackedLayout
 from ..encoding.problem import (
@@ -50,7 +51,7 @@ class CudaResolver(ResolverBase):
         lhs, rhs, _ = encoding.element_types
         sizes, gpu = encoding.sizes, gpu_target_of(target)
         is_static = DYNAMIC not in (sizes["n"], sizes["k"]) and 0 not in sizes.values()
-        if encoding.operand_index != RHS or not is_static or gpu.tensor != "wgmma" or not gpu.multiplies(lhs, rhs):
+        if encoding.operand_index != RHS or not is_static or not gpu.tensor or not gpu.multiplies(lhs, rhs):
             return PackedLayout.identity(len(encoding.index_map))
         tiles = {"n": COLUMNS, "k": SWIZZLED_BYTES // bytes_of(rhs)}
         return tiled(encoding.index_map, ("n", "k"), tiles, swizzle=True)
@@ -58,6 +59,10 @@ class CudaResolver(ResolverBase):
     def resolve_activation(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """Row-major: laying an operand out in every call takes longer than reading it as it lies."""
         return None if encoding.moves is not None else PackedLayout.identity(len(encoding.index_map))
+
+    def block_layout(self, target: tvm.target.Target) -> BlockLayout | None:
+        """Fragments, where there are tensor cores; weights are computed by plain ops elsewhere."""
+        return Fragments() if gpu_target_of(target).tensor else None
 
     def kernel(self, problem: Problem, target: tvm.target.Target) -> tirx.PrimFunc:
         """The project's own kernel for the target's GPU."""

@@ -23,15 +23,18 @@ def cuda_roots() -> list[Path]:
 
 def cuda_libraries(name: str) -> list[Path]:
     """The files that match a pattern, such as ``libnvrtc.so.*[0-9]``, in the library folders of all roots."""
-    folders = [root / lib for root in cuda_roots() for lib in ("lib", "lib64", "targets/x86_64-linux/lib")]
-    found = [path for folder in folders if folder.is_dir() for path in sorted(folder.glob(name), reverse=True)]
-    return list({os.path.realpath(path): path for path in reversed(found)}.values())[::-1]
+    found: dict[str, Path] = {}
+    for root in cuda_roots():
+        for folder in ("lib", "lib64", "targets/*/lib"):
+            for path in sorted(root.glob(f"{folder}/{name}"), reverse=True):
+                found.setdefault(os.path.realpath(path), path)
+    return list(found.values())
 
 
 def cuda_includes(header: str) -> list[Path]:
     """The include folders that have a header."""
-    folders = [root / inc for root in cuda_roots() for inc in ("include", "targets/x86_64-linux/include")]
-    return [folder for folder in folders if (folder / header).is_file()]
+    folders = ("include", "targets/*/include")
+    return [path.parent for root in cuda_roots() for inc in folders for path in sorted(root.glob(f"{inc}/{header}"))]
 
 
 def nvcc_path() -> Path | None:

@@ -9,7 +9,7 @@ import numpy as np
 from tvm import tirx
 
 from . import clusters, copies, fragments, mbarriers, tensor_cores, warps  # noqa: F401 (they register operators)
-from .dtypes import scalar_type
+from .dtypes import lanes_of, scalar_type
 from .faults import KernelFault
 from .lanes import Blocks, Lanes
 from .lowering import lowered
@@ -74,6 +74,8 @@ class _Run:
         blocks.memories = self.memories
         self.lanes = Lanes(blocks, np.zeros(1, np.int32), np.zeros(1, np.int64), [None] * 100_000)
         self.arrays: list[tuple[int, Any, np.ndarray]] = []
+        self.scratch: set[int] = set()
+        self.registers: list[Any] = []
         for parameter, value in zip(func.params, arguments, strict=True):
             slot = self.names.slot(parameter)
             if not self.names.is_buffer(parameter):
@@ -95,6 +97,9 @@ class _Run:
                 self.lanes.slots[slot] = scalar_type(str(wanted.ty.dtype)).type(extent)
             elif type(wanted).__name__ == "IntImm":
                 assert int(wanted) == extent, f"{parameter.name}: shape {array.shape}"
+        for wanted, number in ((kind.elem_offset, 0), *zip(kind.strides, _strides(list(array.shape)), strict=False)):
+            if type(wanted).__name__ == "Var":
+                self.lanes.slots[self.names.slot(wanted)] = scalar_type(str(wanted.ty.dtype)).type(number)
 
     def host(self, stmt: Any) -> None:
         """Execute a statement of the host part, and launch the kernels in it."""
@@ -117,10 +122,15 @@ class _Run:
             for i in range(int(compiled(stmt.extent)(self.lanes, None))):
                 self.lanes.slots[slot] = compiled(stmt.min)(self.lanes, None) + i
                 self.host(stmt.body)
+        elif kind == "AllocBuffer" and str(stmt.buffer.ty.storage_scope) == "local":
+            self.registers.append(stmt)
         elif kind == "AllocBuffer":
             shape = [int(self.statements.expressions.compiled(e)(self.lanes, None)) for e in stmt.buffer.ty.shape]
-            array = np.zeros(shape, scalar_type(str(stmt.buffer.ty.dtype)))
+            name, width = lanes_of(str(stmt.buffer.ty.dtype))
+            array = np.empty([*shape, width] if width > 1 else shape, scalar_type(name))
+            array.reshape(-1).view(np.uint8)[...] = NOTHING
             self.arrays.append((self.names.slot(stmt.buffer), stmt.buffer, array))
+            self.scratch.add(self.names.slot(stmt.buffer))
             self._views()
         else:
             self._views()
@@ -136,7 +146,13 @@ class _Run:
                 data = array.reshape(-1).view(np.uint8).reshape(1, -1)
                 cell = array.dtype.itemsize
                 self.memories[number] = Addressed(
-                    number, str(buffer.name), data, cell, defined=True, tracked=True, shared=False
+                    number,
+                    str(buffer.name),
+                    data,
+                    cell,
+                    defined=slot not in self.scratch,
+                    tracked=True,
+                    shared=False,
                 )
             steps = _strides(list(array.shape))
             self.lanes.slots[slot] = View(self.memories[number], 0, array.dtype, array.size, str(buffer.name), steps)
@@ -146,16 +162,23 @@ class _Run:
         self._views()
         extents, variables = _thread_extents(stmt)
         compiled = self.statements.expressions.compiled
+        for bound in _binds_before(stmt):
+            try:
+                self.lanes.slots[self.names.slot(bound.var)] = compiled(bound.value)(self.lanes, None)
+            except (KernelFault, AttributeError):
+                pass  # made of threads or of memory: no extent depends on it
         size = {tag: int(compiled(extent)(self.lanes, None)) for tag, extent in extents.items()}
         slots = {tag: [self.names.slot(var) for var in variables[tag]] for tag in extents}
         types = {self.names.slot(v): scalar_type(str(v.ty.dtype)) for tag in extents for v in variables[tag]}
         threads = [size.get(f"threadIdx.{axis}", 1) for axis in "xyz"]
         grid = [size.get(f"blockIdx.{axis}", 1) for axis in "xyz"]
         statements = Statements(self.names)
-        code = statements.compiled(stmt)
-        for slot, _, _ in self.arrays:
-            if not self.names.is_written(slot):
-                self.memories[SHARED + 1 + slot].accesses = None
+        # Arrays of threads may be declared before the launch that uses them.
+        code = statements.compiled(tirx.SeqStmt([*self.registers, stmt]) if self.registers else stmt)
+        for slot, _, array in self.arrays:
+            # A launch begins when the one before has ended: its accesses are ordered.
+            own = array.dtype.itemsize
+            self.memories[SHARED + 1 + slot].begin(self.names.is_written(slot), self.names.cell_of(slot, own))
         per_block = int(np.prod(threads))
         total = int(np.prod(grid))
         cluster = int(np.prod([size.get(f"clusterCtaIdx.{axis}", 1) for axis in "xyz"]))
@@ -242,6 +265,19 @@ def _attributes(stmt: Any) -> Iterator[Any]:
         yield from _attributes(stmt.then_case)
         if stmt.else_case is not None:
             yield from _attributes(stmt.else_case)
+
+
+def _binds_before(stmt: Any) -> Iterator[Any]:
+    """Variables that are bound between the thread extents of a nest."""
+    kind = type(stmt).__name__
+    if kind == "AttrStmt":
+        yield from _binds_before(stmt.body)
+    elif kind == "SeqStmt":
+        for part in stmt.seq:
+            if type(part).__name__ == "Bind":
+                yield part
+            else:
+                yield from _binds_before(part)
 
 
 def _thread_extents(stmt: Any) -> tuple[dict[str, Any], dict[str, list[Any]]]:

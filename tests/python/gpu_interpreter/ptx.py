@@ -167,8 +167,10 @@ def place_of(lanes: Any, mask: Any, space: str, address: Any, dtype: np.dtype) -
     if not space.startswith("shared"):
         view, index = pointed(lanes, mask, address, dtype)
         return view, index, None
-    instance, offset = shared_place(lanes, address)
     active = lanes.active(mask)
+    used = np.zeros(lanes.count, np.uint64)  # what lanes that do nothing have in a register may be anything
+    used[active] = np.broadcast_to(np.asarray(address), (lanes.count,))[active]
+    instance, offset = shared_place(lanes, used)
     if (offset[active] % dtype.itemsize).any():
         raise KernelFault(f"an address of shared memory is not a multiple of {dtype.itemsize} bytes")
     if space == "shared" and (instance[active] != lanes.instance[active]).any():
@@ -189,7 +191,10 @@ def _aligned(lanes: Any, mask: Any, address: Any, size: int) -> None:
 @instruction(r"ld\..*")
 def _load(expressions: Any, one: Instruction) -> Any:
     space, count, dtype = _memory_of(one.text)
-    expressions.names.accessed(dtype.itemsize * count)
+    if space.startswith("shared"):
+        expressions.names.accessed(dtype.itemsize * count)
+    else:
+        expressions.names.global_cell = min(expressions.names.global_cell, dtype.itemsize)
     targets = [register_writer(expressions, target) for target in one.operands[:count]]
     address = pointer(expressions, one.operands[count])
 
@@ -209,7 +214,10 @@ def _load(expressions: Any, one: Instruction) -> Any:
 @instruction(r"st\..*")
 def _store(expressions: Any, one: Instruction) -> Any:
     space, count, dtype = _memory_of(one.text)
-    expressions.names.accessed(dtype.itemsize * count)
+    if space.startswith("shared"):
+        expressions.names.accessed(dtype.itemsize * count)
+    else:
+        expressions.names.global_cell = min(expressions.names.global_cell, dtype.itemsize)
     address = pointer(expressions, one.operands[0])
     values = [expressions.compiled(value) for value in one.operands[1 : 1 + count]]
 

@@ -320,7 +320,7 @@ class Statements:
                 memory, start = memory_of(lanes, int(address[0]) >> ADDRESS_BITS), int(address[0]) % (1 << ADDRESS_BITS)
             start += int(np.max(offset(lanes, mask))) * dtype.itemsize
             if strides:
-                count = 1 + sum((extent - 1) * step for extent, step in zip(extents, steps, strict=True))
+                count = (1 + sum((extent - 1) * step for extent, step in zip(extents, steps, strict=True))) * width
             # A view may say more elements than there are: an access beyond the memory is the fault.
             room = max(0, (memory.size - start) // dtype.itemsize)
             lanes.slots[slot] = View(memory, start, dtype, min(count, room), name, steps)

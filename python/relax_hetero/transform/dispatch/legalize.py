@@ -24,6 +24,7 @@ from ..ir.rewriting import (
     walk_bindings,
     with_functions,
 )
+from . import sort_kernels
 from .keep_devices import keep_devices
 from .nan_kernels import legalizations
 
@@ -63,10 +64,13 @@ def legalize(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def _with_kernels(mod: tvm.IRModule) -> tvm.IRModule:
-    if any(op_name(binding.value) in _SORTS_AND_SCANS for _, f in relax_functions(mod) for binding in walk_bindings(f)):
-        mod = relax.backend.DispatchSortScan()(mod)  # these have no legalization but a kernel per kind of target
-    kernels = legalizations() | {name: _of_its_type(name) for name in _OF_ANOTHER_TYPE}
-    return relax.transform.LegalizeOps(kernels)(mod)
+    kernels = legalizations() | sort_kernels.legalizations()
+    legalized = relax.transform.LegalizeOps(kernels | {name: _of_its_type(name) for name in _OF_ANOTHER_TYPE})
+    mod = legalized(mod)
+    if any(op_name(b.value) in _SORTS_AND_SCANS for _, func in relax_functions(mod) for b in walk_bindings(func)):
+        # Those of CPUs have no legalization but a kernel per kind of target.
+        mod = legalized(relax.backend.DispatchSortScan()(mod))
+    return mod
 
 
 def _of_its_type(name: str) -> Callable[[relax.BlockBuilder, relax.Call], relax.Expr]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from tvm import relax
 
+from ...encoding.block_weights import layout_of
 from ...encoding.encoding import LHS, RESULT, RHS, Encoding, IndexMap
 from ...encoding.expression import Expression
 from ...encoding.heads import NAMES, Heads
@@ -218,7 +219,8 @@ def block_product_problem(call: relax.Call, result: relax.TensorType) -> BlockPr
     first = 3 + bool(call.attrs.zeros)
     whole, epilogue = extents_of(result), None
     lhs = stored[0].operand(symbols, (*names[:-1], "k"))
-    weights = tuple(one.operand(symbols, ("panel", "row", "column")) for one in stored[1:first])
+    packed = layout_of(extents_of(stored[1].ty)).index_map
+    weights = tuple(one.operand(symbols, packed) for one in stored[1:first])
     expression = Expression.parse(call.attrs.expression)
     if expression != Expression.operand(0):
         maps = [

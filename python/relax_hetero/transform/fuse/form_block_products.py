@@ -26,12 +26,10 @@ import numpy as np
 import tvm
 from tvm import relax
 
-from ...encoding.block_weights import pack_blocks, pack_weights, panel_columns
+from ...encoding.block_weights import BlockLayout
 from ...encoding.expression import Expression, Term
-from ...encoding.problem import BlockProductProblem
-from ...encoding.resolver import solves
+from ...encoding.resolver import block_layout
 from ...op.block_products import DEQUANTIZE_BLOCKS, block_matmul
-from ...target.cpu_target import cpu_target_of
 from ..encode.encoding_layouts import target_of
 from ..encode.epilogues import may_write
 from ..ir.axes import permutation
@@ -65,6 +63,8 @@ class _Product:
     lhs : relax.Expr
     weight : relax.Call
         Of dequantize_blocks.
+    layout : BlockLayout
+        How the device's kernel reads the weight.
     inside : list of int
         Indices of the bindings before the last one.
     end : int
@@ -75,6 +75,7 @@ class _Product:
 
     lhs: relax.Expr
     weight: relax.Call
+    layout: BlockLayout
     inside: list[int]
     end: int
     expression: Expression
@@ -134,14 +135,18 @@ def _product_at(block: Block, index: int) -> _Product | None:
         return None
     is_known = all(is_tensor_constant(block.definition(arg)) for arg in weight.args)
     dtypes = (str(lhs.ty.dtype), str(binding.var.ty.dtype))
-    target = target_of(binding.var.ty.vdevice)
-    if not is_known or "float64" in dtypes or not solves(target, BlockProductProblem):
+    layout = block_layout(target_of(binding.var.ty.vdevice))
+    if not is_known or "float64" in dtypes or layout is None or not layout.fits(int(weight.attrs.block)):
         return None
+    if op_name(block.definition(lhs)) == CAST and str(block.definition(lhs).args[0].ty.dtype) in layout.lhs_types:
+        # Its numbers are the same as before the cast to a wider type.
+        narrow = block.definition(lhs).args[0]
+        lhs = narrow if dtypes[0] == "float32" else lhs
     weight = relax.Call(weight.op, [block.definition(arg) for arg in weight.args], weight.attrs, ret_ty=weight.ty)
     sums = Expression.operand(0)
     if dtypes[1] != "float32":
         sums = Expression(Term("cast", (sums.term,), (dtypes[1],)))
-    return _Product(lhs, weight, [], index, sums)
+    return _Product(lhs, weight, layout, [], index, sums)
 
 
 def _take_elementwise(block: Block, product: _Product, taken: set[int]) -> None:
@@ -184,7 +189,7 @@ def _is_readable(tensor: relax.Expr, result: relax.Var) -> bool:
 
 def _write(emitter: Emitter, product: _Product, var: relax.Var, packer: _Packer) -> None:
     lhs = product.lhs
-    if str(lhs.ty.dtype) != "float32":
+    if str(lhs.ty.dtype) not in product.layout.lhs_types:
         ty = tensor_type(shape_of(lhs) or [], "float32", lhs.ty)
         lhs = emitter.emit(relax.op.astype(lhs, "float32"), ty, f"{var.name}_lhs")
     operands = []
@@ -194,7 +199,7 @@ def _write(emitter: Emitter, product: _Product, var: relax.Var, packer: _Packer)
             ty = tensor_type(shape[-1:], str(operand.ty.dtype), operand.ty)
             operand = emitter.emit(relax.op.reshape(operand, shape[-1:]), ty, f"{var.name}_x{number}")
         operands.append(operand)
-    weights = packer.pack(product.weight, var.ty.vdevice)
+    weights = packer.pack(product, var.ty.vdevice)
     call = block_matmul(
         lhs,
         *weights,
@@ -208,26 +213,25 @@ def _write(emitter: Emitter, product: _Product, var: relax.Var, packer: _Packer)
 
 
 class _Packer:
-    """The weights packed so far, of which there is one for each constant and width of panels."""
+    """The weights packed so far, of which there is one for each operands of dequantize_blocks and layout."""
 
     def __init__(self) -> None:
-        self._packed: dict[tuple[Any, ...], tvm.runtime.Tensor] = {}
+        self._packed: dict[tuple[Any, ...], list[tvm.runtime.Tensor]] = {}
 
-    def pack(self, weight: relax.Call, vdevice: relax.VDevice | None) -> list[relax.Expr]:
+    def pack(self, product: _Product, vdevice: relax.VDevice | None) -> list[relax.Expr]:
         """The operands of a call of dequantize_blocks as the kernel of a device reads them."""
-        panel = panel_columns(cpu_target_of(target_of(vdevice)))
-        depth = int(weight.attrs.depth)
-        constants = []
-        for index, arg in enumerate(weight.args):
-            # The module keeps the constant alive, so its identity will do.
-            key = (hash(arg.value), index, depth, panel)
-            if key not in self._packed:
-                array = arg.value.numpy()
-                packed = pack_blocks(array, panel) if index else pack_weights(array, depth, panel)
-                self._packed[key] = tvm.runtime.tensor(packed)
-            data = self._packed[key]
-            constants.append(tvm.ir.GenericConst(data, relax.TensorType(list(data.shape), str(data.dtype), vdevice)))
-        return constants
+        weight = product.weight
+        depth, block = int(weight.attrs.depth), int(weight.attrs.block)
+        # The module keeps the constants alive, so their identities will do.
+        key = (*(hash(arg.value) for arg in weight.args), depth, block, product.layout)
+        if key not in self._packed:
+            arrays = [arg.value.numpy() for arg in weight.args]
+            packed = product.layout.pack(*arrays, depth=depth, block=block)
+            self._packed[key] = [tvm.runtime.tensor(array) for array in packed]
+        return [
+            tvm.ir.GenericConst(data, relax.TensorType(list(data.shape), str(data.dtype), vdevice))
+            for data in self._packed[key]
+        ]
 
 
 def _write_plain(emitter: Emitter, call: relax.Call, var: relax.Var) -> None:

@@ -7,7 +7,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
-from relax_hetero.encoding.block_weights import pack_blocks, pack_weights
+from relax_hetero.encoding.block_weights import pack_blocks, pack_fragment_blocks, pack_fragments, pack_weights
 from relax_hetero.op.block_products import BLOCK_MATMUL, DEQUANTIZE_BLOCKS
 from relax_hetero.transform import FormBlockProducts, RealizeVDevice
 from relax_hetero.transform.ir.rewriting import op_name, relax_functions, walk_bindings
@@ -194,7 +194,7 @@ def test_each_device_has_weights_of_its_own():
 def test_a_device_without_a_kernel_computes_numbers():
     @I.ir_module
     class OnAGPU:
-        I.module_global_infos({"vdevice": [I.vdevice({"kind": "cuda", "arch": "sm_90"})]})
+        I.module_global_infos({"vdevice": [I.vdevice({"kind": "cuda", "arch": "sm_75"})]})
 
         @R.function
         def main(
@@ -212,6 +212,66 @@ def test_a_device_without_a_kernel_computes_numbers():
     found = ops(formed(OnAGPU))
     assert BLOCK_MATMUL not in found and DEQUANTIZE_BLOCKS not in found
     assert "relax.matmul" in found
+
+
+@I.ir_module
+class OnTensorCores:
+    I.module_global_infos({"vdevice": [I.vdevice({"kind": "cuda", "arch": "sm_90a"})]})
+
+    @R.function
+    def main(
+        x: R.Tensor(("m", 64), "float16"),
+        data: R.Tensor((40, 32), "uint8"),
+        scales: R.Tensor((40, 2), "float32"),
+        zeros: R.Tensor((40, 2), "uint8"),
+    ):
+        with R.dataflow():
+            wide = R.astype(x, "float32")
+            w = R.hetero.dequantize_blocks(data, scales, zeros, depth=64, block=32)
+            y = R.astype(R.matmul(wide, R.permute_dims(w)), "float16")
+            R.output(y)
+        return y
+
+
+def test_tensor_cores_read_fragments_and_rows_of_half_precision():
+    exact = SCALES.astype("float16")
+
+    @I.ir_module
+    class Expected:
+        I.module_global_infos({"vdevice": [I.vdevice({"kind": "cuda", "arch": "sm_90a"})]})
+
+        @R.function
+        def main(
+            x: R.Tensor(("m", 64), "float16"),
+            weight: R.Tensor((3, 1, 32, 4), "int32"),
+            scales: R.Tensor((3, 2, 8, 2), "float16"),
+            zeros: R.Tensor((3, 2, 8, 2), "uint8"),
+        ):
+            with R.dataflow():
+                y = R.hetero.block_matmul(
+                    x, weight, scales, zeros, columns=40, block=32, zeros=True, expression="cast(x0, 'float16')"
+                )
+                R.output(y)
+            return y
+
+    packed = {
+        "weight": pack_fragments(DATA, K, BLOCK),
+        "scales": pack_fragment_blocks(exact),
+        "zeros": pack_fragment_blocks(ZEROS),
+    }
+    expected = RealizeVDevice()(relax.transform.BindParams("main", packed)(Expected))
+    found = formed(OnTensorCores, scales=exact.astype("float32"))
+    assert_structural_equal(found, expected, map_free_vars=True)
+
+
+def test_fragments_keep_scales_and_zero_points_that_need_it_in_float32():
+    def dtypes(**constants):
+        func = formed(OnTensorCores, **constants)["main"]
+        call = next(b.value for b in walk_bindings(func) if op_name(b.value) == BLOCK_MATMUL)
+        return [str(arg.ty.dtype) for arg in call.args]
+
+    assert dtypes(scales=SCALES) == ["float16", "int32", "float32", "uint8"]
+    assert dtypes(scales=SCALES * np.float32(1e30), zeros=ZEROS + np.uint8(120))[2:] == ["float32", "float32"]
 
 
 def test_sums_of_half_precision_and_quantized_results():

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,6 +30,7 @@ CHOICE = "TVM_CUDA_COMPILE_MODE"
 
 _HEADER = "cuda_fp16.h"
 _WORKER = Path(nvrtc_worker.__file__)
+_STOCK_ARCH = "sm_50"
 _PTXAS = ("-v", "--register-usage-level=10")
 # An unused variable; a constant that its type cannot hold exactly. A warning quotes its line, of a thousand characters.
 _SILENT = "177,1046"
@@ -100,7 +101,7 @@ class CompileError(Exception):
     """A source with errors; the text is the compiler's."""
 
 
-class _Compiler:
+class CudaCompiler:
     """A compiler, to be used in a `with` statement, in which several threads may call `compile`.
 
     Attributes
@@ -122,27 +123,32 @@ class _Compiler:
         """All but the source that its code depends on, for this compiler."""
         raise NotImplementedError
 
-    def __enter__(self) -> _Compiler:
+    def __enter__(self) -> CudaCompiler:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         pass
 
 
-@dataclass
-class NvrtcCompiler(_Compiler):
-    """NVRTC in processes of its own, one for each thread that compiles."""
+class NvrtcCompiler(CudaCompiler):
+    """NVRTC in processes of its own, one for each thread that compiles.
 
-    library: Path
-    includes: tuple[Path, ...]
-    _idle: list[_Worker] = field(default_factory=list)
-    _all: list[_Worker] = field(default_factory=list)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _closed: bool = False
+    Parameters
+    ----------
+    library : Path
+        ``libnvrtc.so``, of any version.
+    includes : tuple of Path
+        Folders of CUDA's headers.
+    """
 
-    def __post_init__(self) -> None:
-        self.name = f"NVRTC ({self.library})"
-        self.identity = f"nvrtc {_stamp(self.library)} {' '.join(_stamp(path / _HEADER) for path in self.includes)}"
+    def __init__(self, library: Path, includes: tuple[Path, ...]) -> None:
+        self.library, self.includes = library, includes
+        self.name = f"NVRTC ({library})"
+        self.identity = f"nvrtc {_stamp(library)} {' '.join(_stamp(path / _HEADER) for path in includes)}"
+        self._idle: list[_Worker] = []
+        self._all: list[_Worker] = []
+        self._lock = threading.Lock()
+        self._closed = False
 
     def compile(self, source: str, arch: str) -> Compiled:
         request = {"source": _PRELUDE + source, **self._request(source, arch)}
@@ -246,18 +252,13 @@ class _Worker:
                     pass
 
 
-@dataclass
-class NvccCompiler(_Compiler):
+class NvccCompiler(CudaCompiler):
     """The toolkit's compiler, which needs a C++ compiler beside it."""
 
-    path: Path
-
-    def __post_init__(self) -> None:
-        self.name = f"nvcc ({self.path})"
-        said = subprocess.run(
-            [str(self.path), "--version"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
-        )
-        self.identity = f"nvcc {_stamp(self.path)} {said.stdout.decode(errors='replace')}"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = f"nvcc ({path})"
+        self.identity = f"nvcc {_stamp(path)} {_version(path)}"
 
     def compile(self, source: str, arch: str) -> Compiled:
         with tempfile.TemporaryDirectory(prefix="relax_hetero_") as folder:
@@ -281,10 +282,7 @@ class NvccCompiler(_Compiler):
         ]
 
 
-Compiler = NvrtcCompiler | NvccCompiler
-
-
-def find_compiler() -> Compiler:
+def find_compiler() -> CudaCompiler:
     """The compiler of this machine.
 
     Raises
@@ -316,7 +314,14 @@ def _found_compiler(first: str) -> tuple[Path, tuple[Path, ...]] | Path | None:
 def _with_archs(log: str, arch: str, archs: list[int]) -> str:
     if "gpu-architecture" not in log:
         return log
-    return f"error: this NVRTC makes no code for {arch}: expected sm_{archs[0]} to sm_{archs[-1]}"
+    why = ", which TVM takes where a target names none: see rh.native('cuda')" if arch == _STOCK_ARCH else ""
+    return f"error: this NVRTC makes no code for {arch}{why}; expected sm_{archs[0]} to sm_{archs[-1]}"
+
+
+@functools.cache
+def _version(path: Path) -> str:
+    said = subprocess.run([str(path), "--version"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    return said.stdout.decode(errors="replace")
 
 
 def _stamp(path: Path) -> str:

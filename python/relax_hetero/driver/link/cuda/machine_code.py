@@ -20,7 +20,7 @@ from ....target.cpu_cores import num_cores
 from ....vm.device.interruptible import run_in_threads
 from ....vm.file.cuda_modules import KIND, source_key
 from ..reasons import reason
-from .compilers import CompileError, Compiler, find_compiler
+from .compilers import CompileError, CudaCompiler, find_compiler
 from .kernel_sources import CudaPart, KernelSource, is_source
 
 _MOST_PROCESSES = 32
@@ -64,7 +64,7 @@ def compile_kernels(
     return [found[key] for key in keys]
 
 
-def _compile(compiler: Compiler, source: KernelSource) -> bytes:
+def _compile(compiler: CudaCompiler, source: KernelSource) -> bytes:
     try:
         return compiler.compile(source.text, source.arch).code
     except CompileError as error:
@@ -74,7 +74,7 @@ def _compile(compiler: Compiler, source: KernelSource) -> bytes:
         ) from error
 
 
-def _key(compiler: Compiler, source: KernelSource) -> str:
+def _key(compiler: CudaCompiler, source: KernelSource) -> str:
     found = hashlib.blake2b(digest_size=20)
     for text in (compiler.identity, compiler.settings(source.text, source.arch), source.text):
         data = text.encode()

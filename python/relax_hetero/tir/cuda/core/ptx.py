@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tvm import tirx
 from tvm.script import tirx as _instructions
 from tvm.script.ir_builder import tirx as T
 
@@ -232,6 +231,15 @@ def store_matrices(address: Expr, registers: Sequence[Expr], transposed: bool = 
     _emit(f"stmatrix.sync.aligned.m8n8.x{len(registers)}{trans}.shared.b16", address, *registers)
 
 
+def load_matrices(registers: Sequence[Expr], address: Expr, transposed: bool = False) -> None:
+    """8x8 matrices of 16-bit values, one a register, from shared memory to the fragments of a warp (``ldmatrix``).
+
+    Addresses and fragments as of `store_matrices`; `transposed` exchanges rows and columns of each.
+    """
+    trans = ".trans" if transposed else ""
+    _emit(f"ldmatrix.sync.aligned.m8n8.x{len(registers)}{trans}.shared.b16", *registers, address)
+
+
 def pack_pair(register: Expr, low: Expr, high: Expr, dtype: str) -> None:
     """Two float32 rounded to float16 or bfloat16, in one register."""
     _emit(f"cvt.rn.{PTX_TYPES[dtype]}x2.f32", register, high, low)
@@ -335,6 +343,30 @@ def wgmma(
     _emit(name, *sums, left, right, _PTX.pred(adds), *signs, *orders)
 
 
+# Tensor cores of Ampere and later: one warp multiplies fragments in registers.
+
+
+def multiply_fragments(
+    sums: Sequence[Expr], left: Sequence[Expr], right: Sequence[Expr], types: tuple[str, str]
+) -> None:
+    """``sums += left * right`` for 16 rows, 8 columns and 32 bytes of k (``mma.sync``).
+
+    Parameters
+    ----------
+    sums : sequence of four registers
+        float32, or uint32 that hold int32, as those of `wgmma`.
+    left, right : sequence of registers
+        Four and two of 32 bits, as `load_matrices` leaves them.
+    types : tuple of str
+        Element types of both.
+    """
+    a, b = (PTX_TYPES[dtype] for dtype in types)
+    depth = CONTRACTION_BYTES * 8 // {"f16": 16, "bf16": 16, "tf32": 32}.get(a, 8)
+    result = "s32" if a in ("s8", "u8") else "f32"
+    name = f"mma.sync.aligned.m16n8k{depth}.row.col.{result}.{a}.{b}.{result}"
+    _emit(name, *sums, *left, *right, *sums)
+
+
 # Launches that follow each other.
 
 
@@ -344,11 +376,6 @@ def wait_for_launches_before() -> None:
     Nothing where this launch does not begin before they end.
     """
     _emit("griddepcontrol.wait")
-
-
-def waiting_for_launches_before() -> tirx.Stmt:
-    """`wait_for_launches_before` as a statement, for code that is not under construction."""
-    return tirx.Evaluate(_PTX["griddepcontrol.wait"]())
 
 
 def let_next_launch_begin() -> None:

@@ -38,8 +38,10 @@ def write_statements(func: tirx.PrimFunc, gpu: GpuTarget) -> tirx.PrimFunc:
     """The function with its statements in launches; those that bind threads already stay as they are."""
     body, allocated = _plain(func)
     statements = list(body.seq) if isinstance(body, tirx.SeqStmt) else [body]
-    if any(isinstance(s, (tirx.Bind, tirx.DeclBuffer, tirx.AllocBuffer)) for s in statements):
+    if any(isinstance(s, (tirx.Bind, tirx.DeclBuffer)) for s in statements):
         statements = [body]
+    allocated += [s.buffer for s in statements if isinstance(s, tirx.AllocBuffer)]
+    statements = [s for s in statements if not isinstance(s, tirx.AllocBuffer)]
     launches = []
     for statement in statements:
         launched, hoisted = _launched(statement, gpu)

@@ -6,13 +6,11 @@ default, is multiplied by plain threads.
 
 from __future__ import annotations
 
-from math import prod
-
 from tvm import tirx
 
 from ....encoding.problem import MatmulProblem
 from ....target.gpu_target import GpuTarget
-from . import few_rows, wgmma_matmul
+from . import few_rows, mma_matmul, wgmma_matmul
 from .simt_matmul import simt_matmul_kernel
 
 
@@ -22,11 +20,18 @@ def cuda_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget) -> tirx.PrimFunc:
         return few_rows.few_rows_kernel(problem, gpu)
     if not wgmma_matmul.misfit(problem, gpu):
         return wgmma_matmul.wgmma_matmul_kernel(problem, gpu)
+    if gpu.tensor == "mma" and not mma_matmul.misfit(problem, gpu):
+        return mma_matmul.mma_matmul_kernel(problem, gpu)
     return simt_matmul_kernel(problem, gpu)
 
 
 def _has_few_rows(problem: MatmulProblem) -> bool:
     """Whether the rows that share a right operand are few: batch dimensions that it lacks count as rows."""
     lhs, shared = problem.lhs, problem.rhs.index_map
-    rows = [size for name, size in zip(lhs.index_map, lhs.shape, strict=True) if name not in ("k", *shared)]
-    return all(isinstance(size, int) for size in rows) and prod(rows) <= few_rows.MOST_ROWS
+    rows = 1
+    for name, size in zip(lhs.index_map, lhs.shape, strict=True):
+        if name not in ("k", *shared):
+            if not isinstance(size, int):
+                return False
+            rows *= size
+    return rows <= few_rows.MOST_ROWS

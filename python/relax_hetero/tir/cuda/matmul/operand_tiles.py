@@ -26,7 +26,6 @@ PRODUCERS = 128
 PACKED_ROWS = 64
 """Of a tile of a packed operand."""
 _CHUNKS = SWIZZLED_BYTES // CHUNK_BYTES
-_LINES = PRODUCERS // _CHUNKS  # that the producers copy at a time, a chunk each
 _GATHERED = 4  # chunks that a thread reads before it stores them
 
 
@@ -60,6 +59,8 @@ class OperandTile:
     source : Source
     width : int
         Bytes of an asynchronous copy.
+    threads : int
+        That load it together.
     """
 
     view: GlobalView
@@ -69,17 +70,21 @@ class OperandTile:
     depth: Expr
     source: Source
     width: int
+    threads: int = PRODUCERS
 
     @staticmethod
-    def of(view: GlobalView, side: str, rows: int, extent: Expr, depth: Expr) -> OperandTile:
+    def of(view: GlobalView, side: str, rows: int, extent: Expr, depth: Expr, threads: int = PRODUCERS) -> OperandTile:
         """The tile of an opened view, read in the best way that its storage allows."""
         source, width = _source(view, side)
         if source is Source.COLUMNS and rows % PACKED_ROWS:
-            source, width = (
-                Source.GATHER,
-                0,
-            )  # columns come in stripes of so many rows, of which a smaller tile has none
-        return OperandTile(view, side, rows, extent, depth, source, width)
+            # Columns come in stripes of so many rows, of which a smaller tile has none.
+            source, width = Source.GATHER, 0
+        return OperandTile(view, side, rows, extent, depth, source, width, threads)
+
+    @property
+    def lines(self) -> int:
+        """Lines that the threads copy at a time, a chunk each."""
+        return self.threads // _CHUNKS
 
     @property
     def element(self) -> int:
@@ -135,14 +140,32 @@ class OperandTile:
         for i in range(blocks // parts):
             block = i if parts == 1 else rank * (blocks // parts) + i
             row = first + T.Cast("int64", block * PACKED_ROWS) if parts > 1 else first + block * PACKED_ROWS
-            if not self._is_whole_blocks(blocks):
-                # A tile that does not exist is a copy of the last: what is made of it is not stored.
-                last = (self.extent - 1) // PACKED_ROWS * PACKED_ROWS
-                row = T.min(row, int64(last))
+            row = self._existing_block(row)
             k = T.Cast("int64", step) * self.step
             source = T.address_of(self.view.data[self.view.address({**at, self.side: row, "k": k})])
             size = PACKED_ROWS * SWIZZLED_BYTES
             ptx.bulk_load(shared.at(offset + block * size), source, size, barrier, to)
+
+    def load_packed(
+        self, shared: SharedMemory, offset: Expr, at: Coordinates, first: Expr, step: Expr, thread: Expr
+    ) -> None:
+        """Begin to copy a packed tile by all threads; parameters as of `load`."""
+        per_block = PACKED_ROWS * _CHUNKS
+        k = T.Cast("int64", step) * self.step
+        for i in range(self.rows * _CHUNKS // self.threads):
+            block, chunk = divmod(i * self.threads, per_block)
+            row = self._existing_block(first + block * PACKED_ROWS)
+            begin = self.view.address({**at, self.side: row, "k": k})
+            source = begin + T.Cast("int64", thread + chunk) * (CHUNK_BYTES // self.element)
+            target = offset + (thread + i * self.threads) * CHUNK_BYTES
+            ptx.copy_async(shared.at(target), T.address_of(self.view.data[source]), CHUNK_BYTES)
+
+    def _existing_block(self, row: Expr) -> Expr:
+        """The first row of a block of a packed operand, the last's where it does not exist."""
+        if self._is_whole_blocks(self.rows // PACKED_ROWS):
+            return row
+        # A tile that does not exist is a copy of the last: what is made of it is not stored.
+        return T.min(row, int64((self.extent - 1) // PACKED_ROWS * PACKED_ROWS))
 
     def _is_whole_blocks(self, blocks: int) -> bool:
         return isinstance(self.extent, int) and -(-self.extent // PACKED_ROWS) % blocks == 0
@@ -182,8 +205,8 @@ class OperandTile:
         ends = {self.side: self.extent, "k": self.depth}
         lines = self.step if self.is_transposed else self.rows
         units = {self.side: self.rows if not self.is_transposed else PACKED_ROWS, "k": self.step}
-        for i in range(lines // _LINES):
-            position = begin[across] + T.Cast("int64", line + i * _LINES)
+        for i in range(lines // self.lines):
+            position = begin[across] + T.Cast("int64", line + i * self.lines)
             exists = None if _divides(units[across], ends[across]) else position < ends[across]
             for part in range(CHUNK_BYTES // self.width):
                 element = begin[along] + T.Cast("int64", chunk * (CHUNK_BYTES // self.element))
@@ -198,14 +221,14 @@ class OperandTile:
                     valid = T.Select(exists, self.width if valid is None else valid, 0)
                     safe_line = T.min(position, int64(ends[across] - 1))
                 source = self.view.address({**at, along: safe, across: safe_line})
-                place = shared.at(target + i * _LINES * SWIZZLED_BYTES + part * self.width)
+                place = shared.at(target + i * self.lines * SWIZZLED_BYTES + part * self.width)
                 ptx.copy_async(place, T.address_of(self.view.data[source]), self.width, valid)
 
     def _gather(
         self, shared: SharedMemory, offset: Expr, at: Coordinates, first: Expr, step: Expr, thread: Expr
     ) -> None:
         per_word, words = 4 // self.element, CHUNK_BYTES // 4
-        passes = self.rows * _CHUNKS // PRODUCERS
+        passes = self.rows * _CHUNKS // self.threads
         group = min(passes, _GATHERED)
         held = local(group * words, "uint32")
         rows_are_neighbours = self.view.is_contiguous(self.side)
@@ -213,9 +236,9 @@ class OperandTile:
         def place(number: Expr) -> tuple[Expr, Expr]:
             """Row and chunk that a thread has in a pass; neighbours read neighbours."""
             if rows_are_neighbours:
-                index = thread + number * PRODUCERS
+                index = thread + number * self.threads
                 return index % self.rows, index // self.rows
-            return thread // _CHUNKS + number * _LINES, thread % _CHUNKS
+            return thread // _CHUNKS + number * self.lines, thread % _CHUNKS
 
         with T.serial(passes // group) as part:
             with unrolled(group) as i:

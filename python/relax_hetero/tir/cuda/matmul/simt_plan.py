@@ -30,6 +30,8 @@ class SimtPlan:
         Of k in one step of a slice.
     slices : int
         Groups of threads that share k; their sums are added at the end.
+    cluster : int
+        Blocks that share the k of a tile: 1, 2, 4 or 8.
     """
 
     rows: int
@@ -39,6 +41,7 @@ class SimtPlan:
     group: int
     depth: int
     slices: int
+    cluster: int = 1
 
     @property
     def slice_threads(self) -> int:
@@ -53,7 +56,7 @@ class SimtPlan:
     def shared_bytes(self, size: int) -> int:
         """Shared memory of a block, for sums of `size` bytes."""
         pitch = self.rows + self.columns + 2 * self.group
-        partial = self.slices * self.rows * self.columns if self.slices > 1 else 0
+        partial = self.slices * self.rows * self.columns if self.slices * self.cluster > 1 else 0
         return (2 * self.depth * self.slices * pitch + partial) * size
 
 

@@ -29,11 +29,11 @@ from ...core.work_split import unravel
 from ...matmul.matmul import merge_batches
 from ..core import ptx
 from ..core.global_view import GlobalView
-from ..core.launch import SWIZZLED_ALIGN, SharedMemory, launch, local
+from ..core.launch import SWIZZLED_ALIGN, SharedMemory, launch, local, may_begin_early
 from ..core.operand import GpuOperand
 from .fragments import FragmentStore, Staging
 from .operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source
-from .wgmma_tiling import Tiling, choose_tiling
+from .wgmma_tiling import Tiling, choose_tiling, reads_rows
 
 _HALF_TYPES = ("float16", "bfloat16")
 _BYTE_TYPES = (("int8", "uint8"), ("float8_e4m3fn", "float8_e5m2"))
@@ -45,6 +45,11 @@ def misfit(problem: MatmulProblem, gpu: GpuTarget) -> str:
     """Why `wgmma_matmul_kernel` cannot solve a problem; empty where it can."""
     if gpu.tensor != "wgmma":
         return f"{gpu.arch} has no wgmma"
+    return tensor_core_misfit(problem)
+
+
+def tensor_core_misfit(problem: MatmulProblem) -> str:
+    """Why no kernel of tensor cores solves a problem; empty where they do, on a GPU that multiplies the types."""
     left, right, acc = problem.lhs.dtype, problem.rhs.dtype, problem.acc_dtype
     is_float_sum = acc in ("float32", *_HALF_TYPES)
     fits = (
@@ -107,14 +112,14 @@ def wgmma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: Tiling |
         with function.body():
             lhs.open(raw=True)
             rhs.open(raw=True)
-            store.open(result, m, n)
+            store.open(result, m, n, reads_rows(problem))
             tiling = tiling or choose_tiling(problem, gpu, (m, n, k), list(counts.values()))
             assert tiling.columns // PACKED_ROWS >= tiling.share, "a block brings at least one packed tile"
             left = OperandTile.of(lhs, "m", tiling.rows, m, k)
             right = OperandTile.of(rhs, "n", tiling.columns, n, k)
             _Kernel(left, right, store, tiling, (m, n, k), counts).emit()
     in_tile = [*([problem.init] if problem.init else []), *(problem.epilogue.operands if problem.epilogue else ())]
-    return tied_to(function.result, in_tile, 2, problem.result)
+    return may_begin_early(tied_to(function.result, in_tile, 2, problem.result))
 
 
 class _Kernel:
@@ -173,6 +178,9 @@ class _Kernel:
             ptx.block_barrier()
             if tiling.share > 1:
                 _cluster_barrier()
+            # Operands, and what the result takes the place of, belong to launches before this one until here.
+            ptx.wait_for_launches_before()
+            ptx.let_next_launch_begin()
             with T.If(place.thread < PRODUCERS):
                 with T.Then():
                     self._produce()

@@ -1,0 +1,203 @@
+"""Matrix products on tensor cores by ``mma.sync``: Ampere, Ada, and Hopper code that may not use wgmma.
+
+A block computes a tile of the result. All its threads copy tiles of both operands into a ring of stages in shared
+memory, some steps of k ahead (``cp.async``); each warp reads fragments of its part of the tile by ``ldmatrix``, and
+multiplies them. Tiles lie in shared memory as wgmma reads them, too (`operand_tiles`), so a packed right operand has
+one layout on all GPUs.
+"""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ....encoding.packed_layout import CHUNK_BYTES, SWIZZLED_BYTES
+from ....encoding.problem import MatmulProblem
+from ....errors import EncodingError
+from ....target.gpu_target import WARP, GpuTarget
+from ...core.builder import Expr, Function, ceil_div, int64, when
+from ...core.ties import tied_to
+from ...core.view import extent_of
+from ...matmul.matmul import merge_batches
+from ..core import ptx
+from ..core.global_view import GlobalView
+from ..core.launch import SWIZZLED_ALIGN, SharedMemory, launch, local, unrolled
+from ..core.operand import GpuOperand
+from .fragments import FragmentStore, Staging
+from .mma_tiling import MmaTiling, choose_mma_tiling
+from .operand_tiles import PACKED_ROWS, OperandTile, Source
+from .simt_parts import Batches, at_least_one
+from .wgmma_matmul import tensor_core_misfit
+from .wgmma_tiling import reads_rows
+
+_BYTES = ("int8", "uint8")
+_RASTER_ROWS = 8
+"""Tiles of rows that neighbouring blocks take before the next tile of columns."""
+
+
+def misfit(problem: MatmulProblem, gpu: GpuTarget) -> str:
+    """Why `mma_matmul_kernel` cannot solve a problem; empty where it can."""
+    if not gpu.tensor or not gpu.async_copies:
+        return f"{gpu.arch} has no tensor cores that are used"
+    float8 = "float8" in problem.lhs.dtype or "float8" in problem.rhs.dtype
+    if float8 and not gpu.multiplies(problem.lhs.dtype, problem.rhs.dtype):
+        return f"{gpu.arch} does not multiply {problem.lhs.dtype} and {problem.rhs.dtype}"
+    return tensor_core_misfit(problem)
+
+
+def mma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: MmaTiling | None = None) -> tirx.PrimFunc:
+    """The kernel of a matrix product, one launch; `MatmulProblem` says what its parameters are.
+
+    Parameters
+    ----------
+    tiling : MmaTiling, optional
+        Tiles and stages; by default as `choose_mma_tiling` finds them.
+
+    Raises
+    ------
+    EncodingError
+        If `misfit` says why the problem is not one for this kernel.
+    """
+    reason = misfit(problem, gpu)
+    if reason:
+        raise EncodingError(f"matmul on {gpu.arch}: {reason}")
+    function = Function("matmul", registers="local")
+    with function:
+        lhs = GlobalView(function, "lhs", problem.lhs)
+        rhs = GlobalView(function, "rhs", problem.rhs)
+        init = GpuOperand(function, "init", problem.init) if problem.init else None
+        store = FragmentStore(function, init, problem.epilogue, problem.acc_dtype)
+        result = GpuOperand(function, "result", problem.result)
+        views = [lhs, rhs, *([init] if init else []), *store.views, result]
+        names = merge_batches(views, lhs, rhs, result)  # type: ignore[arg-type]
+        m, n, k = (extent_of(views, name) for name in "mnk")
+        batches = Batches({name: extent_of([result], name) for name in names})
+        with function.body():
+            lhs.open(raw=True)
+            rhs.open(raw=True)
+            store.open(result, m, n, reads_rows(problem))
+            tiling = tiling or choose_mma_tiling(problem, gpu, (m, n, k), list(batches.extents.values()))
+            left = OperandTile.of(lhs, "m", tiling.rows, m, k, tiling.threads)
+            right = OperandTile.of(rhs, "n", tiling.columns, n, k, tiling.threads)
+            _Kernel(left, right, store, tiling, batches).emit()
+    in_tile = [*([problem.init] if problem.init else []), *(problem.epilogue.operands if problem.epilogue else ())]
+    return tied_to(function.result, in_tile, 2, problem.result)
+
+
+class _Kernel:
+    """What the parts of a kernel share while it is written."""
+
+    def __init__(
+        self, left: OperandTile, right: OperandTile, store: FragmentStore, tiling: MmaTiling, batches: Batches
+    ) -> None:
+        self.left, self.right, self.store, self.tiling, self.batches = left, right, store, tiling, batches
+        self.kind = "uint32" if left.view.nominal in _BYTES else "float32"
+        self.steps = ceil_div(left.depth, left.step)
+
+    def emit(self) -> None:
+        """The launch."""
+        tiling, shared = self.tiling, SharedMemory()
+        self.shared = shared
+        self.left_at = shared.take(tiling.stages * self.left.size, SWIZZLED_ALIGN)
+        self.right_at = shared.take(tiling.stages * self.right.size, SWIZZLED_ALIGN)
+        staging = self.store.plan(shared, tiling.threads // WARP, tiling.staged)
+        row_tiles, column_tiles = ceil_div(self.left.extent, tiling.rows), ceil_div(self.right.extent, tiling.columns)
+        tiles = self.batches.count * row_tiles * column_tiles
+        with launch(int64(at_least_one(tiles)), tiling.threads) as place:
+            shared.open()
+            self.thread = place.thread
+            with when(True if isinstance(tiles, int) else int64(place.block) < tiles):
+                self._tile(int64(place.block), row_tiles, column_tiles, staging)
+
+    def _tile(self, block: Expr, row_tiles: Expr, column_tiles: Expr, staging: Staging) -> None:
+        tiling = self.tiling
+        each = row_tiles * column_tiles
+        number = T.bind(tirx.floormod(block, each))
+        at = self.batches.place(tirx.floordiv(block, each))
+        band = tirx.floordiv(number, column_tiles * _RASTER_ROWS)
+        within = T.bind(number - band * (column_tiles * _RASTER_ROWS))
+        height = T.bind(tirx.min(int64(_RASTER_ROWS), row_tiles - band * _RASTER_ROWS))
+        row = T.bind((band * _RASTER_ROWS + tirx.floormod(within, height)) * tiling.rows)
+        column = T.bind(tirx.floordiv(within, height) * tiling.columns)
+        warp, lane = T.bind(self.thread // WARP), T.bind(self.thread % WARP)
+        across = tiling.columns // tiling.warp_columns
+        warp_row, warp_column = T.bind(warp // across * tiling.warp_rows), T.bind(warp % across * tiling.warp_columns)
+        sums = [local(tiling.warp_columns // 2, self.kind) for _ in range(tiling.warp_rows // 16)]
+        for part in sums:
+            with unrolled(tiling.warp_columns // 2) as i:
+                T.buffer_store(part, tirx.const(0, self.kind), [i])
+
+        def load(step: Expr, stage: Expr) -> None:
+            for operand, base, first in ((self.left, self.left_at, row), (self.right, self.right_at, column)):
+                target = base + stage * operand.size
+                if operand.source is Source.PACKED:
+                    operand.load_packed(self.shared, target, at, first, step, self.thread)
+                else:
+                    operand.load(self.shared, target, at, first, step, self.thread)
+
+        stages = tiling.stages
+        for stage in range(stages - 1):
+            with when(stage < self.steps) if not isinstance(self.steps, int) else when(True):
+                if not isinstance(self.steps, int) or stage < self.steps:
+                    load(tirx.const(stage, "int32"), tirx.const(stage, "int32"))
+            ptx.copy_commit()
+        with T.serial(T.Cast("int32", int64(self.steps))) as step:
+            ptx.copy_wait(stages - 2)
+            ptx.block_barrier()
+            ahead = T.bind(step + (stages - 1))
+            with T.If(ahead < T.Cast("int32", int64(self.steps))), T.Then():
+                load(ahead, T.bind(ahead % stages))
+            ptx.copy_commit()
+            stage = T.bind(step % stages)
+            left_at, right_at = self.left_at + stage * self.left.size, self.right_at + stage * self.right.size
+            self._multiply(sums, T.bind(left_at), T.bind(right_at), warp_row, warp_column, lane)
+        ptx.copy_wait(0)
+        for i, part in enumerate(sums):
+            first_row = row + T.Cast("int64", warp_row + i * 16)
+            first = (T.bind(first_row), T.bind(column + T.Cast("int64", warp_column)))
+            self.store.emit(part, tiling.warp_columns, staging, at, first, warp, lane)
+
+    def _multiply(
+        self, sums: list[Expr], left_at: Expr, right_at: Expr, warp_row: Expr, warp_column: Expr, lane: Expr
+    ) -> None:
+        """A warp's part of one step of k."""
+        tiling = self.tiling
+        blocks, pairs = tiling.warp_rows // 16, tiling.warp_columns // 16
+        a, b = local(blocks * 4, "uint32"), local(pairs * 4, "uint32")
+        types = (self.left.view.nominal, self.right.view.nominal)
+        with unrolled(SWIZZLED_BYTES // ptx.CONTRACTION_BYTES) as k:
+            with unrolled(blocks) as i:
+                address = left_at + _matrix_row(self.left, warp_row + i * 16, k, lane, is_left=True)
+                registers = [a[i * 4 + r] for r in range(4)]
+                ptx.load_matrices(registers, self.shared.at(address), self.left.is_transposed)
+            with unrolled(pairs) as j:
+                address = right_at + _matrix_row(self.right, warp_column + j * 16, k, lane, is_left=False)
+                registers = [b[j * 4 + r] for r in range(4)]
+                ptx.load_matrices(registers, self.shared.at(address), self.right.is_transposed)
+            for i, part in enumerate(sums):
+                with unrolled(2 * pairs) as j:
+                    ptx.multiply_fragments(
+                        [part[j * 4 + r] for r in range(4)],
+                        [a[i * 4 + r] for r in range(4)],
+                        [b[j * 2 + r] for r in range(2)],
+                        types,
+                    )
+
+
+def _matrix_row(operand: OperandTile, first: Expr, k: Expr, lane: Expr, is_left: bool) -> Expr:
+    """Byte of a tile at which a lane's row of the four matrices of a fragment begins.
+
+    Registers of the left operand's fragment: rows 0 and 8 of the first 16 bytes of k, then of the others. Of the right
+    one's, which is that of two blocks of 8 columns: both halves of k of the first block, then of the second.
+    """
+    low, matrix = lane % 8, lane // 8
+    second, later = (matrix % 2, matrix // 2) if is_left else (matrix // 2, matrix % 2)  # 8 rows on; 16 bytes of k on
+    if operand.is_transposed:
+        # Lines are those of k, 16 of them here; chunks are of 8 rows.
+        row = first % PACKED_ROWS
+        stripe = first // PACKED_ROWS * (PACKED_ROWS * SWIZZLED_BYTES)
+        line = k * 16 + later * 8 + low
+        chunk = T.bitwise_xor(row // 8 + second, low)
+        return stripe + line * SWIZZLED_BYTES + chunk * CHUNK_BYTES
+    chunk = T.bitwise_xor(k * 2 + later, low)
+    return (first + second * 8 + low) * SWIZZLED_BYTES + chunk * CHUNK_BYTES

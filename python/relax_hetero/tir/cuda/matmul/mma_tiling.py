@@ -1,0 +1,102 @@
+"""How a product is cut for ``mma.sync``: tiles of blocks and of warps, stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from ....encoding.packed_layout import SWIZZLED_BYTES
+from ....encoding.problem import MatmulProblem
+from ....target.element_types import bytes_of
+from ....target.gpu_target import WARP, GpuTarget
+from ...core.builder import Expr, ceil_div
+from .wgmma_tiling import STAGED_BYTES, STAGING_PAD, SYMBOLIC_EXTENT
+
+MOST_STAGES = 4
+
+
+@dataclass(frozen=True)
+class MmaTiling:
+    """How a product is cut.
+
+    Attributes
+    ----------
+    rows, columns : int
+        Of a block's tile, multiples of 64.
+    warp_rows, warp_columns : int
+        Of a warp's part of it, multiples of 16.
+    stages : int
+        Of the ring of tiles in shared memory, at least 2.
+    staged : int
+        Columns of the result that a warp turns from fragments to rows at a time.
+    """
+
+    rows: int
+    columns: int
+    warp_rows: int
+    warp_columns: int
+    stages: int
+    staged: int
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return (self.rows // self.warp_rows) * (self.columns // self.warp_columns) * WARP
+
+
+# Tile and a warp's part, and the share of the tensor cores' rate that their traffic to shared memory leaves: large
+# parts of warps read the fewest fragments for a product.
+_TILES = (
+    (128, 256, 64, 64, 1.0),
+    (128, 128, 64, 64, 0.9),
+    (128, 64, 64, 32, 0.7),
+    (64, 128, 32, 64, 0.7),
+    (64, 64, 32, 32, 0.5),
+)
+
+
+def choose_mma_tiling(
+    problem: MatmulProblem, gpu: GpuTarget, sizes: tuple[Expr, Expr, Expr], counts: Sequence[Expr]
+) -> MmaTiling:
+    """The tiling of a problem whose m, n, k and batch extents are `sizes` and `counts` that is estimated the quickest.
+
+    Where extents are symbolic, that of a product with `SYMBOLIC_EXTENT` in their place.
+    """
+    m, n, k = (size if isinstance(size, int) else SYMBOLIC_EXTENT for size in sizes)
+    batches = prod(count if isinstance(count, int) else 1 for count in counts)
+    steps = ceil_div(k, SWIZZLED_BYTES // bytes_of(problem.lhs.dtype))
+    best: tuple[float, MmaTiling] | None = None
+    for rows, columns, warp_rows, warp_columns, share in _TILES:
+        tiling = mma_tiling_of(problem, gpu, (rows, columns), (warp_rows, warp_columns), steps)
+        if tiling is None:
+            continue
+        tiles = batches * ceil_div(m, rows) * ceil_div(n, columns)
+        cost = ceil_div(tiles, gpu.multiprocessors) * (
+            rows * columns / share * steps + 20000 + 30 * rows * columns // 64
+        )
+        if best is None or cost < best[0]:
+            best = cost, tiling
+    assert best is not None, "two stages of the smallest tiles fit every GPU that has tensor cores"
+    return best[1]
+
+
+def mma_tiling_of(
+    problem: MatmulProblem, gpu: GpuTarget, tile: tuple[int, int], warp: tuple[int, int], steps: int
+) -> MmaTiling | None:
+    """The tiling with tiles of a size: as many stages as fit; None where not even two do."""
+    rows, columns = tile
+    element = bytes_of(problem.result.dtype)
+    staged = warp[1]
+    while staged * element > STAGED_BYTES:
+        staged //= 2
+    warps = (rows // warp[0]) * (columns // warp[1])
+    staging = warps * 16 * (staged * element + STAGING_PAD)
+    stage = (rows + columns) * SWIZZLED_BYTES
+    # Small tiles leave room for another block on the multiprocessor, whose warps work while these wait.
+    room = gpu.shared_bytes if rows * columns > 128 * 128 else min(gpu.shared_bytes, gpu.shared_bytes_sm // 2 - 1024)
+    stages = (room - staging - SWIZZLED_BYTES * 8) // stage
+    if stages < 2:
+        stages = (gpu.shared_bytes - staging - SWIZZLED_BYTES * 8) // stage
+    stages = min(stages, MOST_STAGES, max(2, steps))
+    return None if stages < 2 else MmaTiling(rows, columns, *warp, stages, staged)

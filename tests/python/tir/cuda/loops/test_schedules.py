@@ -1,0 +1,161 @@
+"""Schedules for kernels of GPUs: every rule on ragged shapes, run as CPU code, against numpy."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tvm
+from tvm import te, tirx, topi
+
+from relax_hetero.target.gpu_target import gpu_target_of
+from relax_hetero.tir.commands.table_kernel import is_one_launch
+from relax_hetero.tir.cuda.loops import launches_of, schedule
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from on_cpu import run
+
+TARGET = tvm.target.Target({"kind": "cuda", "arch": "sm_90a"})
+
+
+def tensor(*shape, dtype="float32", name="x"):
+    return te.placeholder([tirx.IntImm("int64", extent) for extent in shape], dtype, name)
+
+
+def scheduled(*tensors):
+    func = te.create_prim_func(list(tensors)).with_attr("target", TARGET)
+    return schedule(func, gpu_target_of(TARGET))
+
+
+def values(shape, dtype, seed):
+    rng = np.random.default_rng(seed)
+    if "float" in dtype:
+        return rng.standard_normal(shape).astype(dtype)
+    return rng.integers(0, 2 if dtype == "bool" else 100, shape).astype(dtype)
+
+
+def check(reference, *tensors, launches=1, rtol=1e-5):
+    """The last tensor is the result; its memory is poisoned before."""
+    func = scheduled(*tensors)
+    if launches == 1:
+        assert is_one_launch(func)
+    else:
+        assert len(launches_of(func)) == launches
+    shapes = [[int(extent) for extent in param.shape] for param in func.params]
+    arrays = [values(shape, str(p.dtype), i) for i, (shape, p) in enumerate(zip(shapes, func.params, strict=True))]
+    arrays[-1][...] = 77 if arrays[-1].dtype != bool else 1
+    expected = reference(*(array.copy() for array in arrays[:-1]))
+    run(func, *arrays)
+    np.testing.assert_allclose(
+        arrays[-1].astype("float64"), np.asarray(expected).astype("float64"), rtol=rtol, atol=rtol * 10
+    )
+
+
+@pytest.mark.parametrize("shape", [(1,), (333,), (1024,), (3, 5), (64, 1000), (2, 3, 7, 8)])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "int64"])
+def test_maps_of_contiguous_tensors(shape, dtype):
+    x = tensor(*shape, dtype=dtype)
+    check(lambda a: a + a, x, topi.add(x, x), rtol=1e-3)
+
+
+def test_maps_with_broadcast_operands():
+    x, b, c = tensor(12, 40), tensor(40, name="b"), tensor(12, 1, name="c")
+    check(lambda a, b, c: (a + b) * c, x, b, c, topi.multiply(topi.add(x, b), c))
+
+
+def test_maps_between_types_of_other_sizes():
+    x = tensor(5, 24)
+    check(lambda a: a.astype("float16"), x, topi.cast(x, "float16"), rtol=1e-3)
+    check(lambda a: a != 0, x, topi.cast(x, "bool"))
+    i = tensor(7, 9, dtype="int64")
+    check(lambda a: a.astype("int8"), i, topi.cast(i, "int8"))
+
+
+def test_choices_read_nothing_outside():
+    x, y = tensor(6, 16), tensor(6, 8, name="y")
+    check(lambda a, b: np.concatenate([a, b], 1), x, y, topi.concatenate([x, y], 1))
+    z = tensor(3, 16, name="z")
+    check(lambda a, b: np.concatenate([a, b], 0), x, z, topi.concatenate([x, z], 0))
+    check(lambda a: np.pad(a, ((1, 2), (3, 1))), x, topi.nn.pad(x, [1, 3], [2, 1]))
+
+
+@pytest.mark.parametrize("shape, order", [((37, 53), (1, 0)), ((64, 96), (1, 0)), ((3, 20, 36), (0, 2, 1))])
+def test_transposes(shape, order):
+    x = tensor(*shape)
+    check(lambda a: a.transpose(order), x, topi.transpose(x, order))
+
+
+def test_long_maps_compute_several_elements_a_thread():
+    x = tensor((1 << 18) + 5)
+    check(lambda a: a[::-1], x, topi.flip(x, 0))
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, (0, 2), (0, 1, 2)])
+@pytest.mark.parametrize("shape", [(3, 5, 7), (4, 64, 48), (1, 1, 1), (2, 3, 1000)])
+def test_sums(shape, axis):
+    x = tensor(*shape)
+    check(lambda a: a.sum(axis, dtype="float64"), x, topi.sum(x, axis), rtol=1e-4)
+
+
+def test_sums_of_halves_lose_nothing():
+    x = tensor(8, 4096, dtype="float16")
+    check(lambda a: a.astype("float64").sum(1).astype("float16"), x, topi.sum(x, 1), rtol=2e-3)
+
+
+@pytest.mark.parametrize("shape", [(37, 53), (8, 512), (2, 3)])
+def test_indices_of_extremes(shape):
+    x = tensor(*shape)
+    check(lambda a: a.argmax(1), x, topi.argmax(x, 1))
+    assert "shuffle" in str(scheduled(x, topi.argmax(x, 1))) or shape[1] < 32
+    check(lambda a: a.argmin(0), x, topi.argmin(x, 0))
+
+
+def test_all_and_products():
+    x = tensor(5, 40, dtype="bool")
+    check(lambda a: a.all(1), x, topi.all(x, 1))
+    y = tensor(33, 7)
+    check(lambda a: a.prod(0), y, topi.prod(y, 0), rtol=1e-4)
+
+
+def test_windows():
+    x = tensor(2, 8, 14, 14)
+    w = tensor(16, 2, 3, 3, name="w")
+
+    def grouped(a, b):
+        padded = np.pad(a, ((0, 0), (0, 0), (1, 1), (1, 1)))
+        out = np.zeros((2, 16, 14, 14))
+        for o in range(16):
+            for c in range(2):
+                for i in range(3):
+                    for j in range(3):
+                        out[:, o] += padded[:, o // 4 * 2 + c, i : i + 14, j : j + 14] * b[o, c, i, j]
+        return out
+
+    check(grouped, x, w, topi.nn.group_conv2d_nchw(x, w, 1, 1, 1, 4), rtol=1e-4)
+    pooled = topi.nn.pool2d(x, (2, 2), (2, 2), (1, 1), (0, 0, 0, 0), "max")
+    check(lambda a: a.reshape(2, 8, 7, 2, 7, 2).max((3, 5)), x, pooled)
+
+
+def test_products():
+    a, b = tensor(33, 65), tensor(65, 47, name="b")
+    check(lambda a, b: a @ b, a, b, topi.matmul(a, b), rtol=1e-4)
+
+
+def test_results_handed_from_launch_to_launch():
+    x = tensor(5, 70)
+
+    def softmax(a):
+        e = np.exp(a - a.max(1, keepdims=True))
+        return e / e.sum(1, keepdims=True)
+
+    func = scheduled(x, topi.nn.softmax(x))
+    arrays = [values((5, 70), "float32", 0), np.full((5, 70), 77, "float32")]
+    run(func, *arrays)
+    np.testing.assert_allclose(arrays[1], softmax(arrays[0]), rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (4, 0)])
+def test_tensors_without_elements(shape):
+    x = tensor(*shape)
+    check(np.exp, x, topi.exp(x))
+    check(lambda a: a.sum(1), x, topi.sum(x, 1))

@@ -1,0 +1,113 @@
+"""Products with weights of 4 bits on GPUs, by the interpreter of their kernels."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tvm.target import Target
+
+from cuda_reports import reports_of
+from gpu_interpreter import run
+from relax_hetero.encoding import PackedLayout
+from relax_hetero.encoding.block_weights import Fragments, pack_fragment_blocks, pack_fragments
+from relax_hetero.encoding.expression import Expression
+from relax_hetero.encoding.problem import BlockProductProblem, Epilogue, Operand
+from relax_hetero.errors import EncodingError
+from relax_hetero.target.element_types import numpy_dtype
+from relax_hetero.target.gpu_target import gpu_target_of
+from relax_hetero.tir.commands.table_kernel import is_one_launch
+from relax_hetero.tir.cuda.matmul.block_product import BlockPlan, block_product_kernel
+from seeds import fresh_rng
+
+TARGET = Target({"kind": "cuda", "arch": "sm_90a"})
+GPU = gpu_target_of(TARGET)
+OLD_GPU = gpu_target_of(Target({"kind": "cuda", "arch": "sm_75"}))
+plain = PackedLayout.identity
+
+
+def problem_of(m, n, k, dtype, block, scales="float16", zeros="", epilogue=""):
+    weights, blocks = Fragments().shapes(n, k, block)
+    dtypes = ["int32", scales, *([zeros] if zeros else [])]
+    shapes = [weights, blocks, blocks]
+    packed = [Operand(tuple(s), d, Fragments.index_map, plain(4)) for s, d in zip(shapes, dtypes, strict=False)]
+    operands = (Operand((n,), "float32", ("n",), plain(1)),) if epilogue else ()
+    return BlockProductProblem(
+        Operand((m, k), dtype, ("m", "k"), plain(2)),
+        tuple(packed),
+        Operand((m, n), dtype if epilogue else "float32", ("m", "n"), plain(2)),
+        block,
+        Epilogue(Expression.parse(epilogue), operands) if epilogue else None,
+    )
+
+
+def check(problem, m, plan=None, tolerance=1e-6):
+    """The kernel's result against numpy's, of a kernel that is one launch."""
+    rng = fresh_rng()
+    func = block_product_kernel(problem, GPU, plan)
+    assert is_one_launch(func)
+    n, k, block = problem.columns, problem.depth, problem.block
+    x = rng.standard_normal((m, k)).astype(numpy_dtype(problem.lhs.dtype))
+    codes = rng.integers(0, 16, (n, k + k % 2), dtype=np.uint8)
+    scales = (rng.random((n, -(-k // block))) + 0.1).astype(problem.weights[1].dtype)
+    points = []
+    if len(problem.weights) > 2:
+        kind = problem.weights[2].dtype
+        points = [(rng.random(scales.shape) * 16).astype(kind)]
+
+    def of_each(values):
+        return np.repeat(values.astype("float64"), block, 1)[:, :k]
+
+    weight = (codes[:, :k].astype("float64") - (of_each(points[0]) if points else 8)) * of_each(scales)
+    want = x.astype("float64") @ weight.T
+    others = [rng.standard_normal(n).astype("float32")] if problem.epilogue else []
+    if others:
+        want = np.maximum(want + others[0], 0)
+    result = np.full((m, n), np.nan, numpy_dtype(problem.result.dtype))
+    packed = [pack_fragments(codes[:, 0::2] | codes[:, 1::2] << 4, k, block)]
+    packed += [pack_fragment_blocks(values) for values in (scales, *points)]
+    run(func, x, *packed, *others, result)
+    assert np.abs(result.astype("float64") - want).max() <= tolerance * np.abs(want).max()
+
+
+@pytest.mark.parametrize(
+    ("problem", "m", "plan"),
+    [
+        (problem_of(1, 40, 256, "float16", 32), 1, None),
+        (problem_of(3, 37, 300, "float16", 16, "float32", "uint8"), 3, BlockPlan(1, 1, 2, 2)),  # asks ahead
+        (problem_of(2, 33, 333, "float32", 32, "float32", "float32"), 2, BlockPlan(2, 1, 4, 1)),
+        (problem_of(1, 16, 260, "float32", 64, "float16", "uint8"), 1, None),
+        (problem_of("s0", 20, 130, "bfloat16", 48), 11, BlockPlan(1, 2, 2, 1)),
+    ],
+)
+def test_products(problem, m, plan):
+    check(problem, m, plan)
+
+
+def test_an_epilogue_and_a_result_of_half_precision():
+    problem = problem_of(9, 24, 128, "float16", 128, epilogue="cast(relu(add(x0, x1)), 'float16')")
+    check(problem, 9, tolerance=1e-3)
+
+
+def test_infinities_of_float32_stay():
+    problem = problem_of(1, 16, 64, "float32", 32)
+    x = np.zeros((1, 64), "float32")
+    x[0, 3], x[0, 5] = np.inf, 3e38
+    codes = np.full((16, 64), 9, np.uint8)
+    result = np.zeros((1, 16), "float32")
+    scales = np.ones((16, 2), "float16")
+    packed = pack_fragments(codes[:, 0::2] | codes[:, 1::2] << 4, 64, 32), pack_fragment_blocks(scales)
+    run(block_product_kernel(problem, GPU), x, *packed, result)
+    assert (result == np.inf).all()
+
+
+def test_one_row_of_a_large_weight_fits_into_registers():
+    (report,) = reports_of(block_product_kernel(problem_of(1, 4096, 4096, "float16", 32), GPU), TARGET)
+    assert report.spill_stores == 0
+    assert report.registers <= 80
+
+
+def test_what_is_refused():
+    with pytest.raises(EncodingError, match="multiple of 16"):
+        block_product_kernel(problem_of(1, 16, 64, "float16", 24), GPU)
+    with pytest.raises(EncodingError, match="sm_75"):
+        block_product_kernel(problem_of(1, 16, 64, "float16", 32), OLD_GPU)
