@@ -27,9 +27,6 @@ import tvm
 from tvm import s_tir, tirx
 from tvm_ffi import structural_map, structural_walk
 
-from ..cuda.core import ptx
-from ..cuda.core.launch import begins_early
-
 MOST_ENTRIES = 4096
 """Of a table; its extent in the code, which nothing checks."""
 
@@ -118,9 +115,7 @@ def _with_table(
     words = tirx.decl_buffer((tirx.const(MOST_ENTRIES, "int64"),), "int64", "words")
     pointers = [raw.params[i] for i in entries]
     numbers = {p: tirx.Var(f"{p.name.removesuffix('_data')}_entry", tvm.ir.PrimType("int32")) for p in pointers}
-    # The launch before may be the one that writes the table.
-    waiting = [ptx.waiting_for_launches_before()] if begins_early(raw) else []
-    inside: list[tirx.Stmt] = [*waiting, *before, tirx.DeclBuffer(words, data=table)]
+    inside: list[tirx.Stmt] = [*before, tirx.DeclBuffer(words, data=table)]
 
     outside = {declaration.buffer for declaration in _declared_outside(raw)}
 

@@ -13,6 +13,9 @@ owns, are arguments of the recorded launches; kernels that work on bindings, inp
 in a table in device memory (`tir.commands.table_kernel`). `state` is a constant that each machine replaces by memory
 of its own (`vm.region.cuda_graph`), and which constants the graph reads stands on `main_commands` (`GRAPH_CONSTANTS`).
 
+A kernel that asks for constants before it needs what others compute (`tir.cuda.core.launch.may_begin_early`) is
+launched so that it begins while the kernel before it ends.
+
 Extents that are symbolic decide how many blocks a launch has, which a graph keeps: such command buffers stay host
 functions that launch kernel by kernel. TVM's RewriteCUDAGraph captures what a function does with memory of its own,
 with inputs and outputs outside of the graph, and weights as they were at the first call.
@@ -32,12 +35,13 @@ import tvm
 from tvm import relax, tirx
 from tvm_ffi import structural_walk
 
-from ...artifact.commands import ARENA, GRAPH, SLOT, Dispatch, Reference, RegionSpec, kernel_from_json
+from ...artifact.commands import ARENA, DIRECT, GRAPH, SLOT, Dispatch, Reference, RegionSpec, kernel_from_json
 from ...artifact.graph_layout import ENTRIES, ROWS, TABLE, Layout
 from ...target.vdevice import vdevices_of
 from ...tir.commands.command_list import Tensor
 from ...tir.commands.graph_functions import Launch, fetch_kernel, fill_kernel, record_function, submit_function
 from ...tir.commands.table_kernel import fetching_kernel, table_kernel, threads_of_one_block
+from ...tir.cuda.core.launch import READS_EARLY, launched_early
 from ..ir.blocks import renamed
 from ..ir.declare import declare_pass
 from ..ir.module_attrs import COMMANDS, KERNEL, is_lowered
@@ -109,6 +113,11 @@ class _Writer:
         launches = [self._launch(command, region) for command in commands]
         first = next(i for i, command in enumerate(commands) if _entries(command))
         launches[first] = self._fetching(launches[first], commands[first], count)
+        # What follows a kernel that writes the table reads addresses there as soon as it begins.
+        behind_table = (0,) if launches[first].fetching is None else (0, first + 1)
+        for i, command in enumerate(commands):
+            if i not in behind_table:
+                launches[i] = self._early(launches[i], command)
         fetch = None
         if launches[first].fetching is None:
             fetch = self._once(("fetch", count, str(target)), lambda name: fetch_kernel(name, count, target))
@@ -143,6 +152,14 @@ class _Writer:
         variant = self._once((kernel.name_hint, entries), lambda _: table_kernel(raw, entries))
         return Launch(variant, [(TABLE, 0, _POINTER), *arguments])
 
+    def _early(self, launch: Launch, command: Dispatch) -> Launch:
+        """A launch that begins while the one before it ends, where its kernel waits for that before it needs it."""
+        reads = self.functions[self._kernels[command.kernel]].attrs.get(READS_EARLY)
+        if reads is None or any(command.operands[int(i)].space != DIRECT for i in reads):
+            return launch
+        func = self.functions[launch.kernel]
+        return replace(launch, kernel=self._once((launch.kernel.name_hint, "early"), lambda _: launched_early(func)))
+
     def _fetching(self, launch: Launch, command: Dispatch, slots: int) -> Launch:
         """The first launch that needs the table, with the kernel that fetches it where one block does all its work."""
         kernel, entries = self._kernels[command.kernel], _entries(command)
@@ -156,7 +173,8 @@ class _Writer:
 
     def _once(self, key: tuple[Any, ...], make: Any) -> tvm.ir.GlobalVar:
         if key not in self._variants:
-            gv = fresh_global_var(f"{key[0]}_table", tvm.ir.Type.missing(), self._taken)
+            suffix = "early" if key[1] == "early" else "table"
+            gv = fresh_global_var(f"{key[0]}_{suffix}", tvm.ir.Type.missing(), self._taken)
             self._variants[key] = self._add(gv, make(gv.name_hint))
         return self._variants[key]
 

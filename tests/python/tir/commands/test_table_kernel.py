@@ -8,7 +8,6 @@ from tvm.script.ir_builder import tirx as B
 from relax_hetero.tir.commands.table_kernel import is_one_launch, table_kernel
 from relax_hetero.tir.core.builder import Function
 from relax_hetero.tir.core.raw_kernel import raw_kernel, raw_signature
-from relax_hetero.tir.cuda.core.launch import may_begin_early
 
 CUDA = tvm.target.Target({"kind": "cuda", "arch": "sm_90"})
 
@@ -88,17 +87,6 @@ def test_entries_stand_for_pointers(entries):
     for i, name in enumerate("ACD"):
         assert (f"float* {name} = ((float*)((float*)table[{name}_entry]));" in body) == (i in entries)
         assert (f"float* {name}_data" in body) == (i not in entries)
-
-
-def test_a_kernel_that_begins_early_waits_before_it_reads_the_table():
-    """The launch before it may be the one that brings the table."""
-    promising = raw(add).with_attr("tirx.noalias", True)
-    code = cuda_code(table_kernel(may_begin_early(promising), (0,)))
-    body = code[code.rindex("__global__") :]
-    assert 0 < body.index("griddepcontrol") < body.index("table[A_entry]")
-    assert "__restrict__" not in body  # so that nothing is read before the wait
-    plain = cuda_code(table_kernel(promising, (0,)))
-    assert "griddepcontrol" not in plain and "__restrict__" in plain
 
 
 def test_the_raw_kernel_stays_as_it_is():

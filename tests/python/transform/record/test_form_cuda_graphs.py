@@ -15,6 +15,7 @@ from relax_hetero.artifact.commands import GRAPH
 from relax_hetero.artifact.graph_layout import FILLED_AT_ONCE, Layout
 from relax_hetero.driver.commands.command_metadata import graph_tables
 from relax_hetero.target.vdevice import with_vdevices
+from relax_hetero.tir.cuda.core.launch import READS_EARLY
 from relax_hetero.transform.ir.module_attrs import COMMANDS
 from relax_hetero.transform.record.form_cuda_graphs import GRAPH_CONSTANTS, FormCudaGraphs, form_cuda_graphs
 from relax_hetero.transform.record.region_attrs import kernels_of, regions_of
@@ -144,6 +145,26 @@ def test_kernels_read_the_table_only_for_bindings():
     order = [record.index(f" {name}(") for name in names]
     assert order == sorted(order)
     assert COMMANDS not in found["main_commands_record"].attrs
+
+
+def test_kernels_begin_early_where_they_read_constants_first_and_no_fresh_table():
+    """What comes before their wait: addresses in the table, which the first launch brings, and constants."""
+    mod = recorded(Steps)
+    marked = {
+        gv: func.with_attr(READS_EARLY, [1]) if gv.name_hint == "join" else func for gv, func in mod.functions.items()
+    }
+    found = functions(form_cuda_graphs(tvm.IRModule(marked, global_infos=mod.global_infos)))
+    early = {name for name, func in found.items() if "tirx.kernel_launch_params" in func.attrs}
+    assert early == {"join_table_1_early"}  # of the other call, operand 1 is an input
+    assert " join_table_1_early(" in found["main_commands_record"].script()
+    marked = {
+        gv: func.with_attr(READS_EARLY, []) if gv.name_hint in ("step", "join") else func
+        for gv, func in mod.functions.items()
+    }
+    found = functions(form_cuda_graphs(tvm.IRModule(marked, global_infos=mod.global_infos)))
+    record = found["main_commands_record"].script()
+    assert " step_table(" in record and " step(" in record, "these follow the kernel that brings the table"
+    assert " step_table_1_early(" in record
 
 
 def test_memory_of_a_graph_with_several_constants():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +14,6 @@ from ...core.builder import Expr
 
 SWIZZLED_ALIGN = 1024
 """Of tiles with swizzled rows: the swizzle is of address bits, and repeats every eight rows of 128 bytes."""
-
-_LAUNCH_TAGS, _BEGINS_EARLY = "tirx.kernel_launch_params", "tirx.use_programtic_dependent_launch"
 
 
 @dataclass(frozen=True)
@@ -117,19 +115,23 @@ def unrolled(count: int) -> Iterator[Expr]:
         yield i
 
 
-def may_begin_early(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
-    """The kernel, launched so that it may begin before the launch before it in the stream has ended.
+READS_EARLY = "relax_hetero.reads_early"
+"""On a kernel that may begin before the launch before it has ended: the operands that it reads before it waits."""
 
-    Only for kernels in which every thread waits (`ptx.wait_for_launches_before`) before it reads what others wrote, or
-    writes; what it reads before that has to be a constant. TVM passes the tag on to the driver ("programmatic stream
-    serialization"), and capturing a stream keeps it, as an edge of the graph.
 
-    The kernel promises no longer that its tensors do not overlap: the CUDA compiler would take what nobody seems to
-    write for constant, and may read it before the wait.
+def may_begin_early(kernel: tirx.PrimFunc, operands: Sequence[int] = ()) -> tirx.PrimFunc:
+    """The kernel with a note that it may begin before the launch before it in the stream has ended.
+
+    Every thread waits (`ptx.wait_for_launches_before`) before it writes, or reads anything but `operands`: who launches
+    it early makes sure that these are constants.
     """
-    return kernel.with_attr(_LAUNCH_TAGS, [_BEGINS_EARLY]).with_attr("tirx.noalias", False)
+    return kernel.with_attr(READS_EARLY, list(operands))
 
 
-def begins_early(kernel: tirx.PrimFunc) -> bool:
-    """Whether a kernel is launched as `may_begin_early` says."""
-    return _LAUNCH_TAGS in kernel.attrs and _BEGINS_EARLY in map(str, kernel.attrs[_LAUNCH_TAGS])
+def launched_early(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
+    """The kernel, launched so that it does begin early.
+
+    TVM hands the tag on to the driver ("programmatic stream serialization"), and capturing a stream keeps it, as an
+    edge of the graph.
+    """
+    return kernel.with_attr("tirx.kernel_launch_params", ["tirx.use_programtic_dependent_launch"])

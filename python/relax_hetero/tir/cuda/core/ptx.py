@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tvm import tirx
 from tvm.script import tirx as _instructions
 from tvm.script.ir_builder import tirx as T
 
@@ -377,11 +376,6 @@ def wait_for_launches_before() -> None:
     Nothing where this launch does not begin before they end.
     """
     _emit("griddepcontrol.wait")
-
-
-def waiting_for_launches_before() -> tirx.Stmt:
-    """`wait_for_launches_before` as a statement, for code that is not under construction."""
-    return tirx.Evaluate(_PTX["griddepcontrol.wait"]())
 
 
 def let_next_launch_begin() -> None:

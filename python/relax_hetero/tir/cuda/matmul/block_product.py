@@ -29,7 +29,7 @@ from ...core.builder import Expr, Function, ceil_div, int64, minimum
 from ...core.view import extent_of
 from ..core import ptx
 from ..core.epilogue import EpilogueWriter
-from ..core.launch import launch, local
+from ..core.launch import launch, local, may_begin_early
 from ..core.operand import GpuOperand
 
 STEP = 16
@@ -121,7 +121,7 @@ def block_product_kernel(problem: BlockProductProblem, gpu: GpuTarget, plan: Blo
             for view in packed:
                 view.open()
             _Kernel(problem, plan or block_plan(problem, gpu), lhs, packed, writer).emit()
-    return function.result
+    return may_begin_early(function.result, range(1, 1 + len(problem.weights)))
 
 
 class _Kernel:

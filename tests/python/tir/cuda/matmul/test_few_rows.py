@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tvm.target import Target
 
-from cuda_reports import reports_of
+from cuda_reports import reports_of, sources_of
 from gpu_interpreter import run
 from relax_hetero.encoding import PackedLayout
 from relax_hetero.encoding.expression import Expression
@@ -15,7 +15,7 @@ from relax_hetero.errors import EncodingError
 from relax_hetero.target.element_types import bytes_of, numpy_dtype
 from relax_hetero.target.gpu_target import gpu_target_of
 from relax_hetero.tir.commands.table_kernel import is_one_launch
-from relax_hetero.tir.cuda.core.launch import may_begin_early
+from relax_hetero.tir.cuda.core.launch import READS_EARLY, launched_early
 from relax_hetero.tir.cuda.matmul.few_rows import FewPlan, few_plan, few_rows_kernel
 from seeds import fresh_rng
 
@@ -97,8 +97,10 @@ def test_parts_of_k_fit_beside_each_other():
 
 
 def test_a_launch_may_begin_before_the_end_of_the_one_before():
-    func = may_begin_early(few_rows_kernel(problem_of(1, 4096, 4096), GPU))
-    assert list(func.attrs["tirx.kernel_launch_params"]) == ["tirx.use_programtic_dependent_launch"]
+    func = few_rows_kernel(problem_of(1, 4096, 4096), GPU)
+    assert list(func.attrs[READS_EARLY]) == [1], "the weight, where it is a constant"
+    (source,) = sources_of(launched_early(func), TARGET)
+    assert b"use_programtic_dependent_launch" in source.data.kernels
     (report,) = reports_of(func, TARGET)
     assert report.serialized == "" and report.spill_stores == 0
     assert report.registers <= 64, "four blocks share a multiprocessor"
