@@ -137,7 +137,6 @@ class OperandTile:
         place: tuple[Expr, Expr],
         step: Expr,
         barrier: Expr,
-        to: Expr | None = None,
     ) -> None:
         """Issue one bulk copy, by one thread.
 
@@ -145,8 +144,6 @@ class OperandTile:
         ----------
         place : tuple of PrimExpr
             First row of the tile, and the number of the packed tile in it.
-        to : PrimExpr, optional
-            uint16 mask of the blocks of a cluster that get it.
         """
         first, block = place
         skipped = block * PACKED_ROWS
@@ -158,7 +155,7 @@ class OperandTile:
         k = T.Cast("int64", step) * self.step
         source = T.address_of(self.view.data[self.view.address({**at, self.side: row, "k": k})])
         size = PACKED_ROWS * SWIZZLED_BYTES
-        ptx.bulk_load(shared.at(offset + block * size), source, size, barrier, to)
+        ptx.bulk_load(shared.at(offset + block * size), source, size, barrier)
 
     def _is_whole_blocks(self, blocks: int) -> bool:
         return isinstance(self.extent, int) and -(-self.extent // PACKED_ROWS) % blocks == 0
