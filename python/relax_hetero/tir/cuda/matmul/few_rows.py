@@ -80,7 +80,7 @@ class FewPlan:
 
 
 def few_plan(problem: MatmulProblem, gpu: GpuTarget) -> FewPlan:
-    """The plan of a problem: so many parts of k that all multiprocessors have work, in rings that let the next begin."""
+    """The plan of a problem: parts of k until all multiprocessors have work, in rings that let the next launch begin."""
     element = bytes_of(problem.rhs.dtype)
     n, k = problem.rhs.size("n"), problem.rhs.size("k")
     assert isinstance(n, int) and isinstance(k, int), "packed weights are of known extents"
