@@ -131,7 +131,7 @@ def _file_of(name: str, skeletons: Path | None) -> str:
 @click.option("--build-only", is_flag=True, help="Compile the models and run nothing; needs no GPU.")
 @click.option("--no-times", is_flag=True, help="Compare and do not time.")
 @click.option("--torch", "peer", is_flag=True, help="PyTorch's eager ops in a CUDA graph beside it.")
-@click.option("--slowest", default=8, show_default=True, help="So many kernels of each model are listed.")
+@click.option("--slowest", default=0, help="List so many of the slowest kernels; compiles each model once more.")
 @click.option(
     "--skeletons", type=click.Path(path_type=Path), help=f"A folder of NAME{SUFFIX} files to take models from."
 )

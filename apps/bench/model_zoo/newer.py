@@ -32,10 +32,10 @@ def _slice(graph: Graph, x: str, axis: int, begin: int, end: int) -> str:
     return graph.node("Slice", x, graph.shape(begin), graph.shape(end), graph.shape(axis))
 
 
-def swin() -> onnx.ModelProto:
+def swin(size: int = 56) -> onnx.ModelProto:
     """Two stages of a Swin transformer: attention in windows, every second time shifted and masked."""
-    graph, size, width, window = Graph("swin"), 56, 96, 7
-    x = graph.conv(graph.input("image", (1, 3, 224, 224)), width, 4, stride=4, pad=0)
+    graph, width, window = Graph("swin"), 96, 7
+    x = graph.conv(graph.input("image", (1, 3, 4 * size, 4 * size)), width, 4, stride=4, pad=0)
     x = graph.node("Reshape", x, graph.shape(1, width, size * size))
     x = graph.node("Reshape", graph.node("Transpose", x, perm=[0, 2, 1]), graph.shape(1, size, size, width))
     for stage, heads in enumerate((3, 6)):

@@ -149,7 +149,7 @@ def main() -> None:
     if arguments.smoke:
         arguments.every, arguments.write_docs = 500, False
         arguments.results = Path(tempfile.mkdtemp())
-    console = Console()
+    console = Console(emoji=False)
     _check_gpu(parser, arguments)
     arguments.kept = arguments.results
     os.environ[GPU_VARIABLE] = arguments.gpu

@@ -87,6 +87,15 @@ _GPUS: dict[str, GpuTarget] = {
 }
 
 
+# Compute capabilities whose own instructions, such as wgmma, only code for them alone may use.
+_OWN_INSTRUCTIONS = frozenset({"9.0"})
+
+
+def arch_of(capability: str) -> str:
+    """The architecture that code for a GPU is compiled for: ``sm_90a`` for compute capability "9.0"."""
+    return f"sm_{capability.replace('.', '')}{'a' if capability in _OWN_INSTRUCTIONS else ''}"
+
+
 def gpu_target_of(target: tvm.target.Target) -> GpuTarget:
     """The facts of a CUDA target; one whose ``arch`` is in no row gets plain SIMT kernels and the limits of all."""
     return _gpu_target_of(str(target.attrs.get("arch", "")))

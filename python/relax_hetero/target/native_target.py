@@ -16,14 +16,12 @@ from tvm.target import Target, codegen
 from ..errors import VDeviceError
 from .backends import load_backend
 from .cpu_cores import num_cores
+from .gpu_target import arch_of
 
 _log = logging.getLogger("relax_hetero")
 
 # The GPU generation assumed for CUDA code that is compiled where no GPU can be asked (H100, H200).
 DEFAULT_CUDA_ARCH = "sm_90a"
-
-# Compute capabilities whose own instructions, such as wgmma, only code for them alone may use: that is sm_90a.
-_OWN_INSTRUCTIONS = frozenset({"9.0"})
 
 _ROCM_EXAMPLE = '{"kind": "rocm", "mcpu": "gfx90a"}'
 
@@ -103,10 +101,9 @@ def _native_cuda(index: int) -> dict[str, object]:
     if not device.exist:
         _say_assumed_arch()
         return {"kind": "cuda", "arch": DEFAULT_CUDA_ARCH}
-    capability = str(device.compute_version)
     return {
         "kind": "cuda",
-        "arch": f"sm_{capability.replace('.', '')}{'a' if capability in _OWN_INSTRUCTIONS else ''}",
+        "arch": arch_of(str(device.compute_version)),
         "max_threads_per_block": int(device.max_threads_per_block),
         "max_shared_memory_per_block": int(device.max_shared_memory_per_block),
         "thread_warp_size": int(device.warp_size),

@@ -31,9 +31,9 @@ def console(stderr: bool = False, file: TextIO | None = None) -> Console:
         def print(self, *objects: Any, **options: Any) -> None:
             super().print(*(printable(part) if isinstance(part, str) else part for part in objects), **options)
 
-    made = PlainConsole(stderr=stderr, file=file, highlight=False)
+    made = PlainConsole(stderr=stderr, file=file, highlight=False, emoji=False)
     if not made.is_terminal:
-        made = PlainConsole(stderr=stderr, file=file, highlight=False, width=max(made.width, FILE_WIDTH))
+        made = PlainConsole(stderr=stderr, file=file, highlight=False, emoji=False, width=max(made.width, FILE_WIDTH))
     return made
 
 

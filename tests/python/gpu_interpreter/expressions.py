@@ -111,6 +111,7 @@ class Expressions:
         view = self.view(buffer)
         compiled = [self.compiled(index) for index in indices]
         width = lanes_of(str(buffer.ty.dtype))[1]
+        self.names.cells[self.names.slot(buffer)] = scalar_type(str(buffer.ty.dtype)).itemsize
         if str(buffer.ty.storage_scope).startswith("shared"):
             self.names.accessed(scalar_type(str(buffer.ty.dtype)).itemsize)
 

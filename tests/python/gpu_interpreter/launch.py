@@ -75,6 +75,7 @@ class _Run:
         self.lanes = Lanes(blocks, np.zeros(1, np.int32), np.zeros(1, np.int64), [None] * 100_000)
         self.arrays: list[tuple[int, Any, np.ndarray]] = []
         self.scratch: set[int] = set()
+        self.registers: list[Any] = []
         for parameter, value in zip(func.params, arguments, strict=True):
             slot = self.names.slot(parameter)
             if not self.names.is_buffer(parameter):
@@ -121,6 +122,8 @@ class _Run:
             for i in range(int(compiled(stmt.extent)(self.lanes, None))):
                 self.lanes.slots[slot] = compiled(stmt.min)(self.lanes, None) + i
                 self.host(stmt.body)
+        elif kind == "AllocBuffer" and str(stmt.buffer.ty.storage_scope) == "local":
+            self.registers.append(stmt)
         elif kind == "AllocBuffer":
             shape = [int(self.statements.expressions.compiled(e)(self.lanes, None)) for e in stmt.buffer.ty.shape]
             name, width = lanes_of(str(stmt.buffer.ty.dtype))
@@ -159,16 +162,23 @@ class _Run:
         self._views()
         extents, variables = _thread_extents(stmt)
         compiled = self.statements.expressions.compiled
+        for bound in _binds_before(stmt):
+            try:
+                self.lanes.slots[self.names.slot(bound.var)] = compiled(bound.value)(self.lanes, None)
+            except (KernelFault, AttributeError):
+                pass  # made of threads or of memory: no extent depends on it
         size = {tag: int(compiled(extent)(self.lanes, None)) for tag, extent in extents.items()}
         slots = {tag: [self.names.slot(var) for var in variables[tag]] for tag in extents}
         types = {self.names.slot(v): scalar_type(str(v.ty.dtype)) for tag in extents for v in variables[tag]}
         threads = [size.get(f"threadIdx.{axis}", 1) for axis in "xyz"]
         grid = [size.get(f"blockIdx.{axis}", 1) for axis in "xyz"]
         statements = Statements(self.names)
-        code = statements.compiled(stmt)
-        for slot, _, _ in self.arrays:
+        # Arrays of threads may be declared before the launch that uses them.
+        code = statements.compiled(tirx.SeqStmt([*self.registers, stmt]) if self.registers else stmt)
+        for slot, _, array in self.arrays:
             # A launch begins when the one before has ended: its accesses are ordered.
-            self.memories[SHARED + 1 + slot].begin(tracked=self.names.is_written(slot))
+            own = array.dtype.itemsize
+            self.memories[SHARED + 1 + slot].begin(self.names.is_written(slot), self.names.cell_of(slot, own))
         per_block = int(np.prod(threads))
         total = int(np.prod(grid))
         cluster = int(np.prod([size.get(f"clusterCtaIdx.{axis}", 1) for axis in "xyz"]))
@@ -255,6 +265,19 @@ def _attributes(stmt: Any) -> Iterator[Any]:
         yield from _attributes(stmt.then_case)
         if stmt.else_case is not None:
             yield from _attributes(stmt.else_case)
+
+
+def _binds_before(stmt: Any) -> Iterator[Any]:
+    """Variables that are bound between the thread extents of a nest."""
+    kind = type(stmt).__name__
+    if kind == "AttrStmt":
+        yield from _binds_before(stmt.body)
+    elif kind == "SeqStmt":
+        for part in stmt.seq:
+            if type(part).__name__ == "Bind":
+                yield part
+            else:
+                yield from _binds_before(part)
 
 
 def _thread_extents(stmt: Any) -> tuple[dict[str, Any], dict[str, list[Any]]]:

@@ -172,15 +172,15 @@ class Addressed:
         shared: bool,
         size: int | None = None,
     ) -> None:
-        self.number, self.name, self.cell, self.shared = number, name, cell, shared
+        self.number, self.name, self.shared = number, name, shared
         self.bytes = data
         self.size = data.shape[1] if size is None else size
         self.written = None if defined else np.zeros(data.shape, np.uint8)
-        self.cells = -(-data.shape[1] // cell)
-        self.begin(tracked)
+        self.begin(tracked, cell)
 
-    def begin(self, tracked: bool) -> None:
-        """Forget all accesses; `tracked`: whether anything writes from here on."""
+    def begin(self, tracked: bool, cell: int) -> None:
+        """Forget all accesses; `tracked`: whether anything writes from here on, in units of `cell` bytes at least."""
+        self.cell, self.cells = cell, -(-self.bytes.shape[1] // cell)
         self.accesses = Accesses(self.name, self.cells * self.bytes.shape[0]) if tracked else None
 
     def load(self, lanes: Lanes, mask: Any, view: View, index: Any, instance: Any = None) -> Any:

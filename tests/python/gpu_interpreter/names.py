@@ -14,8 +14,10 @@ class Names:
         Buffers that are stored to, or whose address is taken.
     aliases : dict of int to int
         Buffers that are views of others.
-    cell : int
-        Bytes of the smallest access of shared memory.
+    cell, global_cell : int
+        Bytes of the smallest access of shared memory, and of the smallest by an instruction of global memory.
+    cells : dict of int to int
+        Bytes of an element of each buffer that is accessed.
     roles : bool
         Whether warps of a block may have different work: each warpgroup runs by itself.
     """
@@ -27,6 +29,8 @@ class Names:
         self.aliases: dict[int, int] = {}
         self.roles = False
         self.cell = 16
+        self.cells: dict[int, int] = {}
+        self.global_cell = 16
 
     def slot(self, var: Any) -> int:
         """The number of a variable, a new one for a new variable."""
@@ -45,6 +49,11 @@ class Names:
         while slot in self.aliases:
             slot = self.aliases[slot]
         return slot
+
+    def cell_of(self, slot: int, own: int) -> int:
+        """Bytes of the smallest access of the memory of a buffer whose own elements have `own`."""
+        views = [size for one, size in self.cells.items() if self.root(one) == slot]
+        return min([own, self.global_cell, *views])
 
     def is_written(self, slot: int) -> bool:
         """Whether anything may write the memory of a buffer."""

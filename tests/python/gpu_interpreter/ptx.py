@@ -191,7 +191,10 @@ def _aligned(lanes: Any, mask: Any, address: Any, size: int) -> None:
 @instruction(r"ld\..*")
 def _load(expressions: Any, one: Instruction) -> Any:
     space, count, dtype = _memory_of(one.text)
-    expressions.names.accessed(dtype.itemsize * count)
+    if space.startswith("shared"):
+        expressions.names.accessed(dtype.itemsize * count)
+    else:
+        expressions.names.global_cell = min(expressions.names.global_cell, dtype.itemsize)
     targets = [register_writer(expressions, target) for target in one.operands[:count]]
     address = pointer(expressions, one.operands[count])
 
@@ -211,7 +214,10 @@ def _load(expressions: Any, one: Instruction) -> Any:
 @instruction(r"st\..*")
 def _store(expressions: Any, one: Instruction) -> Any:
     space, count, dtype = _memory_of(one.text)
-    expressions.names.accessed(dtype.itemsize * count)
+    if space.startswith("shared"):
+        expressions.names.accessed(dtype.itemsize * count)
+    else:
+        expressions.names.global_cell = min(expressions.names.global_cell, dtype.itemsize)
     address = pointer(expressions, one.operands[0])
     values = [expressions.compiled(value) for value in one.operands[1 : 1 + count]]
 

@@ -64,7 +64,7 @@ def link(mod: tvm.IRModule, progress: Progress | None = None, folder: CacheFolde
         TVM has no code generator for its target; names the kernel and the target. There is no CUDA compiler.
     """
     host = host_vdevice(vdevices_of(mod))
-    host_target = host.target if host is not None else native("llvm")
+    host_target = host.target if host is not None else any_host()
     external = external_modules(mod)
     builder = relax.ExecBuilder()
     try:
@@ -87,6 +87,14 @@ def link(mod: tvm.IRModule, progress: Progress | None = None, folder: CacheFolde
         libraries = [build_llvm(host_target, tvm.IRModule())]
     first = libraries[0] if libraries else None
     return Linked(relax_ffi.VMLink(builder, host_target, first, libraries[1:] + external, {}), machine_code)
+
+
+def any_host() -> tvm.target.Target:
+    """The target of host code in an executable without a CPU device: launches of kernels, on any CPU of this kind.
+
+    Nothing in its manifest says what this CPU has, and the file is made to be run on other machines.
+    """
+    return tvm.target.Target({"kind": "llvm", "mtriple": str(native("llvm").attrs["mtriple"])})
 
 
 def _with_machine_code(

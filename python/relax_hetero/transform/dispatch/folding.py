@@ -1,13 +1,17 @@
-"""Constant folding that does not fill the memory: results much larger than the constants they come from stay calls.
+"""Constant folding on the CPU that does not fill the memory.
 
-TVM's FoldConstant evaluates every kernel call of constants, also a ``broadcast_to`` of a scalar to a terabyte.
+TVM's FoldConstant evaluates every kernel call of constants, also a ``broadcast_to`` of a scalar to a terabyte, and
+kernels that were written for a GPU, which may not be there. Both stay calls.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import tvm
 from tvm import relax
 
+from ...tir.commands.table_kernel import is_one_launch
 from ..ir.blocks import Block, renamed, rewrite_blocks
 from ..ir.constant_values import grows_too_much
 from ..ir.kernels import tensor_bytes
@@ -18,13 +22,23 @@ _OPAQUE = "relax.builtin.stop_lift_params"
 
 
 def fold_constants(mod: tvm.IRModule) -> tvm.IRModule:
-    """FoldConstant on kernel calls, without those whose results would be large."""
-    hidden = rewrite_blocks(mod, _hide)
+    """FoldConstant on kernel calls, without those whose results would be large or whose kernel is another device's."""
+    foreign = {
+        gv.name_hint for gv, func in mod.functions.items() if isinstance(func, tvm.tirx.PrimFunc) and _is_foreign(func)
+    }
+    hidden = rewrite_blocks(mod, lambda block: _hide(block, foreign))
     folded = relax.transform.FoldConstant()(hidden)
     return folded if hidden.same_as(mod) else rewrite_blocks(folded, _show)
 
 
-def _hide(block: Block) -> list[relax.Binding] | None:
+def _is_foreign(kernel: tvm.tirx.PrimFunc) -> bool:
+    """Whether a kernel does not run on this CPU: it says so, or binds the threads of a GPU."""
+    if "target" in kernel.attrs:
+        return bool(kernel.attrs["target"].kind.name != "llvm")
+    return is_one_launch(kernel)
+
+
+def _hide(block: Block, foreign: Collection[str]) -> list[relax.Binding] | None:
     """Constants of calls that are not to be folded, behind an op that FoldConstant does not know."""
     origin: dict[relax.Var, int] = {}
     bindings: list[relax.Binding] = []
@@ -32,7 +46,8 @@ def _hide(block: Block) -> list[relax.Binding] | None:
     for binding in block.bindings:
         value = binding.value
         root = _root(value, origin)
-        if root is not None and grows_too_much(_bytes(binding.var.ty), root):
+        is_foreign = root is not None and value.args[0].name_hint in foreign
+        if root is not None and (is_foreign or grows_too_much(_bytes(binding.var.ty), root)):
             args = [_opaque(arg, binding.var.name, block, bindings) for arg in value.args[1].fields]
             call = relax.Call(
                 value.op, [value.args[0], relax.Tuple(args), *value.args[2:]], value.attrs, value.ty_args, value.span

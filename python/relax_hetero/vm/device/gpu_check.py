@@ -12,6 +12,7 @@ from tvm import runtime
 from ...artifact.metadata import DeviceSpec
 from ...errors import BindingError
 from ...target.backends import why_not_loaded
+from ...target.gpu_target import arch_of
 
 _ARCH = re.compile(r"sm_([0-9]+)([0-9])([a-z]?)")
 
@@ -26,8 +27,8 @@ def check_gpu(name: str, spec: DeviceSpec, device: runtime.Device) -> None:
         alone = f"{capability} alone" if wanted[3] == "a" else f"{capability} and newer ones of {wanted[1]}.x"
         raise BindingError(
             f"{name} was compiled for {arch}, which GPUs of compute capability {alone} run: found {device.device_name} "
-            f"of compute capability {found} as {device}; compile the model for sm_{found.replace('.', '')}, or there "
-            "for 'cuda'"
+            f"of compute capability {found} as {device}; compile the model for {arch_of(found)}, or there for "
+            "'cuda'"
         )
 
 

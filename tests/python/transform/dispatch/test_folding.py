@@ -1,9 +1,15 @@
-"""Constant folding: no result that is many times larger than the constants it comes from."""
+"""Constant folding: no result that is many times larger than its constants, no kernel of a device that is not there."""
 
 import numpy as np
+import tvm
 from tvm import relax
+from tvm.script import ir as I
+from tvm.script import relax as R
+from tvm.script import tirx as T
 
 import relax_hetero as rh
+from relax_hetero.driver.pipeline import pipeline_steps
+from relax_hetero.target.vdevice import with_vdevices
 
 
 def test_no_constant_is_folded_that_would_fill_the_memory():
@@ -17,3 +23,51 @@ def test_no_constant_is_folded_that_would_fill_the_memory():
     executable = rh.compile(builder.get(), cache=False)
     assert sum(np.prod(spec.shape) for spec in executable.metadata.constants) <= 2
     assert (rh.vm.VirtualMachine(executable)["main"]().numpy() == 2).all()
+
+
+@I.ir_module
+class WrittenForAGpu:
+    """Its kernel reads constants only."""
+
+    I.module_global_infos({"vdevice": [I.vdevice({"kind": "cuda", "arch": "sm_90"})]})
+
+    @T.prim_func(private=True, s_tir=True)
+    def double(x: T.Buffer((T.int64(8),), "float32"), y: T.Buffer((T.int64(8),), "float32")):
+        T.func_attr({"target": T.target({"kind": "cuda", "arch": "sm_90"}), "tirx.is_scheduled": True})
+        for i in T.thread_binding(T.int64(8), thread="threadIdx.x"):
+            with T.sblock("double"):
+                v = T.axis.spatial(T.int64(8), i)
+                y[v] = x[v] * T.float32(2)
+
+    @R.function
+    def main(x: R.Tensor((8,), "float32", "cuda:0")) -> R.Tensor((8,), "float32", "cuda:0"):
+        cls = WrittenForAGpu
+        with R.dataflow():
+            doubled = R.call_tir(
+                cls.double, (R.const(np.ones(8, "float32")),), out_ty=R.Tensor((8,), "float32", "cuda:0")
+            )
+            result = R.add(x, doubled)
+            R.output(result)
+        return result
+
+
+def test_kernels_written_for_a_gpu_are_not_run_here():
+    symbols = list(rh.compile(WrittenForAGpu, cache=False).metadata.dispatches)
+    assert any("double" in symbol for symbol in symbols), symbols
+
+
+def test_kernels_of_gpus_are_not_run_on_the_cpu():
+    values = relax.const(np.ones((4, 6), "float32"))
+    builder = relax.BlockBuilder()
+    with builder.function("main", []):
+        with builder.dataflow():
+            result = builder.emit_output(builder.emit(relax.op.nn.softmax(values)))
+        builder.emit_func_output(result)
+    gpu = rh.VDevice({"kind": "cuda", "arch": "sm_90a"})
+    mod = with_vdevices(builder.get(), [gpu])
+    for step in pipeline_steps(command_buffers=False):
+        mod = step.run(mod)
+        if step.name == "FormDispatches":
+            break
+    targets = [func.attrs["target"].kind.name for func in mod.functions.values() if isinstance(func, tvm.tirx.PrimFunc)]
+    assert targets == ["cuda"]

@@ -13,12 +13,12 @@ CPU = {"kind": "llvm", "mcpu": "x86-64-v3"}
 @I.ir_module
 class Before:
     @T.prim_func(private=True, s_tir=True)
-    def on_gpu(A: T.Buffer((64, 32), "float32"), B: T.Buffer((64, 32), "float32")):
+    def on_gpu(A: T.Buffer((5, 3), "float32"), B: T.Buffer((3, 5), "float32")):
         T.func_attr({"target": T.target(CUDA)})
-        for i, j in T.grid(64, 32):
+        for i, j in T.grid(3, 5):
             with T.sblock("twice"):
                 vi, vj = T.axis.remap("SS", [i, j])
-                B[vi, vj] = A[vi, vj] * T.float32(2)
+                B[vi, vj] = A[vj, vi] * T.float32(2)
 
     @T.prim_func(private=True, s_tir=True)
     def on_cpu(A: T.Buffer((64, 32), "float32"), B: T.Buffer((64, 32), "float32")):
@@ -32,14 +32,23 @@ class Before:
 @I.ir_module
 class Expected:
     @T.prim_func(private=True, s_tir=True)
-    def on_gpu(A: T.Buffer((64, 32), "float32"), B: T.Buffer((64, 32), "float32")):
+    def on_gpu(A: T.Buffer((5, 3), "float32"), B: T.Buffer((3, 5), "float32")):
         T.func_attr({"target": T.target(CUDA), "tirx.is_scheduled": True})
-        for block in T.thread_binding(2, thread="blockIdx.x"):
-            for thread in T.thread_binding(1024, thread="threadIdx.x"):
-                with T.sblock("twice"):
-                    vi = T.axis.spatial(64, (block * 1024 + thread) // 32)
-                    vj = T.axis.spatial(32, (block * 1024 + thread) % 32)
-                    B[vi, vj] = A[vi, vj] * T.float32(2)
+        with T.sblock("root"):
+            T.reads()
+            T.writes()
+            for v in T.thread_binding(T.int64(1), thread="blockIdx.x"):
+                for w in T.thread_binding(T.int64(64), thread="threadIdx.x"):
+                    a = T.decl_buffer((T.int64(15),), data=A.data, layout=None)
+                    b = T.decl_buffer((T.int64(15),), data=B.data, layout=None)
+                    if v * T.int64(64) + w < T.int64(15):
+                        made = T.alloc_local((1,))
+                        made[T.int64(0)] = a[
+                            (v * T.int64(64) + w) % T.int64(5) * T.int64(3) + (v * T.int64(64) + w) // T.int64(5)
+                        ] * T.float32(2)
+                        b[
+                            (v * T.int64(64) + w) // T.int64(5) * T.int64(5) + (v * T.int64(64) + w) % T.int64(5)
+                        ] = made[T.int64(0)]
 
     @T.prim_func(private=True, s_tir=True)
     def on_cpu(A: T.Buffer((64, 32), "float32"), B: T.Buffer((64, 32), "float32")):

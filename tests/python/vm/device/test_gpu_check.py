@@ -1,6 +1,8 @@
 """Code for a GPU that is not here is refused before anything runs, with what is here and what was expected."""
 
+import ctypes
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -44,7 +46,10 @@ def test_which_gpus_run_which_code(arch, version, runs):
     if runs:
         gpu_check.check_gpu("cuda:0", spec(arch), gpu)
     else:
-        with pytest.raises(rh.BindingError, match=f"cuda:0 was compiled for {arch}.*found NVIDIA A100.*{version}"):
+        with pytest.raises(
+            rh.BindingError,
+            match=f"cuda:0 was compiled for {arch}.*found NVIDIA A100.*{version}.*for sm_{version.replace('.', '')}",
+        ):
             gpu_check.check_gpu("cuda:0", spec(arch), gpu)
 
 
@@ -89,7 +94,7 @@ def test_why_a_gpu_is_not_there(monkeypatch, driver, failure, message):
             raise OSError("no such file")
         return driver
 
-    monkeypatch.setattr(gpu_check.ctypes, "CDLL", library)
+    monkeypatch.setattr(gpu_check, "ctypes", SimpleNamespace(CDLL=library, c_int=ctypes.c_int, byref=ctypes.byref))
     monkeypatch.setattr(gpu_check, "why_not_loaded", lambda name: failure)
     absent = devices.runtime.device("cuda", 99)
     with pytest.raises(rh.BindingError, match=r"cuda:0 is to run on cuda:99, .*does not have: .*" + message):

@@ -30,6 +30,7 @@ CHOICE = "TVM_CUDA_COMPILE_MODE"
 
 _HEADER = "cuda_fp16.h"
 _WORKER = Path(nvrtc_worker.__file__)
+_STOCK_ARCH = "sm_50"
 _PTXAS = ("-v", "--register-usage-level=10")
 # An unused variable; a constant that its type cannot hold exactly. A warning quotes its line, of a thousand characters.
 _SILENT = "177,1046"
@@ -313,7 +314,8 @@ def _found_compiler(first: str) -> tuple[Path, tuple[Path, ...]] | Path | None:
 def _with_archs(log: str, arch: str, archs: list[int]) -> str:
     if "gpu-architecture" not in log:
         return log
-    return f"error: this NVRTC makes no code for {arch}: expected sm_{archs[0]} to sm_{archs[-1]}"
+    why = ", which TVM takes where a target names none: see rh.native('cuda')" if arch == _STOCK_ARCH else ""
+    return f"error: this NVRTC makes no code for {arch}{why}; expected sm_{archs[0]} to sm_{archs[-1]}"
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from ...loops.nests import form_nests
 from ...loops.stages import NotStages, read_stages
 from .launches import Launch, launches_of
 from .statements import write_statements
+from .wide_axes import with_wide_axes
 from .write import write_function
 
 __all__ = ["Launch", "launches_of", "schedule"]
@@ -29,7 +30,7 @@ def schedule(func: tirx.PrimFunc, gpu: GpuTarget) -> tirx.PrimFunc:
         Without thread bindings. What its launches hand on lies in buffers that its root block allocates.
     """
     try:
-        nests = form_nests(read_stages(func), list(func.params), shares_storage=False)
+        nests = form_nests(with_wide_axes(read_stages(func)), list(func.params), shares_storage=False)
     except NotStages:
         return write_statements(func, gpu)
     return write_function(func, nests, gpu)

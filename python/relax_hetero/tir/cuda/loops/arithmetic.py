@@ -34,13 +34,14 @@ def for_cuda(expr: Expr) -> Expr:
         wide = tvm.ir.Call(call.op, args, ret_ty=tvm.ir.PrimType("float32" if dtype in _NARROW else dtype))
         return tirx.Cast(dtype, wide) if dtype in _NARROW else wide
 
-    def on_extreme(node: tirx.Max | tirx.Min) -> Expr:
+    def on_binary(node: tirx.Max | tirx.Min | tirx.Mod) -> Expr:
         dtype = _type(node)
-        if dtype not in _NARROW:
+        wide = "float32" if dtype in _NARROW else "int32" if dtype == "bool" else None
+        if wide is None:
             return node
-        return tirx.Cast(dtype, type(node)(tirx.Cast("float32", node.a), tirx.Cast("float32", node.b)))
+        return tirx.Cast(dtype, type(node)(tirx.Cast(wide, node.a), tirx.Cast(wide, node.b)))
 
-    return structural_map(expr, [(tvm.ir.Call, on_call), ((tirx.Max, tirx.Min), on_extreme)])
+    return structural_map(expr, [(tvm.ir.Call, on_call), ((tirx.Max, tirx.Min, tirx.Mod), on_binary)])
 
 
 def accumulator_type(dtype: str) -> str:

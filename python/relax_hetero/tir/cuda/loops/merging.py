@@ -17,7 +17,7 @@ from tvm_ffi import structural_equal, structural_map, structural_walk
 from ...core.builder import Expr
 from ...loops.nests import Sum
 from ...loops.reduce_box import combined
-from ...loops.stages import Load, replaced, sources, with_loads
+from ...loops.stages import Load, node_count, replaced, sources, with_loads
 from .arithmetic import accumulator_type
 
 
@@ -111,16 +111,14 @@ def _term(value: Expr, buffer: tirx.Buffer) -> Expr | None:
 
 
 def _exchanged(value: Expr, terms: Sequence[Expr], new: Sequence[tirx.Var]) -> Expr:
-    """`value` with variables for the terms, wherever these stand in it."""
-    kinds = tuple({type(term) for term in terms})
+    """`value` with variables for the terms, wherever these stand in it; larger terms first, as others are in them."""
+    for term, var in sorted(zip(terms, new, strict=True), key=lambda pair: -node_count(pair[0])):
 
-    def change(node: Expr) -> Expr:
-        for term, var in zip(terms, new, strict=True):
-            if structural_equal(node, term):
-                return var
-        return node
+        def change(node: Expr, term: Expr = term, var: tirx.Var = var) -> Expr:
+            return var if structural_equal(node, term) else node
 
-    return structural_map(value, (kinds, change))
+        value = structural_map(value, (type(term), change))
+    return value
 
 
 def _variables(value: Expr) -> set[tirx.Var]:

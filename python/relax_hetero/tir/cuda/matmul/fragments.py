@@ -3,11 +3,15 @@
 A warp holds 16 rows. Lane l has, of every 8 columns, the pair ``2 * (l % 4)`` of rows ``l // 4`` and ``l // 4 + 8``:
 written as they lie, they would fill eighths of memory transactions. So values go through shared memory, a part of its
 own for each warp, and leave it as whole rows.
+
+Results go that way where the epilogue reads a bias, or factors of rows: half the bytes of the sums. Where it reads
+operands as large as the result, the sums go, and the epilogue is computed where whole rows of all operands are read.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tvm import tirx
@@ -17,15 +21,17 @@ from ....encoding.expression import Expression
 from ....encoding.packed_layout import CHUNK_BYTES
 from ....encoding.problem import Epilogue
 from ....target.element_types import HALVES, bytes_of
-from ...core.builder import Expr, Function, int64
+from ...core.builder import Expr, Function, int64, when
 from ...core.view import Coordinates
 from ..core import ptx
+from ..core.epilogue import EpilogueWriter
 from ..core.expression import emit
 from ..core.launch import SharedMemory, local, unrolled
 from ..core.operand import GpuOperand
 from .wgmma_tiling import STAGING_PAD
 
 WARP_ROWS = 16
+_MOST_SUMS = 8  # neighbours that a lane computes together where rows are whole
 
 
 class FragmentStore:
@@ -54,17 +60,33 @@ class FragmentStore:
         self._init = init
         self._expression = epilogue.expression if epilogue else Expression.operand(0)
         self._acc_dtype = acc_dtype
+        self._rows: EpilogueWriter | None = None
 
-    def open(self, result: GpuOperand, m: Expr, n: Expr) -> None:
-        """Declare the elements of operands and result; in the body of the function, before the launch."""
-        for view in [*self.views, *([self._init] if self._init else [])]:
+    def open(self, result: GpuOperand, m: Expr, n: Expr, in_rows: bool) -> None:
+        """Declare the elements of operands and result; in the body of the function, before the launch.
+
+        Parameters
+        ----------
+        m, n : PrimExpr or int
+            Extents of the result.
+        in_rows : bool
+            Whether the epilogue is computed where rows are whole.
+        """
+        self._m, self._n = m, n
+        if in_rows:
+            self._rows = EpilogueWriter(self._expression, self._init, tuple(self.views), result, self._acc_dtype)
+            for view in self._rows.operands:
+                view.open_for_gpu()
+            self._result, self._element, self._width = result, 4, 4 * min(result.vector("n"), _MOST_SUMS)
+            return
+        for view in self.views:
             # Halves are read by their bits: TVM's own loads of bfloat16 cannot be held in variables.
             if view.nominal in HALVES:
                 view.open(raw=True)
             else:
                 view.open_for_gpu()
         result.open(raw=True)
-        self._result, self._m, self._n = result, m, n
+        self._result = result
         self._element = bytes_of(result.nominal)
         self._width = _store_width(result, n)
 
@@ -99,7 +121,7 @@ class FragmentStore:
         """
         begin = staging.offset + warp * (WARP_ROWS * staging.pitch)
         rows = [T.bind(first[0] + T.Cast("int64", lane // 4 + 8 * h)) for h in range(2)]
-        fixed = self._fixed_operands(at, rows)
+        fixed = {} if self._rows else self._fixed_operands(at, rows)
         for part in range(-(-columns // staging.columns)):
             count = min(staging.columns, columns - part * staging.columns)
             with unrolled(count // 8) as j:
@@ -129,16 +151,16 @@ class FragmentStore:
         place = {**at, "m": T.min(row, int64(self._m - 1)), "n": T.min(column, int64(self._n - 1))}
         return _value_of(view, view.data[view.address(place)])
 
-    def _load_pair(self, view: GpuOperand, at: Coordinates, row: Expr, column: Expr) -> list[Expr]:
+    def _load_pair(self, view: GpuOperand, at: Coordinates, column: Expr) -> list[Expr]:
         """Elements of two neighbouring columns, the first even: in one load where they are aligned."""
         size = bytes_of(view.nominal)
         is_aligned = size in (2, 4) and isinstance(self._n, int) and self._n % 2 == 0
         if not is_aligned or not view.is_contiguous("n") or view.alignment("n", 2 * size) < 2 * size:
-            return [T.bind(self._load(view, at, row, column + c)) for c in range(2)]
-        place = {**at, "m": T.min(row, int64(self._m - 1)), "n": T.min(column, int64(self._n - 2))}
+            return [T.bind(self._load(view, at, int64(0), column + c)) for c in range(2)]
+        place = {**at, "m": int64(0), "n": T.min(column, int64(self._n - 2))}
         bits = local(size // 2, "uint32")
         words = [bits[i] for i in range(size // 2)]
-        # The result may take the place of an operand: it is written once this warp has read it.
+        # Not as a constant: the result may take the place of an operand, each part after it was read.
         ptx.load_global(words, T.address_of(view.data[view.address(place)]), is_constant=False)
         if size == 4:
             return [T.bind(_bits(word, view.nominal)) for word in words]
@@ -157,34 +179,32 @@ class FragmentStore:
         fixed: dict[tuple[int, int], Expr],
         where: tuple[Expr, Expr],
     ) -> None:
-        """The pairs of two rows of 8 columns: computed, rounded, written to shared memory."""
+        """The pairs of two rows of 8 columns: computed and rounded where that is not left for later, and staged."""
         j, lane = where
+        if self._rows:
+            for h in range(2):
+                target = begin + (lane // 4 + 8 * h) * staging.pitch + (j * 8 + lane % 4 * 2) * 4
+                pair = [_bits(sums[register + 2 * h + c], "uint32") for c in range(2)]
+                ptx.store_shared(staging.shared.at(target), pair)
+            return
         of_column = {
-            number: self._load_pair(view, at, rows[0], column)
-            for number, view in enumerate(self.views)
-            if view.runs_along("n") and not view.runs_along("m")
+            number: self._load_pair(view, at, column) for number, view in enumerate(self.views) if view.runs_along("n")
         }
         for h in range(2):
             pairs = []
             for number, view in enumerate(self.views):
                 if not view.runs_along("n"):
                     pairs.append([fixed[number, h]] * 2)
-                elif not view.runs_along("m"):
-                    pairs.append(of_column[number])
                 else:
-                    pairs.append(self._load_pair(view, at, rows[h], column))
+                    pairs.append(of_column[number])
             totals = [self._sum(sums[register + 2 * h + c]) for c in range(2)]
-            if self._init is not None:
-                starts = self._load_pair(self._init, at, rows[h], column)
-                totals = [
-                    total + T.Cast(str(total.ty.dtype), start) for total, start in zip(totals, starts, strict=True)
-                ]
             values = [(totals[c], [pair[c] for pair in pairs]) for c in range(2)]
             target = begin + (lane // 4 + 8 * h) * staging.pitch + (j * 8 + lane % 4 * 2) * self._element
             self._write_pair(staging.shared.at(target), values)
 
     def _sum(self, register: Expr) -> Expr:
-        return tirx.reinterpret("int32", register) if self._acc_dtype == "int32" else register
+        """A sum from its bits, or a float from a register."""
+        return _bits(register, "int32" if self._acc_dtype == "int32" else "float32")
 
     def _write_pair(self, address: Expr, values: list[tuple[Expr, list[Expr]]]) -> None:
         dtypes = [self._acc_dtype, *(view.nominal for view in self.views)]
@@ -233,20 +253,24 @@ class FragmentStore:
         with unrolled(-(-WARP_ROWS * per_row // 32)) as i:
             number = lane + i * 32
             row, chunk = number // per_row, number % per_row
-            at_row = first[0] + T.Cast("int64", row)
-            at_column = first[1] + T.Cast("int64", skip + chunk * width // self._element)
-            source = staging.shared.at(begin + row * staging.pitch + chunk * width)
+            at_row = T.bind(first[0] + T.Cast("int64", row))
+            at_column = T.bind(first[1] + T.Cast("int64", skip + chunk * (width // self._element)))
+            source = begin + row * staging.pitch + chunk * width
             conditions = [at_row < self._m, at_column < self._n]
             if WARP_ROWS * per_row % 32:
                 conditions.append(number < WARP_ROWS * per_row)
-            with T.If(tirx.all(*conditions)), T.Then():
+            with when(tirx.all(*conditions)):
                 taken = [registers[w] for w in range(words)]
-                ptx.load_shared(taken, source, f"u{min(32, 8 * width)}")
-                address = self._result.address({**at, "m": at_row, "n": at_column})
-                if width >= 4:
-                    ptx.store_global(T.address_of(self._result.data[address]), taken)
+                for w in range(0, words, 4):
+                    # At most 16 bytes in one load.
+                    ptx.load_shared(taken[w : w + 4], staging.shared.at(source + 4 * w), f"u{min(32, 8 * width)}")
+                place = {**at, "m": at_row, "n": at_column}
+                if self._rows:
+                    self._rows.write([partial(self._sum, value) for value in taken], place)
+                elif width >= 4:
+                    ptx.store_global(T.address_of(self._result.data[self._result.address(place)]), taken)
                 else:
-                    T.buffer_store(self._result.data, taken[0], [address])
+                    T.buffer_store(self._result.data, taken[0], [self._result.address(place)])
 
 
 @dataclass(frozen=True)

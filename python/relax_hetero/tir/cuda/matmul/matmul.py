@@ -6,8 +6,6 @@ default, is multiplied by plain threads.
 
 from __future__ import annotations
 
-from math import prod
-
 from tvm import tirx
 
 from ....encoding.problem import MatmulProblem
@@ -30,5 +28,10 @@ def cuda_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget) -> tirx.PrimFunc:
 def _has_few_rows(problem: MatmulProblem) -> bool:
     """Whether the rows that share a right operand are few: batch dimensions that it lacks count as rows."""
     lhs, shared = problem.lhs, problem.rhs.index_map
-    rows = [size for name, size in zip(lhs.index_map, lhs.shape, strict=True) if name not in ("k", *shared)]
-    return all(isinstance(size, int) for size in rows) and prod(rows) <= few_rows.MOST_ROWS
+    rows = 1
+    for name, size in zip(lhs.index_map, lhs.shape, strict=True):
+        if name not in ("k", *shared):
+            if not isinstance(size, int):
+                return False
+            rows *= size
+    return rows <= few_rows.MOST_ROWS

@@ -22,11 +22,13 @@ from ...matmul.matmul import merge_batches
 from ..core import ptx
 from ..core.global_view import GlobalView
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, launch, local, unrolled
+from ..core.operand import GpuOperand
 from .fragments import FragmentStore, Staging
 from .mma_tiling import MmaTiling, choose_mma_tiling
 from .operand_tiles import PACKED_ROWS, OperandTile, Source
 from .simt_parts import Batches, at_least_one
 from .wgmma_matmul import tensor_core_misfit
+from .wgmma_tiling import reads_rows
 
 _BYTES = ("int8", "uint8")
 _RASTER_ROWS = 8
@@ -63,9 +65,9 @@ def mma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: MmaTiling 
     with function:
         lhs = GlobalView(function, "lhs", problem.lhs)
         rhs = GlobalView(function, "rhs", problem.rhs)
-        init = GlobalView(function, "init", problem.init) if problem.init else None
+        init = GpuOperand(function, "init", problem.init) if problem.init else None
         store = FragmentStore(function, init, problem.epilogue, problem.acc_dtype)
-        result = GlobalView(function, "result", problem.result)
+        result = GpuOperand(function, "result", problem.result)
         views = [lhs, rhs, *([init] if init else []), *store.views, result]
         names = merge_batches(views, lhs, rhs, result)  # type: ignore[arg-type]
         m, n, k = (extent_of(views, name) for name in "mnk")
@@ -73,7 +75,7 @@ def mma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: MmaTiling 
         with function.body():
             lhs.open(raw=True)
             rhs.open(raw=True)
-            store.open(result, m, n)
+            store.open(result, m, n, reads_rows(problem))
             tiling = tiling or choose_mma_tiling(problem, gpu, (m, n, k), list(batches.extents.values()))
             left = OperandTile.of(lhs, "m", tiling.rows, m, k, tiling.threads)
             right = OperandTile.of(rhs, "n", tiling.columns, n, k, tiling.threads)

@@ -17,10 +17,11 @@ from ....target.element_types import bytes_of
 from ....target.gpu_target import WARP
 from ...core.builder import Expr, ceil_div, int64, lane_indices
 from ...core.view import Coordinates
+from ..core import ptx
 from ..core.epilogue import EpilogueWriter
 from ..core.launch import launch, local, unrolled
 from ..core.operand import VECTOR_BYTES, GpuOperand
-from .simt_parts import Batches, at_least_one, barrier, divides
+from .simt_parts import SHARED, Batches, at_least_one, barrier, divides
 from .simt_plan import SimtPlan
 
 RASTER_ROWS = 8
@@ -58,8 +59,10 @@ class TiledProduct:
         # Never none, so that a launch of an empty result is one that stores nothing.
         tiles_m, tiles_n = (at_least_one(ceil_div(side.extent, side.size)) for side in (self.left, self.right))
         count = at_least_one(self.batches.count)
-        with launch(int64(count * tiles_m * tiles_n), plan.threads) as place:
-            self._tile(*self._place(int64(place.block), tiles_m, tiles_n), place.thread)
+        with launch(int64(count * tiles_m * tiles_n * plan.cluster), plan.threads, plan.cluster) as place:
+            self.rank = place.rank
+            tile = int64(place.block) if plan.cluster == 1 else tirx.floordiv(int64(place.block), plan.cluster)
+            self._tile(*self._place(tile, tiles_m, tiles_n), place.thread)
 
     def _place(self, block: Expr, tiles_m: Expr, tiles_n: Expr) -> tuple[Coordinates, Expr, Expr]:
         """Batch coordinates and first row and column of a block's tile."""
@@ -76,31 +79,44 @@ class TiledProduct:
     def _tile(self, at: Coordinates, row: Expr, column: Expr, thread: Expr) -> None:
         plan = self.plan
         depth = plan.depth * plan.slices
+        self.shared = T.alloc_buffer((plan.shared_elements,), self.dtype, scope=SHARED)
         brought = [
-            _Brought(side, first, at, self.batches.exists, self.k, depth, self.dtype, thread, plan)
-            for side, first in ((self.left, row), (self.right, column))
+            _Brought(side, first, at, self.batches.exists, self.k, depth, self.shared, offset, self.dtype, thread, plan)
+            for side, first, offset in ((self.left, row, 0), (self.right, column, plan.left_elements))
         ]
         sums = local(plan.thread_rows * plan.thread_columns, self.dtype)
         with unrolled(plan.thread_rows * plan.thread_columns) as i:
             T.buffer_store(sums, tirx.const(0, self.dtype), [i])
-        steps = ceil_div(self.k, depth)
+        first, steps = self._steps(depth)
         for operand in brought:
-            operand.fetch(tirx.const(0, "int64"))
+            operand.fetch(first * depth)
             operand.put(tirx.const(0, "int32"))
         barrier()
         where = _Threads(plan, thread)
-        with T.serial(int64(steps)) as step:
+        with T.serial(steps) as step:
             buffer = T.cast(tirx.floormod(step, 2), "int32")
             more = step + 1 < steps
             with T.If(more), T.Then():
                 for operand in brought:
-                    operand.fetch((step + 1) * depth)
+                    operand.fetch((first + step + 1) * depth)
             self._multiply(sums, brought, buffer, where)
             with T.If(more), T.Then():
                 for operand in brought:
                     operand.put(1 - buffer)
             barrier()
         self._store(sums, at, row, column, where)
+
+    def _steps(self, depth: int) -> tuple[Expr, Expr]:
+        """The first step of k of this block, and how many it has: blocks of a cluster share them."""
+        steps, cluster = ceil_div(self.k, depth), self.plan.cluster
+        if cluster == 1:
+            return int64(0), int64(steps)
+        assert isinstance(steps, int), "k is shared only where it is known"
+        each, more = divmod(steps, cluster)
+        rank = T.bind(T.cast(self.rank, "int64"))
+        if more == 0:
+            return T.bind(rank * each), int64(each)
+        return T.bind(rank * each + T.min(rank, int64(more))), T.bind(each + T.Select(rank < more, int64(1), int64(0)))
 
     def _multiply(self, sums: Expr, brought: list[_Brought], buffer: Expr, where: _Threads) -> None:
         plan = self.plan
@@ -125,7 +141,7 @@ class TiledProduct:
     def _store(self, sums: Expr, at: Coordinates, row: Expr, column: Expr, where: _Threads) -> None:
         plan = self.plan
         groups = plan.thread_columns // plan.group
-        if plan.slices == 1:
+        if plan.slices == plan.cluster == 1:
             with unrolled(plan.thread_rows) as i, unrolled(groups) as g:
                 self._write(
                     [
@@ -137,28 +153,63 @@ class TiledProduct:
                     column + where.column_at(g),
                 )
             return
-        each, threads = plan.thread_rows * plan.thread_columns, plan.slice_threads
-        parts = T.alloc_buffer((plan.slices * each * threads,), self.dtype, scope="shared")
+        self._store_shared_sums(sums, at, row, column, where)
+
+    def _store_shared_sums(self, sums: Expr, at: Coordinates, row: Expr, column: Expr, where: _Threads) -> None:
+        """The sums of slices and of the cluster's blocks, added in their order; each stores a part of the tile."""
+        plan = self.plan
+        groups, threads = plan.thread_columns // plan.group, plan.slice_threads
+        each = plan.thread_rows * plan.thread_columns
+        parts = self.shared  # whose tiles have been read
         with unrolled(each) as i:
             T.buffer_store(parts, sums[i], [(where.slice * each + i) * threads + where.own])
         barrier()
         own_groups = plan.thread_rows * groups // plan.slices
-        totals = local(plan.group, self.dtype)
+        totals = local(own_groups * plan.group, self.dtype)
+        with unrolled(own_groups) as q, unrolled(plan.group) as e:
+            total: Expr = tirx.const(0, self.dtype)
+            for part in range(plan.slices):
+                first = part * each + (q * plan.slices + where.slice) * plan.group + e
+                total = total + parts[first * threads + where.own]
+            T.buffer_store(totals, total, [q * plan.group + e])
+        if plan.cluster > 1:
+            own_groups = self._add_blocks(totals, parts, where)
         with unrolled(own_groups) as q:
-            number = T.bind(q * plan.slices + where.slice)
-            i, g = tirx.floordiv(number, groups), tirx.floormod(number, groups)
-            with unrolled(plan.group) as e:
-                total: Expr = tirx.const(0, self.dtype)
-                for part in range(plan.slices):
-                    first = part * each + i * plan.thread_columns + g * plan.group + e
-                    total = total + parts[first * threads + where.own]
-                T.buffer_store(totals, total, [e])
+            mine = q if plan.cluster == 1 else self.rank * own_groups + q
+            number = T.bind(mine * plan.slices + where.slice)
             self._write(
-                [lambda e=e: totals[tirx.const(e, "int32")] for e in range(plan.group)],  # type: ignore[misc]
+                [lambda e=e: totals[q * plan.group + e] for e in range(plan.group)],  # type: ignore[misc]
                 at,
-                row + where.row_at(i),
-                column + where.column_at(g),
+                row + where.row_at(tirx.floordiv(number, groups)),
+                column + where.column_at(tirx.floormod(number, groups)),
             )
+
+    def _add_blocks(self, totals: Expr, parts: Expr, where: _Threads) -> int:
+        """Add a thread's totals over the blocks of the cluster; of these it gets a part, whose groups are returned."""
+        plan = self.plan
+        count = plan.thread_rows * plan.thread_columns // plan.slices
+        own = count // plan.cluster
+        barrier()  # what the parts are overwritten by, others have read
+        with unrolled(count) as i:
+            T.buffer_store(parts, totals[i], [i * plan.threads + where.thread])
+        ptx.cluster_arrive()
+        ptx.cluster_wait()
+        begin = T.bind(ptx.shared_address(T.address_of(parts[where.thread])))
+        first = T.cast(self.rank, "uint32") * T.uint32(own * plan.threads * bytes_of(self.dtype))
+        remote, loaded = local(1, "uint32"), local(1, self.dtype)
+        with unrolled(own) as i:
+            T.buffer_store(totals, tirx.const(0, self.dtype), [i])
+        name = {"float32": "f32", "int32": "s32", "uint32": "u32"}[self.dtype]
+        for block in range(plan.cluster):
+            ptx.remote_address(remote[0], begin, block)
+            with unrolled(own) as i:
+                offset = first + T.cast(i, "uint32") * T.uint32(plan.threads * bytes_of(self.dtype))
+                ptx.load_remote([loaded[0]], remote[0] + offset, name)
+                T.buffer_store(totals, totals[i] + loaded[0], [i])
+        # No block ends before all have read its sums.
+        ptx.cluster_arrive()
+        ptx.cluster_wait()
+        return own // plan.group
 
     def _write(self, sums: list[Expr], at: Coordinates, row: Expr, column: Expr) -> None:
         left, right = self.left, self.right
@@ -185,7 +236,7 @@ class _Threads:
         if self.lanes_down * self.lanes_across < WARP:
             self.lanes_across = WARP // self.lanes_down
         self.slice: Expr = tirx.const(0, "int32")
-        self.own = thread
+        self.thread = self.own = thread
         if plan.slices > 1:
             self.slice = T.bind(tirx.floordiv(thread, plan.slice_threads))
             self.own = T.bind(tirx.floormod(thread, plan.slice_threads))
@@ -229,6 +280,8 @@ class _Brought:
         batch_exists: Expr | None,
         k: Expr,
         depth: int,
+        shared: Expr,
+        begin: int,
         dtype: str,
         thread: Expr,
         plan: SimtPlan,
@@ -244,7 +297,7 @@ class _Brought:
             self.vector //= 2
         # Threads that read along k write apart in shared memory: a pitch of a group more spreads them over the banks.
         self.pitch = side.size + plan.group
-        self.shared = T.alloc_buffer((2 * depth * self.pitch,), dtype, scope="shared")
+        self.shared, self.begin = shared, begin
         units = side.size * depth // self.vector
         self.units, self.threads, self.thread = units, plan.threads, thread
         self.turns = -(-units // plan.threads)
@@ -252,7 +305,7 @@ class _Brought:
 
     def offset(self, buffer: Expr, k: Expr, at: Expr) -> Expr:
         """Where an element of the tile is in shared memory."""
-        return (buffer * self.depth + k) * self.pitch + at
+        return self.begin + (buffer * self.depth + k) * self.pitch + at
 
     def _unit(self, turn: Expr) -> tuple[Expr, Expr, Expr]:
         """What a thread brings in a turn: its number, and the row and k of its first element within the tile."""

@@ -96,6 +96,17 @@ def choose_tiling(
     return tiling_of(problem, gpu, sizes, counts, (rows, columns), split)
 
 
+def reads_rows(problem: MatmulProblem) -> bool:
+    """Whether the epilogue reads operands as large as the result, which wants whole rows."""
+    operands = problem.epilogue.operands if problem.epilogue else ()
+    return problem.init is not None or any({"m", "n"} <= set(operand.index_map) for operand in operands)
+
+
+def staged_element(problem: MatmulProblem) -> int:
+    """Bytes of what warps turn from fragments to rows: results, or sums where the epilogue wants rows."""
+    return 4 if reads_rows(problem) else bytes_of(problem.result.dtype)
+
+
 def cycles(rows: int, columns: int, split: int, tiles: int, steps: int, multiprocessors: int) -> float:
     """About how many cycles of a multiprocessor a product takes."""
     # The tensor cores' rate, and that of loads: whichever is slower.
@@ -131,7 +142,7 @@ def tiling_of(
     """
     m, n, k = sizes
     rows, columns = tile
-    element = bytes_of(problem.result.dtype)
+    element = staged_element(problem)
     staged = columns // split
     while staged * element > staged_bytes:
         staged //= 2

@@ -13,7 +13,7 @@ from ....encoding.expression import Expression
 from ....encoding.row_program import RowProgram, operands_of
 from ....target.element_types import bytes_of
 from ....target.gpu_target import WARP
-from ...core.builder import Expr, Registers, loop, opaque
+from ...core.builder import Expr, Registers, loop, opaque, when
 from ...core.view import Coordinates, OperandView
 from ...math.casts import cast, computed_in
 from ...rows.row_code import carries_nan, count_of, neutral_of, value_types
@@ -39,11 +39,14 @@ class Threads:
     ----------
     number : PrimExpr
         Of the row's threads, int32.
+    row : PrimExpr or int
+        Of the block's rows.
     is_row : PrimExpr or None
         Whether the thread's row exists; None: it does. Threads whose row does not exist compute another once more.
     """
 
     number: Expr
+    row: Expr
     is_row: Expr | None
 
 
@@ -58,6 +61,8 @@ class RowWriter:
         Elements of a row.
     kept : str
         Type of what waits for later passes.
+    late : frozenset of int
+        Operands of which each vector is loaded where it is needed, by one pass.
     """
 
     def __init__(
@@ -69,9 +74,11 @@ class RowWriter:
         shape: RowShape,
         n: Expr,
         kept: str,
+        late: frozenset[int],
         threads: Threads,
         at: Coordinates,
     ) -> None:
+        self.late = late if shape.vectors else frozenset()
         self.program, self.plan, self.shape, self.n = program, plan, shape, n
         self.operands, self.result, self.threads, self.at = list(operands), result, threads, at
         self.types = value_types(program, plan, [view.nominal for view in operands], kept)
@@ -79,7 +86,7 @@ class RowWriter:
         self.memory = SharedMemory()
         held = shape.vectors
         self.vectors = {
-            number: Vectors(view, {**at, "n": _ZERO}, shape.lanes, held or BATCH)
+            number: Vectors(view, {**at, "n": _ZERO}, shape.lanes, 1 if number in self.late else held or BATCH)
             for number, view in enumerate(operands)
             if view.runs_along("n")
         }
@@ -95,7 +102,8 @@ class RowWriter:
                 self._set(number, cast(loaded, self.types[number]))
         if self.shape.vectors:
             for number in self.vectors:
-                self._load_held(number)
+                if number not in self.late:
+                    self._load_held(number)
         if self.shape.cluster > 1:
             # Of every reduction its own memory: no thread waits for others to have read.
             self.memory.take(len(self.plan.passes) * self.shape.warps * _PARTIAL_BYTES)
@@ -128,7 +136,8 @@ class RowWriter:
 
     def _inside(self, vector: int, place: Expr) -> Expr | None:
         """Whether one of the thread's vectors is in the row; None where all threads' are."""
-        assert isinstance(self.n, int)
+        if not isinstance(self.n, int):
+            return tirx.Cast("int64", place) < opaque(tirx.floordiv(self.n, self.shape.lanes))
         count = self.n // self.shape.lanes
         return None if (vector + 1) * self.shape.threads <= count else place < count
 
@@ -166,9 +175,7 @@ class RowWriter:
             whole = whole / count_of(self.n, dtype)
         self._set(index, whole)
 
-    def _across(
-        self, accumulator: Registers, combine: Callable[[Expr, Expr], Expr], dtype: str, step: int
-    ) -> None:
+    def _across(self, accumulator: Registers, combine: Callable[[Expr, Expr], Expr], dtype: str, step: int) -> None:
         """The threads' numbers reduced to one, which all of them get."""
         _across_lanes(accumulator, combine, min(self.shape.threads, WARP))
         warps = self.shape.warps
@@ -177,21 +184,21 @@ class RowWriter:
             return
         if warps == 1:
             return
-        partial = T.alloc_buffer((warps,), dtype, scope="shared")
-        number = self.threads.number
+        partial = T.alloc_buffer((self.shape.rows * warps,), dtype, scope="shared")
+        number, first = self.threads.number, self.threads.row * warps
         if step or not isinstance(self.n, int):
             # TVM lays the memory of reductions over each other: all threads have read the one before.
             T.evaluate(T.tvm_storage_sync("shared"))
         with T.If(tirx.EQ(number % WARP, 0)), T.Then():
-            T.buffer_store(partial, accumulator[0], [number // WARP])
+            T.buffer_store(partial, accumulator[0], [first + number // WARP])
         T.evaluate(T.tvm_storage_sync("shared"))
         if warps > 8:
-            accumulator[0] = partial[number % warps]
+            accumulator[0] = partial[first + number % warps]
             _across_lanes(accumulator, combine, warps)
             return
-        accumulator[0] = partial[0]
+        accumulator[0] = partial[first]
         for warp in range(1, warps):
-            accumulator[0] = combine(accumulator[0], partial[warp])
+            accumulator[0] = combine(accumulator[0], partial[first + warp])
 
     def _across_blocks(
         self, accumulator: Registers, combine: Callable[[Expr, Expr], Expr], dtype: str, step: int
@@ -257,14 +264,20 @@ class RowWriter:
         row (None: it is).
         """
         lanes = self.shape.lanes
+        read = self._read_by(step)
         if self.shape.vectors:
             for vector in range(self.shape.vectors):
                 place = self._place(vector)
                 inside = self._inside(vector, place)
-                for lane in range(lanes):
-                    one(vector, vector * lanes + lane, place, inside)
+                for number in read:
+                    if number in self.late:
+                        self.vectors[number].load(0, place, inside)
+                # Most of a short row's vectors do not exist where only the run knows its length: no work for these.
+                is_skipped = not isinstance(self.n, int)
+                with when(inside if is_skipped else True):
+                    for lane in range(lanes):
+                        one(vector, vector * lanes + lane, place, None if is_skipped else inside)
             return
-        read = self._read_by(step)
         count = self.n // lanes if isinstance(self.n, int) else opaque(tirx.floordiv(self.n, lanes))
         threads = self.shape.threads
         whole = count // (threads * BATCH) if isinstance(count, int) else opaque(tirx.floordiv(count, threads * BATCH))
@@ -306,7 +319,8 @@ class RowWriter:
             elif number in self.constant:
                 values.append(self.constant[number][0])
             else:
-                values.append(cast(self.operands[number].typed(self.vectors[number].get(element)), self.types[number]))
+                slot = element % self.shape.lanes if number in self.late and element is not None else element
+                values.append(cast(self.operands[number].typed(self.vectors[number].get(slot)), self.types[number]))
         places = [Expression.operand(used.index(number) if number in used else 0) for number in range(used[-1] + 1)]
         types = [self.types[number] for number in used]
         dense = expression.substitute(places)

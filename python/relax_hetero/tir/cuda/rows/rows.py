@@ -7,16 +7,19 @@ read anew by every pass, from the caches where they fit these.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ....encoding.problem import RowsProblem
+from ....encoding.row_program import operands_of
 from ....errors import EncodingError
 from ....target.element_types import bytes_of
 from ....target.gpu_target import GpuTarget
-from ...core.builder import Expr, Function, ceil_div, int64, opaque
+from ...core.builder import Expr, Function, ceil_div, either, int64, opaque
 from ...core.ties import tied_to
 from ...core.view import OperandView, extent_of
 from ...core.work_split import unravel
@@ -25,7 +28,7 @@ from ...rows.rows import in_single, merge_rows
 from ..core.launch import launch
 from ..core.storage_place import at_least_one, nothing
 from .row_code import RowWriter, Threads, kept_type
-from .row_shape import RowShape, held_shape, lanes_for, looped_shape
+from .row_shape import UNKNOWN_ELEMENTS, WORDS, RowShape, held_shape, lanes_for, looped_shape
 
 
 def rows_kernel(problem: RowsProblem, gpu: GpuTarget, shape: RowShape | None = None) -> tirx.PrimFunc:
@@ -83,10 +86,8 @@ class _Kernel:
             # A reduction of nothing is not worth code of its own: shapes are checked before.
             nothing()
             return
-        plan, kept, shape = self._held()
+        plan, kept, shape, late = self._held()
         shape = self.shape or shape or looped_shape(self.n, self.lanes, self.total, self.gpu)
-        if shape.vectors == 0:
-            plan, kept = self._plan(False), "float32"
         grid = at_least_one(ceil_div(self.total, shape.rows) * shape.cluster)
         with launch(grid, shape.block, shape.cluster) as place:
             for view in (*self.operands, self.result):
@@ -97,12 +98,12 @@ class _Kernel:
             else:
                 first, thread = opaque(place.block * shape.rows), place.thread
             if isinstance(self.total, int):
-                self._rows(plan, kept, shape, first, thread)
+                self._rows(plan, kept, late, shape, first, thread)
             else:
                 with T.If(first < self.total), T.Then():
-                    self._rows(plan, kept, shape, first, thread)
+                    self._rows(plan, kept, late, shape, first, thread)
 
-    def _rows(self, plan: RowPlan, kept: str, shape: RowShape, first: Expr, thread: Expr) -> None:
+    def _rows(self, plan: RowPlan, kept: str, late: frozenset[int], shape: RowShape, first: Expr, thread: Expr) -> None:
         row, is_row = first, None
         if shape.rows > 1:
             row = opaque(first + tirx.Cast("int64", thread // shape.threads))
@@ -113,33 +114,73 @@ class _Kernel:
         places = unravel(row, list(self.extents.values()), place=opaque, rest=opaque)
         at = dict(zip(self.extents, places, strict=True))
 
+        where = Threads(number, 0 if shape.rows == 1 else thread // shape.threads, is_row)
+
         def write(shape: RowShape) -> None:
+            looped = shape.vectors == 0
             RowWriter(
-                self.program, plan, self.operands, self.result, shape, self.n, kept, Threads(number, is_row), at
+                self.program,
+                self._plan(False) if looped else plan,
+                self.operands,
+                self.result,
+                shape,
+                self.n,
+                "float32" if looped else kept,
+                late,
+                where,
+                at,
             ).emit()
 
-        if isinstance(self.n, int) or shape.lanes == 1:
+        if isinstance(self.n, int):
             write(shape)
-            return
-        with T.If(tirx.EQ(tirx.floormod(self.n, shape.lanes), tirx.const(0, "int64"))):
-            with T.Then():
-                write(shape)
-            with T.Else():
-                write(RowShape(shape.threads, shape.rows, 1, 0))
+        else:
+            self._by_length(shape, write)
+
+    def _by_length(self, shape: RowShape, write: Callable[[RowShape], None]) -> None:
+        """Rows of any length: in registers up to one, in vectors if the length is a multiple of these."""
+
+        def by_registers(lanes: int) -> None:
+            held = replace(shape, lanes=lanes, vectors=UNKNOWN_ELEMENTS // lanes)
+            either(
+                self.n <= shape.threads * UNKNOWN_ELEMENTS,
+                lambda: write(held),
+                lambda: write(replace(shape, lanes=lanes, vectors=0)),
+            )
+
+        is_cut = tirx.EQ(tirx.floormod(self.n, shape.lanes), tirx.const(0, "int64")) if shape.lanes > 1 else True
+        either(is_cut, lambda: by_registers(shape.lanes), lambda: by_registers(1))
 
     def _plan(self, may_keep: bool) -> RowPlan:
         varying = frozenset(i for i, view in enumerate(self.operands) if view.runs_along("n"))
         return plan_rows(self.program, varying, may_keep, reciprocals=True)
 
-    def _held(self) -> tuple[RowPlan, str, RowShape | None]:
-        """The plan of rows in registers; no shape where they do not fit."""
+    def _held(self) -> tuple[RowPlan, str, RowShape | None, frozenset[int]]:
+        """The plan of rows in registers, the kept value's type, the threads, and the operands that are loaded late.
+
+        No threads where rows do not fit.
+        """
         plan = self._plan(True)
         kept = kept_type(plan, self.program, self.types)
         if kept is None:
             plan, kept = self._plan(False), "float32"
+        size = {i: bytes_of(view.nominal) for i, view in enumerate(self.operands) if view.runs_along("n")}
+        late = frozenset(number for number in size if _is_needed_late(plan, number))
         if not isinstance(self.n, int):
-            return plan, kept, None
+            return plan, kept, None, late
         keeps = any(step.keep is not None for step in plan.passes)
-        held = sum(bytes_of(view.nominal) for view in self.operands if view.runs_along("n"))
-        words = -(-(held + bytes_of(kept) * keeps) // 4)
-        return plan, kept, held_shape(self.n, self.lanes, self.total, words, self.gpu)
+        words = -(-(sum(size[i] for i in size if i not in late) + bytes_of(kept) * keeps) // 4)
+        shape = held_shape(self.n, self.lanes, self.total, max(1, words), self.gpu)
+        if shape is not None:
+            everything = shape.vectors * shape.lanes * (words + sum(size[i] for i in late) / 4)
+            late = late if everything > WORDS else frozenset()
+        return plan, kept, shape, late
+
+
+def _is_needed_late(plan: RowPlan, number: int) -> bool:
+    """Whether one pass alone reads an operand, and not the first: it need not wait in registers until then."""
+    used = [
+        step
+        for step, of in enumerate(plan.passes)
+        if any(number in operands_of(expression) for expression in (of.expression, of.keep) if expression is not None)
+    ]
+    return len(used) == 1 and used[0] > 0

@@ -16,6 +16,7 @@ from relax_hetero.artifact.cache_folder import CacheFolder
 from relax_hetero.driver.link.cuda import compilers, machine_code
 from relax_hetero.driver.link.cuda.compilers import NvccCompiler, NvrtcCompiler, find_compiler
 from relax_hetero.driver.link.cuda.machine_code import compile_kernels
+from relax_hetero.driver.link.link import any_host
 from relax_hetero.errors import BuildError
 
 SM90A = tvm.target.Target({"kind": "cuda", "arch": "sm_90a"})
@@ -200,3 +201,25 @@ def test_files_hold_machine_code_where_there_is_no_gpu(tmp_path):
     again = rh.load(path)
     again.export_library(tmp_path / "again.so")
     assert (tmp_path / "again.so").read_bytes() == data
+
+
+def test_host_code_without_a_cpu_device_runs_on_any_cpu():
+    """A file compiled on a new CPU launches kernels on an old one: no manifest entry could tell what it needs."""
+    exe = rh.compile(OnGpuAlone, cache=False)
+    texts = [part.inspect_source("asm") for part in exe.module.imports if part.kind == "llvm"]
+    assert texts and not any(register in text for text in texts for register in ("zmm", "ymm", "{%k"))
+    assert str(any_host().attrs["mtriple"]) == str(rh.native("llvm").attrs["mtriple"])
+
+
+@I.ir_module
+class OnGpuAlone:
+    I.module_global_infos({"vdevice": [I.vdevice({"kind": "cuda", "arch": "sm_90a"})]})
+
+    @R.function
+    def main(x: R.Tensor(("n", 64), "float32", "cuda:0")):
+        n = T.int64()
+        with R.dataflow():
+            y = R.exp(x)
+            z = R.reshape(y, (64, n))
+            R.output(z)
+        return z

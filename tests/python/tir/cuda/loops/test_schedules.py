@@ -106,6 +106,7 @@ def test_sums_of_halves_lose_nothing():
 def test_indices_of_extremes(shape):
     x = tensor(*shape)
     check(lambda a: a.argmax(1), x, topi.argmax(x, 1))
+    assert "shuffle" in str(scheduled(x, topi.argmax(x, 1))) or shape[1] < 32
     check(lambda a: a.argmin(0), x, topi.argmin(x, 0))
 
 
