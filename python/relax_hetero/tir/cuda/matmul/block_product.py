@@ -16,7 +16,9 @@ rows are brought to shared memory as the fragments read them; more are read from
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import gcd
+from operator import getitem
 from typing import Any
 
 from tvm import tirx
@@ -205,7 +207,7 @@ class _Kernel:
         held = plan.ahead * plan.fragments
         self.bits = local(held * steps, "uint32")
         self.scale_bits = local(held * self.scaled * 2, str(self.scales.dtype))
-        self.point_bits = None if self.zeros is None else local(held * self.scaled * 2, str(self.zeros.dtype))
+        self.point_bits: Any = None if self.zeros is None else local(held * self.scaled * 2, str(self.zeros.dtype))
         self.left = local(plan.groups * steps * 2, "uint32")
         self.wide = local(4, "uint32")
         self.fragment = local(4, "uint32")
@@ -512,7 +514,7 @@ class _Kernel:
             with T.If(inside), T.Then():
                 totals = self._added(begin, row, column, vector)
                 end = None if is_whole else int64(self.problem.columns)
-                self.writer.write([lambda i=i: totals[i] for i in range(vector)], at, "n", [], end)
+                self.writer.write([partial(getitem, totals, i) for i in range(vector)], at, "n", [], end)
         if self.stride < self.column_tiles and not self.sums_of_tile:
             ptx.block_barrier()
 
