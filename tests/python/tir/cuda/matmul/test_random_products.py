@@ -21,12 +21,14 @@ from relax_hetero.target.element_types import bytes_of, numpy_dtype
 from relax_hetero.target.gpu_target import gpu_target_of
 from relax_hetero.tir.commands.table_kernel import is_one_launch
 from relax_hetero.tir.cuda.matmul.few_rows import few_rows_kernel
+from relax_hetero.tir.cuda.matmul.mma_matmul import mma_matmul_kernel
 from relax_hetero.tir.cuda.matmul.simt_matmul import simt_matmul_kernel
 from relax_hetero.tir.cuda.matmul.wgmma_matmul import wgmma_matmul_kernel
 
-HOPPER, OLDER = (gpu_target_of(Target({"kind": "cuda", "arch": arch})) for arch in ("sm_90a", "sm_75"))
+HOPPER, ADA, OLDER = (gpu_target_of(Target({"kind": "cuda", "arch": arch})) for arch in ("sm_90a", "sm_89", "sm_75"))
 GENERATORS: dict[str, Callable[..., tirx.PrimFunc]] = {
     "wgmma": wgmma_matmul_kernel,
+    "mma": mma_matmul_kernel,
     "few": few_rows_kernel,
     "simt": simt_matmul_kernel,
 }
@@ -67,7 +69,7 @@ class Drawn:
             "k": draw.choice([1, 7, 16, 31, 64, 72, 100, 128, 200]),
             **{name: draw.choice([1, 2, 3]) for name in self.batch},
         }
-        self.is_packed = kind == "few" or (kind == "wgmma" and draw.random() < 0.5)
+        self.is_packed = kind == "few" or (kind in ("wgmma", "mma") and draw.random() < 0.5)
         self.symbolic = draw.choice([[], [], ["m"], ["m", "b0"], ["m", "n", "k"]])
         self.left = self.names("mk", broadcasts=True)
         self.right = self.names("kn", broadcasts=True)
@@ -150,8 +152,9 @@ class Drawn:
 
 def check(seed: int, kind: str) -> None:
     drawn = Drawn(seed, kind)
+    gpu = {"mma": ADA, "simt": OLDER if seed % 2 else HOPPER}.get(kind, HOPPER)
     try:
-        func = GENERATORS[kind](drawn.problem, OLDER if kind == "simt" and seed % 2 else HOPPER)
+        func = GENERATORS[kind](drawn.problem, gpu)
     except EncodingError as error:
         pytest.skip(str(error))
     assert is_one_launch(func)
