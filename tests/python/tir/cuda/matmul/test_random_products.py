@@ -28,8 +28,8 @@ from relax_hetero.tir.cuda.matmul.wgmma_matmul import wgmma_matmul_kernel
 HOPPER, ADA, OLDER = (gpu_target_of(Target({"kind": "cuda", "arch": arch})) for arch in ("sm_90a", "sm_89", "sm_75"))
 GENERATORS: dict[str, Callable[..., tirx.PrimFunc]] = {
     "wgmma": wgmma_matmul_kernel,
-    "few": few_rows_kernel,
     "mma": mma_matmul_kernel,
+    "few": few_rows_kernel,
     "simt": simt_matmul_kernel,
 }
 SYMBOLS = {"b0": "s0", "b1": "s1", "m": "s2", "n": "s3", "k": "s4"}
@@ -152,7 +152,7 @@ class Drawn:
 
 def check(seed: int, kind: str) -> None:
     drawn = Drawn(seed, kind)
-    gpu = {"simt": OLDER if seed % 2 else HOPPER, "mma": ADA}.get(kind, HOPPER)
+    gpu = {"mma": ADA, "simt": OLDER if seed % 2 else HOPPER}.get(kind, HOPPER)
     try:
         func = GENERATORS[kind](drawn.problem, gpu)
     except EncodingError as error:
