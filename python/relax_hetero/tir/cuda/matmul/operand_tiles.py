@@ -117,55 +117,48 @@ class OperandTile:
         per_line = ptx.CONTRACTION_BYTES // 16
         return ptx.CONTRACTION_BYTES // self.element * SWIZZLED_BYTES // 16 if self.is_transposed else per_line
 
+    @property
+    def blocks(self) -> int:
+        """Packed tiles in a tile, each of one bulk copy."""
+        return self.rows // PACKED_ROWS
+
     def load_bulk(
+        self, shared: SharedMemory, offset: Expr, at: Coordinates, first: Expr, step: Expr, barrier: Expr
+    ) -> None:
+        """Issue the bulk copies of the tile from row `first` and step `step` of k; one thread does it."""
+        for block in range(self.blocks):
+            self.load_block(shared, offset, at, (first, block), step, barrier)
+
+    def load_block(
         self,
         shared: SharedMemory,
         offset: Expr,
         at: Coordinates,
-        first: Expr,
+        place: tuple[Expr, Expr],
         step: Expr,
         barrier: Expr,
-        part: tuple[Expr, int] = (0, 1),
+        to: Expr | None = None,
     ) -> None:
-        """Issue the bulk copies of the tile from row `first` and step `step` of k; one thread does it.
+        """Issue one bulk copy, by one thread.
 
         Parameters
         ----------
-        part : tuple of (PrimExpr, int)
-            Which of how many parts this block of a cluster brings, for all of them.
+        place : tuple of PrimExpr
+            First row of the tile, and the number of the packed tile in it.
+        to : PrimExpr, optional
+            uint16 mask of the blocks of a cluster that get it.
         """
-        rank, parts = part
-        blocks = self.rows // PACKED_ROWS
-        to = None if parts == 1 else T.uint16((1 << parts) - 1)
-        for i in range(blocks // parts):
-            block = i if parts == 1 else rank * (blocks // parts) + i
-            row = first + T.Cast("int64", block * PACKED_ROWS) if parts > 1 else first + block * PACKED_ROWS
-            row = self._existing_block(row)
-            k = T.Cast("int64", step) * self.step
-            source = T.address_of(self.view.data[self.view.address({**at, self.side: row, "k": k})])
-            size = PACKED_ROWS * SWIZZLED_BYTES
-            ptx.bulk_load(shared.at(offset + block * size), source, size, barrier, to)
-
-    def load_packed(
-        self, shared: SharedMemory, offset: Expr, at: Coordinates, first: Expr, step: Expr, thread: Expr
-    ) -> None:
-        """Begin to copy a packed tile by all threads; parameters as of `load`."""
-        per_block = PACKED_ROWS * _CHUNKS
+        first, block = place
+        skipped = block * PACKED_ROWS
+        row = first + (skipped if isinstance(skipped, int) else T.Cast("int64", skipped))
+        if not self._is_whole_blocks(self.blocks):
+            # A tile that does not exist is a copy of the last: what is made of it is not stored.
+            last = (self.extent - 1) // PACKED_ROWS * PACKED_ROWS
+            row = T.min(row, int64(last))
         k = T.Cast("int64", step) * self.step
-        for i in range(self.rows * _CHUNKS // self.threads):
-            block, chunk = divmod(i * self.threads, per_block)
-            row = self._existing_block(first + block * PACKED_ROWS)
-            begin = self.view.address({**at, self.side: row, "k": k})
-            source = begin + T.Cast("int64", thread + chunk) * (CHUNK_BYTES // self.element)
-            target = offset + (thread + i * self.threads) * CHUNK_BYTES
-            ptx.copy_async(shared.at(target), T.address_of(self.view.data[source]), CHUNK_BYTES)
-
-    def _existing_block(self, row: Expr) -> Expr:
-        """The first row of a block of a packed operand, the last's where it does not exist."""
-        if self._is_whole_blocks(self.rows // PACKED_ROWS):
-            return row
-        # A tile that does not exist is a copy of the last: what is made of it is not stored.
-        return T.min(row, int64((self.extent - 1) // PACKED_ROWS * PACKED_ROWS))
+        source = T.address_of(self.view.data[self.view.address({**at, self.side: row, "k": k})])
+        size = PACKED_ROWS * SWIZZLED_BYTES
+        ptx.bulk_load(shared.at(offset + block * size), source, size, barrier, to)
 
     def _is_whole_blocks(self, blocks: int) -> bool:
         return isinstance(self.extent, int) and -(-self.extent // PACKED_ROWS) % blocks == 0

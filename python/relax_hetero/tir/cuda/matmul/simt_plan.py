@@ -63,8 +63,8 @@ class SimtPlan:
         return max(tiles, sums)
 
 
-# Rows, columns, thread's rows and columns, depth, slices; multiply-adds of a cycle that a multiprocessor reaches with one
-# block, and with several: measured on an H200, whose peak is 128. Large parts of threads read shared memory the least.
+# Rows, columns, thread's rows and columns, depth, slices; multiply-adds of a cycle that a multiprocessor reaches with
+# one block, and with several: measured on an H200, whose peak is 128. Large parts of threads read the least memory.
 _TILES = (
     (256, 128, 16, 8, 8, 1, 91, 91),
     (128, 128, 8, 8, 16, 1, 89, 90),

@@ -271,7 +271,12 @@ class _Kernel:
                 if right.source is Source.PACKED:
                     with when(thread == 0):
                         ptx.barrier_expect(full, right.size)
-                        right.load_bulk(self.shared, right_to, at, column, k, full, (self.rank, share))
+                    # A thread of each warp issues a copy: one after the other they would take long.
+                    own, warp = right.blocks // share, thread // WARP
+                    with when(tirx.all(thread % WARP == 0, warp < own)):
+                        block = warp if share == 1 else self.rank * own + warp
+                        to = T.uint16((1 << share) - 1) if share > 1 else None
+                        right.load_block(self.shared, right_to, at, (column, block), k, full, to)
                 left.load(self.shared, left_to, at, row, k, thread)
                 right.load(self.shared, right_to, at, column, k, thread)
                 ptx.copy_commit()
