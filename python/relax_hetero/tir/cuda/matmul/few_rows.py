@@ -185,7 +185,10 @@ class _Kernel:
     def _row_forms(self) -> list[int]:
         """Rows of the left operand, by which bodies are written: one where their number is known."""
         if isinstance(self.m, int):
-            return [-(-min(self.m, MOST_ROWS) // 8) * 8]
+            rows = min(self.m, MOST_ROWS)
+            # Of integers, wgmma has no 40 and no 56 columns.
+            unit = 16 if rows > 24 and self.types[0] in ("int8", "uint8") else 8
+            return [-(-rows // unit) * unit]
         return [8, MOST_ROWS]
 
 
@@ -195,7 +198,7 @@ class _Body:
     def __init__(self, kernel: _Kernel, rows: int) -> None:
         self.kernel, self.rows = kernel, rows
         loaded = -(-rows // _LOADED_ROWS) * _LOADED_ROWS
-        self.left = OperandTile.of(kernel.lhs, "m", loaded, kernel.m, kernel.k)
+        self.left = OperandTile.of(kernel.lhs, "m", loaded, kernel.m, kernel.k, may_transpose=False)
         self.columns, self.pitch = kernel.plan.columns, kernel.plan.columns + _PAD
         self.right = OperandTile.of(kernel.rhs, "n", self.columns, kernel.n, kernel.k)
         stage = self.right.size + self.left.size
