@@ -51,6 +51,7 @@ def problem_of(
     init: bool = False,
     symbolic: Sequence[str] = (),
     shares_right: bool = False,
+    shares_left: bool = False,
 ) -> MatmulProblem:
     """A product; `lhs` and `rhs` name the order of the last dimensions, "packed" the tiles of tensor cores."""
     batch = tuple(name for name in sizes if name.startswith("b"))
@@ -66,7 +67,7 @@ def problem_of(
         epilogue = f"cast(x0, '{result}')"
     others = tuple(operand(names, element) for names, element in operands)
     return MatmulProblem(
-        operand((*batch, *lhs), dtype),
+        operand((() if shares_left else (*batch,)) + (*lhs,), dtype),
         operand((*of_right, *("kn" if rhs == "packed" else rhs)), right_dtype, layout),
         operand((*batch, "m", "n"), result),
         acc,
@@ -77,6 +78,8 @@ def problem_of(
 
 
 def random_array(rng: np.random.Generator, shape: Sequence[int], dtype: str) -> np.ndarray:
+    if dtype == "bool":
+        return rng.integers(0, 2, shape).astype(bool)
     if "int" in dtype:
         return rng.integers(np.iinfo(dtype).min // (1 if "8" in dtype else 2**20), 128, shape).astype(dtype)
     return rng.standard_normal(shape).astype(numpy_dtype(dtype))
@@ -89,6 +92,7 @@ MEANING = {
     "multiply": np.multiply,
     "gelu": lambda x: x * 0.5 * (1 + ERF(x / math.sqrt(2))),
     "clip": np.clip,
+    "where": lambda condition, then, otherwise: np.where(condition != 0, then, otherwise),
     "round": np.round,
 }
 
@@ -141,6 +145,7 @@ def check(problem: MatmulProblem, sizes: dict[str, int], tile: tuple[int, int] =
         ({"m": 20, "n": 71, "k": 68}, {"rhs": "nk"}, (64, 64)),
         ({"b0": 2, "b1": 2, "m": 30, "n": 40, "k": 64}, {}, (64, 64)),
         ({"b0": 3, "m": 30, "n": 40, "k": 63}, {"shares_right": True}, (64, 64)),
+        ({"b0": 2, "m": 30, "n": 24, "k": 40}, {"shares_left": True, "rhs": "kn"}, (64, 64)),
     ],
 )
 def test_any_storage_and_size(sizes, how, tile):
@@ -172,6 +177,7 @@ def test_element_types(how):
             "epilogue": "cast(multiply(add(x0, cast(x1, 'float32')), multiply(x2, x3)), 'bfloat16')",
             "operands": [("mn", "bfloat16"), ("m", "float32"), ("", "float32")],
         },
+        {"epilogue": "cast(where(x1, x0, -5.0), 'float16')", "operands": [("mn", "bool")]},
         {"init": True, "result": "float32"},
         {
             "dtype": "uint8",
@@ -181,7 +187,7 @@ def test_element_types(how):
             "operands": [("n", "float32")],
         },
     ],
-    ids=["bias gelu", "residual", "row scale", "init", "requantized"],
+    ids=["bias gelu", "residual", "row scale", "mask", "init", "requantized"],
 )
 def test_epilogues(how):
     sizes = {"m": 66, "n": 40, "k": 64}
