@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import tvm
 from tvm.target import Target
 
 from cuda_reports import reports_of
@@ -26,6 +27,7 @@ from tir.kernel_runs import poisoned
 
 TARGET = Target({"kind": "cuda", "arch": "sm_90a"})
 GPU = gpu_target_of(TARGET)
+IS_HOPPER = tvm.cuda(0).exist and tvm.cuda(0).compute_version == "9.0"
 SYMBOLS = {"b0": "s0", "m": "s1", "n": "s2", "k": "s3"}
 BIAS_GELU = "cast(gelu(add(x0, cast(x1, 'float32'))), 'float16')"
 RESIDUAL = "add(cast(add(x0, cast(x1, 'float32')), 'float16'), x2)"
@@ -106,8 +108,16 @@ def check(problem: MatmulProblem, sizes: dict[str, int], tile: tuple[int, int] =
         tiling = dataclasses.replace(tiling, blocks=3)
     kernel = wgmma_matmul_kernel(problem, GPU, tiling)
     assert is_one_launch(kernel)
+    stored, want = operands_of(problem, sizes)
+    got = poisoned([sizes[name] for name in problem.result.index_map], problem.result.dtype).numpy()
+    run(kernel, *stored, got)
+    assert_equal(got, want, problem, sizes["k"])
+
+
+def operands_of(problem: MatmulProblem, sizes: dict[str, int]) -> tuple[list[np.ndarray], np.ndarray]:
+    """Random operands as they are stored, and the result in float64."""
     rng = fresh_rng()
-    names = [name for name in problem.result.index_map]
+    names = problem.result.index_map
     logical, stored = [], []
     for operand in problem.parameters[:-1]:
         array = random_array(rng, [sizes[name] for name in operand.index_map], operand.dtype)
@@ -126,13 +136,16 @@ def check(problem: MatmulProblem, sizes: dict[str, int], tile: tuple[int, int] =
     if problem.epilogue is not None:
         values = {"x0": want, **{f"x{i + 1}": other for i, other in enumerate(others)}}
         want = eval(str(problem.epilogue.expression), MEANING, values)  # noqa: S307 (text of this file)
-    got = poisoned([sizes[name] for name in names], problem.result.dtype).numpy()
-    run(kernel, *stored, got)
+    return stored, want
+
+
+def assert_equal(got: np.ndarray, want: np.ndarray, problem: MatmulProblem, k: int) -> None:
+    """Integers exactly; floats within roundings of the result, and of the sums of `k` products."""
     if "int" in problem.result.dtype:
         np.testing.assert_array_equal(got, want)
         return
     rounding = {"float16": 2.0**-10, "bfloat16": 2.0**-7}.get(problem.result.dtype, 1e-6)
-    operands = 2.0**-7 * math.sqrt(sizes["k"]) if problem.tf32 else 1e-5 * math.sqrt(sizes["k"])
+    operands = (2.0**-7 if problem.tf32 else 1e-5) * math.sqrt(k)
     np.testing.assert_allclose(got.astype("float64"), want, rtol=2 * rounding, atol=operands + 2 * rounding)
 
 
@@ -265,6 +278,32 @@ def test_tilings_are_those_that_were_fastest(sizes, tile, split):
     tiling = choose_tiling(problem, GPU, sizes, [], gathers=k == 511)
     assert ((tiling.rows, tiling.columns), tiling.split) == (tile, split)
     assert tiling.stages >= min(4, -(-k // 64 // split))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not IS_HOPPER, reason="needs an NVIDIA GPU of compute capability 9.0")
+@pytest.mark.parametrize(
+    ("sizes", "how"),
+    [
+        ({"m": 300, "n": 520, "k": 1000}, {}),
+        ({"m": 1024, "n": 2304, "k": 512}, {"epilogue": RESIDUAL, "operands": [("n", "float16"), ("mn", "float16")]}),
+        ({"m": 127, "n": 255, "k": 511}, {}),
+        ({"b0": 12, "m": 128, "n": 64, "k": 128}, {"rhs": "kn"}),
+        ({"m": 512, "n": 1024, "k": 640}, {"dtype": "int8", "acc": "int32", "result": "int32"}),
+    ],
+    ids=["ragged", "residual", "odd", "batches", "int8"],
+)
+def test_on_a_gpu(sizes, how):
+    """With the tiling that is chosen, many blocks at a time."""
+    problem = problem_of(sizes, **how)
+    kernel = wgmma_matmul_kernel(problem, GPU)
+    executable = tvm.compile(tvm.IRModule({"main": kernel}), target=TARGET.with_host(Target("llvm")))
+    stored, want = operands_of(problem, sizes)
+    device = tvm.cuda(0)
+    shape = [sizes[name] for name in problem.result.index_map]
+    got = tvm.runtime.tensor(poisoned(shape, problem.result.dtype).numpy(), device)
+    executable["main"](*(tvm.runtime.tensor(array, device) for array in stored), got)
+    assert_equal(got.numpy(), want, problem, sizes["k"])
 
 
 def test_what_is_no_problem_for_it():
