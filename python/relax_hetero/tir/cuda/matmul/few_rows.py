@@ -196,7 +196,10 @@ class _Kernel:
     def _row_forms(self) -> list[int]:
         """Rows of the left operand, by which bodies are written: one where their number is known."""
         if isinstance(self.m, int):
-            return [-(-min(self.m, MOST_ROWS) // 8) * 8]
+            rows = min(self.m, MOST_ROWS)
+            # Of integers, wgmma has no 40 and no 56 columns.
+            unit = 16 if rows > 24 and self.types[0] in ("int8", "uint8") else 8
+            return [-(-rows // unit) * unit]
         return [8, MOST_ROWS]
 
 
@@ -206,7 +209,7 @@ class _Body:
     def __init__(self, kernel: _Kernel, rows: int) -> None:
         self.kernel, self.rows = kernel, rows
         loaded = -(-rows // _LOADED_ROWS) * _LOADED_ROWS
-        self.left = OperandTile.of(kernel.lhs, "m", loaded, kernel.m, kernel.k)
+        self.left = OperandTile.of(kernel.lhs, "m", loaded, kernel.m, kernel.k, may_transpose=False)
         self.right = OperandTile.of(kernel.rhs, "n", PACKED_ROWS, kernel.n, kernel.k)
         stage = WEIGHT_BYTES + self.left.size
         split = kernel.plan.split
