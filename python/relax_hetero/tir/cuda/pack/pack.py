@@ -9,7 +9,7 @@ not, squares of the tensor go through shared memory, so that reads and writes bo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 from tvm import tirx
@@ -20,7 +20,7 @@ from ....encoding.problem import Dim
 from ....errors import EncodingError
 from ....target.element_types import bytes_of
 from ....target.gpu_target import GpuTarget
-from ...core.builder import Expr, Function, ceil_div, opaque, plain_extent
+from ...core.builder import Expr, Function, ceil_div, int64, opaque, plain_extent
 from ...core.packed_storage import PackedStorage, extents_of
 from ...core.view import split_position
 from ...core.work_split import unravel
@@ -37,8 +37,8 @@ from ..core.storage_place import (
 )
 from ..core.vectors import VECTOR_BYTES, VectorRegisters
 
-SQUARE = 32
-"""Rows and columns of what goes through shared memory at once."""
+SQUARE = 64
+"""Rows and columns of what goes through shared memory at once; half of it for elements of 8 bytes."""
 
 
 def relayout_kernel(
@@ -108,46 +108,66 @@ def _copy_vectors(source: PackedStorage, destination: PackedStorage) -> None:
 def _copy_squares(source: PackedStorage, destination: PackedStorage) -> None:
     """Squares along the innermost dimensions of both sides, read along one and written along the other."""
     along, across = _innermost(source), _innermost(destination)
-    layout, rank = destination.layout, len(destination.shape)
+    layout, rank, size = destination.layout, len(destination.shape), bytes_of(source.nominal)
+    edge = SQUARE if size <= 4 else SQUARE // 2
     stored = [destination.tiles[d] * layout.tile(d) for d in range(rank)]
     extents = extents_of([source, destination])
-    counts = [ceil_div(stored[d], SQUARE) if d in (along, across) else stored[d] for d in range(rank)]
+    counts = [ceil_div(stored[d], edge) if d in (along, across) else stored[d] for d in range(rank)]
     total = prod(counts)
-    grid = at_least_one(total)
+    read = _lanes(source, [extents[along]])
+    written = _lanes(destination, [stored[across]])
     with (
-        T.thread_binding(grid, thread="blockIdx.x") as block,
+        T.thread_binding(at_least_one(total), thread="blockIdx.x") as block,
         T.thread_binding(THREADS, thread="threadIdx.x") as thread,
     ):
         for side in (source, destination):
             side.open(raw=True)
         raw = str(source.data.dtype)
-        # One column more: a column of the square then lies in different banks.
-        square = T.alloc_buffer((SQUARE, SQUARE + 1), raw, scope="shared")
-        corner = unravel(block, counts, place=opaque, rest=opaque)
-        lane, row = thread % SQUARE, thread // SQUARE
+        # A word more: a column of the square then lies in different banks.
+        square = T.alloc_buffer((edge, edge + max(1, 4 // size)), raw, scope="shared")
+        corner = unravel(opaque(T.min(block, int64(total) - 1)), counts, place=opaque, rest=opaque)
 
         def place(across_by: Expr, along_by: Expr) -> list[Expr]:
             found = list(corner)
-            found[across] = opaque(corner[across] * SQUARE + tirx.Cast("int64", across_by))
-            found[along] = opaque(corner[along] * SQUARE + tirx.Cast("int64", along_by))
+            found[across] = opaque(corner[across] * edge + tirx.Cast("int64", across_by))
+            found[along] = opaque(corner[along] * edge + tirx.Cast("int64", along_by))
             return found
 
-        for step in range(0, SQUARE, THREADS // SQUARE):
-            at = place(row + step, lane)
-            inside = tirx.all(*[at[d] < extents[d] for d in range(rank)])
-            with T.If(inside):
-                with T.Then():
-                    value = source.data[source.offset(*split_position(source.layout, at))]
-                    T.buffer_store(square, value, [row + step, lane])
-                with T.Else():
-                    T.buffer_store(square, tirx.const(0, raw), [row + step, lane])
-        T.evaluate(T.tvm_storage_sync("shared"))
-        for step in range(0, SQUARE, THREADS // SQUARE):
-            at = place(lane, row + step)
+        def each(lanes: int, visit: Callable[[Expr, Expr], None]) -> None:
+            """A thread's vectors: the row of each in a square that is read by rows, and where in the row it begins."""
+            per_row = edge // lanes
+            for first in range(0, edge * per_row, THREADS):
+                number = opaque(first + thread)
+                if edge * per_row % THREADS:
+                    with T.If(number < edge * per_row), T.Then():
+                        visit(number // per_row, number % per_row * lanes)
+                else:
+                    visit(number // per_row, number % per_row * lanes)
+
+        def load(row: Expr, column: Expr) -> None:
+            at = place(row, column)
+            vector = VectorRegisters(source, source.offset(*split_position(source.layout, at)), read, 1)
+            vector.load(0, tirx.const(0, "int64"), tirx.all(*[at[d] < extents[d] for d in range(rank)]))
+            for lane in range(read):
+                T.buffer_store(square, vector.get(lane), [row, column + lane])
+
+        def store(row: Expr, column: Expr) -> None:
+            at = place(column, row)
             exists = tirx.all(at[across] < stored[across], at[along] < stored[along], *_has_blocks(total, block))
-            with T.If(exists), T.Then():
-                where = destination.offset(*split_position(layout, at))
-                T.buffer_store(destination.data, square[lane, row + step], [where])
+            vector = VectorRegisters(destination, destination.offset(*split_position(layout, at)), written, 1)
+            for lane in range(written):
+                vector.set(lane, square[column + lane, row])
+            vector.store(0, tirx.const(0, "int64"), exists)
+
+        each(read, load)
+        T.evaluate(T.tvm_storage_sync("shared"))
+        each(written, store)
+
+
+def _lanes(side: PackedStorage, extents: Sequence[Expr]) -> int:
+    """Elements of a vector along a side's innermost dimension; none begins before an extent and ends behind it."""
+    runs = [run_length(side.layout, side.shape, side.nominal), *(e if isinstance(e, int) else 1 for e in extents)]
+    return common_lanes(VECTOR_BYTES // bytes_of(side.nominal), runs)
 
 
 def _has_blocks(total: Expr, block: Expr) -> list[Expr]:

@@ -13,7 +13,7 @@ from ....encoding.expression import Expression
 from ....encoding.row_program import RowProgram, operands_of
 from ....target.element_types import bytes_of
 from ....target.gpu_target import WARP
-from ...core.builder import Expr, Registers, loop, opaque
+from ...core.builder import Expr, Registers, loop, opaque, when
 from ...core.view import Coordinates, OperandView
 from ...math.casts import cast, computed_in
 from ...rows.row_code import carries_nan, count_of, neutral_of, value_types
@@ -39,11 +39,14 @@ class Threads:
     ----------
     number : PrimExpr
         Of the row's threads, int32.
+    row : PrimExpr or int
+        Of the block's rows.
     is_row : PrimExpr or None
         Whether the thread's row exists; None: it does. Threads whose row does not exist compute another once more.
     """
 
     number: Expr
+    row: Expr
     is_row: Expr | None
 
 
@@ -133,7 +136,8 @@ class RowWriter:
 
     def _inside(self, vector: int, place: Expr) -> Expr | None:
         """Whether one of the thread's vectors is in the row; None where all threads' are."""
-        assert isinstance(self.n, int)
+        if not isinstance(self.n, int):
+            return tirx.Cast("int64", place) < opaque(tirx.floordiv(self.n, self.shape.lanes))
         count = self.n // self.shape.lanes
         return None if (vector + 1) * self.shape.threads <= count else place < count
 
@@ -180,21 +184,21 @@ class RowWriter:
             return
         if warps == 1:
             return
-        partial = T.alloc_buffer((warps,), dtype, scope="shared")
-        number = self.threads.number
+        partial = T.alloc_buffer((self.shape.rows * warps,), dtype, scope="shared")
+        number, first = self.threads.number, self.threads.row * warps
         if step or not isinstance(self.n, int):
             # TVM lays the memory of reductions over each other: all threads have read the one before.
             T.evaluate(T.tvm_storage_sync("shared"))
         with T.If(tirx.EQ(number % WARP, 0)), T.Then():
-            T.buffer_store(partial, accumulator[0], [number // WARP])
+            T.buffer_store(partial, accumulator[0], [first + number // WARP])
         T.evaluate(T.tvm_storage_sync("shared"))
         if warps > 8:
-            accumulator[0] = partial[number % warps]
+            accumulator[0] = partial[first + number % warps]
             _across_lanes(accumulator, combine, warps)
             return
-        accumulator[0] = partial[0]
+        accumulator[0] = partial[first]
         for warp in range(1, warps):
-            accumulator[0] = combine(accumulator[0], partial[warp])
+            accumulator[0] = combine(accumulator[0], partial[first + warp])
 
     def _across_blocks(
         self, accumulator: Registers, combine: Callable[[Expr, Expr], Expr], dtype: str, step: int
@@ -268,8 +272,11 @@ class RowWriter:
                 for number in read:
                     if number in self.late:
                         self.vectors[number].load(0, place, inside)
-                for lane in range(lanes):
-                    one(vector, vector * lanes + lane, place, inside)
+                # Most of a short row's vectors do not exist where only the run knows its length: no work for these.
+                is_skipped = not isinstance(self.n, int)
+                with when(inside if is_skipped else True):
+                    for lane in range(lanes):
+                        one(vector, vector * lanes + lane, place, None if is_skipped else inside)
             return
         count = self.n // lanes if isinstance(self.n, int) else opaque(tirx.floordiv(self.n, lanes))
         threads = self.shape.threads

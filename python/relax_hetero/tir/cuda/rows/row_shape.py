@@ -25,7 +25,9 @@ MOST_BLOCKS = 8
 LEAST_OF_BLOCK = 8192
 """Elements of a row that one block of a cluster has: the blocks wait for each other in every reduction."""
 BLOCK = 128
-"""Threads of a block of several rows, and of a row whose length only the run knows."""
+"""Threads of a block of several rows."""
+UNKNOWN_BLOCK, UNKNOWN_ELEMENTS = 256, 16
+"""Threads of a row whose length only the run knows, and elements of each in registers: longer rows are read again."""
 LONG_BLOCK = 512
 """Threads of a row that is too long for registers."""
 BATCH = 4
@@ -122,7 +124,7 @@ def held_shape(n: int, lanes: int, total: Expr, words: int, gpu: GpuTarget) -> R
 def looped_shape(n: Expr, lanes: int, total: Expr, gpu: GpuTarget) -> RowShape:
     """The threads of rows that every pass reads anew, of any length; parameters as of `held_shape`."""
     if not isinstance(n, int):
-        return RowShape(BLOCK, 1, lanes, 0)
+        return RowShape(UNKNOWN_BLOCK, 1, lanes, 0)
     cluster = _cluster(n, total, gpu) if isinstance(total, int) else 1
     return RowShape(LONG_BLOCK * cluster, 1, lanes, 0, cluster)
 

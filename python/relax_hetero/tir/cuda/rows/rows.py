@@ -7,6 +7,8 @@ read anew by every pass, from the caches where they fit these.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 
 from tvm import tirx
@@ -17,7 +19,7 @@ from ....encoding.row_program import operands_of
 from ....errors import EncodingError
 from ....target.element_types import bytes_of
 from ....target.gpu_target import GpuTarget
-from ...core.builder import Expr, Function, ceil_div, int64, opaque
+from ...core.builder import Expr, Function, ceil_div, either, int64, opaque
 from ...core.ties import tied_to
 from ...core.view import OperandView, extent_of
 from ...core.work_split import unravel
@@ -26,7 +28,7 @@ from ...rows.rows import in_single, merge_rows
 from ..core.launch import launch
 from ..core.storage_place import at_least_one, nothing
 from .row_code import RowWriter, Threads, kept_type
-from .row_shape import WORDS, RowShape, held_shape, lanes_for, looped_shape
+from .row_shape import UNKNOWN_ELEMENTS, WORDS, RowShape, held_shape, lanes_for, looped_shape
 
 
 def rows_kernel(problem: RowsProblem, gpu: GpuTarget, shape: RowShape | None = None) -> tirx.PrimFunc:
@@ -86,8 +88,6 @@ class _Kernel:
             return
         plan, kept, shape, late = self._held()
         shape = self.shape or shape or looped_shape(self.n, self.lanes, self.total, self.gpu)
-        if shape.vectors == 0:
-            plan, kept = self._plan(False), "float32"
         grid = at_least_one(ceil_div(self.total, shape.rows) * shape.cluster)
         with launch(grid, shape.block, shape.cluster) as place:
             for view in (*self.operands, self.result):
@@ -114,18 +114,41 @@ class _Kernel:
         places = unravel(row, list(self.extents.values()), place=opaque, rest=opaque)
         at = dict(zip(self.extents, places, strict=True))
 
-        def write(shape: RowShape) -> None:
-            where = Threads(number, is_row)
-            RowWriter(self.program, plan, self.operands, self.result, shape, self.n, kept, late, where, at).emit()
+        where = Threads(number, 0 if shape.rows == 1 else thread // shape.threads, is_row)
 
-        if isinstance(self.n, int) or shape.lanes == 1:
+        def write(shape: RowShape) -> None:
+            looped = shape.vectors == 0
+            RowWriter(
+                self.program,
+                self._plan(False) if looped else plan,
+                self.operands,
+                self.result,
+                shape,
+                self.n,
+                "float32" if looped else kept,
+                late,
+                where,
+                at,
+            ).emit()
+
+        if isinstance(self.n, int):
             write(shape)
-            return
-        with T.If(tirx.EQ(tirx.floormod(self.n, shape.lanes), tirx.const(0, "int64"))):
-            with T.Then():
-                write(shape)
-            with T.Else():
-                write(RowShape(shape.threads, shape.rows, 1, 0))
+        else:
+            self._by_length(shape, write)
+
+    def _by_length(self, shape: RowShape, write: Callable[[RowShape], None]) -> None:
+        """Rows of any length: in registers up to one, in vectors if the length is a multiple of these."""
+
+        def by_registers(lanes: int) -> None:
+            held = replace(shape, lanes=lanes, vectors=UNKNOWN_ELEMENTS // lanes)
+            either(
+                self.n <= shape.threads * UNKNOWN_ELEMENTS,
+                lambda: write(held),
+                lambda: write(replace(shape, lanes=lanes, vectors=0)),
+            )
+
+        is_cut = tirx.EQ(tirx.floormod(self.n, shape.lanes), tirx.const(0, "int64")) if shape.lanes > 1 else True
+        either(is_cut, lambda: by_registers(shape.lanes), lambda: by_registers(1))
 
     def _plan(self, may_keep: bool) -> RowPlan:
         varying = frozenset(i for i, view in enumerate(self.operands) if view.runs_along("n"))
@@ -140,10 +163,10 @@ class _Kernel:
         kept = kept_type(plan, self.program, self.types)
         if kept is None:
             plan, kept = self._plan(False), "float32"
-        if not isinstance(self.n, int):
-            return plan, kept, None, frozenset()
         size = {i: bytes_of(view.nominal) for i, view in enumerate(self.operands) if view.runs_along("n")}
         late = frozenset(number for number in size if _is_needed_late(plan, number))
+        if not isinstance(self.n, int):
+            return plan, kept, None, late
         keeps = any(step.keep is not None for step in plan.passes)
         words = -(-(sum(size[i] for i in size if i not in late) + bytes_of(kept) * keeps) // 4)
         shape = held_shape(self.n, self.lanes, self.total, max(1, words), self.gpu)

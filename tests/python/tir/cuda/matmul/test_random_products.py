@@ -171,8 +171,16 @@ def test_random_products(seed: int, kind: str) -> None:
     check(seed, kind)
 
 
-@pytest.mark.parametrize("seed", [74, pytest.param(160, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [74, 28, pytest.param(160, marks=pytest.mark.slow)])
 def test_transposed_left_operands_of_few_rows(seed: int) -> None:
-    """Tiles of fewer than 64 rows: no stripe of 64 columns is in them."""
+    """Tiles of fewer than 64 rows have no stripe of 64 columns, and those of 64 are not read transposed."""
     assert Drawn(seed, "few").left[-1] == "m"
+    check(seed, "few")
+
+
+@pytest.mark.parametrize("seed", [45, pytest.param(16, marks=pytest.mark.slow)])
+def test_integers_of_33_to_40_rows(seed: int) -> None:
+    """For them wgmma has 32 columns and 48, and none in between."""
+    drawn = Drawn(seed, "few")
+    assert drawn.sizes["m"] == 33 and drawn.types[2] == "int32"
     check(seed, "few")

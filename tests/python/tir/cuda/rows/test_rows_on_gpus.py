@@ -202,6 +202,13 @@ def test_longer_rows_have_several_blocks_or_are_read_again():
     assert held_shape(40000, 4, 32, 2, GPU).cluster == 4  # few rows: 32 blocks would leave most multiprocessors idle
 
 
+def test_blocks_of_several_rows_of_several_warps():
+    """Every row of a block has its own place for the numbers of its warps."""
+    x, names = fresh_rng().standard_normal((301, 260)).astype("float32"), ("d0", "n")
+    found = solved(problem(SOFTMAX, [x], [names], x.shape, names, "float32"), [x], how=RowShape(64, 2, 4, 2))
+    np.testing.assert_allclose(found, softmax(x.astype("float64")), rtol=2e-6, atol=1e-8)
+
+
 @pytest.mark.parametrize("vectors", [3, 0])
 def test_blocks_that_share_a_row(vectors):
     """Sums over the blocks of a cluster, of rows in registers and of rows that are read again."""
