@@ -24,8 +24,8 @@ from ..ir.rewriting import (
     walk_bindings,
     with_functions,
 )
-from .keep_devices import keep_devices
 from . import sort_kernels
+from .keep_devices import keep_devices
 from .nan_kernels import legalizations
 
 # Relax ops that later passes or the VM itself carry out; anything else left after legalizing has no kernel.

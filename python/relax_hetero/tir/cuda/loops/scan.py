@@ -18,8 +18,8 @@ from ....encoding.problem import Dim
 from ...core.bounds import BOUNDED
 from ...core.builder import Expr, Function, ceil_div, flat, int64
 from .arithmetic import accumulator_type
-from .launch import inside, launch
 from .lanes import register
+from .launch import inside, launch
 
 COMBINE: dict[str, tuple[float, Callable[[Expr, Expr], Expr]]] = {
     "sum": (0, lambda a, b: a + b),
