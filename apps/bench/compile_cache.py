@@ -1,6 +1,7 @@
 """What the compile cache saves: a model compiled without it, kept by it, and found by other processes.
 
 python apps/bench/compile_cache.py bert resnet50
+python apps/bench/compile_cache.py bert --vdevice cuda              # needs a CUDA compiler, and no GPU
 python apps/bench/compile_cache.py model.onnx --rounds 5 --json
 """
 
@@ -25,34 +26,34 @@ from smoke import SMALL_MODEL, smoke
 STEPS = {"without": "compiled", "miss": "compiled and kept", "hit": "found"}
 
 
-def compile_once(model: str, folder: str) -> dict[str, object]:
-    """Import and compile a model in this process; an empty folder is no cache."""
+def compile_once(model: str, folder: str, vdevice: str) -> dict[str, object]:
+    """Import and compile a model for a device in this process; an empty folder is no cache."""
     import relax_hetero as rh
 
     assert rh.compile and rh.from_onnx  # loads what they need
     start = time.perf_counter()
-    mod = rh.from_onnx(model)
+    mod = rh.from_onnx(model, [vdevice])
     imported = time.perf_counter()
     exe = rh.compile(mod, cache=folder or False)
     return {"import": imported - start, "compile": time.perf_counter() - imported, "state": exe.metadata.cache.state}
 
 
-def in_its_own_process(model: str, folder: str) -> dict[str, object]:
+def in_its_own_process(model: str, folder: str, vdevice: str) -> dict[str, object]:
     """`compile_once`, in a process that has compiled nothing before."""
-    command = [sys.executable, __file__, "--once", folder, model]
+    command = [sys.executable, __file__, "--once", folder, "--vdevice", vdevice, model]
     environment = {name: value for name, value in os.environ.items() if name != "RELAX_HETERO_CACHE"}  # may be "off"
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def measure(model: str, rounds: int) -> dict[str, float]:
+def measure(model: str, rounds: int, vdevice: str) -> dict[str, float]:
     """Median seconds of importing, and of each of `STEPS`."""
     times: dict[str, list[float]] = {"import": [], **{step: [] for step in STEPS}}
     for _ in track(range(rounds), pathlib.Path(model).name, console=Console(stderr=True), transient=True):
         with tempfile.TemporaryDirectory() as folder:
             for step in STEPS:
-                found = in_its_own_process(model, "" if step == "without" else folder)
+                found = in_its_own_process(model, "" if step == "without" else folder, vdevice)
                 assert found["state"] == (step if step != "without" else "unused"), found
                 times["import"].append(float(str(found["import"])))
                 times[step].append(float(str(found["compile"])))
@@ -61,15 +62,16 @@ def measure(model: str, rounds: int) -> dict[str, float]:
 
 @click.command()
 @click.argument("models", nargs=-1, required=True)
+@click.option("--vdevice", default="llvm", show_default=True, help="The device to compile for.")
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--once", metavar="FOLDER", hidden=True)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @smoke(models=(SMALL_MODEL,), rounds=1)
-def main(models: tuple[str, ...], rounds: int, once: str | None, as_json: bool) -> None:
+def main(models: tuple[str, ...], vdevice: str, rounds: int, once: str | None, as_json: bool) -> None:
     if once is not None:
-        click.echo(json.dumps(compile_once(models[0], once)))
+        click.echo(json.dumps(compile_once(models[0], once, vdevice)))
         return
-    measured = {name: measure(str(model_path(name)), rounds) for name in models}
+    measured = {name: measure(str(model_path(name)), rounds, vdevice) for name in models}
     if as_json:
         click.echo(json.dumps(measured))
         return

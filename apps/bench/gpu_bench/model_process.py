@@ -23,9 +23,9 @@ import numpy as np
 import onnx
 
 BENCH = Path(__file__).resolve().parents[1]
-CALLS = 30
+CALLS = 20
 """Calls of one round, and rounds, of the timing."""
-ROUNDS = 5
+ROUNDS = 3
 
 
 @dataclass(frozen=True)

@@ -105,9 +105,10 @@ class Products:
         return left + (self.weights() if s.batch else [])
 
     def weights(self) -> list[Array]:
-        """Right operands, (k, n) each."""
-        s, scale = self.shape, self.shape.k**-0.5
-        return [self._random(f"w{index}", s.tensor(s.k, s.n), scale) for index in range(self.count)]
+        """Right operands, (k, n) each: no two are equal, and each is the first one moved on, which is quickly made."""
+        s = self.shape
+        first = self._random("w", s.tensor(s.k, s.n), s.k**-0.5)
+        return [np.roll(first.reshape(-1), 997 * index).reshape(first.shape) for index in range(self.count)]
 
     def biases(self) -> list[Array]:
         """Of n numbers each."""
@@ -145,12 +146,11 @@ class Products:
     def _four_bits(self) -> Any:
         import onnx
         from onnx import helper, numpy_helper
-        from peers.four_bits import BLOCK, weights_of
+        from peers.four_bits import BLOCK
 
         s, nodes, constants = self.shape, [], []
         sizes = {"K": s.k, "N": s.n, "bits": 4, "block_size": BLOCK}
-        for index in range(self.count):
-            weights = weights_of(s, True, index)
+        for index, weights in enumerate(self._blocks()):
             packed = weights.packed().reshape(s.n, s.k // BLOCK, BLOCK // 2)
             constants.append(numpy_helper.from_array(packed, f"w{index}"))
             constants.append(numpy_helper.from_array(weights.scales.astype("float16").reshape(-1), f"s{index}"))
@@ -167,10 +167,17 @@ class Products:
 
     def four_bit_numbers(self) -> list[Array]:
         """The numbers that 4-bit weights stand for, float32 (k, n) each."""
-        from peers.four_bits import Weights, numbers_of, weights_of
+        from peers.four_bits import Weights, numbers_of
 
-        found = [weights_of(self.shape, True, index) for index in range(self.count)]
+        found = self._blocks()
         return [numbers_of(Weights(one.codes, one.scales.astype("float16").astype("float32"))) for one in found]
+
+    def _blocks(self) -> list[Any]:
+        from peers.four_bits import Weights, weights_of
+
+        first = weights_of(self.shape, True, 0)
+        numbers = range(self.count)
+        return [Weights(np.roll(first.codes, index, 0), np.roll(first.scales, index, 0)) for index in numbers]
 
     def _random(self, name: str, extents: tuple[int, ...], scale: float = 1.0) -> Array:
         generator = np.random.default_rng(zlib.crc32(f"{self.shape} {name}".encode()))

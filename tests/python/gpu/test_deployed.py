@@ -109,7 +109,7 @@ assert tvm.get_global_func("ffi.Module.create.cuda", allow_missing=True) is None
 import importlib.util
 
 spec = importlib.util.spec_from_file_location("models", sys.argv[1])
-models = importlib.util.module_from_spec(spec)
+models = sys.modules["models"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(models)
 import relax_hetero as rh
 

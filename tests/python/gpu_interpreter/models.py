@@ -9,6 +9,7 @@ import numpy as np
 import tvm
 from tvm import relax, tirx
 
+from relax_hetero.driver.link.llvm_kernels import build_llvm
 from relax_hetero.driver.pipeline import pipeline_steps
 
 from .dtypes import scalar_type
@@ -59,7 +60,8 @@ class InterpretedModel:
             return
         if name not in self._compiled:
             entry = func.with_attr("global_symbol", name)
-            self._compiled[name] = tvm.compile(tvm.IRModule({name: entry}), target=target or tvm.target.Target("llvm"))
+            module = tvm.IRModule({name: entry.without_attr("target") if target is not None else entry})
+            self._compiled[name] = build_llvm(target or tvm.target.Target("llvm"), module)
         tensors = [tvm.runtime.tensor(a) if isinstance(a, np.ndarray) else a for a in arguments]
         self._compiled[name][name](*tensors)
         for array, tensor in zip(arguments, tensors, strict=True):

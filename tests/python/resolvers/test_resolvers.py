@@ -72,10 +72,24 @@ def test_unknown_machines_pack_all_three(target):
     ]
 
 
-def test_cuda_has_no_layouts():
-    assert _layouts(CUDA, F32, MATMUL) == [None] * 3
+@pytest.mark.parametrize(
+    ("arch", "types", "rest", "rhs"),
+    [
+        ("sm_90a", "float16 * float16 -> float32", MATMUL, "pack<outer=[1, 0] inner=[1:64, 0:64] +swizzle>"),
+        ("sm_80", "bfloat16 * bfloat16 -> float32", LINEAR, "pack<outer=[0, 1] inner=[0:64, 1:64] +swizzle>"),
+        ("sm_90", "int8 * int8 -> int32", MATMUL, "pack<outer=[1, 0] inner=[1:64, 0:128] +swizzle>"),
+        ("sm_80", "float8_e4m3fn * float8_e4m3fn -> float32", MATMUL, "identity<2>"),
+        ("sm_61", "float16 * float16 -> float32", MATMUL, "identity<2>"),
+        ("sm_90a", F32, MATMUL, "identity<2>"),
+    ],
+)
+def test_gpus_pack_what_tensor_cores_read(arch, types, rest, rhs):
+    assert _layouts({"kind": "cuda", "arch": arch}, types, rest) == ["identity<2>", rhs, "identity<2>"]
+
+
+def test_gpus_read_no_operand_that_is_stored_for_a_cpu():
     target = tvm.target.Target(CUDA)
-    with pytest.raises(EncodingError, match="cuda has no encoded kernels"):
+    with pytest.raises(EncodingError, match=r"found rhs stored as pack<.*expected a permutation"):
         resolver_for(target).kernel(_problem(target, MATMUL.replace("?", "3")), target)
 
 
@@ -142,7 +156,7 @@ def test_storage_size():
     analyzer.bind(rows, tirx.IntImm("int64", 3))
     assert int(analyzer.simplify(size)) == 3 * 100 * 4
     cuda = tvm.target.Target(CUDA)
-    assert resolver_for(cuda).storage_size(encoding, (7, 100), cuda) == 700
+    assert resolver_for(cuda).storage_size(encoding, (7, 100), cuda) == 2 * 1 * 64 * 128  # tiles, columns, bytes
 
 
 def _problem(target, rest):

@@ -46,9 +46,9 @@ class Expected:
                         made[T.int64(0)] = a[
                             (v * T.int64(64) + w) % T.int64(5) * T.int64(3) + (v * T.int64(64) + w) // T.int64(5)
                         ] * T.float32(2)
-                        b[
-                            (v * T.int64(64) + w) // T.int64(5) * T.int64(5) + (v * T.int64(64) + w) % T.int64(5)
-                        ] = made[T.int64(0)]
+                        b[(v * T.int64(64) + w) // T.int64(5) * T.int64(5) + (v * T.int64(64) + w) % T.int64(5)] = made[
+                            T.int64(0)
+                        ]
 
     @T.prim_func(private=True, s_tir=True)
     def on_cpu(A: T.Buffer((64, 32), "float32"), B: T.Buffer((64, 32), "float32")):

@@ -107,18 +107,18 @@ def vectorized(box: FlatBox, loop: Loop, lanes: int, along_results: bool) -> Lan
     """
     if lanes == 1:
         return LaneBox(box, loop.var, 1)
-    guards = _Guards(box.nest.made)
+    guards = Guards(box.nest.made)
     for value in box.nest.expressions():
         guards.visit(value, ())
     found: dict[Any, VectorRead] = {}
     units = {loop.var: tirx.Var(loop.var.name, "int64") * lanes}
 
     def change(load: Load) -> Expr:
-        key = _key(load)
+        key = load_key(load)
         if key in found:
             return tirx.BufferLoad(found[key].stand_in, [LANE])
         conditions = guards.of.get(key)
-        if conditions is None or not _is_vector(load.indices[0], load.source, loop.var, units, lanes):
+        if conditions is None or not is_vector(load.indices[0], load.source, loop.var, units, lanes):
             return load
         if any(loop.var in variables(condition) for condition in conditions):
             return load
@@ -135,24 +135,31 @@ def vectorized(box: FlatBox, loop: Loop, lanes: int, along_results: bool) -> Lan
     stores = [
         buffer
         for buffer, place in box.places.items()
-        if along_results and _is_vector(place, buffer, loop.var, units, lanes)
+        if along_results and is_vector(place, buffer, loop.var, units, lanes)
     ]
     return LaneBox(replace(box, nest=nest), loop.var, lanes, tuple(found.values()), frozenset(stores))
 
 
-def _is_vector(offset: Expr, buffer: tirx.Buffer, var: tirx.Var, units: Mapping[tirx.Var, Expr], lanes: int) -> bool:
-    """Whether lanes along a loop are neighbours in memory, whole words, and begin where vectors may."""
+def is_vector(offset: Expr, buffer: tirx.Buffer, var: tirx.Var, units: Mapping[tirx.Var, Expr], lanes: int) -> bool:
+    """Whether lanes along a loop are neighbours in memory, whole words, and begin where vectors may.
+
+    Parameters
+    ----------
+    units : mapping
+        What stands for the loop's variable where it counts vectors.
+    """
     if bytes_of(str(buffer.dtype)) * lanes % WORD or not is_step(stride(offset, var), 1):
         return False
     start = Analyzer().modular_set(replaced(offset, units))
     return int(start.coeff) % lanes == 0 and int(start.base) % lanes == 0
 
 
-def _key(load: Load) -> Any:
+def load_key(load: Load) -> Any:
+    """What reads of the same element have in common."""
     return load.source, StructuralKey(load.indices[0])
 
 
-class _Guards:
+class Guards:
     """Under which conditions each read of memory happens; of those that happen in any case, none."""
 
     def __init__(self, made: Sequence[tirx.Buffer]) -> None:
@@ -163,7 +170,7 @@ class _Guards:
         def on_load(load: Load) -> None:
             if any(load.source.same_as(buffer) for buffer in self._made):
                 return
-            key = _key(load)
+            key = load_key(load)
             known = self.of.get(key)
             if known is None:
                 self.of[key] = conditions

@@ -11,6 +11,7 @@ from ...loops.flat import FlatBox
 from ...loops.stages import node_count
 from .lanes import LANE, LaneBox, compute_steps, element_types, read_vectors, store_lanes, vectorized, widest
 from .launch import count_of, inside, launch, place_in, threads_for
+from .transpose import tiles_of, write_tiles
 
 # Elements that a thread computes where they are no vectors: as many reads are on their way at once.
 _STRIDED = 4
@@ -23,6 +24,10 @@ def write_map(box: FlatBox, gpu: GpuTarget) -> None:
     if not box.spatial:
         with launch(1, 32) as (_, thread), T.If(tirx.EQ(thread, int64(0))), T.Then():
             _points(LaneBox(box, None, 1), {})
+        return
+    tiles = tiles_of(box)
+    if tiles is not None:
+        write_tiles(tiles)
         return
     lanes = _lanes(box)
     if lanes > 1:

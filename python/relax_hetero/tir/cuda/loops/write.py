@@ -44,7 +44,7 @@ def _count(buffer: tirx.Buffer) -> list[tirx.Expr]:
 
 
 def _elements(buffer: tirx.Buffer) -> tirx.Buffer:
-    return tirx.decl_buffer(_count(buffer), buffer.dtype, f"{buffer.name}_elements")
+    return tirx.decl_buffer(_count(buffer), buffer.dtype, f"{buffer.name}_elements", layout=None)
 
 
 def _write_nest(nest: Nest, gpu: GpuTarget, kept: Buffers) -> None:

@@ -17,7 +17,9 @@ the first if no more are there.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import prod
+from operator import getitem
 from typing import Any
 
 from tvm import tirx
@@ -50,8 +52,14 @@ _LOADED_ROWS = 16  # of the left operand, that the producers copy at a time
 _PAD = 4  # floats between rows of sums: rows of a warp's fragment begin in other banks
 _THREADS = PRODUCERS + WARPGROUP
 
+# Bytes of a block's stages. Four blocks of one ring, or three of the other, share a multiprocessor, those of the next
+# launch among them; measured on an H200 for 1 to 16 rows by 4,096 columns (parts of 16 steps) and 14,336 (of 64): 10.3
+# and 35.5 us with 76 KB, 11.1 and 28.6 us with 56 KB; 110 KB, which leave no room for the next launch, 12.3 and 28.9.
 RING_BYTES = 56 << 10
-"""Of a block's stages: four blocks share a multiprocessor, of this launch and of the next."""
+SHORT_RING_BYTES = 76 << 10
+SHORT_STEPS = 16
+BLOCKS_PER_MULTIPROCESSOR = 2
+"""At most, where k is split: more parts, and more sums to add, cost more than they bring."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +82,7 @@ class FewPlan:
 
 
 def few_plan(problem: MatmulProblem, gpu: GpuTarget) -> FewPlan:
-    """The plan of a problem: as many parts of k as blocks fit beside each other."""
+    """The plan of a problem: parts of k until all multiprocessors have work, and room for the next launch."""
     element = bytes_of(problem.rhs.dtype)
     n, k = problem.rhs.size("n"), problem.rhs.size("k")
     assert isinstance(n, int) and isinstance(k, int), "packed weights are of known extents"
@@ -82,9 +90,10 @@ def few_plan(problem: MatmulProblem, gpu: GpuTarget) -> FewPlan:
     tiles = -(-n // PACKED_ROWS) * prod(e for e in batches if isinstance(e, int))
     steps = -(-k * element // SWIZZLED_BYTES)
     split = 1
-    while split < 8 and tiles * split * 2 <= gpu.multiprocessors * 4 and steps >= split * 2 * 4:
+    most = gpu.multiprocessors * BLOCKS_PER_MULTIPROCESSOR
+    while split < 8 and tiles * split * 2 <= most and steps >= split * 2 * 4:
         split *= 2
-    return FewPlan(split, RING_BYTES)
+    return FewPlan(split, SHORT_RING_BYTES if steps <= split * SHORT_STEPS else RING_BYTES)
 
 
 def misfit(problem: MatmulProblem, gpu: GpuTarget) -> str:
@@ -176,7 +185,10 @@ class _Kernel:
     def _row_forms(self) -> list[int]:
         """Rows of the left operand, by which bodies are written: one where their number is known."""
         if isinstance(self.m, int):
-            return [-(-min(self.m, MOST_ROWS) // 8) * 8]
+            rows = min(self.m, MOST_ROWS)
+            # Of integers, wgmma has no 40 and no 56 columns.
+            unit = 16 if rows > 24 and self.types[0] in ("int8", "uint8") else 8
+            return [-(-rows // unit) * unit]
         return [8, MOST_ROWS]
 
 
@@ -186,7 +198,7 @@ class _Body:
     def __init__(self, kernel: _Kernel, rows: int) -> None:
         self.kernel, self.rows = kernel, rows
         loaded = -(-rows // _LOADED_ROWS) * _LOADED_ROWS
-        self.left = OperandTile.of(kernel.lhs, "m", loaded, kernel.m, kernel.k)
+        self.left = OperandTile.of(kernel.lhs, "m", loaded, kernel.m, kernel.k, may_transpose=False)
         self.columns, self.pitch = kernel.plan.columns, kernel.plan.columns + _PAD
         self.right = OperandTile.of(kernel.rhs, "n", self.columns, kernel.n, kernel.k)
         stage = self.right.size + self.left.size
@@ -332,7 +344,7 @@ class _Body:
             with T.If(tirx.all(row < self.rows, at["m"] < kernel.m)), T.Then():
                 totals = self._total(row, column, vector)
                 end = None if kernel.n % self.columns == 0 else int64(kernel.n)
-                kernel.writer.write([lambda i=i: totals[i] for i in range(vector)], at, "n", [], end)
+                kernel.writer.write([partial(getitem, totals, i) for i in range(vector)], at, "n", [], end)
         if split > 1:  # no block ends before others have read its sums
             ptx.cluster_arrive()
             ptx.cluster_wait()

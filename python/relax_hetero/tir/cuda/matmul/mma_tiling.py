@@ -11,7 +11,7 @@ from ....encoding.problem import MatmulProblem
 from ....target.element_types import bytes_of
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, ceil_div
-from .wgmma_tiling import STAGED_BYTES, STAGING_PAD, SYMBOLIC_EXTENT
+from .wgmma_tiling import STAGED_BYTES, STAGING_PAD, SYMBOLIC_EXTENT, staged_element
 
 MOST_STAGES = 4
 
@@ -86,7 +86,7 @@ def mma_tiling_of(
 ) -> MmaTiling | None:
     """The tiling with tiles of a size: as many stages as fit; None where not even two do."""
     rows, columns = tile
-    element = bytes_of(problem.result.dtype)
+    element = staged_element(problem)
     staged = warp[1]
     while staged * element > STAGED_BYTES:
         staged //= 2

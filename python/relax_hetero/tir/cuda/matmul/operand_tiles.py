@@ -73,10 +73,24 @@ class OperandTile:
     threads: int = PRODUCERS
 
     @staticmethod
-    def of(view: GlobalView, side: str, rows: int, extent: Expr, depth: Expr, threads: int = PRODUCERS) -> OperandTile:
-        """The tile of an opened view, read in the best way that its storage allows."""
+    def of(
+        view: GlobalView,
+        side: str,
+        rows: int,
+        extent: Expr,
+        depth: Expr,
+        threads: int = PRODUCERS,
+        may_transpose: bool = True,
+    ) -> OperandTile:
+        """The tile of an opened view, read in the best way that its storage allows.
+
+        Parameters
+        ----------
+        may_transpose : bool
+            Whether the kernel tells tensor cores of tiles that they are to read transposed.
+        """
         source, width = _source(view, side)
-        if source is Source.COLUMNS and rows % PACKED_ROWS:
+        if source is Source.COLUMNS and (rows % PACKED_ROWS or not may_transpose):
             # Columns come in stripes of so many rows, of which a smaller tile has none.
             source, width = Source.GATHER, 0
         return OperandTile(view, side, rows, extent, depth, source, width, threads)
@@ -117,34 +131,41 @@ class OperandTile:
         per_line = ptx.CONTRACTION_BYTES // 16
         return ptx.CONTRACTION_BYTES // self.element * SWIZZLED_BYTES // 16 if self.is_transposed else per_line
 
+    @property
+    def blocks(self) -> int:
+        """Packed tiles in a tile, each of one bulk copy."""
+        return self.rows // PACKED_ROWS
+
     def load_bulk(
+        self, shared: SharedMemory, offset: Expr, at: Coordinates, first: Expr, step: Expr, barrier: Expr
+    ) -> None:
+        """Issue the bulk copies of the tile from row `first` and step `step` of k; one thread does it."""
+        for block in range(self.blocks):
+            self.load_block(shared, offset, at, (first, block), step, barrier)
+
+    def load_block(
         self,
         shared: SharedMemory,
         offset: Expr,
         at: Coordinates,
-        first: Expr,
+        place: tuple[Expr, Expr],
         step: Expr,
         barrier: Expr,
-        part: tuple[Expr, int] = (0, 1),
     ) -> None:
-        """Issue the bulk copies of the tile from row `first` and step `step` of k; one thread does it.
+        """Issue one bulk copy, by one thread.
 
         Parameters
         ----------
-        part : tuple of (PrimExpr, int)
-            Which of how many parts this block of a cluster brings, for all of them.
+        place : tuple of PrimExpr
+            First row of the tile, and the number of the packed tile in it.
         """
-        rank, parts = part
-        blocks = self.rows // PACKED_ROWS
-        to = None if parts == 1 else T.uint16((1 << parts) - 1)
-        for i in range(blocks // parts):
-            block = i if parts == 1 else rank * (blocks // parts) + i
-            row = first + T.Cast("int64", block * PACKED_ROWS) if parts > 1 else first + block * PACKED_ROWS
-            row = self._existing_block(row)
-            k = T.Cast("int64", step) * self.step
-            source = T.address_of(self.view.data[self.view.address({**at, self.side: row, "k": k})])
-            size = PACKED_ROWS * SWIZZLED_BYTES
-            ptx.bulk_load(shared.at(offset + block * size), source, size, barrier, to)
+        first, block = place
+        skipped = block * PACKED_ROWS
+        row = self._existing_block(first + (skipped if isinstance(skipped, int) else T.Cast("int64", skipped)))
+        k = T.Cast("int64", step) * self.step
+        source = T.address_of(self.view.data[self.view.address({**at, self.side: row, "k": k})])
+        size = PACKED_ROWS * SWIZZLED_BYTES
+        ptx.bulk_load(shared.at(offset + block * size), source, size, barrier)
 
     def load_packed(
         self, shared: SharedMemory, offset: Expr, at: Coordinates, first: Expr, step: Expr, thread: Expr
@@ -162,7 +183,7 @@ class OperandTile:
 
     def _existing_block(self, row: Expr) -> Expr:
         """The first row of a block of a packed operand, the last's where it does not exist."""
-        if self._is_whole_blocks(self.rows // PACKED_ROWS):
+        if self._is_whole_blocks(self.blocks):
             return row
         # A tile that does not exist is a copy of the last: what is made of it is not stored.
         return T.min(row, int64((self.extent - 1) // PACKED_ROWS * PACKED_ROWS))

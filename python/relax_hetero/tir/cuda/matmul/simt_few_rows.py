@@ -19,7 +19,7 @@ from ...core.view import Coordinates
 from ..core.epilogue import EpilogueWriter
 from ..core.launch import launch, local, unrolled
 from ..core.operand import VECTOR_BYTES, GpuOperand
-from .simt_parts import Batches, at_least_one, barrier, divides
+from .simt_parts import SHARED, Batches, at_least_one, barrier, divides
 
 FEW_ROWS = 8
 """No more rows than this: a thread has sums of all rows."""
@@ -167,7 +167,7 @@ class _Block:
             with unrolled(_IN_FLIGHT) as turn:
                 self._multiply(sums, loaded, turn, self._k(step, turn))
         self._add_lanes(sums)
-        parts = T.alloc_buffer((plan.warps * product.rows * plan.block_columns,), product.dtype, scope="shared")
+        parts = T.alloc_buffer((plan.warps * product.rows * plan.block_columns,), product.dtype, scope=SHARED)
         with T.If(tirx.EQ(self.k_lane, 0)), T.Then(), unrolled(product.rows) as row, unrolled(plan.own_columns) as c:
             index = (self.warp * product.rows + row) * plan.block_columns + self.column_lane * plan.own_columns + c
             T.buffer_store(parts, sums[row * plan.own_columns + c], [index])

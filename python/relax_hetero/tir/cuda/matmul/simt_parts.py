@@ -10,6 +10,9 @@ from tvm.script.ir_builder import tirx as T
 from ...core.builder import Expr, int64
 from ...core.view import Coordinates
 
+SHARED = "shared.dyn"
+"""Where tiles are: one allocation, of a size that the launch says, since 48 KB are all that others may have."""
+
 
 @dataclass(frozen=True)
 class Batches:
@@ -51,7 +54,7 @@ def barrier() -> None:
 
     TVM's own barrier, which it takes into account where it adds barriers between accesses to shared memory.
     """
-    T.evaluate(T.tvm_storage_sync("shared"))
+    T.evaluate(T.tvm_storage_sync(SHARED))
 
 
 def known(extent: Expr) -> int | None:

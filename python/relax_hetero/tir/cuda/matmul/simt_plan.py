@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ....target.element_types import bytes_of
-from ....target.gpu_target import WARP, GpuTarget
-
-SHARED_BYTES = 48 << 10
-"""Shared memory that a kernel has without asking, on every GPU."""
+from ....target.gpu_target import GpuTarget
 
 UNKNOWN = 1024
 """What a symbolic extent is taken for where tiles are chosen."""
@@ -53,20 +50,39 @@ class SimtPlan:
         """Of a block."""
         return self.slice_threads * self.slices
 
-    def shared_bytes(self, size: int) -> int:
-        """Shared memory of a block, for sums of `size` bytes."""
-        pitch = self.rows + self.columns + 2 * self.group
-        partial = self.slices * self.rows * self.columns if self.slices * self.cluster > 1 else 0
-        return (2 * self.depth * self.slices * pitch + partial) * size
+    @property
+    def left_elements(self) -> int:
+        """Elements of shared memory for both buffers of the tiles whose rows are those of the result."""
+        return 2 * self.depth * self.slices * (self.rows + self.group)
+
+    @property
+    def shared_elements(self) -> int:
+        """Of a block: tiles, in whose place sums come that are added at the end."""
+        tiles = self.left_elements + 2 * self.depth * self.slices * (self.columns + self.group)
+        sums = self.slices * self.rows * self.columns if self.slices * self.cluster > 1 else 0
+        return max(tiles, sums)
 
 
-# Rows, columns, thread's rows and columns, and how near to the peak of multiply-adds the tile comes by its traffic to
-# shared memory: a step of k costs a thread (rows + columns) loads for rows * columns multiply-adds.
-_TILES = ((128, 128, 8, 8, 1.0), (128, 64, 8, 8, 0.9), (64, 128, 8, 8, 0.9), (64, 64, 8, 4, 0.8), (64, 32, 4, 4, 0.65),
-          (32, 64, 4, 4, 0.65), (32, 32, 4, 4, 0.6), (16, 64, 4, 4, 0.5), (16, 32, 4, 4, 0.4))  # fmt: skip
+# Rows, columns, thread's rows and columns, depth, slices; multiply-adds of a cycle that a multiprocessor reaches with
+# one block, and with several: measured on an H200, whose peak is 128. Large parts of threads read the least memory.
+_TILES = (
+    (256, 128, 16, 8, 8, 1, 91, 91),
+    (128, 128, 8, 8, 16, 1, 89, 90),
+    (128, 128, 8, 8, 8, 1, 87, 89),
+    (64, 128, 8, 8, 16, 1, 65, 89),
+    (128, 64, 8, 8, 8, 2, 83, 85),
+    (64, 64, 8, 8, 8, 4, 78, 80),
+    (64, 64, 8, 4, 8, 2, 71, 74),
+    (32, 64, 8, 4, 8, 4, 66, 68),
+    (32, 32, 4, 4, 16, 2, 50, 54),
+    (32, 32, 4, 4, 8, 1, 30, 45),
+    (16, 32, 4, 4, 8, 2, 40, 42),
+    (16, 32, 4, 4, 8, 1, 20, 30),
+)
 
-THREADS_TO_HIDE = 256
-"""Threads that a multiprocessor needs for the peak of its multiply-adds, about."""
+# Cycles of a block's first loads and last stores, and of blocks of a cluster that wait for each other; sums of another
+# block that a block reads in a cycle.
+_ENDS, _MEETING, _EXCHANGED = 1000.0, 3000.0, 4.0
 
 
 def simt_plan(
@@ -86,26 +102,31 @@ def simt_plan(
     group = max(1, 16 // size)
     m, n, k = (UNKNOWN if extent is None else max(extent, 1) for extent in sizes)
     count = 1 if batch is None else max(batch, 1)
+    # Blocks of a cluster read each other's sums of four bytes.
+    clusters = (1, 2, 4, 8) if gpu.bulk_copies and None not in (*sizes, batch) and size == 4 else (1,)
     best: tuple[float, SimtPlan] | None = None
-    for rows, columns, thread_rows, thread_columns, share in _TILES:
+    for rows, columns, thread_rows, thread_columns, depth, slices, alone, beside in _TILES:
         if size > 4 and thread_rows * thread_columns > 32:
-            thread_columns //= 2  # registers
+            continue  # registers
         tiles = count * -(-m // rows) * -(-n // columns)
-        for slices in (1, 2, 4, 8):
-            plan = SimtPlan(rows, columns, thread_rows, thread_columns, group, 8, slices)
-            if plan.threads > 512 or plan.slice_threads < WARP or plan.shared_bytes(size) > SHARED_BYTES:
+        for cluster in clusters:
+            plan = SimtPlan(rows, columns, thread_rows, thread_columns, group, depth, slices, cluster)
+            step = depth * slices
+            is_shared = tiles < gpu.multiprocessors and k >= 4 * step * cluster
+            if not _is_possible(plan, size, gpu) or (cluster > 1 and not is_shared):
                 continue
-            if slices > 1 and (k < 32 * slices or thread_rows * thread_columns < slices * group):
-                continue
-            waves = -(-tiles // gpu.multiprocessors)
-            # Blocks on a multiprocessor at the same time hide each other's latency.
-            beside = min(waves, max(1, 512 // plan.threads)) * plan.threads
-            hidden = min(1.0, beside / THREADS_TO_HIDE)
-            steps = -(-k // (plan.depth * slices))
-            cost = waves * (
-                rows * columns * plan.depth * slices * steps / (share * hidden * 128) + 600 + 150 * (slices > 1)
-            )
+            # A cluster lies within a part of the GPU that has not always a multiple of its blocks.
+            turns = -(-tiles * cluster // (gpu.multiprocessors // cluster * cluster))
+            work = rows * columns * step * -(-k // (step * cluster)) / (alone if turns == 1 else beside)
+            exchange = _MEETING + rows * columns / _EXCHANGED if cluster > 1 else 0
+            cost = turns * (work + _ENDS + exchange)
             if best is None or cost < best[0]:
                 best = cost, plan
     assert best is not None, "the smallest tile always fits"
     return best[1]
+
+
+def _is_possible(plan: SimtPlan, size: int, gpu: GpuTarget) -> bool:
+    """Whether a block has room for a plan, and every thread a part of the sums to add."""
+    groups = plan.thread_rows * plan.thread_columns // plan.group
+    return plan.shared_elements * size <= gpu.shared_bytes // 2 and groups % (plan.slices * plan.cluster) == 0

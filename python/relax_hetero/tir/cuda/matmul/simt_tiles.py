@@ -21,7 +21,7 @@ from ..core import ptx
 from ..core.epilogue import EpilogueWriter
 from ..core.launch import launch, local, unrolled
 from ..core.operand import VECTOR_BYTES, GpuOperand
-from .simt_parts import Batches, at_least_one, barrier, divides
+from .simt_parts import SHARED, Batches, at_least_one, barrier, divides
 from .simt_plan import SimtPlan
 
 RASTER_ROWS = 8
@@ -79,9 +79,10 @@ class TiledProduct:
     def _tile(self, at: Coordinates, row: Expr, column: Expr, thread: Expr) -> None:
         plan = self.plan
         depth = plan.depth * plan.slices
+        self.shared = T.alloc_buffer((plan.shared_elements,), self.dtype, scope=SHARED)
         brought = [
-            _Brought(side, first, at, self.batches.exists, self.k, depth, self.dtype, thread, plan)
-            for side, first in ((self.left, row), (self.right, column))
+            _Brought(side, first, at, self.batches.exists, self.k, depth, self.shared, offset, self.dtype, thread, plan)
+            for side, first, offset in ((self.left, row, 0), (self.right, column, plan.left_elements))
         ]
         sums = local(plan.thread_rows * plan.thread_columns, self.dtype)
         with unrolled(plan.thread_rows * plan.thread_columns) as i:
@@ -159,7 +160,7 @@ class TiledProduct:
         plan = self.plan
         groups, threads = plan.thread_columns // plan.group, plan.slice_threads
         each = plan.thread_rows * plan.thread_columns
-        parts = T.alloc_buffer((plan.slices * each * threads,), self.dtype, scope="shared")
+        parts = self.shared  # whose tiles have been read
         with unrolled(each) as i:
             T.buffer_store(parts, sums[i], [(where.slice * each + i) * threads + where.own])
         barrier()
@@ -279,6 +280,8 @@ class _Brought:
         batch_exists: Expr | None,
         k: Expr,
         depth: int,
+        shared: Expr,
+        begin: int,
         dtype: str,
         thread: Expr,
         plan: SimtPlan,
@@ -294,7 +297,7 @@ class _Brought:
             self.vector //= 2
         # Threads that read along k write apart in shared memory: a pitch of a group more spreads them over the banks.
         self.pitch = side.size + plan.group
-        self.shared = T.alloc_buffer((2 * depth * self.pitch,), dtype, scope="shared")
+        self.shared, self.begin = shared, begin
         units = side.size * depth // self.vector
         self.units, self.threads, self.thread = units, plan.threads, thread
         self.turns = -(-units // plan.threads)
@@ -302,7 +305,7 @@ class _Brought:
 
     def offset(self, buffer: Expr, k: Expr, at: Expr) -> Expr:
         """Where an element of the tile is in shared memory."""
-        return (buffer * self.depth + k) * self.pitch + at
+        return self.begin + (buffer * self.depth + k) * self.pitch + at
 
     def _unit(self, turn: Expr) -> tuple[Expr, Expr, Expr]:
         """What a thread brings in a turn: its number, and the row and k of its first element within the tile."""

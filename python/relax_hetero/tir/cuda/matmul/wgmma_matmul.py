@@ -38,6 +38,8 @@ from .wgmma_tiling import Tiling, choose_tiling, reads_rows
 _HALF_TYPES = ("float16", "bfloat16")
 _BYTE_TYPES = (("int8", "uint8"), ("float8_e4m3fn", "float8_e5m2"))
 _FEW_REGISTERS, _MANY_REGISTERS = 40, 232  # of producers and of consumers: 128 * 40 + 256 * 232 <= 65,536
+_MOST_AHEAD = 2  # steps whose copies are under way while an older one's are waited for
+_READ_TOGETHER = 64  # registers of other blocks' sums
 _UNROLLED_SUMS = 128  # registers of sums from which consumers need those of the producers
 
 
@@ -114,7 +116,6 @@ def wgmma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: Tiling |
             rhs.open(raw=True)
             store.open(result, m, n, reads_rows(problem))
             tiling = tiling or choose_tiling(problem, gpu, (m, n, k), list(counts.values()))
-            assert tiling.columns // PACKED_ROWS >= tiling.share, "a block brings at least one packed tile"
             left = OperandTile.of(lhs, "m", tiling.rows, m, k)
             right = OperandTile.of(rhs, "n", tiling.columns, n, k)
             _Kernel(left, right, store, tiling, (m, n, k), counts).emit()
@@ -141,7 +142,7 @@ class _Kernel:
         is_integer = left.view.nominal in _BYTE_TYPES[0]
         self.issued = self.registers // 2 if is_integer and tiling.columns > 192 else self.registers
         m, n, k = sizes
-        self.row_tiles = _int32(ceil_div(m, tiling.rows * tiling.share))
+        self.row_tiles = _int32(ceil_div(m, tiling.rows))
         self.column_tiles = _int32(ceil_div(n, tiling.columns))
         # Where k may be 0, a step of zeros begins the sums.
         self.steps = ceil_div(k, left.step) if isinstance(k, int) else T.max(_int32(ceil_div(k, left.step)), 1)
@@ -165,19 +166,17 @@ class _Kernel:
         self.full_at = shared.take(8 * tiling.stages, 8)
         self.empty_at = shared.take(8 * tiling.stages, 8)
         threads = PRODUCERS + self.consumers * WARPGROUP
-        with launch(tiling.blocks, threads, tiling.split * tiling.share, self.moves_registers) as place:
+        with launch(tiling.blocks, threads, tiling.split, self.moves_registers) as place:
             self.block, self.rank, self.thread = place.block, place.rank, place.thread
             shared.open()
             with when(place.thread == 0):
                 for stage in range(tiling.stages):
-                    # All producers arrive when their copies are complete, one more expects the bytes of bulk copies.
+                    # Each warp of producers arrives when its copies are complete; one expects the bytes of bulk copies.
                     bulk = self.right.source is Source.PACKED
-                    ptx.barrier_init(self._full(stage), PRODUCERS + int(bulk))
-                    ptx.barrier_init(self._empty(stage), self.consumers * tiling.share)
+                    ptx.barrier_init(self._full(stage), PRODUCERS // WARP + int(bulk))
+                    ptx.barrier_init(self._empty(stage), self.consumers)
                 ptx.barrier_init_fence()
             ptx.block_barrier()
-            if tiling.share > 1:
-                _cluster_barrier()
             # Operands, and what the result takes the place of, belong to launches before this one until here.
             ptx.wait_for_launches_before()
             ptx.let_next_launch_begin()
@@ -186,9 +185,6 @@ class _Kernel:
                     self._produce()
                 with T.Else():
                     self._consume(staging, share)
-            if tiling.share > 1:
-                # Copies and arrivals of other blocks come until they have ended, too.
-                _cluster_barrier()
 
     def _full(self, stage: Expr) -> Expr:
         return self.shared.at(self.full_at + stage * 8)
@@ -196,20 +192,21 @@ class _Kernel:
     def _empty(self, stage: Expr) -> Expr:
         return self.shared.at(self.empty_at + stage * 8)
 
-    def _each_tile(self, body: Callable[[Expr, Coordinates, Expr, Expr], None]) -> None:
-        """Write `body` for every tile of the block: its number among them, batch, first row and first column."""
+    def _each_tile(self, body: Callable[[Expr, Coordinates, Expr, Expr], None]) -> Expr:
+        """Write `body` for every tile of the block: its number among them, batch, first row and first column.
+
+        Returns their count.
+        """
         tiling = self.tiling
-        members = tiling.split * tiling.share
-        clusters = tiling.blocks // members
-        own = self.block if members == 1 else self.block // members
+        clusters = tiling.blocks // tiling.split
+        own = self.block if tiling.split == 1 else self.block // tiling.split
         is_one = isinstance(self.tiles, int) and self.tiles == clusters
         count = 1 if is_one else T.truncdiv(self.tiles - own + (clusters - 1), clusters)
         with T.serial(count) as turn:
             tile = own if is_one else own + turn * clusters
             at, row, column = self._place(T.bind(tile))
-            if tiling.share > 1:
-                row = row * tiling.share + self.rank
             body(turn, at, T.bind(T.Cast("int64", row * tiling.rows)), T.bind(T.Cast("int64", column * tiling.columns)))
+        return count
 
     def _place(self, tile: Expr) -> tuple[Coordinates, Expr, Expr]:
         """Batch, row and column of a tile: a group of rows goes over all columns, its rows one after the other."""
@@ -227,49 +224,68 @@ class _Kernel:
         height = T.min(self.row_tiles - first, group)
         return at, first + T.truncmod(within, height), T.truncdiv(within, height)
 
-    def _each_step(self, turn: Expr, body: Callable[[Expr, Expr, Expr, Expr], None]) -> None:
-        """Write `body` for the block's steps of k: number, step, stage and the parity of the stage's turn."""
-        split, stages = self.tiling.split, self.tiling.stages
-        steps = self.steps
+    def _own_steps(self) -> tuple[Expr, Expr]:
+        """How many steps of k the block has of each tile, and the first."""
+        split, steps = self.tiling.split, self.steps
         if split == 1:
-            count, first = steps, 0
-        else:
-            assert isinstance(steps, int), "k is split only where it is known"
-            base, more = divmod(steps, split)
-            first = self.rank * base + T.min(self.rank, more)
-            count = base if more == 0 else base + T.Select(self.rank < more, 1, 0)
+            return steps, 0
+        assert isinstance(steps, int) and steps >= split, "every block of a cluster has a part of a known k"
+        base, more = divmod(steps, split)
+        count = base if more == 0 else base + T.Select(self.rank < more, 1, 0)
+        return count, self.rank * base + T.min(self.rank, more)
+
+    def _each_step(self, turn: Expr, body: Callable[[Expr, Expr, Expr, Expr, Expr], None]) -> None:
+        """Write `body` for the block's steps of a tile.
+
+        It gets the step's number among all of the block, and of the tile; the step of k; the stage, and the parity of
+        the stage's turn.
+        """
+        stages = self.tiling.stages
+        count, first = self._own_steps()
         with T.serial(count) as step:
             number = T.bind(turn * count + step)
-            stage = T.bind(number % stages)
-            body(step, first + step, stage, T.bitwise_and(number // stages, 1))
+            body(number, step, first + step, T.bind(number % stages), T.bitwise_and(number // stages, 1))
 
     def _produce(self) -> None:
         if self.moves_registers:
             ptx.set_max_registers(_FEW_REGISTERS, grows=False)
-        left, right, thread, share = self.left, self.right, self.thread, self.tiling.share
+        left, right, thread = self.left, self.right, self.thread
+        # Steps whose copies are on their way while those of an older one are waited for. The consumers have one step
+        # in work, and find the next one there.
+        ahead = max(0, min(self.tiling.stages - 2, _MOST_AHEAD))
 
         def tile(turn: Expr, at: Coordinates, row: Expr, column: Expr) -> None:
-            def step(_: Expr, k: Expr, stage: Expr, parity: Expr) -> None:
-                ptx.barrier_wait(self._empty(stage), T.bitwise_xor(parity, 1), cluster=share > 1)
+            def step(number: Expr, _: Expr, k: Expr, stage: Expr, parity: Expr) -> None:
+                ptx.barrier_wait(self._empty(stage), T.bitwise_xor(parity, 1))
                 left_to, right_to = self.left_at + stage * left.size, self.right_at + stage * right.size
                 full = self._full(stage)
                 if right.source is Source.PACKED:
                     with when(thread == 0):
                         ptx.barrier_expect(full, right.size)
-                        right.load_bulk(self.shared, right_to, at, column, k, full, (self.rank, share))
+                    # A thread of each warp issues a copy: one after the other they would take long.
+                    with when(tirx.all(thread % WARP == 0, thread // WARP < right.blocks)):
+                        right.load_block(self.shared, right_to, at, (column, thread // WARP), k, full)
                 left.load(self.shared, left_to, at, row, k, thread)
                 right.load(self.shared, right_to, at, column, k, thread)
-                if Source.GATHER in (left.source, right.source):
-                    ptx.copy_commit()
-                    ptx.copy_wait(0)
-                    ptx.async_proxy_fence()
-                    ptx.barrier_arrive(full)
-                else:
-                    ptx.barrier_arrive_after_copies(full)
+                ptx.copy_commit()
+                with when(number >= ahead):
+                    arrive(number - ahead, ahead)
 
             self._each_step(turn, step)
 
-        self._each_tile(tile)
+        def arrive(number: Expr, pending: int) -> None:
+            """The copies of a step are complete, all but the newest `pending` steps': its stage is full."""
+            ptx.copy_wait(pending)
+            # Copies write as threads do, and tensor cores read by another way.
+            ptx.async_proxy_fence()
+            ptx.warp_barrier()
+            with when(thread % WARP == 0):
+                ptx.barrier_arrive(self._full(number % self.tiling.stages))
+
+        total = self._each_tile(tile) * self._own_steps()[0]
+        for pending in range(ahead, 0, -1):
+            with when(total >= pending):
+                arrive(total - pending, pending - 1)
         if self.tiling.split > 1:
             # With the consumers, who read each other's sums in between.
             for _ in range(2):
@@ -288,27 +304,15 @@ class _Kernel:
         ptx.matrix_descriptor(base[0], self.shared.at(self.left_at + group * (64 * SWIZZLED_BYTES)), left.leading)
         ptx.matrix_descriptor(base[1], self.shared.at(self.right_at), right.leading)
 
-        peers = local(self.tiling.share, "uint32")
-        if self.tiling.share > 1:
-            own = T.bind(ptx.shared_address(self._empty(0)))
-            for rank in range(self.tiling.share):
-                ptx.remote_address(peers[rank], own, rank)
-
         def release(stage: Expr, condition: Expr) -> None:
             with when(condition):
-                if self.tiling.share == 1:
-                    ptx.barrier_arrive(self._empty(stage))
-                    return
-                for rank in range(self.tiling.share):
-                    ptx.barrier_arrive_remote(peers[rank] + T.Cast("uint32", stage * 8))
+                ptx.barrier_arrive(self._empty(stage))
 
         def tile(turn: Expr, at: Coordinates, row: Expr, column: Expr) -> None:
             last = local(1, "int32")
 
-            def step(number: Expr, _: Expr, stage: Expr, parity: Expr) -> None:
+            def step(_: Expr, number: Expr, __: Expr, stage: Expr, parity: Expr) -> None:
                 ptx.barrier_wait(self._full(stage), parity)
-                # What came by `copy_async` was written as by a thread, not as by wgmma's own kind of access.
-                ptx.async_proxy_fence()
                 at_stage = T.Cast("uint64", stage)
                 a = T.bind(base[0] + at_stage * T.uint64(left.size // 16))
                 b = T.bind(base[1] + at_stage * T.uint64(right.size // 16))
@@ -358,19 +362,21 @@ class _Kernel:
             ptx.store_shared(target, [_as_u32(sums[4 * quad + i], kind) for i in range(4)])
         ptx.cluster_arrive()
         ptx.cluster_wait()
-        total, part, remote = local(count, kind), local(4, kind), local(1, "uint32")
+        # As many of the others' sums as registers hold are on their way together: each load takes long.
+        together = max(1, min(self.tiling.split, _READ_TOGETHER // count))
+        total, parts, remote = local(count, kind), local(together * count, kind), local(1, "uint32")
         own = T.bind(ptx.shared_address(self.shared.at(begin + self.rank * (count // 4 * WARPGROUP * 16))))
         name = "u32" if kind == "uint32" else "f32"
-        for rank in range(self.tiling.split):
-            ptx.remote_address(remote[0], own, rank)
-            for quad in range(count // 4):
-                address = remote[0] + T.uint32(quad * WARPGROUP * 16)
-                if rank == 0:
-                    ptx.load_remote([total[4 * quad + i] for i in range(4)], address, name)
-                    continue
-                ptx.load_remote([part[i] for i in range(4)], address, name)
-                for i in range(4):
-                    T.buffer_store(total, total[4 * quad + i] + part[i], [4 * quad + i])
+        for first in range(0, self.tiling.split, together):
+            for i in range(together):
+                ptx.remote_address(remote[0], own, first + i)
+                for quad in range(count // 4):
+                    registers = [parts[i * count + 4 * quad + r] for r in range(4)]
+                    ptx.load_remote(registers, remote[0] + T.uint32(quad * WARPGROUP * 16), name)
+            for i in range(together):
+                for r in range(count):
+                    part = parts[i * count + r]
+                    T.buffer_store(total, part if first + i == 0 else total[r] + part, [r])
         # No block ends, or stores into what others read, before all have read.
         ptx.cluster_arrive()
         return total

@@ -21,12 +21,14 @@ from relax_hetero.target.element_types import bytes_of, numpy_dtype
 from relax_hetero.target.gpu_target import gpu_target_of
 from relax_hetero.tir.commands.table_kernel import is_one_launch
 from relax_hetero.tir.cuda.matmul.few_rows import few_rows_kernel
+from relax_hetero.tir.cuda.matmul.mma_matmul import mma_matmul_kernel
 from relax_hetero.tir.cuda.matmul.simt_matmul import simt_matmul_kernel
 from relax_hetero.tir.cuda.matmul.wgmma_matmul import wgmma_matmul_kernel
 
-HOPPER, OLDER = (gpu_target_of(Target({"kind": "cuda", "arch": arch})) for arch in ("sm_90a", "sm_75"))
+HOPPER, ADA, OLDER = (gpu_target_of(Target({"kind": "cuda", "arch": arch})) for arch in ("sm_90a", "sm_89", "sm_75"))
 GENERATORS: dict[str, Callable[..., tirx.PrimFunc]] = {
     "wgmma": wgmma_matmul_kernel,
+    "mma": mma_matmul_kernel,
     "few": few_rows_kernel,
     "simt": simt_matmul_kernel,
 }
@@ -67,7 +69,7 @@ class Drawn:
             "k": draw.choice([1, 7, 16, 31, 64, 72, 100, 128, 200]),
             **{name: draw.choice([1, 2, 3]) for name in self.batch},
         }
-        self.is_packed = kind == "few" or (kind == "wgmma" and draw.random() < 0.5)
+        self.is_packed = kind == "few" or (kind in ("wgmma", "mma") and draw.random() < 0.5)
         self.symbolic = draw.choice([[], [], ["m"], ["m", "b0"], ["m", "n", "k"]])
         self.left = self.names("mk", broadcasts=True)
         self.right = self.names("kn", broadcasts=True)
@@ -150,8 +152,9 @@ class Drawn:
 
 def check(seed: int, kind: str) -> None:
     drawn = Drawn(seed, kind)
+    gpu = {"mma": ADA, "simt": OLDER if seed % 2 else HOPPER}.get(kind, HOPPER)
     try:
-        func = GENERATORS[kind](drawn.problem, OLDER if kind == "simt" and seed % 2 else HOPPER)
+        func = GENERATORS[kind](drawn.problem, gpu)
     except EncodingError as error:
         pytest.skip(str(error))
     assert is_one_launch(func)
@@ -168,8 +171,16 @@ def test_random_products(seed: int, kind: str) -> None:
     check(seed, kind)
 
 
-@pytest.mark.parametrize("seed", [74, pytest.param(160, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [74, 28, pytest.param(160, marks=pytest.mark.slow)])
 def test_transposed_left_operands_of_few_rows(seed: int) -> None:
-    """Tiles of fewer than 64 rows: no stripe of 64 columns is in them."""
+    """Tiles of fewer than 64 rows have no stripe of 64 columns, and those of 64 are not read transposed."""
     assert Drawn(seed, "few").left[-1] == "m"
+    check(seed, "few")
+
+
+@pytest.mark.parametrize("seed", [45, pytest.param(16, marks=pytest.mark.slow)])
+def test_integers_of_33_to_40_rows(seed: int) -> None:
+    """For them wgmma has 32 columns and 48, and none in between."""
+    drawn = Drawn(seed, "few")
+    assert drawn.sizes["m"] == 33 and drawn.types[2] == "int32"
     check(seed, "few")
