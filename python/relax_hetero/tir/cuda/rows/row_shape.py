@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from ....target.element_types import bytes_of
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr
-from ..core.vectors import VECTOR_BYTES
+from ..core.vectors import MOST_LANES, VECTOR_BYTES
 
-MOST_LANES = 8
-"""Elements of a vector: bytes meet floats of which so many take two accesses."""
 MOST_THREADS = 1024
 """Of a block."""
 ELEMENTS = 32
