@@ -19,6 +19,7 @@ from .regular_files import open_regular
 _log = logging.getLogger("relax_hetero")
 
 _SUFFIX = ".cubin"
+_FILES = r"[0-9a-f]{40}\.cubin"
 _DIGEST_BYTES = 20
 _SHARE = 8
 
@@ -59,8 +60,15 @@ def keep_code(folder: CacheFolder, codes: Mapping[str, bytes]) -> None:
         _log.debug("the compile cache keeps no kernels: %s", error)
 
 
+def kept_code(folder: CacheFolder) -> list[int]:
+    """The bytes of each kernel's file in the folder."""
+    with folder.opened() as descriptor:
+        found = [status_of(descriptor, name) for name in files_in(descriptor, _FILES)]
+    return [status.st_size for status in found if status is not None]
+
+
 def _trim(folder: int, limit: int) -> None:
-    found = [(name, status_of(folder, name)) for name in files_in(folder, r"[0-9a-f]{40}\.cubin")]
+    found = [(name, status_of(folder, name)) for name in files_in(folder, _FILES)]
     total = 0
     for status, name in sorted(((s, n) for n, s in found if s is not None), key=lambda pair: -pair[0].st_mtime):
         total += status.st_size

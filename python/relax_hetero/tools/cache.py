@@ -8,6 +8,7 @@ from dataclasses import asdict
 import click
 
 from ..artifact.cache_folder import CacheFolder, Entry, folder_of
+from ..artifact.kernel_cache import kept_code
 from ..errors import BuildError
 from .command import command, json_option
 from .console import bytes_text, console, plural, print_json, print_table, target_text
@@ -27,16 +28,18 @@ def cache_group() -> None:
 def ls_command(as_json: bool) -> None:
     """List compiled models, the last used first."""
     folder = _folder()
-    entries = folder.entries()
+    entries, kernels = folder.entries(), kept_code(folder)
     if as_json:
-        print_json({"folder": str(folder.path), "limit": folder.limit, "entries": [asdict(entry) for entry in entries]})
+        shown = {"folder": str(folder.path), "limit": folder.limit, "entries": [asdict(entry) for entry in entries]}
+        print_json({**shown, "kernels": {"count": len(kernels), "bytes": sum(kernels)}})
         return
     if entries:
         columns = ["key", "made", "last used", "hits", "size", "compile s", "functions", "targets"]
         print_table("Compile cache", columns, map(_row, entries), right=["hits", "size", "compile s"])
     used = bytes_text(sum(entry.bytes for entry in entries))
+    gpu = f"; {plural(len(kernels), 'kernel')} of GPUs, {bytes_text(sum(kernels))}" if kernels else ""
     console().print(
-        f"{plural(len(entries), 'executable')}, {used} of at most {bytes_text(folder.limit)} in {folder.path}",
+        f"{plural(len(entries), 'executable')}, {used} of at most {bytes_text(folder.limit)} in {folder.path}{gpu}",
         markup=False,
     )
 

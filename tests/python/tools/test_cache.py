@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
+from relax_hetero.artifact.cache_folder import CacheFolder
+from relax_hetero.artifact.kernel_cache import keep_code
+
 from .conftest import TWO, parsed
 
 Invoke = Callable[..., Result]
@@ -56,6 +59,14 @@ def test_ls_shows_what_is_kept(invoke: Invoke, model: Path, folder: Path):
     assert entry["bytes"] == (folder / f"{entry['key']}.so").stat().st_size
     for text in (entry["key"][:12], "just now", "main(x: float32[2, 3])", "1 executable,"):
         assert text in shown
+
+
+def test_kernels_of_gpus_are_listed_and_removed(invoke: Invoke, folder: Path):
+    keep_code(CacheFolder(folder), {f"{i:040x}": bytes(1000) for i in range(3)})
+    assert "; 3 kernels of GPUs, 3.0 KiB" in invoke("cache", "ls").stdout
+    assert parsed(invoke("cache", "ls", "--json"))["kernels"] == {"count": 3, "bytes": 3060}
+    invoke("cache", "clear")
+    assert list(folder.iterdir()) == []
 
 
 def test_clear_removes_some_or_all(invoke: Invoke, model: Path, folder: Path):

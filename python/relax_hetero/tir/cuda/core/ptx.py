@@ -105,18 +105,12 @@ def barrier_arrive_after_copies(barrier: Expr) -> None:
     _emit("cp.async.mbarrier.arrive.noinc.shared.b64", barrier)
 
 
-def barrier_arrive_remote(address: Expr) -> None:
-    """One arrival at the barrier of another block of the cluster, found by `remote_address`."""
-    _emit("mbarrier.arrive.release.cluster.shared::cluster.b64", address)
-
-
-def barrier_wait(barrier: Expr, parity: Expr, cluster: bool = False) -> None:
+def barrier_wait(barrier: Expr, parity: Expr) -> None:
     """Wait for the end of the phase of this parity: 0 for the first, 1 for the second, 0 for the third, ...
 
-    A wait for parity 1 of a new barrier returns at once. `cluster`: arrivals come from other blocks.
+    A wait for parity 1 of a new barrier returns at once.
     """
-    wait = _CUDA.mbarrier_wait_acquire_cluster if cluster else _CUDA.mbarrier_wait
-    T.evaluate(wait(barrier, parity))
+    T.evaluate(_CUDA.mbarrier_wait(barrier, parity))
 
 
 # Copies.
@@ -145,45 +139,9 @@ def copy_wait(groups: int) -> None:
     _emit("cp.async.wait_group", groups)
 
 
-def bulk_load(target: Expr, source: Expr, size: Expr, barrier: Expr, blocks: Expr | None = None) -> None:
-    """Copy `size` bytes, a multiple of 16, from global to shared memory by one thread; they count at `barrier`.
-
-    Parameters
-    ----------
-    blocks : PrimExpr, optional
-        uint16 mask of the blocks of the cluster that get the bytes, each at the same place of its shared memory, and
-        counts them at its own barrier.
-    """
-    if blocks is None:
-        _emit("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes", target, source, _u32(size), barrier)
-    else:
-        name = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-        _emit(name, target, source, _u32(size), barrier, blocks)
-
-
-def bulk_store(target: Expr, source: Expr, size: Expr) -> None:
-    """Copy `size` bytes, a multiple of 16, from shared to global memory; addresses are multiples of 16, too."""
-    _emit("cp.async.bulk.global.shared::cta.bulk_group", target, source, _u32(size))
-
-
-def bulk_commit() -> None:
-    """The thread's bulk stores since the last commit become a group."""
-    _emit("cp.async.bulk.commit_group")
-
-
-def bulk_wait_read(groups: int) -> None:
-    """Wait until at most so many of the thread's newest groups of bulk stores have yet to read shared memory."""
-    _emit("cp.async.bulk.wait_group.read", groups)
-
-
-def bulk_wait(groups: int) -> None:
-    """Wait until at most so many of the thread's newest groups of bulk stores are pending."""
-    _emit("cp.async.bulk.wait_group", groups)
-
-
-def prefetch_l2(source: Expr, size: int) -> None:
-    """Ask for `size` bytes, a multiple of 16 at a multiple of 16, in the second-level cache."""
-    _emit("cp.async.bulk.prefetch.L2.global", source, T.uint32(size))
+def bulk_load(target: Expr, source: Expr, size: Expr, barrier: Expr) -> None:
+    """Copy `size` bytes, a multiple of 16, from global to shared memory by one thread; they count at `barrier`."""
+    _emit("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes", target, source, _u32(size), barrier)
 
 
 def async_proxy_fence() -> None:
@@ -219,16 +177,6 @@ def store_global(address: Expr, values: Sequence[Expr], dtype: str = "u32") -> N
 
 def _vector(count: int) -> str:
     return "" if count == 1 else f"v{count}."
-
-
-def store_matrices(address: Expr, registers: Sequence[Expr], transposed: bool = False) -> None:
-    """Four 8x8 matrices of 16-bit values from the fragments of a warp to shared memory (``stmatrix``).
-
-    Lane l gives the address of row ``l % 8`` of matrix ``l // 8``; register i holds of matrix i the pair of columns
-    ``2 * (l % 4)`` of row ``l // 4``.
-    """
-    trans = ".trans" if transposed else ""
-    _emit(f"stmatrix.sync.aligned.m8n8.x{len(registers)}{trans}.shared.b16", address, *registers)
 
 
 def load_matrices(registers: Sequence[Expr], address: Expr, transposed: bool = False) -> None:

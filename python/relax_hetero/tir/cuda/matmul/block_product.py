@@ -5,17 +5,21 @@ weights, a fragment of ``mma.sync`` for each 16 k. The columns of the product ar
 of the left operand its columns, so that one to eight rows cost the same. Four bits become a 16-bit float as the last
 bits of a power of two; scales are applied to the sums of a block.
 
-The warps of a kernel's block share its columns and cut k. Each asks for all or for several of its weights at once,
-before it waits for the launch that writes the left operand, and holds them in registers: nothing but the warps' sums
-goes through shared memory.
+The warps of a kernel's block share its columns and cut k. Each asks for several of its weights at once, before it waits
+for the launch that writes the left operand, and holds them in registers. Blocks are persistent: while one adds up the
+sums of its warps, through shared memory, the weights of its next columns are on their way.
 
-A left operand of float32 is cut into three parts of bfloat16, whose sum it is exactly; each is a row of its own.
+A left operand of float32 is cut into three parts of bfloat16, whose sum it is exactly; each is a row of its own. Few
+rows are brought to shared memory as the fragments read them; more are read from memory, where the caches have them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import gcd
+from operator import getitem
+from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -29,7 +33,7 @@ from ...core.builder import Expr, Function, ceil_div, int64, minimum
 from ...core.view import extent_of
 from ..core import ptx
 from ..core.epilogue import EpilogueWriter
-from ..core.launch import launch, local, may_begin_early
+from ..core.launch import SharedMemory, launch, local, may_begin_early
 from ..core.operand import GpuOperand
 
 STEP = 16
@@ -41,10 +45,18 @@ GROUP_COLUMNS = 8
 PARTS = {"float16": 1, "bfloat16": 1, "float32": 3}
 """Rows of 16-bit floats that make one row of the left operand."""
 
-MOST_WARPS = 8
 MOST_CHUNKS_AHEAD = 8
 """Chunks of 64 k that a warp has asked for: with 8 to 32 warps on a multiprocessor 32 to 128 KB, more than what memory
 delivers while the first is on its way."""
+
+WARPS_PER_MULTIPROCESSOR = 32
+"""Of persistent blocks: registers do not have room for more."""
+
+HELD_BYTES = 72 << 10
+"""Of the left operand in shared memory, at most."""
+
+_PAD = 16  # words between held rows: neighbours begin in other banks
+_TWO_SUMS_BYTES = 32 << 10  # up to here sums of one tile are added while those of the next are written
 
 
 @dataclass(frozen=True)
@@ -77,13 +89,20 @@ def block_plan(problem: BlockProductProblem, gpu: GpuTarget) -> BlockPlan:
         rows = rows * extent if isinstance(extent, int) and isinstance(rows, int) else -1
     in_group = GROUP_COLUMNS // parts
     groups = 4 if rows < 0 else min(4, max(1, -(-rows // in_group)))
-    # A fragment more shares what is read of the left operand, which costs most where it is cut into parts.
-    fragments = {1: 2 if parts > 1 else 1, 2: 2}.get(groups, 4)
+    # Fragments share what is read of the left operand.
+    fragments = {1: 1, 2: 2}.get(groups, 4)
     chunks = -(-problem.depth // CHUNK)
-    warps = min(MOST_WARPS, chunks)
+    # Measured on an H200 for one row: 16 warps take 5.3 us where 8 take 6.8 (4,096 columns and k), 13.3 and 14.3
+    # (14,336 columns).
+    warps = min(16 if groups == 1 else 8, chunks)
     own = -(-chunks // warps)
     most = max(1, MOST_CHUNKS_AHEAD // fragments)
-    return BlockPlan(fragments, groups, warps, min(own, most))
+    # Rounds of equal length: chunks that are not there cost as much as others.
+    ahead = min(
+        range(1, min(own, most) + 1),
+        key=lambda count: (-(-own // count) * count if count * 2 > most else own + most, -count),
+    )
+    return BlockPlan(fragments, groups, warps, ahead)
 
 
 def block_product_kernel(problem: BlockProductProblem, gpu: GpuTarget, plan: BlockPlan | None = None) -> tirx.PrimFunc:
@@ -120,7 +139,7 @@ def block_product_kernel(problem: BlockProductProblem, gpu: GpuTarget, plan: Blo
             lhs.open(raw=True)
             for view in packed:
                 view.open()
-            _Kernel(problem, plan or block_plan(problem, gpu), lhs, packed, writer).emit()
+            _Kernel(problem, gpu, plan or block_plan(problem, gpu), lhs, packed, writer).emit()
     return may_begin_early(function.result, range(1, 1 + len(problem.weights)))
 
 
@@ -130,12 +149,13 @@ class _Kernel:
     def __init__(
         self,
         problem: BlockProductProblem,
+        gpu: GpuTarget,
         plan: BlockPlan,
         lhs: GpuOperand,
         packed: list[GpuOperand],
         writer: EpilogueWriter,
     ) -> None:
-        self.problem, self.plan, self.lhs, self.writer = problem, plan, lhs, writer
+        self.problem, self.gpu, self.plan, self.lhs, self.writer = problem, gpu, plan, lhs, writer
         self.weight, self.scales = packed[0].data, packed[1].data
         self.zeros = packed[2].data if len(packed) > 2 else None
         self.parts = PARTS[problem.lhs.dtype]
@@ -147,6 +167,12 @@ class _Kernel:
         self.tiles = -(-problem.columns // FRAGMENT_COLUMNS)
         self.rows = plan.groups * (GROUP_COLUMNS // self.parts)
         self.m = extent_of([writer.result], "m")
+        self.own = -(-self.chunks // plan.warps)  # chunks of a warp, of a tile
+        self.pitch = self.chunks * CHUNK // 2 + _PAD
+        rows = min(self.m, self.rows) if isinstance(self.m, int) else self.rows
+        self.held_rows = rows * self.parts if rows * self.parts * self.pitch * 4 <= HELD_BYTES else 0
+        if self.parts > 1 and plan.groups > 1:
+            self.held_rows = 0  # the parts of a row lie in one group of eight
 
     def emit(self) -> None:
         """Write the launch."""
@@ -156,25 +182,32 @@ class _Kernel:
                 T.evaluate(0)
             return
         row_tiles = ceil_div(self.m, self.rows)
-        column_tiles = -(-self.tiles // plan.fragments)
-        with launch(int64(column_tiles * row_tiles), plan.warps * WARP) as place:
-            block = int64(1) * place.block
-            self.first_tile = T.bind(tirx.floordiv(block, row_tiles) * plan.fragments)
+        self.column_tiles = -(-self.tiles // plan.fragments)
+        self.stride = self._blocks_of_a_row(row_tiles)
+        with launch(int64(self.stride * row_tiles), plan.warps * WARP) as place:
+            block = T.Cast("int64", place.block)
+            self.first_block = T.bind(tirx.floordiv(block, row_tiles))
             self.first_row = T.bind(tirx.floormod(block, row_tiles) * self.rows)
             self.thread = place.thread
             self.warp = T.bind(tirx.floordiv(place.thread, WARP))
             self.lane = T.bind(tirx.floormod(place.thread, WARP))
             self.high, self.low = T.bind(tirx.floordiv(self.lane, 4)), T.bind(tirx.floormod(self.lane, 4))
             self._allocate()
-            self._sum()
-            self._finish()
+            self._work()
+
+    def _blocks_of_a_row(self, row_tiles: Expr) -> int:
+        """Blocks that share the columns: no more than run at once, where that is known."""
+        if not isinstance(row_tiles, int):
+            return self.column_tiles
+        at_once = self.gpu.multiprocessors * max(1, WARPS_PER_MULTIPROCESSOR // self.plan.warps)
+        return min(self.column_tiles, max(1, at_once // row_tiles))
 
     def _allocate(self) -> None:
         plan, steps = self.plan, CHUNK // STEP
         held = plan.ahead * plan.fragments
         self.bits = local(held * steps, "uint32")
         self.scale_bits = local(held * self.scaled * 2, str(self.scales.dtype))
-        self.point_bits = None if self.zeros is None else local(held * self.scaled * 2, str(self.zeros.dtype))
+        self.point_bits: Any = None if self.zeros is None else local(held * self.scaled * 2, str(self.zeros.dtype))
         self.left = local(plan.groups * steps * 2, "uint32")
         self.wide = local(4, "uint32")
         self.fragment = local(4, "uint32")
@@ -182,38 +215,47 @@ class _Kernel:
         self.sums = local(plan.groups * 4, "float32")
         self.left_sums = local(plan.groups * 4, "float32")
         self.totals = local(plan.fragments * plan.groups * 4, "float32")
-        self.partial = T.alloc_buffer(
-            (plan.warps * plan.fragments * plan.groups * GROUP_COLUMNS * FRAGMENT_COLUMNS,),
-            "float32",
-            scope="shared.dyn",
-        )
+        count = plan.warps * plan.fragments * plan.groups * GROUP_COLUMNS * FRAGMENT_COLUMNS
+        self.sums_of_tile = count if self.stride < self.column_tiles and count * 4 <= _TWO_SUMS_BYTES else 0
+        shared = self.shared = SharedMemory()
+        self.partial_at = shared.take((count + self.sums_of_tile) * 4)
+        self.held_at = shared.take(self.held_rows * self.pitch * 4)
+        shared.open()
 
-    def _sum(self) -> None:
-        """The warp's part of all sums, in `totals`."""
+    def _work(self) -> None:
+        """All columns of the block, while the weights of the next chunks are on their way."""
         plan = self.plan
-        own = -(-self.chunks // plan.warps)
+        rounds = -(-self.own // plan.ahead)
         for slot in range(plan.ahead):
-            self._load(slot, slot)
+            self._load(slot, self.first_block, slot)
         ptx.wait_for_launches_before()
         ptx.let_next_launch_begin()
-        for number in range(plan.fragments * plan.groups * 4):
-            T.buffer_store(self.totals, T.float32(0), [number])
-        rounds, rest = divmod(own, plan.ahead)
-        if rounds > 1 or rest:
-            last = own - plan.ahead  # chunks from here on have nothing to be asked for behind them
-            whole = last // plan.ahead
-            if whole:
-                with T.serial(tirx.const(whole, "int32")) as number:
-                    for slot in range(plan.ahead):
-                        self._chunk(slot, number * plan.ahead + slot)
-                        self._load(slot, (number + 1) * plan.ahead + slot)
-            for index in range(whole * plan.ahead, own):
-                self._chunk(index % plan.ahead, index)
-                if index + plan.ahead < own:
-                    self._load(index % plan.ahead, index + plan.ahead)
-        else:
-            for slot in range(plan.ahead):
-                self._chunk(slot, slot)
+        if self.held_rows:
+            self._hold_left()
+            ptx.block_barrier()
+        turns: Expr = 1
+        if self.stride < self.column_tiles:
+            turns = T.bind(tirx.floordiv(self.column_tiles - 1 - self.first_block, self.stride) + 1)
+        with T.serial(int64(turns)) as turn:
+            tile = T.bind(self.first_block + turn * self.stride)
+            for number in range(plan.fragments * plan.groups * 4):
+                T.buffer_store(self.totals, T.float32(0), [number])
+            with T.serial(int64(rounds)) as number:
+                for slot in range(plan.ahead):
+                    self._chunk(slot, number * plan.ahead + slot)
+                    self._load_next(slot, (number, rounds), tile, turn + 1 < turns)
+            self._finish(turn, T.bind(tile * plan.fragments))
+
+    def _load_next(self, slot: int, where: tuple[Expr, int], tile: Expr, more: Expr) -> None:
+        """Ask for what comes into a slot next: of this tile, or of the block's next one."""
+        number, rounds = where
+        persistent = self.stride < self.column_tiles
+        if rounds > 1:
+            with T.If(number + 1 < rounds), T.Then():
+                self._load(slot, tile, (number + 1) * self.plan.ahead + slot)
+        if persistent:
+            with T.If(more if rounds == 1 else tirx.all(tirx.EQ(number + 1, int64(rounds)), more)), T.Then():
+                self._load(slot, tile + self.stride, slot)
 
     def _chunk_of(self, index: Expr) -> Expr:
         """The warps' chunks are neighbours: a block reads one stretch."""
@@ -226,14 +268,14 @@ class _Kernel:
             return None
         return self._chunk_of(index) < self.chunks
 
-    def _load(self, slot: int, index: Expr) -> None:
+    def _load(self, slot: int, tile_of_block: Expr, index: Expr) -> None:
         """Ask for the weights of a chunk, and for their scales and zero points."""
         chunk = self._chunk_of(index)
         if self._exists(index) is not None:
             chunk = minimum(chunk, int64(self.chunks - 1))
         chunk = T.bind(chunk)
         for fragment in range(self.plan.fragments):
-            tile = self.first_tile + fragment
+            tile = tile_of_block * self.plan.fragments + fragment
             if self.tiles % self.plan.fragments:
                 tile = minimum(tile, int64(self.tiles - 1))
             at = ((tile * self.chunks + chunk) * WARP + self.lane) * 4
@@ -261,7 +303,11 @@ class _Kernel:
 
     def _products(self, slot: int, index: Expr) -> None:
         plan, groups = self.plan, range(self.plan.groups)
-        self._load_left(T.bind(self._chunk_of(index) * CHUNK))
+        k = T.bind(self._chunk_of(index) * CHUNK)
+        if self.held_rows:
+            self._load_held(k)
+        else:
+            self._load_left(k)
         for fragment in range(plan.fragments):
             for number in range(self.scaled):
                 at = ((slot * plan.fragments + fragment) * self.scaled + number) * 2
@@ -348,6 +394,48 @@ class _Kernel:
                 else:
                     self._load_parts(row, at, exists, words, run)
 
+    def _hold_left(self) -> None:
+        """Bring the rows to shared memory, each part of them as one."""
+        threads, unit = self.plan.warps * WARP, 8 if self.parts == 1 else 4
+        per_row = self.chunks * CHUNK // unit
+        items = self.held_rows // self.parts * per_row
+        with T.serial(tirx.const(-(-items // threads), "int32")) as turn:
+            item = T.bind(turn * threads + self.thread)
+            with T.If(item < items), T.Then():
+                row, k = T.bind(tirx.floordiv(item, per_row)), T.bind(tirx.floormod(item, per_row) * unit)
+                at_row, at_k = self.first_row + T.Cast("int64", row), T.Cast("int64", k)
+                if self.parts == 1:
+                    self._load_halves(at_row, at_k, at_row < self.m, 0, unit)
+                    self._store_held(row, k, 4)
+                    continue_parts = 0
+                else:
+                    self._load_wide(at_row, at_k, at_row < self.m)
+                    continue_parts = self.parts
+                for part in range(continue_parts):
+                    cut = [T.bind(_part(self.wide[i], tirx.const(part, "int32"))) for i in range(4)]
+                    for i in range(2):
+                        T.buffer_store(self.left, (cut[2 * i] >> T.uint32(16)) | cut[2 * i + 1], [i])
+                    self._store_held(row * self.parts + part, k, 2)
+
+    def _store_held(self, row: Expr, k: Expr, words: int) -> None:
+        at = self.held_at + (row * self.pitch + tirx.floordiv(k, 2)) * 4
+        ptx.store_shared(self.shared.at(at), [self.left[i] for i in range(words)])
+
+    def _load_held(self, k: Expr) -> None:
+        """The fragments of a chunk from shared memory."""
+        words = 2 * self.steps  # of a lane, of steps that share a scale
+        width = min(4, words)
+        for group in range(self.plan.groups):
+            row = self.high + group * GROUP_COLUMNS
+            for i in range(2 * CHUNK // STEP):
+                T.buffer_store(self.left, T.uint32(0), [group * 8 + i])
+            with T.If(row < self.held_rows), T.Then():
+                for number in range(self.scaled):
+                    first = row * self.pitch + T.Cast("int32", tirx.floordiv(k, 2)) + (number * 4 + self.low) * words
+                    for i in range(0, words, width):
+                        targets = [self.left[group * 8 + number * words + i + j] for j in range(width)]
+                        ptx.load_shared(targets, self.shared.at(self.held_at + (first + i) * 4))
+
     def _runs(self, at: Expr, exists: Expr, run: int, most: int) -> list[tuple[int, int, Expr]]:
         """Accesses of `run` neighbours from k on: offset, width and condition of each."""
         k, width = self.problem.depth, most
@@ -378,62 +466,74 @@ class _Kernel:
     def _load_parts(self, row: Expr, at: Expr, exists: Expr, words: int, run: int) -> None:
         part = tirx.floormod(self.high, self.parts)
         for offset in range(0, run, 4):
-            for i in range(4):
-                T.buffer_store(self.wide, T.uint32(0), [i])
-            for inner, width, inside in self._runs(at + offset, exists, 4, 4):
-                place = {"m": row, "k": at + (offset + inner)}
-                with T.If(inside), T.Then():
-                    address = T.address_of(self.lhs.data[self.lhs.address(place)])
-                    ptx.read_global([self.wide[inner + i] for i in range(width)], address)
+            self._load_wide(row, at + offset, exists)
             parts = [T.bind(_part(self.wide[i], part)) for i in range(4)]
             for i in range(2):
                 pair = (parts[2 * i] >> T.uint32(16)) | parts[2 * i + 1]
                 T.buffer_store(self.left, pair, [words + offset // 2 + i])
 
+    def _load_wide(self, row: Expr, at: Expr, exists: Expr) -> None:
+        """Four values of float32."""
+        for i in range(4):
+            T.buffer_store(self.wide, T.uint32(0), [i])
+        for inner, width, inside in self._runs(at, exists, 4, 4):
+            place = {"m": row, "k": at + inner}
+            with T.If(inside), T.Then():
+                address = T.address_of(self.lhs.data[self.lhs.address(place)])
+                ptx.read_global([self.wide[inner + i] for i in range(width)], address)
+
     # The end: sums of the warps, in order.
 
-    def _finish(self) -> None:
+    def _finish(self, turn: Expr, first_tile: Expr) -> None:
         plan, columns = self.plan, plan_columns(self.plan)
         width = plan.groups * GROUP_COLUMNS
+        begin = T.bind(T.Cast("int32", tirx.floormod(turn, 2)) * self.sums_of_tile)
         for fragment in range(plan.fragments):
             for group in range(plan.groups):
                 for i in range(4):
                     row = group * GROUP_COLUMNS + 2 * self.low + i % 2
                     column = fragment * FRAGMENT_COLUMNS + self.high + 8 * (i // 2)
-                    at = (self.warp * width + row) * columns + column
-                    T.buffer_store(self.partial, self.totals[(fragment * plan.groups + group) * 4 + i], [at])
-        T.evaluate(T.tvm_storage_sync("shared"))
+                    at = begin + (self.warp * width + row) * columns + column
+                    total = tirx.reinterpret("uint32", self.totals[(fragment * plan.groups + group) * 4 + i])
+                    ptx.store_shared(self.shared.at(self.partial_at + at * 4), [total])
+        ptx.block_barrier()
         result = self.writer.result
         vector = min(4, result.vector("n"))
         items = self.rows * columns // vector
         threads = plan.warps * WARP
-        with T.serial(tirx.const(-(-items // threads), "int32")) as turn:
-            item = T.bind(turn * threads + self.thread)
+        with T.serial(tirx.const(-(-items // threads), "int32")) as part_of_items:
+            item = T.bind(part_of_items * threads + self.thread)
             row, column = tirx.floordiv(item, columns // vector), tirx.floormod(item, columns // vector) * vector
             at = {
                 "m": T.bind(self.first_row + row),
-                "n": T.bind(self.first_tile * FRAGMENT_COLUMNS + column),
+                "n": T.bind(first_tile * FRAGMENT_COLUMNS + column),
             }
             inside = at["m"] < self.m if items % threads == 0 else tirx.all(item < items, at["m"] < self.m)
             is_whole = self.problem.columns % columns == 0
 
-            def read(i: int) -> Expr:
-                slot = T.alloc_buffer((1,), "float32", scope="local")
-                T.buffer_store(slot, T.float32(0), [0])
-                for warp in range(plan.warps):
-                    for part in range(self.parts):
-                        first = row * self.parts + part
-                        if self.parts > 1:  # the last of a group of eight are none
-                            per = GROUP_COLUMNS // self.parts
-                            first = (
-                                tirx.floordiv(row, per) * GROUP_COLUMNS + tirx.floormod(row, per) * self.parts + part
-                            )
-                        value = self.partial[(warp * width + first) * columns + column + i]
-                        T.buffer_store(slot, slot[0] + value, [0])
-                return slot[0]
+            with T.If(inside), T.Then():
+                totals = self._added(begin, row, column, vector)
+                end = None if is_whole else int64(self.problem.columns)
+                self.writer.write([partial(getitem, totals, i) for i in range(vector)], at, "n", [], end)
+        if self.stride < self.column_tiles and not self.sums_of_tile:
+            ptx.block_barrier()
 
-            sums = [lambda i=i: read(i) for i in range(vector)]
-            self.writer.write(sums, at, "n", [inside], None if is_whole else int64(self.problem.columns))
+    def _added(self, begin: Expr, row: Expr, column: Expr, vector: int) -> Any:
+        """Sums of neighbouring columns of a row, over the warps and the parts of the row."""
+        plan, columns = self.plan, plan_columns(self.plan)
+        width, per = plan.groups * GROUP_COLUMNS, GROUP_COLUMNS // self.parts
+        totals, part_sums = local(vector, "float32"), local(vector, "float32")
+        for i in range(vector):
+            T.buffer_store(totals, T.float32(0), [i])
+        for warp in range(plan.warps):
+            for part in range(self.parts):
+                # Where rows are parts, the last of a group of eight are none.
+                first = tirx.floordiv(row, per) * GROUP_COLUMNS + tirx.floormod(row, per) * self.parts + part
+                at = begin + (warp * width + first) * columns + column
+                ptx.load_shared([part_sums[i] for i in range(vector)], self.shared.at(self.partial_at + at * 4), "f32")
+                for i in range(vector):
+                    T.buffer_store(totals, totals[i] + part_sums[i], [i])
+        return totals
 
 
 def plan_columns(plan: BlockPlan) -> int:

@@ -17,7 +17,9 @@ the first if no more are there.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import prod
+from operator import getitem
 from typing import Any
 
 from tvm import tirx
@@ -80,7 +82,7 @@ class FewPlan:
 
 
 def few_plan(problem: MatmulProblem, gpu: GpuTarget) -> FewPlan:
-    """The plan of a problem: so many parts of k that all multiprocessors have work, in rings that let the next begin."""
+    """The plan of a problem: parts of k until all multiprocessors have work, and room for the next launch."""
     element = bytes_of(problem.rhs.dtype)
     n, k = problem.rhs.size("n"), problem.rhs.size("k")
     assert isinstance(n, int) and isinstance(k, int), "packed weights are of known extents"
@@ -183,7 +185,10 @@ class _Kernel:
     def _row_forms(self) -> list[int]:
         """Rows of the left operand, by which bodies are written: one where their number is known."""
         if isinstance(self.m, int):
-            return [-(-min(self.m, MOST_ROWS) // 8) * 8]
+            rows = min(self.m, MOST_ROWS)
+            # Of integers, wgmma has no 40 and no 56 columns.
+            unit = 16 if rows > 24 and self.types[0] in ("int8", "uint8") else 8
+            return [-(-rows // unit) * unit]
         return [8, MOST_ROWS]
 
 
@@ -193,7 +198,7 @@ class _Body:
     def __init__(self, kernel: _Kernel, rows: int) -> None:
         self.kernel, self.rows = kernel, rows
         loaded = -(-rows // _LOADED_ROWS) * _LOADED_ROWS
-        self.left = OperandTile.of(kernel.lhs, "m", loaded, kernel.m, kernel.k)
+        self.left = OperandTile.of(kernel.lhs, "m", loaded, kernel.m, kernel.k, may_transpose=False)
         self.columns, self.pitch = kernel.plan.columns, kernel.plan.columns + _PAD
         self.right = OperandTile.of(kernel.rhs, "n", self.columns, kernel.n, kernel.k)
         stage = self.right.size + self.left.size
@@ -339,7 +344,7 @@ class _Body:
             with T.If(tirx.all(row < self.rows, at["m"] < kernel.m)), T.Then():
                 totals = self._total(row, column, vector)
                 end = None if kernel.n % self.columns == 0 else int64(kernel.n)
-                kernel.writer.write([lambda i=i: totals[i] for i in range(vector)], at, "n", [], end)
+                kernel.writer.write([partial(getitem, totals, i) for i in range(vector)], at, "n", [], end)
         if split > 1:  # no block ends before others have read its sums
             ptx.cluster_arrive()
             ptx.cluster_wait()

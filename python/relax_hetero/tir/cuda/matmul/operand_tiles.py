@@ -73,10 +73,24 @@ class OperandTile:
     threads: int = PRODUCERS
 
     @staticmethod
-    def of(view: GlobalView, side: str, rows: int, extent: Expr, depth: Expr, threads: int = PRODUCERS) -> OperandTile:
-        """The tile of an opened view, read in the best way that its storage allows."""
+    def of(
+        view: GlobalView,
+        side: str,
+        rows: int,
+        extent: Expr,
+        depth: Expr,
+        threads: int = PRODUCERS,
+        may_transpose: bool = True,
+    ) -> OperandTile:
+        """The tile of an opened view, read in the best way that its storage allows.
+
+        Parameters
+        ----------
+        may_transpose : bool
+            Whether the kernel tells tensor cores of tiles that they are to read transposed.
+        """
         source, width = _source(view, side)
-        if source is Source.COLUMNS and rows % PACKED_ROWS:
+        if source is Source.COLUMNS and (rows % PACKED_ROWS or not may_transpose):
             # Columns come in stripes of so many rows, of which a smaller tile has none.
             source, width = Source.GATHER, 0
         return OperandTile(view, side, rows, extent, depth, source, width, threads)
@@ -137,7 +151,6 @@ class OperandTile:
         place: tuple[Expr, Expr],
         step: Expr,
         barrier: Expr,
-        to: Expr | None = None,
     ) -> None:
         """Issue one bulk copy, by one thread.
 
@@ -145,20 +158,35 @@ class OperandTile:
         ----------
         place : tuple of PrimExpr
             First row of the tile, and the number of the packed tile in it.
-        to : PrimExpr, optional
-            uint16 mask of the blocks of a cluster that get it.
         """
         first, block = place
         skipped = block * PACKED_ROWS
-        row = first + (skipped if isinstance(skipped, int) else T.Cast("int64", skipped))
-        if not self._is_whole_blocks(self.blocks):
-            # A tile that does not exist is a copy of the last: what is made of it is not stored.
-            last = (self.extent - 1) // PACKED_ROWS * PACKED_ROWS
-            row = T.min(row, int64(last))
+        row = self._existing_block(first + (skipped if isinstance(skipped, int) else T.Cast("int64", skipped)))
         k = T.Cast("int64", step) * self.step
         source = T.address_of(self.view.data[self.view.address({**at, self.side: row, "k": k})])
         size = PACKED_ROWS * SWIZZLED_BYTES
-        ptx.bulk_load(shared.at(offset + block * size), source, size, barrier, to)
+        ptx.bulk_load(shared.at(offset + block * size), source, size, barrier)
+
+    def load_packed(
+        self, shared: SharedMemory, offset: Expr, at: Coordinates, first: Expr, step: Expr, thread: Expr
+    ) -> None:
+        """Begin to copy a packed tile by all threads; parameters as of `load`."""
+        per_block = PACKED_ROWS * _CHUNKS
+        k = T.Cast("int64", step) * self.step
+        for i in range(self.rows * _CHUNKS // self.threads):
+            block, chunk = divmod(i * self.threads, per_block)
+            row = self._existing_block(first + block * PACKED_ROWS)
+            begin = self.view.address({**at, self.side: row, "k": k})
+            source = begin + T.Cast("int64", thread + chunk) * (CHUNK_BYTES // self.element)
+            target = offset + (thread + i * self.threads) * CHUNK_BYTES
+            ptx.copy_async(shared.at(target), T.address_of(self.view.data[source]), CHUNK_BYTES)
+
+    def _existing_block(self, row: Expr) -> Expr:
+        """The first row of a block of a packed operand, the last's where it does not exist."""
+        if self._is_whole_blocks(self.blocks):
+            return row
+        # A tile that does not exist is a copy of the last: what is made of it is not stored.
+        return T.min(row, int64((self.extent - 1) // PACKED_ROWS * PACKED_ROWS))
 
     def _is_whole_blocks(self, blocks: int) -> bool:
         return isinstance(self.extent, int) and -(-self.extent // PACKED_ROWS) % blocks == 0

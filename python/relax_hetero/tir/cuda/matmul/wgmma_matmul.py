@@ -116,7 +116,6 @@ def wgmma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: Tiling |
             rhs.open(raw=True)
             store.open(result, m, n, reads_rows(problem))
             tiling = tiling or choose_tiling(problem, gpu, (m, n, k), list(counts.values()))
-            assert tiling.columns // PACKED_ROWS >= tiling.share, "a block brings at least one packed tile"
             left = OperandTile.of(lhs, "m", tiling.rows, m, k)
             right = OperandTile.of(rhs, "n", tiling.columns, n, k)
             _Kernel(left, right, store, tiling, (m, n, k), counts).emit()
@@ -143,7 +142,7 @@ class _Kernel:
         is_integer = left.view.nominal in _BYTE_TYPES[0]
         self.issued = self.registers // 2 if is_integer and tiling.columns > 192 else self.registers
         m, n, k = sizes
-        self.row_tiles = _int32(ceil_div(m, tiling.rows * tiling.share))
+        self.row_tiles = _int32(ceil_div(m, tiling.rows))
         self.column_tiles = _int32(ceil_div(n, tiling.columns))
         # Where k may be 0, a step of zeros begins the sums.
         self.steps = ceil_div(k, left.step) if isinstance(k, int) else T.max(_int32(ceil_div(k, left.step)), 1)
@@ -167,7 +166,7 @@ class _Kernel:
         self.full_at = shared.take(8 * tiling.stages, 8)
         self.empty_at = shared.take(8 * tiling.stages, 8)
         threads = PRODUCERS + self.consumers * WARPGROUP
-        with launch(tiling.blocks, threads, tiling.split * tiling.share, self.moves_registers) as place:
+        with launch(tiling.blocks, threads, tiling.split, self.moves_registers) as place:
             self.block, self.rank, self.thread = place.block, place.rank, place.thread
             shared.open()
             with when(place.thread == 0):
@@ -175,11 +174,9 @@ class _Kernel:
                     # Each warp of producers arrives when its copies are complete; one expects the bytes of bulk copies.
                     bulk = self.right.source is Source.PACKED
                     ptx.barrier_init(self._full(stage), PRODUCERS // WARP + int(bulk))
-                    ptx.barrier_init(self._empty(stage), self.consumers * tiling.share)
+                    ptx.barrier_init(self._empty(stage), self.consumers)
                 ptx.barrier_init_fence()
             ptx.block_barrier()
-            if tiling.share > 1:
-                _cluster_barrier()
             # Operands, and what the result takes the place of, belong to launches before this one until here.
             ptx.wait_for_launches_before()
             ptx.let_next_launch_begin()
@@ -188,9 +185,6 @@ class _Kernel:
                     self._produce()
                 with T.Else():
                     self._consume(staging, share)
-            if tiling.share > 1:
-                # Copies and arrivals of other blocks come until they have ended, too.
-                _cluster_barrier()
 
     def _full(self, stage: Expr) -> Expr:
         return self.shared.at(self.full_at + stage * 8)
@@ -204,16 +198,13 @@ class _Kernel:
         Returns their count.
         """
         tiling = self.tiling
-        members = tiling.split * tiling.share
-        clusters = tiling.blocks // members
-        own = self.block if members == 1 else self.block // members
+        clusters = tiling.blocks // tiling.split
+        own = self.block if tiling.split == 1 else self.block // tiling.split
         is_one = isinstance(self.tiles, int) and self.tiles == clusters
         count = 1 if is_one else T.truncdiv(self.tiles - own + (clusters - 1), clusters)
         with T.serial(count) as turn:
             tile = own if is_one else own + turn * clusters
             at, row, column = self._place(T.bind(tile))
-            if tiling.share > 1:
-                row = row * tiling.share + self.rank
             body(turn, at, T.bind(T.Cast("int64", row * tiling.rows)), T.bind(T.Cast("int64", column * tiling.columns)))
         return count
 
@@ -238,7 +229,7 @@ class _Kernel:
         split, steps = self.tiling.split, self.steps
         if split == 1:
             return steps, 0
-        assert isinstance(steps, int), "k is split only where it is known"
+        assert isinstance(steps, int) and steps >= split, "every block of a cluster has a part of a known k"
         base, more = divmod(steps, split)
         count = base if more == 0 else base + T.Select(self.rank < more, 1, 0)
         return count, self.rank * base + T.min(self.rank, more)
@@ -258,25 +249,22 @@ class _Kernel:
     def _produce(self) -> None:
         if self.moves_registers:
             ptx.set_max_registers(_FEW_REGISTERS, grows=False)
-        left, right, thread, share = self.left, self.right, self.thread, self.tiling.share
+        left, right, thread = self.left, self.right, self.thread
         # Steps whose copies are on their way while those of an older one are waited for. The consumers have one step
         # in work, and find the next one there.
         ahead = max(0, min(self.tiling.stages - 2, _MOST_AHEAD))
 
         def tile(turn: Expr, at: Coordinates, row: Expr, column: Expr) -> None:
             def step(number: Expr, _: Expr, k: Expr, stage: Expr, parity: Expr) -> None:
-                ptx.barrier_wait(self._empty(stage), T.bitwise_xor(parity, 1), cluster=share > 1)
+                ptx.barrier_wait(self._empty(stage), T.bitwise_xor(parity, 1))
                 left_to, right_to = self.left_at + stage * left.size, self.right_at + stage * right.size
                 full = self._full(stage)
                 if right.source is Source.PACKED:
                     with when(thread == 0):
                         ptx.barrier_expect(full, right.size)
                     # A thread of each warp issues a copy: one after the other they would take long.
-                    own, warp = right.blocks // share, thread // WARP
-                    with when(tirx.all(thread % WARP == 0, warp < own)):
-                        block = warp if share == 1 else self.rank * own + warp
-                        to = T.uint16((1 << share) - 1) if share > 1 else None
-                        right.load_block(self.shared, right_to, at, (column, block), k, full, to)
+                    with when(tirx.all(thread % WARP == 0, thread // WARP < right.blocks)):
+                        right.load_block(self.shared, right_to, at, (column, thread // WARP), k, full)
                 left.load(self.shared, left_to, at, row, k, thread)
                 right.load(self.shared, right_to, at, column, k, thread)
                 ptx.copy_commit()
@@ -316,19 +304,9 @@ class _Kernel:
         ptx.matrix_descriptor(base[0], self.shared.at(self.left_at + group * (64 * SWIZZLED_BYTES)), left.leading)
         ptx.matrix_descriptor(base[1], self.shared.at(self.right_at), right.leading)
 
-        peers = local(self.tiling.share, "uint32")
-        if self.tiling.share > 1:
-            own = T.bind(ptx.shared_address(self._empty(0)))
-            for rank in range(self.tiling.share):
-                ptx.remote_address(peers[rank], own, rank)
-
         def release(stage: Expr, condition: Expr) -> None:
             with when(condition):
-                if self.tiling.share == 1:
-                    ptx.barrier_arrive(self._empty(stage))
-                    return
-                for rank in range(self.tiling.share):
-                    ptx.barrier_arrive_remote(peers[rank] + T.Cast("uint32", stage * 8))
+                ptx.barrier_arrive(self._empty(stage))
 
         def tile(turn: Expr, at: Coordinates, row: Expr, column: Expr) -> None:
             last = local(1, "int32")

@@ -55,9 +55,6 @@ class Tiling:
         Rows of tiles that go over the columns together.
     staged : int
         Columns of the result that a warp turns from fragments to rows at a time.
-    share : int
-        Blocks of a cluster, 1 or 2, that have tiles of the same columns, one below the other: each brings a part of a
-        packed right operand's tiles, for all of them. Not together with `split`.
     """
 
     rows: int
@@ -67,7 +64,6 @@ class Tiling:
     split: int = 1
     group: int = GROUP
     staged: int = 64
-    share: int = 1
 
 
 def choose_tiling(
@@ -129,7 +125,6 @@ def tiling_of(
     staged_bytes: int = STAGED_BYTES,
     per_multiprocessor: int = 1,
     group: int = GROUP,
-    share: int = 1,
 ) -> Tiling:
     """The tiling with tiles of a size: as many stages as shared memory has room for, and blocks as there is work.
 
@@ -153,9 +148,9 @@ def tiling_of(
     if isinstance(k, int):
         steps = ceil_div(ceil_div(k, SWIZZLED_BYTES // bytes_of(problem.lhs.dtype)), split)
         stages = min(stages, max(2, steps))
-    clusters = gpu.multiprocessors * per_multiprocessor // (split * share)
+    clusters = gpu.multiprocessors * per_multiprocessor // split
     if isinstance(m, int) and isinstance(n, int) and all(isinstance(count, int) for count in counts):
-        tiles = ceil_div(m, rows * share) * ceil_div(n, columns) * prod(counts)
+        tiles = ceil_div(m, rows) * ceil_div(n, columns) * prod(counts)
         clusters = tiles if split > 1 else min(tiles, clusters)  # blocks of a cluster have one tile
-    blocks = clusters * split * share
-    return Tiling(rows, columns, max(1, min(stages, most_stages)), blocks, split, group, staged, share)
+    blocks = clusters * split
+    return Tiling(rows, columns, max(1, min(stages, most_stages)), blocks, split, group, staged)

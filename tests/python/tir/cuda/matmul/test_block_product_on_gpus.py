@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from tvm.target import Target
@@ -40,10 +42,10 @@ def problem_of(m, n, k, dtype, block, scales="float16", zeros="", epilogue=""):
     )
 
 
-def check(problem, m, plan=None, tolerance=1e-6):
+def check(problem, m, plan=None, tolerance=1e-6, gpu=GPU):
     """The kernel's result against numpy's, of a kernel that is one launch."""
     rng = fresh_rng()
-    func = block_product_kernel(problem, GPU, plan)
+    func = block_product_kernel(problem, gpu, plan)
     assert is_one_launch(func)
     n, k, block = problem.columns, problem.depth, problem.block
     x = rng.standard_normal((m, k)).astype(numpy_dtype(problem.lhs.dtype))
@@ -81,6 +83,19 @@ def check(problem, m, plan=None, tolerance=1e-6):
 )
 def test_products(problem, m, plan):
     check(problem, m, plan)
+
+
+@pytest.mark.parametrize("plan", [BlockPlan(1, 1, 2, 2), BlockPlan(1, 1, 4, 1)])
+def test_blocks_with_several_tiles(plan):
+    """More rounds than one, or one of each tile; the last blocks have a tile less."""
+    small = dataclasses.replace(GPU, multiprocessors=1)
+    plan = dataclasses.replace(plan, warps=16 if plan.ahead == 1 else 12)
+    check(
+        problem_of(2, 80, 64 * 12 * 2 + 64 if plan.ahead == 2 else 500, "float16", 32, zeros="uint8"),
+        2,
+        plan,
+        gpu=small,
+    )
 
 
 def test_an_epilogue_and_a_result_of_half_precision():

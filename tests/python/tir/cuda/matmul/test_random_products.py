@@ -28,8 +28,8 @@ from relax_hetero.tir.cuda.matmul.wgmma_matmul import wgmma_matmul_kernel
 HOPPER, ADA, OLDER = (gpu_target_of(Target({"kind": "cuda", "arch": arch})) for arch in ("sm_90a", "sm_89", "sm_75"))
 GENERATORS: dict[str, Callable[..., tirx.PrimFunc]] = {
     "wgmma": wgmma_matmul_kernel,
-    "few": few_rows_kernel,
     "mma": mma_matmul_kernel,
+    "few": few_rows_kernel,
     "simt": simt_matmul_kernel,
 }
 SYMBOLS = {"b0": "s0", "b1": "s1", "m": "s2", "n": "s3", "k": "s4"}
@@ -152,7 +152,7 @@ class Drawn:
 
 def check(seed: int, kind: str) -> None:
     drawn = Drawn(seed, kind)
-    gpu = {"simt": OLDER if seed % 2 else HOPPER, "mma": ADA}.get(kind, HOPPER)
+    gpu = {"mma": ADA, "simt": OLDER if seed % 2 else HOPPER}.get(kind, HOPPER)
     try:
         func = GENERATORS[kind](drawn.problem, gpu)
     except EncodingError as error:
@@ -171,8 +171,16 @@ def test_random_products(seed: int, kind: str) -> None:
     check(seed, kind)
 
 
-@pytest.mark.parametrize("seed", [74, pytest.param(160, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [74, 28, pytest.param(160, marks=pytest.mark.slow)])
 def test_transposed_left_operands_of_few_rows(seed: int) -> None:
-    """Tiles of fewer than 64 rows: no stripe of 64 columns is in them."""
+    """Tiles of fewer than 64 rows have no stripe of 64 columns, and those of 64 are not read transposed."""
     assert Drawn(seed, "few").left[-1] == "m"
+    check(seed, "few")
+
+
+@pytest.mark.parametrize("seed", [45, pytest.param(16, marks=pytest.mark.slow)])
+def test_integers_of_33_to_40_rows(seed: int) -> None:
+    """For them wgmma has 32 columns and 48, and none in between."""
+    drawn = Drawn(seed, "few")
+    assert drawn.sizes["m"] == 33 and drawn.types[2] == "int32"
     check(seed, "few")

@@ -192,10 +192,9 @@ def test_epilogues(how):
     ("sizes", "tile", "how"),
     [
         ({"m": 40, "n": 64, "k": 258}, (64, 64), {"split": 4}),
-        ({"m": 140, "n": 128, "k": 64}, (64, 128), {"share": 2}),
         ({"m": 130, "n": 256, "k": 64}, (128, 256), {"staged_bytes": 128}),
     ],
-    ids=["parts of k", "shared tiles", "large tiles"],
+    ids=["parts of k", "large tiles"],
 )
 def test_clusters_and_tiles(sizes, tile, how):
     check(problem_of(sizes), sizes, tile, **how)
@@ -213,9 +212,7 @@ def test_symbolic_extents():
         ({"epilogue": RESIDUAL, "operands": [("n", "float16"), ("mn", "float16")]}, (128, 256), {}),
         pytest.param({}, (128, 256), {}, marks=pytest.mark.slow),
         pytest.param({}, (128, 128), {"split": 4}, marks=pytest.mark.slow),
-        pytest.param(
-            {"dtype": "int8", "acc": "int32", "result": "int32"}, (128, 256), {"share": 2}, marks=pytest.mark.slow
-        ),
+        pytest.param({"dtype": "int8", "acc": "int32", "result": "int32"}, (128, 256), {}, marks=pytest.mark.slow),
     ],
     ids=["residual", "plain", "split", "int8"],
 )
