@@ -151,7 +151,6 @@ def tiling_of(
     split: int = 1,
     most_stages: int = 8,
     staged_bytes: int = STAGED_BYTES,
-    per_multiprocessor: int = 1,
     group: int = GROUP,
 ) -> Tiling:
     """The tiling with tiles of a size: as many stages as shared memory has room for, and blocks as there is work.
@@ -160,8 +159,6 @@ def tiling_of(
     ----------
     staged_bytes : int
         Of a row of the result, that a warp stages at a time.
-    per_multiprocessor : int
-        Blocks that share a multiprocessor.
     """
     m, n, k = sizes
     rows, columns = tile
@@ -170,13 +167,13 @@ def tiling_of(
     while staged * element > staged_bytes:
         staged //= 2
     staging = rows * (staged * element + STAGING_PAD)
-    # A kilobyte of every block is the system's, and some bytes are barriers.
-    room = min(gpu.shared_bytes, gpu.shared_bytes_sm // per_multiprocessor - 1024) - staging - 256
+    # Some bytes are barriers.
+    room = gpu.shared_bytes - staging - 256
     stages = room // ((rows + columns) * SWIZZLED_BYTES)
     if isinstance(k, int):
         steps = ceil_div(ceil_div(k, SWIZZLED_BYTES // bytes_of(problem.lhs.dtype)), split)
         stages = min(stages, max(2, steps))
-    clusters = gpu.multiprocessors * per_multiprocessor // split
+    clusters = gpu.multiprocessors // split
     if isinstance(m, int) and isinstance(n, int) and all(isinstance(count, int) for count in counts):
         tiles = ceil_div(m, rows) * ceil_div(n, columns) * prod(counts)
         clusters = tiles if split > 1 else min(tiles, clusters)  # blocks of a cluster have one tile
