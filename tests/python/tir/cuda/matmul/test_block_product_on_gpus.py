@@ -98,6 +98,12 @@ def test_blocks_with_several_tiles(plan):
     )
 
 
+@pytest.mark.parametrize(("m", "dtype"), [(1, "float32"), (3, "float32"), (8, "float16"), (9, "float16")])
+def test_a_symbolic_number_of_rows(m, dtype):
+    """A body for few rows, and one for more."""
+    check(problem_of("s0", 40, 200, dtype, 32, zeros="uint8"), m)
+
+
 def test_an_epilogue_and_a_result_of_half_precision():
     problem = problem_of(9, 24, 128, "float16", 128, epilogue="cast(relu(add(x0, x1)), 'float16')")
     check(problem, 9, tolerance=1e-3)
