@@ -15,6 +15,7 @@ rows are brought to shared memory as the fragments read them; more are read from
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import gcd
@@ -196,7 +197,7 @@ class _Kernel:
             self._work()
 
     def _blocks_together(self, blocks: Expr) -> int:
-        """Blocks that share a multiprocessor's registers at least: where they are few, those of the next launch, too."""
+        """Blocks that share a multiprocessor's registers; where all are few, those of the next launch among them."""
         if self.plan.groups > 1 or self.plan.fragments > 1 or not isinstance(blocks, int):
             return 0
         most = WARPS_PER_MULTIPROCESSOR // self.plan.warps
@@ -311,14 +312,16 @@ class _Kernel:
 
     def _products(self, slot: int, index: Expr) -> None:
         plan, groups = self.plan, range(self.plan.groups)
-        k = T.bind(self._chunk_of(index) * CHUNK)
-        if self.held_rows:
-            self._load_held(k)
-        else:
-            self._load_left(k)
+        first_k = T.bind(self._chunk_of(index) * CHUNK)
+        if not self.held_rows:
+            self._load_left(first_k)
+        elif plan.fragments > 1:
+            self._load_held(first_k, range(self.scaled))
         for fragment in range(plan.fragments):
             for number in range(self.scaled):
                 at = ((slot * plan.fragments + fragment) * self.scaled + number) * 2
+                if self.held_rows and plan.fragments == 1:
+                    self._load_held(first_k, [number])
                 self._points_of(at)
                 for step in range(self.steps):
                     k = number * self.steps + step
@@ -429,16 +432,17 @@ class _Kernel:
         at = self.held_at + (row * self.pitch + tirx.floordiv(k, 2)) * 4
         ptx.store_shared(self.shared.at(at), [self.left[i] for i in range(words)])
 
-    def _load_held(self, k: Expr) -> None:
-        """The fragments of a chunk from shared memory."""
+    def _load_held(self, k: Expr, numbers: Sequence[int]) -> None:
+        """The fragments of parts of a chunk from shared memory."""
         words = 2 * self.steps  # of a lane, of steps that share a scale
         width = min(4, words)
         for group in range(self.plan.groups):
             row = self.high + group * GROUP_COLUMNS
-            for i in range(2 * CHUNK // STEP):
-                T.buffer_store(self.left, T.uint32(0), [group * 8 + i])
+            for number in numbers:
+                for i in range(words):
+                    T.buffer_store(self.left, T.uint32(0), [group * 8 + number * words + i])
             with T.If(row < self.held_rows), T.Then():
-                for number in range(self.scaled):
+                for number in numbers:
                     first = row * self.pitch + T.Cast("int32", tirx.floordiv(k, 2)) + (number * 4 + self.low) * words
                     for i in range(0, words, width):
                         targets = [self.left[group * 8 + number * words + i + j] for j in range(width)]
