@@ -132,6 +132,8 @@ def launched_early(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
     """The kernel, launched so that it does begin early.
 
     TVM hands the tag on to the driver ("programmatic stream serialization"), and capturing a stream keeps it, as an
-    edge of the graph.
+    edge of the graph. The kernel promises no longer that its tensors do not overlap: the CUDA compiler would take what
+    nobody in it writes for constant, and may read it before the wait.
     """
-    return kernel.with_attr("tirx.kernel_launch_params", ["tirx.use_programtic_dependent_launch"])
+    tagged = kernel.with_attr("tirx.kernel_launch_params", ["tirx.use_programtic_dependent_launch"])
+    return tagged.with_attr("tirx.noalias", False)

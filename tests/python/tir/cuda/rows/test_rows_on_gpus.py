@@ -193,13 +193,14 @@ def test_threads_of_a_row(n, total):
 
 def test_longer_rows_have_several_blocks_or_are_read_again():
     assert held_shape(32768, 4, 1000, 2, GPU).cluster == 1
-    assert held_shape(50257, 1, 1000, 2, GPU).cluster == 2
+    assert held_shape(50257, 1, 1000, 2, GPU).cluster == 8
+    assert held_shape(50257, 1, 1000, 2, GPU).block == 256
     assert held_shape(50257, 1, 1000, 2, gpu_target_of(Target({"kind": "cuda", "arch": "sm_80"}))) is None
     assert held_shape(8 * 32768, 4, 1000, 2, GPU).cluster == 8
     assert held_shape(8 * 32768 + 1, 1, 1000, 2, GPU) is None
     assert looped_shape(1 << 24, 4, 1, GPU).cluster == 8
     assert looped_shape(1 << 24, 4, 1000, GPU).cluster == 1
-    assert held_shape(40000, 4, 32, 2, GPU).cluster == 4  # few rows: 32 blocks would leave most multiprocessors idle
+    assert held_shape(30000, 4, 32, 2, GPU).cluster == 2  # few rows: 32 blocks would leave most multiprocessors idle
 
 
 def test_blocks_of_several_rows_of_several_warps():
