@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from onnx import helper, numpy_helper
 
 import relax_hetero as rh
+from gpu_interpreter.models import InterpretedModel
 from models.running import GPU, TWO_DEVICES, assert_same, expected_outputs, needs_gpu, outputs_of
 
 
@@ -130,22 +131,33 @@ class Graph:
         self.node("Transpose", x, perm=self.draw.sample(range(self.values[x].ndim), self.values[x].ndim))
 
 
-def check(draw: random.Random, shape: tuple[int, ...], steps: int, vdevices: list[object] | None) -> None:
-    """Compile a graph of so many steps, cut anywhere, and compare all values that nothing reads."""
+def drawn(draw: random.Random, shape: tuple[int, ...], steps: int) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+    """A graph of so many steps, whose outputs are all values that nothing reads, and its inputs."""
     graph = Graph(draw, shape)
     for _ in range(steps):
         graph.grow()
     if not graph.nodes:
-        return
+        graph.node("Relu", "x")
     used = {name for node in graph.nodes for name in node.input}
     outs = [node.name for node in graph.nodes if node.name not in used or draw.random() < 0.1]
     inputs = {"x": graph.input} if "x" in used else {}
-    model = graph.model(graph.nodes, inputs, outs)
+    return graph.model(graph.nodes, inputs, outs), inputs
+
+
+def check(draw: random.Random, shape: tuple[int, ...], steps: int, vdevices: list[object] | None) -> None:
+    """Compile a graph of so many steps, cut anywhere, and compare its outputs."""
+    model, inputs = drawn(draw, shape, steps)
     placement = None
     if vdevices is not None and len(vdevices) > 1:
-        placement = {node.name: f"vdevice:{draw.randrange(len(vdevices))}" for node in graph.nodes}
+        placement = {node.name: f"vdevice:{draw.randrange(len(vdevices))}" for node in model.graph.node}
     module = rh.from_onnx(model, vdevices=vdevices, placement=placement)
     assert_same(outputs_of(rh.compile(module), inputs), expected_outputs(model, inputs))
+
+
+def random_shape(draw: random.Random) -> tuple[int, ...]:
+    """Feature maps and rows of sizes that vectors and tiles of a GPU do and do not divide."""
+    ends = draw.randint(1, 2), draw.choice([1, 3, 5, 8, 16, 17, 64])
+    return (*ends, draw.randint(3, 19), draw.randint(3, 19)) if draw.random() < 0.6 else (*ends, draw.randint(2, 96))
 
 
 @settings(max_examples=14, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -166,9 +178,18 @@ def test_rows(draw, shape):
 def test_on_a_gpu(seed: int):
     """``RELAX_HETERO_GPU_GRAPHS=300 pytest -n 16 -m gpu``; odd ones are cut over the GPU and the CPU."""
     draw = random.Random(seed)
-    ends = draw.randint(1, 2), draw.choice([1, 3, 5, 8, 16, 17, 64])
-    shape = (*ends, draw.randint(3, 19), draw.randint(3, 19)) if draw.random() < 0.6 else (*ends, draw.randint(2, 96))
-    check(draw, shape, draw.randint(2, 9), ["llvm", GPU] if seed % 2 else [GPU])
+    check(draw, random_shape(draw), draw.randint(2, 9), ["llvm", GPU] if seed % 2 else [GPU])
+
+
+@pytest.mark.parametrize("seed", [0, 5, 9, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 310))])
+def test_kernels_of_a_gpu_by_the_interpreter(seed: int):
+    """Every kernel that the passes make for an H100, without one."""
+    draw = random.Random(seed)
+    model, inputs = drawn(draw, random_shape(draw), draw.randint(2, 9))
+    gpu = {"kind": "cuda", "arch": "sm_90a"}
+    found = InterpretedModel(rh.from_onnx(model, vdevices=[gpu]))(*inputs.values())
+    found = found if isinstance(found, tuple) else (found,)
+    assert_same([np.asarray(array) for array in found], expected_outputs(model, inputs))
 
 
 def test_a_softmax_of_a_norm_keeps_what_is_scaled_once_a_row():

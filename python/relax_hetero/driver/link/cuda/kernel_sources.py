@@ -14,7 +14,9 @@ import tvm
 import tvm_ffi
 from tvm import runtime, tirx
 from tvm.tirx.build import codegen_build, split_host_device_mods
+from tvm_ffi import structural_map
 
+from ....transform.ir.rewriting import fresh_global_var
 from ....vm.file.cuda_modules import SOURCE, CudaModule, read_only_module
 
 _COMPILE = "tvm_callback_cuda_compile"
@@ -64,7 +66,7 @@ def generate(group: tvm.IRModule, target: tvm.target.Target) -> CudaPart:
     group: PrimFuncs for the target.
     target: With a host.
     """
-    mod = tirx.transform.BindTarget(target)(group)
+    mod = tirx.transform.BindTarget(target)(_with_own_names(group))
     pipeline, finalize_host, finalize_device = tirx.get_default_tir_pipeline(target)
     host, devices = split_host_device_mods(pipeline(mod))
     sources = []
@@ -72,6 +74,26 @@ def generate(group: tvm.IRModule, target: tvm.target.Target) -> CudaPart:
         device = finalize_device()(device)
         sources += [_source(part, device_target) for part in _single_kernels(device)]
     return CudaPart(codegen_build(finalize_host()(host), target.host), tuple(sources))
+
+
+def _with_own_names(group: tvm.IRModule) -> tvm.IRModule:
+    """The module with private functions called ``max_kernel``: ``max`` is a function of CUDA.
+
+    TVM names the kernels of other functions so.
+    """
+    taken = {gv.name_hint for gv in group.get_global_vars()}
+    renamed = {
+        gv: fresh_global_var(f"{gv.name_hint}_kernel", gv.ty, taken)
+        for gv, func in group.functions.items()
+        if "global_symbol" not in func.attrs
+    }
+    if not renamed:
+        return group
+    functions = {
+        renamed.get(gv, gv): structural_map(func, (tvm.ir.GlobalVar, lambda old: renamed.get(old, old)))
+        for gv, func in group.functions.items()
+    }
+    return tvm.IRModule(functions, attrs=group.attrs)
 
 
 def _single_kernels(device: tvm.IRModule) -> Sequence[tvm.IRModule]:

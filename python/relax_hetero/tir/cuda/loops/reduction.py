@@ -109,7 +109,7 @@ def plan_of(box: FlatBox, merge: Merge | None, gpu: GpuTarget) -> Plan:
             together = 8
         return Plan(together, False, lanes, 1)
     vector = 1
-    if inner is not None and contiguous(inner) and len(box.reduced) == 1:
+    if inner is not None and contiguous(inner):
         vector = _lanes_along(box, inner, False)
     units = ceil_div(terms, vector)
     together = 2

@@ -1,4 +1,4 @@
-"""Maps that read across the direction of writing: tiles are brought to shared memory along the one and left along the other.
+"""Maps that read across the direction of writing: tiles go through shared memory, which is read along either side.
 
 Before::
 

@@ -17,6 +17,7 @@ from ...loops.flat import flatten
 from ...loops.nests import Nest
 from .map_code import write_map
 from .reduction import write_reduction
+from .split_reduction import halves_of
 
 Buffers = dict[tirx.Buffer, tirx.Buffer]
 
@@ -32,10 +33,11 @@ def write_function(func: tirx.PrimFunc, nests: Sequence[Nest], gpu: GpuTarget) -
             for buffer in [buffer for nest in nests for buffer in nest.stored]:
                 if buffer not in own:
                     own[buffer] = T.alloc_buffer(list(buffer.shape), buffer.dtype, scope="global")
-            views = {buffer: _elements(memory) for buffer, memory in own.items()}
+            views = {buffer: _elements(kept) for buffer, kept in own.items()}
+            memory = {views[buffer]: kept for buffer, kept in own.items()}
             for nest in nests:
-                _write_nest(split_axes(nest), gpu, views)
-    body = with_views(builder.get().body, {views[buffer]: memory for buffer, memory in own.items()})
+                memory |= _write_nest(split_axes(nest), gpu, views)
+    body = with_views(builder.get().body, memory)
     return func.with_body(body).with_attr("tirx.is_scheduled", True)
 
 
@@ -47,14 +49,25 @@ def _elements(buffer: tirx.Buffer) -> tirx.Buffer:
     return tirx.decl_buffer(_count(buffer), buffer.dtype, f"{buffer.name}_elements", layout=None)
 
 
-def _write_nest(nest: Nest, gpu: GpuTarget, kept: Buffers) -> None:
+def _write_nest(nest: Nest, gpu: GpuTarget, kept: Buffers) -> Buffers:
+    """Write a nest, and return the memory between its launches by what stands for its elements there."""
     views = dict(kept)
 
     def view(buffer: tirx.Buffer) -> tirx.Buffer:
         return views.setdefault(buffer, _elements(buffer))
 
     box = flatten(Box(nest, tuple((0, axis.extent) for axis in nest.axes)), None, view)
-    (write_reduction if nest.sums else write_map)(box, gpu)
+    if not nest.sums:
+        write_map(box, gpu)
+        return {}
+    halves = halves_of(box, gpu)
+    if halves is None:
+        write_reduction(box, gpu)
+        return {}
+    made = {part: T.alloc_buffer(list(part.shape), part.dtype, scope="global") for part in halves.parts}
+    write_reduction(halves.first, gpu)
+    write_reduction(halves.second, gpu)
+    return made
 
 
 def with_views(body: tirx.Stmt, views: Mapping[tirx.Buffer, tirx.Buffer]) -> tirx.Stmt:

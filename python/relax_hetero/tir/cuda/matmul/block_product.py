@@ -45,12 +45,13 @@ GROUP_COLUMNS = 8
 PARTS = {"float16": 1, "bfloat16": 1, "float32": 3}
 """Rows of 16-bit floats that make one row of the left operand."""
 
+MOST_WARPS = 8
 MOST_CHUNKS_AHEAD = 8
 """Chunks of 64 k that a warp has asked for: with 8 to 32 warps on a multiprocessor 32 to 128 KB, more than what memory
 delivers while the first is on its way."""
 
 WARPS_PER_MULTIPROCESSOR = 32
-"""Of persistent blocks: registers do not have room for more."""
+"""Of persistent blocks, and of blocks of few rows, which then have 64 registers a thread."""
 
 HELD_BYTES = 72 << 10
 """Of the left operand in shared memory, at most."""
@@ -92,10 +93,8 @@ def block_plan(problem: BlockProductProblem, gpu: GpuTarget) -> BlockPlan:
     # Fragments share what is read of the left operand.
     fragments = {1: 1, 2: 2}.get(groups, 4)
     chunks = -(-problem.depth // CHUNK)
-    # Measured on an H200 for one row: 16 warps take 5.3 us where 8 take 6.8 (4,096 columns and k), 13.3 and 14.3
-    # (14,336 columns).
-    warps = min(16 if groups == 1 else 8, chunks)
-    own = -(-chunks // warps)
+    own = -(-chunks // min(MOST_WARPS, chunks))
+    warps = -(-chunks // own)
     most = max(1, MOST_CHUNKS_AHEAD // fragments)
     # Rounds of equal length: chunks that are not there cost as much as others.
     ahead = min(
@@ -183,8 +182,9 @@ class _Kernel:
             return
         row_tiles = ceil_div(self.m, self.rows)
         self.column_tiles = -(-self.tiles // plan.fragments)
+        self.together = self._blocks_together(self.column_tiles * row_tiles)
         self.stride = self._blocks_of_a_row(row_tiles)
-        with launch(int64(self.stride * row_tiles), plan.warps * WARP) as place:
+        with launch(int64(self.stride * row_tiles), plan.warps * WARP, together=self.together) as place:
             block = T.Cast("int64", place.block)
             self.first_block = T.bind(tirx.floordiv(block, row_tiles))
             self.first_row = T.bind(tirx.floormod(block, row_tiles) * self.rows)
@@ -195,11 +195,19 @@ class _Kernel:
             self._allocate()
             self._work()
 
+    def _blocks_together(self, blocks: Expr) -> int:
+        """Blocks that share a multiprocessor's registers at least: where they are few, those of the next launch, too."""
+        if self.plan.groups > 1 or self.plan.fragments > 1 or not isinstance(blocks, int):
+            return 0
+        most = WARPS_PER_MULTIPROCESSOR // self.plan.warps
+        goes_on = blocks > self.gpu.multiprocessors * most or self.own > self.plan.ahead
+        return max(1, most - goes_on - (self.zeros is not None) - self._has_any_points)
+
     def _blocks_of_a_row(self, row_tiles: Expr) -> int:
         """Blocks that share the columns: no more than run at once, where that is known."""
         if not isinstance(row_tiles, int):
             return self.column_tiles
-        at_once = self.gpu.multiprocessors * max(1, WARPS_PER_MULTIPROCESSOR // self.plan.warps)
+        at_once = self.gpu.multiprocessors * (self.together or max(1, WARPS_PER_MULTIPROCESSOR // self.plan.warps))
         return min(self.column_tiles, max(1, at_once // row_tiles))
 
     def _allocate(self) -> None:

@@ -2,10 +2,10 @@
 
 Each weight is read once and used for up to 64 rows, so that bytes on their way are all that counts. The tensor cores'
 operands are swapped: 64 columns of the weight are wgmma's rows, and the rows of the left operand, rounded up to a
-multiple of 8, its columns. A block has 64 columns, or more where rows are many and each block reads them, and a part
-of k. One thread asks for tiles of weights by bulk copies of 8 KB, a ring of stages ahead, and for the first of them
-before the launch that writes the left operand has ended (`ptx.wait_for_launches_before`): launches in a row keep memory
-busy between them. The left operand follows by asynchronous copies of all producers.
+multiple of 8, its columns. A block has 64 columns and a part of k. One thread asks for tiles of weights by bulk copies
+of 8 KB, a ring of stages ahead, and for the first of them before the launch that writes the left operand has ended
+(`ptx.wait_for_launches_before`): launches in a row keep memory busy between them. The left operand follows by
+asynchronous copies of all producers.
 
 The blocks of a cluster have the parts of k of the same columns. Their sums are added in the order of the blocks,
 through the shared memory of all of them, and each block stores its share of the rows.
@@ -49,17 +49,21 @@ WEIGHT_BYTES = PACKED_ROWS * SWIZZLED_BYTES
 """Of a tile of weights."""
 
 _LOADED_ROWS = 16  # of the left operand, that the producers copy at a time
-_PAD = 4  # floats between rows of sums: rows of a warp's fragment begin in other banks
+_PITCH = PACKED_ROWS + 4  # floats from a row of sums to the next: rows of a warp's fragment begin in other banks
 _THREADS = PRODUCERS + WARPGROUP
 
-# Bytes of a block's stages. Four blocks of one ring, or three of the other, share a multiprocessor, those of the next
-# launch among them; measured on an H200 for 1 to 16 rows by 4,096 columns (parts of 16 steps) and 14,336 (of 64): 10.3
-# and 35.5 us with 76 KB, 11.1 and 28.6 us with 56 KB; 110 KB, which leave no room for the next launch, 12.3 and 28.9.
+# Bytes of a block's stages, all measured on an H200. For 1 to 16 rows four blocks of one ring, or three of the other,
+# share a multiprocessor, those of the next launch among them: parts of 16 steps (4,096 columns) take 10.3 us with 76 KB
+# and 11.1 with 56 KB, 12.3 with 110 KB, which leave no room for the next launch; parts of 64 steps (14,336 columns)
+# 35.5, 28.6 and 28.9 us. More rows want fewer parts, because all parts are added up, and more bytes: 64 rows by 4,096
+# columns take 11.8 us in two parts with 110 KB, 14.0 in four with 76 KB.
 RING_BYTES = 56 << 10
 SHORT_RING_BYTES = 76 << 10
 SHORT_STEPS = 16
+MANY_ROWS_RING_BYTES = 110 << 10
+FEWEST_ROWS = 16
 BLOCKS_PER_MULTIPROCESSOR = 2
-"""At most, where k is split: more parts, and more sums to add, cost more than they bring."""
+"""At most where k is split, of blocks with no more than `FEWEST_ROWS`; one for others."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +76,10 @@ class FewPlan:
         Blocks of a cluster, each with a part of k: 1, 2, 4 or 8.
     ring : int
         Bytes of the stages, about.
-    columns : int
-        Of a block, a multiple of 64.
     """
 
     split: int
     ring: int
-    columns: int = PACKED_ROWS
 
 
 def few_plan(problem: MatmulProblem, gpu: GpuTarget) -> FewPlan:
@@ -90,10 +91,20 @@ def few_plan(problem: MatmulProblem, gpu: GpuTarget) -> FewPlan:
     tiles = -(-n // PACKED_ROWS) * prod(e for e in batches if isinstance(e, int))
     steps = -(-k * element // SWIZZLED_BYTES)
     split = 1
-    most = gpu.multiprocessors * BLOCKS_PER_MULTIPROCESSOR
+    is_fewest = _rows(problem) <= FEWEST_ROWS
+    most = gpu.multiprocessors * (BLOCKS_PER_MULTIPROCESSOR if is_fewest else 1)
     while split < 8 and tiles * split * 2 <= most and steps >= split * 2 * 4:
         split *= 2
+    if not is_fewest:
+        return FewPlan(split, MANY_ROWS_RING_BYTES)
     return FewPlan(split, SHORT_RING_BYTES if steps <= split * SHORT_STEPS else RING_BYTES)
+
+
+def _rows(problem: MatmulProblem) -> int:
+    """Rows that share the weight; where a call decides, as of one row."""
+    shared = problem.rhs.index_map
+    sizes = [e for name, e in zip(problem.lhs.index_map, problem.lhs.shape, strict=True) if name not in ("k", *shared)]
+    return prod(e for e in sizes if isinstance(e, int))
 
 
 def misfit(problem: MatmulProblem, gpu: GpuTarget) -> str:
@@ -159,7 +170,7 @@ class _Kernel:
         barriers = shared.take(2 * 8 * max(body.stages for body in bodies), 8)
         self.shared, self.barriers = shared, barriers
         row_tiles = ceil_div(self.m, MOST_ROWS)
-        column_tiles = -(-self.n // self.plan.columns)
+        column_tiles = -(-self.n // PACKED_ROWS)
         tiles: Expr = row_tiles * column_tiles
         for count in self.counts.values():
             tiles = tiles * count
@@ -169,7 +180,7 @@ class _Kernel:
             tile = T.bind(tirx.floordiv(T.Cast("int64", place.block), split))
             self.row = T.bind(tirx.floormod(tile, int64(row_tiles)) * MOST_ROWS)
             rest = tirx.floordiv(tile, int64(row_tiles))
-            self.column = T.bind(tirx.floormod(rest, int64(column_tiles)) * self.plan.columns)
+            self.column = T.bind(tirx.floormod(rest, int64(column_tiles)) * PACKED_ROWS)
             rest = tirx.floordiv(rest, int64(column_tiles))
             places = unravel(rest, list(self.counts.values())) if self.counts else []
             self.at: Coordinates = dict(zip(self.counts, places, strict=True))
@@ -199,14 +210,13 @@ class _Body:
         self.kernel, self.rows = kernel, rows
         loaded = -(-rows // _LOADED_ROWS) * _LOADED_ROWS
         self.left = OperandTile.of(kernel.lhs, "m", loaded, kernel.m, kernel.k, may_transpose=False)
-        self.columns, self.pitch = kernel.plan.columns, kernel.plan.columns + _PAD
-        self.right = OperandTile.of(kernel.rhs, "n", self.columns, kernel.n, kernel.k)
-        stage = self.right.size + self.left.size
+        self.right = OperandTile.of(kernel.rhs, "n", PACKED_ROWS, kernel.n, kernel.k)
+        stage = WEIGHT_BYTES + self.left.size
         split = kernel.plan.split
         self.stages = max(2, min(kernel.plan.ring // stage, -(-kernel.steps // split)))
         # Weights first, so that every tile begins at a multiple of the swizzle's period. Sums take their place.
-        self.left_at = self.stages * self.right.size
-        self.size = max(self.stages * stage, rows * self.pitch * 4)
+        self.left_at = self.stages * WEIGHT_BYTES
+        self.size = max(self.stages * stage, rows * _PITCH * 4)
         # Steps of k of every block, and how many blocks have one more.
         self.base, self.more = divmod(kernel.steps, split)
 
@@ -243,9 +253,11 @@ class _Body:
         def ask(step: Expr, stage: Expr) -> None:
             """Ask for the weights of a step."""
             with when(thread == 0):
-                ptx.barrier_expect(self._full(stage), self.right.size)
-                target, at = stage * self.right.size, self.first + step
-                self.right.load_bulk(kernel.shared, target, kernel.at, kernel.column, at, self._full(stage))
+                ptx.barrier_expect(self._full(stage), WEIGHT_BYTES)
+                at = self.first + step
+                self.right.load_bulk(
+                    kernel.shared, stage * WEIGHT_BYTES, kernel.at, kernel.column, at, self._full(stage)
+                )
 
         def bring(step: Expr, stage: Expr) -> None:
             """Ask for the left operand of a step."""
@@ -276,13 +288,13 @@ class _Body:
     def _consume(self) -> None:
         kernel = self.kernel
         kind = "uint32" if kernel.types[0] in ("int8", "uint8") else "float32"
-        registers, tiles = self.rows // 2, self.columns // PACKED_ROWS
-        sums, base = local(tiles * registers, kind), local(2, "uint64")
+        registers = self.rows // 2
+        sums, base = local(registers, kind), local(2, "uint64")
         member = T.bind(kernel.thread - PRODUCERS)
         ptx.matrix_descriptor(base[0], kernel.shared.at(0))
         ptx.matrix_descriptor(base[1], kernel.shared.at(self.left_at))
         if self.base == 0:  # a part of k may be empty
-            for i in range(tiles * registers):
+            for i in range(registers):
                 T.buffer_store(sums, tirx.const(0, kind), [i])
         with T.serial(self.count) as step:
             stage = T.bind(step % self.stages)
@@ -290,17 +302,14 @@ class _Body:
             # What came by `copy_async` was written as by a thread, not as by wgmma's own kind of access.
             ptx.async_proxy_fence()
             at_stage = T.Cast("uint64", stage)
-            weights = T.bind(base[0] + at_stage * T.uint64(self.right.size // 16))
+            weights = T.bind(base[0] + at_stage * T.uint64(WEIGHT_BYTES // 16))
             rows = T.bind(base[1] + at_stage * T.uint64(self.left.size // 16))
             ptx.wgmma_fence()
             for i in range(SWIZZLED_BYTES // ptx.CONTRACTION_BYTES):
                 adds = T.uint32(1) if i else T.if_then_else(step > 0, T.uint32(1), T.uint32(0))
                 forward = T.uint64(i * ptx.CONTRACTION_BYTES // 16)
                 types = (kernel.types[1], kernel.types[0])
-                for tile in range(tiles):
-                    own = [sums[tile * registers + r] for r in range(registers)]
-                    at_tile = forward + T.uint64(tile * WEIGHT_BYTES // 16)
-                    ptx.wgmma(own, weights + at_tile, rows + forward, types, adds)
+                ptx.wgmma([sums[r] for r in range(registers)], weights + forward, rows + forward, types, adds)
             ptx.wgmma_commit()
             ptx.wgmma_wait(0)
             with when(member == 0):
@@ -309,14 +318,14 @@ class _Body:
         ptx.warpgroup_barrier(1)
         warp, lane = tirx.floordiv(member, WARP), T.bind(tirx.floormod(member, WARP))
         column = T.bind(warp * 16 + tirx.floordiv(lane, 4))
-        for tile in range(tiles):
-            for register in range(registers):
-                j, h, c = register // 4, register // 2 % 2, register % 2
-                row = j * 8 + tirx.floormod(lane, 4) * 2 + c
-                value = sums[tile * registers + register]
-                bits = value if kind == "uint32" else tirx.reinterpret("uint32", value)
-                at = row * self.pitch + column + (tile * PACKED_ROWS + h * 8)
-                ptx.store_shared(kernel.shared.at(at * 4), [bits])
+        for j in range(self.rows // 8):
+            for h in range(2):
+                for c in range(2):
+                    row = j * 8 + tirx.floormod(lane, 4) * 2 + c
+                    value = sums[j * 4 + h * 2 + c]
+                    bits = value if kind == "uint32" else tirx.reinterpret("uint32", value)
+                    target = kernel.shared.at((row * _PITCH + column + h * 8) * 4)
+                    ptx.store_shared(target, [bits])
 
     def _meet(self) -> None:
         if self.kernel.plan.split == 1:
@@ -329,7 +338,7 @@ class _Body:
         """Add the parts of the sums, in order, and store this block's rows; all threads take part."""
         kernel, split = self.kernel, self.kernel.plan.split
         vector = min(4, kernel.writer.result.vector("n")) if self._is_aligned else 1
-        per_row = self.columns // vector
+        per_row = PACKED_ROWS // vector
         own = -(-self.rows // split)
         items = own * per_row
         with T.serial(tirx.const(-(-items // _THREADS), "int32")) as turn:
@@ -343,7 +352,7 @@ class _Body:
             }
             with T.If(tirx.all(row < self.rows, at["m"] < kernel.m)), T.Then():
                 totals = self._total(row, column, vector)
-                end = None if kernel.n % self.columns == 0 else int64(kernel.n)
+                end = None if kernel.n % PACKED_ROWS == 0 else int64(kernel.n)
                 kernel.writer.write([partial(getitem, totals, i) for i in range(vector)], at, "n", [], end)
         if split > 1:  # no block ends before others have read its sums
             ptx.cluster_arrive()
@@ -358,7 +367,7 @@ class _Body:
         kernel, split = self.kernel, self.kernel.plan.split
         kind = "int32" if kernel.types[0] in ("int8", "uint8") else "float32"
         totals, part, remote = local(vector, kind), local(vector, "uint32"), local(1, "uint32")
-        pointer = kernel.shared.at((row * self.pitch + column) * 4)
+        pointer = kernel.shared.at((row * _PITCH + column) * 4)
         own = None if split == 1 else T.bind(ptx.shared_address(pointer))
         for rank in range(split):
             if split == 1:

@@ -19,7 +19,7 @@ from ....encoding.packed_layout import PackedLayout
 from ....encoding.problem import Dim
 from ....errors import EncodingError
 from ....target.element_types import bytes_of
-from ....target.gpu_target import GpuTarget
+from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, int64, opaque, plain_extent
 from ...core.packed_storage import PackedStorage, extents_of
 from ...core.view import split_position
@@ -138,11 +138,12 @@ def _copy_squares(source: PackedStorage, destination: PackedStorage) -> None:
             per_row = edge // lanes
             for first in range(0, edge * per_row, THREADS):
                 number = opaque(first + thread)
+                row, column = _row_and_column(number, per_row, lanes)
                 if edge * per_row % THREADS:
                     with T.If(number < edge * per_row), T.Then():
-                        visit(number // per_row, number % per_row * lanes)
+                        visit(row, column)
                 else:
-                    visit(number // per_row, number % per_row * lanes)
+                    visit(row, column)
 
         def load(row: Expr, column: Expr) -> None:
             at = place(row, column)
@@ -162,6 +163,19 @@ def _copy_squares(source: PackedStorage, destination: PackedStorage) -> None:
         each(read, load)
         T.evaluate(T.tvm_storage_sync("shared"))
         each(written, store)
+
+
+def _row_and_column(number: Expr, per_row: int, lanes: int) -> tuple[Expr, Expr]:
+    """Row and first column of a thread's vector in a square of so many vectors a row.
+
+    Of vectors, a warp has eight neighbours in four rows: their words lie in different banks along both sides.
+    """
+    wide = 8
+    if lanes == 1 or per_row % wide:
+        return number // per_row, number % per_row * lanes
+    groups = per_row // wide
+    row = number // wide % (WARP // wide) + number // (WARP * groups) * (WARP // wide)
+    return row, (number % wide + number // WARP % groups * wide) * lanes
 
 
 def _lanes(side: PackedStorage, extents: Sequence[Expr]) -> int:

@@ -15,7 +15,6 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ....encoding.problem import RowsProblem
-from ....encoding.row_program import operands_of
 from ....errors import EncodingError
 from ....target.element_types import bytes_of
 from ....target.gpu_target import GpuTarget
@@ -28,7 +27,8 @@ from ...rows.rows import in_single, merge_rows
 from ..core.launch import launch
 from ..core.storage_place import at_least_one, nothing
 from .row_code import RowWriter, Threads, kept_type
-from .row_shape import UNKNOWN_ELEMENTS, WORDS, RowShape, held_shape, lanes_for, looped_shape
+from .row_registers import live_bytes, needed_late
+from .row_shape import LATE, MOST_WORDS, UNKNOWN_ELEMENTS, RowShape, held_shape, is_idle, lanes_for, looped_shape
 
 
 def rows_kernel(problem: RowsProblem, gpu: GpuTarget, shape: RowShape | None = None) -> tirx.PrimFunc:
@@ -88,7 +88,7 @@ class _Kernel:
             return
         plan, kept, shape, late = self._held()
         shape = self.shape or shape or looped_shape(self.n, self.lanes, self.total, self.gpu)
-        grid = at_least_one(ceil_div(self.total, shape.rows) * shape.cluster)
+        grid = at_least_one(ceil_div(self.total, shape.rows)) * shape.cluster
         with launch(grid, shape.block, shape.cluster) as place:
             for view in (*self.operands, self.result):
                 view.open(raw=view.nominal in ("bfloat16", "bool"))
@@ -164,23 +164,15 @@ class _Kernel:
         if kept is None:
             plan, kept = self._plan(False), "float32"
         size = {i: bytes_of(view.nominal) for i, view in enumerate(self.operands) if view.runs_along("n")}
-        late = frozenset(number for number in size if _is_needed_late(plan, number))
+        late = needed_late(plan, size)
         if not isinstance(self.n, int):
             return plan, kept, None, late
-        keeps = any(step.keep is not None for step in plan.passes)
-        words = -(-(sum(size[i] for i in size if i not in late) + bytes_of(kept) * keeps) // 4)
-        shape = held_shape(self.n, self.lanes, self.total, max(1, words), self.gpu)
-        if shape is not None:
-            everything = shape.vectors * shape.lanes * (words + sum(size[i] for i in late) / 4)
-            late = late if everything > WORDS else frozenset()
+        waiting = {number: size[number] for number in size if number not in late}
+        words = live_bytes(plan, waiting, bytes_of(kept)) / 4
+        more = sum(size[i] for i in late) / 4
+        shape = held_shape(self.n, self.lanes, self.total, words + LATE * more, self.gpu)
+        if shape is not None and is_idle(shape, self.total, self.gpu):
+            # There is nothing else to do while a late load is under way.
+            own = shape.vectors * shape.lanes
+            late = late if own * (words + more) > MOST_WORDS else frozenset()
         return plan, kept, shape, late
-
-
-def _is_needed_late(plan: RowPlan, number: int) -> bool:
-    """Whether one pass alone reads an operand, and not the first: it need not wait in registers until then."""
-    used = [
-        step
-        for step, of in enumerate(plan.passes)
-        if any(number in operands_of(expression) for expression in (of.expression, of.keep) if expression is not None)
-    ]
-    return len(used) == 1 and used[0] > 0

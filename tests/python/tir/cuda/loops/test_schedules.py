@@ -159,3 +159,16 @@ def test_tensors_without_elements(shape):
     x = tensor(*shape)
     check(np.exp, x, topi.exp(x))
     check(lambda a: a.sum(1), x, topi.sum(x, 1))
+
+
+@pytest.mark.parametrize("shape, axis", [((1 << 17,), 0), ((64, 2, 1024), (0, 2)), ((3, 1 << 15), 1)])
+def test_long_reductions_of_few_results_take_two_launches(shape, axis):
+    x = tensor(*shape)
+    check(lambda a: a.sum(axis, dtype="float64"), x, topi.sum(x, axis), launches=2, rtol=1e-4)
+    h = tensor(*shape, dtype="float16")
+    check(lambda a: a.max(axis), h, topi.max(h, axis), launches=2)
+
+
+def test_indices_of_long_reductions():
+    x = tensor(2, 1 << 15)
+    check(lambda a: a.argmax(1), x, topi.argmax(x, 1), launches=2)

@@ -239,7 +239,26 @@ def test_a_tiling_fits_into_the_gpu():
         assert max(stages, sums) + staging + 16 * tiling.stages <= GPU.shared_bytes, (m, n, k, tiling)
         assert tiling.blocks % tiling.split == 0
         assert tiling.split <= -(-k // 64), "every block of a cluster has a part of k"
-        assert tiling.columns // tiling.split % 16 == 0
+        assert tiling.columns // tiling.split % 8 == 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tile", "split"),
+    [
+        ((4096, 4096, 4096), (128, 256), 1),
+        ((4096, 1024, 4096), (128, 256), 1),
+        ((512, 4096, 4096), (64, 256), 1),
+        ((128, 4096, 4096), (128, 64), 2),
+        ((127, 255, 511), (64, 64), 8),
+        ((128, 768, 3072), (64, 64), 4),
+    ],
+)
+def test_tilings_are_those_that_were_fastest(sizes, tile, split):
+    m, n, k = sizes
+    problem = problem_of({"m": m, "n": n, "k": k})
+    tiling = choose_tiling(problem, GPU, sizes, [], gathers=k == 511)
+    assert ((tiling.rows, tiling.columns), tiling.split) == (tile, split)
+    assert tiling.stages >= min(4, -(-k // 64 // split))
 
 
 def test_what_is_no_problem_for_it():
