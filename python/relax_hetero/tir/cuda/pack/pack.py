@@ -136,21 +136,15 @@ def _copy_squares(source: PackedStorage, destination: PackedStorage) -> None:
         def each(lanes: int, visit: Callable[[Expr, Expr], None]) -> None:
             """A thread's vectors: the row of each in a square that is read by rows, and where in the row it begins."""
             per_row = edge // lanes
+            assert edge * per_row % THREADS == 0, "every thread has as many vectors"
             for first in range(0, edge * per_row, THREADS):
-                number = opaque(first + thread)
-                row, column = _row_and_column(number, per_row, lanes)
-                if edge * per_row % THREADS:
-                    with T.If(number < edge * per_row), T.Then():
-                        visit(row, column)
-                else:
-                    visit(row, column)
+                visit(*_row_and_column(opaque(first + thread), per_row, lanes))
 
         def load(row: Expr, column: Expr) -> None:
             at = place(row, column)
             vector = VectorRegisters(source, source.offset(*split_position(source.layout, at)), read, 1)
             vector.load(0, tirx.const(0, "int64"), tirx.all(*[at[d] < extents[d] for d in range(rank)]))
-            for lane in range(read):
-                T.buffer_store(square, vector.get(lane), [row, column + lane])
+            loaded.append((vector, row, column))
 
         def store(row: Expr, column: Expr) -> None:
             at = place(column, row)
@@ -160,7 +154,11 @@ def _copy_squares(source: PackedStorage, destination: PackedStorage) -> None:
                 vector.set(lane, square[column + lane, row])
             vector.store(0, tirx.const(0, "int64"), exists)
 
+        loaded: list[tuple[VectorRegisters, Expr, Expr]] = []
         each(read, load)
+        for vector, row, column in loaded:  # behind the last load: all are under way at once
+            for lane in range(read):
+                T.buffer_store(square, vector.get(lane), [row, column + lane])
         T.evaluate(T.tvm_storage_sync("shared"))
         each(written, store)
 

@@ -13,7 +13,7 @@ from ....encoding.expression import Expression
 from ....encoding.row_program import RowProgram, operands_of
 from ....target.element_types import bytes_of
 from ....target.gpu_target import WARP
-from ...core.builder import Expr, Registers, loop, opaque, when
+from ...core.builder import Expr, Registers, loop, opaque
 from ...core.view import Coordinates, OperandView
 from ...math.casts import cast, computed_in
 from ...rows.row_code import carries_nan, count_of, neutral_of, value_types
@@ -136,8 +136,7 @@ class RowWriter:
 
     def _inside(self, vector: int, place: Expr) -> Expr | None:
         """Whether one of the thread's vectors is in the row; None where all threads' are."""
-        if not isinstance(self.n, int):
-            return tirx.Cast("int64", place) < opaque(tirx.floordiv(self.n, self.shape.lanes))
+        assert isinstance(self.n, int), "rows whose length only the run knows are read again by every pass"
         count = self.n // self.shape.lanes
         return None if (vector + 1) * self.shape.threads <= count else place < count
 
@@ -272,11 +271,8 @@ class RowWriter:
                 for number in read:
                     if number in self.late:
                         self.vectors[number].load(0, place, inside)
-                # Most of a short row's vectors do not exist where only the run knows its length: no work for these.
-                is_skipped = not isinstance(self.n, int)
-                with when(inside if is_skipped else True):
-                    for lane in range(lanes):
-                        one(vector, vector * lanes + lane, place, None if is_skipped else inside)
+                for lane in range(lanes):
+                    one(vector, vector * lanes + lane, place, inside)
             return
         count = self.n // lanes if isinstance(self.n, int) else opaque(tirx.floordiv(self.n, lanes))
         threads = self.shape.threads

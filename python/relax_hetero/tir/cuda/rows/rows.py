@@ -7,7 +7,6 @@ read anew by every pass, from the caches where they fit these.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 
@@ -28,7 +27,7 @@ from ..core.launch import launch
 from ..core.storage_place import at_least_one, nothing
 from .row_code import RowWriter, Threads, kept_type
 from .row_registers import live_bytes, needed_late
-from .row_shape import LATE, MOST_WORDS, UNKNOWN_ELEMENTS, RowShape, held_shape, is_idle, lanes_for, looped_shape
+from .row_shape import LATE, MOST_WORDS, RowShape, held_shape, is_idle, lanes_for, looped_shape
 
 
 def rows_kernel(problem: RowsProblem, gpu: GpuTarget, shape: RowShape | None = None) -> tirx.PrimFunc:
@@ -131,24 +130,12 @@ class _Kernel:
                 at,
             ).emit()
 
-        if isinstance(self.n, int):
+        if isinstance(self.n, int) or shape.lanes == 1:
             write(shape)
-        else:
-            self._by_length(shape, write)
-
-    def _by_length(self, shape: RowShape, write: Callable[[RowShape], None]) -> None:
-        """Rows of any length: in registers up to one, in vectors if the length is a multiple of these."""
-
-        def by_registers(lanes: int) -> None:
-            held = replace(shape, lanes=lanes, vectors=UNKNOWN_ELEMENTS // lanes)
-            either(
-                self.n <= shape.threads * UNKNOWN_ELEMENTS,
-                lambda: write(held),
-                lambda: write(replace(shape, lanes=lanes, vectors=0)),
-            )
-
-        is_cut = tirx.EQ(tirx.floormod(self.n, shape.lanes), tirx.const(0, "int64")) if shape.lanes > 1 else True
-        either(is_cut, lambda: by_registers(shape.lanes), lambda: by_registers(1))
+            return
+        # In vectors if the length is a multiple of these.
+        is_cut = tirx.EQ(tirx.floormod(self.n, shape.lanes), tirx.const(0, "int64"))
+        either(is_cut, lambda: write(shape), lambda: write(replace(shape, lanes=1)))
 
     def _plan(self, may_keep: bool) -> RowPlan:
         varying = frozenset(i for i, view in enumerate(self.operands) if view.runs_along("n"))

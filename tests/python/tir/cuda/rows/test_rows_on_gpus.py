@@ -237,7 +237,7 @@ def test_packed_operands_are_refused():
         rows_kernel(RowsProblem(RowProgram.parse("r0 = sum(x0); r0"), (packed,), packed), GPU)
 
 
-@pytest.mark.parametrize(("text", "shape", "registers"), [(SOFTMAX, (4096, 4096), 40), (NORM, (512, 32768), 64)])
+@pytest.mark.parametrize(("text", "shape", "registers"), [(SOFTMAX, (4096, 4096), 64), (NORM, (512, 32768), 64)])
 def test_registers_and_spills(text, shape, registers):
     x, names = np.zeros(shape, "float32"), ("d0", "n")
     arrays = [x] if text == SOFTMAX else [x, x[0], x[0]]
