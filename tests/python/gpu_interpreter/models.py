@@ -65,7 +65,7 @@ class InterpretedModel:
         tensors = [tvm.runtime.tensor(a) if isinstance(a, np.ndarray) else a for a in arguments]
         self._compiled[name][name](*tensors)
         for array, tensor in zip(arguments, tensors, strict=True):
-            if isinstance(array, np.ndarray):
+            if isinstance(array, np.ndarray) and array.flags.writeable:
                 array[...] = tensor.numpy().reshape(array.shape)
 
 

@@ -190,9 +190,9 @@ def test_code_of_a_graph():
     exe = rh.compile(Steps)
     code = sources(exe.module)
     for kernel in ("step", "step_table", "join_table", "fill_table"):
-        assert f" {kernel}(" in code
+        assert f" {kernel}_kernel(" in code
     assert "fetch_table" not in code  # the first kernel is one block, and fetches the bindings itself
-    fetching = code[code.rindex(" step_table_2(") :].split("{", 1)[1]
+    fetching = code[code.rindex(" step_table_2_kernel(") :].split("{", 1)[1]
     order = [fetching.index(text) for text in ("ring[", "consumed[0] =", "__syncthreads();\n  float* A", "C_data")]
     assert order == sorted(order)
     (region,) = exe.metadata.regions

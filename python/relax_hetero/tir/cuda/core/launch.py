@@ -36,7 +36,9 @@ class Place:
 
 
 @contextmanager
-def launch(blocks: Expr, threads: int, cluster: int = 1, moves_registers: bool = False) -> Iterator[Place]:
+def launch(
+    blocks: Expr, threads: int, cluster: int = 1, moves_registers: bool = False, together: int = 0
+) -> Iterator[Place]:
     """The one nest of loops of a kernel; its context gives the place of the thread that runs the statements within.
 
     Parameters
@@ -47,25 +49,28 @@ def launch(blocks: Expr, threads: int, cluster: int = 1, moves_registers: bool =
         Blocks that run at the same time and share their shared memory: 1, 2, 4 or 8.
     moves_registers : bool
         Whether warpgroups take registers of each other (`ptx.set_max_registers`).
+    together : int
+        Blocks that share a multiprocessor's registers at least; 0: as many as do.
     """
+    # The compiler drops setmaxnreg where it does not know how many blocks share a multiprocessor's registers.
+    together = together or int(moves_registers)
     zero = tirx.const(0, "int32")
     with T.thread_binding(blocks, thread="blockIdx.x") as block:
         if cluster > 1:
             with T.thread_binding(cluster, thread="clusterCtaIdx.x") as rank:
-                with T.thread_binding(threads, thread="threadIdx.x") as thread, _bounds(moves_registers):
+                with T.thread_binding(threads, thread="threadIdx.x") as thread, _bounds(together):
                     yield Place(block, rank, thread)
         else:
-            with T.thread_binding(threads, thread="threadIdx.x") as thread, _bounds(moves_registers):
+            with T.thread_binding(threads, thread="threadIdx.x") as thread, _bounds(together):
                 yield Place(block, zero, thread)
 
 
 @contextmanager
-def _bounds(is_said: bool) -> Iterator[None]:
-    if not is_said:
+def _bounds(together: int) -> Iterator[None]:
+    if not together:
         yield
         return
-    # The compiler drops setmaxnreg where it does not know how many blocks share a multiprocessor's registers.
-    with T.attr(0, "tirx.launch_bounds_min_blocks_per_sm", 1):
+    with T.attr(0, "tirx.launch_bounds_min_blocks_per_sm", together):
         yield
 
 

@@ -14,6 +14,8 @@ from ...core.view import Coordinates, OperandView, View
 _UNITS = {1: "uint8", 2: "uint16"}
 VECTOR_BYTES = 16
 """The widest access of a thread."""
+MOST_LANES = 8
+"""Elements of a vector where types meet: bytes meet floats of which so many take two accesses."""
 
 
 class VectorRegisters:

@@ -20,10 +20,8 @@ from ...core.packed_storage import PackedStorage, whole
 from ...core.ties import tied_to
 from ..core.expression import emit
 from ..core.storage_place import THREADS, at_least_one, common_lanes, innermost, nothing, place_of, run_length
-from ..core.vectors import VECTOR_BYTES, VectorRegisters
+from ..core.vectors import MOST_LANES, VECTOR_BYTES, VectorRegisters
 
-MOST_LANES = 8
-"""Elements of a vector: bytes meet floats of which so many take two accesses."""
 VECTORS = 2
 """Of a thread, where there are enough to occupy the GPU with."""
 RESIDENT = 2048

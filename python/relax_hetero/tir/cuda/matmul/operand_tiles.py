@@ -89,7 +89,7 @@ class OperandTile:
         may_transpose : bool
             Whether the kernel tells tensor cores of tiles that they are to read transposed.
         """
-        source, width = _source(view, side)
+        source, width = source_of(view, side)
         if source is Source.COLUMNS and (rows % PACKED_ROWS or not may_transpose):
             # Columns come in stripes of so many rows, of which a smaller tile has none.
             source, width = Source.GATHER, 0
@@ -294,7 +294,8 @@ def _divides(unit: int, extent: Expr) -> bool:
     return isinstance(extent, int) and extent % unit == 0
 
 
-def _source(view: GlobalView, side: str) -> tuple[Source, int]:
+def source_of(view: GlobalView, side: str) -> tuple[Source, int]:
+    """How the tiles of an opened view are read, and the bytes of a copy."""
     if view.layout.inner_dims:
         return Source.PACKED, CHUNK_BYTES
     if view.is_contiguous("k"):

@@ -32,13 +32,12 @@ from ..core.global_view import GlobalView
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, launch, local, may_begin_early
 from ..core.operand import GpuOperand
 from .fragments import FragmentStore, Staging
-from .operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source
+from .operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source, source_of
 from .wgmma_tiling import Tiling, choose_tiling, reads_rows
 
 _HALF_TYPES = ("float16", "bfloat16")
 _BYTE_TYPES = (("int8", "uint8"), ("float8_e4m3fn", "float8_e5m2"))
 _FEW_REGISTERS, _MANY_REGISTERS = 40, 232  # of producers and of consumers: 128 * 40 + 256 * 232 <= 65,536
-_MOST_AHEAD = 2  # steps whose copies are under way while an older one's are waited for
 _READ_TOGETHER = 64  # registers of other blocks' sums
 _UNROLLED_SUMS = 128  # registers of sums from which consumers need those of the producers
 
@@ -115,7 +114,8 @@ def wgmma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: Tiling |
             lhs.open(raw=True)
             rhs.open(raw=True)
             store.open(result, m, n, reads_rows(problem))
-            tiling = tiling or choose_tiling(problem, gpu, (m, n, k), list(counts.values()))
+            gathers = Source.GATHER in (source_of(lhs, "m")[0], source_of(rhs, "n")[0])
+            tiling = tiling or choose_tiling(problem, gpu, (m, n, k), list(counts.values()), gathers)
             left = OperandTile.of(lhs, "m", tiling.rows, m, k)
             right = OperandTile.of(rhs, "n", tiling.columns, n, k)
             _Kernel(left, right, store, tiling, (m, n, k), counts).emit()
@@ -171,9 +171,9 @@ class _Kernel:
             shared.open()
             with when(place.thread == 0):
                 for stage in range(tiling.stages):
-                    # Each warp of producers arrives when its copies are complete; one expects the bytes of bulk copies.
+                    # All producers arrive when their copies are complete, one more expects the bytes of bulk copies.
                     bulk = self.right.source is Source.PACKED
-                    ptx.barrier_init(self._full(stage), PRODUCERS // WARP + int(bulk))
+                    ptx.barrier_init(self._full(stage), PRODUCERS + int(bulk))
                     ptx.barrier_init(self._empty(stage), self.consumers)
                 ptx.barrier_init_fence()
             ptx.block_barrier()
@@ -192,11 +192,8 @@ class _Kernel:
     def _empty(self, stage: Expr) -> Expr:
         return self.shared.at(self.empty_at + stage * 8)
 
-    def _each_tile(self, body: Callable[[Expr, Coordinates, Expr, Expr], None]) -> Expr:
-        """Write `body` for every tile of the block: its number among them, batch, first row and first column.
-
-        Returns their count.
-        """
+    def _each_tile(self, body: Callable[[Expr, Coordinates, Expr, Expr], None]) -> None:
+        """Write `body` for every tile of the block: its number among them, batch, first row and first column."""
         tiling = self.tiling
         clusters = tiling.blocks // tiling.split
         own = self.block if tiling.split == 1 else self.block // tiling.split
@@ -206,7 +203,6 @@ class _Kernel:
             tile = own if is_one else own + turn * clusters
             at, row, column = self._place(T.bind(tile))
             body(turn, at, T.bind(T.Cast("int64", row * tiling.rows)), T.bind(T.Cast("int64", column * tiling.columns)))
-        return count
 
     def _place(self, tile: Expr) -> tuple[Coordinates, Expr, Expr]:
         """Batch, row and column of a tile: a group of rows goes over all columns, its rows one after the other."""
@@ -234,28 +230,21 @@ class _Kernel:
         count = base if more == 0 else base + T.Select(self.rank < more, 1, 0)
         return count, self.rank * base + T.min(self.rank, more)
 
-    def _each_step(self, turn: Expr, body: Callable[[Expr, Expr, Expr, Expr, Expr], None]) -> None:
-        """Write `body` for the block's steps of a tile.
-
-        It gets the step's number among all of the block, and of the tile; the step of k; the stage, and the parity of
-        the stage's turn.
-        """
+    def _each_step(self, turn: Expr, body: Callable[[Expr, Expr, Expr, Expr], None]) -> None:
+        """Write `body` for the block's steps of a tile: number, step of k, stage, and parity of the stage's turn."""
         stages = self.tiling.stages
         count, first = self._own_steps()
         with T.serial(count) as step:
             number = T.bind(turn * count + step)
-            body(number, step, first + step, T.bind(number % stages), T.bitwise_and(number // stages, 1))
+            body(step, first + step, T.bind(number % stages), T.bitwise_and(number // stages, 1))
 
     def _produce(self) -> None:
         if self.moves_registers:
             ptx.set_max_registers(_FEW_REGISTERS, grows=False)
         left, right, thread = self.left, self.right, self.thread
-        # Steps whose copies are on their way while those of an older one are waited for. The consumers have one step
-        # in work, and find the next one there.
-        ahead = max(0, min(self.tiling.stages - 2, _MOST_AHEAD))
 
         def tile(turn: Expr, at: Coordinates, row: Expr, column: Expr) -> None:
-            def step(number: Expr, _: Expr, k: Expr, stage: Expr, parity: Expr) -> None:
+            def step(_: Expr, k: Expr, stage: Expr, parity: Expr) -> None:
                 ptx.barrier_wait(self._empty(stage), T.bitwise_xor(parity, 1))
                 left_to, right_to = self.left_at + stage * left.size, self.right_at + stage * right.size
                 full = self._full(stage)
@@ -267,25 +256,17 @@ class _Kernel:
                         right.load_block(self.shared, right_to, at, (column, thread // WARP), k, full)
                 left.load(self.shared, left_to, at, row, k, thread)
                 right.load(self.shared, right_to, at, column, k, thread)
-                ptx.copy_commit()
-                with when(number >= ahead):
-                    arrive(number - ahead, ahead)
+                if Source.GATHER in (left.source, right.source):
+                    ptx.copy_commit()
+                    ptx.copy_wait(0)
+                    ptx.async_proxy_fence()
+                    ptx.barrier_arrive(full)
+                else:
+                    ptx.barrier_arrive_after_copies(full)
 
             self._each_step(turn, step)
 
-        def arrive(number: Expr, pending: int) -> None:
-            """The copies of a step are complete, all but the newest `pending` steps': its stage is full."""
-            ptx.copy_wait(pending)
-            # Copies write as threads do, and tensor cores read by another way.
-            ptx.async_proxy_fence()
-            ptx.warp_barrier()
-            with when(thread % WARP == 0):
-                ptx.barrier_arrive(self._full(number % self.tiling.stages))
-
-        total = self._each_tile(tile) * self._own_steps()[0]
-        for pending in range(ahead, 0, -1):
-            with when(total >= pending):
-                arrive(total - pending, pending - 1)
+        self._each_tile(tile)
         if self.tiling.split > 1:
             # With the consumers, who read each other's sums in between.
             for _ in range(2):
@@ -311,8 +292,10 @@ class _Kernel:
         def tile(turn: Expr, at: Coordinates, row: Expr, column: Expr) -> None:
             last = local(1, "int32")
 
-            def step(_: Expr, number: Expr, __: Expr, stage: Expr, parity: Expr) -> None:
+            def step(number: Expr, _: Expr, stage: Expr, parity: Expr) -> None:
                 ptx.barrier_wait(self._full(stage), parity)
+                # What came by `copy_async` was written as by a thread, not as by wgmma's own kind of access.
+                ptx.async_proxy_fence()
                 at_stage = T.Cast("uint64", stage)
                 a = T.bind(base[0] + at_stage * T.uint64(left.size // 16))
                 b = T.bind(base[1] + at_stage * T.uint64(right.size // 16))

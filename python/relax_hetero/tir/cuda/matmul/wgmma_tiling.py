@@ -16,25 +16,41 @@ GROUP = 16
 """Rows of tiles that go over the columns together."""
 STAGED_BYTES = 512
 """Of a row of the result, that a warp stages at a time: rows with more are stored in several turns."""
+_STAGED = (STAGED_BYTES, 256, 128)  # the most that leaves room for so many stages:
+MANY_STAGES = 4
+"""With fewer, 4096x1024x4096 takes 5 % longer: copies are as slow as a step, and two are under way."""
 STAGING_PAD = 32
 """Bytes between staged rows, at most."""
 
 
-TILE_ROWS = (64, 128)
-TILE_COLUMNS = (64, 128, 192, 256)
-SPLITS = (1, 2, 4, 8)
 SYMBOLIC_EXTENT = 1024
 
-# Of a multiprocessor, a cycle: products of 128 bytes of k (1,024 a cycle of 16 bits; the same of others, whose steps
-# have more k at a higher rate), bytes that tiles bring, elements of the result, bytes of sums of other blocks.
-MULTIPLIED = 32.0
-LOADED = 64.0
-STORED = 16.0
-EXCHANGED = 32.0
-# Of a step, of an exchange of sums, of a launch and its first loads.
-STEP_CYCLES = 60.0
-SPLIT_CYCLES = 1500.0
-START_CYCLES = 3000.0
+# Cycles of a step of k, 128 bytes of it, by rows and columns of the tile: measured on an H200 with all multiprocessors
+# at work. Small tiles wait for loads, at 48 bytes a cycle, large ones for tensor cores, too.
+STEP_CYCLES = {
+    (64, 64): 344,
+    (64, 128): 530,
+    (64, 192): 620,
+    (64, 256): 704,
+    (128, 64): 515,
+    (128, 128): 850,
+    (128, 192): 1200,
+    (128, 256): 1330,
+}
+GATHERED = 4
+"""Times as long a step takes where operands come through registers."""
+
+# Blocks that run at the same time, by the blocks of a cluster: those of one cluster share one of the GPU's parts, whose
+# multiprocessors are no multiple of 4 or 8.
+RUNNING = {1: 132, 2: 132, 4: 120, 8: 96}
+START_CYCLES = 2500
+"""Of a launch and its first loads."""
+STORED = 16
+"""Elements of the result that a block stores in a cycle."""
+EXCHANGE_CYCLES = 400
+"""Of the barriers of a cluster, for each doubling of its blocks."""
+EXCHANGED = 24
+"""Bytes of sums that a block takes from the others in a cycle."""
 
 
 @dataclass(frozen=True)
@@ -67,29 +83,41 @@ class Tiling:
 
 
 def choose_tiling(
-    problem: MatmulProblem, gpu: GpuTarget, sizes: tuple[Expr, Expr, Expr], counts: Sequence[Expr]
+    problem: MatmulProblem,
+    gpu: GpuTarget,
+    sizes: tuple[Expr, Expr, Expr],
+    counts: Sequence[Expr],
+    gathers: bool = False,
 ) -> Tiling:
-    """The tiling of a problem whose m, n, k and batch extents are `sizes` and `counts`: the one of least `cycles`.
+    """The tiling of a problem: the one of fewest estimated `cycles`.
 
-    Where extents are symbolic, that of a product with `SYMBOLIC_EXTENT` in their place.
+    Parameters
+    ----------
+    sizes, counts : sequence of PrimExpr or int
+        Extents of m, n and k, and of batch dimensions; where they are symbolic, the tiling is that of a product with
+        `SYMBOLIC_EXTENT` in their place.
+    gathers : bool
+        Whether an operand comes through registers.
     """
     m, n, k = (size if isinstance(size, int) else SYMBOLIC_EXTENT for size in sizes)
     batches = prod(count if isinstance(count, int) else 1 for count in counts)
     is_known = all(isinstance(size, int) for size in (*sizes, *counts))
     steps = ceil_div(k, SWIZZLED_BYTES // bytes_of(problem.lhs.dtype))
-    best: tuple[float, int, int, int] | None = None
-    for rows in TILE_ROWS:
-        for columns in TILE_COLUMNS:
-            for split in SPLITS if is_known else (1,):
-                if split > 1 and (split > steps or columns // split % 16):
-                    continue
-                tiles = ceil_div(m, rows) * ceil_div(n, columns) * batches
-                cost = cycles(rows, columns, split, tiles, steps, gpu.multiprocessors)
-                if best is None or cost < best[0]:
-                    best = cost, rows, columns, split
-    assert best is not None
-    _, rows, columns, split = best
-    return tiling_of(problem, gpu, sizes, counts, (rows, columns), split)
+    choices = [
+        ((rows, columns), split)
+        for rows, columns in STEP_CYCLES
+        for split in (RUNNING if is_known else (1,))
+        if split <= steps and (split == 1 or columns // split % 8 == 0)
+    ]
+
+    def cost(choice: tuple[tuple[int, int], int]) -> float:
+        (rows, columns), split = choice
+        tiles = ceil_div(m, rows) * ceil_div(n, columns) * batches
+        return cycles((rows, columns), split, tiles, steps, GATHERED if gathers else 1)
+
+    tile, split = min(choices, key=cost)
+    tilings = [tiling_of(problem, gpu, sizes, counts, tile, split, staged_bytes=size) for size in _STAGED]
+    return next((tiling for tiling in tilings if tiling.stages >= MANY_STAGES), max(tilings, key=lambda t: t.stages))
 
 
 def reads_rows(problem: MatmulProblem) -> bool:
@@ -103,15 +131,13 @@ def staged_element(problem: MatmulProblem) -> int:
     return 4 if reads_rows(problem) else bytes_of(problem.result.dtype)
 
 
-def cycles(rows: int, columns: int, split: int, tiles: int, steps: int, multiprocessors: int) -> float:
-    """About how many cycles of a multiprocessor a product takes."""
-    # The tensor cores' rate, and that of loads: whichever is slower.
-    step = max(rows * columns / MULTIPLIED, (rows + columns) * SWIZZLED_BYTES / LOADED) + STEP_CYCLES
-    turns = ceil_div(tiles * split, multiprocessors)
-    each = ceil_div(steps, split) * step + rows * columns / split / STORED
+def cycles(tile: tuple[int, int], split: int, tiles: int, steps: int, slowness: int = 1) -> float:
+    """About how many cycles a product takes of which `tiles` tiles are cut into `split` parts of k."""
+    rows, columns = tile
+    each = ceil_div(steps, split) * STEP_CYCLES[tile] * slowness + rows * columns / split / STORED
     if split > 1:
-        each += SPLIT_CYCLES + rows * columns * 4 / EXCHANGED
-    return START_CYCLES + turns * each
+        each += EXCHANGE_CYCLES * (split.bit_length() - 1) + rows * columns * 4 / EXCHANGED
+    return START_CYCLES + ceil_div(tiles * split, RUNNING[split]) * each
 
 
 def tiling_of(

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from ....target.element_types import bytes_of
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr
-from ..core.vectors import VECTOR_BYTES
+from ..core.vectors import MOST_LANES, VECTOR_BYTES
 
-MOST_LANES = 8
-"""Elements of a vector: bytes meet floats of which so many take two accesses."""
 MOST_THREADS = 1024
 """Of a block."""
 ELEMENTS = 32
@@ -143,7 +141,9 @@ def looped_shape(n: Expr, lanes: int, total: Expr, gpu: GpuTarget) -> RowShape:
     if not isinstance(n, int):
         return RowShape(UNKNOWN_BLOCK, 1, lanes, 0)
     cluster = _cluster(n, total, gpu) if isinstance(total, int) else 1
-    return RowShape(LONG_BLOCK * cluster, 1, lanes, 0, cluster)
+    # Where rows leave multiprocessors idle, those that work have all the threads that they can.
+    block = MOST_THREADS if cluster == MOST_BLOCKS else LONG_BLOCK
+    return RowShape(block * cluster, 1, lanes, 0, cluster)
 
 
 def _cluster(n: int, total: int, gpu: GpuTarget) -> int:

@@ -88,7 +88,7 @@ class _Kernel:
             return
         plan, kept, shape, late = self._held()
         shape = self.shape or shape or looped_shape(self.n, self.lanes, self.total, self.gpu)
-        grid = at_least_one(ceil_div(self.total, shape.rows) * shape.cluster)
+        grid = at_least_one(ceil_div(self.total, shape.rows)) * shape.cluster
         with launch(grid, shape.block, shape.cluster) as place:
             for view in (*self.operands, self.result):
                 view.open(raw=view.nominal in ("bfloat16", "bool"))

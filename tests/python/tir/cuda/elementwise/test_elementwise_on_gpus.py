@@ -18,13 +18,14 @@ from relax_hetero.target.gpu_target import gpu_target_of
 from relax_hetero.tir.commands.table_kernel import is_one_launch
 from relax_hetero.tir.cuda.elementwise.elementwise import elementwise_kernel
 from seeds import fresh_rng
+from tir.cuda.gpu_runs import needs_gpu, run_on_gpu
 from tir.elementwise.test_elementwise import FLOAT_OPS, INT_OPS, TRANSCENDENTAL
 from tir.kernel_runs import poisoned, stored
 
 GPU = gpu_target_of(Target({"kind": "cuda", "arch": "sm_90a"}))
 
 
-def solved(text, arrays, shape, maps=None, layout=None, symbols=None):
+def solved(text, arrays, shape, maps=None, layout=None, symbols=None, how=None):
     """What the kernel of an expression makes of arrays; operands of the whole shape are stored as the result."""
     names = tuple(f"d{i}" for i in range(len(shape)))
     layout = layout or PackedLayout.identity(len(shape))
@@ -42,8 +43,11 @@ def solved(text, arrays, shape, maps=None, layout=None, symbols=None):
         ElementwiseProblem(expression, tuple(operands), operand(shape, names, dtype, layout)), GPU
     )
     assert is_one_launch(kernel)
+    given = [stored(a, own, 0) for a, own in zip(arrays, layouts, strict=True)]
+    if how is not None:
+        return how(kernel, given, shape, dtype)
     out = poisoned(layout.packed_shape(shape), dtype).numpy().copy()
-    run(kernel, *(stored(a, own, 0) for a, own in zip(arrays, layouts, strict=True)), out)
+    run(kernel, *given, out)
     return layout.unpack(out, shape)
 
 
@@ -162,3 +166,24 @@ def test_operands_packed_otherwise_are_refused():
     plain = Operand((8, 8), "float32", ("d0", "d1"), PackedLayout.identity(2))
     with pytest.raises(EncodingError, match="expected the result's"):
         elementwise_kernel(ElementwiseProblem(Expression.parse("relu(x0)"), (packed,), plain), GPU)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_on_a_gpu(dtype):
+    """All ops of floats, in vectors and behind the last of them, and operands that broadcast."""
+    a, b = pair(dtype)
+    for text, reference in FLOAT_OPS.items():
+        found = solved(text, [a, b][: Expression.parse(text).num_operands], a.shape, how=run_on_gpu)
+        with np.errstate(all="ignore"):
+            wanted = reference(a.astype("float32"), b.astype("float32")).astype("float32").astype(a.dtype)
+        rtol = 2e-7 if dtype == "float32" else 0
+        np.testing.assert_allclose(found.astype("float32"), wanted.astype("float32"), rtol=rtol, err_msg=text)
+    x = fresh_rng().standard_normal((33, 72)).astype(a.dtype)
+    maps = [("d0", "d1"), ("d1",), ("d0", "1")]
+    found = solved("add(multiply(x0, x1), x2)", [x, x[0], x[:, :1].copy()], x.shape, maps, how=run_on_gpu)
+    wide = x.astype("float32")
+    wanted = wide * wide[0] + wide[:, :1]
+    ulp = {"float32": 2**-23, "float16": 2**-11, "bfloat16": 2**-8}[dtype]
+    np.testing.assert_allclose(found.astype("float32"), wanted, rtol=ulp, atol=ulp)

@@ -9,9 +9,11 @@ from tvm.target import Target
 from gpu_interpreter import run
 from relax_hetero.encoding import PackedLayout
 from relax_hetero.errors import EncodingError
+from relax_hetero.target.element_types import numpy_dtype
 from relax_hetero.target.gpu_target import gpu_target_of
 from relax_hetero.tir.commands.table_kernel import is_one_launch
 from relax_hetero.tir.cuda.pack.pack import relayout_kernel
+from tir.cuda.gpu_runs import needs_gpu, run_on_gpu
 from tir.kernel_runs import poisoned, random_bits, same_bits, stored
 
 GPU = gpu_target_of(Target({"kind": "cuda", "arch": "sm_90a"}))
@@ -79,3 +81,18 @@ def test_compensation_is_read_over_and_never_written():
     assert same_bits(out, array)
     with pytest.raises(EncodingError, match="expected one without compensation"):
         relayout_kernel((64, 64), "int8", PackedLayout.identity(2), layout, GPU)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_on_a_gpu(dynamic):
+    for shape, dtype, layout in CASES:
+        plain, packed = PackedLayout.identity(len(shape)), PackedLayout.parse(layout)
+        array = np.random.default_rng(sum(shape)).integers(-50, 50, shape).astype(numpy_dtype(dtype))
+        dims = [f"s{i}" for i in range(len(shape))] if dynamic else list(shape)
+        stored_shape = packed.packed_shape(shape)
+        found = run_on_gpu(relayout_kernel(dims, dtype, plain, packed, GPU), [array], stored_shape, dtype)
+        assert same_bits(found, packed.pack(array))
+        back = run_on_gpu(relayout_kernel(dims, dtype, packed, plain, GPU), [stored(array, packed)], shape, dtype)
+        assert same_bits(back, array)

@@ -146,8 +146,11 @@ def test_conditions_and_operands_that_lack_dimensions():
 
 
 def test_no_rows():
-    x = np.zeros((0, 16), "float32")
-    assert solved(problem(SOFTMAX, [x], [("d0", "n")], x.shape, ("d0", "n"), "float32"), [x]).size == 0
+    x, names = np.zeros((0, 16), "float32"), ("d0", "n")
+    assert solved(problem(SOFTMAX, [x], [names], x.shape, names, "float32"), [x]).size == 0
+    shape = RowShape(64, 1, 4, 1, 2)  # a launch of clusters has whole ones
+    unknown = problem(SOFTMAX, [x], [names], x.shape, names, "float32", {"d0": "s0"})
+    assert solved(unknown, [x], x.shape, shape).size == 0
 
 
 def test_a_result_may_lie_over_its_operand():
