@@ -66,11 +66,14 @@ def products(clock: Clock, work: Products, autotune: bool = False) -> dict[str, 
             for name, weights in (("torch.compile", right), ("torch.compile, transposed", turned))
         }
     multiply = {"e4m3": _scaled, "s8": torch._int_mm}.get(work.kind, torch.bmm if work.shape.batch else torch.mm)
-    found = {}
+    found, failures = {}, []
     for name, weights in (("cuBLAS", right), ("cuBLAS, transposed", turned)):
-        if work.kind == "e4m3" and weights is right:
-            continue  # _scaled_mm takes the right operand by columns only
-        found[name] = captured(clock, lambda w=weights: [multiply(*each) for each in zip(left, w, strict=True)])
+        try:
+            found[name] = captured(clock, lambda w=weights: [multiply(*each) for each in zip(left, w, strict=True)])
+        except RuntimeError as error:  # some take the right operand one way only, as _scaled_mm does
+            failures.append(f"{name}: {error}")
+    if not found:
+        raise RuntimeError("; ".join(failures))
     return found
 
 

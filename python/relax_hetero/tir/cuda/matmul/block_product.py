@@ -15,9 +15,10 @@ rows are brought to shared memory as the fragments read them; more are read from
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from math import gcd
+from math import gcd, prod
 from operator import getitem
 from typing import Any
 
@@ -33,7 +34,7 @@ from ...core.builder import Expr, Function, ceil_div, int64, minimum
 from ...core.view import extent_of
 from ..core import ptx
 from ..core.epilogue import EpilogueWriter
-from ..core.launch import SharedMemory, launch, local, may_begin_early
+from ..core.launch import Place, SharedMemory, launch, local, may_begin_early
 from ..core.operand import GpuOperand
 
 STEP = 16
@@ -57,6 +58,7 @@ HELD_BYTES = 72 << 10
 """Of the left operand in shared memory, at most."""
 
 _PAD = 16  # words between held rows: neighbours begin in other banks
+_TOGETHER = 2  # blocks of a kernel with two bodies that share a multiprocessor's registers
 _TWO_SUMS_BYTES = 32 << 10  # up to here sums of one tile are added while those of the next are written
 
 
@@ -82,14 +84,19 @@ class BlockPlan:
     ahead: int
 
 
-def block_plan(problem: BlockProductProblem, gpu: GpuTarget) -> BlockPlan:
-    """The plan of a problem; of a symbolic number of rows, that for many."""
-    parts = PARTS[problem.lhs.dtype]
-    rows = 1
-    for extent in problem.result.shape[:-1]:
-        rows = rows * extent if isinstance(extent, int) and isinstance(rows, int) else -1
-    in_group = GROUP_COLUMNS // parts
-    groups = 4 if rows < 0 else min(4, max(1, -(-rows // in_group)))
+def block_plans(problem: BlockProductProblem, gpu: GpuTarget) -> list[BlockPlan]:
+    """The plan of a problem; of one with a symbolic number of rows, that for few and that for more."""
+    extents = problem.result.shape[:-1]
+    in_group = GROUP_COLUMNS // PARTS[problem.lhs.dtype]
+    if all(isinstance(extent, int) for extent in extents):
+        return [_plan_of(problem, prod(extent for extent in extents if isinstance(extent, int)))]
+    # Both have the registers of one kernel: two blocks share a multiprocessor.
+    return [_plan_of(problem, 1), replace(_plan_of(problem, 4 * in_group), fragments=2, ahead=1)]
+
+
+def _plan_of(problem: BlockProductProblem, rows: int) -> BlockPlan:
+    in_group = GROUP_COLUMNS // PARTS[problem.lhs.dtype]
+    groups = min(4, max(1, -(-rows // in_group)))
     # Fragments share what is read of the left operand.
     fragments = {1: 1, 2: 2}.get(groups, 4)
     chunks = -(-problem.depth // CHUNK)
@@ -138,12 +145,42 @@ def block_product_kernel(problem: BlockProductProblem, gpu: GpuTarget, plan: Blo
             lhs.open(raw=True)
             for view in packed:
                 view.open()
-            _Kernel(problem, gpu, plan or block_plan(problem, gpu), lhs, packed, writer).emit()
+            plans = [plan] if plan else block_plans(problem, gpu)
+            _launch([_Body(problem, gpu, one, lhs, packed, writer) for one in plans])
     return may_begin_early(function.result, range(1, 1 + len(problem.weights)))
 
 
-class _Kernel:
-    """One kernel while it is built."""
+def _launch(bodies: list[_Body]) -> None:
+    """Write the launch of a body; or of two, of which the first is for as few rows as it has."""
+    last = bodies[-1]
+    m, threads = last.m, last.plan.warps * WARP
+    if 0 in (m, last.problem.columns):
+        with launch(1, WARP):
+            T.evaluate(0)
+        return
+    is_one = len(bodies) == 1
+    row_tiles = ceil_div(m, last.rows)
+    last.prepare(row_tiles, 0 if is_one else _TOGETHER)
+    blocks = int64(last.stride * row_tiles)
+    if not is_one:
+        bodies[0].prepare(1, _TOGETHER)
+        blocks = tirx.Select(m <= bodies[0].rows, int64(bodies[0].stride), blocks)
+    shared = SharedMemory()
+    shared.take(max(body.shared_bytes for body in bodies))
+    with launch(blocks, threads, together=last.together) as place:
+        shared.open()
+        if is_one:
+            last.emit(place, shared)
+            return
+        with T.If(m <= bodies[0].rows):
+            with T.Then():
+                bodies[0].emit(place, shared)
+            with T.Else():
+                last.emit(place, shared)
+
+
+class _Body:
+    """What a block does, while it is written."""
 
     def __init__(
         self,
@@ -173,30 +210,33 @@ class _Kernel:
         if self.parts > 1 and plan.groups > 1:
             self.held_rows = 0  # the parts of a row lie in one group of eight
 
-    def emit(self) -> None:
-        """Write the launch."""
-        plan = self.plan
-        if 0 in (self.m, self.problem.columns):
-            with launch(1, WARP):
-                T.evaluate(0)
-            return
-        row_tiles = ceil_div(self.m, self.rows)
-        self.column_tiles = -(-self.tiles // plan.fragments)
-        self.together = self._blocks_together(self.column_tiles * row_tiles)
+    def prepare(self, row_tiles: Expr, together: int) -> None:
+        """Share the work among blocks, of which `together` (0: as is best) share a multiprocessor's registers."""
+        self.row_tiles = row_tiles
+        self.column_tiles = -(-self.tiles // self.plan.fragments)
+        self.together = together or self._blocks_together(self.column_tiles * row_tiles)
         self.stride = self._blocks_of_a_row(row_tiles)
-        with launch(int64(self.stride * row_tiles), plan.warps * WARP, together=self.together) as place:
-            block = T.Cast("int64", place.block)
-            self.first_block = T.bind(tirx.floordiv(block, row_tiles))
-            self.first_row = T.bind(tirx.floormod(block, row_tiles) * self.rows)
-            self.thread = place.thread
-            self.warp = T.bind(tirx.floordiv(place.thread, WARP))
-            self.lane = T.bind(tirx.floormod(place.thread, WARP))
-            self.high, self.low = T.bind(tirx.floordiv(self.lane, 4)), T.bind(tirx.floormod(self.lane, 4))
-            self._allocate()
-            self._work()
+        plan = self.plan
+        count = plan.warps * plan.fragments * plan.groups * GROUP_COLUMNS * FRAGMENT_COLUMNS
+        self.sums_of_tile = count if self.stride < self.column_tiles and count * 4 <= _TWO_SUMS_BYTES else 0
+        self.held_at = (count + self.sums_of_tile) * 4
+        self.shared_bytes = self.held_at + self.held_rows * self.pitch * 4
+
+    def emit(self, place: Place, shared: SharedMemory) -> None:
+        """Write the block's work."""
+        self.shared = shared
+        block, row_tiles = T.Cast("int64", place.block), self.row_tiles
+        self.first_block = T.bind(tirx.floordiv(block, int64(row_tiles)))
+        self.first_row = T.bind(tirx.floormod(block, int64(row_tiles)) * self.rows)
+        self.thread = place.thread
+        self.warp = T.bind(tirx.floordiv(place.thread, WARP))
+        self.lane = T.bind(tirx.floormod(place.thread, WARP))
+        self.high, self.low = T.bind(tirx.floordiv(self.lane, 4)), T.bind(tirx.floormod(self.lane, 4))
+        self._allocate()
+        self._work()
 
     def _blocks_together(self, blocks: Expr) -> int:
-        """Blocks that share a multiprocessor's registers at least: where they are few, those of the next launch, too."""
+        """Blocks that share a multiprocessor's registers; where all are few, those of the next launch among them."""
         if self.plan.groups > 1 or self.plan.fragments > 1 or not isinstance(blocks, int):
             return 0
         most = WARPS_PER_MULTIPROCESSOR // self.plan.warps
@@ -223,12 +263,6 @@ class _Kernel:
         self.sums = local(plan.groups * 4, "float32")
         self.left_sums = local(plan.groups * 4, "float32")
         self.totals = local(plan.fragments * plan.groups * 4, "float32")
-        count = plan.warps * plan.fragments * plan.groups * GROUP_COLUMNS * FRAGMENT_COLUMNS
-        self.sums_of_tile = count if self.stride < self.column_tiles and count * 4 <= _TWO_SUMS_BYTES else 0
-        shared = self.shared = SharedMemory()
-        self.partial_at = shared.take((count + self.sums_of_tile) * 4)
-        self.held_at = shared.take(self.held_rows * self.pitch * 4)
-        shared.open()
 
     def _work(self) -> None:
         """All columns of the block, while the weights of the next chunks are on their way."""
@@ -311,14 +345,16 @@ class _Kernel:
 
     def _products(self, slot: int, index: Expr) -> None:
         plan, groups = self.plan, range(self.plan.groups)
-        k = T.bind(self._chunk_of(index) * CHUNK)
-        if self.held_rows:
-            self._load_held(k)
-        else:
-            self._load_left(k)
+        first_k = T.bind(self._chunk_of(index) * CHUNK)
+        if not self.held_rows:
+            self._load_left(first_k)
+        elif plan.fragments > 1:
+            self._load_held(first_k, range(self.scaled))
         for fragment in range(plan.fragments):
             for number in range(self.scaled):
                 at = ((slot * plan.fragments + fragment) * self.scaled + number) * 2
+                if self.held_rows and plan.fragments == 1:
+                    self._load_held(first_k, [number])
                 self._points_of(at)
                 for step in range(self.steps):
                     k = number * self.steps + step
@@ -429,16 +465,17 @@ class _Kernel:
         at = self.held_at + (row * self.pitch + tirx.floordiv(k, 2)) * 4
         ptx.store_shared(self.shared.at(at), [self.left[i] for i in range(words)])
 
-    def _load_held(self, k: Expr) -> None:
-        """The fragments of a chunk from shared memory."""
+    def _load_held(self, k: Expr, numbers: Sequence[int]) -> None:
+        """The fragments of parts of a chunk from shared memory."""
         words = 2 * self.steps  # of a lane, of steps that share a scale
         width = min(4, words)
         for group in range(self.plan.groups):
             row = self.high + group * GROUP_COLUMNS
-            for i in range(2 * CHUNK // STEP):
-                T.buffer_store(self.left, T.uint32(0), [group * 8 + i])
+            for number in numbers:
+                for i in range(words):
+                    T.buffer_store(self.left, T.uint32(0), [group * 8 + number * words + i])
             with T.If(row < self.held_rows), T.Then():
-                for number in range(self.scaled):
+                for number in numbers:
                     first = row * self.pitch + T.Cast("int32", tirx.floordiv(k, 2)) + (number * 4 + self.low) * words
                     for i in range(0, words, width):
                         targets = [self.left[group * 8 + number * words + i + j] for j in range(width)]
@@ -503,7 +540,7 @@ class _Kernel:
                     column = fragment * FRAGMENT_COLUMNS + self.high + 8 * (i // 2)
                     at = begin + (self.warp * width + row) * columns + column
                     total = tirx.reinterpret("uint32", self.totals[(fragment * plan.groups + group) * 4 + i])
-                    ptx.store_shared(self.shared.at(self.partial_at + at * 4), [total])
+                    ptx.store_shared(self.shared.at(at * 4), [total])
         ptx.block_barrier()
         result = self.writer.result
         vector = min(4, result.vector("n"))
@@ -538,7 +575,7 @@ class _Kernel:
                 # Where rows are parts, the last of a group of eight are none.
                 first = tirx.floordiv(row, per) * GROUP_COLUMNS + tirx.floormod(row, per) * self.parts + part
                 at = begin + (warp * width + first) * columns + column
-                ptx.load_shared([part_sums[i] for i in range(vector)], self.shared.at(self.partial_at + at * 4), "f32")
+                ptx.load_shared([part_sums[i] for i in range(vector)], self.shared.at(at * 4), "f32")
                 for i in range(vector):
                     T.buffer_store(totals, totals[i] + part_sums[i], [i])
         return totals

@@ -98,6 +98,12 @@ def test_blocks_with_several_tiles(plan):
     )
 
 
+@pytest.mark.parametrize(("m", "dtype"), [(1, "float32"), (3, "float32"), (8, "float16"), (9, "float16")])
+def test_a_symbolic_number_of_rows(m, dtype):
+    """A body for few rows, and one for more."""
+    check(problem_of("s0", 40, 200, dtype, 32, zeros="uint8"), m)
+
+
 def test_an_epilogue_and_a_result_of_half_precision():
     problem = problem_of(9, 24, 128, "float16", 128, epilogue="cast(relu(add(x0, x1)), 'float16')")
     check(problem, 9, tolerance=1e-3)
@@ -117,8 +123,8 @@ def test_infinities_of_float32_stay():
 
 def test_one_row_of_a_large_weight_fits_into_registers():
     (report,) = reports_of(block_product_kernel(problem_of(1, 4096, 4096, "float16", 32), GPU), TARGET)
-    assert report.spill_stores == 0
-    assert report.registers <= 80
+    assert report.spill_stores <= 16
+    assert report.registers <= 64, "four blocks share a multiprocessor"
 
 
 def test_what_is_refused():

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import tvm
 from tvm.target import Target
 
 from cuda_reports import reports_of
@@ -26,6 +27,7 @@ from tir.kernel_runs import poisoned
 
 TARGET = Target({"kind": "cuda", "arch": "sm_90a"})
 GPU = gpu_target_of(TARGET)
+IS_HOPPER = tvm.cuda(0).exist and tvm.cuda(0).compute_version == "9.0"
 SYMBOLS = {"b0": "s0", "m": "s1", "n": "s2", "k": "s3"}
 BIAS_GELU = "cast(gelu(add(x0, cast(x1, 'float32'))), 'float16')"
 RESIDUAL = "add(cast(add(x0, cast(x1, 'float32')), 'float16'), x2)"
@@ -51,6 +53,7 @@ def problem_of(
     init: bool = False,
     symbolic: Sequence[str] = (),
     shares_right: bool = False,
+    shares_left: bool = False,
 ) -> MatmulProblem:
     """A product; `lhs` and `rhs` name the order of the last dimensions, "packed" the tiles of tensor cores."""
     batch = tuple(name for name in sizes if name.startswith("b"))
@@ -66,7 +69,7 @@ def problem_of(
         epilogue = f"cast(x0, '{result}')"
     others = tuple(operand(names, element) for names, element in operands)
     return MatmulProblem(
-        operand((*batch, *lhs), dtype),
+        operand((() if shares_left else (*batch,)) + (*lhs,), dtype),
         operand((*of_right, *("kn" if rhs == "packed" else rhs)), right_dtype, layout),
         operand((*batch, "m", "n"), result),
         acc,
@@ -77,6 +80,8 @@ def problem_of(
 
 
 def random_array(rng: np.random.Generator, shape: Sequence[int], dtype: str) -> np.ndarray:
+    if dtype == "bool":
+        return rng.integers(0, 2, shape).astype(bool)
     if "int" in dtype:
         return rng.integers(np.iinfo(dtype).min // (1 if "8" in dtype else 2**20), 128, shape).astype(dtype)
     return rng.standard_normal(shape).astype(numpy_dtype(dtype))
@@ -89,6 +94,7 @@ MEANING = {
     "multiply": np.multiply,
     "gelu": lambda x: x * 0.5 * (1 + ERF(x / math.sqrt(2))),
     "clip": np.clip,
+    "where": lambda condition, then, otherwise: np.where(condition != 0, then, otherwise),
     "round": np.round,
 }
 
@@ -102,8 +108,16 @@ def check(problem: MatmulProblem, sizes: dict[str, int], tile: tuple[int, int] =
         tiling = dataclasses.replace(tiling, blocks=3)
     kernel = wgmma_matmul_kernel(problem, GPU, tiling)
     assert is_one_launch(kernel)
+    stored, want = operands_of(problem, sizes)
+    got = poisoned([sizes[name] for name in problem.result.index_map], problem.result.dtype).numpy()
+    run(kernel, *stored, got)
+    assert_equal(got, want, problem, sizes["k"])
+
+
+def operands_of(problem: MatmulProblem, sizes: dict[str, int]) -> tuple[list[np.ndarray], np.ndarray]:
+    """Random operands as they are stored, and the result in float64."""
     rng = fresh_rng()
-    names = [name for name in problem.result.index_map]
+    names = problem.result.index_map
     logical, stored = [], []
     for operand in problem.parameters[:-1]:
         array = random_array(rng, [sizes[name] for name in operand.index_map], operand.dtype)
@@ -122,13 +136,16 @@ def check(problem: MatmulProblem, sizes: dict[str, int], tile: tuple[int, int] =
     if problem.epilogue is not None:
         values = {"x0": want, **{f"x{i + 1}": other for i, other in enumerate(others)}}
         want = eval(str(problem.epilogue.expression), MEANING, values)  # noqa: S307 (text of this file)
-    got = poisoned([sizes[name] for name in names], problem.result.dtype).numpy()
-    run(kernel, *stored, got)
+    return stored, want
+
+
+def assert_equal(got: np.ndarray, want: np.ndarray, problem: MatmulProblem, k: int) -> None:
+    """Integers exactly; floats within roundings of the result, and of the sums of `k` products."""
     if "int" in problem.result.dtype:
         np.testing.assert_array_equal(got, want)
         return
     rounding = {"float16": 2.0**-10, "bfloat16": 2.0**-7}.get(problem.result.dtype, 1e-6)
-    operands = 2.0**-7 * math.sqrt(sizes["k"]) if problem.tf32 else 1e-5 * math.sqrt(sizes["k"])
+    operands = (2.0**-7 if problem.tf32 else 1e-5) * math.sqrt(k)
     np.testing.assert_allclose(got.astype("float64"), want, rtol=2 * rounding, atol=operands + 2 * rounding)
 
 
@@ -141,6 +158,7 @@ def check(problem: MatmulProblem, sizes: dict[str, int], tile: tuple[int, int] =
         ({"m": 20, "n": 71, "k": 68}, {"rhs": "nk"}, (64, 64)),
         ({"b0": 2, "b1": 2, "m": 30, "n": 40, "k": 64}, {}, (64, 64)),
         ({"b0": 3, "m": 30, "n": 40, "k": 63}, {"shares_right": True}, (64, 64)),
+        ({"b0": 2, "m": 30, "n": 24, "k": 40}, {"shares_left": True, "rhs": "kn"}, (64, 64)),
     ],
 )
 def test_any_storage_and_size(sizes, how, tile):
@@ -172,6 +190,7 @@ def test_element_types(how):
             "epilogue": "cast(multiply(add(x0, cast(x1, 'float32')), multiply(x2, x3)), 'bfloat16')",
             "operands": [("mn", "bfloat16"), ("m", "float32"), ("", "float32")],
         },
+        {"epilogue": "cast(where(x1, x0, -5.0), 'float16')", "operands": [("mn", "bool")]},
         {"init": True, "result": "float32"},
         {
             "dtype": "uint8",
@@ -181,7 +200,7 @@ def test_element_types(how):
             "operands": [("n", "float32")],
         },
     ],
-    ids=["bias gelu", "residual", "row scale", "init", "requantized"],
+    ids=["bias gelu", "residual", "row scale", "mask", "init", "requantized"],
 )
 def test_epilogues(how):
     sizes = {"m": 66, "n": 40, "k": 64}
@@ -259,6 +278,32 @@ def test_tilings_are_those_that_were_fastest(sizes, tile, split):
     tiling = choose_tiling(problem, GPU, sizes, [], gathers=k == 511)
     assert ((tiling.rows, tiling.columns), tiling.split) == (tile, split)
     assert tiling.stages >= min(4, -(-k // 64 // split))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not IS_HOPPER, reason="needs an NVIDIA GPU of compute capability 9.0")
+@pytest.mark.parametrize(
+    ("sizes", "how"),
+    [
+        ({"m": 300, "n": 520, "k": 1000}, {}),
+        ({"m": 1024, "n": 2304, "k": 512}, {"epilogue": RESIDUAL, "operands": [("n", "float16"), ("mn", "float16")]}),
+        ({"m": 127, "n": 255, "k": 511}, {}),
+        ({"b0": 12, "m": 128, "n": 64, "k": 128}, {"rhs": "kn"}),
+        ({"m": 512, "n": 1024, "k": 640}, {"dtype": "int8", "acc": "int32", "result": "int32"}),
+    ],
+    ids=["ragged", "residual", "odd", "batches", "int8"],
+)
+def test_on_a_gpu(sizes, how):
+    """With the tiling that is chosen, many blocks at a time."""
+    problem = problem_of(sizes, **how)
+    kernel = wgmma_matmul_kernel(problem, GPU)
+    executable = tvm.compile(tvm.IRModule({"main": kernel}), target=TARGET.with_host(Target("llvm")))
+    stored, want = operands_of(problem, sizes)
+    device = tvm.cuda(0)
+    shape = [sizes[name] for name in problem.result.index_map]
+    got = tvm.runtime.tensor(poisoned(shape, problem.result.dtype).numpy(), device)
+    executable["main"](*(tvm.runtime.tensor(array, device) for array in stored), got)
+    assert_equal(got.numpy(), want, problem, sizes["k"])
 
 
 def test_what_is_no_problem_for_it():
