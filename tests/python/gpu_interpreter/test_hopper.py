@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from tvm import tirx
+from tvm.script import tirx as instructions
 from tvm.script.ir_builder import tirx as T
 
 from gpu_interpreter import KernelFault, run
@@ -132,6 +133,11 @@ def test_faults_of_pipelines(fault: str, text: str) -> None:
         run(pipelined_product(fault), left, PACKED.pack(right), result)
 
 
+def emit(instruction: str, *operands: tirx.Expr) -> None:
+    """Write an instruction that no kernel of the library uses."""
+    T.evaluate(instructions.ptx[instruction](*operands))
+
+
 def cluster_sum(fault: str = "") -> tirx.PrimFunc:
     """Sums of what two blocks of a cluster have in shared memory, stored by a bulk copy."""
     function = Function("sums", registers="local")
@@ -161,10 +167,11 @@ def cluster_sum(fault: str = "") -> tirx.PrimFunc:
                 elif fault != "no block barrier":
                     ptx.block_barrier()
                 with when(thread == 0):
-                    ptx.bulk_store(T.address_of(b[place.block, 0]), shared.at(out), 512)
-                    ptx.bulk_commit()
+                    target, source = T.address_of(b[place.block, 0]), shared.at(out)
+                    emit("cp.async.bulk.global.shared::cta.bulk_group", target, source, T.uint32(512))
+                    emit("cp.async.bulk.commit_group")
                     if fault != "not read":
-                        ptx.bulk_wait_read(0)
+                        emit("cp.async.bulk.wait_group.read", 0)
                 if fault != "no end":
                     ptx.cluster_arrive()
                     ptx.cluster_wait()
