@@ -275,7 +275,7 @@ def test_row_15_a_call_tir_result_goes_into_an_annotated_function():
 
 def test_row_16_cuda_without_arch_is_not_the_oldest():
     (cuda,) = parse_vdevices(["cuda"])
-    assert int(str(cuda.target.attrs["arch"]).removeprefix("sm_")) >= 70
+    assert int(str(cuda.target.attrs["arch"]).removeprefix("sm_").rstrip("a")) >= 70
 
 
 def test_row_17_onnx_nodes_keep_names_and_shape_helpers_their_place():

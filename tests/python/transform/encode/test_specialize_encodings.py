@@ -218,15 +218,15 @@ def test_without_a_resolver_ops_are_stock_again():
 
     @I.ir_module
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("cuda", 0)]})
+        I.module_global_infos({"vdevice": [I.vdevice("vulkan", 0)]})
 
         @R.function
         def main(
-            x: R.Tensor((5, 3), "float32", "cuda:0"),
-            w: R.Tensor((7, 3), "float32", "cuda:0"),
-            b: R.Tensor((7,), "float32", "cuda:0"),
-            r: R.Tensor((5, 7), "float32", "cuda:0"),
-        ) -> R.Tensor((5, 7), "float32", "cuda:0"):
+            x: R.Tensor((5, 3), "float32", "vulkan:0"),
+            w: R.Tensor((7, 3), "float32", "vulkan:0"),
+            b: R.Tensor((7,), "float32", "vulkan:0"),
+            r: R.Tensor((5, 7), "float32", "vulkan:0"),
+        ) -> R.Tensor((5, 7), "float32", "vulkan:0"):
             with R.dataflow():
                 x1 = R.hetero.set_encoding(x, T_LHS)
                 w1 = R.hetero.set_encoding(w, T_RHS)
@@ -239,22 +239,22 @@ def test_without_a_resolver_ops_are_stock_again():
 
     @I.ir_module
     class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice("cuda", 0)]})
+        I.module_global_infos({"vdevice": [I.vdevice("vulkan", 0)]})
 
         @R.function
         def main(
-            x: R.Tensor((5, 3), "float32", "cuda:0"),
-            w: R.Tensor((7, 3), "float32", "cuda:0"),
-            b: R.Tensor((7,), "float32", "cuda:0"),
-            r: R.Tensor((5, 7), "float32", "cuda:0"),
-        ) -> R.Tensor((5, 7), "float32", "cuda:0"):
+            x: R.Tensor((5, 3), "float32", "vulkan:0"),
+            w: R.Tensor((7, 3), "float32", "vulkan:0"),
+            b: R.Tensor((7,), "float32", "vulkan:0"),
+            r: R.Tensor((5, 7), "float32", "vulkan:0"),
+        ) -> R.Tensor((5, 7), "float32", "vulkan:0"):
             with R.dataflow():
-                t: R.Tensor((3, 7), "float32", "cuda:0") = R.permute_dims(w, [1, 0])
-                p: R.Tensor((5, 7), "float32", "cuda:0") = R.matmul(x, t)
-                c: R.Tensor((5, 7), "float32", "cuda:0") = R.add(b, p)
-                h: R.Tensor((5, 7), "float32", "cuda:0") = R.multiply(c, R.const(0.5, "float32"))
-                s: R.Tensor((5, 7), "float32", "cuda:0") = R.add(h, r)
-                y: R.Tensor((5, 7), "float32", "cuda:0") = R.nn.relu(s)
+                t: R.Tensor((3, 7), "float32", "vulkan:0") = R.permute_dims(w, [1, 0])
+                p: R.Tensor((5, 7), "float32", "vulkan:0") = R.matmul(x, t)
+                c: R.Tensor((5, 7), "float32", "vulkan:0") = R.add(b, p)
+                h: R.Tensor((5, 7), "float32", "vulkan:0") = R.multiply(c, R.const(0.5, "float32"))
+                s: R.Tensor((5, 7), "float32", "vulkan:0") = R.add(h, r)
+                y: R.Tensor((5, 7), "float32", "vulkan:0") = R.nn.relu(s)
                 R.output(y)
             return y
 
@@ -264,31 +264,31 @@ def test_without_a_resolver_ops_are_stock_again():
     assert_structural_equal(after, Expected)
     assert_structural_equal(SpecializeEncodings()(after), Expected)
     (entry,) = reports[0].cancelled
-    assert (entry.variable, entry.device) == ("c", "cuda:0")
-    assert "no layout for the lhs" in entry.reason
+    assert (entry.variable, entry.device) == ("c", "vulkan:0")
+    assert "no resolver for target kind" in entry.reason
 
 
 def test_one_side_without_layouts_gets_plain_tensors():
-    """Into the CUDA device goes what was encoded, as it was before; out of it comes a plain tensor, encoded there."""
+    """Into the other device goes what was encoded, as it was before; out of it comes a plain tensor, encoded there."""
 
     @I.ir_module
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("c", 0), I.vdevice("cuda", 0)]})
+        I.module_global_infos({"vdevice": [I.vdevice("c", 0), I.vdevice("vulkan", 0)]})
 
         @R.function
         def main(
             x: R.Tensor((5, 3), "float32", "c:0"),
             w: R.Tensor((3, 7), "float32", "c:0"),
-            v: R.Tensor((3, 7), "float32", "cuda:0"),
+            v: R.Tensor((3, 7), "float32", "vulkan:0"),
         ):
             with R.dataflow():
                 x1 = R.hetero.set_encoding(x, LHS)
                 w1 = R.hetero.set_encoding(w, RHS)
                 c = R.hetero.matmul(x1, w1, encoding=OUT)
-                x2 = R.to_vdevice(x1, "cuda:0")
+                x2 = R.to_vdevice(x1, "vulkan:0")
                 v2 = R.hetero.set_encoding(v, RHS)
                 d = R.hetero.matmul(x2, v2, encoding=OUT)
-                e = R.to_vdevice(c, "cuda:0")
+                e = R.to_vdevice(c, "vulkan:0")
                 f = R.hetero.elementwise(d, e, expression="add(x0, x1)", encoding=OUT)
                 g = R.to_vdevice(f, "c:0")
                 h = R.hetero.elementwise(g, c, expression="add(x0, x1)", encoding=OUT)
@@ -298,23 +298,23 @@ def test_one_side_without_layouts_gets_plain_tensors():
 
     @I.ir_module
     class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice("c", 0), I.vdevice("cuda", 0)]})
+        I.module_global_infos({"vdevice": [I.vdevice("c", 0), I.vdevice("vulkan", 0)]})
 
         @R.function
         def main(
             x: R.Tensor((5, 3), "float32", "c:0"),
             w: R.Tensor((3, 7), "float32", "c:0"),
-            v: R.Tensor((3, 7), "float32", "cuda:0"),
+            v: R.Tensor((3, 7), "float32", "vulkan:0"),
         ):
             with R.dataflow():
                 x1 = R.hetero.set_encoding(x, LHS, layout=C_LHS)
                 w1 = R.hetero.set_encoding(w, RHS, layout=C_RHS)
                 c = R.hetero.matmul(x1, w1, encoding=OUT, layout=C_OUT, kernel="matmul_5x7x3_c_0")
-                x2 = R.to_vdevice(x, "cuda:0")
-                d: R.Tensor((5, 7), "float32", "cuda:0") = R.matmul(x2, v)
+                x2 = R.to_vdevice(x, "vulkan:0")
+                d: R.Tensor((5, 7), "float32", "vulkan:0") = R.matmul(x2, v)
                 e_plain = R.hetero.unset_encoding(c, OUT, layout=C_OUT)
-                e = R.to_vdevice(e_plain, "cuda:0")
-                f: R.Tensor((5, 7), "float32", "cuda:0") = R.add(d, e)
+                e = R.to_vdevice(e_plain, "vulkan:0")
+                f: R.Tensor((5, 7), "float32", "vulkan:0") = R.add(d, e)
                 g_there = R.to_vdevice(f, "c:0")
                 g = R.hetero.set_encoding(g_there, OUT, layout=C_OUT)
                 h = R.hetero.elementwise(g, c, expression="add(x0, x1)", encoding=OUT, layout=C_OUT)
@@ -328,13 +328,13 @@ def test_one_side_without_layouts_gets_plain_tensors():
 def test_nothing_is_laid_out_for_nobody():
     @I.ir_module
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("c", 0), I.vdevice("cuda", 0)]})
+        I.module_global_infos({"vdevice": [I.vdevice("c", 0), I.vdevice("vulkan", 0)]})
 
         @R.function
-        def main(x: R.Tensor((5, 3), "float32", "c:0"), w: R.Tensor((3, 7), "float32", "cuda:0")):
+        def main(x: R.Tensor((5, 3), "float32", "c:0"), w: R.Tensor((3, 7), "float32", "vulkan:0")):
             with R.dataflow():
                 x1 = R.hetero.set_encoding(x, LHS)
-                x2 = R.to_vdevice(x1, "cuda:0")
+                x2 = R.to_vdevice(x1, "vulkan:0")
                 w1 = R.hetero.set_encoding(w, RHS)
                 c = R.hetero.matmul(x2, w1, encoding=OUT)
                 y = R.hetero.unset_encoding(c, OUT)
@@ -343,13 +343,13 @@ def test_nothing_is_laid_out_for_nobody():
 
     @I.ir_module
     class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice("c", 0), I.vdevice("cuda", 0)]})
+        I.module_global_infos({"vdevice": [I.vdevice("c", 0), I.vdevice("vulkan", 0)]})
 
         @R.function
-        def main(x: R.Tensor((5, 3), "float32", "c:0"), w: R.Tensor((3, 7), "float32", "cuda:0")):
+        def main(x: R.Tensor((5, 3), "float32", "c:0"), w: R.Tensor((3, 7), "float32", "vulkan:0")):
             with R.dataflow():
-                x2 = R.to_vdevice(x, "cuda:0")
-                y: R.Tensor((5, 7), "float32", "cuda:0") = R.matmul(x2, w)
+                x2 = R.to_vdevice(x, "vulkan:0")
+                y: R.Tensor((5, 7), "float32", "vulkan:0") = R.matmul(x2, w)
                 R.output(y)
             return y
 
@@ -361,14 +361,14 @@ def test_inside_branches():
 
     @I.ir_module
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("cuda", 0)]})
+        I.module_global_infos({"vdevice": [I.vdevice("vulkan", 0)]})
 
         @R.function
         def main(
-            x: R.Tensor((5, 3), "float32", "cuda:0"),
-            w: R.Tensor((3, 7), "float32", "cuda:0"),
-            p: R.Tensor((), "bool", "cuda:0"),
-        ) -> R.Tensor((5, 7), "float32", "cuda:0"):
+            x: R.Tensor((5, 3), "float32", "vulkan:0"),
+            w: R.Tensor((3, 7), "float32", "vulkan:0"),
+            p: R.Tensor((), "bool", "vulkan:0"),
+        ) -> R.Tensor((5, 7), "float32", "vulkan:0"):
             x1 = R.hetero.set_encoding(x, LHS)
             w1 = R.hetero.set_encoding(w, RHS)
             if p:
@@ -377,24 +377,24 @@ def test_inside_branches():
             else:
                 d = R.hetero.matmul(x1, w1, encoding=OUT)
                 d1 = R.hetero.unset_encoding(d, OUT)
-                y: R.Tensor((5, 7), "float32", "cuda:0") = R.exp(d1)
+                y: R.Tensor((5, 7), "float32", "vulkan:0") = R.exp(d1)
             return y
 
     @I.ir_module
     class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice("cuda", 0)]})
+        I.module_global_infos({"vdevice": [I.vdevice("vulkan", 0)]})
 
         @R.function
         def main(
-            x: R.Tensor((5, 3), "float32", "cuda:0"),
-            w: R.Tensor((3, 7), "float32", "cuda:0"),
-            p: R.Tensor((), "bool", "cuda:0"),
-        ) -> R.Tensor((5, 7), "float32", "cuda:0"):
+            x: R.Tensor((5, 3), "float32", "vulkan:0"),
+            w: R.Tensor((3, 7), "float32", "vulkan:0"),
+            p: R.Tensor((), "bool", "vulkan:0"),
+        ) -> R.Tensor((5, 7), "float32", "vulkan:0"):
             if p:
-                y: R.Tensor((5, 7), "float32", "cuda:0") = R.matmul(x, w)
+                y: R.Tensor((5, 7), "float32", "vulkan:0") = R.matmul(x, w)
             else:
-                d: R.Tensor((5, 7), "float32", "cuda:0") = R.matmul(x, w)
-                y: R.Tensor((5, 7), "float32", "cuda:0") = R.exp(d)
+                d: R.Tensor((5, 7), "float32", "vulkan:0") = R.matmul(x, w)
+                y: R.Tensor((5, 7), "float32", "vulkan:0") = R.exp(d)
             return y
 
     after = SpecializeEncodings()(Before)
