@@ -16,6 +16,7 @@ from tvm import relax
 from tvm.relax.frontend.onnx import onnx_frontend as stock
 
 from ...errors import FrontendError
+from ...op.block_products import DEQUANTIZE_BLOCKS
 from ...target.element_types import bytes_for
 from ..import_limits import MAX_RANK, Budget, ImportLimits, budget, spending
 from ..ops.node import Node, array_of
@@ -123,6 +124,7 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
         self._functions = function_table(model.proto)
         self._makers: dict[str, NodeInfo] = {}
         self._known: set[relax.Var] = set()
+        self._packed: set[relax.Var] = set()  # of these, weights that products read in 4 bits
         self._owners: dict[relax.Var, NodeInfo] = {}
         self._results: dict[NodeInfo, list[relax.Var]] = {}
 
@@ -185,7 +187,18 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
             raise FrontendError(f"node {info} makes {binding.var.ty.ndim} dimensions, expected at most {MAX_RANK}")
         if isinstance(binding, relax.VarBinding) and self._is_known(binding.value):
             self._known.add(binding.var)
-            budget().take_bytes(static_bytes(binding.var.ty), f"node {info}")
+            if self._stays_packed(binding.value):
+                self._packed.add(binding.var)
+            else:
+                budget().take_bytes(static_bytes(binding.var.ty), f"node {info}")
+
+    def _stays_packed(self, value: relax.Expr) -> bool:
+        """Whether nobody computes the numbers of a value: weights of 4 bits, transposed or not."""
+        if not isinstance(value, relax.Call) or not isinstance(value.op, tvm.ir.Op):
+            return False
+        return value.op.name == DEQUANTIZE_BLOCKS or (
+            value.op.name == "relax.permute_dims" and value.args[0] in self._packed
+        )
 
     def _is_known(self, value: Any) -> bool:
         if isinstance(value, relax.Call):

@@ -169,3 +169,7 @@ def test_scales_of_whole_columns_are_right_too():
     model, x = model_of(nodes, (3,), 24, weights, "float32"), fresh_rng().standard_normal((3, 24)).astype("float32")
     got = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"](x).numpy()
     np.testing.assert_allclose(got, expected(model, {"x": x}, "onnx")[0], rtol=1e-5, atol=1e-5)
+
+
+def test_weights_count_as_the_four_bits_that_they_stay():
+    rh.from_onnx(matmul_nbits(depth=4096), limits=rh.ImportLimits(computed_bytes=0))
