@@ -187,7 +187,7 @@ def _swizzled(tiles: np.ndarray) -> np.ndarray:
     for row in range(8):
         order = np.arange(SWIZZLED_BYTES // CHUNK_BYTES) ^ row
         moved[..., row:rows:8, :, :] = chunks[..., row:rows:8, order, :]
-    return moved.reshape(*tiles.shape[:-1], -1).view(tiles.dtype)
+    return moved.reshape(*tiles.shape[:-1], SWIZZLED_BYTES).view(tiles.dtype)
 
 
 def misfit(layout: PackedLayout, encoding: Encoding) -> str:

@@ -77,3 +77,8 @@ def inside(number: Expr, units: Expr, threads: int) -> Iterator[None]:
         return
     with T.If(number < int64(units)), T.Then():
         yield
+
+
+def sync() -> None:
+    """All threads of the block have come here, and see what the others wrote to shared memory."""
+    T.evaluate(tirx.call_intrin("int32", "tirx.tvm_storage_sync", "shared"))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from ....target.element_types import bytes_of
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, ceil_div, int64
 from ...loops.flat import FlatBox, Loop, is_step
@@ -34,7 +35,7 @@ from .lanes import (
     vectorized,
     widest,
 )
-from .launch import count_of, inside, launch, place_in, threads_for
+from .launch import count_of, inside, launch, place_in, sync, threads_for
 from .merging import Merge, merge_of
 
 Parts = list[tirx.Buffer]
@@ -316,7 +317,12 @@ class _Together:
             position = _in_elements(place_in(at, spatial, counts) if spatial else {}, self._along_results())
             lanes = max(plan.lanes, plan.terms)
             parts = start(merge, lanes)
-            self._accumulate(position, part, parts)
+            if isinstance(units, int):
+                if units:
+                    self._accumulate(position, part, parts)
+            else:
+                with T.If(int64(units) > 0), T.Then():  # where there is no result, there is nothing to read
+                    self._accumulate(position, part, parts)
             if plan.terms > 1:
                 self._join_lanes(parts)
             self._join_threads(parts, thread, part, threads)
@@ -405,7 +411,9 @@ _ALL = 0xFFFFFFFF
 def _from_below(part: tirx.Buffer, distance: int) -> Expr:
     """What the thread has that is so many threads further on in the warp."""
     dtype = str(part.dtype)
-    sent = dtype if dtype in ("float32", "float64", "int32", "int64", "uint32", "uint64") else "int32"
+    sent = dtype
+    if bytes_of(dtype) < 4:  # of words alone; every number of a narrow type is one of the wide type, too
+        sent = "float32" if "float" in dtype else "int32"
     value: Expr = tirx.BufferLoad(part, [int64(0)])
     numbers = [tirx.const(n, "int32") for n in (distance, WARP, WARP)]
     moved = tirx.call_intrin(
@@ -416,8 +424,3 @@ def _from_below(part: tirx.Buffer, distance: int) -> Expr:
 
 def _cast(value: Expr, dtype: str) -> Expr:
     return value if str(value.ty.dtype) == dtype else tirx.Cast(dtype, value)
-
-
-def sync() -> None:
-    """All threads of the block have come here, and see what the others wrote to shared memory."""
-    T.evaluate(tirx.call_intrin("int32", "tirx.tvm_storage_sync", "shared"))

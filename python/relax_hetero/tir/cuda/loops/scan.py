@@ -19,7 +19,7 @@ from ...core.bounds import BOUNDED
 from ...core.builder import Expr, Function, ceil_div, flat, int64
 from .arithmetic import accumulator_type
 from .lanes import register
-from .launch import inside, launch
+from .launch import inside, launch, sync
 
 COMBINE: dict[str, tuple[float, Callable[[Expr, Expr], Expr]]] = {
     "sum": (0, lambda a, b: a + b),
@@ -165,8 +165,3 @@ class _Scan:
             T.buffer_store(shared, tirx.Select(thread >= distance, joined, shared[thread + half]), [thread + other])
             half, distance = other, distance * 2
         return half
-
-
-def sync() -> None:
-    """All threads of the block have come here, and see what the others wrote to shared memory."""
-    T.evaluate(tirx.call_intrin("int32", "tirx.tvm_storage_sync", "shared"))

@@ -26,6 +26,7 @@ from tvm_ffi import structural_map, structural_walk
 from ....target.element_types import bytes_of
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, ceil_div, int64, plain_extent
+from ...loops.stages import loads, variables
 from .arithmetic import for_cuda
 from .independence import is_independent
 from .launch import threads_for
@@ -86,7 +87,7 @@ def _launched(statement: tirx.Stmt, gpu: GpuTarget) -> tuple[tirx.Stmt, list[tir
     """A statement in a launch, and temporaries that must be memory of the device."""
     loops: list[tuple[tirx.Var, Expr, Expr]] = []
     body = statement
-    while isinstance(body, tirx.For) and is_independent(body) and _all_small(body):
+    while isinstance(body, tirx.For) and _is_counted(body, loops) and is_independent(body) and _all_small(body):
         loops.append((body.loop_var, body.min, plain_extent(body.extent)))
         body = body.body
         while isinstance(body, tirx.SeqStmt) and len(body.seq) == 1:
@@ -110,6 +111,13 @@ def _launched(statement: tirx.Stmt, gpu: GpuTarget) -> tuple[tirx.Stmt, list[tir
     count = int64(max(blocks, 1)) if isinstance(blocks, int) else T.max(blocks, int64(1))
     inner = _bound(thread, int64(threads), "threadIdx.x", body)
     return _bound(block, count, "blockIdx.x", inner), hoisted
+
+
+def _is_counted(loop: tirx.For, outer: list[tuple[tirx.Var, Expr, Expr]]) -> bool:
+    """Whether the host knows a loop's iterations: none depend on loops around it, or on what lies in memory."""
+    bounds = [loop.min, loop.extent]
+    found = {var for bound in bounds for var in variables(bound)}
+    return not any(loads(bound) for bound in bounds) and not found & {var for var, _, _ in outer}
 
 
 def _bound(var: tirx.Var, extent: Expr, tag: str, body: tirx.Stmt) -> tirx.For:

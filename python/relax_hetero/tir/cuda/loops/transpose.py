@@ -39,7 +39,7 @@ from .lanes import (
     store_lanes,
     vectorized,
 )
-from .launch import count_of, launch, place_in
+from .launch import count_of, launch, place_in, sync
 
 _SIDE = 64
 """Elements of a tile's side, at most."""
@@ -136,29 +136,32 @@ def write_tiles(tiles: Tiles) -> None:
     grid = [*outer, Loop(across.var, 0, ceil_div(across.count, columns)), Loop(last.var, 0, ceil_div(last.count, rows))]
     made = vectorized(tiles.box, last, tiles.lanes, True)
     threads = min(_THREADS, max(32, rows * columns // 16))
-    with launch(count_of(grid), threads) as (block, thread):
+    count = count_of(grid)
+    with launch(count, threads) as (block, thread):
         pitches = [columns + max(WORD // bytes_of(str(load.ty.dtype)), 1) for load in tiles.reads.values()]
         memory = [
             T.alloc_buffer((rows * pitch,), str(load.ty.dtype), scope="shared")
             for load, pitch in zip(tiles.reads.values(), pitches, strict=True)
         ]
         place = place_in(block, grid)
+        # A block is launched even where there is no tile.
+        is_tile = [] if isinstance(count, int) and count > 0 else [block < int64(count)]
         first = {across.var: place[across.var] * columns, last.var: place[last.var] * rows}
         wide = columns // tiles.read_lanes
         with T.unroll(int64(max(rows * wide // threads, 1))) as i:
             unit = i * threads + thread
             row, column = tirx.floordiv(unit, int64(wide)), tirx.floormod(unit, int64(wide)) * tiles.read_lanes
             position = {**place, across.var: first[across.var] + column, last.var: first[last.var] + row}
-            with T.If(_inside(tiles, position, row, rows)), T.Then():
+            with T.If(tirx.all(*is_tile, _inside(tiles, position, row, rows))), T.Then():
                 for load, shared, pitch in zip(tiles.reads.values(), memory, pitches, strict=True):
                     _bring(load, shared, row * pitch + column, position, tiles.read_lanes)
-        T.evaluate(tirx.call_intrin("int32", "tirx.tvm_storage_sync", "shared"))
+        sync()
         long = rows // tiles.lanes
         with T.unroll(int64(max(columns * long // threads, 1))) as i:
             unit = i * threads + thread
             column, row = tirx.floordiv(unit, int64(long)), tirx.floormod(unit, int64(long)) * tiles.lanes
             position = {**place, across.var: first[across.var] + column, last.var: first[last.var] + row}
-            with T.If(_inside(tiles, position, column, columns)), T.Then():
+            with T.If(tirx.all(*is_tile, _inside(tiles, position, column, columns))), T.Then():
                 held = dict(read_vectors(made, position, made.box.nest.expressions()))
                 for stand_in, shared, pitch in zip(tiles.reads, memory, pitches, strict=True):
                     held[stand_in] = register(str(shared.dtype), tiles.lanes)

@@ -7,7 +7,7 @@ memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -115,6 +115,10 @@ class _Plan:
         """The k of a block's loads, one of each thread."""
         return self.k_lanes * self.warps * self.own_k
 
+    def sums(self, rows: int) -> int:
+        """Elements of shared memory: the sums of every warp."""
+        return self.warps * rows * self.block_columns
+
 
 def _plan(product: FewRows, gpu: GpuTarget) -> _Plan:
     weight = product.weight
@@ -138,7 +142,10 @@ def _plan(product: FewRows, gpu: GpuTarget) -> _Plan:
     k_lanes = WARP // lanes * (vector if along_k else 1)
     while warps > 1 and k_lanes * warps > max(k, 1):
         warps //= 2
-    return _Plan(along_k, vector, lanes, warps)
+    plan = _Plan(along_k, vector, lanes, warps)
+    while plan.warps > 1 and plan.sums(product.rows) * bytes_of(product.dtype) > gpu.shared_bytes:
+        plan = replace(plan, warps=plan.warps // 2)
+    return plan
 
 
 class _Block:
@@ -167,7 +174,7 @@ class _Block:
             with unrolled(_IN_FLIGHT) as turn:
                 self._multiply(sums, loaded, turn, self._k(step, turn))
         self._add_lanes(sums)
-        parts = T.alloc_buffer((plan.warps * product.rows * plan.block_columns,), product.dtype, scope=SHARED)
+        parts = T.alloc_buffer((plan.sums(product.rows),), product.dtype, scope=SHARED)
         with T.If(tirx.EQ(self.k_lane, 0)), T.Then(), unrolled(product.rows) as row, unrolled(plan.own_columns) as c:
             index = (self.warp * product.rows + row) * plan.block_columns + self.column_lane * plan.own_columns + c
             T.buffer_store(parts, sums[row * plan.own_columns + c], [index])

@@ -64,8 +64,6 @@ def tensor_core_misfit(problem: MatmulProblem) -> str:
     for operand, names in ((problem.lhs, "mk"), (problem.rhs, "kn"), (problem.result, "mn")):
         if not set(names) <= set(operand.index_map):
             return f"an operand has the dimensions {operand.index_map}, expected {tuple(names)} among them"
-    if bytes_of(problem.result.dtype) > 4:
-        return f"a result of {problem.result.dtype} is not stored"
     if problem.rows is not None:
         return "work on rows behind the product is not computed"
     if problem.lhs.layout.inner_dims or problem.result.layout.inner_dims:

@@ -123,9 +123,10 @@ def choose_tiling(
 
 
 def reads_rows(problem: MatmulProblem) -> bool:
-    """Whether the epilogue reads operands as large as the result, which wants whole rows."""
+    """Whether the epilogue reads operands as large as the result, or makes numbers wider than sums: by whole rows."""
     operands = problem.epilogue.operands if problem.epilogue else ()
-    return problem.init is not None or any({"m", "n"} <= set(operand.index_map) for operand in operands)
+    reads = problem.init is not None or any({"m", "n"} <= set(operand.index_map) for operand in operands)
+    return reads or bytes_of(problem.result.dtype) > bytes_of("float32")
 
 
 def staged_element(problem: MatmulProblem) -> int:

@@ -143,7 +143,8 @@ def _copy_squares(source: PackedStorage, destination: PackedStorage) -> None:
         def load(row: Expr, column: Expr) -> None:
             at = place(row, column)
             vector = VectorRegisters(source, source.offset(*split_position(source.layout, at)), read, 1)
-            vector.load(0, tirx.const(0, "int64"), tirx.all(*[at[d] < extents[d] for d in range(rank)]))
+            inside = tirx.all(*[at[d] < extents[d] for d in range(rank)], *_has_blocks(total, block))
+            vector.load(0, tirx.const(0, "int64"), inside)
             loaded.append((vector, row, column))
 
         def store(row: Expr, column: Expr) -> None:

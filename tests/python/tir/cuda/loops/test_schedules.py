@@ -8,6 +8,7 @@ import pytest
 import tvm
 from tvm import te, tirx, topi
 
+from gpu_interpreter import run as interpreted
 from relax_hetero.target.gpu_target import gpu_target_of
 from relax_hetero.tir.commands.table_kernel import is_one_launch
 from relax_hetero.tir.cuda.loops import launches_of, schedule
@@ -110,6 +111,19 @@ def test_indices_of_extremes(shape):
     check(lambda a: a.argmin(0), x, topi.argmin(x, 0))
 
 
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+def test_indices_of_extremes_of_narrow_types(dtype):
+    """Values that differ behind the point alone go from thread to thread whole."""
+    x = tensor(3, 100, dtype=dtype)
+    func = scheduled(x, topi.argmax(x, 1))
+    assert "shuffle" in str(func)
+    rng = np.random.default_rng(0)
+    data = rng.random((3, 100)).astype(dtype) if dtype == "float16" else values((3, 100), dtype, 0)
+    found = np.full(3, 77, "int64")
+    run(func, data, found)
+    np.testing.assert_array_equal(found, data.argmax(1))
+
+
 def test_all_and_products():
     x = tensor(5, 40, dtype="bool")
     check(lambda a: a.all(1), x, topi.all(x, 1))
@@ -159,6 +173,14 @@ def test_tensors_without_elements(shape):
     x = tensor(*shape)
     check(np.exp, x, topi.exp(x))
     check(lambda a: a.sum(1), x, topi.sum(x, 1))
+
+
+def test_what_has_no_elements_is_neither_read_nor_written():
+    x = tensor(0, 64, 64)
+    empty, none = np.zeros((0, 64, 64), "float32"), np.zeros((0, 64), "float32")
+    interpreted(scheduled(x, topi.transpose(x, (0, 2, 1))), empty, empty.copy())
+    interpreted(scheduled(x, topi.sum(x, 2)), empty, none)
+    interpreted(scheduled(x, topi.sum(x, 1)), empty, none.copy())
 
 
 @pytest.mark.parametrize("shape, axis", [((1 << 17,), 0), ((64, 2, 1024), (0, 2)), ((3, 1 << 15), 1)])

@@ -55,6 +55,19 @@ def large_temporary(x: T.Buffer((4000,), "float32"), y: T.Buffer((4000,), "float
             y[i] = t[i] + t[0]
 
 
+@T.prim_func(s_tir=True)
+def triangle(x: T.Buffer((8, 8), "float32"), y: T.Buffer((8, 8), "float32")):
+    for i in range(8):
+        for j in range(i):
+            y[i, j] = x[j, i]
+
+
+@T.prim_func(s_tir=True)
+def counted(x: T.Buffer((60,), "float32"), n: T.Buffer((1,), "int32"), y: T.Buffer((60,), "float32")):
+    for i in range(n[0]):
+        y[i] = x[i]
+
+
 def threads_of(func):
     found = {}
 
@@ -94,6 +107,18 @@ def test_flat_places_of_inner_loops():
     x, y = np.arange(60, dtype="float32"), np.zeros(60, "float32")
     run(scheduled(rows), x, y)
     np.testing.assert_array_equal(y, x.reshape(6, 10)[:, ::-1].ravel())
+
+
+def test_the_host_counts_what_it_knows_alone():
+    """A launch has as many blocks as the host can tell: not by loops around, and not by what lies on the device."""
+    x, y = np.arange(64, dtype="float32").reshape(8, 8), np.zeros((8, 8), "float32")
+    run(scheduled(triangle), x, y)
+    np.testing.assert_array_equal(y, np.tril(x.T, -1))
+    x, y = np.arange(60, dtype="float32"), np.zeros(60, "float32")
+    func = scheduled(counted)
+    assert threads_of(func)["blockIdx.x"] == [1]
+    run(func, x, np.array([7], "int32"), y)
+    np.testing.assert_array_equal(y, np.where(x < 7, x, 0))
 
 
 def test_temporaries_between_launches_are_memory_of_the_device():

@@ -138,7 +138,8 @@ def check(problem: MatmulProblem, kernel: tirx.PrimFunc, sizes: dict[str, int], 
     if "int" in result.dtype:
         np.testing.assert_array_equal(got, want)
         return
-    rounding = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float64": 1e-14}.get(result.dtype, 1e-6)
-    sums = 2.0**-9 if is_rounded else 1e-14 if result.dtype == "float64" else 1e-6
+    is_double = result.dtype == problem.acc_dtype == "float64"
+    rounding = {"float16": 2.0**-10, "bfloat16": 2.0**-7}.get(result.dtype, 1e-14 if is_double else 1e-6)
+    sums = 2.0**-9 if is_rounded else 1e-14 if is_double else 1e-6
     atol = (sums + rounding) * 4 * math.sqrt(sizes["k"] + 1)
     np.testing.assert_allclose(got.astype("float64"), want, rtol=2 * rounding, atol=atol)

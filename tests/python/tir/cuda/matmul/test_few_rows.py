@@ -91,6 +91,10 @@ def test_integers_and_rounded_operands():
     check(problem_of(2, 64, 40, "float32", tf32=True), 2, None, 2e-3)
 
 
+def test_results_that_are_wider_than_sums():
+    check(problem_of(9, 70, 64, result="float64"), 9)
+
+
 def test_parts_of_k_fit_beside_each_other():
     assert few_plan(problem_of(1, 4096, 4096), GPU).split > few_plan(problem_of(1, 50257, 4096), GPU).split == 1
     assert few_plan(problem_of(1, 4096, 64), GPU).split == 1

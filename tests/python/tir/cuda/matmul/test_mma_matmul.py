@@ -34,6 +34,7 @@ def verify(sizes, arch="sm_80", tiling=None, **how):
         (("uint8", "int8", "int32"), "", "sm_80"),
         (("float32",) * 3, "", "sm_90"),
         (("float8_e4m3fn", "float8_e5m2", "float32"), "float16", "sm_89"),
+        (HALF, "float64", "sm_80"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else value,
 )

@@ -192,6 +192,7 @@ def test_element_types(how):
         },
         {"epilogue": "cast(where(x1, x0, -5.0), 'float16')", "operands": [("mn", "bool")]},
         {"init": True, "result": "float32"},
+        {"epilogue": "cast(x0, 'float64')", "result": "float64"},
         {
             "dtype": "uint8",
             "right_dtype": "int8",
@@ -200,7 +201,7 @@ def test_element_types(how):
             "operands": [("n", "float32")],
         },
     ],
-    ids=["bias gelu", "residual", "row scale", "mask", "init", "requantized"],
+    ids=["bias gelu", "residual", "row scale", "mask", "init", "wider than sums", "requantized"],
 )
 def test_epilogues(how):
     sizes = {"m": 66, "n": 40, "k": 64}
