@@ -6,6 +6,7 @@ loads none. Support for CUDA needs a library of CUDA, which pip's packages put w
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 
@@ -30,7 +31,8 @@ def load_backend(name: str) -> bool:
         failure = _load(library)
         if failure and name == "cuda" and _has_driver():
             for path in cuda_libraries("libcudart.so.*[0-9]"):
-                ctypes.CDLL(str(path))
+                with contextlib.suppress(OSError):  # of another machine, or broken: TVM's library says what it misses
+                    ctypes.CDLL(str(path))
             failure = _load(library)
         if failure:
             _failures[name] = failure

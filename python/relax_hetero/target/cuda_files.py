@@ -42,7 +42,7 @@ def nvcc_path() -> Path | None:
     found = shutil.which("nvcc")
     candidates = [Path(found)] if found else []
     candidates += [root / "bin" / "nvcc" for root in _toolkits()]
-    return next((path for path in candidates if path.is_file()), None)
+    return next((path for path in candidates if path.is_file() and os.access(path, os.X_OK)), None)
 
 
 def _packages() -> Iterator[Path]:

@@ -78,6 +78,13 @@ def programs() -> dict[str, Callable[[str], float]]:
     return found | {make.__name__: lambda gpu, make=make: model(make, gpu) for make in MAKERS}
 
 
+def has_gpu() -> bool:
+    """Whether programs for a GPU can run."""
+    import tvm
+
+    return bool(tvm.cuda(0).exist)
+
+
 def _batched(work: object) -> list[np.ndarray]:
     arrays = [array.astype("float32") for array in work.inputs()]
     return [x @ w for x, w in zip(arrays[: work.count], arrays[work.count :], strict=True)]
@@ -116,6 +123,9 @@ def main() -> int:
     tools = options.tools.split(",")
     if tools != ["none"] and not shutil.which("compute-sanitizer"):
         print("compute-sanitizer is not installed")
+        return 2
+    if options.gpu != "llvm" and not has_gpu():
+        print("no NVIDIA GPU is here: --gpu llvm --tools none has a CPU stand for it")
         return 2
     names = options.names.split(",") if options.names else list(programs())
     with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:

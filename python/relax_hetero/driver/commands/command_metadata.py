@@ -128,9 +128,8 @@ def graph_tables(mod: tvm.IRModule) -> tuple[tvm.IRModule, list[AddressTable]]:
                 continue
             name = call.op.name_hint
             if name not in tables:  # the steps of a schedule call the same graphs
-                *_, state = (
-                    arg for arg in call.args if is_tensor_constant(arg)
-                )  # behind inputs, some of them constants
+                # Behind the inputs, of which some may be constants.
+                state = [arg for arg in call.args if is_tensor_constant(arg)][-1]
                 tables[name] = AddressTable(state, list(graphs[call.op].attrs[GRAPH_CONSTANTS]), [], name)
     plain = {gv: func.without_attr(GRAPH_CONSTANTS) for gv, func in graphs.items()}
     return copy_module(mod, {**dict(mod.functions.items()), **plain}), list(tables.values())

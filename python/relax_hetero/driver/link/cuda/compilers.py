@@ -199,18 +199,22 @@ class _Worker:
 
     Raises
     ------
-    BuildError: The library cannot be loaded, or the process has died.
+    BuildError: The process cannot be started or has died, or the library cannot be loaded.
     """
 
     def __init__(self, library: Path) -> None:
         self._library = library
         self._errors = tempfile.TemporaryFile()
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_WORKER), str(library)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-        )
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(_WORKER), str(library)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+            )
+        except OSError as error:
+            self._errors.close()
+            raise BuildError(f"NVRTC ({library}): no process for it could be started: {error}") from error
         self.archs: list[int] = []
 
     def start(self) -> None:
@@ -226,19 +230,25 @@ class _Worker:
             pass  # it is dead, and there will be no reply
         reply = self._reply()
         size = reply["bytes"]
-        return (None if size < 0 else self._process.stdout.read(size)), reply["log"]
+        code = None if size < 0 else self._process.stdout.read(size)
+        if code is not None and len(code) < size:
+            raise self._death()
+        return code, reply["log"]
 
     def _reply(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         reply = nvrtc_worker.read_message(self._process.stdout)
         if reply is None:
-            status = self._process.wait()
-            self._errors.seek(0)
-            lines = self._errors.read().decode(errors="replace").strip().splitlines()
-            raise BuildError(
-                f"NVRTC ({self._library}): its process ended with {status}: {lines[-1] if lines else 'no message'}"
-            )
+            raise self._death()
         return reply
+
+    def _death(self) -> BuildError:
+        status = self._process.wait()
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return BuildError(
+            f"NVRTC ({self._library}): its process ended with {status}: {lines[-1] if lines else 'no message'}"
+        )
 
     def end(self) -> None:
         """End the process, whatever it does."""
@@ -265,10 +275,11 @@ class NvccCompiler(CudaCompiler):
             text, code = Path(folder, "kernels.cu"), Path(folder, "kernels.cubin")
             text.write_text(_PRELUDE + source)
             command = [str(self.path), *self._options(arch), "-o", str(code), str(text)]
-            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
-            log = done.stdout.decode(errors="replace")
-            if done.returncode or not code.exists():
-                raise CompileError(log or f"{shlex.join(command)} ended with {done.returncode}")
+            status, log = _run(command)
+            if "Unsupported gpu architecture" in log:
+                raise CompileError(f"error: this nvcc makes no code for {arch}{_whose_arch(arch)}")
+            if status or not code.exists():
+                raise CompileError(log or f"{shlex.join(command)} ended with {status}")
             return Compiled(code.read_bytes(), log)
 
     def settings(self, source: str, arch: str) -> str:
@@ -314,14 +325,26 @@ def _found_compiler(first: str) -> tuple[Path, tuple[Path, ...]] | Path | None:
 def _with_archs(log: str, arch: str, archs: list[int]) -> str:
     if "gpu-architecture" not in log:
         return log
-    why = ", which TVM takes where a target names none: see rh.native('cuda')" if arch == _STOCK_ARCH else ""
-    return f"error: this NVRTC makes no code for {arch}{why}; expected sm_{archs[0]} to sm_{archs[-1]}"
+    return f"error: this NVRTC makes no code for {arch}{_whose_arch(arch)}; expected sm_{archs[0]} to sm_{archs[-1]}"
+
+
+def _whose_arch(arch: str) -> str:
+    """A clause for messages, where nobody has named the architecture."""
+    return ", which TVM takes where a target names none: see rh.native('cuda')" if arch == _STOCK_ARCH else ""
 
 
 @functools.cache
 def _version(path: Path) -> str:
-    said = subprocess.run([str(path), "--version"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
-    return said.stdout.decode(errors="replace")
+    return _run([str(path), "--version"])[1]
+
+
+def _run(command: list[str]) -> tuple[int, str]:
+    """The status of a command and what it says; BuildError where it cannot be started."""
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    except OSError as error:
+        raise BuildError(f"nvcc ({command[0]}) cannot be started: {error}") from error
+    return done.returncode, done.stdout.decode(errors="replace")
 
 
 def _stamp(path: Path) -> str:

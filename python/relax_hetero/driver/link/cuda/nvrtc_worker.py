@@ -23,7 +23,10 @@ def read_message(stream: IO[bytes]) -> dict[str, Any] | None:
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
-    text = stream.read(_LENGTH.unpack(head)[0])
+    size = _LENGTH.unpack(head)[0]
+    text = stream.read(size)
+    if len(text) < size:
+        return None
     message: dict[str, Any] = json.loads(text)
     return message
 

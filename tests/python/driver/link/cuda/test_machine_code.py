@@ -1,5 +1,6 @@
 """CUDA kernels become machine code on a machine without a GPU: parallel, kept, in files, and refused by name."""
 
+import io
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,7 +14,7 @@ from tvm.script import tirx as T
 import relax_hetero as rh
 from cuda_reports import sources_of
 from relax_hetero.artifact.cache_folder import CacheFolder
-from relax_hetero.driver.link.cuda import compilers, machine_code
+from relax_hetero.driver.link.cuda import compilers, machine_code, nvrtc_worker
 from relax_hetero.driver.link.cuda.compilers import NvccCompiler, NvrtcCompiler, find_compiler
 from relax_hetero.driver.link.cuda.machine_code import compile_kernels
 from relax_hetero.driver.link.link import any_host
@@ -117,6 +118,28 @@ def test_a_compiler_that_dies_is_told(compiler, tmp_path):
         pytest.raises(BuildError, match=r"libnvrtc.so.13.*ended with 1"),
     ):
         other.compile(source.text, "sm_90a")
+
+
+def test_a_compiler_that_cannot_be_started_is_told(tmp_path):
+    path = tmp_path / "nvcc"
+    path.write_text("no program")
+    with pytest.raises(BuildError, match=r"nvcc \(.*nvcc\) cannot be started: .*Permission denied"):
+        NvccCompiler(path)
+
+
+def test_a_reply_that_breaks_off_is_no_code(compiler):
+    if not isinstance(compiler, NvrtcCompiler):
+        pytest.skip("NVRTC is not here")
+    with compiler:
+        worker = compiler._take()
+        worker._process.kill()
+        whole = io.BytesIO()
+        nvrtc_worker.write_message(whole, {"log": "", "bytes": 8}, b"half")
+        whole.seek(0)
+        worker._process.stdout.close()
+        worker._process.stdout = whole
+        with pytest.raises(BuildError, match="its process ended with -9"):
+            worker.compile({})
 
 
 def test_all_element_types_compile_with_each_compiler(compiler):
