@@ -290,6 +290,7 @@ def status_of(folder: int | None, name: str) -> os.stat_result | None:
 
 
 def unlink_in(folder: int | None, name: str) -> None:
+    """Remove a file of an open folder; one that is gone, or has to stay, is no error."""
     try:
         if folder is not None:
             os.unlink(name, dir_fd=folder)

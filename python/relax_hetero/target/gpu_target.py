@@ -20,6 +20,12 @@ WARP = 32
 WARPGROUP = 128
 """Threads, four warps, that issue one wgmma together."""
 
+MOST_THREADS = 1024
+"""Of a block, on every GPU."""
+
+VECTOR_BYTES = 16
+"""The widest access of a thread."""
+
 
 @dataclass(frozen=True)
 class GpuTarget:

@@ -10,7 +10,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...core.builder import Expr
+from ...core.builder import Expr, int64
 
 SWIZZLED_ALIGN = 1024
 """Of tiles with swizzled rows: the swizzle is of address bits, and repeats every eight rows of 128 bytes."""
@@ -72,6 +72,11 @@ def _bounds(together: int) -> Iterator[None]:
         return
     with T.attr(0, "tirx.launch_bounds_min_blocks_per_sm", together):
         yield
+
+
+def at_least_one(extent: Expr) -> Expr:
+    """An extent, 1 where it is 0: a launch has blocks even where there is nothing to store."""
+    return max(extent, 1) if isinstance(extent, int) else tirx.max(extent, int64(1))
 
 
 class SharedMemory:

@@ -10,11 +10,9 @@ from __future__ import annotations
 from tvm.script.ir_builder import tirx as T
 
 from ....target.element_types import bytes_of
+from ....target.gpu_target import VECTOR_BYTES
 from ...core.builder import Expr
 from .global_view import GlobalView, is_multiple
-
-VECTOR_BYTES = 16
-"""The widest access of a thread."""
 
 
 class GpuOperand(GlobalView):

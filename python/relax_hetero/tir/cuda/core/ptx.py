@@ -160,12 +160,13 @@ def store_shared(address: Expr, values: Sequence[Expr], dtype: str = "u32") -> N
 
 
 def load_global(registers: Sequence[Expr], address: Expr, dtype: str = "u32", is_constant: bool = True) -> None:
-    """One, two or four neighbouring values of 32 bits.
+    """One, two or four neighbouring values of 32 bits, or one of 16.
 
     Parameters
     ----------
     is_constant : bool
-        Whether nothing writes them while the kernel runs.
+        Whether nothing writes them while the kernel runs, nor did the launch before it where that may still run: the
+        compiler may move such a load ahead of `wait_for_launches_before`.
     """
     _emit(f"ld.global.{'nc.' if is_constant else ''}{_vector(len(registers))}{dtype}", *registers, address)
 
@@ -366,11 +367,3 @@ def add_pair(register: Expr, a: Expr, b: Expr) -> None:
 def stream_global(registers: Sequence[Expr], address: Expr) -> None:
     """Four neighbouring values of 32 bits of a constant that is read once: the first-level cache does not keep them."""
     _emit("ld.global.nc.L1::no_allocate.v4.u32", *registers, address)
-
-
-def read_global(registers: Sequence[Expr], address: Expr, dtype: str = "u32") -> None:
-    """One, two or four neighbouring values of 32 bits (or one of 16) that a launch before this one may have written.
-
-    The access stays behind `wait_for_launches_before`, where the compiler may move plain loads ahead of it.
-    """
-    _emit(f"ld.global.{_vector(len(registers))}{dtype}", *registers, address)

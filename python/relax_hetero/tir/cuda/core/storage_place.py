@@ -13,6 +13,7 @@ from ....target.element_types import bytes_of
 from ...core.builder import Expr, ceil_div, int64, opaque, plain_extent
 from ...core.packed_storage import PackedStorage, whole
 from ...core.work_split import unravel
+from .launch import at_least_one
 
 THREADS = 256
 """Threads of a block of a kernel that only moves memory."""
@@ -75,12 +76,7 @@ def is_inside(layout: PackedLayout, extents: Sequence[Expr], place: Sequence[Exp
 
 def blocks_for(units: Expr) -> Expr:
     """Blocks of a launch that has a thread for each of some units."""
-    return at_least_one(ceil_div(units, THREADS))
-
-
-def at_least_one(blocks: Expr) -> Expr:
-    """So many blocks, one where there are none: CUDA launches no less."""
-    return int64(max(blocks, 1)) if isinstance(blocks, int) else tirx.Max(blocks, tirx.const(1, "int64"))
+    return int64(at_least_one(ceil_div(units, THREADS)))
 
 
 def nothing() -> None:

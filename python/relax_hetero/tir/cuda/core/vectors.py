@@ -8,12 +8,11 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ....target.element_types import bytes_of
+from ....target.gpu_target import VECTOR_BYTES
 from ...core.builder import Expr, lane_indices, opaque
 from ...core.view import Coordinates, OperandView, View
 
 _UNITS = {1: "uint8", 2: "uint16"}
-VECTOR_BYTES = 16
-"""The widest access of a thread."""
 MOST_LANES = 8
 """Elements of a vector where types meet: bytes meet floats of which so many take two accesses."""
 

@@ -14,13 +14,14 @@ from tvm.script.ir_builder import tirx as T
 from ....encoding.problem import ElementwiseProblem
 from ....errors import EncodingError
 from ....target.element_types import bytes_of
-from ....target.gpu_target import GpuTarget
+from ....target.gpu_target import VECTOR_BYTES, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, int64, opaque, plain_extent
 from ...core.packed_storage import PackedStorage, whole
 from ...core.ties import tied_to
 from ..core.expression import emit
-from ..core.storage_place import THREADS, at_least_one, common_lanes, innermost, nothing, place_of, run_length
-from ..core.vectors import MOST_LANES, VECTOR_BYTES, VectorRegisters
+from ..core.launch import at_least_one
+from ..core.storage_place import THREADS, common_lanes, innermost, nothing, place_of, run_length
+from ..core.vectors import MOST_LANES, VectorRegisters
 
 VECTORS = 2
 """Of a thread, where there are enough to occupy the GPU with."""
@@ -100,7 +101,7 @@ class _Kernel:
         vectors = ceil_div(self.total, self.lanes)
         resident = self.gpu.multiprocessors * RESIDENT
         each = VECTORS if isinstance(vectors, int) and vectors >= resident * VECTORS else 1
-        grid = at_least_one(ceil_div(vectors, THREADS * each))
+        grid = int64(at_least_one(ceil_div(vectors, THREADS * each)))
         with (
             T.thread_binding(grid, thread="blockIdx.x") as block,
             T.thread_binding(THREADS, thread="threadIdx.x") as thread,

@@ -13,9 +13,7 @@ from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, int64
 from ...core.work_split import unravel
 from ...loops.flat import Loop
-
-MOST_THREADS = 1024
-"""Of a block, on every GPU."""
+from ..core.launch import at_least_one
 
 _THREADS = 256
 """Of a block, where nothing asks for another number: four to eight blocks are on a multiprocessor then."""
@@ -30,8 +28,7 @@ def launch(blocks: Expr, threads: int) -> Iterator[tuple[Expr, Expr]]:
     blocks : int or PrimExpr
         At least one is launched: a launch of none is an error.
     """
-    count = int64(max(blocks, 1)) if isinstance(blocks, int) else T.max(blocks, int64(1))
-    with T.thread_binding(count, thread="blockIdx.x") as block:
+    with T.thread_binding(int64(at_least_one(blocks)), thread="blockIdx.x") as block:
         with T.thread_binding(int64(threads), thread="threadIdx.x") as thread:
             yield block, thread
 

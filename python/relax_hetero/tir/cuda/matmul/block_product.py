@@ -500,10 +500,10 @@ class _Body:
             with T.If(inside), T.Then():
                 if width > 1:
                     first = words + offset // 2
-                    ptx.read_global([self.left[first + i] for i in range(width // 2)], address)
+                    ptx.load_global([self.left[first + i] for i in range(width // 2)], address, is_constant=False)
                 else:
                     one = local(1, "uint16")
-                    ptx.read_global([one[0]], address, "u16")
+                    ptx.load_global([one[0]], address, "u16", is_constant=False)
                     word = words + offset // 2
                     value = T.cast(one[0], "uint32") << T.uint32(16 * (offset % 2))
                     T.buffer_store(self.left, self.left[word] | value, [word])
@@ -525,7 +525,7 @@ class _Body:
             place = {"m": row, "k": at + inner}
             with T.If(inside), T.Then():
                 address = T.address_of(self.lhs.data[self.lhs.address(place)])
-                ptx.read_global([self.wide[inner + i] for i in range(width)], address)
+                ptx.load_global([self.wide[inner + i] for i in range(width)], address, is_constant=False)
 
     # The end: sums of the warps, in order.
 

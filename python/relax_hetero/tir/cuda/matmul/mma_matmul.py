@@ -21,18 +21,16 @@ from ...core.view import extent_of
 from ...matmul.matmul import merge_batches
 from ..core import ptx
 from ..core.global_view import GlobalView
-from ..core.launch import SWIZZLED_ALIGN, SharedMemory, launch, local, unrolled
+from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, launch, local, unrolled
 from ..core.operand import GpuOperand
 from .fragments import FragmentStore, Staging
 from .mma_tiling import MmaTiling, choose_mma_tiling
 from .operand_tiles import PACKED_ROWS, OperandTile, Source
-from .simt_parts import Batches, at_least_one
+from .simt_parts import Batches
 from .wgmma_matmul import tensor_core_misfit
 from .wgmma_tiling import reads_rows
 
 _BYTES = ("int8", "uint8")
-_RASTER_ROWS = 8
-"""Tiles of rows that neighbouring blocks take before the next tile of columns."""
 
 
 def misfit(problem: MatmulProblem, gpu: GpuTarget) -> str:
@@ -111,14 +109,8 @@ class _Kernel:
 
     def _tile(self, block: Expr, row_tiles: Expr, column_tiles: Expr, staging: Staging) -> None:
         tiling = self.tiling
-        each = row_tiles * column_tiles
-        number = T.bind(tirx.floormod(block, each))
-        at = self.batches.place(tirx.floordiv(block, each))
-        band = tirx.floordiv(number, column_tiles * _RASTER_ROWS)
-        within = T.bind(number - band * (column_tiles * _RASTER_ROWS))
-        height = T.bind(tirx.min(int64(_RASTER_ROWS), row_tiles - band * _RASTER_ROWS))
-        row = T.bind((band * _RASTER_ROWS + tirx.floormod(within, height)) * tiling.rows)
-        column = T.bind(tirx.floordiv(within, height) * tiling.columns)
+        at, row_tile, column_tile = self.batches.tile(block, row_tiles, column_tiles)
+        row, column = T.bind(row_tile * tiling.rows), T.bind(column_tile * tiling.columns)
         warp, lane = T.bind(self.thread // WARP), T.bind(self.thread % WARP)
         across = tiling.columns // tiling.warp_columns
         warp_row, warp_column = T.bind(warp // across * tiling.warp_rows), T.bind(warp % across * tiling.warp_columns)

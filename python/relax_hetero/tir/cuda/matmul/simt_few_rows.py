@@ -13,13 +13,13 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ....target.element_types import bytes_of
-from ....target.gpu_target import WARP, GpuTarget
+from ....target.gpu_target import VECTOR_BYTES, WARP, GpuTarget
 from ...core.builder import Expr, ceil_div, int64, lane_indices
 from ...core.view import Coordinates
 from ..core.epilogue import EpilogueWriter
-from ..core.launch import launch, local, unrolled
-from ..core.operand import VECTOR_BYTES, GpuOperand
-from .simt_parts import SHARED, Batches, at_least_one, barrier, divides
+from ..core.launch import at_least_one, launch, local, unrolled
+from ..core.operand import GpuOperand
+from .simt_parts import SHARED, Batches, barrier, divides
 
 FEW_ROWS = 8
 """No more rows than this: a thread has sums of all rows."""

@@ -9,9 +9,13 @@ from tvm.script.ir_builder import tirx as T
 
 from ...core.builder import Expr, int64
 from ...core.view import Coordinates
+from ..core.launch import at_least_one
 
 SHARED = "shared.dyn"
 """Where tiles are: one allocation, of a size that the launch says, since 48 KB are all that others may have."""
+
+_RASTER_ROWS = 8
+"""Tiles of rows that neighbouring blocks take before the next tile of columns: what they read stays in the cache."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,16 @@ class Batches:
             number = tirx.floordiv(number, whole)
         return at
 
+    def tile(self, block: Expr, row_tiles: Expr, column_tiles: Expr) -> tuple[Coordinates, Expr, Expr]:
+        """Coordinates of the product, and numbers of the tile among its rows and its columns, by a block's number."""
+        tiles = row_tiles * column_tiles
+        number = T.bind(tirx.floormod(block, tiles))
+        at = self.place(tirx.floordiv(block, tiles))
+        band = tirx.floordiv(number, column_tiles * _RASTER_ROWS)
+        within = T.bind(number - band * (column_tiles * _RASTER_ROWS))
+        height = T.bind(tirx.min(int64(_RASTER_ROWS), row_tiles - band * _RASTER_ROWS))
+        return at, band * _RASTER_ROWS + tirx.floormod(within, height), tirx.floordiv(within, height)
+
 
 def barrier() -> None:
     """All threads of the block meet, and see what the others wrote to shared memory.
@@ -65,8 +79,3 @@ def known(extent: Expr) -> int | None:
 def divides(extent: Expr, size: int) -> bool:
     """Whether tiles of a size are known to be whole, and that there are any."""
     return isinstance(extent, int) and extent > 0 and extent % size == 0
-
-
-def at_least_one(extent: Expr) -> Expr:
-    """An extent, 1 where it is 0: a launch has blocks even where there is nothing to store."""
-    return max(extent, 1) if isinstance(extent, int) else tirx.max(extent, int64(1))

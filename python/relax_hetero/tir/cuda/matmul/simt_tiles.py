@@ -14,18 +14,15 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ....target.element_types import bytes_of
-from ....target.gpu_target import WARP
+from ....target.gpu_target import VECTOR_BYTES, WARP
 from ...core.builder import Expr, ceil_div, int64, lane_indices
 from ...core.view import Coordinates
 from ..core import ptx
 from ..core.epilogue import EpilogueWriter
-from ..core.launch import launch, local, unrolled
-from ..core.operand import VECTOR_BYTES, GpuOperand
-from .simt_parts import SHARED, Batches, at_least_one, barrier, divides
+from ..core.launch import at_least_one, launch, local, unrolled
+from ..core.operand import GpuOperand
+from .simt_parts import SHARED, Batches, barrier, divides
 from .simt_plan import SimtPlan
-
-RASTER_ROWS = 8
-"""Tiles of rows that neighbouring blocks take before the next tile of columns: what they read stays in the cache."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +63,7 @@ class TiledProduct:
 
     def _place(self, block: Expr, tiles_m: Expr, tiles_n: Expr) -> tuple[Coordinates, Expr, Expr]:
         """Batch coordinates and first row and column of a block's tile."""
-        tiles = tiles_m * tiles_n
-        number = T.bind(tirx.floormod(block, tiles))
-        at = self.batches.place(tirx.floordiv(block, tiles))
-        band = tirx.floordiv(number, tiles_n * RASTER_ROWS)
-        within = number - band * (tiles_n * RASTER_ROWS)
-        high = T.bind(tirx.min(int64(RASTER_ROWS), tiles_m - band * RASTER_ROWS))
-        tile_m = band * RASTER_ROWS + tirx.floormod(within, high)
-        tile_n = tirx.floordiv(within, high)
+        at, tile_m, tile_n = self.batches.tile(block, tiles_m, tiles_n)
         return at, T.bind(tile_m * self.left.size), T.bind(tile_n * self.right.size)
 
     def _tile(self, at: Coordinates, row: Expr, column: Expr, thread: Expr) -> None:

@@ -19,14 +19,14 @@ from ....encoding.packed_layout import PackedLayout
 from ....encoding.problem import Dim
 from ....errors import EncodingError
 from ....target.element_types import bytes_of
-from ....target.gpu_target import WARP, GpuTarget
+from ....target.gpu_target import VECTOR_BYTES, WARP, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, int64, opaque, plain_extent
 from ...core.packed_storage import PackedStorage, extents_of
 from ...core.view import split_position
 from ...core.work_split import unravel
+from ..core.launch import at_least_one
 from ..core.storage_place import (
     THREADS,
-    at_least_one,
     blocks_for,
     common_lanes,
     innermost,
@@ -35,7 +35,7 @@ from ..core.storage_place import (
     place_of,
     run_length,
 )
-from ..core.vectors import VECTOR_BYTES, VectorRegisters
+from ..core.vectors import VectorRegisters
 
 SQUARE = 64
 """Rows and columns of what goes through shared memory at once; half of it for elements of 8 bytes."""
@@ -117,7 +117,7 @@ def _copy_squares(source: PackedStorage, destination: PackedStorage) -> None:
     read = _lanes(source, [extents[along]])
     written = _lanes(destination, [stored[across]])
     with (
-        T.thread_binding(at_least_one(total), thread="blockIdx.x") as block,
+        T.thread_binding(int64(at_least_one(total)), thread="blockIdx.x") as block,
         T.thread_binding(THREADS, thread="threadIdx.x") as thread,
     ):
         for side in (source, destination):

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ....target.element_types import bytes_of
-from ....target.gpu_target import WARP, GpuTarget
+from ....target.gpu_target import MOST_THREADS, VECTOR_BYTES, WARP, GpuTarget
 from ...core.builder import Expr
-from ..core.vectors import MOST_LANES, VECTOR_BYTES
+from ..core.vectors import MOST_LANES
 
-MOST_THREADS = 1024
-"""Of a block."""
 ELEMENTS = 32
 """Of a row that one thread holds, at most: the code of all is written out."""
 WORDS = 16

@@ -23,8 +23,8 @@ from ...core.view import OperandView, extent_of
 from ...core.work_split import unravel
 from ...rows.row_plan import RowPlan, plan_rows
 from ...rows.rows import in_single, merge_rows
-from ..core.launch import launch
-from ..core.storage_place import at_least_one, nothing
+from ..core.launch import at_least_one, launch
+from ..core.storage_place import nothing
 from .row_code import RowWriter, Threads, kept_type
 from .row_registers import live_bytes, needed_late
 from .row_shape import LATE, MOST_WORDS, RowShape, held_shape, is_idle, lanes_for, looped_shape
@@ -87,7 +87,7 @@ class _Kernel:
             return
         plan, kept, shape, late = self._held()
         shape = self.shape or shape or looped_shape(self.n, self.lanes, self.total, self.gpu)
-        grid = at_least_one(ceil_div(self.total, shape.rows)) * shape.cluster
+        grid = int64(at_least_one(ceil_div(self.total, shape.rows))) * shape.cluster
         with launch(grid, shape.block, shape.cluster) as place:
             for view in (*self.operands, self.result):
                 view.open(raw=view.nominal in ("bfloat16", "bool"))

@@ -16,7 +16,8 @@ from relax_hetero.tir.core.builder import Function
 from relax_hetero.tir.core.packed_storage import PackedStorage
 from relax_hetero.tir.core.view import View
 from relax_hetero.tir.cuda.core.expression import emit
-from relax_hetero.tir.cuda.core.storage_place import at_least_one, common_lanes, innermost, place_of, run_length
+from relax_hetero.tir.cuda.core.launch import at_least_one
+from relax_hetero.tir.cuda.core.storage_place import common_lanes, innermost, place_of, run_length
 from relax_hetero.tir.cuda.core.vectors import VectorRegisters
 
 SWIZZLED = PackedLayout.parse("pack<outer=[1, 0] inner=[1:64, 0:64] +swizzle>")
@@ -29,7 +30,7 @@ def test_neighbours_in_storage():
     assert run_length(PackedLayout.identity(2), (7, "n"), "float16") == 1
     assert run_length(SWIZZLED, (100, 70), "float16") == 8  # a chunk of 16 bytes
     assert common_lanes(8, [24, 100]) == 4
-    assert at_least_one(0).value == 1 and at_least_one(7).value == 7
+    assert at_least_one(0) == 1 and at_least_one(7) == 7
 
 
 @pytest.mark.parametrize("lanes", [1, 8])

@@ -15,10 +15,10 @@ from cuda_reports import reports_of
 from gpu_interpreter import run
 from relax_hetero.errors import EncodingError
 from relax_hetero.target.element_types import numpy_dtype
-from relax_hetero.target.gpu_target import gpu_target_of
+from relax_hetero.target.gpu_target import MOST_THREADS, gpu_target_of
 from relax_hetero.tir.commands.table_kernel import is_one_launch
 from relax_hetero.tir.core.ties import ties_of
-from relax_hetero.tir.cuda.rows.row_shape import MOST_THREADS, RowShape, held_shape, lanes_for, looped_shape
+from relax_hetero.tir.cuda.rows.row_shape import RowShape, held_shape, lanes_for, looped_shape
 from relax_hetero.tir.cuda.rows.rows import rows_kernel
 from seeds import fresh_rng
 from tir.cuda.gpu_runs import needs_gpu, run_on_gpu
