@@ -73,7 +73,7 @@ def small_model(path):
 
 def run(words, folder):
     settings = {
-        "PYTHONPATH": str(ROOT / "python"),
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH", "")])]),
         "TVM_NUM_THREADS": "2",
         "TVM_BIND_THREADS": "0",
         "RELAX_HETERO_CACHE": str(folder / "cache"),

@@ -247,6 +247,8 @@ def _code_generators() -> list[str]:
 
 def _blame(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Target, error: Exception) -> BuildError:
     for gv, func in sorted(group.functions.items(), key=lambda pair: pair[0].name_hint):
+        if runs_commands(func):
+            continue  # what it calls is not there
         try:
             _build(target, tvm.IRModule({gv: func}), host)
         except Exception as single:  # the same errors as above

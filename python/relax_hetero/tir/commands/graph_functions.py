@@ -135,19 +135,24 @@ def record_function(
     return _on(function, target)
 
 
-def fetch_kernel(name: str, slots: int, target: tvm.target.Target, threads: int = 0) -> tirx.PrimFunc:
+def fetch_kernel(name: str, slots: int, target: tvm.target.Target, extent: tirx.IntImm | None = None) -> tirx.PrimFunc:
     """A kernel that copies a row of the ring into the table: that of the submission whose turn it is.
 
     Reading host memory takes a microsecond, and so does writing it. So all rows are read at once, while the device's
     own count of submissions says which one is meant; and at times the host is told meanwhile that those before this one
     have read theirs.
+
+    `extent` counts the threads of a kernel that it becomes the beginning of. TVM makes one variable of all loops over
+    the same threads, so both count in the same type.
     """
-    threads = threads or min(ROWS * slots, _MOST_THREADS)
+    extent = _word(min(ROWS * slots, _MOST_THREADS)) if extent is None else extent
+    threads = int(extent.value)
     rounds = -(-ROWS * slots // threads)
     with Function(name) as function:
         parts = [_words(part) for part in ("ring", "table", "consumed")]
         _returns_status()
-        with function.body(), T.thread_binding(_word(threads), thread="threadIdx.x") as thread:
+        with function.body(), T.thread_binding(extent, thread="threadIdx.x") as number_of_thread:
+            thread = tirx.Cast(_WORD, number_of_thread)
             ring, table, consumed = map(_declared, parts)
             ticket = T.alloc_buffer((1,), _WORD, scope="local")
             read = T.alloc_buffer((rounds,), _WORD, scope="local")

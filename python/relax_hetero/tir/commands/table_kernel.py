@@ -69,7 +69,7 @@ def fetching_kernel(raw: tirx.PrimFunc, entries: Collection[int], fetch: tirx.Pr
     raw, entries
         As of `table_kernel`; `threads_of_one_block` gives a number.
     fetch : tirx.PrimFunc
-        A kernel of one block of as many threads, whose second parameter is the table.
+        A kernel of one block of as many threads, counted in the same type, whose second parameter is the table.
 
     Returns
     -------
@@ -82,25 +82,23 @@ def fetching_kernel(raw: tirx.PrimFunc, entries: Collection[int], fetch: tirx.Pr
     return _with_table(raw, entries, fetch.params[1], before, list(fetch.params))
 
 
-def threads_of_one_block(kernel: tirx.PrimFunc) -> int | None:
-    """The threads along x of a kernel of one launch and one block; None where there are more blocks."""
+def threads_of_one_block(kernel: tirx.PrimFunc) -> tirx.IntImm | None:
+    """The threads along x of a kernel of one launch and one block, as it counts them; None where there are more."""
     nest = _nest(kernel)
     if nest is None:
         return None
-    extents: dict[str, int | None] = {}
+    extents: dict[str, tirx.IntImm | None] = {}
 
     def on_loop(loop: tirx.For) -> None:
         if loop.thread_binding is not None:
-            extents[str(loop.thread_binding.thread_tag)] = _number(loop.extent)
+            extents[str(loop.thread_binding.thread_tag)] = loop.extent if isinstance(loop.extent, tirx.IntImm) else None
 
     structural_walk(nest, (tirx.For, on_loop))
     blocks = [extent for tag, extent in extents.items() if tag.startswith("blockIdx")]
-    is_one = str(nest.thread_binding.thread_tag).startswith("blockIdx") and all(extent == 1 for extent in blocks)
+    is_one = str(nest.thread_binding.thread_tag).startswith("blockIdx") and all(
+        extent is not None and extent.value == 1 for extent in blocks
+    )
     return extents.get("threadIdx.x") if is_one else None
-
-
-def _number(extent: tirx.Expr) -> int | None:
-    return int(extent.value) if isinstance(extent, tirx.IntImm) else None
 
 
 def _with_table(

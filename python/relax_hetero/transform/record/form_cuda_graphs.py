@@ -165,7 +165,7 @@ class _Writer:
         kernel, entries = self._kernels[command.kernel], _entries(command)
         raw = self.functions[kernel]
         threads = threads_of_one_block(raw)
-        if threads is None or threads * _MOST_ROUNDS < ROWS * slots:
+        if threads is None or threads.value * _MOST_ROUNDS < ROWS * slots:
             return launch
         fetch = fetch_kernel("fetch", slots, raw.attrs["target"], threads)
         key = (kernel.name_hint, entries, slots)

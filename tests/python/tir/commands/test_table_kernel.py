@@ -5,7 +5,8 @@ import tvm
 from tvm.script import tirx as T
 from tvm.script.ir_builder import tirx as B
 
-from relax_hetero.tir.commands.table_kernel import is_one_launch, table_kernel
+from relax_hetero.tir.commands.graph_functions import fetch_kernel
+from relax_hetero.tir.commands.table_kernel import fetching_kernel, is_one_launch, table_kernel, threads_of_one_block
 from relax_hetero.tir.core.builder import Function
 from relax_hetero.tir.core.raw_kernel import raw_kernel, raw_signature
 
@@ -95,6 +96,29 @@ def test_the_raw_kernel_stays_as_it_is():
     table_kernel(kernel, (0, 2))
     assert kernel.script() == text
     assert "table" not in cuda_code(kernel).replace("add_table", "")
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_a_kernel_that_fetches_the_table_counts_its_threads_in_one_type(dtype):
+    """Loops over the same threads become one; TVM does not compile code that compares both types."""
+    extent = tvm.tirx.IntImm(dtype, 32)
+
+    @T.prim_func(s_tir=True)
+    def one_block(A: T.Buffer((44,), "float32"), C: T.Buffer((44,), "float32")):
+        with T.sblock("root"):
+            S = T.sblock_alloc_buffer((4,), "float32", scope="local")
+            for b in T.thread_binding(T.int64(1), thread="blockIdx.x"):
+                for t in T.thread_binding(extent, thread="threadIdx.x"):
+                    S[0] = A[t]
+                    if b + T.int64(t // 8) < T.int64(1) and t % 8 < 3:
+                        C[t] = S[0]
+
+    kernel = raw(one_block)
+    threads = threads_of_one_block(kernel)
+    assert threads.value == 32 and threads.ty.dtype == dtype
+    fetching = fetching_kernel(kernel, (0,), fetch_kernel("fetch", 3, CUDA, threads))
+    assert [p.name for p in fetching.params][1:2] == ["table"]
+    assert "A_entry" in cuda_code(fetching)
 
 
 def test_scalars_stay():
