@@ -49,7 +49,10 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out slow tests and those of the clock, unless `-m` chooses or a test is asked for by its name."""
+    """Leave out slow tests and those of the clock, unless `-m` chooses or a test is asked for by its name.
+
+    `-m gpu` has slow ones, too; those of the clock run where `-m` names them, as other tests beside them falsify them.
+    """
     variants: Counter[str] = Counter()
     for item in items:
         sampled = item.get_closest_marker("sampled")
@@ -58,11 +61,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if variants[test] % sampled.args[0]:
                 item.add_marker(pytest.mark.slow)
             variants[test] += 1
-    if config.option.markexpr or any("::" in argument for argument in config.args):
+    chosen = config.option.markexpr
+    if any("::" in argument for argument in config.args):
         return
+    optional = [name for name in OPTIONAL if not chosen or (name == "timing" and name not in chosen)]
     kept, left_out = [], []
     for item in items:
-        (left_out if any(item.get_closest_marker(name) for name in OPTIONAL) else kept).append(item)
+        (left_out if any(item.get_closest_marker(name) for name in optional) else kept).append(item)
     if left_out:
         items[:] = kept
         config.hook.pytest_deselected(items=left_out)
