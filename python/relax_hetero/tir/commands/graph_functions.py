@@ -115,8 +115,9 @@ def record_function(
 ) -> tirx.PrimFunc:
     """A PrimFunc of the plan's address that launches all kernels on the current stream.
 
-    The plan has the values of the `parameters` that arguments of launches depend on. First `fetch`, or the launch that does this too, brings a row of the ring into the table, to be recorded; or, where
-    the plan names no ring, `fill` writes the plan's bindings there, and the launches are the submission itself.
+    The plan has the values of the `parameters` that arguments of launches depend on. First `fetch`, or the launch that
+    does this too, brings a row of the ring into the table, to be recorded; or, where the plan names no ring, `fill`
+    writes the plan's bindings there, and the launches are the submission itself.
     """
     with Function(name) as function:
         plan = T.arg("plan", T.handle(_WORD))

@@ -17,8 +17,8 @@ A kernel that asks for constants before it needs what others compute (`tir.cuda.
 launched so that it begins while the kernel before it ends.
 
 Extents that are symbolic decide how many blocks a launch has, which a graph keeps: such a command buffer has a graph
-for each set of extents that it meets (`vm.region.cuda_graph`). TVM's RewriteCUDAGraph captures what a function does with memory of its own,
-with inputs and outputs outside of the graph, and weights as they were at the first call.
+for each set of extents that it meets (`vm.region.cuda_graph`). TVM's RewriteCUDAGraph captures what a function does
+with memory of its own, with inputs and outputs outside of the graph, and weights as they were at the first call.
 
 Assumes FormCommandBuffers. A lowered module is returned as it is; a second run changes nothing. The result needs a
 machine that records graphs, so `rh.compile` runs this pass and `rh.get_pipeline` leaves it out.

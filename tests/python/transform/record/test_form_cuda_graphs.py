@@ -274,7 +274,7 @@ def test_a_graph_of_symbolic_extents():
     exe = rh.compile(symbolic())
     assert [region.runs for region in exe.metadata.regions] == [GRAPH]
     assert "fetch_table" in sources(exe.module)
-    assert exe.memory_plan.at("main", n=100).devices[0].arenas == 2 * 100 * 64 * 4
+    assert exe.memory_plan.at("main", n=100).devices[0].arenas == 100 * 64 * 4
 
 
 def test_modules_without_cuda_and_lowered_ones_are_left():
