@@ -296,16 +296,19 @@ def wgmma(
 
 
 def multiply_fragments(
-    sums: Sequence[Expr], left: Sequence[Expr], right: Sequence[Expr], types: tuple[str, str]
+    sums: Sequence[Expr], left: Sequence[Expr], right: Sequence[Expr], types: tuple[str, str], adds: bool = True
 ) -> None:
-    """``sums += left * right`` for 16 rows, 8 columns and 32 bytes of k (``mma.sync``).
+    """``sums = left * right (+ sums where adds)`` for 16 rows, 8 columns and 32 bytes of k (``mma.sync``).
 
     Parameters
     ----------
     sums : sequence of four registers
-        float32, or uint32 that hold int32, as those of `wgmma`.
+        float32, or uint32 that hold int32. Of lane l row ``l // 4``, columns ``2 * (l % 4)`` and one more; then the
+        same of row + 8.
     left, right : sequence of registers
-        Four and two of 32 bits, as `load_matrices` leaves them.
+        Four and two of 32 bits, as `load_matrices` leaves them. Of 16-bit types, lane l has of the left operand two
+        values of row ``l // 4`` and k from ``2 * (l % 4)``; of row + 8; then both with k + 8. Of the right one those of
+        column ``l // 4``; then with k + 8.
     types : tuple of str
         Element types of both.
     """
@@ -313,7 +316,8 @@ def multiply_fragments(
     depth = CONTRACTION_BYTES * 8 // {"f16": 16, "bf16": 16, "tf32": 32}.get(a, 8)
     result = "s32" if a in ("s8", "u8") else "f32"
     name = f"mma.sync.aligned.m16n8k{depth}.row.col.{result}.{a}.{b}.{result}"
-    _emit(name, *sums, *left, *right, *sums)
+    before = list(sums) if adds else [T.float32(0) if result == "f32" else T.uint32(0)] * 4
+    _emit(name, *sums, *left, *right, *before)
 
 
 # Launches that follow each other.
@@ -332,26 +336,12 @@ def let_next_launch_begin() -> None:
     _emit("griddepcontrol.launch_dependents")
 
 
-# Tensor cores of all GPUs: one warp multiplies fragments that lie in registers.
+# Arithmetic.
 
 
-def mma_sync(sums: Sequence[Expr], left: Sequence[Expr], right: Sequence[Expr], dtype: str, adds: bool = True) -> None:
-    """``sums = left * right (+ sums where adds)`` for 16 rows, 8 columns and 16 values of k of 16 bits, in a warp.
-
-    Parameters
-    ----------
-    sums : sequence of registers
-        Four of float32: of lane l row ``l // 4``, columns ``2 * (l % 4)`` and one more; then the same of row + 8.
-    left : sequence of registers
-        Four of uint32, two values each: row ``l // 4``, k from ``2 * (l % 4)``; row + 8; then both with k + 8.
-    right : sequence of registers
-        Two of uint32: column ``l // 4``, k from ``2 * (l % 4)``; k + 8.
-    dtype : str
-        float16 or bfloat16.
-    """
-    kind = PTX_TYPES[dtype]
-    before = list(sums) if adds else [T.float32(0)] * 4
-    _emit(f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32", *sums, *left, *right, *before)
+def multiply_add_clipped(register: Expr, a: Expr, b: Expr, c: Expr) -> None:
+    """``a * b + c`` in float32, at least 0 and at most 1; of NaN 0."""
+    _emit("fma.rn.sat.f32", register, a, b, c)
 
 
 def multiply_add_pair(register: Expr, a: Expr, b: Expr, c: Expr, dtype: str) -> None:

@@ -240,7 +240,9 @@ class OperandTile:
                     safe = T.Select(element < ends[along], element, int64(0))
                 if exists is not None:
                     valid = T.Select(exists, self.width if valid is None else valid, 0)
-                    safe_line = T.min(position, int64(ends[across] - 1))
+                    # Of no line at all, the first: the address is a valid one, and nothing is read there.
+                    last = ends[across] - 1
+                    safe_line = T.min(position, int64(last) if isinstance(last, int) else T.max(last, int64(0)))
                 source = self.view.address({**at, along: safe, across: safe_line})
                 place = shared.at(target + i * self.lines * SWIZZLED_BYTES + part * self.width)
                 ptx.copy_async(place, T.address_of(self.view.data[source]), self.width, valid)

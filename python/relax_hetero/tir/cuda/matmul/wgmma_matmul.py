@@ -20,23 +20,18 @@ from tvm.script.ir_builder import tirx as T
 from ....encoding.packed_layout import SWIZZLED_BYTES
 from ....encoding.problem import MatmulProblem
 from ....errors import EncodingError
-from ....target.element_types import bytes_of
+from ....target.element_types import TF32, bytes_of
 from ....target.gpu_target import WARP, WARPGROUP, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, int64, when
-from ...core.ties import tied_to
-from ...core.view import Coordinates, extent_of
+from ...core.view import Coordinates
 from ...core.work_split import unravel
-from ...matmul.matmul import merge_batches
 from ..core import ptx
-from ..core.global_view import GlobalView
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, launch, local, may_begin_early
-from ..core.operand import GpuOperand
-from .fragments import FragmentStore, Staging
+from .fragments import FragmentStore, ProductParameters, Staging
 from .operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source, source_of
-from .wgmma_tiling import Tiling, choose_tiling, reads_rows
+from .wgmma_tiling import Tiling, choose_tiling
 
-_HALF_TYPES = ("float16", "bfloat16")
-_BYTE_TYPES = (("int8", "uint8"), ("float8_e4m3fn", "float8_e5m2"))
+_BYTES = ("int8", "uint8")
 _FEW_REGISTERS, _MANY_REGISTERS = 40, 232  # of producers and of consumers: 128 * 40 + 256 * 232 <= 65,536
 _READ_TOGETHER = 64  # registers of other blocks' sums
 _UNROLLED_SUMS = 128  # registers of sums from which consumers need those of the producers
@@ -46,21 +41,15 @@ def misfit(problem: MatmulProblem, gpu: GpuTarget) -> str:
     """Why `wgmma_matmul_kernel` cannot solve a problem; empty where it can."""
     if gpu.tensor != "wgmma":
         return f"{gpu.arch} has no wgmma"
-    return tensor_core_misfit(problem)
+    return tensor_core_misfit(problem, gpu)
 
 
-def tensor_core_misfit(problem: MatmulProblem) -> str:
-    """Why no kernel of tensor cores solves a problem; empty where they do, on a GPU that multiplies the types."""
+def tensor_core_misfit(problem: MatmulProblem, gpu: GpuTarget) -> str:
+    """Why no kernel of tensor cores solves a problem; empty where they do."""
     left, right, acc = problem.lhs.dtype, problem.rhs.dtype, problem.acc_dtype
-    is_float_sum = acc in ("float32", *_HALF_TYPES)
-    fits = (
-        (left == right and left in _HALF_TYPES and is_float_sum)
-        or (left == right == "float32" and problem.tf32 and acc == "float32")
-        or (left in _BYTE_TYPES[0] and right in _BYTE_TYPES[0] and acc == "int32")
-        or (left in _BYTE_TYPES[1] and right in _BYTE_TYPES[1] and is_float_sum)
-    )
-    if not fits:
-        return f"element types {left} * {right} -> {acc} are not multiplied"
+    rounded = {"float32": TF32} if problem.tf32 else {}
+    if not gpu.multiplies(rounded.get(left, left), rounded.get(right, right), acc):
+        return f"element types {left} * {right} -> {acc} are not multiplied by the tensor cores of {gpu.arch}"
     for operand, names in ((problem.lhs, "mk"), (problem.rhs, "kn"), (problem.result, "mn")):
         if not set(names) <= set(operand.index_map):
             return f"an operand has the dimensions {operand.index_map}, expected {tuple(names)} among them"
@@ -99,26 +88,17 @@ def wgmma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: Tiling |
         raise EncodingError(f"matmul on {gpu.arch}: {reason}")
     function = Function("matmul", registers="local")
     with function:
-        lhs = GlobalView(function, "lhs", problem.lhs)
-        rhs = GlobalView(function, "rhs", problem.rhs)
-        init = GpuOperand(function, "init", problem.init) if problem.init else None
-        store = FragmentStore(function, init, problem.epilogue, problem.acc_dtype)
-        result = GpuOperand(function, "result", problem.result)
-        views = [lhs, rhs, *([init] if init else []), *store.views, result]
-        batch = merge_batches(views, lhs, rhs, result)  # type: ignore[arg-type]
-        m, n, k = (extent_of(views, name) for name in "mnk")
-        counts = {name: extent_of([result], name) for name in batch}
+        parameters = ProductParameters.declare(function, problem)
+        sizes, counts, store = parameters.sizes, parameters.counts, parameters.store
         with function.body():
-            lhs.open(raw=True)
-            rhs.open(raw=True)
-            store.open(result, m, n, reads_rows(problem))
+            parameters.open()
+            lhs, rhs = parameters.lhs, parameters.rhs
             gathers = Source.GATHER in (source_of(lhs, "m")[0], source_of(rhs, "n")[0])
-            tiling = tiling or choose_tiling(problem, gpu, (m, n, k), list(counts.values()), gathers)
-            left = OperandTile.of(lhs, "m", tiling.rows, m, k)
-            right = OperandTile.of(rhs, "n", tiling.columns, n, k)
-            _Kernel(left, right, store, tiling, (m, n, k), counts).emit()
-    in_tile = [*([problem.init] if problem.init else []), *(problem.epilogue.operands if problem.epilogue else ())]
-    return may_begin_early(tied_to(function.result, in_tile, 2, problem.result))
+            tiling = tiling or choose_tiling(problem, gpu, sizes, list(counts.values()), gathers)
+            left = OperandTile.of(lhs, "m", tiling.rows, sizes[0], sizes[2])
+            right = OperandTile.of(rhs, "n", tiling.columns, sizes[1], sizes[2])
+            _Kernel(left, right, store, tiling, sizes, counts).emit()
+    return may_begin_early(parameters.tied(function.result))
 
 
 class _Kernel:
@@ -137,7 +117,7 @@ class _Kernel:
         self.consumers = tiling.rows // 64
         self.registers = tiling.columns // 2
         # TVM has no wgmma of integers with 256 columns.
-        is_integer = left.view.nominal in _BYTE_TYPES[0]
+        is_integer = left.view.nominal in _BYTES
         self.issued = self.registers // 2 if is_integer and tiling.columns > 192 else self.registers
         m, n, k = sizes
         self.row_tiles = _int32(ceil_div(m, tiling.rows))
@@ -273,7 +253,7 @@ class _Kernel:
     def _consume(self, staging: Staging, share: int) -> None:
         if self.moves_registers:
             ptx.set_max_registers(_MANY_REGISTERS, grows=True)
-        kind = "uint32" if self.left.view.nominal in _BYTE_TYPES[0] else "float32"
+        kind = "uint32" if self.left.view.nominal in _BYTES else "float32"
         sums = local(self.registers, kind)
         base = local(2, "uint64")
         member = self.thread % WARPGROUP
