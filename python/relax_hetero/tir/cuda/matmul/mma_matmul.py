@@ -52,7 +52,7 @@ def mma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: MmaTiling 
         raise EncodingError(f"matmul on {gpu.arch}: {reason}")
     function = Function("matmul", registers="local")
     with function:
-        parameters = ProductParameters.declare(function, problem)
+        parameters = ProductParameters.declare(function, problem, gpu)
         (m, n, k), batches = parameters.sizes, Batches(parameters.counts)
         with function.body():
             parameters.open()

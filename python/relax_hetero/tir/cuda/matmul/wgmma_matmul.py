@@ -88,7 +88,7 @@ def wgmma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: Tiling |
         raise EncodingError(f"matmul on {gpu.arch}: {reason}")
     function = Function("matmul", registers="local")
     with function:
-        parameters = ProductParameters.declare(function, problem)
+        parameters = ProductParameters.declare(function, problem, gpu)
         sizes, counts, store = parameters.sizes, parameters.counts, parameters.store
         with function.body():
             parameters.open()
