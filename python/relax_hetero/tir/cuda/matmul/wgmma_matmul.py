@@ -5,6 +5,9 @@ memory, a ring of stages ahead; each consumer multiplies 64 rows by all columns 
 and stores. Blocks are persistent: block b has the tiles b, b + blocks, ..., in an order in which tiles that are
 computed at the same time share rows and columns, so that the second-level cache has them.
 
+The two blocks of a cluster may share the tiles of a packed right operand, below each other in the result: each brings
+half of such a tile to both, and a stage is free once the consumers of both have read it.
+
 Where tiles are too few for the GPU, the blocks of a cluster share one tile, each with its part of k. Their partial sums
 are added in the order of the blocks, through the shared memory of all of them: equal inputs give equal bits.
 """
@@ -120,7 +123,8 @@ class _Kernel:
         is_integer = left.view.nominal in _BYTES
         self.issued = self.registers // 2 if is_integer and tiling.columns > 192 else self.registers
         m, n, k = sizes
-        self.row_tiles = _int32(ceil_div(m, tiling.rows))
+        # A cluster whose blocks share the right operand's tiles has as many tiles, one below the other.
+        self.row_tiles = _int32(ceil_div(m, tiling.rows * tiling.share))
         self.column_tiles = _int32(ceil_div(n, tiling.columns))
         # Where k may be 0, a step of zeros begins the sums.
         self.steps = ceil_div(k, left.step) if isinstance(k, int) else T.max(_int32(ceil_div(k, left.step)), 1)
@@ -139,12 +143,12 @@ class _Kernel:
         if tiling.split > 1:
             # Partial sums take the place of the stages.
             shared.size = max(shared.size, stages + tiling.rows * tiling.columns * 4)
-        share = tiling.columns // tiling.split
+        part = tiling.columns // tiling.split
         staging = self.store.plan(shared, self.consumers * 4, tiling.staged)
         self.full_at = shared.take(8 * tiling.stages, 8)
         self.empty_at = shared.take(8 * tiling.stages, 8)
         threads = PRODUCERS + self.consumers * WARPGROUP
-        with launch(tiling.blocks, threads, tiling.split, self.moves_registers) as place:
+        with launch(tiling.blocks, threads, tiling.split * tiling.share, self.moves_registers) as place:
             self.block, self.rank, self.thread = place.block, place.rank, place.thread
             shared.open()
             with when(place.thread == 0):
@@ -152,9 +156,11 @@ class _Kernel:
                     # All producers arrive when their copies are complete, one more expects the bytes of bulk copies.
                     bulk = self.right.source is Source.PACKED
                     ptx.barrier_init(self._full(stage), PRODUCERS + int(bulk))
-                    ptx.barrier_init(self._empty(stage), self.consumers)
+                    ptx.barrier_init(self._empty(stage), self.consumers * tiling.share)
                 ptx.barrier_init_fence()
             ptx.block_barrier()
+            if tiling.share > 1:
+                _cluster_barrier()
             # Operands, and what the result takes the place of, belong to launches before this one until here.
             ptx.wait_for_launches_before()
             ptx.let_next_launch_begin()
@@ -162,7 +168,10 @@ class _Kernel:
                 with T.Then():
                     self._produce()
                 with T.Else():
-                    self._consume(staging, share)
+                    self._consume(staging, part)
+            if tiling.share > 1:
+                # Copies and arrivals of other blocks come until they have ended, too.
+                _cluster_barrier()
 
     def _full(self, stage: Expr) -> Expr:
         return self.shared.at(self.full_at + stage * 8)
@@ -173,13 +182,16 @@ class _Kernel:
     def _each_tile(self, body: Callable[[Expr, Coordinates, Expr, Expr], None]) -> None:
         """Write `body` for every tile of the block: its number among them, batch, first row and first column."""
         tiling = self.tiling
-        clusters = tiling.blocks // tiling.split
-        own = self.block if tiling.split == 1 else self.block // tiling.split
+        members = tiling.split * tiling.share
+        clusters = tiling.blocks // members
+        own = self.block if members == 1 else self.block // members
         is_one = isinstance(self.tiles, int) and self.tiles == clusters
         count = 1 if is_one else T.truncdiv(self.tiles - own + (clusters - 1), clusters)
         with T.serial(count) as turn:
             tile = own if is_one else own + turn * clusters
             at, row, column = self._place(T.bind(tile))
+            if tiling.share > 1:
+                row = row * tiling.share + self.rank
             body(turn, at, T.bind(T.Cast("int64", row * tiling.rows)), T.bind(T.Cast("int64", column * tiling.columns)))
 
     def _place(self, tile: Expr) -> tuple[Coordinates, Expr, Expr]:
@@ -219,7 +231,7 @@ class _Kernel:
     def _produce(self) -> None:
         if self.moves_registers:
             ptx.set_max_registers(_FEW_REGISTERS, grows=False)
-        left, right, thread = self.left, self.right, self.thread
+        left, right, thread, share = self.left, self.right, self.thread, self.tiling.share
 
         def tile(turn: Expr, at: Coordinates, row: Expr, column: Expr) -> None:
             def step(_: Expr, k: Expr, stage: Expr, parity: Expr) -> None:
@@ -230,8 +242,9 @@ class _Kernel:
                     with when(thread == 0):
                         ptx.barrier_expect(full, right.size)
                     # A thread of each warp issues a copy: one after the other they would take long.
-                    with when(tirx.all(thread % WARP == 0, thread // WARP < right.blocks)):
-                        right.load_block(self.shared, right_to, at, (column, thread // WARP), k, full)
+                    with when(tirx.all(thread % WARP == 0, thread // WARP < right.blocks // share)):
+                        block = thread // WARP if share == 1 else thread // WARP * share + self.rank
+                        right.load_block(self.shared, right_to, at, (column, block), k, full, share)
                 left.load(self.shared, left_to, at, row, k, thread)
                 right.load(self.shared, right_to, at, column, k, thread)
                 if Source.GATHER in (left.source, right.source):
@@ -250,7 +263,7 @@ class _Kernel:
             for _ in range(2):
                 _cluster_barrier()
 
-    def _consume(self, staging: Staging, share: int) -> None:
+    def _consume(self, staging: Staging, part: int) -> None:
         if self.moves_registers:
             ptx.set_max_registers(_MANY_REGISTERS, grows=True)
         kind = "uint32" if self.left.view.nominal in _BYTES else "float32"
@@ -263,9 +276,18 @@ class _Kernel:
         ptx.matrix_descriptor(base[0], self.shared.at(self.left_at + group * (64 * SWIZZLED_BYTES)), left.leading)
         ptx.matrix_descriptor(base[1], self.shared.at(self.right_at), right.leading)
 
-        def release(stage: Expr, condition: Expr) -> None:
-            with when(condition):
-                ptx.barrier_arrive(self._empty(stage))
+        share = self.tiling.share
+        peer = local(1, "uint32")
+        if share > 1:
+            # The first thread tells the first block that a stage is free, the second the second.
+            ptx.remote_address(peer[0], ptx.shared_address(self._empty(0)), member % share)
+
+        def release(stage: Expr, *conditions: Expr) -> None:
+            with when(tirx.all(member < share, *conditions)):
+                if share == 1:
+                    ptx.barrier_arrive(self._empty(stage))
+                else:
+                    ptx.barrier_arrive_remote(peer[0] + T.Cast("uint32", stage * 8))
 
         def tile(turn: Expr, at: Coordinates, row: Expr, column: Expr) -> None:
             last = local(1, "int32")
@@ -294,17 +316,17 @@ class _Kernel:
                 ptx.wgmma_commit()
                 # The step before is complete then, and its stage free.
                 ptx.wgmma_wait(1)
-                release(last[0], tirx.all(number > 0, member == 0))
+                release(last[0], number > 0)
                 T.buffer_store(last, stage, [0])
 
             self._each_step(turn, step)
             ptx.wgmma_wait(0)
-            release(last[0], member == 0)
+            release(last[0])
             begin = row + T.Cast("int64", warp * 16)
             if self.tiling.split > 1:
                 shared_sums = self._add_parts(sums, kind, group, member)
-                shared_column = column + T.Cast("int64", self.rank * share)
-                self.store.emit(shared_sums, share, staging, at, (begin, shared_column), warp, lane)
+                shared_column = column + T.Cast("int64", self.rank * part)
+                self.store.emit(shared_sums, part, staging, at, (begin, shared_column), warp, lane)
                 ptx.cluster_wait()
             else:
                 self.store.emit(sums, self.tiling.columns, staging, at, (begin, column), warp, lane)
