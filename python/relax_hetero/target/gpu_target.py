@@ -67,6 +67,11 @@ class GpuTarget:
     async_copies: bool
     bulk_copies: bool
 
+    @property
+    def overlaps_launches(self) -> bool:
+        """Whether a launch may begin before the one before it has ended (from 9.0)."""
+        return self.capability >= 90
+
     def multiplies(self, lhs: str, rhs: str) -> bool:
         """Whether the tensor cores multiply elements of these types: alike, or bytes of either sign, or any float8."""
         families = (_BYTES, _FP8)

@@ -147,6 +147,8 @@ def block_product_kernel(problem: BlockProductProblem, gpu: GpuTarget, plan: Blo
                 view.open()
             plans = [plan] if plan else block_plans(problem, gpu)
             _launch([_Body(problem, gpu, one, lhs, packed, writer) for one in plans])
+    if not gpu.overlaps_launches:
+        return function.result
     return may_begin_early(function.result, range(1, 1 + len(problem.weights)))
 
 
@@ -270,10 +272,14 @@ class _Body:
         rounds = -(-self.own // plan.ahead)
         for slot in range(plan.ahead):
             self._load(slot, self.first_block, slot)
-        ptx.wait_for_launches_before()
-        ptx.let_next_launch_begin()
+        if self.gpu.overlaps_launches:
+            ptx.wait_for_launches_before()
+            ptx.let_next_launch_begin()
         if self.held_rows:
             self._hold_left()
+            # Lanes whose row is none keep zeros.
+            for i in range(plan.groups * 8):
+                T.buffer_store(self.left, T.uint32(0), [i])
             ptx.block_barrier()
         turns: Expr = 1
         if self.stride < self.column_tiles:
@@ -402,20 +408,19 @@ class _Body:
 
     def _unpack(self, bits: Expr) -> None:
         """The fragment of eight weights of a lane: those of both rows, less their zero points."""
-        low, high = T.uint32(0x000F000F), T.uint32(0x00F000F0)
-        if self.type == "float16":
-            one, exponent, sixteenth = T.uint32(0x3C003C00), T.uint32(0x64006400), T.uint32(0x2C002C00)
-            for i in range(2):
-                moved = bits if i == 0 else T.bind(bits >> T.uint32(8))
-                first, second = self.fragment[2 * i], self.fragment[2 * i + 1]
-                ptx.multiply_add_pair(first, (moved & low) | exponent, one, self.points[0], self.type)
-                # Four bits further up, the weight is 16 times as much beside 1024; a sixteenth of both is 64 and it.
-                ptx.multiply_add_pair(second, (moved & high) | exponent, sixteenth, self.points[3], self.type)
-            return
-        one, exponent = T.uint32(0x3F803F80), T.uint32(0x43004300)
+        low, high = 0x000F000F, 0x00F000F0
+        is_half = self.type == "float16"
+        one, exponent = (0x3C003C00, 0x64006400) if is_half else (0x3F803F80, 0x43004300)
         for i in range(4):
-            moved = bits if i == 0 else bits >> T.uint32(4 * i)
-            ptx.multiply_add_pair(self.fragment[i], (moved & low) | exponent, one, self.points[i % 2], self.type)
+            # Of float16, words at odd places stay four bits further up: the weight is 16 times as much beside 1024,
+            # and a sixteenth of both is 64 and it.
+            is_high = is_half and i % 2 == 1
+            moved = i // 2 * 8 if is_half else 4 * i
+            if i == 0 or not is_high:
+                here = bits if moved == 0 else T.bind(bits >> T.uint32(moved))
+            ptx.and_or(self.fragment[i], here, high if is_high else low, exponent)
+            factor, point = (0x2C002C00, 3) if is_high else (one, 0 if is_half else i % 2)
+            ptx.multiply_add_pair(self.fragment[i], self.fragment[i], T.uint32(factor), self.points[point], self.type)
 
     # The left operand: a lane's values of k are neighbours, as many as its weights that share a scale.
 
@@ -471,9 +476,6 @@ class _Body:
         width = min(4, words)
         for group in range(self.plan.groups):
             row = self.high + group * GROUP_COLUMNS
-            for number in numbers:
-                for i in range(words):
-                    T.buffer_store(self.left, T.uint32(0), [group * 8 + number * words + i])
             with T.If(row < self.held_rows), T.Then():
                 for number in numbers:
                     first = row * self.pitch + T.Cast("int32", tirx.floordiv(k, 2)) + (number * 4 + self.low) * words
