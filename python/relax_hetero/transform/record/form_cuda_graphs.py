@@ -128,11 +128,11 @@ class _Writer:
         return self._add(tvm.ir.GlobalVar(gv.name_hint), with_region(submit, replace(region, runs=GRAPH)))
 
     def without_unused_kernels(self) -> dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc]:
-        """The functions, less kernels of which only variants are called."""
+        """The functions, less kernels that are not called: those of which only variants are, and variants of these."""
         called: set[str] = set()
         for func in self.functions.values():
             structural_walk(func.body, (tvm.ir.GlobalVar, lambda gv: called.add(gv.name_hint)))
-        kernels = {gv.name_hint for gv in self._kernels.values()}
+        kernels = {gv.name_hint for gv in (*self._kernels.values(), *self._variants.values())}
         return {gv: f for gv, f in self.functions.items() if gv.name_hint not in kernels - called}
 
     def _launch(self, command: Dispatch, region: RegionSpec) -> Launch:
