@@ -387,6 +387,11 @@ def and_or(register: Expr, a: Expr, mask: int, bits: int) -> None:
     _emit("lop3.b32", register, a, T.uint32(mask), T.uint32(bits), 0xEA)
 
 
+def pick_bytes(register: Expr, a: Expr, b: Expr, selector: int) -> None:
+    """Four bytes of eight (``prmt``): each digit of the selector, from the lowest, is one of a's (0-3) or b's (4-7)."""
+    _emit("prmt.b32", register, a, b, T.uint32(selector))
+
+
 def stream_global(registers: Sequence[Expr], address: Expr) -> None:
     """Four neighbouring values of 32 bits of a constant that is read once: the first-level cache does not keep them."""
     _emit("ld.global.nc.L1::no_allocate.v4.u32", *registers, address)
