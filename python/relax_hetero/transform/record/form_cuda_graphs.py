@@ -14,7 +14,8 @@ in a table in device memory (`tir.commands.table_kernel`). `state` is a constant
 of its own (`vm.region.cuda_graph`), and which constants the graph reads stands on `main_commands` (`GRAPH_CONSTANTS`).
 
 A kernel that asks for constants before it needs what others compute (`tir.cuda.core.launch.may_begin_early`) is
-launched so that it begins while the kernel before it ends.
+launched so that it begins while the kernel before it ends; also behind the one that brings the table, if it uses
+bindings only when it has waited for that.
 
 Extents that are symbolic decide how many blocks a launch has, which a graph keeps: such a command buffer has a graph
 for each set of extents that it meets (`vm.region.cuda_graph`). TVM's RewriteCUDAGraph captures what a function does
@@ -41,7 +42,7 @@ from ...artifact.graph_layout import ENTRIES, ROWS, TABLE, Layout
 from ...target.vdevice import vdevices_of
 from ...tir.commands.command_list import Tensor
 from ...tir.commands.graph_functions import Launch, fetch_kernel, fill_kernel, record_function, submit_function
-from ...tir.commands.table_kernel import fetching_kernel, table_kernel, threads_of_one_block
+from ...tir.commands.table_kernel import fetching_kernel, table_kernel, threads_of_one_block, waits_before_use
 from ...tir.cuda.core.launch import READS_EARLY, launched_early
 from ..ir.blocks import renamed
 from ..ir.declare import declare_pass
@@ -122,14 +123,13 @@ class _Writer:
         launches = [self._launch(command, call, region) for command, call in zip(commands, calls, strict=True)]
         first = next(i for i, command in enumerate(commands) if _entries(command))
         launches[first] = self._fetching(launches[first], commands[first], count)
-        # What follows a kernel that writes the table reads addresses there as soon as it begins.
-        behind_table = (0,) if launches[first].fetching is None else (0, first + 1)
-        for i, command in enumerate(commands):
-            if i not in behind_table:
-                launches[i] = self._early(launches[i], command)
-        fetch = None
+        fetch, behind_table = None, first + 1
         if launches[first].fetching is None:
+            behind_table = 0
             fetch = self._once(("fetch", count, str(target)), lambda name: fetch_kernel(name, count, target))
+        for i, command in enumerate(commands):
+            if i > 0 or fetch is not None:
+                launches[i] = self._early(launches[i], command, i == behind_table)
         fill = self._once(("fill", str(target)), lambda name: fill_kernel(name, target))
         record = fresh_global_var(f"{gv.name_hint}_record", tvm.ir.Type.missing(), self._taken)
         self._add(record, record_function(record.name_hint, count, launches, fetch, fill, target, parameters))
@@ -138,11 +138,11 @@ class _Writer:
         return self._add(tvm.ir.GlobalVar(gv.name_hint), submit)
 
     def without_unused_kernels(self) -> dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc]:
-        """The functions, less kernels of which only variants are called."""
+        """The functions, less kernels that are not called: those of which only variants are, and variants of these."""
         called: set[str] = set()
         for func in self.functions.values():
             structural_walk(func.body, (tvm.ir.GlobalVar, lambda gv: called.add(gv.name_hint)))
-        kernels = {gv.name_hint for gv in self._kernels.values()}
+        kernels = {gv.name_hint for gv in (*self._kernels.values(), *self._variants.values())}
         return {gv: f for gv, f in self.functions.items() if gv.name_hint not in kernels - called}
 
     def _launch(self, command: Dispatch, call: tvm.ir.Call, region: RegionSpec) -> Launch:
@@ -161,11 +161,21 @@ class _Writer:
         variant = self._once((kernel.name_hint, entries), lambda _: table_kernel(raw, entries))
         return Launch(variant, [(TABLE, 0, _POINTER), *arguments])
 
-    def _early(self, launch: Launch, command: Dispatch) -> Launch:
-        """A launch that begins while the one before it ends, where its kernel waits for that before it needs it."""
-        reads = self.functions[self._kernels[command.kernel]].attrs.get(READS_EARLY)
+    def _early(self, launch: Launch, command: Dispatch, is_behind_table: bool) -> Launch:
+        """A launch that begins while the one before it ends, where its kernel waits for that before it needs it.
+
+        Kernels read addresses in the table as soon as they begin, but for the one behind the kernel that writes it.
+        """
+        kernel, entries = self._kernels[command.kernel], _entries(command)
+        raw = self.functions[kernel]
+        reads = raw.attrs.get(READS_EARLY)
         if reads is None or any(command.operands[int(i)].space != DIRECT for i in reads):
             return launch
+        if is_behind_table and entries:
+            if not waits_before_use(raw, entries):
+                return launch
+            key = (kernel.name_hint, entries, "behind wait")
+            launch = replace(launch, kernel=self._once(key, lambda _: table_kernel(raw, entries, behind_wait=True)))
         func = self.functions[launch.kernel]
         return replace(launch, kernel=self._once((launch.kernel.name_hint, "early"), lambda _: launched_early(func)))
 
