@@ -7,6 +7,10 @@ copy with a plain pointer, and no size of the model has to be a multiple of anyt
 width, for a wider one is several of these.
 
 Right operands that are activations are read as they lie, and so is what plain threads multiply.
+
+Feature maps of convolutions lie channels-last, ``[b, y0, y1, n]``: threads read runs of channels, and the data of a
+1x1 convolution are the rows of a matrix. Weights of tensor cores are tiles as those of products, one after another
+for the places of the window: ``[n/64, w0, w1, k/k0, 64, k0]``.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from ..encoding.encoding import DYNAMIC, RHS, Encoding
 from ..encoding.packed_layout import SWIZZLED_BYTES, PackedLayout
 from ..encoding.problem import (
     BlockProductProblem,
+    ConvProblem,
     ElementwiseProblem,
     MatmulProblem,
     Problem,
@@ -39,7 +44,7 @@ COLUMNS = 64
 
 
 class CudaResolver(ResolverBase):
-    """Packed constant right operands of tensor cores, everything else row-major; convolutions stay stock ops."""
+    """Packed constant right operands of tensor cores, channels-last feature maps, everything else row-major."""
 
     name = "cuda"
     problems = (RowsProblem, BlockProductProblem)
@@ -47,7 +52,7 @@ class CudaResolver(ResolverBase):
     def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """Row-major left operand and result; swizzled tiles for a right one that tensor cores read."""
         if encoding.moves is not None:
-            return None
+            return conv_layout(encoding, gpu_target_of(target))
         lhs, rhs, _ = encoding.element_types
         sizes, gpu = encoding.sizes, gpu_target_of(target)
         is_static = DYNAMIC not in (sizes["n"], sizes["k"]) and 0 not in sizes.values()
@@ -58,7 +63,9 @@ class CudaResolver(ResolverBase):
 
     def resolve_activation(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """Row-major: laying an operand out in every call takes longer than reading it as it lies."""
-        return None if encoding.moves is not None else PackedLayout.identity(len(encoding.index_map))
+        if encoding.moves is not None:
+            return self.resolve(encoding, target)
+        return PackedLayout.identity(len(encoding.index_map))
 
     def block_layout(self, target: tvm.target.Target) -> BlockLayout | None:
         """Fragments, where there are tensor cores; weights are computed by plain ops elsewhere."""
@@ -72,9 +79,34 @@ class CudaResolver(ResolverBase):
         return generator(problem, gpu_target_of(target))
 
 
+def conv_layout(encoding: Encoding, gpu: GpuTarget) -> PackedLayout | None:
+    """The layout of an operand of a convolution; None for symbolic images, and for types without a kernel."""
+    sizes, moves = encoding.sizes, encoding.moves
+    assert moves is not None
+    if any(size == DYNAMIC for name, size in sizes.items() if name != "b"):
+        return None
+    spatial = tuple(range(2, len(encoding.index_map)))
+    if not _in_tiles(encoding, gpu):
+        return None
+    if encoding.operand_index != RHS:
+        return PackedLayout((0, *spatial, 1))
+    tiles = (COLUMNS, SWIZZLED_BYTES // bytes_of(encoding.element_type))
+    return PackedLayout((0, *spatial, 1), (0, 1), tiles, swizzle=True)
+
+
+def _in_tiles(encoding: Encoding, gpu: GpuTarget) -> bool:
+    """Whether tensor cores multiply a convolution: pixels of a group are whole words, its columns whole tiles."""
+    data, weight, _ = encoding.element_types
+    sizes, moves = encoding.sizes, encoding.moves
+    assert moves is not None
+    fits = sizes["k"] * bytes_of(data) % 4 == 0 and (moves.groups == 1 or sizes["n"] // moves.groups % COLUMNS == 0)
+    return gpu.tensor == "wgmma" and gpu.multiplies(data, weight) and fits
+
+
 @cache
 def _generators() -> dict[type, Callable[[Any, GpuTarget], tirx.PrimFunc]]:
     """Which generator solves which problem; they load when the first kernel is written."""
+    from ..tir.cuda.conv.convolution import cuda_conv_kernel
     from ..tir.cuda.elementwise.elementwise import elementwise_kernel
     from ..tir.cuda.matmul.block_product import block_product_kernel
     from ..tir.cuda.matmul.matmul import cuda_matmul_kernel
@@ -82,6 +114,7 @@ def _generators() -> dict[type, Callable[[Any, GpuTarget], tirx.PrimFunc]]:
 
     return {
         MatmulProblem: cuda_matmul_kernel,
+        ConvProblem: cuda_conv_kernel,
         BlockProductProblem: block_product_kernel,
         RowsProblem: rows_kernel,
         ElementwiseProblem: elementwise_kernel,

@@ -136,6 +136,9 @@ class OperandTile:
         """Packed tiles in a tile, each of one bulk copy."""
         return self.rows // PACKED_ROWS
 
+    def begin(self, at: Coordinates, first: Expr, thread: Expr) -> None:
+        """What producers find out once for all steps of a tile; nothing, where addresses follow from the step."""
+
     def load_bulk(
         self, shared: SharedMemory, offset: Expr, at: Coordinates, first: Expr, step: Expr, barrier: Expr
     ) -> None:

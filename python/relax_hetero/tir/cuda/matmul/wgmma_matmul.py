@@ -116,13 +116,26 @@ def wgmma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: Tiling |
             tiling = tiling or choose_tiling(problem, gpu, (m, n, k), list(counts.values()), gathers)
             left = OperandTile.of(lhs, "m", tiling.rows, m, k)
             right = OperandTile.of(rhs, "n", tiling.columns, n, k)
-            _Kernel(left, right, store, tiling, (m, n, k), counts).emit()
+            WgmmaProduct(left, right, store, tiling, (m, n, k), counts).emit()
     in_tile = [*([problem.init] if problem.init else []), *(problem.epilogue.operands if problem.epilogue else ())]
     return may_begin_early(tied_to(function.result, in_tile, 2, problem.result))
 
 
-class _Kernel:
-    """What the parts of a kernel share while it is written."""
+class WgmmaProduct:
+    """The launch of a product: what its parts share while it is written.
+
+    Parameters
+    ----------
+    left, right : OperandTile
+        `left` may be any object that has its attributes, `begin` and `load`.
+    store : FragmentStore
+        Opened.
+    tiling : Tiling
+    sizes : tuple of PrimExpr or int
+        Of m, n and k.
+    counts : dict of str to (PrimExpr or int)
+        Of the batch dimensions, outermost first.
+    """
 
     def __init__(
         self,
@@ -242,6 +255,8 @@ class _Kernel:
         left, right, thread = self.left, self.right, self.thread
 
         def tile(turn: Expr, at: Coordinates, row: Expr, column: Expr) -> None:
+            left.begin(at, row, thread)
+
             def step(_: Expr, k: Expr, stage: Expr, parity: Expr) -> None:
                 ptx.barrier_wait(self._empty(stage), T.bitwise_xor(parity, 1))
                 left_to, right_to = self.left_at + stage * left.size, self.right_at + stage * right.size

@@ -1,0 +1,23 @@
+"""Which generator writes a convolution of a GPU, and how it wants the weight."""
+
+from __future__ import annotations
+
+from tvm import tirx
+
+from ....encoding.problem import ConvProblem
+from ....errors import EncodingError
+from ....target.gpu_target import GpuTarget
+from ...conv.conv_products import as_product
+from ..matmul.matmul import cuda_matmul_kernel
+from . import wgmma_conv
+
+
+def cuda_conv_kernel(problem: ConvProblem, gpu: GpuTarget) -> tirx.PrimFunc:
+    """The kernel of a convolution for a GPU, one launch; `ConvProblem` says what its parameters are."""
+    product = as_product(problem)
+    if product is not None:
+        return cuda_matmul_kernel(product, gpu)
+    reason = wgmma_conv.misfit(problem, gpu)
+    if not reason:
+        return wgmma_conv.wgmma_conv_kernel(problem, gpu)
+    raise EncodingError(f"convolution on {gpu.arch}: {reason}")
