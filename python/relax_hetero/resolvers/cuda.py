@@ -10,7 +10,7 @@ Right operands that are activations are read as they lie, and so is what plain t
 
 Feature maps of convolutions lie channels-last, ``[b, y0, y1, n]``: threads read runs of channels, and the data of a
 1x1 convolution are the rows of a matrix. Weights of tensor cores are tiles as those of products, one after another
-for the places of the window: ``[n/64, w0, w1, k/k0, 64, k0]``.
+for the places of the window: ``[n/64, w0, w1, k/k0, 64, k0]``; those of plain threads ``[w0, w1, k, n]``.
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ def conv_layout(encoding: Encoding, gpu: GpuTarget) -> PackedLayout | None:
     if any(size == DYNAMIC for name, size in sizes.items() if name != "b"):
         return None
     spatial = tuple(range(2, len(encoding.index_map)))
-    if not _in_tiles(encoding, gpu):
-        return None
     if encoding.operand_index != RHS:
         return PackedLayout((0, *spatial, 1))
+    if not _in_tiles(encoding, gpu):
+        return PackedLayout((*spatial, 1, 0))
     tiles = (COLUMNS, SWIZZLED_BYTES // bytes_of(encoding.element_type))
     return PackedLayout((0, *spatial, 1), (0, 1), tiles, swizzle=True)
 

@@ -47,9 +47,9 @@ def implicit_product(problem: ConvProblem) -> MatmulProblem:
         depth = -(-channels // packed.tile(1)) * packed.tile(1)
     depth *= prod(window.size for window in problem.windows)
     lhs = Operand((*result.shape[:-1], depth), problem.data.dtype, (*result.index_map[:-1], "k"), _plain(result))
-    layout = PackedLayout((0, 1), (0, 1), packed.inner_tiles, swizzle=packed.swizzle)
-    if not packed.inner_dims:
-        layout = PackedLayout((1, 0))
+    layout = PackedLayout((1, 0))
+    if packed.inner_dims:
+        layout = PackedLayout((0, 1), (0, 1), packed.inner_tiles, swizzle=packed.swizzle)
     return _product(problem, lhs, Operand((columns, depth), problem.weight.dtype, ("n", "k"), layout))
 
 

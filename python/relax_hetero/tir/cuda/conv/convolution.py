@@ -5,11 +5,10 @@ from __future__ import annotations
 from tvm import tirx
 
 from ....encoding.problem import ConvProblem
-from ....errors import EncodingError
 from ....target.gpu_target import GpuTarget
 from ...conv.conv_products import as_product
 from ..matmul.matmul import cuda_matmul_kernel
-from . import wgmma_conv
+from . import simt_conv, wgmma_conv
 
 
 def cuda_conv_kernel(problem: ConvProblem, gpu: GpuTarget) -> tirx.PrimFunc:
@@ -17,7 +16,6 @@ def cuda_conv_kernel(problem: ConvProblem, gpu: GpuTarget) -> tirx.PrimFunc:
     product = as_product(problem)
     if product is not None:
         return cuda_matmul_kernel(product, gpu)
-    reason = wgmma_conv.misfit(problem, gpu)
-    if not reason:
+    if not wgmma_conv.misfit(problem, gpu):
         return wgmma_conv.wgmma_conv_kernel(problem, gpu)
-    raise EncodingError(f"convolution on {gpu.arch}: {reason}")
+    return simt_conv.simt_conv_kernel(problem, gpu)

@@ -21,6 +21,7 @@ from ..matmul.operand_tiles import PACKED_ROWS, OperandTile
 from ..matmul.wgmma_matmul import WgmmaProduct
 from ..matmul.wgmma_tiling import Tiling, choose_tiling, reads_rows
 from . import window_tiles
+from .window_places import WindowPlaces
 from .window_tiles import WindowTile
 
 
@@ -74,7 +75,7 @@ def wgmma_conv_kernel(problem: ConvProblem, gpu: GpuTarget, tiling: Tiling | Non
             weight.open(raw=True)
             store.open(result, m, n, reads_rows(product))
             tiling = tiling or choose_tiling(product, gpu, (m, n, k), list(counts.values()))
-            left = WindowTile(data, problem, tiling.rows, places, tuple(names[: len(batch)]), m)
+            left = WindowTile(WindowPlaces(data, problem, places, len(batch)), tiling.rows, m)
             right = OperandTile.of(weight, "n", tiling.columns, n, k)
             WgmmaProduct(left, right, store, tiling, (m, n, k), counts).emit()
     in_tile = problem.epilogue.operands if problem.epilogue else ()

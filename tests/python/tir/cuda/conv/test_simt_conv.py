@@ -1,0 +1,53 @@
+"""Convolutions by plain threads: semantics by the interpreter of GPU kernels."""
+
+from __future__ import annotations
+
+import pytest
+from tvm.target import Target
+
+from gpu_interpreter import run
+from relax_hetero.encoding.problem import ConvProblem, Window
+from relax_hetero.target.gpu_target import gpu_target_of
+from relax_hetero.tir.commands.table_kernel import is_one_launch
+from relax_hetero.tir.cuda.conv.convolution import cuda_conv_kernel
+from seeds import fresh_rng
+from tir.cuda.conv.convolutions_on_gpus import assert_near, conv_problem, operands_of
+from tir.kernel_runs import poisoned
+
+ADA = gpu_target_of(Target({"kind": "cuda", "arch": "sm_89"}))
+RESIDUAL = "relu(add(add(x0, x1), x2))"
+SAME = Window(3, 1, 1, 1, 1)
+
+
+def check(problem: ConvProblem, batch: int = 1) -> None:
+    """Run the kernel and compare it with float64; storage of the result is poisoned before."""
+    kernel = cuda_conv_kernel(problem, ADA)
+    assert is_one_launch(kernel)
+    stored, want = operands_of(problem, fresh_rng(), batch)
+    shape = problem.result.layout.packed_shape(want.shape)
+    got = poisoned(shape, problem.result.dtype).numpy()
+    run(kernel, *stored, got)
+    assert_near(problem, problem.result.layout.unpack(got, want.shape), want)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"channels": (8, 24), "extents": (5, 7), "windows": SAME, "batch": "s0"},
+        {"channels": (3, 16), "extents": (15, 12), "windows": Window(7, 2, 1, 3, 3), "dtype": "float16"},
+        {"channels": (6, 10), "extents": (9, 5), "windows": (Window(2, 1, 2, 1, 0), Window(3, 1, 1, 2, 2))},
+        {"channels": (8, 12), "extents": (5, 4, 3), "windows": SAME},
+        {"channels": (12, 30), "extents": (8, 8), "windows": SAME, "groups": 3},
+        {"channels": (20, 8), "extents": (40,), "windows": Window(4, 2, 1, 0, 0), "dtype": "uint8"},
+        {
+            "channels": (8, 16),
+            "extents": (6, 6),
+            "windows": SAME,
+            "epilogue": RESIDUAL,
+            "shown": [("n", "float32"), ("bny", "float32")],
+        },
+    ],
+    ids=["same", "first layer", "skips", "3d", "groups", "bytes", "residual"],
+)
+def test_windows(how):
+    check(conv_problem(**how, gpu=ADA), 2)
