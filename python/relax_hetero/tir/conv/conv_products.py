@@ -11,7 +11,7 @@ from dataclasses import replace
 from math import prod
 
 from ...encoding.packed_layout import PackedLayout
-from ...encoding.problem import ConvProblem, Dim, Epilogue, MatmulProblem, Operand
+from ...encoding.problem import ConvProblem, Dim, MatmulProblem, Operand
 
 
 def as_product(problem: ConvProblem) -> MatmulProblem | None:

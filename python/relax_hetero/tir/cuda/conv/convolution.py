@@ -8,7 +8,7 @@ from ....encoding.problem import ConvProblem
 from ....target.gpu_target import GpuTarget
 from ...conv.conv_products import as_product
 from ..matmul.matmul import cuda_matmul_kernel
-from . import simt_conv, wgmma_conv
+from . import channelwise_conv, simt_conv, wgmma_conv
 
 
 def cuda_conv_kernel(problem: ConvProblem, gpu: GpuTarget) -> tirx.PrimFunc:
@@ -18,4 +18,8 @@ def cuda_conv_kernel(problem: ConvProblem, gpu: GpuTarget) -> tirx.PrimFunc:
         return cuda_matmul_kernel(product, gpu)
     if not wgmma_conv.misfit(problem, gpu):
         return wgmma_conv.wgmma_conv_kernel(problem, gpu)
+    columns = int(problem.weight.shape[0]) // problem.groups
+    is_narrow = problem.groups > 1 and columns < channelwise_conv.MOST_COLUMNS
+    if (is_narrow or simt_conv.misfit(problem)) and not channelwise_conv.misfit(problem):
+        return channelwise_conv.channelwise_conv_kernel(problem, gpu)
     return simt_conv.simt_conv_kernel(problem, gpu)

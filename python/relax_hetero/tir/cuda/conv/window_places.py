@@ -25,15 +25,15 @@ MOST_BITS = 32
 """Places along all padded dimensions of a window: bits of a register."""
 
 
-def misfit(problem: ConvProblem) -> str:
-    """Why pixels cannot be found so; empty where they can."""
+def misfit(problem: ConvProblem, most_bits: int | None = MOST_BITS) -> str:
+    """Why pixels cannot be found so, with so many bits of padded windows; empty where they can."""
     if any(not isinstance(extent, int) for extent in problem.data.shape[1:]):
         return f"the map has symbolic extents: {problem.data.shape}"
     if problem.data.layout.inner_dims:
         return f"the map is stored as {problem.data.layout}, expected no tiles"
     padded = [window.size for window, extent in axes_of(problem) if is_padded(window, extent)]
-    if sum(padded) > MOST_BITS:
-        return f"the places of a padded window, {padded}, are more than {MOST_BITS}"
+    if most_bits is not None and sum(padded) > most_bits:
+        return f"the places of a padded window, {padded}, are more than {most_bits}"
     return ""
 
 

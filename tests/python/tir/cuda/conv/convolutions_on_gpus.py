@@ -117,6 +117,4 @@ def assert_near(problem: ConvProblem, got: np.ndarray, want: np.ndarray) -> None
         return
     rounding = {"float16": 2.0**-10, "bfloat16": 2.0**-7}.get(problem.result.dtype, 1e-6)
     products = float(np.prod([int(extent) for extent in problem.weight.shape[1:]]))
-    np.testing.assert_allclose(
-        got.astype("float64"), want, rtol=2 * rounding, atol=2 * rounding + 1e-5 * products**0.5
-    )
+    np.testing.assert_allclose(got.astype("float64"), want, rtol=2 * rounding, atol=2 * rounding + 1e-5 * products**0.5)
