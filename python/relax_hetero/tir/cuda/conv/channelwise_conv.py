@@ -1,7 +1,7 @@
 """Convolutions of many small groups, depthwise ones above all: a thread makes a vector of channels of some pixels.
 
-Tiles of products would be mostly empty. Threads that are neighbours have neighbouring channels, so that what they read
-of the map and of the weight lies side by side. A thread has several pixels of a row: what it reads of the map serves all
+Tiles of products would be mostly empty. Neighbouring threads have neighbouring channels, so that what they read of the
+map and of the weight lies side by side. A thread has several pixels of a row: what it reads of the map serves all
 windows that see it.
 """
 

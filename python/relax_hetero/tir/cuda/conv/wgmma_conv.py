@@ -1,4 +1,4 @@
-"""Convolutions on Hopper's tensor cores: the products of `matmul.wgmma_matmul`, whose left operand is found in a map."""
+"""Convolutions on Hopper's tensor cores: products of `matmul.wgmma_matmul`, their left operand found in a map."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Protocol
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -40,6 +41,44 @@ class Source(Enum):
     """Rows are neighbours, aligned: asynchronous copies of 64 rows of one k."""
     GATHER = auto()
     """Element by element, through registers: whatever is not aligned, or of a type that is not read transposed."""
+
+
+class LeftTile(Protocol):
+    """What a product asks of its left operand: an `OperandTile`, or the tile of an implicit product."""
+
+    @property
+    def view(self) -> GlobalView:
+        """The operand."""
+
+    @property
+    def source(self) -> Source:
+        """How it is read."""
+
+    @property
+    def step(self) -> int:
+        """The k of a stage."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of a tile."""
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether tensor cores read it transposed."""
+
+    @property
+    def leading(self) -> int:
+        """As of `OperandTile`."""
+
+    @property
+    def advance(self) -> int:
+        """As of `OperandTile`."""
+
+    def begin(self, at: Coordinates, first: Expr, thread: Expr) -> None:
+        """As of `OperandTile`."""
+
+    def load(self, shared: SharedMemory, offset: Expr, at: Coordinates, first: Expr, step: Expr, thread: Expr) -> None:
+        """As of `OperandTile`."""
 
 
 @dataclass(frozen=True)

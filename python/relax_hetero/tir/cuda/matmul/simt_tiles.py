@@ -27,18 +27,15 @@ from .simt_plan import SimtPlan
 
 
 class Places(Protocol):
-    """Where elements of an operand are that its storage does not say: those of an implicit product in a map.
+    """Where elements of an operand are that its storage does not say: those of an implicit product in a map."""
 
-    Attributes
-    ----------
-    kind : str
-        Type of an element's place.
-    vector : int
-        Neighbours along k that lie side by side, aligned.
-    """
+    @property
+    def kind(self) -> str:
+        """Type of an element's place."""
 
-    kind: str
-    vector: int
+    @property
+    def vector(self) -> int:
+        """Neighbours along k that lie side by side, aligned."""
 
     def pixel(self, at: Coordinates, row: Expr) -> tuple[Expr, Expr]:
         """Of an existing row: its part of the place, and bits."""

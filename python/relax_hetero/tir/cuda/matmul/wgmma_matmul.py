@@ -32,7 +32,7 @@ from ..core.global_view import GlobalView
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, launch, local, may_begin_early
 from ..core.operand import GpuOperand
 from .fragments import FragmentStore, Staging
-from .operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source, source_of
+from .operand_tiles import PACKED_ROWS, PRODUCERS, LeftTile, OperandTile, Source, source_of
 from .wgmma_tiling import Tiling, choose_tiling, reads_rows
 
 _HALF_TYPES = ("float16", "bfloat16")
@@ -126,8 +126,8 @@ class WgmmaProduct:
 
     Parameters
     ----------
-    left, right : OperandTile
-        `left` may be any object that has its attributes, `begin` and `load`.
+    left : LeftTile
+    right : OperandTile
     store : FragmentStore
         Opened.
     tiling : Tiling
@@ -139,7 +139,7 @@ class WgmmaProduct:
 
     def __init__(
         self,
-        left: OperandTile,
+        left: LeftTile,
         right: OperandTile,
         store: FragmentStore,
         tiling: Tiling,
