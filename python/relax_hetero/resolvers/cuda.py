@@ -8,9 +8,7 @@ width, for a wider one is several of these.
 
 Right operands that are activations are read as they lie, and so is what plain threads multiply.
 
-Feature maps of convolutions lie channels-last, ``[b, y0, y1, n]``: threads read runs of channels, and the data of a
-1x1 convolution are the rows of a matrix. Weights of tensor cores are tiles as those of products, one after another
-for the places of the window: ``[n/64, w0, w1, k/k0, 64, k0]``; those of plain threads ``[w0, w1, k, n]``.
+Layouts of convolutions are in `cuda_convolutions`.
 """
 
 from __future__ import annotations
@@ -33,14 +31,12 @@ from ..encoding.problem import (
 from ..errors import EncodingError
 from ..target.element_types import bytes_of
 from ..target.gpu_target import GpuTarget, gpu_target_of
+from .cuda_convolutions import COLUMNS, conv_layout
 from .resolver_base import ResolverBase, tiled
 
 if TYPE_CHECKING:
     import tvm
     from tvm import tirx
-
-COLUMNS = 64
-"""Columns of a packed tile: the rows of one wgmma where operands are swapped, and a divisor of every tile's width."""
 
 
 class CudaResolver(ResolverBase):
@@ -77,30 +73,6 @@ class CudaResolver(ResolverBase):
         if generator is None:
             raise EncodingError(f"target {target.kind.name} has no encoded kernels for {problem}")
         return generator(problem, gpu_target_of(target))
-
-
-def conv_layout(encoding: Encoding, gpu: GpuTarget) -> PackedLayout | None:
-    """The layout of an operand of a convolution; None for symbolic images, and for types without a kernel."""
-    sizes, moves = encoding.sizes, encoding.moves
-    assert moves is not None
-    if any(size == DYNAMIC for name, size in sizes.items() if name != "b"):
-        return None
-    spatial = tuple(range(2, len(encoding.index_map)))
-    if encoding.operand_index != RHS:
-        return PackedLayout((0, *spatial, 1))
-    if not _in_tiles(encoding, gpu):
-        return PackedLayout((*spatial, 1, 0))
-    tiles = (COLUMNS, SWIZZLED_BYTES // bytes_of(encoding.element_type))
-    return PackedLayout((0, *spatial, 1), (0, 1), tiles, swizzle=True)
-
-
-def _in_tiles(encoding: Encoding, gpu: GpuTarget) -> bool:
-    """Whether tensor cores multiply a convolution: pixels of a group are whole words, its columns whole tiles."""
-    data, weight, _ = encoding.element_types
-    sizes, moves = encoding.sizes, encoding.moves
-    assert moves is not None
-    fits = sizes["k"] * bytes_of(data) % 4 == 0 and (moves.groups == 1 or sizes["n"] // moves.groups % COLUMNS == 0)
-    return gpu.tensor == "wgmma" and gpu.multiplies(data, weight) and fits
 
 
 @cache

@@ -13,6 +13,9 @@ from math import prod
 from ...encoding.packed_layout import PackedLayout
 from ...encoding.problem import ConvProblem, Dim, MatmulProblem, Operand
 
+IMAGE_CHANNELS = 4
+"""Of a pixel of an image as GPUs store it, of which the last may not exist."""
+
 
 def as_product(problem: ConvProblem) -> MatmulProblem | None:
     """The matrix product that a convolution is whose window is one element and which skips none; None for others.
@@ -40,16 +43,15 @@ def implicit_product(problem: ConvProblem) -> MatmulProblem:
     """
     names = product_names(problem)
     result = _physical(problem.result, names)
-    columns, channels = _static(problem.weight.shape[0]) // problem.groups, _static(problem.weight.shape[1])
+    stored = [_static(size) for size in problem.weight.shape]
+    columns = stored[0] // problem.groups
     packed = problem.weight.layout
-    depth = channels
-    if packed.tile(1) > 1:
-        depth = -(-channels // packed.tile(1)) * packed.tile(1)
-    depth *= prod(window.size for window in problem.windows)
+    # As it is stored: channels, and perhaps places of the window, up to whole tiles.
+    depth = prod(-(-size // packed.tile(d)) * packed.tile(d) for d, size in enumerate(stored) if d)
     lhs = Operand((*result.shape[:-1], depth), problem.data.dtype, (*result.index_map[:-1], "k"), _plain(result))
     layout = PackedLayout((1, 0))
     if packed.inner_dims:
-        layout = PackedLayout((0, 1), (0, 1), packed.inner_tiles, swizzle=packed.swizzle)
+        layout = PackedLayout((0, 1), (0, 1), (packed.tile(0), prod(packed.inner_tiles[1:])), swizzle=packed.swizzle)
     return _product(problem, lhs, Operand((columns, depth), problem.weight.dtype, ("n", "k"), layout))
 
 

@@ -62,7 +62,7 @@ def misfit(problem: ConvProblem) -> str:
     expected = PackedLayout((*spatial, 1, 0))
     if problem.weight.layout != expected:
         return f"the weight is stored as {problem.weight.layout}, expected {expected}"
-    if problem.data.layout.outer_perm != (0, *spatial, 1):
+    if problem.data.layout != PackedLayout((0, *spatial, 1)):
         return f"the map is stored as {problem.data.layout}, expected channels last"
     return window_places.misfit(problem, most_bits=None)
 

@@ -32,6 +32,8 @@ def misfit(problem: ConvProblem) -> str:
     expected = PackedLayout((*spatial, 1, 0))
     if problem.weight.layout != expected:
         return f"the weight is stored as {problem.weight.layout}, expected {expected}"
+    if problem.data.layout.inner_dims:
+        return f"the map is stored as {problem.data.layout}, expected no tiles"
     return window_places.misfit(problem)
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tvm import tirx
 
+from ....encoding.packed_layout import CHUNK_BYTES, SWIZZLED_BYTES, PackedLayout
 from ....encoding.problem import ConvProblem, MatmulProblem
 from ....errors import EncodingError
+from ....target.element_types import bytes_of
 from ....target.gpu_target import GpuTarget
-from ...conv.conv_products import implicit_product
+from ...conv.conv_products import IMAGE_CHANNELS, implicit_product
 from ...core.builder import Expr, Function
 from ...core.ties import tied_to
 from ...core.view import extent_of
@@ -30,9 +34,29 @@ def misfit(problem: ConvProblem, gpu: GpuTarget) -> str:
     columns = problem.weight.shape[0]
     if problem.groups > 1 and (not isinstance(columns, int) or columns // problem.groups % PACKED_ROWS):
         return f"{columns} channels in {problem.groups} groups are no multiples of {PACKED_ROWS} in each"
-    if not problem.weight.layout.inner_dims:
-        return f"the weight is stored as {problem.weight.layout}, expected tiles"
-    return wgmma_matmul.misfit(implicit_product(problem), gpu) or window_tiles.misfit(problem)
+    layout = problem.weight.layout
+    if not layout.inner_dims:
+        return f"the weight is stored as {layout}, expected tiles"
+    product = implicit_product(problem)
+    if not layout.swizzle:
+        if layout != _chunks(problem) or problem.groups > 1:
+            return f"the weight is stored as {layout} for {problem.groups} groups, expected {_chunks(problem)} for one"
+        if product.rhs.size("k") * bytes_of(problem.data.dtype) < SWIZZLED_BYTES:
+            return f"{product.rhs.size('k')} products of a sum are fewer than a step has"
+        tiles = (PACKED_ROWS, SWIZZLED_BYTES // bytes_of(problem.weight.dtype))
+        swizzled = PackedLayout((0, 1), (0, 1), tiles, swizzle=True)
+        product = replace(product, rhs=replace(product.rhs, layout=swizzled))
+    return wgmma_matmul.misfit(product, gpu) or window_tiles.misfit(problem)
+
+
+def _chunks(problem: ConvProblem) -> PackedLayout:
+    """The weight in 16 bytes of k: channels of a place of the window, or those of an image of two places."""
+    spatial = tuple(range(2, len(problem.windows) + 2))
+    per_chunk = CHUNK_BYTES // bytes_of(problem.weight.dtype)
+    if problem.data.layout.inner_dims or problem.weight.shape[1] == IMAGE_CHANNELS:
+        dims = (0, spatial[-1], 1)
+        return PackedLayout((0, *spatial, 1), dims, (PACKED_ROWS, per_chunk // IMAGE_CHANNELS, IMAGE_CHANNELS))
+    return PackedLayout((0, *spatial, 1), (0, 1), (PACKED_ROWS, per_chunk))
 
 
 def wgmma_conv_kernel(problem: ConvProblem, gpu: GpuTarget, tiling: Tiling | None = None) -> tirx.PrimFunc:
@@ -75,7 +99,8 @@ def wgmma_conv_kernel(problem: ConvProblem, gpu: GpuTarget, tiling: Tiling | Non
             weight.open(raw=True)
             store.open(result, m, n, reads_rows(product))
             tiling = tiling or choose_tiling(product, gpu, (m, n, k), list(counts.values()))
-            left = WindowTile(WindowPlaces(data, problem, places, len(batch)), tiling.rows, m)
+            pixels = WindowPlaces(data, problem, places, len(batch))
+            left = WindowTile(pixels, tiling.rows, m, k, in_chunks=not problem.weight.layout.swizzle)
             right = OperandTile.of(weight, "n", tiling.columns, n, k)
             WgmmaProduct(left, right, store, tiling, (m, n, k), counts).emit()
     in_tile = problem.epilogue.operands if problem.epilogue else ()
@@ -88,5 +113,5 @@ def _restate_weight(weight: GlobalView, problem: ConvProblem, product: MatmulPro
     if problem.groups == 1:
         weight.restate(rhs.shape, rhs.index_map, rhs.layout)
         return
-    layout = type(rhs.layout)((0, 1, 2), (1, 2), rhs.layout.inner_tiles, swizzle=rhs.layout.swizzle)
+    layout = PackedLayout((0, 1, 2), (1, 2), rhs.layout.inner_tiles, swizzle=rhs.layout.swizzle)
     weight.restate((problem.groups, *rhs.shape), ("g", *rhs.index_map), layout)

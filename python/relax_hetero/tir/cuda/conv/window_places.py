@@ -29,8 +29,6 @@ def misfit(problem: ConvProblem, most_bits: int | None = MOST_BITS) -> str:
     """Why pixels cannot be found so, with so many bits of padded windows; empty where they can."""
     if any(not isinstance(extent, int) for extent in problem.data.shape[1:]):
         return f"the map has symbolic extents: {problem.data.shape}"
-    if problem.data.layout.inner_dims:
-        return f"the map is stored as {problem.data.layout}, expected no tiles"
     padded = [window.size for window, extent in axes_of(problem) if is_padded(window, extent)]
     if most_bits is not None and sum(padded) > most_bits:
         return f"the places of a padded window, {padded}, are more than {most_bits}"
@@ -123,7 +121,10 @@ class WindowPlaces:
 
     def tap(self, number: Expr) -> tuple[Expr, Expr]:
         """Of a tap: how far what it sees is from what the first one sees, and the bits that say so; None for none."""
-        taps: Sequence[Expr] = unravel(number, [window.size for window in self.problem.windows], place=T.bind)
+        return self.tap_at(unravel(number, [window.size for window in self.problem.windows], place=T.bind))
+
+    def tap_at(self, taps: Sequence[Expr]) -> tuple[Expr, Expr]:
+        """As `tap`, by its place along each dimension of the window."""
         moved: Expr = tirx.const(0, self.kind)
         bits: Expr = None
         shift = 0

@@ -160,13 +160,27 @@ class OperandTile:
         return self.source is Source.COLUMNS
 
     @property
+    def is_swizzled(self) -> bool:
+        """Whether lines hold 128 bytes of k, swizzled; else there are 16 bytes of k of all rows after each other."""
+        return not self.view.layout.inner_dims or self.view.layout.swizzle
+
+    @property
     def leading(self) -> int:
-        """Of its matrix descriptor: 16-byte units from 64 rows to the next."""
+        """Of its matrix descriptor: 16-byte units from 64 rows to the next, without swizzle from 16 bytes of k on."""
+        if not self.is_swizzled:
+            return PACKED_ROWS
         return PACKED_ROWS * SWIZZLED_BYTES // 16 if self.is_transposed else 1
+
+    @property
+    def stride(self) -> int:
+        """Of its matrix descriptor: 16-byte units from 8 rows to the next."""
+        return 8 * (SWIZZLED_BYTES if self.is_swizzled else CHUNK_BYTES) // 16
 
     @property
     def advance(self) -> int:
         """16-byte units from the k of a wgmma to that of the next."""
+        if not self.is_swizzled:
+            return ptx.CONTRACTION_BYTES // CHUNK_BYTES * PACKED_ROWS
         per_line = ptx.CONTRACTION_BYTES // 16
         return ptx.CONTRACTION_BYTES // self.element * SWIZZLED_BYTES // 16 if self.is_transposed else per_line
 
@@ -205,6 +219,9 @@ class OperandTile:
         skipped = block * PACKED_ROWS
         row = self._existing_block(first + (skipped if isinstance(skipped, int) else T.Cast("int64", skipped)))
         k = T.Cast("int64", step) * self.step
+        if not self.is_swizzled and not _divides(self.step, self.depth):
+            # The last step begins earlier: the left operand is zero where the step before has been.
+            k = T.min(k, int64(self.depth - self.step))
         source = T.address_of(self.view.data[self.view.address({**at, self.side: row, "k": k})])
         size = PACKED_ROWS * SWIZZLED_BYTES
         ptx.bulk_load(shared.at(offset + block * size), source, size, barrier)

@@ -328,7 +328,8 @@ class _Brought:
             _, row, _ = self._unit(turn)
             # Rows beyond the last are copies of it, which are not stored.
             begin, seen = places.pixel(self.batch, T.min(self.first + row, int64(self.side.extent - 1)))
-            T.buffer_store(self.rows, begin, [turn])
+            # Counted in vectors: TVM reads as one what it can prove to be aligned.
+            T.buffer_store(self.rows, tirx.floordiv(begin, self.vector), [turn])
             T.buffer_store(self.seen, seen, [turn])
 
     def offset(self, buffer: Expr, k: Expr, at: Expr) -> Expr:
@@ -362,7 +363,7 @@ class _Brought:
             else:
                 k_place = place["k"] if divides(self.k, self.depth) else T.min(place["k"], int64(self.k - width))
                 moved, bits = self.side.places.element(k_place)
-                address = self.rows[turn] + moved
+                address = (self.rows[turn] + T.bind(tirx.floordiv(moved, width))) * width
                 if bits is not None:
                     conditions.append(T.bitwise_and(self.seen[turn], bits) == bits)
             value = view.data[lane_indices(address, width)]

@@ -152,6 +152,9 @@ class WgmmaProduct:
         # TVM has no wgmma of integers with 256 columns.
         is_integer = left.view.nominal in _BYTE_TYPES[0]
         self.issued = self.registers // 2 if is_integer and tiling.columns > 192 else self.registers
+        if not right.is_swizzled:
+            # Packed tiles of so many rows lie after each other.
+            self.issued = PACKED_ROWS // 2
         m, n, k = sizes
         self.row_tiles = _int32(ceil_div(m, tiling.rows))
         self.column_tiles = _int32(ceil_div(n, tiling.columns))
@@ -296,7 +299,8 @@ class WgmmaProduct:
         warp, lane = T.bind(self.thread // WARP - PRODUCERS // WARP), T.bind(self.thread % WARP)
         left, right = self.left, self.right
         ptx.matrix_descriptor(base[0], self.shared.at(self.left_at + group * (64 * SWIZZLED_BYTES)), left.leading)
-        ptx.matrix_descriptor(base[1], self.shared.at(self.right_at), right.leading)
+        right_begin = self.shared.at(self.right_at)
+        ptx.matrix_descriptor(base[1], right_begin, right.leading, right.stride, right.is_swizzled)
 
         def release(stage: Expr, condition: Expr) -> None:
             with when(condition):

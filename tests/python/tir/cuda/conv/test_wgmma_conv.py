@@ -49,10 +49,27 @@ def check(problem: ConvProblem, tile: tuple[int, int] = (64, 64), batch: int = 1
         {"channels": (8, 8), "extents": (3, 4, 5), "windows": SAME},
         {"channels": (128, 128), "extents": (4, 4), "windows": SAME, "groups": 2},
     ],
-    ids=["same", "stride", "dilation", "skips", "1d", "3d", "groups"],
+    ids=["same", "dilation", "skips", "stride", "1d", "3d", "groups"],
 )
 def test_windows(how):
     check(conv_problem(**how))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"channels": (24, 72), "extents": (6, 7), "windows": SAME, "tile": (64, 128)},
+        {"channels": (8, 40), "extents": (9,), "windows": Window(11, 2, 1, 5, 5), "batch": 3},
+        {"channels": (16, 64), "extents": (5, 6), "windows": SAME, "dtype": "int8"},
+        {"channels": (3, 40), "extents": (16, 13), "windows": Window(7, 2, 1, 3, 3), "batch": 2},
+        {"channels": (1, 24), "extents": (8, 8), "windows": Window(4, 4, 1, 0, 0), "dtype": "bfloat16"},
+        {"channels": (4, 64), "extents": (5, 4, 6), "windows": SAME, "tile": (64, 64)},
+    ],
+    ids=["chunks", "1d", "bytes", "image", "patches", "3d image"],
+)
+def test_few_channels(how):
+    tile = how.pop("tile", (64, 64))
+    check(conv_problem(**how), tile)
 
 
 @pytest.mark.parametrize(
