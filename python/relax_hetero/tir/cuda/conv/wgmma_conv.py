@@ -41,9 +41,9 @@ def misfit(problem: ConvProblem, gpu: GpuTarget) -> str:
     if not layout.swizzle:
         if layout != _chunks(problem) or problem.groups > 1:
             return f"the weight is stored as {layout} for {problem.groups} groups, expected {_chunks(problem)} for one"
-        if product.rhs.size("k") * bytes_of(problem.data.dtype) < SWIZZLED_BYTES:
-            return f"{product.rhs.size('k')} products of a sum are fewer than a step has"
         tiles = (PACKED_ROWS, SWIZZLED_BYTES // bytes_of(problem.weight.dtype))
+        if int(product.rhs.size("k")) < tiles[1]:
+            return f"{product.rhs.size('k')} products of a sum are fewer than a step has"
         swizzled = PackedLayout((0, 1), (0, 1), tiles, swizzle=True)
         product = replace(product, rhs=replace(product.rhs, layout=swizzled))
     return wgmma_matmul.misfit(product, gpu) or window_tiles.misfit(problem)

@@ -2,8 +2,8 @@
 
 A line of the tile is one pixel of the result, of which a step holds 128 bytes. Where a pixel has about as many bytes of
 channels, these are channels that one place of the window ("tap") sees. Where it has fewer, the weight is stored in
-"chunks", 16 bytes of channels of a tap after each other, and a step has chunks of several taps. Of images, four channels
-are stored (of which one may not exist), and a chunk has two neighbouring taps.
+"chunks", 16 bytes of channels of a tap after each other, and a step has chunks of several taps. Images are stored with
+four channels, perhaps of zeros, and a chunk has two neighbouring taps.
 
 What lies in the map is copied as it is; where a tap sees padding, zeros are.
 """
