@@ -265,20 +265,25 @@ CONTRACTION_BYTES = 32
 """Of a row of k that one wgmma multiplies: 16 values of 16 bits."""
 
 
-def matrix_descriptor(register: Expr, address: Expr, leading: int = 1, stride: int = 64) -> None:
+def matrix_descriptor(
+    register: Expr, address: Expr, leading: int = 1, stride: int = 64, is_swizzled: bool = True
+) -> None:
     """How wgmma finds a tile of rows of 128 bytes, swizzled, at a multiple of 1,024 bytes.
+
+    Or one that is not swizzled: 8 rows of 16 bytes of k lie after each other.
 
     Parameters
     ----------
     register : element of a uint64 buffer
         Adding ``bytes / 16`` to it moves the tile.
     leading : int
-        16-byte units between stripes of 64 columns, where rows are those of k (read transposed).
+        16-byte units between stripes of 64 columns, where rows are those of k (read transposed); without swizzle from
+        16 bytes of k to the next.
     stride : int
         16-byte units between groups of 8 rows.
     """
     pointer = T.address_of(register)
-    T.evaluate(_CUDA.wgmma.encode_matrix_descriptor(pointer, address, leading, stride, 3))
+    T.evaluate(_CUDA.wgmma.encode_matrix_descriptor(pointer, address, leading, stride, 3 if is_swizzled else 0))
 
 
 def wgmma_fence() -> None:

@@ -31,7 +31,7 @@ from ...core.work_split import unravel
 from ..core import ptx
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, launch, local, may_begin_early
 from .fragments import FragmentStore, ProductParameters, Staging
-from .operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source, source_of
+from .operand_tiles import PACKED_ROWS, PRODUCERS, LeftTile, OperandTile, Source, source_of
 from .wgmma_tiling import Tiling, choose_tiling
 
 _BYTES = ("int8", "uint8")
@@ -100,16 +100,29 @@ def wgmma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: Tiling |
             tiling = tiling or choose_tiling(problem, gpu, sizes, list(counts.values()), gathers)
             left = OperandTile.of(lhs, "m", tiling.rows, sizes[0], sizes[2])
             right = OperandTile.of(rhs, "n", tiling.columns, sizes[1], sizes[2])
-            _Kernel(left, right, store, tiling, sizes, counts).emit()
+            WgmmaProduct(left, right, store, tiling, sizes, counts).emit()
     return may_begin_early(parameters.tied(function.result))
 
 
-class _Kernel:
-    """What the parts of a kernel share while it is written."""
+class WgmmaProduct:
+    """The launch of a product: what its parts share while it is written.
+
+    Parameters
+    ----------
+    left : LeftTile
+    right : OperandTile
+    store : FragmentStore
+        Opened.
+    tiling : Tiling
+    sizes : tuple of PrimExpr or int
+        Of m, n and k.
+    counts : dict of str to (PrimExpr or int)
+        Of the batch dimensions, outermost first.
+    """
 
     def __init__(
         self,
-        left: OperandTile,
+        left: LeftTile,
         right: OperandTile,
         store: FragmentStore,
         tiling: Tiling,
@@ -122,6 +135,9 @@ class _Kernel:
         # TVM has no wgmma of integers with 256 columns.
         is_integer = left.view.nominal in _BYTES
         self.issued = self.registers // 2 if is_integer and tiling.columns > 192 else self.registers
+        if not right.is_swizzled:
+            # Packed tiles of so many rows lie after each other.
+            self.issued = PACKED_ROWS // 2
         m, n, k = sizes
         # A cluster whose blocks share the right operand's tiles has as many tiles, one below the other.
         self.row_tiles = _int32(ceil_div(m, tiling.rows * tiling.share))
@@ -234,6 +250,8 @@ class _Kernel:
         left, right, thread, share = self.left, self.right, self.thread, self.tiling.share
 
         def tile(turn: Expr, at: Coordinates, row: Expr, column: Expr) -> None:
+            left.begin(at, row, thread)
+
             def step(_: Expr, k: Expr, stage: Expr, parity: Expr) -> None:
                 ptx.barrier_wait(self._empty(stage), T.bitwise_xor(parity, 1))
                 left_to, right_to = self.left_at + stage * left.size, self.right_at + stage * right.size
@@ -274,7 +292,8 @@ class _Kernel:
         warp, lane = T.bind(self.thread // WARP - PRODUCERS // WARP), T.bind(self.thread % WARP)
         left, right = self.left, self.right
         ptx.matrix_descriptor(base[0], self.shared.at(self.left_at + group * (64 * SWIZZLED_BYTES)), left.leading)
-        ptx.matrix_descriptor(base[1], self.shared.at(self.right_at), right.leading)
+        right_begin = self.shared.at(self.right_at)
+        ptx.matrix_descriptor(base[1], right_begin, right.leading, right.stride, right.is_swizzled)
 
         share = self.tiling.share
         peer = local(1, "uint32")
