@@ -67,6 +67,11 @@ class GpuTarget:
     async_copies: bool
     bulk_copies: bool
 
+    @property
+    def early_launches(self) -> bool:
+        """Whether a kernel may begin while the launch before it ends (programmatic dependent launch, from 9.0)."""
+        return self.capability >= 90
+
     def multiplies(self, lhs: str, rhs: str) -> bool:
         """Whether the tensor cores multiply elements of these types: alike, or bytes of either sign, or any float8."""
         families = (_BYTES, _FP8)

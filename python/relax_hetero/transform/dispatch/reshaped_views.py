@@ -14,6 +14,8 @@ of a GPU is one that copies, so views come before. Results of a dataflow block s
 
 from __future__ import annotations
 
+from functools import partial
+
 import tvm
 from tvm import relax
 

@@ -13,8 +13,9 @@ owns, are arguments of the recorded launches; kernels that work on bindings, inp
 in a table in device memory (`tir.commands.table_kernel`). `state` is a constant that each machine replaces by memory
 of its own (`vm.region.cuda_graph`), and which constants the graph reads stands on `main_commands` (`GRAPH_CONSTANTS`).
 
-A kernel that asks for constants before it needs what others compute (`tir.cuda.core.launch.may_begin_early`) is
-launched so that it begins while the kernel before it ends.
+From compute capability 9.0 on, every kernel but the first begins while the kernel before it ends, and waits for that:
+where it was written to (`tir.cuda.core.launch.may_begin_early`), behind set-up and requests for constants, and else at
+once (`tir.commands.early_launch`).
 
 Extents that are symbolic decide how many blocks a launch has, which a graph keeps: such command buffers stay host
 functions that launch kernel by kernel. TVM's RewriteCUDAGraph captures what a function does with memory of its own,
@@ -37,11 +38,13 @@ from tvm_ffi import structural_walk
 
 from ...artifact.commands import ARENA, DIRECT, GRAPH, SLOT, Dispatch, Reference, RegionSpec, kernel_from_json
 from ...artifact.graph_layout import ENTRIES, ROWS, TABLE, Layout
+from ...target.gpu_target import gpu_target_of
 from ...target.vdevice import vdevices_of
 from ...tir.commands.command_list import Tensor
+from ...tir.commands.early_launch import launched_early, waiting_first
 from ...tir.commands.graph_functions import Launch, fetch_kernel, fill_kernel, record_function, submit_function
 from ...tir.commands.table_kernel import fetching_kernel, table_kernel, threads_of_one_block
-from ...tir.cuda.core.launch import READS_EARLY, launched_early
+from ...tir.cuda.core.launch import READS_EARLY
 from ..ir.blocks import renamed
 from ..ir.declare import declare_pass
 from ..ir.module_attrs import COMMANDS, KERNEL, is_lowered
@@ -113,11 +116,12 @@ class _Writer:
         launches = [self._launch(command, region) for command in commands]
         first = next(i for i, command in enumerate(commands) if _entries(command))
         launches[first] = self._fetching(launches[first], commands[first], count)
-        # What follows a kernel that writes the table reads addresses there as soon as it begins.
-        behind_table = (0,) if launches[first].fetching is None else (0, first + 1)
-        for i, command in enumerate(commands):
-            if i not in behind_table:
-                launches[i] = self._early(launches[i], command)
+        if gpu_target_of(target).early_launches:
+            # What follows a kernel that writes the table would read addresses there as soon as it begins.
+            behind_table = 0 if launches[first].fetching is None else first + 1
+            for i, command in enumerate(commands):
+                if launches[i].fetching is None and (i or launches[first].fetching is None):
+                    launches[i] = self._early(launches[i], command, i == behind_table)
         fetch = None
         if launches[first].fetching is None:
             fetch = self._once(("fetch", count, str(target)), lambda name: fetch_kernel(name, count, target))
@@ -128,11 +132,11 @@ class _Writer:
         return self._add(tvm.ir.GlobalVar(gv.name_hint), with_region(submit, replace(region, runs=GRAPH)))
 
     def without_unused_kernels(self) -> dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc]:
-        """The functions, less kernels of which only variants are called."""
+        """The functions, less kernels, and variants of kernels, of which only other variants are called."""
         called: set[str] = set()
         for func in self.functions.values():
             structural_walk(func.body, (tvm.ir.GlobalVar, lambda gv: called.add(gv.name_hint)))
-        kernels = {gv.name_hint for gv in self._kernels.values()}
+        kernels = {gv.name_hint for gv in (*self._kernels.values(), *self._variants.values())}
         return {gv: f for gv, f in self.functions.items() if gv.name_hint not in kernels - called}
 
     def _launch(self, command: Dispatch, region: RegionSpec) -> Launch:
@@ -152,13 +156,15 @@ class _Writer:
         variant = self._once((kernel.name_hint, entries), lambda _: table_kernel(raw, entries))
         return Launch(variant, [(TABLE, 0, _POINTER), *arguments])
 
-    def _early(self, launch: Launch, command: Dispatch) -> Launch:
-        """A launch that begins while the one before it ends, where its kernel waits for that before it needs it."""
+    def _early(self, launch: Launch, command: Dispatch, is_behind_table: bool) -> Launch:
+        """A launch that begins while the one before it ends, and waits for that at the latest before it needs it."""
         reads = self.functions[self._kernels[command.kernel]].attrs.get(READS_EARLY)
-        if reads is None or any(command.operands[int(i)].space != DIRECT for i in reads):
-            return launch
-        func = self.functions[launch.kernel]
-        return replace(launch, kernel=self._once((launch.kernel.name_hint, "early"), lambda _: launched_early(func)))
+        reads_others = reads is None or any(command.operands[int(i)].space != DIRECT for i in reads)
+        func, is_first = self.functions[launch.kernel], reads_others or is_behind_table
+        key = (launch.kernel.name_hint, "early", is_first)
+        return replace(
+            launch, kernel=self._once(key, lambda _: launched_early(waiting_first(func) if is_first else func))
+        )
 
     def _fetching(self, launch: Launch, command: Dispatch, slots: int) -> Launch:
         """The first launch that needs the table, with the kernel that fetches it where one block does all its work."""
@@ -173,7 +179,7 @@ class _Writer:
 
     def _once(self, key: tuple[Any, ...], make: Any) -> tvm.ir.GlobalVar:
         if key not in self._variants:
-            suffix = "early" if key[1] == "early" else "table"
+            suffix = "early" if key[1:2] == ("early",) else "table"
             gv = fresh_global_var(f"{key[0]}_{suffix}", tvm.ir.Type.missing(), self._taken)
             self._variants[key] = self._add(gv, make(gv.name_hint))
         return self._variants[key]

@@ -108,7 +108,7 @@ def test_a_reshape_of_a_reshape_reads_what_that_reads_within_its_block():
         for _, f in relax_functions(with_merged_reshapes(_model("cuda:0")))
         for b in walk_bindings(f)
     }
-    assert found["c"].args[0].name == "negative"
+    assert found["b"].args[0].name == "negative"
     assert found["f"].args[0].name == "b", "the variable that this one shows exists in the block alone"
     assert found["g"].args[0].name == "b"
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tvm import tirx
 from tvm.script import tirx as _instructions
 from tvm.script.ir_builder import tirx as T
 
@@ -330,6 +331,11 @@ def wait_for_launches_before() -> None:
 def let_next_launch_begin() -> None:
     """The launch after this one may begin, up to its `wait_for_launches_before`."""
     _emit("griddepcontrol.launch_dependents")
+
+
+def waiting_statements() -> list[tirx.Stmt]:
+    """The statements of the two above, for a kernel that is written already."""
+    return [tirx.Evaluate(_PTX[f"griddepcontrol.{name}"]()) for name in ("wait", "launch_dependents")]
 
 
 # Tensor cores of all GPUs: one warp multiplies fragments that lie in registers.
