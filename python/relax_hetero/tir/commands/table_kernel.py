@@ -43,7 +43,7 @@ def is_one_launch(kernel: tirx.PrimFunc) -> bool:
 
     Only such a one can be called by another function: TVM then takes its body for code of the device.
     """
-    return _nest(kernel) is not None
+    return nest_of(kernel) is not None
 
 
 def waits_before_use(raw: tirx.PrimFunc, entries: Collection[int]) -> bool:
@@ -102,7 +102,7 @@ def fetching_kernel(raw: tirx.PrimFunc, entries: Collection[int], fetch: tirx.Pr
     tirx.PrimFunc
         Its parameters are those of `fetch`, then the kernel's.
     """
-    nest = _nest(fetch)
+    nest = nest_of(fetch)
     assert nest is not None, "a kernel of one launch is expected"
     before = [nest, tirx.Evaluate(tirx.op.tvm_storage_sync("shared"))]
     return _with_table(raw, entries, fetch.params[1], before, list(fetch.params))
@@ -110,7 +110,7 @@ def fetching_kernel(raw: tirx.PrimFunc, entries: Collection[int], fetch: tirx.Pr
 
 def threads_of_one_block(kernel: tirx.PrimFunc) -> tirx.IntImm | None:
     """The threads along x of a kernel of one launch and one block, as it counts them; None where there are more."""
-    nest = _nest(kernel)
+    nest = nest_of(kernel)
     if nest is None:
         return None
     extents: dict[str, tirx.IntImm | None] = {}
@@ -135,7 +135,7 @@ def _with_table(
     params: list[tirx.Var],
     behind_wait: bool = False,
 ) -> tirx.PrimFunc:
-    nest = _nest(raw)
+    nest = nest_of(raw)
     assert nest is not None, "a kernel of one launch is expected"
     words = tirx.decl_buffer((tirx.const(MOST_ENTRIES, "int64"),), "int64", "words")
     pointers = [raw.params[i] for i in entries]
@@ -178,7 +178,7 @@ def _with_table(
     return tirx.PrimFunc([*params, *own], body, raw.ret_type, raw.attrs, raw.span)
 
 
-def _nest(kernel: tirx.PrimFunc) -> tirx.For | None:
+def nest_of(kernel: tirx.PrimFunc) -> tirx.For | None:
     """The one thread-bound nest of a kernel; None for one that does anything else."""
     work = [statement for statement in _outermost(kernel) if not isinstance(statement, _NO_WORK)]
     if len(work) != 1 or not isinstance(work[0], tirx.For) or work[0].kind != tirx.ForKind.THREAD_BINDING:

@@ -18,7 +18,17 @@ from ..ir.op_names import CAST
 from ..ir.relax_expressions import to_expression
 from ..ir.rewriting import handle, is_tensor_constant, op_name
 from .name_filter import NameFilter, kept_call
-from .precision_rules import MOVING, PRODUCTS, READ_EXACTLY, STORED_ANYWAY, is_product, is_wide, low_constant
+from .precision_devices import PrecisionDevices
+from .precision_rules import (
+    MOVING,
+    PRODUCTS,
+    READ_EXACTLY,
+    ROUNDED_ON_GPUS,
+    STORED_ANYWAY,
+    is_product,
+    is_wide,
+    low_constant,
+)
 
 _DEQUANTIZING = ("relax.multiply", "relax.divide", "relax.subtract", CAST)
 _BYTES = ("int8", "uint8")
@@ -34,6 +44,8 @@ class LowPrecisionValues:
     dtype : str
         The low type.
     kept : NameFilter
+    where : PrecisionDevices
+        Devices whose products are rounded.
 
     Attributes
     ----------
@@ -45,13 +57,13 @@ class LowPrecisionValues:
         What the function, its branches and local functions end with: it keeps its type.
     """
 
-    def __init__(self, func: relax.Function, dtype: str, kept: NameFilter) -> None:
+    def __init__(self, func: relax.Function, dtype: str, kept: NameFilter, where: PrecisionDevices) -> None:
         self.carried: set[relax.Var] = set()
         self.products: set[relax.Var] = set()
         rounded = cache(lambda key: low_constant(self._constants[key], dtype))
         self._constants: dict[int, tvm.ir.GenericConst] = {}
         self._rounded: Callable[[int], tvm.ir.GenericConst | None] = rounded
-        self._kept = kept
+        self._kept, self._where, self._dtype = kept, where, dtype
         self._bindings = list(_in_order(func.body))
         self._definitions = {binding.var: binding.value for binding in self._bindings}
         self.ends = {var for sequence in [func.body, *_inside(self._bindings)] for var in used_vars(sequence.body)}
@@ -79,9 +91,12 @@ class LowPrecisionValues:
         return isinstance(value, relax.Tuple) or op_name(value) in MOVING
 
     def is_rounded(self, var: relax.Var) -> bool:
-        """Whether all that reads a value reads it rounded: one that is carried, made here, and not by a norm."""
-        is_made_here = var in self.carried and var in self._definitions
-        return is_made_here and op_name(self._definitions[var]) not in READ_EXACTLY
+        """Whether all that reads a value reads it rounded: one that is carried, made here, and not exactly read."""
+        if var not in self.carried or var not in self._definitions:
+            return False
+        if op_name(self._definitions[var]) not in READ_EXACTLY:
+            return True
+        return self._dtype in ROUNDED_ON_GPUS and self._where.is_gpu(var)
 
     def _find_products(self) -> None:
         """Forward: products whose operands fit into the low type and are not integers in disguise."""
@@ -93,9 +108,17 @@ class LowPrecisionValues:
                 continue
             if any(arg in unfit or self._is_beyond(arg) for arg in _tensors(value)):
                 unfit.add(var)
-            elif name in PRODUCTS and is_product(value) and not kept_call(self._kept, var, value):
+            elif (
+                name in PRODUCTS
+                and is_product(value)
+                and self._where.has(var)
+                and not kept_call(self._kept, var, value)
+            ):
                 if not any(self._is_of_bytes(arg) for arg in value.args):
                     self.products.add(var)
+
+    def _is_meant(self, var: relax.Var, value: relax.Expr) -> bool:
+        return self._where.has(var) and not kept_call(self._kept, var, value)
 
     def _is_beyond(self, expr: relax.Expr) -> bool:
         return is_tensor_constant(expr) and is_wide(expr.ty) and self.constant(expr) is None

@@ -13,9 +13,9 @@ owns, are arguments of the recorded launches; kernels that work on bindings, inp
 in a table in device memory (`tir.commands.table_kernel`). `state` is a constant that each machine replaces by memory
 of its own (`vm.region.cuda_graph`), and which constants the graph reads stands on `main_commands` (`GRAPH_CONSTANTS`).
 
-A kernel that asks for constants before it needs what others compute (`tir.cuda.core.launch.may_begin_early`) is
-launched so that it begins while the kernel before it ends; also behind the one that brings the table, if it uses
-bindings only when it has waited for that.
+From compute capability 9.0 on, every kernel but the first begins while the kernel before it ends, and waits for that:
+where it was written to (`tir.cuda.core.launch.may_begin_early`), behind set-up and requests for constants, and else at
+once (`tir.commands.early_launch`). The one behind the kernel that brings the table reads it when it has waited.
 
 Extents that are symbolic decide how many blocks a launch has, which a graph keeps: such a command buffer has a graph
 for each set of extents that it meets (`vm.region.cuda_graph`). TVM's RewriteCUDAGraph captures what a function does
@@ -39,11 +39,13 @@ from tvm_ffi import structural_walk
 
 from ...artifact.commands import ARENA, DIRECT, GRAPH, SLOT, WRITE, Dispatch, Reference, RegionSpec, kernel_from_json
 from ...artifact.graph_layout import ENTRIES, ROWS, TABLE, Layout
+from ...target.gpu_target import gpu_target_of
 from ...target.vdevice import vdevices_of
 from ...tir.commands.command_list import Tensor
+from ...tir.commands.early_launch import launched_early, waiting_first
 from ...tir.commands.graph_functions import Launch, fetch_kernel, fill_kernel, record_function, submit_function
 from ...tir.commands.table_kernel import fetching_kernel, table_kernel, threads_of_one_block, waits_before_use
-from ...tir.cuda.core.launch import READS_EARLY, launched_early
+from ...tir.cuda.core.launch import READS_EARLY
 from ..ir.blocks import renamed
 from ..ir.declare import declare_pass
 from ..ir.module_attrs import COMMANDS, KERNEL, is_lowered
@@ -127,9 +129,10 @@ class _Writer:
         if launches[first].fetching is None:
             behind_table = 0
             fetch = self._once(("fetch", count, str(target)), lambda name: fetch_kernel(name, count, target))
-        for i, command in enumerate(commands):
-            if i > 0 or fetch is not None:
-                launches[i] = self._early(launches[i], command, i == behind_table)
+        if gpu_target_of(target).overlaps_launches:
+            for i, command in enumerate(commands):
+                if launches[i].fetching is None and (i > 0 or fetch is not None):
+                    launches[i] = self._early(launches[i], command, i == behind_table)
         fill = self._once(("fill", str(target)), lambda name: fill_kernel(name, target))
         record = fresh_global_var(f"{gv.name_hint}_record", tvm.ir.Type.missing(), self._taken)
         self._add(record, record_function(record.name_hint, count, launches, fetch, fill, target, parameters))
@@ -138,7 +141,7 @@ class _Writer:
         return self._add(tvm.ir.GlobalVar(gv.name_hint), submit)
 
     def without_unused_kernels(self) -> dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc]:
-        """The functions, less kernels that are not called: those of which only variants are, and variants of these."""
+        """The functions, less kernels, and variants of kernels, of which only other variants are called."""
         called: set[str] = set()
         for func in self.functions.values():
             structural_walk(func.body, (tvm.ir.GlobalVar, lambda gv: called.add(gv.name_hint)))
@@ -162,22 +165,23 @@ class _Writer:
         return Launch(variant, [(TABLE, 0, _POINTER), *arguments])
 
     def _early(self, launch: Launch, command: Dispatch, is_behind_table: bool) -> Launch:
-        """A launch that begins while the one before it ends, where its kernel waits for that before it needs it.
+        """A launch that begins while the one before it ends, and waits for that at the latest before it needs it.
 
         Kernels read addresses in the table as soon as they begin, but for the one behind the kernel that writes it.
         """
         kernel, entries = self._kernels[command.kernel], _entries(command)
         raw = self.functions[kernel]
         reads = raw.attrs.get(READS_EARLY)
-        if reads is None or any(command.operands[int(i)].space != DIRECT for i in reads):
-            return launch
-        if is_behind_table and entries:
-            if not waits_before_use(raw, entries):
-                return launch
-            key = (kernel.name_hint, entries, "behind wait")
-            launch = replace(launch, kernel=self._once(key, lambda _: table_kernel(raw, entries, behind_wait=True)))
+        waits_itself = reads is not None and all(command.operands[int(i)].space == DIRECT for i in reads)
+        if waits_itself and is_behind_table and entries:
+            waits_itself = waits_before_use(raw, entries)
+            if waits_itself:
+                key = (kernel.name_hint, entries, "behind wait")
+                launch = replace(launch, kernel=self._once(key, lambda _: table_kernel(raw, entries, behind_wait=True)))
         func = self.functions[launch.kernel]
-        return replace(launch, kernel=self._once((launch.kernel.name_hint, "early"), lambda _: launched_early(func)))
+        key = (launch.kernel.name_hint, "early", waits_itself)
+        early = self._once(key, lambda _: launched_early(func if waits_itself else waiting_first(func)))
+        return replace(launch, kernel=early)
 
     def _fetching(self, launch: Launch, command: Dispatch, slots: int) -> Launch:
         """The first launch that needs the table, with the kernel that fetches it where one block does all its work."""
@@ -192,7 +196,7 @@ class _Writer:
 
     def _once(self, key: tuple[Any, ...], make: Any) -> tvm.ir.GlobalVar:
         if key not in self._variants:
-            suffix = "early" if key[1] == "early" else "table"
+            suffix = "early" if key[1:2] == ("early",) else "table"
             gv = fresh_global_var(f"{key[0]}_{suffix}", tvm.ir.Type.missing(), self._taken)
             self._variants[key] = self._add(gv, make(gv.name_hint))
         return self._variants[key]

@@ -138,36 +138,61 @@ def test_constants_of_a_graph_travel_with_it_until_the_module_is_linked():
 
 def test_kernels_read_the_table_only_for_bindings():
     found = functions(form_cuda_graphs(recorded(Steps)))
-    assert {"step", "step_table", "step_table_1", "join_table", "join_table_1"} <= set(found)
-    assert "join" not in found  # each call of it has a binding
+    assert {"step_table", *EARLY} <= set(found)
+    # Each call of `join` has a binding; variants that no launch uses are not compiled.
+    assert not {"join", "step", "join_table", "step_table_1"} & set(found)
     record = found["main_commands_record"].script()
-    names = ("fill_table", "step_table_2", "step_table", "step", "step_table_1", "join_table", "join_table_1")
+    names = ("fill_table", "step_table_2", "step_table", *EARLY)
     order = [record.index(f" {name}(") for name in names]
     assert order == sorted(order)
     assert COMMANDS not in found["main_commands_record"].attrs
 
 
-def test_kernels_begin_early_where_they_read_constants_first_and_no_fresh_table():
-    """What comes before their wait: addresses in the table, which the first launch brings, and constants."""
-    mod = recorded(Steps)
-    marked = {
-        gv: func.with_attr(READS_EARLY, [1]) if gv.name_hint == "join" else func for gv, func in mod.functions.items()
-    }
-    found = functions(form_cuda_graphs(tvm.IRModule(marked, global_infos=mod.global_infos)))
-    early = {name for name, func in found.items() if "tirx.kernel_launch_params" in func.attrs}
-    assert early == {"join_table_1_early"}  # of the other call, operand 1 is an input
-    # Its operands may be written while it runs: the CUDA compiler must not take them for constant.
-    assert not found["join_table_1_early"].attrs["tirx.noalias"]
-    assert " join_table_1_early(" in found["main_commands_record"].script()
-    marked = {
-        gv: func.with_attr(READS_EARLY, []) if gv.name_hint in ("step", "join") else func
+def marked(mod, **reads):
+    """The module with notes at kernels that wait for launches before them where they were written to."""
+    functions = {
+        gv: func.with_attr(READS_EARLY, reads[gv.name_hint]) if gv.name_hint in reads else func
         for gv, func in mod.functions.items()
     }
-    found = functions(form_cuda_graphs(tvm.IRModule(marked, global_infos=mod.global_infos)))
-    record = found["main_commands_record"].script()
-    assert " step_table(" in record, "this follows the kernel that brings the table, and reads it before it waits"
-    assert " step_early(" in record, "this does not read the table"
-    assert " step_table_1_early(" in record
+    return tvm.IRModule(functions, global_infos=mod.global_infos)
+
+
+def early(found):
+    """Kernels that begin early, and whether they wait before all else."""
+    tagged = {name: func for name, func in found.items() if "tirx.kernel_launch_params" in func.attrs}
+    # The CUDA compiler must not take operands for constant.
+    assert not any(func.attrs["tirx.noalias"] for func in tagged.values())
+    texts = {name: func.script() for name, func in tagged.items()}
+    return {name: 0 < text.find("griddepcontrol") < text.index("threadIdx") for name, text in texts.items()}
+
+
+EARLY = ("step_early", "step_table_1_early", "join_table_early", "join_table_1_early")
+
+
+def test_every_kernel_but_the_first_begins_early_and_waits():
+    found = functions(form_cuda_graphs(recorded(Steps)))
+    # The first step brings the table; the others wait before they read addresses there.
+    assert early(found) == dict.fromkeys(EARLY, True)
+    order = [found["main_commands_record"].script().index(f" {name}(") for name in EARLY]
+    assert order == sorted(order)
+    text = found["step_table_1_early"].script()
+    assert 0 < text.find("launch_dependents") < text.index("words"), text
+
+
+def test_kernels_wait_where_they_were_written_to_if_they_read_constants_and_no_fresh_table_before():
+    """What comes before their wait: addresses in the table, which the first launch brings, and constants."""
+    mod = recorded(Steps)
+    found = early(functions(form_cuda_graphs(marked(mod, join=[1]))))
+    # Of the first call of `join`, operand 1 is an input.
+    assert found == dict(zip(EARLY, (True, True, True, False), strict=True))
+    found = early(functions(form_cuda_graphs(marked(mod, join=[], step=[]))))
+    assert found == dict(zip(EARLY, (True, False, False, False), strict=True)), "the first would read a fresh table"
+
+
+def test_gpus_that_cannot_begin_early_do_not():
+    older = rh.VDevice({"kind": "cuda", "arch": "sm_89"})
+    found = functions(form_cuda_graphs(recorded(rh.transform.UpdateVDevice(older, 0)(Steps))))
+    assert not early(found) and "main_commands_record" in found
 
 
 def test_memory_of_a_graph_with_several_constants():
@@ -190,7 +215,7 @@ def test_memory_of_a_graph_with_several_constants():
 def test_code_of_a_graph():
     exe = rh.compile(Steps)
     code = sources(exe.module)
-    for kernel in ("step", "step_table", "join_table", "fill_table"):
+    for kernel in ("step_early", "step_table", "join_table_early", "fill_table"):
         assert f" {kernel}_kernel(" in code
     assert "fetch_table" not in code  # the first kernel is one block, and fetches the bindings itself
     fetching = code[code.rindex(" step_table_2_kernel(") :].split("{", 1)[1]
@@ -216,7 +241,7 @@ def test_bindings_are_fetched_by_a_kernel_of_its_own_before_many_blocks():
     record = found["main_commands_record"].script()
     order = [
         record.index(f" {name}(")
-        for name in ("fetch_table", "fill_table", "softmax_64x1000_cuda_0_table", "transpose_table")
+        for name in ("fetch_table", "fill_table", "softmax_64x1000_cuda_0_table_early", "transpose_table_early")
     ]
     assert order == sorted(order)
 

@@ -137,14 +137,3 @@ def may_begin_early(kernel: tirx.PrimFunc, operands: Sequence[int] = ()) -> tirx
     has waited, not before.
     """
     return kernel.with_attr(READS_EARLY, list(operands))
-
-
-def launched_early(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
-    """The kernel, launched so that it does begin early.
-
-    TVM hands the tag on to the driver ("programmatic stream serialization"), and capturing a stream keeps it, as an
-    edge of the graph. The kernel promises no longer that its tensors do not overlap: the CUDA compiler would take what
-    nobody in it writes for constant, and may read it before the wait.
-    """
-    tagged = kernel.with_attr("tirx.kernel_launch_params", ["tirx.use_programtic_dependent_launch"])
-    return tagged.with_attr("tirx.noalias", False)
