@@ -12,6 +12,10 @@ ROWS, TOLD_EVERY = 16, 4
 """A submission's row is free again when the device has begun with a later one, of which it tells the host about every
 fourth: that write takes a microsecond. Where no row is free, a submission waits."""
 
+WAYS = 8
+"""Graphs among which the code of a submission finds the one that was recorded for the parameters of this call; where a
+command buffer has more, the machine finds it."""
+
 # Of the state. Some are written by the host alone, one by the device alone: that has a cache line of its own.
 LAUNCH, GET_STREAM, GRAPH, DEVICE, SUBMITTED, CONSUMED = 0, 1, 2, 3, 4, 8
 _STAGED = 16
@@ -28,9 +32,14 @@ FILLED_AT_ONCE = 32
 
 @dataclass(frozen=True)
 class Layout:
-    """The positions of the words of a command buffer with a number of slots."""
+    """The positions of the words of a command buffer with a number of slots, and of parameters.
+
+    A graph keeps the numbers it was recorded with, so a command buffer with parameters has a graph for each of their
+    values.
+    """
 
     slots: int
+    parameters: int = 0
 
     @property
     def staged(self) -> int:
@@ -38,14 +47,29 @@ class Layout:
         return _STAGED
 
     @property
+    def values(self) -> int:
+        """In the state, the parameters of a submission that the code leaves to the machine."""
+        return _STAGED + self.slots
+
+    @property
+    def ways(self) -> int:
+        """In the state, the first of `WAYS` graphs, each followed by the values of its parameters."""
+        return self.values + self.parameters
+
+    @property
+    def way(self) -> int:
+        """Words of one of them; 0 where there are no parameters, and the one graph stands at `GRAPH`."""
+        return 1 + self.parameters if self.parameters else 0
+
+    @property
     def ring(self) -> int:
         """In the state, the first of `ROWS` rows of bindings."""
-        return _STAGED + self.slots
+        return self.ways + WAYS * self.way
 
     @property
     def state(self) -> int:
         """Words of the state."""
-        return _STAGED + (1 + ROWS) * self.slots
+        return self.ring + ROWS * self.slots
 
     @property
     def table(self) -> int:

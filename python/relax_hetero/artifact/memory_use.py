@@ -120,7 +120,8 @@ class Walk:
         for tensor in _in_commands(region, self._kernels):
             begin, end = (*when, tensor.first), (*when, tensor.last, inf)
             if tensor.slot is None:
-                if region.runs != GRAPH:  # whose arena the machine owns
+                # The arena of a graph is the machine's; counted here where its size is that of the largest call.
+                if region.runs != GRAPH or isinstance(region.arena, str):
                     self.tensors.append(Use(region.device, evaluate(tensor.nbytes, sizes), begin, end))
             elif (number := step.slots[tensor.slot]) >= 0:
                 from_step, to_step = moments[number]

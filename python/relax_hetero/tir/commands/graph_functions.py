@@ -15,7 +15,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...artifact import graph_layout as state
-from ...artifact.graph_layout import FILLED_AT_ONCE, ROWS, TOLD_EVERY, Layout
+from ...artifact.graph_layout import FILLED_AT_ONCE, ROWS, TOLD_EVERY, WAYS, Layout
 from ..core.builder import Expr, Function
 from .command_list import Tensor
 
@@ -36,37 +36,53 @@ _TEXT = (
 class Launch:
     """A kernel and its arguments: numbers, or words of the plan with a byte offset, which are addresses.
 
+    Numbers and offsets may be expressions over the parameters of the command buffer.
+
     `fetching` is a kernel that brings a row of the ring into the table before it does the same.
     """
 
     kernel: tvm.ir.GlobalVar
-    arguments: Sequence[Expr | tuple[int, int, tvm.ir.Type]]
+    arguments: Sequence[Expr | tuple[int, Expr, tvm.ir.Type]]
     fetching: tvm.ir.GlobalVar | None = None
 
 
 def submit_function(
-    name: str, inputs: Sequence[Tensor], results: Sequence[Tensor], target: tvm.target.Target
+    name: str,
+    inputs: Sequence[Tensor],
+    results: Sequence[Tensor],
+    target: tvm.target.Target,
+    parameters: Sequence[tirx.Var] = (),
+    numbers: Sequence[tirx.Var] = (),
 ) -> tirx.PrimFunc:
-    """A PrimFunc of inputs, the state and results that submits the graph.
+    """A PrimFunc of inputs, the state, `numbers` and results that submits the graph.
+
+    Parameters
+    ----------
+    parameters : sequence of Var
+        Of the command buffer, int64: each is an extent of a tensor, or one of `numbers`.
 
     What it is given is checked as arguments of any kernel are. Where there is no graph, or no free row, it leaves the
     submission to the machine (``relax_hetero.submit_graph``).
     """
-    layout = Layout(len(inputs) + len(results))
+    layout = Layout(len(inputs) + len(results), len(parameters))
     with Function(name) as function:
         given = [function.argument(tensor.name, tensor.shape, tensor.dtype) for tensor in inputs]
         words = function.argument("state", [_word(layout.state)], _WORD)
+        for number in numbers:
+            T.arg(number.name, number)
         given += [function.argument(tensor.name, tensor.shape, tensor.dtype) for tensor in results]
         with function.body(), T.attr(tirx.const(0, "int32"), "pragma_import_llvm", _TEXT):
             addresses = [_address(tensor) for tensor in given]
-            _submit(words, addresses, layout, target.get_target_device_type())
+            _submit(words, addresses, parameters, layout, target.get_target_device_type())
     # The code that is called by address reads the state, so nothing may be known of who else does.
     return _on(function, target).with_attr({"tirx.noalias": False})
 
 
-def _submit(words: Any, addresses: Sequence[Expr], layout: Layout, device_type: int) -> None:
+def _submit(
+    words: Any, addresses: Sequence[Expr], parameters: Sequence[Expr], layout: Layout, device_type: int
+) -> None:
     ticket = T.bind(words[_word(state.SUBMITTED)])
-    graph = T.bind(words[_word(state.GRAPH)])
+    graph = _graph_for(words, parameters, layout) if parameters else T.bind(words[_word(state.GRAPH)])
     with T.If(tirx.all(graph != 0, ticket - words[_word(state.CONSUMED)] < ROWS)):
         with T.Then():
             row = T.bind(layout.ring + tirx.truncmod(ticket, _word(ROWS)) * layout.slots)
@@ -82,7 +98,21 @@ def _submit(words: Any, addresses: Sequence[Expr], layout: Layout, device_type: 
         with T.Else():
             for number, address in enumerate(addresses):
                 T.buffer_store(words, address, [_word(layout.staged + number)])
+            for number, value in enumerate(parameters):
+                T.buffer_store(words, value, [_word(layout.values + number)])
             T.evaluate(tirx.call_packed("relax_hetero.submit_graph", _address(words)))
+
+
+def _graph_for(words: Any, parameters: Sequence[Expr], layout: Layout) -> Expr:
+    """The graph that was recorded for the parameters, 0 where there is none."""
+    found = T.alloc_buffer((1,), _WORD, scope="global")
+    T.buffer_store(found, _word(0), [_word(0)])
+    with T.serial(_word(WAYS)) as way:
+        entry = layout.ways + way * layout.way
+        alike = [tirx.EQ(words[entry + (1 + number)], value) for number, value in enumerate(parameters)]
+        with T.If(alike[0] if len(alike) == 1 else tirx.all(*alike)), T.Then():
+            T.buffer_store(found, words[entry], [_word(0)])
+    return T.bind(found[_word(0)])
 
 
 def record_function(
@@ -92,18 +122,21 @@ def record_function(
     fetch: tvm.ir.GlobalVar | None,
     fill: tvm.ir.GlobalVar,
     target: tvm.target.Target,
+    parameters: Sequence[tirx.Var] = (),
 ) -> tirx.PrimFunc:
-    """A PrimFunc of the plan's address that launches all kernels on the current stream.
+    """A PrimFunc of the plan's address, and of parameters, that launches all kernels on the current stream.
 
     First `fetch`, or the launch that does this too, brings a row of the ring into the table, to be recorded; or, where
     the plan names no ring, `fill` writes the plan's bindings there, and the launches are the submission itself.
     """
     with Function(name) as function:
         plan = T.arg("plan", T.handle(_WORD))
+        for parameter in parameters:
+            T.arg(parameter.name, parameter)
         with function.body():
             words = T.decl_buffer((_word(1),), _WORD, data=plan)
 
-            def address(number: int, offset: int = 0, ty: tvm.ir.Type = _POINTER) -> Expr:
+            def address(number: int, offset: Expr = 0, ty: tvm.ir.Type = _POINTER) -> Expr:
                 return tirx.reinterpret(ty, words[_word(number)] + offset)
 
             def launch(kernel: tvm.ir.GlobalVar, *arguments: Expr) -> None:

@@ -16,9 +16,10 @@ of its own (`vm.region.cuda_graph`), and which constants the graph reads stands 
 A kernel that asks for constants before it needs what others compute (`tir.cuda.core.launch.may_begin_early`) is
 launched so that it begins while the kernel before it ends.
 
-Extents that are symbolic decide how many blocks a launch has, which a graph keeps: such command buffers stay host
-functions that launch kernel by kernel. TVM's RewriteCUDAGraph captures what a function does with memory of its own,
-with inputs and outputs outside of the graph, and weights as they were at the first call.
+Extents that are symbolic decide how many blocks a launch has, which a graph keeps: such a command buffer has a graph
+for each of their values that comes again, and the code of a submission finds the right one. TVM's RewriteCUDAGraph
+captures what a function does with memory of its own, with inputs and outputs outside of the graph, and weights as they
+were at the first call.
 
 Assumes FormCommandBuffers. A lowered module is returned as it is; a second run changes nothing. The result needs a
 machine that records graphs, so `rh.compile` runs this pass and `rh.get_pipeline` leaves it out.
@@ -27,24 +28,40 @@ machine that records graphs, so `rh.compile` runs this pass and `rh.get_pipeline
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import tvm
 from tvm import relax, tirx
+from tvm.tirx.buffer import is_buffer_var
 from tvm_ffi import structural_walk
 
-from ...artifact.commands import ARENA, DIRECT, GRAPH, SLOT, Dispatch, Reference, RegionSpec, kernel_from_json
+from ...artifact.commands import (
+    ARENA,
+    DIRECT,
+    GRAPH,
+    SLOT,
+    WRITE,
+    Dispatch,
+    Reference,
+    RegionSpec,
+    SlotSpec,
+    kernel_from_json,
+)
+from ...artifact.dims import parse_dim
 from ...artifact.graph_layout import ENTRIES, ROWS, TABLE, Layout
 from ...target.vdevice import vdevices_of
 from ...tir.commands.command_list import Tensor
+from ...tir.commands.dim_values import dim_value
 from ...tir.commands.graph_functions import Launch, fetch_kernel, fill_kernel, record_function, submit_function
 from ...tir.commands.table_kernel import fetching_kernel, table_kernel, threads_of_one_block
 from ...tir.cuda.core.launch import READS_EARLY, launched_early
 from ..ir.blocks import renamed
 from ..ir.declare import declare_pass
 from ..ir.module_attrs import COMMANDS, KERNEL, is_lowered
+from ..ir.op_names import CALL_TIR, CALL_TIR_INPLACE
 from ..ir.rewriting import copy_module, fresh_global_var, map_bindings, op_name, relax_functions, typed
 from .region_attrs import regions_of, with_region
 
@@ -80,7 +97,23 @@ FormCudaGraphs = declare_pass("FormCudaGraphs", form_cuda_graphs)
 
 
 def _can_be_graph(func: tirx.PrimFunc, region: RegionSpec) -> bool:
-    return func.attrs["target"].kind.name == "cuda" and not region.parameters and region.runs != GRAPH
+    is_cuda = func.attrs["target"].kind.name == "cuda" and region.runs != GRAPH
+    return is_cuda and all(str(p.ty.dtype) == "int64" for p in _numbers(func)) and _says_all(region)
+
+
+def _numbers(func: tirx.PrimFunc) -> list[tirx.Var]:
+    """Parameters of a command buffer's host function that are no tensors."""
+    return [param for param in func.params if not is_buffer_var(param)]
+
+
+def _says_all(region: RegionSpec) -> bool:
+    """Whether all extents, offsets and numbers of a region are written over its parameters."""
+    dims: list[Any] = [region.arena, *(dim for slot in region.slots for dim in slot.shape or ())]
+    for command in region.commands:
+        if isinstance(command, Dispatch):
+            dims += [*command.scalars, *(operand.offset for operand in command.operands)]
+    texts = [parse_dim(dim) for dim in dims if isinstance(dim, str)]
+    return all(text.evaluate is not None and text.names <= {*region.parameters} for text in texts)
 
 
 class _Writer:
@@ -106,11 +139,9 @@ class _Writer:
         """Replace a host function by those of a graph; the one that submits it is returned."""
         old = self.functions.pop(gv)
         target, count = old.attrs["target"], len(region.slots)
-        tensors = [Tensor(str(p.name), list(p.ty.shape), str(p.ty.dtype)) for p in old.params]
-        inputs = sum(slot.access == "read" for slot in region.slots)
-        results = tensors[inputs + len(region.directs) :][: count - inputs]
+        values = {name: tirx.Var(name, "int64") for name in region.parameters}
         commands = [command for command in region.commands if isinstance(command, Dispatch)]
-        launches = [self._launch(command, region) for command in commands]
+        launches = [self._launch(command, region, values) for command in commands]
         first = next(i for i, command in enumerate(commands) if _entries(command))
         launches[first] = self._fetching(launches[first], commands[first], count)
         # What follows a kernel that writes the table reads addresses there as soon as it begins.
@@ -123,8 +154,20 @@ class _Writer:
             fetch = self._once(("fetch", count, str(target)), lambda name: fetch_kernel(name, count, target))
         fill = self._once(("fill", str(target)), lambda name: fill_kernel(name, target))
         record = fresh_global_var(f"{gv.name_hint}_record", tvm.ir.Type.missing(), self._taken)
-        self._add(record, record_function(record.name_hint, count, launches, fetch, fill, target))
-        submit = submit_function(gv.name_hint, tensors[:inputs], results, target).without_attr("global_symbol")
+        self._add(
+            record, record_function(record.name_hint, count, launches, fetch, fill, target, list(values.values()))
+        )
+        # Each function has variables of its own.
+        values = {name: tirx.Var(name, "int64") for name in region.parameters}
+        inputs, results = (
+            [_tensor(slot, values) for slot in region.slots if (slot.access == WRITE) == is_result]
+            for is_result in (False, True)
+        )
+        said = {dim for slot in region.slots for dim in slot.shape or ()}
+        numbers = [var for name, var in values.items() if name not in said]
+        assert len(numbers) == len(_numbers(old)), "the call gives what no extent says"
+        submit = submit_function(gv.name_hint, inputs, results, target, list(values.values()), numbers)
+        submit = submit.without_attr("global_symbol")
         return self._add(tvm.ir.GlobalVar(gv.name_hint), with_region(submit, replace(region, runs=GRAPH)))
 
     def without_unused_kernels(self) -> dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc]:
@@ -135,18 +178,18 @@ class _Writer:
         kernels = {gv.name_hint for gv in self._kernels.values()}
         return {gv: f for gv, f in self.functions.items() if gv.name_hint not in kernels - called}
 
-    def _launch(self, command: Dispatch, region: RegionSpec) -> Launch:
+    def _launch(self, command: Dispatch, region: RegionSpec, values: Mapping[str, tirx.Var]) -> Launch:
         kernel = self._kernels[command.kernel]
         raw = self.functions[kernel]
         entries = _entries(command)
         arguments: list[Any] = [
             tirx.const(ENTRIES + operand.index, "int32")
             if i in entries
-            else (*_word(operand, region), raw.params[i].ty)
+            else (*_word(operand, region, values), raw.params[i].ty)
             for i, operand in enumerate(command.operands)
         ]
         numbers = raw.params[len(arguments) :]
-        arguments += [tirx.const(value, p.ty.dtype) for p, value in zip(numbers, command.scalars, strict=True)]
+        arguments += [_number(value, p, values) for p, value in zip(numbers, command.scalars, strict=True)]
         if not entries:
             return Launch(kernel, arguments)
         variant = self._once((kernel.name_hint, entries), lambda _: table_kernel(raw, entries))
@@ -191,10 +234,25 @@ def _entries(command: Dispatch) -> tuple[int, ...]:
     return tuple(i for i, operand in enumerate(command.operands) if operand.space == SLOT)
 
 
-def _word(operand: Reference, region: RegionSpec) -> tuple[int, int]:
+def _word(operand: Reference, region: RegionSpec, values: Mapping[str, tirx.Var]) -> tuple[int, Any]:
     """The word of the plan that a direct reference or one to the arena starts from, and its offset."""
     first = Layout(len(region.slots)).directs
-    return first + (len(region.directs) if operand.space == ARENA else operand.index), int(operand.offset)
+    offset = operand.offset if isinstance(operand.offset, int) else dim_value(operand.offset, values)
+    return first + (len(region.directs) if operand.space == ARENA else operand.index), offset
+
+
+def _number(value: Any, param: tirx.Var, values: Mapping[str, tirx.Var]) -> Any:
+    """A number that a kernel takes."""
+    dtype = str(param.ty.dtype)
+    if not isinstance(value, str):
+        return tirx.const(value, dtype)
+    number = dim_value(value, values)
+    return number if dtype == "int64" else tirx.Cast(dtype, number)
+
+
+def _tensor(slot: SlotSpec, values: Mapping[str, tirx.Var]) -> Tensor:
+    assert slot.shape is not None, "tensors of a model have shapes"
+    return Tensor(slot.name, [dim_value(dim, values) for dim in slot.shape], slot.dtype)
 
 
 class _Calls:
@@ -216,24 +274,46 @@ class _Calls:
         self._submits, self._vdevices = submits, vdevices
         self._regions = {gv.name_hint: region for gv, region in chosen.items()}
         self._names: dict[relax.Var, relax.Expr] = {}
+        self._arenas: dict[relax.Var, int] = {}  # of calls, where in the results the arena was
 
     def change(self, binding: relax.Binding) -> relax.Binding:
         """A binding, with the state for constants and without an arena where it calls such a command buffer."""
-        call = binding.value
-        name = call.args[0].name_hint if op_name(call) == "relax.call_tir" else ""
+        value = binding.value
+        if isinstance(value, relax.TupleGetItem) and value.tuple_value in self._arenas:
+            index = value.index - (value.index > self._arenas[value.tuple_value])
+            return relax.VarBinding(
+                binding.var, relax.TupleGetItem(self._names[value.tuple_value], index), binding.span
+            )
+        is_call = op_name(value) in (CALL_TIR, CALL_TIR_INPLACE)
+        name = value.args[0].name_hint if is_call else ""
         if name not in self._submits:
             return renamed(binding, self._names)
-        region = self._regions[name]
-        args = list(renamed(binding, self._names).value.args[1].fields)
-        inputs = len(args) - len(region.directs)
+        return self._changed(binding, renamed(binding, self._names).value, self._regions[name])
+
+    def _changed(self, binding: relax.Binding, call: relax.Call, region: RegionSpec) -> relax.Binding:
+        args = list(call.args[1].fields)
+        inputs = sum(slot.access != WRITE for slot in region.slots)
+        behind = inputs + len(region.directs)
         vdevice = self._vdevices[region.device]
-        words = np.zeros(Layout(len(region.slots)).state, "int64")
+        words = np.zeros(Layout(len(region.slots), len(region.parameters)).state, "int64")
         state = tvm.ir.GenericConst(tvm.runtime.tensor(words), relax.TensorType(words.shape, "int64", vdevice))
-        self.constants[name] = args[inputs:]
+        self.constants[region.name] = args[inputs:behind]
+        args = [*args[:inputs], state, *args[behind:]]
         ty, var = call.ty_args[0], binding.var
+        fields = list(ty.fields) if isinstance(ty, tvm.ir.TupleType) else [ty]
+        places = list(call.attrs.inplace_indices) if op_name(call) == CALL_TIR_INPLACE else []
         if region.arena != 0:
-            ty = tvm.ir.TupleType(list(ty.fields)[:-1])
+            arena = len(region.slots) - inputs  # behind the results
+            del fields[arena]
+            if places:
+                del places[arena]
+            self._arenas[var] = arena
+            ty = tvm.ir.TupleType(fields)
             self._names[var] = type(var)(var.name, ty)
-        operands = [self._submits[name], relax.Tuple([*args[:inputs], state])]
-        new = relax.Call(call.op, operands, call.attrs, [ty], call.span, ret_ty=ty)
+        gv = self._submits[region.name]
+        if places:
+            made = relax.call_tir_inplace(gv, relax.Tuple(args), places, fields)
+            new = relax.Call(made.op, made.args, made.attrs, [ty], call.span, ret_ty=ty)
+        else:
+            new = relax.Call(call.op, [gv, relax.Tuple(args)], call.attrs, [ty], call.span, ret_ty=ty)
         return relax.VarBinding(self._names.get(var, var), new, binding.span)

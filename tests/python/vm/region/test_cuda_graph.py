@@ -247,6 +247,108 @@ def test_memory_is_given_back(submit):
     assert not device.pinned and device.destroyed == 1 and address not in cuda_graph._graphs
 
 
+class SymbolicDevice(Device):
+    """Graphs add a constant to so many numbers as they were recorded for."""
+
+    LAYOUT = Layout(2, 1)
+
+    def __init__(self):
+        super().__init__()
+        self.graphs, self.arenas = {}, []
+        self.api.cuGraphInstantiate = lambda graph, _: (0, self._instantiated())
+
+    def record(self, plan, extent):
+        words = words_at(plan.value, self.LAYOUT.directs + 2)
+        self.arenas.append(int(words[-1]))
+        if words[graph_layout.RING]:
+            self.recordings += 1
+            self.ring, self.last = int(words[graph_layout.RING]), extent
+        else:
+            self.filled += 1
+            self._add(words[graph_layout.BINDINGS :][:2], extent)
+
+    def _instantiated(self):
+        self.graphs[GRAPH + self.recordings] = self.last
+        return GRAPH + self.recordings
+
+    def _launched(self, graph, stream):
+        self._add(words_at(self.ring + 16 * (self.launches % ROWS), 2), self.graphs[graph])
+        self.launches += 1
+        words_at(self.ring - 8 * self.LAYOUT.ring + 8 * graph_layout.CONSUMED, 1)[0] = self.launches
+        return 0
+
+    def _destroyed(self, graph):
+        self.destroyed += self.graphs.pop(graph) > 0
+        return (0,)
+
+    def _add(self, addresses, extent):
+        x, y = ((ctypes.c_float * extent).from_address(int(address)) for address in addresses)
+        y[:] = [value + 10 for value in x]
+
+
+@pytest.fixture(scope="module")
+def submit_symbolic():
+    n = tirx.Var("n", "int64")
+    tensors = [Tensor(name, [n], "float32") for name in ("x", "y")]
+    function = submit_function("main_commands", tensors[:1], tensors[1:], rh.native("llvm"), [n])
+    return tvm.tirx.build(tvm.IRModule({"main_commands": function}), rh.native("llvm"))["main_commands"]
+
+
+def made_symbolic(submit, device):
+    slots = tuple(SlotSpec(name, 0, "4*n", 64, access) for name, access in (("x", "read"), ("y", "write")))
+    region = RegionSpec("main_commands", "main", 0, slots, ("n",), (), "64*n", ())
+    return CudaGraph(region, tvm.cpu(0), [], submit, device.record, CudaDriver(device.api))
+
+
+def call_symbolic(graph, extent):
+    x = np.arange(extent, dtype="float32")
+    y = tvm.runtime.tensor(np.full(extent, np.nan, "float32"))
+    graph.submit_function(tvm.runtime.tensor(x), graph.state, y)
+    np.testing.assert_array_equal(y.numpy(), x + 10)
+
+
+def test_extents_that_come_again_have_a_graph_each(submit_symbolic):
+    device = SymbolicDevice()
+    graph = made_symbolic(submit_symbolic, device)
+    for _ in range(4):
+        for extent in (9, 3, 5):
+            call_symbolic(graph, extent)
+    assert (device.filled, device.recordings, device.launches) == (6, 3, 6)
+    assert sorted(device.graphs.values()) == [3, 5, 9] and not device.destroyed
+
+
+def test_extents_that_grow_call_by_call_leave_no_graphs(submit_symbolic):
+    device = SymbolicDevice()
+    graph = made_symbolic(submit_symbolic, device)
+    for extent in range(1, 100):
+        call_symbolic(graph, extent)
+    assert (device.filled, device.recordings) == (99, 0) and len(set(device.arenas)) < 30
+
+
+def test_graphs_go_where_the_arena_must_grow(submit_symbolic):
+    device = SymbolicDevice()
+    graph = made_symbolic(submit_symbolic, device)
+    for extent in (4, 4, 4, 400, 4, 4, 4):
+        call_symbolic(graph, extent)
+    assert (device.recordings, device.destroyed, device.launches) == (2, 1, 2)
+
+
+def test_more_graphs_than_the_code_looks_at_and_than_are_kept(submit_symbolic, monkeypatch):
+    monkeypatch.setattr(cuda_graph, "MOST_GRAPHS", 12)
+    device = SymbolicDevice()
+    graph = made_symbolic(submit_symbolic, device)
+    extents = [200, *range(1, 12)]
+    for extent in extents * 3:
+        call_symbolic(graph, extent)
+    assert (device.recordings, device.launches, device.destroyed) == (12, 12, 0)
+    for extent in (77, 77, 77, 200):
+        call_symbolic(graph, extent)
+    assert device.destroyed == 1 and 77 in device.graphs.values() and 200 not in device.graphs.values()
+    del graph
+    gc.collect()
+    assert not device.graphs and not device.pinned
+
+
 def test_driver_says_what_failed():
     device = Device()
     driver = CudaDriver(device.api)
