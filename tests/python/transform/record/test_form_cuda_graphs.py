@@ -271,7 +271,7 @@ def test_symbolic_extents_are_parameters_of_graphs():
     assert call.args[1].fields[-1].value.shape == (Layout(2, 1).state,)
     (memory,) = (exe := rh.compile(symbolic())).metadata.memory
     (step,) = memory.regions
-    assert len(step.slots) == 2 and exe.memory_plan.at(n=100) is not None
+    assert len(step.slots) == 2 and exe.memory_plan.at("main", n=100).devices[0].arenas == 100 * 64 * 4
     assert "fetch_table" in sources(exe.module)
 
 
