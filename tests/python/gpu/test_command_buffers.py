@@ -199,17 +199,55 @@ def test_two_machines_share_a_device():
 
 
 def test_symbolic_extents():
-    """A graph for each; those of a smaller arena are recorded again."""
     exe = rh.compile(steps(6, symbolic=True))
     assert [region.runs for region in exe.metadata.regions] == ["CUDA graph"]
     vm = rh.vm.VirtualMachine(exe)
+    for _ in range(4):
+        for extent in (1, 7, 1000, 3, 4096):
+            x = numbers(extent)
+            np.testing.assert_array_equal(vm["main"](x).numpy(), added(x, 6))
+    assert len(graph_of(vm)._recorded) == 5
+
+
+def test_symbolic_layers():
+    """An arena whose size follows the rows, constants, and kernels of products and rows."""
+    mod, weights = layers(rows=tvm.tirx.Var("n", "int64"))
+    vm = rh.vm.VirtualMachine(rh.compile(mod))
     held = []
-    for extent in (1, 7, 1000, 3, 4096, 7, 7, 1000, 7, 4096, 4096):
-        x = numbers(extent)
-        held.append((x, vm["main"](tvm.runtime.tensor(x, tvm.cuda(0)))))
+    for _ in range(3):
+        for rows in (8, 1, 300, 65):
+            x = fresh_rng().standard_normal((rows, 64)).astype("float32")
+            held.append((x, vm["main"](tvm.runtime.tensor(x, tvm.cuda(0)))))
     for x, y in held:
-        np.testing.assert_array_equal(y.numpy(), added(x, 6))
-    assert is_recorded(graph_of(vm)) and len(graph_of(vm)._recorded) == 3
+        np.testing.assert_allclose(y.numpy(), layered(x, weights), rtol=1e-4)
+    assert len(graph_of(vm)._recorded) == 4
+
+
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_donated_arguments(symbolic):
+    rows = tvm.tirx.Var("n", "int64") if symbolic else 64
+    x, y = (relax.Var(name, relax.TensorType((rows, 64), "float32")) for name in "xy")
+    builder, weight = relax.BlockBuilder(), fresh_rng().standard_normal((64, 64)).astype("float32")
+    with builder.function("main", [x, y]):
+        with builder.dataflow():
+            a = builder.emit(relax.op.nn.softmax(builder.emit(relax.op.matmul(y, relax.const(weight)))))
+            kept = builder.emit(relax.op.add(x, builder.emit(relax.op.matmul(a, relax.const(weight)))))
+            out = builder.emit_output(relax.op.nn.softmax(builder.emit(relax.op.matmul(kept, relax.const(weight)))))
+            kept = builder.emit_output(kept)
+        builder.emit_func_output(relax.Tuple([kept, out]))
+    exe = rh.compile(with_vdevices(builder.get(), [rh.VDevice(CUDA)]), donate=["x"])
+    vm = rh.vm.VirtualMachine(exe)
+
+    def softmax(logits):
+        exps = np.exp(logits - logits.max(-1, keepdims=True))
+        return exps / exps.sum(-1, keepdims=True)
+
+    for _ in range(4):
+        x, y = fresh_rng().standard_normal((2, 64, 64)).astype("float32")
+        found = [f.numpy() for f in vm["main"](tvm.runtime.tensor(x, tvm.cuda(0)), y)]
+        wanted = x + softmax(y.astype("float64") @ weight) @ weight
+        np.testing.assert_allclose(found[0], wanted, rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(found[1], softmax(wanted @ weight), rtol=1e-3, atol=1e-4)
 
 
 def test_without_cuda_bindings(monkeypatch, caplog):
