@@ -221,6 +221,20 @@ def load_matrices(registers: Sequence[Expr], address: Expr, transposed: bool = F
     _emit(f"ldmatrix.sync.aligned.m8n8.x{len(registers)}{trans}.shared.b16", *registers, address)
 
 
+def store_matrices(address: Expr, registers: Sequence[Expr]) -> None:
+    """Four 8x8 matrices of 16-bit values, one a register, from a warp's fragments to shared memory (``stmatrix``).
+
+    Lane l gives the address of row ``l % 8`` of matrix ``l // 8``, a multiple of 16. A register of lane l has row
+    ``l // 4``, columns ``2 * (l % 4)`` and one more.
+    """
+    _emit(f"stmatrix.sync.aligned.m8n8.x{len(registers)}.shared.b16", address, *registers)
+
+
+def power_of_two(register: Expr, value: Expr) -> None:
+    """``2 ** value`` of a float32, within 2 units in the last place; 0 of -inf, and of results below 2 ** -126."""
+    _emit("ex2.approx.ftz.f32", register, value)
+
+
 def pack_pair(register: Expr, low: Expr, high: Expr, dtype: str) -> None:
     """Two float32 rounded to float16 or bfloat16, in one register."""
     _emit(f"cvt.rn.{PTX_TYPES[dtype]}x2.f32", register, high, low)
@@ -325,13 +339,39 @@ def wgmma(
     transposed : tuple of bool
         Whether a tile's rows are those of k, for types of 16 bits.
     """
+    _wgmma(sums, [left], right, types, adds, transposed)
+
+
+def wgmma_of_registers(
+    sums: Sequence[Expr], left: Sequence[Expr], right: Expr, types: tuple[str, str], adds: Expr, transposed: bool
+) -> None:
+    """As `wgmma`, with the left operand in registers: they do not change until the product is complete.
+
+    Parameters
+    ----------
+    left : sequence of registers
+        Four of uint32, of each thread: as of `mma_sync`, for the 16 rows of its warp.
+    transposed : bool
+        Whether the right tile's rows are those of k.
+    """
+    _wgmma(sums, left, right, types, adds, (transposed,))
+
+
+def _wgmma(
+    sums: Sequence[Expr],
+    left: Sequence[Expr],
+    right: Expr,
+    types: tuple[str, str],
+    adds: Expr,
+    transposed: Sequence[bool],
+) -> None:
     a, b = (PTX_TYPES[dtype] for dtype in types)
     depth = CONTRACTION_BYTES * 8 // {"f16": 16, "bf16": 16, "tf32": 32}.get(a, 8)
     is_integer = a in ("s8", "u8")
     signs = [] if is_integer else [1, 1]
     orders = [int(t) for t in transposed] if a in ("f16", "bf16") else []
     name = f"wgmma.mma_async.sync.aligned.m64n{2 * len(sums)}k{depth}.{'s32' if is_integer else 'f32'}.{a}.{b}"
-    _emit(name, *sums, left, right, _PTX.pred(adds), *signs, *orders)
+    _emit(name, *sums, *left, right, _PTX.pred(adds), *signs, *orders)
 
 
 # Tensor cores of Ampere and later: one warp multiplies fragments in registers.
