@@ -48,7 +48,7 @@ def is_one_launch(kernel: tirx.PrimFunc) -> bool:
 
 def waits_before_use(raw: tirx.PrimFunc, entries: Collection[int]) -> bool:
     """Whether a raw kernel of one launch waits for the launches before it, and uses these tensors behind that only."""
-    nest = _nest(raw)
+    nest = nest_of(raw)
     assert nest is not None, "a kernel of one launch is expected"
     found: list[tirx.SeqStmt] = []
 

@@ -210,8 +210,10 @@ class _Writer:
         if waits_itself and is_behind_table and entries:
             waits_itself = waits_before_use(raw, entries)
             if waits_itself:
-                key = (kernel.name_hint, entries, "behind wait")
-                launch = replace(launch, kernel=self._once(key, lambda _: table_kernel(raw, entries, behind_wait=True)))
+                behind = (kernel.name_hint, entries, "behind wait")
+                launch = replace(
+                    launch, kernel=self._once(behind, lambda _: table_kernel(raw, entries, behind_wait=True))
+                )
         func = self.functions[launch.kernel]
         key = (launch.kernel.name_hint, "early", waits_itself)
         early = self._once(key, lambda _: launched_early(func if waits_itself else waiting_first(func)))

@@ -143,7 +143,9 @@ class _Kernel:
         self.dtype = tensors.query.nominal
         n, d, e = sizes["n"], sizes["d"], sizes["e"]
         height = plan.consumers * 64
-        gathers = source_of(tensors.key, "n")[0] is not Source.LINES or source_of(tensors.value, "n")[0] is not Source.LINES
+        gathers = (
+            source_of(tensors.key, "n")[0] is not Source.LINES or source_of(tensors.value, "n")[0] is not Source.LINES
+        )
         self.keys = -(-plan.keys // 64) * 64 if gathers else plan.keys
         self.q = OperandTile.of(tensors.query, "row", height, rows.count, d)
         self.k = OperandTile.of(tensors.key, "n", self.keys, n, d)
@@ -207,7 +209,9 @@ class _Kernel:
         if self.is_causal:
             last = sizes["m"] - 1 if rows.together > 1 else T.min(self.row + height, to_int32(rows.count)) - 1
             visible = T.max(T.min(to_int32(last) + (1 + self.tensors.ahead), n), 0)
-        tiles = ceil_div(visible, self.keys) if isinstance(visible, int) else T.truncdiv(visible + self.keys - 1, self.keys)
+        tiles = (
+            ceil_div(visible, self.keys) if isinstance(visible, int) else T.truncdiv(visible + self.keys - 1, self.keys)
+        )
         begin: Expr = 0
         if plan.split > 1:
             tiles = tiles if isinstance(tiles, int) else T.bind(tiles)

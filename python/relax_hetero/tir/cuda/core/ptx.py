@@ -221,15 +221,6 @@ def load_matrices(registers: Sequence[Expr], address: Expr, transposed: bool = F
     _emit(f"ldmatrix.sync.aligned.m8n8.x{len(registers)}{trans}.shared.b16", *registers, address)
 
 
-def store_matrices(address: Expr, registers: Sequence[Expr]) -> None:
-    """Four 8x8 matrices of 16-bit values, one a register, from a warp's fragments to shared memory (``stmatrix``).
-
-    Lane l gives the address of row ``l % 8`` of matrix ``l // 8``, a multiple of 16. A register of lane l has row
-    ``l // 4``, columns ``2 * (l % 4)`` and one more.
-    """
-    _emit(f"stmatrix.sync.aligned.m8n8.x{len(registers)}.shared.b16", address, *registers)
-
-
 def power_of_two(register: Expr, value: Expr) -> None:
     """``2 ** value`` of a float32, within 2 units in the last place; 0 of -inf, and of results below 2 ** -126."""
     _emit("ex2.approx.ftz.f32", register, value)
