@@ -107,14 +107,13 @@ def _submit(
 
 def _graph_for(words: Any, parameters: Sequence[Expr], layout: Layout) -> Expr:
     """The graph that was recorded for the parameters, 0 where there is none."""
-    found = T.alloc_buffer((1,), _WORD, scope="global")
-    T.buffer_store(found, _word(0), [_word(0)])
-    with T.serial(_word(WAYS)) as way:
+    found: Expr = _word(0)  # no buffer of its own: TVM would take memory of the GPU, where the host cannot write
+    for way in range(WAYS):
         entry = layout.ways + way * layout.way
-        alike = [tirx.EQ(words[entry + (1 + number)], value) for number, value in enumerate(parameters)]
-        with T.If(alike[0] if len(alike) == 1 else tirx.all(*alike)), T.Then():
-            T.buffer_store(found, words[entry], [_word(0)])
-    return T.bind(found[_word(0)])
+        alike = [tirx.EQ(words[_word(entry + 1 + number)], value) for number, value in enumerate(parameters)]
+        is_meant = alike[0] if len(alike) == 1 else tirx.all(*alike)
+        found = T.bind(tirx.Select(is_meant, words[_word(entry)], found))
+    return found
 
 
 def record_function(
