@@ -22,7 +22,7 @@ from ....encoding.expression import Expression, Term
 from ....encoding.packed_layout import CHUNK_BYTES
 from ....encoding.problem import Epilogue, MatmulProblem
 from ....target.element_types import HALVES, bytes_of
-from ....target.gpu_target import GpuTarget
+from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, Function, int64, when
 from ...core.ties import tied_to
 from ...core.view import Coordinates, extent_of
@@ -71,6 +71,7 @@ class FragmentStore:
         self._expression = epilogue.expression if epilogue else Expression.operand(0)
         self._acc_dtype = acc_dtype
         self._rows: EpilogueWriter | None = None
+        self._held: dict[int, Any] = {}
 
     def open(self, result: GpuOperand, m: Expr, n: Expr, in_rows: bool) -> None:
         """Declare the elements of operands and result; in the body of the function, before the launch.
@@ -105,6 +106,24 @@ class FragmentStore:
         # Rows begin in other banks each: the pairs of eight rows are written without conflicts.
         pitch = staged * self._element + (STAGING_PAD if self._element == 4 else STAGING_PAD // 2)
         return Staging(shared, shared.take(warps * WARP_ROWS * pitch), staged, pitch)
+
+    def fetch(self, columns: int, at: Coordinates, first: Expr, lane: Expr) -> None:
+        """Begin to read what all rows of a tile have in common, such as a bias, for `emit` of the same warp and tile.
+
+        It arrives while the sums are computed: read by `emit` itself, warps would wait for it again and again.
+        Parameters as of `emit`; `first` is a column.
+        """
+        self._held = {}
+        for number, view in enumerate(self.views):
+            if self._rows or not self._has_pairs(view):
+                continue
+            words = bytes_of(view.nominal) // 2
+            bits = local(-(-columns // (2 * WARP)) * words, "uint32")
+            # Pair p is in lane p % 32.
+            for turn in range(-(-columns // (2 * WARP))):
+                column = first + T.Cast("int64", (lane + turn * WARP) * 2)
+                self._load_bits([bits[turn * words + i] for i in range(words)], view, at, column)
+            self._held[number] = bits
 
     def emit(
         self,
@@ -145,7 +164,8 @@ class FragmentStore:
                     if together == 1:
                         self._stage_pairs(sums, register, staging, begin, at, rows, column, fixed, (j, lane))
                     else:
-                        packed += [self._packed(pair) for pair in self._pairs(sums, register, at, column, fixed)]
+                        pairs = self._pairs(sums, register, at, column, fixed, lane)
+                        packed += [self._packed(pair) for pair in pairs]
                 if packed:
                     target = begin + lane % WARP_ROWS * staging.pitch + (group * 2 + lane // WARP_ROWS) * CHUNK_BYTES
                     ptx.store_matrices(staging.shared.at(target), packed)
@@ -171,17 +191,39 @@ class FragmentStore:
         place = {**at, "m": T.min(row, int64(self._m - 1)), "n": T.min(column, int64(self._n - 1))}
         return _value_of(view, view.data[view.address(place)])
 
-    def _load_pair(self, view: GpuOperand, at: Coordinates, column: Expr) -> list[Expr]:
-        """Elements of two neighbouring columns, the first even: in one load where they are aligned."""
+    def _has_pairs(self, view: GpuOperand) -> bool:
+        """Whether two neighbouring columns of an operand without rows, the first even, are one access."""
         size = bytes_of(view.nominal)
         is_aligned = size in (2, 4) and isinstance(self._n, int) and self._n % 2 == 0
-        if not is_aligned or not view.is_contiguous("n") or view.alignment("n", 2 * size) < 2 * size:
-            return [T.bind(self._load(view, at, int64(0), column + c)) for c in range(2)]
+        return is_aligned and view.is_contiguous("n") and view.alignment("n", 2 * size) == 2 * size
+
+    def _load_bits(self, words: list[Expr], view: GpuOperand, at: Coordinates, column: Expr) -> None:
+        """A pair of columns as it lies in memory; of columns that do not exist the last that do."""
         place = {**at, "m": int64(0), "n": T.min(column, int64(self._n - 2))}
-        bits = local(size // 2, "uint32")
-        words = [bits[i] for i in range(size // 2)]
         # Not as a constant: the result may take the place of an operand, each part after it was read.
         ptx.load_global(words, T.address_of(view.data[view.address(place)]), is_constant=False)
+
+    def _load_pair(self, number: int, at: Coordinates, column: Expr, pair: Expr, lane: Expr) -> list[Expr]:
+        """Elements of two neighbouring columns, the first even, of operand `number`.
+
+        Parameters
+        ----------
+        pair : PrimExpr
+            How many pairs of the tile's columns lie before that of the first lane.
+        """
+        view = self.views[number]
+        if not self._has_pairs(view):
+            return [T.bind(self._load(view, at, int64(0), column + c)) for c in range(2)]
+        size = bytes_of(view.nominal)
+        bits = local(size // 2, "uint32")
+        words = [bits[i] for i in range(size // 2)]
+        if number in self._held:
+            everyone, source = T.uint32(0xFFFFFFFF), pair % WARP + lane % 4
+            for i in range(len(words)):
+                held = self._held[number][pair // WARP * len(words) + i]
+                T.buffer_store(bits, T.tvm_warp_shuffle(everyone, held, source, WARP, WARP), [i])
+        else:
+            self._load_bits(words, view, at, column)
         if size == 4:
             return [T.bind(_bits(word, view.nominal)) for word in words]
         low, high = T.Cast("uint16", words[0]), T.Cast("uint16", T.shift_right(words[0], T.uint32(16)))
@@ -207,16 +249,18 @@ class FragmentStore:
                 pair = [_bits(sums[register + 2 * h + c], "uint32") for c in range(2)]
                 ptx.store_shared(staging.shared.at(target), pair)
             return
-        for h, values in enumerate(self._pairs(sums, register, at, column, fixed)):
+        for h, values in enumerate(self._pairs(sums, register, at, column, fixed, lane)):
             target = begin + (lane // 4 + 8 * h) * staging.pitch + (j * 8 + lane % 4 * 2) * self._element
             self._write_pair(staging.shared.at(target), values)
 
     def _pairs(
-        self, sums: Any, register: Expr, at: Coordinates, column: Expr, fixed: dict[tuple[int, int], Expr]
+        self, sums: Any, register: Expr, at: Coordinates, column: Expr, fixed: dict[tuple[int, int], Expr], lane: Expr
     ) -> Iterator[_Pair]:
         """For each of two rows, the sums of two neighbouring columns and the elements of the epilogue's operands."""
         of_column = {
-            number: self._load_pair(view, at, column) for number, view in enumerate(self.views) if view.runs_along("n")
+            number: self._load_pair(number, at, column, register, lane)
+            for number, view in enumerate(self.views)
+            if view.runs_along("n")
         }
         for h in range(2):
             pairs = []

@@ -310,6 +310,10 @@ class WgmmaProduct:
 
         def tile(turn: Expr, at: Coordinates, row: Expr, column: Expr) -> None:
             last = local(1, "int32")
+            begin = row + T.Cast("int64", warp * 16)
+            # With k split, this block's columns of the tile.
+            own = column if self.tiling.split == 1 else column + T.Cast("int64", self.rank * part)
+            self.store.fetch(part, at, own, lane)
 
             def step(number: Expr, _: Expr, stage: Expr, parity: Expr) -> None:
                 ptx.barrier_wait(self._full(stage), parity)
@@ -341,14 +345,10 @@ class WgmmaProduct:
             self._each_step(turn, step)
             ptx.wgmma_wait(0)
             release(last[0])
-            begin = row + T.Cast("int64", warp * 16)
+            totals = sums if self.tiling.split == 1 else self._add_parts(sums, kind, group, member)
+            self.store.emit(totals, part, staging, at, (begin, own), warp, lane)
             if self.tiling.split > 1:
-                shared_sums = self._add_parts(sums, kind, group, member)
-                shared_column = column + T.Cast("int64", self.rank * part)
-                self.store.emit(shared_sums, part, staging, at, (begin, shared_column), warp, lane)
                 ptx.cluster_wait()
-            else:
-                self.store.emit(sums, self.tiling.columns, staging, at, (begin, column), warp, lane)
 
         self._each_tile(tile)
 
