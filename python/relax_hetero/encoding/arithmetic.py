@@ -38,7 +38,8 @@ def precision(problem: Any) -> str:
     """The element types of a problem's products; empty where it has none.
 
     ``f32`` or ``bf16`` where both operands are of one such type, which have sums of 32 bits or more; ``u8*s8->s32``
-    with the sums' type for others; ``int4*f32`` for weights of 4 bits (``int8*f32``: of 8) that are unpacked in the kernel.
+    with the sums' type for others; ``int4*f32`` for weights of 4 bits (``int8*f32``: of 8) in blocks, which the kernel
+    unpacks.
     """
     if isinstance(problem, MatmulProblem):
         return _product(problem.lhs.dtype, problem.rhs.dtype, problem.acc_dtype)

@@ -1,9 +1,9 @@
 """Weights of 4 or 8 bits, in blocks that share a scale: as models have them, and as kernels read them.
 
 A model's are rows of bytes, a row for each column of the product; of 4 bits two weights a byte, the first in the low
-half: ``(n, k / 2)`` or ``(n, k)`` with ``(n, blocks)`` scales and zero points. Kernels of CPUs read panels of columns: a lane of 32 bits is
-eight weights of one column that follow each other along k, and a vector of lanes is as many columns. Kernels of GPUs
-read fragments: what each lane of a warp gives to an instruction of tensor cores.
+half: ``(n, k / 2)`` or ``(n, k)`` with ``(n, blocks)`` scales and zero points. Kernels of CPUs read panels of columns:
+a lane of 32 bits is eight weights (of 4 bits) of one column that follow each other along k, and a vector of lanes is as
+many columns. Kernels of GPUs read fragments: what each lane of a warp gives to an instruction of tensor cores.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Weights of 4 or 8 bits in blocks that share a scale: ``com.microsoft.MatMulNBits``, and DequantizeLinear of constants.
+"""Weights of 4 or 8 bits in blocks that share a scale: ``com.microsoft.MatMulNBits``, DequantizeLinear of constants.
 
 Both become `relax.hetero.dequantize_blocks`; a product that reads that keeps its weights as they are where its device
 has a kernel for them.

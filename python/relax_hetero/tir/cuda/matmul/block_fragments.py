@@ -25,7 +25,7 @@ _POWER = {"float16": 0x64006400, "bfloat16": 0x43004300}
 """A pair of 1024, or of 128."""
 _MINUS_POWER = {"float16": 0xE400, "bfloat16": 0xC300}
 _SIXTEENTH = 0x2C002C00  # a pair of float16
-_BYTE_POWER = 0x4B000000  # 2 ** 23 as a float32
+_BYTE_POWER, _MINUS_BYTE_POWER = 0x4B000000, 0xCB000000  # 2 ** 23 as a float32
 
 
 class WeightFragments:
@@ -106,8 +106,7 @@ class WeightFragments:
             if self.zeros is not None and not self.has_any_points:
                 point = T.cast(self.point_bits[at + half], "uint32")
             if self.is_bytes and not is_half:
-                total = T.Cast("float32", point) + T.float32(2**23)
-                T.buffer_store(self.points, T.reinterpret("uint32", -total), [half])
+                T.buffer_store(self.points, T.uint32(_MINUS_BYTE_POWER) | point, [half])
                 continue
             pair = T.uint32(_MINUS_POWER[self.type] * 0x10001) | point | (point << T.uint32(16))
             T.buffer_store(self.points, pair, [half])

@@ -84,6 +84,9 @@ def _launch(bodies: list[_Body]) -> None:
     m, threads = last.work.m, last.work.plan.warps * WARP
     if 0 in (m, last.work.problem.columns):
         with launch(1, WARP):
+            # The launch behind this one waits for this one alone.
+            if last.gpu.overlaps_launches:
+                ptx.wait_for_launches_before()
             T.evaluate(0)
         return
     is_one = len(bodies) == 1

@@ -18,6 +18,7 @@ from relax_hetero.errors import EncodingError
 from relax_hetero.target.element_types import numpy_dtype
 from relax_hetero.target.gpu_target import gpu_target_of
 from relax_hetero.tir.commands.table_kernel import is_one_launch
+from relax_hetero.tir.cuda.core.launch import READS_EARLY
 from relax_hetero.tir.cuda.matmul.block_plan import BlockPlan
 from relax_hetero.tir.cuda.matmul.block_product import block_product_kernel
 from seeds import fresh_rng
@@ -140,3 +141,19 @@ def test_what_is_refused():
         block_product_kernel(problem_of(1, 16, 64, "float16", 24), GPU)
     with pytest.raises(EncodingError, match="sm_75"):
         block_product_kernel(problem_of(1, 16, 64, "float16", 32), OLD_GPU)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_weights_of_8_bits_compile(dtype):
+    problem = problem_of(1, 256, 256, dtype, 32, zeros="uint8", bits=8)
+    (report,) = reports_of(block_product_kernel(problem, GPU), TARGET)
+    assert report.spill_stores == 0
+
+
+def test_a_gpu_without_overlapping_launches():
+    """An instruction of compute capability 9.0 is in no kernel for 8.0."""
+    target = Target({"kind": "cuda", "arch": "sm_80"})
+    kernel = block_product_kernel(problem_of(1, 256, 256, "float16", 32), gpu_target_of(target))
+    assert READS_EARLY not in kernel.attrs
+    (report,) = reports_of(kernel, target)
+    assert report.registers > 0
