@@ -5,7 +5,7 @@ the rows of a matrix. An image of a few channels is stored with `IMAGE_CHANNELS`
 
 Weights of tensor cores are tiles as those of products, one after another for the places of the window:
 ``[n/64, w0, w1, k/k0, 64, k0]``, k0 elements of 128 bytes, swizzled. Where these would be mostly padding, k0 are 16
-bytes and not swizzled; of images two places of the window with four channels each: ``[n/64, w0, w1/2, 1, 64, 2, 4]``.
+bytes and not swizzled; of images of halves two places of the window, ``[n/64, w0, w1/2, 1, 64, 2, 4]``.
 Weights of plain threads are ``[w0, w1, k, n]``.
 """
 
@@ -31,7 +31,7 @@ def conv_layout(encoding: Encoding, gpu: GpuTarget) -> PackedLayout | None:
         return None
     spatial = tuple(range(2, len(encoding.index_map)))
     last, tile = (0, *spatial, 1), _tile(encoding, gpu)
-    if encoding.operand_index == LHS and len(tile) == 3 and sizes["c"] < IMAGE_CHANNELS:
+    if encoding.operand_index == LHS and tile[-1:] == (IMAGE_CHANNELS,) and sizes["c"] < IMAGE_CHANNELS:
         return PackedLayout(last, (1,), (IMAGE_CHANNELS,))
     if encoding.operand_index != RHS:
         return PackedLayout(last)
@@ -60,6 +60,8 @@ def _tile(encoding: Encoding, gpu: GpuTarget) -> tuple[int, ...]:
     if taps > 1 and channels <= IMAGE_CHANNELS and element == 2:
         pairs = -(-window[-1] // 2) * (taps // window[-1])
         return (COLUMNS, 2, IMAGE_CHANNELS) if pairs * CHUNK_BYTES >= SWIZZLED_BYTES else ()
+    if taps > 1 and channels <= IMAGE_CHANNELS == chunk:
+        return (COLUMNS, chunk) if taps * CHUNK_BYTES >= SWIZZLED_BYTES else ()
     if taps > 1 and padded > MOST_PADDING and channels % chunk == 0 and taps * channels * element >= SWIZZLED_BYTES:
         return COLUMNS, chunk
     return (COLUMNS, SWIZZLED_BYTES // element) if channels * element % 4 == 0 else ()

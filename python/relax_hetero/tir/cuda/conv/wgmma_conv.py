@@ -50,10 +50,11 @@ def misfit(problem: ConvProblem, gpu: GpuTarget) -> str:
 
 
 def _chunks(problem: ConvProblem) -> PackedLayout:
-    """The weight in 16 bytes of k: channels of a place of the window, or those of an image of two places."""
+    """The weight in 16 bytes of k: channels of a place of the window, of halves those of an image of two places."""
     spatial = tuple(range(2, len(problem.windows) + 2))
     per_chunk = CHUNK_BYTES // bytes_of(problem.weight.dtype)
-    if problem.data.layout.inner_dims or problem.weight.shape[1] == IMAGE_CHANNELS:
+    is_image = problem.data.layout.inner_dims or problem.weight.shape[1] == IMAGE_CHANNELS
+    if is_image and per_chunk > IMAGE_CHANNELS:
         dims = (0, spatial[-1], 1)
         return PackedLayout((0, *spatial, 1), dims, (PACKED_ROWS, per_chunk // IMAGE_CHANNELS, IMAGE_CHANNELS))
     return PackedLayout((0, *spatial, 1), (0, 1), (PACKED_ROWS, per_chunk))

@@ -127,7 +127,7 @@ class WindowTile:
         target = offset + line * SWIZZLED_BYTES + T.bitwise_xor(chunk, line % 8) * CHUNK_BYTES
         if not self.in_chunks:
             self._load_channels(shared, target, step, chunk)
-        elif self.places.channels > IMAGE_CHANNELS:
+        elif self.places.channels > IMAGE_CHANNELS or self.per_chunk == IMAGE_CHANNELS:
             self._load_chunks(shared, target, step, chunk)
         else:
             self._load_pairs(shared, target, step, chunk)
@@ -151,7 +151,7 @@ class WindowTile:
     def _load_chunks(self, shared: SharedMemory, target: Expr, step: Expr, chunk: Expr) -> None:
         """Every chunk has a tap of its own, and some channels."""
         number, is_new = self._own_chunk(step, chunk)
-        parts = self.places.channels // self.per_chunk
+        parts = -(-self.places.channels // self.per_chunk)
         moved, bits = self.places.tap(T.bind(T.truncdiv(number, parts)))
         skipped = T.Cast(self.places.kind, T.truncmod(number, parts) * self.per_chunk)
         self._copy(shared, target, T.bind(moved + skipped), CHUNK_BYTES, bits, is_new)

@@ -64,8 +64,9 @@ def test_windows(how):
         {"channels": (3, 40), "extents": (16, 13), "windows": Window(7, 2, 1, 3, 3), "batch": 2},
         {"channels": (1, 24), "extents": (8, 8), "windows": Window(4, 4, 1, 0, 0), "dtype": "bfloat16"},
         {"channels": (4, 64), "extents": (5, 4, 6), "windows": SAME, "tile": (64, 64)},
+        {"channels": (3, 24), "extents": (9, 8), "windows": SAME, "dtype": "tfloat32"},
     ],
-    ids=["chunks", "1d", "bytes", "image", "patches", "3d image"],
+    ids=["chunks", "1d", "bytes", "image", "patches", "3d image", "tf32 image"],
 )
 def test_few_channels(how):
     tile = how.pop("tile", (64, 64))
@@ -80,6 +81,7 @@ def test_few_channels(how):
         ({"epilogue": "cast(multiply(x0, x1), 'float16')", "shown": [("bn", "float32")]}, (64, 64), {}),
         ({"channels": (80, 48)}, (64, 64), {"split": 4}),
         ({"dtype": "int8"}, (64, 64), {}),
+        ({"dtype": "tfloat32"}, (64, 64), {}),
         (
             {
                 "dtype": "uint8",
@@ -91,7 +93,7 @@ def test_few_channels(how):
             {},
         ),
     ],
-    ids=["bias relu", "residual", "by image", "parts of k", "bytes", "requantized"],
+    ids=["bias relu", "residual", "by image", "parts of k", "bytes", "tf32", "requantized"],
 )
 def test_epilogues_and_types(how, tile, options):
     how = {"channels": (32, 40), "extents": (6, 5), "windows": SAME, "batch": 2, **how}
