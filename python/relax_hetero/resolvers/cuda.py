@@ -49,12 +49,11 @@ class CudaResolver(ResolverBase):
         """Row-major left operand and result; swizzled tiles for a right one that tensor cores read."""
         if encoding.moves is not None:
             return conv_layout(encoding, gpu_target_of(target))
-        lhs, rhs, _ = encoding.element_types
         sizes, gpu = encoding.sizes, gpu_target_of(target)
         is_static = DYNAMIC not in (sizes["n"], sizes["k"]) and 0 not in sizes.values()
-        if encoding.operand_index != RHS or not is_static or not gpu.tensor or not gpu.multiplies(lhs, rhs):
+        if encoding.operand_index != RHS or not is_static or not gpu.multiplies(*encoding.element_types):
             return PackedLayout.identity(len(encoding.index_map))
-        tiles = {"n": COLUMNS, "k": SWIZZLED_BYTES // bytes_of(rhs)}
+        tiles = {"n": COLUMNS, "k": SWIZZLED_BYTES // bytes_of(encoding.element_type)}
         return tiled(encoding.index_map, ("n", "k"), tiles, swizzle=True)
 
     def resolve_activation(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:

@@ -43,11 +43,11 @@ def conv_layout(encoding: Encoding, gpu: GpuTarget) -> PackedLayout | None:
 
 def _tile(encoding: Encoding, gpu: GpuTarget) -> tuple[int, ...]:
     """The tile of the weight: of channels, or of two places of the window and channels; none for plain threads."""
-    data, weight, _ = encoding.element_types
+    data = encoding.element_types[LHS]
     sizes, moves = encoding.sizes, encoding.moves
     assert moves is not None
     element, channels = bytes_of(data), sizes["k"]
-    if gpu.tensor != "wgmma" or not gpu.multiplies(data, weight):
+    if gpu.tensor != "wgmma" or not gpu.multiplies(*encoding.element_types):
         return ()
     if moves.groups > 1:
         fits = channels * element % 4 == 0 and sizes["n"] // moves.groups % COLUMNS == 0

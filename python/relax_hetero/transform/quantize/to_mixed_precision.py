@@ -32,9 +32,9 @@ batch norms are folded in single precision.
 
 Activations beyond 65,504 are infinite in float16: keep the ops that make them, or take bfloat16.
 
-With "tfloat32" no type changes: the functions are marked (`module_attrs.TF32_KEPT`), and products and convolutions of
-float32 tensors on GPUs may then round their operands to 10 bits of fraction, which tensor cores multiply at several
-times the rate. CPUs compute as before.
+With "tfloat32" no type changes: the functions are marked (`module_attrs.TF32_KEPT`), and products of float32 tensors on
+GPUs may then round their operands to 10 bits of fraction, which tensor cores multiply at several times the rate. CPUs
+compute as before.
 
 Assumes nothing of devices; run it before `rh.compile`. A second run changes nothing.
 """
@@ -85,9 +85,9 @@ def to_mixed_precision(mod: tvm.IRModule, dtype: str, keep: Sequence[str] = ()) 
         For another element type; when it runs, for a name in `keep` that the module does not have.
     """
     kept = NameFilter(mod, keep, "ToMixedPrecision")
-    mod = simplify_convolutions(mod)
     if dtype == TF32:
         return _with_tf32(mod, kept)
+    mod = simplify_convolutions(mod)
     functions = {gv: func for gv, func in relax_functions(mod) if not kept.has(gv.name_hint)}
     return with_functions(mod, {gv: _rewritten(func, dtype, kept) for gv, func in functions.items()})
 
@@ -98,8 +98,6 @@ def _check_type(dtype: str, keep: Sequence[str] = ()) -> None:
         raise BuildError(f"ToMixedPrecision: found element type {dtype!r}, expected one of {known}")
 
 
-_PRODUCTS = ("relax.matmul", "relax.nn.conv1d", "relax.nn.conv2d", "relax.nn.conv3d")
-
 ToMixedPrecision = declare_pass("ToMixedPrecision", to_mixed_precision, _check_type)
 
 
@@ -108,7 +106,7 @@ def _with_tf32(mod: tvm.IRModule, kept: NameFilter) -> tvm.IRModule:
     functions = {}
     for gv, func in relax_functions(mod):
         if not kept.has(gv.name_hint) and TF32_KEPT not in func.attrs:
-            products = [b for b in walk_bindings(func) if op_name(b.value) in _PRODUCTS]
+            products = [b for b in walk_bindings(func) if op_name(b.value) == "relax.matmul"]
             exact = [b.var.name for b in products if kept_call(kept, b.var, b.value)]
             functions[gv] = func.with_attr(TF32_KEPT, list(dict.fromkeys(exact)))
     return with_functions(mod, functions)

@@ -81,7 +81,7 @@ def wgmma_conv_kernel(problem: ConvProblem, gpu: GpuTarget, tiling: Tiling | Non
     with function:
         data = GlobalView(function, "data", problem.data)
         weight = GlobalView(function, "weight", problem.weight)
-        store = FragmentStore(function, None, product.epilogue, problem.acc_dtype)
+        store = FragmentStore(function, None, product.epilogue, problem.acc_dtype, gpu)
         result = GpuOperand(function, "result", product.result)
         _restate_weight(weight, problem, product)
         names = ["b", *(f"y{d}" for d in range(len(problem.windows)))]

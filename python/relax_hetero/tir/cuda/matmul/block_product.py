@@ -344,7 +344,7 @@ class _Body:
                 self._products(slot, index)
 
     def _products(self, slot: int, index: Expr) -> None:
-        plan, groups = self.plan, range(self.plan.groups)
+        plan, groups, types = self.plan, range(self.plan.groups), (self.type, self.type)
         first_k = T.bind(self._chunk_of(index) * CHUNK)
         if not self.held_rows:
             self._load_left(first_k)
@@ -362,11 +362,11 @@ class _Body:
                     for group in groups:
                         right = [self.left[(group * 4 + k) * 2 + i] for i in range(2)]
                         sums = [self.sums[group * 4 + i] for i in range(4)]
-                        ptx.mma_sync(sums, [self.fragment[i] for i in range(4)], right, self.type, step > 0)
+                        ptx.multiply_fragments(sums, [self.fragment[i] for i in range(4)], right, types, step > 0)
                         if self._has_any_points:
                             ones = [T.uint32(0x3C003C00 if self.type == "float16" else 0x3F803F80)] * 4
                             sums = [self.left_sums[group * 4 + i] for i in range(4)]
-                            ptx.mma_sync(sums, ones, right, self.type, step > 0)
+                            ptx.multiply_fragments(sums, ones, right, types, step > 0)
                 for half in range(2):
                     scale = T.bind(T.cast(self.scale_bits[at + half], "float32"))
                     for group in groups:

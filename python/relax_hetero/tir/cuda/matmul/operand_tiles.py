@@ -207,6 +207,7 @@ class OperandTile:
         place: tuple[Expr, Expr],
         step: Expr,
         barrier: Expr,
+        share: int = 1,
     ) -> None:
         """Issue one bulk copy, by one thread.
 
@@ -214,6 +215,8 @@ class OperandTile:
         ----------
         place : tuple of PrimExpr
             First row of the tile, and the number of the packed tile in it.
+        share : int
+            Blocks of the cluster that get it.
         """
         first, block = place
         skipped = block * PACKED_ROWS
@@ -224,7 +227,7 @@ class OperandTile:
             k = T.min(k, int64(self.depth - self.step))
         source = T.address_of(self.view.data[self.view.address({**at, self.side: row, "k": k})])
         size = PACKED_ROWS * SWIZZLED_BYTES
-        ptx.bulk_load(shared.at(offset + block * size), source, size, barrier)
+        ptx.bulk_load(shared.at(offset + block * size), source, size, barrier, share)
 
     def load_packed(
         self, shared: SharedMemory, offset: Expr, at: Coordinates, first: Expr, step: Expr, thread: Expr
@@ -299,7 +302,9 @@ class OperandTile:
                     safe = T.Select(element < ends[along], element, int64(0))
                 if exists is not None:
                     valid = T.Select(exists, self.width if valid is None else valid, 0)
-                    safe_line = T.min(position, int64(ends[across] - 1))
+                    # Of no line at all, the first: the address is a valid one, and nothing is read there.
+                    last = ends[across] - 1
+                    safe_line = T.min(position, int64(last) if isinstance(last, int) else T.max(last, int64(0)))
                 source = self.view.address({**at, along: safe, across: safe_line})
                 place = shared.at(target + i * self.lines * SWIZZLED_BYTES + part * self.width)
                 ptx.copy_async(place, T.address_of(self.view.data[source]), self.width, valid)
