@@ -22,6 +22,7 @@ COLUMNS = 64
 
 MOST_PADDING = 1.25
 """Times as many products as there are: more, and tiles of 16 bytes are used."""
+_MOST_PADDING_OF_MMA = 4
 
 
 def conv_layout(encoding: Encoding, gpu: GpuTarget) -> PackedLayout | None:
@@ -47,7 +48,7 @@ def _tile(encoding: Encoding, gpu: GpuTarget) -> tuple[int, ...]:
     sizes, moves = encoding.sizes, encoding.moves
     assert moves is not None
     element, channels = bytes_of(data), sizes["k"]
-    if gpu.tensor != "wgmma" or not gpu.multiplies(*encoding.element_types):
+    if not gpu.multiplies(*encoding.element_types):
         return ()
     if moves.groups > 1:
         fits = channels * element % 4 == 0 and sizes["n"] // moves.groups % COLUMNS == 0
@@ -56,7 +57,11 @@ def _tile(encoding: Encoding, gpu: GpuTarget) -> tuple[int, ...]:
     taps, chunk = 1, CHUNK_BYTES // element
     for size in window:
         taps *= size
+    in_lines = COLUMNS, SWIZZLED_BYTES // element
     padded = -(-channels * element // SWIZZLED_BYTES) * SWIZZLED_BYTES / (channels * element)
+    if gpu.tensor != "wgmma":
+        # Tensor cores make up for that many zeros.
+        return in_lines if channels * element % 4 == 0 and (taps == 1 or padded <= _MOST_PADDING_OF_MMA) else ()
     if taps > 1 and channels <= IMAGE_CHANNELS and element == 2:
         pairs = -(-window[-1] // 2) * (taps // window[-1])
         return (COLUMNS, 2, IMAGE_CHANNELS) if pairs * CHUNK_BYTES >= SWIZZLED_BYTES else ()
@@ -64,4 +69,4 @@ def _tile(encoding: Encoding, gpu: GpuTarget) -> tuple[int, ...]:
         return (COLUMNS, chunk) if taps * CHUNK_BYTES >= SWIZZLED_BYTES else ()
     if taps > 1 and padded > MOST_PADDING and channels % chunk == 0 and taps * channels * element >= SWIZZLED_BYTES:
         return COLUMNS, chunk
-    return (COLUMNS, SWIZZLED_BYTES // element) if channels * element % 4 == 0 else ()
+    return in_lines if channels * element % 4 == 0 else ()
