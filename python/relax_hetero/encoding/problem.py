@@ -156,6 +156,8 @@ class ConvProblem:
         ``c = groups * k``; output channels of a group read only input channels of that group.
     epilogue : Epilogue, optional
         Index maps of its operands over "b", "n", "y0", ...
+    tf32 : bool
+        As of `MatmulProblem`.
     """
 
     data: Operand
@@ -165,6 +167,7 @@ class ConvProblem:
     windows: tuple[Window, ...]
     groups: int = 1
     epilogue: Epilogue | None = None
+    tf32: bool = False
 
     @property
     def parameters(self) -> list[Operand]:

@@ -5,7 +5,7 @@ the rows of a matrix. An image of a few channels is stored with `IMAGE_CHANNELS`
 
 Weights of tensor cores are tiles as those of products, one after another for the places of the window:
 ``[n/64, w0, w1, k/k0, 64, k0]``, k0 elements of 128 bytes, swizzled. Where these would be mostly padding, k0 are 16
-bytes and not swizzled; of images two places of the window with four channels each: ``[n/64, w0, w1/2, 1, 64, 2, 4]``.
+bytes and not swizzled; of images of halves two places of the window, ``[n/64, w0, w1/2, 1, 64, 2, 4]``.
 Weights of plain threads are ``[w0, w1, k, n]``.
 """
 
@@ -22,6 +22,7 @@ COLUMNS = 64
 
 MOST_PADDING = 1.25
 """Times as many products as there are: more, and tiles of 16 bytes are used."""
+_MOST_PADDING_OF_MMA = 4
 
 
 def conv_layout(encoding: Encoding, gpu: GpuTarget) -> PackedLayout | None:
@@ -31,7 +32,7 @@ def conv_layout(encoding: Encoding, gpu: GpuTarget) -> PackedLayout | None:
         return None
     spatial = tuple(range(2, len(encoding.index_map)))
     last, tile = (0, *spatial, 1), _tile(encoding, gpu)
-    if encoding.operand_index == LHS and len(tile) == 3 and sizes["c"] < IMAGE_CHANNELS:
+    if encoding.operand_index == LHS and tile[-1:] == (IMAGE_CHANNELS,) and sizes["c"] < IMAGE_CHANNELS:
         return PackedLayout(last, (1,), (IMAGE_CHANNELS,))
     if encoding.operand_index != RHS:
         return PackedLayout(last)
@@ -43,11 +44,11 @@ def conv_layout(encoding: Encoding, gpu: GpuTarget) -> PackedLayout | None:
 
 def _tile(encoding: Encoding, gpu: GpuTarget) -> tuple[int, ...]:
     """The tile of the weight: of channels, or of two places of the window and channels; none for plain threads."""
-    data = encoding.element_types[0]
+    data = encoding.element_types[LHS]
     sizes, moves = encoding.sizes, encoding.moves
     assert moves is not None
     element, channels = bytes_of(data), sizes["k"]
-    if gpu.tensor != "wgmma" or not gpu.multiplies(*encoding.element_types):
+    if not gpu.multiplies(*encoding.element_types):
         return ()
     if moves.groups > 1:
         fits = channels * element % 4 == 0 and sizes["n"] // moves.groups % COLUMNS == 0
@@ -56,10 +57,16 @@ def _tile(encoding: Encoding, gpu: GpuTarget) -> tuple[int, ...]:
     taps, chunk = 1, CHUNK_BYTES // element
     for size in window:
         taps *= size
+    in_lines = COLUMNS, SWIZZLED_BYTES // element
     padded = -(-channels * element // SWIZZLED_BYTES) * SWIZZLED_BYTES / (channels * element)
+    if gpu.tensor != "wgmma":
+        # Tensor cores make up for that many zeros.
+        return in_lines if channels * element % 4 == 0 and (taps == 1 or padded <= _MOST_PADDING_OF_MMA) else ()
     if taps > 1 and channels <= IMAGE_CHANNELS and element == 2:
         pairs = -(-window[-1] // 2) * (taps // window[-1])
         return (COLUMNS, 2, IMAGE_CHANNELS) if pairs * CHUNK_BYTES >= SWIZZLED_BYTES else ()
+    if taps > 1 and channels <= IMAGE_CHANNELS == chunk:
+        return (COLUMNS, chunk) if taps * CHUNK_BYTES >= SWIZZLED_BYTES else ()
     if taps > 1 and padded > MOST_PADDING and channels % chunk == 0 and taps * channels * element >= SWIZZLED_BYTES:
         return COLUMNS, chunk
-    return (COLUMNS, SWIZZLED_BYTES // element) if channels * element % 4 == 0 else ()
+    return in_lines if channels * element % 4 == 0 else ()

@@ -68,7 +68,9 @@ def _product(problem: ConvProblem, lhs: Operand, rhs: Operand) -> MatmulProblem:
     names, epilogue = product_names(problem), problem.epilogue
     if epilogue is not None:
         epilogue = replace(epilogue, operands=tuple(_physical(operand, names) for operand in epilogue.operands))
-    return MatmulProblem(lhs, rhs, _physical(problem.result, names), problem.acc_dtype, epilogue=epilogue)
+    return MatmulProblem(
+        lhs, rhs, _physical(problem.result, names), problem.acc_dtype, epilogue=epilogue, tf32=problem.tf32
+    )
 
 
 def _is_channels_last(operand: Operand) -> bool:

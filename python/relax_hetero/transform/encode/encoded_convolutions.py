@@ -23,6 +23,7 @@ from tvm import relax, tirx
 
 from ...encoding.encoding import CONVOLUTIONS, DYNAMIC, LHS, RESULT, RHS, Encoding, Moves, conv_maps
 from ...op import encoded as op
+from ...target.element_types import TF32
 from ..ir.blocks import shape_of, tensor_type
 from ..ir.findings import decline
 from ..ir.rewriting import op_name
@@ -48,7 +49,7 @@ class _Refused(Exception):
     """A convolution that stays a stock op; says why."""
 
 
-def emit_convolution(writer: ProductWriter, binding: relax.VarBinding, function: str) -> bool:
+def emit_convolution(writer: ProductWriter, binding: relax.VarBinding, function: str, tf32: bool = False) -> bool:
     """Write a stock convolution on encoded operands.
 
     Parameters
@@ -59,6 +60,8 @@ def emit_convolution(writer: ProductWriter, binding: relax.VarBinding, function:
         Any.
     function : str
         Its name, for the report of what was declined.
+    tf32 : bool
+        Whether operands of float32 may be rounded to 10 bits of fraction.
 
     Returns
     -------
@@ -70,14 +73,14 @@ def emit_convolution(writer: ProductWriter, binding: relax.VarBinding, function:
     if spatial is None:
         return False
     try:
-        _emit(writer, binding, spatial)
+        _emit(writer, binding, spatial, tf32)
     except _Refused as refused:
         decline(function, binding.var.name, CONVOLUTIONS[spatial - 1], str(refused))
         return False
     return True
 
 
-def _emit(writer: ProductWriter, binding: relax.VarBinding, spatial: int) -> None:
+def _emit(writer: ProductWriter, binding: relax.VarBinding, spatial: int, tf32: bool) -> None:
     var, call = binding.var, binding.value
     attrs, (data, weight) = call.attrs, call.args
     letters = _SPATIAL[-spatial:]
@@ -96,7 +99,8 @@ def _emit(writer: ProductWriter, binding: relax.VarBinding, spatial: int) -> Non
     if accumulator is None or dtypes[RESULT] not in (accumulator, rounded):
         expected = ", ".join(f"{a} * {b} -> {c}" for (a, b), c in _ACCUMULATORS.items())
         raise _Refused(f"found element types {dtypes}, expected one of {expected}")
-    encoding = _encoding(shapes, attrs, (*dtypes[:2], accumulator))
+    multiplied = (TF32, TF32) if tf32 and dtypes[:2] == ("float32", "float32") else dtypes[:2]
+    encoding = _encoding(shapes, attrs, (*multiplied, accumulator))
     name = var.name
     encoded = []
     for index, x in ((LHS, data), (RHS, weight)):

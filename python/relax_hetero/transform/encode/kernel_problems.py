@@ -126,7 +126,8 @@ def conv_problem(
         inputs = tuple(s.operand(symbols, _broadcast_map(s, result, maps[RESULT])) for s in others)
         epilogue = Epilogue(expression, inputs)
     out = result.operand(symbols, maps[RESULT])
-    return ConvProblem(left, right, out, encoding.element_types[RESULT], windows, moves.groups, epilogue)
+    tf32 = encoding.element_types[LHS] == TF32
+    return ConvProblem(left, right, out, encoding.element_types[RESULT], windows, moves.groups, epilogue, tf32)
 
 
 def elementwise_problem(expression: Expression, operands: Sequence[Stored], result: Stored) -> ElementwiseProblem:

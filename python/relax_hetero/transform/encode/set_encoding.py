@@ -75,14 +75,15 @@ def _encode_block(
         ):
             changed = quantized = True
             continue
-        if isinstance(binding, relax.VarBinding) and emit_convolution(writer, binding, function):
+        tf32 = exact is not None and binding.var.name not in exact
+        if isinstance(binding, relax.VarBinding) and emit_convolution(writer, binding, function, tf32):
             changed = True
             continue
         if isinstance(binding, relax.VarBinding) and op_name(binding.value) == "relax.matmul":
             if emit_quantized_product(writer, binding, block, constants):
                 changed = quantized = True
                 continue
-            if _emit_float_product(writer, binding, exact is not None and binding.var.name not in exact):
+            if _emit_float_product(writer, binding, tf32):
                 changed = True
                 continue
         writer.bindings.append(binding)

@@ -81,6 +81,22 @@ def test_tfloat32_marks_products_and_changes_no_type():
     assert types == ["tfloat32", "float32", "tfloat32"]
 
 
+@I.ir_module
+class Convolution:
+    @R.function
+    def main(x: R.Tensor((1, 8, 5, 5), "float32"), w: R.Tensor((16, 8, 3, 3), "float32")):
+        with R.dataflow():
+            y = R.nn.conv2d(x, w)
+            R.output(y)
+        return y
+
+
+def test_tfloat32_marks_convolutions():
+    encoded = SetEncoding()(ToMixedPrecision("tfloat32")(Convolution))
+    (call,) = (b.value for b in walk_bindings(encoded["main"]) if op_name(b.value) == "relax.hetero.conv")
+    assert Encoding.parse(call.attrs.encoding).element_types == ("tfloat32", "tfloat32", "float32")
+
+
 def test_tfloat32_is_exact_on_cpus():
     random = np.random.default_rng(0)
     args = random.random((8, 16), "float32"), random.random((16, 16), "float32")

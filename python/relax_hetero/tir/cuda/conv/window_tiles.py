@@ -30,7 +30,6 @@ from . import window_places
 from .window_places import WindowPlaces
 
 _CHUNKS = SWIZZLED_BYTES // CHUNK_BYTES
-_LINES = PRODUCERS // _CHUNKS
 
 
 def misfit(problem: ConvProblem) -> str:
@@ -67,6 +66,8 @@ class WindowTile:
         The product's k, as the weight is stored.
     in_chunks : bool
         Whether a step has taps of their own for each 16 bytes.
+    threads : int
+        That load it together.
     """
 
     places: WindowPlaces
@@ -74,6 +75,7 @@ class WindowTile:
     extent: Expr
     depth: int
     in_chunks: bool
+    threads: int = PRODUCERS
     source: Source = Source.LINES
     is_transposed: bool = False
     leading: int = 1
@@ -102,20 +104,25 @@ class WindowTile:
         return self.rows * SWIZZLED_BYTES
 
     @property
+    def lines(self) -> int:
+        """Lines that the threads copy at a time, a chunk each."""
+        return self.threads // _CHUNKS
+
+    @property
     def per_chunk(self) -> int:
         """Elements of a chunk."""
         return CHUNK_BYTES // self.element
 
     def begin(self, at: Coordinates, first: Expr, thread: Expr) -> None:
         """Find the pixels of the thread's lines, and which taps see the map from each."""
-        count, kind = self.rows // _LINES, self.places.kind
+        count, kind = self.rows // self.lines, self.places.kind
         self._begins = local(count, kind)
         self._seen = local(count, "uint32") if self.places.has_padding else None
         own = T.bind(first + T.Cast("int64", thread // _CHUNKS))
         skipped = 0 if self.in_chunks else T.Cast(kind, thread % _CHUNKS * self.per_chunk)
         with unrolled(count) as i:
             # Rows beyond the last are copies of it, which are not stored.
-            row = T.min(own + T.Cast("int64", i * _LINES), int64(self.extent - 1))
+            row = T.min(own + T.Cast("int64", i * self.lines), int64(self.extent - 1))
             begin, seen = self.places.pixel(at, row)
             T.buffer_store(self._begins, begin + skipped, [i])
             if self._seen is not None:
@@ -127,7 +134,7 @@ class WindowTile:
         target = offset + line * SWIZZLED_BYTES + T.bitwise_xor(chunk, line % 8) * CHUNK_BYTES
         if not self.in_chunks:
             self._load_channels(shared, target, step, chunk)
-        elif self.places.channels > IMAGE_CHANNELS:
+        elif self.places.channels > IMAGE_CHANNELS or self.per_chunk == IMAGE_CHANNELS:
             self._load_chunks(shared, target, step, chunk)
         else:
             self._load_pairs(shared, target, step, chunk)
@@ -151,7 +158,7 @@ class WindowTile:
     def _load_chunks(self, shared: SharedMemory, target: Expr, step: Expr, chunk: Expr) -> None:
         """Every chunk has a tap of its own, and some channels."""
         number, is_new = self._own_chunk(step, chunk)
-        parts = self.places.channels // self.per_chunk
+        parts = -(-self.places.channels // self.per_chunk)
         moved, bits = self.places.tap(T.bind(T.truncdiv(number, parts)))
         skipped = T.Cast(self.places.kind, T.truncmod(number, parts) * self.per_chunk)
         self._copy(shared, target, T.bind(moved + skipped), CHUNK_BYTES, bits, is_new)
@@ -193,7 +200,7 @@ class WindowTile:
     ) -> None:
         """Begin to copy `width` bytes of every line of the thread, zeros where they do not exist."""
         kind = self.places.kind
-        with unrolled(self.rows // _LINES) as i:
+        with unrolled(self.rows // self.lines) as i:
             begin, valid = self._begins[i] + moved, exists
             if bits is not None:
                 sees = T.bitwise_and(self._seen[i], bits) == bits
@@ -203,5 +210,5 @@ class WindowTile:
                 # Where nothing is read, the address is that of the map.
                 begin = T.Select(valid, begin, tirx.const(0, kind))
                 size = T.Select(valid, width, 0)
-            place = shared.at(target + i * (_LINES * SWIZZLED_BYTES))
+            place = shared.at(target + i * (self.lines * SWIZZLED_BYTES))
             ptx.copy_async(place, T.address_of(self.view.data[begin]), width, size)

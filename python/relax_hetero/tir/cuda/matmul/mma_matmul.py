@@ -20,7 +20,7 @@ from ..core import ptx
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, launch, local, unrolled
 from .fragments import FragmentStore, ProductParameters, Staging
 from .mma_tiling import MmaTiling, choose_mma_tiling
-from .operand_tiles import PACKED_ROWS, OperandTile, Source
+from .operand_tiles import PACKED_ROWS, LeftTile, OperandTile, Source
 from .simt_parts import Batches
 from .wgmma_matmul import tensor_core_misfit
 
@@ -59,15 +59,25 @@ def mma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: MmaTiling 
             tiling = tiling or choose_mma_tiling(problem, gpu, (m, n, k), list(batches.extents.values()))
             left = OperandTile.of(parameters.lhs, "m", tiling.rows, m, k, tiling.threads)
             right = OperandTile.of(parameters.rhs, "n", tiling.columns, n, k, tiling.threads)
-            _Kernel(left, right, parameters.store, tiling, batches).emit()
+            MmaProduct(left, right, parameters.store, tiling, batches).emit()
     return parameters.tied(function.result)
 
 
-class _Kernel:
-    """What the parts of a kernel share while it is written."""
+class MmaProduct:
+    """The launch of a product: what its parts share while it is written.
+
+    Parameters
+    ----------
+    left : LeftTile
+    right : OperandTile
+    store : FragmentStore
+        Opened.
+    tiling : MmaTiling
+    batches : Batches
+    """
 
     def __init__(
-        self, left: OperandTile, right: OperandTile, store: FragmentStore, tiling: MmaTiling, batches: Batches
+        self, left: LeftTile, right: OperandTile, store: FragmentStore, tiling: MmaTiling, batches: Batches
     ) -> None:
         self.left, self.right, self.store, self.tiling, self.batches = left, right, store, tiling, batches
         self.kind = "uint32" if left.view.nominal in _BYTES else "float32"
@@ -100,10 +110,12 @@ class _Kernel:
             with unrolled(tiling.warp_columns // 2) as i:
                 T.buffer_store(part, tirx.const(0, self.kind), [i])
 
+        self.left.begin(at, row, self.thread)
+
         def load(step: Expr, stage: Expr) -> None:
             for operand, base, first in ((self.left, self.left_at, row), (self.right, self.right_at, column)):
                 target = base + stage * operand.size
-                if operand.source is Source.PACKED:
+                if isinstance(operand, OperandTile) and operand.source is Source.PACKED:
                     operand.load_packed(self.shared, target, at, first, step, self.thread)
                 else:
                     operand.load(self.shared, target, at, first, step, self.thread)
@@ -157,7 +169,7 @@ class _Kernel:
                     )
 
 
-def _matrix_row(operand: OperandTile, first: Expr, k: Expr, lane: Expr, is_left: bool) -> Expr:
+def _matrix_row(operand: LeftTile, first: Expr, k: Expr, lane: Expr, is_left: bool) -> Expr:
     """Byte of a tile at which a lane's row of the four matrices of a fragment begins.
 
     Registers of the left operand's fragment: rows 0 and 8 of the first 16 bytes of k, then of the others. Of the right

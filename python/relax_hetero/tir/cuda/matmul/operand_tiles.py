@@ -55,6 +55,14 @@ class LeftTile(Protocol):
         """How it is read."""
 
     @property
+    def extent(self) -> Expr:
+        """Rows of the operand."""
+
+    @property
+    def depth(self) -> Expr:
+        """Its k."""
+
+    @property
     def step(self) -> int:
         """The k of a stage."""
 

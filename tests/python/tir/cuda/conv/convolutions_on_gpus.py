@@ -13,13 +13,13 @@ from relax_hetero.encoding.encoding import CONVOLUTIONS, Encoding, Moves, conv_m
 from relax_hetero.encoding.expression import Expression
 from relax_hetero.encoding.problem import ConvProblem, Dim, Epilogue, Operand, Window
 from relax_hetero.resolvers.cuda_convolutions import conv_layout
-from relax_hetero.target.element_types import numpy_dtype
+from relax_hetero.target.element_types import TF32, numpy_dtype, stored_type
 from relax_hetero.target.gpu_target import gpu_target_of
 from tir.convolutions_of import reference
 
 TARGET = Target({"kind": "cuda", "arch": "sm_90a"})
 GPU = gpu_target_of(TARGET)
-ACCUMULATORS = {"float16": "float32", "bfloat16": "float32", "int8": "int32", "uint8": "int32"}
+ACCUMULATORS = {"float16": "float32", "bfloat16": "float32", TF32: "float32", "int8": "int32", "uint8": "int32"}
 
 
 def conv_problem(
@@ -40,8 +40,9 @@ def conv_problem(
     """
     windows = [windows] * len(extents) if isinstance(windows, Window) else list(windows)
     ins, outs = channels
-    acc = ACCUMULATORS.get(dtype, dtype)
+    tf32, acc = dtype == TF32, ACCUMULATORS.get(dtype, dtype)
     types = (dtype, "int8" if dtype == "uint8" else dtype, acc)
+    dtype = stored_type(dtype)
     places = tuple(window.places(extent) for window, extent in zip(windows, extents, strict=True))
     weight = (outs, ins // groups, *(window.size for window in windows))
     shapes = ((batch, ins, *extents), weight, (batch, outs, *places))
@@ -56,8 +57,8 @@ def conv_problem(
     encoding = Encoding(CONVOLUTIONS[len(windows) - 1], 0, types, maps, tuple(sizes.items()), moves)
     layouts = [conv_layout(encoding.of(i), gpu) for i in range(3)]
     assert None not in layouts, encoding
-    operands = [Operand(*each) for each in zip(shapes, types, maps, layouts, strict=True)]
-    problem = ConvProblem(*operands, acc, tuple(windows), groups)
+    operands = [Operand(*each) for each in zip(shapes, map(stored_type, types), maps, layouts, strict=True)]
+    problem = ConvProblem(*operands, acc, tuple(windows), groups, tf32=tf32)
     result = result or (dtype if "float" in dtype else acc)
     if not epilogue and result != acc:
         epilogue = f"cast(x0, '{result}')"
@@ -117,4 +118,5 @@ def assert_near(problem: ConvProblem, got: np.ndarray, want: np.ndarray) -> None
         return
     rounding = {"float16": 2.0**-10, "bfloat16": 2.0**-7}.get(problem.result.dtype, 1e-6)
     products = float(np.prod([int(extent) for extent in problem.weight.shape[1:]]))
-    np.testing.assert_allclose(got.astype("float64"), want, rtol=2 * rounding, atol=2 * rounding + 1e-5 * products**0.5)
+    sums = (2.0**-7 if problem.tf32 else 1e-5) * products**0.5
+    np.testing.assert_allclose(got.astype("float64"), want, rtol=2 * rounding, atol=2 * rounding + sums)

@@ -16,14 +16,14 @@ from seeds import fresh_rng
 from tir.cuda.conv.convolutions_on_gpus import assert_near, conv_problem, operands_of
 from tir.kernel_runs import poisoned
 
-ADA = gpu_target_of(Target({"kind": "cuda", "arch": "sm_89"}))
+VOLTA = gpu_target_of(Target({"kind": "cuda", "arch": "sm_70"}))
 RESIDUAL = "relu(add(add(x0, x1), x2))"
 SAME = Window(3, 1, 1, 1, 1)
 
 
 def check(problem: ConvProblem, batch: int = 1) -> None:
     """Run the kernel that is chosen and compare it with float64."""
-    check_kernel(problem, cuda_conv_kernel(problem, ADA), batch)
+    check_kernel(problem, cuda_conv_kernel(problem, VOLTA), batch)
 
 
 def check_kernel(problem: ConvProblem, kernel: tirx.PrimFunc, batch: int = 1) -> None:
@@ -56,7 +56,7 @@ def check_kernel(problem: ConvProblem, kernel: tirx.PrimFunc, batch: int = 1) ->
     ids=["same", "first layer", "skips", "3d", "groups", "bytes", "residual"],
 )
 def test_windows(how):
-    check(conv_problem(**how, gpu=ADA), 2)
+    check(conv_problem(**how, gpu=VOLTA), 2)
 
 
 @pytest.mark.parametrize(
@@ -80,11 +80,11 @@ def test_windows(how):
     ids=["same", "stride", "1d", "multiplied", "small groups", "bytes 3d", "wide window"],
 )
 def test_small_groups(how):
-    check(conv_problem(**how, gpu=ADA), 2)
+    check(conv_problem(**how, gpu=VOLTA), 2)
 
 
 def test_a_thread_makes_several_pixels():
-    problem = conv_problem((8, 8), (6, 7), SAME, 1, 8, "float16", gpu=ADA)
-    check_kernel(problem, channelwise_conv_kernel(problem, ADA, ChannelPlan(4, 8)))
-    problem = conv_problem((8, 16), (6, 9), Window(3, 2, 1, 1, 1), 1, 2, gpu=ADA)
-    check_kernel(problem, channelwise_conv_kernel(problem, ADA, ChannelPlan(2, 4)))
+    problem = conv_problem((8, 8), (6, 7), SAME, 1, 8, "float16", gpu=VOLTA)
+    check_kernel(problem, channelwise_conv_kernel(problem, VOLTA, ChannelPlan(4, 8)))
+    problem = conv_problem((8, 16), (6, 9), Window(3, 2, 1, 1, 1), 1, 2, gpu=VOLTA)
+    check_kernel(problem, channelwise_conv_kernel(problem, VOLTA, ChannelPlan(2, 4)))

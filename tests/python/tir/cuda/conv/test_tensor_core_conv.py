@@ -1,15 +1,17 @@
-"""Convolutions by wgmma: semantics by the interpreter of GPU kernels, registers and spills as ptxas reports them."""
+"""Convolutions on tensor cores: semantics by the interpreter of GPU kernels, registers and spills as ptxas says."""
 
 from __future__ import annotations
 
 import pytest
+from tvm.target import Target
 
 from cuda_reports import reports_of
 from gpu_interpreter import run
 from relax_hetero.encoding.problem import ConvProblem, Window
+from relax_hetero.target.gpu_target import gpu_target_of
 from relax_hetero.tir.commands.table_kernel import is_one_launch
 from relax_hetero.tir.conv.conv_products import implicit_product
-from relax_hetero.tir.cuda.conv.wgmma_conv import wgmma_conv_kernel
+from relax_hetero.tir.cuda.conv.tensor_core_conv import tensor_core_conv_kernel
 from relax_hetero.tir.cuda.matmul.wgmma_tiling import tiling_of
 from seeds import fresh_rng
 from tir.cuda.conv.convolutions_on_gpus import GPU, TARGET, assert_near, conv_problem, operands_of
@@ -17,6 +19,7 @@ from tir.kernel_runs import poisoned
 
 BIAS_RELU = "cast(relu(add(x0, cast(x1, 'float32'))), 'float16')"
 RESIDUAL = "relu(add(cast(add(x0, cast(x1, 'float32')), 'float16'), x2))"
+ADA = gpu_target_of(Target({"kind": "cuda", "arch": "sm_89"}))
 SAME = Window(3, 1, 1, 1, 1)
 
 
@@ -29,7 +32,7 @@ def check(problem: ConvProblem, tile: tuple[int, int] = (64, 64), batch: int = 1
         count *= size
     n, k = product.rhs.shape
     tiling = tiling_of(product, GPU, (count, n, k), [problem.groups], tile, **how)
-    kernel = wgmma_conv_kernel(problem, GPU, tiling)
+    kernel = tensor_core_conv_kernel(problem, GPU, tiling)
     assert is_one_launch(kernel)
     stored, want = operands_of(problem, fresh_rng(), batch)
     shape = problem.result.layout.packed_shape(want.shape)
@@ -64,8 +67,9 @@ def test_windows(how):
         {"channels": (3, 40), "extents": (16, 13), "windows": Window(7, 2, 1, 3, 3), "batch": 2},
         {"channels": (1, 24), "extents": (8, 8), "windows": Window(4, 4, 1, 0, 0), "dtype": "bfloat16"},
         {"channels": (4, 64), "extents": (5, 4, 6), "windows": SAME, "tile": (64, 64)},
+        {"channels": (3, 24), "extents": (9, 8), "windows": SAME, "dtype": "tfloat32"},
     ],
-    ids=["chunks", "1d", "bytes", "image", "patches", "3d image"],
+    ids=["chunks", "1d", "bytes", "image", "patches", "3d image", "tf32 image"],
 )
 def test_few_channels(how):
     tile = how.pop("tile", (64, 64))
@@ -80,6 +84,7 @@ def test_few_channels(how):
         ({"epilogue": "cast(multiply(x0, x1), 'float16')", "shown": [("bn", "float32")]}, (64, 64), {}),
         ({"channels": (80, 48)}, (64, 64), {"split": 4}),
         ({"dtype": "int8"}, (64, 64), {}),
+        ({"dtype": "tfloat32"}, (64, 64), {}),
         (
             {
                 "dtype": "uint8",
@@ -91,11 +96,38 @@ def test_few_channels(how):
             {},
         ),
     ],
-    ids=["bias relu", "residual", "by image", "parts of k", "bytes", "requantized"],
+    ids=["bias relu", "residual", "by image", "parts of k", "bytes", "tf32", "requantized"],
 )
 def test_epilogues_and_types(how, tile, options):
     how = {"channels": (32, 40), "extents": (6, 5), "windows": SAME, "batch": 2, **how}
     check(conv_problem(**how), tile, 2, **options)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"channels": (64, 72), "extents": (6, 7), "windows": SAME, "batch": 2},
+        {"channels": (36, 40), "extents": (9, 8), "windows": Window(3, 2, 1, 0, 1), "dtype": "int8"},
+        {"channels": (64, 128), "extents": (5, 5), "windows": SAME, "groups": 2, "dtype": "tfloat32"},
+        {
+            "channels": (32, 40),
+            "extents": (5, 6),
+            "windows": SAME,
+            "epilogue": RESIDUAL,
+            "shown": [("n", "float16"), ("bny", "float16")],
+        },
+    ],
+    ids=["same", "bytes", "groups", "residual"],
+)
+def test_without_wgmma(how):
+    """By ``mma.sync``."""
+    problem = conv_problem(**how, gpu=ADA)
+    stored, want = operands_of(problem, fresh_rng(), 1)
+    got = poisoned(problem.result.layout.packed_shape(want.shape), problem.result.dtype).numpy()
+    kernel = tensor_core_conv_kernel(problem, ADA)
+    assert is_one_launch(kernel)
+    run(kernel, *stored, got)
+    assert_near(problem, problem.result.layout.unpack(got, want.shape), want)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +139,6 @@ def test_registers(tile, options):
     problem = conv_problem((256, 256), (28, 28), SAME, 16, **how)
     product = implicit_product(problem)
     tiling = tiling_of(product, GPU, (16 * 28 * 28, 256, 9 * 256), [], tile, **options)
-    (report,) = reports_of(wgmma_conv_kernel(problem, GPU, tiling), TARGET)
+    (report,) = reports_of(tensor_core_conv_kernel(problem, GPU, tiling), TARGET)
     assert report.serialized == ""
     assert report.spill_stores <= 16

@@ -1,4 +1,4 @@
-"""Convolutions on Hopper's tensor cores: products of `matmul.wgmma_matmul`, their left operand found in a map."""
+"""Convolutions on tensor cores: products by wgmma or ``mma.sync`` whose left operand is found in a map."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ from ...matmul.matmul import merge_batches
 from ..core.global_view import GlobalView
 from ..core.launch import may_begin_early
 from ..core.operand import GpuOperand
-from ..matmul import wgmma_matmul
+from ..matmul import mma_matmul, wgmma_matmul
 from ..matmul.fragments import FragmentStore
+from ..matmul.mma_matmul import MmaProduct
+from ..matmul.mma_tiling import MmaTiling, choose_mma_tiling
 from ..matmul.operand_tiles import PACKED_ROWS, OperandTile
+from ..matmul.simt_parts import Batches
 from ..matmul.wgmma_matmul import WgmmaProduct
 from ..matmul.wgmma_tiling import Tiling, choose_tiling, reads_rows
 from . import window_tiles
@@ -30,7 +33,7 @@ from .window_tiles import WindowTile
 
 
 def misfit(problem: ConvProblem, gpu: GpuTarget) -> str:
-    """Why `wgmma_conv_kernel` cannot solve a problem; empty where it can."""
+    """Why `tensor_core_conv_kernel` cannot solve a problem; empty where it can."""
     columns = problem.weight.shape[0]
     if problem.groups > 1 and (not isinstance(columns, int) or columns // problem.groups % PACKED_ROWS):
         return f"{columns} channels in {problem.groups} groups are no multiples of {PACKED_ROWS} in each"
@@ -39,6 +42,8 @@ def misfit(problem: ConvProblem, gpu: GpuTarget) -> str:
         return f"the weight is stored as {layout}, expected tiles"
     product = implicit_product(problem)
     if not layout.swizzle:
+        if gpu.tensor != "wgmma":
+            return f"{gpu.arch} reads only swizzled tiles, found the weight stored as {layout}"
         if layout != _chunks(problem) or problem.groups > 1:
             return f"the weight is stored as {layout} for {problem.groups} groups, expected {_chunks(problem)} for one"
         tiles = (PACKED_ROWS, SWIZZLED_BYTES // bytes_of(problem.weight.dtype))
@@ -46,26 +51,30 @@ def misfit(problem: ConvProblem, gpu: GpuTarget) -> str:
             return f"{product.rhs.size('k')} products of a sum are fewer than a step has"
         swizzled = PackedLayout((0, 1), (0, 1), tiles, swizzle=True)
         product = replace(product, rhs=replace(product.rhs, layout=swizzled))
-    return wgmma_matmul.misfit(product, gpu) or window_tiles.misfit(problem)
+    instruction = wgmma_matmul if gpu.tensor == "wgmma" else mma_matmul
+    return instruction.misfit(product, gpu) or window_tiles.misfit(problem)
 
 
 def _chunks(problem: ConvProblem) -> PackedLayout:
-    """The weight in 16 bytes of k: channels of a place of the window, or those of an image of two places."""
+    """The weight in 16 bytes of k: channels of a place of the window, of halves those of an image of two places."""
     spatial = tuple(range(2, len(problem.windows) + 2))
     per_chunk = CHUNK_BYTES // bytes_of(problem.weight.dtype)
-    if problem.data.layout.inner_dims or problem.weight.shape[1] == IMAGE_CHANNELS:
+    is_image = problem.data.layout.inner_dims or problem.weight.shape[1] == IMAGE_CHANNELS
+    if is_image and per_chunk > IMAGE_CHANNELS:
         dims = (0, spatial[-1], 1)
         return PackedLayout((0, *spatial, 1), dims, (PACKED_ROWS, per_chunk // IMAGE_CHANNELS, IMAGE_CHANNELS))
     return PackedLayout((0, *spatial, 1), (0, 1), (PACKED_ROWS, per_chunk))
 
 
-def wgmma_conv_kernel(problem: ConvProblem, gpu: GpuTarget, tiling: Tiling | None = None) -> tirx.PrimFunc:
-    """The kernel of a convolution for sm_90a, one launch; `ConvProblem` says what its parameters are.
+def tensor_core_conv_kernel(
+    problem: ConvProblem, gpu: GpuTarget, tiling: Tiling | MmaTiling | None = None
+) -> tirx.PrimFunc:
+    """The kernel of a convolution for a GPU with tensor cores, one launch; `ConvProblem` says what its parameters are.
 
     Parameters
     ----------
-    tiling : Tiling, optional
-        Tiles, stages and blocks; by default as `choose_tiling` finds them.
+    tiling : Tiling or MmaTiling, optional
+        Of products of the GPU's instruction; by default as `choose_tiling` or `choose_mma_tiling` finds it.
 
     Raises
     ------
@@ -90,7 +99,7 @@ def wgmma_conv_kernel(problem: ConvProblem, gpu: GpuTarget, tiling: Tiling | Non
             for view in others:
                 view.split("n", "g", problem.groups)
         batch = merge_batches([weight, *others], weight, weight, result)
-        m, n, k = extent_of([result], "m"), extent_of([result], "n"), extent_of([weight], "k")
+        sizes = m, n, k = extent_of([result], "m"), extent_of([result], "n"), extent_of([weight], "k")
         counts = {name: extent_of([result], name) for name in batch}
         if problem.groups > 1:
             counts["g"] = problem.groups
@@ -98,13 +107,22 @@ def wgmma_conv_kernel(problem: ConvProblem, gpu: GpuTarget, tiling: Tiling | Non
             data.open(raw=True)
             weight.open(raw=True)
             store.open(result, m, n, reads_rows(product))
-            tiling = tiling or choose_tiling(product, gpu, (m, n, k), list(counts.values()))
             pixels = WindowPlaces(data, problem, places, len(batch))
-            left = WindowTile(pixels, tiling.rows, m, k, in_chunks=not problem.weight.layout.swizzle)
-            right = OperandTile.of(weight, "n", tiling.columns, n, k)
-            WgmmaProduct(left, right, store, tiling, (m, n, k), counts).emit()
-    in_tile = problem.epilogue.operands if problem.epilogue else ()
-    return may_begin_early(tied_to(function.result, in_tile, 2, problem.result))
+            in_chunks = not problem.weight.layout.swizzle
+            if gpu.tensor == "wgmma":
+                tiling = tiling or choose_tiling(product, gpu, sizes, list(counts.values()))
+                assert isinstance(tiling, Tiling)
+                left = WindowTile(pixels, tiling.rows, m, k, in_chunks)
+                right = OperandTile.of(weight, "n", tiling.columns, n, k)
+                WgmmaProduct(left, right, store, tiling, sizes, counts).emit()
+            else:
+                tiling = tiling or choose_mma_tiling(product, gpu, sizes, list(counts.values()))
+                assert isinstance(tiling, MmaTiling)
+                left = WindowTile(pixels, tiling.rows, m, k, in_chunks, tiling.threads)
+                right = OperandTile.of(weight, "n", tiling.columns, n, k, tiling.threads)
+                MmaProduct(left, right, store, tiling, Batches(counts)).emit()
+    kernel = tied_to(function.result, problem.epilogue.operands if problem.epilogue else (), 2, problem.result)
+    return may_begin_early(kernel) if gpu.tensor == "wgmma" else kernel
 
 
 def _restate_weight(weight: GlobalView, problem: ConvProblem, product: MatmulProblem) -> None:
