@@ -21,7 +21,7 @@ from tvm import relax
 
 from ..ir.kernels import called_prim_func
 from ..ir.op_names import CALL_TIR, RESHAPE
-from ..ir.rewriting import copy_module, global_vars_in, map_bindings, op_name, relax_functions, typed
+from ..ir.rewriting import copy_module, global_vars_in, is_on_gpu, map_bindings, op_name, relax_functions, typed
 
 _SAME_ORDER = (RESHAPE, "relax.expand_dims", "relax.squeeze", "relax.flatten")
 
@@ -37,7 +37,7 @@ def with_merged_reshapes(mod: tvm.IRModule) -> tvm.IRModule:
 
 def _merged(sources: dict[relax.Var, relax.Expr], binding: relax.Binding) -> relax.Binding:
     value, ty = binding.value, binding.var.ty
-    if op_name(value) not in _SAME_ORDER or not isinstance(binding, relax.VarBinding) or not _is_on_gpu(ty):
+    if op_name(value) not in _SAME_ORDER or not isinstance(binding, relax.VarBinding) or not is_on_gpu(ty):
         return binding
     source = sources.get(value.args[0], value.args[0])
     if isinstance(source, relax.DataflowVar) and not isinstance(value.args[0], relax.DataflowVar):
@@ -46,10 +46,6 @@ def _merged(sources: dict[relax.Var, relax.Expr], binding: relax.Binding) -> rel
     if source.same_as(value.args[0]) or not isinstance(ty.shape, relax.ShapeExpr):
         return binding
     return relax.VarBinding(binding.var, typed(relax.op.reshape(source, ty.shape), ty), binding.span)
-
-
-def _is_on_gpu(ty: tvm.ir.Type) -> bool:
-    return isinstance(ty, relax.TensorType) and ty.vdevice is not None and "gpu" in ty.vdevice.target.keys
 
 
 def with_views(mod: tvm.IRModule) -> tvm.IRModule:
