@@ -255,7 +255,7 @@ class RowsProblem:
 
 @dataclass(frozen=True)
 class BlockProductProblem:
-    """A product with weights of 4 bits: ``epilogue(sum over k of lhs * (weight - zero) * scale)``.
+    """A product with weights of 4 or 8 bits: ``epilogue(sum over k of lhs * (weight - zero) * scale)``.
 
     Parameters of its kernel, in order: lhs, weight, scales, zeros (if any), operands of the epilogue, result. Left
     operand (float32; of GPUs also of 16 bits) and result are row-major, over batch dimensions and m, then "k" and "n".
@@ -263,9 +263,11 @@ class BlockProductProblem:
     Attributes
     ----------
     weights : tuple of Operand
-        Weight, scales and perhaps zero points (8 where there are none) as `encoding.block_weights` packs them.
+        Weight, scales and perhaps zero points (8 or 128 where there are none) as `encoding.block_weights` packs them.
     block : int
         How many weights along k share a scale; a multiple of 8.
+    bits : int
+        Of a weight.
     """
 
     lhs: Operand
@@ -273,6 +275,7 @@ class BlockProductProblem:
     result: Operand
     block: int
     epilogue: Epilogue | None = None
+    bits: int = 4
 
     @property
     def parameters(self) -> list[Operand]:

@@ -68,8 +68,8 @@ class GpuTarget:
     bulk_copies: bool
 
     @property
-    def early_launches(self) -> bool:
-        """Whether a kernel may begin while the launch before it ends (programmatic dependent launch, from 9.0)."""
+    def overlaps_launches(self) -> bool:
+        """Whether a launch may begin before the one before it has ended (from 9.0)."""
         return self.capability >= 90
 
     def multiplies(self, lhs: str, rhs: str) -> bool:

@@ -17,7 +17,9 @@ from tvm_ffi import structural_map
 
 from ...artifact import graph_layout as state
 from ...artifact.graph_layout import FILLED_AT_ONCE, ROWS, TOLD_EVERY, Layout
+from ...target.gpu_target import gpu_target_of
 from ..core.builder import Expr, Function
+from ..cuda.core.ptx import let_next_launch_begin
 from .command_list import Tensor
 
 _WORD = "int64"
@@ -172,6 +174,8 @@ def fetch_kernel(name: str, slots: int, target: tvm.target.Target, extent: tirx.
     own count of submissions says which one is meant; and at times the host is told meanwhile that those before this one
     have read theirs.
 
+    The launch behind it may begin at once, and waits for this one before it reads the table.
+
     `extent` counts the threads of a kernel that it becomes the beginning of. TVM makes one variable of all loops over
     the same threads, so both count in the same type.
     """
@@ -184,6 +188,8 @@ def fetch_kernel(name: str, slots: int, target: tvm.target.Target, extent: tirx.
         with function.body(), T.thread_binding(extent, thread="threadIdx.x") as number_of_thread:
             thread = tirx.Cast(_WORD, number_of_thread)
             ring, table, consumed = map(_declared, parts)
+            if gpu_target_of(target).overlaps_launches:
+                let_next_launch_begin()
             ticket = T.alloc_buffer((1,), _WORD, scope="local")
             read = T.alloc_buffer((rounds,), _WORD, scope="local")
             here = [_word(round_ * threads) + thread for round_ in range(rounds)]

@@ -16,16 +16,21 @@ After, where the first tensor is found in the table::
             ...
 
 A graph of recorded launches keeps the arguments of each, so an argument that changes with every submission must be
-memory that the kernel reads. It is the code inside the thread-bound loops that runs on the device.
+memory that the kernel reads. It is the code inside the thread-bound loops that runs on the device. A kernel that waits
+for the launches before it (`tir.cuda.core.ptx.wait_for_launches_before`) may read the table before it waits, or
+behind that where the launch before writes the table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import tvm
 from tvm import s_tir, tirx
 from tvm_ffi import structural_map, structural_walk
+
+from ..cuda.core.ptx import is_wait_for_launches
 
 MOST_ENTRIES = 4096
 """Of a table; its extent in the code, which nothing checks."""
@@ -41,7 +46,26 @@ def is_one_launch(kernel: tirx.PrimFunc) -> bool:
     return nest_of(kernel) is not None
 
 
-def table_kernel(raw: tirx.PrimFunc, entries: Collection[int]) -> tirx.PrimFunc:
+def waits_before_use(raw: tirx.PrimFunc, entries: Collection[int]) -> bool:
+    """Whether a raw kernel of one launch waits for the launches before it, and uses these tensors behind that only."""
+    nest = nest_of(raw)
+    assert nest is not None, "a kernel of one launch is expected"
+    found: list[tirx.SeqStmt] = []
+
+    def on_sequence(sequence: tirx.SeqStmt) -> None:
+        found.extend([sequence] * any(is_wait_for_launches(statement) for statement in sequence))
+
+    structural_walk(nest, (tirx.SeqStmt, on_sequence))
+    if len(found) != 1:
+        return False
+
+    def on_found(sequence: tirx.SeqStmt) -> tirx.Stmt:
+        return tirx.SeqStmt(_up_to_wait(sequence)[0]) if sequence.same_as(found[0]) else sequence
+
+    return not _used(structural_map(nest, (tirx.SeqStmt, on_found))) & _in_table(raw, entries)
+
+
+def table_kernel(raw: tirx.PrimFunc, entries: Collection[int], behind_wait: bool = False) -> tirx.PrimFunc:
     """A raw kernel of one launch that takes some of its tensors from a table.
 
     Parameters
@@ -50,6 +74,8 @@ def table_kernel(raw: tirx.PrimFunc, entries: Collection[int]) -> tirx.PrimFunc:
         From `raw_kernel.raw_kernel`, for which `is_one_launch` holds.
     entries : collection of int
         Which of its tensor parameters.
+    behind_wait : bool
+        Whether it reads the table when it has waited for the launches before it; `waits_before_use` must hold.
 
     Returns
     -------
@@ -58,7 +84,7 @@ def table_kernel(raw: tirx.PrimFunc, entries: Collection[int]) -> tirx.PrimFunc:
         of those tensors.
     """
     table = tirx.Var("table", _TABLE_TYPE)
-    return _with_table(raw, entries, table, [], [table])
+    return _with_table(raw, entries, table, [], [table], behind_wait)
 
 
 def fetching_kernel(raw: tirx.PrimFunc, entries: Collection[int], fetch: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -107,6 +133,7 @@ def _with_table(
     table: tirx.Var,
     before: list[tirx.Stmt],
     params: list[tirx.Var],
+    behind_wait: bool = False,
 ) -> tirx.PrimFunc:
     nest = nest_of(raw)
     assert nest is not None, "a kernel of one launch is expected"
@@ -114,22 +141,33 @@ def _with_table(
     pointers = [raw.params[i] for i in entries]
     numbers = {p: tirx.Var(f"{p.name.removesuffix('_data')}_entry", tvm.ir.PrimType("int32")) for p in pointers}
     inside: list[tirx.Stmt] = [*before, tirx.DeclBuffer(words, data=table)]
-
+    plain: list[tirx.Stmt] = []
+    in_table = _in_table(raw, entries)
     outside = {declaration.buffer for declaration in _declared_outside(raw)}
 
     def on_declaration(declaration: tirx.DeclBuffer) -> tirx.Stmt:
         if declaration.buffer not in outside:
             return declaration
+        if behind_wait and declaration.buffer not in in_table:
+            plain.append(declaration)
+            return tirx.Evaluate(0)
         if declaration.data in numbers:
             address = words[tirx.Cast("int64", numbers[declaration.data])]
             declaration = tirx.DeclBuffer(declaration.buffer, data=tirx.reinterpret(declaration.data.ty, address))
         inside.append(declaration)  # views too, which are of tensors that are declared there
         return tirx.Evaluate(0)
 
+    def on_sequence(sequence: tirx.SeqStmt) -> tirx.SeqStmt:
+        first, then = _up_to_wait(sequence)
+        return tirx.SeqStmt([*first, *inside, *then]) if then else sequence
+
     def on_loop(loop: tirx.For) -> tirx.For:
         if not loop.loop_var.same_as(nest.loop_var):
             return loop
-        body = tirx.SeqStmt([*inside, loop.body])
+        if behind_wait:
+            body = tirx.SeqStmt([*plain, structural_map(loop.body, (tirx.SeqStmt, on_sequence))])
+        else:
+            body = tirx.SeqStmt([*inside, loop.body])
         return tirx.For(
             loop.loop_var, loop.min, loop.extent, loop.kind, body, loop.thread_binding, loop.annotations, loop.step
         )
@@ -148,6 +186,29 @@ def nest_of(kernel: tirx.PrimFunc) -> tirx.For | None:
     return work[0]
 
 
+def _in_table(raw: tirx.PrimFunc, entries: Collection[int]) -> set[Any]:
+    """Parameters that stand in the table, and the buffers that a kernel declares of them before its nest."""
+    found: set[Any] = {raw.params[i] for i in entries}
+    for declaration in _declared_outside(raw):
+        if _used(declaration.data) & found:
+            found.add(declaration.buffer)
+    return found
+
+
+def _up_to_wait(sequence: tirx.SeqStmt) -> tuple[list[tirx.Stmt], list[tirx.Stmt]]:
+    """The statements up to the wait for the launches before, and those behind it."""
+    statements = list(sequence)
+    end = next((i + 1 for i, statement in enumerate(statements) if is_wait_for_launches(statement)), len(statements))
+    return statements[:end], statements[end:]
+
+
+def _used(node: tvm.ir.BaseExpr | tirx.Stmt) -> set[Any]:
+    """The variables and buffers that occur in it."""
+    found: set[Any] = set()
+    structural_walk(node, (tvm.ir.Var, found.add))
+    return found
+
+
 _NO_WORK = (tirx.DeclBuffer, tirx.stmt.Return)
 
 
@@ -157,7 +218,7 @@ def _declared_outside(kernel: tirx.PrimFunc) -> list[tirx.DeclBuffer]:
 
 
 def _outermost(kernel: tirx.PrimFunc) -> list[tirx.Stmt]:
-    """The statements of a kernel that stand in no loop."""
+    """The statements of a kernel that stand in no loop, in order."""
     found: list[tirx.Stmt] = []
     pending = [kernel.body]
     while pending:
@@ -165,7 +226,7 @@ def _outermost(kernel: tirx.PrimFunc) -> list[tirx.Stmt]:
         if isinstance(statement, s_tir.SBlockRealize):
             pending.append(statement.block.body)
         elif isinstance(statement, tirx.SeqStmt):
-            pending.extend(statement.seq)
+            pending.extend(reversed(list(statement.seq)))
         elif isinstance(statement, tirx.AttrStmt) and statement.attr_key == "device_id":
             pending.append(statement.body)
         else:

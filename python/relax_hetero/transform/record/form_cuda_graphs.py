@@ -44,7 +44,7 @@ from ...target.vdevice import vdevices_of
 from ...tir.commands.command_list import Tensor
 from ...tir.commands.early_launch import launched_early, waiting_first
 from ...tir.commands.graph_functions import Launch, fetch_kernel, fill_kernel, record_function, submit_function
-from ...tir.commands.table_kernel import fetching_kernel, table_kernel, threads_of_one_block
+from ...tir.commands.table_kernel import fetching_kernel, table_kernel, threads_of_one_block, waits_before_use
 from ...tir.cuda.core.launch import READS_EARLY
 from ..ir.blocks import renamed
 from ..ir.declare import declare_pass
@@ -125,15 +125,14 @@ class _Writer:
         launches = [self._launch(command, call, region) for command, call in zip(commands, calls, strict=True)]
         first = next(i for i, command in enumerate(commands) if _entries(command))
         launches[first] = self._fetching(launches[first], commands[first], count)
-        if gpu_target_of(target).early_launches:
-            # What follows a kernel that writes the table would read addresses there as soon as it begins.
-            behind_table = 0 if launches[first].fetching is None else first + 1
-            for i, command in enumerate(commands):
-                if launches[i].fetching is None and (i or launches[first].fetching is None):
-                    launches[i] = self._early(launches[i], command, i == behind_table)
-        fetch = None
+        fetch, behind_table = None, first + 1
         if launches[first].fetching is None:
+            behind_table = 0
             fetch = self._once(("fetch", count, str(target)), lambda name: fetch_kernel(name, count, target))
+        if gpu_target_of(target).overlaps_launches:
+            for i, command in enumerate(commands):
+                if (i > 0 or fetch is not None) and launches[i].fetching is None:
+                    launches[i] = self._early(launches[i], command, i == behind_table)
         fill = self._once(("fill", str(target)), lambda name: fill_kernel(name, target))
         record = fresh_global_var(f"{gv.name_hint}_record", tvm.ir.Type.missing(), self._taken)
         self._add(record, record_function(record.name_hint, count, launches, fetch, fill, target, parameters))
@@ -142,7 +141,7 @@ class _Writer:
         return self._add(tvm.ir.GlobalVar(gv.name_hint), submit)
 
     def without_unused_kernels(self) -> dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc]:
-        """The functions, less kernels, and variants of kernels, of which only other variants are called."""
+        """The functions, less kernels that are not called: those of which only variants are, and variants of these."""
         called: set[str] = set()
         for func in self.functions.values():
             structural_walk(func.body, (tvm.ir.GlobalVar, lambda gv: called.add(gv.name_hint)))
@@ -166,14 +165,25 @@ class _Writer:
         return Launch(variant, [(TABLE, 0, _POINTER), *arguments])
 
     def _early(self, launch: Launch, command: Dispatch, is_behind_table: bool) -> Launch:
-        """A launch that begins while the one before it ends, and waits for that at the latest before it needs it."""
-        reads = self.functions[self._kernels[command.kernel]].attrs.get(READS_EARLY)
-        reads_others = reads is None or any(command.operands[int(i)].space != DIRECT for i in reads)
-        func, is_first = self.functions[launch.kernel], reads_others or is_behind_table
-        key = (launch.kernel.name_hint, "early", is_first)
-        return replace(
-            launch, kernel=self._once(key, lambda _: launched_early(waiting_first(func) if is_first else func))
-        )
+        """A launch that begins while the one before it ends, and waits for that at the latest before it needs it.
+
+        Kernels read addresses in the table as soon as they begin, but for the one behind the kernel that writes it.
+        """
+        kernel, entries = self._kernels[command.kernel], _entries(command)
+        raw = self.functions[kernel]
+        reads = raw.attrs.get(READS_EARLY)
+        waits_first = reads is None or any(command.operands[int(i)].space != DIRECT for i in reads)
+        if is_behind_table and entries and not waits_first:
+            waits_first = not waits_before_use(raw, entries)
+            if not waits_first:
+                key = (kernel.name_hint, entries, "behind wait")
+                launch = replace(launch, kernel=self._once(key, lambda _: table_kernel(raw, entries, behind_wait=True)))
+        func = self.functions[launch.kernel]
+
+        def early(_: str) -> tirx.PrimFunc:
+            return launched_early(waiting_first(func) if waits_first else func)
+
+        return replace(launch, kernel=self._once((launch.kernel.name_hint, "early", waits_first), early))
 
     def _fetching(self, launch: Launch, command: Dispatch, slots: int) -> Launch:
         """The first launch that needs the table, with the kernel that fetches it where one block does all its work."""

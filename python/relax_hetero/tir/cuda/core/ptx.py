@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import tvm_ffi
 from tvm import tirx
 from tvm.script import tirx as _instructions
 from tvm.script.ir_builder import tirx as T
@@ -145,6 +146,11 @@ def bulk_load(target: Expr, source: Expr, size: Expr, barrier: Expr) -> None:
     _emit("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes", target, source, _u32(size), barrier)
 
 
+def prefetch_bulk(source: Expr, size: Expr) -> None:
+    """Bring `size` bytes, a multiple of 16, of global memory to the second-level cache; one thread does it."""
+    _emit("cp.async.bulk.prefetch.L2.global", source, _u32(size))
+
+
 def async_proxy_fence() -> None:
     """What this thread wrote to shared memory by plain stores or `copy_async` is seen by wgmma and by bulk stores."""
     _emit("fence.proxy.async.shared::cta")
@@ -221,6 +227,11 @@ def remote_address(register: Expr, address: Expr, block: Expr) -> None:
 def load_remote(registers: Sequence[Expr], address: Expr, dtype: str = "u32") -> None:
     """One, two or four values of 32 bits from shared memory of another block, at a `remote_address`."""
     _emit(f"ld.shared::cluster.{_vector(len(registers))}{dtype}", *registers, address)
+
+
+def store_remote(address: Expr, values: Sequence[Expr], dtype: str = "u32") -> None:
+    """One, two or four values of 32 bits to shared memory of another block, at a `remote_address`."""
+    _emit(f"st.shared::cluster.{_vector(len(values))}{dtype}", address, *values)
 
 
 # Tensor cores of Hopper: one warpgroup multiplies tiles that lie in shared memory.
@@ -328,6 +339,12 @@ def wait_for_launches_before() -> None:
     _emit("griddepcontrol.wait")
 
 
+def is_wait_for_launches(statement: tirx.Stmt) -> bool:
+    """Whether a statement is that of `wait_for_launches_before`."""
+    is_known = isinstance(statement, tirx.Evaluate)
+    return is_known and tvm_ffi.structural_equal(statement.value, _PTX["griddepcontrol.wait"]())
+
+
 def let_next_launch_begin() -> None:
     """The launch after this one may begin, up to its `wait_for_launches_before`."""
     _emit("griddepcontrol.launch_dependents")
@@ -368,6 +385,16 @@ def multiply_add_pair(register: Expr, a: Expr, b: Expr, c: Expr, dtype: str) -> 
 def add_pair(register: Expr, a: Expr, b: Expr) -> None:
     """``a + b`` of two float16 in registers of 32 bits."""
     _emit("add.f16x2", register, a, b)
+
+
+def and_or(register: Expr, a: Expr, mask: int, bits: int) -> None:
+    """``(a & mask) | bits`` in one instruction, which the compiler does not find where both are constants."""
+    _emit("lop3.b32", register, a, T.uint32(mask), T.uint32(bits), 0xEA)
+
+
+def pick_bytes(register: Expr, a: Expr, b: Expr, selector: int) -> None:
+    """Four bytes of eight (``prmt``): each digit of the selector, from the lowest, is one of a's (0-3) or b's (4-7)."""
+    _emit("prmt.b32", register, a, b, T.uint32(selector))
 
 
 def stream_global(registers: Sequence[Expr], address: Expr) -> None:
