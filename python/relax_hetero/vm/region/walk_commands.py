@@ -78,8 +78,8 @@ def load_kernel(executable: Executable, name: str) -> Kernel:
         raise unknown_name("kernel", name, executable.metadata.kernels, "the executable")
     if not spec.symbol:
         kind = executable.devices[spec.device].kind
-        expected = "a PrimFunc that the module makes public" if kind == "cuda" else "'llvm' or 'cuda'"
-        raise BindingError(f"kernel {name!r} is code of the kind {kind!r} without an address, expected {expected}")
+        expected = "a PrimFunc that the module makes public" if kind == "cuda" else "one that has an address: 'llvm'"
+        raise BindingError(f"kernel {name!r} is code of the kind {kind!r}, expected {expected}")
     code = executable.runnable()
     is_host = executable.devices[spec.device].device_type == CPU
     return Kernel(spec, kernel_address(code, spec.symbol) if is_host else 0, code)
