@@ -17,6 +17,7 @@ from relax_hetero.driver.commands.command_metadata import graph_tables
 from relax_hetero.target.vdevice import with_vdevices
 from relax_hetero.tir.cuda.core.launch import READS_EARLY
 from relax_hetero.transform.ir.module_attrs import COMMANDS
+from relax_hetero.transform.record.donated import with_donated
 from relax_hetero.transform.record.form_cuda_graphs import GRAPH_CONSTANTS, FormCudaGraphs, form_cuda_graphs
 from relax_hetero.transform.record.region_attrs import kernels_of, regions_of
 from relax_hetero.vm.device.cuda_driver import cuda_driver
@@ -285,22 +286,66 @@ def symbolic():
     return mod
 
 
-def test_a_graph_of_symbolic_extents():
-    """The recording function finds extents in the plan; the one that submits compares them with those recorded."""
+def test_symbolic_extents_are_parameters_of_graphs():
+    """What is submitted finds a graph by them; what is recorded takes them."""
     mod = form_cuda_graphs(recorded(symbolic()))
     (region,) = regions_of(mod)
-    assert region.runs == GRAPH and region.parameters == ("n",) and isinstance(region.arena, str)
-    record, submit = (functions(mod)[name].script() for name in ("main_commands_record", "main_commands"))
-    layout = Layout(2, 1)
-    assert f"[T.int64({layout.values})]" in record and f"T.int64({layout.directs})" in record
-    assert f"state[T.int64({layout.recorded})] == " in submit
-    assert f"state[T.int64({layout.ring - 1})] = " in submit, "the bytes of the arena"
-    (call,) = [b.value for b in functions(mod)["main"].body.blocks[0].bindings if isinstance(b.value, relax.Call)][:1]
-    assert len(call.ty.fields) == 1  # no arena
-    exe = rh.compile(symbolic())
-    assert [region.runs for region in exe.metadata.regions] == [GRAPH]
+    assert region.runs == "CUDA graph" and region.parameters == ("n",) and isinstance(region.arena, str)
+    main, record = functions(mod)["main"], functions(mod)["main_commands_record"]
+    assert [str(param.name) for param in record.params] == ["plan", "n"]
+    (call,) = [b.value for block in main.body.blocks for b in block.bindings if isinstance(b.value, relax.Call)]
+    assert call.args[1].fields[-1].value.shape == (Layout(2, 1).state,)
+    (memory,) = (exe := rh.compile(symbolic())).metadata.memory
+    (step,) = memory.regions
+    assert len(step.slots) == 2 and exe.memory_plan.at("main", n=100).devices[0].arenas == 100 * 64 * 4
     assert "fetch_table" in sources(exe.module)
-    assert exe.memory_plan.at("main", n=100).devices[0].arenas == 100 * 64 * 4
+
+
+def test_numbers_that_no_extent_says_are_given_to_graphs():
+    """Here 2 * n stands in the types, and n in none of them."""
+    n, device = tvm.tirx.Var("n", "int64"), rh.VDevice(CUDA)
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((n * 2, 64), "float32", device))
+    shape = relax.Var("shape", relax.ShapeType([n]))
+    weight = relax.const(np.eye(64, dtype="float32"))
+    with builder.function("main", [x, shape]):
+        with builder.dataflow():
+            y = builder.emit(relax.op.nn.softmax(builder.emit(relax.op.matmul(x, weight))))
+            y = builder.emit_output(relax.op.nn.softmax(builder.emit(relax.op.matmul(y, weight))))
+        builder.emit_func_output(y)
+    mod = form_cuda_graphs(recorded(with_vdevices(builder.get(), [device])))
+    (region,) = regions_of(mod)
+    assert region.runs == "CUDA graph" and region.parameters == ("n",)
+    assert [str(param.name) for param in functions(mod)["main_commands"].params] == [
+        "x",
+        "state",
+        "n",
+        region.slots[-1].name,
+    ]
+    rh.compile(with_vdevices(builder.get(), [device]))
+
+
+def test_donated_arguments_stay_results_of_graphs():
+    device = rh.VDevice(CUDA)
+    x, y = (relax.Var(name, relax.TensorType((64, 64), "float32", device)) for name in "xy")
+    builder, weight = relax.BlockBuilder(), relax.const(np.ones((64, 64), "float32"))
+    with builder.function("main", [x, y]):
+        with builder.dataflow():
+            a = builder.emit(relax.op.nn.softmax(builder.emit(relax.op.matmul(y, weight))))
+            kept = builder.emit(relax.op.add(x, builder.emit(relax.op.matmul(a, weight))))
+            out = builder.emit_output(relax.op.nn.softmax(builder.emit(relax.op.matmul(kept, weight))))
+            kept = builder.emit_output(kept)
+        builder.emit_func_output(relax.Tuple([kept, out]))
+    mod = with_vdevices(builder.get(), [device])
+    exe = rh.compile(mod, donate=["x"])
+    (region,) = exe.metadata.regions
+    assert region.runs == "CUDA graph" and region.arena > 0
+    assert {slot.name: slot.access for slot in region.slots}["x"] == "read-write"
+    before = recorded(with_donated(mod, ["x"]))
+    after = form_cuda_graphs(before)
+    calls = [[b.value for block in functions(m)["main"].body.blocks for b in block.bindings] for m in (before, after)]
+    fields = [[value.index for value in values if isinstance(value, relax.TupleGetItem)] for values in calls]
+    assert fields == [[0, 2], [0, 1]] or fields == [[2, 0], [1, 0]], "the arena stood between them"
 
 
 def test_modules_without_cuda_and_lowered_ones_are_left():
@@ -340,7 +385,7 @@ def test_a_driver_is_found_or_it_is_said_why_not(monkeypatch):
 
 
 def test_an_executable_without_graphs_needs_no_state(caplog):
+    exe = rh.compile(symbolic(), command_buffers=False)
     with caplog.at_level(logging.WARNING, "relax_hetero"):
-        exe = rh.compile(Steps, command_buffers=False)
         assert cuda_graph.with_graphs(exe.metadata, [], constants := [], None) == (constants, [])
     assert not caplog.records

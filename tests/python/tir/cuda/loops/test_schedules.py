@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tvm
 from tvm import te, tirx, topi
+from tvm_ffi import structural_walk
 
 from gpu_interpreter import run as interpreted
 from relax_hetero.target.gpu_target import gpu_target_of
@@ -194,3 +195,23 @@ def test_long_reductions_of_few_results_take_two_launches(shape, axis):
 def test_indices_of_long_reductions():
     x = tensor(2, 1 << 15)
     check(lambda a: a.argmax(1), x, topi.argmax(x, 1), launches=2)
+
+
+def test_parts_of_several_reductions_fit_shared_memory():
+    """Two sums of halves, of which a thread has eight neighbours each, in float32."""
+    x, r = tensor(512, 4096, dtype="float16"), te.reduce_axis((0, 512), "r")
+    zero = lambda dtype: tirx.const(0, dtype)  # noqa: E731
+    add = te.comm_reducer(lambda a, b: (a[0] + b[0], a[1] + b[1]), lambda *types: tuple(map(zero, types)))
+    func = scheduled(x, *te.compute((4096,), lambda j: add((x[r, j], x[r, j] * x[r, j]), axis=r)))
+    sizes = []
+
+    def on_allocation(allocation):
+        if allocation.buffer.scope() == "shared":
+            sizes.append(int(allocation.buffer.shape[0]) * 4)
+
+    structural_walk(func.body, (tirx.AllocBuffer, on_allocation))
+    assert len(sizes) == 2 and sum(sizes) <= 48 << 10
+    a, sums, squares = values((512, 4096), "float16", 0) / 8, *np.zeros((2, 4096), "float16")
+    run(func, a, sums, squares)
+    np.testing.assert_allclose(sums, a.astype("float64").sum(0), atol=1e-2)
+    np.testing.assert_allclose(squares, (a.astype("float64") ** 2).sum(0), rtol=1e-2)
