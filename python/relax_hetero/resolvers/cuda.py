@@ -7,6 +7,8 @@ copy with a plain pointer, and no size of the model has to be a multiple of anyt
 width, for a wider one is several of these.
 
 Right operands that are activations are read as they lie, and so is what plain threads multiply.
+
+Layouts of convolutions are in `cuda_convolutions`.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from ..encoding.encoding import DYNAMIC, RHS, Encoding
 from ..encoding.packed_layout import SWIZZLED_BYTES, PackedLayout
 from ..encoding.problem import (
     BlockProductProblem,
+    ConvProblem,
     ElementwiseProblem,
     MatmulProblem,
     Problem,
@@ -28,18 +31,16 @@ from ..encoding.problem import (
 from ..errors import EncodingError
 from ..target.element_types import bytes_of
 from ..target.gpu_target import GpuTarget, gpu_target_of
+from .cuda_convolutions import COLUMNS, conv_layout
 from .resolver_base import ResolverBase, tiled
 
 if TYPE_CHECKING:
     import tvm
     from tvm import tirx
 
-COLUMNS = 64
-"""Columns of a packed tile: the rows of one wgmma where operands are swapped, and a divisor of every tile's width."""
-
 
 class CudaResolver(ResolverBase):
-    """Packed constant right operands of tensor cores, everything else row-major; convolutions stay stock ops."""
+    """Packed constant right operands of tensor cores, channels-last feature maps, everything else row-major."""
 
     name = "cuda"
     problems = (RowsProblem, BlockProductProblem)
@@ -47,18 +48,19 @@ class CudaResolver(ResolverBase):
     def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """Row-major left operand and result; swizzled tiles for a right one that tensor cores read."""
         if encoding.moves is not None:
-            return None
-        lhs, rhs, _ = encoding.element_types
+            return conv_layout(encoding, gpu_target_of(target))
         sizes, gpu = encoding.sizes, gpu_target_of(target)
         is_static = DYNAMIC not in (sizes["n"], sizes["k"]) and 0 not in sizes.values()
-        if encoding.operand_index != RHS or not is_static or not gpu.tensor or not gpu.multiplies(lhs, rhs):
+        if encoding.operand_index != RHS or not is_static or not gpu.multiplies(*encoding.element_types):
             return PackedLayout.identity(len(encoding.index_map))
-        tiles = {"n": COLUMNS, "k": SWIZZLED_BYTES // bytes_of(rhs)}
+        tiles = {"n": COLUMNS, "k": SWIZZLED_BYTES // bytes_of(encoding.element_type)}
         return tiled(encoding.index_map, ("n", "k"), tiles, swizzle=True)
 
     def resolve_activation(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """Row-major: laying an operand out in every call takes longer than reading it as it lies."""
-        return None if encoding.moves is not None else PackedLayout.identity(len(encoding.index_map))
+        if encoding.moves is not None:
+            return self.resolve(encoding, target)
+        return PackedLayout.identity(len(encoding.index_map))
 
     def block_layout(self, target: tvm.target.Target) -> BlockLayout | None:
         """Fragments, where there are tensor cores; weights are computed by plain ops elsewhere."""
@@ -75,6 +77,7 @@ class CudaResolver(ResolverBase):
 @cache
 def _generators() -> dict[type, Callable[[Any, GpuTarget], tirx.PrimFunc]]:
     """Which generator solves which problem; they load when the first kernel is written."""
+    from ..tir.cuda.conv.convolution import cuda_conv_kernel
     from ..tir.cuda.elementwise.elementwise import elementwise_kernel
     from ..tir.cuda.matmul.block_product import block_product_kernel
     from ..tir.cuda.matmul.matmul import cuda_matmul_kernel
@@ -82,6 +85,7 @@ def _generators() -> dict[type, Callable[[Any, GpuTarget], tirx.PrimFunc]]:
 
     return {
         MatmulProblem: cuda_matmul_kernel,
+        ConvProblem: cuda_conv_kernel,
         BlockProductProblem: block_product_kernel,
         RowsProblem: rows_kernel,
         ElementwiseProblem: elementwise_kernel,

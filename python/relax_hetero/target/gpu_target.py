@@ -12,7 +12,7 @@ from functools import cache
 
 import tvm
 
-from .element_types import TF32
+from .element_types import HALVES, TF32
 
 WARP = 32
 """Threads that run in step."""
@@ -72,11 +72,14 @@ class GpuTarget:
         """Whether a launch may begin before the one before it has ended (from 9.0)."""
         return self.capability >= 90
 
-    def multiplies(self, lhs: str, rhs: str) -> bool:
-        """Whether the tensor cores multiply elements of these types: alike, or bytes of either sign, or any float8."""
+    def multiplies(self, lhs: str, rhs: str, acc: str) -> bool:
+        """Whether the tensor cores multiply elements of these types, alike or bytes of either sign or any float8, and
+        add them up: bytes in int32, tf32 in float32, others in any float of up to 32 bits.
+        """
         families = (_BYTES, _FP8)
         alike = lhs == rhs or any(lhs in family and rhs in family for family in families)
-        return alike and lhs in self.mma_types and rhs in self.mma_types
+        sums = {"int32"} if lhs in _BYTES else {"float32"} if lhs == TF32 else {"float32", *HALVES}
+        return bool(self.tensor) and alike and {lhs, rhs} <= self.mma_types and acc in sums
 
 
 _BYTES = frozenset(("int8", "uint8"))

@@ -267,10 +267,34 @@ def _pairwise(function: Callable[..., Any]) -> Any:
     return handler
 
 
+@instruction(r"fma\.rn\.sat\.f32")
+def _multiply_add_clipped(expressions: Any, one: Instruction) -> Any:
+    write = register_writer(expressions, one.operands[0])
+    values = [expressions.compiled(value) for value in one.operands[1:]]
+
+    def evaluate(lanes: Any, mask: Any) -> None:
+        a, b, c = (bits_of(lanes, value(lanes, mask), TYPES["f32"]).astype(np.float64) for value in values)
+        exact = a * b + c
+        write(lanes, mask, np.where(np.isnan(exact), 0, np.clip(exact, 0, 1)).astype(np.float32))
+
+    return evaluate
+
+
 PTX.append((re.compile(r"fma\.rn\.(ftz\.)?b?f16x2"), _pairwise(lambda a, b, c: a * b + c)))
 PTX.append((re.compile(r"add\.(rn\.)?b?f16x2"), _pairwise(lambda a, b: a + b)))
 PTX.append((re.compile(r"sub\.(rn\.)?b?f16x2"), _pairwise(lambda a, b: a - b)))
 PTX.append((re.compile(r"mul\.(rn\.)?b?f16x2"), _pairwise(lambda a, b: a * b)))
+
+
+@instruction(r"ex2\.approx\.ftz\.f32")
+def _power_of_two(expressions: Any, one: Instruction) -> Any:
+    write, value = register_writer(expressions, one.operands[0]), expressions.compiled(one.operands[1])
+
+    def evaluate(lanes: Any, mask: Any) -> None:
+        power = np.exp2(bits_of(lanes, value(lanes, mask), TYPES["f32"]))
+        write(lanes, mask, np.where(power < 2.0**-126, np.float32(0), power).astype(np.float32))
+
+    return evaluate
 
 
 @instruction(r"lop3\.b32")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...encoding.packed_layout import PackedLayout
-from ...encoding.problem import ConvProblem, Epilogue, MatmulProblem, Operand
+from ...encoding.problem import ConvProblem
 from ...errors import EncodingError
 from ...target.cpu_target import CpuTarget
 from ...target.dot_instructions import DotInstruction, dot_instruction_for
@@ -18,6 +16,7 @@ from ..matmul.k_step import llvm_import
 from ..matmul.matmul import matmul_kernel
 from .conv_channelwise import emit_channelwise
 from .conv_direct import emit_direct
+from .conv_products import as_product
 from .conv_spec import Convolution
 
 
@@ -110,41 +109,3 @@ def _is_channelwise(problem: ConvProblem) -> bool:
     """Whether a vector of output channels holds several groups."""
     channels = int(problem.weight.shape[0]) // problem.groups
     return not problem.weight.layout.inner_dims or (problem.groups > 1 and problem.weight.layout.tile(0) > channels)
-
-
-def as_product(problem: ConvProblem) -> MatmulProblem | None:
-    """The matrix product that a convolution is whose window is one element and which skips none; None for others.
-
-    Its parameters are the very same buffers: rows of the left operand are the elements of a channels-last image.
-    """
-    last = (0, *range(2, len(problem.windows) + 2), 1)
-    if (
-        problem.groups > 1
-        or problem.data.layout.inner_dims
-        or any((w.size, w.stride, w.before, w.after) != (1, 1, 0, 0) for w in problem.windows)
-        or problem.data.layout.outer_perm != last
-        or problem.result.layout.outer_perm != last
-    ):
-        return None
-    names = {"b": "b0", "c": "k", "n": "n", "1": "1"}
-    for d in range(len(problem.windows)):
-        name = "m" if d == len(problem.windows) - 1 else f"b{d + 1}"
-        names |= {f"x{d}": name, f"y{d}": name}
-    weight = problem.weight
-    rhs = Operand(weight.shape, weight.dtype, ("n", "k", *("1" for _ in problem.windows)), weight.layout)
-    epilogue = problem.epilogue
-    if epilogue is not None:
-        operands = tuple(_physical(operand, names) for operand in epilogue.operands)
-        epilogue = Epilogue(epilogue.expression, operands)
-    lhs, result = _physical(problem.data, names), _physical(problem.result, names)
-    return MatmulProblem(lhs, rhs, result, problem.acc_dtype, epilogue=epilogue)
-
-
-def _physical(operand: Operand, names: dict[str, str]) -> Operand:
-    """An operand without tiles as it is stored, row-major."""
-
-    def stored(values: Sequence) -> tuple:
-        return tuple(values[d] for d in operand.layout.outer_perm)
-
-    index_map = stored([names[name] for name in operand.index_map])
-    return Operand(stored(operand.shape), operand.dtype, index_map, PackedLayout.identity(len(operand.shape)))

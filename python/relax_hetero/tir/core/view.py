@@ -153,6 +153,19 @@ class OperandView(View):
         self.index_map[d : d + 2] = [second]
         self.layout = PackedLayout.identity(len(self.extents))
 
+    def split(self, name: str, outer: str, count: int) -> None:
+        """Cut a dimension of row-major storage into `count` parts, a new dimension `outer`; where there is one."""
+        if not self.runs_along(name):
+            return
+        d = self.index_map.index(name)
+        self.extents[d : d + 1] = [count, self.extents[d] // count]
+        self.index_map[d : d + 1] = [outer, name]
+        self.layout = PackedLayout.identity(len(self.extents))
+
+    def restate(self, extents: Sequence[Expr], index_map: Sequence[str], layout: PackedLayout) -> None:
+        """Find the elements by other coordinates, under which the very same bytes are stored; before `open`."""
+        self.extents, self.index_map, self.layout = list(extents), list(index_map), layout
+
     def address(self, at: Coordinates, skip_compensation: bool = True) -> Expr:
         """Position of an element in the flat view; coordinates of dimensions it lacks are ignored."""
         zero = tirx.const(0, "int64")

@@ -15,7 +15,7 @@ of its own (`vm.region.cuda_graph`), and which constants the graph reads stands 
 
 From compute capability 9.0 on, every kernel but the first begins while the kernel before it ends, and waits for that:
 where it was written to (`tir.cuda.core.launch.may_begin_early`), behind set-up and requests for constants, and else at
-once (`tir.commands.early_launch`).
+once (`tir.commands.early_launch`). The one behind the kernel that brings the table reads it when it has waited.
 
 Extents that are symbolic decide how many blocks a launch has, which a graph keeps: such a command buffer has a graph
 for each of their values that comes again, and the code of a submission finds the right one. TVM's RewriteCUDAGraph
@@ -153,7 +153,7 @@ class _Writer:
             fetch = self._once(("fetch", count, str(target)), lambda name: fetch_kernel(name, count, target))
         if gpu_target_of(target).overlaps_launches:
             for i, command in enumerate(commands):
-                if (i > 0 or fetch is not None) and launches[i].fetching is None:
+                if launches[i].fetching is None and (i > 0 or fetch is not None):
                     launches[i] = self._early(launches[i], command, i == behind_table)
         fill = self._once(("fill", str(target)), lambda name: fill_kernel(name, target))
         record = fresh_global_var(f"{gv.name_hint}_record", tvm.ir.Type.missing(), self._taken)
@@ -174,7 +174,7 @@ class _Writer:
         return self._add(tvm.ir.GlobalVar(gv.name_hint), with_region(submit, replace(region, runs=GRAPH)))
 
     def without_unused_kernels(self) -> dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc]:
-        """The functions, less kernels that are not called: those of which only variants are, and variants of these."""
+        """The functions, less kernels, and variants of kernels, of which only other variants are called."""
         called: set[str] = set()
         for func in self.functions.values():
             structural_walk(func.body, (tvm.ir.GlobalVar, lambda gv: called.add(gv.name_hint)))
@@ -206,18 +206,18 @@ class _Writer:
         kernel, entries = self._kernels[command.kernel], _entries(command)
         raw = self.functions[kernel]
         reads = raw.attrs.get(READS_EARLY)
-        waits_first = reads is None or any(command.operands[int(i)].space != DIRECT for i in reads)
-        if is_behind_table and entries and not waits_first:
-            waits_first = not waits_before_use(raw, entries)
-            if not waits_first:
-                key = (kernel.name_hint, entries, "behind wait")
-                launch = replace(launch, kernel=self._once(key, lambda _: table_kernel(raw, entries, behind_wait=True)))
+        waits_itself = reads is not None and all(command.operands[int(i)].space == DIRECT for i in reads)
+        if waits_itself and is_behind_table and entries:
+            waits_itself = waits_before_use(raw, entries)
+            if waits_itself:
+                behind = (kernel.name_hint, entries, "behind wait")
+                launch = replace(
+                    launch, kernel=self._once(behind, lambda _: table_kernel(raw, entries, behind_wait=True))
+                )
         func = self.functions[launch.kernel]
-
-        def early(_: str) -> tirx.PrimFunc:
-            return launched_early(waiting_first(func) if waits_first else func)
-
-        return replace(launch, kernel=self._once((launch.kernel.name_hint, "early", waits_first), early))
+        key = (launch.kernel.name_hint, "early", waits_itself)
+        early = self._once(key, lambda _: launched_early(func if waits_itself else waiting_first(func)))
+        return replace(launch, kernel=early)
 
     def _fetching(self, launch: Launch, command: Dispatch, slots: int) -> Launch:
         """The first launch that needs the table, with the kernel that fetches it where one block does all its work."""

@@ -14,7 +14,8 @@ from marks import in_turns
 from relax_hetero.encoding import PackedLayout
 from relax_hetero.encoding.problem import Window
 from relax_hetero.errors import EncodingError
-from relax_hetero.tir.conv.convolution import as_product, conv_kernel
+from relax_hetero.tir.conv.conv_products import as_product
+from relax_hetero.tir.conv.convolution import conv_kernel
 from seeds import fresh_rng
 from tir.convolutions_of import assert_near, check, conv_problem, random_operands, reference, run, with_epilogue
 from tir.kernel_runs import NAMES, VECTOR_NAMES, assembly, cpu_named, runs_here

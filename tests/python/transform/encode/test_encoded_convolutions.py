@@ -238,7 +238,9 @@ def test_what_stays_a_stock_op(data, weight, attrs, reason):
     assert (declined.function, declined.op) == ("main", "conv2d") and declined.reason.startswith(reason)
 
 
-@pytest.mark.parametrize("target, image", [("llvm", "h"), ({"kind": "cuda", "arch": "sm_90"}, 9), ("c", "h"), ("c", 9)])
+@pytest.mark.parametrize(
+    "target, image", [("llvm", "h"), ({"kind": "cuda", "arch": "sm_90"}, "h"), ("c", "h"), ("c", 9)]
+)
 def test_without_a_layout_it_is_the_stock_op_again(target, image):
     mod = convolution((1, 4, image, 8), (6, 4, 3, 3), padding=[1, 0, 1, 2])
     mod = rh.transform.RealizeVDevice()(with_vdevices(mod, [rh.VDevice(target)]))

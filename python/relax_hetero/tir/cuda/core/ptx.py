@@ -107,6 +107,11 @@ def barrier_arrive_after_copies(barrier: Expr) -> None:
     _emit("cp.async.mbarrier.arrive.noinc.shared.b64", barrier)
 
 
+def barrier_arrive_remote(address: Expr) -> None:
+    """One arrival at the barrier of another block of the cluster, found by `remote_address`."""
+    _emit("mbarrier.arrive.release.cluster.shared::cluster.b64", address)
+
+
 def barrier_wait(barrier: Expr, parity: Expr) -> None:
     """Wait for the end of the phase of this parity: 0 for the first, 1 for the second, 0 for the third, ...
 
@@ -141,9 +146,20 @@ def copy_wait(groups: int) -> None:
     _emit("cp.async.wait_group", groups)
 
 
-def bulk_load(target: Expr, source: Expr, size: Expr, barrier: Expr) -> None:
-    """Copy `size` bytes, a multiple of 16, from global to shared memory by one thread; they count at `barrier`."""
-    _emit("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes", target, source, _u32(size), barrier)
+def bulk_load(target: Expr, source: Expr, size: Expr, barrier: Expr, blocks: int = 1) -> None:
+    """Copy `size` bytes, a multiple of 16, from global to shared memory by one thread; they count at `barrier`.
+
+    Parameters
+    ----------
+    blocks : int
+        How many blocks of the cluster get the bytes, the first so many, each at the same place of its shared memory;
+        each counts them at its own barrier.
+    """
+    name = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+    if blocks == 1:
+        _emit(name, target, source, _u32(size), barrier)
+    else:
+        _emit(f"{name}.multicast::cluster", target, source, _u32(size), barrier, T.uint16((1 << blocks) - 1))
 
 
 def prefetch_bulk(source: Expr, size: Expr) -> None:
@@ -187,6 +203,15 @@ def _vector(count: int) -> str:
     return "" if count == 1 else f"v{count}."
 
 
+def store_matrices(address: Expr, registers: Sequence[Expr]) -> None:
+    """8x8 matrices of 16-bit values, one a register, from the fragments of a warp to shared memory (``stmatrix``).
+
+    From compute capability 9.0. Lane l gives the address of row ``l % 8`` of matrix ``l // 8``; register i holds of
+    matrix i the pair of columns ``2 * (l % 4)`` of row ``l // 4``.
+    """
+    _emit(f"stmatrix.sync.aligned.m8n8.x{len(registers)}.shared.b16", address, *registers)
+
+
 def load_matrices(registers: Sequence[Expr], address: Expr, transposed: bool = False) -> None:
     """8x8 matrices of 16-bit values, one a register, from shared memory to the fragments of a warp (``ldmatrix``).
 
@@ -194,6 +219,11 @@ def load_matrices(registers: Sequence[Expr], address: Expr, transposed: bool = F
     """
     trans = ".trans" if transposed else ""
     _emit(f"ldmatrix.sync.aligned.m8n8.x{len(registers)}{trans}.shared.b16", *registers, address)
+
+
+def power_of_two(register: Expr, value: Expr) -> None:
+    """``2 ** value`` of a float32, within 2 units in the last place; 0 of -inf, and of results below 2 ** -126."""
+    _emit("ex2.approx.ftz.f32", register, value)
 
 
 def pack_pair(register: Expr, low: Expr, high: Expr, dtype: str) -> None:
@@ -240,20 +270,25 @@ CONTRACTION_BYTES = 32
 """Of a row of k that one wgmma multiplies: 16 values of 16 bits."""
 
 
-def matrix_descriptor(register: Expr, address: Expr, leading: int = 1, stride: int = 64) -> None:
+def matrix_descriptor(
+    register: Expr, address: Expr, leading: int = 1, stride: int = 64, is_swizzled: bool = True
+) -> None:
     """How wgmma finds a tile of rows of 128 bytes, swizzled, at a multiple of 1,024 bytes.
+
+    Or one that is not swizzled: 8 rows of 16 bytes of k lie after each other.
 
     Parameters
     ----------
     register : element of a uint64 buffer
         Adding ``bytes / 16`` to it moves the tile.
     leading : int
-        16-byte units between stripes of 64 columns, where rows are those of k (read transposed).
+        16-byte units between stripes of 64 columns, where rows are those of k (read transposed); without swizzle from
+        16 bytes of k to the next.
     stride : int
         16-byte units between groups of 8 rows.
     """
     pointer = T.address_of(register)
-    T.evaluate(_CUDA.wgmma.encode_matrix_descriptor(pointer, address, leading, stride, 3))
+    T.evaluate(_CUDA.wgmma.encode_matrix_descriptor(pointer, address, leading, stride, 3 if is_swizzled else 0))
 
 
 def wgmma_fence() -> None:
@@ -295,29 +330,58 @@ def wgmma(
     transposed : tuple of bool
         Whether a tile's rows are those of k, for types of 16 bits.
     """
+    _wgmma(sums, [left], right, types, adds, transposed)
+
+
+def wgmma_of_registers(
+    sums: Sequence[Expr], left: Sequence[Expr], right: Expr, types: tuple[str, str], adds: Expr, transposed: bool
+) -> None:
+    """As `wgmma`, with the left operand in registers: they do not change until the product is complete.
+
+    Parameters
+    ----------
+    left : sequence of registers
+        Four of uint32, of each thread: as of `mma_sync`, for the 16 rows of its warp.
+    transposed : bool
+        Whether the right tile's rows are those of k.
+    """
+    _wgmma(sums, left, right, types, adds, (transposed,))
+
+
+def _wgmma(
+    sums: Sequence[Expr],
+    left: Sequence[Expr],
+    right: Expr,
+    types: tuple[str, str],
+    adds: Expr,
+    transposed: Sequence[bool],
+) -> None:
     a, b = (PTX_TYPES[dtype] for dtype in types)
     depth = CONTRACTION_BYTES * 8 // {"f16": 16, "bf16": 16, "tf32": 32}.get(a, 8)
     is_integer = a in ("s8", "u8")
     signs = [] if is_integer else [1, 1]
     orders = [int(t) for t in transposed] if a in ("f16", "bf16") else []
     name = f"wgmma.mma_async.sync.aligned.m64n{2 * len(sums)}k{depth}.{'s32' if is_integer else 'f32'}.{a}.{b}"
-    _emit(name, *sums, left, right, _PTX.pred(adds), *signs, *orders)
+    _emit(name, *sums, *left, right, _PTX.pred(adds), *signs, *orders)
 
 
 # Tensor cores of Ampere and later: one warp multiplies fragments in registers.
 
 
 def multiply_fragments(
-    sums: Sequence[Expr], left: Sequence[Expr], right: Sequence[Expr], types: tuple[str, str]
+    sums: Sequence[Expr], left: Sequence[Expr], right: Sequence[Expr], types: tuple[str, str], adds: bool = True
 ) -> None:
-    """``sums += left * right`` for 16 rows, 8 columns and 32 bytes of k (``mma.sync``).
+    """``sums = left * right (+ sums where adds)`` for 16 rows, 8 columns and 32 bytes of k (``mma.sync``).
 
     Parameters
     ----------
     sums : sequence of four registers
-        float32, or uint32 that hold int32, as those of `wgmma`.
+        float32, or uint32 that hold int32. Of lane l row ``l // 4``, columns ``2 * (l % 4)`` and one more; then the
+        same of row + 8.
     left, right : sequence of registers
-        Four and two of 32 bits, as `load_matrices` leaves them.
+        Four and two of 32 bits, as `load_matrices` leaves them. Of 16-bit types, lane l has of the left operand two
+        values of row ``l // 4`` and k from ``2 * (l % 4)``; of row + 8; then both with k + 8. Of the right one those of
+        column ``l // 4``; then with k + 8.
     types : tuple of str
         Element types of both.
     """
@@ -325,7 +389,8 @@ def multiply_fragments(
     depth = CONTRACTION_BYTES * 8 // {"f16": 16, "bf16": 16, "tf32": 32}.get(a, 8)
     result = "s32" if a in ("s8", "u8") else "f32"
     name = f"mma.sync.aligned.m16n8k{depth}.row.col.{result}.{a}.{b}.{result}"
-    _emit(name, *sums, *left, *right, *sums)
+    before = list(sums) if adds else [T.float32(0) if result == "f32" else T.uint32(0)] * 4
+    _emit(name, *sums, *left, *right, *before)
 
 
 # Launches that follow each other.
@@ -355,26 +420,17 @@ def let_next_launch_begin() -> None:
     _emit("griddepcontrol.launch_dependents")
 
 
-# Tensor cores of all GPUs: one warp multiplies fragments that lie in registers.
+def waiting_statements() -> list[tirx.Stmt]:
+    """The statements of the two above, for a kernel that is written already."""
+    return [tirx.Evaluate(_PTX[f"griddepcontrol.{name}"]()) for name in ("wait", "launch_dependents")]
 
 
-def mma_sync(sums: Sequence[Expr], left: Sequence[Expr], right: Sequence[Expr], dtype: str, adds: bool = True) -> None:
-    """``sums = left * right (+ sums where adds)`` for 16 rows, 8 columns and 16 values of k of 16 bits, in a warp.
+# Arithmetic.
 
-    Parameters
-    ----------
-    sums : sequence of registers
-        Four of float32: of lane l row ``l // 4``, columns ``2 * (l % 4)`` and one more; then the same of row + 8.
-    left : sequence of registers
-        Four of uint32, two values each: row ``l // 4``, k from ``2 * (l % 4)``; row + 8; then both with k + 8.
-    right : sequence of registers
-        Two of uint32: column ``l // 4``, k from ``2 * (l % 4)``; k + 8.
-    dtype : str
-        float16 or bfloat16.
-    """
-    kind = PTX_TYPES[dtype]
-    before = list(sums) if adds else [T.float32(0)] * 4
-    _emit(f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32", *sums, *left, *right, *before)
+
+def multiply_add_clipped(register: Expr, a: Expr, b: Expr, c: Expr) -> None:
+    """``a * b + c`` in float32, at least 0 and at most 1; of NaN 0."""
+    _emit("fma.rn.sat.f32", register, a, b, c)
 
 
 def multiply_add_pair(register: Expr, a: Expr, b: Expr, c: Expr, dtype: str) -> None:

@@ -231,7 +231,8 @@ class _Body:
             if self.weights.has_any_points:
                 operands.append((self.left_sums, self.weights.ones))
             for sums, multiplied in operands:
-                ptx.mma_sync([sums[group * 4 + i] for i in range(4)], multiplied, right, self.work.type, adds)
+                types = (self.work.type, self.work.type)
+                ptx.multiply_fragments([sums[group * 4 + i] for i in range(4)], multiplied, right, types, adds)
 
     def _add_scaled(self, slot: int, fragment: int, number: int) -> None:
         groups = self.work.plan.groups

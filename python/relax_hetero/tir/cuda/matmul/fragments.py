@@ -10,6 +10,7 @@ operands as large as the result, the sums go, and the epilogue is computed where
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,20 +18,25 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ....encoding.expression import Expression
+from ....encoding.expression import Expression, Term
 from ....encoding.packed_layout import CHUNK_BYTES
-from ....encoding.problem import Epilogue
+from ....encoding.problem import Epilogue, MatmulProblem
 from ....target.element_types import HALVES, bytes_of
+from ....target.gpu_target import GpuTarget
 from ...core.builder import Expr, Function, int64, when
-from ...core.view import Coordinates
+from ...core.ties import tied_to
+from ...core.view import Coordinates, extent_of
+from ...matmul.matmul import merge_batches
 from ..core import ptx
 from ..core.epilogue import EpilogueWriter
 from ..core.expression import emit
+from ..core.global_view import GlobalView
 from ..core.launch import SharedMemory, local, unrolled
 from ..core.operand import GpuOperand
-from .wgmma_tiling import STAGING_PAD
+from .wgmma_tiling import STAGING_PAD, reads_rows
 
 WARP_ROWS = 16
+_Pair = list[tuple[Expr, list[Expr]]]  # sums of two neighbouring columns, and what the epilogue reads beside each
 _MOST_SUMS = 8  # neighbours that a lane computes together where rows are whole
 
 
@@ -47,6 +53,7 @@ class FragmentStore:
     epilogue : Epilogue, optional
     acc_dtype : str
         Nominal type of the sums.
+    gpu : GpuTarget
 
     Attributes
     ----------
@@ -54,7 +61,10 @@ class FragmentStore:
         Operands of the epilogue.
     """
 
-    def __init__(self, function: Function, init: GpuOperand | None, epilogue: Epilogue | None, acc_dtype: str) -> None:
+    def __init__(
+        self, function: Function, init: GpuOperand | None, epilogue: Epilogue | None, acc_dtype: str, gpu: GpuTarget
+    ) -> None:
+        self._stores_matrices = gpu.capability >= 90
         operands = epilogue.operands if epilogue else ()
         self.views = [GpuOperand(function, f"x{i + 1}", operand) for i, operand in enumerate(operands)]
         self._init = init
@@ -124,11 +134,21 @@ class FragmentStore:
         fixed = {} if self._rows else self._fixed_operands(at, rows)
         for part in range(-(-columns // staging.columns)):
             count = min(staging.columns, columns - part * staging.columns)
-            with unrolled(count // 8) as j:
-                column = T.bind(first[1] + T.Cast("int64", part * staging.columns + j * 8 + lane % 4 * 2))
-                self._stage_pairs(
-                    sums, (part * staging.columns // 8 + j) * 4, staging, begin, at, rows, column, fixed, (j, lane)
-                )
+            # Matrices of 8 columns, of which a warp stores two in one instruction.
+            together = 2 if self._stores_matrices and self._is_packed and count % 16 == 0 else 1
+            with unrolled(count // (8 * together)) as group:
+                packed: list[Expr] = []
+                for i in range(together):
+                    j = group * together + i
+                    column = T.bind(first[1] + T.Cast("int64", part * staging.columns + j * 8 + lane % 4 * 2))
+                    register = (part * staging.columns // 8 + j) * 4
+                    if together == 1:
+                        self._stage_pairs(sums, register, staging, begin, at, rows, column, fixed, (j, lane))
+                    else:
+                        packed += [self._packed(pair) for pair in self._pairs(sums, register, at, column, fixed)]
+                if packed:
+                    target = begin + lane % WARP_ROWS * staging.pitch + (group * 2 + lane // WARP_ROWS) * CHUNK_BYTES
+                    ptx.store_matrices(staging.shared.at(target), packed)
             ptx.warp_barrier()
             self._store_rows(staging, begin, at, first, part * staging.columns, count, lane)
             ptx.warp_barrier()
@@ -187,6 +207,14 @@ class FragmentStore:
                 pair = [_bits(sums[register + 2 * h + c], "uint32") for c in range(2)]
                 ptx.store_shared(staging.shared.at(target), pair)
             return
+        for h, values in enumerate(self._pairs(sums, register, at, column, fixed)):
+            target = begin + (lane // 4 + 8 * h) * staging.pitch + (j * 8 + lane % 4 * 2) * self._element
+            self._write_pair(staging.shared.at(target), values)
+
+    def _pairs(
+        self, sums: Any, register: Expr, at: Coordinates, column: Expr, fixed: dict[tuple[int, int], Expr]
+    ) -> Iterator[_Pair]:
+        """For each of two rows, the sums of two neighbouring columns and the elements of the epilogue's operands."""
         of_column = {
             number: self._load_pair(view, at, column) for number, view in enumerate(self.views) if view.runs_along("n")
         }
@@ -198,39 +226,55 @@ class FragmentStore:
                 else:
                     pairs.append(of_column[number])
             totals = [self._sum(sums[register + 2 * h + c]) for c in range(2)]
-            values = [(totals[c], [pair[c] for pair in pairs]) for c in range(2)]
-            target = begin + (lane // 4 + 8 * h) * staging.pitch + (j * 8 + lane % 4 * 2) * self._element
-            self._write_pair(staging.shared.at(target), values)
+            yield [(totals[c], [pair[c] for pair in pairs]) for c in range(2)]
 
     def _sum(self, register: Expr) -> Expr:
         """A sum from its bits, or a float from a register."""
         return _bits(register, "int32" if self._acc_dtype == "int32" else "float32")
 
-    def _write_pair(self, address: Expr, values: list[tuple[Expr, list[Expr]]]) -> None:
-        dtypes = [self._acc_dtype, *(view.nominal for view in self.views)]
-        dtype = self._result.nominal
-        expression = self._expression
-        if expression.term.op == "cast" and expression.term.params[0] == dtype and dtype in HALVES:
-            expression = Expression(expression.term.args[0])
-        results = [emit(expression, [total, *operands], dtypes) for total, operands in values]
-        own = str(results[0].ty.dtype)
-        if dtype in HALVES and (own == "float32"):
-            pair = local(1, "uint32")
-            ptx.pack_pair(pair[0], results[0], results[1], dtype)
-            ptx.store_shared(address, [pair[0]])
+    @property
+    def _is_packed(self) -> bool:
+        """Whether a pair of results is one register."""
+        return not self._rows and self._element == 2
+
+    def _write_pair(self, address: Expr, values: _Pair) -> None:
+        if self._is_packed:
+            ptx.store_shared(address, [self._packed(values)])
             return
-        if own != dtype or dtype == "bool":
-            results = [T.Cast("uint8" if dtype == "bool" else dtype, value) for value in results]
+        results = self._results(values, self._expression)
         if self._element == 4:
             ptx.store_shared(address, [_bits(value, "uint32") for value in results])
-            return
-        unit = f"uint{8 * self._element}"
-        low, high = (T.Cast("uint32", _bits(value, unit)) for value in results)
-        pair_bits = T.bitwise_or(low, T.shift_left(high, T.uint32(8 * self._element)))
-        if self._element == 2:
-            ptx.store_shared(address, [pair_bits])
         else:
-            ptx.store_shared(address, [T.Cast("uint16", pair_bits)], "u16")
+            low, high = (T.Cast("uint16", _bits(value, "uint8")) for value in results)
+            ptx.store_shared(address, [T.bitwise_or(low, T.shift_left(high, T.uint16(8)))], "u16")
+
+    def _packed(self, values: _Pair) -> Expr:
+        """Two results of 16 bits."""
+        dtype, expression = self._result.nominal, self._expression
+        if dtype in HALVES:
+            # Rounded in pairs, from what they are computed in.
+            if expression.term.op == "cast" and expression.term.params[0] == dtype:
+                expression = Expression(expression.term.args[0])
+            elif expression.dtype([self._acc_dtype, *(view.nominal for view in self.views)]) == dtype:
+                expression = Expression(Term("cast", (expression.term,), ("float32",)))
+            results = self._results(values, expression, is_rounded=False)
+            if all(str(value.ty.dtype) == "float32" for value in results):
+                pair = local(1, "uint32")
+                ptx.pack_pair(pair[0], results[0], results[1], dtype)
+                return pair[0]
+            results = [T.Cast(dtype, value) for value in results]
+        else:
+            results = self._results(values, expression)
+        low, high = (T.Cast("uint32", _bits(value, "uint16")) for value in results)
+        return T.bitwise_or(low, T.shift_left(high, T.uint32(16)))
+
+    def _results(self, values: _Pair, expression: Expression, is_rounded: bool = True) -> list[Expr]:
+        """An expression of both columns; in the type of the result, or in the one that it is computed in."""
+        dtype, dtypes = self._result.nominal, [self._acc_dtype, *(view.nominal for view in self.views)]
+        results = [emit(expression, [total, *operands], dtypes, dtype) for total, operands in values]
+        if is_rounded and (str(results[0].ty.dtype) != dtype or dtype == "bool"):
+            results = [T.Cast("uint8" if dtype == "bool" else dtype, value) for value in results]
+        return results
 
     def _store_rows(
         self,
@@ -271,6 +315,57 @@ class FragmentStore:
                     ptx.store_global(T.address_of(self._result.data[self._result.address(place)]), taken)
                 else:
                     T.buffer_store(self._result.data, taken[0], [self._result.address(place)])
+
+
+@dataclass(frozen=True)
+class ProductParameters:
+    """The parameters of a kernel of tensor cores, declared in their order.
+
+    Attributes
+    ----------
+    problem : MatmulProblem
+    lhs, rhs : GlobalView
+    store : FragmentStore
+    result : GpuOperand
+    sizes : tuple of PrimExpr or int
+        Extents of m, n and k.
+    counts : dict of str to PrimExpr or int
+        Extents of batch dimensions.
+    """
+
+    problem: MatmulProblem
+    lhs: GlobalView
+    rhs: GlobalView
+    store: FragmentStore
+    result: GpuOperand
+    sizes: tuple[Expr, Expr, Expr]
+    counts: dict[str, Expr]
+
+    @staticmethod
+    def declare(function: Function, problem: MatmulProblem, gpu: GpuTarget) -> ProductParameters:
+        """Declare them."""
+        lhs = GlobalView(function, "lhs", problem.lhs)
+        rhs = GlobalView(function, "rhs", problem.rhs)
+        init = GpuOperand(function, "init", problem.init) if problem.init else None
+        store = FragmentStore(function, init, problem.epilogue, problem.acc_dtype, gpu)
+        result = GpuOperand(function, "result", problem.result)
+        views = [lhs, rhs, *([init] if init else []), *store.views, result]
+        names = merge_batches(views, lhs, rhs, result)  # type: ignore[arg-type]
+        m, n, k = (extent_of(views, name) for name in "mnk")
+        counts = {name: extent_of([result], name) for name in names}
+        return ProductParameters(problem, lhs, rhs, store, result, (m, n, k), counts)
+
+    def open(self) -> None:
+        """Declare their elements; in the body of the function, before the launch."""
+        self.lhs.open(raw=True)
+        self.rhs.open(raw=True)
+        self.store.open(self.result, *self.sizes[:2], reads_rows(self.problem))
+
+    def tied(self, kernel: tirx.PrimFunc) -> tirx.PrimFunc:
+        """The kernel with a note which of them the result may take the place of."""
+        problem = self.problem
+        in_tile = [*([problem.init] if problem.init else []), *(problem.epilogue.operands if problem.epilogue else ())]
+        return tied_to(kernel, in_tile, 2, problem.result)
 
 
 @dataclass(frozen=True)

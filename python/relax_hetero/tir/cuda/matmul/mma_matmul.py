@@ -16,19 +16,13 @@ from ....encoding.problem import MatmulProblem
 from ....errors import EncodingError
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, int64, when
-from ...core.ties import tied_to
-from ...core.view import extent_of
-from ...matmul.matmul import merge_batches
 from ..core import ptx
-from ..core.global_view import GlobalView
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, launch, local, unrolled
-from ..core.operand import GpuOperand
-from .fragments import FragmentStore, Staging
+from .fragments import FragmentStore, ProductParameters, Staging
 from .mma_tiling import MmaTiling, choose_mma_tiling
 from .operand_tiles import PACKED_ROWS, OperandTile, Source
 from .simt_parts import Batches
 from .wgmma_matmul import tensor_core_misfit
-from .wgmma_tiling import reads_rows
 
 _BYTES = ("int8", "uint8")
 
@@ -37,10 +31,7 @@ def misfit(problem: MatmulProblem, gpu: GpuTarget) -> str:
     """Why `mma_matmul_kernel` cannot solve a problem; empty where it can."""
     if not gpu.tensor or not gpu.async_copies:
         return f"{gpu.arch} has no tensor cores that are used"
-    float8 = "float8" in problem.lhs.dtype or "float8" in problem.rhs.dtype
-    if float8 and not gpu.multiplies(problem.lhs.dtype, problem.rhs.dtype):
-        return f"{gpu.arch} does not multiply {problem.lhs.dtype} and {problem.rhs.dtype}"
-    return tensor_core_misfit(problem)
+    return tensor_core_misfit(problem, gpu)
 
 
 def mma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: MmaTiling | None = None) -> tirx.PrimFunc:
@@ -61,25 +52,15 @@ def mma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: MmaTiling 
         raise EncodingError(f"matmul on {gpu.arch}: {reason}")
     function = Function("matmul", registers="local")
     with function:
-        lhs = GlobalView(function, "lhs", problem.lhs)
-        rhs = GlobalView(function, "rhs", problem.rhs)
-        init = GpuOperand(function, "init", problem.init) if problem.init else None
-        store = FragmentStore(function, init, problem.epilogue, problem.acc_dtype)
-        result = GpuOperand(function, "result", problem.result)
-        views = [lhs, rhs, *([init] if init else []), *store.views, result]
-        names = merge_batches(views, lhs, rhs, result)  # type: ignore[arg-type]
-        m, n, k = (extent_of(views, name) for name in "mnk")
-        batches = Batches({name: extent_of([result], name) for name in names})
+        parameters = ProductParameters.declare(function, problem, gpu)
+        (m, n, k), batches = parameters.sizes, Batches(parameters.counts)
         with function.body():
-            lhs.open(raw=True)
-            rhs.open(raw=True)
-            store.open(result, m, n, reads_rows(problem))
+            parameters.open()
             tiling = tiling or choose_mma_tiling(problem, gpu, (m, n, k), list(batches.extents.values()))
-            left = OperandTile.of(lhs, "m", tiling.rows, m, k, tiling.threads)
-            right = OperandTile.of(rhs, "n", tiling.columns, n, k, tiling.threads)
-            _Kernel(left, right, store, tiling, batches).emit()
-    in_tile = [*([problem.init] if problem.init else []), *(problem.epilogue.operands if problem.epilogue else ())]
-    return tied_to(function.result, in_tile, 2, problem.result)
+            left = OperandTile.of(parameters.lhs, "m", tiling.rows, m, k, tiling.threads)
+            right = OperandTile.of(parameters.rhs, "n", tiling.columns, n, k, tiling.threads)
+            _Kernel(left, right, parameters.store, tiling, batches).emit()
+    return parameters.tied(function.result)
 
 
 class _Kernel:

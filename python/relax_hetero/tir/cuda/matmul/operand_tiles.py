@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Protocol
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -40,6 +41,44 @@ class Source(Enum):
     """Rows are neighbours, aligned: asynchronous copies of 64 rows of one k."""
     GATHER = auto()
     """Element by element, through registers: whatever is not aligned, or of a type that is not read transposed."""
+
+
+class LeftTile(Protocol):
+    """What a product asks of its left operand: an `OperandTile`, or the tile of an implicit product."""
+
+    @property
+    def view(self) -> GlobalView:
+        """The operand."""
+
+    @property
+    def source(self) -> Source:
+        """How it is read."""
+
+    @property
+    def step(self) -> int:
+        """The k of a stage."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of a tile."""
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether tensor cores read it transposed."""
+
+    @property
+    def leading(self) -> int:
+        """As of `OperandTile`."""
+
+    @property
+    def advance(self) -> int:
+        """As of `OperandTile`."""
+
+    def begin(self, at: Coordinates, first: Expr, thread: Expr) -> None:
+        """As of `OperandTile`."""
+
+    def load(self, shared: SharedMemory, offset: Expr, at: Coordinates, first: Expr, step: Expr, thread: Expr) -> None:
+        """As of `OperandTile`."""
 
 
 @dataclass(frozen=True)
@@ -121,13 +160,27 @@ class OperandTile:
         return self.source is Source.COLUMNS
 
     @property
+    def is_swizzled(self) -> bool:
+        """Whether lines hold 128 bytes of k, swizzled; else there are 16 bytes of k of all rows after each other."""
+        return not self.view.layout.inner_dims or self.view.layout.swizzle
+
+    @property
     def leading(self) -> int:
-        """Of its matrix descriptor: 16-byte units from 64 rows to the next."""
+        """Of its matrix descriptor: 16-byte units from 64 rows to the next, without swizzle from 16 bytes of k on."""
+        if not self.is_swizzled:
+            return PACKED_ROWS
         return PACKED_ROWS * SWIZZLED_BYTES // 16 if self.is_transposed else 1
+
+    @property
+    def stride(self) -> int:
+        """Of its matrix descriptor: 16-byte units from 8 rows to the next."""
+        return 8 * (SWIZZLED_BYTES if self.is_swizzled else CHUNK_BYTES) // 16
 
     @property
     def advance(self) -> int:
         """16-byte units from the k of a wgmma to that of the next."""
+        if not self.is_swizzled:
+            return ptx.CONTRACTION_BYTES // CHUNK_BYTES * PACKED_ROWS
         per_line = ptx.CONTRACTION_BYTES // 16
         return ptx.CONTRACTION_BYTES // self.element * SWIZZLED_BYTES // 16 if self.is_transposed else per_line
 
@@ -135,6 +188,9 @@ class OperandTile:
     def blocks(self) -> int:
         """Packed tiles in a tile, each of one bulk copy."""
         return self.rows // PACKED_ROWS
+
+    def begin(self, at: Coordinates, first: Expr, thread: Expr) -> None:
+        """What producers find out once for all steps of a tile; nothing, where addresses follow from the step."""
 
     def load_bulk(
         self, shared: SharedMemory, offset: Expr, at: Coordinates, first: Expr, step: Expr, barrier: Expr
@@ -151,6 +207,7 @@ class OperandTile:
         place: tuple[Expr, Expr],
         step: Expr,
         barrier: Expr,
+        share: int = 1,
     ) -> None:
         """Issue one bulk copy, by one thread.
 
@@ -158,14 +215,19 @@ class OperandTile:
         ----------
         place : tuple of PrimExpr
             First row of the tile, and the number of the packed tile in it.
+        share : int
+            Blocks of the cluster that get it.
         """
         first, block = place
         skipped = block * PACKED_ROWS
         row = self._existing_block(first + (skipped if isinstance(skipped, int) else T.Cast("int64", skipped)))
         k = T.Cast("int64", step) * self.step
+        if not self.is_swizzled and not _divides(self.step, self.depth):
+            # The last step begins earlier: the left operand is zero where the step before has been.
+            k = T.min(k, int64(self.depth - self.step))
         source = T.address_of(self.view.data[self.view.address({**at, self.side: row, "k": k})])
         size = PACKED_ROWS * SWIZZLED_BYTES
-        ptx.bulk_load(shared.at(offset + block * size), source, size, barrier)
+        ptx.bulk_load(shared.at(offset + block * size), source, size, barrier, share)
 
     def prefetch(self, at: Coordinates, first: Expr, step: Expr, steps: int) -> None:
         """Bring so many steps of k of a packed tile, neighbours in memory, to the second-level cache; by one thread."""
@@ -246,7 +308,9 @@ class OperandTile:
                     safe = T.Select(element < ends[along], element, int64(0))
                 if exists is not None:
                     valid = T.Select(exists, self.width if valid is None else valid, 0)
-                    safe_line = T.min(position, int64(ends[across] - 1))
+                    # Of no line at all, the first: the address is a valid one, and nothing is read there.
+                    last = ends[across] - 1
+                    safe_line = T.min(position, int64(last) if isinstance(last, int) else T.max(last, int64(0)))
                 source = self.view.address({**at, along: safe, across: safe_line})
                 place = shared.at(target + i * self.lines * SWIZZLED_BYTES + part * self.width)
                 ptx.copy_async(place, T.address_of(self.view.data[source]), self.width, valid)

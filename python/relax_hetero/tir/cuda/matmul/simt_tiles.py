@@ -9,6 +9,7 @@ their sums in shared memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -25,14 +26,36 @@ from .simt_parts import SHARED, Batches, barrier, divides
 from .simt_plan import SimtPlan
 
 
+class Places(Protocol):
+    """Where elements of an operand are that its storage does not say: those of an implicit product in a map."""
+
+    @property
+    def kind(self) -> str:
+        """Type of an element's place."""
+
+    @property
+    def vector(self) -> int:
+        """Neighbours along k that lie side by side, aligned."""
+
+    def pixel(self, at: Coordinates, row: Expr) -> tuple[Expr, Expr]:
+        """Of an existing row: its part of the place, and bits."""
+
+    def element(self, k: Expr) -> tuple[Expr, Expr]:
+        """Of an existing k: its part of the place, and which bits of the row say that it is not zero; None: none."""
+
+
 @dataclass(frozen=True)
 class Side:
-    """One operand as blocks read it: its dimension of the result, and the tile's rows along that."""
+    """One operand as blocks read it: its dimension of the result, and the tile's rows along that.
+
+    Its elements are found by `places` where there are any.
+    """
 
     view: GpuOperand
     along: str
     size: int
     extent: Expr
+    places: Places | None = None
 
 
 class TiledProduct:
@@ -278,11 +301,14 @@ class _Brought:
     ) -> None:
         self.side, self.first, self.batch, self.k, self.depth, self.dtype = side, first, batch, k, depth, dtype
         self.batch_exists = batch_exists
-        view = side.view
-        self.along_k = view.is_contiguous("k")
+        view, places = side.view, side.places
+        self.along_k = places is not None or view.is_contiguous("k")
         most = max(1, VECTOR_BYTES // max(bytes_of(view.nominal), 1))
-        fitting = side.size * depth // plan.threads or 1
-        self.vector = view.vector("k" if self.along_k else side.along, min(most, fitting) * bytes_of(view.nominal))
+        fitting = min(most, side.size * depth // plan.threads or 1)
+        if places is not None:
+            self.vector = min(places.vector, fitting)
+        else:
+            self.vector = view.vector("k" if self.along_k else side.along, fitting * bytes_of(view.nominal))
         while self.along_k and depth % self.vector:
             self.vector //= 2
         # Threads that read along k write apart in shared memory: a pitch of a group more spreads them over the banks.
@@ -292,6 +318,19 @@ class _Brought:
         self.units, self.threads, self.thread = units, plan.threads, thread
         self.turns = -(-units // plan.threads)
         self.held = local(self.turns * self.vector, view.dtype)
+        if places is not None:
+            self._find_rows(places)
+
+    def _find_rows(self, places: Places) -> None:
+        """What is known of the rows that the thread brings, for all steps."""
+        self.rows, self.seen = local(self.turns, places.kind), local(self.turns, "uint32")
+        with unrolled(self.turns) as turn:
+            _, row, _ = self._unit(turn)
+            # Rows beyond the last are copies of it, which are not stored.
+            begin, seen = places.pixel(self.batch, T.min(self.first + row, int64(self.side.extent - 1)))
+            # Counted in vectors: TVM reads as one what it can prove to be aligned.
+            T.buffer_store(self.rows, tirx.floordiv(begin, self.vector), [turn])
+            T.buffer_store(self.seen, seen, [turn])
 
     def offset(self, buffer: Expr, k: Expr, at: Expr) -> Expr:
         """Where an element of the tile is in shared memory."""
@@ -315,11 +354,19 @@ class _Brought:
             conditions = [] if self.batch_exists is None else [self.batch_exists]
             if self.units % self.threads:
                 conditions.append(number < self.units)
-            if not divides(self.side.extent, self.side.size):
+            if not divides(self.side.extent, self.side.size) and self.side.places is None:
                 conditions.append(place[self.side.along] < self.side.extent)
             if not divides(self.k, self.depth):
                 conditions.append(place["k"] < self.k)
-            value = view.data[lane_indices(view.address(place), width)]
+            if self.side.places is None:
+                address = view.address(place)
+            else:
+                k_place = place["k"] if divides(self.k, self.depth) else T.min(place["k"], int64(self.k - width))
+                moved, bits = self.side.places.element(k_place)
+                address = (self.rows[turn] + T.bind(tirx.floordiv(moved, width))) * width
+                if bits is not None:
+                    conditions.append(T.bitwise_and(self.seen[turn], bits) == bits)
+            value = view.data[lane_indices(address, width)]
             if not conditions:
                 T.buffer_store(self.held, value, [lane_indices(turn * width, width)])
             else:

@@ -5,6 +5,9 @@ memory, a ring of stages ahead; each consumer multiplies 64 rows by all columns 
 and stores. Blocks are persistent: block b has the tiles b, b + blocks, ..., in an order in which tiles that are
 computed at the same time share rows and columns, so that the second-level cache has them.
 
+The two blocks of a cluster may share the tiles of a packed right operand, below each other in the result: each brings
+half of such a tile to both, and a stage is free once the consumers of both have read it.
+
 Where tiles are too few for the GPU, the blocks of a cluster share one tile, each with its part of k. Their partial sums
 are added in the order of the blocks, through the shared memory of all of them: equal inputs give equal bits.
 """
@@ -20,23 +23,18 @@ from tvm.script.ir_builder import tirx as T
 from ....encoding.packed_layout import SWIZZLED_BYTES
 from ....encoding.problem import MatmulProblem
 from ....errors import EncodingError
-from ....target.element_types import bytes_of
+from ....target.element_types import TF32, bytes_of
 from ....target.gpu_target import WARP, WARPGROUP, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, int64, when
-from ...core.ties import tied_to
-from ...core.view import Coordinates, extent_of
+from ...core.view import Coordinates
 from ...core.work_split import unravel
-from ...matmul.matmul import merge_batches
 from ..core import ptx
-from ..core.global_view import GlobalView
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, launch, local, may_begin_early
-from ..core.operand import GpuOperand
-from .fragments import FragmentStore, Staging
-from .operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source, source_of
-from .wgmma_tiling import Tiling, choose_tiling, reads_rows
+from .fragments import FragmentStore, ProductParameters, Staging
+from .operand_tiles import PACKED_ROWS, PRODUCERS, LeftTile, OperandTile, Source, source_of
+from .wgmma_tiling import Tiling, choose_tiling
 
-_HALF_TYPES = ("float16", "bfloat16")
-_BYTE_TYPES = (("int8", "uint8"), ("float8_e4m3fn", "float8_e5m2"))
+_BYTES = ("int8", "uint8")
 _FEW_REGISTERS, _MANY_REGISTERS = 40, 232  # of producers and of consumers: 128 * 40 + 256 * 232 <= 65,536
 _READ_TOGETHER = 64  # registers of other blocks' sums
 _UNROLLED_SUMS = 128  # registers of sums from which consumers need those of the producers
@@ -46,21 +44,15 @@ def misfit(problem: MatmulProblem, gpu: GpuTarget) -> str:
     """Why `wgmma_matmul_kernel` cannot solve a problem; empty where it can."""
     if gpu.tensor != "wgmma":
         return f"{gpu.arch} has no wgmma"
-    return tensor_core_misfit(problem)
+    return tensor_core_misfit(problem, gpu)
 
 
-def tensor_core_misfit(problem: MatmulProblem) -> str:
-    """Why no kernel of tensor cores solves a problem; empty where they do, on a GPU that multiplies the types."""
+def tensor_core_misfit(problem: MatmulProblem, gpu: GpuTarget) -> str:
+    """Why no kernel of tensor cores solves a problem; empty where they do."""
     left, right, acc = problem.lhs.dtype, problem.rhs.dtype, problem.acc_dtype
-    is_float_sum = acc in ("float32", *_HALF_TYPES)
-    fits = (
-        (left == right and left in _HALF_TYPES and is_float_sum)
-        or (left == right == "float32" and problem.tf32 and acc == "float32")
-        or (left in _BYTE_TYPES[0] and right in _BYTE_TYPES[0] and acc == "int32")
-        or (left in _BYTE_TYPES[1] and right in _BYTE_TYPES[1] and is_float_sum)
-    )
-    if not fits:
-        return f"element types {left} * {right} -> {acc} are not multiplied"
+    rounded = {"float32": TF32} if problem.tf32 else {}
+    if not gpu.multiplies(rounded.get(left, left), rounded.get(right, right), acc):
+        return f"element types {left} * {right} -> {acc} are not multiplied by the tensor cores of {gpu.arch}"
     for operand, names in ((problem.lhs, "mk"), (problem.rhs, "kn"), (problem.result, "mn")):
         if not set(names) <= set(operand.index_map):
             return f"an operand has the dimensions {operand.index_map}, expected {tuple(names)} among them"
@@ -99,34 +91,38 @@ def wgmma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: Tiling |
         raise EncodingError(f"matmul on {gpu.arch}: {reason}")
     function = Function("matmul", registers="local")
     with function:
-        lhs = GlobalView(function, "lhs", problem.lhs)
-        rhs = GlobalView(function, "rhs", problem.rhs)
-        init = GpuOperand(function, "init", problem.init) if problem.init else None
-        store = FragmentStore(function, init, problem.epilogue, problem.acc_dtype)
-        result = GpuOperand(function, "result", problem.result)
-        views = [lhs, rhs, *([init] if init else []), *store.views, result]
-        batch = merge_batches(views, lhs, rhs, result)  # type: ignore[arg-type]
-        m, n, k = (extent_of(views, name) for name in "mnk")
-        counts = {name: extent_of([result], name) for name in batch}
+        parameters = ProductParameters.declare(function, problem, gpu)
+        sizes, counts, store = parameters.sizes, parameters.counts, parameters.store
         with function.body():
-            lhs.open(raw=True)
-            rhs.open(raw=True)
-            store.open(result, m, n, reads_rows(problem))
+            parameters.open()
+            lhs, rhs = parameters.lhs, parameters.rhs
             gathers = Source.GATHER in (source_of(lhs, "m")[0], source_of(rhs, "n")[0])
-            tiling = tiling or choose_tiling(problem, gpu, (m, n, k), list(counts.values()), gathers)
-            left = OperandTile.of(lhs, "m", tiling.rows, m, k)
-            right = OperandTile.of(rhs, "n", tiling.columns, n, k)
-            _Kernel(left, right, store, tiling, (m, n, k), counts).emit()
-    in_tile = [*([problem.init] if problem.init else []), *(problem.epilogue.operands if problem.epilogue else ())]
-    return may_begin_early(tied_to(function.result, in_tile, 2, problem.result))
+            tiling = tiling or choose_tiling(problem, gpu, sizes, list(counts.values()), gathers)
+            left = OperandTile.of(lhs, "m", tiling.rows, sizes[0], sizes[2])
+            right = OperandTile.of(rhs, "n", tiling.columns, sizes[1], sizes[2])
+            WgmmaProduct(left, right, store, tiling, sizes, counts).emit()
+    return may_begin_early(parameters.tied(function.result))
 
 
-class _Kernel:
-    """What the parts of a kernel share while it is written."""
+class WgmmaProduct:
+    """The launch of a product: what its parts share while it is written.
+
+    Parameters
+    ----------
+    left : LeftTile
+    right : OperandTile
+    store : FragmentStore
+        Opened.
+    tiling : Tiling
+    sizes : tuple of PrimExpr or int
+        Of m, n and k.
+    counts : dict of str to (PrimExpr or int)
+        Of the batch dimensions, outermost first.
+    """
 
     def __init__(
         self,
-        left: OperandTile,
+        left: LeftTile,
         right: OperandTile,
         store: FragmentStore,
         tiling: Tiling,
@@ -137,10 +133,14 @@ class _Kernel:
         self.consumers = tiling.rows // 64
         self.registers = tiling.columns // 2
         # TVM has no wgmma of integers with 256 columns.
-        is_integer = left.view.nominal in _BYTE_TYPES[0]
+        is_integer = left.view.nominal in _BYTES
         self.issued = self.registers // 2 if is_integer and tiling.columns > 192 else self.registers
+        if not right.is_swizzled:
+            # Packed tiles of so many rows lie after each other.
+            self.issued = PACKED_ROWS // 2
         m, n, k = sizes
-        self.row_tiles = _int32(ceil_div(m, tiling.rows))
+        # A cluster whose blocks share the right operand's tiles has as many tiles, one below the other.
+        self.row_tiles = _int32(ceil_div(m, tiling.rows * tiling.share))
         self.column_tiles = _int32(ceil_div(n, tiling.columns))
         # Where k may be 0, a step of zeros begins the sums.
         self.steps = ceil_div(k, left.step) if isinstance(k, int) else T.max(_int32(ceil_div(k, left.step)), 1)
@@ -159,12 +159,12 @@ class _Kernel:
         if tiling.split > 1:
             # Partial sums take the place of the stages.
             shared.size = max(shared.size, stages + tiling.rows * tiling.columns * 4)
-        share = tiling.columns // tiling.split
+        part = tiling.columns // tiling.split
         staging = self.store.plan(shared, self.consumers * 4, tiling.staged)
         self.full_at = shared.take(8 * tiling.stages, 8)
         self.empty_at = shared.take(8 * tiling.stages, 8)
         threads = PRODUCERS + self.consumers * WARPGROUP
-        with launch(tiling.blocks, threads, tiling.split, self.moves_registers) as place:
+        with launch(tiling.blocks, threads, tiling.split * tiling.share, self.moves_registers) as place:
             self.block, self.rank, self.thread = place.block, place.rank, place.thread
             shared.open()
             with when(place.thread == 0):
@@ -172,9 +172,11 @@ class _Kernel:
                     # All producers arrive when their copies are complete, one more expects the bytes of bulk copies.
                     bulk = self.right.source is Source.PACKED
                     ptx.barrier_init(self._full(stage), PRODUCERS + int(bulk))
-                    ptx.barrier_init(self._empty(stage), self.consumers)
+                    ptx.barrier_init(self._empty(stage), self.consumers * tiling.share)
                 ptx.barrier_init_fence()
             ptx.block_barrier()
+            if tiling.share > 1:
+                _cluster_barrier()
             # Operands, and what the result takes the place of, belong to launches before this one until here.
             ptx.wait_for_launches_before()
             ptx.let_next_launch_begin()
@@ -182,7 +184,10 @@ class _Kernel:
                 with T.Then():
                     self._produce()
                 with T.Else():
-                    self._consume(staging, share)
+                    self._consume(staging, part)
+            if tiling.share > 1:
+                # Copies and arrivals of other blocks come until they have ended, too.
+                _cluster_barrier()
 
     def _full(self, stage: Expr) -> Expr:
         return self.shared.at(self.full_at + stage * 8)
@@ -193,13 +198,16 @@ class _Kernel:
     def _each_tile(self, body: Callable[[Expr, Coordinates, Expr, Expr], None]) -> None:
         """Write `body` for every tile of the block: its number among them, batch, first row and first column."""
         tiling = self.tiling
-        clusters = tiling.blocks // tiling.split
-        own = self.block if tiling.split == 1 else self.block // tiling.split
+        members = tiling.split * tiling.share
+        clusters = tiling.blocks // members
+        own = self.block if members == 1 else self.block // members
         is_one = isinstance(self.tiles, int) and self.tiles == clusters
         count = 1 if is_one else T.truncdiv(self.tiles - own + (clusters - 1), clusters)
         with T.serial(count) as turn:
             tile = own if is_one else own + turn * clusters
             at, row, column = self._place(T.bind(tile))
+            if tiling.share > 1:
+                row = row * tiling.share + self.rank
             body(turn, at, T.bind(T.Cast("int64", row * tiling.rows)), T.bind(T.Cast("int64", column * tiling.columns)))
 
     def _place(self, tile: Expr) -> tuple[Coordinates, Expr, Expr]:
@@ -239,9 +247,11 @@ class _Kernel:
     def _produce(self) -> None:
         if self.moves_registers:
             ptx.set_max_registers(_FEW_REGISTERS, grows=False)
-        left, right, thread = self.left, self.right, self.thread
+        left, right, thread, share = self.left, self.right, self.thread, self.tiling.share
 
         def tile(turn: Expr, at: Coordinates, row: Expr, column: Expr) -> None:
+            left.begin(at, row, thread)
+
             def step(_: Expr, k: Expr, stage: Expr, parity: Expr) -> None:
                 ptx.barrier_wait(self._empty(stage), T.bitwise_xor(parity, 1))
                 left_to, right_to = self.left_at + stage * left.size, self.right_at + stage * right.size
@@ -250,8 +260,9 @@ class _Kernel:
                     with when(thread == 0):
                         ptx.barrier_expect(full, right.size)
                     # A thread of each warp issues a copy: one after the other they would take long.
-                    with when(tirx.all(thread % WARP == 0, thread // WARP < right.blocks)):
-                        right.load_block(self.shared, right_to, at, (column, thread // WARP), k, full)
+                    with when(tirx.all(thread % WARP == 0, thread // WARP < right.blocks // share)):
+                        block = thread // WARP if share == 1 else thread // WARP * share + self.rank
+                        right.load_block(self.shared, right_to, at, (column, block), k, full, share)
                 left.load(self.shared, left_to, at, row, k, thread)
                 right.load(self.shared, right_to, at, column, k, thread)
                 if Source.GATHER in (left.source, right.source):
@@ -270,10 +281,10 @@ class _Kernel:
             for _ in range(2):
                 _cluster_barrier()
 
-    def _consume(self, staging: Staging, share: int) -> None:
+    def _consume(self, staging: Staging, part: int) -> None:
         if self.moves_registers:
             ptx.set_max_registers(_MANY_REGISTERS, grows=True)
-        kind = "uint32" if self.left.view.nominal in _BYTE_TYPES[0] else "float32"
+        kind = "uint32" if self.left.view.nominal in _BYTES else "float32"
         sums = local(self.registers, kind)
         base = local(2, "uint64")
         member = self.thread % WARPGROUP
@@ -281,11 +292,21 @@ class _Kernel:
         warp, lane = T.bind(self.thread // WARP - PRODUCERS // WARP), T.bind(self.thread % WARP)
         left, right = self.left, self.right
         ptx.matrix_descriptor(base[0], self.shared.at(self.left_at + group * (64 * SWIZZLED_BYTES)), left.leading)
-        ptx.matrix_descriptor(base[1], self.shared.at(self.right_at), right.leading)
+        right_begin = self.shared.at(self.right_at)
+        ptx.matrix_descriptor(base[1], right_begin, right.leading, right.stride, right.is_swizzled)
 
-        def release(stage: Expr, condition: Expr) -> None:
-            with when(condition):
-                ptx.barrier_arrive(self._empty(stage))
+        share = self.tiling.share
+        peer = local(1, "uint32")
+        if share > 1:
+            # The first thread tells the first block that a stage is free, the second the second.
+            ptx.remote_address(peer[0], ptx.shared_address(self._empty(0)), member % share)
+
+        def release(stage: Expr, *conditions: Expr) -> None:
+            with when(tirx.all(member < share, *conditions)):
+                if share == 1:
+                    ptx.barrier_arrive(self._empty(stage))
+                else:
+                    ptx.barrier_arrive_remote(peer[0] + T.Cast("uint32", stage * 8))
 
         def tile(turn: Expr, at: Coordinates, row: Expr, column: Expr) -> None:
             last = local(1, "int32")
@@ -314,17 +335,17 @@ class _Kernel:
                 ptx.wgmma_commit()
                 # The step before is complete then, and its stage free.
                 ptx.wgmma_wait(1)
-                release(last[0], tirx.all(number > 0, member == 0))
+                release(last[0], number > 0)
                 T.buffer_store(last, stage, [0])
 
             self._each_step(turn, step)
             ptx.wgmma_wait(0)
-            release(last[0], member == 0)
+            release(last[0])
             begin = row + T.Cast("int64", warp * 16)
             if self.tiling.split > 1:
                 shared_sums = self._add_parts(sums, kind, group, member)
-                shared_column = column + T.Cast("int64", self.rank * share)
-                self.store.emit(shared_sums, share, staging, at, (begin, shared_column), warp, lane)
+                shared_column = column + T.Cast("int64", self.rank * part)
+                self.store.emit(shared_sums, part, staging, at, (begin, shared_column), warp, lane)
                 ptx.cluster_wait()
             else:
                 self.store.emit(sums, self.tiling.columns, staging, at, (begin, column), warp, lane)

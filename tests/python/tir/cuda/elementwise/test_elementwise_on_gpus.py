@@ -95,6 +95,25 @@ def test_functions_of_floats():
             assert close.all(), (op, a[~close], found[~close], single[~close])
 
 
+@pytest.mark.parametrize("text", ["gelu(x0)", "cast(gelu(cast(x0, 'float32')), 'float16')"])
+def test_gelu_of_halves(text):
+    """A polynomial's error is less than the rounding's, of all float16 numbers there are; ends and NaN are right."""
+    bits = np.arange(1 << 16, dtype="uint16")[:: 1 if text == "gelu(x0)" else 97]
+    a = bits.view("float16")
+    found = solved(text, [a], a.shape).astype("float64")
+    wide = a.astype("float64")
+    with np.errstate(all="ignore"):
+        wanted = wide * (1 + np.vectorize(math.erf)(wide / np.sqrt(2))) / 2
+        rounding = np.spacing(np.abs(wanted).astype("float16")).astype("float64")
+        relative = np.where(wide > -0.5, 1.6e-4 * np.abs(wanted), 4.2e-5)
+    np.testing.assert_array_equal(np.isnan(found), np.isnan(wanted))
+    known = ~np.isnan(wanted)
+    number = known & np.isfinite(wanted)
+    np.testing.assert_array_equal(found[known & ~number], wanted[known & ~number])
+    assert (np.abs(found[number] - wanted[number]) <= (relative + rounding / 2)[number]).all()
+    assert (found[number & (wide < -6)] == 0).all()
+
+
 @pytest.mark.parametrize("dtype", ["int8", "int32"])
 def test_ops_of_integers(dtype):
     rng = fresh_rng()

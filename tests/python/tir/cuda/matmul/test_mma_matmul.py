@@ -118,6 +118,6 @@ def test_what_is_no_problem_for_it():
     exact = dataclasses.replace(product(sizes), tf32=False)
     assert "element types float32" in misfit(exact, ampere)
     float8 = product(sizes, ("float8_e4m3fn", "float8_e4m3fn", "float32"))
-    with pytest.raises(EncodingError, match="sm_80 does not multiply float8_e4m3fn"):
+    with pytest.raises(EncodingError, match="float8_e4m3fn -> float32 are not multiplied by the tensor cores of sm_80"):
         mma_matmul_kernel(float8, ampere)
     check(float8, cuda_matmul_kernel(float8, ampere), sizes)  # plain threads

@@ -1,0 +1,1 @@
+"""Convolutions of GPUs: implicit products over channels-last maps."""

@@ -1,0 +1,25 @@
+"""Which generator writes a convolution of a GPU, and how it wants the weight."""
+
+from __future__ import annotations
+
+from tvm import tirx
+
+from ....encoding.problem import ConvProblem
+from ....target.gpu_target import GpuTarget
+from ...conv.conv_products import as_product
+from ..matmul.matmul import cuda_matmul_kernel
+from . import channelwise_conv, simt_conv, wgmma_conv
+
+
+def cuda_conv_kernel(problem: ConvProblem, gpu: GpuTarget) -> tirx.PrimFunc:
+    """The kernel of a convolution for a GPU, one launch; `ConvProblem` says what its parameters are."""
+    product = as_product(problem)
+    if product is not None:
+        return cuda_matmul_kernel(product, gpu)
+    if not wgmma_conv.misfit(problem, gpu):
+        return wgmma_conv.wgmma_conv_kernel(problem, gpu)
+    columns = int(problem.weight.shape[0]) // problem.groups
+    is_narrow = problem.groups > 1 and columns < channelwise_conv.MOST_COLUMNS
+    if (is_narrow or simt_conv.misfit(problem)) and not channelwise_conv.misfit(problem):
+        return channelwise_conv.channelwise_conv_kernel(problem, gpu)
+    return simt_conv.simt_conv_kernel(problem, gpu)

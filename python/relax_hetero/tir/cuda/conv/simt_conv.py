@@ -1,0 +1,83 @@
+"""Convolutions without tensor cores: any element types, windows and groups, float32 exactly.
+
+They are the products of `matmul.simt_tiles`, whose left operand is found in the map.
+"""
+
+from __future__ import annotations
+
+from tvm import tirx
+
+from ....encoding.packed_layout import PackedLayout
+from ....encoding.problem import ConvProblem
+from ....errors import EncodingError
+from ....target.element_types import HALVES
+from ....target.gpu_target import GpuTarget
+from ...conv.conv_products import implicit_product
+from ...core.builder import Expr, Function
+from ...core.ties import tied_to
+from ...core.view import extent_of
+from ...matmul.matmul import merge_batches
+from ..core.epilogue import EpilogueWriter
+from ..core.operand import GpuOperand
+from ..matmul.simt_parts import Batches, known
+from ..matmul.simt_plan import SimtPlan, simt_plan
+from ..matmul.simt_tiles import Side, TiledProduct
+from . import window_places
+from .window_places import WindowPlaces
+
+
+def misfit(problem: ConvProblem) -> str:
+    """Why `simt_conv_kernel` cannot solve a problem; empty where it can."""
+    spatial = range(2, len(problem.windows) + 2)
+    expected = PackedLayout((*spatial, 1, 0))
+    if problem.weight.layout != expected:
+        return f"the weight is stored as {problem.weight.layout}, expected {expected}"
+    if problem.data.layout.inner_dims:
+        return f"the map is stored as {problem.data.layout}, expected no tiles"
+    return window_places.misfit(problem)
+
+
+def simt_conv_kernel(problem: ConvProblem, gpu: GpuTarget, plan: SimtPlan | None = None) -> tirx.PrimFunc:
+    """The kernel of a convolution, one launch; `ConvProblem` says what its parameters are.
+
+    Parameters
+    ----------
+    plan : SimtPlan, optional
+        Tiles to use instead of those that are estimated to be the quickest.
+
+    Raises
+    ------
+    EncodingError
+        If `misfit` says why the problem is not one for this kernel.
+    """
+    reason = misfit(problem)
+    if reason:
+        raise EncodingError(f"convolution on {gpu.arch}: {reason}")
+    product = implicit_product(problem)
+    acc = problem.acc_dtype
+    dtype = "float32" if acc in HALVES else acc
+    function = Function("conv", registers="local")
+    with function:
+        data = GpuOperand(function, "data", problem.data)
+        weight = GpuOperand(function, "weight", problem.weight)
+        writer = EpilogueWriter.of(function, product)
+        result = writer.result
+        columns, depth = product.rhs.shape
+        weight.restate((depth, problem.groups, columns), ("k", "g", "n"), PackedLayout.identity(3))
+        names = ["b", *(f"y{d}" for d in range(len(problem.windows)))]
+        extents: dict[str, Expr] = dict(zip(names, result.extents, strict=False))
+        for view in writer.operands:
+            view.split("n", "g", problem.groups)
+        batch = merge_batches([weight, *writer.operands], weight, weight, result)
+        with function.body():
+            for view in (data, weight, *writer.operands):
+                view.open_for_gpu()
+            m = extent_of([result], "m")
+            counts = {name: extent_of([result], name) for name in (*batch, "g")}
+            batches = Batches(counts)
+            if plan is None:
+                plan = simt_plan((known(m), int(columns), int(depth)), known(batches.count), dtype, gpu)
+            places = WindowPlaces(data, problem, extents, len(batch))
+            left, right = Side(data, "m", plan.rows, m, places), Side(weight, "n", plan.columns, int(columns))
+            TiledProduct(left, right, int(depth), dtype, writer, batches, plan).emit()
+    return tied_to(function.result, problem.epilogue.operands if problem.epilogue else (), 2, problem.result)

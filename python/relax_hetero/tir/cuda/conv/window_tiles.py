@@ -1,0 +1,207 @@
+"""Tiles of the left operand of an implicit product: pixels of a map under places of a window, for tensor cores.
+
+A line of the tile is one pixel of the result, of which a step holds 128 bytes. Where a pixel has about as many bytes of
+channels, these are channels that one place of the window ("tap") sees. Where it has fewer, the weight is stored in
+"chunks", 16 bytes of channels of a tap after each other, and a step has chunks of several taps. Images are stored with
+four channels, perhaps of zeros, and a chunk has two neighbouring taps.
+
+What lies in the map is copied as it is; where a tap sees padding, zeros are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ....encoding.packed_layout import CHUNK_BYTES, SWIZZLED_BYTES
+from ....encoding.problem import ConvProblem
+from ....target.element_types import bytes_of
+from ...conv.conv_products import IMAGE_CHANNELS
+from ...core.builder import Expr, int64
+from ...core.view import Coordinates
+from ..core import ptx
+from ..core.global_view import GlobalView
+from ..core.launch import SharedMemory, local, unrolled
+from ..matmul.operand_tiles import PRODUCERS, Source
+from . import window_places
+from .window_places import WindowPlaces
+
+_CHUNKS = SWIZZLED_BYTES // CHUNK_BYTES
+_LINES = PRODUCERS // _CHUNKS
+
+
+def misfit(problem: ConvProblem) -> str:
+    """Why tiles of a problem's map cannot be copied; empty where they can."""
+    channels, layout, element = problem.weight.shape[1], problem.data.layout, bytes_of(problem.data.dtype)
+    spatial = tuple(range(2, len(problem.windows) + 2))
+    if layout.outer_perm != (0, *spatial, 1):
+        return f"the map is stored as {layout}, expected channels last"
+    if not isinstance(channels, int):
+        return "the channels are symbolic"
+    stored = channels
+    if layout.inner_dims:
+        if layout.inner_tiles != (IMAGE_CHANNELS,) or channels > IMAGE_CHANNELS:
+            return f"the map is stored as {layout}, expected no tiles but those of up to {IMAGE_CHANNELS} channels"
+        stored = IMAGE_CHANNELS
+    if stored * element % 4:
+        return f"pixels of {channels} channels of {problem.data.dtype} do not begin at multiples of 4 bytes"
+    return window_places.misfit(problem)
+
+
+@dataclass
+class WindowTile:
+    """The left operand of an implicit product, and the tile that a stage holds of it; stands for an `OperandTile`.
+
+    Attributes
+    ----------
+    places : WindowPlaces
+        Of the map, opened raw.
+    rows : int
+        Pixels of a tile.
+    extent : PrimExpr or int
+        Rows of all tiles.
+    depth : int
+        The product's k, as the weight is stored.
+    in_chunks : bool
+        Whether a step has taps of their own for each 16 bytes.
+    """
+
+    places: WindowPlaces
+    rows: int
+    extent: Expr
+    depth: int
+    in_chunks: bool
+    source: Source = Source.LINES
+    is_transposed: bool = False
+    leading: int = 1
+    advance: int = ptx.CONTRACTION_BYTES // 16
+    _begins: Any = field(default=None, init=False)
+    _seen: Any = field(default=None, init=False)
+
+    @property
+    def view(self) -> GlobalView:
+        """The map."""
+        return self.places.view
+
+    @property
+    def element(self) -> int:
+        """Bytes of an element."""
+        return bytes_of(self.view.nominal)
+
+    @property
+    def step(self) -> int:
+        """Channels of a step."""
+        return SWIZZLED_BYTES // self.element
+
+    @property
+    def size(self) -> int:
+        """Bytes of a tile."""
+        return self.rows * SWIZZLED_BYTES
+
+    @property
+    def per_chunk(self) -> int:
+        """Elements of a chunk."""
+        return CHUNK_BYTES // self.element
+
+    def begin(self, at: Coordinates, first: Expr, thread: Expr) -> None:
+        """Find the pixels of the thread's lines, and which taps see the map from each."""
+        count, kind = self.rows // _LINES, self.places.kind
+        self._begins = local(count, kind)
+        self._seen = local(count, "uint32") if self.places.has_padding else None
+        own = T.bind(first + T.Cast("int64", thread // _CHUNKS))
+        skipped = 0 if self.in_chunks else T.Cast(kind, thread % _CHUNKS * self.per_chunk)
+        with unrolled(count) as i:
+            # Rows beyond the last are copies of it, which are not stored.
+            row = T.min(own + T.Cast("int64", i * _LINES), int64(self.extent - 1))
+            begin, seen = self.places.pixel(at, row)
+            T.buffer_store(self._begins, begin + skipped, [i])
+            if self._seen is not None:
+                T.buffer_store(self._seen, seen, [i])
+
+    def load(self, shared: SharedMemory, offset: Expr, at: Coordinates, first: Expr, step: Expr, thread: Expr) -> None:
+        """Begin to copy the tile of a step; parameters as of `OperandTile.load`."""
+        chunk, line = thread % _CHUNKS, thread // _CHUNKS
+        target = offset + line * SWIZZLED_BYTES + T.bitwise_xor(chunk, line % 8) * CHUNK_BYTES
+        if not self.in_chunks:
+            self._load_channels(shared, target, step, chunk)
+        elif self.places.channels > IMAGE_CHANNELS:
+            self._load_chunks(shared, target, step, chunk)
+        else:
+            self._load_pairs(shared, target, step, chunk)
+
+    def _load_channels(self, shared: SharedMemory, target: Expr, step: Expr, chunk: Expr) -> None:
+        """A step is a tap, and channels that it sees."""
+        channels, kind = self.places.channels, self.places.kind
+        parts = -(-channels // self.step)
+        tap, skipped = (step, 0) if parts == 1 else (T.truncdiv(step, parts), T.truncmod(step, parts) * self.step)
+        moved, bits = self.places.tap(T.bind(tap) if parts > 1 else tap)
+        moved = T.bind(moved + T.Cast(kind, skipped)) if parts > 1 else moved
+        width = CHUNK_BYTES
+        while channels * self.element % width:
+            width //= 2
+        elements = width // self.element
+        for copy in range(CHUNK_BYTES // width):
+            channel = chunk * self.per_chunk + copy * elements + skipped
+            exists = None if channels % self.step == 0 else T.bind(channel < channels)
+            self._copy(shared, target + copy * width, moved + copy * elements, width, bits, exists)
+
+    def _load_chunks(self, shared: SharedMemory, target: Expr, step: Expr, chunk: Expr) -> None:
+        """Every chunk has a tap of its own, and some channels."""
+        number, is_new = self._own_chunk(step, chunk)
+        parts = self.places.channels // self.per_chunk
+        moved, bits = self.places.tap(T.bind(T.truncdiv(number, parts)))
+        skipped = T.Cast(self.places.kind, T.truncmod(number, parts) * self.per_chunk)
+        self._copy(shared, target, T.bind(moved + skipped), CHUNK_BYTES, bits, is_new)
+
+    def _load_pairs(self, shared: SharedMemory, target: Expr, step: Expr, chunk: Expr) -> None:
+        """Every chunk has two neighbouring taps of a row of the window; the second may be beyond its end."""
+        number, is_new = self._own_chunk(step, chunk)
+        sizes = [window.size for window in self.places.problem.windows]
+        pairs = -(-sizes[-1] // 2)
+        outer, pair = T.bind(T.truncdiv(number, pairs)), T.bind(T.truncmod(number, pairs) * 2)
+        taps: list[Expr] = []
+        for size in reversed(sizes[:-1]):
+            taps.insert(0, T.bind(T.truncmod(outer, size)))
+            outer = T.bind(T.truncdiv(outer, size))
+        for half in range(2):
+            exists = is_new
+            last = pair + half
+            if half and sizes[-1] % 2:
+                inside = last < sizes[-1]
+                exists = T.bind(inside if is_new is None else tirx.all(is_new, inside))
+                last = T.min(last, sizes[-1] - 1)
+            moved, bits = self.places.tap_at([*taps, T.bind(last)])
+            width = CHUNK_BYTES // 2
+            self._copy(shared, target + half * width, moved, width, bits, exists)
+
+    def _own_chunk(self, step: Expr, chunk: Expr) -> tuple[Expr, Expr]:
+        """The number of the thread's chunk of k, and whether no step before had it; None: none had.
+
+        The last step begins earlier where chunks are not enough, as it does of the weight.
+        """
+        total = self.depth // self.per_chunk
+        if total % _CHUNKS == 0:
+            return T.bind(step * _CHUNKS + chunk), None
+        number = T.bind(T.min(step * _CHUNKS, total - _CHUNKS) + chunk)
+        return number, T.bind(number >= step * _CHUNKS)
+
+    def _copy(
+        self, shared: SharedMemory, target: Expr, moved: Expr, width: int, bits: Expr | None, exists: Expr | None
+    ) -> None:
+        """Begin to copy `width` bytes of every line of the thread, zeros where they do not exist."""
+        kind = self.places.kind
+        with unrolled(self.rows // _LINES) as i:
+            begin, valid = self._begins[i] + moved, exists
+            if bits is not None:
+                sees = T.bitwise_and(self._seen[i], bits) == bits
+                valid = sees if valid is None else tirx.all(sees, valid)
+            size: Expr = None
+            if valid is not None:
+                # Where nothing is read, the address is that of the map.
+                begin = T.Select(valid, begin, tirx.const(0, kind))
+                size = T.Select(valid, width, 0)
+            place = shared.at(target + i * (_LINES * SWIZZLED_BYTES))
+            ptx.copy_async(place, T.address_of(self.view.data[begin]), width, size)
