@@ -102,9 +102,10 @@ def wgmma_conv_kernel(problem: ConvProblem, gpu: GpuTarget, tiling: Tiling | Non
             pixels = WindowPlaces(data, problem, places, len(batch))
             left = WindowTile(pixels, tiling.rows, m, k, in_chunks=not problem.weight.layout.swizzle)
             right = OperandTile.of(weight, "n", tiling.columns, n, k)
-            WgmmaProduct(left, right, store, tiling, (m, n, k), counts).emit()
+            kernel = WgmmaProduct(left, right, store, tiling, (m, n, k), counts)
+            kernel.emit()
     in_tile = problem.epilogue.operands if problem.epilogue else ()
-    return may_begin_early(tied_to(function.result, in_tile, 2, problem.result))
+    return may_begin_early(tied_to(function.result, in_tile, 2, problem.result), kernel.read_early)
 
 
 def _restate_weight(weight: GlobalView, problem: ConvProblem, product: MatmulProblem) -> None:

@@ -420,11 +420,6 @@ def let_next_launch_begin() -> None:
     _emit("griddepcontrol.launch_dependents")
 
 
-def waiting_statements() -> list[tirx.Stmt]:
-    """The statements of the two above, for a kernel that is written already."""
-    return [tirx.Evaluate(_PTX[f"griddepcontrol.{name}"]()) for name in ("wait", "launch_dependents")]
-
-
 # Arithmetic.
 
 
