@@ -156,9 +156,28 @@ class FakeCuda:
     def cuMemcpyPeerAsync(self, target, target_context, source, source_context, nbytes, stream):
         self._copy((source_context, target_context), target, source, nbytes, stream)
 
+    def cuMemsetD8Async(self, address, value, count, stream):
+        self._push(stream, lambda: ctypes.memset(address, value, count))
+
+    def cuMemsetD16Async(self, address, value, count, stream):
+        self._push(stream, lambda: _fill(ctypes.c_uint16, address, 2, value, count))
+
+    def cuMemsetD32Async(self, address, value, count, stream):
+        self._push(stream, lambda: _fill(ctypes.c_uint32, address, 4, value, count))
+
+    def cuMemsetD2D32Async(self, address, pitch, value, width, height, stream):
+        self._push(
+            stream, lambda: [_fill(ctypes.c_uint32, address + row * pitch, 4, value, width) for row in range(height)]
+        )
+
     def _copy(self, kind, target, source, nbytes, stream):
         self.copies.append((kind, nbytes))
         self._push(stream, lambda: ctypes.memmove(target, source, nbytes))
         pageable = {"to the GPU": source, "to the host": target}.get(kind)
         if pageable is not None and self.cuPointerGetAttribute(SimpleNamespace(_obj=ctypes.c_uint()), 2, pageable):
             self.cuStreamSynchronize(stream)  # as the driver does, at least where it writes to such memory
+
+
+def _fill(kind, address, pitch, value, count):
+    for number in range(count):
+        kind.from_address(address + number * pitch).value = value

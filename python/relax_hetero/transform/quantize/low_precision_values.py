@@ -7,6 +7,7 @@ resized images want theirs. What comes between two products in one kernel is in 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 
@@ -21,6 +22,7 @@ from .name_filter import NameFilter, kept_call
 from .precision_devices import PrecisionDevices
 from .precision_rules import (
     MOVING,
+    NORMS,
     PRODUCTS,
     READ_EXACTLY,
     ROUNDED_ON_GPUS,
@@ -67,6 +69,7 @@ class LowPrecisionValues:
         self._bindings = list(_in_order(func.body))
         self._definitions = {binding.var: binding.value for binding in self._bindings}
         self.ends = {var for sequence in [func.body, *_inside(self._bindings)] for var in used_vars(sequence.body)}
+        self._readers = Counter(var for binding in self._bindings for var in used_vars(binding.value))
         self._find_products()
         for binding in reversed(self._bindings):
             self._ask(binding)
@@ -143,10 +146,16 @@ class LowPrecisionValues:
             self._carry(_tensors(value))
         elif kept_call(self._kept, var, value):
             return
-        elif op_name(value) in STORED_ANYWAY:
+        elif op_name(value) in STORED_ANYWAY or (op_name(value) in NORMS and self._is_read_once(value.args[0])):
             self._carry(value.args[:1])
         elif isinstance(value, relax.Call) and to_expression(value) is not None:
             self._carry([arg for arg in value.args if isinstance(arg, relax.Var) and self.is_moved(arg)])
+
+    def _is_read_once(self, operand: relax.Expr) -> bool:
+        """Whether a norm may have its operand rounded, on a GPU: nothing else reads that."""
+        if self._dtype not in ROUNDED_ON_GPUS or not isinstance(operand, relax.Var) or not self._where.is_gpu(operand):
+            return False
+        return operand in self._definitions and self._readers[operand] == 1 and operand not in self.ends
 
     def _follow(self, binding: relax.Binding) -> None:
         """Forward: what is moved of values that all are carried is carried, unless something ends with it."""

@@ -8,7 +8,7 @@ TVM, uses.
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_ushort, c_void_p
 from functools import cache
 from typing import Any
 
@@ -50,6 +50,10 @@ _ARGUMENTS = {
     "cuMemcpyHtoDAsync_v2": (_ADDRESS, c_void_p, c_size_t, c_void_p),
     "cuMemcpyDtoHAsync_v2": (c_void_p, _ADDRESS, c_size_t, c_void_p),
     "cuMemcpyDtoDAsync_v2": (_ADDRESS, _ADDRESS, c_size_t, c_void_p),
+    "cuMemsetD8Async": (_ADDRESS, c_ubyte, c_size_t, c_void_p),
+    "cuMemsetD16Async": (_ADDRESS, c_ushort, c_size_t, c_void_p),
+    "cuMemsetD32Async": (_ADDRESS, c_uint, c_size_t, c_void_p),
+    "cuMemsetD2D32Async": (_ADDRESS, c_size_t, c_uint, c_size_t, c_size_t, c_void_p),
     "cuMemcpyPeerAsync": (_ADDRESS, c_void_p, _ADDRESS, c_void_p, c_size_t, c_void_p),
 }
 

@@ -323,3 +323,32 @@ def test_devices_for_tfloat32_keep_the_products_of_others():
 def test_a_device_that_is_not_there():
     with pytest.raises(rh.VDeviceError, match="cuda:1"):
         ToMixedPrecision("float16", devices=["cuda:1"])(PostNorm)
+
+
+def test_operands_of_norms_are_stored_rounded_in_float16_on_gpus_if_nothing_else_reads_them():
+    @I.ir_module
+    class Norms:
+        I.module_global_infos({"vdevice": [I.vdevice(GPU), I.vdevice(CPU)]})
+
+        @R.function
+        def main(
+            x: R.Tensor((8, 16), "float32", "cuda:0"),
+            w: R.Tensor((16, 16), "float32", "cuda:0"),
+            g: R.Tensor((16,), "float32", "cuda:0"),
+        ):
+            with R.dataflow():
+                a = R.matmul(x, w)
+                b = R.nn.rms_norm(a, g, axes=[-1])
+                c = R.matmul(b, w)
+                d = R.nn.rms_norm(c, g, axes=[-1])
+                e = R.matmul(d, w)
+                y = R.add(e, c)
+                R.output(y)
+            return y
+
+    def norms(dtype):
+        mod = ToMixedPrecision(dtype)(Norms)
+        return [b.value.args[0].name for b in walk_bindings(mod["main"]) if op_name(b.value) == "relax.nn.rms_norm"]
+
+    assert norms("float16") == ["a_float32", "c"], "c goes on to another layer"
+    assert norms("bfloat16") == ["a", "c"]

@@ -410,14 +410,14 @@ def is_wait_for_launches(statement: tirx.Stmt) -> bool:
     return is_known and tvm_ffi.structural_equal(statement.value, _PTX["griddepcontrol.wait"]())
 
 
+def waiting_statements() -> list[tirx.Stmt]:
+    """Those of `wait_for_launches_before` and `let_next_launch_begin`, for a kernel that is written already."""
+    return [tirx.Evaluate(_PTX[f"griddepcontrol.{name}"]()) for name in ("wait", "launch_dependents")]
+
+
 def let_next_launch_begin() -> None:
     """The launch after this one may begin, up to its `wait_for_launches_before`."""
     _emit("griddepcontrol.launch_dependents")
-
-
-def waiting_statements() -> list[tirx.Stmt]:
-    """The statements of the two above, for a kernel that is written already."""
-    return [tirx.Evaluate(_PTX[f"griddepcontrol.{name}"]()) for name in ("wait", "launch_dependents")]
 
 
 # Arithmetic.
