@@ -73,17 +73,32 @@ def _sorted(
     if not isinstance(length, int) or not isinstance(count, int):
         return call
     problem = SortProblem(shape, axis, str(data.ty.dtype), descending, count, values, indices)
-    others = [extent for dimension, extent in enumerate(data.ty.shape.values) if dimension != axis]
+    return sorted_lines(builder, data, problem, call.ty, call.op.name.removeprefix("relax."))
+
+
+def sorted_lines(
+    builder: relax.BlockBuilder, data: relax.Expr, problem: SortProblem, ty: tvm.ir.Type, name: str
+) -> relax.Call:
+    """The call of a sort's last kernel, with those before it emitted.
+
+    Parameters
+    ----------
+    ty : Type
+        Of the result, or results.
+    name : str
+        Of the kernels.
+    """
+    others = [extent for dimension, extent in enumerate(data.ty.shape.values) if dimension != problem.axis]
     pairs: list[relax.Expr] = []
     for step in sort_steps(problem):
         kernel = sort_kernel(problem, step).without_attr("global_symbol").with_attr("op_pattern", _OPAQUE)
-        operands = [data] * (step.is_first or step.is_last and values) + pairs
-        gv = builder.add_func(kernel, call.op.name.removeprefix("relax."))
+        operands = [data] * (step.is_first or step.is_last and problem.values) + pairs
+        gv = builder.add_func(kernel, name)
         if step.is_last:
-            return typed(relax.call_tir(gv, relax.Tuple(operands), list(tensor_types(call.ty))), call.ty)
+            return typed(relax.call_tir(gv, relax.Tuple(operands), list(tensor_types(ty))), ty)
         made = [tensor_type([*others, step.left], dtype, data.ty) for dtype in problem.pair_types]
-        ty = made[0] if len(made) == 1 else tvm.ir.TupleType(made)
-        found = builder.emit(typed(relax.call_tir(gv, relax.Tuple(operands), made), ty), f"{gv.name_hint}_pairs")
+        of_pairs = made[0] if len(made) == 1 else tvm.ir.TupleType(made)
+        found = builder.emit(typed(relax.call_tir(gv, relax.Tuple(operands), made), of_pairs), f"{name}_pairs")
         pairs = [found] if len(made) == 1 else [builder.emit(relax.TupleGetItem(found, i)) for i in range(len(made))]
     raise AssertionError("a sort has a last step")
 
