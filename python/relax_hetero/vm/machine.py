@@ -21,6 +21,7 @@ from .device.devices import bind_devices, host_device
 from .device.error_records import know_checks
 from .device.forks import MachineLock
 from .device.memory_limit import MemoryLimits, PoolWatch
+from .device.pinned_staging import use_loop
 from .device.tensors import copy_into
 from .device.threads import enter_call, leave_call, threads_of
 from .file.executable import Executable
@@ -106,6 +107,7 @@ class VirtualMachine:
         try:
             generate_code(module)
             self._threads = threads_of(executable.devices, module)
+            use_loop(module)
             know_checks(about.checks)
             self._constants = executable.constants_on(self._devices)
             self._module = _load(module, self._devices)
