@@ -3,9 +3,15 @@
 import ctypes
 import random
 import threading
+from functools import cache
 from types import SimpleNamespace
 
 import numpy as np
+
+from relax_hetero.driver.link import worker_threads
+from relax_hetero.target.native_target import native
+from relax_hetero.vm.device.cuda_library import CudaLibrary
+from relax_hetero.vm.device.pinned_staging import loop_of
 
 NOT_READY, LOST, INVALID = 600, 719, 1
 NAMES = {INVALID: b"CUDA_ERROR_INVALID_VALUE", LOST: b"CUDA_ERROR_LAUNCH_FAILED"}
@@ -181,3 +187,23 @@ class FakeCuda:
 def _fill(kind, address, pitch, value, count):
     for number in range(count):
         kind.from_address(address + number * pitch).value = value
+
+
+class FakeLibrary(CudaLibrary):
+    """The driver's library with functions that have addresses, for code that calls them itself."""
+
+    def __init__(self, cuda):
+        super().__init__(cuda.library, cuda.library)
+        self._by_address = {}
+
+    def address(self, name):
+        if name not in self._by_address:
+            function = self._functions[name]
+            self._by_address[name] = ctypes.CFUNCTYPE(ctypes.c_int, *function.argtypes)(function)
+        return ctypes.cast(self._by_address[name], ctypes.c_void_p).value
+
+
+@cache
+def staging_loop():
+    """The loop of copies that executables for GPUs bring along."""
+    return loop_of(worker_threads._compiled(str(native("llvm").attrs["mtriple"])))

@@ -222,8 +222,10 @@ def _with_figures(model: CostModel, figures: Figures) -> CostModel:
         products = {dtype: rate * _ATTAINED_BY_LAYERS for dtype, rate in found.products.items()}
         devices.append(replace(cost, bandwidth=found.bandwidth, launch=found.launch, products=products))
     links = dict(model.links)
-    for ends, link in figures.links.items():
-        links[ends] = LinkCost(link.bandwidth, link.crossing)
+    for (source, target), link in figures.links.items():
+        # Of what a whole call on a GPU takes, half for its argument and half for its result.
+        calls = abs(figures.devices[source].call - figures.devices[target].call) / 2
+        links[source, target] = LinkCost(link.bandwidth, max(link.crossing, calls))
     return replace(model, devices=devices, links=links)
 
 

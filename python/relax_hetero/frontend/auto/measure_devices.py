@@ -8,14 +8,15 @@ models: what command buffers, graphs and queues cost is in them.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 import tvm
@@ -28,15 +29,17 @@ from ...driver.compile import compile as compile_module
 from ...errors import HeteroError
 from ...target.cpu_cores import num_cores
 from ...target.element_types import numpy_dtype
-from ...target.vdevice import device_name, is_cpu
+from ...target.vdevice import is_cpu
 from ...vm.machine import VirtualMachine
 
 _log = logging.getLogger("relax_hetero")
 
+F = TypeVar("F")
+
 TYPES = ("float32", "float16", "bfloat16")
 """Element types of the products that are measured."""
 
-_FORM = 1  # of what is kept: another number for other kernels or meanings
+_FORM = 2  # of what is kept: another number for other kernels or meanings
 _CHAIN = 4  # products of a call, each on the result of the one before
 _KERNELS = 32  # small kernels of a call
 _CROSSINGS = 8  # of a call that goes to and fro
@@ -57,11 +60,14 @@ class DeviceFigures:
         Bytes per second to and from its memory.
     launch : float
         Seconds that a small kernel takes among others.
+    call : float
+        Seconds of a call of one small kernel, from an array to an array.
     """
 
     products: dict[str, float]
     bandwidth: float
     launch: float
+    call: float
 
 
 @dataclass(frozen=True)
@@ -78,26 +84,10 @@ class LinkFigures:
 
 @dataclass(frozen=True)
 class Figures:
-    """Devices by their position in the list of vdevices, links by pairs of positions."""
+    """Devices by their position in the list of vdevices, links by pairs of positions; none between two CPUs."""
 
     devices: tuple[DeviceFigures, ...]
-    links: dict[tuple[int, int], LinkFigures] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON data."""
-        links = [[a, b, asdict(link)] for (a, b), link in self.links.items()]
-        return {"devices": [asdict(device) for device in self.devices], "links": links}
-
-    @classmethod
-    def from_json(cls, data: Any) -> Figures:
-        """From what `to_json` gave; ValueError, TypeError or KeyError for anything else."""
-        devices = tuple(DeviceFigures(**device) for device in data["devices"])
-        figures = cls(devices, {(int(a), int(b)): LinkFigures(**link) for a, b, link in data["links"]})
-        numbers = [x for d in devices for x in (*d.products.values(), d.bandwidth, d.launch)]
-        numbers += [x for link in figures.links.values() for x in asdict(link).values()]
-        if not all(isinstance(x, float) and 0 < x < float("inf") for x in numbers):
-            raise ValueError("no figures")
-        return figures
+    links: dict[tuple[int, int], LinkFigures]
 
 
 def are_here(vdevices: Sequence[relax.VDevice]) -> bool:
@@ -119,30 +109,47 @@ def figures_of(vdevices: Sequence[relax.VDevice], again: bool = False) -> Figure
     -------
     Figures: None where a kernel of the measurement fails.
     """
-    key = _key(vdevices)
-    if again:
-        _measured.pop(key, None)
-    elif key in _measured:
-        return _measured[key]
-    folder = folder_of()
-    data = None if again or folder is None else find_figures(folder, key)
-    if data is not None:
-        try:
-            return _measured.setdefault(key, Figures.from_json(data))
-        except (ValueError, TypeError, KeyError) as error:
-            _log.debug("measured figures are read no more: %s", error)
     try:
-        found = _measure(vdevices)
+        devices = tuple(_kept(_DEVICE, [vdevice], again) for vdevice in vdevices)
+        links = {}
+        for a, b in itertools.combinations(range(len(vdevices)), 2):
+            if not (is_cpu(vdevices[a]) and is_cpu(vdevices[b])):
+                links[a, b], links[b, a] = _kept(_LINKS, [vdevices[a], vdevices[b]], again)
     except HeteroError as error:
         _log.warning("the devices cannot be measured, so that placement goes by tables: %s", error)
         return None
+    return Figures(devices, links)
+
+
+class _Kind(Generic[F]):
+    """A kind of figures: how they are measured, and read from JSON data (ValueError or TypeError for other data)."""
+
+    def __init__(self, name: str, measure: Callable[..., F], read: Callable[[Any], F]) -> None:
+        self.name, self.measure, self.read = name, measure, read
+
+
+def _kept(kind: _Kind[F], vdevices: Sequence[relax.VDevice], again: bool) -> F:
+    key = _key(kind.name, vdevices)
+    if key in _measured and not again:
+        return cast("F", _measured[key])
+    folder = folder_of()
+    if not again and folder is not None:
+        try:
+            found = kind.read(find_figures(folder, key))
+            _measured[key] = found
+            return found
+        except (TypeError, ValueError) as error:
+            _log.debug("nothing was measured before: %s", error)
+    _log.info("measuring %s", ", ".join(str(vdevice.target.kind.name) for vdevice in vdevices))
+    found = kind.measure(*vdevices)
     _measured[key] = found
     if folder is not None:
-        keep_figures(folder, key, found.to_json())
+        data = [asdict(part) for part in found] if isinstance(found, tuple) else asdict(found)  # type: ignore[call-overload]
+        keep_figures(folder, key, data)
     return found
 
 
-_measured: dict[str, Figures] = {}
+_measured: dict[str, object] = {}
 
 
 def _is_here(vdevice: relax.VDevice) -> bool:
@@ -160,8 +167,8 @@ def _native_cpu() -> str:
     return str(native("llvm").attrs["mcpu"])
 
 
-def _key(vdevices: Sequence[relax.VDevice]) -> str:
-    parts: list[Any] = [_FORM, __version__, tvm.__version__, num_cores(), _cpu_model()]
+def _key(kind: str, vdevices: Sequence[relax.VDevice]) -> str:
+    parts: list[Any] = [kind, _FORM, __version__, tvm.__version__, num_cores(), cpu_model()]
     for vdevice in vdevices:
         device = tvm.runtime.device(vdevice.target.kind.name, int(vdevice.vdevice_id)) if not is_cpu(vdevice) else None
         name = str(device.device_name) if device is not None and device.exist else ""
@@ -170,7 +177,8 @@ def _key(vdevices: Sequence[relax.VDevice]) -> str:
 
 
 @cache
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """The name of this CPU; empty where the system does not say it."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
@@ -178,27 +186,13 @@ def _cpu_model() -> str:
         return ""
 
 
-def _measure(vdevices: Sequence[relax.VDevice]) -> Figures:
-    _log.info("measuring %s, once on this machine", ", ".join(device_name(v, list(vdevices)) for v in vdevices))
-    known: list[tuple[relax.VDevice, DeviceFigures]] = []
-    for vdevice in vdevices:
-        found = next((figures for other, figures in known if str(other.target) == str(vdevice.target)), None)
-        known.append((vdevice, found or _measure_device(vdevice)))
-    links = {}
-    for a, first in enumerate(vdevices):
-        for b, second in enumerate(vdevices):
-            if a < b and not (is_cpu(first) and is_cpu(second)):
-                links[a, b], links[b, a] = _measure_links(first, second)
-    return Figures(tuple(figures for _, figures in known), links)
-
-
 def _measure_device(vdevice: relax.VDevice) -> DeviceFigures:
     extent, stream = (1024, 16 << 20) if is_cpu(vdevice) else (4096, 128 << 20)
     builder = relax.BlockBuilder()
     for dtype in TYPES:
         _add_products(builder, dtype, vdevice, dtype, extent, _CHAIN)
-    _add_products(builder, "one", vdevice, "float32", _SMALL, 1)
-    _add_products(builder, "many", vdevice, "float32", _SMALL, 1 + _KERNELS)
+    _add_products(builder, "one", vdevice, "float32", _SMALL, 1, rows=1)
+    _add_products(builder, "many", vdevice, "float32", _SMALL, 1 + _KERNELS, rows=1)
     x = relax.Var("x", relax.TensorType((stream,), "float32", vdevice))
     with builder.function("stream", [x]):
         with builder.dataflow():
@@ -214,15 +208,21 @@ def _measure_device(vdevice: relax.VDevice) -> DeviceFigures:
 
     operations = 2.0 * extent**3 * _CHAIN
     products = {dtype: operations / seconds(dtype, (extent, extent), dtype) for dtype in TYPES}
-    one, many = (seconds(name, (_SMALL, _SMALL)) for name in ("one", "many"))
-    return DeviceFigures(products, 8.0 * stream / seconds("stream", (stream,)), max((many - one) / _KERNELS, 1e-8))
+    one, many = (seconds(name, (1, _SMALL)) for name in ("one", "many"))
+    row = _numbers((1, _SMALL), "float32")
+    whole = _seconds(lambda: np.asarray(vm["one"](row)), [])
+    bandwidth = 8.0 * stream / seconds("stream", (stream,))
+    return DeviceFigures(products, bandwidth, max((many - one) / _KERNELS, 1e-8), whole)
 
 
 def _add_products(
-    builder: relax.BlockBuilder, name: str, vdevice: relax.VDevice, dtype: str, extent: int, count: int
+    builder: relax.BlockBuilder, name: str, vdevice: relax.VDevice, dtype: str, extent: int, count: int, rows: int = 0
 ) -> None:
-    """A function of `count` products, each of the result before with a weight."""
-    x = relax.Var("x", relax.TensorType((extent, extent), dtype, vdevice))
+    """A function of `count` products, each of the result before with a weight; of so many rows, or as many as columns.
+
+    Kernels of one row are not divided among threads, so that their time is that of a kernel.
+    """
+    x = relax.Var("x", relax.TensorType((rows or extent, extent), dtype, vdevice))
     numbers = tvm.runtime.tensor(_numbers((extent, extent), dtype))
     weight = relax.const(numbers, relax.TensorType((extent, extent), dtype, vdevice))
     with builder.function(name, [x]):
@@ -296,3 +296,26 @@ def _seconds(call: Callable[[], Any], devices: Sequence[tvm.runtime.Device]) -> 
     while sum(times) < _SECONDS and len(times) < 200:
         times.append(once())
     return statistics.median(times)
+
+
+def _read_device(data: Any) -> DeviceFigures:
+    figures = DeviceFigures(**data)
+    _check([*figures.products.values(), figures.bandwidth, figures.launch, figures.call])
+    if set(figures.products) != set(TYPES):
+        raise ValueError("products of other types")
+    return figures
+
+
+def _read_links(data: Any) -> tuple[LinkFigures, LinkFigures]:
+    there, back = (LinkFigures(**link) for link in data)
+    _check([*asdict(there).values(), *asdict(back).values()])
+    return there, back
+
+
+def _check(numbers: Sequence[Any]) -> None:
+    if not all(isinstance(number, float) and 0 < number < float("inf") for number in numbers):
+        raise ValueError("expected positive numbers")
+
+
+_DEVICE = _Kind("device", _measure_device, _read_device)
+_LINKS = _Kind("links", _measure_links, _read_links)

@@ -88,6 +88,10 @@ class CudaLibrary:
         """The status that a function returns which does not wait, where a failure is an answer."""
         return int(self._quick[name](*args))
 
+    def address(self, name: str) -> int:
+        """The address of a function, for code that calls it itself."""
+        return ctypes.cast(self._functions[name], c_void_p).value or 0
+
     def error(self, name: str, status: int) -> CudaError:
         """The text of a failing function's status."""
         text = c_char_p()

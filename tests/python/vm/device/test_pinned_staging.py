@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_hetero.vm.device.cuda_driver import CudaError
-from relax_hetero.vm.device.cuda_library import CudaLibrary
 from relax_hetero.vm.device.cuda_streams import Stream
 from relax_hetero.vm.device.pinned_staging import FIRST_PART_BYTES, PART_BYTES, Staging, parts_of
 from seeds import fresh_rng
-from vm.fake_cuda import LOST, FakeCuda
+from vm.fake_cuda import LOST, FakeCuda, FakeLibrary, staging_loop
 
 PART = 100
 
@@ -25,8 +24,8 @@ def random_bytes(nbytes):
 
 def made(seed=None, threads=2, part=PART):
     cuda = FakeCuda(seed)
-    library = CudaLibrary(cuda.library, cuda.library)
-    return cuda, library, Staging(library, 0, threads, part)
+    library = FakeLibrary(cuda)
+    return cuda, library, Staging(library, 0, threads, staging_loop(), part)
 
 
 @given(nbytes=st.integers(1, 64 << 20))

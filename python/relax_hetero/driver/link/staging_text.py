@@ -1,0 +1,222 @@
+"""Copies between plain and pinned memory of the host in LLVM's language, as a GPU copies from and to the pinned memory.
+
+Python threads call `stage`, each with buffers of its own, and meet in a *job*: they take parts of it by a counter until
+none is left. Within the loop no thread needs Python's lock. Stores go past the caches: the lines would be read before
+they are written, and push out what the cores need, although nobody here reads them again.
+"""
+
+from __future__ import annotations
+
+TEXT = r"""
+declare ptr @memcpy(ptr, ptr, i64)
+declare i32 @relax_hetero.workers.stage(ptr, ptr)
+
+; See `relax_hetero.vm.device.pinned_staging.Job`.
+;             next part, parts, offsets, host, device, to host, buffers, stream, context,
+%stage.job = type { i64, i64, ptr, ptr, i64, i64, i64, ptr, ptr,
+;             driver: context, synchronize, record, copy; status, function that failed
+  ptr, ptr, ptr, ptr, i64, i64 }
+;             address, event, offset and bytes of what arrives there
+%stage.buffer = type { ptr, ptr, i64, i64 }
+
+define internal void @stage.move(ptr %to, ptr %from, i64 %bytes) {
+entry:
+  %address = ptrtoint ptr %to to i64
+  %negative = sub i64 0, %address
+  %until = and i64 %negative, 63
+  %is_short = icmp ult i64 %bytes, %until
+  %head = select i1 %is_short, i64 %bytes, i64 %until
+  call ptr @memcpy(ptr %to, ptr %from, i64 %head)
+  %rest = sub i64 %bytes, %head
+  %odd = and i64 %rest, 127
+  %end = sub i64 %bytes, %odd
+  br label %check
+check:
+  %at = phi i64 [ %head, %entry ], [ %next, %lines ]
+  %more = icmp ult i64 %at, %end
+  br i1 %more, label %lines, label %tail
+lines:
+  %f0 = getelementptr i8, ptr %from, i64 %at
+  %t0 = getelementptr i8, ptr %to, i64 %at
+LOADS
+STORES
+  %next = add i64 %at, 128
+  br label %check
+tail:
+  %last_to = getelementptr i8, ptr %to, i64 %end
+  %last_from = getelementptr i8, ptr %from, i64 %end
+  call ptr @memcpy(ptr %last_to, ptr %last_from, i64 %odd)
+  fence seq_cst
+  ret void
+}
+
+; Note the first failure of a function of the driver; whether there is one.
+define internal i1 @stage.fails(ptr %job, i32 %status, i64 %function) {
+  %failed = icmp ne i32 %status, 0
+  br i1 %failed, label %note, label %out
+note:
+  %status_at = getelementptr %stage.job, ptr %job, i64 0, i32 13
+  %function_at = getelementptr %stage.job, ptr %job, i64 0, i32 14
+  %wide = sext i32 %status to i64
+  %pair = cmpxchg ptr %status_at, i64 0, i64 %wide seq_cst seq_cst, align 8
+  %is_first = extractvalue { i64, i1 } %pair, 1
+  br i1 %is_first, label %name, label %out
+name:
+  store i64 %function, ptr %function_at
+  br label %out
+out:
+  ret i1 %failed
+}
+
+; Wait until the GPU has copied from or to a buffer; what has arrived goes on to the host's memory. Whether that fails.
+define internal i1 @stage.settle(ptr %job, ptr %buffer) {
+  %synchronize_at = getelementptr %stage.job, ptr %job, i64 0, i32 10
+  %synchronize = load ptr, ptr %synchronize_at
+  %event_at = getelementptr %stage.buffer, ptr %buffer, i64 0, i32 1
+  %offset_at = getelementptr %stage.buffer, ptr %buffer, i64 0, i32 2
+  %bytes_at = getelementptr %stage.buffer, ptr %buffer, i64 0, i32 3
+  %bytes = load i64, ptr %bytes_at
+  store i64 0, ptr %bytes_at
+  %event = load ptr, ptr %event_at
+  %status = call i32 %synchronize(ptr %event)
+  %failed = call i1 @stage.fails(ptr %job, i32 %status, i64 1)
+  %is_empty = icmp eq i64 %bytes, 0
+  %none = or i1 %failed, %is_empty
+  br i1 %none, label %out, label %land
+land:
+  %host_at = getelementptr %stage.job, ptr %job, i64 0, i32 3
+  %host = load ptr, ptr %host_at
+  %offset = load i64, ptr %offset_at
+  %to = getelementptr i8, ptr %host, i64 %offset
+  %from = load ptr, ptr %buffer
+  call void @stage.move(ptr %to, ptr %from, i64 %bytes)
+  br label %out
+out:
+  ret i1 %failed
+}
+
+define internal i32 @BODY.stage(ptr %job, ptr %buffers) {
+entry:
+  %parts_at = getelementptr %stage.job, ptr %job, i64 0, i32 1
+  %offsets_at = getelementptr %stage.job, ptr %job, i64 0, i32 2
+  %host_at = getelementptr %stage.job, ptr %job, i64 0, i32 3
+  %device_at = getelementptr %stage.job, ptr %job, i64 0, i32 4
+  %to_host_at = getelementptr %stage.job, ptr %job, i64 0, i32 5
+  %count_at = getelementptr %stage.job, ptr %job, i64 0, i32 6
+  %stream_at = getelementptr %stage.job, ptr %job, i64 0, i32 7
+  %context_at = getelementptr %stage.job, ptr %job, i64 0, i32 8
+  %use_at = getelementptr %stage.job, ptr %job, i64 0, i32 9
+  %record_at = getelementptr %stage.job, ptr %job, i64 0, i32 11
+  %copy_at = getelementptr %stage.job, ptr %job, i64 0, i32 12
+  %status_at = getelementptr %stage.job, ptr %job, i64 0, i32 13
+  %parts = load i64, ptr %parts_at
+  %offsets = load ptr, ptr %offsets_at
+  %host = load ptr, ptr %host_at
+  %device = load i64, ptr %device_at
+  %to_host = load i64, ptr %to_host_at
+  %count = load i64, ptr %count_at
+  %stream = load ptr, ptr %stream_at
+  %context = load ptr, ptr %context_at
+  %use = load ptr, ptr %use_at
+  %record = load ptr, ptr %record_at
+  %copy = load ptr, ptr %copy_at
+  %receives = icmp ne i64 %to_host, 0
+  %used = call i32 %use(ptr %context)
+  %unused = call i1 @stage.fails(ptr %job, i32 %used, i64 0)
+  br label %take
+take:
+  %turn = phi i64 [ 0, %entry ], [ %following, %done ]
+  %status = load atomic i64, ptr %status_at acquire, align 8
+  %is_lost = icmp ne i64 %status, 0
+  br i1 %is_lost, label %finish, label %number
+number:
+  %taken = atomicrmw add ptr %job, i64 1 seq_cst
+  %none = icmp sge i64 %taken, %parts
+  br i1 %none, label %finish, label %part
+part:
+  ; The first parts of what goes to the GPU are small; of what comes, the last.
+  %others = sub i64 %parts, %taken
+  %before = sub i64 %others, 1
+  %index = select i1 %receives, i64 %before, i64 %taken
+  %begin_at = getelementptr i64, ptr %offsets, i64 %index
+  %end_at = getelementptr i64, ptr %begin_at, i64 1
+  %begin = load i64, ptr %begin_at
+  %end = load i64, ptr %end_at
+  %bytes = sub i64 %end, %begin
+  %which = urem i64 %turn, %count
+  %buffer = getelementptr %stage.buffer, ptr %buffers, i64 %which
+  %event_at = getelementptr %stage.buffer, ptr %buffer, i64 0, i32 1
+  %offset_at = getelementptr %stage.buffer, ptr %buffer, i64 0, i32 2
+  %bytes_at = getelementptr %stage.buffer, ptr %buffer, i64 0, i32 3
+  %memory = load ptr, ptr %buffer
+  %pinned = ptrtoint ptr %memory to i64
+  %event = load ptr, ptr %event_at
+  %there = add i64 %device, %begin
+  %failed = call i1 @stage.settle(ptr %job, ptr %buffer)
+  br i1 %failed, label %finish, label %way
+way:
+  br i1 %receives, label %receive, label %send
+send:
+  %from = getelementptr i8, ptr %host, i64 %begin
+  call void @stage.move(ptr %memory, ptr %from, i64 %bytes)
+  %sent = call i32 %copy(i64 %there, i64 %pinned, i64 %bytes, ptr %stream)
+  br label %copied
+receive:
+  %came = call i32 %copy(i64 %pinned, i64 %there, i64 %bytes, ptr %stream)
+  store i64 %begin, ptr %offset_at
+  store i64 %bytes, ptr %bytes_at
+  br label %copied
+copied:
+  %issued = phi i32 [ %sent, %send ], [ %came, %receive ]
+  %not_copied = call i1 @stage.fails(ptr %job, i32 %issued, i64 3)
+  br i1 %not_copied, label %finish, label %mark
+mark:
+  %recorded = call i32 %record(ptr %event, ptr %stream)
+  %not_recorded = call i1 @stage.fails(ptr %job, i32 %recorded, i64 2)
+  br i1 %not_recorded, label %finish, label %done
+done:
+  %following = add i64 %turn, 1
+  br label %take
+finish:
+  br label %each
+each:
+  %step = phi i64 [ 0, %finish ], [ %later, %settled ]
+  %is_over = icmp uge i64 %step, %count
+  br i1 %is_over, label %out, label %last
+last:
+  ; In the order in which they were asked for.
+  %place = add i64 %turn, %step
+  %rest = urem i64 %place, %count
+  %waiting = getelementptr %stage.buffer, ptr %buffers, i64 %rest
+  %left_at = getelementptr %stage.buffer, ptr %waiting, i64 0, i32 3
+  %left = load i64, ptr %left_at
+  %is_empty = icmp eq i64 %left, 0
+  br i1 %is_empty, label %settled, label %land
+land:
+  %ignored = call i1 @stage.settle(ptr %job, ptr %waiting)
+  br label %settled
+settled:
+  %later = add i64 %step, 1
+  br label %each
+out:
+  ret i32 0
+}
+
+define internal i64 @BODY.stage_address() {
+  ret i64 ptrtoint (ptr @relax_hetero.workers.stage to i64)
+}
+
+!0 = !{i32 1}
+"""
+
+_VECTORS = range(8)
+_LOADS = "\n".join(
+    f"  %f{i + 1} = getelementptr i8, ptr %f0, i64 {16 * i}\n  %v{i} = load <2 x i64>, ptr %f{i + 1}, align 1"
+    for i in _VECTORS
+)
+_STORES = "\n".join(
+    f"  %t{i + 1} = getelementptr i8, ptr %t0, i64 {16 * i}\n"
+    f"  store <2 x i64> %v{i}, ptr %t{i + 1}, align 16, !nontemporal !0"
+    for i in _VECTORS
+)
+TEXT = TEXT.replace("LOADS", _LOADS).replace("STORES", _STORES)
