@@ -7,6 +7,7 @@ from tvm import tirx
 from ....encoding.problem import AttentionProblem
 from ....target.gpu_target import GpuTarget
 from . import wgmma_attention
+from .simt_attention import simt_attention_kernel
 from .wgmma_attention import wgmma_attention_kernel
 
 
@@ -20,4 +21,4 @@ def cuda_attention_kernel(problem: AttentionProblem, gpu: GpuTarget) -> tirx.Pri
     """
     if not wgmma_attention.misfit(problem, gpu):
         return wgmma_attention_kernel(problem, gpu)
-    return wgmma_attention_kernel(problem, gpu)
+    return simt_attention_kernel(problem, gpu)

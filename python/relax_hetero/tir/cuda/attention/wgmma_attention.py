@@ -12,8 +12,6 @@ all of them, in the order of the blocks: equal inputs give equal bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
@@ -22,13 +20,13 @@ from ....encoding.problem import AttentionProblem
 from ....errors import EncodingError
 from ....target.element_types import HALVES
 from ....target.gpu_target import WARP, WARPGROUP, GpuTarget
-from ...core.builder import Expr, Function, ceil_div, int64, when
+from ...core.builder import Expr, Function, ceil_div, when
 from ...core.view import Coordinates
 from ..core import ptx
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, launch, local, may_begin_early, unrolled
 from ..matmul.operand_tiles import PRODUCERS, OperandTile, Source, source_of
 from .attention_plan import WIDTH, AttentionPlan, choose_plan
-from .heads import GpuHeads, Rows
+from .attention_tensors import AttentionTensors, to_int32
 from .score_tile import LOG2_E, ScoreTile, average, averaged
 
 _REGISTERS = {1: (0, 0), 2: (40, 232), 3: (32, 160)}
@@ -70,68 +68,14 @@ def wgmma_attention_kernel(
         raise EncodingError(f"attention on {gpu.arch}: {reason}")
     function = Function("attention", registers="local")
     with function:
-        tensors = AttentionTensors.of(function, problem, gpu, plan)
+        tensors = AttentionTensors.of(function, problem, plan or choose_plan(problem, gpu))
         with function.body():
-            tensors.open()
+            for view in (tensors.query, tensors.key, tensors.value):
+                view.open(raw=True)
+            for view in (*tensors.masks, tensors.result):
+                view.open_for_gpu()
             _Kernel(tensors).emit()
     return may_begin_early(function.result)
-
-
-class AttentionTensors:
-    """The parameters of a kernel and how its work is cut.
-
-    Attributes
-    ----------
-    query, key, value, result : GpuHeads
-    masks : tuple of GpuHeads
-    sizes : dict of str to PrimExpr or int
-        Of iteration dimensions.
-    """
-
-    def __init__(
-        self, problem: AttentionProblem, sizes: dict[str, Expr], plan: AttentionPlan, views: Sequence[GpuHeads]
-    ) -> None:
-        self.problem, self.sizes, self.plan = problem, sizes, plan
-        self.query, self.key, self.value, *masks, self.result = views
-        self.masks = tuple(masks)
-        self.rows = Rows(sizes, plan.together)
-
-    @staticmethod
-    def of(
-        function: Function, problem: AttentionProblem, gpu: GpuTarget, plan: AttentionPlan | None = None
-    ) -> AttentionTensors:
-        """Declares the parameters, all of them."""
-        sizes = {name: size if isinstance(size, int) else function.symbol(size) for name, size in problem.sizes}
-        plan = plan or choose_plan(problem, gpu)
-        rows = Rows(sizes, plan.together)
-        starts = dict(zip(("query", "key", "value"), problem.starts, strict=True))
-        operands = [("query", problem.query), ("key", problem.key), ("value", problem.value)]
-        operands += [(f"x{i + 1}", operand) for i, operand in enumerate(problem.scores.operands)]
-        operands += [("result", problem.result)]
-        views = []
-        for name, operand in operands:
-            depth = "e" if name in ("value", "result") else "d"
-            begin = starts.get(name, (0,) * len(operand.shape))
-            views.append(GpuHeads(function, name, operand, begin, sizes, depth, rows))
-        return AttentionTensors(problem, sizes, plan, views)
-
-    def open(self) -> None:
-        """Declare their elements; within the function's body."""
-        for view in (self.query, self.key, self.value):
-            view.open_as("uint16" if view.nominal in HALVES else view.nominal)
-        for view in (*self.masks, self.result):
-            view.open_for_gpu()
-
-    @property
-    def groups(self) -> int:
-        """Groups of heads, of each batch."""
-        return int(self.sizes["h"]) // self.rows.together
-
-    @property
-    def ahead(self) -> Expr:
-        """Keys that query 0 sees, less one, of a causal attention."""
-        n, m = self.sizes["n"], self.sizes["m"]
-        return to_int32(n - m) if self.problem.causal == "bottom_right" else 0
 
 
 class _Kernel:
@@ -171,7 +115,7 @@ class _Kernel:
         self.barriers = shared.take(8 * (1 + 4 * stages), 8)
         tiles = self.row_tiles * self.tensors.groups * to_int32(self.tensors.sizes["b"])
         threads = PRODUCERS + plan.consumers * WARPGROUP
-        blocks = at_least_one(tiles) * plan.split if isinstance(tiles, int) else self._symbolic_blocks()
+        blocks = at_least_one(tiles) * plan.split if isinstance(tiles, int) else self.tensors.blocks(height) * plan.split
         with launch(blocks, threads, plan.split, plan.consumers > 1) as place:
             self.thread, self.rank = place.thread, place.rank
             shared.open()
@@ -182,15 +126,10 @@ class _Kernel:
                 with when(block < tiles * plan.split):
                     self._block(block)
 
-    def _symbolic_blocks(self) -> Expr:
-        rows, sizes = self.tensors.rows, self.tensors.sizes
-        tiles = ceil_div(int64(rows.count), self.plan.consumers * 64) * (int64(sizes["b"]) * self.tensors.groups)
-        return at_least_one(tiles) * self.plan.split
-
     # -- which part of the work
 
     def _block(self, block: Expr) -> None:
-        plan, sizes, rows = self.plan, self.tensors.sizes, self.tensors.rows
+        plan, rows = self.plan, self.tensors.rows
         height = plan.consumers * 64
         tile = block if plan.split == 1 else T.bind(T.truncdiv(block, plan.split))
         number = T.truncmod(tile, self.row_tiles)
@@ -202,11 +141,7 @@ class _Kernel:
         batch = T.bind(T.Cast("int64", T.truncdiv(outer, self.tensors.groups)))
         self.at: Coordinates = {"b": batch, "group": group}
         self.at_keys: Coordinates = {"b": batch, "g": T.bind(rows.key_head(group))}
-        n = to_int32(sizes["n"])
-        visible: Expr = n
-        if self.is_causal:
-            last = sizes["m"] - 1 if rows.together > 1 else T.min(self.row + height, to_int32(rows.count)) - 1
-            visible = T.max(T.min(to_int32(last) + (1 + self.tensors.ahead), n), 0)
+        visible = self.tensors.visible(self.row, height)
         tiles = ceil_div(visible, self.keys) if isinstance(visible, int) else T.truncdiv(visible + self.keys - 1, self.keys)
         begin: Expr = 0
         if plan.split > 1:
@@ -511,11 +446,6 @@ class _Kernel:
                     for i in range(4):
                         with when(column + i < width):
                             self._store_one(own, column + i, total[i])
-
-
-def to_int32(value: Expr) -> Expr:
-    """An extent as an int32; ints as they are."""
-    return value if isinstance(value, int) else T.Cast("int32", value)
 
 
 def _bits(value: Expr) -> Expr:
