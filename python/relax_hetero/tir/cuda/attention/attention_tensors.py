@@ -79,3 +79,8 @@ class AttentionTensors:
 def to_int32(value: Expr) -> Expr:
     """An extent as an int32; ints as they are."""
     return value if isinstance(value, int) else T.Cast("int32", value)
+
+
+def tiles_of(extent: Expr, size: int) -> Expr:
+    """How many tiles an int32 extent fills."""
+    return ceil_div(extent, size) if isinstance(extent, int) else T.truncdiv(extent + (size - 1), size)

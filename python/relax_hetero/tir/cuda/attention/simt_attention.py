@@ -25,7 +25,7 @@ from ..core import ptx
 from ..core.expression import emit
 from ..core.launch import SharedMemory, at_least_one, launch, local, may_begin_early, unrolled
 from .attention_plan import AttentionPlan
-from .attention_tensors import AttentionTensors, to_int32
+from .attention_tensors import AttentionTensors, tiles_of, to_int32
 from .heads import GpuHeads
 from .score_tile import average, averaged
 
@@ -172,8 +172,7 @@ class _Kernel:
             T.buffer_store(self.sums, T.float32(0), [i])
         self._load(tensors.query, self.q_at, self.at, "row", self.row, to_int32(rows.count), plan.rows, self.d)
         end = self.end
-        tiles = ceil_div(end, plan.keys) if isinstance(end, int) else T.truncdiv(end + plan.keys - 1, plan.keys)
-        with T.serial(tiles) as tile:
+        with T.serial(tiles_of(end, plan.keys)) as tile:
             first = T.bind(tile * plan.keys)
             n = to_int32(tensors.sizes["n"])
             self._load(tensors.key, self.k_at, self.at_keys, "n", first, n, plan.keys, self.d)

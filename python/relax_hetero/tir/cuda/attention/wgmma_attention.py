@@ -15,18 +15,20 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ....encoding.packed_layout import CHUNK_BYTES, SWIZZLED_BYTES
+from ....encoding.packed_layout import SWIZZLED_BYTES
 from ....encoding.problem import AttentionProblem
 from ....errors import EncodingError
 from ....target.element_types import HALVES
 from ....target.gpu_target import WARP, WARPGROUP, GpuTarget
+from ...attention.attention_tile import LOWEST
 from ...core.builder import Expr, Function, ceil_div, when
 from ...core.view import Coordinates
 from ..core import ptx
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, launch, local, may_begin_early, unrolled
 from ..matmul.operand_tiles import PRODUCERS, OperandTile, Source, source_of
 from .attention_plan import WIDTH, AttentionPlan, choose_plan
-from .attention_tensors import AttentionTensors, to_int32
+from .attention_tensors import AttentionTensors, tiles_of, to_int32
+from .row_store import RowStore
 from .score_tile import LOG2_E, ScoreTile, average, averaged
 
 _REGISTERS = {1: (0, 0), 2: (40, 232), 3: (32, 160)}
@@ -87,8 +89,8 @@ class _Kernel:
         self.dtype = tensors.query.nominal
         n, d, e = sizes["n"], sizes["d"], sizes["e"]
         height = plan.consumers * 64
-        gathers = source_of(tensors.key, "n")[0] is not Source.LINES or source_of(tensors.value, "n")[0] is not Source.LINES
-        self.keys = -(-plan.keys // 64) * 64 if gathers else plan.keys
+        is_copied = all(source_of(view, "n")[0] is Source.LINES for view in (tensors.key, tensors.value))
+        self.keys = plan.keys if is_copied else ceil_div(plan.keys, WIDTH) * WIDTH
         self.q = OperandTile.of(tensors.query, "row", height, rows.count, d)
         self.k = OperandTile.of(tensors.key, "n", self.keys, n, d)
         self.v = OperandTile.of(tensors.value, "n", self.keys, n, e, may_transpose=False)
@@ -142,7 +144,7 @@ class _Kernel:
         self.at: Coordinates = {"b": batch, "group": group}
         self.at_keys: Coordinates = {"b": batch, "g": T.bind(rows.key_head(group))}
         visible = self.tensors.visible(self.row, height)
-        tiles = ceil_div(visible, self.keys) if isinstance(visible, int) else T.truncdiv(visible + self.keys - 1, self.keys)
+        tiles = tiles_of(visible, self.keys)
         begin: Expr = 0
         if plan.split > 1:
             tiles = tiles if isinstance(tiles, int) else T.bind(tiles)
@@ -275,7 +277,7 @@ class _Kernel:
         if self.plan.split > 1:
             self._share()
         else:
-            self._store(row)
+            self._store()
 
     def _seen(self, row: Expr) -> Expr:
         """How many keys a row sees, of those that the block has."""
@@ -328,57 +330,14 @@ class _Kernel:
 
     # -- results
 
-    def _store(self, row: Expr) -> None:
-        """Averages of the warpgroup's rows."""
-        tile, result = self.tile, self.tensors.result
-        tile.factors()
-        with unrolled(self.width // 2) as i:
-            half = tirx.floormod(tirx.floordiv(i, 2), 2)
-            value = averaged(self.sums[i], tile.shrink[half], self.problem.nan_to_zero)
-            T.buffer_store(self.sums, value, [i])
-        width = int(self.tensors.sizes["e"])
-        if result.is_contiguous("k") and width % 8 == 0 and result.alignment("k", CHUNK_BYTES) == CHUNK_BYTES:
-            self._store_chunks()
-            return
-        with unrolled(self.width // 2) as i:
-            column = tirx.floordiv(i, 4) * 8 + tirx.floormod(tile.lane, 4) * 2 + tirx.floormod(i, 2)
-            own = row + tirx.floormod(tirx.floordiv(i, 2), 2) * 8
-            with when(tirx.all(column < width, own < to_int32(self.tensors.rows.count))):
-                self._store_one(own, column, self.sums[i])
-
-    def _store_one(self, row: Expr, column: Expr, value: Expr) -> None:
-        result = self.tensors.result
-        at = {**self.at, "row": T.Cast("int64", row), "k": T.Cast("int64", column)}
-        T.buffer_store(result.data, T.Cast(result.nominal, value), [result.address(at)])
-
-    def _store_chunks(self) -> None:
-        """By way of the queries' place in shared memory: rows leave in pieces of 16 bytes."""
-        result, lane, warp = self.tensors.result, self.tile.lane, self.warp
-        chunks = int(self.tensors.sizes["e"]) // 8
+    def _store(self) -> None:
+        """Averages of the warpgroup's rows, by way of the queries' place in shared memory."""
         # All warps have read their queries.
         ptx.warpgroup_barrier(1 + self.group)
-        stripe = self.q.rows * SWIZZLED_BYTES
-        begin = T.bind(self.q_at + (self.group * 64 + warp * 16) * SWIZZLED_BYTES)
-        pairs = local(4, "uint32")
-        for i in range(ceil_div(chunks, 2)):
-            for pair in range(4):
-                ptx.pack_pair(pairs[pair], self.sums[8 * i + 2 * pair], self.sums[8 * i + 2 * pair + 1], self.dtype)
-            chunk = T.bitwise_xor((i % 4) * 2 + tirx.floordiv(lane, 16), tirx.floormod(lane, 8))
-            target = begin + i // 4 * stripe + tirx.floormod(lane, 16) * SWIZZLED_BYTES + chunk * CHUNK_BYTES
-            ptx.store_matrices(self.shared.at(target), [pairs[pair] for pair in range(4)])
-        ptx.warp_barrier()
-        held = local(4, "uint32")
-        with T.serial(-(-16 * chunks // WARP)) as turn:
-            item = T.bind(turn * WARP + lane)
-            row, chunk = T.bind(T.truncdiv(item, chunks)), T.bind(T.truncmod(item, chunks))
-            own = T.bind(self.row + self.group * 64 + warp * 16 + row)
-            with when(tirx.all(row < 16, own < to_int32(self.tensors.rows.count))):
-                place = T.bitwise_xor(tirx.floormod(chunk, 8), tirx.floormod(row, 8)) * CHUNK_BYTES
-                source = begin + tirx.floordiv(chunk, 8) * stripe + row * SWIZZLED_BYTES + place
-                ptx.load_shared([held[i] for i in range(4)], self.shared.at(source))
-                at = {**self.at, "row": T.Cast("int64", own), "k": T.Cast("int64", chunk * 8)}
-                there = T.address_of(result.data[result.address(at)])
-                ptx.store_global(there, [held[i] for i in range(4)])
+        within = T.bind(self.group * 64 + self.warp * 16)
+        place = self.q_at + within * SWIZZLED_BYTES
+        store = RowStore(self.tensors, self.tile, self.shared, self.at)
+        store.emit(self.sums, self.width, self.row + within, place, self.q.rows * SWIZZLED_BYTES)
 
     # -- blocks of a cluster
 
@@ -408,6 +367,7 @@ class _Kernel:
         part, total = local(4 * plan.split, "uint32"), local(4, "float32")
         state, value = local(2, "float32"), local(1, "float32")
         scale = LOG2_E * (self.tile.scale or 1.0)
+        store = RowStore(self.tensors, self.tile, self.shared, self.at)
         with T.serial(-(-items // threads)) as turn:
             item = T.bind(turn * threads + self.thread)
             row = T.bind(tirx.floordiv(item, quads) * plan.split + self.rank)
@@ -421,7 +381,7 @@ class _Kernel:
                     ptx.load_remote([facts[2 * rank + i] for i in range(2)], remote[0])
                     ptx.remote_address(remote[0], sums_at, rank)
                     ptx.load_remote([part[4 * rank + i] for i in range(4)], remote[0])
-                greatest: Expr = T.float32(-3.4028234663852886e38)
+                greatest: Expr = T.float32(LOWEST)
                 for rank in range(plan.split):
                     greatest = T.max(greatest, _float(facts[2 * rank]))
                 T.buffer_store(state, greatest, [0])
@@ -445,7 +405,7 @@ class _Kernel:
                 else:
                     for i in range(4):
                         with when(column + i < width):
-                            self._store_one(own, column + i, total[i])
+                            store.one(own, column + i, total[i])
 
 
 def _bits(value: Expr) -> Expr:
