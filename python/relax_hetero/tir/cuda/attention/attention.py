@@ -6,7 +6,8 @@ from tvm import tirx
 
 from ....encoding.problem import AttentionProblem
 from ....target.gpu_target import GpuTarget
-from . import wgmma_attention
+from . import mma_attention, wgmma_attention
+from .mma_attention import mma_attention_kernel
 from .simt_attention import simt_attention_kernel
 from .wgmma_attention import wgmma_attention_kernel
 
@@ -21,4 +22,6 @@ def cuda_attention_kernel(problem: AttentionProblem, gpu: GpuTarget) -> tirx.Pri
     """
     if not wgmma_attention.misfit(problem, gpu):
         return wgmma_attention_kernel(problem, gpu)
+    if not mma_attention.misfit(problem, gpu):
+        return mma_attention_kernel(problem, gpu)
     return simt_attention_kernel(problem, gpu)
