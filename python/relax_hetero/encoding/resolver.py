@@ -33,10 +33,10 @@ class EncodingResolver(Protocol):
 
     A resolver may have a fourth method, ``resolve_activation``, with the parameters of `resolve`: how an operand is
     stored that is no constant, and so would be laid out anew in every call. Without it, `resolve` answers for all.
-    It may have an attribute ``problems``, the classes of further problems that its `kernel` solves (see `solves`), and
-    a method ``block_layout`` of the target, which says how weights of 4 bits are stored (panels without it), a method
-    ``attention_types`` of the target (see `attention_types`), and an attribute ``cache_key``, a text that changes whenever its answers do: without it no module for its devices is
-    kept in the compile cache.
+    It may have an attribute ``problems``, the classes of further problems that its `kernel` solves (see `solves`), a
+    method ``block_layout`` of the target, which says how weights of 4 bits are stored (panels without it), a method
+    ``attention_types`` of the target (see the function `attention_types`), and an attribute ``cache_key``, a text that
+    changes whenever its answers do: without it no module for its devices is kept in the compile cache.
     """
 
     name: str

@@ -33,9 +33,7 @@ class AttentionTensors:
         self.rows = Rows(sizes, plan.together)
 
     @staticmethod
-    def of(
-        function: Function, problem: AttentionProblem, plan: AttentionPlan
-    ) -> AttentionTensors:
+    def of(function: Function, problem: AttentionProblem, plan: AttentionPlan) -> AttentionTensors:
         """Declares the parameters, all of them."""
         sizes = {name: size if isinstance(size, int) else function.symbol(size) for name, size in problem.sizes}
         rows = Rows(sizes, plan.together)

@@ -19,7 +19,7 @@ from ...core.view import Coordinates
 from ..core import ptx
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, launch, local, may_begin_early, unrolled
 from ..matmul.operand_tiles import OperandTile
-from .attention_plan import FEW_ROWS, WIDTH, AttentionPlan
+from .attention_plan import EARLY_CAPABILITY, FEW_ROWS, WIDTH, AttentionPlan
 from .attention_tensors import AttentionTensors, tiles_of, to_int32
 from .row_store import RowStore
 from .score_tile import ScoreTile
@@ -58,6 +58,7 @@ def mma_attention_kernel(problem: AttentionProblem, gpu: GpuTarget) -> tirx.Prim
     h, g, m = int(sizes["h"]), int(sizes["g"]), sizes["m"]
     together = h // g if isinstance(m, int) and m * (h // g) <= FEW_ROWS else 1
     keys = KEYS if max(int(sizes["d"]), int(sizes["e"])) <= 128 else FEW_KEYS
+    begins_early = gpu.capability >= EARLY_CAPABILITY
     function = Function("attention", registers="local")
     with function:
         tensors = AttentionTensors.of(function, problem, AttentionPlan(1, keys, 1, 1, together))
@@ -66,14 +67,15 @@ def mma_attention_kernel(problem: AttentionProblem, gpu: GpuTarget) -> tirx.Prim
                 view.open(raw=True)
             for view in (*tensors.masks, tensors.result):
                 view.open_for_gpu()
-            _Kernel(tensors, keys).emit()
-    return may_begin_early(function.result)
+            _Kernel(tensors, keys, begins_early).emit()
+    return may_begin_early(function.result) if begins_early else function.result
 
 
 class _Kernel:
     """What the parts of a kernel share while it is written."""
 
-    def __init__(self, tensors: AttentionTensors, keys: int) -> None:
+    def __init__(self, tensors: AttentionTensors, keys: int, begins_early: bool) -> None:
+        self.begins_early = begins_early
         self.tensors, self.problem, self.keys = tensors, tensors.problem, keys
         sizes, rows = tensors.sizes, tensors.rows
         self.dtype = tensors.query.nominal
@@ -99,8 +101,9 @@ class _Kernel:
         with launch(blocks, _THREADS) as place:
             self.thread = place.thread
             self.shared.open()
-            ptx.wait_for_launches_before()
-            ptx.let_next_launch_begin()
+            if self.begins_early:
+                ptx.wait_for_launches_before()
+                ptx.let_next_launch_begin()
             block = T.bind(T.Cast("int32", place.block))
             if isinstance(tiles, int):
                 self._block(block)
@@ -178,7 +181,9 @@ class _Kernel:
         for step in range(steps):
             tile.load(self.shared, offset + step * tile.size, self.at_keys, begin, step, self.thread)
 
-    def _matrices(self, registers: list[Expr], tile: OperandTile, offset: int, row: Expr, chunk: Expr, by: bool) -> None:
+    def _matrices(
+        self, registers: list[Expr], tile: OperandTile, offset: int, row: Expr, chunk: Expr, by: bool
+    ) -> None:
         """Four matrices of a tile: a lane's row, and the 16 bytes of it that are chunk number `chunk` of all."""
         place = T.bitwise_xor(tirx.floormod(chunk, 8), tirx.floormod(row, 8)) * CHUNK_BYTES
         address = offset + tirx.floordiv(chunk, 8) * tile.size + row * SWIZZLED_BYTES + place

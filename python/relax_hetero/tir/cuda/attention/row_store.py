@@ -73,13 +73,14 @@ class RowStore:
     def _chunks(self, sums: Any, first: Expr, place: Expr, stripe: int) -> None:
         """By way of shared memory: rows leave in pieces of 16 bytes."""
         result, lane, chunks = self.result, self.tile.lane, self.width // 8
-        pairs = local(4, "uint32")
-        for i in range(ceil_div(chunks, 2)):
-            for pair in range(4):
-                ptx.pack_pair(pairs[pair], sums[8 * i + 2 * pair], sums[8 * i + 2 * pair + 1], result.nominal)
-            chunk = T.bitwise_xor((i % 4) * 2 + tirx.floordiv(lane, 16), tirx.floormod(lane, 8))
-            target = place + i // 4 * stripe + tirx.floormod(lane, 16) * SWIZZLED_BYTES + chunk * CHUNK_BYTES
-            ptx.store_matrices(self.shared.at(target), [pairs[pair] for pair in range(4)])
+        pair = local(1, "uint32")
+        own_row, within = T.bind(tirx.floordiv(lane, 4)), T.bind(tirx.floormod(lane, 4) * 4)
+        for i in range(2 * chunks):
+            ptx.pack_pair(pair[0], sums[2 * i], sums[2 * i + 1], result.nominal)
+            chunk, row = i // 2, own_row + i % 2 * 8
+            swizzled = T.bitwise_xor(tirx.floormod(own_row, 8), chunk % 8) * CHUNK_BYTES
+            target = place + chunk // 8 * stripe + row * SWIZZLED_BYTES + swizzled + within
+            ptx.store_shared(self.shared.at(target), [pair[0]])
         ptx.warp_barrier()
         held = local(4, "uint32")
         with T.serial(ceil_div(16 * chunks, WARP)) as turn:

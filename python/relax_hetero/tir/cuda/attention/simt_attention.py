@@ -24,7 +24,7 @@ from ...core.view import Coordinates
 from ..core import ptx
 from ..core.expression import emit
 from ..core.launch import SharedMemory, at_least_one, launch, local, may_begin_early, unrolled
-from .attention_plan import AttentionPlan
+from .attention_plan import EARLY_CAPABILITY, AttentionPlan
 from .attention_tensors import AttentionTensors, tiles_of, to_int32
 from .heads import GpuHeads
 from .score_tile import average, averaged
@@ -103,20 +103,22 @@ def simt_attention_kernel(problem: AttentionProblem, gpu: GpuTarget, plan: SimtP
     shared = sizes["h"] // sizes["g"]
     together = shared if isinstance(sizes["m"], int) and sizes["m"] * shared <= 2 * SHARING else 1
     plan = plan or choose_simt_plan(problem, gpu, together)
+    begins_early = gpu.capability >= EARLY_CAPABILITY
     function = Function("attention", registers="local")
     with function:
         found = AttentionTensors.of(function, problem, AttentionPlan(1, plan.keys, 1, 1, together))
         with function.body():
             for view in (found.query, found.key, found.value, *found.masks, found.result):
                 view.open_for_gpu()
-            _Kernel(found, plan).emit()
-    return may_begin_early(function.result)
+            _Kernel(found, plan, begins_early).emit()
+    return may_begin_early(function.result) if begins_early else function.result
 
 
 class _Kernel:
     """What the parts of a kernel share while it is written."""
 
-    def __init__(self, tensors: AttentionTensors, plan: SimtPlan) -> None:
+    def __init__(self, tensors: AttentionTensors, plan: SimtPlan, begins_early: bool) -> None:
+        self.begins_early = begins_early
         self.tensors, self.plan, self.problem = tensors, plan, tensors.problem
         self.d, self.e = int(tensors.sizes["d"]), int(tensors.sizes["e"])
         self.row_tiles = to_int32(ceil_div(tensors.rows.count, plan.rows))
@@ -135,8 +137,9 @@ class _Kernel:
         with launch(blocks, plan.threads) as place:
             self.thread = place.thread
             self.shared.open()
-            ptx.wait_for_launches_before()
-            ptx.let_next_launch_begin()
+            if self.begins_early:
+                ptx.wait_for_launches_before()
+                ptx.let_next_launch_begin()
             block = T.bind(T.Cast("int32", place.block))
             if isinstance(tiles, int):
                 self._block(block)

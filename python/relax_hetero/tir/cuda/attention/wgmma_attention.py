@@ -117,7 +117,9 @@ class _Kernel:
         self.barriers = shared.take(8 * (1 + 4 * stages), 8)
         tiles = self.row_tiles * self.tensors.groups * to_int32(self.tensors.sizes["b"])
         threads = PRODUCERS + plan.consumers * WARPGROUP
-        blocks = at_least_one(tiles) * plan.split if isinstance(tiles, int) else self.tensors.blocks(height) * plan.split
+        blocks = (
+            at_least_one(tiles) * plan.split if isinstance(tiles, int) else self.tensors.blocks(height) * plan.split
+        )
         with launch(blocks, threads, plan.split, plan.consumers > 1) as place:
             self.thread, self.rank = place.thread, place.rank
             shared.open()

@@ -8,16 +8,18 @@ from typing import Any
 import numpy as np
 import tvm
 
-from tir.attention_runs import Case, problem_of, reference, stored
 from gpu_interpreter import run
 from relax_hetero.target.element_types import numpy_dtype
 from relax_hetero.tir.commands.table_kernel import is_one_launch
+from tir.attention_runs import Case, problem_of, reference, stored
 
 _ORDERS = ("bhmd", "bgnd", "bgne")
 _UNITS = {"float32": 2.0**-23, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
-def check(case: Case, kernel: Callable[[Any], tvm.tirx.PrimFunc], rng: np.random.Generator, arch: str = "sm_90a") -> None:
+def check(
+    case: Case, kernel: Callable[[Any], tvm.tirx.PrimFunc], rng: np.random.Generator, arch: str = "sm_90a"
+) -> None:
     """A kernel, one launch, on random operands, with NaN around them and in what it must write."""
     func = kernel(problem_of(case))
     assert is_one_launch(func)

@@ -24,7 +24,10 @@ CASES = {
     "not aligned": (case(2, 1, 1, 19, 70, 17, 9, causal="bottom_right"), PLANS[1]),
     "groups together": (case(1, 4, 2, 3, 50, 16, 16, maps=BY_HEADS, causal="bottom_right"), None),
     "rows without keys": (case(1, 1, 1, 40, 20, 8, 8, causal="bottom_right", nan_to_zero=True), PLANS[2]),
-    "added": (case(1, 2, 2, 20, 70, 16, 16, mask=RNG.standard_normal((1, 2, 20, 70)).astype("float32"), scores=ADDED), PLANS[1]),
+    "added": (
+        case(1, 2, 2, 20, 70, 16, 16, mask=RNG.standard_normal((1, 2, 20, 70)).astype("float32"), scores=ADDED),
+        PLANS[1],
+    ),
     "hidden": (case(1, 1, 1, 20, 30, 16, 16, mask=RNG.random((1, 1, 1, 30)) > 0.4, scores=CHOSEN), PLANS[3]),
     "halves": (case(1, 1, 1, 20, 30, 16, 16, dtype="bfloat16"), PLANS[1]),
     "symbolic": (case(2, 2, 1, 20, 70, 16, 16, symbolic=True, causal="top_left"), PLANS[1]),

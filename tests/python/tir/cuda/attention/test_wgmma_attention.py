@@ -6,13 +6,11 @@ import numpy as np
 import pytest
 from tvm.target import Target
 
-from cuda_reports import reports_of
-from relax_hetero.errors import EncodingError
 from relax_hetero.target.gpu_target import gpu_target_of
-from relax_hetero.tir.cuda.attention.attention_plan import AttentionPlan, choose_plan
+from relax_hetero.tir.cuda.attention.attention_plan import AttentionPlan
 from relax_hetero.tir.cuda.attention.wgmma_attention import wgmma_attention_kernel
 from seeds import fresh_rng
-from tir.attention_runs import case, problem_of
+from tir.attention_runs import case
 from tir.cuda.attention.attention_on_gpus import check
 
 TARGET = Target({"kind": "cuda", "arch": "sm_90a"})
