@@ -180,7 +180,7 @@ class ConvProblem:
 class AttentionProblem:
     """``result = softmax(scores(query * key^T)) * value``, every head for itself.
 
-    Parameters of its kernel, in order: query, key, value, the operands of `scores`, result, scratch. The scratch is a
+    Parameters of its kernel, in order: query, key, value, the operands of `scores`, result, and perhaps scratch: a
     float32 tensor whose shape the kernel says.
 
     Iteration dimensions: "b" batch, "h" heads, "g" heads of key and value, "m" queries, "n" keys, "d" the width of

@@ -12,6 +12,8 @@ from ...core.builder import ceil_div
 
 WIDTH = SWIZZLED_BYTES // 2
 """Elements of a swizzled row."""
+EARLY_CAPABILITY = 90
+"""From this compute capability on a launch may begin before the one before it has ended."""
 KEYS = 128
 """Of a tile."""
 FEW_KEYS = 64

@@ -12,7 +12,7 @@ from ....encoding.problem import Operand
 from ....target.element_types import bytes_of
 from ...attention.attention_spec import HeadsView
 from ...core.builder import Expr, Function, int64
-from ...core.view import Coordinates
+from ...core.view import Coordinates, raw_type
 from ..core.global_view import is_multiple
 
 
@@ -46,9 +46,13 @@ class GpuHeads(HeadsView):
         self._depth, self._rows = depth, rows
         self.layout = PackedLayout.identity(len(operand.shape))
 
+    def open(self, raw: bool = False) -> None:
+        """Declare the elements, as their bits if `raw`."""
+        self.open_as(raw_type(self.nominal) if raw else self.nominal)
+
     def open_for_gpu(self) -> None:
         """Declare the elements, conditions as bytes."""
-        self.open_as("uint8" if self.nominal == "bool" else self.nominal)
+        self.open(raw=self.nominal == "bool")
 
     def address(self, at: Coordinates) -> Expr:
         """Position of an element in the flat view; coordinates of dimensions it lacks are ignored."""

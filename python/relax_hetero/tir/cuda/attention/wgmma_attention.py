@@ -12,23 +12,23 @@ all of them, in the order of the blocks: equal inputs give equal bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ....encoding.packed_layout import CHUNK_BYTES, SWIZZLED_BYTES
+from ....encoding.packed_layout import SWIZZLED_BYTES
 from ....encoding.problem import AttentionProblem
 from ....errors import EncodingError
 from ....target.element_types import HALVES
 from ....target.gpu_target import WARP, WARPGROUP, GpuTarget
-from ...core.builder import Expr, Function, ceil_div, int64, when
+from ...attention.attention_tile import LOWEST
+from ...core.builder import Expr, Function, ceil_div, when
 from ...core.view import Coordinates
 from ..core import ptx
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, launch, local, may_begin_early, unrolled
 from ..matmul.operand_tiles import PRODUCERS, OperandTile, Source, source_of
 from .attention_plan import WIDTH, AttentionPlan, choose_plan
-from .heads import GpuHeads, Rows
+from .attention_tensors import AttentionTensors, tiles_of, to_int32
+from .row_store import RowStore
 from .score_tile import LOG2_E, ScoreTile, average, averaged
 
 _REGISTERS = {1: (0, 0), 2: (40, 232), 3: (32, 160)}
@@ -70,68 +70,14 @@ def wgmma_attention_kernel(
         raise EncodingError(f"attention on {gpu.arch}: {reason}")
     function = Function("attention", registers="local")
     with function:
-        tensors = AttentionTensors.of(function, problem, gpu, plan)
+        tensors = AttentionTensors.of(function, problem, plan or choose_plan(problem, gpu))
         with function.body():
-            tensors.open()
+            for view in (tensors.query, tensors.key, tensors.value):
+                view.open(raw=True)
+            for view in (*tensors.masks, tensors.result):
+                view.open_for_gpu()
             _Kernel(tensors).emit()
     return may_begin_early(function.result)
-
-
-class AttentionTensors:
-    """The parameters of a kernel and how its work is cut.
-
-    Attributes
-    ----------
-    query, key, value, result : GpuHeads
-    masks : tuple of GpuHeads
-    sizes : dict of str to PrimExpr or int
-        Of iteration dimensions.
-    """
-
-    def __init__(
-        self, problem: AttentionProblem, sizes: dict[str, Expr], plan: AttentionPlan, views: Sequence[GpuHeads]
-    ) -> None:
-        self.problem, self.sizes, self.plan = problem, sizes, plan
-        self.query, self.key, self.value, *masks, self.result = views
-        self.masks = tuple(masks)
-        self.rows = Rows(sizes, plan.together)
-
-    @staticmethod
-    def of(
-        function: Function, problem: AttentionProblem, gpu: GpuTarget, plan: AttentionPlan | None = None
-    ) -> AttentionTensors:
-        """Declares the parameters, all of them."""
-        sizes = {name: size if isinstance(size, int) else function.symbol(size) for name, size in problem.sizes}
-        plan = plan or choose_plan(problem, gpu)
-        rows = Rows(sizes, plan.together)
-        starts = dict(zip(("query", "key", "value"), problem.starts, strict=True))
-        operands = [("query", problem.query), ("key", problem.key), ("value", problem.value)]
-        operands += [(f"x{i + 1}", operand) for i, operand in enumerate(problem.scores.operands)]
-        operands += [("result", problem.result)]
-        views = []
-        for name, operand in operands:
-            depth = "e" if name in ("value", "result") else "d"
-            begin = starts.get(name, (0,) * len(operand.shape))
-            views.append(GpuHeads(function, name, operand, begin, sizes, depth, rows))
-        return AttentionTensors(problem, sizes, plan, views)
-
-    def open(self) -> None:
-        """Declare their elements; within the function's body."""
-        for view in (self.query, self.key, self.value):
-            view.open_as("uint16" if view.nominal in HALVES else view.nominal)
-        for view in (*self.masks, self.result):
-            view.open_for_gpu()
-
-    @property
-    def groups(self) -> int:
-        """Groups of heads, of each batch."""
-        return int(self.sizes["h"]) // self.rows.together
-
-    @property
-    def ahead(self) -> Expr:
-        """Keys that query 0 sees, less one, of a causal attention."""
-        n, m = self.sizes["n"], self.sizes["m"]
-        return to_int32(n - m) if self.problem.causal == "bottom_right" else 0
 
 
 class _Kernel:
@@ -143,10 +89,8 @@ class _Kernel:
         self.dtype = tensors.query.nominal
         n, d, e = sizes["n"], sizes["d"], sizes["e"]
         height = plan.consumers * 64
-        gathers = (
-            source_of(tensors.key, "n")[0] is not Source.LINES or source_of(tensors.value, "n")[0] is not Source.LINES
-        )
-        self.keys = -(-plan.keys // 64) * 64 if gathers else plan.keys
+        is_copied = all(source_of(view, "n")[0] is Source.LINES for view in (tensors.key, tensors.value))
+        self.keys = plan.keys if is_copied else ceil_div(plan.keys, WIDTH) * WIDTH
         self.q = OperandTile.of(tensors.query, "row", height, rows.count, d)
         self.k = OperandTile.of(tensors.key, "n", self.keys, n, d)
         self.v = OperandTile.of(tensors.value, "n", self.keys, n, e, may_transpose=False)
@@ -173,7 +117,9 @@ class _Kernel:
         self.barriers = shared.take(8 * (1 + 4 * stages), 8)
         tiles = self.row_tiles * self.tensors.groups * to_int32(self.tensors.sizes["b"])
         threads = PRODUCERS + plan.consumers * WARPGROUP
-        blocks = at_least_one(tiles) * plan.split if isinstance(tiles, int) else self._symbolic_blocks()
+        blocks = (
+            at_least_one(tiles) * plan.split if isinstance(tiles, int) else self.tensors.blocks(height) * plan.split
+        )
         with launch(blocks, threads, plan.split, plan.consumers > 1) as place:
             self.thread, self.rank = place.thread, place.rank
             shared.open()
@@ -184,15 +130,10 @@ class _Kernel:
                 with when(block < tiles * plan.split):
                     self._block(block)
 
-    def _symbolic_blocks(self) -> Expr:
-        rows, sizes = self.tensors.rows, self.tensors.sizes
-        tiles = ceil_div(int64(rows.count), self.plan.consumers * 64) * (int64(sizes["b"]) * self.tensors.groups)
-        return at_least_one(tiles) * self.plan.split
-
     # -- which part of the work
 
     def _block(self, block: Expr) -> None:
-        plan, sizes, rows = self.plan, self.tensors.sizes, self.tensors.rows
+        plan, rows = self.plan, self.tensors.rows
         height = plan.consumers * 64
         tile = block if plan.split == 1 else T.bind(T.truncdiv(block, plan.split))
         number = T.truncmod(tile, self.row_tiles)
@@ -204,14 +145,8 @@ class _Kernel:
         batch = T.bind(T.Cast("int64", T.truncdiv(outer, self.tensors.groups)))
         self.at: Coordinates = {"b": batch, "group": group}
         self.at_keys: Coordinates = {"b": batch, "g": T.bind(rows.key_head(group))}
-        n = to_int32(sizes["n"])
-        visible: Expr = n
-        if self.is_causal:
-            last = sizes["m"] - 1 if rows.together > 1 else T.min(self.row + height, to_int32(rows.count)) - 1
-            visible = T.max(T.min(to_int32(last) + (1 + self.tensors.ahead), n), 0)
-        tiles = (
-            ceil_div(visible, self.keys) if isinstance(visible, int) else T.truncdiv(visible + self.keys - 1, self.keys)
-        )
+        visible = self.tensors.visible(self.row, height)
+        tiles = tiles_of(visible, self.keys)
         begin: Expr = 0
         if plan.split > 1:
             tiles = tiles if isinstance(tiles, int) else T.bind(tiles)
@@ -344,7 +279,7 @@ class _Kernel:
         if self.plan.split > 1:
             self._share()
         else:
-            self._store(row)
+            self._store()
 
     def _seen(self, row: Expr) -> Expr:
         """How many keys a row sees, of those that the block has."""
@@ -397,57 +332,14 @@ class _Kernel:
 
     # -- results
 
-    def _store(self, row: Expr) -> None:
-        """Averages of the warpgroup's rows."""
-        tile, result = self.tile, self.tensors.result
-        tile.factors()
-        with unrolled(self.width // 2) as i:
-            half = tirx.floormod(tirx.floordiv(i, 2), 2)
-            value = averaged(self.sums[i], tile.shrink[half], self.problem.nan_to_zero)
-            T.buffer_store(self.sums, value, [i])
-        width = int(self.tensors.sizes["e"])
-        if result.is_contiguous("k") and width % 8 == 0 and result.alignment("k", CHUNK_BYTES) == CHUNK_BYTES:
-            self._store_chunks()
-            return
-        with unrolled(self.width // 2) as i:
-            column = tirx.floordiv(i, 4) * 8 + tirx.floormod(tile.lane, 4) * 2 + tirx.floormod(i, 2)
-            own = row + tirx.floormod(tirx.floordiv(i, 2), 2) * 8
-            with when(tirx.all(column < width, own < to_int32(self.tensors.rows.count))):
-                self._store_one(own, column, self.sums[i])
-
-    def _store_one(self, row: Expr, column: Expr, value: Expr) -> None:
-        result = self.tensors.result
-        at = {**self.at, "row": T.Cast("int64", row), "k": T.Cast("int64", column)}
-        T.buffer_store(result.data, T.Cast(result.nominal, value), [result.address(at)])
-
-    def _store_chunks(self) -> None:
-        """By way of the queries' place in shared memory: rows leave in pieces of 16 bytes."""
-        result, lane, warp = self.tensors.result, self.tile.lane, self.warp
-        chunks = int(self.tensors.sizes["e"]) // 8
+    def _store(self) -> None:
+        """Averages of the warpgroup's rows, by way of the queries' place in shared memory."""
         # All warps have read their queries.
         ptx.warpgroup_barrier(1 + self.group)
-        stripe = self.q.rows * SWIZZLED_BYTES
-        begin = T.bind(self.q_at + (self.group * 64 + warp * 16) * SWIZZLED_BYTES)
-        pairs = local(4, "uint32")
-        for i in range(ceil_div(chunks, 2)):
-            for pair in range(4):
-                ptx.pack_pair(pairs[pair], self.sums[8 * i + 2 * pair], self.sums[8 * i + 2 * pair + 1], self.dtype)
-            chunk = T.bitwise_xor((i % 4) * 2 + tirx.floordiv(lane, 16), tirx.floormod(lane, 8))
-            target = begin + i // 4 * stripe + tirx.floormod(lane, 16) * SWIZZLED_BYTES + chunk * CHUNK_BYTES
-            ptx.store_matrices(self.shared.at(target), [pairs[pair] for pair in range(4)])
-        ptx.warp_barrier()
-        held = local(4, "uint32")
-        with T.serial(-(-16 * chunks // WARP)) as turn:
-            item = T.bind(turn * WARP + lane)
-            row, chunk = T.bind(T.truncdiv(item, chunks)), T.bind(T.truncmod(item, chunks))
-            own = T.bind(self.row + self.group * 64 + warp * 16 + row)
-            with when(tirx.all(row < 16, own < to_int32(self.tensors.rows.count))):
-                place = T.bitwise_xor(tirx.floormod(chunk, 8), tirx.floormod(row, 8)) * CHUNK_BYTES
-                source = begin + tirx.floordiv(chunk, 8) * stripe + row * SWIZZLED_BYTES + place
-                ptx.load_shared([held[i] for i in range(4)], self.shared.at(source))
-                at = {**self.at, "row": T.Cast("int64", own), "k": T.Cast("int64", chunk * 8)}
-                there = T.address_of(result.data[result.address(at)])
-                ptx.store_global(there, [held[i] for i in range(4)])
+        within = T.bind(self.group * 64 + self.warp * 16)
+        place = self.q_at + within * SWIZZLED_BYTES
+        store = RowStore(self.tensors, self.tile, self.shared, self.at)
+        store.emit(self.sums, self.width, self.row + within, place, self.q.rows * SWIZZLED_BYTES)
 
     # -- blocks of a cluster
 
@@ -477,6 +369,7 @@ class _Kernel:
         part, total = local(4 * plan.split, "uint32"), local(4, "float32")
         state, value = local(2, "float32"), local(1, "float32")
         scale = LOG2_E * (self.tile.scale or 1.0)
+        store = RowStore(self.tensors, self.tile, self.shared, self.at)
         with T.serial(-(-items // threads)) as turn:
             item = T.bind(turn * threads + self.thread)
             row = T.bind(tirx.floordiv(item, quads) * plan.split + self.rank)
@@ -490,7 +383,7 @@ class _Kernel:
                     ptx.load_remote([facts[2 * rank + i] for i in range(2)], remote[0])
                     ptx.remote_address(remote[0], sums_at, rank)
                     ptx.load_remote([part[4 * rank + i] for i in range(4)], remote[0])
-                greatest: Expr = T.float32(-3.4028234663852886e38)
+                greatest: Expr = T.float32(LOWEST)
                 for rank in range(plan.split):
                     greatest = T.max(greatest, _float(facts[2 * rank]))
                 T.buffer_store(state, greatest, [0])
@@ -514,12 +407,7 @@ class _Kernel:
                 else:
                     for i in range(4):
                         with when(column + i < width):
-                            self._store_one(own, column + i, total[i])
-
-
-def to_int32(value: Expr) -> Expr:
-    """An extent as an int32; ints as they are."""
-    return value if isinstance(value, int) else T.Cast("int32", value)
+                            store.one(own, column + i, total[i])
 
 
 def _bits(value: Expr) -> Expr:

@@ -215,7 +215,8 @@ def store_matrices(address: Expr, registers: Sequence[Expr]) -> None:
 def load_matrices(registers: Sequence[Expr], address: Expr, transposed: bool = False) -> None:
     """8x8 matrices of 16-bit values, one a register, from shared memory to the fragments of a warp (``ldmatrix``).
 
-    Addresses and fragments as of `store_matrices`; `transposed` exchanges rows and columns of each.
+    Lane l gives the address of row ``l % 8`` of matrix ``l // 8``, a multiple of 16. A register of lane l has row
+    ``l // 4``, columns ``2 * (l % 4)`` and one more; `transposed` exchanges rows and columns of each.
     """
     trans = ".trans" if transposed else ""
     _emit(f"ldmatrix.sync.aligned.m8n8.x{len(registers)}{trans}.shared.b16", *registers, address)
