@@ -221,6 +221,14 @@ def test_clusters_and_tiles(sizes, tile, how):
     check(problem_of(sizes), sizes, tile, **how)
 
 
+def test_biases_of_wide_tiles():
+    """A lane holds several pairs of columns, of 32 and of 16 bits; columns beyond the last one are not read."""
+    sizes = {"m": 20, "n": 200, "k": 64}
+    scaled = "cast(multiply(add(x0, x1), cast(x2, 'float32')), 'float16')"
+    problem = problem_of(sizes, epilogue=scaled, operands=[("n", "float32"), ("n", "float16")])
+    check(problem, sizes, (64, 256), staged_bytes=128)
+
+
 def test_symbolic_extents():
     sizes = {"b0": 2, "m": 65, "n": 24, "k": 40}
     check(problem_of(sizes, rhs="kn", symbolic=["b0", "m", "n", "k"]), sizes)
