@@ -153,6 +153,7 @@ def assert_equal(got: np.ndarray, want: np.ndarray, problem: MatmulProblem, k: i
     ("sizes", "how", "tile"),
     [
         ({"m": 70, "n": 72, "k": 100}, {"lhs": "km"}, (64, 64)),
+        ({"m": 64, "n": 128, "k": 64}, {}, (64, 64)),
         ({"m": 66, "n": 41, "k": 64}, {"dtype": "bfloat16", "result": "float32"}, (64, 64)),
         ({"m": 20, "n": 136, "k": 72}, {"rhs": "kn"}, (64, 128)),
         ({"m": 20, "n": 71, "k": 68}, {"rhs": "nk"}, (64, 64)),
