@@ -28,24 +28,30 @@ FILLED_AT_ONCE = 32
 
 @dataclass(frozen=True)
 class Layout:
-    """The positions of the words of a command buffer with a number of slots."""
+    """The positions of the words of a command buffer with a number of slots, and of parameters (symbolic extents)."""
 
     slots: int
+    parameters: int = 0
+
+    @property
+    def recorded(self) -> int:
+        """In the state, the parameters' values that the graph was recorded with."""
+        return _STAGED
 
     @property
     def staged(self) -> int:
-        """In the state, the bindings of a submission that the code leaves to the machine."""
-        return _STAGED
+        """In the state, a submission that the code leaves to the machine: bindings, parameters, the arena's bytes."""
+        return self.recorded + self.parameters
 
     @property
     def ring(self) -> int:
         """In the state, the first of `ROWS` rows of bindings."""
-        return _STAGED + self.slots
+        return self.staged + self.slots + self.parameters + 1
 
     @property
     def state(self) -> int:
         """Words of the state."""
-        return _STAGED + (1 + ROWS) * self.slots
+        return self.ring + ROWS * self.slots
 
     @property
     def table(self) -> int:
@@ -53,6 +59,11 @@ class Layout:
         return ENTRIES + -(-self.slots // FILLED_AT_ONCE) * FILLED_AT_ONCE
 
     @property
+    def values(self) -> int:
+        """In the plan, the first parameter's value."""
+        return BINDINGS + self.slots
+
+    @property
     def directs(self) -> int:
         """In the plan, the address of the first constant; the arena's address follows the last constant's."""
-        return BINDINGS + self.slots
+        return self.values + self.parameters

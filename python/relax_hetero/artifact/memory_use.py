@@ -10,7 +10,7 @@ from typing import TypeAlias, TypeVar
 from .commands import ARENA as IN_ARENA
 from .commands import DIRECT, GRAPH, SLOT, WRITE, Dispatch, KernelSpec, RegionSpec
 from .dims import parse_dim
-from .memory_spec import RESULT, FunctionMemory, RegionStep
+from .memory_spec import ARENA, RESULT, FunctionMemory, RegionStep
 from .metadata import CPU, Metadata
 from .schedule import Schedule, Step
 from .signature import Dim
@@ -117,10 +117,15 @@ class Walk:
     ) -> None:
         """Count what lies in a command buffer's arena, and find when in it its slots are first and last used."""
         region, when = self._regions[step.region], _at(now, step.step)
+        is_owned = region.runs == GRAPH and isinstance(region.arena, int)  # by the machine, which counts it
+        if region.runs == GRAPH and not is_owned:
+            name = f"the arena of {region.name}"
+            nbytes = evaluate(region.arena, sizes)
+            self.allocations.append(Allocation(region.device, nbytes, when, (*when, inf), ARENA, name))
         for tensor in _in_commands(region, self._kernels):
             begin, end = (*when, tensor.first), (*when, tensor.last, inf)
             if tensor.slot is None:
-                if region.runs != GRAPH:  # whose arena the machine owns
+                if not is_owned:
                     self.tensors.append(Use(region.device, evaluate(tensor.nbytes, sizes), begin, end))
             elif (number := step.slots[tensor.slot]) >= 0:
                 from_step, to_step = moments[number]

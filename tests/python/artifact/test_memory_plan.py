@@ -81,6 +81,20 @@ def test_what_lies_in_an_arena_is_counted_by_its_commands():
     assert graph.at("main", n=10000).devices[0].weights == 64
 
 
+def test_the_arena_of_a_graph_of_symbolic_extents_counts_with_its_calls():
+    kernel = KernelSpec("k", 0, (TensorParam("a", "uint8", (), 1, "read"), TensorParam("b", "uint8", (), 1, "write")))
+    inside = Reference(ARENA, 0, 0, "n*100")
+    commands = (
+        Dispatch("k", (Reference(SLOT, 0, 0, "n*10"), inside)),
+        Dispatch("k", (inside, Reference(SLOT, 1, 0, 4))),
+    )
+    region = RegionSpec("main_commands", "main", 0, (), ("n",), (), "n*100", commands, runs="CUDA graph")
+    steps = (RegionStep(0, "main_commands", (-1, -1)),)
+    plan = MemoryPlan(metadata(FunctionMemory("main", (), (), steps), regions=(region,), kernels={"k": kernel}))
+    memory = plan.at("main", n=10).devices[0]
+    assert (memory.weights, memory.transient, memory.arenas, memory.least) == (0, 1000, 1000, 1000)
+
+
 def test_called_functions_and_one_that_calls_itself():
     inner = FunctionMemory(
         "inner",

@@ -199,10 +199,17 @@ def test_two_machines_share_a_device():
 
 
 def test_symbolic_extents():
-    vm = rh.vm.VirtualMachine(rh.compile(steps(6, symbolic=True)))
-    for extent in (1, 7, 1000, 3, 4096):
+    """A graph for each; those of a smaller arena are recorded again."""
+    exe = rh.compile(steps(6, symbolic=True))
+    assert [region.runs for region in exe.metadata.regions] == ["CUDA graph"]
+    vm = rh.vm.VirtualMachine(exe)
+    held = []
+    for extent in (1, 7, 1000, 3, 4096, 7, 7, 1000, 7, 4096, 4096):
         x = numbers(extent)
-        np.testing.assert_array_equal(vm["main"](x).numpy(), added(x, 6))
+        held.append((x, vm["main"](tvm.runtime.tensor(x, tvm.cuda(0)))))
+    for x, y in held:
+        np.testing.assert_array_equal(y.numpy(), added(x, 6))
+    assert is_recorded(graph_of(vm)) and len(graph_of(vm)._recorded) == 3
 
 
 def test_without_cuda_bindings(monkeypatch, caplog):

@@ -13,6 +13,7 @@ from typing import Any
 import tvm
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
+from tvm_ffi import structural_map
 
 from ...artifact import graph_layout as state
 from ...artifact.graph_layout import FILLED_AT_ONCE, ROWS, TOLD_EVERY, Layout
@@ -34,40 +35,58 @@ _TEXT = (
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel and its arguments: numbers, or words of the plan with a byte offset, which are addresses.
+    """A kernel and its arguments: numbers over the parameters, or words of the plan with a byte offset: addresses.
 
     `fetching` is a kernel that brings a row of the ring into the table before it does the same.
     """
 
     kernel: tvm.ir.GlobalVar
-    arguments: Sequence[Expr | tuple[int, int, tvm.ir.Type]]
+    arguments: Sequence[Expr | tuple[int, Expr, tvm.ir.Type]]
     fetching: tvm.ir.GlobalVar | None = None
 
 
 def submit_function(
-    name: str, inputs: Sequence[Tensor], results: Sequence[Tensor], target: tvm.target.Target
+    name: str,
+    inputs: Sequence[Tensor],
+    results: Sequence[Tensor],
+    target: tvm.target.Target,
+    arena: Expr | int = 0,
+    numbers: Sequence[tirx.Var] = (),
+    parameters: Sequence[tirx.Var] = (),
 ) -> tirx.PrimFunc:
-    """A PrimFunc of inputs, the state and results that submits the graph.
+    """A PrimFunc of inputs, the state, numbers and results that submits the graph.
 
-    What it is given is checked as arguments of any kernel are. Where there is no graph, or no free row, it leaves the
-    submission to the machine (``relax_hetero.submit_graph``).
+    What it is given is checked as arguments of any kernel are. Where there is no graph of these parameters (symbolic
+    extents, of which `numbers` are those that no tensor's shape says), or no free row, it leaves the submission to the
+    machine (``relax_hetero.submit_graph``), which is told the bytes of the `arena`.
     """
-    layout = Layout(len(inputs) + len(results))
+    layout = Layout(len(inputs) + len(results), len(parameters))
     with Function(name) as function:
         given = [function.argument(tensor.name, tensor.shape, tensor.dtype) for tensor in inputs]
         words = function.argument("state", [_word(layout.state)], _WORD)
+        for number in numbers:
+            T.arg(number.name, number)
         given += [function.argument(tensor.name, tensor.shape, tensor.dtype) for tensor in results]
         with function.body(), T.attr(tirx.const(0, "int32"), "pragma_import_llvm", _TEXT):
             addresses = [_address(tensor) for tensor in given]
-            _submit(words, addresses, layout, target.get_target_device_type())
+            _submit(words, addresses, parameters, arena, layout, target.get_target_device_type())
     # The code that is called by address reads the state, so nothing may be known of who else does.
     return _on(function, target).with_attr({"tirx.noalias": False})
 
 
-def _submit(words: Any, addresses: Sequence[Expr], layout: Layout, device_type: int) -> None:
+def _submit(
+    words: Any,
+    addresses: Sequence[Expr],
+    parameters: Sequence[tirx.Var],
+    arena: Expr | int,
+    layout: Layout,
+    device_type: int,
+) -> None:
+    values = [tirx.Cast(_WORD, parameter) for parameter in parameters]
     ticket = T.bind(words[_word(state.SUBMITTED)])
     graph = T.bind(words[_word(state.GRAPH)])
-    with T.If(tirx.all(graph != 0, ticket - words[_word(state.CONSUMED)] < ROWS)):
+    is_recorded = [words[_word(layout.recorded + i)] == value for i, value in enumerate(values)]
+    with T.If(tirx.all(graph != 0, ticket - words[_word(state.CONSUMED)] < ROWS, *is_recorded)):
         with T.Then():
             row = T.bind(layout.ring + tirx.truncmod(ticket, _word(ROWS)) * layout.slots)
             for number, address in enumerate(addresses):
@@ -80,8 +99,8 @@ def _submit(words: Any, addresses: Sequence[Expr], layout: Layout, device_type: 
                 T.buffer_store(words, ticket, [_word(state.SUBMITTED)])
                 T.evaluate(tirx.call_packed("relax_hetero.graph_failed", _address(words), code))
         with T.Else():
-            for number, address in enumerate(addresses):
-                T.buffer_store(words, address, [_word(layout.staged + number)])
+            for number, value in enumerate([*addresses, *values, _word(arena) if isinstance(arena, int) else arena]):
+                T.buffer_store(words, value, [_word(layout.staged + number)])
             T.evaluate(tirx.call_packed("relax_hetero.submit_graph", _address(words)))
 
 
@@ -92,18 +111,29 @@ def record_function(
     fetch: tvm.ir.GlobalVar | None,
     fill: tvm.ir.GlobalVar,
     target: tvm.target.Target,
+    parameters: Sequence[tirx.Var] = (),
 ) -> tirx.PrimFunc:
     """A PrimFunc of the plan's address that launches all kernels on the current stream.
 
-    First `fetch`, or the launch that does this too, brings a row of the ring into the table, to be recorded; or, where
-    the plan names no ring, `fill` writes the plan's bindings there, and the launches are the submission itself.
+    The plan has the values of the `parameters` that arguments of launches depend on. First `fetch`, or the launch that
+    does this too, brings a row of the ring into the table, to be recorded; or, where the plan names no ring, `fill`
+    writes the plan's bindings there, and the launches are the submission itself.
     """
     with Function(name) as function:
         plan = T.arg("plan", T.handle(_WORD))
         with function.body():
             words = T.decl_buffer((_word(1),), _WORD, data=plan)
+            first = Layout(slots, len(parameters)).values
+            values = {
+                parameter: T.bind(tirx.Cast(parameter.ty.dtype, words[_word(first + i)]))
+                for i, parameter in enumerate(parameters)
+            }
 
-            def address(number: int, offset: int = 0, ty: tvm.ir.Type = _POINTER) -> Expr:
+            def over_values(expr: Expr) -> Expr:
+                return structural_map(expr, (tvm.ir.Var, lambda var: values.get(var, var))) if values else expr
+
+            def address(number: int, offset: Expr = 0, ty: tvm.ir.Type = _POINTER) -> Expr:
+                offset = offset if isinstance(offset, int) else over_values(offset)
                 return tirx.reinterpret(ty, words[_word(number)] + offset)
 
             def launch(kernel: tvm.ir.GlobalVar, *arguments: Expr) -> None:
@@ -123,7 +153,7 @@ def record_function(
                         bound = [words[_word(state.BINDINGS + i)] if i < slots else _word(0) for i in entries]
                         launch(fill, address(state.TABLE, 8 * (state.ENTRIES + first)), *bound)
             for step in launches:
-                arguments = [address(*a) if isinstance(a, tuple) else a for a in step.arguments]
+                arguments = [address(*a) if isinstance(a, tuple) else over_values(a) for a in step.arguments]
                 if step.fetching is None:
                     launch(step.kernel, *arguments)
                 else:

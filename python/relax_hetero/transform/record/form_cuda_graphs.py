@@ -16,9 +16,9 @@ of its own (`vm.region.cuda_graph`), and which constants the graph reads stands 
 A kernel that asks for constants before it needs what others compute (`tir.cuda.core.launch.may_begin_early`) is
 launched so that it begins while the kernel before it ends.
 
-Extents that are symbolic decide how many blocks a launch has, which a graph keeps: such command buffers stay host
-functions that launch kernel by kernel. TVM's RewriteCUDAGraph captures what a function does with memory of its own,
-with inputs and outputs outside of the graph, and weights as they were at the first call.
+Extents that are symbolic decide how many blocks a launch has, which a graph keeps: such a command buffer has a graph
+for each set of extents that it meets (`vm.region.cuda_graph`). TVM's RewriteCUDAGraph captures what a function does
+with memory of its own, with inputs and outputs outside of the graph, and weights as they were at the first call.
 
 Assumes FormCommandBuffers. A lowered module is returned as it is; a second run changes nothing. The result needs a
 machine that records graphs, so `rh.compile` runs this pass and `rh.get_pipeline` leaves it out.
@@ -27,6 +27,7 @@ machine that records graphs, so `rh.compile` runs this pass and `rh.get_pipeline
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +36,7 @@ import tvm
 from tvm import relax, tirx
 from tvm_ffi import structural_walk
 
-from ...artifact.commands import ARENA, DIRECT, GRAPH, SLOT, Dispatch, Reference, RegionSpec, kernel_from_json
+from ...artifact.commands import ARENA, DIRECT, GRAPH, SLOT, WRITE, Dispatch, Reference, RegionSpec, kernel_from_json
 from ...artifact.graph_layout import ENTRIES, ROWS, TABLE, Layout
 from ...target.vdevice import vdevices_of
 from ...tir.commands.command_list import Tensor
@@ -80,7 +81,7 @@ FormCudaGraphs = declare_pass("FormCudaGraphs", form_cuda_graphs)
 
 
 def _can_be_graph(func: tirx.PrimFunc, region: RegionSpec) -> bool:
-    return func.attrs["target"].kind.name == "cuda" and not region.parameters and region.runs != GRAPH
+    return func.attrs["target"].kind.name == "cuda" and region.runs != GRAPH
 
 
 class _Writer:
@@ -106,11 +107,19 @@ class _Writer:
         """Replace a host function by those of a graph; the one that submits it is returned."""
         old = self.functions.pop(gv)
         target, count = old.attrs["target"], len(region.slots)
-        tensors = [Tensor(str(p.name), list(p.ty.shape), str(p.ty.dtype)) for p in old.params]
-        inputs = sum(slot.access == "read" for slot in region.slots)
+        numbers = [param for param in old.params if not isinstance(param.ty, tirx.BufferType)]
+        tensors = [
+            Tensor(str(p.name), list(p.ty.shape), str(p.ty.dtype))
+            for p in old.params
+            if isinstance(p.ty, tirx.BufferType)
+        ]
+        arena = 0 if region.arena == 0 else tensors[-1].shape[0]
+        inputs = sum(slot.access != WRITE for slot in region.slots)
         results = tensors[inputs + len(region.directs) :][: count - inputs]
+        parameters = _symbols(tensors, numbers)
         commands = [command for command in region.commands if isinstance(command, Dispatch)]
-        launches = [self._launch(command, region) for command in commands]
+        calls = _calls_of_kernels(old)
+        launches = [self._launch(command, call, region) for command, call in zip(commands, calls, strict=True)]
         first = next(i for i, command in enumerate(commands) if _entries(command))
         launches[first] = self._fetching(launches[first], commands[first], count)
         # What follows a kernel that writes the table reads addresses there as soon as it begins.
@@ -123,9 +132,10 @@ class _Writer:
             fetch = self._once(("fetch", count, str(target)), lambda name: fetch_kernel(name, count, target))
         fill = self._once(("fill", str(target)), lambda name: fill_kernel(name, target))
         record = fresh_global_var(f"{gv.name_hint}_record", tvm.ir.Type.missing(), self._taken)
-        self._add(record, record_function(record.name_hint, count, launches, fetch, fill, target))
-        submit = submit_function(gv.name_hint, tensors[:inputs], results, target).without_attr("global_symbol")
-        return self._add(tvm.ir.GlobalVar(gv.name_hint), with_region(submit, replace(region, runs=GRAPH)))
+        self._add(record, record_function(record.name_hint, count, launches, fetch, fill, target, parameters))
+        submit = submit_function(gv.name_hint, tensors[:inputs], results, target, arena, numbers, parameters)
+        submit = with_region(submit.without_attr("global_symbol"), replace(region, runs=GRAPH))
+        return self._add(tvm.ir.GlobalVar(gv.name_hint), submit)
 
     def without_unused_kernels(self) -> dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc]:
         """The functions, less kernels of which only variants are called."""
@@ -135,18 +145,17 @@ class _Writer:
         kernels = {gv.name_hint for gv in self._kernels.values()}
         return {gv: f for gv, f in self.functions.items() if gv.name_hint not in kernels - called}
 
-    def _launch(self, command: Dispatch, region: RegionSpec) -> Launch:
+    def _launch(self, command: Dispatch, call: tvm.ir.Call, region: RegionSpec) -> Launch:
         kernel = self._kernels[command.kernel]
         raw = self.functions[kernel]
         entries = _entries(command)
         arguments: list[Any] = [
             tirx.const(ENTRIES + operand.index, "int32")
             if i in entries
-            else (*_word(operand, region), raw.params[i].ty)
+            else (_word(operand, region), _offset(call.args[i]), raw.params[i].ty)
             for i, operand in enumerate(command.operands)
         ]
-        numbers = raw.params[len(arguments) :]
-        arguments += [tirx.const(value, p.ty.dtype) for p, value in zip(numbers, command.scalars, strict=True)]
+        arguments += call.args[len(arguments) :]
         if not entries:
             return Launch(kernel, arguments)
         variant = self._once((kernel.name_hint, entries), lambda _: table_kernel(raw, entries))
@@ -191,10 +200,40 @@ def _entries(command: Dispatch) -> tuple[int, ...]:
     return tuple(i for i, operand in enumerate(command.operands) if operand.space == SLOT)
 
 
-def _word(operand: Reference, region: RegionSpec) -> tuple[int, int]:
-    """The word of the plan that a direct reference or one to the arena starts from, and its offset."""
-    first = Layout(len(region.slots)).directs
-    return first + (len(region.directs) if operand.space == ARENA else operand.index), int(operand.offset)
+def _word(operand: Reference, region: RegionSpec) -> int:
+    """The word of the plan that a direct reference or one to the arena starts from."""
+    first = Layout(len(region.slots), len(region.parameters)).directs
+    return first + (len(region.directs) if operand.space == ARENA else operand.index)
+
+
+def _offset(argument: tirx.Expr) -> tirx.Expr:
+    """The first byte of an argument of a kernel: those in the arena are addresses of its bytes."""
+    if argument.op.same_as(_ADDRESS_OF):
+        return argument.args[0].indices[0]
+    return tirx.const(0, "int64")
+
+
+_ADDRESS_OF = tvm.ir.Op.get("tirx.address_of")
+
+
+def _calls_of_kernels(host: tirx.PrimFunc) -> list[tvm.ir.Call]:
+    """In order."""
+    found: list[tvm.ir.Call] = []
+
+    def on_call(call: tvm.ir.Call) -> None:
+        if isinstance(call.op, tvm.ir.GlobalVar):
+            found.append(call)
+
+    structural_walk(host.body, (tvm.ir.Call, on_call))
+    return found
+
+
+def _symbols(tensors: Sequence[Tensor], numbers: Sequence[tirx.Var]) -> list[tirx.Var]:
+    """The symbolic extents of a command buffer."""
+    found: dict[tirx.Var, None] = {}
+    for expr in (*numbers, *(extent for tensor in tensors for extent in tensor.shape)):
+        structural_walk(expr, (tvm.ir.Var, lambda var: found.setdefault(var)))
+    return list(found)
 
 
 class _Calls:
@@ -227,13 +266,13 @@ class _Calls:
         args = list(renamed(binding, self._names).value.args[1].fields)
         inputs = len(args) - len(region.directs)
         vdevice = self._vdevices[region.device]
-        words = np.zeros(Layout(len(region.slots)).state, "int64")
+        words = np.zeros(Layout(len(region.slots), len(region.parameters)).state, "int64")
         state = tvm.ir.GenericConst(tvm.runtime.tensor(words), relax.TensorType(words.shape, "int64", vdevice))
         self.constants[name] = args[inputs:]
         ty, var = call.ty_args[0], binding.var
         if region.arena != 0:
             ty = tvm.ir.TupleType(list(ty.fields)[:-1])
             self._names[var] = type(var)(var.name, ty)
-        operands = [self._submits[name], relax.Tuple([*args[:inputs], state])]
+        operands = [self._submits[name], relax.Tuple([*args[:inputs], state]), *call.args[2:]]
         new = relax.Call(call.op, operands, call.attrs, [ty], call.span, ret_ty=ty)
         return relax.VarBinding(self._names.get(var, var), new, binding.span)

@@ -24,19 +24,20 @@ def to_python(value: Any, constants: MemoryRanges, lent: Sequence[AddressRange])
 
     Tensors in the memory of constants, of the caller or of an earlier tensor of the result are copied.
     """
-    return _to_python(value, constants, lent, set())
+    return _to_python(value, constants, MemoryRanges(lent), set())
 
 
-def _to_python(value: Any, constants: MemoryRanges, lent: Sequence[AddressRange], given: set[int]) -> Any:
+def _to_python(value: Any, constants: MemoryRanges, lent: MemoryRanges, given: set[int]) -> Any:
     if isinstance(value, _Tensor):
         address = value.data_ptr()
-        lent_to_us = any(begin <= address < end for begin, end in lent)
-        if lent_to_us or address in given or constants.hold(address):
+        if address in given or lent.hold(address) or constants.hold(address):
             return copy_to(value, value.device)
         given.add(address)
         return value
-    if isinstance(value, (tuple, tvm_ffi.Array)):  # steps of a schedule give their results one by one
-        return tuple(_to_python(part, constants, lent, given) for part in value)
+    if isinstance(value, tvm_ffi.Array):
+        value = value[:]  # a list: iterating over the array asks for its length again at every element
+    if isinstance(value, (tuple, list)):  # steps of a schedule give their results one by one
+        return tuple([_to_python(part, constants, lent, given) for part in value])
     return value
 
 

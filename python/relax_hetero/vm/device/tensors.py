@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
@@ -258,9 +259,8 @@ class MemoryRanges:
     def __init__(self, ranges: Iterable[AddressRange] = ()) -> None:
         ordered = sorted(ranges)
         self._starts = [start for start, _ in ordered]
-        self._ends: list[int] = []
-        for _, end in ordered:  # of overlapping ranges, the farthest end so far
-            self._ends.append(max(end, self._ends[-1] if self._ends else 0))
+        # Of overlapping ranges, the farthest end so far.
+        self._ends = list(itertools.accumulate([end for _, end in ordered], max))
 
     def hold(self, address: int) -> bool:
         """Whether an address is inside one of the ranges."""

@@ -35,8 +35,8 @@ class Result(enum.IntEnum):
 class Device:
     """Plays driver and device: a graph adds `constant` to the first tensor bound, and writes the second."""
 
-    def __init__(self):
-        self.pinned, self.waiting = {}, []
+    def __init__(self, layout=LAYOUT):
+        self.layout, self.pinned, self.waiting, self.graphs = layout, {}, [], []
         self.launches = self.recordings = self.filled = self.done = self.destroyed = 0
         self.code = self.end_code = self.query_code = 0
         self.is_lazy = False
@@ -55,7 +55,7 @@ class Device:
             cuStreamCreate=lambda _: (0, CAPTURE),
             cuStreamBeginCapture=ok,
             cuStreamEndCapture=lambda _: (self.end_code, 5),
-            cuGraphInstantiate=lambda graph, _: (0, GRAPH),
+            cuGraphInstantiate=lambda graph, _: (0, self._instantiated()),
             cuGraphDestroy=ok,
             cuGraphUpload=ok,
             cuStreamSynchronize=ok,
@@ -67,8 +67,10 @@ class Device:
 
     def record(self, plan):
         """What the compiled function that launches all kernels would do."""
-        words = words_at(plan.value, LAYOUT.directs + 2)
-        self.constant = floats_at(words[LAYOUT.directs])
+        words = words_at(plan.value, self.layout.directs + 2)
+        self.constant = floats_at(words[self.layout.directs])
+        self.values = tuple(words[self.layout.values : self.layout.directs])
+        self.arena = int(words[self.layout.directs + 1])
         if words[graph_layout.RING]:
             self.recordings += 1
             assert cuda_graph.tvm_ffi.get_raw_stream(tvm.cpu(0)) == CAPTURE
@@ -85,7 +87,8 @@ class Device:
         self.done += 1
 
     def _launched(self, graph, stream):
-        assert graph == GRAPH and not stream
+        assert graph - GRAPH in self.graphs and not stream
+        self.launched = graph - GRAPH
         if self.code:
             return self.code
         self.launches += 1
@@ -112,8 +115,13 @@ class Device:
         return 0, address
 
     def _destroyed(self, graph):
-        self.destroyed += graph == GRAPH
+        self.destroyed += 1
+        self.graphs.remove(graph - GRAPH)
         return (0,)
+
+    def _instantiated(self):
+        self.graphs.append(self.recordings)
+        return GRAPH + self.recordings
 
 
 def words_at(address, count):
@@ -135,9 +143,9 @@ def tensor(values=0.0):
     return tvm.runtime.tensor(np.full(EXTENT, values, "float32"))
 
 
-def made(submit, device, driver=None):
+def made(submit, device, driver=None, parameters=()):
     slots = tuple(SlotSpec(name, 0, 4 * EXTENT, 64, access) for name, access in (("x", "read"), ("y", "write")))
-    region = RegionSpec("main_commands", "main", 0, slots, (), (0,), 0, ())
+    region = RegionSpec("main_commands", "main", 0, slots, parameters, (0,), "n*8" if parameters else 0, ())
     constant = tensor(10.0)
     driver = CudaDriver(device.api) if driver is None else driver
     graph = CudaGraph(region, tvm.cpu(0), [constant.data_ptr()], submit, device.record, driver)
@@ -245,6 +253,50 @@ def test_memory_is_given_back(submit):
     del graph
     gc.collect()
     assert not device.pinned and device.destroyed == 1 and address not in cuda_graph._graphs
+
+
+@pytest.fixture(scope="module")
+def submit_any():
+    n = tirx.Var("n", "int64")
+    tensors = [Tensor(name, [n], "float32") for name in ("x", "y")]
+    function = submit_function("main_commands", tensors[:1], tensors[1:], rh.native("llvm"), n * 8, [], [n])
+    return tvm.tirx.build(tvm.IRModule({"main_commands": function}), rh.native("llvm"))["main_commands"]
+
+
+def call_any(graph, extent):
+    x, y = (tvm.runtime.tensor(np.zeros(extent, "float32")) for _ in range(2))
+    graph.submit_function(x, graph.state, y)
+    return x, y
+
+
+def test_each_set_of_extents_has_a_graph(submit_any):
+    device = Device(Layout(2, 1))
+    graph = made(submit_any, device, parameters=("n",))
+    for extent in (64, 16, 64, 16, 16, 8):
+        call_any(graph, extent)
+    assert (device.filled, device.recordings, device.launches) == (3, 3, 3)
+    assert device.values == (8,) and device.launched == 2, "the first, the second and the second again"
+    call_any(graph, 64)
+    assert device.launched == 1 and len(device.graphs) == 3
+    arena = device.arena
+    call_any(graph, 100)  # needs a larger arena, which no earlier graph knows
+    assert device.arena != arena and device.graphs == [4] and device.destroyed == 3
+    call_any(graph, 64)
+    assert device.recordings == 5 and device.values == (64,)
+
+
+def test_graphs_that_were_used_long_ago_are_given_back(submit_any, monkeypatch):
+    monkeypatch.setattr(cuda_graph, "MOST_GRAPHS", 3)
+    device = Device(Layout(2, 1))
+    graph = made(submit_any, device, parameters=("n",))
+    for extent in (64, 1, 2, 64, 3):
+        call_any(graph, extent)
+    assert device.graphs == [1, 3, 4] and device.destroyed == 1
+    call_any(graph, 64)
+    assert device.launched == 1
+    del graph
+    gc.collect()
+    assert device.destroyed == 4 and not device.pinned
 
 
 def test_driver_says_what_failed():
