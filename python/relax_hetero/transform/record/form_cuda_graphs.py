@@ -164,16 +164,17 @@ class _Writer:
     def _early(self, launch: Launch, command: Dispatch, is_behind_table: bool) -> Launch:
         """A launch that begins while the one before it ends, where its kernel waits for that before it needs it.
 
-        Kernels read addresses in the table as soon as they begin, but for the one behind the kernel that writes it.
+        Kernels read addresses in the table as soon as they begin, but for the one behind the kernel that writes it,
+        which lets the next one begin when it has waited for that.
         """
         kernel, entries = self._kernels[command.kernel], _entries(command)
         raw = self.functions[kernel]
         reads = raw.attrs.get(READS_EARLY)
         if reads is None or any(command.operands[int(i)].space != DIRECT for i in reads):
             return launch
-        if is_behind_table and entries:
-            if not waits_before_use(raw, entries):
-                return launch
+        if is_behind_table:
+            if not entries or not waits_before_use(raw, entries):
+                return launch  # the launch behind this one may begin at once, and reads the table
             key = (kernel.name_hint, entries, "behind wait")
             launch = replace(launch, kernel=self._once(key, lambda _: table_kernel(raw, entries, behind_wait=True)))
         func = self.functions[launch.kernel]

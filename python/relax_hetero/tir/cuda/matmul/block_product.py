@@ -153,11 +153,13 @@ class _Body:
         """All columns of the block, while the weights of the next chunks are on their way."""
         work, plan = self.work, self.work.plan
         rounds = -(-work.own // plan.ahead)
+        if self.gpu.overlaps_launches:
+            # At once: these kernels are so short that the weights of the next launch are else not there in time.
+            ptx.let_next_launch_begin()
         for slot in range(plan.ahead):
             self._load(slot, self.first_block, slot)
         if self.gpu.overlaps_launches:
             ptx.wait_for_launches_before()
-            ptx.let_next_launch_begin()
         if work.held_rows:
             self.left.hold()
             ptx.block_barrier()

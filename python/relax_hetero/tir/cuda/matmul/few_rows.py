@@ -61,8 +61,6 @@ FEWEST_ROWS = 16
 BLOCKS_PER_MULTIPROCESSOR = 2
 """At most where k is split, of blocks with no more than `FEWEST_ROWS`; one for others."""
 
-AHEAD_BYTES = 16 << 20
-
 
 @dataclass(frozen=True)
 class FewPlan:
@@ -76,14 +74,11 @@ class FewPlan:
         Of weights, 8 KB each, that a block asks for before it needs the first: at most.
     row_stages : int
         Of the left operand; no more than `stages`.
-    ahead : int
-        Bytes of all blocks that are brought to the second-level cache meanwhile: at most.
     """
 
     split: int
     stages: int
     row_stages: int
-    ahead: int = AHEAD_BYTES
 
 
 def few_plan(problem: MatmulProblem, gpu: GpuTarget) -> FewPlan:
@@ -200,8 +195,7 @@ class _Kernel:
         tiles: Expr = row_tiles * column_tiles
         for count in self.counts.values():
             tiles = tiles * count
-        self.blocks = tiles * split
-        with launch(at_least_one(int64(self.blocks)), _THREADS, split) as place:
+        with launch(at_least_one(int64(tiles * split)), _THREADS, split) as place:
             self.shared.open()
             self.rank, self.thread = place.rank, place.thread
             tile = T.bind(tirx.floordiv(T.Cast("int64", place.block), split))
@@ -259,10 +253,6 @@ class _Kernel:
         asked = min(self.stages, self.base)  # every block has so many steps
         for step in range(asked):
             self._ask(tirx.const(step, "int32"), tirx.const(step, "int32"))
-        blocks = self.blocks if isinstance(self.blocks, int) else 0
-        ahead = min(self.base - asked, self.plan.ahead // max(1, blocks * WEIGHT_BYTES) if blocks else 0)
-        if ahead > 0:
-            self.right.prefetch(self.at, self.column, self.first + asked, ahead)
 
     def _ask(self, step: Expr, stage: Expr) -> None:
         """Ask for the weights of a step; one thread does it."""
