@@ -162,11 +162,6 @@ def bulk_load(target: Expr, source: Expr, size: Expr, barrier: Expr, blocks: int
         _emit(f"{name}.multicast::cluster", target, source, _u32(size), barrier, T.uint16((1 << blocks) - 1))
 
 
-def prefetch_bulk(source: Expr, size: Expr) -> None:
-    """Bring `size` bytes, a multiple of 16, of global memory to the second-level cache; one thread does it."""
-    _emit("cp.async.bulk.prefetch.L2.global", source, _u32(size))
-
-
 def async_proxy_fence() -> None:
     """What this thread wrote to shared memory by plain stores or `copy_async` is seen by wgmma and by bulk stores."""
     _emit("fence.proxy.async.shared::cta")
@@ -407,8 +402,17 @@ def wait_for_launches_before() -> None:
 
 def is_wait_for_launches(statement: tirx.Stmt) -> bool:
     """Whether a statement is that of `wait_for_launches_before`."""
+    return _is_evaluated(statement, "griddepcontrol.wait")
+
+
+def is_let_next_begin(statement: tirx.Stmt) -> bool:
+    """Whether a statement is that of `let_next_launch_begin`."""
+    return _is_evaluated(statement, "griddepcontrol.launch_dependents")
+
+
+def _is_evaluated(statement: tirx.Stmt, instruction: str) -> bool:
     is_known = isinstance(statement, tirx.Evaluate)
-    return is_known and tvm_ffi.structural_equal(statement.value, _PTX["griddepcontrol.wait"]())
+    return is_known and tvm_ffi.structural_equal(statement.value, _PTX[instruction]())
 
 
 def waiting_statements() -> list[tirx.Stmt]:
@@ -417,7 +421,7 @@ def waiting_statements() -> list[tirx.Stmt]:
 
 
 def let_next_launch_begin() -> None:
-    """The launch after this one may begin, up to its `wait_for_launches_before`."""
+    """The launch after this one may begin, up to its `wait_for_launches_before`, once all blocks of this one say so."""
     _emit("griddepcontrol.launch_dependents")
 
 
