@@ -105,14 +105,14 @@ def _submit(
 
 def _graph_for(words: Any, parameters: Sequence[Expr], layout: Layout) -> Expr:
     """The graph that was recorded for the parameters, 0 where there is none."""
-    found = T.alloc_buffer((1,), _WORD, scope="global")
-    T.buffer_store(found, _word(0), [_word(0)])
-    with T.serial(_word(WAYS)) as way:
+    # In no buffer: memory that a function with a GPU's target allocates is the GPU's.
+    graph: Expr = _word(0)
+    for way in range(WAYS):
         entry = layout.ways + way * layout.way
-        alike = [tirx.EQ(words[entry + (1 + number)], value) for number, value in enumerate(parameters)]
-        with T.If(alike[0] if len(alike) == 1 else tirx.all(*alike)), T.Then():
-            T.buffer_store(found, words[entry], [_word(0)])
-    return T.bind(found[_word(0)])
+        alike = [tirx.EQ(words[_word(entry + 1 + number)], value) for number, value in enumerate(parameters)]
+        is_found = alike[0] if len(alike) == 1 else tirx.all(*alike)
+        graph = T.bind(tirx.Select(is_found, words[_word(entry)], graph))
+    return graph
 
 
 def record_function(
