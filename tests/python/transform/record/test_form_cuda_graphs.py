@@ -76,6 +76,11 @@ def sources(module):
     return "".join([*found, *(sources(part) for part in module.imports)])
 
 
+def host_code(module):
+    found = [module.inspect_source("ll")] if module.kind == "llvm" else []
+    return "".join([*found, *(host_code(part) for part in module.imports)])
+
+
 # What each machine replaces by memory of its own.
 STATE = tvm.ir.GenericConst(
     tvm.runtime.tensor(np.zeros(Layout(4).state, "int64")),
@@ -299,6 +304,7 @@ def test_symbolic_extents_are_parameters_of_graphs():
     (step,) = memory.regions
     assert len(step.slots) == 2 and exe.memory_plan.at("main", n=100).devices[0].arenas == 100 * 64 * 4
     assert "fetch_table" in sources(exe.module)
+    assert "AllocWorkspace" not in host_code(exe.module), "the host cannot use what it allocates for a GPU"
 
 
 def test_numbers_that_no_extent_says_are_given_to_graphs():
