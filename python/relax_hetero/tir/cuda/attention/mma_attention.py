@@ -158,9 +158,7 @@ class _Kernel:
             ptx.copy_commit()
             tile.softmax(first)
             tile.pack(self.dtype)
-            with unrolled(self.width // 2) as i:
-                half = tirx.floormod(tirx.floordiv(i, 2), 2)
-                T.buffer_store(self.sums, self.sums[i] * tile.shrink[half], [i])
+            tile.shrink_sums(self.sums, self.width // 2)
             self._values()
         ptx.copy_wait(0)
         tile.add_lanes()
