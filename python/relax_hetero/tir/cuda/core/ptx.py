@@ -167,6 +167,11 @@ def bulk_load(target: Expr, source: Expr, size: Expr, barrier: Expr, blocks: int
         _emit(f"{name}.multicast::cluster", target, source, _u32(size), barrier, T.uint16((1 << blocks) - 1))
 
 
+def prefetch_bulk(source: Expr, size: Expr) -> None:
+    """Bring `size` bytes, a multiple of 16, of global memory to the second-level cache; one thread does it."""
+    _emit("cp.async.bulk.prefetch.L2.global", source, _u32(size))
+
+
 def async_proxy_fence() -> None:
     """What this thread wrote to shared memory by plain stores or `copy_async` is seen by wgmma and by bulk stores."""
     _emit("fence.proxy.async.shared::cta")
