@@ -16,9 +16,11 @@ they are all that is read of a kernel's result.
 from __future__ import annotations
 
 from functools import partial
+from math import prod
 
 import tvm
 from tvm import relax
+from tvm.sym import Analyzer
 
 from ..ir.blocks import Block, rewrite_function
 from ..ir.kernels import called_prim_func
@@ -95,8 +97,8 @@ class _Viewer:
         # A kernel that takes symbols beside its tensors has more arguments, or fewer operands than parameters.
         if not self._known[gv] or len(call.args) != 2 or len(operands) != 1:
             return binding
-        if not isinstance(call.ty, relax.TensorType) or not isinstance(operands[0].ty, relax.TensorType):
-            return binding
+        if not isinstance(call.ty, relax.TensorType) or not _has_as_many(operands[0].ty, call.ty):
+            return binding  # TVM's pattern is there in a slice of the first elements, too
         if not (isinstance(binding.var, relax.DataflowVar) or self._is_handed_on(block, operands[0])):
             return binding
         self.replaced.add(gv)
@@ -108,6 +110,15 @@ class _Viewer:
         if not isinstance(operand, relax.DataflowVar) or block.sole_user(operand) is None:
             return False
         return called_prim_func(self._mod, block.definition(operand)) is not None
+
+
+def _has_as_many(one: tvm.ir.Type, other: relax.TensorType) -> bool:
+    """Whether two types are of tensors with as many elements, provably."""
+    shapes = [ty.shape for ty in (one, other) if isinstance(ty, relax.TensorType)]
+    if len(shapes) != 2 or not all(isinstance(shape, relax.ShapeExpr) for shape in shapes):
+        return False
+    counts = [prod(shape.values, start=tvm.tirx.IntImm("int64", 1)) for shape in shapes]
+    return bool(Analyzer().can_prove_equal(*counts))
 
 
 def _only_reshapes(func: tvm.tirx.PrimFunc) -> bool:

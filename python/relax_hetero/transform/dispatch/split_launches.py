@@ -120,7 +120,7 @@ class _Splitter:
                     made.append(relax.VarBinding(field, relax.TupleGetItem(var, i)))
                     values[buffer] = field
         whole = [values[buffer] for buffer in results]
-        last = whole[0] if len(whole) == 1 else typed(relax.Tuple(whole), call.ty)
+        last = whole[0] if len(whole) == 1 else relax.Tuple(whole)
         return [*made, relax.VarBinding(binding.var, last, binding.span)]
 
     def _variable(self, name: str, ty: tvm.ir.Type) -> relax.Var:

@@ -1,12 +1,15 @@
 """Reshapes on GPUs are views; results that would share memory, and kernels of CPUs, are left as they are."""
 
 import numpy as np
+from tvm import relax
 from tvm.ir import assert_structural_equal
 from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
+import relax_hetero as rh
 from gpu_interpreter.models import InterpretedModel
+from relax_hetero.target.vdevice import with_vdevices
 from relax_hetero.transform.dispatch.reshaped_views import with_merged_reshapes, with_views
 from relax_hetero.transform.ir.rewriting import relax_functions, walk_bindings
 
@@ -150,3 +153,17 @@ def test_numbers_of_a_model_with_views():
     powers = np.exp(c - c.max(1, keepdims=True))
     np.testing.assert_allclose(e, powers / powers.sum(1, keepdims=True) + c, rtol=1e-5)
     np.testing.assert_array_equal(g, -x.reshape(8, 3))
+
+
+def test_a_slice_of_the_first_elements_is_no_view():
+    builder, device = relax.BlockBuilder(), rh.VDevice({"kind": "cuda", "arch": "sm_90a"})
+    x = relax.Var("x", relax.TensorType((1, 16, 16), "float32", device))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            first = builder.emit(relax.op.strided_slice(x, [1], [0], [1]))
+            y = builder.emit_output(relax.op.nn.softmax(builder.emit(relax.op.reshape(first, (1, 16)))))
+        builder.emit_func_output(y)
+    model = InterpretedModel(with_vdevices(builder.get(), [device]))
+    x = np.arange(256, dtype="float32").reshape(1, 16, 16) / 99
+    powers = np.exp(x[:, 0] - x[:, 0].max())
+    np.testing.assert_allclose(model(x), powers / powers.sum(), rtol=1e-5)
