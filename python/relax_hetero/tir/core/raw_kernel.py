@@ -29,7 +29,6 @@ from tvm_ffi import VisitInterrupt, structural_map, structural_walk
 
 from .builder import Expr, plain_extent
 
-
 LAUNCH_BOUNDS = "tirx.launch_bounds_min_blocks_per_sm"
 """On a statement around a kernel's code, and on a function that is one: blocks that share a multiprocessor at least."""
 
