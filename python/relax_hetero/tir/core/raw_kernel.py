@@ -29,6 +29,9 @@ from tvm_ffi import VisitInterrupt, structural_map, structural_walk
 
 from .builder import Expr, plain_extent
 
+LAUNCH_BOUNDS = "tirx.launch_bounds_min_blocks_per_sm"
+"""On a statement around a kernel's code, and on a function that is one: blocks that share a multiprocessor at least."""
+
 
 @dataclass(frozen=True)
 class RawSignature:
@@ -96,7 +99,25 @@ def raw_kernel(kernel: tirx.PrimFunc, signature: RawSignature) -> tirx.PrimFunc:
     # Put in afterwards: the constructor searches a body for effects, which takes longer than all else here, and of
     # functions that only PrimFuncs call nobody asks.
     raw = structural_map(empty, (tirx.Evaluate, lambda _: body))
-    return raw.without_attr("global_symbol").with_attr("tirx.noalias", kernel.attrs.get("tirx.noalias", False))
+    raw = raw.without_attr("global_symbol").with_attr("tirx.noalias", kernel.attrs.get("tirx.noalias", False))
+    return _with_launch_bounds(raw)
+
+
+def _with_launch_bounds(raw: tirx.PrimFunc) -> tirx.PrimFunc:
+    """The kernel with its least number of blocks on a multiprocessor as an attribute.
+
+    TVM takes it from the statement where it cuts the code of a device out of a host function. A raw kernel is not cut
+    out of anything; without the attribute its threads get other registers, and do not give them to each other.
+    """
+    target = raw.attrs.get("target")
+    if target is None or target.kind.name != "cuda":
+        return raw
+
+    def on_attr(statement: tirx.AttrStmt) -> VisitInterrupt | None:
+        return VisitInterrupt(statement.value) if statement.attr_key == LAUNCH_BOUNDS else None
+
+    found = structural_walk(raw.body, (tirx.AttrStmt, on_attr))
+    return raw if found is None else raw.with_attr(LAUNCH_BOUNDS, int(found.value))
 
 
 def in_root_block(body: tirx.Stmt, change: Callable[[tirx.Stmt], tirx.Stmt]) -> tirx.Stmt:

@@ -126,6 +126,18 @@ def test_the_table_is_read_behind_the_wait():
         assert body.count("launch_dependents") == 1
 
 
+def test_blocks_that_share_a_multiprocessor_are_known_to_the_compiler():
+    """Without the number threads get other registers, and `setmaxnreg` is dropped."""
+    with Function("bounded", registers="local") as function:
+        a, c = (function.argument(name, [32], "float32") for name in "AC")
+        with function.body(), launch(1, 32, together=3) as place:
+            B.buffer_store(c, a[place.thread], [place.thread])
+    kernel = function.result.with_attr("target", CUDA)
+    kernel = raw_kernel(kernel, raw_signature(kernel))
+    for form in (kernel, table_kernel(kernel, (0,))):
+        assert "__launch_bounds__(32, 3)" in cuda_code(form)
+
+
 def test_the_raw_kernel_stays_as_it_is():
     kernel = raw(add)
     text = kernel.script()

@@ -11,6 +11,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...core.builder import Expr, int64
+from ...core.raw_kernel import LAUNCH_BOUNDS
 
 SWIZZLED_ALIGN = 1024
 """Of tiles with swizzled rows: the swizzle is of address bits, and repeats every eight rows of 128 bytes."""
@@ -70,7 +71,7 @@ def _bounds(together: int) -> Iterator[None]:
     if not together:
         yield
         return
-    with T.attr(0, "tirx.launch_bounds_min_blocks_per_sm", together):
+    with T.attr(0, LAUNCH_BOUNDS, together):
         yield
 
 
