@@ -56,7 +56,7 @@ def misfit(problem: ConvProblem, gpu: GpuTarget) -> str:
 
 
 def _chunks(problem: ConvProblem) -> PackedLayout:
-    """The weight in 16 bytes of k: channels of a place of the window, of halves those of an image of two places."""
+    """The weight in 16 bytes of k: channels of a place of the window, or those of an image of several places."""
     spatial = tuple(range(2, len(problem.windows) + 2))
     per_chunk = CHUNK_BYTES // bytes_of(problem.weight.dtype)
     is_image = problem.data.layout.inner_dims or problem.weight.shape[1] == IMAGE_CHANNELS
