@@ -114,12 +114,14 @@ def tensor_core_conv_kernel(
                 assert isinstance(tiling, Tiling)
                 left = WindowTile(pixels, tiling.rows, m, k, in_chunks)
                 right = OperandTile.of(weight, "n", tiling.columns, n, k)
+                store.is_cut_into(tiling.rows * tiling.share, tiling.columns)
                 WgmmaProduct(left, right, store, tiling, sizes, counts).emit()
             else:
                 tiling = tiling or choose_mma_tiling(product, gpu, sizes, list(counts.values()))
                 assert isinstance(tiling, MmaTiling)
                 left = WindowTile(pixels, tiling.rows, m, k, in_chunks, tiling.threads)
                 right = OperandTile.of(weight, "n", tiling.columns, n, k, tiling.threads)
+                store.is_cut_into(tiling.rows, tiling.columns)
                 MmaProduct(left, right, store, tiling, Batches(counts)).emit()
     kernel = tied_to(function.result, problem.epilogue.operands if problem.epilogue else (), 2, problem.result)
     return may_begin_early(kernel) if gpu.tensor == "wgmma" else kernel

@@ -107,7 +107,7 @@ def barrier_arrive_after_copies(barrier: Expr) -> None:
 
 def barrier_arrive_remote(address: Expr) -> None:
     """One arrival at the barrier of another block of the cluster, found by `remote_address`."""
-    _emit("mbarrier.arrive.release.cluster.shared::cluster.b64", address)
+    _emit("mbarrier.arrive.shared::cluster.b64", address)
 
 
 def barrier_wait(barrier: Expr, parity: Expr) -> None:
