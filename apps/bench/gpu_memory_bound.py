@@ -3,7 +3,7 @@
 python apps/bench/gpu_memory_bound.py                                # float32 and float16
 python apps/bench/gpu_memory_bound.py --names softmax,transpose --types float16
 
-A program computes four pieces of work with inputs of their own, as one CUDA graph.
+A program computes eight pieces of work with inputs of their own, as one CUDA graph.
 """
 
 from __future__ import annotations

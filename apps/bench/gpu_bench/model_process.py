@@ -48,6 +48,10 @@ class Job:
         Compile and run nothing.
     peer : bool
         Also time PyTorch's eager ops, captured as a CUDA graph.
+    compiled : str
+        Also time ``torch.compile`` in this mode ("default", "max-autotune-no-cudagraphs"), captured likewise.
+    batch : int
+        Images or sentences at a time.
     slowest : int
         So many of the slowest kernels are reported.
     """
@@ -60,6 +64,8 @@ class Job:
     cuts: int = 6
     build_only: bool = False
     peer: bool = False
+    compiled: str = ""
+    batch: int = 1
     slowest: int = 0
 
     def command(self) -> list[str]:
@@ -82,11 +88,14 @@ class Work:
 
     def __init__(self, job: Job) -> None:
         from model_zoo import random_arrays
+        from model_zoo.batches import with_batch
         from model_zoo.skeleton import SUFFIX, expanded
 
         self.job = job
         file = Path(job.file)
         self.model = expanded(file) if file.name.endswith(SUFFIX) else onnx.load(str(file))
+        if job.batch > 1:
+            self.model = with_batch(self.model, job.batch)
         for index, node in enumerate(self.model.graph.node):
             node.name = node.name or f"{node.op_type}_{index}"
         self.inputs = random_arrays(self.model.graph, {}, 0)
@@ -183,6 +192,24 @@ class Work:
     def torch(self) -> dict[str, Any]:
         """PyTorch's eager ops of the same nodes, traced and captured as a CUDA graph."""
         import torch
+
+        runner, operands = self._runner()
+        with torch.inference_mode():
+            return self._captured(torch.jit.freeze(torch.jit.trace(runner, operands, check_trace=False)), operands)
+
+    def torch_compiled(self) -> dict[str, Any]:
+        """The same nodes by ``torch.compile``, captured as a CUDA graph."""
+        import torch
+
+        runner, operands = self._runner()
+        begin = time.perf_counter()
+        with torch.inference_mode():
+            found = self._captured(torch.compile(runner, mode=self.job.compiled, dynamic=False), operands)
+        return {**found, "seconds": time.perf_counter() - begin}
+
+    def _runner(self) -> tuple[Any, list[Any]]:
+        """The nodes as a module of PyTorch on the GPU, and its operands."""
+        import torch
         from model_peers.torch_ops import Runner
 
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self.job.precision == "tfloat32"
@@ -192,16 +219,20 @@ class Work:
         if lower != torch.float32:
             runner = runner.to(lower)
             operands = [value.to(lower) if value.is_floating_point() else value for value in operands]
-        with torch.inference_mode():
-            program = torch.jit.freeze(torch.jit.trace(runner, operands, check_trace=False))
-            side = torch.cuda.Stream()
-            with torch.cuda.stream(side):
-                for _ in range(3):
-                    program(*operands)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=side):
-                results = program(*operands)
+        return runner, operands
+
+    def _captured(self, program: Callable[..., Any], operands: Sequence[Any]) -> dict[str, Any]:
+        """Milliseconds of a program of PyTorch as a CUDA graph, and the error of its results."""
+        import torch
+
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                program(*operands)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            results = program(*operands)
         found = {"device_ms": _median_ms(graph.replay, torch.cuda.synchronize)}
         results = results if isinstance(results, tuple) else (results,)
         return {**found, "error": self._error([result.float().cpu().numpy() for result in results])}
@@ -280,6 +311,8 @@ def main(job: Job) -> None:
         step("slowest", work.slowest)
     if job.peer:
         step("torch", work.torch)
+    if job.compiled:
+        step("torch.compile", work.torch_compiled)
 
 
 if __name__ == "__main__":

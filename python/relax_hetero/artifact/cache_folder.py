@@ -177,7 +177,7 @@ class CacheFolder:
     def clear(self) -> None:
         """Remove every executable and the code of single kernels; other files in the folder stay."""
         with self.opened() as folder:
-            for name in files_in(folder, rf"{_KEY.pattern}\.({'|'.join((*_SUFFIXES, 'cubin'))})"):
+            for name in files_in(folder, rf"{_KEY.pattern}\.({'|'.join((*_SUFFIXES, 'cubin', 'figures'))})"):
                 unlink_in(folder, name)
 
 

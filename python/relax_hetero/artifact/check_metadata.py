@@ -39,6 +39,7 @@ def check_metadata(metadata: Metadata) -> None:
         _check_device(device)
     devices = range(-1, len(metadata.devices))
     _expect(metadata.host_index, devices, "host_index")
+    _expect_all(metadata.optional, range(len(metadata.devices)), "an optional device")
     if metadata.alignment < 1 or metadata.alignment & (metadata.alignment - 1):
         raise ValueError(f"alignment is {metadata.alignment}, expected a power of two")
     for constant in metadata.constants:

@@ -5,7 +5,8 @@ multiples of `WEIGHT_ALIGNMENT` and are mapped into memory, not read. Layout::
 
     library | padding | weight | padding | weight ... | metadata (JSON) | footer
 
-A signed file has a trailer behind its footer (`signing`).
+An executable that does without some devices has further versions (`Version`): their constants and code lie among the
+weights. A signed file has a trailer behind its footer (`signing`).
 
 The footer (`_BODY` and `_CHECKSUM`, little endian): magic, format version, checksums of the library and of the
 metadata, end of the library, begin and end of the metadata, and a checksum of all that.
@@ -23,7 +24,7 @@ import tempfile
 import weakref
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -54,6 +55,22 @@ class Weight:
     checksum: int
 
 
+@dataclass(frozen=True)
+class Version:
+    """A version of an executable that is to be written.
+
+    Attributes
+    ----------
+    library: The linked shared library.
+    metadata: As text.
+    weights: Each one-dimensional ``uint8``.
+    """
+
+    library: Path
+    metadata: str
+    weights: Sequence[np.ndarray]
+
+
 @dataclass(frozen=True, eq=False)
 class Container:
     """An opened file.
@@ -66,7 +83,8 @@ class Container:
     header: The metadata's JSON object.
     weights: Constants in order; two may share their bytes.
     data: All bytes of the file but a signature's, as ``uint8``: a private mapping, read when touched.
-    code_bytes: Of the shared library, which comes first.
+    code_bytes: Of the shared library.
+    code_begin: Where it is in the file: at its begin, unless this is a version.
     """
 
     path: Path
@@ -76,11 +94,32 @@ class Container:
     weights: tuple[Weight, ...]
     data: np.ndarray
     code_bytes: int
+    code_begin: int = 0
 
     @property
     def code(self) -> np.ndarray:
         """The mapped bytes of the shared library."""
-        return self.data[: self.code_bytes]
+        return self.data[self.code_begin : self.code_begin + self.code_bytes]
+
+    def versions(self) -> list[Container]:
+        """This executable and its versions, as containers of one each; ValueError where the header says nonsense."""
+        entries = self.header.get("versions", [])
+        if not isinstance(entries, list) or not all(map(_is_version, entries)):
+            raise ValueError("its 'versions' are no list of objects with metadata and a number of constants")
+        at = len(self.weights) - sum(entry["constants"] + 1 for entry in entries)
+        if at < 0:
+            raise ValueError(f"{len(self.weights)} weights are too few for {len(entries)} versions")
+        found = [replace(self, weights=self.weights[:at])]
+        for entry in entries:
+            end = at + entry["constants"]
+            code = self.weights[end]
+            header = {**self.header, "metadata": entry["metadata"], "versions": []}
+            weights = self.weights[at:end]
+            found.append(replace(self, header=header, weights=weights, code_begin=code.offset, code_bytes=code.nbytes))
+            if zlib.crc32(found[-1].code.data) != code.checksum:
+                raise ValueError("the code of a version is corrupt: its checksum differs from the header's")
+            at = end + 1
+        return found
 
     def weight(self, index: int) -> np.ndarray:
         """The mapped bytes of a weight."""
@@ -97,7 +136,22 @@ class Container:
                 )
 
 
-def write_container(path: Path, library: Path, header: dict[str, Any], weights: Sequence[np.ndarray]) -> None:
+def _is_version(entry: object) -> bool:
+    return (
+        isinstance(entry, dict)
+        and isinstance(entry.get("metadata"), str)
+        and type(entry.get("constants")) is int
+        and entry["constants"] >= 0
+    )
+
+
+def write_container(
+    path: Path,
+    library: Path,
+    header: dict[str, Any],
+    weights: Sequence[np.ndarray],
+    versions: Sequence[Version] = (),
+) -> None:
     """Write a new file; weights that are the same memory are written once.
 
     Parameters
@@ -106,11 +160,18 @@ def write_container(path: Path, library: Path, header: dict[str, Any], weights: 
     library: The linked shared library.
     header: JSON data to keep; the weights' places are added.
     weights: Each one-dimensional ``uint8``.
+    versions: Of the executable, that do without some devices.
     """
+    parts = list(weights)
+    for version in versions:
+        parts += [*version.weights, np.fromfile(version.library, np.uint8)]
+    if versions:
+        entries = [{"metadata": version.metadata, "constants": len(version.weights)} for version in versions]
+        header = {**header, "versions": entries}
     with open(path, "wb") as file:
         library_checksum = _append(file, library)
         library_end = file.tell()
-        places = _write_weights(file, weights)
+        places = _write_weights(file, parts)
         metadata = json.dumps(
             {**header, "weights": [[place.offset, place.nbytes, place.checksum] for place in places]},
             separators=(",", ":"),

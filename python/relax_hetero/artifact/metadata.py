@@ -233,6 +233,8 @@ class Metadata:
         Whether it was compiled or found in the compile cache.
     checks : tuple of CheckSpec
         By number, the checks of values that kernels make.
+    optional : tuple of int
+        Manifest indices of the devices that a machine may lack: versions of the executable do without them.
     """
 
     devices: tuple[DeviceSpec, ...]
@@ -253,6 +255,7 @@ class Metadata:
     placement_estimate: Any = None
     cache: CacheUse = field(default_factory=CacheUse)
     checks: tuple[CheckSpec, ...] = ()
+    optional: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(self.devices))
@@ -262,6 +265,7 @@ class Metadata:
         object.__setattr__(self, "schedules", tuple(self.schedules))
         object.__setattr__(self, "memory", tuple(self.memory))
         object.__setattr__(self, "checks", tuple(self.checks))
+        object.__setattr__(self, "optional", tuple(self.optional))
 
     def to_json(self) -> str:
         """This metadata as JSON text."""
@@ -284,6 +288,7 @@ class Metadata:
             "memory": [memory_to_json(memory) for memory in self.memory],
             "cache": asdict(self.cache),
             "checks": [asdict(check) for check in self.checks],
+            "optional": self.optional,
         }
         return json.dumps(data, separators=(",", ":"))
 
@@ -319,6 +324,7 @@ class Metadata:
             memory=tuple(memory_from_json(memory) for memory in data.get("memory", ())),
             cache=CacheUse(**data.get("cache", {})),
             checks=tuple(CheckSpec(**check) for check in data.get("checks", ())),
+            optional=tuple(data.get("optional", ())),
         )
 
 

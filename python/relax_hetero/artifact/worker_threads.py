@@ -20,6 +20,9 @@ WIDTH = f"{_PREFIX}.width"
 LAUNCH = f"{_PREFIX}.launch_address"
 """Returns the address of the function that parallel loops call."""
 
+STAGE = f"{_PREFIX}.stage_address"
+"""Returns the address of the function that copies between plain and pinned memory (`vm.device.pinned_staging`)."""
+
 
 def launch_setter(number: int) -> str:
     """The name of the function that has the parallel loops of a part of the code call the address that it is given.

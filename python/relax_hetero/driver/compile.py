@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import tvm
@@ -22,7 +23,7 @@ from ..artifact.memory_plan import MemoryPlan
 from ..artifact.metadata import DeviceSpec, DispatchSpec, Metadata
 from ..errors import BuildError, HeteroError
 from ..target.native_target import native
-from ..target.vdevice import VDevice, device_name, host_vdevice, vdevice_index, vdevices_of, with_vdevices
+from ..target.vdevice import VDevice, VDeviceSpec, device_name, host_vdevice, vdevice_index, vdevices_of, with_vdevices
 from ..transform.ir.findings import findings_of
 from ..transform.ir.kernels import bytes_of, call_vdevice, called_prim_func, operations_of, ops_of, precision_of
 from ..transform.ir.module_attrs import COMMANDS, STRICT, is_lowered
@@ -48,6 +49,7 @@ from .link.lift_constants import lift_constants
 from .link.link import argument_alignment, link
 from .link.parallel_codegen import Progress
 from .link.reasons import reason
+from .optional_devices import optional_indices, without_devices
 from .pipeline import pipeline_steps
 from .signatures import function_signatures
 
@@ -65,6 +67,7 @@ def compile(  # noqa: A001 (the contract's name)
     donate: Sequence[str] | Mapping[str, Sequence[str]] | None = None,
     cache: bool | str | os.PathLike[str] | None = None,
     checks: str = "default",
+    optional: VDeviceSpec | Iterable[VDeviceSpec] | None = None,
 ) -> Executable:
     """Compile a Relax module for the devices it names.
 
@@ -92,6 +95,10 @@ def compile(  # noqa: A001 (the contract's name)
         ``"default"``: indices outside of their axis and integer divisors of 0 are errors on CPUs; on GPUs an index
         holds to the nearest element and a quotient by 0 is 0. ``"strict"``: they are errors on every device; those of
         a GPU are raised by a fence's ``result``, or where the host first reads a tensor of that GPU.
+    optional : str, VDevice, or sequence of them, optional
+        Devices that a machine may lack, the most important first (``"cuda:0"``): where one is absent when the machine
+        is made, the work of it, and of those named after it, runs on the module's last CPU device, or on this CPU where
+        it has none, in that device's layouts. The executable holds a version for each case.
 
     Returns
     -------
@@ -101,8 +108,9 @@ def compile(  # noqa: A001 (the contract's name)
     Raises
     ------
     HeteroError
-        An unknown value of `checks`; placement conflicts, ops without kernels, kernels that do not compile, unknown
-        names of parameters, inputs that cannot be donated; indices and divisors that are known now and wrong.
+        An unknown value of `checks`; `optional` devices that are CPUs, or not the module's; placement conflicts, ops
+        without kernels, kernels that do not compile, unknown names of parameters, inputs that cannot be donated;
+        indices and divisors that are known now and wrong.
     """
     if not isinstance(mod, tvm.IRModule):
         raise BuildError(f"rh.compile: found {type(mod).__name__}, expected a tvm.IRModule")
@@ -119,7 +127,20 @@ def compile(  # noqa: A001 (the contract's name)
     if checks == "strict":
         mod = mod.with_attr(STRICT, True)
     _warn_if_generic(vdevices_of(mod))
-    return through_cache(mod, cache, command_buffers, lambda folder: _compile(mod, command_buffers, progress, folder))
+    indices = optional_indices(mod, optional)
+
+    def compiled(version: tvm.IRModule) -> Executable:
+        return through_cache(
+            version, cache, command_buffers, lambda folder: _compile(version, command_buffers, progress, folder)
+        )
+
+    executable = compiled(mod)
+    if indices:
+        executable.metadata = replace(executable.metadata, optional=indices)
+        executable.versions = tuple(
+            compiled(without_devices(mod, indices[first:])) for first in reversed(range(len(indices)))
+        )
+    return executable
 
 
 def _compile(

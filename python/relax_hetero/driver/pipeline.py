@@ -84,7 +84,7 @@ def pipeline_steps(command_buffers: bool = True, stock: bool = False) -> list[Pi
         step("sizes", CheckSizes(), "what ops need of sizes that only a call knows is checked when a call begins"),
         step("quantize", SinkDequantize(), "bytes stay bytes up to the op that computes with their numbers"),
         step("simplify", SimplifyConvolutions(), "norms and padding join convolutions"),
-        step("fuse", FormBlockProducts(), "products with 4-bit weights become one op"),
+        step("fuse", FormBlockProducts(), "products with weights of 4 or 8 bits become one op"),
         step("fuse", FormAttention(), "scores, mask, softmax and values become one op"),
         step("encode", SetEncoding(), "products and convolutions say what their operands are for"),
         step("encode", PropagateEncodings(), "work around products is done on their encoded operands and results"),

@@ -180,7 +180,7 @@ class ConvProblem:
 class AttentionProblem:
     """``result = softmax(scores(query * key^T)) * value``, every head for itself.
 
-    Parameters of its kernel, in order: query, key, value, the operands of `scores`, result, scratch. The scratch is a
+    Parameters of its kernel, in order: query, key, value, the operands of `scores`, result, and perhaps scratch: a
     float32 tensor whose shape the kernel says.
 
     Iteration dimensions: "b" batch, "h" heads, "g" heads of key and value, "m" queries, "n" keys, "d" the width of
@@ -258,7 +258,7 @@ class RowsProblem:
 
 @dataclass(frozen=True)
 class BlockProductProblem:
-    """A product with weights of 4 bits: ``epilogue(sum over k of lhs * (weight - zero) * scale)``.
+    """A product with weights of 4 or 8 bits: ``epilogue(sum over k of lhs * (weight - zero) * scale)``.
 
     Parameters of its kernel, in order: lhs, weight, scales, zeros (if any), operands of the epilogue, result. Left
     operand (float32; of GPUs also of 16 bits) and result are row-major, over batch dimensions and m, then "k" and "n".
@@ -266,9 +266,11 @@ class BlockProductProblem:
     Attributes
     ----------
     weights : tuple of Operand
-        Weight, scales and perhaps zero points (8 where there are none) as `encoding.block_weights` packs them.
+        Weight, scales and perhaps zero points (8 or 128 where there are none) as `encoding.block_weights` packs them.
     block : int
         How many weights along k share a scale; a multiple of 8.
+    bits : int
+        Of a weight.
     """
 
     lhs: Operand
@@ -276,6 +278,7 @@ class BlockProductProblem:
     result: Operand
     block: int
     epilogue: Epilogue | None = None
+    bits: int = 4
 
     @property
     def parameters(self) -> list[Operand]:

@@ -20,10 +20,11 @@ from tvm import tirx
 from ..errors import EncodingError
 from ..providers import provided
 from ..target.cpu_target import cpu_target_of
+from ..target.element_types import HALVES
 from .block_weights import BlockLayout, Panels, panel_columns
 from .encoding import Encoding
 from .packed_layout import PackedLayout
-from .problem import BlockProductProblem, Problem
+from .problem import AttentionProblem, BlockProductProblem, Problem
 
 
 @runtime_checkable
@@ -32,10 +33,10 @@ class EncodingResolver(Protocol):
 
     A resolver may have a fourth method, ``resolve_activation``, with the parameters of `resolve`: how an operand is
     stored that is no constant, and so would be laid out anew in every call. Without it, `resolve` answers for all.
-    It may have an attribute ``problems``, the classes of further problems that its `kernel` solves (see `solves`), and
-    a method ``block_layout`` of the target, which says how weights of 4 bits are stored (panels without it), and
-    an attribute ``cache_key``, a text that changes whenever its answers do: without it no module for its devices is
-    kept in the compile cache.
+    It may have an attribute ``problems``, the classes of further problems that its `kernel` solves (see `solves`), a
+    method ``block_layout`` of the target, which says how weights of 4 bits are stored (panels without it), a method
+    ``attention_types`` of the target (see the function `attention_types`), and an attribute ``cache_key``, a text that
+    changes whenever its answers do: without it no module for its devices is kept in the compile cache.
     """
 
     name: str
@@ -113,6 +114,14 @@ def resolver_for(target: tvm.target.Target | str) -> EncodingResolver | None:
 def solves(target: tvm.target.Target, problem: type) -> bool:
     """Whether the resolver of a target writes kernels for a class of problems, other than products and elementwise."""
     return problem in getattr(resolver_for(target), "problems", ())
+
+
+def attention_types(target: tvm.target.Target) -> frozenset[str]:
+    """Element types of which a target has attention in one kernel that is no slower than its parts; perhaps none."""
+    if not solves(target, AttentionProblem):
+        return frozenset()
+    choose = getattr(resolver_for(target), "attention_types", None)
+    return frozenset(("float32", *HALVES)) if choose is None else frozenset(choose(target))
 
 
 def block_layout(target: tvm.target.Target) -> BlockLayout | None:

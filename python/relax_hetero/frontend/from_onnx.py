@@ -32,6 +32,7 @@ from .onnx.placement_rules import PlacementRules, assign_devices, matching_patte
 
 if TYPE_CHECKING:
     from ..target.make_vdevice import VDeviceEntry
+    from .auto.auto_placement import MemoryLimit
     from .auto.cost_model import CostModel, Objective
 
 # The import appends a number to a node's name for each further variable that it becomes.
@@ -46,6 +47,7 @@ def from_onnx(
     cost_model: CostModel | None = None,
     objective: Objective = "latency",
     limits: ImportLimits | None = None,
+    memory_limit: MemoryLimit | None = None,
 ) -> tvm.IRModule:
     """Import an ONNX model as a Relax module, placed over several devices if any are named.
 
@@ -63,13 +65,16 @@ def from_onnx(
         ``{"input": [1, 128]}`` or ``{"batch": 1}``: sizes of inputs, or of named dimensions. Others stay
         symbolic.
     cost_model : CostModel, optional
-        For ``placement="auto"``; default ``CostModel.for_vdevices(vdevices, objective)``.
+        For ``placement="auto"``; default ``CostModel.measured(vdevices, objective)``.
     objective : str, optional
         For ``placement="auto"``. "latency": the least time for one call. "throughput": the least time between calls,
         of which several are in flight (``vm.submit``).
     limits : ImportLimits, optional
         The most nodes and computed constants that the model may become, default ``rh.ImportLimits()``. A small file can
         ask for more than any machine has; raise them for a large model that you trust.
+    memory_limit : int, str or mapping, optional
+        For ``placement="auto"``: the most that weights and values may take on each device, bytes or text (``"4GB"``),
+        or a mapping from devices to these, as ``VirtualMachine(memory_limit=)`` takes it.
 
     Returns
     -------
@@ -87,7 +92,7 @@ def from_onnx(
     VDeviceError
         If a device string names nothing in `vdevices`.
     PlacementError
-        If `objective` is neither.
+        If `objective` is neither, or no placement that is found fits `memory_limit`.
     """
     check_objective(objective)
     if vdevices is None and (placement is not None or cost_model is not None):
@@ -98,10 +103,12 @@ def from_onnx(
         raise FrontendError("cost_model is given, which only placement='auto' reads")
     if objective != "latency" and placement != "auto":
         raise FrontendError(f"objective is {objective!r}, which only placement='auto' reads")
+    if memory_limit is not None and placement != "auto":
+        raise FrontendError("memory_limit is given, which only placement='auto' reads")
     devices = None if vdevices is None else parse_vdevices(vdevices)
     model = load_model(model_or_path, limits)
     with errors_of(model.source):
-        return _imported(model, devices, placement, shapes, cost_model, objective)
+        return _imported(model, devices, placement, shapes, cost_model, objective, memory_limit)
 
 
 def _imported(
@@ -111,6 +118,7 @@ def _imported(
     shapes: Shapes | None,
     cost_model: CostModel | None,
     objective: Objective,
+    memory_limit: MemoryLimit | None,
 ) -> tvm.IRModule:
     nodes = name_nodes(model.proto)
     # Patterns are looked at before the work of importing.
@@ -119,7 +127,7 @@ def _imported(
     graph = import_nodes(model, nodes, shapes)
     if devices is None:
         return _module(model, graph, build_function(graph))
-    plan = place_graph(graph, devices, cost_model, objective) if by_rule is None else None
+    plan = place_graph(graph, devices, cost_model, objective, memory_limit) if by_rule is None else None
     assigned = plan.vdevices if plan is not None else by_rule or {}
     mod = _module(model, graph, build_function(graph, lambda node: assigned[node.name]))
     placed, report = realize_vdevice(with_vdevices(mod, devices), insert_copies=True)

@@ -1,4 +1,4 @@
-"""Operators of weights of 4 bits: ``relax.hetero.dequantize_blocks`` and ``relax.hetero.block_matmul``.
+"""Operators of weights of 4 or 8 bits: ``relax.hetero.dequantize_blocks`` and ``relax.hetero.block_matmul``.
 
 Importers write the first, which says what such weights mean as numbers; products that read nothing else become the
 second (FormBlockProducts), of which MaterializeEncodings makes kernels. All tensors are plain. (TVM has 4-bit types,
@@ -13,7 +13,7 @@ import tvm
 import tvm_ffi
 from tvm import relax
 
-from ..encoding.block_weights import GROUP, layout_of
+from ..encoding.block_weights import GROUP, bytes_of_row, layout_of
 from ..encoding.expression import Expression
 from ..errors import EncodingError
 from .definition import check_attrs, extents_of, make_call, number, register_op
@@ -26,10 +26,11 @@ _SCALES = ("float32", "float16")
 
 @tvm_ffi.dataclasses.py_class("relax_hetero.DequantizeBlocksAttrs")
 class DequantizeBlocksAttrs(tvm.ir.Attrs):
-    """Of dequantize_blocks: weights of a row, and how many of them share a scale."""
+    """Of dequantize_blocks: weights of a row, how many of them share a scale, and their bits."""
 
     depth: int
     block: int
+    bits: int
 
 
 @tvm_ffi.dataclasses.py_class("relax_hetero.BlockMatmulAttrs")
@@ -38,28 +39,31 @@ class BlockMatmulAttrs(tvm.ir.Attrs):
 
     columns: int
     block: int
+    bits: int
     zeros: bool
     expression: str
 
 
 def dequantize_blocks(
-    data: relax.Expr, scales: relax.Expr, zeros: relax.Expr | None = None, *, depth: int, block: int
+    data: relax.Expr, scales: relax.Expr, zeros: relax.Expr | None = None, *, depth: int, block: int, bits: int = 4
 ) -> relax.Call:
-    """Weights of 4 bits as float32: ``(weight - zero) * scale``.
+    """Weights of 4 or 8 bits as float32: ``(weight - zero) * scale``.
 
     Parameters
     ----------
     data : relax.Expr
-        (n, bytes) of uint8: weights from 0 to 15, two a byte, the first in the low half; ``ceil(depth / 2)`` bytes at
-        least.
+        (n, bytes) of uint8: weights from 0 to 255, one a byte; or from 0 to 15, two a byte, the first in the low half;
+        at least as many bytes as `depth` needs.
     scales : relax.Expr
         (n, blocks) of float32, ``blocks = ceil(depth / block)``.
     zeros : relax.Expr, optional
-        Zero points, (n, blocks) of uint8 or float32; 8 where they are not given.
+        Zero points, (n, blocks) of uint8 or float32; 8 (of 8 bits: 128) where they are not given.
     depth : int
         Weights of a row; the result has the shape (n, depth).
     block : int
         How many weights share a scale: a multiple of 8.
+    bits : int
+        Of a weight: 4 or 8.
 
     Raises
     ------
@@ -67,7 +71,7 @@ def dequantize_blocks(
         If an operand is no Relax expression.
     """
     operands = [data, scales] if zeros is None else [data, scales, zeros]
-    return make_call(DEQUANTIZE_BLOCKS, operands, DequantizeBlocksAttrs(depth, block))
+    return make_call(DEQUANTIZE_BLOCKS, operands, DequantizeBlocksAttrs(depth, block, bits))
 
 
 def block_matmul(
@@ -77,10 +81,11 @@ def block_matmul(
     *others: relax.Expr,
     columns: int,
     block: int,
+    bits: int = 4,
     zeros: bool = False,
     expression: Expression | str = "x0",
 ) -> relax.Call:
-    """A product with weights of 4 bits: ``expression(x * ((weight - zero) * scale), ...)``.
+    """A product with weights of 4 or 8 bits: ``expression(x * ((weight - zero) * scale), ...)``.
 
     Parameters
     ----------
@@ -92,6 +97,8 @@ def block_matmul(
         Zero points, if there are any, packed likewise; then the operands ``x1``, ``x2``, ... of the expression.
     columns, block : int
         Extent of n, and how many weights along k share a scale.
+    bits : int
+        Of a weight.
     zeros : bool
         Whether zero points are given.
     expression : Expression or str
@@ -103,7 +110,7 @@ def block_matmul(
         If text is no expression, or an operand is no Relax expression.
     """
     text = str(expression if isinstance(expression, Expression) else Expression.parse(expression))
-    return make_call(BLOCK_MATMUL, [x, weight, scales, *others], BlockMatmulAttrs(columns, block, zeros, text))
+    return make_call(BLOCK_MATMUL, [x, weight, scales, *others], BlockMatmulAttrs(columns, block, bits, zeros, text))
 
 
 def _tensor(call: relax.Call, index: int, dtypes: tuple[str, ...]) -> list[Any]:
@@ -124,11 +131,9 @@ def infer_dequantize_blocks(call: relax.Call, _ctx: relax.BlockBuilder) -> relax
     _check_call(call, DequantizeBlocksAttrs, 2)
     depth, block = int(call.attrs.depth), int(call.attrs.block)
     _check_block(call, block)
-    data = _tensor(call, 0, ("uint8",))
-    if len(data) != 2 or not all(isinstance(extent, int) for extent in data) or data[1] * 2 < depth:
-        raise EncodingError(
-            f"{DEQUANTIZE_BLOCKS}: operand 0 has shape {data}, expected rows of {-(-depth // 2)} bytes or more"
-        )
+    data, least = _tensor(call, 0, ("uint8",)), bytes_of_row(depth, int(call.attrs.bits))
+    if len(data) != 2 or not all(isinstance(extent, int) for extent in data) or data[1] < least:
+        raise EncodingError(f"{DEQUANTIZE_BLOCKS}: operand 0 has shape {data}, expected rows of {least} bytes or more")
     for index in range(1, len(call.args)):
         found = _tensor(call, index, ("float32",) if index == 1 else _POINTS)
         _expect(call, index, found, [data[0], -(-depth // block)])
@@ -147,7 +152,7 @@ def infer_block_matmul(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.Tens
     x = _tensor(call, 0, layout.lhs_types)
     if len(x) < 2 or not isinstance(x[-1], int):
         raise EncodingError(f"{BLOCK_MATMUL}: operand 0 has shape {x}, expected (..., m, k) with a number k")
-    weights, blocks = layout.shapes(columns, x[-1], block)
+    weights, blocks = layout.shapes(columns, x[-1], block, int(call.attrs.bits))
     _expect(call, 1, weight, weights)
     for index in range(2, 3 + bool(call.attrs.zeros)):
         found = _tensor(call, index, _SCALES if index == 2 else _POINTS)
@@ -170,6 +175,8 @@ def _check_call(call: relax.Call, attrs: type, operands: int) -> None:
 def _check_block(call: relax.Call, block: int) -> None:
     if block <= 0 or block % GROUP:
         raise EncodingError(f"{call.op.name}: found blocks of {block}, expected a multiple of {GROUP}")
+    if int(call.attrs.bits) not in (4, 8):
+        raise EncodingError(f"{call.op.name}: found weights of {call.attrs.bits} bits, expected 4 or 8")
 
 
 register_op(DEQUANTIZE_BLOCKS, dequantize_blocks, infer_dequantize_blocks)

@@ -21,6 +21,7 @@ from ..encoding.block_weights import BlockLayout, Fragments
 from ..encoding.encoding import DYNAMIC, RHS, Encoding
 from ..encoding.packed_layout import SWIZZLED_BYTES, PackedLayout
 from ..encoding.problem import (
+    AttentionProblem,
     BlockProductProblem,
     ConvProblem,
     ElementwiseProblem,
@@ -29,7 +30,7 @@ from ..encoding.problem import (
     RowsProblem,
 )
 from ..errors import EncodingError
-from ..target.element_types import bytes_of
+from ..target.element_types import HALVES, bytes_of
 from ..target.gpu_target import GpuTarget, gpu_target_of
 from .cuda_convolutions import COLUMNS, conv_layout
 from .resolver_base import ResolverBase, tiled
@@ -43,7 +44,7 @@ class CudaResolver(ResolverBase):
     """Packed constant right operands of tensor cores, channels-last feature maps, everything else row-major."""
 
     name = "cuda"
-    problems = (RowsProblem, BlockProductProblem)
+    problems = (AttentionProblem, RowsProblem, BlockProductProblem)
 
     def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """Row-major left operand and result; swizzled tiles for a right one that tensor cores read."""
@@ -66,6 +67,10 @@ class CudaResolver(ResolverBase):
         """Fragments, where there are tensor cores; weights are computed by plain ops elsewhere."""
         return Fragments() if gpu_target_of(target).tensor else None
 
+    def attention_types(self, target: tvm.target.Target) -> frozenset[str]:
+        """Those that tensor cores multiply; products and rows are faster for float32."""
+        return frozenset(HALVES) & gpu_target_of(target).mma_types
+
     def kernel(self, problem: Problem, target: tvm.target.Target) -> tirx.PrimFunc:
         """The project's own kernel for the target's GPU."""
         generator = _generators().get(type(problem))
@@ -77,6 +82,7 @@ class CudaResolver(ResolverBase):
 @cache
 def _generators() -> dict[type, Callable[[Any, GpuTarget], tirx.PrimFunc]]:
     """Which generator solves which problem; they load when the first kernel is written."""
+    from ..tir.cuda.attention.attention import cuda_attention_kernel
     from ..tir.cuda.conv.convolution import cuda_conv_kernel
     from ..tir.cuda.elementwise.elementwise import elementwise_kernel
     from ..tir.cuda.matmul.block_product import block_product_kernel
@@ -87,6 +93,7 @@ def _generators() -> dict[type, Callable[[Any, GpuTarget], tirx.PrimFunc]]:
         MatmulProblem: cuda_matmul_kernel,
         ConvProblem: cuda_conv_kernel,
         BlockProductProblem: block_product_kernel,
+        AttentionProblem: cuda_attention_kernel,
         RowsProblem: rows_kernel,
         ElementwiseProblem: elementwise_kernel,
     }

@@ -67,6 +67,11 @@ class GpuTarget:
     async_copies: bool
     bulk_copies: bool
 
+    @property
+    def overlaps_launches(self) -> bool:
+        """Whether a launch may begin before the one before it has ended (from 9.0)."""
+        return self.capability >= 90
+
     def multiplies(self, lhs: str, rhs: str, acc: str) -> bool:
         """Whether the tensor cores multiply elements of these types, alike or bytes of either sign or any float8, and
         add them up: bytes in int32, tf32 in float32, others in any float of up to 32 bits.

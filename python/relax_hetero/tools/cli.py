@@ -16,6 +16,7 @@ try:
     from .bench import bench_command
     from .cache import cache_group
     from .compile import compile_command
+    from .devices import devices_command
     from .explain import explain_command
     from .run import run_command
 except KeyboardInterrupt:  # a command interrupted while it starts ends like every other
@@ -38,7 +39,7 @@ def cli() -> None:
     """One ONNX model over several devices: compile it, run it, time it, and see what was placed where."""
 
 
-for _command in (compile_command, run_command, bench_command, explain_command, cache_group):
+for _command in (compile_command, run_command, bench_command, explain_command, devices_command, cache_group):
     cli.add_command(_command)
 
 

@@ -55,7 +55,8 @@ def compile_command(
     screen = console()
     screen.print(f"Wrote {output} ({bytes_text(summary['bytes'])}): {summary['signature']}", markup=False)
     for device in summary["devices"]:
-        screen.print(f"  {device['name']}  {target_text(device['target'])}", markup=False)
+        note = ", optional" if device["optional"] else ""
+        screen.print(f"  {device['name']}  {target_text(device['target'])}{note}", markup=False)
     screen.print("  " + ", ".join(f"{step} {taken:.1f} s" for step, taken in built.seconds.items()), markup=False)
     screen.print(f"  compile cache: {built.executable.metadata.cache}", markup=False)
 
@@ -67,8 +68,16 @@ def _summary(executable: Any, output: Path, seconds: dict[str, float]) -> dict[s
         "output": str(output),
         "bytes": output.stat().st_size,
         "devices": [
-            {"name": name, "target": device.target, "vdevice_id": device.vdevice_id, "default": device.default}
-            for name, device in zip(device_names(executable.devices), executable.devices, strict=True)
+            {
+                "name": name,
+                "target": device.target,
+                "vdevice_id": device.vdevice_id,
+                "default": device.default,
+                "optional": index in executable.metadata.optional,
+            }
+            for index, (name, device) in enumerate(
+                zip(device_names(executable.devices), executable.devices, strict=True)
+            )
         ],
         "signature": str(executable.signature()),
         "seconds": {step: round(taken, 4) for step, taken in seconds.items()},

@@ -51,6 +51,7 @@ def _of_onnx(path: Path, placing: Placing) -> Explanation:
     from ..driver.commands.command_metadata import regions_as_linked
     from ..driver.compile import memory_plan_of
     from ..driver.compile_cache import look_up
+    from ..driver.optional_devices import optional_indices
     from ..driver.pipeline import pipeline_steps
     from ..target.vdevice import device_name, vdevices_of
     from ..transform.ir.findings import findings_of
@@ -60,6 +61,7 @@ def _of_onnx(path: Path, placing: Placing) -> Explanation:
     cache = look_up(module)
     vdevices = vdevices_of(module)
     targets = {device_name(v, vdevices): str(v.target) for v in vdevices}
+    optional = [list(targets)[index] for index in optional_indices(module, placing.optional)]
     with console(stderr=True).status(f"Lowering {path.name}"):
         for step in pipeline_steps():
             module = step.run(module)
@@ -77,4 +79,5 @@ def _of_onnx(path: Path, placing: Placing) -> Explanation:
         memory_plan_of(module),
         Schedules(list(targets), findings_of(module).schedules or ()),
         cache,
+        optional,
     )

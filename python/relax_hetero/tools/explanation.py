@@ -67,6 +67,7 @@ class Explanation:
     schedules: The steps of functions that use several devices, None where nobody looked for any.
     estimate: What the cost model expects of the placement as JSON data, None where it did not place.
     cache: Whether the compile cache has it compiled, or had where it was compiled; None where nobody looked.
+    optional: Names of the devices that a machine may lack.
     """
 
     model: str
@@ -79,6 +80,7 @@ class Explanation:
     memory: MemoryPlan | None = None
     schedules: Schedules | None = None
     cache: CacheUse | None = None
+    optional: Sequence[str] = ()
 
     def of_kind(self, kind: str) -> list[Mapping[str, Any]]:
         """The entries of one kind: ``op``, ``transfer``, ``param`` or ``constant``."""
@@ -123,6 +125,7 @@ class Explanation:
             "schedules": None if self.schedules is None else self.schedules.to_json(),
             "memory": None if self.memory is None else self.memory.to_json(),
             "cache": None if self.cache is None else asdict(self.cache),
+            "optional": list(self.optional),
         }
 
     def _encodings_json(self) -> dict[str, Any] | None:
@@ -194,7 +197,7 @@ class Explanation:
         columns = ["device", "ops", "results", "parameters", "constants", "transfers in", "target"]
         rows = [
             [
-                total.name,
+                f"{total.name} (optional)" if total.name in self.optional else total.name,
                 f"{total.ops:,}",
                 bytes_text(total.op_bytes),
                 bytes_text(total.param_bytes),
@@ -277,6 +280,7 @@ def explanation_of(executable: Executable, model: str = "") -> Explanation:
         executable.memory_plan,
         Schedules(names, about.schedules),
         about.cache,
+        [names[index] for index in about.optional],
     )
 
 

@@ -86,6 +86,7 @@ def compile_onnx(path: Path, placing: Placing, cache: bool, checks: str = "defau
             module,
             cache=cache,
             checks=checks,
+            optional=placing.optional or None,
             progress=lambda step, done, total: status.update(f"Compiling {path.name}: {done} of {total} {step}"),
         )
         seconds = {"import": imported - start, "compile": time.perf_counter() - imported}
@@ -96,7 +97,8 @@ def load_library(path: Path, placing: Placing, key: bytes | None = None) -> Mode
     """Load an exported library, with a key only one that was signed with it."""
     if placing.given:
         raise click.UsageError(
-            f"{path.name} is compiled and so placed already: --vdevice, --place and --place-auto go with an ONNX file"
+            f"{path.name} is compiled and so placed already: --vdevice, --optional, --place and --place-auto go with "
+            "an ONNX file"
         )
     import relax_hetero as rh
 

@@ -88,6 +88,7 @@ class Placing:
     auto: Whether the cost model places the nodes.
     objective: ``--objective``: latency or throughput; None where it was not given.
     shapes: ``--shape``: name of an input, or of a symbolic dimension, to extents.
+    optional: ``--optional``: devices of the model that a machine may lack.
     max_nodes, max_computed: ``--max-nodes`` and ``--max-computed``, limits of the import; None for its own.
     """
 
@@ -96,13 +97,14 @@ class Placing:
     auto: bool
     objective: str | None
     shapes: tuple[tuple[str, list[int]], ...]
+    optional: tuple[str, ...] = ()
     max_nodes: int | None = None
     max_computed: int | None = None
 
     @property
     def given(self) -> bool:
         """Whether any option was used that only an ONNX file can take."""
-        return bool(self.vdevices or self.rules or self.auto)
+        return bool(self.vdevices or self.rules or self.auto or self.optional)
 
     def import_options(self, inputs: Collection[str] = ()) -> dict[str, Any]:
         """The keyword arguments of ``rh.from_onnx``; `inputs` are the model's, other names are dimensions."""
@@ -126,7 +128,7 @@ class Placing:
 
 
 def placing_options(work: F) -> F:
-    """Add ``--vdevice``, ``--place``, ``--place-auto``, ``--objective`` and ``--shape``.
+    """Add ``--vdevice``, ``--optional``, ``--place``, ``--place-auto``, ``--objective``, ``--shape`` and limits.
 
     The command gets one `Placing`.
     """
@@ -138,6 +140,7 @@ def placing_options(work: F) -> F:
         place_auto: bool,
         objective: str | None,
         shape: tuple[Any, ...],
+        optional: tuple[str, ...],
         max_nodes: int | None,
         max_computed: int | None,
         **options: Any,
@@ -148,7 +151,8 @@ def placing_options(work: F) -> F:
             raise click.UsageError("--objective says what --place-auto goes for, which is not given")
         _once("--place", [pattern for pattern, _ in place])
         _once("--shape", [name for name, _ in shape])
-        work(placing=Placing(vdevice, place, place_auto, objective, shape, max_nodes, max_computed), **options)
+        placing = Placing(vdevice, place, place_auto, objective, shape, optional, max_nodes, max_computed)
+        work(placing=placing, **options)
 
     for option in (
         click.option(
@@ -183,6 +187,13 @@ def placing_options(work: F) -> F:
             metavar="PATTERN=DEVICE",
             help="Put the nodes whose name or op type matches a glob pattern on a device; the first that matches "
             "decides, other nodes go to the first device. Repeatable.",
+        ),
+        click.option(
+            "--optional",
+            multiple=True,
+            metavar="DEVICE",
+            help="A device that a machine may lack (cuda:0): its work then runs on the last CPU device. Repeatable, "
+            "the most important first.",
         ),
         click.option(
             "--vdevice",

@@ -21,10 +21,12 @@ from .device.devices import bind_devices, host_device
 from .device.error_records import know_checks
 from .device.forks import MachineLock
 from .device.memory_limit import MemoryLimits, PoolWatch
+from .device.pinned_staging import use_loop
 from .device.tensors import copy_into
 from .device.threads import enter_call, leave_call, threads_of
 from .file.executable import Executable
 from .file.export import generate_code
+from .file.versions import version_here
 from .profile import Profile, ProfileRecorder
 from .queue.fence import Fence, here
 from .queue.queued_calls import MAX_IN_FLIGHT
@@ -51,7 +53,7 @@ class VirtualMachine:
     Parameters
     ----------
     executable : Executable
-        What to run.
+        What to run; where optional devices are absent, the version of it that does without them.
     devices : None, sequence or mapping
         None: the manifest's. A sequence: one device per manifest entry. A mapping from entries (``"llvm:1"``,
         ``"llvm"``, ``"vdevice:1"``, an index, a VDevice, a ``tvm.Device``) to devices (``tvm.Device`` or text such as
@@ -64,6 +66,8 @@ class VirtualMachine:
 
     Attributes
     ----------
+    executable : Executable
+        The version that runs.
     graphs : list of CudaGraph
         The command buffers of CUDA devices that can run as graphs.
 
@@ -86,6 +90,7 @@ class VirtualMachine:
     ) -> None:
         if not isinstance(executable, Executable):
             raise BindingError(f"VirtualMachine runs an Executable, found {type(executable).__name__}")
+        executable, devices, memory_limit = version_here(executable, devices, memory_limit)
         about = executable.metadata
         bound = bind_devices(about, devices)
         limits = None if memory_limit is None else MemoryLimits(about, memory_limit, max_in_flight)
@@ -102,6 +107,7 @@ class VirtualMachine:
         try:
             generate_code(module)
             self._threads = threads_of(executable.devices, module)
+            use_loop(module)
             know_checks(about.checks)
             self._constants = executable.constants_on(self._devices)
             self._module = _load(module, self._devices)

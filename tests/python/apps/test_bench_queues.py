@@ -39,7 +39,7 @@ def test_a_trace_becomes_a_picture(tmp_path):
         {"name": "bytes between steps", "ph": "C", "ts": 6.0, "args": {"llvm:0": 4096}, **common},
     ]
     (tmp_path / "out.json").write_text(json.dumps({"traceEvents": events}))
-    command = [sys.executable, BENCH / "trace_picture.py", tmp_path / "out.json", tmp_path / "out.svg"]
+    command = [sys.executable, BENCH / "queue_bench" / "trace_picture.py", tmp_path / "out.json", tmp_path / "out.svg"]
     subprocess.run([*command, "--title", "one step"], check=True, timeout=120)
     drawn = (tmp_path / "out.svg").read_text()
     assert "one step" in drawn and "queue of cpu:0" in drawn and "stage, 1" in drawn

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from relax_hetero.frontend import CostModel, DeviceCost, LinkCost
 from relax_hetero.frontend.auto.plan_costs import PlanCosts
-from relax_hetero.frontend.auto.work_graph import OUTSIDE, WorkGraph, WorkUnit, WorkValue
+from relax_hetero.frontend.auto.work_graph import OUTSIDE, Work, WorkGraph, WorkUnit, WorkValue
 
 # A device that does an operation a second, and links that take a second a byte: costs are whole seconds.
 SLOW = DeviceCost(1, 1e30, 0)
@@ -21,7 +21,7 @@ def links(num_devices, host, bandwidth=1e10, latency=1e-6):
 def costs_of(flops, values, devices=(SLOW, SLOW), host=0, queues=()):
     """A unit for each number of flops; a value for each (bytes, maker, readers)."""
     graph = WorkGraph(
-        [WorkUnit([str(i)], [(work, 0)]) for i, work in enumerate(flops)], [WorkValue(*v) for v in values]
+        [WorkUnit([str(i)], [Work(work, 0)]) for i, work in enumerate(flops)], [WorkValue(*v) for v in values]
     )
     return PlanCosts(graph, CostModel(list(devices), links(len(devices), host, 1, 0), host, queues=queues))
 
@@ -37,7 +37,8 @@ def problems(draw, num_devices, most_units=6, in_order=True):
     count = draw(st.integers(1, most_units))
     rates = st.sampled_from([1e9, 1e10, 1e11, 1e12])
     units = [
-        WorkUnit([str(i)], [(draw(st.sampled_from([0.0, 1e6, 1e8])), draw(st.floats(0, 1e6)))]) for i in range(count)
+        WorkUnit([str(i)], [Work(draw(st.sampled_from([0.0, 1e6, 1e8])), draw(st.floats(0, 1e6)))])
+        for i in range(count)
     ]
     values = []
     for maker in (OUTSIDE, *range(count)):

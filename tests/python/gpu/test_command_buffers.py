@@ -8,6 +8,8 @@ import pytest
 import tvm
 import tvm_ffi
 from tvm import relax, te
+from tvm.script import ir as I
+from tvm.script import tirx as T
 
 import relax_hetero as rh
 from relax_hetero.artifact.graph_layout import ROWS
@@ -199,17 +201,145 @@ def test_two_machines_share_a_device():
 
 
 def test_symbolic_extents():
-    """A graph for each; those of a smaller arena are recorded again."""
     exe = rh.compile(steps(6, symbolic=True))
     assert [region.runs for region in exe.metadata.regions] == ["CUDA graph"]
     vm = rh.vm.VirtualMachine(exe)
+    for _ in range(4):
+        for extent in (1, 7, 1000, 3, 4096):
+            x = numbers(extent)
+            np.testing.assert_array_equal(vm["main"](x).numpy(), added(x, 6))
+    assert len(graph_of(vm)._recorded) == 5
+
+
+def test_symbolic_layers():
+    """An arena whose size follows the rows, constants, and kernels of products and rows."""
+    mod, weights = layers(rows=tvm.tirx.Var("n", "int64"))
+    vm = rh.vm.VirtualMachine(rh.compile(mod))
     held = []
-    for extent in (1, 7, 1000, 3, 4096, 7, 7, 1000, 7, 4096, 4096):
-        x = numbers(extent)
-        held.append((x, vm["main"](tvm.runtime.tensor(x, tvm.cuda(0)))))
+    for _ in range(3):
+        for rows in (8, 1, 300, 65):
+            x = fresh_rng().standard_normal((rows, 64)).astype("float32")
+            held.append((x, vm["main"](tvm.runtime.tensor(x, tvm.cuda(0)))))
     for x, y in held:
-        np.testing.assert_array_equal(y.numpy(), added(x, 6))
-    assert is_recorded(graph_of(vm)) and len(graph_of(vm)._recorded) == 3
+        np.testing.assert_allclose(y.numpy(), layered(x, weights), rtol=1e-4)
+    assert len(graph_of(vm)._recorded) == 4
+
+
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_donated_arguments(symbolic):
+    rows = tvm.tirx.Var("n", "int64") if symbolic else 64
+    x, y = (relax.Var(name, relax.TensorType((rows, 64), "float32")) for name in "xy")
+    builder, weight = relax.BlockBuilder(), fresh_rng().standard_normal((64, 64)).astype("float32")
+    with builder.function("main", [x, y]):
+        with builder.dataflow():
+            a = builder.emit(relax.op.nn.softmax(builder.emit(relax.op.matmul(y, relax.const(weight)))))
+            kept = builder.emit(relax.op.add(x, builder.emit(relax.op.matmul(a, relax.const(weight)))))
+            out = builder.emit_output(relax.op.nn.softmax(builder.emit(relax.op.matmul(kept, relax.const(weight)))))
+            kept = builder.emit_output(kept)
+        builder.emit_func_output(relax.Tuple([kept, out]))
+    exe = rh.compile(with_vdevices(builder.get(), [rh.VDevice(CUDA)]), donate=["x"])
+    vm = rh.vm.VirtualMachine(exe)
+
+    def softmax(logits):
+        exps = np.exp(logits - logits.max(-1, keepdims=True))
+        return exps / exps.sum(-1, keepdims=True)
+
+    for _ in range(4):
+        x, y = fresh_rng().standard_normal((2, 64, 64)).astype("float32")
+        found = [f.numpy() for f in vm["main"](tvm.runtime.tensor(x, tvm.cuda(0)), y)]
+        wanted = x + softmax(y.astype("float64") @ weight) @ weight
+        np.testing.assert_allclose(found[0], wanted, rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(found[1], softmax(wanted @ weight), rtol=1e-3, atol=1e-4)
+
+
+def by_hand():
+    """A machine with kernels that command buffers by hand may run on the GPU."""
+
+    @I.ir_module
+    class Kernels:
+        I.module_global_infos({"vdevice": [I.vdevice({"kind": "cuda", "arch": "sm_90"})]})
+
+        @T.prim_func(s_tir=True)
+        def scale(a: T.handle, b: T.handle, factor: T.float32):
+            n = T.int64()
+            A = T.match_buffer(a, (n,), "float32")
+            B = T.match_buffer(b, (n,), "float32")
+            for i in range(n):
+                with T.sblock("scale"):
+                    vi = T.axis.spatial(n, i)
+                    B[vi] = A[vi] * factor
+
+        @T.prim_func(s_tir=True)
+        def count_positive(A: T.Buffer((8,), "float32"), counts: T.Buffer((1,), "int32")):
+            with T.sblock("root"):
+                T.reads()
+                T.writes()
+                counts[0] = T.int32(0)
+                for i in range(8):
+                    if A[i] > T.float32(0):
+                        counts[0] = counts[0] + T.int32(1)
+
+        @T.prim_func(s_tir=True)
+        def mark(A: T.Buffer((8,), "float32"), row: T.int32):
+            T.func_attr({"relax_hetero.workgroups": 1})
+            with T.sblock("root"):
+                T.reads()
+                T.writes()
+                A[row] = A[row] + T.float32(1)
+
+    return rh.vm.VirtualMachine(rh.compile(Kernels))
+
+
+def on_gpu(array):
+    return tvm.runtime.tensor(array, tvm.cuda(0))
+
+
+def test_kernels_copies_and_fills_by_hand():
+    vm = by_hand()
+    cb = rh.vm.CommandBuffer(vm, slots=3, parameters=1)
+    cb.begin()
+    cb.dispatch("scale", 1, [cb.slot(0), cb.slot(1)], {"n": cb.parameter(0), "factor": 2.5})
+    cb.copy(cb.slot(1, 0, 1024), cb.slot(2, 0, 1024))
+    cb.fill(cb.slot(2, 1024, 64), 7.0, "float32")
+    cb.fill(cb.slot(2, 1088, 64), -1.0, "float64")
+    cb.fill(cb.slot(2, 1152, 32), b"\x01\x02")
+    cb.end()
+    assert cb.spec.runs == "CUDA graph"
+    tables = []
+    for _ in range(3):
+        x = numbers(1000)
+        tensors = [on_gpu(a) for a in (x, np.zeros(1000, "float32"), np.zeros(300, "float32"))]
+        tables.append((x, tensors, cb.bind(dict(enumerate(tensors)))))
+    for _ in range(3):
+        for x, (_, y, z), table in tables:
+            for count in (1000, 256):
+                cb.submit(table, [count]).wait()
+                np.testing.assert_array_equal(y.numpy()[:count], x[:count] * np.float32(2.5))
+                assert z.numpy()[256:272].tolist() == [7.0] * 16
+                assert z.numpy()[272:288].view("float64").tolist() == [-1.0] * 8
+                assert z.numpy()[288:296].tobytes() == b"\x01\x02" * 16
+                np.testing.assert_array_equal(z.numpy()[:256], y.numpy()[:256])
+    with pytest.raises(rh.BindingError, match="cuda:0"):
+        cb.bind([np.zeros(1000, "float32")] * 3)
+
+
+def test_counts_and_predicates_by_hand():
+    vm = by_hand()
+    cb = rh.vm.CommandBuffer(vm, slots=2)
+    count = cb.buffer(on_gpu(np.zeros(1, "int32")))
+    cb.begin()
+    cb.dispatch("count_positive", 1, [cb.slot(0), count])
+    cb.dispatch_indirect("mark", count, [cb.slot(1)])
+    cb.dispatch("mark", 1, [cb.slot(1)], when=count)
+    cb.dispatch("mark", 3, [cb.slot(1)], unless=count)
+    cb.end()
+    for positive in (0, 3, 8, 0):
+        marks = on_gpu(np.zeros(8, "float32"))
+        cb.submit([on_gpu(np.where(np.arange(8) < positive, 1, -1).astype("float32")), marks]).wait()
+        wanted = np.zeros(8)
+        wanted[:positive] += 1
+        wanted[: 1 if positive else 3] += 1
+        np.testing.assert_array_equal(marks.numpy(), wanted)
 
 
 def test_without_cuda_bindings(monkeypatch, caplog):

@@ -32,6 +32,16 @@ SIZES = [1, FIRST_PART_BYTES + 1, STAGED_BYTES - 1, STAGED_BYTES, STAGED_BYTES +
 LARGE = 256_000_000
 
 
+@pytest.fixture(scope="module", autouse=True)
+def loop():
+    """The first machine with code for a GPU brings the loop of large copies along."""
+    x = relax.Var("x", relax.TensorType((4,), "float32"))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x]):
+        builder.emit_func_output(builder.emit(relax.op.negative(x)))
+    rh.vm.VirtualMachine(rh.compile(with_vdevices(builder.get(), [rh.VDevice(rh.native("cuda"))])))
+
+
 def random(nbytes):
     return fresh_rng().integers(0, 256, nbytes, "uint8")
 

@@ -286,6 +286,28 @@ PTX.append((re.compile(r"sub\.(rn\.)?b?f16x2"), _pairwise(lambda a, b: a - b)))
 PTX.append((re.compile(r"mul\.(rn\.)?b?f16x2"), _pairwise(lambda a, b: a * b)))
 
 
+@instruction(r"ex2\.approx\.ftz\.f32")
+def _power_of_two(expressions: Any, one: Instruction) -> Any:
+    write, value = register_writer(expressions, one.operands[0]), expressions.compiled(one.operands[1])
+
+    def evaluate(lanes: Any, mask: Any) -> None:
+        power = np.exp2(bits_of(lanes, value(lanes, mask), TYPES["f32"]))
+        write(lanes, mask, np.where(power < 2.0**-126, np.float32(0), power).astype(np.float32))
+
+    return evaluate
+
+
+@instruction(r"max\.NaN\.f32")
+def _maximum_or_nan(expressions: Any, one: Instruction) -> Any:
+    write, values = register_writer(expressions, one.operands[0]), [expressions.compiled(v) for v in one.operands[1:3]]
+
+    def evaluate(lanes: Any, mask: Any) -> None:
+        a, b = (bits_of(lanes, value(lanes, mask), TYPES["f32"]) for value in values)
+        write(lanes, mask, np.maximum(a, b))
+
+    return evaluate
+
+
 @instruction(r"lop3\.b32")
 def _lop3(expressions: Any, one: Instruction) -> Any:
     write = register_writer(expressions, one.operands[0])

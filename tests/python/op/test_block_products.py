@@ -41,7 +41,7 @@ def test_types():
 
 def test_text_there_and_back():
     text = Module.script(show_meta=True)
-    assert "R.hetero.dequantize_blocks(data, scales, zeros, depth=90, block=32)" in text
+    assert "R.hetero.dequantize_blocks(data, scales, zeros, depth=90, block=32, bits=4)" in text
     assert_structural_equal(tvm.ir.load_json(tvm.ir.save_json(Module)), Module)
 
 

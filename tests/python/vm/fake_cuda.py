@@ -3,9 +3,15 @@
 import ctypes
 import random
 import threading
+from functools import cache
 from types import SimpleNamespace
 
 import numpy as np
+
+from relax_hetero.driver.link import worker_threads
+from relax_hetero.target.native_target import native
+from relax_hetero.vm.device.cuda_library import CudaLibrary
+from relax_hetero.vm.device.pinned_staging import loop_of
 
 NOT_READY, LOST, INVALID = 600, 719, 1
 NAMES = {INVALID: b"CUDA_ERROR_INVALID_VALUE", LOST: b"CUDA_ERROR_LAUNCH_FAILED"}
@@ -156,9 +162,48 @@ class FakeCuda:
     def cuMemcpyPeerAsync(self, target, target_context, source, source_context, nbytes, stream):
         self._copy((source_context, target_context), target, source, nbytes, stream)
 
+    def cuMemsetD8Async(self, address, value, count, stream):
+        self._push(stream, lambda: ctypes.memset(address, value, count))
+
+    def cuMemsetD16Async(self, address, value, count, stream):
+        self._push(stream, lambda: _fill(ctypes.c_uint16, address, 2, value, count))
+
+    def cuMemsetD32Async(self, address, value, count, stream):
+        self._push(stream, lambda: _fill(ctypes.c_uint32, address, 4, value, count))
+
+    def cuMemsetD2D32Async(self, address, pitch, value, width, height, stream):
+        self._push(
+            stream, lambda: [_fill(ctypes.c_uint32, address + row * pitch, 4, value, width) for row in range(height)]
+        )
+
     def _copy(self, kind, target, source, nbytes, stream):
         self.copies.append((kind, nbytes))
         self._push(stream, lambda: ctypes.memmove(target, source, nbytes))
         pageable = {"to the GPU": source, "to the host": target}.get(kind)
         if pageable is not None and self.cuPointerGetAttribute(SimpleNamespace(_obj=ctypes.c_uint()), 2, pageable):
             self.cuStreamSynchronize(stream)  # as the driver does, at least where it writes to such memory
+
+
+def _fill(kind, address, pitch, value, count):
+    for number in range(count):
+        kind.from_address(address + number * pitch).value = value
+
+
+class FakeLibrary(CudaLibrary):
+    """The driver's library with functions that have addresses, for code that calls them itself."""
+
+    def __init__(self, cuda):
+        super().__init__(cuda.library, cuda.library)
+        self._by_address = {}
+
+    def address(self, name):
+        if name not in self._by_address:
+            function = self._functions[name]
+            self._by_address[name] = ctypes.CFUNCTYPE(ctypes.c_int, *function.argtypes)(function)
+        return ctypes.cast(self._by_address[name], ctypes.c_void_p).value
+
+
+@cache
+def staging_loop():
+    """The loop of copies that executables for GPUs bring along."""
+    return loop_of(worker_threads._compiled(str(native("llvm").attrs["mtriple"])))

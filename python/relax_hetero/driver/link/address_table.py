@@ -113,7 +113,8 @@ def is_llvm_buffer(func: tvm.ir.BaseFunc) -> bool:
 
 
 def callable_by_hand(mod: tvm.IRModule, kernels: Sequence[str]) -> tuple[tvm.IRModule, dict[str, str]]:
-    """A lowered module with kernels of llvm devices also as plain functions that can be called by address.
+    """A lowered module with kernels also as functions of pointers: of llvm devices, plain ones that are called by
+    address; of cuda devices, packed ones that launch.
 
     Parameters
     ----------
@@ -127,12 +128,17 @@ def callable_by_hand(mod: tvm.IRModule, kernels: Sequence[str]) -> tuple[tvm.IRM
     taken = {gv.name_hint for gv in functions}
     symbols: dict[str, str] = {}
     for gv, func in mod.functions.items():
-        if gv.name_hint in kernels and isinstance(func, tirx.PrimFunc) and func.attrs["target"].kind.name == "llvm":
-            signature = raw_signature(func)
-            if signature is not None:
-                raw = fresh_global_var(f"{gv.name_hint}_raw", gv.ty, taken)
-                functions[raw] = named_kernel(raw, raw_kernel(func, signature))
-                symbols[gv.name_hint] = raw.name_hint
+        if gv.name_hint not in kernels or not isinstance(func, tirx.PrimFunc):
+            continue
+        kind, signature = func.attrs["target"].kind.name, raw_signature(func)
+        if signature is None or kind not in ("llvm", "cuda"):
+            continue
+        # Kernels of a GPU get names of C++ from that of the function.
+        name = gv.name_hint if kind == "llvm" else re.sub(r"\W", "_", gv.name_hint)
+        raw = fresh_global_var(f"{name}_raw", gv.ty, taken)
+        made = raw_kernel(func, signature)
+        functions[raw] = named_kernel(raw, made) if kind == "llvm" else made.with_attr("global_symbol", raw.name_hint)
+        symbols[gv.name_hint] = raw.name_hint
     return (copy_module(mod, functions), symbols) if symbols else (mod, symbols)
 
 

@@ -81,7 +81,7 @@ def link(mod: tvm.IRModule, progress: Progress | None = None, folder: CacheFolde
     built = build_in_parallel(parts, lambda target, part: _built(target, part, host_target), progress)
     machine_code = _with_machine_code(built, progress, folder)
     libraries = [part.host if isinstance(part, CudaPart) else part for part in built]
-    libraries += worker_threads(parts)
+    libraries += worker_threads(parts, host_target)
     if not libraries and not external and host_target.kind.name == "llvm":
         # TVM would put an empty module of C there, which a compiler of C would have to link.
         libraries = [build_llvm(host_target, tvm.IRModule())]

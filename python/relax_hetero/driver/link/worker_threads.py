@@ -38,9 +38,9 @@ _BARRIER = "pragma_parallel_barrier_when_finish"
 _INT = "int64"
 
 # Functions that C calls: the kinds of their parameters, "p" for a pointer. They return a status.
-_SHELLS = {"launch": "ppi", "work": "p", "end": "p"}
+_SHELLS = {"launch": "ppi", "work": "p", "end": "p", "stage": "pp"}
 # Functions that Python calls: how many numbers they take. They return a number.
-_PACKED = {names.START: 5, names.CONFIGURE: 2, names.FORGET: 0, names.WIDTH: 0, names.LAUNCH: 0}
+_PACKED = {names.START: 5, names.CONFIGURE: 2, names.FORGET: 0, names.WIDTH: 0, names.LAUNCH: 0, names.STAGE: 0}
 
 Part = tuple[tvm.target.Target, tvm.IRModule]
 
@@ -65,11 +65,16 @@ def with_launch_setters(parts: Sequence[Part]) -> list[Part]:
     return changed
 
 
-def worker_threads(parts: Sequence[Part]) -> list[tvm.runtime.Module]:
-    """The compiled code of the threads for modules that `with_launch_setters` gave; none where nothing is set."""
+def worker_threads(parts: Sequence[Part], host: tvm.target.Target) -> list[tvm.runtime.Module]:
+    """The compiled code of the threads for modules that `with_launch_setters` gave; none where nothing is set.
+
+    Modules of CUDA kernels have it too: copies between a GPU and the host are in it.
+    """
     first = names.launch_setter(0)
     targets = [target for target, part in parts if any(gv.name_hint == first for gv in part.get_global_vars())]
-    return [_compiled(_triple(target)) for target in targets]
+    if not targets and any(target.kind.name == "cuda" for target, _ in parts):
+        targets = [host]
+    return [_compiled(_triple(target)) for target in targets if text_for(_triple(target)) is not None]
 
 
 @cache  # it is the same for every executable

@@ -8,9 +8,13 @@ the job. A worker that comes too late finds a state that is not older, whatever 
 says stands until its tasks have ended.
 
 Nobody depends on a wake-up: if one is lost, the caller does the work.
+
+Copies of large tensors between a GPU and the host come with them (`staging_text`).
 """
 
 from __future__ import annotations
+
+from . import staging_text
 
 BODY = "relax_hetero.workers.body."
 """How the names of the functions that PrimFuncs call begin."""
@@ -25,7 +29,7 @@ def text_for(triple: str) -> str | None:
     found = _ARCHITECTURES.get(arch)
     if found is None or "linux" not in rest:
         return None
-    text = _TEXT
+    text = _TEXT + staging_text.TEXT
     for name, value in found.items():
         text = text.replace(name, value)
     return text.replace("BODY.", BODY)

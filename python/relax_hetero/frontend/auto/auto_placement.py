@@ -11,16 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import tvm
 from tvm import relax
 
 from ...errors import PlacementError
-from ...target.vdevice import device_name, parse_vdevices
+from ...target.vdevice import device_name, lookup, parse_vdevices, vdevice_index
+from ...vm.device.memory_limit import bytes_of_text
 from ..onnx.importer import import_onnx
 from .cost_model import CostModel, Objective, check_objective
-from .least_work import least_work
 from .plan_costs import TICKS, PlanCosts, call_ticks
 from .plan_search import best_plan
 from .work_graph import WorkGraph, work_graph
@@ -31,9 +31,12 @@ if TYPE_CHECKING:
     from ..onnx.model import ModelSource
 
 
-# Overlap within a call has to take it down to this share of the time without: the model knows nothing of kernels that
-# are fused only where their nodes are on one device.
+# Several devices have to take a call down to this share of the time on one: the model knows nothing of kernels that are
+# fused only where their nodes are on one device, nor of all that steps and transfers cost.
 _BELIEVED = 0.9
+
+MemoryLimit: TypeAlias = int | str | Mapping[str, int | str]
+"""As `auto_placement` takes it."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ def auto_placement(
     vdevices: VDeviceEntry | Iterable[VDeviceEntry],
     cost_model: CostModel | None = None,
     objective: Objective = "latency",
+    memory_limit: MemoryLimit | None = None,
 ) -> AutoPlacement:
     """Choose a device for every node.
 
@@ -87,15 +91,18 @@ def auto_placement(
         A module is planned by its function "main", per binding; an ONNX model per node.
     vdevices : as for `from_onnx`
     cost_model : CostModel, optional
-        Default ``CostModel.for_vdevices(vdevices, objective)``.
+        Default ``CostModel.measured(vdevices, objective)``.
     objective : str, optional
         "latency": the least time for one call. "throughput": the least time between calls, of which several are in
         flight.
+    memory_limit : int, str or mapping, optional
+        The most that weights, inputs, results and values between nodes may take on each device: bytes or text
+        (``"4GB"``), or a mapping from devices (``"cuda:0"``) to these.
 
     Raises
     ------
     PlacementError
-        If a module has no Relax function "main", or the objective is neither.
+        If a module has no Relax function "main", the objective is neither, or no plan that is found fits the limit.
     FrontendError
         If an ONNX model cannot be imported.
     VDeviceError
@@ -104,14 +111,14 @@ def auto_placement(
     check_objective(objective)
     devices = parse_vdevices(vdevices)
     if not isinstance(mod_or_model, tvm.IRModule):
-        return place_graph(import_onnx(mod_or_model), devices, cost_model, objective)
+        return place_graph(import_onnx(mod_or_model), devices, cost_model, objective, memory_limit)
     found = {gv.name_hint: func for gv, func in mod_or_model.functions.items()}.get("main")
     if not isinstance(found, relax.Function):
         raise PlacementError('the module has no Relax function "main" to place')
     model = _checked(cost_model, devices, objective)
     bindings = [binding for block in found.body.blocks for binding in block.bindings]
     graph = work_graph(found.params, bindings, [found.body.body], lambda var: str(var.name), model.symbolic_extent)
-    return _plan(graph, devices, model, objective)
+    return _plan(graph, devices, model, objective, memory_limit)
 
 
 def place_graph(
@@ -119,6 +126,7 @@ def place_graph(
     vdevices: Sequence[tvm.relax.VDevice],
     cost_model: CostModel | None,
     objective: Objective,
+    memory_limit: MemoryLimit | None = None,
 ) -> AutoPlacement:
     """Choose a device for every node of an imported ONNX graph."""
     model = _checked(cost_model, vdevices, objective)
@@ -126,29 +134,37 @@ def place_graph(
     graph = work_graph(
         imported.params, imported.bindings, imported.outputs, lambda var: owners[var].name, model.symbolic_extent
     )
-    return _plan(graph, vdevices, model, objective)
+    return _plan(graph, vdevices, model, objective, memory_limit)
 
 
 def _checked(cost_model: CostModel | None, vdevices: Sequence[tvm.relax.VDevice], objective: Objective) -> CostModel:
-    model = CostModel.for_vdevices(vdevices, objective) if cost_model is None else cost_model
+    model = CostModel.measured(vdevices, objective) if cost_model is None else cost_model
     model.check(len(vdevices))
     return model
 
 
 def _plan(
-    graph: WorkGraph, vdevices: Sequence[tvm.relax.VDevice], model: CostModel, objective: Objective
+    graph: WorkGraph,
+    vdevices: Sequence[tvm.relax.VDevice],
+    model: CostModel,
+    objective: Objective,
+    memory_limit: MemoryLimit | None,
 ) -> AutoPlacement:
-    costs = PlanCosts(graph, model)
+    costs = PlanCosts(graph, model, _limits(memory_limit, vdevices))
 
     def ticks(plan: Sequence[int]) -> int:
         return call_ticks(costs, plan) if objective == "latency" else max(costs.busy_queues(plan))
 
+    def order(plan: Sequence[int]) -> tuple[int, ...]:
+        return (*costs.beyond(plan), ticks(plan))
+
     singles = [[device] * len(graph.units) for device in range(len(vdevices))]
-    start = min(singles, key=ticks)
+    start = min(singles, key=order)
     chosen = best_plan(costs, start, objective)
-    if objective == "latency":
-        plain = min(start, least_work(costs, start), key=ticks)
-        chosen = chosen if ticks(chosen) <= _BELIEVED * ticks(plain) else plain
+    if objective == "latency" and costs.beyond(start) == costs.beyond(chosen):
+        chosen = chosen if ticks(chosen) <= _BELIEVED * ticks(start) else start
+    if any(costs.beyond(chosen)):
+        raise PlacementError(_too_large(costs, chosen, vdevices))
     names = [device_name(vdevice, vdevices) for vdevice in vdevices]
     placed = [(name, device) for unit, device in zip(graph.units, chosen, strict=True) for name in unit.names]
     return AutoPlacement(
@@ -159,3 +175,25 @@ def _plan(
         objective,
         {name: busy / TICKS for name, busy in zip(names, costs.busy(chosen), strict=True)},
     )
+
+
+def _limits(memory_limit: MemoryLimit | None, vdevices: Sequence[tvm.relax.VDevice]) -> dict[int, int]:
+    """The limits by position in the list."""
+    if memory_limit is None:
+        return {}
+    if not isinstance(memory_limit, Mapping):
+        return dict.fromkeys(range(len(vdevices)), bytes_of_text(memory_limit, "memory_limit"))
+    return {
+        vdevice_index(lookup(device, vdevices), vdevices): bytes_of_text(value, f"memory_limit[{device!r}]")
+        for device, value in memory_limit.items()
+    }
+
+
+def _too_large(costs: PlanCosts, plan: Sequence[int], vdevices: Sequence[tvm.relax.VDevice]) -> str:
+    taken = {device: costs.bytes_on(device, plan) for device in costs.limits}
+    found = ", ".join(
+        f"{nbytes:,} bytes on {device_name(vdevices[device], vdevices)}, where the limit is {costs.limits[device]:,}"
+        for device, nbytes in taken.items()
+        if nbytes > costs.limits[device]
+    )
+    return f"no placement within memory_limit was found: the best one takes {found}; expected limits that leave more"

@@ -1,21 +1,25 @@
 """Costs of ops and transfers on each device: the estimates that ``placement="auto"`` minimizes.
 
 Rough on purpose, and every number can be replaced: a plan needs to know that a GPU multiplies matrices a hundred times
-faster than this CPU and that reaching it costs ten microseconds, not the third digit of either.
+faster than this CPU and that reaching it costs ten microseconds, not the third digit of either. Where CPUs and GPUs
+that are here are chosen among, their figures are measured (`measure_devices`); of others, tables say them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias, get_args
 
 import tvm
 from tvm.target import Target, codegen
 
 from ...errors import PlacementError, VDeviceError
+from ...target.gpu_target import gpu_target_of
 from ...target.native_target import num_cores
 from ...target.vdevice import host_vdevice, is_cpu, physical, vdevice_index
+from .measure_devices import Figures, are_here, figures_of
+from .work_graph import Work
 
 Objective: TypeAlias = Literal["latency", "throughput"]
 """The least time for one call, or the least time between calls of which several are in flight."""
@@ -25,8 +29,10 @@ IMPLICIT_HOST = -1
 
 # Share of a device's peak arithmetic and bandwidth that generated code reaches.
 _ATTAINED_CPU_FLOPS = 0.8
-_ATTAINED_GPU_FLOPS = 0.3
+_ATTAINED_GPU_FLOPS = 0.6
 _ATTAINED_BANDWIDTH = 0.7
+# The same of what large products reach, for products as models have them.
+_ATTAINED_BY_LAYERS = 0.7
 
 _CLOCK = 3e9  # Hz, a server core under vector load
 _FLOPS_PER_LANE = 4  # two units, each a multiply and an add per cycle
@@ -48,7 +54,11 @@ _CUDA = {
 }
 _OTHER_GPU = (5e12, 0.3e12)
 
-_GPU_LAUNCH = 5e-6  # seconds per kernel
+# Times of float32 arithmetic that tensor cores multiply elements of two bytes in, by their instruction.
+_TENSOR_CORES = {"wgmma": 12.0, "mma": 6.0}
+_TWO_BYTES = ("float16", "bfloat16")
+
+_GPU_LAUNCH = 2.5e-6  # seconds per kernel of a graph
 _CPU_LAUNCH = 0.5e-6
 
 # Seconds until the worker of one CPU queue goes on with a result of another queue's worker: 45 us were measured between
@@ -73,12 +83,15 @@ class DeviceCost:
     bandwidth : float
         Bytes per second to and from its memory.
     launch : float
-        Seconds per op, whatever its size.
+        Seconds per kernel, whatever its size.
+    products : mapping of str to float
+        Operations per second of products by the element type of their operands; others have `flops`.
     """
 
     flops: float
     bandwidth: float
     launch: float
+    products: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -93,8 +106,9 @@ class LinkCost:
 class CostModel:
     """Seconds per op and per transfer, and which devices work side by side.
 
-    An op takes ``launch + max(flops / device.flops, bytes / device.bandwidth)``. Inputs start on the host and outputs
-    are read there. Weights lie where they are used before the call, and cost nothing.
+    An op takes ``launch + max(flops / device.flops, bytes / device.bandwidth)``, without ``launch`` where it joins the
+    kernel of its operand. Inputs start on the host and outputs are read there. Weights lie where they are used before
+    the call, and cost nothing to bring there.
 
     Attributes
     ----------
@@ -123,6 +137,8 @@ class CostModel:
     @classmethod
     def for_vdevices(cls, vdevices: Sequence[tvm.relax.VDevice], objective: Objective = "latency") -> CostModel:
         """Defaults by target kind and features (vector width and cores of a CPU, compute capability of a GPU).
+
+        What is measured of devices that are here is in `measured`.
 
         A CPU device works with ``num-cores`` of its target, one where it says nothing. CPU devices that together have
         more cores than this process may use share them: in one call they take turns, each with all its cores; with
@@ -153,20 +169,30 @@ class CostModel:
         links = {(a, b): _default_link(ends[a], ends[b], take_turns) for a in ends for b in ends if a != b}
         return cls(devices, links, host_index, queues=queues)
 
-    def op_seconds(self, flops: float, moved: float, device: int) -> float:
+    @classmethod
+    def measured(cls, vdevices: Sequence[tvm.relax.VDevice], objective: Objective = "latency") -> CostModel:
+        """`for_vdevices`, with measured figures where the devices are a CPU and a GPU, or several GPUs, that are here.
+
+        Measuring takes some seconds, once per machine (`measure_devices`).
+        """
+        model = cls.for_vdevices(vdevices, objective)
+        if len(vdevices) < 2 or all(map(is_cpu, vdevices)) or not are_here(vdevices):
+            return model
+        figures = figures_of(vdevices)
+        return model if figures is None else _with_figures(model, figures)
+
+    def op_seconds(self, work: Work, device: int) -> float:
         """Seconds one op takes there.
 
         Parameters
         ----------
-        flops : float
-            Arithmetic operations.
-        moved : float
-            Bytes read and written.
+        work : Work
         device : int
             Position in the list of vdevices.
         """
         cost = self.devices[device]
-        return cost.launch + max(flops / cost.flops, moved / cost.bandwidth)
+        rate = cost.products.get(work.product, cost.flops)
+        return (cost.launch if work.is_kernel else 0.0) + max(work.flops / rate, work.moved / cost.bandwidth)
 
     def transfer_seconds(self, size: float, source: int, destination: int) -> float:
         """Seconds until `size` bytes have gone from one device to another; 0 to where they are."""
@@ -187,6 +213,20 @@ class CostModel:
             raise VDeviceError(f"the cost model has no link between devices {missing[0]}")
         if self.queues and (len(self.queues) != num_devices or min(self.queues) < 0):
             raise VDeviceError(f"the cost model's queues are {list(self.queues)}; expected a number for each device")
+
+
+def _with_figures(model: CostModel, figures: Figures) -> CostModel:
+    """The model with what was measured, of links too; CPU devices that share cores keep their shares."""
+    devices = []
+    for cost, found in zip(model.devices, figures.devices, strict=True):
+        products = {dtype: rate * _ATTAINED_BY_LAYERS for dtype, rate in found.products.items()}
+        devices.append(replace(cost, bandwidth=found.bandwidth, launch=found.launch, products=products))
+    links = dict(model.links)
+    for (source, target), link in figures.links.items():
+        # Of what a whole call on a GPU takes, half for its argument and half for its result.
+        calls = abs(figures.devices[source].call - figures.devices[target].call) / 2
+        links[source, target] = LinkCost(link.bandwidth, max(link.crossing, calls))
+    return replace(model, devices=devices, links=links)
 
 
 def _default_link(source: tvm.relax.VDevice | None, target: tvm.relax.VDevice | None, take_turns: bool) -> LinkCost:
@@ -220,11 +260,14 @@ def _default_cpu(target: Target, cores: int, socket: int) -> DeviceCost:
 
 def _default_gpu(target: Target) -> DeviceCost:
     peak, bandwidth = _OTHER_GPU
+    products: dict[str, float] = {}
     if target.kind.name == "cuda":
         arch = str(target.attrs.get("arch", ""))
         number = int("".join(filter(str.isdigit, arch)) or 0)
         peak, bandwidth = next(figures for capability, figures in _CUDA.items() if number >= capability)
-    return DeviceCost(peak * _ATTAINED_GPU_FLOPS, bandwidth * _ATTAINED_BANDWIDTH, _GPU_LAUNCH)
+        faster = _TENSOR_CORES.get(gpu_target_of(target).tensor, 1.0)
+        products = {dtype: peak * faster * _ATTAINED_GPU_FLOPS for dtype in _TWO_BYTES}
+    return DeviceCost(peak * _ATTAINED_GPU_FLOPS, bandwidth * _ATTAINED_BANDWIDTH, _GPU_LAUNCH, products)
 
 
 def _lanes(target: Target) -> int:

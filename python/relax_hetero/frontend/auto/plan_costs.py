@@ -7,7 +7,9 @@ independent work overlaps; `CallTime` and `BusiestQueue` keep what a search mini
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from .cost_model import CostModel
@@ -15,6 +17,9 @@ from .work_graph import OUTSIDE, WorkGraph, WorkValue
 
 TICKS = 1e12
 """Ticks in a second: picoseconds."""
+
+PADDING = 1.02
+"""Packed weights are padded to whole tiles."""
 
 
 class PlanCosts:
@@ -30,15 +35,17 @@ class PlanCosts:
     queue_of: The queue of each device.
     ops: Ticks of each unit on each device.
     around: For each unit the values that it makes or reads, as positions in ``graph.values``.
+    limits: The most bytes that a call may take, by device; others have no limit.
     """
 
-    def __init__(self, graph: WorkGraph, model: CostModel) -> None:
+    def __init__(self, graph: WorkGraph, model: CostModel, limits: Mapping[int, int] | None = None) -> None:
         self.graph = graph
+        self.limits = dict(limits or {})
         self.devices = len(model.devices)
         self.queue_of = list(model.queues) or list(range(self.devices))
         self.queues = max(self.queue_of) + 1
         self.ops = [
-            [sum(_ticks(model.op_seconds(flops, moved, device)) for flops, moved in unit.ops) for device in self._all()]
+            [sum(_ticks(model.op_seconds(work, device)) for work in unit.ops) for device in self._all()]
             for unit in graph.units
         ]
         self.around: list[list[int]] = [[] for _ in graph.units]
@@ -67,6 +74,40 @@ class PlanCosts:
         for queue, amount in zip(self.queue_of, self.busy(plan), strict=True):
             ticks[queue] += amount
         return ticks
+
+    def beyond(self, plan: Sequence[int]) -> tuple[int, ...]:
+        """Bytes of a plan beyond the limits, of all devices together; nothing where there are no limits."""
+        if not self.limits:
+            return ()
+        return (sum(max(0, self.bytes_on(device, plan) - limit) for device, limit in self.limits.items()),)
+
+    def bytes_on(self, device: int, plan: Sequence[int]) -> int:
+        """Bytes that a call takes on a device: its weights, and the most of other values that it has at once.
+
+        Values that fused kernels keep in registers count, so the number is above that of the memory plan.
+        """
+        weights: dict[int, float] = {}
+        for unit, place in zip(self.graph.units, plan, strict=True):
+            if place == device:
+                weights |= unit.weights
+        return math.ceil(sum(weights.values()) * PADDING) + self.values_on(device, plan)
+
+    def values_on(self, device: int, plan: Sequence[int]) -> int:
+        """The most bytes of inputs, results and values between units that a device has at once."""
+        end = len(plan)
+        change = [0.0] * (end + 2)
+        for value in self.graph.values:
+            steps = [end if reader == OUTSIDE else reader for reader in value.readers]
+            if self.where(value.maker, plan) == device:
+                begin = max(value.maker, 0)
+            else:
+                there = [step for step in steps if self.where(OUTSIDE if step == end else step, plan) == device]
+                if not there:
+                    continue
+                begin, steps = min(there), there
+            change[min(begin, end)] += value.size
+            change[max(begin, *steps) + 1] -= value.size
+        return math.ceil(max(itertools.accumulate(change)))
 
     def transfers(self, value: WorkValue, plan: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         """Where a value is taken, the device whose queue does it, and ticks; once for each place."""
@@ -199,7 +240,7 @@ class Measure(Protocol):
 
 
 class CallTime:
-    """The time of one call (`call_ticks`); of equal ones the least work."""
+    """The time of one call (`call_ticks`); of equal ones the least work. Plans within the limits come first."""
 
     def __init__(self, costs: PlanCosts, plan: Sequence[int]) -> None:
         self._costs = costs
@@ -211,7 +252,8 @@ class CallTime:
     def move(self, units: Sequence[int], devices: Sequence[int]) -> None:
         """Put units on devices."""
         self._put(units, devices)
-        self.key = call_ticks(self._costs, self.plan), self._costs.total(self.plan)
+        costs = self._costs
+        self.key = (*costs.beyond(self.plan), call_ticks(costs, self.plan), costs.total(self.plan))
         self.effort += len(self.plan) + len(self._costs.graph.values)
 
     def improve(self, units: Sequence[int], devices: Sequence[int]) -> None:
@@ -228,7 +270,7 @@ class CallTime:
 
 
 class BusiestQueue:
-    """How long the busiest queue works for one call, then the second, and so on."""
+    """How long the busiest queue works for one call, then the second, and so on. Plans within the limits come first."""
 
     def __init__(self, costs: PlanCosts, plan: Sequence[int]) -> None:
         self._costs = costs
@@ -265,4 +307,4 @@ class BusiestQueue:
                 self._busy[costs.queue_of[device]] += sign * amount
 
     def _sorted(self) -> tuple[int, ...]:
-        return tuple(sorted(self._busy, reverse=True))
+        return (*self._costs.beyond(self.plan), *sorted(self._busy, reverse=True))

@@ -1,9 +1,10 @@
 """The search for the plan of least time for one call, or whose busiest queue works least.
 
 Both problems are NP-hard, so the result is good rather than best. Starting points are the best of all plans that keep
-each of a few clusters of units together, the plan of least work, and for latency `heft`, for throughput the
-best cut of the program in two. Each is refined by moving and exchanging clusters, coarse ones first, single units last,
-as long as that helps. Of few units (12 on two devices) the first is the best plan there is.
+each of a few clusters of units together, the plan of least work, for latency `heft`, for throughput the best cut of the
+program in two, and within limits of memory `fitting_windows`. Each is refined by moving and exchanging clusters, coarse
+ones first, single units last, as long as that helps. Of few units (12 on two devices) the first is the best plan there
+is.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from .cost_model import Objective
+from .fitting_windows import fitting_windows
 from .heft import heft
 from .least_work import least_work
 from .plan_costs import BusiestQueue, CallTime, Measure, PlanCosts, call_ticks
@@ -27,6 +29,9 @@ _MOST_EFFORT = 300_000
 # Plans of clusters that are all tried.
 MOST_PLANS = 4096
 
+# Starting points of windows that fit.
+_MOST_WINDOWS = 3
+
 # Rounds over the clusters of a level, and how many there may be for pairs of them to be exchanged.
 _MAX_ROUNDS = 4
 _MOST_EXCHANGED = 24
@@ -37,13 +42,14 @@ def best_plan(costs: PlanCosts, start: list[int], objective: Objective, most_pla
 
     Parameters
     ----------
-    start: A plan; the result is no worse than this, and than the plan of least work.
+    start: A plan; the result is no worse than this, and than the plan of least work. Plans within the limits of memory
+        come first, where there are limits.
     objective: "latency": the time of one call, of equal ones the least work. "throughput": the time of the busiest
         queue, then of the second, and so on; of equal ones the quickest call.
     most_plans: How many plans of clusters are all tried.
     """
-    starts = [start, least_work(costs, start)]
-    if costs.queues == 1:
+    starts = [start, least_work(costs, start), *fitting_windows(costs, _MOST_WINDOWS)]
+    if costs.queues == 1 and not costs.limits:
         return starts[1]
     if objective == "throughput":
         starts.append(_best_cut(costs, start))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import tvm
+import tvm_ffi
 from tvm import relax
 
 # The caller, which makes the inputs and reads the outputs.
@@ -36,7 +38,34 @@ _POOLS = frozenset({"relax.nn.max_pool1d", "relax.nn.max_pool2d", "relax.nn.max_
     {"relax.nn.avg_pool1d", "relax.nn.avg_pool2d", "relax.nn.avg_pool3d"}
 )
 
+# Ops that join the kernel which makes an operand of theirs.
+_JOINING = frozenset(
+    "relax." + name
+    for name in (
+        "add", "subtract", "multiply", "divide", "maximum", "minimum", "power", "where", "astype", "clip", "negative",
+        "abs", "exp", "log", "erf", "tanh", "sigmoid", "sqrt", "rsqrt", "square", "nn.relu", "nn.leakyrelu", "nn.prelu",
+        "nn.gelu", "nn.gelu_tanh", "nn.silu", "nn.batch_norm", "nn.dropout",
+    )
+)  # fmt: skip
+
 NamesOf = Callable[[relax.Var], str]
+
+
+class Work(NamedTuple):
+    """An op.
+
+    Attributes
+    ----------
+    flops: Arithmetic operations.
+    moved: Bytes read and written.
+    product: The element type of the operands, of a product or convolution; else "".
+    is_kernel: Whether it is a kernel of its own; False where it joins the one that makes an operand.
+    """
+
+    flops: float
+    moved: float
+    product: str = ""
+    is_kernel: bool = True
 
 
 @dataclass
@@ -46,11 +75,13 @@ class WorkUnit:
     Attributes
     ----------
     names: The nodes in it.
-    ops: Arithmetic operations, and bytes read and written, of each op.
+    ops: The work of each op.
+    weights: Bytes of each constant that it reads, by an identity: units share what has the same.
     """
 
     names: list[str]
-    ops: list[tuple[float, float]] = field(default_factory=list)
+    ops: list[Work] = field(default_factory=list)
+    weights: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -95,6 +126,7 @@ class _Measure:
         self._units: list[WorkUnit] = []
         self._unit_of: dict[str, int] = {}
         self._values: dict[relax.Var, WorkValue] = {}
+        self._made: set[relax.Var] = set()
 
     def graph(
         self, params: Iterable[relax.Var], bindings: Iterable[relax.Binding], outputs: Iterable[relax.Expr]
@@ -104,9 +136,11 @@ class _Measure:
         for binding in bindings:
             unit = self._place(binding)
             self._units[unit].ops += self._work(binding.value)
+            self._units[unit].weights |= self._weights(binding.value)
             for var in relax.analysis.free_vars(binding.value):
                 self._read(var, unit)
             self._values[binding.var] = WorkValue(self._size(binding.var.ty), unit, [])
+            self._made.add(binding.var)
         for output in outputs:
             for var in relax.analysis.free_vars(output):
                 self._read(var, OUTSIDE)
@@ -132,18 +166,33 @@ class _Measure:
         if value is not None and value.maker != reader and reader not in value.readers[-1:]:
             value.readers.append(reader)
 
-    def _work(self, value: relax.Expr) -> list[tuple[float, float]]:
-        """Flops and bytes of each op in a bound value; of both branches of an `If`, the larger."""
+    def _weights(self, value: relax.Expr) -> dict[int, float]:
+        found: dict[int, float] = {}
+
+        def note(constant: tvm.ir.GenericConst) -> None:
+            found[hash(constant.value)] = self._size(constant.ty)
+
+        tvm_ffi.structural_walk(value, (tvm.ir.GenericConst, note))
+        return found
+
+    def _work(self, value: relax.Expr) -> list[Work]:
+        """The work of each op in a bound value; of both branches of an `If`, the larger."""
         if isinstance(value, relax.If):
             branches = [
                 [work for binding in _bindings(branch) for work in self._work(binding.value)]
                 for branch in (value.true_branch, value.false_branch)
             ]
-            return max(branches, key=lambda ops: (sum(flops for flops, _ in ops), sum(moved for _, moved in ops)))
-        if not isinstance(value, relax.Call) or self._size(value.ty) == 0 or _op_name(value) in _FREE:
+            return max(branches, key=lambda ops: (sum(op.flops for op in ops), sum(op.moved for op in ops)))
+        name = _op_name(value) if isinstance(value, relax.Call) else ""
+        if not isinstance(value, relax.Call) or self._size(value.ty) == 0 or name in _FREE:
             return []
-        moved = self._size(value.ty) + sum(self._size(arg.ty) for arg in _tensor_args(value))
-        return [(self._flops(value), moved)]
+        sizes = [self._size(arg.ty) for arg in _tensor_args(value)]
+        made = self._size(value.ty)
+        if name in _JOINING and any(isinstance(arg, relax.Var) and arg in self._made for arg in _tensor_args(value)):
+            # The operand's kernel keeps it in registers, and writes the result instead.
+            return [Work(self._flops(value), sum(sizes) - max(sizes), is_kernel=False)]
+        is_product = name == "relax.matmul" or name.startswith("relax.nn.conv")
+        return [Work(self._flops(value), made + sum(sizes), str(value.args[0].ty.dtype) if is_product else "")]
 
     def _flops(self, call: relax.Call) -> float:
         name, made = _op_name(call), self._elements(call.ty)

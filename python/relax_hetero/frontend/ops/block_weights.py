@@ -1,6 +1,7 @@
-"""Weights of 4 bits in blocks that share a scale: ``com.microsoft.MatMulNBits``, and DequantizeLinear of constants.
+"""Weights of 4 or 8 bits in blocks that share a scale: ``com.microsoft.MatMulNBits``, DequantizeLinear of constants.
 
-Both become `relax.hetero.dequantize_blocks`; a product that reads that keeps its weights in 4 bits.
+Both become `relax.hetero.dequantize_blocks`; a product that reads that keeps its weights as they are where its device
+has a kernel for them.
 """
 
 from __future__ import annotations
@@ -8,13 +9,11 @@ from __future__ import annotations
 import numpy as np
 from tvm import relax
 
-from ...encoding.block_weights import GROUP
+from ...encoding.block_weights import GROUP, bytes_of_row, middle_of
 from ...op import dequantize_blocks
 from .elementwise import cast
 from .node import Node, as_constant, const, dtype_of, is_float, onnx_dtype
 from .table import converts
-
-_MIDDLE = 8  # the zero point where there is none
 
 
 @converts("MatMulNBits")
@@ -22,8 +21,8 @@ def matmul_nbits(node: Node) -> relax.Expr:
     """A @ dequantized(B).T + bias; in float32, which is at least as exact as every `accuracy_level` asks."""
     depth, columns, block = (int(node.attribute(name, 0)) for name in ("K", "N", "block_size"))
     bits = node.attribute("bits", 4)
-    if bits != 4:
-        raise node.refusal(f"found weights of {bits} bits, expected 4")
+    if bits not in (4, 8):
+        raise node.refusal(f"found weights of {bits} bits, expected 4 or 8")
     if node.has(4):
         raise node.refusal("found an order of columns (g_idx), expected blocks of neighbours")
     if block < 16 or block & (block - 1):
@@ -31,10 +30,10 @@ def matmul_nbits(node: Node) -> relax.Expr:
     a, blocks = node.tensor(0), -(-depth // block)
     if not is_float(dtype_of(a)) or dtype_of(a) == "float64":
         raise node.refusal(f"found A of type {dtype_of(a)}, expected float32, float16 or bfloat16")
-    data = _weights(node, 1, "B", columns * blocks * block // 2, "uint8").reshape(columns, -1)
+    data = _weights(node, 1, "B", columns * blocks * bytes_of_row(block, bits), "uint8").reshape(columns, -1)
     scales = _weights(node, 2, "scales", columns * blocks).astype("float32").reshape(columns, blocks)
-    zeros = _zero_points(node, columns, blocks) if node.has(3) else None
-    weight = _dequantized(node, data, scales, zeros, depth, block)
+    zeros = _zero_points(node, columns, blocks, bits) if node.has(3) else None
+    weight = _dequantized(node, data, scales, zeros, depth, block, bits)
     product = node.emit(relax.op.matmul(cast(node, a, "float32"), relax.op.permute_dims(weight, [1, 0])))
     if node.has(5):
         product = node.emit(relax.op.add(product, cast(node, node.tensor(5), "float32")))
@@ -54,23 +53,25 @@ def _weights(node: Node, index: int, what: str, size: int, dtype: str = "") -> n
     return array
 
 
-def _zero_points(node: Node, columns: int, blocks: int) -> np.ndarray:
-    """Zero points of every block: numbers of A's type, or two to a byte, rows of whole bytes."""
+def _zero_points(node: Node, columns: int, blocks: int, bits: int) -> np.ndarray:
+    """Zero points of every block: numbers of A's type, or as many bits as weights have, rows of whole bytes."""
     array = node.constant(3)
     if array is None or str(array.dtype) != "uint8":
         return _weights(node, 3, "zero_points", columns * blocks).astype("float32").reshape(columns, blocks)
-    packed = _weights(node, 3, "zero_points", columns * -(-blocks // 2)).reshape(columns, -1)
+    packed = _weights(node, 3, "zero_points", columns * bytes_of_row(blocks, bits)).reshape(columns, -1)
+    if bits == 8:
+        return packed
     return np.stack([packed & 15, packed >> 4], axis=-1).reshape(columns, -1)[:, :blocks]
 
 
 def _dequantized(
-    node: Node, data: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, depth: int, block: int
+    node: Node, data: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, depth: int, block: int, bits: int = 4
 ) -> relax.Expr:
     """The weights as numbers, (columns, depth); zero points that say nothing are left out."""
-    if zeros is not None and (zeros == _MIDDLE).all():
+    if zeros is not None and (zeros == middle_of(bits)).all():
         zeros = None
     points = None if zeros is None else const(np.ascontiguousarray(zeros))
-    return node.emit(dequantize_blocks(const(data), const(scales), points, depth=depth, block=block))
+    return node.emit(dequantize_blocks(const(data), const(scales), points, depth=depth, block=block, bits=bits))
 
 
 def dequantized_blocks(node: Node) -> relax.Expr | None:

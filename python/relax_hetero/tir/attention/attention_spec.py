@@ -59,6 +59,9 @@ class HeadsView(View):
         Of every iteration dimension.
     """
 
+    _held = staticmethod(opaque)
+    """What keeps a stride at hand."""
+
     def __init__(
         self, function: Function, name: str, operand: Operand, starts: Sequence[int], sizes: Mapping[str, Expr]
     ) -> None:
@@ -69,6 +72,10 @@ class HeadsView(View):
     def open(self, raw: bool = False) -> None:
         """As of any view. Conditions are read as bytes, bfloat16 as bits: vectors cannot be bound, nor be masked."""
         self.open_as({"bool": "int8", "bfloat16": "uint16"}.get(self.nominal, self.nominal))
+
+    def open_as(self, dtype: str) -> None:
+        """Declare the elements as those of another type of the same width."""
+        super().open_as(dtype)
         self._strides: dict[str, Expr] = {}
         self._start: Expr = 0
         distance: Expr = 1
@@ -78,9 +85,9 @@ class HeadsView(View):
             step = distance
             for name in reversed(names):
                 self._strides[name] = step
-                step = opaque(_product(step, self._sizes.get(name, 1)))
-            distance = opaque(_product(distance, plain_extent(extent)))
-        self._start = opaque(self._start)
+                step = self._held(_product(step, self._sizes.get(name, 1)))
+            distance = self._held(_product(distance, plain_extent(extent)))
+        self._start = self._held(self._start)
 
     def runs_along(self, name: str) -> bool:
         """Whether the tensor has the iteration dimension (else it is broadcast along it)."""

@@ -13,11 +13,12 @@ from typing import Any
 import tvm
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
-from tvm_ffi import structural_map
 
 from ...artifact import graph_layout as state
-from ...artifact.graph_layout import FILLED_AT_ONCE, ROWS, TOLD_EVERY, Layout
+from ...artifact.graph_layout import FILLED_AT_ONCE, ROWS, TOLD_EVERY, WAYS, Layout
+from ...target.gpu_target import gpu_target_of
 from ..core.builder import Expr, Function
+from ..cuda.core.ptx import let_next_launch_begin
 from .command_list import Tensor
 
 _WORD = "int64"
@@ -35,7 +36,9 @@ _TEXT = (
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel and its arguments: numbers over the parameters, or words of the plan with a byte offset: addresses.
+    """A kernel and its arguments: numbers, or words of the plan with a byte offset, which are addresses.
+
+    Numbers and offsets may be expressions over the parameters of the command buffer.
 
     `fetching` is a kernel that brings a row of the ring into the table before it does the same.
     """
@@ -50,15 +53,18 @@ def submit_function(
     inputs: Sequence[Tensor],
     results: Sequence[Tensor],
     target: tvm.target.Target,
-    arena: Expr | int = 0,
-    numbers: Sequence[tirx.Var] = (),
     parameters: Sequence[tirx.Var] = (),
+    numbers: Sequence[tirx.Var] = (),
 ) -> tirx.PrimFunc:
-    """A PrimFunc of inputs, the state, numbers and results that submits the graph.
+    """A PrimFunc of inputs, the state, `numbers` and results that submits the graph.
 
-    What it is given is checked as arguments of any kernel are. Where there is no graph of these parameters (symbolic
-    extents, of which `numbers` are those that no tensor's shape says), or no free row, it leaves the submission to the
-    machine (``relax_hetero.submit_graph``), which is told the bytes of the `arena`.
+    Parameters
+    ----------
+    parameters : sequence of Var
+        Of the command buffer, int64: each is an extent of a tensor, or one of `numbers`.
+
+    What it is given is checked as arguments of any kernel are. Where there is no graph, or no free row, it leaves the
+    submission to the machine (``relax_hetero.submit_graph``).
     """
     layout = Layout(len(inputs) + len(results), len(parameters))
     with Function(name) as function:
@@ -69,24 +75,17 @@ def submit_function(
         given += [function.argument(tensor.name, tensor.shape, tensor.dtype) for tensor in results]
         with function.body(), T.attr(tirx.const(0, "int32"), "pragma_import_llvm", _TEXT):
             addresses = [_address(tensor) for tensor in given]
-            _submit(words, addresses, parameters, arena, layout, target.get_target_device_type())
+            _submit(words, addresses, parameters, layout, target.get_target_device_type())
     # The code that is called by address reads the state, so nothing may be known of who else does.
     return _on(function, target).with_attr({"tirx.noalias": False})
 
 
 def _submit(
-    words: Any,
-    addresses: Sequence[Expr],
-    parameters: Sequence[tirx.Var],
-    arena: Expr | int,
-    layout: Layout,
-    device_type: int,
+    words: Any, addresses: Sequence[Expr], parameters: Sequence[Expr], layout: Layout, device_type: int
 ) -> None:
-    values = [tirx.Cast(_WORD, parameter) for parameter in parameters]
     ticket = T.bind(words[_word(state.SUBMITTED)])
-    graph = T.bind(words[_word(state.GRAPH)])
-    is_recorded = [words[_word(layout.recorded + i)] == value for i, value in enumerate(values)]
-    with T.If(tirx.all(graph != 0, ticket - words[_word(state.CONSUMED)] < ROWS, *is_recorded)):
+    graph = _graph_for(words, parameters, layout) if parameters else T.bind(words[_word(state.GRAPH)])
+    with T.If(tirx.all(graph != 0, ticket - words[_word(state.CONSUMED)] < ROWS)):
         with T.Then():
             row = T.bind(layout.ring + tirx.truncmod(ticket, _word(ROWS)) * layout.slots)
             for number, address in enumerate(addresses):
@@ -99,9 +98,23 @@ def _submit(
                 T.buffer_store(words, ticket, [_word(state.SUBMITTED)])
                 T.evaluate(tirx.call_packed("relax_hetero.graph_failed", _address(words), code))
         with T.Else():
-            for number, value in enumerate([*addresses, *values, _word(arena) if isinstance(arena, int) else arena]):
-                T.buffer_store(words, value, [_word(layout.staged + number)])
+            for number, address in enumerate(addresses):
+                T.buffer_store(words, address, [_word(layout.staged + number)])
+            for number, value in enumerate(parameters):
+                T.buffer_store(words, value, [_word(layout.values + number)])
             T.evaluate(tirx.call_packed("relax_hetero.submit_graph", _address(words)))
+
+
+def _graph_for(words: Any, parameters: Sequence[Expr], layout: Layout) -> Expr:
+    """The graph that was recorded for the parameters, 0 where there is none."""
+    # In no buffer: memory that a function with a GPU's target allocates is the GPU's.
+    graph: Expr = _word(0)
+    for way in range(WAYS):
+        entry = layout.ways + way * layout.way
+        alike = [tirx.EQ(words[_word(entry + 1 + number)], value) for number, value in enumerate(parameters)]
+        is_found = alike[0] if len(alike) == 1 else tirx.all(*alike)
+        graph = T.bind(tirx.Select(is_found, words[_word(entry)], graph))
+    return graph
 
 
 def record_function(
@@ -113,27 +126,19 @@ def record_function(
     target: tvm.target.Target,
     parameters: Sequence[tirx.Var] = (),
 ) -> tirx.PrimFunc:
-    """A PrimFunc of the plan's address that launches all kernels on the current stream.
+    """A PrimFunc of the plan's address, and of parameters, that launches all kernels on the current stream.
 
-    The plan has the values of the `parameters` that arguments of launches depend on. First `fetch`, or the launch that
-    does this too, brings a row of the ring into the table, to be recorded; or, where the plan names no ring, `fill`
-    writes the plan's bindings there, and the launches are the submission itself.
+    First `fetch`, or the launch that does this too, brings a row of the ring into the table, to be recorded; or, where
+    the plan names no ring, `fill` writes the plan's bindings there, and the launches are the submission itself.
     """
     with Function(name) as function:
         plan = T.arg("plan", T.handle(_WORD))
+        for parameter in parameters:
+            T.arg(parameter.name, parameter)
         with function.body():
             words = T.decl_buffer((_word(1),), _WORD, data=plan)
-            first = Layout(slots, len(parameters)).values
-            values = {
-                parameter: T.bind(tirx.Cast(parameter.ty.dtype, words[_word(first + i)]))
-                for i, parameter in enumerate(parameters)
-            }
-
-            def over_values(expr: Expr) -> Expr:
-                return structural_map(expr, (tvm.ir.Var, lambda var: values.get(var, var))) if values else expr
 
             def address(number: int, offset: Expr = 0, ty: tvm.ir.Type = _POINTER) -> Expr:
-                offset = offset if isinstance(offset, int) else over_values(offset)
                 return tirx.reinterpret(ty, words[_word(number)] + offset)
 
             def launch(kernel: tvm.ir.GlobalVar, *arguments: Expr) -> None:
@@ -153,7 +158,7 @@ def record_function(
                         bound = [words[_word(state.BINDINGS + i)] if i < slots else _word(0) for i in entries]
                         launch(fill, address(state.TABLE, 8 * (state.ENTRIES + first)), *bound)
             for step in launches:
-                arguments = [address(*a) if isinstance(a, tuple) else over_values(a) for a in step.arguments]
+                arguments = [address(*a) if isinstance(a, tuple) else a for a in step.arguments]
                 if step.fetching is None:
                     launch(step.kernel, *arguments)
                 else:
@@ -172,6 +177,8 @@ def fetch_kernel(name: str, slots: int, target: tvm.target.Target, extent: tirx.
     own count of submissions says which one is meant; and at times the host is told meanwhile that those before this one
     have read theirs.
 
+    The launch behind it may begin at once, and waits for this one before it reads the table.
+
     `extent` counts the threads of a kernel that it becomes the beginning of. TVM makes one variable of all loops over
     the same threads, so both count in the same type.
     """
@@ -184,6 +191,8 @@ def fetch_kernel(name: str, slots: int, target: tvm.target.Target, extent: tirx.
         with function.body(), T.thread_binding(extent, thread="threadIdx.x") as number_of_thread:
             thread = tirx.Cast(_WORD, number_of_thread)
             ring, table, consumed = map(_declared, parts)
+            if gpu_target_of(target).overlaps_launches:
+                let_next_launch_begin()
             ticket = T.alloc_buffer((1,), _WORD, scope="local")
             read = T.alloc_buffer((rounds,), _WORD, scope="local")
             here = [_word(round_ * threads) + thread for round_ in range(rounds)]

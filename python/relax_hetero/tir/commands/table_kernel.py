@@ -16,16 +16,21 @@ After, where the first tensor is found in the table::
             ...
 
 A graph of recorded launches keeps the arguments of each, so an argument that changes with every submission must be
-memory that the kernel reads. It is the code inside the thread-bound loops that runs on the device.
+memory that the kernel reads. It is the code inside the thread-bound loops that runs on the device. A kernel that waits
+for the launches before it (`tir.cuda.core.ptx.wait_for_launches_before`) may read the table before it waits, or
+behind that where the launch before writes the table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import tvm
 from tvm import s_tir, tirx
 from tvm_ffi import structural_map, structural_walk
+
+from ..cuda.core.ptx import is_let_next_begin, is_wait_for_launches
 
 MOST_ENTRIES = 4096
 """Of a table; its extent in the code, which nothing checks."""
@@ -38,10 +43,38 @@ def is_one_launch(kernel: tirx.PrimFunc) -> bool:
 
     Only such a one can be called by another function: TVM then takes its body for code of the device.
     """
-    return _nest(kernel) is not None
+    return nest_of(kernel) is not None
 
 
-def table_kernel(raw: tirx.PrimFunc, entries: Collection[int]) -> tirx.PrimFunc:
+def waits_before_use(raw: tirx.PrimFunc, entries: Collection[int]) -> bool:
+    """Whether a raw kernel of one launch waits for the launches before it, and uses these tensors behind that only.
+
+    It has to wait, and to let the next launch begin, in statements of the block that no other ones are around.
+    """
+    nest = nest_of(raw)
+    assert nest is not None, "a kernel of one launch is expected"
+    found: list[tirx.SeqStmt] = []
+
+    others: list[tirx.Evaluate] = []
+
+    def on_sequence(sequence: tirx.SeqStmt) -> None:
+        found.extend([sequence] * _waits(sequence))
+
+    def on_statement(statement: tirx.Evaluate) -> None:
+        others.extend([statement] * is_let_next_begin(statement))
+
+    structural_walk(nest, (tirx.SeqStmt, on_sequence))
+    structural_walk(nest, (tirx.Evaluate, on_statement))
+    if len(found) != 1 or len(others) != sum(is_let_next_begin(statement) for statement in found[0]):
+        return False
+
+    def on_found(sequence: tirx.SeqStmt) -> tirx.Stmt:
+        return tirx.SeqStmt(_up_to_wait(sequence)[0]) if sequence.same_as(found[0]) else sequence
+
+    return not _used(structural_map(nest, (tirx.SeqStmt, on_found))) & _in_table(raw, entries)
+
+
+def table_kernel(raw: tirx.PrimFunc, entries: Collection[int], behind_wait: bool = False) -> tirx.PrimFunc:
     """A raw kernel of one launch that takes some of its tensors from a table.
 
     Parameters
@@ -50,6 +83,9 @@ def table_kernel(raw: tirx.PrimFunc, entries: Collection[int]) -> tirx.PrimFunc:
         From `raw_kernel.raw_kernel`, for which `is_one_launch` holds.
     entries : collection of int
         Which of its tensor parameters.
+    behind_wait : bool
+        Whether it reads the table, and lets the next launch begin, when it has waited for the launches before it;
+        `waits_before_use` must hold.
 
     Returns
     -------
@@ -58,7 +94,7 @@ def table_kernel(raw: tirx.PrimFunc, entries: Collection[int]) -> tirx.PrimFunc:
         of those tensors.
     """
     table = tirx.Var("table", _TABLE_TYPE)
-    return _with_table(raw, entries, table, [], [table])
+    return _with_table(raw, entries, table, [], [table], behind_wait)
 
 
 def fetching_kernel(raw: tirx.PrimFunc, entries: Collection[int], fetch: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -76,7 +112,7 @@ def fetching_kernel(raw: tirx.PrimFunc, entries: Collection[int], fetch: tirx.Pr
     tirx.PrimFunc
         Its parameters are those of `fetch`, then the kernel's.
     """
-    nest = _nest(fetch)
+    nest = nest_of(fetch)
     assert nest is not None, "a kernel of one launch is expected"
     before = [nest, tirx.Evaluate(tirx.op.tvm_storage_sync("shared"))]
     return _with_table(raw, entries, fetch.params[1], before, list(fetch.params))
@@ -84,7 +120,7 @@ def fetching_kernel(raw: tirx.PrimFunc, entries: Collection[int], fetch: tirx.Pr
 
 def threads_of_one_block(kernel: tirx.PrimFunc) -> tirx.IntImm | None:
     """The threads along x of a kernel of one launch and one block, as it counts them; None where there are more."""
-    nest = _nest(kernel)
+    nest = nest_of(kernel)
     if nest is None:
         return None
     extents: dict[str, tirx.IntImm | None] = {}
@@ -107,29 +143,45 @@ def _with_table(
     table: tirx.Var,
     before: list[tirx.Stmt],
     params: list[tirx.Var],
+    behind_wait: bool = False,
 ) -> tirx.PrimFunc:
-    nest = _nest(raw)
+    nest = nest_of(raw)
     assert nest is not None, "a kernel of one launch is expected"
     words = tirx.decl_buffer((tirx.const(MOST_ENTRIES, "int64"),), "int64", "words")
     pointers = [raw.params[i] for i in entries]
     numbers = {p: tirx.Var(f"{p.name.removesuffix('_data')}_entry", tvm.ir.PrimType("int32")) for p in pointers}
     inside: list[tirx.Stmt] = [*before, tirx.DeclBuffer(words, data=table)]
-
+    plain: list[tirx.Stmt] = []
+    in_table = _in_table(raw, entries)
     outside = {declaration.buffer for declaration in _declared_outside(raw)}
 
     def on_declaration(declaration: tirx.DeclBuffer) -> tirx.Stmt:
         if declaration.buffer not in outside:
             return declaration
+        if behind_wait and declaration.buffer not in in_table:
+            plain.append(declaration)
+            return tirx.Evaluate(0)
         if declaration.data in numbers:
             address = words[tirx.Cast("int64", numbers[declaration.data])]
             declaration = tirx.DeclBuffer(declaration.buffer, data=tirx.reinterpret(declaration.data.ty, address))
         inside.append(declaration)  # views too, which are of tensors that are declared there
         return tirx.Evaluate(0)
 
+    def on_sequence(sequence: tirx.SeqStmt) -> tirx.SeqStmt:
+        if not _waits(sequence):
+            return sequence
+        first, then = _up_to_wait(sequence)
+        moved = [statement for statement in first if is_let_next_begin(statement)]
+        kept = [statement for statement in first if not is_let_next_begin(statement)]
+        return tirx.SeqStmt([*kept, *inside, *moved, *then])
+
     def on_loop(loop: tirx.For) -> tirx.For:
         if not loop.loop_var.same_as(nest.loop_var):
             return loop
-        body = tirx.SeqStmt([*inside, loop.body])
+        if behind_wait:
+            body = tirx.SeqStmt([*plain, structural_map(loop.body, (tirx.SeqStmt, on_sequence))])
+        else:
+            body = tirx.SeqStmt([*inside, loop.body])
         return tirx.For(
             loop.loop_var, loop.min, loop.extent, loop.kind, body, loop.thread_binding, loop.annotations, loop.step
         )
@@ -140,12 +192,39 @@ def _with_table(
     return tirx.PrimFunc([*params, *own], body, raw.ret_type, raw.attrs, raw.span)
 
 
-def _nest(kernel: tirx.PrimFunc) -> tirx.For | None:
+def nest_of(kernel: tirx.PrimFunc) -> tirx.For | None:
     """The one thread-bound nest of a kernel; None for one that does anything else."""
     work = [statement for statement in _outermost(kernel) if not isinstance(statement, _NO_WORK)]
     if len(work) != 1 or not isinstance(work[0], tirx.For) or work[0].kind != tirx.ForKind.THREAD_BINDING:
         return None
     return work[0]
+
+
+def _in_table(raw: tirx.PrimFunc, entries: Collection[int]) -> set[Any]:
+    """Parameters that stand in the table, and the buffers that a kernel declares of them before its nest."""
+    found: set[Any] = {raw.params[i] for i in entries}
+    for declaration in _declared_outside(raw):
+        if _used(declaration.data) & found:
+            found.add(declaration.buffer)
+    return found
+
+
+def _waits(sequence: tirx.SeqStmt) -> bool:
+    return any(is_wait_for_launches(statement) for statement in sequence)
+
+
+def _up_to_wait(sequence: tirx.SeqStmt) -> tuple[list[tirx.Stmt], list[tirx.Stmt]]:
+    """The statements up to the wait for the launches before, and those behind it."""
+    statements = list(sequence)
+    end = next((i + 1 for i, statement in enumerate(statements) if is_wait_for_launches(statement)), len(statements))
+    return statements[:end], statements[end:]
+
+
+def _used(node: tvm.ir.BaseExpr | tirx.Stmt) -> set[Any]:
+    """The variables and buffers that occur in it."""
+    found: set[Any] = set()
+    structural_walk(node, (tvm.ir.Var, found.add))
+    return found
 
 
 _NO_WORK = (tirx.DeclBuffer, tirx.stmt.Return)
@@ -157,7 +236,7 @@ def _declared_outside(kernel: tirx.PrimFunc) -> list[tirx.DeclBuffer]:
 
 
 def _outermost(kernel: tirx.PrimFunc) -> list[tirx.Stmt]:
-    """The statements of a kernel that stand in no loop."""
+    """The statements of a kernel that stand in no loop, in order."""
     found: list[tirx.Stmt] = []
     pending = [kernel.body]
     while pending:
@@ -165,7 +244,7 @@ def _outermost(kernel: tirx.PrimFunc) -> list[tirx.Stmt]:
         if isinstance(statement, s_tir.SBlockRealize):
             pending.append(statement.block.body)
         elif isinstance(statement, tirx.SeqStmt):
-            pending.extend(statement.seq)
+            pending.extend(reversed(list(statement.seq)))
         elif isinstance(statement, tirx.AttrStmt) and statement.attr_key == "device_id":
             pending.append(statement.body)
         else:

@@ -38,6 +38,7 @@ from .keep_devices import keep_devices
 from .legalize import is_kept, legalize
 from .matched_sizes import with_matches_apart
 from .name_kernel_variables import name_kernel_variables
+from .reshaped_views import with_merged_reshapes, with_views
 from .schedule_cpu import schedule_cpu
 from .schedule_gpu import schedule_gpu
 from .tied_operands import note_ties
@@ -65,7 +66,7 @@ def form_dispatches(mod: tvm.IRModule) -> tvm.IRModule:
     if any(isinstance(b.value, relax.Function) for _, func in relax_functions(mod) for b in walk_bindings(func)):
         mod = relax.transform.LambdaLift()(mod)
     written = {gv.name_hint for gv in mod.get_global_vars()}
-    mod = bound_kernels(legalize(widen_extents(with_root_blocks(mod))))
+    mod = bound_kernels(legalize(widen_extents(with_root_blocks(with_merged_reshapes(mod)))))
     stock = relax.transform
     mod = _with_fused_ops(fold_constants(stock.AnnotateTIROpPattern()(forget_targets(mod, written))))
     ops = fused_ops(mod)
@@ -86,7 +87,8 @@ def _with_fused_ops(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def _for_their_devices(mod: tvm.IRModule) -> tvm.IRModule:
-    mod = schedule_cpu(schedule_gpu(note_ties(bind_targets(name_kernel_variables(mod)))))
+    mod = with_views(bind_targets(name_kernel_variables(mod)))
+    mod = schedule_cpu(schedule_gpu(note_ties(mod)))
     record_dispatches(mod)
     return mod
 

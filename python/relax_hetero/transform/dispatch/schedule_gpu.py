@@ -28,6 +28,7 @@ from tvm_ffi import StructuralKey, VisitInterrupt, structural_walk
 
 from ...target.gpu_target import gpu_target_of
 from ...tir.cuda.loops import schedule
+from ...tir.cuda.loops.scatter import SEVERAL_LAUNCHES
 from ..ir.declare import declare_pass
 from ..ir.rewriting import copy_module
 from .split_launches import split_launches
@@ -39,14 +40,20 @@ def schedule_gpu(mod: tvm.IRModule) -> tvm.IRModule:
     functions = dict(mod.functions.items())
     scheduled: set[tvm.ir.GlobalVar] = set()
     for gv, func in mod.functions.items():
-        if not isinstance(func, tirx.PrimFunc) or not _is_gpu(func) or _binds_threads(func.body):
+        if not isinstance(func, tirx.PrimFunc) or not _is_gpu(func):
+            continue
+        if SEVERAL_LAUNCHES in func.attrs:
+            scheduled.add(gv)
+            continue
+        if _binds_threads(func.body):
             continue
         key = StructuralKey(func)
         if key not in done:
             done[key] = schedule(func, gpu_target_of(func.attrs["target"]))
         functions[gv] = done[key]
         scheduled.add(gv)
-    return split_launches(copy_module(mod, functions), scheduled) if scheduled else mod
+    changed = copy_module(mod, functions) if done else mod
+    return split_launches(changed, scheduled) if scheduled else mod
 
 
 ScheduleGPU = declare_pass("ScheduleGPU", schedule_gpu)

@@ -1,30 +1,28 @@
 """Sorts and scans of GPUs: kernels of our own, as stock ones let threads of a block read what others are writing.
 
-An element's place in the sorted order is the number of elements that come before it, which every thread counts for
-itself: the work grows with the square of the length, and no two threads ever write the same memory. Equal elements keep
-their order, and NaN is greater than every number. Cumulative sums and products are `tir.cuda.loops.scan`.
-
-Sorts and scans of CPUs stay as they are, for TVM's DispatchSortScan.
+Sorts, and top-k, are `tir.cuda.loops.sort`; cumulative sums and products are `tir.cuda.loops.scan`. Sorts and scans of
+CPUs stay as they are, for TVM's DispatchSortScan, and so do sorts of GPUs along an axis of symbolic length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import tvm
-from tvm import relax, te, tirx
+from tvm import relax
 
+from ...tir.core.builder import plain_extent
 from ...tir.cuda.loops.scan import ScanProblem, scan_kernel
-from ...tir.math.extremes import is_nan
-from ..ir.extents import Symbols, known_extents
-from ..ir.rewriting import typed
+from ...tir.cuda.loops.sort import SortProblem, sort_kernel, sort_steps
+from ..ir.blocks import shape_of, tensor_type
+from ..ir.extents import Symbols
+from ..ir.rewriting import tensor_types, typed
 
 Legalize = Callable[[relax.BlockBuilder, relax.Call], relax.Expr]
 
 _OPAQUE = 8
-_ALONE = {"op_pattern": _OPAQUE}
 
 
 def legalizations() -> dict[str, Legalize]:
@@ -42,75 +40,67 @@ def _of_gpus(legalize: Legalize) -> Legalize:
     def of_gpus(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
         vdevice = call.args[0].ty.vdevice
         is_gpu = vdevice is not None and vdevice.target.kind.name == "cuda"
-        return legalize(builder, call) if is_gpu and known_extents(call.args[0].ty) is not None else call
+        return legalize(builder, call) if is_gpu and shape_of(call.args[0]) is not None else call
 
     return of_gpus
 
 
 def _sort(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
-    def kernel(x: te.Tensor) -> te.Tensor:
-        return _sorted(x, int(call.attrs.axis), bool(call.attrs.descending), None, "int64")[0]
-
-    return builder.call_te(kernel, call.args[0], primfunc_name_hint="sort", primfunc_attrs=_ALONE)
+    return _sorted(builder, call, bool(call.attrs.descending), True, "", None)
 
 
 def _argsort(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
-    def kernel(x: te.Tensor) -> te.Tensor:
-        return _sorted(x, int(call.attrs.axis), bool(call.attrs.descending), None, str(call.ty.dtype))[1]
-
-    return builder.call_te(kernel, call.args[0], primfunc_name_hint="argsort", primfunc_attrs=_ALONE)
+    return _sorted(builder, call, bool(call.attrs.descending), False, str(call.ty.dtype), None)
 
 
 def _topk(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
     attrs, wanted = call.attrs, str(call.attrs.ret_type)
-    types = list(call.ty.fields) if isinstance(call.ty, tvm.ir.TupleType) else [call.ty]
-    axis = int(attrs.axis)
-    count = types[0].shape.values[axis]
-
-    def kernel(x: te.Tensor) -> list[te.Tensor] | te.Tensor:
-        values, indices = _sorted(x, axis, bool(attrs.largest), count, str(attrs.dtype))
-        return [values, indices] if wanted == "both" else values if wanted == "values" else indices
-
-    return builder.call_te(kernel, call.args[0], primfunc_name_hint="topk", primfunc_attrs=_ALONE)
+    indices = "" if wanted == "values" else str(attrs.dtype)
+    count = next(tensor_types(call.ty)).shape.values[int(attrs.axis)]
+    return _sorted(builder, call, bool(attrs.largest), wanted != "indices", indices, count)
 
 
-def _sorted(x: te.Tensor, axis: int, descending: bool, count: Any, index_type: str) -> tuple[te.Tensor, te.Tensor]:
-    """The first `count` values and where they stood, all by default."""
-    axis = axis % len(x.shape)
-    length = x.shape[axis]
-    shape = [*x.shape[:axis], length if count is None else count, *x.shape[axis + 1 :]]
-    other, from_ = (te.reduce_axis((0, length), name=name) for name in ("other", "from_"))
-
-    def at(place: Sequence[Any], number: Any) -> list[Any]:
-        return [*place[:axis], number, *place[axis + 1 :]]
-
-    def before(*place: Any) -> Any:
-        mine, others = x(*place), x(*at(place, other))
-        comes = _comes_before(others, mine, other < place[axis], descending)
-        return te.sum(tirx.Select(comes, tirx.const(1, "int32"), tirx.const(0, "int32")), axis=[other])
-
-    rank = te.compute(x.shape, before, name="rank")
-
-    def source(*place: Any) -> Any:
-        is_here = tirx.EQ(rank(*at(place, from_)), tirx.Cast("int32", place[axis]))
-        return te.sum(tirx.Select(is_here, tirx.Cast(index_type, from_), tirx.const(0, index_type)), axis=[from_])
-
-    indices = te.compute(shape, source, name="indices")
-    values = te.compute(shape, lambda *place: x(*at(place, indices(*place))), name="values")
-    return values, indices
+def _sorted(
+    builder: relax.BlockBuilder, call: relax.Call, descending: bool, values: bool, indices: str, count: Any
+) -> relax.Expr:
+    """The first `count` of each sorted line, all by default; the call itself where its length is symbolic."""
+    data = call.args[0]
+    symbols = Symbols()
+    shape = tuple(map(symbols.dim, data.ty.shape.values))
+    axis = int(call.attrs.axis) % len(shape)
+    length = shape[axis]
+    count = length if count is None else plain_extent(count)
+    if not isinstance(length, int) or not isinstance(count, int):
+        return call
+    problem = SortProblem(shape, axis, str(data.ty.dtype), descending, count, values, indices)
+    return sorted_lines(builder, data, problem, call.ty, call.op.name.removeprefix("relax."))
 
 
-def _comes_before(one: Any, other: Any, is_earlier: Any, descending: bool) -> Any:
-    if str(one.ty.dtype) == "bool":
-        one, other = tirx.Cast("int32", one), tirx.Cast("int32", other)
-    is_ahead = one > other if descending else one < other
-    is_before = tirx.any(is_ahead, tirx.all(tirx.EQ(one, other), is_earlier))
-    if "float" not in str(one.ty.dtype):
-        return is_before
-    first, second = (one, other) if descending else (other, one)
-    nan_ahead = tirx.all(is_nan(first), tirx.Not(is_nan(second)))
-    both = tirx.all(is_nan(one), is_nan(other), is_earlier)
-    return tirx.any(nan_ahead, both, is_before)
+def sorted_lines(
+    builder: relax.BlockBuilder, data: relax.Expr, problem: SortProblem, ty: tvm.ir.Type, name: str
+) -> relax.Call:
+    """The call of a sort's last kernel, with those before it emitted.
+
+    Parameters
+    ----------
+    ty : Type
+        Of the result, or results.
+    name : str
+        Of the kernels.
+    """
+    others = [extent for dimension, extent in enumerate(data.ty.shape.values) if dimension != problem.axis]
+    pairs: list[relax.Expr] = []
+    for step in sort_steps(problem):
+        kernel = sort_kernel(problem, step).without_attr("global_symbol").with_attr("op_pattern", _OPAQUE)
+        operands = [data] * (step.is_first or step.is_last and problem.values) + pairs
+        gv = builder.add_func(kernel, name)
+        if step.is_last:
+            return typed(relax.call_tir(gv, relax.Tuple(operands), list(tensor_types(ty))), ty)
+        made = [tensor_type([*others, step.left], dtype, data.ty) for dtype in problem.pair_types]
+        of_pairs = made[0] if len(made) == 1 else tvm.ir.TupleType(made)
+        found = builder.emit(typed(relax.call_tir(gv, relax.Tuple(operands), made), of_pairs), f"{name}_pairs")
+        pairs = [found] if len(made) == 1 else [builder.emit(relax.TupleGetItem(found, i)) for i in range(len(made))]
+    raise AssertionError("a sort has a last step")
 
 
 def _scan(kind: str, builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:

@@ -9,7 +9,8 @@ After::
     y_part = R.call_tir(cls.normalize_1, (x,), out_ty=R.Tensor((64,), "float32", "cuda:0"))
     y = R.call_tir(cls.normalize_2, (x, y_part), out_ty=R.Tensor((64, 1000), "float32", "cuda:0"))
 
-Memory between the launches is planned with all other memory, and each launch can be a node of a CUDA graph.
+Memory between the launches is planned with all other memory, and each launch can be a node of a CUDA graph. A launch
+that writes on what an earlier one has written (a scatter over a copy) works in place.
 """
 
 from __future__ import annotations
@@ -98,16 +99,21 @@ class _Splitter:
                         return None
                     ty = tensor_type(shape, str(buffer.dtype), like)
                 written.append(ty)
-            operands = [values[var] for var in launch.reads]
-            out = written if len(written) > 1 else written[0]
-            new = relax.call_tir(name, relax.Tuple(operands), out)
-            is_last = number == len(launches) - 1
-            if is_last and list(launch.writes) == results:
+            operands = [values[var] for var in (*launch.reads, *launch.updates)]
+            written = [*(values[buffer].ty for buffer in launch.updates), *written]
+            if launch.updates:
+                first = len(launch.reads)
+                places = [*range(first, len(operands)), *[-1] * len(launch.writes)]
+                new = relax.call_tir_inplace(name, relax.Tuple(operands), places, written)
+            else:
+                new = relax.call_tir(name, relax.Tuple(operands), written if len(written) > 1 else written[0])
+            is_last, outputs = number == len(launches) - 1, [*launch.updates, *launch.writes]
+            if is_last and outputs == results:
                 return [*made, relax.VarBinding(binding.var, typed(new, call.ty), binding.span)]
             ty = written[0] if len(written) == 1 else tvm.ir.TupleType(written)
             var = self._variable(f"{binding.var.name}_part{number}", ty)
             made.append(relax.VarBinding(var, typed(new, ty)))
-            for i, buffer in enumerate(launch.writes):
+            for i, buffer in enumerate(outputs):
                 values[buffer] = var
                 if len(written) > 1:
                     field = self._variable(f"{var.name}_{i}", written[i])

@@ -13,7 +13,7 @@ it was permuted in the same way just before, so that the two cancel.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,13 +25,14 @@ from ...encoding.expression import Expression, Term
 from ...encoding.requantization import numbers_as_operands, simplify_requantization
 from ...encoding.row_program import operands_of
 from ...op import encoded as op
+from ...target.element_types import HALVES
 from ...target.vdevice import same_object
 from ..ir.axes import permutation
 from ..ir.blocks import Block, Emitter, broadcast, is_one, same_extent, same_shape, shape_of, tensor_type, with_regions
 from ..ir.constant_values import constant_near
 from ..ir.op_names import CAST, PERMUTE, RESHAPE
 from ..ir.relax_expressions import scalar_of, to_expression
-from ..ir.rewriting import op_name
+from ..ir.rewriting import is_on_gpu, op_name
 from ..quantize.quantized_operands import dequantized
 from .encoded_products import ONE
 
@@ -208,7 +209,10 @@ class Growth:
             binding = block.bindings[index]
             if index in self.taken or not self._take(binding):
                 break
-            if (
+            if best is not None and self._is_stored_narrow(best, binding):
+                if not self.block.bindings[best.end].var.same_as(binding.value.args[0]):  # permuted in between
+                    best = replace(best, end=inside[-1], inside=inside[:-1], order=self.orders[binding.value.args[0]])
+            elif (
                 set(pending) <= {index}
                 and op_name(binding.value) not in _NO_END
                 and not self._only_widens(best, binding)
@@ -228,6 +232,27 @@ class Growth:
             return False
         found = dequantized(binding.var, self.block)
         return found is not None and found[1].same_as(self.block.bindings[best.end].var)
+
+    def _is_stored_narrow(self, best: Region, binding: relax.Binding) -> bool:
+        """Whether a value is but the 16 bits at which a region may end, widened, and its reader takes the cast in.
+
+        On GPUs, whose kernels wait for memory. TVM fuses nothing into the reading side of a pooling.
+        """
+        value, reader = binding.value, self._reader(binding.var)
+        if op_name(value) != CAST or reader is None or not is_on_gpu(binding.var.ty):
+            return False
+        narrow = value.args[0]
+        is_end = narrow in self.values and self.values[narrow] == best.expression
+        is_wider = str(narrow.ty.dtype) in HALVES and str(binding.var.ty.dtype) == "float32"
+        return is_end and is_wider and "pool" not in reader
+
+    def _reader(self, var: relax.Var) -> str | None:
+        """The op that alone reads a value, through views; None where several do."""
+        while (user := self.block.sole_user(var)) is not None:
+            var, name = self.block.bindings[user].var, op_name(self.block.bindings[user].value)
+            if name not in (RESHAPE, PERMUTE):
+                return name
+        return None
 
     def _take(self, binding: relax.Binding) -> bool:
         var, value = binding.var, binding.value

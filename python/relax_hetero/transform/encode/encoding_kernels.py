@@ -222,15 +222,18 @@ class EncodingKernels:
 
     def attention(
         self, call: relax.Call, result: relax.TensorType, where: str
-    ) -> tuple[tvm.ir.GlobalVar, relax.TensorType]:
-        """The kernel of an attention, and the type of the scratch that it takes last."""
+    ) -> tuple[tvm.ir.GlobalVar, relax.TensorType | None]:
+        """The kernel of an attention, and the type of the scratch that it takes last, if it takes any."""
         target = target_of(result.vdevice)
         problem = attention_problem(call, result)
         sizes = dict(problem.sizes)
         name = f"attention_{shape_text([sizes[dim] for dim in 'bhmnd'])}_{self._names.device(target)}"
         ops = ["matmul", *_op_names(problem.scores.expression), "softmax", "matmul"]
         kernel = self._solve(problem, target, name, ops, where)
-        scratch = self.functions[kernel].params[-1]
+        params = self.functions[kernel].params
+        if len(params) == len(problem.parameters):
+            return kernel, None
+        scratch = params[-1]
         return kernel, relax.TensorType(list(scratch.shape), str(scratch.dtype), result.vdevice)
 
     def block_product(self, call: relax.Call, result: relax.TensorType, where: str) -> tvm.ir.GlobalVar:
@@ -281,8 +284,8 @@ class EncodingKernels:
                     f"{where}: resolver {resolver.name!r} wrote no kernel for target {target}: "
                     f"{type(error).__name__}: {error}"
                 ) from error
-            scratch = int(isinstance(problem, AttentionProblem))
-            return _checked(func, problem.parameters, target, f"{where}, resolver {resolver.name!r}", scratch)
+            may_scratch = isinstance(problem, AttentionProblem)
+            return _checked(func, problem.parameters, target, f"{where}, resolver {resolver.name!r}", may_scratch)
 
         return self._table.get(problem, target, name, ops, make)
 
@@ -318,18 +321,19 @@ def _op_names(expression: Expression | None) -> list[str]:
 
 
 def _checked(
-    func: Any, buffers: Sequence[Operand], target: tvm.target.Target, where: str, scratch: int = 0
+    func: Any, buffers: Sequence[Operand], target: tvm.target.Target, where: str, may_scratch: bool = False
 ) -> tirx.PrimFunc:
-    """A kernel that takes the buffers of its problem, and so many of scratch, whose shape is its own.
+    """A kernel that takes the buffers of its problem, and perhaps one of scratch, whose shape is its own.
 
     Anything else would read memory as what it is not.
     """
     what = f"{where}, on target {target}: found"
     if not isinstance(func, tirx.PrimFunc):
         raise EncodingError(f"{what} {type(func).__name__}, expected a PrimFunc")
-    count = len(buffers) + scratch
-    if len(func.params) != count or not all(map(is_buffer_var, func.params)):
-        raise EncodingError(f"{what} a kernel of parameters {list(func.params)}, expected {count} buffers")
+    more = len(func.params) - len(buffers)
+    if more not in (0, int(may_scratch)) or not all(map(is_buffer_var, func.params)):
+        count = f"{len(buffers)} buffers{' and perhaps one of scratch' if may_scratch else ''}"
+        raise EncodingError(f"{what} a kernel of parameters {list(func.params)}, expected {count}")
     for index, (buffer, operand) in enumerate(zip(func.params, buffers, strict=False)):
         _check_buffer(buffer, operand, f"{what} parameter {index}")
     return func

@@ -230,7 +230,7 @@ def block_product_problem(call: relax.Call, result: relax.TensorType) -> BlockPr
         operands = (one.operand(symbols, index_map) for one, index_map in zip(stored[first:], maps, strict=True))
         epilogue = Epilogue(expression, tuple(operands))
     out = Stored.plain(result).operand(symbols, names)
-    return BlockProductProblem(lhs, weights, out, int(call.attrs.block), epilogue)
+    return BlockProductProblem(lhs, weights, out, int(call.attrs.block), epilogue, int(call.attrs.bits))
 
 
 def _of_columns(operand: Stored, columns: Any) -> tuple[str, ...]:

@@ -195,11 +195,13 @@ class _Function:
         kernel = self.kernels.rows(program, operands, Stored.plain(var.ty), str(call.attrs.ops), where)
         return relax.VarBinding(var, self._call(kernel, call.args, var.ty), binding.span)
 
-    def _attention(self, binding: relax.Binding) -> list[relax.Binding]:
-        """The call of a kernel, whose scratch is a second result that nobody reads."""
+    def _attention(self, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
+        """The call of a kernel, whose scratch, if it wants any, is a second result that nobody reads."""
         where = f"{ATTENTION} of variable {binding.var.name!r} in function {self.name!r}"
         kernel, scratch = self.kernels.attention(binding.value, binding.var.ty, where)
         var, call = binding.var, binding.value
+        if scratch is None:
+            return relax.VarBinding(var, self._call(kernel, call.args, var.ty), binding.span)
         types = [var.ty, scratch]
         operands = relax.Tuple([self.merges.resolve(arg) for arg in call.args])
         value = typed(relax.call_tir(kernel, operands, types), tvm.ir.TupleType(types))

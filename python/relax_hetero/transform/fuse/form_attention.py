@@ -26,8 +26,7 @@ from __future__ import annotations
 import tvm
 from tvm import relax
 
-from ...encoding.problem import AttentionProblem
-from ...encoding.resolver import solves
+from ...encoding.resolver import attention_types
 from ...op.attention import attention
 from ..encode.encoding_layouts import target_of
 from ..ir.blocks import Block, rewrite_function, without_unused
@@ -59,12 +58,20 @@ def _form(block: Block, function: str) -> list[relax.Binding] | None:
     gone: set[int] = set()
     for index, binding in enumerate(block.bindings):
         name = op_name(binding.value)
-        if name not in ("relax.nn.softmax", *ATTENTION_OPS) or not _has_kernel(binding.var):
+        if name not in ("relax.nn.softmax", *ATTENTION_OPS):
+            continue
+        types = attention_types(target_of(binding.var.ty.vdevice))
+        if not types:
             continue
         try:
             one = (find_attention_op if name in ATTENTION_OPS else find_attention)(block, index)
         except NoAttention as reason:
             decline(function, binding.var.name, "attention", str(reason))
+            continue
+        if one is not None and str(one.operands[0].ty.dtype) not in types:
+            found_type = one.operands[0].ty.dtype
+            unfit = f"found {found_type}, expected one of {sorted(types)}, which its device has in one kernel"
+            decline(function, binding.var.name, "attention", unfit)
             continue
         # What reads the inside of another one, through views, is formed next time, when that is a value.
         if one is not None and not any(block.positions.get(x, -1) in gone - found.keys() for x in _variables(one)):
@@ -82,10 +89,6 @@ def _form(block: Block, function: str) -> list[relax.Binding] | None:
 
 def _variables(found: Attention) -> list[relax.Var]:
     return [operand for operand in found.operands if isinstance(operand, relax.Var)]
-
-
-def _has_kernel(var: relax.Var) -> bool:
-    return solves(target_of(var.ty.vdevice), AttentionProblem)
 
 
 def _formed(binding: relax.Binding, found: Attention) -> relax.Binding:

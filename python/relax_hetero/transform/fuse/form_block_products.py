@@ -1,4 +1,4 @@
-"""FormBlockProducts: products with weights of 4 bits become one op where the device has a kernel for it.
+"""FormBlockProducts: products with weights of 4 or 8 bits become one op where the device has a kernel for it.
 
 Before::
 
@@ -26,7 +26,7 @@ import numpy as np
 import tvm
 from tvm import relax
 
-from ...encoding.block_weights import BlockLayout
+from ...encoding.block_weights import BlockLayout, middle_of
 from ...encoding.expression import Expression, Term
 from ...encoding.resolver import block_layout
 from ...op.block_products import DEQUANTIZE_BLOCKS, block_matmul
@@ -56,7 +56,7 @@ _MOST_OPS = 32
 
 @dataclass
 class _Product:
-    """A product with weights of 4 bits, and the elementwise work behind it.
+    """A product with weights of 4 or 8 bits, and the elementwise work behind it.
 
     Attributes
     ----------
@@ -118,7 +118,7 @@ def _is_weight(value: relax.Expr) -> bool:
 
 
 def _product_at(block: Block, index: int) -> _Product | None:
-    """The product of a binding, None where it is none with weights of 4 bits, or the device has no kernel for it."""
+    """The product of a binding, None where it is none with such weights, or the device has no kernel for it."""
     binding = block.bindings[index]
     if op_name(binding.value) != "relax.matmul" or shape_of(binding.var) is None:
         return None
@@ -136,7 +136,7 @@ def _product_at(block: Block, index: int) -> _Product | None:
     is_known = all(is_tensor_constant(block.definition(arg)) for arg in weight.args)
     dtypes = (str(lhs.ty.dtype), str(binding.var.ty.dtype))
     layout = block_layout(target_of(binding.var.ty.vdevice))
-    if not is_known or "float64" in dtypes or layout is None or not layout.fits(int(weight.attrs.block)):
+    if not is_known or "float64" in dtypes or layout is None or not _fits(layout, weight):
         return None
     if op_name(block.definition(lhs)) == CAST and str(block.definition(lhs).args[0].ty.dtype) in layout.lhs_types:
         # Its numbers are the same as before the cast to a wider type.
@@ -147,6 +147,10 @@ def _product_at(block: Block, index: int) -> _Product | None:
     if dtypes[1] != "float32":
         sums = Expression(Term("cast", (sums.term,), (dtypes[1],)))
     return _Product(lhs, weight, layout, [], index, sums)
+
+
+def _fits(layout: BlockLayout, weight: relax.Call) -> bool:
+    return layout.fits(int(weight.attrs.block), int(weight.attrs.bits))
 
 
 def _take_elementwise(block: Block, product: _Product, taken: set[int]) -> None:
@@ -206,6 +210,7 @@ def _write(emitter: Emitter, product: _Product, var: relax.Var, packer: _Packer)
         *operands,
         columns=int(product.weight.ty.shape.values[0]),
         block=int(product.weight.attrs.block),
+        bits=int(product.weight.attrs.bits),
         zeros=len(weights) > 2,
         expression=product.expression,
     )
@@ -221,12 +226,12 @@ class _Packer:
     def pack(self, product: _Product, vdevice: relax.VDevice | None) -> list[relax.Expr]:
         """The operands of a call of dequantize_blocks as the kernel of a device reads them."""
         weight = product.weight
-        depth, block = int(weight.attrs.depth), int(weight.attrs.block)
+        depth, block, bits = (int(getattr(weight.attrs, name)) for name in ("depth", "block", "bits"))
         # The module keeps the constants alive, so their identities will do.
-        key = (*(hash(arg.value) for arg in weight.args), depth, block, product.layout)
+        key = (*(hash(arg.value) for arg in weight.args), depth, block, bits, product.layout)
         if key not in self._packed:
             arrays = [arg.value.numpy() for arg in weight.args]
-            packed = product.layout.pack(*arrays, depth=depth, block=block)
+            packed = product.layout.pack(*arrays, depth=depth, block=block, bits=bits)
             self._packed[key] = [tvm.runtime.tensor(array) for array in packed]
         return [
             tvm.ir.GenericConst(data, relax.TensorType(list(data.shape), str(data.dtype), vdevice))
@@ -235,10 +240,10 @@ class _Packer:
 
 
 def _write_plain(emitter: Emitter, call: relax.Call, var: relax.Var) -> None:
-    """What dequantize_blocks says, in plain ops: two weights of a byte, less their zero points, times their scales."""
+    """What dequantize_blocks says, in plain ops: weights, less their zero points, times their scales."""
     data, scales = call.args[0], call.args[1]
     rows, size = (int(extent) for extent in shape_of(data) or [])
-    depth, block = int(call.attrs.depth), int(call.attrs.block)
+    depth, block, bits = int(call.attrs.depth), int(call.attrs.block), int(call.attrs.bits)
     blocks = -(-depth // block)
     like = var.ty
 
@@ -255,14 +260,16 @@ def _write_plain(emitter: Emitter, call: relax.Call, var: relax.Var) -> None:
         repeated = emit(relax.op.repeat(wide, block, 1), [rows, blocks * block], "float32", f"{name}_repeated")
         return emit(_first(repeated, depth), [rows, depth], "float32", f"{name}_of_each")
 
-    low = emit(relax.op.bitwise_and(data, number(15, "uint8")), [rows, size], "uint8", "low")
-    high = emit(relax.op.right_shift(data, number(4, "uint8")), [rows, size], "uint8", "high")
-    halves = [emit(relax.op.expand_dims(half, 2), [rows, size, 1], "uint8", "half") for half in (low, high)]
-    pairs = emit(relax.op.concat(halves, 2), [rows, size, 2], "uint8", "pairs")
-    flat = emit(relax.op.reshape(pairs, [rows, size * 2]), [rows, size * 2], "uint8", "flat")
+    flat = data
+    if bits == 4:  # two of a byte
+        low = emit(relax.op.bitwise_and(data, number(15, "uint8")), [rows, size], "uint8", "low")
+        high = emit(relax.op.right_shift(data, number(4, "uint8")), [rows, size], "uint8", "high")
+        halves = [emit(relax.op.expand_dims(half, 2), [rows, size, 1], "uint8", "half") for half in (low, high)]
+        pairs = emit(relax.op.concat(halves, 2), [rows, size, 2], "uint8", "pairs")
+        flat = emit(relax.op.reshape(pairs, [rows, size * 2]), [rows, size * 2], "uint8", "flat")
     exact = emit(_first(flat, depth), [rows, depth], "uint8", "weights")
     wide = emit(relax.op.astype(exact, "float32"), [rows, depth], "float32", "numbers")
-    points = by_block(call.args[2], "zeros") if len(call.args) > 2 else number(8, "float32")
+    points = by_block(call.args[2], "zeros") if len(call.args) > 2 else number(middle_of(bits), "float32")
     shifted = emit(relax.op.subtract(wide, points), [rows, depth], "float32", "shifted")
     value = relax.op.multiply(shifted, by_block(scales, "scales"))
     emitter.bind(var, relax.Call(value.op, list(value.args), value.attrs, ret_ty=var.ty))

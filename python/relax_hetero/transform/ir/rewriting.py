@@ -67,6 +67,11 @@ def walk_scopes(func: relax.Function) -> Iterator[list[relax.Binding]]:
                 pending.append(value.body)
 
 
+def is_on_gpu(ty: tvm.ir.Type) -> bool:
+    """Whether a type is that of a tensor on a GPU; false before placement."""
+    return isinstance(ty, relax.TensorType) and ty.vdevice is not None and "gpu" in ty.vdevice.target.keys
+
+
 def map_bindings(func: relax.Function, change: BindingMap) -> relax.Function:
     """`func` with each binding replaced by what `change` makes of it.
 

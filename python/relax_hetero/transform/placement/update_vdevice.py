@@ -62,20 +62,39 @@ def update_vdevices(
         used has no successor; the message names the function and variable that use it.
     """
     _check_arguments(new_vdevice, index)
+    new = _new_list(vdevices_of(mod), new_vdevice, index)
+    return succeed_vdevices(mod, new, new)
+
+
+def succeed_vdevices(mod: tvm.IRModule, successors: Sequence[VDevice], new: Sequence[VDevice]) -> tvm.IRModule:
+    """The module on other vdevices.
+
+    Parameters
+    ----------
+    mod : tvm.IRModule
+    successors : sequence of VDevice
+        For each vdevice of the module, by position, an entry of `new`; several may have the same.
+    new : sequence of VDevice
+        The list of the result.
+
+    Raises
+    ------
+    VDeviceError
+        If a vdevice that is used has no successor.
+    """
     old = vdevices_of(mod)
-    new = _new_list(old, new_vdevice, index)
 
     def successor(vdevice: VDevice) -> VDevice | None:
         known = _position(vdevice, old)
         if known is not None:
-            return new[known] if known < len(new) else None
+            return successors[known] if known < len(successors) else None
         # A type that holds a vdevice of no list: TVM compares by identity, so it may be a copy of what is new.
         copied = _position(vdevice, new)
         return None if copied is None else new[copied]
 
     mod = with_findings(mod, placement=None)  # it names the old devices
     updated = _map_references(mod, successor, old, new)
-    return with_vdevices(follow_targets(updated, mod, old, new), new)
+    return with_vdevices(follow_targets(updated, mod, old, successors), new)
 
 
 def _check_arguments(new_vdevice: VDevice | Sequence[VDevice], index: int | None = None) -> None:

@@ -7,6 +7,7 @@ resized images want theirs. What comes between two products in one kernel is in 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 
@@ -18,7 +19,18 @@ from ..ir.op_names import CAST
 from ..ir.relax_expressions import to_expression
 from ..ir.rewriting import handle, is_tensor_constant, op_name
 from .name_filter import NameFilter, kept_call
-from .precision_rules import MOVING, PRODUCTS, READ_EXACTLY, STORED_ANYWAY, is_product, is_wide, low_constant
+from .precision_devices import PrecisionDevices
+from .precision_rules import (
+    MOVING,
+    NORMS,
+    PRODUCTS,
+    READ_EXACTLY,
+    ROUNDED_ON_GPUS,
+    STORED_ANYWAY,
+    is_product,
+    is_wide,
+    low_constant,
+)
 
 _DEQUANTIZING = ("relax.multiply", "relax.divide", "relax.subtract", CAST)
 _BYTES = ("int8", "uint8")
@@ -34,6 +46,8 @@ class LowPrecisionValues:
     dtype : str
         The low type.
     kept : NameFilter
+    where : PrecisionDevices
+        Devices whose products are rounded.
 
     Attributes
     ----------
@@ -45,16 +59,17 @@ class LowPrecisionValues:
         What the function, its branches and local functions end with: it keeps its type.
     """
 
-    def __init__(self, func: relax.Function, dtype: str, kept: NameFilter) -> None:
+    def __init__(self, func: relax.Function, dtype: str, kept: NameFilter, where: PrecisionDevices) -> None:
         self.carried: set[relax.Var] = set()
         self.products: set[relax.Var] = set()
         rounded = cache(lambda key: low_constant(self._constants[key], dtype))
         self._constants: dict[int, tvm.ir.GenericConst] = {}
         self._rounded: Callable[[int], tvm.ir.GenericConst | None] = rounded
-        self._kept = kept
+        self._kept, self._where, self._dtype = kept, where, dtype
         self._bindings = list(_in_order(func.body))
         self._definitions = {binding.var: binding.value for binding in self._bindings}
         self.ends = {var for sequence in [func.body, *_inside(self._bindings)] for var in used_vars(sequence.body)}
+        self._readers = Counter(var for binding in self._bindings for var in used_vars(binding.value))
         self._find_products()
         for binding in reversed(self._bindings):
             self._ask(binding)
@@ -79,9 +94,12 @@ class LowPrecisionValues:
         return isinstance(value, relax.Tuple) or op_name(value) in MOVING
 
     def is_rounded(self, var: relax.Var) -> bool:
-        """Whether all that reads a value reads it rounded: one that is carried, made here, and not by a norm."""
-        is_made_here = var in self.carried and var in self._definitions
-        return is_made_here and op_name(self._definitions[var]) not in READ_EXACTLY
+        """Whether all that reads a value reads it rounded: one that is carried, made here, and not exactly read."""
+        if var not in self.carried or var not in self._definitions:
+            return False
+        if op_name(self._definitions[var]) not in READ_EXACTLY:
+            return True
+        return self._dtype in ROUNDED_ON_GPUS and self._where.is_gpu(var)
 
     def _find_products(self) -> None:
         """Forward: products whose operands fit into the low type and are not integers in disguise."""
@@ -93,9 +111,17 @@ class LowPrecisionValues:
                 continue
             if any(arg in unfit or self._is_beyond(arg) for arg in _tensors(value)):
                 unfit.add(var)
-            elif name in PRODUCTS and is_product(value) and not kept_call(self._kept, var, value):
+            elif (
+                name in PRODUCTS
+                and is_product(value)
+                and self._where.has(var)
+                and not kept_call(self._kept, var, value)
+            ):
                 if not any(self._is_of_bytes(arg) for arg in value.args):
                     self.products.add(var)
+
+    def _is_meant(self, var: relax.Var, value: relax.Expr) -> bool:
+        return self._where.has(var) and not kept_call(self._kept, var, value)
 
     def _is_beyond(self, expr: relax.Expr) -> bool:
         return is_tensor_constant(expr) and is_wide(expr.ty) and self.constant(expr) is None
@@ -120,10 +146,25 @@ class LowPrecisionValues:
             self._carry(_tensors(value))
         elif kept_call(self._kept, var, value):
             return
-        elif op_name(value) in STORED_ANYWAY:
+        elif op_name(value) in STORED_ANYWAY or (op_name(value) in NORMS and self._is_read_once(value.args[0])):
             self._carry(value.args[:1])
         elif isinstance(value, relax.Call) and to_expression(value) is not None:
             self._carry([arg for arg in value.args if isinstance(arg, relax.Var) and self.is_moved(arg)])
+
+    def _is_read_once(self, operand: relax.Expr) -> bool:
+        """Whether a norm may have its operand rounded, on a GPU: nothing else reads that."""
+        if self._dtype not in ROUNDED_ON_GPUS or not isinstance(operand, relax.Var) or not self._where.is_gpu(operand):
+            return False
+        return self._readers[operand] == 1 and operand not in self.ends and self._is_behind_product(operand)
+
+    def _is_behind_product(self, var: relax.Expr) -> bool:
+        """Whether a value is what the kernel of a product stores: other elementwise work is done where it is read."""
+        value = self._definitions.get(var)
+        if value is None or var in self.products:
+            return value is not None
+        if self._readers[var] > 1 or not (op_name(value) in MOVING or to_expression(value) is not None):
+            return False
+        return any(self._is_behind_product(arg) for arg in value.args if isinstance(arg, relax.Var))
 
     def _follow(self, binding: relax.Binding) -> None:
         """Forward: what is moved of values that all are carried is carried, unless something ends with it."""

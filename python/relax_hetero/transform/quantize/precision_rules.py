@@ -45,6 +45,13 @@ READ_EXACTLY = frozenset(f"relax.{name}" for name in _EXACT.split())
 Of a residual stream between norms this halves the error (BERT-base in bfloat16: 0.4 % of the result, not 0.9 %), for
 0.6 % of the time.
 """
+ROUNDED_ON_GPUS = ("float16",)
+"""Types in which GPUs read even these rounded. Exactly read, a norm between two layers takes a second kernel there,
+which stores it rounded: 24 of BERT-base's kernels. Eight bits of fraction lose too much for that, eleven do not."""
+
+NORMS = frozenset(f"relax.nn.{name}" for name in ("layer_norm", "rms_norm", "group_norm", "instance_norm"))
+"""Norms whose operand, in the types of `ROUNDED_ON_GPUS`, is stored rounded on GPUs if nothing else reads it: a sum
+that goes on to other layers, as in networks that norm before their products, stays as it is."""
 
 
 def is_wide(ty: tvm.ir.Type) -> bool:

@@ -17,7 +17,8 @@ After::
 What is rounded, and where, says `low_precision_values`; what each op does with what is rounded, `precision_rules`. A
 value that is carried in low precision is rounded once, where it is made, and all that reads it reads it rounded: what
 works in float32 widens it again, which is exact and no work of its own in a kernel. Only the results of norms,
-softmax and reductions are read as they are. Ops that only move elements move rounded ones. Parameters, and what a
+softmax and reductions are read as they are, but for float16 on GPUs: its ten bits of fraction lose little, and every
+tensor that is stored twice costs a kernel more. Ops that only move elements move rounded ones. Parameters, and what a
 function returns, keep their types.
 
 TVM's pass of this name makes float16 only, of what is in dataflow blocks, rounds every product where it is made, before
@@ -32,9 +33,13 @@ batch norms are folded in single precision.
 
 Activations beyond 65,504 are infinite in float16: keep the ops that make them, or take bfloat16.
 
-With "tfloat32" no type changes: the functions are marked (`module_attrs.TF32_KEPT`), and products of float32 tensors on
-GPUs may then round their operands to 10 bits of fraction, which tensor cores multiply at several times the rate. CPUs
-compute as before.
+With "tfloat32" no type changes: the functions are marked (`module_attrs.TF32_KEPT`), and products and convolutions of
+float32 tensors on GPUs may then round their operands to 10 bits of fraction, which tensor cores multiply at several
+times the rate. CPUs compute as before.
+
+With `devices`, the module is placed first (`RealizeVDevice`), and products on other devices stay as they are: each
+device of a module may have a precision of its own, by one run for each. What a rounded product reads from another
+device is rounded there, so that half the bytes cross.
 
 Assumes nothing of devices; run it before `rh.compile`. A second run changes nothing.
 """
@@ -48,6 +53,7 @@ from tvm import relax
 
 from ...errors import BuildError
 from ...target.element_types import TF32
+from ...target.vdevice import VDeviceSpec
 from ..ir.blocks import Emitter, renamed, used_vars
 from ..ir.declare import declare_pass
 from ..ir.module_attrs import TF32_KEPT
@@ -60,13 +66,20 @@ from ..ir.rewriting import (
     with_body,
     with_functions,
 )
+from ..placement.realize_vdevice import realize_vdevice
 from ..simplify.simplify_convolutions import simplify_convolutions
 from .low_precision_values import LowPrecisionValues
 from .name_filter import NameFilter, kept_call
+from .precision_devices import PrecisionDevices
 from .precision_rules import LOW_TYPES, PRODUCTS, WIDE_TYPE, is_wide, low_product, with_dtype
 
 
-def to_mixed_precision(mod: tvm.IRModule, dtype: str, keep: Sequence[str] = ()) -> tvm.IRModule:
+def to_mixed_precision(
+    mod: tvm.IRModule,
+    dtype: str,
+    keep: Sequence[str] = (),
+    devices: Sequence[VDeviceSpec] | VDeviceSpec | None = None,
+) -> tvm.IRModule:
     """See the module's docstring; the very module where there is nothing to do.
 
     Parameters
@@ -78,21 +91,32 @@ def to_mixed_precision(mod: tvm.IRModule, dtype: str, keep: Sequence[str] = ()) 
         What stays in float32: names of ops (``"relax.matmul"``, or ``"matmul"``) and of variables, which are computed
         in float32 and not rounded but for products that read them, and names of functions, which stay as they are.
         ``*`` stands for any letters.
+    devices : sequence of str, tvm.runtime.Device or VDevice, optional
+        Where products are rounded: ``["cuda:0"]``. All devices by default.
 
     Raises
     ------
     BuildError
         For another element type; when it runs, for a name in `keep` that the module does not have.
+    VDeviceError
+        When it runs, for a device that the module does not have.
+    PlacementError
+        When it runs with `devices` on a module that cannot be placed.
     """
     kept = NameFilter(mod, keep, "ToMixedPrecision")
-    if dtype == TF32:
-        return _with_tf32(mod, kept)
+    if devices is not None:
+        mod = realize_vdevice(mod)[0]
+    where = PrecisionDevices(mod, devices)
     mod = simplify_convolutions(mod)
+    if dtype == TF32:
+        return _with_tf32(mod, kept, where)
     functions = {gv: func for gv, func in relax_functions(mod) if not kept.has(gv.name_hint)}
-    return with_functions(mod, {gv: _rewritten(func, dtype, kept) for gv, func in functions.items()})
+    return with_functions(mod, {gv: _rewritten(func, dtype, kept, where) for gv, func in functions.items()})
 
 
-def _check_type(dtype: str, keep: Sequence[str] = ()) -> None:
+def _check_type(
+    dtype: str, keep: Sequence[str] = (), devices: Sequence[VDeviceSpec] | VDeviceSpec | None = None
+) -> None:
     known = (*LOW_TYPES, TF32)
     if dtype not in known:
         raise BuildError(f"ToMixedPrecision: found element type {dtype!r}, expected one of {known}")
@@ -101,19 +125,19 @@ def _check_type(dtype: str, keep: Sequence[str] = ()) -> None:
 ToMixedPrecision = declare_pass("ToMixedPrecision", to_mixed_precision, _check_type)
 
 
-def _with_tf32(mod: tvm.IRModule, kept: NameFilter) -> tvm.IRModule:
+def _with_tf32(mod: tvm.IRModule, kept: NameFilter, where: PrecisionDevices) -> tvm.IRModule:
     """The functions marked with the variables whose products stay exact; those marked already as they are."""
     functions = {}
     for gv, func in relax_functions(mod):
         if not kept.has(gv.name_hint) and TF32_KEPT not in func.attrs:
-            products = [b for b in walk_bindings(func) if op_name(b.value) == "relax.matmul"]
-            exact = [b.var.name for b in products if kept_call(kept, b.var, b.value)]
+            products = [b for b in walk_bindings(func) if op_name(b.value) in PRODUCTS]
+            exact = [b.var.name for b in products if kept_call(kept, b.var, b.value) or not where.has(b.var)]
             functions[gv] = func.with_attr(TF32_KEPT, list(dict.fromkeys(exact)))
     return with_functions(mod, functions)
 
 
-def _rewritten(func: relax.Function, dtype: str, kept: NameFilter) -> relax.Function:
-    low = LowPrecisionValues(func, dtype, kept)
+def _rewritten(func: relax.Function, dtype: str, kept: NameFilter, where: PrecisionDevices) -> relax.Function:
+    low = LowPrecisionValues(func, dtype, kept, where)
     return with_body(func, _Writer(low, dtype).sequence(func.body)) if low.products else func
 
 

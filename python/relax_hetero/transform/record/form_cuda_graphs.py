@@ -13,12 +13,14 @@ owns, are arguments of the recorded launches; kernels that work on bindings, inp
 in a table in device memory (`tir.commands.table_kernel`). `state` is a constant that each machine replaces by memory
 of its own (`vm.region.cuda_graph`), and which constants the graph reads stands on `main_commands` (`GRAPH_CONSTANTS`).
 
-A kernel that asks for constants before it needs what others compute (`tir.cuda.core.launch.may_begin_early`) is
-launched so that it begins while the kernel before it ends.
+From compute capability 9.0 on, every kernel but the first begins while the kernel before it ends, and waits for that:
+where it was written to (`tir.cuda.core.launch.may_begin_early`), behind set-up and requests for constants, and else at
+once (`tir.commands.early_launch`). The one behind the kernel that brings the table reads it when it has waited.
 
 Extents that are symbolic decide how many blocks a launch has, which a graph keeps: such a command buffer has a graph
-for each set of extents that it meets (`vm.region.cuda_graph`). TVM's RewriteCUDAGraph captures what a function does
-with memory of its own, with inputs and outputs outside of the graph, and weights as they were at the first call.
+for each of their values that comes again, and the code of a submission finds the right one. TVM's RewriteCUDAGraph
+captures what a function does with memory of its own, with inputs and outputs outside of the graph, and weights as they
+were at the first call.
 
 Assumes FormCommandBuffers. A lowered module is returned as it is; a second run changes nothing. The result needs a
 machine that records graphs, so `rh.compile` runs this pass and `rh.get_pipeline` leaves it out.
@@ -27,25 +29,42 @@ machine that records graphs, so `rh.compile` runs this pass and `rh.get_pipeline
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import tvm
 from tvm import relax, tirx
+from tvm.tirx.buffer import is_buffer_var
 from tvm_ffi import structural_walk
 
-from ...artifact.commands import ARENA, DIRECT, GRAPH, SLOT, WRITE, Dispatch, Reference, RegionSpec, kernel_from_json
+from ...artifact.commands import (
+    ARENA,
+    DIRECT,
+    GRAPH,
+    SLOT,
+    WRITE,
+    Dispatch,
+    Reference,
+    RegionSpec,
+    SlotSpec,
+    kernel_from_json,
+)
+from ...artifact.dims import parse_dim
 from ...artifact.graph_layout import ENTRIES, ROWS, TABLE, Layout
+from ...target.gpu_target import gpu_target_of
 from ...target.vdevice import vdevices_of
 from ...tir.commands.command_list import Tensor
+from ...tir.commands.dim_values import dim_value
+from ...tir.commands.early_launch import launched_early, waiting_first
 from ...tir.commands.graph_functions import Launch, fetch_kernel, fill_kernel, record_function, submit_function
-from ...tir.commands.table_kernel import fetching_kernel, table_kernel, threads_of_one_block
-from ...tir.cuda.core.launch import READS_EARLY, launched_early
+from ...tir.commands.table_kernel import fetching_kernel, table_kernel, threads_of_one_block, waits_before_use
+from ...tir.cuda.core.launch import READS_EARLY
 from ..ir.blocks import renamed
 from ..ir.declare import declare_pass
 from ..ir.module_attrs import COMMANDS, KERNEL, is_lowered
+from ..ir.op_names import CALL_TIR, CALL_TIR_INPLACE
 from ..ir.rewriting import copy_module, fresh_global_var, map_bindings, op_name, relax_functions, typed
 from .region_attrs import regions_of, with_region
 
@@ -81,7 +100,23 @@ FormCudaGraphs = declare_pass("FormCudaGraphs", form_cuda_graphs)
 
 
 def _can_be_graph(func: tirx.PrimFunc, region: RegionSpec) -> bool:
-    return func.attrs["target"].kind.name == "cuda" and region.runs != GRAPH
+    is_cuda = func.attrs["target"].kind.name == "cuda" and region.runs != GRAPH
+    return is_cuda and all(str(p.ty.dtype) == "int64" for p in _numbers(func)) and _says_all(region)
+
+
+def _numbers(func: tirx.PrimFunc) -> list[tirx.Var]:
+    """Parameters of a command buffer's host function that are no tensors."""
+    return [param for param in func.params if not is_buffer_var(param)]
+
+
+def _says_all(region: RegionSpec) -> bool:
+    """Whether all extents, offsets and numbers of a region are written over its parameters."""
+    dims: list[Any] = [region.arena, *(dim for slot in region.slots for dim in slot.shape or ())]
+    for command in region.commands:
+        if isinstance(command, Dispatch):
+            dims += [*command.scalars, *(operand.offset for operand in command.operands)]
+    texts = [parse_dim(dim) for dim in dims if isinstance(dim, str)]
+    return all(text.evaluate is not None and text.names <= {*region.parameters} for text in texts)
 
 
 class _Writer:
@@ -107,67 +142,84 @@ class _Writer:
         """Replace a host function by those of a graph; the one that submits it is returned."""
         old = self.functions.pop(gv)
         target, count = old.attrs["target"], len(region.slots)
-        numbers = [param for param in old.params if not isinstance(param.ty, tirx.BufferType)]
-        tensors = [
-            Tensor(str(p.name), list(p.ty.shape), str(p.ty.dtype))
-            for p in old.params
-            if isinstance(p.ty, tirx.BufferType)
-        ]
-        arena = 0 if region.arena == 0 else tensors[-1].shape[0]
-        inputs = sum(slot.access != WRITE for slot in region.slots)
-        results = tensors[inputs + len(region.directs) :][: count - inputs]
-        parameters = _symbols(tensors, numbers)
+        values = {name: tirx.Var(name, "int64") for name in region.parameters}
         commands = [command for command in region.commands if isinstance(command, Dispatch)]
-        calls = _calls_of_kernels(old)
-        launches = [self._launch(command, call, region) for command, call in zip(commands, calls, strict=True)]
+        launches = [self._launch(command, region, values) for command in commands]
         first = next(i for i, command in enumerate(commands) if _entries(command))
         launches[first] = self._fetching(launches[first], commands[first], count)
-        # What follows a kernel that writes the table reads addresses there as soon as it begins.
-        behind_table = (0,) if launches[first].fetching is None else (0, first + 1)
-        for i, command in enumerate(commands):
-            if i not in behind_table:
-                launches[i] = self._early(launches[i], command)
-        fetch = None
+        fetch, behind_table = None, first + 1
         if launches[first].fetching is None:
+            behind_table = 0
             fetch = self._once(("fetch", count, str(target)), lambda name: fetch_kernel(name, count, target))
+        if gpu_target_of(target).overlaps_launches:
+            for i, command in enumerate(commands):
+                if launches[i].fetching is None and (i > 0 or fetch is not None):
+                    launches[i] = self._early(launches[i], command, i == behind_table)
         fill = self._once(("fill", str(target)), lambda name: fill_kernel(name, target))
         record = fresh_global_var(f"{gv.name_hint}_record", tvm.ir.Type.missing(), self._taken)
-        self._add(record, record_function(record.name_hint, count, launches, fetch, fill, target, parameters))
-        submit = submit_function(gv.name_hint, tensors[:inputs], results, target, arena, numbers, parameters)
-        submit = with_region(submit.without_attr("global_symbol"), replace(region, runs=GRAPH))
-        return self._add(tvm.ir.GlobalVar(gv.name_hint), submit)
+        self._add(
+            record, record_function(record.name_hint, count, launches, fetch, fill, target, list(values.values()))
+        )
+        # Each function has variables of its own.
+        values = {name: tirx.Var(name, "int64") for name in region.parameters}
+        inputs, results = (
+            [_tensor(slot, values) for slot in region.slots if (slot.access == WRITE) == is_result]
+            for is_result in (False, True)
+        )
+        said = {dim for slot in region.slots for dim in slot.shape or ()}
+        numbers = [var for name, var in values.items() if name not in said]
+        assert len(numbers) == len(_numbers(old)), "the call gives what no extent says"
+        submit = submit_function(gv.name_hint, inputs, results, target, list(values.values()), numbers)
+        submit = submit.without_attr("global_symbol")
+        return self._add(tvm.ir.GlobalVar(gv.name_hint), with_region(submit, replace(region, runs=GRAPH)))
 
     def without_unused_kernels(self) -> dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc]:
-        """The functions, less kernels of which only variants are called."""
+        """The functions, less kernels, and variants of kernels, of which only other variants are called."""
         called: set[str] = set()
         for func in self.functions.values():
             structural_walk(func.body, (tvm.ir.GlobalVar, lambda gv: called.add(gv.name_hint)))
-        kernels = {gv.name_hint for gv in self._kernels.values()}
+        kernels = {gv.name_hint for gv in (*self._kernels.values(), *self._variants.values())}
         return {gv: f for gv, f in self.functions.items() if gv.name_hint not in kernels - called}
 
-    def _launch(self, command: Dispatch, call: tvm.ir.Call, region: RegionSpec) -> Launch:
+    def _launch(self, command: Dispatch, region: RegionSpec, values: Mapping[str, tirx.Var]) -> Launch:
         kernel = self._kernels[command.kernel]
         raw = self.functions[kernel]
         entries = _entries(command)
         arguments: list[Any] = [
             tirx.const(ENTRIES + operand.index, "int32")
             if i in entries
-            else (_word(operand, region), _offset(call.args[i]), raw.params[i].ty)
+            else (*_word(operand, region, values), raw.params[i].ty)
             for i, operand in enumerate(command.operands)
         ]
-        arguments += call.args[len(arguments) :]
+        numbers = raw.params[len(arguments) :]
+        arguments += [_number(value, p, values) for p, value in zip(numbers, command.scalars, strict=True)]
         if not entries:
             return Launch(kernel, arguments)
         variant = self._once((kernel.name_hint, entries), lambda _: table_kernel(raw, entries))
         return Launch(variant, [(TABLE, 0, _POINTER), *arguments])
 
-    def _early(self, launch: Launch, command: Dispatch) -> Launch:
-        """A launch that begins while the one before it ends, where its kernel waits for that before it needs it."""
-        reads = self.functions[self._kernels[command.kernel]].attrs.get(READS_EARLY)
-        if reads is None or any(command.operands[int(i)].space != DIRECT for i in reads):
-            return launch
+    def _early(self, launch: Launch, command: Dispatch, is_behind_table: bool) -> Launch:
+        """A launch that begins while the one before it ends, and waits for that at the latest before it needs it.
+
+        Kernels read addresses in the table as soon as they begin, but for the one behind the kernel that writes it,
+        which lets the next one begin when it has waited for that.
+        """
+        kernel, entries = self._kernels[command.kernel], _entries(command)
+        raw = self.functions[kernel]
+        reads = raw.attrs.get(READS_EARLY)
+        waits_itself = reads is not None and all(command.operands[int(i)].space == DIRECT for i in reads)
+        if waits_itself and is_behind_table:
+            # The launch behind this one may begin at once otherwise, and reads the table.
+            waits_itself = bool(entries) and waits_before_use(raw, entries)
+            if waits_itself:
+                behind = (kernel.name_hint, entries, "behind wait")
+                launch = replace(
+                    launch, kernel=self._once(behind, lambda _: table_kernel(raw, entries, behind_wait=True))
+                )
         func = self.functions[launch.kernel]
-        return replace(launch, kernel=self._once((launch.kernel.name_hint, "early"), lambda _: launched_early(func)))
+        key = (launch.kernel.name_hint, "early", waits_itself)
+        early = self._once(key, lambda _: launched_early(func if waits_itself else waiting_first(func)))
+        return replace(launch, kernel=early)
 
     def _fetching(self, launch: Launch, command: Dispatch, slots: int) -> Launch:
         """The first launch that needs the table, with the kernel that fetches it where one block does all its work."""
@@ -182,7 +234,7 @@ class _Writer:
 
     def _once(self, key: tuple[Any, ...], make: Any) -> tvm.ir.GlobalVar:
         if key not in self._variants:
-            suffix = "early" if key[1] == "early" else "table"
+            suffix = "early" if key[1:2] == ("early",) else "table"
             gv = fresh_global_var(f"{key[0]}_{suffix}", tvm.ir.Type.missing(), self._taken)
             self._variants[key] = self._add(gv, make(gv.name_hint))
         return self._variants[key]
@@ -200,40 +252,25 @@ def _entries(command: Dispatch) -> tuple[int, ...]:
     return tuple(i for i, operand in enumerate(command.operands) if operand.space == SLOT)
 
 
-def _word(operand: Reference, region: RegionSpec) -> int:
-    """The word of the plan that a direct reference or one to the arena starts from."""
-    first = Layout(len(region.slots), len(region.parameters)).directs
-    return first + (len(region.directs) if operand.space == ARENA else operand.index)
+def _word(operand: Reference, region: RegionSpec, values: Mapping[str, tirx.Var]) -> tuple[int, Any]:
+    """The word of the plan that a direct reference or one to the arena starts from, and its offset."""
+    first = Layout(len(region.slots)).directs
+    offset = operand.offset if isinstance(operand.offset, int) else dim_value(operand.offset, values)
+    return first + (len(region.directs) if operand.space == ARENA else operand.index), offset
 
 
-def _offset(argument: tirx.Expr) -> tirx.Expr:
-    """The first byte of an argument of a kernel: those in the arena are addresses of its bytes."""
-    if argument.op.same_as(_ADDRESS_OF):
-        return argument.args[0].indices[0]
-    return tirx.const(0, "int64")
+def _number(value: Any, param: tirx.Var, values: Mapping[str, tirx.Var]) -> Any:
+    """A number that a kernel takes."""
+    dtype = str(param.ty.dtype)
+    if not isinstance(value, str):
+        return tirx.const(value, dtype)
+    number = dim_value(value, values)
+    return number if dtype == "int64" else tirx.Cast(dtype, number)
 
 
-_ADDRESS_OF = tvm.ir.Op.get("tirx.address_of")
-
-
-def _calls_of_kernels(host: tirx.PrimFunc) -> list[tvm.ir.Call]:
-    """In order."""
-    found: list[tvm.ir.Call] = []
-
-    def on_call(call: tvm.ir.Call) -> None:
-        if isinstance(call.op, tvm.ir.GlobalVar):
-            found.append(call)
-
-    structural_walk(host.body, (tvm.ir.Call, on_call))
-    return found
-
-
-def _symbols(tensors: Sequence[Tensor], numbers: Sequence[tirx.Var]) -> list[tirx.Var]:
-    """The symbolic extents of a command buffer."""
-    found: dict[tirx.Var, None] = {}
-    for expr in (*numbers, *(extent for tensor in tensors for extent in tensor.shape)):
-        structural_walk(expr, (tvm.ir.Var, lambda var: found.setdefault(var)))
-    return list(found)
+def _tensor(slot: SlotSpec, values: Mapping[str, tirx.Var]) -> Tensor:
+    assert slot.shape is not None, "tensors of a model have shapes"
+    return Tensor(slot.name, [dim_value(dim, values) for dim in slot.shape], slot.dtype)
 
 
 class _Calls:
@@ -255,24 +292,46 @@ class _Calls:
         self._submits, self._vdevices = submits, vdevices
         self._regions = {gv.name_hint: region for gv, region in chosen.items()}
         self._names: dict[relax.Var, relax.Expr] = {}
+        self._arenas: dict[relax.Var, int] = {}  # of calls, where in the results the arena was
 
     def change(self, binding: relax.Binding) -> relax.Binding:
         """A binding, with the state for constants and without an arena where it calls such a command buffer."""
-        call = binding.value
-        name = call.args[0].name_hint if op_name(call) == "relax.call_tir" else ""
+        value = binding.value
+        if isinstance(value, relax.TupleGetItem) and value.tuple_value in self._arenas:
+            index = value.index - (value.index > self._arenas[value.tuple_value])
+            return relax.VarBinding(
+                binding.var, relax.TupleGetItem(self._names[value.tuple_value], index), binding.span
+            )
+        is_call = op_name(value) in (CALL_TIR, CALL_TIR_INPLACE)
+        name = value.args[0].name_hint if is_call else ""
         if name not in self._submits:
             return renamed(binding, self._names)
-        region = self._regions[name]
-        args = list(renamed(binding, self._names).value.args[1].fields)
-        inputs = len(args) - len(region.directs)
+        return self._changed(binding, renamed(binding, self._names).value, self._regions[name])
+
+    def _changed(self, binding: relax.Binding, call: relax.Call, region: RegionSpec) -> relax.Binding:
+        args = list(call.args[1].fields)
+        inputs = sum(slot.access != WRITE for slot in region.slots)
+        behind = inputs + len(region.directs)
         vdevice = self._vdevices[region.device]
         words = np.zeros(Layout(len(region.slots), len(region.parameters)).state, "int64")
         state = tvm.ir.GenericConst(tvm.runtime.tensor(words), relax.TensorType(words.shape, "int64", vdevice))
-        self.constants[name] = args[inputs:]
+        self.constants[region.name] = args[inputs:behind]
+        args = [*args[:inputs], state, *args[behind:]]
         ty, var = call.ty_args[0], binding.var
+        fields = list(ty.fields) if isinstance(ty, tvm.ir.TupleType) else [ty]
+        places = list(call.attrs.inplace_indices) if op_name(call) == CALL_TIR_INPLACE else []
         if region.arena != 0:
-            ty = tvm.ir.TupleType(list(ty.fields)[:-1])
+            arena = len(region.slots) - inputs  # behind the results
+            del fields[arena]
+            if places:
+                del places[arena]
+            self._arenas[var] = arena
+            ty = tvm.ir.TupleType(fields)
             self._names[var] = type(var)(var.name, ty)
-        operands = [self._submits[name], relax.Tuple([*args[:inputs], state]), *call.args[2:]]
-        new = relax.Call(call.op, operands, call.attrs, [ty], call.span, ret_ty=ty)
+        gv = self._submits[region.name]
+        if places:
+            made = relax.call_tir_inplace(gv, relax.Tuple(args), places, fields)
+            new = relax.Call(made.op, made.args, made.attrs, [ty], call.span, ret_ty=ty)
+        else:
+            new = relax.Call(call.op, [gv, relax.Tuple(args)], call.attrs, [ty], call.span, ret_ty=ty)
         return relax.VarBinding(self._names.get(var, var), new, binding.span)

@@ -40,8 +40,8 @@ class CommandBuffer:
     """Commands for one device, recorded once and submitted with a binding table each time.
 
     ``begin()``, then commands, then ``end()``, then ``submit`` as often as wanted, from any thread, also while earlier
-    submissions run. Where the compiler is at hand `end` makes one function of the commands; elsewhere each submission
-    walks them.
+    submissions run. On CPUs, where the compiler is at hand, `end` makes one function of the commands; elsewhere each
+    submission walks them. On CUDA devices those of a table that comes again are a CUDA graph.
 
     Parameters
     ----------

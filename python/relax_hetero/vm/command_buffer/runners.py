@@ -12,10 +12,13 @@ from ...artifact.messages import explain_failure
 from ...artifact.metadata import CPU
 from ...errors import BindingError, HeteroError
 from ...providers import provided
+from ..device.cuda_driver import cuda_driver
+from ..device.cuda_library import CUDA, cuda_library
 from ..device.threads import enter_call, leave_call
 from ..machine import VirtualMachine
 from ..region.walk_commands import Memory, raise_kernel_error, walk
 from .binding_table import BindingTable
+from .cuda_runner import CudaCommands
 from .operands import parameter_name
 from .recorder import Recording
 
@@ -57,8 +60,9 @@ class Runner(Protocol):
     Each kind of device has its own (`runners.runner_for`); tables and numbers are checked before.
     """
 
-    runs: str
-    """How, as `RegionSpec.runs` says it."""
+    @property
+    def runs(self) -> str:
+        """How, as `RegionSpec.runs` says it."""
 
     def __call__(self, table: BindingTable, numbers: tuple[int | float, ...]) -> Submission:
         """Submit with a table and the parameters' values.
@@ -79,14 +83,17 @@ def runner_for(machine: VirtualMachine, recording: Recording, compiled: bool) ->
     BindingError: A kind of device that command buffers cannot be recorded for by hand.
     """
     check_device_kind(machine, recording.device)
+    if machine.executable.devices[recording.device].device_type == CUDA:
+        return _CudaRunner(machine, recording)
     return _HostRunner(machine, recording, compiled and not base._RUNTIME_ONLY)
 
 
 def check_device_kind(machine: VirtualMachine, device: int) -> None:
     """BindingError for a kind of device without a runner."""
     spec = machine.executable.devices[device]
-    if spec.device_type != CPU:
-        raise BindingError(f"command buffers by hand run on CPU devices, found a device of kind {spec.kind!r}")
+    if spec.device_type not in (CPU, CUDA):
+        expected = f"expected a device of kind 'llvm', 'c' or 'cuda', found {spec.kind!r}"
+        raise BindingError(f"command buffers by hand: {expected}")
 
 
 class _HostRunner:
@@ -94,8 +101,13 @@ class _HostRunner:
 
     def __init__(self, machine: VirtualMachine, recording: Recording, compiled: bool) -> None:
         self._threads, self._metadata = machine._threads, machine.executable.metadata
-        self.runs = "host function" if compiled else "walked commands"
+        self._runs = "host function" if compiled else "walked commands"
         self._run = _compiled(recording) if compiled else _walked(recording)
+
+    @property
+    def runs(self) -> str:
+        """How, as `RegionSpec.runs` says it."""
+        return self._runs
 
     def __call__(self, table: BindingTable, numbers: tuple[int | float, ...]) -> Submission:
         pool = enter_call(self._threads)
@@ -108,6 +120,30 @@ class _HostRunner:
         finally:
             leave_call(pool)
         return ENDED
+
+
+class _CudaRunner:
+    """Runs a recording on a GPU; the work outlasts the call."""
+
+    def __init__(self, machine: VirtualMachine, recording: Recording) -> None:
+        library = cuda_library()
+        if library is None:
+            raise BindingError("command buffers by hand: the CUDA driver does not work, expected one that does")
+        self._metadata = machine.executable.metadata
+        self._commands = CudaCommands(machine.devices[recording.device], recording, library, cuda_driver())
+
+    @property
+    def runs(self) -> str:
+        """How, as `RegionSpec.runs` says it."""
+        return self._commands.runs
+
+    def __call__(self, table: BindingTable, numbers: tuple[int | float, ...]) -> Submission:
+        try:
+            return Submission(self._commands.submit(table, numbers))
+        except HeteroError:
+            raise
+        except Exception as error:  # a kernel may raise anything
+            raise explain_failure("a command buffer", error, self._metadata) from error
 
 
 _Run = Callable[[BindingTable, tuple[int | float, ...]], None]

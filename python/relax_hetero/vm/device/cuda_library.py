@@ -8,7 +8,7 @@ TVM, uses.
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_ushort, c_void_p
 from functools import cache
 from typing import Any
 
@@ -50,6 +50,10 @@ _ARGUMENTS = {
     "cuMemcpyHtoDAsync_v2": (_ADDRESS, c_void_p, c_size_t, c_void_p),
     "cuMemcpyDtoHAsync_v2": (c_void_p, _ADDRESS, c_size_t, c_void_p),
     "cuMemcpyDtoDAsync_v2": (_ADDRESS, _ADDRESS, c_size_t, c_void_p),
+    "cuMemsetD8Async": (_ADDRESS, c_ubyte, c_size_t, c_void_p),
+    "cuMemsetD16Async": (_ADDRESS, c_ushort, c_size_t, c_void_p),
+    "cuMemsetD32Async": (_ADDRESS, c_uint, c_size_t, c_void_p),
+    "cuMemsetD2D32Async": (_ADDRESS, c_size_t, c_uint, c_size_t, c_size_t, c_void_p),
     "cuMemcpyPeerAsync": (_ADDRESS, c_void_p, _ADDRESS, c_void_p, c_size_t, c_void_p),
 }
 
@@ -83,6 +87,10 @@ class CudaLibrary:
     def status(self, name: str, *args: Any) -> int:
         """The status that a function returns which does not wait, where a failure is an answer."""
         return int(self._quick[name](*args))
+
+    def address(self, name: str) -> int:
+        """The address of a function, for code that calls it itself."""
+        return ctypes.cast(self._functions[name], c_void_p).value or 0
 
     def error(self, name: str, status: int) -> CudaError:
         """The text of a failing function's status."""

@@ -45,6 +45,16 @@ def bind_devices(metadata: Metadata, devices: object = None) -> list[runtime.Dev
         that this machine does not have.
     """
     specs = metadata.devices
+    chosen = chosen_devices(metadata, devices)
+    names = device_names(specs)
+    bound = [check_device(name, spec, device) for name, spec, device in zip(names, specs, chosen, strict=True)]
+    enable_peer_access(bound)
+    return bound
+
+
+def chosen_devices(metadata: Metadata, devices: object = None) -> list[runtime.Device]:
+    """What `bind_devices` checks: the device of every manifest entry, here or not."""
+    specs = metadata.devices
     chosen: list[Any] = [runtime.device(spec.type_name, spec.vdevice_id) for spec in specs]
     if isinstance(devices, Mapping):
         _remap(chosen, devices, specs)
@@ -59,10 +69,7 @@ def bind_devices(metadata: Metadata, devices: object = None) -> list[runtime.Dev
             f"devices is {devices!r} ({type(devices).__name__}), expected None, a list with one device per entry of "
             f"the manifest ({', '.join(device_names(specs))}), or a mapping from entries to devices"
         )
-    names = device_names(specs)
-    bound = [_check(name, spec, to_device(device)) for name, spec, device in zip(names, specs, chosen, strict=True)]
-    enable_peer_access(bound)
-    return bound
+    return [to_device(device) for device in chosen]
 
 
 def host_device(metadata: Metadata, devices: Sequence[runtime.Device]) -> runtime.Device:
@@ -133,7 +140,8 @@ def _find_spec(key: DeviceSpec, specs: tuple[DeviceSpec, ...]) -> int | None:
     return next((i for i, spec in enumerate(specs) if identity(spec) == identity(key)), None)
 
 
-def _check(name: str, spec: DeviceSpec, device: runtime.Device) -> runtime.Device:
+def check_device(name: str, spec: DeviceSpec, device: runtime.Device) -> runtime.Device:
+    """A device that is to run a manifest entry; BindingError where it cannot, or is not here."""
     if device.dlpack_device_type() != spec.device_type:
         raise BindingError(f"{name} was compiled for a {spec.type_name} device (kind {spec.kind!r}), found {device}")
     check_cpu(name, spec)

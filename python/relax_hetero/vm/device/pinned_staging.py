@@ -3,9 +3,12 @@
 The driver copies such memory through pinned buffers of its own, on one thread, which is a fifth of what the link could
 do. Here several threads copy parts of a tensor to or from pinned buffers, while the GPU copies other parts::
 
-    host memory --memmove, each thread--> two buffers a thread --DMA, on one stream--> device memory
+    host memory --memcpy, each thread--> two buffers a thread --DMA, a stream a thread--> device memory
 
-The first parts of a tensor that goes to the GPU are small, so that the link starts early; of one that comes, the last.
+On one stream the GPU rests for microseconds between two copies. The loop over the parts is code that executables bring
+along (`driver.link.staging_text`): no thread waits for Python's lock in it. Until a machine has loaded some, copies are
+the driver's. The first parts of a tensor that goes to the GPU are small, so that the link starts early; of one that
+comes, the last.
 """
 
 from __future__ import annotations
@@ -15,10 +18,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import cache
-from itertools import cycle
+from functools import cache, lru_cache
 from typing import TypeAlias
 
+from tvm import runtime
+
+from ...artifact import worker_threads as names
 from ...target.cpu_cores import num_cores
 from .cuda_library import CudaLibrary
 from .cuda_memory import PinnedBlock
@@ -28,8 +33,7 @@ STAGED_BYTES = 32 << 20
 """Smaller copies are left to the driver, which is as fast until then."""
 
 PART_BYTES = 2 << 20
-"""Smaller parts make threads wait for each other: only one runs Python at a time, between its copies. Larger ones do
-not stay in a core's cache."""
+"""Smaller parts keep the driver busy with starting copies; of larger ones fewer are under way at once."""
 
 FIRST_PART_BYTES = 256 << 10
 """Bytes of the parts that are copied while the link, or the host, has nothing to do yet."""
@@ -50,12 +54,58 @@ Part: TypeAlias = tuple[int, int]
 """Offset and bytes."""
 
 
-class _Buffer(PinnedBlock):
-    """Pinned memory, and when the GPU has last copied from or to it."""
+Loop: TypeAlias = Callable[[int, int], int]
+"""The code's loop over parts, by the addresses of a `Job` and of a thread's `_Buffer` entries."""
+
+_FUNCTIONS = ("cuCtxSetCurrent", "cuEventSynchronize", "cuEventRecord", "cuStreamWaitEvent")
+
+
+class Job(ctypes.Structure):
+    """A copy, as the loop knows it: threads take parts by `next` until there are none, or `status` is a failure's."""
+
+    _fields_ = [
+        ("next", ctypes.c_int64),
+        ("parts", ctypes.c_int64),
+        ("offsets", ctypes.c_void_p),
+        ("host", ctypes.c_void_p),
+        ("device", ctypes.c_int64),
+        ("to_host", ctypes.c_int64),
+        ("buffers", ctypes.c_int64),
+        ("stream", ctypes.c_void_p),
+        ("begin", ctypes.c_void_p),  # an event of the stream
+        ("context", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in _FUNCTIONS),
+        ("copy", ctypes.c_void_p),
+        ("status", ctypes.c_int64),
+        ("function", ctypes.c_int64),  # that has failed: of `_FUNCTIONS`, or the copy
+    ]
+
+
+class _Buffer(ctypes.Structure):
+    """Pinned memory, the event after the GPU's last copy from or to it, and the part that arrives in it.
+
+    Before the buffers of a thread stands an entry with its stream and an event of that.
+    """
+
+    _fields_ = [
+        ("address", ctypes.c_void_p),
+        ("event", ctypes.c_void_p),
+        ("offset", ctypes.c_int64),
+        ("nbytes", ctypes.c_int64),
+    ]
+
+
+class _Lane:
+    """The stream and the buffers of a thread."""
 
     def __init__(self, library: CudaLibrary, gpu: int, nbytes: int) -> None:
-        super().__init__(library, gpu, nbytes)
-        self.event = Event(library, gpu)
+        self._blocks = [PinnedBlock(library, gpu, nbytes) for _ in range(_BUFFERS)]
+        self._events = [Event(library, gpu) for _ in range(1 + _BUFFERS)]
+        self._stream = Stream(library, gpu)
+        addresses = [self._stream.handle, *(block.address for block in self._blocks)]
+        entries = [_Buffer(address, event.handle) for address, event in zip(addresses, self._events, strict=True)]
+        self._entries = (_Buffer * len(entries))(*entries)
+        self.address = ctypes.addressof(self._entries)
 
 
 class Staging:
@@ -69,12 +119,12 @@ class Staging:
     part: Bytes of a buffer.
     """
 
-    def __init__(self, library: CudaLibrary, gpu: int, threads: int, part: int = PART_BYTES) -> None:
-        self._library, self._gpu, self._threads, self._part = library, gpu, threads, part
-        self._free: deque[list[_Buffer]] = deque()
+    def __init__(self, library: CudaLibrary, gpu: int, threads: int, loop: Loop, part: int = PART_BYTES) -> None:
+        self._library, self._gpu, self._threads, self._loop, self._part = library, gpu, threads, loop, part
+        self._free: deque[_Lane] = deque()
         self._available = threading.Semaphore(0)
         for _ in range(threads):
-            self._free.append([_Buffer(library, gpu, part) for _ in range(_BUFFERS)])
+            self._free.append(_Lane(library, gpu, part))
             self._available.release()
 
     def send(self, source: int, target: int, nbytes: int, stream: Stream) -> None:
@@ -82,53 +132,32 @@ class Staging:
 
         Returns when the source has been read. The rest is work of `stream`, which must be one of this GPU.
         """
-        parts = iter(parts_of(nbytes, self._part))
-
-        def copy(buffers: list[_Buffer]) -> None:
-            for buffer, (offset, size) in zip(cycle(buffers), parts, strict=False):
-                buffer.event.synchronize()
-                ctypes.memmove(buffer.address, source + offset, size)
-                self._library.quick("cuMemcpyHtoDAsync_v2", target + offset, buffer.address, size, stream.handle)
-                buffer.event.record(stream)
-
-        self._share(copy, nbytes)
+        self._copy(source, target, nbytes, stream, "cuMemcpyHtoDAsync_v2", False)
 
     def receive(self, source: int, target: int, nbytes: int, stream: Stream) -> None:
         """Copy from the GPU to host memory, after what `stream`, which must be one of this GPU, has been given.
 
         Returns when the copy has ended.
         """
-        parts = iter([(nbytes - offset - size, size) for offset, size in parts_of(nbytes, self._part)][::-1])
+        self._copy(target, source, nbytes, stream, "cuMemcpyDtoHAsync_v2", True)
 
-        def copy(buffers: list[_Buffer]) -> None:
-            arriving: deque[tuple[_Buffer, Part]] = deque()
-            for buffer, (offset, size) in zip(cycle(buffers), parts, strict=False):
-                if len(arriving) == len(buffers):
-                    land(*arriving.popleft())
-                buffer.event.synchronize()  # the GPU may still read from it what another copy sends
-                self._library.quick("cuMemcpyDtoHAsync_v2", buffer.address, source + offset, size, stream.handle)
-                buffer.event.record(stream)
-                arriving.append((buffer, (offset, size)))
-            while arriving:
-                land(*arriving.popleft())
-
-        def land(buffer: _Buffer, part: Part) -> None:
-            offset, size = part
-            buffer.event.synchronize()
-            ctypes.memmove(target + offset, buffer.address, size)
-
-        self._share(copy, nbytes)
-
-    def _share(self, copy: Callable[[list[_Buffer]], None], nbytes: int) -> None:
-        """Run `copy` in this thread, and in as many others as there is work and buffers for."""
+    def _copy(self, host: int, device: int, nbytes: int, stream: Stream, function: str, to_host: bool) -> None:
+        """Have the loop run in this thread, and in as many others as there is work and buffers for."""
+        offsets = _offsets(nbytes, self._part)
+        functions = [self._library.address(name) for name in (*_FUNCTIONS, function)]
+        begin, context = stream.record(), self._library.context(self._gpu)
+        job = Job(
+            0, len(offsets) - 1, ctypes.addressof(offsets), host, device, to_host, _BUFFERS, stream.handle,
+            begin.handle, context, *functions,
+        )  # fmt: skip
+        address = ctypes.addressof(job)
 
         def run() -> None:
-            self._library.use(self._gpu)
-            buffers = self._free.popleft()
+            lane = self._free.popleft()
             try:
-                copy(buffers)
+                self._loop(address, lane.address)
             finally:
-                self._free.append(buffers)
+                self._free.append(lane)
                 self._available.release()
 
         self._available.acquire()
@@ -139,8 +168,8 @@ class Staging:
         finally:  # those that did not begin leave the work to others, which may take long
             helping = [other for other in helped if not self._withdraw(other)]
             wait(helping)
-        for other in helping:
-            other.result()
+        if job.status:
+            raise self._library.error((*_FUNCTIONS, function)[job.function], job.status)
 
     def _withdraw(self, helper: Future[None]) -> bool:
         if not helper.cancel():
@@ -159,23 +188,52 @@ def parts_of(nbytes: int, part: int) -> Iterator[Part]:
             size = min(2 * size, part)
 
 
+@lru_cache(64)
+def _offsets(nbytes: int, part: int) -> ctypes.Array[ctypes.c_int64]:
+    """Where parts begin, and the end of the last."""
+    begins = [offset for offset, _ in parts_of(nbytes, part)]
+    return (ctypes.c_int64 * (len(begins) + 1))(*begins, nbytes)
+
+
 @cache
 def _helpers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max(1, _threads() - 1), "relax_hetero staging")
 
 
+def use_loop(module: runtime.Module) -> None:
+    """Have large copies use the loop that loaded code brings along; once in a process."""
+    with _making:
+        if not _loops:
+            loop = loop_of(module)
+            if loop is not None:
+                _loops.append(loop)
+
+
+def loop_of(module: runtime.Module) -> Loop | None:
+    """The loop in loaded code, None where it has none; a call lets other Python threads run."""
+    try:
+        address = module.get_function(names.STAGE, True)()
+    except AttributeError:
+        return None
+    # Threads may be in it until the process ends: the code is never unloaded, not even when the interpreter ends.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))
+    function: Loop = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(address)
+    return function
+
+
 def staging(library: CudaLibrary, gpu: int) -> Staging | None:
-    """The buffers of a GPU; None where there are too few cores for them to be of use."""
+    """The buffers of a GPU; None where no loop is known yet, or too few cores are there for it to be of use."""
     with _making:  # the GPU may read from buffers after a copy has returned: there must not be some that nobody keeps
-        return _staging(library, gpu)
+        return _staging(library, gpu) if _loops and _threads() >= _FEWEST_THREADS else None
 
 
 _making = threading.Lock()
+_loops: list[Loop] = []
 
 
 @cache
-def _staging(library: CudaLibrary, gpu: int) -> Staging | None:
-    return Staging(library, gpu, _threads()) if _threads() >= _FEWEST_THREADS else None
+def _staging(library: CudaLibrary, gpu: int) -> Staging:
+    return Staging(library, gpu, _threads(), _loops[0])
 
 
 def _threads() -> int:

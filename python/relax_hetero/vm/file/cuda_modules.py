@@ -94,7 +94,7 @@ def with_machine_code(block: bytes, cubins: Mapping[str, bytes]) -> bytes:
     Parameters
     ----------
     block: As TVM packs the modules that a library imports.
-    cubins: Machine code by `source_key`; KeyError where one is missing.
+    cubins: Machine code by `source_key`. Source without any, which is a caller's own module, stays what it is.
     """
     reader = _block_reader(block)
     parts = [block[_LENGTH.size : reader.at]]
@@ -106,8 +106,8 @@ def with_machine_code(block: bytes, cubins: Mapping[str, bytes]) -> bytes:
         data = reader.text()
         if kind == KIND.encode():
             module = read_module(data)
-            if module.format == SOURCE:
-                data = module.compiled(cubins[source_key(module.code)]).to_bytes()
+            if module.format == SOURCE and (code := cubins.get(source_key(module.code))) is not None:
+                data = module.compiled(code).to_bytes()
         parts.append(_text(data))
     return _text(b"".join(parts))
 

@@ -43,11 +43,15 @@ class Executable:
         The file it was loaded from.
     machine_code : mapping of str to bytes, optional
         Of CUDA kernels that the module holds as source, by `cuda_modules.source_key`; files get the machine code.
+    versions : sequence of Executable, optional
+        The same model without some of the devices in ``metadata.optional``, for machines that lack them: each does
+        without more of them than the one before, the last without any.
 
     Attributes
     ----------
     metadata, constants
         As given.
+    versions : tuple of Executable
     """
 
     def __init__(
@@ -58,12 +62,14 @@ class Executable:
         container: Container | None = None,
         *,
         machine_code: Mapping[str, bytes] | None = None,
+        versions: Sequence[Executable] = (),
     ) -> None:
         if len(constants) != len(metadata.constants):
             raise BuildError(f"{len(constants)} constants given, expected {len(metadata.constants)}")
         self._module: runtime.Module | None = getattr(module, "mod", module)
         self.metadata = metadata
         self.constants = list(constants)
+        self.versions = tuple(versions)
         self._container = container
         self._machine_code = dict(machine_code or {})
         self._runnable: runtime.Module | None = None
@@ -168,10 +174,18 @@ class Executable:
         self._export(path, None, 0o600)
 
     def _export(self, path: Path, key: bytes | None, mode: int) -> None:
-        if self._container is not None:
-            write_copy(path, self._container.data, key, mode)
+        container = self._container
+        if container is not None and len(container.header.get("versions", ())) == len(self.versions):
+            write_copy(path, container.data, key, mode)
         else:
-            write_executable(path, self.module, self.metadata, self.constants, self._machine_code, key, mode)
+            write_executable(path, [self, *self.versions], key, mode)
+
+    def write_library(self, path: Path, what: str) -> None:
+        """Write the linked code to `path`; BuildError, beginning with `what`, where it cannot be linked."""
+        if self._container is not None:
+            self._container.code.tofile(path)
+        else:
+            link_library(self.module, path, what, self._machine_code)
 
     def runnable(self) -> runtime.Module:
         """The module in a form that runs in this process; code of ``c`` devices is compiled now, once.

@@ -14,14 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import tvm
 import tvm_ffi
 from tvm import runtime
 from tvm.base import _RUNTIME_ONLY
 
-from ...artifact.container import write_container
+from ...artifact.container import Version, write_container
 from ...artifact.metadata import Metadata
 from ...artifact.signing import trailer_of
 from ...errors import BuildError
@@ -145,21 +145,35 @@ def checked_path(path: object, what: str) -> str:
     return text
 
 
-def write_executable(
-    path: Path,
-    module: runtime.Module,
-    metadata: Metadata,
-    constants: Sequence[runtime.Tensor],
-    machine_code: Mapping[str, bytes] | None = None,
-    key: bytes | None = None,
-    mode: int = 0o666,
-) -> None:
-    """Link and write a new executable to `path`, signed with `key` if there is one; see `replacing`."""
+def write_executable(path: Path, parts: Sequence[Part], key: bytes | None = None, mode: int = 0o666) -> None:
+    """Link and write a new executable to `path`, signed with `key` if there is one; see `replacing`.
+
+    Parameters
+    ----------
+    parts: The executable, then its versions.
+    """
     with tempfile.TemporaryDirectory(prefix="relax_hetero_") as folder, replacing(path, mode) as target:
-        library = Path(folder) / "library.so"
-        link_library(module, library, f"exporting {path}", machine_code)
-        write_container(target, library, header_of(metadata), [bytes_of(tensor) for tensor in constants])
+        libraries = [Path(folder) / f"library{number}.so" for number in range(len(parts))]
+        for part, library in zip(parts, libraries, strict=True):
+            part.write_library(library, f"exporting {path}")
+        headers = [header_of(part.metadata) for part in parts]
+        weights = [[bytes_of(tensor) for tensor in part.constants] for part in parts]
+        versions = [
+            Version(library, header["metadata"], data)
+            for library, header, data in zip(libraries[1:], headers[1:], weights[1:], strict=True)
+        ]
+        write_container(target, libraries[0], headers[0], weights[0], versions)
         _sign(target, key)
+
+
+class Part(Protocol):
+    """An executable or a version of one, to be written."""
+
+    metadata: Metadata
+    constants: list[runtime.Tensor]
+
+    def write_library(self, path: Path, what: str) -> None:
+        """Write the shared library to `path`; `what` begins messages."""
 
 
 def write_copy(path: Path, data: Any, key: bytes | None = None, mode: int = 0o666) -> None:

@@ -64,12 +64,18 @@ def load_container(container: Container, verify: bool = False) -> Executable:
     _check_version(container)
     if verify:
         container.verify_weights()
-    metadata, constants = _read(container)
+    try:
+        whole, *versions = container.versions()
+    except ValueError as error:
+        raise BuildError(f"{container.path}: the metadata cannot be read: {error}") from error
+    metadata, constants = _read(whole)
     load_backend("extra")
     here = [load_backend(device.type_name) for device in metadata.devices if device.device_type != CPU]
     # Code of a device that this process knows nothing of cannot be loaded; making the machine says so.
     module = load_code(container.path, container) if all(here) else None
-    return Executable(module, metadata, constants, container)
+    # Code of a version is loaded when a machine runs it.
+    parts = [Executable(None, *_read(version), version) for version in versions]
+    return Executable(module, metadata, constants, container, versions=parts)
 
 
 def _read(container: Container) -> tuple[Metadata, list[runtime.Tensor]]:

@@ -40,7 +40,8 @@ def load_code(path: Path, container: Container | None = None) -> runtime.Module:
                 identity = (status.st_dev, status.st_ino)
             else:
                 source, identity = _open_file(container), container.identity
-            is_known = identity in _files
+            # Of a version, the library does not stand at the begin of the file.
+            is_known = identity in _files or (container is not None and container.code_begin > 0)
             _files.add(identity)
             if not is_known and container is None and _loaded.setdefault(source, identity) == identity:
                 return tvm_ffi.load_module(source, keep_module_alive=False)

@@ -5,11 +5,9 @@ of pinned memory and launches the graph, whose first kernel brings the row to th
 which records, and one that finds all rows in use come here. Where there are no graphs, each submission does, and
 launches kernel by kernel.
 
-A graph has the numbers of blocks of its launches, which follow from the symbolic extents, the command buffer's
-parameters: each set of values that is met is recorded once, and the last `MOST_GRAPHS` are kept. Code launches the
-graph of the submission before; one with other values comes here, for the graph that was recorded with them. They share
-the table, the ring and the arena, so they run in one order, as submissions of one graph do; the arena has the size
-that the largest of them needs.
+A graph keeps how many blocks its launches have, and the numbers that they take. A command buffer with symbolic extents
+has one for each of their values: recorded when these come for the second time, so that lengths which grow call by call
+leave no graphs behind, and dropped when `MOST_GRAPHS` others were used since.
 """
 
 from __future__ import annotations
@@ -18,7 +16,8 @@ import ctypes
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,18 +26,24 @@ from tvm import runtime
 
 from ...artifact import graph_layout as state
 from ...artifact.commands import RegionSpec
-from ...artifact.graph_layout import ROWS, Layout
+from ...artifact.dims import parse_dim
+from ...artifact.graph_layout import ROWS, WAYS, Layout
 from ...artifact.metadata import Metadata
 from ..device.cuda_driver import CudaDriver, CudaError, cuda_driver
 from ..device.tensors import alias, copy_into, empty, from_array
 
 _log = logging.getLogger("relax_hetero")
 
-MOST_GRAPHS = 64
-"""Of a command buffer, each of a few hundred bytes a launch in host memory and some kilobytes on the device."""
-
 _WAIT_SECONDS = 20e-6
 """Between looks at whether the oldest submission has begun."""
+
+MOST_GRAPHS = 64
+"""Of a command buffer with symbolic extents."""
+
+_SEEN = 1024
+"""Values of parameters that are remembered to have come once."""
+
+_Values = tuple[int, ...]
 
 _get_stream: Any = tvm_ffi.LIB.TVMFFIEnvGetStream
 
@@ -48,11 +53,11 @@ class CudaGraph:
 
     Parameters
     ----------
-    region
+    region: What it does.
     device: A CUDA device.
     constants: Addresses.
     submit, record: The compiled functions: one submits, and takes inputs, the state and results; one launches all
-        kernels, and takes the address of the plan.
+        kernels, and takes the address of the plan, and parameters.
     driver: Why there are no graphs, where there is no driver.
 
     Attributes
@@ -73,7 +78,10 @@ class CudaGraph:
         self._name, self._device, self._record = region.name, device, record
         self.submit_function = submit
         self._layout = layout = Layout(len(region.slots), len(region.parameters))
-        self._recorded: dict[tuple[int, ...], int] = {}  # graphs by the parameters' values, the last used at the end
+        self._parameters, self._arena_bytes = region.parameters, region.arena
+        self._recorded: OrderedDict[_Values, int] = OrderedDict()
+        self._ways: list[_Values | None] = [None] * WAYS
+        self._seen: OrderedDict[_Values, None] = OrderedDict()
         self._driver = driver if isinstance(driver, CudaDriver) else None
         address = driver.pinned(8 * layout.state) if isinstance(driver, CudaDriver) else 0
         host = _words_at(address, layout.state) if address else empty((layout.state,), "int64", runtime.cpu())
@@ -84,7 +92,7 @@ class CudaGraph:
         self.state = alias(host, device)
         self._table = empty((layout.table,), "int64", device)
         copy_into(from_array(np.zeros(layout.table, "int64")), self._table)
-        self._arena = empty((region.arena if isinstance(region.arena, int) and region.arena else 1,), "uint8", device)
+        self._arena = empty((1 if isinstance(region.arena, str) else max(region.arena, 1),), "uint8", device)
         self._plan = np.zeros(layout.directs + len(constants) + 1, "int64")
         self._plan[state.TABLE] = self._table.data_ptr()
         self._plan[layout.directs :] = [*constants, self._arena.data_ptr()]
@@ -97,16 +105,17 @@ class CudaGraph:
     def submit(self) -> None:
         """Submit with the bindings and parameters that the code left in the state."""
         layout, words = self._layout, self._words
-        staged = words[layout.staged : layout.ring]
-        bindings, values = staged[: layout.slots], tuple(map(int, staged[layout.slots : -1]))
-        if values not in self._recorded or self._driver is None:
-            self._fit_arena(int(staged[-1]))
-            self._plan[layout.values : layout.directs] = values
-            self._launch_each(bindings)
-            if self._driver is not None:
+        bindings = words[layout.staged : layout.staged + layout.slots]
+        values = tuple(map(int, words[layout.values : layout.values + layout.parameters]))
+        graph = self._recorded.get(values)
+        if graph is None or self._driver is None:
+            self._make_room(values)
+            self._launch_each(bindings, values)
+            if self._driver is not None and self._comes_again(values):
                 self._record_graph(values)
             return
-        self._choose(values)
+        self._recorded.move_to_end(values)
+        self._show(values, graph)
         stream = tvm_ffi.get_raw_stream(self._device)
         ticket = int(words[state.SUBMITTED])
         while ticket - int(words[state.CONSUMED]) >= ROWS:
@@ -114,63 +123,93 @@ class CudaGraph:
             time.sleep(_WAIT_SECONDS)
         row = layout.ring + ticket % ROWS * layout.slots
         words[row : row + layout.slots] = bindings
-        self._driver.launch(int(words[state.GRAPH]), stream)
+        self._driver.launch(graph, stream)
         words[state.SUBMITTED] = ticket + 1
-
-    def _choose(self, values: tuple[int, ...]) -> None:
-        """Have the code launch the graph of these values from now on."""
-        graph = self._recorded[values] = self._recorded.pop(values)
-        self._words[self._layout.recorded : self._layout.staged] = values
-        self._words[state.GRAPH] = graph
-
-    def _fit_arena(self, nbytes: int) -> None:
-        """Have an arena of at least so many bytes; graphs that were recorded with a smaller one end."""
-        if nbytes <= self._arena.numel():
-            return
-        self._words[state.GRAPH] = 0
-        while self._recorded:
-            self._destroy(next(iter(self._recorded)))
-        self._arena = empty((1,), "uint8", self._device)  # what both took together might not fit
-        self._arena = empty((nbytes,), "uint8", self._device)
-        self._plan[-1] = self._arena.data_ptr()
-
-    def _destroy(self, values: tuple[int, ...]) -> None:
-        assert self._driver is not None, "there is no graph without a driver"
-        self._driver.destroy(self._recorded.pop(values))  # the driver lets those in flight end
 
     def failed(self, code: int) -> CudaError:
         """The error for a launch of the graph that returned `code`."""
         assert self._driver is not None, "there is no graph without a driver"
         return self._driver.error(f"launching command buffer {self._name!r} on {self._device}", code)
 
-    def _launch_each(self, bindings: np.ndarray) -> None:
+    def _comes_again(self, values: _Values) -> bool:
+        if not values or self._seen.pop(values, self) is None:
+            return True
+        self._seen[values] = None
+        if len(self._seen) > _SEEN:
+            self._seen.popitem(last=False)
+        return False
+
+    def _make_room(self, values: _Values) -> None:
+        """An arena that is large enough. Graphs have its address: where it must grow, all are dropped."""
+        if not isinstance(self._arena_bytes, str):
+            return
+        evaluate = parse_dim(self._arena_bytes).evaluate
+        assert evaluate is not None, "the arena of a graph is written over its parameters"
+        needed, there = evaluate(dict(zip(self._parameters, values, strict=True))), int(self._arena.shape[0])
+        if needed <= there:
+            return
+        while self._recorded:
+            self._drop(next(iter(self._recorded)))
+        # Before the old one is freed: what is launched may still work in it.
+        self._device.sync()
+        self._arena = empty((max(needed, there * 5 // 4),), "uint8", self._device)
+        self._plan[-1] = self._arena.data_ptr()
+
+    def _launch_each(self, bindings: np.ndarray, values: _Values) -> None:
         self._plan[state.RING] = 0
         self._plan[state.BINDINGS : state.BINDINGS + self._layout.slots] = bindings
-        self._run_plan()
+        self._run_plan(values)
 
-    def _run_plan(self) -> None:
-        self._record(ctypes.c_void_p(self._plan.ctypes.data))
+    def _run_plan(self, values: _Values) -> None:
+        self._record(ctypes.c_void_p(self._plan.ctypes.data), *values)
 
-    def _record_graph(self, values: tuple[int, ...]) -> None:
+    def _record_graph(self, values: _Values) -> None:
         assert self._driver is not None, "recording needs a driver"
-        if len(self._recorded) >= MOST_GRAPHS:
-            self._destroy(next(iter(self._recorded)))
         words = self.state.data_ptr()
         self._plan[state.RING] = words + 8 * self._layout.ring
         self._plan[state.CONSUMED_AT] = words + 8 * state.CONSUMED
 
         def launch(stream: int) -> None:
             with tvm_ffi.use_raw_stream(self._device, stream):
-                self._run_plan()
+                self._run_plan(values)
 
         try:
-            self._recorded[values] = self._driver.record(launch)
-            self._words[state.LAUNCH] = self._driver.graph_launch
-            self._choose(values)
+            graph = self._driver.record(launch)
         except Exception as error:  # a kernel may do anything that cannot be recorded
-            self._words[state.GRAPH] = 0
+            while self._recorded:
+                self._drop(next(iter(self._recorded)))
             self._driver = None
             self._warn(str(error).strip().splitlines()[-1])
+            return
+        if len(self._recorded) == MOST_GRAPHS:
+            self._drop(next(iter(self._recorded)))
+        self._recorded[values] = graph
+        self._words[state.LAUNCH] = self._driver.graph_launch
+        self._show(values, graph)
+
+    def _show(self, values: _Values, graph: int) -> None:
+        """Have the code find a graph: one way after the other is given away."""
+        if not values:
+            self._words[state.GRAPH] = graph
+        elif values not in self._ways:
+            self._ways = [values, *self._ways[:-1]]
+            self._write_ways()
+
+    def _drop(self, values: _Values) -> None:
+        assert self._driver is not None, "there is no graph without a driver"
+        graph = self._recorded.pop(values)
+        if not values:
+            self._words[state.GRAPH] = 0
+        elif values in self._ways:
+            self._ways[self._ways.index(values)] = None
+            self._write_ways()
+        self._driver.destroy(graph)
+
+    def _write_ways(self) -> None:
+        layout = self._layout
+        for way, values in enumerate(self._ways):
+            entry = [0] * layout.way if values is None else [self._recorded[values], *values]
+            self._words[layout.ways + way * layout.way :][: layout.way] = entry
 
     def _warn(self, why: str) -> None:
         _log.warning(
@@ -223,7 +262,7 @@ def _address_of(function: Any) -> int:
     return int(ctypes.cast(function, ctypes.c_void_p).value or 0)
 
 
-def _free(driver: CudaDriver, device: runtime.Device, address: int, recorded: dict[tuple[int, ...], int]) -> None:
+def _free(driver: CudaDriver, device: runtime.Device, address: int, recorded: Mapping[_Values, int]) -> None:
     try:
         device.sync()  # launches that have not begun read their bindings from this memory
         for graph in recorded.values():

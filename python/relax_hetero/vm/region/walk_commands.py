@@ -18,6 +18,7 @@ from ...artifact.commands import ARENA, SLOT, Barrier, Command, Copy, Dispatch, 
 from ...artifact.dims import parse_dim
 from ...artifact.kernel_addresses import kernel_address
 from ...artifact.messages import unknown_name
+from ...artifact.metadata import CPU
 from ...artifact.signature import Dim
 from ...errors import BindingError
 from ..file.executable import Executable
@@ -47,13 +48,21 @@ class Kernel:
 
     Attributes
     ----------
-    address: Of its code: a function of pointers and scalars that returns an int32, 0 unless it failed.
+    address: Of its code: a function of pointers and scalars that returns an int32, 0 unless it failed. 0 for kernels
+        of GPUs, whose code launches them.
     code: Whose it is; loaded as long as this lives.
     """
 
     spec: KernelSpec
     address: int
     code: Any = field(repr=False, compare=False)
+
+    @functools.cached_property
+    def launch(self) -> Callable[..., Any]:
+        """The code of a GPU's kernel as a function of addresses and scalars."""
+        function = self.code.get_function(self.spec.symbol, True)
+        tensors = len(self.spec.tensors)
+        return lambda *args: function(*map(ctypes.c_void_p, args[:tensors]), *args[tensors:])
 
     @functools.cached_property
     def function(self) -> Callable[..., int]:
@@ -63,15 +72,17 @@ class Kernel:
 
 
 def load_kernel(executable: Executable, name: str) -> Kernel:
-    """A kernel of an executable; BindingError for one that it has not, or that cannot be called by address."""
+    """A kernel of an executable; BindingError for one that it has not, or that cannot be called by hand."""
     spec = executable.metadata.kernels.get(name)
     if spec is None:
         raise unknown_name("kernel", name, executable.metadata.kernels, "the executable")
     if not spec.symbol:
         kind = executable.devices[spec.device].kind
-        raise BindingError(f"kernel {name!r} is code of the kind {kind!r}, expected one that has an address: 'llvm'")
+        expected = "a PrimFunc that the module makes public" if kind == "cuda" else "one that has an address: 'llvm'"
+        raise BindingError(f"kernel {name!r} is code of the kind {kind!r}, expected {expected}")
     code = executable.runnable()
-    return Kernel(spec, kernel_address(code, spec.symbol), code)
+    is_host = executable.devices[spec.device].device_type == CPU
+    return Kernel(spec, kernel_address(code, spec.symbol) if is_host else 0, code)
 
 
 @dataclass(frozen=True)
@@ -151,10 +162,14 @@ def _dispatch(command: Dispatch, kernel: Kernel, memory: Memory, values: Values)
 def bound(command: Dispatch, kernel: Kernel, memory: Memory, values: Values) -> Callable[..., int]:
     """The kernel's code with the memory and numbers of a dispatch, to be called with the workgroup numbers."""
     addresses = [memory.address(operand, values) for operand in command.operands]
+    return functools.partial(kernel.function, *addresses, *converted_scalars(command, kernel, values))
+
+
+def converted_scalars(command: Dispatch, kernel: Kernel, values: Values) -> list[Any]:
+    """The numbers of a dispatch, without the workgroup numbers, which are the last."""
     dtypes = [scalar.dtype for scalar in kernel.spec.scalars]
-    given = zip(command.scalars, dtypes, strict=False)  # the workgroup numbers, which are the last, are not given
-    scalars = [_converted(value_of(scalar, values), dtype) for scalar, dtype in given]
-    return functools.partial(kernel.function, *addresses, *scalars)
+    given = zip(command.scalars, dtypes, strict=False)
+    return [_converted(value_of(scalar, values), dtype) for scalar, dtype in given]
 
 
 def _converted(value: Any, dtype: str) -> Any:

@@ -6,8 +6,9 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from relax_hetero.artifact.worker_threads import launch_setter
-from relax_hetero.driver.link.worker_threads import with_launch_setters
+from relax_hetero.driver.link.worker_threads import with_launch_setters, worker_threads
 from relax_hetero.driver.link.worker_threads_text import text_for
+from relax_hetero.vm.device.pinned_staging import loop_of
 
 CPU = tvm.target.Target({"kind": "llvm", "mtriple": "x86_64-unknown-linux-gnu", "mcpu": "x86-64-v3"})
 
@@ -52,3 +53,18 @@ def test_a_kernel_that_waits_for_all_threads_keeps_tvms_for_its_module():
 
 def test_an_arm_processor_has_threads_too():
     assert "hint(i32 1)" in text_for("aarch64-linux-gnu") and "PAUSE" not in text_for("aarch64-linux-gnu")
+
+
+def test_code_of_gpus_brings_the_loop_of_copies_along():
+    gpu = tvm.target.Target({"kind": "cuda", "arch": "sm_90a"})
+    (code,) = worker_threads([(gpu, tvm.IRModule())], CPU)
+    assert loop_of(code) is not None
+    assert worker_threads([part(False)], CPU) == []
+    assert (
+        worker_threads([(gpu, tvm.IRModule())], tvm.target.Target({"kind": "llvm", "mtriple": "x86_64-apple-darwin"}))
+        == []
+    )
+
+
+def test_code_of_before_leaves_copies_to_the_driver():
+    assert loop_of(tvm.compile(part(True)[1], target=CPU).mod) is None

@@ -42,12 +42,17 @@ def test_large_products_go_to_the_gpu_and_small_ones_stay():
 
 def test_the_cost_model_decides():
     model = CostModel([DeviceCost(1e9, 1e12, 0), DeviceCost(1e12, 1e9, 0)], links(2, 0, bandwidth=1e15, latency=0), 0)
-    plan = auto_placement(mlp(64, 64, 2), ["llvm", "c"], model)
-    assert plan.assignments == {
-        "layer0/MatMul": "c:0", "layer0/Relu": "llvm:0", "layer1/MatMul": "c:0", "layer1/Relu": "llvm:0",
-    }  # fmt: skip
+    graph = parser.parse_model("""
+        <ir_version: 9, opset_import: ["" : 17]>
+        g (float[64, 64] x) => (float[64, 64] z) {
+            [product] y = MatMul(x, x)
+            [relu] r = Relu(y)
+            [turned] z = Transpose(r)
+        }""")
+    plan = auto_placement(graph, ["llvm", "c"], model)
+    assert plan.assignments == {"product": "c:0", "relu": "c:0", "turned": "llvm:0"}
     slower_links = dataclasses.replace(model, links=links(2, 0, latency=1))
-    assert len(set(auto_placement(mlp(64, 64, 2), ["llvm", "c"], slower_links).assignments.values())) == 1
+    assert len(set(auto_placement(graph, ["llvm", "c"], slower_links).assignments.values())) == 1
 
 
 def test_a_module_is_planned_by_its_bindings():

@@ -7,7 +7,7 @@ from frontend.plan_problems import all_plans, costs_of, links, problems, single_
 from relax_hetero.frontend import CostModel, DeviceCost
 from relax_hetero.frontend.auto.least_work import Network, least_work
 from relax_hetero.frontend.auto.plan_costs import PlanCosts
-from relax_hetero.frontend.auto.work_graph import WorkGraph, WorkUnit, WorkValue
+from relax_hetero.frontend.auto.work_graph import Work, WorkGraph, WorkUnit, WorkValue
 
 
 @given(problems(2, in_order=False))
@@ -42,7 +42,7 @@ def test_five_thousand_units_are_placed_in_few_phases(monkeypatch):
     monkeypatch.setattr(Network, "_levels", lambda self, *ends: phases.append(len(self._head)) or levels(self, *ends))
     rng = np.random.default_rng(0)
     count = 5000
-    units = [WorkUnit([str(i)], [(10 ** rng.uniform(3, 9), 10 ** rng.uniform(3, 7))]) for i in range(count)]
+    units = [WorkUnit([str(i)], [Work(10 ** rng.uniform(3, 9), 10 ** rng.uniform(3, 7))]) for i in range(count)]
     values = [
         WorkValue(10 ** rng.uniform(3, 6.5), i, sorted({i + 1, min(count - 1, i + int(rng.integers(1, 300)))}))
         for i in range(count - 1)

@@ -14,7 +14,7 @@ from relax_hetero.frontend.auto import plan_search
 from relax_hetero.frontend.auto.least_work import least_work
 from relax_hetero.frontend.auto.plan_costs import PlanCosts, call_ticks
 from relax_hetero.frontend.auto.plan_search import best_plan, cluster_levels
-from relax_hetero.frontend.auto.work_graph import OUTSIDE, WorkGraph, WorkUnit, WorkValue
+from relax_hetero.frontend.auto.work_graph import OUTSIDE, Work, WorkGraph, WorkUnit, WorkValue
 
 OBJECTIVES = ["latency", "throughput"]
 
@@ -53,7 +53,7 @@ def test_of_more_units_the_plan_is_nearly_the_best(objective):
 
 
 def random_costs(rng, count):
-    units = [WorkUnit([str(i)], [(rng.choice([1e6, 3e6, 1e7, 5e7]), 0)]) for i in range(count)]
+    units = [WorkUnit([str(i)], [Work(rng.choice([1e6, 3e6, 1e7, 5e7]), 0)]) for i in range(count)]
     values = [WorkValue(rng.uniform(1e4, 1e6), OUTSIDE, [0])]
     for maker in range(count):
         readers = [reader for reader in range(maker + 1, min(count, maker + 5)) if rng.random() < 0.4]

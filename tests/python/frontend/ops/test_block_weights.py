@@ -1,4 +1,4 @@
-"""Weights of 4 bits: MatMulNBits and DequantizeLinear of blocks, against onnxruntime and ONNX's reference."""
+"""Weights of 4 and 8 bits: MatMulNBits and DequantizeLinear of blocks, against onnxruntime and ONNX's reference."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from onnx import helper, numpy_helper
 
 import relax_hetero as rh
 from frontend.ops.checking import expected
+from gpu_interpreter.models import InterpretedModel
 from seeds import fresh_rng
 
 COLUMNS = 37
@@ -37,16 +38,16 @@ def matmul_nbits(
     depth: int = 96, block: int = 32, rows: Sequence[int | str] = (3,), dtype: str = "float32", **more: Any
 ) -> onnx.ModelProto:
     """`more`: zeros ("packed" or "float"), bias, and attributes; None for an attribute that is left out."""
-    blocks = -(-depth // block)
+    blocks, bits = -(-depth // block), more.get("bits", 4)
     weights = {
-        "b": fresh_rng().integers(0, 256, (COLUMNS, blocks, block // 2), dtype=np.uint8),
+        "b": fresh_rng().integers(0, 256, (COLUMNS, blocks, block * bits // 8), dtype=np.uint8),
         "scales": fresh_rng().uniform(0.1, 1, COLUMNS * blocks).astype(dtype),
     }
     zeros, bias = more.pop("zeros", None), more.pop("bias", False)
     if zeros == "packed":
-        weights["zeros"] = fresh_rng().integers(0, 256, COLUMNS * -(-blocks // 2), dtype=np.uint8)
+        weights["zeros"] = fresh_rng().integers(0, 256, COLUMNS * -(-blocks * bits // 8), dtype=np.uint8)
     elif zeros == "float":
-        weights["zeros"] = fresh_rng().uniform(0, 15, COLUMNS * blocks).astype(dtype)
+        weights["zeros"] = fresh_rng().uniform(0, 2**bits - 1, COLUMNS * blocks).astype(dtype)
     if bias:
         weights["bias"] = fresh_rng().standard_normal(COLUMNS).astype(dtype)
     weights.update(more.pop("weights", {}))
@@ -65,21 +66,39 @@ def check(
     tolerance: float = 1e-5,
     reference: str = "onnxruntime",
     exact: onnx.ModelProto | None = None,
+    op: str = "block_matmul",
 ) -> None:
-    """The numbers are those of the reference (of `exact`, if given), and weights stay in 4 bits."""
+    """The numbers are those of the reference (of `exact`, if given), and one of the kernels does `op`."""
     x = fresh_rng().standard_normal(shape).astype(dtype)
     executable = rh.compile(rh.from_onnx(model))
     got = rh.vm.VirtualMachine(executable)["main"](x).numpy()
     (want,) = expected(exact or model, {"x": x}, reference)
     assert got.dtype == want.dtype
     np.testing.assert_allclose(got.astype("float64"), want.astype("float64"), rtol=tolerance, atol=10 * tolerance)
-    assert any("block_matmul" in call["ops"] for call in executable.metadata.fusions["dispatches"])
+    assert any(op in call["ops"] for call in executable.metadata.fusions["dispatches"])
 
 
 @pytest.mark.parametrize("zeros", [None, "packed", "float"])
 @pytest.mark.parametrize("block", [16, 32, 128])
 def test_blocks_and_zero_points(block, zeros):
     check(matmul_nbits(3 * block, block, zeros=zeros, bias=True), 3, 3 * block)
+
+
+@pytest.mark.parametrize("zeros", [None, "packed"])
+def test_weights_of_8_bits_are_numbers_on_a_cpu(zeros):
+    check(matmul_nbits(100, 32, bits=8, zeros=zeros, bias=True), 3, 100, tolerance=1e-4, op="matmul")
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_stay_as_they_are_on_a_gpu(bits):
+    gpu = {"kind": "cuda", "arch": "sm_90a"}
+    model = matmul_nbits(100, 32, bits=bits, zeros="packed", bias=True)
+    found = InterpretedModel(rh.from_onnx(model, [gpu]))
+    x = fresh_rng().standard_normal((3, 100)).astype("float32")
+    (want,) = expected(model, {"x": x}, "onnxruntime")
+    np.testing.assert_allclose(found(x), want, rtol=1e-4, atol=1e-3)
+    (kernel,) = found.launched
+    assert kernel.startswith("block_matmul")
 
 
 @pytest.mark.parametrize("level", [0, 1, 4])
@@ -101,7 +120,7 @@ def test_ragged_depth_batches_symbols_and_half_precision():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"bits": 8}, "weights of 8 bits, expected 4"),
+        ({"bits": 2}, "weights of 2 bits, expected 4 or 8"),
         ({"weights": {"order": np.zeros(96, "int32")}}, "g_idx"),
         ({"N": COLUMNS + 1}, "found B of shape"),
         ({"block_size": 24}, "blocks of 24, expected a power of two"),

@@ -6,9 +6,17 @@ from tvm.script import tirx as T
 from tvm.script.ir_builder import tirx as B
 
 from relax_hetero.tir.commands.graph_functions import fetch_kernel
-from relax_hetero.tir.commands.table_kernel import fetching_kernel, is_one_launch, table_kernel, threads_of_one_block
+from relax_hetero.tir.commands.table_kernel import (
+    fetching_kernel,
+    is_one_launch,
+    table_kernel,
+    threads_of_one_block,
+    waits_before_use,
+)
 from relax_hetero.tir.core.builder import Function
 from relax_hetero.tir.core.raw_kernel import raw_kernel, raw_signature
+from relax_hetero.tir.cuda.core import ptx
+from relax_hetero.tir.cuda.core.launch import launch
 
 CUDA = tvm.target.Target({"kind": "cuda", "arch": "sm_90"})
 
@@ -88,6 +96,34 @@ def test_entries_stand_for_pointers(entries):
     for i, name in enumerate("ACD"):
         assert (f"float* {name} = ((float*)((float*)table[{name}_entry]));" in body) == (i in entries)
         assert (f"float* {name}_data" in body) == (i not in entries)
+
+
+def waiting():
+    """A kernel of two tensors and a constant that reads the constant before it waits."""
+    with Function("waiting", registers="local") as function:
+        a, c, d = (function.argument(name, [32], "float32") for name in "ACD")
+        with function.body():
+            views = [B.decl_buffer((32,), "float32", data=x.data) for x in (a, d)]
+            with launch(1, 32) as place:
+                held = B.alloc_buffer((1,), "float32", scope="local")
+                ptx.let_next_launch_begin()
+                B.buffer_store(held, c[place.thread], [0])
+                ptx.wait_for_launches_before()
+                B.buffer_store(views[1], held[0] + views[0][place.thread], [place.thread])
+    return raw(function.result)
+
+
+def test_the_table_is_read_behind_the_wait():
+    kernel = waiting()
+    assert waits_before_use(kernel, (0, 2)) and not waits_before_use(kernel, (0, 1)), "C is used before"
+    assert not waits_before_use(raw(add), (0,)), "it does not wait"
+    for behind in (False, True):
+        code = cuda_code(table_kernel(kernel, (0, 2), behind))
+        body = code[code.rindex("__global__") :]
+        places = [body.index(f"table[{name}_entry]") for name in "AD"]
+        wait, let = body.index("griddepcontrol_wait"), body.index("griddepcontrol_launch_dependents")
+        assert [place > wait for place in places] == [behind] * 2 and (let > wait) == behind
+        assert body.count("launch_dependents") == 1
 
 
 def test_the_raw_kernel_stays_as_it_is():

@@ -10,6 +10,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
+from gpu_interpreter.models import InterpretedModel
 from relax_hetero.op.attention import ATTENTION
 from relax_hetero.transform import FormAttention, PropagateEncodings, collect_fusions
 from relax_hetero.transform.encode.propagate_encodings import propagate_encodings
@@ -159,3 +160,44 @@ def test_a_residual_is_read_rounded():
     after = PropagateEncodings()(relax.transform.Normalize()(Before))
     assert_structural_equal(after, Expected)
     assert propagate_encodings(after) is after
+
+
+@I.ir_module
+class StoredNarrow:
+    """A sum that is rounded, permuted and read by a norm in single precision; and one that a pooling reads."""
+
+    @R.function
+    def main(x: R.Tensor((6, 16), "float16"), w: R.Tensor((16, 4), "float16"), g: R.Tensor((6,), "float32")):
+        with R.dataflow():
+            a = R.matmul(x, w, out_dtype="float32")
+            b = R.astype(R.add(a, R.const(1.0)), "float16")
+            y = R.nn.rms_norm(R.astype(R.permute_dims(b), "float32"), g, axes=[-1])
+            c = R.matmul(x, w, out_dtype="float32")
+            d = R.reshape(R.astype(R.astype(R.nn.relu(c), "float16"), "float32"), R.shape([1, 6, 4]))
+            z = R.nn.avg_pool1d(d, pool_size=2, layout="NCW")
+            R.output(y, z)
+        return (y, z)
+
+
+def stored(target) -> list[str]:
+    mod = relax.transform.Normalize()(StoredNarrow)
+    mod.update_global_info("vdevice", [rh.VDevice(target)])
+    mod = PropagateEncodings()(rh.transform.SetEncoding()(rh.transform.RealizeVDevice()(mod)))
+    found = [b.value for b in walk_bindings(mod["main"]) if op_name(b.value) == "relax.hetero.elementwise"]
+    return [str(call.ty.dtype) for call in found]
+
+
+def test_what_is_rounded_and_widened_again_is_stored_in_16_bits_on_gpus():
+    assert stored({"kind": "cuda", "arch": "sm_90a"}) == ["float16", "float32"]
+    assert stored(AVX512) == ["float32", "float32"]
+
+
+def test_numbers_of_what_is_stored_in_16_bits():
+    mod = relax.transform.Normalize()(StoredNarrow)
+    mod.update_global_info("vdevice", [rh.VDevice({"kind": "cuda", "arch": "sm_90a"})])
+    rng = fresh_rng()
+    x, w = (rng.standard_normal(shape).astype("float16") for shape in ((6, 16), (16, 4)))
+    g = np.ones(6, "float32")
+    y, _ = InterpretedModel(mod)(x, w, g)
+    b = (x.astype("float32") @ w.astype("float32") + 1).astype("float16").T.astype("float32")
+    np.testing.assert_allclose(y, b / np.sqrt((b * b).mean(-1, keepdims=True) + 1e-5), rtol=2e-3, atol=1e-3)

@@ -2,6 +2,7 @@
 
 import ml_dtypes
 import numpy as np
+import pytest
 import tvm
 from tvm import relax
 from tvm.ir import assert_structural_equal
@@ -9,7 +10,9 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
+import relax_hetero as rh
 from relax_hetero.transform import ToMixedPrecision
+from relax_hetero.transform.ir.module_attrs import TF32_KEPT
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from relax_hetero.transform.quantize.to_mixed_precision import to_mixed_precision
 from seeds import fresh_rng
@@ -258,3 +261,94 @@ def test_what_stays_in_float32():
     mod = relax.transform.Normalize()(Model)
     assert to_mixed_precision(mod, "float16") is mod
     assert dtypes(to_mixed_precision(mod, "bfloat16"), "relax.matmul") == ["float32", "float32", "bfloat16"]
+
+
+GPU, CPU = {"kind": "cuda", "arch": "sm_90a"}, {"kind": "llvm", "mcpu": "x86-64-v3"}
+
+
+@I.ir_module
+class PostNorm:
+    """Two products with a norm between them that is also a residual; on the GPU, then on the CPU."""
+
+    I.module_global_infos({"vdevice": [I.vdevice(GPU), I.vdevice(CPU)]})
+
+    @R.function
+    def main(
+        x: R.Tensor((8, 16), "float32", "cuda:0"),
+        w0: R.Tensor((16, 16), "float32", "cuda:0"),
+        w1: R.Tensor((16, 16), "float32", "cuda:0"),
+        w2: R.Tensor((16, 16), "float32", "llvm:0"),
+        g: R.Tensor((16,), "float32", "cuda:0"),
+    ):
+        with R.dataflow():
+            a = R.matmul(x, w0)
+            b = R.nn.rms_norm(a, g, axes=[-1])
+            c = R.matmul(b, w1)
+            d = R.add(c, b)
+            e = R.to_vdevice(d, "llvm:0")
+            y = R.matmul(e, w2)
+            R.output(y)
+        return y
+
+
+def products_of(mod):
+    found = [binding for binding in walk_bindings(mod["main"]) if op_name(binding.value) == "relax.matmul"]
+    return {binding.var.name: str(binding.value.args[0].ty.dtype) for binding in found}
+
+
+def test_norms_are_read_rounded_in_float16_on_gpus():
+    for dtype, rounded in (("float16", True), ("bfloat16", False)):
+        after = ToMixedPrecision(dtype)(rh.transform.RealizeVDevice()(PostNorm))
+        (add,) = [b.value for b in walk_bindings(after["main"]) if op_name(b.value) == "relax.add"]
+        assert (add.args[1].name == "b_float32") == rounded, dtype
+        assert products_of(after) == {"a": dtype, "c": dtype, "y": dtype}
+
+
+def test_each_device_has_its_own_precision():
+    low = ToMixedPrecision("float16", devices=["cuda:0"])(PostNorm)
+    assert products_of(low) == {"a": "float16", "c": "float16", "y": "float32"}
+    both = ToMixedPrecision("bfloat16", devices="llvm:0")(low)
+    assert products_of(both) == {"a": "float16", "c": "float16", "y": "bfloat16"}
+    # What only the CPU reads rounded crosses rounded.
+    (transfer,) = [b.value for b in walk_bindings(both["main"]) if op_name(b.value) == "relax.to_vdevice"]
+    assert str(transfer.ty.dtype) == "bfloat16"
+    assert to_mixed_precision(both, "bfloat16", devices=["llvm:0"]).same_as(both)
+
+
+def test_devices_for_tfloat32_keep_the_products_of_others():
+    low = ToMixedPrecision("tfloat32", devices=["cuda:0"])(PostNorm)
+    assert list(low["main"].attrs[TF32_KEPT]) == ["y"]
+
+
+def test_a_device_that_is_not_there():
+    with pytest.raises(rh.VDeviceError, match="cuda:1"):
+        ToMixedPrecision("float16", devices=["cuda:1"])(PostNorm)
+
+
+def test_operands_of_norms_are_stored_rounded_in_float16_on_gpus_if_nothing_else_reads_them():
+    @I.ir_module
+    class Norms:
+        I.module_global_infos({"vdevice": [I.vdevice(GPU), I.vdevice(CPU)]})
+
+        @R.function
+        def main(
+            x: R.Tensor((8, 16), "float32", "cuda:0"),
+            w: R.Tensor((16, 16), "float32", "cuda:0"),
+            g: R.Tensor((16,), "float32", "cuda:0"),
+        ):
+            with R.dataflow():
+                a = R.matmul(x, w)
+                b = R.nn.rms_norm(a, g, axes=[-1])
+                c = R.matmul(b, w)
+                d = R.nn.rms_norm(c, g, axes=[-1])
+                e = R.matmul(d, w)
+                y = R.add(e, c)
+                R.output(y)
+            return y
+
+    def norms(dtype):
+        mod = ToMixedPrecision(dtype)(Norms)
+        return [b.value.args[0].name for b in walk_bindings(mod["main"]) if op_name(b.value) == "relax.nn.rms_norm"]
+
+    assert norms("float16") == ["a_float32", "c"], "c goes on to another layer"
+    assert norms("bfloat16") == ["a", "c"]

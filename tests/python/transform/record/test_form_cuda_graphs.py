@@ -17,6 +17,7 @@ from relax_hetero.driver.commands.command_metadata import graph_tables
 from relax_hetero.target.vdevice import with_vdevices
 from relax_hetero.tir.cuda.core.launch import READS_EARLY
 from relax_hetero.transform.ir.module_attrs import COMMANDS
+from relax_hetero.transform.record.donated import with_donated
 from relax_hetero.transform.record.form_cuda_graphs import GRAPH_CONSTANTS, FormCudaGraphs, form_cuda_graphs
 from relax_hetero.transform.record.region_attrs import kernels_of, regions_of
 from relax_hetero.vm.device.cuda_driver import cuda_driver
@@ -73,6 +74,11 @@ def functions(mod):
 def sources(module):
     found = [module.inspect_source()] if module.kind == "cuda" else []
     return "".join([*found, *(sources(part) for part in module.imports)])
+
+
+def host_code(module):
+    found = [module.inspect_source("ll")] if module.kind == "llvm" else []
+    return "".join([*found, *(host_code(part) for part in module.imports)])
 
 
 # What each machine replaces by memory of its own.
@@ -138,35 +144,61 @@ def test_constants_of_a_graph_travel_with_it_until_the_module_is_linked():
 
 def test_kernels_read_the_table_only_for_bindings():
     found = functions(form_cuda_graphs(recorded(Steps)))
-    assert {"step", "step_table", "step_table_1", "join_table", "join_table_1"} <= set(found)
-    assert "join" not in found  # each call of it has a binding
+    assert {"step_table", *EARLY} <= set(found)
+    # Each call of `join` has a binding; variants that no launch uses are not compiled.
+    assert not {"join", "step", "join_table", "step_table_1"} & set(found)
     record = found["main_commands_record"].script()
-    names = ("fill_table", "step_table_2", "step_table", "step", "step_table_1", "join_table", "join_table_1")
+    names = ("fill_table", "step_table_2", "step_table", *EARLY)
     order = [record.index(f" {name}(") for name in names]
     assert order == sorted(order)
     assert COMMANDS not in found["main_commands_record"].attrs
 
 
-def test_kernels_begin_early_where_they_read_constants_first_and_no_fresh_table():
-    """What comes before their wait: addresses in the table, which the first launch brings, and constants."""
-    mod = recorded(Steps)
-    marked = {
-        gv: func.with_attr(READS_EARLY, [1]) if gv.name_hint == "join" else func for gv, func in mod.functions.items()
-    }
-    found = functions(form_cuda_graphs(tvm.IRModule(marked, global_infos=mod.global_infos)))
-    early = {name for name, func in found.items() if "tirx.kernel_launch_params" in func.attrs}
-    assert early == {"join_table_1_early"}  # of the other call, operand 1 is an input
-    # Its operands may be written while it runs: the CUDA compiler must not take them for constant.
-    assert not found["join_table_1_early"].attrs["tirx.noalias"]
-    assert " join_table_1_early(" in found["main_commands_record"].script()
-    marked = {
-        gv: func.with_attr(READS_EARLY, []) if gv.name_hint in ("step", "join") else func
+def marked(mod, **reads):
+    """The module with notes at kernels that wait for launches before them where they were written to."""
+    functions = {
+        gv: func.with_attr(READS_EARLY, reads[gv.name_hint]) if gv.name_hint in reads else func
         for gv, func in mod.functions.items()
     }
-    found = functions(form_cuda_graphs(tvm.IRModule(marked, global_infos=mod.global_infos)))
-    record = found["main_commands_record"].script()
-    assert " step_table(" in record and " step(" in record, "these follow the kernel that brings the table"
-    assert " step_table_1_early(" in record
+    return tvm.IRModule(functions, global_infos=mod.global_infos)
+
+
+def early(found):
+    """Kernels that begin early, and whether they wait before all else."""
+    tagged = {name: func for name, func in found.items() if "tirx.kernel_launch_params" in func.attrs}
+    # The CUDA compiler must not take operands for constant.
+    assert not any(func.attrs["tirx.noalias"] for func in tagged.values())
+    texts = {name: func.script() for name, func in tagged.items()}
+    return {name: 0 < text.find("griddepcontrol") < text.index("threadIdx") for name, text in texts.items()}
+
+
+EARLY = ("step_early", "step_table_1_early", "join_table_early", "join_table_1_early")
+
+
+def test_every_kernel_but_the_first_begins_early_and_waits():
+    found = functions(form_cuda_graphs(recorded(Steps)))
+    # The first step brings the table; the others wait before they read addresses there.
+    assert early(found) == dict.fromkeys(EARLY, True)
+    order = [found["main_commands_record"].script().index(f" {name}(") for name in EARLY]
+    assert order == sorted(order)
+    text = found["step_table_1_early"].script()
+    assert 0 < text.find("launch_dependents") < text.index("words"), text
+
+
+def test_kernels_wait_where_they_were_written_to_if_they_read_constants_and_no_fresh_table_before():
+    """What comes before their wait: addresses in the table, which the first launch brings, and constants."""
+    mod = recorded(Steps)
+    found = early(functions(form_cuda_graphs(marked(mod, join=[1]))))
+    # Of the first call of `join`, operand 1 is an input.
+    assert found == dict(zip(EARLY, (True, True, True, False), strict=True))
+    found = early(functions(form_cuda_graphs(marked(mod, join=[], step=[]))))
+    assert found == dict(zip(EARLY, (True, False, False, False), strict=True)), "the next would read a fresh table"
+
+
+def test_gpus_that_cannot_begin_early_do_not():
+    older = rh.VDevice({"kind": "cuda", "arch": "sm_89"})
+    found = functions(form_cuda_graphs(recorded(rh.transform.UpdateVDevice(older, 0)(Steps))))
+    assert not early(found) and "main_commands_record" in found
 
 
 def test_memory_of_a_graph_with_several_constants():
@@ -189,7 +221,7 @@ def test_memory_of_a_graph_with_several_constants():
 def test_code_of_a_graph():
     exe = rh.compile(Steps)
     code = sources(exe.module)
-    for kernel in ("step", "step_table", "join_table", "fill_table"):
+    for kernel in ("step_early", "step_table", "join_table_early", "fill_table"):
         assert f" {kernel}_kernel(" in code
     assert "fetch_table" not in code  # the first kernel is one block, and fetches the bindings itself
     fetching = code[code.rindex(" step_table_2_kernel(") :].split("{", 1)[1]
@@ -215,7 +247,7 @@ def test_bindings_are_fetched_by_a_kernel_of_its_own_before_many_blocks():
     record = found["main_commands_record"].script()
     order = [
         record.index(f" {name}(")
-        for name in ("fetch_table", "fill_table", "softmax_64x1000_cuda_0_table", "transpose_table")
+        for name in ("fetch_table", "fill_table", "softmax_64x1000_cuda_0_table_early", "transpose_table_early")
     ]
     assert order == sorted(order)
 
@@ -259,22 +291,67 @@ def symbolic():
     return mod
 
 
-def test_a_graph_of_symbolic_extents():
-    """The recording function finds extents in the plan; the one that submits compares them with those recorded."""
+def test_symbolic_extents_are_parameters_of_graphs():
+    """What is submitted finds a graph by them; what is recorded takes them."""
     mod = form_cuda_graphs(recorded(symbolic()))
     (region,) = regions_of(mod)
-    assert region.runs == GRAPH and region.parameters == ("n",) and isinstance(region.arena, str)
-    record, submit = (functions(mod)[name].script() for name in ("main_commands_record", "main_commands"))
-    layout = Layout(2, 1)
-    assert f"[T.int64({layout.values})]" in record and f"T.int64({layout.directs})" in record
-    assert f"state[T.int64({layout.recorded})] == " in submit
-    assert f"state[T.int64({layout.ring - 1})] = " in submit, "the bytes of the arena"
-    (call,) = [b.value for b in functions(mod)["main"].body.blocks[0].bindings if isinstance(b.value, relax.Call)][:1]
-    assert len(call.ty.fields) == 1  # no arena
-    exe = rh.compile(symbolic())
-    assert [region.runs for region in exe.metadata.regions] == [GRAPH]
+    assert region.runs == "CUDA graph" and region.parameters == ("n",) and isinstance(region.arena, str)
+    main, record = functions(mod)["main"], functions(mod)["main_commands_record"]
+    assert [str(param.name) for param in record.params] == ["plan", "n"]
+    (call,) = [b.value for block in main.body.blocks for b in block.bindings if isinstance(b.value, relax.Call)]
+    assert call.args[1].fields[-1].value.shape == (Layout(2, 1).state,)
+    (memory,) = (exe := rh.compile(symbolic())).metadata.memory
+    (step,) = memory.regions
+    assert len(step.slots) == 2 and exe.memory_plan.at("main", n=100).devices[0].arenas == 100 * 64 * 4
     assert "fetch_table" in sources(exe.module)
-    assert exe.memory_plan.at("main", n=100).devices[0].arenas == 100 * 64 * 4
+    assert "AllocWorkspace" not in host_code(exe.module), "the host cannot use what it allocates for a GPU"
+
+
+def test_numbers_that_no_extent_says_are_given_to_graphs():
+    """Here 2 * n stands in the types, and n in none of them."""
+    n, device = tvm.tirx.Var("n", "int64"), rh.VDevice(CUDA)
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((n * 2, 64), "float32", device))
+    shape = relax.Var("shape", relax.ShapeType([n]))
+    weight = relax.const(np.eye(64, dtype="float32"))
+    with builder.function("main", [x, shape]):
+        with builder.dataflow():
+            y = builder.emit(relax.op.nn.softmax(builder.emit(relax.op.matmul(x, weight))))
+            y = builder.emit_output(relax.op.nn.softmax(builder.emit(relax.op.matmul(y, weight))))
+        builder.emit_func_output(y)
+    mod = form_cuda_graphs(recorded(with_vdevices(builder.get(), [device])))
+    (region,) = regions_of(mod)
+    assert region.runs == "CUDA graph" and region.parameters == ("n",)
+    assert [str(param.name) for param in functions(mod)["main_commands"].params] == [
+        "x",
+        "state",
+        "n",
+        region.slots[-1].name,
+    ]
+    rh.compile(with_vdevices(builder.get(), [device]))
+
+
+def test_donated_arguments_stay_results_of_graphs():
+    device = rh.VDevice(CUDA)
+    x, y = (relax.Var(name, relax.TensorType((64, 64), "float32", device)) for name in "xy")
+    builder, weight = relax.BlockBuilder(), relax.const(np.ones((64, 64), "float32"))
+    with builder.function("main", [x, y]):
+        with builder.dataflow():
+            a = builder.emit(relax.op.nn.softmax(builder.emit(relax.op.matmul(y, weight))))
+            kept = builder.emit(relax.op.add(x, builder.emit(relax.op.matmul(a, weight))))
+            out = builder.emit_output(relax.op.nn.softmax(builder.emit(relax.op.matmul(kept, weight))))
+            kept = builder.emit_output(kept)
+        builder.emit_func_output(relax.Tuple([kept, out]))
+    mod = with_vdevices(builder.get(), [device])
+    exe = rh.compile(mod, donate=["x"])
+    (region,) = exe.metadata.regions
+    assert region.runs == "CUDA graph" and region.arena > 0
+    assert {slot.name: slot.access for slot in region.slots}["x"] == "read-write"
+    before = recorded(with_donated(mod, ["x"]))
+    after = form_cuda_graphs(before)
+    calls = [[b.value for block in functions(m)["main"].body.blocks for b in block.bindings] for m in (before, after)]
+    fields = [[value.index for value in values if isinstance(value, relax.TupleGetItem)] for values in calls]
+    assert fields == [[0, 2], [0, 1]] or fields == [[2, 0], [1, 0]], "the arena stood between them"
 
 
 def test_modules_without_cuda_and_lowered_ones_are_left():
@@ -314,7 +391,7 @@ def test_a_driver_is_found_or_it_is_said_why_not(monkeypatch):
 
 
 def test_an_executable_without_graphs_needs_no_state(caplog):
+    exe = rh.compile(symbolic(), command_buffers=False)
     with caplog.at_level(logging.WARNING, "relax_hetero"):
-        exe = rh.compile(Steps, command_buffers=False)
         assert cuda_graph.with_graphs(exe.metadata, [], constants := [], None) == (constants, [])
     assert not caplog.records

@@ -9,13 +9,12 @@ import tvm
 
 from relax_hetero.vm.device import cuda_copies, pinned_staging, tensors
 from relax_hetero.vm.device.cuda_driver import CudaError
-from relax_hetero.vm.device.cuda_library import CudaLibrary
 from relax_hetero.vm.device.cuda_streams import Event, Stream
 from relax_hetero.vm.device.memory_pools import PinnedPool
 from relax_hetero.vm.device.pinned_staging import Staging
 from relax_hetero.vm.device.tensors import alias, begin_copy, copy_into, copy_to, from_numpy
 from seeds import fresh_rng
-from vm.fake_cuda import LOST, FakeCuda
+from vm.fake_cuda import LOST, FakeCuda, FakeLibrary, staging_loop
 
 STAGED_BYTES = 50_000
 
@@ -27,11 +26,13 @@ def cuda():
 
 @pytest.fixture
 def library(cuda, monkeypatch):
-    library = CudaLibrary(cuda.library, cuda.library)
+    library = FakeLibrary(cuda)
     monkeypatch.setattr(tensors, "cuda_library", lambda: library)
     monkeypatch.setattr(cuda_copies, "cuda_library", lambda: library)
     monkeypatch.setattr(cuda_copies, "STAGED_BYTES", STAGED_BYTES)
-    monkeypatch.setattr(cuda_copies, "staging", cache(lambda library, gpu: Staging(library, gpu, 3, 10_000)))
+    monkeypatch.setattr(
+        cuda_copies, "staging", cache(lambda library, gpu: Staging(library, gpu, 3, staging_loop(), 10_000))
+    )
     return library
 
 
@@ -180,6 +181,7 @@ def test_peer_access_is_asked_for_once_in_each_direction(cuda, library):
 
 def test_few_cores_leave_copies_to_the_driver(cuda, library, monkeypatch):
     pinned_staging._staging.cache_clear()
+    monkeypatch.setattr(pinned_staging, "_loops", [staging_loop()])
     monkeypatch.setattr(cuda_copies, "staging", pinned_staging.staging)
     monkeypatch.setattr(pinned_staging, "num_cores", lambda: 6)
     nbytes = 2 * STAGED_BYTES

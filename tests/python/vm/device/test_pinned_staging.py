@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_hetero.vm.device.cuda_driver import CudaError
-from relax_hetero.vm.device.cuda_library import CudaLibrary
 from relax_hetero.vm.device.cuda_streams import Stream
 from relax_hetero.vm.device.pinned_staging import FIRST_PART_BYTES, PART_BYTES, Staging, parts_of
 from seeds import fresh_rng
-from vm.fake_cuda import LOST, FakeCuda
+from vm.fake_cuda import LOST, FakeCuda, FakeLibrary, staging_loop
 
 PART = 100
 
@@ -25,8 +24,8 @@ def random_bytes(nbytes):
 
 def made(seed=None, threads=2, part=PART):
     cuda = FakeCuda(seed)
-    library = CudaLibrary(cuda.library, cuda.library)
-    return cuda, library, Staging(library, 0, threads, part)
+    library = FakeLibrary(cuda)
+    return cuda, library, Staging(library, 0, threads, staging_loop(), part)
 
 
 @given(nbytes=st.integers(1, 64 << 20))
@@ -56,6 +55,19 @@ def test_what_is_sent_was_read_when_it_returns(nbytes, threads, seed, at):
     stream.synchronize()
     np.testing.assert_array_equal(target[at:-1], expected)
     assert target[-1] == 7 and set(target[:at]) <= {7}
+
+
+@given(nbytes=st.integers(1, 20 * PART), seed=st.none() | st.integers(0, 99))
+def test_what_is_sent_comes_in_the_order_of_the_stream(nbytes, seed):
+    cuda, library, staging = made(seed, threads=3)
+    stream = Stream(library, 0)
+    source, target, later = random_bytes(nbytes), np.zeros(nbytes, "uint8"), np.zeros(nbytes, "uint8")
+    address = target.ctypes.data
+    cuda._push(stream.handle, lambda: ctypes.memset(address, 7, nbytes))  # a kernel before
+    staging.send(source.ctypes.data, address, nbytes, stream)
+    cuda._push(stream.handle, lambda: ctypes.memmove(later.ctypes.data, address, nbytes))  # and one behind
+    stream.synchronize()
+    np.testing.assert_array_equal(later, source)
 
 
 @given(nbytes=st.integers(1, 40 * PART), threads=st.integers(1, 4), seed=st.none() | st.integers(0, 99))

@@ -68,8 +68,11 @@ def test_sources_in_a_block_become_machine_code():
         text(b"cuda") + text(compiled),
         text(b"cuda") + text(PTX),
     )
-    with pytest.raises(KeyError):
-        with_machine_code(BLOCK, {})
+
+
+def test_sources_that_nobody_compiled_stay():
+    """Those of a caller's own module."""
+    assert with_machine_code(BLOCK, {}) == BLOCK
 
 
 @pytest.mark.parametrize("end", [0, 1, 11, 30, len(MODULE) - 1])

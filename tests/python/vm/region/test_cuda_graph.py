@@ -35,8 +35,8 @@ class Result(enum.IntEnum):
 class Device:
     """Plays driver and device: a graph adds `constant` to the first tensor bound, and writes the second."""
 
-    def __init__(self, layout=LAYOUT):
-        self.layout, self.pinned, self.waiting, self.graphs = layout, {}, [], []
+    def __init__(self):
+        self.pinned, self.waiting = {}, []
         self.launches = self.recordings = self.filled = self.done = self.destroyed = 0
         self.code = self.end_code = self.query_code = 0
         self.is_lazy = False
@@ -55,7 +55,7 @@ class Device:
             cuStreamCreate=lambda _: (0, CAPTURE),
             cuStreamBeginCapture=ok,
             cuStreamEndCapture=lambda _: (self.end_code, 5),
-            cuGraphInstantiate=lambda graph, _: (0, self._instantiated()),
+            cuGraphInstantiate=lambda graph, _: (0, GRAPH),
             cuGraphDestroy=ok,
             cuGraphUpload=ok,
             cuStreamSynchronize=ok,
@@ -67,10 +67,8 @@ class Device:
 
     def record(self, plan):
         """What the compiled function that launches all kernels would do."""
-        words = words_at(plan.value, self.layout.directs + 2)
-        self.constant = floats_at(words[self.layout.directs])
-        self.values = tuple(words[self.layout.values : self.layout.directs])
-        self.arena = int(words[self.layout.directs + 1])
+        words = words_at(plan.value, LAYOUT.directs + 2)
+        self.constant = floats_at(words[LAYOUT.directs])
         if words[graph_layout.RING]:
             self.recordings += 1
             assert cuda_graph.tvm_ffi.get_raw_stream(tvm.cpu(0)) == CAPTURE
@@ -87,8 +85,7 @@ class Device:
         self.done += 1
 
     def _launched(self, graph, stream):
-        assert graph - GRAPH in self.graphs and not stream
-        self.launched = graph - GRAPH
+        assert graph == GRAPH and not stream
         if self.code:
             return self.code
         self.launches += 1
@@ -115,13 +112,8 @@ class Device:
         return 0, address
 
     def _destroyed(self, graph):
-        self.destroyed += 1
-        self.graphs.remove(graph - GRAPH)
+        self.destroyed += graph == GRAPH
         return (0,)
-
-    def _instantiated(self):
-        self.graphs.append(self.recordings)
-        return GRAPH + self.recordings
 
 
 def words_at(address, count):
@@ -143,9 +135,9 @@ def tensor(values=0.0):
     return tvm.runtime.tensor(np.full(EXTENT, values, "float32"))
 
 
-def made(submit, device, driver=None, parameters=()):
+def made(submit, device, driver=None):
     slots = tuple(SlotSpec(name, 0, 4 * EXTENT, 64, access) for name, access in (("x", "read"), ("y", "write")))
-    region = RegionSpec("main_commands", "main", 0, slots, parameters, (0,), "n*8" if parameters else 0, ())
+    region = RegionSpec("main_commands", "main", 0, slots, (), (0,), 0, ())
     constant = tensor(10.0)
     driver = CudaDriver(device.api) if driver is None else driver
     graph = CudaGraph(region, tvm.cpu(0), [constant.data_ptr()], submit, device.record, driver)
@@ -255,48 +247,106 @@ def test_memory_is_given_back(submit):
     assert not device.pinned and device.destroyed == 1 and address not in cuda_graph._graphs
 
 
+class SymbolicDevice(Device):
+    """Graphs add a constant to so many numbers as they were recorded for."""
+
+    LAYOUT = Layout(2, 1)
+
+    def __init__(self):
+        super().__init__()
+        self.graphs, self.arenas = {}, []
+        self.api.cuGraphInstantiate = lambda graph, _: (0, self._instantiated())
+
+    def record(self, plan, extent):
+        words = words_at(plan.value, self.LAYOUT.directs + 2)
+        self.arenas.append(int(words[-1]))
+        if words[graph_layout.RING]:
+            self.recordings += 1
+            self.ring, self.last = int(words[graph_layout.RING]), extent
+        else:
+            self.filled += 1
+            self._add(words[graph_layout.BINDINGS :][:2], extent)
+
+    def _instantiated(self):
+        self.graphs[GRAPH + self.recordings] = self.last
+        return GRAPH + self.recordings
+
+    def _launched(self, graph, stream):
+        self._add(words_at(self.ring + 16 * (self.launches % ROWS), 2), self.graphs[graph])
+        self.launches += 1
+        words_at(self.ring - 8 * self.LAYOUT.ring + 8 * graph_layout.CONSUMED, 1)[0] = self.launches
+        return 0
+
+    def _destroyed(self, graph):
+        self.destroyed += self.graphs.pop(graph) > 0
+        return (0,)
+
+    def _add(self, addresses, extent):
+        x, y = ((ctypes.c_float * extent).from_address(int(address)) for address in addresses)
+        y[:] = [value + 10 for value in x]
+
+
 @pytest.fixture(scope="module")
-def submit_any():
+def submit_symbolic():
     n = tirx.Var("n", "int64")
     tensors = [Tensor(name, [n], "float32") for name in ("x", "y")]
-    function = submit_function("main_commands", tensors[:1], tensors[1:], rh.native("llvm"), n * 8, [], [n])
+    function = submit_function("main_commands", tensors[:1], tensors[1:], rh.native("llvm"), [n])
     return tvm.tirx.build(tvm.IRModule({"main_commands": function}), rh.native("llvm"))["main_commands"]
 
 
-def call_any(graph, extent):
-    x, y = (tvm.runtime.tensor(np.zeros(extent, "float32")) for _ in range(2))
-    graph.submit_function(x, graph.state, y)
-    return x, y
+def made_symbolic(submit, device):
+    slots = tuple(SlotSpec(name, 0, "4*n", 64, access) for name, access in (("x", "read"), ("y", "write")))
+    region = RegionSpec("main_commands", "main", 0, slots, ("n",), (), "64*n", ())
+    return CudaGraph(region, tvm.cpu(0), [], submit, device.record, CudaDriver(device.api))
 
 
-def test_each_set_of_extents_has_a_graph(submit_any):
-    device = Device(Layout(2, 1))
-    graph = made(submit_any, device, parameters=("n",))
-    for extent in (64, 16, 64, 16, 16, 8):
-        call_any(graph, extent)
-    assert (device.filled, device.recordings, device.launches) == (3, 3, 3)
-    assert device.values == (8,) and device.launched == 2, "the first, the second and the second again"
-    call_any(graph, 64)
-    assert device.launched == 1 and len(device.graphs) == 3
-    arena = device.arena
-    call_any(graph, 100)  # needs a larger arena, which no earlier graph knows
-    assert device.arena != arena and device.graphs == [4] and device.destroyed == 3
-    call_any(graph, 64)
-    assert device.recordings == 5 and device.values == (64,)
+def call_symbolic(graph, extent):
+    x = np.arange(extent, dtype="float32")
+    y = tvm.runtime.tensor(np.full(extent, np.nan, "float32"))
+    graph.submit_function(tvm.runtime.tensor(x), graph.state, y)
+    np.testing.assert_array_equal(y.numpy(), x + 10)
 
 
-def test_graphs_that_were_used_long_ago_are_given_back(submit_any, monkeypatch):
-    monkeypatch.setattr(cuda_graph, "MOST_GRAPHS", 3)
-    device = Device(Layout(2, 1))
-    graph = made(submit_any, device, parameters=("n",))
-    for extent in (64, 1, 2, 64, 3):
-        call_any(graph, extent)
-    assert device.graphs == [1, 3, 4] and device.destroyed == 1
-    call_any(graph, 64)
-    assert device.launched == 1
+def test_extents_that_come_again_have_a_graph_each(submit_symbolic):
+    device = SymbolicDevice()
+    graph = made_symbolic(submit_symbolic, device)
+    for _ in range(4):
+        for extent in (9, 3, 5):
+            call_symbolic(graph, extent)
+    assert (device.filled, device.recordings, device.launches) == (6, 3, 6)
+    assert sorted(device.graphs.values()) == [3, 5, 9] and not device.destroyed
+
+
+def test_extents_that_grow_call_by_call_leave_no_graphs(submit_symbolic):
+    device = SymbolicDevice()
+    graph = made_symbolic(submit_symbolic, device)
+    for extent in range(1, 100):
+        call_symbolic(graph, extent)
+    assert (device.filled, device.recordings) == (99, 0) and len(set(device.arenas)) < 30
+
+
+def test_graphs_go_where_the_arena_must_grow(submit_symbolic):
+    device = SymbolicDevice()
+    graph = made_symbolic(submit_symbolic, device)
+    for extent in (4, 4, 4, 400, 4, 4, 4):
+        call_symbolic(graph, extent)
+    assert (device.recordings, device.destroyed, device.launches) == (2, 1, 2)
+
+
+def test_more_graphs_than_the_code_looks_at_and_than_are_kept(submit_symbolic, monkeypatch):
+    monkeypatch.setattr(cuda_graph, "MOST_GRAPHS", 12)
+    device = SymbolicDevice()
+    graph = made_symbolic(submit_symbolic, device)
+    extents = [200, *range(1, 12)]
+    for extent in extents * 3:
+        call_symbolic(graph, extent)
+    assert (device.recordings, device.launches, device.destroyed) == (12, 12, 0)
+    for extent in (77, 77, 77, 200):
+        call_symbolic(graph, extent)
+    assert device.destroyed == 1 and 77 in device.graphs.values() and 200 not in device.graphs.values()
     del graph
     gc.collect()
-    assert device.destroyed == 4 and not device.pinned
+    assert not device.graphs and not device.pinned
 
 
 def test_driver_says_what_failed():

@@ -16,6 +16,7 @@ from tvm import runtime, tirx
 from tvm.tirx.build import codegen_build, split_host_device_mods
 from tvm_ffi import structural_map
 
+from ....errors import BuildError
 from ....transform.ir.rewriting import fresh_global_var
 from ....vm.file.cuda_modules import SOURCE, CudaModule, read_only_module
 
@@ -134,4 +135,6 @@ def _compile(code: Any) -> Any:
     """What TVM's CUDA runtime calls with source; ours is compiled later, apart from TVM."""
     if getattr(_state, "generating", False):
         return _GENERATED
+    if _stock_compile is None:
+        raise BuildError("found CUDA source of a caller's own module, expected TVM's compiler for it: its CUDA support")
     return _stock_compile(code)

@@ -115,7 +115,9 @@ def tensor_core_conv_kernel(
                 left = WindowTile(pixels, tiling.rows, m, k, in_chunks)
                 right = OperandTile.of(weight, "n", tiling.columns, n, k)
                 store.is_cut_into(tiling.rows * tiling.share, tiling.columns)
-                WgmmaProduct(left, right, store, tiling, sizes, counts).emit()
+                kernel = WgmmaProduct(left, right, store, tiling, sizes, counts)
+                kernel.emit()
+                read_early = kernel.read_early
             else:
                 tiling = tiling or choose_mma_tiling(product, gpu, sizes, list(counts.values()))
                 assert isinstance(tiling, MmaTiling)
@@ -123,8 +125,8 @@ def tensor_core_conv_kernel(
                 right = OperandTile.of(weight, "n", tiling.columns, n, k, tiling.threads)
                 store.is_cut_into(tiling.rows, tiling.columns)
                 MmaProduct(left, right, store, tiling, Batches(counts)).emit()
-    kernel = tied_to(function.result, problem.epilogue.operands if problem.epilogue else (), 2, problem.result)
-    return may_begin_early(kernel) if gpu.tensor == "wgmma" else kernel
+    tied = tied_to(function.result, problem.epilogue.operands if problem.epilogue else (), 2, problem.result)
+    return may_begin_early(tied, read_early) if gpu.tensor == "wgmma" else tied
 
 
 def _restate_weight(weight: GlobalView, problem: ConvProblem, product: MatmulProblem) -> None:

@@ -133,17 +133,7 @@ def may_begin_early(kernel: tirx.PrimFunc, operands: Sequence[int] = ()) -> tirx
     """The kernel with a note that it may begin before the launch before it in the stream has ended.
 
     Every thread waits (`ptx.wait_for_launches_before`) before it writes, or reads anything but `operands`: who launches
-    it early makes sure that these are constants.
+    it early makes sure that these are constants. It may let the next launch begin (`ptx.let_next_launch_begin`) at
+    once: that one waits for this one, which ends no sooner than those before.
     """
     return kernel.with_attr(READS_EARLY, list(operands))
-
-
-def launched_early(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
-    """The kernel, launched so that it does begin early.
-
-    TVM hands the tag on to the driver ("programmatic stream serialization"), and capturing a stream keeps it, as an
-    edge of the graph. The kernel promises no longer that its tensors do not overlap: the CUDA compiler would take what
-    nobody in it writes for constant, and may read it before the wait.
-    """
-    tagged = kernel.with_attr("tirx.kernel_launch_params", ["tirx.use_programtic_dependent_launch"])
-    return tagged.with_attr("tirx.noalias", False)

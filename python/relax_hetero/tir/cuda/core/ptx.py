@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import tvm_ffi
+from tvm import tirx
 from tvm.script import tirx as _instructions
 from tvm.script.ir_builder import tirx as T
 
@@ -59,6 +61,11 @@ def warp_barrier() -> None:
 def named_barrier(number: Expr, threads: int) -> None:
     """`threads` threads, a multiple of 32, wait for each other at barrier `number` (1 to 15; 0 is the block's)."""
     T.evaluate(_PTX["barrier.cta.sync.aligned"](_u32(number), T.uint32(threads)))
+
+
+def named_barrier_arrive(number: Expr, threads: int) -> None:
+    """One arrival of each thread at a `named_barrier` that others wait at; this thread goes on."""
+    T.evaluate(_PTX["barrier.cta.arrive.aligned"](_u32(number), T.uint32(threads)))
 
 
 def warpgroup_barrier(number: Expr) -> None:
@@ -160,6 +167,11 @@ def bulk_load(target: Expr, source: Expr, size: Expr, barrier: Expr, blocks: int
         _emit(f"{name}.multicast::cluster", target, source, _u32(size), barrier, T.uint16((1 << blocks) - 1))
 
 
+def prefetch_bulk(source: Expr, size: Expr) -> None:
+    """Bring `size` bytes, a multiple of 16, of global memory to the second-level cache; one thread does it."""
+    _emit("cp.async.bulk.prefetch.L2.global", source, _u32(size))
+
+
 def async_proxy_fence() -> None:
     """What this thread wrote to shared memory by plain stores or `copy_async` is seen by wgmma and by bulk stores."""
     _emit("fence.proxy.async.shared::cta")
@@ -208,10 +220,21 @@ def store_matrices(address: Expr, registers: Sequence[Expr]) -> None:
 def load_matrices(registers: Sequence[Expr], address: Expr, transposed: bool = False) -> None:
     """8x8 matrices of 16-bit values, one a register, from shared memory to the fragments of a warp (``ldmatrix``).
 
-    Addresses and fragments as of `store_matrices`; `transposed` exchanges rows and columns of each.
+    Lane l gives the address of row ``l % 8`` of matrix ``l // 8``, a multiple of 16. A register of lane l has row
+    ``l // 4``, columns ``2 * (l % 4)`` and one more; `transposed` exchanges rows and columns of each.
     """
     trans = ".trans" if transposed else ""
     _emit(f"ldmatrix.sync.aligned.m8n8.x{len(registers)}{trans}.shared.b16", *registers, address)
+
+
+def power_of_two(register: Expr, value: Expr) -> None:
+    """``2 ** value`` of a float32, within 2 units in the last place; 0 of -inf, and of results below 2 ** -126."""
+    _emit("ex2.approx.ftz.f32", register, value)
+
+
+def maximum_or_nan(register: Expr, a: Expr, b: Expr) -> None:
+    """The greater of two float32; NaN where one is NaN."""
+    _emit("max.NaN.f32", register, a, b)
 
 
 def pack_pair(register: Expr, low: Expr, high: Expr, dtype: str) -> None:
@@ -245,6 +268,11 @@ def remote_address(register: Expr, address: Expr, block: Expr) -> None:
 def load_remote(registers: Sequence[Expr], address: Expr, dtype: str = "u32") -> None:
     """One, two or four values of 32 bits from shared memory of another block, at a `remote_address`."""
     _emit(f"ld.shared::cluster.{_vector(len(registers))}{dtype}", *registers, address)
+
+
+def store_remote(address: Expr, values: Sequence[Expr], dtype: str = "u32") -> None:
+    """One, two or four values of 32 bits to shared memory of another block, at a `remote_address`."""
+    _emit(f"st.shared::cluster.{_vector(len(values))}{dtype}", address, *values)
 
 
 # Tensor cores of Hopper: one warpgroup multiplies tiles that lie in shared memory.
@@ -313,13 +341,39 @@ def wgmma(
     transposed : tuple of bool
         Whether a tile's rows are those of k, for types of 16 bits.
     """
+    _wgmma(sums, [left], right, types, adds, transposed)
+
+
+def wgmma_of_registers(
+    sums: Sequence[Expr], left: Sequence[Expr], right: Expr, types: tuple[str, str], adds: Expr, transposed: bool
+) -> None:
+    """As `wgmma`, with the left operand in registers: they do not change until the product is complete.
+
+    Parameters
+    ----------
+    left : sequence of registers
+        Four of uint32, of each thread: as of `mma_sync`, for the 16 rows of its warp.
+    transposed : bool
+        Whether the right tile's rows are those of k.
+    """
+    _wgmma(sums, left, right, types, adds, (transposed,))
+
+
+def _wgmma(
+    sums: Sequence[Expr],
+    left: Sequence[Expr],
+    right: Expr,
+    types: tuple[str, str],
+    adds: Expr,
+    transposed: Sequence[bool],
+) -> None:
     a, b = (PTX_TYPES[dtype] for dtype in types)
     depth = CONTRACTION_BYTES * 8 // {"f16": 16, "bf16": 16, "tf32": 32}.get(a, 8)
     is_integer = a in ("s8", "u8")
     signs = [] if is_integer else [1, 1]
     orders = [int(t) for t in transposed] if a in ("f16", "bf16") else []
     name = f"wgmma.mma_async.sync.aligned.m64n{2 * len(sums)}k{depth}.{'s32' if is_integer else 'f32'}.{a}.{b}"
-    _emit(name, *sums, left, right, _PTX.pred(adds), *signs, *orders)
+    _emit(name, *sums, *left, right, _PTX.pred(adds), *signs, *orders)
 
 
 # Tensor cores of Ampere and later: one warp multiplies fragments in registers.
@@ -361,8 +415,28 @@ def wait_for_launches_before() -> None:
     _emit("griddepcontrol.wait")
 
 
+def is_wait_for_launches(statement: tirx.Stmt) -> bool:
+    """Whether a statement is that of `wait_for_launches_before`."""
+    return _is_evaluated(statement, "griddepcontrol.wait")
+
+
+def is_let_next_begin(statement: tirx.Stmt) -> bool:
+    """Whether a statement is that of `let_next_launch_begin`."""
+    return _is_evaluated(statement, "griddepcontrol.launch_dependents")
+
+
+def _is_evaluated(statement: tirx.Stmt, instruction: str) -> bool:
+    is_known = isinstance(statement, tirx.Evaluate)
+    return is_known and tvm_ffi.structural_equal(statement.value, _PTX[instruction]())
+
+
+def waiting_statements() -> list[tirx.Stmt]:
+    """Those of `wait_for_launches_before` and `let_next_launch_begin`, for a kernel that is written already."""
+    return [tirx.Evaluate(_PTX[f"griddepcontrol.{name}"]()) for name in ("wait", "launch_dependents")]
+
+
 def let_next_launch_begin() -> None:
-    """The launch after this one may begin, up to its `wait_for_launches_before`."""
+    """The launch after this one may begin, up to its `wait_for_launches_before`, once all blocks of this one say so."""
     _emit("griddepcontrol.launch_dependents")
 
 
@@ -382,6 +456,16 @@ def multiply_add_pair(register: Expr, a: Expr, b: Expr, c: Expr, dtype: str) -> 
 def add_pair(register: Expr, a: Expr, b: Expr) -> None:
     """``a + b`` of two float16 in registers of 32 bits."""
     _emit("add.f16x2", register, a, b)
+
+
+def and_or(register: Expr, a: Expr, mask: int, bits: int) -> None:
+    """``(a & mask) | bits`` in one instruction, which the compiler does not find where both are constants."""
+    _emit("lop3.b32", register, a, T.uint32(mask), T.uint32(bits), 0xEA)
+
+
+def pick_bytes(register: Expr, a: Expr, b: Expr, selector: int) -> None:
+    """Four bytes of eight (``prmt``): each digit of the selector, from the lowest, is one of a's (0-3) or b's (4-7)."""
+    _emit("prmt.b32", register, a, b, T.uint32(selector))
 
 
 def stream_global(registers: Sequence[Expr], address: Expr) -> None:

@@ -6,6 +6,7 @@ CUDA graph.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import tvm
@@ -23,20 +24,22 @@ class Launch:
     Attributes
     ----------
     func : PrimFunc
-        Its parameters are `reads`, then `writes`.
-    reads, writes : tuple of Var
-        Parameters of the whole PrimFunc, numbers among them, and buffers that its root block allocates.
+        Its parameters are `reads`, then `updates`, then `writes`.
+    reads, updates, writes : tuple of Var
+        Parameters of the whole PrimFunc, numbers among them, and buffers that its root block allocates. What an earlier
+        launch has written and this one writes on is updated.
     """
 
     func: tirx.PrimFunc
     reads: tuple[tirx.Var, ...]
+    updates: tuple[tirx.Var, ...]
     writes: tuple[tirx.Var, ...]
 
 
 def launches_of(func: tirx.PrimFunc) -> list[Launch] | None:
     """The launches of a scheduled PrimFunc, in order.
 
-    None where there is but one, or where a launch writes what another one has written or read before.
+    None where there is but one, or where a launch writes what another one has read before and nobody has written.
     """
     root = func.body
     if not isinstance(root, s_tir.SBlockRealize) or not isinstance(root.block.body, tirx.SeqStmt):
@@ -52,18 +55,22 @@ def launches_of(func: tirx.PrimFunc) -> list[Launch] | None:
         return None
     if not all(isinstance(s, tirx.For) and s.kind == tirx.ForKind.THREAD_BINDING for s in statements):
         return None
-    touched: set[tirx.Var] = set()
+    read: set[tirx.Var] = set()
+    written: set[tirx.Var] = set()
     found = []
     for statement in statements:
-        launch = _launch(func, statement, memory)
-        if launch is None or touched & set(launch.writes):
+        launch = _launch(func, statement, memory, written)
+        if launch is None or read & set(launch.writes):
             return None
-        touched |= {*launch.reads, *launch.writes}
+        read |= set(launch.reads)
+        written |= {*launch.updates, *launch.writes}
         found.append(launch)
     return found
 
 
-def _launch(func: tirx.PrimFunc, statement: tirx.For, memory: list[tirx.Var]) -> Launch | None:
+def _launch(
+    func: tirx.PrimFunc, statement: tirx.For, memory: list[tirx.Var], before: Collection[tirx.Var]
+) -> Launch | None:
     views: dict[tirx.Var, tirx.Var] = {}
     used: dict[tirx.Var, None] = {}
 
@@ -84,23 +91,25 @@ def _launch(func: tirx.PrimFunc, statement: tirx.For, memory: list[tirx.Var]) ->
     structural_walk(statement, (Load, lambda load: loaded.append(load.source)))
     written = {views.get(buffer, buffer) for buffer in stored} & set(memory)
     read = {views.get(buffer, buffer) for buffer in loaded} & set(memory)
-    if written & read or not written:
+    if (written & read).difference(before) or not written:
         return None
     reads = tuple(var for var in memory if var in used and var not in written)
-    writes = tuple(var for var in memory if var in written)
-    sizes = {extent for var in (*reads, *writes) if is_buffer_var(var) for extent in var.shape}
+    updates = tuple(var for var in memory if var in written and var in before)
+    writes = tuple(var for var in memory if var in written and var not in before)
+    tensors = (*reads, *updates, *writes)
+    sizes = {extent for var in tensors if is_buffer_var(var) for extent in var.shape}
     free: list[tirx.Var] = []
     own: set[tirx.Var] = set()
     structural_walk(statement, [(tirx.For, lambda loop: own.add(loop.loop_var)), (tvm.ir.Var, free.append)])
     names = {param for p in func.params if is_buffer_var(p) for param in _extents(p)}
     if any(var in names and var not in sizes and var not in reads for var in free):
         return None  # nothing would tell the launch this extent
-    copies = {var: _copy(var) for var in (*reads, *writes) if is_buffer_var(var)}
+    copies = {var: _copy(var) for var in tensors if is_buffer_var(var)}
     body = structural_map(statement, (tvm.ir.Var, lambda var: copies.get(var, var)))
-    params = [copies.get(var, var) for var in (*reads, *writes)]
+    params = [copies.get(var, var) for var in tensors]
     block = s_tir.SBlock([], [], [], "root", body)
     made = tirx.PrimFunc(params, s_tir.SBlockRealize([], True, block), func.ret_type, func.attrs, func.span)
-    return Launch(made.without_attr("global_symbol"), reads, writes)
+    return Launch(made.without_attr("global_symbol"), reads, updates, writes)
 
 
 def _extents(buffer: tirx.Var) -> list[tirx.Var]:

@@ -45,6 +45,9 @@ Parts = list[tirx.Buffer]
 _BLOCK = 256
 """Threads of a block that join parts."""
 
+_MOST_SHARED = 48 << 10
+"""Bytes of shared memory that a block has without asking for more."""
+
 _FEW_TERMS = 32
 """Up to so many terms a result is computed by one thread."""
 
@@ -112,6 +115,8 @@ def plan_of(box: FlatBox, merge: Merge | None, gpu: GpuTarget) -> Plan:
                 together *= 2
         if threads is None and not few and not isinstance(terms, int):
             together = 8
+        while together > 1 and _threads(together, False) * lanes * sum(map(bytes_of, merge.types)) > _MOST_SHARED:
+            together //= 2
         return Plan(together, False, lanes, 1)
     vector = 1
     if inner is not None and contiguous(inner):
@@ -124,6 +129,11 @@ def plan_of(box: FlatBox, merge: Merge | None, gpu: GpuTarget) -> Plan:
             break
         together *= 2
     return Plan(together, True, 1, vector)
+
+
+def _threads(together: int, neighbours: bool) -> int:
+    """Of a block in which so many compute parts of the same results; others lie along neighbouring ones, a warp."""
+    return together * max(_BLOCK // together, 1 if neighbours else WARP)
 
 
 def _at_least(count: Expr, number: int) -> bool:
@@ -305,7 +315,7 @@ class _Together:
             self.box = vectorized(box, box.spatial[-1], plan.lanes, True)
         else:
             self.box = LaneBox(box, None, 1)
-        self.groups = max(_BLOCK // plan.together, 1) if plan.neighbours else max(_BLOCK // plan.together, WARP)
+        self.groups = _threads(plan.together, plan.neighbours) // plan.together
 
     def write(self) -> None:
         """Write the launch."""

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Protocol
+from typing import Any, Protocol
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ....encoding.packed_layout import CHUNK_BYTES, SWIZZLED_BYTES
+from ....encoding.packed_layout import CHUNK_BYTES, SWIZZLED_BYTES, PackedLayout
 from ....target.element_types import bytes_of
 from ...core.builder import Expr, int64
 from ...core.view import Coordinates
 from ..core import ptx
-from ..core.global_view import GlobalView
 from ..core.launch import SharedMemory, local, unrolled
 
 PRODUCERS = 128
@@ -28,6 +27,23 @@ PACKED_ROWS = 64
 """Of a tile of a packed operand."""
 _CHUNKS = SWIZZLED_BYTES // CHUNK_BYTES
 _GATHERED = 4  # chunks that a thread reads before it stores them
+
+
+class TileView(Protocol):
+    """A parameter that tiles are read from; see `GlobalView`."""
+
+    layout: PackedLayout
+    nominal: str
+    data: Any
+
+    def address(self, at: Coordinates) -> Expr:
+        """Position of an element in `data`."""
+
+    def is_contiguous(self, name: str) -> bool:
+        """Whether neighbours along an iteration dimension lie side by side, known to."""
+
+    def alignment(self, along: str, most: int) -> int:
+        """The largest power of two, up to `most` bytes, at multiples of which runs along a dimension begin."""
 
 
 class Source(Enum):
@@ -47,7 +63,7 @@ class LeftTile(Protocol):
     """What a product asks of its left operand: an `OperandTile`, or the tile of an implicit product."""
 
     @property
-    def view(self) -> GlobalView:
+    def view(self) -> TileView:
         """The operand."""
 
     @property
@@ -95,7 +111,7 @@ class OperandTile:
 
     Attributes
     ----------
-    view : GlobalView
+    view : TileView
         Opened raw.
     side : str
         "m" or "n".
@@ -110,7 +126,7 @@ class OperandTile:
         That load it together.
     """
 
-    view: GlobalView
+    view: TileView
     side: str
     rows: int
     extent: Expr
@@ -121,7 +137,7 @@ class OperandTile:
 
     @staticmethod
     def of(
-        view: GlobalView,
+        view: TileView,
         side: str,
         rows: int,
         extent: Expr,
@@ -236,6 +252,12 @@ class OperandTile:
         source = T.address_of(self.view.data[self.view.address({**at, self.side: row, "k": k})])
         size = PACKED_ROWS * SWIZZLED_BYTES
         ptx.bulk_load(shared.at(offset + block * size), source, size, barrier, share)
+
+    def prefetch(self, at: Coordinates, first: Expr, step: Expr, steps: int) -> None:
+        """Bring so many steps of k of a packed tile, neighbours in memory, to the second-level cache; by one thread."""
+        k = T.Cast("int64", step) * self.step
+        source = self.view.address({**at, self.side: self._existing_block(first), "k": k})
+        ptx.prefetch_bulk(T.address_of(self.view.data[source]), steps * PACKED_ROWS * SWIZZLED_BYTES)
 
     def load_packed(
         self, shared: SharedMemory, offset: Expr, at: Coordinates, first: Expr, step: Expr, thread: Expr
@@ -366,7 +388,7 @@ def _divides(unit: int, extent: Expr) -> bool:
     return isinstance(extent, int) and extent % unit == 0
 
 
-def source_of(view: GlobalView, side: str) -> tuple[Source, int]:
+def source_of(view: TileView, side: str) -> tuple[Source, int]:
     """How the tiles of an opened view are read, and the bytes of a copy."""
     if view.layout.inner_dims:
         return Source.PACKED, CHUNK_BYTES

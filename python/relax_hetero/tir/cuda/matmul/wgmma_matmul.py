@@ -36,6 +36,7 @@ from .wgmma_tiling import Tiling, choose_tiling
 
 _BYTES = ("int8", "uint8")
 _FEW_REGISTERS, _MANY_REGISTERS = 40, 232  # of producers and of consumers: 128 * 40 + 256 * 232 <= 65,536
+_MOST_STEPS_AHEAD = 64  # of k, that a block asks for before it waits: 512 KB for each 64 columns
 _READ_TOGETHER = 64  # registers of other blocks' sums
 _UNROLLED_SUMS = 128  # registers of sums from which consumers need those of the producers
 
@@ -101,8 +102,9 @@ def wgmma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: Tiling |
             left = OperandTile.of(lhs, "m", tiling.rows, sizes[0], sizes[2])
             right = OperandTile.of(rhs, "n", tiling.columns, sizes[1], sizes[2])
             store.is_cut_into(tiling.rows * tiling.share, tiling.columns)
-            WgmmaProduct(left, right, store, tiling, sizes, counts).emit()
-    return may_begin_early(parameters.tied(function.result))
+            product = WgmmaProduct(left, right, store, tiling, sizes, counts)
+            product.emit()
+    return may_begin_early(parameters.tied(function.result), product.read_early)
 
 
 class WgmmaProduct:
@@ -131,6 +133,7 @@ class WgmmaProduct:
         counts: dict[str, Expr],
     ) -> None:
         self.left, self.right, self.store, self.tiling, self.counts = left, right, store, tiling, counts
+        store.is_cut_into(tiling.rows * tiling.share, tiling.columns)
         self.consumers = tiling.rows // 64
         self.registers = tiling.columns // 2
         # TVM has no wgmma of integers with 256 columns.
@@ -151,6 +154,12 @@ class WgmmaProduct:
         self.tiles = self.row_tiles * self.column_tiles * _int32(batches)
         self.moves_registers = self.registers >= _UNROLLED_SUMS
 
+    @property
+    def read_early(self) -> list[int]:
+        """The operand that blocks ask for before they wait for the launches before: weights of tiles that exist."""
+        right = self.right
+        return [1] if right.source is Source.PACKED and right.is_swizzled and isinstance(self.tiles, int) else []
+
     def emit(self) -> None:
         """The launch."""
         tiling = self.tiling
@@ -168,6 +177,8 @@ class WgmmaProduct:
         with launch(tiling.blocks, threads, tiling.split * tiling.share, self.moves_registers) as place:
             self.block, self.rank, self.thread = place.block, place.rank, place.thread
             shared.open()
+            if self.read_early:
+                self._ask_ahead()
             with when(place.thread == 0):
                 for stage in range(tiling.stages):
                     # All producers arrive when their copies are complete, one more expects the bytes of bulk copies.
@@ -244,6 +255,18 @@ class WgmmaProduct:
         with T.serial(count) as step:
             number = T.bind(turn * count + step)
             body(step, first + step, T.bind(number % stages), T.bitwise_and(number // stages, 1))
+
+    def _ask_ahead(self) -> None:
+        """Have the weights of the block's first tile brought to the second-level cache; those above others do it."""
+        tiling, right = self.tiling, self.right
+        members = tiling.split * tiling.share
+        own = self.block if members == 1 else T.bind(self.block // members)
+        at, row, column = self._place(own)
+        conditions = [tirx.EQ(row if tiling.share == 1 else row + self.rank, 0), self.thread < right.blocks]
+        conditions += [own < self.tiles] if tiling.blocks > self.tiles * members else []
+        with when(tirx.all(*conditions)):
+            block = T.Cast("int64", column * tiling.columns + self.thread * PACKED_ROWS)
+            right.prefetch(at, block, self._own_steps()[1], min(self.steps // tiling.split, _MOST_STEPS_AHEAD))
 
     def _produce(self) -> None:
         if self.moves_registers:

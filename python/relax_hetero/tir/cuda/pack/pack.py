@@ -84,8 +84,8 @@ def _copy_vectors(source: PackedStorage, destination: PackedStorage) -> None:
     dtype = source.nominal
     runs = [run_length(side.layout, side.shape, dtype) for side in (source, destination)]
     shown = source.shape[_innermost(source)]
-    if isinstance(shown, int):
-        runs.append(shown)  # no vector begins inside of the tensor and ends in padding
+    # No vector begins inside of the tensor and ends in padding, of which a source may have anything.
+    runs.append(shown if isinstance(shown, int) else 1)
     lanes = common_lanes(VECTOR_BYTES // bytes_of(dtype), runs)
     total = prod(map(plain_extent, destination.physical)) // lanes
     extents = extents_of([source, destination])

@@ -6,12 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tvm
-from tvm import te, tirx, topi
+from tvm import relax, te, tirx, topi
+from tvm_ffi import structural_walk
 
 from gpu_interpreter import run as interpreted
 from relax_hetero.target.gpu_target import gpu_target_of
 from relax_hetero.tir.commands.table_kernel import is_one_launch
 from relax_hetero.tir.cuda.loops import launches_of, schedule
+from relax_hetero.transform.dispatch.legalize import legalize
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from on_cpu import run
@@ -194,3 +196,52 @@ def test_long_reductions_of_few_results_take_two_launches(shape, axis):
 def test_indices_of_long_reductions():
     x = tensor(2, 1 << 15)
     check(lambda a: a.argmax(1), x, topi.argmax(x, 1), launches=2)
+
+
+def test_parts_of_several_reductions_fit_shared_memory():
+    """Two sums of halves, of which a thread has eight neighbours each, in float32."""
+    x, r = tensor(512, 4096, dtype="float16"), te.reduce_axis((0, 512), "r")
+    zero = lambda dtype: tirx.const(0, dtype)  # noqa: E731
+    add = te.comm_reducer(lambda a, b: (a[0] + b[0], a[1] + b[1]), lambda *types: tuple(map(zero, types)))
+    func = scheduled(x, *te.compute((4096,), lambda j: add((x[r, j], x[r, j] * x[r, j]), axis=r)))
+    sizes = []
+
+    def on_allocation(allocation):
+        if allocation.buffer.scope() == "shared":
+            sizes.append(int(allocation.buffer.shape[0]) * 4)
+
+    structural_walk(func.body, (tirx.AllocBuffer, on_allocation))
+    assert len(sizes) == 2 and sum(sizes) <= 48 << 10
+    a, sums, squares = values((512, 4096), "float16", 0) / 8, *np.zeros((2, 4096), "float16")
+    run(func, a, sums, squares)
+    np.testing.assert_allclose(sums, a.astype("float64").sum(0), atol=1e-2)
+    np.testing.assert_allclose(squares, (a.astype("float64") ** 2).sum(0), rtol=1e-2)
+
+
+@pytest.mark.parametrize("shape, axes", [((1, 8400), [0, 1]), ((200, 6), [0]), ((1, 50257), [0, 1])])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_extremes_of_floats_are_computed_in_parts(shape, axes, dtype):
+    """As `relax.max` is lowered, whose masks of bits TVM widens."""
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType(shape, dtype))
+    with builder.function("main", [x]):
+        builder.emit_func_output(builder.emit(relax.op.max(x, axes)))
+    (func,) = [f for f in legalize(builder.get()).functions.values() if isinstance(f, tirx.PrimFunc)]
+    func = schedule(func.with_attr("target", TARGET), gpu_target_of(TARGET))
+    parts = launches_of(func) or [func]
+    assert any("shared" in str(part) or "shuffle" in str(part) for part in parts)
+    a = values(shape, dtype, 0)
+    a.reshape(-1)[[3, 7]] = np.inf, -np.inf
+    for position in (None, a.size - 1):
+        if position is not None:
+            a.reshape(-1)[position] = np.nan
+        y = np.full(a.max(tuple(axes)).shape, 77, dtype)
+        run(func, a, y)
+        np.testing.assert_array_equal(y, a.max(tuple(axes)))
+
+
+@pytest.mark.parametrize("count", [50257, 99991])
+def test_long_reductions_without_equal_parts(count):
+    x = tensor(1, count)
+    check(lambda a: a.argmax(1), x, topi.argmax(x, 1), launches=2)
+    check(lambda a: a.astype("float64").sum(1), x, topi.sum(x, 1), launches=2, rtol=1e-4)

@@ -14,8 +14,9 @@ from relax_hetero.encoding.problem import Epilogue, MatmulProblem, Operand
 from relax_hetero.errors import EncodingError
 from relax_hetero.target.element_types import bytes_of, numpy_dtype
 from relax_hetero.target.gpu_target import gpu_target_of
+from relax_hetero.tir.commands.early_launch import launched_early
 from relax_hetero.tir.commands.table_kernel import is_one_launch
-from relax_hetero.tir.cuda.core.launch import READS_EARLY, launched_early
+from relax_hetero.tir.cuda.core.launch import READS_EARLY
 from relax_hetero.tir.cuda.matmul.few_rows import FewPlan, few_plan, few_rows_kernel
 from seeds import fresh_rng
 
@@ -70,12 +71,18 @@ def check(problem, m, plan=None, tolerance=1e-3):
 @pytest.mark.parametrize(
     ("problem", "m", "plan"),
     [
-        (problem_of(1, 128, 256), 1, FewPlan(1, 24 << 10)),  # stages are used again
-        (problem_of(3, 100, 520, epilogue=BIAS_RELU), 3, FewPlan(4, 56 << 10)),  # edges, parts of unequal size
-        (problem_of(1, 64, 64), 1, FewPlan(2, 56 << 10)),  # a block without k
-        (problem_of("s0", 70, 130, epilogue=BIAS_RELU), 5, FewPlan(2, 56 << 10)),  # the body of few rows
-        (problem_of("s0", 70, 130), 70, FewPlan(1, 56 << 10)),  # that of many, two tiles of rows
+        (problem_of(1, 128, 256), 1, FewPlan(1, 2, 2)),  # stages are used again
+        (problem_of(3, 100, 520, epilogue=BIAS_RELU), 3, FewPlan(4, 3, 2)),  # edges, parts of unequal size
+        (problem_of(1, 64, 64), 1, FewPlan(2, 4, 4)),  # a block without k
+        (problem_of("s0", 70, 130, epilogue=BIAS_RELU), 5, FewPlan(2, 4, 4)),  # the body of few rows
+        (problem_of("s0", 70, 130), 70, FewPlan(1, 5, 3)),  # that of many, two tiles of rows
+        (problem_of(9, 64, 700), 9, FewPlan(2, 2, 4)),  # fewer stages of weights
         (problem_of(2, 66, 70, batch=(3,)), 2, None),
+        (
+            problem_of(19, 190, 530, epilogue=BIAS_RELU),
+            19,
+            FewPlan(2, 3, 2, 2),
+        ),  # two groups, of which the last has none
     ],
 )
 def test_products(problem, m, plan):
@@ -83,11 +90,11 @@ def test_products(problem, m, plan):
 
 
 def test_rows_that_are_not_aligned():
-    check(problem_of(17, 72, 99, "bfloat16", epilogue=BIAS_RELU), 17, FewPlan(2, 56 << 10), 1e-2)
+    check(problem_of(17, 72, 99, "bfloat16", epilogue=BIAS_RELU), 17, FewPlan(2, 4, 4), 1e-2)
 
 
 def test_integers_and_rounded_operands():
-    check(problem_of(9, 70, 300, "int8", "int32", "int32"), 9, FewPlan(2, 56 << 10), 0)
+    check(problem_of(9, 70, 300, "int8", "int32", "int32"), 9, FewPlan(2, 4, 4), 0)
     check(problem_of(2, 64, 40, "float32", tf32=True), 2, None, 2e-3)
 
 

@@ -20,6 +20,7 @@ from relax_hetero.errors import EncodingError
 from relax_hetero.target.element_types import bytes_of, numpy_dtype
 from relax_hetero.target.gpu_target import gpu_target_of
 from relax_hetero.tir.commands.table_kernel import is_one_launch
+from relax_hetero.tir.cuda.core.launch import READS_EARLY
 from relax_hetero.tir.cuda.matmul.wgmma_matmul import misfit, wgmma_matmul_kernel
 from relax_hetero.tir.cuda.matmul.wgmma_tiling import choose_tiling, tiling_of
 from seeds import fresh_rng
@@ -328,3 +329,12 @@ def test_what_is_no_problem_for_it():
     rows = Operand((64, 64), "float16", ("k", "n"), PackedLayout((1, 0), (1,), (16,)))
     with pytest.raises(EncodingError, match="expected tiles n:64, k:64, swizzled"):
         wgmma_matmul_kernel(dataclasses.replace(problem, rhs=rows), GPU)
+
+
+def test_weights_are_asked_for_before_the_wait():
+    """Of tiles that are known to exist."""
+    for symbolic, asks in (((), [1]), (("m",), [])):
+        func = wgmma_matmul_kernel(problem_of({"m": 200, "n": 136, "k": 300}, symbolic=symbolic), GPU)
+        assert list(func.attrs[READS_EARLY]) == asks
+        text = func.script()
+        assert (0 < text.find("prefetch") < text.index("griddepcontrol")) == bool(asks)

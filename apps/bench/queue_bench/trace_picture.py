@@ -1,6 +1,6 @@
 """A picture of a trace that `relax-hetero bench --trace` or `Trace.save` wrote.
 
-python apps/bench/trace_picture.py out.json picture.svg
+python apps/bench/queue_bench/trace_picture.py out.json picture.svg
 """
 
 from __future__ import annotations

@@ -1,0 +1,235 @@
+"""Is ``placement="auto"`` as fast as the best of each device alone and of eight cuts by hand?
+
+python apps/bench/placements.py bert resnet50 squeezenet --vdevice llvm --vdevice cuda:0
+python apps/bench/placements.py bert resnet50 --share 0.6        # the second device may hold 0.6 of the model
+python apps/bench/placements.py squeezenet --vdevice llvm:0 --vdevice llvm:1
+
+A cut by hand gives the first nodes to one device and the rest to the other, at one to four fifths of the nodes, both
+ways; under a limit of memory, at shares of the weights that fit. Placements are compiled side by side, in processes,
+and timed in turns in one, from arrays to arrays. Results are compared with those of the first device alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import onnx
+from model_zoo import model_path, random_arrays
+from report import Check, verdict
+from rich.console import Console
+from rich.table import Table
+from smoke import SMALL_MODEL, smoke
+
+BAR = 1.05
+"""The most that the chosen placement may take, of the time of the best."""
+ALLOWED = 1e-2
+"""The largest difference of results, of the largest number of an output."""
+AUTO = "auto"
+SHARES = (0.5, 0.75, 0.9, 0.97)
+"""Of a limit, what cuts by hand use for weights."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A placement of a model that is to be compiled."""
+
+    model: str
+    name: str
+    vdevices: tuple[str, str]
+    rules: tuple[tuple[str, str], ...] | None
+    limit: int | None
+    precision: str
+
+    def build(self, folder: str) -> dict[str, Any]:
+        """Compile into a library, in this process."""
+        import relax_hetero as rh
+
+        begin = time.perf_counter()
+        model = named(self.model)
+        options: dict[str, Any] = {"placement": self.rules}
+        if self.rules is None:
+            options = {"placement": "auto"} | (
+                {} if self.limit is None else {"memory_limit": {self.vdevices[1]: self.limit}}
+            )
+        try:
+            mod = rh.from_onnx(model, list(self.vdevices), **options)
+            about = {}
+            if self.rules is None:
+                plan = rh.frontend.auto_placement(
+                    model, list(self.vdevices), **{k: v for k, v in options.items() if k == "memory_limit"}
+                )
+                counts = {device: list(plan.assignments.values()).count(device) for device in self.vdevices}
+                about = {"nodes": counts, "expected_ms": plan.estimate_seconds * 1e3}
+                about["alone_ms"] = {device: 1e3 * s for device, s in plan.single_device_estimates.items()}
+            if self.precision != "float32":
+                mod = rh.transform.ToMixedPrecision(self.precision)(mod)
+            path = str(Path(folder) / f"{Path(self.model).stem}_{self.name}.so".replace(" ", "_").replace(":", ""))
+            rh.compile(mod).export_library(path)
+        except rh.HeteroError as error:
+            return {"name": self.name, "fails": str(error)[:300]}
+        return {"name": self.name, "path": path, "seconds": time.perf_counter() - begin, **about}
+
+
+def named(model: str) -> onnx.ModelProto:
+    """A model of which every node has a name."""
+    proto = onnx.load(str(model_path(model)))
+    for index, node in enumerate(proto.graph.node):
+        node.name = f"{node.name or node.op_type}_{index}"
+    return proto
+
+
+def cases_of(model: str, vdevices: tuple[str, str], limit: int | None, precision: str, cuts: int) -> list[Case]:
+    """Each device alone, the placement that is chosen, and cuts by hand."""
+    first, second = vdevices
+
+    def case(name: str, rules: tuple[tuple[str, str], ...] | None) -> Case:
+        return Case(model, name, vdevices, rules, limit, precision)
+
+    nodes = [node.name for node in named(model).graph.node]
+    found = [case(f"{device} alone", (("*", device),)) for device in vdevices]
+    found.append(case(AUTO, None))
+    for at in cut_positions(named(model), limit, cuts, before=True):
+        found.append(case(f"{second} to node {at}", (*((name, second) for name in nodes[:at]), ("*", first))))
+    for at in cut_positions(named(model), limit, cuts, before=False):
+        found.append(case(f"{second} from node {at}", (*((name, first) for name in nodes[:at]), ("*", second))))
+    return found
+
+
+def cut_positions(model: onnx.ModelProto, limit: int | None, cuts: int, before: bool) -> list[int]:
+    """Nodes that a person would cut at: fifths of the nodes, or of the weights that fit within the limit."""
+    count = len(model.graph.node)
+    if limit is None:
+        return [max(1, count * part // (cuts + 1)) for part in range(1, cuts + 1)]
+    sizes = {tensor.name: onnx.numpy_helper.to_array(tensor).nbytes for tensor in model.graph.initializer}
+    weights = [sum(sizes.get(name, 0) for name in node.input) for node in model.graph.node]
+    held = list(itertools.accumulate(weights if before else weights[::-1]))
+    counts = [sum(nbytes <= limit * share for nbytes in held) for share in SHARES[-cuts:]]
+    return [max(1, number if before else count - number) for number in counts]
+
+
+def needs(path: str, device: int) -> int:
+    """Bytes that a call of a library takes on a device."""
+    import relax_hetero as rh
+
+    return int(rh.load(path).memory_plan.needs("main", {}, 1)[device].total)
+
+
+def timed(built: list[dict[str, Any]], inputs: dict[str, np.ndarray], limits: Any, seconds: float) -> None:
+    """Add the median milliseconds of each library, timed in turns, and its largest difference from the first."""
+    import relax_hetero as rh
+
+    machines = []
+    for entry in built:
+        try:
+            if "path" in entry:
+                machines.append((entry, rh.vm.VirtualMachine(rh.load(entry["path"]), memory_limit=limits)))
+        except rh.MemoryLimitError as error:
+            entry["fails"] = f"the limit: {str(error)[:160]}"
+
+    def call(machine: Any) -> list[np.ndarray]:
+        result = machine["main"](**inputs)
+        return [np.asarray(part) for part in (result if isinstance(result, tuple) else (result,))]
+
+    wanted: list[np.ndarray] | None = None
+    rounds: dict[str, list[float]] = {}
+    for entry, machine in machines:
+        found = call(machine)
+        wanted = wanted or found
+        entry["error"] = max(
+            float(np.max(np.abs(a.astype("float64") - b)) / max(float(np.max(np.abs(b))), 1e-9))
+            for a, b in zip(found, wanted, strict=True)
+            if a.size
+        )
+        call(machine)
+        rounds[entry["name"]] = []
+    end = time.perf_counter() + seconds
+    while machines and (time.perf_counter() < end or len(rounds[machines[0][0]["name"]]) < 3):
+        for entry, machine in machines:
+            begin = time.perf_counter()
+            call(machine)
+            once = time.perf_counter() - begin
+            repeats = min(20, int(0.01 / once))
+            begin = time.perf_counter()
+            for _ in range(repeats):
+                call(machine)
+            rounds[entry["name"]].append((time.perf_counter() - begin) / repeats if repeats else once)
+    for entry, _ in machines:
+        entry["ms"] = statistics.median(rounds[entry["name"]]) * 1e3
+
+
+@click.command()
+@click.argument("models", nargs=-1)
+@click.option("--vdevice", "vdevices", multiple=True, default=("llvm:0", "cuda:0"), show_default=True, help="Two.")
+@click.option("--share", type=float, help="The second device may hold this share of what it needs alone.")
+@click.option("--cuts", default=4, show_default=True, type=click.IntRange(1, 4), help="Cuts by hand, each way round.")
+@click.option("--precision", default="float32", show_default=True)
+@click.option("--seconds", default=2.0, show_default=True, help="How long the placements of a model are timed.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@smoke(models=(SMALL_MODEL,), vdevices=("llvm:0", "llvm:1"), seconds=0.0, cuts=1)
+def main(
+    models: tuple[str, ...], vdevices: tuple[str, ...], share: float | None, cuts: int, precision: str,
+    seconds: float, as_json: bool,
+) -> None:  # fmt: skip
+    if len(vdevices) != 2:
+        raise click.UsageError("--vdevice is given twice: two devices are chosen among")
+    checks, lines = [], []
+    pool = ProcessPoolExecutor(max(1, (os.cpu_count() or 2) // 2), multiprocessing.get_context("spawn"))
+    with tempfile.TemporaryDirectory() as folder, pool:
+        for model in models or ("squeezenet", "resnet50", "bert"):
+            alone = [case for case in cases_of(model, vdevices, None, precision, cuts) if case.name.endswith("alone")]
+            built = list(pool.map(Case.build, alone, itertools.repeat(folder)))
+            limit = None
+            if share is not None:
+                limit = int(share * needs(built[1]["path"], 1))
+            others = cases_of(model, vdevices, limit, precision, cuts)[len(alone) :]
+            built += pool.map(Case.build, others, itertools.repeat(folder))
+            inputs = random_arrays(named(model).graph, {}, 0)
+            timed(built, inputs, None if limit is None else {vdevices[1]: limit}, seconds)
+            lines.append({"model": model, "limit": limit, "placements": built})
+            times = {entry["name"]: entry["ms"] for entry in built if "ms" in entry}
+            if AUTO in times:
+                checks.append(Check(f"{model}: auto over the best", times[AUTO] / min(times.values()), BAR, True))
+            if not as_json:
+                show(lines[-1])
+    if as_json:
+        click.echo(json.dumps(lines))
+    for check in checks:
+        Console(stderr=as_json).print(f"{verdict(check)}: {check}", markup=False)
+    wrong = [entry["name"] for line in lines for entry in line["placements"] if entry.get("error", 0) > ALLOWED]
+    lacking = [line["model"] for line in lines if not any("ms" in e and e["name"] == AUTO for e in line["placements"])]
+    if wrong or lacking:
+        sys.exit(f"wrong results: {wrong}; no chosen placement ran: {lacking}")
+    sys.exit(0 if all(check.passed for check in checks) else 1)
+
+
+def show(line: dict[str, Any]) -> None:
+    """Print the table of a model."""
+    limit = "" if line["limit"] is None else f", at most {line['limit'] / 1e6:.0f} MB on the second device"
+    table = Table(title=f"{Path(line['model']).stem}{limit}")
+    for column in ("placement", "ms", "error", "compiled, s", "remarks"):
+        table.add_column(column, justify="left" if column in ("placement", "remarks") else "right")
+    for entry in line["placements"]:
+        remarks = entry.get("fails", "")
+        if "nodes" in entry:
+            alone = ", ".join(f"{device} {ms:.2f}" for device, ms in entry["alone_ms"].items())
+            remarks += f"nodes {entry['nodes']}, expected {entry['expected_ms']:.2f} ms, alone {alone}"
+        numbers = [f"{entry[key]:.{digits}g}" if key in entry else "" for key, digits in (("ms", 4), ("error", 2))]
+        table.add_row(entry["name"], *numbers, f"{entry['seconds']:.1f}" if "seconds" in entry else "", remarks)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,321 @@
+"""Figures of the devices of this machine, measured by the library's own kernels: a few seconds, once per machine.
+
+Products of each element type, a sum over large tensors, chains of small kernels, and copies between every two devices.
+Operands are weights and tensors that lie on the device already, as in a model, so that the figures are those of whole
+models: what command buffers, graphs and queues cost is in them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any, Generic, TypeVar, cast
+
+import numpy as np
+import tvm
+from tvm import relax
+
+from ... import __version__
+from ...artifact.cache_folder import folder_of
+from ...artifact.kept_figures import find_figures, keep_figures
+from ...driver.compile import compile as compile_module
+from ...errors import HeteroError
+from ...target.cpu_cores import num_cores
+from ...target.element_types import numpy_dtype
+from ...target.vdevice import is_cpu
+from ...vm.machine import VirtualMachine
+
+_log = logging.getLogger("relax_hetero")
+
+F = TypeVar("F")
+
+TYPES = ("float32", "float16", "bfloat16")
+"""Element types of the products that are measured."""
+
+_FORM = 2  # of what is kept: another number for other kernels or meanings
+_CHAIN = 4  # products of a call, each on the result of the one before
+_KERNELS = 32  # small kernels of a call
+_CROSSINGS = 8  # of a call that goes to and fro
+_SMALL = 64
+_LINK_BYTES = 64 << 20
+_SECONDS = 0.06  # of a figure, unless one call takes longer
+
+
+@dataclass(frozen=True)
+class DeviceFigures:
+    """A device, measured.
+
+    Attributes
+    ----------
+    products : dict of str to float
+        Operations per second of large matrix products, by element type.
+    bandwidth : float
+        Bytes per second to and from its memory.
+    launch : float
+        Seconds that a small kernel takes among others.
+    call : float
+        Seconds of a call of one small kernel, from an array to an array.
+    """
+
+    products: dict[str, float]
+    bandwidth: float
+    launch: float
+    call: float
+
+
+@dataclass(frozen=True)
+class LinkFigures:
+    """A link, measured: bytes per second of large copies, seconds of a small one, seconds from step to step of a call.
+
+    `crossing` is what it costs to go on there with a small result, when a call has steps on both devices.
+    """
+
+    bandwidth: float
+    latency: float
+    crossing: float
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Devices by their position in the list of vdevices, links by pairs of positions; none between two CPUs."""
+
+    devices: tuple[DeviceFigures, ...]
+    links: dict[tuple[int, int], LinkFigures]
+
+
+def are_here(vdevices: Sequence[relax.VDevice]) -> bool:
+    """Whether all these devices are on this machine: CPU code has to be for this very CPU."""
+    return all(_is_here(vdevice) for vdevice in vdevices)
+
+
+def figures_of(vdevices: Sequence[relax.VDevice], again: bool = False) -> Figures | None:
+    """What was measured of these devices, on this machine; measured now where nothing is kept.
+
+    Kept in the folder of the compile cache, and in this process where there is none.
+
+    Parameters
+    ----------
+    vdevices: The devices, all of them here.
+    again: Measure anew.
+
+    Returns
+    -------
+    Figures: None where a kernel of the measurement fails.
+    """
+    try:
+        devices = tuple(_kept(_DEVICE, [vdevice], again) for vdevice in vdevices)
+        links = {}
+        for a, b in itertools.combinations(range(len(vdevices)), 2):
+            if not (is_cpu(vdevices[a]) and is_cpu(vdevices[b])):
+                links[a, b], links[b, a] = _kept(_LINKS, [vdevices[a], vdevices[b]], again)
+    except HeteroError as error:
+        _log.warning("the devices cannot be measured, so that placement goes by tables: %s", error)
+        return None
+    return Figures(devices, links)
+
+
+class _Kind(Generic[F]):
+    """A kind of figures: how they are measured, and read from JSON data (ValueError or TypeError for other data)."""
+
+    def __init__(self, name: str, measure: Callable[..., F], read: Callable[[Any], F]) -> None:
+        self.name, self.measure, self.read = name, measure, read
+
+
+def _kept(kind: _Kind[F], vdevices: Sequence[relax.VDevice], again: bool) -> F:
+    key = _key(kind.name, vdevices)
+    if key in _measured and not again:
+        return cast("F", _measured[key])
+    folder = folder_of()
+    if not again and folder is not None:
+        try:
+            found = kind.read(find_figures(folder, key))
+            _measured[key] = found
+            return found
+        except (TypeError, ValueError) as error:
+            _log.debug("nothing was measured before: %s", error)
+    _log.info("measuring %s", ", ".join(str(vdevice.target.kind.name) for vdevice in vdevices))
+    found = kind.measure(*vdevices)
+    _measured[key] = found
+    if folder is not None:
+        data = [asdict(part) for part in found] if isinstance(found, tuple) else asdict(found)  # type: ignore[call-overload]
+        keep_figures(folder, key, data)
+    return found
+
+
+_measured: dict[str, object] = {}
+
+
+def _is_here(vdevice: relax.VDevice) -> bool:
+    kind = vdevice.target.kind.name
+    if is_cpu(vdevice):
+        return kind == "llvm" and str(vdevice.target.attrs.get("mcpu", "")) == _native_cpu()
+    device = tvm.runtime.device(kind, int(vdevice.vdevice_id))
+    return bool(tvm.runtime.enabled(kind) and device.exist)
+
+
+@cache
+def _native_cpu() -> str:
+    from ...target.native_target import native
+
+    return str(native("llvm").attrs["mcpu"])
+
+
+def _key(kind: str, vdevices: Sequence[relax.VDevice]) -> str:
+    parts: list[Any] = [kind, _FORM, __version__, tvm.__version__, num_cores(), cpu_model()]
+    for vdevice in vdevices:
+        device = tvm.runtime.device(vdevice.target.kind.name, int(vdevice.vdevice_id)) if not is_cpu(vdevice) else None
+        name = str(device.device_name) if device is not None and device.exist else ""
+        parts += [str(vdevice.target), int(vdevice.vdevice_id), name]
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=20).hexdigest()
+
+
+@cache
+def cpu_model() -> str:
+    """The name of this CPU; empty where the system does not say it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
+    except OSError:
+        return ""
+
+
+def _measure_device(vdevice: relax.VDevice) -> DeviceFigures:
+    extent, stream = (1024, 16 << 20) if is_cpu(vdevice) else (4096, 128 << 20)
+    builder = relax.BlockBuilder()
+    for dtype in TYPES:
+        _add_products(builder, dtype, vdevice, dtype, extent, _CHAIN)
+    _add_products(builder, "one", vdevice, "float32", _SMALL, 1, rows=1)
+    _add_products(builder, "many", vdevice, "float32", _SMALL, 1 + _KERNELS, rows=1)
+    x = relax.Var("x", relax.TensorType((stream,), "float32", vdevice))
+    with builder.function("stream", [x]):
+        with builder.dataflow():
+            result = builder.emit_output(relax.op.add(x, x))
+        builder.emit_func_output(result)
+    vm = _machine(builder, [vdevice])
+    device = vm.devices[0]
+
+    def seconds(name: str, shape: tuple[int, ...], dtype: str = "float32") -> float:
+        array = _numbers(shape, dtype)
+        tensor = tvm.runtime.tensor(array, device)
+        return _seconds(lambda: vm[name](tensor), [device])
+
+    operations = 2.0 * extent**3 * _CHAIN
+    products = {dtype: operations / seconds(dtype, (extent, extent), dtype) for dtype in TYPES}
+    one, many = (seconds(name, (1, _SMALL)) for name in ("one", "many"))
+    row = _numbers((1, _SMALL), "float32")
+    whole = _seconds(lambda: np.asarray(vm["one"](row)), [])
+    bandwidth = 8.0 * stream / seconds("stream", (stream,))
+    return DeviceFigures(products, bandwidth, max((many - one) / _KERNELS, 1e-8), whole)
+
+
+def _add_products(
+    builder: relax.BlockBuilder, name: str, vdevice: relax.VDevice, dtype: str, extent: int, count: int, rows: int = 0
+) -> None:
+    """A function of `count` products, each of the result before with a weight; of so many rows, or as many as columns.
+
+    Kernels of one row are not divided among threads, so that their time is that of a kernel.
+    """
+    x = relax.Var("x", relax.TensorType((rows or extent, extent), dtype, vdevice))
+    numbers = tvm.runtime.tensor(_numbers((extent, extent), dtype))
+    weight = relax.const(numbers, relax.TensorType((extent, extent), dtype, vdevice))
+    with builder.function(name, [x]):
+        with builder.dataflow():
+            value: relax.Expr = x
+            for _ in range(count):
+                value = builder.emit(relax.op.matmul(value, weight))
+            result = builder.emit_output(value)
+        builder.emit_func_output(result)
+
+
+def _measure_links(first: relax.VDevice, second: relax.VDevice) -> tuple[LinkFigures, LinkFigures]:
+    """From the first to the second, and back."""
+    ends = [first, second]
+    builder = relax.BlockBuilder()
+    elements = _LINK_BYTES // 4
+    for name, source, length in (("there", 0, elements), ("back", 1, elements), ("there1", 0, 16), ("back1", 1, 16)):
+        x = relax.Var("x", relax.TensorType((length,), "float32", ends[source]))
+        with builder.function(name, [x]):
+            with builder.dataflow():
+                result = builder.emit_output(relax.op.to_vdevice(x, ends[1 - source]))
+            builder.emit_func_output(result)
+    x = relax.Var("x", relax.TensorType((16,), "float32", first))
+    with builder.function("cross", [x]):
+        with builder.dataflow():
+            value: relax.Expr = x
+            for number in range(_CROSSINGS):
+                value = builder.emit(relax.op.to_vdevice(relax.op.negative(value), ends[1 - number % 2]))
+            result = builder.emit_output(relax.op.negative(value))
+        builder.emit_func_output(result)
+    vm = _machine(builder, ends)
+
+    def seconds(name: str, length: int, end: int) -> float:
+        array = _numbers((length,), "float32")
+        given = array if is_cpu(ends[end]) else tvm.runtime.tensor(array, vm.devices[end])
+        return _seconds(lambda: vm[name](given), vm.devices)
+
+    crossing = seconds("cross", 16, 0) / _CROSSINGS
+    found = []
+    for end, name in enumerate(("there", "back")):
+        latency = seconds(f"{name}1", 16, end)
+        whole = seconds(name, elements, end)
+        found.append(LinkFigures(_LINK_BYTES / max(whole - latency, 1e-9), latency, crossing))
+    return found[0], found[1]
+
+
+def _machine(builder: relax.BlockBuilder, vdevices: Sequence[relax.VDevice]) -> VirtualMachine:
+    mod = builder.get()
+    mod.update_global_info("vdevice", list(vdevices))
+    return VirtualMachine(compile_module(mod))
+
+
+def _numbers(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    return (np.random.default_rng(0).standard_normal(shape, "float32") * 0.01).astype(numpy_dtype(dtype))
+
+
+def _seconds(call: Callable[[], Any], devices: Sequence[tvm.runtime.Device]) -> float:
+    """The median time of a call, devices idle before and after."""
+
+    def once() -> float:
+        start = time.perf_counter()
+        kept = call()
+        for device in devices:
+            device.sync()
+        taken = time.perf_counter() - start
+        del kept
+        return taken
+
+    once()
+    times = [once()]
+    while sum(times) < _SECONDS and len(times) < 200:
+        times.append(once())
+    return statistics.median(times)
+
+
+def _read_device(data: Any) -> DeviceFigures:
+    figures = DeviceFigures(**data)
+    _check([*figures.products.values(), figures.bandwidth, figures.launch, figures.call])
+    if set(figures.products) != set(TYPES):
+        raise ValueError("products of other types")
+    return figures
+
+
+def _read_links(data: Any) -> tuple[LinkFigures, LinkFigures]:
+    there, back = (LinkFigures(**link) for link in data)
+    _check([*asdict(there).values(), *asdict(back).values()])
+    return there, back
+
+
+def _check(numbers: Sequence[Any]) -> None:
+    if not all(isinstance(number, float) and 0 < number < float("inf") for number in numbers):
+        raise ValueError("expected positive numbers")
+
+
+_DEVICE = _Kind("device", _measure_device, _read_device)
+_LINKS = _Kind("links", _measure_links, _read_links)

@@ -1,0 +1,92 @@
+"""How an attention is cut for wgmma: rows of a block, keys of a tile, stages, parts of the keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ....encoding.packed_layout import SWIZZLED_BYTES
+from ....encoding.problem import AttentionProblem
+from ....target.gpu_target import GpuTarget
+from ...core.builder import ceil_div
+
+WIDTH = SWIZZLED_BYTES // 2
+"""Elements of a swizzled row."""
+EARLY_CAPABILITY = 90
+"""From this compute capability on a launch may begin before the one before it has ended."""
+KEYS = 128
+"""Of a tile."""
+FEW_KEYS = 64
+"""Of a tile where registers hold more for each key, or for wide values."""
+MOST_STAGES = 4
+FEW_ROWS = 64
+"""Rows of a block that shares its keys with others."""
+MANY_KEYS = 512
+"""From here on sharing out the keys costs less than it saves."""
+SYMBOLIC = 1024
+"""What stands for an extent that only a call knows."""
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """How an attention is cut.
+
+    Attributes
+    ----------
+    consumers : int
+        Warpgroups that compute, each with 64 rows: 1, 2 or 3.
+    keys : int
+        Of a tile; a multiple of 16.
+    stages : int
+        Of the ring of tiles.
+    split : int
+        Blocks of a cluster that share the keys: 1, 2, 4 or 8.
+    together : int
+        Heads whose queries are rows of one tile: see `heads.Rows`.
+    holds_queries : bool
+        Whether queries are in registers, not in shared memory, while scores are computed.
+    takes_turns : bool
+        Whether two warpgroups compute softmax by turns.
+    computed : int
+        Of every so many powers of two one is computed by multiply-adds, beside the unit for such functions; 0: none.
+    """
+
+    consumers: int
+    keys: int
+    stages: int
+    split: int = 1
+    together: int = 1
+    holds_queries: bool = False
+    takes_turns: bool = False
+    computed: int = 0
+
+
+def choose_plan(problem: AttentionProblem, gpu: GpuTarget) -> AttentionPlan:
+    """The plan of a problem: as many rows a block as leave no multiprocessor idle."""
+    sizes: dict[str, Any] = dict(problem.sizes)
+    b, m, n = (sizes[name] if isinstance(sizes[name], int) else SYMBOLIC for name in "bmn")
+    b = sizes["b"] if isinstance(sizes["b"], int) else 1
+    h, d, e = sizes["h"], sizes["d"], sizes["e"]
+    shared = h // sizes["g"]
+    together = shared if shared > 1 and isinstance(sizes["m"], int) and m * shared <= FEW_ROWS else 1
+    rows, groups = m * together, h // together * b
+    widest = max(ceil_div(d, WIDTH), ceil_div(e, WIDTH)) * WIDTH
+    # Operands of the scores that run along queries and keys take a register for each score.
+    is_crowded = widest > 128 or any({"m", "n"} <= set(operand.index_map) for operand in problem.scores.operands)
+    most_keys = FEW_KEYS if is_crowded else KEYS
+    consumers = next((c for c in (2, 1) if ceil_div(rows, 64 * c) * groups >= gpu.multiprocessors or c == 1), 1)
+    blocks = ceil_div(rows, 64 * consumers) * groups
+    split = 1
+    if n >= MANY_KEYS and consumers == 1:
+        while split < 8 and blocks * split * 2 <= gpu.multiprocessors and n >= split * 2 * 2 * most_keys:
+            split *= 2
+    each = ceil_div(n, split)
+    keys = most_keys
+    if isinstance(sizes["n"], int) and split == 1:
+        keys = ceil_div(ceil_div(each, ceil_div(each, most_keys)), 16) * 16
+    tile = (ceil_div(d, WIDTH) + ceil_div(e, WIDTH)) * SWIZZLED_BYTES * ceil_div(keys, 64) * 64
+    room = gpu.shared_bytes - consumers * 64 * widest // WIDTH * SWIZZLED_BYTES - 2048
+    stages = max(1, min(MOST_STAGES, room // tile))
+    if isinstance(sizes["n"], int):
+        stages = min(stages, max(1, ceil_div(each, keys)))
+    return AttentionPlan(consumers, keys, stages, split, together)

@@ -1,0 +1,226 @@
+"""Attention by ``mma.sync``, the tensor cores' instruction of every GPU since compute capability 8.0.
+
+A block has four warps with 16 rows of queries each. All of them bring a tile of values while they compute scores, and
+the next tile of keys while they add up values; several blocks share a multiprocessor and fill each other's gaps.
+"""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ....encoding.packed_layout import CHUNK_BYTES, SWIZZLED_BYTES
+from ....encoding.problem import AttentionProblem
+from ....errors import EncodingError
+from ....target.element_types import HALVES
+from ....target.gpu_target import WARP, GpuTarget
+from ...core.builder import Expr, Function, ceil_div, when
+from ...core.view import Coordinates
+from ..core import ptx
+from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, launch, local, may_begin_early, unrolled
+from ..matmul.operand_tiles import OperandTile
+from .attention_plan import EARLY_CAPABILITY, FEW_ROWS, WIDTH, AttentionPlan
+from .attention_tensors import AttentionTensors, tiles_of, to_int32
+from .row_store import RowStore
+from .score_tile import ScoreTile
+
+_WARPS = 4
+_ROWS = 16 * _WARPS
+_THREADS = WARP * _WARPS
+KEYS = 64
+FEW_KEYS = 32
+"""Keys of a tile where heads are wide, or shared memory is small."""
+
+
+def misfit(problem: AttentionProblem, gpu: GpuTarget) -> str:
+    """Why `mma_attention_kernel` cannot solve a problem; empty where it can."""
+    types = {operand.dtype for operand in (problem.query, problem.key, problem.value, problem.result)}
+    if len(types) > 1 or not types <= set(HALVES) or not types <= gpu.mma_types:
+        return f"element types {sorted(types)}, expected one of {sorted(gpu.mma_types & set(HALVES))}"
+    sizes = dict(problem.sizes)
+    if int(sizes["d"]) > 256 or int(sizes["e"]) > 256:
+        return f"heads of {sizes['d']} and {sizes['e']}, expected at most 256"
+    return ""
+
+
+def mma_attention_kernel(problem: AttentionProblem, gpu: GpuTarget) -> tirx.PrimFunc:
+    """The kernel of an attention by mma.sync, one launch; `AttentionProblem` says its parameters, it has no scratch.
+
+    Raises
+    ------
+    EncodingError
+        If `misfit` says why the problem is not one for this kernel.
+    """
+    reason = misfit(problem, gpu)
+    if reason:
+        raise EncodingError(f"attention on {gpu.arch}: {reason}")
+    sizes = dict(problem.sizes)
+    h, g, m = int(sizes["h"]), int(sizes["g"]), sizes["m"]
+    together = h // g if isinstance(m, int) and m * (h // g) <= FEW_ROWS else 1
+    keys = KEYS if max(int(sizes["d"]), int(sizes["e"])) <= 128 else FEW_KEYS
+    begins_early = gpu.capability >= EARLY_CAPABILITY
+    function = Function("attention", registers="local")
+    with function:
+        tensors = AttentionTensors.of(function, problem, AttentionPlan(1, keys, 1, 1, together))
+        with function.body():
+            for view in (tensors.query, tensors.key, tensors.value):
+                view.open(raw=True)
+            for view in (*tensors.masks, tensors.result):
+                view.open_for_gpu()
+            _Kernel(tensors, keys, begins_early).emit()
+    return may_begin_early(function.result) if begins_early else function.result
+
+
+class _Kernel:
+    """What the parts of a kernel share while it is written."""
+
+    def __init__(self, tensors: AttentionTensors, keys: int, begins_early: bool) -> None:
+        self.begins_early = begins_early
+        self.tensors, self.problem, self.keys = tensors, tensors.problem, keys
+        sizes, rows = tensors.sizes, tensors.rows
+        self.dtype = tensors.query.nominal
+        n, d, e = sizes["n"], sizes["d"], sizes["e"]
+        self.q = OperandTile.of(tensors.query, "row", _ROWS, rows.count, d, _THREADS, may_transpose=False)
+        self.k = OperandTile.of(tensors.key, "n", keys, n, d, _THREADS, may_transpose=False)
+        self.v = OperandTile.of(tensors.value, "n", keys, n, e, _THREADS, may_transpose=False)
+        self.depth_steps, self.width_steps = ceil_div(d, WIDTH), ceil_div(e, WIDTH)
+        self.width = ceil_div(int(e), 16) * 16
+        self.row_tiles = to_int32(ceil_div(rows.count, _ROWS))
+        is_masked = bool(self.problem.causal) or not (isinstance(n, int) and n % keys == 0)
+        self.tile = ScoreTile(self.problem, tensors.masks, rows, keys, is_masked)
+        shared = self.shared = SharedMemory()
+        self.q_at = shared.take(self.q.size * max(self.depth_steps, self.width_steps), SWIZZLED_ALIGN)
+        self.k_at = shared.take(self.k.size * self.depth_steps, SWIZZLED_ALIGN)
+        self.v_at = shared.take(self.v.size * self.width_steps, SWIZZLED_ALIGN)
+
+    def emit(self) -> None:
+        """The launch."""
+        tensors = self.tensors
+        tiles = self.row_tiles * tensors.groups * to_int32(tensors.sizes["b"])
+        blocks = at_least_one(tiles) if isinstance(tiles, int) else tensors.blocks(_ROWS)
+        with launch(blocks, _THREADS) as place:
+            self.thread = place.thread
+            self.shared.open()
+            if self.begins_early:
+                ptx.wait_for_launches_before()
+                ptx.let_next_launch_begin()
+            block = T.bind(T.Cast("int32", place.block))
+            if isinstance(tiles, int):
+                self._block(block)
+            else:
+                with when(block < tiles):
+                    self._block(block)
+
+    def _block(self, block: Expr) -> None:
+        tensors, tile = self.tensors, self.tile
+        number = T.truncmod(block, self.row_tiles)
+        if self.problem.causal:  # long rows first
+            number = self.row_tiles - 1 - number
+        self.row = T.bind(number * _ROWS)
+        outer = T.bind(T.truncdiv(block, self.row_tiles))
+        group = T.bind(T.Cast("int64", T.truncmod(outer, tensors.groups)))
+        batch = T.bind(T.Cast("int64", T.truncdiv(outer, tensors.groups)))
+        at: Coordinates = {"b": batch, "group": group}
+        self.at_keys: Coordinates = {"b": batch, "g": T.bind(tensors.rows.key_head(group))}
+        visible = tensors.visible(self.row, _ROWS)
+        self.end = visible if isinstance(visible, int) else T.bind(visible)
+        self.warp = T.bind(tirx.floordiv(self.thread, WARP))
+        tile.declare(self.thread)
+        self.sums = local(self.width // 2, "float32")
+        first_row = T.bind(self.row + self.warp * 16)
+        row = T.bind(first_row + tirx.floordiv(tile.lane, 4))
+        seen = local(2, "int32")
+        for h in range(2):
+            T.buffer_store(seen, self._seen(row + 8 * h), [h])
+        least = self._seen(first_row if tensors.rows.together == 1 else 0)
+        tile.begin(at, row, [seen[0], seen[1]], least if isinstance(least, int) else T.bind(least))
+        with unrolled(self.width // 2) as i:
+            T.buffer_store(self.sums, T.float32(0), [i])
+        origin = T.bind(T.Cast("int64", self.row))
+        for step in range(self.depth_steps):
+            self.q.load(self.shared, self.q_at + step * self.q.size, at, origin, step, self.thread)
+        self._load(self.k, self.k_at, self.depth_steps, 0)
+        ptx.copy_commit()
+        count = tiles_of(self.end, self.keys)
+        with T.serial(count) as turn:
+            first = T.bind(turn * self.keys)
+            tile.load_masks(first)
+            # Keys are there, and all warps are done with the values before.
+            ptx.copy_wait(0)
+            ptx.block_barrier()
+            self._load(self.v, self.v_at, self.width_steps, first)
+            ptx.copy_commit()
+            self._scores()
+            ptx.copy_wait(0)
+            ptx.block_barrier()
+            with when(turn + 1 < count):
+                self._load(self.k, self.k_at, self.depth_steps, first + self.keys)
+            ptx.copy_commit()
+            tile.softmax(first)
+            tile.pack(self.dtype)
+            tile.shrink_sums(self.sums, self.width // 2)
+            self._values()
+        ptx.copy_wait(0)
+        tile.add_lanes()
+        place = self.q_at + self.warp * (16 * SWIZZLED_BYTES)
+        ptx.block_barrier()
+        store = RowStore(tensors, tile, self.shared, at)
+        store.emit(self.sums, self.width, first_row, place, self.q.size)
+
+    def _seen(self, row: Expr) -> Expr:
+        """How many keys a row sees."""
+        if not self.problem.causal:
+            return self.end
+        return T.min(self.end, self.tensors.rows.query(row) + (1 + self.tensors.ahead))
+
+    def _load(self, tile: OperandTile, offset: int, steps: int, first: Expr) -> None:
+        """Begin to copy a tile of keys or values."""
+        begin = T.Cast("int64", first) if not isinstance(first, int) else tirx.IntImm("int64", first)
+        for step in range(steps):
+            tile.load(self.shared, offset + step * tile.size, self.at_keys, begin, step, self.thread)
+
+    def _matrices(
+        self, registers: list[Expr], tile: OperandTile, offset: int, row: Expr, chunk: Expr, by: bool
+    ) -> None:
+        """Four matrices of a tile: a lane's row, and the 16 bytes of it that are chunk number `chunk` of all."""
+        place = T.bitwise_xor(tirx.floormod(chunk, 8), tirx.floormod(row, 8)) * CHUNK_BYTES
+        address = offset + tirx.floordiv(chunk, 8) * tile.size + row * SWIZZLED_BYTES + place
+        ptx.load_matrices(registers, self.shared.at(address), by)
+
+    def _scores(self) -> None:
+        """Queries times keys."""
+        scores, lane = self.tile.scores, self.tile.lane
+        with unrolled(self.keys // 2) as i:
+            T.buffer_store(scores, T.float32(0), [i])
+        left, right = local(4, "uint32"), local(4, "uint32")
+        own = T.bind(self.warp * 16 + tirx.floormod(lane, 16))
+        other = T.bind(tirx.floordiv(lane, 16) * 8 + tirx.floormod(lane, 8))
+        with unrolled(ceil_div(int(self.tensors.sizes["d"]), 16)) as step:
+            chunk = step * 2 + tirx.floordiv(lane, 16)
+            self._matrices([left[i] for i in range(4)], self.q, self.q_at, own, chunk, False)
+            with unrolled(self.keys // 16) as pair:
+                chunk = step * 2 + tirx.floormod(tirx.floordiv(lane, 8), 2)
+                self._matrices([right[i] for i in range(4)], self.k, self.k_at, other + pair * 16, chunk, False)
+                for block in range(2):
+                    ptx.multiply_fragments(
+                        [scores[pair * 8 + block * 4 + i] for i in range(4)],
+                        [left[i] for i in range(4)],
+                        [right[block * 2 + i] for i in range(2)],
+                        (self.dtype, self.dtype),
+                    )
+
+    def _values(self) -> None:
+        """Powers times values."""
+        lane, weights, right = self.tile.lane, self.tile.weights, local(4, "uint32")
+        own = T.bind(tirx.floormod(lane, 16))
+        with unrolled(self.keys // 16) as step:
+            with unrolled(self.width // 16) as pair:
+                chunk = pair * 2 + tirx.floordiv(lane, 16)
+                self._matrices([right[i] for i in range(4)], self.v, self.v_at, own + step * 16, chunk, True)
+                for block in range(2):
+                    ptx.multiply_fragments(
+                        [self.sums[pair * 8 + block * 4 + i] for i in range(4)],
+                        [weights[step * 4 + i] for i in range(4)],
+                        [right[block * 2 + i] for i in range(2)],
+                        (self.dtype, self.dtype),
+                    )

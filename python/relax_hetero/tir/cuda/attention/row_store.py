@@ -1,0 +1,95 @@
+"""Sums of values, in fragments of a warp's 16 rows, become averages in the result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ....encoding.packed_layout import CHUNK_BYTES, SWIZZLED_BYTES
+from ....target.gpu_target import WARP
+from ...core.builder import Expr, ceil_div, when
+from ...core.view import Coordinates
+from ..core import ptx
+from ..core.launch import SharedMemory, local, unrolled
+from .attention_tensors import AttentionTensors, to_int32
+from .score_tile import ScoreTile, averaged
+
+
+class RowStore:
+    """Stores rows of one group of heads, while code is written.
+
+    Parameters
+    ----------
+    tile : ScoreTile
+        Whose sums are those of all keys.
+    at : Coordinates
+        Batch and group.
+    """
+
+    def __init__(self, tensors: AttentionTensors, tile: ScoreTile, shared: SharedMemory, at: Coordinates) -> None:
+        self.tensors, self.tile, self.shared, self.at = tensors, tile, shared, at
+        self.result = tensors.result
+        self.width = int(tensors.sizes["e"])
+
+    def emit(self, sums: Any, width: int, row: Expr, place: Expr, stripe: int) -> None:
+        """Averages of a warp's rows.
+
+        Parameters
+        ----------
+        sums : Buffer
+            ``width / 2`` float32 of a thread, as of `ScoreTile`.
+        width : int
+            A multiple of 16.
+        row : PrimExpr
+            int32: the warp's first.
+        place : PrimExpr
+            Of 16 lines of 128 bytes in shared memory that are the warp's own, in each stripe of 64 columns.
+        stripe : int
+            Bytes between stripes.
+        """
+        tile = self.tile
+        tile.factors()
+        with unrolled(width // 2) as i:
+            half = tirx.floormod(tirx.floordiv(i, 2), 2)
+            value = averaged(sums[i], tile.shrink[half], tile.problem.nan_to_zero)
+            T.buffer_store(sums, value, [i])
+        result, is_whole = self.result, self.width % 8 == 0
+        if is_whole and result.is_contiguous("k") and result.alignment("k", CHUNK_BYTES) == CHUNK_BYTES:
+            self._chunks(sums, row, T.bind(place), stripe)
+            return
+        with unrolled(width // 2) as i:
+            column = tirx.floordiv(i, 4) * 8 + tirx.floormod(tile.lane, 4) * 2 + tirx.floormod(i, 2)
+            own = row + tirx.floordiv(tile.lane, 4) + tirx.floormod(tirx.floordiv(i, 2), 2) * 8
+            with when(tirx.all(column < self.width, own < to_int32(self.tensors.rows.count))):
+                self.one(own, column, sums[i])
+
+    def one(self, row: Expr, column: Expr, value: Expr) -> None:
+        """One element."""
+        at = {**self.at, "row": T.Cast("int64", row), "k": T.Cast("int64", column)}
+        T.buffer_store(self.result.data, T.Cast(self.result.nominal, value), [self.result.address(at)])
+
+    def _chunks(self, sums: Any, first: Expr, place: Expr, stripe: int) -> None:
+        """By way of shared memory: rows leave in pieces of 16 bytes."""
+        result, lane, chunks = self.result, self.tile.lane, self.width // 8
+        pair = local(1, "uint32")
+        own_row, within = T.bind(tirx.floordiv(lane, 4)), T.bind(tirx.floormod(lane, 4) * 4)
+        for i in range(2 * chunks):
+            ptx.pack_pair(pair[0], sums[2 * i], sums[2 * i + 1], result.nominal)
+            chunk, row = i // 2, own_row + i % 2 * 8
+            swizzled = T.bitwise_xor(tirx.floormod(own_row, 8), chunk % 8) * CHUNK_BYTES
+            target = place + chunk // 8 * stripe + row * SWIZZLED_BYTES + swizzled + within
+            ptx.store_shared(self.shared.at(target), [pair[0]])
+        ptx.warp_barrier()
+        held = local(4, "uint32")
+        with T.serial(ceil_div(16 * chunks, WARP)) as turn:
+            item = T.bind(turn * WARP + lane)
+            row, chunk = T.bind(T.truncdiv(item, chunks)), T.bind(T.truncmod(item, chunks))
+            own = T.bind(first + row)
+            with when(tirx.all(row < 16, own < to_int32(self.tensors.rows.count))):
+                swizzled = T.bitwise_xor(tirx.floormod(chunk, 8), tirx.floormod(row, 8)) * CHUNK_BYTES
+                source = place + tirx.floordiv(chunk, 8) * stripe + row * SWIZZLED_BYTES + swizzled
+                ptx.load_shared([held[i] for i in range(4)], self.shared.at(source))
+                at = {**self.at, "row": T.Cast("int64", own), "k": T.Cast("int64", chunk * 8)}
+                ptx.store_global(T.address_of(result.data[result.address(at)]), [held[i] for i in range(4)])

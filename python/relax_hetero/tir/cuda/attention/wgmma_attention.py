@@ -1,0 +1,456 @@
+"""Attention on Hopper's tensor cores: scores by wgmma, softmax in registers, powers from registers into wgmma.
+
+A block has 64 rows of queries for each of its one to three warpgroups of consumers, and a warpgroup of producers, which
+brings tiles of keys and values to shared memory, a ring of stages ahead. A consumer issues the scores of the next tile
+before the values of this one, and computes the softmax of the next while tensor cores add up this one's values; the
+warpgroups, too, fill each other's gaps. Tiles are taken from the last to the first, so that the ones with hidden keys
+come first.
+
+Where queries are few, the blocks of a cluster share the keys. Their sums are put together through the shared memory of
+all of them, in the order of the blocks: equal inputs give equal bits.
+"""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ....encoding.packed_layout import CHUNK_BYTES, SWIZZLED_BYTES
+from ....encoding.problem import AttentionProblem
+from ....errors import EncodingError
+from ....target.element_types import HALVES
+from ....target.gpu_target import WARP, WARPGROUP, GpuTarget
+from ...attention.attention_tile import LOWEST
+from ...core.builder import Expr, Function, ceil_div, when
+from ...core.view import Coordinates
+from ..core import ptx
+from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, launch, local, may_begin_early, unrolled
+from ..matmul.operand_tiles import PRODUCERS, OperandTile, Source, source_of
+from .attention_plan import WIDTH, AttentionPlan, choose_plan
+from .attention_tensors import AttentionTensors, tiles_of, to_int32
+from .row_store import RowStore
+from .score_tile import LOG2_E, ScoreTile, average, averaged
+
+_REGISTERS = {1: (0, 0), 2: (40, 232), 3: (56, 152)}
+"""Of producers and consumers, by warpgroups of consumers: no more than 65,536 in all."""
+TURNS = 4
+"""The first of two barriers at which warpgroups wait for their turn."""
+_PITCH = 4
+"""Floats between the rows of sums that blocks of a cluster put together: rows begin in different banks."""
+
+
+def misfit(problem: AttentionProblem, gpu: GpuTarget) -> str:
+    """Why `wgmma_attention_kernel` cannot solve a problem; empty where it can."""
+    types = {operand.dtype for operand in (problem.query, problem.key, problem.value, problem.result)}
+    if gpu.tensor != "wgmma":
+        return f"{gpu.arch} has no wgmma"
+    if len(types) > 1 or not types <= set(HALVES):
+        return f"element types {sorted(types)}, expected one of {HALVES}"
+    sizes = dict(problem.sizes)
+    if int(sizes["d"]) > 256 or int(sizes["e"]) > 256:
+        return f"heads of {sizes['d']} and {sizes['e']}, expected at most 256"
+    return ""
+
+
+def wgmma_attention_kernel(
+    problem: AttentionProblem, gpu: GpuTarget, plan: AttentionPlan | None = None
+) -> tirx.PrimFunc:
+    """The kernel of an attention for sm_90a, one launch; `AttentionProblem` says its parameters, it has no scratch.
+
+    Parameters
+    ----------
+    plan : AttentionPlan, optional
+        How work is cut; by default as `choose_plan` finds it.
+
+    Raises
+    ------
+    EncodingError
+        If `misfit` says why the problem is not one for this kernel.
+    """
+    reason = misfit(problem, gpu)
+    if reason:
+        raise EncodingError(f"attention on {gpu.arch}: {reason}")
+    function = Function("attention", registers="local")
+    with function:
+        tensors = AttentionTensors.of(function, problem, plan or choose_plan(problem, gpu))
+        with function.body():
+            for view in (tensors.query, tensors.key, tensors.value):
+                view.open(raw=True)
+            for view in (*tensors.masks, tensors.result):
+                view.open_for_gpu()
+            _Kernel(tensors).emit()
+    return may_begin_early(function.result)
+
+
+class _Kernel:
+    """What the parts of a kernel share while it is written."""
+
+    def __init__(self, tensors: AttentionTensors) -> None:
+        self.tensors, self.plan, self.problem = tensors, tensors.plan, tensors.problem
+        sizes, plan, rows = tensors.sizes, tensors.plan, tensors.rows
+        self.dtype = tensors.query.nominal
+        n, d, e = sizes["n"], sizes["d"], sizes["e"]
+        height = plan.consumers * 64
+        is_copied = all(source_of(view, "n")[0] is Source.LINES for view in (tensors.key, tensors.value))
+        self.keys = plan.keys if is_copied else ceil_div(plan.keys, WIDTH) * WIDTH
+        self.q = OperandTile.of(tensors.query, "row", height, rows.count, d, may_transpose=not plan.holds_queries)
+        self.k = OperandTile.of(tensors.key, "n", self.keys, n, d)
+        self.v = OperandTile.of(tensors.value, "n", self.keys, n, e, may_transpose=False)
+        self.depth_steps, self.width_steps = ceil_div(d, WIDTH), ceil_div(e, WIDTH)
+        self.width = self.width_steps * WIDTH
+        self.row_tiles = to_int32(ceil_div(rows.count, height))
+        self.is_causal = bool(self.problem.causal)
+        is_masked = self.is_causal or plan.split > 1 or not (isinstance(n, int) and n % self.keys == 0)
+        self.tile = ScoreTile(self.problem, tensors.masks, rows, self.keys, is_masked, plan.computed)
+
+    def emit(self) -> None:
+        """The launch."""
+        plan, stages = self.plan, self.plan.stages
+        height = plan.consumers * 64
+        shared = self.shared = SharedMemory()
+        self.q_at = shared.take(self.q.size * max(self.depth_steps, self.width_steps), SWIZZLED_ALIGN)
+        self.k_size, self.v_size = self.k.size * self.depth_steps, self.v.size * self.width_steps
+        self.k_at = shared.take(stages * self.k_size, SWIZZLED_ALIGN)
+        self.v_at = shared.take(stages * self.v_size, SWIZZLED_ALIGN)
+        if plan.split > 1:
+            # Sums of the blocks of a cluster take the place of all tiles.
+            self.pitch = self.width + _PITCH
+            shared.size = max(shared.size, height * (self.pitch + 2) * 4)
+        self.barriers = shared.take(8 * (1 + 4 * stages), 8)
+        tiles = self.row_tiles * self.tensors.groups * to_int32(self.tensors.sizes["b"])
+        threads = PRODUCERS + plan.consumers * WARPGROUP
+        blocks = (
+            at_least_one(tiles) * plan.split if isinstance(tiles, int) else self.tensors.blocks(height) * plan.split
+        )
+        with launch(blocks, threads, plan.split, plan.consumers > 1) as place:
+            self.thread, self.rank = place.thread, place.rank
+            shared.open()
+            block = T.bind(T.Cast("int32", place.block))
+            if isinstance(tiles, int):
+                self._block(block)
+            else:
+                with when(block < tiles * plan.split):
+                    self._block(block)
+
+    # -- which part of the work
+
+    def _block(self, block: Expr) -> None:
+        plan, rows = self.plan, self.tensors.rows
+        height = plan.consumers * 64
+        tile = block if plan.split == 1 else T.bind(T.truncdiv(block, plan.split))
+        number = T.truncmod(tile, self.row_tiles)
+        if self.is_causal:  # long rows first
+            number = self.row_tiles - 1 - number
+        self.row = T.bind(number * height)
+        outer = T.bind(T.truncdiv(tile, self.row_tiles))
+        group = T.bind(T.Cast("int64", T.truncmod(outer, self.tensors.groups)))
+        batch = T.bind(T.Cast("int64", T.truncdiv(outer, self.tensors.groups)))
+        self.at: Coordinates = {"b": batch, "group": group}
+        self.at_keys: Coordinates = {"b": batch, "g": T.bind(rows.key_head(group))}
+        visible = self.tensors.visible(self.row, height)
+        tiles = tiles_of(visible, self.keys)
+        begin: Expr = 0
+        if plan.split > 1:
+            tiles = tiles if isinstance(tiles, int) else T.bind(tiles)
+            begin = T.bind(T.truncdiv(self.rank * tiles, plan.split))
+            tiles = T.truncdiv((self.rank + 1) * tiles, plan.split) - begin
+        # One tile at least, of which no key counts.
+        self.count = max(tiles, 1) if isinstance(tiles, int) else T.bind(T.max(tiles, 1))
+        self.begin = begin
+        own_end = (begin + tiles) * self.keys
+        self.end = visible if plan.split == 1 else T.bind(T.min(visible, own_end))
+        if plan.split == 1 and not isinstance(self.end, int):
+            self.end = T.bind(self.end)
+        self._set_up()
+        with T.If(self.thread < PRODUCERS):
+            with T.Then():
+                self._produce()
+            with T.Else():
+                self._consume()
+        if plan.split > 1:
+            _cluster_barrier()
+            self._put_together()
+            _cluster_barrier()
+
+    def _barrier(self, kind: int, stage: Expr) -> Expr:
+        """Of keys that are there (0), places of keys that are free (1), the same of values (2, 3)."""
+        return self.shared.at(self.barriers + 8 * (1 + kind * self.plan.stages + stage))
+
+    def _set_up(self) -> None:
+        with when(self.thread == 0):
+            ptx.barrier_init(self.shared.at(self.barriers), PRODUCERS)
+            for stage in range(self.plan.stages):
+                for kind in range(4):
+                    arrivals = self.plan.consumers if kind % 2 else PRODUCERS
+                    ptx.barrier_init(self._barrier(kind, stage), arrivals)
+            ptx.barrier_init_fence()
+        ptx.block_barrier()
+        ptx.wait_for_launches_before()
+        ptx.let_next_launch_begin()
+
+    def _first_key(self, step: Expr) -> Expr:
+        """The first key of the tile of a step, int32: from the last tile to the first."""
+        return (self.begin + (self.count - 1) - step) * self.keys
+
+    # -- producers
+
+    def _produce(self) -> None:
+        if self.plan.consumers > 1:
+            ptx.set_max_registers(_REGISTERS[self.plan.consumers][0], grows=False)
+        row = T.bind(T.Cast("int64", self.row))
+        for step in range(self.depth_steps):
+            target = self.q_at + step * self.q.size
+            self.q.load(self.shared, target, self.at, row, step, self.thread)
+        self._arrive(self.q, self.shared.at(self.barriers))
+        with T.serial(self.count) as turn:
+            stage, parity = self._stage(turn)
+            first = T.bind(T.Cast("int64", self._first_key(turn)))
+            loads = ((0, self.k, self.k_at, self.k_size), (2, self.v, self.v_at, self.v_size))
+            for kind, tile, begin, size in loads:
+                ptx.barrier_wait(self._barrier(kind + 1, stage), T.bitwise_xor(parity, 1))
+                steps = size // tile.size
+                for step in range(steps):
+                    target = begin + stage * size + step * tile.size
+                    tile.load(self.shared, target, self.at_keys, first, step, self.thread)
+                self._arrive(tile, self._barrier(kind, stage))
+
+    def _arrive(self, tile: OperandTile, barrier: Expr) -> None:
+        if tile.source is Source.GATHER:
+            ptx.async_proxy_fence()
+            ptx.barrier_arrive(barrier)
+        else:
+            ptx.barrier_arrive_after_copies(barrier)
+
+    def _stage(self, turn: Expr) -> tuple[Expr, Expr]:
+        stages = self.plan.stages
+        if isinstance(turn, int):
+            return turn % stages, turn // stages % 2
+        return T.bind(T.truncmod(turn, stages)), T.bind(T.bitwise_and(T.truncdiv(turn, stages), 1))
+
+    # -- consumers
+
+    def _consume(self) -> None:
+        if self.plan.consumers > 1:
+            ptx.set_max_registers(_REGISTERS[self.plan.consumers][1], grows=True)
+        tile, count, plan = self.tile, self.count, self.plan
+        self.group = T.bind(self.thread // WARPGROUP - 1)
+        self.member = T.bind(self.thread % WARPGROUP)
+        self.warp = T.bind(self.member // WARP)
+        tile.declare(self.thread)
+        self.sums = local(self.width // 2, "float32")
+        self.base = local(3, "uint64")
+        row = T.bind(self.row + self.group * 64 + self.warp * 16 + tirx.floordiv(tile.lane, 4))
+        seen = local(2, "int32")
+        for h in range(2):
+            T.buffer_store(seen, self._seen(row + 8 * h), [h])
+        least = self._seen(self.row + self.group * 64) if self.tensors.rows.together == 1 else self._seen(0)
+        tile.begin(self.at, row, [seen[0], seen[1]], T.bind(least) if not isinstance(least, int) else least)
+        with unrolled(self.width // 2) as i:
+            T.buffer_store(self.sums, T.float32(0), [i])
+        ptx.matrix_descriptor(
+            self.base[0], self.shared.at(self.q_at + self.group * (64 * SWIZZLED_BYTES)), self.q.leading
+        )
+        ptx.matrix_descriptor(self.base[1], self.shared.at(self.k_at), self.k.leading)
+        ptx.matrix_descriptor(self.base[2], self.shared.at(self.v_at), self.keys * SWIZZLED_BYTES // 16)
+        tile.load_masks(self._first_key(0))
+        ptx.barrier_wait(self.shared.at(self.barriers), 0)
+        self._hold_queries()
+        if plan.takes_turns:
+            with when(self.group == 1):
+                ptx.named_barrier_arrive(TURNS, 2 * WARPGROUP)
+        self._scores(0)
+        ptx.wgmma_wait(0)
+        self._release(1, 0)
+        tile.softmax(self._first_key(0))
+        tile.pack(self.dtype)
+        if not (isinstance(count, int) and count == 1):
+            with T.serial(count - 1) as turn:
+                following = T.bind(turn + 1)
+                first = T.bind(self._first_key(following))
+                if plan.takes_turns:
+                    ptx.named_barrier(TURNS + self.group, 2 * WARPGROUP)
+                self._scores(following)
+                self._values(turn)
+                if plan.takes_turns:
+                    # The other's last turn has nobody to follow.
+                    with when(tirx.Or(self.group == 0, turn + 2 < count)):
+                        ptx.named_barrier_arrive(TURNS + 1 - self.group, 2 * WARPGROUP)
+                tile.load_masks(first)
+                ptx.wgmma_wait(1)
+                self._release(1, following)
+                tile.softmax(first)
+                ptx.wgmma_wait(0)
+                self._release(3, turn)
+                tile.pack(self.dtype)
+                tile.shrink_sums(self.sums, self.width // 2)
+        self._values(count - 1 if isinstance(count, int) else T.bind(count - 1))
+        ptx.wgmma_wait(0)
+        tile.add_lanes()
+        if self.plan.split > 1:
+            self._share()
+        else:
+            self._store()
+
+    def _seen(self, row: Expr) -> Expr:
+        """How many keys a row sees, of those that the block has."""
+        if not self.is_causal:
+            return self.end
+        return T.min(self.end, self.tensors.rows.query(row) + (1 + self.tensors.ahead))
+
+    def _hold_queries(self) -> None:
+        """Queries as left operands in registers."""
+        if not self.plan.holds_queries:
+            return
+        ptx.async_proxy_fence()
+        lane, steps = self.tile.lane, ceil_div(int(self.tensors.sizes["d"]), 16)
+        self.held = local(4 * steps, "uint32")
+        row = T.bind(self.group * 64 + self.warp * 16 + tirx.floormod(lane, 16))
+        for i in range(steps):
+            chunk = T.bitwise_xor(i % 4 * 2 + tirx.floordiv(lane, 16), tirx.floormod(row, 8)) * CHUNK_BYTES
+            address = self.q_at + i // 4 * self.q.size + row * SWIZZLED_BYTES + chunk
+            ptx.load_matrices([self.held[4 * i + r] for r in range(4)], self.shared.at(address))
+
+    def _scores(self, turn: Expr) -> None:
+        """Issue the scores of a tile."""
+        stage, parity = self._stage(turn)
+        ptx.barrier_wait(self._barrier(0, stage), parity)
+        # What came by `copy_async` was written as by a thread, not as by wgmma's own kind of access.
+        ptx.async_proxy_fence()
+        keys = T.bind(self.base[1] + T.Cast("uint64", stage) * T.uint64(self.k_size // 16))
+        ptx.wgmma_fence()
+        for i in range(ceil_div(int(self.tensors.sizes["d"]), 16)):
+            step, part = divmod(i, WIDTH // 16)
+            if self.plan.holds_queries:
+                ptx.wgmma_of_registers(
+                    [self.tile.scores[r] for r in range(self.keys // 2)],
+                    [self.held[4 * i + r] for r in range(4)],
+                    keys + T.uint64(step * self.k.size // 16 + part * self.k.advance),
+                    (self.dtype, self.dtype),
+                    T.uint32(1 if i else 0),
+                    self.k.is_transposed,
+                )
+                continue
+            ptx.wgmma(
+                [self.tile.scores[r] for r in range(self.keys // 2)],
+                self.base[0] + T.uint64(step * self.q.size // 16 + part * self.q.advance),
+                keys + T.uint64(step * self.k.size // 16 + part * self.k.advance),
+                (self.dtype, self.dtype),
+                T.uint32(1 if i else 0),
+                (self.q.is_transposed, self.k.is_transposed),
+            )
+        ptx.wgmma_commit()
+
+    def _values(self, turn: Expr) -> None:
+        """Issue the sums of a tile's values."""
+        stage, parity = self._stage(turn)
+        ptx.barrier_wait(self._barrier(2, stage), parity)
+        ptx.async_proxy_fence()
+        values = T.bind(self.base[2] + T.Cast("uint64", stage) * T.uint64(self.v_size // 16))
+        ptx.wgmma_fence()
+        for i in range(self.keys // 16):
+            ptx.wgmma_of_registers(
+                [self.sums[r] for r in range(self.width // 2)],
+                [self.tile.weights[4 * i + r] for r in range(4)],
+                values + T.uint64(i * 16 * SWIZZLED_BYTES // 16),
+                (self.dtype, self.dtype),
+                T.uint32(1),
+                True,
+            )
+        ptx.wgmma_commit()
+
+    def _release(self, kind: int, turn: Expr) -> None:
+        """The stage of a tile of keys (1) or values (3) is free."""
+        with when(self.member == 0):
+            ptx.barrier_arrive(self._barrier(kind, self._stage(turn)[0]))
+
+    # -- results
+
+    def _store(self) -> None:
+        """Averages of the warpgroup's rows, by way of the queries' place in shared memory."""
+        # All warps have read their queries.
+        ptx.warpgroup_barrier(1 + self.group)
+        within = T.bind(self.group * 64 + self.warp * 16)
+        place = self.q_at + within * SWIZZLED_BYTES
+        store = RowStore(self.tensors, self.tile, self.shared, self.at)
+        store.emit(self.sums, self.width, self.row + within, place, self.q.rows * SWIZZLED_BYTES)
+
+    # -- blocks of a cluster
+
+    def _share(self) -> None:
+        """Sums and maxima of this block's keys into shared memory, in the place of all tiles."""
+        tile, height = self.tile, self.plan.consumers * 64
+        ptx.named_barrier(1, self.plan.consumers * WARPGROUP)
+        own = T.bind(self.group * 64 + self.warp * 16 + tirx.floordiv(tile.lane, 4))
+        for i in range(0, self.width // 2, 2):
+            row = own + i // 2 % 2 * 8
+            column = i // 4 * 8 + tirx.floormod(tile.lane, 4) * 2
+            target = self.shared.at((row * self.pitch + column) * 4)
+            ptx.store_shared(target, [_bits(self.sums[i + c]) for c in range(2)])
+        with when(tirx.floormod(tile.lane, 4) == 0):
+            for h in range(2):
+                target = self.shared.at((height * self.pitch + (own + 8 * h) * 2) * 4)
+                ptx.store_shared(target, [_bits(tile.greatest[h]), _bits(tile.sums[h])])
+
+    def _put_together(self) -> None:
+        """This block's share of the rows: averages over the keys of all blocks; all threads take part."""
+        plan, result = self.plan, self.tensors.result
+        height, width = plan.consumers * 64, int(self.tensors.sizes["e"])
+        threads = PRODUCERS + plan.consumers * WARPGROUP
+        quads = self.width // 4
+        items = -(-height // plan.split) * quads
+        remote, facts = local(1, "uint32"), local(2 * plan.split, "uint32")
+        part, total = local(4 * plan.split, "uint32"), local(4, "float32")
+        state, value = local(2, "float32"), local(1, "float32")
+        scale = LOG2_E * (self.tile.scale or 1.0)
+        store = RowStore(self.tensors, self.tile, self.shared, self.at)
+        with T.serial(-(-items // threads)) as turn:
+            item = T.bind(turn * threads + self.thread)
+            row = T.bind(tirx.floordiv(item, quads) * plan.split + self.rank)
+            column = T.bind(tirx.floormod(item, quads) * 4)
+            own = T.bind(self.row + row)
+            with when(tirx.all(row < height, own < to_int32(self.tensors.rows.count), column < width)):
+                sums_at = T.bind(ptx.shared_address(self.shared.at((row * self.pitch + column) * 4)))
+                facts_at = T.bind(ptx.shared_address(self.shared.at((height * self.pitch + row * 2) * 4)))
+                for rank in range(plan.split):
+                    ptx.remote_address(remote[0], facts_at, rank)
+                    ptx.load_remote([facts[2 * rank + i] for i in range(2)], remote[0])
+                    ptx.remote_address(remote[0], sums_at, rank)
+                    ptx.load_remote([part[4 * rank + i] for i in range(4)], remote[0])
+                greatest: Expr = T.float32(LOWEST)
+                for rank in range(plan.split):
+                    greatest = T.max(greatest, _float(facts[2 * rank]))
+                T.buffer_store(state, greatest, [0])
+                T.buffer_store(state, T.float32(0), [1])
+                for i in range(4):
+                    T.buffer_store(total, T.float32(0), [i])
+                for rank in range(plan.split):
+                    ptx.power_of_two(value[0], (_float(facts[2 * rank]) - state[0]) * T.float32(scale))
+                    T.buffer_store(state, state[1] + _float(facts[2 * rank + 1]) * value[0], [1])
+                    for i in range(4):
+                        T.buffer_store(total, total[i] + _float(part[4 * rank + i]) * value[0], [i])
+                T.buffer_store(value, average(state[1], self.problem.nan_to_zero), [0])
+                for i in range(4):
+                    T.buffer_store(total, averaged(total[i], value[0], self.problem.nan_to_zero), [i])
+                if result.is_contiguous("k") and width % 4 == 0 and result.alignment("k", 8) == 8:
+                    pairs = local(2, "uint32")
+                    for pair in range(2):
+                        ptx.pack_pair(pairs[pair], total[2 * pair], total[2 * pair + 1], self.dtype)
+                    at = {**self.at, "row": T.Cast("int64", own), "k": T.Cast("int64", column)}
+                    ptx.store_global(T.address_of(result.data[result.address(at)]), [pairs[0], pairs[1]])
+                else:
+                    for i in range(4):
+                        with when(column + i < width):
+                            store.one(own, column + i, total[i])
+
+
+def _bits(value: Expr) -> Expr:
+    return tirx.reinterpret("uint32", value)
+
+
+def _float(value: Expr) -> Expr:
+    return tirx.reinterpret("float32", value)
+
+
+def _cluster_barrier() -> None:
+    ptx.cluster_arrive()
+    ptx.cluster_wait()

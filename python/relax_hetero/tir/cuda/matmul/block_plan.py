@@ -1,0 +1,167 @@
+"""How a kernel of a product with weights of 4 or 8 bits shares its work: among blocks, warps and turns of a warp."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import gcd, prod
+
+from ....encoding.block_weights import FRAGMENT_COLUMNS, chunk_of
+from ....encoding.problem import BlockProductProblem
+from ....target.gpu_target import GpuTarget
+from ...core.builder import Expr
+
+STEP = 16
+"""Values of k that one instruction multiplies."""
+
+GROUP_COLUMNS = 8
+"""Rows of the left operand, or parts of them, that one instruction multiplies."""
+
+PARTS = {"float16": 1, "bfloat16": 1, "float32": 3}
+"""Rows of 16-bit floats that make one row of the left operand."""
+
+MOST_WARPS = 8
+MOST_CHUNKS_AHEAD = 8
+"""Chunks of 512 bytes that a warp has asked for: with 8 to 32 warps on a multiprocessor 32 to 128 KB, more than what
+memory delivers while the first is on its way."""
+
+WARPS_PER_MULTIPROCESSOR = 32
+"""Of persistent blocks."""
+
+FEW_ROWS_WARPS = 24
+"""The same of few rows: a thread has 80 registers. One row by 4,096 columns of 4 bits takes 3.9 us on an H200, 4.0 with
+32 warps and 4.1 with blocks of 16 warps; by 14,336 columns 9.2 us, 17 and 10."""
+
+HELD_BYTES = 72 << 10
+"""Of the left operand in shared memory, at most."""
+
+_PAD = 16  # words between held rows: neighbours begin in other banks
+_TWO_SUMS_BYTES = 32 << 10  # up to here sums of one tile are added while those of the next are written
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """How a kernel shares its work.
+
+    Attributes
+    ----------
+    fragments : int
+        Of 16 columns, of a block.
+    groups : int
+        Of `GROUP_COLUMNS` rows (or parts of rows), of a block.
+    warps : int
+        That cut k.
+    ahead : int
+        Chunks of k that a warp asks for at once.
+    """
+
+    fragments: int
+    groups: int
+    warps: int
+    ahead: int
+
+    @property
+    def columns(self) -> int:
+        """Of a block."""
+        return self.fragments * FRAGMENT_COLUMNS
+
+
+def block_plans(problem: BlockProductProblem, gpu: GpuTarget) -> list[BlockPlan]:
+    """The plan of a problem; of one with a symbolic number of rows, that for few and that for more."""
+    extents = problem.result.shape[:-1]
+    in_group = GROUP_COLUMNS // PARTS[problem.lhs.dtype]
+    if all(isinstance(extent, int) for extent in extents):
+        return [_plan_of(problem, prod(extent for extent in extents if isinstance(extent, int)))]
+    # Both have the registers of one kernel: two blocks share a multiprocessor.
+    return [_plan_of(problem, 1), replace(_plan_of(problem, 4 * in_group), fragments=2, ahead=1)]
+
+
+def _plan_of(problem: BlockProductProblem, rows: int) -> BlockPlan:
+    in_group = GROUP_COLUMNS // PARTS[problem.lhs.dtype]
+    groups = min(4, max(1, -(-rows // in_group)))
+    # Fragments share what is read of the left operand.
+    fragments = {1: 1, 2: 2}.get(groups, 4)
+    chunks = -(-problem.depth // chunk_of(problem.bits))
+    own = -(-chunks // min(MOST_WARPS, chunks))
+    warps = -(-chunks // own)
+    most = max(1, MOST_CHUNKS_AHEAD // fragments)
+    # Rounds of equal length: chunks that are not there cost as much as others.
+    ahead = min(
+        range(1, min(own, most) + 1),
+        key=lambda count: (-(-own // count) * count if count * 2 > most else own + most, -count),
+    )
+    return BlockPlan(fragments, groups, warps, ahead)
+
+
+class BlockWork:
+    """A problem and a plan, in the units that the kernel counts in.
+
+    Attributes
+    ----------
+    parts : int
+        Rows of 16-bit floats that make one row of the left operand, and `type`, their element type.
+    chunk : int
+        Values of k that a warp asks for at once, of which the depth has `chunks`, and a warp `own`.
+    steps : int
+        Instructions that share a scale, within a chunk, which has `scaled` times as many.
+    words : int
+        Of weights, of a lane, for an instruction.
+    tiles : int
+        Fragments of columns.
+    rows : int
+        Of the left operand, of a block.
+    held_rows : int
+        Of 16-bit floats in shared memory, `pitch` words each; 0 where they are read from memory.
+    """
+
+    def __init__(self, problem: BlockProductProblem, plan: BlockPlan, m: Expr) -> None:
+        self.problem, self.plan, self.m = problem, plan, m
+        self.parts = PARTS[problem.lhs.dtype]
+        self.type = "float16" if problem.lhs.dtype == "float16" else "bfloat16"
+        self.chunk = chunk_of(problem.bits)
+        self.words = problem.bits // 4
+        self.chunks = -(-problem.depth // self.chunk)
+        self.blocks = -(-problem.depth // problem.block)
+        self.steps = gcd(problem.block, self.chunk) // STEP
+        self.scaled = self.chunk // STEP // self.steps
+        self.tiles = -(-problem.columns // FRAGMENT_COLUMNS)
+        self.rows = plan.groups * (GROUP_COLUMNS // self.parts)
+        self.own = -(-self.chunks // plan.warps)
+        self.pitch = self.chunks * self.chunk // 2 + _PAD
+        rows = min(m, self.rows) if isinstance(m, int) else self.rows
+        self.held_rows = rows * self.parts if rows * self.parts * self.pitch * 4 <= HELD_BYTES else 0
+        if self.parts > 1 and plan.groups > 1:
+            self.held_rows = 0  # the parts of a row lie in one group of eight
+        sums = plan.warps * plan.fragments * plan.groups * GROUP_COLUMNS * FRAGMENT_COLUMNS
+        self.column_tiles = -(-self.tiles // plan.fragments)
+        self.sums = sums
+
+    def share(self, gpu: GpuTarget, row_tiles: Expr, together: int, has_points: int) -> None:
+        """Share the work among blocks.
+
+        Parameters
+        ----------
+        together : int
+            Blocks that share a multiprocessor's registers; 0: as is best.
+        has_points : int
+            Registers' worth of zero points: 0, 1 or 2.
+        """
+        plan = self.plan
+        self.together = together or self._blocks_together(self.column_tiles * row_tiles, has_points)
+        self.stride = self.column_tiles
+        if isinstance(row_tiles, int):  # no more than run at once
+            per = self.together or max(1, WARPS_PER_MULTIPROCESSOR // plan.warps)
+            self.stride = min(self.column_tiles, max(1, gpu.multiprocessors * per // row_tiles))
+        has_two = self.is_persistent and self.sums * 4 <= _TWO_SUMS_BYTES
+        self.sums_of_tile = self.sums if has_two else 0
+        self.held_at = (self.sums + self.sums_of_tile) * 4
+        self.shared_bytes = self.held_at + self.held_rows * self.pitch * 4
+
+    @property
+    def is_persistent(self) -> bool:
+        """Whether a block has several tiles of columns."""
+        return self.stride < self.column_tiles
+
+    def _blocks_together(self, blocks: Expr, has_points: int) -> int:
+        if self.plan.groups > 1 or self.plan.fragments > 1 or not isinstance(blocks, int):
+            return 0
+        return max(1, FEW_ROWS_WARPS // self.plan.warps - has_points)

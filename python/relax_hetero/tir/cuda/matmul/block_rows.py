@@ -1,0 +1,183 @@
+"""Rows of a left operand as fragments of tensor cores, beside weights of 4 or 8 bits.
+
+A lane's values of k are neighbours, as many as its weights that share a scale. Few rows are brought to shared memory as
+the fragments read them; more are read from memory, where the caches have them. A row of float32 is cut into three parts
+of bfloat16, whose sum it is exactly; each is a row of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ....target.gpu_target import WARP
+from ...core.builder import Expr
+from ..core import ptx
+from ..core.launch import SharedMemory, local
+from ..core.operand import GpuOperand
+from .block_plan import GROUP_COLUMNS, STEP, BlockWork
+
+
+class LeftRows:
+    """The rows of a block, while its kernel is written.
+
+    Parameters
+    ----------
+    work : BlockWork
+    lhs : GpuOperand
+        Opened raw.
+    shared : SharedMemory
+    thread, low, high : PrimExpr
+        Number of the thread; of its lane the four that share a column, and which of eight columns it has.
+    first : PrimExpr
+        The block's first row.
+    """
+
+    def __init__(
+        self,
+        work: BlockWork,
+        lhs: GpuOperand,
+        shared: SharedMemory,
+        thread: Expr,
+        lanes: tuple[Expr, Expr],
+        first: Expr,
+    ) -> None:
+        self.work, self.lhs, self.shared, self.thread, self.first = work, lhs, shared, thread, first
+        self.low, self.high = lanes
+        self.steps = work.chunk // STEP
+        self.words = local(work.plan.groups * self.steps * 2, "uint32")
+        self.wide = local(4, "uint32")
+
+    def fragment(self, group: int, step: int) -> list[Expr]:
+        """The registers of a step of the chunk that was loaded."""
+        return [self.words[(group * self.steps + step) * 2 + i] for i in range(2)]
+
+    def hold(self) -> None:
+        """Bring the rows to shared memory, each part of them as one; a barrier of the block follows."""
+        work = self.work
+        threads, unit = work.plan.warps * WARP, 8 if work.parts == 1 else 4
+        per_row = work.chunks * work.chunk // unit
+        items = work.held_rows // work.parts * per_row
+        held = local(4, "uint32")
+        with T.serial(tirx.const(-(-items // threads), "int32")) as turn:
+            item = T.bind(turn * threads + self.thread)
+            with T.If(item < items), T.Then():
+                row, k = T.bind(tirx.floordiv(item, per_row)), T.bind(tirx.floormod(item, per_row) * unit)
+                at_row, at_k = self.first + T.Cast("int64", row), T.Cast("int64", k)
+                if work.parts == 1:
+                    self._load_halves(held, at_row, at_k, at_row < work.m, 0, unit)
+                    self._store_held(held, row, k, 4)
+                else:
+                    self._load_wide(at_row, at_k, at_row < work.m)
+                    for part in range(work.parts):
+                        cut = [T.bind(_part(self.wide[i], tirx.const(part, "int32"))) for i in range(4)]
+                        for i in range(2):
+                            T.buffer_store(held, (cut[2 * i] >> T.uint32(16)) | cut[2 * i + 1], [i])
+                        self._store_held(held, row * work.parts + part, k, 2)
+        # Lanes whose row is none load nothing.
+        for i in range(work.plan.groups * self.steps * 2):
+            T.buffer_store(self.words, T.uint32(0), [i])
+
+    def _store_held(self, held: Expr, row: Expr, k: Expr, words: int) -> None:
+        at = self.work.held_at + (row * self.work.pitch + tirx.floordiv(k, 2)) * 4
+        ptx.store_shared(self.shared.at(at), [held[i] for i in range(words)])
+
+    def load_held(self, k: Expr, numbers: Sequence[int]) -> None:
+        """The fragments of steps of a chunk that share a scale, from shared memory."""
+        work = self.work
+        words = 2 * work.steps  # of a lane
+        width = min(4, words)
+        for group in range(work.plan.groups):
+            row = self.high + group * GROUP_COLUMNS
+            with T.If(row < work.held_rows), T.Then():
+                for number in numbers:
+                    in_row = T.Cast("int32", tirx.floordiv(k, 2)) + (number * 4 + self.low) * words
+                    first = row * work.pitch + in_row
+                    for i in range(0, words, width):
+                        begin = group * self.steps * 2 + number * words + i
+                        targets = [self.words[begin + j] for j in range(width)]
+                        ptx.load_shared(targets, self.shared.at(work.held_at + (first + i) * 4))
+
+    def load(self, k: Expr) -> None:
+        """The fragments of a chunk, from memory."""
+        work = self.work
+        run = 4 * work.steps
+        for group in range(work.plan.groups):
+            row = self.first + (group * GROUP_COLUMNS + self.high)
+            in_group = None
+            if work.parts > 1:
+                per = GROUP_COLUMNS // work.parts
+                row = self.first + (group * per + tirx.floordiv(self.high, work.parts))
+                in_group = self.high < per * work.parts
+            row = T.bind(row)
+            exists = row < work.m if in_group is None else tirx.all(row < work.m, in_group)
+            for number in range(work.scaled):
+                at = T.bind(k + (number * 4 * run + self.low * run))
+                begin = (group * self.steps + number * work.steps) * 2
+                if work.parts == 1:
+                    self._load_halves(self.words, row, at, exists, begin, run)
+                else:
+                    self._load_parts(row, at, exists, begin, run)
+
+    def _runs(self, at: Expr, exists: Expr, run: int, most: int) -> list[tuple[int, int, Expr]]:
+        """Accesses of `run` neighbours from k on: offset, width and condition of each."""
+        k, width = self.work.problem.depth, most
+        while k % width:
+            width //= 2
+        runs = []
+        for offset in range(0, run, width):
+            inside = exists if k % self.work.chunk == 0 else tirx.all(exists, at + offset < k)
+            runs.append((offset, width, inside))
+        return runs
+
+    def _load_halves(self, target: Expr, row: Expr, at: Expr, exists: Expr, begin: int, run: int) -> None:
+        for i in range(run // 2):
+            T.buffer_store(target, T.uint32(0), [begin + i])
+        for offset, width, inside in self._runs(at, exists, run, min(8, run)):
+            address = T.address_of(self.lhs.data[self.lhs.address({"m": row, "k": at + offset})])
+            with T.If(inside), T.Then():
+                word = begin + offset // 2
+                if width > 1:
+                    targets = [target[word + i] for i in range(width // 2)]
+                    ptx.load_global(targets, address, is_constant=False)
+                else:
+                    one = local(1, "uint16")
+                    ptx.load_global([one[0]], address, "u16", is_constant=False)
+                    value = T.cast(one[0], "uint32") << T.uint32(16 * (offset % 2))
+                    T.buffer_store(target, target[word] | value, [word])
+
+    def _load_parts(self, row: Expr, at: Expr, exists: Expr, begin: int, run: int) -> None:
+        part = tirx.floormod(self.high, self.work.parts)
+        for offset in range(0, run, 4):
+            self._load_wide(row, at + offset, exists)
+            parts = [T.bind(_part(self.wide[i], part)) for i in range(4)]
+            for i in range(2):
+                pair = (parts[2 * i] >> T.uint32(16)) | parts[2 * i + 1]
+                T.buffer_store(self.words, pair, [begin + offset // 2 + i])
+
+    def _load_wide(self, row: Expr, at: Expr, exists: Expr) -> None:
+        """Four values of float32."""
+        for i in range(4):
+            T.buffer_store(self.wide, T.uint32(0), [i])
+        for inner, width, inside in self._runs(at, exists, 4, 4):
+            place = {"m": row, "k": at + inner}
+            with T.If(inside), T.Then():
+                address = T.address_of(self.lhs.data[self.lhs.address(place)])
+                ptx.load_global([self.wide[inner + i] for i in range(width)], address, is_constant=False)
+
+
+def _part(bits: Expr, part: Expr) -> Expr:
+    """One of three bfloat16 whose sum a float32 is, in the upper half of a word; by bits, so that infinity stays."""
+    mask = T.uint32(0xFFFF0000)
+
+    def rest(of: Expr) -> Expr:
+        upper = T.reinterpret("float32", of & mask)
+        whole = T.reinterpret("float32", of)
+        return T.reinterpret("uint32", T.Select(tirx.EQ(of & mask, of), T.float32(0), whole - upper))
+
+    second = T.bind(rest(bits))
+    third = T.bind(rest(second))
+    chosen = T.Select(tirx.EQ(part, 0), bits, T.Select(tirx.EQ(part, 1), second, third))
+    return chosen & mask

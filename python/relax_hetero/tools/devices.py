@@ -1,0 +1,130 @@
+"""``relax-hetero devices``: the devices of this machine, and their measured figures."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .command import command, json_option
+from .console import bytes_text, console, print_json, print_table, target_text
+
+if TYPE_CHECKING:
+    from tvm import relax
+
+    from ..frontend.auto.measure_devices import Figures
+
+_MOST_GPUS = 64
+# LLVM features of CPUs that multiply elements of one or two bytes.
+_PRODUCTS = ("avx512vnni", "avxvnni", "avx512bf16", "amx-tile", "dotprod", "bf16", "i8mm")
+
+
+@command("devices")
+@click.option("--measure/--no-measure", default=True, show_default=True, help="Whether figures are measured.")
+@click.option("--again", is_flag=True, help="Measure anew what was measured before.")
+@json_option
+def devices_command(measure: bool, again: bool, as_json: bool) -> None:
+    """List the CPU and the GPUs of this machine: cores, instructions, memory, measured peaks and links.
+
+    Measuring takes some seconds for each device and pair, once per machine; automatic placement uses the figures.
+    """
+    from ..target.vdevice import parse_vdevices
+
+    vdevices = parse_vdevices(["llvm", *(f"cuda:{index}" for index in range(_count_gpus()))])
+    found = [_about(f"{v.target.kind.name}:{int(v.vdevice_id)}", v) for v in vdevices]
+    figures = _measured(vdevices, again) if measure else None
+    if as_json:
+        print_json({"devices": found, "measured": None if figures is None else _figures_json(figures, found)})
+        return
+    columns = ["device", "model", "target", "cores", "instructions", "memory"]
+    rows = [[d["name"], d["model"], target_text(d["target"]), str(d["cores"]), d["instructions"]] for d in found]
+    memory = [bytes_text(d["memory"]) for d in found]
+    print_table("Devices", columns, [[*row, size] for row, size in zip(rows, memory, strict=True)], ["cores", "memory"])
+    if figures is not None:
+        _print_figures(figures, [d["name"] for d in found])
+
+
+def _count_gpus() -> int:
+    import tvm
+
+    from ..target.backends import load_backend
+
+    if not load_backend("cuda"):
+        return 0
+    return next(index for index in range(_MOST_GPUS + 1) if index == _MOST_GPUS or not tvm.cuda(index).exist)
+
+
+def _about(name: str, vdevice: relax.VDevice) -> dict[str, Any]:
+    import tvm
+
+    from ..frontend.auto.measure_devices import cpu_model
+    from ..target.cpu_target import cpu_target_of
+    from ..target.gpu_target import gpu_target_of
+    from ..target.vdevice import is_cpu
+
+    found = {"name": name, "target": str(vdevice.target)}
+    if is_cpu(vdevice):
+        cpu = cpu_target_of(vdevice.target)
+        instructions = [cpu.isa.name, *(feature for feature in _PRODUCTS if feature in cpu.features)]
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        about = {"model": cpu_model(), "cores": cpu.cores, "instructions": " ".join(instructions), "memory": memory}
+    else:
+        device, gpu = tvm.cuda(int(vdevice.vdevice_id)), gpu_target_of(vdevice.target)
+        about = {
+            "model": str(device.device_name),
+            "cores": int(device.multi_processor_count or 0),
+            "instructions": gpu.tensor or "plain",
+            "memory": int(device.total_global_memory or 0),
+        }
+    return {**found, **about}
+
+
+def _measured(vdevices: list[relax.VDevice], again: bool) -> Figures | None:
+    from ..frontend.auto.measure_devices import figures_of
+
+    with console(stderr=True).status("Measuring"):
+        return figures_of(vdevices, again)
+
+
+def _figures_json(figures: Figures, found: list[dict[str, Any]]) -> dict[str, Any]:
+    names = [about["name"] for about in found]
+    links = [{"from": names[a], "to": names[b], **asdict(link)} for (a, b), link in figures.links.items()]
+    return {"devices": dict(zip(names, map(asdict, figures.devices), strict=True)), "links": links}
+
+
+def _print_figures(figures: Figures, names: list[str]) -> None:
+    types = list(figures.devices[0].products)
+    rows: Iterable[list[str]] = (
+        [
+            name,
+            *(f"{device.products[dtype] / 1e12:.3g}" for dtype in types),
+            f"{device.bandwidth / 1e9:.0f}",
+            f"{device.launch * 1e6:.2f}",
+            f"{device.call * 1e6:.0f}",
+        ]
+        for name, device in zip(names, figures.devices, strict=True)
+    )
+    columns = [
+        "device",
+        *(f"{dtype}, Tflop/s" for dtype in types),
+        "memory, GB/s",
+        "small kernel, µs",
+        "small call, µs",
+    ]
+    print_table("Measured", columns, rows, columns[1:])
+    if figures.links:
+        columns = ["from", "to", "GB/s", "small copy, µs", "step to step, µs"]
+        rows = (
+            [
+                names[a],
+                names[b],
+                f"{link.bandwidth / 1e9:.1f}",
+                f"{link.latency * 1e6:.0f}",
+                f"{link.crossing * 1e6:.0f}",
+            ]
+            for (a, b), link in figures.links.items()
+        )
+        print_table("Links", columns, rows, columns[2:])

@@ -1,0 +1,116 @@
+"""Reshapes on GPUs move nothing: kernels that only reshape become views.
+
+Before, where `reshape` stores the elements of its operand in their order::
+
+    lv = R.call_tir(cls.reshape, (x,), out_ty=R.Tensor((2, 64, 12, 64), "float16", "cuda:0"))
+
+After::
+
+    lv: R.Tensor((2, 64, 12, 64), "float16", "cuda:0") = R.reshape(x, (2, 64, 12, 64))
+
+TVM's RewriteDataflowReshape sees the same in kernels of CPUs when these have their schedule already; a scheduled kernel
+of a GPU is one that copies, so views come before. Results of a dataflow block stay copies, as that pass has it, unless
+they are all that is read of a kernel's result.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import tvm
+from tvm import relax
+
+from ..ir.blocks import Block, rewrite_function
+from ..ir.kernels import called_prim_func
+from ..ir.op_names import CALL_TIR, RESHAPE
+from ..ir.rewriting import copy_module, global_vars_in, is_on_gpu, map_bindings, op_name, relax_functions, typed
+
+_SAME_ORDER = (RESHAPE, "relax.expand_dims", "relax.squeeze", "relax.flatten")
+
+
+def with_merged_reshapes(mod: tvm.IRModule) -> tvm.IRModule:
+    """Before legalizing: on GPUs a reshape of a reshape reads what that one reads, else both would be one kernel."""
+    functions = dict(mod.functions.items())
+    for gv, func in relax_functions(mod):
+        functions[gv] = map_bindings(func, partial(_merged, {}))
+    is_same = all(functions[gv].same_as(func) for gv, func in mod.functions.items())
+    return mod if is_same else copy_module(mod, functions)
+
+
+def _merged(sources: dict[relax.Var, relax.Expr], binding: relax.Binding) -> relax.Binding:
+    value, ty = binding.value, binding.var.ty
+    if op_name(value) not in _SAME_ORDER or not isinstance(binding, relax.VarBinding) or not is_on_gpu(ty):
+        return binding
+    source = sources.get(value.args[0], value.args[0])
+    if isinstance(source, relax.DataflowVar) and not isinstance(value.args[0], relax.DataflowVar):
+        source = value.args[0]  # what it shows exists in another block only
+    sources[binding.var] = source
+    if source.same_as(value.args[0]) or not isinstance(ty.shape, relax.ShapeExpr):
+        return binding
+    return relax.VarBinding(binding.var, typed(relax.op.reshape(source, ty.shape), ty), binding.span)
+
+
+def with_views(mod: tvm.IRModule) -> tvm.IRModule:
+    """The module with such calls replaced, and without kernels that nothing calls any more."""
+    functions = dict(mod.functions.items())
+    viewer = _Viewer(mod)
+    for gv, func in relax_functions(mod):
+        functions[gv] = rewrite_function(func, viewer.rewrite)
+    if not viewer.replaced:
+        return mod
+    used = {gv for func in functions.values() for gv in global_vars_in(func.body)}
+    for gv in viewer.replaced - used:
+        if "global_symbol" not in mod.functions[gv].attrs:
+            del functions[gv]
+    return copy_module(mod, functions)
+
+
+class _Viewer:
+    """Replaces calls of kernels that only reshape.
+
+    Attributes
+    ----------
+    replaced : set of tvm.ir.GlobalVar
+        Those kernels.
+    """
+
+    def __init__(self, mod: tvm.IRModule) -> None:
+        self.replaced: set[tvm.ir.GlobalVar] = set()
+        self._mod = mod
+        self._known: dict[tvm.ir.GlobalVar, bool] = {}
+
+    def rewrite(self, block: Block) -> list[relax.Binding] | None:
+        """The bindings of a block; None where none changes."""
+        bindings = [self._change(block, binding) for binding in block.bindings]
+        is_same = all(new.same_as(old) for new, old in zip(bindings, block.bindings, strict=True))
+        return None if is_same else bindings
+
+    def _change(self, block: Block, binding: relax.Binding) -> relax.Binding:
+        gv, call = called_prim_func(self._mod, binding.value), binding.value
+        if gv is None or op_name(call) != CALL_TIR or not isinstance(binding, relax.VarBinding):
+            return binding
+        operands = list(call.args[1].fields) if isinstance(call.args[1], relax.Tuple) else []
+        if gv not in self._known:
+            self._known[gv] = _only_reshapes(self._mod.functions[gv])
+        # A kernel that takes symbols beside its tensors has more arguments, or fewer operands than parameters.
+        if not self._known[gv] or len(call.args) != 2 or len(operands) != 1:
+            return binding
+        if not isinstance(call.ty, relax.TensorType) or not isinstance(operands[0].ty, relax.TensorType):
+            return binding
+        if not (isinstance(binding.var, relax.DataflowVar) or self._is_handed_on(block, operands[0])):
+            return binding
+        self.replaced.add(gv)
+        view = relax.op.reshape(operands[0], call.ty.shape)
+        return relax.VarBinding(binding.var, typed(view, binding.var.ty), binding.span)
+
+    def _is_handed_on(self, block: Block, operand: relax.Expr) -> bool:
+        """Whether a tensor is a kernel's result of this block that nothing else reads: its memory may be another's."""
+        if not isinstance(operand, relax.DataflowVar) or block.sole_user(operand) is None:
+            return False
+        return called_prim_func(self._mod, block.definition(operand)) is not None
+
+
+def _only_reshapes(func: tvm.tirx.PrimFunc) -> bool:
+    target = func.attrs.get("target")
+    is_gpu = target is not None and "gpu" in target.keys and "tirx.is_scheduled" not in func.attrs
+    return is_gpu and len(func.params) == 2 and relax.analysis.has_reshape_pattern(func)

@@ -1,0 +1,221 @@
+"""Command buffers recorded by hand on a CUDA device: given to its current stream, and replayed as CUDA graphs.
+
+A submission launches its commands one by one. Where the same table and numbers are submitted again, the launches are
+recorded as a graph, which later submissions launch at once. Counts and predicates are read from the device when a
+command is reached, for which a submission waits: buffers that have any are launched one by one each time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import logging
+import threading
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from typing import Any
+
+import tvm_ffi
+from tvm import runtime
+
+from ...artifact.commands import GRAPH, Command, Copy, Dispatch, Fill, Reference
+from ..device.cuda_driver import CudaDriver
+from ..device.cuda_library import CudaLibrary
+from ..device.cuda_streams import Event, Stream
+from ..region.walk_commands import Kernel, Memory, Values, converted_scalars, value_of
+from .binding_table import BindingTable
+from .operands import parameter_name
+from .recorder import Recording
+
+_log = logging.getLogger("relax_hetero")
+
+MOST_GRAPHS = 16
+"""Of a command buffer."""
+
+_Numbers = tuple[int | float, ...]
+_Key = tuple[int, _Numbers]
+
+
+class CudaWork:
+    """A submission that a GPU works on; a fence.
+
+    Parameters
+    ----------
+    table: Whose memory it uses.
+    """
+
+    def __init__(self, event: Event, table: BindingTable) -> None:
+        self._event, self._table = event, table
+
+    def wait(self) -> None:
+        """Return when the work has ended; CudaError where the GPU has failed."""
+        self._event.synchronize()
+
+    def done(self) -> bool:
+        """Whether the work has ended; CudaError where the GPU has failed."""
+        return self._event.done()
+
+
+class CudaCommands:
+    """Submits a recording on a CUDA device, from any thread.
+
+    Parameters
+    ----------
+    driver: Why there are no graphs, where there is no driver for them.
+
+    Attributes
+    ----------
+    runs: As `RegionSpec.runs` has it.
+    """
+
+    def __init__(
+        self, device: runtime.Device, recording: Recording, library: CudaLibrary, driver: CudaDriver | str
+    ) -> None:
+        self._device, self._recording, self._library = device, recording, library
+        self._names = [parameter_name(index) for index in range(len(recording.parameters))]
+        self._directs = [lent.address for lent in recording.directs]
+        self._driver = driver if isinstance(driver, CudaDriver) and not _asks_memory(recording.commands) else None
+        self.runs = "stream" if self._driver is None else GRAPH
+        self._lock = threading.Lock()
+        # The tables live as long as graphs have their addresses; None: submitted once.
+        self._graphs: OrderedDict[_Key, tuple[BindingTable, int | None]] = OrderedDict()
+        self._running: deque[CudaWork] = deque()
+        if self._driver is not None:
+            weakref.finalize(self, _destroy_all, self._driver, device, self._graphs)
+
+    def submit(self, table: BindingTable, numbers: _Numbers) -> CudaWork:
+        """Queue the commands on the device's current stream."""
+        self._library.use(self._device.index)
+        stream = Stream.current(self._library, self._device)
+        with self._lock:
+            graph = self._graph(table, numbers)
+        if graph is None or self._driver is None:
+            self._launch(table, numbers, stream)
+        else:
+            self._driver.launch(graph, stream.handle)
+        work = CudaWork(stream.record(sleeps=True), table)
+        with self._lock:
+            self._running.append(work)
+            while self._running[0] is not work and self._running[0].done():
+                self._running.popleft()
+        return work
+
+    def _graph(self, table: BindingTable, numbers: _Numbers) -> int | None:
+        """The graph of a table and numbers, recorded if they were submitted before."""
+        if self._driver is None:
+            return None
+        key = id(table), numbers
+        known = self._graphs.pop(key, None)
+        graph = None if known is None else known[1] or self._recorded(table, numbers)
+        if self._driver is not None:
+            self._graphs[key] = table, graph
+            while len(self._graphs) > MOST_GRAPHS:
+                _, (_, oldest) = self._graphs.popitem(last=False)
+                if oldest:
+                    self._driver.destroy(oldest)
+        return graph
+
+    def _recorded(self, table: BindingTable, numbers: _Numbers) -> int | None:
+        assert self._driver is not None, "recording needs a driver"
+
+        def launch(handle: int) -> None:
+            with tvm_ffi.use_raw_stream(self._device, handle):
+                self._launch(table, numbers, Stream(self._library, self._device.index, handle))
+
+        try:
+            return self._driver.record(launch)
+        except Exception as error:  # a kernel may do anything that cannot be recorded
+            _destroy_all(self._driver, self._device, self._graphs)
+            self._driver, self.runs = None, "stream"
+            why = str(error).strip().splitlines()[-1]
+            _log.warning("a command buffer on %s is launched command by command: %s", self._device, why)
+            return None
+
+    def _launch(self, table: BindingTable, numbers: _Numbers, stream: Stream) -> None:
+        values = {**table.values, **dict(zip(self._names, numbers, strict=True))}
+        memory = Memory(table.addresses, self._directs)
+        walker = _Walker(self._library, stream, memory, values)
+        for command in self._recording.commands:
+            if isinstance(command, Dispatch):
+                walker.dispatch(command, self._recording.kernels[command.kernel])
+            elif isinstance(command, Copy):
+                walker.copy(command)
+            elif isinstance(command, Fill):
+                walker.fill(command)
+
+
+def _asks_memory(commands: Sequence[Command]) -> bool:
+    """Whether any command runs as often as memory says."""
+    dispatches = [command for command in commands if isinstance(command, Dispatch)]
+    return any(d.count is not None or d.when is not None or d.unless is not None for d in dispatches)
+
+
+def _destroy_all(driver: CudaDriver, device: runtime.Device, graphs: OrderedDict[_Key, Any]) -> None:
+    try:
+        device.sync()
+        for _, graph in graphs.values():
+            if graph:
+                driver.destroy(graph)
+        graphs.clear()
+    except Exception:  # the process ends, and the driver has ended before
+        _log.debug("graphs on %s were not given back", device, exc_info=True)
+
+
+class _Walker:
+    """Gives commands to a stream, one by one."""
+
+    def __init__(self, library: CudaLibrary, stream: Stream, memory: Memory, values: Values) -> None:
+        self._library, self._stream, self._memory, self._values = library, stream, memory, values
+
+    def copy(self, command: Copy) -> None:
+        """Copy bytes."""
+        nbytes = value_of(command.target.length, self._values)
+        if nbytes:
+            places = self._address(command.target), self._address(command.source)
+            self._library.call("cuMemcpyDtoDAsync_v2", *places, nbytes, self._stream.handle)
+
+    def fill(self, command: Fill) -> None:
+        """Repeat a pattern."""
+        address, nbytes = self._address(command.target), value_of(command.target.length, self._values)
+        pattern = bytes.fromhex(command.pattern)
+        words = [int.from_bytes(pattern[i : i + 4], "little") for i in range(0, len(pattern), 4)]
+        if not nbytes:
+            return
+        if len(words) == 1:
+            count = nbytes // len(pattern)
+            self._library.call(f"cuMemsetD{8 * len(pattern)}Async", address, words[0], count, self._stream.handle)
+            return
+        for place, word in enumerate(words):  # each second word
+            where = address + 4 * place, len(pattern), word, 1, nbytes // len(pattern)
+            self._library.call("cuMemsetD2D32Async", *where, self._stream.handle)
+
+    def dispatch(self, command: Dispatch, kernel: Kernel) -> None:
+        """Launch a kernel, as often as it has workgroups."""
+        for predicate, runs in ((command.when, True), (command.unless, False)):
+            if predicate is not None and bool(self._int32s(predicate, 1)[0]) != runs:
+                return
+        if command.count is None:
+            counts = [value_of(count, self._values) for count in command.grid]
+        else:
+            counts = self._int32s(command.count, len(command.grid))
+        if min(counts) <= 0:
+            return
+        workgroups = kernel.spec.workgroups
+        counts = [*counts, *[1] * (workgroups - len(counts))][:workgroups]
+        addresses = [self._address(operand) for operand in command.operands]
+        scalars = converted_scalars(command, kernel, self._values)
+        for numbers in itertools.product(*map(range, reversed(counts))):
+            kernel.launch(*addresses, *scalars, *reversed(numbers))
+
+    def _address(self, reference: Reference) -> int:
+        return self._memory.address(reference, self._values)
+
+    def _int32s(self, reference: Reference, count: int) -> list[int]:
+        """Numbers in memory of the device, when all work before them has ended."""
+        found = (ctypes.c_int32 * count)()
+        self._library.call(
+            "cuMemcpyDtoHAsync_v2", ctypes.addressof(found), self._address(reference), 4 * count, self._stream.handle
+        )
+        self._stream.synchronize()
+        return list(found)

@@ -1,0 +1,129 @@
+"""Figures of devices: measured once, kept, and used by the cost model where devices of two kinds are here."""
+
+import dataclasses
+import json
+
+import pytest
+import tvm
+from click.testing import CliRunner
+
+import relax_hetero as rh
+from relax_hetero.artifact.cache_folder import folder_of
+from relax_hetero.frontend import CostModel
+from relax_hetero.frontend.auto import cost_model, measure_devices
+from relax_hetero.frontend.auto.measure_devices import DeviceFigures, Figures, LinkFigures, figures_of
+from relax_hetero.frontend.auto.work_graph import Work
+from relax_hetero.target.vdevice import parse_vdevices
+from relax_hetero.tools.cli import cli
+
+GPU = {"kind": "cuda", "arch": "sm_90a"}
+FAST = DeviceFigures({"float32": 4e13, "float16": 6e14, "bfloat16": 6e14}, 4e12, 2e-6, 1e-4)
+SLOW = DeviceFigures({"float32": 1e12, "float16": 1e12, "bfloat16": 2e12}, 1e11, 1e-6, 1e-5)
+LINK = LinkFigures(5e10, 1e-5, 4e-5)
+
+
+@pytest.fixture
+def counted(monkeypatch, tmp_path):
+    """The kinds of figures that are measured, in order; nothing is, and nothing was before."""
+    monkeypatch.setenv("RELAX_HETERO_CACHE", str(tmp_path))
+    monkeypatch.setattr(measure_devices, "_measured", {})
+    found = []
+    monkeypatch.setattr(measure_devices._DEVICE, "measure", lambda v: found.append("device") or SLOW)
+    monkeypatch.setattr(measure_devices._LINKS, "measure", lambda a, b: found.append("links") or (LINK, LINK))
+    return found
+
+
+@pytest.fixture
+def pair():
+    return parse_vdevices(["llvm", GPU])
+
+
+def test_figures_are_measured_once_on_a_machine(counted, pair, monkeypatch):
+    found = figures_of(pair)
+    assert found == Figures((SLOW, SLOW), {(0, 1): LINK, (1, 0): LINK})
+    assert counted == ["device", "device", "links"]
+    assert figures_of(pair) == found
+    monkeypatch.setattr(measure_devices, "_measured", {})  # another process
+    assert figures_of(pair[:1]).devices == (SLOW,) and figures_of(pair) == found
+    assert len(counted) == 3
+    figures_of(pair, again=True)
+    assert len(counted) == 6
+    measure_devices._measured.clear()
+    folder_of().clear()
+    figures_of(pair)
+    assert len(counted) == 9
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"products": {"float32": -1}, "bandwidth": 1.0, "launch": 1.0, "call": 1.0}', "[[]]"]
+)
+def test_figures_that_are_spoilt_are_measured_again(counted, pair, text):
+    figures_of(pair)
+    files = list(folder_of().path.glob("*.figures"))
+    assert len(files) == 3
+    for file in files:
+        file.write_text(text)
+    measure_devices._measured.clear()
+    assert figures_of(pair).devices == (SLOW, SLOW) and len(counted) == 6
+
+
+def test_without_a_cache_the_process_keeps_them(counted, pair, monkeypatch):
+    monkeypatch.setenv("RELAX_HETERO_CACHE", "off")
+    assert figures_of(pair) == figures_of(pair) and len(counted) == 3
+
+
+def test_a_kernel_that_fails_leaves_tables(counted, pair, monkeypatch, caplog):
+    def fail(*_):
+        raise rh.BuildError("no kernel")
+
+    monkeypatch.setattr(measure_devices._LINKS, "measure", fail)
+    assert figures_of(pair) is None and "placement goes by tables: no kernel" in caplog.text
+    monkeypatch.setattr(cost_model, "are_here", lambda vdevices: True)
+    assert CostModel.measured(pair) == CostModel.for_vdevices(pair)
+
+
+def test_the_cost_model_has_what_was_measured(pair, monkeypatch):
+    figures = Figures((SLOW, FAST), {(0, 1): LINK, (1, 0): dataclasses.replace(LINK, bandwidth=1e10)})
+    monkeypatch.setattr(cost_model, "are_here", lambda vdevices: True)
+    monkeypatch.setattr(cost_model, "figures_of", lambda vdevices: figures)
+    model = CostModel.measured(pair)
+    assert model.transfer_seconds(1e9, 1, 0) == pytest.approx(0.1 + 4.5e-5)
+    half, single = (model.op_seconds(Work(1e12, 0, dtype), 1) for dtype in ("float16", "float32"))
+    assert single == pytest.approx(15 * half, rel=0.01)
+    assert model.op_seconds(Work(0, 4e12), 1) == pytest.approx(1, rel=0.01)
+    assert model.op_seconds(Work(0, 0), 1) == 2e-6 and model.op_seconds(Work(0, 0, is_kernel=False), 1) == 0
+
+
+def test_tables_say_what_is_not_here_or_of_one_kind(counted):
+    for vdevices in (["llvm", "llvm"], ["llvm"], ["llvm", rh.VDevice(GPU, 99)]):
+        CostModel.measured(parse_vdevices(vdevices))
+    assert counted == []
+
+
+def test_this_cpu_is_here_and_others_are_not():
+    assert measure_devices.are_here(parse_vdevices(["llvm"]))
+    assert not measure_devices.are_here(parse_vdevices([{"kind": "llvm", "mcpu": "x86-64-v2"}]))
+    assert not measure_devices.are_here(parse_vdevices(["llvm", "c"]))
+
+
+@pytest.mark.slow
+def test_measured(monkeypatch, tmp_path):
+    """Two CPU devices stand for two of different kinds."""
+    monkeypatch.setenv("RELAX_HETERO_CACHE", str(tmp_path))
+    vdevices = parse_vdevices(["llvm", "llvm"])
+    device = measure_devices._measure_device(vdevices[0])
+    assert set(device.products) == set(measure_devices.TYPES)
+    assert all(1e9 < rate < 1e15 for rate in device.products.values())
+    assert 1e8 < device.bandwidth < 1e13 and 1e-8 <= device.launch < 1e-2 and 0 < device.call < 1
+    for link in measure_devices._measure_links(*vdevices):
+        assert link.bandwidth > 1e8 and 0 < link.latency < 1 and 0 < link.crossing < 1
+
+
+def test_the_command(counted):
+    done = CliRunner().invoke(cli, ["devices", "--no-measure", "--json"])
+    assert done.exit_code == 0, done.output
+    devices = json.loads(done.output)["devices"]
+    assert devices[0]["name"] == "llvm:0" and devices[0]["cores"] >= 1 and devices[0]["memory"] > 1e8
+    assert len(devices) == 1 + sum(tvm.cuda(i).exist for i in range(8)) and counted == []
+    done = CliRunner().invoke(cli, ["devices"])
+    assert done.exit_code == 0 and "llvm:0" in done.output and "device" in counted

@@ -1,0 +1,128 @@
+"""`placement="auto"` under limits of memory."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper, numpy_helper
+
+import relax_hetero as rh
+from frontend.plan_problems import links
+from relax_hetero.frontend import CostModel, DeviceCost, auto_placement
+from relax_hetero.frontend.auto.plan_costs import PADDING, PlanCosts, call_ticks
+from relax_hetero.frontend.auto.plan_search import best_plan
+from relax_hetero.frontend.auto.work_graph import OUTSIDE, Work, WorkGraph, WorkUnit, WorkValue
+
+# The second device is ten times as fast.
+DEVICES = [DeviceCost(1e9, 1e30, 0), DeviceCost(1e10, 1e30, 0)]
+
+
+def chain(work, weights, size=1.0, limit=None):
+    """Units in a row, their weights in bytes; inputs and results are the host's, device 0."""
+    units = [WorkUnit([str(i)], [Work(w, 0)], {i: b}) for i, (w, b) in enumerate(zip(work, weights, strict=True))]
+    values = [WorkValue(size, i - 1 if i else OUTSIDE, [i]) for i in range(len(units))]
+    values.append(WorkValue(size, len(units) - 1, [OUTSIDE]))
+    model = CostModel(DEVICES, links(2, 0, 1e12, 1e-6), 0)
+    return PlanCosts(WorkGraph(units, values), model, {} if limit is None else {1: limit})
+
+
+def best_of_all(costs):
+    plans = (list(plan) for plan in itertools.product(range(2), repeat=len(costs.ops)))
+    return min(call_ticks(costs, plan) for plan in plans if not any(costs.beyond(plan)))
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([1e6, 3e6, 1e7]), st.sampled_from([0.0, 100.0, 300.0])), min_size=2, max_size=9),
+    st.floats(0.1, 1.0),
+)
+@settings(max_examples=40)
+def test_of_few_units_the_plan_is_the_best_that_fits(units, share):
+    work, weights = zip(*units, strict=True)
+    limit = int(share * sum(weights) * PADDING) + 3
+    costs = chain(work, weights, limit=limit)
+    plan = best_plan(costs, [0] * len(work), "latency")
+    assert costs.beyond(plan) == (0,)
+    assert call_ticks(costs, plan) == best_of_all(costs)
+
+
+@pytest.mark.parametrize("objective", ["latency", "throughput"])
+def test_of_many_units_most_of_the_limit_is_used(objective):
+    costs = chain([1e7] * 300, [1000.0] * 300, limit=int(200 * 1000 * PADDING) + 10)
+    plan = best_plan(costs, [0] * 300, objective)
+    assert costs.beyond(plan) == (0,)
+    if objective == "latency":
+        assert sum(plan) == 200
+
+
+def test_constants_that_units_share_count_once():
+    costs = chain([1e7] * 4, [1000.0] * 4, limit=2100)
+    for unit in costs.graph.units:
+        unit.weights = {7: 1000.0}
+    assert costs.bytes_on(1, [1] * 4) == 1000 * PADDING + 2
+    assert best_plan(costs, [0] * 4, "latency") == [1] * 4
+
+
+@given(st.lists(st.integers(0, 1), min_size=1, max_size=8), st.data())
+@settings(max_examples=50)
+def test_values_count_while_they_live(plan, data):
+    """Against a walk over the program that keeps the set of values there."""
+    count = len(plan)
+    values = []
+    for maker in (OUTSIDE, *range(count)):
+        possible = [*range(maker + 1, count), OUTSIDE]
+        readers = data.draw(st.lists(st.sampled_from(possible), unique=True, max_size=3))
+        values += [WorkValue(float(data.draw(st.integers(1, 9))), maker, readers)] if readers else []
+    assume(values)
+    units = [WorkUnit([str(i)], [Work(1, 0)]) for i in range(count)]
+    costs = PlanCosts(WorkGraph(units, values), CostModel(DEVICES, links(2, 0), 0))
+    most = 0.0
+    for now in range(count + 1):
+        there = 0.0
+        for value in values:
+            readers = [count if reader == OUTSIDE else reader for reader in value.readers]
+            if costs.where(value.maker, plan) == 1:
+                begin, end = max(value.maker, 0), max(readers)
+            else:
+                here = [reader for reader in readers if reader < count and plan[reader] == 1]
+                begin, end = (min(here), max(here)) if here else (1, 0)
+            there += value.size if begin <= now <= end else 0
+        most = max(most, there)
+    assert costs.values_on(1, plan) == most
+
+
+def layers(count, width):
+    rng = np.random.default_rng(0)
+    nodes = [helper.make_node("MatMul", [f"x{i}", f"w{i}"], [f"x{i + 1}"], name=f"layer{i}") for i in range(count)]
+    weights = [numpy_helper.from_array(rng.random((width, width), "float32"), f"w{i}") for i in range(count)]
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [8, width]) for name in ("x0", f"x{count}")]
+    graph = helper.make_graph(nodes, "layers", ends[:1], ends[1:], weights)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+
+
+def test_a_model_is_divided_so_that_its_machine_fits():
+    """The second CPU device stands for a GPU; the machine counts by the executable's own memory plan."""
+    model, limit = layers(6, 256), 1_000_000  # each layer has 262,144 bytes
+    costs = CostModel([DeviceCost(1e9, 1e12, 0), DeviceCost(1e12, 1e12, 0)], links(2, 0), 0)
+    plan = auto_placement(model, ["llvm", "llvm"], costs, memory_limit={"llvm:1": limit})
+    assert sorted(plan.assignments.values()) == ["llvm:0"] * 3 + ["llvm:1"] * 3
+    mod = rh.from_onnx(model, ["llvm", "llvm"], "auto", cost_model=costs, memory_limit={"llvm:1": "1 MB"})
+    vm = rh.vm.VirtualMachine(rh.compile(mod), memory_limit={"llvm:1": limit})
+    x = np.ones((8, 256), "float32")
+    whole = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))
+    np.testing.assert_allclose(vm["main"](x).numpy(), whole["main"](x).numpy(), rtol=1e-4)
+
+
+def test_a_limit_that_nothing_fits():
+    with pytest.raises(rh.PlacementError, match=r"no placement within memory_limit.* bytes on .*:0, .* limit is 1,000"):
+        auto_placement(layers(2, 64), ["llvm", "c"], memory_limit=1000)
+
+
+def test_limits_are_checked():
+    with pytest.raises(rh.HeteroError, match=r"memory_limit\['llvm'\] is 'much'"):
+        auto_placement(layers(1, 8), ["llvm", "c"], memory_limit={"llvm": "much"})
+    with pytest.raises(rh.VDeviceError, match="cuda"):
+        auto_placement(layers(1, 8), ["llvm", "c"], memory_limit={"cuda:0": 10})
+    with pytest.raises(rh.FrontendError, match="only placement='auto' reads"):
+        rh.from_onnx(layers(1, 8), ["llvm"], memory_limit=10)

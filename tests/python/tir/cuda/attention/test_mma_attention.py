@@ -1,0 +1,32 @@
+"""Attention by mma.sync, by the interpreter of GPU kernels."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tvm.target import Target
+
+from relax_hetero.target.gpu_target import gpu_target_of
+from relax_hetero.tir.cuda.attention.mma_attention import mma_attention_kernel
+from seeds import fresh_rng
+from tir.attention_runs import case
+from tir.cuda.attention.attention_on_gpus import check
+
+GPU = gpu_target_of(Target({"kind": "cuda", "arch": "sm_80"}))
+RNG = np.random.default_rng(11)
+BY_HEADS = ("b h m d", "b g n d", "b g n e", "b h m e")
+CHOSEN = "where(x1, multiply(x0, 0.25), -inf)"
+
+CASES = {
+    "edges": case(1, 2, 2, 70, 150, 72, 40, dtype="float16"),
+    "groups together": case(1, 4, 2, 3, 70, 32, 32, maps=BY_HEADS, causal="bottom_right", dtype="bfloat16"),
+    "rows without keys": case(1, 1, 1, 40, 20, 8, 8, causal="bottom_right", nan_to_zero=True, dtype="float16"),
+    "hidden": case(1, 1, 1, 20, 80, 16, 16, mask=RNG.random((1, 1, 20, 80)) > 0.4, scores=CHOSEN, dtype="float16"),
+    "not aligned": case(1, 2, 2, 21, 33, 19, 13, dtype="float16", causal="top_left"),
+    "wide, symbolic": case(1, 1, 1, 20, 70, 256, 160, symbolic=True, dtype="float16"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_float64(name):
+    check(CASES[name], lambda problem: mma_attention_kernel(problem, GPU), fresh_rng(), "sm_80")

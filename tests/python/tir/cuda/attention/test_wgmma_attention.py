@@ -1,0 +1,88 @@
+"""Attention on Hopper's tensor cores, by the interpreter of GPU kernels."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tvm.target import Target
+
+from relax_hetero.target.gpu_target import gpu_target_of
+from relax_hetero.tir.cuda.attention.attention_plan import AttentionPlan
+from relax_hetero.tir.cuda.attention.wgmma_attention import wgmma_attention_kernel
+from seeds import fresh_rng
+from tir.attention_runs import case
+from tir.cuda.attention.attention_on_gpus import check
+
+TARGET = Target({"kind": "cuda", "arch": "sm_90a"})
+GPU = gpu_target_of(TARGET)
+BY_HEADS = ("b h m d", "b g n d", "b g n e", "b h m e")
+ADDED = "add(multiply(x0, 0.25), x1)"
+CHOSEN = "where(x1, multiply(x0, 0.25), -inf)"
+RNG = np.random.default_rng(7)
+
+
+def half(*sizes, **options):
+    return case(*sizes, dtype=options.pop("dtype", "float16"), **options)
+
+
+def mask(*shape, hidden=0.3):
+    """Bool: which scores count."""
+    return RNG.random(shape) >= hidden
+
+
+def lines(*shape):
+    """Added numbers, some of which hide a score."""
+    numbers = RNG.standard_normal(shape).astype("float32")
+    return np.where(RNG.random(shape) < 0.2, np.finfo("float32").min, numbers).astype("float32")
+
+
+CASES = {
+    "edges": (half(1, 2, 2, 70, 200, 64, 64), AttentionPlan(2, 64, 2)),
+    "one tile": (half(2, 1, 1, 40, 33, 32, 32, maps=BY_HEADS), None),
+    "three warpgroups": (half(1, 1, 1, 192, 256, 64, 64, maps=BY_HEADS, dtype="bfloat16"), AttentionPlan(3, 128, 2)),
+    "slices of a tensor": (half(1, 2, 2, 20, 50, 40, 24, starts=(8, 16, 24)), None),
+    "nothing is aligned": (half(1, 3, 3, 17, 21, 19, 13), None),
+    "wide": (half(1, 1, 1, 16, 70, 256, 200, maps=BY_HEADS), None),
+    "keys by columns": (half(1, 1, 1, 20, 72, 64, 64, maps=("b h m d", "b g d n", "b g e n", "b h m e")), None),
+    "causal": (half(1, 1, 1, 150, 150, 64, 64, causal="top_left"), AttentionPlan(2, 64, 2)),
+    "causal, more keys": (half(1, 1, 1, 70, 200, 64, 64, causal="bottom_right"), AttentionPlan(1, 64, 2)),
+    "causal, rows without keys": (half(1, 1, 1, 100, 40, 32, 32, causal="bottom_right"), AttentionPlan(1, 32, 2)),
+    "zero for no keys": (
+        half(1, 1, 1, 100, 40, 32, 32, causal="bottom_right", nan_to_zero=True),
+        AttentionPlan(1, 32, 2),
+    ),
+    "padding": (half(2, 2, 2, 40, 100, 32, 32, mask=lines(2, 1, 1, 100), scores=ADDED), None),
+    "added by row": (half(1, 2, 2, 40, 100, 32, 32, mask=lines(1, 2, 40, 100), scores=ADDED), None),
+    "hidden": (half(1, 2, 2, 40, 100, 32, 32, mask=mask(1, 1, 40, 100), scores=CHOSEN), None),
+    "all hidden": (
+        half(1, 1, 1, 20, 40, 32, 32, mask=mask(1, 1, 20, 1, hidden=0.5), scores=CHOSEN, nan_to_zero=True),
+        None,
+    ),
+    "groups": (half(1, 4, 2, 90, 64, 32, 32), None),
+    "heads together": (half(2, 8, 2, 3, 64, 32, 32, maps=BY_HEADS), None),
+    "heads together, hidden": (
+        half(1, 4, 1, 5, 64, 32, 32, mask=mask(1, 4, 5, 64), scores=CHOSEN, causal="bottom_right"),
+        None,
+    ),
+    "by turns": (
+        half(1, 1, 1, 140, 260, 64, 64, causal="bottom_right"),
+        AttentionPlan(2, 64, 2, holds_queries=True, takes_turns=True, computed=4),
+    ),
+    "shared keys": (half(1, 4, 2, 3, 300, 64, 64, causal="bottom_right"), AttentionPlan(1, 64, 2, 4, 2)),
+    "shared keys, not aligned": (half(1, 1, 1, 9, 130, 32, 30), AttentionPlan(1, 32, 2, 2)),
+    "blocks without keys": (
+        half(1, 1, 1, 70, 100, 32, 32, causal="bottom_right", mask=lines(1, 1, 1, 100), scores=ADDED),
+        AttentionPlan(1, 32, 1, 4),
+    ),
+    "symbolic": (half(2, 2, 1, 70, 90, 64, 64, symbolic=True), AttentionPlan(1, 64, 2)),
+    "symbolic, causal, shared keys": (
+        half(1, 2, 2, 3, 200, 32, 32, symbolic=True, causal="bottom_right", mask=lines(1, 1, 3, 200), scores=ADDED),
+        AttentionPlan(1, 64, 2, 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_float64(name):
+    one, plan = CASES[name]
+    check(one, lambda problem: wgmma_attention_kernel(problem, GPU, plan), fresh_rng())
