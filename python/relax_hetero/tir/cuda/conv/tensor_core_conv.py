@@ -114,7 +114,7 @@ def tensor_core_conv_kernel(
                 assert isinstance(tiling, Tiling)
                 left = WindowTile(pixels, tiling.rows, m, k, in_chunks)
                 right = OperandTile.of(weight, "n", tiling.columns, n, k)
-                store.is_cut_into(tiling.rows * tiling.share, tiling.columns)
+                store.is_cut_into(tiling.rows, tiling.columns)
                 kernel = WgmmaProduct(left, right, store, tiling, sizes, counts)
                 kernel.emit()
                 read_early = kernel.read_early

@@ -84,7 +84,6 @@ def test_few_channels(how):
         ({"epilogue": RESIDUAL, "shown": [("n", "float16"), ("bny", "float16")]}, (128, 64), {}),
         ({"epilogue": "cast(multiply(x0, x1), 'float16')", "shown": [("bn", "float32")]}, (64, 64), {}),
         ({"channels": (80, 48)}, (64, 64), {"split": 4}),
-        ({"channels": (24, 128), "extents": (9, 8)}, (64, 128), {"share": 2}),
         ({"dtype": "int8"}, (64, 64), {}),
         ({"dtype": "tfloat32"}, (64, 64), {}),
         (
@@ -98,7 +97,7 @@ def test_few_channels(how):
             {},
         ),
     ],
-    ids=["bias relu", "residual", "by image", "parts of k", "shared tiles", "bytes", "tf32", "requantized"],
+    ids=["bias relu", "residual", "by image", "parts of k", "bytes", "tf32", "requantized"],
 )
 def test_epilogues_and_types(how, tile, options):
     how = {"channels": (32, 40), "extents": (6, 5), "windows": SAME, "batch": 2, **how}
