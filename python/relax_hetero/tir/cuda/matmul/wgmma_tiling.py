@@ -122,8 +122,8 @@ def choose_tiling(
         return cycles((rows, columns), split, tiles, steps, GATHERED if gathers else 1)
 
     tile, split = min(choices, key=cost)
-    # Of few steps, most of the work is to store: warps take turns in runs of 128 bytes of the result (16 % less time for
-    # 50,176 x 64 x 256).
+    # Of few steps, most of the work is to store: warps take turns in runs of 128 bytes of the result, which takes 16 %
+    # less time for 50,176 x 64 x 256.
     short = max(_STAGED[-1], _SHORT_RUN * staged_element(problem))
     staged = _STAGED if steps // split >= MANY_STAGES else (short,)
     tilings = [tiling_of(problem, gpu, sizes, counts, tile, split, staged_bytes=size) for size in staged]
