@@ -1,8 +1,8 @@
 """Convolutions with bias and ReLU on an NVIDIA GPU against cuDNN's convolutions alone, in device time.
 
-python apps/bench/gpu_convolutions.py                            # ResNet-50's, f16, batch 16
-python apps/bench/gpu_convolutions.py --types f32 --batches 1,16
-python apps/bench/gpu_convolutions.py --layers 14x32x64x3x1 --batches 1 --gpu llvm      # a CPU stands for the GPU
+python apps/bench/gpu_bench/convolution_times.py                            # ResNet-50's, f16, batch 16
+python apps/bench/gpu_bench/convolution_times.py --types f32 --batches 1,16
+python apps/bench/gpu_bench/convolution_times.py --layers 14x32x64x3x1 --gpu llvm      # a CPU stands for the GPU
 
 A program is one module of several convolutions with operands of their own, channels last, compiled by rh.compile and
 called through the virtual machine: one CUDA graph. PyTorch runs as many as a CUDA graph.
@@ -11,16 +11,21 @@ called through the virtual machine: one CUDA graph. PyTorch runs as many as a CU
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from report import Check, geometric_mean
+from smoke import smoke
+
 from gpu_bench.contest import Row, contest, end, gpu_options, ratio, show, write
 from gpu_bench.convolutions import Convolutions, cudnn, wanted
 from gpu_bench.programs import parsed_gpu
 from gpu_bench.workloads import KINDS
-from report import Check, geometric_mean
-from smoke import smoke
 
 LAYERS = (
     "56x64x64x1x1", "56x64x64x3x1", "56x64x256x1x1", "56x256x64x1x1", "56x256x128x1x1", "56x128x128x3x2",
