@@ -5,7 +5,7 @@ the rows of a matrix. An image of a few channels is stored with `IMAGE_CHANNELS`
 
 Weights of tensor cores are tiles as those of products, one after another for the places of the window:
 ``[n/64, w0, w1, k/k0, 64, k0]``, k0 elements of 128 bytes, swizzled. Where these would be mostly padding, k0 are 16
-bytes and not swizzled; of images of halves two places of the window, ``[n/64, w0, w1/2, 1, 64, 2, 4]``.
+bytes and not swizzled; of images so many are several places of the window, of halves ``[n/64, w0, w1/2, 1, 64, 2, 4]``.
 Weights of plain threads are ``[w0, w1, k, n]``.
 """
 
@@ -62,11 +62,11 @@ def _tile(encoding: Encoding, gpu: GpuTarget) -> tuple[int, ...]:
     if gpu.tensor != "wgmma":
         # Tensor cores make up for that many zeros.
         return in_lines if channels * element % 4 == 0 and (taps == 1 or padded <= _MOST_PADDING_OF_MMA) else ()
-    if taps > 1 and channels <= IMAGE_CHANNELS and element == 2:
-        pairs = -(-window[-1] // 2) * (taps // window[-1])
-        return (COLUMNS, 2, IMAGE_CHANNELS) if pairs * CHUNK_BYTES >= SWIZZLED_BYTES else ()
-    if taps > 1 and channels <= IMAGE_CHANNELS == chunk:
-        return (COLUMNS, chunk) if taps * CHUNK_BYTES >= SWIZZLED_BYTES else ()
+    if taps > 1 and channels <= IMAGE_CHANNELS:
+        together = chunk // IMAGE_CHANNELS
+        chunks = -(-window[-1] // together) * (taps // window[-1])
+        tile = (COLUMNS, together, IMAGE_CHANNELS) if together > 1 else (COLUMNS, IMAGE_CHANNELS)
+        return tile if chunks * CHUNK_BYTES >= SWIZZLED_BYTES else ()
     if taps > 1 and padded > MOST_PADDING and channels % chunk == 0 and taps * channels * element >= SWIZZLED_BYTES:
         return COLUMNS, chunk
     return in_lines if channels * element % 4 == 0 else ()

@@ -33,9 +33,9 @@ batch norms are folded in single precision.
 
 Activations beyond 65,504 are infinite in float16: keep the ops that make them, or take bfloat16.
 
-With "tfloat32" no type changes: the functions are marked (`module_attrs.TF32_KEPT`), and products of float32 tensors on
-GPUs may then round their operands to 10 bits of fraction, which tensor cores multiply at several times the rate. CPUs
-compute as before.
+With "tfloat32" no type changes: the functions are marked (`module_attrs.TF32_KEPT`), and products and convolutions of
+float32 tensors on GPUs may then round their operands to 10 bits of fraction, which tensor cores multiply at several
+times the rate. CPUs compute as before.
 
 With `devices`, the module is placed first (`RealizeVDevice`), and products on other devices stay as they are: each
 device of a module may have a precision of its own, by one run for each. What a rounded product reads from another
@@ -107,9 +107,9 @@ def to_mixed_precision(
     if devices is not None:
         mod = realize_vdevice(mod)[0]
     where = PrecisionDevices(mod, devices)
+    mod = simplify_convolutions(mod)
     if dtype == TF32:
         return _with_tf32(mod, kept, where)
-    mod = simplify_convolutions(mod)
     functions = {gv: func for gv, func in relax_functions(mod) if not kept.has(gv.name_hint)}
     return with_functions(mod, {gv: _rewritten(func, dtype, kept, where) for gv, func in functions.items()})
 
@@ -130,7 +130,7 @@ def _with_tf32(mod: tvm.IRModule, kept: NameFilter, where: PrecisionDevices) -> 
     functions = {}
     for gv, func in relax_functions(mod):
         if not kept.has(gv.name_hint) and TF32_KEPT not in func.attrs:
-            products = [b for b in walk_bindings(func) if op_name(b.value) == "relax.matmul"]
+            products = [b for b in walk_bindings(func) if op_name(b.value) in PRODUCTS]
             exact = [b.var.name for b in products if kept_call(kept, b.var, b.value) or not where.has(b.var)]
             functions[gv] = func.with_attr(TF32_KEPT, list(dict.fromkeys(exact)))
     return with_functions(mod, functions)

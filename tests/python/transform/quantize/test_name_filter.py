@@ -91,10 +91,12 @@ class Convolution:
         return y
 
 
-def test_tfloat32_marks_convolutions():
-    encoded = SetEncoding()(ToMixedPrecision("tfloat32")(Convolution))
+@pytest.mark.parametrize("keep", [[], ["y"]])
+def test_tfloat32_marks_convolutions(keep):
+    encoded = SetEncoding()(ToMixedPrecision("tfloat32", keep=keep)(Convolution))
     (call,) = (b.value for b in walk_bindings(encoded["main"]) if op_name(b.value) == "relax.hetero.conv")
-    assert Encoding.parse(call.attrs.encoding).element_types == ("tfloat32", "tfloat32", "float32")
+    multiplied = "float32" if keep else "tfloat32"
+    assert Encoding.parse(call.attrs.encoding).element_types == (multiplied, multiplied, "float32")
 
 
 def test_tfloat32_is_exact_on_cpus():

@@ -135,6 +135,10 @@ class _Kernel:
         self.outs, self.depth = _static(problem.weight.shape[0]), _static(problem.weight.shape[1])
         self.is_depthwise = _is_depthwise(problem)
         self.axes = axes_of(problem)
+        sizes = (*problem.data.shape, *problem.result.shape)
+        is_small = all(isinstance(size, int) for size in sizes)
+        is_small = is_small and max(prod(map(int, o.shape)) for o in (problem.data, problem.result)) < 1 << 30
+        self.kind = "int32" if is_small else "int64"  # of coordinates
         self.last = len(self.axes) - 1
         outer = prod(window.size for window, _ in self.axes[:-1])
         is_little = plan.pixels * plan.lanes <= _WRITTEN_OUT and outer <= _MOST_ROWS
@@ -157,6 +161,7 @@ class _Kernel:
         with launch(int64(at_least_one(ceil_div(total, THREADS))), THREADS) as place:
             number = T.bind(T.Cast("int64", place.block) * THREADS + T.Cast("int64", place.thread))
             with T.If(number < total), T.Then():
+                number = T.bind(T.Cast(self.kind, number))
                 at = dict(zip(names, unravel(number, counts, place=T.bind, rest=T.bind), strict=True))
                 at["n"] = T.bind(at["n"] * plan.lanes)
                 at[f"y{self.last}"] = T.bind(at[f"y{self.last}"] * plan.pixels)
@@ -172,7 +177,8 @@ class _Kernel:
             along = f"y{self.last}"
             exists = [] if self._is_whole() else [at[along] + pixel < self.places]
             values = [lambda e=e, p=pixel: sums[p * plan.lanes + e] for e in range(plan.lanes)]  # type: ignore[misc]
-            self.writer.write(values, {**at, along: at[along] + pixel}, "n", exists)
+            place = {name: T.Cast("int64", value) for name, value in at.items()}
+            self.writer.write(values, {**place, along: place[along] + pixel}, "n", exists)
 
     def _is_whole(self) -> bool:
         return isinstance(self.places, int) and self.places % self.plan.pixels == 0
@@ -188,25 +194,26 @@ class _Kernel:
             return
         window, extent = self.axes[d]
         with unrolled(window.size) if self.is_written_out else T.serial(window.size) as tap:
-            there = T.bind(at[f"y{d}"] * window.stride + T.Cast("int64", tap) * window.dilation - window.before)
+            tap = T.Cast(self.kind, tap)
+            there = T.bind(at[f"y{d}"] * window.stride + tap * window.dilation - window.before)
             inside = tirx.all(there >= 0, there < extent) if is_padded(window, extent) else None
-            taps = [*taps, T.Cast("int64", tap)]
             if inside is None or self.is_written_out:
-                self._outer_taps(at, sums, taps, exists if inside is None else [*exists, inside])
+                self._outer_taps(at, sums, [*taps, tap], exists if inside is None else [*exists, inside])
             else:
                 with T.If(inside), T.Then():
-                    self._outer_taps(at, sums, taps, exists)
+                    self._outer_taps(at, sums, [*taps, tap], exists)
 
     def _row(self, at: Coordinates, sums: Any, taps: list[Expr], exists: list[Expr]) -> None:
         """One row of the window: of each channel of the group, what lies under it."""
-        group = int64(0) if self.is_depthwise else T.bind(tirx.floordiv(at["n"], self.outs // self.problem.groups))
+        zero = tirx.const(0, self.kind)
+        group = zero if self.is_depthwise else T.bind(tirx.floordiv(at["n"], self.outs // self.problem.groups))
         parts = 1 if self.is_depthwise else self.depth // self.taken
         if parts == 1:
             first = at["n"] if self.is_depthwise else group * self.depth
-            self._channels(at, sums, taps, (first, int64(0)), exists)
+            self._channels(at, sums, taps, (first, zero), exists)
             return
         with T.serial(parts) as part:
-            first = T.bind(T.Cast("int64", part) * self.taken)
+            first = T.bind(T.Cast(self.kind, part) * self.taken)
             self._channels(at, sums, taps, (T.bind(group * self.depth + first), first), exists)
 
     def _channels(
@@ -217,13 +224,13 @@ class _Kernel:
         plan, (window, extent) = self.plan, self.axes[self.last]
         begin = T.bind(at[f"y{self.last}"] * window.stride - window.before)
         place = {f"x{d}": self._outer_place(at, taps, d) for d in range(self.last)}
-        first = {**place, "b": at["b"], "c": channel, f"x{self.last}": int64(0)}
-        base = self.data.address(first)
+        first = {**place, "b": at["b"], "c": channel, f"x{self.last}": tirx.const(0, self.kind)}
+        base = self._element(self.data, first)
         apart = self.data.stride(f"x{self.last}") // self.taken
         checks = is_padded(window, extent) or not self._is_whole()
         weights = self._weights(at, taps, k)
-        columns = (plan.pixels - 1) * window.stride + window.reach
-        for column in range(columns):
+        found: list[tuple[VectorRegisters, list[tuple[int, int]]]] = []
+        for column in range((plan.pixels - 1) * window.stride + window.reach):
             uses = [
                 (pixel, (column - pixel * window.stride) // window.dilation)
                 for pixel in range(plan.pixels)
@@ -235,9 +242,28 @@ class _Kernel:
             read = VectorRegisters(self.data, base, self.taken, 1)
             there = T.bind(begin + column)
             inside = [*exists, *([there >= 0, there < extent] if checks else [])]
-            read.load(0, there * apart, tirx.all(*inside) if inside else None)
+            if self.is_written_out and inside:
+                read.load_or_zero(0, there * apart, tirx.all(*inside))
+            else:
+                read.load(0, there * apart, tirx.all(*inside) if inside else None)
+            found.append((read, uses))
+            if not self.is_written_out:
+                self._multiply_uses(sums, [found.pop()], weights)
+        self._multiply_uses(sums, found, weights)
+
+    def _multiply_uses(
+        self, sums: Any, found: list[tuple[VectorRegisters, list[tuple[int, int]]]], weights: Any
+    ) -> None:
+        """What was read, by the weights of all pixels and taps that see it."""
+        for read, uses in found:
             for pixel, tap in uses:
                 self._multiply(sums, pixel, read, weights(tap))
+
+    def _element(self, view: GpuOperand, place: Coordinates) -> Expr:
+        """The element at a place, computed in the type of coordinates: TVM would widen every part of a sum."""
+        held = local(1, self.kind)
+        T.buffer_store(held, view.address(place), [0])
+        return T.Cast("int64", held[0])
 
     def _outer_place(self, at: Coordinates, taps: list[Expr], d: int) -> Expr:
         window = self.axes[d][0]
@@ -249,8 +275,13 @@ class _Kernel:
         vectors = 1 if self.is_depthwise else self.taken
 
         def read(tap: int) -> VectorRegisters:
-            place = {**{f"w{d}": t for d, t in enumerate(taps)}, f"w{self.last}": int64(tap), "n": at["n"], "k": k}
-            held = VectorRegisters(self.weight, self.weight.address(place), plan.lanes, vectors)
+            place = {
+                **{f"w{d}": t for d, t in enumerate(taps)},
+                f"w{self.last}": tirx.const(tap, self.kind),
+                "n": at["n"],
+                "k": k,
+            }
+            held = VectorRegisters(self.weight, self._element(self.weight, place), plan.lanes, vectors)
             for vector in range(vectors):
                 held.load(vector, int64(vector * (self.outs // plan.lanes)), None)
             return held

@@ -56,7 +56,7 @@ def misfit(problem: ConvProblem, gpu: GpuTarget) -> str:
 
 
 def _chunks(problem: ConvProblem) -> PackedLayout:
-    """The weight in 16 bytes of k: channels of a place of the window, of halves those of an image of two places."""
+    """The weight in 16 bytes of k: channels of a place of the window, or those of an image of several places."""
     spatial = tuple(range(2, len(problem.windows) + 2))
     per_chunk = CHUNK_BYTES // bytes_of(problem.weight.dtype)
     is_image = problem.data.layout.inner_dims or problem.weight.shape[1] == IMAGE_CHANNELS
@@ -114,6 +114,7 @@ def tensor_core_conv_kernel(
                 assert isinstance(tiling, Tiling)
                 left = WindowTile(pixels, tiling.rows, m, k, in_chunks)
                 right = OperandTile.of(weight, "n", tiling.columns, n, k)
+                store.is_cut_into(tiling.rows, tiling.columns)
                 kernel = WgmmaProduct(left, right, store, tiling, sizes, counts)
                 kernel.emit()
                 read_early = kernel.read_early
@@ -122,6 +123,7 @@ def tensor_core_conv_kernel(
                 assert isinstance(tiling, MmaTiling)
                 left = WindowTile(pixels, tiling.rows, m, k, in_chunks, tiling.threads)
                 right = OperandTile.of(weight, "n", tiling.columns, n, k, tiling.threads)
+                store.is_cut_into(tiling.rows, tiling.columns)
                 MmaProduct(left, right, store, tiling, Batches(counts)).emit()
     tied = tied_to(function.result, problem.epilogue.operands if problem.epilogue else (), 2, problem.result)
     return may_begin_early(tied, read_early) if gpu.tensor == "wgmma" else tied

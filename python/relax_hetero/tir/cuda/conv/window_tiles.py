@@ -3,7 +3,7 @@
 A line of the tile is one pixel of the result, of which a step holds 128 bytes. Where a pixel has about as many bytes of
 channels, these are channels that one place of the window ("tap") sees. Where it has fewer, the weight is stored in
 "chunks", 16 bytes of channels of a tap after each other, and a step has chunks of several taps. Images are stored with
-four channels, perhaps of zeros, and a chunk has two neighbouring taps.
+four channels, perhaps of zeros, and a chunk has one, two or four neighbouring taps.
 
 What lies in the map is copied as it is; where a tap sees padding, zeros are.
 """
@@ -134,10 +134,10 @@ class WindowTile:
         target = offset + line * SWIZZLED_BYTES + T.bitwise_xor(chunk, line % 8) * CHUNK_BYTES
         if not self.in_chunks:
             self._load_channels(shared, target, step, chunk)
-        elif self.places.channels > IMAGE_CHANNELS or self.per_chunk == IMAGE_CHANNELS:
+        elif self.places.channels > IMAGE_CHANNELS:
             self._load_chunks(shared, target, step, chunk)
         else:
-            self._load_pairs(shared, target, step, chunk)
+            self._load_pixels(shared, target, step, chunk)
 
     def _load_channels(self, shared: SharedMemory, target: Expr, step: Expr, chunk: Expr) -> None:
         """A step is a tap, and channels that it sees."""
@@ -158,31 +158,31 @@ class WindowTile:
     def _load_chunks(self, shared: SharedMemory, target: Expr, step: Expr, chunk: Expr) -> None:
         """Every chunk has a tap of its own, and some channels."""
         number, is_new = self._own_chunk(step, chunk)
-        parts = -(-self.places.channels // self.per_chunk)
+        parts = self.places.channels // self.per_chunk
         moved, bits = self.places.tap(T.bind(T.truncdiv(number, parts)))
         skipped = T.Cast(self.places.kind, T.truncmod(number, parts) * self.per_chunk)
         self._copy(shared, target, T.bind(moved + skipped), CHUNK_BYTES, bits, is_new)
 
-    def _load_pairs(self, shared: SharedMemory, target: Expr, step: Expr, chunk: Expr) -> None:
-        """Every chunk has two neighbouring taps of a row of the window; the second may be beyond its end."""
+    def _load_pixels(self, shared: SharedMemory, target: Expr, step: Expr, chunk: Expr) -> None:
+        """Every chunk has neighbouring taps of a row of the window; the last may be beyond its end."""
         number, is_new = self._own_chunk(step, chunk)
         sizes = [window.size for window in self.places.problem.windows]
-        pairs = -(-sizes[-1] // 2)
-        outer, pair = T.bind(T.truncdiv(number, pairs)), T.bind(T.truncmod(number, pairs) * 2)
+        together = self.per_chunk // IMAGE_CHANNELS
+        parts = -(-sizes[-1] // together)
+        outer, first = T.bind(T.truncdiv(number, parts)), T.bind(T.truncmod(number, parts) * together)
         taps: list[Expr] = []
         for size in reversed(sizes[:-1]):
             taps.insert(0, T.bind(T.truncmod(outer, size)))
             outer = T.bind(T.truncdiv(outer, size))
-        for half in range(2):
-            exists = is_new
-            last = pair + half
-            if half and sizes[-1] % 2:
+        width = CHUNK_BYTES // together
+        for i in range(together):
+            exists, last = is_new, first + i
+            if sizes[-1] % together > 0 and i >= sizes[-1] % together:
                 inside = last < sizes[-1]
                 exists = T.bind(inside if is_new is None else tirx.all(is_new, inside))
                 last = T.min(last, sizes[-1] - 1)
             moved, bits = self.places.tap_at([*taps, T.bind(last)])
-            width = CHUNK_BYTES // 2
-            self._copy(shared, target + half * width, moved, width, bits, exists)
+            self._copy(shared, target + i * width, moved, width, bits, exists)
 
     def _own_chunk(self, step: Expr, chunk: Expr) -> tuple[Expr, Expr]:
         """The number of the thread's chunk of k, and whether no step before had it; None: none had.

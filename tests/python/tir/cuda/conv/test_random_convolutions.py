@@ -7,6 +7,7 @@ import random
 import pytest
 from tvm.target import Target
 
+import relax_hetero as rh
 from gpu_interpreter import run
 from relax_hetero.encoding.problem import ConvProblem, Window
 from relax_hetero.target.gpu_target import GpuTarget, gpu_target_of
@@ -14,6 +15,7 @@ from relax_hetero.tir.commands.table_kernel import is_one_launch
 from relax_hetero.tir.cuda.conv.convolution import cuda_conv_kernel
 from seeds import fresh_rng
 from tir.cuda.conv.convolutions_on_gpus import assert_near, conv_problem, operands_of
+from tir.cuda.gpu_runs import needs_gpu, run_on_gpu
 from tir.kernel_runs import poisoned
 
 ARCHS = ("sm_90a", "sm_90a", "sm_90a", "sm_80", "sm_70")
@@ -78,4 +80,16 @@ def test_random_convolutions(seed: int) -> None:
     stored, want = operands_of(problem, fresh_rng(), batch)
     got = poisoned(problem.result.layout.packed_shape(want.shape), problem.result.dtype).numpy()
     run(kernel, *stored, got)
+    assert_near(problem, problem.result.layout.unpack(got, want.shape), want)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("seed", range(40))
+def test_on_a_gpu(seed: int) -> None:
+    gpu = gpu_target_of(rh.native("cuda"))
+    problem, batch = drawn(random.Random(1000 + seed), gpu)
+    stored, want = operands_of(problem, fresh_rng(), batch)
+    shape = problem.result.layout.packed_shape(want.shape)
+    got = run_on_gpu(cuda_conv_kernel(problem, gpu), stored, shape, problem.result.dtype)
     assert_near(problem, problem.result.layout.unpack(got, want.shape), want)

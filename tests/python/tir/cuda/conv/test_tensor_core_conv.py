@@ -68,8 +68,9 @@ def test_windows(how):
         {"channels": (1, 24), "extents": (8, 8), "windows": Window(4, 4, 1, 0, 0), "dtype": "bfloat16"},
         {"channels": (4, 64), "extents": (5, 4, 6), "windows": SAME, "tile": (64, 64)},
         {"channels": (3, 24), "extents": (9, 8), "windows": SAME, "dtype": "tfloat32"},
+        {"channels": (3, 24), "extents": (11, 12), "windows": Window(7, 2, 1, 3, 3), "dtype": "uint8"},
     ],
-    ids=["chunks", "1d", "bytes", "image", "patches", "3d image", "tf32 image"],
+    ids=["chunks", "1d", "bytes", "image", "patches", "3d image", "tf32 image", "image of bytes"],
 )
 def test_few_channels(how):
     tile = how.pop("tile", (64, 64))
