@@ -43,6 +43,12 @@ class AttentionPlan:
         Blocks of a cluster that share the keys: 1, 2, 4 or 8.
     together : int
         Heads whose queries are rows of one tile: see `heads.Rows`.
+    holds_queries : bool
+        Whether queries are in registers, not in shared memory, while scores are computed.
+    takes_turns : bool
+        Whether two warpgroups compute softmax by turns.
+    computed : int
+        Of every so many powers of two one is computed by multiply-adds, beside the unit for such functions; 0: none.
     """
 
     consumers: int
@@ -50,6 +56,9 @@ class AttentionPlan:
     stages: int
     split: int = 1
     together: int = 1
+    holds_queries: bool = False
+    takes_turns: bool = False
+    computed: int = 0
 
 
 def choose_plan(problem: AttentionProblem, gpu: GpuTarget) -> AttentionPlan:

@@ -158,9 +158,7 @@ class _Kernel:
             ptx.copy_commit()
             tile.softmax(first)
             tile.pack(self.dtype)
-            with unrolled(self.width // 2) as i:
-                half = tirx.floormod(tirx.floordiv(i, 2), 2)
-                T.buffer_store(self.sums, self.sums[i] * tile.shrink[half], [i])
+            tile.shrink_sums(self.sums, self.width // 2)
             self._values()
         ptx.copy_wait(0)
         tile.add_lanes()
@@ -204,11 +202,11 @@ class _Kernel:
                 chunk = step * 2 + tirx.floormod(tirx.floordiv(lane, 8), 2)
                 self._matrices([right[i] for i in range(4)], self.k, self.k_at, other + pair * 16, chunk, False)
                 for block in range(2):
-                    ptx.mma_sync(
+                    ptx.multiply_fragments(
                         [scores[pair * 8 + block * 4 + i] for i in range(4)],
                         [left[i] for i in range(4)],
                         [right[block * 2 + i] for i in range(2)],
-                        self.dtype,
+                        (self.dtype, self.dtype),
                     )
 
     def _values(self) -> None:
@@ -220,9 +218,9 @@ class _Kernel:
                 chunk = pair * 2 + tirx.floordiv(lane, 16)
                 self._matrices([right[i] for i in range(4)], self.v, self.v_at, own + step * 16, chunk, True)
                 for block in range(2):
-                    ptx.mma_sync(
+                    ptx.multiply_fragments(
                         [self.sums[pair * 8 + block * 4 + i] for i in range(4)],
                         [weights[step * 4 + i] for i in range(4)],
                         [right[block * 2 + i] for i in range(2)],
-                        self.dtype,
+                        (self.dtype, self.dtype),
                     )

@@ -15,7 +15,7 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ....encoding.packed_layout import SWIZZLED_BYTES
+from ....encoding.packed_layout import CHUNK_BYTES, SWIZZLED_BYTES
 from ....encoding.problem import AttentionProblem
 from ....errors import EncodingError
 from ....target.element_types import HALVES
@@ -31,8 +31,10 @@ from .attention_tensors import AttentionTensors, tiles_of, to_int32
 from .row_store import RowStore
 from .score_tile import LOG2_E, ScoreTile, average, averaged
 
-_REGISTERS = {1: (0, 0), 2: (40, 232), 3: (32, 160)}
+_REGISTERS = {1: (0, 0), 2: (40, 232), 3: (56, 152)}
 """Of producers and consumers, by warpgroups of consumers: no more than 65,536 in all."""
+TURNS = 4
+"""The first of two barriers at which warpgroups wait for their turn."""
 _PITCH = 4
 """Floats between the rows of sums that blocks of a cluster put together: rows begin in different banks."""
 
@@ -91,7 +93,7 @@ class _Kernel:
         height = plan.consumers * 64
         is_copied = all(source_of(view, "n")[0] is Source.LINES for view in (tensors.key, tensors.value))
         self.keys = plan.keys if is_copied else ceil_div(plan.keys, WIDTH) * WIDTH
-        self.q = OperandTile.of(tensors.query, "row", height, rows.count, d)
+        self.q = OperandTile.of(tensors.query, "row", height, rows.count, d, may_transpose=not plan.holds_queries)
         self.k = OperandTile.of(tensors.key, "n", self.keys, n, d)
         self.v = OperandTile.of(tensors.value, "n", self.keys, n, e, may_transpose=False)
         self.depth_steps, self.width_steps = ceil_div(d, WIDTH), ceil_div(e, WIDTH)
@@ -99,7 +101,7 @@ class _Kernel:
         self.row_tiles = to_int32(ceil_div(rows.count, height))
         self.is_causal = bool(self.problem.causal)
         is_masked = self.is_causal or plan.split > 1 or not (isinstance(n, int) and n % self.keys == 0)
-        self.tile = ScoreTile(self.problem, tensors.masks, rows, self.keys, is_masked)
+        self.tile = ScoreTile(self.problem, tensors.masks, rows, self.keys, is_masked, plan.computed)
 
     def emit(self) -> None:
         """The launch."""
@@ -230,7 +232,7 @@ class _Kernel:
     def _consume(self) -> None:
         if self.plan.consumers > 1:
             ptx.set_max_registers(_REGISTERS[self.plan.consumers][1], grows=True)
-        tile, count = self.tile, self.count
+        tile, count, plan = self.tile, self.count, self.plan
         self.group = T.bind(self.thread // WARPGROUP - 1)
         self.member = T.bind(self.thread % WARPGROUP)
         self.warp = T.bind(self.member // WARP)
@@ -252,6 +254,10 @@ class _Kernel:
         ptx.matrix_descriptor(self.base[2], self.shared.at(self.v_at), self.keys * SWIZZLED_BYTES // 16)
         tile.load_masks(self._first_key(0))
         ptx.barrier_wait(self.shared.at(self.barriers), 0)
+        self._hold_queries()
+        if plan.takes_turns:
+            with when(self.group == 1):
+                ptx.named_barrier_arrive(TURNS, 2 * WARPGROUP)
         self._scores(0)
         ptx.wgmma_wait(0)
         self._release(1, 0)
@@ -261,8 +267,14 @@ class _Kernel:
             with T.serial(count - 1) as turn:
                 following = T.bind(turn + 1)
                 first = T.bind(self._first_key(following))
+                if plan.takes_turns:
+                    ptx.named_barrier(TURNS + self.group, 2 * WARPGROUP)
                 self._scores(following)
                 self._values(turn)
+                if plan.takes_turns:
+                    # The other's last turn has nobody to follow.
+                    with when(tirx.Or(self.group == 0, turn + 2 < count)):
+                        ptx.named_barrier_arrive(TURNS + 1 - self.group, 2 * WARPGROUP)
                 tile.load_masks(first)
                 ptx.wgmma_wait(1)
                 self._release(1, following)
@@ -270,9 +282,7 @@ class _Kernel:
                 ptx.wgmma_wait(0)
                 self._release(3, turn)
                 tile.pack(self.dtype)
-                with unrolled(self.width // 2) as i:
-                    half = tirx.floormod(tirx.floordiv(i, 2), 2)
-                    T.buffer_store(self.sums, self.sums[i] * tile.shrink[half], [i])
+                tile.shrink_sums(self.sums, self.width // 2)
         self._values(count - 1 if isinstance(count, int) else T.bind(count - 1))
         ptx.wgmma_wait(0)
         tile.add_lanes()
@@ -287,6 +297,19 @@ class _Kernel:
             return self.end
         return T.min(self.end, self.tensors.rows.query(row) + (1 + self.tensors.ahead))
 
+    def _hold_queries(self) -> None:
+        """Queries as left operands in registers."""
+        if not self.plan.holds_queries:
+            return
+        ptx.async_proxy_fence()
+        lane, steps = self.tile.lane, ceil_div(int(self.tensors.sizes["d"]), 16)
+        self.held = local(4 * steps, "uint32")
+        row = T.bind(self.group * 64 + self.warp * 16 + tirx.floormod(lane, 16))
+        for i in range(steps):
+            chunk = T.bitwise_xor(i % 4 * 2 + tirx.floordiv(lane, 16), tirx.floormod(row, 8)) * CHUNK_BYTES
+            address = self.q_at + i // 4 * self.q.size + row * SWIZZLED_BYTES + chunk
+            ptx.load_matrices([self.held[4 * i + r] for r in range(4)], self.shared.at(address))
+
     def _scores(self, turn: Expr) -> None:
         """Issue the scores of a tile."""
         stage, parity = self._stage(turn)
@@ -297,6 +320,16 @@ class _Kernel:
         ptx.wgmma_fence()
         for i in range(ceil_div(int(self.tensors.sizes["d"]), 16)):
             step, part = divmod(i, WIDTH // 16)
+            if self.plan.holds_queries:
+                ptx.wgmma_of_registers(
+                    [self.tile.scores[r] for r in range(self.keys // 2)],
+                    [self.held[4 * i + r] for r in range(4)],
+                    keys + T.uint64(step * self.k.size // 16 + part * self.k.advance),
+                    (self.dtype, self.dtype),
+                    T.uint32(1 if i else 0),
+                    self.k.is_transposed,
+                )
+                continue
             ptx.wgmma(
                 [self.tile.scores[r] for r in range(self.keys // 2)],
                 self.base[0] + T.uint64(step * self.q.size // 16 + part * self.q.advance),

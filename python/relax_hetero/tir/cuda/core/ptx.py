@@ -63,6 +63,11 @@ def named_barrier(number: Expr, threads: int) -> None:
     T.evaluate(_PTX["barrier.cta.sync.aligned"](_u32(number), T.uint32(threads)))
 
 
+def named_barrier_arrive(number: Expr, threads: int) -> None:
+    """One arrival of each thread at a `named_barrier` that others wait at; this thread goes on."""
+    T.evaluate(_PTX["barrier.cta.arrive.aligned"](_u32(number), T.uint32(threads)))
+
+
 def warpgroup_barrier(number: Expr) -> None:
     """The 128 threads of a warpgroup wait for each other at barrier `number` (1 to 15)."""
     T.evaluate(_CUDA.warpgroup_sync(number))
@@ -109,7 +114,7 @@ def barrier_arrive_after_copies(barrier: Expr) -> None:
 
 def barrier_arrive_remote(address: Expr) -> None:
     """One arrival at the barrier of another block of the cluster, found by `remote_address`."""
-    _emit("mbarrier.arrive.release.cluster.shared::cluster.b64", address)
+    _emit("mbarrier.arrive.shared::cluster.b64", address)
 
 
 def barrier_wait(barrier: Expr, parity: Expr) -> None:
@@ -225,6 +230,11 @@ def load_matrices(registers: Sequence[Expr], address: Expr, transposed: bool = F
 def power_of_two(register: Expr, value: Expr) -> None:
     """``2 ** value`` of a float32, within 2 units in the last place; 0 of -inf, and of results below 2 ** -126."""
     _emit("ex2.approx.ftz.f32", register, value)
+
+
+def maximum_or_nan(register: Expr, a: Expr, b: Expr) -> None:
+    """The greater of two float32; NaN where one is NaN."""
+    _emit("max.NaN.f32", register, a, b)
 
 
 def pack_pair(register: Expr, low: Expr, high: Expr, dtype: str) -> None:
@@ -407,8 +417,17 @@ def wait_for_launches_before() -> None:
 
 def is_wait_for_launches(statement: tirx.Stmt) -> bool:
     """Whether a statement is that of `wait_for_launches_before`."""
+    return _is_evaluated(statement, "griddepcontrol.wait")
+
+
+def is_let_next_begin(statement: tirx.Stmt) -> bool:
+    """Whether a statement is that of `let_next_launch_begin`."""
+    return _is_evaluated(statement, "griddepcontrol.launch_dependents")
+
+
+def _is_evaluated(statement: tirx.Stmt, instruction: str) -> bool:
     is_known = isinstance(statement, tirx.Evaluate)
-    return is_known and tvm_ffi.structural_equal(statement.value, _PTX["griddepcontrol.wait"]())
+    return is_known and tvm_ffi.structural_equal(statement.value, _PTX[instruction]())
 
 
 def waiting_statements() -> list[tirx.Stmt]:
@@ -417,7 +436,7 @@ def waiting_statements() -> list[tirx.Stmt]:
 
 
 def let_next_launch_begin() -> None:
-    """The launch after this one may begin, up to its `wait_for_launches_before`."""
+    """The launch after this one may begin, up to its `wait_for_launches_before`, once all blocks of this one say so."""
     _emit("griddepcontrol.launch_dependents")
 
 

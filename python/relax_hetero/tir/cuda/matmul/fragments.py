@@ -73,6 +73,13 @@ class FragmentStore:
         self._acc_dtype = acc_dtype
         self._rows: EpilogueWriter | None = None
         self._held: dict[int, Any] = {}
+        self._has_all = False
+
+    def is_cut_into(self, rows: int, columns: int) -> None:
+        """Say that the kernel's blocks store tiles of this size: where no tile crosses an edge, nothing is compared."""
+        self._has_all = all(
+            isinstance(size, int) and size % tile == 0 for size, tile in ((self._m, rows), (self._n, columns))
+        )
 
     def open(self, result: GpuOperand, m: Expr, n: Expr, in_rows: bool) -> None:
         """Declare the elements of operands and result; in the body of the function, before the launch.
@@ -348,10 +355,10 @@ class FragmentStore:
             at_row = T.bind(first[0] + T.Cast("int64", row))
             at_column = T.bind(first[1] + T.Cast("int64", skip + chunk * (width // self._element)))
             source = begin + row * staging.pitch + chunk * width
-            conditions = [at_row < self._m, at_column < self._n]
+            conditions = [] if self._has_all else [at_row < self._m, at_column < self._n]
             if WARP_ROWS * per_row % 32:
                 conditions.append(number < WARP_ROWS * per_row)
-            with when(tirx.all(*conditions)):
+            with when(tirx.all(*conditions) if conditions else True):
                 taken = [registers[w] for w in range(words)]
                 for w in range(0, words, 4):
                     # At most 16 bytes in one load.

@@ -63,7 +63,7 @@ class LeftTile(Protocol):
     """What a product asks of its left operand: an `OperandTile`, or the tile of an implicit product."""
 
     @property
-    def view(self) -> GlobalView:
+    def view(self) -> TileView:
         """The operand."""
 
     @property

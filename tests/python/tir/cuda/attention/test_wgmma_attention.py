@@ -64,6 +64,10 @@ CASES = {
         half(1, 4, 1, 5, 64, 32, 32, mask=mask(1, 4, 5, 64), scores=CHOSEN, causal="bottom_right"),
         None,
     ),
+    "by turns": (
+        half(1, 1, 1, 140, 260, 64, 64, causal="bottom_right"),
+        AttentionPlan(2, 64, 2, holds_queries=True, takes_turns=True, computed=4),
+    ),
     "shared keys": (half(1, 4, 2, 3, 300, 64, 64, causal="bottom_right"), AttentionPlan(1, 64, 2, 4, 2)),
     "shared keys, not aligned": (half(1, 1, 1, 9, 130, 32, 30), AttentionPlan(1, 32, 2, 2)),
     "blocks without keys": (
