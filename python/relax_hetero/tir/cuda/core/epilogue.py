@@ -110,6 +110,11 @@ class EpilogueWriter:
             self.load(held, 0, at, width, along)
             self.store(sums, held, 0, at, along)
 
+    def reads_in_vectors(self, width: int, along: str) -> bool:
+        """Whether it reads an operand as large as the result, and `width` neighbours are a vector of the result."""
+        is_large = any({"m", "n"} <= set(view.index_map) for view in self._read)
+        return is_large and width > 1 and self.result.vector(along) % width == 0
+
     def registers(self, count: int) -> list[Any]:
         """Memory of a thread for so many elements of each operand."""
         return [T.alloc_buffer((count,), view.dtype, scope="local") for view in self._read]
