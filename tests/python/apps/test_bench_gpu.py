@@ -96,7 +96,7 @@ def test_newer_networks_are_right_on_the_cpu():
 
 
 def test_models_for_a_batch():
-    """Shapes that reshape, weights that are concatenated, and outputs follow; each image has the result it had alone."""
+    """Shapes that reshape, weights that are concatenated, and outputs follow; images keep their results."""
     import onnxruntime
     from model_zoo import random_arrays
     from model_zoo.batches import with_batch

@@ -352,3 +352,31 @@ def test_operands_of_norms_are_stored_rounded_in_float16_on_gpus_if_nothing_else
 
     assert norms("float16") == ["a_float32", "c"], "c goes on to another layer"
     assert norms("bfloat16") == ["a", "c"]
+
+
+def test_of_two_products_that_are_added_the_first_is_stored_rounded_in_float16_on_gpus():
+    @I.ir_module
+    class Shortcut:
+        I.module_global_infos({"vdevice": [I.vdevice(GPU), I.vdevice(CPU)]})
+
+        @R.function
+        def main(x: R.Tensor((8, 16), "float32", "cuda:0"), w: R.Tensor((16, 16), "float32", "cuda:0")):
+            with R.dataflow():
+                a = R.add(R.matmul(x, w), R.const(1.0))
+                b = R.add(R.matmul(x, w), R.const(2.0))
+                c = R.nn.relu(R.add(a, b))
+                y = R.matmul(c, w)
+                R.output(y)
+            return y
+
+    def added(dtype):
+        mod = ToMixedPrecision(dtype)(relax.transform.Normalize()(Shortcut))
+        (found,) = [
+            [arg.name for arg in b.value.args]
+            for b in walk_bindings(mod["main"])
+            if op_name(b.value) == "relax.add" and all(isinstance(arg, relax.Var) for arg in b.value.args)
+        ]
+        return found
+
+    assert added("float16") == ["a_float32", "b"]
+    assert added("bfloat16") == ["a", "b"]
