@@ -11,6 +11,7 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
+from gpu_interpreter.models import InterpretedModel
 from relax_hetero.transform import ToMixedPrecision
 from relax_hetero.transform.ir.module_attrs import TF32_KEPT
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
@@ -313,6 +314,17 @@ def test_each_device_has_its_own_precision():
     (transfer,) = [b.value for b in walk_bindings(both["main"]) if op_name(b.value) == "relax.to_vdevice"]
     assert str(transfer.ty.dtype) == "bfloat16"
     assert to_mixed_precision(both, "bfloat16", devices=["llvm:0"]).same_as(both)
+
+
+def test_numbers_of_a_module_whose_devices_differ_in_precision():
+    rng = fresh_rng()
+    x, w0, w1, w2 = (rng.standard_normal(shape).astype("float32") / 4 for shape in ((8, 16), *[(16, 16)] * 3))
+    g = np.ones(16, "float32")
+    mod = relax.transform.Normalize()(PostNorm)
+    low = ToMixedPrecision("bfloat16", devices="llvm:0")(ToMixedPrecision("float16", devices="cuda:0")(mod))
+    a = x @ w0
+    b = a / np.sqrt((a * a).mean(-1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(InterpretedModel(low)(x, w0, w1, w2, g), (b @ w1 + b) @ w2, rtol=0, atol=2e-2)
 
 
 def test_devices_for_tfloat32_keep_the_products_of_others():
