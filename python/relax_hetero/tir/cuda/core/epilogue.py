@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -59,6 +60,28 @@ class EpilogueWriter:
         """The parameters, in order."""
         return [*([self.init] if self.init else []), *self.views, self.result]
 
+    def registers(self, turns: int, width: int, along: str = "n") -> list[Any]:
+        """Registers for what the operands have beside `width` neighbours of the result, `turns` times; see `load`."""
+        sizes = [turns * (width if view.runs_along(along) else 1) for view in self._read]
+        return [
+            T.alloc_buffer((size,), view.dtype, scope="local") for size, view in zip(sizes, self._read, strict=True)
+        ]
+
+    def load(self, held: Sequence[Any], turn: Expr, at: Coordinates, width: int, along: str = "n") -> None:
+        """Read what the operands have beside neighbours of the result, for `write` of the same turn.
+
+        Loads of several turns are on their way together; those of `write` itself follow each other.
+        """
+        for view, registers in zip(self._read, held, strict=True):
+            if not view.runs_along(along):
+                T.buffer_store(registers, _one(view, at), [turn])
+            elif view.vector(along) % width:
+                for i in range(width):
+                    T.buffer_store(registers, _one(view, {**at, along: at[along] + i}), [turn * width + i])
+            else:
+                values = view.data[lane_indices(view.address(at), width)]
+                T.buffer_store(registers, values, [lane_indices(tirx.const(0, "int32") + turn * width, width)])
+
     def write(
         self,
         sums: Sequence[Callable[[], Expr]],
@@ -66,6 +89,7 @@ class EpilogueWriter:
         along: str = "n",
         exists: Sequence[Expr | None] = (),
         end: Expr | None = None,
+        held: tuple[Sequence[Any], Expr] | None = None,
     ) -> None:
         """Store neighbouring elements.
 
@@ -81,15 +105,24 @@ class EpilogueWriter:
             Conditions on the other coordinates; nothing is read or written where one does not hold.
         end : PrimExpr, optional
             Elements from here on do not exist; None: all do.
+        held : tuple, optional
+            Registers that `load` has filled, and the turn.
         """
         with ExitStack() as stack:
             for condition in exists:
                 if condition is not None:
                     stack.enter_context(T.If(condition))
                     stack.enter_context(T.Then())
-            self._write(sums, at, along, end)
+            self._write(sums, at, along, end, held)
 
-    def _write(self, sums: Sequence[Callable[[], Expr]], at: Coordinates, along: str, end: Expr | None) -> None:
+    def _write(
+        self,
+        sums: Sequence[Callable[[], Expr]],
+        at: Coordinates,
+        along: str,
+        end: Expr | None,
+        held: tuple[Sequence[Any], Expr] | None,
+    ) -> None:
         width = len(sums)
         if width == 1 or self.result.vector(along) % width:
             for i, read in enumerate(sums):
@@ -98,20 +131,33 @@ class EpilogueWriter:
                     if end is not None:
                         stack.enter_context(T.If(place[along] < end))
                         stack.enter_context(T.Then())
-                    value = self._value(read(), [_one(view, place) for view in self._read])
+                    beside = [_one(view, place) for view in self._read]
+                    if held is not None:
+                        beside = [values[i] for values in self._held(held, along, width)]
+                    value = self._value(read(), beside)
                     T.buffer_store(self.result.data, self.result.bits(value), [self.result.address(place)])
             return
         with ExitStack() as stack:
             if end is not None:  # a multiple of the width, since the result's extent is
                 stack.enter_context(T.If(at[along] < end))
                 stack.enter_context(T.Then())
-            loaded = [_neighbours(view, at, along, width) for view in self._read]
+            if held is None:
+                loaded = [_neighbours(view, at, along, width) for view in self._read]
+            else:
+                loaded = self._held(held, along, width)
             out = T.alloc_buffer((width,), self.result.dtype, scope="local")
             for i, read in enumerate(sums):
                 value = self._value(read(), [values[i] for values in loaded])
                 T.buffer_store(out, self.result.bits(value), [tirx.const(i, "int32")])
             start = lane_indices(self.result.address(at), width)
             T.buffer_store(self.result.data, out[lane_indices(tirx.const(0, "int32"), width)], [start])
+
+    def _held(self, held: tuple[Sequence[Any], Expr], along: str, width: int) -> list[list[Expr]]:
+        registers, turn = held
+        return [
+            [one[turn * width + i] for i in range(width)] if view.runs_along(along) else [one[turn]] * width
+            for view, one in zip(self._read, registers, strict=True)
+        ]
 
     @property
     def _read(self) -> list[GpuOperand]:

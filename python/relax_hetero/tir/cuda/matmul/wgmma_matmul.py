@@ -295,7 +295,7 @@ class _Kernel:
             begin = row + T.Cast("int64", warp * 16)
             # With k split, this block's columns of the tile.
             own = column if self.tiling.split == 1 else column + T.Cast("int64", self.rank * part)
-            self.store.fetch(part, at, own, lane)
+            self.store.fetch(part, staging, at, (begin, own), lane)
 
             def step(number: Expr, _: Expr, stage: Expr, parity: Expr) -> None:
                 ptx.barrier_wait(self._full(stage), parity)
