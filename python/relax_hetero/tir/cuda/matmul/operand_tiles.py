@@ -151,7 +151,6 @@ class OperandTile:
         place: tuple[Expr, Expr],
         step: Expr,
         barrier: Expr,
-        share: int = 1,
     ) -> None:
         """Issue one bulk copy, by one thread.
 
@@ -159,8 +158,6 @@ class OperandTile:
         ----------
         place : tuple of PrimExpr
             First row of the tile, and the number of the packed tile in it.
-        share : int
-            Blocks of the cluster that get it.
         """
         first, block = place
         skipped = block * PACKED_ROWS
@@ -168,7 +165,7 @@ class OperandTile:
         k = T.Cast("int64", step) * self.step
         source = T.address_of(self.view.data[self.view.address({**at, self.side: row, "k": k})])
         size = PACKED_ROWS * SWIZZLED_BYTES
-        ptx.bulk_load(shared.at(offset + block * size), source, size, barrier, share)
+        ptx.bulk_load(shared.at(offset + block * size), source, size, barrier)
 
     def load_packed(
         self, shared: SharedMemory, offset: Expr, at: Coordinates, first: Expr, step: Expr, thread: Expr
