@@ -183,8 +183,9 @@ class _Kernel:
             at, row, column = self._place(T.bind(tile))
             # Not simply bound: TVM would write these divisions out wherever the place is used, in each step of k.
             at = {name: opaque(value) for name, value in at.items()}
-            first = [opaque(T.Cast("int64", row * tiling.rows)), opaque(T.Cast("int64", column * tiling.columns))]
-            body(turn, at, *first)
+            row, column = opaque(T.Cast("int64", row)), opaque(T.Cast("int64", column))
+            # A product with the tile's size, so that accesses are known to be aligned.
+            body(turn, at, row * tiling.rows, column * tiling.columns)
 
     def _place(self, tile: Expr) -> tuple[Coordinates, Expr, Expr]:
         """Batch, row and column of a tile: a group of rows goes over all columns, its rows one after the other."""

@@ -50,7 +50,7 @@ STORED = 16
 EXCHANGE_CYCLES = 400
 """Of the barriers of a cluster, for each doubling of its blocks."""
 EXCHANGED = 10
-"""Bytes of a tile's sums that blocks exchange in a cycle."""
+"""Bytes of a tile's sums that blocks exchange in a cycle, of 64 columns: threads of wider tiles have more, in turn."""
 MOST_SPLIT_COLUMNS = 128
 """Of a tile whose k is split: 256x4096x4096 took 1.6 times as long as cuBLAS in two parts of tiles of 64x256."""
 
@@ -139,7 +139,7 @@ def cycles(tile: tuple[int, int], split: int, tiles: int, steps: int, slowness: 
     rows, columns = tile
     each = ceil_div(steps, split) * STEP_CYCLES[tile] * slowness + rows * columns / split / STORED
     if split > 1:
-        each += EXCHANGE_CYCLES * (split.bit_length() - 1) + rows * columns * 4 / EXCHANGED
+        each += EXCHANGE_CYCLES * (split.bit_length() - 1) + rows * columns * 4 / EXCHANGED * columns / 64
     return START_CYCLES + ceil_div(tiles * split, RUNNING[split]) * each
 
 
