@@ -242,7 +242,7 @@ class TiledProduct:
         left, right, writer, width = self.left, self.right, self.writer, self.plan.group
         most = max(1, _MOST_READ // width) if writer.reads_in_vectors(width, right.along) else 1
         together = next(each for each in range(min(count, most), 0, -1) if count % each == 0)
-        held = writer.registers(together * width) if together > 1 else []
+        held = writer.registers(together, width, right.along) if together > 1 else []
         end = None if divides(right.extent, right.size) else right.extent
         with unrolled(count // together) as part:
             groups = [group_of(part * together + i) for i in range(together)]
@@ -257,10 +257,10 @@ class TiledProduct:
                 return
             for i, (place, row) in enumerate(zip(places, rows, strict=True)):
                 with self._existing(place, row, end):
-                    writer.load(held, i * width, place, width, right.along)
+                    writer.load(held, tirx.const(i, "int32"), place, width, right.along)
             for i, (place, row) in enumerate(zip(places, rows, strict=True)):
                 with self._existing(place, row, end):
-                    writer.store(sums[i], held, i * width, place, right.along)
+                    writer.write(sums[i], place, right.along, held=(held, tirx.const(i, "int32")))
 
     @contextmanager
     def _existing(self, place: Coordinates, row: Expr | None, end: Expr | None) -> Iterator[None]:
