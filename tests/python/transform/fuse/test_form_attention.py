@@ -165,6 +165,29 @@ def test_reasons_are_told():
     assert "found element types ['float16', 'float16', 'float16', 'float16', 'float16']" in entry.reason
 
 
+@pytest.mark.parametrize(
+    ("dtype", "arch"), [("float16", "sm_90a"), ("bfloat16", "sm_80"), ("float32", "sm_90a"), ("float16", "sm_60")]
+)
+def test_gpus_form_what_their_tensor_cores_multiply(dtype: str, arch: str):
+    builder = relax.BlockBuilder()
+    params = [relax.Var(name, relax.TensorType((2, 5, 8), dtype)) for name in "qkv"]
+    with builder.function("main", params):
+        with builder.dataflow():
+            transposed = builder.emit(relax.op.permute_dims(params[1], [0, 2, 1]))
+            scores = builder.emit(relax.op.matmul(params[0], transposed, out_dtype="float32"))
+            powers = builder.emit(relax.op.astype(relax.op.nn.softmax(scores, -1), dtype))
+            summed = builder.emit(relax.op.matmul(powers, params[2], out_dtype="float32"))
+            out = builder.emit_output(relax.op.astype(summed, dtype))
+        builder.emit_func_output(out)
+    with collect_fusions() as found:
+        formed = FormAttention()(placed(builder.get(), {"kind": "cuda", "arch": arch}))
+    is_formed = dtype != "float32" and arch != "sm_60"
+    assert (ATTENTION in names(formed)) == is_formed
+    if arch == "sm_90a" and not is_formed:
+        (entry,) = found.declined
+        assert "found float32, expected one of ['bfloat16', 'float16'], which its device has in one" in entry.reason
+
+
 def test_symbolic_sizes():
     @I.ir_module
     class Before:

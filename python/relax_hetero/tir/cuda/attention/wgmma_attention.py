@@ -31,7 +31,7 @@ from .attention_tensors import AttentionTensors, tiles_of, to_int32
 from .row_store import RowStore
 from .score_tile import LOG2_E, ScoreTile, average, averaged
 
-_REGISTERS = {1: (0, 0), 2: (40, 232), 3: (56, 152)}
+_REGISTERS = {1: (0, 0), 2: (40, 232), 3: (32, 160)}
 """Of producers and consumers, by warpgroups of consumers: no more than 65,536 in all."""
 TURNS = 4
 """The first of two barriers at which warpgroups wait for their turn."""

@@ -27,6 +27,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_against_float64(name):
     check(CASES[name], lambda problem: mma_attention_kernel(problem, GPU), fresh_rng(), "sm_80")

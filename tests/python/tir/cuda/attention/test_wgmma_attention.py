@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 from tvm.target import Target
 
+from cuda_reports import reports_of
+from relax_hetero.errors import EncodingError
 from relax_hetero.target.gpu_target import gpu_target_of
-from relax_hetero.tir.cuda.attention.attention_plan import AttentionPlan
+from relax_hetero.tir.cuda.attention.attention_plan import AttentionPlan, choose_plan
 from relax_hetero.tir.cuda.attention.wgmma_attention import wgmma_attention_kernel
 from seeds import fresh_rng
-from tir.attention_runs import case
+from tir.attention_runs import case, problem_of
 from tir.cuda.attention.attention_on_gpus import check
 
 TARGET = Target({"kind": "cuda", "arch": "sm_90a"})
@@ -82,7 +84,47 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CASES)
 def test_against_float64(name):
     one, plan = CASES[name]
     check(one, lambda problem: wgmma_attention_kernel(problem, GPU, plan), fresh_rng())
+
+
+def test_misfits_are_named():
+    for problem, gpu, reason in (
+        (half(1, 1, 1, 8, 8, 8, 8), gpu_target_of(Target({"kind": "cuda", "arch": "sm_80"})), "sm_80 has no wgmma"),
+        (case(1, 1, 1, 8, 8, 8, 8), GPU, "element types .'float32'., expected one of"),
+        (half(1, 1, 1, 8, 8, 264, 8), GPU, "heads of 264 and 8, expected at most 256"),
+    ):
+        with pytest.raises(EncodingError, match=reason):
+            wgmma_attention_kernel(problem_of(problem), gpu)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "one",
+    [
+        half(1, 64, 64, 4096, 4096, 128, 128, maps=BY_HEADS),
+        half(1, 64, 64, 4096, 4096, 64, 64, maps=BY_HEADS, causal="top_left"),
+        half(1, 32, 32, 8, 8192, 128, 128, maps=BY_HEADS),
+        half(1, 8, 8, 2048, 2048, 256, 256, maps=BY_HEADS),
+        half(16, 12, 12, 512, 512, 64, 64, mask=np.zeros((16, 1, 1, 512), "float32"), scores=ADDED),
+    ],
+)
+def test_registers_suffice_and_tensor_cores_do_not_wait(one):
+    (report,) = reports_of(wgmma_attention_kernel(problem_of(one), GPU), TARGET)
+    assert report.serialized == ""
+    assert report.spill_stores == report.stack == 0
+
+
+def test_plans_keep_the_gpu_busy():
+    def plan(*sizes, **options):
+        return choose_plan(problem_of(half(*sizes, maps=BY_HEADS, **options)), GPU)
+
+    assert plan(1, 64, 64, 4096, 4096, 128, 128).consumers == 2
+    assert plan(1, 12, 12, 128, 128, 64, 64).consumers == 1  # more blocks
+    assert plan(1, 6, 6, 197, 197, 64, 64).keys == 112  # two tiles of about as many
+    few = plan(1, 32, 32, 8, 8192, 128, 128)
+    assert few.split > 1 and few.together == 1
+    assert plan(1, 32, 8, 8, 8192, 128, 128).together == 4
