@@ -107,13 +107,14 @@ def _submit(
 
 def _graph_for(words: Any, parameters: Sequence[Expr], layout: Layout) -> Expr:
     """The graph that was recorded for the parameters, 0 where there is none."""
-    found: Expr = _word(0)  # no buffer of its own: TVM would take memory of the GPU, where the host cannot write
+    # In no buffer: memory that a function with a GPU's target allocates is the GPU's.
+    graph: Expr = _word(0)
     for way in range(WAYS):
         entry = layout.ways + way * layout.way
         alike = [tirx.EQ(words[_word(entry + 1 + number)], value) for number, value in enumerate(parameters)]
-        is_meant = alike[0] if len(alike) == 1 else tirx.all(*alike)
-        found = T.bind(tirx.Select(is_meant, words[_word(entry)], found))
-    return found
+        is_found = alike[0] if len(alike) == 1 else tirx.all(*alike)
+        graph = T.bind(tirx.Select(is_found, words[_word(entry)], graph))
+    return graph
 
 
 def record_function(

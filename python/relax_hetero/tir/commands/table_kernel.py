@@ -30,7 +30,7 @@ import tvm
 from tvm import s_tir, tirx
 from tvm_ffi import structural_map, structural_walk
 
-from ..cuda.core.ptx import is_wait_for_launches
+from ..cuda.core.ptx import is_let_next_begin, is_wait_for_launches
 
 MOST_ENTRIES = 4096
 """Of a table; its extent in the code, which nothing checks."""
@@ -47,16 +47,25 @@ def is_one_launch(kernel: tirx.PrimFunc) -> bool:
 
 
 def waits_before_use(raw: tirx.PrimFunc, entries: Collection[int]) -> bool:
-    """Whether a raw kernel of one launch waits for the launches before it, and uses these tensors behind that only."""
+    """Whether a raw kernel of one launch waits for the launches before it, and uses these tensors behind that only.
+
+    It has to wait, and to let the next launch begin, in statements of the block that no other ones are around.
+    """
     nest = nest_of(raw)
     assert nest is not None, "a kernel of one launch is expected"
     found: list[tirx.SeqStmt] = []
 
+    others: list[tirx.Evaluate] = []
+
     def on_sequence(sequence: tirx.SeqStmt) -> None:
-        found.extend([sequence] * any(is_wait_for_launches(statement) for statement in sequence))
+        found.extend([sequence] * _waits(sequence))
+
+    def on_statement(statement: tirx.Evaluate) -> None:
+        others.extend([statement] * is_let_next_begin(statement))
 
     structural_walk(nest, (tirx.SeqStmt, on_sequence))
-    if len(found) != 1:
+    structural_walk(nest, (tirx.Evaluate, on_statement))
+    if len(found) != 1 or len(others) != sum(is_let_next_begin(statement) for statement in found[0]):
         return False
 
     def on_found(sequence: tirx.SeqStmt) -> tirx.Stmt:
@@ -75,7 +84,8 @@ def table_kernel(raw: tirx.PrimFunc, entries: Collection[int], behind_wait: bool
     entries : collection of int
         Which of its tensor parameters.
     behind_wait : bool
-        Whether it reads the table when it has waited for the launches before it; `waits_before_use` must hold.
+        Whether it reads the table, and lets the next launch begin, when it has waited for the launches before it;
+        `waits_before_use` must hold.
 
     Returns
     -------
@@ -158,8 +168,12 @@ def _with_table(
         return tirx.Evaluate(0)
 
     def on_sequence(sequence: tirx.SeqStmt) -> tirx.SeqStmt:
+        if not _waits(sequence):
+            return sequence
         first, then = _up_to_wait(sequence)
-        return tirx.SeqStmt([*first, *inside, *then]) if then else sequence
+        moved = [statement for statement in first if is_let_next_begin(statement)]
+        kept = [statement for statement in first if not is_let_next_begin(statement)]
+        return tirx.SeqStmt([*kept, *inside, *moved, *then])
 
     def on_loop(loop: tirx.For) -> tirx.For:
         if not loop.loop_var.same_as(nest.loop_var):
@@ -193,6 +207,10 @@ def _in_table(raw: tirx.PrimFunc, entries: Collection[int]) -> set[Any]:
         if _used(declaration.data) & found:
             found.add(declaration.buffer)
     return found
+
+
+def _waits(sequence: tirx.SeqStmt) -> bool:
+    return any(is_wait_for_launches(statement) for statement in sequence)
 
 
 def _up_to_wait(sequence: tirx.SeqStmt) -> tuple[list[tirx.Stmt], list[tirx.Stmt]]:

@@ -155,7 +155,16 @@ class LowPrecisionValues:
         """Whether a norm may have its operand rounded, on a GPU: nothing else reads that."""
         if self._dtype not in ROUNDED_ON_GPUS or not isinstance(operand, relax.Var) or not self._where.is_gpu(operand):
             return False
-        return operand in self._definitions and self._readers[operand] == 1 and operand not in self.ends
+        return self._readers[operand] == 1 and operand not in self.ends and self._is_behind_product(operand)
+
+    def _is_behind_product(self, var: relax.Expr) -> bool:
+        """Whether a value is what the kernel of a product stores: other elementwise work is done where it is read."""
+        value = self._definitions.get(var)
+        if value is None or var in self.products:
+            return value is not None
+        if self._readers[var] > 1 or not (op_name(value) in MOVING or to_expression(value) is not None):
+            return False
+        return any(self._is_behind_product(arg) for arg in value.args if isinstance(arg, relax.Var))
 
     def _follow(self, binding: relax.Binding) -> None:
         """Forward: what is moved of values that all are carried is carried, unless something ends with it."""

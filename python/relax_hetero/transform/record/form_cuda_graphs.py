@@ -201,14 +201,16 @@ class _Writer:
     def _early(self, launch: Launch, command: Dispatch, is_behind_table: bool) -> Launch:
         """A launch that begins while the one before it ends, and waits for that at the latest before it needs it.
 
-        Kernels read addresses in the table as soon as they begin, but for the one behind the kernel that writes it.
+        Kernels read addresses in the table as soon as they begin, but for the one behind the kernel that writes it,
+        which lets the next one begin when it has waited for that.
         """
         kernel, entries = self._kernels[command.kernel], _entries(command)
         raw = self.functions[kernel]
         reads = raw.attrs.get(READS_EARLY)
         waits_itself = reads is not None and all(command.operands[int(i)].space == DIRECT for i in reads)
-        if waits_itself and is_behind_table and entries:
-            waits_itself = waits_before_use(raw, entries)
+        if waits_itself and is_behind_table:
+            # The launch behind this one may begin at once otherwise, and reads the table.
+            waits_itself = bool(entries) and waits_before_use(raw, entries)
             if waits_itself:
                 behind = (kernel.name_hint, entries, "behind wait")
                 launch = replace(

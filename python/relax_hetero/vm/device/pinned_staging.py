@@ -3,11 +3,12 @@
 The driver copies such memory through pinned buffers of its own, on one thread, which is a fifth of what the link could
 do. Here several threads copy parts of a tensor to or from pinned buffers, while the GPU copies other parts::
 
-    host memory --stores past the caches, each thread--> two buffers a thread --DMA, on one stream--> device memory
+    host memory --memcpy, each thread--> two buffers a thread --DMA, a stream a thread--> device memory
 
-The loop over the parts is code that executables bring along (`driver.link.staging_text`): no thread waits for Python's
-lock in it. Until a machine has loaded some, copies are the driver's. The first parts of a tensor that goes to the GPU
-are small, so that the link starts early; of one that comes, the last.
+On one stream the GPU rests for microseconds between two copies. The loop over the parts is code that executables bring
+along (`driver.link.staging_text`): no thread waits for Python's lock in it. Until a machine has loaded some, copies are
+the driver's. The first parts of a tensor that goes to the GPU are small, so that the link starts early; of one that
+comes, the last.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from .cuda_streams import Event, Stream
 STAGED_BYTES = 32 << 20
 """Smaller copies are left to the driver, which is as fast until then."""
 
-PART_BYTES = 1 << 20
+PART_BYTES = 2 << 20
 """Smaller parts keep the driver busy with starting copies; of larger ones fewer are under way at once."""
 
-FIRST_PART_BYTES = 128 << 10
+FIRST_PART_BYTES = 256 << 10
 """Bytes of the parts that are copied while the link, or the host, has nothing to do yet."""
 
 THREADS = 8
@@ -54,9 +55,9 @@ Part: TypeAlias = tuple[int, int]
 
 
 Loop: TypeAlias = Callable[[int, int], int]
-"""The code's loop over parts, by the addresses of a `Job` and of a thread's `_Buffer`s."""
+"""The code's loop over parts, by the addresses of a `Job` and of a thread's `_Buffer` entries."""
 
-_FUNCTIONS = ("cuCtxSetCurrent", "cuEventSynchronize", "cuEventRecord")
+_FUNCTIONS = ("cuCtxSetCurrent", "cuEventSynchronize", "cuEventRecord", "cuStreamWaitEvent")
 
 
 class Job(ctypes.Structure):
@@ -71,6 +72,7 @@ class Job(ctypes.Structure):
         ("to_host", ctypes.c_int64),
         ("buffers", ctypes.c_int64),
         ("stream", ctypes.c_void_p),
+        ("begin", ctypes.c_void_p),  # an event of the stream
         ("context", ctypes.c_void_p),
         *((name, ctypes.c_void_p) for name in _FUNCTIONS),
         ("copy", ctypes.c_void_p),
@@ -80,7 +82,10 @@ class Job(ctypes.Structure):
 
 
 class _Buffer(ctypes.Structure):
-    """Pinned memory, the event after the GPU's last copy from or to it, and the part that arrives in it."""
+    """Pinned memory, the event after the GPU's last copy from or to it, and the part that arrives in it.
+
+    Before the buffers of a thread stands an entry with its stream and an event of that.
+    """
 
     _fields_ = [
         ("address", ctypes.c_void_p),
@@ -90,14 +95,17 @@ class _Buffer(ctypes.Structure):
     ]
 
 
-class _Buffers:
-    """The buffers of a thread."""
+class _Lane:
+    """The stream and the buffers of a thread."""
 
     def __init__(self, library: CudaLibrary, gpu: int, nbytes: int) -> None:
-        self._kept = [(PinnedBlock(library, gpu, nbytes), Event(library, gpu)) for _ in range(_BUFFERS)]
-        places = [_Buffer(block.address, event.handle, 0, 0) for block, event in self._kept]
-        self._places = (_Buffer * _BUFFERS)(*places)
-        self.address = ctypes.addressof(self._places)
+        self._blocks = [PinnedBlock(library, gpu, nbytes) for _ in range(_BUFFERS)]
+        self._events = [Event(library, gpu) for _ in range(1 + _BUFFERS)]
+        self._stream = Stream(library, gpu)
+        addresses = [self._stream.handle, *(block.address for block in self._blocks)]
+        entries = [_Buffer(address, event.handle) for address, event in zip(addresses, self._events, strict=True)]
+        self._entries = (_Buffer * len(entries))(*entries)
+        self.address = ctypes.addressof(self._entries)
 
 
 class Staging:
@@ -113,10 +121,10 @@ class Staging:
 
     def __init__(self, library: CudaLibrary, gpu: int, threads: int, loop: Loop, part: int = PART_BYTES) -> None:
         self._library, self._gpu, self._threads, self._loop, self._part = library, gpu, threads, loop, part
-        self._free: deque[_Buffers] = deque()
+        self._free: deque[_Lane] = deque()
         self._available = threading.Semaphore(0)
         for _ in range(threads):
-            self._free.append(_Buffers(library, gpu, part))
+            self._free.append(_Lane(library, gpu, part))
             self._available.release()
 
     def send(self, source: int, target: int, nbytes: int, stream: Stream) -> None:
@@ -137,19 +145,19 @@ class Staging:
         """Have the loop run in this thread, and in as many others as there is work and buffers for."""
         offsets = _offsets(nbytes, self._part)
         functions = [self._library.address(name) for name in (*_FUNCTIONS, function)]
-        context = self._library.context(self._gpu)
+        begin, context = stream.record(), self._library.context(self._gpu)
         job = Job(
-            0, len(offsets) - 1, ctypes.addressof(offsets), host, device, to_host, _BUFFERS, stream.handle, context,
-            *functions, 0, 0,
+            0, len(offsets) - 1, ctypes.addressof(offsets), host, device, to_host, _BUFFERS, stream.handle,
+            begin.handle, context, *functions,
         )  # fmt: skip
         address = ctypes.addressof(job)
 
         def run() -> None:
-            buffers = self._free.popleft()
+            lane = self._free.popleft()
             try:
-                self._loop(address, buffers.address)
+                self._loop(address, lane.address)
             finally:
-                self._free.append(buffers)
+                self._free.append(lane)
                 self._available.release()
 
         self._available.acquire()

@@ -106,6 +106,7 @@ def waiting():
             views = [B.decl_buffer((32,), "float32", data=x.data) for x in (a, d)]
             with launch(1, 32) as place:
                 held = B.alloc_buffer((1,), "float32", scope="local")
+                ptx.let_next_launch_begin()
                 B.buffer_store(held, c[place.thread], [0])
                 ptx.wait_for_launches_before()
                 B.buffer_store(views[1], held[0] + views[0][place.thread], [place.thread])
@@ -120,7 +121,9 @@ def test_the_table_is_read_behind_the_wait():
         code = cuda_code(table_kernel(kernel, (0, 2), behind))
         body = code[code.rindex("__global__") :]
         places = [body.index(f"table[{name}_entry]") for name in "AD"]
-        assert [place > body.index("griddepcontrol_wait") for place in places] == [behind] * 2
+        wait, let = body.index("griddepcontrol_wait"), body.index("griddepcontrol_launch_dependents")
+        assert [place > wait for place in places] == [behind] * 2 and (let > wait) == behind
+        assert body.count("launch_dependents") == 1
 
 
 def test_the_raw_kernel_stays_as_it_is():

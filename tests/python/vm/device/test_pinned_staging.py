@@ -57,6 +57,19 @@ def test_what_is_sent_was_read_when_it_returns(nbytes, threads, seed, at):
     assert target[-1] == 7 and set(target[:at]) <= {7}
 
 
+@given(nbytes=st.integers(1, 20 * PART), seed=st.none() | st.integers(0, 99))
+def test_what_is_sent_comes_in_the_order_of_the_stream(nbytes, seed):
+    cuda, library, staging = made(seed, threads=3)
+    stream = Stream(library, 0)
+    source, target, later = random_bytes(nbytes), np.zeros(nbytes, "uint8"), np.zeros(nbytes, "uint8")
+    address = target.ctypes.data
+    cuda._push(stream.handle, lambda: ctypes.memset(address, 7, nbytes))  # a kernel before
+    staging.send(source.ctypes.data, address, nbytes, stream)
+    cuda._push(stream.handle, lambda: ctypes.memmove(later.ctypes.data, address, nbytes))  # and one behind
+    stream.synchronize()
+    np.testing.assert_array_equal(later, source)
+
+
 @given(nbytes=st.integers(1, 40 * PART), threads=st.integers(1, 4), seed=st.none() | st.integers(0, 99))
 def test_what_is_received_is_there_when_it_returns(nbytes, threads, seed):
     cuda, library, staging = made(seed, threads)

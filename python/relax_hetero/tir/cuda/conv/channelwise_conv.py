@@ -36,6 +36,8 @@ MOST_COLUMNS = 32
 """Channels of a group from which tiles of products are full enough."""
 _OCCUPIED = 512
 """Threads of a multiprocessor that hide how long loads take."""
+_WRITTEN_OUT, _MOST_ROWS = 8, 9
+"""Results of a thread, and rows of a window, whose loops are written out: few threads wait for few loads."""
 _HELD_WEIGHTS = 64
 """Registers for the weights of one row of the window."""
 
@@ -134,6 +136,9 @@ class _Kernel:
         self.is_depthwise = _is_depthwise(problem)
         self.axes = axes_of(problem)
         self.last = len(self.axes) - 1
+        outer = prod(window.size for window, _ in self.axes[:-1])
+        is_little = plan.pixels * plan.lanes <= _WRITTEN_OUT and outer <= _MOST_ROWS
+        self.is_written_out = self.is_depthwise and is_little
         # Channels of the map that are read together: those of the thread's own outputs, or some of their group.
         each = VECTOR_BYTES // bytes_of(problem.data.dtype)
         self.taken = (
@@ -162,7 +167,7 @@ class _Kernel:
         sums = local(plan.pixels * plan.lanes, self.dtype)
         with unrolled(plan.pixels * plan.lanes) as i:
             T.buffer_store(sums, tirx.const(0, self.dtype), [i])
-        self._outer_taps(at, sums, [])
+        self._outer_taps(at, sums, [], [])
         for pixel in range(plan.pixels):
             along = f"y{self.last}"
             exists = [] if self._is_whole() else [at[along] + pixel < self.places]
@@ -172,34 +177,43 @@ class _Kernel:
     def _is_whole(self) -> bool:
         return isinstance(self.places, int) and self.places % self.plan.pixels == 0
 
-    def _outer_taps(self, at: Coordinates, sums: Any, taps: list[Expr]) -> None:
-        """Loops over the places of the window along all dimensions but the last; rows of padding are left out."""
+    def _outer_taps(self, at: Coordinates, sums: Any, taps: list[Expr], exists: list[Expr]) -> None:
+        """Loops over the places of the window along all dimensions but the last.
+
+        Rows of padding are left out; where loops are written out, read as zeros, for what is read must not wait then.
+        """
         d = len(taps)
         if d == self.last:
-            self._row(at, sums, taps)
+            self._row(at, sums, taps, exists)
             return
         window, extent = self.axes[d]
-        with T.serial(window.size) as tap:
+        with unrolled(window.size) if self.is_written_out else T.serial(window.size) as tap:
             there = T.bind(at[f"y{d}"] * window.stride + T.Cast("int64", tap) * window.dilation - window.before)
-            if is_padded(window, extent):
-                with T.If(tirx.all(there >= 0, there < extent)), T.Then():
-                    self._outer_taps(at, sums, [*taps, T.Cast("int64", tap)])
+            inside = tirx.all(there >= 0, there < extent) if is_padded(window, extent) else None
+            taps = [*taps, T.Cast("int64", tap)]
+            if inside is None or self.is_written_out:
+                self._outer_taps(at, sums, taps, exists if inside is None else [*exists, inside])
             else:
-                self._outer_taps(at, sums, [*taps, T.Cast("int64", tap)])
+                with T.If(inside), T.Then():
+                    self._outer_taps(at, sums, taps, exists)
 
-    def _row(self, at: Coordinates, sums: Any, taps: list[Expr]) -> None:
+    def _row(self, at: Coordinates, sums: Any, taps: list[Expr], exists: list[Expr]) -> None:
         """One row of the window: of each channel of the group, what lies under it."""
         group = int64(0) if self.is_depthwise else T.bind(tirx.floordiv(at["n"], self.outs // self.problem.groups))
         parts = 1 if self.is_depthwise else self.depth // self.taken
         if parts == 1:
-            self._channels(at, sums, taps, at["n"] if self.is_depthwise else group * self.depth, int64(0))
+            first = at["n"] if self.is_depthwise else group * self.depth
+            self._channels(at, sums, taps, (first, int64(0)), exists)
             return
         with T.serial(parts) as part:
             first = T.bind(T.Cast("int64", part) * self.taken)
-            self._channels(at, sums, taps, T.bind(group * self.depth + first), first)
+            self._channels(at, sums, taps, (T.bind(group * self.depth + first), first), exists)
 
-    def _channels(self, at: Coordinates, sums: Any, taps: list[Expr], channel: Expr, k: Expr) -> None:
-        """Some channels of the map from `channel` on, which are those from `k` on of the group."""
+    def _channels(
+        self, at: Coordinates, sums: Any, taps: list[Expr], channels: tuple[Expr, Expr], exists: list[Expr]
+    ) -> None:
+        """Some channels from two numbers on, that in the map and that in the group; zeros where one does not exist."""
+        channel, k = channels
         plan, (window, extent) = self.plan, self.axes[self.last]
         begin = T.bind(at[f"y{self.last}"] * window.stride - window.before)
         place = {f"x{d}": self._outer_place(at, taps, d) for d in range(self.last)}
@@ -220,7 +234,8 @@ class _Kernel:
                 continue
             read = VectorRegisters(self.data, base, self.taken, 1)
             there = T.bind(begin + column)
-            read.load(0, there * apart, tirx.all(there >= 0, there < extent) if checks else None)
+            inside = [*exists, *([there >= 0, there < extent] if checks else [])]
+            read.load(0, there * apart, tirx.all(*inside) if inside else None)
             for pixel, tap in uses:
                 self._multiply(sums, pixel, read, weights(tap))
 

@@ -143,12 +143,18 @@ class WindowPlaces:
             return 1
         return next(lanes for lanes in (16, 8, 4, 2, 1) if self.channels % lanes == 0)
 
-    def element(self, k: Expr) -> tuple[Expr, Expr]:
-        """As `tap`, of a tap and a channel: of an element of k, in which channels are innermost."""
-        k = T.bind(T.Cast("int32", k))
+    def element(self, k: Expr, inner: Expr = 0, depth: int = 0) -> tuple[Expr, Expr]:
+        """As `tap`, of a tap and a channel: of element ``k + inner`` of k, in which channels are innermost.
+
+        Where all of `depth` neighbours are of one tap, which one does not depend on `inner`: threads find out together.
+        """
+        is_shared = depth > 0 and self.channels % depth == 0
+        k = T.bind(T.Cast("int32", k if is_shared else k + inner))
         moved, bits = self.tap(T.bind(T.truncdiv(k, self.channels)))
-        channel = T.Cast(self.kind, T.truncmod(k, self.channels)) * self.stride("c")
-        return T.bind(moved + channel), bits
+        channel = T.truncmod(k, self.channels)
+        if is_shared:
+            channel = channel + T.Cast("int32", inner)
+        return T.bind(moved + T.Cast(self.kind, channel) * self.stride("c")), bits
 
     def stride(self, name: str) -> int:
         """Elements from one to the next along a dimension of the map."""

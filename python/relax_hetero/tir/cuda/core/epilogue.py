@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -105,13 +106,43 @@ class EpilogueWriter:
             if end is not None:  # a multiple of the width, since the result's extent is
                 stack.enter_context(T.If(at[along] < end))
                 stack.enter_context(T.Then())
-            loaded = [_neighbours(view, at, along, width) for view in self._read]
-            out = T.alloc_buffer((width,), self.result.dtype, scope="local")
-            for i, read in enumerate(sums):
-                value = self._value(read(), [values[i] for values in loaded])
-                T.buffer_store(out, self.result.bits(value), [tirx.const(i, "int32")])
-            start = lane_indices(self.result.address(at), width)
-            T.buffer_store(self.result.data, out[lane_indices(tirx.const(0, "int32"), width)], [start])
+            held = self.registers(width)
+            self.load(held, 0, at, width, along)
+            self.store(sums, held, 0, at, along)
+
+    def registers(self, count: int) -> list[Any]:
+        """Memory of a thread for so many elements of each operand."""
+        return [T.alloc_buffer((count,), view.dtype, scope="local") for view in self._read]
+
+    def load(self, held: Sequence[Any], begin: int, at: Coordinates, width: int, along: str = "n") -> None:
+        """Read the operands' elements beside `width` neighbours of the result, from element `begin` of `held` on.
+
+        A thread that stores several groups of neighbours reads the operands of all first: the result may lie over one
+        of them, so that no load moves ahead of a store.
+        """
+        for view, buffer in zip(self._read, held, strict=True):
+            if not view.runs_along(along):
+                T.buffer_store(buffer, _one(view, at), [tirx.const(begin, "int32")])
+            elif view.vector(along) % width:
+                for i in range(width):
+                    value = _one(view, {**at, along: at[along] + i})
+                    T.buffer_store(buffer, value, [tirx.const(begin + i, "int32")])
+            else:
+                value = view.data[lane_indices(view.address(at), width)]
+                T.buffer_store(buffer, value, [lane_indices(tirx.const(begin, "int32"), width)])
+
+    def store(
+        self, sums: Sequence[Callable[[], Expr]], held: Sequence[Any], begin: int, at: Coordinates, along: str = "n"
+    ) -> None:
+        """Store neighbouring elements, a vector of the result, whose operands were loaded."""
+        width = len(sums)
+        out = T.alloc_buffer((width,), self.result.dtype, scope="local")
+        for i, read in enumerate(sums):
+            places = [begin + i if view.runs_along(along) else begin for view in self._read]
+            loaded = [buffer[tirx.const(place, "int32")] for buffer, place in zip(held, places, strict=True)]
+            T.buffer_store(out, self.result.bits(self._value(read(), loaded)), [tirx.const(i, "int32")])
+        start = lane_indices(self.result.address(at), width)
+        T.buffer_store(self.result.data, out[lane_indices(tirx.const(0, "int32"), width)], [start])
 
     @property
     def _read(self) -> list[GpuOperand]:
@@ -131,15 +162,3 @@ class EpilogueWriter:
 
 def _one(view: GpuOperand, at: Coordinates) -> Expr:
     return view.data[view.address(at)]
-
-
-def _neighbours(view: GpuOperand, at: Coordinates, along: str, width: int) -> list[Expr]:
-    """Elements of an operand beside `width` neighbours of the result; as one access where it is aligned."""
-    if not view.runs_along(along):
-        return [T.bind(_one(view, at))] * width
-    if view.vector(along) % width:
-        return [_one(view, {**at, along: at[along] + i}) for i in range(width)]
-    held = T.alloc_buffer((width,), view.dtype, scope="local")
-    everything = lane_indices(tirx.const(0, "int32"), width)
-    T.buffer_store(held, view.data[lane_indices(view.address(at), width)], [everything])
-    return [held[tirx.const(i, "int32")] for i in range(width)]

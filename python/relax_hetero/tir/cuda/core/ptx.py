@@ -114,7 +114,7 @@ def barrier_arrive_after_copies(barrier: Expr) -> None:
 
 def barrier_arrive_remote(address: Expr) -> None:
     """One arrival at the barrier of another block of the cluster, found by `remote_address`."""
-    _emit("mbarrier.arrive.release.cluster.shared::cluster.b64", address)
+    _emit("mbarrier.arrive.shared::cluster.b64", address)
 
 
 def barrier_wait(barrier: Expr, parity: Expr) -> None:
@@ -417,8 +417,17 @@ def wait_for_launches_before() -> None:
 
 def is_wait_for_launches(statement: tirx.Stmt) -> bool:
     """Whether a statement is that of `wait_for_launches_before`."""
+    return _is_evaluated(statement, "griddepcontrol.wait")
+
+
+def is_let_next_begin(statement: tirx.Stmt) -> bool:
+    """Whether a statement is that of `let_next_launch_begin`."""
+    return _is_evaluated(statement, "griddepcontrol.launch_dependents")
+
+
+def _is_evaluated(statement: tirx.Stmt, instruction: str) -> bool:
     is_known = isinstance(statement, tirx.Evaluate)
-    return is_known and tvm_ffi.structural_equal(statement.value, _PTX["griddepcontrol.wait"]())
+    return is_known and tvm_ffi.structural_equal(statement.value, _PTX[instruction]())
 
 
 def waiting_statements() -> list[tirx.Stmt]:
@@ -427,7 +436,7 @@ def waiting_statements() -> list[tirx.Stmt]:
 
 
 def let_next_launch_begin() -> None:
-    """The launch after this one may begin, up to its `wait_for_launches_before`."""
+    """The launch after this one may begin, up to its `wait_for_launches_before`, once all blocks of this one say so."""
     _emit("griddepcontrol.launch_dependents")
 
 

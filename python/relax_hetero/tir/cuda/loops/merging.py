@@ -8,7 +8,7 @@ another thread found.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import tvm
 from tvm import tirx
@@ -54,7 +54,7 @@ class Merge:
 
 def merge_of(sums: Sequence[Sum]) -> Merge | None:
     """How the parts of reductions are joined; None where they must be computed in order, by one thread."""
-    apart = [combined(s) for s in sums]
+    apart = [combined(replace(s, value=_with_narrow_bits(s.value))) for s in sums]
     if all(part is not None for part in apart):
         types = [accumulator_type(str(s.buffer.dtype)) for s in sums]
         own = tuple(tirx.Var(f"own{i}", dtype) for i, dtype in enumerate(types))
@@ -69,6 +69,24 @@ def merge_of(sums: Sequence[Sum]) -> Merge | None:
             finals.append(None if is_same else _as(part.sum.initial, dtype))
         return Merge(tuple(sums), tuple(types), tuple(starts), tuple(terms), tuple(finals), own, new, tuple(joined))
     return _of_choices(sums)
+
+
+def _with_narrow_bits(value: Expr) -> Expr:
+    """`value` with masks of a number's bits as `math.extremes.is_nan` writes them: TVM widens them where it makes
+    PrimFuncs of expressions with 64-bit extents.
+    """
+
+    def change(node: tirx.GT) -> Expr:
+        mask = node.a
+        if not isinstance(mask, tirx.BitwiseAnd) or not isinstance(node.b, tirx.IntImm):
+            return node
+        wide, bits = mask.a, mask.b
+        if not isinstance(wide, tirx.Cast) or not isinstance(bits, tirx.IntImm):
+            return node
+        raw, dtype = wide.value, str(wide.value.ty.dtype)
+        return tirx.bitwise_and(raw, tirx.const(int(bits), dtype)) > tirx.const(int(node.b), dtype)
+
+    return structural_map(value, (tirx.GT, change))
 
 
 def _of_choices(sums: Sequence[Sum]) -> Merge | None:

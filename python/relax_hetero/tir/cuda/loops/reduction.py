@@ -7,7 +7,8 @@ memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -49,6 +50,9 @@ _MOST_SHARED = 48 << 10
 
 _FEW_TERMS = 32
 """Up to so many terms a result is computed by one thread."""
+
+_WRITTEN_OUT = 9
+"""Up to so many terms, such as those of a pooling window, are written out."""
 
 _TERMS_A_THREAD = 4
 """Vectors that a thread reads, at least, before parts are joined, where there are threads enough."""
@@ -162,13 +166,25 @@ def _write_serial(box: FlatBox, merge: Merge | None, plan: Plan, gpu: GpuTarget)
             position = _in_elements(position, made)
             if merge is not None:
                 parts = start(merge, made.lanes)
-                with nested(box.reduced) as terms:
+                with _each_term(box) as terms:
                     accumulate(made, merge, {**position, **terms}, parts)
                 add_initial(merge, parts, made.lanes, lane_position(made, position))
                 held = finished(merge, parts, made.lanes)
             else:
                 held = _in_order(made, position)
             finish(made, position, held)
+
+
+@contextmanager
+def _each_term(box: FlatBox) -> Iterator[dict[tirx.Var, Expr]]:
+    """Loops over what is reduced, written out where terms are few: loads of one do not wait for those before."""
+    count = count_of(box.reduced)
+    if not isinstance(count, int) or count > _WRITTEN_OUT:
+        with nested(box.reduced) as terms:
+            yield terms
+        return
+    with T.attr(0, "pragma_unroll_explicit", False), ExitStack() as loops:
+        yield {loop.var: loops.enter_context(T.unroll(int64(loop.begin), int64(loop.end))) for loop in box.reduced}
 
 
 def finish(box: LaneBox, position: Mapping[tirx.Var, Expr], sums: Mapping[tirx.Buffer, tirx.Buffer]) -> None:

@@ -235,8 +235,10 @@ class _Sort:
         stages = tile.bit_length() - 1
         with T.serial(int64(stages)) as stage, T.serial(stage + 1) as part:
             sync()
-            distance = tirx.shift_left(int64(1), stage - part)
-            first = thread // distance * (2 * distance) + thread % distance
+            log = stage - part
+            distance = tirx.shift_left(int64(1), log)
+            # The pair's number with a 0 put in, where its two elements differ.
+            first = tirx.shift_left(tirx.shift_right(thread, log), log + 1) + tirx.bitwise_and(thread, distance - 1)
             is_upward = tirx.EQ(tirx.bitwise_and(tirx.shift_right(first % tile, stage + 1), int64(1)), int64(0))
             second = first + distance
             held = [[register(str(m.dtype), 1) for m in shared] for _ in range(2)]

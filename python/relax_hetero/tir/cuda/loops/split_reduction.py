@@ -62,8 +62,8 @@ def halves_of(box: FlatBox, gpu: GpuTarget) -> Halves | None:
     most = terms // _LEAST_TERMS
     if blocks == 0 or blocks * 4 > wanted or most < _FEW_PARTS:
         return None
-    chosen = _divisor(box.reduced, min(most, -(-wanted // blocks)))
-    return _halves(box, merge, *chosen) if chosen is not None else None
+    most = min(most, -(-wanted // blocks))
+    return _halves(box, merge, *(_divisor(box.reduced, most) or _longest(box.reduced, most)))
 
 
 def _divisor(loops: tuple[Loop, ...], most: int) -> tuple[Loop, int] | None:
@@ -79,6 +79,13 @@ def _divisor(loops: tuple[Loop, ...], most: int) -> tuple[Loop, int] | None:
     return (best[1], best[0]) if best is not None else None
 
 
+def _longest(loops: tuple[Loop, ...], most: int) -> tuple[Loop, int]:
+    """The loop to cut where none has equal parts, and into how many parts, of which the last is shorter."""
+    loop = max(loops, key=lambda each: each.count)
+    size = -(-loop.count // min(most, loop.count))
+    return loop, -(-loop.count // size)
+
+
 def _halves(box: FlatBox, merge: Merge, cut: Loop, splits: int) -> Halves:
     size = prod([loop.count for loop in box.spatial])
     split, rest = tirx.Var("split", "int64"), tirx.Var(cut.var.name, "int64")
@@ -88,9 +95,14 @@ def _halves(box: FlatBox, merge: Merge, cut: Loop, splits: int) -> Halves:
     for loop in box.spatial:
         place = place * loop.count + loop.var
     here = split * size + place
-    inside = {cut.var: split * (cut.count // splits) + rest}
-    terms = [replaced(term, inside) for term in merge.terms]
-    reduced = tuple(Loop(rest, 0, cut.count // splits) if loop is cut else loop for loop in box.reduced)
+    length = -(-cut.count // splits)
+    number = split * length + rest
+    terms = [replaced(term, {cut.var: number}) for term in merge.terms]
+    if cut.count % splits:
+        terms = [
+            tirx.if_then_else(number < cut.count, term, start) for term, start in zip(terms, merge.starts, strict=True)
+        ]
+    reduced = tuple(Loop(rest, 0, length) if loop is cut else loop for loop in box.reduced)
     first = FlatBox(
         Nest((), (), sums=_sums(merge, parts, here, terms, list(merge.starts)), stored=list(parts)),
         (Loop(split, 0, splits), *box.spatial),

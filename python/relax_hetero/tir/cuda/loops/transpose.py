@@ -113,7 +113,7 @@ def tiles_of(box: FlatBox) -> Tiles | None:
     sizes = [bytes_of(str(load.ty.dtype)) for load in reads.values()]
     if sum(_SIDE * (_SIDE * size + WORD) for size in sizes) > _MOST_SHARED:
         return None
-    wanted = max(2, min(4, 16 // max(sizes)))
+    wanted = max(2, min(8, 16 // max(sizes)))
     tiled = replace(box, nest=replace(box.nest, steps=steps))
     stored = [(place, buffer) for buffer, place in box.places.items()]
     into = [(load.indices[0], load.source) for load in reads.values()]
@@ -148,13 +148,23 @@ def write_tiles(tiles: Tiles) -> None:
         is_tile = [] if isinstance(count, int) and count > 0 else [block < int64(count)]
         first = {across.var: place[across.var] * columns, last.var: place[last.var] * rows}
         wide = columns // tiles.read_lanes
-        with T.unroll(int64(max(rows * wide // threads, 1))) as i:
+        brought: list[tuple[Expr, Expr, Expr, list[tirx.Buffer]]] = []
+        for i in range(max(rows * wide // threads, 1)):
             unit = i * threads + thread
             row, column = tirx.floordiv(unit, int64(wide)), tirx.floormod(unit, int64(wide)) * tiles.read_lanes
             position = {**place, across.var: first[across.var] + column, last.var: first[last.var] + row}
-            with T.If(tirx.all(*is_tile, _inside(tiles, position, row, rows))), T.Then():
-                for load, shared, pitch in zip(tiles.reads.values(), memory, pitches, strict=True):
-                    _bring(load, shared, row * pitch + column, position, tiles.read_lanes)
+            is_inside = tirx.all(*is_tile, _inside(tiles, position, row, rows))
+            held = [register(str(shared.dtype), tiles.read_lanes) for shared in memory]
+            with T.If(is_inside), T.Then():
+                for load, registers in zip(tiles.reads.values(), held, strict=True):
+                    _bring(load, registers, position, tiles.read_lanes)
+            brought.append((is_inside, row, column, held))
+        for is_inside, row, column, held in brought:  # behind the last read: all are under way at once
+            with T.If(is_inside), T.Then():
+                for registers, shared, pitch in zip(held, memory, pitches, strict=True):
+                    for lane in range(tiles.read_lanes):
+                        value = tirx.BufferLoad(registers, [int64(lane)])
+                        T.buffer_store(shared, value, [row * pitch + column + lane])
         sync()
         long = rows // tiles.lanes
         with T.unroll(int64(max(columns * long // threads, 1))) as i:
@@ -162,13 +172,13 @@ def write_tiles(tiles: Tiles) -> None:
             column, row = tirx.floordiv(unit, int64(long)), tirx.floormod(unit, int64(long)) * tiles.lanes
             position = {**place, across.var: first[across.var] + column, last.var: first[last.var] + row}
             with T.If(tirx.all(*is_tile, _inside(tiles, position, column, columns))), T.Then():
-                held = dict(read_vectors(made, position, made.box.nest.expressions()))
+                found = dict(read_vectors(made, position, made.box.nest.expressions()))
                 for stand_in, shared, pitch in zip(tiles.reads, memory, pitches, strict=True):
-                    held[stand_in] = register(str(shared.dtype), tiles.lanes)
+                    found[stand_in] = register(str(shared.dtype), tiles.lanes)
                     for lane in range(tiles.lanes):
                         value = tirx.BufferLoad(shared, [(row + lane) * pitch + column])
-                        T.buffer_store(held[stand_in], value, [int64(lane)])
-                _leave(made, position, held)
+                        T.buffer_store(found[stand_in], value, [int64(lane)])
+                _leave(made, position, found)
 
 
 def _side(count: Expr) -> int:
@@ -187,16 +197,13 @@ def _inside(tiles: Tiles, position: Mapping[tirx.Var, Expr], unit: Expr, units: 
     )
 
 
-def _bring(load: Load, shared: tirx.Buffer, at: Expr, position: Mapping[tirx.Var, Expr], lanes: int) -> None:
-    """Elements from memory to a row of a tile."""
+def _bring(load: Load, registers: tirx.Buffer, position: Mapping[tirx.Var, Expr], lanes: int) -> None:
+    """Elements from memory to registers."""
     offset = replaced(load.indices[0], position)
     if lanes == 1:
-        T.buffer_store(shared, tirx.BufferLoad(load.source, [offset]), [at])
-        return
-    held = register(str(load.ty.dtype), lanes)
-    copy_words(held, int64(0), load.source, offset, lanes)
-    for lane in range(lanes):
-        T.buffer_store(shared, tirx.BufferLoad(held, [int64(lane)]), [at + lane])
+        T.buffer_store(registers, tirx.BufferLoad(load.source, [offset]), [int64(0)])
+    else:
+        copy_words(registers, int64(0), load.source, offset, lanes)
 
 
 def _leave(box: LaneBox, position: dict[tirx.Var, Expr], held: dict[tirx.Buffer, tirx.Buffer]) -> None:

@@ -153,11 +153,13 @@ class _Body:
         """All columns of the block, while the weights of the next chunks are on their way."""
         work, plan = self.work, self.work.plan
         rounds = -(-work.own // plan.ahead)
+        if self.gpu.overlaps_launches:
+            # At once: these kernels are so short that the weights of the next launch are else not there in time.
+            ptx.let_next_launch_begin()
         for slot in range(plan.ahead):
             self._load(slot, self.first_block, slot)
         if self.gpu.overlaps_launches:
             ptx.wait_for_launches_before()
-            ptx.let_next_launch_begin()
         if work.held_rows:
             self.left.hold()
             ptx.block_barrier()
@@ -243,12 +245,23 @@ class _Body:
             scale = self.weights.scale(slot, fragment, number, half)
             for group in range(groups):
                 for i in (2 * half, 2 * half + 1):
+                    if not self._may_be_row(group, i):
+                        continue
                     total = (fragment * groups + group) * 4 + i
                     value: Expr = self.sums[group * 4 + i]
                     if self.weights.has_any_points:
                         point = self.weights.point(slot, fragment, number, half)
                         value = value - point * self.left_sums[group * 4 + i]
                     T.buffer_store(self.totals, self.totals[total] + scale * value, [total])
+
+    def _may_be_row(self, group: int, i: int) -> bool:
+        """Whether a lane's sum i of a group may be that of a row, or part of one, that exists."""
+        m, parts = self.work.m, self.work.parts
+        if not isinstance(m, int):
+            return True
+        of_group, in_group = divmod(m - 1, GROUP_COLUMNS // parts)
+        last = of_group * GROUP_COLUMNS + (in_group + 1) * parts - 1
+        return group * GROUP_COLUMNS + i % 2 <= last
 
     # The end: sums of the warps, in order.
 
@@ -259,6 +272,8 @@ class _Body:
         for fragment in range(plan.fragments):
             for group in range(plan.groups):
                 for i in range(4):
+                    if not self._may_be_row(group, i):
+                        continue
                     row = group * GROUP_COLUMNS + 2 * self.low + i % 2
                     column = fragment * FRAGMENT_COLUMNS + self.high + 8 * (i // 2)
                     at = begin + (self.warp * width + row) * columns + column

@@ -2,16 +2,14 @@
 
 Each weight is read once and used for up to 64 rows, so that bytes on their way are all that counts. The tensor cores'
 operands are swapped: 64 columns of the weight are wgmma's rows, and the rows of the left operand, rounded up to a
-multiple of 8, its columns. A block has 64 columns and a part of k. One thread asks for tiles of weights by bulk copies
-of 8 KB, a ring of stages ahead, and for the first of them before the launch that writes the left operand has ended
-(`ptx.wait_for_launches_before`): launches in a row keep memory busy between them. The left operand follows by
-asynchronous copies of all producers.
+multiple of 8, its columns. A block has 64 columns, or twice as many, and a part of k. One thread asks for tiles of
+weights by bulk copies, a ring of stages ahead, and for the first of them before the launch that writes the left operand
+has ended (`ptx.wait_for_launches_before`): launches in a row keep memory busy between them. The left operand follows by
+asynchronous copies of all producers, in a ring of its own.
 
-The blocks of a cluster have the parts of k of the same columns. Their sums are added in the order of the blocks,
-through the shared memory of all of them, and each block stores its share of the rows.
-
-Where the number of rows is symbolic, the kernel has a body for 8 rows and one for 64, and the blocks of a launch take
-the first if no more are there.
+The blocks of a cluster have the parts of k of the same columns. Each writes its sums of a row to the shared memory of
+the block that stores this row, which adds them in a fixed order. Writing takes one meeting of the blocks, at the end,
+while reading the sums of others would take two, for no block may end before others have read its own.
 """
 
 from __future__ import annotations
@@ -49,8 +47,7 @@ WEIGHT_BYTES = PACKED_ROWS * SWIZZLED_BYTES
 """Of a tile of weights."""
 
 _LOADED_ROWS = 16  # of the left operand, that the producers copy at a time
-_PITCH = PACKED_ROWS + 4  # floats from a row of sums to the next: rows of a warp's fragment begin in other banks
-_THREADS = PRODUCERS + WARPGROUP
+_PAD = 4  # floats from a row of sums to the next: rows of a warp's fragment begin in other banks
 
 # Stages of weights and of the left operand.
 SHORT_STEPS = 16
@@ -60,8 +57,6 @@ MANY_ROWS_STAGES = (8, 5)
 FEWEST_ROWS = 16
 BLOCKS_PER_MULTIPROCESSOR = 2
 """At most where k is split, of blocks with no more than `FEWEST_ROWS`; one for others."""
-
-AHEAD_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -73,17 +68,17 @@ class FewPlan:
     split : int
         Blocks of a cluster, each with a part of k: 1, 2, 4 or 8.
     stages : int
-        Of weights, 8 KB each, that a block asks for before it needs the first: at most.
+        Of weights, 8 KB each for 64 columns, that a block asks for before it needs the first: at most.
     row_stages : int
-        Of the left operand; no more than `stages`.
-    ahead : int
-        Bytes of all blocks that are brought to the second-level cache meanwhile: at most.
+        Of the left operand.
+    groups : int
+        Of 64 columns, of a block, with a warpgroup each.
     """
 
     split: int
     stages: int
     row_stages: int
-    ahead: int = AHEAD_BYTES
+    groups: int = 1
 
 
 def few_plan(problem: MatmulProblem, gpu: GpuTarget) -> FewPlan:
@@ -162,6 +157,9 @@ class _Kernel:
         self.lhs, self.rhs, self.writer, self.plan, self.counts = lhs, rhs, writer, plan, counts
         self.m, self.n, self.k = sizes
         self.types = (lhs.nominal, rhs.nominal)
+        self.columns = PACKED_ROWS * plan.groups
+        self.threads = PRODUCERS + WARPGROUP * plan.groups
+        self.pitch = self.columns + _PAD
         self.sum_type = "int32" if lhs.nominal in ("int8", "uint8") else "float32"
         steps = -(-self.k // (SWIZZLED_BYTES // bytes_of(rhs.nominal)))
         split = plan.split
@@ -170,12 +168,12 @@ class _Kernel:
         self.rows = self._rows()
         loaded = -(-self.rows // _LOADED_ROWS) * _LOADED_ROWS
         self.left = OperandTile.of(lhs, "m", loaded, self.m, self.k, may_transpose=False)
-        self.right = OperandTile.of(rhs, "n", PACKED_ROWS, self.n, self.k)
+        self.right = OperandTile.of(rhs, "n", self.columns, self.n, self.k)
         most = -(-steps // split)
         self.stages = max(2, min(plan.stages, most))
         self.row_stages = max(2, min(plan.row_stages, most))
         self.own_rows = -(-self.rows // split)
-        self.sums_size = self.own_rows * _PITCH * 4
+        self.sums_size = self.own_rows * self.pitch * 4
 
     def _rows(self) -> int:
         """Rows of the left operand that a tile has, as wgmma counts columns."""
@@ -189,25 +187,24 @@ class _Kernel:
         split, stages, row_stages = self.plan.split, self.stages, self.row_stages
         self.shared = SharedMemory()
         # Weights first, so that every tile begins at a multiple of the swizzle's period; at the end sums lie there.
-        self.shared.take(stages * WEIGHT_BYTES, SWIZZLED_ALIGN)
+        self.shared.take(stages * self.right.size, SWIZZLED_ALIGN)
         self.left_at = self.shared.take(row_stages * self.left.size, SWIZZLED_ALIGN)
         self.parts_at = self.shared.take((split - 1) * self.sums_size)
         self.weights_full, self.rows_full, self.empty = (
             self.shared.take(8 * count, 8) for count in (stages, row_stages, row_stages)
         )
         row_tiles = ceil_div(self.m, MOST_ROWS)
-        column_tiles = -(-self.n // PACKED_ROWS)
+        column_tiles = -(-self.n // self.columns)
         tiles: Expr = row_tiles * column_tiles
         for count in self.counts.values():
             tiles = tiles * count
-        self.blocks = tiles * split
-        with launch(at_least_one(int64(self.blocks)), _THREADS, split) as place:
+        with launch(at_least_one(int64(tiles * split)), self.threads, split) as place:
             self.shared.open()
             self.rank, self.thread = place.rank, place.thread
             tile = T.bind(tirx.floordiv(T.Cast("int64", place.block), split))
             self.row = T.bind(tirx.floormod(tile, int64(row_tiles)) * MOST_ROWS)
             rest = tirx.floordiv(tile, int64(row_tiles))
-            self.column = T.bind(tirx.floormod(rest, int64(column_tiles)) * PACKED_ROWS)
+            self.column = T.bind(tirx.floormod(rest, int64(column_tiles)) * self.columns)
             rest = tirx.floordiv(rest, int64(column_tiles))
             places = unravel(rest, list(self.counts.values())) if self.counts else []
             self.at: Coordinates = dict(zip(self.counts, places, strict=True))
@@ -254,21 +251,17 @@ class _Kernel:
             ptx.barrier_init(self._barrier(self.weights_full, stage), 1)
         for stage in range(self.row_stages):
             ptx.barrier_init(self._barrier(self.rows_full, stage), PRODUCERS)
-            ptx.barrier_init(self._barrier(self.empty, stage), 1)
+            ptx.barrier_init(self._barrier(self.empty, stage), self.plan.groups)
         ptx.barrier_init_fence()
         asked = min(self.stages, self.base)  # every block has so many steps
         for step in range(asked):
             self._ask(tirx.const(step, "int32"), tirx.const(step, "int32"))
-        blocks = self.blocks if isinstance(self.blocks, int) else 0
-        ahead = min(self.base - asked, self.plan.ahead // max(1, blocks * WEIGHT_BYTES) if blocks else 0)
-        if ahead > 0:
-            self.right.prefetch(self.at, self.column, self.first + asked, ahead)
 
     def _ask(self, step: Expr, stage: Expr) -> None:
         """Ask for the weights of a step; one thread does it."""
         full = self._barrier(self.weights_full, stage)
-        ptx.barrier_expect(full, WEIGHT_BYTES)
-        self.right.load_bulk(self.shared, stage * WEIGHT_BYTES, self.at, self.column, self.first + step, full)
+        ptx.barrier_expect(full, self.right.size)
+        self.right.load_bulk(self.shared, stage * self.right.size, self.at, self.column, self.first + step, full)
 
     def _bring(self, step: Expr, stage: Expr) -> None:
         """Ask for the left operand of a step; all producers do it."""
@@ -282,21 +275,20 @@ class _Kernel:
             ptx.barrier_arrive_after_copies(full)
 
     def _produce(self) -> None:
-        begun = min(self.row_stages, self.base)
+        begun, asked = min(self.row_stages, self.base), min(self.stages, self.base)
         with T.serial(tirx.const(begun, "int32")) as step:
             self._bring(step, step)
-        if isinstance(self.count, int) and self.count == begun:
+        if isinstance(self.count, int) and self.count == min(begun, asked):
             return
-        asked = min(self.stages, self.base)
-        with T.serial(self.count - begun) as number:
-            # A stage of both is free when its step has been multiplied.
-            used = T.bind(number + begun - self.row_stages)
+        with T.serial(self.count - min(begun, asked)) as number:
+            # Stages are free when the step that had them has been multiplied.
+            used = T.bind(number + max(begun - self.row_stages, asked - self.stages))
             with T.If(used >= 0), T.Then():
-                turn = tirx.floordiv(used, self.row_stages)
-                stage = tirx.floormod(used, self.row_stages)
+                turn, stage = tirx.floordiv(used, self.row_stages), tirx.floormod(used, self.row_stages)
                 ptx.barrier_wait(self._barrier(self.empty, stage), T.bitwise_and(turn, 1))
             step = T.bind(number + begun)
-            self._bring(step, T.bind(step % self.row_stages))
+            with T.If(step < self.count), T.Then():
+                self._bring(step, T.bind(step % self.row_stages))
             step = T.bind(number + asked)
             with T.If(tirx.all(self.thread == 0, step < self.count)), T.Then():
                 self._ask(step, T.bind(step % self.stages))
@@ -305,8 +297,10 @@ class _Kernel:
         kind = "uint32" if self.sum_type == "int32" else "float32"
         registers = self.rows // 2
         sums, base = local(registers, kind), local(2, "uint64")
-        self.member = T.bind(self.thread - PRODUCERS)
-        ptx.matrix_descriptor(base[0], self.shared.at(0))
+        group = T.bind(tirx.floordiv(self.thread, WARPGROUP) - PRODUCERS // WARPGROUP)
+        self.member = T.bind(tirx.floormod(self.thread, WARPGROUP))
+        self.first_column = group * PACKED_ROWS
+        ptx.matrix_descriptor(base[0], self.shared.at(group * WEIGHT_BYTES))
         ptx.matrix_descriptor(base[1], self.shared.at(self.left_at))
         if self.base == 0:  # a part of k may be empty
             for i in range(registers):
@@ -317,7 +311,7 @@ class _Kernel:
             ptx.barrier_wait(self._barrier(self.rows_full, row_stage), T.bitwise_and(step // self.row_stages, 1))
             # What came by `copy_async` was written as by a thread, not as by wgmma's own kind of access.
             ptx.async_proxy_fence()
-            weights = T.bind(base[0] + T.Cast("uint64", stage) * T.uint64(WEIGHT_BYTES // 16))
+            weights = T.bind(base[0] + T.Cast("uint64", stage) * T.uint64(self.right.size // 16))
             rows = T.bind(base[1] + T.Cast("uint64", row_stage) * T.uint64(self.left.size // 16))
             ptx.wgmma_fence()
             for i in range(SWIZZLED_BYTES // ptx.CONTRACTION_BYTES):
@@ -330,18 +324,18 @@ class _Kernel:
             with when(self.member == 0):
                 ptx.barrier_arrive(self._barrier(self.empty, row_stage))
         # All warps have read all stages: sums take their place.
-        ptx.warpgroup_barrier(1)
+        ptx.named_barrier(1, WARPGROUP * self.plan.groups)
         return sums
 
     def _share(self, sums: Any) -> None:
         """Give each row of sums to the block that stores it."""
         split = self.plan.split
         warp, lane = tirx.floordiv(self.member, WARP), T.bind(tirx.floormod(self.member, WARP))
-        column = T.bind(warp * 16 + tirx.floordiv(lane, 4))
+        column = T.bind(self.first_column + warp * 16 + tirx.floordiv(lane, 4))
         remote = local(2, "uint32")
         for c in range(2):
             row = tirx.floormod(lane, 4) * 2 + c
-            at = (tirx.floordiv(row, split) * _PITCH + column) * 4
+            at = (tirx.floordiv(row, split) * self.pitch + column) * 4
             if split > 1:
                 owner = T.bind(tirx.floormod(row, split))
                 # Of the parts that come from others, the first is that of the block behind the owner.
@@ -355,7 +349,7 @@ class _Kernel:
                 for h in range(2):
                     value = sums[j * 4 + h * 2 + c]
                     bits = value if self.sum_type == "int32" else tirx.reinterpret("uint32", value)
-                    forward = (j * 8 // split * _PITCH + h * 8) * 4
+                    forward = (j * 8 // split * self.pitch + h * 8) * 4
                     if split == 1:
                         ptx.store_shared(self.shared.at(at + forward), [bits])
                     else:
@@ -365,10 +359,10 @@ class _Kernel:
         """Add the parts of the sums, in order, and store this block's rows; all threads take part."""
         split = self.plan.split
         vector = min(4, self.writer.result.vector("n")) if self.writer.result.is_contiguous("n") else 1
-        per_row = PACKED_ROWS // vector
+        per_row = self.columns // vector
         items = self.own_rows * per_row
-        with T.serial(tirx.const(-(-items // _THREADS), "int32")) as turn:
-            item = T.bind(turn * _THREADS + self.thread)
+        with T.serial(tirx.const(-(-items // self.threads), "int32")) as turn:
+            item = T.bind(turn * self.threads + self.thread)
             index = T.bind(tirx.floordiv(item, per_row))
             row = T.bind(index * split + self.rank)
             column = T.bind(tirx.floormod(item, per_row) * vector)
@@ -379,13 +373,13 @@ class _Kernel:
             }
             with T.If(tirx.all(row < self.rows, at["m"] < self.m)), T.Then():
                 totals = self._total(index, column, vector)
-                end = None if self.n % PACKED_ROWS == 0 else int64(self.n)
+                end = None if self.n % self.columns == 0 else int64(self.n)
                 self.writer.write([partial(getitem, totals, i) for i in range(vector)], at, "n", [], end)
 
     def _total(self, index: Expr, column: Expr, vector: int) -> Any:
         """Sums of `vector` neighbours of a row of this block: its own part, then those of the blocks behind it."""
         totals, part = local(vector, self.sum_type), local(vector, "uint32")
-        own = T.bind((index * _PITCH + column) * 4)
+        own = T.bind((index * self.pitch + column) * 4)
         for number in range(self.plan.split):
             begin = own if number == 0 else own + (self.parts_at + (number - 1) * self.sums_size)
             ptx.load_shared([part[i] for i in range(vector)], self.shared.at(begin))

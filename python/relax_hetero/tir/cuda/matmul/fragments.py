@@ -38,6 +38,7 @@ from .wgmma_tiling import STAGING_PAD, reads_rows
 WARP_ROWS = 16
 _Pair = list[tuple[Expr, list[Expr]]]  # sums of two neighbouring columns, and what the epilogue reads beside each
 _MOST_SUMS = 8  # neighbours that a lane computes together where rows are whole
+_MOST_READ = 32  # elements of an operand that a lane has asked for before it stores a result
 
 
 class FragmentStore:
@@ -72,6 +73,13 @@ class FragmentStore:
         self._acc_dtype = acc_dtype
         self._rows: EpilogueWriter | None = None
         self._held: dict[int, Any] = {}
+        self._has_all = False
+
+    def is_cut_into(self, rows: int, columns: int) -> None:
+        """Say that the kernel's blocks store tiles of this size: where no tile crosses an edge, nothing is compared."""
+        self._has_all = all(
+            isinstance(size, int) and size % tile == 0 for size, tile in ((self._m, rows), (self._n, columns))
+        )
 
     def open(self, result: GpuOperand, m: Expr, n: Expr, in_rows: bool) -> None:
         """Declare the elements of operands and result; in the body of the function, before the launch.
@@ -335,6 +343,9 @@ class FragmentStore:
         while count * self._element % width:
             width //= 2
         per_row = count * self._element // width
+        if self._rows and width > 4:
+            self._store_computed_rows(self._rows, staging, begin, at, first, (skip, per_row, width // 4), lane)
+            return
         words = max(1, width // 4)
         kind = "uint32" if width >= 4 else f"uint{8 * width}"
         registers = local(words, kind)
@@ -344,10 +355,10 @@ class FragmentStore:
             at_row = T.bind(first[0] + T.Cast("int64", row))
             at_column = T.bind(first[1] + T.Cast("int64", skip + chunk * (width // self._element)))
             source = begin + row * staging.pitch + chunk * width
-            conditions = [at_row < self._m, at_column < self._n]
+            conditions = [] if self._has_all else [at_row < self._m, at_column < self._n]
             if WARP_ROWS * per_row % 32:
                 conditions.append(number < WARP_ROWS * per_row)
-            with when(tirx.all(*conditions)):
+            with when(tirx.all(*conditions) if conditions else True):
                 taken = [registers[w] for w in range(words)]
                 for w in range(0, words, 4):
                     # At most 16 bytes in one load.
@@ -359,6 +370,53 @@ class FragmentStore:
                     ptx.store_global(T.address_of(self._result.data[self._result.address(place)]), taken)
                 else:
                     T.buffer_store(self._result.data, taken[0], [self._result.address(place)])
+
+    def _store_computed_rows(
+        self,
+        writer: EpilogueWriter,
+        staging: Staging,
+        begin: Expr,
+        at: Coordinates,
+        first: tuple[Expr, Expr],
+        columns: tuple[int, int, int],
+        lane: Expr,
+    ) -> None:
+        """As `_store_rows` of sums that are staged: what the epilogue reads of several rows comes at once.
+
+        Parameters
+        ----------
+        columns : tuple of int
+            Those before the staged ones, groups of neighbours in a row, neighbours in a group.
+        """
+        skip, per_row, width = columns
+        rounds = -(-WARP_ROWS * per_row // WARP)
+        together = next(
+            count for count in range(min(rounds, max(1, _MOST_READ // width)), 0, -1) if rounds % count == 0
+        )
+        held = writer.registers(together * width)
+        registers = local(width, "uint32")
+        taken = [registers[w] for w in range(width)]
+        with unrolled(rounds // together) as part:
+            groups = []
+            for i in range(together):
+                number = lane + (part * together + i) * WARP
+                row, chunk = number // per_row, number % per_row
+                at_row = T.bind(first[0] + T.Cast("int64", row))
+                at_column = T.bind(first[1] + T.Cast("int64", skip + chunk * width))
+                conditions = [at_row < self._m, at_column < self._n]
+                if WARP_ROWS * per_row % WARP:
+                    conditions.append(number < WARP_ROWS * per_row)
+                source = begin + row * staging.pitch + chunk * (width * 4)
+                groups.append((tirx.all(*conditions), {**at, "m": at_row, "n": at_column}, source))
+            for i, (exists, place, _) in enumerate(groups):
+                with when(exists):
+                    writer.load(held, i * width, place, width)
+            for i, (exists, place, source) in enumerate(groups):
+                with when(exists):
+                    for w in range(0, width, 4):
+                        # At most 16 bytes in one load.
+                        ptx.load_shared(taken[w : w + 4], staging.shared.at(source + 4 * w), "u32")
+                    writer.store([partial(self._sum, value) for value in taken], held, i * width, place)
 
 
 @dataclass(frozen=True)

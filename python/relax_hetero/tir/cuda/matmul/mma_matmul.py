@@ -80,6 +80,7 @@ class MmaProduct:
         self, left: LeftTile, right: OperandTile, store: FragmentStore, tiling: MmaTiling, batches: Batches
     ) -> None:
         self.left, self.right, self.store, self.tiling, self.batches = left, right, store, tiling, batches
+        store.is_cut_into(tiling.rows, tiling.columns)
         self.kind = "uint32" if left.view.nominal in _BYTES else "float32"
         self.steps = ceil_div(left.depth, left.step)
 

@@ -40,8 +40,11 @@ class Places(Protocol):
     def pixel(self, at: Coordinates, row: Expr) -> tuple[Expr, Expr]:
         """Of an existing row: its part of the place, and bits."""
 
-    def element(self, k: Expr) -> tuple[Expr, Expr]:
-        """Of an existing k: its part of the place, and which bits of the row say that it is not zero; None: none."""
+    def element(self, k: Expr, inner: Expr = 0, depth: int = 0) -> tuple[Expr, Expr]:
+        """Of an existing ``k + inner``: its part of the place, and which bits of the row say that it is not zero.
+
+        None for no bits. `inner` is less than `depth`, of which k is a multiple.
+        """
 
 
 @dataclass(frozen=True)
@@ -361,8 +364,10 @@ class _Brought:
             if self.side.places is None:
                 address = view.address(place)
             else:
-                k_place = place["k"] if divides(self.k, self.depth) else T.min(place["k"], int64(self.k - width))
-                moved, bits = self.side.places.element(k_place)
+                if divides(self.k, self.depth):
+                    moved, bits = self.side.places.element(k, inner, self.depth)
+                else:
+                    moved, bits = self.side.places.element(T.min(place["k"], int64(self.k - width)))
                 address = (self.rows[turn] + T.bind(tirx.floordiv(moved, width))) * width
                 if bits is not None:
                     conditions.append(T.bitwise_and(self.seen[turn], bits) == bits)

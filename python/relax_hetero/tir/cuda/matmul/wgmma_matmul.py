@@ -132,6 +132,7 @@ class WgmmaProduct:
         counts: dict[str, Expr],
     ) -> None:
         self.left, self.right, self.store, self.tiling, self.counts = left, right, store, tiling, counts
+        store.is_cut_into(tiling.rows * tiling.share, tiling.columns)
         self.consumers = tiling.rows // 64
         self.registers = tiling.columns // 2
         # TVM has no wgmma of integers with 256 columns.

@@ -6,13 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tvm
-from tvm import te, tirx, topi
+from tvm import relax, te, tirx, topi
 from tvm_ffi import structural_walk
 
 from gpu_interpreter import run as interpreted
 from relax_hetero.target.gpu_target import gpu_target_of
 from relax_hetero.tir.commands.table_kernel import is_one_launch
 from relax_hetero.tir.cuda.loops import launches_of, schedule
+from relax_hetero.transform.dispatch.legalize import legalize
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from on_cpu import run
@@ -215,3 +216,32 @@ def test_parts_of_several_reductions_fit_shared_memory():
     run(func, a, sums, squares)
     np.testing.assert_allclose(sums, a.astype("float64").sum(0), atol=1e-2)
     np.testing.assert_allclose(squares, (a.astype("float64") ** 2).sum(0), rtol=1e-2)
+
+
+@pytest.mark.parametrize("shape, axes", [((1, 8400), [0, 1]), ((200, 6), [0]), ((1, 50257), [0, 1])])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_extremes_of_floats_are_computed_in_parts(shape, axes, dtype):
+    """As `relax.max` is lowered, whose masks of bits TVM widens."""
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType(shape, dtype))
+    with builder.function("main", [x]):
+        builder.emit_func_output(builder.emit(relax.op.max(x, axes)))
+    (func,) = [f for f in legalize(builder.get()).functions.values() if isinstance(f, tirx.PrimFunc)]
+    func = schedule(func.with_attr("target", TARGET), gpu_target_of(TARGET))
+    parts = launches_of(func) or [func]
+    assert any("shared" in str(part) or "shuffle" in str(part) for part in parts)
+    a = values(shape, dtype, 0)
+    a.reshape(-1)[[3, 7]] = np.inf, -np.inf
+    for position in (None, a.size - 1):
+        if position is not None:
+            a.reshape(-1)[position] = np.nan
+        y = np.full(a.max(tuple(axes)).shape, 77, dtype)
+        run(func, a, y)
+        np.testing.assert_array_equal(y, a.max(tuple(axes)))
+
+
+@pytest.mark.parametrize("count", [50257, 99991])
+def test_long_reductions_without_equal_parts(count):
+    x = tensor(1, count)
+    check(lambda a: a.argmax(1), x, topi.argmax(x, 1), launches=2)
+    check(lambda a: a.astype("float64").sum(1), x, topi.sum(x, 1), launches=2, rtol=1e-4)

@@ -83,6 +83,7 @@ def check(problem, m, plan=None, tolerance=1e-6, gpu=GPU):
         (problem_of(3, 37, 300, "float16", 16, "float32", "uint8"), 3, BlockPlan(1, 1, 2, 2)),  # asks ahead
         (problem_of(2, 33, 333, "float32", 32, "float32", "float32"), 2, BlockPlan(2, 1, 4, 1)),
         (problem_of(1, 16, 260, "float32", 64, "float16", "uint8"), 1, None),
+        (problem_of(3, 16, 64, "float32", 32), 3, None),  # parts of the last row alone in a group of eight
         (problem_of("s0", 20, 130, "bfloat16", 48), 11, BlockPlan(1, 2, 2, 1)),
         (problem_of(1, 40, 200, "float16", 32, bits=8), 1, None),
         (problem_of(3, 37, 135, "float16", 16, "float32", "uint8", bits=8), 3, BlockPlan(1, 1, 2, 2)),
@@ -132,8 +133,8 @@ def test_infinities_of_float32_stay():
 
 def test_one_row_of_a_large_weight_fits_into_registers():
     (report,) = reports_of(block_product_kernel(problem_of(1, 4096, 4096, "float16", 32), GPU), TARGET)
-    assert report.spill_stores <= 32
-    assert report.registers <= 64, "four blocks share a multiprocessor"
+    assert report.spill_stores == 0
+    assert report.registers <= 80, "three blocks share a multiprocessor"
 
 
 def test_what_is_refused():

@@ -76,7 +76,13 @@ def check(problem, m, plan=None, tolerance=1e-3):
         (problem_of(1, 64, 64), 1, FewPlan(2, 4, 4)),  # a block without k
         (problem_of("s0", 70, 130, epilogue=BIAS_RELU), 5, FewPlan(2, 4, 4)),  # the body of few rows
         (problem_of("s0", 70, 130), 70, FewPlan(1, 5, 3)),  # that of many, two tiles of rows
+        (problem_of(9, 64, 700), 9, FewPlan(2, 2, 4)),  # fewer stages of weights
         (problem_of(2, 66, 70, batch=(3,)), 2, None),
+        (
+            problem_of(19, 190, 530, epilogue=BIAS_RELU),
+            19,
+            FewPlan(2, 3, 2, 2),
+        ),  # two groups, of which the last has none
     ],
 )
 def test_products(problem, m, plan):

@@ -154,6 +154,7 @@ def assert_equal(got: np.ndarray, want: np.ndarray, problem: MatmulProblem, k: i
     ("sizes", "how", "tile"),
     [
         ({"m": 70, "n": 72, "k": 100}, {"lhs": "km"}, (64, 64)),
+        ({"m": 64, "n": 128, "k": 64}, {}, (64, 64)),
         ({"m": 66, "n": 41, "k": 64}, {"dtype": "bfloat16", "result": "float32"}, (64, 64)),
         ({"m": 20, "n": 136, "k": 72}, {"rhs": "kn"}, (64, 128)),
         ({"m": 20, "n": 71, "k": 68}, {"rhs": "nk"}, (64, 64)),
@@ -220,6 +221,14 @@ def test_epilogues(how):
 )
 def test_clusters_and_tiles(sizes, tile, how):
     check(problem_of(sizes), sizes, tile, **how)
+
+
+def test_biases_of_wide_tiles():
+    """A lane holds several pairs of columns, of 32 and of 16 bits; columns beyond the last one are not read."""
+    sizes = {"m": 20, "n": 200, "k": 64}
+    scaled = "cast(multiply(add(x0, x1), cast(x2, 'float32')), 'float16')"
+    problem = problem_of(sizes, epilogue=scaled, operands=[("n", "float32"), ("n", "float16")])
+    check(problem, sizes, (64, 256), staged_bytes=128)
 
 
 def test_symbolic_extents():
