@@ -60,11 +60,13 @@ def _form(block: Block, function: str) -> list[relax.Binding] | None:
         name = op_name(binding.value)
         if name not in ("relax.nn.softmax", *ATTENTION_OPS):
             continue
-        types = attention_types(target_of(binding.var.ty.vdevice))
+        target = target_of(binding.var.ty.vdevice)
+        types = attention_types(target)
         if not types:
             continue
         try:
-            one = (find_attention_op if name in ATTENTION_OPS else find_attention)(block, index)
+            is_op = name in ATTENTION_OPS
+            one = find_attention_op(block, index) if is_op else find_attention(block, index, "gpu" in target.keys)
         except NoAttention as reason:
             decline(function, binding.var.name, "attention", str(reason))
             continue

@@ -189,6 +189,29 @@ def test_gpus_form_what_their_tensor_cores_multiply(dtype: str, arch: str):
         assert "found float32, expected one of ['bfloat16', 'float16'], which its device has in one" in entry.reason
 
 
+def test_scores_of_16_bits_are_float32_on_gpus():
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(
+            x: R.Tensor((1, 5, 32), "float16"), mask: R.Tensor((1, 1, 5, 5), "float16"), keep: R.Tensor((5, 5), "bool")
+        ):
+            with R.dataflow():
+                q = R.permute_dims(R.reshape(x, R.shape([1, 5, 4, 8])), axes=[0, 2, 1, 3])
+                k = R.permute_dims(R.reshape(x, R.shape([1, 5, 4, 8])), axes=[0, 2, 3, 1])
+                scores = R.add(R.multiply(R.matmul(q, k), R.const(0.5, "float16")), mask)
+                hidden = R.where(keep, scores, R.const(-65504.0, "float16"))
+                p = R.astype(R.nn.softmax(R.astype(hidden, "float32"), axis=-1), "float16")
+                y = R.reshape(R.permute_dims(R.matmul(p, q), axes=[0, 2, 1, 3]), R.shape([1, 5, 32]))
+                R.output(y)
+            return y
+
+    before = relax.transform.Normalize()(Before)
+    call = attention_of(FormAttention()(placed(before, {"kind": "cuda", "arch": "sm_90a"})))
+    assert str(call.attrs.scores) == "where(x2, add(multiply(x0, 0.5), cast(x1, 'float32')), -65504.0)"
+    assert ATTENTION not in names(FormAttention()(placed(before)))  # on CPUs
+
+
 def test_symbolic_sizes():
     @I.ir_module
     class Before:
