@@ -12,10 +12,13 @@ all of them, in the order of the blocks: equal inputs give equal bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ....encoding.packed_layout import CHUNK_BYTES, SWIZZLED_BYTES
+from ....encoding.packed_layout import SWIZZLED_BYTES
 from ....encoding.problem import AttentionProblem
 from ....errors import EncodingError
 from ....target.element_types import HALVES
@@ -33,8 +36,6 @@ from .score_tile import LOG2_E, ScoreTile, average, averaged
 
 _REGISTERS = {1: (0, 0), 2: (40, 232), 3: (32, 160)}
 """Of producers and consumers, by warpgroups of consumers: no more than 65,536 in all."""
-TURNS = 4
-"""The first of two barriers at which warpgroups wait for their turn."""
 _PITCH = 4
 """Floats between the rows of sums that blocks of a cluster put together: rows begin in different banks."""
 
@@ -93,7 +94,7 @@ class _Kernel:
         height = plan.consumers * 64
         is_copied = all(source_of(view, "n")[0] is Source.LINES for view in (tensors.key, tensors.value))
         self.keys = plan.keys if is_copied else ceil_div(plan.keys, WIDTH) * WIDTH
-        self.q = OperandTile.of(tensors.query, "row", height, rows.count, d, may_transpose=not plan.holds_queries)
+        self.q = OperandTile.of(tensors.query, "row", height, rows.count, d)
         self.k = OperandTile.of(tensors.key, "n", self.keys, n, d)
         self.v = OperandTile.of(tensors.value, "n", self.keys, n, e, may_transpose=False)
         self.depth_steps, self.width_steps = ceil_div(d, WIDTH), ceil_div(e, WIDTH)
@@ -101,14 +102,20 @@ class _Kernel:
         self.row_tiles = to_int32(ceil_div(rows.count, height))
         self.is_causal = bool(self.problem.causal)
         is_masked = self.is_causal or plan.split > 1 or not (isinstance(n, int) and n % self.keys == 0)
-        self.tile = ScoreTile(self.problem, tensors.masks, rows, self.keys, is_masked, plan.computed)
+        self.steps: Any = None
+        self.tile = ScoreTile(self.problem, tensors.masks, rows, self.keys, is_masked)
 
     def emit(self) -> None:
         """The launch."""
         plan, stages = self.plan, self.plan.stages
         height = plan.consumers * 64
         shared = self.shared = SharedMemory()
-        self.q_at = shared.take(self.q.size * max(self.depth_steps, self.width_steps), SWIZZLED_ALIGN)
+        is_shared = not plan.blocks
+        self.q_at = shared.take(
+            self.q.size * (max(self.depth_steps, self.width_steps) if is_shared else self.depth_steps), SWIZZLED_ALIGN
+        )
+        # Results leave by way of the queries' place, unless that has the next tile's queries by then.
+        self.staged_at = self.q_at if is_shared else shared.take(self.q.size * self.width_steps, SWIZZLED_ALIGN)
         self.k_size, self.v_size = self.k.size * self.depth_steps, self.v.size * self.width_steps
         self.k_at = shared.take(stages * self.k_size, SWIZZLED_ALIGN)
         self.v_at = shared.take(stages * self.v_size, SWIZZLED_ALIGN)
@@ -116,28 +123,57 @@ class _Kernel:
             # Sums of the blocks of a cluster take the place of all tiles.
             self.pitch = self.width + _PITCH
             shared.size = max(shared.size, height * (self.pitch + 2) * 4)
-        self.barriers = shared.take(8 * (1 + 4 * stages), 8)
-        tiles = self.row_tiles * self.tensors.groups * to_int32(self.tensors.sizes["b"])
+        self.barriers = shared.take(8 * (2 + 4 * stages), 8)
+        self.tiles = self.row_tiles * self.tensors.groups * to_int32(self.tensors.sizes["b"])
         threads = PRODUCERS + plan.consumers * WARPGROUP
-        blocks = (
-            at_least_one(tiles) * plan.split if isinstance(tiles, int) else self.tensors.blocks(height) * plan.split
-        )
+        is_known = isinstance(self.tiles, int)
+        blocks = plan.blocks or (at_least_one(self.tiles) if is_known else self.tensors.blocks(height)) * plan.split
         with launch(blocks, threads, plan.split, plan.consumers > 1) as place:
             self.thread, self.rank = place.thread, place.rank
             shared.open()
-            block = T.bind(T.Cast("int32", place.block))
-            if isinstance(tiles, int):
-                self._block(block)
+            self.block = T.bind(T.Cast("int32", place.block))
+            if plan.blocks or is_known:
+                self._work()
             else:
-                with when(block < tiles * plan.split):
-                    self._block(block)
+                with when(self.block < self.tiles * plan.split):
+                    self._work()
 
     # -- which part of the work
 
-    def _block(self, block: Expr) -> None:
+    def _work(self) -> None:
+        """All that a block does."""
+        if not self.plan.blocks:
+            self._take(self.block if self.plan.split == 1 else T.bind(T.truncdiv(self.block, self.plan.split)))
+        self._set_up()
+        with T.If(self.thread < PRODUCERS):
+            with T.Then():
+                self._produce()
+            with T.Else():
+                self._consume()
+        if self.plan.split > 1:
+            _cluster_barrier()
+            self._put_together()
+            _cluster_barrier()
+
+    def _each_tile(self, body: Callable[[Expr], None]) -> None:
+        """Write `body` for every tile of rows that the block has, of which it gets the number among them."""
+        blocks = self.plan.blocks
+        self.steps = None
+        if not blocks:
+            body(0)
+            return
+        # Of all tiles so far: stages are used on and on.
+        self.steps = local(1, "int32")
+        T.buffer_store(self.steps, T.int32(0), [0])
+        with T.serial(T.truncdiv(self.tiles - self.block + (blocks - 1), blocks)) as turn:
+            self._take(T.bind(self.block + turn * blocks))
+            body(turn)
+            T.buffer_store(self.steps, self.steps[0] + self.count, [0])
+
+    def _take(self, tile: Expr) -> None:
+        """Which rows and keys a tile is of."""
         plan, rows = self.plan, self.tensors.rows
         height = plan.consumers * 64
-        tile = block if plan.split == 1 else T.bind(T.truncdiv(block, plan.split))
         number = T.truncmod(tile, self.row_tiles)
         if self.is_causal:  # long rows first
             number = self.row_tiles - 1 - number
@@ -161,24 +197,25 @@ class _Kernel:
         self.end = visible if plan.split == 1 else T.bind(T.min(visible, own_end))
         if plan.split == 1 and not isinstance(self.end, int):
             self.end = T.bind(self.end)
-        self._set_up()
-        with T.If(self.thread < PRODUCERS):
-            with T.Then():
-                self._produce()
-            with T.Else():
-                self._consume()
-        if plan.split > 1:
-            _cluster_barrier()
-            self._put_together()
-            _cluster_barrier()
 
     def _barrier(self, kind: int, stage: Expr) -> Expr:
         """Of keys that are there (0), places of keys that are free (1), the same of values (2, 3)."""
         return self.shared.at(self.barriers + 8 * (1 + kind * self.plan.stages + stage))
 
+    @property
+    def queries_there(self) -> Expr:
+        """The barrier of queries that consumers wait for."""
+        return self.shared.at(self.barriers)
+
+    @property
+    def queries_free(self) -> Expr:
+        """The barrier of their place, which producers wait for."""
+        return self.shared.at(self.barriers + 8 * (1 + 4 * self.plan.stages))
+
     def _set_up(self) -> None:
         with when(self.thread == 0):
-            ptx.barrier_init(self.shared.at(self.barriers), PRODUCERS)
+            ptx.barrier_init(self.queries_there, PRODUCERS)
+            ptx.barrier_init(self.queries_free, self.plan.consumers)
             for stage in range(self.plan.stages):
                 for kind in range(4):
                     arrivals = self.plan.consumers if kind % 2 else PRODUCERS
@@ -197,14 +234,19 @@ class _Kernel:
     def _produce(self) -> None:
         if self.plan.consumers > 1:
             ptx.set_max_registers(_REGISTERS[self.plan.consumers][0], grows=False)
+        self._each_tile(self._produce_tile)
+
+    def _produce_tile(self, turn: Expr) -> None:
         row = T.bind(T.Cast("int64", self.row))
+        if self.plan.blocks:
+            ptx.barrier_wait(self.queries_free, T.bitwise_xor(T.bitwise_and(turn, 1), 1))
         for step in range(self.depth_steps):
             target = self.q_at + step * self.q.size
             self.q.load(self.shared, target, self.at, row, step, self.thread)
-        self._arrive(self.q, self.shared.at(self.barriers))
-        with T.serial(self.count) as turn:
-            stage, parity = self._stage(turn)
-            first = T.bind(T.Cast("int64", self._first_key(turn)))
+        self._arrive(self.q, self.queries_there)
+        with T.serial(self.count) as number:
+            stage, parity = self._stage(number)
+            first = T.bind(T.Cast("int64", self._first_key(number)))
             loads = ((0, self.k, self.k_at, self.k_size), (2, self.v, self.v_at, self.v_size))
             for kind, tile, begin, size in loads:
                 ptx.barrier_wait(self._barrier(kind + 1, stage), T.bitwise_xor(parity, 1))
@@ -223,6 +265,8 @@ class _Kernel:
 
     def _stage(self, turn: Expr) -> tuple[Expr, Expr]:
         stages = self.plan.stages
+        if self.steps is not None:
+            turn = T.bind(self.steps[0] + turn)
         if isinstance(turn, int):
             return turn % stages, turn // stages % 2
         return T.bind(T.truncmod(turn, stages)), T.bind(T.bitwise_and(T.truncdiv(turn, stages), 1))
@@ -232,59 +276,60 @@ class _Kernel:
     def _consume(self) -> None:
         if self.plan.consumers > 1:
             ptx.set_max_registers(_REGISTERS[self.plan.consumers][1], grows=True)
-        tile, count, plan = self.tile, self.count, self.plan
+        tile = self.tile
         self.group = T.bind(self.thread // WARPGROUP - 1)
         self.member = T.bind(self.thread % WARPGROUP)
         self.warp = T.bind(self.member // WARP)
         tile.declare(self.thread)
         self.sums = local(self.width // 2, "float32")
+        self.seen = local(2, "int32")
         self.base = local(3, "uint64")
-        row = T.bind(self.row + self.group * 64 + self.warp * 16 + tirx.floordiv(tile.lane, 4))
-        seen = local(2, "int32")
-        for h in range(2):
-            T.buffer_store(seen, self._seen(row + 8 * h), [h])
-        least = self._seen(self.row + self.group * 64) if self.tensors.rows.together == 1 else self._seen(0)
-        tile.begin(self.at, row, [seen[0], seen[1]], T.bind(least) if not isinstance(least, int) else least)
-        with unrolled(self.width // 2) as i:
-            T.buffer_store(self.sums, T.float32(0), [i])
         ptx.matrix_descriptor(
             self.base[0], self.shared.at(self.q_at + self.group * (64 * SWIZZLED_BYTES)), self.q.leading
         )
         ptx.matrix_descriptor(self.base[1], self.shared.at(self.k_at), self.k.leading)
         ptx.matrix_descriptor(self.base[2], self.shared.at(self.v_at), self.keys * SWIZZLED_BYTES // 16)
+        self._each_tile(self._consume_tile)
+
+    def _consume_tile(self, turn: Expr) -> None:
+        tile, count = self.tile, self.count
+        row = T.bind(self.row + self.group * 64 + self.warp * 16 + tirx.floordiv(tile.lane, 4))
+        for h in range(2):
+            T.buffer_store(self.seen, self._seen(row + 8 * h), [h])
+        least = self._seen(self.row + self.group * 64) if self.tensors.rows.together == 1 else self._seen(0)
+        least = T.bind(least) if not isinstance(least, int) else least
+        tile.begin(self.at, row, [self.seen[0], self.seen[1]], least)
+        with unrolled(self.width // 2) as i:
+            T.buffer_store(self.sums, T.float32(0), [i])
         tile.load_masks(self._first_key(0))
-        ptx.barrier_wait(self.shared.at(self.barriers), 0)
-        self._hold_queries()
-        if plan.takes_turns:
-            with when(self.group == 1):
-                ptx.named_barrier_arrive(TURNS, 2 * WARPGROUP)
+        ptx.barrier_wait(self.queries_there, turn if isinstance(turn, int) else T.bitwise_and(turn, 1))
         self._scores(0)
         ptx.wgmma_wait(0)
         self._release(1, 0)
         tile.softmax(self._first_key(0))
         tile.pack(self.dtype)
         if not (isinstance(count, int) and count == 1):
-            with T.serial(count - 1) as turn:
-                following = T.bind(turn + 1)
+            with T.serial(count - 1) as number:
+                following = T.bind(number + 1)
                 first = T.bind(self._first_key(following))
-                if plan.takes_turns:
-                    ptx.named_barrier(TURNS + self.group, 2 * WARPGROUP)
                 self._scores(following)
-                self._values(turn)
-                if plan.takes_turns:
-                    # The other's last turn has nobody to follow.
-                    with when(tirx.Or(self.group == 0, turn + 2 < count)):
-                        ptx.named_barrier_arrive(TURNS + 1 - self.group, 2 * WARPGROUP)
+                self._values(number)
                 tile.load_masks(first)
                 ptx.wgmma_wait(1)
                 self._release(1, following)
                 tile.softmax(first)
                 ptx.wgmma_wait(0)
-                self._release(3, turn)
+                self._release(3, number)
                 tile.pack(self.dtype)
                 tile.shrink_sums(self.sums, self.width // 2)
-        self._values(count - 1 if isinstance(count, int) else T.bind(count - 1))
+        if self.plan.blocks:
+            with when(self.member == 0):
+                ptx.barrier_arrive(self.queries_free)
+        last = count - 1 if isinstance(count, int) else T.bind(count - 1)
+        self._values(last)
         ptx.wgmma_wait(0)
+        if self.plan.blocks:
+            self._release(3, last)
         tile.add_lanes()
         if self.plan.split > 1:
             self._share()
@@ -297,19 +342,6 @@ class _Kernel:
             return self.end
         return T.min(self.end, self.tensors.rows.query(row) + (1 + self.tensors.ahead))
 
-    def _hold_queries(self) -> None:
-        """Queries as left operands in registers."""
-        if not self.plan.holds_queries:
-            return
-        ptx.async_proxy_fence()
-        lane, steps = self.tile.lane, ceil_div(int(self.tensors.sizes["d"]), 16)
-        self.held = local(4 * steps, "uint32")
-        row = T.bind(self.group * 64 + self.warp * 16 + tirx.floormod(lane, 16))
-        for i in range(steps):
-            chunk = T.bitwise_xor(i % 4 * 2 + tirx.floordiv(lane, 16), tirx.floormod(row, 8)) * CHUNK_BYTES
-            address = self.q_at + i // 4 * self.q.size + row * SWIZZLED_BYTES + chunk
-            ptx.load_matrices([self.held[4 * i + r] for r in range(4)], self.shared.at(address))
-
     def _scores(self, turn: Expr) -> None:
         """Issue the scores of a tile."""
         stage, parity = self._stage(turn)
@@ -320,16 +352,6 @@ class _Kernel:
         ptx.wgmma_fence()
         for i in range(ceil_div(int(self.tensors.sizes["d"]), 16)):
             step, part = divmod(i, WIDTH // 16)
-            if self.plan.holds_queries:
-                ptx.wgmma_of_registers(
-                    [self.tile.scores[r] for r in range(self.keys // 2)],
-                    [self.held[4 * i + r] for r in range(4)],
-                    keys + T.uint64(step * self.k.size // 16 + part * self.k.advance),
-                    (self.dtype, self.dtype),
-                    T.uint32(1 if i else 0),
-                    self.k.is_transposed,
-                )
-                continue
             ptx.wgmma(
                 [self.tile.scores[r] for r in range(self.keys // 2)],
                 self.base[0] + T.uint64(step * self.q.size // 16 + part * self.q.advance),
@@ -366,11 +388,11 @@ class _Kernel:
     # -- results
 
     def _store(self) -> None:
-        """Averages of the warpgroup's rows, by way of the queries' place in shared memory."""
-        # All warps have read their queries.
-        ptx.warpgroup_barrier(1 + self.group)
+        """Averages of the warpgroup's rows."""
+        if not self.plan.blocks:
+            ptx.warpgroup_barrier(1 + self.group)  # all warps have read their queries
         within = T.bind(self.group * 64 + self.warp * 16)
-        place = self.q_at + within * SWIZZLED_BYTES
+        place = self.staged_at + within * SWIZZLED_BYTES
         store = RowStore(self.tensors, self.tile, self.shared, self.at)
         store.emit(self.sums, self.width, self.row + within, place, self.q.rows * SWIZZLED_BYTES)
 

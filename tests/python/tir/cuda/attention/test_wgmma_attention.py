@@ -66,12 +66,12 @@ CASES = {
         half(1, 4, 1, 5, 64, 32, 32, mask=mask(1, 4, 5, 64), scores=CHOSEN, causal="bottom_right"),
         None,
     ),
-    "by turns": (
-        half(1, 1, 1, 140, 260, 64, 64, causal="bottom_right"),
-        AttentionPlan(2, 64, 2, holds_queries=True, takes_turns=True, computed=4),
+    "blocks with several tiles": (
+        half(1, 2, 2, 300, 200, 64, 64, causal="bottom_right"),
+        AttentionPlan(2, 64, 2, blocks=2),
     ),
     "shared keys": (half(1, 4, 2, 3, 300, 64, 64, causal="bottom_right"), AttentionPlan(1, 64, 2, 4, 2)),
-    "shared keys, not aligned": (half(1, 1, 1, 9, 130, 32, 30), AttentionPlan(1, 32, 2, 2)),
+    "shared keys, not aligned": (half(1, 1, 1, 9, 130, 32, 30), AttentionPlan(1, 32, 2, 3)),
     "blocks without keys": (
         half(1, 1, 1, 70, 100, 32, 32, causal="bottom_right", mask=lines(1, 1, 1, 100), scores=ADDED),
         AttentionPlan(1, 32, 1, 4),
@@ -123,8 +123,10 @@ def test_plans_keep_the_gpu_busy():
         return choose_plan(problem_of(half(*sizes, maps=BY_HEADS, **options)), GPU)
 
     assert plan(1, 64, 64, 4096, 4096, 128, 128).consumers == 2
+    assert plan(1, 64, 64, 4096, 4096, 64, 64).consumers == 3
+    assert plan(16, 12, 12, 128, 128, 64, 64).consumers == 1  # several blocks a multiprocessor
     assert plan(1, 12, 12, 128, 128, 64, 64).consumers == 1  # more blocks
     assert plan(1, 6, 6, 197, 197, 64, 64).keys == 112  # two tiles of about as many
     few = plan(1, 32, 32, 8, 8192, 128, 128)
-    assert few.split > 1 and few.together == 1
+    assert few.split == 3 and few.together == 1
     assert plan(1, 32, 8, 8, 8192, 128, 128).together == 4
