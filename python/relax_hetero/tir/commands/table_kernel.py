@@ -69,7 +69,7 @@ def waits_before_use(raw: tirx.PrimFunc, entries: Collection[int]) -> bool:
         return False
 
     def on_found(sequence: tirx.SeqStmt) -> tirx.Stmt:
-        return tirx.SeqStmt(_up_to_wait(sequence)[0]) if sequence.same_as(found[0]) else sequence
+        return _in_order(_up_to_wait(sequence)[0]) if sequence.same_as(found[0]) else sequence
 
     return not _used(structural_map(nest, (tirx.SeqStmt, on_found))) & _in_table(raw, entries)
 
@@ -173,15 +173,15 @@ def _with_table(
         first, then = _up_to_wait(sequence)
         moved = [statement for statement in first if is_let_next_begin(statement)]
         kept = [statement for statement in first if not is_let_next_begin(statement)]
-        return tirx.SeqStmt([*kept, *inside, *moved, *then])
+        return _in_order([*kept, *inside, *moved, *then])
 
     def on_loop(loop: tirx.For) -> tirx.For:
         if not loop.loop_var.same_as(nest.loop_var):
             return loop
         if behind_wait:
-            body = tirx.SeqStmt([*plain, structural_map(loop.body, (tirx.SeqStmt, on_sequence))])
+            body = _in_order([*plain, structural_map(loop.body, (tirx.SeqStmt, on_sequence))])
         else:
-            body = tirx.SeqStmt([*inside, loop.body])
+            body = _in_order([*inside, loop.body])
         return tirx.For(
             loop.loop_var, loop.min, loop.extent, loop.kind, body, loop.thread_binding, loop.annotations, loop.step
         )
@@ -218,6 +218,11 @@ def _up_to_wait(sequence: tirx.SeqStmt) -> tuple[list[tirx.Stmt], list[tirx.Stmt
     statements = list(sequence)
     end = next((i + 1 for i, statement in enumerate(statements) if is_wait_for_launches(statement)), len(statements))
     return statements[:end], statements[end:]
+
+
+def _in_order(statements: list[tirx.Stmt]) -> tirx.Stmt:
+    """The statements one after the other; TVM has no sequence of a single one."""
+    return statements[0] if len(statements) == 1 else tirx.SeqStmt(statements)
 
 
 def _used(node: tvm.ir.BaseExpr | tirx.Stmt) -> set[Any]:
