@@ -47,9 +47,6 @@ class AttentionPlan:
         Blocks of a cluster that share the keys: 1 to 8.
     together : int
         Heads whose queries are rows of one tile: see `heads.Rows`.
-    blocks : int
-        That take tiles of rows one after the other, so that a tile's first loads hide behind the one before; 0: each
-        tile has a block of its own.
     """
 
     consumers: int
@@ -57,7 +54,6 @@ class AttentionPlan:
     stages: int
     split: int = 1
     together: int = 1
-    blocks: int = 0
 
 
 def choose_plan(problem: AttentionProblem, gpu: GpuTarget) -> AttentionPlan:
@@ -76,7 +72,9 @@ def choose_plan(problem: AttentionProblem, gpu: GpuTarget) -> AttentionPlan:
     consumers = 1
     if n >= MANY_KEYS:
         most = (3, 2, 1) if widest <= WIDTH and not is_crowded else (2, 1)
-        consumers = next((c for c in most if ceil_div(rows, 64 * c) * groups >= gpu.multiprocessors), 1)
+        # More rows a block, as soon as blocks of fewer would be too many to run at once.
+        crowded = (c for c in most if c > 1 and ceil_div(rows, 64 * (c - 1)) * groups > gpu.multiprocessors)
+        consumers = next(crowded, 1)
     blocks = ceil_div(rows, 64 * consumers) * groups
     split = 1
     if n >= MANY_KEYS and consumers == 1:

@@ -12,9 +12,6 @@ all of them, in the order of the blocks: equal inputs give equal bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
@@ -102,7 +99,6 @@ class _Kernel:
         self.row_tiles = to_int32(ceil_div(rows.count, height))
         self.is_causal = bool(self.problem.causal)
         is_masked = self.is_causal or plan.split > 1 or not (isinstance(n, int) and n % self.keys == 0)
-        self.steps: Any = None
         self.tile = ScoreTile(self.problem, tensors.masks, rows, self.keys, is_masked)
 
     def emit(self) -> None:
@@ -110,12 +106,7 @@ class _Kernel:
         plan, stages = self.plan, self.plan.stages
         height = plan.consumers * 64
         shared = self.shared = SharedMemory()
-        is_shared = not plan.blocks
-        self.q_at = shared.take(
-            self.q.size * (max(self.depth_steps, self.width_steps) if is_shared else self.depth_steps), SWIZZLED_ALIGN
-        )
-        # Results leave by way of the queries' place, unless that has the next tile's queries by then.
-        self.staged_at = self.q_at if is_shared else shared.take(self.q.size * self.width_steps, SWIZZLED_ALIGN)
+        self.q_at = shared.take(self.q.size * max(self.depth_steps, self.width_steps), SWIZZLED_ALIGN)
         self.k_size, self.v_size = self.k.size * self.depth_steps, self.v.size * self.width_steps
         self.k_at = shared.take(stages * self.k_size, SWIZZLED_ALIGN)
         self.v_at = shared.take(stages * self.v_size, SWIZZLED_ALIGN)
@@ -123,27 +114,26 @@ class _Kernel:
             # Sums of the blocks of a cluster take the place of all tiles.
             self.pitch = self.width + _PITCH
             shared.size = max(shared.size, height * (self.pitch + 2) * 4)
-        self.barriers = shared.take(8 * (2 + 4 * stages), 8)
-        self.tiles = self.row_tiles * self.tensors.groups * to_int32(self.tensors.sizes["b"])
+        self.barriers = shared.take(8 * (1 + 4 * stages), 8)
+        tiles = self.row_tiles * self.tensors.groups * to_int32(self.tensors.sizes["b"])
         threads = PRODUCERS + plan.consumers * WARPGROUP
-        is_known = isinstance(self.tiles, int)
-        blocks = plan.blocks or (at_least_one(self.tiles) if is_known else self.tensors.blocks(height)) * plan.split
-        with launch(blocks, threads, plan.split, plan.consumers > 1) as place:
+        is_known = isinstance(tiles, int)
+        blocks = at_least_one(tiles) if is_known else self.tensors.blocks(height)
+        with launch(blocks * plan.split, threads, plan.split, plan.consumers > 1) as place:
             self.thread, self.rank = place.thread, place.rank
             shared.open()
-            self.block = T.bind(T.Cast("int32", place.block))
-            if plan.blocks or is_known:
-                self._work()
+            block = T.bind(T.Cast("int32", place.block))
+            if is_known:
+                self._work(block)
             else:
-                with when(self.block < self.tiles * plan.split):
-                    self._work()
+                with when(block < tiles * plan.split):
+                    self._work(block)
 
     # -- which part of the work
 
-    def _work(self) -> None:
+    def _work(self, block: Expr) -> None:
         """All that a block does."""
-        if not self.plan.blocks:
-            self._take(self.block if self.plan.split == 1 else T.bind(T.truncdiv(self.block, self.plan.split)))
+        self._take(block if self.plan.split == 1 else T.bind(T.truncdiv(block, self.plan.split)))
         self._set_up()
         with T.If(self.thread < PRODUCERS):
             with T.Then():
@@ -155,23 +145,8 @@ class _Kernel:
             self._put_together()
             _cluster_barrier()
 
-    def _each_tile(self, body: Callable[[Expr], None]) -> None:
-        """Write `body` for every tile of rows that the block has, of which it gets the number among them."""
-        blocks = self.plan.blocks
-        self.steps = None
-        if not blocks:
-            body(0)
-            return
-        # Of all tiles so far: stages are used on and on.
-        self.steps = local(1, "int32")
-        T.buffer_store(self.steps, T.int32(0), [0])
-        with T.serial(T.truncdiv(self.tiles - self.block + (blocks - 1), blocks)) as turn:
-            self._take(T.bind(self.block + turn * blocks))
-            body(turn)
-            T.buffer_store(self.steps, self.steps[0] + self.count, [0])
-
     def _take(self, tile: Expr) -> None:
-        """Which rows and keys a tile is of."""
+        """Which rows and keys a tile of rows is of."""
         plan, rows = self.plan, self.tensors.rows
         height = plan.consumers * 64
         number = T.truncmod(tile, self.row_tiles)
@@ -207,15 +182,9 @@ class _Kernel:
         """The barrier of queries that consumers wait for."""
         return self.shared.at(self.barriers)
 
-    @property
-    def queries_free(self) -> Expr:
-        """The barrier of their place, which producers wait for."""
-        return self.shared.at(self.barriers + 8 * (1 + 4 * self.plan.stages))
-
     def _set_up(self) -> None:
         with when(self.thread == 0):
             ptx.barrier_init(self.queries_there, PRODUCERS)
-            ptx.barrier_init(self.queries_free, self.plan.consumers)
             for stage in range(self.plan.stages):
                 for kind in range(4):
                     arrivals = self.plan.consumers if kind % 2 else PRODUCERS
@@ -234,12 +203,7 @@ class _Kernel:
     def _produce(self) -> None:
         if self.plan.consumers > 1:
             ptx.set_max_registers(_REGISTERS[self.plan.consumers][0], grows=False)
-        self._each_tile(self._produce_tile)
-
-    def _produce_tile(self, turn: Expr) -> None:
         row = T.bind(T.Cast("int64", self.row))
-        if self.plan.blocks:
-            ptx.barrier_wait(self.queries_free, T.bitwise_xor(T.bitwise_and(turn, 1), 1))
         for step in range(self.depth_steps):
             target = self.q_at + step * self.q.size
             self.q.load(self.shared, target, self.at, row, step, self.thread)
@@ -265,8 +229,6 @@ class _Kernel:
 
     def _stage(self, turn: Expr) -> tuple[Expr, Expr]:
         stages = self.plan.stages
-        if self.steps is not None:
-            turn = T.bind(self.steps[0] + turn)
         if isinstance(turn, int):
             return turn % stages, turn // stages % 2
         return T.bind(T.truncmod(turn, stages)), T.bind(T.bitwise_and(T.truncdiv(turn, stages), 1))
@@ -289,9 +251,10 @@ class _Kernel:
         )
         ptx.matrix_descriptor(self.base[1], self.shared.at(self.k_at), self.k.leading)
         ptx.matrix_descriptor(self.base[2], self.shared.at(self.v_at), self.keys * SWIZZLED_BYTES // 16)
-        self._each_tile(self._consume_tile)
+        self._attend()
 
-    def _consume_tile(self, turn: Expr) -> None:
+    def _attend(self) -> None:
+        """A warpgroup's rows: scores, softmax and sums of values, tile by tile."""
         tile, count = self.tile, self.count
         row = T.bind(self.row + self.group * 64 + self.warp * 16 + tirx.floordiv(tile.lane, 4))
         for h in range(2):
@@ -302,7 +265,7 @@ class _Kernel:
         with unrolled(self.width // 2) as i:
             T.buffer_store(self.sums, T.float32(0), [i])
         tile.load_masks(self._first_key(0))
-        ptx.barrier_wait(self.queries_there, turn if isinstance(turn, int) else T.bitwise_and(turn, 1))
+        ptx.barrier_wait(self.queries_there, 0)
         self._scores(0)
         ptx.wgmma_wait(0)
         self._release(1, 0)
@@ -322,14 +285,8 @@ class _Kernel:
                 self._release(3, number)
                 tile.pack(self.dtype)
                 tile.shrink_sums(self.sums, self.width // 2)
-        if self.plan.blocks:
-            with when(self.member == 0):
-                ptx.barrier_arrive(self.queries_free)
-        last = count - 1 if isinstance(count, int) else T.bind(count - 1)
-        self._values(last)
+        self._values(count - 1 if isinstance(count, int) else T.bind(count - 1))
         ptx.wgmma_wait(0)
-        if self.plan.blocks:
-            self._release(3, last)
         tile.add_lanes()
         if self.plan.split > 1:
             self._share()
@@ -388,11 +345,10 @@ class _Kernel:
     # -- results
 
     def _store(self) -> None:
-        """Averages of the warpgroup's rows."""
-        if not self.plan.blocks:
-            ptx.warpgroup_barrier(1 + self.group)  # all warps have read their queries
+        """Averages of the warpgroup's rows, by way of the queries' place in shared memory."""
+        ptx.warpgroup_barrier(1 + self.group)  # all warps have read their queries
         within = T.bind(self.group * 64 + self.warp * 16)
-        place = self.staged_at + within * SWIZZLED_BYTES
+        place = self.q_at + within * SWIZZLED_BYTES
         store = RowStore(self.tensors, self.tile, self.shared, self.at)
         store.emit(self.sums, self.width, self.row + within, place, self.q.rows * SWIZZLED_BYTES)
 

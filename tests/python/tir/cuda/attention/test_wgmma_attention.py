@@ -66,10 +66,6 @@ CASES = {
         half(1, 4, 1, 5, 64, 32, 32, mask=mask(1, 4, 5, 64), scores=CHOSEN, causal="bottom_right"),
         None,
     ),
-    "blocks with several tiles": (
-        half(1, 2, 2, 300, 200, 64, 64, causal="bottom_right"),
-        AttentionPlan(2, 64, 2, blocks=2),
-    ),
     "shared keys": (half(1, 4, 2, 3, 300, 64, 64, causal="bottom_right"), AttentionPlan(1, 64, 2, 4, 2)),
     "shared keys, not aligned": (half(1, 1, 1, 9, 130, 32, 30), AttentionPlan(1, 32, 2, 3)),
     "blocks without keys": (
@@ -106,7 +102,8 @@ def test_misfits_are_named():
     "one",
     [
         half(1, 64, 64, 4096, 4096, 128, 128, maps=BY_HEADS),
-        half(1, 64, 64, 4096, 4096, 64, 64, maps=BY_HEADS, causal="top_left"),
+        half(1, 64, 64, 4096, 4096, 64, 64, maps=BY_HEADS),
+        half(1, 64, 64, 4096, 4096, 128, 128, maps=BY_HEADS, causal="top_left"),
         half(1, 32, 32, 8, 8192, 128, 128, maps=BY_HEADS),
         half(1, 8, 8, 2048, 2048, 256, 256, maps=BY_HEADS),
         half(16, 12, 12, 512, 512, 64, 64, mask=np.zeros((16, 1, 1, 512), "float32"), scores=ADDED),
@@ -126,6 +123,7 @@ def test_plans_keep_the_gpu_busy():
     assert plan(1, 64, 64, 4096, 4096, 64, 64).consumers == 3
     assert plan(16, 12, 12, 128, 128, 64, 64).consumers == 1  # several blocks a multiprocessor
     assert plan(1, 12, 12, 128, 128, 64, 64).consumers == 1  # more blocks
+    assert plan(1, 16, 16, 1000, 1000, 80, 80).consumers == 2  # 128 blocks at once, not 256
     assert plan(1, 6, 6, 197, 197, 64, 64).keys == 112  # two tiles of about as many
     few = plan(1, 32, 32, 8, 8192, 128, 128)
     assert few.split == 3 and few.together == 1
