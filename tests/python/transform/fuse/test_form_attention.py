@@ -166,11 +166,18 @@ def test_reasons_are_told():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "arch"), [("float16", "sm_90a"), ("bfloat16", "sm_80"), ("float32", "sm_90a"), ("float16", "sm_60")]
+    ("dtype", "arch", "width", "types"),
+    [
+        ("float16", "sm_90a", 256, None),
+        ("bfloat16", "sm_80", 8, None),
+        ("float32", "sm_90a", 8, "['bfloat16', 'float16']"),
+        ("float16", "sm_60", 8, "[]"),
+        ("float16", "sm_90a", 264, "[]"),
+    ],
 )
-def test_gpus_form_what_their_tensor_cores_multiply(dtype: str, arch: str):
+def test_gpus_form_what_their_tensor_cores_multiply(dtype: str, arch: str, width: int, types: str | None):
     builder = relax.BlockBuilder()
-    params = [relax.Var(name, relax.TensorType((2, 5, 8), dtype)) for name in "qkv"]
+    params = [relax.Var(name, relax.TensorType((2, 5, width), dtype)) for name in "qkv"]
     with builder.function("main", params):
         with builder.dataflow():
             transposed = builder.emit(relax.op.permute_dims(params[1], [0, 2, 1]))
@@ -182,11 +189,10 @@ def test_gpus_form_what_their_tensor_cores_multiply(dtype: str, arch: str):
         builder.emit_func_output(out)
     with collect_fusions() as found:
         formed = FormAttention()(placed(builder.get(), {"kind": "cuda", "arch": arch}))
-    is_formed = dtype != "float32" and arch != "sm_60"
-    assert (ATTENTION in names(formed)) == is_formed
-    if arch == "sm_90a" and not is_formed:
-        (entry,) = found.declined
-        assert "found float32, expected one of ['bfloat16', 'float16'], which its device has in one" in entry.reason
+    assert (ATTENTION in names(formed)) == (types is None)
+    reasons = [entry.reason for entry in found.declined]
+    wanted = f"found {dtype}, heads of {width}; expected one of {types}, which its device has in one kernel"
+    assert reasons == ([] if types is None else [wanted])
 
 
 def test_scores_of_16_bits_are_float32_on_gpus():

@@ -12,6 +12,7 @@ from relax_hetero.tir.cuda.attention.simt_attention import PLANS, choose_simt_pl
 from seeds import fresh_rng
 from tir.attention_runs import case, problem_of
 from tir.cuda.attention.attention_on_gpus import check
+from tir.cuda.gpu_runs import needs_gpu
 
 GPU = gpu_target_of(Target({"kind": "cuda", "arch": "sm_90a"}))
 OLD = gpu_target_of(Target({"kind": "cuda", "arch": "sm_52"}))
@@ -55,3 +56,11 @@ def test_every_gpu_has_a_kernel():
         text = str(cuda_attention_kernel(problem_of(one), gpu_target_of(Target({"kind": "cuda", "arch": arch}))))
         found = "wgmma" if "ptx.wgmma" in text else "mma" if "ptx.mma" in text else "simt"
         assert found == name, arch
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu(name):
+    one, plan = CASES[name]
+    check(one, lambda problem: simt_attention_kernel(problem, GPU, plan), fresh_rng(), on_gpu=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import tvm
 from tvm.target import Target
 
 from cuda_reports import reports_of
@@ -17,6 +18,8 @@ from tir.cuda.attention.attention_on_gpus import check
 
 TARGET = Target({"kind": "cuda", "arch": "sm_90a"})
 GPU = gpu_target_of(TARGET)
+IS_HOPPER = tvm.runtime.enabled("cuda") and tvm.cuda(0).exist and tvm.cuda(0).compute_version == "9.0"
+needs_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs an NVIDIA GPU of compute capability 9.0")
 BY_HEADS = ("b h m d", "b g n d", "b g n e", "b h m e")
 ADDED = "add(multiply(x0, 0.25), x1)"
 CHOSEN = "where(x1, multiply(x0, 0.25), -inf)"
@@ -128,3 +131,11 @@ def test_plans_keep_the_gpu_busy():
     few = plan(1, 32, 32, 8, 8192, 128, 128)
     assert few.split == 3 and few.together == 1
     assert plan(1, 32, 8, 8, 8192, 128, 128).together == 4
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu(name):
+    one, plan = CASES[name]
+    check(one, lambda problem: wgmma_attention_kernel(problem, GPU, plan), fresh_rng(), on_gpu=True)
