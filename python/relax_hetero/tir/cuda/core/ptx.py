@@ -63,11 +63,6 @@ def named_barrier(number: Expr, threads: int) -> None:
     T.evaluate(_PTX["barrier.cta.sync.aligned"](_u32(number), T.uint32(threads)))
 
 
-def named_barrier_arrive(number: Expr, threads: int) -> None:
-    """One arrival of each thread at a `named_barrier` that others wait at; this thread goes on."""
-    T.evaluate(_PTX["barrier.cta.arrive.aligned"](_u32(number), T.uint32(threads)))
-
-
 def warpgroup_barrier(number: Expr) -> None:
     """The 128 threads of a warpgroup wait for each other at barrier `number` (1 to 15)."""
     T.evaluate(_CUDA.warpgroup_sync(number))
@@ -214,11 +209,6 @@ def load_matrices(registers: Sequence[Expr], address: Expr, transposed: bool = F
 def power_of_two(register: Expr, value: Expr) -> None:
     """``2 ** value`` of a float32, within 2 units in the last place; 0 of -inf, and of results below 2 ** -126."""
     _emit("ex2.approx.ftz.f32", register, value)
-
-
-def maximum_or_nan(register: Expr, a: Expr, b: Expr) -> None:
-    """The greater of two float32; NaN where one is NaN."""
-    _emit("max.NaN.f32", register, a, b)
 
 
 def pack_pair(register: Expr, low: Expr, high: Expr, dtype: str) -> None:
