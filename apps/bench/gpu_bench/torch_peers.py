@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .device_time import Clock, Launch, torch_on_gpu
-from .workloads import Array, Products, Rows
+from .workloads import Array, Attentions, Products, Rows
 
 Tensor = Any
 Peer = tuple[Launch, Callable[[], list[Array]]]
@@ -116,3 +116,24 @@ def copy_bandwidth(clock: Clock, megabytes: int = 1024) -> tuple[Launch, int]:
     source = torch.empty(megabytes << 20, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return (lambda: target.copy_(source)), 2 * (megabytes << 20)
+
+
+def attentions(clock: Clock, work: Attentions) -> dict[str, Peer]:
+    """By each kernel of PyTorch's ``scaled_dot_product_attention`` that can do the work."""
+    torch = torch_on_gpu()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    arrays = [tensor_of(array) for array in work.inputs()]
+    pieces = [arrays[i : i + 3] for i in range(0, len(arrays), 3)]
+    attend = torch.nn.functional.scaled_dot_product_attention
+    found, failures = {}, []
+    backends = {"cuDNN": "CUDNN_ATTENTION", "FlashAttention 2": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
+    for name, backend in backends.items():
+        try:
+            with sdpa_kernel(getattr(SDPBackend, backend)):
+                found[name] = captured(clock, lambda: [attend(*piece, is_causal=work.causal) for piece in pieces])
+        except RuntimeError as error:
+            failures.append(f"{name}: {error}")
+    if not found:
+        raise RuntimeError("; ".join(failures))
+    return found

@@ -258,6 +258,71 @@ class Rows:
         return relax.op.where(mask, y, builder.emit(relax.op.tanh(other)))
 
 
+@dataclass(frozen=True)
+class Attentions:
+    """Attention of one sequence, heads before positions.
+
+    Attributes
+    ----------
+    heads, queries, keys, width : int
+        Every head has keys of its own.
+    causal : bool
+        Whether query i sees keys up to i.
+    dtype : str
+    count : int
+    """
+
+    heads: int
+    queries: int
+    keys: int
+    width: int
+    causal: bool
+    dtype: str
+    count: int
+
+    @property
+    def title(self) -> str:
+        """Its sizes."""
+        lengths = f"{self.queries}" if self.queries == self.keys else f"{self.queries} on {self.keys}"
+        return f"{self.heads} x {lengths} x {self.width}{' causal' if self.causal else ''}"
+
+    @property
+    def operations(self) -> float:
+        """Of both products, those of hidden keys left out."""
+        return 4 * self.heads * self.queries * self.keys * self.width / (2 if self.causal else 1)
+
+    def inputs(self) -> list[Array]:
+        """Query, key and value of each piece, (1, heads, positions, width): each is the first one moved on."""
+        found = []
+        for number, length in enumerate((self.queries, self.keys, self.keys)):
+            size = self.heads * length * self.width
+            first = np.random.default_rng(number).standard_normal(size, "float32").astype(self.dtype)
+            shape = (1, self.heads, length, self.width)
+            found.append([np.roll(first, 997 * index).reshape(shape) for index in range(self.count)])
+        return [array for piece in zip(*found, strict=True) for array in piece]
+
+    def module(self, gpu: Any) -> tvm.IRModule:
+        """``main(q0, k0, v0, ...)``, a tuple of results."""
+        builder = relax.BlockBuilder()
+        lengths = (self.queries, self.keys, self.keys)
+        parameters = [
+            relax.Var(f"{name}{i}", relax.TensorType((1, self.heads, length, self.width), self.dtype))
+            for i in range(self.count)
+            for name, length in zip("qkv", lengths, strict=True)
+        ]
+        with builder.function("main", parameters):
+            with builder.dataflow():
+                results = []
+                for i in range(0, len(parameters), 3):
+                    # The op's own order is positions before heads.
+                    turned = [builder.emit(relax.op.permute_dims(x, [0, 2, 1, 3])) for x in parameters[i : i + 3]]
+                    mask = "TopLeft" if self.causal else None
+                    y = builder.emit(relax.op.nn.attention(*turned, causal_mask=mask))
+                    results.append(builder.emit_output(relax.op.permute_dims(y, [0, 2, 1, 3])))
+            builder.emit_func_output(relax.Tuple(results))
+        return on_gpu(builder.get(), gpu)
+
+
 def on_gpu(module: tvm.IRModule, gpu: Any, precision: str = "") -> tvm.IRModule:
     """The module with everything on one device, its float products in a precision."""
     target = rh.native(gpu) if isinstance(gpu, str) else tvm.target.Target(gpu)

@@ -35,8 +35,8 @@ class EncodingResolver(Protocol):
     stored that is no constant, and so would be laid out anew in every call. Without it, `resolve` answers for all.
     It may have an attribute ``problems``, the classes of further problems that its `kernel` solves (see `solves`), a
     method ``block_layout`` of the target, which says how weights of 4 bits are stored (panels without it), a method
-    ``attention_types`` of the target (see the function `attention_types`), and an attribute ``cache_key``, a text that
-    changes whenever its answers do: without it no module for its devices is kept in the compile cache.
+    ``attention_types`` of the target and a width (see the function `attention_types`), and an attribute ``cache_key``,
+    a text that changes whenever its answers do: without it no module for its devices is kept in the compile cache.
     """
 
     name: str
@@ -116,12 +116,18 @@ def solves(target: tvm.target.Target, problem: type) -> bool:
     return problem in getattr(resolver_for(target), "problems", ())
 
 
-def attention_types(target: tvm.target.Target) -> frozenset[str]:
-    """Element types of which a target has attention in one kernel that is no slower than its parts; perhaps none."""
+def attention_types(target: tvm.target.Target, width: int) -> frozenset[str]:
+    """Element types of which a target has attention in one kernel that is no slower than its parts; perhaps none.
+
+    Parameters
+    ----------
+    width : int
+        Of a head's query, key or value, the greatest.
+    """
     if not solves(target, AttentionProblem):
         return frozenset()
     choose = getattr(resolver_for(target), "attention_types", None)
-    return frozenset(("float32", *HALVES)) if choose is None else frozenset(choose(target))
+    return frozenset(("float32", *HALVES)) if choose is None else frozenset(choose(target, width))
 
 
 def block_layout(target: tvm.target.Target) -> BlockLayout | None:

@@ -40,6 +40,10 @@ if TYPE_CHECKING:
     from tvm import tirx
 
 
+WIDEST_HEAD = 256
+"""Of attention by tensor cores: sums of values stay in registers."""
+
+
 class CudaResolver(ResolverBase):
     """Packed constant right operands of tensor cores, channels-last feature maps, everything else row-major."""
 
@@ -67,9 +71,9 @@ class CudaResolver(ResolverBase):
         """Fragments, where there are tensor cores; weights are computed by plain ops elsewhere."""
         return Fragments() if gpu_target_of(target).tensor else None
 
-    def attention_types(self, target: tvm.target.Target) -> frozenset[str]:
-        """Those that tensor cores multiply; products and rows are faster for float32."""
-        return frozenset(HALVES) & gpu_target_of(target).mma_types
+    def attention_types(self, target: tvm.target.Target, width: int) -> frozenset[str]:
+        """Those that tensor cores multiply, of heads that registers hold; products and rows are for all others."""
+        return frozenset(HALVES) & gpu_target_of(target).mma_types if width <= WIDEST_HEAD else frozenset()
 
     def kernel(self, problem: Problem, target: tvm.target.Target) -> tirx.PrimFunc:
         """The project's own kernel for the target's GPU."""

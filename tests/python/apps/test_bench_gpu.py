@@ -93,3 +93,28 @@ def test_newer_networks_are_right_on_the_cpu():
     found = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model), cache=False))["main"](**inputs)
     for ours, theirs in zip(found, session.run(None, inputs), strict=True):
         np.testing.assert_allclose(ours.numpy(), theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_models_for_a_batch():
+    """Shapes that reshape, weights that are concatenated, and outputs follow; images keep their results."""
+    import onnxruntime
+    from model_zoo import random_arrays
+    from model_zoo.batches import with_batch
+    from model_zoo.graph import Graph
+
+    graph = Graph("patches")
+    patches = graph.conv(graph.input("image", (1, 3, 8, 8)), 8, 4, stride=4, pad=0)
+    tokens = graph.node("Transpose", graph.node("Reshape", patches, graph.shape(1, 8, 4)), perm=[0, 2, 1])
+    tokens = graph.node("Concat", graph.weight(1, 1, 8, deviation=1.0), tokens, axis=1)
+    model = graph.model(graph.linear(graph.layer_norm(tokens, 8), 8, 5))
+
+    def results(one, inputs):
+        session = onnxruntime.InferenceSession(one.SerializeToString(), providers=["CPUExecutionProvider"])
+        return session.run(None, inputs)[0]
+
+    images = random_arrays(with_batch(model, 3).graph, {}, 0)
+    found = results(with_batch(model, 3), images)
+    assert found.shape == (3, 5, 5)
+    for number in range(3):
+        alone = results(model, {"image": images["image"][number : number + 1]})
+        np.testing.assert_allclose(found[number], alone[0], rtol=1e-5, atol=1e-6)

@@ -297,17 +297,6 @@ def _power_of_two(expressions: Any, one: Instruction) -> Any:
     return evaluate
 
 
-@instruction(r"max\.NaN\.f32")
-def _maximum_or_nan(expressions: Any, one: Instruction) -> Any:
-    write, values = register_writer(expressions, one.operands[0]), [expressions.compiled(v) for v in one.operands[1:3]]
-
-    def evaluate(lanes: Any, mask: Any) -> None:
-        a, b = (bits_of(lanes, value(lanes, mask), TYPES["f32"]) for value in values)
-        write(lanes, mask, np.maximum(a, b))
-
-    return evaluate
-
-
 @instruction(r"lop3\.b32")
 def _lop3(expressions: Any, one: Instruction) -> Any:
     write = register_writer(expressions, one.operands[0])

@@ -15,14 +15,13 @@ they are all that is read of a kernel's result.
 
 from __future__ import annotations
 
-from functools import partial
-from math import prod
+from functools import partial, reduce
+from operator import mul
 
 import tvm
-from tvm import relax
-from tvm.sym import Analyzer
+from tvm import relax, tirx
 
-from ..ir.blocks import Block, rewrite_function
+from ..ir.blocks import Block, rewrite_function, same_extent
 from ..ir.kernels import called_prim_func
 from ..ir.op_names import CALL_TIR, RESHAPE
 from ..ir.rewriting import copy_module, global_vars_in, is_on_gpu, map_bindings, op_name, relax_functions, typed
@@ -97,8 +96,8 @@ class _Viewer:
         # A kernel that takes symbols beside its tensors has more arguments, or fewer operands than parameters.
         if not self._known[gv] or len(call.args) != 2 or len(operands) != 1:
             return binding
-        if not isinstance(call.ty, relax.TensorType) or not _has_as_many(operands[0].ty, call.ty):
-            return binding  # TVM's pattern is there in a slice of the first elements, too
+        if not isinstance(call.ty, relax.TensorType) or not _same_size(operands[0].ty, call.ty):
+            return binding
         if not (isinstance(binding.var, relax.DataflowVar) or self._is_handed_on(block, operands[0])):
             return binding
         self.replaced.add(gv)
@@ -112,16 +111,13 @@ class _Viewer:
         return called_prim_func(self._mod, block.definition(operand)) is not None
 
 
-def _has_as_many(one: tvm.ir.Type, other: relax.TensorType) -> bool:
-    """Whether two types are of tensors with as many elements, provably."""
-    shapes = [ty.shape for ty in (one, other) if isinstance(ty, relax.TensorType)]
-    if len(shapes) != 2 or not all(isinstance(shape, relax.ShapeExpr) for shape in shapes):
-        return False
-    counts = [prod(shape.values, start=tvm.tirx.IntImm("int64", 1)) for shape in shapes]
-    return bool(Analyzer().can_prove_equal(*counts))
+def _same_size(one: tvm.ir.Type, other: relax.TensorType) -> bool:
+    """Whether two tensors provably have as many elements: a slice that begins at the beginning stores them in order."""
+    shapes = [ty.shape.values for ty in (one, other) if isinstance(getattr(ty, "shape", None), relax.ShapeExpr)]
+    return len(shapes) == 2 and same_extent(*(reduce(mul, shape, tirx.const(1, "int64")) for shape in shapes))
 
 
-def _only_reshapes(func: tvm.tirx.PrimFunc) -> bool:
+def _only_reshapes(func: tirx.PrimFunc) -> bool:
     target = func.attrs.get("target")
     is_gpu = target is not None and "gpu" in target.keys and "tirx.is_scheduled" not in func.attrs
     return is_gpu and len(func.params) == 2 and relax.analysis.has_reshape_pattern(func)

@@ -7,6 +7,7 @@ and the permutations, reshapes, slices and repeated heads around them. No value 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,8 +63,13 @@ class Attention:
     inside: list[int] = field(default_factory=list)
 
 
-def find_attention(block: Block, index: int) -> Attention | None:
+def find_attention(block: Block, index: int, widens: bool = False) -> Attention | None:
     """The attention around the softmax at an index of a block.
+
+    Parameters
+    ----------
+    widens : bool
+        Whether scores of 16 bits may be computed in float32: on devices whose products add up in float32 anyway.
 
     Returns
     -------
@@ -85,10 +91,10 @@ def find_attention(block: Block, index: int) -> Attention | None:
     shape = shape_of(softmax.var)
     if shape is None or int(softmax.value.attrs.axis) % len(shape) != len(shape) - 1 or not 2 <= len(shape) <= 4:
         raise NoAttention(f"softmax of {softmax.var.ty} along axis {softmax.value.attrs.axis}")
-    return _fit(block, index, found, after, shape)
+    return _fit(block, index, found, after, shape, widens)
 
 
-def _fit(block: Block, index: int, before: Scores, after: Weighted, shape: list[Any]) -> Attention:
+def _fit(block: Block, index: int, before: Scores, after: Weighted, shape: list[Any], widens: bool) -> Attention:
     product = before.product
     query, transposed = product.args
     second = block.bindings[after.index]
@@ -99,7 +105,8 @@ def _fit(block: Block, index: int, before: Scores, after: Weighted, shape: list[
         raise NoAttention(
             f"operands of {query.ty}, {transposed.ty} and {value.ty}: expected {len(shape)} dimensions each"
         )
-    if types[0] not in TYPES or set(types[:3]) != {types[0]} or set(types[3:]) != {"float32"}:
+    inside = {"float32", types[0]} if widens else {"float32"}
+    if types[0] not in TYPES or set(types[:3]) != {types[0]} or not set(types[3:]) <= inside:
         raise NoAttention(f"found element types {types}, expected operands of one of {TYPES}, and float32 between")
     batch = _batch(block, shape, (query, transposed, value), second.var)
     if any(not _same_batch(found, shape) for found in shapes if found is not None):
@@ -116,7 +123,9 @@ def _fit(block: Block, index: int, before: Scores, after: Weighted, shape: list[
     if str(result.value.ty.dtype) != types[0]:
         raise NoAttention(f"operands of {types[0]} and a result of {result.value.ty.dtype}, expected one type")
     expression = _scaled(before.expression, view.factor * keys.factor)
-    masks = checked_masks(before.operands, shape, sizes, expression)
+    if widens:
+        expression = in_float32(expression, [str(operand.ty.dtype) for operand in before.operands])
+    masks = checked_masks(before.operands, shape, sizes, expression, TYPES if widens else ("float32",))
     expression, masks, causal = without_triangle(expression, masks, size_of(sizes["m"]), size_of(sizes["n"]))
     sizes["g"] = tirx.IntImm("int64", int(sizes["h"]) // shared)
     heads = Heads(view.map, keys.map, values.map, result.map, shared_sizes(sizes))
@@ -130,6 +139,31 @@ def _fit(block: Block, index: int, before: Scores, after: Weighted, shape: list[
         after.nan_to_zero,
         [*before.inside, *after.inside, *passed],
     )
+
+
+def in_float32(expression: Expression, masks: Sequence[str]) -> Expression:
+    """The same expression computed in float32, without the roundings to 16 bits between its ops.
+
+    Parameters
+    ----------
+    masks : sequence of str
+        Element types of ``x1``, ``x2``, ...
+    """
+    operands = [Term("operand", (), (index,)) for index in range(len(masks) + 1)]
+    narrow = {operands[index + 1] for index, dtype in enumerate(masks) if dtype in HALVES}
+    known = {operands[0], *(operands[index + 1] for index, dtype in enumerate(masks) if dtype == "float32")}
+
+    def apply(op: str, args: list[Term], params: tuple[Any, ...]) -> Term:
+        if op == "cast" and params[0] in TYPES:
+            return args[0] if args[0] in known else _known(Term("cast", tuple(args), ("float32",)))
+        return _known(Term(op, tuple(args), params)) if op != "number" else Term(op, tuple(args), params)
+
+    def _known(term: Term) -> Term:
+        known.add(term)
+        return term
+
+    widened = [_known(Term("cast", (one,), ("float32",))) if one in narrow else one for one in operands]
+    return Expression(expression.evaluate(widened, apply))
 
 
 def _batch(block: Block, shape: list[Any], operands: tuple[relax.Expr, ...], result: relax.Var) -> dict[str, Any]:
@@ -198,17 +232,21 @@ def _scaled(expression: Expression, factor: float) -> Expression:
 
 
 def checked_masks(
-    operands: list[relax.Expr], shape: list[Any], sizes: dict[str, Any], expression: Expression
+    operands: list[relax.Expr],
+    shape: list[Any],
+    sizes: dict[str, Any],
+    expression: Expression,
+    types: tuple[str, ...] = ("float32",),
 ) -> list[relax.Expr]:
-    """The masks of scores of a shape; NoAttention where they do not fit."""
+    """The masks of scores of a shape, of one of `types` or conditions; NoAttention where they do not fit."""
     for operand in operands:
         found = shape_of(operand)
         if found is None or broadcast(found, shape) is None or not same_shape(broadcast(found, shape) or [], shape):
             raise NoAttention(f"a mask of {operand.ty} against scores {shape}")
         if len(shape) == 3 and len(found) == 3 and not is_one(found[0]) and len(_outer(shape, sizes)[0]) != 1:  # type: ignore[index]
             raise NoAttention(f"a mask of {operand.ty}, whose first dimension is batch and heads")
-        if str(operand.ty.dtype) not in ("float32", "bool"):
-            raise NoAttention(f"a mask of element type {operand.ty.dtype}, expected float32 or bool")
+        if str(operand.ty.dtype) not in (*types, "bool"):
+            raise NoAttention(f"a mask of element type {operand.ty.dtype}, expected one of {types} or bool")
     if expression.dtype(["float32", *(str(operand.ty.dtype) for operand in operands)]) != "float32":
         raise NoAttention(f"scores {expression} of another type than float32")
     return operands

@@ -26,7 +26,8 @@ from __future__ import annotations
 import tvm
 from tvm import relax
 
-from ...encoding.resolver import attention_types
+from ...encoding.problem import AttentionProblem
+from ...encoding.resolver import attention_types, solves
 from ...op.attention import attention
 from ..encode.encoding_layouts import target_of
 from ..ir.blocks import Block, rewrite_function, without_unused
@@ -60,17 +61,17 @@ def _form(block: Block, function: str) -> list[relax.Binding] | None:
         name = op_name(binding.value)
         if name not in ("relax.nn.softmax", *ATTENTION_OPS):
             continue
-        types = attention_types(target_of(binding.var.ty.vdevice))
-        if not types:
+        target = target_of(binding.var.ty.vdevice)
+        if not solves(target, AttentionProblem):
             continue
         try:
-            one = (find_attention_op if name in ATTENTION_OPS else find_attention)(block, index)
+            is_op = name in ATTENTION_OPS
+            one = find_attention_op(block, index) if is_op else find_attention(block, index, "gpu" in target.keys)
         except NoAttention as reason:
             decline(function, binding.var.name, "attention", str(reason))
             continue
-        if one is not None and str(one.operands[0].ty.dtype) not in types:
-            found_type = one.operands[0].ty.dtype
-            unfit = f"found {found_type}, expected one of {sorted(types)}, which its device has in one kernel"
+        unfit = "" if one is None else _unfit(one, target)
+        if unfit:
             decline(function, binding.var.name, "attention", unfit)
             continue
         # What reads the inside of another one, through views, is formed next time, when that is a value.
@@ -85,6 +86,15 @@ def _form(block: Block, function: str) -> list[relax.Binding] | None:
         if index in found or index not in gone
     ]
     return without_unused(bindings, block, _is_view)
+
+
+def _unfit(found: Attention, target: tvm.target.Target) -> str:
+    """Why a device had better compute an attention by its parts; empty where it had not."""
+    width = max(found.heads.size("d"), found.heads.size("e"))
+    types, dtype = attention_types(target, width), str(found.operands[0].ty.dtype)
+    if dtype in types:
+        return ""
+    return f"found {dtype}, heads of {width}; expected one of {sorted(types)}, which its device has in one kernel"
 
 
 def _variables(found: Attention) -> list[relax.Var]:

@@ -15,7 +15,7 @@ import tvm
 from tvm import relax
 
 from ..ir.blocks import used_vars
-from ..ir.op_names import CAST
+from ..ir.op_names import CAST, ELEMENTWISE
 from ..ir.relax_expressions import to_expression
 from ..ir.rewriting import handle, is_tensor_constant, op_name
 from .name_filter import NameFilter, kept_call
@@ -68,6 +68,7 @@ class LowPrecisionValues:
         self._kept, self._where, self._dtype = kept, where, dtype
         self._bindings = list(_in_order(func.body))
         self._definitions = {binding.var: binding.value for binding in self._bindings}
+        self._positions = {binding.var: position for position, binding in enumerate(self._bindings)}
         self.ends = {var for sequence in [func.body, *_inside(self._bindings)] for var in used_vars(sequence.body)}
         self._readers = Counter(var for binding in self._bindings for var in used_vars(binding.value))
         self._find_products()
@@ -138,6 +139,7 @@ class LowPrecisionValues:
     def _ask(self, binding: relax.Binding) -> None:
         """Backward: what a binding reads becomes carried where its result, or its op, wants that."""
         var, value = binding.var, binding.value
+        self._carry(self._stored_sums(var, value))
         if var in self.products:
             self._carry(value.args[: PRODUCTS[op_name(value)]])  # type: ignore[index]
         elif var not in self.carried:
@@ -150,6 +152,17 @@ class LowPrecisionValues:
             self._carry(value.args[:1])
         elif isinstance(value, relax.Call) and to_expression(value) is not None:
             self._carry([arg for arg in value.args if isinstance(arg, relax.Var) and self.is_moved(arg)])
+
+    def _stored_sums(self, var: relax.Var, value: relax.Expr) -> list[relax.Expr]:
+        """Of the products that elementwise work joins, all but the last, which does that work: they are stored for it.
+
+        In the types of `ROUNDED_ON_GPUS`, on GPUs, if nothing else reads them.
+        """
+        if self._dtype not in ROUNDED_ON_GPUS or op_name(value) not in ELEMENTWISE or not self._where.is_gpu(var):
+            return []
+        found = {arg: None for arg in value.args if isinstance(arg, relax.Var) and self._is_behind_product(arg)}
+        first = sorted(found, key=lambda arg: self._positions[arg])[:-1]
+        return [arg for arg in first if self._readers[arg] == 1]
 
     def _is_read_once(self, operand: relax.Expr) -> bool:
         """Whether a norm may have its operand rounded, on a GPU: nothing else reads that."""

@@ -18,8 +18,9 @@ What is rounded, and where, says `low_precision_values`; what each op does with 
 value that is carried in low precision is rounded once, where it is made, and all that reads it reads it rounded: what
 works in float32 widens it again, which is exact and no work of its own in a kernel. Only the results of norms,
 softmax and reductions are read as they are, but for float16 on GPUs: its ten bits of fraction lose little, and every
-tensor that is stored twice costs a kernel more. Ops that only move elements move rounded ones. Parameters, and what a
-function returns, keep their types.
+tensor that is stored twice costs a kernel more. There, sums that only a norm reads, and a product that another product
+adds, are stored rounded, too. Ops that only move elements move rounded ones. Parameters, and what a function returns,
+keep their types.
 
 TVM's pass of this name makes float16 only, of what is in dataflow blocks, rounds every product where it is made, before
 bias and activation, lets elementwise work follow in float16, and keeps nothing that a user wants kept.

@@ -107,6 +107,29 @@ def test_a_kernel_that_reshapes_is_a_view_unless_two_tensors_would_leave_the_blo
     assert_structural_equal(with_views(Expected), Expected)
 
 
+def test_a_slice_is_no_view():
+    """Its elements stand at the places that a reshape gives them, but it has fewer."""
+
+    @I.ir_module
+    class Slice:
+        I.module_global_infos({"vdevice": [I.vdevice(CUDA)]})
+
+        @R.function
+        def main(x: R.Tensor((4, 6), "float32", "cuda:0")):
+            with R.dataflow():
+                a: R.Tensor((1, 6), "float32", "cuda:0") = R.strided_slice(x, [0], [0], [1])
+                y: R.Tensor((6,), "float32", "cuda:0") = R.nn.softmax(R.reshape(a, (6,)))
+                z: R.Tensor((1, 6), "float32", "cuda:0") = R.nn.softmax(a)
+                R.output(y, z)
+            return (y, z)
+
+    x = np.arange(24, dtype="float32").reshape(4, 6) / 7
+    y, z = InterpretedModel(relax.transform.Normalize()(Slice))(x)
+    powers = np.exp(x[0])
+    np.testing.assert_allclose(y, powers / powers.sum(), rtol=1e-5)
+    np.testing.assert_allclose(z[0], powers / powers.sum(), rtol=1e-5)
+
+
 def _model(device: str):
     @I.ir_module
     class Model:

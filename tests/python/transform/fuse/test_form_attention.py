@@ -165,6 +165,59 @@ def test_reasons_are_told():
     assert "found element types ['float16', 'float16', 'float16', 'float16', 'float16']" in entry.reason
 
 
+@pytest.mark.parametrize(
+    ("dtype", "arch", "width", "types"),
+    [
+        ("float16", "sm_90a", 256, None),
+        ("bfloat16", "sm_80", 8, None),
+        ("float32", "sm_90a", 8, "['bfloat16', 'float16']"),
+        ("float16", "sm_60", 8, "[]"),
+        ("float16", "sm_90a", 264, "[]"),
+    ],
+)
+def test_gpus_form_what_their_tensor_cores_multiply(dtype: str, arch: str, width: int, types: str | None):
+    builder = relax.BlockBuilder()
+    params = [relax.Var(name, relax.TensorType((2, 5, width), dtype)) for name in "qkv"]
+    with builder.function("main", params):
+        with builder.dataflow():
+            transposed = builder.emit(relax.op.permute_dims(params[1], [0, 2, 1]))
+            scores = builder.emit(relax.op.matmul(params[0], transposed, out_dtype="float32"))
+            powers = builder.emit(relax.op.nn.softmax(scores, -1))
+            powers = powers if dtype == "float32" else builder.emit(relax.op.astype(powers, dtype))
+            summed = builder.emit(relax.op.matmul(powers, params[2], out_dtype="float32"))
+            out = builder.emit_output(summed if dtype == "float32" else relax.op.astype(summed, dtype))
+        builder.emit_func_output(out)
+    with collect_fusions() as found:
+        formed = FormAttention()(placed(builder.get(), {"kind": "cuda", "arch": arch}))
+    assert (ATTENTION in names(formed)) == (types is None)
+    reasons = [entry.reason for entry in found.declined]
+    wanted = f"found {dtype}, heads of {width}; expected one of {types}, which its device has in one kernel"
+    assert reasons == ([] if types is None else [wanted])
+
+
+def test_scores_of_16_bits_are_float32_on_gpus():
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(
+            x: R.Tensor((1, 5, 32), "float16"), mask: R.Tensor((1, 1, 5, 5), "float16"), keep: R.Tensor((5, 5), "bool")
+        ):
+            with R.dataflow():
+                q = R.permute_dims(R.reshape(x, R.shape([1, 5, 4, 8])), axes=[0, 2, 1, 3])
+                k = R.permute_dims(R.reshape(x, R.shape([1, 5, 4, 8])), axes=[0, 2, 3, 1])
+                scores = R.add(R.multiply(R.matmul(q, k), R.const(0.5, "float16")), mask)
+                hidden = R.where(keep, scores, R.const(-65504.0, "float16"))
+                p = R.astype(R.nn.softmax(R.astype(hidden, "float32"), axis=-1), "float16")
+                y = R.reshape(R.permute_dims(R.matmul(p, q), axes=[0, 2, 1, 3]), R.shape([1, 5, 32]))
+                R.output(y)
+            return y
+
+    before = relax.transform.Normalize()(Before)
+    call = attention_of(FormAttention()(placed(before, {"kind": "cuda", "arch": "sm_90a"})))
+    assert str(call.attrs.scores) == "where(x2, add(multiply(x0, 0.5), cast(x1, 'float32')), -65504.0)"
+    assert ATTENTION not in names(FormAttention()(placed(before)))  # on CPUs
+
+
 def test_symbolic_sizes():
     @I.ir_module
     class Before:

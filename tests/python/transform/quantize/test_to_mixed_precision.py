@@ -11,6 +11,7 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
+from gpu_interpreter.models import InterpretedModel
 from relax_hetero.transform import ToMixedPrecision
 from relax_hetero.transform.ir.module_attrs import TF32_KEPT
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
@@ -315,6 +316,17 @@ def test_each_device_has_its_own_precision():
     assert to_mixed_precision(both, "bfloat16", devices=["llvm:0"]).same_as(both)
 
 
+def test_numbers_of_a_module_whose_devices_differ_in_precision():
+    rng = fresh_rng()
+    x, w0, w1, w2 = (rng.standard_normal(shape).astype("float32") / 4 for shape in ((8, 16), *[(16, 16)] * 3))
+    g = np.ones(16, "float32")
+    mod = relax.transform.Normalize()(PostNorm)
+    low = ToMixedPrecision("bfloat16", devices="llvm:0")(ToMixedPrecision("float16", devices="cuda:0")(mod))
+    a = x @ w0
+    b = a / np.sqrt((a * a).mean(-1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(InterpretedModel(low)(x, w0, w1, w2, g), (b @ w1 + b) @ w2, rtol=0, atol=2e-2)
+
+
 def test_devices_for_tfloat32_keep_the_products_of_others():
     low = ToMixedPrecision("tfloat32", devices=["cuda:0"])(PostNorm)
     assert list(low["main"].attrs[TF32_KEPT]) == ["y"]
@@ -352,3 +364,31 @@ def test_operands_of_norms_are_stored_rounded_in_float16_on_gpus_if_nothing_else
 
     assert norms("float16") == ["a_float32", "c"], "c goes on to another layer"
     assert norms("bfloat16") == ["a", "c"]
+
+
+def test_of_two_products_that_are_added_the_first_is_stored_rounded_in_float16_on_gpus():
+    @I.ir_module
+    class Shortcut:
+        I.module_global_infos({"vdevice": [I.vdevice(GPU), I.vdevice(CPU)]})
+
+        @R.function
+        def main(x: R.Tensor((8, 16), "float32", "cuda:0"), w: R.Tensor((16, 16), "float32", "cuda:0")):
+            with R.dataflow():
+                a = R.add(R.matmul(x, w), R.const(1.0))
+                b = R.add(R.matmul(x, w), R.const(2.0))
+                c = R.nn.relu(R.add(a, b))
+                y = R.matmul(c, w)
+                R.output(y)
+            return y
+
+    def added(dtype):
+        mod = ToMixedPrecision(dtype)(relax.transform.Normalize()(Shortcut))
+        (found,) = [
+            [arg.name for arg in b.value.args]
+            for b in walk_bindings(mod["main"])
+            if op_name(b.value) == "relax.add" and all(isinstance(arg, relax.Var) for arg in b.value.args)
+        ]
+        return found
+
+    assert added("float16") == ["a_float32", "b"]
+    assert added("bfloat16") == ["a", "b"]

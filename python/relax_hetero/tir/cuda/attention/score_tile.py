@@ -28,14 +28,6 @@ from .heads import GpuHeads, Rows
 
 LOG2_E = math.log2(math.e)
 _EVERYONE = 0xFFFFFFFF
-MOST_GROWN = 8.0
-"""Exponents of two, up to which a row's maximum grows before its earlier sums are made smaller: powers stay below 256,
-which 16 bits hold as exactly, and most tiles leave the sums as they are."""
-_POWER = (1.0, 0.69314718, 0.24022651, 0.05550411, 0.00961813)
-"""Taylor's series of ``2 ** x`` suffices between -0.5 and 0.5 where the power is rounded to 16 bits."""
-_LEAST_EXPONENT = -127.0
-_TO_INTEGER = 12582912.0
-"""1.5 * 2 ** 23: a float32 to which it is added loses its fraction, and its lowest bits are the integer."""
 
 
 def plain_scale(expression: Expression) -> float | None:
@@ -70,8 +62,6 @@ class ScoreTile:
         Of a tile, a multiple of 16.
     is_masked : bool
         Whether some tile has keys that a row does not see.
-    computed : int
-        See `AttentionPlan`.
 
     Attributes
     ----------
@@ -90,9 +80,8 @@ class ScoreTile:
         rows: Rows,
         keys: int,
         is_masked: bool,
-        computed: int = 0,
     ) -> None:
-        self.computed = computed
+
         self.problem, self.masks, self.rows, self.keys, self.is_masked = problem, masks, rows, keys, is_masked
         self.scale = plain_scale(problem.scores.expression)
         """Of the exponent; None where the expression is computed, score by score."""
@@ -192,9 +181,6 @@ class ScoreTile:
             T.buffer_store(self._new, T.max(self._new[half], scores[i]), [half])
         for h in range(2):
             self._over_lanes(self._new, h, T.max)
-            factor = LOG2_E if self.scale is None else self.scale * LOG2_E
-            has_grown = (self._new[h] - self.greatest[h]) * T.float32(factor) > T.float32(MOST_GROWN)
-            T.buffer_store(self._new, T.Select(has_grown, self._new[h], self.greatest[h]), [h])
             T.buffer_store(self._base, self._base_of(self._new[h]), [h])
             self._power(self.greatest[h], h)
             T.buffer_store(self.shrink, self._value[0], [h])
@@ -202,20 +188,13 @@ class ScoreTile:
             T.buffer_store(self.greatest, self._new[h], [h])
         with unrolled(count) as i:
             half = tirx.floormod(tirx.floordiv(i, 2), 2)
-            if self.computed:
-                with T.If(tirx.floormod(i, self.computed) == 0):
-                    with T.Then():
-                        self._computed_power(scores[i], half)
-                    with T.Else():
-                        self._power(scores[i], half)
-            else:
-                self._power(scores[i], half)
+            self._power(scores[i], half)
             T.buffer_store(scores, self._value[0], [i])
             T.buffer_store(self.sums, self.sums[half] + scores[i], [half])
 
     def shrink_sums(self, sums: Any, count: int) -> None:
-        """Earlier sums of values become those that the row's new maximum wants; mostly nothing is to be done."""
-        with when(tirx.Or(self.shrink[0] != T.float32(1), self.shrink[1] != T.float32(1))), unrolled(count) as i:
+        """Earlier sums of values become those that the row's new maximum wants."""
+        with unrolled(count) as i:
             half = tirx.floormod(tirx.floordiv(i, 2), 2)
             T.buffer_store(sums, sums[i] * self.shrink[half], [i])
 
@@ -228,26 +207,11 @@ class ScoreTile:
 
     def _power(self, score: Expr, half: Expr) -> None:
         """``e ** (score - greatest)`` of a row into `_value`."""
-        ptx.power_of_two(self._value[0], self._exponent(score, half))
-
-    def _exponent(self, score: Expr, half: Expr) -> Expr:
         if self.scale is None:
-            return (score - self._base[half]) * T.float32(LOG2_E)
-        return score * T.float32(self.scale * LOG2_E) - self._base[half]
-
-    def _computed_power(self, score: Expr, half: Expr) -> None:
-        """As `_power`, by multiply-adds: the unit for such functions has a quarter of their rate."""
-        value = self._value
-        ptx.maximum_or_nan(value[0], self._exponent(score, half), T.float32(_LEAST_EXPONENT))
-        # NaN does not survive what follows, but reaches the sum.
-        T.buffer_store(self.sums, self.sums[half] + value[0] * T.float32(0), [half])
-        whole = T.bind(value[0] + T.float32(_TO_INTEGER))
-        fraction = T.bind(value[0] - (whole - T.float32(_TO_INTEGER)))
-        power: Expr = T.float32(_POWER[-1])
-        for coefficient in reversed(_POWER[:-1]):
-            power = power * fraction + T.float32(coefficient)
-        bits = tirx.reinterpret("int32", power) + T.shift_left(tirx.reinterpret("int32", whole), 23)
-        T.buffer_store(value, tirx.reinterpret("float32", bits), [0])
+            exponent = (score - self._base[half]) * T.float32(LOG2_E)
+        else:
+            exponent = score * T.float32(self.scale * LOG2_E) - self._base[half]
+        ptx.power_of_two(self._value[0], exponent)
 
     def _over_lanes(self, buffer: Any, h: int, apply: Any) -> None:
         """An element combined over the four lanes of a row."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ....encoding.packed_layout import CHUNK_BYTES, SWIZZLED_BYTES
+from ....encoding.packed_layout import SWIZZLED_BYTES
 from ....encoding.problem import AttentionProblem
 from ....errors import EncodingError
 from ....target.element_types import HALVES
@@ -31,10 +31,8 @@ from .attention_tensors import AttentionTensors, tiles_of, to_int32
 from .row_store import RowStore
 from .score_tile import LOG2_E, ScoreTile, average, averaged
 
-_REGISTERS = {1: (0, 0), 2: (40, 232), 3: (56, 152)}
+_REGISTERS = {1: (0, 0), 2: (40, 232), 3: (32, 160)}
 """Of producers and consumers, by warpgroups of consumers: no more than 65,536 in all."""
-TURNS = 4
-"""The first of two barriers at which warpgroups wait for their turn."""
 _PITCH = 4
 """Floats between the rows of sums that blocks of a cluster put together: rows begin in different banks."""
 
@@ -93,7 +91,7 @@ class _Kernel:
         height = plan.consumers * 64
         is_copied = all(source_of(view, "n")[0] is Source.LINES for view in (tensors.key, tensors.value))
         self.keys = plan.keys if is_copied else ceil_div(plan.keys, WIDTH) * WIDTH
-        self.q = OperandTile.of(tensors.query, "row", height, rows.count, d, may_transpose=not plan.holds_queries)
+        self.q = OperandTile.of(tensors.query, "row", height, rows.count, d)
         self.k = OperandTile.of(tensors.key, "n", self.keys, n, d)
         self.v = OperandTile.of(tensors.value, "n", self.keys, n, e, may_transpose=False)
         self.depth_steps, self.width_steps = ceil_div(d, WIDTH), ceil_div(e, WIDTH)
@@ -101,7 +99,7 @@ class _Kernel:
         self.row_tiles = to_int32(ceil_div(rows.count, height))
         self.is_causal = bool(self.problem.causal)
         is_masked = self.is_causal or plan.split > 1 or not (isinstance(n, int) and n % self.keys == 0)
-        self.tile = ScoreTile(self.problem, tensors.masks, rows, self.keys, is_masked, plan.computed)
+        self.tile = ScoreTile(self.problem, tensors.masks, rows, self.keys, is_masked)
 
     def emit(self) -> None:
         """The launch."""
@@ -119,25 +117,38 @@ class _Kernel:
         self.barriers = shared.take(8 * (1 + 4 * stages), 8)
         tiles = self.row_tiles * self.tensors.groups * to_int32(self.tensors.sizes["b"])
         threads = PRODUCERS + plan.consumers * WARPGROUP
-        blocks = (
-            at_least_one(tiles) * plan.split if isinstance(tiles, int) else self.tensors.blocks(height) * plan.split
-        )
-        with launch(blocks, threads, plan.split, plan.consumers > 1) as place:
+        is_known = isinstance(tiles, int)
+        blocks = at_least_one(tiles) if is_known else self.tensors.blocks(height)
+        with launch(blocks * plan.split, threads, plan.split, plan.consumers > 1) as place:
             self.thread, self.rank = place.thread, place.rank
             shared.open()
             block = T.bind(T.Cast("int32", place.block))
-            if isinstance(tiles, int):
-                self._block(block)
+            if is_known:
+                self._work(block)
             else:
                 with when(block < tiles * plan.split):
-                    self._block(block)
+                    self._work(block)
 
     # -- which part of the work
 
-    def _block(self, block: Expr) -> None:
+    def _work(self, block: Expr) -> None:
+        """All that a block does."""
+        self._take(block if self.plan.split == 1 else T.bind(T.truncdiv(block, self.plan.split)))
+        self._set_up()
+        with T.If(self.thread < PRODUCERS):
+            with T.Then():
+                self._produce()
+            with T.Else():
+                self._consume()
+        if self.plan.split > 1:
+            _cluster_barrier()
+            self._put_together()
+            _cluster_barrier()
+
+    def _take(self, tile: Expr) -> None:
+        """Which rows and keys a tile of rows is of."""
         plan, rows = self.plan, self.tensors.rows
         height = plan.consumers * 64
-        tile = block if plan.split == 1 else T.bind(T.truncdiv(block, plan.split))
         number = T.truncmod(tile, self.row_tiles)
         if self.is_causal:  # long rows first
             number = self.row_tiles - 1 - number
@@ -161,24 +172,19 @@ class _Kernel:
         self.end = visible if plan.split == 1 else T.bind(T.min(visible, own_end))
         if plan.split == 1 and not isinstance(self.end, int):
             self.end = T.bind(self.end)
-        self._set_up()
-        with T.If(self.thread < PRODUCERS):
-            with T.Then():
-                self._produce()
-            with T.Else():
-                self._consume()
-        if plan.split > 1:
-            _cluster_barrier()
-            self._put_together()
-            _cluster_barrier()
 
     def _barrier(self, kind: int, stage: Expr) -> Expr:
         """Of keys that are there (0), places of keys that are free (1), the same of values (2, 3)."""
         return self.shared.at(self.barriers + 8 * (1 + kind * self.plan.stages + stage))
 
+    @property
+    def queries_there(self) -> Expr:
+        """The barrier of queries that consumers wait for."""
+        return self.shared.at(self.barriers)
+
     def _set_up(self) -> None:
         with when(self.thread == 0):
-            ptx.barrier_init(self.shared.at(self.barriers), PRODUCERS)
+            ptx.barrier_init(self.queries_there, PRODUCERS)
             for stage in range(self.plan.stages):
                 for kind in range(4):
                     arrivals = self.plan.consumers if kind % 2 else PRODUCERS
@@ -201,10 +207,10 @@ class _Kernel:
         for step in range(self.depth_steps):
             target = self.q_at + step * self.q.size
             self.q.load(self.shared, target, self.at, row, step, self.thread)
-        self._arrive(self.q, self.shared.at(self.barriers))
-        with T.serial(self.count) as turn:
-            stage, parity = self._stage(turn)
-            first = T.bind(T.Cast("int64", self._first_key(turn)))
+        self._arrive(self.q, self.queries_there)
+        with T.serial(self.count) as number:
+            stage, parity = self._stage(number)
+            first = T.bind(T.Cast("int64", self._first_key(number)))
             loads = ((0, self.k, self.k_at, self.k_size), (2, self.v, self.v_at, self.v_size))
             for kind, tile, begin, size in loads:
                 ptx.barrier_wait(self._barrier(kind + 1, stage), T.bitwise_xor(parity, 1))
@@ -232,55 +238,51 @@ class _Kernel:
     def _consume(self) -> None:
         if self.plan.consumers > 1:
             ptx.set_max_registers(_REGISTERS[self.plan.consumers][1], grows=True)
-        tile, count, plan = self.tile, self.count, self.plan
+        tile = self.tile
         self.group = T.bind(self.thread // WARPGROUP - 1)
         self.member = T.bind(self.thread % WARPGROUP)
         self.warp = T.bind(self.member // WARP)
         tile.declare(self.thread)
         self.sums = local(self.width // 2, "float32")
+        self.seen = local(2, "int32")
         self.base = local(3, "uint64")
-        row = T.bind(self.row + self.group * 64 + self.warp * 16 + tirx.floordiv(tile.lane, 4))
-        seen = local(2, "int32")
-        for h in range(2):
-            T.buffer_store(seen, self._seen(row + 8 * h), [h])
-        least = self._seen(self.row + self.group * 64) if self.tensors.rows.together == 1 else self._seen(0)
-        tile.begin(self.at, row, [seen[0], seen[1]], T.bind(least) if not isinstance(least, int) else least)
-        with unrolled(self.width // 2) as i:
-            T.buffer_store(self.sums, T.float32(0), [i])
         ptx.matrix_descriptor(
             self.base[0], self.shared.at(self.q_at + self.group * (64 * SWIZZLED_BYTES)), self.q.leading
         )
         ptx.matrix_descriptor(self.base[1], self.shared.at(self.k_at), self.k.leading)
         ptx.matrix_descriptor(self.base[2], self.shared.at(self.v_at), self.keys * SWIZZLED_BYTES // 16)
+        self._attend()
+
+    def _attend(self) -> None:
+        """A warpgroup's rows: scores, softmax and sums of values, tile by tile."""
+        tile, count = self.tile, self.count
+        row = T.bind(self.row + self.group * 64 + self.warp * 16 + tirx.floordiv(tile.lane, 4))
+        for h in range(2):
+            T.buffer_store(self.seen, self._seen(row + 8 * h), [h])
+        least = self._seen(self.row + self.group * 64) if self.tensors.rows.together == 1 else self._seen(0)
+        least = T.bind(least) if not isinstance(least, int) else least
+        tile.begin(self.at, row, [self.seen[0], self.seen[1]], least)
+        with unrolled(self.width // 2) as i:
+            T.buffer_store(self.sums, T.float32(0), [i])
         tile.load_masks(self._first_key(0))
-        ptx.barrier_wait(self.shared.at(self.barriers), 0)
-        self._hold_queries()
-        if plan.takes_turns:
-            with when(self.group == 1):
-                ptx.named_barrier_arrive(TURNS, 2 * WARPGROUP)
+        ptx.barrier_wait(self.queries_there, 0)
         self._scores(0)
         ptx.wgmma_wait(0)
         self._release(1, 0)
         tile.softmax(self._first_key(0))
         tile.pack(self.dtype)
         if not (isinstance(count, int) and count == 1):
-            with T.serial(count - 1) as turn:
-                following = T.bind(turn + 1)
+            with T.serial(count - 1) as number:
+                following = T.bind(number + 1)
                 first = T.bind(self._first_key(following))
-                if plan.takes_turns:
-                    ptx.named_barrier(TURNS + self.group, 2 * WARPGROUP)
                 self._scores(following)
-                self._values(turn)
-                if plan.takes_turns:
-                    # The other's last turn has nobody to follow.
-                    with when(tirx.Or(self.group == 0, turn + 2 < count)):
-                        ptx.named_barrier_arrive(TURNS + 1 - self.group, 2 * WARPGROUP)
+                self._values(number)
                 tile.load_masks(first)
                 ptx.wgmma_wait(1)
                 self._release(1, following)
                 tile.softmax(first)
                 ptx.wgmma_wait(0)
-                self._release(3, turn)
+                self._release(3, number)
                 tile.pack(self.dtype)
                 tile.shrink_sums(self.sums, self.width // 2)
         self._values(count - 1 if isinstance(count, int) else T.bind(count - 1))
@@ -297,19 +299,6 @@ class _Kernel:
             return self.end
         return T.min(self.end, self.tensors.rows.query(row) + (1 + self.tensors.ahead))
 
-    def _hold_queries(self) -> None:
-        """Queries as left operands in registers."""
-        if not self.plan.holds_queries:
-            return
-        ptx.async_proxy_fence()
-        lane, steps = self.tile.lane, ceil_div(int(self.tensors.sizes["d"]), 16)
-        self.held = local(4 * steps, "uint32")
-        row = T.bind(self.group * 64 + self.warp * 16 + tirx.floormod(lane, 16))
-        for i in range(steps):
-            chunk = T.bitwise_xor(i % 4 * 2 + tirx.floordiv(lane, 16), tirx.floormod(row, 8)) * CHUNK_BYTES
-            address = self.q_at + i // 4 * self.q.size + row * SWIZZLED_BYTES + chunk
-            ptx.load_matrices([self.held[4 * i + r] for r in range(4)], self.shared.at(address))
-
     def _scores(self, turn: Expr) -> None:
         """Issue the scores of a tile."""
         stage, parity = self._stage(turn)
@@ -320,16 +309,6 @@ class _Kernel:
         ptx.wgmma_fence()
         for i in range(ceil_div(int(self.tensors.sizes["d"]), 16)):
             step, part = divmod(i, WIDTH // 16)
-            if self.plan.holds_queries:
-                ptx.wgmma_of_registers(
-                    [self.tile.scores[r] for r in range(self.keys // 2)],
-                    [self.held[4 * i + r] for r in range(4)],
-                    keys + T.uint64(step * self.k.size // 16 + part * self.k.advance),
-                    (self.dtype, self.dtype),
-                    T.uint32(1 if i else 0),
-                    self.k.is_transposed,
-                )
-                continue
             ptx.wgmma(
                 [self.tile.scores[r] for r in range(self.keys // 2)],
                 self.base[0] + T.uint64(step * self.q.size // 16 + part * self.q.advance),
@@ -367,8 +346,7 @@ class _Kernel:
 
     def _store(self) -> None:
         """Averages of the warpgroup's rows, by way of the queries' place in shared memory."""
-        # All warps have read their queries.
-        ptx.warpgroup_barrier(1 + self.group)
+        ptx.warpgroup_barrier(1 + self.group)  # all warps have read their queries
         within = T.bind(self.group * 64 + self.warp * 16)
         place = self.q_at + within * SWIZZLED_BYTES
         store = RowStore(self.tensors, self.tile, self.shared, self.at)

@@ -60,6 +60,33 @@ class EpilogueWriter:
         """The parameters, in order."""
         return [*([self.init] if self.init else []), *self.views, self.result]
 
+    def reads_in_vectors(self, width: int, along: str) -> bool:
+        """Whether it reads an operand as large as the result, and `width` neighbours are a vector of the result."""
+        is_large = any({"m", "n"} <= set(view.index_map) for view in self._read)
+        return is_large and width > 1 and self.result.vector(along) % width == 0
+
+    def registers(self, turns: int, width: int, along: str = "n") -> list[Any]:
+        """Registers for what the operands have beside `width` neighbours of the result, `turns` times; see `load`."""
+        sizes = [turns * (width if view.runs_along(along) else 1) for view in self._read]
+        return [
+            T.alloc_buffer((size,), view.dtype, scope="local") for size, view in zip(sizes, self._read, strict=True)
+        ]
+
+    def load(self, held: Sequence[Any], turn: Expr, at: Coordinates, width: int, along: str = "n") -> None:
+        """Read what the operands have beside neighbours of the result, for `write` of the same turn.
+
+        Loads of several turns are on their way together; those of `write` itself follow each other.
+        """
+        for view, registers in zip(self._read, held, strict=True):
+            if not view.runs_along(along):
+                T.buffer_store(registers, _one(view, at), [turn])
+            elif view.vector(along) % width:
+                for i in range(width):
+                    T.buffer_store(registers, _one(view, {**at, along: at[along] + i}), [turn * width + i])
+            else:
+                values = view.data[lane_indices(view.address(at), width)]
+                T.buffer_store(registers, values, [lane_indices(tirx.const(0, "int32") + turn * width, width)])
+
     def write(
         self,
         sums: Sequence[Callable[[], Expr]],
@@ -67,6 +94,7 @@ class EpilogueWriter:
         along: str = "n",
         exists: Sequence[Expr | None] = (),
         end: Expr | None = None,
+        held: tuple[Sequence[Any], Expr] | None = None,
     ) -> None:
         """Store neighbouring elements.
 
@@ -82,15 +110,24 @@ class EpilogueWriter:
             Conditions on the other coordinates; nothing is read or written where one does not hold.
         end : PrimExpr, optional
             Elements from here on do not exist; None: all do.
+        held : tuple, optional
+            Registers that `load` has filled, and the turn.
         """
         with ExitStack() as stack:
             for condition in exists:
                 if condition is not None:
                     stack.enter_context(T.If(condition))
                     stack.enter_context(T.Then())
-            self._write(sums, at, along, end)
+            self._write(sums, at, along, end, held)
 
-    def _write(self, sums: Sequence[Callable[[], Expr]], at: Coordinates, along: str, end: Expr | None) -> None:
+    def _write(
+        self,
+        sums: Sequence[Callable[[], Expr]],
+        at: Coordinates,
+        along: str,
+        end: Expr | None,
+        held: tuple[Sequence[Any], Expr] | None,
+    ) -> None:
         width = len(sums)
         if width == 1 or self.result.vector(along) % width:
             for i, read in enumerate(sums):
@@ -99,50 +136,33 @@ class EpilogueWriter:
                     if end is not None:
                         stack.enter_context(T.If(place[along] < end))
                         stack.enter_context(T.Then())
-                    value = self._value(read(), [_one(view, place) for view in self._read])
+                    beside = [_one(view, place) for view in self._read]
+                    if held is not None:
+                        beside = [values[i] for values in self._held(held, along, width)]
+                    value = self._value(read(), beside)
                     T.buffer_store(self.result.data, self.result.bits(value), [self.result.address(place)])
             return
         with ExitStack() as stack:
             if end is not None:  # a multiple of the width, since the result's extent is
                 stack.enter_context(T.If(at[along] < end))
                 stack.enter_context(T.Then())
-            held = self.registers(width)
-            self.load(held, 0, at, width, along)
-            self.store(sums, held, 0, at, along)
-
-    def registers(self, count: int) -> list[Any]:
-        """Memory of a thread for so many elements of each operand."""
-        return [T.alloc_buffer((count,), view.dtype, scope="local") for view in self._read]
-
-    def load(self, held: Sequence[Any], begin: int, at: Coordinates, width: int, along: str = "n") -> None:
-        """Read the operands' elements beside `width` neighbours of the result, from element `begin` of `held` on.
-
-        A thread that stores several groups of neighbours reads the operands of all first: the result may lie over one
-        of them, so that no load moves ahead of a store.
-        """
-        for view, buffer in zip(self._read, held, strict=True):
-            if not view.runs_along(along):
-                T.buffer_store(buffer, _one(view, at), [tirx.const(begin, "int32")])
-            elif view.vector(along) % width:
-                for i in range(width):
-                    value = _one(view, {**at, along: at[along] + i})
-                    T.buffer_store(buffer, value, [tirx.const(begin + i, "int32")])
+            if held is None:
+                loaded = [_neighbours(view, at, along, width) for view in self._read]
             else:
-                value = view.data[lane_indices(view.address(at), width)]
-                T.buffer_store(buffer, value, [lane_indices(tirx.const(begin, "int32"), width)])
+                loaded = self._held(held, along, width)
+            out = T.alloc_buffer((width,), self.result.dtype, scope="local")
+            for i, read in enumerate(sums):
+                value = self._value(read(), [values[i] for values in loaded])
+                T.buffer_store(out, self.result.bits(value), [tirx.const(i, "int32")])
+            start = lane_indices(self.result.address(at), width)
+            T.buffer_store(self.result.data, out[lane_indices(tirx.const(0, "int32"), width)], [start])
 
-    def store(
-        self, sums: Sequence[Callable[[], Expr]], held: Sequence[Any], begin: int, at: Coordinates, along: str = "n"
-    ) -> None:
-        """Store neighbouring elements, a vector of the result, whose operands were loaded."""
-        width = len(sums)
-        out = T.alloc_buffer((width,), self.result.dtype, scope="local")
-        for i, read in enumerate(sums):
-            places = [begin + i if view.runs_along(along) else begin for view in self._read]
-            loaded = [buffer[tirx.const(place, "int32")] for buffer, place in zip(held, places, strict=True)]
-            T.buffer_store(out, self.result.bits(self._value(read(), loaded)), [tirx.const(i, "int32")])
-        start = lane_indices(self.result.address(at), width)
-        T.buffer_store(self.result.data, out[lane_indices(tirx.const(0, "int32"), width)], [start])
+    def _held(self, held: tuple[Sequence[Any], Expr], along: str, width: int) -> list[list[Expr]]:
+        registers, turn = held
+        return [
+            [one[turn * width + i] for i in range(width)] if view.runs_along(along) else [one[turn]] * width
+            for view, one in zip(self._read, registers, strict=True)
+        ]
 
     @property
     def _read(self) -> list[GpuOperand]:
@@ -162,3 +182,15 @@ class EpilogueWriter:
 
 def _one(view: GpuOperand, at: Coordinates) -> Expr:
     return view.data[view.address(at)]
+
+
+def _neighbours(view: GpuOperand, at: Coordinates, along: str, width: int) -> list[Expr]:
+    """Elements of an operand beside `width` neighbours of the result; as one access where it is aligned."""
+    if not view.runs_along(along):
+        return [T.bind(_one(view, at))] * width
+    if view.vector(along) % width:
+        return [_one(view, {**at, along: at[along] + i}) for i in range(width)]
+    held = T.alloc_buffer((width,), view.dtype, scope="local")
+    everything = lane_indices(tirx.const(0, "int32"), width)
+    T.buffer_store(held, view.data[lane_indices(view.address(at), width)], [everything])
+    return [held[tirx.const(i, "int32")] for i in range(width)]

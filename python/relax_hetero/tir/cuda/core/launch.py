@@ -47,7 +47,7 @@ def launch(
     blocks : PrimExpr or int
         A multiple of `cluster`.
     cluster : int
-        Blocks that run at the same time and share their shared memory: 1, 2, 4 or 8.
+        Blocks that run at the same time and share their shared memory: 1 to 8.
     moves_registers : bool
         Whether warpgroups take registers of each other (`ptx.set_max_registers`).
     together : int

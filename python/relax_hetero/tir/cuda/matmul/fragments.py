@@ -38,7 +38,6 @@ from .wgmma_tiling import STAGING_PAD, reads_rows
 WARP_ROWS = 16
 _Pair = list[tuple[Expr, list[Expr]]]  # sums of two neighbouring columns, and what the epilogue reads beside each
 _MOST_SUMS = 8  # neighbours that a lane computes together where rows are whole
-_MOST_READ = 32  # elements of an operand that a lane has asked for before it stores a result
 
 
 class FragmentStore:
@@ -73,6 +72,7 @@ class FragmentStore:
         self._acc_dtype = acc_dtype
         self._rows: EpilogueWriter | None = None
         self._held: dict[int, Any] = {}
+        self._fetched: list[Any] | None = None
         self._has_all = False
 
     def is_cut_into(self, rows: int, columns: int) -> None:
@@ -115,21 +115,25 @@ class FragmentStore:
         pitch = staged * self._element + (STAGING_PAD if self._element == 4 else STAGING_PAD // 2)
         return Staging(shared, shared.take(warps * WARP_ROWS * pitch), staged, pitch)
 
-    def fetch(self, columns: int, at: Coordinates, first: Expr, lane: Expr) -> None:
-        """Begin to read what all rows of a tile have in common, such as a bias, for `emit` of the same warp and tile.
+    def fetch(self, columns: int, staging: Staging, at: Coordinates, first: tuple[Expr, Expr], lane: Expr) -> None:
+        """Begin to read operands for `emit` of the same warp and tile, whose parameters are these.
 
-        It arrives while the sums are computed: read by `emit` itself, warps would wait for it again and again.
-        Parameters as of `emit`; `first` is a column.
+        They arrive while the sums are computed: read by `emit` itself, warps would wait for them again and again. Of
+        what all rows have in common, such as a bias, this is everything; of operands as large as the result, what lies
+        beside the columns that are staged first.
         """
         self._held = {}
+        if self._rows:
+            self._fetched = self._fetch_rows(at, first, 0, min(columns, staging.columns), lane)
+            return
         for number, view in enumerate(self.views):
-            if self._rows or not self._has_pairs(view):
+            if not self._has_pairs(view):
                 continue
             words = bytes_of(view.nominal) // 2
             bits = local(-(-columns // (2 * WARP)) * words, "uint32")
             # Pair p is in lane p % 32.
             for turn in range(-(-columns // (2 * WARP))):
-                column = first + T.Cast("int64", (lane + turn * WARP) * 2)
+                column = first[1] + T.Cast("int64", (lane + turn * WARP) * 2)
                 self._load_bits([bits[turn * words + i] for i in range(words)], view, at, column)
             self._held[number] = bits
 
@@ -159,8 +163,11 @@ class FragmentStore:
         begin = staging.offset + warp * (WARP_ROWS * staging.pitch)
         rows = [T.bind(first[0] + T.Cast("int64", lane // 4 + 8 * h)) for h in range(2)]
         fixed = {} if self._rows else self._fixed_operands(at, rows)
+        fetched, self._fetched = self._fetched, None
         for part in range(-(-columns // staging.columns)):
             count = min(staging.columns, columns - part * staging.columns)
+            if self._rows and (part or fetched is None):
+                fetched = self._fetch_rows(at, first, part * staging.columns, count, lane)
             # Matrices of 8 columns, of which a warp stores two in one instruction.
             together = 2 if self._stores_matrices and self._is_packed and count % 16 == 0 else 1
             with unrolled(count // (8 * together)) as group:
@@ -178,7 +185,7 @@ class FragmentStore:
                     target = begin + lane % WARP_ROWS * staging.pitch + (group * 2 + lane // WARP_ROWS) * CHUNK_BYTES
                     ptx.store_matrices(staging.shared.at(target), packed)
             ptx.warp_barrier()
-            self._store_rows(staging, begin, at, first, part * staging.columns, count, lane)
+            self._store_rows(staging, begin, at, first, part * staging.columns, count, lane, fetched)
             ptx.warp_barrier()
 
     def _fixed_operands(self, at: Coordinates, rows: list[Expr]) -> dict[tuple[int, int], Expr]:
@@ -328,6 +335,41 @@ class FragmentStore:
             results = [T.Cast("uint8" if dtype == "bool" else dtype, value) for value in results]
         return results
 
+    def _run_width(self, count: int) -> int:
+        """Bytes of a staged row that a lane takes at a time."""
+        width = self._width
+        while count * self._element % width:
+            width //= 2
+        return width
+
+    def _run(
+        self, number: Expr, at: Coordinates, first: tuple[Expr, Expr], skip: int, count: int
+    ) -> tuple[Expr, Expr, Coordinates, list[Expr]]:
+        """Row and place in it of a run of staged bytes, its first element, and the conditions that it exists."""
+        width = self._run_width(count)
+        per_row = count * self._element // width
+        row, chunk = number // per_row, number % per_row
+        at_row = T.bind(first[0] + T.Cast("int64", row))
+        at_column = T.bind(first[1] + T.Cast("int64", skip + chunk * (width // self._element)))
+        conditions = [] if self._has_all else [at_row < self._m, at_column < self._n]
+        if WARP_ROWS * per_row % 32:
+            conditions.append(number < WARP_ROWS * per_row)
+        return row, chunk, {**at, "m": at_row, "n": at_column}, conditions
+
+    def _turns(self, count: int) -> int:
+        return -(-WARP_ROWS * (count * self._element // self._run_width(count)) // 32)
+
+    def _fetch_rows(self, at: Coordinates, first: tuple[Expr, Expr], skip: int, count: int, lane: Expr) -> list[Any]:
+        """Begin to read what lies beside the runs that `_store_rows` stores; the registers."""
+        assert self._rows is not None
+        turns, together = self._turns(count), self._run_width(count) // self._element
+        registers = self._rows.registers(turns, together)
+        with unrolled(turns) as i:
+            _, _, place, conditions = self._run(lane + i * 32, at, first, skip, count)
+            with when(tirx.all(*conditions) if conditions else True):
+                self._rows.load(registers, i, place, together)
+        return registers
+
     def _store_rows(
         self,
         staging: Staging,
@@ -337,86 +379,28 @@ class FragmentStore:
         skip: int,
         count: int,
         lane: Expr,
+        fetched: list[Any] | None,
     ) -> None:
         """Rows of the warp from shared memory to the result, neighbouring lanes neighbouring bytes."""
-        width = self._width
-        while count * self._element % width:
-            width //= 2
-        per_row = count * self._element // width
-        if self._rows and width > 4:
-            self._store_computed_rows(self._rows, staging, begin, at, first, (skip, per_row, width // 4), lane)
-            return
+        width = self._run_width(count)
         words = max(1, width // 4)
         kind = "uint32" if width >= 4 else f"uint{8 * width}"
         registers = local(words, kind)
-        with unrolled(-(-WARP_ROWS * per_row // 32)) as i:
-            number = lane + i * 32
-            row, chunk = number // per_row, number % per_row
-            at_row = T.bind(first[0] + T.Cast("int64", row))
-            at_column = T.bind(first[1] + T.Cast("int64", skip + chunk * (width // self._element)))
+        with unrolled(self._turns(count)) as i:
+            row, chunk, place, conditions = self._run(lane + i * 32, at, first, skip, count)
             source = begin + row * staging.pitch + chunk * width
-            conditions = [] if self._has_all else [at_row < self._m, at_column < self._n]
-            if WARP_ROWS * per_row % 32:
-                conditions.append(number < WARP_ROWS * per_row)
             with when(tirx.all(*conditions) if conditions else True):
                 taken = [registers[w] for w in range(words)]
                 for w in range(0, words, 4):
                     # At most 16 bytes in one load.
                     ptx.load_shared(taken[w : w + 4], staging.shared.at(source + 4 * w), f"u{min(32, 8 * width)}")
-                place = {**at, "m": at_row, "n": at_column}
                 if self._rows:
-                    self._rows.write([partial(self._sum, value) for value in taken], place)
+                    assert fetched is not None
+                    self._rows.write([partial(self._sum, value) for value in taken], place, held=(fetched, i))
                 elif width >= 4:
                     ptx.store_global(T.address_of(self._result.data[self._result.address(place)]), taken)
                 else:
                     T.buffer_store(self._result.data, taken[0], [self._result.address(place)])
-
-    def _store_computed_rows(
-        self,
-        writer: EpilogueWriter,
-        staging: Staging,
-        begin: Expr,
-        at: Coordinates,
-        first: tuple[Expr, Expr],
-        columns: tuple[int, int, int],
-        lane: Expr,
-    ) -> None:
-        """As `_store_rows` of sums that are staged: what the epilogue reads of several rows comes at once.
-
-        Parameters
-        ----------
-        columns : tuple of int
-            Those before the staged ones, groups of neighbours in a row, neighbours in a group.
-        """
-        skip, per_row, width = columns
-        rounds = -(-WARP_ROWS * per_row // WARP)
-        together = next(
-            count for count in range(min(rounds, max(1, _MOST_READ // width)), 0, -1) if rounds % count == 0
-        )
-        held = writer.registers(together * width)
-        registers = local(width, "uint32")
-        taken = [registers[w] for w in range(width)]
-        with unrolled(rounds // together) as part:
-            groups = []
-            for i in range(together):
-                number = lane + (part * together + i) * WARP
-                row, chunk = number // per_row, number % per_row
-                at_row = T.bind(first[0] + T.Cast("int64", row))
-                at_column = T.bind(first[1] + T.Cast("int64", skip + chunk * width))
-                conditions = [at_row < self._m, at_column < self._n]
-                if WARP_ROWS * per_row % WARP:
-                    conditions.append(number < WARP_ROWS * per_row)
-                source = begin + row * staging.pitch + chunk * (width * 4)
-                groups.append((tirx.all(*conditions), {**at, "m": at_row, "n": at_column}, source))
-            for i, (exists, place, _) in enumerate(groups):
-                with when(exists):
-                    writer.load(held, i * width, place, width)
-            for i, (exists, place, source) in enumerate(groups):
-                with when(exists):
-                    for w in range(0, width, 4):
-                        # At most 16 bytes in one load.
-                        ptx.load_shared(taken[w : w + 4], staging.shared.at(source + 4 * w), "u32")
-                    writer.store([partial(self._sum, value) for value in taken], held, i * width, place)
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,17 @@ their sums in shared memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ....target.element_types import bytes_of
 from ....target.gpu_target import VECTOR_BYTES, WARP
-from ...core.builder import Expr, ceil_div, int64, lane_indices
+from ...core.builder import Expr, ceil_div, int64, lane_indices, when
 from ...core.view import Coordinates
 from ..core import ptx
 from ..core.epilogue import EpilogueWriter
@@ -24,6 +26,8 @@ from ..core.launch import at_least_one, launch, local, unrolled
 from ..core.operand import GpuOperand
 from .simt_parts import SHARED, Batches, barrier, divides
 from .simt_plan import SimtPlan
+
+_MOST_READ = 32  # elements of an operand that a thread has asked for before it stores a result
 
 
 class Places(Protocol):
@@ -59,6 +63,16 @@ class Side:
     size: int
     extent: Expr
     places: Places | None = None
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Neighbours of the result: where their sums begin, and the place of the first."""
+
+    sums: Any
+    begin: Expr
+    row: Expr
+    column: Expr
 
 
 class TiledProduct:
@@ -158,16 +172,13 @@ class TiledProduct:
         plan = self.plan
         groups = plan.thread_columns // plan.group
         if plan.slices == plan.cluster == 1:
-            with unrolled(plan.thread_rows) as i, unrolled(groups) as g:
-                self._write(
-                    [
-                        lambda e=e: sums[i * plan.thread_columns + g * plan.group + e]  # type: ignore[misc]
-                        for e in range(plan.group)
-                    ],
-                    at,
-                    row + where.row_at(i),
-                    column + where.column_at(g),
-                )
+
+            def own(number: Expr) -> _Group:
+                i, g = number // groups, number % groups
+                begin = i * plan.thread_columns + g * plan.group
+                return _Group(sums, begin, row + where.row_at(i), column + where.column_at(g))
+
+            self._write(plan.thread_rows * groups, own, at)
             return
         self._store_shared_sums(sums, at, row, column, where)
 
@@ -190,15 +201,14 @@ class TiledProduct:
             T.buffer_store(totals, total, [q * plan.group + e])
         if plan.cluster > 1:
             own_groups = self._add_blocks(totals, parts, where)
-        with unrolled(own_groups) as q:
+
+        def shared(q: Expr) -> _Group:
             mine = q if plan.cluster == 1 else self.rank * own_groups + q
             number = T.bind(mine * plan.slices + where.slice)
-            self._write(
-                [lambda e=e: totals[q * plan.group + e] for e in range(plan.group)],  # type: ignore[misc]
-                at,
-                row + where.row_at(tirx.floordiv(number, groups)),
-                column + where.column_at(tirx.floormod(number, groups)),
-            )
+            place = (tirx.floordiv(number, groups), tirx.floormod(number, groups))
+            return _Group(totals, q * plan.group, row + where.row_at(place[0]), column + where.column_at(place[1]))
+
+        self._write(own_groups, shared, at)
 
     def _add_blocks(self, totals: Expr, parts: Expr, where: _Threads) -> int:
         """Add a thread's totals over the blocks of the cluster; of these it gets a part, whose groups are returned."""
@@ -227,15 +237,37 @@ class TiledProduct:
         ptx.cluster_wait()
         return own // plan.group
 
-    def _write(self, sums: list[Expr], at: Coordinates, row: Expr, column: Expr) -> None:
-        left, right = self.left, self.right
-        self.writer.write(
-            sums,
-            {**at, left.along: row, right.along: column},
-            right.along,
-            [self.batches.exists, None if divides(left.extent, left.size) else row < left.extent],
-            None if divides(right.extent, right.size) else right.extent,
-        )
+    def _write(self, count: int, group_of: Callable[[Expr], _Group], at: Coordinates) -> None:
+        """Store groups of neighbours; of operands as large as the result, those of several groups are read at once."""
+        left, right, writer, width = self.left, self.right, self.writer, self.plan.group
+        most = max(1, _MOST_READ // width) if writer.reads_in_vectors(width, right.along) else 1
+        together = next(each for each in range(min(count, most), 0, -1) if count % each == 0)
+        held = writer.registers(together, width, right.along) if together > 1 else []
+        end = None if divides(right.extent, right.size) else right.extent
+        with unrolled(count // together) as part:
+            groups = [group_of(part * together + i) for i in range(together)]
+            places = [{**at, left.along: group.row, right.along: group.column} for group in groups]
+            rows = [None if divides(left.extent, left.size) else group.row < left.extent for group in groups]
+            sums = [
+                [lambda group=group, e=e: group.sums[group.begin + e] for e in range(width)]  # type: ignore[misc]
+                for group in groups
+            ]
+            if together == 1:
+                writer.write(sums[0], places[0], right.along, [self.batches.exists, rows[0]], end)
+                return
+            for i, (place, row) in enumerate(zip(places, rows, strict=True)):
+                with self._existing(place, row, end):
+                    writer.load(held, tirx.const(i, "int32"), place, width, right.along)
+            for i, (place, row) in enumerate(zip(places, rows, strict=True)):
+                with self._existing(place, row, end):
+                    writer.write(sums[i], place, right.along, held=(held, tirx.const(i, "int32")))
+
+    @contextmanager
+    def _existing(self, place: Coordinates, row: Expr | None, end: Expr | None) -> Iterator[None]:
+        """What is done where a group of neighbours exists."""
+        conditions = [self.batches.exists, row, None if end is None else place[self.right.along] < end]
+        with when(tirx.all(tirx.const(True, "bool"), *[each for each in conditions if each is not None])):
+            yield
 
 
 class _Threads:

@@ -51,7 +51,7 @@ STORED = 16
 EXCHANGE_CYCLES = 400
 """Of the barriers of a cluster, for each doubling of its blocks."""
 EXCHANGED = 10
-"""Bytes of a tile's sums that blocks exchange in a cycle."""
+"""Bytes of a tile's sums that blocks exchange in a cycle, of 64 columns: threads of wider tiles have more, in turn."""
 MOST_SPLIT_COLUMNS = 128
 """Of a tile whose k is split: 256x4096x4096 took 1.6 times as long as cuBLAS in two parts of tiles of 64x256."""
 
@@ -67,11 +67,9 @@ class Tiling:
     stages : int
         Of the ring of tiles in shared memory.
     blocks : int
-        That are launched, a multiple of `split` and of `share`, of which one is 1.
+        That are launched, a multiple of `split`.
     split : int
         Blocks of a cluster that share a tile, each with a part of k: 1, 2, 4 or 8.
-    share : int
-        Blocks of a cluster that share the right operand's tiles, each with rows of its own: 1 or 2.
     group : int
         Rows of tiles that go over the columns together.
     staged : int
@@ -85,7 +83,6 @@ class Tiling:
     split: int = 1
     group: int = GROUP
     staged: int = 64
-    share: int = 1
 
 
 def choose_tiling(
@@ -147,7 +144,7 @@ def cycles(tile: tuple[int, int], split: int, tiles: int, steps: int, slowness: 
     rows, columns = tile
     each = ceil_div(steps, split) * STEP_CYCLES[tile] * slowness + rows * columns / split / STORED
     if split > 1:
-        each += EXCHANGE_CYCLES * (split.bit_length() - 1) + rows * columns * 4 / EXCHANGED
+        each += EXCHANGE_CYCLES * (split.bit_length() - 1) + rows * columns * 4 / EXCHANGED * columns / 64
     return START_CYCLES + ceil_div(tiles * split, RUNNING[split]) * each
 
 
@@ -161,7 +158,6 @@ def tiling_of(
     most_stages: int = 8,
     staged_bytes: int = STAGED_BYTES,
     group: int = GROUP,
-    share: int = 1,
 ) -> Tiling:
     """The tiling with tiles of a size: as many stages as shared memory has room for, and blocks as there is work.
 
@@ -183,9 +179,9 @@ def tiling_of(
     if isinstance(k, int):
         steps = ceil_div(ceil_div(k, SWIZZLED_BYTES // bytes_of(problem.lhs.dtype)), split)
         stages = min(stages, max(2, steps))
-    clusters = gpu.multiprocessors // (split * share)
+    clusters = gpu.multiprocessors // split
     if isinstance(m, int) and isinstance(n, int) and all(isinstance(count, int) for count in counts):
-        tiles = ceil_div(m, rows * share) * ceil_div(n, columns) * prod(counts)
+        tiles = ceil_div(m, rows) * ceil_div(n, columns) * prod(counts)
         clusters = tiles if split > 1 else min(tiles, clusters)  # blocks of a cluster have one tile
-    blocks = clusters * split * share
-    return Tiling(rows, columns, max(1, min(stages, most_stages)), blocks, split, group // share, staged, share)
+    blocks = clusters * split
+    return Tiling(rows, columns, max(1, min(stages, most_stages)), blocks, split, group, staged)

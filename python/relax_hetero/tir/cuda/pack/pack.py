@@ -4,7 +4,8 @@ Parameters of every kernel: source, destination. As on CPUs (`tir.pack.pack`), s
 buffer that shows them, and bytes are moved as integers.
 
 Where both sides have neighbours along the same dimension, each thread moves a vector of up to 16 bytes; where they do
-not, squares of the tensor go through shared memory, so that reads and writes both follow their side's order.
+not, squares of the tensor go through shared memory, so that reads and writes both follow their side's order. Short
+runs, such as the channels of an image, are gathered by the threads that store them.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ from ..core.vectors import VectorRegisters
 
 SQUARE = 64
 """Rows and columns of what goes through shared memory at once; half of it for elements of 8 bytes."""
+SHORT = 8
+"""Elements along the destination's innermost dimension that are too few for squares: most of each would be empty."""
 
 
 def relayout_kernel(
@@ -71,6 +74,8 @@ def relayout_kernel(
                 nothing()
             elif _innermost(sides[0]) == _innermost(sides[1]):
                 _copy_vectors(sides[0], sides[1])
+            elif _has_short_runs(sides[1]):
+                _gather_runs(sides[0], sides[1])
             else:
                 _copy_squares(sides[0], sides[1])
     return function.result
@@ -103,6 +108,38 @@ def _copy_vectors(source: PackedStorage, destination: PackedStorage) -> None:
             vector = VectorRegisters(source, first, lanes, 1)
             vector.load(0, tirx.const(0, "int64"), inside)
             vector.store_to(destination, number)
+
+
+def _has_short_runs(destination: PackedStorage) -> bool:
+    """Whether the destination's innermost dimension is a small part of a square, as the channels of an image are."""
+    run = run_length(destination.layout, destination.shape, destination.nominal)
+    count = prod(map(plain_extent, destination.physical))
+    return not destination.layout.swizzle and 1 < run <= SHORT and isinstance(count, int) and count < 1 << 31
+
+
+def _gather_runs(source: PackedStorage, destination: PackedStorage) -> None:
+    """Vectors of the destination, each element of which a thread finds for itself: neighbours read neighbours."""
+    across, extents = _innermost(destination), extents_of([source, destination])
+    run = run_length(destination.layout, destination.shape, destination.nominal)
+    lanes = common_lanes(VECTOR_BYTES // bytes_of(source.nominal), [run])
+    total, zero = prod(map(plain_extent, destination.physical)) // lanes, tirx.const(0, "int64")
+    with (
+        T.thread_binding(blocks_for(total), thread="blockIdx.x") as block,
+        T.thread_binding(THREADS, thread="threadIdx.x") as thread,
+    ):
+        for side in (source, destination):
+            side.open(raw=True)
+        # Divided in 32 bits, of which a division takes a fraction of the time.
+        number = T.bind(tirx.Cast("int32", block) * THREADS + tirx.Cast("int32", thread))
+        with T.If(number < total), T.Then():
+            first = [T.bind(tirx.Cast("int64", at)) for at in place_of(destination, number, lanes)]
+            vector = VectorRegisters(destination, zero, lanes, 1)
+            for lane in range(lanes):
+                place = [at + lane if d == across else at for d, at in enumerate(first)]
+                element = VectorRegisters(source, source.offset(*split_position(source.layout, place)), 1, 1)
+                element.load(0, zero, is_inside(destination.layout, extents, place))
+                vector.set(lane, element.get(0))
+            vector.store(0, tirx.Cast("int64", number), None)
 
 
 def _copy_squares(source: PackedStorage, destination: PackedStorage) -> None:

@@ -12,15 +12,23 @@ from gpu_interpreter import run
 from relax_hetero.target.element_types import numpy_dtype
 from relax_hetero.tir.commands.table_kernel import is_one_launch
 from tir.attention_runs import Case, problem_of, reference, stored
+from tir.cuda.gpu_runs import run_on_gpu
 
 _ORDERS = ("bhmd", "bgnd", "bgne")
 _UNITS = {"float32": 2.0**-23, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
 def check(
-    case: Case, kernel: Callable[[Any], tvm.tirx.PrimFunc], rng: np.random.Generator, arch: str = "sm_90a"
+    case: Case,
+    kernel: Callable[[Any], tvm.tirx.PrimFunc],
+    rng: np.random.Generator,
+    arch: str = "sm_90a",
+    on_gpu: bool = False,
 ) -> None:
-    """A kernel, one launch, on random operands, with NaN around them and in what it must write."""
+    """A kernel, one launch, on random operands, with NaN around them and in what it must write.
+
+    By the interpreter of GPU kernels, or on this machine's GPU.
+    """
     func = kernel(problem_of(case))
     assert is_one_launch(func)
     s, dtype = case.sizes, numpy_dtype(case.dtype)
@@ -33,7 +41,10 @@ def check(
     ]
     inputs += [] if case.mask is None else [case.mask]
     result = stored(case.maps[3], 0, np.full(want.shape, np.nan, "float32"), "bhme").astype(dtype)
-    run(func, *inputs, result, arch=arch)
+    if on_gpu:
+        result = run_on_gpu(func, inputs, result.shape, case.dtype)
+    else:
+        run(func, *inputs, result, arch=arch)
     unit = _UNITS[case.dtype]
     np.testing.assert_allclose(
         result.astype("float64"),

@@ -11,6 +11,7 @@ from relax_hetero.tir.cuda.attention.mma_attention import mma_attention_kernel
 from seeds import fresh_rng
 from tir.attention_runs import case
 from tir.cuda.attention.attention_on_gpus import check
+from tir.cuda.gpu_runs import needs_gpu
 
 GPU = gpu_target_of(Target({"kind": "cuda", "arch": "sm_80"}))
 RNG = np.random.default_rng(11)
@@ -27,6 +28,14 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_against_float64(name):
     check(CASES[name], lambda problem: mma_attention_kernel(problem, GPU), fresh_rng(), "sm_80")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu(name):
+    check(CASES[name], lambda problem: mma_attention_kernel(problem, GPU), fresh_rng(), "sm_80", on_gpu=True)

@@ -7,10 +7,12 @@ import pytest
 from tvm.target import Target
 
 from relax_hetero.target.gpu_target import gpu_target_of
-from relax_hetero.tir.cuda.attention.simt_attention import PLANS, simt_attention_kernel
+from relax_hetero.tir.cuda.attention.attention import cuda_attention_kernel
+from relax_hetero.tir.cuda.attention.simt_attention import PLANS, choose_simt_plan, simt_attention_kernel
 from seeds import fresh_rng
-from tir.attention_runs import case
+from tir.attention_runs import case, problem_of
 from tir.cuda.attention.attention_on_gpus import check
+from tir.cuda.gpu_runs import needs_gpu
 
 GPU = gpu_target_of(Target({"kind": "cuda", "arch": "sm_90a"}))
 OLD = gpu_target_of(Target({"kind": "cuda", "arch": "sm_52"}))
@@ -34,7 +36,31 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_against_float64(name):
     one, plan = CASES[name]
     check(one, lambda problem: simt_attention_kernel(problem, GPU, plan), fresh_rng())
+
+
+def test_every_gpu_has_a_kernel():
+    large = case(1, 2, 2, 70, 100, 256, 256)
+    assert choose_simt_plan(problem_of(large), OLD, 1).rows == 16  # 48 KB of shared memory
+    for one, arch, name in (
+        (large, "sm_52", "simt"),
+        (case(1, 2, 2, 70, 100, 64, 64, dtype="float16"), "sm_60", "simt"),
+        (case(1, 2, 2, 70, 100, 64, 64, dtype="float16"), "sm_89", "mma"),
+        (case(1, 2, 2, 70, 100, 300, 64, dtype="float16"), "sm_90a", "simt"),
+        (case(1, 2, 2, 70, 100, 64, 64, dtype="float16"), "sm_90a", "wgmma"),
+    ):
+        text = str(cuda_attention_kernel(problem_of(one), gpu_target_of(Target({"kind": "cuda", "arch": arch}))))
+        found = "wgmma" if "ptx.wgmma" in text else "mma" if "ptx.mma" in text else "simt"
+        assert found == name, arch
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu(name):
+    one, plan = CASES[name]
+    check(one, lambda problem: simt_attention_kernel(problem, GPU, plan), fresh_rng(), on_gpu=True)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import tvm
 from tvm.target import Target
 
+from cuda_reports import reports_of
+from relax_hetero.errors import EncodingError
 from relax_hetero.target.gpu_target import gpu_target_of
-from relax_hetero.tir.cuda.attention.attention_plan import AttentionPlan
+from relax_hetero.tir.cuda.attention.attention_plan import AttentionPlan, choose_plan
 from relax_hetero.tir.cuda.attention.wgmma_attention import wgmma_attention_kernel
 from seeds import fresh_rng
-from tir.attention_runs import case
+from tir.attention_runs import case, problem_of
 from tir.cuda.attention.attention_on_gpus import check
 
 TARGET = Target({"kind": "cuda", "arch": "sm_90a"})
 GPU = gpu_target_of(TARGET)
+IS_HOPPER = tvm.runtime.enabled("cuda") and tvm.cuda(0).exist and tvm.cuda(0).compute_version == "9.0"
+needs_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs an NVIDIA GPU of compute capability 9.0")
 BY_HEADS = ("b h m d", "b g n d", "b g n e", "b h m e")
 ADDED = "add(multiply(x0, 0.25), x1)"
 CHOSEN = "where(x1, multiply(x0, 0.25), -inf)"
@@ -64,12 +69,8 @@ CASES = {
         half(1, 4, 1, 5, 64, 32, 32, mask=mask(1, 4, 5, 64), scores=CHOSEN, causal="bottom_right"),
         None,
     ),
-    "by turns": (
-        half(1, 1, 1, 140, 260, 64, 64, causal="bottom_right"),
-        AttentionPlan(2, 64, 2, holds_queries=True, takes_turns=True, computed=4),
-    ),
     "shared keys": (half(1, 4, 2, 3, 300, 64, 64, causal="bottom_right"), AttentionPlan(1, 64, 2, 4, 2)),
-    "shared keys, not aligned": (half(1, 1, 1, 9, 130, 32, 30), AttentionPlan(1, 32, 2, 2)),
+    "shared keys, not aligned": (half(1, 1, 1, 9, 130, 32, 30), AttentionPlan(1, 32, 2, 3)),
     "blocks without keys": (
         half(1, 1, 1, 70, 100, 32, 32, causal="bottom_right", mask=lines(1, 1, 1, 100), scores=ADDED),
         AttentionPlan(1, 32, 1, 4),
@@ -82,7 +83,59 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CASES)
 def test_against_float64(name):
     one, plan = CASES[name]
     check(one, lambda problem: wgmma_attention_kernel(problem, GPU, plan), fresh_rng())
+
+
+def test_misfits_are_named():
+    for problem, gpu, reason in (
+        (half(1, 1, 1, 8, 8, 8, 8), gpu_target_of(Target({"kind": "cuda", "arch": "sm_80"})), "sm_80 has no wgmma"),
+        (case(1, 1, 1, 8, 8, 8, 8), GPU, "element types .'float32'., expected one of"),
+        (half(1, 1, 1, 8, 8, 264, 8), GPU, "heads of 264 and 8, expected at most 256"),
+    ):
+        with pytest.raises(EncodingError, match=reason):
+            wgmma_attention_kernel(problem_of(problem), gpu)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "one",
+    [
+        half(1, 64, 64, 4096, 4096, 128, 128, maps=BY_HEADS),
+        half(1, 64, 64, 4096, 4096, 64, 64, maps=BY_HEADS),
+        half(1, 64, 64, 4096, 4096, 128, 128, maps=BY_HEADS, causal="top_left"),
+        half(1, 32, 32, 8, 8192, 128, 128, maps=BY_HEADS),
+        half(1, 8, 8, 2048, 2048, 256, 256, maps=BY_HEADS),
+        half(16, 12, 12, 512, 512, 64, 64, mask=np.zeros((16, 1, 1, 512), "float32"), scores=ADDED),
+    ],
+)
+def test_registers_suffice_and_tensor_cores_do_not_wait(one):
+    (report,) = reports_of(wgmma_attention_kernel(problem_of(one), GPU), TARGET)
+    assert report.serialized == ""
+    assert report.spill_stores == report.stack == 0
+
+
+def test_plans_keep_the_gpu_busy():
+    def plan(*sizes, **options):
+        return choose_plan(problem_of(half(*sizes, maps=BY_HEADS, **options)), GPU)
+
+    assert plan(1, 64, 64, 4096, 4096, 128, 128).consumers == 2
+    assert plan(1, 64, 64, 4096, 4096, 64, 64).consumers == 3
+    assert plan(16, 12, 12, 128, 128, 64, 64).consumers == 1  # several blocks a multiprocessor
+    assert plan(1, 12, 12, 128, 128, 64, 64).consumers == 1  # more blocks
+    assert plan(1, 16, 16, 1000, 1000, 80, 80).consumers == 2  # 128 blocks at once, not 256
+    assert plan(1, 6, 6, 197, 197, 64, 64).keys == 112  # two tiles of about as many
+    few = plan(1, 32, 32, 8, 8192, 128, 128)
+    assert few.split == 3 and few.together == 1
+    assert plan(1, 32, 8, 8, 8192, 128, 128).together == 4
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu(name):
+    one, plan = CASES[name]
+    check(one, lambda problem: wgmma_attention_kernel(problem, GPU, plan), fresh_rng(), on_gpu=True)

@@ -30,6 +30,8 @@ CASES = [
     ((37, 70), "float32", "pack<outer=[1, 0] inner=[1:32]>"),
     ((37, 70), "float32", "pack<outer=[0, 1] inner=[0:3, 1:5]>"),
     ((1, 1), "float32", "pack<outer=[0, 1] inner=[0:8]>"),
+    ((2, 3, 9, 14), "float16", "pack<outer=[0, 2, 3, 1] inner=[1:4]>"),
+    ((1, 3, 5, 7), "float32", "pack<outer=[0, 2, 3, 1] inner=[]>"),
     ((0, 70), "float32", "pack<outer=[1, 0] inner=[1:32]>"),
     ((0, 37, 70), "float32", "pack<outer=[0, 2, 1] inner=[2:64, 1:32] +swizzle>"),
 ]
