@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 import tvm
@@ -245,3 +246,22 @@ def test_long_reductions_without_equal_parts(count):
     x = tensor(1, count)
     check(lambda a: a.argmax(1), x, topi.argmax(x, 1), launches=2)
     check(lambda a: a.astype("float64").sum(1), x, topi.sum(x, 1), launches=2, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype, ulp", [("float16", 2**-11), ("bfloat16", 2**-8)])
+def test_quick_functions_of_16_bits_are_right_to_the_last_bit(dtype, ulp):
+    x = tensor(4096, dtype=dtype)
+    signs = np.random.default_rng(0).choice([-1, 1], 4096)
+    a = (signs * np.logspace(-7, 1.3, 4096)).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    wide = a.astype("float64")
+    for op, exact in (
+        (topi.tanh, np.tanh(wide)),
+        (topi.sigmoid, 1 / (1 + np.exp(-wide))),
+        (topi.exp, np.exp(np.minimum(wide, 11))),
+    ):
+        func = scheduled(x, op(topi.minimum(x, tirx.const(11, dtype)) if op is topi.exp else x))
+        assert "__" in str(func)
+        y = np.zeros_like(a)
+        interpreted(func, a, y)
+        allowed = np.maximum(np.abs(exact) * ulp * 1.1, 2**-25 if dtype == "float16" else 0)
+        assert (np.abs(y.astype("float64") - exact) <= allowed).all()
