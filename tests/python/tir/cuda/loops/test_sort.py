@@ -81,8 +81,10 @@ def test_launches():
     whole = sort_steps(SortProblem((9, 9000), 1, "float32", False, 9000, True, ""))
     assert [(step.is_merge, step.left) for step in whole] == [(False, 9000)] + [(True, 9000)] * 3
     few = sort_steps(SortProblem((9, 100_000), 1, "float32", False, 10, True, ""))
-    assert [(step.is_merge, step.left) for step in few] == [(False, 490), (False, 10)]
-    assert [step.is_last for step in few] == [False, True]
+    assert [(step.is_merge, step.left) for step in few] == [(False, 3910), (False, 160), (False, 10)]
+    assert [step.run for step in few] == [256, 256, 256]
+    assert [step.is_last for step in few] == [False, False, True]
+    assert [step.run for step in sort_steps(SortProblem((1, 8400), 1, "float32", True, 300, True, ""))] == [2048, 2048]
 
 
 @pytest.mark.parametrize(
