@@ -219,8 +219,14 @@ def test_parts_of_several_reductions_fit_shared_memory():
     np.testing.assert_allclose(squares, (a.astype("float64") ** 2).sum(0), rtol=1e-2)
 
 
-@pytest.mark.parametrize("shape, axes", [((1, 8400), [0, 1]), ((200, 6), [0]), ((1, 50257), [0, 1])])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(
+    "shape, axes, dtype",
+    [
+        ((1, 8400), [0, 1], "float32"),
+        ((200, 6), [0], "float16"),
+        pytest.param((1, 50257), [0, 1], "float16", marks=pytest.mark.slow),
+    ],
+)
 def test_extremes_of_floats_are_computed_in_parts(shape, axes, dtype):
     """As `relax.max` is lowered, whose masks of bits TVM widens."""
     builder = relax.BlockBuilder()
@@ -241,7 +247,7 @@ def test_extremes_of_floats_are_computed_in_parts(shape, axes, dtype):
         np.testing.assert_array_equal(y, a.max(tuple(axes)))
 
 
-@pytest.mark.parametrize("count", [50257, 99991])
+@pytest.mark.parametrize("count", [50257, pytest.param(99991, marks=pytest.mark.slow)])
 def test_long_reductions_without_equal_parts(count):
     x = tensor(1, count)
     check(lambda a: a.argmax(1), x, topi.argmax(x, 1), launches=2)
