@@ -219,3 +219,4 @@ for _c, _function in {
 }.items():  # fmt: skip
     extern(_function, _c, f"{_c}f", f"__{_c}f")
 extern(lambda x: 1 / np.sqrt(x), "rsqrt", "rsqrtf", "__frsqrt_rn")
+extern(np.divide, "__fdividef")

@@ -7,6 +7,7 @@ import numpy as np
 from tvm import relax, tirx
 from tvm.script import tirx as T
 
+from ...tir.cuda.loops.suppression import SUPPRESSION, Suppression
 from .elementwise import cast
 from .node import Node, const, dtype_of
 from .required_sizes import as_expr, require_shape
@@ -163,7 +164,10 @@ def non_max_suppression(node: Node) -> relax.Expr:
     most = node.emit(relax.op.reshape(cast(node, node.tensor(2), "int64"), (1,)))
     overlap = _threshold(node, 3, 0.0)
     least = _threshold(node, 4, -np.inf)
-    kernel = _suppression_kernel(batches, classes, count, limit, bool(node.attribute("center_point_box", 0)))
+    problem = Suppression(batches, classes, count, limit, bool(node.attribute("center_point_box", 0)))
+    kernel = _suppression_kernel(batches, classes, count, limit, problem.is_center)
+    if batches and classes and count:
+        kernel = kernel.with_attr(SUPPRESSION, problem.text)
     symbol = node.builder.add_func(kernel, "non_max_suppression")
     capacity = batches * classes * limit
     found = node.emit(

@@ -8,13 +8,13 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...encoding.problem import ElementwiseProblem
-from ...errors import EncodingError
 from ...target.cpu_target import CpuTarget
 from ..core.builder import Expr, Function, lane_indices, loop, plain_extent
-from ..core.packed_storage import PackedStorage, by_wholeness, gathered, loaded, split_run, tail_mask, whole
+from ..core.packed_storage import by_wholeness, gathered, loaded, split_run, tail_mask, whole
 from ..core.ties import tied_to
 from ..core.work_split import for_parts, nest_loops
 from ..math.casts import computed_in
+from .elementwise_storages import ElementwiseStorages
 from .expression_code import emit
 
 
@@ -36,20 +36,13 @@ def elementwise_kernel(problem: ElementwiseProblem, cpu: CpuTarget) -> tirx.Prim
     """
     function = Function("elementwise")
     with function:
-        bound: set[str] = set()
-        storages = [
-            PackedStorage(function, name, operand.shape, operand.dtype, operand.layout, bound)
-            for name, operand in [
-                *((f"x{i}", operand) for i, operand in enumerate(problem.operands)),
-                ("result", problem.result),
-            ]
-        ]
+        storages = ElementwiseStorages(function, problem)
         with function.body():
-            for storage in storages:
+            for storage in (*storages.operands, storages.result):
                 # TVM has no masked loads of bfloat16.
                 storage.open(raw=storage.dtype == "bfloat16")
-            work = _Work(problem, storages[:-1], storages[-1], cpu)
-            if all(work.is_alike(i) or not work.axes(i) for i in range(len(problem.operands))):
+            work = _Work(problem, storages, cpu)
+            if all(work.alike[i] or not work.axes(i) for i in range(len(problem.operands))):
                 work.as_one_dimension()
             else:
                 work.by_tiles()
@@ -59,39 +52,16 @@ def elementwise_kernel(problem: ElementwiseProblem, cpu: CpuTarget) -> tirx.Prim
 class _Work:
     """The loops of one elementwise kernel, while it is being built."""
 
-    def __init__(
-        self, problem: ElementwiseProblem, operands: list[PackedStorage], result: PackedStorage, cpu: CpuTarget
-    ) -> None:
-        self.problem, self.operands, self.result, self.cpu = problem, operands, result, cpu
+    def __init__(self, problem: ElementwiseProblem, storages: ElementwiseStorages, cpu: CpuTarget) -> None:
+        self.problem, self.operands, self.result, self.cpu = problem, storages.operands, storages.result, cpu
+        self.alike, self.extents = storages.alike, storages.extents
         self.names = list(problem.result.index_map)
         types = [operand.dtype for operand in (*problem.operands, problem.result)]
         self.lanes = min(cpu.lanes(computed_in(dtype)) for dtype in types)
-        self.extents = [self._extent(d) for d in range(len(self.names))]
-        for i, operand in enumerate(problem.operands):
-            if not operand.layout.is_identity and not self.is_alike(i):
-                raise EncodingError(
-                    f"elementwise {problem.expression}: x{i} is stored as {operand.layout}; expected the result's "
-                    f"{problem.result.layout}, or row-major"
-                )
-
-    def is_alike(self, index: int) -> bool:
-        """Whether an operand lies exactly as the result does."""
-        operand = self.problem.operands[index]
-        return operand.index_map == self.problem.result.index_map and operand.layout == self.problem.result.layout
 
     def axes(self, index: int) -> list[int]:
         """The result's dimension for each of the operand's that is not broadcast."""
         return [self.names.index(name) for name in self.problem.operands[index].index_map if name != "1"]
-
-    def _extent(self, d: int) -> Expr:
-        shown = [(self.result, d)]
-        for operand, storage in zip(self.problem.operands, self.operands, strict=True):
-            if self.names[d] in operand.index_map:
-                shown.append((storage, operand.index_map.index(self.names[d])))
-        for storage, own in shown:
-            if storage.extents[own] is not None:
-                return storage.extents[own]
-        return self.result.tiles[d] * self.result.layout.tile(d)
 
     def as_one_dimension(self) -> None:
         """No operand needs to know where in the tensor it is."""
@@ -101,7 +71,7 @@ class _Work:
         def at(start: Expr, width: int) -> None:
             values = []
             for i, storage in enumerate(self.operands):
-                where = lane_indices(start, width) if self.is_alike(i) else tirx.const(0, "int64")
+                where = lane_indices(start, width) if self.alike[i] else tirx.const(0, "int64")
                 values.append(loaded(storage, where, None, width))
             self._store(values, lane_indices(start, width), width)
 
@@ -151,7 +121,7 @@ class _Work:
         here = lane_indices(self.result.offset(outer, inner), width)
         values = []
         for i, storage in enumerate(self.operands):
-            if self.is_alike(i):
+            if self.alike[i]:
                 values.append(loaded(storage, here, None, width))
                 continue
             at: dict[int, Expr] = {}

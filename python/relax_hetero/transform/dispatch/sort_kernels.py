@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any
 
 import tvm
-from tvm import relax
+from tvm import relax, tirx
 
 from ...tir.core.builder import plain_extent
-from ...tir.cuda.loops.scan import ScanProblem, scan_kernel
+from ...tir.cuda.loops.scan import ScanProblem, scan_kernel, tiles_kernel, tiles_of, totals_kernel, totals_problem
 from ...tir.cuda.loops.sort import SortProblem, sort_kernel, sort_steps
 from ..ir.blocks import shape_of, tensor_type
 from ..ir.extents import Symbols
@@ -121,6 +121,16 @@ def _scan(kind: str, builder: relax.BlockBuilder, call: relax.Call) -> relax.Exp
         kind,
         bool(call.attrs.exclusive),
     )
-    kernel = scan_kernel(problem).without_attr("global_symbol").with_attr("op_pattern", _OPAQUE)
-    gv = builder.add_func(kernel, f"cum{kind}")
-    return typed(relax.call_tir(gv, relax.Tuple([data]), call.ty), call.ty)
+    name, ty = f"cum{kind}", call.ty
+
+    def called(kernel: tirx.PrimFunc, operands: list[relax.Expr], ty: relax.TensorType) -> relax.Call:
+        gv = builder.add_func(kernel.without_attr("global_symbol").with_attr("op_pattern", _OPAQUE), name)
+        return typed(relax.call_tir(gv, relax.Tuple(operands), ty), ty)
+
+    if tiles_of(problem) == 1:
+        return called(scan_kernel(problem), [data], ty)
+    totals = totals_problem(problem)
+    of_totals = tensor_type(totals.shape, totals.dtype, data.ty)
+    found = builder.emit(called(totals_kernel(problem), [data], of_totals))
+    before = builder.emit(called(scan_kernel(totals), [found], of_totals))
+    return called(tiles_kernel(problem), [data, before], ty)

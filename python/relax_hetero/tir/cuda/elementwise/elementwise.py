@@ -12,12 +12,12 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ....encoding.problem import ElementwiseProblem
-from ....errors import EncodingError
 from ....target.element_types import bytes_of
 from ....target.gpu_target import VECTOR_BYTES, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, int64, opaque, plain_extent
-from ...core.packed_storage import PackedStorage, whole
+from ...core.packed_storage import whole
 from ...core.ties import tied_to
+from ...elementwise.elementwise_storages import ElementwiseStorages
 from ..core.expression import emit
 from ..core.launch import at_least_one
 from ..core.storage_place import THREADS, common_lanes, innermost, nothing, place_of, run_length
@@ -43,55 +43,29 @@ def elementwise_kernel(problem: ElementwiseProblem, gpu: GpuTarget) -> tirx.Prim
     """
     function = Function("elementwise", registers="local")
     with function:
-        bound: set[str] = set()
-        storages = [
-            PackedStorage(function, name, operand.shape, operand.dtype, operand.layout, bound)
-            for name, operand in [
-                *((f"x{i}", operand) for i, operand in enumerate(problem.operands)),
-                ("result", problem.result),
-            ]
-        ]
+        storages = ElementwiseStorages(function, problem)
         with function.body():
-            _Kernel(problem, storages[:-1], storages[-1], gpu).write()
+            _Kernel(problem, storages, gpu).write()
     return tied_to(function.result, problem.operands, 0, problem.result)
 
 
 class _Kernel:
     """One kernel while it is written."""
 
-    def __init__(
-        self, problem: ElementwiseProblem, operands: list[PackedStorage], result: PackedStorage, gpu: GpuTarget
-    ) -> None:
-        self.problem, self.operands, self.result, self.gpu = problem, operands, result, gpu
+    def __init__(self, problem: ElementwiseProblem, storages: ElementwiseStorages, gpu: GpuTarget) -> None:
+        self.problem, self.operands, self.result, self.gpu = problem, storages.operands, storages.result, gpu
+        self.alike, self.extents = storages.alike, storages.extents
         self.names = list(problem.result.index_map)
         self.dtypes = [operand.dtype for operand in problem.operands]
-        layout = problem.result.layout
-        self.alike = [o.index_map == problem.result.index_map and o.layout == layout for o in problem.operands]
-        for i, operand in enumerate(problem.operands):
-            if not operand.layout.is_identity and not self.alike[i]:
-                raise EncodingError(
-                    f"elementwise {problem.expression}: x{i} is stored as {operand.layout}; expected the result's "
-                    f"{layout}, or row-major"
-                )
         self.is_flat = all(
             alike or all(name == "1" for name in operand.index_map)
             for alike, operand in zip(self.alike, problem.operands, strict=True)
         )
         widest = min(MOST_LANES, VECTOR_BYTES // min(map(bytes_of, [*self.dtypes, problem.result.dtype])))
-        run = run_length(layout, problem.result.shape, problem.result.dtype)
+        run = run_length(problem.result.layout, problem.result.shape, problem.result.dtype)
         self.lanes = widest if self.is_flat else common_lanes(widest, [run])
-        self.total = prod(map(plain_extent, result.physical))
-        self.extents = [self._extent(d) for d in range(len(self.names))]
-        self._runs = [not self.is_flat and self._runs_along(i) for i in range(len(operands))]
-
-    def _extent(self, d: int) -> Expr:
-        """The extent of a dimension, whole tiles where no parameter shows where the last one ends."""
-        shown = [(self.result, d)]
-        for operand, storage in zip(self.problem.operands, self.operands, strict=True):
-            if self.names[d] in operand.index_map:
-                shown.append((storage, operand.index_map.index(self.names[d])))
-        known = [storage.extents[own] for storage, own in shown if storage.extents[own] is not None]
-        return known[0] if known else self.result.tiles[d] * self.result.layout.tile(d)
+        self.total = prod(map(plain_extent, self.result.physical))
+        self._runs = [not self.is_flat and self._runs_along(i) for i in range(len(self.operands))]
 
     def write(self) -> None:
         """The launch, and each thread's vectors."""

@@ -15,6 +15,7 @@ from ...loops.nests import form_nests
 from ...loops.stages import NotStages, read_stages
 from .launches import Launch, launches_of
 from .statements import write_statements
+from .suppression import SUPPRESSION, suppression_kernel
 from .wide_axes import with_wide_axes
 from .write import write_function
 
@@ -29,6 +30,8 @@ def schedule(func: tirx.PrimFunc, gpu: GpuTarget) -> tirx.PrimFunc:
     func : PrimFunc
         Without thread bindings. What its launches hand on lies in buffers that its root block allocates.
     """
+    if SUPPRESSION in func.attrs:
+        return suppression_kernel(func)
     try:
         nests = form_nests(with_wide_axes(read_stages(func)), list(func.params), shares_storage=False)
     except NotStages:

@@ -406,7 +406,7 @@ class _Together:
             width = min(together, WARP)
             while width > 1:
                 width //= 2
-                _join_into(self.merge, parts, int64(0), [_from_below(p, width) for p in parts])
+                _join_into(self.merge, parts, int64(0), [from_below(p, width) for p in parts])
             if together <= WARP:
                 return
             memory = [T.alloc_buffer((threads // WARP,), dtype, scope="shared") for dtype in self.merge.types]
@@ -434,7 +434,7 @@ class _Together:
 _ALL = 0xFFFFFFFF
 
 
-def _from_below(part: tirx.Buffer, distance: int) -> Expr:
+def from_below(part: tirx.Buffer, distance: int) -> Expr:
     """What the thread has that is so many threads further on in the warp."""
     dtype = str(part.dtype)
     sent = dtype

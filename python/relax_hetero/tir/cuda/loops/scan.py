@@ -1,8 +1,11 @@
-"""Cumulative sums and products along an axis, one launch.
+"""Cumulative sums and products along an axis.
 
 Where lines along the axis are contiguous, a block goes along each: every thread has a few neighbours, the sums of the
 threads are scanned in shared memory, and what all chunks so far came to is carried to the next. Otherwise a thread goes
 along each line, and neighbouring threads read neighbouring elements.
+
+Few lines that are long are cut into tiles (`tiles_of`): one launch computes what each tile comes to, a second one scans
+that, exclusively, and a third one scans the tiles, each from what all before it came to.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -56,8 +60,56 @@ class ScanProblem:
     exclusive: bool
 
 
+TILE = 8192
+"""Elements of a line that one block goes along where lines are cut into tiles."""
+
+_MANY_LINES = 128
+"""So many lines occupy a GPU without tiles."""
+
+
+def tiles_of(problem: ScanProblem) -> int:
+    """How many tiles a line is cut into; 1: it stays whole."""
+    outer, count, inner = problem.shape[: problem.axis], problem.shape[problem.axis], problem.shape[problem.axis + 1 :]
+    if not isinstance(count, int) or any(not isinstance(e, int) for e in (*outer, *inner)):
+        return 1
+    lines = prod(int(e) for e in outer)
+    is_long = all(e == 1 for e in inner) and count >= 4 * TILE
+    return -(-count // TILE) if is_long and 0 < lines < _MANY_LINES else 1
+
+
+def totals_problem(problem: ScanProblem) -> ScanProblem:
+    """The scan of what the tiles of each line come to."""
+    lines = prod(int(e) for e in problem.shape[: problem.axis])
+    dtype = accumulator_type(problem.result)
+    return ScanProblem((lines, tiles_of(problem)), 1, dtype, dtype, problem.kind, True)
+
+
+def totals_kernel(problem: ScanProblem) -> tirx.PrimFunc:
+    """What each tile comes to; parameters are the data and the totals ``(lines, tiles)``."""
+    return _tiles_kernel(problem, False)
+
+
+def tiles_kernel(problem: ScanProblem) -> tirx.PrimFunc:
+    """The scan of tiles; parameters are the data, what all tiles before each one came to, and the result."""
+    return _tiles_kernel(problem, True)
+
+
+def _tiles_kernel(problem: ScanProblem, writes: bool) -> tirx.PrimFunc:
+    function, totals = Function(f"cum{problem.kind}"), totals_problem(problem)
+    with function:
+        shape = [int64(int(dim)) for dim in problem.shape]
+        data = function.argument("data", shape, problem.dtype)
+        other_shape = [int64(int(dim)) for dim in totals.shape]
+        other = function.argument("totals", other_shape, totals.dtype)
+        result = function.argument("result", shape, problem.result) if writes else None
+        with function.body():
+            scan = _Scan(problem, shape, data, result, int(problem.shape[problem.axis]))
+            scan.by_tiles(int(totals.shape[0]), int(totals.shape[1]), lambda: flat(other, other_shape))
+    return function.result.with_attrs({BOUNDED: True, "tirx.is_scheduled": True})
+
+
 def scan_kernel(problem: ScanProblem) -> tirx.PrimFunc:
-    """The kernel: parameters are the data and the result."""
+    """The kernel of whole lines: parameters are the data and the result."""
     function = Function(f"cum{problem.kind}")
     with function:
         shape = [function.extent(dim) for dim in problem.shape]
@@ -86,7 +138,7 @@ class _Scan:
 
     def open(self) -> tuple[Expr, Expr]:
         """The elements of both parameters, declared inside the launch."""
-        return flat(self._data, self.shape), flat(self._result, self.shape)
+        return flat(self._data, self.shape), None if self._result is None else flat(self._result, self.shape)
 
     def _read(self, data: Expr, at: Expr) -> Expr:
         value = data[at]
@@ -123,23 +175,50 @@ class _Scan:
 
     def by_blocks(self, lines: Expr) -> None:
         """A block goes along a line, chunk by chunk."""
-        count, zero = int64(self.count), int64(0)
         with launch(lines, _THREADS) as (line, thread):
-            data, result = self.open()
-            shared = T.alloc_buffer((2 * _THREADS,), self.type, scope="shared")
-            own, carry = register(self.type, _LANES), register(self.type, 1)
-            before = register(self.type, 1)
-            T.buffer_store(carry, self.start, [zero])
-            is_line = line < int64(lines)
-            with T.serial(ceil_div(count, _THREADS * _LANES)) as chunk:
-                first = chunk * (_THREADS * _LANES) + thread * _LANES
-                for lane in range(_LANES):
-                    there = tirx.all(first + lane < count, is_line)
-                    value = tirx.if_then_else(there, self._read(data, line * count + first + lane), self.start)
-                    value = value if lane == 0 else self.combine(own[int64(lane - 1)], value)
-                    T.buffer_store(own, value, [int64(lane)])
-                last = self._scan_shared(shared, own, thread)
-                sync()
+            self._along(line, thread, int64(0), int64(self.count), self.start, line < int64(lines))
+
+    def by_tiles(self, lines: int, tiles: int, opened: Callable[[], Any]) -> None:
+        """A block goes along a tile, from what those before came to; or it tells what its tile comes to.
+
+        Parameters
+        ----------
+        opened : callable
+            Gives the elements of what tiles come to, within the launch.
+        """
+        with launch(lines * tiles, _THREADS) as (block, thread):
+            totals, zero = opened(), int64(0)
+            begin = block % tiles * TILE
+            end = T.min(begin + TILE, int64(self.count))
+            start = self.start if self._result is None else totals[block]
+            carry = self._along(block // tiles, thread, begin, end, start, None)
+            if self._result is None:
+                with T.If(tirx.EQ(thread, zero)), T.Then():
+                    T.buffer_store(totals, carry[zero], [block])
+
+    def _along(self, line: Expr, thread: Expr, begin: Expr, end: Expr, start: Expr, is_line: Expr | None) -> Any:
+        """A block goes along a part of a line; what it came to, in a register."""
+        count, zero = int64(self.count), int64(0)
+        data, result = self.open()
+        shared = T.alloc_buffer((2 * _THREADS,), self.type, scope="shared")
+        own, carry = register(self.type, _LANES), register(self.type, 1)
+        before = register(self.type, 1)
+        T.buffer_store(carry, start, [zero])
+
+        def is_there(place: Expr) -> Expr:
+            return place < end if is_line is None else tirx.all(place < end, is_line)
+
+        steps = ceil_div(count, _THREADS * _LANES) if is_line is not None else TILE // (_THREADS * _LANES)
+        with T.serial(int64(steps)) as chunk:
+            first = begin + chunk * (_THREADS * _LANES) + thread * _LANES
+            for lane in range(_LANES):
+                read = self._read(data, line * count + first + lane)
+                value = tirx.if_then_else(is_there(first + lane), read, self.start)
+                value = value if lane == 0 else self.combine(own[int64(lane - 1)], value)
+                T.buffer_store(own, value, [int64(lane)])
+            last = self._scan_shared(shared, own, thread)
+            sync()
+            if result is not None:
                 lower = tirx.Select(thread > zero, shared[T.max(thread - 1, zero) + last], self.start)
                 T.buffer_store(before, self.combine(carry[zero], lower), [zero])
                 for lane in range(_LANES):
@@ -147,10 +226,11 @@ class _Scan:
                         value = before[zero] if lane == 0 else self.combine(before[zero], own[int64(lane - 1)])
                     else:
                         value = self.combine(before[zero], own[int64(lane)])
-                    with T.If(tirx.all(first + lane < count, is_line)), T.Then():
+                    with T.If(is_there(first + lane)), T.Then():
                         self._write(result, line * count + first + lane, value)
-                T.buffer_store(carry, self.combine(carry[zero], shared[int64(last + _THREADS - 1)]), [zero])
-                sync()
+            T.buffer_store(carry, self.combine(carry[zero], shared[int64(last + _THREADS - 1)]), [zero])
+            sync()
+        return carry
 
     def _scan_shared(self, shared: Expr, own: Expr, thread: Expr) -> int:
         """The scan of what all threads have, in one of two halves of shared memory; where that half begins."""

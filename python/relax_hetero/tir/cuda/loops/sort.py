@@ -33,6 +33,7 @@ from .launch import inside, launch, sync
 TILE = 2048
 """Elements of a line that a block sorts at once; a power of two."""
 
+_SHORT_TILE = 256
 _THREADS = 256
 
 
@@ -126,7 +127,14 @@ def sort_steps(problem: SortProblem, tile: int = TILE) -> list[SortStep]:
         Elements that a block sorts at most, a power of two.
     """
     found: list[SortStep] = []
-    length, run = problem.length, min(tile, max(1 << (problem.length - 1).bit_length(), 2) if problem.length else 2)
+    takes_few = 2 * problem.count <= tile
+    # Of which few are left, short tiles are sorted in fewer steps.
+    short = min(tile, max(_SHORT_TILE, _power(4 * problem.count)))
+
+    def run_of(length: int) -> int:
+        return _power(length) if length <= tile else short if takes_few else tile
+
+    length, run = problem.length, run_of(problem.length)
     is_merge = False
     while True:
         kept = min(problem.count, 2 * run if is_merge else run)
@@ -135,10 +143,12 @@ def sort_steps(problem: SortProblem, tile: int = TILE) -> list[SortStep]:
             return [*found, SortStep(length, run, kept, is_merge, not found, True)]
         found.append(step)
         length = step.left
-        if 2 * problem.count > tile:
-            is_merge, run = True, kept
-        else:
-            run = min(tile, 1 << (length - 1).bit_length())
+        is_merge, run = not takes_few, run_of(length) if takes_few else kept
+
+
+def _power(length: int) -> int:
+    """The power of two, at least two, that is no less than a number."""
+    return max(1 << max(length - 1, 0).bit_length(), 2)
 
 
 def sort_kernel(problem: SortProblem, step: SortStep) -> tirx.PrimFunc:

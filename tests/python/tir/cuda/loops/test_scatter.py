@@ -55,11 +55,11 @@ def scattered(data, indices, updates, axis, reduction):
     "data, indices, updates, dtype, axis, reduction, symbolic, kernels",
     [
         ((10, 6), (4, 1), (4, 6), "float32", None, "update", False, 2),
-        ((10, 6), (5, 1), (5, 6), "float32", None, "add", True, 2),
+        pytest.param((10, 6), (5, 1), (5, 6), "float32", None, "add", True, 2, marks=pytest.mark.slow),
         ((10, 6), (30, 2), (30,), "float32", None, "update", False, 4),  # sorted
         ((7, 6, 3), (40, 2), (40, 3), "float16", None, "max", False, 4),
-        ((10, 6, 2), (4, 5, 2), (4, 5, 2), "float16", 1, "add", False, 2),
-        ((30,), (40,), (40,), "int32", 0, "mul", False, 4),
+        pytest.param((10, 6, 2), (4, 5, 2), (4, 5, 2), "float16", 1, "add", False, 2, marks=pytest.mark.slow),
+        pytest.param((30,), (40,), (40,), "int32", 0, "mul", False, 4, marks=pytest.mark.slow),
         ((5, 7), (5, 20), (5, 20), "int64", 1, "min", False, 4),
         ((30, 7), (30, 7), (30, 7), "float32", 1, "update", True, 2),
     ],
@@ -77,6 +77,7 @@ def test_scatters(data, indices, updates, dtype, axis, reduction, symbolic, kern
     assert len([name for name in interpreted.launched if name.startswith("scatter")]) == kernels
 
 
+@pytest.mark.slow
 def test_launches_over_one_tensor_are_one_graph():
     exe = rh.compile(model((10, 6), (4, 1), (4, 6), "float32", None, "update", False))
     assert [(region.runs, len(region.commands)) for region in exe.metadata.regions] == [("CUDA graph", 3)]

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 import tvm
@@ -218,8 +219,14 @@ def test_parts_of_several_reductions_fit_shared_memory():
     np.testing.assert_allclose(squares, (a.astype("float64") ** 2).sum(0), rtol=1e-2)
 
 
-@pytest.mark.parametrize("shape, axes", [((1, 8400), [0, 1]), ((200, 6), [0]), ((1, 50257), [0, 1])])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(
+    "shape, axes, dtype",
+    [
+        ((1, 8400), [0, 1], "float32"),
+        ((200, 6), [0], "float16"),
+        pytest.param((1, 50257), [0, 1], "float16", marks=pytest.mark.slow),
+    ],
+)
 def test_extremes_of_floats_are_computed_in_parts(shape, axes, dtype):
     """As `relax.max` is lowered, whose masks of bits TVM widens."""
     builder = relax.BlockBuilder()
@@ -240,8 +247,27 @@ def test_extremes_of_floats_are_computed_in_parts(shape, axes, dtype):
         np.testing.assert_array_equal(y, a.max(tuple(axes)))
 
 
-@pytest.mark.parametrize("count", [50257, 99991])
+@pytest.mark.parametrize("count", [50257, pytest.param(99991, marks=pytest.mark.slow)])
 def test_long_reductions_without_equal_parts(count):
     x = tensor(1, count)
     check(lambda a: a.argmax(1), x, topi.argmax(x, 1), launches=2)
     check(lambda a: a.astype("float64").sum(1), x, topi.sum(x, 1), launches=2, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype, ulp", [("float16", 2**-11), ("bfloat16", 2**-8)])
+def test_quick_functions_of_16_bits_are_right_to_the_last_bit(dtype, ulp):
+    x = tensor(4096, dtype=dtype)
+    signs = np.random.default_rng(0).choice([-1, 1], 4096)
+    a = (signs * np.logspace(-7, 1.3, 4096)).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    wide = a.astype("float64")
+    for op, exact in (
+        (topi.tanh, np.tanh(wide)),
+        (topi.sigmoid, 1 / (1 + np.exp(-wide))),
+        (topi.exp, np.exp(np.minimum(wide, 11))),
+    ):
+        func = scheduled(x, op(topi.minimum(x, tirx.const(11, dtype)) if op is topi.exp else x))
+        assert "__" in str(func)
+        y = np.zeros_like(a)
+        interpreted(func, a, y)
+        allowed = np.maximum(np.abs(exact) * ulp * 1.1, 2**-25 if dtype == "float16" else 0)
+        assert (np.abs(y.astype("float64") - exact) <= allowed).all()
