@@ -20,6 +20,7 @@ from ...errors import PlacementError
 from ...target.vdevice import device_name, lookup, parse_vdevices, vdevice_index
 from ...vm.device.memory_limit import bytes_of_text
 from ..onnx.importer import import_onnx
+from .best_window import best_window
 from .cost_model import CostModel, Objective, check_objective
 from .plan_costs import TICKS, PlanCosts, call_ticks
 from .plan_search import best_plan
@@ -160,9 +161,16 @@ def _plan(
 
     singles = [[device] * len(graph.units) for device in range(len(vdevices))]
     start = min(singles, key=order)
-    chosen = best_plan(costs, start, objective)
-    if objective == "latency" and costs.beyond(start) == costs.beyond(chosen):
-        chosen = chosen if ticks(chosen) <= _BELIEVED * ticks(start) else start
+    window = best_window(costs)
+    chosen = best_plan(costs, start, objective, others=window)
+    if objective == "latency":
+        # From plans with few transfers to those with many.
+        plans, chosen = [*window, chosen], start
+        for plan in plans:
+            if costs.beyond(plan) < costs.beyond(chosen) or (
+                costs.beyond(plan) == costs.beyond(chosen) and ticks(plan) <= _BELIEVED * ticks(chosen)
+            ):
+                chosen = plan
     if any(costs.beyond(chosen)):
         raise PlacementError(_too_large(costs, chosen, vdevices))
     names = [device_name(vdevice, vdevices) for vdevice in vdevices]

@@ -11,6 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 import relax_hetero as rh
 from frontend.plan_problems import links
 from relax_hetero.frontend import CostModel, DeviceCost, auto_placement
+from relax_hetero.frontend.auto.best_window import best_window
 from relax_hetero.frontend.auto.plan_costs import PADDING, PlanCosts, call_ticks
 from relax_hetero.frontend.auto.plan_search import best_plan
 from relax_hetero.frontend.auto.work_graph import OUTSIDE, Work, WorkGraph, WorkUnit, WorkValue
@@ -20,8 +21,9 @@ DEVICES = [DeviceCost(1e9, 1e30, 0), DeviceCost(1e10, 1e30, 0)]
 
 
 def chain(work, weights, size=1.0, limit=None):
-    """Units in a row, their weights in bytes; inputs and results are the host's, device 0."""
-    units = [WorkUnit([str(i)], [Work(w, 0)], {i: b}) for i, (w, b) in enumerate(zip(work, weights, strict=True))]
+    """Units in a row, their weights in bytes, or by constant; inputs and results are the host's, device 0."""
+    weights = [found if isinstance(found, dict) else {i: found} for i, found in enumerate(weights)]
+    units = [WorkUnit([str(i)], [Work(w, 0)], found) for i, (w, found) in enumerate(zip(work, weights, strict=True))]
     values = [WorkValue(size, i - 1 if i else OUTSIDE, [i]) for i in range(len(units))]
     values.append(WorkValue(size, len(units) - 1, [OUTSIDE]))
     model = CostModel(DEVICES, links(2, 0, 1e12, 1e-6), 0)
@@ -50,17 +52,16 @@ def test_of_few_units_the_plan_is_the_best_that_fits(units, share):
 @pytest.mark.parametrize("objective", ["latency", "throughput"])
 def test_of_many_units_most_of_the_limit_is_used(objective):
     costs = chain([1e7] * 300, [1000.0] * 300, limit=int(200 * 1000 * PADDING) + 10)
-    plan = best_plan(costs, [0] * 300, objective)
+    plan = best_plan(costs, [0] * 300, objective, others=best_window(costs))
     assert costs.beyond(plan) == (0,)
     if objective == "latency":
         assert sum(plan) == 200
 
 
 def test_constants_that_units_share_count_once():
-    costs = chain([1e7] * 4, [1000.0] * 4, limit=2100)
-    for unit in costs.graph.units:
-        unit.weights = {7: 1000.0}
-    assert costs.bytes_on(1, [1] * 4) == 1000 * PADDING + 2
+    costs = chain([1e7] * 4, [{9: 1000.0}, {9: 1000.0, 1: 500.0}, {}, {9: 1000.0}], limit=2100)
+    assert costs.bytes_on(1, [1] * 4) == costs.bytes_on(1, [1, 1, 0, 0]) == 1500 * PADDING + 2
+    assert costs.bytes_on(1, [0, 0, 0, 1]) == 1000 * PADDING + 2
     assert best_plan(costs, [0] * 4, "latency") == [1] * 4
 
 
