@@ -298,6 +298,8 @@ class BusiestQueue:
         self._add(units, around, 1)
         self.key = self._sorted()
         self.effort += len(units) + len(around)
+        if costs.limits:  # memory is counted over the whole program
+            self.effort += len(self.plan) + len(costs.graph.values)
 
     def improve(self, units: Sequence[int], devices: Sequence[int]) -> None:
         """Put units on devices if that is better."""
