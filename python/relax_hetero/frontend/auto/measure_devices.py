@@ -30,6 +30,7 @@ from ...errors import HeteroError
 from ...target.cpu_cores import num_cores
 from ...target.element_types import numpy_dtype
 from ...target.vdevice import is_cpu
+from ...vm.device.memory_limit import clear_pools
 from ...vm.machine import VirtualMachine
 
 _log = logging.getLogger("relax_hetero")
@@ -142,6 +143,7 @@ def _kept(kind: _Kind[F], vdevices: Sequence[relax.VDevice], again: bool) -> F:
             _log.debug("nothing was measured before: %s", error)
     _log.info("measuring %s", ", ".join(str(vdevice.target.kind.name) for vdevice in vdevices))
     found = kind.measure(*vdevices)
+    clear_pools()  # of the memory that measuring took
     _measured[key] = found
     if folder is not None:
         data = [asdict(part) for part in found] if isinstance(found, tuple) else asdict(found)  # type: ignore[call-overload]
