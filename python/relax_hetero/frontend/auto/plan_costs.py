@@ -36,12 +36,11 @@ class PlanCosts:
     queue_of: The queue of each device.
     ops: Ticks of each unit on each device.
     around: For each unit the values that it makes or reads, as positions in ``graph.values``.
-    limits: The most bytes that a call may take, by device; others have no limit.
+    limits: The most bytes that a call may take, by device; none where all of the program fits.
     """
 
     def __init__(self, graph: WorkGraph, model: CostModel, limits: Mapping[int, int] | None = None) -> None:
         self.graph = graph
-        self.limits = dict(limits or {})
         self.devices = len(model.devices)
         self.queue_of = list(model.queues) or list(range(self.devices))
         self.queues = max(self.queue_of) + 1
@@ -60,6 +59,8 @@ class PlanCosts:
             sum(size for constant, size in unit.weights.items() if constant not in self._shared) for unit in graph.units
         ]
         self._sharing = [index for index, unit in enumerate(graph.units) if not self._shared.isdisjoint(unit.weights)]
+        everything = {device: self.bytes_on(device, [device] * len(graph.units)) for device in limits or ()}
+        self.limits = {device: limit for device, limit in (limits or {}).items() if everything[device] > limit}
 
     def total(self, plan: Sequence[int]) -> int:
         """Ticks of all ops and transfers together."""
