@@ -17,7 +17,8 @@ from relax_hetero.frontend.auto import auto_placement as placing
 from relax_hetero.frontend.auto.best_window import best_window
 from relax_hetero.frontend.auto.plan_costs import PADDING, PlanCosts, call_ticks
 from relax_hetero.frontend.auto.plan_search import best_plan
-from relax_hetero.frontend.auto.work_graph import OUTSIDE, Work, WorkGraph, WorkUnit, WorkValuefrom relax_hetero.tools.cli import cli
+from relax_hetero.frontend.auto.work_graph import OUTSIDE, Work, WorkGraph, WorkUnit, WorkValue
+from relax_hetero.tools.cli import cli
 
 # The second device is ten times as fast.
 DEVICES = [DeviceCost(1e9, 1e30, 0), DeviceCost(1e10, 1e30, 0)]
