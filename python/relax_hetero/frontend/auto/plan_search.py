@@ -51,6 +51,8 @@ def best_plan(
     most_plans: How many plans of clusters are all tried.
     others: Further starting points.
     """
+    if costs.devices == 1:
+        return start
     starts = [start, least_work(costs, start), *others]
     if costs.queues == 1 and not costs.limits:
         return starts[1]
