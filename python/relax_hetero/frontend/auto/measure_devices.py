@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import logging
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -170,7 +171,8 @@ def _native_cpu() -> str:
 
 
 def _key(kind: str, vdevices: Sequence[relax.VDevice]) -> str:
-    parts: list[Any] = [kind, _FORM, __version__, tvm.__version__, num_cores(), cpu_model()]
+    threads = [os.environ.get(name, "") for name in ("TVM_NUM_THREADS", "OMP_NUM_THREADS")]
+    parts: list[Any] = [kind, _FORM, __version__, tvm.__version__, num_cores(), *threads, cpu_model()]
     for vdevice in vdevices:
         device = tvm.runtime.device(vdevice.target.kind.name, int(vdevice.vdevice_id)) if not is_cpu(vdevice) else None
         name = str(device.device_name) if device is not None and device.exist else ""

@@ -29,7 +29,7 @@ from .cuda_library import CudaLibrary
 from .cuda_memory import PinnedBlock
 from .cuda_streams import Event, Stream
 
-STAGED_BYTES = 32 << 20
+STAGED_BYTES = 8 << 20
 """Smaller copies are left to the driver, which is as fast until then."""
 
 PART_BYTES = 4 << 20
