@@ -185,6 +185,10 @@ def main(
 ) -> None:  # fmt: skip
     if len(vdevices) != 2:
         raise click.UsageError("--vdevice is given twice: two devices are chosen among")
+    from relax_hetero.frontend import CostModel
+    from relax_hetero.target.vdevice import parse_vdevices
+
+    CostModel.measured(parse_vdevices(vdevices))  # before other processes compile beside
     checks, lines = [], []
     pool = ProcessPoolExecutor(max(1, (os.cpu_count() or 2) // 2), multiprocessing.get_context("spawn"))
     with tempfile.TemporaryDirectory() as folder, pool:

@@ -23,6 +23,9 @@ LAUNCH = f"{_PREFIX}.launch_address"
 STAGE = f"{_PREFIX}.stage_address"
 """Returns the address of the function that copies between plain and pinned memory (`vm.device.pinned_staging`)."""
 
+HELP = f"{_PREFIX}.help_address"
+"""Returns the address of the function in which threads wait to help with such copies; it never returns."""
+
 
 def launch_setter(number: int) -> str:
     """The name of the function that has the parallel loops of a part of the code call the address that it is given.

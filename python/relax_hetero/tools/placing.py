@@ -45,6 +45,21 @@ class PlaceParam(click.ParamType):
         return pattern, device
 
 
+class LimitParam(click.ParamType):
+    """``DEVICE=BYTES``."""
+
+    name = "device=bytes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
+        """The device's name and the number of bytes as text."""
+        if isinstance(value, tuple):
+            return value
+        device, divider, nbytes = value.partition("=")
+        if not divider or not device or not nbytes:
+            self.fail(f"{value!r} is not DEVICE=BYTES, such as cuda:0=4GB", param, ctx)
+        return device, nbytes
+
+
 class ShapeParam(click.ParamType):
     """``NAME=1x128``; ``NAME=`` is a scalar."""
 
@@ -88,6 +103,7 @@ class Placing:
     auto: Whether the cost model places the nodes.
     objective: ``--objective``: latency or throughput; None where it was not given.
     shapes: ``--shape``: name of an input, or of a symbolic dimension, to extents.
+    memory_limit: ``--memory-limit``: devices and the most bytes that ``--place-auto`` may put there.
     optional: ``--optional``: devices of the model that a machine may lack.
     max_nodes, max_computed: ``--max-nodes`` and ``--max-computed``, limits of the import; None for its own.
     """
@@ -97,6 +113,7 @@ class Placing:
     auto: bool
     objective: str | None
     shapes: tuple[tuple[str, list[int]], ...]
+    memory_limit: tuple[tuple[str, str], ...] = ()
     optional: tuple[str, ...] = ()
     max_nodes: int | None = None
     max_computed: int | None = None
@@ -124,6 +141,8 @@ class Placing:
             from ..frontend import ImportLimits
 
             options["limits"] = ImportLimits(**given)
+        if self.memory_limit:
+            options["memory_limit"] = dict(self.memory_limit)
         return options if self.objective is None else {**options, "objective": self.objective}
 
 
@@ -140,6 +159,7 @@ def placing_options(work: F) -> F:
         place_auto: bool,
         objective: str | None,
         shape: tuple[Any, ...],
+        memory_limit: tuple[Any, ...],
         optional: tuple[str, ...],
         max_nodes: int | None,
         max_computed: int | None,
@@ -151,7 +171,10 @@ def placing_options(work: F) -> F:
             raise click.UsageError("--objective says what --place-auto goes for, which is not given")
         _once("--place", [pattern for pattern, _ in place])
         _once("--shape", [name for name, _ in shape])
-        placing = Placing(vdevice, place, place_auto, objective, shape, optional, max_nodes, max_computed)
+        if memory_limit and not place_auto:
+            raise click.UsageError("--memory-limit says what --place-auto keeps to, which is not given")
+        _once("--memory-limit", [device for device, _ in memory_limit])
+        placing = Placing(vdevice, place, place_auto, objective, shape, memory_limit, optional, max_nodes, max_computed)
         work(placing=placing, **options)
 
     for option in (
@@ -173,6 +196,13 @@ def placing_options(work: F) -> F:
             type=ShapeParam(),
             metavar="NAME=1x128",
             help="Shape of an input, or (batch=8) size of a symbolic dimension. Repeatable.",
+        ),
+        click.option(
+            "--memory-limit",
+            multiple=True,
+            type=LimitParam(),
+            metavar="DEVICE=BYTES",
+            help="The most memory that --place-auto may take on a device: cuda:0=4GB. Repeatable.",
         ),
         click.option(
             "--objective",

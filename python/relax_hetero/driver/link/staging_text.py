@@ -1,7 +1,8 @@
 """Copies between plain and pinned memory of the host in LLVM's language, as a GPU copies from and to the pinned memory.
 
-Python threads call `stage`, each with buffers and a stream of its own, and meet in a *job*: they take parts of it by a
-counter until none is left. Within the loop no thread needs Python's lock.
+Threads meet in a *job*, each with buffers and a stream of its own: they take parts of it by a counter until none is
+left. A caller lays its job on a *desk* and wakes the helpers that wait there; they never return to Python, whose lock
+they would have to wait for. A helper that comes too late finds no job, or no part.
 
 C's memcpy leaves pinned memory in the caches, where the GPU finds it: stores past the caches were measured no faster
 from many threads, and half as fast from few.
@@ -11,7 +12,8 @@ from __future__ import annotations
 
 TEXT = r"""
 declare ptr @memcpy(ptr, ptr, i64)
-declare i32 @relax_hetero.workers.stage(ptr, ptr)
+declare i32 @relax_hetero.workers.stage(ptr, ptr, ptr)
+declare i32 @relax_hetero.workers.help(ptr, ptr)
 
 ; See `relax_hetero.vm.device.pinned_staging.Job`.
 ;             next part, parts, offsets, host, device, to host, buffers, stream, event of its begin, context,
@@ -66,7 +68,7 @@ out:
   ret i1 %failed
 }
 
-define internal i32 @BODY.stage(ptr %job, ptr %lane) {
+define internal void @stage.take_part(ptr %job, ptr %lane) {
 entry:
   %parts_at = getelementptr %stage.job, ptr %job, i64 0, i32 1
   %offsets_at = getelementptr %stage.job, ptr %job, i64 0, i32 2
@@ -194,10 +196,78 @@ settled:
   %later = add i64 %step, 1
   br label %each
 over:
+  ret void
+}
+
+;                job number, job, helpers at work
+%stage.desk = type { i64, [56 x i8], ptr, i64 }
+
+; A copy, of this thread and of all helpers that come in time. Without a job, the helpers end.
+define internal i32 @BODY.stage(ptr %desk, ptr %job, ptr %lane) {
+entry:
+  %is_end = icmp eq ptr %job, null
+  br i1 %is_end, label %dismiss, label %post
+dismiss:
+  store atomic i64 -1, ptr %desk seq_cst, align 8
+  call void @workers.wake(ptr %desk, i32 2147483647, i32 -1)
+  ret i32 0
+post:
+  %job_at = getelementptr %stage.desk, ptr %desk, i64 0, i32 2
+  %helpers_at = getelementptr %stage.desk, ptr %desk, i64 0, i32 3
+  store atomic ptr %job, ptr %job_at seq_cst, align 8
+  atomicrmw add ptr %desk, i64 1 seq_cst
+  call void @workers.wake(ptr %desk, i32 2147483647, i32 -1)
+  call void @stage.take_part(ptr %job, ptr %lane)
+  store atomic ptr null, ptr %job_at seq_cst, align 8
+  br label %wait
+wait:
+  %helpers = load atomic i64, ptr %helpers_at seq_cst, align 8
+  %is_none = icmp eq i64 %helpers, 0
+  br i1 %is_none, label %out, label %spin
+spin:
+  %changed = call i1 @workers.changes(ptr %helpers_at, i64 %helpers, i64 1000000)
+  br label %wait
+out:
+  ret i32 0
+}
+
+; A helper's life.
+define internal i32 @BODY.help(ptr %desk, ptr %lane) {
+entry:
+  %job_at = getelementptr %stage.desk, ptr %desk, i64 0, i32 2
+  %helpers_at = getelementptr %stage.desk, ptr %desk, i64 0, i32 3
+  br label %look
+look:
+  %last = phi i64 [ 0, %entry ], [ %last, %sleep ], [ %number, %left ]
+  %is_there = call i1 @workers.changes(ptr %desk, i64 %last, i64 50000)
+  br i1 %is_there, label %come, label %sleep
+sleep:
+  call void @workers.sleep(ptr %desk, i64 %last, i32 -1)
+  br label %look
+come:
+  %number = load atomic i64, ptr %desk acquire, align 8
+  %is_end = icmp eq i64 %number, -1
+  br i1 %is_end, label %out, label %take
+take:
+  atomicrmw add ptr %helpers_at, i64 1 seq_cst
+  %job = load atomic ptr, ptr %job_at seq_cst, align 8
+  %is_late = icmp eq ptr %job, null
+  br i1 %is_late, label %left, label %work
+work:
+  call void @stage.take_part(ptr %job, ptr %lane)
+  br label %left
+left:
+  atomicrmw sub ptr %helpers_at, i64 1 seq_cst
+  br label %look
+out:
   ret i32 0
 }
 
 define internal i64 @BODY.stage_address() {
   ret i64 ptrtoint (ptr @relax_hetero.workers.stage to i64)
+}
+
+define internal i64 @BODY.help_address() {
+  ret i64 ptrtoint (ptr @relax_hetero.workers.help to i64)
 }
 """

@@ -38,9 +38,17 @@ _BARRIER = "pragma_parallel_barrier_when_finish"
 _INT = "int64"
 
 # Functions that C calls: the kinds of their parameters, "p" for a pointer. They return a status.
-_SHELLS = {"launch": "ppi", "work": "p", "end": "p", "stage": "pp"}
+_SHELLS = {"launch": "ppi", "work": "p", "end": "p", "stage": "ppp", "help": "pp"}
 # Functions that Python calls: how many numbers they take. They return a number.
-_PACKED = {names.START: 5, names.CONFIGURE: 2, names.FORGET: 0, names.WIDTH: 0, names.LAUNCH: 0, names.STAGE: 0}
+_PACKED = {
+    names.START: 5,
+    names.CONFIGURE: 2,
+    names.FORGET: 0,
+    names.WIDTH: 0,
+    names.LAUNCH: 0,
+    names.STAGE: 0,
+    names.HELP: 0,
+}
 
 Part = tuple[tvm.target.Target, tvm.IRModule]
 

@@ -17,10 +17,12 @@ import tvm
 from tvm import relax
 
 from ...errors import PlacementError
-from ...target.vdevice import device_name, lookup, parse_vdevices, vdevice_index
+from ...target.vdevice import device_name, is_cpu, lookup, parse_vdevices, vdevice_index
 from ...vm.device.memory_limit import bytes_of_text
 from ..onnx.importer import import_onnx
+from .best_window import best_window
 from .cost_model import CostModel, Objective, check_objective
+from .measure_devices import are_here
 from .plan_costs import TICKS, PlanCosts, call_ticks
 from .plan_search import best_plan
 from .work_graph import WorkGraph, work_graph
@@ -34,6 +36,10 @@ if TYPE_CHECKING:
 # Several devices have to take a call down to this share of the time on one: the model knows nothing of kernels that are
 # fused only where their nodes are on one device, nor of all that steps and transfers cost.
 _BELIEVED = 0.9
+
+# Percent of the memory of a GPU that a model may take where nobody says a limit: the driver, kernels and other calls in
+# flight take some.
+_SHARE_OF_GPU = 85
 
 MemoryLimit: TypeAlias = int | str | Mapping[str, int | str]
 """As `auto_placement` takes it."""
@@ -97,7 +103,8 @@ def auto_placement(
         flight.
     memory_limit : int, str or mapping, optional
         The most that weights, inputs, results and values between nodes may take on each device: bytes or text
-        (``"4GB"``), or a mapping from devices (``"cuda:0"``) to these.
+        (``"4GB"``), or a mapping from devices (``"cuda:0"``) to these. By default most of the memory of GPUs that are
+        here.
 
     Raises
     ------
@@ -160,9 +167,16 @@ def _plan(
 
     singles = [[device] * len(graph.units) for device in range(len(vdevices))]
     start = min(singles, key=order)
-    chosen = best_plan(costs, start, objective)
-    if objective == "latency" and costs.beyond(start) == costs.beyond(chosen):
-        chosen = chosen if ticks(chosen) <= _BELIEVED * ticks(start) else start
+    window = best_window(costs)
+    chosen = best_plan(costs, start, objective, others=window)
+    if objective == "latency":
+        # From plans with few transfers to those with many.
+        plans, chosen = [*window, chosen], start
+        for plan in plans:
+            if costs.beyond(plan) < costs.beyond(chosen) or (
+                costs.beyond(plan) == costs.beyond(chosen) and ticks(plan) <= _BELIEVED * ticks(chosen)
+            ):
+                chosen = plan
     if any(costs.beyond(chosen)):
         raise PlacementError(_too_large(costs, chosen, vdevices))
     names = [device_name(vdevice, vdevices) for vdevice in vdevices]
@@ -180,13 +194,20 @@ def _plan(
 def _limits(memory_limit: MemoryLimit | None, vdevices: Sequence[tvm.relax.VDevice]) -> dict[int, int]:
     """The limits by position in the list."""
     if memory_limit is None:
-        return {}
+        return {index: _SHARE_OF_GPU * total // 100 for index, total in enumerate(map(_memory_of, vdevices)) if total}
     if not isinstance(memory_limit, Mapping):
         return dict.fromkeys(range(len(vdevices)), bytes_of_text(memory_limit, "memory_limit"))
     return {
         vdevice_index(lookup(device, vdevices), vdevices): bytes_of_text(value, f"memory_limit[{device!r}]")
         for device, value in memory_limit.items()
     }
+
+
+def _memory_of(vdevice: tvm.relax.VDevice) -> int:
+    """Bytes of memory of a GPU that is here, 0 of other devices."""
+    if is_cpu(vdevice) or not are_here([vdevice]):
+        return 0
+    return int(tvm.runtime.device(vdevice.target.kind.name, int(vdevice.vdevice_id)).total_global_memory or 0)
 
 
 def _too_large(costs: PlanCosts, plan: Sequence[int], vdevices: Sequence[tvm.relax.VDevice]) -> str:

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 import logging
-import statistics
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -30,6 +30,7 @@ from ...errors import HeteroError
 from ...target.cpu_cores import num_cores
 from ...target.element_types import numpy_dtype
 from ...target.vdevice import is_cpu
+from ...vm.device.memory_limit import clear_pools
 from ...vm.machine import VirtualMachine
 
 _log = logging.getLogger("relax_hetero")
@@ -142,6 +143,7 @@ def _kept(kind: _Kind[F], vdevices: Sequence[relax.VDevice], again: bool) -> F:
             _log.debug("nothing was measured before: %s", error)
     _log.info("measuring %s", ", ".join(str(vdevice.target.kind.name) for vdevice in vdevices))
     found = kind.measure(*vdevices)
+    clear_pools()  # of the memory that measuring took
     _measured[key] = found
     if folder is not None:
         data = [asdict(part) for part in found] if isinstance(found, tuple) else asdict(found)  # type: ignore[call-overload]
@@ -168,7 +170,8 @@ def _native_cpu() -> str:
 
 
 def _key(kind: str, vdevices: Sequence[relax.VDevice]) -> str:
-    parts: list[Any] = [kind, _FORM, __version__, tvm.__version__, num_cores(), cpu_model()]
+    threads = [os.environ.get(name, "") for name in ("TVM_NUM_THREADS", "OMP_NUM_THREADS")]
+    parts: list[Any] = [kind, _FORM, __version__, tvm.__version__, num_cores(), *threads, cpu_model()]
     for vdevice in vdevices:
         device = tvm.runtime.device(vdevice.target.kind.name, int(vdevice.vdevice_id)) if not is_cpu(vdevice) else None
         name = str(device.device_name) if device is not None and device.exist else ""
@@ -280,7 +283,10 @@ def _numbers(shape: tuple[int, ...], dtype: str) -> np.ndarray:
 
 
 def _seconds(call: Callable[[], Any], devices: Sequence[tvm.runtime.Device]) -> float:
-    """The median time of a call, devices idle before and after."""
+    """The time of a call that a quarter of the calls do not exceed, devices idle before and after.
+
+    What else runs on the machine makes calls slower, nothing makes them faster.
+    """
 
     def once() -> float:
         start = time.perf_counter()
@@ -295,7 +301,7 @@ def _seconds(call: Callable[[], Any], devices: Sequence[tvm.runtime.Device]) -> 
     times = [once()]
     while sum(times) < _SECONDS and len(times) < 200:
         times.append(once())
-    return statistics.median(times)
+    return sorted(times)[len(times) // 4]
 
 
 def _read_device(data: Any) -> DeviceFigures:

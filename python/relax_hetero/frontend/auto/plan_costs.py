@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -35,12 +36,11 @@ class PlanCosts:
     queue_of: The queue of each device.
     ops: Ticks of each unit on each device.
     around: For each unit the values that it makes or reads, as positions in ``graph.values``.
-    limits: The most bytes that a call may take, by device; others have no limit.
+    limits: The most bytes that a call may take, by device; none where all of the program fits.
     """
 
     def __init__(self, graph: WorkGraph, model: CostModel, limits: Mapping[int, int] | None = None) -> None:
         self.graph = graph
-        self.limits = dict(limits or {})
         self.devices = len(model.devices)
         self.queue_of = list(model.queues) or list(range(self.devices))
         self.queues = max(self.queue_of) + 1
@@ -53,6 +53,14 @@ class PlanCosts:
             for unit in {value.maker, *value.readers} - {OUTSIDE}:
                 self.around[unit].append(index)
         self._model = model
+        readers = Counter(constant for unit in graph.units for constant in unit.weights)
+        self._shared = {constant for constant, count in readers.items() if count > 1}
+        self._own = [
+            sum(size for constant, size in unit.weights.items() if constant not in self._shared) for unit in graph.units
+        ]
+        self._sharing = [index for index, unit in enumerate(graph.units) if not self._shared.isdisjoint(unit.weights)]
+        everything = {device: self.bytes_on(device, [device] * len(graph.units)) for device in limits or ()}
+        self.limits = {device: limit for device, limit in (limits or {}).items() if everything[device] > limit}
 
     def total(self, plan: Sequence[int]) -> int:
         """Ticks of all ops and transfers together."""
@@ -86,11 +94,13 @@ class PlanCosts:
 
         Values that fused kernels keep in registers count, so the number is above that of the memory plan.
         """
-        weights: dict[int, float] = {}
-        for unit, place in zip(self.graph.units, plan, strict=True):
-            if place == device:
-                weights |= unit.weights
-        return math.ceil(sum(weights.values()) * PADDING) + self.values_on(device, plan)
+        weights = sum(size for size, place in zip(self._own, plan, strict=True) if place == device)
+        shared: dict[int, float] = {}
+        for unit in self._sharing:
+            if plan[unit] == device:
+                shared |= self.graph.units[unit].weights
+        weights += sum(shared[constant] for constant in self._shared & shared.keys())
+        return math.ceil(weights * PADDING) + self.values_on(device, plan)
 
     def values_on(self, device: int, plan: Sequence[int]) -> int:
         """The most bytes of inputs, results and values between units that a device has at once."""
@@ -254,7 +264,7 @@ class CallTime:
         self._put(units, devices)
         costs = self._costs
         self.key = (*costs.beyond(self.plan), call_ticks(costs, self.plan), costs.total(self.plan))
-        self.effort += len(self.plan) + len(self._costs.graph.values)
+        self.effort += (len(self.plan) + len(costs.graph.values)) * (1 + len(costs.limits))
 
     def improve(self, units: Sequence[int], devices: Sequence[int]) -> None:
         """Put units on devices if that is better."""
@@ -289,6 +299,8 @@ class BusiestQueue:
         self._add(units, around, 1)
         self.key = self._sorted()
         self.effort += len(units) + len(around)
+        if costs.limits:  # memory is counted over the whole program
+            self.effort += len(self.plan) + len(costs.graph.values)
 
     def improve(self, units: Sequence[int], devices: Sequence[int]) -> None:
         """Put units on devices if that is better."""

@@ -2,7 +2,7 @@
 
 Both problems are NP-hard, so the result is good rather than best. Starting points are the best of all plans that keep
 each of a few clusters of units together, the plan of least work, for latency `heft`, for throughput the best cut of the
-program in two, and within limits of memory `fitting_windows`. Each is refined by moving and exchanging clusters, coarse
+program in two, and within limits of memory `best_window`. Each is refined by moving and exchanging clusters, coarse
 ones first, single units last, as long as that helps. Of few units (12 on two devices) the first is the best plan there
 is.
 """
@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from .cost_model import Objective
-from .fitting_windows import fitting_windows
 from .heft import heft
 from .least_work import least_work
 from .plan_costs import BusiestQueue, CallTime, Measure, PlanCosts, call_ticks
@@ -29,15 +28,18 @@ _MOST_EFFORT = 300_000
 # Plans of clusters that are all tried.
 MOST_PLANS = 4096
 
-# Starting points of windows that fit.
-_MOST_WINDOWS = 3
-
 # Rounds over the clusters of a level, and how many there may be for pairs of them to be exchanged.
 _MAX_ROUNDS = 4
 _MOST_EXCHANGED = 24
 
 
-def best_plan(costs: PlanCosts, start: list[int], objective: Objective, most_plans: int = MOST_PLANS) -> list[int]:
+def best_plan(
+    costs: PlanCosts,
+    start: list[int],
+    objective: Objective,
+    most_plans: int = MOST_PLANS,
+    others: Sequence[list[int]] = (),
+) -> list[int]:
     """The best plan that the search finds.
 
     Parameters
@@ -47,8 +49,11 @@ def best_plan(costs: PlanCosts, start: list[int], objective: Objective, most_pla
     objective: "latency": the time of one call, of equal ones the least work. "throughput": the time of the busiest
         queue, then of the second, and so on; of equal ones the quickest call.
     most_plans: How many plans of clusters are all tried.
+    others: Further starting points.
     """
-    starts = [start, least_work(costs, start), *fitting_windows(costs, _MOST_WINDOWS)]
+    if costs.devices == 1:
+        return start
+    starts = [start, least_work(costs, start), *others]
     if costs.queues == 1 and not costs.limits:
         return starts[1]
     if objective == "throughput":
@@ -57,7 +62,7 @@ def best_plan(costs: PlanCosts, start: list[int], objective: Objective, most_pla
         found: list[Measure] = [BusiestQueue(costs, plan) for plan in starts]
     else:
         levels = _levels(costs, min(most_plans, _MOST_EFFORT // (len(start) + len(costs.graph.values) + 1)))
-        starts.append(heft(costs))
+        starts += [] if costs.limits else [heft(costs)]
         found = [CallTime(costs, plan) for plan in starts]
     _try_all(found[0], levels[0], costs.devices, most_plans)
     for measure in found:

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import cache, lru_cache
-from typing import TypeAlias
+from functools import cache, lru_cache, partial
+from typing import NamedTuple, TypeAlias
 
 from tvm import runtime
 
@@ -29,10 +29,10 @@ from .cuda_library import CudaLibrary
 from .cuda_memory import PinnedBlock
 from .cuda_streams import Event, Stream
 
-STAGED_BYTES = 32 << 20
+STAGED_BYTES = 8 << 20
 """Smaller copies are left to the driver, which is as fast until then."""
 
-PART_BYTES = 2 << 20
+PART_BYTES = 4 << 20
 """Smaller parts keep the driver busy with starting copies; of larger ones fewer are under way at once."""
 
 FIRST_PART_BYTES = 256 << 10
@@ -44,8 +44,11 @@ THREADS = 8
 _FEWEST_THREADS = 4
 """With fewer the driver is as fast."""
 
-_BYTES_OF_A_THREAD = 2 << 20
-"""For less than this another thread takes longer to begin than it saves."""
+_CALLERS = 2
+"""Threads that may copy at once."""
+
+_DESK_WORDS = 16
+"""Words of 8 bytes at which a caller and its helpers meet."""
 
 _BUFFERS = 2
 """Of each thread: one is copied by the host, one by the GPU."""
@@ -54,8 +57,19 @@ Part: TypeAlias = tuple[int, int]
 """Offset and bytes."""
 
 
-Loop: TypeAlias = Callable[[int, int], int]
-"""The code's loop over parts, by the addresses of a `Job` and of a thread's `_Buffer` entries."""
+class Loop(NamedTuple):
+    """The code's functions.
+
+    Attributes
+    ----------
+    copy: Copies, by the addresses of a desk, of a `Job`, and of the caller's `_Buffer` entries; ends the helpers where
+        there is no job.
+    help: Helps with the copies of a desk, by the addresses of that and of a helper's entries, until it is told to end.
+    """
+
+    copy: Callable[[int, int, int], int]
+    help: Callable[[int, int], int]
+
 
 _FUNCTIONS = ("cuCtxSetCurrent", "cuEventSynchronize", "cuEventRecord", "cuStreamWaitEvent")
 
@@ -109,9 +123,9 @@ class _Lane:
 
 
 class Staging:
-    """Pinned buffers of one GPU.
+    """Pinned buffers of one GPU, and threads that wait to help.
 
-    Copies may be made from several threads at once; they share the buffers.
+    Copies may be made from several threads at once: of two, one has no helpers; a third waits.
 
     Parameters
     ----------
@@ -120,12 +134,17 @@ class Staging:
     """
 
     def __init__(self, library: CudaLibrary, gpu: int, threads: int, loop: Loop, part: int = PART_BYTES) -> None:
-        self._library, self._gpu, self._threads, self._loop, self._part = library, gpu, threads, loop, part
-        self._free: deque[_Lane] = deque()
-        self._available = threading.Semaphore(0)
-        for _ in range(threads):
-            self._free.append(_Lane(library, gpu, part))
-            self._available.release()
+        self._library, self._gpu, self._loop, self._part = library, gpu, loop, part
+        self._desks = deque([(ctypes.c_int64 * _DESK_WORDS)() for _ in range(_CALLERS)])
+        self._lanes = [_Lane(library, gpu, part) for _ in range(_CALLERS)]
+        self._available = threading.Semaphore(_CALLERS)
+        self._free = deque(zip(self._desks, self._lanes, strict=True))
+        self._helpers = [_Lane(library, gpu, part) for _ in range(threads - 1)]
+        for lane in self._helpers:
+            # Daemons: in the loop they hold no lock of Python's, whenever the process ends.
+            helper = partial(_help, loop, self._desks[0], lane)
+            threading.Thread(target=helper, name="relax_hetero staging", daemon=True).start()
+        weakref.finalize(self, _close, loop, self._desks[0]).atexit = False
 
     def send(self, source: int, target: int, nbytes: int, stream: Stream) -> None:
         """Copy from host memory to the GPU.
@@ -142,7 +161,6 @@ class Staging:
         self._copy(target, source, nbytes, stream, "cuMemcpyDtoHAsync_v2", True)
 
     def _copy(self, host: int, device: int, nbytes: int, stream: Stream, function: str, to_host: bool) -> None:
-        """Have the loop run in this thread, and in as many others as there is work and buffers for."""
         offsets = _offsets(nbytes, self._part)
         functions = [self._library.address(name) for name in (*_FUNCTIONS, function)]
         begin, context = stream.record(), self._library.context(self._gpu)
@@ -150,32 +168,24 @@ class Staging:
             0, len(offsets) - 1, ctypes.addressof(offsets), host, device, to_host, _BUFFERS, stream.handle,
             begin.handle, context, *functions,
         )  # fmt: skip
-        address = ctypes.addressof(job)
-
-        def run() -> None:
-            lane = self._free.popleft()
+        with self._available:
+            desk, lane = self._free.popleft()
             try:
-                self._loop(address, lane.address)
+                self._loop.copy(ctypes.addressof(desk), ctypes.addressof(job), lane.address)
             finally:
-                self._free.append(lane)
-                self._available.release()
-
-        self._available.acquire()
-        helpers = min(self._threads, -(-nbytes // min(_BYTES_OF_A_THREAD, self._part))) - 1
-        helped = [_helpers().submit(run) for _ in range(helpers) if self._available.acquire(blocking=False)]
-        try:
-            run()
-        finally:  # those that did not begin leave the work to others, which may take long
-            helping = [other for other in helped if not self._withdraw(other)]
-            wait(helping)
+                # The desk at which helpers wait comes first.
+                (self._free.appendleft if desk is self._desks[0] else self._free.append)((desk, lane))
         if job.status:
             raise self._library.error((*_FUNCTIONS, function)[job.function], job.status)
 
-    def _withdraw(self, helper: Future[None]) -> bool:
-        if not helper.cancel():
-            return False
-        self._available.release()
-        return True
+
+def _help(loop: Loop, desk: ctypes.Array[ctypes.c_int64], lane: _Lane) -> None:
+    """Help until the desk is closed; both live as long."""
+    loop.help(ctypes.addressof(desk), lane.address)
+
+
+def _close(loop: Loop, desk: ctypes.Array[ctypes.c_int64]) -> None:
+    loop.copy(ctypes.addressof(desk), 0, 0)
 
 
 def parts_of(nbytes: int, part: int) -> Iterator[Part]:
@@ -195,11 +205,6 @@ def _offsets(nbytes: int, part: int) -> ctypes.Array[ctypes.c_int64]:
     return (ctypes.c_int64 * (len(begins) + 1))(*begins, nbytes)
 
 
-@cache
-def _helpers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max(1, _threads() - 1), "relax_hetero staging")
-
-
 def use_loop(module: runtime.Module) -> None:
     """Have large copies use the loop that loaded code brings along; once in a process."""
     with _making:
@@ -212,13 +217,16 @@ def use_loop(module: runtime.Module) -> None:
 def loop_of(module: runtime.Module) -> Loop | None:
     """The loop in loaded code, None where it has none; a call lets other Python threads run."""
     try:
-        address = module.get_function(names.STAGE, True)()
+        copy, wait = (module.get_function(name, True)() for name in (names.STAGE, names.HELP))
     except AttributeError:
         return None
-    # Threads may be in it until the process ends: the code is never unloaded, not even when the interpreter ends.
+    # Threads are in it until the process ends: the code is never unloaded, not even when the interpreter ends.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))
-    function: Loop = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(address)
-    return function
+    address = ctypes.c_void_p
+    return Loop(
+        ctypes.CFUNCTYPE(ctypes.c_int, address, address, address)(copy),
+        ctypes.CFUNCTYPE(ctypes.c_int, address, address)(wait),
+    )
 
 
 def staging(library: CudaLibrary, gpu: int) -> Staging | None:

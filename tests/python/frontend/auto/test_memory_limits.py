@@ -3,7 +3,9 @@
 import itertools
 
 import numpy as np
+import onnx
 import pytest
+from click.testing import CliRunner
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
@@ -11,17 +13,21 @@ from onnx import TensorProto, helper, numpy_helper
 import relax_hetero as rh
 from frontend.plan_problems import links
 from relax_hetero.frontend import CostModel, DeviceCost, auto_placement
+from relax_hetero.frontend.auto import auto_placement as placing
+from relax_hetero.frontend.auto.best_window import best_window
 from relax_hetero.frontend.auto.plan_costs import PADDING, PlanCosts, call_ticks
 from relax_hetero.frontend.auto.plan_search import best_plan
 from relax_hetero.frontend.auto.work_graph import OUTSIDE, Work, WorkGraph, WorkUnit, WorkValue
+from relax_hetero.tools.cli import cli
 
 # The second device is ten times as fast.
 DEVICES = [DeviceCost(1e9, 1e30, 0), DeviceCost(1e10, 1e30, 0)]
 
 
 def chain(work, weights, size=1.0, limit=None):
-    """Units in a row, their weights in bytes; inputs and results are the host's, device 0."""
-    units = [WorkUnit([str(i)], [Work(w, 0)], {i: b}) for i, (w, b) in enumerate(zip(work, weights, strict=True))]
+    """Units in a row, their weights in bytes, or by constant; inputs and results are the host's, device 0."""
+    weights = [found if isinstance(found, dict) else {i: found} for i, found in enumerate(weights)]
+    units = [WorkUnit([str(i)], [Work(w, 0)], found) for i, (w, found) in enumerate(zip(work, weights, strict=True))]
     values = [WorkValue(size, i - 1 if i else OUTSIDE, [i]) for i in range(len(units))]
     values.append(WorkValue(size, len(units) - 1, [OUTSIDE]))
     model = CostModel(DEVICES, links(2, 0, 1e12, 1e-6), 0)
@@ -43,25 +49,25 @@ def test_of_few_units_the_plan_is_the_best_that_fits(units, share):
     limit = int(share * sum(weights) * PADDING) + 3
     costs = chain(work, weights, limit=limit)
     plan = best_plan(costs, [0] * len(work), "latency")
-    assert costs.beyond(plan) == (0,)
+    assert not any(costs.beyond(plan))
     assert call_ticks(costs, plan) == best_of_all(costs)
 
 
 @pytest.mark.parametrize("objective", ["latency", "throughput"])
 def test_of_many_units_most_of_the_limit_is_used(objective):
-    costs = chain([1e7] * 300, [1000.0] * 300, limit=int(200 * 1000 * PADDING) + 10)
-    plan = best_plan(costs, [0] * 300, objective)
+    costs = chain([1e7] * 90, [1000.0] * 90, limit=int(60 * 1000 * PADDING) + 10)
+    plan = best_plan(costs, [0] * 90, objective, others=best_window(costs))
     assert costs.beyond(plan) == (0,)
     if objective == "latency":
-        assert sum(plan) == 200
+        assert sum(plan) == 60
 
 
 def test_constants_that_units_share_count_once():
-    costs = chain([1e7] * 4, [1000.0] * 4, limit=2100)
-    for unit in costs.graph.units:
-        unit.weights = {7: 1000.0}
-    assert costs.bytes_on(1, [1] * 4) == 1000 * PADDING + 2
+    costs = chain([1e7] * 4, [{9: 1000.0}, {9: 1000.0, 1: 500.0}, {}, {9: 1000.0}], limit=2100)
+    assert costs.bytes_on(1, [1] * 4) == costs.bytes_on(1, [1, 1, 0, 0]) == 1500 * PADDING + 2
+    assert costs.bytes_on(1, [0, 0, 0, 1]) == 1000 * PADDING + 2
     assert best_plan(costs, [0] * 4, "latency") == [1] * 4
+    assert costs.limits == {}  # everything fits
 
 
 @given(st.lists(st.integers(0, 1), min_size=1, max_size=8), st.data())
@@ -119,6 +125,14 @@ def test_a_limit_that_nothing_fits():
         auto_placement(layers(2, 64), ["llvm", "c"], memory_limit=1000)
 
 
+def test_the_memory_of_a_gpu_is_a_limit_by_itself(monkeypatch):
+    costs = CostModel([DeviceCost(1e9, 1e12, 0), DeviceCost(1e12, 1e12, 0)], links(2, 0), 0)
+    monkeypatch.setattr(placing, "_memory_of", lambda vdevice: int(vdevice.vdevice_id) * 1_000_000)
+    plan = auto_placement(layers(6, 256), ["llvm", "llvm"], costs)
+    assert sorted(plan.assignments.values()) == ["llvm:0"] * 3 + ["llvm:1"] * 3
+    assert set(auto_placement(layers(3, 256), ["llvm", "llvm"], costs).assignments.values()) == {"llvm:1"}
+
+
 def test_limits_are_checked():
     with pytest.raises(rh.HeteroError, match=r"memory_limit\['llvm'\] is 'much'"):
         auto_placement(layers(1, 8), ["llvm", "c"], memory_limit={"llvm": "much"})
@@ -126,3 +140,16 @@ def test_limits_are_checked():
         auto_placement(layers(1, 8), ["llvm", "c"], memory_limit={"cuda:0": 10})
     with pytest.raises(rh.FrontendError, match="only placement='auto' reads"):
         rh.from_onnx(layers(1, 8), ["llvm"], memory_limit=10)
+
+
+def test_the_command_line(tmp_path):
+    onnx.save(layers(2, 8), str(tmp_path / "model.onnx"))
+
+    def explain(*options):
+        done = CliRunner().invoke(cli, ["explain", str(tmp_path / "model.onnx"), "--summary", *options])
+        return done.exit_code, done.output
+
+    assert explain("--place-auto", "--memory-limit", "llvm=1GB")[0] == 0
+    code, output = explain("--place-auto", "--memory-limit", "llvm:0=10")
+    assert code == 1 and "no placement within memory_limit" in output
+    assert explain("--memory-limit", "llvm:0=10")[0] == 2 and explain("--place-auto", "--memory-limit", "10")[0] == 2

@@ -98,4 +98,4 @@ def test_why_a_gpu_is_not_there(monkeypatch, driver, failure, message):
     monkeypatch.setattr(gpu_check, "why_not_loaded", lambda name: failure)
     absent = devices.runtime.device("cuda", 99)
     with pytest.raises(rh.BindingError, match=r"cuda:0 is to run on cuda:99, .*does not have: .*" + message):
-        devices._check("cuda:0", spec("sm_90a"), absent)
+        devices.check_device("cuda:0", spec("sm_90a"), absent)

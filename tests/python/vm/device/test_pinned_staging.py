@@ -1,6 +1,7 @@
 """Copies through pinned buffers, with a driver in Python that runs everything as late as it can."""
 
 import ctypes
+import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -112,22 +113,40 @@ def test_a_copy_that_fails_leaves_the_buffers_usable(way, function):
     np.testing.assert_array_equal(target, source)
 
 
-def test_a_copy_does_not_wait_for_helpers_that_are_busy_elsewhere(monkeypatch):
-    """Threads that help another GPU's copy may wait for its stream."""
-    from relax_hetero.vm.device import pinned_staging
+def test_threads_end_with_their_buffers():
+    before = set(threading.enumerate())
+    cuda, library, staging = made(threads=4)
+    helpers = set(threading.enumerate()) - before
+    assert len(helpers) == 3
+    del staging
+    gc.collect()
+    for helper in helpers:
+        helper.join(20)
+        assert not helper.is_alive()
 
-    busy = threading.Event()
-    with ThreadPoolExecutor(1) as helpers:
-        monkeypatch.setattr(pinned_staging, "_helpers", lambda: helpers)
-        helpers.submit(busy.wait)
-        try:
-            _, library, staging = made(threads=2)
-            stream = Stream(library, 0)
-            source, target = random_bytes(1000), np.empty(1000, "uint8")
-            for _ in range(3):
-                staging.send(source.ctypes.data, target.ctypes.data, 1000, stream)
-            stream.synchronize()
-        finally:
-            busy.set()
-    np.testing.assert_array_equal(target, source)
-    assert len(staging._free) == 2 and staging._available._value == 2
+
+def test_a_second_copy_does_not_wait_for_the_first():
+    """The first may wait for a stream that waits for the second."""
+    cuda, library, staging = made(threads=1)
+    begun, go_on = threading.Event(), threading.Event()
+    copy = cuda.library.cuMemcpyHtoDAsync_v2
+
+    def slow(*args):
+        if args[1] in {lane._blocks[0].address for lane in staging._lanes[:1]}:
+            begun.set()
+            go_on.wait(20)
+        return copy(*args)
+
+    library._by_address["cuMemcpyHtoDAsync_v2"] = ctypes.CFUNCTYPE(ctypes.c_int, *copy.argtypes)(slow)
+    source, first, second = random_bytes(1000), np.empty(1000, "uint8"), np.empty(1000, "uint8")
+    streams = Stream(library, 0), Stream(library, 0)
+    with ThreadPoolExecutor(1) as other:
+        waiting = other.submit(staging.send, source.ctypes.data, first.ctypes.data, 1000, streams[0])
+        assert begun.wait(20)
+        staging.send(source.ctypes.data, second.ctypes.data, 1000, streams[1])
+        streams[1].synchronize()
+        np.testing.assert_array_equal(second, source)
+        go_on.set()
+        waiting.result()
+    streams[0].synchronize()
+    np.testing.assert_array_equal(first, source)

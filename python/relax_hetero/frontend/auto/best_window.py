@@ -11,17 +11,17 @@ from collections import Counter
 
 from .plan_costs import PADDING, PlanCosts, call_ticks
 
-_MOST_TRIED = 12
+_MOST_TRIED = 50
 
 
-def fitting_windows(costs: PlanCosts, most: int) -> list[list[int]]:
-    """The best plans of this kind, at most so many; none where no device has a limit."""
+def best_window(costs: PlanCosts) -> list[list[int]]:
+    """The best plan of this kind, in a list; none where no device has a limit, or no part fits."""
     found: list[list[int]] = []
     for limited in costs.limits:
         for other in range(costs.devices):
             if other != limited:
                 found += _windows(costs, limited, other)
-    return sorted(found, key=lambda plan: (costs.beyond(plan), call_ticks(costs, plan)))[:most]
+    return sorted(found, key=lambda plan: (costs.beyond(plan), call_ticks(costs, plan)))[:1]
 
 
 def _windows(costs: PlanCosts, limited: int, other: int) -> list[list[int]]:
