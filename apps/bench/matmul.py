@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
-from matmul_worker import Job
+from peers.matmul_worker import Job
 from report import checks, markdown, remarks, tables, verdict
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import pathlib
 import sys
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -40,19 +41,23 @@ class Job:
 
     def command(self) -> list[str]:
         """What runs it."""
-        return [sys.executable, os.path.abspath(__file__), json.dumps(asdict(self))]
+        return [sys.executable, "-m", "peers.matmul_worker", json.dumps(asdict(self))]
 
     def environment(self) -> dict[str, str]:
         """The environment it has to start in."""
-        return {**os.environ, **dict.fromkeys(ENVIRONMENT, str(self.threads)), "TVM_BIND_THREADS": "0"}
+        threads = dict.fromkeys(ENVIRONMENT, str(self.threads))
+        benchmarks = str(pathlib.Path(__file__).resolve().parents[1])
+        found = os.pathsep.join(filter(None, (benchmarks, os.environ.get("PYTHONPATH"))))
+        return {**os.environ, **threads, "TVM_BIND_THREADS": "0", "PYTHONPATH": found}
 
 
 def measure(job: Job, kind: str, shape_text: str) -> dict[str, Any]:
     """Make, verify and time all contestants of one product; a row of the report as JSON data."""
+    from turns import take_turns
+
     from peers import OURS, Product, installed
     from peers.peak import peak
     from peers.shape import Shape, Unsupported
-    from turns import take_turns
 
     shape = Shape.parse(shape_text)
     product = Product(shape, kind, weight=not (job.no_weight or shape.batch), seed=job.seed)
