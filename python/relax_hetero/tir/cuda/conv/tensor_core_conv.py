@@ -114,7 +114,6 @@ def tensor_core_conv_kernel(
                 assert isinstance(tiling, Tiling)
                 left = WindowTile(pixels, tiling.rows, m, k, in_chunks)
                 right = OperandTile.of(weight, "n", tiling.columns, n, k)
-                store.is_cut_into(tiling.rows, tiling.columns)
                 kernel = WgmmaProduct(left, right, store, tiling, sizes, counts)
                 kernel.emit()
                 read_early = kernel.read_early
@@ -123,7 +122,6 @@ def tensor_core_conv_kernel(
                 assert isinstance(tiling, MmaTiling)
                 left = WindowTile(pixels, tiling.rows, m, k, in_chunks, tiling.threads)
                 right = OperandTile.of(weight, "n", tiling.columns, n, k, tiling.threads)
-                store.is_cut_into(tiling.rows, tiling.columns)
                 MmaProduct(left, right, store, tiling, Batches(counts)).emit()
     tied = tied_to(function.result, problem.epilogue.operands if problem.epilogue else (), 2, problem.result)
     return may_begin_early(tied, read_early) if gpu.tensor == "wgmma" else tied

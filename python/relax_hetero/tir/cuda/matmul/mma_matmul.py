@@ -59,7 +59,6 @@ def mma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: MmaTiling 
             tiling = tiling or choose_mma_tiling(problem, gpu, (m, n, k), list(batches.extents.values()))
             left = OperandTile.of(parameters.lhs, "m", tiling.rows, m, k, tiling.threads)
             right = OperandTile.of(parameters.rhs, "n", tiling.columns, n, k, tiling.threads)
-            parameters.store.is_cut_into(tiling.rows, tiling.columns)
             MmaProduct(left, right, parameters.store, tiling, batches).emit()
     return parameters.tied(function.result)
 

@@ -101,7 +101,6 @@ def wgmma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: Tiling |
             tiling = tiling or choose_tiling(problem, gpu, sizes, list(counts.values()), gathers)
             left = OperandTile.of(lhs, "m", tiling.rows, sizes[0], sizes[2])
             right = OperandTile.of(rhs, "n", tiling.columns, sizes[1], sizes[2])
-            store.is_cut_into(tiling.rows * tiling.share, tiling.columns)
             product = WgmmaProduct(left, right, store, tiling, sizes, counts)
             product.emit()
     return may_begin_early(parameters.tied(function.result), product.read_early)
