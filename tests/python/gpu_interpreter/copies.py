@@ -68,7 +68,8 @@ class ThreadCopies:
         step = np.arange(self.size)
         at = self.source[active, None] + step
         exists = step < self.valid[active, None]
-        data = np.where(exists, source.bytes[0, np.where(exists, at, 0)], 0).astype(np.uint8)
+        data = np.zeros(at.shape, np.uint8)
+        data[exists] = source.bytes[0, at[exists]]
         uids, cells = self._cells(active)
         per = len(cells) // len(active)
         stamps = None if when is None else np.repeat(when[active], per)

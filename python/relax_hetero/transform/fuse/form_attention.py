@@ -90,6 +90,8 @@ def _form(block: Block, function: str) -> list[relax.Binding] | None:
 
 def _unfit(found: Attention, target: tvm.target.Target) -> str:
     """Why a device had better compute an attention by its parts; empty where it had not."""
+    if "gpu" in target.keys and 0 in found.heads.sizes:
+        return "an extent is 0"
     width = max(found.heads.size("d"), found.heads.size("e"))
     types, dtype = attention_types(target, width), str(found.operands[0].ty.dtype)
     if dtype in types:

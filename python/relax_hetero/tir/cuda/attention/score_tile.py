@@ -149,7 +149,10 @@ class ScoreTile:
                 if by_row:
                     row = T.min(T.Cast("int64", self.row + half * 8), int64(self.rows.count - 1))
                     at.update(self.rows.place(row, self.at["group"]))
-                T.buffer_store(held, view.data[view.address(at)], [number])
+                value = view.data[view.address(at)]
+                if by_key and not isinstance(sizes["n"], int):
+                    value = T.if_then_else(sizes["n"] > 0, value, tirx.const(0, view.dtype))
+                T.buffer_store(held, value, [number])
 
     def _column(self, pair: Expr) -> Expr:
         """The column of the tile that pairs of registers, counted within a row, stand for."""

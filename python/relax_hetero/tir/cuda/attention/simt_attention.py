@@ -93,13 +93,16 @@ def simt_attention_kernel(problem: AttentionProblem, gpu: GpuTarget, plan: SimtP
     Raises
     ------
     EncodingError
-        If an operand is of another type than float32, float16 or bfloat16, or one row fills shared memory.
+        If an operand is of another type than float32, float16 or bfloat16, an extent is 0, or a row does not fit into
+        shared memory.
     """
     tensors = (problem.query, problem.key, problem.value, problem.result)
     types = {operand.dtype for operand in tensors}
     if not types <= {"float32", *HALVES}:
         raise EncodingError(f"attention on {gpu.arch}: element types {sorted(types)}, expected float32 or {HALVES}")
     sizes: dict[str, Any] = dict(problem.sizes)
+    if 0 in sizes.values():
+        raise EncodingError(f"attention on {gpu.arch}: an extent is 0 in {sizes}")
     shared = sizes["h"] // sizes["g"]
     together = shared if isinstance(sizes["m"], int) and sizes["m"] * shared <= 2 * SHARING else 1
     plan = plan or choose_simt_plan(problem, gpu, together)

@@ -47,7 +47,7 @@ def misfit(problem: AttentionProblem, gpu: GpuTarget) -> str:
     sizes = dict(problem.sizes)
     if int(sizes["d"]) > 256 or int(sizes["e"]) > 256:
         return f"heads of {sizes['d']} and {sizes['e']}, expected at most 256"
-    return ""
+    return "an extent is 0" if 0 in sizes.values() else ""
 
 
 def wgmma_attention_kernel(

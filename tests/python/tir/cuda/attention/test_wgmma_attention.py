@@ -8,6 +8,7 @@ import tvm
 from tvm.target import Target
 
 from cuda_reports import reports_of
+from gpu_interpreter import run
 from relax_hetero.errors import EncodingError
 from relax_hetero.target.gpu_target import gpu_target_of
 from relax_hetero.tir.cuda.attention.attention_plan import AttentionPlan, choose_plan
@@ -90,11 +91,21 @@ def test_against_float64(name):
     check(one, lambda problem: wgmma_attention_kernel(problem, GPU, plan), fresh_rng())
 
 
+def test_no_keys_at_all():
+    one = half(1, 1, 1, 3, 1, 32, 32, symbolic=True, mask=lines(1, 1, 3, 1), scores=ADDED, nan_to_zero=True)
+    func = wgmma_attention_kernel(problem_of(one), GPU)
+    query, result = np.ones((1, 3, 32), "float16"), np.full((1, 3, 32), np.nan, "float16")
+    nothing, empty_mask = np.zeros((1, 0, 32), "float16"), np.zeros((1, 1, 3, 0), "float32")
+    run(func, query, nothing, nothing, empty_mask, result)
+    assert (result == 0).all()
+
+
 def test_misfits_are_named():
     for problem, gpu, reason in (
         (half(1, 1, 1, 8, 8, 8, 8), gpu_target_of(Target({"kind": "cuda", "arch": "sm_80"})), "sm_80 has no wgmma"),
         (case(1, 1, 1, 8, 8, 8, 8), GPU, "element types .'float32'., expected one of"),
         (half(1, 1, 1, 8, 8, 264, 8), GPU, "heads of 264 and 8, expected at most 256"),
+        (half(1, 1, 1, 8, 0, 8, 8), GPU, "an extent is 0"),
     ):
         with pytest.raises(EncodingError, match=reason):
             wgmma_attention_kernel(problem_of(problem), gpu)
