@@ -108,6 +108,7 @@ def test_blocks_with_several_tiles(plan):
     )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("m", "dtype"), [(1, "float32"), (3, "float32"), (8, "float16"), (9, "float16")])
 def test_a_symbolic_number_of_rows(m, dtype):
     """A body for few rows, and one for more."""
