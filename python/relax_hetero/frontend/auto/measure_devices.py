@@ -25,8 +25,10 @@ from tvm import relax
 from ... import __version__
 from ...artifact.cache_folder import folder_of
 from ...artifact.kept_figures import find_figures, keep_figures
+from ...artifact.metadata import TYPE_NAMES
 from ...driver.compile import compile as compile_module
 from ...errors import HeteroError
+from ...target.backends import load_backend
 from ...target.cpu_cores import num_cores
 from ...target.element_types import numpy_dtype
 from ...target.vdevice import is_cpu
@@ -158,8 +160,8 @@ def _is_here(vdevice: relax.VDevice) -> bool:
     kind = vdevice.target.kind.name
     if is_cpu(vdevice):
         return kind == "llvm" and str(vdevice.target.attrs.get("mcpu", "")) == _native_cpu()
-    device = tvm.runtime.device(kind, int(vdevice.vdevice_id))
-    return bool(tvm.runtime.enabled(kind) and device.exist)
+    name = TYPE_NAMES[int(vdevice.target.get_target_device_type())]
+    return load_backend(name) and bool(tvm.runtime.device(name, int(vdevice.vdevice_id)).exist)
 
 
 @cache
