@@ -56,6 +56,7 @@ def test_kernels_in_a_command_buffer_cost_less_than_through_bytecode(options: tu
         assert 0 < kernel[name] < min(kernel[other] for other in ONE_BY_ONE) / 2
 
 
+@pytest.mark.slow
 def test_models_are_compared_with_and_without_command_buffers(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     from model_zoo.graph import Graph

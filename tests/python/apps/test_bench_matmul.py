@@ -34,6 +34,7 @@ def result(kind: str = "f32", shape: str = "64x64x64", threads: int = 1, weight:
     return found if peak is None else {**found, "peak": peak}
 
 
+@pytest.mark.slow
 def test_every_type_against_numpy_at_two_thread_counts() -> None:
     found = json.loads(
         run("--shapes", "9x20x17,2*3x4x5", "--rounds", "1", "--peers", "numpy,tvm", "--threads", "1,2", "--json")

@@ -84,6 +84,7 @@ def test_the_onnx_file_is_valid_and_small_enough_for_one_file():
     assert [value.name for value in model.graph.input] == ["input_ids", "attention_mask"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bfloat16", pytest.param("int8", marks=pytest.mark.slow)])
 def test_low_precision_ranks_as_float32_does(precision: str):
     command = [sys.executable, APP / "run.py", "--precision", precision]

@@ -155,6 +155,7 @@ def alternating(model):
     return {name: "vdevice:1" for name in names[1::2]}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("two_devices", [False, True], ids=["one", "two"])
 @pytest.mark.parametrize("name", MODELS)
 def test_results_are_onnx_runtimes(name, two_devices):

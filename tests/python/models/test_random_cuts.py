@@ -51,6 +51,7 @@ def switches(names: Sequence[str], fractions: Sequence[int]) -> list[int]:
     return sorted({min(len(names) - 1, max(1, len(names) * fraction // 200)) for fraction in fractions})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEW_CUTS)
 def test_a_few_random_cuts(name: str):
     settings(max_examples=FEW_CUTS[name])(given(fractions=FRACTIONS)(check_cut))(name)

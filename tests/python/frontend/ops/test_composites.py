@@ -27,6 +27,7 @@ def test_matmul(a, b):
     check("MatMul", uniform(*a), uniform(*b))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("op", "gates"), [("RNN", 1), ("GRU", 3), ("LSTM", 4)])
 @pytest.mark.parametrize("direction", ["forward", "reverse", "bidirectional"])
 def test_recurrent_layers(op, gates, direction):

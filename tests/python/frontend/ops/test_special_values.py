@@ -101,6 +101,7 @@ CONTEXTS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("dtype", "context"),
     [

@@ -14,7 +14,7 @@ from seeds import fresh_rng
 from tir.attention_runs import case, check, compiled, problem_of
 from tir.products_of import AVX2, AVX512, SSE
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(4)
 
 TARGETS = {"avx512": AVX512, "avx2": AVX2, "sse": SSE}
 

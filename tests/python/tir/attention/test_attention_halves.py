@@ -11,7 +11,7 @@ from tir.attention_runs import case, check, compiled
 from tir.products_of import AVX2, SSE
 from tir.products_of import AVX512 as BF16
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(4)
 
 NO_BF16 = tvm.target.Target({"kind": "llvm", "mcpu": "x86-64-v4", "num-cores": 2})
 TARGETS = {"bf16": BF16, "avx512": NO_BF16, "avx2": AVX2, "sse": SSE}

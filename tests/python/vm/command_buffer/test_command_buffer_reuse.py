@@ -77,6 +77,7 @@ def test_a_one_shot_buffer_given_by_two_threads_runs_once(vm):
         assert marks[0, 0, 0] == 1
 
 
+@pytest.mark.slow
 def test_four_thousand_submissions_hold_no_memory(vm):
     cb = chain(vm)
 
