@@ -46,6 +46,7 @@ def result(model: str = "net", threads: int = 1, **milliseconds: float) -> dict[
     return {"model": model, "threads": threads, "rows": rows}
 
 
+@pytest.mark.slow
 def test_contestants_are_compiled_checked_and_timed(small: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     file, kept = tmp_path / "results.json", tmp_path / "kept"

@@ -94,6 +94,7 @@ def check_choices(choices: Sequence[int]) -> None:
     assert_same(outputs_of(executable, inputs), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vdevices", [["llvm"], TWO_DEVICES])
 def test_minilm_after_export_and_load(vdevices: list[object], tmp_path: Path):
     model, inputs, expected = case("minilm")
