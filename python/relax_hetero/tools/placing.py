@@ -30,34 +30,26 @@ class VDeviceParam(click.ParamType):
             self.fail(f"{value!r} is not JSON: {error}", param, ctx)
 
 
-class PlaceParam(click.ParamType):
-    """``PATTERN=DEVICE``; the last ``=`` divides, since a node's name may hold others."""
+class PairParam(click.ParamType):
+    """Two texts with a ``=`` between them, the last one, since a node's name may hold others.
 
-    name = "pattern=device"
+    Attributes
+    ----------
+    name: The kinds of both, such as ``device=bytes``.
+    example: For the message.
+    """
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
-        """The pattern and the device name."""
-        if isinstance(value, tuple):
-            return value
-        pattern, divider, device = value.rpartition("=")
-        if not divider or not pattern or not device:
-            self.fail(f"{value!r} is not PATTERN=DEVICE, such as '/encoder/*=cuda:0'", param, ctx)
-        return pattern, device
-
-
-class LimitParam(click.ParamType):
-    """``DEVICE=BYTES``."""
-
-    name = "device=bytes"
+    def __init__(self, name: str, example: str) -> None:
+        self.name, self.example = name, example
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
-        """The device's name and the number of bytes as text."""
+        """Both texts."""
         if isinstance(value, tuple):
             return value
-        device, divider, nbytes = value.partition("=")
-        if not divider or not device or not nbytes:
-            self.fail(f"{value!r} is not DEVICE=BYTES, such as cuda:0=4GB", param, ctx)
-        return device, nbytes
+        first, divider, second = value.rpartition("=")
+        if not divider or not first or not second:
+            self.fail(f"{value!r} is not {self.name.upper()}, such as {self.example}", param, ctx)
+        return first, second
 
 
 class ShapeParam(click.ParamType):
@@ -200,7 +192,7 @@ def placing_options(work: F) -> F:
         click.option(
             "--memory-limit",
             multiple=True,
-            type=LimitParam(),
+            type=PairParam("device=bytes", "cuda:0=4GB"),
             metavar="DEVICE=BYTES",
             help="The most memory that --place-auto may take on a device: cuda:0=4GB. Repeatable.",
         ),
@@ -213,7 +205,7 @@ def placing_options(work: F) -> F:
         click.option(
             "--place",
             multiple=True,
-            type=PlaceParam(),
+            type=PairParam("pattern=device", "'/encoder/*=cuda:0'"),
             metavar="PATTERN=DEVICE",
             help="Put the nodes whose name or op type matches a glob pattern on a device; the first that matches "
             "decides, other nodes go to the first device. Repeatable.",

@@ -22,14 +22,8 @@ from __future__ import annotations
 from tvm import tirx
 from tvm_ffi import structural_map
 
-from ..cuda.core.launch import READS_EARLY
 from ..cuda.core.ptx import waiting_statements
 from .table_kernel import nest_of
-
-
-def waits(kernel: tirx.PrimFunc) -> bool:
-    """Whether a kernel waits for launches before it already."""
-    return READS_EARLY in kernel.attrs
 
 
 def waiting_first(kernel: tirx.PrimFunc) -> tirx.PrimFunc:

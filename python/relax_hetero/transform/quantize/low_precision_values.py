@@ -112,16 +112,12 @@ class LowPrecisionValues:
                 continue
             if any(arg in unfit or self._is_beyond(arg) for arg in _tensors(value)):
                 unfit.add(var)
-            elif (
-                name in PRODUCTS
-                and is_product(value)
-                and self._where.has(var)
-                and not kept_call(self._kept, var, value)
-            ):
+            elif name in PRODUCTS and is_product(value) and self._is_meant(var, value):
                 if not any(self._is_of_bytes(arg) for arg in value.args):
                     self.products.add(var)
 
     def _is_meant(self, var: relax.Var, value: relax.Expr) -> bool:
+        """Whether the pass may change a call: its device is among those asked for, and nobody keeps it."""
         return self._where.has(var) and not kept_call(self._kept, var, value)
 
     def _is_beyond(self, expr: relax.Expr) -> bool:

@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tvm.script.ir_builder import tirx as T
 
 from ....encoding.problem import AttentionProblem
-from ...core.builder import Expr, Function, ceil_div, int64
-from ..core.launch import at_least_one
+from ....target.element_types import HALVES
+from ....target.gpu_target import GpuTarget
+from ...core.builder import Expr, Function, ceil_div, int64, when
+from ...core.view import Coordinates
+from ..core import ptx
+from ..core.launch import SharedMemory, at_least_one, launch
 from .attention_plan import AttentionPlan
 from .heads import GpuHeads, Rows
+
+MOST_WIDE = 256
+"""Of heads that tensor cores compute."""
+
+
+def tensor_core_misfit(problem: AttentionProblem, gpu: GpuTarget) -> str:
+    """Why no kernel of tensor cores solves a problem; empty where they do."""
+    types = {operand.dtype for operand in (problem.query, problem.key, problem.value, problem.result)}
+    known = gpu.mma_types & set(HALVES)
+    if len(types) > 1 or not types <= known:
+        return f"element types {sorted(types)}, expected one of {sorted(known)}"
+    sizes = dict(problem.sizes)
+    if int(sizes["d"]) > MOST_WIDE or int(sizes["e"]) > MOST_WIDE:
+        return f"heads of {sizes['d']} and {sizes['e']}, expected at most {MOST_WIDE}"
+    return "an extent is 0" if 0 in sizes.values() else ""
 
 
 class AttentionTensors:
@@ -59,10 +78,58 @@ class AttentionTensors:
         n, m = self.sizes["n"], self.sizes["m"]
         return to_int32(n - m) if self.problem.causal == "bottom_right" else 0
 
+    def open(self, raw: bool) -> None:
+        """Declare the elements, those of query, key and value by their bits where `raw`."""
+        operands = (self.query, self.key, self.value)
+        for view in operands if raw else ():
+            view.open(raw=True)
+        for view in (*(() if raw else operands), *self.masks, self.result):
+            view.open_for_gpu()
+
+    def row_tiles(self, height: int) -> Expr:
+        """Tiles of `height` rows of a group, an int32."""
+        return to_int32(ceil_div(self.rows.count, height))
+
+    def tiles(self, height: int) -> Expr:
+        """Tiles of all groups, an int32."""
+        return self.row_tiles(height) * self.groups * to_int32(self.sizes["b"])
+
     def blocks(self, height: int) -> Expr:
-        """Blocks of a launch that gives one to each `height` rows, of symbolic extents; at least one."""
-        tiles = ceil_div(int64(self.rows.count), height) * (int64(self.sizes["b"]) * self.groups)
-        return at_least_one(tiles)
+        """Blocks of a launch that gives one to each tile of `height` rows; at least one."""
+        tiles = self.tiles(height)
+        if isinstance(tiles, int):
+            return at_least_one(tiles)
+        return at_least_one(ceil_div(int64(self.rows.count), height) * (int64(self.sizes["b"]) * self.groups))
+
+    def launch(
+        self, height: int, threads: int, shared: SharedMemory, begins_early: bool, body: Callable[[Expr, Expr], None]
+    ) -> None:
+        """A launch of a block for each tile; `body` gets the thread and the number of the tile."""
+        tiles = self.tiles(height)
+        with launch(self.blocks(height), threads) as place:
+            shared.open()
+            if begins_early:
+                ptx.wait_for_launches_before()
+                ptx.let_next_launch_begin()
+            block = T.bind(T.Cast("int32", place.block))
+            if isinstance(tiles, int):
+                body(place.thread, block)
+            else:
+                with when(block < tiles):
+                    body(place.thread, block)
+
+    def locate(self, tile: Expr, height: int) -> tuple[Expr, Coordinates, Coordinates]:
+        """The first row of a tile, and where queries and keys of its group are."""
+        row_tiles = self.row_tiles(height)
+        number = T.truncmod(tile, row_tiles)
+        if self.problem.causal:  # long rows first
+            number = row_tiles - 1 - number
+        row = T.bind(number * height)
+        outer = T.bind(T.truncdiv(tile, row_tiles))
+        group = T.bind(T.Cast("int64", T.truncmod(outer, self.groups)))
+        batch = T.bind(T.Cast("int64", T.truncdiv(outer, self.groups)))
+        at: Coordinates = {"b": batch, "group": group}
+        return row, at, {"b": batch, "g": T.bind(self.rows.key_head(group))}
 
     def visible(self, row: Expr, height: int) -> Expr:
         """Keys that some of `height` rows from an int32 row on see."""

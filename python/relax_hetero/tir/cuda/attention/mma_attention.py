@@ -12,15 +12,13 @@ from tvm.script.ir_builder import tirx as T
 from ....encoding.packed_layout import CHUNK_BYTES, SWIZZLED_BYTES
 from ....encoding.problem import AttentionProblem
 from ....errors import EncodingError
-from ....target.element_types import HALVES
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, when
-from ...core.view import Coordinates
 from ..core import ptx
-from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, launch, local, may_begin_early, unrolled
+from ..core.launch import SWIZZLED_ALIGN, SharedMemory, local, may_begin_early, unrolled
 from ..matmul.operand_tiles import OperandTile
 from .attention_plan import EARLY_CAPABILITY, FEW_ROWS, WIDTH, AttentionPlan
-from .attention_tensors import AttentionTensors, tiles_of, to_int32
+from .attention_tensors import AttentionTensors, tensor_core_misfit, tiles_of
 from .row_store import RowStore
 from .score_tile import ScoreTile
 
@@ -34,13 +32,7 @@ FEW_KEYS = 32
 
 def misfit(problem: AttentionProblem, gpu: GpuTarget) -> str:
     """Why `mma_attention_kernel` cannot solve a problem; empty where it can."""
-    types = {operand.dtype for operand in (problem.query, problem.key, problem.value, problem.result)}
-    if len(types) > 1 or not types <= set(HALVES) or not types <= gpu.mma_types:
-        return f"element types {sorted(types)}, expected one of {sorted(gpu.mma_types & set(HALVES))}"
-    sizes = dict(problem.sizes)
-    if int(sizes["d"]) > 256 or int(sizes["e"]) > 256:
-        return f"heads of {sizes['d']} and {sizes['e']}, expected at most 256"
-    return "an extent is 0" if 0 in sizes.values() else ""
+    return tensor_core_misfit(problem, gpu)
 
 
 def mma_attention_kernel(problem: AttentionProblem, gpu: GpuTarget) -> tirx.PrimFunc:
@@ -63,10 +55,7 @@ def mma_attention_kernel(problem: AttentionProblem, gpu: GpuTarget) -> tirx.Prim
     with function:
         tensors = AttentionTensors.of(function, problem, AttentionPlan(1, keys, 1, 1, together))
         with function.body():
-            for view in (tensors.query, tensors.key, tensors.value):
-                view.open(raw=True)
-            for view in (*tensors.masks, tensors.result):
-                view.open_for_gpu()
+            tensors.open(raw=True)
             _Kernel(tensors, keys, begins_early).emit()
     return may_begin_early(function.result) if begins_early else function.result
 
@@ -85,7 +74,6 @@ class _Kernel:
         self.v = OperandTile.of(tensors.value, "n", keys, n, e, _THREADS, may_transpose=False)
         self.depth_steps, self.width_steps = ceil_div(d, WIDTH), ceil_div(e, WIDTH)
         self.width = ceil_div(int(e), 16) * 16
-        self.row_tiles = to_int32(ceil_div(rows.count, _ROWS))
         is_masked = bool(self.problem.causal) or not (isinstance(n, int) and n % keys == 0)
         self.tile = ScoreTile(self.problem, tensors.masks, rows, keys, is_masked)
         shared = self.shared = SharedMemory()
@@ -95,33 +83,11 @@ class _Kernel:
 
     def emit(self) -> None:
         """The launch."""
-        tensors = self.tensors
-        tiles = self.row_tiles * tensors.groups * to_int32(tensors.sizes["b"])
-        blocks = at_least_one(tiles) if isinstance(tiles, int) else tensors.blocks(_ROWS)
-        with launch(blocks, _THREADS) as place:
-            self.thread = place.thread
-            self.shared.open()
-            if self.begins_early:
-                ptx.wait_for_launches_before()
-                ptx.let_next_launch_begin()
-            block = T.bind(T.Cast("int32", place.block))
-            if isinstance(tiles, int):
-                self._block(block)
-            else:
-                with when(block < tiles):
-                    self._block(block)
+        self.tensors.launch(_ROWS, _THREADS, self.shared, self.begins_early, self._block)
 
-    def _block(self, block: Expr) -> None:
-        tensors, tile = self.tensors, self.tile
-        number = T.truncmod(block, self.row_tiles)
-        if self.problem.causal:  # long rows first
-            number = self.row_tiles - 1 - number
-        self.row = T.bind(number * _ROWS)
-        outer = T.bind(T.truncdiv(block, self.row_tiles))
-        group = T.bind(T.Cast("int64", T.truncmod(outer, tensors.groups)))
-        batch = T.bind(T.Cast("int64", T.truncdiv(outer, tensors.groups)))
-        at: Coordinates = {"b": batch, "group": group}
-        self.at_keys: Coordinates = {"b": batch, "g": T.bind(tensors.rows.key_head(group))}
+    def _block(self, thread: Expr, block: Expr) -> None:
+        tensors, tile, self.thread = self.tensors, self.tile, thread
+        self.row, at, self.at_keys = tensors.locate(block, _ROWS)
         visible = tensors.visible(self.row, _ROWS)
         self.end = visible if isinstance(visible, int) else T.bind(visible)
         self.warp = T.bind(tirx.floordiv(self.thread, WARP))

@@ -23,7 +23,7 @@ from ...core.builder import Expr, Function, ceil_div, int64, when
 from ...core.view import Coordinates
 from ..core import ptx
 from ..core.expression import emit
-from ..core.launch import SharedMemory, at_least_one, launch, local, may_begin_early, unrolled
+from ..core.launch import SharedMemory, local, may_begin_early, unrolled
 from .attention_plan import EARLY_CAPABILITY, AttentionPlan
 from .attention_tensors import AttentionTensors, tiles_of, to_int32
 from .heads import GpuHeads
@@ -111,8 +111,7 @@ def simt_attention_kernel(problem: AttentionProblem, gpu: GpuTarget, plan: SimtP
     with function:
         found = AttentionTensors.of(function, problem, AttentionPlan(1, plan.keys, 1, 1, together))
         with function.body():
-            for view in (found.query, found.key, found.value, *found.masks, found.result):
-                view.open_for_gpu()
+            found.open(raw=False)
             _Kernel(found, plan, begins_early).emit()
     return may_begin_early(function.result) if begins_early else function.result
 
@@ -124,7 +123,6 @@ class _Kernel:
         self.begins_early = begins_early
         self.tensors, self.plan, self.problem = tensors, plan, tensors.problem
         self.d, self.e = int(tensors.sizes["d"]), int(tensors.sizes["e"])
-        self.row_tiles = to_int32(ceil_div(tensors.rows.count, plan.rows))
         self.columns = ceil_div(self.e, SHARING * _QUAD)
         """Times that the threads of a row take four columns of values each."""
         shared = self.shared = SharedMemory()
@@ -134,33 +132,11 @@ class _Kernel:
 
     def emit(self) -> None:
         """The launch."""
-        tensors, plan = self.tensors, self.plan
-        tiles = self.row_tiles * tensors.groups * to_int32(tensors.sizes["b"])
-        blocks = at_least_one(tiles) if isinstance(tiles, int) else tensors.blocks(plan.rows)
-        with launch(blocks, plan.threads) as place:
-            self.thread = place.thread
-            self.shared.open()
-            if self.begins_early:
-                ptx.wait_for_launches_before()
-                ptx.let_next_launch_begin()
-            block = T.bind(T.Cast("int32", place.block))
-            if isinstance(tiles, int):
-                self._block(block)
-            else:
-                with when(block < tiles):
-                    self._block(block)
+        self.tensors.launch(self.plan.rows, self.plan.threads, self.shared, self.begins_early, self._block)
 
-    def _block(self, block: Expr) -> None:
-        tensors, plan, rows = self.tensors, self.plan, self.tensors.rows
-        number = T.truncmod(block, self.row_tiles)
-        if self.problem.causal:  # long rows first
-            number = self.row_tiles - 1 - number
-        self.row = T.bind(number * plan.rows)
-        outer = T.bind(T.truncdiv(block, self.row_tiles))
-        group = T.bind(T.Cast("int64", T.truncmod(outer, tensors.groups)))
-        batch = T.bind(T.Cast("int64", T.truncdiv(outer, tensors.groups)))
-        self.at: Coordinates = {"b": batch, "group": group}
-        self.at_keys: Coordinates = {"b": batch, "g": T.bind(rows.key_head(group))}
+    def _block(self, thread: Expr, block: Expr) -> None:
+        tensors, plan, rows, self.thread = self.tensors, self.plan, self.tensors.rows, thread
+        self.row, self.at, self.at_keys = tensors.locate(block, plan.rows)
         visible = tensors.visible(self.row, plan.rows)
         self.end = T.bind(visible) if not isinstance(visible, int) else visible
         self.part = T.bind(tirx.floormod(self.thread, SHARING))

@@ -18,16 +18,14 @@ from tvm.script.ir_builder import tirx as T
 from ....encoding.packed_layout import SWIZZLED_BYTES
 from ....encoding.problem import AttentionProblem
 from ....errors import EncodingError
-from ....target.element_types import HALVES
 from ....target.gpu_target import WARP, WARPGROUP, GpuTarget
 from ...attention.attention_tile import LOWEST
 from ...core.builder import Expr, Function, ceil_div, when
-from ...core.view import Coordinates
 from ..core import ptx
-from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, launch, local, may_begin_early, unrolled
+from ..core.launch import SWIZZLED_ALIGN, SharedMemory, launch, local, may_begin_early, unrolled
 from ..matmul.operand_tiles import PRODUCERS, OperandTile, Source, source_of
 from .attention_plan import WIDTH, AttentionPlan, choose_plan
-from .attention_tensors import AttentionTensors, tiles_of, to_int32
+from .attention_tensors import AttentionTensors, tensor_core_misfit, tiles_of, to_int32
 from .row_store import RowStore
 from .score_tile import LOG2_E, ScoreTile, average, averaged
 
@@ -39,15 +37,9 @@ _PITCH = 4
 
 def misfit(problem: AttentionProblem, gpu: GpuTarget) -> str:
     """Why `wgmma_attention_kernel` cannot solve a problem; empty where it can."""
-    types = {operand.dtype for operand in (problem.query, problem.key, problem.value, problem.result)}
     if gpu.tensor != "wgmma":
         return f"{gpu.arch} has no wgmma"
-    if len(types) > 1 or not types <= set(HALVES):
-        return f"element types {sorted(types)}, expected one of {HALVES}"
-    sizes = dict(problem.sizes)
-    if int(sizes["d"]) > 256 or int(sizes["e"]) > 256:
-        return f"heads of {sizes['d']} and {sizes['e']}, expected at most 256"
-    return "an extent is 0" if 0 in sizes.values() else ""
+    return tensor_core_misfit(problem, gpu)
 
 
 def wgmma_attention_kernel(
@@ -72,10 +64,7 @@ def wgmma_attention_kernel(
     with function:
         tensors = AttentionTensors.of(function, problem, plan or choose_plan(problem, gpu))
         with function.body():
-            for view in (tensors.query, tensors.key, tensors.value):
-                view.open(raw=True)
-            for view in (*tensors.masks, tensors.result):
-                view.open_for_gpu()
+            tensors.open(raw=True)
             _Kernel(tensors).emit()
     return may_begin_early(function.result)
 
@@ -96,7 +85,6 @@ class _Kernel:
         self.v = OperandTile.of(tensors.value, "n", self.keys, n, e, may_transpose=False)
         self.depth_steps, self.width_steps = ceil_div(d, WIDTH), ceil_div(e, WIDTH)
         self.width = self.width_steps * WIDTH
-        self.row_tiles = to_int32(ceil_div(rows.count, height))
         self.is_causal = bool(self.problem.causal)
         is_masked = self.is_causal or plan.split > 1 or not (isinstance(n, int) and n % self.keys == 0)
         self.tile = ScoreTile(self.problem, tensors.masks, rows, self.keys, is_masked)
@@ -115,15 +103,12 @@ class _Kernel:
             self.pitch = self.width + _PITCH
             shared.size = max(shared.size, height * (self.pitch + 2) * 4)
         self.barriers = shared.take(8 * (1 + 4 * stages), 8)
-        tiles = self.row_tiles * self.tensors.groups * to_int32(self.tensors.sizes["b"])
-        threads = PRODUCERS + plan.consumers * WARPGROUP
-        is_known = isinstance(tiles, int)
-        blocks = at_least_one(tiles) if is_known else self.tensors.blocks(height)
-        with launch(blocks * plan.split, threads, plan.split, plan.consumers > 1) as place:
+        tiles, threads = self.tensors.tiles(height), PRODUCERS + plan.consumers * WARPGROUP
+        with launch(self.tensors.blocks(height) * plan.split, threads, plan.split, plan.consumers > 1) as place:
             self.thread, self.rank = place.thread, place.rank
             shared.open()
             block = T.bind(T.Cast("int32", place.block))
-            if is_known:
+            if isinstance(tiles, int):
                 self._work(block)
             else:
                 with when(block < tiles * plan.split):
@@ -147,17 +132,9 @@ class _Kernel:
 
     def _take(self, tile: Expr) -> None:
         """Which rows and keys a tile of rows is of."""
-        plan, rows = self.plan, self.tensors.rows
+        plan = self.plan
         height = plan.consumers * 64
-        number = T.truncmod(tile, self.row_tiles)
-        if self.is_causal:  # long rows first
-            number = self.row_tiles - 1 - number
-        self.row = T.bind(number * height)
-        outer = T.bind(T.truncdiv(tile, self.row_tiles))
-        group = T.bind(T.Cast("int64", T.truncmod(outer, self.tensors.groups)))
-        batch = T.bind(T.Cast("int64", T.truncdiv(outer, self.tensors.groups)))
-        self.at: Coordinates = {"b": batch, "group": group}
-        self.at_keys: Coordinates = {"b": batch, "g": T.bind(rows.key_head(group))}
+        self.row, self.at, self.at_keys = self.tensors.locate(tile, height)
         visible = self.tensors.visible(self.row, height)
         tiles = tiles_of(visible, self.keys)
         begin: Expr = 0

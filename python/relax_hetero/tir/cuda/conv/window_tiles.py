@@ -25,7 +25,7 @@ from ...core.view import Coordinates
 from ..core import ptx
 from ..core.global_view import GlobalView
 from ..core.launch import SharedMemory, local, unrolled
-from ..matmul.operand_tiles import PRODUCERS, Source
+from ..matmul.operand_tiles import PRODUCERS, Source, SwizzledLines
 from . import window_places
 from .window_places import WindowPlaces
 
@@ -51,7 +51,7 @@ def misfit(problem: ConvProblem) -> str:
 
 
 @dataclass
-class WindowTile:
+class WindowTile(SwizzledLines):
     """The left operand of an implicit product, and the tile that a stage holds of it; stands for an `OperandTile`.
 
     Attributes
@@ -87,26 +87,6 @@ class WindowTile:
     def view(self) -> GlobalView:
         """The map."""
         return self.places.view
-
-    @property
-    def element(self) -> int:
-        """Bytes of an element."""
-        return bytes_of(self.view.nominal)
-
-    @property
-    def step(self) -> int:
-        """Channels of a step."""
-        return SWIZZLED_BYTES // self.element
-
-    @property
-    def size(self) -> int:
-        """Bytes of a tile."""
-        return self.rows * SWIZZLED_BYTES
-
-    @property
-    def lines(self) -> int:
-        """Lines that the threads copy at a time, a chunk each."""
-        return self.threads // _CHUNKS
 
     @property
     def per_chunk(self) -> int:

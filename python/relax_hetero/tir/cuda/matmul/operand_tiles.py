@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -44,6 +44,38 @@ class TileView(Protocol):
 
     def alignment(self, along: str, most: int) -> int:
         """The largest power of two, up to `most` bytes, at multiples of which runs along a dimension begin."""
+
+
+class SwizzledLines:
+    """The geometry of a tile whose rows are lines of 128 bytes in shared memory."""
+
+    rows: int
+    threads: int
+    if TYPE_CHECKING:
+
+        @property
+        def view(self) -> TileView:
+            """The operand."""
+
+    @property
+    def element(self) -> int:
+        """Bytes of an element."""
+        return bytes_of(self.view.nominal)
+
+    @property
+    def step(self) -> int:
+        """The k of a stage."""
+        return SWIZZLED_BYTES // self.element
+
+    @property
+    def size(self) -> int:
+        """Bytes of a tile."""
+        return self.rows * SWIZZLED_BYTES
+
+    @property
+    def lines(self) -> int:
+        """Lines that the threads copy at a time, a chunk each."""
+        return self.threads // _CHUNKS
 
 
 class Source(Enum):
@@ -106,7 +138,7 @@ class LeftTile(Protocol):
 
 
 @dataclass(frozen=True)
-class OperandTile:
+class OperandTile(SwizzledLines):
     """An operand of a product, and the tiles that a stage holds of it.
 
     Attributes
@@ -157,26 +189,6 @@ class OperandTile:
             # Columns come in stripes of so many rows, of which a smaller tile has none.
             source, width = Source.GATHER, 0
         return OperandTile(view, side, rows, extent, depth, source, width, threads)
-
-    @property
-    def lines(self) -> int:
-        """Lines that the threads copy at a time, a chunk each."""
-        return self.threads // _CHUNKS
-
-    @property
-    def element(self) -> int:
-        """Bytes of an element."""
-        return bytes_of(self.view.nominal)
-
-    @property
-    def step(self) -> int:
-        """The k of a stage."""
-        return SWIZZLED_BYTES // self.element
-
-    @property
-    def size(self) -> int:
-        """Bytes of a tile."""
-        return self.rows * SWIZZLED_BYTES
 
     @property
     def is_transposed(self) -> bool:
