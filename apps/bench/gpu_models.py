@@ -1,4 +1,4 @@
-"""Whole models on an NVIDIA GPU, and cut over the GPU and a CPU: errors against a CPU, and times.
+"""Whole models on an NVIDIA GPU, and cut over the GPU and a CPU or a second GPU: errors against a CPU, and times.
 
 python apps/bench/gpu_models.py                                       # every model of the zoo, and the newer ones
 python apps/bench/gpu_models.py bert gpt2 swin --precision float16 --torch
@@ -87,8 +87,7 @@ class Process:
             self._log.seek(0)
             last = self._log.read()[-400:].decode(errors="replace").strip()
             failure = f"the process ended with status {process.returncode}: {last}"
-            about = {"model": self.job.name, "precision": self.job.precision}
-            self._report({"step": begun, **about, "failure": failure})
+            self._report({"step": begun, **self.job.about, "failure": failure})
         return False
 
 
@@ -126,7 +125,10 @@ def _file_of(name: str, skeletons: Path | None) -> str:
 @click.option("--precision", default="float32", show_default=True, help="Of float products; several by commas.")
 @click.option("--gpu", default="cuda", show_default=True, help="Target of the GPU; llvm has a CPU stand for it.")
 @click.option(
-    "--cuts", default=6, show_default=True, help="Parts of the model that is cut over CPU and GPU; 0 for none."
+    "--cuts", default=6, show_default=True, help="Parts of the model that is cut over two devices; 0 for none."
+)
+@click.option(
+    "--other", default="llvm", show_default=True, help="Of the cut model; cuda:1 is a second GPU."
 )
 @click.option("--workers", default=os.cpu_count() or 1, show_default=True, help="Models that are compiled at a time.")
 @click.option("--limit", default=300.0, show_default=True, help="Seconds for each model.")
@@ -135,7 +137,7 @@ def _file_of(name: str, skeletons: Path | None) -> str:
 @click.option("--no-times", is_flag=True, help="Compare and do not time.")
 @click.option("--torch", "peer", is_flag=True, help="PyTorch's eager ops in a CUDA graph beside it.")
 @click.option("--compiled", default="", help="torch.compile in this mode beside it, in a CUDA graph; takes minutes.")
-@click.option("--batch", default=1, show_default=True, help="Images or sentences at a time.")
+@click.option("--batch", default="1", show_default=True, help="Images or sentences at a time; several by commas.")
 @click.option("--slowest", default=0, help="List so many of the slowest kernels; compiles each model once more.")
 @click.option(
     "--skeletons", type=click.Path(path_type=Path), help=f"A folder of NAME{SUFFIX} files to take models from."
@@ -147,6 +149,7 @@ def main(
     precision: str,
     gpu: str,
     cuts: int,
+    other: str,
     workers: int,
     limit: float,
     reference: str,
@@ -154,7 +157,7 @@ def main(
     no_times: bool,
     peer: bool,
     compiled: str,
-    batch: int,
+    batch: str,
     slowest: int,
     skeletons: Path | None,
     json_file: Path | None,
@@ -172,13 +175,15 @@ def main(
             gpu,
             reference,
             cuts,
+            other,
             build_only,
             peer,
             compiled,
-            batch,
+            int(size),
             slowest,
         )
         for kind in precision.split(",")
+        for size in batch.split(",")
         for name in names
     ]
     lines: list[Line] = []
@@ -214,6 +219,7 @@ def _print(lines: Sequence[Line]) -> None:
     for column in (
         "model",
         "precision",
+        "batch",
         "error",
         "cut",
         "compiled, s",
@@ -224,10 +230,9 @@ def _print(lines: Sequence[Line]) -> None:
         "ratio",
     ):
         table.add_column(column, justify="left" if column in ("model", "precision") else "right")
-    keys = dict.fromkeys((line["model"], line["precision"]) for line in lines)
     ratios = []
-    for model, precision in keys:
-        steps = {one["step"]: one for one in lines if (one["model"], one["precision"]) == (model, precision)}
+    for key in dict.fromkeys(_job_of(line) for line in lines):
+        steps = {line["step"]: line for line in lines if _job_of(line) == key}
         ours, eager, best = (steps.get(step, {}).get("device_ms") for step in ("times", "torch", "torch.compile"))
         theirs = min(filter(None, (eager, best)), default=None)
         ratios += [theirs / ours] if ours and theirs else []
@@ -236,7 +241,7 @@ def _print(lines: Sequence[Line]) -> None:
         cells += [
             f"{value:.3f}" if value else "" for value in (steps.get("times", {}).get("call_ms"), ours, eager, best)
         ]
-        table.add_row(model, precision, *cells, f"{ratios[-1]:.2f}" if ours and theirs else "")
+        table.add_row(*map(str, key), *cells, f"{ratios[-1]:.2f}" if ours and theirs else "")
     console.print(table)
     if ratios:
         console.print(f"geometric mean of the better torch's time over ours: {geometric_mean(ratios):.2f}")
@@ -251,8 +256,13 @@ def _print(lines: Sequence[Line]) -> None:
             console.print(f"{verdict(check)}: {check}", markup=False)
 
 
+def _job_of(line: Line) -> tuple[str, str, int]:
+    return line["model"], line["precision"], line["batch"]
+
+
 def _title(line: Line) -> str:
-    return f"{line['model']} in {line['precision']}, {line['step']}"
+    several = f", {line['batch']} at a time" if line["batch"] > 1 else ""
+    return f"{line['model']} in {line['precision']}{several}, {line['step']}"
 
 
 def _error(line: Line) -> str:

@@ -43,7 +43,9 @@ class Job:
     reference : str
         What results are compared with: "onnxruntime", or "ours" on the native CPU.
     cuts : int
-        In how many parts, in turn on the GPU and on the CPU, the nodes are cut for a second run; 0 for none.
+        In how many parts, in turn on the GPU and on the other device, the nodes are cut for a second run; 0 for none.
+    other : str
+        Target of the other device: a kind, or JSON; "cuda:1" is a second GPU.
     build_only : bool
         Compile and run nothing.
     peer : bool
@@ -62,6 +64,7 @@ class Job:
     gpu: str = "cuda"
     reference: str = "onnxruntime"
     cuts: int = 6
+    other: str = "llvm"
     build_only: bool = False
     peer: bool = False
     compiled: str = ""
@@ -76,6 +79,11 @@ class Job:
         """The environment it has to start in."""
         path = os.pathsep.join([str(BENCH), *filter(None, [os.environ.get("PYTHONPATH", "")])])
         return {"TVM_NUM_THREADS": "2", "TVM_BIND_THREADS": "0", **os.environ, "PYTHONPATH": path}
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """The fields of every line that tell which job it is of."""
+        return {"model": self.name, "precision": self.precision, "batch": self.batch}
 
     @property
     def target(self) -> Any:
@@ -102,6 +110,7 @@ class Work:
         self.wanted: list[np.ndarray] = []
         self.machine: Any = None
         self.by_kernel: Any = None
+        self.peers: dict[str, Any] = {}
 
     def reference(self) -> dict[str, Any]:
         """Results on the CPU, in float32."""
@@ -136,14 +145,14 @@ class Work:
         return found
 
     def cut(self) -> dict[str, Any]:
-        """Parts of the model in turn on the GPU and on the CPU; both have to hold ops."""
+        """Parts of the model in turn on the GPU and on the other device; both have to hold ops."""
         names = [node.name for node in self.model.graph.node]
         size = max(1, -(-len(names) // self.job.cuts))
         # A second CPU where a CPU stands for the GPU: two devices need two targets.
         gpu = {"kind": "llvm", "mcpu": "x86-64-v3"} if self.job.gpu == "llvm" else self.job.target
         placement = {glob.escape(name): f"vdevice:{1 - index // size % 2}" for index, name in enumerate(names)}
         begin = time.perf_counter()
-        executable = self._compiled(["llvm", gpu], placement, self.job.precision)
+        executable = self._compiled([self.job.other, gpu], placement, self.job.precision)
         found: dict[str, Any] = {"compile_seconds": time.perf_counter() - begin}
         held = [entry["device_index"] for entry in executable.metadata.placement if entry["kind"] == "op"]
         found["ops"] = [held.count(0), held.count(1)]
@@ -195,7 +204,8 @@ class Work:
 
         runner, operands = self._runner()
         with torch.inference_mode():
-            return self._captured(torch.jit.freeze(torch.jit.trace(runner, operands, check_trace=False)), operands)
+            traced = torch.jit.freeze(torch.jit.trace(runner, operands, check_trace=False))
+            return self._captured("torch", traced, operands)
 
     def torch_compiled(self) -> dict[str, Any]:
         """The same nodes by ``torch.compile``, captured as a CUDA graph."""
@@ -204,8 +214,16 @@ class Work:
         runner, operands = self._runner()
         begin = time.perf_counter()
         with torch.inference_mode():
-            found = self._captured(torch.compile(runner, mode=self.job.compiled, dynamic=False), operands)
+            compiled = torch.compile(runner, mode=self.job.compiled, dynamic=False)
+            found = self._captured("torch.compile", compiled, operands)
         return {**found, "seconds": time.perf_counter() - begin}
+
+    def peer_times(self, name: str) -> dict[str, Any]:
+        """Milliseconds of what was captured, launched as often as ours."""
+        import torch
+
+        graph, found = self.peers[name]
+        return {**found, "device_ms": _median_ms(graph.replay, torch.cuda.synchronize)}
 
     def _runner(self) -> tuple[Any, list[Any]]:
         """The nodes as a module of PyTorch on the GPU, and its operands."""
@@ -221,8 +239,8 @@ class Work:
             operands = [value.to(lower) if value.is_floating_point() else value for value in operands]
         return runner, operands
 
-    def _captured(self, program: Callable[..., Any], operands: Sequence[Any]) -> dict[str, Any]:
-        """Milliseconds of a program of PyTorch as a CUDA graph, and the error of its results."""
+    def _captured(self, name: str, program: Callable[..., Any], operands: Sequence[Any]) -> dict[str, Any]:
+        """Keep a program of PyTorch as a CUDA graph, under the peer's name; the error of its results."""
         import torch
 
         side = torch.cuda.Stream()
@@ -233,9 +251,12 @@ class Work:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=side):
             results = program(*operands)
-        found = {"device_ms": _median_ms(graph.replay, torch.cuda.synchronize)}
+        graph.replay()
+        torch.cuda.synchronize()
         results = results if isinstance(results, tuple) else (results,)
-        return {**found, "error": self._error([result.float().cpu().numpy() for result in results])}
+        found = {"error": self._error([result.float().cpu().numpy() for result in results])}
+        self.peers[name] = graph, found
+        return found
 
     def _compiled(
         self, devices: Sequence[Any], placement: dict[str, str] | None, precision: str, command_buffers: bool = True
@@ -296,7 +317,7 @@ def main(job: Job) -> None:
             at = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{os.path.basename(at.filename)}:{at.lineno} {at.name}"
             found = {"failure": f"{type(error).__name__}: {error}"[:3000], "where": where}
-        answers.write(json.dumps({"step": name, "model": job.name, "precision": job.precision, **found}) + "\n")
+        answers.write(json.dumps({"step": name, **job.about, **found}) + "\n")
         return "failure" not in found
 
     work = Work(job)
@@ -304,15 +325,17 @@ def main(job: Job) -> None:
         step("gpu", work.gpu)
         if job.cuts:
             step("cut", work.cut)
+        if work.machine is not None and job.peer:
+            step("torch", work.torch)
+        if work.machine is not None and job.compiled:
+            step("torch.compile", work.torch_compiled)
     answers.write(json.dumps({"waits": True}) + "\n")
     if sys.stdin.readline().strip() != "time" or work.machine is None:
         return
     if step("times", work.times) and job.slowest:
         step("slowest", work.slowest)
-    if job.peer:
-        step("torch", work.torch)
-    if job.compiled:
-        step("torch.compile", work.torch_compiled)
+    for name in work.peers:
+        step(name, lambda name=name: work.peer_times(name))
 
 
 if __name__ == "__main__":

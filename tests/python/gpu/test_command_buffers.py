@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import os
 
 import numpy as np
 import pytest
@@ -23,6 +24,8 @@ two_gpus = pytest.mark.skipif(GPUS < 2, reason="fewer than two NVIDIA GPUs")
 
 CUDA = {"kind": "cuda", "arch": "sm_90"}
 OPAQUE = 8
+ALONE = "PYTEST_XDIST_WORKER" not in os.environ
+"""Free memory of a GPU is that of all processes: it says something where no other test runs beside."""
 
 
 def steps(count, extent=16, symbolic=False):
@@ -168,7 +171,8 @@ def test_ten_thousand_submissions_leave_nothing():
     for _ in range(10_000):
         y = vm["main"](x)
     np.testing.assert_array_equal(y.numpy(), added(x.numpy(), 20))
-    assert torch.cuda.mem_get_info()[0] >= before
+    if ALONE:
+        assert torch.cuda.mem_get_info()[0] >= before
 
 
 def test_machines_come_and_go():
@@ -185,7 +189,8 @@ def test_machines_come_and_go():
     before = torch.cuda.mem_get_info()[0]
     for _ in range(20):
         once()
-    assert before - torch.cuda.mem_get_info()[0] < 8 << 20
+    if ALONE:
+        assert before - torch.cuda.mem_get_info()[0] < 8 << 20
     assert not cuda_graph._graphs
 
 
