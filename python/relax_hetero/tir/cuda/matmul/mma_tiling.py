@@ -11,9 +11,11 @@ from ....encoding.problem import MatmulProblem
 from ....target.element_types import bytes_of
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, ceil_div
-from .wgmma_tiling import STAGED_BYTES, STAGING_PAD, SYMBOLIC_EXTENT, staged_element
+from .wgmma_tiling import STAGED_BYTES, STAGING_PAD, staged_element
 
 MOST_STAGES = 4
+
+SYMBOLIC_EXTENT = 1024
 
 
 @dataclass(frozen=True)

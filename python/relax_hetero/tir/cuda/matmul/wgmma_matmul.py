@@ -26,7 +26,7 @@ from ...core.builder import Expr, Function, ceil_div, int64, opaque, when
 from ...core.view import Coordinates
 from ...core.work_split import unravel
 from ..core import ptx
-from ..core.launch import SWIZZLED_ALIGN, SharedMemory, launch, local, may_begin_early
+from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, launch, local, may_begin_early
 from .fragments import FragmentStore, ProductParameters, Staging
 from .operand_tiles import PACKED_ROWS, PRODUCERS, LeftTile, OperandTile, Source, source_of
 from .wgmma_tiling import Tiling, choose_tiling
@@ -176,7 +176,9 @@ class WgmmaProduct:
         self.full_at = shared.take(8 * tiling.stages, 8)
         self.empty_at = shared.take(8 * tiling.stages, 8)
         threads = PRODUCERS + self.consumers * WARPGROUP
-        with launch(tiling.blocks, threads, tiling.split, self.moves_registers) as place:
+        # 0 blocks: as many as there are tiles, which only a launch knows.
+        blocks = tiling.blocks or at_least_one(int64(self.tiles)) * tiling.split
+        with launch(blocks, threads, tiling.split, self.moves_registers) as place:
             self.block, self.rank, self.thread = place.block, place.rank, place.thread
             shared.open()
             if self.read_early:
@@ -207,18 +209,25 @@ class WgmmaProduct:
     def _each_tile(self, body: Callable[[Expr, Coordinates, Expr, Expr], None]) -> None:
         """Write `body` for every tile of the block: its number among them, batch, first row and first column."""
         tiling = self.tiling
-        clusters = tiling.blocks // tiling.split
         own = self.block if tiling.split == 1 else self.block // tiling.split
-        is_one = isinstance(self.tiles, int) and self.tiles == clusters
-        count = 1 if is_one else T.truncdiv(self.tiles - own + (clusters - 1), clusters)
-        with T.serial(count) as turn:
-            tile = own if is_one else own + turn * clusters
+
+        def one(turn: Expr, tile: Expr) -> None:
             at, row, column = self._place(T.bind(tile))
             # Not simply bound: TVM would write these divisions out wherever the place is used, in each step of k.
             at = {name: opaque(value) for name, value in at.items()}
             row, column = opaque(T.Cast("int64", row)), opaque(T.Cast("int64", column))
             # A product with the tile's size, so that accesses are known to be aligned.
             body(turn, at, row * tiling.rows, column * tiling.columns)
+
+        clusters = tiling.blocks // tiling.split
+        if clusters == 0:
+            with when(_int32(own) < self.tiles):
+                one(0, _int32(own))
+        elif isinstance(self.tiles, int) and self.tiles == clusters:
+            one(0, own)
+        else:
+            with T.serial(T.truncdiv(self.tiles - own + (clusters - 1), clusters)) as turn:
+                one(turn, own + turn * clusters)
 
     def _place(self, tile: Expr) -> tuple[Coordinates, Expr, Expr]:
         """Batch, row and column of a tile: a group of rows goes over all columns, its rows one after the other."""
@@ -313,11 +322,12 @@ class WgmmaProduct:
 
             self._each_step(turn, step)
 
+            if self.tiling.split > 1:
+                # With the consumers, who read each other's sums in between.
+                for _ in range(2):
+                    _cluster_barrier()
+
         self._each_tile(tile)
-        if self.tiling.split > 1:
-            # With the consumers, who read each other's sums in between.
-            for _ in range(2):
-                _cluster_barrier()
 
     def _consume(self, staging: Staging, part: int) -> None:
         if self.moves_registers:

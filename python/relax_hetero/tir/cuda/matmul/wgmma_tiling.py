@@ -24,7 +24,8 @@ STAGING_PAD = 32
 """Bytes between staged rows, at most."""
 
 
-SYMBOLIC_EXTENT = 1024
+EXTENTS = (64, 256, 1024, 4096)
+"""What symbolic extents are taken for: the tiling is the one that loses least, in the mean, of the best for each."""
 
 # Cycles of a step of k, 128 bytes of it, by rows and columns of the tile: measured on an H200 with all multiprocessors
 # at work. Small tiles wait for loads, at 48 bytes a cycle, large ones for tensor cores, too.
@@ -67,7 +68,7 @@ class Tiling:
     stages : int
         Of the ring of tiles in shared memory.
     blocks : int
-        That are launched, a multiple of `split`.
+        That are launched, a multiple of `split`; 0: those of a cluster for each tile, which only a launch knows.
     split : int
         Blocks of a cluster that share a tile, each with a part of k: 1, 2, 4 or 8.
     group : int
@@ -97,28 +98,35 @@ def choose_tiling(
     Parameters
     ----------
     sizes, counts : sequence of PrimExpr or int
-        Extents of m, n and k, and of batch dimensions; where they are symbolic, the tiling is that of a product with
-        `SYMBOLIC_EXTENT` in their place.
+        Extents of m, n and k, and of batch dimensions; where they are symbolic, the tiling loses little for any of
+        `EXTENTS` in their place.
     gathers : bool
         Whether an operand comes through registers.
     """
-    m, n, k = (size if isinstance(size, int) else SYMBOLIC_EXTENT for size in sizes)
     batches = prod(count if isinstance(count, int) else 1 for count in counts)
     is_known = all(isinstance(size, int) for size in (*sizes, *counts))
-    steps = ceil_div(k, SWIZZLED_BYTES // bytes_of(problem.lhs.dtype))
+    cases = [
+        [size if isinstance(size, int) else extent for size in sizes] for extent in ((1,) if is_known else EXTENTS)
+    ]
+    slowness, per_step = GATHERED if gathers else 1, SWIZZLED_BYTES // bytes_of(problem.lhs.dtype)
     choices = [
         ((rows, columns), split)
         for rows, columns in STEP_CYCLES
-        for split in (RUNNING if is_known else (1,))
-        if split <= steps and (split == 1 or (columns <= MOST_SPLIT_COLUMNS and columns // split % 8 == 0))
+        for split in (RUNNING if isinstance(sizes[2], int) else (1,))
+        if split <= ceil_div(cases[0][2], per_step)
+        and (split == 1 or (columns <= MOST_SPLIT_COLUMNS and columns // split % 8 == 0))
     ]
 
-    def cost(choice: tuple[tuple[int, int], int]) -> float:
+    def cost(choice: tuple[tuple[int, int], int], case: Sequence[int]) -> float:
         (rows, columns), split = choice
-        tiles = ceil_div(m, rows) * ceil_div(n, columns) * batches
-        return cycles((rows, columns), split, tiles, steps, GATHERED if gathers else 1)
+        tiles = ceil_div(case[0], rows) * ceil_div(case[1], columns) * batches
+        return cycles((rows, columns), split, tiles, ceil_div(case[2], per_step), slowness)
 
-    tile, split = min(choices, key=cost)
+    least = [min(cost(choice, case) for choice in choices) for case in cases]
+    tile, split = min(
+        choices, key=lambda one: sum(cost(one, case) / best for case, best in zip(cases, least, strict=True))
+    )
+    steps = ceil_div(cases[-1][2], per_step)
     # Of few steps, most of the work is to store: warps take turns in runs of 128 bytes of the result, which takes 16 %
     # less time for 50,176 x 64 x 256.
     short = max(_STAGED[-1], _SHORT_RUN * staged_element(problem))
@@ -183,5 +191,7 @@ def tiling_of(
     if isinstance(m, int) and isinstance(n, int) and all(isinstance(count, int) for count in counts):
         tiles = ceil_div(m, rows) * ceil_div(n, columns) * prod(counts)
         clusters = tiles if split > 1 else min(tiles, clusters)  # blocks of a cluster have one tile
+    elif split > 1:
+        clusters = 0
     blocks = clusters * split
     return Tiling(rows, columns, max(1, min(stages, most_stages)), blocks, split, group, staged)

@@ -236,6 +236,12 @@ def test_symbolic_extents():
     check(problem_of({**sizes, "k": 72}, symbolic=["m"]), {**sizes, "k": 72})
 
 
+@pytest.mark.parametrize("rows", [0, 65])
+def test_blocks_that_share_the_k_of_a_symbolic_number_of_tiles(rows):
+    sizes = {"m": rows, "n": 72, "k": 200}
+    check(problem_of(sizes, symbolic=["m"]), sizes, split=2)
+
+
 @pytest.mark.parametrize(
     ("how", "tile", "options"),
     [
