@@ -258,6 +258,7 @@ class _Kernel:
                 ptx.wgmma_wait(1)
                 self._release(1, following)
                 tile.softmax(first)
+                ptx.compute_first(tile.sums[0] + tile.sums[1])
                 ptx.wgmma_wait(0)
                 self._release(3, number)
                 tile.pack(self.dtype)
