@@ -84,7 +84,7 @@ class _Kernel:
         self.k = OperandTile.of(tensors.key, "n", self.keys, n, d)
         self.v = OperandTile.of(tensors.value, "n", self.keys, n, e, may_transpose=False)
         self.depth_steps, self.width_steps = ceil_div(d, WIDTH), ceil_div(e, WIDTH)
-        self.width = self.width_steps * WIDTH
+        self.width = ceil_div(int(e), 16) * 16
         self.is_causal = bool(self.problem.causal)
         is_masked = self.is_causal or plan.split > 1 or not (isinstance(n, int) and n % self.keys == 0)
         self.tile = ScoreTile(self.problem, tensors.masks, rows, self.keys, is_masked)
