@@ -29,8 +29,9 @@ from .cluster_sums import ClusterSums
 from .row_store import RowStore
 from .score_tile import ScoreTile
 
-_REGISTERS = {1: (0, 0), 2: (40, 232), 3: (32, 160)}
-"""Of producers and consumers, by warpgroups of consumers: no more than 65,536 in all."""
+REGISTERS = {1: (0, 0), 2: (40, 232), 3: (32, 160)}
+"""Of producers and consumers, by warpgroups of consumers: no more in all than a launch gives, 168 a thread to three
+warpgroups, 128 to four. For more, consumers would wait for ever."""
 
 
 def misfit(problem: AttentionProblem, gpu: GpuTarget) -> str:
@@ -177,7 +178,7 @@ class _Kernel:
 
     def _produce(self) -> None:
         if self.plan.consumers > 1:
-            ptx.set_max_registers(_REGISTERS[self.plan.consumers][0], grows=False)
+            ptx.set_max_registers(REGISTERS[self.plan.consumers][0], grows=False)
         row = T.bind(T.Cast("int64", self.row))
         for step in range(self.depth_steps):
             target = self.q_at + step * self.q.size
@@ -212,7 +213,7 @@ class _Kernel:
 
     def _consume(self) -> None:
         if self.plan.consumers > 1:
-            ptx.set_max_registers(_REGISTERS[self.plan.consumers][1], grows=True)
+            ptx.set_max_registers(REGISTERS[self.plan.consumers][1], grows=True)
         tile = self.tile
         self.group = T.bind(self.thread // WARPGROUP - 1)
         self.member = T.bind(self.thread % WARPGROUP)
