@@ -19,20 +19,19 @@ from ....encoding.packed_layout import SWIZZLED_BYTES
 from ....encoding.problem import AttentionProblem
 from ....errors import EncodingError
 from ....target.gpu_target import WARP, WARPGROUP, GpuTarget
-from ...attention.attention_tile import LOWEST
 from ...core.builder import Expr, Function, ceil_div, when
 from ..core import ptx
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, launch, local, may_begin_early, unrolled
 from ..matmul.operand_tiles import PRODUCERS, OperandTile, Source, source_of
 from .attention_plan import WIDTH, AttentionPlan, choose_plan
-from .attention_tensors import AttentionTensors, tensor_core_misfit, tiles_of, to_int32
+from .attention_tensors import AttentionTensors, tensor_core_misfit, tiles_of
+from .cluster_sums import ClusterSums
 from .row_store import RowStore
-from .score_tile import LOG2_E, ScoreTile, average, averaged
+from .score_tile import ScoreTile
 
-_REGISTERS = {1: (0, 0), 2: (40, 232), 3: (32, 160)}
-"""Of producers and consumers, by warpgroups of consumers: no more than 65,536 in all."""
-_PITCH = 4
-"""Floats between the rows of sums that blocks of a cluster put together: rows begin in different banks."""
+REGISTERS = {1: (0, 0), 2: (40, 232), 3: (32, 160)}
+"""Of producers and consumers, by warpgroups of consumers: no more in all than a launch gives, 168 a thread to three
+warpgroups, 128 to four. For more, consumers would wait for ever."""
 
 
 def misfit(problem: AttentionProblem, gpu: GpuTarget) -> str:
@@ -84,7 +83,7 @@ class _Kernel:
         self.k = OperandTile.of(tensors.key, "n", self.keys, n, d)
         self.v = OperandTile.of(tensors.value, "n", self.keys, n, e, may_transpose=False)
         self.depth_steps, self.width_steps = ceil_div(d, WIDTH), ceil_div(e, WIDTH)
-        self.width = self.width_steps * WIDTH
+        self.width = ceil_div(int(e), 16) * 16
         self.is_causal = bool(self.problem.causal)
         is_masked = self.is_causal or plan.split > 1 or not (isinstance(n, int) and n % self.keys == 0)
         self.tile = ScoreTile(self.problem, tensors.masks, rows, self.keys, is_masked)
@@ -100,8 +99,8 @@ class _Kernel:
         self.v_at = shared.take(stages * self.v_size, SWIZZLED_ALIGN)
         if plan.split > 1:
             # Sums of the blocks of a cluster take the place of all tiles.
-            self.pitch = self.width + _PITCH
-            shared.size = max(shared.size, height * (self.pitch + 2) * 4)
+            self.cluster_sums = ClusterSums(self.tensors, self.tile, shared, self.width)
+            shared.size = max(shared.size, self.cluster_sums.size)
         self.barriers = shared.take(8 * (1 + 4 * stages), 8)
         tiles, threads = self.tensors.tiles(height), PRODUCERS + plan.consumers * WARPGROUP
         with launch(self.tensors.blocks(height) * plan.split, threads, plan.split, plan.consumers > 1) as place:
@@ -127,7 +126,7 @@ class _Kernel:
                 self._consume()
         if self.plan.split > 1:
             _cluster_barrier()
-            self._put_together()
+            self.cluster_sums.put_together(self.thread, self.rank, self.row, self.at)
             _cluster_barrier()
 
     def _take(self, tile: Expr) -> None:
@@ -179,7 +178,7 @@ class _Kernel:
 
     def _produce(self) -> None:
         if self.plan.consumers > 1:
-            ptx.set_max_registers(_REGISTERS[self.plan.consumers][0], grows=False)
+            ptx.set_max_registers(REGISTERS[self.plan.consumers][0], grows=False)
         row = T.bind(T.Cast("int64", self.row))
         for step in range(self.depth_steps):
             target = self.q_at + step * self.q.size
@@ -214,7 +213,7 @@ class _Kernel:
 
     def _consume(self) -> None:
         if self.plan.consumers > 1:
-            ptx.set_max_registers(_REGISTERS[self.plan.consumers][1], grows=True)
+            ptx.set_max_registers(REGISTERS[self.plan.consumers][1], grows=True)
         tile = self.tile
         self.group = T.bind(self.thread // WARPGROUP - 1)
         self.member = T.bind(self.thread % WARPGROUP)
@@ -258,6 +257,7 @@ class _Kernel:
                 ptx.wgmma_wait(1)
                 self._release(1, following)
                 tile.softmax(first)
+                ptx.compute_first(tile.sums[0] + tile.sums[1])
                 ptx.wgmma_wait(0)
                 self._release(3, number)
                 tile.pack(self.dtype)
@@ -266,7 +266,7 @@ class _Kernel:
         ptx.wgmma_wait(0)
         tile.add_lanes()
         if self.plan.split > 1:
-            self._share()
+            self.cluster_sums.share(self.sums, self.group, self.warp)
         else:
             self._store()
 
@@ -328,82 +328,6 @@ class _Kernel:
         place = self.q_at + within * SWIZZLED_BYTES
         store = RowStore(self.tensors, self.tile, self.shared, self.at)
         store.emit(self.sums, self.width, self.row + within, place, self.q.rows * SWIZZLED_BYTES)
-
-    # -- blocks of a cluster
-
-    def _share(self) -> None:
-        """Sums and maxima of this block's keys into shared memory, in the place of all tiles."""
-        tile, height = self.tile, self.plan.consumers * 64
-        ptx.named_barrier(1, self.plan.consumers * WARPGROUP)
-        own = T.bind(self.group * 64 + self.warp * 16 + tirx.floordiv(tile.lane, 4))
-        for i in range(0, self.width // 2, 2):
-            row = own + i // 2 % 2 * 8
-            column = i // 4 * 8 + tirx.floormod(tile.lane, 4) * 2
-            target = self.shared.at((row * self.pitch + column) * 4)
-            ptx.store_shared(target, [_bits(self.sums[i + c]) for c in range(2)])
-        with when(tirx.floormod(tile.lane, 4) == 0):
-            for h in range(2):
-                target = self.shared.at((height * self.pitch + (own + 8 * h) * 2) * 4)
-                ptx.store_shared(target, [_bits(tile.greatest[h]), _bits(tile.sums[h])])
-
-    def _put_together(self) -> None:
-        """This block's share of the rows: averages over the keys of all blocks; all threads take part."""
-        plan, result = self.plan, self.tensors.result
-        height, width = plan.consumers * 64, int(self.tensors.sizes["e"])
-        threads = PRODUCERS + plan.consumers * WARPGROUP
-        quads = self.width // 4
-        items = -(-height // plan.split) * quads
-        remote, facts = local(1, "uint32"), local(2 * plan.split, "uint32")
-        part, total = local(4 * plan.split, "uint32"), local(4, "float32")
-        state, value = local(2, "float32"), local(1, "float32")
-        scale = LOG2_E * (self.tile.scale or 1.0)
-        store = RowStore(self.tensors, self.tile, self.shared, self.at)
-        with T.serial(-(-items // threads)) as turn:
-            item = T.bind(turn * threads + self.thread)
-            row = T.bind(tirx.floordiv(item, quads) * plan.split + self.rank)
-            column = T.bind(tirx.floormod(item, quads) * 4)
-            own = T.bind(self.row + row)
-            with when(tirx.all(row < height, own < to_int32(self.tensors.rows.count), column < width)):
-                sums_at = T.bind(ptx.shared_address(self.shared.at((row * self.pitch + column) * 4)))
-                facts_at = T.bind(ptx.shared_address(self.shared.at((height * self.pitch + row * 2) * 4)))
-                for rank in range(plan.split):
-                    ptx.remote_address(remote[0], facts_at, rank)
-                    ptx.load_remote([facts[2 * rank + i] for i in range(2)], remote[0])
-                    ptx.remote_address(remote[0], sums_at, rank)
-                    ptx.load_remote([part[4 * rank + i] for i in range(4)], remote[0])
-                greatest: Expr = T.float32(LOWEST)
-                for rank in range(plan.split):
-                    greatest = T.max(greatest, _float(facts[2 * rank]))
-                T.buffer_store(state, greatest, [0])
-                T.buffer_store(state, T.float32(0), [1])
-                for i in range(4):
-                    T.buffer_store(total, T.float32(0), [i])
-                for rank in range(plan.split):
-                    ptx.power_of_two(value[0], (_float(facts[2 * rank]) - state[0]) * T.float32(scale))
-                    T.buffer_store(state, state[1] + _float(facts[2 * rank + 1]) * value[0], [1])
-                    for i in range(4):
-                        T.buffer_store(total, total[i] + _float(part[4 * rank + i]) * value[0], [i])
-                T.buffer_store(value, average(state[1], self.problem.nan_to_zero), [0])
-                for i in range(4):
-                    T.buffer_store(total, averaged(total[i], value[0], self.problem.nan_to_zero), [i])
-                if result.is_contiguous("k") and width % 4 == 0 and result.alignment("k", 8) == 8:
-                    pairs = local(2, "uint32")
-                    for pair in range(2):
-                        ptx.pack_pair(pairs[pair], total[2 * pair], total[2 * pair + 1], self.dtype)
-                    at = {**self.at, "row": T.Cast("int64", own), "k": T.Cast("int64", column)}
-                    ptx.store_global(T.address_of(result.data[result.address(at)]), [pairs[0], pairs[1]])
-                else:
-                    for i in range(4):
-                        with when(column + i < width):
-                            store.one(own, column + i, total[i])
-
-
-def _bits(value: Expr) -> Expr:
-    return tirx.reinterpret("uint32", value)
-
-
-def _float(value: Expr) -> Expr:
-    return tirx.reinterpret("float32", value)
 
 
 def _cluster_barrier() -> None:

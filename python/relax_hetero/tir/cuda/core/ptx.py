@@ -211,6 +211,16 @@ def power_of_two(register: Expr, value: Expr) -> None:
     _emit("ex2.approx.ftz.f32", register, value)
 
 
+def compute_first(value: Expr) -> None:
+    """A float32 that is never negative is computed before anything that follows.
+
+    The compiler moves waits ahead of arithmetic, which then does not run beside the work that is waited for. It moves
+    nothing past a branch, and this one, which is never taken, needs the value.
+    """
+    with T.If(value < T.float32(0)), T.Then():
+        T.evaluate(_CUDA.nano_sleep(0))
+
+
 def pack_pair(register: Expr, low: Expr, high: Expr, dtype: str) -> None:
     """Two float32 rounded to float16 or bfloat16, in one register."""
     _emit(f"cvt.rn.{PTX_TYPES[dtype]}x2.f32", register, high, low)

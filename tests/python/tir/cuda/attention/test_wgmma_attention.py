@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import tvm
 from tvm.target import Target
 
-from cuda_reports import reports_of
+from cuda_reports import compile_source, reports_of, sources_of
 from gpu_interpreter import run
+from machine_code import disassembled, nvdisasm
 from relax_hetero.errors import EncodingError
 from relax_hetero.target.gpu_target import gpu_target_of
 from relax_hetero.tir.cuda.attention.attention_plan import AttentionPlan, choose_plan
-from relax_hetero.tir.cuda.attention.wgmma_attention import wgmma_attention_kernel
+from relax_hetero.tir.cuda.attention.wgmma_attention import REGISTERS, wgmma_attention_kernel
 from seeds import fresh_rng
 from tir.attention_runs import case, problem_of
 from tir.cuda.attention.attention_on_gpus import check
@@ -127,6 +130,24 @@ def test_registers_suffice_and_tensor_cores_do_not_wait(one):
     (report,) = reports_of(wgmma_attention_kernel(problem_of(one), GPU), TARGET)
     assert report.serialized == "" and not report.touched
     assert report.spill_stores == report.stack == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(nvdisasm() is None, reason="needs nvdisasm")
+def test_powers_are_computed_while_values_are_added_up():
+    one = half(1, 64, 64, 4096, 4096, 128, 128, maps=BY_HEADS)
+    (source,) = sources_of(wgmma_attention_kernel(problem_of(one), GPU), TARGET)
+    code = disassembled(compile_source(source).code)
+    beside = re.search(r"DEPBAR\.LE gsb0, 0x1(.*?)DEPBAR\.LE gsb0, 0x0", code, re.DOTALL)
+    assert beside is not None
+    assert beside[1].count("MUFU.EX2") >= 64
+
+
+@pytest.mark.parametrize("consumers", [2, 3])
+def test_warpgroups_take_no_more_registers_than_a_launch_has(consumers):
+    # A launch gives every thread as many as fit, in eights; setmaxnreg waits for ever for more than that.
+    producers, others = REGISTERS[consumers]
+    assert producers + consumers * others <= (1 + consumers) * (65536 // (128 * (1 + consumers)) // 8 * 8)
 
 
 def test_plans_keep_the_gpu_busy():
