@@ -27,9 +27,9 @@ memory delivers while the first is on its way."""
 WARPS_PER_MULTIPROCESSOR = 32
 """Of persistent blocks."""
 
-FEW_ROWS_WARPS = 24
-"""The same of few rows: a thread has 80 registers. One row by 4,096 columns of 4 bits takes 3.9 us on an H200, 4.0 with
-32 warps and 4.1 with blocks of 16 warps; by 14,336 columns 9.2 us, 17 and 10."""
+FEW_ROWS_WARPS = 16
+"""The same of few rows: a thread has 128 registers. One row by 4,096 columns of 4 bits takes 3.9 us on an H200, with
+24 warps 4.4; by 14,336 columns 10.3 and 11.3 us."""
 
 HELD_BYTES = 72 << 10
 """Of the left operand in shared memory, at most."""
@@ -164,4 +164,4 @@ class BlockWork:
     def _blocks_together(self, blocks: Expr, has_points: int) -> int:
         if self.plan.groups > 1 or self.plan.fragments > 1 or not isinstance(blocks, int):
             return 0
-        return max(1, FEW_ROWS_WARPS // self.plan.warps - has_points)
+        return max(1, FEW_ROWS_WARPS // self.plan.warps - (has_points > 1))

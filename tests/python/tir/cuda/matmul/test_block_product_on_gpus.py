@@ -133,9 +133,9 @@ def test_infinities_of_float32_stay():
 
 
 def test_one_row_of_a_large_weight_fits_into_registers():
-    (report,) = reports_of(block_product_kernel(problem_of(1, 4096, 4096, "float16", 32), GPU), TARGET)
-    assert report.spill_stores == 0
-    assert report.registers <= 80, "three blocks share a multiprocessor"
+    (report,) = reports_of(block_product_kernel(problem_of(1, 14336, 4096, "float16", 32), GPU), TARGET)
+    assert report.spill_stores == 0, "a spilled weight is waited for where it should be on its way"
+    assert report.registers <= 128, "two blocks share a multiprocessor"
 
 
 def test_what_is_refused():

@@ -80,6 +80,8 @@ def check(problem, m, plan=None, tolerance=1e-3):
         (problem_of(9, 64, 700), 9, FewPlan(2, 2, 4)),  # fewer stages of weights
         (problem_of(2, 66, 70, batch=(3,)), 2, None),
         (problem_of(9, 190, 300, epilogue=BIAS_RELU), 9, FewPlan(2, 2, 2, 2)),  # the last group has no columns
+        (problem_of(9, 70, 700), 9, FewPlan(2, 3, 2, pending=1, prefetched=9)),  # a product under way at each step
+        (problem_of(33, 190, 300, epilogue=BIAS_RELU), 33, FewPlan(4, 2, 2, 2, bulk_sums=True)),  # sums by bulk copies
     ],
 )
 def test_products(problem, m, plan):
@@ -109,6 +111,7 @@ def test_a_launch_may_begin_before_the_end_of_the_one_before():
     assert list(func.attrs[READS_EARLY]) == [1], "the weight, where it is a constant"
     (source,) = sources_of(launched_early(func), TARGET)
     assert b"use_programtic_dependent_launch" in source.data.kernels
+    assert "L2::cache_hint" in source.text, "weights make room for others in the cache"
     (report,) = reports_of(func, TARGET)
     assert report.serialized == "" and report.spill_stores == 0
     assert report.registers <= 64, "four blocks share a multiprocessor"
