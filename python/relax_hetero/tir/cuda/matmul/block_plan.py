@@ -70,18 +70,23 @@ def block_plans(problem: BlockProductProblem, gpu: GpuTarget) -> list[BlockPlan]
     extents = problem.result.shape[:-1]
     in_group = GROUP_COLUMNS // PARTS[problem.lhs.dtype]
     if all(isinstance(extent, int) for extent in extents):
-        return [_plan_of(problem, prod(extent for extent in extents if isinstance(extent, int)))]
+        plan = _plan_of(problem, prod(extent for extent in extents if isinstance(extent, int)))
+        tiles = -(-problem.columns // FRAGMENT_COLUMNS)
+        has_points = len(problem.weights) > 2
+        if plan.groups == 1 and not has_points and tiles > gpu.multiprocessors * (FEW_ROWS_WARPS // plan.warps):
+            plan = _plan_of(problem, 1, FEW_ROWS_WARPS)
+        return [plan]
     # Both have the registers of one kernel: two blocks share a multiprocessor.
     return [_plan_of(problem, 1), replace(_plan_of(problem, 4 * in_group), fragments=2, ahead=1)]
 
 
-def _plan_of(problem: BlockProductProblem, rows: int) -> BlockPlan:
+def _plan_of(problem: BlockProductProblem, rows: int, most_warps: int = MOST_WARPS) -> BlockPlan:
     in_group = GROUP_COLUMNS // PARTS[problem.lhs.dtype]
     groups = min(4, max(1, -(-rows // in_group)))
     # Fragments share what is read of the left operand.
     fragments = {1: 1, 2: 2}.get(groups, 4)
     chunks = -(-problem.depth // chunk_of(problem.bits))
-    own = -(-chunks // min(MOST_WARPS, chunks))
+    own = -(-chunks // min(most_warps, chunks))
     warps = -(-chunks // own)
     most = max(1, MOST_CHUNKS_AHEAD // fragments)
     # Rounds of equal length: chunks that are not there cost as much as others.
@@ -146,7 +151,7 @@ class BlockWork:
             Registers' worth of zero points: 0, 1 or 2.
         """
         plan = self.plan
-        self.together = together or self._blocks_together(self.column_tiles * row_tiles, has_points)
+        self.together = together or self._blocks_together(gpu, self.column_tiles * row_tiles, has_points)
         self.stride = self.column_tiles
         if isinstance(row_tiles, int):  # no more than run at once
             per = self.together or max(1, WARPS_PER_MULTIPROCESSOR // plan.warps)
@@ -161,7 +166,8 @@ class BlockWork:
         """Whether a block has several tiles of columns."""
         return self.stride < self.column_tiles
 
-    def _blocks_together(self, blocks: Expr, has_points: int) -> int:
+    def _blocks_together(self, gpu: GpuTarget, blocks: Expr, has_points: int) -> int:
         if self.plan.groups > 1 or self.plan.fragments > 1 or not isinstance(blocks, int):
             return 0
-        return max(1, FEW_ROWS_WARPS // self.plan.warps - (has_points > 1))
+        together = max(1, FEW_ROWS_WARPS // self.plan.warps)
+        return 1 if has_points and blocks > together * gpu.multiprocessors else together

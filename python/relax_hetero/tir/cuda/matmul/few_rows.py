@@ -58,6 +58,7 @@ SHORT_STEPS = 16
 SHORT_STAGES = (7, 7)
 LONG_STAGES = (5, 5)
 MANY_ROWS_STAGES = (6, 6)
+MANY_ROWS_LONG_STAGES = (7, 6)
 FEWEST_ROWS = 16
 BLOCKS_PER_MULTIPROCESSOR = 2
 """At most where k is split, of blocks with no more than `FEWEST_ROWS`; one for others."""
@@ -97,6 +98,7 @@ class FewPlan:
     prefetched: int = 0
     pending: int = 0
     bulk_sums: bool = False
+    turned: bool = False
 
 
 def few_plan(problem: MatmulProblem, gpu: GpuTarget) -> FewPlan:
@@ -112,9 +114,11 @@ def few_plan(problem: MatmulProblem, gpu: GpuTarget) -> FewPlan:
     most = gpu.multiprocessors * (BLOCKS_PER_MULTIPROCESSOR if is_fewest else 1)
     while split < 8 and tiles * split * 2 <= most and steps >= split * 2 * 4:
         split *= 2
+    stages = SHORT_STAGES if steps <= split * SHORT_STEPS else LONG_STAGES
     if not is_fewest:
-        return FewPlan(split, *MANY_ROWS_STAGES)
-    return FewPlan(split, *(SHORT_STAGES if steps <= split * SHORT_STEPS else LONG_STAGES))
+        stages = MANY_ROWS_STAGES if split > 1 else MANY_ROWS_LONG_STAGES
+    evicts_first = tiles * steps * WEIGHT_BYTES * 2 > gpu.cache_bytes
+    return FewPlan(split, *stages, evicts_first=evicts_first, pending=1)
 
 
 def _rows(problem: MatmulProblem) -> int:
@@ -230,6 +234,10 @@ class _Kernel:
             if self.more:
                 self.count = T.bind(self.base + T.Select(self.rank < self.more, 1, 0))
             self.first: Expr = T.bind(self.rank * self.base + T.min(self.rank, self.more))
+            self.turn: Expr = 0
+            if self.plan.turned and self.base > 1:
+                number = tirx.floordiv(self.column, self.columns)
+                self.turn = T.bind(T.Cast("int32", tirx.floormod(number, self.base)))
             self._block()
 
     def _block(self) -> None:
@@ -288,17 +296,24 @@ class _Kernel:
             for group in range(self.plan.groups):
                 self.right.prefetch(self.at, self.column + group * PACKED_ROWS, self.first + asked, ahead)
 
+    def _at(self, step: Expr) -> Expr:
+        """Where in k a step is."""
+        if isinstance(self.turn, int):
+            return self.first + step
+        moved = T.bind(step + self.turn)
+        return T.bind(self.first + T.Select(moved < self.count, moved, moved - self.count))
+
     def _ask(self, step: Expr, stage: Expr) -> None:
         """Ask for the weights of a step; one thread does it."""
         full = self._barrier(self.weights_full, stage)
         ptx.barrier_expect(full, self.right.size)
-        self.right.load_bulk(self.shared, stage * self.right.size, self.at, self.column, self.first + step, full)
+        self.right.load_bulk(self.shared, stage * self.right.size, self.at, self.column, self._at(step), full)
 
     def _bring(self, step: Expr, stage: Expr) -> None:
         """Ask for the left operand of a step; all producers do it."""
         full = self._barrier(self.rows_full, stage)
         target = self.left_at + stage * self.left.size
-        self.left.load(self.shared, target, self.at, self.row, self.first + step, self.thread)
+        self.left.load(self.shared, target, self.at, self.row, self._at(step), self.thread)
         if self.left.source is Source.GATHER:
             ptx.async_proxy_fence()
             ptx.barrier_arrive(full)
