@@ -249,59 +249,6 @@ def _issue_load(lanes: Any, lane: int, target: tuple[int, int], source: int, siz
     barrier.copies.append((deliver, 0, size))
 
 
-@instruction(r"cp\.async\.bulk\.shared::cluster\.shared::cta\.mbarrier::complete_tx::bytes")
-def _bulk_to_block(expressions: Any, one: Instruction) -> Any:
-    expressions.names.roles = True
-    target, source = pointer(expressions, one.operands[0]), pointer(expressions, one.operands[1])
-    size, bar = expressions.compiled(one.operands[2]), pointer(expressions, one.operands[3])
-
-    def evaluate(lanes: Any, mask: Any) -> None:
-        places = [shared_place(lanes, np.where(mask, address(lanes, mask), 0)) for address in (target, source, bar)]
-        sizes = np.broadcast_to(size(lanes, mask), (lanes.count,))
-        for lane in lanes.active(mask):
-            (to, at), (origin, start), (owner, of_barrier) = ((int(a[lane]), int(b[lane])) for a, b in places)
-            if to != owner:
-                raise KernelFault("a copy to another block counts at a barrier of a third")
-            barrier = barrier_at(lanes, owner, of_barrier, int(lane))
-            _issue_push(lanes, int(lane), (to, at), (origin, start), int(sizes[lane]), barrier)
-
-    return evaluate
-
-
-def _issue_push(
-    lanes: Any, lane: int, target: tuple[int, int], source: tuple[int, int], size: int, barrier: Mbarrier
-) -> None:
-    """As `_issue_load`, from shared memory, which does not change before the copy is complete."""
-    memory, clocks = lanes.blocks.shared, lanes.clocks
-    _aligned(target[1], source[1], size)
-    read, cells = memory.cells_of(*source, size), memory.cells_of(*target, size)
-    uids = np.full(len(read), lanes.uid[lane])
-    memory.accesses.read(clocks, uids, read, asynchronous=True)
-    before = memory.accesses.versions(read)
-    memory.accesses.write(clocks, uids, cells, begins=True, asynchronous=True)
-    memory.written[target[0], target[1] : target[1] + size] = 0
-    cluster, member = int(lanes.instance[lane]) // lanes.blocks.cluster, int(lanes.member[lane])
-    known = np.stack([clocks.known[cluster, member], clocks.fenced[cluster, member]]).copy()
-    machine = clocks.width - 1
-    uid = lanes.uid[lane] - member + machine
-
-    def deliver() -> None:
-        if (memory.accesses.versions(read) != before).any():
-            raise KernelFault("shared memory changed before a copy to another block had read it")
-        now = int(clocks.known[cluster, machine, machine]) + 1
-        for table, one in zip((clocks.known, clocks.fenced), known, strict=True):
-            table[cluster, machine] = one
-            table[cluster, machine, machine] = now
-        memory.accesses.write(clocks, np.full(len(cells), uid), cells, asynchronous=True)
-        for table in (memory.bytes, memory.written):
-            table[target[0], target[1] : target[1] + size] = table[source[0], source[1] : source[1] + size]
-        seen = np.zeros((2, clocks.width), np.int32)
-        seen[:, machine] = now
-        barrier.add(seen)
-
-    barrier.copies.append((deliver, 0, size))
-
-
 class BulkStore:
     """A bulk copy from shared to global memory by one thread."""
 

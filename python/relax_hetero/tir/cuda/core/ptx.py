@@ -158,27 +158,9 @@ def bulk_load(target: Expr, source: Expr, size: Expr, barrier: Expr, evicts_firs
     _emit(name + ".L2::cache_hint" * evicts_first, target, source, _u32(size), barrier, *policy)
 
 
-def bulk_to_block(target: Expr, source: Expr, size: Expr, barrier: Expr) -> None:
-    """Copy `size` bytes, a multiple of 16, of this block's shared memory to that of a block of the cluster.
-
-    One thread does it; they count at a barrier there. Shared memory of this block, which ends no sooner, stays as it is
-    until that barrier's phase has ended.
-
-    Parameters
-    ----------
-    target, barrier : PrimExpr
-        A `remote_address` each, of the same block.
-    source : PrimExpr
-        Pointer.
-    """
-    name = "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
-    _emit(name, target, source, _u32(size), barrier)
-
-
-def prefetch_bulk(source: Expr, size: Expr, evicts_first: bool = False) -> None:
+def prefetch_bulk(source: Expr, size: Expr) -> None:
     """Bring `size` bytes, a multiple of 16, of global memory to the second-level cache; one thread does it."""
-    policy = [T.uint64(_EVICT_FIRST)] if evicts_first else []
-    _emit("cp.async.bulk.prefetch.L2.global" + ".L2::cache_hint" * evicts_first, source, _u32(size), *policy)
+    _emit("cp.async.bulk.prefetch.L2.global", source, _u32(size))
 
 
 def async_proxy_fence() -> None:

@@ -53,7 +53,8 @@ _PAD = 4  # floats from a row of sums to the next: rows of a warp's fragment beg
 # multiprocessor, those of the next launch among them. Measured on an H200: parts of 16 steps (4,096 columns) take
 # 10.3 us with 76 KB of stages, 11.1 with 56 KB and 12.3 with 110 KB, which leave no room for the next launch; parts of
 # 64 steps (14,336 columns) 35.5, 28.6 and 28.9 us. More rows want fewer parts, because all parts are added up, and
-# more bytes, of which two blocks share a multiprocessor's.
+# more bytes, of which two blocks share a multiprocessor's; 64 rows by 14,336 columns take 31.0 us with 7 and 6 stages,
+# 32.9 with 6 and 6, which in turn suit parts of k: by 4,096 columns 12.2 us, 13.0 with 8 and 5.
 SHORT_STEPS = 16
 SHORT_STAGES = (7, 7)
 LONG_STAGES = (5, 5)
@@ -79,25 +80,16 @@ class FewPlan:
     groups : int
         Of 64 columns, of a block, with a warpgroup each.
     evicts_first : bool
-        Whether weights are the first that make room in the second-level cache. Where it holds all that a model reads,
-        nothing has to make room; where it does not, each weight has gone before it is read again, and would have pushed
-        out others, activations among them. 3 to 5 percent on an H200.
-    prefetched : int
-        Steps of weights that a block asks the second-level cache for, beyond those of its stages.
-    pending : int
-        Steps whose products are under way while the next ones begin: 0 or 1.
-    bulk_sums : bool
-        Whether blocks send their sums by bulk copies, else by stores of single floats.
+        Whether weights are the first that make room in the second-level cache, which then keeps what else is read.
+    turned : bool
+        Whether blocks of other columns begin at other steps of k.
     """
 
     split: int
     stages: int
     row_stages: int
     groups: int = 1
-    evicts_first: bool = True
-    prefetched: int = 0
-    pending: int = 0
-    bulk_sums: bool = False
+    evicts_first: bool = False
     turned: bool = False
 
 
@@ -117,8 +109,11 @@ def few_plan(problem: MatmulProblem, gpu: GpuTarget) -> FewPlan:
     stages = SHORT_STAGES if steps <= split * SHORT_STEPS else LONG_STAGES
     if not is_fewest:
         stages = MANY_ROWS_STAGES if split > 1 else MANY_ROWS_LONG_STAGES
+    # Where two such weights do not fit the cache, those of a model do not, and each is read from memory: 2 to 4 % less
+    # time on an H200 for eight weights of 4,096 x 4,096. Weights that all fit would be lost again and again: 14 to 19 %
+    # more time for 33 to 38 MB of small ones.
     evicts_first = tiles * steps * WEIGHT_BYTES * 2 > gpu.cache_bytes
-    return FewPlan(split, *stages, evicts_first=evicts_first, pending=1)
+    return FewPlan(split, *stages, evicts_first=evicts_first)
 
 
 def _rows(problem: MatmulProblem) -> int:
@@ -176,7 +171,7 @@ class _Kernel:
         sizes: tuple[Expr, Expr, Expr],
         counts: dict[str, Expr],
     ) -> None:
-        self.lhs, self.rhs, self.writer, self.plan, self.counts = lhs, rhs, writer, plan, counts
+        self.lhs, self.rhs, self.writer, self.counts = lhs, rhs, writer, counts
         self.m, self.n, self.k = sizes
         self.types = (lhs.nominal, rhs.nominal)
         self.columns = PACKED_ROWS * plan.groups
@@ -184,7 +179,10 @@ class _Kernel:
         self.pitch = self.columns + _PAD
         self.sum_type = "int32" if lhs.nominal in ("int8", "uint8") else "float32"
         steps = -(-self.k // (SWIZZLED_BYTES // bytes_of(rhs.nominal)))
-        split = plan.split
+        # Every block has a step.
+        while plan.split > steps:
+            plan = replace(plan, split=plan.split // 2)
+        self.plan, split = plan, plan.split
         # Steps of k of every block, and how many blocks have one more.
         self.base, self.more = divmod(steps, split)
         self.rows = self._rows()
@@ -212,8 +210,8 @@ class _Kernel:
         self.shared.take(stages * self.right.size, SWIZZLED_ALIGN)
         self.left_at = self.shared.take(row_stages * self.left.size, SWIZZLED_ALIGN)
         self.parts_at = self.shared.take((split - 1) * self.sums_size)
-        self.weights_full, self.rows_full, self.empty, self.sums_full = (
-            self.shared.take(8 * count, 8) for count in (stages, row_stages, row_stages, 1)
+        self.weights_full, self.rows_full, self.empty = (
+            self.shared.take(8 * count, 8) for count in (stages, row_stages, row_stages)
         )
         row_tiles = ceil_div(self.m, MOST_ROWS)
         column_tiles = -(-self.n // self.columns)
@@ -258,16 +256,10 @@ class _Kernel:
                 self._share(sums)
         if self.plan.split == 1:
             ptx.block_barrier()
-        elif self.plan.bulk_sums:
-            ptx.block_barrier()
-            ptx.barrier_wait(self.shared.at(self.sums_full), 0)
-            ptx.cluster_arrive()
         else:
             ptx.cluster_arrive()
             ptx.cluster_wait()
         self._store()
-        if self.plan.split > 1 and self.plan.bulk_sums:
-            ptx.cluster_wait()
 
     def _meet_first(self) -> None:
         """All blocks of the cluster have begun."""
@@ -284,17 +276,10 @@ class _Kernel:
         for stage in range(self.row_stages):
             ptx.barrier_init(self._barrier(self.rows_full, stage), PRODUCERS)
             ptx.barrier_init(self._barrier(self.empty, stage), self.plan.groups)
-        ptx.barrier_init(self.shared.at(self.sums_full), 1)
         ptx.barrier_init_fence()
-        if self.plan.split > 1 and self.plan.bulk_sums:
-            ptx.barrier_expect(self.shared.at(self.sums_full), (self.plan.split - 1) * self.sums_size)
         asked = min(self.stages, self.base)  # every block has so many steps
         for step in range(asked):
             self._ask(tirx.const(step, "int32"), tirx.const(step, "int32"))
-        ahead = min(self.plan.prefetched, self.base - asked)
-        if ahead > 0:
-            for group in range(self.plan.groups):
-                self.right.prefetch(self.at, self.column + group * PACKED_ROWS, self.first + asked, ahead)
 
     def _at(self, step: Expr) -> Expr:
         """Where in k a step is."""
@@ -349,10 +334,8 @@ class _Kernel:
         self.first_column = group * PACKED_ROWS
         ptx.matrix_descriptor(base[0], self.shared.at(group * WEIGHT_BYTES))
         ptx.matrix_descriptor(base[1], self.shared.at(self.left_at))
-        if self.base == 0:  # a part of k may be empty
-            for i in range(registers):
-                T.buffer_store(sums, tirx.const(0, kind), [i])
-        with T.serial(self.count) as step:
+
+        def multiply(step: Expr) -> None:
             stage, row_stage = T.bind(step % self.stages), T.bind(step % self.row_stages)
             ptx.barrier_wait(self._barrier(self.weights_full, stage), T.bitwise_and(step // self.stages, 1))
             ptx.barrier_wait(self._barrier(self.rows_full, row_stage), T.bitwise_and(step // self.row_stages, 1))
@@ -367,13 +350,18 @@ class _Kernel:
                 types = (self.types[1], self.types[0])
                 ptx.wgmma([sums[r] for r in range(registers)], weights + forward, rows + forward, types, adds)
             ptx.wgmma_commit()
-            ptx.wgmma_wait(self.plan.pending)
-            if self.plan.pending:
+
+        last = tirx.const(self.count - 1, "int32") if isinstance(self.count, int) else T.bind(self.count - 1)
+        if self.base + bool(self.more) > 1:
+            with T.serial(last) as step:
+                multiply(step)
+                # The step before is complete then, and its stages free.
+                ptx.wgmma_wait(1)
                 with when(tirx.all(self.member == 0, step > 0)):
-                    ptx.barrier_arrive(self._barrier(self.empty, (step + self.row_stages - 1) % self.row_stages))
-            else:
-                with when(self.member == 0):
-                    ptx.barrier_arrive(self._barrier(self.empty, row_stage))
+                    before = T.bind(tirx.floormod(step + self.row_stages - 1, self.row_stages))
+                    ptx.barrier_arrive(self._barrier(self.empty, before))
+        # Behind the loop: ptxas lets sums be read before it waits for products that a loop has begun.
+        multiply(last)
         ptx.wgmma_wait(0)
         # All warps have read all stages: sums take their place.
         ptx.named_barrier(1, WARPGROUP * self.plan.groups)
@@ -388,9 +376,7 @@ class _Kernel:
         for c in range(2):
             row = tirx.floormod(lane, 4) * 2 + c
             at = (tirx.floordiv(row, split) * self.pitch + column) * 4
-            if self.plan.bulk_sums:
-                at = T.bind(at + tirx.floormod(row, split) * self.sums_size)
-            elif split > 1:
+            if split > 1:
                 owner = T.bind(tirx.floormod(row, split))
                 # Of the parts that come from others, the first is that of the block behind the owner.
                 part = tirx.floormod(self.rank - owner - 1 + split, split)
@@ -404,21 +390,10 @@ class _Kernel:
                     value = sums[j * 4 + h * 2 + c]
                     bits = value if self.sum_type == "int32" else tirx.reinterpret("uint32", value)
                     forward = (j * 8 // split * self.pitch + h * 8) * 4
-                    if split == 1 or self.plan.bulk_sums:
+                    if split == 1:
                         ptx.store_shared(self.shared.at(at + forward), [bits])
                     else:
                         ptx.store_remote(remote[c] + T.uint32(forward), [bits])
-
-        if split > 1 and self.plan.bulk_sums:
-            ptx.async_proxy_fence()
-            ptx.named_barrier(1, WARPGROUP * self.plan.groups)
-            with when(tirx.all(self.member < split, self.first_column == 0, self.member != self.rank)):
-                # Of the parts that come from others, the first is that of the block behind the owner.
-                part = tirx.floormod(self.rank - self.member - 1 + split, split)
-                target = T.bind(ptx.shared_address(self.shared.at(self.parts_at + part * self.sums_size)))
-                ptx.remote_address(remote[0], target, self.member)
-                ptx.remote_address(remote[1], T.bind(ptx.shared_address(self.shared.at(self.sums_full))), self.member)
-                ptx.bulk_to_block(remote[0], self.shared.at(self.member * self.sums_size), self.sums_size, remote[1])
 
     def _store(self) -> None:
         """Add the parts of the sums, in order, and store this block's rows; all threads take part."""
@@ -445,11 +420,8 @@ class _Kernel:
         """Sums of `vector` neighbours of a row of this block: its own part, then those of the blocks behind it."""
         totals, part = local(vector, self.sum_type), local(vector, "uint32")
         own = T.bind((index * self.pitch + column) * 4)
-        first = own
-        if self.plan.bulk_sums:
-            first = T.bind(own + self.rank * self.sums_size)
         for number in range(self.plan.split):
-            begin = first if number == 0 else own + (self.parts_at + (number - 1) * self.sums_size)
+            begin = own if number == 0 else own + (self.parts_at + (number - 1) * self.sums_size)
             ptx.load_shared([part[i] for i in range(vector)], self.shared.at(begin))
             for i in range(vector):
                 value = tirx.reinterpret(self.sum_type, part[i])
