@@ -20,6 +20,8 @@ PARTS = {"float16": 1, "bfloat16": 1, "float32": 3}
 """Rows of 16-bit floats that make one row of the left operand."""
 
 MOST_WARPS = 8
+"""Of a block; `FEW_ROWS_WARPS` of one that has a multiprocessor for itself."""
+
 MOST_CHUNKS_AHEAD = 8
 """Chunks of 512 bytes that a warp has asked for: with 8 to 32 warps on a multiprocessor 32 to 128 KB, more than what
 memory delivers while the first is on its way."""
@@ -29,7 +31,9 @@ WARPS_PER_MULTIPROCESSOR = 32
 
 FEW_ROWS_WARPS = 16
 """The same of few rows: a thread has 128 registers. One row by 4,096 columns of 4 bits takes 3.9 us on an H200, with
-24 warps 4.4; by 14,336 columns 10.3 and 11.3 us."""
+24 warps 4.4; by 14,336 columns 10.3 and 11.3 us, and 9.5 us by one block of 16 warps in the place of two of 8: blocks
+have equally many tiles where each has many. Zero points take more registers: by so many columns one block of 8 warps
+takes 13.3 us, and two, which spill, 15.1."""
 
 HELD_BYTES = 72 << 10
 """Of the left operand in shared memory, at most."""

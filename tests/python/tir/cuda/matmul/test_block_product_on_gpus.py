@@ -19,7 +19,7 @@ from relax_hetero.target.element_types import numpy_dtype
 from relax_hetero.target.gpu_target import gpu_target_of
 from relax_hetero.tir.commands.table_kernel import is_one_launch
 from relax_hetero.tir.cuda.core.launch import READS_EARLY
-from relax_hetero.tir.cuda.matmul.block_plan import BlockPlan
+from relax_hetero.tir.cuda.matmul.block_plan import BlockPlan, block_plans
 from relax_hetero.tir.cuda.matmul.block_product import block_product_kernel
 from seeds import fresh_rng
 
@@ -106,6 +106,15 @@ def test_blocks_with_several_tiles(plan):
         plan,
         gpu=small,
     )
+
+
+def test_one_block_has_a_multiprocessor_where_tiles_are_many():
+    def warps(n, zeros=""):
+        (plan,) = block_plans(problem_of(1, n, 4096, "float16", 32, zeros=zeros), GPU)
+        return plan.warps
+
+    assert (warps(4096), warps(14336), warps(14336, "uint8")) == (8, 16, 8)
+    check(problem_of(2, 50, 64 * 17, "float16", 32), 2, None, gpu=dataclasses.replace(GPU, multiprocessors=1))
 
 
 @pytest.mark.sampled(4)
