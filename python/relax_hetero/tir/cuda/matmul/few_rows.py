@@ -81,8 +81,6 @@ class FewPlan:
         Of 64 columns, of a block, with a warpgroup each.
     evicts_first : bool
         Whether weights are the first that make room in the second-level cache, which then keeps what else is read.
-    turned : bool
-        Whether blocks of other columns begin at other steps of k.
     """
 
     split: int
@@ -90,7 +88,6 @@ class FewPlan:
     row_stages: int
     groups: int = 1
     evicts_first: bool = False
-    turned: bool = False
 
 
 def few_plan(problem: MatmulProblem, gpu: GpuTarget) -> FewPlan:
@@ -232,10 +229,6 @@ class _Kernel:
             if self.more:
                 self.count = T.bind(self.base + T.Select(self.rank < self.more, 1, 0))
             self.first: Expr = T.bind(self.rank * self.base + T.min(self.rank, self.more))
-            self.turn: Expr = 0
-            if self.plan.turned and self.base > 1:
-                number = tirx.floordiv(self.column, self.columns)
-                self.turn = T.bind(T.Cast("int32", tirx.floormod(number, self.base)))
             self._block()
 
     def _block(self) -> None:
@@ -281,24 +274,17 @@ class _Kernel:
         for step in range(asked):
             self._ask(tirx.const(step, "int32"), tirx.const(step, "int32"))
 
-    def _at(self, step: Expr) -> Expr:
-        """Where in k a step is."""
-        if isinstance(self.turn, int):
-            return self.first + step
-        moved = T.bind(step + self.turn)
-        return T.bind(self.first + T.Select(moved < self.count, moved, moved - self.count))
-
     def _ask(self, step: Expr, stage: Expr) -> None:
         """Ask for the weights of a step; one thread does it."""
         full = self._barrier(self.weights_full, stage)
         ptx.barrier_expect(full, self.right.size)
-        self.right.load_bulk(self.shared, stage * self.right.size, self.at, self.column, self._at(step), full)
+        self.right.load_bulk(self.shared, stage * self.right.size, self.at, self.column, self.first + step, full)
 
     def _bring(self, step: Expr, stage: Expr) -> None:
         """Ask for the left operand of a step; all producers do it."""
         full = self._barrier(self.rows_full, stage)
         target = self.left_at + stage * self.left.size
-        self.left.load(self.shared, target, self.at, self.row, self._at(step), self.thread)
+        self.left.load(self.shared, target, self.at, self.row, self.first + step, self.thread)
         if self.left.source is Source.GATHER:
             ptx.async_proxy_fence()
             ptx.barrier_arrive(full)
