@@ -50,6 +50,8 @@ class GpuTarget:
         32-bit registers of a multiprocessor.
     multiprocessors : int
         Of the largest model; persistent kernels launch so many blocks.
+    cache_bytes : int
+        The second-level cache of the largest model.
     async_copies : bool
         Whether ``cp.async`` brings global memory to shared memory without registers (from 8.0).
     bulk_copies : bool
@@ -64,6 +66,7 @@ class GpuTarget:
     shared_bytes_sm: int
     registers: int
     multiprocessors: int
+    cache_bytes: int
     async_copies: bool
     bulk_copies: bool
 
@@ -92,11 +95,11 @@ _FP8 = frozenset(("float8_e4m3fn", "float8_e5m2"))
 _GPUS: dict[str, GpuTarget] = {
     gpu.arch: gpu
     for gpu in (
-        GpuTarget("sm_80", 80, "mma", _AMPERE_TYPES, 163 << 10, 164 << 10, 65536, 108, True, False),
-        GpuTarget("sm_86", 86, "mma", _AMPERE_TYPES, 99 << 10, 100 << 10, 65536, 84, True, False),
-        GpuTarget("sm_89", 89, "mma", _AMPERE_TYPES | _FP8, 99 << 10, 100 << 10, 65536, 142, True, False),
-        GpuTarget("sm_90", 90, "mma", _AMPERE_TYPES | _FP8, 227 << 10, 228 << 10, 65536, 132, True, True),
-        GpuTarget("sm_90a", 90, "wgmma", _AMPERE_TYPES | _FP8, 227 << 10, 228 << 10, 65536, 132, True, True),
+        GpuTarget("sm_80", 80, "mma", _AMPERE_TYPES, 163 << 10, 164 << 10, 65536, 108, 40 << 20, True, False),
+        GpuTarget("sm_86", 86, "mma", _AMPERE_TYPES, 99 << 10, 100 << 10, 65536, 84, 6 << 20, True, False),
+        GpuTarget("sm_89", 89, "mma", _AMPERE_TYPES | _FP8, 99 << 10, 100 << 10, 65536, 142, 96 << 20, True, False),
+        GpuTarget("sm_90", 90, "mma", _AMPERE_TYPES | _FP8, 227 << 10, 228 << 10, 65536, 132, 50 << 20, True, True),
+        GpuTarget("sm_90a", 90, "wgmma", _AMPERE_TYPES | _FP8, 227 << 10, 228 << 10, 65536, 132, 50 << 20, True, True),
     )
 }
 
@@ -121,4 +124,4 @@ def _gpu_target_of(arch: str) -> GpuTarget:
         return _GPUS[arch]
     number = re.fullmatch(r"sm_([0-9]+)[a-z]?", arch)
     capability = int(number[1]) if number else 50
-    return GpuTarget(arch, capability, "", frozenset(), 48 << 10, 48 << 10, 65536, 16, False, False)
+    return GpuTarget(arch, capability, "", frozenset(), 48 << 10, 48 << 10, 65536, 16, 0, False, False)

@@ -141,9 +141,21 @@ def copy_wait(groups: int) -> None:
     _emit("cp.async.wait_group", groups)
 
 
-def bulk_load(target: Expr, source: Expr, size: Expr, barrier: Expr) -> None:
-    """Copy `size` bytes, a multiple of 16, from global to shared memory by one thread; they count at `barrier`."""
-    _emit("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes", target, source, _u32(size), barrier)
+_EVICT_FIRST = 0x12F0000000000000
+"""The cache policy that ``createpolicy.fractional.L2::evict_first.b64`` makes for all addresses."""
+
+
+def bulk_load(target: Expr, source: Expr, size: Expr, barrier: Expr, evicts_first: bool = False) -> None:
+    """Copy `size` bytes, a multiple of 16, from global to shared memory by one thread; they count at `barrier`.
+
+    Parameters
+    ----------
+    evicts_first : bool
+        Whether they are the first that make room for others in the second-level cache, where that is full.
+    """
+    name = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+    policy = [T.uint64(_EVICT_FIRST)] if evicts_first else []
+    _emit(name + ".L2::cache_hint" * evicts_first, target, source, _u32(size), barrier, *policy)
 
 
 def prefetch_bulk(source: Expr, size: Expr) -> None:

@@ -20,6 +20,8 @@ PARTS = {"float16": 1, "bfloat16": 1, "float32": 3}
 """Rows of 16-bit floats that make one row of the left operand."""
 
 MOST_WARPS = 8
+"""Of a block; `FEW_ROWS_WARPS` of one that has a multiprocessor for itself."""
+
 MOST_CHUNKS_AHEAD = 8
 """Chunks of 512 bytes that a warp has asked for: with 8 to 32 warps on a multiprocessor 32 to 128 KB, more than what
 memory delivers while the first is on its way."""
@@ -27,9 +29,11 @@ memory delivers while the first is on its way."""
 WARPS_PER_MULTIPROCESSOR = 32
 """Of persistent blocks."""
 
-FEW_ROWS_WARPS = 24
-"""The same of few rows: a thread has 80 registers. One row by 4,096 columns of 4 bits takes 3.9 us on an H200, 4.0 with
-32 warps and 4.1 with blocks of 16 warps; by 14,336 columns 9.2 us, 17 and 10."""
+FEW_ROWS_WARPS = 16
+"""The same of few rows: a thread has 128 registers. One row by 4,096 columns of 4 bits takes 3.9 us on an H200, with
+24 warps 4.4; by 14,336 columns 10.3 and 11.3 us, and 9.5 us by one block of 16 warps in the place of two of 8: blocks
+have equally many tiles where each has many. Zero points take more registers: by so many columns one block of 8 warps
+takes 13.3 us, and two, which spill, 15.1."""
 
 HELD_BYTES = 72 << 10
 """Of the left operand in shared memory, at most."""
@@ -70,18 +74,23 @@ def block_plans(problem: BlockProductProblem, gpu: GpuTarget) -> list[BlockPlan]
     extents = problem.result.shape[:-1]
     in_group = GROUP_COLUMNS // PARTS[problem.lhs.dtype]
     if all(isinstance(extent, int) for extent in extents):
-        return [_plan_of(problem, prod(extent for extent in extents if isinstance(extent, int)))]
+        plan = _plan_of(problem, prod(extent for extent in extents if isinstance(extent, int)))
+        tiles = -(-problem.columns // FRAGMENT_COLUMNS)
+        has_points = len(problem.weights) > 2
+        if plan.groups == 1 and not has_points and tiles > gpu.multiprocessors * (FEW_ROWS_WARPS // plan.warps):
+            plan = _plan_of(problem, 1, FEW_ROWS_WARPS)
+        return [plan]
     # Both have the registers of one kernel: two blocks share a multiprocessor.
     return [_plan_of(problem, 1), replace(_plan_of(problem, 4 * in_group), fragments=2, ahead=1)]
 
 
-def _plan_of(problem: BlockProductProblem, rows: int) -> BlockPlan:
+def _plan_of(problem: BlockProductProblem, rows: int, most_warps: int = MOST_WARPS) -> BlockPlan:
     in_group = GROUP_COLUMNS // PARTS[problem.lhs.dtype]
     groups = min(4, max(1, -(-rows // in_group)))
     # Fragments share what is read of the left operand.
     fragments = {1: 1, 2: 2}.get(groups, 4)
     chunks = -(-problem.depth // chunk_of(problem.bits))
-    own = -(-chunks // min(MOST_WARPS, chunks))
+    own = -(-chunks // min(most_warps, chunks))
     warps = -(-chunks // own)
     most = max(1, MOST_CHUNKS_AHEAD // fragments)
     # Rounds of equal length: chunks that are not there cost as much as others.
@@ -146,7 +155,7 @@ class BlockWork:
             Registers' worth of zero points: 0, 1 or 2.
         """
         plan = self.plan
-        self.together = together or self._blocks_together(self.column_tiles * row_tiles, has_points)
+        self.together = together or self._blocks_together(gpu, self.column_tiles * row_tiles, has_points)
         self.stride = self.column_tiles
         if isinstance(row_tiles, int):  # no more than run at once
             per = self.together or max(1, WARPS_PER_MULTIPROCESSOR // plan.warps)
@@ -161,7 +170,8 @@ class BlockWork:
         """Whether a block has several tiles of columns."""
         return self.stride < self.column_tiles
 
-    def _blocks_together(self, blocks: Expr, has_points: int) -> int:
+    def _blocks_together(self, gpu: GpuTarget, blocks: Expr, has_points: int) -> int:
         if self.plan.groups > 1 or self.plan.fragments > 1 or not isinstance(blocks, int):
             return 0
-        return max(1, FEW_ROWS_WARPS // self.plan.warps - has_points)
+        together = max(1, FEW_ROWS_WARPS // self.plan.warps)
+        return 1 if has_points and blocks > together * gpu.multiprocessors else together

@@ -156,6 +156,8 @@ class OperandTile(SwizzledLines):
         Bytes of an asynchronous copy.
     threads : int
         That load it together.
+    evicts_first : bool
+        Whether bulk copies leave its bytes as the first to go from the second-level cache.
     """
 
     view: TileView
@@ -166,6 +168,7 @@ class OperandTile(SwizzledLines):
     source: Source
     width: int
     threads: int = PRODUCERS
+    evicts_first: bool = False
 
     @staticmethod
     def of(
@@ -260,7 +263,7 @@ class OperandTile(SwizzledLines):
             k = T.min(k, int64(self.depth - self.step))
         source = T.address_of(self.view.data[self.view.address({**at, self.side: row, "k": k})])
         size = PACKED_ROWS * SWIZZLED_BYTES
-        ptx.bulk_load(shared.at(offset + block * size), source, size, barrier)
+        ptx.bulk_load(shared.at(offset + block * size), source, size, barrier, self.evicts_first)
 
     def prefetch(self, at: Coordinates, first: Expr, step: Expr, steps: int) -> None:
         """Bring so many steps of k of a packed tile, neighbours in memory, to the second-level cache; by one thread."""

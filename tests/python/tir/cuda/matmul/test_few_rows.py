@@ -74,7 +74,8 @@ def check(problem, m, plan=None, tolerance=1e-3):
     [
         (problem_of(1, 128, 256), 1, FewPlan(1, 2, 2)),  # stages are used again
         (problem_of(3, 100, 520, epilogue=BIAS_RELU), 3, FewPlan(4, 3, 2)),  # edges, parts of unequal size
-        (problem_of(1, 64, 64), 1, FewPlan(2, 4, 4)),  # a block without k
+        (problem_of(1, 64, 64), 1, FewPlan(2, 4, 4)),  # fewer steps than parts of k
+        (problem_of(33, 190, 1000), 33, FewPlan(4, 3, 2, 2, evicts_first=True)),
         (problem_of("s0", 70, 130, epilogue=BIAS_RELU), 5, FewPlan(2, 4, 4)),  # rows by the call
         (problem_of("s0", 70, 130), 70, FewPlan(1, 5, 3)),  # two tiles of rows
         (problem_of(9, 64, 700), 9, FewPlan(2, 2, 4)),  # fewer stages of weights
@@ -102,6 +103,15 @@ def test_results_that_are_wider_than_sums():
 def test_parts_of_k_fit_beside_each_other():
     assert few_plan(problem_of(1, 4096, 4096), GPU).split > few_plan(problem_of(1, 50257, 4096), GPU).split == 1
     assert few_plan(problem_of(1, 4096, 64), GPU).split == 1
+
+
+def test_weights_make_room_where_two_of_them_do_not_fit_the_cache():
+    assert not few_plan(problem_of(1, 4096, 1024), GPU).evicts_first
+    assert few_plan(problem_of(1, 4096, 4096), GPU).evicts_first
+    for evicts_first in (False, True):
+        kernel = few_rows_kernel(problem_of(1, 64, 64), GPU, FewPlan(1, 2, 2, evicts_first=evicts_first))
+        (source,) = sources_of(kernel, TARGET)
+        assert ("L2::cache_hint" in source.text) == evicts_first
 
 
 def test_a_launch_may_begin_before_the_end_of_the_one_before():
