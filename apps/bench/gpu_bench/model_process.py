@@ -208,13 +208,15 @@ class Work:
             return self._captured("torch", traced, operands)
 
     def torch_compiled(self) -> dict[str, Any]:
-        """The same nodes by ``torch.compile``, captured as a CUDA graph."""
+        """The same nodes as one graph of ``torch.compile``, captured as a CUDA graph."""
         import torch
+        from model_peers.torch_graph import graph_of
 
         runner, operands = self._runner()
         begin = time.perf_counter()
         with torch.inference_mode():
-            compiled = torch.compile(runner, mode=self.job.compiled, dynamic=False)
+            graph = graph_of(runner, operands)
+            compiled = torch.compile(graph, mode=self.job.compiled, dynamic=False, fullgraph=True)
             found = self._captured("torch.compile", compiled, operands)
         return {**found, "seconds": time.perf_counter() - begin}
 
@@ -222,22 +224,19 @@ class Work:
         """Milliseconds of what was captured, launched as often as ours."""
         import torch
 
-        graph, found = self.peers[name]
+        graph, found, *_ = self.peers[name]
         return {**found, "device_ms": _median_ms(graph.replay, torch.cuda.synchronize)}
 
     def _runner(self) -> tuple[Any, list[Any]]:
         """The nodes as a module of PyTorch on the GPU, and its operands."""
         import torch
-        from model_peers.torch_ops import Runner
+        from model_peers.torch_graph import Runner
 
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self.job.precision == "tfloat32"
-        runner = Runner(self.model).eval().cuda()
-        operands = [torch.from_numpy(array).cuda() for array in self.inputs.values()]
         lower = getattr(torch, self.job.precision, torch.float32)
-        if lower != torch.float32:
-            runner = runner.to(lower)
-            operands = [value.to(lower) if value.is_floating_point() else value for value in operands]
-        return runner, operands
+        operands = [torch.from_numpy(array).cuda() for array in self.inputs.values()]
+        operands = [value.to(lower) if value.is_floating_point() else value for value in operands]
+        return Runner(self.model, lower).eval().cuda(), operands
 
     def _captured(self, name: str, program: Callable[..., Any], operands: Sequence[Any]) -> dict[str, Any]:
         """Keep a program of PyTorch as a CUDA graph, under the peer's name; the error of its results."""
@@ -255,7 +254,8 @@ class Work:
         torch.cuda.synchronize()
         results = results if isinstance(results, tuple) else (results,)
         found = {"error": self._error([result.float().cpu().numpy() for result in results])}
-        self.peers[name] = graph, found
+        # A CUDA graph reads operands and weights where they were: neither may be freed.
+        self.peers[name] = graph, found, program, operands
         return found
 
     def _compiled(

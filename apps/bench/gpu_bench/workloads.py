@@ -6,6 +6,7 @@ no piece finds its operands in a cache because the piece before read them.
 
 from __future__ import annotations
 
+import functools
 import zlib
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -223,7 +224,7 @@ class Rows:
     def inputs(self) -> list[Array]:
         """One matrix a piece; two for a chain: each is the first one moved on, which is quickly made."""
         number = self.count * (2 if self.name == "chain" else 1)
-        first = np.random.default_rng(0).standard_normal(self.rows * self.width, "float32").astype(self.dtype)
+        first = _normal(self.rows * self.width, 0).astype(self.dtype)
         return [np.roll(first, 997 * index).reshape(self.rows, self.width) for index in range(number)]
 
     def module(self, gpu: Any) -> tvm.IRModule:
@@ -296,7 +297,7 @@ class Attentions:
         found = []
         for number, length in enumerate((self.queries, self.keys, self.keys)):
             size = self.heads * length * self.width
-            first = np.random.default_rng(number).standard_normal(size, "float32").astype(self.dtype)
+            first = _normal(size, number).astype(self.dtype)
             shape = (1, self.heads, length, self.width)
             found.append([np.roll(first, 997 * index).reshape(shape) for index in range(self.count)])
         return [array for piece in zip(*found, strict=True) for array in piece]
@@ -321,6 +322,12 @@ class Attentions:
                     results.append(builder.emit_output(relax.op.permute_dims(y, [0, 2, 1, 3])))
             builder.emit_func_output(relax.Tuple(results))
         return on_gpu(builder.get(), gpu)
+
+
+@functools.lru_cache(maxsize=3)
+def _normal(size: int, seed: int) -> Array:
+    """Normal numbers, which nobody changes: making them takes longer than moving them on."""
+    return np.random.default_rng(seed).standard_normal(size, "float32")
 
 
 def on_gpu(module: tvm.IRModule, gpu: Any, precision: str = "") -> tvm.IRModule:
