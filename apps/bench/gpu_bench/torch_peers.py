@@ -37,7 +37,8 @@ def captured(clock: Clock, work: Callable[[], Sequence[Tensor]]) -> Peer:
     with torch.inference_mode(), torch.cuda.graph(graph, stream=clock.stream):
         results = work()
 
-    def tensors(_kept: object = work) -> list[Tensor]:  # the graph reads operands where they were
+    def tensors(held: object = work) -> list[Tensor]:
+        # The graph reads the operands where they lie: as long as it is there, what refers to them has to be.
         graph.replay()
         torch.cuda.synchronize()
         return list(results)

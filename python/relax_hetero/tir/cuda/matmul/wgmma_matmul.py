@@ -246,13 +246,29 @@ class WgmmaProduct:
         count = base if more == 0 else base + T.Select(self.rank < more, 1, 0)
         return count, self.rank * base + T.min(self.rank, more)
 
-    def _each_step(self, turn: Expr, body: Callable[[Expr, Expr, Expr, Expr], None]) -> None:
-        """Write `body` for the block's steps of a tile: number, step of k, stage, and parity of the stage's turn."""
+    def _each_step(
+        self,
+        turn: Expr,
+        body: Callable[[Expr, Expr, Expr, Expr], None],
+        end: Callable[[Expr, Expr, Expr], None] | None = None,
+    ) -> None:
+        """Write `body` for the block's steps of a tile: number, step of k, stage, and parity of the stage's turn.
+
+        The last step is `end` where there is one, of the same but the step of k, behind the loop of the others.
+        """
         stages = self.tiling.stages
         count, first = self._own_steps()
-        with T.serial(count) as step:
+
+        def place(step: Expr) -> tuple[Expr, Expr]:
             number = T.bind(turn * count + step)
-            body(step, first + step, T.bind(number % stages), T.bitwise_and(number // stages, 1))
+            return T.bind(number % stages), T.bitwise_and(number // stages, 1)
+
+        others = count - 1 if end else count
+        if not isinstance(others, int) or others:
+            with T.serial(others) as step:
+                body(step, first + step, *place(step))
+        if end:
+            end(others, *place(others))
 
     def _ask_ahead(self) -> None:
         """Have the weights of the block's first tile brought to the second-level cache; those above others do it."""
@@ -328,7 +344,7 @@ class WgmmaProduct:
             own = column if self.tiling.split == 1 else column + T.Cast("int64", self.rank * part)
             self.store.fetch(part, staging, at, (begin, own), lane)
 
-            def step(number: Expr, _: Expr, stage: Expr, parity: Expr) -> None:
+            def multiply(number: Expr, stage: Expr, parity: Expr) -> None:
                 ptx.barrier_wait(self._full(stage), parity)
                 # What came by `copy_async` was written as by a thread, not as by wgmma's own kind of access.
                 ptx.async_proxy_fence()
@@ -350,14 +366,22 @@ class WgmmaProduct:
                             (left.is_transposed, right.is_transposed),
                         )
                 ptx.wgmma_commit()
+
+            def step(number: Expr, _: Expr, stage: Expr, parity: Expr) -> None:
+                multiply(number, stage, parity)
                 # The step before is complete then, and its stage free.
                 ptx.wgmma_wait(1)
                 release(last[0], number > 0)
                 T.buffer_store(last, stage, [0])
 
-            self._each_step(turn, step)
-            ptx.wgmma_wait(0)
-            release(last[0])
+            def last_step(number: Expr, stage: Expr, parity: Expr) -> None:
+                # Behind the loop: ptxas lets sums be read before it waits for products that a loop has begun.
+                multiply(number, stage, parity)
+                ptx.wgmma_wait(0)
+                release(last[0], number > 0)
+                release(stage)
+
+            self._each_step(turn, step, last_step)
             totals = sums if self.tiling.split == 1 else self._add_parts(sums, kind, group, member)
             self.store.emit(totals, part, staging, at, (begin, own), warp, lane)
             if self.tiling.split > 1:
