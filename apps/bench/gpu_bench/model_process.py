@@ -178,25 +178,26 @@ class Work:
         }
 
     def slowest(self) -> dict[str, Any]:
-        """The kernels that take longest, each measured alone, with the time that its launch takes."""
-        profiles = [self.by_kernel.profile("main", *self.inputs.values()) for _ in range(3)]
-        rows: dict[str, list[Any]] = {}
-        for profile in profiles:
-            for row in profile.rows:
-                rows.setdefault(row.symbol, []).append(row)
-        found = [
-            {
-                "kernel": symbol,
-                "ops": list(same[0].ops),
-                "calls": same[0].calls,
-                "us_each": round(statistics.median(row.microseconds / row.calls for row in same), 1),
-                "gflops": round(same[0].operations / 1e9, 3),
-                "mb": round(same[0].bytes / 1e6, 2),
-            }
-            for symbol, same in rows.items()
-        ]
-        found.sort(key=lambda row: -row["us_each"] * row["calls"])
-        return {"rows": found[: self.job.slowest]}
+        """The kernels that take longest, each measured alone, with the time that its launch takes; the device's peaks.
+
+        Peaks are what the library's own large products and sums reach on the device, by element type.
+        """
+        from dataclasses import asdict
+
+        from model_bench.dispatches import dispatches_of
+
+        import relax_hetero as rh
+        from relax_hetero.frontend.auto.measure_devices import figures_of
+
+        target = self.job.target
+        figures = figures_of([rh.VDevice(rh.native(target) if isinstance(target, str) else target)])
+        device = figures.devices[0] if figures else None
+        found = dispatches_of(self.by_kernel, list(self.inputs.values()))[: self.job.slowest]
+        return {
+            "dispatches": [asdict(dispatch) for dispatch in found],
+            "peaks": device.products if device else {},
+            "bandwidth": device.bandwidth if device else 0.0,
+        }
 
     def torch(self) -> dict[str, Any]:
         """PyTorch's eager ops of the same nodes, traced and captured as a CUDA graph."""
