@@ -96,7 +96,7 @@ def main(
     def say(row: Row) -> None:
         click.echo(json.dumps(row), err=True)
 
-    rows = contest(chosen, parsed_gpu(gpu), torch_peers.attentions, wanted, rounds, workers, say)
+    rows = contest(chosen, parsed_gpu(gpu), torch_peers.attentions, wanted, rounds, workers, say, together=True)
     operations = {work.title: work.operations for work in chosen}
 
     def rate(row: Row, us: float) -> str:

@@ -91,7 +91,9 @@ def main(
     def say(row: Row) -> None:
         click.echo(json.dumps(row), err=True)
 
-    rows = contest(chosen, parsed_gpu(gpu), torch_peers.rows, wanted, rounds, workers, say)
+    rows = contest(
+        chosen, parsed_gpu(gpu), torch_peers.rows, wanted, rounds, workers, say, together=True, rehearsed=True
+    )
     sizes = {(work.title, work.dtype): work.bytes for work in chosen}
     copied = None
     if torch_on_gpu():

@@ -21,6 +21,7 @@ from typing import Any
 
 import click
 from gpu_bench.model_process import Job
+from model_bench.dispatches import COLUMNS, Dispatch, Roof, dispatch_cells
 from model_zoo import BY_NAME, MAKERS, model_path
 from model_zoo.newer import NEWER
 from model_zoo.skeleton import SUFFIX
@@ -33,6 +34,9 @@ ALLOWED = {"float32": 1e-3, "tfloat32": 5e-3, "float16": 2e-2, "bfloat16": 5e-2}
 """The largest error, of an output's largest number, by precision."""
 LEFT_OUT = ("inception_v2", "bvlc_alexnet", "zfnet512")
 """Models of the zoo that a run without names leaves out: others are like them."""
+
+SHORT = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+"""Element types whose products have a measured peak, by what profiles call them."""
 
 PEERS = ("torch", "torch.compile")
 """Steps that time other libraries."""
@@ -127,9 +131,7 @@ def _file_of(name: str, skeletons: Path | None) -> str:
 @click.option(
     "--cuts", default=6, show_default=True, help="Parts of the model that is cut over two devices; 0 for none."
 )
-@click.option(
-    "--other", default="llvm", show_default=True, help="Of the cut model; cuda:1 is a second GPU."
-)
+@click.option("--other", default="llvm", show_default=True, help="Of the cut model; cuda:1 is a second GPU.")
 @click.option("--workers", default=os.cpu_count() or 1, show_default=True, help="Models that are compiled at a time.")
 @click.option("--limit", default=300.0, show_default=True, help="Seconds for each model.")
 @click.option("--reference", default="onnxruntime", show_default=True, type=click.Choice(["onnxruntime", "ours"]))
@@ -138,7 +140,7 @@ def _file_of(name: str, skeletons: Path | None) -> str:
 @click.option("--torch", "peer", is_flag=True, help="PyTorch's eager ops in a CUDA graph beside it.")
 @click.option("--compiled", default="", help="torch.compile in this mode beside it, in a CUDA graph; takes minutes.")
 @click.option("--batch", default="1", show_default=True, help="Images or sentences at a time; several by commas.")
-@click.option("--slowest", default=0, help="List so many of the slowest kernels; compiles each model once more.")
+@click.option("--slowest", default=0, help="List so many of the slowest kernels, with shares of peaks; compiles again.")
 @click.option(
     "--skeletons", type=click.Path(path_type=Path), help=f"A folder of NAME{SUFFIX} files to take models from."
 )
@@ -249,11 +251,26 @@ def _print(lines: Sequence[Line]) -> None:
         if "failure" in line:
             text = f"{_title(line)}: {line['failure'][:600]} {line.get('where', '')}"
             console.print(text, markup=False, soft_wrap=True)
-        for row in line.get("rows", []):
-            console.print(f"{line['model']}: {json.dumps(row)}", markup=False, soft_wrap=True)
+        if "dispatches" in line:
+            console.print(_kernels(line))
     for check in checks(lines):
         if not check.passed:
             console.print(f"{verdict(check)}: {check}", markup=False)
+
+
+def _kernels(line: Line) -> Table:
+    """The slowest kernels of a model, with shares of what the device's own products and sums reach."""
+    peaks, bandwidth = line["peaks"], line["bandwidth"] or float("inf")
+    known = ", ".join(f"{dtype} {peak / 1e12:.1f}" for dtype, peak in peaks.items())
+    title = f"{_title(line)}, with launches; peaks: {known} TFLOP/s, {bandwidth / 1e9:.0f} GB/s"
+    table = Table(title=title, title_justify="left")
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column in ("dispatch", "precision", "bound by") else "right")
+    for row in line["dispatches"]:
+        dispatch = Dispatch(**row)
+        roof = Roof(peaks.get(SHORT.get(dispatch.precision, ""), float("inf")), bandwidth)
+        table.add_row(*dispatch_cells(dispatch, roof))
+    return table
 
 
 def _job_of(line: Line) -> tuple[str, str, int]:

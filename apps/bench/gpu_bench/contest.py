@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
+import multiprocessing
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ from .workloads import Array, Workload
 
 OURS = "ours"
 Row = dict[str, Any]
-Peers = Mapping[str, tuple[Launch, Callable[[], list[Array]]]]
+Peers = Mapping[str, tuple[Launch, Callable[[], list[Any]]]]
 NOTHING: Peers = {}
 
 
@@ -33,6 +36,8 @@ def contest(
     rounds: int,
     workers: int,
     say: Callable[[Row], None],
+    together: bool = False,
+    rehearsed: bool = False,
 ) -> list[Row]:
     """Compile all workloads, then compare and time one after the other.
 
@@ -48,6 +53,10 @@ def contest(
     rounds, workers : int
     say : callable
         Gets each row when it is there.
+    together : bool
+        Make PyTorch's programs of all workloads while ours are compiled; all their tensors have to fit on the GPU.
+    rehearsed : bool
+        With `together`: make them in as many processes first, so that ``torch.compile`` finds them in its cache.
 
     Returns
     -------
@@ -57,8 +66,17 @@ def contest(
     found = []
     clock = Clock.of(device_of(gpu))
     with tempfile.TemporaryDirectory(dir=_memory_folder()) as folder:
-        for program in compiled(workloads, gpu, Path(folder), workers):
-            row = _measured(program.load(gpu), gpu, clock, peers, wanted, rounds)
+        made: dict[int, tuple[Peers, str]] = {}
+
+        def beside() -> None:
+            if rehearsed and torch_on_gpu() and workers > 1:
+                _rehearse(workloads, gpu, peers, workers)
+            made.update((index, _peers(clock, work, peers)) for index, work in enumerate(workloads))
+
+        programs = compiled(workloads, gpu, Path(folder), workers, beside if together else None)
+        for index, program in enumerate(programs):
+            others = made.pop(index, None) or _peers(clock, program.workload, peers)
+            row = _measured(program.load(gpu), gpu, clock, others, wanted, rounds)
             found.append(row)
             say(row)
     return found
@@ -70,22 +88,40 @@ def _memory_folder() -> str | None:
     return shared if os.path.isdir(shared) and shutil.disk_usage(shared).free > 32 << 30 else None
 
 
+def _rehearse(workloads: Sequence[Workload], gpu: Any, peers: Callable[[Clock, Workload], Peers], workers: int) -> None:
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(min(workers, len(workloads)), mp_context=context) as pool:
+        for work in workloads:
+            pool.submit(_rehearse_one, work, gpu, peers)
+
+
+def _rehearse_one(work: Workload, gpu: Any, peers: Callable[[Clock, Workload], Peers]) -> None:
+    peers(Clock.of(device_of(gpu)), replace(work, count=1))  # type: ignore[type-var]
+
+
+def _peers(clock: Clock, work: Workload, peers: Callable[[Clock, Workload], Peers]) -> tuple[Peers, str]:
+    """PyTorch's launches, or why there are none: a peer's failure is said, and ours is measured alone."""
+    if not torch_on_gpu():
+        return NOTHING, ""
+    try:
+        return peers(clock, work), ""
+    except Exception as error:
+        return NOTHING, f"{type(error).__name__}: {error}"[:400]
+
+
 def _measured(
     program: Program,
     gpu: Any,
     clock: Clock,
-    peers: Callable[[Clock, Workload], Peers],
+    made: tuple[Peers, str],
     wanted: Callable[[Workload], list[Array]],
     rounds: int,
 ) -> Row:
     work = program.workload
     row: Row = {"title": work.title, "kind": getattr(work, "kind", getattr(work, "dtype", ""))}
-    others = NOTHING
-    if torch_on_gpu():
-        try:
-            others = peers(clock, work)
-        except Exception as error:  # a peer's failure is said, and ours is measured alone
-            row["peer_failure"] = f"{type(error).__name__}: {error}"[:400]
+    others, failure = made
+    if failure:
+        row["peer_failure"] = failure
     launches = {name: launch for name, (launch, _) in others.items()}
     if program.failure:
         row["failure"] = program.failure

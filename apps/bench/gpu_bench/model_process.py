@@ -78,7 +78,8 @@ class Job:
     def environment(self) -> dict[str, str]:
         """The environment it has to start in."""
         path = os.pathsep.join([str(BENCH), *filter(None, [os.environ.get("PYTHONPATH", "")])])
-        return {"TVM_NUM_THREADS": "2", "TVM_BIND_THREADS": "0", **os.environ, "PYTHONPATH": path}
+        few = {"TVM_NUM_THREADS": "2", "TVM_BIND_THREADS": "0", "TORCHINDUCTOR_COMPILE_THREADS": "2"}
+        return {**few, **os.environ, "PYTHONPATH": path}
 
     @property
     def about(self) -> dict[str, Any]:
@@ -178,25 +179,26 @@ class Work:
         }
 
     def slowest(self) -> dict[str, Any]:
-        """The kernels that take longest, each measured alone, with the time that its launch takes."""
-        profiles = [self.by_kernel.profile("main", *self.inputs.values()) for _ in range(3)]
-        rows: dict[str, list[Any]] = {}
-        for profile in profiles:
-            for row in profile.rows:
-                rows.setdefault(row.symbol, []).append(row)
-        found = [
-            {
-                "kernel": symbol,
-                "ops": list(same[0].ops),
-                "calls": same[0].calls,
-                "us_each": round(statistics.median(row.microseconds / row.calls for row in same), 1),
-                "gflops": round(same[0].operations / 1e9, 3),
-                "mb": round(same[0].bytes / 1e6, 2),
-            }
-            for symbol, same in rows.items()
-        ]
-        found.sort(key=lambda row: -row["us_each"] * row["calls"])
-        return {"rows": found[: self.job.slowest]}
+        """The kernels that take longest, each measured alone, with the time that its launch takes; the device's peaks.
+
+        Peaks are what the library's own large products and sums reach on the device, by element type.
+        """
+        from dataclasses import asdict
+
+        from model_bench.dispatches import dispatches_of
+
+        import relax_hetero as rh
+        from relax_hetero.frontend.auto.measure_devices import figures_of
+
+        target = self.job.target
+        figures = figures_of([rh.VDevice(rh.native(target) if isinstance(target, str) else target)])
+        device = figures.devices[0] if figures else None
+        found = dispatches_of(self.by_kernel, list(self.inputs.values()))[: self.job.slowest]
+        return {
+            "dispatches": [asdict(dispatch) for dispatch in found],
+            "peaks": device.products if device else {},
+            "bandwidth": device.bandwidth if device else 0.0,
+        }
 
     def torch(self) -> dict[str, Any]:
         """PyTorch's eager ops of the same nodes, traced and captured as a CUDA graph."""
@@ -208,13 +210,15 @@ class Work:
             return self._captured("torch", traced, operands)
 
     def torch_compiled(self) -> dict[str, Any]:
-        """The same nodes by ``torch.compile``, captured as a CUDA graph."""
+        """The same nodes as one graph of ``torch.compile``, captured as a CUDA graph."""
         import torch
+        from model_peers.torch_graph import graph_of
 
         runner, operands = self._runner()
         begin = time.perf_counter()
         with torch.inference_mode():
-            compiled = torch.compile(runner, mode=self.job.compiled, dynamic=False)
+            graph = graph_of(runner, operands)
+            compiled = torch.compile(graph, mode=self.job.compiled, dynamic=False, fullgraph=True)
             found = self._captured("torch.compile", compiled, operands)
         return {**found, "seconds": time.perf_counter() - begin}
 
@@ -222,22 +226,20 @@ class Work:
         """Milliseconds of what was captured, launched as often as ours."""
         import torch
 
-        graph, found = self.peers[name]
+        graph, found, *_ = self.peers[name]
         return {**found, "device_ms": _median_ms(graph.replay, torch.cuda.synchronize)}
 
     def _runner(self) -> tuple[Any, list[Any]]:
         """The nodes as a module of PyTorch on the GPU, and its operands."""
         import torch
-        from model_peers.torch_ops import Runner
+        from model_peers.torch_graph import Runner
 
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self.job.precision == "tfloat32"
-        runner = Runner(self.model).eval().cuda()
-        operands = [torch.from_numpy(array).cuda() for array in self.inputs.values()]
+        torch.backends.cudnn.benchmark = True  # the fastest of its algorithms
         lower = getattr(torch, self.job.precision, torch.float32)
-        if lower != torch.float32:
-            runner = runner.to(lower)
-            operands = [value.to(lower) if value.is_floating_point() else value for value in operands]
-        return runner, operands
+        operands = [torch.from_numpy(array).cuda() for array in self.inputs.values()]
+        operands = [value.to(lower) if value.is_floating_point() else value for value in operands]
+        return Runner(self.model, lower).eval().cuda(), operands
 
     def _captured(self, name: str, program: Callable[..., Any], operands: Sequence[Any]) -> dict[str, Any]:
         """Keep a program of PyTorch as a CUDA graph, under the peer's name; the error of its results."""
@@ -255,7 +257,8 @@ class Work:
         torch.cuda.synchronize()
         results = results if isinstance(results, tuple) else (results,)
         found = {"error": self._error([result.float().cpu().numpy() for result in results])}
-        self.peers[name] = graph, found
+        # A CUDA graph reads operands and weights where they were: neither may be freed.
+        self.peers[name] = graph, found, program, operands
         return found
 
     def _compiled(

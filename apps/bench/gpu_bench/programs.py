@@ -7,7 +7,7 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ import tvm
 
 import relax_hetero as rh
 
-from .workloads import Array, Workload
+from .device_time import torch_on_gpu
+from .workloads import Workload
 
 
 def parsed_gpu(text: str) -> Any:
@@ -69,24 +70,34 @@ class Program:
         """How many CUDA graphs a call launches."""
         return len(self._machine.graphs)
 
-    def results(self) -> list[Array]:
-        """Of the last call."""
-        found = self._results
-        return [tensor.numpy() for tensor in (found if isinstance(found, tuple) else (found,))]
+    def results(self) -> list[Any]:
+        """Of the last call: tensors of PyTorch where it has the GPU they are on, else arrays."""
+        found = self._results if isinstance(self._results, tuple) else (self._results,)
+        torch = torch_on_gpu()
+        if torch is None or device_of("llvm") == found[0].device:
+            return [tensor.numpy() for tensor in found]
+        found[0].device.sync()
+        return [torch.from_dlpack(tensor) for tensor in found]
 
 
-def compiled(workloads: Sequence[Workload], gpu: Any, folder: Path, workers: int) -> list[Program]:
-    """Compile and export all workloads over so many processes.
+def compiled(
+    workloads: Sequence[Workload], gpu: Any, folder: Path, workers: int, beside: Callable[[], None] | None = None
+) -> list[Program]:
+    """Compile and export all workloads over so many processes, and call `beside` in this one meanwhile.
 
     Processes are spawned: CUDA does not survive a fork.
     """
     files = [folder / f"program{index}.so" for index in range(len(workloads))]
+    beside = beside or (lambda: None)
     if workers == 1 or len(workloads) == 1:
         found = [_compile(one, gpu, file) for one, file in zip(workloads, files, strict=True)]
+        beside()
     else:
         context = multiprocessing.get_context("spawn")
         with concurrent.futures.ProcessPoolExecutor(min(workers, len(workloads)), mp_context=context) as pool:
-            found = list(pool.map(_compile, workloads, [gpu] * len(files), files))
+            answers = pool.map(_compile, workloads, [gpu] * len(files), files)
+            beside()
+            found = list(answers)
     return [Program(one, *said, file) for one, said, file in zip(workloads, found, files, strict=True)]
 
 
@@ -102,10 +113,18 @@ def _compile(workload: Workload, gpu: Any, file: Path) -> tuple[float, str]:
     return seconds, ""
 
 
-def error_of(found: Array, wanted: Array) -> float:
-    """The largest difference over the largest number wanted; infinity for other shapes or NaN."""
-    if found.shape != wanted.shape:
+def error_of(found: Any, wanted: Any) -> float:
+    """The largest difference over the largest number wanted; infinity for other shapes or NaN.
+
+    Each is an array or a tensor of PyTorch; two tensors are compared where they are.
+    """
+    if tuple(found.shape) != tuple(wanted.shape):
         return float("inf")
-    ours, theirs = found.astype("float32"), wanted.astype("float32")
-    error = float(np.abs(ours - theirs).max() / max(float(np.abs(theirs).max()), 1e-30))
+    if isinstance(wanted, np.ndarray) and not isinstance(found, np.ndarray):
+        found = found.float().cpu().numpy()
+    if isinstance(found, np.ndarray):
+        ours, theirs = found.astype("float32"), wanted.astype("float32")
+    else:
+        ours, theirs = found.float(), wanted.float()
+    error = float(abs(ours - theirs).max()) / max(float(abs(theirs).max()), 1e-30)
     return error if np.isfinite(error) else float("inf")

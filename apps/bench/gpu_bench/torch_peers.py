@@ -12,7 +12,7 @@ from .device_time import Clock, Launch, torch_on_gpu
 from .workloads import Array, Attentions, Products, Rows
 
 Tensor = Any
-Peer = tuple[Launch, Callable[[], list[Array]]]
+Peer = tuple[Launch, Callable[[], list[Tensor]]]
 """A launch, and a function that gives its results."""
 
 
@@ -27,7 +27,7 @@ def tensor_of(array: Array) -> Tensor:
 
 
 def captured(clock: Clock, work: Callable[[], Sequence[Tensor]]) -> Peer:
-    """A launch of the work as a CUDA graph, and its results in float32 or integers."""
+    """A launch of the work as a CUDA graph, and its results."""
     torch = torch_on_gpu()
     with torch.inference_mode(), torch.cuda.stream(clock.stream):
         for _ in range(3):
@@ -37,13 +37,13 @@ def captured(clock: Clock, work: Callable[[], Sequence[Tensor]]) -> Peer:
     with torch.inference_mode(), torch.cuda.graph(graph, stream=clock.stream):
         results = work()
 
-    def arrays(held: object = work) -> list[Array]:
+    def tensors(held: object = work) -> list[Tensor]:
         # The graph reads the operands where they lie: as long as it is there, what refers to them has to be.
         graph.replay()
         torch.cuda.synchronize()
-        return [(result.float() if result.is_floating_point() else result).cpu().numpy() for result in results]
+        return list(results)
 
-    return graph.replay, arrays
+    return graph.replay, tensors
 
 
 def products(clock: Clock, work: Products, autotune: bool = False) -> dict[str, Peer]:

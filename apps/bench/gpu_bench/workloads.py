@@ -6,6 +6,7 @@ no piece finds its operands in a cache because the piece before read them.
 
 from __future__ import annotations
 
+import functools
 import zlib
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -221,10 +222,9 @@ class Rows:
         return (operands + results) * np.dtype(self.dtype).itemsize
 
     def inputs(self) -> list[Array]:
-        """One matrix a piece; two for a chain: each is the first one moved on, which is quickly made."""
+        """One matrix a piece; two for a chain."""
         number = self.count * (2 if self.name == "chain" else 1)
-        first = np.random.default_rng(0).standard_normal(self.rows * self.width, "float32").astype(self.dtype)
-        return [np.roll(first, 997 * index).reshape(self.rows, self.width) for index in range(number)]
+        return _moved_on((self.rows, self.width), number, self.dtype, 0)
 
     def module(self, gpu: Any) -> tvm.IRModule:
         """``main(x0, ...)``, a tuple of results."""
@@ -292,13 +292,11 @@ class Attentions:
         return 4 * self.heads * self.queries * self.keys * self.width / (2 if self.causal else 1)
 
     def inputs(self) -> list[Array]:
-        """Query, key and value of each piece, (1, heads, positions, width): each is the first one moved on."""
-        found = []
-        for number, length in enumerate((self.queries, self.keys, self.keys)):
-            size = self.heads * length * self.width
-            first = np.random.default_rng(number).standard_normal(size, "float32").astype(self.dtype)
-            shape = (1, self.heads, length, self.width)
-            found.append([np.roll(first, 997 * index).reshape(shape) for index in range(self.count)])
+        """Query, key and value of each piece, (1, heads, positions, width)."""
+        lengths = enumerate((self.queries, self.keys, self.keys))
+        found = [
+            _moved_on((1, self.heads, length, self.width), self.count, self.dtype, seed) for seed, length in lengths
+        ]
         return [array for piece in zip(*found, strict=True) for array in piece]
 
     def module(self, gpu: Any) -> tvm.IRModule:
@@ -321,6 +319,18 @@ class Attentions:
                     results.append(builder.emit_output(relax.op.permute_dims(y, [0, 2, 1, 3])))
             builder.emit_func_output(relax.Tuple(results))
         return on_gpu(builder.get(), gpu)
+
+
+def _moved_on(shape: tuple[int, ...], count: int, dtype: str, seed: int) -> list[Array]:
+    """So many arrays, no two equal: each begins a little further on in the same normal numbers, which it shares."""
+    size, step = int(np.prod(shape)), 997
+    numbers = _normal(size + step * count, dtype, seed)
+    return [numbers[step * index :][:size].reshape(shape) for index in range(count)]
+
+
+@functools.lru_cache(maxsize=3)
+def _normal(size: int, dtype: str, seed: int) -> Array:
+    return np.random.default_rng(seed).standard_normal(size, "float32").astype(dtype)
 
 
 def on_gpu(module: tvm.IRModule, gpu: Any, precision: str = "") -> tvm.IRModule:

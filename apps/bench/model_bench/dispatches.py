@@ -45,7 +45,7 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class Roof:
-    """What the machine could do: operations and bytes a second."""
+    """What the machine could do: operations and bytes a second; infinity where it was not measured."""
 
     operations: float
     bytes: float
@@ -101,7 +101,7 @@ COLUMNS = [
     "µs each",
     "of the kernels",
     "GFLOP/s",
-    "of FMA peak",
+    "of peak",
     "GB/s",
     "of bandwidth",
     "precision",
@@ -120,7 +120,7 @@ def dispatch_cells(dispatch: Dispatch, roof: Roof) -> list[str]:
         f"{dispatch.microseconds:.1f}",
         f"{dispatch.share:.1%}",
         f"{operations / 1e9:.0f}" if dispatch.operations else "",
-        f"{shares[0]:.0%}" if dispatch.operations else "",
+        f"{shares[0]:.0%}" if dispatch.operations and roof.operations < float("inf") else "",
         f"{moved / 1e9:.1f}" if dispatch.bytes else "",
         f"{shares[1]:.0%}" if dispatch.bytes else "",
         dispatch.precision,

@@ -9,7 +9,7 @@ import onnx
 import torch
 
 from . import FLOAT32, Inputs, Session, Setting
-from .torch_ops import Runner
+from .torch_graph import Runner
 
 
 def load(model: str, file: str, inputs: Inputs, setting: Setting) -> Session:

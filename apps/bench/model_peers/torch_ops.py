@@ -1,14 +1,14 @@
-"""ONNX nodes as torch functions: those of the models that the benchmark makes."""
+"""ONNX nodes as torch functions: those of the models that the benchmark makes, and their near relatives."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import onnx
 import torch
-from onnx import numpy_helper
 from torch.nn import functional
 
 from . import Unsupported
@@ -16,39 +16,15 @@ from . import Unsupported
 Tensor = torch.Tensor
 Attributes = dict[str, Any]
 
-
-class Runner(torch.nn.Module):
-    """Runs a model's nodes in their order.
-
-    Shapes and axes are read while it is traced: they become numbers of the program.
-    """
-
-    def __init__(self, model: onnx.ModelProto) -> None:
-        super().__init__()
-        self._opset = model.opset_import[0].version
-        self._nodes = list(model.graph.node)
-        arrays = {weight.name: numpy_helper.to_array(weight) for weight in model.graph.initializer}
-        self._names = {name: f"weight_{index}" for index, name in enumerate(arrays)}
-        self._inputs = [value.name for value in model.graph.input if value.name not in arrays]
-        self._outputs = [value.name for value in model.graph.output]
-        for name, array in arrays.items():
-            self.register_buffer(self._names[name], torch.from_numpy(np.array(array)))
-
-    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """The model's outputs."""
-        values = dict(zip(self._inputs, inputs, strict=True))
-        values.update({name: getattr(self, buffer) for name, buffer in self._names.items()})
-        for node in self._nodes:
-            attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
-            found = self._run(node, [values.get(name) for name in node.input], attributes)
-            for name, value in zip(node.output, found if isinstance(found, tuple) else (found,), strict=False):
-                values[name] = value
-        return tuple(values[name] for name in self._outputs)
-
-    def _run(self, node: onnx.NodeProto, operands: list[Any], attributes: Attributes) -> Any:
-        if node.op_type not in OPS:
-            raise Unsupported(f"no translation of {node.op_type}")
-        return OPS[node.op_type](operands, {"opset": self._opset, **attributes})
+NUMBERS: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(
+        ("Reshape", "Expand", "Unsqueeze", "Squeeze", "ReduceMean", "ReduceSum", "ReduceMax", "Split"), (1,)
+    ),
+    "Clip": (1, 2),
+    "Resize": (1, 2, 3),
+    "Slice": (1, 2, 3, 4),
+}
+"""Operands that are arrays of the host, not tensors: by op, their places."""
 
 
 def _spatial(attributes: Attributes) -> tuple[list[int], list[int]]:
@@ -110,11 +86,11 @@ def _gemm(x: list[Any], a: Attributes) -> Tensor:
     return functional.linear(x[0], x[1] if a.get("transB") else x[1].t(), x[2] if len(x) > 2 else None)
 
 
-def _axes(x: list[Any], a: Attributes, place: int = 1) -> list[int]:
-    return list(a["axes"]) if "axes" in a else _integers(x[place])
+def _axes(x: list[Any], a: Attributes) -> list[int]:
+    return list(a["axes"]) if "axes" in a else _integers(x[1])
 
 
-def _integers(values: Tensor) -> list[int]:
+def _integers(values: np.ndarray) -> list[int]:
     return [int(value) for value in values.reshape(-1)]
 
 
@@ -151,7 +127,7 @@ def _split(x: list[Any], a: Attributes) -> tuple[Tensor, ...]:
 
 def _gather(x: list[Any], a: Attributes) -> Tensor:
     axis, index = a.get("axis", 0), x[1]
-    if index.ndim == 0:
+    if isinstance(index, np.ndarray):
         return x[0].select(axis, int(index))
     if axis == 0 and x[0].ndim == 2:
         return functional.embedding(index, x[0])
@@ -159,7 +135,11 @@ def _gather(x: list[Any], a: Attributes) -> Tensor:
 
 
 def _reduced(function: Callable[..., Tensor]) -> Callable[[list[Any], Attributes], Tensor]:
-    return lambda x, a: function(x[0], dim=_axes(x, a), keepdim=bool(a.get("keepdims", 1)))
+    def reduced(x: list[Any], a: Attributes) -> Tensor:
+        axes = _axes(x, a) if "axes" in a or x[1] is not None else list(range(x[0].ndim))
+        return function(x[0], dim=axes, keepdim=bool(a.get("keepdims", 1)))
+
+    return reduced
 
 
 def _layer_norm(x: list[Any], a: Attributes) -> Tensor:
@@ -168,7 +148,29 @@ def _layer_norm(x: list[Any], a: Attributes) -> Tensor:
 
 
 def _clip(x: list[Any], a: Attributes) -> Tensor:
-    return torch.clamp(x[0], float(x[1]), float(x[2])) if len(x) > 2 else torch.clamp(x[0], a["min"], a["max"])
+    least, most = (a.get(name) if x[place] is None else x[place] for place, name in ((1, "min"), (2, "max")))
+    return torch.clamp(x[0], None if least is None else float(least), None if most is None else float(most))
+
+
+def _slice(x: list[Any], a: Attributes) -> Tensor:
+    starts, ends = _integers(x[1]), _integers(x[2])
+    axes = _integers(x[3]) if x[3] is not None else list(range(len(starts)))
+    steps = _integers(x[4]) if x[4] is not None else [1] * len(starts)
+    places = [slice(None)] * x[0].ndim
+    for axis, start, end, step in zip(axes, starts, ends, steps, strict=True):
+        if step < 1:
+            raise Unsupported("Slice backwards")
+        places[axis] = slice(start, end, step)
+    return x[0][tuple(places)]
+
+
+def _squeeze(x: list[Any], a: Attributes) -> Tensor:
+    return x[0].squeeze(tuple(_axes(x, a))) if "axes" in a or x[1] is not None else x[0].squeeze()
+
+
+def _cast(x: list[Any], a: Attributes) -> Tensor:
+    dtype = getattr(torch, str(onnx.helper.tensor_dtype_to_np_dtype(a["to"])))
+    return x[0].to(a["float"] if dtype == torch.float32 else dtype)
 
 
 OPS: dict[str, Callable[[list[Any], Attributes], Any]] = {
@@ -195,25 +197,46 @@ OPS: dict[str, Callable[[list[Any], Attributes], Any]] = {
     "Tanh": lambda x, a: torch.tanh(x[0]),
     "Sigmoid": lambda x, a: torch.sigmoid(x[0]),
     "Relu": lambda x, a: torch.relu(x[0]),
+    "Neg": lambda x, a: -x[0],
+    "Abs": lambda x, a: torch.abs(x[0]),
+    "Exp": lambda x, a: torch.exp(x[0]),
+    "Log": lambda x, a: torch.log(x[0]),
+    "Sin": lambda x, a: torch.sin(x[0]),
+    "Cos": lambda x, a: torch.cos(x[0]),
+    "Identity": lambda x, a: x[0],
     "Clip": _clip,
+    "LeakyRelu": lambda x, a: functional.leaky_relu(x[0], a.get("alpha", 0.01)),
+    "Softplus": lambda x, a: functional.softplus(x[0]),
     "HardSwish": lambda x, a: functional.hardswish(x[0]),
     "HardSigmoid": lambda x, a: torch.clamp(x[0] * a.get("alpha", 0.2) + a.get("beta", 0.5), 0.0, 1.0),
     "Softmax": _softmax,
     "LayerNormalization": _layer_norm,
+    "InstanceNormalization": lambda x, a: functional.instance_norm(
+        x[0], weight=x[1], bias=x[2], eps=a.get("epsilon", 1e-5)
+    ),
     "Reshape": _reshape,
     "Flatten": lambda x, a: x[0].reshape(int(np.prod(x[0].shape[: a.get("axis", 1)])), -1),
     "Transpose": lambda x, a: x[0].permute(a["perm"]),
     "Concat": lambda x, a: torch.cat(x, a["axis"]),
     "Split": _split,
     "Gather": _gather,
+    "Slice": _slice,
+    "Squeeze": _squeeze,
     "Unsqueeze": _unsqueeze,
     "Expand": lambda x, a: x[0].expand(_integers(x[1])),
     "Where": lambda x, a: torch.where(x[0], x[1], x[2]),
     "Equal": lambda x, a: x[0] == x[1],
-    "Cast": lambda x, a: x[0].to(getattr(torch, str(onnx.helper.tensor_dtype_to_np_dtype(a["to"])))),
+    "Greater": lambda x, a: x[0] > x[1],
+    "Less": lambda x, a: x[0] < x[1],
+    "And": lambda x, a: x[0] & x[1],
+    "Not": lambda x, a: ~x[0],
+    "Max": lambda x, a: functools.reduce(torch.maximum, x),
+    "Min": lambda x, a: functools.reduce(torch.minimum, x),
+    "Cast": _cast,
     "Sum": lambda x, a: sum(x[1:], x[0]),
     "Dropout": lambda x, a: x[0],
     "ReduceMean": _reduced(torch.mean),
     "ReduceSum": _reduced(torch.sum),
+    "ReduceMax": _reduced(torch.amax),
     "Resize": _resize,
 }

@@ -77,12 +77,16 @@ class Graph:
         groups: int = 1,
         norm: bool = False,
         pad: int | None = None,
+        gain: float = 1.0,
     ) -> str:
-        """A convolution of the same size (over the stride): with a bias, or a batch norm after it."""
+        """A convolution of the same size (over the stride): with a bias, or a batch norm after it.
+
+        Its weights keep the size of numbers, but for a factor `gain`.
+        """
         size = (kernel, kernel) if isinstance(kernel, int) else kernel
         before = [extent // 2 if pad is None else pad for extent in size]
         inner = self.channels[x] // groups
-        weight = self.weight(channels, inner, *size, deviation=(2 / (inner * size[0] * size[1])) ** 0.5)
+        weight = self.weight(channels, inner, *size, deviation=gain * (2 / (inner * size[0] * size[1])) ** 0.5)
         operands = [x, weight] + ([] if norm else [self.weight(channels, deviation=0.1)])
         attributes = {"kernel_shape": size, "pads": [*before, *before], "strides": [stride, stride], "group": groups}
         y = self.node("Conv", *operands, channels=channels, **attributes)

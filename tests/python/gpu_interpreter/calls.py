@@ -192,7 +192,7 @@ def _access_ptr(expressions: Any, call: Any) -> Callable[[Any, Any], Any]:
     return value
 
 
-@handles("tirx.call_pure_extern", "tirx.call_extern")
+@handles("tirx.call_pure_extern", "tirx.call_extern", "tirx.cuda.func_call")
 def _extern(expressions: Any, call: Any) -> Callable[[Any, Any], Any]:
     name = str(call.args[0].value)
     if name not in EXTERNS:
@@ -204,7 +204,8 @@ def extern(function: Callable[..., Any], *names: str) -> None:
     """Register a function that kernels call by its name in C, as a function of values."""
 
     def handler(expressions: Any, call: Any) -> Callable[[Any, Any], Any]:
-        arguments = [expressions.compiled(a) for a in list(call.args)[1:]]
+        has_source = call.op.name == "tirx.cuda.func_call"
+        arguments = [expressions.compiled(a) for a in list(call.args)[1 : -1 if has_source else None]]
         dtype = result_type(call)
         return lambda lanes, mask: cast(np.asarray(function(*(a(lanes, mask) for a in arguments))), dtype)
 
@@ -220,3 +221,19 @@ for _c, _function in {
     extern(_function, _c, f"{_c}f", f"__{_c}f")
 extern(lambda x: 1 / np.sqrt(x), "rsqrt", "rsqrtf", "__frsqrt_rn")
 extern(np.divide, "__fdividef")
+
+
+def _power(x: np.ndarray, factor: float) -> np.ndarray:
+    """2 ** (x * factor) as ``ex2.approx.ftz.f32`` of a rounded product."""
+    power = np.exp2(x.astype("float32") * np.float32(factor))
+    return np.where(power < np.float32(2.0**-126), np.float32(0), power)
+
+
+def _quick_tanh(x: np.ndarray) -> np.ndarray:
+    most = np.float32(1) - np.float32(2) / (np.float32(1) + _power(x, 2 / np.log(2)))
+    return np.where(np.abs(x) < np.float32(0.01), x, most)
+
+
+extern(lambda x: _power(x, 1 / np.log(2)), "quick_exp")
+extern(lambda x: np.float32(1) / (np.float32(1) + _power(x, -1 / np.log(2))), "quick_sigmoid")
+extern(_quick_tanh, "quick_tanh")

@@ -467,3 +467,31 @@ def pick_bytes(register: Expr, a: Expr, b: Expr, selector: int) -> None:
 def stream_global(registers: Sequence[Expr], address: Expr) -> None:
     """Four neighbouring values of 32 bits of a constant that is read once: the first-level cache does not keep them."""
     _emit("ld.global.nc.L1::no_allocate.v4.u32", *registers, address)
+
+
+# Functions of float32 as expressions, for results of 16 bits: no branches, and no care for numbers below 2**-126.
+
+
+def quick_exp(x: Expr) -> Expr:
+    """``exp(x)`` of float32, within 2 units in the last place for small `x`; 0 where it is below 2 ** -126."""
+    return _quick("exp", x, "return power;", "1.4426950408889634f")
+
+
+def quick_sigmoid(x: Expr) -> Expr:
+    """``1 / (1 + exp(-x))`` of float32, within some 1e-6 of itself."""
+    return _quick("sigmoid", x, f"{_RECIPROCAL}return part;", "-1.4426950408889634f")
+
+
+def quick_tanh(x: Expr) -> Expr:
+    """``tanh(x)`` of float32, within some 4e-5 of itself: below 0.01, where a difference has no digits, it is `x`."""
+    text = f"{_RECIPROCAL}float most = fmaf(-2.0f, part, 1.0f); return fabsf(x) < 0.01f ? x : most;"
+    return _quick("tanh", x, text, "2.8853900817779268f")
+
+
+_RECIPROCAL = 'float part; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(part) : "f"(1.0f + power)); '
+
+
+def _quick(name: str, x: Expr, text: str, factor: str) -> Expr:
+    power = f'float power; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * {factor})); '
+    source = f"__forceinline__ __device__ float quick_{name}(float x) {{ {power}{text} }}\n"
+    return _CUDA.func_call(f"quick_{name}", x, source_code=source, return_type="float32")

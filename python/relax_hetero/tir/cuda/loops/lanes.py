@@ -14,14 +14,14 @@ import tvm
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
-from tvm_ffi import StructuralKey, WalkResult, structural_walk
+from tvm_ffi import StructuralKey, WalkResult, structural_map, structural_walk
 
 from ....target.element_types import bytes_of
 from ...core.builder import Expr, int64, lane_indices
 from ...loops.boxes import is_choice
 from ...loops.flat import FlatBox, Loop, is_step, stride
 from ...loops.stages import Load, loads, node_count, replaced, sources, variables, with_loads
-from .arithmetic import for_cuda
+from .arithmetic import NARROW, for_cuda
 
 LANE = tirx.Var("lane", "int64")
 """Stands in expressions for the number of a lane."""
@@ -34,6 +34,9 @@ _WIDEST = 16
 
 # An expression of more nodes is computed before it is used: TVM's simplifier and its walks are slow on large ones.
 _MOST_NODES = 64
+
+# A value of a choice of so many nodes is more than a number that is there.
+_LONG = 4
 
 Registers = Mapping[tirx.Buffer, tirx.Buffer]
 """By what it holds values of: registers of a thread, one a lane."""
@@ -290,7 +293,7 @@ def compute_steps(
     results = {buffer: known[buffer] for buffer in here.places if buffer in known}
     last = {buffer: n for n, (buffer, _) in enumerate(steps)}
     for n, (buffer, value) in enumerate(steps):
-        value = reading(value, known, inline)
+        value = _branchless(reading(value, known, inline), lanes)
         known.pop(buffer, None)
         inline.pop(buffer, None)
         uses = sum(source.same_as(buffer) for _, later in steps[n + 1 :] for source in sources(later))
@@ -304,6 +307,40 @@ def compute_steps(
         else:
             inline[buffer] = value
     return results
+
+
+def _branchless(expr: Expr, lanes: int) -> Expr:
+    """`expr` where choices by data are between registers that hold both values of 16 bits.
+
+    Threads of a warp would choose differently and compute one value after the other, lane by lane. The functions of
+    these types are short; a value that reads memory stays behind its condition.
+    """
+
+    def chosen(condition: Expr, *values: Expr) -> Expr | None:
+        narrow = all(str(value.ty.dtype) in NARROW for value in values)
+        if not narrow or not loads(condition) or max(map(node_count, values)) < _LONG:
+            return None
+        if any(str(source.scope()) != "local" for value in values for source in sources(value)):
+            return None
+        return tirx.Cast(str(values[0].ty.dtype), tirx.Select(condition, *map(held, values)))
+
+    def held(value: Expr) -> Expr:
+        # Rounded behind the choice, two at once: a conversion under a condition is as slow as an exponential.
+        exact = for_cuda(value)
+        is_wide = isinstance(exact, tirx.Cast) and str(exact.value.ty.dtype) == "float32"
+        registers = register("float32", lanes)
+        set_lanes(registers, lanes, exact.value if is_wide else tirx.Cast("float32", exact))
+        return tirx.BufferLoad(registers, [LANE])
+
+    def on_call(call: tvm.ir.Call) -> Expr:
+        found = chosen(*call.args) if is_choice(call) else None
+        return call if found is None else found
+
+    def on_select(node: tirx.Select) -> Expr:
+        found = chosen(node.condition, node.true_value, node.false_value)
+        return node if found is None else found
+
+    return structural_map(expr, [(tvm.ir.Call, on_call), (tirx.Select, on_select)])
 
 
 def store_lanes(

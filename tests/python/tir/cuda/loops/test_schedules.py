@@ -268,8 +268,40 @@ def test_quick_functions_of_16_bits_are_right_to_the_last_bit(dtype, ulp):
         (topi.exp, np.exp(np.minimum(wide, 11))),
     ):
         func = scheduled(x, op(topi.minimum(x, tirx.const(11, dtype)) if op is topi.exp else x))
-        assert "__" in str(func)
+        assert "quick_" in str(func)
         y = np.zeros_like(a)
         interpreted(func, a, y)
         allowed = np.maximum(np.abs(exact) * ulp * 1.1, 2**-25 if dtype == "float16" else 0)
         assert (np.abs(y.astype("float64") - exact) <= allowed).all()
+
+
+@pytest.mark.parametrize("dtype, allowed", [("float16", 2e-3), ("bfloat16", 2e-2)])
+def test_choices_by_data_hold_both_values(dtype, allowed):
+    x, y = tensor(64, 128, dtype=dtype), tensor(64, 128, dtype=dtype)
+    func = scheduled(x, y, topi.where(topi.greater(x, topi.full_like(x, 0)), topi.sigmoid(x), topi.tanh(y)))
+    text = str(func)
+    assert "quick_tanh" in text and "if_then_else" not in text
+    assert all("quick_" not in line for line in text.splitlines() if "T.Select(" in line)
+    a, b = (values((64, 128), "float32", seed).astype(getattr(ml_dtypes, dtype, None) or dtype) for seed in (0, 1))
+    found = np.zeros_like(a)
+    interpreted(func, a, b, found)
+    wide = a.astype("float32")
+    exact = np.where(wide > 0, 1 / (1 + np.exp(-wide)), np.tanh(b.astype("float32")))
+    np.testing.assert_allclose(found.astype("float32"), exact, atol=allowed)
+
+
+def test_values_that_read_memory_stay_behind_their_condition():
+    x, index = tensor(512, dtype="float16"), tensor(64, dtype="int64")
+    looked_up = te.compute(
+        (64,),
+        lambda i: tirx.if_then_else(
+            tirx.all(index[i] >= 0, index[i] < 512), tirx.sigmoid(x[index[i]]), tirx.const(0, "float16")
+        ),
+    )
+    func = scheduled(x, index, looked_up)
+    places = np.arange(-32, 32, dtype="int64") * 20
+    a, found = values((512,), "float16", 0), np.ones(64, "float16")
+    interpreted(func, a, places, found)
+    inside = (places >= 0) & (places < 512)
+    exact = 1 / (1 + np.exp(-a[np.where(inside, places, 0)].astype("float32")))
+    np.testing.assert_allclose(found, np.where(inside, exact, 0), atol=1e-3)
