@@ -60,7 +60,7 @@ def takes_tiles(spec: MatmulSpec, instruction: TileInstruction) -> bool:
         return False
     if isinstance(spec.m, int) and spec.m < instruction.least_rows:
         return False
-    rows_are_plain = lhs.layout.is_identity and lhs.index_map[-2:] == ["m", "k"]
+    rows_are_plain = lhs.layout.is_identity and lhs.runs_along("m") and lhs.index_map[-1] == "k"
     k, n = rhs.index_map.index("k"), rhs.index_map.index("n")
     panel = rhs.layout.tile(n)
     is_packed = rhs.layout.inner_dims == (n, k) and rhs.layout.inner_tiles == (panel, instruction.k0)
@@ -151,7 +151,8 @@ class _Task:
             T.buffer_store(self.waiting, tirx.const(0, "int64"), [slot])
         if self.last_groups is not None:
             with loop(product.step_bytes // TILE_BYTES) as line:
-                T.buffer_store(self.last_groups, T.broadcast(T.int8(0), TILE_BYTES), [lane_indices(line * TILE_BYTES, TILE_BYTES)])
+                empty = T.broadcast(T.int8(0), TILE_BYTES)
+                T.buffer_store(self.last_groups, empty, [lane_indices(line * TILE_BYTES, TILE_BYTES)])
         low, high = product.heights
         second = high if len(product.lefts) > 1 else 1
         tiles_of.configure([low, low, second, second, low, second, TILE_ROWS, TILE_ROWS])
@@ -162,7 +163,7 @@ def emit_tile_products(
 ) -> None:
     """Write the loops of a product that `takes_tiles`, where the process may use them and `m` is not too small."""
     height, heights = _heights(spec.m)
-    pairs = opaque(tirx.floordiv(spec.m + (height - 1), height) if isinstance(height, tirx.Expr) else ceil_div(spec.m, height))
+    pairs = opaque(ceil_div(spec.m, height) if isinstance(height, int) else (spec.m + (height - 1)) // height)
     panel = spec.rhs.layout.tile(spec.rhs.index_map.index("n"))
     panels = ceil_div(spec.n, panel)
     extents = {name: extent_of([spec.result], name) for name in batch}
@@ -259,17 +260,16 @@ def _copy_rows(task: _Task, at: Coordinates, begin: Expr, end: Expr) -> None:
         with loop(product.height) as r:
             source = opaque(lhs.address({**at, "m": first + r, "k": tirx.const(0, "int64")}))
             target = opaque((pair * product.height + r) * product.distance)
+
+            def copy(s: Expr, count: int, source: Expr = source, target: Expr = target) -> None:
+                place = tiles_of.address(task.rows, target + s * TILE_BYTES)
+                tiles_of.copy_line(tiles_of.address(lhs.data, source + s * line), place, count)
+
             if product.steps:
                 with loop(product.steps) as s:
-                    tiles_of.copy_line(
-                        tiles_of.address(lhs.data, source + s * line), tiles_of.address(task.rows, target + s * TILE_BYTES)
-                    )
+                    copy(s, TILE_BYTES)
             if product.tail:
-                tiles_of.copy_line(
-                    tiles_of.address(lhs.data, source + product.steps * line),
-                    tiles_of.address(task.rows, target + product.steps * TILE_BYTES),
-                    product.tail,
-                )
+                copy(product.steps, product.tail)
 
 
 def _sweep_panel(task: _Task, at: Coordinates, pairs: tuple[Expr, Expr], column: Expr) -> None:
@@ -403,7 +403,7 @@ def _is_direct(product: _Product) -> bool:
     spec = product.spec
     is_plain = spec.epilogue.expression == Expression.operand(0) and spec.result.dtype == spec.dot.types[2]
     is_whole = isinstance(spec.m, int) and spec.m % product.height == 0 and spec.n % (product.vectors * _LANES) == 0
-    is_row_major = spec.result.layout.is_identity and spec.result.index_map[-2:] == ["m", "n"]
+    is_row_major = spec.result.layout.is_identity and spec.result.index_map[-1] == "n"
     return is_plain and spec.init is None and is_whole and is_row_major
 
 
@@ -448,4 +448,3 @@ def _finish_row(task: _Task, r: Expr) -> None:
         store(last)
     else:
         either(column + columns <= spec.n, lambda: store(whole), lambda: store(last))
-

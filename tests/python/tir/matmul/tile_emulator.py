@@ -21,7 +21,8 @@ _SOURCE = r"""
 static _Thread_local uint8_t rows_of[8], data[8][16][64];
 static _Thread_local int configured;
 int64_t tiles_products, tiles_open;
-int emulated_may_use_tiles(void) { return 1; }
+int tiles_permission = 1;
+int emulated_may_use_tiles(void) { return tiles_permission; }
 void emulated_ldtilecfg(const uint8_t* words) {
   if (words[0] != 1 || configured) abort();
   for (int t = 0; t < 8; t++) {
@@ -52,7 +53,8 @@ void emulated_tdpbf16ps(int8_t c, int8_t a, int8_t b) {
   check(c, a, b);
   for (int m = 0; m < rows_of[c]; m++) for (int k = 0; k < 16; k++) for (int n = 0; n < 16; n++) {
     float sum; memcpy(&sum, data[c][m] + 4 * n, 4);
-    for (int i = 0; i < 2; i++) sum += wide(((uint16_t*)data[a][m])[2 * k + i]) * wide(((uint16_t*)data[b][k])[2 * n + i]);
+    uint16_t *left = (uint16_t*)data[a][m] + 2 * k, *right = (uint16_t*)data[b][k] + 2 * n;
+    for (int i = 0; i < 2; i++) sum += wide(left[i]) * wide(right[i]);
     memcpy(data[c][m] + 4 * n, &sum, 4);
   }
 }
@@ -98,7 +100,8 @@ def products_so_far() -> int:
 
 
 def emulated(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
-    """The kernel with calls of the emulator in place of tile instructions; permission is given."""
+    """The kernel with calls of the emulator in place of tile instructions; permission is given
+    unless `tiles_permission` of the emulator is 0."""
 
     def on_call(call: tvm.ir.Call) -> tvm.ir.Call:
         name = getattr(call.op, "name", "")
