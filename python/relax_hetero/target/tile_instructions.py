@@ -35,6 +35,8 @@ class TileInstruction:
         k values of a group.
     least_rows : int
         Products of fewer rows are left to vectors, which read the right operand as fast.
+    rate : int
+        Multiply-adds in the time of one of float32 by vectors, in a whole product.
     """
 
     features: tuple[str, ...]
@@ -42,6 +44,7 @@ class TileInstruction:
     instruction: str
     k0: int
     least_rows: int
+    rate: int
 
 
 _BYTES = ("amx-tile", "amx-int8")
@@ -49,12 +52,12 @@ _BYTES = ("amx-tile", "amx-int8")
 # Source: Intel SDM vol. 2 (TDPBF16PS, TDPBUSD, TDPBSSD, TDPBSUD, TDPBUUD).
 TILE_INSTRUCTIONS: tuple[TileInstruction, ...] = (
     TileInstruction(
-        ("amx-tile", "amx-bf16"), ("bfloat16", "bfloat16", "float32"), "llvm.x86.tdpbf16ps", k0=2, least_rows=4
+        ("amx-tile", "amx-bf16"), ("bfloat16", "bfloat16", "float32"), "llvm.x86.tdpbf16ps", k0=2, least_rows=4, rate=6
     ),
-    TileInstruction(_BYTES, ("uint8", "int8", "int32"), "llvm.x86.tdpbusd", k0=4, least_rows=4),
-    TileInstruction(_BYTES, ("int8", "int8", "int32"), "llvm.x86.tdpbssd", k0=4, least_rows=4),
-    TileInstruction(_BYTES, ("int8", "uint8", "int32"), "llvm.x86.tdpbsud", k0=4, least_rows=4),
-    TileInstruction(_BYTES, ("uint8", "uint8", "int32"), "llvm.x86.tdpbuud", k0=4, least_rows=4),
+    TileInstruction(_BYTES, ("uint8", "int8", "int32"), "llvm.x86.tdpbusd", k0=4, least_rows=4, rate=12),
+    TileInstruction(_BYTES, ("int8", "int8", "int32"), "llvm.x86.tdpbssd", k0=4, least_rows=4, rate=12),
+    TileInstruction(_BYTES, ("int8", "uint8", "int32"), "llvm.x86.tdpbsud", k0=4, least_rows=4, rate=12),
+    TileInstruction(_BYTES, ("uint8", "uint8", "int32"), "llvm.x86.tdpbuud", k0=4, least_rows=4, rate=12),
 )
 
 

@@ -2,6 +2,9 @@
 
 The loops, from outside: tasks, batches, blocks of rows, blocks of k, panels of columns, tiles. A panel of the right
 operand stays in the second-level cache while the tiles of a block of rows go over it.
+
+CPUs with tile registers multiply some types by them (`tile_register_product`), from the same packed weights; the loops
+here are then for few rows, and for processes that may not use them.
 """
 
 from __future__ import annotations

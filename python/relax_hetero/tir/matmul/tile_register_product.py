@@ -172,7 +172,7 @@ def emit_tile_products(
         count = count * extent
     count = opaque(count)
     most = height if isinstance(height, int) else 2 * TILE_ROWS
-    split = split_work(cpu.cores, count, pairs, panels, (most, panel), spec.k)
+    split = split_work(cpu.cores, count, pairs, panels, (most, panel), ceil_div(spec.k, instruction.rate))
     product = _product(spec, instruction, tuple(batch), heights, panel, pairs, split)
     in_task = isinstance(split.columns, int) and split.columns == 1
     with loop(split.tasks, parallel=split.tasks > 1) as number:
