@@ -29,7 +29,7 @@ from ..core.view import Coordinates, OperandView, extent_of
 from ..core.work_split import Split, part, split_work, unravel
 from ..rows.row_code import RowSpec, RowWriter
 from ..rows.rows import emit_rows
-from . import tile_registers as tiles_of
+from . import tile_registers
 from .matmul_spec import MatmulSpec
 
 # Bytes of rows of the left operand that a panel meets before the next one: they stay in the second-level cache, and
@@ -140,10 +140,12 @@ class _Task:
         spec = product.spec
         acc = spec.dot.types[2]
         rows = product.pairs * product.most_rows
-        self.sums = tiles_of.scratch(2 * TILE_ROWS * 2 * _LANES, acc)
-        self.rows = tiles_of.scratch(rows * product.distance, "int8") if product.distance else None
-        self.last_groups = tiles_of.scratch(product.step_bytes, "int8") if product.tail else None
-        self.partial = tiles_of.scratch(product.pairs * 4 * TILE_ROWS * _LANES, acc) if product.blocks > 1 else None
+        self.sums = tile_registers.scratch(2 * TILE_ROWS * 2 * _LANES, acc)
+        self.rows = tile_registers.scratch(rows * product.distance, "int8") if product.distance else None
+        self.last_groups = tile_registers.scratch(product.step_bytes, "int8") if product.tail else None
+        self.partial = (
+            tile_registers.scratch(product.pairs * 4 * TILE_ROWS * _LANES, acc) if product.blocks > 1 else None
+        )
         # Of the sums that wait: the next row to finish, the end; then the first row, the column, batch coordinates.
         self.waiting = T.alloc_buffer((2,), "int64", scope="global")
         self.place = T.alloc_buffer((2 + len(product.batch),), "int64", scope="global")
@@ -155,7 +157,7 @@ class _Task:
                 T.buffer_store(self.last_groups, empty, [lane_indices(line * TILE_BYTES, TILE_BYTES)])
         low, high = product.heights
         second = high if len(product.lefts) > 1 else 1
-        tiles_of.configure([low, low, second, second, low, second, TILE_ROWS, TILE_ROWS])
+        tile_registers.configure([low, low, second, second, low, second, TILE_ROWS, TILE_ROWS])
 
 
 def emit_tile_products(
@@ -197,7 +199,7 @@ def emit_tile_products(
                 with loop(opaque(minimum(end * height, spec.m)) - first_row) as r:
                     row.emit({**at, "m": opaque(first_row + r)})
         _finish_waiting(task)
-        tiles_of.release()
+        tile_registers.release()
     if rows_code is not None and not in_task:
         emit_rows(rows_code, [*batch, "m"], cpu)
 
@@ -228,11 +230,10 @@ def _product(
     steps, tail = divmod(row, TILE_BYTES)
     panels = ceil_div(spec.n, panel)
     own_panels = ceil_div(panels, split.columns) if isinstance(split.columns, int) else panels
-    in_block = max(1, min(ROW_BLOCK_PAIRS, ROW_BLOCK_BYTES // (2 * TILE_ROWS * row)))
+    in_block = max(2, min(ROW_BLOCK_PAIRS, ROW_BLOCK_BYTES // (2 * TILE_ROWS * row)))
     if isinstance(pairs, int) and isinstance(split.rows, int):
         own = ceil_div(pairs, split.rows)
-        in_block = own if spec.m <= ONE_BLOCK_ROWS else max(1, min(in_block, own))
-        in_block = ceil_div(own, ceil_div(own, in_block))
+        in_block = own if spec.m <= ONE_BLOCK_ROWS else ceil_div(own, ceil_div(own, in_block))
     many_rows = not isinstance(spec.m, int) or spec.m > PREFETCH_ROWS
     conflicts = row % (2 * TILE_BYTES) != TILE_BYTES and own_panels >= COPY_PANELS and many_rows
     distance = ((ceil_div(row, TILE_BYTES) | 1) * TILE_BYTES) if tail or conflicts else 0
@@ -262,8 +263,8 @@ def _copy_rows(task: _Task, at: Coordinates, begin: Expr, end: Expr) -> None:
             target = opaque((pair * product.height + r) * product.distance)
 
             def copy(s: Expr, count: int, source: Expr = source, target: Expr = target) -> None:
-                place = tiles_of.address(task.rows, target + s * TILE_BYTES)
-                tiles_of.copy_line(tiles_of.address(lhs.data, source + s * line), place, count)
+                place = tile_registers.address(task.rows, target + s * TILE_BYTES)
+                tile_registers.copy_line(tile_registers.address(lhs.data, source + s * line), place, count)
 
             if product.steps:
                 with loop(product.steps) as s:
@@ -280,8 +281,8 @@ def _sweep_panel(task: _Task, at: Coordinates, pairs: tuple[Expr, Expr], column:
     if product.tail:
         with loop(ceil_div(product.tail, TILE_BYTES // TILE_ROWS) * product.vectors) as line:
             position = start + (product.steps * product.step_bytes + line * TILE_BYTES) // product.size
-            tiles_of.copy_line(
-                tiles_of.address(rhs.data, position), tiles_of.address(task.last_groups, line * TILE_BYTES)
+            tile_registers.copy_line(
+                tile_registers.address(rhs.data, position), tile_registers.address(task.last_groups, line * TILE_BYTES)
             )
     with loop(product.blocks) as kb, loop(end - begin) as number:
         pair = _Pair(task, at, opaque(begin + number), number, column, start)
@@ -320,18 +321,18 @@ class _Pair:
 
     def _clear(self) -> None:
         for tile, _, _ in self.product.sums:
-            tiles_of.clear(tile)
+            tile_registers.clear(tile)
 
     def _partial(self, tile: int) -> Expr:
-        return tiles_of.address(self.task.partial, (self.number * 4 + tile) * (TILE_ROWS * _LANES))
+        return tile_registers.address(self.task.partial, (self.number * 4 + tile) * (TILE_ROWS * _LANES))
 
     def _resume(self) -> None:
         for tile, _, _ in self.product.sums:
-            tiles_of.load(tile, self._partial(tile), TILE_BYTES)
+            tile_registers.load(tile, self._partial(tile), TILE_BYTES)
 
     def _suspend(self) -> None:
         for tile, _, _ in self.product.sums:
-            tiles_of.store(tile, self._partial(tile), TILE_BYTES)
+            tile_registers.store(tile, self._partial(tile), TILE_BYTES)
 
     def _left(self, i: int, step: Expr) -> tuple[Expr, Expr]:
         """Where a tile of rows lies, and how far its rows are apart."""
@@ -339,24 +340,24 @@ class _Pair:
         skipped = product.heights[0] if i else 0
         if product.distance:
             row = self.number * product.height + skipped
-            return tiles_of.address(self.task.rows, row * product.distance + step * TILE_BYTES), product.distance
+            return tile_registers.address(self.task.rows, row * product.distance + step * TILE_BYTES), product.distance
         at = {**self.at, "m": self.row + skipped, "k": int64(step * (TILE_BYTES // product.size))}
-        return tiles_of.address(lhs.data, lhs.address(at)), lhs.stride("m") * product.size
+        return tile_registers.address(lhs.data, lhs.address(at)), lhs.stride("m") * product.size
 
     def _right(self, j: int, step: Expr) -> Expr:
         product = self.product
         position = self.start + (step * product.step_bytes + j * TILE_BYTES) // product.size
-        return tiles_of.address(product.spec.rhs.data, position)
+        return tile_registers.address(product.spec.rhs.data, position)
 
     def _products(self, rights: list[Expr], step: Expr) -> None:
         """One step: all loads, then all products."""
         product = self.product
         for j, right in enumerate(rights):
-            tiles_of.load(_RIGHT[j], right, product.vectors * TILE_BYTES)
+            tile_registers.load(_RIGHT[j], right, product.vectors * TILE_BYTES)
             for i in product.lefts if j == 0 else ():
-                tiles_of.load(_LEFT[i], *self._left(i, step), streamed=True)
+                tile_registers.load(_LEFT[i], *self._left(i, step), streamed=True)
         for tile, i, j in product.sums:
-            tiles_of.multiply(product.instruction, tile, _LEFT[i], _RIGHT[j])
+            tile_registers.multiply(product.instruction, tile, _LEFT[i], _RIGHT[j])
 
     def _step(self, step: Expr) -> None:
         self._products([self._right(j, step) for j in range(self.product.vectors)], step)
@@ -371,23 +372,23 @@ class _Pair:
         panel = product.steps * product.step_bytes
         for i in range(product.fetched):
             position = self.start + (panel + (line + i) * TILE_BYTES) // product.size
-            tiles_of.fetch(tiles_of.address(product.spec.rhs.data, position))
+            tile_registers.fetch(tile_registers.address(product.spec.rhs.data, position))
 
     def _end(self) -> None:
         """The last bytes of k; then the sums wait to be finished, or go where they belong."""
         product, task, spec = self.product, self.task, self.product.spec
         if product.tail:
-            groups = [tiles_of.address(task.last_groups, j * TILE_BYTES) for j in range(product.vectors)]
+            groups = [tile_registers.address(task.last_groups, j * TILE_BYTES) for j in range(product.vectors)]
             self._products(groups, tirx.const(product.steps, "int64"))
         if _is_direct(product):
             distance = spec.result.stride("m") * bytes_of(spec.result.dtype)
             for tile, i, j in product.sums:
                 at = {**self.at, "m": self.row + (product.heights[0] if i else 0), "n": self.column + j * _LANES}
-                tiles_of.store(tile, tiles_of.address(spec.result.data, spec.result.address(at)), distance)
+                tile_registers.store(tile, tile_registers.address(spec.result.data, spec.result.address(at)), distance)
             return
         for tile, i, j in product.sums:
             begin = (product.heights[0] if i else 0) * (2 * _LANES) + j * _LANES
-            tiles_of.store(tile, tiles_of.address(task.sums, begin), 2 * TILE_BYTES)
+            tile_registers.store(tile, tile_registers.address(task.sums, begin), 2 * TILE_BYTES)
         # Rows that the pair before has as well are its own.
         nominal = self.pair * product.height
         for slot, value in enumerate((nominal - self.row, product.height)):
