@@ -81,8 +81,11 @@ def _cpu_target_of(text: str) -> CpuTarget:
     if target.kind.name != "llvm":
         return CpuTarget(INSTRUCTION_SETS[-1], frozenset(), cores, target.kind.name)
     features = frozenset(str(f) for f in codegen.llvm_get_cpu_features(target))
-    arch = str(codegen.llvm_get_system_triple() if not target.attrs.get("mtriple") else target.attrs["mtriple"])
-    arch = arch.split("-")[0].replace("arm64", "aarch64")
+    triple = str(codegen.llvm_get_system_triple() if not target.attrs.get("mtriple") else target.attrs["mtriple"])
+    if "linux" not in triple:
+        # Kernels ask for permission to use tile registers by a system call of Linux.
+        features = frozenset(name for name in features if not name.startswith("amx"))
+    arch = triple.split("-")[0].replace("arm64", "aarch64")
     for isa in INSTRUCTION_SETS:
         if isa.arch in ("", arch) and features.issuperset(isa.features):
             return CpuTarget(isa, features, cores, "llvm")

@@ -45,5 +45,13 @@ def test_features_beyond_the_row():
     assert {"avx512vnni", "avx512bf16"} <= x86.features
 
 
+def test_tiles_need_linux():
+    xeon = {"kind": "llvm", "mcpu": "sapphirerapids"}
+    for triple, has_tiles in ((X86, True), ("x86_64-apple-macosx", False), ("x86_64-pc-windows-msvc", False)):
+        features = cpu_target_of(tvm.target.Target({**xeon, "mtriple": triple})).features
+        assert ("amx-tile" in features) == has_tiles
+        assert "avx512bf16" in features
+
+
 def test_the_last_row_fits_everything():
     assert INSTRUCTION_SETS[-1].features == () and INSTRUCTION_SETS[-1].arch == ""

@@ -2,9 +2,14 @@
 
 The loops, from outside: tasks, batches, blocks of rows, blocks of k, panels of columns, tiles. A panel of the right
 operand stays in the second-level cache while the tiles of a block of rows go over it.
+
+CPUs with tile registers multiply some types by them (`tile_register_product`), from the same packed weights; the loops
+here are then for few rows, and for processes that may not use them.
 """
 
 from __future__ import annotations
+
+from contextlib import nullcontext
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -14,8 +19,9 @@ from ...errors import EncodingError
 from ...target.cpu_target import CpuTarget
 from ...target.dot_instructions import dot_instruction_for
 from ...target.element_types import bytes_of
+from ...target.tile_instructions import TileInstruction, tile_instruction_for
 from ...target.tiles import tile_sizes
-from ..core.builder import Expr, Function, Registers, ceil_div, loop, minimum, opaque
+from ..core.builder import Expr, Function, Registers, ceil_div, either, loop, minimum, opaque
 from ..core.ties import tied_to
 from ..core.view import Coordinates, OperandView, extent_of
 from ..core.work_split import Split, part, split_work, unravel
@@ -25,6 +31,8 @@ from ..rows.rows import emit_rows, phase_code
 from .k_step import llvm_import
 from .matmul_spec import Case, KRange, MatmulSpec, Sweep, choose, make_tile, row_cases
 from .matmul_tile import accumulators, emit_tile
+from .tile_register_product import emit_tile_products, takes_tiles
+from .tile_registers import LLVM_TEXT, may_use_tiles
 
 # Bytes of a row of the left operand in one block of k: a panel of 32 such columns is a fraction of the second-level
 # cache. Rows of a block, about: they fill half of it. Blocks are of equal size, because each reads the right operand
@@ -72,13 +80,30 @@ def matmul_kernel(problem: MatmulProblem, cpu: CpuTarget) -> tirx.PrimFunc:
             for view in views:
                 view.open()
             rows = phase_code(problem.rows, in_rows, result, cpu, n) if problem.rows else None
-            text = llvm_import(dot, lanes)
-            if text is None:
-                _emit_loops(spec, cpu, batch, rows)
-            else:
-                with T.attr(0, "pragma_import_llvm", text):
-                    _emit_loops(spec, cpu, batch, rows)
+            tiles = tile_instruction_for(cpu, *types)
+            if tiles is not None and not takes_tiles(spec, tiles):
+                tiles = None
+            texts = [text for text in (llvm_import(dot, lanes), LLVM_TEXT if tiles else None) if text is not None]
+            with T.attr(0, "pragma_import_llvm", "".join(texts)) if texts else nullcontext():
+                _emit_ways(spec, cpu, batch, rows, tiles)
     return _tied(function.result, problem, spec)
+
+
+def _emit_ways(
+    spec: MatmulSpec, cpu: CpuTarget, batch: list[str], rows: RowSpec | None, tiles: TileInstruction | None
+) -> None:
+    """By tile registers where the CPU has them, the process may use them, and rows are not few; else by vectors."""
+    if tiles is None:
+        _emit_loops(spec, cpu, batch, rows)
+        return
+    allowed = may_use_tiles()
+    if not isinstance(spec.m, int):
+        allowed = tirx.And(spec.m >= tiles.least_rows, allowed)
+    either(
+        allowed,
+        lambda: emit_tile_products(spec, cpu, batch, rows, tiles),
+        lambda: _emit_loops(spec, cpu, batch, rows),
+    )
 
 
 def _tied(func: tirx.PrimFunc, problem: MatmulProblem, spec: MatmulSpec) -> tirx.PrimFunc:

@@ -1,0 +1,70 @@
+"""How CPUs with tile registers multiply each pair of element types: a table of facts.
+
+A tile register holds up to 16 rows of 64 bytes. One instruction multiplies a tile of the left operand, rows along m, by
+a tile of the right one, whose rows are groups of k0 neighbouring k of 16 columns, and adds to a tile of 16 columns of
+sums. The right operand is stored as for the CPU's vectors (`dot_instructions`), so that both can read it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .cpu_target import CpuTarget
+from .element_types import stored_type
+
+TILE_ROWS = 16
+"""Rows of a tile register at most."""
+
+TILE_BYTES = 64
+"""Of a row of a tile register."""
+
+
+@dataclass(frozen=True)
+class TileInstruction:
+    """A product of two tile registers, added to a third.
+
+    Attributes
+    ----------
+    features : tuple of str
+        LLVM features that a target needs.
+    types : tuple of str
+        Element types of left operand, right operand and accumulator.
+    instruction : str
+        LLVM intrinsic: numbers of the tiles of sums, left and right factors.
+    k0 : int
+        k values of a group.
+    least_rows : int
+        Products of fewer rows are left to vectors, which read the right operand as fast.
+    rate : int
+        Multiply-adds in the time of one of float32 by vectors, in a whole product.
+    """
+
+    features: tuple[str, ...]
+    types: tuple[str, str, str]
+    instruction: str
+    k0: int
+    least_rows: int
+    rate: int
+
+
+_BYTES = ("amx-tile", "amx-int8")
+
+# Source: Intel SDM vol. 2 (TDPBF16PS, TDPBUSD, TDPBSSD, TDPBSUD, TDPBUUD).
+TILE_INSTRUCTIONS: tuple[TileInstruction, ...] = (
+    TileInstruction(
+        ("amx-tile", "amx-bf16"), ("bfloat16", "bfloat16", "float32"), "llvm.x86.tdpbf16ps", k0=2, least_rows=4, rate=6
+    ),
+    TileInstruction(_BYTES, ("uint8", "int8", "int32"), "llvm.x86.tdpbusd", k0=4, least_rows=4, rate=12),
+    TileInstruction(_BYTES, ("int8", "int8", "int32"), "llvm.x86.tdpbssd", k0=4, least_rows=4, rate=12),
+    TileInstruction(_BYTES, ("int8", "uint8", "int32"), "llvm.x86.tdpbsud", k0=4, least_rows=4, rate=12),
+    TileInstruction(_BYTES, ("uint8", "uint8", "int32"), "llvm.x86.tdpbuud", k0=4, least_rows=4, rate=12),
+)
+
+
+def tile_instruction_for(cpu: CpuTarget, lhs_dtype: str, rhs_dtype: str, acc_dtype: str) -> TileInstruction | None:
+    """The CPU's product of tiles of these types, None if there is none."""
+    types = (stored_type(lhs_dtype), stored_type(rhs_dtype), acc_dtype)
+    for instruction in TILE_INSTRUCTIONS:
+        if instruction.types == types and cpu.features.issuperset(instruction.features):
+            return instruction
+    return None

@@ -1,0 +1,451 @@
+"""Matrix products by tile registers: the loops, blocks and stores of `matmul` for CPUs with Intel AMX.
+
+The loops, from outside: tasks, batches, blocks of rows, panels of columns, blocks of k, pairs of tiles of rows, steps
+of 64 bytes along k. A step multiplies two tiles of rows by two of columns: four products for four loads. Measured on a
+Xeon (Sapphire Rapids, 2 MiB of second-level cache), where such a step takes 20 ns at best:
+
+- All tiles are of equal height, the last ones overlap those before: configuring tiles anew costs more.
+- Rows an even number of cache lines apart drive each other out of the first-level cache (26 ns a step). The rows of a
+  block are copied to an odd distance, with zeros behind the end of k, where enough columns go over them.
+- Rows are loaded past the first-level cache, where the panel of columns stays; so a block of k is a kilobyte of a row.
+  Between blocks, sums wait as they are in tiles.
+- Sums of a pair are finished, row by row, between the steps of the next: processors wait for tiles, vectors do not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ...encoding.expression import Expression
+from ...target.cpu_target import CpuTarget
+from ...target.element_types import bytes_of
+from ...target.tile_instructions import TILE_BYTES, TILE_ROWS, TileInstruction
+from ..core.builder import Expr, ceil_div, either, int64, lane_indices, lane_mask, let, loop, minimum, opaque
+from ..core.view import Coordinates, OperandView, extent_of
+from ..core.work_split import Split, part, split_work, unravel
+from ..rows.row_code import RowSpec, RowWriter
+from ..rows.rows import emit_rows
+from . import tile_registers
+from .matmul_spec import MatmulSpec
+
+# Bytes of rows of the left operand that a panel meets before the next one: they stay in the second-level cache, and
+# not more than so many pairs of tiles. Up to so many rows are one block.
+ROW_BLOCK_BYTES = 1 << 20
+ROW_BLOCK_PAIRS = 16
+ONE_BLOCK_ROWS = 128
+
+# Steps along k of a block, where k has many more.
+BLOCK_STEPS = 16
+MANY_STEPS = 24
+
+# Rows are copied where so many panels or more meet them.
+COPY_PANELS = 4
+
+# Right operands of more bytes are prefetched, for more rows than this: smaller ones are in the cache.
+PREFETCH_BYTES = 1 << 20
+PREFETCH_ROWS = 8
+
+_LANES = 16  # columns of a tile
+_LEFT, _RIGHT = (4, 5), (6, 7)  # tiles of factors; those of sums are 0 to 3, two for each of the left ones
+
+
+def takes_tiles(spec: MatmulSpec, instruction: TileInstruction) -> bool:
+    """Whether tiles can read the operands as they are stored, and there are rows enough."""
+    lhs, rhs = spec.lhs, spec.rhs
+    if not isinstance(spec.k, int) or not isinstance(spec.n, int) or 0 in (spec.k, spec.n):
+        return False
+    if isinstance(spec.m, int) and spec.m < instruction.least_rows:
+        return False
+    rows_are_plain = lhs.layout.is_identity and lhs.runs_along("m") and lhs.index_map[-1] == "k"
+    k, n = rhs.index_map.index("k"), rhs.index_map.index("n")
+    panel = rhs.layout.tile(n)
+    is_packed = rhs.layout.inner_dims == (n, k) and rhs.layout.inner_tiles == (panel, instruction.k0)
+    is_packed = is_packed and rhs.layout.outer_perm[-2:] == (n, k)
+    return rows_are_plain and is_packed and panel in (_LANES, 2 * _LANES)
+
+
+@dataclass(frozen=True)
+class _Product:
+    """What all tasks share.
+
+    Attributes
+    ----------
+    heights : tuple of (PrimExpr or int)
+        Rows of the two tiles of a pair; the second is 0 where there is but one.
+    vectors : int
+        Tiles of columns in a panel.
+    size : int
+        Bytes of an element of the factors.
+    steps, tail : int
+        Whole steps along k, and bytes of a row behind them.
+    pairs : int
+        Pairs of tiles of rows in a block, at most.
+    distance : int
+        Bytes between rows where they are copied, 0 where they are not.
+    blocks, block : int
+        Blocks of k, and the steps of one.
+    fetched : int
+        Cache lines of the next panel that a step prefetches.
+    """
+
+    spec: MatmulSpec
+    instruction: TileInstruction
+    batch: tuple[str, ...]
+    heights: tuple[Expr, Expr]
+    vectors: int
+    size: int
+    steps: int
+    tail: int
+    pairs: int
+    distance: int
+    blocks: int
+    block: int
+    fetched: int
+
+    @property
+    def height(self) -> Expr:
+        """Rows of a pair."""
+        return self.heights[0] + self.heights[1]
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of a pair, at most."""
+        return self.height if isinstance(self.height, int) else 2 * TILE_ROWS
+
+    @property
+    def lefts(self) -> tuple[int, ...]:
+        """Which tiles of a pair there are."""
+        return (0,) if isinstance(self.heights[1], int) and self.heights[1] == 0 else (0, 1)
+
+    @property
+    def sums(self) -> list[tuple[int, int, int]]:
+        """Tiles of sums: their number, which left one and which right one they are of."""
+        return [(2 * i + j, i, j) for j in range(self.vectors) for i in self.lefts]
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of a panel that a step multiplies."""
+        return TILE_ROWS * self.vectors * TILE_BYTES
+
+
+class _Task:
+    """What a task works in: copies, sums, and where the sums that wait are to go."""
+
+    def __init__(self, product: _Product) -> None:
+        self.product = product
+        spec = product.spec
+        acc = spec.dot.types[2]
+        rows = product.pairs * product.most_rows
+        self.sums = tile_registers.scratch(2 * TILE_ROWS * 2 * _LANES, acc)
+        self.rows = tile_registers.scratch(rows * product.distance, "int8") if product.distance else None
+        self.last_groups = tile_registers.scratch(product.step_bytes, "int8") if product.tail else None
+        self.partial = (
+            tile_registers.scratch(product.pairs * 4 * TILE_ROWS * _LANES, acc) if product.blocks > 1 else None
+        )
+        # Of the sums that wait: the next row to finish, the end; then the first row, the column, batch coordinates.
+        self.waiting = T.alloc_buffer((2,), "int64", scope="global")
+        self.place = T.alloc_buffer((2 + len(product.batch),), "int64", scope="global")
+        for slot in (0, 1):
+            T.buffer_store(self.waiting, tirx.const(0, "int64"), [slot])
+        if self.last_groups is not None:
+            with loop(product.step_bytes // TILE_BYTES) as line:
+                empty = T.broadcast(T.int8(0), TILE_BYTES)
+                T.buffer_store(self.last_groups, empty, [lane_indices(line * TILE_BYTES, TILE_BYTES)])
+        low, high = product.heights
+        second = high if len(product.lefts) > 1 else 1
+        tile_registers.configure([low, low, second, second, low, second, TILE_ROWS, TILE_ROWS])
+
+
+def emit_tile_products(
+    spec: MatmulSpec, cpu: CpuTarget, batch: list[str], rows_code: RowSpec | None, instruction: TileInstruction
+) -> None:
+    """Write the loops of a product that `takes_tiles`, where the process may use them and `m` is not too small."""
+    height, heights = _heights(spec.m)
+    pairs = opaque(ceil_div(spec.m, height) if isinstance(height, int) else (spec.m + (height - 1)) // height)
+    panel = spec.rhs.layout.tile(spec.rhs.index_map.index("n"))
+    panels = ceil_div(spec.n, panel)
+    extents = {name: extent_of([spec.result], name) for name in batch}
+    count: Expr = 1
+    for extent in extents.values():
+        count = count * extent
+    count = opaque(count)
+    most = height if isinstance(height, int) else 2 * TILE_ROWS
+    split = split_work(cpu.cores, count, pairs, panels, (most, panel), ceil_div(spec.k, instruction.rate))
+    product = _product(spec, instruction, tuple(batch), heights, panel, pairs, split)
+    in_task = isinstance(split.columns, int) and split.columns == 1
+    with loop(split.tasks, parallel=split.tasks > 1) as number:
+        task = _Task(product)
+        place = split.place(number)
+        first_b, last_b = part(count, split.batch, place[0])
+        first_m, last_m = part(pairs, split.rows, place[1])
+        first_n, last_n = part(panels, split.columns, place[2])
+        row = RowWriter(rows_code) if rows_code is not None and in_task else None
+        with loop(last_b - first_b) as b, loop(opaque(ceil_div(last_m - first_m, product.pairs))) as block:
+            at = dict(zip(extents, unravel(first_b + b, list(extents.values()), place=opaque), strict=True))
+            begin = opaque(first_m + block * product.pairs)
+            end = opaque(minimum(begin + product.pairs, last_m))
+            if product.distance:
+                _copy_rows(task, at, begin, end)
+            with loop(last_n - first_n) as n:
+                column = opaque((first_n + n) * panel)
+                _sweep_panel(task, at, (begin, end), column)
+            if row is not None:
+                _finish_waiting(task)
+                first_row = opaque(begin * height)
+                with loop(opaque(minimum(end * height, spec.m)) - first_row) as r:
+                    row.emit({**at, "m": opaque(first_row + r)})
+        _finish_waiting(task)
+        tile_registers.release()
+    if rows_code is not None and not in_task:
+        emit_rows(rows_code, [*batch, "m"], cpu)
+
+
+def _heights(m: Expr) -> tuple[Expr, tuple[Expr, Expr]]:
+    """Rows of a pair of tiles, and of each of them: as many as fill all pairs evenly."""
+    most = 2 * TILE_ROWS
+    if isinstance(m, int):
+        height = ceil_div(m, ceil_div(m, most))
+        return height, ((ceil_div(height, 2), height // 2) if height > TILE_ROWS else (height, 0))
+    count = opaque(ceil_div(m, most))
+    height = opaque(tirx.floordiv(m + (count - 1), count))
+    low = opaque(ceil_div(height, 2))
+    return height, (low, opaque(height - low))
+
+
+def _product(
+    spec: MatmulSpec,
+    instruction: TileInstruction,
+    batch: tuple[str, ...],
+    heights: tuple[Expr, Expr],
+    panel: int,
+    pairs: Expr,
+    split: Split,
+) -> _Product:
+    size = bytes_of(spec.lhs.dtype)
+    row = spec.k * size
+    steps, tail = divmod(row, TILE_BYTES)
+    panels = ceil_div(spec.n, panel)
+    own_panels = ceil_div(panels, split.columns) if isinstance(split.columns, int) else panels
+    in_block = max(2, min(ROW_BLOCK_PAIRS, ROW_BLOCK_BYTES // (2 * TILE_ROWS * row)))
+    if isinstance(pairs, int) and isinstance(split.rows, int):
+        own = ceil_div(pairs, split.rows)
+        in_block = own if spec.m <= ONE_BLOCK_ROWS else ceil_div(own, ceil_div(own, in_block))
+    many_rows = not isinstance(spec.m, int) or spec.m > PREFETCH_ROWS
+    conflicts = row % (2 * TILE_BYTES) != TILE_BYTES and own_panels >= COPY_PANELS and many_rows
+    distance = ((ceil_div(row, TILE_BYTES) | 1) * TILE_BYTES) if tail or conflicts else 0
+    blocks = ceil_div(steps, BLOCK_STEPS) if steps > MANY_STEPS and in_block > 1 else 1
+    is_fetched = many_rows and panels * panel * row > PREFETCH_BYTES
+    vectors = panel // _LANES
+    fetched = ceil_div(TILE_ROWS * vectors, in_block) if is_fetched else 0
+    return _Product(
+        spec, instruction, batch, heights, vectors, size, steps, tail, in_block, distance,
+        blocks, ceil_div(steps, blocks), fetched,
+    )  # fmt: skip
+
+
+def _first_row(product: _Product, pair: Expr) -> Expr:
+    """Of a pair; the last one ends with the last row."""
+    return opaque(T.min(int64(pair * product.height), product.spec.m - product.height))
+
+
+def _copy_rows(task: _Task, at: Coordinates, begin: Expr, end: Expr) -> None:
+    """Copy the rows of a block, zeros behind their end."""
+    product = task.product
+    lhs, line = product.spec.lhs, TILE_BYTES // product.size
+    with loop(end - begin) as pair:
+        first = _first_row(product, begin + pair)
+        with loop(product.height) as r:
+            source = opaque(lhs.address({**at, "m": first + r, "k": tirx.const(0, "int64")}))
+            target = opaque((pair * product.height + r) * product.distance)
+
+            def copy(s: Expr, count: int, source: Expr = source, target: Expr = target) -> None:
+                place = tile_registers.address(task.rows, target + s * TILE_BYTES)
+                tile_registers.copy_line(tile_registers.address(lhs.data, source + s * line), place, count)
+
+            if product.steps:
+                with loop(product.steps) as s:
+                    copy(s, TILE_BYTES)
+            if product.tail:
+                copy(product.steps, product.tail)
+
+
+def _sweep_panel(task: _Task, at: Coordinates, pairs: tuple[Expr, Expr], column: Expr) -> None:
+    """Multiply the rows of a block by a panel."""
+    product, rhs = task.product, task.product.spec.rhs
+    start = opaque(rhs.address({**at, "k": tirx.const(0, "int64"), "n": column}))
+    begin, end = pairs
+    if product.tail:
+        with loop(ceil_div(product.tail, TILE_BYTES // TILE_ROWS) * product.vectors) as line:
+            position = start + (product.steps * product.step_bytes + line * TILE_BYTES) // product.size
+            tile_registers.copy_line(
+                tile_registers.address(rhs.data, position), tile_registers.address(task.last_groups, line * TILE_BYTES)
+            )
+    with loop(product.blocks) as kb, loop(end - begin) as number:
+        pair = _Pair(task, at, opaque(begin + number), number, column, start)
+        pair.multiply(kb)
+
+
+class _Pair:
+    """A pair of tiles of rows and a panel.
+
+    Parameters
+    ----------
+    pair, number : PrimExpr
+        In the matrix, and in the block of rows.
+    column, start : PrimExpr
+        Of the panel, and where its storage begins.
+    """
+
+    def __init__(self, task: _Task, at: Coordinates, pair: Expr, number: Expr, column: Expr, start: Expr) -> None:
+        self.task, self.product, self.at = task, task.product, at
+        self.pair, self.number, self.column, self.start = pair, number, column, start
+        self.row = _first_row(task.product, pair)
+
+    def multiply(self, kb: Expr) -> None:
+        """Add the products of a block of k, and leave the sums where they wait."""
+        product = self.product
+        several = product.blocks > 1
+        either(kb == 0 if several else True, self._clear, self._resume)
+        first = opaque(kb * product.block) if several else 0
+        if product.steps:
+            with loop(opaque(minimum(first + product.block, product.steps)) - first if several else product.steps) as s:
+                self._step(opaque(first + s))
+                self._prefetch(first, s)
+                fewest = product.steps - (product.blocks - 1) * product.block
+                _finish_waiting(self.task, ceil_div(product.most_rows, fewest))
+        either(kb == product.blocks - 1 if several else True, self._end, self._suspend)
+
+    def _clear(self) -> None:
+        for tile, _, _ in self.product.sums:
+            tile_registers.clear(tile)
+
+    def _partial(self, tile: int) -> Expr:
+        return tile_registers.address(self.task.partial, (self.number * 4 + tile) * (TILE_ROWS * _LANES))
+
+    def _resume(self) -> None:
+        for tile, _, _ in self.product.sums:
+            tile_registers.load(tile, self._partial(tile), TILE_BYTES)
+
+    def _suspend(self) -> None:
+        for tile, _, _ in self.product.sums:
+            tile_registers.store(tile, self._partial(tile), TILE_BYTES)
+
+    def _left(self, i: int, step: Expr) -> tuple[Expr, Expr]:
+        """Where a tile of rows lies, and how far its rows are apart."""
+        product, lhs = self.product, self.product.spec.lhs
+        skipped = product.heights[0] if i else 0
+        if product.distance:
+            row = self.number * product.height + skipped
+            return tile_registers.address(self.task.rows, row * product.distance + step * TILE_BYTES), product.distance
+        at = {**self.at, "m": self.row + skipped, "k": int64(step * (TILE_BYTES // product.size))}
+        return tile_registers.address(lhs.data, lhs.address(at)), lhs.stride("m") * product.size
+
+    def _right(self, j: int, step: Expr) -> Expr:
+        product = self.product
+        position = self.start + (step * product.step_bytes + j * TILE_BYTES) // product.size
+        return tile_registers.address(product.spec.rhs.data, position)
+
+    def _products(self, rights: list[Expr], step: Expr) -> None:
+        """One step: all loads, then all products."""
+        product = self.product
+        for j, right in enumerate(rights):
+            tile_registers.load(_RIGHT[j], right, product.vectors * TILE_BYTES)
+            for i in product.lefts if j == 0 else ():
+                tile_registers.load(_LEFT[i], *self._left(i, step), streamed=True)
+        for tile, i, j in product.sums:
+            tile_registers.multiply(product.instruction, tile, _LEFT[i], _RIGHT[j])
+
+    def _step(self, step: Expr) -> None:
+        self._products([self._right(j, step) for j in range(self.product.vectors)], step)
+
+    def _prefetch(self, first: Expr, s: Expr) -> None:
+        """Ask for the part of the next panel that is this step's share."""
+        product = self.product
+        if not product.fetched:
+            return
+        pairs = opaque(first * product.pairs)
+        line = opaque((pairs + self.number * product.block + s) * product.fetched)
+        panel = product.steps * product.step_bytes
+        for i in range(product.fetched):
+            position = self.start + (panel + (line + i) * TILE_BYTES) // product.size
+            tile_registers.fetch(tile_registers.address(product.spec.rhs.data, position))
+
+    def _end(self) -> None:
+        """The last bytes of k; then the sums wait to be finished, or go where they belong."""
+        product, task, spec = self.product, self.task, self.product.spec
+        if product.tail:
+            groups = [tile_registers.address(task.last_groups, j * TILE_BYTES) for j in range(product.vectors)]
+            self._products(groups, tirx.const(product.steps, "int64"))
+        if _is_direct(product):
+            distance = spec.result.stride("m") * bytes_of(spec.result.dtype)
+            for tile, i, j in product.sums:
+                at = {**self.at, "m": self.row + (product.heights[0] if i else 0), "n": self.column + j * _LANES}
+                tile_registers.store(tile, tile_registers.address(spec.result.data, spec.result.address(at)), distance)
+            return
+        for tile, i, j in product.sums:
+            begin = (product.heights[0] if i else 0) * (2 * _LANES) + j * _LANES
+            tile_registers.store(tile, tile_registers.address(task.sums, begin), 2 * TILE_BYTES)
+        # Rows that the pair before has as well are its own.
+        nominal = self.pair * product.height
+        for slot, value in enumerate((nominal - self.row, product.height)):
+            T.buffer_store(task.waiting, int64(value), [slot])
+        for slot, value in enumerate((self.row, self.column, *(self.at[name] for name in product.batch))):
+            T.buffer_store(task.place, int64(value), [slot])
+        if not product.steps:
+            _finish_waiting(task)
+
+
+def _is_direct(product: _Product) -> bool:
+    """Whether tiles of sums are stored to the result as they are."""
+    spec = product.spec
+    is_plain = spec.epilogue.expression == Expression.operand(0) and spec.result.dtype == spec.dot.types[2]
+    is_whole = isinstance(spec.m, int) and spec.m % product.height == 0 and spec.n % (product.vectors * _LANES) == 0
+    is_row_major = spec.result.layout.is_identity and spec.result.index_map[-1] == "n"
+    return is_plain and spec.init is None and is_whole and is_row_major
+
+
+def _finish_waiting(task: _Task, most: int | None = None) -> None:
+    """Finish rows of the sums that wait, at most so many (None: all)."""
+    product = task.product
+    if _is_direct(product):
+        return
+    next_row = opaque(task.waiting[0])
+    left = task.waiting[1] - next_row
+    count = opaque(left if most is None else T.min(left, int64(most)))
+    with loop(count) as r:
+        _finish_row(task, opaque(next_row + r))
+    T.buffer_store(task.waiting, next_row + count, [0])
+
+
+def _finish_row(task: _Task, r: Expr) -> None:
+    """Apply the epilogue to a row of the sums that wait, and store it."""
+    product, spec = task.product, task.product.spec
+    columns = product.vectors * _LANES
+    row, column = opaque(task.place[0] + r), opaque(task.place[1])
+    at = {name: opaque(task.place[2 + i]) for i, name in enumerate(product.batch)}
+
+    def store(masks: list[Expr | None]) -> None:
+        for j, mask in enumerate(masks):
+            here = {**at, "m": row, "n": column + j * _LANES}
+            value = task.sums[lane_indices(r * (2 * _LANES) + j * _LANES, _LANES)]
+
+            def load(view: OperandView, here: Coordinates = here, mask: Expr | None = mask) -> Any:
+                return view.load(here, "n", _LANES, mask if view.runs_along("n") else None)
+
+            if spec.init is not None:
+                value = value + load(spec.init)
+            spec.result.store(here, "n", spec.epilogue.result(let(value), load), _LANES, mask)
+
+    left = spec.n % columns
+    last = [lane_mask(left - j * _LANES, _LANES) for j in range(ceil_div(left, _LANES))]
+    whole: list[Expr | None] = [None] * product.vectors
+    if left == 0:
+        store(whole)
+    elif spec.n < columns:
+        store(last)
+    else:
+        either(column + columns <= spec.n, lambda: store(whole), lambda: store(last))
