@@ -56,6 +56,10 @@ MOST_SPLIT_COLUMNS = 128
 """Of a tile whose k is split: 256x4096x4096 took 1.6 times as long as cuBLAS in two parts of tiles of 64x256."""
 
 
+_RESERVED = 1024
+"""Bytes of a multiprocessor's shared memory that a block has besides its own."""
+
+
 @dataclass(frozen=True)
 class Tiling:
     """How a product is cut.
@@ -67,9 +71,15 @@ class Tiling:
     stages : int
         Of the ring of tiles in shared memory.
     blocks : int
-        That are launched, a multiple of `split`.
+        That are launched, a multiple of `split` and of `share`, of which one is 1.
     split : int
         Blocks of a cluster that share a tile, each with a part of k: 1, 2, 4 or 8.
+    share : int
+        Blocks of a cluster that share the right operand's tiles, each with rows of its own: 1 or 2.
+    producers : int
+        Warpgroups that load, by turns: 1 or 2.
+    together : int
+        Blocks of a multiprocessor: while one stores, or waits for its first loads, the other multiplies.
     group : int
         Rows of tiles that go over the columns together.
     staged : int
@@ -83,6 +93,9 @@ class Tiling:
     split: int = 1
     group: int = GROUP
     staged: int = 64
+    share: int = 1
+    producers: int = 1
+    together: int = 1
 
 
 def choose_tiling(
@@ -158,6 +171,9 @@ def tiling_of(
     most_stages: int = 8,
     staged_bytes: int = STAGED_BYTES,
     group: int = GROUP,
+    share: int = 1,
+    producers: int = 1,
+    together: int = 1,
 ) -> Tiling:
     """The tiling with tiles of a size: as many stages as shared memory has room for, and blocks as there is work.
 
@@ -174,14 +190,15 @@ def tiling_of(
         staged //= 2
     staging = rows * (staged * element + STAGING_PAD)
     # Some bytes are barriers.
-    room = gpu.shared_bytes - staging - 256
+    room = (gpu.shared_bytes + _RESERVED) // together - _RESERVED - staging - 256
     stages = room // ((rows + columns) * SWIZZLED_BYTES)
     if isinstance(k, int):
         steps = ceil_div(ceil_div(k, SWIZZLED_BYTES // bytes_of(problem.lhs.dtype)), split)
         stages = min(stages, max(2, steps))
-    clusters = gpu.multiprocessors // split
+    clusters = gpu.multiprocessors * together // (split * share)
     if isinstance(m, int) and isinstance(n, int) and all(isinstance(count, int) for count in counts):
-        tiles = ceil_div(m, rows) * ceil_div(n, columns) * prod(counts)
+        tiles = ceil_div(m, rows * share) * ceil_div(n, columns) * prod(counts)
         clusters = tiles if split > 1 else min(tiles, clusters)  # blocks of a cluster have one tile
-    blocks = clusters * split
-    return Tiling(rows, columns, max(1, min(stages, most_stages)), blocks, split, group, staged)
+    blocks = clusters * split * share
+    stages = max(1, min(stages, most_stages))
+    return Tiling(rows, columns, stages, blocks, split, group // share, staged, share, producers, together)
