@@ -127,9 +127,7 @@ def _file_of(name: str, skeletons: Path | None) -> str:
 @click.option(
     "--cuts", default=6, show_default=True, help="Parts of the model that is cut over two devices; 0 for none."
 )
-@click.option(
-    "--other", default="llvm", show_default=True, help="Of the cut model; cuda:1 is a second GPU."
-)
+@click.option("--other", default="llvm", show_default=True, help="Of the cut model; cuda:1 is a second GPU.")
 @click.option("--workers", default=os.cpu_count() or 1, show_default=True, help="Models that are compiled at a time.")
 @click.option("--limit", default=300.0, show_default=True, help="Seconds for each model.")
 @click.option("--reference", default="onnxruntime", show_default=True, type=click.Choice(["onnxruntime", "ours"]))

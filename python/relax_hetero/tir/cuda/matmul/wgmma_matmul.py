@@ -289,7 +289,13 @@ class WgmmaProduct:
     def _produce(self) -> None:
         if self.moves_registers:
             ptx.set_max_registers(_FEW_REGISTERS, grows=False)
-        left, right, thread, share, groups = self.left, self.right, self.thread, self.tiling.share, self.tiling.producers
+        left, right, thread, share, groups = (
+            self.left,
+            self.right,
+            self.thread,
+            self.tiling.share,
+            self.tiling.producers,
+        )
         group: Expr = 0
         if groups > 1:
             group, thread = T.bind(thread // WARPGROUP), T.bind(thread % WARPGROUP)
