@@ -132,7 +132,7 @@ def attention_types(target: tvm.target.Target, width: int) -> frozenset[str]:
 
 
 def group_columns(target: tvm.target.Target, dtype: str) -> int:
-    """Channels that a group of a convolution has at least, so that a target's tiles are full; 0: as few as there are."""
+    """Channels that fill a target's tiles: smaller groups of a convolution join up to them; 0: groups stay."""
     choose = getattr(resolver_for(target), "group_columns", None)
     return 0 if choose is None else int(choose(target, dtype))
 

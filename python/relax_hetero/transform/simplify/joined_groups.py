@@ -19,10 +19,10 @@ import numpy as np
 from tvm import relax
 
 from ...encoding.resolver import group_columns
-from ..encode.encoding_layouts import target_of
 from ..ir.blocks import Block, shape_of
 from ..ir.constant_values import ConstantValues, constant_like
 from ..ir.rewriting import op_name, typed
+from ..ir.targets import target_of
 
 _CONVOLUTIONS = {
     "relax.nn.conv1d": (relax.op.nn.conv1d, "OIW"),

@@ -19,7 +19,8 @@ join where tensor cores multiply (`joined_groups`).
 TVM's FoldBatchnormToConv2D knows a norm right behind a `conv2d`; its DecomposeOpsForInference infers types anew, and
 devices with them.
 
-Assumes nothing of devices, keeps those that are written, and asks theirs how wide groups are to be. A second run changes nothing.
+Assumes nothing of devices, keeps those that are written, and asks theirs how wide groups are to be. A second run
+changes nothing.
 """
 
 from __future__ import annotations
