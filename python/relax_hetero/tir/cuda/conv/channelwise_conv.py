@@ -164,9 +164,11 @@ class _Kernel:
             with T.If(number < total), T.Then():
                 number = T.bind(T.Cast(self.kind, number))
                 at = dict(zip(names, unravel(number, counts, place=T.bind, rest=T.bind), strict=True))
+                at = {name: self._held(value) for name, value in at.items()}
+                # Products with the vector's size, so that accesses are known to be aligned.
                 at["n"] = at["n"] * plan.lanes
                 at[f"y{self.last}"] = at[f"y{self.last}"] * plan.pixels
-                self._pixels({name: self._held(value) for name, value in at.items()})
+                self._pixels(at)
 
     def _pixels(self, at: Coordinates) -> None:
         plan = self.plan
