@@ -1,15 +1,16 @@
-"""What ptxas says of CUDA kernels: registers, spills, shared memory, serialized wgmma; needs no GPU.
+"""What ptxas makes of CUDA kernels: registers, spills, shared memory, how wgmma is waited for; needs no GPU.
 
 ``reports_of(kernel, target)`` compiles a PrimFunc as `rh.compile` does and skips the test, visibly, where no CUDA
 compiler is.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import tvm
 
+from machine_code import disassembled, nvdisasm, touched_too_early
 from relax_hetero.driver.link.cuda.compilers import Compiled, find_compiler
 from relax_hetero.driver.link.cuda.kernel_sources import KernelSource, generate
 from relax_hetero.errors import BuildError
@@ -32,6 +33,7 @@ class Report:
     stack, spill_stores, spill_loads: Bytes of each thread in local memory.
     shared: Bytes of static shared memory.
     serialized: Why wgmma waits for each other, empty where it does not.
+    touched: Instructions that touch registers of products that still run; none where nvdisasm is missing.
     """
 
     name: str
@@ -41,11 +43,17 @@ class Report:
     spill_loads: int
     shared: int
     serialized: str
+    touched: tuple[str, ...] = ()
 
 
 def reports_of(kernel: tvm.tirx.PrimFunc, target: tvm.target.Target) -> list[Report]:
     """Reports of the launches of a PrimFunc, in order of their names."""
-    return [report for source in sources_of(kernel, target) for report in parse_reports(compile_source(source).log)]
+    found = []
+    for source in sources_of(kernel, target):
+        compiled = compile_source(source)
+        touched = touched_too_early(disassembled(compiled.code)) if nvdisasm() and "wgmma" in source.text else []
+        found += [replace(report, touched=tuple(touched)) for report in parse_reports(compiled.log)]
+    return found
 
 
 def sources_of(kernel: tvm.tirx.PrimFunc, target: tvm.target.Target) -> tuple[KernelSource, ...]:

@@ -37,7 +37,8 @@ def captured(clock: Clock, work: Callable[[], Sequence[Tensor]]) -> Peer:
     with torch.inference_mode(), torch.cuda.graph(graph, stream=clock.stream):
         results = work()
 
-    def arrays() -> list[Array]:
+    def arrays(held: object = work) -> list[Array]:
+        # The graph reads the operands where they lie: as long as it is there, what refers to them has to be.
         graph.replay()
         torch.cuda.synchronize()
         return [(result.float() if result.is_floating_point() else result).cpu().numpy() for result in results]

@@ -1,8 +1,9 @@
 """One program of each family of kernels under compute-sanitizer: ``python tests/python/gpu/under_sanitizer.py``.
 
 Memory errors (memcheck), races in shared memory (racecheck) and wrong barriers (synccheck) are findings, and so are
-wrong numbers. Programs are small, because the sanitizer is a hundred times slower, and run side by side. Exits with 1
-if something was found, with 2 where compute-sanitizer or a GPU is missing.
+wrong numbers. Programs are small, because the sanitizer is a hundred times slower, and run side by side, each once
+before without it: then it finds compiled kernels in a cache. Exits with 1 if something was found, with 2 where
+compute-sanitizer or a GPU is missing.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +38,15 @@ ROWS = {
     "transpose": (130, 200),
     "reduction": (65, 999),
 }
+CONVOLUTIONS = {
+    "f16 convolution": (14, 64, 72, 3, 1, 2, "f16"),
+    "f16 convolution of an image": (20, 3, 40, 7, 2, 1, "f16"),
+    "f32 convolution": (9, 20, 24, 3, 2, 1, "f32"),
+}
+ATTENTION = {
+    "attention": (2, 130, 130, 64, True, "float16", 2),
+    "attention of few queries": (2, 3, 700, 128, False, "float16", 2),
+}
 
 
 def programs() -> dict[str, Callable[[str], float]]:
@@ -43,8 +54,11 @@ def programs() -> dict[str, Callable[[str], float]]:
     from gpu.test_models import MAKERS
 
     sys.path.append(str(ROOT / "apps" / "bench"))  # its `models` is another one than that of the tests
+    from gpu_attention import wanted as numbers_of_attention
+    from gpu_bench.convolutions import Convolutions
+    from gpu_bench.convolutions import wanted as numbers_of_convolutions
     from gpu_bench.programs import error_of, parsed_gpu
-    from gpu_bench.workloads import KINDS, Products, Rows, Workload
+    from gpu_bench.workloads import KINDS, Attentions, Products, Rows, Workload
     from gpu_few_rows import wanted as numbers_of_products
     from gpu_memory_bound import wanted as numbers_of_rows
     from peers.shape import Shape
@@ -52,7 +66,7 @@ def programs() -> dict[str, Callable[[str], float]]:
     import relax_hetero as rh
 
     def run(work: Workload, wanted: Callable[[Workload], list[np.ndarray]], allowed: float, gpu: str) -> float:
-        result = rh.vm.VirtualMachine(rh.compile(work.module(parsed_gpu(gpu)), cache=False))["main"](*work.inputs())
+        result = rh.vm.VirtualMachine(rh.compile(work.module(parsed_gpu(gpu))))["main"](*work.inputs())
         found = [tensor.numpy() for tensor in result]
         return max(error_of(ours, right) for ours, right in zip(found, wanted(work), strict=True)) / allowed
 
@@ -65,6 +79,13 @@ def programs() -> dict[str, Callable[[str], float]]:
     def rows(name: str, gpu: str) -> float:
         return run(Rows(name, *ROWS[name], "float32", 2), numbers_of_rows, 1e-4, gpu)
 
+    def convolution(name: str, gpu: str) -> float:
+        work = Convolutions(*CONVOLUTIONS[name], count=2)
+        return run(work, numbers_of_convolutions, KINDS[work.kind].allowed, gpu)
+
+    def attention(name: str, gpu: str) -> float:
+        return run(Attentions(*ATTENTION[name]), numbers_of_attention, 2e-3, gpu)
+
     def model(make: Callable[..., None], gpu: str) -> float:
         from gpu.test_models import Build, results
 
@@ -75,6 +96,8 @@ def programs() -> dict[str, Callable[[str], float]]:
 
     found: dict[str, Callable[[str], float]] = {name: lambda gpu, name=name: product(name, gpu) for name in PRODUCTS}
     found |= {name: lambda gpu, name=name: rows(name, gpu) for name in ROWS}
+    found |= {name: lambda gpu, name=name: convolution(name, gpu) for name in CONVOLUTIONS}
+    found |= {name: lambda gpu, name=name: attention(name, gpu) for name in ATTENTION}
     return found | {make.__name__: lambda gpu, make=make: model(make, gpu) for make in MAKERS}
 
 
@@ -90,7 +113,7 @@ def _batched(work: object) -> list[np.ndarray]:
     return [x @ w for x, w in zip(arrays[: work.count], arrays[work.count :], strict=True)]
 
 
-def check(tool: str, name: str, gpu: str, limit: float) -> tuple[str, str, str, float]:
+def check(tool: str, name: str, gpu: str, limit: float, cache: str) -> tuple[str, str, str, float]:
     """One program in a process of the tool: what was found, empty for nothing."""
     begin = time.monotonic()
     command = [sys.executable, os.path.abspath(__file__), "--run", name, "--gpu", gpu]
@@ -109,7 +132,7 @@ def check(tool: str, name: str, gpu: str, limit: float) -> tuple[str, str, str, 
             *command,
         ]
     path = os.pathsep.join([*FOLDERS, *filter(None, [os.environ.get("PYTHONPATH", "")])])
-    settings = {**os.environ, "PYTHONPATH": path, "RELAX_HETERO_CACHE": "off", "TVM_NUM_THREADS": "2"}
+    settings = {**os.environ, "PYTHONPATH": path, "RELAX_HETERO_CACHE": cache, "TVM_NUM_THREADS": "2"}
     try:
         done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=limit)
         finding = "" if done.returncode == 0 else f"status {done.returncode}: {(done.stdout + done.stderr)[-1500:]}"
@@ -140,14 +163,18 @@ def main() -> int:
         print("no NVIDIA GPU is here: --gpu llvm --tools none has a CPU stand for it")
         return 2
     names = options.names.split(",") if options.names else list(programs())
-    with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
-        jobs = [pool.submit(check, tool, name, options.gpu, options.limit) for tool in tools for name in names]
-        count = 0
-        for job in concurrent.futures.as_completed(jobs):
-            tool, name, finding, seconds = job.result()
-            count += bool(finding)
-            print(f"{tool}, {name}, {seconds:.0f} s: {finding or 'nothing found'}", flush=True)
-    print(f"{count} findings in {len(jobs)} runs")
+    count = runs = 0
+    with tempfile.TemporaryDirectory() as cache, concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
+        for turn in (["none"], [tool for tool in tools if tool != "none"]):
+            jobs = [
+                pool.submit(check, tool, name, options.gpu, options.limit, cache) for tool in turn for name in names
+            ]
+            for job in concurrent.futures.as_completed(jobs):
+                tool, name, finding, seconds = job.result()
+                count += bool(finding)
+                print(f"{tool}, {name}, {seconds:.0f} s: {finding or 'nothing found'}", flush=True)
+            runs += len(jobs)
+    print(f"{count} findings in {runs} runs")
     return 1 if count else 0
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ....target.element_types import bytes_of
 from ....target.gpu_target import GpuTarget
 
-UNKNOWN = 1024
-"""What a symbolic extent is taken for where tiles are chosen."""
+EXTENTS = (64, 256, 1024, 4096)
+"""What symbolic extents are taken for where tiles are chosen: those that lose least, in the mean, of the best ones."""
 
 
 @dataclass(frozen=True)
@@ -101,30 +102,43 @@ def simt_plan(
     """
     size = bytes_of(dtype)
     group = max(1, 16 // size)
-    m, n, k = (UNKNOWN if extent is None else max(extent, 1) for extent in sizes)
+    is_known = None not in (*sizes, batch)
+    cases = [
+        [extent if known is None else max(known, 1) for known in sizes] for extent in ((1,) if is_known else EXTENTS)
+    ]
     count = 1 if batch is None else max(batch, 1)
-    # Blocks of a cluster read each other's sums of four bytes.
-    clusters = (1, 2, 4, 8) if gpu.bulk_copies and None not in (*sizes, batch) and size == 4 else (1,)
-    best: tuple[float, SimtPlan] | None = None
+    # Blocks of a cluster have parts of a known k, and read each other's sums of four bytes.
+    clusters = (1, 2, 4, 8) if gpu.bulk_copies and sizes[2] is not None and size == 4 else (1,)
+    found: list[tuple[SimtPlan, list[float]]] = []
     for rows, columns, thread_rows, thread_columns, depth, slices, alone, beside in _TILES:
         if size > 4 and thread_rows * thread_columns > 32:
             continue  # registers
-        tiles = count * -(-m // rows) * -(-n // columns)
         for cluster in clusters:
             plan = SimtPlan(rows, columns, thread_rows, thread_columns, group, depth, slices, cluster)
-            step = depth * slices
-            is_shared = tiles < gpu.multiprocessors and k >= 4 * step * cluster
-            if not _is_possible(plan, size, gpu) or (cluster > 1 and not is_shared):
+            if not _is_possible(plan, size, gpu) or (cluster > 1 and cases[0][2] < 4 * depth * slices * cluster):
                 continue
-            # A cluster lies within a part of the GPU that has not always a multiple of its blocks.
-            turns = -(-tiles * cluster // (gpu.multiprocessors // cluster * cluster))
-            work = rows * columns * step * -(-k // (step * cluster)) / (alone if turns == 1 else beside)
-            exchange = _MEETING + rows * columns / _EXCHANGED if cluster > 1 else 0
-            cost = turns * (work + _ENDS + exchange)
-            if best is None or cost < best[0]:
-                best = cost, plan
-    assert best is not None, "the smallest tile always fits"
-    return best[1]
+            costs = [_cycles(plan, case, count, (alone, beside), gpu) for case in cases]
+            if cluster == 1 or min(tiles for _, tiles in costs) < gpu.multiprocessors:
+                found.append((plan, [cost for cost, _ in costs]))
+    least = [min(costs[i] for _, costs in found) for i in range(len(cases))]
+    return min(found, key=lambda one: sum(cost / best for cost, best in zip(one[1], least, strict=True)))[0]
+
+
+def _cycles(
+    plan: SimtPlan, sizes: Sequence[int], count: int, rates: tuple[int, int], gpu: GpuTarget
+) -> tuple[float, int]:
+    """About how long a product takes, and how many tiles it has.
+
+    `rates` are the multiply-adds of a cycle, with one block and with several.
+    """
+    m, n, k = sizes
+    tiles = count * -(-m // plan.rows) * -(-n // plan.columns)
+    step, cluster = plan.depth * plan.slices, plan.cluster
+    # A cluster lies within a part of the GPU that has not always a multiple of its blocks.
+    turns = -(-tiles * cluster // (gpu.multiprocessors // cluster * cluster))
+    work = plan.rows * plan.columns * step * -(-k // (step * cluster)) / rates[turns > 1]
+    exchange = _MEETING + plan.rows * plan.columns / _EXCHANGED if cluster > 1 else 0
+    return turns * (work + _ENDS + exchange), tiles
 
 
 def _is_possible(plan: SimtPlan, size: int, gpu: GpuTarget) -> bool:

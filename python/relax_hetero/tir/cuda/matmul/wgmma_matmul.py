@@ -260,18 +260,32 @@ class WgmmaProduct:
         return count, self.rank * base + T.min(self.rank, more)
 
     def _each_step(
-        self, turn: Expr, body: Callable[[Expr, Expr, Expr, Expr], None], group: Expr = 0, groups: int = 1
+        self,
+        turn: Expr,
+        body: Callable[[Expr, Expr, Expr, Expr], None],
+        end: Callable[[Expr, Expr, Expr], None] | None = None,
+        group: Expr = 0,
+        groups: int = 1,
     ) -> None:
         """Write `body` for the block's steps of a tile: number, step of k, stage, and parity of the stage's turn.
 
-        Where several groups of threads take turns, for those of group number `group`.
+        The last step is `end` where there is one, of the same but the step of k, behind the loop of the others. Where
+        several groups of threads take turns, the steps are those of group number `group`.
         """
         stages = self.tiling.stages
         count, first = self._own_steps()
-        with T.serial(count if groups == 1 else T.truncdiv(count - group + (groups - 1), groups)) as own:
-            step = own if groups == 1 else T.bind(own * groups + group)
+
+        def place(step: Expr) -> tuple[Expr, Expr]:
             number = T.bind(turn * count + step)
-            body(step, first + step, T.bind(number % stages), T.bitwise_and(number // stages, 1))
+            return T.bind(number % stages), T.bitwise_and(number // stages, 1)
+
+        others = count - 1 if end else count
+        if not isinstance(others, int) or others:
+            with T.serial(others if groups == 1 else T.truncdiv(others - group + (groups - 1), groups)) as own:
+                step = own if groups == 1 else T.bind(own * groups + group)
+                body(step, first + step, *place(step))
+        if end:
+            end(others, *place(others))
 
     def _ask_ahead(self) -> None:
         """Have the weights of the block's first tile brought to the second-level cache; those above others do it."""
@@ -289,13 +303,8 @@ class WgmmaProduct:
     def _produce(self) -> None:
         if self.moves_registers:
             ptx.set_max_registers(_FEW_REGISTERS, grows=False)
-        left, right, thread, share, groups = (
-            self.left,
-            self.right,
-            self.thread,
-            self.tiling.share,
-            self.tiling.producers,
-        )
+        left, right, thread = self.left, self.right, self.thread
+        share, groups = self.tiling.share, self.tiling.producers
         group: Expr = 0
         if groups > 1:
             group, thread = T.bind(thread // WARPGROUP), T.bind(thread % WARPGROUP)
@@ -324,7 +333,7 @@ class WgmmaProduct:
                 else:
                     ptx.barrier_arrive_after_copies(full)
 
-            self._each_step(turn, step, group, groups)
+            self._each_step(turn, step, group=group, groups=groups)
 
         self._each_tile(tile)
         if self.tiling.split > 1:
@@ -366,7 +375,7 @@ class WgmmaProduct:
             own = column if self.tiling.split == 1 else column + T.Cast("int64", self.rank * part)
             self.store.fetch(part, staging, at, (begin, own), lane)
 
-            def step(number: Expr, _: Expr, stage: Expr, parity: Expr) -> None:
+            def multiply(number: Expr, stage: Expr, parity: Expr) -> None:
                 ptx.barrier_wait(self._full(stage), parity)
                 # What came by `copy_async` was written as by a thread, not as by wgmma's own kind of access.
                 ptx.async_proxy_fence()
@@ -388,14 +397,22 @@ class WgmmaProduct:
                             (left.is_transposed, right.is_transposed),
                         )
                 ptx.wgmma_commit()
+
+            def step(number: Expr, _: Expr, stage: Expr, parity: Expr) -> None:
+                multiply(number, stage, parity)
                 # The step before is complete then, and its stage free.
                 ptx.wgmma_wait(1)
                 release(last[0], number > 0)
                 T.buffer_store(last, stage, [0])
 
-            self._each_step(turn, step)
-            ptx.wgmma_wait(0)
-            release(last[0])
+            def last_step(number: Expr, stage: Expr, parity: Expr) -> None:
+                # Behind the loop: ptxas lets sums be read before it waits for products that a loop has begun.
+                multiply(number, stage, parity)
+                ptx.wgmma_wait(0)
+                release(last[0], number > 0)
+                release(stage)
+
+            self._each_step(turn, step, last_step)
             totals = sums if self.tiling.split == 1 else self._add_parts(sums, kind, group, member)
             self.store.emit(totals, part, staging, at, (begin, own), warp, lane)
             if self.tiling.split > 1:
