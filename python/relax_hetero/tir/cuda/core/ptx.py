@@ -107,11 +107,6 @@ def barrier_arrive_after_copies(barrier: Expr) -> None:
     _emit("cp.async.mbarrier.arrive.noinc.shared.b64", barrier)
 
 
-def barrier_arrive_remote(address: Expr) -> None:
-    """One arrival at the barrier of another block of the cluster, found by `remote_address`."""
-    _emit("mbarrier.arrive.shared::cluster.b64", address)
-
-
 def barrier_wait(barrier: Expr, parity: Expr) -> None:
     """Wait for the end of the phase of this parity: 0 for the first, 1 for the second, 0 for the third, ...
 
@@ -146,20 +141,9 @@ def copy_wait(groups: int) -> None:
     _emit("cp.async.wait_group", groups)
 
 
-def bulk_load(target: Expr, source: Expr, size: Expr, barrier: Expr, blocks: int = 1) -> None:
-    """Copy `size` bytes, a multiple of 16, from global to shared memory by one thread; they count at `barrier`.
-
-    Parameters
-    ----------
-    blocks : int
-        How many blocks of the cluster get the bytes, the first so many, each at the same place of its shared memory;
-        each counts them at its own barrier.
-    """
-    name = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-    if blocks == 1:
-        _emit(name, target, source, _u32(size), barrier)
-    else:
-        _emit(f"{name}.multicast::cluster", target, source, _u32(size), barrier, T.uint16((1 << blocks) - 1))
+def bulk_load(target: Expr, source: Expr, size: Expr, barrier: Expr) -> None:
+    """Copy `size` bytes, a multiple of 16, from global to shared memory by one thread; they count at `barrier`."""
+    _emit("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes", target, source, _u32(size), barrier)
 
 
 def prefetch_bulk(source: Expr, size: Expr) -> None:

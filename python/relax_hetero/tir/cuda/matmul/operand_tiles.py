@@ -243,7 +243,6 @@ class OperandTile(SwizzledLines):
         place: tuple[Expr, Expr],
         step: Expr,
         barrier: Expr,
-        share: int = 1,
     ) -> None:
         """Issue one bulk copy, by one thread.
 
@@ -251,8 +250,6 @@ class OperandTile(SwizzledLines):
         ----------
         place : tuple of PrimExpr
             First row of the tile, and the number of the packed tile in it.
-        share : int
-            Blocks of the cluster that get it.
         """
         first, block = place
         skipped = block * PACKED_ROWS
@@ -263,7 +260,7 @@ class OperandTile(SwizzledLines):
             k = T.min(k, int64(self.depth - self.step))
         source = T.address_of(self.view.data[self.view.address({**at, self.side: row, "k": k})])
         size = PACKED_ROWS * SWIZZLED_BYTES
-        ptx.bulk_load(shared.at(offset + block * size), source, size, barrier, share)
+        ptx.bulk_load(shared.at(offset + block * size), source, size, barrier)
 
     def prefetch(self, at: Coordinates, first: Expr, step: Expr, steps: int) -> None:
         """Bring so many steps of k of a packed tile, neighbours in memory, to the second-level cache; by one thread."""

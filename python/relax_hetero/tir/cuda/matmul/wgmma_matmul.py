@@ -32,8 +32,7 @@ from .operand_tiles import PACKED_ROWS, PRODUCERS, LeftTile, OperandTile, Source
 from .wgmma_tiling import Tiling, choose_tiling
 
 _BYTES = ("int8", "uint8")
-_FEW_REGISTERS = 40  # of producers
-_MANY_REGISTERS = {1: 232, 2: 216}  # of consumers, by warpgroups of producers: no more than 65,536 in all
+_FEW_REGISTERS, _MANY_REGISTERS = 40, 232  # of producers and of consumers: 128 * 40 + 256 * 232 <= 65,536
 _MOST_ROWS_AHEAD = 256
 _MOST_BYTES_AHEAD = 6 << 20
 """Weights that a launch asks for before it waits: an eighth of the second-level cache. On an H200, BERT-base of 128
@@ -133,7 +132,7 @@ class WgmmaProduct:
         counts: dict[str, Expr],
     ) -> None:
         self.left, self.right, self.store, self.tiling, self.counts = left, right, store, tiling, counts
-        store.is_cut_into(tiling.rows * tiling.share, tiling.columns)
+        store.is_cut_into(tiling.rows, tiling.columns)
         self.consumers = tiling.rows // 64
         self.registers = tiling.columns // 2
         # TVM has no wgmma of integers with 256 columns.
@@ -143,8 +142,7 @@ class WgmmaProduct:
             # Packed tiles of so many rows lie after each other.
             self.issued = PACKED_ROWS // 2
         m, n, k = sizes
-        # A cluster whose blocks share the right operand's tiles has as many tiles, one below the other.
-        self.row_tiles = _int32(ceil_div(m, tiling.rows * tiling.share))
+        self.row_tiles = _int32(ceil_div(m, tiling.rows))
         self.column_tiles = _int32(ceil_div(n, tiling.columns))
         # Where k may be 0, a step of zeros begins the sums.
         self.steps = ceil_div(k, left.step) if isinstance(k, int) else T.max(_int32(ceil_div(k, left.step)), 1)
@@ -162,7 +160,6 @@ class WgmmaProduct:
         """
         right, rows = self.right, self.row_tiles
         is_known = right.source is Source.PACKED and right.is_swizzled and isinstance(self.tiles, int)
-        is_known = is_known and self.tiling.share == 1
         return [1] if is_known and rows * self.tiling.rows <= _MOST_ROWS_AHEAD else []
 
     def emit(self) -> None:
@@ -178,10 +175,9 @@ class WgmmaProduct:
         staging = self.store.plan(shared, self.consumers * 4, tiling.staged)
         self.full_at = shared.take(8 * tiling.stages, 8)
         self.empty_at = shared.take(8 * tiling.stages, 8)
-        self.loaders = PRODUCERS * tiling.producers
-        threads = self.loaders + self.consumers * WARPGROUP
-        bounds = tiling.together if tiling.together > 1 else 0
-        with launch(tiling.blocks, threads, tiling.split * tiling.share, self.moves_registers, bounds) as place:
+        threads = PRODUCERS + self.consumers * WARPGROUP
+        together = tiling.together if tiling.together > 1 else 0
+        with launch(tiling.blocks, threads, tiling.split, self.moves_registers, together) as place:
             self.block, self.rank, self.thread = place.block, place.rank, place.thread
             shared.open()
             if self.read_early:
@@ -191,22 +187,17 @@ class WgmmaProduct:
                     # All producers arrive when their copies are complete, one more expects the bytes of bulk copies.
                     bulk = self.right.source is Source.PACKED
                     ptx.barrier_init(self._full(stage), PRODUCERS + int(bulk))
-                    ptx.barrier_init(self._empty(stage), self.consumers * tiling.share)
+                    ptx.barrier_init(self._empty(stage), self.consumers)
                 ptx.barrier_init_fence()
             ptx.block_barrier()
-            if tiling.share > 1:
-                _cluster_barrier()
             # Operands, and what the result takes the place of, belong to launches before this one until here.
             ptx.wait_for_launches_before()
             ptx.let_next_launch_begin()
-            with T.If(place.thread < self.loaders):
+            with T.If(place.thread < PRODUCERS):
                 with T.Then():
                     self._produce()
                 with T.Else():
                     self._consume(staging, part)
-            if tiling.share > 1:
-                # Copies and arrivals of other blocks come until they have ended, too.
-                _cluster_barrier()
 
     def _full(self, stage: Expr) -> Expr:
         return self.shared.at(self.full_at + stage * 8)
@@ -217,16 +208,13 @@ class WgmmaProduct:
     def _each_tile(self, body: Callable[[Expr, Coordinates, Expr, Expr], None]) -> None:
         """Write `body` for every tile of the block: its number among them, batch, first row and first column."""
         tiling = self.tiling
-        members = tiling.split * tiling.share
-        clusters = tiling.blocks // members
-        own = self.block if members == 1 else self.block // members
+        clusters = tiling.blocks // tiling.split
+        own = self.block if tiling.split == 1 else self.block // tiling.split
         is_one = isinstance(self.tiles, int) and self.tiles == clusters
         count = 1 if is_one else T.truncdiv(self.tiles - own + (clusters - 1), clusters)
         with T.serial(count) as turn:
             tile = own if is_one else own + turn * clusters
             at, row, column = self._place(T.bind(tile))
-            if tiling.share > 1:
-                row = row * tiling.share + self.rank
             # Not simply bound: TVM would write these divisions out wherever the place is used, in each step of k.
             at = {name: opaque(value) for name, value in at.items()}
             row, column = opaque(T.Cast("int64", row)), opaque(T.Cast("int64", column))
@@ -264,13 +252,10 @@ class WgmmaProduct:
         turn: Expr,
         body: Callable[[Expr, Expr, Expr, Expr], None],
         end: Callable[[Expr, Expr, Expr], None] | None = None,
-        group: Expr = 0,
-        groups: int = 1,
     ) -> None:
         """Write `body` for the block's steps of a tile: number, step of k, stage, and parity of the stage's turn.
 
-        The last step is `end` where there is one, of the same but the step of k, behind the loop of the others. Where
-        several groups of threads take turns, the steps are those of group number `group`.
+        The last step is `end` where there is one, of the same but the step of k, behind the loop of the others.
         """
         stages = self.tiling.stages
         count, first = self._own_steps()
@@ -281,8 +266,7 @@ class WgmmaProduct:
 
         others = count - 1 if end else count
         if not isinstance(others, int) or others:
-            with T.serial(others if groups == 1 else T.truncdiv(others - group + (groups - 1), groups)) as own:
-                step = own if groups == 1 else T.bind(own * groups + group)
+            with T.serial(others) as step:
                 body(step, first + step, *place(step))
         if end:
             end(others, *place(others))
@@ -304,10 +288,6 @@ class WgmmaProduct:
         if self.moves_registers:
             ptx.set_max_registers(_FEW_REGISTERS, grows=False)
         left, right, thread = self.left, self.right, self.thread
-        share, groups = self.tiling.share, self.tiling.producers
-        group: Expr = 0
-        if groups > 1:
-            group, thread = T.bind(thread // WARPGROUP), T.bind(thread % WARPGROUP)
 
         def tile(turn: Expr, at: Coordinates, row: Expr, column: Expr) -> None:
             left.begin(at, row, thread)
@@ -320,9 +300,8 @@ class WgmmaProduct:
                     with when(thread == 0):
                         ptx.barrier_expect(full, right.size)
                     # A thread of each warp issues a copy: one after the other they would take long.
-                    with when(tirx.all(thread % WARP == 0, thread // WARP < right.blocks // share)):
-                        block = thread // WARP if share == 1 else thread // WARP * share + self.rank
-                        right.load_block(self.shared, right_to, at, (column, block), k, full, share)
+                    with when(tirx.all(thread % WARP == 0, thread // WARP < right.blocks)):
+                        right.load_block(self.shared, right_to, at, (column, thread // WARP), k, full)
                 left.load(self.shared, left_to, at, row, k, thread)
                 right.load(self.shared, right_to, at, column, k, thread)
                 if Source.GATHER in (left.source, right.source):
@@ -333,7 +312,7 @@ class WgmmaProduct:
                 else:
                     ptx.barrier_arrive_after_copies(full)
 
-            self._each_step(turn, step, group=group, groups=groups)
+            self._each_step(turn, step)
 
         self._each_tile(tile)
         if self.tiling.split > 1:
@@ -343,30 +322,21 @@ class WgmmaProduct:
 
     def _consume(self, staging: Staging, part: int) -> None:
         if self.moves_registers:
-            ptx.set_max_registers(_MANY_REGISTERS[self.tiling.producers], grows=True)
+            ptx.set_max_registers(_MANY_REGISTERS, grows=True)
         kind = "uint32" if self.left.view.nominal in _BYTES else "float32"
         sums = local(self.registers, kind)
         base = local(2, "uint64")
         member = self.thread % WARPGROUP
-        group = T.bind(self.thread // WARPGROUP - self.tiling.producers)
-        warp, lane = T.bind(self.thread // WARP - self.loaders // WARP), T.bind(self.thread % WARP)
+        group = T.bind(self.thread // WARPGROUP - 1)
+        warp, lane = T.bind(self.thread // WARP - PRODUCERS // WARP), T.bind(self.thread % WARP)
         left, right = self.left, self.right
         ptx.matrix_descriptor(base[0], self.shared.at(self.left_at + group * (64 * SWIZZLED_BYTES)), left.leading)
         right_begin = self.shared.at(self.right_at)
         ptx.matrix_descriptor(base[1], right_begin, right.leading, right.stride, right.is_swizzled)
 
-        share = self.tiling.share
-        peer = local(1, "uint32")
-        if share > 1:
-            # The first thread tells the first block that a stage is free, the second the second.
-            ptx.remote_address(peer[0], ptx.shared_address(self._empty(0)), member % share)
-
         def release(stage: Expr, *conditions: Expr) -> None:
-            with when(tirx.all(member < share, *conditions)):
-                if share == 1:
-                    ptx.barrier_arrive(self._empty(stage))
-                else:
-                    ptx.barrier_arrive_remote(peer[0] + T.Cast("uint32", stage * 8))
+            with when(tirx.all(member == 0, *conditions)):
+                ptx.barrier_arrive(self._empty(stage))
 
         def tile(turn: Expr, at: Coordinates, row: Expr, column: Expr) -> None:
             last = local(1, "int32")

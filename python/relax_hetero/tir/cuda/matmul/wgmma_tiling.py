@@ -26,31 +26,35 @@ STAGING_PAD = 32
 
 SYMBOLIC_EXTENT = 1024
 
-# Cycles of a step of k, 128 bytes of it, by rows and columns of the tile: measured on an H200 with all multiprocessors
-# at work. Small tiles wait for loads, at 48 bytes a cycle, large ones for tensor cores, too.
+# Cycles of a step of k, 128 bytes of it, by rows and columns of the tile, where loads do not take longer: fitted to
+# convolutions and products of 100 to 50,000 rows on an H200.
 STEP_CYCLES = {
-    (64, 64): 344,
-    (64, 128): 530,
-    (64, 192): 620,
-    (64, 256): 704,
-    (128, 64): 545,
-    (128, 128): 850,
-    (128, 192): 1200,
-    (128, 256): 1330,
+    (64, 64): 370,
+    (64, 128): 415,
+    (64, 192): 600,
+    (64, 256): 785,
+    (128, 64): 540,
+    (128, 128): 965,
+    (128, 192): 1150,
+    (128, 256): 1195,
 }
+LOADED = 5800
+"""Bytes of tiles that all multiprocessors load in a cycle, from the second-level cache."""
+SHARING = 64, 128
+"""The tile of which two blocks may share a multiprocessor."""
 GATHERED = 4
 """Times as long a step takes where operands come through registers."""
 
 # Blocks that run at the same time, by the blocks of a cluster: those of one cluster share one of the GPU's parts, whose
 # multiprocessors are no multiple of 4 or 8.
 RUNNING = {1: 132, 2: 132, 4: 120, 8: 96}
-START_CYCLES = 2500
+START_CYCLES = 2350
 """Of a launch and its first loads."""
-STORED = 16
+STORED = 7
 """Elements of the result that a block stores in a cycle."""
-EXCHANGE_CYCLES = 400
+EXCHANGE_CYCLES = 700
 """Of the barriers of a cluster, for each doubling of its blocks."""
-EXCHANGED = 10
+EXCHANGED = 28
 """Bytes of a tile's sums that blocks exchange in a cycle, of 64 columns: threads of wider tiles have more, in turn."""
 MOST_SPLIT_COLUMNS = 128
 """Of a tile whose k is split: 256x4096x4096 took 1.6 times as long as cuBLAS in two parts of tiles of 64x256."""
@@ -71,13 +75,9 @@ class Tiling:
     stages : int
         Of the ring of tiles in shared memory.
     blocks : int
-        That are launched, a multiple of `split` and of `share`, of which one is 1.
+        That are launched, a multiple of `split`.
     split : int
         Blocks of a cluster that share a tile, each with a part of k: 1, 2, 4 or 8.
-    share : int
-        Blocks of a cluster that share the right operand's tiles, each with rows of its own: 1 or 2.
-    producers : int
-        Warpgroups that load, by turns: 1 or 2.
     together : int
         Blocks of a multiprocessor: while one stores, or waits for its first loads, the other multiplies.
     group : int
@@ -93,8 +93,6 @@ class Tiling:
     split: int = 1
     group: int = GROUP
     staged: int = 64
-    share: int = 1
-    producers: int = 1
     together: int = 1
 
 
@@ -120,23 +118,27 @@ def choose_tiling(
     is_known = all(isinstance(size, int) for size in (*sizes, *counts))
     steps = ceil_div(k, SWIZZLED_BYTES // bytes_of(problem.lhs.dtype))
     choices = [
-        ((rows, columns), split)
+        ((rows, columns), split, 1)
         for rows, columns in STEP_CYCLES
         for split in (RUNNING if is_known else (1,))
         if split <= steps and (split == 1 or (columns <= MOST_SPLIT_COLUMNS and columns // split % 8 == 0))
     ]
+    if is_known and not gathers:
+        choices.append((SHARING, 1, 2))
 
-    def cost(choice: tuple[tuple[int, int], int]) -> float:
-        (rows, columns), split = choice
+    def cost(choice: tuple[tuple[int, int], int, int]) -> float:
+        (rows, columns), split, together = choice
         tiles = ceil_div(m, rows) * ceil_div(n, columns) * batches
-        return cycles((rows, columns), split, tiles, steps, GATHERED if gathers else 1)
+        return cycles((rows, columns), split, tiles, steps, GATHERED if gathers else 1, together)
 
-    tile, split = min(choices, key=cost)
+    tile, split, together = min(choices, key=cost)
     # Of few steps, most of the work is to store: warps take turns in runs of 128 bytes of the result, which takes 16 %
     # less time for 50,176 x 64 x 256.
     short = max(_STAGED[-1], _SHORT_RUN * staged_element(problem))
     staged = _STAGED if steps // split >= MANY_STAGES else (short,)
-    tilings = [tiling_of(problem, gpu, sizes, counts, tile, split, staged_bytes=size) for size in staged]
+    tilings = [
+        tiling_of(problem, gpu, sizes, counts, tile, split, staged_bytes=size, together=together) for size in staged
+    ]
     return next((tiling for tiling in tilings if tiling.stages >= MANY_STAGES), max(tilings, key=lambda t: t.stages))
 
 
@@ -152,13 +154,25 @@ def staged_element(problem: MatmulProblem) -> int:
     return 4 if reads_rows(problem) else bytes_of(problem.result.dtype)
 
 
-def cycles(tile: tuple[int, int], split: int, tiles: int, steps: int, slowness: int = 1) -> float:
-    """About how many cycles a product takes of which `tiles` tiles are cut into `split` parts of k."""
+def cycles(tile: tuple[int, int], split: int, tiles: int, steps: int, slowness: int = 1, together: int = 1) -> float:
+    """About how many cycles a product takes of which `tiles` tiles are cut into `split` parts of k.
+
+    Parameters
+    ----------
+    slowness : int
+        Times as long that a step takes.
+    together : int
+        Blocks of a multiprocessor: one stores while the other multiplies.
+    """
     rows, columns = tile
-    each = ceil_div(steps, split) * STEP_CYCLES[tile] * slowness + rows * columns / split / STORED
+    turns = ceil_div(tiles * split, RUNNING[split])
+    shares = together > 1 and turns > 1
+    loads = (rows + columns) * SWIZZLED_BYTES * (tiles * split / turns) / LOADED
+    step = max(STEP_CYCLES[tile], loads) * slowness
+    stored = rows * columns / split / STORED
     if split > 1:
-        each += EXCHANGE_CYCLES * (split.bit_length() - 1) + rows * columns * 4 / EXCHANGED * columns / 64
-    return START_CYCLES + ceil_div(tiles * split, RUNNING[split]) * each
+        stored += EXCHANGE_CYCLES * (split.bit_length() - 1) + rows * columns * 4 / EXCHANGED * columns / 64
+    return START_CYCLES + turns * ceil_div(steps, split) * step + (turns / together if shares else turns) * stored
 
 
 def tiling_of(
@@ -171,8 +185,6 @@ def tiling_of(
     most_stages: int = 8,
     staged_bytes: int = STAGED_BYTES,
     group: int = GROUP,
-    share: int = 1,
-    producers: int = 1,
     together: int = 1,
 ) -> Tiling:
     """The tiling with tiles of a size: as many stages as shared memory has room for, and blocks as there is work.
@@ -195,10 +207,10 @@ def tiling_of(
     if isinstance(k, int):
         steps = ceil_div(ceil_div(k, SWIZZLED_BYTES // bytes_of(problem.lhs.dtype)), split)
         stages = min(stages, max(2, steps))
-    clusters = gpu.multiprocessors * together // (split * share)
+    clusters = gpu.multiprocessors * together // split
     if isinstance(m, int) and isinstance(n, int) and all(isinstance(count, int) for count in counts):
-        tiles = ceil_div(m, rows * share) * ceil_div(n, columns) * prod(counts)
+        tiles = ceil_div(m, rows) * ceil_div(n, columns) * prod(counts)
         clusters = tiles if split > 1 else min(tiles, clusters)  # blocks of a cluster have one tile
-    blocks = clusters * split * share
+    blocks = clusters * split
     stages = max(1, min(stages, most_stages))
-    return Tiling(rows, columns, stages, blocks, split, group // share, staged, share, producers, together)
+    return Tiling(rows, columns, stages, blocks, split, group, staged, together)

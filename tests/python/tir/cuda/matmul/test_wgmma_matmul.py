@@ -214,11 +214,10 @@ def test_epilogues(how):
     ("sizes", "tile", "how"),
     [
         ({"m": 40, "n": 64, "k": 258}, (64, 64), {"split": 4}),
-        ({"m": 140, "n": 320, "k": 130}, (64, 128), {"share": 2}),
-        ({"m": 140, "n": 64, "k": 322}, (64, 64), {"producers": 2}),
+        ({"m": 140, "n": 320, "k": 130}, (64, 128), {"together": 2}),
         ({"m": 130, "n": 256, "k": 64}, (128, 256), {"staged_bytes": 128}),
     ],
-    ids=["parts of k", "shared tiles", "producers by turns", "large tiles"],
+    ids=["parts of k", "blocks of a multiprocessor", "large tiles"],
 )
 def test_clusters_and_tiles(sizes, tile, how):
     check(problem_of(sizes), sizes, tile, **how)
