@@ -36,9 +36,12 @@ MOST_COLUMNS = 32
 """Channels of a group from which tiles of products are full enough."""
 _OCCUPIED = 512
 """Threads of a multiprocessor that hide how long loads take."""
-_WRITTEN_OUT, _MOST_ROWS = 8, 3
+_LITTLE, _MOST_ROWS = 8, 3
 """Results of a thread that reads without branches, for few threads wait for few loads; and rows of a window whose loops
 are written out then: more, and a launch waits for its own code, of which each multiprocessor reads all once."""
+_BLOCKS = 4
+"""Of a multiprocessor, at least. Without a bound, however low, the compiler would make room for 16, and threads would
+read little of a row at a time."""
 _HELD_WEIGHTS = 64
 """Registers for the weights of one row of the window."""
 
@@ -87,6 +90,8 @@ def choose_plan(problem: ConvProblem, gpu: GpuTarget) -> ChannelPlan:
         for pixels in (4, 2, 1)
         if narrowest <= lanes <= widest and (pixels == 1 or pixels <= places)
     ]
+    # Of little work, that which shares most: neighbouring pixels see the same places of the map.
+    plans.sort(key=lambda p: (1, -p.pixels) if p.pixels * p.lanes <= _LITTLE else (0, 0))
     wanted = gpu.multiprocessors * _OCCUPIED
     return next((p for p in plans if rows * -(-places // p.pixels) * (outs // p.lanes) >= wanted), plans[-1])
 
@@ -142,7 +147,7 @@ class _Kernel:
         self.kind = "int32" if is_small else "int64"  # of coordinates
         self.last = len(self.axes) - 1
         outer = prod(window.size for window, _ in self.axes[:-1])
-        self.has_no_branches = self.is_depthwise and plan.pixels * plan.lanes <= _WRITTEN_OUT
+        self.has_no_branches = self.is_depthwise and plan.pixels * plan.lanes <= _LITTLE
         self.is_written_out = self.has_no_branches and outer <= _MOST_ROWS
         # Channels of the map that are read together: those of the thread's own outputs, or some of their group.
         each = VECTOR_BYTES // bytes_of(problem.data.dtype)
@@ -159,7 +164,8 @@ class _Kernel:
         for count in counts:
             total = total * count
         names = ["b", *(f"y{d}" for d in range(len(self.axes))), "n"]
-        with launch(int64(at_least_one(ceil_div(total, THREADS))), THREADS) as place:
+        together = _BLOCKS if self.has_no_branches else 0
+        with launch(int64(at_least_one(ceil_div(total, THREADS))), THREADS, together=together) as place:
             number = T.bind(T.Cast("int64", place.block) * THREADS + T.Cast("int64", place.thread))
             with T.If(number < total), T.Then():
                 number = T.bind(T.Cast(self.kind, number))
