@@ -35,8 +35,9 @@ class EncodingResolver(Protocol):
     stored that is no constant, and so would be laid out anew in every call. Without it, `resolve` answers for all.
     It may have an attribute ``problems``, the classes of further problems that its `kernel` solves (see `solves`), a
     method ``block_layout`` of the target, which says how weights of 4 bits are stored (panels without it), a method
-    ``attention_types`` of the target and a width (see the function `attention_types`), and an attribute ``cache_key``,
-    a text that changes whenever its answers do: without it no module for its devices is kept in the compile cache.
+    ``attention_types`` of the target and a width (see the function `attention_types`), a method ``group_columns`` of
+    the target and an element type (see the function `group_columns`), and an attribute ``cache_key``, a text that
+    changes whenever its answers do: without it no module for its devices is kept in the compile cache.
     """
 
     name: str
@@ -128,6 +129,12 @@ def attention_types(target: tvm.target.Target, width: int) -> frozenset[str]:
         return frozenset()
     choose = getattr(resolver_for(target), "attention_types", None)
     return frozenset(("float32", *HALVES)) if choose is None else frozenset(choose(target, width))
+
+
+def group_columns(target: tvm.target.Target, dtype: str) -> int:
+    """Channels that fill a target's tiles: smaller groups of a convolution join up to them; 0: groups stay."""
+    choose = getattr(resolver_for(target), "group_columns", None)
+    return 0 if choose is None else int(choose(target, dtype))
 
 
 def block_layout(target: tvm.target.Target) -> BlockLayout | None:

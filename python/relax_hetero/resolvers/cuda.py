@@ -71,6 +71,10 @@ class CudaResolver(ResolverBase):
         """Fragments, where there are tensor cores; weights are computed by plain ops elsewhere."""
         return Fragments() if gpu_target_of(target).tensor else None
 
+    def group_columns(self, target: tvm.target.Target, dtype: str) -> int:
+        """A packed tile's, of halves that tensor cores multiply."""
+        return COLUMNS if dtype in HALVES and gpu_target_of(target).multiplies(dtype, dtype, "float32") else 0
+
     def attention_types(self, target: tvm.target.Target, width: int) -> frozenset[str]:
         """Those that tensor cores multiply, of heads that registers hold; products and rows are for all others."""
         return frozenset(HALVES) & gpu_target_of(target).mma_types if width <= WIDEST_HEAD else frozenset()

@@ -54,3 +54,30 @@ def test_a_network_is_channels_last(dtype, arch):
     assert sum("conv2d" in name for name in model.launched) == 4, model.launched
     # The image is laid out; nothing else is, for the last map has no extents.
     assert sum("transpose" in name or "pack_" in name for name in model.launched) == 1, model.launched
+
+
+H200 = {"kind": "cuda", "arch": "sm_90a"}
+
+
+@I.ir_module
+class Grouped:
+    """Groups of few channels, as ResNeXt has them."""
+
+    @R.function
+    def main(x: R.Tensor((1, 64, 6, 5), "float32"), w: R.Tensor((128, 8, 3, 3), "float32")) -> R.Tensor(
+        (1, 128, 3, 3), "float32"
+    ):
+        R.func_attr({"num_input": 1})
+        with R.dataflow():
+            y = R.nn.relu(R.nn.conv2d(x, w, strides=2, padding=1, groups=8))
+            R.output(y)
+        return y
+
+
+def test_small_groups_join_on_tensor_cores():
+    rng = np.random.default_rng(0)
+    x, w = (rng.standard_normal(shape).astype("float32") * 0.3 for shape in ((1, 64, 6, 5), (128, 8, 3, 3)))
+    bound = relax.transform.BindParams("main", {"w": w})(Grouped)
+    want = rh.vm.VirtualMachine(rh.compile(bound, cache=False))["main"](x).numpy()
+    model = InterpretedModel(ToMixedPrecision("float16")(with_vdevices(bound, [rh.VDevice(H200)])))
+    np.testing.assert_allclose(model(x), want, atol=5e-3)

@@ -30,8 +30,8 @@ from ...target.vdevice import device_name
 from ..ir.extents import Symbols
 from ..ir.kernels import OPS, work_attributes
 from ..ir.rewriting import fresh_global_var, relax_functions, walk_bindings
+from ..ir.targets import target_of
 from .encoded_values import Stored, StoredRows
-from .encoding_layouts import target_of
 from .kernel_problems import (
     attention_problem,
     block_product_problem,

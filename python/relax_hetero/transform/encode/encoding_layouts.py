@@ -5,20 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import tvm
-from tvm import relax, tirx
+from tvm import tirx
 
 from ...encoding.encoding import DYNAMIC, LHS, RESULT, RHS, Encoding
 from ...encoding.packed_layout import PackedLayout, misfit
 from ...encoding.resolver import EncodingResolver, resolver_for
 from ...errors import EncodingError
-from ...target.native_target import native
-
-
-def target_of(vdevice: relax.VDevice | None) -> tvm.target.Target:
-    """The target of a device; without devices TVM's current one, else this CPU's."""
-    if vdevice is not None:
-        return vdevice.target
-    return tvm.target.Target.current(allow_none=True) or native("llvm")
 
 
 class Layouts:

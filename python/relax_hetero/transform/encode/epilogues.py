@@ -21,8 +21,8 @@ from ...op.rows import ROWS
 from ..ir.blocks import same_shape
 from ..ir.op_names import IN_PLACE
 from ..ir.rewriting import op_name, walk_bindings, walk_scopes
+from ..ir.targets import target_of
 from .encoded_values import extents_of
-from .encoding_layouts import target_of
 
 
 @dataclass(frozen=True)

@@ -41,11 +41,12 @@ from ..ir.findings import is_collecting, publish
 from ..ir.op_names import CAST, PERMUTE, RESHAPE, TRANSFER
 from ..ir.reports import CancelledEntry
 from ..ir.rewriting import map_bindings, op_name, relax_functions, typed, with_functions
+from ..ir.targets import target_of
 from .cancel_encodings import stock_elementwise, stock_product
 from .encoded_values import Stored, layout_of
 from .encoding_description import describe_encodings, name_in_model, product_name
 from .encoding_kernels import VariantNames
-from .encoding_layouts import Layouts, target_of
+from .encoding_layouts import Layouts
 from .kernel_problems import product_problem
 from .relayout_transfers import Crossing, moved
 from .replaced_bindings import Merges, Replacement, dataflow_variables, error_context

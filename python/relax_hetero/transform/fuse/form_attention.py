@@ -29,11 +29,11 @@ from tvm import relax
 from ...encoding.problem import AttentionProblem
 from ...encoding.resolver import attention_types, solves
 from ...op.attention import attention
-from ..encode.encoding_layouts import target_of
 from ..ir.blocks import Block, rewrite_function, without_unused
 from ..ir.declare import declare_pass
 from ..ir.findings import decline
 from ..ir.rewriting import op_name, relax_functions, with_functions
+from ..ir.targets import target_of
 from .attention_patterns import ATTENTION_OPS, Attention, NoAttention, find_attention, find_attention_op
 from .merge_products import merge_products
 

@@ -30,7 +30,6 @@ from ...encoding.block_weights import BlockLayout, middle_of
 from ...encoding.expression import Expression, Term
 from ...encoding.resolver import block_layout
 from ...op.block_products import DEQUANTIZE_BLOCKS, block_matmul
-from ..encode.encoding_layouts import target_of
 from ..encode.epilogues import may_write
 from ..ir.axes import permutation
 from ..ir.blocks import (
@@ -49,6 +48,7 @@ from ..ir.declare import declare_pass
 from ..ir.op_names import CAST, PERMUTE
 from ..ir.relax_expressions import to_expression
 from ..ir.rewriting import is_tensor_constant, op_name
+from ..ir.targets import target_of
 
 _MOST_OPS = 32
 """That a product takes along."""

@@ -32,11 +32,11 @@ from ...encoding.problem import RowsProblem
 from ...encoding.resolver import solves
 from ...op.encoded import UNSET
 from ...op.rows import rows
-from ..encode.encoding_layouts import target_of
 from ..ir.blocks import Block, Emitter, is_one, rewrite_function, same_shape, shape_of, tensor_type, with_regions
 from ..ir.declare import declare_pass
 from ..ir.findings import decline
 from ..ir.rewriting import op_name, relax_functions, with_functions
+from ..ir.targets import target_of
 from .row_regions import RowGrowth, RowRegion
 from .row_terms import WIDE, RowOp, row_op
 

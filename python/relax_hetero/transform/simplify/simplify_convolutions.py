@@ -13,12 +13,14 @@ After::
 
 Step by step, each in its own file: expressions of constants are computed (`constant_values`), batch norms become
 multiplications and additions (`batch_norms`), which are taken into weights (`channel_scales`), padding becomes the
-convolution's own (`fold_pads`), and transposed convolutions become plain ones (`transposed_convolutions`).
+convolution's own (`fold_pads`), transposed convolutions become plain ones (`transposed_convolutions`), and small groups
+join where tensor cores multiply (`joined_groups`).
 
 TVM's FoldBatchnormToConv2D knows a norm right behind a `conv2d`; its DecomposeOpsForInference infers types anew, and
 devices with them.
 
-Assumes nothing of devices, and keeps those that are written. A second run changes nothing.
+Assumes nothing of devices, keeps those that are written, and asks theirs how wide groups are to be. A second run
+changes nothing.
 """
 
 from __future__ import annotations
@@ -33,9 +35,17 @@ from ..ir.rewriting import op_name, relax_functions, walk_bindings
 from .batch_norms import expand_batch_norms
 from .channel_scales import fold_channel_scales
 from .fold_pads import fold_pads
+from .joined_groups import join_groups
 from .transposed_convolutions import TRANSPOSED, expand_transposed_convolutions
 
-_STEPS = (fold_constants, expand_batch_norms, fold_channel_scales, fold_pads, expand_transposed_convolutions)
+_STEPS = (
+    fold_constants,
+    expand_batch_norms,
+    fold_channel_scales,
+    fold_pads,
+    expand_transposed_convolutions,
+    join_groups,
+)
 
 
 def simplify_convolutions(mod: tvm.IRModule) -> tvm.IRModule:

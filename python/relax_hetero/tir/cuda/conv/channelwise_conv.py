@@ -36,8 +36,12 @@ MOST_COLUMNS = 32
 """Channels of a group from which tiles of products are full enough."""
 _OCCUPIED = 512
 """Threads of a multiprocessor that hide how long loads take."""
-_WRITTEN_OUT, _MOST_ROWS = 8, 9
-"""Results of a thread, and rows of a window, whose loops are written out: few threads wait for few loads."""
+_LITTLE, _MOST_ROWS = 8, 3
+"""Results of a thread that reads without branches, for few threads wait for few loads; and rows of a window whose loops
+are written out then: more, and a launch waits for its own code, of which each multiprocessor reads all once."""
+_BLOCKS = 4
+"""Of a multiprocessor, at least. Without a bound, however low, the compiler would make room for 16, and threads would
+read little of a row at a time."""
 _HELD_WEIGHTS = 64
 """Registers for the weights of one row of the window."""
 
@@ -86,6 +90,8 @@ def choose_plan(problem: ConvProblem, gpu: GpuTarget) -> ChannelPlan:
         for pixels in (4, 2, 1)
         if narrowest <= lanes <= widest and (pixels == 1 or pixels <= places)
     ]
+    # Of little work, that which shares most: neighbouring pixels see the same places of the map.
+    plans.sort(key=lambda p: (1, -p.pixels) if p.pixels * p.lanes <= _LITTLE else (0, 0))
     wanted = gpu.multiprocessors * _OCCUPIED
     return next((p for p in plans if rows * -(-places // p.pixels) * (outs // p.lanes) >= wanted), plans[-1])
 
@@ -141,8 +147,8 @@ class _Kernel:
         self.kind = "int32" if is_small else "int64"  # of coordinates
         self.last = len(self.axes) - 1
         outer = prod(window.size for window, _ in self.axes[:-1])
-        is_little = plan.pixels * plan.lanes <= _WRITTEN_OUT and outer <= _MOST_ROWS
-        self.is_written_out = self.is_depthwise and is_little
+        self.has_no_branches = self.is_depthwise and plan.pixels * plan.lanes <= _LITTLE
+        self.is_written_out = self.has_no_branches and outer <= _MOST_ROWS
         # Channels of the map that are read together: those of the thread's own outputs, or some of their group.
         each = VECTOR_BYTES // bytes_of(problem.data.dtype)
         self.taken = (
@@ -158,13 +164,16 @@ class _Kernel:
         for count in counts:
             total = total * count
         names = ["b", *(f"y{d}" for d in range(len(self.axes))), "n"]
-        with launch(int64(at_least_one(ceil_div(total, THREADS))), THREADS) as place:
+        together = _BLOCKS if self.has_no_branches else 0
+        with launch(int64(at_least_one(ceil_div(total, THREADS))), THREADS, together=together) as place:
             number = T.bind(T.Cast("int64", place.block) * THREADS + T.Cast("int64", place.thread))
             with T.If(number < total), T.Then():
                 number = T.bind(T.Cast(self.kind, number))
                 at = dict(zip(names, unravel(number, counts, place=T.bind, rest=T.bind), strict=True))
-                at["n"] = T.bind(at["n"] * plan.lanes)
-                at[f"y{self.last}"] = T.bind(at[f"y{self.last}"] * plan.pixels)
+                at = {name: self._held(value) for name, value in at.items()}
+                # Products with the vector's size, so that accesses are known to be aligned.
+                at["n"] = at["n"] * plan.lanes
+                at[f"y{self.last}"] = at[f"y{self.last}"] * plan.pixels
                 self._pixels(at)
 
     def _pixels(self, at: Coordinates) -> None:
@@ -172,7 +181,8 @@ class _Kernel:
         sums = local(plan.pixels * plan.lanes, self.dtype)
         with unrolled(plan.pixels * plan.lanes) as i:
             T.buffer_store(sums, tirx.const(0, self.dtype), [i])
-        self._outer_taps(at, sums, [], [])
+        self._columns = self._find_columns(at)
+        self._outer_taps(at, sums, [], None)
         for pixel in range(plan.pixels):
             along = f"y{self.last}"
             exists = [] if self._is_whole() else [at[along] + pixel < self.places]
@@ -183,53 +193,17 @@ class _Kernel:
     def _is_whole(self) -> bool:
         return isinstance(self.places, int) and self.places % self.plan.pixels == 0
 
-    def _outer_taps(self, at: Coordinates, sums: Any, taps: list[Expr], exists: list[Expr]) -> None:
-        """Loops over the places of the window along all dimensions but the last.
+    def _find_columns(self, at: Coordinates) -> list[tuple[Expr, Expr, list[tuple[int, int]]]]:
+        """What all rows of the window have in common: columns of the map that the thread's pixels see.
 
-        Rows of padding are left out; where loops are written out, read as zeros, for what is read must not wait then.
+        Of each how far it is from the first of the map, counted in what is read at a time; whether it exists, None
+        where all do; and which pixels see it by which taps.
         """
-        d = len(taps)
-        if d == self.last:
-            self._row(at, sums, taps, exists)
-            return
-        window, extent = self.axes[d]
-        with unrolled(window.size) if self.is_written_out else T.serial(window.size) as tap:
-            tap = T.Cast(self.kind, tap)
-            there = T.bind(at[f"y{d}"] * window.stride + tap * window.dilation - window.before)
-            inside = tirx.all(there >= 0, there < extent) if is_padded(window, extent) else None
-            if inside is None or self.is_written_out:
-                self._outer_taps(at, sums, [*taps, tap], exists if inside is None else [*exists, inside])
-            else:
-                with T.If(inside), T.Then():
-                    self._outer_taps(at, sums, [*taps, tap], exists)
-
-    def _row(self, at: Coordinates, sums: Any, taps: list[Expr], exists: list[Expr]) -> None:
-        """One row of the window: of each channel of the group, what lies under it."""
-        zero = tirx.const(0, self.kind)
-        group = zero if self.is_depthwise else T.bind(tirx.floordiv(at["n"], self.outs // self.problem.groups))
-        parts = 1 if self.is_depthwise else self.depth // self.taken
-        if parts == 1:
-            first = at["n"] if self.is_depthwise else group * self.depth
-            self._channels(at, sums, taps, (first, zero), exists)
-            return
-        with T.serial(parts) as part:
-            first = T.bind(T.Cast(self.kind, part) * self.taken)
-            self._channels(at, sums, taps, (T.bind(group * self.depth + first), first), exists)
-
-    def _channels(
-        self, at: Coordinates, sums: Any, taps: list[Expr], channels: tuple[Expr, Expr], exists: list[Expr]
-    ) -> None:
-        """Some channels from two numbers on, that in the map and that in the group; zeros where one does not exist."""
-        channel, k = channels
         plan, (window, extent) = self.plan, self.axes[self.last]
         begin = T.bind(at[f"y{self.last}"] * window.stride - window.before)
-        place = {f"x{d}": self._outer_place(at, taps, d) for d in range(self.last)}
-        first = {**place, "b": at["b"], "c": channel, f"x{self.last}": tirx.const(0, self.kind)}
-        base = self._element(self.data, first)
         apart = self.data.stride(f"x{self.last}") // self.taken
         checks = is_padded(window, extent) or not self._is_whole()
-        weights = self._weights(at, taps, k)
-        found: list[tuple[VectorRegisters, list[tuple[int, int]]]] = []
+        columns = []
         for column in range((plan.pixels - 1) * window.stride + window.reach):
             uses = [
                 (pixel, (column - pixel * window.stride) // window.dilation)
@@ -239,15 +213,73 @@ class _Kernel:
             ]
             if not uses:
                 continue
-            read = VectorRegisters(self.data, base, self.taken, 1)
-            there = T.bind(begin + column)
-            inside = [*exists, *([there >= 0, there < extent] if checks else [])]
-            if self.is_written_out and inside:
-                read.load_or_zero(0, there * apart, tirx.all(*inside))
+            there, inside = T.bind(begin + column), None
+            if checks and self.has_no_branches:
+                near = T.max(T.min(there, extent - 1), 0)
+                inside, there = _mask(tirx.EQ(there, near)), near
+            elif checks:
+                inside = tirx.all(there >= 0, there < extent)
+            columns.append((self._held(there * apart), inside, uses))
+        return columns
+
+    def _outer_taps(self, at: Coordinates, sums: Any, taps: list[Expr], mask: Expr) -> None:
+        """Loops over the places of the window along all dimensions but the last.
+
+        Rows of padding are left out. Where loops are written out, the nearest row is read in their place and counts as
+        zeros by `mask`, for what is read must not wait then.
+        """
+        d = len(taps)
+        if d == self.last:
+            self._row(at, sums, taps, mask)
+            return
+        window, extent = self.axes[d]
+        with unrolled(window.size) if self.is_written_out else T.serial(window.size) as tap:
+            there = T.bind(at[f"y{d}"] * window.stride + T.Cast(self.kind, tap) * window.dilation - window.before)
+            if not is_padded(window, extent):
+                self._outer_taps(at, sums, [*taps, (tap, there)], mask)
+            elif self.is_written_out:
+                near = self._held(T.max(T.min(there, extent - 1), 0))
+                own = _mask(tirx.EQ(there, near))
+                own = own if mask is None else _register(own & mask)
+                self._outer_taps(at, sums, [*taps, (tap, near)], own)
             else:
-                read.load(0, there * apart, tirx.all(*inside) if inside else None)
+                with T.If(tirx.all(there >= 0, there < extent)), T.Then():
+                    self._outer_taps(at, sums, [*taps, (tap, there)], mask)
+
+    def _row(self, at: Coordinates, sums: Any, taps: list[tuple[Expr, Expr]], mask: Expr) -> None:
+        """One row of the window: of each channel of the group, what lies under it."""
+        zero = tirx.const(0, self.kind)
+        group = zero if self.is_depthwise else T.bind(tirx.floordiv(at["n"], self.outs // self.problem.groups))
+        parts = 1 if self.is_depthwise else self.depth // self.taken
+        if parts == 1:
+            first = at["n"] if self.is_depthwise else group * self.depth
+            self._channels(at, sums, taps, (first, zero), mask)
+            return
+        with T.serial(parts) as part:
+            first = T.bind(T.Cast(self.kind, part) * self.taken)
+            self._channels(at, sums, taps, (T.bind(group * self.depth + first), first), mask)
+
+    def _channels(
+        self, at: Coordinates, sums: Any, taps: list[tuple[Expr, Expr]], channels: tuple[Expr, Expr], mask: Expr
+    ) -> None:
+        """Some channels from two numbers on, that in the map and that in the group."""
+        channel, k = channels
+        place = {f"x{d}": there for d, (_, there) in enumerate(taps)}
+        first = {**place, "b": at["b"], "c": channel, f"x{self.last}": tirx.const(0, self.kind)}
+        base = self._element(self.data, first)
+        weights = self._weights(at, [tap for tap, _ in taps], k)
+        found: list[tuple[VectorRegisters, list[tuple[int, int]]]] = []
+        for column, inside, uses in self._columns:
+            read = VectorRegisters(self.data, base, self.taken, 1)
+            if self.has_no_branches:
+                read.load(0, column, None)
+                masks = [part for part in (inside, mask) if part is not None]
+                if masks:
+                    read.keep(0, masks[0] if len(masks) == 1 else masks[0] & masks[1])
+            else:
+                read.load(0, column, inside)
             found.append((read, uses))
-            if not self.is_written_out:
+            if not self.has_no_branches:
                 self._multiply_uses(sums, [found.pop()], weights)
         self._multiply_uses(sums, found, weights)
 
@@ -265,19 +297,19 @@ class _Kernel:
         T.buffer_store(held, view.address(place), [0])
         return T.Cast("int64", held[0])
 
-    def _outer_place(self, at: Coordinates, taps: list[Expr], d: int) -> Expr:
-        window = self.axes[d][0]
-        return at[f"y{d}"] * window.stride + taps[d] * window.dilation - window.before
+    def _held(self, value: Expr) -> Expr:
+        """A coordinate in a register: TVM would write the divisions that find it out wherever it is used."""
+        return _register(T.Cast(self.kind, value))
 
     def _weights(self, at: Coordinates, taps: list[Expr], k: Expr) -> Any:
         """What gives the weights of a tap of the row, read before where they are few."""
         plan, window = self.plan, self.axes[self.last][0]
         vectors = 1 if self.is_depthwise else self.taken
 
-        def read(tap: int) -> VectorRegisters:
+        def read(column: int) -> VectorRegisters:
             place = {
-                **{f"w{d}": t for d, t in enumerate(taps)},
-                f"w{self.last}": tirx.const(tap, self.kind),
+                **{f"w{d}": T.Cast(self.kind, tap) for d, tap in enumerate(taps)},
+                f"w{self.last}": tirx.const(column, self.kind),
                 "n": at["n"],
                 "k": k,
             }
@@ -304,6 +336,17 @@ class _Kernel:
 def _is_depthwise(problem: ConvProblem) -> bool:
     """Whether each output channel has an input channel of its own."""
     return problem.weight.shape[1] == 1 and problem.weight.shape[0] == problem.groups
+
+
+def _register(value: Expr) -> Expr:
+    held = local(1, str(value.ty.dtype))
+    T.buffer_store(held, value, [0])
+    return T.bind(held[0])
+
+
+def _mask(condition: Expr) -> Expr:
+    """All bits of a word where a condition is true, none where it is not."""
+    return _register(T.Cast("uint32", T.Cast("int32", 0) - T.Cast("int32", condition)))
 
 
 def _static(extent: Any) -> int:

@@ -20,7 +20,7 @@ from ....encoding.packed_layout import CHUNK_BYTES, SWIZZLED_BYTES
 from ....encoding.problem import ConvProblem
 from ....target.element_types import bytes_of
 from ...conv.conv_products import IMAGE_CHANNELS
-from ...core.builder import Expr, int64
+from ...core.builder import Expr, int64, when
 from ...core.view import Coordinates
 from ..core import ptx
 from ..core.global_view import GlobalView
@@ -82,6 +82,9 @@ class WindowTile(SwizzledLines):
     advance: int = ptx.CONTRACTION_BYTES // 16
     _begins: Any = field(default=None, init=False)
     _seen: Any = field(default=None, init=False)
+    _tap: Any = field(default=None, init=False)
+    _under_tap: Any = field(default=None, init=False)
+    _sees: Any = field(default=None, init=False)
 
     @property
     def view(self) -> GlobalView:
@@ -100,6 +103,9 @@ class WindowTile(SwizzledLines):
         self._seen = local(count, "uint32") if self.places.has_padding else None
         own = T.bind(first + T.Cast("int64", thread // _CHUNKS))
         skipped = 0 if self.in_chunks else T.Cast(kind, thread % _CHUNKS * self.per_chunk)
+        if not self.in_chunks and self._parts > 1:
+            self._tap, self._under_tap, self._sees = local(1, "int32"), local(count, kind), local(count, "int32")
+            T.buffer_store(self._tap, -1, [0])
         with unrolled(count) as i:
             # Rows beyond the last are copies of it, which are not stored.
             row = T.min(own + T.Cast("int64", i * self.lines), int64(self.extent - 1))
@@ -119,21 +125,58 @@ class WindowTile(SwizzledLines):
         else:
             self._load_pixels(shared, target, step, chunk)
 
+    @property
+    def _parts(self) -> int:
+        """Steps of a tap."""
+        return -(-self.places.channels // self.step)
+
     def _load_channels(self, shared: SharedMemory, target: Expr, step: Expr, chunk: Expr) -> None:
         """A step is a tap, and channels that it sees."""
         channels, kind = self.places.channels, self.places.kind
-        parts = -(-channels // self.step)
-        tap, skipped = (step, 0) if parts == 1 else (T.truncdiv(step, parts), T.truncmod(step, parts) * self.step)
-        moved, bits = self.places.tap(T.bind(tap) if parts > 1 else tap)
-        moved = T.bind(moved + T.Cast(kind, skipped)) if parts > 1 else moved
         width = CHUNK_BYTES
         while channels * self.element % width:
             width //= 2
         elements = width // self.element
+        if self._parts == 1:
+            moved, bits = self.places.tap(step)
+            for copy in range(CHUNK_BYTES // width):
+                exists = self._has_channel(chunk * self.per_chunk + copy * elements)
+                self._copy(shared, target + copy * width, moved + copy * elements, width, bits, exists)
+            return
+        self._find_tap(T.bind(T.truncdiv(step, self._parts)), width)
+        skipped = T.bind(T.truncmod(step, self._parts) * self.step)
         for copy in range(CHUNK_BYTES // width):
-            channel = chunk * self.per_chunk + copy * elements + skipped
-            exists = None if channels % self.step == 0 else T.bind(channel < channels)
-            self._copy(shared, target + copy * width, moved + copy * elements, width, bits, exists)
+            exists = self._has_channel(chunk * self.per_chunk + copy * elements + skipped)
+            with unrolled(self.rows // self.lines) as i:
+                # A line that sees padding begins where the map does: so many channels are there. Of unsigned numbers,
+                # the compiler adds 32 bits where it would add 64.
+                unsigned = f"u{kind}"
+                begin = T.Cast(unsigned, self._under_tap[i]) + T.Cast(unsigned, skipped + copy * elements)
+                size = None if self._seen is None else self._sees[i]
+                if exists is not None:
+                    begin = T.Select(exists, begin, tirx.const(0, unsigned))
+                    size = T.Select(exists, width if size is None else size, 0)
+                place = shared.at(target + copy * width + i * (self.lines * SWIZZLED_BYTES))
+                ptx.copy_async(place, T.address_of(self.view.data[T.Cast("int64", begin)]), width, size)
+
+    def _has_channel(self, channel: Expr) -> Expr | None:
+        """Whether a channel exists; None: all that are copied do."""
+        channels = self.places.channels
+        return None if channels % self.step == 0 else T.bind(channel < channels)
+
+    def _find_tap(self, tap: Expr, width: int) -> None:
+        """Where the lines' pixels are under a tap, and what is read of each: found once for all its steps."""
+        kind = self.places.kind
+        with when(tap != self._tap[0]):
+            T.buffer_store(self._tap, tap, [0])
+            moved, bits = self.places.tap(tap)
+            with unrolled(self.rows // self.lines) as i:
+                begin = self._begins[i] + moved
+                if bits is not None:
+                    sees = T.bitwise_and(self._seen[i], bits) == bits
+                    begin = T.Select(sees, begin, tirx.const(0, kind))
+                    T.buffer_store(self._sees, T.Select(sees, width, 0), [i])
+                T.buffer_store(self._under_tap, begin, [i])
 
     def _load_chunks(self, shared: SharedMemory, target: Expr, step: Expr, chunk: Expr) -> None:
         """Every chunk has a tap of its own, and some channels."""

@@ -75,19 +75,13 @@ class VectorRegisters:
                     zero = tirx.const(0, self._unit)
                     T.buffer_store(self._units, zero if width == 1 else T.broadcast(zero, width), [here])
 
-    def load_or_zero(self, vector: int, place: Expr, inside: Expr) -> None:
-        """As `load`, without a branch: the first vector of all is read where there is none, and not taken.
+    def keep(self, vector: int, mask: Expr) -> None:
+        """Make a vector zeros where `mask`, a uint32, is 0, and leave it where all bits are set; without a branch.
 
         Loads that stand in no branch are in flight together.
         """
-        base = self._first + tirx.Cast("int64", place * (self._per_vector // self._width))
-        base = T.Select(inside, base, tirx.const(0, "int64"))
-        for number, (here, width) in enumerate(self._parts(vector)):
-            there = lane_indices((base + number) * width, width)
-            T.buffer_store(self._units, self._memory[there], [here])
         for word in range(vector * self._per_vector, (vector + 1) * self._per_vector):
-            kept = T.Select(inside, self._units[word], tirx.const(0, self._unit))
-            T.buffer_store(self._units, kept, [word])
+            T.buffer_store(self._units, T.bitwise_and(self._units[word], T.Cast(self._unit, mask)), [word])
 
     def store(self, vector: int, place: Expr, inside: Expr | None) -> None:
         """Write a vector if it is inside; parameters as of `load`."""

@@ -178,7 +178,8 @@ class WgmmaProduct:
         threads = PRODUCERS + self.consumers * WARPGROUP
         # 0 blocks: as many as there are tiles, which only a launch knows.
         blocks = tiling.blocks or at_least_one(int64(self.tiles)) * tiling.split
-        with launch(blocks, threads, tiling.split, self.moves_registers) as place:
+        together = tiling.together if tiling.together > 1 else 0
+        with launch(blocks, threads, tiling.split, self.moves_registers, together) as place:
             self.block, self.rank, self.thread = place.block, place.rank, place.thread
             shared.open()
             if self.read_early:

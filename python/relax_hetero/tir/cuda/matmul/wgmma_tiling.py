@@ -27,34 +27,42 @@ STAGING_PAD = 32
 EXTENTS = (64, 256, 1024, 4096)
 """What symbolic extents are taken for: the tiling is the one that loses least, in the mean, of the best for each."""
 
-# Cycles of a step of k, 128 bytes of it, by rows and columns of the tile: measured on an H200 with all multiprocessors
-# at work. Small tiles wait for loads, at 48 bytes a cycle, large ones for tensor cores, too.
+# Cycles of a step of k, 128 bytes of it, by rows and columns of the tile, where loads do not take longer: fitted to
+# convolutions and products of 100 to 50,000 rows on an H200.
 STEP_CYCLES = {
-    (64, 64): 344,
-    (64, 128): 530,
-    (64, 192): 620,
-    (64, 256): 704,
-    (128, 64): 545,
-    (128, 128): 850,
-    (128, 192): 1200,
-    (128, 256): 1330,
+    (64, 64): 370,
+    (64, 128): 415,
+    (64, 192): 600,
+    (64, 256): 785,
+    (128, 64): 540,
+    (128, 128): 965,
+    (128, 192): 1150,
+    (128, 256): 1195,
 }
+LOADED = 5800
+"""Bytes of tiles that all multiprocessors load in a cycle, from the second-level cache."""
+SHARING = 64, 128
+"""The tile of which two blocks may share a multiprocessor."""
 GATHERED = 4
 """Times as long a step takes where operands come through registers."""
 
 # Blocks that run at the same time, by the blocks of a cluster: those of one cluster share one of the GPU's parts, whose
 # multiprocessors are no multiple of 4 or 8.
 RUNNING = {1: 132, 2: 132, 4: 120, 8: 96}
-START_CYCLES = 2500
+START_CYCLES = 2350
 """Of a launch and its first loads."""
-STORED = 16
+STORED = 7
 """Elements of the result that a block stores in a cycle."""
-EXCHANGE_CYCLES = 400
+EXCHANGE_CYCLES = 700
 """Of the barriers of a cluster, for each doubling of its blocks."""
-EXCHANGED = 10
+EXCHANGED = 28
 """Bytes of a tile's sums that blocks exchange in a cycle, of 64 columns: threads of wider tiles have more, in turn."""
 MOST_SPLIT_COLUMNS = 128
 """Of a tile whose k is split: 256x4096x4096 took 1.6 times as long as cuBLAS in two parts of tiles of 64x256."""
+
+
+_RESERVED = 1024
+"""Bytes of a multiprocessor's shared memory that a block has besides its own."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,8 @@ class Tiling:
         That are launched, a multiple of `split`; 0: those of a cluster for each tile, which only a launch knows.
     split : int
         Blocks of a cluster that share a tile, each with a part of k: 1, 2, 4 or 8.
+    together : int
+        Blocks of a multiprocessor: while one stores, or waits for its first loads, the other multiplies.
     group : int
         Rows of tiles that go over the columns together.
     staged : int
@@ -84,6 +94,7 @@ class Tiling:
     split: int = 1
     group: int = GROUP
     staged: int = 64
+    together: int = 1
 
 
 def choose_tiling(
@@ -110,20 +121,22 @@ def choose_tiling(
     ]
     slowness, per_step = GATHERED if gathers else 1, SWIZZLED_BYTES // bytes_of(problem.lhs.dtype)
     choices = [
-        ((rows, columns), split)
+        ((rows, columns), split, 1)
         for rows, columns in STEP_CYCLES
         for split in (RUNNING if isinstance(sizes[2], int) else (1,))
         if split <= ceil_div(cases[0][2], per_step)
         and (split == 1 or (columns <= MOST_SPLIT_COLUMNS and columns // split % 8 == 0))
     ]
+    if is_known and not gathers:
+        choices.append((SHARING, 1, 2))
 
-    def cost(choice: tuple[tuple[int, int], int], case: Sequence[int]) -> float:
-        (rows, columns), split = choice
+    def cost(choice: tuple[tuple[int, int], int, int], case: Sequence[int]) -> float:
+        (rows, columns), split, together = choice
         tiles = ceil_div(case[0], rows) * ceil_div(case[1], columns) * batches
-        return cycles((rows, columns), split, tiles, ceil_div(case[2], per_step), slowness)
+        return cycles((rows, columns), split, tiles, ceil_div(case[2], per_step), slowness, together)
 
     least = [min(cost(choice, case) for choice in choices) for case in cases]
-    tile, split = min(
+    tile, split, together = min(
         choices, key=lambda one: sum(cost(one, case) / best for case, best in zip(cases, least, strict=True))
     )
     steps = ceil_div(cases[-1][2], per_step)
@@ -131,7 +144,9 @@ def choose_tiling(
     # less time for 50,176 x 64 x 256.
     short = max(_STAGED[-1], _SHORT_RUN * staged_element(problem))
     staged = _STAGED if steps // split >= MANY_STAGES else (short,)
-    tilings = [tiling_of(problem, gpu, sizes, counts, tile, split, staged_bytes=size) for size in staged]
+    tilings = [
+        tiling_of(problem, gpu, sizes, counts, tile, split, staged_bytes=size, together=together) for size in staged
+    ]
     return next((tiling for tiling in tilings if tiling.stages >= MANY_STAGES), max(tilings, key=lambda t: t.stages))
 
 
@@ -147,13 +162,25 @@ def staged_element(problem: MatmulProblem) -> int:
     return 4 if reads_rows(problem) else bytes_of(problem.result.dtype)
 
 
-def cycles(tile: tuple[int, int], split: int, tiles: int, steps: int, slowness: int = 1) -> float:
-    """About how many cycles a product takes of which `tiles` tiles are cut into `split` parts of k."""
+def cycles(tile: tuple[int, int], split: int, tiles: int, steps: int, slowness: int = 1, together: int = 1) -> float:
+    """About how many cycles a product takes of which `tiles` tiles are cut into `split` parts of k.
+
+    Parameters
+    ----------
+    slowness : int
+        Times as long that a step takes.
+    together : int
+        Blocks of a multiprocessor: one stores while the other multiplies.
+    """
     rows, columns = tile
-    each = ceil_div(steps, split) * STEP_CYCLES[tile] * slowness + rows * columns / split / STORED
+    turns = ceil_div(tiles * split, RUNNING[split])
+    shares = together > 1 and turns > 1
+    loads = (rows + columns) * SWIZZLED_BYTES * (tiles * split / turns) / LOADED
+    step = max(STEP_CYCLES[tile], loads) * slowness
+    stored = rows * columns / split / STORED
     if split > 1:
-        each += EXCHANGE_CYCLES * (split.bit_length() - 1) + rows * columns * 4 / EXCHANGED * columns / 64
-    return START_CYCLES + ceil_div(tiles * split, RUNNING[split]) * each
+        stored += EXCHANGE_CYCLES * (split.bit_length() - 1) + rows * columns * 4 / EXCHANGED * columns / 64
+    return START_CYCLES + turns * ceil_div(steps, split) * step + (turns / together if shares else turns) * stored
 
 
 def tiling_of(
@@ -166,6 +193,7 @@ def tiling_of(
     most_stages: int = 8,
     staged_bytes: int = STAGED_BYTES,
     group: int = GROUP,
+    together: int = 1,
 ) -> Tiling:
     """The tiling with tiles of a size: as many stages as shared memory has room for, and blocks as there is work.
 
@@ -182,16 +210,17 @@ def tiling_of(
         staged //= 2
     staging = rows * (staged * element + STAGING_PAD)
     # Some bytes are barriers.
-    room = gpu.shared_bytes - staging - 256
+    room = (gpu.shared_bytes + _RESERVED) // together - _RESERVED - staging - 256
     stages = room // ((rows + columns) * SWIZZLED_BYTES)
     if isinstance(k, int):
         steps = ceil_div(ceil_div(k, SWIZZLED_BYTES // bytes_of(problem.lhs.dtype)), split)
         stages = min(stages, max(2, steps))
-    clusters = gpu.multiprocessors // split
+    clusters = gpu.multiprocessors * together // split
     if isinstance(m, int) and isinstance(n, int) and all(isinstance(count, int) for count in counts):
         tiles = ceil_div(m, rows) * ceil_div(n, columns) * prod(counts)
         clusters = tiles if split > 1 else min(tiles, clusters)  # blocks of a cluster have one tile
     elif split > 1:
         clusters = 0
     blocks = clusters * split
-    return Tiling(rows, columns, max(1, min(stages, most_stages)), blocks, split, group, staged)
+    stages = max(1, min(stages, most_stages))
+    return Tiling(rows, columns, stages, blocks, split, group, staged, together)

@@ -6,6 +6,7 @@ import pytest
 from tvm import tirx
 from tvm.target import Target
 
+from cuda_reports import compile_source, parse_reports, sources_of
 from gpu_interpreter import run
 from relax_hetero.encoding.problem import ConvProblem, Window
 from relax_hetero.target.gpu_target import gpu_target_of
@@ -13,7 +14,7 @@ from relax_hetero.tir.commands.table_kernel import is_one_launch
 from relax_hetero.tir.cuda.conv.channelwise_conv import ChannelPlan, channelwise_conv_kernel
 from relax_hetero.tir.cuda.conv.convolution import cuda_conv_kernel
 from seeds import fresh_rng
-from tir.cuda.conv.convolutions_on_gpus import assert_near, conv_problem, operands_of
+from tir.cuda.conv.convolutions_on_gpus import GPU, TARGET, assert_near, conv_problem, operands_of
 from tir.kernel_runs import poisoned
 
 VOLTA = gpu_target_of(Target({"kind": "cuda", "arch": "sm_70"}))
@@ -88,3 +89,19 @@ def test_a_thread_makes_several_pixels():
     check_kernel(problem, channelwise_conv_kernel(problem, VOLTA, ChannelPlan(4, 8)))
     problem = conv_problem((8, 16), (6, 9), Window(3, 2, 1, 1, 1), 1, 2, gpu=VOLTA)
     check_kernel(problem, channelwise_conv_kernel(problem, VOLTA, ChannelPlan(2, 4)))
+
+
+@pytest.mark.parametrize(
+    ("channels", "window", "groups", "most_bytes"),
+    [(384, 7, 384, 12_000), (256, 3, 32, 40_000)],
+    ids=["depthwise", "eight channels a group"],
+)
+def test_code_is_short(channels, window, groups, most_bytes):
+    """Few threads have a large window: each multiprocessor reads all code once, and waits for it."""
+    same = Window(window, 1, 1, window // 2, window // 2)
+    problem = conv_problem((channels, channels), (14, 14), same, 1, groups, "float16")
+    (source,) = sources_of(cuda_conv_kernel(problem, GPU), TARGET)
+    compiled = compile_source(source)
+    (report,) = parse_reports(compiled.log)
+    assert report.spill_stores == 0
+    assert len(compiled.code) <= most_bytes

@@ -137,6 +137,7 @@ def test_without_wgmma(how):
         ((64, 128), {}),
         pytest.param((128, 256), {}, marks=pytest.mark.slow),
         pytest.param((128, 128), {"split": 2}, marks=pytest.mark.slow),
+        pytest.param((64, 128), {"together": 2, "staged_bytes": 128}, marks=pytest.mark.slow),
     ],
 )
 def test_registers(tile, options):

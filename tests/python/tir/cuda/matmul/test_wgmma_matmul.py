@@ -214,9 +214,10 @@ def test_epilogues(how):
     ("sizes", "tile", "how"),
     [
         ({"m": 40, "n": 64, "k": 258}, (64, 64), {"split": 4}),
+        ({"m": 140, "n": 320, "k": 130}, (64, 128), {"together": 2}),
         ({"m": 130, "n": 256, "k": 64}, (128, 256), {"staged_bytes": 128}),
     ],
-    ids=["parts of k", "large tiles"],
+    ids=["parts of k", "blocks of a multiprocessor", "large tiles"],
 )
 def test_clusters_and_tiles(sizes, tile, how):
     check(problem_of(sizes), sizes, tile, **how)
@@ -278,7 +279,8 @@ def test_a_tiling_fits_into_the_gpu():
         stages = tiling.stages * (tiling.rows + tiling.columns) * 128
         sums = tiling.rows * tiling.columns * 4 if tiling.split > 1 else 0
         staging = tiling.rows * (tiling.staged * bytes_of(result) + 32)
-        assert max(stages, sums) + staging + 16 * tiling.stages <= GPU.shared_bytes, (m, n, k, tiling)
+        each = max(stages, sums) + staging + 16 * tiling.stages + 1024  # reserved for each block
+        assert tiling.together * each <= GPU.shared_bytes + 1024, (m, n, k, tiling)
         assert tiling.blocks % tiling.split == 0
         assert tiling.split <= -(-k // 64), "every block of a cluster has a part of k"
         assert tiling.columns // tiling.split % 8 == 0
@@ -293,6 +295,9 @@ def test_a_tiling_fits_into_the_gpu():
         ((128, 4096, 4096), (128, 64), 2),
         ((127, 255, 511), (64, 64), 8),
         ((128, 768, 3072), (64, 64), 4),
+        ((784, 512, 4608), (64, 128), 2),
+        ((784, 512, 2048), (64, 128), 2),
+        ((12544, 256, 512), (128, 256), 1),
     ],
 )
 def test_tilings_are_those_that_were_fastest(sizes, tile, split):
@@ -301,6 +306,15 @@ def test_tilings_are_those_that_were_fastest(sizes, tile, split):
     tiling = choose_tiling(problem, GPU, sizes, [], gathers=k == 511)
     assert ((tiling.rows, tiling.columns), tiling.split) == (tile, split)
     assert tiling.stages >= min(4, -(-k // 64 // split))
+    assert tiling.together == 1
+
+
+@pytest.mark.parametrize("sizes", [(12544, 128, 1152), (12544, 512, 256), (50176, 256, 64), (784, 2048, 512)])
+def test_many_short_tiles_share_multiprocessors(sizes):
+    m, n, k = sizes
+    tiling = choose_tiling(problem_of({"m": m, "n": n, "k": k}), GPU, sizes, [])
+    assert (tiling.rows, tiling.columns, tiling.together) == (64, 128, 2)
+    assert tiling.blocks == min(2 * GPU.multiprocessors, -(-m // 64) * -(-n // 128))
 
 
 @pytest.mark.gpu
