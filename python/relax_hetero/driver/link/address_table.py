@@ -86,11 +86,24 @@ def by_address(mod: tvm.IRModule) -> tuple[tvm.IRModule, list[AddressTable]]:
     devices = {region.name: vdevices[region.device] for region in regions_of(mod)}
     rewritten: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
 
+    fixed: dict[tvm.ir.GlobalVar, list[int]] = {}
+
+    def note(binding: relax.Binding) -> relax.Binding:
+        # A step of a schedule calls the buffer of its function, and may be given what is a constant there.
+        call = binding.value
+        if isinstance(call, relax.Call) and call.op in buffers:
+            found = fixed.get(call.op, range(len(call.args)))
+            fixed[call.op] = [i for i in found if is_tensor_constant(call.args[i])]
+        return binding
+
+    for _, relax_func in relax_functions(mod):
+        map_bindings(relax_func, note)
+
     def change(binding: relax.Binding) -> relax.Binding:
         call = binding.value
         if not isinstance(call, relax.Call) or call.op not in buffers:
             return binding
-        taken = [i for i, arg in enumerate(call.args) if is_tensor_constant(arg)]
+        taken = fixed[call.op]
         constants = [call.args[i] for i in taken]
         func = buffers[call.op]
         kernels = global_vars_in(func.body)

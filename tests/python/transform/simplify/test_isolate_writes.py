@@ -302,6 +302,11 @@ def test_random_programs(number):
     check_program(int(fresh_rng().integers(2**31)) + number)
 
 
+def test_a_constant_that_a_step_of_the_schedule_makes():
+    """A command buffer takes it as a constant in `main`, and as an argument in a later step."""
+    check_program(88189197)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(300))
 def test_more_random_programs(number):
