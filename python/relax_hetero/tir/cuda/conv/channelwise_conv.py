@@ -20,7 +20,7 @@ from ....encoding.problem import ConvProblem
 from ....errors import EncodingError
 from ....target.element_types import HALVES, bytes_of
 from ....target.gpu_target import VECTOR_BYTES, GpuTarget
-from ...core.builder import Expr, Function, ceil_div, int64
+from ...core.builder import Expr, Function, ceil_div, int64, let
 from ...core.ties import tied_to
 from ...core.view import Coordinates
 from ...core.work_split import unravel
@@ -240,7 +240,7 @@ class _Kernel:
             elif self.is_written_out:
                 near = self._held(T.max(T.min(there, extent - 1), 0))
                 own = _mask(tirx.EQ(there, near))
-                own = own if mask is None else _register(own & mask)
+                own = own if mask is None else T.bind(let(own & mask))
                 self._outer_taps(at, sums, [*taps, (tap, near)], own)
             else:
                 with T.If(tirx.all(there >= 0, there < extent)), T.Then():
@@ -299,7 +299,7 @@ class _Kernel:
 
     def _held(self, value: Expr) -> Expr:
         """A coordinate in a register: TVM would write the divisions that find it out wherever it is used."""
-        return _register(T.Cast(self.kind, value))
+        return T.bind(let(T.Cast(self.kind, value)))
 
     def _weights(self, at: Coordinates, taps: list[Expr], k: Expr) -> Any:
         """What gives the weights of a tap of the row, read before where they are few."""
@@ -338,15 +338,9 @@ def _is_depthwise(problem: ConvProblem) -> bool:
     return problem.weight.shape[1] == 1 and problem.weight.shape[0] == problem.groups
 
 
-def _register(value: Expr) -> Expr:
-    held = local(1, str(value.ty.dtype))
-    T.buffer_store(held, value, [0])
-    return T.bind(held[0])
-
-
 def _mask(condition: Expr) -> Expr:
     """All bits of a word where a condition is true, none where it is not."""
-    return _register(T.Cast("uint32", T.Cast("int32", 0) - T.Cast("int32", condition)))
+    return T.bind(let(T.Cast("uint32", T.Cast("int32", 0) - T.Cast("int32", condition))))
 
 
 def _static(extent: Any) -> int:
