@@ -246,9 +246,20 @@ class _Block:
         elif pixels:
             with loop(pixels) as pixel:
                 start = opaque(source + pixel * (apart // size))
-                self._copy_bytes(start, opaque(target + pixel * copy.distance), content)
+                self._copy_pixel(start, opaque(target + pixel * copy.distance), content)
         if before + pixels < copy.width:
             self._clear(target, pixels, copy.width - before - pixels)
+
+    def _copy_pixel(self, source: Expr, target: Expr, content: int) -> None:
+        """The channels of a pixel; zeros meet the groups of the weight that the last step shares."""
+        run = self.plan.run
+        if not run.shared:
+            self._copy_bytes(source, target, content)
+            return
+        first = (run.steps - 1) * run.step_bytes
+        self._copy_bytes(source, target, first)
+        T.buffer_store(self.task.copied, T.broadcast(T.int8(0), TILE_BYTES), [lane_indices(target + first, TILE_BYTES)])
+        self._copy_bytes(source + first // self.tiles.size, target + first + run.shared * GROUP_BYTES, content - first)
 
     def _copy_bytes(self, source: Expr, target: Expr, count: int) -> None:
         lines, left = divmod(count, TILE_BYTES)
@@ -342,7 +353,10 @@ class _Pair:
             taps = unravel(o, outer, opaque, opaque) if outer else []
             with loop(run.runs) as tap, loop(run.steps) as s:
                 offset = opaque(block.tap_offset(taps, tap) + s * (run.step_bytes // unit))
-                groups = (o * tiles.conv.windows[-1].size + tap) * taken + s * run.groups
+                at_group = s * run.groups
+                if run.shared:
+                    at_group = T.min(at_group, int64((run.steps - 1) * run.groups - run.shared))
+                groups = (o * tiles.conv.windows[-1].size + tap) * taken + at_group
                 weight = opaque(self.weight + groups * (tiles.group_bytes // tiles.size))
                 self._step([opaque(start + offset) for start in starts], weight, sums)
                 step = (o * run.runs + tap) * run.steps + s

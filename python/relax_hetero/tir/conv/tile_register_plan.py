@@ -50,11 +50,14 @@ class RunSteps:
         Of a run.
     groups : int
         Of k0 neighbouring channels, in a step.
+    shared : int
+        Groups of the weight that the last step reads as well as the one before; they meet zeros.
     """
 
     runs: int
     steps: int
     groups: int
+    shared: int = 0
 
     @property
     def count(self) -> int:
@@ -160,7 +163,8 @@ def plan_tiles(problem: ConvProblem, instruction: TileInstruction, parts: int) -
     height = ceil_div(places[-1], across)
     if height < instruction.least_rows:
         return None
-    copied, in_place = _copied_steps(problem, instruction.k0), _steps_in_place(problem, instruction.k0)
+    copied = _steps_of(problem, instruction.k0, may_join=True, may_share=True)
+    in_place = _steps_in_place(problem, instruction.k0)
     run = in_place if in_place is not None and in_place.count <= copied.count else copied
     if run.step_bytes < LEAST_STEP_BYTES:
         return None
@@ -200,17 +204,25 @@ def _groups(problem: ConvProblem, k0: int) -> int:
     return ceil_div(_static(problem.weight.shape)[1], k0)
 
 
-def _steps_of(groups: int, window: Window, may_join: bool) -> RunSteps:
-    """The steps of an innermost row of the window, whose places may be joined if they are neighbours in memory."""
+def _steps_of(problem: ConvProblem, k0: int, may_join: bool, may_share: bool) -> RunSteps:
+    """The steps of an innermost row of the window.
+
+    Parameters
+    ----------
+    may_join : bool
+        The window's places may be neighbours in memory.
+    may_share : bool
+        The last two steps may read the same groups of the weight.
+    """
+    groups, window = _groups(problem, k0), problem.windows[-1]
     apart, joined = even_steps(groups), even_steps(groups * window.size)
-    if may_join and window.dilation == 1 and joined < apart * window.size:
-        return RunSteps(1, joined, groups * window.size // joined)
-    return RunSteps(window.size, apart, groups // apart)
-
-
-def _copied_steps(problem: ConvProblem, k0: int) -> RunSteps:
+    if may_share:
+        apart = ceil_div(groups, TILE_ROWS)
     # A block of sums stands between the places of a weight with compensation.
-    return _steps_of(_groups(problem, k0), problem.windows[-1], not problem.weight.layout.compensation)
+    if may_join and window.dilation == 1 and not problem.weight.layout.compensation and joined < apart * window.size:
+        return RunSteps(1, joined, groups * window.size // joined)
+    step = ceil_div(groups, apart)
+    return RunSteps(window.size, apart, step, apart * step - groups)
 
 
 def _steps_in_place(problem: ConvProblem, k0: int) -> RunSteps | None:
@@ -221,14 +233,13 @@ def _steps_in_place(problem: ConvProblem, k0: int) -> RunSteps | None:
     is_inside = all(w.before == 0 and (places - 1) * w.stride + w.reach <= extent for w, extent, places in extents)
     if not is_whole or not is_inside:
         return None
-    may_join = problem.groups == 1 and not problem.weight.layout.compensation
-    return _steps_of(_groups(problem, k0), problem.windows[-1], may_join)
+    return _steps_of(problem, k0, may_join=problem.groups == 1, may_share=False)
 
 
 def _copy(problem: ConvProblem, run: RunSteps, k0: int) -> Copy:
     window, outer = problem.windows[-1], _outer(problem)
     pixel = _groups(problem, k0) * GROUP_BYTES
-    lines = ceil_div(pixel, TILE_BYTES)
+    lines = ceil_div(run.steps * run.step_bytes, TILE_BYTES)
     distance = (lines | 1 if ODD_DISTANCES else lines) * TILE_BYTES if run.runs == window.size else pixel
     width = (_static(problem.result.shape[2:])[-1] - 1) * window.stride + window.reach
     return Copy(distance, width, gcd(outer.stride, outer.dilation))
