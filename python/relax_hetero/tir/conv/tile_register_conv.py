@@ -435,7 +435,7 @@ def _finish_waiting(task: _Task, most: int | None = None) -> None:
 def _finish_place(task: _Task, number: Expr) -> None:
     """Apply the epilogue to a place of the sums that wait, and store it."""
     conv, plan = task.conv, task.tiles.plan
-    tile: Expr = opaque(number // plan.height) if plan.lefts > 1 else 0
+    tile: Expr = opaque(tirx.Cast("int64", number >= plan.height)) if plan.lefts > 1 else 0
     within = number - tile * plan.height
     slot = opaque(tile * 3 + (1 + task.outer))
     names = ["b", *(f"y{d}" for d in range(len(conv.windows) - 2))]
