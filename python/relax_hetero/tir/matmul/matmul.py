@@ -32,7 +32,7 @@ from .k_step import llvm_import
 from .matmul_spec import Case, KRange, MatmulSpec, Sweep, choose, make_tile, row_cases
 from .matmul_tile import accumulators, emit_tile
 from .tile_register_product import emit_tile_products, takes_tiles
-from .tile_registers import LLVM_TEXT, may_use_tiles
+from .tile_registers import LLVM_TEXT, tiles_or_vectors
 
 # Bytes of a row of the left operand in one block of k: a panel of 32 such columns is a fraction of the second-level
 # cache. Rows of a block, about: they fill half of it. Blocks are of equal size, because each reads the right operand
@@ -96,13 +96,10 @@ def _emit_ways(
     if tiles is None:
         _emit_loops(spec, cpu, batch, rows)
         return
-    allowed = may_use_tiles()
-    if not isinstance(spec.m, int):
-        allowed = tirx.And(spec.m >= tiles.least_rows, allowed)
-    either(
-        allowed,
+    tiles_or_vectors(
         lambda: emit_tile_products(spec, cpu, batch, rows, tiles),
         lambda: _emit_loops(spec, cpu, batch, rows),
+        True if isinstance(spec.m, int) else spec.m >= tiles.least_rows,
     )
 
 
