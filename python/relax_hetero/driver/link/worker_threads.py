@@ -41,7 +41,7 @@ _INT = "int64"
 _SHELLS = {"launch": "ppi", "work": "p", "end": "p", "stage": "ppp", "help": "pp"}
 # Functions that Python calls: how many numbers they take. They return a number.
 _PACKED = {
-    names.START: 5,
+    names.START: 7,
     names.CONFIGURE: 2,
     names.FORGET: 0,
     names.WIDTH: 0,

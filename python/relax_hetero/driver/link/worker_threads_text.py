@@ -9,12 +9,14 @@ says stands until its tasks have ended.
 
 Nobody depends on a wake-up: if one is lost, the caller does the work.
 
+Workers that come late are kept off the cores of the others (`apart_text`).
+
 Copies of large tensors between a GPU and the host come with them (`staging_text`).
 """
 
 from __future__ import annotations
 
-from . import staging_text
+from . import apart_text, staging_text
 
 BODY = "relax_hetero.workers.body."
 """How the names of the functions that PrimFuncs call begin."""
@@ -29,7 +31,7 @@ def text_for(triple: str) -> str | None:
     found = _ARCHITECTURES.get(arch)
     if found is None or "linux" not in rest:
         return None
-    text = _TEXT + staging_text.TEXT
+    text = _TEXT + apart_text.TEXT + staging_text.TEXT
     for name, value in found.items():
         text = text.replace(name, value)
     return text.replace("BODY.", BODY)
@@ -76,8 +78,9 @@ declare i32 @relax_hetero.workers.end(ptr)
 ;                error of a task, threads used, threads made, room, whether a loop runs
 %own = type { ptr, i32, i32, i32, i32, [40 x i8] }
 %pool = type { %job, %sleep, %own, [64 x i8] }
-;                state, pool, number, thread
-%slot = type { i64, ptr, i64, i64, [96 x i8] }
+;                state, pool, number, thread; CPU of its last task + 1, since when it is late, when to look again where
+;                it runs, a hash of the CPUs that it is kept to
+%slot = type { i64, ptr, i64, i64, i64, i64, i64, i64, [64 x i8] }
 
 @workers.key = internal global i32 0
 @workers.take = internal global ptr null
@@ -236,6 +239,7 @@ awake:
   %is_end = icmp eq i64 %job, -1
   br i1 %is_end, label %leave, label %count
 count:
+  call void @workers.is_here(ptr %slot)
   %half = lshr i64 %job, 1
   %tasks = and i64 %half, 1023
   %is_asked = icmp ult i64 %wide, %tasks
@@ -383,6 +387,13 @@ define internal void @workers.join(ptr %pool, ptr %slot, i64 %job) {
   %ends = call i1 @workers.changes(ptr %slot, i64 %job, i64 %limit)
   br i1 %ends, label %out, label %wait
 wait:
+  ; Its task may be behind this thread on one CPU: it would begin only when this thread sleeps.
+  %is_together = call i1 @workers.is_together(ptr %slot)
+  br i1 %is_together, label %part, label %rest
+part:
+  call void @workers.apart(ptr %pool, ptr %slot)
+  br label %rest
+rest:
   %waits_at = getelementptr %pool, ptr %pool, i64 0, i32 1, i32 0
   atomicrmw xchg ptr %waits_at, i32 1 seq_cst
   br label %sleep
@@ -457,7 +468,10 @@ take:
   %task = phi i32 [ 1, %post ], [ %next, %taken ]
   %slot = call ptr @workers.slot(ptr %pool, i32 %task)
   %won = call i1 @workers.claim(ptr %slot, i64 %job, i64 %ended)
-  br i1 %won, label %do, label %taken
+  br i1 %won, label %late, label %taken
+late:
+  call void @workers.late(ptr %pool, ptr %slot)
+  br label %do
 do:
   call void @workers.do(ptr %pool, i32 %task)
   br label %taken
@@ -466,7 +480,7 @@ taken:
   %more = icmp ult i32 %next, %used
   br i1 %more, label %take, label %joins
 joins:
-  %other = phi i32 [ 1, %taken ], [ %another, %joined ]
+  %other = phi i32 [ 1, %taken ], [ %another, %next_join ]
   %theirs = call ptr @workers.slot(ptr %pool, i32 %other)
   %state = load atomic i64, ptr %theirs acquire, align 8
   %has_ended = icmp eq i64 %state, %ended
@@ -475,6 +489,12 @@ join:
   call void @workers.join(ptr %pool, ptr %theirs, i64 %job)
   br label %joined
 joined:
+  %is_together = call i1 @workers.is_together(ptr %theirs)
+  br i1 %is_together, label %part, label %next_join
+part:
+  call void @workers.apart(ptr %pool, ptr %theirs)
+  br label %next_join
+next_join:
   %another = add i32 %other, 1
   %left = icmp ult i32 %another, %used
   br i1 %left, label %joins, label %out
@@ -498,7 +518,7 @@ serial:
   ret i32 %status
 }
 
-define internal i64 @BODY.start(i64 %take, i64 %raise, i64 %drop, i64 %width, i64 %spin) {
+define internal i64 @BODY.start(i64 %take, i64 %raise, i64 %drop, i64 %width, i64 %spin, i64 %cores, i64 %cpus) {
   %takes = inttoptr i64 %take to ptr
   %raises = inttoptr i64 %raise to ptr
   %drops = inttoptr i64 %drop to ptr
@@ -508,6 +528,9 @@ define internal i64 @BODY.start(i64 %take, i64 %raise, i64 %drop, i64 %width, i6
   store ptr %drops, ptr @workers.drop
   store i32 %threads, ptr @workers.width
   store i64 %spin, ptr @workers.spin
+  %table = inttoptr i64 %cores to ptr
+  store ptr %table, ptr @workers.cores
+  store i64 %cpus, ptr @workers.cpus
   %status = call i32 @pthread_key_create(ptr @workers.key, ptr @relax_hetero.workers.end)
   %wide = sext i32 %status to i64
   ret i64 %wide
