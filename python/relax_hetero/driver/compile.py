@@ -49,6 +49,7 @@ from .link.lift_constants import lift_constants
 from .link.link import argument_alignment, link
 from .link.parallel_codegen import Progress
 from .link.reasons import reason
+from .link.repeated_calls import with_repeated_calls
 from .optional_devices import optional_indices, without_devices
 from .pipeline import pipeline_steps
 from .signatures import function_signatures
@@ -161,12 +162,15 @@ def _compile(
     mod, tables = by_address(mod)
     # Constants leave the code: one tuple, each on the device that uses it.
     lifted = lift_constants(mod, [*tables, *graphs])
+    # A call that looks like an earlier one takes a shorter way.
+    signatures = function_signatures(mod, lifted.takers)
+    whole, repeated = with_repeated_calls(lifted.mod, signatures)
     # All that a machine, a profile and `explain` need to know without the compiler.
     host = host_vdevice(vdevices)
     metadata = Metadata(
         devices=devices,
         host_index=vdevice_index(host, vdevices) if host is not None else -1,
-        signatures=function_signatures(mod, lifted.takers),
+        signatures=signatures,
         constants=tuple(lifted.specs),
         placement=reports["placement"],
         placement_estimate=reports["placement_estimate"],
@@ -181,9 +185,10 @@ def _compile(
         schedules=tuple(schedule.with_takers(lifted.takers) for schedule in found.schedules or ()),
         memory=memory_of(mod),
         checks=found.checks or (),
+        repeated=repeated,
     )
     # LLVM and CUDA compile the kernels, a group for each target, and TVM links them behind one bytecode.
-    linked = link(lifted.mod, progress, folder)
+    linked = link(whole, progress, folder)
     return Executable(linked.module, metadata, lifted.tensors, machine_code=linked.machine_code)
 
 
