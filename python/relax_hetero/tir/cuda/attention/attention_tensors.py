@@ -120,12 +120,17 @@ class AttentionTensors:
 
     def locate(self, tile: Expr, height: int) -> tuple[Expr, Coordinates, Coordinates]:
         """The first row of a tile, and where queries and keys of its group are."""
-        row_tiles = self.row_tiles(height)
-        number = T.truncmod(tile, row_tiles)
+        row_tiles, near = self.row_tiles(height), self.plan.near
+        if near:
+            first = T.bind(T.truncdiv(tile, near * row_tiles) * near)
+            heads = T.min(near, self.groups * to_int32(self.sizes["b"]) - first)
+            within = T.bind(T.truncmod(tile, near * row_tiles))
+            number, outer = T.truncdiv(within, heads), T.bind(first + T.truncmod(within, heads))
+        else:
+            number, outer = T.truncmod(tile, row_tiles), T.bind(T.truncdiv(tile, row_tiles))
         if self.problem.causal:  # long rows first
             number = row_tiles - 1 - number
         row = T.bind(number * height)
-        outer = T.bind(T.truncdiv(tile, row_tiles))
         group = T.bind(T.Cast("int64", T.truncmod(outer, self.groups)))
         batch = T.bind(T.Cast("int64", T.truncdiv(outer, self.groups)))
         at: Coordinates = {"b": batch, "group": group}
