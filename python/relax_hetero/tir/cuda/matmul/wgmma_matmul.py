@@ -29,6 +29,7 @@ from ..core import ptx
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, launch, local, may_begin_early
 from .fragments import FragmentStore, ProductParameters, Staging
 from .operand_tiles import PACKED_ROWS, PRODUCERS, LeftTile, OperandTile, Source, source_of
+from .swapped_fragments import SwappedFragments
 from .wgmma_tiling import Tiling, choose_tiling
 
 _BYTES = ("int8", "uint8")
@@ -37,6 +38,7 @@ _MOST_ROWS_AHEAD = 256
 _MOST_BYTES_AHEAD = 6 << 20
 """Weights that a launch asks for before it waits: an eighth of the second-level cache. On an H200, BERT-base of 128
 tokens in float16 takes 254 us with that, 264 without, and 286 where launches do not overlap."""
+_BLOCK = PACKED_ROWS * SWIZZLED_BYTES  # bytes of the rows of an instruction
 _UNROLLED_SUMS = 128  # registers of sums from which consumers need those of the producers
 
 
@@ -132,8 +134,11 @@ class WgmmaProduct:
     ) -> None:
         self.left, self.right, self.store, self.tiling, self.counts = left, right, store, tiling, counts
         store.is_cut_into(tiling.rows, tiling.columns)
-        self.consumers = tiling.rows // 64
-        self.registers = tiling.columns // 2
+        self.consumers = tiling.consumers
+        self.swapped = tiling.swapped
+        # Products of a consumer beside each other, and registers of each one's sums.
+        self.blocks = tiling.columns // 64 // self.consumers if self.swapped else 1
+        self.registers = (tiling.rows if self.swapped else tiling.columns) // 2
         # TVM has no wgmma of integers with 256 columns.
         is_integer = left.view.nominal in _BYTES
         self.issued = self.registers // 2 if is_integer and tiling.columns > 192 else self.registers
@@ -149,7 +154,7 @@ class WgmmaProduct:
         for count in counts.values():
             batches = batches * count
         self.tiles = self.row_tiles * self.column_tiles * _int32(batches)
-        self.moves_registers = self.registers >= _UNROLLED_SUMS
+        self.moves_registers = self.blocks * self.registers >= _UNROLLED_SUMS
 
     @property
     def read_early(self) -> list[int]:
@@ -170,8 +175,12 @@ class WgmmaProduct:
         if tiling.split > 1:
             # Partial sums take the place of the stages.
             shared.size = max(shared.size, stages + tiling.rows * tiling.columns * 4)
-        part = tiling.columns // tiling.split
-        staging = self.store.plan(shared, self.consumers * 4, tiling.staged)
+        part = (tiling.rows if self.swapped else tiling.columns) // tiling.split
+        staging: Staging | SwappedFragments
+        if self.swapped:
+            staging = SwappedFragments(self.store, shared, self.consumers, part, tiling.staged)
+        else:
+            staging = self.store.plan(shared, self.consumers * 4, tiling.staged)
         self.full_at = shared.take(8 * tiling.stages, 8)
         self.empty_at = shared.take(8 * tiling.stages, 8)
         threads = PRODUCERS + self.consumers * WARPGROUP
@@ -329,19 +338,25 @@ class WgmmaProduct:
 
         self._each_tile(tile)
 
-    def _consume(self, staging: Staging, part: int) -> None:
+    def _consume(self, staging: Staging | SwappedFragments, part: int) -> None:
         if self.moves_registers:
             ptx.set_max_registers(_MANY_REGISTERS, grows=True)
         kind = "uint32" if self.left.view.nominal in _BYTES else "float32"
-        sums = local(self.registers, kind)
+        sums = local(self.blocks * self.registers, kind)
         base = local(2, "uint64")
         member = self.thread % WARPGROUP
         group = T.bind(self.thread // WARPGROUP - 1)
         warp, lane = T.bind(self.thread // WARP - PRODUCERS // WARP), T.bind(self.thread % WARP)
         left, right = self.left, self.right
-        ptx.matrix_descriptor(base[0], self.shared.at(self.left_at + group * (64 * SWIZZLED_BYTES)), left.leading)
-        right_begin = self.shared.at(self.right_at)
-        ptx.matrix_descriptor(base[1], right_begin, right.leading, right.stride, right.is_swizzled)
+        rows_at = group * (self.blocks * _BLOCK)
+        if self.swapped:
+            ptx.matrix_descriptor(base[0], self.shared.at(self.right_at + rows_at), right.leading)
+            ptx.matrix_descriptor(base[1], self.shared.at(self.left_at), left.leading)
+        else:
+            ptx.matrix_descriptor(base[0], self.shared.at(self.left_at + rows_at), left.leading)
+            right_begin = self.shared.at(self.right_at)
+            ptx.matrix_descriptor(base[1], right_begin, right.leading, right.stride, right.is_swizzled)
+        first, second = (right, left) if self.swapped else (left, right)
 
         def release(stage: Expr, *conditions: Expr) -> None:
             with when(tirx.all(member == 0, *conditions)):
@@ -349,32 +364,37 @@ class WgmmaProduct:
 
         def tile(turn: Expr, at: Coordinates, row: Expr, column: Expr) -> None:
             last = local(1, "int32")
-            begin = row + T.Cast("int64", warp * 16)
-            # With k split, this block's columns of the tile.
-            own = column if self.tiling.split == 1 else column + T.Cast("int64", self.rank * part)
-            self.store.fetch(part, staging, at, (begin, own), lane)
+            # With k split, this block's columns of the tile, or its rows.
+            skipped: Expr = 0 if self.tiling.split == 1 else T.Cast("int64", self.rank * part)
+            if isinstance(staging, SwappedFragments):
+                own = row + skipped, column + T.Cast("int64", group * (self.blocks * PACKED_ROWS))
+                staging.fetch(self.blocks, at, own, member)
+            else:
+                own = row + T.Cast("int64", warp * 16), column + skipped
+                self.store.fetch(part, staging, at, own, lane)
 
             def multiply(number: Expr, stage: Expr, parity: Expr) -> None:
                 ptx.barrier_wait(self._full(stage), parity)
                 # What came by `copy_async` was written as by a thread, not as by wgmma's own kind of access.
                 ptx.async_proxy_fence()
                 at_stage = T.Cast("uint64", stage)
-                a = T.bind(base[0] + at_stage * T.uint64(left.size // 16))
-                b = T.bind(base[1] + at_stage * T.uint64(right.size // 16))
+                a = T.bind(base[0] + at_stage * T.uint64(first.size // 16))
+                b = T.bind(base[1] + at_stage * T.uint64(second.size // 16))
                 ptx.wgmma_fence()
                 for i in range(SWIZZLED_BYTES // ptx.CONTRACTION_BYTES):
                     adds = T.uint32(1) if i else T.if_then_else(number > 0, T.uint32(1), T.uint32(0))
-                    for begin in range(0, self.registers, self.issued):
-                        # Columns of a second instruction are further rows of the right tile.
-                        skipped = begin * 2 * SWIZZLED_BYTES // 16
-                        ptx.wgmma(
-                            [sums[begin + r] for r in range(self.issued)],
-                            a + T.uint64(i * left.advance),
-                            b + T.uint64(i * right.advance + skipped),
-                            (left.view.nominal, right.view.nominal),
-                            adds,
-                            (left.is_transposed, right.is_transposed),
-                        )
+                    for block in range(self.blocks):
+                        for begin in range(0, self.registers, self.issued):
+                            # Columns of a second instruction are further rows of the right tile.
+                            further = begin * 2 * SWIZZLED_BYTES // 16
+                            ptx.wgmma(
+                                [sums[block * self.registers + begin + r] for r in range(self.issued)],
+                                a + T.uint64(i * first.advance + block * _BLOCK // 16),
+                                b + T.uint64(i * second.advance + further),
+                                (first.view.nominal, second.view.nominal),
+                                adds,
+                                (first.is_transposed, second.is_transposed),
+                            )
                 ptx.wgmma_commit()
 
             def step(number: Expr, _: Expr, stage: Expr, parity: Expr) -> None:
@@ -393,41 +413,47 @@ class WgmmaProduct:
 
             self._each_step(turn, step, last_step)
             totals = sums if self.tiling.split == 1 else self._add_parts(sums, kind, group, member)
-            self.store.emit(totals, part, staging, at, (begin, own), warp, lane)
+            if isinstance(staging, SwappedFragments):
+                staging.emit(totals, self.blocks, at, own, group, member)
+            else:
+                self.store.emit(totals, part, staging, at, own, warp, lane)
 
         self._each_tile(tile)
 
     def _add_parts(self, sums: Any, kind: str, group: Expr, member: Expr) -> Any:
-        """This block's columns of the tile, the sums of all blocks of the cluster added in their order.
+        """This block's part of the tile, the sums of all blocks of the cluster added in their order.
 
-        Each block writes its sums of a column to the shared memory of the block that stores this column: a store does
-        not wait for its answer, as reading the sums of others would.
+        Each block writes its sums of a part to the shared memory of the block that stores it: a store does not wait
+        for its answer, as reading the sums of others would.
         """
         split = self.tiling.split
         count = self.registers // split
-        each = count * WARPGROUP * 4  # bytes of a warpgroup's sums for one block
+        pieces = [(block, quad) for block in range(self.blocks) for quad in range(count // 4)]
+        each = len(pieces) * WARPGROUP * 16  # bytes of a warpgroup's sums of a part
         own = self.left_at + group * each + member * 16
-        part = self.consumers * each
-        begin, remote = T.bind(ptx.shared_address(self.shared.at(own + self.rank * part))), local(1, "uint32")
+        begin, remote = self.shared.at(own + self.rank * (self.consumers * each)), local(1, "uint32")
+        address = T.bind(ptx.shared_address(begin))
         # The sums take the place of the stages, which all blocks have read now.
         _cluster_barrier()
         for turn in range(split):
             # Every block begins with another one, and comes to itself last.
             for owner in range(split):
                 with when(tirx.EQ(T.truncmod(self.rank + turn + 1, split), owner)):
-                    ptx.remote_address(remote[0], begin, owner)
-                    for quad in range(count // 4):
-                        values = [_as_u32(sums[owner * count + 4 * quad + i], kind) for i in range(4)]
-                        ptx.store_remote(remote[0] + T.uint32(quad * WARPGROUP * 16), values)
+                    ptx.remote_address(remote[0], address, owner)
+                    for number, (block, quad) in enumerate(pieces):
+                        register = block * self.registers + owner * count + 4 * quad
+                        values = [_as_u32(sums[register + i], kind) for i in range(4)]
+                        ptx.store_remote(remote[0] + T.uint32(number * WARPGROUP * 16), values)
         _cluster_barrier()
-        total, parts = local(count, kind), local(4, "uint32")
+        total, parts = local(self.blocks * count, kind), local(4, "uint32")
         for sender in range(split):
-            for quad in range(count // 4):
-                source = self.shared.at(own + sender * part + quad * (WARPGROUP * 16))
-                ptx.load_shared([parts[i] for i in range(4)], source)
+            for number in range(len(pieces)):
+                source = own + sender * (self.consumers * each) + number * (WARPGROUP * 16)
+                ptx.load_shared([parts[i] for i in range(4)], self.shared.at(source))
                 for i in range(4):
                     value = parts[i] if kind == "uint32" else tirx.reinterpret(kind, parts[i])
-                    T.buffer_store(total, value if sender == 0 else total[4 * quad + i] + value, [4 * quad + i])
+                    register = 4 * number + i
+                    T.buffer_store(total, value if sender == 0 else total[register] + value, [register])
         return total
 
 

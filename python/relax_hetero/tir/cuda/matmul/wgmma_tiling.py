@@ -72,7 +72,7 @@ class Tiling:
     Attributes
     ----------
     rows, columns : int
-        Of a tile: 64 or 128 rows; columns a multiple of 64, up to 256.
+        Of a tile: 64 or 128 rows, where operands are swapped any multiple of 16; columns a multiple of 64, up to 256.
     stages : int
         Of the ring of tiles in shared memory.
     blocks : int
@@ -84,7 +84,11 @@ class Tiling:
     group : int
         Rows of tiles that go over the columns together.
     staged : int
-        Columns of the result that a warp turns from fragments to rows at a time.
+        Columns of the result that a warp turns from fragments to rows at a time; where operands are swapped, rows that
+        a warpgroup turns.
+    swapped : bool
+        Whether columns of the result are the tensor cores' rows, of which there are always 64, and so rows can be as
+        few or many as give all multiprocessors the same work.
     """
 
     rows: int
@@ -95,6 +99,17 @@ class Tiling:
     group: int = GROUP
     staged: int = 64
     together: int = 1
+    swapped: bool = False
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that multiply."""
+        return consumers_of(self.rows, self.columns, self.swapped, self.together)
+
+
+def consumers_of(rows: int, columns: int, swapped: bool, together: int) -> int:
+    """Warpgroups that multiply: of swapped operands two, but one where blocks share a multiprocessor's registers."""
+    return min(2 if together == 1 else 1, columns // 64) if swapped else rows // 64
 
 
 def choose_tiling(
@@ -194,6 +209,7 @@ def tiling_of(
     staged_bytes: int = STAGED_BYTES,
     group: int = GROUP,
     together: int = 1,
+    swapped: bool = False,
 ) -> Tiling:
     """The tiling with tiles of a size: as many stages as shared memory has room for, and blocks as there is work.
 
@@ -205,10 +221,14 @@ def tiling_of(
     m, n, k = sizes
     rows, columns = tile
     element = staged_element(problem)
-    staged = columns // split
-    while staged * element > staged_bytes:
-        staged //= 2
-    staging = rows * (staged * element + STAGING_PAD)
+    if swapped:
+        staged = rows // split
+        staging = consumers_of(rows, columns, swapped, together) * staged * (64 * element + 16)
+    else:
+        staged = columns // split
+        while staged * element > staged_bytes:
+            staged //= 2
+        staging = rows * (staged * element + STAGING_PAD)
     # Some bytes are barriers.
     room = (gpu.shared_bytes + _RESERVED) // together - _RESERVED - staging - 256
     stages = room // ((rows + columns) * SWIZZLED_BYTES)
@@ -223,4 +243,4 @@ def tiling_of(
         clusters = 0
     blocks = clusters * split
     stages = max(1, min(stages, most_stages))
-    return Tiling(rows, columns, stages, blocks, split, group, staged, together)
+    return Tiling(rows, columns, stages, blocks, split, group, staged, together, swapped)
