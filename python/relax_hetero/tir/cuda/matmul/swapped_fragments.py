@@ -18,7 +18,7 @@ from ....target.gpu_target import WARP, WARPGROUP
 from ...core.builder import Expr, int64
 from ...core.view import Coordinates
 from ..core import ptx
-from ..core.launch import SharedMemory, local, unrolled
+from ..core.launch import SharedMemory, unrolled
 from .fragments import WARP_ROWS, FragmentStore, Staging, Team
 
 COLUMNS = 64
@@ -43,11 +43,15 @@ class SwappedFragments:
     rows : int
         Of the tile, that the block stores: a multiple of 8.
     staged : int
-        Of them, that are staged at a time: all, or a divisor of 8 or more.
+        Of them, that are staged at a time: all, or a divisor that is a multiple of 8.
+    is_repeated : bool
+        Whether the block stores several tiles.
     """
 
-    def __init__(self, store: FragmentStore, shared: SharedMemory, groups: int, rows: int, staged: int) -> None:
-        self.store, self.rows = store, rows
+    def __init__(
+        self, store: FragmentStore, shared: SharedMemory, groups: int, rows: int, staged: int, is_repeated: bool
+    ) -> None:
+        self.store, self.rows, self.is_repeated = store, rows, is_repeated
         pitch = staged_pitch(store.element)
         self.staging = Staging(shared, shared.take(groups * staged * pitch), COLUMNS, pitch)
         self.team = Team(staged, WARPGROUP)
@@ -89,11 +93,9 @@ class SwappedFragments:
                 self._stage(sums, register, begin, at, place[0], block, member)
                 ptx.named_barrier(group + 1, WARPGROUP)
                 store.store_rows(staging, begin, at, place, 0, COLUMNS, member, fetched, self.team)
-                if block + 1 < blocks or skipped + staged < self.rows or self.is_repeated:
+                is_last = block + 1 == blocks and skipped + staged == self.rows
+                if not is_last or self.is_repeated:
                     ptx.named_barrier(group + 1, WARPGROUP)
-
-    is_repeated = True
-    """Whether a block stores several tiles."""
 
     def _column_operands(
         self, at: Coordinates, first: tuple[Expr, Expr], block: int, member: Expr

@@ -26,7 +26,7 @@ from ...core.builder import Expr, Function, ceil_div, int64, opaque, when
 from ...core.view import Coordinates
 from ...core.work_split import unravel
 from ..core import ptx
-from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, launch, local, may_begin_early
+from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, launch, local, may_begin_early, unrolled
 from .fragments import FragmentStore, ProductParameters, Staging
 from .operand_tiles import PACKED_ROWS, PRODUCERS, LeftTile, OperandTile, Source, source_of
 from .swapped_fragments import SwappedFragments
@@ -154,17 +154,28 @@ class WgmmaProduct:
         for count in counts.values():
             batches = batches * count
         self.tiles = self.row_tiles * self.column_tiles * _int32(batches)
+        self.first: tuple[Coordinates, Expr, Expr] | None = None
+        self.asked = 0  # steps whose weights are asked for before the producers begin
         self.moves_registers = self.blocks * self.registers >= _UNROLLED_SUMS
 
     @property
     def read_early(self) -> list[int]:
-        """The operand that blocks ask for before they wait for the launches before: weights of tiles that exist.
+        """The operand that blocks ask for before they wait for the launches before: weights of tiles that exist."""
+        return [1] if self.right.source is Source.PACKED and isinstance(self.tiles, int) else []
+
+    @property
+    def asks_ahead(self) -> bool:
+        """Whether all weights of a tile are asked for then, and not only those of the first steps.
 
         With many rows the tensor cores need longer than memory, and what the launch before reads would have to wait.
         """
-        right, rows = self.right, self.row_tiles
-        is_known = right.source is Source.PACKED and right.is_swizzled and isinstance(self.tiles, int)
-        return [1] if is_known and rows * self.tiling.rows <= _MOST_ROWS_AHEAD else []
+        rows = self.row_tiles * self.tiling.rows
+        return bool(self.read_early) and self.right.is_swizzled and rows <= _MOST_ROWS_AHEAD
+
+    @property
+    def has_one_tile(self) -> bool:
+        """Whether every block has one tile, which it knows before it waits for the launches before."""
+        return isinstance(self.tiles, int) and self.tiles == self.tiling.blocks // self.tiling.split
 
     def emit(self) -> None:
         """The launch."""
@@ -178,7 +189,7 @@ class WgmmaProduct:
         part = (tiling.rows if self.swapped else tiling.columns) // tiling.split
         staging: Staging | SwappedFragments
         if self.swapped:
-            staging = SwappedFragments(self.store, shared, self.consumers, part, tiling.staged)
+            staging = SwappedFragments(self.store, shared, self.consumers, part, tiling.staged, not self.has_one_tile)
         else:
             staging = self.store.plan(shared, self.consumers * 4, tiling.staged)
         self.full_at = shared.take(8 * tiling.stages, 8)
@@ -190,7 +201,7 @@ class WgmmaProduct:
         with launch(blocks, threads, tiling.split, self.moves_registers, together) as place:
             self.block, self.rank, self.thread = place.block, place.rank, place.thread
             shared.open()
-            if self.read_early:
+            if self.asks_ahead:
                 self._ask_ahead()
             with when(place.thread == 0):
                 for stage in range(tiling.stages):
@@ -200,6 +211,8 @@ class WgmmaProduct:
                     ptx.barrier_init(self._empty(stage), self.consumers)
                 ptx.barrier_init_fence()
             ptx.block_barrier()
+            if self.read_early:
+                self._begin()
             # Operands, and what the result takes the place of, belong to launches before this one until here.
             ptx.wait_for_launches_before()
             ptx.let_next_launch_begin()
@@ -217,26 +230,29 @@ class WgmmaProduct:
 
     def _each_tile(self, body: Callable[[Expr, Coordinates, Expr, Expr], None]) -> None:
         """Write `body` for every tile of the block: its number among them, batch, first row and first column."""
-        tiling = self.tiling
-        own = self.block if tiling.split == 1 else self.block // tiling.split
-
-        def one(turn: Expr, tile: Expr) -> None:
-            at, row, column = self._place(T.bind(tile))
-            # Not simply bound: TVM would write these divisions out wherever the place is used, in each step of k.
-            at = {name: opaque(value) for name, value in at.items()}
-            row, column = opaque(T.Cast("int64", row)), opaque(T.Cast("int64", column))
-            # A product with the tile's size, so that accesses are known to be aligned.
-            body(turn, at, row * tiling.rows, column * tiling.columns)
-
+        tiling, own = self.tiling, self._own_tile()
         clusters = tiling.blocks // tiling.split
         if clusters == 0:
             with when(_int32(own) < self.tiles):
-                one(0, _int32(own))
-        elif isinstance(self.tiles, int) and self.tiles == clusters:
-            one(0, own)
+                body(0, *self._begin_of(_int32(own)))
+        elif self.has_one_tile:
+            body(0, *(self.first or self._begin_of(own)))
         else:
             with T.serial(T.truncdiv(self.tiles - own + (clusters - 1), clusters)) as turn:
-                one(turn, own + turn * clusters)
+                body(turn, *self._begin_of(own + turn * clusters))
+
+    def _own_tile(self) -> Expr:
+        """The number of the block's first tile."""
+        return self.block if self.tiling.split == 1 else self.block // self.tiling.split
+
+    def _begin_of(self, tile: Expr) -> tuple[Coordinates, Expr, Expr]:
+        """Batch, first row and first column of a tile."""
+        at, row, column = self._place(T.bind(tile))
+        # Not simply bound: TVM would write these divisions out wherever the place is used, in each step of k.
+        at = {name: opaque(value) for name, value in at.items()}
+        row, column = opaque(T.Cast("int64", row)), opaque(T.Cast("int64", column))
+        # A product with the tile's size, so that accesses are known to be aligned.
+        return at, row * self.tiling.rows, column * self.tiling.columns
 
     def _place(self, tile: Expr) -> tuple[Coordinates, Expr, Expr]:
         """Batch, row and column of a tile: a group of rows goes over all columns, its rows one after the other."""
@@ -288,6 +304,28 @@ class WgmmaProduct:
         if end:
             end(others, *place(others))
 
+    def _begin(self) -> None:
+        """What can be done before the launches before have ended: weights of the first steps are asked for."""
+        self.first = self._begin_of(self._own_tile())
+        at, row, column = self.first
+        if self.has_one_tile:
+            self.left.begin(at, row, self.thread)
+        count, first = self._own_steps()
+        self.asked = min(self.tiling.stages, self.steps // self.tiling.split)
+        with unrolled(self.asked) as step:
+            self._load_packed(at, column, first + step, step)
+
+    def _load_packed(self, at: Coordinates, column: Expr, k: Expr, stage: Expr, *conditions: Expr) -> None:
+        """Ask for the weights of a step of k."""
+        right, full = self.right, self._full(stage)
+        with when(tirx.all(self.thread == 0, *conditions)):
+            ptx.barrier_expect(full, right.size)
+        # A thread of each warp issues a copy: one after the other they would take long.
+        with when(tirx.all(self.thread % WARP == 0, self.thread // WARP < right.blocks, *conditions)):
+            right.load_block(
+                self.shared, self.right_at + stage * right.size, at, (column, self.thread // WARP), k, full
+            )
+
     def _ask_ahead(self) -> None:
         """Have the weights of the block's first tile brought to the second-level cache; those above others do it."""
         tiling, right = self.tiling, self.right
@@ -306,19 +344,19 @@ class WgmmaProduct:
             ptx.set_max_registers(_FEW_REGISTERS, grows=False)
         left, right, thread = self.left, self.right, self.thread
 
-        def tile(turn: Expr, at: Coordinates, row: Expr, column: Expr) -> None:
-            left.begin(at, row, thread)
+        count, _ = self._own_steps()
 
-            def step(_: Expr, k: Expr, stage: Expr, parity: Expr) -> None:
+        def tile(turn: Expr, at: Coordinates, row: Expr, column: Expr) -> None:
+            if not (self.first and self.has_one_tile):
+                left.begin(at, row, thread)
+
+            def step(own: Expr, k: Expr, stage: Expr, parity: Expr) -> None:
                 ptx.barrier_wait(self._empty(stage), T.bitwise_xor(parity, 1))
                 left_to, right_to = self.left_at + stage * left.size, self.right_at + stage * right.size
                 full = self._full(stage)
                 if right.source is Source.PACKED:
-                    with when(thread == 0):
-                        ptx.barrier_expect(full, right.size)
-                    # A thread of each warp issues a copy: one after the other they would take long.
-                    with when(tirx.all(thread % WARP == 0, thread // WARP < right.blocks)):
-                        right.load_block(self.shared, right_to, at, (column, thread // WARP), k, full)
+                    is_new = [turn * count + own >= self.asked] if self.asked else []
+                    self._load_packed(at, column, k, stage, *is_new)
                 left.load(self.shared, left_to, at, row, k, thread)
                 right.load(self.shared, right_to, at, column, k, thread)
                 if Source.GATHER in (left.source, right.source):

@@ -11,6 +11,7 @@ from ....encoding.problem import MatmulProblem
 from ....target.element_types import bytes_of
 from ....target.gpu_target import GpuTarget
 from ...core.builder import Expr, ceil_div
+from ..core.least_loss import cases_of, least_loss
 
 GROUP = 16
 """Rows of tiles that go over the columns together."""
@@ -23,9 +24,6 @@ MANY_STAGES = 4
 STAGING_PAD = 32
 """Bytes between staged rows, at most."""
 
-
-EXTENTS = (64, 256, 1024, 4096)
-"""What symbolic extents are taken for: the tiling is the one that loses least, in the mean, of the best for each."""
 
 # Cycles of a step of k, 128 bytes of it, by rows and columns of the tile, where loads do not take longer: fitted to
 # convolutions and products of 100 to 50,000 rows on an H200.
@@ -131,9 +129,7 @@ def choose_tiling(
     """
     batches = prod(count if isinstance(count, int) else 1 for count in counts)
     is_known = all(isinstance(size, int) for size in (*sizes, *counts))
-    cases = [
-        [size if isinstance(size, int) else extent for size in sizes] for extent in ((1,) if is_known else EXTENTS)
-    ]
+    cases = cases_of(sizes, is_known)
     slowness, per_step = GATHERED if gathers else 1, SWIZZLED_BYTES // bytes_of(problem.lhs.dtype)
     choices = [
         ((rows, columns), split, 1)
@@ -150,10 +146,7 @@ def choose_tiling(
         tiles = ceil_div(case[0], rows) * ceil_div(case[1], columns) * batches
         return cycles((rows, columns), split, tiles, ceil_div(case[2], per_step), slowness, together)
 
-    least = [min(cost(choice, case) for choice in choices) for case in cases]
-    tile, split, together = min(
-        choices, key=lambda one: sum(cost(one, case) / best for case, best in zip(cases, least, strict=True))
-    )
+    tile, split, together = least_loss(choices, cases, cost)
     steps = ceil_div(cases[-1][2], per_step)
     # Of few steps, most of the work is to store: warps take turns in runs of 128 bytes of the result, which takes 16 %
     # less time for 50,176 x 64 x 256.

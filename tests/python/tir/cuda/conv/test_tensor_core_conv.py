@@ -84,6 +84,8 @@ def test_few_channels(how):
         ({"epilogue": RESIDUAL, "shown": [("n", "float16"), ("bny", "float16")]}, (128, 64), {}),
         ({"epilogue": "cast(multiply(x0, x1), 'float16')", "shown": [("bn", "float32")]}, (64, 64), {}),
         ({"channels": (80, 48)}, (64, 64), {"split": 4}),
+        ({"epilogue": BIAS_RELU, "shown": [("n", "float16")]}, (32, 64), {"swapped": True}),
+        ({"epilogue": RESIDUAL, "shown": [("n", "float16"), ("bny", "float16")]}, (32, 64), {"swapped": True}),
         ({"dtype": "int8"}, (64, 64), {}),
         ({"dtype": "tfloat32"}, (64, 64), {}),
         (
@@ -97,7 +99,17 @@ def test_few_channels(how):
             {},
         ),
     ],
-    ids=["bias relu", "residual", "by image", "parts of k", "bytes", "tf32", "requantized"],
+    ids=[
+        "bias relu",
+        "residual",
+        "by image",
+        "parts of k",
+        "swapped",
+        "residual, swapped",
+        "bytes",
+        "tf32",
+        "requantized",
+    ],
 )
 def test_epilogues_and_types(how, tile, options):
     how = {"channels": (32, 40), "extents": (6, 5), "windows": SAME, "batch": 2, **how}
