@@ -141,8 +141,8 @@ class WgmmaProduct:
         self.registers = (tiling.rows if self.swapped else tiling.columns) // 2
         # TVM has no wgmma of integers with 256 columns.
         is_integer = left.view.nominal in _BYTES
-        self.issued = self.registers // 2 if is_integer and tiling.columns > 192 else self.registers
-        if not right.is_swizzled:
+        self.issued = self.registers // 2 if is_integer and self.registers > 192 // 2 else self.registers
+        if not right.is_swizzled and not tiling.swapped:
             # Packed tiles of so many rows lie after each other.
             self.issued = PACKED_ROWS // 2
         m, n, k = sizes
@@ -387,13 +387,11 @@ class WgmmaProduct:
         warp, lane = T.bind(self.thread // WARP - PRODUCERS // WARP), T.bind(self.thread % WARP)
         left, right = self.left, self.right
         rows_at = group * (self.blocks * _BLOCK)
-        if self.swapped:
-            ptx.matrix_descriptor(base[0], self.shared.at(self.right_at + rows_at), right.leading)
-            ptx.matrix_descriptor(base[1], self.shared.at(self.left_at), left.leading)
-        else:
-            ptx.matrix_descriptor(base[0], self.shared.at(self.left_at + rows_at), left.leading)
-            right_begin = self.shared.at(self.right_at)
-            ptx.matrix_descriptor(base[1], right_begin, right.leading, right.stride, right.is_swizzled)
+        left_begin = self.left_at + (0 if self.swapped else rows_at)
+        right_begin = self.shared.at(self.right_at + (rows_at if self.swapped else 0))
+        ptx.matrix_descriptor(base[int(self.swapped)], self.shared.at(left_begin), left.leading)
+        of_right = base[int(not self.swapped)]
+        ptx.matrix_descriptor(of_right, right_begin, right.leading, right.stride, right.is_swizzled)
         first, second = (right, left) if self.swapped else (left, right)
 
         def release(stage: Expr, *conditions: Expr) -> None:
