@@ -209,13 +209,14 @@ def _vector(count: int) -> str:
     return "" if count == 1 else f"v{count}."
 
 
-def store_matrices(address: Expr, registers: Sequence[Expr]) -> None:
+def store_matrices(address: Expr, registers: Sequence[Expr], transposed: bool = False) -> None:
     """8x8 matrices of 16-bit values, one a register, from the fragments of a warp to shared memory (``stmatrix``).
 
     From compute capability 9.0. Lane l gives the address of row ``l % 8`` of matrix ``l // 8``; register i holds of
-    matrix i the pair of columns ``2 * (l % 4)`` of row ``l // 4``.
+    matrix i the pair of columns ``2 * (l % 4)`` of row ``l // 4``; `transposed` exchanges rows and columns of each.
     """
-    _emit(f"stmatrix.sync.aligned.m8n8.x{len(registers)}.shared.b16", address, *registers)
+    trans = ".trans" if transposed else ""
+    _emit(f"stmatrix.sync.aligned.m8n8.x{len(registers)}{trans}.shared.b16", address, *registers)
 
 
 def load_matrices(registers: Sequence[Expr], address: Expr, transposed: bool = False) -> None:

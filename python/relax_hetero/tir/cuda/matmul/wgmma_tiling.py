@@ -11,6 +11,7 @@ from ....encoding.problem import MatmulProblem
 from ....target.element_types import bytes_of
 from ....target.gpu_target import GpuTarget
 from ...core.builder import Expr, ceil_div
+from ..core.least_loss import cases_of, least_loss
 
 GROUP = 16
 """Rows of tiles that go over the columns together."""
@@ -23,9 +24,6 @@ MANY_STAGES = 4
 STAGING_PAD = 32
 """Bytes between staged rows, at most."""
 
-
-EXTENTS = (64, 256, 1024, 4096)
-"""What symbolic extents are taken for: the tiling is the one that loses least, in the mean, of the best for each."""
 
 # Cycles of a step of k, 128 bytes of it, by rows and columns of the tile, where loads do not take longer: fitted to
 # convolutions and products of 100 to 50,000 rows on an H200.
@@ -72,7 +70,7 @@ class Tiling:
     Attributes
     ----------
     rows, columns : int
-        Of a tile: 64 or 128 rows; columns a multiple of 64, up to 256.
+        Of a tile: 64 or 128 rows, where operands are swapped any multiple of 16; columns a multiple of 64, up to 256.
     stages : int
         Of the ring of tiles in shared memory.
     blocks : int
@@ -84,7 +82,11 @@ class Tiling:
     group : int
         Rows of tiles that go over the columns together.
     staged : int
-        Columns of the result that a warp turns from fragments to rows at a time.
+        Columns of the result that a warp turns from fragments to rows at a time; where operands are swapped, rows that
+        a warpgroup turns.
+    swapped : bool
+        Whether columns of the result are the tensor cores' rows, of which there are always 64, and so rows can be as
+        few or many as give all multiprocessors the same work.
     """
 
     rows: int
@@ -95,6 +97,17 @@ class Tiling:
     group: int = GROUP
     staged: int = 64
     together: int = 1
+    swapped: bool = False
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that multiply."""
+        return consumers_of(self.rows, self.columns, self.swapped, self.together)
+
+
+def consumers_of(rows: int, columns: int, swapped: bool, together: int) -> int:
+    """Warpgroups that multiply: of swapped operands two, but one where blocks share a multiprocessor's registers."""
+    return min(2 if together == 1 else 1, columns // 64) if swapped else rows // 64
 
 
 def choose_tiling(
@@ -116,9 +129,7 @@ def choose_tiling(
     """
     batches = prod(count if isinstance(count, int) else 1 for count in counts)
     is_known = all(isinstance(size, int) for size in (*sizes, *counts))
-    cases = [
-        [size if isinstance(size, int) else extent for size in sizes] for extent in ((1,) if is_known else EXTENTS)
-    ]
+    cases = cases_of(sizes, is_known)
     slowness, per_step = GATHERED if gathers else 1, SWIZZLED_BYTES // bytes_of(problem.lhs.dtype)
     choices = [
         ((rows, columns), split, 1)
@@ -135,10 +146,7 @@ def choose_tiling(
         tiles = ceil_div(case[0], rows) * ceil_div(case[1], columns) * batches
         return cycles((rows, columns), split, tiles, ceil_div(case[2], per_step), slowness, together)
 
-    least = [min(cost(choice, case) for choice in choices) for case in cases]
-    tile, split, together = min(
-        choices, key=lambda one: sum(cost(one, case) / best for case, best in zip(cases, least, strict=True))
-    )
+    tile, split, together = least_loss(choices, cases, cost)
     steps = ceil_div(cases[-1][2], per_step)
     # Of few steps, most of the work is to store: warps take turns in runs of 128 bytes of the result, which takes 16 %
     # less time for 50,176 x 64 x 256.
@@ -194,6 +202,7 @@ def tiling_of(
     staged_bytes: int = STAGED_BYTES,
     group: int = GROUP,
     together: int = 1,
+    swapped: bool = False,
 ) -> Tiling:
     """The tiling with tiles of a size: as many stages as shared memory has room for, and blocks as there is work.
 
@@ -205,10 +214,14 @@ def tiling_of(
     m, n, k = sizes
     rows, columns = tile
     element = staged_element(problem)
-    staged = columns // split
-    while staged * element > staged_bytes:
-        staged //= 2
-    staging = rows * (staged * element + STAGING_PAD)
+    if swapped:
+        staged = rows // split
+        staging = consumers_of(rows, columns, swapped, together) * staged * (64 * element + 16)
+    else:
+        staged = columns // split
+        while staged * element > staged_bytes:
+            staged //= 2
+        staging = rows * (staged * element + STAGING_PAD)
     # Some bytes are barriers.
     room = (gpu.shared_bytes + _RESERVED) // together - _RESERVED - staging - 256
     stages = room // ((rows + columns) * SWIZZLED_BYTES)
@@ -223,4 +236,4 @@ def tiling_of(
         clusters = 0
     blocks = clusters * split
     stages = max(1, min(stages, most_stages))
-    return Tiling(rows, columns, stages, blocks, split, group, staged, together)
+    return Tiling(rows, columns, stages, blocks, split, group, staged, together, swapped)

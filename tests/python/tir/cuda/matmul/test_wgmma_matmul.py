@@ -223,6 +223,40 @@ def test_clusters_and_tiles(sizes, tile, how):
     check(problem_of(sizes), sizes, tile, **how)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "tile", "how"),
+    [
+        ({"m": 50, "n": 64, "k": 96}, (48, 64), {}),
+        ({"m": 100, "n": 200, "k": 130}, (96, 128), {}),
+        ({"m": 100, "n": 300, "k": 130}, (32, 256), {}),
+        ({"m": 100, "n": 128, "k": 300}, (112, 128), {"split": 2}),
+        ({"m": 60, "n": 256, "k": 520}, (96, 256), {"split": 4}),
+    ],
+)
+def test_swapped_operands(sizes, tile, how):
+    check(problem_of(sizes), sizes, tile, swapped=True, **how)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"epilogue": "cast(add(x0, cast(x1, 'float32')), 'float16')", "operands": [("n", "float16")]},
+        {"epilogue": "cast(add(x0, cast(x1, 'float32')), 'float16')", "operands": [("mn", "float16")]},
+        {"epilogue": "cast(multiply(x0, x1), 'float16')", "operands": [("m", "float32")]},
+        {"dtype": "int8", "result": "int32", "acc": "int32"},
+        {"dtype": "float32"},
+        {
+            "dtype": "int8",
+            "acc": "int32",
+            "epilogue": "cast(clip(round(multiply(cast(x0, 'float32'), 0.0009765625)), -128, 127), 'int8')",
+        },
+    ],
+)
+def test_epilogues_of_swapped_operands(how):
+    sizes = {"m": 60, "n": 100, "k": 96}
+    check(problem_of(sizes, **how), sizes, (48, 128), swapped=True)
+
+
 def test_biases_of_wide_tiles():
     """A lane holds several pairs of columns, of 32 and of 16 bits; columns beyond the last one are not read."""
     sizes = {"m": 20, "n": 200, "k": 64}
