@@ -93,10 +93,9 @@ class _Work:
 def shape_of(conv: Convolution) -> Shape:
     """The sizes of a convolution."""
     images, _, *places = (extent if isinstance(extent, int) else 0 for extent in conv.result.extents)
-    groups = conv.problem.groups
-    width = conv.weight.layout.tile(0)
-    panels = ceil_div(conv.channels // groups, width)
-    return Shape(conv.weight.layout.winograd, images, (places[0], places[1]), conv.depth, width, panels, groups)
+    layout, groups = conv.weight.layout, conv.problem.groups
+    columns = conv.channels // groups
+    return Shape(layout.winograd, images, (places[0], places[1]), conv.depth, columns, layout.tile(0), groups)
 
 
 def emit_winograd(conv: Convolution) -> None:
@@ -255,7 +254,7 @@ def _finish_panel(
     width = shape.width
     column = opaque(panel * width)
     if shape.groups > 1:
-        column = opaque(panel // shape.panels * (conv.channels // shape.groups) + number * width)
+        column = opaque(panel // shape.panels * (shape.columns) + number * width)
 
     def tiles_of(existing: int) -> None:
         vectors = ceil_div(existing, work.lanes)
@@ -264,9 +263,9 @@ def _finish_panel(
             at = _tile_at(work, counts, begin + tile)
             _transform_sums(work, tile, at, column, masks)
 
-    left = conv.channels // shape.groups % width
+    left = shape.columns % width
     if left == 0 or shape.panels == 1:
-        tiles_of(min(width, conv.channels // shape.groups))
+        tiles_of(min(width, shape.columns))
     else:
         either(number < shape.panels - 1, lambda: tiles_of(width), lambda: tiles_of(left))
 
