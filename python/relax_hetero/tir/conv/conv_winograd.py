@@ -181,10 +181,9 @@ def _transform_data(work: _Work, channel: Expr, tile: Expr, at: Coordinates) -> 
 
             square = [[load(i, j) for j in range(size)] for i in range(size)]
             values = _both_dimensions(square, lambda line: _forward(line, work.m, lanes))
-            for i in range(size):
-                for j in range(size):
-                    to = (i * size + j) * work.data_plane + tile * work.distance + first
-                    T.buffer_store(work.data, values[i][j], [lane_indices(to, lanes)])
+            to = opaque(tile * work.distance + first)
+            for i, j in product(range(size), repeat=2):
+                T.buffer_store(work.data, values[i][j], [lane_indices(to + (i * size + j) * work.data_plane, lanes)])
 
         with loop(whole) as number:
             vector(number * lanes, lanes)
@@ -283,9 +282,11 @@ def _transform_sums(work: _Work, tile: Expr, at: Coordinates, column: Expr, mask
     extents = conv.result.extents[2:]
     places = [at["y0"], at["y1"]]
 
+    start = opaque(tile * work.width)
+
     def slot(number: Expr, j: int) -> Expr:
         """Where a vector of sums of a position lies."""
-        return lane_indices(number * work.sums_plane + tile * work.width + j * lanes, lanes)
+        return lane_indices(start + (number * work.sums_plane + j * lanes), lanes)
 
     def finish(a: Expr, b: Expr, j: int, value: Expr) -> None:
         to = {"b": at["b"], "n": column + j * lanes, "y0": places[0] + a, "y1": places[1] + b}
