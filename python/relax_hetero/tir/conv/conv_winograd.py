@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -35,7 +36,6 @@ from ..core.builder import (
     opaque,
     prefetch,
     vector_type,
-    when,
     zeros,
 )
 from ..core.view import Coordinates
@@ -45,8 +45,8 @@ from .winograd_plan import Plan, Shape, make_plan
 
 UNROLLED = 8
 """The most input channels of a step of a product."""
-ROW_PADDING_BYTES = 64
-"""Between the channels of two tiles, so that tiles do not lie a cache's way apart."""
+LINE = CACHE_LINE_BYTES // 4
+"""Elements of a cache line."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,8 @@ class _Work:
         Positions along one dimension.
     distance : int
         Elements from the data of one tile to those of the next.
+    data_plane, sums_plane : int
+        Elements from one position to the next.
     data, sums : Buffer
         Transformed data, and the sums of one panel.
     """
@@ -68,6 +70,8 @@ class _Work:
     m: int
     size: int
     distance: int
+    data_plane: int
+    sums_plane: int
     data: Any
     sums: Any
 
@@ -93,10 +97,9 @@ class _Work:
 def shape_of(conv: Convolution) -> Shape:
     """The sizes of a convolution."""
     images, _, *places = (extent if isinstance(extent, int) else 0 for extent in conv.result.extents)
-    groups = conv.problem.groups
-    width = conv.weight.layout.tile(0)
-    panels = ceil_div(conv.channels // groups, width)
-    return Shape(conv.weight.layout.winograd, images, (places[0], places[1]), conv.depth, width, panels, groups)
+    layout, groups = conv.weight.layout, conv.problem.groups
+    columns = conv.channels // groups
+    return Shape(layout.winograd, images, (places[0], places[1]), conv.depth, columns, layout.tile(0), groups)
 
 
 def emit_winograd(conv: Convolution) -> None:
@@ -105,12 +108,11 @@ def emit_winograd(conv: Convolution) -> None:
     plan = make_plan(shape, conv.cpu)
     m, dtype = shape.m, conv.problem.acc_dtype
     size = positions(m)
-    distance = ceil_div(conv.depth, conv.lanes) * conv.lanes + ROW_PADDING_BYTES // 4
-    width = ceil_div(shape.width, conv.lanes) * conv.lanes
+    distance = _odd_lines(ceil_div(conv.depth, conv.lanes) * conv.lanes)
+    planes = _odd_lines(plan.tiles * distance), _odd_lines(plan.tiles * ceil_div(shape.width, conv.lanes) * conv.lanes)
     with loop(plan.tasks, parallel=plan.tasks > 1) as task:
-        data = _memory(size * size * plan.tiles * distance, dtype)
-        sums = _memory(size * size * plan.tiles * width, dtype)
-        work = _Work(conv, plan, m, size, distance, data, sums)
+        data, sums = (_memory(size * size * plane, dtype) for plane in planes)
+        work = _Work(conv, plan, m, size, distance, *planes, data, sums)
         registers = Registers(plan.rows * work.vectors, dtype, conv.lanes)
         counts = work.tile_counts()
         tiles = opaque(prod(counts))
@@ -130,6 +132,12 @@ def emit_winograd(conv: Convolution) -> None:
                     with loop(size * size) as position:
                         _multiply(work, registers, panel, position, count)
                     _finish_panel(work, shape, panel, opaque(first_panel + number), counts, (begin, count))
+
+
+def _odd_lines(elements: int) -> int:
+    """At least so many elements, an odd number of cache lines: what lies so far apart meets in no set of a cache."""
+    lines = ceil_div(elements, LINE)
+    return (lines + 1 - lines % 2) * LINE
 
 
 def _memory(elements: int, dtype: str) -> Any:
@@ -157,8 +165,6 @@ def _transform_data(work: _Work, channel: Expr, tile: Expr, at: Coordinates) -> 
     extents = conv.data.extents[2:]
     base = opaque(conv.data.address({"b": at["b"], "c": channel, "x0": starts[0], "x1": starts[1]}))
     strides = conv.data.stride("x0"), conv.data.stride("x1")
-    plane = work.plan.tiles * work.distance
-
     def all_channels(is_inside: bool) -> None:
         exists = [] if is_inside else [[_is_within(start + i, extent) for i in range(size)] for start, extent in zip(starts, extents, strict=True)]
         whole, left = divmod(conv.depth, lanes)
@@ -175,10 +181,9 @@ def _transform_data(work: _Work, channel: Expr, tile: Expr, at: Coordinates) -> 
 
             square = [[load(i, j) for j in range(size)] for i in range(size)]
             values = _both_dimensions(square, lambda line: _forward(line, work.m, lanes))
-            for i in range(size):
-                for j in range(size):
-                    to = (i * size + j) * plane + tile * work.distance + first
-                    T.buffer_store(work.data, values[i][j], [lane_indices(to, lanes)])
+            to = opaque(tile * work.distance + first)
+            for i, j in product(range(size), repeat=2):
+                T.buffer_store(work.data, values[i][j], [lane_indices(to + (i * size + j) * work.data_plane, lanes)])
 
         with loop(whole) as number:
             vector(number * lanes, lanes)
@@ -207,8 +212,8 @@ def _multiply(work: _Work, registers: Registers, panel: Expr, position: Expr, co
     zero = tirx.const(0, "int64")
     outer, inner = tirx.floordiv(position, work.size), tirx.floormod(position, work.size)
     start = opaque(weight.address({"n": panel * tile, "k": zero, "w0": outer, "w1": inner}))
-    plane = opaque(position * (work.plan.tiles * work.distance))
-    line = opaque(position * (work.plan.tiles * work.width))
+    plane = opaque(position * work.data_plane)
+    line = opaque(position * work.sums_plane)
     usual = max(1, work.plan.tiles // rows)
     unrolled = next(u for u in range(min(UNROLLED, conv.depth), 0, -1) if conv.depth % u == 0)
     lines = ceil_div(unrolled * tile * 4, CACHE_LINE_BYTES * usual)
@@ -216,12 +221,12 @@ def _multiply(work: _Work, registers: Registers, panel: Expr, position: Expr, co
         # The last rows overlap those before where the block is no multiple of them.
         first = opaque(T.max(zero, minimum(group * rows, count - rows)))
         data = opaque(plane + first * work.distance)
-        following = opaque(start + conv.depth * tile + group * (conv.depth // unrolled * lines * CACHE_LINE_BYTES // 4))
+        following = opaque(start + conv.depth * tile + group * (conv.depth // unrolled * lines * LINE))
         for number in range(rows * vectors):
             registers[number] = zeros(conv.problem.acc_dtype, lanes)
         with loop(conv.depth // unrolled) as step:
             for ahead in range(lines):
-                prefetch(weight.data, following + (step * lines + ahead) * (CACHE_LINE_BYTES // 4))
+                prefetch(weight.data, following + (step * lines + ahead) * (LINE))
             for each in range(unrolled):
                 k = step * unrolled + each
                 right = [_weights(work, start + k * tile, j) for j in range(vectors)]
@@ -255,7 +260,7 @@ def _finish_panel(
     width = shape.width
     column = opaque(panel * width)
     if shape.groups > 1:
-        column = opaque(panel // shape.panels * (conv.channels // shape.groups) + number * width)
+        column = opaque(panel // shape.panels * (shape.columns) + number * width)
 
     def tiles_of(existing: int) -> None:
         vectors = ceil_div(existing, work.lanes)
@@ -264,43 +269,53 @@ def _finish_panel(
             at = _tile_at(work, counts, begin + tile)
             _transform_sums(work, tile, at, column, masks)
 
-    left = conv.channels // shape.groups % width
+    left = shape.columns % width
     if left == 0 or shape.panels == 1:
-        tiles_of(min(width, conv.channels // shape.groups))
+        tiles_of(min(width, shape.columns))
     else:
         either(number < shape.panels - 1, lambda: tiles_of(width), lambda: tiles_of(left))
 
 
 def _transform_sums(work: _Work, tile: Expr, at: Coordinates, column: Expr, masks: Sequence[Expr | None]) -> None:
+    """The places of a tile from its sums; a tile at the border has fewer."""
     conv, m, size, lanes = work.conv, work.m, work.size, work.lanes
-    plane = work.plan.tiles * work.width
     extents = conv.result.extents[2:]
     places = [at["y0"], at["y1"]]
 
-    def whole(is_inside: bool) -> None:
-        for j, mask in enumerate(masks):
+    start = opaque(tile * work.width)
 
-            def load(a: int, b: int, j: int = j) -> Expr:
-                where = (a * size + b) * plane + tile * work.width + j * lanes
-                return let(work.sums[lane_indices(where, lanes)])
+    def slot(number: Expr, j: int) -> Expr:
+        """Where a vector of sums of a position lies."""
+        return lane_indices(start + (number * work.sums_plane + j * lanes), lanes)
 
-            square = [[load(a, b) for b in range(size)] for a in range(size)]
-            values = _both_dimensions(square, lambda line: _back(line, m, lanes))
-            for a in range(m):
-                for b in range(m):
-                    store(a, b, j, mask, values[a][b], is_inside)
-
-    def store(a: int, b: int, j: int, mask: Expr | None, value: Expr, is_inside: bool) -> None:
+    def finish(a: Expr, b: Expr, j: int, value: Expr) -> None:
         to = {"b": at["b"], "n": column + j * lanes, "y0": places[0] + a, "y1": places[1] + b}
-        exists = True if is_inside or (a, b) == (0, 0) else tirx.all(*(place + offset < extent for place, offset, extent in zip(places, (a, b), extents, strict=True)))
-        with when(exists):
-            conv.result.store(to, "n", conv.epilogue.result_at(value, to, mask), lanes, mask)
+        conv.result.store(to, "n", conv.epilogue.result_at(value, to, masks[j]), lanes, masks[j])
+
+    def transformed(j: int) -> list[Line]:
+        square = [[let(work.sums[slot(a * size + b, j)]) for b in range(size)] for a in range(size)]
+        return _both_dimensions(square, lambda line: _back(line, m, lanes))
+
+    def whole() -> None:
+        for j in range(len(masks)):
+            values = transformed(j)
+            for a, b in product(range(m), repeat=2):
+                finish(a, b, j, values[a][b])
+
+    def border() -> None:
+        for j in range(len(masks)):
+            # In the place of the sums: a loop over those that exist is less code than a branch for each.
+            values = transformed(j)
+            for a, b in product(range(m), repeat=2):
+                T.buffer_store(work.sums, values[a][b], [slot(a * m + b, j)])
+            rows, columns = (opaque(minimum(e - p, m)) for e, p in zip(extents, places, strict=True))
+            with loop(rows) as row, loop(columns) as place:
+                finish(row, place, j, let(work.sums[slot(row * m + place, j)]))
 
     if all(isinstance(extent, int) and extent % m == 0 for extent in extents):
-        whole(True)
+        whole()
     else:
-        inside = tirx.all(*(place + m <= extent for place, extent in zip(places, extents, strict=True)))
-        either(inside, lambda: whole(True), lambda: whole(False))
+        either(tirx.all(*(p + m <= e for p, e in zip(places, extents, strict=True))), whole, border)
 
 
 Line = list[Expr]
