@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 from tvm import tirx
@@ -201,12 +202,16 @@ class _Block:
             with loop(rows) as r:
                 row = opaque(begin + r * copy.unit)
                 target = opaque((plane * all_rows + r) * copy.row_bytes)
-                inside = self._is_inside(taps, row)
-                either(
-                    True if inside is None else inside,
-                    lambda taps=taps, row=row, target=target: self._copy_row(copy, taps, row, target),
-                    lambda target=target: self._clear(target, 0, copy.width),
-                )
+                self._fill_row(copy, taps, row, target)
+
+    def _fill_row(self, copy: Copy, outer_taps: Sequence[Expr], row: Expr, target: Expr) -> None:
+        """A row of the image, or zeros where the image has none."""
+        inside = self._is_inside(outer_taps, row)
+        either(
+            True if inside is None else inside,
+            lambda: self._copy_row(copy, outer_taps, row, target),
+            lambda: self._clear(target, 0, copy.width),
+        )
 
     def _is_inside(self, outer_taps: Sequence[Expr], row: Expr) -> Expr | None:
         """Whether the image has a row; None: each that is asked for."""
@@ -227,7 +232,7 @@ class _Block:
         assert copy is not None
         empty = T.broadcast(T.int8(0), TILE_BYTES)
         with loop(ceil_div(count * copy.distance, TILE_BYTES)) as line:
-            start = target + first * copy.distance + line * TILE_BYTES
+            start = opaque(target + first * copy.distance + line * TILE_BYTES)
             T.buffer_store(self.task.copied, empty, [lane_indices(start, TILE_BYTES)])
 
     def _copy_row(self, copy: Copy, outer_taps: Sequence[Expr], row: Expr, target: Expr) -> None:
@@ -267,7 +272,7 @@ class _Block:
 
         def copy(line: Expr, count: int) -> None:
             origin = tile_registers.address(data, source + line * (TILE_BYTES // size))
-            place = tile_registers.address(self.task.copied, target + line * TILE_BYTES)
+            place = tile_registers.address(self.task.copied, opaque(target + line * TILE_BYTES))
             tile_registers.copy_line(origin, place, count)
 
         if lines:
@@ -292,7 +297,7 @@ class _Block:
             elif isinstance(count, int) and count % 2 == 0:
                 pair.multiply(2)
             else:
-                either(number * 2 + 1 < count, lambda pair=pair: pair.multiply(2), lambda pair=pair: pair.multiply(1))
+                either(number * 2 + 1 < count, partial(pair.multiply, 2), partial(pair.multiply, 1))
 
     def tile_start(self, row: Expr, first: Expr) -> Expr:
         """Where the first pixel of a tile lies: bytes of the copied rows, elements of the data."""

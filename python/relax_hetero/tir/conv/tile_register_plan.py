@@ -268,7 +268,9 @@ def _rows_of_block(problem: ConvProblem, copy: Copy | None, places: tuple[int, .
 
 def _even_blocks(problem: ConvProblem, blocks: int, extent: int, parts: int) -> int:
     """As many blocks or more, which cores can share evenly."""
-    planes = prod(extent for extent in (problem.result.shape[0], *problem.result.shape[2:-2]) if isinstance(extent, int))
+    planes = prod(
+        extent for extent in (problem.result.shape[0], *problem.result.shape[2:-2]) if isinstance(extent, int)
+    )
     for count in range(blocks, min(blocks + parts, extent + 1)):
         if planes * count % parts == 0:
             return count
