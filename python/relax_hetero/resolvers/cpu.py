@@ -25,7 +25,6 @@ from ..encoding.problem import AttentionProblem, BlockProductProblem, RowPhase, 
 from ..target.cpu_target import CpuTarget, cpu_target_of
 from ..target.dot_instructions import DotInstruction, dot_instruction_for
 from ..target.element_types import bytes_of
-from ..target.tile_instructions import tile_instruction_for
 from ..target.tiles import conv_columns, tile_columns
 from .resolver_base import ResolverBase, tiled
 
@@ -114,8 +113,7 @@ def conv_layout(encoding: Encoding, cpu: CpuTarget) -> PackedLayout | None:
     if encoding.operand_index != RHS:
         return channels_last
     channels = sizes["n"] // moves.groups
-    by_tiles = tile_instruction_for(cpu, *encoding.element_types) is not None
-    columns = conv_columns(cpu, encoding.element_types[2], channels, sizes["k"], moves.groups, by_tiles)
+    columns = conv_columns(cpu, encoding.element_types[2], channels, sizes["k"], moves.groups)
     if columns == 0:
         return PackedLayout((1, *spatial, 0))
     if dot.k0 == 1 or (moves.groups > 1 and columns > channels):

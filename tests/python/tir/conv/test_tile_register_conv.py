@@ -15,7 +15,7 @@ from relax_hetero.encoding.expression import Expression
 from relax_hetero.encoding.problem import ConvProblem, Epilogue, Window
 from relax_hetero.target.cpu_target import cpu_target_of
 from relax_hetero.target.tile_instructions import tile_instruction_for
-from relax_hetero.tir.conv import convolution, tile_register_plan
+from relax_hetero.tir.conv import conv_direct, tile_register_plan
 from relax_hetero.tir.conv.convolution import conv_kernel
 from seeds import fresh_rng
 from tir.convolutions_of import assert_near, conv_problem, random_operands, reference, with_epilogue
@@ -37,7 +37,7 @@ def _compiled(problem: ConvProblem, whole: bool = False) -> tvm.runtime.Executab
     emulator()
     with pytest.MonkeyPatch.context() as patch:
         if not whole:
-            patch.setattr(convolution, "tiles_or_vectors", lambda by_tiles, _: by_tiles())
+            patch.setattr(conv_direct, "tiles_or_vectors", lambda by_tiles, _: by_tiles())
         kernel = emulated(conv_kernel(problem, CPU)).with_attr("global_symbol", "kernel")
     return tvm.compile(tvm.IRModule({"kernel": kernel}), target=AVX512)
 
@@ -77,6 +77,8 @@ CASES = {
     "short sequence": ((32, 21), (11,), (Window(5, 1, 1, 2, 2),), 1),
     "volume": ((16, 32), (4, 5, 18), (SAME, PLAIN, SAME), 1),
     "groups of 32": ((64, 64), (5, 17), (SAME, SAME), 2),
+    "three tiles of output channels": ((32, 45), (5, 17), (SAME, SAME), 1),
+    "groups of 64": ((64, 128), (5, 17), (SAME, SAME), 2),
     "groups of 48": ((64, 192), (5, 17), (SAME, SAME), 4),
     "no whole group of channels": ((45, 33), (6, 17), (SAME, SAME), 1),
     "few channels": ((16, 16), (6, 20), (SAME, Window(5, 1, 1, 2, 2)), 1),
@@ -91,8 +93,8 @@ def test_windows_and_groups(case, types):
     _check(conv_problem(CPU, channels, extents, windows, groups, dtype=types))
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("types", [BF16, U8S8], ids=["bf16", "u8s8"])
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
 def test_first_layer(types):
     """Three channels, padded to whole groups: the places of a row of the window are one step."""
     window = Window(7, 2, 1, 3, 3)
