@@ -402,7 +402,8 @@ class _Pair:
             distance = window.stride * tiles.conv.data.stride(f"x{len(tiles.conv.windows) - 1}") * tiles.size
         for j in range(plan.vectors):
             right = weight + j * TILE_BYTES // tiles.size
-            tile_registers.load(_RIGHT[j], tile_registers.address(tiles.conv.weight.data, right), tiles.group_bytes)
+            rows_apart = tiles.group_bytes * tiles.group_unit
+            tile_registers.load(_RIGHT[j], tile_registers.address(tiles.conv.weight.data, right), rows_apart)
             for i, left in enumerate(lefts) if j == 0 else ():
                 tile_registers.load(_LEFT[i], tile_registers.address(data, left), distance)
         for tile, i, j in sums:
