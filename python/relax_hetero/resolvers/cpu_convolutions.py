@@ -21,7 +21,6 @@ from ..encoding.winograd import WINDOW
 from ..target.cpu_target import CpuTarget
 from ..target.dot_instructions import dot_instruction_for
 from ..target.element_types import stored_type
-from ..target.tile_instructions import tile_instruction_for
 from ..target.tiles import conv_columns
 from ..tir.conv.winograd_plan import Shape, gain
 
@@ -53,8 +52,7 @@ def conv_layout(encoding: Encoding, cpu: CpuTarget) -> PackedLayout | None:
     if encoding.operand_index != RHS:
         return channels_last
     channels = sizes["n"] // moves.groups
-    by_tiles = tile_instruction_for(cpu, *encoding.element_types) is not None
-    columns = conv_columns(cpu, encoding.element_types[2], channels, sizes["k"], moves.groups, by_tiles)
+    columns = conv_columns(cpu, encoding.element_types[2], channels, sizes["k"], moves.groups)
     if columns == 0:
         return PackedLayout((1, *spatial, 0))
     places = winograd_places(encoding, cpu)

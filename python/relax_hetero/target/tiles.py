@@ -71,12 +71,7 @@ MOST_VECTORS = 6
 
 
 def conv_columns(
-    cpu: CpuTarget,
-    dtype: str,
-    out_channels_per_group: int,
-    in_channels_per_group: int,
-    groups: int,
-    by_tiles: bool = False,
+    cpu: CpuTarget, dtype: str, out_channels_per_group: int, in_channels_per_group: int, groups: int
 ) -> int:
     """By how many output channels the weight of a convolution is packed.
 
@@ -84,8 +79,6 @@ def conv_columns(
     ----------
     dtype : str
         Of the accumulators.
-    by_tiles : bool
-        Tile registers multiply these types: two of them stand side by side, or one.
 
     Returns
     -------
@@ -102,8 +95,6 @@ def conv_columns(
     if groups > 1 and in_channels_per_group == 1:
         return 0
     channels = out_channels_per_group
-    if by_tiles and (groups == 1 or channels % lanes == 0):
-        return lanes if groups > 1 and channels % preferred else min(preferred, -(-channels // lanes) * lanes)
     if groups == 1:
         wide = preferred + lanes
         if lanes > 1 and cpu.isa.registers >= 32 and preferred < channels <= wide:

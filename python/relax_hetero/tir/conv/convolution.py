@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
@@ -13,18 +11,15 @@ from ...encoding.winograd import WINDOW
 from ...errors import EncodingError
 from ...target.cpu_target import CpuTarget
 from ...target.dot_instructions import DotInstruction, dot_instruction_for
-from ...target.tile_instructions import tile_instruction_for
 from ..core.builder import Function
 from ..core.ties import tied_to
 from ..matmul.k_step import llvm_import
 from ..matmul.matmul import matmul_kernel
-from ..matmul.tile_registers import LLVM_TEXT, tiles_or_vectors
 from .conv_channelwise import emit_channelwise
 from .conv_direct import emit_direct
 from .conv_products import as_product
 from .conv_spec import Convolution
 from .conv_winograd import emit_winograd
-from .tile_register_conv import emit_tiles, tile_convolution
 
 
 def conv_kernel(problem: ConvProblem, cpu: CpuTarget) -> tirx.PrimFunc:
@@ -56,26 +51,17 @@ def conv_kernel(problem: ConvProblem, cpu: CpuTarget) -> tirx.PrimFunc:
         conv = Convolution.of(function, problem, cpu, dot)
         with function.body():
             conv.open()
+            text = llvm_import(dot, conv.lanes)
             if problem.weight.layout.winograd:
                 emit_winograd(conv)
             elif _is_channelwise(problem):
                 emit_channelwise(conv)
+            elif text is None:
+                emit_direct(conv)
             else:
-                _emit_ways(conv)
+                with T.attr(0, "pragma_import_llvm", text):
+                    emit_direct(conv)
     return tied_to(function.result, problem.epilogue.operands if problem.epilogue else (), 2, problem.result)
-
-
-def _emit_ways(conv: Convolution) -> None:
-    """By tile registers where the CPU has them, they pay, and the process may use them; else by vectors."""
-    problem = conv.problem
-    instruction = tile_instruction_for(conv.cpu, problem.data.dtype, problem.weight.dtype, problem.acc_dtype)
-    tiles = tile_convolution(conv, instruction)
-    texts = [text for text in (llvm_import(conv.dot, conv.lanes), LLVM_TEXT if tiles else None) if text is not None]
-    with T.attr(0, "pragma_import_llvm", "".join(texts)) if texts else nullcontext():
-        if tiles is None:
-            emit_direct(conv)
-        else:
-            tiles_or_vectors(lambda: emit_tiles(tiles), lambda: emit_direct(conv))
 
 
 def _checked(problem: ConvProblem, cpu: CpuTarget) -> DotInstruction:

@@ -1,15 +1,16 @@
 """Convolutions by tile registers: the loops, copies and stores of `conv_direct` for CPUs with Intel AMX.
 
-The loops, from outside: tasks, groups, blocks of rows of the result, panels of output channels, pairs of tiles, places
-of the window, steps of 64 bytes of input channels. No matrix of windows is written down: a tile of data is loaded from
-the image, or from a copy of its rows with the padding (`tile_register_plan`). As in products by tile registers
-(`tir.matmul.tile_register_product`), sums of a pair are finished, row by row, between the steps of the next one.
+The loops, from outside: tasks, groups, blocks of rows of the result, stretches of output channels, pairs of tiles,
+places of the window, steps of 64 bytes of input channels. No matrix of windows is written down: a tile of data is
+loaded from the image, or from a copy of its rows with the padding (`tile_register_plan`). As in products by tile
+registers (`tir.matmul.tile_register_product`), sums of a pair are finished, row by row, between the steps of the next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 from tvm import tirx
@@ -33,7 +34,7 @@ from ..core.view import Coordinates
 from ..core.work_split import Split, part, unravel
 from ..matmul import tile_registers
 from .conv_spec import Convolution, channel_masks, split_rows
-from .tile_register_plan import COLUMNS, GROUP_BYTES, Copy, TilePlan, plan_tiles
+from .tile_register_plan import COLUMNS, GROUP_BYTES, Copy, TilePlan, columns_at_once, plan_tiles
 
 _LEFT, _RIGHT = (4, 5), (6, 7)  # tiles of factors; those of sums are 0 to 3, two for each of the left ones
 
@@ -53,9 +54,9 @@ class TileConvolution:
         return self.conv.problem.groups
 
     @property
-    def panels(self) -> int:
-        """Panels of a group."""
-        return ceil_div(self.conv.channels // self.groups, self.plan.panel)
+    def stretches(self) -> int:
+        """Stretches of `TilePlan.columns` output channels, of a group."""
+        return ceil_div(self.conv.channels // self.groups, self.plan.columns)
 
     @property
     def windows(self) -> tuple[Window, ...]:
@@ -73,6 +74,18 @@ class TileConvolution:
         return self.plan.panel * GROUP_BYTES
 
     @property
+    def groups_apart(self) -> int:
+        """Groups of the weight from one place of the window to the next, with those of compensation."""
+        return self.conv.weight.stride(f"w{len(self.conv.windows) - 1}") * self.size // self.group_bytes
+
+    @property
+    def group_unit(self) -> int:
+        """Groups of the weight from one group of a step to the next."""
+        run = self.plan.run
+        is_joined = run.runs < self.conv.windows[-1].size
+        return self.groups_apart * self.conv.windows[-1].size // (run.steps * run.groups) if is_joined else 1
+
+    @property
     def size(self) -> int:
         """Bytes of an element of the data and the weight."""
         return bytes_of(self.conv.data.dtype)
@@ -87,9 +100,10 @@ def tile_convolution(conv: Convolution, instruction: TileInstruction | None) -> 
     """How tiles compute a convolution, None if they do not."""
     if instruction is None or conv.lanes != COLUMNS:
         return None
-    panel = conv.weight.layout.tile(0)
-    units = conv.problem.groups if conv.problem.groups > 1 else ceil_div(conv.channels, panel)
-    columns = conv.channels // conv.problem.groups if conv.problem.groups > 1 else panel
+    columns = columns_at_once(conv.weight.layout.tile(0))
+    units = ceil_div(conv.channels, columns)
+    if conv.problem.groups > 1:
+        units, columns = conv.problem.groups, conv.channels // conv.problem.groups
     macs = prod(window.size for window in conv.windows) * conv.depth * columns * conv.result.extents[-1]
     split = split_rows(conv, units, ceil_div(macs, instruction.rate))
     assert isinstance(split.rows, int)
@@ -130,7 +144,7 @@ def emit_tiles(tiles: TileConvolution) -> None:
     """Write the body of the kernel, for a process that may use tiles."""
     plan, split, groups = tiles.plan, tiles.split, tiles.groups
     planes = opaque(prod(tiles.outer_places))
-    units = groups if groups > 1 else tiles.panels
+    units = groups if groups > 1 else tiles.stretches
     with loop(split.tasks, parallel=split.tasks > 1) as number:
         task = _Task(tiles)
         _, row_part, unit_part = split.place(number)
@@ -138,13 +152,13 @@ def emit_tiles(tiles: TileConvolution) -> None:
         first_unit, last_unit = part(units, split.columns, unit_part)
         with loop(last_unit - first_unit if groups > 1 else 1) as g, loop(last_block - first_block) as n:
             group = opaque(first_unit + g) if groups > 1 else 0
-            panels = (0, tiles.panels) if groups > 1 else (first_unit, last_unit)
+            begin, end = (0, tiles.stretches) if groups > 1 else (first_unit, last_unit)
             plane, within = unravel(first_block + n, [planes, plan.blocks], opaque, opaque)
             outer = unravel(plane, tiles.outer_places, opaque, opaque)
             block = _Block(task, group, outer, opaque(within * plan.rows))
             block.copy_rows()
-            with loop(panels[1] - panels[0]) as p:
-                block.sweep(opaque(group * tiles.panels + panels[0] + p))
+            with loop(end - begin) as stretch:
+                block.sweep(opaque(group * tiles.stretches + begin + stretch))
         _finish_waiting(task)
         tile_registers.release()
 
@@ -201,12 +215,16 @@ class _Block:
             with loop(rows) as r:
                 row = opaque(begin + r * copy.unit)
                 target = opaque((plane * all_rows + r) * copy.row_bytes)
-                inside = self._is_inside(taps, row)
-                either(
-                    True if inside is None else inside,
-                    lambda taps=taps, row=row, target=target: self._copy_row(copy, taps, row, target),
-                    lambda target=target: self._clear(target, 0, copy.width),
-                )
+                self._fill_row(copy, taps, row, target)
+
+    def _fill_row(self, copy: Copy, outer_taps: Sequence[Expr], row: Expr, target: Expr) -> None:
+        """A row of the image, or zeros where the image has none."""
+        inside = self._is_inside(outer_taps, row)
+        either(
+            True if inside is None else inside,
+            lambda: self._copy_row(copy, outer_taps, row, target),
+            lambda: self._clear(target, 0, copy.width),
+        )
 
     def _is_inside(self, outer_taps: Sequence[Expr], row: Expr) -> Expr | None:
         """Whether the image has a row; None: each that is asked for."""
@@ -227,7 +245,7 @@ class _Block:
         assert copy is not None
         empty = T.broadcast(T.int8(0), TILE_BYTES)
         with loop(ceil_div(count * copy.distance, TILE_BYTES)) as line:
-            start = target + first * copy.distance + line * TILE_BYTES
+            start = opaque(target + first * copy.distance + line * TILE_BYTES)
             T.buffer_store(self.task.copied, empty, [lane_indices(start, TILE_BYTES)])
 
     def _copy_row(self, copy: Copy, outer_taps: Sequence[Expr], row: Expr, target: Expr) -> None:
@@ -267,7 +285,7 @@ class _Block:
 
         def copy(line: Expr, count: int) -> None:
             origin = tile_registers.address(data, source + line * (TILE_BYTES // size))
-            place = tile_registers.address(self.task.copied, target + line * TILE_BYTES)
+            place = tile_registers.address(self.task.copied, opaque(target + line * TILE_BYTES))
             tile_registers.copy_line(origin, place, count)
 
         if lines:
@@ -276,10 +294,10 @@ class _Block:
         if left:
             copy(tirx.const(lines, "int64"), left)
 
-    def sweep(self, panel: Expr) -> None:
-        """All places of the block, for a panel of output channels."""
+    def sweep(self, stretch: Expr) -> None:
+        """All places of the block, for a stretch of output channels."""
         conv, plan = self.conv, self.plan
-        column = opaque(panel * plan.panel)
+        column = opaque(stretch * plan.columns)
         names = {"n": column, "k": tirx.const(0, "int64")}
         names |= {f"w{d}": tirx.const(0, "int64") for d in range(len(conv.windows))}
         weight = opaque(conv.weight.address(names))
@@ -292,7 +310,7 @@ class _Block:
             elif isinstance(count, int) and count % 2 == 0:
                 pair.multiply(2)
             else:
-                either(number * 2 + 1 < count, lambda pair=pair: pair.multiply(2), lambda pair=pair: pair.multiply(1))
+                either(number * 2 + 1 < count, partial(pair.multiply, 2), partial(pair.multiply, 1))
 
     def tile_start(self, row: Expr, first: Expr) -> Expr:
         """Where the first pixel of a tile lies: bytes of the copied rows, elements of the data."""
@@ -322,14 +340,14 @@ class _Block:
 
 
 class _Pair:
-    """Two tiles of places, or one, and a panel of output channels.
+    """Two tiles of places, or one, and a stretch of output channels.
 
     Parameters
     ----------
     number : PrimExpr
         Of the pair, in its block.
     weight : PrimExpr
-        Where the panel begins.
+        Where the stretch begins in storage.
     """
 
     def __init__(self, block: _Block, number: Expr, column: Expr, weight: Expr) -> None:
@@ -347,8 +365,6 @@ class _Pair:
         outer = [window.size for window in tiles.windows]
         run = plan.run
         unit = 1 if plan.copy is not None else tiles.size
-        # Groups of the weight from one place of the window to the next.
-        taken = tiles.conv.weight.stride(f"w{len(tiles.conv.windows) - 1}") * tiles.size // tiles.group_bytes
         with loop(prod(outer)) as o:
             taps = unravel(o, outer, opaque, opaque) if outer else []
             with loop(run.runs) as tap, loop(run.steps) as s:
@@ -356,7 +372,7 @@ class _Pair:
                 at_group = s * run.groups
                 if run.shared:
                     at_group = T.min(at_group, int64((run.steps - 1) * run.groups - run.shared))
-                groups = (o * tiles.conv.windows[-1].size + tap) * taken + at_group
+                groups = (o * tiles.conv.windows[-1].size + tap) * tiles.groups_apart + at_group * tiles.group_unit
                 weight = opaque(self.weight + groups * (tiles.group_bytes // tiles.size))
                 self._step([opaque(start + offset) for start in starts], weight, sums)
                 step = (o * run.runs + tap) * run.steps + s
@@ -386,9 +402,8 @@ class _Pair:
             distance = window.stride * tiles.conv.data.stride(f"x{len(tiles.conv.windows) - 1}") * tiles.size
         for j in range(plan.vectors):
             right = weight + j * TILE_BYTES // tiles.size
-            tile_registers.load(
-                _RIGHT[j], tile_registers.address(tiles.conv.weight.data, right), plan.vectors * TILE_BYTES
-            )
+            rows_apart = tiles.group_bytes * tiles.group_unit
+            tile_registers.load(_RIGHT[j], tile_registers.address(tiles.conv.weight.data, right), rows_apart)
             for i, left in enumerate(lefts) if j == 0 else ():
                 tile_registers.load(_LEFT[i], tile_registers.address(data, left), distance)
         for tile, i, j in sums:
@@ -453,10 +468,10 @@ def _finish_place(task: _Task, number: Expr) -> None:
             conv.result.store(here, "n", conv.epilogue.result_at(value, here, mask), COLUMNS, mask)
 
     with when(within >= task.place[slot + 2] if plan.across > 1 else True):
-        left = conv.channels % plan.panel
+        left = conv.channels % plan.columns
         if left == 0:
-            store(plan.panel)
-        elif conv.channels < plan.panel:
+            store(plan.columns)
+        elif conv.channels < plan.columns:
             store(left)
         else:
-            either(column + plan.panel <= conv.channels, lambda: store(plan.panel), lambda: store(left))
+            either(column + plan.columns <= conv.channels, lambda: store(plan.columns), lambda: store(left))

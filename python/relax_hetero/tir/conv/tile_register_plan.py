@@ -116,7 +116,9 @@ class TilePlan:
     copy : Copy or None
         None: data are read where they lie.
     panel : int
-        Output channels of a panel.
+        Output channels of a panel, as the weight is stored.
+    columns : int
+        Output channels that a pair of tiles is multiplied by: those of two tiles or one, which divide a panel.
     fetched : int
         Cache lines of the next panel that a step asks for.
     """
@@ -128,12 +130,13 @@ class TilePlan:
     blocks: int
     copy: Copy | None
     panel: int
+    columns: int
     fetched: int
 
     @property
     def vectors(self) -> int:
-        """Tiles that a panel has side by side."""
-        return self.panel // COLUMNS
+        """Tiles of the weight that are multiplied at once."""
+        return self.columns // COLUMNS
 
     @property
     def lefts(self) -> int:
@@ -151,10 +154,9 @@ def plan_tiles(problem: ConvProblem, instruction: TileInstruction, parts: int) -
     """
     places = _static(problem.result.shape[2:])
     panel = problem.weight.layout.tile(0)
-    if 0 in places or 0 in problem.weight.shape or panel not in (COLUMNS, 2 * COLUMNS):
+    if 0 in places or 0 in problem.weight.shape or panel % COLUMNS:
         return None
-    if problem.groups > 1 and _static(problem.weight.shape)[0] // problem.groups % panel:
-        return None
+    columns = columns_at_once(panel)
     if problem.weight.layout.inner_dims != (0, 1) or problem.weight.layout.tile(1) != instruction.k0:
         return None
     if problem.data.layout.outer_perm != (0, *range(2, len(problem.data.shape)), 1):
@@ -180,8 +182,14 @@ def plan_tiles(problem: ConvProblem, instruction: TileInstruction, parts: int) -
     rows = ceil_div(extent, blocks)
     blocks = ceil_div(extent, rows)
     weight = problem.weight.layout.storage_bytes(_static(problem.weight.shape), problem.weight.dtype)
-    fetched = ceil_div(TILE_ROWS * panel // COLUMNS, ceil_div(rows * across, 2)) if weight > PREFETCH_BYTES else 0
-    return TilePlan(height, across, run, rows, blocks, copy, panel, fetched)
+    is_fetched = weight > PREFETCH_BYTES and columns == panel
+    fetched = ceil_div(TILE_ROWS * columns // COLUMNS, ceil_div(rows * across, 2)) if is_fetched else 0
+    return TilePlan(height, across, run, rows, blocks, copy, panel, columns, fetched)
+
+
+def columns_at_once(panel: int) -> int:
+    """Output channels that are multiplied at once, of panels of so many: two tiles of the weight, or one."""
+    return COLUMNS * (1 if panel // COLUMNS % 2 else 2)
 
 
 def even_steps(groups: int) -> int:
@@ -218,8 +226,9 @@ def _steps_of(problem: ConvProblem, k0: int, may_join: bool, may_share: bool) ->
     apart, joined = even_steps(groups), even_steps(groups * window.size)
     if may_share:
         apart = ceil_div(groups, TILE_ROWS)
-    # A block of sums stands between the places of a weight with compensation.
-    if may_join and window.dilation == 1 and not problem.weight.layout.compensation and joined < apart * window.size:
+    # A block of sums stands between the places of a weight with compensation; single groups are equally far apart.
+    are_even = not problem.weight.layout.compensation or groups == 1
+    if may_join and are_even and window.dilation == 1 and joined < apart * window.size:
         return RunSteps(1, joined, groups * window.size // joined)
     step = ceil_div(groups, apart)
     return RunSteps(window.size, apart, step, apart * step - groups)
@@ -268,7 +277,9 @@ def _rows_of_block(problem: ConvProblem, copy: Copy | None, places: tuple[int, .
 
 def _even_blocks(problem: ConvProblem, blocks: int, extent: int, parts: int) -> int:
     """As many blocks or more, which cores can share evenly."""
-    planes = prod(extent for extent in (problem.result.shape[0], *problem.result.shape[2:-2]) if isinstance(extent, int))
+    planes = prod(
+        extent for extent in (problem.result.shape[0], *problem.result.shape[2:-2]) if isinstance(extent, int)
+    )
     for count in range(blocks, min(blocks + parts, extent + 1)):
         if planes * count % parts == 0:
             return count

@@ -21,7 +21,7 @@ from ...target.dot_instructions import dot_instruction_for
 from ...target.element_types import bytes_of
 from ...target.tile_instructions import TileInstruction, tile_instruction_for
 from ...target.tiles import tile_sizes
-from ..core.builder import Expr, Function, Registers, ceil_div, either, loop, minimum, opaque
+from ..core.builder import Expr, Function, Registers, ceil_div, loop, minimum, opaque
 from ..core.ties import tied_to
 from ..core.view import Coordinates, OperandView, extent_of
 from ..core.work_split import Split, part, split_work, unravel

@@ -59,7 +59,7 @@ def may_use_tiles() -> Expr:
 
 
 def tiles_or_vectors(by_tiles: Callable[[], None], by_vectors: Callable[[], None], enough: Expr = True) -> None:
-    """Write both ways of a kernel, of which a run takes that by tiles if `enough` holds and the process may use them."""
+    """Write both ways of a kernel; a run goes by tiles if `enough` holds and the process may use them."""
     allowed = may_use_tiles()
     either(allowed if enough is True else tirx.And(enough, allowed), by_tiles, by_vectors)
 
