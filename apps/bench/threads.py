@@ -103,7 +103,9 @@ def libraries(folder: Path, threads: int, steps: int) -> list[Path]:
     for path, width in zip(paths, (1, threads), strict=True):
         if not path.exists():
             target = {**rh.native("llvm").export(), "num-cores": width}
-            rh.compile(rh.transform.UpdateVDevice(rh.VDevice(target), 0)(_loop(4 * threads, steps))).export_library(path)
+            rh.compile(rh.transform.UpdateVDevice(rh.VDevice(target), 0)(_loop(4 * threads, steps))).export_library(
+                path
+            )
     return paths
 
 
@@ -113,9 +115,7 @@ def _loop(rows: int, steps: int) -> Any:
         I.module_global_infos({"vdevice": [I.vdevice("llvm")]})
 
         @T.prim_func(s_tir=True)
-        def work(
-            x: T.Buffer((64,), "float32"), y: T.Buffer((rows, 64), "float32"), cpus: T.Buffer((rows,), "int32")
-        ):
+        def work(x: T.Buffer((64,), "float32"), y: T.Buffer((rows, 64), "float32"), cpus: T.Buffer((rows,), "int32")):
             for i in T.parallel(rows):
                 for j in T.vectorized(64):
                     y[i, j] = x[j]
@@ -127,17 +127,13 @@ def _loop(rows: int, steps: int) -> Any:
         @R.function
         def main(x: R.Tensor((64,), "float32")):
             cls = Loop
-            found = R.call_tir(
-                cls.work, (x,), out_ty=[R.Tensor((rows, 64), "float32"), R.Tensor((rows,), "int32")]
-            )
+            found = R.call_tir(cls.work, (x,), out_ty=[R.Tensor((rows, 64), "float32"), R.Tensor((rows,), "int32")])
             return found
 
     return Loop
 
 
-def _begin(
-    folder: Path, threads: int, steps: int, seconds: float, join: Path | None = None
-) -> subprocess.Popen[str]:
+def _begin(folder: Path, threads: int, steps: int, seconds: float, join: Path | None = None) -> subprocess.Popen[str]:
     paths = libraries(folder, threads, steps)
     environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
     environment["TVM_NUM_THREADS"] = ""
@@ -223,7 +219,9 @@ def checks(found: dict[str, list[dict[str, Any]]]) -> list[Check]:
     alone = found.get("one process", [])
     if alone:
         good = [r["cores"] >= CORES_BAR and r["speed"] >= SPEED_BAR * r["threads"] for r in alone]
-        made.append(Check("processes with threads apart and as fast as they are many", statistics.fmean(good), PROCESSES_BAR))
+        made.append(
+            Check("processes with threads apart and as fast as they are many", statistics.fmean(good), PROCESSES_BAR)
+        )
     return made
 
 

@@ -102,7 +102,10 @@ def target_text(target: str) -> str:
     try:
         fields = json.loads(target)
         kind, processor = fields["kind"], fields.get("mcpu", fields.get("arch", ""))
-        names = instruction_names(with_features(DeviceSpec(target)).cpu_features or ())
+        spec = with_features(DeviceSpec(target))
+        names = instruction_names(spec.cpu_features or ())
+        if names and spec.numa_node is not None:
+            names = (*names, f"NUMA node {spec.numa_node}")
     except (AttributeError, KeyError, TypeError, ValueError):
         return target
     return f"{kind} {', '.join(names) or processor}".strip()
