@@ -40,10 +40,6 @@ PROCESSES_BAR, CORES_BAR, SPEED_BAR = 0.96, 0.99, 0.9
 GROUPS = Path("/sys/fs/cgroup")
 
 
-def _at_most_two(parts: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(part for part in parts or PARTS if part != "quota")[:2]
-
-
 @click.command()
 @click.argument("parts", nargs=-1, type=click.Choice(PARTS))
 @click.option("--threads", default=num_cores(), show_default=True, type=click.IntRange(2), help="Of a process.")
@@ -51,13 +47,13 @@ def _at_most_two(parts: tuple[str, ...]) -> tuple[str, ...]:
 @click.option("--steps", default=65536, show_default=True, type=click.IntRange(1), help="Of a task; 4096 take 7 µs.")
 @click.option("--seconds", default=0.5, show_default=True, help="Of calls with each number of threads.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@smoke(parts=_at_most_two, threads=2, processes=1, steps=64, seconds=0.05)
+@smoke(parts=lambda parts: parts[:1] or PARTS[:1], threads=2, processes=1, steps=64, seconds=0.05)
 def main(parts: tuple[str, ...], threads: int, processes: int, steps: int, seconds: float, as_json: bool) -> None:
     """Measure PARTS (alone, together, busy, quota; all by default) in processes of their own.
 
     alone: one process at a time. together: two at a time, each with half of the threads, from four threads on.
     busy: beside one process that computes, and beside as many as cores. quota: in control groups with the time of
-    all threads, and with that of half of them.
+    all threads, and with that of half of them, where this process may make control groups.
     """
     found: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -185,6 +181,7 @@ def child(one: str, all_: str, threads: int, seconds: float, join: str) -> dict[
     if join:
         Path(join).write_text(str(os.getpid()))
     before = os.sched_getaffinity(0)
+    threads = min(threads, num_cores())  # with a quota there are fewer
     core_of = {cpu: number for number, core in enumerate(cpus_of_cores()) for cpu in core}
     calls = [rh.vm.VirtualMachine(rh.load(path))["main"] for path in (one, all_)]
     x = np.ones(64, "float32")
