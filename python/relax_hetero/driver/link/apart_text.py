@@ -189,12 +189,13 @@ out:
   ret i64 %count
 }
 
+; FNV-1a of the words of a set; 0 stands for a worker that was told nothing yet, and is no set of one CPU.
 define internal i64 @workers.hash(ptr %set) {
 entry:
   br label %each
 each:
   %number = phi i64 [ 0, %entry ], [ %next, %each ]
-  %hash = phi i64 [ 1, %entry ], [ %mixed, %each ]
+  %hash = phi i64 [ -3750763034362895579, %entry ], [ %mixed, %each ]
   %at = getelementptr i64, ptr %set, i64 %number
   %word = load i64, ptr %at
   %both = xor i64 %hash, %word

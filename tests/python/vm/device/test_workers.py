@@ -122,10 +122,11 @@ def test_a_late_worker_is_waited_for_asleep(vm):
 
 
 @pytest.mark.skipif(len(cpus_of_cores()) < 2, reason="one core: nowhere to go")
-def test_a_worker_on_its_callers_cpu_is_sent_away(vm):
+@pytest.mark.parametrize("core", [0, -1])
+def test_a_worker_on_its_callers_cpu_is_sent_away(vm, core):
     function = LAUNCH(workers._functions[names.LAUNCH]())
     allowed = os.sched_getaffinity(0)
-    shared = cpus_of_cores()[0]
+    shared = cpus_of_cores()[core]
     callers, masks = set(), []
 
     def task(number, env, data):
@@ -154,7 +155,7 @@ def test_a_worker_on_its_callers_cpu_is_sent_away(vm):
     caller.join(60)
     assert not caller.is_alive()
     assert callers == {frozenset(allowed)}
-    assert masks[-1] == set(sum(cpus_of_cores()[1:], []))
+    assert masks[-1] == allowed - set(shared)
 
 
 def test_loops_within_loops_run_in_one_thread(launch):
