@@ -40,10 +40,6 @@ PROCESSES_BAR, CORES_BAR, SPEED_BAR = 0.96, 0.99, 0.9
 GROUPS = Path("/sys/fs/cgroup")
 
 
-def _at_most_two(parts: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(part for part in parts or PARTS if part != "quota")[:2]
-
-
 @click.command()
 @click.argument("parts", nargs=-1, type=click.Choice(PARTS))
 @click.option("--threads", default=num_cores(), show_default=True, type=click.IntRange(2), help="Of a process.")
@@ -51,13 +47,13 @@ def _at_most_two(parts: tuple[str, ...]) -> tuple[str, ...]:
 @click.option("--steps", default=65536, show_default=True, type=click.IntRange(1), help="Of a task; 4096 take 7 µs.")
 @click.option("--seconds", default=0.5, show_default=True, help="Of calls with each number of threads.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@smoke(parts=_at_most_two, threads=2, processes=1, steps=64, seconds=0.05)
+@smoke(parts=lambda parts: parts[:1] or PARTS[:1], threads=2, processes=1, steps=64, seconds=0.05)
 def main(parts: tuple[str, ...], threads: int, processes: int, steps: int, seconds: float, as_json: bool) -> None:
     """Measure PARTS (alone, together, busy, quota; all by default) in processes of their own.
 
     alone: one process at a time. together: two at a time, each with half of the threads, from four threads on.
     busy: beside one process that computes, and beside as many as cores. quota: in control groups with the time of
-    all threads, and with that of half of them.
+    all threads, and with that of half of them, where this process may make control groups.
     """
     found: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -103,7 +99,9 @@ def libraries(folder: Path, threads: int, steps: int) -> list[Path]:
     for path, width in zip(paths, (1, threads), strict=True):
         if not path.exists():
             target = {**rh.native("llvm").export(), "num-cores": width}
-            rh.compile(rh.transform.UpdateVDevice(rh.VDevice(target), 0)(_loop(4 * threads, steps))).export_library(path)
+            rh.compile(rh.transform.UpdateVDevice(rh.VDevice(target), 0)(_loop(4 * threads, steps))).export_library(
+                path
+            )
     return paths
 
 
@@ -113,9 +111,7 @@ def _loop(rows: int, steps: int) -> Any:
         I.module_global_infos({"vdevice": [I.vdevice("llvm")]})
 
         @T.prim_func(s_tir=True)
-        def work(
-            x: T.Buffer((64,), "float32"), y: T.Buffer((rows, 64), "float32"), cpus: T.Buffer((rows,), "int32")
-        ):
+        def work(x: T.Buffer((64,), "float32"), y: T.Buffer((rows, 64), "float32"), cpus: T.Buffer((rows,), "int32")):
             for i in T.parallel(rows):
                 for j in T.vectorized(64):
                     y[i, j] = x[j]
@@ -127,17 +123,13 @@ def _loop(rows: int, steps: int) -> Any:
         @R.function
         def main(x: R.Tensor((64,), "float32")):
             cls = Loop
-            found = R.call_tir(
-                cls.work, (x,), out_ty=[R.Tensor((rows, 64), "float32"), R.Tensor((rows,), "int32")]
-            )
+            found = R.call_tir(cls.work, (x,), out_ty=[R.Tensor((rows, 64), "float32"), R.Tensor((rows,), "int32")])
             return found
 
     return Loop
 
 
-def _begin(
-    folder: Path, threads: int, steps: int, seconds: float, join: Path | None = None
-) -> subprocess.Popen[str]:
+def _begin(folder: Path, threads: int, steps: int, seconds: float, join: Path | None = None) -> subprocess.Popen[str]:
     paths = libraries(folder, threads, steps)
     environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
     environment["TVM_NUM_THREADS"] = ""
@@ -189,6 +181,7 @@ def child(one: str, all_: str, threads: int, seconds: float, join: str) -> dict[
     if join:
         Path(join).write_text(str(os.getpid()))
     before = os.sched_getaffinity(0)
+    threads = min(threads, num_cores())  # with a quota there are fewer
     core_of = {cpu: number for number, core in enumerate(cpus_of_cores()) for cpu in core}
     calls = [rh.vm.VirtualMachine(rh.load(path))["main"] for path in (one, all_)]
     x = np.ones(64, "float32")
@@ -223,7 +216,9 @@ def checks(found: dict[str, list[dict[str, Any]]]) -> list[Check]:
     alone = found.get("one process", [])
     if alone:
         good = [r["cores"] >= CORES_BAR and r["speed"] >= SPEED_BAR * r["threads"] for r in alone]
-        made.append(Check("processes with threads apart and as fast as they are many", statistics.fmean(good), PROCESSES_BAR))
+        made.append(
+            Check("processes with threads apart and as fast as they are many", statistics.fmean(good), PROCESSES_BAR)
+        )
     return made
 
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..errors import BuildError
+from ..target.cpu_cores import NUMA_NODE
 from .checks import CheckSpec
 from .commands import (
     KernelSpec,
@@ -108,6 +109,14 @@ class DeviceSpec:
         """How many cores its code is cut for; 0 where the target does not say."""
         data = json.loads(self.target)
         return 0 if isinstance(data, str) else int(data.get("num-cores", 0))
+
+    @property
+    def numa_node(self) -> int | None:
+        """The NUMA node whose CPUs it is; None where it is not bound to one."""
+        data = json.loads(self.target)
+        model = "" if isinstance(data, str) else str(data.get("model", ""))
+        number = model.removeprefix(NUMA_NODE)
+        return int(number) if model.startswith(NUMA_NODE) and number.isdecimal() else None
 
 
 @dataclass(frozen=True)

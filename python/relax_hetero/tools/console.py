@@ -86,12 +86,13 @@ def bytes_text(count: int | None) -> str:
     return f"{size:.1f} GiB"
 
 
-def target_text(target: str) -> str:
+def target_text(target: str, features: Sequence[str] | None = None) -> str:
     """A target's kind, and a CPU's instructions or the architecture of a GPU: ``llvm AVX2``, ``cuda sm_90``.
 
     Parameters
     ----------
     target: JSON text; a name, or text that is no target, stays as it is.
+    features: LLVM's names of a CPU's features, where they are known; else LLVM is asked, if it is here.
     """
     import json
 
@@ -102,7 +103,10 @@ def target_text(target: str) -> str:
     try:
         fields = json.loads(target)
         kind, processor = fields["kind"], fields.get("mcpu", fields.get("arch", ""))
-        names = instruction_names(with_features(DeviceSpec(target)).cpu_features or ())
+        spec = with_features(DeviceSpec(target, cpu_features=None if features is None else tuple(features)))
+        names = instruction_names(spec.cpu_features or ())
+        if names and spec.numa_node is not None:
+            names = (*names, f"NUMA node {spec.numa_node}")
     except (AttributeError, KeyError, TypeError, ValueError):
         return target
     return f"{kind} {', '.join(names) or processor}".strip()

@@ -27,23 +27,32 @@ declare i32 @pthread_setaffinity_np(i64, i64, ptr)
 define internal void @workers.is_here(ptr %slot) {
   %cpu_at = getelementptr %slot, ptr %slot, i64 0, i32 4
   %late_at = getelementptr %slot, ptr %slot, i64 0, i32 5
-  %cpu = call i32 @sched_getcpu()
-  %wide = sext i32 %cpu to i64
-  %noted = add i64 %wide, 1
+  %noted = call i64 @workers.here()
   store atomic i64 %noted, ptr %cpu_at monotonic, align 8
   store atomic i64 0, ptr %late_at monotonic, align 8
   ret void
 }
 
-; Whether a worker did its last task on this thread's CPU.
-define internal i1 @workers.is_together(ptr %slot) {
-  %cpu_at = getelementptr %slot, ptr %slot, i64 0, i32 4
-  %noted = load atomic i64, ptr %cpu_at monotonic, align 8
+; This thread's CPU, as workers note theirs.
+define internal i64 @workers.here() {
   %cpu = call i32 @sched_getcpu()
   %wide = sext i32 %cpu to i64
-  %mine = add i64 %wide, 1
-  %is_same = icmp eq i64 %noted, %mine
-  ret i1 %is_same
+  %noted = add i64 %wide, 1
+  ret i64 %noted
+}
+
+; Have a worker leave if it did its last task on this thread's CPU.
+define internal void @workers.part(ptr %pool, ptr %slot, i64 %here) {
+entry:
+  %cpu_at = getelementptr %slot, ptr %slot, i64 0, i32 4
+  %noted = load atomic i64, ptr %cpu_at monotonic, align 8
+  %is_same = icmp eq i64 %noted, %here
+  br i1 %is_same, label %part, label %out
+part:
+  call void @workers.apart(ptr %pool, ptr %slot)
+  br label %out
+out:
+  ret void
 }
 
 ; A worker has not begun its task. It may still be waking up; later it waits for a CPU, perhaps for this one.
@@ -68,61 +77,39 @@ out:
   ret void
 }
 
-define internal void @workers.take_core(ptr %taken, i64 %cpu, i1 %by_core) {
-entry:
-  %cpus = load i64, ptr @workers.cpus
-  %is_known = icmp ult i64 %cpu, %cpus
-  br i1 %is_known, label %note, label %out
-note:
-  %cores = load ptr, ptr @workers.cores
-  %core_at = getelementptr i32, ptr %cores, i64 %cpu
-  %core = load i32, ptr %core_at
-  %wide = zext i32 %core to i64
-  %number = select i1 %by_core, i64 %wide, i64 %cpu
-  %at = getelementptr i8, ptr %taken, i64 %number
-  store i8 1, ptr %at
-  br label %out
-out:
-  ret void
-}
-
-; Of the CPUs of a set, those on cores that none of a pool's other threads uses; whether there are any.
-define internal i1 @workers.untaken(ptr %pool, ptr %slot, ptr %allowed, ptr %found, i1 %by_core) {
+; Of a set of CPUs, those on cores that none of `others` (CPUs, of which more than there are stand for none) is on;
+; `by_core` false: those that none is. Whether there are any.
+define internal i1 @workers.untaken(ptr %cores, i64 %cpus, ptr %allowed, ptr %others, i64 %count, i1 %by_core,
+                                       ptr %found) {
 entry:
   %taken = alloca [1024 x i8], align 8
   call ptr @memset(ptr %taken, i32 0, i64 1024)
   call ptr @memset(ptr %found, i32 0, i64 128)
-  %cpu = call i32 @sched_getcpu()
-  %mine = sext i32 %cpu to i64
-  call void @workers.take_core(ptr %taken, i64 %mine, i1 %by_core)
-  %used_at = getelementptr %pool, ptr %pool, i64 0, i32 2, i32 1
-  %used = load i32, ptr %used_at
-  br label %others
-others:
-  %number = phi i32 [ 1, %entry ], [ %next, %other ]
-  %more = icmp ult i32 %number, %used
-  br i1 %more, label %look, label %cpus
+  br label %all
+all:
+  %number = phi i64 [ 0, %entry ], [ %next, %other ]
+  %more = icmp ult i64 %number, %count
+  br i1 %more, label %look, label %each
 look:
-  %its = call ptr @workers.slot(ptr %pool, i32 %number)
-  %next = add i32 %number, 1
-  %is_own = icmp eq ptr %its, %slot
-  br i1 %is_own, label %other, label %take
+  %next = add i64 %number, 1
+  %cpu_at = getelementptr i64, ptr %others, i64 %number
+  %cpu = load i64, ptr %cpu_at
+  %is_known = icmp ult i64 %cpu, %cpus
+  br i1 %is_known, label %take, label %other
 take:
-  %noted_at = getelementptr %slot, ptr %its, i64 0, i32 4
-  %noted = load atomic i64, ptr %noted_at monotonic, align 8
-  %theirs = sub i64 %noted, 1
-  call void @workers.take_core(ptr %taken, i64 %theirs, i1 %by_core)
+  %its_core_at = getelementptr i32, ptr %cores, i64 %cpu
+  %its_core = load i32, ptr %its_core_at
+  %its_wide = zext i32 %its_core to i64
+  %its_unit = select i1 %by_core, i64 %its_wide, i64 %cpu
+  %its_taken_at = getelementptr i8, ptr %taken, i64 %its_unit
+  store i8 1, ptr %its_taken_at
   br label %other
 other:
-  br label %others
-cpus:
-  %count = load i64, ptr @workers.cpus
-  %cores = load ptr, ptr @workers.cores
-  br label %each
+  br label %all
 each:
-  %at = phi i64 [ 0, %cpus ], [ %after, %passed ]
-  %any = phi i1 [ false, %cpus ], [ %some, %passed ]
-  %is_left = icmp ult i64 %at, %count
+  %at = phi i64 [ 0, %all ], [ %after, %test ]
+  %any = phi i1 [ false, %all ], [ %some, %test ]
+  %is_left = icmp ult i64 %at, %cpus
   br i1 %is_left, label %test, label %out
 test:
   %core_at = getelementptr i32, ptr %cores, i64 %at
@@ -146,8 +133,6 @@ test:
   %with = or i8 %before, %power
   %new = select i1 %is_good, i8 %with, i8 %before
   store i8 %new, ptr %found_at
-  br label %passed
-passed:
   %after = add i64 %at, 1
   %some = or i1 %any, %is_good
   br label %each
@@ -155,12 +140,62 @@ out:
   ret i1 %any
 }
 
+; The CPUs that a thread is to be kept to, of those allowed, beside others: cores of its own, else CPUs of its own, else
+; all.
+define internal void @workers.choose(ptr %cores, i64 %cpus, ptr %allowed, ptr %others, i64 %count, ptr %found) {
+entry:
+  %has_core = call i1 @workers.untaken(ptr %cores, i64 %cpus, ptr %allowed, ptr %others, i64 %count, i1 true,
+                                   ptr %found)
+  br i1 %has_core, label %out, label %by_cpu
+by_cpu:
+  %has_cpu = call i1 @workers.untaken(ptr %cores, i64 %cpus, ptr %allowed, ptr %others, i64 %count, i1 false,
+                                   ptr %found)
+  br i1 %has_cpu, label %out, label %free
+free:
+  call ptr @memcpy(ptr %found, ptr %allowed, i64 128)
+  br label %out
+out:
+  ret void
+}
+
+; The CPUs of this thread and of a pool's workers except one; how many.
+define internal i64 @workers.others(ptr %pool, ptr %slot, ptr %others) {
+entry:
+  %mine = call i64 @workers.here()
+  %cpu = sub i64 %mine, 1
+  store i64 %cpu, ptr %others
+  %used_at = getelementptr %pool, ptr %pool, i64 0, i32 2, i32 1
+  %used = load i32, ptr %used_at
+  br label %each
+each:
+  %number = phi i32 [ 1, %entry ], [ %next, %note ], [ %next, %look ]
+  %count = phi i64 [ 1, %entry ], [ %noted, %note ], [ %count, %look ]
+  %more = icmp ult i32 %number, %used
+  br i1 %more, label %look, label %out
+look:
+  %next = add i32 %number, 1
+  %its = call ptr @workers.slot(ptr %pool, i32 %number)
+  %is_own = icmp eq ptr %its, %slot
+  br i1 %is_own, label %each, label %note
+note:
+  %its_cpu_at = getelementptr %slot, ptr %its, i64 0, i32 4
+  %its_cpu = load atomic i64, ptr %its_cpu_at monotonic, align 8
+  %known = sub i64 %its_cpu, 1
+  %other_at = getelementptr i64, ptr %others, i64 %count
+  store i64 %known, ptr %other_at
+  %noted = add i64 %count, 1
+  br label %each
+out:
+  ret i64 %count
+}
+
+; FNV-1a of the words of a set; 0 stands for a worker that was told nothing yet, and is no set of one CPU.
 define internal i64 @workers.hash(ptr %set) {
 entry:
   br label %each
 each:
   %number = phi i64 [ 0, %entry ], [ %next, %each ]
-  %hash = phi i64 [ 1, %entry ], [ %mixed, %each ]
+  %hash = phi i64 [ -3750763034362895579, %entry ], [ %mixed, %each ]
   %at = getelementptr i64, ptr %set, i64 %number
   %word = load i64, ptr %at
   %both = xor i64 %hash, %word
@@ -177,6 +212,7 @@ define internal void @workers.apart(ptr %pool, ptr %slot) {
 entry:
   %allowed = alloca [16 x i64], align 8
   %found = alloca [16 x i64], align 8
+  %others = alloca [1024 x i64], align 8
   %look_at = getelementptr %slot, ptr %slot, i64 0, i32 6
   %hash_at = getelementptr %slot, ptr %slot, i64 0, i32 7
   %thread_at = getelementptr %slot, ptr %slot, i64 0, i32 3
@@ -190,17 +226,12 @@ ask:
   call ptr @memset(ptr %allowed, i32 0, i64 128)
   %status = call i32 @sched_getaffinity(i32 0, i64 128, ptr %allowed)
   %failed = icmp slt i32 %status, 0
-  br i1 %failed, label %out, label %by_core
-by_core:
-  %has_core = call i1 @workers.untaken(ptr %pool, ptr %slot, ptr %allowed, ptr %found, i1 true)
-  br i1 %has_core, label %compare, label %by_cpu
-by_cpu:
-  %has_cpu = call i1 @workers.untaken(ptr %pool, ptr %slot, ptr %allowed, ptr %found, i1 false)
-  br i1 %has_cpu, label %compare, label %free
-free:
-  call ptr @memcpy(ptr %found, ptr %allowed, i64 128)
-  br label %compare
-compare:
+  br i1 %failed, label %out, label %choose
+choose:
+  %cores = load ptr, ptr @workers.cores
+  %cpus = load i64, ptr @workers.cpus
+  %count = call i64 @workers.others(ptr %pool, ptr %slot, ptr %others)
+  call void @workers.choose(ptr %cores, i64 %cpus, ptr %allowed, ptr %others, i64 %count, ptr %found)
   %hash = call i64 @workers.hash(ptr %found)
   %before = load i64, ptr %hash_at
   %is_same = icmp eq i64 %hash, %before

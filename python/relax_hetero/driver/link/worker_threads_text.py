@@ -388,12 +388,8 @@ define internal void @workers.join(ptr %pool, ptr %slot, i64 %job) {
   br i1 %ends, label %out, label %wait
 wait:
   ; Its task may be behind this thread on one CPU: it would begin only when this thread sleeps.
-  %is_together = call i1 @workers.is_together(ptr %slot)
-  br i1 %is_together, label %part, label %rest
-part:
-  call void @workers.apart(ptr %pool, ptr %slot)
-  br label %rest
-rest:
+  %here = call i64 @workers.here()
+  call void @workers.part(ptr %pool, ptr %slot, i64 %here)
   %waits_at = getelementptr %pool, ptr %pool, i64 0, i32 1, i32 0
   atomicrmw xchg ptr %waits_at, i32 1 seq_cst
   br label %sleep
@@ -478,9 +474,12 @@ do:
 taken:
   %next = add i32 %task, 1
   %more = icmp ult i32 %next, %used
-  br i1 %more, label %take, label %joins
+  br i1 %more, label %take, label %all
+all:
+  %here = call i64 @workers.here()
+  br label %joins
 joins:
-  %other = phi i32 [ 1, %taken ], [ %another, %next_join ]
+  %other = phi i32 [ 1, %all ], [ %another, %joined ]
   %theirs = call ptr @workers.slot(ptr %pool, i32 %other)
   %state = load atomic i64, ptr %theirs acquire, align 8
   %has_ended = icmp eq i64 %state, %ended
@@ -489,12 +488,7 @@ join:
   call void @workers.join(ptr %pool, ptr %theirs, i64 %job)
   br label %joined
 joined:
-  %is_together = call i1 @workers.is_together(ptr %theirs)
-  br i1 %is_together, label %part, label %next_join
-part:
-  call void @workers.apart(ptr %pool, ptr %theirs)
-  br label %next_join
-next_join:
+  call void @workers.part(ptr %pool, ptr %theirs, i64 %here)
   %another = add i32 %other, 1
   %left = icmp ult i32 %another, %used
   br i1 %left, label %joins, label %out
