@@ -1,9 +1,7 @@
-"""Functions for calls whose arguments look like those of an earlier call: what they do, and which functions have them."""
+"""Functions for calls whose arguments look like those of an earlier call: their parts, and which functions have them."""
 
 import numpy as np
 import pytest
-import tvm
-
 from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
