@@ -1,4 +1,4 @@
-"""Functions for calls whose arguments look like those of an earlier call: their parts, and which functions have them."""
+"""Functions for calls whose arguments look like those of an earlier one: their parts, and which functions have them."""
 
 import numpy as np
 import pytest
