@@ -57,8 +57,8 @@ def check_metadata(metadata: Metadata) -> None:
     for signature in metadata.signatures.values():
         _check_signature(signature, devices)
     for call in metadata.repeated:
-        signature = metadata.signatures.get(call.function)
-        if signature is None or not all(isinstance(spec, TensorSpec) for spec in signature.inputs):
+        repeated = metadata.signatures.get(call.function)
+        if repeated is None or not all(isinstance(spec, TensorSpec) for spec in repeated.inputs):
             raise ValueError(f"calls of {call.function!r} are repeated, which is no function of tensors that is there")
     for region in metadata.regions:
         _check_region(region, metadata)

@@ -26,8 +26,8 @@ After, beside the unchanged `main`::
         ...
 
 The machine knows of each call whether its arguments have the devices, element types and shapes of an earlier one
-(`vm.args.call_cache`). It calls `main_shared` once for each of these looks, and `main_repeated` from then on. A symbolic
-function then costs the host as little as a static one.
+(`vm.args.call_cache`). It calls `main_shared` once for each of these looks, and `main_repeated` from then on. So a
+symbolic function costs the host as little as a static one.
 
 A function has them if its parameters are tensors, and all its sizes follow from the sizes of these.
 """
