@@ -29,7 +29,7 @@ from ..core.builder import (
 from ..core.view import Coordinates, OperandView
 from .k_step import emit_step, lhs_group, rhs_groups, zero
 from .matmul_spec import KRange, MatmulSpec, Sweep, Tile, mask_in, position_in, row_in
-from .short_sums import add_short_sums, is_out_of_range
+from .short_sums import ShortSums, is_out_of_range
 
 # Multiply-adds that must be in flight: 4 cycles of latency times 2 a cycle on every core of the table.
 IN_FLIGHT = 8
@@ -106,8 +106,8 @@ def _accumulate_short(spec: MatmulSpec, tile: Tile, accs: Registers, k: KRange, 
         begin = k.begin + first
         _accumulate(spec, tile, registers, KRange(begin, begin + size, True, True), unroll)
 
-    span = (k.size, spec.dot.short * spec.dot.k0 * unroll)
-    add_short_sums(spec.dot, accs, count, spec.lanes, span, steps, unroll)
+    short = ShortSums(spec.dot, accs, count, spec.lanes, unroll)
+    short.add(k.size, short.length * spec.dot.k0, steps)
 
     def existing(number: int) -> Expr:
         mask = mask_in(spec, tile, spec.rhs, number % tile.vectors)

@@ -31,65 +31,94 @@ float16 about, and what is lost below is a tenth of what rounding loses."""
 _INFINITE = 0x7F800000
 
 
-def add_short_sums(
-    dot: DotInstruction,
-    sums: Registers,
-    count: int,
-    lanes: int,
-    span: tuple[Expr, int],
-    emit: Callable[[Expr, Expr, Registers], None],
-    banks: int = 1,
-) -> None:
-    """Add products to the first `count` of the accumulators `sums`.
+class ShortSums:
+    """Short sums on their way to accumulators.
 
     Parameters
     ----------
+    sums : Registers
+        The accumulators, the first `count` of them.
     lanes : int
         Of an accumulator.
-    span : tuple of (PrimExpr or int, int)
-        How far the sum goes, and a chain.
-    emit : callable
-        Writes the steps from a place on, so many, into registers of the operands' type, `count` times `banks` of them.
     banks : int
         Registers of each accumulator, used in turn: where accumulators are too few to keep instructions in flight.
     """
-    size, length = span
-    dtype = dot.types[0]
-    steps = Registers(count * banks, dtype, lanes * dot.k0)
-    chains = Registers(count, dtype, lanes * dot.k0)
 
-    def clear(registers: Registers) -> None:
+    def __init__(self, dot: DotInstruction, sums: Registers, count: int, lanes: int, banks: int = 1) -> None:
+        self._dot, self._sums, self._count, self._lanes = dot, sums, count, lanes
+        self._steps = Registers(count * banks, dot.types[0], lanes * dot.k0)
+        self._chains = Registers(count, dot.types[0], lanes * dot.k0)
+        self.length = dot.short * banks
+        """Steps of a chain."""
+
+    def begin(self) -> None:
+        """Start sums of chains."""
+        self._clear(self._chains)
+
+    def chain(self, emit: Callable[[Registers], None]) -> None:
+        """One chain; `emit` writes its steps, which add to registers of the operands' type."""
+        self._clear(self._steps)
+        emit(self._steps)
+        for number in range(len(self._steps)):
+            at = number % self._count
+            self._chains[at] = self._chains[at] + self._steps[number]
+
+    def finish(self) -> None:
+        """Add the sums of chains to the accumulators."""
+        lanes, k0 = self._lanes, self._dot.k0
+        for number in range(self._count):
+            value = let(self._chains[number])
+            words = tirx.reinterpret(f"int32x{lanes}", value)
+            odd = tirx.shift_right(words, constant(16, "int32", lanes))
+            both = let(value + tirx.reinterpret(str(value.ty.dtype), odd))
+            pairs = cast(T.Shuffle([both], list(range(0, lanes * k0, k0))), self._dot.types[2])
+            self._sums[number] = self._sums[number] + pairs
+
+    def add_chains(self, size: Expr, length: int, emit: Callable[[Expr, Expr, Registers], None]) -> None:
+        """The chains of a sum, between `begin` and `finish`.
+
+        Parameters
+        ----------
+        size, length : PrimExpr or int
+            How far the sum goes, and a chain, in the unit of `emit`.
+        emit : callable
+            Writes the steps from a place on, so far, into registers.
+        """
+        whole = opaque(size // length)
+        with loop(whole) as number:
+            self.chain(lambda steps: emit(opaque(number * length), length, steps))
+        self._add_rest(size, length, emit)
+
+    def add(self, size: Expr, length: int, emit: Callable[[Expr, Expr, Registers], None]) -> None:
+        """A sum of any length, from `begin` to `finish`; parameters as of `add_chains`."""
+        whole = opaque(size // length)
+        with loop(opaque(ceil_div(whole, CHAINS))) as block:
+            self.begin()
+            first = opaque(block * CHAINS)
+            here = CHAINS if isinstance(whole, int) and whole % CHAINS == 0 else minimum(whole - first, CHAINS)
+            with loop(here) as number:
+                self.chain(lambda steps: emit(opaque((first + number) * length), length, steps))
+            self.finish()
+        left = size - whole * length
+        if isinstance(left, int) and left == 0:
+            return
+        self.begin()
+        self._add_rest(size, length, emit)
+        self.finish()
+
+    def _add_rest(self, size: Expr, length: int, emit: Callable[[Expr, Expr, Registers], None]) -> None:
+        done = opaque(size // length * length)
+        left = opaque(size - done)
+        if isinstance(left, int):
+            if left:
+                self.chain(lambda steps: emit(done, left, steps))
+            return
+        with when(left > 0):
+            self.chain(lambda steps: emit(done, left, steps))
+
+    def _clear(self, registers: Registers) -> None:
         for number in range(len(registers)):
-            registers[number] = zeros(dtype, lanes * dot.k0)
-
-    def chain(first: Expr, size: Expr) -> None:
-        clear(steps)
-        emit(first, size, steps)
-        for number in range(count * banks):
-            chains[number % count] = chains[number % count] + steps[number]
-
-    def widen() -> None:
-        words, pairs = f"int32x{lanes}", f"{dtype}x{lanes * dot.k0}"
-        for number in range(count):
-            value = let(chains[number])
-            odd = tirx.shift_right(tirx.reinterpret(words, value), constant(16, "int32", lanes))
-            both = let(value + tirx.reinterpret(pairs, odd))
-            sums[number] = sums[number] + cast(T.Shuffle([both], list(range(0, lanes * dot.k0, dot.k0))), dot.types[2])
-
-    whole = opaque(size // length)
-    with loop(opaque(ceil_div(whole, CHAINS))) as block:
-        clear(chains)
-        first = 0 if isinstance(whole, int) and whole <= CHAINS else opaque(block * CHAINS)
-        with loop(CHAINS if isinstance(whole, int) and whole % CHAINS == 0 else minimum(whole - first, CHAINS)) as c:
-            chain(opaque((first + c) * length), length)
-        widen()
-    left = opaque(size - whole * length)
-    if isinstance(left, int) and left == 0:
-        return
-    with when(True if isinstance(left, int) else left > 0):
-        clear(chains)
-        chain(opaque(whole * length), left)
-        widen()
+            registers[number] = zeros(self._dot.types[0], self._lanes * self._dot.k0)
 
 
 def is_out_of_range(values: Sequence[Expr], terms: Expr, lanes: int) -> Expr:
