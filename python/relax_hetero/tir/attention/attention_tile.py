@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
@@ -17,7 +20,6 @@ from ..core.builder import (
     loop,
     minimum,
     opaque,
-    over_lanes,
     when,
     zeros,
 )
@@ -157,7 +159,7 @@ class _QueryTile:
         """Scores in scratch become powers of e, not divided by their sum yet."""
         spec = self.spec
         for i in range(self.rows):
-            greatest = broadcast(let(over_lanes(self.maxima[i], T.max, self.lanes)), self.lanes)
+            greatest = broadcast(let(_over_lanes(self.maxima[i], T.max, self.lanes)), self.lanes)
             if self.online:
                 before = self._state("maxima", i)
                 greatest = let(T.Select(broadcast(self.is_first, self.lanes), greatest, T.max(greatest, before)))
@@ -173,7 +175,7 @@ class _QueryTile:
                 else:
                     T.buffer_store(spec.room, power, [where])
                 total[0] = total[0] + power
-            added = broadcast(let(over_lanes(total[0], lambda a, b: a + b, self.lanes)), self.lanes)
+            added = broadcast(let(_over_lanes(total[0], lambda a, b: a + b, self.lanes)), self.lanes)
             self.factors[i] = self._factor(i, greatest, added)
 
     def _factor(self, i: int, greatest: Expr, total: Expr) -> Expr:
@@ -274,6 +276,16 @@ class _QueryTile:
     def _write(self, i: int, column: Expr, value: Expr, mask: Expr | None) -> None:
         view = self.spec.result
         view.store(view.address({**self.at, "m": self.row + i, "e": column}), value, self.lanes, mask)
+
+
+def _over_lanes(vector: Expr, apply: Callable[[Any, Any], Any], lanes: int) -> Expr:
+    """All lanes of a vector combined."""
+    while lanes > 1:
+        lanes //= 2
+        low, high = list(range(lanes)), list(range(lanes, 2 * lanes))
+        vector = let(vector)
+        vector = apply(T.Shuffle([vector], low), T.Shuffle([vector], high))
+    return vector
 
 
 def products_of_keys(

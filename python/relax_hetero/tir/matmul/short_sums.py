@@ -18,7 +18,20 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...target.dot_instructions import DotInstruction
-from ..core.builder import Expr, Registers, ceil_div, constant, int64, let, loop, minimum, opaque, over_lanes, when, zeros
+from ..core.builder import (
+    Expr,
+    Registers,
+    ceil_div,
+    constant,
+    int64,
+    let,
+    loop,
+    minimum,
+    opaque,
+    over_lanes,
+    when,
+    zeros,
+)
 from ..math.casts import cast
 
 CHAINS = 8
