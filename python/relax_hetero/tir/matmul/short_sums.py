@@ -1,9 +1,10 @@
 """Short sums: products of float16 are added in float16 for a few steps, and their sums in float32.
 
 Instructions that multiply and add float16 do so in float16. A chain of `DotInstruction.short` steps runs in one
-register, sums of `CHAINS` chains in another, then even and odd k meet, and join the accumulators of float32. For terms like random numbers the error is 7.5e-4 of the result (root mean squares), however long the sum: as
-if each operand were rounded to float16 twice more. (Operands rounded to bfloat16 make 2.5e-3; a whole sum of 1,024
-terms in float16, 3e-3.) One register for 64 steps would be as fast and 1.5 times as inexact.
+register, sums of `CHAINS` chains in another; then even and odd k meet, and join the accumulators of float32. For terms
+like random numbers the error is 7.5e-4 of the result (root mean squares), however long the sum: as if each operand were
+rounded to float16 twice more. (Operands rounded to bfloat16 make 2.5e-3; a whole sum of 1,024 terms in float16, 3e-3.)
+One register for 64 steps would be as fast and 1.5 times as inexact.
 
 float16 ends at 65,504 and keeps fewer digits below 2^-14. Sums have to be right there, too: a short sum that was
 infinite leaves an accumulator that is infinite or NaN, and products that are too small leave small accumulators. A tile
