@@ -76,7 +76,6 @@ class RowStore:
         """By way of shared memory: rows leave in pieces of 16 bytes."""
         result, lane, chunks = self.result, self.tile.lane, self.width // 8
         pair = local(1, "uint32")
-        ptx.warp_barrier()  # what left from there before has left
         own_row, within = T.bind(tirx.floordiv(lane, 4)), T.bind(tirx.floormod(lane, 4) * 4)
         for i in range(2 * chunks):
             ptx.pack_pair(pair[0], sums[2 * i], sums[2 * i + 1], result.nominal)
