@@ -26,7 +26,6 @@ class ThreadCopies:
     ) -> None:
         self.lanes, self.mask, self.size, self.valid = lanes, mask.copy(), size, valid
         self.instance, self.target = target
-        self.issued: np.ndarray | None = None
         self.memory = lanes.blocks.shared
         active = np.flatnonzero(mask)
         number = np.unique(source[active] >> np.uint64(ADDRESS_BITS))
@@ -56,7 +55,7 @@ class ThreadCopies:
         return np.repeat(self.lanes.uid[active], per), cells.reshape(-1)
 
     def complete(self, which: np.ndarray, when: np.ndarray | None = None) -> None:
-        """The copies of some lanes arrive; `when`: the lanes' clocks as of the issue, where a barrier counts them."""
+        """The copies of some lanes arrive; `when`: the lanes' clocks as of the issue."""
         active = np.flatnonzero(self.mask & which)
         if not len(active):
             return
@@ -73,7 +72,6 @@ class ThreadCopies:
         data[exists] = source.bytes[0, at[exists]]
         uids, cells = self._cells(active)
         per = len(cells) // len(active)
-        when = self.issued if when is None else when
         stamps = None if when is None else np.repeat(when[active], per)
         self.memory.accesses.write(self.lanes.clocks, uids, cells, when=stamps)
         where = self.instance[active, None], self.target[active, None] + step
@@ -161,10 +159,6 @@ def _arrive_after_copies(expressions: Any, one: Instruction) -> Any:
             cluster = int(lanes.instance[chosen[0]]) // lanes.blocks.cluster
             when = np.zeros(lanes.count, np.int32)
             when[chosen] = lanes.clocks.known[cluster, lanes.member[chosen], lanes.member[chosen]]
-            for copy in copies:
-                if copy.issued is None:
-                    # Whoever waits at the barrier sees them, also where their own thread waits for them by then.
-                    copy.issued = when
             released = lanes.clocks.release(cluster, lanes.member[chosen])
             if len(chosen) + sum(arrivals for _, arrivals, _ in barrier.copies) > barrier.left:
                 barrier.arrive(released, 0)

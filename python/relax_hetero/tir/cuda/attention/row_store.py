@@ -8,6 +8,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ....encoding.packed_layout import CHUNK_BYTES, SWIZZLED_BYTES
+from ....target.element_types import bytes_of
 from ....target.gpu_target import WARP
 from ...core.builder import Expr, ceil_div, when
 from ...core.view import Coordinates
@@ -55,7 +56,8 @@ class RowStore:
             half = tirx.floormod(tirx.floordiv(i, 2), 2)
             value = averaged(sums[i], tile.shrink[half], tile.problem.nan_to_zero)
             T.buffer_store(sums, value, [i])
-        result, is_whole = self.result, self.width % 8 == 0
+        result = self.result
+        is_whole = self.width % 8 == 0 and bytes_of(result.nominal) == 2
         if is_whole and result.is_contiguous("k") and result.alignment("k", CHUNK_BYTES) == CHUNK_BYTES:
             self._chunks(sums, row, T.bind(place), stripe)
             return
@@ -74,7 +76,6 @@ class RowStore:
         """By way of shared memory: rows leave in pieces of 16 bytes."""
         result, lane, chunks = self.result, self.tile.lane, self.width // 8
         pair = local(1, "uint32")
-        ptx.warp_barrier()  # what left from there before has left
         own_row, within = T.bind(tirx.floordiv(lane, 4)), T.bind(tirx.floormod(lane, 4) * 4)
         for i in range(2 * chunks):
             ptx.pack_pair(pair[0], sums[2 * i], sums[2 * i + 1], result.nominal)

@@ -2,18 +2,15 @@
 
 A block has 64 rows of queries for each of its one to three warpgroups of consumers, and a warpgroup of producers, which
 brings tiles of keys and values to shared memory, a ring of stages ahead. A consumer issues the scores of the next tile
-before the values of this one, and computes the softmax of the next while tensor cores add up this one's values; the
-warpgroups, too, fill each other's gaps. Tiles are taken from the last to the first, so that the ones with hidden keys
-come first.
+before the values of this one, and computes the softmax of the next while tensor cores add up this one's values, or
+when they have: warpgroups, too, fill each other's gaps. Tiles are taken from the last to the first, so that the ones
+with hidden keys come first.
 
 Where queries are few, the blocks of a cluster share the keys. Their sums are put together through the shared memory of
 all of them, in the order of the blocks: equal inputs give equal bits.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import replace
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -35,8 +32,6 @@ from .score_tile import ScoreTile
 REGISTERS = {1: (0, 0), 2: (40, 232), 3: (32, 160)}
 """Of producers and consumers, by warpgroups of consumers: no more in all than a launch gives, 168 a thread to three
 warpgroups, 128 to four. For more, consumers would wait for ever."""
-_TURNS = 4
-"""The first of the barriers at which warpgroups wait for their turn."""
 
 
 def misfit(problem: AttentionProblem, gpu: GpuTarget) -> str:
@@ -85,9 +80,8 @@ class _Kernel:
         is_copied = all(source_of(view, "n")[0] is Source.LINES for view in (tensors.key, tensors.value))
         self.keys = plan.keys if is_copied else max(plan.keys // 64, 1) * 64
         self.q = OperandTile.of(tensors.query, "row", height, rows.count, d)
-        k = OperandTile.of(tensors.key, "n", self.keys, n, d, threads=PRODUCERS // 2)
-        v = OperandTile.of(tensors.value, "n", self.keys, n, e, threads=PRODUCERS // 2, may_transpose=False)
-        self.k, self.v = replace(k, is_rolled=True), replace(v, is_rolled=True)
+        self.k = OperandTile.of(tensors.key, "n", self.keys, n, d)
+        self.v = OperandTile.of(tensors.value, "n", self.keys, n, e, may_transpose=False)
         self.depth_steps, self.width_steps = ceil_div(d, WIDTH), ceil_div(e, WIDTH)
         self.width = ceil_div(int(e), 16) * 16
         self.is_causal = bool(self.problem.causal)
@@ -99,10 +93,7 @@ class _Kernel:
         plan, stages = self.plan, self.plan.stages
         height = plan.consumers * 64
         shared = self.shared = SharedMemory()
-        # Results leave by way of the queries' place, unless that has the next tile's queries by then.
-        steps = self.depth_steps if plan.blocks else max(self.depth_steps, self.width_steps)
-        self.q_at = shared.take(self.q.size * steps, SWIZZLED_ALIGN)
-        self.result_at = shared.take(self.q.size * self.width_steps, SWIZZLED_ALIGN) if plan.blocks else self.q_at
+        self.q_at = shared.take(self.q.size * max(self.depth_steps, self.width_steps), SWIZZLED_ALIGN)
         self.k_size, self.v_size = self.k.size * self.depth_steps, self.v.size * self.width_steps
         self.k_at = shared.take(stages * self.k_size, SWIZZLED_ALIGN)
         self.v_at = shared.take(stages * self.v_size, SWIZZLED_ALIGN)
@@ -110,25 +101,23 @@ class _Kernel:
             # Sums of the blocks of a cluster take the place of all tiles.
             self.cluster_sums = ClusterSums(self.tensors, self.tile, shared, self.width)
             shared.size = max(shared.size, self.cluster_sums.size)
-        self.barriers = shared.take(8 * (2 + 4 * stages), 8)
+        self.barriers = shared.take(8 * (1 + 4 * stages), 8)
         tiles, threads = self.tensors.tiles(height), PRODUCERS + plan.consumers * WARPGROUP
-        blocks = plan.blocks or self.tensors.blocks(height) * plan.split
-        with launch(blocks, threads, plan.split, plan.consumers > 1) as place:
+        with launch(self.tensors.blocks(height) * plan.split, threads, plan.split, plan.consumers > 1) as place:
             self.thread, self.rank = place.thread, place.rank
             shared.open()
-            self.block = T.bind(T.Cast("int32", place.block))
-            if isinstance(tiles, int) or plan.blocks:
-                self._work()
+            block = T.bind(T.Cast("int32", place.block))
+            if isinstance(tiles, int):
+                self._work(block)
             else:
-                with when(self.block < tiles * plan.split):
-                    self._work()
+                with when(block < tiles * plan.split):
+                    self._work(block)
 
     # -- which part of the work
 
-    def _work(self) -> None:
+    def _work(self, block: Expr) -> None:
         """All that a block does."""
-        if not self.plan.blocks:
-            self._take(self.block if self.plan.split == 1 else T.bind(T.truncdiv(self.block, self.plan.split)))
+        self._take(block if self.plan.split == 1 else T.bind(T.truncdiv(block, self.plan.split)))
         self._set_up()
         with T.If(self.thread < PRODUCERS):
             with T.Then():
@@ -139,29 +128,6 @@ class _Kernel:
             _cluster_barrier()
             self.cluster_sums.put_together(self.thread, self.rank, self.row, self.at)
             _cluster_barrier()
-
-    def _each_tile(self, body: Callable[[Expr], None]) -> None:
-        """Write `body` for every tile of rows that the block has, of which it gets the number among them.
-
-        Every other time the last block comes first: tiles become shorter and shorter, and every block gets as much.
-        """
-        blocks, block = self.plan.blocks, self.block
-        if not blocks:
-            body(0)
-            return
-        tiles = self.tensors.tiles(self.plan.consumers * 64)
-
-        def tile_of(turn: Expr) -> Expr:
-            return turn * blocks + block + T.bitwise_and(turn, 1) * (blocks - 1 - 2 * block)
-
-        # Of keys, of all tiles so far: stages are used on and on.
-        self.steps = local(1, "int32")
-        T.buffer_store(self.steps, T.int32(0), [0])
-        whole = T.truncdiv(tiles, blocks)
-        with T.serial(T.bind(whole + T.Cast("int32", tile_of(whole) < tiles))) as turn:
-            self._take(T.bind(tile_of(turn)))
-            body(turn)
-            T.buffer_store(self.steps, self.steps[0] + self.count, [0])
 
     def _take(self, tile: Expr) -> None:
         """Which rows and keys a tile of rows is of."""
@@ -192,18 +158,12 @@ class _Kernel:
         """The barrier of queries that consumers wait for."""
         return self.shared.at(self.barriers)
 
-    @property
-    def queries_free(self) -> Expr:
-        """The barrier of their place, which producers wait for."""
-        return self.shared.at(self.barriers + 8 * (1 + 4 * self.plan.stages))
-
     def _set_up(self) -> None:
         with when(self.thread == 0):
             ptx.barrier_init(self.queries_there, PRODUCERS)
-            ptx.barrier_init(self.queries_free, self.plan.consumers)
             for stage in range(self.plan.stages):
                 for kind in range(4):
-                    arrivals = self.plan.consumers if kind % 2 else PRODUCERS // 2
+                    arrivals = self.plan.consumers if kind % 2 else PRODUCERS
                     ptx.barrier_init(self._barrier(kind, stage), arrivals)
             ptx.barrier_init_fence()
         ptx.block_barrier()
@@ -219,47 +179,32 @@ class _Kernel:
     def _produce(self) -> None:
         if self.plan.consumers > 1:
             ptx.set_max_registers(REGISTERS[self.plan.consumers][0], grows=False)
-        self._each_tile(self._load)
-
-    def _load(self, turn: Expr) -> None:
-        """Queries of a tile of rows, and all keys and values that they see."""
-        if self.plan.blocks:
-            ptx.barrier_wait(self.queries_free, T.bitwise_xor(T.bitwise_and(turn, 1), 1))
         row = T.bind(T.Cast("int64", self.row))
         for step in range(self.depth_steps):
             target = self.q_at + step * self.q.size
             self.q.load(self.shared, target, self.at, row, step, self.thread)
-        if self.q.source is Source.GATHER:
-            ptx.barrier_arrive(self.queries_there)
-        else:
-            ptx.barrier_arrive_after_copies(self.queries_there)
-        with T.If(self.thread < PRODUCERS // 2):
-            with T.Then():
-                self._load_all(0, self.k, self.k_at, self.k_size, self.thread)
-            with T.Else():
-                self._load_all(2, self.v, self.v_at, self.v_size, T.bind(self.thread - PRODUCERS // 2))
-
-    def _load_all(self, kind: int, tile: OperandTile, begin: int, size: int, thread: Expr) -> None:
-        """All keys (0) or values (2) that a tile of rows sees, by half of the producers.
-
-        They wait for their own copies, so that consumers need not make them visible to wgmma, each for itself.
-        """
+        self._arrive(self.q, self.queries_there)
         with T.serial(self.count) as number:
             stage, parity = self._stage(number)
             first = T.bind(T.Cast("int64", self._first_key(number)))
-            ptx.barrier_wait(self._barrier(kind + 1, stage), T.bitwise_xor(parity, 1))
-            for step in range(size // tile.size):
-                target = begin + stage * size + step * tile.size
-                tile.load(self.shared, target, self.at_keys, first, step, thread)
-            if tile.source is not Source.GATHER:
-                ptx.copy_wait_all()
+            loads = ((0, self.k, self.k_at, self.k_size), (2, self.v, self.v_at, self.v_size))
+            for kind, tile, begin, size in loads:
+                ptx.barrier_wait(self._barrier(kind + 1, stage), T.bitwise_xor(parity, 1))
+                steps = size // tile.size
+                for step in range(steps):
+                    target = begin + stage * size + step * tile.size
+                    tile.load(self.shared, target, self.at_keys, first, step, self.thread)
+                self._arrive(tile, self._barrier(kind, stage))
+
+    def _arrive(self, tile: OperandTile, barrier: Expr) -> None:
+        if tile.source is Source.GATHER:
             ptx.async_proxy_fence()
-            ptx.barrier_arrive(self._barrier(kind, stage))
+            ptx.barrier_arrive(barrier)
+        else:
+            ptx.barrier_arrive_after_copies(barrier)
 
     def _stage(self, turn: Expr) -> tuple[Expr, Expr]:
         stages = self.plan.stages
-        if self.plan.blocks:
-            turn = T.bind(self.steps[0] + turn)
         if isinstance(turn, int):
             return turn % stages, turn // stages % 2
         return T.bind(T.truncmod(turn, stages)), T.bind(T.bitwise_and(T.truncdiv(turn, stages), 1))
@@ -282,9 +227,9 @@ class _Kernel:
         )
         ptx.matrix_descriptor(self.base[1], self.shared.at(self.k_at), self.k.leading)
         ptx.matrix_descriptor(self.base[2], self.shared.at(self.v_at), self.keys * SWIZZLED_BYTES // 16)
-        self._each_tile(self._attend)
+        self._attend()
 
-    def _attend(self, turn: Expr) -> None:
+    def _attend(self) -> None:
         """A warpgroup's rows: scores, softmax and sums of values, tile by tile."""
         tile, count = self.tile, self.count
         row = T.bind(self.row + self.group * 64 + self.warp * 16 + tirx.floordiv(tile.lane, 4))
@@ -296,76 +241,47 @@ class _Kernel:
         with unrolled(self.width // 2) as i:
             T.buffer_store(self.sums, T.float32(0), [i])
         tile.load_masks(self._first_key(0))
-        ptx.barrier_wait(self.queries_there, turn if isinstance(turn, int) else T.bitwise_and(turn, 1))
-        ptx.async_proxy_fence()  # of queries, which came by `copy_async` or stores
+        ptx.barrier_wait(self.queries_there, 0)
         self._wait_for((0, 0))
         self._scores(0)
         ptx.wgmma_wait(0)
         self._release(1, 0)
-        self._steps()
-        if self.plan.blocks:
-            with when(self.member == 0):
-                ptx.barrier_arrive(self.queries_free)
+        tile.softmax(self._first_key(0))
+        tile.pack(self.dtype)
+        if not (isinstance(count, int) and count == 1):
+            with T.serial(count - 1) as number:
+                following = T.bind(number + 1)
+                first = T.bind(self._first_key(following))
+                if self.plan.consumers > 1:
+                    # One stop for both: products follow each other without a gap.
+                    self._wait_for((0, following), (2, number))
+                    self._scores(following)
+                else:
+                    self._wait_for((0, following))
+                    self._scores(following)
+                    self._wait_for((2, number))
+                self._values(number)
+                tile.load_masks(first)
+                ptx.wgmma_wait(1)
+                self._release(1, following)
+                if self.plan.beside:
+                    tile.softmax(first)
+                    ptx.compute_first(tile.sums[0] + tile.sums[1])
+                ptx.wgmma_wait(0)
+                self._release(3, number)
+                if not self.plan.beside:
+                    tile.softmax(first)
+                tile.pack(self.dtype)
+                tile.shrink_sums(self.sums, self.width // 2)
         last = count - 1 if isinstance(count, int) else T.bind(count - 1)
         self._wait_for((2, last))
         self._values(last)
         ptx.wgmma_wait(0)
-        if self.plan.blocks:
-            self._release(3, last)
         tile.add_lanes()
         if self.plan.split > 1:
             self.cluster_sums.share(self.sums, self.group, self.warp)
         else:
             self._store()
-
-    def _steps(self) -> None:
-        """All but the sums of the last tile's values: scores are computed beside powers of the tile before."""
-        tile, count = self.tile, self.count
-        tile.softmax(self._first_key(0))
-        tile.pack(self.dtype)
-        if isinstance(count, int) and count == 1:
-            return
-        self._begin_turns()
-        with T.serial(count - 1) as number:
-            following = T.bind(number + 1)
-            first = T.bind(self._first_key(following))
-            self._wait_for_turn()
-            self._wait_for((0, following), (2, number))
-            self._scores(following)
-            self._values(number)
-            self._end_turn(following)
-            tile.load_masks(first)
-            ptx.wgmma_wait(1)
-            self._release(1, following)
-            if self.plan.beside:
-                tile.softmax(first)
-                ptx.compute_first(tile.sums[0] + tile.sums[1])
-            ptx.wgmma_wait(0)
-            self._release(3, number)
-            if not self.plan.beside:
-                tile.softmax(first)
-            tile.pack(self.dtype)
-            tile.shrink_sums(self.sums, self.width // 2)
-
-    # -- turns of warpgroups
-
-    def _begin_turns(self) -> None:
-        """The first warpgroup's turn."""
-        if self.plan.turns:
-            with when(tirx.all(self.group == self.plan.consumers - 1, self.count > 1)):
-                ptx.named_barrier_arrive(_TURNS, 2 * WARPGROUP)
-
-    def _wait_for_turn(self) -> None:
-        if self.plan.turns:
-            ptx.named_barrier(_TURNS + self.group, 2 * WARPGROUP)
-
-    def _end_turn(self, following: Expr) -> None:
-        """The next warpgroup's turn; after the last tile but one nobody waits for the last warpgroup."""
-        if self.plan.turns:
-            last = self.plan.consumers - 1
-            with when(tirx.any(self.group != last, following + 1 < self.count)):
-                next_group = T.Select(self.group == last, 0, self.group + 1)
-                ptx.named_barrier_arrive(_TURNS + next_group, 2 * WARPGROUP)
 
     def _seen(self, row: Expr) -> Expr:
         """How many keys a row sees, of those that the block has."""
@@ -378,6 +294,8 @@ class _Kernel:
         for kind, turn in tiles:
             stage, parity = self._stage(turn)
             ptx.barrier_wait(self._barrier(kind, stage), parity)
+        # What came by `copy_async` was written as by a thread, not as by wgmma's own kind of access.
+        ptx.async_proxy_fence()
 
     def _scores(self, turn: Expr) -> None:
         """Issue the scores of a tile that is there."""
@@ -420,11 +338,10 @@ class _Kernel:
     # -- results
 
     def _store(self) -> None:
-        """Averages of the warpgroup's rows, by way of shared memory."""
-        if not self.plan.blocks:
-            ptx.warpgroup_barrier(1 + self.group)  # all warps have read their queries
+        """Averages of the warpgroup's rows, by way of the queries' place in shared memory."""
+        ptx.warpgroup_barrier(1 + self.group)  # all warps have read their queries
         within = T.bind(self.group * 64 + self.warp * 16)
-        place = self.result_at + within * SWIZZLED_BYTES
+        place = self.q_at + within * SWIZZLED_BYTES
         store = RowStore(self.tensors, self.tile, self.shared, self.at)
         store.emit(self.sums, self.width, self.row + within, place, self.q.rows * SWIZZLED_BYTES)
 

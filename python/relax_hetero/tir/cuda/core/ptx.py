@@ -63,11 +63,6 @@ def named_barrier(number: Expr, threads: int) -> None:
     T.evaluate(_PTX["barrier.cta.sync.aligned"](_u32(number), T.uint32(threads)))
 
 
-def named_barrier_arrive(number: Expr, threads: int) -> None:
-    """One arrival of each thread at a `named_barrier` that others wait at; this thread goes on."""
-    T.evaluate(_PTX["barrier.cta.arrive.aligned"](_u32(number), T.uint32(threads)))
-
-
 def warpgroup_barrier(number: Expr) -> None:
     """The 128 threads of a warpgroup wait for each other at barrier `number` (1 to 15)."""
     T.evaluate(_CUDA.warpgroup_sync(number))
@@ -139,11 +134,6 @@ def copy_async(target: Expr, source: Expr, size: int, valid: Expr | None = None)
 def copy_commit() -> None:
     """The thread's copies since the last commit become a group."""
     _emit("cp.async.commit_group")
-
-
-def copy_wait_all() -> None:
-    """Wait for all of the thread's `copy_async`."""
-    _emit("cp.async.wait_all")
 
 
 def copy_wait(groups: int) -> None:

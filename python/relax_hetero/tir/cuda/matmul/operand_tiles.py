@@ -7,7 +7,6 @@ k ("columns"), which the tensor cores read transposed.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Protocol
@@ -28,7 +27,6 @@ PACKED_ROWS = 64
 """Of a tile of a packed operand."""
 _CHUNKS = SWIZZLED_BYTES // CHUNK_BYTES
 _GATHERED = 4  # chunks that a thread reads before it stores them
-_ROLLED = 4  # copies of a step of a loop
 
 
 class TileView(Protocol):
@@ -160,9 +158,6 @@ class OperandTile(SwizzledLines):
         That load it together.
     evicts_first : bool
         Whether bulk copies leave its bytes as the first to go from the second-level cache.
-    is_rolled : bool
-        Whether asynchronous copies are a loop, for threads of few registers: the compiler keeps the addresses of all
-        copies that are written out.
     """
 
     view: TileView
@@ -174,7 +169,6 @@ class OperandTile(SwizzledLines):
     width: int
     threads: int = PRODUCERS
     evicts_first: bool = False
-    is_rolled: bool = False
 
     @staticmethod
     def of(
@@ -336,8 +330,7 @@ class OperandTile(SwizzledLines):
         ends = {self.side: self.extent, "k": self.depth}
         lines = self.step if self.is_transposed else self.rows
         units = {self.side: self.rows if not self.is_transposed else PACKED_ROWS, "k": self.step}
-
-        def line_of_each(i: Expr) -> None:
+        for i in range(lines // self.lines):
             position = begin[across] + T.Cast("int64", line + i * self.lines)
             exists = None if _divides(units[across], ends[across]) else position < ends[across]
             for part in range(CHUNK_BYTES // self.width):
@@ -357,16 +350,6 @@ class OperandTile(SwizzledLines):
                 source = self.view.address({**at, along: safe, across: safe_line})
                 place = shared.at(target + i * self.lines * SWIZZLED_BYTES + part * self.width)
                 ptx.copy_async(place, T.address_of(self.view.data[source]), self.width, valid)
-
-        count = lines // self.lines
-        together = math.gcd(count, _ROLLED) if self.is_rolled else count
-        if together == count:
-            for i in range(count):
-                line_of_each(i)
-            return
-        with T.serial(count // together, annotations={"disable_unroll": True}) as turn:
-            for i in range(together):
-                line_of_each(turn * together + i)
 
     def _gather(
         self, shared: SharedMemory, offset: Expr, at: Coordinates, first: Expr, step: Expr, thread: Expr

@@ -49,11 +49,10 @@ CASES = {
     "edges": (half(1, 2, 2, 70, 200, 64, 64), AttentionPlan(2, 64, 2)),
     "one tile": (half(2, 1, 1, 40, 33, 32, 32, maps=BY_HEADS), None),
     "three warpgroups": (half(1, 1, 1, 192, 256, 64, 64, maps=BY_HEADS, dtype="bfloat16"), AttentionPlan(3, 128, 2)),
-    "by turns": (half(1, 1, 1, 190, 260, 32, 32, causal="bottom_right"), AttentionPlan(3, 64, 2, turns=True)),
     "beside others": (half(1, 1, 1, 100, 260, 32, 32), AttentionPlan(2, 64, 2, beside=False)),
-    "several tiles a block": (
+    "near heads": (
         half(1, 3, 3, 200, 260, 32, 32, symbolic=True, causal="bottom_right", maps=BY_HEADS),
-        AttentionPlan(2, 64, 2, turns=True, blocks=4, near=2),
+        AttentionPlan(2, 64, 2, near=2),
     ),
     "slices of a tensor": (half(1, 2, 2, 20, 50, 40, 24, starts=(8, 16, 24)), None),
     "nothing is aligned": (half(1, 3, 3, 17, 21, 19, 13), None),
@@ -128,7 +127,6 @@ def test_misfits_are_named():
         half(1, 64, 64, 4096, 4096, 64, 64, maps=BY_HEADS),
         half(1, 64, 64, 4096, 4096, 128, 128, maps=BY_HEADS, causal="top_left"),
         half(1, 64, 64, 4096, 4096, 64, 64, maps=BY_HEADS, causal="top_left"),
-        half(1, 64, 64, 4096, 4096, 128, 128, causal="bottom_right", symbolic=True),
         half(1, 32, 32, 8, 8192, 128, 128, maps=BY_HEADS),
         half(1, 8, 8, 2048, 2048, 256, 256, maps=BY_HEADS),
         half(16, 12, 12, 512, 512, 64, 64, mask=np.zeros((16, 1, 1, 512), "float32"), scores=ADDED),
