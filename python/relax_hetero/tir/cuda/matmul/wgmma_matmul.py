@@ -282,27 +282,38 @@ class WgmmaProduct:
 
     def _each_step(
         self,
-        turn: Expr,
+        ring: Any,
         body: Callable[[Expr, Expr, Expr, Expr], None],
         end: Callable[[Expr, Expr, Expr], None] | None = None,
     ) -> None:
         """Write `body` for the block's steps of a tile: number, step of k, stage, and parity of the stage's turn.
 
+        `ring` is where the thread is in the ring of stages, and moves on.
         The last step is `end` where there is one, of the same but the step of k, behind the loop of the others.
         """
-        stages = self.tiling.stages
         count, first = self._own_steps()
 
-        def place(step: Expr) -> tuple[Expr, Expr]:
-            number = T.bind(turn * count + step)
-            return T.bind(number % stages), T.bitwise_and(number // stages, 1)
+        def visit(visitor: Callable[..., None], *step: Expr) -> None:
+            visitor(*step, T.bind(ring[0]), T.bind(ring[1]))
+            # Not found by division: that would take as long as the products of a small tile.
+            following = T.bind(ring[0] + 1)
+            T.buffer_store(ring, T.Select(following == self.tiling.stages, 0, following), [0])
+            T.buffer_store(ring, T.bitwise_xor(ring[1], T.Select(following == self.tiling.stages, 1, 0)), [1])
 
         others = count - 1 if end else count
         if not isinstance(others, int) or others:
             with T.serial(others) as step:
-                body(step, first + step, *place(step))
+                visit(body, step, first + step)
         if end:
-            end(others, *place(others))
+            visit(end, others)
+
+    @staticmethod
+    def _ring() -> Any:
+        """The stage that a thread comes to, and the parity of its turn, from the first stage on."""
+        ring = local(2, "int32")
+        for i in range(2):
+            T.buffer_store(ring, 0, [i])
+        return ring
 
     def _begin(self) -> None:
         """What can be done before the launches before have ended: weights of the first steps are asked for."""
@@ -342,7 +353,7 @@ class WgmmaProduct:
     def _produce(self) -> None:
         if self.moves_registers:
             ptx.set_max_registers(_FEW_REGISTERS, grows=False)
-        left, right, thread = self.left, self.right, self.thread
+        left, right, thread, ring = self.left, self.right, self.thread, self._ring()
 
         count, _ = self._own_steps()
 
@@ -367,7 +378,7 @@ class WgmmaProduct:
                 else:
                     ptx.barrier_arrive_after_copies(full)
 
-            self._each_step(turn, step)
+            self._each_step(ring, step)
 
             if self.tiling.split > 1:
                 # With the consumers, who write each other's sums in between.
@@ -381,7 +392,7 @@ class WgmmaProduct:
             ptx.set_max_registers(_MANY_REGISTERS, grows=True)
         kind = "uint32" if self.left.view.nominal in _BYTES else "float32"
         sums = local(self.blocks * self.registers, kind)
-        base = local(2, "uint64")
+        base, ring = local(2, "uint64"), self._ring()
         member = self.thread % WARPGROUP
         group = T.bind(self.thread // WARPGROUP - 1)
         warp, lane = T.bind(self.thread // WARP - PRODUCERS // WARP), T.bind(self.thread % WARP)
@@ -447,7 +458,7 @@ class WgmmaProduct:
                 release(last[0], number > 0)
                 release(stage)
 
-            self._each_step(turn, step, last_step)
+            self._each_step(ring, step, last_step)
             totals = sums if self.tiling.split == 1 else self._add_parts(sums, kind, group, member)
             if isinstance(staging, SwappedFragments):
                 staging.emit(totals, self.blocks, at, own, group, member)
