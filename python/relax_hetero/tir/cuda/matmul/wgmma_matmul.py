@@ -404,6 +404,12 @@ class WgmmaProduct:
         of_right = base[int(not self.swapped)]
         ptx.matrix_descriptor(of_right, right_begin, right.leading, right.stride, right.is_swizzled)
         first, second = (right, left) if self.swapped else (left, right)
+        # Tiles move the low words of descriptors only.
+        low = [T.bind(T.Cast("uint32", base[i])) for i in range(2)]
+        high = [T.bind(T.shift_left(T.shift_right(base[i], T.uint64(32)), T.uint64(32))) for i in range(2)]
+
+        def moved(operand: int, word: Expr) -> Expr:
+            return T.bitwise_or(high[operand], T.Cast("uint64", word))
 
         def release(stage: Expr, *conditions: Expr) -> None:
             with when(tirx.all(member == 0, *conditions)):
@@ -424,9 +430,8 @@ class WgmmaProduct:
                 ptx.barrier_wait(self._full(stage), parity)
                 # What came by `copy_async` was written as by a thread, not as by wgmma's own kind of access.
                 ptx.async_proxy_fence()
-                at_stage = T.Cast("uint64", stage)
-                a = T.bind(base[0] + at_stage * T.uint64(first.size // 16))
-                b = T.bind(base[1] + at_stage * T.uint64(second.size // 16))
+                a = T.bind(low[0] + T.Cast("uint32", stage) * T.uint32(first.size // 16))
+                b = T.bind(low[1] + T.Cast("uint32", stage) * T.uint32(second.size // 16))
                 ptx.wgmma_fence()
                 for i in range(SWIZZLED_BYTES // ptx.CONTRACTION_BYTES):
                     adds = T.uint32(1) if i else T.if_then_else(number > 0, T.uint32(1), T.uint32(0))
@@ -436,8 +441,8 @@ class WgmmaProduct:
                             further = begin * 2 * SWIZZLED_BYTES // 16
                             ptx.wgmma(
                                 [sums[block * self.registers + begin + r] for r in range(self.issued)],
-                                a + T.uint64(i * first.advance + block * _BLOCK // 16),
-                                b + T.uint64(i * second.advance + further),
+                                moved(0, a + T.uint32(i * first.advance + block * _BLOCK // 16)),
+                                moved(1, b + T.uint32(i * second.advance + further)),
                                 (first.view.nominal, second.view.nominal),
                                 adds,
                                 (first.is_transposed, second.is_transposed),
