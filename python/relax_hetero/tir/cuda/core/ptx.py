@@ -234,9 +234,9 @@ def compute_first(value: Expr) -> None:
         T.evaluate(_CUDA.nano_sleep(0))
 
 
-def pack_pair(register: Expr, low: Expr, high: Expr, dtype: str) -> None:
-    """Two float32 rounded to float16 or bfloat16, in one register."""
-    _emit(f"cvt.rn.{PTX_TYPES[dtype]}x2.f32", register, high, low)
+def pack_pair(register: Expr, low: Expr, high: Expr, dtype: str, is_clamped: bool = False) -> None:
+    """Two float32 rounded to float16 or bfloat16, in one register; `is_clamped`: zeros of negative ones, NaN of NaN."""
+    _emit(f"cvt.rn.{'relu.' * is_clamped}{PTX_TYPES[dtype]}x2.f32", register, high, low)
 
 
 # Clusters: blocks that run at the same time and read each other's shared memory.

@@ -338,15 +338,19 @@ class FragmentStore:
         """Two results of 16 bits."""
         dtype, expression = self._result.nominal, self._expression
         if dtype in HALVES:
+            dtypes = [self._acc_dtype, *(view.nominal for view in self.views)]
             # Rounded in pairs, from what they are computed in.
             if expression.term.op == "cast" and expression.term.params[0] == dtype:
                 expression = Expression(expression.term.args[0])
-            elif expression.dtype([self._acc_dtype, *(view.nominal for view in self.views)]) == dtype:
+            elif expression.dtype(dtypes) == dtype:
                 expression = Expression(Term("cast", (expression.term,), ("float32",)))
-            results = self.results(values, expression, is_rounded=False)
+            # What rounds a pair makes zeros of negative numbers on its way.
+            inner = Expression(expression.term.args[0]) if expression.term.op == "relu" else expression
+            is_clamped = inner is not expression and inner.dtype(dtypes) == "float32"
+            results = self.results(values, inner if is_clamped else expression, is_rounded=False)
             if all(str(value.ty.dtype) == "float32" for value in results):
                 pair = local(1, "uint32")
-                ptx.pack_pair(pair[0], results[0], results[1], dtype)
+                ptx.pack_pair(pair[0], results[0], results[1], dtype, is_clamped)
                 return pair[0]
             results = [T.Cast(dtype, value) for value in results]
         else:

@@ -282,27 +282,38 @@ class WgmmaProduct:
 
     def _each_step(
         self,
-        turn: Expr,
+        ring: Any,
         body: Callable[[Expr, Expr, Expr, Expr], None],
         end: Callable[[Expr, Expr, Expr], None] | None = None,
     ) -> None:
         """Write `body` for the block's steps of a tile: number, step of k, stage, and parity of the stage's turn.
 
+        `ring` is where the thread is in the ring of stages, and moves on.
         The last step is `end` where there is one, of the same but the step of k, behind the loop of the others.
         """
-        stages = self.tiling.stages
         count, first = self._own_steps()
 
-        def place(step: Expr) -> tuple[Expr, Expr]:
-            number = T.bind(turn * count + step)
-            return T.bind(number % stages), T.bitwise_and(number // stages, 1)
+        def visit(visitor: Callable[..., None], *step: Expr) -> None:
+            visitor(*step, T.bind(ring[0]), T.bind(ring[1]))
+            # Not found by division: that would take as long as the products of a small tile.
+            following = T.bind(ring[0] + 1)
+            T.buffer_store(ring, T.Select(following == self.tiling.stages, 0, following), [0])
+            T.buffer_store(ring, T.bitwise_xor(ring[1], T.Select(following == self.tiling.stages, 1, 0)), [1])
 
         others = count - 1 if end else count
         if not isinstance(others, int) or others:
             with T.serial(others) as step:
-                body(step, first + step, *place(step))
+                visit(body, step, first + step)
         if end:
-            end(others, *place(others))
+            visit(end, others)
+
+    @staticmethod
+    def _ring() -> Any:
+        """The stage that a thread comes to, and the parity of its turn, from the first stage on."""
+        ring = local(2, "int32")
+        for i in range(2):
+            T.buffer_store(ring, 0, [i])
+        return ring
 
     def _begin(self) -> None:
         """What can be done before the launches before have ended: weights of the first steps are asked for."""
@@ -342,7 +353,7 @@ class WgmmaProduct:
     def _produce(self) -> None:
         if self.moves_registers:
             ptx.set_max_registers(_FEW_REGISTERS, grows=False)
-        left, right, thread = self.left, self.right, self.thread
+        left, right, thread, ring = self.left, self.right, self.thread, self._ring()
 
         count, _ = self._own_steps()
 
@@ -367,7 +378,7 @@ class WgmmaProduct:
                 else:
                     ptx.barrier_arrive_after_copies(full)
 
-            self._each_step(turn, step)
+            self._each_step(ring, step)
 
             if self.tiling.split > 1:
                 # With the consumers, who write each other's sums in between.
@@ -381,7 +392,7 @@ class WgmmaProduct:
             ptx.set_max_registers(_MANY_REGISTERS, grows=True)
         kind = "uint32" if self.left.view.nominal in _BYTES else "float32"
         sums = local(self.blocks * self.registers, kind)
-        base = local(2, "uint64")
+        base, ring = local(2, "uint64"), self._ring()
         member = self.thread % WARPGROUP
         group = T.bind(self.thread // WARPGROUP - 1)
         warp, lane = T.bind(self.thread // WARP - PRODUCERS // WARP), T.bind(self.thread % WARP)
@@ -393,6 +404,12 @@ class WgmmaProduct:
         of_right = base[int(not self.swapped)]
         ptx.matrix_descriptor(of_right, right_begin, right.leading, right.stride, right.is_swizzled)
         first, second = (right, left) if self.swapped else (left, right)
+        # Tiles move the low words of descriptors only.
+        low = [T.bind(T.Cast("uint32", base[i])) for i in range(2)]
+        high = [T.bind(T.shift_left(T.shift_right(base[i], T.uint64(32)), T.uint64(32))) for i in range(2)]
+
+        def moved(operand: int, word: Expr) -> Expr:
+            return T.bitwise_or(high[operand], T.Cast("uint64", word))
 
         def release(stage: Expr, *conditions: Expr) -> None:
             with when(tirx.all(member == 0, *conditions)):
@@ -413,9 +430,8 @@ class WgmmaProduct:
                 ptx.barrier_wait(self._full(stage), parity)
                 # What came by `copy_async` was written as by a thread, not as by wgmma's own kind of access.
                 ptx.async_proxy_fence()
-                at_stage = T.Cast("uint64", stage)
-                a = T.bind(base[0] + at_stage * T.uint64(first.size // 16))
-                b = T.bind(base[1] + at_stage * T.uint64(second.size // 16))
+                a = T.bind(low[0] + T.Cast("uint32", stage) * T.uint32(first.size // 16))
+                b = T.bind(low[1] + T.Cast("uint32", stage) * T.uint32(second.size // 16))
                 ptx.wgmma_fence()
                 for i in range(SWIZZLED_BYTES // ptx.CONTRACTION_BYTES):
                     adds = T.uint32(1) if i else T.if_then_else(number > 0, T.uint32(1), T.uint32(0))
@@ -425,8 +441,8 @@ class WgmmaProduct:
                             further = begin * 2 * SWIZZLED_BYTES // 16
                             ptx.wgmma(
                                 [sums[block * self.registers + begin + r] for r in range(self.issued)],
-                                a + T.uint64(i * first.advance + block * _BLOCK // 16),
-                                b + T.uint64(i * second.advance + further),
+                                moved(0, a + T.uint32(i * first.advance + block * _BLOCK // 16)),
+                                moved(1, b + T.uint32(i * second.advance + further)),
                                 (first.view.nominal, second.view.nominal),
                                 adds,
                                 (first.is_transposed, second.is_transposed),
@@ -447,7 +463,7 @@ class WgmmaProduct:
                 release(last[0], number > 0)
                 release(stage)
 
-            self._each_step(turn, step, last_step)
+            self._each_step(ring, step, last_step)
             totals = sums if self.tiling.split == 1 else self._add_parts(sums, kind, group, member)
             if isinstance(staging, SwappedFragments):
                 staging.emit(totals, self.blocks, at, own, group, member)
