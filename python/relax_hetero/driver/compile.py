@@ -117,9 +117,9 @@ def compile(  # noqa: A001 (the contract's name)
     Raises
     ------
     HeteroError
-        An unknown value of `checks` or `accuracy`; `optional` devices that are CPUs, or not the module's; placement conflicts, ops
-        without kernels, kernels that do not compile, unknown names of parameters, inputs that cannot be donated;
-        indices and divisors that are known now and wrong.
+        An unknown value of `checks` or `accuracy`; `optional` devices that are CPUs, or not the module's; placement
+        conflicts, ops without kernels, kernels that do not compile, unknown names of parameters, inputs that cannot be
+        donated; indices and divisors that are known now and wrong.
     """
     if not isinstance(mod, tvm.IRModule):
         raise BuildError(f"rh.compile: found {type(mod).__name__}, expected a tvm.IRModule")

@@ -43,9 +43,7 @@ _ELEMENT_TYPE = re.compile(r"u?int(8|16|32|64)|float(16|32|64)|bfloat16|bool|flo
 DEFAULT, EXACT, FAST = ACCURACIES = ("default", "exact", "fast")
 """How exact sums of products of floats have to be; what each allows says `rh.compile`."""
 
-_TEXT = re.compile(
-    r"(\w+)\[([0-9])\]<([^;]+); ([^;]+); ([^;]+?)(?:; (?!accuracy=)([^;]+))?(?:; accuracy=([^;]+))?>"
-)
+_TEXT = re.compile(r"(\w+)\[([0-9])\]<([^;]+); ([^;]+); ([^;]+?)(?:; (?!accuracy=)([^;]+))?(?:; accuracy=([^;]+))?>")
 _MOVES = re.compile(r"strides=([0-9x]+), padding=([0-9x]+), dilation=([0-9x]+), groups=([0-9]+)")
 _SIDES = re.compile(r"(.+) \* (.+) -> (.+)")
 

@@ -27,7 +27,8 @@ CHUNK_BYTES = 16
 _MAX_RANK = 64  # far above any tensor's: text does not decide how much memory a layout takes
 _TEXT = re.compile(
     r"pack<outer=\[([0-9]{1,9}(?:, [0-9]{1,9})*)\] "
-    r"inner=\[((?:[0-9]{1,9}:[0-9]{1,9}(?:, [0-9]{1,9}:[0-9]{1,9})*)?)\]( \+compensation)?( \+swizzle)?( \+winograd[0-9])?>"
+    r"inner=\[((?:[0-9]{1,9}:[0-9]{1,9}(?:, [0-9]{1,9}:[0-9]{1,9})*)?)\]"
+    r"( \+compensation)?( \+swizzle)?( \+winograd[0-9])?>"
 )
 
 

@@ -12,14 +12,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..encoding.encoding import DYNAMIC, EXACT, LHS, RHS, Encoding
+from ..encoding.encoding import DYNAMIC, EXACT, RHS, Encoding
 from ..encoding.packed_layout import PackedLayout
 from ..encoding.problem import AttentionProblem, BlockProductProblem, RowPhase, RowsProblem
 from ..target.cpu_target import CpuTarget, cpu_target_of
 from ..target.dot_instructions import DotInstruction, dot_instruction_for
 from ..target.element_types import bytes_of
 from ..target.tiles import tile_columns
-from .cpu_convolutions import conv_layout
+from .cpu_convolutions import conv_layout, form_of
 from .resolver_base import ResolverBase, tiled
 
 if TYPE_CHECKING:
@@ -65,6 +65,10 @@ class CpuResolver(ResolverBase):
         if dot is not None and encoding.operand_index == RHS and few and _is_readable(encoding, dot):
             return PackedLayout.identity(len(encoding.index_map))
         return self.resolve(encoding, target)
+
+    def convolution_form(self, encoding: Encoding, target: tvm.target.Target, weight: PackedLayout) -> str:
+        """Which form of a convolution a layout of the weight is for, and why; for `explain`."""
+        return form_of(encoding, cpu_target_of(target), weight)
 
 
 def panel_width(cpu: CpuTarget, dot: DotInstruction, n: int) -> int:

@@ -55,7 +55,7 @@ def conv_layout(encoding: Encoding, cpu: CpuTarget) -> PackedLayout | None:
     columns = conv_columns(cpu, encoding.element_types[2], channels, sizes["k"], moves.groups)
     if columns == 0:
         return PackedLayout((1, *spatial, 0))
-    places = winograd_places(encoding, cpu)
+    places, _ = _choose(encoding, cpu)
     if places:
         return PackedLayout((0, *spatial, 1), (0,), (columns,), winograd=places)
     if dot.k0 == 1 or (moves.groups > 1 and columns > channels):
@@ -63,18 +63,22 @@ def conv_layout(encoding: Encoding, cpu: CpuTarget) -> PackedLayout | None:
     return PackedLayout((0, *spatial, 1), (0, 1), (columns, dot.k0), dot.compensation != 0)
 
 
-def winograd_places(encoding: Encoding, cpu: CpuTarget) -> int:
-    """How many places at a time, along each dimension, Winograd's form of a convolution makes; 0: it is not taken."""
-    return _choose(encoding, cpu)[0]
+def form_of(encoding: Encoding, cpu: CpuTarget, weight: PackedLayout) -> str:
+    """Which form of a convolution a layout of the weight is for, and why."""
+    if weight.winograd:
+        name = f"F({weight.winograd}x{weight.winograd}, {WINDOW}x{WINDOW})"
+        return f"{name}: {_choose(encoding, cpu)[1]}"
+    places, why = _choose(encoding, cpu)
+    return f"direct: {'the weights are not known when the model is compiled' if places else why}"
 
 
 def _choose(encoding: Encoding, cpu: CpuTarget) -> tuple[int, str]:
-    """The form of a convolution, and why."""
+    """How many places at a time, along each dimension, Winograd's form makes (0: it is not taken), and why."""
     sizes, moves = encoding.sizes, encoding.moves
     assert moves is not None
     windows = [sizes[name] for name in encoding.index_maps[RHS][2:]]
     if windows != [WINDOW] * 2 or {*moves.strides, *moves.dilation} != {1}:
-        return 0, "windows are not of 3x3 elements with stride 1"
+        return 0, "windows are not of 3x3 elements, with stride 1 and no dilation"
     if {stored_type(dtype) for dtype in encoding.element_types} != {"float32"}:
         return 0, "elements are not float32"
     if encoding.accuracy == EXACT:
@@ -93,5 +97,5 @@ def _choose(encoding: Encoding, cpu: CpuTarget) -> tuple[int, str]:
         found[m] = gain(Shape(m, images, (rows, columns), sizes["k"], channels, width, moves.groups), cpu)
     best = max(found, key=lambda m: found[m])
     if found[best] < LEAST_GAIN:
-        return 0, f"F({best}x{best}, 3x3) would take {1 / found[best]:.2f} of the time, and larger weights"
-    return best, f"takes {1 / found[best]:.2f} of the direct form's time"
+        return 0, f"F({best}x{best}, 3x3) is estimated to take {1 / found[best]:.2f} of the time, with larger weights"
+    return best, f"estimated to take {1 / found[best]:.2f} of the direct form's time"

@@ -165,8 +165,16 @@ def _transform_data(work: _Work, channel: Expr, tile: Expr, at: Coordinates) -> 
     extents = conv.data.extents[2:]
     base = opaque(conv.data.address({"b": at["b"], "c": channel, "x0": starts[0], "x1": starts[1]}))
     strides = conv.data.stride("x0"), conv.data.stride("x1")
+
     def all_channels(is_inside: bool) -> None:
-        exists = [] if is_inside else [[_is_within(start + i, extent) for i in range(size)] for start, extent in zip(starts, extents, strict=True)]
+        exists = (
+            []
+            if is_inside
+            else [
+                [_is_within(start + i, extent) for i in range(size)]
+                for start, extent in zip(starts, extents, strict=True)
+            ]
+        )
         whole, left = divmod(conv.depth, lanes)
 
         def vector(first: Expr, count: int) -> None:
