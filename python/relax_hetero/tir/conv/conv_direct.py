@@ -19,7 +19,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ...target.element_types import bytes_of
 from ...target.tile_instructions import tile_instruction_for
-from ...target.tiles import conv_places
+from ...target.tiles import MOST_PLACES, conv_places
 from ..core.builder import Expr, ceil_div, either, loop, minimum, opaque
 from ..core.work_split import part
 from ..matmul.tile_registers import LLVM_TEXT, tiles_or_vectors
@@ -33,6 +33,8 @@ CACHE_WAY_BYTES = 4096
 PLACES_IN_ONE_SET = 8
 # Weights of more bytes are prefetched, panel by panel: whoever ran before has most likely put them out of the caches.
 PREFETCH_BYTES = 1 << 16
+# Places of a tile in a kernel whose main way is by tile registers: short code, which compiles in half the time.
+FEW_PLACES = 6
 
 
 @dataclass(frozen=True)
@@ -55,16 +57,16 @@ def emit_direct(conv: Convolution) -> None:
     instruction = tile_instruction_for(conv.cpu, problem.data.dtype, problem.weight.dtype, problem.acc_dtype)
     tiles = tile_convolution(conv, instruction)
     if tiles is None:
-        _emit_by_vectors(conv)
+        _emit_by_vectors(conv, MOST_PLACES)
         return
     with T.attr(0, "pragma_import_llvm", LLVM_TEXT):
-        tiles_or_vectors(lambda: emit_tiles(tiles), lambda: _emit_by_vectors(conv))
+        tiles_or_vectors(lambda: emit_tiles(tiles), lambda: _emit_by_vectors(conv, FEW_PLACES))
 
 
-def _emit_by_vectors(conv: Convolution) -> None:
+def _emit_by_vectors(conv: Convolution, places: int) -> None:
     width = conv.weight.layout.tile(0)
     panels = ceil_div(conv.channels, width)
-    widest = _most_places(conv, ceil_div(width, conv.lanes))
+    widest = min(places, _most_places(conv, ceil_div(width, conv.lanes)))
     segments = segments_of(conv.windows[-1], conv.data.extents[-1], conv.result.extents[-1], widest)
     macs = prod(window.size for window in conv.windows) * conv.depth
     split = split_rows(conv, panels, conv.result.extents[-1] * width * macs)
