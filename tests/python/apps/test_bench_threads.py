@@ -31,7 +31,9 @@ def test_a_process_counts_if_its_threads_are_apart_and_fast(threads):
 
 def test_the_table_has_a_row_for_each_situation(threads, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "160")
-    threads.show({"one process": [process(), process(speed=2.0), process(speed=1.5)], "time of 1 CPUs": [process()]}, [])
+    threads.show(
+        {"one process": [process(), process(speed=2.0), process(speed=1.5)], "time of 1 CPUs": [process()]}, []
+    )
     shown = capsys.readouterr().out
     assert "1.95, 1.50" in shown and "1.95, 1.95" in shown
 
