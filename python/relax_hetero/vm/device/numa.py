@@ -16,6 +16,8 @@ import platform
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from tvm import runtime
+
 from ...artifact.metadata import CPU, DeviceSpec, Metadata
 from ...errors import BindingError
 from ...target.cpu_cores import cpus_of_nodes
@@ -35,6 +37,18 @@ def check_node(name: str, spec: DeviceSpec) -> None:
     if spec.device_type == CPU and node is not None and node not in (nodes := cpus_of_nodes()):
         known = ", ".join(map(str, nodes))
         raise BindingError(f"{name} was compiled for NUMA node {node}, found CPUs of node {known} in this process")
+
+
+def check_one_node(names: Sequence[str], specs: Sequence[DeviceSpec], devices: Sequence[runtime.Device]) -> None:
+    """BindingError if one device stands for entries of the manifest of different nodes: its queue has one place."""
+    first: dict[tuple[int, int], tuple[str, int | None]] = {}
+    for name, spec, device in zip(names, specs, devices, strict=True):
+        found = first.setdefault((device.dlpack_device_type(), device.index), (name, spec.numa_node))
+        if found[1] != spec.numa_node:
+            nodes = " and ".join(
+                f"{n} ({'any node' if at is None else f'NUMA node {at}'})" for n, at in (found, (name, spec.numa_node))
+            )
+            raise BindingError(f"{device} stands for {nodes}; expected a device for each, such as cpu:0 and cpu:1")
 
 
 def prefer_node(node: int) -> bool:

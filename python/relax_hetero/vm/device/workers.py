@@ -1,6 +1,6 @@
 """The worker threads that executables bring along as code: begun once in a process, for all machines.
 
-`relax_hetero.driver.link.worker_threads` says how they work, and why TVM's own are not used.
+`relax_hetero.driver.link.threads.worker_threads` says how they work, and why TVM's own are not used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ its half first slept and had to be woken for the next loop.
 """
 
 MOST_THREADS = 1023
-"""As many as `relax_hetero.driver.link.worker_threads_text` counts, for one caller."""
+"""As many as `relax_hetero.driver.link.threads.pool_text` counts, for one caller."""
 
 MOST_CPUS = 1024
 """CPUs that workers are kept apart on, as many as C's set of CPUs has room for; those of higher numbers are left."""

@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+import tvm
 from tvm.script import ir as I
 from tvm.script import relax as R
 
@@ -85,6 +86,14 @@ def test_nodes_that_are_not_here_are_refused():
     with pytest.raises(rh.BindingError, match=f"llvm:1 was compiled for NUMA node 999, found CPUs of node {NODE}"):
         numa.check_node("llvm:1", spec(model="numa:999"))
     assert spec(model="numa:").numa_node is spec(model="unknown").numa_node is None
+
+
+def test_a_device_is_of_one_node():
+    names, cpus = ["llvm:0", "llvm:1"], [tvm.cpu(0), tvm.cpu(1)]
+    numa.check_one_node(names, [spec(model="numa:0"), spec(model="numa:1")], cpus)
+    numa.check_one_node(names, [spec(model="numa:0"), spec(model="numa:0")], cpus[:1] * 2)
+    with pytest.raises(rh.BindingError, match=r"llvm:0 \(NUMA node 0\) and llvm:1 \(any node\); expected a device for"):
+        numa.check_one_node(names, [spec(model="numa:0"), spec()], cpus[:1] * 2)
 
 
 @pytest.mark.parametrize(("kind", "node"), [("llvm", 999), ("llvm", -1), ("llvm", "0"), ("llvm", True), ("cuda", 0)])

@@ -1,4 +1,4 @@
-"""The worker threads in LLVM's language; see `worker_threads` for their purpose.
+"""Pools of worker threads in LLVM's language: who runs which task of a parallel loop, and how threads wait.
 
 A pool belongs to the thread that launches, which finds it by a key of pthreads; a worker finds the value `WORKER`, and
 runs loops within its loop alone. A launch writes a *job*: a word with a number that grows, the count of tasks (10 bits)
@@ -16,47 +16,12 @@ Copies of large tensors between a GPU and the host come with them (`staging_text
 
 from __future__ import annotations
 
-from . import apart_text, staging_text
-
-BODY = "relax_hetero.workers.body."
-"""How the names of the functions that PrimFuncs call begin."""
-
 MOST_THREADS = 1023
 """As many as the word of a job counts."""
 
-
-def text_for(triple: str) -> str | None:
-    """The functions for a target; None for an operating system or a processor that they are not written for."""
-    arch, _, rest = triple.partition("-")
-    found = _ARCHITECTURES.get(arch)
-    if found is None or "linux" not in rest:
-        return None
-    text = _TEXT + apart_text.TEXT + staging_text.TEXT
-    for name, value in found.items():
-        text = text.replace(name, value)
-    return text.replace("BODY.", BODY)
-
-
-# The number of Linux' futex call, the instruction that a thread spins with, and its declaration.
-_ARCHITECTURES = {
-    "x86_64": {
-        "FUTEX": "202",
-        "declare PAUSE": "declare void @llvm.x86.sse2.pause()",
-        "call PAUSE": "call void @llvm.x86.sse2.pause()",
-    },
-    "aarch64": {
-        "FUTEX": "98",
-        "declare PAUSE": "declare void @llvm.aarch64.hint(i32)",
-        "call PAUSE": "call void @llvm.aarch64.hint(i32 1)",
-    },
-}
-
-_TEXT = r"""
+TEXT = r"""
 declare ptr @aligned_alloc(i64, i64)
 declare void @free(ptr)
-declare ptr @memset(ptr, i32, i64)
-declare i32 @clock_gettime(i32, ptr)
-declare i64 @syscall(i64, ...)
 declare i32 @pthread_create(ptr, ptr, ptr, ptr)
 declare i32 @pthread_join(i64, ptr)
 declare i32 @pthread_key_create(ptr, ptr)
@@ -65,7 +30,6 @@ declare i32 @pthread_setspecific(i32, ptr)
 declare i32 @pthread_sigmask(i32, ptr, ptr)
 declare i32 @sigfillset(ptr)
 declare i32 @llvm.umin.i32(i32, i32)
-declare PAUSE
 declare i32 @relax_hetero.workers.launch(ptr, ptr, i32)
 declare i32 @relax_hetero.workers.work(ptr)
 declare i32 @relax_hetero.workers.end(ptr)
@@ -88,57 +52,6 @@ declare i32 @relax_hetero.workers.end(ptr)
 @workers.drop = internal global ptr null
 @workers.width = internal global i32 1
 @workers.spin = internal global i64 0
-
-define internal i64 @workers.now() {
-  %time = alloca { i64, i64 }
-  call i32 @clock_gettime(i32 1, ptr %time)
-  %seconds = load i64, ptr %time
-  %at = getelementptr { i64, i64 }, ptr %time, i64 0, i32 1
-  %rest = load i64, ptr %at
-  %whole = mul i64 %seconds, 1000000000
-  %now = add i64 %whole, %rest
-  ret i64 %now
-}
-
-; Whether a word becomes another than `old` while this spins, for `limit` nanoseconds.
-define internal i1 @workers.changes(ptr %word, i64 %old, i64 %limit) {
-entry:
-  br label %poll
-poll:
-  %count = phi i64 [ 0, %entry ], [ %next, %pause ], [ 0, %clock ]
-  %start = phi i64 [ 0, %entry ], [ %start, %pause ], [ %began, %clock ]
-  %value = load atomic i64, ptr %word acquire, align 8
-  %differs = icmp ne i64 %value, %old
-  br i1 %differs, label %yes, label %pause
-pause:
-  call PAUSE
-  %next = add i64 %count, 1
-  %more = icmp ult i64 %next, 32
-  br i1 %more, label %poll, label %clock
-clock:
-  %now = call i64 @workers.now()
-  %is_first = icmp eq i64 %start, 0
-  %began = select i1 %is_first, i64 %now, i64 %start
-  %passed = sub i64 %now, %began
-  %over = icmp ugt i64 %passed, %limit
-  br i1 %over, label %no, label %poll
-yes:
-  ret i1 true
-no:
-  ret i1 false
-}
-
-; Sleep until woken by one of the bits of `mask`, unless the low half of the word is no longer that of `old`.
-define internal void @workers.sleep(ptr %word, i64 %old, i32 %mask) {
-  %low = trunc i64 %old to i32
-  call i64 (i64, ...) @syscall(i64 FUTEX, ptr %word, i32 137, i32 %low, ptr null, ptr null, i32 %mask)
-  ret void
-}
-
-define internal void @workers.wake(ptr %word, i32 %count, i32 %mask) {
-  call i64 (i64, ...) @syscall(i64 FUTEX, ptr %word, i32 138, i32 %count, ptr null, ptr null, i32 %mask)
-  ret void
-}
 
 ; Wake eight workers that have a task, if any sleeps; each wakes eight more.
 define internal void @workers.wake_some(ptr %pool, i32 %tasks) {
@@ -225,16 +138,8 @@ entry:
   %limit = shl i64 %spin, 4
   br label %look
 look:
-  %last = phi i64 [ 0, %entry ], [ %last, %sleep ], [ %job, %next ]
-  %has_slept = phi i1 [ false, %entry ], [ true, %sleep ], [ false, %next ]
-  %is_there = call i1 @workers.changes(ptr %pool, i64 %last, i64 %limit)
-  br i1 %is_there, label %awake, label %sleep
-sleep:
-  atomicrmw add ptr %sleepers_at, i32 1 seq_cst
-  call void @workers.sleep(ptr %pool, i64 %last, i32 %mask)
-  atomicrmw sub ptr %sleepers_at, i32 1 seq_cst
-  br label %look
-awake:
+  %last = phi i64 [ 0, %entry ], [ %job, %next ]
+  %has_slept = call i1 @workers.await(ptr %pool, i64 %last, i64 %limit, i32 %mask, ptr %sleepers_at)
   %job = load atomic i64, ptr %pool acquire, align 8
   %is_end = icmp eq i64 %job, -1
   br i1 %is_end, label %leave, label %count
@@ -275,8 +180,7 @@ entry:
   %is_worker = icmp eq ptr %pool, inttoptr (i64 1 to ptr)
   br i1 %is_worker, label %out, label %stop
 stop:
-  atomicrmw xchg ptr %pool, i64 -1 seq_cst
-  call void @workers.wake(ptr %pool, i32 2147483647, i32 -1)
+  call void @workers.dismiss(ptr %pool)
   %made_at = getelementptr %pool, ptr %pool, i64 0, i32 2, i32 2
   %made = load i32, ptr %made_at
   br label %each
