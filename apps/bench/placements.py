@@ -180,7 +180,8 @@ def timed(built: list[dict[str, Any]], inputs: dict[str, np.ndarray], limits: An
     for entry in built:
         try:
             if "path" in entry:
-                machines.append((entry, rh.vm.VirtualMachine(rh.load(entry["path"]), memory_limit=limits)))
+                machine = rh.vm.VirtualMachine(rh.load(entry["path"]), max_in_flight=1, memory_limit=limits)
+                machines.append((entry, machine))
         except rh.MemoryLimitError as error:
             entry["fails"] = f"the limit: {str(error)[:160]}"
 

@@ -257,14 +257,14 @@ def memory_plan_of(mod: tvm.IRModule) -> MemoryPlan:
     ----------
     mod: With dispatches formed, command buffers and schedules where they are wanted; lowered or not.
     """
-    lowered = LowerToVM()(mod)
+    lowered, graphs = graph_tables(LowerToVM()(mod))
     vdevices = vdevices_of(lowered)
     host = host_vdevice(vdevices)
     metadata = Metadata(
         devices=tuple(device_spec(vdevice, default=i == 0) for i, vdevice in enumerate(vdevices)),
         host_index=vdevice_index(host, vdevices) if host is not None else -1,
         signatures=function_signatures(lowered, set()),
-        constants=tuple(lift_constants(lowered).specs),
+        constants=tuple(lift_constants(lowered, graphs).specs),
         regions=tuple(regions_as_linked(lowered)),
         kernels=kernels_of(lowered),
         schedules=tuple(schedules_of(lowered)),
