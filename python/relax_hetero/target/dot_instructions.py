@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .cpu_target import CpuTarget
+from .cpu_target import QUICK_BF16, CpuTarget
 from .element_types import stored_type
 
 
@@ -35,7 +35,7 @@ class DotInstruction:
     isas : tuple of str
         Names of the `InstructionSet` rows that have it.
     features : tuple of str
-        LLVM features needed beyond the row's.
+        Features of the target needed beyond the row's.
     types : tuple of str
         Element types of left operand, right operand and accumulator.
     form : str
@@ -126,7 +126,7 @@ DOT_INSTRUCTIONS: tuple[DotInstruction, ...] = (
     *(DotInstruction("mla", ("neon",), (), t, "i32_bytes", 4, temporaries=5) for t in _BYTES),
     *(DotInstruction("fma", ("generic",), (), t, "fma") for t in _BYTES),
     # halves
-    DotInstruction("dpbf16", ("avx512",), ("avx512bf16",), _BF16, "bf16_dot", 2, "llvm.x86.avx512bf16.dpbf16ps.512"),
+    DotInstruction("dpbf16", ("avx512",), (QUICK_BF16,), _BF16, "bf16_dot", 2, "llvm.x86.avx512bf16.dpbf16ps.512"),
     DotInstruction("bfdot", ("neon",), ("bf16",), _BF16, "bf16_dot", 2, "llvm.aarch64.neon.bfdot.v4f32.v8bf16"),
     DotInstruction("bf16", _VECTOR, (), _BF16, "bf16_pairs", 2, temporaries=6),
     DotInstruction("fma", ("generic",), (), _BF16, "fma"),

@@ -24,13 +24,13 @@ def pack_keys(spec: AttentionSpec, at: dict[str, Expr], first: Expr, size: Expr)
     """
     blocks, view = spec.blocks, spec.key
     lanes, columns, together = blocks.lanes, blocks.columns, blocks.together
-    width = spec.sizes["d"] // together
+    width, depth = spec.sizes["d"] // together, blocks.width // together
     base = opaque(view.address({**at, "n": first}) // together)
     along, across = view.stride("n") // together, view.stride("d")
     words = view.pairs() if blocks.is_paired else None
 
     def there(column: Expr, k: Expr) -> Expr:
-        return spec.at("keys") + (column // columns * (width * columns) + k * columns + column % columns)
+        return spec.at("keys") + (column // columns * (depth * columns) + k * columns + column % columns)
 
     def vector(start: Expr) -> Expr:
         return view.load(start, "d", lanes) if words is None else words[lane_indices(start, lanes)]
@@ -142,17 +142,17 @@ def factors_of_scores(spec: AttentionSpec, at: dict[str, Expr], row: Expr) -> Fa
 
 def factors_of_values(spec: AttentionSpec) -> Factor:
     """The powers of e of a tile."""
-    keys = spec.blocks.keys
-    if spec.blocks.is_paired:
+    blocks = spec.blocks
+    if blocks.is_paired:
         weights = opaque(spec.at("weights"))
-        return lambda i, k: T.reinterpret("int32", spec.room[weights + i * (keys // 2) + k])
+        return lambda i, k: T.reinterpret("int32", spec.room[weights + i * blocks.weight_distance + k])
     scores = opaque(spec.at("scores"))
-    return lambda i, k: spec.room[scores + i * keys + k]
+    return lambda i, k: spec.room[scores + i * blocks.score_distance + k]
 
 
-def store_weights(spec: AttentionSpec, i: int, vector: Expr, power: Expr) -> None:
+def store_weights(spec: AttentionSpec, i: Expr, vector: Expr, power: Expr) -> None:
     """A vector of powers of e of row i, rounded, as the pairs that `factors_of_values` reads."""
     lanes = spec.blocks.lanes
     pairs = T.reinterpret(vector_type("float32", lanes // 2), cast(power, "bfloat16"))
-    start = spec.at("weights") + i * (spec.blocks.keys // 2) + vector * (lanes // 2)
+    start = spec.at("weights") + i * spec.blocks.weight_distance + vector * (lanes // 2)
     T.buffer_store(spec.room, pairs, [lane_indices(start, lanes // 2)])
