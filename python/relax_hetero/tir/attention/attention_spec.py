@@ -45,6 +45,9 @@ DECODE_QUERIES = 2
 # Keys of a block where tile registers multiply: the scores of 32 queries against them fill the first-level cache.
 TILE_KEYS = 256
 
+# Forms of instructions that multiply pairs as they lie.
+_PAIRED = ("bf16_dot", "f16_sums")
+
 Coordinates = Mapping[str, Expr]
 """A position by the names of iteration dimensions, int64; names that are missing are at 0."""
 
@@ -180,7 +183,7 @@ class Blocks:
     is_decode : bool
         Keys and values are read as they lie.
     is_paired : bool
-        Terms are multiplied two at a time, in bfloat16.
+        Terms are multiplied two at a time, in the operands' type.
     is_widened : bool
         Queries of 16 bits are made float32 in scratch first; keys and values are when they are packed.
     by_tiles : bool
@@ -287,7 +290,7 @@ def block_sizes(problem: AttentionProblem, cpu: CpuTarget) -> Blocks:
 def tile_register_blocks(problem: AttentionProblem, cpu: CpuTarget) -> Blocks | None:
     """The blocks where tile registers multiply; None where the CPU has none, or operands do not lie in pairs."""
     sizes: dict[str, Any] = dict(problem.sizes)
-    if tile_instruction_for(cpu, "bfloat16", "bfloat16", "float32") is None or not _lies_in_pairs(problem):
+    if tile_instruction_for(cpu, "bfloat16", "bfloat16", "float32") is None or not _lies_in_pairs(problem, "bfloat16"):
         return None
     lanes, columns, queries, keys = cpu.lanes("float32"), 2 * TILE_ROWS, sizes["m"], sizes["n"]
     most = 2 * TILE_ROWS
@@ -320,14 +323,15 @@ def accumulation(problem: AttentionProblem, cpu: CpuTarget) -> DotInstruction:
     """How products are accumulated: two terms a step where the CPU has an instruction for it, and pairs lie so."""
     single = dot_instruction_for(cpu, *("float32",) * 3)
     assert single is not None, "every machine multiplies float32"
-    dot = dot_instruction_for(cpu, "bfloat16", "bfloat16", "float32")
-    return dot if dot is not None and dot.form == "bf16_dot" and _lies_in_pairs(problem) else single
+    dtype = problem.query.dtype
+    dot = dot_instruction_for(cpu, dtype, dtype, "float32") if dtype in HALVES else None
+    return dot if dot is not None and dot.form in _PAIRED and _lies_in_pairs(problem, dtype) else single
 
 
-def _lies_in_pairs(problem: AttentionProblem) -> bool:
-    """Whether operands are bfloat16 of which an even number lies together, and queries enough to pack keys for."""
+def _lies_in_pairs(problem: AttentionProblem, dtype: str) -> bool:
+    """Whether operands are of a type of which an even number lies together, and queries enough to pack keys for."""
     operands = (problem.query, problem.key, problem.value)
-    if any(operand.dtype != "bfloat16" for operand in operands) or _is_decode(problem):
+    if any(operand.dtype != dtype for operand in operands) or _is_decode(problem):
         return False
     for operand, starts, name in zip(operands, problem.starts, "dde", strict=True):
         last = operand.shape[-1]

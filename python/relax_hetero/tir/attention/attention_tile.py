@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
@@ -20,12 +17,14 @@ from ..core.builder import (
     loop,
     minimum,
     opaque,
+    over_lanes,
     when,
     zeros,
 )
 from ..elementwise import expression_code
 from ..math import vector_math
 from ..math.vector_math import exp_nonpositive, once
+from ..matmul.short_sums import LEAST_SQUARE
 from ..pack.tile_transpose import riffle_orders
 from .attention_operands import accumulate, factors_of_scores, factors_of_values, store_weights, widen_queries
 from .attention_spec import AttentionSpec
@@ -111,7 +110,7 @@ class QueryRows:
 
     def _greatest(self, i: Expr, maxima: Expr) -> Expr:
         """What is taken from the scores of a row, whose greatest of each lane are given."""
-        greatest = broadcast(let(_over_lanes(maxima, T.max, self.lanes)), self.lanes)
+        greatest = broadcast(let(over_lanes(maxima, T.max, self.lanes)), self.lanes)
         if self.online:
             before = self._state("maxima", i)
             greatest = let(T.Select(broadcast(self.is_first, self.lanes), greatest, T.max(greatest, before)))
@@ -119,7 +118,7 @@ class QueryRows:
         return let(T.max(greatest, vector_math.constant(greatest, LOWEST)))
 
     def _total(self, powers: Expr) -> Expr:
-        return broadcast(let(_over_lanes(powers, lambda a, b: a + b, self.lanes)), self.lanes)
+        return broadcast(let(over_lanes(powers, lambda a, b: a + b, self.lanes)), self.lanes)
 
     def _factor(self, i: Expr, greatest: Expr, total: Expr) -> Expr:
         if not self.online:
@@ -213,6 +212,8 @@ class _QueryTile(QueryRows):
                 width // blocks.together,
                 factor,
                 lambda k, j: self._in_room(keys + k * columns + j * self.lanes),
+                # Scores are added to others: what is lost of small ones does not matter.
+                ([None if left is None else lane_mask(left - j * self.lanes, self.lanes) for j in range(vectors)], 0.0),
             )
         for j in range(vectors):
             loaded: dict[tuple[int, Expr], Expr] = {}
@@ -282,6 +283,7 @@ class _QueryTile(QueryRows):
                 steps,
                 factor,
                 lambda k, j: self._in_room(values + k * blocks.columns + j * self.lanes),
+                ([None] * len(masks), LEAST_SQUARE),
             )
 
         def finish() -> None:
@@ -305,16 +307,6 @@ class _QueryTile(QueryRows):
         before = let(self.spec.room[self._partial_at(i, j, panel)])
         is_first = broadcast(self.is_first, self.lanes)
         return added + T.Select(is_first, zeros("float32", self.lanes), before * self.factors[i])
-
-
-def _over_lanes(vector: Expr, apply: Callable[[Any, Any], Any], lanes: int) -> Expr:
-    """All lanes of a vector combined."""
-    while lanes > 1:
-        lanes //= 2
-        low, high = list(range(lanes)), list(range(lanes, 2 * lanes))
-        vector = let(vector)
-        vector = apply(T.Shuffle([vector], low), T.Shuffle([vector], high))
-    return vector
 
 
 def products_of_keys(

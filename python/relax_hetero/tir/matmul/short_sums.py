@@ -135,7 +135,7 @@ class ShortSums:
             registers[number] = zeros(self._dot.types[0], self._lanes * self._dot.k0)
 
 
-def is_out_of_range(values: Sequence[Expr], terms: Expr, lanes: int) -> Expr:
+def is_out_of_range(values: Sequence[Expr], terms: Expr, lanes: int, least_square: float = LEAST_SQUARE) -> Expr:
     """Whether short sums left the range of their type, by the accumulators that they made.
 
     Parameters
@@ -144,6 +144,8 @@ def is_out_of_range(values: Sequence[Expr], terms: Expr, lanes: int) -> Expr:
         All accumulators of a tile; lanes of columns that do not exist are zero.
     terms : PrimExpr or int
         Products in each of them.
+    least_square : float
+        The least mean square of products; 0 where what is lost of small ones does not matter.
     """
     squares = Registers(1, "float32", lanes)
     squares[0] = zeros("float32", lanes)
@@ -153,6 +155,6 @@ def is_out_of_range(values: Sequence[Expr], terms: Expr, lanes: int) -> Expr:
     total = tirx.reinterpret("int32", let(over_lanes(squares[0], lambda a, b: a + b, lanes)))
     register = Registers(1, "int32", 1)
     register[0] = total
-    least = tirx.const(LEAST_SQUARE * len(values) * lanes, "float32")
+    least = tirx.const(least_square * len(values) * lanes, "float32")
     bound = tirx.reinterpret("int32", let(least * tirx.Cast("float32", int64(terms))))
     return tirx.Or(register[0] < bound, register[0] >= tirx.const(_INFINITE, "int32"))
