@@ -98,8 +98,11 @@ def wgmma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: Tiling |
         with function.body():
             parameters.open()
             lhs, rhs = parameters.lhs, parameters.rhs
-            gathers = Source.GATHER in (source_of(lhs, "m")[0], source_of(rhs, "n")[0])
-            tiling = tiling or choose_tiling(problem, gpu, sizes, list(counts.values()), gathers)
+            sources = source_of(lhs, "m")[0], source_of(rhs, "n")[0]
+            may_swap = sources == (Source.LINES, Source.PACKED)
+            tiling = tiling or choose_tiling(
+                problem, gpu, sizes, list(counts.values()), Source.GATHER in sources, may_swap
+            )
             left = OperandTile.of(lhs, "m", tiling.rows, sizes[0], sizes[2])
             right = OperandTile.of(rhs, "n", tiling.columns, sizes[1], sizes[2])
             product = WgmmaProduct(left, right, store, tiling, sizes, counts)

@@ -326,12 +326,11 @@ def test_a_tiling_fits_into_the_gpu():
         ((4096, 4096, 4096), (128, 256), 1),
         ((4096, 1024, 4096), (128, 256), 1),
         ((512, 4096, 4096), (64, 256), 1),
-        ((128, 4096, 4096), (128, 64), 2),
+        ((128, 4096, 4096), (64, 128), 2),
         ((127, 255, 511), (64, 64), 8),
         ((128, 768, 3072), (64, 64), 4),
-        ((784, 512, 4608), (64, 128), 2),
+        ((784, 512, 4608), (64, 256), 4),
         ((784, 512, 2048), (64, 128), 2),
-        ((12544, 256, 512), (128, 256), 1),
     ],
 )
 def test_tilings_are_those_that_were_fastest(sizes, tile, split):
@@ -340,7 +339,23 @@ def test_tilings_are_those_that_were_fastest(sizes, tile, split):
     tiling = choose_tiling(problem, GPU, sizes, [], gathers=k == 511)
     assert ((tiling.rows, tiling.columns), tiling.split) == (tile, split)
     assert tiling.stages >= min(4, -(-k // 64 // split))
-    assert tiling.together == 1
+    assert (tiling.together, tiling.swapped) == (1, False)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tile", "together"),
+    [
+        ((12544, 128, 1152), (96, 128), 1),
+        ((784, 2048, 1024), (112, 128), 1),
+        ((50176, 64, 576), (192, 64), 1),
+        ((12544, 256, 512), (96, 128), 2),
+        ((3136, 1024, 256), (96, 128), 2),
+    ],
+)
+def test_swapped_tiles_give_all_multiprocessors_as_much_to_do(sizes, tile, together):
+    m, n, k = sizes
+    tiling = choose_tiling(problem_of({"m": m, "n": n, "k": k}), GPU, sizes, [], may_swap=True)
+    assert ((tiling.rows, tiling.columns), tiling.together, tiling.swapped) == (tile, together, True)
 
 
 @pytest.mark.parametrize("sizes", [(12544, 128, 1152), (12544, 512, 256), (50176, 256, 64), (784, 2048, 512)])
