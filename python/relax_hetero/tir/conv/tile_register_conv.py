@@ -467,7 +467,8 @@ def _finish_place(task: _Task, number: Expr) -> None:
             value = let(task.sums[lane_indices(number * (2 * COLUMNS) + j * COLUMNS, COLUMNS)])
             conv.result.store(here, "n", conv.epilogue.result_at(value, here, mask), COLUMNS, mask)
 
-    with when(within >= task.place[slot + 2] if plan.across > 1 else True):
+    overlap = conv.result.extents[-1] % plan.height != 0
+    with when(within >= task.place[slot + 2] if overlap else True):
         left = conv.channels % plan.columns
         if left == 0:
             store(plan.columns)

@@ -34,8 +34,8 @@ MOST_BLOCK_BYTES = 1 << 24
 # first-level cache.
 ODD_DISTANCES = True
 
-# Weights of more bytes are prefetched, panel by panel.
-PREFETCH_BYTES = 1 << 20
+# Weights of more bytes are prefetched, panel by panel: those of a model come from memory or the last-level cache.
+PREFETCH_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
