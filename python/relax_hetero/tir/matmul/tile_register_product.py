@@ -68,7 +68,7 @@ def takes_tiles(spec: MatmulSpec, instruction: TileInstruction) -> bool:
     panel = rhs.layout.tile(n)
     is_packed = rhs.layout.inner_dims == (n, k) and rhs.layout.inner_tiles == (panel, instruction.k0)
     is_packed = is_packed and rhs.layout.outer_perm[-2:] == (n, k)
-    return is_packed and panel in (_LANES, 2 * _LANES)
+    return rows_are_plain and is_packed and panel in (_LANES, 2 * _LANES)
 
 
 @dataclass(frozen=True)
