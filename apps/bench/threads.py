@@ -7,6 +7,7 @@ python apps/bench/threads.py busy quota --threads 4 --json
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import statistics
@@ -133,10 +134,20 @@ def _begin(folder: Path, threads: int, steps: int, seconds: float, join: Path | 
     paths = libraries(folder, threads, steps)
     environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
     environment["TVM_NUM_THREADS"] = ""
-    arguments = [str(argument) for argument in (*paths, threads, seconds, join or "")]
+    arguments = [str(argument) for argument in (*paths, threads, seconds)]
+    # Before the process looks how many cores it has.
+    before = None if join is None else functools.partial(_join, join)
     return subprocess.Popen(
-        [sys.executable, __file__, "--child", *arguments], env=environment, text=True, stdout=subprocess.PIPE
+        [sys.executable, __file__, "--child", *arguments],
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        preexec_fn=before,
     )
+
+
+def _join(group: Path) -> None:
+    group.write_text(str(os.getpid()))
 
 
 def _wait(process: subprocess.Popen[str]) -> dict[str, Any]:
@@ -170,7 +181,7 @@ def control_group(cpus: float) -> Iterator[Path | None]:
         folder.rmdir()
 
 
-def child(one: str, all_: str, threads: int, seconds: float, join: str) -> dict[str, Any]:
+def child(one: str, all_: str, threads: int, seconds: float) -> dict[str, Any]:
     """In a process that is measured: the loop on one thread and on all, in turns with rests between.
 
     Returns
@@ -178,8 +189,6 @@ def child(one: str, all_: str, threads: int, seconds: float, join: str) -> dict[
     dict: "speed" over one thread, the share of calls in which threads had "cores" of their own, the "late" calls that
     took more than twice the median, whether the "mask" of the calling thread stayed.
     """
-    if join:
-        Path(join).write_text(str(os.getpid()))
     before = os.sched_getaffinity(0)
     threads = min(threads, num_cores())  # with a quota there are fewer
     core_of = {cpu: number for number, core in enumerate(cpus_of_cores()) for cpu in core}
@@ -244,7 +253,7 @@ def show(found: dict[str, list[dict[str, Any]]], reached: Sequence[Check]) -> No
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
-        one, all_, threads, seconds, join = sys.argv[2:]
-        print(json.dumps(child(one, all_, int(threads), float(seconds), join)))
+        one, all_, threads, seconds = sys.argv[2:]
+        print(json.dumps(child(one, all_, int(threads), float(seconds))))
     else:
         main()
