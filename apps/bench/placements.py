@@ -6,9 +6,9 @@ python apps/bench/placements.py squeezenet --vdevice llvm:0 --vdevice llvm:1
 python apps/bench/placements.py squeezenet minilm --within 60         # what is not compiled then is left out
 
 A cut by hand gives the first nodes to one device and the rest to the other, at one to four fifths of the nodes, both
-ways; under a limit of memory, at shares of the weights that fit. Placements are compiled side by side, in processes
-that share machine code of equal kernels, and timed in turns in one, from arrays to arrays. Results are compared with
-those of the first device alone. Each finding is told on standard error when it is there.
+ways; under a limit of memory, at shares of the weights that fit. Placements are compiled side by side, in processes,
+and timed in turns in one, from arrays to arrays. Results are compared with those of the first device alone. Each
+finding is told on standard error when it is there.
 """
 
 from __future__ import annotations
@@ -97,8 +97,6 @@ class Builders:
     def __init__(self, until: float) -> None:
         self._until = until
         self._folder = tempfile.TemporaryDirectory()
-        # GPU kernels of one placement serve the others.
-        os.environ.setdefault("RELAX_HETERO_CACHE", str(Path(self._folder.name) / "cache"))
         count = max(1, (os.cpu_count() or 2) // 2)
         self._pool = multiprocessing.get_context("spawn").Pool(count)
 
@@ -130,14 +128,19 @@ def tell(*words: object) -> None:
 
 def named(model: str) -> onnx.ModelProto:
     """A model of which every node has a name."""
-    proto = onnx.load(str(model_path(model)))
+    proto = onnx.load(model)
     for index, node in enumerate(proto.graph.node):
         node.name = f"{node.name or node.op_type}_{index}"
     return proto
 
 
-def cases_of(model: str, vdevices: tuple[str, str], limit: int | None, precision: str, cuts: int) -> list[Case]:
-    """Each device alone, the placement that is chosen, and cuts by hand."""
+def cases_of(
+    model: str, vdevices: tuple[str, str], limit: int | None, precision: str, cuts: int, whole: int = 0
+) -> list[Case]:
+    """Each device alone, the placement that is chosen, and cuts by hand.
+
+    Under a limit, `whole` is the bytes that the second device needs for all of the model.
+    """
     first, second = vdevices
 
     def case(name: str, rules: tuple[tuple[str, str], ...] | None) -> Case:
@@ -146,22 +149,26 @@ def cases_of(model: str, vdevices: tuple[str, str], limit: int | None, precision
     nodes = [node.name for node in named(model).graph.node]
     found = [case(f"{device} alone", (("*", device),)) for device in vdevices]
     found.append(case(AUTO, None))
-    for at in cut_positions(named(model), limit, cuts, before=True):
+    for at in cut_positions(named(model), limit, cuts, True, whole):
         found.append(case(f"{second} to node {at}", (*((name, second) for name in nodes[:at]), ("*", first))))
-    for at in cut_positions(named(model), limit, cuts, before=False):
+    for at in cut_positions(named(model), limit, cuts, False, whole):
         found.append(case(f"{second} from node {at}", (*((name, first) for name in nodes[:at]), ("*", second))))
     return found
 
 
-def cut_positions(model: onnx.ModelProto, limit: int | None, cuts: int, before: bool) -> list[int]:
-    """Nodes that a person would cut at: fifths of the nodes, or of the weights that fit within the limit."""
+def cut_positions(model: onnx.ModelProto, limit: int | None, cuts: int, before: bool, whole: int) -> list[int]:
+    """Nodes that a person would cut at: fifths of the nodes, or as many as have weights that fit within the limit.
+
+    Beside the weights of the first nodes there has to be room for all other values, of which the last nodes have few.
+    """
     count = len(model.graph.node)
     if limit is None:
         return [max(1, count * part // (cuts + 1)) for part in range(1, cuts + 1)]
     sizes = {tensor.name: onnx.numpy_helper.to_array(tensor).nbytes for tensor in model.graph.initializer}
     weights = [sum(sizes.get(name, 0) for name in node.input) for node in model.graph.node]
     held = list(itertools.accumulate(weights if before else weights[::-1]))
-    counts = [sum(nbytes <= limit * share for nbytes in held) for share in SHARES[-cuts:]]
+    room = limit - max(0, whole - sum(weights)) if before else limit
+    counts = [sum(nbytes <= room * share for nbytes in held) for share in SHARES[-cuts:]]
     return [max(1, number if before else count - number) for number in counts]
 
 
@@ -236,28 +243,26 @@ def main(
     from relax_hetero.frontend import CostModel
     from relax_hetero.target.vdevice import parse_vdevices
 
-    until = time.monotonic() + within
-    with Builders(until) as builders:
-        # Before other processes compile beside.
-        tell("figures", CostModel.measured(parse_vdevices(vdevices)))
-        checks, lines = [], []
-        for model in models or ("squeezenet", "resnet50", "bert"):
-            cases = cases_of(model, vdevices, None, precision, cuts)
-            limit = None
-            if share is None:
-                built = builders.build(cases)
-            else:
-                built = builders.build(cases[:2])
+    # Before other processes compile beside.
+    tell("figures", CostModel.measured(parse_vdevices(vdevices)))
+    checks, lines = [], []
+    with Builders(time.monotonic() + within) as builders:
+        for name in models or ("squeezenet", "resnet50", "bert"):
+            model, limit, whole = str(model_path(name)), None, 0
+            # Devices alone first: then the compile cache has all kernels of GPUs.
+            built = builders.build(cases_of(model, vdevices, None, precision, cuts)[:2])
+            if share is not None:
                 if "path" not in built[1]:
-                    sys.exit(f"{model} on {vdevices[1]} alone {built[1]['fails']}: no share of what it needs is known")
-                limit = int(share * needs(built[1]["path"], 1))
-                built += builders.build(cases_of(model, vdevices, limit, precision, cuts)[2:])
+                    sys.exit(f"{name} on {vdevices[1]} alone {built[1]['fails']}: no share of what it needs is known")
+                whole = needs(built[1]["path"], 1)
+                limit = int(share * whole)
+            built += builders.build(cases_of(model, vdevices, limit, precision, cuts, whole)[2:])
             inputs = random_arrays(named(model).graph, {}, 0)
             timed(built, inputs, None if limit is None else {vdevices[1]: limit}, seconds)
-            lines.append({"model": model, "limit": limit, "placements": built})
+            lines.append({"model": name, "limit": limit, "placements": built})
             times = {entry["name"]: entry["ms"] for entry in built if "ms" in entry}
             if AUTO in times:
-                checks.append(Check(f"{model}: auto over the best", times[AUTO] / min(times.values()), BAR, True))
+                checks.append(Check(f"{name}: auto over the best", times[AUTO] / min(times.values()), BAR, True))
                 tell(checks[-1])
             if not as_json:
                 show(lines[-1])
