@@ -25,6 +25,7 @@ from ..encoding.problem import AttentionProblem, BlockProductProblem, RowPhase, 
 from ..target.cpu_target import CpuTarget, cpu_target_of
 from ..target.dot_instructions import DotInstruction, dot_instruction_for
 from ..target.element_types import bytes_of
+from ..target.tile_instructions import tile_instruction_for
 from ..target.tiles import conv_columns, tile_columns
 from .resolver_base import ResolverBase, tiled
 
@@ -65,12 +66,13 @@ class CpuResolver(ResolverBase):
         return tiled(index_map, ("n", "k"), tiles, dot.compensation != 0)
 
     def resolve_activation(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
-        """As `resolve`, but a right operand that few rows meet stays as it is."""
-        if encoding.moves is not None:
+        """As `resolve`, but a right operand that few rows meet stays as it is, and one that is packed in the kernel."""
+        if encoding.moves is not None or encoding.operand_index != RHS:
             return self.resolve(encoding, target)
-        dot = dot_instruction_for(cpu_target_of(target), *encoding.element_types)
+        cpu = cpu_target_of(target)
+        dot = dot_instruction_for(cpu, *encoding.element_types)
         few = 0 <= encoding.sizes["m"] <= FEW_ROWS
-        if dot is not None and encoding.operand_index == RHS and few and _is_readable(encoding, dot):
+        if dot is not None and ((few and _is_readable(encoding, dot)) or _is_packed_in_kernel(encoding, dot, cpu)):
             return PackedLayout.identity(len(encoding.index_map))
         return self.resolve(encoding, target)
 
@@ -92,6 +94,19 @@ def _read_in_place(encoding: Encoding, dot: DotInstruction) -> bool:
 def _is_readable(encoding: Encoding, dot: DotInstruction) -> bool:
     """Whether the kernel can read the right operand as it lies: rows of n, one k a step."""
     return dot.k0 == 1 and encoding.of(RHS).index_map[-2:] == ("k", "n")
+
+
+def _is_packed_in_kernel(encoding: Encoding, dot: DotInstruction, cpu: CpuTarget) -> bool:
+    """Whether tile registers multiply rows of n that the kernel packs itself, panel by panel.
+
+    Vectors read them as well, a group at a time, where the process may not use tiles; but not with compensation, which
+    is part of packed storage.
+    """
+    tiles = tile_instruction_for(cpu, *encoding.element_types)
+    sizes, rows = encoding.sizes, encoding.of(RHS).index_map[-2:] == ("k", "n")
+    if tiles is None or dot.compensation or not rows or DYNAMIC in (sizes["k"], sizes["n"]):
+        return False
+    return sizes["m"] == DYNAMIC or sizes["m"] >= tiles.least_rows
 
 
 def conv_layout(encoding: Encoding, cpu: CpuTarget) -> PackedLayout | None:

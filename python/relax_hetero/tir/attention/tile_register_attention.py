@@ -26,6 +26,7 @@ from ..core.builder import (
     lane_mask,
     let,
     loop,
+    minimum,
     opaque,
     when,
     zeros,
@@ -35,6 +36,10 @@ from ..matmul import tile_registers
 from .attention_operands import store_weights
 from .attention_spec import AttentionSpec
 from .attention_tile import QueryRows, Span
+
+# Rows whose softmax goes on at once: each alone waits for its maximum and its sum. Measured with the tiles left out (Zen
+# 5, 128 keys): 4 rows take 12 to 20 % less than one after the other.
+_TOGETHER = 4
 
 _WORD = 4  # bytes of an element of scratch: a float32, or a pair
 _LEFT, _RIGHT = (4, 5), (6, 7)  # tiles of factors; those of sums are 0 to 3, two for each of the left ones
@@ -171,40 +176,49 @@ class _QueryTiles(QueryRows):
 
     def softmax(self) -> None:
         """Products become scores, and these powers of e in pairs, with zeros up to a whole step."""
-        with loop(self.rows) as r:
-            self._softmax_of_row(opaque(r))
+        groups = opaque(self.rows // _TOGETHER)
+        with loop(groups) as group:
+            self._softmax_of_rows(opaque(group * _TOGETHER), _TOGETHER)
+        with loop(opaque(self.rows - groups * _TOGETHER)) as r:
+            self._softmax_of_rows(opaque(groups * _TOGETHER + r), 1)
 
-    def _softmax_of_row(self, r: Expr) -> None:
+    def _softmax_of_rows(self, first: Expr, count: int) -> None:
         spec, lanes = self.spec, self.lanes
-        count = self.size if not spec.problem.causal else self._visible(r + 1)
-        top, total = Registers(1, "float32", lanes), Registers(1, "float32", lanes)
-        top[0] = constant(zeros("float32", lanes), -float("inf"))
-        total[0] = zeros("float32", lanes)
+        rows = [first + i for i in range(count)]
+        causal = bool(spec.problem.causal)
+        seen = [self._visible(r + 1) for r in rows] if causal else [self.size] * count
+        top, total = Registers(count, "float32", lanes), Registers(count, "float32", lanes)
+        for i in range(count):
+            top[i] = constant(zeros("float32", lanes), -float("inf"))
+            total[i] = zeros("float32", lanes)
 
-        def score(column: Expr, exists: Expr | None) -> None:
-            where = self._score_at(r, column)
-            value = self._score(let(spec.room[where]), r, column, exists, {})
-            T.buffer_store(spec.room, value, [where])
-            top[0] = T.max(top[0], value)
+        def score(column: Expr, masks: list[Expr | None]) -> None:
+            loaded: dict[tuple[int, Expr], Expr] = {}
+            for i, r in enumerate(rows):
+                where = self._score_at(r, column)
+                value = self._score(let(spec.room[where]), r, column, masks[i], loaded if masks[i] is None else {})
+                T.buffer_store(spec.room, value, [where])
+                top[i] = T.max(top[i], value)
 
-        whole = opaque(count // lanes)
+        whole, vectors = opaque(seen[0] // lanes), opaque(ceil_div(seen[-1], lanes))
         with loop(whole) as vector:
-            score(opaque(vector * lanes), None)
-        left = opaque(count - whole * lanes)
-        if not isinstance(left, int) or left:
-            with when(True if isinstance(left, int) else left > 0):
-                column = whole * lanes if isinstance(whole, int) else opaque(whole * lanes)
-                score(int64(column), lane_mask(left, lanes))
-        greatest = self._greatest(r, top[0])
-        vectors = opaque(ceil_div(count, lanes))
+            score(opaque(vector * lanes), [None] * count)
+        if not isinstance(whole, int) or whole != vectors:
+            with loop(opaque(vectors - whole)) as vector:
+                column = opaque((whole + vector) * lanes)
+                score(column, [lane_mask(minimum(end - column, lanes), lanes) for end in seen])
+        greatest = [self._greatest(r, top[i]) for i, r in enumerate(rows)]
         with loop(vectors) as vector:
-            power = exp_nonpositive(spec.room[self._score_at(r, vector * lanes)] - greatest)
-            store_weights(spec, r, opaque(vector), power)
-            total[0] = total[0] + power
+            for i, r in enumerate(rows):
+                power = let(exp_nonpositive(spec.room[self._score_at(r, vector * lanes)] - greatest[i]))
+                store_weights(spec, r, opaque(vector), power)
+                total[i] = total[i] + power
         with loop(opaque(self.steps * self.vectors - vectors)) as vector:
-            store_weights(spec, r, opaque(vectors + vector), zeros("float32", lanes))
-        factor = self._factor(r, greatest, self._total(total[0]))
-        T.buffer_store(spec.room, T.Shuffle([factor], [0]), [self._factor_at(r)])
+            for r in rows:
+                store_weights(spec, r, opaque(vectors + vector), zeros("float32", lanes))
+        for i, r in enumerate(rows):
+            factor = self._factor(r, greatest[i], self._total(total[i]))
+            T.buffer_store(spec.room, T.Shuffle([factor], [0]), [self._factor_at(r)])
 
     def _factor_at(self, r: Expr) -> Expr:
         return self.spec.at("factors") + r

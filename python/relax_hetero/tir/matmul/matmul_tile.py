@@ -237,6 +237,8 @@ def _right(spec: MatmulSpec, tile: Tile, k: Expr, j: int, left: Expr | None) -> 
     if spec.rhs.layout.tile(spec.rhs.index_map.index("k")) == k0 and spec.rhs.stride("n") == k0:
         return spec.rhs.load_run(at, lanes * k0)
     rows = [_one_of(spec.rhs, at, i, left, lanes, mask) for i in range(k0)]
+    if spec.rhs.dtype == "bfloat16":  # as bits: TVM's legalization widens what is shuffled
+        rows = [tirx.reinterpret(vector_type("uint16", lanes), row) for row in rows]
     return T.Shuffle(rows, [i * lanes + lane for lane in range(lanes) for i in range(k0)])
 
 
