@@ -24,6 +24,7 @@ from ..core.builder import Expr, Function, Registers, ceil_div, either, loop, mi
 from ..core.work_split import part
 from ..matmul import tile_registers
 from ..matmul.k_step import llvm_import
+from ..matmul.short_sums import marked
 from .attention_operands import pack_keys, pack_values
 from .attention_spec import (
     DECODE_QUERIES,
@@ -105,7 +106,7 @@ def attention_kernel(problem: AttentionProblem, cpu: CpuTarget) -> tirx.PrimFunc
                     if not isinstance(sizes["m"], int):
                         allowed = tirx.And(sizes["m"] > DECODE_QUERIES, allowed)
                     either(allowed, lambda: tasks(in_tiles), lambda: tasks(blocks))
-    return function.result
+    return marked(function.result, dot)
 
 
 def _imported(text: str) -> AbstractContextManager[Any]:

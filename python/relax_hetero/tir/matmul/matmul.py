@@ -31,6 +31,7 @@ from ..rows.rows import emit_rows, phase_code
 from .k_step import llvm_import
 from .matmul_spec import Case, KRange, MatmulSpec, Sweep, choose, make_tile, row_cases
 from .matmul_tile import accumulators, emit_tile
+from .short_sums import marked
 from .tile_register_product import emit_tile_products, takes_tiles
 from .tile_registers import LLVM_TEXT, tiles_or_vectors
 
@@ -86,7 +87,7 @@ def matmul_kernel(problem: MatmulProblem, cpu: CpuTarget) -> tirx.PrimFunc:
             texts = [text for text in (llvm_import(dot, lanes), LLVM_TEXT if tiles else None) if text is not None]
             with T.attr(0, "pragma_import_llvm", "".join(texts)) if texts else nullcontext():
                 _emit_ways(spec, cpu, batch, rows, tiles)
-    return _tied(function.result, problem, spec)
+    return marked(_tied(function.result, problem, spec), dot)
 
 
 def _emit_ways(

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from ...encoding.arithmetic import SHORT_SUMS
 from ...target.dot_instructions import DotInstruction
 from ..core.builder import (
     Expr,
@@ -43,6 +44,11 @@ LEAST_SQUARE = 2.0**-29
 float16 about, and what is lost below is a tenth of what rounding loses."""
 
 _INFINITE = 0x7F800000
+
+
+def marked(function: tirx.PrimFunc, dot: DotInstruction) -> tirx.PrimFunc:
+    """A kernel, with a note for reports if it has short sums."""
+    return function.with_attr(SHORT_SUMS, dot.types[0]) if dot.short else function
 
 
 class ShortSums:

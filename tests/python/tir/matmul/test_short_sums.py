@@ -67,6 +67,7 @@ def _error(got: np.ndarray, arrays: list[np.ndarray]) -> float:
 
 
 @needs_avx512
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("sizes", "symbolic"),
     [((9, 600, 40), ""), ((1, 1025, 33), ""), ((5, 33, 20), "m"), ((2, 31, 5), ""), ((3, 256, 32), "")],
