@@ -188,8 +188,8 @@ class RepeatedCall:
     repeated : str
         The symbol of a function that checks nothing, of these tensors and of what such calls share.
     shares : str
-        The symbol of a function of the same parameters as `function` that gives what they share, as a tuple; empty
-        where that is nothing.
+        The symbol of a function of the same parameters as `function` that checks them, and gives what they share as a
+        tuple; empty where there is nothing to check or share.
     """
 
     function: str
