@@ -205,9 +205,7 @@ def test_left_operand_with_rows_among_other_dimensions():
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("types", TYPES, ids="-".join)
 def test_main_loop_multiplies_all_tiles_that_it_loads(types):
-    kernel = matmul_kernel(
-        plain_problem(XEON, (1024, 768 if types == BF16 else 1536, 1024), types), cpu_target_of(XEON)
-    )
+    kernel = matmul_kernel(plain_problem(XEON, (256, 1280 if types == BF16 else 2560, 512), types), cpu_target_of(XEON))
     assembly = tvm.compile(tvm.IRModule({"matmul": kernel}), target=XEON).mod.inspect_source("asm")
     name = tile_instruction_for(cpu_target_of(XEON), *types).instruction.split(".")[-1]
     loops = [loop for loop in innermost_loops(assembly) if any(name in line for line in loop)]
