@@ -50,6 +50,7 @@ from .link.lift_constants import lift_constants
 from .link.link import argument_alignment, link
 from .link.parallel_codegen import Progress
 from .link.reasons import reason
+from .link.repeated_calls import with_repeated_calls
 from .optional_devices import optional_indices, without_devices
 from .pipeline import pipeline_steps
 from .signatures import function_signatures
@@ -170,12 +171,15 @@ def _compile(
     mod, tables = by_address(mod)
     # Constants leave the code: one tuple, each on the device that uses it.
     lifted = lift_constants(mod, [*tables, *graphs])
+    # A call that looks like an earlier one takes a shorter way.
+    signatures = function_signatures(mod, lifted.takers)
+    whole, repeated = with_repeated_calls(lifted.mod, signatures)
     # All that a machine, a profile and `explain` need to know without the compiler.
     host = host_vdevice(vdevices)
     metadata = Metadata(
         devices=devices,
         host_index=vdevice_index(host, vdevices) if host is not None else -1,
-        signatures=function_signatures(mod, lifted.takers),
+        signatures=signatures,
         constants=tuple(lifted.specs),
         placement=reports["placement"],
         placement_estimate=reports["placement_estimate"],
@@ -190,9 +194,10 @@ def _compile(
         schedules=tuple(schedule.with_takers(lifted.takers) for schedule in found.schedules or ()),
         memory=memory_of(mod),
         checks=found.checks or (),
+        repeated=repeated,
     )
     # LLVM and CUDA compile the kernels, a group for each target, and TVM links them behind one bytecode.
-    linked = link(lifted.mod, progress, folder)
+    linked = link(whole, progress, folder)
     return Executable(linked.module, metadata, lifted.tensors, machine_code=linked.machine_code)
 
 
@@ -252,14 +257,14 @@ def memory_plan_of(mod: tvm.IRModule) -> MemoryPlan:
     ----------
     mod: With dispatches formed, command buffers and schedules where they are wanted; lowered or not.
     """
-    lowered = LowerToVM()(mod)
+    lowered, graphs = graph_tables(LowerToVM()(mod))
     vdevices = vdevices_of(lowered)
     host = host_vdevice(vdevices)
     metadata = Metadata(
         devices=tuple(device_spec(vdevice, default=i == 0) for i, vdevice in enumerate(vdevices)),
         host_index=vdevice_index(host, vdevices) if host is not None else -1,
         signatures=function_signatures(lowered, set()),
-        constants=tuple(lift_constants(lowered).specs),
+        constants=tuple(lift_constants(lowered, graphs).specs),
         regions=tuple(regions_as_linked(lowered)),
         kernels=kernels_of(lowered),
         schedules=tuple(schedules_of(lowered)),

@@ -65,6 +65,8 @@ class CpuResolver(ResolverBase):
         few = 0 <= encoding.sizes["m"] <= FEW_ROWS
         if dot is not None and encoding.operand_index == RHS and few and _is_readable(encoding, dot):
             return PackedLayout.identity(len(encoding.index_map))
+        if self.is_packed_in_kernel(encoding, cpu_target_of(target)):
+            return PackedLayout.identity(len(encoding.index_map))
         return self.resolve(encoding, target)
 
     def convolution_form(self, encoding: Encoding, target: tvm.target.Target, weight: PackedLayout) -> str:

@@ -15,6 +15,7 @@ from ..core.builder import Function
 from ..core.ties import tied_to
 from ..matmul.k_step import llvm_import
 from ..matmul.matmul import matmul_kernel
+from ..matmul.short_sums import marked
 from .conv_channelwise import emit_channelwise
 from .conv_direct import emit_direct
 from .conv_products import as_product
@@ -62,7 +63,8 @@ def conv_kernel(problem: ConvProblem, cpu: CpuTarget) -> tirx.PrimFunc:
             else:
                 with T.attr(0, "pragma_import_llvm", text):
                     emit_direct(conv)
-    return tied_to(function.result, problem.epilogue.operands if problem.epilogue else (), 2, problem.result)
+    tied = tied_to(function.result, problem.epilogue.operands if problem.epilogue else (), 2, problem.result)
+    return tied if _is_channelwise(problem) else marked(tied, dot)
 
 
 def _checked(problem: ConvProblem, cpu: CpuTarget) -> DotInstruction:
